@@ -1,0 +1,53 @@
+# Everything a person does here. `make` alone lists it.
+.DEFAULT_GOAL := help
+.PHONY: help environment lab test check format notebooks slides bench clean
+
+VENV ?= .venv
+BIN = $(abspath $(VENV))/bin
+LESSON ?= notebooks/00_ranks.ipynb
+BENCHMARKS ?= $(wildcard tests/benchmarks/bench_*.py)
+
+# Any Python from 3.6 on can say what is wrong; environment.py picks the one to build with.
+STARTER = for python in python3 python python3.13 python3.12 python3.11 "$(PYTHON)"; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 6))' >/dev/null 2>&1 && break; \
+	python=; done
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+environment:
+	@$(STARTER); if test -z "$$python"; then echo "The course needs Python 3.11 or newer; here is none.\
+	 Install one from your system's packages or python.org, or name one:\
+	 make lab PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
+	exec "$$python" tools/environment.py --venv "$(VENV)" --python "$(PYTHON)"
+
+lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_collectives.ipynb: another)
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m jupyterlab --allow-root \
+		--ServerApp.root_dir="$(CURDIR)" $(LAB_ARGS) "$(LESSON)"
+
+test: environment ## run every test (TEST_ARGS=tests/test_collectives.py: those of one lesson)
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+
+check: environment ## lint, types, spelling, links, file sizes
+	@"$(BIN)/ruff" check .
+	@"$(BIN)/ruff" format --check .
+	@"$(BIN)/mypy"
+	@"$(BIN)/codespell"
+	@"$(BIN)/python" tools/check_files.py
+
+format: environment ## put all code in the one layout
+	@"$(BIN)/ruff" format .
+	@"$(BIN)/ruff" check --fix .
+
+notebooks: environment ## rebuild the notebooks from notebooks/source
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m course_lib.authoring.build $(NOTEBOOKS_ARGS)
+
+slides: environment ## build the slides as HTML and PDF in build/slides (needs Node.js and chromium)
+	@"$(BIN)/python" tools/slides.py
+
+bench: environment ## measure, and print the tables
+	@for script in $(BENCHMARKS); do echo "== $$script"; "$(BIN)/python" "$$script" || exit 1; done
+
+clean: ## delete what the other targets built; notebooks, run records and .venv stay
+	@rm -rf build slides/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find course_lib tests tools slides -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,182 @@
+"""What checks are written with: run an answer on ranks, compare, count traffic, weigh tensors.
+
+Every tool passes silently or raises CheckFailed. `where` opens the sentence ("rank 1 of 2"); a
+cause is a pair of a wrong answer and the sentence that names its misconception: the wrong answer
+is a value to compare with, or a predicate of what came back. The first cause that fits is told.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from course_lib.checks.exercise import CheckFailed, NotDone
+from course_lib.core import COMMUNICATION_KINDS, Event
+from course_lib.ranks import RankError, Ranks
+
+Cause = tuple[Any, str]
+
+
+SYMPTOMS = {
+    "raised": "your code raised an error.",
+    "hang": "your ranks wait for each other.",
+    "mismatch": "your ranks do not make the same calls in the same order.",
+    "died": "the process of a rank ended.",
+    "stopped": "you stopped the check.",
+}
+
+
+def run(
+    ranks: Ranks, fn: Callable[..., Any], *args: Any, on: Mapping[str, str] = MappingProxyType({})
+) -> list[Any]:
+    """`ranks.run(fn, *args)`; trouble on the ranks becomes CheckFailed or NotDone.
+
+    `on` names the misconception behind a kind of trouble: `on={"hang": "Both sides send first."}`.
+    """
+    try:
+        return ranks.run(fn, *args)
+    except RankError as error:
+        raise told(error, ranks.world_size, on.get(error.kind, "")) from None
+
+
+def told(error: RankError, world_size: int, says: str = "") -> CheckFailed | NotDone:
+    """A RankError as what it means for an answer, with the ranks' own report below."""
+    for name, message in error.failures.values():
+        if name == "NotImplementedError":
+            return NotDone(message)
+        if name == "CheckFailed":
+            return CheckFailed(message)
+    return CheckFailed(
+        f"{on_ranks(world_size)}, {SYMPTOMS[error.kind]} {says}".rstrip() + f"\n{error}"
+    )
+
+
+def on_ranks(world_size: int) -> str:
+    """`on 1 rank`, `on 2 ranks`."""
+    return f"on {world_size} rank{'s' if world_size > 1 else ''}"
+
+
+def expect_equal(
+    got: Any, expected: Any, *, where: str, causes: Iterable[Cause] = (), look: str = ""
+) -> None:
+    """Demand that `got` equals `expected` (value, shape and dtype for tensors).
+
+    The message shows the first difference, then the first cause that fits, else `look`: what to
+    look at when no known misconception does.
+    """
+    difference = _difference(got, expected)
+    if difference:
+        says = next((says for wrong, says in causes if _fits(wrong, got)), look)
+        stop = "" if difference.endswith("?") else "."
+        raise CheckFailed(f"{where}: {difference}{stop} {says}".rstrip())
+
+
+def _fits(wrong: Any, got: Any) -> bool:
+    """Whether a cause's wrong answer is what came back; a predicate that cannot tell says no."""
+    if not callable(wrong):
+        return not _difference(got, wrong)
+    try:
+        return bool(wrong(got))
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+        return False
+
+
+def _difference(got: Any, expected: Any) -> str:
+    """How `got` differs from `expected`, in a few words; nothing when it does not."""
+    if got is None and expected is not None:
+        return f"need {_short(expected)}; got None. Does your function return its result?"
+    if not isinstance(expected, torch.Tensor):
+        same = type(got) is type(expected) and got == expected
+        return "" if same else f"need {_short(expected)}; got {_short(got)}"
+    if not isinstance(got, torch.Tensor):
+        return f"need a tensor; got {_short(got)}"
+    for what in ("shape", "dtype"):
+        need, is_now = getattr(expected, what), getattr(got, what)
+        if need != is_now:
+            return f"need {what} {_plain(need)}; got {_plain(is_now)}"
+    wrong = (got != expected).flatten().nonzero().flatten().tolist()
+    if not wrong:
+        return ""
+    if expected.numel() <= 8:
+        return f"need {_short(expected)}; got {_short(got)}"
+    need, is_now = (tensor.flatten()[wrong[0]].item() for tensor in (expected, got))
+    return (
+        f"need {need:g} at index {wrong[0]}; got {is_now:g} "
+        f"({len(wrong)} of {expected.numel()} numbers are wrong)"
+    )
+
+
+def _short(value: Any) -> str:
+    """A value as a reader wants to see it: `[1, 10.5]` for a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    if value.numel() > 8:
+        return f"a tensor of shape {_plain(value.shape)}"
+    numbers = [f"{number:g}" for number in value.flatten().tolist()]
+    return f"[{', '.join(numbers)}]" if value.dim() else numbers[0]
+
+
+def _plain(value: torch.Size | torch.dtype) -> str:
+    return str(list(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
+
+
+def counted(value: float, world_size: int) -> str:
+    """Which ranks a sum of 10**rank holds: `1211 -> 'rank 2 twice'`; nothing when each once."""
+    digits = [int(value) // 10**rank % 10 for rank in range(world_size)]
+    words = {0: "not at all", 2: "twice"}
+    return ", ".join(
+        f"rank {rank} {words.get(times, f'{times} times')}"
+        for rank, times in enumerate(digits)
+        if times != 1
+    )
+
+
+def sent(events: Iterable[Event], rank: int) -> tuple[int, int]:
+    """How many messages a rank sent, and their bytes together."""
+    sizes = [event.num_bytes for event in events if (event.kind, event.rank) == ("send", rank)]
+    return len(sizes), sum(sizes)
+
+
+def expect_traffic(
+    events: Sequence[Event],
+    world_size: int,
+    *,
+    max_messages: int | None = None,
+    max_bytes: int | None = None,
+    says: str = "",
+) -> None:
+    """Demand that no rank sends more messages or bytes than the budget."""
+    for rank in range(world_size):
+        for is_now, budget, unit in zip(
+            sent(events, rank), (max_messages, max_bytes), ("messages", "bytes"), strict=True
+        ):
+            if budget is not None and is_now > budget:
+                raise CheckFailed(
+                    f"rank {rank} of {world_size} sends {is_now} {unit}; the budget is {budget}. "
+                    f"{says}".rstrip()
+                )
+
+
+def expect_only(events: Iterable[Event], *kinds: str, says: str = "") -> None:
+    """Demand that the ranks communicate with the named kinds of calls only."""
+    for event in events:
+        if event.kind in COMMUNICATION_KINDS and event.kind not in kinds:
+            raise CheckFailed(
+                f"rank {event.rank} calls {event.kind}; this exercise is for "
+                f"{' and '.join(kinds) or 'no communication at all'}. {says}".rstrip()
+            )
+
+
+def held_bytes(tensor: torch.Tensor) -> int:
+    """Bytes a tensor keeps alive: its whole storage, however small the view. Call it on a rank."""
+    return tensor.untyped_storage().nbytes()
+
+
+def expect_held(held: int, needed: int, *, where: str, says: str = "") -> None:
+    """Demand that what came back keeps no more bytes alive than it needs (see `held_bytes`)."""
+    if held > needed:
+        raise CheckFailed(
+            f"{where}: what you return needs {needed} bytes; it keeps {held} alive. "
+            f"{says or 'A view keeps the whole tensor it was cut from: return a clone.'}"
+        )

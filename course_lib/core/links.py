@@ -1,0 +1,66 @@
+"""A link between two ranks: a fixed latency (alpha) and a bandwidth (beta).
+
+A message of n bytes takes alpha + n / beta. The presets are round figures to think and to play
+with; the measured numbers of a machine come from lesson 04.
+"""
+
+from dataclasses import dataclass
+
+from course_lib.core.errors import CourseError
+from course_lib.core.units import format_rate, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One kind of wire: `latency_s` seconds for any message, `bytes_per_s` once it flows."""
+
+    latency_s: float
+    bytes_per_s: float
+    name: str = "link"
+
+    def __post_init__(self) -> None:
+        if not (self.latency_s >= 0 and self.bytes_per_s > 0):
+            raise CourseError(
+                f"Link: need latency_s >= 0 and bytes_per_s > 0; got {self.latency_s} and "
+                f"{self.bytes_per_s}. Try Link(latency_s=50e-6, bytes_per_s=1.25e9)."
+            )
+
+    def time_s(self, num_bytes: float) -> float:
+        """Seconds for one message of `num_bytes`: alpha + n / beta."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+    def between(self, sender: int, receiver: int) -> "Link":
+        """The link from one rank to another: the same everywhere."""
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.name} ({format_seconds(self.latency_s)}, {format_rate(self.bytes_per_s)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoLevelLink:
+    """Nodes of `ranks_per_node` ranks: `inside` joins ranks of one node, `outside` joins nodes."""
+
+    inside: Link
+    outside: Link
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise CourseError(
+                f"TwoLevelLink: need ranks_per_node >= 1; got {self.ranks_per_node}. Try 2."
+            )
+
+    def between(self, sender: int, receiver: int) -> Link:
+        """`inside` for two ranks of one node, `outside` for two ranks of different nodes."""
+        same_node = sender // self.ranks_per_node == receiver // self.ranks_per_node
+        return self.inside if same_node else self.outside
+
+    def __str__(self) -> str:
+        return f"{self.ranks_per_node} ranks a node: {self.inside} inside, {self.outside} outside"
+
+
+NVLINK = Link(name="NVLink", latency_s=3e-6, bytes_per_s=300e9)
+PCIE = Link(name="PCIe", latency_s=10e-6, bytes_per_s=12e9)
+INFINIBAND = Link(name="InfiniBand", latency_s=5e-6, bytes_per_s=25e9)
+ETHERNET = Link(name="Ethernet", latency_s=50e-6, bytes_per_s=1.25e9)

@@ -1,0 +1,108 @@
+"""Models with names: GPT-2, Llama, the models of the papers that are compared with, and small ones.
+
+`MODELS["llama-8b"]` is a ModelSpec. Where the sizes were read stands beside each family.
+"""
+
+import difflib
+from dataclasses import replace
+
+from course_lib.core.errors import CourseError
+from course_lib.core.specs import ModelSpec
+
+
+def _gpt(
+    name: str,
+    hidden: int,
+    num_layers: int,
+    num_heads: int,
+    *,
+    ffn_hidden: int = 0,
+    vocab: int = 50257,
+    max_seq: int = 1024,
+) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        hidden=hidden,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        ffn_hidden=ffn_hidden or 4 * hidden,
+        vocab=vocab,
+        max_seq=max_seq,
+    )
+
+
+def _llama(
+    name: str, hidden: int, num_layers: int, num_heads: int, ffn_hidden: int, tied: bool = False
+) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        hidden=hidden,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        ffn_hidden=ffn_hidden,
+        vocab=128256,
+        max_seq=131072,
+        tied=tied,
+        gated=True,
+        norm="rms",
+        positions="rope",
+        bias=False,
+    )
+
+
+# Radford et al. 2019, Table 2; 50257 tokens and 1024 positions as in its released config.json
+_GPT2 = (
+    _gpt("gpt2", 768, 12, 12),
+    _gpt("gpt2-medium", 1024, 24, 16),
+    _gpt("gpt2-large", 1280, 36, 20),
+    _gpt("gpt2-xl", 1600, 48, 25),
+)
+# Llama 3.1 and 3.2: config.json of the released models; Llama team 2024, Table 3 (8B, 70B, 405B)
+_LLAMA = (
+    _llama("llama-1b", 2048, 16, 32, 8192, tied=True),
+    _llama("llama-3b", 3072, 28, 24, 8192, tied=True),
+    _llama("llama-8b", 4096, 32, 32, 14336),
+    _llama("llama-70b", 8192, 80, 64, 28672),
+    _llama("llama-405b", 16384, 126, 128, 53248),
+)
+# Touvron et al. 2023 (Llama 2): keys and values for every head, 32000 tokens
+_LLAMA2 = replace(
+    _llama("llama2-7b", 4096, 32, 32, 11008), num_kv_heads=None, vocab=32000, max_seq=4096
+)
+# Korthikanti et al. 2022, Table 3
+_MEGATRON = (
+    _gpt("megatron-22b", 6144, 48, 64, vocab=51200, max_seq=2048),
+    _gpt("megatron-175b", 12288, 96, 96, vocab=51200, max_seq=2048),
+    _gpt("megatron-530b", 20480, 105, 128, vocab=51200, max_seq=2048),
+    _gpt("megatron-1t", 25600, 128, 160, vocab=51200, max_seq=2048),
+)
+# the five models of the scaling study (its cluster scripts train them)
+_STUDY = (
+    _gpt("study-10m", 320, 4, 8, ffn_hidden=1536, vocab=8000, max_seq=128),
+    _gpt("study-100m", 768, 12, 12, vocab=8000, max_seq=512),
+    _gpt("study-300m", 1024, 24, 16, vocab=8000, max_seq=1024),
+    _gpt("study-500m", 1280, 24, 20, vocab=8000, max_seq=1024),
+    _gpt("study-1b", 1536, 36, 24, vocab=8000, max_seq=1024),
+)
+# small enough to train in a notebook
+_TINY = (
+    _gpt("tiny", 64, 2, 4, vocab=256, max_seq=64),
+    _gpt("small", 256, 4, 8, vocab=2048, max_seq=256),
+)
+
+MODELS = {spec.name: spec for spec in (*_TINY, *_STUDY, *_GPT2, *_LLAMA, _LLAMA2, *_MEGATRON)}
+
+
+def find_model(name: str) -> ModelSpec:
+    """The preset of that name.
+
+    Raises: CourseError that names the presets that come nearest
+    """
+    if name not in MODELS:
+        near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.3)
+        hint = f"Try {' or '.join(near)}." if near else f"There are {', '.join(MODELS)}."
+        raise CourseError(
+            f"model: need a preset or the path of a config.json; got {name!r}. {hint}"
+        )
+    return MODELS[name]

@@ -1,0 +1,203 @@
+"""The two records that flow through the whole course, and the file that carries them.
+
+An `Event` is something a rank did; a `Ledger` is how many bytes a rank holds over time. Formulas
+and simulators make them, real ranks make them, and the same pictures read both. A `RunRecord` is
+what one rank of one run leaves on disk, as JSON lines, so that a run in a notebook, under torchrun
+and under Slurm are read alike.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from course_lib.core.errors import CourseError
+
+COMMUNICATION_KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "scatter",
+    "gather",
+    "all_to_all",
+    "barrier",
+    "send",
+    "recv",
+)
+COMPUTE_KINDS = (
+    "compute",
+    "forward",
+    "recompute",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "optimizer",
+)
+KINDS = (*COMPUTE_KINDS, *COMMUNICATION_KINDS, "wait")
+MEMORY_KINDS = ("params", "grads", "optim_state", "activations", "buffers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something one rank did, from `start_s` to `end_s` on a clock all ranks of a run share.
+
+    `num_bytes` is the size of the whole tensor the call is about (the gathered one of an
+    all_gather, the unscattered one of a reduce_scatter), not what an algorithm puts on the wires.
+    `peer` is the other rank of a send or recv, the root of a rooted collective, else None.
+    `group` holds the ranks that take part.
+    """
+
+    rank: int
+    kind: str
+    start_s: float
+    end_s: float
+    num_bytes: int = 0
+    label: str = ""
+    peer: int | None = None
+    group: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise CourseError(
+                f"Event: need one of the kinds {', '.join(KINDS)}; got {self.kind!r}."
+            )
+        if self.end_s < self.start_s:
+            raise CourseError(f"Event: need end_s >= start_s; got {self.start_s} and {self.end_s}.")
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from start to end."""
+        return self.end_s - self.start_s
+
+
+@dataclass
+class Ledger:
+    """Bytes one rank holds, by memory kind, at moments in time.
+
+    `times_s[i]` is when `bytes_by_kind[kind][i]` was held; every kind has one number a moment.
+    """
+
+    rank: int = 0
+    times_s: list[float] = field(default_factory=list)
+    bytes_by_kind: dict[str, list[int]] = field(
+        default_factory=lambda: {kind: [] for kind in MEMORY_KINDS}
+    )
+
+    def add(self, time_s: float, **num_bytes: int) -> None:
+        """Note what is held at `time_s`; kinds that are not named hold 0 bytes."""
+        unknown = set(num_bytes) - set(MEMORY_KINDS)
+        if unknown:
+            raise CourseError(
+                f"Ledger: need kinds out of {', '.join(MEMORY_KINDS)}; got {sorted(unknown)}."
+            )
+        self.times_s.append(time_s)
+        for kind in MEMORY_KINDS:
+            self.bytes_by_kind[kind].append(num_bytes.get(kind, 0))
+
+    def totals(self) -> list[int]:
+        """Bytes of all kinds together, one number a moment."""
+        return [sum(moment) for moment in zip(*self.bytes_by_kind.values(), strict=True)]
+
+    def peak_bytes(self) -> int:
+        """The most bytes held at any moment; 0 for an empty ledger."""
+        return max(self.totals(), default=0)
+
+
+@dataclass
+class RunRecord:
+    """What one rank of one run leaves behind.
+
+    `run` says what was run (strategy, model, sizes) and `machine` on what; `steps` holds one
+    dictionary a step (`step`, `start_s`, `end_s`, `num_tokens`, `loss`, ...).
+    """
+
+    rank: int
+    world_size: int
+    run: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    ledger: Ledger | None = None
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write the record as JSON lines, whole or not at all; return its path."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(path.name + ".tmp")
+        with scratch.open("w", encoding="utf-8") as file:
+            for line in self._lines():
+                file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+        return path
+
+    def _lines(self) -> Iterable[dict[str, Any]]:
+        yield {
+            "line": "run",
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "run": self.run,
+            "machine": self.machine,
+        }
+        for step in self.steps:
+            yield {"line": "step", **step}
+        for event in self.events:
+            yield {"line": "event", **asdict(event)}
+        if self.ledger is not None:
+            yield {"line": "ledger", **asdict(self.ledger)}
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "RunRecord":
+        """Read a record back; a last line cut short by a crash is left out with a warning.
+
+        Raises: CourseError, with the line's number, for any other line that cannot be read.
+        """
+        path = Path(path)
+        lines = path.read_text(encoding="utf-8").splitlines()
+        record: RunRecord | None = None
+        for number, text in enumerate(lines, start=1):
+            try:
+                line = json.loads(text)
+                record = _take(record, line)
+            except (ValueError, KeyError, TypeError, CourseError) as problem:
+                if number == len(lines) and record is not None:
+                    warnings.warn(
+                        f"{path.name}: the last line was cut short and is left out", stacklevel=2
+                    )
+                    break
+                raise CourseError(
+                    f"{path.name}, line {number}: need a line of a run record; got {text[:60]!r} "
+                    f"({problem}). Try to run it again, or delete the file."
+                ) from problem
+        if record is None:
+            raise CourseError(f"{path.name}: need a run record; the file is empty.")
+        return record
+
+
+def _take(record: RunRecord | None, line: dict[str, Any]) -> RunRecord:
+    """Add one line of a file to the record it belongs to."""
+    what = line.pop("line")
+    if what == "run":
+        return RunRecord(**line)
+    if record is None:
+        raise CourseError("the first line has to be the run's")
+    if what == "step":
+        record.steps.append(line)
+    elif what == "event":
+        record.events.append(Event(**{**line, "group": tuple(line["group"])}))
+    elif what == "ledger":
+        record.ledger = Ledger(**line)
+    else:
+        raise CourseError(f"unknown line {what!r}")
+    return record
+
+
+def read_runs(folder: str | os.PathLike[str]) -> list[RunRecord]:
+    """All run records (`*.jsonl`) below a folder, in the order of their paths."""
+    return [RunRecord.read(path) for path in sorted(Path(folder).rglob("*.jsonl"))]

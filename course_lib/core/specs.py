@@ -1,0 +1,173 @@
+"""The shape of a transformer: the few numbers from which parameters, bytes and FLOPs follow.
+
+Also read from the `config.json` that a model on the Hugging Face hub carries. The presets are in
+`course_lib.core.presets`. Notebook 01_memory.
+"""
+
+import json
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from course_lib.core.errors import CourseError, ShapeError
+
+SIZES = ("hidden", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden", "vocab", "max_seq")
+NORMS = ("layer", "rms")
+POSITIONS = ("learned", "rope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer, pre-norm, with attention and an MLP in each of its layers.
+
+    num_kv_heads   heads of keys and values; None: as many as num_heads
+    tied           the output projection is the embedding's own matrix
+    gated          the MLP is SwiGLU (three matrices) instead of GELU (two)
+    norm           "layer" (weight, and bias if `bias`) or "rms" (weight)
+    positions      "learned" (a [max_seq, hidden] table) or "rope" (no parameters)
+    bias           linear layers have biases (the output projection has none)
+
+    Raises: ShapeError when the sizes do not fit each other
+    """
+
+    name: str = "own"
+    hidden: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    ffn_hidden: int
+    vocab: int
+    max_seq: int
+    tied: bool = True
+    gated: bool = False
+    norm: str = "layer"
+    positions: str = "learned"
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        for field in SIZES:
+            self._check_size(field, getattr(self, field))
+        self._check_divides("num_heads", self.num_heads, "hidden", self.hidden)
+        self._check_divides("num_kv_heads", self.kv_heads, "num_heads", self.num_heads)
+        self._check_word("norm", NORMS)
+        self._check_word("positions", POSITIONS)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers in one head."""
+        return self.hidden // self.num_heads
+
+    @property
+    def kv_hidden(self) -> int:
+        """Numbers in all keys of one token: hidden, or less with grouped queries."""
+        return self.kv_heads * self.head_dim
+
+    def _check_size(self, field: str, size: Any) -> None:
+        if field == "num_kv_heads" and size is None:
+            return
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ShapeError(
+                f"model {self.name}: need {field} as a whole number above 0; got {size!r}."
+            )
+
+    def _check_divides(self, parts: str, count: int, whole: str, size: int) -> None:
+        if size % count:
+            near = next(n for n in range(count, 0, -1) if size % n == 0)
+            raise ShapeError(
+                f"model {self.name}: need {whole} divisible by {parts}; got {size} and {count}. "
+                f"Try {parts}={near}."
+            )
+
+    def _check_word(self, field: str, words: tuple[str, ...]) -> None:
+        if getattr(self, field) not in words:
+            raise CourseError(
+                f"model {self.name}: need {field} out of {', '.join(words)}; "
+                f"got {getattr(self, field)!r}."
+            )
+
+
+_LLAMA = {
+    "hidden": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "ffn_hidden": "intermediate_size",
+    "vocab": "vocab_size",
+    "max_seq": "max_position_embeddings",
+}
+_GPT2 = {
+    "hidden": "n_embd",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "vocab": "vocab_size",
+    "max_seq": "n_positions",
+}
+
+
+def read_config(path: str | os.PathLike[str]) -> ModelSpec:
+    """The spec in a Hugging Face `config.json` of a gpt2, llama or mistral model.
+
+    Raises: CourseError for a file that cannot be read, or a model of another build
+    """
+    path = Path(path)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise CourseError(f"{path}: need a config.json that can be read ({problem}).") from problem
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    readers = {"gpt2": _gpt2, "llama": _llama, "mistral": _llama}
+    if kind not in readers:
+        raise CourseError(
+            f"{path}: need model_type {', '.join(readers)}; got {kind!r}. "
+            "Try ModelSpec(...) with the sizes yourself."
+        )
+    try:
+        return readers[kind](path.stem if path.stem != "config" else kind, config)
+    except KeyError as missing:
+        raise CourseError(f"{path}: need the field {missing}; it is not there.") from missing
+
+
+def _gpt2(name: str, config: dict[str, Any]) -> ModelSpec:
+    sizes = {field: config[key] for field, key in _GPT2.items()}
+    return ModelSpec(
+        name=name,
+        **sizes,
+        ffn_hidden=config.get("n_inner") or 4 * config["n_embd"],
+        tied=config.get("tie_word_embeddings", True),
+    )
+
+
+def _llama(name: str, config: dict[str, Any]) -> ModelSpec:
+    sizes = {field: config[key] for field, key in _LLAMA.items()}
+    spec = ModelSpec(
+        name=name,
+        **sizes,
+        num_kv_heads=config.get("num_key_value_heads"),
+        tied=config.get("tie_word_embeddings", False),
+        gated=True,
+        norm="rms",
+        positions="rope",
+        bias=config.get("attention_bias", False) and config.get("mlp_bias", False),
+    )
+    head_dim = config.get("head_dim") or spec.head_dim
+    if head_dim != spec.head_dim or config.get("attention_bias", False) != spec.bias:
+        raise CourseError(
+            f"model {name}: need heads of hidden / num_heads = {spec.head_dim} and biases "
+            f"everywhere or nowhere; got heads of {head_dim} and attention_bias "
+            f"{config.get('attention_bias', False)}. This build is not counted here."
+        )
+    return spec
+
+
+def spec_fields(spec: ModelSpec) -> dict[str, Any]:
+    """The fields that differ from their defaults, to write a spec down and read it again."""
+    return {
+        field.name: getattr(spec, field.name)
+        for field in fields(spec)
+        if getattr(spec, field.name) != field.default
+    }

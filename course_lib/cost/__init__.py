@@ -1,0 +1,1 @@
+"""What things cost on paper: FLOPs, links, messages, schedules. Pure Python, in milliseconds."""

@@ -1,0 +1,78 @@
+"""How many multiplications and additions a training step is, operation by operation.
+
+A matrix product of [m, k] and [k, n] is 2mkn FLOP, and only matrix products are counted: norms,
+softmax and dropout cost time, but next to no FLOP. Backward is two products for each of forward's.
+Notebook 01_memory.
+"""
+
+from course_lib.core.errors import CourseError
+from course_lib.core.specs import ModelSpec
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+def forward_flop(spec: ModelSpec, batch: int, seq: int, *, causal: bool = False) -> dict[str, int]:
+    """FLOP of one forward pass by operation, all layers together.
+
+    causal   count only the half of the scores that a causal kernel computes
+
+    Source:  Narayanan et al. 2021 (Megatron-LM), appendix: 24Bsh² + 4Bs²h a layer, 2BshV
+    """
+    tokens, layers = batch * seq, spec.num_layers
+    projections = spec.hidden * (2 * spec.hidden + 2 * spec.kv_hidden)  # q, out, k, v
+    mlp = spec.hidden * spec.ffn_hidden * (3 if spec.gated else 2)
+    scores = 2 * seq * spec.hidden  # queries times keys, weights times values
+    return {
+        "attention projections": 2 * tokens * projections * layers,
+        "attention scores": 2 * tokens * scores * layers // (2 if causal else 1),
+        "mlp": 2 * tokens * mlp * layers,
+        "logits": 2 * tokens * spec.hidden * spec.vocab,
+    }
+
+
+def train_step_flop(
+    spec: ModelSpec, batch: int, seq: int, *, recompute: str = "none", causal: bool = False
+) -> int:
+    """FLOP of forward and backward, and of what is computed again.
+
+    recompute   "none", "selective" (the scores again) or "full" (the layers again, not the logits)
+
+    Source:  Korthikanti et al. 2022, appendix A
+    """
+    forward = forward_flop(spec, batch, seq, causal=causal)
+    return 3 * sum(forward.values()) + recompute_flop(forward, recompute)
+
+
+def recompute_flop(forward: dict[str, int], recompute: str) -> int:
+    """What recomputing adds to a step whose forward pass is `forward`."""
+    if recompute not in RECOMPUTE:
+        raise CourseError(f"recompute: need one of {', '.join(RECOMPUTE)}; got {recompute!r}.")
+    again = {
+        "none": 0,
+        "selective": forward["attention scores"],
+        "full": sum(forward.values()) - forward["logits"],
+    }
+    return again[recompute]
+
+
+def six_n_d(num_params: int, num_tokens: int) -> int:
+    """The rule of thumb: 6 FLOP a parameter a token, 2 in forward and 4 in backward."""
+    return 6 * num_params * num_tokens
+
+
+def mfu(
+    step_flop: float, step_time_s: float, peak_flop_per_s: float, *, world_size: int = 1
+) -> float:
+    """Model FLOP utilisation: the share of the peak that the model's own FLOP used.
+
+    step_flop          of the whole batch, without recomputing (with it the share is called HFU)
+    peak_flop_per_s    dense, of one device
+
+    Raises: CourseError when a time or a peak is not above 0
+    """
+    if not (step_time_s > 0 and peak_flop_per_s > 0 and world_size > 0):
+        raise CourseError(
+            "mfu: need a step time, a peak and a world size above 0; got "
+            f"{step_time_s}, {peak_flop_per_s} and {world_size}."
+        )
+    return step_flop / (step_time_s * peak_flop_per_s * world_size)

@@ -1,0 +1,140 @@
+"""What a card can do at best: memory, bandwidth, peak FLOP/s, the links it speaks through.
+
+Every peak is dense. Data sheets of cards that skip zeros print twice that number, "with sparsity",
+which training does not reach: `sparse_flop_per_s`. Notebook 01_memory.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from course_lib.core.errors import CourseError
+from course_lib.core.units import GIB
+
+DTYPES = ("fp32", "tf32", "fp16", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One card, by its data sheet.
+
+    peak_flop_per_s   dense peaks by dtype; a dtype that is not there is not fast on this card
+    skips_zeros       the data sheet's tensor-core peaks are twice as high, with sparsity
+    links             bytes/s in one direction by name: half of the "bidirectional" of data sheets
+    """
+
+    name: str
+    memory_bytes: int
+    bytes_per_s: float
+    peak_flop_per_s: Mapping[str, float]
+    skips_zeros: bool = False
+    links: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""
+
+    def peak(self, dtype: str = "bf16") -> float:
+        """Dense FLOP/s at a dtype, or at the fastest that the card has for it.
+
+        A card without bf16 computes in fp16, and one without either in fp32.
+        """
+        if dtype not in DTYPES:
+            raise CourseError(f"peak: need one of {', '.join(DTYPES)}; got {dtype!r}.")
+        order = {
+            "bf16": ("bf16", "fp16", "fp32"),
+            "fp16": ("fp16", "fp32"),
+            "tf32": ("tf32", "fp32"),
+        }
+        found = next(one for one in order.get(dtype, ("fp32",)) if one in self.peak_flop_per_s)
+        return self.peak_flop_per_s[found]
+
+    def sparse_flop_per_s(self, dtype: str = "bf16") -> float:
+        """The number on the data sheet's first page, reached only when half the weights are zero.
+
+        fp32 has no tensor cores, hence no such number.
+        """
+        return self.peak(dtype) * (2 if self.skips_zeros and dtype != "fp32" else 1)
+
+
+# "80 GB" on a card is 80 GiB less what its firmware keeps (an H100 shows 81559 MiB of 81920).
+A6000 = Device(
+    name="a6000",
+    memory_bytes=48 * GIB,
+    bytes_per_s=768e9,
+    peak_flop_per_s={"fp32": 38.7e12, "tf32": 77.4e12, "fp16": 154.8e12, "bf16": 154.8e12},
+    skips_zeros=True,
+    links={"NVLink": 56.25e9, "PCIe 4": 32e9},
+    source="NVIDIA RTX A6000 data sheet: 48 GB, 768 GB/s, 309.7 TFLOPS with sparsity",
+)
+RTX_2080_TI = Device(
+    name="rtx2080ti",
+    memory_bytes=11 * GIB,
+    bytes_per_s=616e9,
+    peak_flop_per_s={"fp32": 13.4e12, "fp16": 53.8e12},
+    links={"NVLink": 50e9, "PCIe 3": 16e9},
+    source="NVIDIA Turing architecture white paper, appendix: 616 GB/s, 53.8 TFLOPS fp16 with "
+    "fp32 accumulation (107.6 with fp16 accumulation)",
+)
+_A100_PEAKS = {"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12}
+_A100_SHEET = "NVIDIA A100 data sheet: 312 TFLOPS bf16, 624 with sparsity, NVLink 600 GB/s"
+A100_40 = Device(
+    name="a100-40",
+    memory_bytes=40 * GIB,
+    bytes_per_s=1555e9,
+    peak_flop_per_s=_A100_PEAKS,
+    skips_zeros=True,
+    links={"NVLink": 300e9, "PCIe 4": 32e9},
+    source=f"{_A100_SHEET}; SXM, 40 GB, 1555 GB/s",
+)
+A100_80 = Device(
+    name="a100-80",
+    memory_bytes=80 * GIB,
+    bytes_per_s=2039e9,
+    peak_flop_per_s=_A100_PEAKS,
+    skips_zeros=True,
+    links={"NVLink": 300e9, "PCIe 4": 32e9},
+    source=f"{_A100_SHEET}; SXM, 80 GB, 2039 GB/s",
+)
+_H100_PEAKS = {"fp32": 67e12, "tf32": 494.5e12, "fp16": 989.5e12, "bf16": 989.5e12}
+_H100_SHEET = "1,979 TFLOPS bf16 and 989 tf32 with sparsity, NVLink 900 GB/s"
+H100 = Device(
+    name="h100",
+    memory_bytes=80 * GIB,
+    bytes_per_s=3.35e12,
+    peak_flop_per_s=_H100_PEAKS,
+    skips_zeros=True,
+    links={"NVLink": 450e9, "PCIe 5": 64e9},
+    source=f"NVIDIA H100 data sheet, SXM: 80 GB, 3.35 TB/s, {_H100_SHEET}",
+)
+H200 = Device(
+    name="h200",
+    memory_bytes=141 * GIB,
+    bytes_per_s=4.8e12,
+    peak_flop_per_s=_H100_PEAKS,
+    skips_zeros=True,
+    links={"NVLink": 450e9, "PCIe 5": 64e9},
+    source=f"NVIDIA H200 data sheet, SXM: 141 GB, 4.8 TB/s, {_H100_SHEET}",
+)
+LAPTOP = Device(
+    name="laptop",
+    memory_bytes=16 * GIB,
+    bytes_per_s=50e9,
+    peak_flop_per_s={"fp32": 200e9},
+    source="a round figure: 4 cores at 3 GHz, 8 fp32 multiply-adds a cycle, two memory channels",
+)
+
+DEVICES = {
+    device.name: device for device in (LAPTOP, RTX_2080_TI, A6000, A100_40, A100_80, H100, H200)
+}
+
+
+def find_device(name: str) -> Device:
+    """The card of that name.
+
+    Raises: CourseError that names the cards that come nearest
+    """
+    if name not in DEVICES:
+        near = difflib.get_close_matches(name.lower(), DEVICES, n=2, cutoff=0.4)
+        raise CourseError(
+            f"gpu: need one of {', '.join(DEVICES)}; got {name!r}."
+            + (f" Try {' or '.join(near)}." if near else "")
+        )
+    return DEVICES[name]

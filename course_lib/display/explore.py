@@ -1,0 +1,128 @@
+"""A picture with sliders: move one, and the picture answers within a tenth of a second.
+
+What is saved in the notebook is the picture of the start values and its text, so that a reader
+without a kernel, a converter and a screen reader get the finding too.
+"""
+
+import base64
+import html
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import ipywidgets
+import traitlets
+from matplotlib.figure import Figure
+
+from course_lib.core.errors import CourseError
+from course_lib.display.live import has_widgets, widget_data
+from course_lib.display.show import css_width, picture, png_bytes
+
+_JS = Path(__file__).with_name("picture.js").read_text(encoding="utf-8")
+
+
+class Picture(anywidget.AnyWidget):
+    """An image that can be exchanged without flicker; `picture` is {png, width, alt, failed}."""
+
+    _esm = _JS
+    picture = traitlets.Dict().tag(sync=True)
+
+
+class Explore:
+    """What `explore` returns; a notebook displays it. `sliders` are the widgets by name."""
+
+    def __init__(
+        self, draw: Callable[..., Figure], alt: Callable[..., str] | str, sliders: dict[str, Any]
+    ) -> None:
+        self._draw, self._alt = draw, alt
+        names_width = f"{0.6 * max(map(len, sliders)) + 1:g}em"
+        self.sliders = {name: _slider(name, given, names_width) for name, given in sliders.items()}
+        self._start_values = self.values()
+        self.figure = self._drawn()
+        self.alt = self._say()
+        self._start = picture(self.figure, self.alt)
+        png = base64.b64decode(self._start[0]["image/png"])
+        self.image = Picture(picture=_state(png, self.figure, self.alt))
+        for slider in self.sliders.values():
+            slider.observe(self._update, "value")
+
+    def values(self) -> dict[str, Any]:
+        """What the sliders stand at, by name."""
+        return {name: slider.value for name, slider in self.sliders.items()}
+
+    def _drawn(self) -> Figure:
+        figure = self._draw(**self.values())
+        if not isinstance(figure, Figure):
+            raise CourseError(
+                f"explore: need a draw that returns a figure; got {type(figure).__name__}. "
+                "Try lambda p: timeline(events_of(p), title)."
+            )
+        return figure
+
+    def _say(self) -> str:
+        values = self.values()
+        return self._alt(**values) if callable(self._alt) else self._alt.format(**values)
+
+    def _update(self, _change: Any) -> None:
+        """Draw again; an error is said where the picture was, since nothing else would show it."""
+        try:
+            self.figure = self._drawn()
+            self.alt = self._say()
+            self.image.picture = _state(png_bytes(self.figure), self.figure, self.alt)
+        except Exception as problem:
+            words = f"This picture cannot be drawn: {type(problem).__name__}: {problem}"
+            self.image.picture = {**self.image.picture, "alt": words, "failed": True}
+
+    def _repr_mimebundle_(self, **_options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        data, metadata = self._start
+        stands = ", ".join(f"{name} = {value}" for name, value in self._start_values.items())
+        still = f"<p>{html.escape(stands)}. Run this cell in JupyterLab to move the sliders.</p>"
+        data = {**data, "text/html": data["text/html"] + still}
+        if has_widgets():
+            data |= widget_data(ipywidgets.VBox([*self.sliders.values(), self.image]))
+        return data, metadata
+
+
+def explore(draw: Callable[..., Figure], alt: Callable[..., str] | str, **sliders: Any) -> Explore:
+    """A picture that follows its sliders.
+
+    draw     called with the sliders' values by name, returns a figure (`timeline(...)`, say)
+    alt      the finding and one number: a function of the same values, or a text with {names}
+    sliders  (lowest, highest, start), a list of choices, True or False, or an ipywidget
+
+    Raises: CourseError for a slider that cannot be made; whatever `draw` raises at the start.
+    """
+    if not sliders:
+        raise CourseError("explore: need at least one slider; got none. Try p=(2, 8, 4).")
+    return Explore(draw, alt, sliders)
+
+
+def _state(png: bytes, figure: Figure, alt: str) -> dict[str, Any]:
+    return {"png": png, "width": css_width(figure), "alt": alt, "failed": False}
+
+
+def _slider(name: str, given: Any, names_width: str) -> Any:
+    """A widget for what was given."""
+    look: dict[str, Any] = {
+        "description": name.replace("_", " "),
+        "style": {"description_width": names_width},
+        "continuous_update": True,
+    }
+    if isinstance(given, ipywidgets.Widget):
+        given.description = given.description or look["description"]
+        return given
+    if isinstance(given, bool):
+        return ipywidgets.Checkbox(value=given, description=look["description"], indent=False)
+    if isinstance(given, list) and given:
+        return ipywidgets.SelectionSlider(options=given, value=given[0], **look)
+    if isinstance(given, tuple) and len(given) == 3 and given[0] <= given[2] <= given[1]:
+        low, high, start = given
+        if all(isinstance(number, int) for number in given):
+            return ipywidgets.IntSlider(value=start, min=low, max=high, **look)
+        step = (high - low) / 100 or 1.0
+        return ipywidgets.FloatSlider(value=start, min=low, max=high, step=step, **look)
+    raise CourseError(
+        f"explore: need (lowest, highest, start) or a list of choices for {name}; got {given!r}. "
+        f"Try {name}=(1, 8, 4)."
+    )

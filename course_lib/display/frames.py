@@ -1,0 +1,164 @@
+"""What every rank holds while messages carry shards around, one frame a step.
+
+Frames are worked out from a list of messages and nothing else, so an algorithm on paper, a
+simulation and a recorded run are stepped through alike. A cell knows which ranks' contributions are
+in it: a rank counted twice or left out is seen at once.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from course_lib.core.errors import CourseError
+
+Holdings = tuple[tuple[tuple[int, ...], ...], ...]  # [rank][shard] -> the ranks in this cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """In `step` (from 1), `sender` sends its `shard`; the receiver `adds` it or stores it.
+
+    It lands in the receiver's place of the same number, or in `to_shard`.
+    """
+
+    step: int
+    sender: int
+    receiver: int
+    shard: int
+    adds: bool = False
+    to_shard: int | None = None
+
+    @property
+    def place(self) -> int:
+        """Where it lands at the receiver."""
+        return self.shard if self.to_shard is None else self.to_shard
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shard on one rank: the ranks whose numbers are in it, and whether it just changed."""
+
+    ranks: tuple[int, ...]
+    highlighted: bool = False
+
+    @property
+    def label(self) -> str:
+        """`(0, 1) -> '0+1'`, `(0, 1, 2, 3) -> '0...3'`, `(0, 0, 1) -> '2x0+1'`; '' when empty."""
+        return "+".join(_runs(self.ranks))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What every rank holds before a step, the messages of that step, and both in words."""
+
+    cells: tuple[tuple[Cell, ...], ...]
+    messages: tuple[Message, ...]
+    text: str
+
+
+def own_everything(world_size: int, num_shards: int | None = None) -> Holdings:
+    """Before an all_reduce or reduce_scatter: each rank holds its own number in every shard."""
+    shards = world_size if num_shards is None else num_shards
+    return tuple(((rank,),) * shards for rank in range(world_size))
+
+
+def own_one(world_size: int) -> Holdings:
+    """Before an all_gather or gather: rank r holds shard r and nothing else."""
+    ranks = range(world_size)
+    return tuple(tuple((rank,) if rank == shard else () for shard in ranks) for rank in ranks)
+
+
+def root_everything(world_size: int, num_shards: int = 1, root: int = 0) -> Holdings:
+    """Before a broadcast or scatter: the root holds all shards, the others nothing."""
+    return tuple(((rank,) if rank == root else (),) * num_shards for rank in range(world_size))
+
+
+def frames_from_messages(messages: Iterable[Message], start: Holdings) -> list[Frame]:
+    """One frame a step, showing what is held before it, and one for the end.
+
+    Messages of one step all leave before any arrives. Steps without messages are left out.
+    Raises: CourseError for a rank or shard that is not there.
+    """
+    by_step: dict[int, list[Message]] = {}
+    for message in messages:
+        _check(message, start)
+        by_step.setdefault(message.step, []).append(message)
+    held, changed = [list(row) for row in start], set[tuple[int, int]]()
+    frames = []
+    for number, step in enumerate(sorted(by_step), start=1):
+        moves = tuple(by_step[step])
+        text = f"step {number} of {len(by_step)}: {_moves_in_words(moves)}"
+        frames.append(Frame(_cells(held, changed), moves, text))
+        held, changed = _deliver(held, moves)
+    steps = "1 step" if len(by_step) == 1 else f"{len(by_step)} steps"
+    text = f"after {steps}: {_holdings_in_words(held)}"
+    return [*frames, Frame(_cells(held, changed), (), text)]
+
+
+def _check(message: Message, start: Holdings) -> None:
+    ranks, shards = len(start), len(start[0])
+    there = (
+        0 <= message.sender < ranks
+        and 0 <= message.receiver < ranks
+        and 0 <= message.shard < shards
+        and 0 <= message.place < shards
+    )
+    if not there:
+        raise CourseError(
+            f"frames_from_messages: need ranks below {ranks} and shards below {shards}; "
+            f"got {message}. Try a start that has them."
+        )
+
+
+def _deliver(
+    held: list[list[tuple[int, ...]]], moves: Sequence[Message]
+) -> tuple[list[list[tuple[int, ...]]], set[tuple[int, int]]]:
+    """What is held after the messages arrived, and which cells they changed."""
+    after = [list(row) for row in held]
+    for move in moves:
+        arrives = held[move.sender][move.shard]
+        kept = after[move.receiver][move.place] if move.adds else ()
+        after[move.receiver][move.place] = tuple(sorted(kept + arrives))
+    return after, {(move.receiver, move.place) for move in moves}
+
+
+def _cells(
+    held: Sequence[Sequence[tuple[int, ...]]], changed: set[tuple[int, int]]
+) -> tuple[tuple[Cell, ...], ...]:
+    return tuple(
+        tuple(Cell(ranks, (rank, shard) in changed) for shard, ranks in enumerate(row))
+        for rank, row in enumerate(held)
+    )
+
+
+def _runs(ranks: Sequence[int]) -> list[str]:
+    """Ranks in short: three or more in a row that are there once become one run."""
+    counts = Counter(ranks)
+    parts: list[str] = []
+    run: list[int] = []
+    for rank in [*sorted(counts), None]:
+        if rank is not None and counts[rank] == 1 and (not run or rank == run[-1] + 1):
+            run.append(rank)
+            continue
+        parts += [f"{run[0]}\u2026{run[-1]}"] if len(run) > 2 else map(str, run)
+        run = [] if rank is None or counts[rank] > 1 else [rank]
+        if rank is not None and counts[rank] > 1:
+            parts.append(f"{counts[rank]}\u00d7{rank}")
+    return parts
+
+
+def _moves_in_words(moves: Sequence[Message]) -> str:
+    return "; ".join(
+        f"rank {move.sender} sends shard {move.shard} to rank {move.receiver}"
+        + (f", into place {move.place}" if move.place != move.shard else "")
+        + (", which adds it" if move.adds else "")
+        for move in moves
+    )
+
+
+def _holdings_in_words(held: Sequence[Sequence[tuple[int, ...]]]) -> str:
+    """`rank 0 holds 0+1 | 0+1; ...`; said once when all ranks hold the same."""
+    rows = [" | ".join("+".join(map(str, ranks)) or "nothing" for ranks in row) for row in held]
+    if len(rows) > 1 and len(set(rows)) == 1:
+        return f"every rank holds {rows[0]}"
+    return "; ".join(f"rank {rank} holds {row}" for rank, row in enumerate(rows))

@@ -1,0 +1,190 @@
+"""Commit to a number before the truth is shown.
+
+A learner who has written down a guess looks at the true number with different eyes. Nothing here
+ever stops a notebook: whoever commits to nothing is asked politely, and reads on.
+"""
+
+import html
+import linecache
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from course_lib.core.errors import CourseError
+from course_lib.display.live import has_widgets, put, widget_data
+
+YES_NO = ("yes", "no")
+_JS = Path(__file__).with_name("predict.js").read_text(encoding="utf-8")
+
+
+@dataclass
+class Prediction:
+    """A question, and what the learner committed to: a number, one of `choices`, or nothing yet."""
+
+    question: str
+    unit: str = ""
+    choices: Sequence[str] = field(default=())
+    value: float | str | None = None
+    name: str = "guess"
+
+    def commit(self, value: object) -> None:
+        """Write down the prediction; a later one replaces it.
+
+        Raises: CourseError when it is no number, or none of the choices.
+        """
+        self.value = self._read(value)
+        put({"text/plain": f"Committed: {self.words(self.value)}"})
+
+    def words(self, value: object) -> str:
+        """A value with its unit."""
+        return f"{_number(value)} {self.unit}".strip() if not self.choices else str(value)
+
+    def _read(self, value: object) -> float | str:
+        if self.choices:
+            word = _word(value)
+            if word not in self.choices:
+                raise CourseError(
+                    f"predict: need one of {', '.join(self.choices)}; got {value!r}. "
+                    f"Try {self.name}.commit({self.choices[0]!r})."
+                )
+            return word
+        try:
+            return _float(value, self.unit)
+        except (ValueError, TypeError, ZeroDivisionError, OverflowError):
+            raise CourseError(
+                f"predict: need a number{f' of {self.unit}' if self.unit else ''}; got {value!r}. "
+                f"Try {self.name}.commit(12), or .commit(1.5e9), or .commit('3/4')."
+            ) from None
+
+
+def predict(
+    question: str, unit: str = "", value: object = None, *, choices: Sequence[str] = ()
+) -> Prediction:
+    """Ask for a prediction: a small form in a notebook, else a line that says how to commit.
+
+    `choices=YES_NO` (or other words) asks for a word in place of a number. A `value` commits at
+    once.
+    """
+    prediction = Prediction(question, unit, tuple(choices), name=_name_in_caller())
+    if value is not None:
+        prediction.value = prediction._read(value)
+        put({"text/plain": f"{question}: you predict {prediction.words(prediction.value)}."})
+        return prediction
+    data: dict[str, Any] = {"text/plain": _invitation(prediction)}
+    if has_widgets():
+        data.update(widget_data(Form(prediction)))
+    put(data)
+    return prediction
+
+
+def reveal(prediction: Prediction, truth: object) -> None:
+    """Show the prediction, the truth and their ratio; ask politely where nothing was committed."""
+    if prediction.choices:
+        truth = _word(truth)
+    cells = {"true": prediction.words(truth)}
+    if prediction.value is not None:
+        cells = {"yours": prediction.words(prediction.value), **cells}
+        cells |= _verdict(prediction, truth)
+    asked = prediction.question + ("" if prediction.question.endswith("?") else ":")
+    text = f"{asked} " + ", ".join(f"{name} {cell}" for name, cell in cells.items())
+    ask = ""
+    if prediction.value is None:
+        ask = "You have not committed to a prediction yet. Please do, above, then run this again."
+    put({"text/plain": f"{text}.\n{ask}".strip(), "text/html": _table(prediction, cells, ask)})
+
+
+class Form(anywidget.AnyWidget):
+    """A question, a field or choices, and a button that commits; `answer` is what it then says."""
+
+    _esm = _JS
+    question = traitlets.Unicode().tag(sync=True)
+    label = traitlets.Unicode().tag(sync=True)
+    choices: Any = traitlets.List().tag(sync=True)
+    answer = traitlets.Unicode().tag(sync=True)
+
+    def __init__(self, prediction: Prediction) -> None:
+        unit = f" ({prediction.unit})" if prediction.unit else ""
+        super().__init__(
+            question=prediction.question,
+            label=f"your prediction{unit}",
+            choices=list(prediction.choices),
+        )
+        self._prediction = prediction
+        self.on_msg(self._hear)
+
+    def _hear(self, _widget: object, content: dict[str, Any], _buffers: object) -> None:
+        prediction = self._prediction
+        try:
+            prediction.value = prediction._read(content["commit"])
+            self.answer = f"Committed: {prediction.words(prediction.value)}"
+        except CourseError as problem:
+            self.answer = str(problem)
+
+
+def _name_in_caller() -> str:
+    """What the caller of `predict` calls its result: `guess` if that cannot be read."""
+    frame = sys._getframe(2)
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    match = re.match(r"\s*(\w+) *= *predict\(", line)
+    return match[1] if match else "guess"
+
+
+def _invitation(prediction: Prediction) -> str:
+    kind = f" ({' or '.join(prediction.choices)})" if prediction.choices else ""
+    unit = f", in {prediction.unit}" if prediction.unit else ""
+    example = repr(prediction.choices[0]) if prediction.choices else "12"
+    asked = f"{prediction.question}{unit}{kind}"
+    stop = "" if asked.endswith("?") else "."
+    return f"Predict: {asked}{stop} Commit with {prediction.name}.commit({example})."
+
+
+def _verdict(prediction: Prediction, truth: object) -> dict[str, str]:
+    """Right or not for words, the ratio for numbers, the difference where a ratio has no sense."""
+    if prediction.choices:
+        return {"so you are": "right" if prediction.value == truth else "not right this time"}
+    yours, true = _float(prediction.value), _float(truth)
+    if true == 0 or yours * true < 0:
+        return {"difference": prediction.words(yours - true)}
+    return {"ratio": f"{yours / true:.3g}"}
+
+
+def _table(prediction: Prediction, cells: dict[str, str], ask: str) -> str:
+    head = "".join(f"<th scope='col'>{html.escape(name)}</th>" for name in cells)
+    body = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells.values())
+    caption = html.escape(prediction.question)
+    below = f"<p>{html.escape(ask)}</p>" if ask else ""
+    return (
+        f"<table><caption style='white-space:nowrap;text-align:left'>{caption}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody><tr>{body}</tr></tbody></table>{below}"
+    )
+
+
+def _word(value: object) -> str:
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+
+
+def _float(value: Any, unit: str = "") -> float:
+    """A number out of a number or of what people type: `12`, `1.5e9`, `3/4`, `12 GiB`."""
+    if isinstance(value, str):
+        return float(Fraction(value.strip().removesuffix(unit).strip()))
+    if isinstance(value, bool) or value is None or not math.isfinite(value):
+        raise ValueError(value)
+    return float(value)
+
+
+def _number(value: Any) -> str:
+    """Four digits that matter: `1234567 -> '1,235,000'`, `0.8125 -> '0.8125'`."""
+    number = float(value)
+    if number == 0 or not 1e-3 <= abs(number) < 1e15:
+        return f"{number:.4g}"
+    digits = max(0, 3 - math.floor(math.log10(abs(number))))
+    text = f"{number:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,169 @@
+"""Who waits for whom when nothing moves any more: ranks in a circle, an arrow for each wait.
+
+A hang is a circle of waiting, or a wait for a rank that will never come. Both are seen at once.
+"""
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Circle, FancyArrowPatch
+
+from course_lib.display.colours import BLACK, QUIET, RANK_GREY, WHITE, rank_colour
+from course_lib.display.page import SMALL_PT, TEXT_PT, Margins, page
+
+_NODE = 0.17
+
+
+class Waiting(Protocol):
+    """What has to be known about one rank that waits."""
+
+    rank: int
+    kind: str
+    waits_for: tuple[int, ...]
+    where: str
+    line: int
+
+
+def waiting(waits: Iterable[Waiting], world_size: int, title: str = "") -> Figure:
+    """Draw who waits for whom; the circle of waiting thick, ranks that do not wait in grey.
+
+    Without a title the finding is worked out from the waits.
+    """
+    by_rank = {wait.rank: wait for wait in waits}
+    edges = {rank: wait.waits_for for rank, wait in by_rank.items()}
+    circle = circle_of_waiting(edges)
+    note = "grey: finished, or still computing" if len(by_rank) < world_size else ""
+    figure, (axes,) = page(
+        title or _finding(edges, circle),
+        [3.5],
+        note=note,
+        margins=Margins(left=0.2, right=0.2, bottom=0.15),
+    )
+    axes.set_axis_off()
+    axes.set_aspect("equal")
+    half = 1.65 * (8.0 - 0.4) / 3.5
+    axes.set_xlim(-half, half)
+    axes.set_ylim(-1.65, 1.65)
+    spots = _spots(world_size)
+    inside = set(zip(circle, circle[1:] + circle[:1], strict=True)) if circle else set()
+    for rank, others in edges.items():
+        for other in others:
+            if rank != other and 0 <= other < world_size:
+                _arrow(axes, spots[rank], spots[other], thick=(rank, other) in inside)
+    for rank in range(world_size):
+        _node(axes, spots[rank], rank, world_size, by_rank.get(rank))
+    return figure
+
+
+def circle_of_waiting(edges: Mapping[int, Sequence[int]]) -> list[int]:
+    """The shortest circle of ranks that wait for one another; empty when there is none."""
+    found: list[int] = []
+    for start in sorted(edges):
+        path = _way_back(edges, start)
+        if path and (not found or len(path) < len(found)):
+            found = path
+    return found
+
+
+def _way_back(edges: Mapping[int, Sequence[int]], start: int) -> list[int]:
+    """The shortest way from a rank along the waits back to itself."""
+    paths = [[start]]
+    seen: set[int] = set()
+    while paths:
+        path = paths.pop(0)
+        for other in edges.get(path[-1], ()):
+            if other == start:
+                return path
+            if other not in seen:
+                seen.add(other)
+                paths.append([*path, other])
+    return []
+
+
+def _finding(edges: Mapping[int, Sequence[int]], circle: Sequence[int]) -> str:
+    if circle:
+        way = " \u2192 ".join(map(str, [*circle, circle[0]]))
+        return f"A circle of waiting, {way}: none of these ranks can go on"
+    missing = sorted({other for others in edges.values() for other in others} - set(edges))
+    if not missing:
+        return "No rank waits for another"
+    waiters = [rank for rank in sorted(edges) if set(edges[rank]) & set(missing)]
+    verb, not_waiting = "wait" if len(waiters) > 1 else "waits", "which does not wait for anyone"
+    if len(missing) > 1:
+        not_waiting = "which do not wait for anyone"
+    who = _names(waiters)
+    return f"{who[0].upper()}{who[1:]} {verb} for {_names(missing)}, {not_waiting}"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    """`[1, 2, 3] -> 'ranks 1, 2 and 3'`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _spots(world_size: int) -> list[tuple[float, float]]:
+    """Places on a circle, rank 0 on top, then clockwise."""
+    if world_size == 1:
+        return [(0.0, 0.0)]
+    turns = [2 * math.pi * rank / world_size for rank in range(world_size)]
+    return [(math.sin(turn), math.cos(turn)) for turn in turns]
+
+
+def _arrow(
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], *, thick: bool
+) -> None:
+    axes.add_patch(
+        FancyArrowPatch(
+            start,
+            end,
+            arrowstyle="-|>",
+            mutation_scale=16 if thick else 11,
+            linewidth=2.6 if thick else 1.0,
+            color=BLACK if thick else "#8A8A8A",
+            linestyle="-" if thick else "--",
+            connectionstyle="arc3,rad=0.14",
+            shrinkA=21,
+            shrinkB=21,
+            zorder=2 if thick else 1,
+        )
+    )
+
+
+def _node(
+    axes: Axes, spot: tuple[float, float], rank: int, world_size: int, wait: Waiting | None
+) -> None:
+    """The rank's number in its colour, and beside it what it waits in."""
+    x, y = spot
+    fill = rank_colour(rank, world_size) if wait else RANK_GREY
+    edge = BLACK if wait else QUIET
+    axes.add_patch(Circle(spot, _NODE, facecolor=fill, edgecolor=edge, linewidth=1.2, zorder=3))
+    axes.text(x, y, str(rank), ha="center", va="center", fontsize=TEXT_PT + 2, zorder=4)
+    if wait is None:
+        return
+    side = "center" if abs(x) < 0.05 else "left" if x > 0 else "right"
+    up = "bottom" if y > 0.9 else "top" if y < -0.9 else "center"
+    beside = {"center": 0.0, "left": 0.28, "right": -0.28}[side]
+    axes.text(
+        x + beside,
+        y * 1.24 if side == "center" else y,
+        _where(wait),
+        ha=side,
+        va=up,
+        fontsize=SMALL_PT,
+        linespacing=1.35,
+        bbox={"facecolor": WHITE, "edgecolor": "none", "pad": 1.0},
+        zorder=4,
+    )
+
+
+def _where(wait: Waiting) -> str:
+    """In which call, on which line, and the start of that line."""
+    place = f"in {wait.kind}"
+    if wait.line and f"line {wait.line}" not in wait.where:
+        place += f", line {wait.line}"
+    return "\n".join([place, *textwrap.wrap(wait.where, 34, max_lines=2, placeholder=" ...")])

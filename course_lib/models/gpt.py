@@ -1,0 +1,217 @@
+"""A GPT from a ModelSpec, written so that what autograd saves can be counted by hand.
+
+Queries, keys and values have a linear layer each, the mask of a dropout takes one byte a number,
+and the causal mask is added rather than filled in: so no operation keeps more than it needs, and
+the bytes of notebook 01_memory come out exactly. Attention is fused (flash) or written out. The two
+methods that `course_lib.recompute` exchanges are `GPT.run_blocks` and `Attention.attend`.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from course_lib.core.errors import CourseError, ShapeError
+from course_lib.core.specs import ModelSpec
+
+
+class GPT(nn.Module):
+    """Logits of the next token for every token: the model that a `ModelSpec` describes.
+
+    Shapes:  tokens [batch, seq] -> [batch, seq, vocab]
+    Saves:   tokens, one mask if dropout, the blocks, then the input of the norm and of the head
+
+    flash     fused attention, which keeps q, k, v, its output and one number a query; it has no
+              dropout on the attention weights. False: scores, softmax and dropout written out
+    dropout   after the embedding, attention and MLP, and on unfused attention weights
+
+    Raises: ShapeError for a sequence that is longer than spec.max_seq
+    """
+
+    def __init__(self, spec: ModelSpec, *, flash: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = nn.Embedding(spec.vocab, spec.hidden)
+        learned = spec.positions == "learned"
+        self.positions = nn.Embedding(spec.max_seq, spec.hidden) if learned else None
+        self.dropout = Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(spec, flash=flash, dropout=dropout) for _ in range(spec.num_layers)
+        )
+        self.norm = make_norm(spec)
+        self.head = nn.Linear(spec.hidden, spec.vocab, bias=False)
+        self.apply(self._init)
+        if spec.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.run_blocks(self.blocks, self.embed(tokens))
+        return self.head(self.norm(x))  # [batch, seq, vocab]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Shapes: [batch, seq] -> [batch, seq, hidden]."""
+        seq = tokens.shape[-1]
+        if seq > self.spec.max_seq:
+            raise ShapeError(
+                f"GPT: need at most max_seq = {self.spec.max_seq} tokens a sequence; got {seq}. "
+                "Try tokens[:, :max_seq]."
+            )
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(seq, device=tokens.device))
+        return self.dropout(x)
+
+    def run_blocks(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+        """All blocks, one after another: the method that recomputing in segments exchanges."""
+        for block in blocks:
+            x = block(x)
+        return x
+
+    def _init(self, module: nn.Module) -> None:
+        """GPT-2's start: normal with 0.02, the layers that add to the stream scaled down."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, Attention | MLP):
+            nn.init.normal_(module.out.weight, std=0.02 / math.sqrt(2 * self.spec.num_layers))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Shapes:  [batch, seq, hidden] -> the same
+    Saves:   per norm its input, its output and a few numbers a token; what its two parts save
+    """
+
+    def __init__(self, spec: ModelSpec, *, flash: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(spec)
+        self.attention = Attention(spec, flash=flash, dropout=dropout)
+        self.mlp_norm = make_norm(spec)
+        self.mlp = MLP(spec)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Attention(nn.Module):
+    """Causal attention with heads; with fewer heads for keys and values they are shared.
+
+    Shapes:  [batch, seq, hidden] -> the same
+    Saves:   x, q, k, v, the input of `out`; in between, what `attend` saves
+    """
+
+    def __init__(self, spec: ModelSpec, *, flash: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.spec, self.flash = spec, flash
+        self.q = nn.Linear(spec.hidden, spec.hidden, bias=spec.bias)
+        self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=spec.bias)
+        self.v = nn.Linear(spec.hidden, spec.kv_hidden, bias=spec.bias)
+        self.out = nn.Linear(spec.hidden, spec.hidden, bias=spec.bias)
+        self.dropout = Dropout(dropout)
+        self.turn = Rotary(spec) if spec.positions == "rope" else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self._heads(linear(x)) for linear in (self.q, self.k, self.v))
+        mixed = self.attend(self.turn(q), self.turn(k), v)  # [batch, heads, seq, head_dim]
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Shapes: q [batch, heads, seq, head_dim], k and v [batch, kv_heads, ...] -> q's."""
+        if self.flash:
+            shared = self.spec.kv_heads < self.spec.num_heads
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        return self._written_out(q, k, v)
+
+    def _written_out(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Saves: q, k, v, softmax's output; with dropout also its mask and its output."""
+        batch, heads, seq, head_dim = q.shape
+        grouped = q.reshape(batch, k.shape[1], -1, head_dim)  # the queries that share a key
+        scores = grouped @ k.transpose(-2, -1) / math.sqrt(head_dim)
+        scores = scores.view(batch, heads, seq, seq)
+        future = scores.new_full((seq, seq), -math.inf).triu(1)
+        weights = self.dropout((scores + future).softmax(dim=-1))
+        return (weights.view(batch, k.shape[1], -1, seq) @ v).view(q.shape)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.spec.head_dim)).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """Two linear layers around GELU, or SwiGLU's three.
+
+    Shapes:  [batch, seq, hidden] -> the same
+    Saves:   x, GELU's input and output [batch, seq, ffn_hidden]; SwiGLU: four of them
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.up = nn.Linear(spec.hidden, spec.ffn_hidden, bias=spec.bias)
+        self.gate = nn.Linear(spec.hidden, spec.ffn_hidden, bias=spec.bias) if spec.gated else None
+        self.out = nn.Linear(spec.ffn_hidden, spec.hidden, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.out(F.gelu(self.up(x)))
+        return self.out(F.silu(self.gate(x)) * self.up(x))
+
+
+class Dropout(nn.Module):
+    """Zero numbers with probability p and scale up the others; the mask takes one byte a number."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise CourseError(f"Dropout: need a probability from 0 to below 1; got {p}.")
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.p)
+        return x * keep / (1 - self.p)
+
+
+class Rotary(nn.Module):
+    """Rotary positions: the pair (i, i + head_dim / 2) turned by position * 10000**(-2i/head_dim).
+
+    Shapes:  [batch, heads, seq, head_dim] -> the same
+    Source:  Su et al. 2021 (RoFormer), section 3.2.2, with the pairs of Llama's own code
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        if spec.head_dim % 2:
+            raise ShapeError(f"Rotary: need an even head_dim; got {spec.head_dim}.")
+        speed = 10000 ** -(torch.arange(0, spec.head_dim, 2) / spec.head_dim)
+        angle = torch.outer(torch.arange(spec.max_seq), speed).repeat(1, 2)  # [max_seq, head_dim]
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seq = x.shape[-2]
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+        return x * self.cos[:seq] + turned * self.sin[:seq]
+
+
+def make_norm(spec: ModelSpec) -> nn.Module:
+    """The norm that the spec asks for, over the last dim."""
+    if spec.norm == "rms":
+        return nn.RMSNorm(spec.hidden, eps=1e-5)
+    return nn.LayerNorm(spec.hidden, bias=spec.bias)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy over all targets that are not `IGNORED` (-100).
+
+    Shapes:  [batch, seq, vocab] and [batch, seq] -> []
+    """
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())

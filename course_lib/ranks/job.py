@@ -1,0 +1,185 @@
+"""One job on the ranks, watched from the notebook until all have answered or nothing can move."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import cloudpickle
+
+from course_lib.ranks.board import Board, Flag
+from course_lib.ranks.output import MAX_OUTPUT_BYTES, Output
+from course_lib.ranks.rank import Failure
+from course_lib.ranks.report import RankError, Report, find_mismatch
+from course_lib.ranks.standstill import (
+    HangWatch,
+    find_dropped,
+    find_lost_wait,
+    find_orphans,
+    find_swap,
+    find_wait,
+)
+
+TICK_S = 0.1
+GRACE_S = 2.0  # how long the others may go on when one rank has failed
+
+
+@dataclass(frozen=True)
+class Member:
+    """The notebook's ends of one rank: its process, its jobs, and the pipe it lives by."""
+
+    rank: int
+    process: BaseProcess
+    jobs: connection.Connection
+    lifeline: connection.Connection
+
+    def kill(self) -> None:
+        """End the rank and everything it started."""
+        if self.process.pid is None or not self.process.is_alive():
+            return
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # not in a group of its own so far
+            self.process.kill()
+
+
+class Job:
+    """Sends a job, shows the output, notices failures; `lost`: the ranks cannot be used again."""
+
+    def __init__(self, board: Board, members: list[Member], outputs: list[Output]) -> None:
+        self.board, self.members, self.outputs = board, members, outputs
+        self.lost = False
+        self._results: dict[int, bytes] = {}
+        self._failures: dict[int, Failure] = {}
+        self._start_s = time.perf_counter()
+
+    def run(self, kind: str, blob: bytes) -> list[Any]:
+        """Run the job on all ranks; return their results by rank. Raises: RankError."""
+        try:
+            for member in self.members:
+                member.jobs.send((kind, blob))
+            self._watch()
+        except KeyboardInterrupt:
+            self._give_up("stopped by you", stopped=True)
+        except BrokenPipeError:
+            self._collect(TICK_S)
+            self._give_up("")
+        self._show_rest()
+        if self._failures:
+            self.lost = self._is_spoilt()
+            raise RankError(self._report(""))
+        self._warn()
+        return [cloudpickle.loads(self._results[member.rank]) for member in self.members]
+
+    @property
+    def _unfinished(self) -> list[int]:
+        done = self._results.keys() | self._failures.keys()
+        return [member.rank for member in self.members if member.rank not in done]
+
+    def _watch(self) -> None:
+        hang, failed_since_s = HangWatch(self.board), None
+        while self._unfinished:
+            self._collect(TICK_S)
+            self.outputs[0].follow()
+            self._check_output()
+            if self._failures and failed_since_s is None:
+                failed_since_s = time.perf_counter()
+            out_of_grace = failed_since_s and time.perf_counter() - failed_since_s > GRACE_S
+            if self._unfinished and (hang.is_certain(self._unfinished) or out_of_grace):
+                self._give_up("")
+
+    def _collect(self, timeout_s: float) -> None:
+        unfinished = [self.members[rank] for rank in self._unfinished]
+        ready = connection.wait([member.jobs for member in unfinished], timeout_s)
+        for member in unfinished:
+            if member.jobs in ready:
+                self._take_answer(member)
+
+    def _take_answer(self, member: Member) -> None:
+        try:
+            what, value = member.jobs.recv()
+        except (EOFError, ConnectionResetError):
+            self._failures[member.rank] = _death(member.process)
+            return
+        if what == "done":
+            self._results[member.rank] = value
+        else:
+            self._failures[member.rank] = value
+
+    def _check_output(self) -> None:
+        for output in self.outputs:
+            if output.num_bytes() > MAX_OUTPUT_BYTES:
+                limit = MAX_OUTPUT_BYTES // 2**20
+                self._give_up(f"rank {output.rank} printed more than {limit} MiB; is it in a loop?")
+
+    def _give_up(self, note: str, *, stopped: bool = False) -> None:
+        self.lost = True
+        report = self._report(note, stopped=stopped)
+        self._show_rest()
+        raise RankError(report) from None
+
+    def _report(self, note: str, *, stopped: bool = False) -> Report:
+        unfinished = self._unfinished
+        gone = sorted(r for r, failure in self._failures.items() if failure.name == "RankDied")
+        lost = [r for r, f in self._failures.items() if f.name == "ConnectionLostError"]
+        waits = [
+            *(find_wait(self.board, rank) for rank in unfinished),
+            *(find_lost_wait(self.board, rank, gone) for rank in lost),
+        ]
+        found = sorted((wait for wait in waits if wait), key=lambda wait: wait.rank)
+        waiting = {wait.rank for wait in found}
+        mismatched = any(f.name == "MismatchError" for f in self._failures.values())
+        return Report(
+            failures=self._failures,
+            waits=found,
+            computing={r: self.board.state(r).line for r in unfinished if r not in waiting},
+            returned=sorted(self._results),
+            mismatch=find_mismatch(self.board, len(self.members)) if mismatched else (),
+            dropped=find_dropped(self.board, found),
+            note=note,
+            restarted=self.lost,
+            stopped=stopped,
+        )
+
+    def _show_rest(self) -> None:
+        for output in self.outputs:
+            output.finish()
+
+    def _is_spoilt(self) -> bool:
+        """After a failure: has a rank died, or is a call left that its partners never made?"""
+        names = {failure.name for failure in self._failures.values()}
+        if names & {"RankDied", "ConnectionLostError", "MismatchError"}:
+            return True
+        mine = [post for m in self.members for post in self.board.history(m.rank)]
+        calls = [post for post in mine if post.post_s >= self._start_s]
+        return any(
+            Flag.DONE not in post.flags or len(list(self.board.matching(post))) < len(post.members)
+            for post in calls
+        )
+
+    def _warn(self) -> None:
+        """After a job that seems to have gone well: say what went wrong without a sound."""
+        ranks = [member.rank for member in self.members]
+        swap = find_swap(self.board, ranks, self._start_s)
+        if swap:
+            print(swap)
+        orphans = find_orphans(self.board, ranks, self._start_s)
+        for rank, post in orphans:
+            print(f"orphan: rank {rank} calls {post.call}, and the other end never came")
+            print(f"    {post.line}")
+        if orphans:
+            self.lost = True
+            print("The ranks were restarted; what they held is gone.")
+
+
+def _death(process: BaseProcess) -> Failure:
+    process.join(2)
+    code = process.exitcode
+    if code is None or code >= 0:
+        return Failure("RankDied", f"died: its process ended with exit code {code}")
+    name = signal.Signals(-code).name
+    because = " (by hand, or because memory ran out)" if name == "SIGKILL" else " (a crash in C++)"
+    return Failure("RankDied", f"died: its process was killed by {name}{because}")

@@ -1,0 +1,110 @@
+"""The same function outside of notebooks: `torchrun script.py` with `launch(fn)` at its end.
+
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR; `launch` joins the world with them and
+calls fn(rank). The ranks of one machine share a notice board here too, so a mismatch or a hang is
+reported as in a notebook.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from course_lib.core.records import RunRecord
+from course_lib.ranks.board import Board
+from course_lib.ranks.job import TICK_S
+from course_lib.ranks.machine import describe_machine
+from course_lib.ranks.rank import Heartbeat
+from course_lib.ranks.report import Report, find_mismatch
+from course_lib.ranks.standstill import HangWatch, find_dropped, find_hang
+from course_lib.ranks.wires import MismatchError, Wires
+from course_lib.ranks.world import join_world
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> Any:
+    """Join the world torchrun describes, return `fn(rank, *args)`, and leave the world.
+
+    Without torchrun the world is this one process. With `record_to`, each rank leaves its run
+    record in that folder.
+    """
+    for name, value in ALONE.items():
+        os.environ.setdefault(name, value)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with _shared_board(world_size) as board, tempfile.TemporaryDirectory() as folder:
+        wires = Wires(rank, board)
+        alone = "MASTER_ADDR" not in os.environ
+        join_world(wires, f"file://{folder}/store" if alone else "env://", rank, world_size)
+        Heartbeat(wires).start()
+        zero_s = _common_zero_s()
+        wires.recorder.events = []
+        if int(os.environ["LOCAL_WORLD_SIZE"]) == world_size and rank == 0:
+            threading.Thread(target=_watch, args=(board,), daemon=True).start()
+        try:
+            result = fn(rank, *args)
+            if record_to:
+                _leave_record(wires, world_size, record_to, zero_s)
+            dist.barrier()
+        except MismatchError:
+            report = Report(mismatch=find_mismatch(board, world_size), restarted=False)
+            sys.exit(str(report))
+        dist.destroy_process_group()
+    return result
+
+
+@contextlib.contextmanager
+def _shared_board(world_size: int) -> Any:
+    """One file for all ranks of a job on this machine, gone when the first of them leaves."""
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    job = "-".join(os.environ.get(name, "") for name in names) or str(os.getpid())
+    path = Path(tempfile.gettempdir()) / f"ranks-board-{os.getuid()}-{job}"
+    try:
+        yield Board(str(path), world_size)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _common_zero_s() -> float:
+    """When the job began, on this rank's clock: the same moment on all ranks.
+
+    Machines do not share a clock; there the end of a barrier has to do.
+    """
+    dist.barrier()
+    now_s = torch.tensor(time.perf_counter(), dtype=torch.float64)
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        dist.all_reduce(now_s, op=dist.ReduceOp.MAX)
+    return now_s.item()
+
+
+def _leave_record(wires: Wires, world_size: int, folder: str, zero_s: float) -> None:
+    events = wires.recorder.events
+    record = RunRecord(
+        rank=wires.rank,
+        world_size=world_size,
+        run={"script": os.path.basename(sys.argv[0])},
+        machine=describe_machine(),
+        events=[replace(e, start_s=e.start_s - zero_s, end_s=e.end_s - zero_s) for e in events],
+    )
+    record.write(Path(folder) / f"rank{wires.rank}.jsonl")
+
+
+def _watch(board: Board) -> None:
+    """On rank 0: report a hang and end the job; torchrun then ends the other ranks."""
+    everyone, hang = range(board.world_size), HangWatch(board)
+    while not hang.is_certain(everyone):
+        time.sleep(TICK_S)
+    waits = find_hang(board, everyone) or ()
+    report = Report(waits=waits, dropped=find_dropped(board, waits), restarted=False)
+    print(report, file=sys.stderr, flush=True)
+    os._exit(1)

@@ -1,0 +1,231 @@
+"""A pool of real ranks for notebooks: processes that stay, take job after job, and may be lost.
+
+`Ranks(4)` starts four processes that form one torch.distributed world; `run` sends them a function.
+Whatever they do, raise, die, hang or answer wrong, the notebook's own process only ever reads from
+pipes, files and the board.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle
+
+from course_lib.core.errors import CourseError, MeshError
+from course_lib.core.links import Link, TwoLevelLink
+from course_lib.core.records import Event
+from course_lib.ranks.board import MAX_RANKS, Board
+from course_lib.ranks.job import Job, Member
+from course_lib.ranks.output import Output
+from course_lib.ranks.rank import Place, live
+from course_lib.ranks.server import start_method
+
+START_TIMEOUT_S = 60.0
+
+
+class Ranks:
+    """`world_size` ranks, started at once; restarted by themselves after a failure.
+
+    `link` emulates wires between them (`Link`, `TwoLevelLink`); without one they talk as fast as
+    this machine can.
+
+    Raises: MeshError for a world size below 1 or above 64.
+    """
+
+    def __init__(self, world_size: int = 4, *, link: Link | TwoLevelLink | None = None) -> None:
+        if not 1 <= world_size <= MAX_RANKS:
+            raise MeshError(
+                f"Ranks: need a world size from 1 to {MAX_RANKS}; got {world_size}. Try Ranks(4)."
+            )
+        self.world_size, self.link = world_size, link
+        self._members: list[Member] = []
+        self._outputs: list[Output] = []
+        self._open()
+
+    # -- what a learner calls ---------------------------------------------------------------
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `fn(rank, *args, **kwargs)` on every rank; return the results, by rank.
+
+        Raises: RankError with a readable report if a rank raises, dies, hangs or is stopped.
+        """
+        try:
+            blob = cloudpickle.dumps((fn, args, kwargs))
+        except Exception as error:
+            raise CourseError(
+                f"Ranks.run: need a function and arguments that can be sent to other processes; "
+                f"got {error}. Try to create such objects inside the function."
+            ) from error
+        return self._do("call", blob)
+
+    def cell(self, source: str, name: str) -> None:
+        """Run the source of a cell on every rank; its names stay for the next cell."""
+        self._do("cell", cloudpickle.dumps((source, name)))
+
+    def push(self, **names: Any) -> None:
+        """Give the ranks' cells a copy of these objects: `ranks.push(batch=batch)`."""
+        self._do("push", cloudpickle.dumps(names))
+
+    @property
+    def events(self) -> list[Event]:
+        """What the ranks did in the last job: all calls, spans and waits; the first starts at 0."""
+        if not self._ready or not self._all_alive():
+            return []
+        for member in self._members:
+            member.jobs.send(("events", b""))
+        events = [event for member in self._members for event in member.jobs.recv()[1]]
+        zero = min((event.start_s for event in events), default=0.0)
+        return [_shifted(event, zero) for event in sorted(events, key=lambda e: e.start_s)]
+
+    def output(self, rank: int) -> str:
+        """All that one rank printed in the last job, also what was folded away."""
+        if not 0 <= rank < self.world_size:
+            raise MeshError(
+                f"Ranks.output: need a rank from 0 to {self.world_size - 1}; got {rank}."
+            )
+        return self._outputs[rank].text() if self._outputs else ""
+
+    def restart(self) -> None:
+        """Start afresh: new processes, nothing kept."""
+        if not self._end.alive:
+            return self._open()
+        _stop(self._members)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._start()
+
+    def close(self) -> None:
+        """End all ranks. They start again when they are needed."""
+        self._end()
+        self._ready = False
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        over = f", link={self.link}" if self.link else ""
+        return f"Ranks({self.world_size}{over})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("Ranks live in the notebook and cannot be sent to a rank")
+
+    # -- starting and stopping --------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Make a home for files, and see to it that all ends with this object, or the kernel."""
+        self._home = tempfile.mkdtemp(prefix="ranks-")
+        self._end = weakref.finalize(self, _end_everything, self._members, self._home)
+        self._start()
+
+    def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="world-", dir=self._home)
+        self._board = Board(os.path.join(self._folder, "board"), self.world_size)
+        self._ready = False
+        context = start_method()
+        with _without_main_script():
+            for rank in range(self.world_size):
+                output = self._output_file(rank)
+                open(output, "a").close()
+                place = Place(rank, self.world_size, self._folder, output, self.link)
+                self._members.append(_start_rank(context, place))
+
+    def _wait_until_ready(self) -> None:
+        if not self._all_alive():
+            self.restart()
+        if self._ready:
+            return
+        deadline = time.monotonic() + START_TIMEOUT_S
+        try:
+            for member in self._members:
+                if not member.jobs.poll(max(0.0, deadline - time.monotonic())):
+                    raise EOFError
+                member.jobs.recv()
+        except EOFError:
+            raise CourseError(_did_not_start(self._output_file(member.rank))) from None
+        except KeyboardInterrupt:
+            self.restart()
+            raise
+        self._ready = True
+
+    def _all_alive(self) -> bool:
+        return bool(self._members) and all(m.process.is_alive() for m in self._members)
+
+    def _output_file(self, rank: int) -> str:
+        return os.path.join(self._home, f"output{rank}")
+
+    # -- one job ----------------------------------------------------------------------------
+
+    def _do(self, kind: str, blob: bytes) -> list[Any]:
+        self._wait_until_ready()
+        self._outputs = [Output(self._output_file(r), r) for r in range(self.world_size)]
+        job = Job(self._board, self._members, self._outputs)
+        try:
+            return job.run(kind, blob)
+        finally:
+            if job.lost:
+                self.restart()
+
+
+def _stop(members: list[Member]) -> None:
+    for member in members:
+        member.kill()
+    for member in members:
+        member.process.join(5)
+        member.jobs.close()
+        member.lifeline.close()
+    members.clear()
+
+
+def _end_everything(members: list[Member], home: str) -> None:
+    _stop(members)
+    shutil.rmtree(home, ignore_errors=True)
+
+
+def _start_rank(context: Any, place: Place) -> Member:
+    jobs, jobs_there = context.Pipe()
+    lifeline_there, lifeline = context.Pipe(duplex=False)
+    process = context.Process(
+        target=live, args=(place, jobs_there, lifeline_there), name=f"rank {place.rank}"
+    )
+    process.start()
+    jobs_there.close()
+    lifeline_there.close()
+    return Member(place.rank, process, jobs, lifeline)
+
+
+@contextmanager
+def _without_main_script() -> Iterator[None]:
+    """Keep the ranks from running the learner's script again: functions travel by value."""
+    main = sys.modules["__main__"]
+    hidden = {
+        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if hasattr(main, name)
+    }
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)
+
+
+def _did_not_start(output_file: str) -> str:
+    said = "nothing"
+    if os.path.exists(output_file):
+        with open(output_file, encoding="utf-8", errors="replace") as file:
+            said = file.read()[-500:].strip() or said
+    return (
+        f"Ranks: need ranks that start within {START_TIMEOUT_S:.0f} s; one did not, and said: "
+        f"{said}. Try `course doctor`, which shows what this machine has."
+    )
+
+
+def _shifted(event: Event, zero_s: float) -> Event:
+    return replace(event, start_s=event.start_s - zero_s, end_s=event.end_s - zero_s)

@@ -1,0 +1,137 @@
+"""What a learner reads when ranks fail: who, why, on which line, who waits for whom."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from course_lib.core.errors import CourseError
+from course_lib.ranks.board import Board, Flag, Post
+from course_lib.ranks.callers import Line
+from course_lib.ranks.rank import Failure
+from course_lib.ranks.standstill import Wait, find_circle
+
+CONSEQUENCES = {"ConnectionLostError", "MismatchError"}  # reported as a wait, or as a mismatch
+
+
+class RankError(CourseError):
+    """A job on the ranks did not end well; `str(error)` is the whole report.
+
+    `kind` is what happened: `raised`, `died`, `hang`, `mismatch` or `stopped`. `failures` has
+    (exception name, message) by rank, `waits` who waits for whom, `tracebacks` whole tracebacks.
+    """
+
+    def __init__(self, report: "Report") -> None:
+        self.report = report
+        self.kind = report.kind
+        self.waits = list(report.waits)
+        self.failures = {r: (f.name, f.message) for r, f in sorted(report.failures.items())}
+        self.tracebacks = {r: f.traceback for r, f in sorted(report.failures.items())}
+        super().__init__(str(report))
+
+    def _render_traceback_(self) -> list[str]:
+        """Notebooks show the report, not the way it came about."""
+        return [f"RankError ({self.kind})", *str(self).splitlines()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything known about a job that did not end well."""
+
+    failures: Mapping[int, Failure] = field(default_factory=dict)
+    waits: Sequence[Wait] = ()
+    computing: Mapping[int, Line] = field(default_factory=dict)
+    returned: Sequence[int] = ()
+    mismatch: Sequence[tuple[int, Post]] = ()
+    dropped: Sequence[tuple[int, Post]] = ()
+    note: str = ""
+    restarted: bool = True
+    stopped: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The one word for what happened, the root cause first."""
+        names = {failure.name for failure in self.failures.values()}
+        if self.stopped:
+            return "stopped"
+        if self.mismatch:
+            return "mismatch"
+        if "RankDied" in names:
+            return "died"
+        return "raised" if names - CONSEQUENCES else "hang"
+
+    def __str__(self) -> str:
+        parts = [
+            self.note,
+            *self._mismatch(),
+            *self._failures(),
+            *self._waits(),
+            *(_dropped(rank, post) for rank, post in self.dropped),
+            *(f"rank {r} was computing\n    {line}" for r, line in sorted(self.computing.items())),
+            f"{_ranks(self.returned)} had returned" if self.returned else "",
+            "The ranks were restarted; what they held is gone." if self.restarted else "",
+        ]
+        return "\n".join(part for part in parts if part)
+
+    def _mismatch(self) -> list[str]:
+        if not self.mismatch:
+            return []
+        p2p = self.mismatch[0][1].kind in ("send", "recv")
+        what = "a send and its recv do not fit" if p2p else "the ranks made different calls"
+        calls = [(rank, f"{post.call}\n    {post.line}") for rank, post in self.mismatch]
+        said = (f"{_ranks(who)} {_verb('call', who)} {call}" for call, who in _grouped(calls))
+        return [f"mismatch: {what}; nothing was sent", *said]
+
+    def _failures(self) -> list[str]:
+        texts = []
+        for rank, failure in sorted(self.failures.items()):
+            if failure.name in CONSEQUENCES:
+                continue
+            name = "" if failure.name == "RankDied" else f"raised {failure.name}: "
+            lines = (f"    {line}" for line in failure.lines)
+            texts.append((rank, "\n".join([f"{name}{failure.message}", *lines])))
+        return [f"{_ranks(who)} {text}" for text, who in _grouped(texts)]
+
+    def _waits(self) -> list[str]:
+        if not self.waits or self.mismatch:
+            return []
+        title = ["hang: nothing can move any more"] if self.kind == "hang" else []
+        waits = [
+            (wait.rank, f"in {wait.kind} for {_ranks(wait.waits_for)}\n    {wait.where}")
+            for wait in self.waits
+        ]
+        said = [f"{_ranks(who)} {_verb('wait', who)} {text}" for text, who in _grouped(waits)]
+        circle = find_circle(self.waits)
+        if circle:
+            said.append("circle of waiting: " + " -> ".join(map(str, circle)))
+        return [*title, *said]
+
+
+def find_mismatch(board: Board, world_size: int) -> list[tuple[int, Post]]:
+    """The calls that do not fit, by rank, if a rank refused to go on with one."""
+    for rank in range(world_size):
+        for post in reversed(board.history(rank)):
+            if Flag.REFUSED in post.flags:
+                return sorted(board.matching(post), key=lambda pair: pair[0])
+    return []
+
+
+def _dropped(rank: int, post: Post) -> str:
+    return (
+        f"lost: rank {rank} did not keep the handle of its {post.kind}, and the message went with "
+        f"it; keep it, and call wait()\n    {post.line}"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _verb(verb: str, ranks: Sequence[int]) -> str:
+    return verb if len(ranks) > 1 else f"{verb}s"
+
+
+def _grouped(texts: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
+    """What several ranks have to say in the same words is said once."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in texts:
+        groups.setdefault(text, []).append(rank)
+    return list(groups.items())

@@ -1,0 +1,125 @@
+"""The handle of one call under way: waits for it, says so, and records it when it ends."""
+
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.futures import Future
+
+from course_lib.core.errors import CourseError
+from course_lib.ranks.board import Flag, Post
+
+if TYPE_CHECKING:
+    from course_lib.ranks.wires import Wires
+
+WORTH_SHOWING_S = 20e-6  # a shorter wait is the price of asking
+
+
+class ConnectionLostError(CourseError):
+    """The other end of a call has gone."""
+
+
+class TrackedWork(dist.Work):
+    """What an asynchronous call returns, with the interface of PyTorch's own `Work`."""
+
+    def __init__(self, inner: Any, post: Post, wires: "Wires", watch_end: bool) -> None:
+        super().__init__()
+        self._inner, self._post, self._wires = inner, post, wires
+        self._failed = False
+        self._arrived_s = 0.0
+        if watch_end:
+            inner.get_future().add_done_callback(self._on_arrival)
+
+    def __del__(self) -> None:
+        if self._post.kind in ("send", "recv"):
+            self._wires.drop(self._post)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the call has ended (and an emulated link has delivered it)."""
+        start_s = time.perf_counter()
+        if self._post.number in self._wires.outstanding:
+            with self._wires.blocked(self._post):
+                self._wait_for_inner()
+                self._wires.board.mark(self._wires.rank, self._post, Flag.ARRIVED)
+                self._note_end(self._deliver())
+        else:
+            self._wait_for_inner()
+        end_s = time.perf_counter()
+        if end_s - start_s > WORTH_SHOWING_S:
+            self._wires.recorder.add("wait", start_s, end_s, label=self._post.kind)
+        return True
+
+    def is_completed(self) -> bool:
+        """Has the call ended? Never blocks."""
+        if not self._inner.is_completed():
+            return False
+        pacer = self._wires.pacer
+        if pacer is None or self._post.number not in self._wires.outstanding:
+            return True
+        due_s = pacer.delivery_s(self._post)
+        return due_s is not None and due_s <= time.perf_counter()
+
+    def get_future(self) -> Future:
+        """A future of the same end; an emulated link completes it from a thread of its own."""
+        if self._wires.pacer is None:
+            return self._inner.get_future()
+        future: Future = Future()
+
+        def complete() -> None:
+            try:
+                self.wait()
+                future.set_result(self._inner.get_future().value())
+            except Exception as error:  # the waiting side has to learn of it
+                future.set_exception(error)
+
+        threading.Thread(target=complete, daemon=True).start()
+        return future
+
+    def is_success(self) -> bool:
+        """Has the call ended without an error?"""
+        return self.is_completed() and not self._failed
+
+    def result(self) -> Any:
+        """The tensors of the call."""
+        return self._inner.result()
+
+    def synchronize(self) -> None:
+        """For devices with streams: order what follows behind the call."""
+        self._inner.synchronize()
+
+    def _wait_for_inner(self) -> None:
+        try:
+            self._inner.wait()
+        except RuntimeError as error:
+            self._failed = True
+            raise ConnectionLostError(
+                f"rank {self._wires.rank}, {self._post.kind}: need the rank at the other end; it "
+                "has gone, and the connection with it."
+            ) from error
+
+    def _deliver(self) -> float:
+        """Sleep until an emulated link has delivered; return when the call ended."""
+        pacer = self._wires.pacer
+        if pacer is None:
+            return time.perf_counter()
+        return max(pacer.deliver(self._post), self._arrived_s)
+
+    def _on_arrival(self, _: Future) -> None:
+        self._arrived_s = time.perf_counter()
+        if self._wires.pacer is None:
+            self._note_end(self._arrived_s)
+
+    def _note_end(self, end_s: float) -> None:
+        post = self._post
+        if self._wires.finish(post):
+            self._wires.recorder.add(
+                post.kind,
+                post.post_s,
+                end_s,
+                num_bytes=post.num_bytes,
+                label=post.call,
+                peer=None if post.peer < 0 else post.peer,
+                group=post.members,
+            )

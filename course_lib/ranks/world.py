@@ -1,0 +1,69 @@
+"""Joining a world: the process group of one rank, on its wires."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from course_lib.ranks.group import WiredGroup
+from course_lib.ranks.wires import Wires
+
+BACKEND = "course"
+NEVER = timedelta(days=365)  # a hang is found by looking at the board, not by waiting for gloo
+GroupBackend = dist.ProcessGroup.BackendType
+
+
+def join_world(wires: Wires, init_method: str, rank: int, world_size: int) -> None:
+    """Make this process rank `rank`: all groups, also later ones, stand on `wires`."""
+
+    def create(options: Any, _: Any) -> WiredGroup:
+        return _make_group(wires, options)
+
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=devices)
+    wires.announce_new_groups()
+    dist.init_process_group(
+        BACKEND, init_method=init_method, rank=rank, world_size=world_size, timeout=NEVER
+    )
+
+
+def _make_group(wires: Wires, options: Any) -> WiredGroup:
+    rank, size, store = options.group_rank, options.group_size, options.store
+    gloo = c10d.ProcessGroupGloo(store, rank, size, timeout=NEVER)
+    members = tuple(options.global_ranks_in_group) or tuple(range(size))
+    inner = dist.ProcessGroup(store, rank, size)
+    group = WiredGroup(inner, wires, members, options.group_id)
+    backends = {"cpu": (GroupBackend.GLOO, gloo)}
+    if torch.cuda.is_available():
+        backends["cuda"] = _gpu_backend(gloo, store, rank, size)
+    for either in (inner, group):
+        either._set_default_backend(GroupBackend.GLOO)
+        for device, (kind, backend) in backends.items():
+            either._register_backend(torch.device(device), kind, backend)
+    return group
+
+
+def _gpu_backend(gloo: Any, store: Any, rank: int, size: int) -> tuple[Any, Any]:
+    """CUDA tensors go over NCCL where every rank has a GPU of its own, else over gloo."""
+    if not dist.is_nccl_available() or not one_gpu_each():
+        return GroupBackend.GLOO, gloo
+    return GroupBackend.NCCL, c10d.ProcessGroupNCCL(
+        store, rank, size, c10d.ProcessGroupNCCL.Options()
+    )
+
+
+def one_gpu_each() -> bool:
+    """Has every rank of this node a GPU of its own?"""
+    return 0 < int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
+
+
+def rank_device() -> torch.device:
+    """Where this rank computes: its own GPU, or the CPU."""
+    return (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if one_gpu_each()
+        else torch.device("cpu")
+    )

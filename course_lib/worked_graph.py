@@ -1,0 +1,108 @@
+"""Two items, three weights, one loss: small enough to see every value and every gradient.
+
+y_pred = x1 * w1 + x2 * w2 + b and loss = (y_pred - target)**2. Every number is autograd's own, at
+every moment: forward, backward, the optimizer's step. Notebook 02_accumulation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+PARAMS = ("w1", "w2", "b")
+# node -> what it is computed from
+GRAPH: dict[str, tuple[str, ...]] = {
+    "x1": (),
+    "w1": (),
+    "x2": (),
+    "w2": (),
+    "b": (),
+    "target": (),
+    "x1 * w1": ("x1", "w1"),
+    "x2 * w2": ("x2", "w2"),
+    "y_pred": ("x1 * w1", "x2 * w2", "b"),
+    "error": ("y_pred", "target"),
+    "loss": ("error",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One training example."""
+
+    x1: float
+    x2: float
+    target: float
+
+
+ITEMS = (Item(x1=6, x2=2, target=15), Item(x1=5, x2=2, target=12))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What is known on the graph at one moment, in words, by node; `grads` of parameters add up."""
+
+    words: str
+    values: dict[str, float] = field(default_factory=dict)
+    grads: dict[str, float] = field(default_factory=dict)
+    fresh: tuple[str, ...] = ()
+
+
+def moments(
+    items: Sequence[Item] = ITEMS,
+    *,
+    items_per_step: int = 1,
+    start: tuple[float, float, float] = (0.773, 0.321, 0.067),
+    lr: float = 1e-3,
+) -> list[Moment]:
+    """Train on the items one after the other; return every moment of it.
+
+    items_per_step   the gradients of so many items are added up before the optimizer steps
+    """
+    params = {name: torch.tensor(value, dtype=torch.float64, requires_grad=True)
+              for name, value in zip(PARAMS, start, strict=True)}  # fmt: skip
+    optimizer = torch.optim.SGD(params.values(), lr=lr)
+    seen = [Moment(words="start", values=_numbers(params), fresh=PARAMS)]
+    for number, item in enumerate(items, start=1):
+        old = _grads(params)
+        nodes = _forward(params, item)
+        values = _numbers(nodes)
+        fresh = tuple(name for name in GRAPH if name not in PARAMS)
+        seen.append(Moment(words=f"item {number}: forward", values=values, grads=old, fresh=fresh))
+        nodes["loss"].backward()
+        grads, added = _grads(nodes), " adds its gradients" if old else ""
+        words = f"item {number}: backward{added}"
+        seen.append(Moment(words=words, values=values, grads=grads, fresh=tuple(grads)))
+        if number % items_per_step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            words = f"the optimizer steps after item {number}"
+            seen.append(Moment(words=words, values=_numbers(params), fresh=PARAMS))
+    return seen
+
+
+def _forward(params: dict[str, Tensor], item: Item) -> dict[str, Tensor]:
+    """All nodes of the graph; those in between keep their gradients to be looked at."""
+    given = {name: torch.tensor(float(getattr(item, name)), dtype=torch.float64)
+             for name in ("x1", "x2", "target")}  # fmt: skip
+    nodes = params | given
+    nodes["x1 * w1"] = nodes["x1"] * nodes["w1"]
+    nodes["x2 * w2"] = nodes["x2"] * nodes["w2"]
+    nodes["y_pred"] = nodes["x1 * w1"] + nodes["x2 * w2"] + nodes["b"]
+    nodes["error"] = nodes["y_pred"] - nodes["target"]
+    nodes["loss"] = nodes["error"] ** 2
+    for node in nodes.values():
+        if node.requires_grad:
+            node.retain_grad()
+    return nodes
+
+
+def _numbers(nodes: dict[str, Tensor]) -> dict[str, float]:
+    return {name: node.item() for name, node in nodes.items()}
+
+
+def _grads(nodes: dict[str, Tensor]) -> dict[str, float]:
+    """Gradients that are there; inputs and targets have none."""
+    tensors = {name: node for name, node in nodes.items() if node.requires_grad}
+    return {name: node.grad.item() for name, node in tensors.items() if node.grad is not None}

@@ -1,0 +1,532 @@
+# %% [markdown]
+# # 00 Meet four ranks
+#
+# A large model is trained by many processes that work as one. This notebook starts four of them on
+# your machine. You give them work, let them talk, get them stuck on purpose, and learn to read what
+# went wrong. Some Python and a little PyTorch is all you need.
+#
+# | symbol | in code | meaning |
+# |---|---|---|
+# | $r$ | `rank` | the number of one process in a run, from 0 |
+# | $p$ | `world_size` | how many ranks there are |
+# | | `node` | one machine |
+# | | `local_rank` | the number of a process on its node, from 0 |
+# | $n$ | `num_bytes` | the size of a message |
+# | $\alpha$ | `latency_s` | seconds that any message takes, however small |
+# | $\beta$ | `bytes_per_s` | how fast the bytes flow |
+#
+# **How it works.** Run the cells from top to bottom with Shift+Enter. Three kinds of cells want
+# something from you:
+#
+# - *Predict*: write down your guess and press Commit **before** you run the next cell. A wrong
+#   guess teaches more than none.
+# - *Exercise*: replace the line `raise NotImplementedError(...)`, run the cell, then its check.
+# - *Check*: says `right`, or what went wrong. It says `not done yet` until you have written your
+#   answer; nothing else in the notebook waits for it.
+
+# %%
+# %load_ext course_lib.ranks
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import course_lib
+from course_lib.checks import check
+from course_lib.core import Link
+from course_lib.core.records import read_runs
+from course_lib.display import YES_NO, Voices, compare, predict, reveal, show, timeline, waiting
+from course_lib.ranks import RankError, Ranks, span
+from course_lib.ranks.machine import describe_machine, doctor_report
+
+# %% [markdown]
+# ## 1 One program, many processes
+#
+# The first line above has started four processes; the variable `ranks` holds them. A cell that
+# begins with `%%ranks` runs on **every** rank. The one below says `print` once. How many lines will
+# you see?
+
+# %% tags=["predict"]
+guess_lines = predict("how many lines does the next cell print?")
+
+# %%
+# %%ranks
+print(f"hello from rank {rank} of {world_size}")
+
+# %% [markdown]
+# The number in brackets says whose line it is. All ranks run the *same program*, each on *its own
+# data*: SPMD, "single program, multiple data". The only difference between them is `rank`, which
+# every `%%ranks` cell knows, like `world_size`, `torch` and `dist` (torch.distributed).
+#
+# The next `%%ranks` cell sets an `x` on every rank. Will the notebook itself know an `x` then?
+
+# %% tags=["predict"]
+reveal(guess_lines, ranks.world_size)
+guess_x = predict("is there then an x in the notebook's own process?", choices=YES_NO)
+
+# %%
+# %%ranks
+import os
+
+x = 10**rank
+print(f"process {os.getpid()} holds x = {x}")
+
+# %% [markdown]
+# Four processes, each with a memory of its own, and a fifth one, the notebook's. What a rank knows
+# stays there for the next `%%ranks` cell.
+#
+# To get something *back*, run a function: `ranks.run(fn)` calls `fn(rank)` on every rank and gives
+# you a list of the results, rank 0 first.
+
+
+# %%
+def fingerprint(rank):
+    return 10**rank
+
+
+reveal(guess_x, "x" in globals())
+print(ranks.run(fingerprint))
+
+# %% [markdown]
+# You will meet these numbers again. If something adds them up, the digits of the sum say who is in
+# it: 1111 means everybody once, 1211 means rank 2 twice.
+#
+# **One program, four processes, four memories: only `rank` differs.**
+#
+# ## 2 Who am I?
+#
+# Real runs spread over several machines, called nodes. Take two nodes with four GPUs each, and one
+# rank a GPU. Nodes and ranks count from 0, and the first node is filled before the second. Which
+# rank has local rank 2 on node 1?
+
+# %% tags=["predict"]
+guess_rank = predict("the rank with local rank 2 on node 1, four ranks a node")
+
+# %%
+rank_at = torch.arange(8).reshape(2, 4)  # [node, local_rank]
+print(rank_at)
+reveal(guess_rank, rank_at[1, 2].item())
+
+# %% [markdown]
+# A program learns who it is from its environment. A *launcher* starts the processes and sets it for
+# each of them. The usual launcher is PyTorch's `torchrun`; `%%ranks` sets the same names:
+#
+# | variable | says |
+# |---|---|
+# | `RANK`, `WORLD_SIZE` | which rank am I, out of how many |
+# | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | the same on this node; the local rank picks the GPU |
+# | `GROUP_RANK` | which node am I (torchrun only) |
+# | `MASTER_ADDR`, `MASTER_PORT` | where all ranks meet at the start (torchrun only) |
+
+# %%
+# %%ranks
+for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
+    print(name, "=", os.environ[name], end="   ")
+
+# %% [markdown]
+# Your machine is one node, so `rank` and `local_rank` are equal here, and a program that mixes them
+# up works. On a second node it asks for a GPU that is not there.
+#
+# A rank is not a name for life: after a restart a process may get another number. By custom
+# rank 0 writes checkpoints and talks to loggers.
+#
+# ### Exercise 1: from node and local rank to rank
+#
+# Every node has `ranks_per_node` ranks. One line, 2 minutes.
+#
+# <details><summary>Hint: two ranks share a number</summary>
+# How many ranks live on the nodes before yours?
+# </details>
+
+
+# %% tags=["exercise"] exercise="ranks-1"
+def global_rank(node, local_rank, ranks_per_node):
+    """The rank of the process with this local rank on this node."""
+    ### BEGIN SOLUTION FROM course_lib.checks.ranks:global_rank: count the ranks before this one
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="ranks-1"
+check("ranks-1", global_rank)
+
+# %% [markdown]
+# **`rank` says who you are in the run, `local_rank` which GPU of your node is yours.**
+#
+# ## 3 Whose turn is it?
+#
+# In the next cell every rank sleeps before it speaks: rank 0 longest, rank 3 not at all. Nobody
+# waits for anybody else. Which rank speaks first?
+
+# %% tags=["predict"]
+guess_first = predict("which rank speaks first?")
+
+
+# %% tags=["picture"]
+def speak(rank):
+    time.sleep(0.1 * (3 - rank))
+    with span("compute", f"rank {rank}"):  # gives this stretch of time a name
+        print("hello")
+        time.sleep(0.05)
+
+
+ranks.run(speak)
+order = [event.rank for event in ranks.events]
+reveal(guess_first, order[0])
+title = f"Rank {order[0]} speaks first, rank {order[-1]} last"
+show(timeline(ranks.events, title), alt=f"{title}; the printed lines are sorted by rank")
+
+# %% [markdown]
+# The notebook *shows* rank 0 first: it collects what the ranks print and sorts it, to be readable.
+# (If a rank prints very much, the notebook folds it; `ranks.output(2)` has all of rank 2.) The
+# picture shows what *happened*. It is drawn from `ranks.events`: everything the ranks did in the
+# last run, on one clock.
+#
+# Ranks have no order, unless somebody *waits*. The simplest way to wait is a barrier:
+# `dist.barrier()` returns when **all** ranks have called it.
+#
+# ### Exercise 2: one after another
+#
+# Call `say()` on rank 0, then on rank 1, and so on. A rank may begin only when the one before has
+# ended. At most `world_size` barriers; about 4 lines, 10 minutes.
+#
+# <details><summary>Hint: all speak at once</summary>
+# If the barrier stands inside your <code>if</code>, each rank calls it once, and these calls meet.
+# Think in turns: in turn t rank t speaks, and <em>everybody</em> comes to the barrier that ends it.
+# </details>
+# <details><summary>Hint: ranks wait for a rank that has returned</summary>
+# Everybody has to call the barrier equally often, also a rank that has spoken.
+# </details>
+
+
+# %% tags=["exercise"] exercise="ranks-2"
+def take_turns(rank, world_size, say):
+    """Call say() on rank 0, then on rank 1, and so on, each when the one before has ended."""
+    ### BEGIN SOLUTION FROM course_lib.checks.ranks:take_turns: one turn a rank, a barrier ends it
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="ranks-2"
+check("ranks-2", take_turns)
+
+# %% [markdown]
+# **Ranks run at their own speed; only waiting for each other makes an order.**
+#
+# ## 4 A message takes time
+#
+# What do your ranks run on? (`course doctor` says the same in a terminal.)
+
+# %%
+print(doctor_report(describe_machine()))
+
+# %% [markdown]
+# Ranks on one machine talk through its memory, much faster than machines talk over a wire. So the
+# course can *emulate* wires: real ranks, real messages, but each takes as long as it would on the
+# `Link` you give. The one below is slow, so that you can see it: 20 ms for any message, and 50 MB/s
+# once it flows. How long does a message of 4 MB take?
+
+# %% tags=["predict"]
+guess_message = predict("one message of 4 MB, 20 ms latency, 50 MB/s", unit="ms")
+
+# %%
+wire = Link(name="slow wire", latency_s=0.02, bytes_per_s=50e6)
+pair = Ranks(2, link=wire)
+
+
+def send_one(rank, num_bytes):
+    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    if rank == 0:
+        dist.send(message, 1)  # to rank 1; returns when it has arrived
+    else:
+        dist.recv(message, 0)  # from rank 0, into this tensor
+
+
+pair.run(send_one, 4_000_000)
+reveal(guess_message, 1000 * pair.events[0].duration_s)
+
+# %% [markdown]
+# *Both* sides have to call: rank 0 says what to send and to whom, rank 1 names the tensor that the
+# bytes go into. You pay a part for every message, and a part for every byte:
+#
+# $$ t = \alpha + \frac{n}{\beta} $$
+
+
+# %% tags=["picture"]
+def formula_s(mb):
+    return wire.latency_s + mb * 1e6 / wire.bytes_per_s
+
+
+def measured_s(mb):
+    pair.run(send_one, mb * 1_000_000)
+    return pair.events[0].duration_s
+
+
+sizes_mb = [0, 1, 2, 3, 4]
+times_s = [[measured_s(mb) for _ in range(3)] for mb in sizes_mb]
+voices = Voices(formula=formula_s, measurement=times_s)
+title = f"4 MB take {sorted(times_s[-1])[1]:.3f} s; the formula says {formula_s(4):.3f} s"
+labels = {"x_label": "message (MB)", "y_label": "time (s)", "note": f"emulated {wire}"}
+show(compare(sizes_mb, voices, title, **labels), alt=title)
+
+# %% [markdown]
+# **A message costs its latency and its bytes.** Lesson 04 builds everything else on this line.
+#
+# ## 5 Everybody at once: a collective
+#
+# A *collective* is one call that **all** ranks make together. The most important one in training is
+# `dist.all_reduce(x)`: it adds up the `x` of all ranks and leaves the sum in `x`, on every rank.
+#
+# Rank $r$ brings $10^r$, and comes $0.1\,r$ seconds late. What does rank 2 hold afterwards? And how
+# long is rank 0 in its call?
+
+# %% tags=["predict"]
+guess_sum = predict("x on rank 2 after the all_reduce")
+guess_time = predict("rank 0 is in all_reduce for", unit="ms")
+
+
+# %% tags=["picture"]
+def late_sum(rank):
+    time.sleep(0.1 * rank)
+    x = torch.tensor([10.0**rank])
+    dist.all_reduce(x)
+    return x.item()
+
+
+sums = ranks.run(late_sum)
+calls = {event.rank: event for event in ranks.events if event.kind == "all_reduce"}
+reveal(guess_sum, sums[2])
+reveal(guess_time, 1000 * calls[0].duration_s)
+title = f"Rank 0 is in all_reduce for {calls[0].duration_s:.2f} s: until the last rank has come"
+show(timeline(ranks.events, title), alt=f"{title}; all {len(calls)} ranks leave together")
+
+# %% [markdown]
+# Nobody can have the sum before the last rank has brought its part: the slowest rank sets the pace.
+#
+# **Break it.** `all_reduce` works *in place*: the old `x` is gone. What happens if a program calls
+# it twice, because two people thought of it?
+
+# %% tags=["failure"]
+# %%ranks
+x = torch.tensor([10.0**rank])
+dist.all_reduce(x)
+dist.all_reduce(x)
+print(x)
+
+# %% [markdown]
+# No error, just a sum that is `world_size` times too big. Each digit says how often its rank is in
+# it.
+#
+# ### Exercise 3: the mean of all ranks
+#
+# Give every rank the mean of all `x`, and leave `x` as it is. Budget: one call, of the size of `x`.
+# It has to work on any number of ranks: `dist.get_world_size()` says how many. About 3 lines.
+#
+# <details><summary>Hint: x has changed</summary>
+# <code>x.clone()</code> is a tensor of its own.
+# </details>
+
+
+# %% tags=["exercise"] exercise="ranks-3"
+def mean_over_ranks(x):
+    """The mean of x over all ranks, on every rank; x stays as it is."""
+    ### BEGIN SOLUTION FROM course_lib.checks.ranks_mean:mean_over_ranks: sum a copy, then divide
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="ranks-3"
+check("ranks-3", mean_over_ranks)
+
+# %% [markdown]
+# **A collective is one call by all ranks; it ends when the last one has come.**
+#
+# ## 6 The first hang
+#
+# The ranks stand in a circle. Each sends its number to the right, then receives from the left. No
+# line looks wrong. Does every rank get its neighbour's number?
+
+# %% tags=["predict"]
+guess_ring = predict("does every rank get its neighbour's number?", choices=YES_NO)
+
+
+# %%
+def failure_of(fn):
+    """Run fn on the ranks; where they fail, print the report, and do not stop the notebook."""
+    try:
+        ranks.run(fn)
+    except RankError as error:
+        print(error)
+        return error
+
+
+# %% tags=["failure"]
+def send_then_receive(rank):
+    left, right = (rank - 1) % 4, (rank + 1) % 4
+    x, received = torch.tensor([10.0**rank]), torch.empty(1)
+    dist.send(x, right)
+    dist.recv(received, left)
+
+
+hang = failure_of(send_then_receive)
+reveal(guess_ring, hang is None)
+alt = f"{len(hang.waits)} ranks in a circle, each waits for the next"
+show(waiting(hang.waits, 4), alt=alt)
+
+# %% [markdown]
+# A **deadlock**: nothing will ever happen again. In a real run you would see only silence, perhaps
+# for half an hour; here the notebook notices. Three questions find the cause:
+#
+# 1. *Who waits, in which call?* Everybody, in `send`.
+# 2. *On which line?* That of the `send`; nobody has come to the `recv` below it.
+# 3. *For whom?* Follow the arrows.
+#
+# A `send` ends when its receiver takes the message, and every receiver is busy sending. No rank is
+# wrong by itself; the circle is. (Sometimes small messages are buffered, and such a program works
+# until the messages grow.)
+#
+# After a failure the ranks start again by themselves, so the next cell works. If your own code
+# takes for ever, press Stop (■): it shows on which line each rank is.
+#
+# ### Exercise 4: break the circle
+#
+# Same task, no deadlock: send `x` to the rank `right`, return what the rank `left` sent. `rank` is
+# your own number. It is tried on 2, 3 and 4 ranks. Budget: one message a rank; about 6 lines.
+#
+# <details><summary>Hint: it is stuck in send, or in recv</summary>
+# If all ranks do the same thing first, nobody does the other thing. Let <code>rank</code> decide:
+# for example, what do the even ranks do first, and what the odd ones?
+# </details>
+# <details><summary>Hint: it works on 2 ranks and not on 3</summary>
+# With 3 ranks your right and left neighbours are two different ranks.
+# </details>
+
+
+# %% tags=["exercise"] exercise="ranks-4"
+def pass_right(x, rank, left, right):
+    """Send x to the rank on the right; return what the rank on the left sent."""
+    ### BEGIN SOLUTION FROM course_lib.checks.ranks_ring:pass_right: some ranks receive first
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="ranks-4"
+check("ranks-4", pass_right)
+
+# %% [markdown]
+# **In a hang, ask who waits, on which line, for whom.**
+#
+# ## 7 More ways to fail
+#
+# Calls that do not fit together are a **mismatch**. The report names both sides:
+
+
+# %% tags=["failure"]
+def different_sizes(rank):
+    x = torch.ones(4 if rank == 0 else 3)
+    dist.all_reduce(x)
+
+
+mismatch = failure_of(different_sizes)
+
+# %% [markdown]
+# A rank can **raise** an error, or its process can **die**. Read both reports: which rank is the
+# cause, and which ranks only wait for it?
+
+
+# %% tags=["failure"]
+def one_raises(rank):
+    if rank == 2:
+        raise ValueError("sample 17 is empty")
+    dist.barrier()
+
+
+def one_dies(rank):
+    if rank == 1:
+        os._exit(1)
+    dist.barrier()
+
+
+raised, died = failure_of(one_raises), failure_of(one_dies)
+
+# %% [markdown]
+# Here the cause stands first. Real logs are not sorted like that: the first rank that complains is
+# seldom the one to blame.
+#
+# Last, the classic. Rank 0 is to report the sum of all losses, so somebody put all that has to do
+# with the report under `if rank == 0`. How many of the four ranks will be stuck?
+
+# %% tags=["predict"]
+guess_stuck = predict("how many ranks are stuck?")
+
+
+# %% tags=["failure"]
+def report(rank):
+    loss = torch.tensor(10.0**rank)
+    if rank == 0:
+        dist.all_reduce(loss)
+        print(f"loss {loss.item():.0f}")
+
+
+hang = failure_of(report)
+reveal(guess_stuck, len(hang.waits))
+show(waiting(hang.waits, 4), alt=f"{len(hang.waits)} of 4 ranks waits, for ranks that returned")
+
+# %% [markdown]
+# No circle this time: rank 0 waits for ranks that have long gone home.
+#
+# ### Exercise 5: a report that does not hang
+#
+# Each rank has its own `loss`. Call `log(total)` **once, on rank 0**, with the sum of the losses of
+# all ranks. About 3 lines.
+#
+# <details><summary>Hint: it hangs, or the ranks make different calls</summary>
+# Which lines have to run on every rank, and which on rank 0 only?
+# </details>
+
+
+# %% tags=["exercise"] exercise="ranks-5"
+def report_loss(rank, loss, log):
+    """Call log(total) once, on rank 0, with the sum of the losses of all ranks."""
+    ### BEGIN SOLUTION FROM course_lib.checks.ranks_report:report_loss: all sum, rank 0 logs
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="ranks-5"
+check("ranks-5", report_loss)
+
+# %% [markdown]
+# **What all ranks must call never stands inside `if rank == 0`.**
+#
+# ## 8 Outside of the notebook
+#
+# Real jobs are scripts that `torchrun` starts, on one node or on a hundred. At the end of such a
+# script stands `if __name__ == "__main__": launch(fn)`, with the same `fn(rank)` as here. In this
+# one, four ranks take turns to say who they are, and then add up $10^r$. (It takes some seconds:
+# every process starts from nothing.)
+
+# %% tags=["picture"]
+script = Path(course_lib.__file__).parents[1] / "cluster/exercises/00_hello_ranks.py"
+torchrun = [sys.executable, "-m", "torch.distributed.run"]  # `torchrun` for short
+here = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"]
+command = [*torchrun, *here, script, "--record-to", "runs/00_hello_ranks"]
+done = subprocess.run(command, capture_output=True, text=True)
+print(done.stdout or done.stderr)
+
+records = read_runs("runs/00_hello_ranks")
+events = [event for record in records for event in record.events]
+title = f"{len(records)} ranks of another program, drawn from what they left behind"
+show(timeline(events, title), alt=f"{title}: they speak one after another")
+
+# %% [markdown]
+# Each rank has left a *run record*, a small file of what it did. The course reads them in the same
+# way from your laptop and from a cluster.
+#
+# **The same function runs in a notebook, under `torchrun` and on a cluster.**
+#
+# ## Where you are
+#
+# You can start ranks, make them talk, and read what they say when they fail. In a terminal,
+# `course check 00` judges this notebook as you saved it, and `course progress` shows all lessons.
+# Next: `01_memory`, where the bytes go, or `04_collectives`, which builds `all_reduce` out of
+# `send` and `recv`.

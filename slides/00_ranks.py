@@ -1,0 +1,111 @@
+"""The pictures of the deck 00_ranks: real ranks, drawn by the functions that the notebook calls."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from course_lib.core import Link
+from course_lib.display import Voices, compare, timeline, waiting
+from course_lib.ranks import RankError, Ranks, span
+
+WIRE = Link(name="slow wire", latency_s=0.02, bytes_per_s=50e6)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A wait with its source line alone: a slide has no room for the name of the file."""
+
+    rank: int
+    kind: str
+    waits_for: tuple[int, ...]
+    where: str
+    line: int = 0
+
+
+def speak(rank):
+    """Rank 3 is ready first."""
+    time.sleep(0.1 * (3 - rank))
+    with span("compute", f"rank {rank}"):
+        time.sleep(0.05)
+
+
+def late_barrier(rank):
+    """Work of different length, then a barrier."""
+    with span("compute", "work"):
+        time.sleep(0.05 + 0.05 * rank)
+    dist.barrier()
+    with span("compute", "next"):
+        time.sleep(0.05)
+
+
+def late_sum(rank):
+    """Rank 3 comes last."""
+    time.sleep(0.1 * rank)
+    dist.all_reduce(torch.tensor([10.0**rank]))
+
+
+def send_first(rank):
+    """The circle of waiting."""
+    left, right = (rank - 1) % 4, (rank + 1) % 4
+    x, received = torch.tensor([10.0**rank]), torch.empty(1)
+    dist.send(x, right)
+    dist.recv(received, left)
+
+
+def only_rank_0(rank):
+    """A collective that the other ranks never call."""
+    loss = torch.tensor(10.0**rank)
+    if rank == 0:
+        dist.all_reduce(loss)
+
+
+def send_one(rank, num_bytes):
+    """One message from rank 0 to rank 1."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    if rank == 0:
+        dist.send(message, 1)
+    else:
+        dist.recv(message, 0)
+
+
+def waits_of(ranks, fn):
+    """Who waits for whom when this function hangs."""
+    try:
+        ranks.run(fn)
+    except RankError as hang:
+        found = hang.waits
+        return [Shown(w.rank, w.kind, w.waits_for, w.source.text) for w in found]
+    raise AssertionError(f"{fn.__name__} did not hang")
+
+
+def message():
+    """What messages take on a slow wire, by the formula and measured."""
+    sizes_mb = [0, 1, 2, 3, 4]
+    with Ranks(2, link=WIRE) as pair:
+        times_s = []
+        for mb in sizes_mb:
+            pair.run(send_one, mb * 1_000_000)
+            times_s.append(pair.events[0].duration_s)
+    voices = Voices(formula=lambda mb: WIRE.time_s(mb * 1e6), measurement=times_s)
+    title = f"4 MB take {times_s[-1]:.3f} s"
+    labels = {"x_label": "message (MB)", "y_label": "time (s)"}
+    return compare(sizes_mb, voices, title, **labels, note=f"emulated {WIRE}")
+
+
+def pictures():
+    """All pictures by the names the deck calls them."""
+    with Ranks(4) as ranks:
+        runs = {}
+        for fn in (speak, late_barrier, late_sum):
+            ranks.run(fn)
+            runs[fn] = ranks.events
+        return {
+            "speak": timeline(runs[speak], f"Rank {runs[speak][0].rank} speaks first"),
+            "barrier": timeline(runs[late_barrier], "Whoever comes early waits"),
+            "late": timeline(runs[late_sum], "All leave when the last one has come"),
+            "circle": waiting(waits_of(ranks, send_first), 4),
+            "alone": waiting(waits_of(ranks, only_rank_0), 4),
+            "message": message(),
+        }

@@ -1,0 +1,71 @@
+"""The pictures of slides/02_accumulation.md, drawn by the functions that the notebook uses."""
+
+import torch
+from matplotlib.figure import Figure
+
+from course_lib.accumulation import accumulate_gradients, accumulated_step, as_sum, by_items
+from course_lib.core import Ledger
+from course_lib.core.specs import ModelSpec
+from course_lib.cost.layer_bytes import TORCH_CPU
+from course_lib.display import Voices, compare, graph, memory
+from course_lib.held import held_over_time
+from course_lib.memory import activations
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.worked_graph import moments
+
+SPEC = ModelSpec(hidden=128, num_layers=4, num_heads=4, ffn_hidden=512, vocab=256, max_seq=128)
+TINY = ModelSpec(hidden=32, num_layers=1, num_heads=2, ffn_hidden=64, vocab=32, max_seq=16)
+PARTS = [1, 2, 4, 8, 16]
+
+
+def pictures() -> dict[str, Figure]:
+    torch.set_num_threads(1)  # quiet measurements
+    added = moments(items_per_step=2)[4]
+    return {
+        "graph": graph(added, "Item 2 adds its gradients to those of item 1"),
+        "adam": adam(),
+        "peak": peak(),
+        "saw": memory(held(4), "Four micro-batches: four hills in place of one mountain"),
+    }
+
+
+def held(m: int) -> Ledger:
+    torch.manual_seed(0)
+    model, batch = GPT(SPEC), next_tokens(token_batch(0, batch=16, seq=128, vocab=256))
+    given = [*model.parameters(), *batch]
+    return held_over_time(lambda: accumulate_gradients(model, token_loss, batch, m), given=given)
+
+
+def peak() -> Figure:
+    mib = 2**20
+    formula = [
+        sum(activations(SPEC, 16 // m, 128, number_bytes=4, kernels=TORCH_CPU).values()) / mib
+        for m in PARTS
+    ]
+    voices = Voices(formula=formula, measurement=[held(m).peak_bytes() / mib for m in PARTS])
+    title = f"16 micro-batches hold {formula[-1]:.1f} MiB, the full batch {formula[0]:.0f} MiB"
+    labels = {"x_label": "micro-batches m", "y_label": "peak (MiB)"}
+    return compare(PARTS, voices, title, log=True, **labels)
+
+
+def adam(steps: int = 40) -> Figure:
+    curves = {}
+    for name, make, lr in (("SGD", torch.optim.SGD, 1.0), ("AdamW", torch.optim.AdamW, 1e-2)):
+        curves[name] = losses(make, lr, by_items, steps)
+        curves[f"{name}, not divided"] = losses(make, lr, as_sum, steps)
+    voices = {name: Voices(measurement=curve) for name, curve in curves.items()}
+    labels = {"x_label": "step", "y_label": "loss", "note": "8: not a number"}
+    title = "Without the division SGD breaks, and AdamW's loss stays the same"
+    return compare(range(steps), voices, title, **labels)
+
+
+def losses(make, lr, share, steps: int) -> list[float]:
+    torch.manual_seed(0)
+    model, curve = GPT(TINY), []
+    optimizer = make(model.parameters(), lr=lr)
+    for n in range(steps):
+        batch = next_tokens(token_batch(n, batch=16, seq=16, vocab=32))
+        loss = accumulated_step(model, token_loss, optimizer, batch, 8, share=share).item()
+        loss /= 8 if share is as_sum else 1
+        curve.append(min(loss, 8.0) if loss == loss else 8.0)
+    return curve

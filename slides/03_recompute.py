@@ -1,0 +1,76 @@
+"""The pictures of slides/03_recompute.md, drawn by the functions that the notebook uses."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from course_lib.core import Ledger
+from course_lib.core.specs import ModelSpec
+from course_lib.display import Voices, compare, memory
+from course_lib.held import held_over_time
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.recompute import recompute, recompute_full, recompute_none, recompute_selective
+
+SPEC = ModelSpec(hidden=128, num_layers=6, num_heads=8, ffn_hidden=512, vocab=128, max_seq=128)
+LAYERS = 64
+
+
+def pictures() -> dict[str, Figure]:
+    torch.set_num_threads(1)  # quiet measurements
+    choose = {"none": recompute_none, "selective": recompute_selective, "full": recompute_full}
+    held = {name: held_by(change, flash=False, dropout=0.1) for name, change in choose.items()}
+    ratio = held["none"].peak_bytes() / held["full"].peak_bytes()
+    precisions = {
+        "fp32": held_by(recompute_none),
+        "autocast": held_by(recompute_none, autocast=True),
+        "bf16": held_by(recompute_none, dtype=torch.bfloat16),
+    }
+    return {
+        "valley": valley(),
+        "strategies": memory(held, f"Full recompute holds {ratio:.1f} times less than none"),
+        "spikes": memory(held["full"], f"Steps up, then {SPEC.num_layers} spikes in backward"),
+        "precision": memory(precisions, "bf16 halves the activations, autocast does not"),
+    }
+
+
+def held_by(
+    change: Callable[[GPT], None],
+    *,
+    dtype: torch.dtype = torch.float32,
+    autocast: bool = False,
+    **options: float,
+) -> Ledger:
+    torch.manual_seed(0)
+    model = GPT(SPEC, **options).to(dtype)
+    batch = next_tokens(token_batch(0, batch=4, seq=128, vocab=128))
+    change(model)
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = token_loss(model(batch[0]), batch[1])
+        loss.backward()
+
+    return held_over_time(step, given=[*model.parameters(), *batch])
+
+
+def valley() -> Figure:
+    ks = [1, 2, 4, 8, 16, 32, 64]
+    chain = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(LAYERS)]
+    x, there = torch.ones(256, 64), [param for layer in chain for param in layer.parameters()]
+    tensors = [
+        held_over_time(partial(in_segments, chain, k, x), given=there).peak_bytes() / x.nbytes
+        for k in ks
+    ]
+    voices = Voices(formula=[LAYERS / k + k for k in ks], measurement=tensors)
+    title = f"Segments of 8 need {min(tensors):.0f} tensors in place of 64"
+    labels = {"x_label": "layers in a segment, k", "y_label": "peak (tensors)"}
+    return compare(ks, voices, title, log=True, **labels)
+
+
+def in_segments(chain: list[nn.Module], k: int, y: torch.Tensor) -> None:
+    for start in range(0, LAYERS, k):
+        y = recompute(nn.Sequential(*chain[start : start + k]), y)
+    y.sum().backward()

@@ -1,0 +1,137 @@
+"""How fast the hand-written ring is: `python -m tests.benchmarks.bench_collectives`.
+
+Ours and gloo's own all_reduce take turns in one run on the same ranks, so that whatever else the
+machine does falls on both. A turn is a few calls in a row, and takes as long as its slowest rank.
+The ratio is the median over the turns of gloo's time by ours, which is our bandwidth by gloo's.
+
+The first table is for bare processes, as under torchrun; the second one for the ranks of a
+notebook, where every message is announced and recorded, and a ring has more of them than gloo's
+one call.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from course_lib.collectives import ring_all_reduce
+from course_lib.core import Link
+from course_lib.core.units import format_bytes, format_seconds
+from course_lib.cost.bandwidth import bus_bandwidth, fit_link
+from course_lib.point_to_point import exchange, place_in
+
+MIB = 2**20
+SIZES = [num * MIB for num in (1, 4, 16, 64)]
+CALLS: dict[str, Callable[[torch.Tensor], object]] = {
+    "ours": ring_all_reduce,
+    "gloo": dist.all_reduce,
+}
+Turns = dict[str, list[float]]
+
+
+def turns(rank: int, num_turns: int) -> list[Turns]:
+    """Seconds a call, for every size, call and turn, by the slowest rank (on every rank)."""
+    return [_turns_of_size(size, num_turns) for size in SIZES]
+
+
+def _turns_of_size(num_bytes: int, num_turns: int) -> Turns:
+    tensor = torch.zeros(num_bytes // 4)  # zeros stay zeros, however often they are summed
+    num_calls = max(1, 16 * MIB // num_bytes)
+    seconds: Turns = {name: [] for name in CALLS}
+    for turn in range(num_turns + 1):
+        for name, call in CALLS.items():
+            dist.barrier()
+            start_s = time.perf_counter()
+            for _ in range(num_calls):
+                call(tensor)
+            slowest = torch.tensor((time.perf_counter() - start_s) / num_calls)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if turn:  # the first turn touches fresh memory
+                seconds[name].append(slowest.item())
+    return seconds
+
+
+def _bare(rank: int, world_size: int, folder: str, num_turns: int) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    found = turns(rank, num_turns)
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def bare_processes(world_size: int, num_turns: int) -> list[Turns]:
+    """The turns on plain processes that nobody records."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            _bare, (world_size, folder, num_turns), nprocs=world_size, start_method="spawn"
+        )
+        return json.loads(Path(folder, "found.json").read_text())
+
+
+def recorded_ranks(world_size: int, num_turns: int) -> list[Turns]:
+    """The turns on the ranks of a notebook."""
+    from course_lib.ranks import Ranks  # not above: spawned processes import this file again
+
+    with Ranks(world_size) as ranks:
+        return ranks.run(turns, num_turns)[0]
+
+
+def swaps(rank: int, sizes: Sequence[int], num_turns: int) -> list[tuple[int, float]]:
+    """(bytes, seconds) of exchanges between ranks 0 and 1, both ways at once as on a ring."""
+    samples = []
+    place = place_in(None, "swaps")
+    for size in sizes:
+        mine, theirs = torch.zeros(2, size, dtype=torch.uint8)
+        for turn in range(num_turns + 4):
+            start_s = time.perf_counter()
+            exchange(place, mine, 1 - rank, theirs, 1 - rank)
+            if turn >= 4:
+                samples.append((size, time.perf_counter() - start_s))
+    return samples
+
+
+def fit_of_this_machine(num_turns: int) -> Link:
+    """Alpha and beta of an exchange on the ranks of a notebook."""
+    from course_lib.ranks import Ranks
+
+    with Ranks(2) as ranks:
+        samples = ranks.run(swaps, [2**k for k in range(10, 25, 2)], num_turns)[0]
+    return fit_link(*zip(*samples, strict=True), name="alpha, beta")
+
+
+def print_rows(world_size: int, found: list[Turns]) -> None:
+    """One line a size."""
+    for size, seconds in zip(SIZES, found, strict=True):
+        ours, gloo = median(seconds["ours"]), median(seconds["gloo"])
+        ratio = median(g / o for o, g in zip(seconds["ours"], seconds["gloo"], strict=True))
+        bus = bus_bandwidth("all_reduce", size, ours, world_size) / 1e9
+        print(
+            f"{world_size:5} {format_bytes(size):>8} {format_seconds(ours):>9} "
+            f"{format_seconds(gloo):>9} {ratio:7.2f} {bus:10.2f}"
+        )
+
+
+def main() -> None:
+    """Print both tables, and this machine's alpha and beta."""
+    parser = argparse.ArgumentParser(description="The hand-written ring against gloo's all_reduce.")
+    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    args = parser.parse_args()
+    for title, measure in (("bare", bare_processes), ("recorded", recorded_ranks)):
+        print(f"{title} ranks, 1 call\nranks     size      ours      gloo   ratio   bus GB/s")
+        for world_size in args.ranks:
+            print_rows(world_size, measure(world_size, args.turns))
+    print("one exchange between 2 ranks:", fit_of_this_machine(args.turns))
+
+
+if __name__ == "__main__":
+    main()

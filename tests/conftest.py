@@ -1,0 +1,121 @@
+"""A toy course of one lesson, for the tests of what builds and grades lessons."""
+
+import io
+import shutil
+import signal
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+from rich.console import Console
+
+from course_lib.authoring.build import build
+from course_lib.authoring.lessons import Lesson
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is for a job in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+CHECKS = """
+from course_lib.checks import CheckFailed, Exercise
+
+
+def sums(answer):
+    if answer(1, 2) == -1:
+        raise CheckFailed("rank 0: need 3; got -1. Subtracted, not added.")
+    if answer(1, 2) != 3:
+        raise CheckFailed("something else")
+    return "1 + 2 = 3."
+
+
+EXERCISES = tuple(
+    Exercise(key=f"toy-{n}", title="sum", check=sums, reference=sum) for n in range(1, 5)
+)
+"""
+
+EXERCISE = '''
+# %% tags=["exercise"] exercise="toy-{n}"
+def add_{n}(x, y):
+    """The sum."""
+    ### BEGIN SOLUTION: add the two
+    return x + y
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="toy-{n}"
+check("toy-{n}", add_{n})
+
+# %%
+print("walk", {n})
+'''
+
+SOURCE = """
+# %% [markdown]
+# # 00 Toy
+
+# %%
+import course_lib.checks
+
+course_lib.checks.__path__.append("{checks}")
+from course_lib.checks import check
+
+# %% tags=["failure", "raises-exception"]
+raise ValueError("broken on purpose")
+"""
+
+
+class Toy:
+    """The toy lesson in a folder of its own, and what tests do to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lesson = Lesson("00_toy", folder)
+
+    def build(self, **options: bool) -> str:
+        """Build the lesson; return what was told."""
+        console = Console(width=300, file=io.StringIO())
+        build(self.lesson, console, **options)
+        return console.file.getvalue()
+
+    def read(self) -> NotebookNode:
+        return nbformat.read(self.lesson.student, 4)
+
+    def write(self, notebook: NotebookNode) -> None:
+        nbformat.write(notebook, self.lesson.student)
+
+    def cell(self, notebook: NotebookNode, cell_id: str) -> NotebookNode:
+        return next(cell for cell in notebook.cells if cell.id == cell_id)
+
+    def fill(self, number: int, text: str) -> None:
+        """Write `text` into an exercise cell of the student notebook."""
+        notebook = self.read()
+        self.cell(notebook, f"exercise-toy-{number}").source = text
+        self.write(notebook)
+
+    def edit_source(self, old: str, new: str) -> None:
+        text = self.lesson.source.read_text()
+        assert old in text
+        self.lesson.source.write_text(text.replace(old, new))
+
+
+@pytest.fixture(scope="session")
+def toy_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy course, built once."""
+    top = tmp_path_factory.mktemp("toy")
+    (top / "checks").mkdir()
+    (top / "checks" / "toy.py").write_text(CHECKS)
+    toy = Toy(top / "notebooks")
+    toy.lesson.source.parent.mkdir(parents=True)
+    parts = [SOURCE.format(checks=top / "checks"), *(EXERCISE.format(n=n) for n in range(1, 5))]
+    toy.lesson.source.write_text("".join(parts).lstrip())
+    toy.build()
+    return toy.folder
+
+
+@pytest.fixture
+def toy(toy_template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    """A fresh copy of the toy course in the current folder."""
+    folder = tmp_path / "notebooks"
+    shutil.copytree(toy_template, folder)
+    monkeypatch.chdir(tmp_path)
+    return Toy(folder)

@@ -1,0 +1,99 @@
+"""Whatever keeps `make` from building the environment is one sentence that says what to do."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def make(project, offline):
+    """Run make in the project, with more environment variables if given."""
+
+    def run(target: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        settings = offline | extra
+        return subprocess.run(
+            ["make", target], cwd=project, env=settings, capture_output=True, text=True
+        )
+
+    return run
+
+
+def sentence(done: subprocess.CompletedProcess[str]) -> str:
+    """What a failed make says, beside its own last line: one line, or this fails."""
+    assert done.returncode != 0
+    (said,) = [line for line in done.stderr.splitlines() if line and not line.startswith("make:")]
+    return said
+
+
+def test_no_python_at_all_is_said(make, tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("sh", "make"):
+        (tools / name).symlink_to(shutil.which(name))
+    said = sentence(make("lab", PATH=str(tools)))
+    assert said.startswith("The course needs Python 3.11 or newer; here is none.")
+    assert "make lab PYTHON=" in said
+
+
+def test_an_old_python_is_said(make, fake_python):
+    old = fake_python('case "$2" in *print*) echo 3.9.18;; esac')
+    said = sentence(make("test", PYTHON=old))
+    assert "3.11 or newer" in said
+    assert "is 3.9.18" in said
+
+
+def test_a_python_that_is_not_there_is_said(make):
+    said = sentence(make("lab", PYTHON="/no/such/python"))
+    assert "/no/such/python is not a Python that runs" in said
+
+
+def test_a_missing_venv_module_is_said(make, fake_python):
+    bare = fake_python(
+        'case "$2" in *print*) echo 3.12.3;; venv) echo "$0: No module named venv"; exit 1;; esac',
+    )
+    said = sentence(make("lab", PYTHON=bare))
+    assert said.startswith("Python 3.12.3 came without its venv module.")
+    assert "apt install python3-venv" in said
+
+
+def test_no_registry_is_said_and_nothing_counts_as_ready(make, project, environment):
+    done = make("lab", PIP_RETRIES="1", PYTHON=sys.executable)
+    assert sentence(done).startswith("The package registry cannot be reached.")
+    assert "making .venv" in done.stdout
+    assert "installing the packages (1.7 GB, 1 to 3 minutes)" in done.stdout
+    assert environment.stamp_of(project / ".venv") == environment.BUILDING
+
+
+def test_a_full_disk_is_said_before_anything_is_written(environment, project, monkeypatch):
+    full = shutil.disk_usage(project)._replace(free=10**8)
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda folder: full)
+    with pytest.raises(environment.Problem, match=r"needs 3 GB of disk; 0\.1 GB are free"):
+        environment.build(project, project / ".venv")
+    assert not (project / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on "
+         "device", "The disk filled up"),
+        ("ERROR: [Errno 122] Disk quota exceeded: '/home/me'", "The disk filled up"),
+        ("The virtual environment was not created successfully because ensurepip is not",
+         "without its venv module"),
+        ("WARNING: Retrying (Retry(total=4, connect=None)) after connection broken by "
+         "'NewConnectionError'", "registry cannot be reached"),
+        ("ReadTimeoutError: HTTPSConnectionPool(host='h', port=443): Read timed out.",
+         "registry cannot be reached"),
+        ("SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]",
+         "PIP_CERT"),
+        ("ERROR: No matching distribution found for torch==2.13.0",
+         "no torch==2.13.0 for Python 3.15.0"),
+        ("ERROR: [Errno 13] Permission denied: '/opt/x'", "may not be written to"),
+        ("ERROR: something new", "could not be built: ERROR: something new"),
+    ],
+)  # fmt: skip
+def test_each_symptom_has_its_sentence(environment, line, said):
+    lines = ["Collecting torch", line, "note: see above"]
+    assert said in environment.explain(lines, "3.15.0")

@@ -1,0 +1,297 @@
+"""Every picture draws, for usual and odd input, in the colours of the course."""
+
+from dataclasses import dataclass
+
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+
+from course_lib.core import CourseError, Event, Ledger, Link
+from course_lib.core.records import COMMUNICATION_KINDS, KINDS
+from course_lib.core.units import GIB, MIB
+from course_lib.display import Voices, compare, memory, timeline, timelines, waiting
+from course_lib.display.colours import KIND
+from course_lib.display.lanes import places
+from course_lib.display.show import png_bytes
+from course_lib.display.waiting import circle_of_waiting
+
+
+def event(rank: int, kind: str, start_s: float, end_s: float, label: str = "") -> Event:
+    return Event(rank=rank, kind=kind, start_s=start_s, end_s=end_s, label=label)
+
+
+def busy(num_ranks: int, num_turns: int = 3) -> list[Event]:
+    """A forward, a backward and an all_reduce beneath it, turn after turn."""
+    return [
+        event(rank, kind, 4 * turn + start, 4 * turn + end)
+        for rank in range(num_ranks)
+        for turn in range(num_turns)
+        for kind, start, end in (
+            ("forward", 0, 1),
+            ("backward", 1, 3),
+            ("all_reduce", 2, 3.5),
+            ("wait", 3, 3.5),
+        )
+    ]
+
+
+def held(rank: int = 0, **num_bytes: int) -> Ledger:
+    ledger = Ledger(rank=rank)
+    ledger.add(0.0, **num_bytes)
+    return ledger
+
+
+def fills(figure: Figure) -> set[str]:
+    """Colours of the boxes of a timeline."""
+    boxes = (artist for axes in figure.axes for artist in axes.get_children())
+    patches = [box for box in boxes if isinstance(box, PathPatch)]
+    return {to_hex(patch.get_facecolor()).upper() for patch in patches}
+
+
+def words(figure: Figure) -> str:
+    """All text on a figure."""
+    inside = [text.get_text() for axes in figure.axes for text in axes.texts]
+    labels = [axes.get_xlabel() + axes.get_ylabel() for axes in figure.axes]
+    legends = [text.get_text() for legend in legends_of(figure) for text in legend.get_texts()]
+    return "\n".join([*(text.get_text() for text in figure.texts), *inside, *labels, *legends])
+
+
+def legends_of(figure: Figure) -> list:
+    return [artist for artist in figure.get_children() if hasattr(artist, "legend_handles")]
+
+
+EVENTS = {
+    "none": [],
+    "one rank": busy(1),
+    "8 ranks": busy(8, 20),
+    "rank 5 alone": [event(5, "forward", 0, 1)],
+    "no length": [event(0, "forward", 1, 1), event(1, "send", 0, 0)],
+    "all at 0": [event(0, "barrier", 0, 0)],
+    "wide spread": [event(0, "forward", 0, 1e-7), event(0, "backward", 1, 1e4)],
+    "every kind": [event(i % 3, kind, i, i + 1) for i, kind in enumerate(KINDS)],
+    "long label": [event(0, "forward", 0, 1, "a label that fits no box " * 9)],
+}
+
+
+@pytest.mark.parametrize("events", EVENTS.values(), ids=EVENTS)
+def test_timeline_draws(events: list[Event]) -> None:
+    figure = timeline(events, "Ranks take turns")
+    assert png_bytes(figure).startswith(b"\x89PNG")
+    assert fills(figure) == {KIND[event.kind].fill for event in events}
+    assert figure.axes[0].get_xlim()[0] == 0
+
+
+def test_timeline_has_rank_0_on_top_and_a_unit_of_time() -> None:
+    axes = timeline(busy(3), "Ranks take turns").axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
+    assert axes.yaxis_inverted()
+    assert axes.get_xlabel() == "time (s)"
+    short = [event(0, "forward", 0, 2e-3)]
+    assert timeline(short, "Short").axes[0].get_xlabel() == "time (ms)"
+    assert timeline(short, "Short").axes[0].get_xlim()[1] == pytest.approx(2.0, rel=0.01)
+    assert timeline(busy(1), "Steps", unit="steps").axes[0].get_xlabel() == "time (steps)"
+
+
+def test_timeline_names_only_the_kinds_that_are_there() -> None:
+    said = words(timeline(busy(2), "Ranks take turns"))
+    assert "communication (all_reduce)" in said
+    assert "waiting" in said
+    assert "optimizer" not in said
+
+
+def test_timeline_says_that_a_link_was_emulated() -> None:
+    link = Link(name="Ethernet", latency_s=50e-6, bytes_per_s=1.25e9)
+    assert "emulated Ethernet (50 us, 1.25 GB/s)" in words(timeline(busy(2), "Slow", link=link))
+    assert "emulated" not in words(timeline(busy(2), "Fast"))
+
+
+def test_predicted_and_measured_share_one_scale_of_time() -> None:
+    late = [event(0, "forward", 5, 9)]
+    figure = timelines({"predicted": busy(2, 1), "measured": late}, "It takes twice as long")
+    first, second = figure.axes
+    assert first.get_xlim() == second.get_xlim()
+    assert first.get_xlim()[1] >= 9
+    assert first.get_ylim() == second.get_ylim()
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["predicted", "measured"]
+
+
+def test_a_message_under_way_during_work_goes_beneath_the_rank() -> None:
+    found = {place.event.kind: place for place in places(busy(1, 1))}
+    assert found["all_reduce"].beneath
+    assert not found["forward"].beneath
+
+
+def test_a_message_with_nothing_beside_it_fills_the_lane() -> None:
+    work, send = event(0, "forward", 0, 1), event(0, "send", 1, 2)
+    assert not any(place.beneath for place in places([work, send]))
+
+
+def test_a_message_that_is_only_waited_for_fills_the_lane_over_the_wait() -> None:
+    wait, reduce = event(0, "wait", 0, 3), event(0, "all_reduce", 0, 2)
+    assert [(place.event, place.beneath) for place in places([reduce, wait])] == [
+        (wait, False),
+        (reduce, False),
+    ]
+
+
+def test_messages_at_the_same_time_share_the_height() -> None:
+    send, recv, later = (event(0, kind, *at) for kind, at in
+        (("send", (0, 2)), ("recv", (1, 3)), ("send", (3, 4))))  # fmt: skip
+    found = {place.event: (place.index, place.count) for place in places([later, recv, send])}
+    assert found == {send: (0, 2), recv: (1, 2), later: (0, 1)}
+
+
+def test_every_event_gets_exactly_one_place() -> None:
+    events = busy(1, 5) + [event(0, kind, 0.5, 7) for kind in COMMUNICATION_KINDS]
+    assert sorted(map(str, events)) == sorted(str(place.event) for place in places(events))
+
+
+def test_a_picture_needs_a_title() -> None:
+    with pytest.raises(CourseError, match="need a title"):
+        timeline(busy(1), " ")
+
+
+def test_memory_over_time_is_stacked_and_names_its_unit() -> None:
+    ledger = Ledger()
+    for moment in range(4):
+        ledger.add(moment * 1e-3, params=2 * GIB, activations=moment * GIB)
+    figure = memory(ledger, "Activations climb", limit_bytes=4 * GIB)
+    png_bytes(figure)
+    said = words(figure)
+    assert "memory (GiB)" in said
+    assert "time (ms)" in said
+    assert "peak 5 GiB" in said
+    assert "limit 4 GiB" in said
+    assert "grads" not in said
+
+
+def test_memory_of_several_ledgers_says_what_is_too_much() -> None:
+    ledgers = {"whole": held(params=3 * MIB), "sharded": held(params=MIB)}
+    figure = memory(ledgers, "Sharding fits", limit_bytes=2 * MIB)
+    png_bytes(figure)
+    said = words(figure)
+    assert "memory (MiB)" in said
+    assert "3 MiB\n1 MiB too much" in said
+    assert said.count("too much") == 1
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["whole", "sharded"]
+
+
+LEDGERS = {
+    "none": [],
+    "empty": Ledger(),
+    "one moment": held(params=5),
+    "all zero": held(),
+    "8 ranks": [held(rank, params=GIB, grads=GIB // (rank + 1)) for rank in range(8)],
+}
+
+
+@pytest.mark.parametrize("ledgers", LEDGERS.values(), ids=LEDGERS)
+@pytest.mark.parametrize("limit_bytes", [None, 0, GIB])
+def test_memory_draws(ledgers: Ledger | list[Ledger], limit_bytes: int | None) -> None:
+    png_bytes(memory(ledgers, "Bytes", limit_bytes=limit_bytes))
+
+
+def test_memory_refuses_two_ledgers_of_one_rank_without_names() -> None:
+    with pytest.raises(CourseError, match="a rank twice"):
+        memory([held(), held()], "Bytes")
+
+
+def test_compare_draws_three_voices_on_one_axes() -> None:
+    voices = Voices(formula=lambda x: 2 * x, simulation=[2, 4], measurement=[[2, 3], [4, 5, 9]])
+    figure = compare([1, 2], voices, "Doubled", x_label="size (bytes)", y_label="time (s)")
+    png_bytes(figure)
+    said = words(figure)
+    for word in ("formula", "simulation", "measurement (median, range)", "size (bytes)"):
+        assert word in said
+    measured = figure.axes[0].lines[-1].get_ydata()
+    assert list(measured) == [2.5, 5]
+
+
+def test_compare_draws_several_curves_on_logarithmic_axes() -> None:
+    curves = {
+        "ring": Voices(formula=[1.0, 2.0, 9.0], measurement=[1.1, 2.2, 9.9]),
+        "tree": Voices(formula=lambda x: x / 7, simulation=[1, 2, 3]),
+    }
+    figure = compare([1, 10, 1000], curves, "Ring wins", x_label="B", y_label="s", log=True)
+    png_bytes(figure)
+    assert figure.axes[0].get_xscale() == figure.axes[0].get_yscale() == "log"
+    assert {"ring", "tree"} <= set(words(figure).split("\n"))
+    assert len({line.get_color() for line in figure.axes[0].lines}) == 2
+
+
+@pytest.mark.parametrize("low_s", [0.03, 0.3, 0.6])
+def test_compare_labels_logarithmic_axes_that_are_short(low_s: float) -> None:
+    seconds = Voices(formula=[low_s, 2 * low_s])
+    figure = compare([10, 20], seconds, "Twice", x_label="B", y_label="s", log=True)
+    png_bytes(figure)
+    for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
+        low, high = axis.get_view_interval()
+        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        shown = [t.label1.get_text() for t in ticks if low <= t.get_loc() <= high]
+        assert len(set(filter(None, shown))) >= 2
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_compare_draws_a_single_point(log: bool) -> None:
+    for voices in (Voices(formula=lambda x: x, measurement=[[0.5, 1.0]]), Voices(simulation=[3])):
+        png_bytes(compare([10], voices, "One", x_label="B", y_label="s", log=log))
+    flat = Voices(formula=lambda x: 5e-5)
+    png_bytes(compare([1, 10], flat, "Latency only", x_label="B", y_label="s", log=log))
+
+
+@pytest.mark.parametrize(("x", "y"), [([0, 10], [1, 2]), ([1, 10], [0, 2])])
+def test_compare_has_no_place_for_zero_on_logarithmic_axes(x: list, y: list) -> None:
+    for voices in (Voices(formula=y), Voices(simulation=y), Voices(measurement=y)):
+        with pytest.raises(CourseError, match="need numbers above 0 on logarithmic axes; got 0"):
+            compare(x, voices, "From nothing", x_label="B", y_label="s", log=True)
+
+
+@pytest.mark.parametrize("given", [[1.0], [[1.0], []]])
+def test_compare_says_which_voice_has_too_few_numbers(given: list) -> None:
+    with pytest.raises(CourseError, match=r"ring: need one number, .* in measurement for each"):
+        compare([1, 2], {"ring": Voices(measurement=given)}, "x", x_label="B", y_label="s")
+
+
+def test_compare_refuses_curves_without_a_voice() -> None:
+    with pytest.raises(CourseError, match="got none of them"):
+        Voices()
+    with pytest.raises(CourseError, match="need 1 to 4 curves; got 0"):
+        compare([1], {}, "x", x_label="B", y_label="s")
+    with pytest.raises(CourseError, match="at least one value of x"):
+        compare([], Voices(formula=[]), "x", x_label="B", y_label="s")
+
+
+@dataclass
+class Wait:
+    rank: int
+    waits_for: tuple[int, ...]
+    kind: str = "recv"
+    where: str = "dist.recv(x, src=rank - 1)"
+    line: int = 4
+
+
+def test_waiting_finds_the_shortest_circle() -> None:
+    assert circle_of_waiting({0: (3,), 1: (0,), 2: (1,), 3: (2,)}) == [0, 3, 2, 1]
+    assert circle_of_waiting({0: (1, 2, 3), 1: (2,), 2: (1,), 3: ()}) == [1, 2]
+    assert circle_of_waiting({0: (1,), 1: (2,)}) == []
+
+
+def test_waiting_titles_say_the_finding() -> None:
+    ring = [Wait(rank, ((rank + 1) % 3,)) for rank in range(3)]
+    assert "A circle of waiting, 0 \u2192 1 \u2192 2 \u2192 0" in words(waiting(ring, 3))
+    left = [Wait(rank, (0,)) for rank in (1, 2, 3)]
+    said = words(waiting(left, 4))
+    assert "Ranks 1, 2 and 3 wait for rank 0, which does not wait for anyone" in said
+    assert "grey: finished, or still computing" in said
+    assert "in recv, line 4\ndist.recv(x, src=rank - 1)" in said
+    assert "My own title" in words(waiting(ring, 3, "My own title"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_waiting_draws(world_size: int) -> None:
+    ranks = range(world_size)
+    png_bytes(waiting([], world_size))
+    png_bytes(waiting([Wait(rank, tuple(ranks), where="x" * 99) for rank in ranks], world_size))
+    png_bytes(waiting([Wait(0, (99,), where="", line=0)], world_size))

@@ -1,0 +1,179 @@
+"""The house holds together: imports only go down, files and functions stay short."""
+
+import ast
+import shutil
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = {"core", "cost", "models", "ranks", "display", "checks", "authoring", "cluster"}
+ROOMS_BELOW = {
+    "core": set(),
+    "cost": {"core"},
+    "models": {"core"},
+    "ranks": {"cost", "core"},
+    "lessons": {"models", "ranks", "cost", "core"},
+    "display": {"lessons", "models", "ranks", "cost", "core"},
+    "checks": {"lessons", "models", "ranks", "cost", "core"},
+    "authoring": {"checks", "display", "lessons", "models", "ranks", "cost", "core"},
+    "cluster": {"ranks", "cost", "core"},
+    "cli": ROOMS | {"lessons"},
+}
+# a lesson imports another only where the idea truly stands on the other one
+LESSONS_BELOW = {
+    "calculator": {"memory"},
+    "collectives": {"ring", "tree", "point_to_point"},
+    "estimators": {"memory", "saved"},
+    "recompute": {"mixed_precision"},
+    "ring": {"point_to_point"},
+    "tree": {"point_to_point"},
+}
+FOUNDATION = "collectives"
+PURE_PYTHON = {"core", "cost"}
+
+
+def sources(root: Path) -> list[Path]:
+    return sorted((root / "course_lib").rglob("*.py"))
+
+
+def room(path: Path, root: Path) -> str:
+    """The room a file lies in; a flat file is a lesson, except the command line."""
+    parts = path.relative_to(root / "course_lib").parts
+    return room_of_module(parts[0].removesuffix(".py") if parts != ("__init__.py",) else "core")
+
+
+def room_of_module(name: str) -> str:
+    return name if name in ROOMS or name == "cli" else "lessons"
+
+
+def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything a file imports, also inside functions."""
+    package = path.relative_to(root).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *filter(None, [node.module])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def problem_of(name: str, here: str, lesson: str) -> str | None:
+    """Why an import may not stand in this room, or None."""
+    parts = name.split(".")
+    if parts[0] in {"notebooks", "tests", "tools", "slides"}:
+        return f"imports {parts[0]}"
+    if parts[0] != "course_lib":
+        outside = here in PURE_PYTHON and parts[0] not in sys.stdlib_module_names
+        return f"is pure Python, and imports {parts[0]}" if outside else None
+    there = room_of_module(parts[1]) if len(parts) > 1 else "core"
+    if here == there == "lessons":
+        allowed = LESSONS_BELOW.get(lesson, set()) | {FOUNDATION, lesson}
+        return None if parts[1] in allowed else f"imports the lesson {parts[1]}"
+    return None if there == here or there in ROOMS_BELOW[here] else f"imports {there}, not below it"
+
+
+def broken_imports(root: Path) -> list[str]:
+    """Every import that does not go down, as `file:line room problem`."""
+    found = []
+    for path in sources(root):
+        here = room(path, root)
+        for line, name in imported(path, root):
+            if problem := problem_of(name, here, path.stem):
+                found.append(f"{path.relative_to(root)}:{line} {here} {problem}")
+    return found
+
+
+def functions(root: Path) -> Iterator[tuple[str, int]]:
+    """Name and length in lines of every function."""
+    for path in sources(root):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{path.relative_to(root)}: {node.name}", node.end_lineno - node.lineno + 1
+
+
+def bare_asserts(root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)}:{node.lineno}"
+        for path in sources(root)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assert)
+    ]
+
+
+def long_files(root: Path) -> list[str]:
+    return [
+        str(path.relative_to(root))
+        for path in sources(root)
+        if len(path.read_text().splitlines()) > 250
+    ]
+
+
+def long_functions(root: Path) -> list[str]:
+    return [name for name, length in functions(root) if length > 50]
+
+
+def without_docstring(root: Path) -> list[str]:
+    return [
+        str(path.relative_to(root))
+        for path in sources(root)
+        if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+
+
+LAWS = [broken_imports, bare_asserts, long_files, long_functions, without_docstring]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_the_course_keeps_the_law(law):
+    assert len(sources(ROOT)) > 10
+    assert law(ROOT) == []
+
+
+def test_functions_are_short():
+    lengths = sorted(length for _, length in functions(ROOT))
+    assert statistics.median(lengths) <= 10
+    assert lengths[int(0.9 * len(lengths))] <= 30
+
+
+PLANTED = [
+    (broken_imports, "core/planted.py", '"""."""\nimport torch\n'),
+    (broken_imports, "core/planted.py", '"""."""\nfrom course_lib.cost import network\n'),
+    (broken_imports, "cost/planted.py", '"""."""\nfrom ..ranks import Ranks\n'),
+    (broken_imports, "cost/planted.py", '"""."""\ndef late():\n    import numpy\n'),
+    (broken_imports, "ranks/planted.py", '"""."""\nfrom course_lib import collectives\n'),
+    (broken_imports, "ranks/planted.py", '"""."""\nimport course_lib.display.timeline\n'),
+    (broken_imports, "planted.py", '"""."""\nfrom course_lib.display import show\n'),
+    (broken_imports, "planted.py", '"""."""\nfrom course_lib.ddp import step\n'),
+    (broken_imports, "display/planted.py", '"""."""\nfrom ..checks import check\n'),
+    (broken_imports, "checks/planted.py", '"""."""\nfrom course_lib.cli import main\n'),
+    (broken_imports, "authoring/planted.py", '"""."""\nfrom notebooks.source import x\n'),
+    (bare_asserts, "core/planted.py", '"""."""\nassert True\n'),
+    (long_files, "core/planted.py", '"""."""\n' + "x = 1\n" * 250),
+    (long_functions, "core/planted.py", '"""."""\ndef long():\n' + "    x = 1\n" * 50),
+    (without_docstring, "core/planted.py", "x = 1\n"),
+]
+
+
+@pytest.mark.parametrize(("law", "place", "text"), PLANTED)
+def test_a_planted_breach_is_found(law, place, text, tmp_path):
+    shutil.copytree(
+        ROOT / "course_lib", tmp_path / "course_lib", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    planted = tmp_path / "course_lib" / place
+    planted.parent.mkdir(exist_ok=True)
+    before = law(tmp_path)
+    planted.write_text(text)
+    (found,) = set(law(tmp_path)) - set(before)
+    assert place in found
+
+
+def test_what_goes_down_is_let_through(tmp_path):
+    good = tmp_path / "course_lib" / "collectives.py"
+    good.parent.mkdir()
+    good.write_text("import torch\nfrom course_lib.ranks import record\nfrom .core import Event\n")
+    assert broken_imports(tmp_path) == []

@@ -1,0 +1,72 @@
+"""Every lesson: its source is sound, its notebooks are up to date, and both run under nbval."""
+
+import io
+import subprocess
+
+import nbformat
+import pytest
+from rich.console import Console
+
+from course_lib.authoring.build import build, read_lesson, student_notebook
+from course_lib.authoring.lessons import all_lessons, find_folder, tags_of, write_notebook
+from course_lib.authoring.nbval_run import run_nbval
+from course_lib.authoring.source import read_source
+from course_lib.checks.exercise import exercises_of
+
+FOLDER = find_folder()
+CELL_TIMEOUT_S = 120
+
+pytestmark = pytest.mark.parametrize("lesson", all_lessons(FOLDER), ids=lambda lesson: lesson.name)
+
+
+def outcomes(notebook, tmp_path):
+    """How the cells of a notebook end under nbval, by cell id."""
+    path = tmp_path / "notebook.ipynb"
+    write_notebook(notebook, path)
+    return run_nbval(path, CELL_TIMEOUT_S, lambda done, total: None)
+
+
+def test_the_source_is_sound(lesson):
+    read_lesson(lesson)
+
+
+def test_the_exercises_are_those_of_the_checks(lesson):
+    keys = [cell.exercise for cell in read_source(lesson.source) if cell.is_exercise]
+    assert keys == [exercise.key for exercise in exercises_of(lesson.word)]
+
+
+def test_the_notebooks_are_up_to_date(lesson):
+    told = io.StringIO()
+    assert not build(lesson, Console(file=told, width=300), check=True), told.getvalue()
+
+
+def test_the_committed_student_notebook_is_as_built(lesson):
+    name = lesson.student.relative_to(FOLDER.parent)
+    git = ["git", "-C", str(FOLDER.parent)]
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", str(name)], check=False)
+    if changed.returncode or not lesson.student.exists():
+        pytest.skip("somebody is working in it, or it is not committed yet")
+    built = student_notebook(lesson, read_lesson(lesson))
+    assert nbformat.read(lesson.student, 4) == built
+
+
+@pytest.mark.timeout(600)
+def test_the_solved_notebook_passes_nbval(lesson, tmp_path):
+    notebook = nbformat.read(lesson.solved, 4)
+    ended = outcomes(notebook, tmp_path)
+    assert {name: how for name, how in ended.items() if how.how != "passed"} == {}
+    assert len(ended) == sum(cell.cell_type == "code" for cell in notebook.cells)
+
+
+@pytest.mark.timeout(600)
+def test_the_student_notebook_stops_at_the_exercise_checks_and_nowhere_else(lesson, tmp_path):
+    notebook = student_notebook(lesson, read_lesson(lesson))
+    checks = {cell.id for cell in notebook.cells if cell.id.startswith("check-")}
+    for cell in notebook.cells:
+        if cell.id in checks:
+            cell.metadata.tags = [tag for tag in tags_of(cell) if tag != "raises-exception"]
+    ended = outcomes(notebook, tmp_path)
+    failed = {name: how for name, how in ended.items() if how.how != "passed"}
+    assert failed.keys() == checks
+    assert {how.name for how in failed.values()} <= {"NotDone"}
+    assert len(ended) == sum(cell.cell_type == "code" for cell in notebook.cells)

@@ -1,0 +1,238 @@
+"""Every command of the README is run here as it stands, with arguments that keep it short."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+BIN = Path(sys.executable).parent
+
+
+def commands(text: str) -> list[str]:
+    """The commands of all ```sh blocks, without their comments, each on one line."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = re.sub(r"\\\n\s*", "", "".join(blocks)).splitlines()
+    return [line.partition(" #")[0].strip() for line in lines if line.strip()]
+
+
+def settings(**extra: str) -> dict[str, str]:
+    """The variables of a terminal where the environment is activated."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    return kept | {"PATH": path, "VENV": sys.prefix, "COLUMNS": "200"} | extra
+
+
+def run(command: str, folder: Path, code: int = 0, typed: str = "", **extra: str) -> str:
+    """Run a line of shell; returns what it prints, and fails if its exit code is another one."""
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=settings(**extra),
+        input=typed,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+@contextmanager
+def started(command: str, folder: Path, **extra: str) -> Iterator[subprocess.Popen[str]]:
+    """A line of shell that runs on; it and all it started are gone afterwards."""
+    process = subprocess.Popen(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=settings(**extra),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=20)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def course(tmp_path) -> Path:
+    """A learner's copy of the course, free to write in."""
+    for name in ("notebooks", "cluster"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Skip where the tests do not run in an environment that make built: it would build one."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import environment
+
+    here = Path(sys.prefix)
+    if environment.stamp_of(here) != environment.fingerprint(ROOT, here):
+        pytest.skip("these tests do not run in an environment that make built")
+
+
+def make_lab(command, course, tmp_path):
+    port = free_port()
+    arguments = f"--no-browser --port={port} --ServerApp.port_retries=0 --IdentityProvider.token="
+    place = {"JUPYTER_CONFIG_DIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
+    with started(command, ROOT, LAB_ARGS=arguments, **place) as process:
+        for lesson in sorted((ROOT / "notebooks").glob("*.ipynb")):
+            url = f"http://127.0.0.1:{port}/api/contents/notebooks/{lesson.name}?content=0"
+            assert f'"name": "{lesson.name}"' in answer(url, process)
+        assert "JupyterLab" in answer(f"http://127.0.0.1:{port}/lab", process)
+
+
+def answer(url: str, process: subprocess.Popen[str]) -> str:
+    """What a server says, as soon as it is up."""
+    give_up = time.monotonic() + 60
+    while True:
+        try:
+            with urlopen(url, timeout=30) as page:
+                return page.read().decode()
+        except URLError:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < give_up, f"nothing answers at {url}"
+            time.sleep(0.1)
+
+
+def make_test(command, course, tmp_path):
+    assert "-m pytest" in run(f"{command} --dry-run", ROOT)  # the rest is what runs just now
+
+
+def make_something(command, course, tmp_path):
+    run(command, ROOT)
+
+
+def make_notebooks(command, course, tmp_path):
+    run(f"{command} NOTEBOOKS_ARGS=--check", ROOT)
+
+
+def make_slides(command, course, tmp_path):
+    for tool in ("node", "npm", "chromium"):
+        if not shutil.which(tool):
+            pytest.skip(f"{tool} is missing, which only the slides need")
+    run(command, ROOT)
+    decks = [deck.stem for deck in (ROOT / "slides").glob("[0-9]*.md")]
+    assert decks
+    for deck in decks:
+        assert (ROOT / "build/slides" / f"{deck}.html").stat().st_size > 10_000
+        assert (ROOT / "build/slides" / f"{deck}.pdf").stat().st_size > 10_000
+
+
+def course_check(command, course, tmp_path):
+    said = run(command, course, code=1)
+    assert "ranks-1" in said
+    assert "not done" in said
+
+
+def course_progress(command, course, tmp_path):
+    said = run(command, course)
+    lessons = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+    assert [line.split()[0] for line in said.splitlines() if "_" in line.split(" ")[0]] == lessons
+
+
+def course_reset(command, course, tmp_path):
+    assert "is empty again" in run(command, course, typed="y\n")
+    assert list((course / "notebooks/.backup").glob("00_ranks-*.ipynb"))
+
+
+def course_update(command, course, tmp_path):
+    run(f"git clone -q '{ROOT}' clone", tmp_path)
+    assert "up to date" in run(command, tmp_path / "clone")
+
+
+def course_doctor(command, course, tmp_path):
+    assert "gloo" in run(command, course)
+
+
+def course_grade(command, course, tmp_path):
+    (course / "submissions" / "ada").mkdir(parents=True)
+    shutil.copy(course / "notebooks/00_ranks.ipynb", course / "submissions/ada")
+    run(command, course)
+    assert "ranks-1" in (course / "grades.csv").read_text()
+
+
+def torchrun(command, course, tmp_path):
+    said = run(command, course)
+    assert sorted(re.findall(r"rank \d of 4", said)) == [f"rank {r} of 4" for r in range(4)]
+    assert "the sum over all ranks is 1111" in said
+    assert len(list((course / "runs/00_hello_ranks").glob("*.jsonl"))) == 4
+
+
+def torchrun_on_two_nodes(command, course, tmp_path):
+    head = f"localhost:{free_port()}"
+    with started(command, course, HEAD=head) as other:
+        said = run(command, course, HEAD=head)
+        said += other.communicate(timeout=60)[0]
+    assert said.count("the sum over all ranks is 1111") == 1
+
+
+RUNS = {
+    "make lab": make_lab,
+    "make test": make_test,
+    "make help": make_something,
+    "make check": make_something,
+    "make notebooks": make_notebooks,
+    "make slides": make_slides,
+    "make test TEST_ARGS=tests/test_records.py": make_something,
+    "course check 00": course_check,
+    "course progress": course_progress,
+    "course reset 00 ranks-1": course_reset,
+    "course update": course_update,
+    "course doctor": course_doctor,
+    "course grade submissions --csv grades.csv": course_grade,
+    "torchrun --nproc-per-node 4 cluster/exercises/00_hello_ranks.py": torchrun,
+    "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint $HEAD "
+    "cluster/exercises/00_hello_ranks.py": torchrun_on_two_nodes,
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("command", RUNS)
+def test_a_command_of_the_readme_works(command, course, tmp_path, request):
+    if command.startswith("make"):
+        request.getfixturevalue("made")
+    RUNS[command](command, course, tmp_path)
+
+
+def test_every_command_of_the_readme_is_run_here():
+    assert sorted(commands(README)) == sorted(RUNS)
+
+
+def test_commands_are_found_in_every_block_and_without_comments():
+    text = "```sh\na b  # c\n\n```\n```python\nno\n```\n```sh\nd --e=#1\n```\n"
+    assert commands(text) == ["a b", "d --e=#1"]
+
+
+def test_every_lesson_has_its_line():
+    lessons = sorted(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))
+    assert re.findall(r"\((notebooks/\w+\.ipynb)\)", README) == lessons
+
+
+def test_each_audience_has_at_most_fifteen_lines():
+    sections = re.split(r"^## ", README, flags=re.MULTILINE)[1:]
+    assert len(sections) == 4
+    assert all(len(section.strip().splitlines()) <= 15 for section in sections)

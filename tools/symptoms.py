@@ -1,0 +1,57 @@
+"""What can go wrong while the environment is built, each with what to do; old syntax."""
+
+import re
+
+NEEDED_GB = 3  # 1.7 GB installed, the rest while pip unpacks
+
+SYMPTOMS = (
+    (
+        r"No space left on device|Errno 28|Disk quota exceeded|Errno 122",
+        "The disk filled up on the way. Free {needed} GB where the course lies (and in the folder "
+        "for temporary files, TMPDIR), then run make again.",
+    ),
+    (
+        r"ensurepip is not|No module named '?(venv|ensurepip)",
+        "Python {version} came without its venv module. Install it (Debian and Ubuntu: apt install "
+        "python3-venv), or name another Python: make lab PYTHON=/path/to/python3.12",
+    ),
+    (
+        r"CERTIFICATE_VERIFY_FAILED|SSLError",
+        "The package registry's certificate is not trusted here. If your network has its own, set "
+        "PIP_CERT to its file, then run make again.",
+    ),
+    (
+        r"Retrying \(Retry|Failed to establish a new connection|Max retries exceeded|"
+        r"Temporary failure in name resolution|Network is unreachable|[Rr]ead timed out|"
+        r"ProxyError|Connection broken|Could not fetch URL",
+        "The package registry cannot be reached. Check the network (and PIP_INDEX_URL and "
+        "HTTPS_PROXY, if you set them), then run make again.",
+    ),
+    (
+        r"No matching distribution found for (?P<what>\S+)",
+        "The package registry has no {what} for Python {version} on this system. Try another "
+        "Python, such as make lab PYTHON=/path/to/python3.12, and look at PIP_INDEX_URL, if set.",
+    ),
+    (
+        r"Permission denied|Errno 13",
+        "A folder may not be written to ({line}). Copy the course to your home folder, or put the "
+        "environment elsewhere: make lab VENV=/path/of/yours",
+    ),
+)
+
+
+class Problem(Exception):
+    """Something the person at the keyboard has to know or do, as one sentence."""
+
+
+def explain(lines, version, log=None):
+    """Turn the output of a failed venv or pip into one sentence."""
+    for pattern, sentence in SYMPTOMS:
+        for line in lines:
+            found = re.search(pattern, line)
+            if found:
+                what = found.groupdict().get("what")
+                return sentence.format(version=version, what=what, line=line, needed=NEEDED_GB)
+    errors = [line for line in lines if "error" in line.lower()] or lines or ["no word why"]
+    where = f" (all that was said is in {log})" if log else ""
+    return f"The environment could not be built: {errors[-1].strip()}{where}"
