@@ -107,6 +107,19 @@ def test_ddp_fsdp_and_dtensor_are_recorded(ranks):
     assert ("all_gather", 32) in calls(ranks)
 
 
+def test_a_call_is_on_record_when_whoever_waited_for_its_future_goes_on(ranks):
+    def lost_steps(rank):
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        lost = 0
+        for _ in range(300):
+            with record() as log:
+                model(torch.ones(1, 4)).sum().backward()
+            lost += [event.kind for event in log.events if event.num_bytes].count("all_reduce") != 1
+        return lost
+
+    assert ranks.run(lost_steps) == [0, 0]
+
+
 def test_subgroups_are_recorded_by_their_world_ranks():
     def in_pairs(rank):
         pairs = [dist.new_group([0, 2]), dist.new_group([1])]

@@ -36,6 +36,7 @@ class Wires:
         self.recorder = Recorder(rank)
         self.pacer = Pacer(rank, board, link) if link else None
         self.outstanding: dict[int, Post] = {}
+        self.noting = threading.Lock()
         self._next_seq: dict[int, int] = defaultdict(int)
         self._num_posts = 0
 

@@ -29,6 +29,7 @@ class TrackedWork(dist.Work):
         self._inner, self._post, self._wires = inner, post, wires
         self._failed = False
         self._arrived_s = 0.0
+        self._watched = watch_end
         if watch_end:
             inner.get_future().add_done_callback(self._on_arrival)
 
@@ -56,15 +57,20 @@ class TrackedWork(dist.Work):
         if not self._inner.is_completed():
             return False
         pacer = self._wires.pacer
+        if pacer is None and self._watched:
+            self._on_arrival()
         if pacer is None or self._post.number not in self._wires.outstanding:
             return True
         due_s = pacer.delivery_s(self._post)
         return due_s is not None and due_s <= time.perf_counter()
 
     def get_future(self) -> Future:
-        """A future of the same end; an emulated link completes it from a thread of its own."""
+        """A future of the same end, complete only when the end is on record.
+
+        An emulated link completes it from a thread of its own.
+        """
         if self._wires.pacer is None:
-            return self._inner.get_future()
+            return self._inner.get_future().then(self._on_arrival)
         future: Future = Future()
 
         def complete() -> None:
@@ -106,20 +112,22 @@ class TrackedWork(dist.Work):
             return time.perf_counter()
         return max(pacer.deliver(self._post), self._arrived_s)
 
-    def _on_arrival(self, _: Future) -> None:
-        self._arrived_s = time.perf_counter()
+    def _on_arrival(self, arrived: Future | None = None) -> Any:
+        self._arrived_s = self._arrived_s or time.perf_counter()
         if self._wires.pacer is None:
             self._note_end(self._arrived_s)
+        return arrived.value() if arrived else None
 
     def _note_end(self, end_s: float) -> None:
         post = self._post
-        if self._wires.finish(post):
-            self._wires.recorder.add(
-                post.kind,
-                post.post_s,
-                end_s,
-                num_bytes=post.num_bytes,
-                label=post.call,
-                peer=None if post.peer < 0 else post.peer,
-                group=post.members,
-            )
+        with self._wires.noting:  # gloo's thread and the waiting one may both have learned of it
+            if self._wires.finish(post):
+                self._wires.recorder.add(
+                    post.kind,
+                    post.post_s,
+                    end_s,
+                    num_bytes=post.num_bytes,
+                    label=post.call,
+                    peer=None if post.peer < 0 else post.peer,
+                    group=post.members,
+                )
