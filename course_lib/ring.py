@@ -22,7 +22,7 @@ from course_lib.point_to_point import (
     whole_for,
 )
 
-PIECE_BYTES = 4 * 2**20
+PIECE_BYTES = 2 * 2**20
 
 
 def ring_reduce_scatter(tensor: Tensor, op: str = "sum", group: Group = None) -> Tensor:
