@@ -25,9 +25,16 @@ ROOMS_BELOW = {
 }
 # a lesson imports another only where the idea truly stands on the other one
 LESSONS_BELOW = {
+    "buckets": {"point_to_point"},
     "calculator": {"memory"},
     "collectives": {"ring", "tree", "point_to_point"},
+    "compression": {"buckets", "ddp", "point_to_point"},
+    "data_parallel": {"thread_parallel"},
+    "ddp": {"buckets", "point_to_point"},
     "estimators": {"memory", "saved"},
+    "local_sgd": {"data_parallel"},
+    "overlap_lab": {"buckets", "ddp"},
+    "parameter_server": {"data_parallel"},
     "recompute": {"mixed_precision"},
     "ring": {"point_to_point"},
     "tree": {"point_to_point"},
