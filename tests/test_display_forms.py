@@ -245,22 +245,31 @@ def test_explore_makes_the_slider_that_suits() -> None:
 
     own = ipywidgets.IntSlider(value=3)
     made = explore(
-        any_figure, "x", n=(1, 8, 4), share=(0.0, 1.0, 0.5), size=[1, 2, 4], on=True, own=own
+        any_figure,
+        "x",
+        n=(1, 8, 4),
+        share=(0.0, 1.0, 0.5),
+        size=[1, 2, 4],
+        word=(["a", "b"], "b"),
+        on=True,
+        own=own,
     ).sliders
     assert [type(widget).__name__ for widget in made.values()] == [
         "IntSlider",
         "FloatSlider",
         "SelectionSlider",
+        "SelectionSlider",
         "Checkbox",
         "IntSlider",
     ]
-    assert [widget.description for widget in made.values()] == ["n", "share", "size", "on", "own"]
-    assert [widget.value for widget in made.values()] == [4, 0.5, 1, True, 3]
+    names = [widget.description for widget in made.values()]
+    assert names == ["n", "share", "size", "word", "on", "own"]
+    assert [widget.value for widget in made.values()] == [4, 0.5, 1, "b", True, 3]
 
 
-@pytest.mark.parametrize("given", [(1, 8), (1, 8, 9), [], "text", 3])
+@pytest.mark.parametrize("given", [(1, 8), (1, 8, 9), ([1, 8], 9), [], "text", 3])
 def test_explore_refuses_what_is_no_slider(given: object) -> None:
-    with pytest.raises(CourseError, match=r"need .lowest, highest, start. or a list"):
+    with pytest.raises(CourseError, match=r"need .lowest, highest, start. or .choices, start."):
         explore(drawn, alt="{p}", p=given)
 
 

@@ -6,7 +6,7 @@ without a kernel, a converter and a screen reader get the finding too.
 
 import base64
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ class Explore:
         self, draw: Callable[..., Figure], alt: Callable[..., str] | str, sliders: dict[str, Any]
     ) -> None:
         self._draw, self._alt = draw, alt
-        names_width = f"{0.6 * max(map(len, sliders)) + 1:g}em"
-        self.sliders = {name: _slider(name, given, names_width) for name, given in sliders.items()}
+        look = _look(sliders)
+        self.sliders = {name: _slider(name, given, look) for name, given in sliders.items()}
         self._start_values = self.values()
         self.figure = self._drawn()
         self.alt = self._say()
@@ -89,7 +89,8 @@ def explore(draw: Callable[..., Figure], alt: Callable[..., str] | str, **slider
 
     draw     called with the sliders' values by name, returns a figure (`timeline(...)`, say)
     alt      the finding and one number: a function of the same values, or a text with {names}
-    sliders  (lowest, highest, start), a list of choices, True or False, or an ipywidget
+    sliders  (lowest, highest, start), a list of choices or (choices, start), True or False, or an
+             ipywidget
 
     Raises: CourseError for a slider that cannot be made; whatever `draw` raises at the start.
     """
@@ -102,20 +103,29 @@ def _state(png: bytes, figure: Figure, alt: str) -> dict[str, Any]:
     return {"png": png, "width": css_width(figure), "alt": alt, "failed": False}
 
 
-def _slider(name: str, given: Any, names_width: str) -> Any:
-    """A widget for what was given."""
-    look: dict[str, Any] = {
-        "description": name.replace("_", " "),
-        "style": {"description_width": names_width},
+def _look(sliders: Mapping[str, Any]) -> dict[str, Any]:
+    """One look for all: as wide as the longest name, a handle's way, and the longest choice."""
+    names_em = 0.6 * max(map(len, sliders)) + 1
+    offered = [options for given in sliders.values() for options, _ in _choices(given)]
+    choices = [str(one) for options in offered for one in options]
+    choices_em = 0.6 * max(map(len, choices), default=0)
+    return {
+        "style": {"description_width": f"{names_em:g}em"},
+        "layout": {"width": f"{names_em + max(6.0, choices_em) + 14:g}em"},
         "continuous_update": True,
     }
+
+
+def _slider(name: str, given: Any, look: Mapping[str, Any]) -> Any:
+    """A widget for what was given."""
+    look = {**look, "description": name.replace("_", " ")}
     if isinstance(given, ipywidgets.Widget):
         given.description = given.description or look["description"]
         return given
     if isinstance(given, bool):
         return ipywidgets.Checkbox(value=given, description=look["description"], indent=False)
-    if isinstance(given, list) and given:
-        return ipywidgets.SelectionSlider(options=given, value=given[0], **look)
+    for options, start in _choices(given):
+        return ipywidgets.SelectionSlider(options=options, value=start, **look)
     if isinstance(given, tuple) and len(given) == 3 and given[0] <= given[2] <= given[1]:
         low, high, start = given
         if all(isinstance(number, int) for number in given):
@@ -123,6 +133,14 @@ def _slider(name: str, given: Any, names_width: str) -> Any:
         step = (high - low) / 100 or 1.0
         return ipywidgets.FloatSlider(value=start, min=low, max=high, step=step, **look)
     raise CourseError(
-        f"explore: need (lowest, highest, start) or a list of choices for {name}; got {given!r}. "
+        f"explore: need (lowest, highest, start) or (choices, start) for {name}; got {given!r}. "
         f"Try {name}=(1, 8, 4)."
     )
+
+
+def _choices(given: Any) -> list[tuple[list[Any], Any]]:
+    """The options and the start, if a list of choices was given; nothing otherwise."""
+    if isinstance(given, list) and given:
+        return [(given, given[0])]
+    pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], list)
+    return [given] if pair and given[1] in given[0] else []

@@ -217,10 +217,6 @@ class Board:
             flags=Flag(flags),
         )
 
-    def close(self) -> None:
-        """Let go of the shared file."""
-        self._map.close()
-
 
 def _text(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode(errors="replace")

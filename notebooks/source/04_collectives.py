@@ -101,7 +101,8 @@ print("equal to torch.distributed:", ranks.run(same_as_torch))
 # $\lceil\log_2 p\rceil$ times. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: a rank is missing in my sum</summary>
-# The last round of the broadcast is the first one here: start with the largest <code>have</code>.
+# The last round of the broadcast is the first one here: start with the largest <code>have</code>,
+# the largest power of two below $p$, and halve it.
 # </details>
 
 
@@ -135,7 +136,7 @@ check("collectives-1", tree_reduce)
 # program: first send to the right, then receive from the left. Does it finish?
 
 # %% tags=["predict"]
-guess = predict("does it finish?", choices=YES_NO)
+guess_finishes = predict("does it finish?", choices=YES_NO)
 
 # %% tags=["failure", "raises-exception"]
 from course_lib.display import waiting
@@ -150,7 +151,7 @@ def send_then_receive(rank):
 try:
     ranks.run(send_then_receive)
 except RankError as hang:
-    reveal(guess, "no")
+    reveal(guess_finishes, "no")
     show(waiting(hang.waits, 4), alt=f"{len(hang.waits)} ranks in a circle, each waits in send")
     raise
 
@@ -163,6 +164,11 @@ except RankError as hang:
 #
 # Pass x to the right with one message a rank, on any number of ranks, odd or even. `dist.isend` and
 # `dist.irecv` start a message and return at once; `.wait()` waits for its end. About 4 lines.
+#
+# <details><summary>Hint: it hangs all the same</summary>
+# Start <em>both</em> messages before the first <code>.wait()</code>, and keep both handles: a
+# message whose handle is dropped is forgotten.
+# </details>
 
 
 # %% tags=["exercise"] exercise="collectives-2"
@@ -194,7 +200,7 @@ check("collectives-2", pass_right)
 # part of $n$ has each rank sent in the end?
 
 # %% tags=["predict"]
-guess = predict("bytes each of 4 ranks sends, as a part of n (like 1/2)")
+guess_part = predict("bytes each of 4 ranks sends, as a part of n (like 1/2)")
 
 
 # %%
@@ -225,7 +231,7 @@ print("sum of 1, 10, 100 and 1000, in shards:", ranks.run(shard_of_sum))
 from course_lib.display import frames_from_messages, own_everything
 
 sent = sum(e.num_bytes for e in ranks.events if (e.rank, e.kind) == (0, "send"))
-reveal(guess, sent / 16)  # x was 4 numbers of 4 bytes
+reveal(guess_part, sent / 16)  # x was 4 numbers of 4 bytes
 frames = frames_from_messages(messages.ring_reduce_scatter_messages(4), own_everything(4))
 stepper(frames, "Every wire carries one shard in every step, and the sums grow on the way")
 
@@ -291,7 +297,7 @@ check("collectives-3", gather_on_ring)
 # $p$ grows from 4 to 4,000?
 
 # %% tags=["predict"]
-guess = predict("p from 4 to 4,000: the bytes of each rank grow by a factor of")
+guess_growth = predict("p from 4 to 4,000: the bytes of each rank grow by a factor of")
 
 # %%
 from course_lib.collectives import ring_all_gather, ring_reduce_scatter
@@ -305,7 +311,7 @@ def bytes_per_rank(p):
     return 2 * (p - 1) / p  # in n
 
 
-reveal(guess, bytes_per_rank(4000) / bytes_per_rank(4))
+reveal(guess_growth, bytes_per_rank(4000) / bytes_per_rank(4))
 frames = frames_from_messages(messages.ring_all_reduce_messages(4), own_everything(4))
 stepper(frames, "All-reduce: three steps add, three steps copy")
 
@@ -332,6 +338,10 @@ show(figure, alt=f"{title}: {measured[-1]:.2f} n on {p_values[-1]} ranks; the vo
 # What data parallelism needs is the *mean*, in place, for tensors of any length (10 numbers on 4
 # ranks are shards of 3, 3, 2 and 2). Call the two halves; `out=x` tells the all-gather where the
 # shards belong. Budget: $2(p-1)$ messages, $2\frac{p-1}{p}n$ bytes. About 2 lines.
+#
+# <details><summary>Hint: where does the division belong?</summary>
+# Where the sum is complete and still small: between the two halves, on one shard.
+# </details>
 
 
 # %% tags=["exercise"] exercise="collectives-4"
@@ -357,6 +367,10 @@ check("collectives-4", mean_all_reduce)
 # ### Exercise 5: the price of the ring
 #
 # Write it down, in the style of `tree_broadcast_s`. One line.
+#
+# <details><summary>Hint: how large is a message?</summary>
+# One shard, $n/p$ bytes. And there are two halves of $p-1$ steps each.
+# </details>
 
 
 # %% tags=["exercise"] exercise="collectives-5"
@@ -372,14 +386,15 @@ check("collectives-5", ring_all_reduce_s)
 
 # %% [markdown]
 # The rival is **recursive doubling**: swap sums with the rank 1 away, then 2 away, then 4. After
-# $\log_2 p$ rounds everyone has everything; but each round carries the whole tensor.
+# $\log_2 p$ rounds everyone has everything; but each round carries the whole tensor. (In the code
+# `rank ^ 4` flips one bit of the rank's number: the partner 4 away, seen from both sides.)
 #
 # Four real ranks get a slow wire: a message really takes $\alpha + n/\beta$, while the CPU is free.
 # Small tensors are faster by doubling, large ones around the ring. From which size on?
 
 # %% tags=["predict"]
 wire = Link(name="slow wire", latency_s=10e-3, bytes_per_s=20e6)
-guess = predict(f"over a {wire}, 4 ranks: the ring wins from", unit="MB")
+guess_crossover = predict(f"over a {wire}, 4 ranks: the ring wins from", unit="MB")
 
 
 # %%
@@ -419,7 +434,7 @@ curves["doubling"] = three_voices(*doubling, doubling_all_reduce)
 
 # %% tags=["picture"]
 wins_from = network.crossover_bytes(4, wire) / 1e6
-reveal(guess, wins_from)
+reveal(guess_crossover, wins_from)
 title = f"The ring wins from {wins_from:.2g} MB on"
 axes = {"x_label": "tensor (bytes)", "y_label": "time (s)", "log": True}
 figure = compare(sizes, curves, title, note=f"emulated {wire}", **axes)
@@ -440,7 +455,8 @@ def on_a_wire(p, latency_us, gb_per_s):
     return compare([1e3, 1e10], {"ring": ring, "doubling": doubling}, title, **axes)
 
 
-explore(on_a_wire, finding, p=(3, 64, 8), latency_us=[5, 1, 20, 100], gb_per_s=[25, 1, 100, 300])
+wires = {"latency_us": ([1, 5, 20, 100], 5), "gb_per_s": ([1, 25, 100, 300], 25)}
+explore(on_a_wire, finding, p=(3, 64, 8), **wires)
 
 # %% [markdown]
 # **Small tensors: count the messages. Large tensors: count the bytes.** The course's `all_reduce`
@@ -453,7 +469,7 @@ explore(on_a_wire, finding, p=(3, 64, 8), latency_us=[5, 1, 20, 100], gb_per_s=[
 # to predict our ring, in a race against gloo, PyTorch's own library for CPUs.
 
 # %% tags=["predict"]
-guess = predict("alpha of this machine", unit="us")
+guess_alpha = predict("alpha of this machine", unit="us")
 
 
 # %%
@@ -470,7 +486,7 @@ pair, sizes = Ranks(2), [2**k for k in range(10, 25, 2)]
 times_s = [pair.run(swaps, n)[0] for n in sizes]
 every = [(n, one) for n, some in zip(sizes, times_s, strict=True) for one in some]
 here = bandwidth.fit_link(*zip(*every, strict=True), name="this machine")
-reveal(guess, here.latency_s * 1e6)
+reveal(guess_alpha, here.latency_s * 1e6)
 
 # %% tags=["picture"]
 title = f"A swap of two messages takes what a wire of {here.latency_s * 1e6:.0f} us and "
@@ -500,12 +516,12 @@ show(compare(sizes, curves, title, **axes), alt=f"{title}; the line knows only t
 # wire. Published for 8 A100 GPUs: 17.18 GB all-reduced in 128 ms. How fast is each GPU's wire?
 
 # %% tags=["predict"]
-guess = predict("speed of each GPU's wire", unit="GB/s")
+guess_speed = predict("speed of each GPU's wire", unit="GB/s")
 
 # %%
 n, time_s, p = 17_179_869_184, 0.127997, 8  # nccl-tests; stas00/ml-engineering, network/README.md
 factor = bandwidth.bus_factor("all_reduce", p)  # 2 (p - 1) / p: what a rank sends, in n
-reveal(guess, factor * n / time_s / 1e9)
+reveal(guess_speed, factor * n / time_s / 1e9)
 print(f"n / t is {n / time_s / 1e9:.0f} GB/s; the factor is {factor}")
 
 # %% [markdown]
@@ -533,6 +549,11 @@ print(f"n / t is {n / time_s / 1e9:.0f} GB/s; the factor is {factor}")
 # Everyone has a letter for everyone: shard $s$ of rank $r$ goes to rank $s$, which files it under
 # $r$. Mixture-of-experts models route their tokens this way. Budget: $p-1$ messages, one shard
 # each. About 4 lines.
+#
+# <details><summary>Hint: who sends to whom, and when?</summary>
+# In step 1 everyone sends to the neighbour one to the right and receives from the one to the left;
+# in step 2 to the one after that. Nobody is asked twice, and <code>exchange</code> cannot block.
+# </details>
 
 
 # %% tags=["exercise"] exercise="collectives-6"
@@ -571,7 +592,7 @@ def different_shapes(rank):
 ranks.run(different_shapes)
 
 # %% tags=["predict"]
-guess = predict("same shapes in another order: will there be an error?", choices=YES_NO)
+guess_order = predict("same shapes in another order: will there be an error?", choices=YES_NO)
 
 
 # %% tags=["failure"]
@@ -588,7 +609,7 @@ def other_order(rank):
 
 for rank, line in enumerate(ranks.run(other_order)):
     print(f"rank {rank}: {line}; right would be 1111 and 2222")
-reveal(guess, "no")
+reveal(guess_order, "no")
 
 # %% [markdown]
 # Same kind, same shape, no error: rank 0's loss was added to the others' gradients. The course's
