@@ -39,7 +39,6 @@ class NaiveDDP(nn.Module):
 
     Cost:    one all-reduce a trainable parameter and step: 2 (p-1)/p * its bytes sent per rank
              (on a ring); with find_unused one more, of a number a parameter
-    Source:  Li et al. 2020 (PyTorch Distributed), section 3.2.1, the naive solution
     """
 
     def __init__(
