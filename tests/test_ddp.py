@@ -1,0 +1,734 @@
+"""DDP with buckets: the numbers of one process, in as many messages as the formula says."""
+
+import sys
+import time
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from course_lib.core import CourseError, MeshError, ModelSpec
+from course_lib.data_parallel import weighted_loss
+from course_lib.ddp import DDP, Mean, make_buckets
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.ranks import RankError, Ranks, record, span
+from course_lib.recompute import recompute_full
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+# float64: the sum over items runs in another order, and the mean over ranks rounds once more
+TOLERANCE = {"rtol": 1e-11, "atol": 1e-14}
+SIZES = (1, 2, 3, 4)
+SPEC = ModelSpec(hidden=16, num_layers=2, num_heads=2, ffn_hidden=32, vocab=40, max_seq=6)
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """One pool of ranks a world size, started when first asked for."""
+    started: dict[int, Ranks] = {}
+
+    def pool(world_size: int) -> Ranks:
+        if world_size not in started:
+            started[world_size] = Ranks(world_size)
+        return started[world_size]
+
+    yield pool
+    for ranks in started.values():
+        ranks.close()
+
+
+# --- modules that are hard on a DDP
+
+
+class Turned(nn.Module):
+    """A parameter that does not lie in memory row by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5).t())
+        self.scale = nn.Parameter(torch.tensor(2.0))  # and one of no dims
+
+    def forward(self, x):
+        return x @ self.weight * self.scale
+
+
+class Choice(nn.Module):
+    """Each item uses one of three layers, and nobody the last: its first number chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
+
+    def forward(self, x):
+        out = x.new_zeros(len(x), 3)
+        for number, layer in enumerate(self.layers[:2]):
+            mine = (x[:, 0] > 0) == bool(number)
+            if mine.any():
+                out = out.index_add(0, mine.nonzero()[:, 0], layer(x[mine]))
+        return out
+
+
+class Recomputed(nn.Module):
+    """An MLP whose first half is computed again in backward."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Sequential(nn.Linear(5, 6), nn.GELU())
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = checkpoint(self.first, x.requires_grad_(), use_reentrant=self.reentrant)
+        return self.last(hidden)
+
+
+class Twice(nn.Module):
+    """Two forward passes of the same layers, before one backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x):
+        return self.inner(x) - self.inner(-x)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
+
+
+def tied_and_frozen_gpt():
+    model = GPT(SPEC)
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
+def recomputed_gpt():
+    model = GPT(SPEC)
+    recompute_full(model)
+    return model
+
+
+def numbers(items):
+    torch.manual_seed(99)
+    x, y = torch.randn(items, 5).double(), torch.randn(items, 3).double()
+    x[:, 0] = torch.linspace(-1, 1, items)  # sorted: the ranks of a Choice use other layers
+    return x, y
+
+
+def tokens(items):
+    return next_tokens(token_batch(0, batch=items, seq=6, vocab=40))
+
+
+BUILDS = {
+    "mlp": (mlp, numbers, F.mse_loss),
+    "not contiguous": (Turned, numbers, F.mse_loss),
+    "recomputed": (lambda: Recomputed(reentrant=False), numbers, F.mse_loss),
+    "recomputed, reentrant": (lambda: Recomputed(reentrant=True), numbers, F.mse_loss),
+    "two forward passes": (Twice, numbers, F.mse_loss),
+    "tied and frozen GPT": (tied_and_frozen_gpt, tokens, token_loss),
+    "recomputed GPT": (recomputed_gpt, tokens, token_loss),
+    "choice": (Choice, numbers, F.mse_loss),
+}
+
+
+# --- the law: the numbers of one process
+
+
+def build(name, seed):
+    torch.manual_seed(seed)
+    return BUILDS[name][0]().double()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def numbers_of(module):
+    """Gradients and weights, copied."""
+    grads = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+    return grads, [p.detach().clone() for p in module.parameters()]
+
+
+def alone(name, items=24, steps=3):
+    """One process, the whole batch, seed 0: gradients and weights after every step."""
+    module, (x, y) = build(name, seed=0), BUILDS[name][1](items)
+    optimizer, found = sgd(module), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        BUILDS[name][2](module(x), y).backward()
+        optimizer.step()
+        found.append(numbers_of(module))
+    return found
+
+
+def together(rank, name, items=24, parts=1, wrap=DDP, **options):
+    """The same by DDP: each rank has its part of the batch, and weights of its own at first."""
+    module, p = build(name, seed=rank), dist.get_world_size()
+    model, optimizer, found = wrap(module, **options), sgd(module), []
+    x, y = (whole.tensor_split(p)[rank].tensor_split(parts) for whole in BUILDS[name][1](items))
+    for _ in range(3):
+        optimizer.zero_grad()
+        for index in range(parts):
+            loss = BUILDS[name][2](model(x[index]), y[index]) / parts
+            if items % p:
+                loss = weighted_loss(loss, len(y[index]))
+            if index < parts - 1:
+                with model.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        model.finish()
+        optimizer.step()
+        found.append(numbers_of(module))
+    return found
+
+
+def assert_law(by_rank, wanted):
+    for found in by_rank[1:]:
+        for (grads, weights), (first_grads, first_weights) in zip(found, by_rank[0], strict=True):
+            for got, first in zip(grads + weights, first_grads + first_weights, strict=True):
+                assert (got is None and first is None) or torch.equal(got, first)
+    torch.testing.assert_close(by_rank[0], wanted, **TOLERANCE)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("name", [name for name in BUILDS if name != "choice"])
+def test_ddp_matches_one_process(pools, name, world_size):
+    assert_law(pools(world_size).run(together, name, bucket_bytes=300), alone(name))
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize(
+    "options",
+    [{"overlap": False}, {"bucket_bytes": 1}, {"bucket_bytes": float("inf")}, {}, {"parts": 2}],
+    ids=str,
+)
+def test_no_way_of_sending_changes_the_numbers(pools, options, world_size):
+    assert_law(pools(world_size).run(together, "mlp", **options), alone("mlp"))
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("items", [2, 7, 13])
+def test_an_uneven_batch_weighs_every_item_alike(pools, items, world_size):
+    assert_law(pools(world_size).run(together, "mlp", items=items), alone("mlp", items=items))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_layer_used_on_some_ranks_only(pools, world_size, parts, overlap):
+    options = {"find_unused": True, "bucket_bytes": 100, "parts": parts, "overlap": overlap}
+    by_rank = pools(world_size).run(together, "choice", **options)
+    assert_law(by_rank, alone("choice"))
+    assert by_rank[0][0][0][-1] is None, "no rank has used the last layer"
+
+
+class NeverWaits(Mean):
+    def wait(self):
+        self.flat.div_(self.p)
+
+
+class Sums(Mean):
+    def wait(self):
+        self.work.wait()
+
+
+class ForgetsTheLastBucket(DDP):
+    def _send(self):
+        last = len(self._works) == len(self.buckets) - 1
+        self._works.append(Done() if last else Mean(self.buckets[len(self._works)].flat, None))
+
+
+class Done:
+    def wait(self):
+        pass
+
+
+class OwnStart(DDP):
+    def __init__(self, module, **options):
+        own = [param.detach().clone() for param in module.parameters()]
+        super().__init__(module, **options)
+        for param, value in zip(module.parameters(), own, strict=True):
+            param.data.copy_(value)
+
+
+PLANTED = [
+    {"comm_hook": NeverWaits, "late": True},
+    {"comm_hook": Sums},
+    {"wrap": ForgetsTheLastBucket},
+    {"wrap": OwnStart},
+]
+
+
+def late_together(rank, *args, late=False, **options):
+    """With `late`, rank 1 comes late: who does not wait for it goes on without it."""
+    time.sleep(0.2 * rank * late)
+    found = together(rank, *args, **options)
+    time.sleep(0.2 * late)
+    return found
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=str)
+def test_a_broken_ddp_fails_the_law(pools, planted):
+    by_rank = pools(2).run(late_together, "mlp", bucket_bytes=100, **planted)
+    with pytest.raises(AssertionError):
+        assert_law(by_rank, alone("mlp"))
+
+
+def norm_net():
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+
+
+def with_batch_norm(rank, wrap, **options):
+    """Buffers seen in each forward, and gradients, weights and buffers after each of 3 steps."""
+    torch.manual_seed(rank)
+    module = norm_net()
+    module[1].register_buffer("own", torch.full((2,), 10.0**rank))
+    model, optimizer, found = wrap(module, **options), sgd(module), []
+    seen = []
+    module.register_forward_pre_hook(lambda m, _: seen.append([b.clone() for b in m.buffers()]))
+    x, y = (whole.tensor_split(dist.get_world_size())[rank] for whole in numbers(24))
+    for _ in range(3):
+        optimizer.zero_grad()
+        (F.mse_loss(model(x), y) + F.mse_loss(model(-x), y)).backward()
+        if wrap is DDP:
+            model.finish()
+        optimizer.step()
+        found.append((*numbers_of(module), [buffer.clone() for buffer in module.buffers()]))
+    return seen, found
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_everybody_computes_with_the_first_ranks_buffers(pools, world_size):
+    by_rank = pools(world_size).run(with_batch_norm, DDP)
+    for seen, _ in by_rank:
+        for got, first in zip(seen, by_rank[0][0], strict=True):
+            assert all(map(torch.equal, got, first))
+    mean, *_ = (found[0][2][0] for _, found in by_rank)
+    assert world_size == 1 or not torch.equal(mean, by_rank[1][1][0][2][0])
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_batch_norm_has_the_numbers_of_torch_ddp(pools, world_size, broadcast):
+    options = {"forward_sync_buffers": broadcast}
+    ours = pools(world_size).run(with_batch_norm, DDP, broadcast_buffers=broadcast)
+    theirs = pools(world_size).run(with_batch_norm, DistributedDataParallel, **options)
+    torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+def test_a_buffer_that_backward_needs_may_be_sent_meanwhile(pools):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp()
+            self.register_buffer("scale", torch.full((3,), 3.0))
+
+        def forward(self, x):
+            return self.inner(x) * self.scale
+
+    def two_passes(rank):
+        model = DDP(Scaled())
+        for _ in range(2):
+            (model(torch.ones(2, 5)) + model(torch.zeros(2, 5))).sum().backward()
+            model.finish()
+
+    pools(2).run(two_passes)
+
+
+# --- modules that torch DDP takes, in float32 and bfloat16
+
+
+class Mixed(nn.Module):
+    """A bfloat16 layer between two of float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.middle = nn.Linear(6, 6).bfloat16()
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x).bfloat16()).float())
+
+
+def with_mixed(rank, wrap):
+    torch.manual_seed(rank)
+    module = Mixed()
+    model, optimizer, found = wrap(module), sgd(module), []
+    x, y = (t.float().tensor_split(dist.get_world_size())[rank] for t in numbers(24))
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if wrap is DDP:
+            model.finish()
+        optimizer.step()
+        found.append(numbers_of(module))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_two_dtypes_have_the_numbers_of_torch_ddp(pools, world_size):
+    ours, theirs = (pools(world_size).run(with_mixed, w) for w in (DDP, DistributedDataParallel))
+    if world_size <= 2:  # sums of two, and their halves: the same bits in any order
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    # bfloat16 keeps 8 bits, and the order of four numbers in a sum is gloo's choice
+    torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-10)
+
+
+def train_gpt(rank, spec, wrap, **options):
+    """Gradients after each of 3 steps in float32, and the all-reduces of the last step."""
+    torch.manual_seed(rank)
+    module = GPT(spec)
+    model, optimizer, found = wrap(module, **options), sgd(module), []
+    for step in range(3):
+        batch = token_batch(step, batch=4, seq=spec.max_seq, vocab=spec.vocab)
+        x, y = (t.tensor_split(dist.get_world_size())[rank] for t in next_tokens(batch))
+        optimizer.zero_grad()
+        with record() as log, span("backward"):
+            token_loss(model(x), y).backward()
+            if wrap is DDP:
+                model.finish()
+        found.append(numbers_of(module)[0])
+        optimizer.step()
+    return found, sizes_of(log)
+
+
+def sizes_of(log):
+    events = [event for event in log.events if event.kind == "all_reduce"]
+    return [event.num_bytes for event in sorted(events, key=lambda event: event.start_s)]
+
+
+def test_gpt_has_the_bits_of_torch_ddp_on_two_ranks(pools):
+    ours = pools(2).run(train_gpt, SPEC, DDP, bucket_bytes=4096)
+    theirs = pools(2).run(train_gpt, SPEC, DistributedDataParallel, bucket_cap_mb=4096 / 2**20)
+    for (got, _), (wanted, _) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    assert sum(ours[0][1]) == sum(theirs[0][1])
+
+
+# --- behaviour: number, order and bytes of the messages
+
+
+def one_step(rank, build, wrap=DDP, steps=1, **options):
+    """Spans and all-reduces of the last of some steps."""
+    module = build()
+    model = wrap(module, **options)
+    for _ in range(steps):
+        module.zero_grad()
+        with record() as log:
+            with span("forward"):
+                loss = model(torch.full((2, module[0].in_features), 10.0**rank)).sum()
+            with span("backward"):
+                loss.backward()
+            if wrap is DDP:
+                model.finish()
+    buckets = model.buckets if wrap is DDP else []
+    return log.events, [(bucket.names, bucket.num_bytes) for bucket in buckets]
+
+
+def even_layers():
+    """Eight layers of 16 KiB, all alike."""
+    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+
+
+def all_reduces(events):
+    found = [event for event in events if event.kind == "all_reduce"]
+    return sorted(found, key=lambda event: event.start_s)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_buckets_leave_before_backward_ends(pools, overlap, world_size):
+    options = {"bucket_bytes": 2 * 16 * 2**10, "overlap": overlap}
+    for events, buckets in pools(world_size).run(one_step, even_layers, **options):
+        (backward,) = (event for event in events if event.kind == "backward")
+        sent = all_reduces(events)
+        assert [event.num_bytes for event in sent] == [2**15] * 4 == [b[1] for b in buckets]
+        assert buckets[0][0] == ["7.weight", "6.weight"], "the last layer's gradient comes first"
+        assert all((event.start_s < backward.end_s) is overlap for event in sent)
+        assert all(event.start_s > backward.start_s for event in sent)
+        assert all(event.group == tuple(range(world_size)) for event in sent)
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "sizes"),
+    [
+        (1, [12, 84, 28, 140]),  # a bucket a parameter: bias 3, weight 3 x 7, bias 7, weight 7 x 5
+        (95, [12, 84, 28, 140]),
+        (96, [96, 28, 140]),
+        (124, [124, 140]),  # what is larger than a bucket has its own, and nothing is cut
+        (263, [124, 140]),
+        (264, [264]),
+        (float("inf"), [264]),
+    ],
+)
+def test_a_bucket_takes_what_fits(bucket_bytes, sizes):
+    assert [bucket.num_bytes for bucket in make_buckets(mlp(), bucket_bytes)] == sizes
+
+
+def test_dtypes_have_buckets_of_their_own_which_leave_when_they_are_full():
+    sizes = [(bucket.names, bucket.num_bytes) for bucket in make_buckets(Mixed(), 1000)]
+    assert sizes == [
+        (["middle.bias", "middle.weight"], 2 * 42),  # full while the other waits for first.weight
+        (["last.bias", "last.weight", "first.bias", "first.weight"], 4 * (21 + 36)),
+    ]
+
+
+def test_tied_and_frozen_parameters_are_not_sent_twice_nor_at_all():
+    model = tied_and_frozen_gpt()
+    (bucket,) = make_buckets(model, float("inf"))
+    trained = sum(param.nbytes for param in model.parameters() if param.requires_grad)
+    assert bucket.num_bytes == trained
+    assert bucket.names[-1] == "embedding.weight"
+    assert not any("blocks.0" in name for name in bucket.names)
+
+
+def test_the_buckets_of_torch_ddp_where_the_rules_coincide(pools):
+    cap = 2 * 16 * 2**10
+    ours = pools(2).run(one_step, even_layers, bucket_bytes=cap, steps=3)
+    theirs = pools(2).run(torch_buckets, even_layers, cap)
+    for (events, _), (their_events, rebuilt) in zip(ours, theirs, strict=True):
+        sizes = [event.num_bytes for event in all_reduces(events)]
+        assert sizes == [event.num_bytes for event in all_reduces(their_events)] == rebuilt
+
+
+def torch_buckets(rank, build, cap):
+    events = []
+
+    def wrap(module, **options):
+        events.append(DistributedDataParallel(module, bucket_cap_mb=cap / 2**20))
+        return events[0]
+
+    found, _ = one_step(rank, build, wrap, steps=3)
+    sizes = events[0]._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    return found, [int(size) for size in sizes.split(",")]
+
+
+class EitherOrder(nn.Module):
+    """Two layers that do not stand on each other: their gradients come in an order of choice."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 4)])
+        self.first = first
+
+    def forward(self, x):
+        order = (self.first, 1 - self.first)
+        return sum(self.layers[number](x).sum() for number in order)
+
+
+def test_buckets_leave_in_one_order_whatever_comes_first(pools):
+    def step(rank):
+        model, came = DDP(EitherOrder(first=rank), bucket_bytes=1), []
+        for name, param in model.module.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
+        with record() as log:
+            model(torch.ones(2, 3)).backward()
+            model.finish()
+        return came, [event.num_bytes for event in all_reduces(log.events)]
+
+    (came, sizes), (other_came, other_sizes) = pools(2).run(step)
+    assert came != other_came, "the ranks' gradients came in the same order: nothing was tested"
+    assert sizes == other_sizes == [16, 48, 12, 36]
+
+
+def test_accumulation_sends_once(pools):
+    def steps(rank):
+        module = nn.Linear(3, 1, bias=False)
+        module.register_buffer("own", torch.ones(2))
+        model = DDP(module)
+        with record() as log:
+            for _ in range(2):
+                module.zero_grad()
+                for micro_batch in range(4):
+                    with model.no_sync() if micro_batch < 3 else record():
+                        model(torch.full((1, 3), 10.0**rank)).sum().backward()
+                        model.finish()
+        return [event.kind for event in log.events if event.kind != "wait"], module.weight.grad
+
+    for kinds, grad in pools(2).run(steps):
+        assert kinds == ["all_reduce", "broadcast", "all_reduce"]
+        assert grad.tolist() == [[22.0] * 3]
+
+
+def test_finish_sends_what_was_added_without_a_hook(pools):
+    def step(rank):
+        model = DDP(nn.Linear(3, 1, bias=False))
+        with model.no_sync():
+            model(torch.full((1, 3), 10.0**rank)).sum().backward()
+        model.finish()
+        return model.module.weight.grad.tolist()
+
+    assert pools(2).run(step) == [[[5.5] * 3]] * 2
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_views_of_the_bucket(pools, set_to_none):
+    def steps(rank):
+        model, found = DDP(nn.Linear(3, 1, bias=False)), []
+        (bucket,) = model.buckets
+        for factor in (1, 2):
+            model.zero_grad(set_to_none=set_to_none)
+            model(torch.full((1, 3), factor * 10.0**rank)).sum().backward()
+            model.finish()
+            grad = model.module.weight.grad
+            found.append((grad.tolist(), grad.data_ptr() == bucket.flat.data_ptr()))
+        return found
+
+    wanted = [([[5.5] * 3], True), ([[11.0] * 3], True)]
+    assert pools(2).run(steps) == [wanted] * 2
+
+
+def test_a_gradient_that_was_not_cleared_counts_too(pools):
+    def steps(rank):
+        model = DDP(nn.Linear(3, 1, bias=False))
+        for _ in range(2):
+            model(torch.full((1, 3), 10.0**rank)).sum().backward()
+            model.finish()
+        return model.module.weight.grad.tolist()
+
+    assert pools(2).run(steps) == [[[11.0] * 3]] * 2
+
+
+def test_a_group_of_some_ranks_has_means_and_a_start_of_its_own(pools):
+    def step(rank):
+        pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        module = nn.Linear(3, 1, bias=False)
+        module.weight.data.fill_(rank)
+        model = DDP(module, group=pairs[rank % 2], find_unused=True)
+        start = module.weight.tolist()
+        model(torch.full((1, 3), 10.0**rank)).sum().backward()
+        model.finish()
+        return start, module.weight.grad.tolist()
+
+    by_rank = pools(4).run(step)
+    means = [(1 + 100) / 2, (10 + 1000) / 2]
+    assert by_rank == [([[float(r % 2)] * 3], [[means[r % 2]] * 3]) for r in range(4)]
+
+
+def test_a_module_may_be_wrapped_again(pools):
+    def steps(rank):
+        module = nn.Linear(3, 1, bias=False)
+        for _ in range(3):
+            model = DDP(module)  # the one before has gone, and its hooks do nothing
+            for _ in range(2):
+                module.zero_grad()
+                model(torch.full((1, 3), 10.0**rank)).sum().backward()
+                model.finish()
+        return module.weight.grad.tolist()
+
+    assert pools(2).run(steps) == [[[5.5] * 3]] * 2
+
+
+def test_a_module_without_parameters_to_train(pools):
+    def step(rank):
+        model = DDP(nn.Linear(3, 1).requires_grad_(False), find_unused=True)
+        model.finish()
+        return model(torch.ones(1, 3)).shape
+
+    assert pools(2).run(step) == [(1, 1)] * 2
+
+
+# --- what goes wrong is told
+
+
+def assert_told(pools, fn, *says, error=CourseError):
+    """Every rank raises the error, and its sentence says this."""
+
+    def told(rank):
+        with pytest.raises(error) as caught:
+            fn(rank)
+        return str(caught.value)
+
+    for rank, text in enumerate(pools(2).run(told)):
+        for words in says:
+            assert words.format(rank=rank) in text
+
+
+def test_a_parameter_without_a_gradient_is_named(pools):
+    def step(rank):
+        model = DDP(Choice())
+        model(torch.ones(2, 5)).sum().backward()
+        model.finish()
+
+    assert_told(
+        pools,
+        step,
+        "rank {rank}, DDP.finish: need a gradient for every parameter; got none for "
+        "layers.2.bias, layers.2.weight, layers.0.bias, layers.0.weight. Try",
+        "DDP(..., find_unused=True)",
+    )
+
+
+def test_finish_without_backward_is_told_in_short(pools):
+    def step(rank):
+        DDP(GPT(SPEC)).finish()
+
+    assert_told(
+        pools,
+        step,
+        "got none for norm.bias, norm.weight, ",
+        " and 32 more. Try finish() after backward()",
+    )
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_second_backward_before_finish_is_told(pools, overlap):
+    def step(rank):
+        model = DDP(mlp(), overlap=overlap)
+        for _ in range(2):
+            model(torch.ones(2, 5)).sum().backward()
+
+    assert_told(
+        pools,
+        step,
+        "rank {rank}, DDP: need finish() after each backward; got a second gradient for 2.bias",
+        "Try model.finish(), or no_sync()",
+    )
+
+
+def test_after_an_error_a_step_is_right_again(pools):
+    def steps(rank):
+        model = DDP(nn.Linear(3, 1, bias=False), bucket_bytes=1)
+        with pytest.raises(CourseError):
+            model.finish()
+        for _ in range(2):
+            model(torch.full((1, 3), 10.0**rank)).sum().backward()
+            with pytest.raises(CourseError):
+                model(torch.ones(1, 3)).sum().backward()
+            model.finish()
+            model.zero_grad()
+        model(torch.full((1, 3), 10.0**rank)).sum().backward()
+        model.finish()
+        return model.module.weight.grad.tolist()
+
+    assert pools(2).run(steps) == [[[5.5] * 3]] * 2
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, -1, float("nan")])
+def test_a_bucket_of_no_bytes_is_told(bucket_bytes):
+    with pytest.raises(CourseError, match=r"DDP: need bucket_bytes above 0; got .* Try 1"):
+        make_buckets(mlp(), bucket_bytes)
+
+
+def test_another_ranks_group_is_told(pools):
+    def step(rank):
+        pairs = [dist.new_group([0]), dist.new_group([1])]
+        DDP(mlp(), group=pairs[1 - rank])
+
+    assert_told(pools, step, "rank {rank}, DDP: need a group that holds this rank", error=MeshError)
+
+
+def test_other_parameters_on_another_rank_are_told(pools):
+    def step(rank):
+        DDP(nn.Linear(3 + rank, 1))
+
+    with pytest.raises(RankError, match=r"broadcast .*float32 \[4\].*float32 \[5\]|mismatch"):
+        pools(2).run(step)
