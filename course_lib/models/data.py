@@ -22,7 +22,7 @@ def token_batch(n: int, *, batch: int, seq: int, vocab: int, seed: int = 0) -> T
         raise ShapeError(
             f"token_batch: need batch, seq, vocab >= 1 and n >= 0; got {batch, seq, vocab} and {n}."
         )
-    random = torch.Generator().manual_seed(_mixed(seed, n))
+    random = torch.Generator().manual_seed(mixed_seed(seed, n))
     tokens = torch.randint(vocab, (batch, seq + 1), generator=random)
     follows = torch.rand(batch, seq + 1, generator=random) < 0.75
     for at in range(1, seq + 1):
@@ -45,11 +45,11 @@ def padded_batch(
     numbers of tokens.
     """
     inputs, targets = next_tokens(token_batch(n, batch=batch, seq=seq, vocab=vocab, seed=seed))
-    random = torch.Generator().manual_seed(_mixed(seed + 1, n))
+    random = torch.Generator().manual_seed(mixed_seed(seed + 1, n))
     lengths = torch.randint(1, seq + 1, (batch, 1), generator=random)
     return inputs, targets.masked_fill(torch.arange(seq) >= lengths, IGNORED)
 
 
-def _mixed(seed: int, n: int) -> int:
+def mixed_seed(seed: int, n: int) -> int:
     """One number out of two, so that (seed, n) and (seed + 1, n - 1) are different streams."""
     return (seed * 1_000_003 + n * 7919 + 17) % 2**63

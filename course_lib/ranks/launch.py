@@ -47,7 +47,7 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
         alone = "MASTER_ADDR" not in os.environ
         join_world(wires, f"file://{folder}/store" if alone else "env://", rank, world_size)
         Heartbeat(wires).start()
-        zero_s = _common_zero_s()
+        zero_s = common_zero_s()
         wires.recorder.events = []
         if int(os.environ["LOCAL_WORLD_SIZE"]) == world_size and rank == 0:
             threading.Thread(target=_watch, args=(board,), daemon=True).start()
@@ -75,7 +75,7 @@ def _shared_board(world_size: int) -> Any:
         path.unlink(missing_ok=True)
 
 
-def _common_zero_s() -> float:
+def common_zero_s() -> float:
     """When the job began, on this rank's clock: the same moment on all ranks.
 
     Machines do not share a clock; there the end of a barrier has to do.

@@ -1,0 +1,58 @@
+"""The ways to train: a function each, which wraps the model and says what ends a backward pass.
+
+A new strategy is one more function and one more line in `STRATEGIES`. Every one of them must give
+the losses and the weights of `single` on the whole batch: tests/test_train.py proves it.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import nn
+
+from course_lib.core.units import MIB
+from course_lib.train_config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A model as a strategy trains it.
+
+    model     what is called in the forward pass
+    finish    called after the step's last backward: then every `param.grad` is the ranks' mean
+    no_sync   a context for the forward and backward of all micro-batches but the last
+    """
+
+    model: nn.Module
+    finish: Callable[[], None] = lambda: None
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def single(model: nn.Module, config: TrainConfig) -> Wrapped:
+    """One rank, the whole batch: what all others must agree with."""
+    return Wrapped(model)
+
+
+def naive_dp(model: nn.Module, config: TrainConfig) -> Wrapped:
+    """Data parallel: one all-reduce a parameter, after backward. Notebook 05_data_parallel."""
+    from course_lib.data_parallel import NaiveDDP
+
+    wrapped = NaiveDDP(model)
+    return Wrapped(wrapped, wrapped.finish, wrapped.no_sync)
+
+
+def ddp(model: nn.Module, config: TrainConfig) -> Wrapped:
+    """Data parallel: buckets that leave while backward still runs. Notebook 06_ddp."""
+    from course_lib.ddp import DDP
+
+    wrapped = DDP(model, bucket_bytes=int(config.bucket_mib * MIB))
+    return Wrapped(wrapped, wrapped.finish, wrapped.no_sync)
+
+
+def torch_ddp(model: nn.Module, config: TrainConfig) -> Wrapped:
+    """PyTorch's own: its backward waits for the last bucket, so there is nothing to finish."""
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=config.bucket_mib)
+    return Wrapped(wrapped, no_sync=wrapped.no_sync)
+
+
+STRATEGIES = {"single": single, "naive-dp": naive_dp, "ddp": ddp, "torch-ddp": torch_ddp}

@@ -1,0 +1,218 @@
+"""Train the small GPT: `python -m course_lib.train --help`, also under torchrun.
+
+What is trained, and how the ranks agree, is in `course_lib.train_loop` and `course_lib.strategies`;
+here is only the command line.
+"""
+
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from course_lib.core.errors import CourseError
+from course_lib.core.presets import find_model
+from course_lib.core.specs import ModelSpec
+from course_lib.strategies import STRATEGIES
+from course_lib.train_config import TrainConfig, one_of, positive
+from course_lib.train_start import (
+    BAD_INPUT,
+    CTRL_C,
+    FAILED,
+    LATE_S,
+    BadInputError,
+    run_ranks,
+    work,
+    world_size_from_torchrun,
+)
+from course_lib.train_state import read
+
+COMMAND = "python -m course_lib.train"
+
+Strategy = Annotated[
+    str | None,
+    typer.Option(help=f"{', '.join(STRATEGIES)}. Without it: single on one rank, ddp on more."),
+]
+Ranks = Annotated[int | None, typer.Option(help="Ranks to start on this machine; 1 without it.")]
+Model = Annotated[str, typer.Option(help="A preset: tiny, small, study-10m, ...")]
+Layers = Annotated[int | None, typer.Option(help="Layers, instead of the preset's.")]
+Hidden = Annotated[int | None, typer.Option(help="Width, instead of the preset's.")]
+Heads = Annotated[int | None, typer.Option(help="Attention heads, instead of the preset's.")]
+Vocab = Annotated[
+    int | None, typer.Option(help="How many synthetic tokens there are, instead of the preset's.")
+]
+Data = Annotated[
+    str, typer.Option(help="synthetic, shakespeare (downloaded once), or the path of a text file.")
+]
+Steps = Annotated[
+    int, typer.Option(help="Optimizer steps in all, also when it goes on from a checkpoint.")
+]
+GlobalBatch = Annotated[int, typer.Option(help="Sequences in a step, all ranks together.")]
+MicroBatch = Annotated[
+    int | None,
+    typer.Option(help="Sequences in one forward pass; the rest of a rank's share is accumulated."),
+]
+Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
+Optimizer = Annotated[str, typer.Option(help="sgd or adamw.")]
+Lr = Annotated[
+    float | None, typer.Option(help="Learning rate; without it 0.001 for adamw and 0.1 for sgd.")
+]
+Dropout = Annotated[float, typer.Option(help="Probability that a number is dropped.")]
+Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
+Seed = Annotated[int, typer.Option(help="Decides the first weights and the data.")]
+BucketMib = Annotated[float, typer.Option(help="Size of a bucket of ddp and torch-ddp.")]
+Every = Annotated[int, typer.Option(help="Steps between two lines of output; 0: silent.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder for run records and the checkpoint, such as runs/NAME.")
+]
+SaveEvery = Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")]
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Exit code 2: what was asked for cannot be trained; 1: the training failed; 130: Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    app(args=arguments, obj=arguments, prog_name=COMMAND)
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    strategy: Strategy = None,
+    ranks: Ranks = None,
+    model: Model = "tiny",
+    layers: Layers = None,
+    hidden: Hidden = None,
+    heads: Heads = None,
+    vocab: Vocab = None,
+    data: Data = "synthetic",
+    steps: Steps = 100,
+    global_batch: GlobalBatch = 16,
+    micro_batch: MicroBatch = None,
+    seq: Seq = 64,
+    optimizer: Optimizer = "adamw",
+    lr: Lr = None,
+    dropout: Dropout = 0.0,
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
+    bucket_mib: BucketMib = 25.0,
+    every: Every = 10,
+    out: Out = None,
+    save_every: SaveEvery = 0,
+    resume: Resume = False,
+) -> None:
+    """Train a small GPT, on one rank or on many. All strategies give the same losses.
+
+    \b
+    python -m course_lib.train
+    python -m course_lib.train --ranks 2 --strategy ddp --out runs/ddp
+    python -m course_lib.train --data shakespeare --model small --steps 500
+    python -m course_lib.train --ranks 2 --steps 5000 --out runs/long --save-every 100
+    python -m course_lib.train --ranks 2 --steps 5000 --out runs/long --save-every 100 --resume
+    torchrun --nproc-per-node 4 -m course_lib.train --strategy torch-ddp
+    """
+    raise typer.Exit(run(context.params, context.obj))
+
+
+def run(options: dict[str, Any], arguments: Sequence[str]) -> int:
+    """Train with these options of the command line; return the exit code."""
+    try:
+        config, num_ranks = configure(dict(options))
+    except CourseError as error:
+        return _refuse(str(error))
+    try:
+        if num_ranks == 1 or world_size_from_torchrun():
+            work(config)
+            return 0
+        code = run_ranks(num_ranks, arguments)
+    except KeyboardInterrupt:
+        code = CTRL_C
+        _say("Stopped.")
+    except BadInputError as error:
+        return _refuse(str(error))
+    except CourseError as error:
+        code = FAILED
+        _say(str(error))
+    except Exception:
+        code = FAILED
+        traceback.print_exc()
+    if code not in (0, BAD_INPUT):
+        _say_how_to_go_on(config, arguments)
+    return code
+
+
+def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
+    """The run that the options ask for, and on how many ranks.
+
+    Raises: CourseError for what cannot be trained
+    """
+    started, wanted = world_size_from_torchrun(), options.pop("ranks")
+    positive("ranks", wanted)
+    if started and wanted not in (None, started):
+        raise CourseError(f"--ranks: need the {started} ranks that torchrun started; got {wanted}.")
+    num_ranks = started or wanted or 1
+    if options["vocab"] and options["data"] != "synthetic":
+        raise CourseError(
+            f"--vocab: need synthetic data, a text has its own characters; got --data "
+            f"{options['data']}. Try it without --vocab."
+        )
+    options["model"] = _model(options)
+    options["strategy"] = options["strategy"] or ("single" if num_ranks == 1 else "ddp")
+    options["out"] = str(options["out"]) if options["out"] else None
+    one_of("strategy", options["strategy"], tuple(STRATEGIES))
+    config = TrainConfig(**options)
+    config.check_ranks(num_ranks)
+    config.check_files()
+    return config, num_ranks
+
+
+def _model(options: dict[str, Any]) -> ModelSpec:
+    """The preset, with the sizes that are given instead of its own."""
+    sizes = {
+        "num_layers": options.pop("layers"),
+        "hidden": options.pop("hidden"),
+        "num_heads": options.pop("heads"),
+        "vocab": options.pop("vocab"),
+    }
+    given = {name: size for name, size in sizes.items() if size is not None}
+    spec = find_model(options["model"])
+    if "hidden" in given:
+        given["ffn_hidden"] = 4 * given["hidden"]
+    return replace(spec, **given, name="own") if given else spec
+
+
+def _refuse(sentence: str) -> int:
+    """Say once what cannot be trained: under torchrun every rank finds it, and rank 0 says it."""
+    if os.environ.get("RANK", "0") == "0":
+        _say(sentence)
+    else:
+        time.sleep(LATE_S)
+    return BAD_INPUT
+
+
+def _say_how_to_go_on(config: TrainConfig, arguments: Sequence[str]) -> None:
+    path = config.checkpoint
+    if path is None or not path.is_file():
+        return
+    step = read(path)["progress"]["step"]
+    again = shlex.join(argument for argument in arguments if argument != "--resume")
+    _say(f"Step {step} is saved. To go on from there: {COMMAND} {again} --resume")
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

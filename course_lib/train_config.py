@@ -1,0 +1,155 @@
+"""What `python -m course_lib.train` is asked to do: the settings of a run, and what they must keep.
+
+Everything that is wrong with a run and can be known before it starts is said here, in one sentence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from course_lib.accumulation import count_micro_batches
+from course_lib.core.errors import CourseError, MeshError, ShapeError
+from course_lib.core.specs import ModelSpec, spec_fields
+from course_lib.core.units import format_bytes
+from course_lib.cost.params import count_params
+
+LR = {"sgd": 0.1, "adamw": 1e-3}  # what works for the small models
+DTYPES = ("float32", "float64")
+SOURCES = ("synthetic", "shakespeare")
+CHECKPOINT = "checkpoint.pt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run. `global_batch = micro_batch * num_micro_batches * dp`.
+
+    micro_batch   sequences in one forward pass; None: all of the rank's share at once, and a batch
+                  that the ranks cannot share evenly gives the first ones a sequence more
+    data          "synthetic", "shakespeare", or the path of a text file
+    every         steps between two lines of output; 0: none
+    out           folder for run records and the checkpoint; None: nothing is written
+    save_every    steps between two checkpoints; 0: none
+
+    Raises: CourseError for what cannot be trained
+    """
+
+    model: ModelSpec
+    strategy: str = "single"
+    steps: int = 100
+    global_batch: int = 16
+    micro_batch: int | None = None
+    seq: int = 64
+    optimizer: str = "adamw"
+    lr: float | None = None
+    dropout: float = 0.0
+    dtype: str = "float32"
+    seed: int = 0
+    data: str = "synthetic"
+    bucket_mib: float = 25.0
+    every: int = 10
+    out: str | None = None
+    save_every: int = 0
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("optimizer", self.optimizer, tuple(LR))
+        one_of("dtype", self.dtype, DTYPES)
+        if self.lr is None:
+            object.__setattr__(self, "lr", LR[self.optimizer])
+        for name in ("steps", "global_batch", "seq", "micro_batch", "lr", "bucket_mib"):
+            positive(name, getattr(self, name))
+        for name in ("every", "save_every", "seed", "dropout"):
+            positive(name, getattr(self, name), or_zero=True)
+        if self.seq > self.model.max_seq:
+            raise ShapeError(
+                f"--seq: need at most the {self.model.max_seq} tokens of model {self.model.name}; "
+                f"got {self.seq}. Try --seq {self.model.max_seq}."
+            )
+        if self.out is None and (self.save_every or self.resume):
+            raise CourseError("--save-every, --resume: need a folder. Try --out runs/NAME.")
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """Where the checkpoint is, or would be."""
+        return Path(self.out) / CHECKPOINT if self.out else None
+
+    def num_micro_batches(self, dp: int) -> int:
+        """How many micro-batches each of dp ranks accumulates in a step.
+
+        Raises: ShapeError for a batch that they cannot share
+        """
+        if self.global_batch < dp:
+            raise ShapeError(
+                f"--global-batch: need a sequence for each of {dp} ranks; got {self.global_batch}."
+            )
+        if self.micro_batch is None:
+            return 1
+        return count_micro_batches(self.global_batch, self.micro_batch, dp)
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Can this be trained by that many ranks of this machine?
+
+        Raises: CourseError if not
+        """
+        if self.strategy == "single" and num_ranks > 1:
+            raise MeshError(
+                f"--strategy single: need one rank; got {num_ranks}. Try --strategy ddp."
+            )
+        self.num_micro_batches(num_ranks)
+        need = self.state_bytes() * num_ranks
+        there = psutil.virtual_memory().total
+        if need > there:
+            raise CourseError(
+                f"model {self.model.name}: need {format_bytes(need)} for parameters, gradients and "
+                f"optimizer of {num_ranks} rank{'s' * (num_ranks > 1)}; this machine has "
+                f"{format_bytes(there)}. Try --model tiny."
+            )
+
+    def check_files(self) -> None:
+        """Raises: CourseError unless the text, and the checkpoint to go on from, are there."""
+        if self.data not in SOURCES and not Path(self.data).is_file():
+            raise CourseError(
+                f"--data: need {', '.join(SOURCES)} or the path of a text file; got {self.data!r}."
+            )
+        path = self.checkpoint
+        if path and path.is_file() and not self.resume:
+            raise CourseError(
+                f"--out: need a folder without a checkpoint; there is {path}. "
+                "Try --resume to go on from it, or another --out."
+            )
+        if path and self.resume and not path.is_file():
+            raise CourseError(
+                f"--resume: need a checkpoint; there is no {path}. Try it without --resume, "
+                "with --save-every 50."
+            )
+
+    def state_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state of a whole model."""
+        copies = {"sgd": 2, "adamw": 4}[self.optimizer]
+        return count_params(self.model) * copies * {"float32": 4, "float64": 8}[self.dtype]
+
+    def identity(self, model: ModelSpec, data: str) -> dict[str, Any]:
+        """What must stay as it is when a run goes on: all that its numbers depend on."""
+        spec = {**asdict(model), "name": ""}
+        names = ("optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch")
+        return {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
+
+    def plain(self, model: ModelSpec, data: str) -> dict[str, Any]:
+        """The run in plain words, for its record."""
+        return {**asdict(self), "model": spec_fields(model), "data": data}
+
+
+def one_of(name: str, word: str, words: Sequence[str]) -> None:
+    """Raises: CourseError unless the word is one of them."""
+    if word not in words:
+        raise CourseError(f"--{name}: need one of {', '.join(words)}; got {word!r}.")
+
+
+def positive(name: str, number: float | None, *, or_zero: bool = False) -> None:
+    """Raises: CourseError unless the number is above 0 (or 0); None is let through."""
+    if number is not None and not (number > 0 or (or_zero and number == 0)):
+        need = "0 or more" if or_zero else "more than 0"
+        raise CourseError(f"--{name.replace('_', '-')}: need {need}; got {number}.")
