@@ -7,11 +7,13 @@ the losses and the weights of `single` on the whole batch: tests/test_train.py p
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from course_lib.core.units import MIB
 from course_lib.train_config import TrainConfig
+
+if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for torch
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -23,17 +25,17 @@ class Wrapped:
     no_sync   a context for the forward and backward of all micro-batches but the last
     """
 
-    model: nn.Module
+    model: "nn.Module"
     finish: Callable[[], None] = lambda: None
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def single(model: nn.Module, config: TrainConfig) -> Wrapped:
+def single(model: "nn.Module", config: TrainConfig) -> Wrapped:
     """One rank, the whole batch: what all others must agree with."""
     return Wrapped(model)
 
 
-def naive_dp(model: nn.Module, config: TrainConfig) -> Wrapped:
+def naive_dp(model: "nn.Module", config: TrainConfig) -> Wrapped:
     """Data parallel: one all-reduce a parameter, after backward. Notebook 05_data_parallel."""
     from course_lib.data_parallel import NaiveDDP
 
@@ -41,7 +43,7 @@ def naive_dp(model: nn.Module, config: TrainConfig) -> Wrapped:
     return Wrapped(wrapped, wrapped.finish, wrapped.no_sync)
 
 
-def ddp(model: nn.Module, config: TrainConfig) -> Wrapped:
+def ddp(model: "nn.Module", config: TrainConfig) -> Wrapped:
     """Data parallel: buckets that leave while backward still runs. Notebook 06_ddp."""
     from course_lib.ddp import DDP
 
@@ -49,9 +51,11 @@ def ddp(model: nn.Module, config: TrainConfig) -> Wrapped:
     return Wrapped(wrapped, wrapped.finish, wrapped.no_sync)
 
 
-def torch_ddp(model: nn.Module, config: TrainConfig) -> Wrapped:
+def torch_ddp(model: "nn.Module", config: TrainConfig) -> Wrapped:
     """PyTorch's own: its backward waits for the last bucket, so there is nothing to finish."""
-    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=config.bucket_mib)
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=config.bucket_mib)
     return Wrapped(wrapped, no_sync=wrapped.no_sync)
 
 

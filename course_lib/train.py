@@ -18,7 +18,7 @@ import typer
 
 from course_lib.core.errors import CourseError
 from course_lib.core.presets import find_model
-from course_lib.core.specs import ModelSpec
+from course_lib.core.specs import ModelSpec, read_config
 from course_lib.strategies import STRATEGIES
 from course_lib.train_config import TrainConfig, one_of, positive
 from course_lib.train_start import (
@@ -31,7 +31,6 @@ from course_lib.train_start import (
     work,
     world_size_from_torchrun,
 )
-from course_lib.train_state import read
 
 COMMAND = "python -m course_lib.train"
 
@@ -40,7 +39,9 @@ Strategy = Annotated[
     typer.Option(help=f"{', '.join(STRATEGIES)}. Without it: single on one rank, ddp on more."),
 ]
 Ranks = Annotated[int | None, typer.Option(help="Ranks to start on this machine; 1 without it.")]
-Model = Annotated[str, typer.Option(help="A preset: tiny, small, study-10m, ...")]
+Model = Annotated[
+    str, typer.Option(help="tiny, small, study-10m, another preset, or the path of a config.json.")
+]
 Layers = Annotated[int | None, typer.Option(help="Layers, instead of the preset's.")]
 Hidden = Annotated[int | None, typer.Option(help="Width, instead of the preset's.")]
 Heads = Annotated[int | None, typer.Option(help="Attention heads, instead of the preset's.")]
@@ -186,7 +187,8 @@ def _model(options: dict[str, Any]) -> ModelSpec:
         "vocab": options.pop("vocab"),
     }
     given = {name: size for name, size in sizes.items() if size is not None}
-    spec = find_model(options["model"])
+    name = options["model"]
+    spec = read_config(name) if name.endswith(".json") else find_model(name)
     if "hidden" in given:
         given["ffn_hidden"] = 4 * given["hidden"]
     return replace(spec, **given, name="own") if given else spec
@@ -205,6 +207,8 @@ def _say_how_to_go_on(config: TrainConfig, arguments: Sequence[str]) -> None:
     path = config.checkpoint
     if path is None or not path.is_file():
         return
+    from course_lib.train_state import read
+
     step = read(path)["progress"]["step"]
     again = shlex.join(argument for argument in arguments if argument != "--resume")
     _say(f"Step {step} is saved. To go on from there: {COMMAND} {again} --resume")

@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 
-from course_lib.accumulation import count_micro_batches
 from course_lib.core.errors import CourseError, MeshError, ShapeError
 from course_lib.core.specs import ModelSpec, spec_fields
 from course_lib.core.units import format_bytes
@@ -87,7 +86,14 @@ class TrainConfig:
             )
         if self.micro_batch is None:
             return 1
-        return count_micro_batches(self.global_batch, self.micro_batch, dp)
+        together = self.micro_batch * dp
+        if self.global_batch % together:
+            near = max(round(self.global_batch / together), 1) * together
+            raise ShapeError(
+                f"--micro-batch: need --global-batch divisible by micro_batch * ranks; got "
+                f"{self.global_batch} and {self.micro_batch} * {dp}. Try --global-batch {near}."
+            )
+        return self.global_batch // together
 
     def check_ranks(self, num_ranks: int) -> None:
         """Can this be trained by that many ranks of this machine?

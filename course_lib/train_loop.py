@@ -73,7 +73,7 @@ class Trainer:
         self.device = rank_device()
         self.data = from_rank_0(lambda: open_data(config))
         self.spec = replace(config.model, vocab=self.data.vocab)
-        self.identity = config.identity(self.spec, self.data.name)
+        self.identity = config.identity(self.spec, self.data.identity)
         torch.manual_seed(config.seed)
         self.model = GPT(self.spec, dropout=config.dropout).to(self.device, DTYPES[config.dtype])
         self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters(), lr=config.lr)
@@ -82,7 +82,7 @@ class Trainer:
         if config.resume:
             self._load()
         self.wrapped = STRATEGIES[config.strategy](self.model, config)
-        self.record = RunRecord(rank, self.dp, config.plain(self.spec, self.data.name))
+        self.record = RunRecord(rank, self.dp, config.plain(self.spec, self.data.identity))
         self._first = self.progress.step
         self._open_losses: list[Tensor] = []  # this rank's part, of steps that are not summed up
 

@@ -75,6 +75,7 @@ def run_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
 def _set_up_environment() -> None:
     logging.disable(logging.ERROR)  # this process only starts ranks; it has its own words for it
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what matters is raised as well
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own name may not resolve
 

@@ -40,7 +40,6 @@ LESSONS_BELOW = {
     "strategies": {"data_parallel", "ddp", "train_config"},
     "train": {"strategies", "train_config", "train_start", "train_state"},
     "train_bar": {"train_state"},
-    "train_config": {"accumulation"},
     "train_loop": {"accumulation", "strategies", "train_bar", "train_config", "train_state"},
     "train_start": {"train_config", "train_loop"},
     "tree": {"point_to_point"},

@@ -35,12 +35,10 @@ SHAKESPEARE = WebFile(
 
 @dataclass(frozen=True)
 class Text:
-    """A text as a stream of batches of tokens; token i is the i-th of its sorted characters.
-
-    `name` says which text it is, also of which content, so that a run can be compared with another.
-    """
+    """A text as a stream of batches of tokens; token i is the i-th of its sorted characters."""
 
     name: str
+    digest: str  # the first digits of its SHA-256
     characters: str
     tokens: Tensor = field(repr=False)  # [length]
 
@@ -55,7 +53,12 @@ class Text:
         points = np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.int64)
         characters, tokens = torch.from_numpy(points).unique(return_inverse=True)  # sorted
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return cls(f"{name} {digest}", "".join(map(chr, characters.tolist())), tokens)
+        return cls(name, digest, "".join(map(chr, characters.tolist())), tokens)
+
+    @property
+    def identity(self) -> str:
+        """Which text it is, and that it is still the same."""
+        return f"{self.name} {self.digest}"
 
     @property
     def vocab(self) -> int:
@@ -88,10 +91,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """`token_batch` with the names of a `Text`."""
+    """`token_batch` with the methods of a `Text`."""
 
     vocab: int
-    name: str = "synthetic"
+    identity: str = "synthetic"
 
     def batch(self, n: int, *, batch: int, seq: int, seed: int = 0) -> Tensor:
         """The n-th batch [batch, seq + 1]."""

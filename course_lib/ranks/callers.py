@@ -91,4 +91,5 @@ def lines_of(traceback: TracebackType | None) -> list[Line]:
 
 
 def _line(frame: FrameType) -> Line:
-    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    number = frame.f_lineno or 0  # None between two lines
+    return Line(frame.f_code.co_filename, number, frame.f_code.co_name)
