@@ -1,0 +1,198 @@
+"""Exercises 3 and 4 of 05_data_parallel: which items a rank reads, and what its batch weighs.
+
+The first is arithmetic; the weight is checked on ranks, where rank r's loss is a multiple of 10**r,
+one of them without any items.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from course_lib.checks import data_parallel_data_mistakes as planted
+from course_lib.checks.data_parallel_parts import expect_calls
+from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
+from course_lib.checks.tools import expect_equal, run
+from course_lib.data_parallel import RankSampler, weighted_loss
+from course_lib.ranks import Ranks
+
+# --- data_parallel-3: the sampler
+
+Indices = Callable[[int, int, int, int], list[int]]
+
+
+def check_indices(answer: Indices) -> str:
+    """Any lengths: everything read, as often on every rank, in another order each epoch."""
+    for n, p in ((12, 4), (10, 4), (7, 3), (9, 1), (3, 4)):
+        for epoch in (0, 1):
+            dealt = [_list_of(answer(n, rank, p, epoch)) for rank in range(p)]
+            _expect_dealt(dealt, n, f"{n} items on {p} rank{'s' if p > 1 else ''}, epoch {epoch}")
+            if [_list_of(answer(n, rank, p, epoch)) for rank in range(p)] != dealt:
+                raise CheckFailed("The same call gives other items: draw from a seed, not by luck.")
+    epochs = [_list_of(answer(100, 1, 2, epoch)) for epoch in range(3)]
+    if epochs[0] == sorted(epochs[0]):
+        raise CheckFailed("100 items on 2 ranks: they come in the order of the data. Shuffle.")
+    if epochs[0] in epochs[1:]:
+        raise CheckFailed(
+            "100 items on 2 ranks: two epochs are the same. The epoch has to change the seed: "
+            "that is what set_epoch is for."
+        )
+    return "Each item read, as many on every rank, another order every epoch."
+
+
+def _list_of(got: Any) -> list[int]:
+    if isinstance(got, torch.Tensor):
+        got = got.tolist()
+    expect_equal(isinstance(got, list), True, where="what you return is a list")
+    return [int(item) for item in got]
+
+
+def _expect_dealt(dealt: Sequence[list[int]], n: int, where: str) -> None:
+    p, times = len(dealt), Counter(item for items in dealt for item in items)
+    each, lengths = -(-n // p), [len(items) for items in dealt]
+    missing = sorted(set(range(n)) - set(times))
+    twice = sum(times.values()) - len(times)
+    if p > 1 and all(sorted(items) == sorted(dealt[0]) for items in dealt) and n > p:
+        raise CheckFailed(
+            f"{where}: every rank reads the same items. p ranks then do the work of one: give "
+            "each its own part."
+        )
+    if min(lengths) != max(lengths):
+        raise CheckFailed(
+            f"{where}: ranks read {lengths} items. The ones with more steps wait for ever in "
+            "their last all-reduce: fill up with items from the start of the order."
+        )
+    if lengths[0] != each:
+        says = "The tail is dropped: fill up." if lengths[0] < each else "Only your own part."
+        raise CheckFailed(f"{where}: need {each} items on each rank; got {lengths[0]}. {says}")
+    if missing or twice > each * p - n:
+        raise CheckFailed(
+            f"{where}: {len(missing)} items are never read, and others twice. All ranks have to "
+            "deal out the same order: shuffle from the same seed on each of them."
+        )
+
+
+def torchs_indices(n: int, rank: int, p: int, epoch: int) -> list[int]:
+    """The course's own answer, and PyTorch's."""
+    sampler = RankSampler(n, rank, p)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+SAMPLER = Exercise(
+    key="data_parallel-3",
+    title="sampler",
+    check=check_indices,
+    reference=torchs_indices,
+    mistakes=(
+        Mistake("same data", planted.same_on_every_rank, says="every rank reads the same items"),
+        Mistake("own shuffle", planted.own_shuffle, says="from the same seed on each"),
+        Mistake("set_epoch forgotten", planted.epoch_forgotten, says="what set_epoch is for"),
+        Mistake("not filled up", planted.not_filled_up, says="wait for ever"),
+        Mistake("tail dropped", planted.tail_dropped, says="The tail is dropped"),
+        Mistake("never shuffled", planted.never_shuffled, says="in the order of the data"),
+        Mistake("everything", planted.everything, says="every rank reads the same items"),
+        Mistake("by chance", planted.by_chance, says="items are never read"),
+    ),
+)
+
+# --- data_parallel-4: the weight of an uneven batch
+
+SIZES = ([3, 3, 3, 1], [2, 0, 4], [1, 5], [4])
+
+
+def _weighted(
+    rank: int, answer: Callable[..., Any], sizes: Sequence[int]
+) -> tuple[float, float | None]:
+    mean = torch.tensor(2.0 * 10**rank, dtype=torch.float64, requires_grad=True)
+    loss = mean * 1 if sizes[rank] else mean * 0 + float("nan")
+    got = answer(loss, sizes[rank])
+    expect_equal(isinstance(got, torch.Tensor), True, where="what you return is a tensor")
+    if got.requires_grad:
+        got.backward()
+    return got.item(), None if mean.grad is None else mean.grad.item()
+
+
+def check_weighted(answer: Callable[..., Any]) -> str:
+    """Value and gradient of the weighted loss, one small all-reduce, also without any items."""
+    for sizes in SIZES:
+        p = len(sizes)
+        with Ranks(p) as ranks:
+            hang = "A rank without items still has to count: all ranks call all_reduce."
+            found = run(ranks, _weighted, answer, sizes, on={"hang": hang})
+            events = ranks.events
+        weights = [got / 2 / 10**rank for rank, (got, _) in enumerate(found)]
+        _expect_weights(weights, [slope for _, slope in found], sizes)
+        says = "One number is enough: the sum of all num_items."
+        expect_calls(events, p, [8], "all_reduce", says)
+    return "Each item counts the same in batches of any length, for 8 bytes."
+
+
+def _expect_weights(
+    weights: Sequence[float], slopes: Sequence[float | None], sizes: Sequence[int]
+) -> None:
+    p, total = len(sizes), sum(sizes)
+    for rank, (weight, slope) in enumerate(zip(weights, slopes, strict=True)):
+        need, where = sizes[rank] * p / total, f"rank {rank} of {p}, batches of {sizes} items"
+        if math.isnan(weight):
+            raise CheckFailed(
+                f"{where}: got nan. The mean over no items is 0/0, and 0 * nan is nan: return a "
+                "zero."
+            )
+        if not math.isclose(weight, need, rel_tol=1e-6):
+            raise CheckFailed(
+                f"{where}: need loss * {need:g}; got loss * {weight:g}. {_why(weights, sizes)}"
+            )
+        if slope is None:
+            raise CheckFailed(
+                f"{where}: there is no gradient. Keep the graph: no detach, no item()."
+            )
+        if sizes[rank] and not math.isclose(slope, need, rel_tol=1e-6):
+            raise CheckFailed(f"{where}: the value is right, the gradient is not: scale the loss.")
+
+
+def _why(weights: Sequence[float], sizes: Sequence[int]) -> str:
+    """What the weights of all ranks together tell."""
+    total, first = sum(sizes), max(1, sizes[0])
+    causes: list[tuple[Sequence[float], str]] = [
+        (
+            [min(1, mine) for mine in sizes],
+            "Every rank counts the same: an item of a short batch weighs more.",
+        ),
+        (
+            [mine / total for mine in sizes],
+            "The mean over ranks divides by p once more: multiply by p.",
+        ),
+        (sizes, "Times its items: now divide by the items of all ranks."),
+        (
+            [mine / first for mine in sizes],
+            "Not all are as long as rank 0's: sum the items of all ranks.",
+        ),
+    ]
+    fits = (
+        says
+        for wrong, says in causes
+        if all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(weights, wrong, strict=True))
+    )
+    return next(fits, "Weigh this rank's own loss.")
+
+
+WEIGHT = Exercise(
+    key="data_parallel-4",
+    title="uneven batch",
+    check=check_weighted,
+    reference=lambda loss, num_items: weighted_loss(loss, num_items),
+    mistakes=(
+        Mistake("weighted equally", planted.equal_weights, says="Every rank counts the same"),
+        Mistake("p forgotten", planted.part_of_all, says="multiply by p"),
+        Mistake("total forgotten", planted.times_items, says="divide by the items of all ranks"),
+        Mistake("mean of all", planted.sums_the_losses, says="Weigh this rank's own loss"),
+        Mistake("nan of no items", planted.nan_of_no_items, says="0/0"),
+        Mistake("skips no items", planted.skips_no_items, says="all ranks call all_reduce"),
+        Mistake("detached", planted.detached, says="there is no gradient"),
+        Mistake("like the first", planted.items_of_the_first, says="as long as rank 0's"),
+        Mistake("gathers all", planted.gathers_all, says="the exercise is for all_reduce"),
+    ),
+)

@@ -1,0 +1,60 @@
+"""Exercise 5 of 05_data_parallel, with its planted mistakes: how stale is each update?"""
+
+from collections.abc import Callable, Sequence
+
+from course_lib.checks import data_parallel_data_mistakes as planted
+from course_lib.checks.exercise import Exercise, Mistake
+from course_lib.checks.tools import expect_equal
+from course_lib.cost.staleness import staleness_of
+
+ORDERS: tuple[list[int], ...] = (
+    [1, 2, 3, 1, 2, 3],
+    [1, 1, 1],
+    [2, 2, 2, 1, 2, 1],
+    [3, 1, 1, 2, 1, 1, 3, 2],
+    [],
+)
+
+
+def check_staleness(answer: Callable[[Sequence[int]], list[int]]) -> str:
+    """The updates between a worker's pull and its push, for any order of workers."""
+    for order in ORDERS:
+        right = staleness_of(order)
+        causes = [
+            (
+                planted.own_counted(order),
+                "One too many: a worker pulls after its own update, which is in what it gets.",
+            ),
+            (planted.never_pulls_again(order), "After each push a worker pulls again."),
+            (
+                planted.always_the_others(order),
+                "w - 1 is the mean. Count how many updates really came in between.",
+            ),
+            (
+                planted.different_others(order),
+                "Count updates, not workers: a fast one makes several in between.",
+            ),
+            (
+                planted.first_is_fresh(order),
+                "A first push may be stale too: everyone pulled before the first update.",
+            ),
+            (planted.own_steps(order), "That counts a worker's own steps: count the others'."),
+        ]
+        expect_equal(answer(list(order)), right, where=f"order {order}", causes=causes)
+    return "Updates between pull and push, for any order."
+
+
+STALENESS = Exercise(
+    key="data_parallel-5",
+    title="staleness",
+    check=check_staleness,
+    reference=staleness_of,
+    mistakes=(
+        Mistake("own counted", planted.own_counted, says="One too many"),
+        Mistake("never pulls again", planted.never_pulls_again, says="a worker pulls again"),
+        Mistake("always w - 1", planted.always_the_others, says="w - 1 is the mean"),
+        Mistake("counts workers", planted.different_others, says="Count updates, not workers"),
+        Mistake("first is fresh", planted.first_is_fresh, says="A first push may be stale too"),
+        Mistake("own steps", planted.own_steps, says="a worker's own steps"),
+    ),
+)
