@@ -151,9 +151,10 @@ def _bar(
     for kind, start, part in zip(kinds, starts, parts, strict=False):
         ink = KIND[kind]
         axes.barh(row, part / unit, 0.66, start / unit, color=ink.fill, edgecolor=WHITE, lw=0.7)
-        if part / unit > 0.085 * axes.get_xlim()[1]:
+        low, high = _clear_of(limit_bytes, start, start + part)
+        if (high - low) / unit > 0.085 * axes.get_xlim()[1] and part < starts[-1]:
             axes.text(
-                (start + part / 2) / unit,
+                (low + high) / 2 / unit,
                 row,
                 format_bytes(part),
                 ha="center",
@@ -175,6 +176,13 @@ def _bar(
         va="center",
         fontsize=SMALL_PT,
     )
+
+
+def _clear_of(limit: float | None, start: float, end: float) -> tuple[float, float]:
+    """The larger piece of a part of a bar, if the limit cuts it in two."""
+    if limit is None or not start < limit < end:
+        return start, end
+    return (start, limit) if limit - start >= end - limit else (limit, end)
 
 
 def _say_limit(axes: Axes, limit_bytes: float, where: tuple[float, float], side: str) -> None:

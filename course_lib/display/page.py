@@ -92,12 +92,22 @@ def powers_of_ten(axes: Axes) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(_power))
+        axis.set_major_formatter(FuncFormatter(partial(_at_power, axis)))
         axis.set_minor_formatter(FuncFormatter(partial(_between_powers, axis)))
     axes.tick_params(labelsize=TEXT_PT, pad=6.5, which="minor")
 
 
-def _power(value: float, _position: int | None = None) -> str:
+def _at_power(axis: Axis, value: float, _position: int) -> str:
+    return f"{value:g}" if _is_short(axis) else _power(value)
+
+
+def _is_short(axis: Axis) -> bool:
+    """Whether an axis has numbers of everyday size, which are easier to read written out."""
+    low, high = sorted(axis.get_view_interval())
+    return low > 0.009 and high < 10_000 and high < 200 * low
+
+
+def _power(value: float) -> str:
     """`1e-3 -> '10\u207b\u00b3'`; plain letters, which are drawn ten times faster than formulas."""
     exponent = math.log10(value)
     return f"10{str(round(exponent)).translate(_RAISED)}" if abs(exponent % 1) < 1e-9 else ""
@@ -108,6 +118,8 @@ def _between_powers(axis: Axis, value: float, _position: int) -> str:
     low, high = (math.log10(end) for end in sorted(axis.get_view_interval()))
     power = 10.0 ** math.floor(math.log10(value))
     digit = round(value / power)
+    if _is_short(axis):
+        return f"{value:g}" if high - low < 0.5 or digit in (2, 5) else ""
     shown = high - low < 0.5 or (math.floor(high) - math.ceil(low) < 1 and digit in (2, 5))
     return f"{digit}\u00b7{_power(power)}" if shown else ""
 
