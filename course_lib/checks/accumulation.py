@@ -11,6 +11,7 @@ from course_lib.checks import accumulation_counts as counts
 from course_lib.checks import accumulation_mistakes as planted
 from course_lib.checks.exercise import Exercise, Mistake
 from course_lib.checks.gradients import (
+    FULL_BATCH,
     OLD,
     batch_of,
     clip,
@@ -21,6 +22,7 @@ from course_lib.checks.gradients import (
     line,
     near,
     one_step,
+    parts_of,
     split,
 )
 from course_lib.checks.tools import Cause
@@ -33,7 +35,7 @@ Parts = Sequence[tuple[Tensor, Tensor]]
 def check_step(answer: Callable[..., Any]) -> str:
     """One SGD step with lr 1 moves the parameters by the gradient that the optimizer used."""
     for items, count in ((2, 1), (4, 2), (6, 3), (8, 8)):
-        batch, where = batch_of(items), f"{items} items in {count} micro-batches"
+        batch, where = batch_of(items), parts_of(items, count)
         expected, last = gradient(batch), gradient(split(batch, count)[-1])
         loss, used = one_step(answer, where, batch, count)
         only_last = "Only the last micro-batch is left: zero_grad is in the loop, or backward not."
@@ -43,11 +45,21 @@ def check_step(answer: Callable[..., Any]) -> str:
             (near(expected / count), "Divided twice: each loss by num_micro_batches, once."),
             (near(last / count), only_last),
             (near(last), only_last),
+            (
+                near(expected * 0),
+                "No gradient is left: zero_grad stands between backward and step.",
+            ),
+            (
+                near(expected * count / items),
+                "Divided by the items: each loss is a mean already. Divide by num_micro_batches.",
+            ),
         ]
-        expect_near(used, expected, f"{where}, gradient used", causes)
-        full = F.mse_loss(line()(batch[0]), batch[1]).detach()
+        expect_near(used, expected, f"{where}, gradient used", causes, FULL_BATCH)
+        full = _loss(batch)
         loss_causes: list[Cause] = [
             (near(full * count), "That is the sum of the losses: return their mean."),
+            (near(_loss(split(batch, count)[-1])), "That is the loss of the last micro-batch."),
+            (near(_loss(split(batch, count)[-1]) / count), "That is the last micro-batch's part."),
         ]
         expect_near(loss, full, f"{where}, loss", loss_causes)
     expect_low_peak(answer)
@@ -62,15 +74,27 @@ def check_uneven(answer: Callable[..., Any]) -> str:
         model = line()
         answer(model, F.mse_loss, parts)
         grads = [gradient(part) for part in parts]
-        mean_of_means = sum(grads) / len(grads)
+        mean_of_means, num_items = sum(grads) / len(grads), sum(lengths)
         first = sum(g * n for g, n in zip(grads, lengths, strict=True)) / lengths[0] / len(lengths)
         causes: list[Cause] = [
             (near(mean_of_means), "A mean of means: an item of a short part counts for more."),
             (near(mean_of_means * len(grads)), "Summed: each part needs its share of the items."),
+            (near(sum(grads) / num_items), "A part's loss is a mean: times its own items, too."),
+            (
+                near(gradient((inputs, targets)) * num_items),
+                "Summed over the items: divide by the number of all items.",
+            ),
+            (
+                near(grads[-1] * lengths[-1] / num_items),
+                "Only the last part is left: zero_grad is in the loop.",
+            ),
             (near(first), "Not all parts are as long as the first one."),
         ]
         where = f"parts of {lengths} items"
-        expect_near(flat_grads(model), gradient((inputs, targets)), where, causes)
+        expect_near(flat_grads(model), gradient((inputs, targets)), where, causes, FULL_BATCH)
+    expect_low_peak(
+        lambda model, loss_fn, _, batch, count: answer(model, loss_fn, split(batch, count))
+    )
     return "Every item counts the same, in parts of any length."
 
 
@@ -80,7 +104,8 @@ def check_tokens(answer: Callable[..., Any]) -> str:
         inputs, targets = padded_batch(3, batch=batch, seq=6, vocab=11)
         targets[batch - padded :] = IGNORED
         parts = split((inputs, targets), count)
-        where = f"{batch} sequences in {count} parts" + (", one without tokens" if padded else "")
+        where = f"{batch} sequences in {count} part{'s' if count > 1 else ''}"
+        where += ", one without tokens" if padded else ""
         model, right = _tiny_gpt(), _tiny_gpt()
         loss = answer(model, parts)
         (full := token_loss(right(inputs), targets)).backward()
@@ -89,12 +114,14 @@ def check_tokens(answer: Callable[..., Any]) -> str:
         padding = [num_tokens / targets.numel() for num_tokens in tokens]
         causes: list[Cause] = [
             (near(_token_grads(parts, equal)), "A mean of means: count the tokens."),
-            (near(_token_grads(parts, items)), "Weigh tokens, not sequences."),
+            (near(_token_grads(parts, items)), "Weigh targets that count, not sequences."),
+            (near(_token_grads(parts, [1.0] * count)), "Summed: each part needs its share."),
             (near(_token_grads(parts, padding)), "Padding is in the total: leave out -100."),
         ]
-        expect_near(flat_grads(model), flat_grads(right), where, causes)
+        expect_near(flat_grads(model), flat_grads(right), where, causes, FULL_BATCH)
         nan: list[Cause] = [(torch.isnan, "The mean over no tokens is 0/0: leave that part out.")]
-        expect_near(loss, full.detach(), f"{where}, loss", nan)
+        look = "The gradient is right: give the losses the same shares."
+        expect_near(loss, full.detach(), f"{where}, loss", nan, look)
     return "Every token counts the same, padding counts nothing."
 
 
@@ -102,7 +129,7 @@ def check_clipped(answer: Callable[..., Any]) -> str:
     """The whole gradient, clipped once, just before the step."""
     for items, count, max_norm in ((2, 1, 0.5), (4, 2, 1e3), (4, 2, 0.5), (6, 3, 0.1)):
         batch = batch_of(items)
-        where = f"{items} items in {count} micro-batches, max_norm {max_norm:g}"
+        where = f"{parts_of(items, count)}, max_norm {max_norm:g}"
         parts = [gradient(part) / count for part in split(batch, count)]
         whole, running = torch.stack(parts).sum(0), torch.zeros(3).double()
         for part in parts:
@@ -121,9 +148,13 @@ def check_clipped(answer: Callable[..., Any]) -> str:
             (near(own), "Each parameter was clipped by itself: the norm is that of all."),
             (near(whole.clamp(-max_norm, max_norm)), "Numbers were cut off: scale the gradient."),
         ]
-        expect_near(used, clip(whole, max_norm), f"{where}, gradient used", causes)
+        expect_near(used, clip(whole, max_norm), f"{where}, gradient used", causes, FULL_BATCH)
     expect_low_peak(lambda *step: answer(*step, 1e3))
     return "The accumulated gradient is clipped, once, by its whole norm."
+
+
+def _loss(batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(line()(batch[0]), batch[1]).detach()
 
 
 def _tiny_gpt() -> GPT:
@@ -168,6 +199,7 @@ EXERCISES = (
             Mistake("no zero_grad", planted.no_zero_grad, says="zero_grad comes first"),
             Mistake("step inside", planted.step_inside, says="It stands inside the loop"),
             Mistake("no step", planted.no_step, says="Did you forget it?"),
+            Mistake("cleared late", planted.zero_grad_late, says="No gradient is left"),
             Mistake("one backward", planted.one_backward, says="call backward in the loop"),
             Mistake("full batch", planted.full_batch, says="call backward in the loop"),
             Mistake("sums losses", planted.sums_losses, says="return their mean"),
@@ -181,6 +213,8 @@ EXERCISES = (
         mistakes=(
             Mistake("mean of means", planted.mean_of_means, says="A mean of means"),
             Mistake("summed", planted.sum_of_means, says="needs its share"),
+            Mistake("one batch", planted.put_together, says="call backward in the loop"),
+            Mistake("not times its items", planted.divided_only, says="times its own items"),
             Mistake("all like the first", planted.like_the_first, says="as long as the first"),
         ),
     ),
@@ -191,7 +225,7 @@ EXERCISES = (
         reference=planted.tokens,
         mistakes=(
             Mistake("mean of means", planted.token_mean_of_means, says="A mean of means"),
-            Mistake("by sequences", planted.by_sequences, says="Weigh tokens, not sequences"),
+            Mistake("by sequences", planted.by_sequences, says="not sequences"),
             Mistake("counts padding", planted.counts_padding, says="Padding is in the total"),
             Mistake("nothing over nothing", planted.nan_of_no_tokens, says="0/0"),
         ),

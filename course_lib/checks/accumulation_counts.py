@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from course_lib.accumulation import count_micro_batches
 from course_lib.checks.exercise import CheckFailed, NotDone
-from course_lib.checks.tools import Cause, expect_equal
+from course_lib.checks.tools import Cause, expect_equal, on_ranks
 
 
 def check_count(answer: Callable[..., int]) -> str:
@@ -15,12 +15,13 @@ def check_count(answer: Callable[..., int]) -> str:
         (2**22, 2**12, 2, 128),
         (2**22, 2**12, 2, 512),
     ):
-        where = f"{num_tokens} tokens in sequences of {seq}, {micro} at a time on {dp} ranks"
+        where = f"{num_tokens} tokens in sequences of {seq}, {micro} at a time {on_ranks(dp)}"
         right = num_tokens // seq // micro // dp
         causes: list[Cause] = [
             (num_tokens // micro // dp, "Those are tokens; a micro-batch holds sequences."),
             (num_tokens // seq // micro, "The ranks share the work: each does 1/dp of it."),
             (num_tokens // seq // dp, "That is in sequences; need it in micro-batches."),
+            (num_tokens // seq // micro * dp, "More ranks run fewer: divide by dp."),
             (float(right), "The value is right, but a count is an int: divide with //."),
         ]
         expect_equal(answer(num_tokens, seq, micro, dp), right, where=where, causes=causes)
@@ -44,7 +45,9 @@ def _expect_refused(
     except ValueError:
         return
     except AssertionError:
-        raise CheckFailed(f"{where}: need a ValueError; got an AssertionError.") from None
+        raise CheckFailed(
+            f"{where}: need a ValueError; got an AssertionError. Use raise."
+        ) from None
     if isinstance(got, BaseException):
         raise CheckFailed(f"{where}: the error came back as a result: raise it.")
     raise CheckFailed(

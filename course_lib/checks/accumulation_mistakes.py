@@ -14,8 +14,6 @@ Parts = Sequence[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batch = tuple[Tensor, Tensor]
 SGD = torch.optim.Optimizer
-
-
 step = accumulated_step
 
 
@@ -86,16 +84,21 @@ def no_step(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: in
 
 def one_backward(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
     optimizer.zero_grad()
-    loss = torch.stack([loss_fn(model(x), y) for x, y in split(batch, m)]).mean()
-    loss.backward()
+    (loss := torch.stack([loss_fn(model(x), y) for x, y in split(batch, m)]).mean()).backward()
     optimizer.step()
     return loss
 
 
+def zero_grad_late(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
+    for x, y in split(batch, m):
+        (loss_fn(model(x), y) / m).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
 def full_batch(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
     optimizer.zero_grad()
-    loss = loss_fn(model(batch[0]), batch[1])
-    loss.backward()
+    (loss := loss_fn(model(batch[0]), batch[1])).backward()
     optimizer.step()
     return loss
 
@@ -118,6 +121,16 @@ def mean_of_means(model: nn.Module, loss_fn: Loss, parts: Parts) -> None:
 def sum_of_means(model: nn.Module, loss_fn: Loss, parts: Parts) -> None:
     for x, y in parts:
         loss_fn(model(x), y).backward()
+
+
+def divided_only(model: nn.Module, loss_fn: Loss, parts: Parts) -> None:
+    for x, y in parts:
+        (loss_fn(model(x), y) / sum(len(other) for _, other in parts)).backward()
+
+
+def put_together(model: nn.Module, loss_fn: Loss, parts: Parts) -> None:
+    inputs, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    loss_fn(model(inputs), targets).backward()
 
 
 def like_the_first(model: nn.Module, loss_fn: Loss, parts: Parts) -> None:

@@ -53,7 +53,9 @@ def expect_low_peak(answer: Callable[..., Any]) -> None:
         )
 
 
-def expect_near(got: Any, expected: Tensor, where: str, causes: Sequence[Cause]) -> None:
+def expect_near(
+    got: Any, expected: Tensor, where: str, causes: Sequence[Cause], look: str = ""
+) -> None:
     """expect_equal with a tolerance of 1e-9: the sums run in another order."""
     if isinstance(got, float | int):
         got = torch.tensor(float(got)).double()
@@ -61,8 +63,15 @@ def expect_near(got: Any, expected: Tensor, where: str, causes: Sequence[Cause])
         got = got.detach().to(expected.dtype)
         if got.shape == expected.shape and near(expected)(got):
             return
-    look = "Compare with one backward of the full batch, on two items."
     expect_equal(got, expected, where=where, causes=causes, look=look)
+
+
+FULL_BATCH = "Compare with one backward of the full batch."
+
+
+def parts_of(items: int, count: int) -> str:
+    """Where a check is: `2 items in 1 micro-batch`."""
+    return f"{items} items in {count} micro-batch{'es' if count > 1 else ''}"
 
 
 def near(wrong: Any) -> Callable[[Any], bool]:

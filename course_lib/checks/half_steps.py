@@ -37,7 +37,8 @@ def check_half_step(answer: Callable[..., Any]) -> str:
             (near(after(true).half().float()), "The master was rounded to 16 bits: keep fp32."),
         ]
         expect_near(master, after(true), f"{where}, master", causes)
-        stale: list[Cause] = [(near(after(0.0).half()), "Copy the master into the parameter.")]
+        says = "Copy the master into the parameter, in place: param.copy_ under no_grad."
+        stale: list[Cause] = [(near(after(0.0).half()), says)]
         expect_near(param, master.half(), f"{where}, parameter", stale)
         expect_equal(_plain_bool(stepped), True, where=where)
     for bad in (math.inf, math.nan):
@@ -80,7 +81,7 @@ def check_scale(answer: Callable[..., Any]) -> str:
     """Halve after an overflow, double after three good steps in a row."""
     scale, good = 8.0, 0
     right, right_good, seen = 8.0, 0, ""
-    for step, finite in enumerate([True, False, *[True] * 8, False, True]):
+    for step, finite in enumerate([True, False, *[True] * 8, *[False] * 6, True]):
         right_good = right_good + 1 if finite else 0
         previous, seen = right, seen + (" good" if finite else " overflow")
         right = right * 2 if right_good == 3 else right if finite else right / 2
@@ -89,7 +90,12 @@ def check_scale(answer: Callable[..., Any]) -> str:
         causes: list[Cause] = [
             (lambda got, f=finite, p=previous: not f and got >= p, "An overflow halves the scale."),
             (lambda got, p=previous: got > p, "Too early: only after 3 good steps in a row."),
-            (lambda got, p=previous: got == p, "Three good steps in a row double it."),
+            (
+                lambda got, p=previous: got == p,
+                "Three good steps in a row double it; num_good are those before this one.",
+            ),
+            (lambda got, f=finite: f and got < 4, "Return the scale first, then the count."),
+            (0.0, "Halve with /: a scale may go below 1."),
         ]
         where = f"step {step}, after{seen}: scale"
         expect_equal(float(scale), right, where=where, causes=causes)

@@ -7,7 +7,7 @@ from typing import Any
 from course_lib.checks import memory_mistakes as planted
 from course_lib.checks import memory_weigh
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.tools import Cause, expect_equal
+from course_lib.checks.tools import Cause, expect_equal, on_ranks
 from course_lib.core import ModelSpec
 from course_lib.core.recipes import BF16, BF16_ACCUMULATED, FP32, PURE_BF16, Recipe
 from course_lib.core.units import GIB
@@ -43,11 +43,20 @@ def check_count(answer: Callable[..., int]) -> str:
             (right - parts["positions"], "The table of positions is missing: max_seq * hidden."),
             (right - parts["norms"], "The norms are missing: a weight and a bias each."),
             (right - parts["norms"] // 2, "A norm has a weight and a bias."),
+            (right - n * 2 * h, "A layer has two norms: one before attention, one before the MLP."),
+            (right - n * (h * h + h), "Attention has four matrices: q, k, v and the one after."),
+            (
+                12 * n * h * h + table,
+                "That is the rule of thumb: here biases, norms and positions count, too.",
+            ),
+            (right + spec.vocab, "The head has no bias, tied or not."),
+            (float(right), "The value is right, but a count is whole: an int."),
             (_four_times(spec), "ffn_hidden is a size of its own: 4 * hidden is only usual."),
             (4 * right, "Those are bytes in fp32: parameters are counted in numbers."),
         ]
         where = f"hidden {h}, {n} layers, {'tied' if spec.tied else 'untied'}"
-        expect_equal(answer(spec), right, where=where, causes=causes, look="Compare part by part.")
+        look = "Print your parts beside those of param_parts(spec)."
+        expect_equal(answer(spec), right, where=where, causes=causes, look=look)
     return "Tied and untied, every matrix, bias and norm once."
 
 
@@ -77,23 +86,29 @@ def check_states(answer: Callable[..., int]) -> str:
                     "The fp32 gradient accumulator is missing.",
                 ),
                 (right - num_params * recipe.master_bytes, "The fp32 master copy is missing."),
+                (num_params * 16, "16 is one recipe: add up the sizes of the one you are given."),
+                (right - num_params * recipe.weight_bytes, "The weights are missing."),
+                (float(right), "The value is right, but bytes are whole: an int."),
                 (num_params * 4, "Those are numbers, not bytes: each has its size."),
                 (right - num_params * recipe.grad_bytes, "The gradients are missing."),
             ]
-            where = f"{num_params} parameters in {recipe.name}"
-            expect_equal(answer(num_params, recipe), right, where=where, causes=causes)
+            many = f"{num_params} parameter{'s' if num_params > 1 else ''}"
+            got = answer(num_params, recipe)
+            look = "Which of its sizes is missing? The moments count num_moments times."
+            expect_equal(got, right, where=f"{many} in {recipe.name}", causes=causes, look=look)
     return "8, 16 and 20 bytes a parameter."
 
 
 def check_layer(answer: Callable[..., int]) -> str:
     """A layer of unfused attention with dropout in bf16, at several sizes."""
-    for heads, batch, seq in ((1, 1, 2), (3, 1, 4), (3, 2, 4), (3, 2, 8)):
+    for heads, batch, seq in ((1, 1, 2), (3, 1, 4), (3, 3, 4), (3, 2, 8)):
         spec = replace(SPEC, num_heads=heads, ffn_hidden=4 * SPEC.hidden, max_seq=8)
         right, h = _layer(spec, batch, seq), spec.hidden
         sbh, square = seq * batch * h, heads * seq * seq * batch
         causes: list[Cause] = [
             (34 * sbh + 5 * heads * seq * batch, "Scores grow with the square of the sequence."),
             (34 * sbh + 5 * square // batch, "Every sequence of the batch has its own scores."),
+            (right // batch, "A batch has as many of each as it has sequences: batch is missing."),
             (34 * sbh + 5 * square // heads, "Every head has its own scores."),
             (36 * sbh + 6 * square, "A dropout mask takes one byte a number, not two."),
             (right // 2, "Those are numbers, not bytes."),
@@ -132,6 +147,7 @@ def check_fit(answer: Callable[..., int]) -> str:
                 lambda got, last=left == each: last and got == 0,
                 "One fits: exactly full is not too full.",
             ),
+            (max(0, (card_gib - states) // each), "The card is in GiB, the rest in bytes."),
             (max(0, (card_gib * 10**9 - states) // each), "The card's GiB are 2**30 bytes."),
             (right + 1, "Rounded up: the last sequence does not fit any more."),
             (card_gib * GIB // each, "The states need their place first."),
@@ -153,13 +169,15 @@ def check_mfu(answer: Callable[..., float]) -> str:
         right = 6 * num_params * tokens_per_s / (ranks * sheet / 2)
         causes = [
             (right / 2, "The sheet's number is with sparsity: training reaches half of it."),
+            (right / 4, "Half of the sheet's number stands below the line: / (sheet / 2)."),
+            (right * ranks * ranks, "More ranks have a higher peak: divide by world_size."),
             (right * ranks, "Every rank has a peak of its own: world_size of them."),
             (right / 3, "Backward is twice forward: 6 FLOP a parameter a token, not 2."),
             (right * 4 / 3, "MFU counts what the model needs, not what is recomputed: 6, not 8."),
             (right * 100, "MFU is a share from 0 to 1 here, not percent."),
         ]
         got = answer(num_params, tokens_per_s, sheet, ranks)
-        _expect_share(got, right, f"{num_params:.0e} parameters on {ranks} ranks", causes)
+        _expect_share(got, right, f"{num_params:.0e} parameters {on_ranks(ranks)}", causes)
     return "6ND over the dense peak of all ranks."
 
 

@@ -42,6 +42,18 @@ def _four_hidden(spec: ModelSpec) -> int:
     return count_gpt(replace(spec, ffn_hidden=4 * spec.hidden))
 
 
+def _one_norm(spec: ModelSpec) -> int:
+    return count_gpt(spec) - spec.num_layers * 2 * spec.hidden
+
+
+def _head_bias(spec: ModelSpec) -> int:
+    return count_gpt(spec) + (0 if spec.tied else spec.vocab)
+
+
+def _rule_of_thumb(spec: ModelSpec) -> int:
+    return 12 * spec.num_layers * spec.hidden**2 + spec.vocab * spec.hidden
+
+
 def _fp32_bytes(spec: ModelSpec) -> int:
     return 4 * count_gpt(spec)
 
@@ -54,6 +66,9 @@ COUNT = (
     ("positions forgotten", _no_positions, "table of positions"),
     ("ffn is 4 hidden", _four_hidden, "only usual"),
     ("bytes for numbers", _fp32_bytes, "counted in numbers"),
+    ("one norm a layer", _one_norm, "two norms"),
+    ("a bias of the head", _head_bias, "The head has no bias"),
+    ("the rule of thumb", _rule_of_thumb, "rule of thumb"),
 )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from course_lib.checks.exercise import CheckFailed
 from course_lib.checks.tools import Cause, expect_equal
 
 Case = tuple[str, Callable[[], Any], list[Any], int, list[Cause]]
@@ -16,8 +17,23 @@ Case = tuple[str, Callable[[], Any], list[Any], int, list[Cause]]
 def check_weigh(answer: Callable[..., int]) -> str:
     """Views, parameters, dtypes and a matrix product."""
     for where, fn, params, right, causes in [*_plain_cases(), *_view_cases()]:
-        expect_equal(answer(fn, params), right, where=where, causes=causes)
+        outputs: list[Tensor] = []
+        got = answer(lambda fn=fn, to=outputs: to.append(fn()), params)
+        expect_equal(got, right, where=where, causes=causes)
+        _expect_backward(outputs, where)
     return "Each storage once, parameters left out, bytes by dtype."
+
+
+def _expect_backward(outputs: list[Tensor], where: str) -> None:
+    """Backward gets what pack returned."""
+    if not outputs:
+        raise CheckFailed(f"{where}: fn was never called.")
+    try:
+        outputs[0].sum().backward()
+    except (TypeError, RuntimeError):
+        raise CheckFailed(
+            f"{where}: the bytes are right, but backward found no tensor: pack has to return it."
+        ) from None
 
 
 def _parameter() -> Tensor:
@@ -34,7 +50,10 @@ def _plain_cases() -> list[Case]:
             lambda: F.gelu((x * 2).bfloat16()),
             [x],
             24,
-            [(12, "Numbers are not bytes: 2 each in bf16.")],
+            [
+                (12, "Numbers are not bytes: 2 each in bf16."),
+                (48, "A number of bf16 has 2 bytes, not 4: ask the storage for nbytes()."),
+            ],
         ),
         (
             "x @ w",
@@ -116,6 +135,20 @@ def _view_only(fn: Callable[[], Any], params: list[Tensor]) -> int:
     return _weigh(fn, params, lambda tensor: tensor.nbytes)
 
 
+def _returns_nothing(fn: Callable[[], Any], params: list[Tensor]) -> int:
+    kept: dict[int, int] = {}
+    skip = {param.untyped_storage().data_ptr() for param in params}
+
+    def pack(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in skip:
+            kept[storage.data_ptr()] = storage.nbytes()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        fn()
+    return sum(kept.values())
+
+
 def _by_size(fn: Callable[[], Any], params: list[Tensor]) -> int:
     size = lambda tensor: tensor.untyped_storage().nbytes()  # noqa: E731
     return _weigh(fn, params, size, size)
@@ -142,6 +175,7 @@ WEIGH = (
     ("parameters counted", _with_params, "leave it out"),
     ("numbers for bytes", _in_numbers, "not bytes"),
     ("only the view weighed", _view_only, "whole storage"),
+    ("pack returns nothing", _returns_nothing, "has to return it"),
     ("told apart by size", _by_size, "two storages"),
     ("a parameter's view counted", _views_of_params, "begins elsewhere"),
 )

@@ -31,8 +31,10 @@ def check_redo(answer: Callable[..., Any]) -> str:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             got = _redone(answer, where, layer, saved, random, grad)
-        masks: list[Cause] = [(lambda _, w=where: w == "dropout", "Other masks: restore the RNG.")]
-        expect_near(got, _there(x.grad), f"{where}, gradient of x", masks)
+        says = "Other masks: restore the random state."
+        masks: list[Cause] = [(lambda _, w=where: w == "dropout", says)]
+        look = "Go back from grad, through what fn made of x; return the gradient of x."
+        expect_near(got, _there(x.grad), f"{where}, gradient of x", masks, look)
         if earlier.grad is not None:
             raise CheckFailed(
                 f"{where}: backward went on to what came before x. Detach the saved x."
@@ -56,13 +58,14 @@ def _redone(answer: Callable[..., Any], where: str, *args: Any) -> Any:
         if "does not require grad" not in str(error):
             raise
         raise CheckFailed(
-            f"{where}: nothing was recorded while fn ran again. Inside backward gradients are off: "
-            "switch them on with torch.enable_grad(), for an x that requires_grad_()."
+            f"{where}: there is nothing to go back through. Inside backward autograd is off: what "
+            "is to be recorded has to run under torch.enable_grad(), on an x that requires_grad_()."
         ) from None
     if got is None:
         raise CheckFailed(
-            f"{where}: no gradient of x came back. Detach the saved x and let it require a "
-            "gradient: only a leaf has a .grad, and what came before x is not yours to walk."
+            f"{where}: no gradient of x came back. Return x.grad. Is it None? Detach the saved x "
+            "and let it require a gradient: only a leaf has a .grad, and what came before x is not "
+            "yours to walk."
         )
     return got
 
@@ -84,21 +87,24 @@ def check_best(answer: Callable[..., Any]) -> str:
     for layers, block_input, block in BEST:
         sizes = [(math.ceil(layers / k) * block_input + k * block, k) for k in range(1, layers + 1)]
         least, best = min(sizes)
+        down = min((layers // k * block_input + k * block, k) for _, k in sizes)[1]
+        swapped = min((math.ceil(layers / k) * block + k * block_input, k) for _, k in sizes)[1]
         got = answer(layers, block_input, block)
-        where = f"{layers} blocks, input {block_input}, block {block}"
+        where = f"num_layers {layers}, input_bytes {block_input}, block_bytes {block}"
         if isinstance(got, float) and got == best:
             raise CheckFailed(f"{where}: need an int, a number of blocks; got {got}.")
-        if (got, best) == (math.isqrt(layers), best) and got != best:
+        roots = (math.isqrt(layers), round(math.sqrt(layers)))
+        if block > block_input and got in roots and got != best:
             raise CheckFailed(
                 f"{where}: need {best}; got {got}, the root of the layers. That holds if a block "
                 "keeps as much as its input; here it keeps more."
             )
         causes: list[Cause] = [
-            (
-                lambda got, s=sizes, b=best, n=least: got != b and (n, got) in s,
-                "As low: the smallest.",
-            ),
+            (lambda got, s=sizes, n=least: (n, got) in s, "As low: the smallest."),
             (least, "Those are the bytes: return the number of blocks."),
+            (down, "Round up: the last segment may be shorter, and has an input too."),
+            (swapped, "Swapped: forward keeps inputs, backward redoes k blocks."),
+            (0, "An index begins at 0, a segment at 1 block."),
             (layers, "One segment recomputes everything at once: as large as no recompute."),
         ]
         expect_equal(got, best, where=where, causes=causes, look="Try every k from 1 to layers.")
@@ -108,7 +114,7 @@ def check_best(answer: Callable[..., Any]) -> str:
 def check_segments(answer: Callable[..., Any]) -> str:
     """Blocks in segments: numbers, calls, and what is held."""
     for layers, k in ((1, 1), (4, 2), (6, 3), (5, 2), (4, 1)):
-        where, calls = f"{layers} blocks in segments of {k}", list[int]()
+        where, calls = f"num_layers {layers}, k {k}", list[int]()
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(layers)]
         for index, block in enumerate(blocks):
@@ -125,12 +131,13 @@ def check_segments(answer: Callable[..., Any]) -> str:
         held = held_over_time(forward, given=given)
         fewer = "Not every block ran: the last segment may be shorter."
         causes: list[Cause] = [(_not_all(calls, layers), fewer)]
-        expect_near(got[0], y.detach(), f"{where}, output", causes)
+        look = "Each segment's output is the next one's input."
+        expect_near(got[0], y.detach(), f"{where}, output", causes, look)
         inputs = math.ceil(layers / k)
         if held.totals()[-1] > inputs * x.nbytes:
             raise CheckFailed(
                 f"{where}: {held.totals()[-1] // x.nbytes} tensors are held after forward; "
-                f"need {inputs}, the input of each segment. Recompute whole segments."
+                f"need {inputs}, the input of each segment. Recompute whole segments of k blocks."
             )
         got[0].sum().backward()
         _expect_all_ran(where, calls[layers:], layers)
@@ -172,7 +179,7 @@ EXERCISES = (
         check=check_redo,
         reference=planted.redo,
         mistakes=(
-            Mistake("RNG not restored", planted.other_masks, says="restore the RNG"),
+            Mistake("RNG not restored", planted.other_masks, says="restore the random state"),
             Mistake("under no_grad", planted.without_gradients, says="torch.enable_grad()"),
             Mistake("x only", planted.reaches_x, says="its parameters have no gradient"),
             Mistake("RNG moved on", planted.moves_on, says="Use fork_rng"),
@@ -191,6 +198,8 @@ EXERCISES = (
             Mistake("one segment", planted.fewest_inputs, says="as large as no recompute"),
             Mistake("a float", planted.best_as_float, says="need an int"),
             Mistake("a formula", planted.rounded_root, says="As low"),
+            Mistake("rounded down", planted.best_rounded_down, says="Round up"),
+            Mistake("an index", planted.best_index, says="begins at 0"),
             Mistake("inputs of one byte", planted.inputs_of_one, says="Try every k"),
             Mistake("the last of equals", planted.last_best, says="the smallest"),
         ),

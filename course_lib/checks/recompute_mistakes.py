@@ -99,6 +99,16 @@ def inputs_of_one(num_layers: int, input_bytes: int, block_bytes: int) -> int:
     return best(num_layers, 1, block_bytes)
 
 
+def best_rounded_down(num_layers: int, input_bytes: int, block_bytes: int) -> int:
+    return min(
+        range(1, num_layers + 1), key=lambda k: num_layers // k * input_bytes + k * block_bytes
+    )
+
+
+def best_index(num_layers: int, input_bytes: int, block_bytes: int) -> int:
+    return best(num_layers, input_bytes, block_bytes) - 1
+
+
 def last_best(num_layers: int, input_bytes: int, block_bytes: int) -> int:
     return min(
         range(num_layers, 0, -1),
