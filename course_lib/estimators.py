@@ -148,7 +148,7 @@ def estimates_text(found: Iterable[Estimate]) -> str:
     for one in found:
         sizes = (one.total_bytes, one.states_bytes, one.activations_bytes)
         cells = "".join(f"{'-' if size is None else format_bytes(size):>10}" for size in sizes)
-        lines += [f"{one.who:<26}{cells}  {one.counts}", f"{'':<58}{one.why}"]
+        lines += [f"{one.who:<26}{cells}  {one.counts}", f"    {one.why}"]
     return "\n".join(lines)
 
 

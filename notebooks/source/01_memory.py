@@ -15,6 +15,7 @@
 # | $b$, $s$ | `batch`, `seq` | sequences in a micro-batch, tokens in a sequence |
 #
 # Memory is told in GiB ($2^{30}$ bytes), speed in powers of ten. The 80 "GB" of a card are 80 GiB.
+# fp32 numbers have 4 bytes; bf16 and fp16 have 2 (lesson 03 says what they lose).
 
 # %%
 from dataclasses import replace
@@ -58,14 +59,15 @@ for name, model in built.items():
 
 # %% [markdown]
 # Attention has four matrices of $h \times h$, the MLP two of $h \times 4h$: together $12h^2$ a
-# layer, two thirds of it in the MLP. The head is the embedding's own matrix here (*tied*), so it
-# adds nothing. Models that were built and counted agree.
+# layer, two thirds of it in the MLP. The *head*, the last matrix, from $h$ to $V$, is the
+# embedding's own here (*tied*), so it adds nothing. Models that were built and counted agree.
 #
 # ### Exercise 1: count a GPT
 #
-# Biases everywhere (a matrix from $h$ to $f$ has $f$ of them), learned positions, norms with a
-# weight and a bias: two a layer and one at the end. `spec.ffn_hidden` need not be $4h$, and
-# `spec.tied` may be False. About 5 lines.
+# Each matrix of attention and MLP has a bias ($f$ numbers if it goes from $h$ to $f$). Norms have a
+# weight and a bias: two norms a layer, one at the end. There is a vector for each of `spec.vocab`
+# tokens and `spec.max_seq` positions. An untied head (`spec.tied` is False) adds its matrix,
+# without a bias. `spec.ffn_hidden` need not be $4h$. About 5 lines.
 
 
 # %% tags=["exercise"] exercise="memory-1"
@@ -92,8 +94,9 @@ check("memory-1", count_gpt)
 # ## 2 What each parameter costs
 #
 # Training keeps more than weights. In the usual recipe a parameter has a bf16 weight and a bf16
-# gradient (2 + 2 bytes), an fp32 master copy (4), and Adam's two moments in fp32 (4 + 4). Llama-8B
-# has 8.03 billion parameters. How many GiB before the first token is read?
+# gradient (2 + 2 bytes), an fp32 *master copy*, which takes the optimizer's small steps (4), and
+# Adam's two moments in fp32 (4 + 4). These are the *model states*. Llama-8B has 8.03 billion
+# parameters. How many GiB before the first token is read?
 
 # %% tags=["predict"]
 guess = predict("model states of llama-8b in bf16", unit="GiB")
@@ -105,11 +108,12 @@ reveal(guess, sum(states.values()) / GIB)
 print({kind: format_bytes(size) for kind, size in states.items()})
 for billions in (1, 7, 70, 405):
     sizes = [sum(model_states(billions * 10**9, name).values()) / 1e9 for name in list(RECIPES)[:2]]
-    print(f"{billions:>4}B  {sizes[0]:>6,.0f} GB, with an fp32 accumulator {sizes[1]:>6,.0f} GB")
+    print(f"{billions:>4}B {sizes[0]:>6,.0f}e9 bytes, with an accumulator {sizes[1]:>6,.0f}e9")
 
 # %% [markdown]
 # 16 bytes a parameter, three quarters of them the optimizer's. Some recipes keep an fp32 copy of
-# the gradients beside the bf16 ones, to add up micro-batches without rounding: 20 bytes.
+# the gradients beside the bf16 ones (*accumulator*), to add up micro-batches without rounding: 20
+# bytes. Others have fp32 gradients only, or fp32 everywhere, or bf16 everywhere (*pure*).
 
 
 # %% tags=["picture"]
@@ -129,8 +133,9 @@ show(
 # %% [markdown]
 # ### Exercise 2: states under any recipe
 #
-# A recipe has `weight_bytes`, `grad_bytes`, `accumulator_bytes`, `master_bytes`, `moment_bytes` and
-# `num_moments`. Return bytes. About 3 lines.
+# A recipe has `weight_bytes`, `grad_bytes`, `accumulator_bytes`, `master_bytes` and `moment_bytes`,
+# each for one number of that kind (0 if there is none), and `num_moments`. Return the bytes of all
+# parameters. About 3 lines.
 
 
 # %% tags=["exercise"] exercise="memory-2"
@@ -176,7 +181,11 @@ print("kept:", *kept)
 #
 # `saved_tensors_hooks(pack, unpack)` calls `pack` with every tensor that autograd keeps. Weigh each
 # **storage** once: two views lie in the same memory, and a small view keeps all of it alive. Leave
-# `params` out. `tensor.untyped_storage()` has `data_ptr()` and `nbytes()`. About 4 lines.
+# `params` out. `tensor.untyped_storage()` has `data_ptr()`, its address, and `nbytes()`. What
+# `pack` returns is what autograd keeps: return the tensor. About 4 lines.
+#
+# <details><summary>Hint: I count a tensor twice, or a parameter that should be left out</summary>
+# A view has an address of its own. Which address do all views of one tensor share?</details>
 
 
 # %% tags=["exercise"] exercise="memory-3"
@@ -218,8 +227,9 @@ for row in one.layer():
     print(f"{row.name:<26}{row.num_bytes:>10,} B{row.num_bytes / sbh:>8.3g} sbh")
 
 # %% [markdown]
-# The rows with $s^2$ are the scores: one number for each pair of tokens, in each head. The others
-# add up to $34\,sbh$, whatever the model. In a formula, for one layer:
+# Softmax, its mask and what dropout makes of it are *scores*: one number for each pair of tokens,
+# in each head, $as^2b$ in all, kept as 2 + 1 + 2 bytes. The others add up to $34\,sbh$, whatever
+# the model. In a formula, for one layer:
 #
 # $$ sbh\left(34 + 5\,\frac{a s}{h}\right) \text{ bytes} $$
 #
@@ -368,7 +378,7 @@ losses.clear()
 # ### Exercise 5: the largest batch
 #
 # A card of `card_gib` GiB, model states of `states` bytes, and `each` bytes of activations for one
-# sequence: how many sequences fit? 0 when not even one does. About 1 line.
+# sequence: how many sequences fit? 0 when not even one does. All are whole numbers. About 1 line.
 
 
 # %% tags=["exercise"] exercise="memory-5"
@@ -401,11 +411,15 @@ print(f"{count_params(big):,} parameters; one sequence keeps {format_bytes(weigh
 print(f"formula minus measurement: {formula - weighed} bytes")
 
 # %% [markdown]
-# Llama-8B trained on 80 GiB cards: compute again what can be (lesson 03), share the states (lesson
-# 09), split the matrices (lesson 07). Below that, play: choose a model, a card and how to split it.
-# The line under the choices says all of it in words that `course memory` understands in a terminal,
-# and a pasted line moves the choices. *Find two more ways to make llama-8b fit. Then: the fewest
-# H200s for llama-405b?*
+# Llama-8B on 80 GiB cards, each bar at its fullest moment. *Recompute* forgets activations and
+# computes them again (lesson 03); then the end of backward is fullest, when all gradients are
+# there. *ZeRO* shares states out over ranks: 1 the optimizer's, 2 gradients too, 3 all (lesson 09).
+# *Tensors split*: each rank has a part of every matrix (lesson 07).
+#
+# Below that, play. `dp` ranks share the batch, `tp` the matrices, `pp` the layers, `cp` the
+# sequence. The line under the choices is what `course memory` reads in a terminal; a pasted line
+# moves the choices. *Find two more ways to make llama-8b fit. Then: the fewest H200s for
+# llama-405b?*
 
 # %% tags=["picture"]
 from course_lib.calculator import read_setup
@@ -432,8 +446,8 @@ calculator("--model llama-8b --gpu h100 --seq 4096")
 #
 # ## 7 How busy is the card?
 #
-# A parameter takes part in one multiply-add a token in forward (2 FLOP) and two in backward (4):
-# $6ND$ for $D$ tokens. Exact counts go through every product:
+# A parameter takes part in one multiply-add a token in forward (2 FLOP, floating-point operations)
+# and two in backward (4): $6ND$ for $D$ tokens. Exact counts go through every product:
 
 # %%
 from course_lib.cost.flops import forward_flop, mfu, six_n_d, train_step_flop
@@ -447,7 +461,8 @@ for seq in (2048, 8192, 32768, 131072):
 # The rule counts the embedding, which multiplies nothing, and forgets the scores. At 2,048 tokens
 # the two errors nearly cancel.
 #
-# An H100's data sheet says 1,979 TFLOP/s in bf16. What is the most that training can reach?
+# An H100's data sheet says 1,979 TFLOP/s in bf16, and in small print "with sparsity": half of the
+# weights are zero, in a fixed pattern, and skipped. What is the most that training can reach?
 
 # %% tags=["predict"]
 guess = predict("the most that training can reach", unit="TFLOP/s")
@@ -455,16 +470,15 @@ guess = predict("the most that training can reach", unit="TFLOP/s")
 # %%
 h100 = DEVICES["h100"]
 reveal(guess, h100.peak("bf16") / 1e12)
-print(h100.source)
+print(h100.source.replace(": ", ":\n"))
 flop = train_step_flop(MODELS["megatron-175b"], batch=64, seq=2048)
 share = mfu(flop, 13.75, DEVICES["a100-80"].peak("bf16"), world_size=64)
 print(f"175B on 64 A100s, 13.75 s for 64 sequences of 2,048 tokens: MFU {share:.1%}")
 
 # %% [markdown]
-# The small print says *with sparsity*: half of the weights are zero, in a fixed pattern. Dense
-# training gets half. *Model FLOP utilisation* (MFU) is the share of the **dense** peak that the
-# model's own FLOP use; what is recomputed does not count. The last line is a published run
-# (Korthikanti et al. 2022, table 5), whose authors report 51.4 %.
+# Training is *dense*: no weight is skipped, so it gets half. *Model FLOP utilisation* (MFU) is the
+# share of the **dense** peak that the model's own FLOP use; what is recomputed does not count. The
+# last line is a published run (Korthikanti et al. 2022, table 5), whose authors report 51.4 %.
 #
 # ### Exercise 6: MFU from the data sheet
 #
@@ -499,8 +513,9 @@ print(estimates_text(found), *missing, sep="\n")
 mine, tracker = found[:2]
 gap = tracker_gap(MODELS["small"], 2, 256)
 more = tracker.total_bytes - mine.total_bytes
-print(f"\nthe tracker says {more:,} bytes more than the formula: {gap}")
-print(f"unexplained: {more - sum(gap.values())} bytes")
+print(f"\nthe tracker says {more:,} bytes more than the formula:")
+for name, size in (gap | {"unexplained": more - sum(gap.values())}).items():
+    print(f"    {name:<26}{size:>10,} B")
 
 # %% [markdown]
 # Who counts what: Accelerate prints the **largest** of weights, gradients, optimizer and step, not

@@ -32,9 +32,9 @@ torch.set_num_threads(1)  # quiet measurements
 # %% [markdown]
 # ## 1 The arithmetic of a batch
 #
-# Language models are trained on batches of 4 to 60 million tokens. Take 4 Mi tokens in sequences of
-# 4 Ki tokens; 2 sequences fit on a rank, and 128 ranks share the work. How many micro-batches does
-# each rank run before the optimizer steps?
+# Language models are trained on batches of 4 to 60 million tokens. Take 4 Mi tokens
+# ($4\cdot2^{20}$) in sequences of 4 Ki ($4\cdot2^{10}$); 2 sequences fit on a rank, and 128 ranks
+# share the work. How many micro-batches does each rank run before the optimizer steps?
 
 # %% tags=["predict"]
 guess = predict("micro-batches on each of 128 ranks")
@@ -157,8 +157,9 @@ print(f"every number is {ratios.min():.6f} to {ratios.max():.6f} times that of t
 # %% [markdown]
 # The gradient of $\frac1m\sum_i \ell_i$ is what we want, so each loss is divided by $m$.
 #
-# **Break it.** Leave the division out and train, once with SGD and once with AdamW. Will both show
-# that something is wrong?
+# **Break it.** Leave the division out and train, once with SGD and once with AdamW. In the code,
+# `share` is the factor on each part's loss: `by_items` is its share of the items, here 1/8, and
+# `as_sum` is 1. Will both losses show that something is wrong?
 
 # %% tags=["predict"]
 guess = predict("does AdamW's loss show that the division is missing?", choices=YES_NO)
@@ -206,7 +207,8 @@ reveal(guess, "no")
 # ### Exercise 2: the whole step
 #
 # Gradients as from the full batch, one step, and never more than one micro-batch in memory. Return
-# the mean loss of the whole batch. $m$ divides the batch here. About 7 lines, 10 minutes.
+# the mean loss of the whole batch. $m$ divides the batch here; `split_micro_batches` cuts it, as
+# above. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: memory grows with the number of micro-batches</summary>
 # Every loss that you keep keeps its graph. Call backward in the loop, and keep
@@ -252,8 +254,8 @@ reveal(guess, (1 / 3 / 3) / (1 / 3 / 2))
 #
 # ### Exercise 3: uneven parts
 #
-# Add the gradient of the mean over *all* items to `param.grad`. `loss_fn` is a mean over the items
-# of its part. About 3 lines.
+# Add the gradient of the mean over *all* items to `param.grad`, one part in memory at a time.
+# `loss_fn` is a mean over the items of its part. About 3 lines.
 
 
 # %% tags=["exercise"] exercise="accumulation-3"
@@ -438,9 +440,9 @@ for name, layer in layers.items():
 #
 # ## 7 Clip what was accumulated
 #
-# Clipping shortens a gradient that is longer than `max_norm`. Two micro-batches with gradients
-# $(3, 0)$ and $(-3, 4)$ of their sum; `max_norm` is 2. Clip each one, then add: how long is the
-# result? And if you add first?
+# Clipping shortens a gradient that is longer than `max_norm`. Two micro-batches, their losses
+# divided already, have the gradients $(3, 0)$ and $(-3, 4)$; `max_norm` is 2. Clip each one, then
+# add: how long is the result? And if you add first?
 
 # %% tags=["predict"]
 guess = predict("length, if each part is clipped by itself")
@@ -462,7 +464,7 @@ print("each by itself:", each.tolist(), " once:", once.tolist())
 # ### Exercise 5: clip once
 #
 # As exercise 2, with `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` in the one
-# right place. About 6 lines.
+# right place, and without the loss. About 6 lines.
 
 
 # %% tags=["exercise"] exercise="accumulation-5"

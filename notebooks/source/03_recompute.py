@@ -81,9 +81,10 @@ reveal(guess, "no")
 #
 # ### Exercise 1: backward, done right
 #
-# Write the second half again, with the random state of the first run, and such that the random
-# numbers *after* backward go on as if nothing had happened (`torch.random.fork_rng`). Backward runs
-# with gradients off. About 6 lines, 10 minutes.
+# Write `backward` again, as a function. `random_state` is what `torch.get_rng_state()` gave before
+# the first run; `torch.set_rng_state` restores it. The random numbers *after* backward have to go
+# on as if nothing had happened: the end of `with torch.random.fork_rng():` puts the state back as
+# it was. Autograd is off when `redo` is called. About 6 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-1"
@@ -98,7 +99,8 @@ check("recompute-1", redo)
 
 # %% [markdown]
 # From here on we use the course's `recompute(fn, *args)`: the same idea for any arguments, several
-# outputs, and autocast. PyTorch's own is `torch.utils.checkpoint`; to the last bit?
+# outputs, and autocast (section 5). PyTorch's own is `torch.utils.checkpoint` ("activation
+# checkpointing"). Do all agree to the last bit?
 
 # %% tags=["check"]
 from torch.utils.checkpoint import checkpoint
@@ -115,9 +117,8 @@ def gradients(wrap):
 
 plain, ours = gradients(lambda fn, x: fn(x)), gradients(recompute)
 theirs = gradients(lambda fn, x: checkpoint(fn, x, use_reentrant=False))
-print(
-    "recompute:", torch.equal(ours, plain), " torch.utils.checkpoint:", torch.equal(theirs, plain)
-)
+print("recompute:", torch.equal(ours, plain))
+print("torch.utils.checkpoint:", torch.equal(theirs, plain))
 
 # %% [markdown]
 # **Keep the inputs and the random state; everything else can be had again.**
@@ -126,7 +127,8 @@ print(
 #
 # With one segment of all 64 layers, forward keeps 1 tensor, and backward needs 64 at once: nothing
 # won. With 64 segments of one layer forward keeps 64: nothing won either. In between, the peak is
-# $\lceil L/k\rceil + k$ tensors. How low can it get?
+# $\lceil L/k\rceil + k$ tensors: the inputs of all segments, and the one that is redone. How low
+# can it get?
 
 # %% tags=["predict"]
 guess = predict("lowest peak of 64 thin layers", unit="tensors")
@@ -172,7 +174,7 @@ show(compare(ks, voices, title, **labels), alt=f"{title}: the valley lies at the
 # ### Exercise 2: the best segment
 #
 # A real block keeps more than its input: $A > i$. Which $k$ has the lowest peak
-# $\lceil L/k\rceil\, i + k A$? Try them all; about 4 lines.
+# $\lceil L/k\rceil\, i + k A$? Try them all. About 4 lines.
 
 
 # %% tags=["exercise"] exercise="recompute-2"
@@ -191,8 +193,9 @@ check("recompute-2", best_segment)
 #
 # ### Exercise 3: every k-th input
 #
-# Run `blocks` on x and keep the input of every k-th block only. `recompute(fn, *args)` takes any
-# arguments, lists of blocks too. The last segment may be shorter. About 3 lines.
+# Now for any number of blocks, where the last segment may be shorter: run `blocks` on x and keep
+# the input of every k-th block only. `recompute(fn, *args)` takes any arguments, lists of blocks
+# too. Can you do it without looking above? About 3 lines.
 #
 # <details><summary>Hint: backward runs the wrong blocks</summary>
 # A lambda looks up its names when it runs, and yours runs in backward, after the loop has ended.
@@ -222,7 +225,7 @@ check("recompute-3", run_segments)
 # forward twice, and backward costs two forwards. How much longer does a step take?
 
 # %% tags=["predict"]
-guess = predict("time of a step with full recompute, as a multiple of one without (like 4/3)")
+guess = predict("time of a step with full recompute, as a multiple of one without (like 3/2)")
 
 # %%
 from course_lib import recompute as strategies
@@ -246,7 +249,8 @@ def step():
 
 # %% [markdown]
 # First the formula, from the rows of lesson 01: what all layers keep, and what comes back while the
-# last one is redone. The peak is that moment, or the end of forward.
+# last one is redone. The peak is that moment, or the end of forward. (The lines for *selective* are
+# bookkeeping: which rows are there twice, which have gone. Skip them at first.)
 
 
 # %%
@@ -346,7 +350,8 @@ print("same bits as none:", [torch.equal(gradient("none"), gradient(how)) for ho
 #
 # ## 4 Sixteen bits
 #
-# The other way to save: smaller numbers. Both 16-bit formats trade digits for range.
+# The other way to save: smaller numbers. 16 bits have to be shared between digits and range: bf16
+# keeps the range of fp32 and gives up digits, fp16 keeps more digits and gives up range.
 
 # %%
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -373,11 +378,11 @@ print("in fp32:", round(hundred_steps(torch.float32), 4))
 reveal(guess, hundred_steps(torch.bfloat16))
 
 # %% [markdown]
-# Every step is less than half the way to the next bf16 number, so it is rounded away. The cure:
-# **master weights**. The model computes with 16-bit copies; an fp32 master takes the steps.
+# Every step is less than half the way to the next bf16 number below 1, so it is rounded away. The
+# cure: **master weights**. The model computes with 16-bit copies; an fp32 master takes the steps.
 #
-# fp16 has a second trouble. Its smallest number is about $6\cdot10^{-8}$, and gradients are smaller
-# than that. Multiply the *loss* by a scale $S$, and every gradient is $S$ times larger:
+# fp16 has a second trouble. Its smallest number is about $6\cdot10^{-8}$, and many gradients are
+# smaller. Multiply the *loss* by a scale $S$, and every gradient is $S$ times larger:
 
 
 # %% tags=["check"]
@@ -397,8 +402,10 @@ for scale in (1.0, 2.0**16, 2.0**44):
 #
 # ### Exercise 4: a step in mixed precision
 #
-# `param` is fp16 and holds the gradient of a loss times `scale`; `optimizer` steps `master`, in
-# fp32. Unscale, leave the step out if anything is not finite, clip, step, copy back. About 9 lines.
+# `param` is fp16; `param.grad` is the gradient of a loss times `scale`. `optimizer` steps `master`,
+# its fp32 copy, by `master.grad`, which is yours to set. Unscale, leave the step out if anything is
+# not finite, clip `master.grad` as in lesson 02, step, copy `master` back into `param` (in place,
+# under `torch.no_grad()`). About 9 lines.
 
 
 # %% tags=["exercise"] exercise="recompute-4"
@@ -422,8 +429,9 @@ check("recompute-4", half_step)
 # %% [markdown]
 # ### Exercise 5: which scale?
 #
-# As large as possible, found while training: an overflow halves it, and 3 good steps *in a row*
-# double it (in practice 2,000). `num_good` counts them. About 4 lines.
+# As large as possible, and found while training: an overflow halves it, 3 good steps *in a row*
+# double it (in practice 2,000), and after either the count begins anew. `num_good` is how many
+# there were before this step. Return both, scale first. About 4 lines.
 
 
 # %% tags=["exercise"] exercise="recompute-5"
@@ -446,7 +454,7 @@ check("recompute-5", next_scale)
 #
 # PyTorch does it the other way round: parameters stay fp32, `torch.autocast` casts them on the way
 # into each matrix product, and `GradScaler` minds the scale. Our `MixedPrecisionOptimizer` keeps a
-# 16-bit model and fp32 masters. Train both in fp16, with an overflow in step 2:
+# 16-bit model and fp32 masters. Train both in fp16, with an overflow in the third step:
 
 # %%
 from functools import partial
@@ -499,7 +507,8 @@ for ours, theirs in zip(by_hand(), with_torch(), strict=True):
 
 # %% [markdown]
 # Bit for bit. Where they differ is memory: autocast keeps the cast copies *and* whatever it did in
-# fp32. Which holds less for backward: an fp32 model under autocast, or a bf16 model?
+# fp32. How many times the bytes of a bf16 model does an fp32 model under autocast hold for
+# backward?
 
 # %% tags=["predict"]
 guess = predict("activations under autocast, as a multiple of those of a bf16 model")

@@ -11,7 +11,14 @@ from course_lib.authoring.lessons import tags_of
 
 from .notebook import Notebook
 
-LESSONS = ("00_ranks.ipynb", "solved/00_ranks.ipynb", "04_collectives.ipynb")
+LESSONS = (
+    "00_ranks.ipynb",
+    "solved/00_ranks.ipynb",
+    "01_memory.ipynb",
+    "02_accumulation.ipynb",
+    "03_recompute.ipynb",
+    "04_collectives.ipynb",
+)
 RUN_TIMEOUT_S = 120.0
 PICTURES = """cells => cells.map(cell =>
     [...cell.querySelectorAll('.jp-OutputArea img, .jp-OutputArea svg[role=img]')]
