@@ -16,6 +16,7 @@ from course_lib.display import (
     timeline,
     timelines,
 )
+from course_lib.display.accounting import calculator
 from course_lib.display.frames import Message
 from course_lib.display.show import png_bytes
 
@@ -77,8 +78,13 @@ def measure() -> dict[str, tuple[float, float]]:
         m=(2, 40, 8),
     )
 
+    calc = calculator("--model llama-405b --gpu h200 --tp 8 --pp 8")
+
     def move(repeat: int) -> None:
         picture.sliders["m"].value = 8 + repeat % 2
+
+    def move_calculator(repeat: int) -> None:
+        calc.sliders["batch"].value = (32, 64)[repeat % 2]
 
     return {
         f"timeline, {len(small)} events": median_ms(lambda _: png_bytes(timeline(small, "small"))),
@@ -87,6 +93,7 @@ def measure() -> dict[str, tuple[float, float]]:
             lambda _: png_bytes(timelines({"predicted": small, "measured": small}, "two"))
         ),
         "explore, one slider moved": median_ms(move),
+        "calculator, one slider moved": median_ms(move_calculator),
         "stepper, 8 ranks": median_ms(
             lambda _: stepper(frames_from_messages(ring(8), own_everything(8)), "ring")
         ),
