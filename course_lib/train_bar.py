@@ -49,11 +49,6 @@ class Teller:
             width = len(str(self.num_steps))
             print(f"step {self.progress.step:{width}}/{self.num_steps}  {note}", flush=True)
 
-    def say(self, sentence: str) -> None:
-        """A line of its own."""
-        if self.every:
-            (self._bar.console.print if self._bar else print)(sentence)
-
     def tokens_per_s(self) -> float:
         """Tokens of all ranks per second of this process, everything included."""
         return (self.progress.tokens - self._first.tokens) / self.elapsed_s()

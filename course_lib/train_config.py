@@ -62,6 +62,8 @@ class TrainConfig:
             positive(name, getattr(self, name))
         for name in ("every", "save_every", "seed", "dropout"):
             positive(name, getattr(self, name), or_zero=True)
+        if self.dropout >= 1:
+            raise CourseError(f"--dropout: need a probability below 1; got {self.dropout}.")
         if self.seq > self.model.max_seq:
             raise ShapeError(
                 f"--seq: need at most the {self.model.max_seq} tokens of model {self.model.name}; "

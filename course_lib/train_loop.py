@@ -103,7 +103,8 @@ class Trainer:
                 if self._is_time(self.config.save_every) and not self._is_done():
                     self.save()
             self.save()
-            tell.say(self._summary(tell))
+        if every:
+            print(self._summary(tell), flush=True)
         return self.record
 
     # -- one step ---------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def check_identity(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) ->
         if isinstance(value, dict) and isinstance(before, dict):
             name, before, value = _first_difference(before, value)
         raise CourseError(
-            f"--resume: need the {name.replace('_', ' ')} of {path}, {before!r}; got {value!r}. "
+            f"--resume: need the {name} of {path}, {before!r}; got {value!r}. "
             "Try the settings it was started with, or another --out."
         )
 
