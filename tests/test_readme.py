@@ -175,6 +175,19 @@ def course_grade(command, course, tmp_path):
     assert "ranks-1" in (course / "grades.csv").read_text()
 
 
+def train_on_text(command, course, tmp_path):
+    offline = {"https_proxy": "http://127.0.0.1:9", "no_proxy": "", "COURSE_CACHE": str(tmp_path)}
+    said = run(f"{command} --steps 4 --every 2 --global-batch 4 --seq 32", course, **offline)
+    assert "Going on with generated text instead." in said
+    assert said.splitlines()[-1].startswith("4 steps, 512 tokens, loss ")
+
+
+def train_under_torchrun(command, course, tmp_path):
+    said = run(f"{command} --steps 2 --global-batch 4 --seq 16", course)
+    assert said.splitlines()[-1].startswith("2 steps, 128 tokens, loss ")
+    assert len(list((course / "runs/train").glob("*.jsonl"))) == 4
+
+
 def torchrun(command, course, tmp_path):
     said = run(command, course)
     assert sorted(re.findall(r"rank \d of 4", said)) == [f"rank {r} of 4" for r in range(4)]
@@ -204,6 +217,10 @@ RUNS = {
     "course update": course_update,
     "course doctor": course_doctor,
     "course grade submissions --csv grades.csv": course_grade,
+    "python -m course_lib.train --ranks 2 --data shakespeare": train_on_text,
+    "torchrun --nproc-per-node 4 -m course_lib.train --strategy torch-ddp --out runs/train": (
+        train_under_torchrun
+    ),
     "torchrun --nproc-per-node 4 cluster/exercises/00_hello_ranks.py": torchrun,
     "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint $HEAD "
     "cluster/exercises/00_hello_ranks.py": torchrun_on_two_nodes,
