@@ -1,0 +1,168 @@
+"""How fast our DDP is: `python -m tests.benchmarks.bench_ddp`.
+
+Ours and torch's DDP take turns in one run on the same ranks, so that whatever else the machine does
+falls on both. A turn is one training step, and takes as long as its slowest rank. The ratio is the
+median over the turns of our time by torch's. The first table is for bare processes, as under
+torchrun; the second one for the ranks of a notebook, where every message is recorded.
+
+Then bucket sizes on an emulated wire that takes about half as long as computing: predicted from
+what one rank computes alone, and measured. Once with layers that only take their time, and once
+with the GPT, whose ranks share the processors with the wire.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from course_lib.core import Link, ModelSpec
+from course_lib.core.units import format_bytes, format_seconds
+from course_lib.cost.overlap import best_bucket_bytes, step_s
+from course_lib.ddp import DDP
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
+
+SPEC = ModelSpec(
+    name="10M",
+    hidden=320,
+    num_layers=4,
+    num_heads=8,
+    ffn_hidden=1536,
+    vocab=8000,
+    max_seq=128,
+    tied=False,
+)
+Turns = dict[str, list[float]]
+
+
+def turns(rank: int, num_turns: int) -> Turns:
+    """Seconds a step for ours and torch's, by the slowest rank (on every rank)."""
+    models = {"ours": DDP(GPT(SPEC)), "torch": nn.parallel.DistributedDataParallel(GPT(SPEC))}
+    optimizers = {name: torch.optim.SGD(m.parameters(), lr=1e-3) for name, m in models.items()}
+    seconds: Turns = {name: [] for name in models}
+    for turn in range(num_turns + 2):
+        for name in list(models)[:: 1 if turn % 2 else -1]:
+            dist.barrier()
+            start_s = time.perf_counter()
+            one_step(rank, models[name], optimizers[name])
+            slowest = torch.tensor(time.perf_counter() - start_s)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if turn >= 2:  # the first turns touch fresh memory, and torch rebuilds its buckets
+                seconds[name].append(slowest.item())
+    return seconds
+
+
+def one_step(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One training step."""
+    optimizer.zero_grad()
+    gpt_loss(model, rank).backward()
+    if isinstance(model, DDP):
+        model.finish()
+    optimizer.step()
+
+
+def gpt_loss(model: nn.Module, rank: int) -> torch.Tensor:
+    """The loss of this rank's batch."""
+    tokens, targets = next_tokens(token_batch(rank, batch=2, seq=64, vocab=SPEC.vocab))
+    return token_loss(model(tokens), targets)
+
+
+def gpt() -> nn.Module:
+    """The model of all tables."""
+    return GPT(SPEC)
+
+
+def _bare(rank: int, world_size: int, folder: str, num_turns: int) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    found = turns(rank, num_turns)
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def bare_processes(world_size: int, num_turns: int) -> Turns:
+    """The turns on plain processes that nobody records."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            _bare, (world_size, folder, num_turns), nprocs=world_size, start_method="spawn"
+        )
+        return json.loads(Path(folder, "found.json").read_text())
+
+
+def recorded_ranks(world_size: int, num_turns: int) -> Turns:
+    """The turns on the ranks of a notebook."""
+    from course_lib.ranks import Ranks  # not above: spawned processes import this file again
+
+    with Ranks(world_size) as ranks:
+        return ranks.run(turns, num_turns)[0]
+
+
+def print_row(world_size: int, seconds: Turns) -> None:
+    """One line: medians, and the median of the ratios."""
+    ours, theirs = median(seconds["ours"]), median(seconds["torch"])
+    ratio = median(o / t for o, t in zip(seconds["ours"], seconds["torch"], strict=True))
+    print(f"{world_size:5} {format_seconds(ours):>9} {format_seconds(theirs):>9} {ratio:7.3f}")
+
+
+def print_sweep(title: str, build: Any, loss_of: Any, num_turns: int) -> None:
+    """Predicted and measured steps of two ranks for some bucket sizes, with overlap and without."""
+    from course_lib.overlap_lab import measure_cost, measure_steps
+    from course_lib.ranks import Ranks
+
+    with Ranks(2) as ranks:
+        cost = measure_cost(ranks, build, loss_of, num_turns)
+    total = sum(cost.grad_bytes)
+    link = Link(
+        name="wire", latency_s=0.01 * cost.compute_s, bytes_per_s=total / (0.4 * cost.compute_s)
+    )
+    sizes = {best_bucket_bytes(cost, 2, link), max(cost.grad_bytes) // 4, total}
+    runs = {
+        (size, overlap): {"bucket_bytes": size, "overlap": overlap}
+        for size in sorted(sizes)
+        for overlap in (True, False)
+    }
+    with Ranks(2, link=link) as ranks:
+        steps = measure_steps(ranks, build, loss_of, runs, num_turns)
+        after = measure_cost(ranks, build, loss_of, num_turns)
+    ready_s = tuple((a + b) / 2 for a, b in zip(cost.ready_s, after.ready_s, strict=True))
+    forward_s = (cost.forward_s + after.forward_s) / 2  # the machine may have got slower meanwhile
+    cost = replace(cost, forward_s=forward_s, ready_s=ready_s)
+    print(f"{title}: computes {format_seconds(cost.compute_s)}; emulated {link}")
+    print("  bucket  overlap  predicted  measured   ratio")
+    for (size, overlap), step in steps.items():
+        predicted_s = step_s(cost, size, 2, link, overlap=overlap)
+        print(
+            f"{format_bytes(size):>8} {overlap!s:>8} {format_seconds(predicted_s):>10} "
+            f"{format_seconds(step.step_s):>9} {step.step_s / predicted_s:7.2f}"
+        )
+
+
+def main() -> None:
+    """Print all tables."""
+    from course_lib.overlap_lab import emulated_loss, emulated_model
+
+    parser = argparse.ArgumentParser(description="Our DDP against torch's, and overlap.")
+    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    args = parser.parse_args()
+    for title, measure in (("bare", bare_processes), ("recorded", recorded_ranks)):
+        print(f"{title} ranks, GPT {SPEC.name}, 1 step\nranks      ours     torch   ratio")
+        for world_size in args.ranks:
+            print_row(world_size, measure(world_size, args.turns))
+    few = max(1, args.turns // 3)
+    print_sweep("layers that sleep", emulated_model, emulated_loss, few)
+    print_sweep(f"GPT {SPEC.name}", gpt, gpt_loss, few)
+
+
+if __name__ == "__main__":
+    main()
