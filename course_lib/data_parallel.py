@@ -5,6 +5,7 @@
 data, and `weighted_loss` weighs ranks by how many items they got. Notebook 05_data_parallel.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "RankSampler",
     "broadcast_state",
     "demand_gradients",
+    "fingerprint",
     "weighted_loss",
 ]
 
@@ -164,6 +166,15 @@ class RankSampler(Sampler[int]):
 def broadcast_state(module: nn.Module, group: Group = None) -> None:
     """Give every rank the parameters and buffers of the group's first rank."""
     _broadcast([*module.parameters(), *module.buffers()], group)
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Six characters that change with any bit of the state: are two replicas equal?"""
+    digest = hashlib.sha256()
+    for tensor in [*module.parameters(), *module.buffers()]:
+        row = tensor.detach().cpu().contiguous().flatten()
+        digest.update(row.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:6]
 
 
 def demand_gradients(named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:

@@ -9,6 +9,7 @@ updates it missed is its staleness, and it is counted. Notebook 05_data_parallel
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 import torch
 import torch.distributed as dist
@@ -198,6 +199,19 @@ class ParameterServer:
     def _like_push(self) -> list[Tensor]:
         """What a push is made of: a loss, the gradients, the buffers."""
         return [self._number, *self._trained, *self._buffers]
+
+
+def smoothed(updates: Sequence[Update], window: int = 5) -> list[float]:
+    """The mean loss of each update and of those before it, `window` in all."""
+    losses = [update.loss for update in updates]
+    return [mean(losses[max(0, n + 1 - window) : n + 1]) for n in range(len(losses))]
+
+
+def loss_at(updates: Sequence[Update], times_s: Sequence[float]) -> list[float]:
+    """The smoothed loss of the last update before each moment; before the first, its own."""
+    losses = smoothed(updates)
+    done = [sum(update.time_s <= time_s for update in updates) for time_s in times_s]
+    return [losses[max(0, count - 1)] for count in done]
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

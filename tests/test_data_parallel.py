@@ -16,7 +16,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from course_lib.accumulation import split_micro_batches
 from course_lib.core import COMMUNICATION_KINDS, CourseError, MeshError, ShapeError
 from course_lib.core.specs import ModelSpec
-from course_lib.data_parallel import DataParallel, NaiveDDP, RankSampler, weighted_loss
+from course_lib.data_parallel import (
+    DataParallel,
+    NaiveDDP,
+    RankSampler,
+    fingerprint,
+    weighted_loss,
+)
 from course_lib.models import GPT, IGNORED, padded_batch, token_loss
 from course_lib.ranks import RankError, Ranks
 
@@ -414,3 +420,15 @@ def test_what_threads_cannot_do_is_told():
         DataParallel(mlp(), 0)
     with pytest.raises(ShapeError, match="of one length along dim 0; got 2 and 3"):
         DataParallel(mlp(), 2)(torch.zeros(2, 5), torch.zeros(3))
+
+
+def test_a_fingerprint_changes_with_any_bit():
+    model = nn.BatchNorm1d(3).to(torch.bfloat16)
+    before = fingerprint(model)
+    assert before == fingerprint(model)
+    model.running_mean[2] = 1e-30
+    assert before != fingerprint(model)
+    model.running_mean[2] = 0
+    assert before == fingerprint(model)
+    model.num_batches_tracked += 1
+    assert before != fingerprint(model)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from course_lib.core import Link
-from course_lib.parameter_server import ParameterServer
+from course_lib.parameter_server import ParameterServer, Update, loss_at, smoothed
 from course_lib.ranks import RankError, Ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -287,3 +287,10 @@ def short_order(rank):
 def test_an_order_that_is_too_short_is_told(pools):
     with pytest.raises(RankError, match="need a worker for each of 5 updates; got 2"):
         pools(2).run(short_order)
+
+
+def test_losses_are_smoothed_and_read_at_a_moment():
+    updates = [Update(workers=(1,), staleness=0, loss=4.0 - n, time_s=n + 1.0) for n in range(4)]
+    assert smoothed(updates, 2) == [4.0, 3.5, 2.5, 1.5]
+    assert smoothed(updates) == [4.0, 3.5, 3.0, 2.5]
+    assert loss_at(updates, [0.5, 1.0, 2.9, 9.0]) == [4.0, 4.0, 3.5, 2.5]
