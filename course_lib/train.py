@@ -174,6 +174,7 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     one_of("strategy", options["strategy"], tuple(STRATEGIES))
     config = TrainConfig(**options)
     config.check_ranks(num_ranks)
+    config.check_memory(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
     config.check_files()
     return config, num_ranks
 

@@ -98,15 +98,15 @@ class TrainConfig:
         return self.global_batch // together
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Can this be trained by that many ranks of this machine?
-
-        Raises: CourseError if not
-        """
+        """Raises: MeshError or ShapeError for what so many ranks cannot train together."""
         if self.strategy == "single" and num_ranks > 1:
             raise MeshError(
                 f"--strategy single: need one rank; got {num_ranks}. Try --strategy ddp."
             )
         self.num_micro_batches(num_ranks)
+
+    def check_memory(self, num_ranks: int) -> None:
+        """Raises: CourseError if so many ranks of this machine need more than it has."""
         need = self.state_bytes() * num_ranks
         there = psutil.virtual_memory().total
         if need > there:

@@ -32,7 +32,7 @@ from course_lib.ranks.world import rank_device
 from course_lib.strategies import STRATEGIES
 from course_lib.train_bar import Teller, download_bar
 from course_lib.train_config import TrainConfig, one_of
-from course_lib.train_state import Progress, check_identity, from_rank_0, read, save
+from course_lib.train_state import Progress, check_identity, forget_records, from_rank_0, read, save
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -78,9 +78,11 @@ class Trainer:
         self.model = GPT(self.spec, dropout=config.dropout).to(self.device, DTYPES[config.dtype])
         self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters(), lr=config.lr)
         self.progress = Progress()
-        from_rank_0(self._take_folder)
+        from_rank_0(config.check_files)
         if config.resume:
             self._load()
+        if config.out:
+            from_rank_0(lambda: forget_records(Path(str(config.out)), self.progress.step))
         self.wrapped = STRATEGIES[config.strategy](self.model, config)
         self.record = RunRecord(rank, self.dp, config.plain(self.spec, self.data.identity))
         self._first = self.progress.step
@@ -213,13 +215,6 @@ class Trainer:
         self.record.write(Path(self.config.out) / f"{name}.jsonl")
         if self.config.save_every and self.rank == 0 and self.config.checkpoint:
             save(self.config.checkpoint, self.identity, self.progress, self.model, self.optimizer)
-
-    def _take_folder(self) -> None:
-        """Check what is there once more, and begin with a folder without old records."""
-        self.config.check_files()
-        if self.config.out and not self.config.resume:
-            for old in Path(self.config.out).glob("rank*.jsonl"):
-                old.unlink()
 
     def _load(self) -> None:
         path = self.config.checkpoint

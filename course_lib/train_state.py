@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.core.errors import CourseError
+from course_lib.core.records import RunRecord
 
 T = TypeVar("T")
 
@@ -84,6 +85,18 @@ def read(path: Path) -> dict[str, Any]:
             f"({type(wrong).__name__}). Try to delete it and start again."
         ) from wrong
     return state
+
+
+def forget_records(folder: Path, step: int) -> None:
+    """Take out of a folder's run records what a run that begins at `step` will do again."""
+    for path in folder.glob("rank*.jsonl"):
+        record = RunRecord.read(path) if step else None
+        kept = [line for line in record.steps if line["step"] < step] if record else []
+        if record and kept:
+            record.steps = kept
+            record.write(path)
+        else:
+            path.unlink()
 
 
 def check_identity(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
