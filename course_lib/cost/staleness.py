@@ -43,8 +43,3 @@ def mean_staleness(step_s: Sequence[float], worker: int) -> float:
     """
     mine_s = step_s[worker - 1]
     return sum(mine_s / other_s for other_s in step_s) - 1
-
-
-def round_s(step_s: Sequence[float]) -> float:
-    """How long a synchronous round takes: as long as its slowest worker."""
-    return max(step_s)
