@@ -175,7 +175,8 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     config = TrainConfig(**options)
     config.check_ranks(num_ranks)
     config.check_memory(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
-    config.check_files()
+    if os.environ.get("RANK", "0") == "0":
+        config.check_files()  # other ranks may be on a machine that does not have them
     return config, num_ranks
 
 

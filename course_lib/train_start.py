@@ -48,8 +48,8 @@ def run_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _set_up_environment()
     with tempfile.TemporaryDirectory() as folder:
+        _set_up_environment(folder)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -72,7 +72,8 @@ def run_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _set_up_environment() -> None:
+def _set_up_environment(folder: str) -> None:
+    os.environ["TMPDIR"] = folder  # what ranks that are stopped leave lying goes with it
     logging.disable(logging.ERROR)  # this process only starts ranks; it has its own words for it
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what matters is raised as well

@@ -419,16 +419,18 @@ def end_of(job, family, within_s):
 def killed(tmp_path_factory):
     """A job on two ranks of which one was killed: its folder, exit code and last words."""
     folder = tmp_path_factory.mktemp("killed")
+    (folder / "tmp").mkdir()
     command = [*TRAIN, "--ranks", "2", "--steps", "100000", "--out", "run"]
-    with started(command, folder) as (job, family):
+    with started(command, folder, TMPDIR=str(folder / "tmp")) as (job, family):
         next(one for one in family if one.environ().get("RANK") == "1").kill()
         told = end_of(job, family, within_s=10)
     return folder, job.returncode, told
 
 
 def test_a_killed_rank_ends_the_job_and_is_named(killed):
-    _, code, told = killed
+    folder, code, told = killed
     assert code == 1
+    assert list((folder / "tmp").iterdir()) == []
     assert told.count("rank 1 was killed by SIGKILL; the other ranks were stopped.") == 1
     assert "Traceback" not in told
     assert re.search(GO_ON, told)
