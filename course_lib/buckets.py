@@ -39,6 +39,11 @@ class Bucket:
     def take(self, index: int) -> None:
         """Copy a gradient into the bucket, and let `param.grad` be its view from now on."""
         param, view = self.params[index], self.views[index]
+        if param.grad is not None and param.grad.is_sparse:
+            raise CourseError(
+                f"DDP: need dense gradients; got a sparse one for {self.names[index]}. "
+                "Try sparse=False in its nn.Embedding."
+            )
         if param.grad is not view:
             view.zero_() if param.grad is None else view.copy_(param.grad)
             param.grad = view

@@ -511,6 +511,12 @@ def torch_buckets(rank, build, cap):
     return found, [int(size) for size in sizes.split(",")]
 
 
+def test_unused_parameters_cost_a_byte_each_to_find(pools):
+    for events, buckets in pools(2).run(one_step, even_layers, find_unused=True):
+        assert [event.num_bytes for event in all_reduces(events)] == [8 * 2**14, 8]
+        assert len(buckets) == 1
+
+
 class EitherOrder(nn.Module):
     """Two layers that do not stand on each other: their gradients come in an order of choice."""
 
@@ -731,4 +737,23 @@ def test_other_parameters_on_another_rank_are_told(pools):
         DDP(nn.Linear(3 + rank, 1))
 
     with pytest.raises(RankError, match=r"broadcast .*float32 \[4\].*float32 \[5\]|mismatch"):
+        pools(2).run(step)
+
+
+def test_a_sparse_gradient_is_told(pools):
+    def step(rank):
+        model = DDP(nn.Embedding(4, 3, sparse=True))
+        model(torch.tensor([1])).sum().backward()
+
+    assert_told(pools, step, "DDP: need dense gradients; got a sparse one for weight. Try sparse")
+
+
+def test_a_parameter_missing_on_one_rank_only_ends_the_job_with_its_name(pools):
+    def step(rank):
+        model = DDP(EitherOrder(first=0), bucket_bytes=1)
+        loss = model.module.layers[0](torch.ones(1, 3)).sum() if rank else model(torch.ones(1, 3))
+        loss.backward()
+        model.finish()
+
+    with pytest.raises(RankError, match=r"rank 1 raised CourseError.*layers.1.bias, layers.1.weig"):
         pools(2).run(step)

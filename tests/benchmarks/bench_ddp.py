@@ -152,7 +152,7 @@ def main() -> None:
     from course_lib.overlap_lab import emulated_loss, emulated_model
 
     parser = argparse.ArgumentParser(description="Our DDP against torch's, and overlap.")
-    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     args = parser.parse_args()
     for title, measure in (("bare", bare_processes), ("recorded", recorded_ranks)):
