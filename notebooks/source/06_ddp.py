@@ -351,8 +351,8 @@ print("best k:", round((cost.backward_s - n / wire.bytes_per_s) / (2 * wire.late
 
 # %% tags=["picture"]
 def finding(num_buckets):
-    hidden_s = overlap.exposed_s(cost, n / num_buckets, 2, wire)
-    return f"{num_buckets} buckets: {hidden_s * 1e3:.0f} ms of talking do not hide"
+    shown_s = overlap.exposed_s(cost, n / num_buckets, 2, wire)
+    return f"k = {num_buckets}: {shown_s * 1e3:.0f} ms of talking do not hide"
 
 
 def one_size(num_buckets):
@@ -361,7 +361,7 @@ def one_size(num_buckets):
     return timelines(both, finding(num_buckets), link=wire)
 
 
-explore(one_size, finding, num_buckets=[1, 2, 3, 4, 6, 12])
+explore(one_size, finding, num_buckets=([1, 2, 3, 4, 6, 12], 6))
 
 # %% [markdown]
 # As long as the wire keeps up ($c \le \frac{B}{k}$), smaller is better: only the last bucket shows.

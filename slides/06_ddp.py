@@ -1,0 +1,103 @@
+"""The pictures of the deck 06_ddp, drawn by the functions that the notebook calls."""
+
+from dataclasses import dataclass, replace
+
+from course_lib.core import Link
+from course_lib.core.presets import MODELS
+from course_lib.cost import network, overlap
+from course_lib.display import Voices, compare, timelines, waiting
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
+
+WIRE = Link(name="slow Ethernet", latency_s=2e-3, bytes_per_s=60e6)
+NUM_LAYERS, LAYER_BYTES = 12, 2**18
+COST = overlap.StepCost(
+    forward_s=NUM_LAYERS * 3e-3,
+    ready_s=overlap.ready_by_share([1] * NUM_LAYERS, NUM_LAYERS * 6e-3),
+    grad_bytes=(LAYER_BYTES,) * NUM_LAYERS,
+)
+N = NUM_LAYERS * LAYER_BYTES
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One rank that waits, for the picture of the hang."""
+
+    rank: int
+    waits_for: tuple[int, ...]
+    kind: str = "all_reduce"
+    where: str = "loss.backward()"
+    line: int = 4
+
+
+def ready():
+    """The order in which the gradients of a small GPT become ready."""
+    gpt, order = GPT(MODELS["tiny"]), []
+    inputs, targets = next_tokens(token_batch(0, batch=4, seq=16, vocab=256))
+    params = list(gpt.parameters())
+    for place, param in enumerate(params):
+        param.register_post_accumulate_grad_hook(lambda _, place=place: order.append(place))
+    token_loss(gpt(inputs), targets).backward()
+    last = len(params) - 1
+    voices = Voices(
+        formula=lambda place: last - place,
+        measurement=[order.index(place) for place in range(len(params))],
+    )
+    labels = {"x_label": "place in the order of registration", "y_label": "place in ready order"}
+    title = f"{len(params)} parameters of a small GPT, the last registered first"
+    return compare(range(len(params)), voices, title, **labels)
+
+
+def rank_0(num_buckets, **more):
+    """The predicted step on one rank: the other one looks the same."""
+    events = overlap.ddp_step(COST, N / num_buckets, 2, WIRE, **more)
+    return [_short(event) for event in events if event.rank == 0]
+
+
+def _short(event):
+    """`bucket 3` as `3`, which fits into a narrow box."""
+    return replace(event, label=event.label.removeprefix("bucket "))
+
+
+def hidden():
+    """The same step, without and with overlap."""
+    runs = {"sent after backward": rank_0(6, overlap=False), "sent as they fill": rank_0(6)}
+    late_s, early_s = (max(event.end_s for event in events) for events in runs.values())
+    title = f"Six buckets: {early_s * 1e3:.0f} ms in place of {late_s * 1e3:.0f} ms"
+    return timelines(runs, title, link=WIRE)
+
+
+def ends():
+    """One bucket, the best number, a bucket a layer."""
+    best = round(N / overlap.best_bucket_bytes(COST, 2, WIRE, [N // k for k in (12, 6, 4, 3, 2)]))
+    runs = {f"{k} bucket{'s' * (k > 1)}": rank_0(k) for k in (1, best, NUM_LAYERS)}
+    title = f"One bucket hides nothing, {NUM_LAYERS} queue up behind their latencies"
+    return timelines(runs, title, link=WIRE)
+
+
+def sizes():
+    """Time over bucket size: the formula and the played step."""
+    numbers = (12, 6, 4, 3, 2, 1)
+
+    def formula_ms(kib):
+        k = N / (kib * 2**10)
+        backward_s, wire_s = COST.backward_s / k, network.ring_all_reduce_s(N / k, 2, WIRE)
+        return 1e3 * (COST.forward_s + backward_s + (k - 1) * max(backward_s, wire_s) + wire_s)
+
+    voices = Voices(
+        formula=formula_ms,
+        simulation=[1e3 * overlap.step_s(COST, N // k, 2, WIRE) for k in numbers],
+    )
+    best = overlap.best_bucket_bytes(COST, 2, WIRE, [N // k for k in numbers])
+    title = f"{N / 2**20:.0f} MiB travel best in buckets of {best // 2**10} KiB"
+    labels = {"x_label": "bucket (KiB)", "y_label": "step (ms)", "note": f"{WIRE}, 2 ranks"}
+    return compare([N // k / 2**10 for k in numbers], voices, title, **labels)
+
+
+def hang():
+    """Rank 2 has one batch more."""
+    return waiting([Wait(2, (0, 1, 3))], 4)
+
+
+def pictures():
+    """All pictures by the names the deck calls them."""
+    return {draw.__name__: draw() for draw in (ready, hidden, ends, sizes, hang)}
