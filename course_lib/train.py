@@ -1,7 +1,6 @@
 """Train the small GPT: `python -m course_lib.train --help`, also under torchrun.
 
-What is trained, and how the ranks agree, is in `course_lib.train_loop` and `course_lib.strategies`;
-here is only the command line.
+Here is only the command line; what is trained, and how the ranks agree, is in `course_lib.training`.
 """
 
 import os
@@ -19,9 +18,8 @@ import typer
 from course_lib.core.errors import CourseError
 from course_lib.core.presets import find_model
 from course_lib.core.specs import ModelSpec, read_config
-from course_lib.strategies import STRATEGIES
-from course_lib.train_config import TrainConfig, one_of, positive
-from course_lib.train_start import (
+from course_lib.training.config import TrainConfig, one_of, positive
+from course_lib.training.start import (
     BAD_INPUT,
     CTRL_C,
     FAILED,
@@ -31,6 +29,7 @@ from course_lib.train_start import (
     work,
     world_size_from_torchrun,
 )
+from course_lib.training.strategies import STRATEGIES
 
 COMMAND = "python -m course_lib.train"
 
@@ -209,7 +208,7 @@ def _say_how_to_go_on(config: TrainConfig, arguments: Sequence[str]) -> None:
     path = config.checkpoint
     if path is None or not path.is_file():
         return
-    from course_lib.train_state import read
+    from course_lib.training.state import read
 
     step = read(path)["progress"]["step"]
     again = shlex.join(argument for argument in arguments if argument != "--resume")

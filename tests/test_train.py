@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from course_lib import train as command_line
-from course_lib import train_bar
 from course_lib.core import CourseError, ModelSpec, find_model
 from course_lib.core.records import read_runs
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.models.text import generated_text
 from course_lib.ranks import RankError, Ranks
-from course_lib.train_bar import Teller
-from course_lib.train_config import TrainConfig
-from course_lib.train_loop import Trainer, train
-from course_lib.train_state import Progress
+from course_lib.training import bar as train_bar
+from course_lib.training.bar import Teller
+from course_lib.training.config import TrainConfig
+from course_lib.training.loop import Trainer, train
+from course_lib.training.state import Progress
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

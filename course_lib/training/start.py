@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from course_lib.core.errors import CourseError
-from course_lib.train_config import TrainConfig
+from course_lib.training.config import TrainConfig
 
 BAD_INPUT, FAILED, CTRL_C = 2, 1, 130
 LATE_S = 2.0  # a rank that has only lost the others waits to be stopped, and tells nothing
@@ -120,7 +120,7 @@ def work(config: TrainConfig) -> None:
 
 def _train(rank: int, config: TrainConfig) -> None:
     from course_lib.ranks.work import ConnectionLostError
-    from course_lib.train_loop import Trainer
+    from course_lib.training.loop import Trainer
 
     try:
         trainer = Trainer(rank, config)

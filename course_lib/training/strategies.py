@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from course_lib.core.units import MIB
-from course_lib.train_config import TrainConfig
+from course_lib.training.config import TrainConfig
 
 if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for torch
     from torch import nn

@@ -29,10 +29,17 @@ from course_lib.ranks.launch import common_zero_s
 from course_lib.ranks.machine import describe_machine
 from course_lib.ranks.recorder import current_recorder, span
 from course_lib.ranks.world import rank_device
-from course_lib.strategies import STRATEGIES
-from course_lib.train_bar import Teller, download_bar
-from course_lib.train_config import TrainConfig, one_of
-from course_lib.train_state import Progress, check_identity, forget_records, from_rank_0, read, save
+from course_lib.training.bar import Teller, download_bar
+from course_lib.training.config import TrainConfig, one_of
+from course_lib.training.state import (
+    Progress,
+    check_identity,
+    forget_records,
+    from_rank_0,
+    read,
+    save,
+)
+from course_lib.training.strategies import STRATEGIES
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}

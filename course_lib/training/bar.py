@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import rich.progress
 from rich.console import Console
 
-from course_lib.train_state import Progress
+from course_lib.training.state import Progress
 
 
 class Teller:
