@@ -1,6 +1,6 @@
 """Train the small GPT: `python -m course_lib.train --help`, also under torchrun.
 
-Here is only the command line; what is trained, and how the ranks agree, is in `course_lib.training`.
+Here is only the command line; `course_lib.training` knows what is trained, and how ranks agree.
 """
 
 import os
