@@ -226,7 +226,8 @@ def _named(buckets: Any, module: nn.Module) -> str:
     if buckets is None:
         raise CheckFailed("need a list of buckets; got None. Does your function return it?")
     names = {id(param): str(i) for i, param in enumerate(module.parameters())}
-    return " | ".join(" ".join(names[id(param)] for param in bucket) for bucket in buckets)
+    rows = (" ".join(names[id(param)] for param in bucket) for bucket in buckets)
+    return " | ".join(row or "(none)" for row in rows)
 
 
 BUCKETS = Exercise(
