@@ -250,8 +250,8 @@ def forgetful(module):  # `NaiveDDP` in its place mends it
     return model
 
 
-by_rank = [rows for rows, _ in ranks.run(train, forgetful, 60)]
-for step in (1, 20, 60):
+by_rank = [rows for rows, _ in ranks.run(train, forgetful, 40)]
+for step in (1, 20, 40):
     row = (
         f"rank {r}: {rows[step - 1][1]:.2f} {rows[step - 1][2]}" for r, rows in enumerate(by_rank)
     )
@@ -551,14 +551,14 @@ guess_local = predict("part of the bytes that is left with H = 8 (like 1/2)")
 # %% tags=["picture"]
 from course_lib.local_sgd import LocalSGD
 
-periods, last, left = [1, 2, 4, 8, 16], [], []
+periods, last, left = [1, 4, 8, 16], [], []
 num_bytes = sum(param.nbytes for param in GPT(tiny).double().parameters())
 for every in periods:
-    runs = ranks.run(train, lambda module, every=every: LocalSGD(module, every), 48)
+    runs = ranks.run(train, lambda module, every=every: LocalSGD(module, every), 32)
     last.append(mean(row[1] for rows, _ in runs for row in rows[-8:]))
     calls = [e.num_bytes for e in ranks.events if (e.rank, e.kind) == (0, "all_reduce")]
-    left.append(sum(calls) / 48 / num_bytes)
-reveal(guess_local, left[3])
+    left.append(sum(calls) / 32 / num_bytes)
+reveal(guess_local, left[2])
 title = f"H = 16 sends {left[-1]:.3f} of the bytes; loss {last[-1]:.2f}, with H = 1 {last[0]:.2f}"
 print("loss by H:", *(f"{loss:.2f}" for loss in last))
 voices = Voices(formula=lambda every: 1 / every, measurement=left)
