@@ -2,7 +2,8 @@
 
 Ours and torch's DDP take turns in one run on the same ranks, so that whatever else the machine does
 falls on both. A turn is one training step, and takes as long as its slowest rank. The ratio is the
-median over the turns of our time by torch's. The first table is for bare processes, as under
+median over the turns of our time by torch's; on a busy machine the one of processor time, by rank 0
+in all its threads, says more. The first table is for bare processes, as under
 torchrun; the second one for the ranks of a notebook, where every message is recorded.
 
 Then bucket sizes on an emulated wire that takes about half as long as computing: predicted from
@@ -44,19 +45,21 @@ Turns = dict[str, list[float]]
 
 
 def turns(rank: int, num_turns: int) -> Turns:
-    """Seconds a step for ours and torch's, by the slowest rank (on every rank)."""
+    """Seconds a step for ours and torch's, by the slowest rank, and this rank's processor time."""
     models = {"ours": DDP(GPT(SPEC)), "torch": nn.parallel.DistributedDataParallel(GPT(SPEC))}
     optimizers = {name: torch.optim.SGD(m.parameters(), lr=1e-3) for name, m in models.items()}
-    seconds: Turns = {name: [] for name in models}
+    seconds: Turns = {key: [] for name in models for key in (name, f"{name} cpu")}
     for turn in range(num_turns + 2):
         for name in list(models)[:: 1 if turn % 2 else -1]:
             dist.barrier()
-            start_s = time.perf_counter()
+            start_s, cpu_s = time.perf_counter(), time.process_time()
             one_step(rank, models[name], optimizers[name])
+            cpu_s = time.process_time() - cpu_s
             slowest = torch.tensor(time.perf_counter() - start_s)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if turn >= 2:  # the first turns touch fresh memory, and torch rebuilds its buckets
                 seconds[name].append(slowest.item())
+                seconds[f"{name} cpu"].append(cpu_s)
     return seconds
 
 
@@ -110,8 +113,14 @@ def recorded_ranks(world_size: int, num_turns: int) -> Turns:
 def print_row(world_size: int, seconds: Turns) -> None:
     """One line: medians, and the median of the ratios."""
     ours, theirs = median(seconds["ours"]), median(seconds["torch"])
-    ratio = median(o / t for o, t in zip(seconds["ours"], seconds["torch"], strict=True))
-    print(f"{world_size:5} {format_seconds(ours):>9} {format_seconds(theirs):>9} {ratio:7.3f}")
+    ratios = [
+        median(o / t for o, t in zip(seconds[f"ours{of}"], seconds[f"torch{of}"], strict=True))
+        for of in ("", " cpu")
+    ]
+    print(
+        f"{world_size:5} {format_seconds(ours):>9} {format_seconds(theirs):>9} "
+        f"{ratios[0]:7.3f} {ratios[1]:10.3f}"
+    )
 
 
 def print_sweep(title: str, build: Any, loss_of: Any, num_turns: int) -> None:
@@ -156,7 +165,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     args = parser.parse_args()
     for title, measure in (("bare", bare_processes), ("recorded", recorded_ranks)):
-        print(f"{title} ranks, GPT {SPEC.name}, 1 step\nranks      ours     torch   ratio")
+        print(
+            f"{title} ranks, GPT {SPEC.name}, 1 step\nranks      ours     torch   ratio  cpu ratio"
+        )
         for world_size in args.ranks:
             print_row(world_size, measure(world_size, args.turns))
     few = max(1, args.turns // 3)
