@@ -214,6 +214,7 @@ def without(schedule, rank, label):
 ONE_F = s.one_f_one_b(3, 4)
 BROKEN = {
     "left out": (without(ONE_F, 1, "F2"), "rank 1: need F2, then B2 .* each once; got B2"),
+    "backward left out": (without(ONE_F, 0, "B3"), "rank 0: need F3, then B3 .* got F3"),
     "twice": ([ONE_F[0], [*ONE_F[1], ONE_F[1][3]], ONE_F[2]], "rank 1: .* got F2, B2, F2"),
     "backward first": (moved(ONE_F, 2, "B3", 0), "rank 2: need F3, then B3 .* got B3, F3"),
     "weights first": (
@@ -545,6 +546,10 @@ def test_a_sequence_in_pieces_takes_what_the_formula_says(cut, p):
     step = simulate(tp.token_schedule(p, len(cut)), tp.token_times(cut, cost))
     check_schedule(step.schedule)
     assert step.step_s == 3 * tp.token_forward_s(cut, p, cost)
+
+
+def test_the_last_piece_goes_back_first():
+    assert a.as_text(tp.token_schedule(1, 3)) == "rank 0  F0 F1 F2 B2 B1 B0"
 
 
 def test_the_best_cut_is_the_best_of_all_cuts():
