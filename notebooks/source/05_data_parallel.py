@@ -462,7 +462,7 @@ curves = {
     "asynchronous": Voices(formula=expected, measurement=free_s),
 }
 ratios = median(bsp_s[-1]) / median(bsp_s[0]), free_s[-1] / free_s[0]
-title = "A straggler makes BSP {:.1f} times as slow, the others {:.1f} times".format(*ratios)
+title = "A straggler: BSP {:.1f} times as slow, asynchronous training {:.1f}".format(*ratios)
 axes = {"x_label": "rank 3 is so many times as slow", "y_label": "time of three gradients (s)"}
 show(compare(slowdowns, curves, title, **axes), alt=f"{title}; rounds are as long as the slowest")
 

@@ -18,6 +18,8 @@ LESSONS = (
     "02_accumulation.ipynb",
     "03_recompute.ipynb",
     "04_collectives.ipynb",
+    "05_data_parallel.ipynb",
+    "06_ddp.ipynb",
 )
 RUN_TIMEOUT_S = 120.0
 PICTURES = """cells => cells.map(cell =>
