@@ -21,21 +21,6 @@ WORLDS = (2, 3, 4)  # a server and 1 to 3 workers
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-14}
 
 
-@pytest.fixture(scope="module")
-def pools():
-    """One pool of ranks a world size, started when first asked for."""
-    started: dict[int, Ranks] = {}
-
-    def pool(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield pool
-    for ranks in started.values():
-        ranks.close()
-
-
 def model():
     return nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3)).double()
 
@@ -294,3 +279,17 @@ def test_losses_are_smoothed_and_read_at_a_moment():
     assert smoothed(updates, 2) == [4.0, 3.5, 2.5, 1.5]
     assert smoothed(updates) == [4.0, 3.5, 3.0, 2.5]
     assert loss_at(updates, [0.5, 1.0, 2.9, 9.0]) == [4.0, 4.0, 3.5, 2.5]
+
+
+def waits_for_nobody(rank):
+    weight = nn.Linear(1, 1)
+    server = ParameterServer(weight, torch.optim.SGD(weight.parameters(), lr=1.0))
+    if rank == 0:
+        server._next_knock()
+
+
+def test_a_server_that_waits_for_nobody_is_a_hang(pools):
+    with pytest.raises(RankError) as caught:
+        pools(3).run(waits_for_nobody)
+    assert caught.value.kind == "hang"
+    assert [wait.rank for wait in caught.value.waits] == [0]
