@@ -90,7 +90,9 @@ def sizes():
     best = overlap.best_bucket_bytes(COST, 2, WIRE, [N // k for k in numbers])
     title = f"{N / 2**20:.0f} MiB travel best in buckets of {best // 2**10} KiB"
     labels = {"x_label": "bucket (KiB)", "y_label": "step (ms)", "note": f"{WIRE}, 2 ranks"}
-    return compare([N // k / 2**10 for k in numbers], voices, title, **labels)
+    figure = compare([N // k / 2**10 for k in numbers], voices, title, **labels)
+    figure.axes[0].set_ylim(0, 1.1e3 * overlap.step_s(COST, N, 2, WIRE))  # room for the last marker
+    return figure
 
 
 def hang():
