@@ -46,7 +46,8 @@ slides: environment ## build the slides as HTML and PDF in build/slides (needs N
 	@"$(BIN)/python" tools/slides.py
 
 bench: environment ## measure, and print the tables
-	@for script in $(BENCHMARKS); do echo "== $$script"; "$(BIN)/python" "$$script" || exit 1; done
+	@for script in $(BENCHMARKS); do echo "== $$script"; \
+		"$(BIN)/python" -m "$$(echo "$${script%.py}" | tr / .)" || exit 1; done
 
 clean: ## delete what the other targets built; notebooks, run records and .venv stay
 	@rm -rf build slides/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis

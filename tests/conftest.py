@@ -1,4 +1,4 @@
-"""A toy course of one lesson, for the tests of what builds and grades lessons."""
+"""What several tests share: a toy course of one lesson to build and grade, and pools of ranks."""
 
 import io
 import shutil
@@ -119,3 +119,20 @@ def toy(toy_template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     shutil.copytree(toy_template, folder)
     monkeypatch.chdir(tmp_path)
     return Toy(folder)
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """One pool of ranks a world size, started when first asked for."""
+    from course_lib.ranks import Ranks  # not above: it starts a server
+
+    started: dict[int, Ranks] = {}
+
+    def pool(world_size: int) -> Ranks:
+        if world_size not in started:
+            started[world_size] = Ranks(world_size)
+        return started[world_size]
+
+    yield pool
+    for ranks in started.values():
+        ranks.close()

@@ -25,21 +25,6 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8
 SIZES = (1, 2, 3, 4)
 
 
-@pytest.fixture(scope="module")
-def pools():
-    """One pool of ranks a world size, started when first asked for."""
-    started: dict[int, Ranks] = {}
-
-    def pool(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield pool
-    for ranks in started.values():
-        ranks.close()
-
-
 def value(rank, n, dtype=torch.float64):
     """What rank `rank` brings: sums of up to 8 of them are exact in bfloat16, and never neutral."""
     return ((torch.arange(n) % 2 + 1) * 2**rank).to(dtype)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from course_lib.compression import PowerSGD, TopK, bf16_hook
 from course_lib.core import CourseError
 from course_lib.ddp import DDP
-from course_lib.ranks import Ranks, record
+from course_lib.ranks import record
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -26,21 +26,6 @@ HOOKS = {
     "top k": lambda: TopK(0.1),
     "PowerSGD": lambda: PowerSGD(2),
 }
-
-
-@pytest.fixture(scope="module")
-def pools():
-    """One pool of ranks a world size, started when first asked for."""
-    started: dict[int, Ranks] = {}
-
-    def pool(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield pool
-    for ranks in started.values():
-        ranks.close()
 
 
 def net():

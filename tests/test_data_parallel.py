@@ -24,7 +24,7 @@ from course_lib.data_parallel import (
     weighted_loss,
 )
 from course_lib.models import GPT, IGNORED, padded_batch, token_loss
-from course_lib.ranks import RankError, Ranks
+from course_lib.ranks import RankError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -33,21 +33,6 @@ SIZES = (1, 2, 3, 4)
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-14}
 SPEC = ModelSpec(hidden=16, num_layers=2, num_heads=2, ffn_hidden=32, vocab=40, max_seq=6)
 Pair = namedtuple("Pair", ["twice", "thrice"])
-
-
-@pytest.fixture(scope="module")
-def pools():
-    """One pool of ranks a world size, started when first asked for."""
-    started: dict[int, Ranks] = {}
-
-    def pool(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield pool
-    for ranks in started.values():
-        ranks.close()
 
 
 # --- models and batches; every rank starts from its own seed

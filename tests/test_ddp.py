@@ -16,7 +16,7 @@ from course_lib.core import CourseError, MeshError, ModelSpec
 from course_lib.data_parallel import weighted_loss
 from course_lib.ddp import DDP, Mean, make_buckets
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from course_lib.ranks import RankError, Ranks, record, span
+from course_lib.ranks import RankError, record, span
 from course_lib.recompute import recompute_full
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -25,21 +25,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-14}
 SIZES = (1, 2, 3, 4)
 SPEC = ModelSpec(hidden=16, num_layers=2, num_heads=2, ffn_hidden=32, vocab=40, max_seq=6)
-
-
-@pytest.fixture(scope="module")
-def pools():
-    """One pool of ranks a world size, started when first asked for."""
-    started: dict[int, Ranks] = {}
-
-    def pool(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield pool
-    for ranks in started.values():
-        ranks.close()
 
 
 # --- modules that are hard on a DDP

@@ -12,27 +12,11 @@ from torch.nn import functional as F
 from course_lib.core import CourseError
 from course_lib.data_parallel import NaiveDDP
 from course_lib.local_sgd import LocalSGD
-from course_lib.ranks import Ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 # float64: mean(w - lr * g) rounds otherwise than w - lr * mean(g)
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-14}
-
-
-@pytest.fixture(scope="module")
-def pools():
-    """One pool of ranks a world size, started when first asked for."""
-    started: dict[int, Ranks] = {}
-
-    def pool(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield pool
-    for ranks in started.values():
-        ranks.close()
 
 
 def net():

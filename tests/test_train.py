@@ -21,7 +21,7 @@ from course_lib.core import CourseError, ModelSpec, find_model
 from course_lib.core.records import read_runs
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.models.text import generated_text
-from course_lib.ranks import RankError, Ranks
+from course_lib.ranks import RankError
 from course_lib.training import bar as train_bar
 from course_lib.training.bar import Teller
 from course_lib.training.config import TrainConfig
@@ -36,21 +36,6 @@ EXACT = TrainConfig(
 )
 # the sums over the batch run in another order on other ranks; float64 rounds at 1e-16
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
-
-
-@pytest.fixture(scope="module")
-def pools():
-    """One pool of ranks a world size, started when first asked for."""
-    started: dict[int, Ranks] = {}
-
-    def pool(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield pool
-    for ranks in started.values():
-        ranks.close()
 
 
 def trained(rank, config):

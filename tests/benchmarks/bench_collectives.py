@@ -10,22 +10,19 @@ one call.
 """
 
 import argparse
-import json
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from course_lib.collectives import ring_all_reduce
 from course_lib.core import Link
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.cost.bandwidth import bus_bandwidth, fit_link
 from course_lib.point_to_point import exchange, place_in
+from tests.benchmarks.worlds import bare_processes, recorded_ranks
 
 MIB = 2**20
 SIZES = [num * MIB for num in (1, 4, 16, 64)]
@@ -56,33 +53,6 @@ def _turns_of_size(num_bytes: int, num_turns: int) -> Turns:
             if turn:  # the first turn touches fresh memory
                 seconds[name].append(slowest.item())
     return seconds
-
-
-def _bare(rank: int, world_size: int, folder: str, num_turns: int) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    found = turns(rank, num_turns)
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def bare_processes(world_size: int, num_turns: int) -> list[Turns]:
-    """The turns on plain processes that nobody records."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _bare, (world_size, folder, num_turns), nprocs=world_size, start_method="spawn"
-        )
-        return json.loads(Path(folder, "found.json").read_text())
-
-
-def recorded_ranks(world_size: int, num_turns: int) -> list[Turns]:
-    """The turns on the ranks of a notebook."""
-    from course_lib.ranks import Ranks  # not above: spawned processes import this file again
-
-    with Ranks(world_size) as ranks:
-        return ranks.run(turns, num_turns)[0]
 
 
 def swaps(rank: int, sizes: Sequence[int], num_turns: int) -> list[tuple[int, float]]:
@@ -129,7 +99,7 @@ def main() -> None:
     for title, measure in (("bare", bare_processes), ("recorded", recorded_ranks)):
         print(f"{title} ranks, 1 call\nranks     size      ours      gloo   ratio   bus GB/s")
         for world_size in args.ranks:
-            print_rows(world_size, measure(world_size, args.turns))
+            print_rows(world_size, measure(turns, world_size, args.turns))
     print("one exchange between 2 ranks:", fit_of_this_machine(args.turns))
 
 

@@ -12,17 +12,13 @@ with the GPT, whose ranks share the processors with the wire.
 """
 
 import argparse
-import json
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from course_lib.core import Link, ModelSpec
@@ -30,6 +26,7 @@ from course_lib.core.units import format_bytes, format_seconds
 from course_lib.cost.overlap import best_bucket_bytes, step_s
 from course_lib.ddp import DDP
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from tests.benchmarks.worlds import bare_processes, recorded_ranks
 
 SPEC = ModelSpec(
     name="10M",
@@ -81,33 +78,6 @@ def gpt_loss(model: nn.Module, rank: int) -> torch.Tensor:
 def gpt() -> nn.Module:
     """The model of all tables."""
     return GPT(SPEC)
-
-
-def _bare(rank: int, world_size: int, folder: str, num_turns: int) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    found = turns(rank, num_turns)
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def bare_processes(world_size: int, num_turns: int) -> Turns:
-    """The turns on plain processes that nobody records."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _bare, (world_size, folder, num_turns), nprocs=world_size, start_method="spawn"
-        )
-        return json.loads(Path(folder, "found.json").read_text())
-
-
-def recorded_ranks(world_size: int, num_turns: int) -> Turns:
-    """The turns on the ranks of a notebook."""
-    from course_lib.ranks import Ranks  # not above: spawned processes import this file again
-
-    with Ranks(world_size) as ranks:
-        return ranks.run(turns, num_turns)[0]
 
 
 def print_row(world_size: int, seconds: Turns) -> None:
@@ -169,7 +139,7 @@ def main() -> None:
             f"{title} ranks, GPT {SPEC.name}, 1 step\nranks      ours     torch   ratio  cpu ratio"
         )
         for world_size in args.ranks:
-            print_row(world_size, measure(world_size, args.turns))
+            print_row(world_size, measure(turns, world_size, args.turns))
     few = max(1, args.turns // 3)
     print_sweep("layers that sleep", emulated_model, emulated_loss, few)
     print_sweep(f"GPT {SPEC.name}", gpt, gpt_loss, few)
