@@ -77,6 +77,14 @@ def test_sends_know_their_peer_and_all_ranks_share_a_clock(ranks):
     assert recv.end_s > send.start_s
 
 
+def test_a_receive_from_anyone_tells_who_it_was(ranks):
+    def from_anyone(rank):
+        x = torch.full((2,), 10.0)
+        return dist.recv(x) if rank == 0 else dist.send(x, 0)
+
+    assert ranks.run(from_anyone)[0] == 1
+
+
 def test_ddp_fsdp_and_dtensor_are_recorded(ranks):
     def ddp(rank):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))

@@ -91,6 +91,10 @@ class TrackedWork(dist.Work):
         """The tensors of the call."""
         return self._inner.result()
 
+    def _source_rank(self) -> int:
+        """Whom a receive from anyone has heard; `dist.recv` without a source asks for it."""
+        return self._inner._source_rank()
+
     def synchronize(self) -> None:
         """For devices with streams: order what follows behind the call."""
         self._inner.synchronize()
