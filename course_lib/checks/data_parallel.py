@@ -4,6 +4,8 @@ The first two run on ranks whose every tensor holds a number of its own; the oth
 `data_parallel_data` and `data_parallel_staleness`.
 """
 
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,12 +32,19 @@ from course_lib.ranks import Ranks
 LAST = "Let rank 0 send, not another one: src=0 on every rank."
 
 
-def _made_equal(rank: int, answer: Callable[[nn.Module], Any]) -> tuple[dict[str, Tensor], bool]:
+def _made_equal(
+    rank: int, answer: Callable[[nn.Module], Any]
+) -> tuple[dict[str, Tensor], bool, bool]:
+    """What the answer left, whether it lies where it lay, and whether autograd looked on."""
     module = module_of(rank)
     before = {name: tensor.data_ptr() for name, tensor in state_of(module).items()}
     answer(module)
-    after = state_of(module)
-    return after, all(before[name] == tensor.data_ptr() for name, tensor in after.items())
+    after = {name: tensor.clone() for name, tensor in state_of(module).items()}
+    in_place = all(before[name] == x.data_ptr() for name, x in state_of(module).items())
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        torch.stack([x.sum() for x in module.parameters() if x.requires_grad]).sum().backward()
+    return after, in_place, any("c10d" in str(warning.message) for warning in warned)
 
 
 def check_make_equal(answer: Callable[[nn.Module], Any]) -> str:
@@ -43,12 +52,20 @@ def check_make_equal(answer: Callable[[nn.Module], Any]) -> str:
     sizes = [tensor.nbytes for tensor in state_of(module_of(0)).values()]
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
-            on = {"hang": "Every rank has to make the same calls: rank 0 sends in them."}
+            on = {
+                "hang": "Every rank has to make the same calls: rank 0 sends in them.",
+                "mismatch": "All name the same source, and bring their tensors in one order.",
+            }
             found = run(ranks, _made_equal, answer, on=on)
             events = ranks.events
-        for rank, (state, _) in enumerate(found):
+        for rank, (state, _, _) in enumerate(found):
             _expect_state_of_rank_0(state, rank, p)
-        for rank, (_, in_place) in enumerate(found):
+        for rank, (_, in_place, watched) in enumerate(found):
+            if watched:
+                raise CheckFailed(
+                    f"rank {rank} of {p}: autograd looks on, and PyTorch warns of it in the next "
+                    "backward. Broadcast tensor.data, which is the same memory."
+                )
             if not in_place:
                 raise CheckFailed(
                     f"rank {rank} of {p}: these are new tensors. An optimizer made before keeps "
@@ -72,10 +89,19 @@ def _expect_state_of_rank_0(state: dict[str, Tensor], rank: int, p: int) -> None
         (not all(own) and words(state[name]) == mean, "That is a mean: take rank 0's."),
         (words(state[name]) == mean * p, "That is a sum: take rank 0's."),
         (rank < p - 1 and words(state[name]) == words(right[name]) * 10 ** (p - 1), LAST),
+        (
+            not all(own) and words(state[name]) in {words(tensor) for tensor in right.values()},
+            "That is another tensor of rank 0's: bring them in the same order on every rank (a set "
+            "has none).",
+        ),
         (rank == 0, "Rank 0's own state has changed: it is the one that sends."),
         (not all(own), LAST),
         (len(wrong) == len(right), "Nothing came: every rank starts from weights of its own."),
         (set(wrong) <= buffers, "The buffers are forgotten: batch norm's statistics are state."),
+        (
+            not set(wrong) & buffers and len(wrong) == len(right) - len(buffers),
+            "Only buffers came: the parameters are forgotten.",
+        ),
         (wrong[0].startswith("frozen"), "Frozen parameters differ too: they are never mended."),
     ]
     says = next((says for fits, says in causes if fits), "")
@@ -98,11 +124,17 @@ EQUAL = Exercise(
         Mistake("from the last rank", planted.from_the_last, says="Let rank 0 send"),
         Mistake("new tensors", planted.into_new_tensors, says="these are new tensors"),
         Mistake("tied sent twice", planted.whole_state_dict, says="what is tied is one tensor"),
+        Mistake("watched", planted.watched, says="autograd looks on"),
+        Mistake("order of a set", planted.order_of_a_set, says="in the same order"),
+        Mistake("each its own source", planted.own_source, says="All name the same source"),
+        Mistake("only buffers", planted.only_buffers, says="Only buffers came"),
         Mistake("only rank 0 calls", planted.only_rank_0, says="has to make the same calls"),
     ),
 )
 
 # --- data_parallel-2: the mean gradient
+
+FINE = 1 + 2**-30  # what float32 loses
 
 
 def _averaged(
@@ -111,7 +143,7 @@ def _averaged(
     module = module_of(rank)
     for index, param in enumerate(module.parameters()):
         if param.requires_grad:
-            param.grad = torch.full_like(param, (index + 1) * 10.0**rank)
+            param.grad = torch.full_like(param, (index + 1) * 10.0**rank * FINE)
     answer(module)
     grads = [param.grad for param in module.parameters()]
     same = all(
@@ -147,7 +179,9 @@ def _expect_mean_gradients(grads: Sequence[Tensor | None], same: bool, rank: int
             if grad is not None:
                 raise CheckFailed(f"{where}: a frozen parameter has got a gradient. Leave it None.")
             continue
-        need, got = (index + 1) * total / p, float("nan") if grad is None else words(grad)
+        if grad is None:
+            raise CheckFailed(f"{where}: got None. A trained parameter keeps a gradient.")
+        need, got = (index + 1) * total / p * FINE, words(grad)
         if abs(got - need) <= 1e-12 * need:
             continue
         raise CheckFailed(f"{where}: need {need:g}; got {got:g}. {_why(got / need, same, rank, p)}")
@@ -157,6 +191,10 @@ def _expect_mean_gradients(grads: Sequence[Tensor | None], same: bool, rank: int
 
 def _why(ratio: float, same: bool, rank: int, p: int) -> str:
     """What a gradient that is `ratio` times the right one tells."""
+    if math.isnan(ratio):
+        return "Its numbers are not all alike: who touched it while the sum was still under way?"
+    if abs(ratio - 1) < 1e-6:
+        return "Rounded on the way: keep the dtype of the gradients."
     own = 10**rank * p / sum(10**r for r in range(p))
     causes = [
         (own, not same, "You took the mean of the parameters: this is for the gradients."),
@@ -164,6 +202,11 @@ def _why(ratio: float, same: bool, rank: int, p: int) -> str:
         (own, True, "It is this rank's own: nothing came, or was not written to param.grad."),
         (own / p, True, "It is this rank's own, divided: nothing came from the others."),
         (1 / p, True, "Divided twice: by the number of ranks once."),
+        (
+            own * 10 ** (p - 1 - rank),
+            True,
+            "That is the largest one: all_reduce adds up by default.",
+        ),
         (p / 4, True, "Divide by the number of ranks, whatever it is, not by 4."),
     ]
     fits = (says for wrong, when, says in causes if when and abs(ratio / wrong - 1) < 1e-9)
@@ -187,6 +230,9 @@ MEAN = Exercise(
         Mistake("tied ones twice", planted.tied_twice, says="tied parameters have one"),
         Mistake("first one only", planted.first_only, says="It is this rank's own"),
         Mistake("parameters as well", planted.both_averaged, says="parameters have changed"),
+        Mistake("largest", planted.largest, says="That is the largest one"),
+        Mistake("float32", planted.in_float32, says="Rounded on the way"),
+        Mistake("not waiting", planted.not_waiting, says="still under way"),
         Mistake("views of one", planted.views_of_one, says="A view keeps the whole tensor"),
     ),
 )

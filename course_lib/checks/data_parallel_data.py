@@ -14,7 +14,7 @@ import torch
 from course_lib.checks import data_parallel_data_mistakes as planted
 from course_lib.checks.data_parallel_parts import expect_calls
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.tools import expect_equal, run
+from course_lib.checks.tools import run
 from course_lib.data_parallel import RankSampler, weighted_loss
 from course_lib.ranks import Ranks
 
@@ -25,10 +25,11 @@ Indices = Callable[[int, int, int, int], list[int]]
 
 def check_indices(answer: Indices) -> str:
     """Any lengths: everything read, as often on every rank, in another order each epoch."""
-    for n, p in ((12, 4), (10, 4), (7, 3), (9, 1), (3, 4)):
+    for n, p in ((12, 4), (10, 4), (7, 3), (9, 1), (3, 4), (1, 4)):
         for epoch in (0, 1):
             dealt = [_list_of(answer(n, rank, p, epoch)) for rank in range(p)]
-            _expect_dealt(dealt, n, f"{n} items on {p} rank{'s' if p > 1 else ''}, epoch {epoch}")
+            where = f"{n} item{'s' if n > 1 else ''} on {p} rank{'s' if p > 1 else ''}"
+            _expect_dealt(dealt, n, f"{where}, epoch {epoch}")
             if [_list_of(answer(n, rank, p, epoch)) for rank in range(p)] != dealt:
                 raise CheckFailed("The same call gives other items: draw from a seed, not by luck.")
     epochs = [_list_of(answer(100, 1, 2, epoch)) for epoch in range(3)]
@@ -39,13 +40,34 @@ def check_indices(answer: Indices) -> str:
             "100 items on 2 ranks: two epochs are the same. The epoch has to change the seed: "
             "that is what set_epoch is for."
         )
+    if len({frozenset(items) for items in epochs}) == 1:
+        raise CheckFailed(
+            "100 items on 2 ranks: rank 1 reads the same half in every epoch. Shuffle all items, "
+            "then deal them out, and not the other way round."
+        )
+    for n, p in ((10, 4), (7, 3), (13, 5)):
+        _expect_filled([_list_of(answer(n, rank, p, 1)) for rank in range(p)], n)
     return "Each item read, as many on every rank, another order every epoch."
+
+
+def _expect_filled(dealt: Sequence[list[int]], n: int) -> None:
+    """The first items of the order come again, dealt out round and round or in one piece each."""
+    rounds = [item for row in zip(*dealt, strict=True) for item in row]
+    pieces = [item for items in dealt for item in items]
+    if not any(len(set(x[:n])) == n and x[n:] == x[: len(x) - n] for x in (rounds, pieces)):
+        raise CheckFailed(
+            f"{n} items on {len(dealt)} ranks, {dealt}: others than the first items of the order "
+            "are read twice. Fill up the common order, then deal it out."
+        )
 
 
 def _list_of(got: Any) -> list[int]:
     if isinstance(got, torch.Tensor):
         got = got.tolist()
-    expect_equal(isinstance(got, list), True, where="what you return is a list")
+    if isinstance(got, tuple):
+        got = list(got)
+    if not isinstance(got, list):
+        raise CheckFailed(f"need a list of items; got {type(got).__name__}.")
     return [int(item) for item in got]
 
 
@@ -62,7 +84,8 @@ def _expect_dealt(dealt: Sequence[list[int]], n: int, where: str) -> None:
     if min(lengths) != max(lengths):
         raise CheckFailed(
             f"{where}: ranks read {lengths} items. The ones with more steps wait for ever in "
-            "their last all-reduce: fill up with items from the start of the order."
+            "their last all-reduce: fill up with items from the start of the order, "
+            "again and again if they are few."
         )
     if lengths[0] != each:
         says = "The tail is dropped: fill up." if lengths[0] < each else "Only your own part."
@@ -94,6 +117,11 @@ SAMPLER = Exercise(
         Mistake("tail dropped", planted.tail_dropped, says="The tail is dropped"),
         Mistake("never shuffled", planted.never_shuffled, says="in the order of the data"),
         Mistake("everything", planted.everything, says="every rank reads the same items"),
+        Mistake("own part for ever", planted.own_part, says="the same half in every epoch"),
+        Mistake("filled with its own", planted.own_fill, says="Fill up the common order"),
+        Mistake("filled with the last", planted.last_fill, says="Fill up the common order"),
+        Mistake("filled once", planted.filled_once, says="again and again if they are few"),
+        Mistake("an iterator", planted.iterator, says="need a list of items"),
         Mistake("by chance", planted.by_chance, says="items are never read"),
     ),
 )
@@ -109,7 +137,8 @@ def _weighted(
     mean = torch.tensor(2.0 * 10**rank, dtype=torch.float64, requires_grad=True)
     loss = mean * 1 if sizes[rank] else mean * 0 + float("nan")
     got = answer(loss, sizes[rank])
-    expect_equal(isinstance(got, torch.Tensor), True, where="what you return is a tensor")
+    if not isinstance(got, torch.Tensor):
+        raise CheckFailed(f"need the scaled loss, a tensor; got {type(got).__name__}.")
     if got.requires_grad:
         got.backward()
     return got.item(), None if mean.grad is None else mean.grad.item()
@@ -155,7 +184,8 @@ def _expect_weights(
 
 def _why(weights: Sequence[float], sizes: Sequence[int]) -> str:
     """What the weights of all ranks together tell."""
-    total, first = sum(sizes), max(1, sizes[0])
+    p, total = len(sizes), sum(sizes)
+    first, most = max(1, sizes[0]), max(sizes)
     causes: list[tuple[Sequence[float], str]] = [
         (
             [min(1, mine) for mine in sizes],
@@ -168,7 +198,22 @@ def _why(weights: Sequence[float], sizes: Sequence[int]) -> str:
         (sizes, "Times its items: now divide by the items of all ranks."),
         (
             [mine / first for mine in sizes],
-            "Not all are as long as rank 0's: sum the items of all ranks.",
+            "By the items of one batch, rank 0's or the longest: take the sum over all ranks.",
+        ),
+        (
+            [mine / most for mine in sizes],
+            "By the items of one batch, rank 0's or the longest: take the sum over all ranks.",
+        ),
+        (
+            [p * min(1, mine) for mine in sizes],
+            "Divided by this rank's own items: all_reduce brings the sum of all.",
+        ),
+        ([total / max(1, mine * p) for mine in sizes], "Upside down: b_r over the mean batch."),
+        ([mine * 4 / total for mine in sizes], "Times 4: take the number of ranks."),
+        ([mine * p // total for mine in sizes], "Rounded down: divide with /, not with //."),
+        (
+            [min(1, mine) / total for mine in sizes],
+            "Divided by all items; times this rank's own ones is forgotten, and times p.",
         ),
     ]
     fits = (
@@ -176,7 +221,7 @@ def _why(weights: Sequence[float], sizes: Sequence[int]) -> str:
         for wrong, says in causes
         if all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(weights, wrong, strict=True))
     )
-    return next(fits, "Weigh this rank's own loss.")
+    return next(fits, "Scale this rank's own loss, by b_r * p / (the sum of all b_r).")
 
 
 WEIGHT = Exercise(
@@ -188,11 +233,17 @@ WEIGHT = Exercise(
         Mistake("weighted equally", planted.equal_weights, says="Every rank counts the same"),
         Mistake("p forgotten", planted.part_of_all, says="multiply by p"),
         Mistake("total forgotten", planted.times_items, says="divide by the items of all ranks"),
-        Mistake("mean of all", planted.sums_the_losses, says="Weigh this rank's own loss"),
+        Mistake("mean of all", planted.sums_the_losses, says="Scale this rank's own loss"),
         Mistake("nan of no items", planted.nan_of_no_items, says="0/0"),
         Mistake("skips no items", planted.skips_no_items, says="all ranks call all_reduce"),
         Mistake("detached", planted.detached, says="there is no gradient"),
-        Mistake("like the first", planted.items_of_the_first, says="as long as rank 0's"),
+        Mistake("like the first", planted.items_of_the_first, says="rank 0's or the longest"),
+        Mistake("like the longest", planted.like_the_longest, says="rank 0's or the longest"),
+        Mistake("own total", planted.own_total, says="brings the sum of all"),
+        Mistake("times 4", planted.times_4, says="take the number of ranks"),
+        Mistake("rounded down", planted.rounded_down, says="not with //"),
+        Mistake("upside down", planted.upside_down, says="Upside down"),
+        Mistake("a plain zero", planted.plain_zero, says="a tensor; got float"),
         Mistake("gathers all", planted.gathers_all, says="the exercise is for all_reduce"),
     ),
 )

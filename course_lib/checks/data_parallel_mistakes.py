@@ -50,6 +50,30 @@ def only_rank_0(module: nn.Module) -> None:
             dist.broadcast(tensor, 0)
 
 
+def watched(module: nn.Module) -> None:
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor, 0)
+
+
+def order_of_a_set(module: nn.Module) -> None:
+    """A set of tensors goes by their addresses: another order on every rank."""
+    tensors = list(state_of(module).values())
+    alike = [tensor for tensor in tensors if tensor.shape == tensors[1].shape]
+    others = [tensor for tensor in tensors if tensor.shape != tensors[1].shape]
+    for tensor in others + (alike[::-1] if dist.get_rank() else alike):
+        dist.broadcast(tensor, 0)
+
+
+def own_source(module: nn.Module) -> None:
+    for tensor in state_of(module).values():
+        dist.broadcast(tensor, dist.get_rank())
+
+
+def only_buffers(module: nn.Module) -> None:
+    for tensor in module.buffers():
+        dist.broadcast(tensor, 0)
+
+
 # --- data_parallel-2: the mean gradient
 
 
@@ -139,6 +163,25 @@ def views_of_one(module: nn.Module) -> None:
     parts = (flat / dist.get_world_size()).split([param.numel() for param in trained])
     for param, part in zip(trained, parts, strict=True):
         param.grad = part.view(param.shape)
+
+
+def largest(module: nn.Module) -> None:
+    for grad in _grads(module):
+        dist.all_reduce(grad, op=dist.ReduceOp.MAX)
+
+
+def in_float32(module: nn.Module) -> None:
+    for grad in _grads(module):
+        small = grad.float()
+        dist.all_reduce(small)
+        grad.copy_(small / dist.get_world_size())
+
+
+def not_waiting(module: nn.Module) -> None:
+    """Divides part of it before the sum is there, as a late wait() would have it."""
+    for grad in _grads(module):
+        dist.all_reduce(grad)
+        grad.flatten()[:1].mul_(0.5)
 
 
 def _grads(module: nn.Module) -> list[Tensor]:

@@ -1,6 +1,9 @@
 """Exercise 5 of 05_data_parallel, with its planted mistakes: how stale is each update?"""
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 
 from course_lib.checks import data_parallel_data_mistakes as planted
 from course_lib.checks.exercise import Exercise, Mistake
@@ -15,8 +18,10 @@ ORDERS: tuple[list[int], ...] = (
     [],
 )
 
+LOOK = "Take one update: where did its worker pull last? Count the updates after that."
 
-def check_staleness(answer: Callable[[Sequence[int]], list[int]]) -> str:
+
+def check_staleness(answer: Callable[[Sequence[int]], Any]) -> str:
     """The updates between a worker's pull and its push, for any order of workers."""
     for order in ORDERS:
         right = staleness_of(order)
@@ -39,8 +44,27 @@ def check_staleness(answer: Callable[[Sequence[int]], list[int]]) -> str:
                 "A first push may be stale too: everyone pulled before the first update.",
             ),
             (planted.own_steps(order), "That counts a worker's own steps: count the others'."),
+            (
+                planted.all_earlier(order),
+                "All updates of the others so far: count those since this worker's last pull.",
+            ),
+            (
+                planted.until_the_next(order),
+                "That looks ahead: what counts came before the update, since its worker's pull.",
+            ),
+            (
+                planted.first_one_too_few(order),
+                "A worker's first update misses one more: it pulled before update 0.",
+            ),
+            (
+                planted.own_push_counted(order),
+                "One too many after the first: a worker's own update is in what it pulls.",
+            ),
         ]
-        expect_equal(answer(list(order)), right, where=f"order {order}", causes=causes)
+        got = answer(list(order))
+        got = got.tolist() if isinstance(got, torch.Tensor) else got
+        got = list(got) if isinstance(got, tuple) else got
+        expect_equal(got, right, where=f"order {order}", causes=causes, look=LOOK)
     return "Updates between pull and push, for any order."
 
 
@@ -55,6 +79,11 @@ STALENESS = Exercise(
         Mistake("always w - 1", planted.always_the_others, says="w - 1 is the mean"),
         Mistake("counts workers", planted.different_others, says="Count updates, not workers"),
         Mistake("first is fresh", planted.first_is_fresh, says="A first push may be stale too"),
+        Mistake("all earlier ones", planted.all_earlier, says="since this worker's last pull"),
+        Mistake("looks ahead", planted.until_the_next, says="That looks ahead"),
+        Mistake("first one too few", planted.first_one_too_few, says="misses one more"),
+        Mistake("own push counted", planted.own_push_counted, says="One too many after the first"),
+        Mistake("never stale", lambda order: [0] * len(order), says="where did its worker pull"),
         Mistake("own steps", planted.own_steps, says="a worker's own steps"),
     ),
 )

@@ -1,7 +1,10 @@
-"""Exercise 4 of 06_ddp, with its planted mistakes: micro-batches with one synchronization."""
+"""Exercise 4 of 06_ddp: micro-batches with one synchronization.
+
+The planted mistakes are in `ddp_accumulate_mistakes`.
+"""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from course_lib.checks import ddp_accumulate_mistakes as planted
 from course_lib.checks.ddp_parts import (
     WORLD_SIZES,
     Bag,
@@ -27,9 +31,7 @@ from course_lib.ranks import Ranks, record
 
 SIZES, LIMIT = (4, 2, 2, 1, 4), 40
 BUCKET_BYTES = (40, 16, 32)
-COUNTS = (5, 2, 1)
-Loss = Callable[[Tensor, Tensor], Tensor]
-MicroBatches = Sequence[tuple[Tensor, Tensor]]
+COUNTS = (4, 2, 1)
 
 ONCE = (
     "Only the last backward may send: put all the others inside `with model.no_sync():`, and call "
@@ -39,17 +41,6 @@ LOST = (
     "The ranks were never brought together: the last backward belongs outside of no_sync(), and "
     "model.finish() after it."
 )
-
-
-def accumulate(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
-    """The right answer: everything but the last micro-batch inside no_sync."""
-    *early, last = micro_batches
-    with model.no_sync():
-        for x, y in early:
-            (loss_fn(model(x), y) / len(micro_batches)).backward()
-    x, y = last
-    (loss_fn(model(x), y) / len(micro_batches)).backward()
-    model.finish()
 
 
 # --- the check
@@ -81,16 +72,30 @@ def _accumulate(rank: int, answer: Callable[..., Any]) -> list[Step]:
 
 @contextmanager
 def _watched(module: Bag, moments: list[float]) -> Iterator[None]:
-    """Note when the parameter that is ready last has its gradient."""
+    """Note when the parameter that is ready last has its gradient; each forward must have one."""
+    waiting = [0, 0]  # forward passes without a backward: now, and at most
+
+    def begin(*_args: Any) -> None:
+        waiting[:] = waiting[0] + 1, max(waiting[1], waiting[0] + 1)
 
     def note(_param: Tensor) -> None:
         moments.append(time.perf_counter())
+        waiting[0] -= 1
 
-    handle = module.weights[0].register_post_accumulate_grad_hook(note)
+    handles = [
+        module.register_forward_pre_hook(begin),
+        module.weights[0].register_post_accumulate_grad_hook(note),
+    ]
     try:
         yield
+        if waiting[1] > 1:
+            raise CheckFailed(
+                f"The graphs of {waiting[1]} micro-batches are alive at once: no memory is saved "
+                "(lesson 02). Forward and backward for one, then for the next."
+            )
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _micro_batches(rank: int, count: int) -> list[tuple[Tensor, Tensor]]:
@@ -105,7 +110,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def check_accumulate(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks, 1 to 5 micro-batches: the mean over all, each bucket sent once."""
+    """1 to 4 ranks, 1 to 4 micro-batches: the mean over all, each bucket sent once."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             by_rank = run(ranks, _accumulate, answer, on={"hang": LOST})
@@ -154,82 +159,36 @@ def _why(got: Any, step: Step, one: Tensor, rank: int, p: int, count: int) -> st
     ]
     for k in range(1, count + 1):
         alone = one * digits(p) / p * k / count
-        causes.append((alone, f"Only micro-batch {k} was added up over the ranks. {ONCE}"))
+        causes.append((alone, f"Only micro-batch {k} is in it: who cleared the others? {ONCE}"))
+    times = (got / (one * digits(p) / p)).flatten()[0].item() * count * max(1, count - 1)
     if step.calls and not any(close(got, wrong) for wrong, _ in causes):
+        if abs(times - round(times)) < 1e-9:
+            return "All ranks are in it; but each loss has to be divided by the number of parts."
         return f"Some micro-batches are this rank's own only. {ONCE}"
     return next((says for wrong, says in causes if close(got, wrong)), LOST)
-
-
-# --- planted mistakes
-
-
-def _parts(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> Iterator[Tensor]:
-    for x, y in micro_batches:
-        yield loss_fn(model(x), y) / len(micro_batches)
-
-
-def _every_time(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
-    for loss in _parts(model, loss_fn, micro_batches):
-        loss.backward()
-        model.finish()
-
-
-def _last_sync_lost(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
-    with model.no_sync():
-        for loss in _parts(model, loss_fn, micro_batches):
-            loss.backward()
-
-
-def _no_finish(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
-    *early, last = micro_batches
-    with model.no_sync():
-        for loss in _parts(model, loss_fn, early):
-            (loss * len(early) / len(micro_batches)).backward()
-    (loss_fn(model(last[0]), last[1]) / len(micro_batches)).backward()
-
-
-def _all_inside(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
-    _last_sync_lost(model, loss_fn, micro_batches)
-    model.finish()
-
-
-def _first_one_synced(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
-    for number, (x, y) in enumerate(micro_batches):
-        loss = loss_fn(model(x), y) / len(micro_batches)
-        if number == 0:
-            loss.backward()
-            model.finish()
-        else:
-            with model.no_sync():
-                loss.backward()
-
-
-def _times(factor: Callable[[int], float]) -> Callable[..., None]:
-    """The right answer, with a loss that is scaled by a function of the number of parts."""
-
-    def scaled(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
-        by = factor(len(micro_batches))
-        accumulate(model, lambda output, y: loss_fn(output, y) * by, micro_batches)
-
-    return scaled
 
 
 ACCUMULATE = Exercise(
     key="ddp-4",
     title="accumulate, then synchronize once",
     check=check_accumulate,
-    reference=accumulate,
+    reference=planted.accumulate,
     mistakes=(
-        Mistake("synchronizes every time", _every_time, says="Only the last backward may send"),
-        Mistake("last sync lost", _last_sync_lost, says="never brought together"),
-        Mistake("no finish", _no_finish, says="model.finish() after it"),
-        Mistake("finish only", _all_inside, says="outside of no_sync()"),
-        Mistake("first one synced", _first_one_synced, says="this rank's own only"),
-        Mistake("not divided", _times(lambda m: m), says="Summed over the micro-batches"),
-        Mistake("divided twice", _times(lambda m: 1 / m), says="micro-batches twice"),
+        Mistake(
+            "synchronizes every time", planted.every_time, says="Only the last backward may send"
+        ),
+        Mistake("last sync lost", planted.last_sync_lost, says="never brought together"),
+        Mistake("no finish", planted.no_finish, says="model.finish() after it"),
+        Mistake("finish only", planted.all_inside, says="outside of no_sync()"),
+        Mistake("first one synced", planted.first_one_synced, says="this rank's own only"),
+        Mistake("one backward", planted.one_backward, says="alive at once"),
+        Mistake("cleared in between", planted.cleared, says="who cleared the others"),
+        Mistake("last not divided", planted.last_not_divided, says="All ranks are in it"),
+        Mistake("not divided", planted.times(lambda m: m), says="Summed over the micro-batches"),
+        Mistake("divided twice", planted.times(lambda m: 1 / m), says="micro-batches twice"),
         Mistake(
             "divided by ranks",
-            _times(lambda m: 1 / dist.get_world_size()),
+            planted.times(lambda m: 1 / dist.get_world_size()),
             says="finish() has done that",
         ),
     ),

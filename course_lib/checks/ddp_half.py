@@ -48,6 +48,8 @@ class Sent:
     flat: Tensor
     calls: list[Event]
     waited_s: float
+    started: bool
+    same: bool
 
 
 def _use(rank: int, answer: Callable[..., Any], pairs: bool) -> list[Sent]:
@@ -58,6 +60,7 @@ def _use(rank: int, answer: Callable[..., Any], pairs: bool) -> list[Sent]:
     used = []
     for number, n in enumerate(LENGTHS):
         flat = torch.arange(1, n + 1) * SCALE * 10.0**rank
+        memory = flat.data_ptr()
         with record() as log:
             if number == 0:
                 come_late(rank)
@@ -66,7 +69,9 @@ def _use(rank: int, answer: Callable[..., Any], pairs: bool) -> list[Sent]:
             handle.wait()
         waits = [e for e in log.events if e.kind == "wait" and e.end_s <= moment_s]
         calls = [event for event in log.events if event.kind in COMMUNICATION_KINDS]
-        used.append(Sent(flat, calls, sum(event.duration_s for event in waits)))
+        started = any(call.start_s <= moment_s for call in calls)
+        waited_s = sum(event.duration_s for event in waits)
+        used.append(Sent(flat, calls, waited_s, started, flat.data_ptr() == memory))
     return used
 
 
@@ -91,6 +96,8 @@ def _judge(
         for rank, uses in zip(members, by_rank, strict=True):
             used, where = uses[number], f"{how}rank {rank}, a bucket of {n} numbers, {p} ranks"
             mean = one * total / p
+            if used.flat.dtype != torch.float32:
+                raise CheckFailed(f"{where}: flat is {used.flat.dtype} now; it stays float32.")
             if not _near(used.flat, mean):
                 raise CheckFailed(
                     f"{where}: need the mean {row(mean)} within 2 %; got {row(used.flat)}. "
@@ -108,6 +115,15 @@ def _expect_half(used: Sent, where: str, n: int) -> None:
     if sizes != [2 * n] or used.calls[0].kind != "all_reduce":
         calls = ", ".join(f"{call.kind} of {call.num_bytes} bytes" for call in used.calls)
         raise CheckFailed(f"{where}: need one all_reduce of {2 * n} bytes; got {calls or 'none'}.")
+    if not used.started:
+        raise CheckFailed(
+            f"{where}: nothing is sent before wait() is called: no overlap. Start in __init__."
+        )
+    if not used.same:
+        raise CheckFailed(
+            f"{where}: flat has got other memory, and what looked into it still sees the old one "
+            "(in DDP every param.grad is a view of flat). Write into it: flat.copy_(...)."
+        )
     if used.waited_s > LATE_S / 2:
         raise CheckFailed(
             f"{where}: {used.waited_s:.2f} s of waiting before wait() was called: no overlap. "
@@ -178,6 +194,20 @@ class _Waits(HalfTheBytes):
         self.work.wait()
 
 
+class _OtherMemory(HalfTheBytes):
+    def wait(self) -> None:
+        self.work.wait()
+        self.flat.data = self.small.float() / self.p
+
+
+class _AllInWait(HalfTheBytes):
+    def __init__(self, flat: Tensor, group: Any) -> None:
+        self.flat, self.group = flat, group
+
+    def wait(self) -> None:
+        HalfTheBytes(self.flat, self.group).wait()
+
+
 class _Float16(HalfTheBytes):
     def __init__(self, flat: Tensor, group: Any) -> None:
         self.flat, self.p = flat, dist.get_world_size(group)
@@ -208,6 +238,8 @@ HALF = Exercise(
         Mistake("mean twice", _MeanTwice, says="the mean was taken twice"),
         Mistake("converts afterwards", _ConvertsAfterwards, says="Convert first, then send"),
         Mistake("waits at once", _Waits, says="before wait() was called"),
+        Mistake("all in wait", _AllInWait, says="Start in __init__"),
+        Mistake("other memory", _OtherMemory, says="flat has got other memory"),
         Mistake("float16", _Float16, says="float16 ends at 65504"),
         Mistake("whole world", _WholeWorld, says="pass group=group"),
         Mistake("size of the world", _WorldSize, says="which is not that of the world"),

@@ -194,3 +194,56 @@ class KeepsAll(Overlapped):
             self.take(bucket, flat)
         self.ready.clear()
         self.next = 0
+
+
+class WaitsForLast(Overlapped):
+    """Takes the last handle for the end of all: in gloo they may end in any order."""
+
+    def finish(self) -> None:
+        self.in_flight[-1][0].wait()
+        super().finish()
+
+    def wait(self, work: Any) -> None:
+        pass
+
+
+class FullByLast(Overlapped):
+    """Takes the last parameter of a bucket for the one whose gradient comes last."""
+
+    def on_grad(self, param: Any) -> None:
+        self.ready.add(param)
+        while self.next < len(self.buckets) and self.buckets[self.next][-1] in self.ready:
+            self.send(self.buckets[self.next])
+            self.next += 1
+
+
+class NoViewAs(Overlapped):
+    def take(self, bucket: list[nn.Parameter], flat: Tensor) -> None:
+        parts = (flat / dist.get_world_size()).split([param.numel() for param in bucket])
+        for param, part in zip(bucket, parts, strict=True):
+            param.grad = part
+
+
+class NoFlatten(Overlapped):
+    def send(self, bucket: list[nn.Parameter]) -> None:
+        flat = torch.cat([_grad(param) for param in bucket])
+        self.in_flight.append((dist.all_reduce(flat, async_op=True), flat))
+
+
+class PastTheEnd(Overlapped):
+    def on_grad(self, param: Any) -> None:
+        self.ready.add(param)
+        while self.ready.issuperset(self.buckets[self.next]):
+            self.send(self.buckets[self.next])
+            self.next += 1
+
+
+class Added(Overlapped):
+    def take(self, bucket: list[nn.Parameter], flat: Tensor) -> None:
+        for param, grad in pieces(bucket, flat / dist.get_world_size()):
+            _grad(param).add_(grad)
+
+
+class SplitReversed(Overlapped):
+    def take(self, bucket: list[nn.Parameter], flat: Tensor) -> None:
+        super().take(bucket[::-1], flat)

@@ -23,6 +23,7 @@ from course_lib.checks.ddp_parts import (
     expect_all_reduces,
     kept_bytes,
     row,
+    watched_handles,
 )
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.tools import told
@@ -45,24 +46,29 @@ NEVER_LEFT = (
     "which holds fewer bytes than the limit?"
 )
 NOT_RESET = "The first step was right: clear at the end of finish what was kept for one step."
+DIGITS = (
+    "Which ranks are in it, and how often? Read digits. (Between all_reduce and wait() nobody may "
+    "touch the bucket.)"
+)
 NOT_WRITTEN = "That is this rank's own gradient: copy the mean from the bucket into param.grad."
 
 
 def _train(rank: int, answer: Callable[..., Any], order: Sequence[int] = ()) -> list[Step]:
     """Three steps of backward and finish, on gradients 10**rank, 2 * 10**rank ..."""
     module = Bag(SIZES, order=order if rank % 2 else ())
-    model = answer(module, buckets_of(module, 1 if order else LIMIT))
+    model = answer(module, buckets_of(module, LIMIT))
     steps = []
     for number in range(NUM_STEPS):
         module.zero_grad()
         if number == 0:
             come_late(rank)
-        with record() as log:
+        with record() as log, watched_handles() as open_ones:
             loss = module((number + 1.0) * 10**rank)
             with span("backward"):
                 loss.backward()
             model.finish()
         steps.append(_seen(module, model, log.events))
+        steps[-1].never_waited = len(open_ones)
     return steps
 
 
@@ -83,7 +89,7 @@ def check_overlap(answer: Callable[..., Any]) -> str:
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             _judge(_run(ranks, answer), p)
-            _judge(_run(ranks, answer, order=(4, 0, 2, 1, 3)), p, mixed=True)
+            _judge(_run(ranks, answer, order=(4, 0, 2, 1, 3)), p)
     return "Means on 1 to 4 ranks; one all_reduce a bucket, in order, while backward runs."
 
 
@@ -92,7 +98,15 @@ def _run(ranks: Ranks, answer: Callable[..., Any], **more: Any) -> list[list[Ste
         return ranks.run(_train, answer, **more)
     except RankError as error:
         says = {"hang": SOME_RANKS, "mismatch": ORDER}.get(error.kind, "")
-        if any("NoneType" in message for _, message in error.failures.values()):
+        raised = " ".join(message for _, message in error.failures.values())
+        if "shape" in raised or "dimensions" in raised or "size" in raised:
+            says = (
+                "Gradients have shapes: flatten each one before you put it into the bucket, and "
+                "bring its part back with view_as(param)."
+            )
+        if "list index out of range" in raised:
+            says = "After the last bucket there is no next one: stop there."
+        if "NoneType" in raised:
             says = (
                 "A bucket was sent before all of its gradients were there: wait until each has "
                 "come, in every step anew (what does finish have to clear?)."
@@ -100,14 +114,20 @@ def _run(ranks: Ranks, answer: Callable[..., Any], **more: Any) -> list[list[Ste
         raise told(error, ranks.world_size, says) from None
 
 
-def _judge(by_rank: Sequence[Sequence[Step]], p: int, *, mixed: bool = False) -> None:
+def _judge(by_rank: Sequence[Sequence[Step]], p: int) -> None:
     module = Bag(SIZES)
-    buckets = buckets_of(module, 1 if mixed else LIMIT)
+    buckets = buckets_of(module, LIMIT)
     sizes = [sum(8 * param.numel() for param in bucket) for bucket in buckets]
     for number in range(NUM_STEPS):
         for rank, steps in enumerate(by_rank):
             step, where = steps[number], f"rank {rank} of {p}, step {number + 1}"
             _expect_means(step, where, module, p, rank, number, len(sizes))
+            if step.never_waited:
+                raise CheckFailed(
+                    f"{where}: {step.never_waited} of {len(sizes)} all_reduces were never waited "
+                    "for, and came in time by luck. Call wait() on every handle: one says nothing "
+                    "about the others."
+                )
             expect_all_reduces(where, step.calls, sizes)
             _expect_overlap(step, where)
             if step.kept_bytes > max(steps[0].kept_bytes, 0):
@@ -152,11 +172,20 @@ def _why(
         (total / 4, "Divided by 4: divide by the number of ranks, whatever it is."),
         (own / p, NOT_WAITED),
         (own, NOT_WRITTEN),
+        (own + total / p, "The mean was added to this rank's own gradient: put it in its place."),
         (seven, "That is the parameter: a hook gets the parameter, and you want param.grad."),
         (seven * p, "That is the parameter, summed: a hook gets the parameter, take param.grad."),
     ]
     says = next((says for wrong, says in causes if close(got, wrong)), "")
-    return says or (NOT_RESET if number else "Which ranks are in it, and how often? Read digits.")
+    if not says and _of_another(got, (number + 1) * digits(p) / p):
+        return "Numbers of another gradient: split the bucket in the order in which it was filled."
+    return says or (NOT_RESET if number else DIGITS)
+
+
+def _of_another(got: Tensor, unit: float) -> bool:
+    """Whether these are right numbers, but of other gradients: all slopes are whole numbers."""
+    times = got / unit
+    return bool(((times - times.round()).abs() < 1e-9).all() and (times > 0.5).all())
 
 
 def _expect_overlap(step: Step, where: str) -> None:
@@ -193,6 +222,13 @@ OVERLAP = Exercise(
         Mistake("all in finish", planted.AllInFinish, says="nothing left before backward"),
         Mistake("one a parameter", planted.OneEach, says="not one a parameter"),
         Mistake("not written back", planted.NotWritten, says="copy the mean"),
+        Mistake("waits for the last", planted.WaitsForLast, says="Call wait() on"),
+        Mistake("full by its last one", planted.FullByLast, says="before all of its gradients"),
+        Mistake("no view_as", planted.NoViewAs, says="bring its part back with view_as"),
+        Mistake("no flatten", planted.NoFlatten, says="flatten each one"),
+        Mistake("past the end", planted.PastTheEnd, says="there is no next one"),
+        Mistake("added", planted.Added, says="put it in its place"),
+        Mistake("split in another order", planted.SplitReversed, says="order in which it was"),
         Mistake("works once", planted.WorksOnce, says="what does finish have to clear"),
         Mistake("next not reset", planted.NextNotReset, says="clear at the end of finish"),
         Mistake("keeps all", planted.KeepsAll, says="Clear in finish what was in flight"),

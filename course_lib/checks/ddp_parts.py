@@ -6,9 +6,11 @@ whoever does not wait reads what is surely wrong.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,12 +31,14 @@ NOT_WAITED = (
 class Bag(nn.Module):
     """Parameters whose gradients are known: `pattern(i)` times what forward is called with.
 
+    Those of 4 numbers are matrices.
     The second one is frozen, the first one is tied: it has two names, and is used twice.
     """
 
     def __init__(self, sizes: Iterable[int], *, order: Sequence[int] = ()) -> None:
         super().__init__()
-        params = [nn.Parameter(torch.full((size,), 7.0).double()) for size in sizes]
+        shapes = [(2, 2) if size == 4 else (size,) for size in sizes]
+        params = [nn.Parameter(torch.full(shape, 7.0).double()) for shape in shapes]
         self.weights, self.order = nn.ParameterList(params), order or range(len(params))
         params[1].requires_grad_(False)
         self.tied = params[0]
@@ -45,7 +49,7 @@ class Bag(nn.Module):
 
     def pattern(self, i: int) -> Tensor:
         """1, 2, 3 ... + i"""
-        return torch.arange(1, len(self.weights[i]) + 1).double() + i
+        return torch.arange(1, self.weights[i].numel() + 1).double().view_as(self.weights[i]) + i
 
     def slope(self, i: int) -> Tensor:
         """The gradient for a scale of 1; the first parameter is used twice."""
@@ -67,12 +71,36 @@ class Step:
     backward_end_s: float = 0.0
     kept_bytes: int = 0
     params_changed: bool = False
+    never_waited: int = 0
 
 
 def come_late(rank: int) -> None:
     """Hold up the last rank, if there are several."""
     if rank == dist.get_world_size() - 1 > 0:
         time.sleep(LATE_S)
+
+
+@contextmanager
+def watched_handles() -> Iterator[set[int]]:
+    """The numbers of the all_reduces that were started and have not been waited for."""
+    all_reduce, started, open_ones = dist.all_reduce, list[Any](), set[int]()
+
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        work = all_reduce(*args, **kwargs)
+        if work is not None:
+            number, wait = len(started), work.wait
+            started.append(work)
+            open_ones.add(number)
+
+            def note_and_wait(*args: Any, **kwargs: Any) -> Any:
+                open_ones.discard(number)
+                return wait(*args, **kwargs)
+
+            work.wait = note_and_wait
+        return work
+
+    with patch.object(dist, "all_reduce", watching):
+        yield open_ones
 
 
 def kept_bytes(holder: Any) -> int:
@@ -120,6 +148,8 @@ def expect_all_reduces(where: str, calls: Sequence[Event], sizes: Sequence[int])
         says = "One all_reduce a bucket, not one a parameter: put its gradients into one tensor."
     elif sorted(got) == sorted(needed):
         says = "Send the buckets in their order, the first one first."
+    elif got == [num_bytes // 2 for num_bytes in needed]:
+        says = "Half of the bytes, and of the digits: send in the dtype of the gradients."
     elif len(got) == len(needed) and sum(got) > sum(needed):
         says = "Send what is in the bucket and nothing else, in the dtype of the gradients."
     elif set(got) == set(needed) and len(got) > len(needed):

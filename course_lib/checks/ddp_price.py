@@ -58,6 +58,13 @@ def _before_ready(forward_s: float, backward_s: Times, all_reduce_s: Times) -> f
     return max(ready_s, done_s)
 
 
+def _ready_not_kept(forward_s: float, backward_s: Times, all_reduce_s: Times) -> float:
+    done_s = forward_s
+    for compute_s, wire_s in zip(backward_s, all_reduce_s, strict=True):
+        done_s = max(forward_s + compute_s, done_s) + wire_s
+    return done_s
+
+
 def _without_forward(forward_s: float, backward_s: Times, all_reduce_s: Times) -> float:
     return overlapped_step_s(0.0, backward_s, all_reduce_s)
 
@@ -101,7 +108,13 @@ WRONG: tuple[tuple[str, Callable[..., float], str], ...] = (
     (
         "sent before it is ready",
         _before_ready,
-        "A bucket leaves before its own backward is done: add its compute time first.",
+        "A bucket travels before its own backward is done: take the later of the two clocks, and "
+        "add the time on the wire to that.",
+    ),
+    (
+        "ready not kept",
+        _ready_not_kept,
+        "Every bucket's backward begins right after forward: keep ready_s, and move it on.",
     ),
     (
         "forward forgotten",
