@@ -10,7 +10,7 @@
 # | $p$ | `p` | how many ranks (replicas) there are |
 # | $n$ | `num_bytes` | bytes of all gradients |
 # | $b_r$ | `num_items` | items in the batch of rank $r$ |
-# | $w$ | `num_workers` | ranks that compute for a parameter server |
+# | $w$ | | ranks that compute for a parameter server |
 # | $t_r$ | `step_s` | seconds that rank $r$ takes for a step |
 # | $s$ | `staleness` | updates made between a worker's pull and its push |
 # | $H$ | `every` | local steps between two averages |
@@ -137,7 +137,7 @@ reveal(guess_weight, round(weights[0], 6))
 # rank rank 0's, **in place**, each tensor once. `module.parameters()` gives tied ones once.
 # About 3 lines.
 #
-# <details><summary>Hint: the error speaks of a leaf that requires grad</summary>
+# <details><summary>Hint: the check says that autograd looks on</summary>
 # Broadcast <code>tensor.data</code> (or <code>tensor.detach()</code>): the same memory, without
 # autograd looking on.
 # </details>
@@ -275,7 +275,8 @@ guess_twice = predict("items read twice, 10 items on 4 ranks")
 #
 # Shuffle all items in an order that depends on the epoch and **not** on the rank, then deal them
 # out, as many to each rank. If cards are missing at the end, go on with the first ones of the
-# order. `torch.randperm(n, generator=...)` shuffles; seed the generator. About 3 lines.
+# order, again and again if they are few. `torch.randperm(n, generator=...)` shuffles; seed the
+# generator. About 3 lines.
 #
 # <details><summary>Hint: some items are never read</summary>
 # If each rank shuffles in its own way, they do not deal out the same pack.
@@ -439,7 +440,8 @@ check("data_parallel-5", staleness_of)
 # %% [markdown]
 # Now all three voices. Formula: a round takes $\max_r t_r$; asynchronous, worker $r$ misses
 # $\sum_{k \ne r} t_r / t_k$ updates. Simulation: who arrives when, on paper. Measurement: the real
-# server, which counts. Only $t$ itself, a step without a straggler, is measured for all three.
+# server, which counts. Only $t$ itself, a step without a straggler, is measured for all three. (The
+# straggler *sleeps* $k$ times as long, but computes as fast as the others.)
 
 # %%
 slowdowns = [1, 2, 4, 8]
@@ -463,7 +465,7 @@ curves = {
 }
 ratios = median(bsp_s[-1]) / median(bsp_s[0]), free_s[-1] / free_s[0]
 title = "A straggler: BSP {:.1f} times as slow, asynchronous training {:.1f}".format(*ratios)
-axes = {"x_label": "rank 3 is so many times as slow", "y_label": "time of three gradients (s)"}
+axes = {"x_label": "rank 3 sleeps so many times as long", "y_label": "time of three gradients (s)"}
 show(compare(slowdowns, curves, title, **axes), alt=f"{title}; rounds are as long as the slowest")
 
 # %% tags=["picture"]
@@ -475,13 +477,13 @@ aged, on_paper = (
 )
 expected = [staleness.mean_staleness(steps_s(k), worker=3) for k in slowdowns]
 age = Voices(formula=expected, simulation=on_paper, measurement=aged)
-title = f"{slowdowns[-1]} times as slow, the straggler's gradients are {aged[-1]:.0f} updates old"
+title = f"{slowdowns[-1]} times the sleep: the straggler's gradients are {aged[-1]:.0f} updates old"
 axes["y_label"] = "mean staleness of rank 3 (updates)"
 show(compare(slowdowns, age, title, **axes), alt=f"{title}; formula and simulation say the same")
 
 # %% [markdown]
-# Over *all* updates the mean staleness is $w - 1$ whatever the speeds: the fast ones get fresher by
-# as much as the straggler ages.
+# Over *all* updates the mean staleness is $w - 1$ whatever the speeds (a little less in a short
+# run, whose first gradients are fresh): the fast ones get fresher by as much as the straggler ages.
 #
 # Does it hurt? The same GPT, data of its own for each worker, rank 3 a straggler, one learning
 # rate. A BSP update is the mean of three fresh gradients, an asynchronous one a single stale

@@ -82,15 +82,15 @@ show(compare(range(len(ready)), voices, title, **axes), alt=f"{title}; the rest 
 # float32? Nothing is cut: what is larger than a bucket travels alone.
 
 # %% tags=["predict"]
-guess_messages = predict("messages for GPT-2, in buckets of 25 MiB")
-
-# %%
 with torch.device("meta"):  # shapes without memory
     gpt2 = GPT(MODELS["gpt2"])
 sizes = [param.numel() * 4 for param in gpt2.parameters()]
+print(f"{sum(sizes) / 2**20:.0f} MiB, of which the embedding {sizes[0] / 2**20:.0f} MiB")
+guess_messages = predict("messages for GPT-2, in buckets of 25 MiB")
+
+# %%
 buckets = overlap.fill_buckets(sizes[::-1], 25 * 2**20)
 reveal(guess_messages, len(buckets))
-print(f"{sum(sizes) / 2**20:.0f} MiB; the last bucket {sizes[0] / 2**20:.0f} MiB")
 
 # %% [markdown]
 # The last one is the embedding, alone, and nothing is left to hide it behind.
@@ -169,6 +169,10 @@ reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 # <details><summary>Hint: the ranks make different calls</summary>
 # Do not send the bucket of this <code>param</code>, but bucket <code>self.next</code>, and go on
 # while that one is full.
+# </details>
+# <details><summary>Hint: the truth value of a tensor is ambiguous</summary>
+# <code>param in bucket</code> compares numbers. A set asks for the same object:
+# <code>self.ready.issuperset(bucket)</code>.
 # </details>
 # <details><summary>Hint: the second step is wrong</summary>
 # At the end of <code>finish</code> everything has to be as in <code>__init__</code>.
@@ -270,7 +274,7 @@ print(f"compute {cost.compute_s * 1e3:.0f} ms, then {k} messages {wire_s * 1e3:.
 # How long is a step if each bucket leaves as soon as it is full?
 
 # %% tags=["predict"]
-guess_step = predict("a step with overlap, in 6 buckets", unit="ms")
+guess_step = predict("a step with overlap, in 6 buckets, on paper", unit="ms")
 
 # %% tags=["picture"]
 runs = {late: {"bucket_bytes": n / k, "overlap": not late} for late in (True, False)}
@@ -319,7 +323,7 @@ check("ddp-3", overlapped_step_s)
 #
 # With $k$ equal buckets and $c = 2(p-1)(\alpha + \frac{n}{kp\beta})$ for each, the two clocks give
 # $F + \frac{B}{k} + (k-1)\max(\frac{B}{k}, c) + c$. At one end a single bucket hides nothing; at
-# the other, a bucket a parameter pays twelve latencies. Where is the best one?
+# the other, a bucket a layer pays the latencies of twelve all-reduces. Where is the best one?
 
 # %% tags=["predict"]
 guess_best = predict("best bucket size", unit="KiB")
@@ -367,15 +371,15 @@ explore(one_size, finding, num_buckets=([1, 2, 3, 4, 6, 12], 6))
 # %% [markdown]
 # As long as the wire keeps up ($c \le \frac{B}{k}$), smaller is better: only the last bucket shows.
 # Below that, latencies queue up. The best bucket is the one at which *the wire just keeps up*:
-# $k = \frac{B - n/\beta}{2\alpha}$ on two ranks.
+# $k = \frac{B - n/\beta}{2\alpha}$ on two ranks (of the sizes tried, one next to it).
 #
 # **The longer the latency, the larger the bucket; 25 MiB is a guess for fast networks.**
 #
 # ## 6 Accumulate without talking
 #
 # With four micro-batches (lesson 02) backward runs four times. Gradients add up on each rank; one
-# conversation at the end is enough. Inside `with model.no_sync():` backward only adds. How many
-# times more bytes does a rank send if you forget it?
+# conversation at the end is enough. Inside `with model.no_sync():` backward only adds (in PyTorch
+# the forward has to be in it, too). How many times as many bytes does a rank send if you forget it?
 
 # %% tags=["predict"]
 guess_bytes = predict("bytes without no_sync, as a multiple of those with it")
@@ -402,7 +406,7 @@ print(f"{len(often)} messages of {sum(often)} bytes; with no_sync {len(once)} of
 # ### Exercise 4: one conversation
 #
 # Leave in `param.grad` the gradient of the mean over all micro-batches *and* ranks. Each bucket
-# leaves once, and still during (the last) backward. About 6 lines.
+# leaves once, during the last backward. One micro-batch's graph at a time. About 6 lines.
 #
 # <details><summary>Hint: right numbers, but no overlap</summary>
 # Inside <code>no_sync()</code> nothing leaves. The last micro-batch belongs outside of it.
@@ -468,8 +472,9 @@ for which in ([0, 1], [0, 0]):
 #
 # ## 8 Fewer bytes
 #
-# A **comm hook** sends something smaller in place of the bucket: `hook(flat, group)` starts, and
-# returns an object whose `wait()` leaves the mean in `flat`. This is what `DDP` does by default:
+# A **comm hook** sends something smaller in place of the bucket: `hook(flat, group)` starts
+# (`group`: the ranks that take part), and returns an object whose `wait()` leaves the mean in
+# `flat`. This is what `DDP` does by default:
 #
 # ```python
 # class Mean:
@@ -516,8 +521,9 @@ check("ddp-5", HalfTheBytes)
 
 # %% [markdown]
 # Others go further. **Top-k** sends only the largest numbers; **PowerSGD** sends two thin matrices
-# whose product is close to the gradient. What they leave out is not lost: it is added to the next
-# step's gradient (*error feedback*). Of 100 bytes, how many does PowerSGD send here, with rank 2?
+# whose product is close to the gradient: for $a \times b$ numbers at rank 2, $2(a + b)$. What they
+# leave out is not lost: it is added to the next step's gradient (*error feedback*). Of 100 bytes,
+# how many does PowerSGD send here, with rank 2?
 
 # %% tags=["predict"]
 guess_power = predict("bytes of PowerSGD, of 100 in float32")
@@ -572,7 +578,8 @@ show(compare(moments, curves, title, **axes), alt=f"{title}; {note}")
 # ## 9 The real thing
 #
 # PyTorch's DDP does all this in C++, and its `backward()` finishes by itself. Same model, same
-# batches, same bucket size. Who sends more messages?
+# batches, same bucket size. How many messages does PyTorch send for each
+# of ours?
 
 # %% tags=["predict"]
 guess_torch = predict("PyTorch's messages, by ours (like 1/2)")
@@ -646,7 +653,7 @@ except RankError as hang:
 # - Buckets: large enough for the latency, small enough that the last one does not show. The best
 #   one lets the wire just keep up.
 # - With accumulation, talk once a step.
-# - Compression is a hook: count its bytes, and look at what it does to the loss.
+# - Compression is a hook: count its bytes, and look at what it does to the gradient.
 # - Whoever takes a step more than the others waits for ever.
 #
 # Data parallelism keeps the whole model on every rank. Lesson 07 begins to cut it up.
