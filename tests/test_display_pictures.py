@@ -209,6 +209,13 @@ def test_compare_draws_three_voices_on_one_axes() -> None:
     assert list(measured) == [2.5, 5]
 
 
+@pytest.mark.parametrize(("x", "whole"), [([1, 2, 4], True), ([0.5, 1.5], False)])
+def test_compare_has_no_half_ranks(x: list[float], whole: bool) -> None:
+    figure = compare(x, Voices(measurement=x), "Ranks", x_label="ranks", y_label="s")
+    ticks = figure.axes[0].get_xticks()
+    assert all(tick.is_integer() for tick in ticks) == whole
+
+
 def test_compare_draws_several_curves_on_logarithmic_axes() -> None:
     curves = {
         "ring": Voices(formula=[1.0, 2.0, 9.0], measurement=[1.1, 2.2, 9.9]),

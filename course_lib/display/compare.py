@@ -77,6 +77,8 @@ def compare(
         _widen(axes)
     else:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        if all(float(value).is_integer() for value in x):  # there is no 1.5th rank
+            axes.xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 
