@@ -37,11 +37,25 @@ LESSONS_BELOW = {
     "ddp": {"buckets", "point_to_point"},
     "estimators": {"memory", "saved"},
     "local_sgd": {"data_parallel"},
+    "mailbox": {"point_to_point"},
     "overlap_lab": {"buckets", "ddp"},
+    "parallel_linear": {"parallel_regions", "point_to_point"},
+    "parallel_regions": {"point_to_point"},
+    "parallel_tensors": {"parallel_linear", "parallel_regions"},
     "parameter_server": {"data_parallel"},
+    "pipeline": {"backward_halves", "mailbox", "point_to_point", "stages"},
     "recompute": {"mixed_precision"},
     "ring": {"point_to_point"},
+    "stages": {"point_to_point"},
+    "tensor_parallel": {
+        "parallel_linear",
+        "parallel_regions",
+        "parallel_tensors",
+        "point_to_point",
+        "vocab_parallel",
+    },
     "tree": {"point_to_point"},
+    "vocab_parallel": {"parallel_linear", "parallel_regions", "point_to_point"},
 }
 FOUNDATION = "collectives"
 PURE_PYTHON = {"core", "cost"}
