@@ -130,7 +130,7 @@ def parallelize(
             part.add_module("dropout", ShardedDropout(part.dropout.p, group))
         if model.positions is not None:
             model.positions.register_forward_hook(partial(_own_rows, group))
-    return model
+    return model.train(model.training)
 
 
 def _split_ends(model: GPT, gather_output: bool, options: Mapping[str, Any]) -> None:
@@ -221,7 +221,6 @@ def _checksum(tensors: Iterable[Tensor]) -> int:
     """A number that differs as soon as one bit does."""
     mark = 0
     for tensor in tensors:
-        mark = zlib.crc32(
-            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), mark
-        )
+        row = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        mark = zlib.crc32(row.numpy().tobytes(), mark)
     return mark
