@@ -1,0 +1,13 @@
+"""The exercises of notebook 07_tensor_parallel: f and g, a split MLP, whole heads, a loss, a price.
+
+Each stands with its check in a file of its own: `_pair` (f and g), `_mlp` (planted mistakes in
+`_mlp_mistakes`), `_heads`, `_loss`, `_price`.
+"""
+
+from course_lib.checks.tensor_parallel_heads import HEADS
+from course_lib.checks.tensor_parallel_loss import LOSS
+from course_lib.checks.tensor_parallel_mlp import MLP
+from course_lib.checks.tensor_parallel_pair import PAIR
+from course_lib.checks.tensor_parallel_price import PRICE
+
+EXERCISES = (PAIR, MLP, HEADS, LOSS, PRICE)
