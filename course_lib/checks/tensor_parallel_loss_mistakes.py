@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from course_lib.checks.tensor_parallel_parts import copy_in, sum_out, summed
+from course_lib.checks.tensor_parallel_parts import copy_to_region, reduce_from_region, summed
 from course_lib.models import IGNORED
 
 VOCAB = 23
@@ -17,8 +17,8 @@ def split_loss(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     """One maximum, one sum of exponentials, one logit a token."""
     top = summed(logits.max(dim=-1).values, dist.ReduceOp.MAX)
     shifted = logits - top[:, None]
-    total = sum_out(shifted.exp().sum(-1))
-    return mean_loss(total.log() - sum_out(own_logit(shifted, targets, first)), targets)
+    total = reduce_from_region(shifted.exp().sum(-1))
+    return mean_loss(total.log() - reduce_from_region(own_logit(shifted, targets, first)), targets)
 
 
 def own_logit(logits: Tensor, targets: Tensor, first: int) -> Tensor:
@@ -37,8 +37,10 @@ def _parts(logits: Tensor, targets: Tensor, first: int, **other: Any) -> Tensor:
     """The right answer with some parts exchanged."""
     top = other.get("top", summed(logits.detach().max(dim=-1).values, dist.ReduceOp.MAX))
     shifted = logits - top[:, None]
-    total = other.get("total", sum_out)(shifted.exp().sum(-1))
-    logit = other.get("logit", sum_out)(other.get("own", own_logit)(shifted, targets, first))
+    total = other.get("total", reduce_from_region)(shifted.exp().sum(-1))
+    logit = other.get("logit", reduce_from_region)(
+        other.get("own", own_logit)(shifted, targets, first)
+    )
     loss: Tensor = other.get("mean", mean_loss)(total.log() - logit, targets)
     return loss
 
@@ -51,7 +53,7 @@ def local(logits: Tensor, targets: Tensor, first: int) -> Tensor:
 def gathered(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     whole = logits.new_zeros(len(logits), VOCAB)
     whole[:, first : first + logits.shape[1]] = logits
-    return F.cross_entropy(sum_out(whole), targets)
+    return F.cross_entropy(reduce_from_region(whole), targets)
 
 
 def no_maximum(logits: Tensor, targets: Tensor, first: int) -> Tensor:
@@ -93,7 +95,7 @@ def back_through_f(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     top = summed(logits.detach().max(dim=-1).values, dist.ReduceOp.MAX)
     shifted = logits - top[:, None]
     both = torch.stack([shifted.exp().sum(-1), own_logit(shifted, targets, first)])
-    total, logit = sum_out(copy_in(both) * 1.0)
+    total, logit = reduce_from_region(copy_to_region(both) * 1.0)
     return mean_loss(total.log() - logit, targets)
 
 

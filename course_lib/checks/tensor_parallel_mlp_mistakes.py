@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from course_lib.checks.tensor_parallel_parts import copy_in, mine_of, sum_out
+from course_lib.checks.tensor_parallel_parts import copy_to_region, mine_of, reduce_from_region
 
 
 class SplitMLP(nn.Module):
@@ -23,7 +23,7 @@ class SplitMLP(nn.Module):
         return mine_of(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum_out(self.part(copy_in(x))) + self.down_bias
+        return reduce_from_region(self.part(copy_to_region(x))) + self.down_bias
 
     def part(self, x: Tensor) -> Tensor:
         return F.gelu(x @ self.up_weight.T + self.up_bias) @ self.down_weight.T
@@ -31,18 +31,20 @@ class SplitMLP(nn.Module):
 
 class BiasEach(SplitMLP):
     def forward(self, x: Tensor) -> Tensor:
-        return sum_out(self.part(copy_in(x)) + self.down_bias)
+        return reduce_from_region(self.part(copy_to_region(x)) + self.down_bias)
 
 
 class BiasParts(SplitMLP):
     def forward(self, x: Tensor) -> Tensor:
-        return sum_out(self.part(copy_in(x)) + self.down_bias / dist.get_world_size())
+        return reduce_from_region(
+            self.part(copy_to_region(x)) + self.down_bias / dist.get_world_size()
+        )
 
 
 class BiasFirst(SplitMLP):
     def forward(self, x: Tensor) -> Tensor:
-        part = self.part(copy_in(x))
-        return sum_out(part + self.down_bias if dist.get_rank() == 0 else part)
+        part = self.part(copy_to_region(x))
+        return reduce_from_region(part + self.down_bias if dist.get_rank() == 0 else part)
 
 
 class WrongWay(SplitMLP):
@@ -62,17 +64,20 @@ class WrongWay(SplitMLP):
 
 class NoCopyIn(SplitMLP):
     def forward(self, x: Tensor) -> Tensor:
-        return sum_out(self.part(x)) + self.down_bias
+        return reduce_from_region(self.part(x)) + self.down_bias
 
 
 class NoSumOut(SplitMLP):
     def forward(self, x: Tensor) -> Tensor:
-        return self.part(copy_in(x)) + self.down_bias
+        return self.part(copy_to_region(x)) + self.down_bias
 
 
 class Mean(SplitMLP):
     def forward(self, x: Tensor) -> Tensor:
-        return sum_out(self.part(copy_in(x))) / dist.get_world_size() + self.down_bias
+        return (
+            reduce_from_region(self.part(copy_to_region(x))) / dist.get_world_size()
+            + self.down_bias
+        )
 
 
 class Gathers(SplitMLP):
@@ -85,7 +90,7 @@ class Gathers(SplitMLP):
     def part(self, x: Tensor) -> Tensor:
         hidden, mine = F.gelu(x @ self.up_weight.T + self.up_bias), self.mine(self.width)
         whole = hidden.new_zeros(*hidden.shape[:-1], self.width).index_copy(-1, mine, hidden)
-        return sum_out(whole)[..., mine] @ self.down_weight.T
+        return reduce_from_region(whole)[..., mine] @ self.down_weight.T
 
 
 class EvenOnly(SplitMLP):

@@ -14,14 +14,14 @@ from torch import Tensor
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.tensor_parallel_parts import (
     WORLD_SIZES,
-    CopyIn,
-    SumOut,
+    CopyToRegion,
+    ReduceFromRegion,
     calls_in,
     close_to,
-    copy_in,
+    copy_to_region,
     expect_close,
     expect_one_sum,
-    sum_out,
+    reduce_from_region,
     summed,
 )
 from course_lib.checks.tools import Cause, run
@@ -47,7 +47,7 @@ SHARED = (
 
 def together(x: Tensor, part: Part) -> Tensor:
     """The right answer: the sum of part(x) over the ranks."""
-    return sum_out(part(copy_in(x)))
+    return reduce_from_region(part(copy_to_region(x)))
 
 
 # --- the check
@@ -169,12 +169,12 @@ def _below_causes(rank: int, p: int, total: float) -> list[Cause]:
 def _pair(f_backward: Any = summed, g_forward: Any = summed, g_backward: Any = None) -> Any:
     """An answer with other insides."""
 
-    class Copy(CopyIn):
+    class Copy(CopyToRegion):
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
             return f_backward(grad)
 
-    class Sum(SumOut):
+    class Sum(ReduceFromRegion):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             out: Tensor = g_forward(x)
@@ -203,11 +203,11 @@ def _gathered(x: Tensor) -> Tensor:
 
 
 def _swapped(x: Tensor, part: Part) -> Tensor:
-    return copy_in(part(sum_out(x)))
+    return copy_to_region(part(reduce_from_region(x)))
 
 
 def _without_f(x: Tensor, part: Part) -> Tensor:
-    return sum_out(part(x))
+    return reduce_from_region(part(x))
 
 
 def _left_the_graph(x: Tensor, part: Part) -> Tensor:

@@ -15,7 +15,7 @@ WORLD_SIZES = (3, 2, 4, 1)  # on 2 ranks, wrong answers look alike
 ROUNDING = 1e-11
 
 
-class CopyIn(torch.autograd.Function):
+class CopyToRegion(torch.autograd.Function):
     """f: nothing in forward, the sum over the ranks in backward."""
 
     @staticmethod
@@ -27,7 +27,7 @@ class CopyIn(torch.autograd.Function):
         return summed(grad)
 
 
-class SumOut(torch.autograd.Function):
+class ReduceFromRegion(torch.autograd.Function):
     """g: the sum over the ranks in forward, nothing in backward."""
 
     @staticmethod
@@ -39,15 +39,15 @@ class SumOut(torch.autograd.Function):
         return grad
 
 
-def copy_in(x: Tensor) -> Tensor:
+def copy_to_region(x: Tensor) -> Tensor:
     """f as a function."""
-    out: Tensor = CopyIn.apply(x)
+    out: Tensor = CopyToRegion.apply(x)
     return out
 
 
-def sum_out(x: Tensor) -> Tensor:
+def reduce_from_region(x: Tensor) -> Tensor:
     """g as a function."""
-    out: Tensor = SumOut.apply(x)
+    out: Tensor = ReduceFromRegion.apply(x)
     return out
 
 
