@@ -13,8 +13,11 @@ from course_lib.display.frames import (
     root_everything,
 )
 from course_lib.display.graph import graph, graph_words
+from course_lib.display.matrices import Matrix, matrices
 from course_lib.display.memory import memory
+from course_lib.display.pipelines import pipelines
 from course_lib.display.predict import YES_NO, Prediction, predict, reveal
+from course_lib.display.schedule_explorer import schedule_explorer
 from course_lib.display.show import show
 from course_lib.display.stepper import Stepper, stepper
 from course_lib.display.timeline import timeline, timelines
@@ -27,6 +30,7 @@ __all__ = [
     "Cell",
     "Explore",
     "Frame",
+    "Matrix",
     "Message",
     "Prediction",
     "Stepper",
@@ -36,13 +40,16 @@ __all__ = [
     "frames_from_messages",
     "graph",
     "graph_words",
+    "matrices",
     "memory",
     "own_everything",
     "own_one",
+    "pipelines",
     "predict",
     "rank_colour",
     "reveal",
     "root_everything",
+    "schedule_explorer",
     "show",
     "stepper",
     "timeline",

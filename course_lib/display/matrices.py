@@ -1,0 +1,115 @@
+"""A product of matrices that ranks share: whole, or cut by columns or rows, or a sum of parts.
+
+A piece has the pale colour and the number of the rank that holds it; what is white is whole on
+every rank. Sheets behind one another are parts of a sum: each rank has one number for every place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from course_lib.core.errors import CourseError
+from course_lib.display.colours import QUIET, WHITE, rank_colour
+from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page
+
+WAYS = {
+    "": "whole on every rank",
+    "columns": "by columns",
+    "rows": "by rows",
+    "sum": "parts of a sum",
+}
+_SIDE_IN, _WORD_IN, _CHARACTER_IN, _SHEET_IN = 0.5, 0.12, 0.08, 0.07
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """One matrix of a product: its name, its sizes as numbers and in words, how it is cut.
+
+    split   "" (whole on every rank), "columns", "rows", or "sum" (each rank has a part of each sum)
+    """
+
+    name: str
+    height: float
+    width: float
+    words: str = ""
+    split: str = ""
+
+    def __post_init__(self) -> None:
+        if self.split not in WAYS or min(self.height, self.width) <= 0:
+            raise CourseError(
+                f"Matrix {self.name}: need sizes above 0, and split as one of "
+                f"{', '.join(repr(way) for way in WAYS)}; got {self.height, self.width} and "
+                f"{self.split!r}."
+            )
+
+
+def matrices(row: Sequence[Matrix | str], title: str, *, ranks: int, note: str = "") -> Figure:
+    """Draw matrices, and the words between them (a times sign, GELU), from left to right."""
+    drawn = [item for item in row if isinstance(item, Matrix)]
+    if not drawn or ranks < 1:
+        raise CourseError(f"matrices: need a matrix and a rank; got {len(drawn)} and {ranks}.")
+    words_in = sum(_words_in(item) for item in row if isinstance(item, str))
+    free_in = WIDTH_IN - 2 * _SIDE_IN - words_in
+    inch = min(free_in / sum(matrix.width for matrix in drawn), 1.9 / max(m.height for m in drawn))
+    tall_in = max(matrix.height for matrix in drawn) * inch
+    margins = Margins(left=0.0, right=0.0, top=0.1, bottom=0.1)
+    figure, (axes,) = page(title, [tall_in + 0.7], note=note, margins=margins)
+    axes.set_xlim(0, WIDTH_IN)
+    axes.set_ylim(-0.35, tall_in + 0.35)
+    axes.set_axis_off()
+    total_in = words_in + sum(matrix.width for matrix in drawn) * inch
+    x, middle = (WIDTH_IN - total_in) / 2, tall_in / 2
+    for item in row:
+        if isinstance(item, str):
+            wide = _words_in(item)
+            axes.text(x + wide / 2, middle, item, ha="center", va="center", fontsize=TEXT_PT + 1)
+        else:
+            wide = item.width * inch
+            _matrix(axes, item, (x, middle - item.height * inch / 2), inch, ranks)
+        x += wide
+    return figure
+
+
+def _words_in(words: str) -> float:
+    return 2 * _WORD_IN + _CHARACTER_IN * len(words)
+
+
+def _matrix(
+    axes: Axes, matrix: Matrix, corner: tuple[float, float], inch: float, ranks: int
+) -> None:
+    wide, tall = matrix.width * inch, matrix.height * inch
+    pieces = _pieces(matrix.split, ranks, (*corner, wide, tall))
+    for rank, (x, y, width, height) in pieces:
+        fill = WHITE if rank is None else rank_colour(rank, ranks)
+        axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=QUIET, lw=0.9))
+        if rank is not None and matrix.split != "sum":
+            place = x + width / 2, y + height / 2
+            axes.text(*place, str(rank), ha="center", va="center", fontsize=TEXT_PT)
+    (x, y), look = corner, dict[str, Any](ha="center", fontsize=SMALL_PT)
+    if matrix.split == "sum":
+        parts = "+".join(map(str, range(ranks))) if ranks <= 4 else f"0+...+{ranks - 1}"
+        axes.text(x + wide / 2, y + tall / 2, parts, ha="center", va="center", fontsize=7.5)
+    top = y + tall + (_SHEET_IN * (ranks - 1) if matrix.split == "sum" else 0)
+    axes.text(x + wide / 2, top + 0.08, f"{matrix.name}  {matrix.words}".rstrip(), **look)
+    axes.text(x + wide / 2, y - 0.1, WAYS[matrix.split], va="top", color=QUIET, **look)
+
+
+def _pieces(
+    split: str, ranks: int, box: tuple[float, float, float, float]
+) -> list[tuple[int | None, tuple[float, float, float, float]]]:
+    """Who holds which part of a box, the last drawn on top; None: everybody all of it."""
+    x, y, wide, tall = box
+    if split == "columns":
+        part = wide / ranks
+        return [(rank, (x + rank * part, y, part, tall)) for rank in range(ranks)]
+    if split == "rows":
+        part = tall / ranks
+        return [(rank, (x, y + tall - (rank + 1) * part, wide, part)) for rank in range(ranks)]
+    if split == "sum":
+        shifts = [(rank, _SHEET_IN * rank) for rank in reversed(range(ranks))]
+        return [(rank, (x + shift, y + shift, wide, tall)) for rank, shift in shifts]
+    return [(None, box)]
