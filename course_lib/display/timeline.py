@@ -4,6 +4,7 @@ A simulated run, a measured one and a cluster's are drawn by the same function, 
 the same scale of time, so that a prediction can be held against a measurement.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,19 +71,19 @@ def timelines(
     figure, panels = page(
         title,
         [row_in * len(ranks)] * len(by_run),
-        note=_link_note(link),
-        legend=_legend(everything),
+        note=link_note(link),
+        legend=event_legend(everything),
         margins=margins,
     )
     for axes, (name, events) in zip(panels, by_run.items(), strict=True):
-        _panel(axes, name, events, ranks, (span_s * scale, scale))
+        draw_events(axes, name, events, ranks, (span_s * scale, scale))
     for axes in panels[:-1]:
         axes.tick_params(axis="x", labelbottom=False)
     panels[-1].set_xlabel(f"time ({word})", fontsize=TEXT_PT)
     return figure
 
 
-def _panel(
+def draw_events(
     axes: Axes,
     name: str,
     events: Sequence[Event],
@@ -166,7 +167,7 @@ def _label(box: _Box) -> Label:
 
 
 def _texts(event: Event) -> tuple[str, ...]:
-    """The label, or something shorter: the call and its other rank, or the letter of the kind.
+    """The label, or something shorter: the call and its other rank, the number in F3, the letter.
 
     A wait says nothing: what is waited for stands beside or upon it.
     """
@@ -180,10 +181,12 @@ def _texts(event: Event) -> tuple[str, ...]:
         words.append(event.kind)
     elif not event.label:
         words.append(KIND[event.kind].letter)
+    elif re.fullmatch(r"[A-Z][0-9.]+", event.label):  # the colour says the letter
+        words += [event.label[1:], event.label[1:].partition(".")[0]]
     return tuple(word for word in words if word)
 
 
-def _legend(events: Sequence[Event]) -> list[Artist]:
+def event_legend(events: Sequence[Event]) -> list[Artist]:
     """The kinds that are there, in their usual order; communication names its calls."""
     present = [kind for kind in KINDS if any(event.kind == kind for event in events)]
     calls = [kind for kind in present if kind in COMMUNICATION_KINDS]
@@ -194,5 +197,6 @@ def _legend(events: Sequence[Event]) -> list[Artist]:
     return swatches(list(names), list(names.values()))
 
 
-def _link_note(link: Link | TwoLevelLink | str | None) -> str:
+def link_note(link: Link | TwoLevelLink | str | None) -> str:
+    """What a picture says of the wire it was measured on."""
     return "" if link is None else link if isinstance(link, str) else f"emulated {link}"
