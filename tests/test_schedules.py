@@ -19,6 +19,7 @@ from course_lib.cost import schedules as s
 from course_lib.cost import token_pipeline as tp
 from course_lib.cost.balance import balance_stages, stage_times
 from course_lib.cost.micro_batches import BatchCost, step_parts
+from course_lib.cost.published_bubbles import NUM_STAGES, PUBLISHED
 from course_lib.cost.schedule_rules import check_schedule
 from course_lib.cost.schedule_simulation import simulate
 from course_lib.cost.schedule_times import PipelineTimes
@@ -384,6 +385,21 @@ def test_bubble_rates_of_the_zero_bubble_paper(schedule, within):
     assert len(found) == 6
     for row in found:
         assert predicted_rate(row) == pytest.approx(float(row["bubble_rate"]), rel=within)
+
+
+def test_the_published_bubbles_of_the_course_are_those_of_the_tables():
+    rows = {(row["model"], int(row["m"]), row["schedule"]): row for row in published()}
+    for one in PUBLISHED:
+        key = one.model, one.num_micro_batches
+        row = rows[*key, "1F1B"]
+        assert one[2:6] == tuple(
+            float(row[name]) for name in ("T_F_ms", "T_B_ms", "T_W_ms", "T_comm_ms")
+        )
+        assert one.one_f_one_b == float(row["bubble_rate"])
+        assert one.zero_bubble_h1 == float(rows[*key, "ZB-H1"]["bubble_rate"])
+        played = simulate(s.one_f_one_b(NUM_STAGES, one.num_micro_batches), one.times)
+        assert played.bubble_rate == pytest.approx(one.one_f_one_b, rel=6e-4)
+    assert len(PUBLISHED) == len({key[:2] for key in rows}) == 6
 
 
 def test_without_the_wire_the_papers_bubbles_are_missed():

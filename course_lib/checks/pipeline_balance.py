@@ -1,4 +1,4 @@
-"""Exercise 5 of 08_pipeline, with its planted mistakes: how many layers each stage gets."""
+"""Exercise 4 of 08_pipeline, with its planted mistakes: how many layers each stage gets."""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
@@ -176,7 +176,7 @@ def _why(got: Sequence[Any]) -> str:
 
 
 BALANCE = Exercise(
-    key="pipeline-5",
+    key="pipeline-4",
     title="cut the layers into stages",
     check=check_balance,
     reference=cut_layers,

@@ -1,4 +1,4 @@
-"""Exercise 4 of 08_pipeline, with its planted mistakes: one weight on the first and last stage."""
+"""Exercise 5 of 08_pipeline, with its planted mistakes: one weight on the first and last stage."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -202,7 +202,7 @@ def _why_stuck(error: RankError, p: int) -> str:
 
 
 TIED = Exercise(
-    key="pipeline-4",
+    key="pipeline-5",
     title="add up a tied weight",
     check=check_tied,
     reference=sum_tied,
