@@ -43,9 +43,10 @@ LESSONS_BELOW = {
     "parallel_regions": {"point_to_point"},
     "parallel_tensors": {"parallel_linear", "parallel_regions"},
     "parameter_server": {"data_parallel"},
-    "pipeline": {"backward_halves", "mailbox", "point_to_point", "stages"},
+    "pipeline": {"mailbox", "point_to_point", "stage_run", "stages"},
     "recompute": {"mixed_precision"},
     "ring": {"point_to_point"},
+    "stage_run": {"backward_halves", "mailbox", "point_to_point", "stages"},
     "stages": {"point_to_point"},
     "tensor_parallel": {
         "parallel_linear",

@@ -1,0 +1,106 @@
+"""Backward in two halves: first the input's gradient, for which another rank waits; the weights'
+gradients later, when there is time.
+
+While a stage runs forward, every operation that takes a parameter is given a stand-in for it, and
+its output is noted. The first half asks autograd for the gradients of the input and of these
+outputs, which never touches a weight; the second half asks each operation by itself for the
+gradient of its stand-ins. Notebook 08_pipeline.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+Pairs = list[tuple[nn.Parameter, Tensor]]  # parameters, and what stands for each
+
+
+@dataclass
+class _Use:
+    """One operation that took parameters: its output, their stand-ins, the output's gradient."""
+
+    out: Tensor
+    version: int
+    stand_ins: Pairs
+    grad: Tensor | None = None
+
+
+class Halves(TorchFunctionMode):
+    """Watches one forward: with Halves(module) as halves: out = module(x).
+
+    Then `backward_input` gives the gradient of x, and `backward_weight` adds to every `param.grad`.
+
+    Cost:    together the products of one backward, and some 50 us for each operation that takes
+             parameters. All activations live until `backward_weight`
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.params = [param for param in module.parameters() if param.requires_grad]
+        self._uses: list[_Use] = []
+        self._others: Pairs = [(param, param) for param in self.params]  # no use of them was noted
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by PyTorch in place of each operation."""
+        stand_ins: Pairs = []
+
+        def stand_in(value: Any) -> Any:
+            if not isinstance(value, nn.Parameter) or not value.requires_grad:
+                return value
+            stand_ins.append((value, value.detach().requires_grad_()))
+            return stand_ins[-1][1]
+
+        if not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(stand_in, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if not stand_ins:
+            return out
+        own = isinstance(out, Tensor) and all(out is not value for value in args)
+        if own and out.requires_grad:
+            self._uses.append(_Use(out, out._version, stand_ins))
+        else:
+            self._others += stand_ins  # several outputs, or changed in place: with the first half
+        return out
+
+    def backward_input(
+        self, output: Any, grad: Tensor | None, x: Tensor | None = None
+    ) -> Tensor | None:
+        """The gradient of `x`, from the gradient of the output (a tensor or its edge)."""
+        noted = [use for use in self._uses if use.out._version == use.version]
+        changed = [use for use in self._uses if use.out._version != use.version]
+        pairs = self._others + [pair for use in changed for pair in use.stand_ins]
+        inputs = [] if x is None else [x]
+        wanted = [*inputs, *(use.out for use in noted), *(stand_in for _, stand_in in pairs)]
+        if not wanted:
+            return None
+        grads = list(
+            torch.autograd.grad((output,), wanted, (grad,), retain_graph=True, allow_unused=True)
+        )
+        x_grad = grads.pop(0) if inputs else None
+        for use, out_grad in zip(noted, grads, strict=False):
+            use.grad = out_grad
+        _accumulate(pairs, grads[len(noted) :])
+        self._uses, self._others = [use for use in noted if use.grad is not None], []
+        return x_grad
+
+    def backward_weight(self) -> None:
+        """Add the weights' gradients to `param.grad`, and let the activations go."""
+        while self._uses:
+            use = self._uses.pop()
+            stand_ins = [stand_in for _, stand_in in use.stand_ins]
+            grads = torch.autograd.grad(use.out, stand_ins, use.grad, allow_unused=True)
+            _accumulate(use.stand_ins, grads)
+
+
+def _accumulate(pairs: Pairs, grads: Iterable[Tensor | None]) -> None:
+    """Add to `param.grad` as backward does, hooks included."""
+    found = [(pair[0], g) for pair, g in zip(pairs, grads, strict=True) if g is not None]
+    if found:
+        torch.autograd.backward([param for param, _ in found], [grad for _, grad in found])

@@ -1,0 +1,160 @@
+"""Pipeline parallelism: one small engine that runs any schedule on real ranks.
+
+A rank goes through its list of actions: it waits for what the action needs, computes, lets the
+outcome leave, and goes on. Gradients add up over the micro-batches, each counted by its share of
+the batch, so a step gives the numbers of one process on the whole batch. Notebook 08_pipeline.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.core.errors import CourseError
+from course_lib.cost.actions import Schedule, ScheduleError, num_model_chunks_of
+from course_lib.cost.schedule_rules import check_schedule
+from course_lib.cost.schedules import gpipe, interleaved, naive, one_f_one_b, zero_bubble_h1
+from course_lib.mailbox import Form, Mailbox, Routes
+from course_lib.point_to_point import Group, place_in
+from course_lib.ranks import span
+from course_lib.stage_run import LossFn, StageRun, shares
+from course_lib.stages import Stage, share_tied, split_model, tied_summed
+
+__all__ = [
+    "Pipeline",
+    "Stage",
+    "gpipe",
+    "interleaved",
+    "naive",
+    "one_f_one_b",
+    "run_schedule",
+    "shares",
+    "split_model",
+    "zero_bubble_h1",
+]
+
+
+class Pipeline:
+    """This rank's stage, and the engine that runs schedules on it.
+
+    pipeline = Pipeline(split_model(spec, p, rank), token_loss)
+    pipeline.step(one_f_one_b(p, m), inputs, targets); optimizer.step()
+
+    stage     from `split_model`; or a module, or one module for each model chunk
+    loss_fn   (output, targets) of a micro-batch -> the mean over its targets
+    group     the ranks of this pipeline, stage 0 first; all ranks by default
+
+    peak_in_flight   the most micro-batches whose activations were held in the last step
+
+    Raises: MeshError for another's group
+    """
+
+    def __init__(
+        self, stage: Stage | nn.Module | Sequence[nn.Module], loss_fn: LossFn, group: Group = None
+    ) -> None:
+        self.place = place_in(group, "Pipeline")
+        self.stage, self.loss_fn, self.peak_in_flight = _as_stage(stage), loss_fn, 0
+        param = next(self.stage.parameters(), None)
+        self.device = torch.device("cpu") if param is None else param.device
+        self._checked: tuple[Schedule, int, Routes] | None = None
+        self._forms: dict[Any, dict[tuple[int, int], Form]] = {}
+        share_tied(self.stage, self.place)
+
+    def step(
+        self,
+        schedule: Schedule,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor] | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> Tensor | None:
+        """Run the schedule once; gradients of the whole batch's mean loss add to `param.grad`.
+
+        inputs    one tensor a micro-batch, on every rank: the first stage reads them, the others
+                  only look at their shapes (so device="meta" will do)
+        targets   one tensor a micro-batch; only the last stage needs them
+        weights   each micro-batch's share of the loss; by default its share of all targets
+
+        Returns the mean loss on the last stage, None on the others.
+
+        Cost:    an activation and a gradient sent per micro-batch and border between pieces
+        Raises:  ScheduleError before anything is sent; CourseError
+        """
+        routes = self._routes(schedule, len(inputs))
+        weights = self._check_batch(inputs, targets, weights)
+        shapes = tuple((tuple(x.shape), x.dtype) for x in inputs)
+        mail = Mailbox(self.place, routes, self._forms.get(shapes, {}), self.device)
+        batch = (inputs, targets or (), weights)
+        run = StageRun(self.stage, self.loss_fn, routes, batch)
+        with tied_summed(self.stage, self.place):
+            for action in schedule[self.place.me]:
+                received = mail.receive(action)
+                with span(action.kind, action.label):
+                    made = run.do(action, received)
+                if made is not None:
+                    mail.send(action, made)
+            mail.finish()
+        self._forms[shapes], self.peak_in_flight = mail.forms, run.peak
+        return run.loss
+
+    @property
+    def is_last(self) -> bool:
+        """Is this the stage that has the loss?"""
+        return self.place.me == self.place.p - 1
+
+    def _routes(self, schedule: Schedule, num_micro_batches: int) -> Routes:
+        """This rank's part of a schedule, which is checked when it is new."""
+        if self._checked is None or self._checked[:2] != (schedule, num_micro_batches):
+            check_schedule(schedule, num_micro_batches=num_micro_batches)
+            self._check_sizes(schedule)
+            copy = [list(actions) for actions in schedule]
+            self._checked = copy, num_micro_batches, Routes(schedule, self.place.me)
+        return self._checked[2]
+
+    def _check_sizes(self, schedule: Schedule) -> None:
+        where, p, v = f"rank {dist.get_rank()}, Pipeline", self.place.p, len(self.stage.chunks)
+        if len(schedule) != p:
+            raise ScheduleError(
+                f"{where}: need a schedule for the {p} ranks of the group; got one for "
+                f"{len(schedule)}. Try one_f_one_b({p}, num_micro_batches)."
+            )
+        if num_model_chunks_of(schedule) != v:
+            raise ScheduleError(
+                f"{where}: need a schedule for the stage's {v} model chunks; got one for "
+                f"{num_model_chunks_of(schedule)}. Try split_model(..., num_model_chunks="
+                f"{num_model_chunks_of(schedule)})."
+            )
+
+    def _check_batch(
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor] | None, weights: Any
+    ) -> Sequence[float]:
+        """The micro-batches' shares of the loss, on the last stage; targets for all of them."""
+        if not self.is_last:
+            return ()
+        for name, given in (("targets", targets), ("weights", weights)):
+            if (given is None and name == "targets") or (given and len(given) != len(inputs)):
+                raise CourseError(
+                    f"rank {dist.get_rank()}, Pipeline.step: need {name} for {len(inputs)} "
+                    f"micro-batches; got {'none' if given is None else len(given)}. "
+                    f"Try {name}.chunk({len(inputs)}), as for the inputs."
+                )
+        return shares(targets or ()) if weights is None else weights
+
+
+def run_schedule(
+    schedule: Schedule,
+    stage: Stage | nn.Module | Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor] | None,
+    loss_fn: LossFn,
+    group: Group = None,
+) -> Tensor | None:
+    """One step of `Pipeline(stage, loss_fn, group)`: the mean loss on the last stage, else None."""
+    return Pipeline(stage, loss_fn, group).step(schedule, inputs, targets)
+
+
+def _as_stage(stage: Stage | nn.Module | Sequence[nn.Module]) -> Stage:
+    if isinstance(stage, Stage):
+        return stage
+    return Stage([stage] if isinstance(stage, nn.Module) else stage)
