@@ -44,6 +44,7 @@ LESSONS_BELOW = {
     "parallel_tensors": {"parallel_linear", "parallel_regions"},
     "parameter_server": {"data_parallel"},
     "pipeline": {"mailbox", "point_to_point", "stage_run", "stages"},
+    "pipeline_lab": {"overlap_lab", "pipeline", "stage_run"},
     "recompute": {"mixed_precision"},
     "ring": {"point_to_point"},
     "stage_run": {"backward_halves", "mailbox", "point_to_point", "stages"},
