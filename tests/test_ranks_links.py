@@ -9,6 +9,8 @@ import torch.distributed as dist
 from course_lib.core import CourseError, Link, TwoLevelLink
 from course_lib.cost.network import collective_s
 from course_lib.ranks import Ranks, span
+from course_lib.ranks.board import Board, Post
+from course_lib.ranks.callers import Line
 
 SLOW = Link(latency_s=0.02, bytes_per_s=20e6)
 NUM_ELEMENTS = (0, 100_000, 300_000)
@@ -148,3 +150,17 @@ def test_a_link_is_checked_when_it_is_made():
         Link(latency_s=0.1, bytes_per_s=0)
     with pytest.raises(CourseError, match="TwoLevelLink: need ranks_per_node >= 1"):
         TwoLevelLink(inside=SLOW, outside=SLOW, ranks_per_node=0)
+
+
+def test_calls_of_two_channels_do_not_wipe_each_other_out(tmp_path):
+    board, calls = Board(str(tmp_path / "board"), 1), 60
+    posts = [
+        Post(n * 7 + channel, 500 + 10 * channel, n, "send", (0,), "", Line(), post_s=1.0 * n)
+        for n in range(calls)
+        for channel in range(1, 7)  # six channels whose first slots lie side by side
+    ]
+    for post in posts:
+        board.post(0, post)
+    for post in posts:
+        assert board.find(0, post.channel, post.seq) == post
+        assert board.arrival_s(0, post.channel, post.seq) == post.post_s

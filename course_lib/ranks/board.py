@@ -5,7 +5,9 @@ rank can compare its call with the others' before anything is sent, an emulated 
 message left, and the notebook can see who waits for whom without asking anyone.
 
 A slot is found by (channel, seq): the channel is the group (or the pair and tag of a send), seq
-counts the calls on it, so matching calls of all ranks stand under the same pair of numbers.
+counts the calls on it, so matching calls of all ranks stand under the same pair of numbers. A call
+may stand in one of several slots, and takes the oldest one's place: so the calls of two channels,
+of which many may be under way, do not wipe each other out.
 """
 
 import mmap
@@ -20,6 +22,7 @@ from course_lib.core.records import KINDS
 from course_lib.ranks.callers import Line
 
 NUM_SLOTS = 1024
+NUM_CHOICES = 8  # slots in which one call may stand
 SLOT = struct.Struct("<Q II dd QQ hBB I 80s 40s 160s Q")
 SIGNATURE_AT, SIGNATURE_BYTES = struct.calcsize("<Q II dd QQ hBB I"), 80
 STATE = struct.Struct("<Q II d I 160s 40s II")
@@ -103,7 +106,7 @@ class Board:
         """Announce a call (or announce it again, with other flags)."""
         SLOT.pack_into(
             self._map,
-            self._slot(rank, post.channel, post.seq),
+            self._room(rank, post.channel, post.seq),
             post.number,
             post.channel,
             post.seq,
@@ -125,7 +128,8 @@ class Board:
     def mark(self, rank: int, post: Post, flags: Flag) -> None:
         """Set the flags of a call that is on the board."""
         at = self._slot(rank, post.channel, post.seq)
-        struct.pack_into("<B", self._map, at + 51, flags)
+        if at is not None:
+            struct.pack_into("<B", self._map, at + 51, flags)
 
     def block(self, rank: int, channel: int, seq: int) -> None:
         """Say that the rank's main thread waits on a call; (0, 0) says that it moves again."""
@@ -156,12 +160,15 @@ class Board:
 
     def find(self, rank: int, channel: int, seq: int) -> Post | None:
         """A rank's call with this channel and number, or None if it has not come so far."""
-        post = self._read(self._slot(rank, channel, seq))
+        at = self._slot(rank, channel, seq)
+        post = None if at is None else self._read(at)
         return post if post and (post.channel, post.seq) == (channel, seq) else None
 
     def arrival_s(self, rank: int, channel: int, seq: int) -> float | None:
         """When a rank posted a call (collectives), or when its message arrives (sends)."""
         at = self._slot(rank, channel, seq)
+        if at is None:
+            return None
         (stamp,) = struct.unpack_from("<Q", self._map, at + SLOT.size - 8)
         number, found, found_seq, post_s, arrive_s = struct.unpack_from("<Q II dd", self._map, at)
         if not stamp or number != stamp or (found, found_seq) != (channel, seq):
@@ -177,7 +184,7 @@ class Board:
     def agrees(self, rank: int, post: Post) -> bool:
         """Did a rank announce the same call in the same words, or nothing so far?"""
         at = self._slot(rank, post.channel, post.seq)
-        if struct.unpack_from("<II", self._map, at + 8) != (post.channel, post.seq):
+        if at is None:
             return True
         words = self._map[at + SIGNATURE_AT : at + SIGNATURE_AT + SIGNATURE_BYTES]
         return words.rstrip(b"\0") == post.signature.encode()[:SIGNATURE_BYTES]
@@ -189,8 +196,28 @@ class Board:
             if other is not None:
                 yield member, other
 
-    def _slot(self, rank: int, channel: int, seq: int) -> int:
-        return rank * RANK_BYTES + 512 + (channel + seq) % NUM_SLOTS * SLOT.size
+    def _choices(self, rank: int, channel: int, seq: int) -> list[int]:
+        apart = NUM_SLOTS // NUM_CHOICES
+        first = rank * RANK_BYTES + 512 + (channel + seq) % apart * SLOT.size
+        return [first + choice * apart * SLOT.size for choice in range(NUM_CHOICES)]
+
+    def _slot(self, rank: int, channel: int, seq: int) -> int | None:
+        """Where a call stands, or None if it has not come or is long gone."""
+        for at in self._choices(rank, channel, seq):
+            if struct.unpack_from("<II", self._map, at + 8) == (channel, seq):
+                return at
+        return None
+
+    def _room(self, rank: int, channel: int, seq: int) -> int:
+        """Where to write a call: where it stands already, or over the oldest one."""
+        at = self._slot(rank, channel, seq)
+        if at is not None:
+            return at
+        numbers = {
+            at: struct.unpack_from("<Q", self._map, at)[0]
+            for at in self._choices(rank, channel, seq)
+        }
+        return min(numbers, key=numbers.__getitem__)
 
     def _read(self, at: int) -> Post | None:
         """Read a slot while others may write it: last field, whole slot, first field again."""
