@@ -59,6 +59,7 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
         except MismatchError:
             report = Report(mismatch=find_mismatch(board, world_size), restarted=False)
             sys.exit(str(report))
+        wires.hear_out()
         dist.destroy_process_group()
     return result
 

@@ -2,7 +2,9 @@
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -31,7 +33,7 @@ class TrackedWork(dist.Work):
         self._arrived_s = 0.0
         self._watched = watch_end
         if watch_end:
-            inner.get_future().add_done_callback(self._on_arrival)
+            inner.get_future().add_done_callback(self._callback())
 
     def __del__(self) -> None:
         if self._post.kind in ("send", "recv"):
@@ -70,7 +72,7 @@ class TrackedWork(dist.Work):
         An emulated link completes it from a thread of its own.
         """
         if self._wires.pacer is None:
-            return self._inner.get_future().then(self._on_arrival)
+            return self._inner.get_future().then(self._callback())
         future: Future = Future()
 
         def complete() -> None:
@@ -115,6 +117,12 @@ class TrackedWork(dist.Work):
         if pacer is None:
             return time.perf_counter()
         return max(pacer.deliver(self._post), self._arrived_s)
+
+    def _callback(self) -> Callable[[Future], Any]:
+        """`_on_arrival` for one of gloo's threads to call; the wires know of it until then."""
+        callback = partial(self._on_arrival)
+        self._wires.callbacks.add(callback)
+        return callback
 
     def _on_arrival(self, arrived: Future | None = None) -> Any:
         self._arrived_s = self._arrived_s or time.perf_counter()
