@@ -13,6 +13,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from course_lib.core.errors import CourseError
 from course_lib.display.colours import QUIET, SERIES
@@ -78,7 +79,7 @@ def compare(
     else:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         if all(float(value).is_integer() for value in x):  # there is no 1.5th rank
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 
