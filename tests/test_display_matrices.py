@@ -5,7 +5,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from course_lib.core import CourseError
-from course_lib.display import Matrix, matrices
+from course_lib.display import Matrix, matrices, split_mlp
 from course_lib.display.colours import RANK, WHITE
 
 
@@ -46,6 +46,13 @@ def test_all_matrices_of_a_row_share_one_scale_and_fit_the_page():
     assert x_tall / a_tall == pytest.approx(3 / 2)
     assert x_wide + a_wide < figure.get_figwidth()
     assert {"×", "X", "A", "whole on every rank"} <= {t.get_text() for t in figure.axes[0].texts}
+
+
+def test_the_cuts_of_an_mlp_fit_each_other():
+    pieces = boxes(split_mlp(3, "t"))
+    assert [colour for colour, _, _ in pieces] == [WHITE, *3 * RANK[:3], *RANK[2::-1]]
+    columns_of_a, rows_of_b = pieces[1], pieces[7]
+    assert columns_of_a[1] == pytest.approx(rows_of_b[2])
 
 
 def test_bad_input_is_one_sentence():

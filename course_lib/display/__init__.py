@@ -13,7 +13,7 @@ from course_lib.display.frames import (
     root_everything,
 )
 from course_lib.display.graph import graph, graph_words
-from course_lib.display.matrices import Matrix, matrices
+from course_lib.display.matrices import Matrix, matrices, split_mlp
 from course_lib.display.memory import memory
 from course_lib.display.pipelines import pipelines
 from course_lib.display.predict import YES_NO, Prediction, predict, reveal
@@ -51,6 +51,7 @@ __all__ = [
     "root_everything",
     "schedule_explorer",
     "show",
+    "split_mlp",
     "stepper",
     "timeline",
     "timelines",

@@ -94,7 +94,7 @@ def _matrix(
         parts = "+".join(map(str, range(ranks))) if ranks <= 4 else f"0+...+{ranks - 1}"
         axes.text(x + wide / 2, y + tall / 2, parts, ha="center", va="center", fontsize=7.5)
     top = y + tall + (_SHEET_IN * (ranks - 1) if matrix.split == "sum" else 0)
-    axes.text(x + wide / 2, top + 0.08, f"{matrix.name}  {matrix.words}".rstrip(), **look)
+    axes.text(x + wide / 2, top + 0.08, f"{matrix.name}  {matrix.words}".strip(), **look)
     axes.text(x + wide / 2, y - 0.1, WAYS[matrix.split], va="top", color=QUIET, **look)
 
 
@@ -113,3 +113,15 @@ def _pieces(
         shifts = [(rank, _SHEET_IN * rank) for rank in reversed(range(ranks))]
         return [(rank, (x + shift, y + shift, wide, tall)) for rank, shift in shifts]
     return [(None, box)]
+
+
+def split_mlp(ranks: int, title: str) -> Figure:
+    """Draw GELU(XA)B with A cut by columns and B by rows: the ranks meet in one sum, at the end."""
+    row = [
+        *(Matrix(name="X", words="[tokens, h]", height=3, width=2), "×"),
+        *(Matrix(name="A", words="[h, f]", height=2, width=6, split="columns"), "→ GELU →"),
+        *(Matrix(name="", words="[tokens, f]", height=3, width=6, split="columns"), "×"),
+        *(Matrix(name="B", words="[f, h]", height=6, width=2, split="rows"), "="),
+        Matrix(name="Y", words="[tokens, h]", height=3, width=2, split="sum"),
+    ]
+    return matrices(row, title, ranks=ranks)
