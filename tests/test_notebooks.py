@@ -1,6 +1,8 @@
 """Every lesson: its source is sound, its notebooks are up to date, and both run under nbval."""
 
+import ast
 import io
+import re
 import subprocess
 
 import nbformat
@@ -58,10 +60,40 @@ def test_the_solved_notebook_passes_nbval(lesson, tmp_path):
     assert len(ended) == sum(cell.cell_type == "code" for cell in notebook.cells)
 
 
-@pytest.mark.timeout(600)
+def test_only_its_check_uses_what_an_exercise_defines(lesson):
+    """So a cell of the walkthrough does the same in the student notebook as in the solved one."""
+    cells = [cell for cell in read_source(lesson.source) if cell.kind == "code"]
+    defined = {
+        node.name
+        for cell in cells
+        if cell.is_exercise
+        for node in lines_of_python(cell.text)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    others = (cell for cell in cells if not cell.is_exercise and not cell.is_exercise_check)
+    for cell in others:
+        nodes = (node for tree in lines_of_python(cell.text) for node in ast.walk(tree))
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        assert not used & defined, f"line {cell.line}: use course_lib's own"
+
+
+def lines_of_python(text):
+    """The statements of a cell, without its magics."""
+    return ast.parse(re.sub(r"^%.*$", "", text, flags=re.M)).body
+
+
+@pytest.mark.timeout(300)
 def test_the_student_notebook_stops_at_the_exercise_checks_and_nowhere_else(lesson, tmp_path):
+    """The cells of the walkthrough are those of the solved notebook; here the others are run."""
     notebook = student_notebook(lesson, read_lesson(lesson))
-    checks = {cell.id for cell in notebook.cells if cell.id.startswith("check-")}
+    solved = {cell.id: cell.source for cell in nbformat.read(lesson.solved, 4).cells}
+    first, *code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    walkthrough = [cell for cell in code if "exercise" not in cell.metadata]
+    assert walkthrough
+    for cell in walkthrough:
+        assert cell.source == solved[cell.id]
+    checks = {cell.id for cell in code if cell.id.startswith("check-")}
+    notebook.cells = [first, *(cell for cell in code if "exercise" in cell.metadata)]
     for cell in notebook.cells:
         if cell.id in checks:
             cell.metadata.tags = [tag for tag in tags_of(cell) if tag != "raises-exception"]
@@ -69,4 +101,4 @@ def test_the_student_notebook_stops_at_the_exercise_checks_and_nowhere_else(less
     failed = {name: how for name, how in ended.items() if how.how != "passed"}
     assert failed.keys() == checks
     assert {how.name for how in failed.values()} <= {"NotDone"}
-    assert len(ended) == sum(cell.cell_type == "code" for cell in notebook.cells)
+    assert len(ended) == len(notebook.cells)
