@@ -117,7 +117,7 @@ def _pieces(
 
 def split_mlp(ranks: int, title: str) -> Figure:
     """Draw GELU(XA)B with A cut by columns and B by rows: the ranks meet in one sum, at the end."""
-    row = [
+    row: list[Matrix | str] = [
         *(Matrix(name="X", words="[tokens, h]", height=3, width=2), "×"),
         *(Matrix(name="A", words="[h, f]", height=2, width=6, split="columns"), "→ GELU →"),
         *(Matrix(name="", words="[tokens, f]", height=3, width=6, split="columns"), "×"),
