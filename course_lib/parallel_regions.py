@@ -67,6 +67,9 @@ def reduce_from_region(x: Tensor, group: Group = None) -> Tensor:
 def gather_sequence(x: Tensor, group: Group = None) -> Tensor:
     """All tokens out of each rank's; backward adds up, and each rank gets its own tokens' part.
 
+    The matrix behind it keeps all tokens for its backward. Megatron keeps this rank's only, and
+    gathers the others again: tp times less memory, one all_gather more.
+
     Shapes:  [batch, seq/tp, hidden] -> [batch, seq, hidden]
     Cost:    one all_gather forward, one reduce_scatter backward, (p-1)/p * output bytes each
     Adjoint: scatter_sequence

@@ -21,8 +21,10 @@ from course_lib import parallel_linear, tensor_parallel
 from course_lib.core import CourseError, MeshError, ModelSpec, ShapeError
 from course_lib.core.degrees import Degrees
 from course_lib.core.links import INFINIBAND, NVLINK
+from course_lib.cost.layer_bytes import TORCH_CPU
 from course_lib.cost.params import count_params, params_on_rank
 from course_lib.cost.tensor_traffic import (
+    gathered_bytes,
     layer_traffic,
     replicated_params,
     sent_bytes,
@@ -30,11 +32,13 @@ from course_lib.cost.tensor_traffic import (
     traffic_s,
 )
 from course_lib.ddp import DDP
+from course_lib.memory import activations
 from course_lib.models import GPT, IGNORED, padded_batch, token_loss
 from course_lib.models.gpt import Dropout
 from course_lib.parallel_regions import all_gather, split_columns
 from course_lib.ranks import record
 from course_lib.recompute import recompute_full
+from course_lib.saved import measure_saved, tensors_of
 from course_lib.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -463,6 +467,33 @@ def test_a_split_model_evaluates_if_the_whole_one_did(pools):
 
 
 # --- what a rank holds, and whole states
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_what_a_rank_keeps_for_backward_is_on_paper(pools, world_size, sequence_parallel):
+    cases = [(SPECS["gpt"], 0.0, True), (SPECS["gpt"], 0.2, False), (SPECS["llama"], 0.0, True)]
+    tokens, targets = padded_batch(0, batch=3, seq=12, vocab=48)
+
+    def saved(rank):
+        return [saved_by(*case) for case in cases]
+
+    def saved_by(spec, dropout, flash):
+        model = seeded(spec, flash=flash, dropout=dropout)
+        parallelize(model, the_mesh(), sequence_parallel)
+        given = [*tensors_of(model), tokens, targets]
+        kept = measure_saved(lambda: parallel_token_loss(model(tokens), targets), given=given)
+        return sum(one.num_bytes for one in kept)
+
+    how = {"number_bytes": 4, "kernels": TORCH_CPU}
+    how["degrees"] = Degrees(tp=world_size, sequence_parallel=sequence_parallel)
+    wanted = []
+    for spec, dropout, flash in cases:
+        paper = activations(spec, 3, 12, dropout=dropout > 0, flash=flash, **how)
+        places = 2 * (8 + 1) * 36 + 4  # where each token stands, and if here; a count of int64
+        gathered = gathered_bytes(spec, 3, 12, world_size, 4) * sequence_parallel
+        wanted.append(sum(paper.values()) + places + gathered)
+    assert pools(world_size).run(saved) == [wanted] * world_size
 
 
 def still_there(refs, within_s=10):

@@ -86,6 +86,18 @@ def replicated_params(spec: ModelSpec) -> int:
     return norms + param_parts(spec)["positions"] + out_biases
 
 
+def gathered_bytes(spec: ModelSpec, batch: int, seq: int, tp: int, number_bytes: int = 2) -> int:
+    """Sequence parallel: bytes a rank keeps because it gathers tokens once and not twice.
+
+    `cost.layer_bytes` counts as the paper does: a rank keeps its own tokens of each matrix's input,
+    and backward gathers them again, one all_gather more a region. Here the gathered input stays.
+
+    Source:  Korthikanti et al. 2022, section 4
+    """
+    stream = batch * seq * spec.hidden * number_bytes
+    return (2 * spec.num_layers + 1) * (stream - stream // tp)
+
+
 def sent_bytes(calls: Iterable[Collective], p: int) -> float:
     """Bytes that each of p ranks sends around the ring for these calls."""
     return sum(call.num_bytes * bus_factor(call.kind, p) for call in calls)
