@@ -39,6 +39,8 @@ CASES: tuple[tuple[str, Callable[[int, int], Schedule], int], ...] = (
 )
 
 # --- on the ranks
+# the micro-batch before may still have its name; whoever watches a rank looks at its names, too
+SPARE = 3
 
 
 @dataclass
@@ -104,7 +106,7 @@ def _judge(where: str, seen: Sequence[Seen], schedule: Schedule) -> None:
                 "list of actions in its order."
             )
         held = max(in_flight(actions))
-        if one.most_alive > held + 1:  # the one before may still have its name
+        if one.most_alive > held + SPARE:
             raise CheckFailed(
                 f"{where}: rank {rank} keeps the activations of {one.most_alive} micro-batches "
                 f"alive; the schedule needs {held}. Take them out when they go backward (pop), "

@@ -97,7 +97,7 @@ def pipelines(
     scale, word = time_unit(span_s, unit)
     tall = 0.34 if len(ranks) <= 4 else 0.27
     heights = [tall * len(ranks), 0.8 * tall * len(ranks)] * len(by_run)
-    margins = Margins(top=0.32, between=0.42, right=0.95)
+    margins = Margins(top=0.32, between=0.42, right=0.5)
     figure, panels = page(
         title, heights, note=link_note(link), legend=_legend(everything), margins=margins
     )
@@ -131,7 +131,7 @@ def _draw_held(
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.tick_params(axis="y", length=0)
-    axes.set_title("micro-batches in flight", loc="left", fontsize=TEXT_PT, pad=5)
+    axes.set_title("micro-batches in flight (right: the most)", loc="left", fontsize=TEXT_PT, pad=5)
     for row, rank in enumerate(ranks):
         moments, counts = run.in_flight(rank)
         floor = row + 0.44
@@ -140,7 +140,7 @@ def _draw_held(
         axes.fill_between(at, floor, tops, step="post", color=KIND["activations"].fill, lw=0)
         axes.plot([0, span], [floor, floor], color=QUIET, linewidth=0.5)
         axes.annotate(
-            f"{run.peak_in_flight(rank):g} at most",
+            f"{run.peak_in_flight(rank):g}",
             (span * 1.005, row),
             xytext=(4, 0),
             textcoords="offset points",

@@ -36,7 +36,7 @@ def schedule_explorer() -> Explore:
         lambda **values: _finding(_played(**values), values["schedule"]),
         schedule=(SCHEDULES, "1F1B"),
         p=(2, 8, 4),
-        m=(1, 16, 8),
+        m=(1, 16, 6),
         chunks=(2, 4, 2),
         backward_input=([0.5, 1.0, 1.5, 2.0], 1.0),
         backward_weight=([0.0, 0.5, 1.0, 1.5], 1.0),

@@ -70,7 +70,7 @@ def png_bytes(fig: Figure) -> bytes:
     few = pixels.quantize(_COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     _restore_white(few)
     file = io.BytesIO()
-    few.save(file, "PNG", compress_level=6)
+    few.save(file, "PNG", compress_level=9)
     return file.getvalue()
 
 
