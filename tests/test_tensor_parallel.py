@@ -89,6 +89,7 @@ BUILDS = {
     "dropout": lambda: GPT(TINY, flash=False, dropout=0.2),
     "recomputed": recomputed,
 }
+HARDEST = ("two layers", "llama, few keys", "uneven", "dropout")
 
 
 # --- the law: the numbers of one process
@@ -165,10 +166,12 @@ def assert_law(by_rank, wanted):
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_matches_one_process(pools, sequence_parallel, world_size):
-    def all_builds(rank):
-        return {name: together(rank, name, sequence_parallel) for name in BUILDS}
+    names = BUILDS if world_size == 2 else HARDEST
 
-    assert_law(pools(world_size).run(all_builds), {name: alone(name) for name in BUILDS})
+    def builds(rank):
+        return {name: together(rank, name, sequence_parallel) for name in names}
+
+    assert_law(pools(world_size).run(builds), {name: alone(name) for name in names})
 
 
 def test_the_loss_curve_lies_on_that_of_one_process(pools):
