@@ -126,6 +126,7 @@ class Heartbeat(threading.Thread):
             waiting = list(self._wires.outstanding.values())
             oldest = (waiting[0].channel, waiting[0].seq) if waiting else (0, 0)
             self._wires.board.beat(self._wires.rank, idle_s, line_of(frame), oldest)
+            del frame  # the tensors in it would live until the next beat
 
 
 class Worker:
