@@ -62,7 +62,7 @@ def draw_pictures(deck: Path, folder: Path) -> None:
         target = folder / deck.stem
         target.mkdir(parents=True, exist_ok=True)
         for name, figure in module.pictures().items():
-            figure.savefig(target / f"{name}.png", dpi=150, bbox_inches="tight")
+            figure.savefig(target / f"{name}.png", dpi=150)
     for alt, path in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)", deck.read_text()):
         if not re.sub(r"\b(bg|fit|left|right|contain|[wh]:\S+)(\s|$)", "", alt).strip():
             raise SlidesError(f"{deck.name}: need alt text for the picture {path}")

@@ -1,0 +1,120 @@
+"""The pictures of the deck 08_pipeline, drawn by the functions that the notebook calls."""
+
+import math
+from dataclasses import dataclass
+
+from course_lib.core import Link
+from course_lib.core.presets import MODELS
+from course_lib.cost import balance, bubbles, schedules
+from course_lib.cost import token_pipeline as tokens
+from course_lib.cost.flops import forward_flop
+from course_lib.cost.micro_batches import BatchCost, step_parts
+from course_lib.cost.schedule_simulation import simulate
+from course_lib.cost.schedule_times import PipelineTimes
+from course_lib.display import Voices, compare, pipelines, timeline, timelines, waiting
+
+BATCH = BatchCost(forward_s=32e-3, backward_s=64e-3)
+WIRE = Link(name="slow wire", latency_s=6e-3, bytes_per_s=math.inf)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One rank that waits, for the picture of the hang."""
+
+    rank: int
+    waits_for: tuple[int, ...]
+    kind: str = "send"
+    where: str = "dist.send(x, target)"
+    line: int = 7
+
+
+def naive():
+    """One rank works at a time."""
+    played = simulate(schedules.naive(4, 1))
+    title = f"One batch, four stages: {played.bubble_fraction:.0%} of the time is lost"
+    return timeline(played.events(), title, unit="F")
+
+
+def bubble():
+    """The bubble over the number of micro-batches."""
+    numbers = [1, 2, 4, 8, 16, 32]
+    voices = Voices(
+        formula=lambda m: 100 * bubbles.bubble_overhead(4, m),
+        simulation=[100 * simulate(schedules.gpipe(4, m)).bubble_overhead for m in numbers],
+    )
+    labels = {"x_label": "micro-batches", "y_label": "bubble (% of compute)", "log": True}
+    return compare(numbers, voices, "Four stages: twice as many, half the bubble", **labels)
+
+
+def gpipe():
+    """All forwards, then all backwards, with what they hold."""
+    played = simulate(schedules.gpipe(4, 6))
+    return pipelines({"GPipe": played.events()}, "Every rank holds all 6 micro-batches", unit="F")
+
+
+def one_f_one_b():
+    """Forwards and backwards in turn, with what they hold."""
+    played = simulate(schedules.one_f_one_b(4, 6))
+    title = "Rank 0 holds 4 micro-batches, rank 3 one"
+    return pipelines({"1F1B": played.events()}, title, unit="F")
+
+
+def interleaved():
+    """Two model chunks a rank."""
+    played = simulate(schedules.interleaved(4, 8, 2))
+    title = f"Two pieces a rank: {played.bubble_fraction:.0%} of the time idle, 1F1B 27 %"
+    return pipelines({"interleaved": played.events()}, title, unit="F")
+
+
+def zero_bubble():
+    """Backward in two halves."""
+    played = simulate(schedules.zero_bubble_h1(4, 8))
+    title = "The weights' halves fill the end: of a bubble of 9 F, 3 are left"
+    return pipelines({"ZB-H1": played.events()}, title, unit="F")
+
+
+def hang():
+    """Two neighbours send to each other."""
+    return waiting([Wait(0, (1,)), Wait(1, (2,)), Wait(2, (3,)), Wait(3, (2,))], 4)
+
+
+def slow_wire():
+    """1F1B and GPipe over a wire with latency."""
+    numbers = [4, 8, 16, 32]
+    curves = {
+        name: Voices(simulation=[1e3 * step_parts(4, m, BATCH, WIRE, make).step_s for m in numbers])
+        for name, make in {"1F1B": schedules.one_f_one_b, "GPipe": schedules.gpipe}.items()
+    }
+    labels = {"x_label": "micro-batches", "y_label": "step (ms)"}
+    note = "4 stages, 96 ms of compute each, 6 ms latency"
+    return compare(numbers, curves, "On a slow wire, m = 4p is slower", note=note, **labels)
+
+
+def uneven():
+    """GPT-2, equally many layers a stage."""
+    flop = forward_flop(MODELS["gpt2"], 1, 1024)
+    head = flop.pop("logits")
+    layers = [0.0, *[1.0] * 12, 12 * head / sum(flop.values())]
+    cuts = [4, 3, 3, 4], balance.balance_stages(layers, 4)
+    shown = {}
+    for cut in cuts:
+        each = balance.stage_times(layers, cut)
+        times = PipelineTimes(forward_s=each, backward_input_s=each, backward_weight_s=each)
+        shown[f"layers {cut}"] = simulate(schedules.one_f_one_b(4, 4), times).events()
+    ends = [max(event.end_s for event in events) for events in shown.values()]
+    title = f"GPT-2: {ends[0]:.0f} blocks' time a step, balanced {ends[1]:.0f}"
+    return timelines(shown, title, unit="blocks")
+
+
+def sequence():
+    """Pieces of one sequence."""
+    cost = tokens.TokenCost(piece_s=50e-6, token_s=1e-6, pair_s=4e-9)
+    cut = tokens.balanced_cut(2048, 8, cost)
+    played = simulate(tokens.token_schedule(4, 8), tokens.token_times(cut, cost))
+    return timeline(played.events(), f"Pieces of {cut[0]} to {cut[-1]} tokens, equally long")
+
+
+def pictures():
+    """All pictures by the names the deck calls them."""
+    draws = (naive, bubble, gpipe, one_f_one_b, interleaved, zero_bubble, hang, slow_wire)
+    return {draw.__name__: draw() for draw in (*draws, uneven, sequence)}
