@@ -128,6 +128,17 @@ def test_a_call_is_on_record_when_whoever_waited_for_its_future_goes_on(ranks):
     assert ranks.run(lost_steps) == [0, 0]
 
 
+def test_a_call_that_gloo_has_no_future_for_is_recorded_when_it_is_waited_for(ranks):
+    def scattered(rank):
+        out = torch.empty(2)
+        with record() as log:
+            dist.reduce_scatter_single(out, torch.arange(4.0), async_op=True).wait()
+        return out.tolist(), [(event.kind, event.num_bytes) for event in log.events][:1]
+
+    found = ranks.run(scattered)
+    assert found == [([0, 2], [("reduce_scatter", 16)]), ([4, 6], [("reduce_scatter", 16)])]
+
+
 def test_subgroups_are_recorded_by_their_world_ranks():
     def in_pairs(rank):
         pairs = [dist.new_group([0, 2]), dist.new_group([1])]

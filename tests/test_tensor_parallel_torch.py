@@ -1,7 +1,6 @@
 """Tensor parallelism against PyTorch's own: the same numbers, in the same collectives."""
 
 import sys
-from unittest.mock import patch
 
 import cloudpickle
 import pytest
@@ -13,8 +12,7 @@ from torch.nn import functional as F
 from course_lib.core import ModelSpec
 from course_lib.cost.tensor_traffic import tensor_traffic
 from course_lib.models import GPT, padded_batch
-from course_lib.ranks import group, record
-from course_lib.ranks.work import TrackedWork
+from course_lib.ranks import record
 from course_lib.tensor_parallel import (
     finish_gradients,
     gather_tensors,
@@ -32,16 +30,6 @@ SPECS = {
         **SIZES, ffn_hidden=64, positions="rope", tied=False, gated=True, norm="rms", bias=False
     ),
 }
-
-
-def wait_for_reduce_scatter():
-    """gloo's reduce_scatter has no future to watch, which PyTorch asks for: record its wait."""
-
-    class WithoutFuture(TrackedWork):
-        def __init__(self, inner, post, wires, watch_end):
-            super().__init__(inner, post, wires, watch_end and post.kind != "reduce_scatter")
-
-    return patch.object(group, "TrackedWork", WithoutFuture)
 
 
 def seeded(spec):
@@ -93,7 +81,7 @@ def torchs(rank, spec, sequence_parallel, shared):
 
     model = parallelize_module(seeded(spec), a_mesh(), plan(spec, sequence_parallel, shared))
     tokens, targets = batch()
-    with wait_for_reduce_scatter(), record() as log, loss_parallel():
+    with record() as log, loss_parallel():
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
     grads = {name: whole(param.grad) for name, param in model.named_parameters()}

@@ -31,9 +31,7 @@ class TrackedWork(dist.Work):
         self._inner, self._post, self._wires = inner, post, wires
         self._failed = False
         self._arrived_s = 0.0
-        self._watched = watch_end
-        if watch_end:
-            inner.get_future().add_done_callback(self._callback())
+        self._watched = watch_end and self._watch()
 
     def __del__(self) -> None:
         if self._post.kind in ("send", "recv"):
@@ -117,6 +115,14 @@ class TrackedWork(dist.Work):
         if pacer is None:
             return time.perf_counter()
         return max(pacer.deliver(self._post), self._arrived_s)
+
+    def _watch(self) -> bool:
+        """Learn of the end as it comes; False where gloo cannot tell, as of reduce_scatter."""
+        try:
+            self._inner.get_future().add_done_callback(self._callback())
+        except RuntimeError:
+            return False
+        return True
 
     def _callback(self) -> Callable[[Future], Any]:
         """`_on_arrival` for one of gloo's threads to call; the wires know of it until then."""
