@@ -62,6 +62,7 @@ class Used:
     grad: Tensor | None
     forward: list[Event]
     backward: list[Event]
+    same_targets: bool
 
 
 def _use(rank: int, answer: Loss) -> list[Used]:
@@ -69,14 +70,15 @@ def _use(rank: int, answer: Loss) -> list[Used]:
     for case in _cases():
         mine = mine_of(planted.VOCAB)
         logits = case.logits[:, mine].clone().requires_grad_()
+        targets = case.targets.clone()
         with record() as forward:
-            loss = answer(logits, case.targets.clone(), int(mine[0]))
+            loss = answer(logits, targets, int(mine[0]))
         with record() as backward:
             if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
                 (3 * loss).backward()
         kept = loss.detach().clone() if isinstance(loss, Tensor) else loss
         calls = calls_in(forward.events), calls_in(backward.events)
-        used.append(Used(kept, logits.grad, *calls))
+        used.append(Used(kept, logits.grad, *calls, torch.equal(targets, case.targets)))
     return used
 
 
@@ -112,6 +114,8 @@ def _judge(used: Used, case: Case, rank: int, p: int) -> None:
     look = "softmax - 1 at the target: does the gradient flow through the sum, and the logit?"
     expect_close(used.grad, grad, f"{where}, the gradient of the logits", causes, look)
     _expect_few([*used.forward, *used.backward], where)
+    if not used.same_targets:
+        raise CheckFailed(f"{where}: targets has changed. It is the caller's: work on a copy.")
 
 
 def _expect_few(calls: list[Event], where: str) -> None:
@@ -173,6 +177,7 @@ LOSS = Exercise(
         Mistake("sum for mean", planted.summed_tokens, says="return their mean"),
         Mistake("sums back", planted.back_through_f, says="nobody asked for"),
         Mistake("left the graph", planted.left_the_graph, says="no gradient arrives"),
+        Mistake("writes into targets", planted.writes_targets, says="work on a copy"),
         Mistake("logit not summed", planted.logit_not_summed, says="from the rank that has it"),
     ),
 )

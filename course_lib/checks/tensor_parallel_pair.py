@@ -1,28 +1,24 @@
-"""Exercise 1 of 07_tensor_parallel, with its planted mistakes: the pair f and g.
+"""Exercise 1 of 07_tensor_parallel: the pair f and g.
 
-Rank r's part multiplies by 10**r, so a wrong sum tells which ranks are in it.
+Rank r's part multiplies by 10**r, so a wrong sum tells which ranks are in it. The planted mistakes
+are in `tensor_parallel_pair_mistakes`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from course_lib.checks import tensor_parallel_pair_mistakes as planted
+from course_lib.checks.ddp_parts import come_late
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.tensor_parallel_parts import (
     WORLD_SIZES,
-    CopyToRegion,
-    ReduceFromRegion,
     calls_in,
     close_to,
-    copy_to_region,
     expect_close,
     expect_one_sum,
-    reduce_from_region,
-    summed,
 )
 from course_lib.checks.tools import Cause, run
 from course_lib.core import Event
@@ -33,24 +29,18 @@ X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).double()
 UP = torch.tensor([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]]).double()  # the gradient from above
 NUM_BYTES = 8 * X.numel()
 
+OWN_SUM = "That is this rank's own part: g has to sum in forward. (With async_op: did you wait?)"
 NO_SUM_BACK = (
     "That is this rank's own part of the gradient: x was used on every rank, so backward of f "
     "has to add up what all of them found. Nothing fails without it; the weights before x train "
-    "on a part of their gradient."
+    "on a part of their gradient. (With async_op: did you wait?)"
 )
+DIGITS = "Each rank brings its own digit: whose is missing? (With async_op: did you wait?)"
 KEEPS = "all_reduce works in place. Clone the tensor first: somebody else may still need it."
 SHARED = (
     "Where x also goes around the part, as in x + part(x), both ways share one gradient tensor: "
     "all_reduce has changed it in place. Sum a clone."
 )
-
-
-def together(x: Tensor, part: Part) -> Tensor:
-    """The right answer: the sum of part(x) over the ranks."""
-    return reduce_from_region(part(copy_to_region(x)))
-
-
-# --- the check
 
 
 @dataclass
@@ -78,9 +68,11 @@ def _use(rank: int, answer: Callable[[Tensor, Part], Tensor]) -> Used:
             seen["out"].register_hook(lambda grad: seen.update(grad=grad.clone()))
         return seen["out"]
 
+    come_late(rank)
     with record() as forward:
         out = answer(x, part)
     kept = out.detach().clone()
+    come_late(rank)
     with record() as backward:
         if out.requires_grad:
             out.backward(UP.clone())
@@ -117,7 +109,7 @@ def _judge(used: Used, rank: int, p: int) -> None:
     where, total = f"rank {rank} of {p}", float(sum(10**other for other in range(p)))
     inside = [(close_to(X * p), "f sums in forward: it hands x on, and sums in backward.")]
     expect_close(used.inside, X, f"{where}, what part gets", inside, "f hands x on as it is.")
-    expect_close(used.out, X * total, f"{where}, the sum", _sum_causes(rank, p, total))
+    expect_close(used.out, X * total, f"{where}, the sum", _sum_causes(rank, p, total), DIGITS)
     expect_close(used.x_after, X, f"{where}, x afterwards", look=KEEPS)
     expect_close(used.part_after, X * 10.0**rank, f"{where}, what part returned", look=KEEPS)
     expect_one_sum(f"{where}, forward", used.forward, NUM_BYTES, "g sums what part returned.")
@@ -127,9 +119,8 @@ def _judge(used: Used, rank: int, p: int) -> None:
             "What backward returns is the gradient."
         )
     expect_close(used.part_grad, UP, f"{where}, the gradient that part gets", _above_causes(p))
-    expect_close(
-        used.x_grad, UP * total, f"{where}, the gradient of x", _below_causes(rank, p, total)
-    )
+    below = _below_causes(rank, p, total)
+    expect_close(used.x_grad, UP * total, f"{where}, the gradient of x", below, DIGITS)
     says = "f sums the gradients of all ranks; g hands its own on."
     expect_one_sum(f"{where}, backward", used.backward, NUM_BYTES, says)
     expect_close(used.around, UP * (p + 1), f"{where}, the gradient of x + part(x)", look=SHARED)
@@ -137,7 +128,7 @@ def _judge(used: Used, rank: int, p: int) -> None:
 
 def _sum_causes(rank: int, p: int, total: float) -> list[Cause]:
     return [
-        (close_to(X * 10.0**rank), "That is this rank's own part: g has to sum in forward."),
+        (close_to(X * 10.0**rank), OWN_SUM),
         (close_to(X * total / p), "That is the mean: the parts are terms of one sum."),
         (close_to(X * total / 4), "Divided by 4: the parts are terms of one sum."),
         (close_to(X * total * p), "Summed twice."),
@@ -163,75 +154,47 @@ def _below_causes(rank: int, p: int, total: float) -> list[Cause]:
     ]
 
 
-# --- planted mistakes
-
-
-def _pair(f_backward: Any = summed, g_forward: Any = summed, g_backward: Any = None) -> Any:
-    """An answer with other insides."""
-
-    class Copy(CopyToRegion):
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            return f_backward(grad)
-
-    class Sum(ReduceFromRegion):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            out: Tensor = g_forward(x)
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            return g_backward(grad) if g_backward else grad
-
-    return lambda x, part: Sum.apply(part(Copy.apply(x)))
-
-
-def _mean(x: Tensor) -> Tensor:
-    return summed(x) / dist.get_world_size()
-
-
-def _in_place(x: Tensor) -> Tensor:
-    dist.all_reduce(x)
-    return x
-
-
-def _gathered(x: Tensor) -> Tensor:
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x.contiguous())
-    return torch.stack(parts).sum(0)
-
-
-def _swapped(x: Tensor, part: Part) -> Tensor:
-    return copy_to_region(part(reduce_from_region(x)))
-
-
-def _without_f(x: Tensor, part: Part) -> Tensor:
-    return reduce_from_region(part(x))
-
-
-def _left_the_graph(x: Tensor, part: Part) -> Tensor:
-    return summed(part(x))
-
-
 PAIR = Exercise(
     key="tensor_parallel-1",
     title="f and g",
     check=check_pair,
-    reference=together,
+    reference=planted.together,
     mistakes=(
-        Mistake("no all_reduce in backward", _pair(lambda grad: grad), says="has to add up"),
-        Mistake("no f at all", _without_f, says="has to add up"),
-        Mistake("g sums back, too", _pair(g_backward=summed), says="g hands it on as it is"),
-        Mistake("g divides back", _pair(g_backward=lambda g: g / dist.get_world_size()),
-                says="nothing to divide by"),
-        Mistake("mean in forward", _pair(g_forward=_mean), says="terms of one sum"),
-        Mistake("mean in backward", _pair(_mean), says="the gradients add up"),
-        Mistake("g does not sum", _pair(g_forward=lambda x: x.clone()), says="sum in forward"),
-        Mistake("f and g swapped", _swapped, says="f sums in forward"),
-        Mistake("sums part's own tensor", _pair(g_forward=_in_place), says="works in place"),
-        Mistake("sums a shared gradient", _pair(_in_place), says="share one gradient tensor"),
-        Mistake("gathers all", _pair(g_forward=_gathered), says="need one all_reduce"),
-        Mistake("left the graph", _left_the_graph, says="no gradient arrives"),
+        Mistake("no all_reduce in backward", planted.pair(lambda grad: grad), says="has to add up"),
+        Mistake("no f at all", planted.without_f, says="has to add up"),
+        Mistake(
+            "g sums back, too",
+            planted.pair(g_backward=planted.summed),
+            says="g hands it on as it is",
+        ),
+        Mistake(
+            "g divides back",
+            planted.pair(g_backward=planted.mean_of_own),
+            says="nothing to divide by",
+        ),
+        Mistake("mean in forward", planted.pair(g_forward=planted.mean), says="terms of one sum"),
+        Mistake("mean in backward", planted.pair(planted.mean), says="the gradients add up"),
+        Mistake(
+            "g does not sum", planted.pair(g_forward=lambda x: x.clone()), says="sum in forward"
+        ),
+        Mistake(
+            "g does not wait", planted.pair(g_forward=planted.not_waiting), says="did you wait"
+        ),
+        Mistake("f does not wait", planted.pair(planted.not_waiting), says="did you wait"),
+        Mistake("f and g swapped", planted.swapped, says="f sums in forward"),
+        Mistake(
+            "sums part's own tensor",
+            planted.pair(g_forward=planted.in_place),
+            says="works in place",
+        ),
+        Mistake(
+            "sums a shared gradient",
+            planted.pair(planted.in_place),
+            says="share one gradient tensor",
+        ),
+        Mistake(
+            "gathers all", planted.pair(g_forward=planted.gathered), says="need one all_reduce"
+        ),
+        Mistake("left the graph", planted.left_the_graph, says="no gradient arrives"),
     ),
-)  # fmt: skip
+)
