@@ -43,7 +43,7 @@ UNTIED = ModelSpec(
 
 
 def mlp():
-    return nn.Sequential(*(layer for n in range(4) for layer in (nn.Linear(5, 5), nn.GELU())))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.GELU()) for _ in range(8)))
 
 
 def numbers(items):
