@@ -19,6 +19,7 @@ from course_lib.core.errors import CourseError
 from course_lib.core.presets import find_model
 from course_lib.core.specs import ModelSpec, read_config
 from course_lib.training.config import TrainConfig, one_of, positive
+from course_lib.training.split import SCHEDULES
 from course_lib.training.start import (
     BAD_INPUT,
     CTRL_C,
@@ -35,9 +36,11 @@ COMMAND = "python -m course_lib.train"
 
 Strategy = Annotated[
     str | None,
-    typer.Option(help=f"{', '.join(STRATEGIES)}. Without it: single on one rank, ddp on more."),
+    typer.Option(
+        help=f"{', '.join(STRATEGIES)}. Without it: single for one copy of the model, ddp for more."
+    ),
 ]
-Ranks = Annotated[int | None, typer.Option(help="Ranks to start on this machine; 1 without it.")]
+Ranks = Annotated[int | None, typer.Option(help="Ranks to start here; tp * pp without it.")]
 Model = Annotated[
     str, typer.Option(help="tiny, small, study-10m, another preset, or the path of a config.json.")
 ]
@@ -56,7 +59,21 @@ Steps = Annotated[
 GlobalBatch = Annotated[int, typer.Option(help="Sequences in a step, all ranks together.")]
 MicroBatch = Annotated[
     int | None,
-    typer.Option(help="Sequences in one forward pass; the rest of a rank's share is accumulated."),
+    typer.Option(
+        help="Sequences in one forward pass; the rest of a rank's share is accumulated, or with "
+        "--pp follows through the stages (without it: 2 * pp micro-batches)."
+    ),
+]
+Tp = Annotated[int, typer.Option(help="Ranks that share every layer (tensor parallel).")]
+SequenceParallel = Annotated[
+    bool, typer.Option("--sequence-parallel", help="With --tp, norms and dropout are shared too.")
+]
+Pp = Annotated[int, typer.Option(help="Stages of layers, a rank each (pipeline parallel).")]
+Schedule = Annotated[
+    str | None, typer.Option(help=f"With --pp: {', '.join(SCHEDULES)}. Without it: 1f1b.")
+]
+ModelChunks = Annotated[
+    int | None, typer.Option(help="Model chunks a rank of --schedule interleaved; 2 without it.")
 ]
 Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
 Optimizer = Annotated[str, typer.Option(help="sgd or adamw.")]
@@ -100,6 +117,11 @@ def train(
     steps: Steps = 100,
     global_batch: GlobalBatch = 16,
     micro_batch: MicroBatch = None,
+    tp: Tp = 1,
+    sequence_parallel: SequenceParallel = False,
+    pp: Pp = 1,
+    schedule: Schedule = None,
+    model_chunks: ModelChunks = None,
     seq: Seq = 64,
     optimizer: Optimizer = "adamw",
     lr: Lr = None,
@@ -112,11 +134,13 @@ def train(
     save_every: SaveEvery = 0,
     resume: Resume = False,
 ) -> None:
-    """Train a small GPT, on one rank or on many. All strategies give the same losses.
+    """Train a small GPT, on one rank or on many: ranks = dp * pp * tp. All give the same losses.
 
     \b
     python -m course_lib.train
     python -m course_lib.train --ranks 2 --strategy ddp --out runs/ddp
+    python -m course_lib.train --ranks 4 --tp 2 --sequence-parallel
+    python -m course_lib.train --ranks 4 --pp 2 --schedule zb-h1 --micro-batch 1
     python -m course_lib.train --data shakespeare --model small --steps 500
     python -m course_lib.train --ranks 2 --steps 5000 --out runs/long --save-every 100
     python -m course_lib.train --ranks 2 --steps 5000 --out runs/long --save-every 100 --resume
@@ -161,14 +185,15 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     positive("ranks", wanted)
     if started and wanted not in (None, started):
         raise CourseError(f"--ranks: need the {started} ranks that torchrun started; got {wanted}.")
-    num_ranks = started or wanted or 1
+    one_copy = options["tp"] * options["pp"]
+    num_ranks = started or wanted or max(one_copy, 1)
     if options["vocab"] and options["data"] != "synthetic":
         raise CourseError(
             f"--vocab: need synthetic data, a text has its own characters; got --data "
             f"{options['data']}. Try it without --vocab."
         )
     options["model"] = _model(options)
-    options["strategy"] = options["strategy"] or ("single" if num_ranks == 1 else "ddp")
+    options["strategy"] = options["strategy"] or ("ddp" if num_ranks > one_copy else "single")
     options["out"] = str(options["out"]) if options["out"] else None
     one_of("strategy", options["strategy"], tuple(STRATEGIES))
     config = TrainConfig(**options)

@@ -218,9 +218,8 @@ RUNS = {
     "course doctor": course_doctor,
     "course grade submissions --csv grades.csv": course_grade,
     "python -m course_lib.train --ranks 2 --data shakespeare": train_on_text,
-    "torchrun --nproc-per-node 4 -m course_lib.train --strategy torch-ddp --out runs/train": (
-        train_under_torchrun
-    ),
+    "torchrun --nproc-per-node 4 -m course_lib.train --tp 2 --strategy torch-ddp "
+    "--out runs/train": train_under_torchrun,
     "torchrun --nproc-per-node 4 cluster/exercises/00_hello_ranks.py": torchrun,
     "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint $HEAD "
     "cluster/exercises/00_hello_ranks.py": torchrun_on_two_nodes,

@@ -290,10 +290,22 @@ def say(capsys, monkeypatch, tmp_path):
     ("arguments", "says"),
     [
         ("--strategy dpp", "--strategy: need one of single, naive-dp, ddp, torch-ddp; got 'dpp'"),
-        ("--strategy single --ranks 2", "--strategy single: need one rank; got 2"),
+        (
+            "--strategy single --ranks 2",
+            "need one copy of the model, dp = 1; got 2 ranks, dp = 2. Try",
+        ),
         ("--ranks 0", "--ranks: need more than 0; got 0"),
-        ("--ranks 17", "--global-batch: need a sequence for each of 17 ranks; got 16"),
+        ("--ranks 17", "need a sequence for each of dp = 17 copies of the model; got 16"),
         ("--ranks 2 --micro-batch 3", "got 16 and 3 * 2. Try --global-batch 18"),
+        ("--ranks 3 --tp 2", "divisible by tp * pp; got 3 and 2 * 1. Try --ranks 4"),
+        ("--tp 3", "need num_heads of model tiny divisible by tp, as a head stays whole; got 4"),
+        ("--tp 0", "--tp: need more than 0; got 0"),
+        ("--pp 3", "at most the 2 layers of model tiny; got 3 * 1. Try --layers 3"),
+        ("--pp -1", "--pp: need more than 0; got -1"),
+        ("--schedule gpipe", "--schedule gpipe: need stages to schedule; got --pp 1. Try --pp 2"),
+        ("--pp 2 --strategy torch-ddp", "--strategy torch-ddp: need --pp 1"),
+        ("--sequence-parallel", "--sequence-parallel: need --tp of 2 or more; got 1. Try --tp 2"),
+        ("--pp 2 --model-chunks 2", "--model-chunks: need --schedule interleaved"),
         ("--micro-batch 0", "--micro-batch: need more than 0"),
         ("--global-batch -4", "--global-batch: need more than 0"),
         ("--steps 0", "--steps: need more than 0"),
@@ -444,7 +456,7 @@ def test_it_goes_on_under_torchrun_as_if_nothing_had_happened(killed, pools):
 
 def test_a_rank_that_raises_ends_the_job_with_its_traceback_once(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(PLANTED)
-    command = [*TRAIN, "--ranks", "2", "--steps", "100000", "--out", "run"]
+    command = [*TRAIN, "--tp", "2", "--steps", "100000", "--out", "run"]
     with started(command, tmp_path, PYTHONPATH=str(tmp_path)) as (job, family):
         told = end_of(job, family, within_s=10)
     assert job.returncode == 1
@@ -454,7 +466,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_once(tmp_path):
 
 
 def test_ctrl_c_ends_all_ranks_at_once_and_says_how_to_go_on(tmp_path):
-    command = [*TRAIN, "--ranks", "2", "--steps", "100000", "--out", "run"]
+    command = [*TRAIN, "--pp", "2", "--steps", "100000", "--out", "run"]
     with started(command, tmp_path) as (job, family):
         job.send_signal(signal.SIGINT)
         assert not psutil.wait_procs(family, timeout=3)[1]

@@ -10,13 +10,16 @@ from typing import Any
 
 import psutil
 
+from course_lib.core.degrees import Degrees
 from course_lib.core.errors import CourseError, MeshError, ShapeError
 from course_lib.core.specs import ModelSpec, spec_fields
 from course_lib.core.units import format_bytes
 from course_lib.cost.params import count_params
+from course_lib.training.split import SCHEDULES, check_split, degrees_of, schedule_of
 
 LR = {"sgd": 0.1, "adamw": 1e-3}  # what works for the small models
-DTYPES = ("float32", "float64")
+COPIES = {"sgd": 2, "adamw": 4}  # parameters, gradients, optimizer state
+DTYPES = {"float32": 4, "float64": 8}
 SOURCES = ("synthetic", "shakespeare")
 CHECKPOINT = "checkpoint.pt"
 
@@ -25,8 +28,11 @@ CHECKPOINT = "checkpoint.pt"
 class TrainConfig:
     """A training run. `global_batch = micro_batch * num_micro_batches * dp`.
 
-    micro_batch   sequences in one forward pass; None: all of the rank's share at once, and a batch
-                  that the ranks cannot share evenly gives the first ones a sequence more
+    tp, pp        ranks that share every layer, and stages of layers; dp = ranks / (tp * pp)
+    schedule      of the stages; None: 1f1b if there are any
+    model_chunks  of each rank, if interleaved; None: 2
+    micro_batch   sequences in one forward pass; None: all of the rank's share at once, or with pp
+                  2 * pp parts of it; what cannot be shared evenly gives the first a sequence more
     data          "synthetic", "shakespeare", or the path of a text file
     every         steps between two lines of output; 0: none
     out           folder for run records and the checkpoint; None: nothing is written
@@ -40,6 +46,11 @@ class TrainConfig:
     steps: int = 100
     global_batch: int = 16
     micro_batch: int | None = None
+    tp: int = 1
+    pp: int = 1
+    schedule: str | None = None
+    model_chunks: int | None = None
+    sequence_parallel: bool = False
     seq: int = 64
     optimizer: str = "adamw"
     lr: float | None = None
@@ -55,11 +66,14 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         one_of("optimizer", self.optimizer, tuple(LR))
-        one_of("dtype", self.dtype, DTYPES)
+        one_of("dtype", self.dtype, tuple(DTYPES))
         if self.lr is None:
             object.__setattr__(self, "lr", LR[self.optimizer])
         for name in ("steps", "global_batch", "seq", "micro_batch", "lr", "bucket_mib"):
             positive(name, getattr(self, name))
+        for name in ("tp", "pp", "model_chunks"):
+            positive(name, getattr(self, name))
+        self._fill_in_schedule()
         for name in ("every", "save_every", "seed", "dropout"):
             positive(name, getattr(self, name), or_zero=True)
         if self.dropout >= 1:
@@ -71,6 +85,15 @@ class TrainConfig:
             )
         if self.out is None and (self.save_every or self.resume):
             raise CourseError("--save-every, --resume: need a folder. Try --out runs/NAME.")
+        check_split(self)
+
+    def _fill_in_schedule(self) -> None:
+        if self.schedule is None and self.pp > 1:
+            object.__setattr__(self, "schedule", "1f1b")
+        if self.schedule is not None:
+            one_of("schedule", self.schedule, tuple(SCHEDULES))
+        if self.schedule == "interleaved" and self.model_chunks is None:
+            object.__setattr__(self, "model_chunks", 2)
 
     @property
     def checkpoint(self) -> Path | None:
@@ -78,36 +101,47 @@ class TrainConfig:
         return Path(self.out) / CHECKPOINT if self.out else None
 
     def num_micro_batches(self, dp: int) -> int:
-        """How many micro-batches each of dp ranks accumulates in a step.
+        """How many micro-batches each of dp copies of the model takes in a step.
 
         Raises: ShapeError for a batch that they cannot share
         """
         if self.global_batch < dp:
             raise ShapeError(
-                f"--global-batch: need a sequence for each of {dp} ranks; got {self.global_batch}."
+                f"--global-batch: need a sequence for each of dp = {dp} copies of the model; got "
+                f"{self.global_batch}. Try --global-batch {dp}."
             )
         if self.micro_batch is None:
-            return 1
+            return min(2 * self.pp, self.global_batch // dp) if self.pp > 1 else 1
         together = self.micro_batch * dp
         if self.global_batch % together:
             near = max(round(self.global_batch / together), 1) * together
             raise ShapeError(
-                f"--micro-batch: need --global-batch divisible by micro_batch * ranks; got "
+                f"--micro-batch: need --global-batch divisible by micro_batch * dp; got "
                 f"{self.global_batch} and {self.micro_batch} * {dp}. Try --global-batch {near}."
             )
         return self.global_batch // together
 
+    def degrees(self, num_ranks: int) -> Degrees:
+        """How many ways so many ranks split the run. Raises: MeshError if they cannot."""
+        return degrees_of(self, num_ranks)
+
     def check_ranks(self, num_ranks: int) -> None:
         """Raises: MeshError or ShapeError for what so many ranks cannot train together."""
-        if self.strategy == "single" and num_ranks > 1:
+        dp = self.degrees(num_ranks).dp
+        if self.strategy == "single" and dp > 1:
             raise MeshError(
-                f"--strategy single: need one rank; got {num_ranks}. Try --strategy ddp."
+                f"--strategy single: need one copy of the model, dp = 1; got {num_ranks} ranks, "
+                f"dp = {dp}. Try --strategy ddp."
             )
-        self.num_micro_batches(num_ranks)
+        num_micro_batches = self.num_micro_batches(dp)
+        if self.pp > 1:
+            schedule_of(self, num_micro_batches)
 
     def check_memory(self, num_ranks: int) -> None:
         """Raises: CourseError if so many ranks of this machine need more than it has."""
-        need = self.state_bytes() * num_ranks
+        params_bytes = count_params(self.model) * DTYPES[self.dtype]  # whole, before it is split
+        state_bytes = params_bytes * COPIES[self.optimizer]
+        need = num_ranks * max(state_bytes // (self.tp * self.pp), params_bytes)
         there = psutil.virtual_memory().total
         if need > there:
             raise CourseError(
@@ -134,20 +168,16 @@ class TrainConfig:
                 "with --save-every 50."
             )
 
-    def state_bytes(self) -> int:
-        """Bytes of parameters, gradients and optimizer state of a whole model."""
-        copies = {"sgd": 2, "adamw": 4}[self.optimizer]
-        return count_params(self.model) * copies * {"float32": 4, "float64": 8}[self.dtype]
-
     def identity(self, model: ModelSpec, data: str) -> dict[str, Any]:
         """What must stay as it is when a run goes on: all that its numbers depend on."""
         spec = {**asdict(model), "name": ""}
         names = ("optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch")
         return {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
 
-    def plain(self, model: ModelSpec, data: str) -> dict[str, Any]:
+    def plain(self, model: ModelSpec, data: str, dp: int) -> dict[str, Any]:
         """The run in plain words, for its record."""
-        return {**asdict(self), "model": spec_fields(model), "data": data}
+        counts = {"dp": dp, "num_micro_batches": self.num_micro_batches(dp)}
+        return {**asdict(self), "model": spec_fields(model), "data": data, **counts}
 
 
 def one_of(name: str, word: str, words: Sequence[str]) -> None:

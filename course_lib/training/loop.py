@@ -2,15 +2,15 @@
 
     ranks.run(train, TrainConfig(model=find_model("tiny"), strategy="ddp"))
 
-Every rank reads its part of the same stream of batches. A loss counts for its part of the whole
-batch, times the number of ranks, since `finish()` leaves the mean over ranks: so uneven parts and
-any number of micro-batches give the step of one rank with the whole batch.
+Every copy of the model reads its part of the same stream of batches; all ranks that hold a part of
+the copy read it together. A loss counts for its part of the whole batch, times the number of
+copies, since `finish()` leaves the mean over them: so uneven parts and any number of micro-batches
+give the step of one rank with the whole batch.
 """
 
 import math
 import statistics
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,19 @@ from torch import Tensor
 from course_lib.accumulation import split_micro_batches
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
-from course_lib.models import GPT, next_tokens, token_loss
+from course_lib.models import GPT
 from course_lib.models.data import mixed_seed
 from course_lib.models.text import Synthetic, Text, load_shakespeare, read_text
 from course_lib.ranks.launch import common_zero_s
 from course_lib.ranks.machine import describe_machine
 from course_lib.ranks.recorder import current_recorder, span
 from course_lib.ranks.world import rank_device
+from course_lib.tensor_parallel import finish_gradients
+from course_lib.training.axes import Axes
 from course_lib.training.bar import Teller, download_bar
 from course_lib.training.config import TrainConfig, one_of
+from course_lib.training.parts import Parts
+from course_lib.training.passes import make_pass
 from course_lib.training.state import (
     Progress,
     check_identity,
@@ -70,19 +74,21 @@ def open_data(config: TrainConfig) -> Text | Synthetic:
 class Trainer:
     """A run on this rank: its model and optimizer, where it is, and the loop.
 
-    `model` is the GPT itself, `wrapped` what the strategy made of it.
+    `model` is what this rank holds of the GPT, `wrapped` what the strategy made of it.
     """
 
     def __init__(self, rank: int, config: TrainConfig) -> None:
         one_of("strategy", config.strategy, tuple(STRATEGIES))
-        self.rank, self.config, self.dp = rank, config, dist.get_world_size()
-        config.check_ranks(self.dp)
-        self.device = rank_device()
+        self.rank, self.config, self.device = rank, config, rank_device()
+        world_size = dist.get_world_size()
+        config.check_ranks(world_size)
+        self.axes = Axes(config.degrees(world_size), self.device)
+        self.dp = self.axes.degrees.dp
         self.data = from_rank_0(lambda: open_data(config))
         self.spec = replace(config.model, vocab=self.data.vocab)
         self.identity = config.identity(self.spec, self.data.identity)
-        torch.manual_seed(config.seed)
-        self.model = GPT(self.spec, dropout=config.dropout).to(self.device, DTYPES[config.dtype])
+        self.parts = Parts(self._whole_model(), config, self.axes)
+        self.model = self.parts.module
         self.optimizer = OPTIMIZERS[config.optimizer](self.model.parameters(), lr=config.lr)
         self.progress = Progress()
         from_rank_0(config.check_files)
@@ -90,10 +96,17 @@ class Trainer:
             self._load()
         if config.out:
             from_rank_0(lambda: forget_records(Path(str(config.out)), self.progress.step))
-        self.wrapped = STRATEGIES[config.strategy](self.model, config)
-        self.record = RunRecord(rank, self.dp, config.plain(self.spec, self.data.identity))
+        self.wrapped = STRATEGIES[config.strategy](self.model, config, self.axes.group("dp"))
+        self._pass = make_pass(self.parts, self.wrapped, config, self.axes)
+        run = config.plain(self.spec, self.data.identity, self.dp)
+        self.record = RunRecord(rank, world_size, run)
         self._first = self.progress.step
         self._open_losses: list[Tensor] = []  # this rank's part, of steps that are not summed up
+
+    def _whole_model(self) -> GPT:
+        torch.manual_seed(self.config.seed)
+        model = GPT(self.spec, dropout=self.config.dropout)
+        return model.to(self.device, DTYPES[self.config.dtype])
 
     def run(self) -> RunRecord:
         """Train up to `config.steps`; write the record, and checkpoints if they are asked for."""
@@ -122,9 +135,10 @@ class Trainer:
         n, config = self.progress.step, self.config
         self._forget_old_events()
         start_s = time.perf_counter()
-        torch.manual_seed(mixed_seed(mixed_seed(config.seed, n), self.rank))  # for dropout
+        draws = self.rank // config.tp  # for dropout: the ranks of a tp group draw alike
+        torch.manual_seed(mixed_seed(mixed_seed(config.seed, n), draws))
         tokens = self.data.batch(n, batch=config.global_batch, seq=config.seq, seed=config.seed)
-        part = tokens.tensor_split(self.dp)[self.rank].to(self.device)
+        part = tokens.tensor_split(self.dp)[self.axes.number("dp")].to(self.device)
         self.optimizer.zero_grad()
         self._open_losses.append(self._gradients(part))
         with span("optimizer"):
@@ -132,30 +146,19 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.progress.step_done(config.global_batch * config.seq)
-        step = {"step": n, "num_tokens": len(part) * config.seq}
+        step = {"step": n, "num_tokens": len(part) * config.seq * self.axes.reports}
         times = {"start_s": start_s - self._zero_s, "end_s": time.perf_counter() - self._zero_s}
         self.record.steps.append({**step, **times})
 
     def _gradients(self, part: Tensor) -> Tensor:
         """Leave the whole batch's gradient in every `param.grad`; return this rank's loss share."""
-        num_micro_batches = self.config.num_micro_batches(self.dp)
-        micro_batches = split_micro_batches(part, num_micro_batches)
-        total = torch.zeros((), device=self.device, dtype=torch.float64)
-        for index, micro_batch in enumerate(micro_batches):
-            last = index == num_micro_batches - 1
-            with nullcontext() if last else self.wrapped.no_sync():
-                total += self._forward_backward(micro_batch)
+        micro_batches = split_micro_batches(part, self.config.num_micro_batches(self.dp))
+        shares = [len(one) / self.config.global_batch * self.dp for one in micro_batches]
+        loss = self._pass(micro_batches, shares)
         self.wrapped.finish()
-        return total
-
-    def _forward_backward(self, micro_batch: Tensor) -> Tensor:
-        inputs, targets = next_tokens(micro_batch)
-        with span("forward"):
-            share = len(micro_batch) / self.config.global_batch
-            loss = token_loss(self.wrapped.model(inputs), targets) * (share * self.dp)
-        with span("backward"):
-            loss.backward()
-        return loss.detach()
+        if self.config.sequence_parallel:
+            finish_gradients(self.model)
+        return loss.double() * self.axes.reports
 
     # -- losses and records -----------------------------------------------------------------
 
@@ -220,14 +223,15 @@ class Trainer:
             return
         name = f"rank{self.rank}" + (f"-from{self._first}" if self._first else "")
         self.record.write(Path(self.config.out) / f"{name}.jsonl")
-        if self.config.save_every and self.rank == 0 and self.config.checkpoint:
-            save(self.config.checkpoint, self.identity, self.progress, self.model, self.optimizer)
+        if self.config.save_every and self.config.checkpoint:
+            whole = self.parts.gather(self.optimizer)
+            if whole:
+                save(self.config.checkpoint, self.identity, self.progress, whole)
 
     def _load(self) -> None:
         path = self.config.checkpoint
         state = from_rank_0(lambda: self._read_checkpoint(path))
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.parts.load(state, self.optimizer)
         self.progress = Progress(**state["progress"])
 
     def _read_checkpoint(self, path: Path | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Where a run is, and the file from which it can go on: the checkpoint of `course_lib.train`.
 
-Rank 0 writes and reads it, whole or not at all, so the number of ranks may change in between.
+Rank 0 writes and reads it, whole or not at all, so the ranks and degrees may change in between.
 Random numbers need no place in it: those of a step are a function of (seed, step, rank).
 """
 
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
@@ -48,20 +47,12 @@ def from_rank_0(make: Callable[[], T]) -> T:
     return box[0]
 
 
-def save(
-    path: Path,
-    identity: dict[str, Any],
-    progress: Progress,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Write a checkpoint: the old one stays until the new one is whole and on disk."""
-    state = {
-        "identity": identity,
-        "progress": asdict(progress),
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-    }
+def save(path: Path, identity: dict[str, Any], progress: Progress, whole: dict[str, Any]) -> None:
+    """Write a checkpoint: the old one stays until the new one is whole and on disk.
+
+    whole   the state dicts of `model` and `optimizer`, not of a rank's part of them
+    """
+    state = {"identity": identity, "progress": asdict(progress), **whole}
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".tmp")
     with scratch.open("wb") as file:

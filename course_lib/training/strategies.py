@@ -1,5 +1,6 @@
 """The ways to train: a function each, which wraps the model and says what ends a backward pass.
 
+The group holds the ranks whose gradients are averaged: those with the same part of the model.
 A new strategy is one more function and one more line in `STRATEGIES`. Every one of them must give
 the losses and the weights of `single` on the whole batch: tests/test_train.py proves it.
 """
@@ -13,6 +14,7 @@ from course_lib.core.units import MIB
 from course_lib.training.config import TrainConfig
 
 if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for torch
+    import torch.distributed as dist
     from torch import nn
 
 
@@ -30,32 +32,32 @@ class Wrapped:
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def single(model: "nn.Module", config: TrainConfig) -> Wrapped:
-    """One rank, the whole batch: what all others must agree with."""
+def single(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
+    """One copy of the model, the whole batch: what all others must agree with."""
     return Wrapped(model)
 
 
-def naive_dp(model: "nn.Module", config: TrainConfig) -> Wrapped:
+def naive_dp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
     """Data parallel: one all-reduce a parameter, after backward. Notebook 05_data_parallel."""
     from course_lib.data_parallel import NaiveDDP
 
-    wrapped = NaiveDDP(model)
+    wrapped = NaiveDDP(model, group)
     return Wrapped(wrapped, wrapped.finish, wrapped.no_sync)
 
 
-def ddp(model: "nn.Module", config: TrainConfig) -> Wrapped:
+def ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
     """Data parallel: buckets that leave while backward still runs. Notebook 06_ddp."""
     from course_lib.ddp import DDP
 
-    wrapped = DDP(model, bucket_bytes=int(config.bucket_mib * MIB))
+    wrapped = DDP(model, bucket_bytes=int(config.bucket_mib * MIB), group=group)
     return Wrapped(wrapped, wrapped.finish, wrapped.no_sync)
 
 
-def torch_ddp(model: "nn.Module", config: TrainConfig) -> Wrapped:
+def torch_ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
     """PyTorch's own: its backward waits for the last bucket, so there is nothing to finish."""
     from torch.nn.parallel import DistributedDataParallel
 
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=config.bucket_mib)
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=config.bucket_mib)
     return Wrapped(wrapped, no_sync=wrapped.no_sync)
 
 
