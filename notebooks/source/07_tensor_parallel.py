@@ -34,9 +34,9 @@ from course_lib.tensor_parallel import copy_to_region, parallel_token_loss, redu
 # ## 1 Two ways to cut a matrix
 #
 # An MLP is $Y = \text{GELU}(XA)\,B$. Cut $A$ by **columns**: each rank computes some columns of
-# $XA$, whole numbers all of them. Cut $B$ by **rows**: each rank needs only some columns of its
-# input, but all it gets is *a part of each sum*. Do both. How often do 4 ranks talk in forward?
-# And in Llama-8B, bf16, for one sequence of 4096 tokens: how large is what they say?
+# $XA$, and those are complete. Cut $B$ by **rows**: each rank needs only some columns of its input,
+# but all it gets is *a part of each sum*. Do both. How often do 4 ranks talk in forward? And in
+# Llama-8B, bf16, for one sequence of 4096 tokens: how large is what they say?
 
 # %% tags=["predict"]
 guess_sums = predict("collectives in the forward pass of a split MLP")
@@ -456,8 +456,8 @@ show(compare(p_values, curves, title, x_label="ranks p", y_label="KiB on a rank"
 
 # %% [markdown]
 # An all-reduce *is* a reduce-scatter and an all-gather (lesson 04); here they stand apart, and no
-# activation is kept $p$ times. (But for one: we keep what an all-gather brought. Megatron gathers
-# again in backward, and keeps $1/p$ of that, too.)
+# activation is kept $p$ times. (With one exception: we keep what an all-gather brought. Megatron
+# gathers again in backward, and keeps $1/p$ of that, too.)
 #
 # The price: norms have seen only their own tokens, so a norm's gradient is a part of a sum. After
 # backward, `finish_gradients(model)` adds those up, in one small message a step.
@@ -555,7 +555,7 @@ def talking_ms(rank, batch):
 
 
 # %% tags=["picture"]
-batches, curves = [1, 8, 16, 32], {}
+batches, curves, note = [1, 8, 16, 32], {}, "2 ranks, emulated; waiting for the other one counts"
 for real in (NVLINK, INFINIBAND):
     wire = Link(latency_s=real.latency_s * 1e3, bytes_per_s=real.bytes_per_s / 1e3)
     paper = [1e3 * traffic_s(tensor_traffic(tiny, b, 64, 4), 2, wire) for b in batches]
@@ -565,8 +565,8 @@ for real in (NVLINK, INFINIBAND):
 fast, slow = (curve.formula[-1] for curve in curves.values())
 reveal(guess_slower, slow / fast)
 title = f"{batches[-1]} sequences: {fast:.0f} ms of talking inside a node, {slow:.0f} between nodes"
-axes = {"x_label": "sequences", "y_label": "talking in a step (ms)", "note": "2 ranks, emulated"}
-show(compare(batches, curves, title, **axes), alt=f"{title}; the dots lie on the lines")
+axes = {"x_label": "sequences", "y_label": "talking in a step (ms)", "note": note}
+show(compare(batches, curves, title, **axes), alt=f"{title}; measured as on paper")
 
 # %% [markdown]
 # On real cards: a 3B model (we take Llama-3B's sizes), published for 2 to 32 GPUs, 8 to a node. We
@@ -595,9 +595,9 @@ voices = Voices(formula=on_paper, measurement=list(published.values()))
 show(compare(list(published), voices, title, **axes), alt=f"{title}; close up to 8 ranks")
 
 # %% [markdown]
-# Inside of a node the formula is right within 3 %. Beyond it, it sees most of the fall, but reality
-# is worse: a GPU also computes slower on matrices so thin. That is why tensor parallelism ends at
-# the node, and these nodes had a network card for each GPU: move `cards`.
+# Inside of a node the formula fits. Beyond it, it sees most of the fall, but reality is worse: for
+# one thing, it leaves out that a GPU computes slower on matrices so thin. That is why tensor
+# parallelism ends at the node; how far the next node is depends on its network: move `cards`.
 #
 # And the batch? Each all-reduce pays $2(p-1)\,\alpha$, however little it carries. But splitting
 # has made room: take more sequences.
