@@ -40,6 +40,11 @@ WRONG_WAY = {
     "down.weight, which is [out, in].",
     "down_bias": "Added after the sum, so whole on every rank.",
 }
+ORDER = "First up and its bias, then GELU, then down; then the sum, then the bias of down."
+SHAPES = (
+    "What is summed has the same shape on every rank. The ranks' parts of the hidden layer have "
+    "not: f stands in front of up, and g behind down."
+)
 NO_F = (
     "That is this rank's part of it: x goes into the MLP on every rank. Let it in through "
     "copy_to_region, whose backward adds up the parts."
@@ -127,7 +132,7 @@ def check_mlp(answer: Callable[..., nn.Module]) -> str:
 
 def _run(ranks: Ranks, answer: Callable[..., nn.Module], width: int) -> list[Used]:
     try:
-        return run(ranks, _use, answer, width)
+        return run(ranks, _use, answer, width, on={"mismatch": SHAPES, "hang": SHAPES})
     except CheckFailed as failed:
         cause = failed.__context__
         raised = cause.failures.values() if isinstance(cause, RankError) else ()
@@ -152,7 +157,8 @@ def _judge(used: Used, rank: int, p: int, width: int) -> None:
                 f"{used.shapes[name]}. {_why_shape(name, used.shapes[name], width)}"
             )
     num_bytes = out.numel() * 8
-    expect_close(used.out, out, f"{where}, the output", _output_causes(used, out, width, p))
+    causes = _output_causes(used, out, width, p)
+    expect_close(used.out, out, f"{where}, the output", causes, ORDER)
     says = "Nothing has to be sent between up and down: their parts fit."
     expect_one_sum(f"{where}, forward", used.forward, num_bytes, says)
     whole_grad = [(close_to(p * x_grad), f"{p} times too large: who sums twice?")]
@@ -221,6 +227,8 @@ MLP = Exercise(
         Mistake("GELU before the sum", planted.WrongWay, says="GELU of a part of a sum"),
         Mistake("no f", planted.NoCopyIn, says="Let it in through copy_to_region"),
         Mistake("no g", planted.NoSumOut, says="Nothing was summed"),
+        Mistake("f behind up", planted.LateCopy, says="f stands in front of up"),
+        Mistake("bias behind GELU", planted.LateBias, says="First up and its bias"),
         Mistake("mean", planted.Mean, says="terms of one sum"),
         Mistake("gathers in between", planted.Gathers, says="Nothing has to be sent between"),
         Mistake("even parts only", planted.EvenOnly, says="need not divide by p"),

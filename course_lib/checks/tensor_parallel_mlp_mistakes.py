@@ -72,6 +72,19 @@ class NoSumOut(SplitMLP):
         return self.part(copy_to_region(x)) + self.down_bias
 
 
+class LateCopy(SplitMLP):
+    """Lets the hidden layer through f, of which every rank has another part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = copy_to_region(F.gelu(x @ self.up_weight.T + self.up_bias))
+        return reduce_from_region(hidden @ self.down_weight.T) + self.down_bias
+
+
+class LateBias(SplitMLP):
+    def part(self, x: Tensor) -> Tensor:
+        return (F.gelu(x @ self.up_weight.T) + self.up_bias) @ self.down_weight.T
+
+
 class Mean(SplitMLP):
     def forward(self, x: Tensor) -> Tensor:
         return (
