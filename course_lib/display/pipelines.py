@@ -129,7 +129,7 @@ def _draw_held(
     plain(axes)
     axes.set_xlim(0, span * 1.005)
     axes.set_ylim(len(ranks) - 0.5, -0.5)
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks])
     axes.tick_params(axis="y", length=0)
     axes.set_title("micro-batches in flight (right: the most)", loc="left", fontsize=TEXT_PT, pad=5)
     for row, rank in enumerate(ranks):

@@ -3,8 +3,8 @@
 #
 # A model that is too large for one device can be cut between its layers: each rank holds a *stage*,
 # some layers in a row, and hands its output to the next rank. Little has to travel, and only
-# between neighbours. But who works while the others compute? As always: **predict**, **run**,
-# **compare**.
+# between neighbours. But what does a rank do while the others compute? As always: **predict**,
+# **run**, **compare**.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -46,8 +46,7 @@ guess_busy = predict("a rank computes", unit="% of the time")
 played = simulate(schedules.naive(4, 1))
 reveal(guess_busy, 100 * (1 - played.bubble_fraction))
 title = f"One at a time: {played.bubble_fraction:.0%} of four ranks' time is lost"
-alt = f"{title}; a backward takes as long as two forwards"
-show(timeline(played.events(), title, unit="F"), alt=alt)
+show(timeline(played.events(), title, unit="F"), alt=f"{title}; a backward lasts 2 F")
 
 # %% [markdown]
 # The next batch cannot fill the gaps: it needs the weights after this step.
@@ -66,13 +65,13 @@ show(timeline(played.events(), title, unit="F"), alt=alt)
 
 # %% tags=["predict"]
 guess_bubble = predict("bubble for p = 4, m = 8", unit="% of the compute")
-batch = BatchCost(forward_s=32e-3, backward_s=64e-3)  # a stage's seconds for the whole batch
+batch = BatchCost(forward_s=64e-3, backward_s=128e-3)  # a stage's seconds for the whole batch
 ranks, numbers = Ranks(4), [1, 2, 4, 8]
 
 
 # %% tags=["picture"]
 runs = {m: lab.emulated(schedules.gpipe(4, m), batch.times(m)) for m in numbers}
-made, whole_s = lab.measure(ranks, runs), batch.forward_s + batch.backward_s
+made, whole_s = lab.measure(ranks, runs, turns=3), batch.forward_s + batch.backward_s
 reveal(guess_bubble, 100 * bubbles.bubble_overhead(4, 8))
 voices = Voices(
     formula=lambda m: 100 * bubbles.bubble_overhead(4, m),
@@ -81,9 +80,12 @@ voices = Voices(
 )
 title = "The bubble of four stages: twice as many micro-batches, half of it"
 axes = {"x_label": "micro-batches", "y_label": "bubble (% of compute)", "note": "emulated layers"}
-show(compare(numbers, voices, title, **axes), alt=f"{title}; 38 % is left at m = 8")
+show(compare(numbers, voices, title, **axes), alt=f"{title}; the dots lie near it")
 
 # %% [markdown]
+# The measured dots lie a little above the line: every action starts a bit late, the more so on a
+# busy machine, and the more actions there are.
+#
 # A common rule: $m \ge 4p$. But each micro-batch has its price: small matrices compute less
 # efficiently, and memory and messages come below.
 #
@@ -142,7 +144,7 @@ reveal(guess_held, simulate(schedules.one_f_one_b(4, 32)).peak_in_flight()[0])
 plans = {"GPipe": schedules.gpipe(4, 6), "1F1B": schedules.one_f_one_b(4, 6)}
 runs = {name: lab.emulated(plan, batch.times(6)) for name, plan in plans.items()}
 shown = {}
-for name, real in lab.measure(ranks, runs).items():
+for name, real in lab.measure(ranks, runs, turns=3).items():
     paper_ms, real_ms = 1e3 * simulate(plans[name], batch.times(6)).step_s, 1e3 * real.step_s
     print(f"{name:5}: on paper {paper_ms:.0f} ms, measured {real_ms:.0f} ms")
     shown[f"{name}, measured"] = [event for event in real.events if event.kind in COMPUTE_KINDS]
@@ -197,8 +199,9 @@ from course_lib.display import schedule_explorer
 schedule_explorer()
 
 # %% [markdown]
-# The course's `simulate` does this for every kind of schedule. Play with it: which schedule does a
-# slow wire hurt most? (Interleaved and ZB-H1 come in section 7.)
+# The course's `simulate` does this for every kind of schedule. Play with it (times are in parts of
+# a forward): which schedule does a slow message hurt most, and which one gains most from more
+# micro-batches? (Interleaved and ZB-H1 come in section 7.)
 #
 # **A schedule is a list of actions; time follows from it.**
 #
@@ -368,9 +371,10 @@ show(
 )
 
 # %% [markdown]
-# Adam divides by the gradient's own size: a constant factor is gone, up to $\epsilon$. It comes
-# back where the size matters: in clipping, in weight decay that is added to the gradient, and when
-# you change $m$. So compare *gradients* with one process, never loss curves.
+# SGD's curve shows it, though it may pass for a bad learning rate. Adam divides by the gradient's
+# own size: a constant factor is gone, up to $\epsilon$. It comes back where the size matters: in
+# clipping, in weight decay that is added to the gradient, and when you change $m$. So compare
+# *gradients* with one process, never loss curves.
 #
 # **A loss that falls proves nothing.**
 #
@@ -388,8 +392,9 @@ guess_messages = predict("messages with v = 2, by those of 1F1B, for p = 4")
 # %% tags=["picture"]
 plans = {"1F1B": schedules.one_f_one_b(4, 8), "interleaved": schedules.interleaved(4, 8, 2)}
 plans["ZB-H1"] = schedules.zero_bubble_h1(4, 8)
-times = PipelineTimes(forward_s=6e-3, backward_input_s=6e-3, backward_weight_s=6e-3)
-made = lab.measure(ranks, {name: lab.emulated(plan, times) for name, plan in plans.items()})
+times = PipelineTimes(forward_s=0.01, backward_input_s=0.01, backward_weight_s=0.01)
+runs = {name: lab.emulated(plan, times) for name, plan in plans.items()}
+made = lab.measure(ranks, runs, turns=3)
 sent = {name: sum(e.kind == "send" for e in made[name].events) for name in plans}
 reveal(guess_messages, sent["interleaved"] / sent["1F1B"])
 paper = {name: simulate(plan, times) for name, plan in plans.items()}
@@ -398,6 +403,9 @@ for name, real in made.items():
     print(f"{name:11} {idle}, {sent[name]} messages, in flight {real.peak_in_flight}")
 
 # %% [markdown]
+# A micro-batch now crosses $pv - 1$ borders in place of $p - 1$, and every rank holds more (the
+# counts above are of halves of a stage).
+#
 # **Zero bubble.** A backward does two things. The input's gradient, $I$: the rank before waits for
 # it. The weights' gradient, $W$: nobody waits for it before the end of the step. ZB-H1 runs $I$ at
 # once and puts $W$ where the bubble was: $(p-1)(F+I-W)$ is left. By which factor is the bubble
@@ -432,20 +440,21 @@ for row in PUBLISHED:
 #
 # ## 8 A slow wire turns the rule round
 #
-# On four GPUs joined by PCIe, $m = p$, with the largest bubble, beat $m = 4p$. The same batch here:
-# 96 ms of compute a rank, over a wire of 6 ms latency. Which one is faster?
+# Four GPUs joined by PCIe trained models of 100M and 300M parameters faster with $m = p$, the
+# largest bubble, than with $m = 4p$. Here: the batch of section 2, over a wire with latency. Which
+# one is faster?
 
 # %% tags=["predict"]
 from course_lib.core import Link
 
-wire = Link(name="slow wire", latency_s=6e-3, bytes_per_s=1e9)
+wire = Link(name="slow wire", latency_s=12e-3, bytes_per_s=1e9)
 guess_m = predict("faster with 1F1B over the slow wire", choices=("m = 4", "m = 16"))
 
 # %% tags=["picture"]
 numbers, both = [4, 8, 16], {"1F1B": schedules.one_f_one_b, "GPipe": schedules.gpipe}
 pairs = {(name, m): make(4, m) for name, make in both.items() for m in numbers}
 runs = {key: lab.emulated(plan, batch.times(key[1], wire)) for key, plan in pairs.items()}
-made, curves = lab.measure(Ranks(4, link=wire), runs, turns=3), {}
+made, curves = lab.measure(Ranks(4, link=wire), runs, turns=2), {}
 for name, make in both.items():
     played = [step_parts(4, m, batch, wire, make).step_s * 1e3 for m in numbers]
     steps = [[s * 1e3 for s in made[name, m].seconds] for m in numbers]
@@ -456,7 +465,7 @@ few, many = (made["1F1B", m].step_s for m in (4, 16))
 reveal(guess_m, "m = 4" if few < many else "m = 16")
 title = f"1F1B on a slow wire: {few * 1e3:.0f} ms with m = 4, {many * 1e3:.0f} ms with m = 16"
 axes = {"x_label": "micro-batches", "y_label": "step (ms)", "note": f"emulated {wire} and layers"}
-show(compare(numbers, curves, title, **axes), alt=f"{title}; GPipe gains from more")
+show(compare(numbers, curves, title, **axes), alt=f"{title}; on paper, GPipe gains from more")
 print(" m   compute   bubble     wire   (ms, 1F1B on paper)")
 for m in numbers:
     parts = step_parts(4, m, batch, wire)
@@ -516,7 +525,7 @@ steps, cuts = {}, {"equally many": [4, 3, 3, 4], "balanced": balance.balance_sta
 for name, cut in cuts.items():
     each = balance.stage_times(layers, cut)
     times = PipelineTimes(forward_s=each, backward_input_s=each, backward_weight_s=each)
-    steps[name] = simulate(schedules.one_f_one_b(4, 4), times)
+    steps[name] = simulate(schedules.one_f_one_b(4, 3), times)
     print(f"{name:12} {cut}: a step takes {steps[name].step_s:.0f} blocks")
 title = f"Equally many layers: {steps['equally many'].bubble_fraction:.0%} of the time is lost"
 figure = timeline(steps["equally many"].events(), title, unit="blocks")
@@ -573,13 +582,14 @@ reveal(guess_piece, "longer" if balanced[0] > balanced[-1] else "shorter")
 cuts = {"equal pieces": tokens.even_cut, "balanced": lambda *of: tokens.balanced_cut(*of, cost)}
 for name, cut in cuts.items():
     taken_s = [tokens.token_forward_s(cut(2048, n), 4, cost) for n in numbers]
-    curves[name] = Voices(simulation=[1e3 * second for second in taken_s])
+    curves[name] = Voices(formula=[1e3 * second for second in taken_s])
 title = f"Eight pieces of one sequence: {balanced[0]} tokens first, {balanced[-1]} last"
-axes = {"x_label": "pieces", "y_label": "forward (ms)", "log": True}
+axes = {"x_label": "pieces", "y_label": "forward (ms)"}
 show(compare(numbers, curves, title, **axes), alt=f"{title}; later tokens attend to more")
 
 # %% [markdown]
-# A later token attends to more, so equally long pieces hold ever fewer of them.
+# A later token attends to more, so equally long pieces hold ever fewer of them. Each piece also
+# pays a fixed price to start: there the curves end.
 #
 # ## 11 The real thing
 #
