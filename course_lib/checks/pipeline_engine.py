@@ -116,25 +116,39 @@ def _judge(where: str, seen: Sequence[Seen], schedule: Schedule) -> None:
 
 
 def _expect_gradients(where: str, got: Sequence[Grads], p: int, m: int) -> None:
-    if _same(got, gradients(p, m)):
-        return
+    right = gradients(p, m)
+    for rank in range(p):
+        if not _same(got[rank : rank + 1], right[rank : rank + 1]):
+            need, is_now = (grads[0].flatten()[0].item() for grads in (right[rank], got[rank]))
+            raise CheckFailed(
+                f"{where}: rank {rank} needs a gradient that begins with {need:.4g}; "
+                f"got {is_now:.4g}. {_why(got, right, p, m)}"
+            )
+
+
+def _why(got: Sequence[Grads], right: Sequence[Grads], p: int, m: int) -> str:
+    """The misconception behind wrong gradients."""
     if any(bool(grad.isnan().any()) for grads in got for grad in grads):
-        says = (
+        return (
             "NaN: x holds numbers on the first stage only, target on the last one only. The "
             "other stages get what they need by recv."
         )
-    else:
-        wrong = ((gradients(p, m, **change), says) for change, says in causes(p, m))
-        says = next((says for grads, says in wrong if _same(got, grads)), NOT_NUMBERED)
-    right = gradients(p, m)
-    rank = next(
-        rank for rank in range(p) if not _same(got[rank : rank + 1], right[rank : rank + 1])
-    )
-    need, is_now = (grads[0].flatten()[0].item() for grads in (right[rank], got[rank]))
-    raise CheckFailed(
-        f"{where}: rank {rank} needs a gradient that begins with {need:.4g}; got {is_now:.4g}. "
-        f"{says}"
-    )
+    if not all(any(bool(grad.any()) for grad in grads) for grads in got):
+        return "There a gradient is missing: who calls backward, on every rank?"
+    for change, says in causes(p, m):
+        if _same(got, gradients(p, m, **change)):
+            return says
+    times = [_times(grads, others) for grads, others in zip(got, right, strict=True)]
+    if all(times):
+        each = ", ".join(f"{number:.4g}" for number in times if number)
+        return f"By rank, the gradients are {each} times what they should be. Who divides the loss?"
+    return NOT_NUMBERED
+
+
+def _times(got: Grads, right: Grads) -> float | None:
+    """The number that makes one out of the other, if there is one."""
+    number = (got[0].flatten()[0] / right[0].flatten()[0]).item()
+    return number if _same([got], [[number * grad for grad in right]]) else None
 
 
 def _same(got: Sequence[Grads], wanted: Sequence[Grads]) -> bool:
@@ -196,6 +210,10 @@ def _why_stuck(error: RankError, p: int) -> str:
     return "Who sends what they wait for? A forward's output goes to rank + 1, x.grad to rank - 1."
 
 
+def _does_nothing(*_given: Any) -> None:
+    pass
+
+
 ENGINE = Exercise(
     key="pipeline-3",
     title="run a schedule",
@@ -205,6 +223,8 @@ ENGINE = Exercise(
         Mistake("loss not divided", planted.answer(planted.NotDivided), "times too large"),
         Mistake("divided by ranks", planted.answer(planted.DividedByRanks), "number of ranks"),
         Mistake("divided by each stage", planted.answer(planted.DividedByEach), "every stage anew"),
+        Mistake("divided at the end", planted.answer(planted.DividedAtTheEnd), "Who divides"),
+        Mistake("does nothing", _does_nothing, "who calls backward"),
         Mistake("sends that block", planted.answer(planted.SendBlocks), "isend"),
         Mistake("no requires_grad", planted.answer(planted.NoRequiresGrad), "requires_grad_()"),
         Mistake("kept for ever", planted.answer(planted.KeptForEver), "Take them out"),

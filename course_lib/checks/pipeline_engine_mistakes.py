@@ -111,6 +111,16 @@ class DividedByEach(Engine):
         return grad / self.m
 
 
+class DividedAtTheEnd(NotDivided):
+    """The last stage divides its own gradients, after it has sent others back."""
+
+    def finish(self) -> None:
+        super().finish()
+        for param in self.stage.parameters():
+            if param.grad is not None and self.rank == self.p - 1:
+                param.grad /= self.m
+
+
 class SendBlocks(Engine):
     def send(self, x: Tensor, target: int) -> None:
         dist.send(x, target)
