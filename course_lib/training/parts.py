@@ -50,7 +50,7 @@ class Parts:
 
     @torch.no_grad()
     def gather(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """The state dicts of the whole model and its optimizer on rank 0; elsewhere None.
+        """The state dicts of the whole model and its optimizer, on rank 0's CPU; elsewhere None.
 
         Cost: in the first copy of the model, an all_gather a tensor over tp; then each stage's
               tensors to rank 0
@@ -61,7 +61,8 @@ class Parts:
         for name, param in self.params.items():
             for kind, value in optimizer.state[param].items():
                 kinds[kind][name] = value
-        mine = {kind: self._changed(gather_tensors, tensors) for kind, tensors in kinds.items()}
+        wholes = {kind: self._changed(gather_tensors, tensors) for kind, tensors in kinds.items()}
+        mine = {kind: {k: v.detach().cpu() for k, v in wholes[kind].items()} for kind in wholes}
         stages = self._of_all_stages(mine)
         if dist.get_rank():
             return None
