@@ -211,7 +211,7 @@ schedule_explorer()
 #
 # One rank's part of a step. `isend` returns at once, with a handle to wait for. The batch's `x`
 # is there on the first rank, the target on the last; all messages have the shape of `x`. Leave in
-# every `param.grad` the gradient of the *mean* over all micro-batches. About 16 lines, 25 minutes.
+# every `param.grad` the gradient of the *mean* over all micro-batches. About 17 lines, 25 minutes.
 #
 # <details><summary>Hint: x.grad is None</summary>
 # To autograd, what came over the wire is a number like any other: ask for its gradient with
@@ -474,9 +474,9 @@ for m in numbers:
 
 # %% [markdown]
 # 1F1B is a conversation: rank 0's next forward waits for a gradient that waits for a forward. In
-# every $p$ micro-batches, $2(p-1)$ messages have nothing to hide behind. GPipe waits for them only
-# twice, while the pipeline fills and empties; its price is memory. The wire's part grows with $m$,
-# the bubble shrinks: where they meet is the best $m$.
+# every $p$ micro-batches, $2(p-1)$ messages have nothing to hide behind. GPipe has only the
+# $2(p-1)$ with which the pipeline fills and empties; its price is memory. The wire's part grows
+# with $m$, the bubble shrinks: where they meet is the best $m$.
 #
 # **How many micro-batches: as many as the latency allows.**
 #
@@ -496,7 +496,7 @@ guess_head = predict("the output layer of GPT-2, in blocks")
 # ### Exercise 4: cut the layers
 #
 # How many layers in a row does each of $p$ stages get, none empty, so that the slowest is as fast
-# as it can be? Trying all cuts is allowed. About 5 lines.
+# as it can be? Trying all cuts is allowed. About 4 lines.
 #
 # <details><summary>Hint: all cuts</summary>
 # <code>combinations(range(1, n), p - 1)</code> are the places to cut; <code>pairwise</code> of
