@@ -52,6 +52,7 @@ class Narrowed(nn.Module):
         p, rank, width = dist.get_world_size(), dist.get_rank(), up.out_features
         size = width // p + (rank < width % p)
         start = rank * (width // p) + min(rank, width % p)
+        self.mine = torch.arange(width)[start : start + size]  # indices are no weights
         with torch.no_grad():
             self.up_weight = nn.Parameter(up.weight.narrow(0, start, size).clone())
             self.up_bias = nn.Parameter(up.bias.narrow(0, start, size).clone())

@@ -83,7 +83,18 @@ def _numbers(rows: Any) -> list[int]:
         rows = rows.flatten().tolist()
     if not isinstance(rows, Iterable):
         raise CheckFailed(f"need a list of row numbers; got {rows!r}.")
-    return [int(row) for row in rows]
+    numbers = list(rows)
+    inner = next((row for row in numbers if isinstance(row, Iterable) and _many(row)), None)
+    if inner is not None:
+        raise CheckFailed(
+            f"need one flat list of row numbers; got a list that holds {inner!r}. `rows += range("
+            "...)` or rows.extend adds the numbers themselves."
+        )
+    return [int(row) for row in numbers]
+
+
+def _many(row: Any) -> bool:
+    return not (isinstance(row, Tensor) and row.dim() == 0)
 
 
 def _judge_rows(rows: list[int], where: str, rank: int, case: Case) -> None:
@@ -96,7 +107,8 @@ def _judge_rows(rows: list[int], where: str, rank: int, case: Case) -> None:
     twice = next((row for row in rows if rows.count(row) > 1), None)
     if twice is not None:
         raise CheckFailed(
-            f"{where}: row {twice} comes twice. Where does v start? After all rows of q and k."
+            f"{where}: row {twice} comes twice. Where does k start, and where does v? After all "
+            f"rows of what lies above; a head has {case.head_dim} rows."
         )
     heads = [case.head_of(row) for row in rows]
     split = next((head for head in heads if heads.count(head) != case.head_dim), None)
@@ -104,7 +116,7 @@ def _judge_rows(rows: list[int], where: str, rank: int, case: Case) -> None:
     if case.p > 1 and rows == list(range(rank * expected, (rank + 1) * expected)):
         raise CheckFailed(
             f"{where}: got rows {rows[0]} to {rows[-1]}, an even part of the tall matrix. Rank 0 "
-            "gets queries only that way: q, k and v lie under one another, cut each of the three."
+            "gets no values that way: q, k and v lie under one another, cut each of the three."
         )
     if split and len(rows) == (case.num_heads + 2 * case.num_kv_heads) // case.p:
         raise CheckFailed(
@@ -205,7 +217,9 @@ HEADS = Exercise(
         Mistake("keys like queries", planted.keys_like_queries, says="fewer than q"),
         Mistake("queries only", planted.queries_only, says="Which of them are the rows of k"),
         Mistake("all keys", planted.all_keys, says="give it those heads"),
-        Mistake("keys for values", planted.keys_twice, says="Where does v start"),
+        Mistake("keys for values", planted.keys_twice, says="and where does v"),
+        Mistake("lists in a list", planted.nested, says="one flat list"),
+        Mistake("starts in heads", planted.starts_in_heads, says="a head has 3 rows"),
         Mistake("queries dealt out", planted.dealt_queries, says="neighbouring heads of all three"),
         Mistake("keys first", planted.keys_first, says="all of q, then k, then v"),
     ),

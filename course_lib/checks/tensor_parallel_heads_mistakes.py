@@ -59,3 +59,19 @@ def keys_first(rank: int, p: int, num_heads: int, num_kv_heads: int, head_dim: i
     rows = rows_of(rank, p, num_heads, num_kv_heads, head_dim)
     n = num_heads * head_dim // p
     return rows[n:] + rows[:n]
+
+
+def nested(rank: int, p: int, num_heads: int, num_kv_heads: int, head_dim: int) -> list[range]:
+    n = num_heads // p * head_dim
+    return [range(rank * n, (rank + 1) * n)]
+
+
+def starts_in_heads(
+    rank: int, p: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> list[int]:
+    rows, start = list[int](), 0
+    for heads in (num_heads, num_kv_heads, num_kv_heads):
+        n = heads // p * head_dim
+        rows += range(start + rank * n, start + (rank + 1) * n)
+        start += heads
+    return rows

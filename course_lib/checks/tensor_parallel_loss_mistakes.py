@@ -35,7 +35,9 @@ def mean_loss(each: Tensor, targets: Tensor) -> Tensor:
 
 def _parts(logits: Tensor, targets: Tensor, first: int, **other: Any) -> Tensor:
     """The right answer with some parts exchanged."""
-    top = other.get("top", summed(logits.detach().max(dim=-1).values, dist.ReduceOp.MAX))
+    top = other.get("top")
+    if top is None:
+        top = summed(logits.max(dim=-1).values, dist.ReduceOp.MAX)
     shifted = logits - top[:, None]
     total = other.get("total", reduce_from_region)(shifted.exp().sum(-1))
     logit = other.get("logit", reduce_from_region)(
@@ -111,3 +113,78 @@ def writes_targets(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     loss = split_loss(logits, targets, first)
     targets[targets == IGNORED] = 0
     return loss
+
+
+def summed_maxima(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    return _parts(logits, targets, first, top=summed(logits.max(dim=-1).values))
+
+
+def one_maximum(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    top = summed(logits.max()[None], dist.ReduceOp.MAX)
+    return _parts(logits, targets, first, top=top.expand(len(logits)))
+
+
+def first_maximum(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    top = logits.detach().max(dim=-1).values
+    dist.broadcast(top, 0)
+    return _parts(logits, targets, first, top=top)
+
+
+def maximum_from_zero(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    top = summed(logits.max(dim=-1).values.clamp(min=0), dist.ReduceOp.MAX)
+    return _parts(logits, targets, first, top=top)
+
+
+def maximum_in_graph(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    top = logits.max(dim=-1).values
+    dist.all_reduce(top, dist.ReduceOp.MAX)
+    return _parts(logits, targets, first, top=top)
+
+
+def unshifted(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    return _parts(logits, targets, first, own=lambda _, *where: own_logit(logits, *where))
+
+
+def _is_here(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    return (targets >= first) & (targets < first + logits.shape[1])
+
+
+def own_tokens(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """Leaves the others' tokens out, and never sums the logits of targets."""
+
+    def mean(each: Tensor, targets: Tensor) -> Tensor:
+        return (each * _is_here(logits, targets, first)).sum() / (targets != IGNORED).sum()
+
+    return _parts(logits, targets, first, logit=lambda own: own, mean=mean)
+
+
+def summed_losses(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """The right loss; but the sum of exponentials has the gradient of this rank's tokens only."""
+    return reduce_from_region(own_tokens(logits, targets, first))
+
+
+def a_number(logits: Tensor, targets: Tensor, first: int) -> float:
+    return split_loss(logits, targets, first).item()
+
+
+def no_mean(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    return _parts(logits, targets, first, mean=lambda each, targets: each)
+
+
+def summed_mean(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    return reduce_from_region(split_loss(logits, targets, first)) / dist.get_world_size()
+
+
+def logits_through_f(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    return split_loss(copy_to_region(logits), targets, first)
+
+
+def in_the_graph(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """Backward passes the sums by, which is what g does; PyTorch warns of it."""
+
+    def total(parts: Tensor) -> Tensor:
+        out = parts * 1.0
+        dist.all_reduce(out)
+        return out
+
+    return _parts(logits, targets, first, total=total, logit=total)

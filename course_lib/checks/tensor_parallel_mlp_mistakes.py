@@ -148,3 +148,65 @@ class Tensors(SplitMLP):
         weight = self.up_weight.detach()
         del self.up_weight
         self.up_weight = weight  # type: ignore[assignment]
+
+
+class KeepsBiasParts(BiasEach):
+    """Right until the first step of an optimizer: every part gets the whole gradient."""
+
+    def __init__(self, up: nn.Linear, down: nn.Linear) -> None:
+        super().__init__(up, down)
+        self.down_bias = nn.Parameter(down.bias.detach() / dist.get_world_size())
+
+
+class KeepsBiasFirst(BiasEach):
+    """The same: rank 0 has the bias, the others train a bias that began at 0."""
+
+    def __init__(self, up: nn.Linear, down: nn.Linear) -> None:
+        super().__init__(up, down)
+        self.down_bias = nn.Parameter(down.bias.detach() * (dist.get_rank() == 0))
+
+
+class Transposed(SplitMLP):
+    """Keeps up.weight as [in, out], which is square where 3 numbers are a rank's part."""
+
+    def __init__(self, up: nn.Linear, down: nn.Linear) -> None:
+        super().__init__(up, down)
+        self.up_weight = nn.Parameter(self.up_weight.detach().T.contiguous())
+
+    def part(self, x: Tensor) -> Tensor:
+        return F.gelu(x @ self.up_weight + self.up_bias) @ self.down_weight.T
+
+
+class EveryPth(SplitMLP):
+    def mine(self, width: int) -> Tensor:
+        return torch.arange(dist.get_rank(), width, dist.get_world_size())
+
+
+class NoGelu(SplitMLP):
+    def part(self, x: Tensor) -> Tensor:
+        return (x @ self.up_weight.T + self.up_bias) @ self.down_weight.T
+
+
+class NoUpBias(SplitMLP):
+    def part(self, x: Tensor) -> Tensor:
+        return F.gelu(x @ self.up_weight.T) @ self.down_weight.T
+
+
+class Swapped(SplitMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return copy_to_region(self.part(reduce_from_region(x))) + self.down_bias
+
+
+class LeftTheGraph(SplitMLP):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class InTheGraph(SplitMLP):
+    """Backward passes the sum by, which is what g does; PyTorch warns of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.part(copy_to_region(x))
+        dist.all_reduce(out)
+        return out + self.down_bias

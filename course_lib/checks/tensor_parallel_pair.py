@@ -29,11 +29,15 @@ X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).double()
 UP = torch.tensor([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]]).double()  # the gradient from above
 NUM_BYTES = 8 * X.numel()
 
-OWN_SUM = "That is this rank's own part: g has to sum in forward. (With async_op: did you wait?)"
+OWN_SUM = (
+    "That is this rank's own part: g has to sum in forward. Do you return the tensor that was "
+    "summed? (With async_op: did you wait?)"
+)
 NO_SUM_BACK = (
     "That is this rank's own part of the gradient: x was used on every rank, so backward of f "
     "has to add up what all of them found. Nothing fails without it; the weights before x train "
-    "on a part of their gradient. (With async_op: did you wait?)"
+    "on a part of their gradient. Do you return the tensor that was summed? (With async_op: did "
+    "you wait?)"
 )
 DIGITS = "Each rank brings its own digit: whose is missing? (With async_op: did you wait?)"
 KEEPS = "all_reduce works in place. Clone the tensor first: somebody else may still need it."
@@ -61,16 +65,22 @@ class Used:
 def _use(rank: int, answer: Callable[[Tensor, Part], Tensor]) -> Used:
     x, seen = X.clone().requires_grad_(), dict[str, Tensor]()
 
+    def keep(grad: Tensor | None) -> None:
+        if grad is not None:
+            seen["grad"] = grad.clone()
+
     def part(inside: Tensor) -> Tensor:
         seen["inside"] = inside.detach().clone()
         seen["out"] = inside * 10.0**rank
         if seen["out"].requires_grad:
-            seen["out"].register_hook(lambda grad: seen.update(grad=grad.clone()))
+            seen["out"].register_hook(keep)
         return seen["out"]
 
     come_late(rank)
     with record() as forward:
         out = answer(x, part)
+    if not isinstance(out, Tensor):
+        raise CheckFailed(f"need a tensor; got {out!r}. Does forward of g return the sum?")
     kept = out.detach().clone()
     come_late(rank)
     with record() as backward:
@@ -194,6 +204,19 @@ PAIR = Exercise(
         ),
         Mistake(
             "gathers all", planted.pair(g_forward=planted.gathered), says="need one all_reduce"
+        ),
+        Mistake(
+            "returns no sum", planted.pair(g_forward=planted.no_return), says="forward of g re"
+        ),
+        Mistake(
+            "returns no gradient",
+            planted.pair(g_backward=planted.no_return),
+            says="What backward returns is the gradient",
+        ),
+        Mistake(
+            "returns what it did not sum",
+            planted.pair(g_forward=planted.unsummed),
+            says="Do you return the tensor that was summed",
         ),
         Mistake("left the graph", planted.left_the_graph, says="no gradient arrives"),
     ),

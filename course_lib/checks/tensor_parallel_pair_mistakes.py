@@ -63,6 +63,15 @@ def not_waiting(x: Tensor) -> Tensor:
     return total.clone()
 
 
+def no_return(x: Tensor) -> None:
+    summed(x)
+
+
+def unsummed(x: Tensor) -> Tensor:
+    summed(x)
+    return x.clone()
+
+
 def gathered(x: Tensor) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.contiguous())

@@ -53,7 +53,9 @@ def _why(found: list[float]) -> str:
     for wrong, says in WRONG:
         if all(_near(got, wrong(*case)) for case, got in zip(CASES, found, strict=True)):
             return says
-    return "One rank computes its part; then look at the bytes, and at the number of all-reduces."
+    if not _near(found[1], CASES[1][0]):
+        return "Try p = 1: one rank has nobody to talk to, and takes compute_s."
+    return "Each rank computes its part; then look at the bytes, and at the number of all-reduces."
 
 
 def _with(num_calls: float = 4, scale: float = 1.0, steps: float = 2.0) -> Price:
@@ -92,10 +94,33 @@ def _no_latency(compute_s: float, batch: int, seq: int, hidden: int, p: int, lin
     return layer_s(compute_s, batch, seq, hidden, p, free)
 
 
+def _one_latency(compute_s: float, batch: int, seq: int, hidden: int, p: int, link: Link) -> float:
+    sent_s = 2 * (p - 1) / p * 2 * batch * seq * hidden / link.bytes_per_s
+    return compute_s / p + 4 * (link.latency_s + sent_s)
+
+
+def _p_steps(compute_s: float, batch: int, seq: int, hidden: int, p: int, link: Link) -> float:
+    num_bytes = 2 * batch * seq * hidden
+    return compute_s / p + 8 * p * (link.latency_s + num_bytes / p / link.bytes_per_s)
+
+
+def _overlapped(compute_s: float, batch: int, seq: int, hidden: int, p: int, link: Link) -> float:
+    talk_s = layer_s(0.0, batch, seq, hidden, p, link)
+    return max(compute_s / p, talk_s)
+
+
+def _all_shared(compute_s: float, batch: int, seq: int, hidden: int, p: int, link: Link) -> float:
+    return compute_s / p + layer_s(0.0, batch, seq, hidden, p, link) / p
+
+
 def _hidden_only(compute_s: float, batch: int, seq: int, hidden: int, p: int, link: Link) -> float:
     """The bytes of the weights' gradient, as in data parallelism, instead of an activation's."""
     num_bytes = 2 * hidden * hidden
     return compute_s / p + 8 * (p - 1) * (link.latency_s + num_bytes / p / link.bytes_per_s)
+
+
+def _talks_alone(compute_s: float, batch: int, seq: int, hidden: int, p: int, link: Link) -> float:
+    return compute_s / p + 4 * (link.latency_s + 2 * batch * seq * hidden / link.bytes_per_s)
 
 
 HALF = (
@@ -117,6 +142,13 @@ WRONG: tuple[tuple[Price, str], ...] = (
     (_split_message, "The sum is whole on every rank: it has batch * seq * hidden numbers."),
     (_no_latency, "Each step of the ring pays the latency, too."),
     (_hidden_only, "Activations travel, not weights: batch * seq * hidden numbers."),
+    (_one_latency, "Each step of the ring pays the latency, and an all-reduce has 2 (p - 1)."),
+    (_p_steps, "A ring of p ranks has p - 1 steps each way: nobody needs its own shard."),
+    (_overlapped, "Nothing hides the talking: the next matrix waits for it. Add the two."),
+    (
+        _all_shared,
+        "Computing becomes less with more ranks; talking does not: divide compute_s only.",
+    ),
 )
 
 PRICE = Exercise(
@@ -137,5 +169,10 @@ PRICE = Exercise(
         Mistake("split sums", WRONG[9][0], says="whole on every rank"),
         Mistake("no latency", WRONG[10][0], says="pays the latency"),
         Mistake("weights' bytes", WRONG[11][0], says="Activations travel"),
+        Mistake("one latency", WRONG[12][0], says="pays the latency, and"),
+        Mistake("p steps", WRONG[13][0], says="p - 1 steps each way"),
+        Mistake("hidden behind computing", WRONG[14][0], says="Nothing hides"),
+        Mistake("shares the talking", WRONG[15][0], says="divide compute_s only"),
+        Mistake("talks alone", _talks_alone, says="nobody to talk to"),
     ),
 )

@@ -2,14 +2,14 @@
 # # 07 Tensor parallelism: split the matrices
 #
 # Data parallelism keeps the whole model on every rank. Now we cut it up: every rank gets a piece of
-# every matrix, all see the *same* batch, and each layer they put together what they found. Half of
+# every matrix, all see the *same* batch, and in each layer they add up what they found. Half of
 # this lesson is arithmetic, the other half is a question of wires. As always: **predict**, **run**,
 # **compare**.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $p$ | `p` | ranks that share one model (its *tp* degree) |
-# | $h$, $f$ | `hidden`, `ffn_hidden` | numbers a token has; and inside of an MLP |
+# | $h$, $f$ | `hidden`, `ffn_hidden` | numbers a token has: between layers; inside of an MLP |
 # | $n$ | `n` | bytes of one activation, `[batch, seq, hidden]` |
 # | $\alpha$, $\beta$ | `link` | latency, bytes a second (lesson 04) |
 
@@ -108,11 +108,11 @@ reveal(guess_grad, found[2])
 # ### Exercise 1: f and g
 #
 # An `autograd.Function` says what its backward is. Clone before you sum: the tensor you get may be
-# somebody else's. About 6 lines, 10 minutes.
+# somebody else's. Return the one you summed. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: p times too large</summary>
-# $y = y_0 + y_1 + \dots$: the derivative of $y$ by $y_1$ is 1. Every rank has the gradient of $y$
-# already, and hands it to its own part.
+# $y = y_0 + y_1 + \dots$: the derivative of $y$ by $y_1$ is 1. Behind g, all ranks go on alike with
+# the same $y$. So every rank has the whole gradient of $y$ already, and hands it to its own part.
 # </details>
 
 
@@ -166,7 +166,8 @@ check("tensor_parallel-1", together)
 #
 # <details><summary>Hint: the output is off by a constant</summary>
 # Whatever is added before the sum is added $p$ times. Where does the bias of <code>down</code>
-# belong?
+# belong? (Not $1/p$ of it before: every rank finds the whole gradient, so a step would change the
+# sum $p$ times too much.)
 # </details>
 # <details><summary>Hint: it keeps too many bytes</summary>
 # A slice is a view, and keeps the whole matrix alive. Indexing with a tensor copies:
@@ -214,7 +215,7 @@ check("tensor_parallel-2", SplitMLP)
 # The rows of that matrix for one rank, in order, as a list. $p$ divides both numbers of heads.
 # About 5 lines.
 #
-# <details><summary>Hint: rank 0 has queries only</summary>
+# <details><summary>Hint: rank 0 has no values</summary>
 # It is three matrices under one another. Cut each of them into $p$ parts.
 # </details>
 
@@ -236,7 +237,7 @@ def rows_of_rank(rank, p, num_heads, num_kv_heads, head_dim):
 check("tensor_parallel-3", rows_of_rank)
 
 # %% [markdown]
-# **Heads are what attention is cut into; with 8 heads of keys, that ends at 8 ranks.**
+# **Heads are what attention is cut into; with 8 heads of keys, more than 8 ranks need copies.**
 #
 # ## 4 The vocabulary
 #
@@ -263,15 +264,16 @@ reveal(guess_fewer, llama.vocab / 3)
 # token. About 10 lines, 20 minutes.
 #
 # <details><summary>Hint: the maximum</summary>
-# <code>dist.all_reduce(top, dist.ReduceOp.MAX)</code>, on a detached tensor. It cancels out, so it
-# needs no gradient.
+# <code>dist.all_reduce(top, dist.ReduceOp.MAX)</code>, on a detached tensor; one for each token,
+# or exp overflows. It cancels out, so it needs no gradient.
 # </details>
 # <details><summary>Hint: the target is on another rank</summary>
 # With <code>local = targets - first</code>, it is here if <code>(local >= 0) & (local <
 # logits.shape[1])</code>. Elsewhere look up any logit, and multiply it by 0.
 # </details>
 # <details><summary>Hint: no gradient, or p times too large</summary>
-# Sum with <code>reduce_from_region</code>: it is g.
+# Sum with <code>reduce_from_region</code>: it is g. What is the same on all ranks already, such as
+# the loss in the end, needs no sum.
 # </details>
 
 
@@ -513,8 +515,8 @@ reveal(guess_alike, "yes" if torch.equal(a, b) else "no")
 #
 # ### Exercise 5: the price of a layer
 #
-# Forward and backward of one layer takes one rank `compute_s`. On $p$ ranks, in bf16, with rings?
-# About 3 lines.
+# Forward and backward of one layer (attention and MLP) takes one rank `compute_s`. On $p$ ranks, in
+# bf16, with rings? `link` has `latency_s` and `bytes_per_s`. About 3 lines.
 #
 # <details><summary>Hint: how many all-reduces?</summary>
 # Attention has an f and a g, and so has the MLP. Each talks in one direction only.
