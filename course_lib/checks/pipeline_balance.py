@@ -1,7 +1,8 @@
 """Exercise 4 of 08_pipeline, with its planted mistakes: how many layers each stage gets."""
 
 from collections.abc import Callable, Sequence
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
+from numbers import Integral
 from typing import Any
 
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
@@ -65,6 +66,33 @@ def _slowest_slowest(layer_times: Times, p: int) -> list[int]:
     return max(_cuts(len(layer_times), p), key=lambda cut: max(stage_times(layer_times, cut)))
 
 
+def _most_alike(layer_times: Times, p: int) -> list[int]:
+    """The least difference between the slowest stage and the fastest."""
+
+    def spread(cut: list[int]) -> float:
+        times_s = stage_times(layer_times, cut)
+        return max(times_s) - min(times_s)
+
+    return min(_cuts(len(layer_times), p), key=spread)
+
+
+def _nearest_shares(layer_times: Times, p: int) -> list[int]:
+    """Cuts where the time so far comes nearest to 1/p, 2/p and so on of the whole."""
+    until_s, cut = [0.0, *accumulate(layer_times)], [0]
+    for stage in range(1, p):
+        share_s, still_free = until_s[-1] * stage / p, range(cut[-1] + 1, len(layer_times))
+        cut.append(min(still_free, key=lambda at: abs(until_s[at] - share_s)))
+    return [end - start for start, end in pairwise((*cut, len(layer_times)))]
+
+
+def _first_cut(layer_times: Times, p: int) -> list[int]:
+    return _cuts(len(layer_times), p)[0]
+
+
+def _places(layer_times: Times, p: int) -> list[int]:
+    return _ends(layer_times, p)[:-1]
+
+
 def _ends(layer_times: Times, p: int) -> list[int]:
     """Where the stages end, not how many layers they have."""
     counts = cut_layers(layer_times, p)
@@ -114,6 +142,27 @@ WRONG: tuple[tuple[str, Callable[..., Any], str], ...] = (
         "That makes the fastest stage as slow as can be: look at the slowest one.",
     ),
     ("max for min", _slowest_slowest, "That is the worst of all cuts: take the least maximum."),
+    (
+        "the most alike",
+        _most_alike,
+        "That makes all stages as alike as can be; but only the slowest one counts.",
+    ),
+    (
+        "cut near equal shares",
+        _nearest_shares,
+        "Cut where the time so far is nearest to an equal share, a stage can still be too slow. "
+        "Compare all cuts.",
+    ),
+    (
+        "the first cut",
+        _first_cut,
+        "That is the first of all cuts, whatever the times: is the key of min the slowest stage?",
+    ),
+    (
+        "the places to cut",
+        _places,
+        "These are the places to cut: add 0 and n, and count the layers between two places.",
+    ),
     ("where they end", _ends, "These are the places where stages end: how many layers has each?"),
     (
         "the ends left out",
@@ -135,6 +184,7 @@ CASES: tuple[tuple[list[float], int], ...] = (
     ([1.0, 2.0, 3.0], 1),
     ([6.0, 1.0, 5.0, 1.0, 4.0, 2.0, 3.0, 3.0], 2),
     ([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.5], 3),
+    ([1.0, 6.0, 2.0, 1.0, 3.0], 3),
 )
 
 
@@ -151,7 +201,7 @@ def check_balance(answer: Answer) -> str:
 
 def _problem(counts: Any, layer_times: Times, p: int) -> str:
     """What is wrong with an answer, in one sentence; any best cut is right."""
-    whole = isinstance(counts, list | tuple) and all(isinstance(count, int) for count in counts)
+    whole = isinstance(counts, list | tuple) and all(isinstance(n, Integral) for n in counts)
     if not whole or len(counts) != p or sum(counts) != len(layer_times) or min(counts) < 1:
         return (
             f"need {p} whole numbers of 1 or more that make {len(layer_times)} layers; "

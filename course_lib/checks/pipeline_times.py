@@ -1,167 +1,29 @@
-"""Exercise 2 of 08_pipeline, with its planted mistakes: when each action ends."""
+"""Exercise 2 of 08_pipeline: when each action ends; mistakes in `pipeline_times_mistakes`."""
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
+from course_lib.checks.pipeline_times_mistakes import (
+    WRONG,
+    Answer,
+    Ends,
+    Seconds,
+    empties_the_schedule,
+    finish_times,
+    never_ends,
+)
 from course_lib.core.links import Link
 from course_lib.cost import schedules
-from course_lib.cost.actions import Action, Schedule, source_of
+from course_lib.cost.actions import Schedule
 from course_lib.cost.schedule_simulation import simulate
 from course_lib.cost.schedule_times import PipelineTimes
 
-Seconds = Mapping[str, float]
-Ends = dict[Action, float]
-# when an action ends: from when the rank is free, when its input is there (0 without one), seconds
-Rule = Callable[[float, float, float], float]
-
-
-def finish_times(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    """The right answer: an action starts when its rank is free and its input is there."""
-    return _play(schedule, seconds, message_s)
-
-
-def _play(
-    schedule: Schedule,
-    seconds: Seconds,
-    message_s: float,
-    rule: Rule = lambda free_s, input_s, took_s: max(free_s, input_s) + took_s,
-    busy: Callable[[float, Action], float] = lambda end_s, action: end_s,
-) -> Ends:
-    ends: Ends = {}
-    free_s = [0.0] * len(schedule)
-    left = [list(actions) for actions in schedule]
-    while any(left):
-        for rank, actions in enumerate(left):
-            while actions:
-                source = source_of(actions[0], len(schedule))
-                sent = None if source is None else actions[0]._replace(stage=source)
-                if sent is not None and sent not in ends:
-                    break
-                action = actions.pop(0)
-                input_s = 0.0 if sent is None else ends[sent] + message_s
-                ends[action] = rule(free_s[rank], input_s, seconds[action.kind])
-                free_s[rank] = busy(ends[action], action)
-    return ends
-
-
-# --- planted mistakes, which are also what the check compares a wrong answer with
-
-
-def _no_wire(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    return _play(schedule, seconds, 0.0)
-
-
-def _rank_never_busy(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    return _play(schedule, seconds, message_s, lambda free_s, input_s, took_s: input_s + took_s)
-
-
-def _never_waits(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    return _play(schedule, seconds, message_s, lambda free_s, input_s, took_s: free_s + took_s)
-
-
-def _added(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    return _play(schedule, seconds, message_s, lambda *clocks: sum(clocks))
-
-
-def _starts(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    right = finish_times(schedule, seconds, message_s)
-    return {action: end_s - seconds[action.kind] for action, end_s in right.items()}
-
-
-def _sender_waits(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    """What leaves keeps its rank busy while it travels."""
-
-    def busy(end_s: float, action: Action) -> float:
-        last = len(schedule) - 1
-        leaves = action.stage < last if action.kind == "forward" else action.stage > 0
-        return end_s + message_s * leaves
-
-    return _play(schedule, seconds, message_s, busy=busy)
-
-
-def _wire_after_wait(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    def rule(free_s: float, input_s: float, took_s: float) -> float:
-        return max(free_s, input_s - message_s) + message_s * (input_s > 0) + took_s
-
-    return _play(schedule, seconds, message_s, rule)
-
-
-def _wire_everywhere(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    def rule(free_s: float, input_s: float, took_s: float) -> float:
-        return max(free_s, input_s or message_s) + took_s
-
-    return _play(schedule, seconds, message_s, rule)
-
-
-def _one_length(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    return _play(schedule, dict.fromkeys(seconds, seconds["forward"]), message_s)
-
-
-def _in_one_row(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    """Everything in a row: no two ranks work at the same time."""
-    order = sorted(finish_times(schedule, seconds, message_s).items(), key=lambda item: item[1])
-    now_s, ends = 0.0, {}
-    for action, _ in order:
-        now_s += seconds[action.kind]
-        ends[action] = now_s
-    return ends
-
-
-def _empties_the_schedule(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    right = finish_times(schedule, seconds, message_s)
-    for actions in schedule:
-        actions.clear()
-    return right
-
-
-Answer = Callable[[Schedule, Seconds, float], Any]
-WRONG: tuple[tuple[str, Answer, str], ...] = (
-    ("no wire", _no_wire, "The wire takes no time in it: the input comes message_s after its end."),
-    (
-        "a rank is never busy",
-        _rank_never_busy,
-        "Two actions of one rank overlap: it does one at a time, so its own clock counts, too.",
-    ),
-    (
-        "never waits",
-        _never_waits,
-        "Nobody waits for an input: take the later of the two clocks, the rank's and the input's.",
-    ),
-    ("both clocks added", _added, "The two clocks are added: a rank waits for the later of them."),
-    ("starts, not ends", _starts, "These are the moments when the actions start: add their time."),
-    (
-        "the sender waits",
-        _sender_waits,
-        "The sender stands still while its message travels: sends do not block, it goes on.",
-    ),
-    (
-        "the message waits",
-        _wire_after_wait,
-        "A message travels while its receiver computes: add message_s to the sender's end, and "
-        "only then take the later clock.",
-    ),
-    (
-        "a wire at the ends",
-        _wire_everywhere,
-        "The first stage's forward and the last stage's backward wait for no message "
-        "(source_of says None).",
-    ),
-    (
-        "one length for all",
-        _one_length,
-        "All actions are equally long in it: seconds[action.kind].",
-    ),
-    (
-        "one after the other",
-        _in_one_row,
-        "Only one rank works at a time in it: each rank has a clock of its own.",
-    ),
-)
-
-
-# --- the check
+ENDLESS_CPU_S = 2.0  # right answers need some ms
 
 
 def _cases() -> list[tuple[str, Schedule, Seconds, float]]:
@@ -183,12 +45,35 @@ def check_times(answer: Answer) -> str:
     made = []
     for what, schedule, seconds, message_s in cases:
         given = [list(actions) for actions in schedule]
-        made.append(answer(given, dict(seconds), message_s))
+        with _no_endless_loop(what):
+            made.append(answer(given, dict(seconds), message_s))
         if given != schedule:
             raise CheckFailed(f"{what}: the schedule has changed: work on a copy of its lists.")
     for (what, schedule, seconds, message_s), got in zip(cases, made, strict=True):
         _expect(what, schedule, (seconds, message_s), got, made)
     return "Every action of seven schedules ends when it does in the course's simulator."
+
+
+@contextlib.contextmanager
+def _no_endless_loop(what: str) -> Iterator[None]:
+    """Stop an answer that goes round for ever: after ENDLESS_CPU_S of the process's own time."""
+    if threading.current_thread() is not threading.main_thread():  # only there a signal can raise
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise CheckFailed(
+            f"{what}: your loop never ends. Whatever has its input must run and leave its list; "
+            "the input is the same action of the stage source_of, in ends once it has run."
+        )
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, ENDLESS_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _expect(
@@ -242,6 +127,7 @@ TIMES = Exercise(
     reference=finish_times,
     mistakes=(
         *(Mistake(name, wrong, says[:45]) for name, wrong, says in WRONG),
-        Mistake("empties the schedule", _empties_the_schedule, "work on a copy of its lists"),
+        Mistake("empties the schedule", empties_the_schedule, "work on a copy of its lists"),
+        Mistake("never ends", never_ends, "your loop never ends"),
     ),
 )
