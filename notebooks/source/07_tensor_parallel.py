@@ -568,7 +568,7 @@ fast, slow = (curve.formula[-1] for curve in curves.values())
 reveal(guess_slower, slow / fast)
 title = f"{batches[-1]} sequences: {fast:.0f} ms of talking inside a node, {slow:.0f} between nodes"
 axes = {"x_label": "sequences", "y_label": "talking in a step (ms)", "note": note}
-show(compare(batches, curves, title, **axes), alt=f"{title}; measured as on paper")
+show(compare(batches, curves, title, **axes), alt=f"{title}; measured: as on paper or above")
 
 # %% [markdown]
 # On real cards: a 3B model (we take Llama-3B's sizes), published for 2 to 32 GPUs, 8 to a node. We
