@@ -1,4 +1,4 @@
-"""Exercise 5 of 08_pipeline, with its planted mistakes: one weight on the first and last stage."""
+"""Exercise 5 of 08_pipeline: one weight on two stages; mistakes in `pipeline_tied_mistakes`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,101 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.checks.ddp_parts import row
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
+from course_lib.checks.exercise import CheckFailed, Exercise
+from course_lib.checks.pipeline_tied_mistakes import MISTAKES, NUM_NUMBERS, Weight, sum_tied
 from course_lib.checks.tools import told
 from course_lib.core import COMMUNICATION_KINDS, Event
 from course_lib.ranks import RankError, Ranks, record
 
 WORLD_SIZES = (3, 2, 4, 1)
-NUM_NUMBERS = 6
-Weight = nn.Parameter | None
-
-
-def sum_tied(weight: Weight, ends: Any) -> None:
-    """The right answer: the two ranks that hold a copy add up their gradients."""
-    if weight is not None and weight.grad is not None:
-        dist.all_reduce(weight.grad, group=ends)
-
-
-# --- planted mistakes
-
-
-def _mean(weight: Weight, ends: Any) -> None:
-    sum_tied(weight, ends)
-    if weight is not None and weight.grad is not None:
-        weight.grad /= dist.get_world_size(ends)
-
-
-def _everybody(weight: Weight, ends: Any) -> None:
-    grad = torch.zeros(NUM_NUMBERS).double() if weight is None else weight.grad
-    if grad is not None:
-        dist.all_reduce(grad)
-
-
-def _no_group(weight: Weight, ends: Any) -> None:
-    if weight is not None and weight.grad is not None:
-        dist.all_reduce(weight.grad)
-
-
-def _one_way(weight: Weight, ends: Any) -> None:
-    """To the last stage, and not back."""
-    last = dist.get_world_size() - 1
-    if weight is not None and weight.grad is not None and last > 0:
-        if dist.get_rank() == 0:
-            dist.send(weight.grad, last)
-        else:
-            half = torch.empty_like(weight.grad)
-            dist.recv(half, 0)
-            weight.grad += half
-
-
-def _copied(weight: Weight, ends: Any) -> None:
-    """The first stage's gradient in place of the last one's."""
-    if weight is not None and weight.grad is not None:
-        dist.broadcast(weight.grad, src=0, group=ends)
-
-
-def _weights(weight: Weight, ends: Any) -> None:
-    if weight is not None:
-        dist.all_reduce(weight.data, group=ends)
-
-
-def _weights_mean(weight: Weight, ends: Any) -> None:
-    """Makes the copies equal after the step by their mean."""
-    if weight is not None:
-        dist.all_reduce(weight.data, group=ends)
-        weight.data /= dist.get_world_size(ends)
-
-
-def _nothing(weight: Weight, ends: Any) -> None:
-    pass
-
-
-def _frozen_forgotten(weight: Weight, ends: Any) -> None:
-    if weight is not None:
-        grad: Any = weight.grad
-        dist.all_reduce(grad, group=ends)
-
-
-def _middle_forgotten(weight: Weight, ends: Any) -> None:
-    copy: Any = weight
-    if copy.grad is not None:
-        dist.all_reduce(copy.grad, group=ends)
-
-
-def _doubled(weight: Weight, ends: Any) -> None:
-    """Right where there are two copies; with one process there is one."""
-    sum_tied(weight, ends)
-    if weight is not None and weight.grad is not None and dist.get_world_size() == 1:
-        weight.grad *= 2
-
-
-def _twice(weight: Weight, ends: Any) -> None:
-    sum_tied(weight, ends)
-    sum_tied(weight, ends)
-
-
-# --- the check
 
 
 @dataclass
@@ -119,8 +31,13 @@ def _sums(rank: int, answer: Callable[..., Any], p: int) -> list[Seen]:
     """A trained weight in two steps, then a frozen one."""
     members = sorted({0, p - 1})
     ends = dist.new_group(members)
-    weight = nn.Parameter(torch.arange(1.0, NUM_NUMBERS + 1).double()) if rank in members else None
+    weight = nn.Parameter(_numbers()) if rank in members else None
     return [_one(answer, weight, ends, slope) for slope in (10.0**rank, 2 * 10.0**rank, None)]
+
+
+def _numbers() -> Tensor:
+    """1, 2, 3 and so on, and a little more than float32 can hold."""
+    return torch.arange(1.0, NUM_NUMBERS + 1).double() * (1 + 1e-9)
 
 
 def _one(answer: Callable[..., Any], weight: Weight, ends: Any, slope: float | None) -> Seen:
@@ -162,6 +79,11 @@ def _judge(seen: Seen, rank: int, p: int, step: int) -> None:
         raise CheckFailed(
             f"{where} calls {seen.calls[0].kind}; it holds no copy. Only the group `ends` talks."
         )
+    if step == 2 and seen.grad is not None:
+        raise CheckFailed(
+            f"{where}: need no gradient; got {row(seen.grad)}. With one, an optimizer steps, and "
+            "weight decay or momentum moves what is frozen: leave weight.grad None."
+        )
     if step < 2 and rank in (0, p - 1):
         _expect_sum(where, seen.grad, rank, p, 1.0 + step)
     budget = 0 if step == 2 else 2 * 8 * NUM_NUMBERS
@@ -171,22 +93,27 @@ def _judge(seen: Seen, rank: int, p: int, step: int) -> None:
 
 
 def _expect_sum(where: str, got: Tensor | None, rank: int, p: int, turn: float) -> None:
-    one = torch.arange(1.0, NUM_NUMBERS + 1).double() * turn
+    one = _numbers() * turn
     first, last = one, one * 10.0 ** (p - 1)
     total = first if p == 1 else first + last
     if isinstance(got, Tensor) and torch.allclose(got, total, rtol=1e-12):
         return
     causes = [
         (total / 2, "That is the mean: the two uses of one weight add up."),
-        (first if rank == 0 else last, "That is this rank's own half: where is the other one's?"),
+        (first if rank == 0 else last, f"That is this rank's own half: {OTHER_HALF}"),
         (first, "That is the first stage's half alone: the two have to be added."),
         (last, "That is the last stage's half alone: the two have to be added."),
         (2 * total, "Added twice: once is enough."),
+        (total, "Its last digits are lost: add in the gradient's own dtype."),
     ]
     says = "With one stage there is one copy, and its gradient is whole." if p == 1 else ""
     if not says and isinstance(got, Tensor):
-        says = next((why for wrong, why in causes if torch.allclose(got, wrong)), "")
+        says = next((why for wrong, why in causes if torch.allclose(got, wrong)), BOTH_ENDS)
     raise CheckFailed(f"{where}: need the gradient {row(total)}; got {row(got)}. {says}".rstrip())
+
+
+OTHER_HALF = "where is the other one's? It has to be in weight.grad itself when you return."
+BOTH_ENDS = "Both ends need the sum: the collective that leaves it on all members of a group?"
 
 
 def _why_stuck(error: RankError, p: int) -> str:
@@ -206,18 +133,5 @@ TIED = Exercise(
     title="add up a tied weight",
     check=check_tied,
     reference=sum_tied,
-    mistakes=(
-        Mistake("the mean", _mean, "That is the mean"),
-        Mistake("everybody takes part", _everybody, "Only the ranks of `ends`"),
-        Mistake("no group", _no_group, "group=ends"),
-        Mistake("one way", _one_way, "this rank's own half"),
-        Mistake("copied", _copied, "where is the other one's"),
-        Mistake("the weights", _weights, "the weight has changed"),
-        Mistake("the mean of the weights", _weights_mean, "this rank's own half"),
-        Mistake("nothing", _nothing, "this rank's own half"),
-        Mistake("frozen forgotten", _frozen_forgotten, "grad is None"),
-        Mistake("middle forgotten", _middle_forgotten, "In the middle weight is None"),
-        Mistake("doubled on one rank", _doubled, "there is one copy"),
-        Mistake("added twice", _twice, "Added twice"),
-    ),
+    mistakes=MISTAKES,
 )
