@@ -205,7 +205,7 @@ def _why_stuck(error: RankError, p: int) -> str:
     if any(wait.kind == "send" for wait in error.waits):
         return (
             "Two neighbours are in a send, and a send waits until somebody receives. isend "
-            "returns at once."
+            "returns at once: wait() for it at the end of the step."
         )
     return "Who sends what they wait for? A forward's output goes to rank + 1, x.grad to rank - 1."
 
@@ -226,6 +226,7 @@ ENGINE = Exercise(
         Mistake("divided at the end", planted.answer(planted.DividedAtTheEnd), "Who divides"),
         Mistake("does nothing", _does_nothing, "who calls backward"),
         Mistake("sends that block", planted.answer(planted.SendBlocks), "isend"),
+        Mistake("waits at once", planted.answer(planted.WaitsAtOnce), "at the end of the step"),
         Mistake("no requires_grad", planted.answer(planted.NoRequiresGrad), "requires_grad_()"),
         Mistake("kept for ever", planted.answer(planted.KeptForEver), "Take them out"),
         Mistake("graphs kept", planted.answer(planted.GraphsKept), "send y.detach()"),
