@@ -3,9 +3,11 @@
 import io
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 from nbformat import NotebookNode
 from rich.console import Console
@@ -119,6 +121,32 @@ def toy(toy_template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     shutil.copytree(toy_template, folder)
     monkeypatch.chdir(tmp_path)
     return Toy(folder)
+
+
+class Kernels:
+    """The Jupyter kernels that commands start."""
+
+    def of(self, pid: int, within_s: float = 60) -> psutil.Process:
+        """The kernel of a command, as soon as it is there."""
+        give_up = time.monotonic() + within_s
+        while time.monotonic() < give_up:
+            for child in psutil.Process(pid).children(recursive=True):
+                if "ipykernel" in " ".join(child.cmdline()):
+                    return child
+            time.sleep(0.1)
+        raise TimeoutError("no kernel was started")
+
+    def is_over(self, kernel: psutil.Process) -> bool:
+        """Has it ended? Its entry may wait for a moment until the system takes it away."""
+        try:
+            return not kernel.is_running() or kernel.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+
+@pytest.fixture
+def kernels() -> Kernels:
+    return Kernels()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import sys
 import time
 
 import nbformat
-import psutil
 import pytest
 
 from course_lib.authoring.build import main
@@ -174,25 +173,16 @@ def test_an_unknown_lesson_is_one_sentence(toy, capsys):
     assert "got '07'. There are: 00_toy." in capsys.readouterr().out
 
 
-def test_stopping_a_build_ends_the_kernel_and_leaves_the_notebooks(toy):
+def test_stopping_a_build_ends_the_kernel_and_leaves_the_notebooks(toy, kernels):
     toy.edit_source('print("walk", 1)', "while True: pass")
     before = toy.lesson.student.read_bytes(), toy.lesson.solved.read_bytes()
     command = [sys.executable, "-m", "course_lib.authoring.build"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as build:
-        kernel = wait_for_kernel(build.pid)
+        kernel = kernels.of(build.pid)
         time.sleep(1)
         os.kill(build.pid, signal.SIGINT)
         told, _ = build.communicate(timeout=20)
     assert build.returncode == 130
     assert "stopped; the notebooks are as they were" in told
-    assert not kernel.is_running()
+    assert kernels.is_over(kernel)
     assert before == (toy.lesson.student.read_bytes(), toy.lesson.solved.read_bytes())
-
-
-def wait_for_kernel(pid: int) -> psutil.Process:
-    for _ in range(200):
-        for child in psutil.Process(pid).children(recursive=True):
-            if "ipykernel" in " ".join(child.cmdline()):
-                return child
-        time.sleep(0.1)
-    raise TimeoutError("no kernel was started")

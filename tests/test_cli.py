@@ -10,7 +10,6 @@ import time
 from xml.etree import ElementTree
 
 import nbformat
-import psutil
 import pytest
 
 from course_lib.cli import main
@@ -187,22 +186,13 @@ def test_doctor_tells_of_this_machine(course):
     assert "memory" in out
 
 
-def test_ctrl_c_ends_a_check_and_its_kernel(toy):
+def test_ctrl_c_ends_a_check_and_its_kernel(toy, kernels):
     toy.fill(1, "def add_1(x, y):\n    while True:\n        continue\n")
     command = [sys.executable, "-m", "course_lib.cli", "check", "00"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as check:
-        kernel = wait_for_kernel(check.pid)
+        kernel = kernels.of(check.pid)
         time.sleep(1.5)
         os.kill(check.pid, signal.SIGINT)
         _, err = check.communicate(timeout=20)
     assert (check.returncode, err) == (130, "")
-    assert not kernel.is_running()
-
-
-def wait_for_kernel(pid: int) -> psutil.Process:
-    for _ in range(200):
-        for child in psutil.Process(pid).children(recursive=True):
-            if "ipykernel" in " ".join(child.cmdline()):
-                return child
-        time.sleep(0.1)
-    raise TimeoutError("no kernel was started")
+    assert kernels.is_over(kernel)

@@ -85,6 +85,18 @@ def test_a_receive_from_anyone_tells_who_it_was(ranks):
     assert ranks.run(from_anyone)[0] == 1
 
 
+def test_a_message_to_anyone_counts_for_those_to_a_rank_that_come_later(ranks):
+    def first_anyone_then_rank_1(rank):
+        x, y = torch.full((2,), 10.0), torch.ones(3)
+        if rank == 0:
+            return dist.recv(x), dist.recv(y, 1)
+        dist.send(x, 0)
+        dist.send(y, 0)
+        return None
+
+    assert ranks.run(first_anyone_then_rank_1)[0] == (1, 1)
+
+
 def test_ddp_fsdp_and_dtensor_are_recorded(ranks):
     def ddp(rank):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))

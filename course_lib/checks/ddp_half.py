@@ -114,7 +114,8 @@ def _expect_half(used: Sent, where: str, n: int) -> None:
         )
     if sizes != [2 * n] or used.calls[0].kind != "all_reduce":
         calls = ", ".join(f"{call.kind} of {call.num_bytes} bytes" for call in used.calls)
-        raise CheckFailed(f"{where}: need one all_reduce of {2 * n} bytes; got {calls or 'none'}.")
+        got = calls or "none that had ended when wait() returned. Wait, then copy"
+        raise CheckFailed(f"{where}: need one all_reduce of {2 * n} bytes; got {got}.")
     if not used.started:
         raise CheckFailed(
             f"{where}: nothing is sent before wait() is called: no overlap. Start in __init__."

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from course_lib.core.errors import MeshError
+from course_lib.ranks.board import Post, channel_of
 from course_lib.ranks.recorder import Recorder
 from course_lib.ranks.wires import Wires
 from course_lib.ranks.work import TrackedWork
@@ -54,6 +56,19 @@ COLLECTIVES = {
     "scatter": Collective("scatter", agree=0, whole=0, times_p=True),
     "barrier": Collective("barrier", agree=None, whole=None),
 }
+
+
+class FromAnyone(TrackedWork):
+    """A receive from whoever sends first; in the end that sender's message is counted."""
+
+    def __init__(
+        self, inner: Any, post: Post, wires: Wires, count_from: Callable[[int], None]
+    ) -> None:
+        super().__init__(inner, post, wires, watch_end=False)
+        self._count_from = count_from
+
+    def _has_ended(self) -> None:
+        self._count_from(self._source_rank())
 
 
 class WiredGroup(dist.ProcessGroup):
@@ -113,7 +128,12 @@ class WiredGroup(dist.ProcessGroup):
             channel=(self.key, "any", me, tag), num_bytes=num_bytes_of(tensors),
         )  # fmt: skip
         work = self.inner.recv_anysource(tensors, tag)
-        return TrackedWork(work, post, self.wires, watch_end=False)
+        return FromAnyone(work, post, self.wires, partial(self._count_from, tag))
+
+    def _count_from(self, tag: int, source: int) -> None:
+        """A message of this rank of the group has come: the next one is another."""
+        sender = self.members[source]
+        self.wires.count(channel_of(self.key, sender, self.wires.rank, tag))
 
     def _message(
         self, kind: str, tensors: list[torch.Tensor], peer: int, peer_in_group: int, tag: int

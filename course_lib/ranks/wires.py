@@ -75,8 +75,7 @@ class Wires:
         Raises: MismatchError, before anything is sent, if another rank's call does not fit.
         """
         number = channel_of(*(channel or (kind, members)))
-        seq = self._next_seq[number]
-        self._next_seq[number] += 1
+        seq = self.count(number)
         self._num_posts += 1
         now_s, arrive_s = time.perf_counter(), 0.0
         if self.pacer is not None and kind == "send":
@@ -100,6 +99,11 @@ class Wires:
         if self.pacer is not None:
             self.pacer.enqueue(post)
         return post
+
+    def count(self, channel: int) -> int:
+        """The number of this call among the rank's calls on a channel."""
+        self._next_seq[channel] += 1
+        return self._next_seq[channel] - 1
 
     def _compare(self, post: Post) -> None:
         """Refuse a call that does not fit what another rank has announced."""

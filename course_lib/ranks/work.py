@@ -136,10 +136,14 @@ class TrackedWork(dist.Work):
             self._note_end(self._arrived_s)
         return arrived.value() if arrived else None
 
+    def _has_ended(self) -> None:
+        """Called once, at the end of the call."""
+
     def _note_end(self, end_s: float) -> None:
         post = self._post
         with self._wires.noting:  # gloo's thread and the waiting one may both have learned of it
             if self._wires.finish(post):
+                self._has_ended()
                 self._wires.recorder.add(
                     post.kind,
                     post.post_s,
