@@ -26,7 +26,7 @@ lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_col
 		--ServerApp.root_dir="$(CURDIR)" $(LAB_ARGS) "$(LESSON)"
 
 test: environment ## run every test (TEST_ARGS=tests/test_collectives.py: those of one lesson)
-	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 2 --dist loadfile \
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 3 --dist loadfile \
 		--no-loadscope-reorder $(TEST_ARGS)
 
 check: environment ## lint, types, spelling, links, file sizes
