@@ -201,30 +201,17 @@ def test_a_span_outside_of_ranks_does_no_harm():
 
 SCRIPT = """
 import sys
-import threading
-import time
+from pathlib import Path
 import torch
 import torch.distributed as dist
 from course_lib.ranks import launch
-from course_lib.ranks.work import TrackedWork
-
-told = []
-on_arrival = TrackedWork._on_arrival
-
-def late(work, arrived=None):
-    if threading.current_thread() is not threading.main_thread():
-        time.sleep(1.5)
-    told.append(work)
-    return on_arrival(work, arrived)
-
-TrackedWork._on_arrival = late
 
 def main(rank, *args):
     mode = sys.argv[2]
-    if mode == "late":
-        main.group = dist.group.WORLD  # as long as somebody holds it, gloo's threads live
-        time.sleep(0.3 * rank)
-        dist.all_reduce(torch.ones(1), async_op=True).wait()
+    if mode == "fine":
+        import torch.distributed.nn.functional  # as PyTorch's own modules do sooner or later
+        holder = [dist.group.WORLD]
+        holder.append(holder)  # a circle, as models and their hooks make it
     if mode == "hang" and rank == 0:
         dist.recv(torch.ones(1), 1)
     if mode == "mismatch":
@@ -235,7 +222,8 @@ def main(rank, *args):
 
 if __name__ == "__main__":
     launch(main, record_to=sys.argv[1])
-    print(f"told {len(told)}", flush=True)
+    threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    print("threads of gloo:", sum("gloo" in name for name in threads), flush=True)
 """
 
 
@@ -255,10 +243,9 @@ def run_script(tmp_path, mode, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_same_function_runs_under_torchrun_and_leaves_records(tmp_path, world_size):
-    done = run_script(tmp_path, "late", world_size)
+    done = run_script(tmp_path, "fine", world_size)
     assert done.returncode == 0, done.stderr
-    told = "a thread of gloo must not want anything from a Python that ends"
-    assert done.stdout.count("told 1") == world_size, told
+    assert done.stdout.count("threads of gloo: 0") == world_size  # they may not outlive Python
     assert done.stdout.count("sum " + "1" * world_size) == world_size
     runs = read_runs(tmp_path / "runs")
     assert [(run.rank, run.world_size) for run in runs] == [

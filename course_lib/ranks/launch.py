@@ -6,6 +6,7 @@ reported as in a notebook.
 """
 
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # later, its default arguments would keep the world alive
 
 from course_lib.core.records import RunRecord
 from course_lib.ranks.board import Board
@@ -61,6 +63,7 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
             sys.exit(str(report))
         wires.hear_out()
         dist.destroy_process_group()
+    gc.collect()  # what still holds a group keeps gloo's threads, and they may not outlive Python
     return result
 
 
