@@ -209,7 +209,7 @@ from course_lib.ranks import launch
 def main(rank, *args):
     mode = sys.argv[2]
     if mode == "fine":
-        import torch.distributed.nn.functional  # as PyTorch's own modules do sooner or later
+        from torch.distributed.nn import functional  # as PyTorch itself does, sooner or later
         holder = [dist.group.WORLD]
         holder.append(holder)  # a circle, as models and their hooks make it
     if mode == "hang" and rank == 0:
