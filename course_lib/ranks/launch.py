@@ -61,7 +61,6 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
         except MismatchError:
             report = Report(mismatch=find_mismatch(board, world_size), restarted=False)
             sys.exit(str(report))
-        wires.hear_out()
         dist.destroy_process_group()
     gc.collect()  # what still holds a group keeps gloo's threads, and they may not outlive Python
     return result

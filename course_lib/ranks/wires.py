@@ -8,9 +8,8 @@ recorded when it ends.
 
 import threading
 import time
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +37,6 @@ class Wires:
         self.pacer = Pacer(rank, board, link) if link else None
         self.outstanding: dict[int, Post] = {}
         self.noting = threading.Lock()
-        self.callbacks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
         self._next_seq: dict[int, int] = defaultdict(int)
         self._num_posts = 0
 
@@ -137,15 +135,6 @@ class Wires:
             return False
         self.board.mark(self.rank, post, Flag.DONE)
         return True
-
-    def hear_out(self, within_s: float = 5.0) -> None:
-        """Wait until gloo's threads have told of every end: they hold each callback until then.
-
-        A thread that wants to tell something while Python itself ends would abort the process.
-        """
-        deadline_s = time.perf_counter() + within_s
-        while self.callbacks and time.perf_counter() < deadline_s:
-            time.sleep(0.001)
 
     def drop(self, post: Post) -> None:
         """Note that the handle of a message is gone: what has not left by now, never will."""

@@ -2,9 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -70,7 +68,7 @@ class TrackedWork(dist.Work):
         An emulated link completes it from a thread of its own.
         """
         if self._wires.pacer is None:
-            return self._inner.get_future().then(self._callback())
+            return self._inner.get_future().then(self._on_arrival)
         future: Future = Future()
 
         def complete() -> None:
@@ -119,16 +117,10 @@ class TrackedWork(dist.Work):
     def _watch(self) -> bool:
         """Learn of the end as it comes; False where gloo cannot tell, as of reduce_scatter."""
         try:
-            self._inner.get_future().add_done_callback(self._callback())
+            self._inner.get_future().add_done_callback(self._on_arrival)
         except RuntimeError:
             return False
         return True
-
-    def _callback(self) -> Callable[[Future], Any]:
-        """`_on_arrival` for one of gloo's threads to call; the wires know of it until then."""
-        callback = partial(self._on_arrival)
-        self._wires.callbacks.add(callback)
-        return callback
 
     def _on_arrival(self, arrived: Future | None = None) -> Any:
         self._arrived_s = self._arrived_s or time.perf_counter()
