@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import hypothesis
 import nbformat
 import psutil
 import pytest
@@ -14,6 +15,15 @@ from rich.console import Console
 
 from course_lib.authoring.build import build
 from course_lib.authoring.lessons import Lesson
+
+# The same examples each time, however slow the machine: the same code has the same verdict.
+hypothesis.settings.register_profile(
+    "course",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("course")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is for a job in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -156,6 +166,35 @@ class Kernels:
 @pytest.fixture
 def kernels() -> Kernels:
     return Kernels()
+
+
+@pytest.fixture(scope="session")
+def by_hand():
+    """A run of one process on the whole batch, without any code of the training loop."""
+    import torch
+
+    from course_lib.models import GPT, next_tokens, token_batch, token_loss
+
+    optimizers = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+
+    def run(config):
+        """The losses, and the state dicts of the model and the optimizer."""
+        torch.manual_seed(config.seed)
+        model, spec = GPT(config.model).double(), config.model
+        optimizer = optimizers[config.optimizer](model.parameters(), lr=config.lr)
+        found = []
+        for n in range(config.steps):
+            tokens = token_batch(n, batch=config.global_batch, seq=config.seq, vocab=spec.vocab)
+            inputs, targets = next_tokens(tokens)
+            loss = token_loss(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()["state"]}
+        return found, state
+
+    return run
 
 
 @pytest.fixture(scope="module")

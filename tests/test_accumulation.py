@@ -85,7 +85,7 @@ def test_three_steps_equal_those_of_the_full_batch(items, num_micro_batches):
     assert_same_as_full_batch(mlp, F.mse_loss, batches, num_micro_batches, **clipped)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
 def test_any_batch_in_any_parts(sizes):
     assert_same_as_full_batch(mlp, F.mse_loss, regression_batches(sizes[0]), sizes[1])

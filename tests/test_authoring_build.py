@@ -44,6 +44,17 @@ def test_a_forced_build_gives_the_same_bytes(toy):
     assert before == (toy.lesson.student.read_bytes(), toy.lesson.solved.read_bytes())
 
 
+def test_what_is_printed_in_pieces_is_one_output(toy):
+    pieces = (
+        'import time\nprint("walk", flush=True)\ntime.sleep(0.5)\nprint(1)\ndisplay(2)\nprint(3)'
+    )
+    toy.edit_source('print("walk", 1)', pieces)
+    toy.build()
+    solved = nbformat.read(toy.lesson.solved, 4)
+    outputs = next(cell.outputs for cell in solved.cells if "time.sleep" in cell.source)
+    assert [output.get("text") for output in outputs] == ["walk\n1\n", None, "3\n"]
+
+
 def test_stale_notebooks_are_named_and_nothing_is_written(toy, capsys):
     assert main(["--check"]) == 0
     toy.edit_source("# 00 Toy", "# 00 Toys")

@@ -68,14 +68,14 @@ def on_wire_s(cost, bucket_bytes, group, link):
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(costs(), buckets, groups, links)
 def test_without_overlap_a_step_is_the_sum_of_its_parts(cost, bucket_bytes, group, link):
     total_s = cost.compute_s + on_wire_s(cost, bucket_bytes, group, link)
     assert step_s(cost, bucket_bytes, group, link, overlap=False) == pytest.approx(total_s)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(costs(), groups, links)
 def test_one_bucket_overlaps_with_nothing(cost, group, link):
     one = sum(cost.grad_bytes)
@@ -83,14 +83,14 @@ def test_one_bucket_overlaps_with_nothing(cost, group, link):
     assert step_s(cost, one, group, link) == pytest.approx(without_s)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(costs(), buckets, groups, links)
 def test_an_infinite_wire_or_a_lone_rank_leaves_computing(cost, bucket_bytes, group, link):
     assert step_s(cost, bucket_bytes, group, FREE) == pytest.approx(cost.compute_s)
     assert step_s(cost, bucket_bytes, 1, link) == pytest.approx(cost.compute_s)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(costs(), buckets, groups, links)
 def test_a_step_lies_between_its_bounds(cost, bucket_bytes, group, link):
     wire_s = on_wire_s(cost, bucket_bytes, group, link)
@@ -102,7 +102,7 @@ def test_a_step_lies_between_its_bounds(cost, bucket_bytes, group, link):
     assert exposed_s(cost, bucket_bytes, group, link) <= wire_s * (1 + 1e-9) + 1e-12
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(costs(), buckets, groups, st.floats(1e6, 1e9))
 def test_without_latency_a_bucket_a_gradient_is_best(cost, bucket_bytes, group, bytes_per_s):
     link = Link(latency_s=0.0, bytes_per_s=bytes_per_s)
@@ -110,7 +110,7 @@ def test_without_latency_a_bucket_a_gradient_is_best(cost, bucket_bytes, group, 
     assert least_s <= step_s(cost, bucket_bytes, group, link) * (1 + 1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(costs(), groups, links)
 def test_the_best_bucket_is_the_best_of_the_range(cost, group, link):
     best = best_bucket_bytes(cost, group, link)
@@ -119,7 +119,7 @@ def test_the_best_bucket_is_the_best_of_the_range(cost, group, link):
     assert best_bucket_bytes(cost, 1, link) == sum(cost.grad_bytes), "equal: the fewest messages"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(costs(), buckets, groups, links, st.booleans())
 def test_events_leave_in_order_one_after_the_other(cost, bucket_bytes, group, link, overlap):
     events = ddp_step(cost, bucket_bytes, group, link, overlap=overlap)
@@ -135,7 +135,7 @@ def test_events_leave_in_order_one_after_the_other(cost, bucket_bytes, group, li
         assert wait_s == pytest.approx(exposed, abs=1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 120))
 def test_buckets_hold_everything_once_in_order(sizes, bucket_bytes):
     found = fill_buckets(sizes, bucket_bytes)

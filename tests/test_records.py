@@ -69,7 +69,7 @@ def small_record() -> RunRecord:
 
 
 @given(record=records())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_written_record_reads_back_equal(record, tmp_path_factory):
     path = record.write(tmp_path_factory.mktemp("run") / "runs" / "rank.jsonl")
     assert RunRecord.read(path) == record
@@ -77,7 +77,7 @@ def test_a_written_record_reads_back_equal(record, tmp_path_factory):
 
 
 @given(record=records(), cut=st.integers(1, 30))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_last_line_cut_short_costs_that_line_only(record, cut, tmp_path_factory):
     path = record.write(tmp_path_factory.mktemp("run") / "rank.jsonl")
     whole = path.read_text().splitlines()

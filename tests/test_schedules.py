@@ -26,7 +26,7 @@ from course_lib.cost.schedule_times import PipelineTimes
 
 DATA = Path(__file__).parent / "data"
 PLAIN = {"naive": s.naive, "gpipe": s.gpipe, "1f1b": s.one_f_one_b, "zb-h1": s.zero_bubble_h1}
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 14)]
 
 

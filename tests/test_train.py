@@ -19,7 +19,7 @@ import torch
 from course_lib import train as command_line
 from course_lib.core import CourseError, ModelSpec, find_model
 from course_lib.core.records import read_runs
-from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.models import GPT
 from course_lib.models.text import generated_text
 from course_lib.ranks import RankError
 from course_lib.training import bar as train_bar
@@ -50,23 +50,6 @@ def losses(record):
     return [step["loss"] for step in record.steps]
 
 
-def by_hand(config):
-    """One process, the whole batch at once, no code of the training loop: losses and weights."""
-    torch.manual_seed(config.seed)
-    model = GPT(config.model).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
-    found = []
-    for n in range(config.steps):
-        tokens = token_batch(n, batch=config.global_batch, seq=config.seq, vocab=SPEC.vocab)
-        inputs, targets = next_tokens(tokens)
-        loss = token_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found, model.state_dict()
-
-
 def same(state, other, **tolerance):
     """Are two dictionaries of tensors, however deep, equal (to the last bit by default)?"""
     torch.testing.assert_close(state, other, **({"rtol": 0, "atol": 0} | tolerance))
@@ -85,16 +68,16 @@ RUNS = [
 
 @pytest.mark.parametrize(("strategy", "p", "global_batch", "micro_batch"), RUNS)
 def test_a_strategy_gives_the_losses_and_weights_of_one_process(
-    pools, strategy, p, global_batch, micro_batch
+    pools, by_hand, strategy, p, global_batch, micro_batch
 ):
     config = replace(
         EXACT, strategy=strategy, global_batch=global_batch, micro_batch=micro_batch, seed=0
     )
-    expected, weights = by_hand(config)
+    expected, whole = by_hand(config)
     results = pools(p).run(trained, config)
     for record, state, _, progress in results:
         torch.testing.assert_close(losses(record), expected, **TOLERANCE)
-        same(dict(state), dict(weights), **TOLERANCE)
+        same(dict(state), whole["model"], **TOLERANCE)
         same(dict(state), dict(results[0][1]))  # the ranks agree to the last bit
         assert progress == Progress(step=3, tokens=3 * global_batch * 8)
     tokens = [sum(step["num_tokens"] for step in record.steps) for record, *_ in results]
@@ -160,14 +143,14 @@ def test_what_is_done_again_is_not_recorded_twice(pools, tmp_path):
     assert sorted(done) == list(range(7))
 
 
-def test_a_run_can_go_on_with_other_ranks_and_another_strategy(pools, tmp_path):
+def test_a_run_can_go_on_with_other_ranks_and_another_strategy(pools, by_hand, tmp_path):
     config = replace(EXACT, strategy="ddp", steps=6, out=str(tmp_path), save_every=3)
-    expected, weights = by_hand(config)
+    expected, whole = by_hand(config)
     pools(3).run(train, replace(config, steps=3))
     other = replace(config, strategy="torch-ddp", resume=True, micro_batch=2)
     record, state, _, progress = pools(2).run(trained, other)[0]
     torch.testing.assert_close(losses(record), expected[3:], **TOLERANCE)
-    same(dict(state), dict(weights), **TOLERANCE)
+    same(dict(state), whole["model"], **TOLERANCE)
     assert progress.tokens == 6 * 12 * 8
     record = pools(1).run(train, replace(other, strategy="single"))[0]
     assert record.steps == []  # there is nothing left to do

@@ -11,7 +11,7 @@ import torch
 
 from course_lib.core import CourseError, ModelSpec
 from course_lib.core.records import read_runs
-from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.models import GPT
 from course_lib.ranks import RankError
 from course_lib.training import loop
 from course_lib.training.config import TrainConfig
@@ -41,23 +41,6 @@ def trained(rank, configs):
 
 def losses(record):
     return [step["loss"] for step in record.steps]
-
-
-def by_hand(config):
-    """One process, the whole batch, no code of the training loop: losses, and both state dicts."""
-    torch.manual_seed(config.seed)
-    model = GPT(config.model).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
-    found = []
-    for n in range(config.steps):
-        tokens = token_batch(n, batch=config.global_batch, seq=config.seq, vocab=config.model.vocab)
-        inputs, targets = next_tokens(tokens)
-        loss = token_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found, {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()["state"]}
 
 
 def same(whole, other, **tolerance):
@@ -97,7 +80,7 @@ def runs(pools):
 
 
 @pytest.mark.parametrize("p", [2, 4])
-def test_any_degrees_give_the_losses_and_weights_of_one_process(runs, p):
+def test_any_degrees_give_the_losses_and_weights_of_one_process(runs, by_hand, p):
     configs, by_rank = runs(p)
     wanted = {spec: by_hand(replace(EXACT, model=spec)) for spec in (SPEC, UNTIED)}
     for number, config in enumerate(configs):
@@ -137,7 +120,7 @@ def broken(rank, config, breach):
 
 
 @pytest.mark.parametrize("breach", ["norms are not summed", "the mean is over all ranks"])
-def test_a_broken_method_has_other_losses(pools, breach):
+def test_a_broken_method_has_other_losses(pools, by_hand, breach):
     config = replace(EXACT, model=replace(SPEC, vocab=20))  # the same shapes on all ranks
     expected = torch.tensor(by_hand(config)[0])
     config = replace(config, tp=2, sequence_parallel=True, strategy="naive-dp")
@@ -159,7 +142,7 @@ def test_a_rank_holds_its_part_only(runs):
             assert max(sizes) < 0.6 * whole
 
 
-def test_gradients_leave_once_to_the_ranks_with_the_same_part(pools):
+def test_gradients_leave_once_to_the_ranks_with_the_same_part(pools, by_hand):
     config = replace(EXACT, pp=2, strategy="ddp", micro_batch=1, global_batch=8)
     expected, _ = by_hand(config)
     for rank, record in enumerate(pools(4).run(train, config)):
@@ -184,7 +167,7 @@ def test_the_record_tells_the_degrees(pools, tmp_path):
 # -- going on ------------------------------------------------------------------------------------
 
 
-def test_a_run_can_go_on_with_other_degrees(pools, tmp_path):
+def test_a_run_can_go_on_with_other_degrees(pools, by_hand, tmp_path):
     config = replace(EXACT, steps=4, out=str(tmp_path), save_every=1)
     expected, state = by_hand(config)
     degrees = [

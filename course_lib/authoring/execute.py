@@ -46,6 +46,7 @@ def execute(notebook: NotebookNode, timeout_s: int, ended: CellEnded) -> None:
             for index, cell in enumerate(notebook.cells):
                 if cell.cell_type == "code":
                     _run_cell(client, cell, index)
+                    _join_streams(cell)
                     _without_paths(cell, folder)
                 ended(index + 1, len(notebook.cells))
 
@@ -62,6 +63,18 @@ def _run_cell(client: NotebookClient, cell: NotebookNode, index: int) -> None:
     raised = any(output.output_type == "error" for output in cell.outputs)
     if "raises-exception" in tags_of(cell) and not raised:
         raise CellStopped(index, "is tagged raises-exception and did not raise")
+
+
+def _join_streams(cell: NotebookNode) -> None:
+    """Join what was printed in a row: a kernel sends it in pieces, cut by the clock."""
+    joined: list[NotebookNode] = []
+    for output in cell.outputs:
+        before = joined[-1] if joined else {}
+        if output.output_type == "stream" and output.name == before.get("name"):
+            before["text"] += output.text
+        else:
+            joined.append(output)
+    cell.outputs = joined
 
 
 def _without_paths(cell: NotebookNode, scratch: str) -> None:

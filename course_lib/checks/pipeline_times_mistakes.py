@@ -21,7 +21,7 @@ def _play(
     seconds: Seconds,
     message_s: float,
     rule: Rule = lambda free_s, input_s, took_s: max(free_s, input_s) + took_s,
-    busy: Callable[[float, Action], float] = lambda end_s, action: end_s,
+    busy: Callable[[float, float, Action], float] = lambda free_s, end_s, action: end_s,
 ) -> Ends:
     ends: Ends = {}
     free_s = [0.0] * len(schedule)
@@ -36,7 +36,7 @@ def _play(
                 action = actions.pop(0)
                 input_s = 0.0 if sent is None else ends[sent] + message_s
                 ends[action] = rule(free_s[rank], input_s, seconds[action.kind])
-                free_s[rank] = busy(ends[action], action)
+                free_s[rank] = busy(free_s[rank], ends[action], action)
     return ends
 
 
@@ -64,7 +64,7 @@ def _starts(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
 def _sender_waits(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
     """What leaves keeps its rank busy while it travels."""
 
-    def busy(end_s: float, action: Action) -> float:
+    def busy(_free_s: float, end_s: float, action: Action) -> float:
         last = len(schedule) - 1
         leaves = action.stage < last if action.kind == "forward" else action.stage > 0
         return end_s + message_s * leaves
@@ -97,20 +97,11 @@ def _wire_in_the_end(schedule: Schedule, seconds: Seconds, message_s: float) -> 
 
 def _waiting_forgotten(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
     """The rank's clock counts its work only, not the time for which it stood still."""
-    ends: Ends = {}
-    free_s, left = [0.0] * len(schedule), [list(actions) for actions in schedule]
-    while any(left):
-        for rank, actions in enumerate(left):
-            while actions:
-                source = source_of(actions[0], len(schedule))
-                sent = None if source is None else actions[0]._replace(stage=source)
-                if sent is not None and sent not in ends:
-                    break
-                action = actions.pop(0)
-                input_s = 0.0 if sent is None else ends[sent] + message_s
-                ends[action] = max(free_s[rank], input_s) + seconds[action.kind]
-                free_s[rank] += seconds[action.kind]
-    return ends
+
+    def busy(free_s: float, _end_s: float, action: Action) -> float:
+        return free_s + seconds[action.kind]
+
+    return _play(schedule, seconds, message_s, busy=busy)
 
 
 def _not_there_yet(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
