@@ -4,6 +4,7 @@ import io
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
@@ -155,12 +156,15 @@ class Kernels:
             time.sleep(0.1)
         raise TimeoutError("no kernel was started")
 
-    def is_over(self, kernel: psutil.Process) -> bool:
-        """Has it ended? Its entry may wait for a moment until the system takes it away."""
-        try:
-            return not kernel.is_running() or kernel.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+    def ends(self, kernel: psutil.Process, within_s: float = 60) -> bool:
+        """Does it end soon? One that was still starting looks for its parent when it is up."""
+        give_up = time.monotonic() + within_s
+        with suppress(psutil.NoSuchProcess):
+            while kernel.is_running() and kernel.status() != psutil.STATUS_ZOMBIE:
+                if time.monotonic() > give_up:
+                    return False
+                time.sleep(0.1)
+        return True
 
 
 @pytest.fixture

@@ -195,5 +195,5 @@ def test_stopping_a_build_ends_the_kernel_and_leaves_the_notebooks(toy, kernels)
         told, _ = build.communicate(timeout=20)
     assert build.returncode == 130
     assert "stopped; the notebooks are as they were" in told
-    assert kernels.is_over(kernel)
+    assert kernels.ends(kernel)
     assert before == (toy.lesson.student.read_bytes(), toy.lesson.solved.read_bytes())

@@ -1,7 +1,6 @@
 """Grading: only the learner's exercise cells count, and each verdict says what it is."""
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,12 +30,11 @@ def statuses(report: Report) -> list[str]:
     return [verdict.status for verdict in report.verdicts]
 
 
-def test_the_stubs_are_not_done_and_nothing_runs(toy):
-    start_s = time.monotonic()
+def test_the_stubs_are_not_done_and_nothing_runs(toy, monkeypatch):
+    monkeypatch.delattr("course_lib.authoring.merging.run_nbval")
     report = judge(toy)
     assert statuses(report) == ["not done"] * 4
     assert "saved" in report.notes[0]
-    assert time.monotonic() - start_s < 1
 
 
 def test_right_wrong_and_broken_answers_stand_side_by_side(toy):

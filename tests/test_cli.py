@@ -195,4 +195,4 @@ def test_ctrl_c_ends_a_check_and_its_kernel(toy, kernels):
         os.kill(check.pid, signal.SIGINT)
         _, err = check.communicate(timeout=20)
     assert (check.returncode, err) == (130, "")
-    assert kernels.is_over(kernel)
+    assert kernels.ends(kernel)

@@ -52,7 +52,6 @@ def test_the_committed_student_notebook_is_as_built(lesson):
     assert nbformat.read(lesson.student, 4) == built
 
 
-@pytest.mark.timeout(600)
 def test_the_solved_notebook_passes_nbval(lesson, tmp_path):
     notebook = nbformat.read(lesson.solved, 4)
     ended = outcomes(notebook, tmp_path)
@@ -82,7 +81,6 @@ def lines_of_python(text):
     return ast.parse(re.sub(r"^%.*$", "", text, flags=re.M)).body
 
 
-@pytest.mark.timeout(300)
 def test_the_student_notebook_stops_at_the_exercise_checks_and_nowhere_else(lesson, tmp_path):
     """The cells of the walkthrough are those of the solved notebook; here the others are run."""
     notebook = student_notebook(lesson, read_lesson(lesson))

@@ -226,7 +226,6 @@ RUNS = {
 }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", RUNS)
 def test_a_command_of_the_readme_works(command, course, tmp_path, request):
     if command.startswith("make"):

@@ -4,8 +4,11 @@ It needs a second or two to import, so it starts as soon as `course_lib.ranks` i
 the notebook's own imports, and ends with the process that started it.
 """
 
+import atexit
 import multiprocessing
 import os
+import signal
+from contextlib import suppress
 from multiprocessing import forkserver
 from typing import Any
 
@@ -38,3 +41,10 @@ def warm_up() -> None:
             forkserver.ensure_running()
         finally:
             del os.environ["COURSE_FORK_SERVER"]
+        atexit.register(_end)
+
+
+def _end() -> None:
+    """End the server with this process: one that is still importing would keep our output open."""
+    with suppress(ProcessLookupError):
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGTERM)  # type: ignore[attr-defined]

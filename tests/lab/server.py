@@ -17,7 +17,7 @@ import psutil
 
 TOKEN = "lab-under-test"
 START_TIMEOUT_S = 90.0
-END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 60.0
 _ANNOUNCEMENTS = "@jupyterlab/apputils-extension:announcements"
 
 
