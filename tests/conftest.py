@@ -1,9 +1,11 @@
 """What several tests share: a toy course of one lesson to build and grade, and pools of ranks."""
 
 import io
+import math
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -199,6 +201,21 @@ def by_hand():
         return found, state
 
     return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed():
+    """Measure again until nobody kept the processor from it: a busy machine only adds time."""
+
+    def least_s(measure: Callable[[], float], expected_s: float, within: float = 0.1) -> float:
+        found_s = math.inf
+        for _ in range(10):
+            found_s = min(found_s, measure())
+            if found_s < (1 + within) * expected_s:
+                break
+        return found_s
+
+    return least_s
 
 
 @pytest.fixture(scope="module")

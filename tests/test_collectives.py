@@ -298,7 +298,7 @@ def test_a_barrier_lets_nobody_go_before_all_have_come(pools):
         assert min(went) >= max(came)
 
 
-def test_over_an_emulated_link_the_ring_takes_what_the_formula_says():
+def test_over_an_emulated_link_the_ring_takes_what_the_formula_says(undisturbed):
     link = Link(latency_s=0.02, bytes_per_s=1e7)
 
     def timed(rank):
@@ -307,10 +307,10 @@ def test_over_an_emulated_link_the_ring_takes_what_the_formula_says():
         c.ring_all_reduce(torch.zeros(100_000))
         return time.perf_counter() - start_s
 
+    formula_s = network.ring_all_reduce_s(400_000, 3, link)
     with Ranks(3, link=link) as ranks:
-        measured = max(ranks.run(timed))
-    formula = network.ring_all_reduce_s(400_000, 3, link)
-    assert 0.95 * formula < measured < 1.5 * formula  # never faster; a busy machine may be slower
+        measured_s = undisturbed(lambda: max(ranks.run(timed)), formula_s, within=0.25)
+    assert 0.95 * formula_s < measured_s < 1.25 * formula_s
 
 
 # --- bad input: one sentence on every rank, never a hang

@@ -19,12 +19,17 @@ def send_and_forget(rank, num_messages=1):
     return received.item()
 
 
-def send_slowly_and_forget(rank):
+def send_slowly_and_forget(rank, listens):
+    """The handle is dropped when the message has left, and long before the link delivers it."""
     message = torch.ones(1)
     if rank == 1:
-        dist.recv(message, 0)
+        work = dist.irecv(message, 0)
+        listens.touch()
+        work.wait()
     else:
         handle = dist.isend(message, 1)
+        while not listens.exists():
+            time.sleep(0.01)
         time.sleep(0.3)
         del handle
     return message.item()
@@ -39,9 +44,9 @@ def test_a_dropped_handle_is_named_as_the_cause_of_the_hang(world_size):
     assert "dist.isend(torch.full((1,), 10.0**rank)" in str(caught.value)
 
 
-def test_a_dropped_message_that_is_still_on_a_slow_link_is_no_hang():
+def test_a_dropped_message_that_is_still_on_a_slow_link_is_no_hang(tmp_path):
     with Ranks(2, link=Link(latency_s=1.5, bytes_per_s=1e9)) as ranks:
-        assert ranks.run(send_slowly_and_forget) == [1.0, 1.0]
+        assert ranks.run(send_slowly_and_forget, tmp_path / "listens") == [1.0, 1.0]
 
 
 def test_a_message_nobody_received_is_told_and_does_not_reach_the_next_job(capsys):

@@ -12,7 +12,7 @@ from playwright.sync_api import ConsoleMessage, Locator, Page, Request
 
 from .server import Lab
 
-OPEN_TIMEOUT_MS, TIMEOUT_MS = 90_000, 20_000
+OPEN_TIMEOUT_MS, TIMEOUT_MS = 240_000, 120_000
 IDLE_S = 1.5  # longer than the pause between two cells
 OVERLAP_PX = 80  # what a screenshot shows again of the one above it
 _STATUS = ".jp-Notebook-ExecutionIndicator"

@@ -16,7 +16,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import psutil
 
 TOKEN = "lab-under-test"
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 60.0
 _ANNOUNCEMENTS = "@jupyterlab/apputils-extension:announcements"
 
