@@ -1,4 +1,4 @@
-"""The first lessons in JupyterLab, from the first cell to the last."""
+"""The first lesson in JupyterLab, from the first cell to the last; or all lessons."""
 
 import os
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from course_lib.authoring.lessons import find_folder, tags_of
 
 from .notebook import Notebook
 
-# nbval runs every lesson (tests/test_notebooks.py); JupyterLab two with every kind of output, and
+# nbval runs every lesson (tests/test_notebooks.py); JupyterLab one with every kind of output, and
 # all of them for whoever wants screenshots
-LESSONS = ["00_ranks.ipynb", "06_ddp.ipynb"]
+LESSONS = ["00_ranks.ipynb"]
 if "COURSE_SCREENSHOTS" in os.environ:
     paths = [*find_folder().glob("*.ipynb"), *find_folder().glob("solved/*.ipynb")]
     LESSONS = sorted(str(path.relative_to(find_folder())) for path in paths)
