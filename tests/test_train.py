@@ -386,7 +386,8 @@ def started(command, folder, **variables):
 def end_of(job, family):
     """What a job prints until its end, which is that of its family too.
 
-    It comes before a test's time is over: gloo itself would wait for half an hour.
+    It comes before a test's time is over: gloo itself would wait for half an hour. How soon it
+    comes is printed by tests/benchmarks/bench_train.py.
     """
     told = job.stdout.read()
     job.wait(timeout=60)
