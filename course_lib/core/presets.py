@@ -1,6 +1,7 @@
 """Models with names: GPT-2, Llama, the models of the papers that are compared with, and small ones.
 
-`MODELS["llama-8b"]` is a ModelSpec. Where the sizes were read stands beside each family.
+`MODELS["llama-8b"]` is a ModelSpec of a GPT, `ENCODERS["bert-tiny"]` one of a BERT. Where the sizes
+were read stands beside each family.
 """
 
 import difflib
@@ -85,13 +86,24 @@ _STUDY = (
     _gpt("study-500m", 1280, 24, 20, vocab=8000, max_seq=1024),
     _gpt("study-1b", 1536, 36, 24, vocab=8000, max_seq=1024),
 )
+# as many parameters as the GPT-2 of characters that a study of FSDP trained: 27.32 million. The
+# sizes are this course's own; the 65 characters are those of the plays in course_lib.models.text
+_CHARACTERS = _gpt("gpt2-char", 672, 5, 12, vocab=65, max_seq=200)
 # small enough to train in a notebook
 _TINY = (
     _gpt("tiny", 64, 2, 4, vocab=256, max_seq=64),
     _gpt("small", 256, 4, 8, vocab=2048, max_seq=256),
 )
 
-MODELS = {spec.name: spec for spec in (*_TINY, *_STUDY, *_GPT2, *_LLAMA, _LLAMA2, *_MEGATRON)}
+_DECODERS = (*_TINY, _CHARACTERS, *_STUDY, *_GPT2, *_LLAMA, _LLAMA2, *_MEGATRON)
+MODELS = {spec.name: spec for spec in _DECODERS}
+
+# for course_lib.models.BERT; the larger one has as many parameters as that study's: 46.7 million
+_ENCODERS = (
+    _gpt("bert-tiny", 64, 2, 4, vocab=256, max_seq=32),
+    _gpt("bert-dialogues", 512, 12, 8, vocab=17200, max_seq=128),
+)
+ENCODERS = {spec.name: spec for spec in _ENCODERS}
 
 
 def find_model(name: str) -> ModelSpec:
@@ -99,6 +111,11 @@ def find_model(name: str) -> ModelSpec:
 
     Raises: CourseError that names the presets that come nearest
     """
+    if name in ENCODERS:
+        raise CourseError(
+            f"model: need a model that predicts the next token; {name} is an encoder. "
+            f"Try BERT(ENCODERS[{name!r}])."
+        )
     if name not in MODELS:
         near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.3)
         hint = f"Try {' or '.join(near)}." if near else f"There are {', '.join(MODELS)}."

@@ -70,10 +70,7 @@ class GPT(nn.Module):
 
     def _init(self, module: nn.Module) -> None:
         """GPT-2's start: normal with 0.02, the layers that add to the stream scaled down."""
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        start_linear(module)
         if isinstance(module, Attention | MLP):
             nn.init.normal_(module.out.weight, std=0.02 / math.sqrt(2 * self.spec.num_layers))
 
@@ -85,10 +82,12 @@ class Block(nn.Module):
     Saves:   per norm its input, its output and a few numbers a token; what its two parts save
     """
 
-    def __init__(self, spec: ModelSpec, *, flash: bool = True, dropout: float = 0.0) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, flash: bool = True, dropout: float = 0.0, causal: bool = True
+    ) -> None:
         super().__init__()
         self.attention_norm = make_norm(spec)
-        self.attention = Attention(spec, flash=flash, dropout=dropout)
+        self.attention = Attention(spec, flash=flash, dropout=dropout, causal=causal)
         self.mlp_norm = make_norm(spec)
         self.mlp = MLP(spec)
         self.dropout = Dropout(dropout)
@@ -99,15 +98,19 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with heads; with fewer heads for keys and values they are shared.
+    """Attention with heads; with fewer heads for keys and values they are shared.
+
+    causal   a token sees itself and those before it; False: all of them, as in BERT
 
     Shapes:  [batch, seq, hidden] -> the same
     Saves:   x, q, k, v, the input of `out`; in between, what `attend` saves
     """
 
-    def __init__(self, spec: ModelSpec, *, flash: bool = True, dropout: float = 0.0) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, flash: bool = True, dropout: float = 0.0, causal: bool = True
+    ) -> None:
         super().__init__()
-        self.spec, self.flash = spec, flash
+        self.spec, self.flash, self.causal = spec, flash, causal
         self.q = nn.Linear(spec.hidden, spec.hidden, bias=spec.bias)
         self.k = nn.Linear(spec.hidden, spec.kv_hidden, bias=spec.bias)
         self.v = nn.Linear(spec.hidden, spec.kv_hidden, bias=spec.bias)
@@ -124,7 +127,7 @@ class Attention(nn.Module):
         """Shapes: q [batch, heads, seq, head_dim], k and v [batch, kv_heads, ...] -> q's."""
         if self.flash:
             shared = self.spec.kv_heads < self.spec.num_heads
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=shared)
         return self._written_out(q, k, v)
 
     def _written_out(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -133,8 +136,9 @@ class Attention(nn.Module):
         grouped = q.reshape(batch, k.shape[1], -1, head_dim)  # the queries that share a key
         scores = grouped @ k.transpose(-2, -1) / math.sqrt(head_dim)
         scores = scores.view(batch, heads, seq, seq)
-        future = scores.new_full((seq, seq), -math.inf).triu(1)
-        weights = self.dropout((scores + future).softmax(dim=-1))
+        if self.causal:
+            scores = scores + scores.new_full((seq, seq), -math.inf).triu(1)  # nothing that follows
+        weights = self.dropout(scores.softmax(dim=-1))
         return (weights.view(batch, k.shape[1], -1, seq) @ v).view(q.shape)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -200,6 +204,14 @@ class Rotary(nn.Module):
         first, second = x.chunk(2, dim=-1)
         turned = torch.cat([-second, first], dim=-1)
         return x * self.cos[:seq] + turned * self.sin[:seq]
+
+
+def start_linear(module: nn.Module) -> None:
+    """The start of linear layers and tables: normal with 0.02, biases zero."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
 
 
 def make_norm(spec: ModelSpec) -> nn.Module:
