@@ -1,0 +1,176 @@
+"""ZeRO stage 1: every rank keeps the optimizer's state of its shard, and steps only that.
+
+After a step the parameters are gathered, so all ranks have them all. Gradients come from where they
+always came from: `ShardedOptimizer` is an optimizer to put behind DDP. Notebook 09_zero.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from course_lib import sharded_state
+from course_lib.core.errors import CourseError
+from course_lib.flat_rows import FlatRow
+from course_lib.flat_shards import group_alike
+from course_lib.offload import Offload
+from course_lib.point_to_point import Group, place_in
+
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop)
+
+
+class ShardedOptimizer(Optimizer):
+    """`optimizer_cls(params, **defaults)` with 1/p of its state on each rank of the group.
+
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+
+    Gradients have to be means over the group already, as DDP leaves them. A parameter without one
+    is left out, as PyTorch does. Parameters in 16 bits have fp32 masters in the shard. Schedules of
+    the learning rate change `param_groups`, as ever.
+
+    offload   the state, and the step, are in the host's memory
+    rows      how the parameters lie; one flat row for each dtype if not given
+
+    Cost:    one all_gather a row and step, of all parameters' bytes together
+    Raises:  CourseError for an optimizer whose step looks at whole tensors; MeshError
+    Source:  Rajbhandari et al. 2020 (ZeRO), section 5.1
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: type[Optimizer],
+        group: Group = None,
+        *,
+        offload: bool | Offload = False,
+        rows: Sequence[FlatRow] | None = None,
+        **defaults: Any,
+    ) -> None:
+        place_in(group, "ShardedOptimizer")
+        _need_elementwise(optimizer_cls)
+        super().__init__(params, defaults)
+        trained = [param for group in self.param_groups for param in group["params"]]
+        _need_floats(trained)
+        self.process_group = group
+        self.rows = list(rows) if rows is not None else _rows_of(trained, group)
+        self.offload = Offload(self.rows[0].flat.device) if offload is True else offload or None
+        self.inner = self._shard(optimizer_cls, defaults)
+
+    def _shard(self, optimizer_cls: type[Optimizer], defaults: dict[str, Any]) -> Optimizer:
+        """The optimizer of this rank's pieces, in the same parameter groups."""
+        number_of = {
+            param: number
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+        }
+        inner = [{**group, "params": []} for group in self.param_groups]
+        for row in self.rows:
+            for piece, master in zip(row.pieces, row.make_masters(self.offload), strict=True):
+                inner[number_of[row.params[piece.index]]]["params"].append(master)
+        optimizer = optimizer_cls(inner, **defaults)
+        for ours, theirs in zip(self.param_groups, optimizer.param_groups, strict=True):
+            ours.update({**theirs, "params": ours["params"]})
+        return optimizer
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only for the constructor: later the shards are cut."""
+        if hasattr(self, "inner"):
+            raise CourseError(
+                "ShardedOptimizer: need all parameters at once; got a group after the shards were "
+                "cut. Try ShardedOptimizer([group, other_group], ...)."
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step this rank's shard with its part of the gradients, then gather the parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for row in self.rows:
+            row.check_place()
+            row.hand_over()
+        self.share_settings()
+        self.inner.step()
+        for row in self.rows:
+            row.publish()
+        return loss
+
+    def share_settings(self) -> None:
+        """What a schedule has changed here holds for the shards."""
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            theirs.update({key: value for key, value in ours.items() if key != "params"})
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Make the norm of the whole gradient max_norm at most; return what it was.
+
+        Cost:    one all_reduce of one number: the shards' squares add up
+        """
+        squares = self.rows[0].flat.new_zeros((), dtype=torch.float64)
+        for row in self.rows:
+            for _, grad in row.grads():
+                squares += torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2
+        dist.all_reduce(squares, group=self.process_group)
+        norm = squares.sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as nn.utils.clip_grad_norm_
+        for row in self.rows:
+            for grad in row.all_grads():
+                grad.mul_(factor.to(grad.dtype))
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, whole ones and shards."""
+        super().zero_grad(set_to_none)
+        for row in self.rows:
+            row.forget_grads()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shard of the state: for the same rank of a group of the same size."""
+        return sharded_state.own_state(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from this rank's `state_dict()`. Raises: CourseError for another rank's."""
+        sharded_state.load_own_state(self, state_dict)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """What `optimizer_cls` would save in one process, on every rank, in the host's memory.
+
+        With parameters in 16 bits also `masters`, the fp32 ones.
+
+        Cost:    one all_gather_object of the state
+        """
+        return sharded_state.full_state(self)
+
+    def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a `full_state_dict()` of any world size, or the plain optimizer's state."""
+        sharded_state.load_full_state(self, state_dict)
+
+
+def _rows_of(params: Sequence[nn.Parameter], group: Group) -> list[FlatRow]:
+    """One row for each dtype and device."""
+    named = [(f"parameter {number}", param) for number, param in enumerate(params)]
+    return [FlatRow([named[number] for number in part], group) for part in group_alike(params)]
+
+
+def _need_elementwise(optimizer_cls: type[Optimizer]) -> None:
+    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, ELEMENTWISE)):
+        raise CourseError(
+            "ShardedOptimizer: need an optimizer that steps each number by itself, one of "
+            f"{', '.join(cls.__name__ for cls in ELEMENTWISE)}; got "
+            f"{getattr(optimizer_cls, '__name__', repr(optimizer_cls))}. A shard holds pieces of "
+            "tensors. Try torch.optim.AdamW."
+        )
+
+
+def _need_floats(params: Sequence[nn.Parameter]) -> None:
+    wrong = [param.dtype for param in params if not param.is_floating_point()]
+    if wrong or not params:
+        raise CourseError(
+            "ShardedOptimizer: need parameters with floating numbers in them; got "
+            f"{wrong[0] if wrong else 'none'}. Try model.parameters()."
+        )
