@@ -11,14 +11,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTER_ROOMS = {"training", "display", "checks", "authoring", "cluster"}
-ROOMS = {"core", "cost", "models", "ranks"} | OUTER_ROOMS
+ROOMS = {"core", "cost", "models", "ranks", "frameworks"} | OUTER_ROOMS
 COMMANDS = {"cli", "train"}
 ROOMS_BELOW = {
     "core": set(),
     "cost": {"core"},
     "models": {"core"},
     "ranks": {"cost", "core"},
-    "lessons": {"models", "ranks", "cost", "core"},
+    "frameworks": {"ranks", "core"},
+    "lessons": {"frameworks", "models", "ranks", "cost", "core"},
     "training": {"lessons", "models", "ranks", "cost", "core"},
     "train": {"training", "core"},
     "display": {"lessons", "models", "ranks", "cost", "core"},
@@ -38,6 +39,7 @@ LESSONS_BELOW = {
     "estimators": {"memory", "saved"},
     "flat_rows": {"flat_shards", "offload", "point_to_point"},
     "fsdp": {"fsdp_row", "fsdp_state", "fsdp_units", "point_to_point"},
+    "fsdp_lab": {"fsdp", "fsdp_row", "overlap_lab"},
     "fsdp_row": {"flat_shards", "point_to_point"},
     "fsdp_state": {"flat_shards", "fsdp_row"},
     "fsdp_units": {"fsdp_row", "point_to_point"},

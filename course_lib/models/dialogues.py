@@ -71,7 +71,8 @@ class Dialogues:
         known = sorted(counts, key=lambda word: (-counts[word], word))[: vocab - len(SPECIAL)]
         words = (*SPECIAL, *known)
         number = {word: token for token, word in enumerate(words)}
-        tokens, starts = [], []
+        tokens: list[int] = []
+        starts: list[int] = []
         for one in split:
             for place, utterance in enumerate(filter(None, one)):
                 starts.append(len(tokens))

@@ -1,0 +1,120 @@
+"""Accelerate on the ranks of the course: its DDP, its DeepSpeed plugin, its FSDP plugin.
+
+On CPUs Accelerate leaves plugins out without a word and trains with plain DDP, so each of these
+looks at what really runs. Notebook 10_fsdp.
+"""
+
+import os
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.frameworks.deepspeed_engine import (
+    check_deepspeed,
+    deepspeed_config,
+    gathered_weights,
+    quiet_deepspeed,
+)
+from course_lib.frameworks.engine import Engine, MakeOptimizer, must_be, needed
+from course_lib.frameworks.fully_sharded import check_sharded, whole_weights
+from course_lib.ranks.world import rank_device
+
+
+def accelerate_ddp(model: nn.Module, make_optimizer: MakeOptimizer) -> Engine:
+    """The model under Accelerate as it is by itself: PyTorch's DDP.
+
+    Raises: CourseError where Accelerate is not installed, or runs something else
+    """
+    where = "accelerate_ddp"
+    accelerate = _fresh(where)
+    accelerator = accelerate.Accelerator(cpu=rank_device().type == "cpu")
+    wrapped, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
+    _check(where, accelerator, "MULTI_CPU" if rank_device().type == "cpu" else "MULTI_GPU")
+    must_be(where, "the model's type", "DistributedDataParallel", type(wrapped).__name__)
+    return _engine("Accelerate DDP", accelerator, wrapped, optimizer, partial(_plain, model))
+
+
+def accelerate_deepspeed(
+    model: nn.Module, make_optimizer: MakeOptimizer, *, stage: int, **zero: Any
+) -> Engine:
+    """The model under Accelerate's DeepSpeed plugin.
+
+    The plugin counts only where Accelerate is *not* told to use the CPU, and the group is gloo's.
+
+    Raises: CourseError where a package is not installed, or something else runs
+    """
+    where = "accelerate_deepspeed"
+    accelerate = _fresh(where)
+    quiet_deepspeed(where)
+    needed("transformers", where)
+    plugin = accelerate.DeepSpeedPlugin(hf_ds_config=deepspeed_config(stage, **zero))
+    gloo = accelerate.InitProcessGroupKwargs(backend="gloo")
+    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[gloo])
+    wrapped, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
+    _check(where, accelerator, "DEEPSPEED")
+    check_deepspeed(where, wrapped, stage)
+    weights = partial(gathered_weights, wrapped.module)
+    name = f"Accelerate, DeepSpeed ZeRO-{stage}"
+    return _engine(name, accelerator, wrapped, optimizer, weights)
+
+
+def accelerate_fsdp(
+    model: nn.Module, make_optimizer: MakeOptimizer, *, unit: type[nn.Module]
+) -> Engine:
+    """The model under Accelerate's FSDP plugin, version 2, which calls `fully_shard`.
+
+    unit   modules of this type are gathered one by one; what is left is a unit of its own
+
+    Accelerate takes the plugin for accelerators only. On CPUs it is told that there is one of a
+    kind that its FSDP treats like a CPU: for comparisons, not for work.
+
+    Raises: CourseError where Accelerate is not installed, or something else runs
+    """
+    where = "accelerate_fsdp"
+    accelerate = _fresh(where)
+    if rank_device().type == "cpu":
+        accelerate.PartialState(cpu=True)
+        kind = accelerate.DistributedType.MULTI_XPU
+        accelerate.PartialState._shared_state["distributed_type"] = kind
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[unit.__name__],
+    )
+    accelerator = accelerate.Accelerator(fsdp_plugin=plugin)
+    wrapped, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
+    _check(where, accelerator, "FSDP")
+    check_sharded(where, wrapped)
+    return _engine(
+        "Accelerate FSDP", accelerator, wrapped, optimizer, partial(whole_weights, wrapped)
+    )
+
+
+def _fresh(where: str) -> Any:
+    """Accelerate, without what an engine before this one has left in its shared state."""
+    accelerate = needed("accelerate", where)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+    return accelerate
+
+
+def _check(where: str, accelerator: Any, kind: str) -> None:
+    must_be(where, "the number of ranks", dist.get_world_size(), accelerator.num_processes)
+    must_be(where, "the distributed type", kind, accelerator.distributed_type.name)
+
+
+def _plain(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def _engine(name: str, accelerator: Any, model: Any, optimizer: Any, weights: Any) -> Engine:
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Engine(
+        name=name, model=model, backward=accelerator.backward, update=update, weights=weights
+    )

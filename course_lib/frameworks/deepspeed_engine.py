@@ -1,0 +1,129 @@
+"""DeepSpeed's ZeRO on the ranks of the course: on CPUs, without a compiler, without MPI.
+
+DeepSpeed would compile three operators when it is first used: one of messages in shared memory and
+two optimizers. It does without them if it is told so. Notebook 09_zero.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.core.errors import CourseError
+from course_lib.frameworks.engine import Engine, MakeOptimizer, must_be, needed
+from course_lib.ranks.world import rank_device
+
+STAGES = (0, 1, 2, 3)
+BUCKET = 5_000_000  # numbers; DeepSpeed's own 500 million would reserve 2 GB on every rank
+
+
+def deepspeed_config(
+    stage: int,
+    *,
+    offload: bool = False,
+    num_micro_batches: int = 1,
+    micro_batch: int = 1,
+    **zero: Any,
+) -> dict[str, Any]:
+    """What DeepSpeed is told, so that its numbers are those of PyTorch's own optimizer.
+
+    offload   the optimizer's state, and its step, on the CPU (stages 1 to 3)
+    zero      more settings of "zero_optimization": reduce_bucket_size, overlap_comm, ...
+
+    No clipping, whose default in other places is 1; any optimizer of PyTorch's, also with offload.
+
+    Raises: CourseError for a stage that there is not
+    """
+    if stage not in STAGES or (offload and stage == 0):
+        least = 1 if offload else 0
+        raise CourseError(
+            f"deepspeed_config: need a stage from {least} to 3"
+            f"{' to offload' * offload}; got {stage}."
+        )
+    target = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET, **target, **zero},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def deepspeed_engine(
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    *,
+    stage: int,
+    offload: bool = False,
+    num_micro_batches: int = 1,
+    **zero: Any,
+) -> Engine:
+    """The model under DeepSpeed's ZeRO of a stage, on all ranks of the running world.
+
+    engine = deepspeed_engine(model, partial(torch.optim.SGD, lr=0.1), stage=2)
+
+    make_optimizer   parameters -> optimizer; any of PyTorch's
+    num_micro_batches   calls of `step` for one update, with the mean of their gradients
+
+    Cost:    gradients travel in float32, whatever the model computes in
+    Raises:  CourseError where DeepSpeed is not installed, or runs otherwise than it was told
+    """
+    where = "deepspeed_engine"
+    deepspeed = quiet_deepspeed(where)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=make_optimizer(model.parameters()),
+        config=deepspeed_config(
+            stage, offload=offload, num_micro_batches=num_micro_batches, **zero
+        ),
+    )
+    check_deepspeed(where, engine, stage, offload)
+    return Engine(
+        name=f"DeepSpeed ZeRO-{stage}" + " + offload" * offload,
+        model=engine,
+        backward=engine.backward,
+        update=engine.step,  # with zero_grad, where a whole batch is done
+        weights=partial(gathered_weights, engine.module),
+    )
+
+
+def quiet_deepspeed(where: str) -> Any:
+    """DeepSpeed, without its compiler and without its warnings.
+
+    Raises: CourseError where it is not installed
+    """
+    if rank_device().type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        deepspeed = needed("deepspeed", where)
+        ops = needed("deepspeed", where).ops
+    warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
+    if rank_device().type == "cpu":
+        ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # it serves inference alone
+    return deepspeed
+
+
+def check_deepspeed(where: str, engine: Any, stage: int, offload: bool = False) -> None:
+    """Raises: CourseError unless this engine shards at that stage, over all ranks."""
+    must_be(where, "the stage", stage, engine.zero_optimization_stage())
+    must_be(where, "offload", offload, bool(engine.zero_offload_optimizer()))
+    must_be(where, "the number of ranks", dist.get_world_size(), engine.dp_world_size)
+    must_be(where, "clipping", 0.0, engine.gradient_clipping())
+
+
+def gathered_weights(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of the whole weights, on every rank; at stage 3 they are gathered for that."""
+    zero = needed("deepspeed", "gathered_weights").zero
+    params: Iterable[nn.Parameter] = list(module.parameters())
+    with zero.GatheredParameters(params):
+        return {name: param.detach().clone() for name, param in module.named_parameters()}
