@@ -90,8 +90,7 @@ class FlatRow:
             if not self.is_free and param.data_ptr() != view.data_ptr():
                 raise CourseError(
                     f"rank {dist.get_rank()}, ShardedOptimizer: need parameters that stay in their "
-                    f"flat row; {name} has moved. Try model.to(...) before the optimizer is made, "
-                    "and load_state_dict without assign=True."
+                    f"flat row; {name} has moved. Try model.to(...) before the optimizer is made."
                 )
 
     def load(self, tensors: Sequence[Tensor]) -> None:

@@ -4,7 +4,7 @@ After a step the parameters are gathered, so all ranks have them all. Gradients 
 always came from: `ShardedOptimizer` is an optimizer to put behind DDP. Notebook 09_zero.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,9 +51,11 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         place_in(group, "ShardedOptimizer")
         _need_elementwise(optimizer_cls)
+        params = list(params)
+        _need_some(params)
         super().__init__(params, defaults)
         trained = [param for group in self.param_groups for param in group["params"]]
-        _need_floats(trained)
+        _need_some([param for param in trained if param.is_floating_point()])
         self.process_group = group
         self.rows = list(rows) if rows is not None else _rows_of(trained, group)
         self.offload = Offload(self.rows[0].flat.device) if offload is True else offload or None
@@ -67,6 +69,7 @@ class ShardedOptimizer(Optimizer):
             for param in group["params"]
         }
         inner = [{**group, "params": []} for group in self.param_groups]
+        _need_groups(self.rows, number_of)
         for row in self.rows:
             for piece, master in zip(row.pieces, row.make_masters(self.offload), strict=True):
                 inner[number_of[row.params[piece.index]]]["params"].append(master)
@@ -167,10 +170,19 @@ def _need_elementwise(optimizer_cls: type[Optimizer]) -> None:
         )
 
 
-def _need_floats(params: Sequence[nn.Parameter]) -> None:
-    wrong = [param.dtype for param in params if not param.is_floating_point()]
-    if wrong or not params:
+def _need_groups(rows: Sequence[FlatRow], number_of: Mapping[nn.Parameter, int]) -> None:
+    named = [item for row in rows for item in zip(row.names, row.params, strict=True)]
+    missing = [name for name, param in named if param not in number_of]
+    if missing:
         raise CourseError(
-            "ShardedOptimizer: need parameters with floating numbers in them; got "
-            f"{wrong[0] if wrong else 'none'}. Try model.parameters()."
+            "ShardedOptimizer: need every trained parameter in a parameter group; got none for "
+            f"{', '.join(missing)}. Try requires_grad_(False) for what is not trained."
+        )
+
+
+def _need_some(params: Sequence[Any]) -> None:
+    if not params:
+        raise CourseError(
+            "ShardedOptimizer: need parameters with floating numbers to train; got none. "
+            "Try model.parameters()."
         )

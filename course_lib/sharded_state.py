@@ -5,6 +5,7 @@ optimizer would have; cut again, by however many ranks, they are shards. Noteboo
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +23,12 @@ COUNTERS = ("step",)  # what the state counts once a parameter, and not once a n
 
 
 def own_state(optimizer: "ShardedOptimizer") -> dict[str, Any]:
-    """This rank's shard: the inner optimizer's state, and the masters that are copies."""
+    """A copy of this rank's shard: the inner optimizer's state, and masters that are copies."""
     optimizer.share_settings()
     return {
         "rank": dist.get_rank(optimizer.process_group),
         "group_size": dist.get_world_size(optimizer.process_group),
-        "inner": optimizer.inner.state_dict(),
+        "inner": deepcopy(optimizer.inner.state_dict()),
         "masters": [row.master.clone() for row in optimizer.rows if has_copy(row)],
     }
 
