@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from course_lib.core.errors import CourseError
 from course_lib.fsdp_row import Row
@@ -174,10 +173,8 @@ class FSDP(nn.Module):
         self._use(unit, self.backward_order if self._in_backward else self.forward_order)
         if self.compute_dtype is not None:
             args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        learning = [tensor for tensor in given if tensor.requires_grad]
-        if unit.has_frozen and not unit.has_units and learning and torch.is_grad_enabled():
-            register_multi_grad_hook(learning, lambda _: unit.free(frozen_only=True))
+        if unit.has_frozen and not unit.has_units and torch.is_grad_enabled():
+            args, kwargs = unit.free_behind((args, kwargs))
         return args, kwargs
 
     def _after_forward(self, unit: Unit, _module: nn.Module, _args: Any, output: Any) -> None:

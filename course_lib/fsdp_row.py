@@ -108,16 +108,18 @@ class Row:
         self.whole.untyped_storage().resize_(0)
 
     def collect(self) -> None:
-        """Copy all gradients side by side, zeros for what has none and for the padded tail."""
-        self.missing = set(range(len(self.params)))
-        grads = [self._grad(index) for index in range(len(self.params))]
-        self.flat_grad = self.layout.flatten(grads).to(self.reduce_dtype)
+        """Copy all gradients side by side; what has none counts as zero, and so does the tail."""
+        flat = self.whole.new_empty(self.layout.padded_numel, dtype=self.reduce_dtype)
+        flat[self.layout.numel :] = 0
+        for index, view in enumerate(self.layout.views(flat)):
+            self._copy_grad(index, view)
         if self.kept_grad is not None:
-            self.flat_grad += self.kept_grad
-            self.kept_grad = None
+            flat += self.kept_grad
+        self.flat_grad, self.kept_grad = flat, None
 
     def drop_grads(self) -> None:
-        """The parameters' own gradients are in the row now."""
+        """The parameters' own gradients are in the row now; the next ones are awaited."""
+        self.missing = set(range(len(self.params)))
         for param in self.params:
             param.grad = None
 
@@ -138,23 +140,24 @@ class Row:
             work, out = self.reducing
             work.wait()
             mean = out.div_(self.place.p).to(self.shard.dtype)
-            self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
+            if self.shard.grad is None:
+                self.shard.grad = mean
+            else:
+                self.shard.grad += mean
             self.reducing = self.flat_grad = None
 
     def has_grads(self) -> bool:
         """Has backward brought any gradient that is not in the row yet?"""
         return any(param.grad is not None for param in self.params)
 
-    def _grad(self, index: int) -> Tensor:
+    def _copy_grad(self, index: int, view: Tensor) -> None:
         grad = self.params[index].grad
-        if grad is None:
-            return self.whole.new_zeros(self.layout.shapes[index])
-        if grad.is_sparse:
+        if grad is not None and grad.is_sparse:
             raise CourseError(
                 f"FSDP: need dense gradients; got a sparse one for {self.names[index][0]}. "
                 "Try sparse=False in its nn.Embedding."
             )
-        return grad
+        view.zero_() if grad is None else view.copy_(grad)
 
 
 def _dealt(

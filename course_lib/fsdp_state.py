@@ -113,9 +113,9 @@ def merge_shards(states: Sequence[State]) -> State:
     """
     by_rank = {state["rank"]: state for state in states}
     size = states[0]["group_size"] if states else 0
-    if len(states) != size or set(by_rank) != set(range(size)):
+    if not states or len(states) != size or set(by_rank) != set(range(size)):
         raise CourseError(
-            f"merge_shards: need the shards of all {size} ranks; got ranks {sorted(by_rank)}. "
+            f"merge_shards: need the shards of all {size or 'the'} ranks; got {sorted(by_rank)}. "
             "Try one state_dict() from every rank."
         )
     merged: State = dict(by_rank[0]["buffers"])

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from course_lib.core.errors import CourseError
 from course_lib.fsdp_row import Found, Row
@@ -50,6 +51,23 @@ class Unit:
     def has_frozen(self) -> bool:
         """Is there a row without gradients?"""
         return any(not row.shard.requires_grad for row in self.rows)
+
+    def free_behind(self, inputs: Any) -> Any:
+        """Free frozen rows when backward has come through to the inputs: no gradient tells it.
+
+        The inputs become views of themselves, so that this comes before what waits for them.
+        """
+        views: list[Tensor] = []
+
+        def view_of(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                views.append(tensor := tensor.view_as(tensor))
+            return tensor
+
+        inputs = tree_map_only(Tensor, view_of, inputs)
+        if views:
+            register_multi_grad_hook(views, lambda _: self.free(frozen_only=True))
+        return inputs
 
     def check_unchanged(self) -> None:
         """Raises: CourseError if the shards are not those that forward has gathered."""
