@@ -27,7 +27,10 @@ class ModuleRows:
 
     A parameter that several modules share lies in the first one's row, which they all gather.
 
-    Raises: CourseError for a parameter shared by a module and another one inside it
+    A module can compute with its own parameters only: another one's are away.
+
+    Raises: CourseError for a parameter shared by a module and another one inside it, and for
+            PyTorch's nn.MultiheadAttention, which reads the parameters of its child
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class ModuleRows:
         row_of: dict[nn.Parameter, FlatRow] = {}
         owners: dict[nn.Parameter, list[str]] = {}
         for path, part in module.named_modules():
+            _need_own(path, part)
             for name, param in part.named_parameters(path, recurse=False):
                 _need_apart(name, owners.setdefault(param, []), path)
             for row in _rows_of(path, part, row_of, group, most_bytes):
@@ -123,6 +127,15 @@ def _free(rows: Sequence[FlatRow]) -> None:
     for row in rows:
         if not row.is_free:
             row.free()
+
+
+def _need_own(path: str, part: nn.Module) -> None:
+    """PyTorch's attention hands its child's parameters to a function, and never calls the child."""
+    if isinstance(part, nn.MultiheadAttention):
+        raise CourseError(
+            f"ZeRO3: need modules that use their own parameters only; got {path or 'the model'}, "
+            "an nn.MultiheadAttention, which reads those of its out_proj. Try ZeRO2, or FSDP."
+        )
 
 
 def _need_apart(name: str, owners: list[str], path: str) -> None:

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from course_lib import module_rows
 from course_lib.core import CourseError, ModelSpec
 from course_lib.core.degrees import Degrees
-from course_lib.cost.sharded_traffic import RowTraffic, padded_bytes, zero_traffic
+from course_lib.cost.sharded_traffic import RowTraffic, offload_trips, padded_bytes, zero_traffic
 from course_lib.cost.tensor_traffic import sent_bytes
 from course_lib.data_parallel import weighted_loss
 from course_lib.ddp import DDP
@@ -80,7 +81,7 @@ class Inner(nn.Module):
 
 
 class Spare(nn.Module):
-    """A buffer that ranks begin with differently, one layer used twice, and one that nobody uses.
+    """A buffer that ranks begin with differently; a layer used twice, once recomputed; one unused.
 
     With weight decay it matters that an unused layer is not stepped.
     """
@@ -91,7 +92,8 @@ class Spare(nn.Module):
         self.register_buffer("shift", torch.randn(3))
 
     def forward(self, x):
-        return self.out(self.layer(self.layer(x).tanh())) - self.shift
+        hidden = checkpoint(self.layer, x, use_reentrant=False).tanh()
+        return self.out(self.layer(hidden)) - self.shift
 
 
 class Tiny(nn.Module):
@@ -421,7 +423,39 @@ def test_stages_1_and_2_send_what_plain_data_parallelism_sends_and_stage_3_half_
         zero_traffic(4, rows)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_offload_makes_the_trips_that_the_formula_says(pools, micro_batches):
+    def trips(rank):
+        found = []
+        for stage, dtype in [(stage, dtype) for dtype in DTYPES.values() for stage in STAGES]:
+            engine = stage(even_mlp().to(dtype), torch.optim.AdamW, lr=1e-3, offload=True)
+            with record() as log:
+                for _ in range(micro_batches):
+                    engine(torch.ones(2, 12, dtype=dtype, requires_grad=True)).sum().backward()
+                engine.step()
+            events = [event for event in log.events if event.label.startswith("offload: ")]
+            assert sum(event.num_bytes for event in events) == engine.offload.num_bytes
+            found.append(
+                [sum_of(events, "grads to the host"), sum_of(events, "params to the device")]
+            )
+        return found
+
+    for found in pools(2).run(trips):
+        numels, want = [312, 300], []
+        for dtype in DTYPES.values():
+            rows = [RowTraffic(num_bytes=padded_bytes(n, 2, dtype.itemsize)) for n in numels]
+            want += [list(offload_trips(zero, rows, 2, micro_batches)) for zero in (1, 2, 3)]
+        assert found == want
+
+
+def sum_of(events, what):
+    return sum(event.num_bytes for event in events if event.label == f"offload: {what}")
+
+
 # --- what a rank holds
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def even_mlp():
@@ -472,14 +506,12 @@ def residency(rank, stage, dtype):
 
 @pytest.mark.parametrize("world_size", SIZES)
 def test_a_rank_owns_what_the_formula_says(pools, world_size):
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
     def all_stages(rank):
-        types = dtypes.values()
+        types = DTYPES.values()
         return [[residency(rank, stage, dtype)[0] for stage in STAGES] for dtype in types]
 
     for by_recipe in pools(world_size).run(all_stages):
-        for recipe, by_stage in zip(dtypes, by_recipe, strict=True):
+        for recipe, by_stage in zip(DTYPES, by_recipe, strict=True):
             for zero, owned in enumerate(by_stage, start=1):
                 degrees = Degrees(dp=world_size, zero=zero)
                 assert owned == model_states(612, recipe, degrees=degrees), (recipe, zero)
@@ -820,6 +852,11 @@ WRONG = {
     ),
     "need a parameter to belong to modules that lie apart; got 0.weight, which the model and 0": (
         lambda rank: ZeRO3(shared_inside(), torch.optim.SGD)
+    ),
+    "need modules that use their own parameters only; got 0.self_attn": (
+        lambda rank: ZeRO3(
+            nn.Sequential(nn.TransformerEncoderLayer(4, 2, batch_first=True)), torch.optim.SGD
+        )
     ),
     "need parameters that stay in their flat row; parameter 0 has moved": moved,
     "need all parameters at once; got a group after": late_group,

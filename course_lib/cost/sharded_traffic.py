@@ -80,6 +80,19 @@ def zero_traffic(
     return calls
 
 
+def offload_trips(
+    zero: int, rows: Sequence[RowTraffic], p: int, num_micro_batches: int = 1
+) -> tuple[int, int]:
+    """Bytes that a rank sends to its host in a step, and back: gradients, then parameters.
+
+    The host has what one rank owns. Under stage 3 that includes the parameters, so each gather of a
+    row begins with a trip; before, they come back once, after the step.
+    """
+    grads = sum(row.num_bytes for row in rows if row.trained) // p
+    gathered = sum(row.num_bytes * (row.forward + row.backward) for row in rows) // p
+    return grads, gathered * num_micro_batches if zero == 3 else grads
+
+
 def _gathers(phase: str, times: Iterable[tuple[RowTraffic, int]]) -> list[Collective]:
     return [
         _call(phase, "params", "all_gather", row.num_bytes)
