@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from course_lib.core import CourseError, ModelSpec
 from course_lib.frameworks import (
+    AS_IN_THE_PAPER,
     accelerate_ddp,
     accelerate_deepspeed,
     accelerate_fsdp,
@@ -27,7 +28,7 @@ from course_lib.frameworks.engine import EXTRAS, VERSIONS, needed
 from course_lib.models import BERT, GPT, mask_tokens, next_tokens, token_batch, token_loss
 from course_lib.models.bert import EncoderBlock
 from course_lib.models.gpt import Block
-from course_lib.ranks import RankError
+from course_lib.ranks import RankError, Ranks, record
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -215,11 +216,48 @@ def test_deepspeed_accumulates_over_micro_batches(pools, stage):
     agrees(pools, make, f"DeepSpeed ZeRO-{stage}", num_parts=2)
 
 
-def test_deepspeed_keeps_to_itself_that_it_warns(pools):
+def test_deepspeed_keeps_to_itself_that_it_warns():
     pytest.importorskip("deepspeed")
     make = partial(deepspeed_engine, make_optimizer=SGD, stage=3)
-    pools(2).run(under, 2, make, GPT, gpt_batch)
-    assert [pools(2).output(rank) for rank in range(2)] == ["", ""]
+    with Ranks(2) as ranks:  # new ones, that import it now
+        ranks.run(under, 2, make, GPT, gpt_batch)
+        assert [ranks.output(rank) for rank in range(2)] == ["", ""]
+
+
+def carried(rank, make):
+    """The bytes of a step's collectives, for each byte of the parameters; then of the embedding."""
+    model = seeded(GPT)
+    whole = 4 * sum(param.numel() for param in model.parameters())
+    embedding = 4 * model.embedding.weight.numel() / whole
+    engine = make(model)
+    for n in range(4):  # DeepSpeed looks on in the first ones
+        inputs, targets = gpt_batch(n)
+        with record() as log:
+            engine.step(token_loss(engine.model(inputs), targets))
+    found = {}
+    for event in log.events:
+        found[event.kind] = found.get(event.kind, 0) + event.num_bytes / whole
+    return {kind: part for kind, part in found.items() if part > 0.01}, embedding
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "expected"),
+    [
+        (0, {}, {"all_reduce": 1}),
+        (2, {}, {"all_reduce": 1, "all_gather": 1}),
+        (3, {}, {"all_gather": 1, "reduce_scatter": 1}),
+        (2, AS_IN_THE_PAPER, {"reduce": 1, "all_gather": 1}),
+        (3, AS_IN_THE_PAPER, {"all_gather": 2, "reduce_scatter": 1}),
+    ],
+)
+def test_a_step_of_deepspeed_carries_what_is_written(pools, stage, settings, expected):
+    pytest.importorskip("deepspeed")
+    make = partial(deepspeed_engine, make_optimizer=SGD, stage=stage, **settings)
+    for found, embedding in pools(2).run(carried, make):
+        again = 2 * embedding if stage == 3 and settings else 0  # it is the head, too
+        sizes = {kind: size + again * (kind == "all_gather") for kind, size in expected.items()}
+        found.pop("wait", None)
+        assert found == pytest.approx(sizes, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,16 @@ from course_lib.frameworks.accelerate_engine import (
     accelerate_deepspeed,
     accelerate_fsdp,
 )
-from course_lib.frameworks.deepspeed_engine import deepspeed_config, deepspeed_engine
+from course_lib.frameworks.deepspeed_engine import (
+    AS_IN_THE_PAPER,
+    deepspeed_config,
+    deepspeed_engine,
+)
 from course_lib.frameworks.engine import Engine, alive_bytes
 from course_lib.frameworks.fully_sharded import fully_sharded
 
 __all__ = [
+    "AS_IN_THE_PAPER",
     "Engine",
     "accelerate_ddp",
     "accelerate_deepspeed",

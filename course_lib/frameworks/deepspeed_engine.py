@@ -19,6 +19,13 @@ from course_lib.frameworks.engine import Engine, MakeOptimizer, must_be, needed
 from course_lib.ranks.world import rank_device
 
 STAGES = (0, 1, 2, 3)
+AS_IN_THE_PAPER = {
+    "use_multi_rank_bucket_allreduce": False,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
 BUCKET = 5_000_000  # numbers; DeepSpeed's own 500 million would reserve 2 GB on every rank
 
 
@@ -72,7 +79,13 @@ def deepspeed_engine(
     make_optimizer   parameters -> optimizer; any of PyTorch's
     num_micro_batches   calls of `step` for one update, with the mean of their gradients
 
-    Cost:    gradients travel in float32, whatever the model computes in
+    DeepSpeed is made for models of billions. Left alone, stage 3 keeps a small model gathered once
+    it has it, and stages 1 and 2 send each gradient to all ranks instead of to its owner. With
+    **AS_IN_THE_PAPER, only owners get gradients, and parameters are freed after each use.
+
+    Cost:    a step carries, in the bytes of all parameters: all_reduce (in the paper reduce) 1 and
+             all_gather 1 at stages 1 and 2; reduce_scatter 1 and all_gather 1 (in the paper 2, and
+             more for a matrix that is used twice) at stage 3. Gradients travel in float32
     Raises:  CourseError where DeepSpeed is not installed, or runs otherwise than it was told
     """
     where = "deepspeed_engine"
@@ -102,14 +115,17 @@ def quiet_deepspeed(where: str) -> Any:
     """
     if rank_device().type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         deepspeed = needed("deepspeed", where)
-        ops = needed("deepspeed", where).ops
+    logger.setLevel(logging.ERROR)  # importing it has changed that
     warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
     if rank_device().type == "cpu":
-        ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # it serves inference alone
+        deepspeed.ops.__compatible_ops__ = {
+            "deepspeed_shm_comm": False
+        }  # it serves inference alone
     return deepspeed
 
 
