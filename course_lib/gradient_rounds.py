@@ -29,8 +29,19 @@ class GradientRounds:
         self._under_way: FlatRow | None = None
 
     def note(self, number: int, index: int) -> None:
-        """Parameter `index` of row `number` has a gradient."""
-        self.rows[number].used.add(index)
+        """Parameter `index` of row `number` has a gradient.
+
+        Raises:  CourseError for its second one in a round
+        """
+        row = self.rows[number]
+        if number in self.left or index not in row.missing:
+            raise CourseError(
+                f"rank {dist.get_rank()}, ZeRO: need a forward pass before each backward; got a "
+                f"second gradient for {row.names[index]}. Try engine(inputs) again, or one "
+                "backward of the sum of losses. (Checkpointing that reuses a parameter: try "
+                "use_reentrant=False.)"
+            )
+        row.used.add(index)
         self.is_open = True
 
     def send(self, number: int) -> None:

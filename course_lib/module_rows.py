@@ -25,9 +25,8 @@ from course_lib.point_to_point import Group
 class ModuleRows:
     """The rows of all modules, of up to most_bytes each; only this rank's shards are kept.
 
-    A parameter that several modules share lies in the first one's row, which they all gather.
-
-    A module can compute with its own parameters only: another one's are away.
+    A parameter that several modules share lies in the first one's row, which they all gather. A
+    module can compute with its own parameters only: another one's are away.
 
     Raises: CourseError for a parameter shared by a module and another one inside it, and for
             PyTorch's nn.MultiheadAttention, which reads the parameters of its child
@@ -38,11 +37,8 @@ class ModuleRows:
     ) -> None:
         self.rows: list[FlatRow] = []
         row_of: dict[nn.Parameter, FlatRow] = {}
-        owners: dict[nn.Parameter, list[str]] = {}
+        _check(module)
         for path, part in module.named_modules():
-            _need_own(path, part)
-            for name, param in part.named_parameters(path, recurse=False):
-                _need_apart(name, owners.setdefault(param, []), path)
             for row in _rows_of(path, part, row_of, group, most_bytes):
                 row.give_up(offload)
                 self.rows.append(row)
@@ -129,13 +125,18 @@ def _free(rows: Sequence[FlatRow]) -> None:
             row.free()
 
 
-def _need_own(path: str, part: nn.Module) -> None:
-    """PyTorch's attention hands its child's parameters to a function, and never calls the child."""
-    if isinstance(part, nn.MultiheadAttention):
-        raise CourseError(
-            f"ZeRO3: need modules that use their own parameters only; got {path or 'the model'}, "
-            "an nn.MultiheadAttention, which reads those of its out_proj. Try ZeRO2, or FSDP."
-        )
+def _check(module: nn.Module) -> None:
+    """Does every module compute with parameters that nobody else frees meanwhile?"""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for path, part in module.named_modules():
+        if isinstance(part, nn.MultiheadAttention):
+            raise CourseError(
+                "ZeRO3: need modules that use their own parameters only; got "
+                f"{path or 'the model'}, an nn.MultiheadAttention, which reads those of its "
+                "out_proj. Try ZeRO2, or FSDP."
+            )
+        for name, param in part.named_parameters(path, recurse=False):
+            _need_apart(name, owners.setdefault(param, []), path)
 
 
 def _need_apart(name: str, owners: list[str], path: str) -> None:

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from course_lib.ranks.recorder import current_recorder
-
 
 class Offload:
     """The host's memory for one rank, and the bytes that have travelled.
@@ -30,6 +28,8 @@ class Offload:
     @contextmanager
     def trip(self, what: str, num_bytes: int) -> Iterator[None]:
         """What is copied in here is one trip: an event `offload: what`, of so many bytes."""
+        from course_lib.ranks.recorder import current_recorder  # not above: it starts a server
+
         start_s = time.perf_counter()
         yield
         self.num_bytes += num_bytes

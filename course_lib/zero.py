@@ -28,7 +28,7 @@ from course_lib.gradient_rounds import GradientRounds, agree_on_used
 from course_lib.module_rows import ModuleRows
 from course_lib.offload import Offload
 from course_lib.point_to_point import Group, place_in
-from course_lib.sharded_optimizer import ShardedOptimizer
+from course_lib.sharded_optimizer import ShardedOptimizer, need_elementwise
 
 __all__ = ["ShardedOptimizer", "ZeRO1", "ZeRO2", "ZeRO3"]
 
@@ -69,6 +69,7 @@ class ZeRO1:
         **defaults: Any,
     ) -> None:
         place_in(group, type(self).__name__)
+        need_elementwise(optimizer_cls)
         self.module, self.group = module, group or dist.group.WORLD
         self.find_unused, self.broadcast_buffers = find_unused, broadcast_buffers
         broadcast_together([*module.parameters(), *module.buffers()], self.group)
@@ -189,7 +190,7 @@ class ZeRO3(ZeRO2):
     offload       the parameters' shards are in the host's memory too
 
     Cost:    a micro-batch: two all_gathers of all parameters, one reduce_scatter of all gradients
-    Raises:  CourseError for a parameter shared by a module and another one inside it
+    Raises:  CourseError for a module that reads the parameters of one inside it
     Source:  Rajbhandari et al. 2020 (ZeRO), sections 5.3 and 7.2.2
     """
 

@@ -277,6 +277,26 @@ def test_zero_in_float32(pools):
             torch.testing.assert_close(got, [*module.parameters()], rtol=1e-6, atol=1e-6)
 
 
+def test_two_backward_passes_of_one_forward_add_up(pools):
+    def twice(rank):
+        found = []
+        for stage in STAGES:
+            engine = stage(build("odd", seed=rank), torch.optim.SGD, lr=0.1)
+            loss = F.mse_loss(engine(numbers(24)[0]), numbers(24)[1])
+            loss.backward(retain_graph=True)
+            loss.backward()
+            engine.step()
+            found.append(whole(engine))
+        return found
+
+    module = build("odd", seed=0)
+    (2 * F.mse_loss(module(numbers(24)[0]), numbers(24)[1])).backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    for by_stage in pools(2).run(twice):
+        for got in by_stage:
+            assert_law(got, [param.detach() for param in module.parameters()])
+
+
 # --- masters: parameters in 16 bits
 
 
@@ -842,7 +862,15 @@ def missing_groups(rank):
     ZeRO1(module, torch.optim.SGD, param_groups=[module[0].weight], lr=0.1)
 
 
+def second_gradient(rank):
+    engine = ZeRO2(build("spare", 0), torch.optim.SGD, find_unused=True, bucket_bytes=1)
+    loss = engine(numbers(4)[0]).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
 WRONG = {
+    "need a forward pass before each backward; got a second gradient for out": second_gradient,
     "need a gradient for every parameter; got none for 2.bias, 2.weight": step_without_backward,
     "need an optimizer that steps each number by itself": (
         lambda rank: ZeRO1(mlp(), torch.optim.LBFGS)
