@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import tomllib
 from functools import partial
@@ -13,7 +14,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from course_lib.core import CourseError, ModelSpec
+from course_lib.core import CourseError, MeshError, ModelSpec
 from course_lib.frameworks import (
     AS_IN_THE_PAPER,
     accelerate_ddp,
@@ -23,6 +24,7 @@ from course_lib.frameworks import (
     deepspeed_config,
     deepspeed_engine,
     fully_sharded,
+    missing,
 )
 from course_lib.frameworks.engine import EXTRAS, VERSIONS, needed
 from course_lib.models import BERT, GPT, mask_tokens, next_tokens, token_batch, token_loss
@@ -164,24 +166,41 @@ def test_a_stage_that_there_is_not_is_told(stage, offload, least):
 # -- a framework that is not installed ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("package", "make"),
-    [
-        ("deepspeed", partial(deepspeed_engine, stage=1)),
-        ("accelerate", accelerate_ddp),
-        ("accelerate", partial(accelerate_deepspeed, stage=1)),
-        ("accelerate", partial(accelerate_fsdp, unit=Block)),
-    ],
-)
-def test_a_framework_that_is_not_installed_is_one_sentence(monkeypatch, package, make):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with pytest.raises(CourseError) as raised:
+MAKES = {
+    "deepspeed": partial(deepspeed_engine, stage=1),
+    "accelerate": accelerate_ddp,
+    "accelerate, deepspeed": partial(accelerate_deepspeed, stage=1),
+    "accelerate, fsdp": partial(accelerate_fsdp, unit=Block),
+}
+
+
+def without(rank, package, make):
+    """What is said on a rank that has not got a package."""
+    before = sys.path
+    there = {name: sys.modules.pop(name) for name in list(sys.modules) if name == package}
+    sys.path = [tempfile.gettempdir()]  # nothing can be found
+    try:
         make(seeded(GPT), SGD)
-    said = str(raised.value)
-    assert f"need {package} {VERSIONS[package]}; it is not installed here" in said
-    assert said.endswith(f"Try pip install -e '.[{package}]' in the course's folder.")
-    assert len(said.splitlines()) == 1
+    except CourseError as problem:
+        return str(problem)
+    finally:
+        sys.path = before
+        sys.modules.update(there)
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_framework_that_is_not_installed_is_one_sentence(pools, name):
+    package = name.partition(",")[0]
+    for said in pools(2).run(without, package, MAKES[name]):
+        assert f"need {package} {VERSIONS[package]}; it is not installed here" in said
+        assert said.endswith(f"Try pip install -e '.[{package}]' in the course's folder.")
+        assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("make", [*MAKES.values(), partial(fully_sharded, unit=Block)])
+def test_a_process_that_is_no_rank_is_told(make):
+    with pytest.raises(MeshError, match="need ranks that form a world; there is none in this pro"):
+        make(seeded(GPT), SGD)
 
 
 def test_the_extras_are_the_versions_that_are_asked_for():
@@ -193,6 +212,7 @@ def test_the_extras_are_the_versions_that_are_asked_for():
 
 
 def test_a_package_that_is_there_is_the_package():
+    assert missing("torch") is None
     assert needed("torch", "here") is torch
 
 

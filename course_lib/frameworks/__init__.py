@@ -14,7 +14,7 @@ from course_lib.frameworks.deepspeed_engine import (
     deepspeed_config,
     deepspeed_engine,
 )
-from course_lib.frameworks.engine import Engine, alive_bytes
+from course_lib.frameworks.engine import Engine, alive_bytes, missing
 from course_lib.frameworks.fully_sharded import fully_sharded
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "deepspeed_config",
     "deepspeed_engine",
     "fully_sharded",
+    "missing",
 ]

@@ -17,7 +17,7 @@ from course_lib.frameworks.deepspeed_engine import (
     gathered_weights,
     quiet_deepspeed,
 )
-from course_lib.frameworks.engine import Engine, MakeOptimizer, must_be, needed
+from course_lib.frameworks.engine import Engine, MakeOptimizer, in_world, must_be, needed
 from course_lib.frameworks.fully_sharded import check_sharded, whole_weights
 from course_lib.ranks.world import rank_device
 
@@ -94,6 +94,7 @@ def accelerate_fsdp(
 
 def _fresh(where: str) -> Any:
     """Accelerate, without what an engine before this one has left in its shared state."""
+    in_world(where)
     accelerate = needed("accelerate", where)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:

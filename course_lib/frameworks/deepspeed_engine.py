@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.core.errors import CourseError
-from course_lib.frameworks.engine import Engine, MakeOptimizer, must_be, needed
+from course_lib.frameworks.engine import Engine, MakeOptimizer, in_world, must_be, needed
 from course_lib.ranks.world import rank_device
 
 STAGES = (0, 1, 2, 3)
@@ -86,7 +86,8 @@ def deepspeed_engine(
     Cost:    a step carries, in the bytes of all parameters: all_reduce (in the paper reduce) 1 and
              all_gather 1 at stages 1 and 2; reduce_scatter 1 and all_gather 1 (in the paper 2, and
              more for a matrix that is used twice) at stage 3. Gradients travel in float32
-    Raises:  CourseError where DeepSpeed is not installed, or runs otherwise than it was told
+    Raises:  CourseError where DeepSpeed is not installed, or runs otherwise than it was told;
+             MeshError outside of a world
     """
     where = "deepspeed_engine"
     deepspeed = quiet_deepspeed(where)
@@ -111,21 +112,20 @@ def deepspeed_engine(
 def quiet_deepspeed(where: str) -> Any:
     """DeepSpeed, without its compiler and without its warnings.
 
-    Raises: CourseError where it is not installed
+    Raises: MeshError outside of a world; CourseError where it is not installed
     """
-    if rank_device().type == "cpu":
+    in_world(where)
+    on_cpu, logger = rank_device().type == "cpu", logging.getLogger("DeepSpeed")
+    if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    logger = logging.getLogger("DeepSpeed")
     logger.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         deepspeed = needed("deepspeed", where)
     logger.setLevel(logging.ERROR)  # importing it has changed that
     warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
-    if rank_device().type == "cpu":
-        deepspeed.ops.__compatible_ops__ = {
-            "deepspeed_shm_comm": False
-        }  # it serves inference alone
+    if on_cpu:
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # it serves inference
     return deepspeed
 
 

@@ -7,14 +7,16 @@ import gc
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from course_lib.core.errors import CourseError
+from course_lib.core.errors import CourseError, MeshError
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 VERSIONS = {"deepspeed": "0.19.8", "accelerate": "1.15.0", "transformers": "5.23.0"}
@@ -46,18 +48,33 @@ class Engine:
         return loss.item()
 
 
+def missing(package: str) -> str | None:
+    """How to install a package that is not here, in one sentence; None where it is."""
+    if find_spec(package):
+        return None
+    return (
+        f"need {package} {VERSIONS[package]}; it is not installed here. "
+        f"Try pip install -e '.[{EXTRAS[package]}]' in the course's folder."
+    )
+
+
+def in_world(where: str) -> None:
+    """Raises: MeshError unless this process is one of the ranks of a world."""
+    if not dist.is_initialized():
+        raise MeshError(
+            f"{where}: need ranks that form a world; there is none in this process. "
+            "Try it inside ranks.run(fn), or a script started with launch(fn)."
+        )
+
+
 def needed(package: str, where: str) -> ModuleType:
     """The package, imported now and not before: most lessons go without it.
 
     Raises: CourseError where it is not installed
     """
-    try:
-        return importlib.import_module(package)
-    except ImportError as problem:
-        raise CourseError(
-            f"{where}: need {package} {VERSIONS[package]}; it is not installed here. "
-            f"Try pip install -e '.[{EXTRAS[package]}]' in the course's folder."
-        ) from problem
+    if sentence := missing(package):
+        raise CourseError(f"{where}: {sentence}")
+    return importlib.import_module(package)
 
 
 def must_be(where: str, what: str, wanted: object, got: object) -> None:

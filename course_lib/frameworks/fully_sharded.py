@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from course_lib.core.errors import CourseError
-from course_lib.frameworks.engine import Engine, MakeOptimizer
+from course_lib.frameworks.engine import Engine, MakeOptimizer, in_world
 from course_lib.ranks.world import rank_device
 
 
@@ -27,8 +27,10 @@ def fully_sharded(
 
     unit   modules of this type are gathered one by one; what is left is a unit of its own
 
-    Raises: CourseError where no module is of that type, or a parameter is not sharded
+    Raises: CourseError where no module is of that type, or a parameter is not sharded;
+            MeshError outside of a world
     """
+    in_world("fully_sharded")
     mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
     units = [module for module in model.modules() if isinstance(module, unit)]
     if not units:
