@@ -91,8 +91,14 @@ def _before(rows: list[FlatRow], part: nn.Module, args: Any, kwargs: Any) -> Any
 def _after(rows: list[FlatRow], part: nn.Module, args: Any, output: Any) -> None:
     """Forward ends: free. The output's gradient will tell that backward begins."""
     _free(rows)
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if not tensors and torch.is_grad_enabled():
+        raise CourseError(
+            "ZeRO3: need tensors as a module's output, or tuples, lists and dicts of them; "
+            f"got {type(output).__name__} of {type(part).__name__}. Try a tuple."
+        )
+    for tensor in tensors:
+        if tensor.requires_grad:
             tensor.register_hook(lambda grad: _gather(rows))
 
 

@@ -3,6 +3,7 @@
 import gc
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
@@ -869,7 +870,15 @@ def second_gradient(rank):
     loss.backward()
 
 
+class Boxed(nn.Linear):
+    def forward(self, x):
+        return SimpleNamespace(out=super().forward(x))
+
+
 WRONG = {
+    "need tensors as a module's output, .* got SimpleNamespace of Boxed": (
+        lambda rank: ZeRO3(Boxed(3, 3), torch.optim.SGD)(torch.ones(2, 3))
+    ),
     "need a forward pass before each backward; got a second gradient for out": second_gradient,
     "need a gradient for every parameter; got none for 2.bias, 2.weight": step_without_backward,
     "need an optimizer that steps each number by itself": (
