@@ -27,6 +27,7 @@ from course_lib.fsdp_lab import resident_over_time, sizes_of
 from course_lib.fsdp_row import Row
 from course_lib.fsdp_state import full_optim_state, load_full_optim, merge_shards
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.models.bert import BERT
 from course_lib.ranks import RankError, record, span
 from course_lib.recompute import recompute, recompute_full, recompute_selective
 
@@ -200,6 +201,7 @@ def is_linear(module):
 BUILDS = {
     "gpt": (gpt, tokens, token_loss),
     "llama": (lambda: gpt(LLAMA), tokens, token_loss),
+    "bert": (lambda: BERT(SPEC), tokens, token_loss),
     "frozen": (lambda: gpt(change=freeze_some), tokens, token_loss),
     "frozen blocks": (lambda: gpt(change=freeze_blocks), tokens, token_loss),
     "recomputed": (lambda: gpt(change=recompute_full), tokens, token_loss),
@@ -291,8 +293,13 @@ def assert_law(by_rank, wanted, tolerance=1e-12):
     torch.testing.assert_close(by_rank[0], wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("name", BUILDS)
+MOST = ("gpt", "blocks", "adapted", "recomputed")  # on any number of ranks; the others on 1 and 3
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [(name, p) for name in BUILDS for p in (SIZES if name in MOST else (1, 3))],
+)
 def test_fsdp_matches_one_process(pools, name, world_size):
     assert_law(pools(world_size).run(together, name), alone(name))
 
@@ -331,10 +338,26 @@ def test_an_uneven_batch_weighs_every_item_alike(pools, items, world_size):
     assert_law(pools(world_size).run(together, "blocks", items), alone("blocks", items))
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_float32_to_its_own_accuracy(pools, world_size):
     by_rank = pools(world_size).run(together, "gpt", dtype=torch.float32)
     assert_law(by_rank, alone("gpt", dtype=torch.float32), tolerance=1e-6)
+
+
+def test_a_group_within_the_world(pools):
+    def in_pair(rank):
+        pair = dist.new_group([1, 2])
+        if rank == 0:
+            return None
+        model, (x, y) = FSDP(build("blocks", rank - 1), group=pair), numbers(24)
+        optimizer = sgd(model.parameters())
+        F.mse_loss(model(x.chunk(2)[rank - 1]), y.chunk(2)[rank - 1]).backward()
+        model.clip_grad_norm_(0.05)
+        optimizer.step()
+        return [model.full_state_dict()]
+
+    _, *by_rank = pools(3).run(in_pair)
+    assert_law(by_rank, alone("blocks", clip=0.05, steps=1))
 
 
 # --- FSDPs that are broken, and the laws that notice
