@@ -20,7 +20,7 @@ ROOMS_BELOW = {
     "ranks": {"cost", "core"},
     "frameworks": {"ranks", "core"},
     "lessons": {"frameworks", "models", "ranks", "cost", "core"},
-    "training": {"lessons", "models", "ranks", "cost", "core"},
+    "training": {"lessons", "frameworks", "models", "ranks", "cost", "core"},
     "train": {"training", "core"},
     "display": {"lessons", "models", "ranks", "cost", "core"},
     "checks": {"lessons", "models", "ranks", "cost", "core"},
@@ -39,6 +39,7 @@ LESSONS_BELOW = {
     "estimators": {"memory", "saved"},
     "flat_rows": {"flat_shards", "offload", "point_to_point"},
     "fsdp": {"fsdp_row", "fsdp_state", "fsdp_units", "point_to_point"},
+    "fsdp_beside": {"data_parallel", "fsdp"},
     "fsdp_lab": {"fsdp", "fsdp_row", "overlap_lab"},
     "fsdp_row": {"flat_shards", "point_to_point"},
     "fsdp_state": {"flat_shards", "fsdp_row"},
@@ -86,6 +87,7 @@ LESSONS_BELOW = {
         "sharded_optimizer",
         "zero_state",
     },
+    "zero_lab": {"flat_rows", "sharded_optimizer", "zero"},
     "zero_state": {"zero"},
 }
 FOUNDATION = "collectives"

@@ -1,0 +1,678 @@
+# %% [markdown]
+# # 09 ZeRO: stop keeping copies
+#
+# In data parallelism every rank holds the same parameters, the same gradients, the same optimizer
+# state: $p$ copies of everything. ZeRO keeps each number *once*, and sends it when somebody needs
+# it. That costs less than it sounds. As always: **predict**, **run**, **compare**.
+#
+# | symbol | in code | meaning |
+# |---|---|---|
+# | $p$ | `p` | ranks that share the work, each with its part of the batch |
+# | $N$ | `N` | parameters of the model |
+# | stage | `zero` | what is cut: 1 optimizer state, 2 gradients too, 3 parameters too |
+# | shard | `shard` | the part that a rank owns: $1/p$ of a row of numbers |
+# | $m$ | `num_micro_batches` | backward passes before a step (lesson 02) |
+
+# %%
+# %load_ext course_lib.ranks
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from course_lib import zero_lab as lab
+from course_lib.checks import check
+from course_lib.core import COMMUNICATION_KINDS, MODELS, PCIE
+from course_lib.core.degrees import Degrees
+from course_lib.display import Voices, compare, explore, memory, predict, reveal, show, waiting
+from course_lib.flat_shards import FlatLayout
+from course_lib.memory import model_states
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.ranks import RankError, Ranks, record
+from course_lib.zero import ZeRO1, ZeRO2, ZeRO3
+
+# %% [markdown]
+# ## 1 What is there $p$ times?
+#
+# In mixed precision with Adam a parameter costs 2 bytes, its gradient 2, and the optimizer's state
+# 12: an fp32 copy and two moments (lesson 01). $16N$ bytes on *every* rank. Stage 1 cuts the 12
+# into $p$ shards, stage 2 the gradients too, stage 3 everything. A model of 7.5 billion parameters
+# needs 120 GB a rank. How many are left with stage 2 on 64 ranks?
+
+# %% tags=["predict"]
+guess_stage_2 = predict("7.5 billion parameters, stage 2, 64 ranks: a rank holds", unit="GB")
+
+
+# %%
+def on_paper_gb(p, zero, num_params=7_500_000_000):
+    states = model_states(num_params, "bf16", degrees=Degrees(dp=int(p), zero=zero))
+    return sum(states.values()) / 1e9
+
+
+reveal(guess_stage_2, on_paper_gb(64, zero=2))
+
+# %% tags=["picture"]
+sizes, curves = [1, 4, 16, 64, 256, 1024], {}
+for zero, printed in lab.TABLE_1_GB.items():
+    paper = [on_paper_gb(p, zero) for p in sizes]
+    curves[f"stage {zero}"] = Voices(formula=paper, measurement=printed)
+title = "One stage cuts 16 bytes to 4, the next to 2, the last as far as there are ranks"
+axes = {"x_label": "ranks p", "y_label": "GB on a rank", "log": True}
+axes["note"] = "lines: the formula; dots: as printed in Rajbhandari et al. 2020, Table 1"
+show(compare(sizes, curves, title, **axes), alt=f"{title}; stage 3: 0.12 GB of 120")
+
+# %% [markdown]
+# Stage 1 takes the largest part, and what it leaves, $4N$, no number of ranks makes smaller.
+#
+# That was paper. Now real ranks: a small GPT in bf16, and the bytes of all storages that a rank
+# owns when backward has ended. You will build these engines yourself, below.
+
+# %%
+BATCH = next_tokens(token_batch(0, batch=12, seq=16, vocab=256))
+worlds, stages = {p: Ranks(p) for p in (1, 2, 3, 4)}, (ZeRO1, ZeRO2, ZeRO3)
+tiny = replace(MODELS["tiny"], vocab=320)
+
+
+def loss_on(engine, rank, p):  # on this rank's part of the batch
+    return token_loss(engine(BATCH[0][rank::p]), BATCH[1][rank::p])
+
+
+def owned_kib(rank, p, stage):
+    engine = stage(GPT(tiny).bfloat16(), torch.optim.AdamW, lr=1e-3)
+    owned = lab.owned_after_backward(engine, lambda: loss_on(engine, rank, p))
+    return sum(owned.values()) / 2**10
+
+
+# %% tags=["picture"]
+num, curves = sum(param.numel() for param in GPT(tiny).parameters()), {}
+for zero, stage in enumerate(stages, start=1):
+    paper = [on_paper_gb(p, zero, num) * 1e9 / 2**10 for p in worlds]
+    found = [ranks.run(owned_kib, p, stage)[0] for p, ranks in worlds.items()]
+    curves[f"stage {zero}"] = Voices(formula=paper, measurement=found)
+on_4 = ", ".join(f"{curve.measurement[-1]:.0f}" for curve in curves.values())
+title = f"{found[0]:.0f} KiB of states alone; on 4 ranks, stage by stage, {on_4}"
+axes = {"x_label": "ranks p", "y_label": "owned by a rank (KiB)"}
+show(compare([*worlds], curves, title, **axes), alt=f"{title}; measured: on the lines")
+
+# %% [markdown]
+# **Most of what a rank holds only the optimizer needs; one owner for each number is enough.**
+#
+# ## 2 One row, equal shards
+#
+# Collectives want equal shards, and tensors come in all sizes. So they are laid side by side in one
+# **flat row**, filled up with zeros, and *the row* is cut. Where a shard begins has nothing to do
+# with where a tensor begins. This matters for optimizers: SGD and Adam step each number by itself,
+# so they can work on pieces. One that looks at whole matrices could not.
+
+# %% tags=["picture"]
+from course_lib.display.flat_row import flat_row
+
+names, shapes = ("weight", "bias", "scale", "shift"), ((3, 4), (4,), (1,), (6,))
+
+
+def row_for(p):
+    layout = FlatLayout(shapes, p)
+    left = layout.padded_numel - layout.numel
+    title = f"{layout.numel} numbers on {p} ranks: {layout.shard_numel} each, {left} filled up"
+    return flat_row(layout, names, title)
+
+
+explore(row_for, "23 numbers in 4 tensors, cut into equal shards for {p} ranks", p=(1, 6, 4))
+
+# %% [markdown]
+# ### Exercise 1: the pieces of a shard
+#
+# Which numbers of which tensors does a rank own? `sizes` says how many numbers each tensor has.
+# About 6 lines.
+#
+# <details><summary>Hint: how long is a shard?</summary>
+# <code>-(-total // p)</code> rounds up.
+# </details>
+# <details><summary>Hint: where do two intervals overlap?</summary>
+# From the larger one of the two beginnings to the smaller one of the two ends, if that is later.
+# </details>
+
+
+# %% tags=["exercise"] exercise="zero-1"
+def pieces_of(sizes, p, rank):
+    """A list of (index, start, stop): this rank's numbers start .. stop - 1 of tensor index."""
+    pieces, begin = [], 0  # begin: where the next tensor lies in the row
+    ### BEGIN SOLUTION: where does each tensor overlap with the shard?
+    n = -(-sum(sizes) // p)
+    for index, size in enumerate(sizes):
+        first, last = max(rank * n, begin), min((rank + 1) * n, begin + size)
+        if first < last:
+            pieces.append((index, first - begin, last - begin))
+        begin += size
+    ### END SOLUTION
+    return pieces
+
+
+# %% tags=["check"] exercise="zero-1"
+check("zero-1", pieces_of)
+
+# %% [markdown]
+# From here on `FlatLayout` does it: `flatten(tensors)` gives the row, `shard_slice(rank)` a rank's
+# place in it, `views(row)` the tensors again, `shard_numel` and `padded_numel` their lengths.
+#
+# **Cut the row, not the tensors: each number has one owner.**
+#
+# ## 3 Stage 1: own a shard of the state
+#
+# After the all-reduce of DDP every rank knows all gradients. But only *its* shard it steps, so only
+# for that it has an fp32 copy and moments. Then everybody needs all parameters again.
+#
+# ### Exercise 2: step your own shard
+#
+# Gradients are means already. `make_optimizer([tensor])` gives an optimizer for a tensor;
+# `dist.all_gather_single(row, shard)` puts all ranks' shards together. Budget: one all-gather a
+# step; a rank keeps its shard, its gradient, its state. About 8 lines, 15 minutes.
+#
+# <details><summary>Hint: nothing changes</summary>
+# <code>param = view</code> gives a name to another tensor. <code>param.copy_(view)</code> writes.
+# </details>
+# <details><summary>Hint: too many bytes are alive</summary>
+# A slice is a view, and keeps the whole row alive: <code>row[self.mine].clone()</code>. For the
+# gradient, too.
+# </details>
+# <details><summary>Hint: the ranks are one step apart</summary>
+# Step first, then gather; what is gathered goes into the parameters at once.
+# </details>
+
+
+# %% tags=["exercise"] exercise="zero-2"
+class ShardedStep:
+    """Stage 1, behind DDP: this rank steps its shard of all trained parameters."""
+
+    def __init__(self, module, make_optimizer):
+        self.params = [param for param in module.parameters() if param.requires_grad]
+        self.layout = FlatLayout.of(self.params, dist.get_world_size())
+        self.mine = self.layout.shard_slice(dist.get_rank())
+        ### BEGIN SOLUTION: self.shard, a tensor of its own; self.optimizer for it
+        self.shard = self.layout.flatten(self.params)[self.mine].clone()
+        self.optimizer = make_optimizer([self.shard])
+        ### END SOLUTION
+
+    @torch.no_grad()
+    def step(self):
+        ### BEGIN SOLUTION: the shard's gradient, its step, all shards, all parameters
+        grads = [param.grad for param in self.params]
+        self.shard.grad = self.layout.flatten(grads)[self.mine].clone()
+        self.optimizer.step()
+        row = self.shard.new_empty(self.layout.padded_numel)
+        dist.all_gather_single(row, self.shard)
+        for param, view in zip(self.params, self.layout.views(row), strict=True):
+            param.copy_(view)
+        ### END SOLUTION
+
+
+# %% tags=["check"] exercise="zero-2"
+check("zero-2", ShardedStep)
+
+# %% [markdown]
+# Behind DDP that sends an all-reduce *and* an all-gather. But an all-reduce is a reduce-scatter and
+# an all-gather (lesson 04), and nobody steps with other ranks' gradients: so leave out its second
+# half. A reduce-scatter, the step, an all-gather of *new parameters*: that is the course's `ZeRO1`.
+#
+# **Stage 1 shares the largest part, and sends what DDP sends.**
+#
+# ## 4 Stage 2: gradients leave at once
+#
+# Why keep all gradients until the step? In backward, when a bucket is full (lesson 06), a
+# reduce-scatter sends it; each rank keeps its shard of the mean, and the whole gradients go.
+#
+# ### Exercise 3: shards of gradients
+#
+# `on_grad` is called when `param.grad` is complete. If that fills a bucket, send it at once, and
+# wait. Backward may run several times before a step: shards add up. Budget: one reduce-scatter a
+# bucket, no whole gradient afterwards. About 10 lines, 20 minutes.
+#
+# <details><summary>Hint: gradients are still there</summary>
+# <code>param.grad = None</code> for each parameter of the bucket; zeros need as much memory. And
+# who else holds them: a list, a view?
+# </details>
+# <details><summary>Hint: which bucket is full?</summary>
+# <code>self.ready.issuperset(bucket)</code>. When it is sent, take its parameters out of
+# <code>ready</code>: the next backward begins anew.
+# </details>
+# <details><summary>Hint: the call</summary>
+# <code>dist.reduce_scatter_single(shard, row)</code> leaves the sum of this rank's part of all
+# rows in <code>shard</code>, of <code>layout.shard_numel</code> numbers.
+# </details>
+
+
+# %% tags=["exercise"] exercise="zero-3"
+class ShardedGrads:
+    """Stage 2: buckets of gradients leave during backward; `shards` holds this rank's parts."""
+
+    def __init__(self, buckets):
+        p = dist.get_world_size()
+        self.buckets, self.layouts = buckets, [FlatLayout.of(bucket, p) for bucket in buckets]
+        self.shards, self.ready = [None] * len(buckets), set()
+        for param in [param for bucket in buckets for param in bucket]:
+            param.register_post_accumulate_grad_hook(self.on_grad)
+
+    def on_grad(self, param):
+        """param.grad is complete."""
+        ### BEGIN SOLUTION: a full bucket is sent, its mean is kept, its gradients are freed
+        self.ready.add(param)
+        for n, (bucket, layout) in enumerate(zip(self.buckets, self.layouts, strict=True)):
+            if self.ready.issuperset(bucket):
+                row = layout.flatten([param.grad for param in bucket])
+                shard = row.new_empty(layout.shard_numel)
+                dist.reduce_scatter_single(shard, row)
+                mean = shard / dist.get_world_size()
+                self.shards[n] = mean if self.shards[n] is None else self.shards[n] + mean
+                for param in bucket:
+                    param.grad = None
+                self.ready.difference_update(bucket)
+        ### END SOLUTION
+
+
+# %% tags=["check"] exercise="zero-3"
+check("zero-3", ShardedGrads)
+
+# %% [markdown]
+# After backward $1/p$ of the gradients is left. But *during* it? The course's engine fills one
+# bucket while another one is under way. Four ranks, our small GPT in fp32, buckets of 64
+# KiB; its largest tensor, the embedding, is larger, and travels alone. By the gradients of
+# stage 1, how many are there at the fullest moment?
+
+# %% tags=["predict"]
+guess_fullest = predict("most gradients under stage 2, by those under stage 1 (like 3/4)")
+
+
+# %%
+def over_time(rank, p, stage):
+    engine = stage(GPT(tiny), torch.optim.AdamW, lr=1e-3, bucket_bytes=2**16)
+    for _ in range(2):
+        engine.zero_grad()
+        with lab.owned_over_time(engine) as ledger:
+            loss_on(engine, rank, p).backward()
+            engine.step()
+    return ledger
+
+
+ranks = worlds[4]
+one, two, three = (ranks.run(over_time, 4, stage)[0] for stage in stages)
+most = [max(ledger.bytes_by_kind["grads"]) for ledger in (one, two)]
+reveal(guess_fullest, most[1] / most[0])
+
+# %% tags=["picture"]
+title = f"Stage 1 piles up {most[0] / 2**10:.0f} KiB of gradients"
+show(memory(one, title), alt=f"{title}; they go in the step")
+title = f"Stage 2 never has more than {most[1] / 2**10:.0f} KiB of them"
+show(memory(two, title), alt=f"{title}; buckets come and go, and shards stay")
+
+# %% [markdown]
+# **A whole gradient lives for one bucket. Small buckets: less memory, more latencies.**
+#
+# ## 5 Stage 3: gather, use, free
+#
+# Now the parameters themselves. A module needs them in forward, and again in backward; between the
+# two there is only the shard.
+#
+# ### Exercise 4: a linear layer that owns a shard
+#
+# `whole(shard, layout)` gathers `weight` and `bias`. Write forward and backward. Budget: one
+# gather forward; one gather and one reduce-scatter backward; no whole weight is alive in between.
+# About 9 lines, 20 minutes.
+#
+# <details><summary>Hint: never freed</summary>
+# What <code>ctx</code> keeps, lives. Save <code>x</code> and <code>shard</code>, and gather again.
+# </details>
+# <details><summary>Hint: the gradients of a linear layer</summary>
+# For <code>y = x @ weight.T + bias</code>: <code>grad @ weight</code> for x,
+# <code>grad.T @ x</code> for the weight, <code>grad.sum(0)</code> for the bias.
+# </details>
+# <details><summary>Hint: invalid gradient, or too small</summary>
+# The gradient of the shard is a shard: of the mean over the ranks. That of x is this rank's own.
+# </details>
+
+
+# %% tags=["exercise"] exercise="zero-4"
+def whole(shard, layout):
+    """The tensors, put together out of all ranks' shards."""
+    row = shard.new_empty(layout.padded_numel)
+    dist.all_gather_single(row, shard.detach())
+    return layout.views(row)
+
+
+class ShardedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shard, layout):  # x: [tokens, in]
+        ### BEGIN SOLUTION: gather, use, and keep what is needed to do it again
+        ctx.save_for_backward(x, shard)
+        ctx.layout = layout
+        weight, bias = whole(shard, layout)
+        return F.linear(x, weight, bias)
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, grad):
+        ### BEGIN SOLUTION: gather again; gradients for x and the shard, None for layout
+        x, shard = ctx.saved_tensors
+        weight, _ = whole(shard, ctx.layout)
+        row = ctx.layout.flatten([grad.T @ x, grad.sum(0)])
+        mean = torch.empty_like(shard)
+        dist.reduce_scatter_single(mean, row)
+        return grad @ weight, mean / dist.get_world_size(), None
+        ### END SOLUTION
+
+
+def sharded_linear(x, shard, layout):
+    return ShardedLinear.apply(x, shard, layout)
+
+
+# %% tags=["check"] exercise="zero-4"
+check("zero-4", sharded_linear)
+
+# %% [markdown]
+# The course's `ZeRO3` does that for any module, with hooks. Here is its step over time. Our GPT's
+# embedding is tied: it is also the output layer. How often is it gathered in a step?
+
+# %% tags=["predict"]
+guess_gathers = predict("gathers of the tied embedding, in one step of stage 3")
+
+# %% tags=["picture"]
+held = three.bytes_by_kind["params"]
+sizes = [e.num_bytes for e in ranks.events if (e.kind, e.rank) == ("all_gather", 0)]
+title = f"Stage 3: {min(held) / 2**10:.0f} KiB of parameters, at moments {max(held) / 2**10:.0f}"
+show(memory(three, title), alt=f"{title}; each tooth is a module: gathered, used, freed")
+reveal(guess_gathers, sizes.count(max(sizes)) / 2)  # in two steps
+
+# %% [markdown]
+# The largest module sets the peak: cut the model into modules of equal size.
+#
+# Do all three stages compute what one process does? Four ranks, three steps, float64.
+
+
+# %%
+def train(rank, p, stage, steps, state=None):
+    torch.manual_seed(rank)  # other weights on each rank: the engine has to make them equal
+    engine = stage(GPT(tiny).double(), torch.optim.SGD, lr=0.3, momentum=0.9)
+    if state:
+        engine.load_full_state_dict(state)  # section 9
+    losses = []
+    for _ in range(steps):
+        engine.zero_grad()
+        loss = loss_on(engine, rank, p)
+        loss.backward()
+        engine.step()
+        dist.all_reduce(loss.detach_())
+        losses.append(loss.item() / p)
+    return losses, engine.full_state_dict()
+
+
+# %% tags=["check"]
+alone = worlds[1].run(train, 1, ZeRO1, 3)[0][1]["model"]
+for stage in stages:
+    found = ranks.run(train, 4, stage, 3)[3][1]["model"]
+    near = all((alone[name] - found[name]).abs().max() < 1e-12 for name in alone)
+    print(f"{stage.__name__} on 4 ranks: as one process, within 1e-12: {near}")
+
+# %% [markdown]
+# **Stage 3 owns everything once; a module's parameters are visitors.**
+#
+# ## 6 What travels, and when
+#
+# | | forward | backward | step |
+# |---|---|---|---|
+# | DDP | | all-reduce (once a step, lesson 06) | |
+# | stage 1 | | | reduce-scatter gradients, all-gather parameters |
+# | stage 2 | | reduce-scatter gradients | all-gather parameters |
+# | stage 3 | all-gather parameters | the same again, and reduce-scatter gradients | |
+#
+# A reduce-scatter costs as much as an all-gather; an all-reduce costs both. So what does each stage
+# send, compared with DDP? And stage 3 with 4 micro-batches in a step?
+
+# %% tags=["predict"]
+guess_one = predict("bytes of stage 1, by those of DDP")
+guess_three = predict("bytes of stage 3, by those of DDP")
+guess_four = predict("the same, with 4 micro-batches")
+
+# %%
+from course_lib.cost.sharded_traffic import RowTraffic, offload_trips, zero_traffic
+from course_lib.cost.tensor_traffic import sent_bytes
+
+
+def step_of(rank, p, stage, m):
+    """The collectives of a step with m micro-batches, and the rows that they are about."""
+    engine = stage(GPT(replace(tiny, tied=False)), torch.optim.SGD, lr=0.1)
+    with record() as log:
+        for _ in range(m):
+            (loss_on(engine, rank, p) / m).backward()
+        engine.step()
+    rows = [RowTraffic(num_bytes=one.layout.padded_numel * 4) for one in engine.param_rows]
+    return [event for event in log.events if event.kind in COMMUNICATION_KINDS], rows
+
+
+def by_ddp(calls, rows):  # bytes sent, by those of DDP
+    return sent_bytes(calls, 2) / sent_bytes(zero_traffic(0, rows), 2)
+
+
+# %% tags=["picture"]
+counts, curves, pair = [1, 2, 4], {}, worlds[2]
+for zero, stage in enumerate(stages, start=1):
+    steps = {m: pair.run(step_of, 2, stage, m)[0] for m in counts}
+    paper = [by_ddp(zero_traffic(zero, rows, m), rows) for m, (_, rows) in steps.items()]
+    measured = [by_ddp(*step) for step in steps.values()]
+    curves[f"stage {zero}"] = Voices(formula=paper, measurement=measured)
+reveal(guess_one, curves["stage 1"].measurement[0])
+reveal(guess_three, measured[0])
+reveal(guess_four, measured[2])
+title = f"Stage 3 sends {measured[0]:g} times what DDP does, {measured[2]:g} with 4 micro-batches"
+axes = {"x_label": "micro-batches in a step", "y_label": "sent, by what DDP sends"}
+show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the formula")
+
+# %% [markdown]
+# Stages 2 and 3 pay for *every* micro-batch: whole gradients have no place to wait, nor have whole
+# parameters. Who accumulates much and has the memory takes stage 1.
+#
+# **Stages 1 and 2 send what DDP sends, stage 3 half more; micro-batches multiply 2 and 3.**
+#
+# ## 7 Clip by the whole norm
+#
+# Gradients are often clipped: scaled down until their norm is at most `max_norm`. But a rank has a
+# shard of them.
+#
+# ### Exercise 5: one norm for all
+#
+# Scale the shards in place, and return what the norm was. Budget: one all-reduce of one number.
+# About 5 lines.
+#
+# <details><summary>Hint: it hangs</summary>
+# Whether to clip is known only after the all-reduce: every rank makes the call.
+# </details>
+
+
+# %% tags=["exercise"] exercise="zero-5"
+def clip_shards(grads, max_norm):
+    """Clip by the norm over all shards of all ranks; grads is a list of tensors."""
+    ### BEGIN SOLUTION: what adds up? And when is the factor 1?
+    squares = torch.stack([(grad**2).sum() for grad in grads]).sum()
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    for grad in grads:
+        grad.mul_(min(1.0, max_norm / norm.item()))
+    return norm
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="zero-5"
+check("zero-5", clip_shards)
+
+# %% [markdown]
+# With the local norm each rank scales its shard by a factor of its own. Nothing fails: the gradient
+# only points elsewhere. Engines have `engine.clip_grad_norm_(max_norm)`.
+#
+# **Whatever is a sum over all parameters needs one number from every rank.**
+#
+# ## 8 Offload
+#
+# What only the optimizer needs can wait in the host's memory, which is larger and cheaper. Each
+# step the gradient's shard travels there, the CPU steps, and new parameters travel back: in bf16,
+# $\frac{2N}{p}$ bytes each way. For 7.5 billion parameters on 4 ranks, over PCIe at 12 GB/s?
+
+# %% tags=["predict"]
+guess_trip = predict("trips of one step, over PCIe", unit="s")
+
+
+# %%
+def offloaded(rank, p):
+    engine = ZeRO2(GPT(tiny).bfloat16(), torch.optim.AdamW, lr=1e-3, offload=True)
+    loss_on(engine, rank, p).backward()
+    engine.step()
+    rows = [RowTraffic(num_bytes=one.layout.padded_numel * 2) for one in engine.param_rows]
+    return engine.offload.num_bytes, sum(offload_trips(2, rows, p))
+
+
+counted, on_paper = ranks.run(offloaded, 4)[0]
+print(f"the tiny GPT, stage 2: {counted} bytes of trips counted, {on_paper} on paper")
+there, back = offload_trips(2, [RowTraffic(num_bytes=2 * 7_500_000_000)], p=4)
+print(f"7.5 billion parameters on 4 ranks: {12 * 7.5 / 4} GB of the card are free")
+reveal(guess_trip, PCIE.time_s(there) + PCIE.time_s(back))
+
+# %% [markdown]
+# (Our ranks compute on the CPU, so the host is emulated by a second buffer: bytes are counted, the
+# seconds are PCIe's on paper.) Add the CPU's own step. Under stage 3 the parameters may wait there
+# too; then every gather begins with a trip.
+#
+# **Offload buys memory with PCIe: it pays where a step is long.**
+#
+# ## 9 One rank saves
+#
+# **Break it.** "Only rank 0 writes the file": the oldest habit of all. Here nobody has the whole
+# state, and `full_state_dict()` gathers it. Who waits for ever?
+
+# %% tags=["predict"]
+guess_hang = predict("who waits for ever?", choices=("rank 0", "the others", "nobody"))
+
+
+# %% tags=["failure", "raises-exception"]
+def save_on_rank_0(rank):
+    engine = ZeRO3(GPT(tiny), torch.optim.AdamW, lr=1e-3)
+    if rank == 0:
+        return engine.full_state_dict()["model"].keys()
+
+
+try:
+    worlds[3].run(save_on_rank_0)
+except RankError as hang:
+    reveal(guess_hang, "rank 0" if [wait.rank for wait in hang.waits] == [0] else "the others")
+    show(waiting(hang.waits, 3), alt="rank 0 waits in a gather for ranks 1 and 2, which have left")
+    raise
+
+# %% [markdown]
+# All ranks gather; *then* rank 0 writes. And the whole state has to fit into rank 0's memory, which
+# is what we wanted to avoid: at scale each rank saves its own shard (`engine.state_dict()`), which
+# is lesson 11. But shards of 2 ranks are no shards of 3. Save the whole at $p = 2$ under stage 2,
+# go on at $p = 3$ under stage 3: does the curve show it?
+
+# %% tags=["predict"]
+guess_gap = predict("is the resumed loss the same, to 1e-9?", choices=("yes", "no"))
+
+
+# %% tags=["picture"]
+never_stopped, _ = worlds[1].run(train, 1, ZeRO1, 12)[0]
+first, state = pair.run(train, 2, ZeRO2, 6)[0]
+second, _ = worlds[3].run(train, 3, ZeRO3, 6, state)[0]
+apart = max(abs(a - b) for a, b in zip(never_stopped, first + second, strict=True))
+reveal(guess_gap, "yes" if apart < 1e-9 else "no")
+title = f"6 steps on 2 ranks, 6 on 3: never more than {apart:.0e} from one process"
+axes = {"x_label": "step", "y_label": "loss", "note": "line: never stopped; dots: by 2, then by 3"}
+voices = Voices(formula=never_stopped, measurement=first + second)
+show(compare(range(1, 13), voices, title, **axes), alt=f"{title}; the dots lie on the line")
+
+# %% [markdown]
+# **Gathering is a collective: everybody, or nobody.**
+#
+# ## 10 The real thing
+#
+# PyTorch has stage 1: `ZeroRedundancyOptimizer`, behind DDP. It cuts between *whole tensors*. What
+# does the fullest of 4 ranks keep of Adam's state, compared with a quarter?
+
+# %% tags=["predict"]
+guess_fullest_rank = predict("state on PyTorch's fullest rank, by a quarter of all (like 4/3)")
+
+
+# %%
+from course_lib.ddp import DDP
+from course_lib.sharded_optimizer import ShardedOptimizer
+
+
+def side_by_side(rank, p):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    weights, state_kib = [], []
+    for optimizer_cls in (ShardedOptimizer, ZeroRedundancyOptimizer):
+        torch.manual_seed(0)
+        model = DDP(GPT(tiny).double())
+        optimizer = optimizer_cls(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        loss_on(model, rank, p).backward()
+        model.finish()
+        optimizer.step()
+        state_kib.append(lab.moment_bytes(optimizer) / 2**10)
+        weights.append([param.detach() for param in model.parameters()])
+    return state_kib, weights
+
+
+# %% tags=["picture"]
+found = ranks.run(side_by_side, 4)
+(ours, theirs), (kib, torch_kib) = found[0][1], zip(*(state for state, _ in found), strict=True)
+equal = all((a - b).abs().max() < 1e-12 for a, b in zip(ours, theirs, strict=True))
+print("the same weights, within 1e-12:", equal)
+reveal(guess_fullest_rank, max(torch_kib) / (sum(torch_kib) / 4))
+title = f"PyTorch's fullest rank keeps {max(torch_kib):.0f} KiB, ours {max(kib):.0f}"
+curves = {"ours: pieces": Voices(formula=[2 * 8 * num / 4 / 2**10] * 4, measurement=kib)}
+curves["PyTorch: whole tensors"] = Voices(measurement=torch_kib)
+axes = {"x_label": "rank", "y_label": "Adam's moments (KiB)"}
+show(compare(range(4), curves, title, **axes), alt=f"{title}; a quarter would be the line")
+
+# %% [markdown]
+# Pieces are even; whole tensors are kinder to optimizers that look at matrices. DeepSpeed wrote the
+# stages first. Where it is installed it takes steps, too, after ours. (Alive: all tensors that
+# Python knows of; the seconds are those of a busy CPU.)
+
+# %%
+from course_lib.frameworks import missing
+
+print(missing("deepspeed") or "DeepSpeed is installed.")
+for zero in (1, 2, 3):
+    for name in ["ours", "DeepSpeed"][: 1 if missing("deepspeed") else 2]:
+        steps = pair.run(lab.some_steps, tiny, BATCH, zero, name == "ours")[0]
+        words = "third loss {:.4f}, {:.0f} ms a step, {:.0f} KiB alive".format(*steps)
+        print(f"stage {zero}, {name:9}: {words}")
+
+# %% [markdown]
+# **The same numbers everywhere; frameworks differ in what they keep beside them.**
+#
+# ## 11 What would you choose?
+#
+# Bars: what a rank holds, against a card (dashed). Beside each name: how long its ranks talk in a
+# step.
+
+# %% tags=["picture"]
+from course_lib.display.zero_explorer import zero_explorer
+
+zero_explorer()
+
+# %% [markdown]
+# (Activations come on top. No stage makes them smaller: each rank computes the whole model.)
+#
+# **Take the lowest stage that fits.**
+#
+# ## What to keep
+#
+# - 16 bytes a parameter, $p$ times. Stage 1 cuts 12 of them, stage 2 two more, stage 3 the rest.
+# - Flat rows, equal shards: a number has one owner, and pieces of tensors are enough for Adam.
+# - Stages 1 and 2 send what DDP sends, stage 3 1.5 times as much; every micro-batch counts from
+#   stage 2 on.
+# - Freed means: nobody holds it, nor a view of it. Look at the storages.
+# - What concerns all parameters (a norm, a file) concerns all ranks.
+#
+# You can now say what a stage saves, what it costs, and prove that it computes the same. Lesson 10
+# makes stage 3 fast: gather the next block while this one computes.
+#
+# Read on: Rajbhandari et al. 2020 (ZeRO), sections 3, 5 and 7; Ren et al. 2021 (ZeRO-Offload).

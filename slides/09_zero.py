@@ -1,0 +1,99 @@
+"""The pictures of the deck 09_zero, drawn by the functions that the notebook calls."""
+
+import torch
+
+from course_lib.core import MODELS
+from course_lib.core.degrees import Degrees
+from course_lib.cost.sharded_traffic import RowTraffic, zero_traffic
+from course_lib.cost.tensor_traffic import sent_bytes
+from course_lib.display import Voices, compare
+from course_lib.display import memory as draw_memory
+from course_lib.display.flat_row import flat_row
+from course_lib.display.zero_explorer import draw_stages
+from course_lib.flat_shards import FlatLayout
+from course_lib.memory import model_states
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.ranks import Ranks
+from course_lib.zero import ZeRO2, ZeRO3
+from course_lib.zero_lab import TABLE_1_GB, owned_over_time
+
+RANKS = [1, 4, 16, 64, 256, 1024]
+
+
+def table():
+    """GB on a rank by stage, on paper and as published."""
+    curves = {}
+    for zero, printed in TABLE_1_GB.items():
+        states = [
+            model_states(7_500_000_000, "bf16", degrees=Degrees(dp=p, zero=zero)) for p in RANKS
+        ]
+        paper = [sum(one.values()) / 1e9 for one in states]
+        curves[f"stage {zero}"] = Voices(formula=paper, measurement=printed)
+    note = "7.5 billion parameters; lines: the formula; dots: Rajbhandari et al. 2020, Table 1"
+    labels = {"x_label": "ranks p", "y_label": "GB on a rank", "log": True, "note": note}
+    return compare(RANKS, curves, "64 ranks: 31.4, 16.6 or 1.88 GB of 120", **labels)
+
+
+def row():
+    """Four tensors in a row, cut for four ranks."""
+    layout = FlatLayout(((3, 4), (4,), (1,), (6,)), 4)
+    names = ("weight", "bias", "scale", "shift")
+    return flat_row(layout, names, "23 numbers on 4 ranks: 6 each, 1 filled up")
+
+
+def over_time(rank, stage):
+    """What rank 0 owns in the second step."""
+    engine = stage(GPT(MODELS["tiny"]), torch.optim.AdamW, lr=1e-3, bucket_bytes=2**16)
+    inputs, targets = next_tokens(token_batch(rank, batch=2, seq=16, vocab=256))
+    for _ in range(2):
+        engine.zero_grad()
+        with owned_over_time(engine) as ledger:
+            token_loss(engine(inputs), targets).backward()
+            engine.step()
+    return ledger
+
+
+def owned(stage, kind):
+    """A ledger of four real ranks, and the most of one kind in it, in KiB."""
+    with Ranks(4) as ranks:
+        ledger = ranks.run(over_time, stage)[0]
+    return ledger, max(ledger.bytes_by_kind[kind]) / 2**10
+
+
+def stage2():
+    """Gradients come and go."""
+    ledger, most = owned(ZeRO2, "grads")
+    return draw_memory(ledger, f"Stage 2, 4 ranks: never more than {most:.0f} KiB of gradients")
+
+
+def stage3():
+    """Parameters come and go."""
+    ledger, most = owned(ZeRO3, "params")
+    least = min(ledger.bytes_by_kind["params"]) / 2**10
+    return draw_memory(ledger, f"Stage 3: {least:.0f} KiB of parameters, at moments {most:.0f}")
+
+
+def traffic():
+    """Bytes sent by micro-batches, by those of DDP."""
+    counts, rows = [1, 2, 4, 8], [RowTraffic(num_bytes=2**20)]
+    ddp = sent_bytes(zero_traffic(0, rows), 4)
+    voices = {
+        f"stage {zero}": Voices(
+            formula=[sent_bytes(zero_traffic(zero, rows, m), 4) / ddp for m in counts]
+        )
+        for zero in (1, 2, 3)
+    }
+    title = "4 micro-batches: once, 2.5 times, 6 times what DDP sends"
+    labels = {"x_label": "micro-batches in a step", "y_label": "sent, by what DDP sends"}
+    return compare(counts, voices, title, **labels)
+
+
+def choose():
+    """The bars of the explorer."""
+    return draw_stages("llama-8b", "bf16", 8, "InfiniBand", 1)
+
+
+def pictures():
+    """All pictures by the names the deck calls them."""
+    draws = (table, row, stage2, stage3, traffic, choose)
+    return {draw.__name__: draw() for draw in draws}
