@@ -197,16 +197,16 @@ def test_a_flat_row_needs_its_names():
 
 
 @pytest.mark.parametrize(
-    ("p", "says"),
+    ("recipe", "p", "says"),
     [
-        (1, "on 1 rank fit into the h100 at no stage"),
-        (2, "on 2 ranks fit into the h100 with stage 2"),
-        (4, "on 4 ranks fit into the h100 with stage 1"),
+        ("bf16", 1, "on 1 rank fit into the h100 at no stage"),
+        ("bf16", 2, "on 2 ranks fit into the h100 with stage 1"),
+        ("fp32", 2, "on 2 ranks fit into the h100 with stage 2"),
     ],
 )
-def test_the_explorer_names_the_lowest_stage_that_fits(p, says):
-    assert says in stages_alt("llama-8b", "bf16", p)
-    assert draw_stages("llama-8b", "bf16", p, "NVLink", 4)
+def test_the_explorer_names_the_lowest_stage_that_fits(recipe, p, says):
+    assert says in stages_alt("llama-8b", recipe, p)
+    assert draw_stages("llama-8b", recipe, p, "NVLink", 4)
 
 
 def test_the_script_measures_under_torchrun(tmp_path):
