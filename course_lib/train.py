@@ -1,4 +1,4 @@
-"""Train the small GPT: `python -m course_lib.train --help`, also under torchrun.
+"""Train a GPT or a BERT: `python -m course_lib.train --help`, also under torchrun.
 
 Here is only the command line; `course_lib.training` knows what is trained, and how ranks agree.
 """
@@ -10,16 +10,15 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from course_lib.core.errors import CourseError
-from course_lib.core.presets import find_model
+from course_lib.core.presets import ENCODERS, find_model
 from course_lib.core.specs import ModelSpec, read_config
+from course_lib.training import options as o
 from course_lib.training.config import TrainConfig, one_of, positive
-from course_lib.training.split import SCHEDULES
 from course_lib.training.start import (
     BAD_INPUT,
     CTRL_C,
@@ -33,63 +32,6 @@ from course_lib.training.start import (
 from course_lib.training.strategies import STRATEGIES
 
 COMMAND = "python -m course_lib.train"
-
-Strategy = Annotated[
-    str | None,
-    typer.Option(
-        help=f"{', '.join(STRATEGIES)}. Without it: single for one copy of the model, ddp for more."
-    ),
-]
-Ranks = Annotated[int | None, typer.Option(help="Ranks to start here; tp * pp without it.")]
-Model = Annotated[
-    str, typer.Option(help="tiny, small, study-10m, another preset, or the path of a config.json.")
-]
-Layers = Annotated[int | None, typer.Option(help="Layers, instead of the preset's.")]
-Hidden = Annotated[int | None, typer.Option(help="Width, instead of the preset's.")]
-Heads = Annotated[int | None, typer.Option(help="Attention heads, instead of the preset's.")]
-Vocab = Annotated[
-    int | None, typer.Option(help="How many synthetic tokens there are, instead of the preset's.")
-]
-Data = Annotated[
-    str, typer.Option(help="synthetic, shakespeare (downloaded once), or the path of a text file.")
-]
-Steps = Annotated[
-    int, typer.Option(help="Optimizer steps in all, also when it goes on from a checkpoint.")
-]
-GlobalBatch = Annotated[int, typer.Option(help="Sequences in a step, all ranks together.")]
-MicroBatch = Annotated[
-    int | None,
-    typer.Option(
-        help="Sequences in one forward pass; the rest of a rank's share is accumulated, or with "
-        "--pp follows through the stages (without it: 2 * pp micro-batches)."
-    ),
-]
-Tp = Annotated[int, typer.Option(help="Ranks that share every layer (tensor parallel).")]
-SequenceParallel = Annotated[
-    bool, typer.Option("--sequence-parallel", help="With --tp, norms and dropout are shared too.")
-]
-Pp = Annotated[int, typer.Option(help="Stages of layers, a rank each (pipeline parallel).")]
-Schedule = Annotated[
-    str | None, typer.Option(help=f"With --pp: {', '.join(SCHEDULES)}. Without it: 1f1b.")
-]
-ModelChunks = Annotated[
-    int | None, typer.Option(help="Model chunks a rank of --schedule interleaved; 2 without it.")
-]
-Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
-Optimizer = Annotated[str, typer.Option(help="sgd or adamw.")]
-Lr = Annotated[
-    float | None, typer.Option(help="Learning rate; without it 0.001 for adamw and 0.1 for sgd.")
-]
-Dropout = Annotated[float, typer.Option(help="Probability that a number is dropped.")]
-Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
-Seed = Annotated[int, typer.Option(help="Decides the first weights and the data.")]
-BucketMib = Annotated[float, typer.Option(help="Size of a bucket of ddp and torch-ddp.")]
-Every = Annotated[int, typer.Option(help="Steps between two lines of output; 0: silent.")]
-Out = Annotated[
-    Path | None, typer.Option(help="Folder for run records and the checkpoint, such as runs/NAME.")
-]
-SaveEvery = Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")]
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -106,42 +48,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
 @app.command()
 def train(
     context: typer.Context,
-    strategy: Strategy = None,
-    ranks: Ranks = None,
-    model: Model = "tiny",
-    layers: Layers = None,
-    hidden: Hidden = None,
-    heads: Heads = None,
-    vocab: Vocab = None,
-    data: Data = "synthetic",
-    steps: Steps = 100,
-    global_batch: GlobalBatch = 16,
-    micro_batch: MicroBatch = None,
-    tp: Tp = 1,
-    sequence_parallel: SequenceParallel = False,
-    pp: Pp = 1,
-    schedule: Schedule = None,
-    model_chunks: ModelChunks = None,
-    seq: Seq = 64,
-    optimizer: Optimizer = "adamw",
-    lr: Lr = None,
-    dropout: Dropout = 0.0,
-    dtype: Dtype = "float32",
-    seed: Seed = 0,
-    bucket_mib: BucketMib = 25.0,
-    every: Every = 10,
-    out: Out = None,
-    save_every: SaveEvery = 0,
-    resume: Resume = False,
+    strategy: o.Strategy = None,
+    ranks: o.Ranks = None,
+    model: o.Model = "tiny",
+    layers: o.Layers = None,
+    hidden: o.Hidden = None,
+    heads: o.Heads = None,
+    vocab: o.Vocab = None,
+    data: o.Data = "synthetic",
+    steps: o.Steps = None,
+    epochs: o.Epochs = None,
+    global_batch: o.GlobalBatch = 16,
+    micro_batch: o.MicroBatch = None,
+    tp: o.Tp = 1,
+    sequence_parallel: o.SequenceParallel = False,
+    pp: o.Pp = 1,
+    schedule: o.Schedule = None,
+    model_chunks: o.ModelChunks = None,
+    seq: o.Seq = 64,
+    optimizer: o.Optimizer = "adamw",
+    lr: o.Lr = None,
+    clip_norm: o.ClipNorm = None,
+    dropout: o.Dropout = 0.0,
+    dtype: o.Dtype = "float32",
+    compute_dtype: o.ComputeDtype = None,
+    offload: o.Offload = False,
+    reshard: o.Reshard = True,
+    seed: o.Seed = 0,
+    bucket_mib: o.BucketMib = 25.0,
+    every: o.Every = 10,
+    out: o.Out = None,
+    save_every: o.SaveEvery = 0,
+    resume: o.Resume = False,
 ) -> None:
-    """Train a small GPT, on one rank or on many: ranks = dp * pp * tp. All give the same losses.
+    """Train a GPT or a BERT, on one rank or on many, ranks = dp * pp * tp: the losses are the same.
 
     \b
     python -m course_lib.train
     python -m course_lib.train --ranks 2 --strategy ddp --out runs/ddp
     python -m course_lib.train --ranks 4 --tp 2 --sequence-parallel
     python -m course_lib.train --ranks 4 --pp 2 --schedule zb-h1 --micro-batch 1
-    python -m course_lib.train --data shakespeare --model small --steps 500
+    python -m course_lib.train --ranks 2 --strategy fsdp --data shakespeare --model gpt2-char
+    python -m course_lib.train --model bert-tiny --data dialogues --seq 32 --strategy zero3
     python -m course_lib.train --ranks 2 --steps 5000 --out runs/long --save-every 100
     python -m course_lib.train --ranks 2 --steps 5000 --out runs/long --save-every 100 --resume
     torchrun --nproc-per-node 4 -m course_lib.train --strategy torch-ddp
@@ -192,6 +140,12 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
             f"--vocab: need synthetic data, a text has its own characters; got --data "
             f"{options['data']}. Try it without --vocab."
         )
+    if options["steps"] and options["epochs"]:
+        raise CourseError(
+            f"--epochs: need it without --steps; got {options['epochs']} and {options['steps']}."
+        )
+    options["steps"] = 100 if options["steps"] is None else options["steps"]
+    options["masked"] = options["model"] in ENCODERS
     options["model"] = _model(options)
     options["strategy"] = options["strategy"] or ("ddp" if num_ranks > one_copy else "single")
     options["out"] = str(options["out"]) if options["out"] else None
@@ -214,7 +168,7 @@ def _model(options: dict[str, Any]) -> ModelSpec:
     }
     given = {name: size for name, size in sizes.items() if size is not None}
     name = options["model"]
-    spec = read_config(name) if name.endswith(".json") else find_model(name)
+    spec = read_config(name) if name.endswith(".json") else ENCODERS.get(name) or find_model(name)
     if "hidden" in given:
         given["ffn_hidden"] = 4 * given["hidden"]
     return replace(spec, **given, name="own") if given else spec

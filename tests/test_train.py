@@ -41,7 +41,7 @@ def trained(rank, config):
     """What a rank has after training: its record, weights and optimizer state."""
     trainer = Trainer(rank, config)
     record = trainer.run()
-    moments = trainer.optimizer.state_dict()["state"]
+    moments = trainer.steps.optimizer.state_dict()["state"]
     return record, trainer.model.state_dict(), moments, trainer.progress
 
 
@@ -271,7 +271,7 @@ def say(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--strategy dpp", "--strategy: need one of single, naive-dp, ddp, torch-ddp; got 'dpp'"),
+        ("--strategy dpp", "--strategy: need one of single, naive-dp, ddp, torch-ddp, zero1, "),
         (
             "--strategy single --ranks 2",
             "need one copy of the model, dp = 1; got 2 ranks, dp = 2. Try",
@@ -301,7 +301,7 @@ def say(capsys, monkeypatch, tmp_path):
         ("--model nowhere.json", "need a config.json that can be read"),
         ("--model llama-405b", "this machine has"),
         ("--heads 3", "need hidden divisible by num_heads"),
-        ("--data nowhere.txt", "--data: need synthetic, shakespeare or the path"),
+        ("--data nowhere.txt", "--data: need synthetic, shakespeare, dialogues or the path"),
         ("--data shakespeare --vocab 9", "--vocab: need synthetic data"),
         ("--resume", "need a folder. Try --out runs/NAME"),
         ("--resume --out nowhere", "there is no nowhere/checkpoint.pt"),

@@ -40,9 +40,10 @@ class Teller:
         if self._bar:
             self._bar.update(self._task, completed=self.progress.step)
 
-    def loss(self, loss: float) -> None:
-        """The mean loss of the steps since the last call is known."""
-        note = f"loss {loss:.4f}  {self.tokens_per_s():,.0f} tokens/s"
+    def loss(self, loss: float, accuracy: float | None = None) -> None:
+        """The mean loss of the steps since the last call is known, and how many were guessed."""
+        guessed = "" if accuracy is None else f"accuracy {accuracy:.1%}  "
+        note = f"loss {loss:.4f}  {guessed}{self.tokens_per_s():,.0f} tokens/s"
         if self._bar:
             self._bar.update(self._task, note=note)
         elif self.every:

@@ -15,12 +15,14 @@ from course_lib.core.errors import CourseError, MeshError, ShapeError
 from course_lib.core.specs import ModelSpec, spec_fields
 from course_lib.core.units import format_bytes
 from course_lib.cost.params import count_params
+from course_lib.training.fits import COMPUTE_DTYPES, check_fits
 from course_lib.training.split import SCHEDULES, check_split, degrees_of, schedule_of
 
 LR = {"sgd": 0.1, "adamw": 1e-3}  # what works for the small models
 COPIES = {"sgd": 2, "adamw": 4}  # parameters, gradients, optimizer state
+SHARE_ALL = ("zero3", "fsdp", "torch-fsdp", "deepspeed-3", "accelerate-fsdp")
 DTYPES = {"float32": 4, "float64": 8}
-SOURCES = ("synthetic", "shakespeare")
+SOURCES = ("synthetic", "shakespeare", "dialogues")
 CHECKPOINT = "checkpoint.pt"
 
 
@@ -28,12 +30,18 @@ CHECKPOINT = "checkpoint.pt"
 class TrainConfig:
     """A training run. `global_batch = micro_batch * num_micro_batches * dp`.
 
+    masked        the model is a BERT, which guesses hidden tokens; else a GPT
+    epochs        how often all tokens of the data are read; None: as often as `steps` says
     tp, pp        ranks that share every layer, and stages of layers; dp = ranks / (tp * pp)
     schedule      of the stages; None: 1f1b if there are any
     model_chunks  of each rank, if interleaved; None: 2
     micro_batch   sequences in one forward pass; None: all of the rank's share at once, or with pp
                   2 * pp parts of it; what cannot be shared evenly gives the first a sequence more
-    data          "synthetic", "shakespeare", or the path of a text file
+    clip_norm     the most that the norm of the gradient may be; None: anything
+    offload       of zero1 to zero3 and deepspeed-1 to -3: the optimizer is in the host's memory
+    reshard       of fsdp and torch-fsdp: free a block between its forward and its backward
+    compute_dtype of fsdp: what is gathered and computed in; None: dtype
+    data          "synthetic", "shakespeare", "dialogues" or the path of a text file
     every         steps between two lines of output; 0: none
     out           folder for run records and the checkpoint; None: nothing is written
     save_every    steps between two checkpoints; 0: none
@@ -42,8 +50,10 @@ class TrainConfig:
     """
 
     model: ModelSpec
+    masked: bool = False
     strategy: str = "single"
     steps: int = 100
+    epochs: int | None = None
     global_batch: int = 16
     micro_batch: int | None = None
     tp: int = 1
@@ -54,8 +64,12 @@ class TrainConfig:
     seq: int = 64
     optimizer: str = "adamw"
     lr: float | None = None
+    clip_norm: float | None = None
     dropout: float = 0.0
     dtype: str = "float32"
+    compute_dtype: str | None = None
+    offload: bool = False
+    reshard: bool = True
     seed: int = 0
     data: str = "synthetic"
     bucket_mib: float = 25.0
@@ -67,11 +81,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         one_of("optimizer", self.optimizer, tuple(LR))
         one_of("dtype", self.dtype, tuple(DTYPES))
+        if self.compute_dtype is not None:
+            one_of("compute-dtype", self.compute_dtype, COMPUTE_DTYPES)
         if self.lr is None:
             object.__setattr__(self, "lr", LR[self.optimizer])
         for name in ("steps", "global_batch", "seq", "micro_batch", "lr", "bucket_mib"):
             positive(name, getattr(self, name))
-        for name in ("tp", "pp", "model_chunks"):
+        for name in ("tp", "pp", "model_chunks", "epochs", "clip_norm"):
             positive(name, getattr(self, name))
         self._fill_in_schedule()
         for name in ("every", "save_every", "seed", "dropout"):
@@ -86,6 +102,7 @@ class TrainConfig:
         if self.out is None and (self.save_every or self.resume):
             raise CourseError("--save-every, --resume: need a folder. Try --out runs/NAME.")
         check_split(self)
+        check_fits(self)
 
     def _fill_in_schedule(self) -> None:
         if self.schedule is None and self.pp > 1:
@@ -141,7 +158,8 @@ class TrainConfig:
         """Raises: CourseError if so many ranks of this machine need more than it has."""
         params_bytes = count_params(self.model) * DTYPES[self.dtype]  # whole, before it is split
         state_bytes = params_bytes * COPIES[self.optimizer]
-        need = num_ranks * max(state_bytes // (self.tp * self.pp), params_bytes)
+        shares = num_ranks if self.strategy in SHARE_ALL else self.tp * self.pp
+        need = num_ranks * max(state_bytes // shares, params_bytes)
         there = psutil.virtual_memory().total
         if need > there:
             raise CourseError(
@@ -172,7 +190,9 @@ class TrainConfig:
         """What must stay as it is when a run goes on: all that its numbers depend on."""
         spec = {**asdict(model), "name": ""}
         names = ("optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch")
-        return {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
+        same = {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
+        later = ("clip_norm", "compute_dtype")  # checkpoints of before do not have them
+        return same | {name: getattr(self, name) for name in later}
 
     def plain(self, model: ModelSpec, data: str, dp: int) -> dict[str, Any]:
         """The run in plain words, for its record."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.models import GPT
+from course_lib.models import BERT, GPT
 from course_lib.pipeline import split_model
 from course_lib.tensor_parallel import gather_tensors, parallelize, shard_tensors
 from course_lib.training.axes import Axes
@@ -22,15 +22,15 @@ Tensors = Mapping[str, Tensor]
 
 
 class Parts:
-    """This rank's part of a GPT that all ranks have built from the same seed.
+    """This rank's part of a model that all ranks have built from the same seed.
 
-    module   the GPT, with tp its layers' shards; with pp the stage of them
+    module   the model, with tp its layers' shards; with pp the stage of them
     params   its parameters, by their names in the whole model
     """
 
-    def __init__(self, whole: GPT, config: TrainConfig, axes: Axes) -> None:
+    def __init__(self, whole: GPT | BERT, config: TrainConfig, axes: Axes) -> None:
         self.axes = axes
-        if config.tp > 1:
+        if config.tp > 1 and isinstance(whole, GPT):  # a BERT is not split
             parallelize(whole, axes.mesh["tp"], config.sequence_parallel)
         name_of = {param: name for name, param in whole.named_parameters()}
         self._names = list(name_of.values())
@@ -38,7 +38,7 @@ class Parts:
         self._keys = {key: name_of[param] for key, param in keys}  # a tied one has two keys
         self.module: nn.Module = whole
         chunks: list[nn.Module] = [whole]
-        if config.pp > 1:
+        if config.pp > 1 and isinstance(whole, GPT):
             number, num_chunks = axes.number("pp"), config.model_chunks or 1
             stage = split_model(whole, config.pp, number, num_model_chunks=num_chunks)
             self.module, chunks = stage, list(stage.chunks)
@@ -72,7 +72,7 @@ class Parts:
             number: {kind: tensors[name] for kind, tensors in whole.items()}
             for number, name in enumerate(self._names if whole else ())
         }
-        groups = _groups(optimizer.state_dict(), len(self._names))
+        groups = groups_of(optimizer.state_dict(), len(self._names))
         return {
             "model": {key: model[name] for key, name in self._keys.items()},
             "optimizer": {"state": state, "param_groups": groups},
@@ -94,7 +94,7 @@ class Parts:
             number: {kind: tensors[name] for kind, tensors in mine.items()}
             for number, name in enumerate(self.params if mine else ())
         }
-        groups = _groups(state["optimizer"], len(self.params))
+        groups = groups_of(state["optimizer"], len(self.params))
         optimizer.load_state_dict({"state": own, "param_groups": groups})
 
     def _changed(
@@ -117,6 +117,6 @@ class Parts:
         return stages
 
 
-def _groups(state: Mapping[str, Any], num_params: int) -> list[dict[str, Any]]:
+def groups_of(state: Mapping[str, Any], num_params: int) -> list[dict[str, Any]]:
     """An optimizer's settings, for so many parameters."""
     return [{**group, "params": list(range(num_params))} for group in state["param_groups"]]

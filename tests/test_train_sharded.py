@@ -1,0 +1,347 @@
+"""The training script with shards instead of copies: the numbers of one process, GPT and BERT."""
+
+import sys
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+
+import cloudpickle
+import pytest
+import torch
+
+from course_lib.accumulation import split_micro_batches
+from course_lib.core import CourseError, ModelSpec
+from course_lib.core.records import read_runs
+from course_lib.frameworks import engine
+from course_lib.models import BERT, GPT, IGNORED, mask_tokens, masked_accuracy, token_loss
+from course_lib.models.data import mixed_seed
+from course_lib.models.dialogues import MASK, SPECIAL, Dialogues, generated_dialogues
+from course_lib.models.text import generated_text
+from course_lib.ranks import RankError
+from course_lib.training import data, loop
+from course_lib.training.config import TrainConfig
+from course_lib.training.loop import Trainer, train
+from course_lib.training.state import Progress
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+# an odd vocabulary and width make shards of uneven pieces; 7 sequences make uneven shares
+SPEC = ModelSpec(hidden=6, num_layers=2, num_heads=2, ffn_hidden=10, vocab=21, max_seq=8)
+UNTIED = replace(SPEC, tied=False, positions="rope", norm="rms", gated=True, bias=False, hidden=8)
+EXACT = TrainConfig(model=SPEC, steps=3, global_batch=7, seq=8, dtype="float64", every=0, lr=0.01)
+# few words are known, so most tokens are [UNK], and some sequences have nothing to guess
+TALK = replace(EXACT, masked=True, data="dialogues", model=replace(SPEC, vocab=len(SPECIAL) + 2))
+# the sums over tokens and shards run in another order; float64 rounds at 1e-16
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
+SHARDED = ("zero1", "zero2", "zero3", "fsdp", "torch-fsdp")
+
+
+def talks(say=print, *, vocab=TALK.model.vocab, tell=None):
+    """A few dialogues, without a network."""
+    return Dialogues.of(generated_dialogues(30), "talks", vocab)
+
+
+def trained(rank, configs):
+    """For each run: its record, the whole state on rank 0, and how far it is."""
+    data.load_dialogues = talks
+    found = []
+    for config in configs:
+        trainer = Trainer(rank, config)
+        record = trainer.run()
+        found.append((record, trainer.steps.gather(), trainer.progress))
+    return found
+
+
+def losses(record):
+    return [step["loss"] for step in record.steps]
+
+
+def same(whole, other, **tolerance):
+    """Are weights and optimizer states equal (to the last bit by default)?"""
+    tolerance = {"rtol": 0, "atol": 0} | tolerance
+    torch.testing.assert_close(dict(whole["model"]), dict(other["model"]), **tolerance)
+    state = whole["optimizer"].get("state", whole["optimizer"])
+    wanted = other["optimizer"].get("state", other["optimizer"])
+    torch.testing.assert_close(state, wanted, **tolerance)
+
+
+# -- the law: the numbers of one process ---------------------------------------------------------
+
+UNEVEN = [{"strategy": name} for name in SHARDED]
+CASES = [
+    *UNEVEN,
+    *({"strategy": name, "global_batch": 12, "micro_batch": 2} for name in SHARDED),
+    *({"strategy": name, "model": UNTIED, "optimizer": "sgd"} for name in ("zero3", "fsdp")),
+    *({"strategy": f"zero{stage}", "offload": True} for stage in (1, 2, 3)),
+    *({"strategy": name, "reshard": False} for name in ("fsdp", "torch-fsdp")),
+]
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_shards_give_the_losses_and_weights_of_one_process(pools, by_hand, p):
+    configs = [replace(EXACT, **case) for case in (CASES if p == 2 else UNEVEN)]
+    by_rank = pools(p).run(trained, configs)
+    hand = cache(lambda *sizes: by_hand(replace(EXACT, **dict(sizes))))
+    for number, config in enumerate(configs):
+        names = ("model", "optimizer", "global_batch")
+        expected, state = hand(*((name, getattr(config, name)) for name in names))
+        for results in by_rank:
+            record, _, progress = results[number]
+            torch.testing.assert_close(losses(record), expected, **TOLERANCE)
+            assert progress == Progress(step=3, tokens=3 * config.global_batch * 8)
+        same(by_rank[0][number][1], state, **TOLERANCE)
+        assert all(results[number][1] is None for results in by_rank[1:])
+
+
+def test_one_rank_runs_the_same_lines(pools, by_hand):
+    expected, state = by_hand(EXACT)
+    runs = pools(1).run(trained, [replace(EXACT, strategy=name) for name in SHARDED])[0]
+    for record, whole, _ in runs:
+        torch.testing.assert_close(losses(record), expected, **TOLERANCE)
+        same(whole, state, **TOLERANCE)
+
+
+def test_the_norm_that_is_clipped_is_that_of_the_whole_gradient(pools, by_hand):
+    config = replace(EXACT, clip_norm=0.05, optimizer="sgd", lr=1.0)
+    ((record, whole, _),) = pools(1).run(trained, [config])[0]
+    free, _ = by_hand(config)
+    assert abs(losses(record)[-1] - free[-1]) > 1e-3
+    names = ("ddp", *SHARDED)
+    for found in pools(2).run(trained, [replace(config, strategy=name) for name in names])[0]:
+        torch.testing.assert_close(losses(found[0]), losses(record), **TOLERANCE)
+        same(found[1], whole, **TOLERANCE)
+
+
+def test_sixteen_bits_compute_and_the_shards_keep_theirs(pools, by_hand):
+    expected, _ = by_hand(EXACT)
+    config = replace(EXACT, strategy="fsdp", compute_dtype="bfloat16")
+    for record, whole, _ in (results[0] for results in pools(2).run(trained, [config])):
+        torch.testing.assert_close(losses(record), expected, rtol=1e-2, atol=0)
+        assert losses(record) != expected
+        assert whole is None or {x.dtype for x in whole["model"].values()} == {torch.float64}
+
+
+# -- a BERT on dialogues -------------------------------------------------------------------------
+
+
+def bert_batch(config, n):
+    """What a BERT reads and has to guess, without any code of the training loop."""
+    tokens = talks().batch(n, batch=config.global_batch, seq=config.seq, seed=config.seed)
+    random = torch.Generator().manual_seed(mixed_seed(config.seed + 1, n))
+    vocab = config.model.vocab
+    return mask_tokens(tokens, random, vocab=vocab, mask=MASK, num_special=len(SPECIAL))
+
+
+def bert_by_hand(config):
+    """Losses, accuracies and state dicts of one process on the whole batch."""
+    torch.manual_seed(config.seed)
+    model, found = BERT(config.model).double(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
+    for n in range(config.steps):
+        inputs, targets = bert_batch(config, n)
+        logits = model(inputs)
+        loss = token_loss(logits, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append((loss.item(), masked_accuracy(logits, targets)))
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return *zip(*found, strict=True), state
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_hidden_words_count_alike_wherever_they_are(pools, p):
+    names = ("ddp", "zero2", "zero3", "fsdp", "torch-fsdp")
+    for changes in ({"global_batch": 7}, {"global_batch": 6, "micro_batch": 1}):
+        config = replace(TALK, **changes)
+        expected, accuracies, state = bert_by_hand(config)
+        results = pools(p).run(trained, [replace(config, strategy=name) for name in names])[0]
+        for record, whole, _ in results:
+            torch.testing.assert_close(losses(record), list(expected), **TOLERANCE)
+            assert [step["accuracy"] for step in record.steps] == list(accuracies)
+            same(whole, state, **TOLERANCE)
+
+
+def test_some_micro_batches_have_nothing_to_guess():
+    config = replace(TALK, global_batch=6)
+    hidden = [
+        (part != IGNORED).sum().item()
+        for n in range(config.steps)
+        for part in split_micro_batches(bert_batch(config, n)[1], 6)
+    ]
+    assert min(hidden) == 0 < max(hidden)
+
+
+def by_items(rank, config):
+    """Train with each sequence counted alike; the losses."""
+    data.load_dialogues, before = talks, loop.by_tokens
+    loop.by_tokens = lambda part, whole: len(part) / len(whole)
+    try:
+        return losses(train(rank, config))
+    finally:
+        loop.by_tokens = before
+
+
+def test_a_mean_of_means_has_other_losses(pools):
+    config = replace(TALK, strategy="fsdp", global_batch=6, lr=0.1)
+    expected, *_ = bert_by_hand(config)
+    for found in pools(2).run(by_items, config):
+        assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) > 1e-4
+
+
+def test_a_bert_reads_texts_and_synthetic_tokens_too(pools, tmp_path):
+    path = tmp_path / "play.txt"
+    path.write_text(generated_text(20))
+    config = replace(EXACT, masked=True, strategy="fsdp")
+    runs = pools(2).run(trained, [config, replace(config, data=str(path))])[0]
+    synthetic, text = (record.run for record, *_ in runs)
+    assert (synthetic["data"], synthetic["model"]["vocab"]) == ("synthetic, masked", 21)
+    assert text["model"]["vocab"] == len(set(generated_text(20))) + 1  # the one that hides
+    assert text["data"].endswith(", masked")
+
+
+# -- going on ------------------------------------------------------------------------------------
+
+
+def test_a_run_can_go_on_with_another_strategy_and_other_ranks(pools, by_hand, tmp_path):
+    legs = [(3, "zero2"), (2, "fsdp"), (1, "single"), (2, "torch-fsdp"), (3, "fsdp"), (2, "zero3")]
+    legs += [(2, "ddp"), (1, "zero1")]
+    config = replace(EXACT, steps=len(legs), out=str(tmp_path), save_every=1)
+    expected, state = by_hand(config)
+    found = []
+    for step, (p, name) in enumerate(legs):
+        run = replace(config, strategy=name, steps=step + 1, resume=step > 0)
+        found += losses(pools(p).run(train, run)[0])
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    saved = torch.load(config.checkpoint)
+    same(saved, state, **TOLERANCE)
+    GPT(SPEC).load_state_dict(saved["model"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"masked": True}, "need the data of .*, 'synthetic'; got 'synthetic, masked'"),
+        ({"clip_norm": 1.0}, "need the clip_norm of .*, None; got 1.0"),
+        ({"compute_dtype": "bfloat16"}, "need the compute_dtype of .*, None; got 'bfloat16'"),
+    ],
+)
+def test_what_changes_the_numbers_is_another_run(pools, tmp_path, changes, says):
+    config = replace(EXACT, strategy="fsdp", steps=1, out=str(tmp_path), save_every=1)
+    pools(2).run(train, config)
+    with pytest.raises(RankError, match=says):
+        pools(2).run(train, replace(config, resume=True, **changes))
+
+
+# -- what a rank holds, and what a run tells -----------------------------------------------------
+
+
+def test_the_record_tells_what_a_rank_holds(pools, tmp_path):
+    names = ("ddp", *SHARDED)
+    configs = [replace(EXACT, strategy=name, out=str(tmp_path / name)) for name in names]
+    pools(2).run(trained, configs)
+    held = {name: read_runs(tmp_path / name)[1].run["memory"] for name in names}
+    whole = held["ddp"]
+    assert whole["optim_state"] == 2 * whole["params"]
+    for name in SHARDED:
+        for kind in ("params", "optim_state", "grads"):
+            is_whole = (name in ("zero1", "zero2") and kind == "params") or (
+                name in ("zero1", "zero2", "zero3") and kind == "grads"  # on their way, or whole
+            )
+            assert is_whole or 0.4 < held[name][kind] / whole[kind] < 0.6, (name, kind)
+    for kinds in held.values():
+        assert kinds["peak"] >= kinds["params"] + kinds["grads"] + kinds["optim_state"]
+
+
+def test_epochs_are_as_many_tokens_as_there_are(pools, tmp_path, capsys):
+    path = tmp_path / "play.txt"
+    path.write_text(generated_text(20))
+    per_epoch = round(len(generated_text(20)) / (32 * 8))
+    config = replace(EXACT, data=str(path), strategy="fsdp", epochs=2, global_batch=32, every=2)
+    for record, _, progress in (found[0] for found in pools(2).run(trained, [config])):
+        assert progress.step == len(record.steps) == 2 * per_epoch > 2
+        assert record.run["steps"] == 2 * per_epoch
+        seconds = [step["end_s"] - step["start_s"] for step in record.steps]
+        assert record.run["epoch_s"] == pytest.approx(sum(seconds) / 2)
+    told = capsys.readouterr().out
+    assert f"an epoch of {per_epoch} steps" in told
+    assert "rank 0 holds params" in told
+
+
+def test_the_progress_line_tells_how_many_were_guessed(pools, capsys):
+    pools(2).run(trained, [replace(TALK, strategy="zero3", every=1)])
+    told = capsys.readouterr().out.splitlines()
+    assert all("accuracy" in line for line in told[:4])
+
+
+# -- frameworks ----------------------------------------------------------------------------------
+
+FLOAT32 = {"rtol": 1e-5, "atol": 1e-6}  # what their gradients travel in
+
+
+@pytest.mark.parametrize("package", ["deepspeed", "accelerate"])
+def test_frameworks_train_the_same(pools, by_hand, package):
+    pytest.importorskip(package)
+    names = [name for name in loop.STRATEGIES if name.startswith(package)]
+    if not find_spec("deepspeed"):
+        names.remove("accelerate-deepspeed")
+    configs = [replace(EXACT, dtype="float32", strategy=name) for name in names]
+    small = [one for one in configs if one.strategy != "accelerate-deepspeed"]
+    configs += [replace(one, global_batch=12, micro_batch=2) for one in small]
+    for config, (record, *_) in zip(configs, pools(2).run(trained, configs)[0], strict=True):
+        torch.testing.assert_close(losses(record), by_hand(config)[0], **FLOAT32)
+        assert record.run["memory"]["tensors"] > 0
+
+
+def without_packages(rank, config):
+    engine.find_spec, before = lambda name: None, engine.find_spec
+    try:
+        return train(rank, config)
+    finally:
+        engine.find_spec = before
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("deepspeed-2", "deepspeed"), ("accelerate-ddp", "accelerate")],
+)
+def test_a_missing_framework_is_one_sentence(pools, name, package):
+    config = replace(EXACT, dtype="float32", strategy=name)
+    with pytest.raises(RankError, match=rf"need {package} .* is not installed here\. Try pip"):
+        pools(2).run(without_packages, config)
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"strategy": "fsdp", "tp": 2}, "--strategy fsdp: need --tp 1 and --pp 1.* got 2 and 1"),
+        ({"strategy": "zero2", "pp": 2}, "--strategy zero2: need --tp 1 and --pp 1"),
+        ({"strategy": "deepspeed-1", "pp": 2}, "--strategy deepspeed-1: need --tp 1"),
+        ({"strategy": "fsdp", "offload": True}, "--offload: need --strategy zero1, .* got fsdp"),
+        ({"strategy": "deepspeed-0", "offload": True}, "--offload: need .* got deepspeed-0"),
+        ({"strategy": "zero3", "reshard": False}, "--no-reshard: need --strategy fsdp or torch-"),
+        ({"compute_dtype": "bfloat16"}, "--compute-dtype: need --strategy fsdp; got single"),
+        ({"strategy": "fsdp", "compute_dtype": "half"}, "--compute-dtype: need one of bfloat16"),
+        ({"clip_norm": 0.0}, "--clip-norm: need more than 0; got 0"),
+        ({"clip_norm": 1.0, "tp": 2}, "--clip-norm: need --tp 1 and --pp 1"),
+        ({"strategy": "accelerate-fsdp", "clip_norm": 1.0}, "--clip-norm: need a strategy of the"),
+        ({"strategy": "deepspeed-3"}, "--dtype: need float32 with deepspeed-3"),
+        (
+            {"strategy": "deepspeed-3", "save_every": 1, "out": "x"},
+            "need a strategy that saves the state of one process; got deepspeed-3",
+        ),
+        (
+            {"strategy": "accelerate-deepspeed", "dtype": "float32", "micro_batch": 2},
+            "--micro-batch: need a strategy that steps apart",
+        ),
+        ({"masked": True, "tp": 2}, "--model own: need --tp 1 and --pp 1 for a BERT"),
+        ({"data": "dialogues"}, "--data dialogues: need a BERT, .* got the GPT own"),
+        ({"epochs": 2}, "--epochs: need data with an end; got synthetic"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(changes, says):
+    with pytest.raises(CourseError, match=says):
+        replace(EXACT, **changes)
