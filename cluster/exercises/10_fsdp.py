@@ -1,0 +1,156 @@
+"""Lesson 10 outside of the notebook: what do freeing, prefetch and bf16 do to a step, here?
+
+torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 cluster/exercises/10_fsdp.py
+
+A model takes a few steps under FSDP in several ways, and under PyTorch's; they take turns, so that
+whatever else the network does falls on all. `--model gpt2-char` and `--model bert-dialogues` have
+the sizes of a study on one card and on two. Predict first: which way is fastest, which holds least?
+Run it on 1, 2 and 4 cards of a node, then over two nodes. Each rank leaves its run record in
+runs/10_fsdp, or where `--record-to` says.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.core import COMMUNICATION_KINDS, CourseError
+from course_lib.core.presets import ENCODERS, find_model
+from course_lib.core.specs import ModelSpec
+from course_lib.core.units import format_bytes
+from course_lib.cost.tensor_traffic import sent_bytes
+from course_lib.frameworks import fully_sharded
+from course_lib.fsdp import FSDP
+from course_lib.fsdp_lab import resident_over_time
+from course_lib.models import BERT, GPT, mask_tokens, next_tokens, token_batch, token_loss
+from course_lib.models.bert import EncoderBlock
+from course_lib.models.gpt import Block
+from course_lib.ranks import launch, record, span
+from course_lib.ranks.world import rank_device
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-4)
+WAYS: dict[str, dict[str, Any]] = {
+    "freed": {},
+    "kept": {"reshard_after_forward": False},
+    "no prefetch": {"prefetch": False},
+    "bf16": {"compute_dtype": torch.bfloat16},
+}
+THEIRS = "PyTorch, freed"
+
+
+def spec_of(name: str) -> ModelSpec:
+    """A GPT's or a BERT's.
+
+    Raises: CourseError for a name that is neither
+    """
+    return ENCODERS[name] if name in ENCODERS else find_model(name)
+
+
+def batch_of(rank: int, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a rank, from a seed."""
+    spec, device = spec_of(args.model), rank_device()
+    seq = min(args.seq, spec.max_seq)
+    if args.model in ENCODERS:
+        tokens = token_batch(rank, batch=args.batch, seq=seq - 1, vocab=spec.vocab)
+        random = torch.Generator().manual_seed(rank)
+        pair = mask_tokens(tokens, random, vocab=spec.vocab, mask=0, num_special=1)
+    else:
+        pair = next_tokens(token_batch(rank, batch=args.batch, seq=seq, vocab=spec.vocab))
+    return pair[0].to(device), pair[1].to(device)
+
+
+def prepared(args: argparse.Namespace) -> dict[str, tuple[nn.Module, Callable[[Tensor], Any]]]:
+    """By name: a model to call, and what is done with its loss."""
+    kind: type[nn.Module] = BERT if args.model in ENCODERS else GPT
+    unit = EncoderBlock if kind is BERT else Block
+    made: dict[str, tuple[nn.Module, Callable[[Tensor], Any]]] = {}
+    for name, options in WAYS.items():
+        torch.manual_seed(0)
+        model = FSDP(kind(spec_of(args.model)).to(rank_device()), **options)
+        made[name] = (model, partial(step, ADAMW(model.parameters())))
+    torch.manual_seed(0)
+    theirs = fully_sharded(kind(spec_of(args.model)).to(rank_device()), ADAMW, unit=unit)
+    return made | {THEIRS: (theirs.model, theirs.step)}
+
+
+def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Backward and the optimizer's step."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
+    """The median step of each way, in seconds."""
+    ways, (inputs, targets) = prepared(args), batch_of(rank, args)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    notes: dict[str, str] = {}
+    for turn in range(args.turns + 2):  # the first step learns the order of the units
+        for name, (model, finish) in ways.items():
+            dist.barrier()
+            start_s = time.perf_counter()
+            with record() as log, span("compute", name):
+                finish(token_loss(model(inputs), targets))
+                if inputs.is_cuda:
+                    torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start_s)
+            if turn == 1:
+                notes[name] = (
+                    f"{format_bytes(sent_bytes(calls_in(log.events), dist.get_world_size()))} sent"
+                )
+    for name, (model, _) in ways.items():
+        if isinstance(model, FSDP):
+            with resident_over_time(model) as ledger:
+                token_loss(model(inputs), targets).backward()
+            model.zero_grad()
+            notes[name] += (
+                f", at most {format_bytes(max(ledger.bytes_by_kind['params']))} of parameters"
+            )
+    found = {name: median(times[2:]) for name, times in seconds.items()}
+    if rank == 0:
+        print_table(found, notes, args, inputs)
+    return found
+
+
+def calls_in(events: list[Any]) -> list[Any]:
+    """The communication in it."""
+    return [event for event in events if event.kind in COMMUNICATION_KINDS]
+
+
+def print_table(
+    found: dict[str, float], notes: dict[str, str], args: argparse.Namespace, inputs: Tensor
+) -> None:
+    """One line a way."""
+    p = dist.get_world_size()
+    print(f"{args.model} on {p} rank{'s' * (p > 1)}, AdamW; medians", flush=True)
+    for name, seconds in found.items():
+        rate = p * inputs.numel() / seconds
+        print(
+            f"{name:>15}: {seconds * 1e3:8.1f} ms a step, {rate:8.0f} tokens/s, {notes[name]}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="small", help="small, gpt2-char, bert-dialogues ...")
+    parser.add_argument("--batch", type=int, default=1, help="sequences on each rank")
+    parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence")
+    parser.add_argument("--turns", type=int, default=5, help="steps of each way")
+    parser.add_argument("--record-to", default="runs/10_fsdp", metavar="FOLDER")
+    arguments = parser.parse_args()
+    try:
+        spec_of(arguments.model)
+    except CourseError as problem:
+        parser.error(str(problem))
+    if min(arguments.batch, arguments.turns) < 1 or arguments.seq < 2:
+        parser.error("need --batch and --turns above 0, and --seq above 1")
+    launch(sweep, arguments, record_to=arguments.record_to)

@@ -1,0 +1,644 @@
+# %% [markdown]
+# # 10 FSDP: gather, use, free
+#
+# ZeRO's stage 3 keeps every number once, and gathers a module when it computes. Done naively, every
+# rank waits for every gather. *Fully sharded data parallelism* makes it fast: it gathers whole
+# blocks, and while one computes, the next one is on its way. As always: **predict**, **run**,
+# **compare**.
+#
+# | symbol | in code | meaning |
+# |---|---|---|
+# | $p$ | `p` | ranks, each with its part of the batch |
+# | $N$ | `N` | parameters of the model |
+# | unit | `unit` | modules that are gathered and freed as one: a block |
+# | root | unit 0 | what lies in no block: embedding, head, last norm |
+# | $N_i$ | `numels[i]` | parameters of unit $i$ |
+
+# %%
+# %load_ext course_lib.ranks
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from course_lib import fsdp_lab as lab
+from course_lib.checks import check
+from course_lib.core import COMMUNICATION_KINDS, MODELS, Link
+from course_lib.cost import fsdp_overlap, fsdp_plan
+from course_lib.cost.tensor_traffic import sent_bytes
+from course_lib.display import Voices, compare, memory, predict, reveal, show, timelines
+from course_lib.flat_shards import FlatLayout
+from course_lib.fsdp import FSDP
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.ranks import RankError, Ranks, record
+
+# %% [markdown]
+# ## 1 Units
+#
+# A unit's parameters lie in one **flat row**, cut into $p$ equal shards (lesson 09). A row is
+# gathered before its block computes, and freed after. One message a block, not one a parameter.
+#
+# What is the most that a rank holds of the parameters? Its shards; the root, which stays whole from
+# forward to backward; and the largest block, together with the next one, which is already on its
+# way. GPT-2 in fp32, on 4 ranks: how much is that at the fullest moment?
+
+# %% tags=["predict"]
+with torch.device("meta"):  # shapes without memory
+    gpt2 = GPT(MODELS["gpt2"])
+block = sum(param.numel() for param in gpt2.blocks[0].parameters())
+root = sum(param.numel() for param in gpt2.parameters()) - 12 * block
+print(f"{4 * (root + 12 * block) / 1e6:.0f} MB: ", end="")
+print(f"the root {4 * root / 1e6:.0f} MB, each of 12 blocks {4 * block / 1e6:.0f} MB")
+guess_peak = predict("parameters on a rank at the fullest moment", unit="MB")
+
+# %%
+sizes = fsdp_plan.UnitSizes(numels=(root, *[block] * 12), p=4)
+reveal(guess_peak, fsdp_plan.peak_param_bytes(sizes) / 1e6)
+one_unit = fsdp_plan.UnitSizes(numels=(root + 12 * block,), p=4)
+print(f"all in one unit: {fsdp_plan.peak_param_bytes(one_unit) / 1e6:.0f} MB, more than the model")
+
+# %% [markdown]
+# Now real ranks and a small GPT with four blocks. `lab.resident_over_time` reads the storages
+# whenever something is gathered or freed; `fsdp_plan` has the same step on paper.
+
+# %%
+four = Ranks(4)
+spec = replace(MODELS["tiny"], num_layers=4)
+BATCH = next_tokens(token_batch(0, batch=12, seq=16, vocab=256))
+
+
+def loss_on(model, rank, p):  # on this rank's part of the batch
+    return token_loss(model(BATCH[0][rank::p]), BATCH[1][rank::p])
+
+
+def one_step(rank, p, **options):
+    """The bytes over a step, its messages, and what the plan has to know."""
+    model = FSDP(GPT(spec), **options)
+    for _ in range(2):  # the first step learns the order of the units
+        model.zero_grad()
+        with lab.resident_over_time(model) as ledger, record() as log:
+            loss_on(model, rank, p).backward()
+    calls = [event for event in log.events if event.kind in COMMUNICATION_KINDS]
+    return ledger, calls, lab.sizes_of(model)
+
+
+# %% tags=["picture"]
+from itertools import pairwise
+
+
+def teeth(numbers):  # KiB, each change once
+    return [now / 2**10 for last, now in pairwise([None, *numbers]) if now != last]
+
+
+ledger, calls, sizes = four.run(one_step, 4)[0]
+held = teeth(ledger.bytes_by_kind["params"])
+paper = teeth(fsdp_plan.fsdp_ledger(sizes).bytes_by_kind["params"])
+peak = fsdp_plan.peak_param_bytes(sizes) / 2**10
+title = f"Gather, use, free: at most {max(held):.0f} KiB; the formula says {peak:.0f}"
+axes = {"x_label": "gathers and frees of a step", "y_label": "parameters on a rank (KiB)"}
+figure = compare(range(len(held)), Voices(formula=paper, measurement=held), title, **axes)
+show(figure, alt=f"{title}; each dot lies on the line")
+
+# %% [markdown]
+# A wide tooth in the middle would be the whole model. It is not there.
+#
+# ### Exercise 1: a unit
+#
+# `self.shard` is this rank's part. `gather()` fills the row, and makes the parameters views of it:
+# `param.data = view`. `free()` makes them empty (`row.new_empty(0)`), and gives the bytes back.
+#
+# How? Between forward and backward, autograd holds views of the row, so dropping it frees nothing.
+# But its storage can be emptied and filled again: `row.untyped_storage().resize_(0)`, later
+# `.resize_(num_bytes)`. Budget: one all-gather. About 11 lines, 20 minutes.
+#
+# <details><summary>Hint: the shard has no storage</summary>
+# A slice is a view of the row, and goes with it: <code>.clone()</code>.
+# </details>
+# <details><summary>Hint: where are the views from?</summary>
+# <code>self.layout.flatten(params)</code> makes the row, <code>self.layout.views(row)</code> looks
+# at it.
+# </details>
+# <details><summary>Hint: originals are alive</summary>
+# They live until <code>param.data</code> is something else. <code>__init__</code> may end with
+# <code>self.free()</code>.
+# </details>
+
+
+# %% tags=["exercise"] exercise="fsdp-1"
+class FlatUnit:
+    """A module's parameters: a shard of them always, the whole row from gather() to free()."""
+
+    def __init__(self, module):
+        self.params = list(module.parameters())
+        self.layout = FlatLayout.of(self.params, dist.get_world_size())
+        ### BEGIN SOLUTION: the row, self.shard, and nothing else that is large
+        self.row = self.layout.flatten(self.params)
+        self.row_bytes = self.row.nbytes
+        self.shard = self.row[self.layout.shard_slice(dist.get_rank())].clone()
+        self.free()
+        ### END SOLUTION
+
+    def gather(self):
+        ### BEGIN SOLUTION: bytes, numbers, views
+        self.row.untyped_storage().resize_(self.row_bytes)
+        dist.all_gather_single(self.row, self.shard)
+        for param, view in zip(self.params, self.layout.views(self.row), strict=True):
+            param.data = view
+        ### END SOLUTION
+
+    def free(self):
+        ### BEGIN SOLUTION: no views, no bytes
+        for param in self.params:
+            param.data = self.row.new_empty(0)
+        self.row.untyped_storage().resize_(0)
+        ### END SOLUTION
+
+
+# %% tags=["check"] exercise="fsdp-1"
+check("fsdp-1", FlatUnit)
+
+# %% [markdown]
+# **Peak: the shards, the root, the largest unit and the next one.**
+#
+# ## 2 Backward
+#
+# The block is empty again when backward comes. So a hook on the *output* gathers it once more, the
+# moment the output's gradient is there. Then the block's own gradients arrive, one by one
+# (lesson 06); with the last one, the row of gradients leaves as **one reduce-scatter**, and each
+# rank keeps its shard of the mean. How many whole blocks lie between forward and backward?
+#
+# ### Exercise 2: the hooks of a unit
+#
+# `unit` has `params`, `layout`, `shard`, `gather()` and `free()`. After backward, the mean is in
+# `unit.shard.grad` (added to what is there), and nothing whole is left: no row, no `param.grad`.
+# Budget: a gather and a free in forward; a gather, a reduce-scatter and a free in backward. About
+# 13 lines, 25 minutes.
+#
+# <details><summary>Hint: a hook on a tensor</summary>
+# <code>output.register_hook(f)</code> calls <code>f(grad)</code>. What f returns replaces the
+# gradient, unless it is None. Without gradients (evaluation) there is nothing to hook:
+# <code>output.requires_grad</code>.
+# </details>
+# <details><summary>Hint: the second backward sends nothing</summary>
+# <code>missing</code> has to be full again.
+# </details>
+# <details><summary>Hint: the tail</summary>
+# The row is longer than the gradients. <code>unit.layout.flatten(grads)</code> puts zeros there.
+# </details>
+
+
+# %% tags=["exercise"] exercise="fsdp-2"
+class Hooks:
+    """Gather a unit, use it, free it; twice a step."""
+
+    def __init__(self, module, unit):
+        self.unit, self.missing = unit, set(unit.params)  # missing: whose gradient is not there
+        module.register_forward_pre_hook(self.before_forward)
+        module.register_forward_hook(self.after_forward)
+        for param in unit.params:
+            param.register_post_accumulate_grad_hook(self.on_grad)
+
+    def before_forward(self, module, args):
+        ### BEGIN SOLUTION: one line
+        self.unit.gather()
+        ### END SOLUTION
+
+    def after_forward(self, module, args, output):
+        ### BEGIN SOLUTION: free; and what happens when the output's gradient is there?
+        self.unit.free()
+        if output.requires_grad:
+            output.register_hook(lambda grad: self.unit.gather())
+        ### END SOLUTION
+
+    def on_grad(self, param):
+        ### BEGIN SOLUTION: with the last one: send, keep the mean, clear, free
+        self.missing.discard(param)
+        if not self.missing:
+            unit = self.unit
+            row = unit.layout.flatten([param.grad for param in unit.params])
+            mean = torch.empty_like(unit.shard)
+            dist.reduce_scatter_single(mean, row)
+            mean = mean / dist.get_world_size()
+            unit.shard.grad = mean if unit.shard.grad is None else unit.shard.grad + mean
+            for param in unit.params:
+                param.grad = None
+            self.missing = set(unit.params)
+            unit.free()
+        ### END SOLUTION
+
+
+# %% tags=["check"] exercise="fsdp-2"
+check("fsdp-2", Hooks)
+
+# %% [markdown]
+# The course's `FSDP(module)` does this for every member of a `ModuleList`, and for the root. Its
+# `parameters()` are the shards, so any optimizer steps them. (What is frozen has a row of its own,
+# without a reduce-scatter.) Does it compute what one process does?
+
+
+# %%
+def train(rank, p):
+    torch.manual_seed(rank)  # other weights on each rank: FSDP has to make them equal
+    model = FSDP(GPT(spec).double())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for _ in range(3):
+        sgd.zero_grad()
+        loss_on(model, rank, p).backward()
+        sgd.step()
+    return model.full_state_dict()
+
+
+# %% tags=["check"]
+single, pair = Ranks(1), Ranks(2)
+alone = single.run(train, 1)[0]
+for p, ranks in {2: pair, 4: four}.items():
+    found = ranks.run(train, p)[p - 1]
+    near = all((alone[name] - found[name]).abs().max() < 1e-12 for name in alone)
+    print(f"{p} ranks, after 3 steps: as one process, within 1e-12: {near}")
+
+# %% [markdown]
+# **Gathered twice, reduced once; between them only shards.**
+#
+# ## 3 To free or not to free
+#
+# Why free a block after forward, if backward needs it again? With `reshard_after_forward=False` it
+# stays. Plain data parallelism sends its gradients in an all-reduce, which is a reduce-scatter and
+# an all-gather. How much does FSDP send, by that: if it frees, and if it does not?
+
+# %% tags=["predict"]
+guess_free = predict("bytes sent, freed after forward, by plain DP (like 3/4)")
+guess_keep = predict("bytes sent, kept until backward, by plain DP")
+
+
+# %% tags=["picture"]
+from course_lib import fsdp_beside as beside
+
+sent, peaks = {}, {}
+ddp = sum(map(sizes.grad_bytes, range(5))) * 2 * 3 / 4
+for name, frees in {"freed": True, "kept": False}.items():
+    ledger, calls, sizes = four.run(one_step, 4, reshard_after_forward=frees)[0]
+    paper = fsdp_plan.fsdp_traffic(sizes, reshard_after_forward=frees)
+    theirs = four.run(beside.torchs_calls, spec, BATCH, frees)[0]
+    sent[name] = [sent_bytes(found, 4) / ddp for found in (paper, calls, theirs)]
+    peaks[name] = ledger
+    words = "formula {:.3f}, ours {:.3f}, PyTorch's {:.3f} of plain DP"
+    print(f"{name}: {words.format(*sent[name])}")
+reveal(guess_free, sent["freed"][1])
+reveal(guess_keep, sent["kept"][1])
+title = f"Freed, {sent['freed'][1]:.2f} times as much is sent, and less is held"
+show(memory(peaks, title), alt=f"{title}: bars at the fullest moment of a step")
+
+# %% [markdown]
+# Without a root it would be 1.5: the root is gathered once, because it is needed last in forward
+# and first in backward. The formula, our ranks and PyTorch's `fully_shard` count the same.
+#
+# **Freeing costs half as much again on the wire, and buys the memory of the model.**
+#
+# ## 4 Who leaves when
+#
+# An emulated wire and layers that sleep (lesson 06): five of them, and each gather takes about as
+# long as a forward. How long is a step if every gather waits until it is needed, and how long if
+# the next one leaves before this one computes?
+
+# %%
+wire = Link(name="slow Ethernet", latency_s=2e-3, bytes_per_s=10e6)
+slow = Ranks(2, link=wire)
+build = partial(lab.EmulatedModel, num_layers=5, forward_s=0.015, backward_s=0.03)
+runs = {"on demand": {"prefetch": False}, "prefetch": {"prefetch": True}}
+emulated = fsdp_plan.UnitSizes(numels=(0, *[2**16] * 5), p=2)
+times = lab.emulated_times(build())
+plan = {
+    name: fsdp_overlap.fsdp_step(times, emulated, 2, wire, **options)
+    for name, options in runs.items()
+}
+step_ms = {name: 1e3 * max(event.end_s for event in events) for name, events in plan.items()}
+gather_ms = 1e3 * plan["prefetch"][0].duration_s
+print(f"computing {times.compute_s * 1e3:.0f} ms, a gather {gather_ms:.0f} ms, and so a reduce")
+print(f"on demand, on paper: {step_ms['on demand']:.0f} ms")
+
+# %% tags=["predict"]
+guess_step = predict("a step with prefetch", unit="ms")
+
+# %% tags=["picture"]
+from course_lib.overlap_lab import emulated_loss
+
+measured = lab.measure_fsdp(slow, build, emulated_loss, runs, turns=5)
+reveal(guess_step, step_ms["prefetch"])
+rows = {
+    "measured, on demand": measured["on demand"].events,
+    "predicted, with prefetch": plan["prefetch"],
+    "measured, with prefetch": measured["prefetch"].events,
+}
+rows = {name: [event for event in events if event.rank == 0] for name, events in rows.items()}
+before, after = (1e3 * measured[name].step_s for name in runs)
+title = f"Prefetch: {after:.0f} ms in place of {before:.0f} ms"
+show(timelines(rows, title, link=wire), alt=f"{title}; gathers lie beneath the computing")
+
+# %% [markdown]
+# Two things still show: the first gather, and the first one of backward.
+#
+# ### Exercise 3: the order of a step
+#
+# Write what a rank does: `("gather", i)` when the message *leaves*, `("forward", i)`,
+# `("backward", i)`, `("free", i)`. Units are numbered 0 to $n-1$; there is no root. With prefetch
+# one unit ahead leaves before this one computes, in backward too. What is there, or on its way, is
+# not gathered again. About 14 lines.
+#
+# <details><summary>Hint: twice the same</summary>
+# A helper for both passes: this unit, and the one that follows if there is one; gather what is not
+# in a set <code>there</code>.
+# </details>
+
+
+# %% tags=["exercise"] exercise="fsdp-3"
+def order_of(num_units, reshard_after_forward, prefetch):
+    """A list of (kind, unit)."""
+    moves, there = [], set()
+    ### BEGIN SOLUTION: forward from 0 on, backward from the last one on
+
+    def use(kind, unit, following):
+        for one in [unit, following] if prefetch else [unit]:
+            if 0 <= one < num_units and one not in there:
+                there.add(one)
+                moves.append(("gather", one))
+        moves.append((kind, unit))
+
+    for unit in range(num_units):
+        use("forward", unit, unit + 1)
+        if reshard_after_forward:
+            there.discard(unit)
+            moves.append(("free", unit))
+    for unit in reversed(range(num_units)):
+        use("backward", unit, unit - 1)
+        moves.append(("free", unit))
+    ### END SOLUTION
+    return moves
+
+
+# %% tags=["check"] exercise="fsdp-3"
+check("fsdp-3", order_of)
+
+# %% [markdown]
+# And a large model? 8 billion parameters in bf16 on 8 cards, 2,048 tokens on each. Fewer, larger
+# units pay fewer latencies, and more memory. Where does prefetch stop helping?
+
+# %% tags=["picture"]
+from course_lib.display.fsdp_explorer import fsdp_explorer
+
+fsdp_explorer()
+
+# %% [markdown]
+# **Let the next unit leave before this one computes: what the wire keeps up with costs no time.**
+#
+# ## 5 Two precisions
+#
+# The optimizer needs fp32, or small steps are lost (lesson 03). But what travels and computes may
+# be bf16: half the bytes of a gather. And the gradients? They are *added up* over ranks. In bf16,
+# with 8 bits, each addition rounds.
+#
+# ### Exercise 4: bf16 to compute, fp32 to keep
+#
+# `shard` is fp32. `gather()` returns all parameters in bf16; `reduce(grads)` takes bf16 gradients
+# of this rank, and leaves their fp32 mean over the ranks in `shard.grad`. Budget: 2 bytes a number
+# to gather, 4 to reduce. About 8 lines.
+#
+# <details><summary>Hint: half the bytes</summary>
+# Convert, then send: <code>self.shard.detach().bfloat16()</code>.
+# </details>
+
+
+# %% tags=["exercise"] exercise="fsdp-4"
+class Mixed:
+    """A unit that computes in bf16, and keeps fp32."""
+
+    def __init__(self, shard, layout):
+        self.shard, self.layout = shard, layout
+
+    def gather(self):
+        """All parameters in bf16, a list of tensors."""
+        ### BEGIN SOLUTION: convert, then send
+        mine = self.shard.detach().bfloat16()
+        row = mine.new_empty(self.layout.padded_numel)
+        dist.all_gather_single(row, mine)
+        return self.layout.views(row)
+        ### END SOLUTION
+
+    def reduce(self, grads):
+        """Leave the mean in self.shard.grad."""
+        ### BEGIN SOLUTION: convert, then add up, then divide
+        row = self.layout.flatten([grad.float() for grad in grads])
+        mean = row.new_empty(self.layout.shard_numel)
+        dist.reduce_scatter_single(mean, row)
+        self.shard.grad = mean / dist.get_world_size()
+        ### END SOLUTION
+
+
+# %% tags=["check"] exercise="fsdp-4"
+check("fsdp-4", Mixed)
+
+# %% [markdown]
+# How far off is a gradient, in bf16 as a whole? Each number keeps 8 bits, so 0.4 % at most for one
+# rounding; but there are many of them. Measured on 4 ranks, by the length of the error. And does
+# the loss show it?
+
+# %% tags=["predict"]
+guess_off = predict("error of the gradient, reduced in bf16", unit="%")
+
+# %%
+POLICIES = {
+    "fp32": {},
+    "bf16, reduced in fp32": {"compute_dtype": torch.bfloat16},
+    "bf16, reduced in bf16": {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
+    "only reduced in bf16": {"reduce_dtype": torch.bfloat16},
+}
+
+
+# %% tags=["picture"]
+found = {name: four.run(beside.in_precision, spec, BATCH, how) for name, how in POLICIES.items()}
+off = {}
+exact = torch.cat([grads for grads, _ in found["fp32"]])
+for name, by_rank in found.items():
+    error = torch.cat([grads for grads, _ in by_rank]) - exact
+    off[name] = 100 * (error.norm() / exact.norm()).item()
+    print(f"{name}: {off[name]:.2f} % off in the first step, last loss {by_rank[0][1][-1]:.4f}")
+reveal(guess_off, off["bf16, reduced in bf16"])
+curves = {name: Voices(measurement=by_rank[0][1]) for name, by_rank in found.items()}
+title = "The loss hardly shows in which precision it was made"
+axes = {"x_label": "step", "y_label": "loss on rank 0"}
+show(compare(range(30), curves, title, **axes), alt=f"{title}: the four curves lie together")
+
+# %% [markdown]
+# A curve that looks right is no proof. The error of a sum grows with the ranks in it; this is why
+# reducing in fp32 is the usual choice.
+#
+# **Compute in bf16, add up in fp32, keep fp32.**
+#
+# ## 6 Micro-batches
+#
+# With $m$ micro-batches (lesson 02), each backward reduce-scatters, and shards add up. Or nobody
+# sends until the last one, in `no_sync()`: then whole gradients wait. Which one is better? Four
+# micro-batches, 4 ranks: what does each way send, by the other?
+
+# %% tags=["predict"]
+guess_sync = predict("bytes with sync in every micro-batch, by those without (like 3/4)")
+
+
+# %%
+from contextlib import nullcontext
+
+
+def accumulated(rank, p, sync, m=4):
+    model = FSDP(GPT(spec))
+    for _ in range(2):
+        model.zero_grad()
+        with lab.resident_over_time(model) as ledger, record() as log:
+            for n in range(m):
+                with nullcontext() if sync or n == m - 1 else model.no_sync():
+                    (loss_on(model, rank, p) / m).backward()
+    calls = [event for event in log.events if event.kind in COMMUNICATION_KINDS]
+    return ledger, sent_bytes(calls, p)
+
+
+# %% tags=["picture"]
+every, last = (four.run(accumulated, 4, sync)[0] for sync in (True, False))
+reveal(guess_sync, every[1] / last[1])
+held = {"sync every time": every[0], "sync at the end": last[0]}
+kib = [max(one.bytes_by_kind["grads"]) / 2**10 for one in held.values()]
+title = f"Gradients: {kib[0]:.0f} KiB if they leave at once, {kib[1]:.0f} if they wait"
+show(memory(held, title), alt=f"{title}; {every[1] / last[1]:.2f} times the bytes sent")
+
+# %% [markdown]
+# Parameters are gathered in every micro-batch either way, so waiting saves less than it did in
+# lesson 06; and it costs $4N$ bytes, which FSDP was to save.
+#
+# **Accumulating under FSDP: memory or wire, not both.**
+#
+# ## 7 Everybody calls
+#
+# A norm for clipping, a whole state for a file: both concern all shards, so *every rank* calls
+# `model.clip_grad_norm_(1.0)`, `model.full_state_dict()` (lesson 09). `model.state_dict()` is this
+# rank's shards, without a message.
+#
+# **Break it.** Gathers are hidden in forward, where nobody looks for them. Some models skip a block
+# at random, and here each rank rolls its own dice: rank 1 skips block 1. What happens?
+
+# %% tags=["predict"]
+guess_skip = predict("rank 1 skips a block", choices=("an error", "wrong numbers", "nothing"))
+
+
+# %% tags=["failure", "raises-exception"]
+class Skips(GPT):
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            if (dist.get_rank(), number) != (1, 1):
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+def some_skip(rank):
+    model = FSDP(Skips(spec), prefetch=False)
+    loss_on(model, rank, 2).backward()
+
+
+try:
+    pair.run(some_skip)
+except RankError:
+    reveal(guess_skip, "an error")
+    raise
+
+# %% [markdown]
+# Blocks have equal sizes: the *gather* of block 2 on rank 1 fits that of block 1 on rank 0, and for
+# a while both compute with rows that are half one block and half another. Only because the counts
+# differ in the end does somebody notice. So all ranks roll the *same* dice, or use every unit.
+#
+# **A unit is a promise: every rank, every unit, in one order.**
+#
+# ## 8 The real thing
+#
+# PyTorch's `fully_shard` and, where they are installed, Accelerate and DeepSpeed's stage 3, beside
+# ours: the same model, batches and optimizer. Adam in fp32 keeps 12 bytes for each parameter
+# between two steps: itself, and two moments. How many on each of 2 ranks?
+
+# %% tags=["predict"]
+guess_kept = predict("bytes for each parameter, on each of 2 ranks, between steps")
+
+# %%
+results = {}
+for name in beside.FRAMEWORKS:
+    try:
+        results[name] = pair.run(beside.some_steps, name)[0]
+    except RankError as missing:
+        print(next(line for line in str(missing).splitlines() if "need " in line).strip())
+for name, one in results.items():
+    off = (one.weights - results["ours"].weights).abs().max().item()
+    words = f"weights within {off:.0e} of ours, {one.step_ms:.0f} ms a step"
+    print(f"{name:10} {words}, keeps {one.kept:.2f} and sends {one.sent:.2f} bytes a parameter")
+reveal(guess_kept, results["ours"].kept)
+
+# %% [markdown]
+# (Bytes are exact; the milliseconds are those of a busy CPU, whose cores also carry the messages.)
+#
+# **Why not MPI by hand?** You could: lesson 04 built these collectives from sends. But here they
+# have to go on *while* the layers compute, beside them on the card, over whatever joins the cards.
+# That is what NCCL is for; an engine should not know the network.
+#
+# **The same numbers everywhere; engines differ in what they keep, and in when they talk.**
+#
+# ## 9 A study, and your machine
+#
+# A study wrote its own FSDP, and trained a GPT-2 of characters (Shakespeare) and a BERT on films'
+# dialogues, on one card and on two. Its seconds of an epoch:
+
+# %%
+for name, (millions, one_s, two_s) in beside.STUDY.items():
+    print(f"{name}, {millions} million parameters: {one_s} s on one card, {two_s} s on two")
+
+# %% [markdown]
+# What did the second card bring the BERT: how many times as fast?
+
+# %% tags=["predict"]
+guess_bert = predict("BERT: two cards, as a multiple of one")
+
+# %%
+speed_up = {name: one_s / two_s for name, (_, one_s, two_s) in beside.STUDY.items()}
+reveal(guess_bert, speed_up["BERT"])
+print(f"GPT-2: {speed_up['GPT-2']:.2f} times as fast")
+
+# %% [markdown]
+# The larger model gained less: it sends more bytes in a step. What is the same everywhere, and what
+# one can check in seconds, are the losses: tiny versions of both, by our FSDP on one rank and two.
+
+# %% tags=["picture"]
+curves = {}
+for name in beside.TASKS:
+    (line, one_s), (dots, two_s) = (r.run(beside.train_alike, name)[0] for r in (single, pair))
+    curves[name] = Voices(formula=line, measurement=dots)
+    apart = max(abs(a - b) for a, b in zip(line, dots, strict=True))
+    print(f"{name}: {one_s / two_s:.2f} times as fast on two ranks, losses {apart:.0e} apart")
+title = f"Two ranks learn what one learns: from {line[0]:.1f} to {line[-1]:.1f} for BERT"
+axes = {"x_label": "step", "y_label": "loss", "note": "line: one rank; dots: two"}
+show(compare(range(60), curves, title, **axes), alt=f"{title}; the dots lie on the lines")
+
+# %% [markdown]
+# (Two ranks here share the cores that one had alone, so do not expect two.) The real sizes take
+# minutes: `cluster/exercises/10_fsdp.py --model gpt2-char` and `--model bert-dialogues` measure a
+# step of each, by our FSDP and by PyTorch's, on as many cards as you have.
+#
+# **Predict what two cards bring before you rent them: computing halves, messages do not.**
+#
+# ## What to keep
+#
+# - A unit is gathered, used, freed, twice. Peak: shards, root, the largest unit and the next one.
+# - Freed after forward: 1.5 times the bytes of plain data parallelism; kept: as many.
+# - Prefetch hides gathers as long as the wire is as fast as the layers; one unit ahead is enough.
+# - Compute in bf16, add up in fp32, keep fp32.
+# - Micro-batches: either whole gradients wait, or every one of them sends.
+# - Every rank, every unit, in one order.
+#
+# You can now write a fully sharded training step, say what it holds and sends, and prove that it
+# computes the same. Lesson 11 saves it, and brings it back.
+#
+# Read on: Zhao et al. 2023 (PyTorch FSDP), sections 3.2 to 3.4; Rajbhandari et al. 2020 (ZeRO),
+# section 5; Micikevicius et al. 2018 (mixed precision).

@@ -1,0 +1,75 @@
+"""The pictures of the deck 10_fsdp, drawn by the functions that the notebook calls."""
+
+from itertools import pairwise
+
+from course_lib.core import Link
+from course_lib.cost.fsdp_overlap import UnitTimes, fsdp_step, fsdp_step_s
+from course_lib.cost.fsdp_plan import UnitSizes, fsdp_ledger, peak_param_bytes
+from course_lib.display import Voices, compare, timelines
+
+WIRE = Link(name="slow Ethernet", latency_s=2e-3, bytes_per_s=10e6)
+SIZES = UnitSizes(numels=(0, *[2**16] * 5), p=2)
+TIMES = UnitTimes(forward_s=(0.015,) * 5, backward_s=(0.03,) * 5)
+GPT2_ROOT, GPT2_BLOCK, GPT2_BLOCKS = 39_385_344, 7_087_872, 12
+WAYS = {"on demand": False, "prefetch": True}
+
+
+def teeth():
+    """Parameters of GPT-2 over a step."""
+    sizes = UnitSizes(numels=(GPT2_ROOT, *[GPT2_BLOCK] * GPT2_BLOCKS), p=4)
+    held = fsdp_ledger(sizes).bytes_by_kind["params"]
+    steps = [now / 1e6 for last, now in pairwise([None, *held]) if now != last]
+    title = f"GPT-2 on 4 ranks: never more than {peak_param_bytes(sizes) / 1e6:.0f} MB of 498"
+    labels = {"x_label": "gathers and frees of a step", "y_label": "parameters on a rank (MB)"}
+    return compare(range(len(steps)), Voices(formula=steps), title, **labels)
+
+
+def prefetch():
+    """A step on one rank, both ways."""
+    runs = {
+        name: [e for e in fsdp_step(TIMES, SIZES, 2, WIRE, prefetch=ahead) if e.rank == 0]
+        for name, ahead in WAYS.items()
+    }
+    late_s, early_s = (max(event.end_s for event in events) for events in runs.values())
+    title = f"One block ahead: {early_s * 1e3:.0f} ms in place of {late_s * 1e3:.0f} ms"
+    return timelines(runs, title, link=WIRE)
+
+
+def wires():
+    """Time over the speed of the wire."""
+    speeds = [4, 6, 8, 12, 16, 24, 32]
+
+    def step_ms(mb_per_s, ahead):
+        wire = Link(latency_s=WIRE.latency_s, bytes_per_s=mb_per_s * 1e6)
+        return 1e3 * fsdp_step_s(TIMES, SIZES, 2, wire, prefetch=ahead)
+
+    curves = {
+        name: Voices(simulation=[step_ms(speed, ahead) for speed in speeds])
+        for name, ahead in WAYS.items()
+    }
+    title = f"Five layers compute {TIMES.compute_s * 1e3:.0f} ms; a fast wire adds little"
+    labels = {"x_label": "wire (MB/s)", "y_label": "step (ms)"}
+    return compare(speeds, curves, title, **labels)
+
+
+def units():
+    """The peak over the number of units."""
+    numel, counts = 8_030_000_000, [1, 2, 4, 8, 16, 32]
+
+    def peak_gb(count, ahead):
+        sizes = UnitSizes(numels=(0, *[numel // count] * count), p=8, compute_bytes=2)
+        return peak_param_bytes(sizes, prefetch=ahead) / 1e9
+
+    curves = {
+        name: Voices(formula=[peak_gb(count, ahead) for count in counts])
+        for name, ahead in WAYS.items()
+    }
+    title = "8 billion parameters on 8 ranks: small units leave little but the shards"
+    labels = {"x_label": "units", "y_label": "parameters on a rank (GB)"}
+    note = "shards in fp32, gathered in bf16"
+    return compare(counts, curves, title, note=note, **labels)
+
+
+def pictures():
+    """All pictures by the names the deck calls them."""
+    return {draw.__name__: draw() for draw in (teeth, prefetch, wires, units)}
