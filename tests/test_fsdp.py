@@ -316,7 +316,7 @@ def test_fsdp_matches_one_process(pools, name, world_size):
         {"parts": 2, "sync": False},
         {"parts": 2, "sync": False, "reshard_after_forward": False},
     ],
-    ids=str,
+    ids=" ".join,
 )
 @pytest.mark.parametrize(
     ("name", "world_size"), [("blocks", 1), ("blocks", 3), ("adapted", 2), ("checkpointed", 2)]
