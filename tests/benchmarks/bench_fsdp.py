@@ -57,20 +57,27 @@ def turns(rank: int, num_turns: int) -> Turns:
     """Seconds a step, by the slowest rank, processor time, and bytes, for ours and PyTorch's."""
     found: Turns = {}
     for way, options in WAYS.items():
-        steps = {}
-        for name, wrap in (("ours", FSDP), ("torch", torchs)):
-            before = live_bytes()  # the other one's
-            module = GPT(SPEC)
-            model = wrap(module, **options)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            steps[f"{way} {name}"] = step = partial(one_step, rank, model, optimizer)
-            found[f"{way} {name} bytes"] = [float(most_bytes(module, step) - before)]
-        for turn in range(num_turns + 2):
-            for label in list(steps)[:: 1 if turn % 2 else -1]:
-                seconds, cpu_s = timed(steps[label])
-                if turn >= 2:  # the first turns touch fresh memory, and learn the order
-                    found.setdefault(label, []).append(seconds)
-                    found.setdefault(f"{label} cpu", []).append(cpu_s)
+        gc.collect()  # hooks and modules hold each other: the last way's tensors go only now
+        found.update(side_by_side(rank, way, options, num_turns))
+    return found
+
+
+def side_by_side(rank: int, way: str, options: dict[str, Any], num_turns: int) -> Turns:
+    """`turns` of one way."""
+    steps, found = {}, Turns()
+    for name, wrap in (("ours", FSDP), ("torch", torchs)):
+        before = live_bytes()  # the other one's
+        module = GPT(SPEC)
+        model = wrap(module, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        steps[f"{way} {name}"] = step = partial(one_step, rank, model, optimizer)
+        found[f"{way} {name} bytes"] = [float(most_bytes(module, step) - before)]
+    for turn in range(num_turns + 2):
+        for label in list(steps)[:: 1 if turn % 2 else -1]:
+            seconds, cpu_s = timed(steps[label])
+            if turn >= 2:  # the first turns touch fresh memory, and learn the order
+                found.setdefault(label, []).append(seconds)
+                found.setdefault(f"{label} cpu", []).append(cpu_s)
     return found
 
 
