@@ -1,6 +1,7 @@
 """The house holds together: imports only go down, files and functions stay short."""
 
 import ast
+import functools
 import shutil
 import statistics
 import sys
@@ -108,10 +109,16 @@ def room_of_module(name: str) -> str:
     return name if name in ROOMS | COMMANDS else "lessons"
 
 
+@functools.cache
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    """All nodes of a file: most files are the same in every tree that is looked at."""
+    return tuple(ast.walk(ast.parse(text)))
+
+
 def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
     """Line and full name of everything a file imports, also inside functions."""
     package = path.relative_to(root).with_suffix("").parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path.read_text()):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -149,7 +156,7 @@ def broken_imports(root: Path) -> list[str]:
 def functions(root: Path) -> Iterator[tuple[str, int]]:
     """Name and length in lines of every function."""
     for path in sources(root):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path.read_text()):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield f"{path.relative_to(root)}: {node.name}", node.end_lineno - node.lineno + 1
 
@@ -158,7 +165,7 @@ def bare_asserts(root: Path) -> list[str]:
     return [
         f"{path.relative_to(root)}:{node.lineno}"
         for path in sources(root)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path.read_text())
         if isinstance(node, ast.Assert)
     ]
 
@@ -179,7 +186,7 @@ def without_docstring(root: Path) -> list[str]:
     return [
         str(path.relative_to(root))
         for path in sources(root)
-        if not ast.get_docstring(ast.parse(path.read_text()))
+        if not ast.get_docstring(nodes_of(path.read_text())[0])
     ]
 
 
