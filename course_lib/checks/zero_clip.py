@@ -1,13 +1,16 @@
-"""Exercise 5 of 09_zero, with its planted mistakes: clip by the norm of the whole gradient."""
+"""Exercise 5 of 09_zero: clip by the norm of the whole gradient.
+
+The planted mistakes are in `zero_clip_mistakes`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from course_lib.checks import zero_clip_mistakes as planted
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.tools import run
 from course_lib.checks.zero_parts import WORLD_SIZES, calls_in
@@ -44,7 +47,7 @@ def _clip(rank: int, answer: Callable[..., Any]) -> list[Clipped]:
     for limit in LIMITS:
         grads = shards(rank)
         with record() as log:
-            norm = answer(grads, limit)
+            norm = answer([*grads], limit)  # a list of its own: who rebinds in it scales nothing
         found.append(Clipped(norm, grads, calls_in(log.events)))
     return found
 
@@ -81,7 +84,8 @@ def _judge(got: Clipped, where: str, rank: int, p: int, limit: float) -> None:
     big = [call for call in got.calls if call[1] > 8]
     if big or len(got.calls) > 1:
         raise CheckFailed(
-            f"{where}: {len(got.calls)} calls of {sum(size for _, size in got.calls)} bytes; need "
+            f"{where}: {len(got.calls)} call{'s' * (len(got.calls) > 1)} of "
+            f"{sum(size for _, size in got.calls)} bytes; need "
             "one all_reduce of one number. The squares of the shards add up: sum them first."
         )
     for is_now, need in zip(got.grads, wanted, strict=True):
@@ -103,7 +107,8 @@ def _why_norm(told: float, own: Sequence[float], rank: int, norm: float, limit: 
         (max(own), "That is the largest norm of a rank: the squares add up."),
         (min(norm, limit), "That is the norm after clipping: return what it was before."),
     ]
-    return next((says for wrong, says in causes if abs(told / wrong - 1) < 1e-5), "Squares add up.")
+    look = "The squares of all numbers of all shards add up, on every rank; then comes the root."
+    return next((says for wrong, says in causes if abs(told / wrong - 1) < 1e-5), look)
 
 
 def _why_grads(got: Clipped, rank: int, norm: float, own: Sequence[float], limit: float) -> str:
@@ -113,6 +118,7 @@ def _why_grads(got: Clipped, rank: int, norm: float, own: Sequence[float], limit
         (limit / norm, "A small gradient is scaled up: the factor is 1 at most."),
         (min(1.0, limit / own[rank]), "Scaled by this rank's own norm: the ranks drift apart."),
         (norm / limit, "The wrong way round: the factor is max_norm / norm."),
+        (min(1.0, limit / norm**2), "Divided by the square of the norm: take the root first."),
         (1 / norm, "Scaled to a norm of 1, not of max_norm."),
     ]
     for factor, says in causes:
@@ -123,117 +129,10 @@ def _why_grads(got: Clipped, rank: int, norm: float, own: Sequence[float], limit
     return "One factor for all shards on all ranks: min(1, max_norm / norm)."
 
 
-# --- the right answer, in parts that mistakes replace
-
-
-def clip_shards(grads: list[Tensor], max_norm: float) -> Tensor:
-    """The right answer: the squares of all shards of all ranks, one root, one factor."""
-    return _scaled(grads, max_norm, _global(_squares(grads)).sqrt())
-
-
-def _squares(grads: Sequence[Tensor]) -> Tensor:
-    return torch.stack([(grad**2).sum() for grad in grads]).sum()
-
-
-def _global(number: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    dist.all_reduce(number, op)
-    return number
-
-
-def _scaled(grads: Sequence[Tensor], max_norm: float, norm: Tensor) -> Tensor:
-    for grad in grads:
-        grad.mul_(min(1.0, max_norm / (norm.item() + 1e-6)))
-    return norm
-
-
-def _local(grads: list[Tensor], max_norm: float) -> Tensor:
-    return _scaled(grads, max_norm, _squares(grads).sqrt())
-
-
-def _local_factor(grads: list[Tensor], max_norm: float) -> Tensor:
-    _scaled(grads, max_norm, own := _squares(grads).sqrt())
-    return _global(own**2).sqrt()
-
-
-def _norms_summed(grads: list[Tensor], max_norm: float) -> Tensor:
-    return _scaled(grads, max_norm, _global(_squares(grads).sqrt()))
-
-
-def _mean_of_squares(grads: list[Tensor], max_norm: float) -> Tensor:
-    return _scaled(grads, max_norm, (_global(_squares(grads)) / dist.get_world_size()).sqrt())
-
-
-def _mean_of_norms(grads: list[Tensor], max_norm: float) -> Tensor:
-    norm = _global(_squares(grads).sqrt()) / dist.get_world_size()
-    return _scaled(grads, max_norm, norm)
-
-
-def _largest(grads: list[Tensor], max_norm: float) -> Tensor:
-    return _scaled(grads, max_norm, _global(_squares(grads).sqrt(), dist.ReduceOp.MAX))
-
-
-def _no_root(grads: list[Tensor], max_norm: float) -> Tensor:
-    return _scaled(grads, max_norm, _global(_squares(grads)))
-
-
-def _scaled_up(grads: list[Tensor], max_norm: float) -> Tensor:
-    norm = _global(_squares(grads)).sqrt()
-    for grad in grads:
-        grad.mul_(max_norm / norm)
-    return norm
-
-
-def _not_in_place(grads: list[Tensor], max_norm: float) -> Tensor:
-    return _scaled([grad.clone() for grad in grads], max_norm, _global(_squares(grads)).sqrt())
-
-
-def _inverted(grads: list[Tensor], max_norm: float) -> Tensor:
-    norm = _global(_squares(grads)).sqrt()
-    for grad in grads:
-        grad.mul_(max(1.0, (norm / max_norm).item()))
-    return norm
-
-
-def _after(grads: list[Tensor], max_norm: float) -> Tensor:
-    return clip_shards(grads, max_norm).clamp(max=max_norm)
-
-
-def _only_if_large(grads: list[Tensor], max_norm: float) -> Tensor:
-    own = _squares(grads).sqrt()
-    return clip_shards(grads, max_norm) if own > max_norm else own
-
-
-def _gathers(grads: list[Tensor], max_norm: float) -> Tensor:
-    flat = torch.cat([grad.flatten() for grad in grads])
-    every = flat.new_empty(dist.get_world_size() * flat.numel())
-    dist.all_gather_single(every, flat)
-    return _scaled(grads, max_norm, every.norm())
-
-
-def _call_a_shard(grads: list[Tensor], max_norm: float) -> Tensor:
-    squares = [_global((grad**2).sum()) for grad in grads]
-    return _scaled(grads, max_norm, torch.stack(squares).sum().sqrt())
-
-
 CLIP = Exercise(
     key="zero-5",
     title="clip by the whole norm",
     check=check_clip,
-    reference=clip_shards,
-    mistakes=(
-        Mistake("local norm", _local, says="this rank's own norm"),
-        Mistake("local factor", _local_factor, says="Scaled by this rank's own norm"),
-        Mistake("norms summed", _norms_summed, says="Norms do not add up"),
-        Mistake("mean of squares", _mean_of_squares, says="A mean of the squares"),
-        Mistake("mean of norms", _mean_of_norms, says="a mean of norms"),
-        Mistake("the largest", _largest, says="the largest norm of a rank"),
-        Mistake("no root", _no_root, says="The root is missing"),
-        Mistake("scaled up", _scaled_up, says="A small gradient is scaled up"),
-        Mistake("not in place", _not_in_place, says="scale in place"),
-        Mistake("inverted", _inverted, says="The wrong way round"),
-        Mistake("norm after clipping", _after, says="return what it was before"),
-        Mistake("only if its own is large", _only_if_large, says="call all_reduce on every rank"),
-        Mistake("gathers everything", _gathers, says="The squares of the shards add up"),
-        Mistake("a call a shard", _call_a_shard, says="sum them first"),
-    ),
+    reference=planted.clip_shards,
+    mistakes=planted.mistakes(Mistake),
 )

@@ -31,7 +31,8 @@ from course_lib.core import COMMUNICATION_KINDS
 from course_lib.ranks import Ranks, record
 
 SIZES = (4, 2, 2, 1, 5)
-BUCKETS = ((4, 3), (2,), (0,))  # numbers of parameters; the second one is frozen
+BUCKETS = ((4, 2), (3,), (0,))  # numbers of parameters; the second one is frozen
+FULL = (1, 0, 2)  # in this order they become full: backward goes from 4 to 0
 # the numbers of backward passes that are in the shards after each pass; they are cleared before
 # the third
 ROUNDS = ((1,), (1, 2), (3,))
@@ -138,9 +139,12 @@ def _judge(passes: Sequence[Pass], number: int, rank: int, p: int) -> None:
     rows = [flat([module.slope(i) for i in bucket]) for bucket in BUCKETS]
     if len(got.shards) != len(BUCKETS):
         raise CheckFailed(f"{where}: need a shard for each of {len(BUCKETS)} buckets in `shards`.")
-    needed = [("reduce_scatter", shard_numel(one.numel(), p) * p * NUMBER_BYTES) for one in rows]
+    row_bytes = [shard_numel(one.numel(), p) * p * NUMBER_BYTES for one in rows]
+    needed = [("reduce_scatter", row_bytes[n]) for n in FULL]
     if p > 1 and not got.calls:
-        raise CheckFailed(f"{where}: nothing was sent. When is a bucket full? {SEND}")
+        raise CheckFailed(
+            f"{where}: nothing was sent and waited for. When is a bucket full? {SEND}"
+        )
     for n, one in enumerate(rows):
         wanted = shard_of(one, rank, p) * digits(p) / p * sum(ROUNDS[number])
         if not close(got.shards[n], wanted):
@@ -148,12 +152,12 @@ def _judge(passes: Sequence[Pass], number: int, rank: int, p: int) -> None:
                 f"{where}, bucket {n}: need the shard {row(wanted)}; got {row(got.shards[n])}. "
                 f"{_why(got.shards[n], one, number, rank, p)}"
             )
-    expect_calls(where, got.calls, needed, _why_calls(got.calls, needed))
-    for n, (start_s, full_s) in enumerate(zip(got.starts_s, got.full_s, strict=False)):
+    for n, start_s, full_s in zip(FULL, got.starts_s, got.full_s, strict=False):
         if start_s > full_s:
             raise CheckFailed(
                 f"{where}: bucket {n} is full, and backward goes on before it is sent. {SEND}"
             )
+    expect_calls(where, got.calls, needed, _why_calls(got.calls, needed))
     if got.kept or got.whole:
         n, names = got.kept[0] if got.kept else (len(BUCKETS) - 1, got.whole)
         raise CheckFailed(
@@ -173,7 +177,7 @@ SEND = "Send in the hook of its last gradient: that is when the memory is needed
 
 def _why(got: Any, one: Tensor, number: int, rank: int, p: int) -> str:
     if got is None:
-        return "No shard is left: who forgot it?"
+        return LOST
     if not isinstance(got, Tensor) or got.shape != (shard_numel(one.numel(), p),):
         return "A shard is [shard_numel]: this rank's part of the bucket's row, and no more."
     total, mine = sum(ROUNDS[number]), shard_of(one, rank, p)
@@ -194,13 +198,18 @@ def _why(got: Any, one: Tensor, number: int, rank: int, p: int) -> str:
             mean / p + mean * 2,
             "The sum so far is divided again: only divide what is new.",
         )
-        causes += [again, first_again]
+        half = (mean * 3 / 2, "The shards add up; there is no mean of backward passes.")
+        causes += [again, first_again, half]
     return next(
         (says for wrong, says in causes if close(got, wrong)),
         "The bucket's gradients in the order of its parameters, filled up with zeros: flatten.",
     )
 
 
+LOST = (
+    "No shard: was this bucket sent, and its part kept? A bucket that is sent takes only its own "
+    "parameters out of `ready`: those of others may have come already."
+)
 OVERWRITTEN = (
     "Only the last backward is in it: a shard that is there already has to be added to, as "
     "backward adds to param.grad."
@@ -224,21 +233,5 @@ GRADS = Exercise(
     title="shards of gradients",
     check=check_grads,
     reference=planted.ShardedGrads,
-    mistakes=(
-        Mistake("whole gradients kept", planted.Kept, says="outlive their bucket"),
-        Mistake("zeros in place of None", planted.Zeroed, says="zero_() keeps the memory"),
-        Mistake("freed but referenced", planted.Referenced, says="Freed, but still referenced"),
-        Mistake("a view of the bucket", planted.ViewOfBucket, says="twice the bytes"),
-        Mistake("a view, reduce-scattered", planted.ViewAfterAll, says="a view of one"),
-        Mistake("averaged twice", planted.AveragedTwice, says="Averaged twice"),
-        Mistake("summed", planted.Summed, says="Summed, not averaged"),
-        Mistake("overwritten", planted.Overwritten, says="Only the last backward"),
-        Mistake("sum divided again", planted.DividedAgain, says="only divide what is new"),
-        Mistake("own gradient only", planted.OwnOnly, says="nothing was sent"),
-        Mistake("a message a parameter", planted.AMessageEach, says="One message a bucket"),
-        Mistake("ready not cleared", planted.NotCleared, says="your code raised"),
-        Mistake("at the end", planted.AtTheEnd, says="backward goes on before it is sent"),
-        Mistake("never", planted.Never, says="nothing was sent"),
-        Mistake("the whole mean", planted.WholeMean, says="and no more"),
-    ),
+    mistakes=planted.mistakes(Mistake),
 )

@@ -1,6 +1,7 @@
 """Exercise 3 of 09_zero: the right answer, and the wrong ones that its check must name."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,6 +110,12 @@ class DividedAgain(ShardedGrads):
         self.shards[number] = shard if kept is None else (kept + shard * p) / p
 
 
+class Halved(ShardedGrads):
+    def keep(self, number: int, shard: Tensor) -> None:
+        kept = self.shards[number]
+        self.shards[number] = shard if kept is None else (kept + shard) / 2
+
+
 class OwnOnly(ShardedGrads):
     def mean(self, flat: Tensor, layout: FlatLayout) -> Tensor:
         return flat[layout.shard_slice(dist.get_rank())] / dist.get_world_size()
@@ -124,6 +131,18 @@ class AMessageEach(ShardedGrads):
 class NotCleared(ShardedGrads):
     def clear(self, number: int) -> None:
         pass
+
+
+class ClearsAll(ShardedGrads):
+    def clear(self, number: int) -> None:
+        self.ready.clear()
+
+
+class NotWaited(ShardedGrads):
+    def mean(self, flat: Tensor, layout: FlatLayout) -> Tensor:
+        shard = flat.new_empty(layout.shard_numel)
+        dist.reduce_scatter_single(shard, flat, async_op=True)
+        return shard / dist.get_world_size()
 
 
 class AtTheEnd(ShardedGrads):
@@ -144,3 +163,27 @@ class WholeMean(ShardedGrads):
     def mean(self, flat: Tensor, layout: FlatLayout) -> Tensor:
         dist.all_reduce(flat)
         return flat / dist.get_world_size()
+
+
+def mistakes(mistake: Any) -> tuple[Any, ...]:
+    """All of them, with words of the sentence that names them."""
+    return (
+        mistake("whole gradients kept", Kept, says="outlive their bucket"),
+        mistake("zeros in place of None", Zeroed, says="zero_() keeps the memory"),
+        mistake("freed but referenced", Referenced, says="Freed, but still referenced"),
+        mistake("a view of the bucket", ViewOfBucket, says="twice the bytes"),
+        mistake("a view, reduce-scattered", ViewAfterAll, says="a view of one"),
+        mistake("averaged twice", AveragedTwice, says="Averaged twice"),
+        mistake("summed", Summed, says="Summed, not averaged"),
+        mistake("overwritten", Overwritten, says="Only the last backward"),
+        mistake("sum divided again", DividedAgain, says="only divide what is new"),
+        mistake("halved", Halved, says="no mean of backward passes"),
+        mistake("own gradient only", OwnOnly, says="nothing was sent"),
+        mistake("a message a parameter", AMessageEach, says="One message a bucket"),
+        mistake("ready not cleared", NotCleared, says="your code raised"),
+        mistake("all of ready cleared", ClearsAll, says="only its own parameters out of"),
+        mistake("not waited for", NotWaited, says="and waited for"),
+        mistake("at the end", AtTheEnd, says="backward goes on before it is sent"),
+        mistake("never", Never, says="nothing was sent"),
+        mistake("the whole mean", WholeMean, says="and no more"),
+    )

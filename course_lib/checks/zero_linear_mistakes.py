@@ -117,6 +117,11 @@ def in_backward(change: Callable[[Any, Tensor, Any], Any]) -> type[ShardedLinear
     return Changed
 
 
+def by_autograd(x: Tensor, shard: Tensor, layout: FlatLayout) -> Tensor:
+    """Leaves backward to autograd, which keeps the weight for it."""
+    return F.linear(x, *whole(shard, layout))
+
+
 def _summed_x(ctx: Any, grad: Tensor, right: Any) -> Any:
     dist.all_reduce(right[0])
     return right
@@ -190,6 +195,7 @@ def mistakes(mistake: Any) -> tuple[Any, ...]:
         mistake("saves the weight", SavesWeight, says="Never freed"),
         mistake("weight on ctx", OnContext, says="Never freed"),
         mistake("kept for the next use", OnLayout, says="Never freed"),
+        mistake("left to autograd", by_autograd, says="or autograd itself"),
         mistake("backward without the gather", NotGathered, says="your code raised"),
         mistake(
             "summed",
@@ -202,6 +208,11 @@ def mistakes(mistake: Any) -> tuple[Any, ...]:
             says="Averaged twice",
         ),
         mistake("x summed over ranks", in_backward(_summed_x), says="tokens of its own"),
+        mistake(
+            "gradients in the wrong order",
+            in_backward(lambda ctx, grad, out: (out[1], out[0], None)),
+            says="another shape than x",
+        ),
         mistake("own gradient", OwnGradient, says="Only this rank's own tokens"),
         mistake("all-reduced and cut", AllReduced, says="a reduce_scatter leaves a shard"),
         mistake("the whole gradient", WholeGradient, says="another shape than the shard"),

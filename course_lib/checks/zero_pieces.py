@@ -4,10 +4,11 @@ Needs no ranks. The planted mistakes are in `zero_pieces_mistakes`.
 """
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.zero_pieces_mistakes import WRONG, Pieces, pieces_of
+from course_lib.checks.zero_pieces_mistakes import WRONG, Pieces, not_rounded, pieces_of
 
 SIZES = ((5, 1, 7), (4, 4), (2, 3, 1, 8, 6), (3,), (1, 1), (4, 0, 3))
 CASES = [(sizes, p, rank) for sizes in SIZES for p in (3, 2, 4, 1) for rank in range(p)]
@@ -28,11 +29,16 @@ def check_pieces(answer: Callable[..., Any]) -> str:
 
 def _read(pieces: Any, sizes: Sequence[int]) -> Pieces:
     try:
-        return [(int(index), int(start), int(stop)) for index, start, stop in pieces]
+        return [(index(which), index(start), index(stop)) for which, start, stop in pieces]
     except (TypeError, ValueError):
+        hint = (
+            "Does your function return it?"
+            if pieces is None
+            else "A piece is three whole numbers, and so is the length of a shard: round it up."
+        )
         raise CheckFailed(
             f"tensors of {', '.join(map(str, sizes))} numbers: need a list of (index, start, "
-            f"stop); got {pieces!r}. Does your function return it?"
+            f"stop); got {pieces!r}. {hint}"
         ) from None
 
 
@@ -49,5 +55,9 @@ PIECES = Exercise(
     title="the pieces of a shard",
     check=check_pieces,
     reference=pieces_of,
-    mistakes=tuple(Mistake(name, wrong, says[:40]) for name, wrong, says in WRONG),
+    mistakes=(
+        *(Mistake(name, wrong, says[:40]) for name, wrong, says in WRONG),
+        Mistake("not rounded", not_rounded, says="three whole numbers"),
+        Mistake("not returned", lambda sizes, p, rank: None, says="Does your function return it?"),
+    ),
 )

@@ -27,6 +27,17 @@ def _overlaps(sizes: Sizes, low: int, high: int, *, in_row: bool = False) -> Pie
     return found
 
 
+def not_rounded(sizes: Sizes, p: int, rank: int) -> list[tuple[int, float, float]]:
+    """n is a float, so that pieces begin between two numbers."""
+    n, found, begin = sum(sizes) / p, [], 0
+    for index, size in enumerate(sizes):
+        first, last = max(rank * n, begin), min((rank + 1) * n, begin + size)
+        if first < last:
+            found.append((index, first - begin, last - begin))
+        begin += size
+    return found
+
+
 def _rounded_down(sizes: Sizes, p: int, rank: int) -> Pieces:
     n = sum(sizes) // p
     return _overlaps(sizes, rank * n, (rank + 1) * n)
@@ -52,6 +63,27 @@ def _in_the_shard(sizes: Sizes, p: int, rank: int) -> Pieces:
     for index, start, stop in pieces_of(sizes, p, rank):
         found.append((index, offset, offset + stop - start))
         offset += stop - start
+    return found
+
+
+def _from_zero(sizes: Sizes, p: int, rank: int) -> Pieces:
+    return [(index, 0, stop - start) for index, start, stop in pieces_of(sizes, p, rank)]
+
+
+def _stands_still(sizes: Sizes, p: int, rank: int) -> Pieces:
+    low, high = _shard(sizes, p, rank)
+    firsts = [(index, low, min(high, size)) for index, size in enumerate(sizes)]
+    return [(index, first, last) for index, first, last in firsts if first < last]
+
+
+def _goes_on_in_pieces(sizes: Sizes, p: int, rank: int) -> Pieces:
+    low, high = _shard(sizes, p, rank)
+    found, begin = [], 0
+    for index, size in enumerate(sizes):
+        first, last = max(low, begin), min(high, begin + size)
+        if first < last:
+            found.append((index, first - begin, last - begin))
+            begin += size
     return found
 
 
@@ -131,6 +163,21 @@ WRONG: tuple[tuple[str, Callable[[Sizes, int, int], Pieces], str], ...] = (
         "counted in the shard",
         _in_the_shard,
         "Those are places in the shard: count from where the tensor begins.",
+    ),
+    (
+        "from zero",
+        _from_zero,
+        "Every piece begins at 0: what earlier ranks own of its tensor comes before it.",
+    ),
+    (
+        "begin stands still",
+        _stands_still,
+        "begin is still 0 for every tensor: after each one, add its size.",
+    ),
+    (
+        "begin goes on in pieces only",
+        _goes_on_in_pieces,
+        "begin goes on only where there is a piece: add the size of every tensor.",
     ),
     ("lengths", _lengths, "The third number is where the piece stops, not how long it is."),
     ("inclusive", _inclusive, "stop is one behind the last number, as in a slice."),

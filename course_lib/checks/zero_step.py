@@ -37,8 +37,8 @@ EVERYTHING = (
     "has state for 1/p of the numbers."
 )
 REFERENCED = (
-    "Freed, but still referenced: a slice is a view, and keeps the whole row that it was cut from. "
-    "Clone what you keep, the shard and its gradient."
+    "Freed, but still referenced: a slice is a view, and keeps the whole row that it was cut from; "
+    "so does an attribute that holds the row. Clone what you keep, the shard and its gradient."
 )
 
 
@@ -153,15 +153,28 @@ def _judge(got: Stepped, where: str, rank: int, p: int, module: Bag) -> None:
         )
 
 
-def _rows(module: Bag, *, momentum: float = MOMENTUM, times: float = 1.0) -> list[Tensor]:
-    """The trained numbers of one process after each step."""
+def _rows(
+    module: Bag, *, momentum: float = MOMENTUM, times: Sequence[float] = (1, 2, 3)
+) -> list[Tensor]:
+    """The trained numbers of one process after each step, with so many times the slopes."""
     values = flat([module.weights[i] for i in module.trained])
     slopes, moved, rows = flat([module.slope(i) for i in module.trained]), 0 * values, []
     for number in range(STEPS):
-        moved = momentum * moved + slopes * (number + 1) * times
+        moved = momentum * moved + slopes * times[number]
         values = values - LR * moved
         rows.append(values)
     return rows
+
+
+RENAMED = (
+    "Nothing has changed: `param = ...` only names another tensor. Write the new numbers into the "
+    "parameters with copy_."
+)
+NO_GRADIENT = (
+    "Nothing has changed, and the optimizer has no state: the shard had no gradient when it "
+    "stepped. Give it one, self.shard.grad, before each step."
+)
+MEANS = "they are means already."
 
 
 def _why(got: Stepped, rank: int, p: int, module: Bag) -> str:
@@ -171,10 +184,7 @@ def _why(got: Stepped, rank: int, p: int, module: Bag) -> str:
     mine = slice(rank * n, (rank + 1) * n)
     is_now = got.rows[-1]
     if close(is_now, start):
-        return (
-            "Nothing has changed: `param = ...` only names another tensor. Write the new numbers "
-            "into the parameters with copy_."
-        )
+        return RENAMED if got.num_state else NO_GRADIENT
     if close(is_now, behind):
         return "The numbers before this step: gather after the optimizer's step, not before it."
     others = torch.ones(start.numel(), dtype=torch.bool)
@@ -189,8 +199,9 @@ def _why(got: Stepped, rank: int, p: int, module: Bag) -> str:
             return "The others' shards are from before the step: stale. Step first, then gather."
     causes = [
         (_rows(module, momentum=0.0), "The momentum is lost: make one optimizer, in __init__."),
-        (_rows(module, times=p), "The gradients are summed once more: they are means already."),
-        (_rows(module, times=1 / p), "Divided by p once more: the gradients are means already."),
+        (_rows(module, times=(p, 2 * p, 3 * p)), "The gradients are summed once more: " + MEANS),
+        (_rows(module, times=(1 / p, 2 / p, 3 / p)), "Divided by p once more: " + MEANS),
+        (_rows(module, times=(1, 3, 6)), "Gradients of earlier steps are in it: do not add them."),
     ]
     for rows, says in causes:
         if close(is_now, rows[-1]):
@@ -207,7 +218,9 @@ def _why_calls(calls: Sequence[tuple[str, int]]) -> str:
     kinds = {kind for kind, _ in calls}
     if not calls:
         return "If nobody talks, everyone has stepped everything: that shards no work."
-    if "all_reduce" in kinds:
+    if kinds == {"all_reduce"}:
+        return "A sum of shards among zeros sends twice the bytes of an all_gather."
+    if kinds > {"all_gather"} and kinds & {"all_reduce", "reduce_scatter"}:
         return "Behind DDP the gradients are means already, and every rank knows all of them."
     if kinds == {"all_gather"} and len(calls) > 1:
         return "One call for the whole row, not one a parameter."
@@ -219,23 +232,5 @@ STEP = Exercise(
     title="step your own shard",
     check=check_step,
     reference=planted.ShardedStep,
-    mistakes=(
-        Mistake("keeps everything", planted.KeepsEverything, says="Everyone keeps everything"),
-        Mistake("all state, own shard", planted.AllState, says="Everyone keeps everything"),
-        Mistake("not gathered", planted.NotGathered, says="Only this rank's own shard is new"),
-        Mistake("gathered first", planted.GatheredFirst, says="gather after the optimizer's step"),
-        Mistake("stale shard", planted.Stale, says="from before the step: stale"),
-        Mistake("a view of the row", planted.ViewOfRow, says="a slice is a view"),
-        Mistake("a view of the gradients", planted.ViewOfGrads, says="the shard and its gradient"),
-        Mistake("names another tensor", planted.Renames, says="only names another tensor"),
-        Mistake("optimizer made anew", planted.MadeAnew, says="The momentum is lost"),
-        Mistake("divided again", planted.DividedAgain, says="Divided by p once more"),
-        Mistake("summed again", planted.SummedAgain, says="summed once more"),
-        Mistake("talks too much", planted.AveragesAgain, says="every rank knows all of them"),
-        Mistake("the next rank's shard", planted.NextRanks, says="in the wrong places"),
-        Mistake("frozen too", planted.FrozenToo, says="your code raised"),
-        Mistake("a call a parameter", planted.CallAParameter, says="not one a parameter"),
-        Mistake("broadcasts", planted.Broadcasts, says="One all_gather puts all shards together"),
-        Mistake("gradients scaled in place", planted.InPlace, says="has changed param.grad"),
-    ),
+    mistakes=planted.mistakes(Mistake),
 )

@@ -1,6 +1,7 @@
 """Exercise 2 of 09_zero: the right answer, and the wrong ones that its check must name."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -117,6 +118,17 @@ class Renames(ShardedStep):
         return self.layout.flatten(grads)
 
 
+class NoGradient(ShardedStep):
+    def grad_shard(self) -> Any:
+        return None
+
+
+class AddsUp(ShardedStep):
+    def grad_shard(self) -> Tensor:
+        kept = self.shard.grad
+        return super().grad_shard() + (0 if kept is None else kept)
+
+
 class MadeAnew(ShardedStep):
     @torch.no_grad()
     def step(self) -> None:
@@ -136,15 +148,28 @@ class SummedAgain(ShardedStep):
         return flat
 
 
-class AveragesAgain(SummedAgain):
+class AveragesAgain(DividedAgain, SummedAgain):
+    pass
+
+
+class ReduceScatters(ShardedStep):
     def grad_shard(self) -> Tensor:
-        return super().grad_shard() / dist.get_world_size()
+        shard = torch.empty_like(self.shard)
+        dist.reduce_scatter_single(shard, self.flat_grads())
+        return shard / dist.get_world_size()
+
+
+class SumsShards(ShardedStep):
+    def gathered(self) -> Tensor:
+        flat = self.shard.new_zeros(self.layout.padded_numel)
+        flat[self.mine] = self.shard
+        dist.all_reduce(flat)
+        return flat
 
 
 class NextRanks(ShardedStep):
     def begin(self) -> None:
-        p = dist.get_world_size()
-        self.mine = self.layout.shard_slice((dist.get_rank() + 1) % p)
+        self.mine = self.layout.shard_slice((dist.get_rank() + 1) % dist.get_world_size())
         super().begin()
 
 
@@ -181,3 +206,30 @@ class InPlace(ShardedStep):
         for param in self.params:
             if param.grad is not None:
                 param.grad.mul_(0.5)
+
+
+def mistakes(mistake: Any) -> tuple[Any, ...]:
+    """All of them, with words of the sentence that names them."""
+    return (
+        mistake("keeps everything", KeepsEverything, says="Everyone keeps everything"),
+        mistake("all state, own shard", AllState, says="Everyone keeps everything"),
+        mistake("not gathered", NotGathered, says="Only this rank's own shard is new"),
+        mistake("gathered first", GatheredFirst, says="gather after the optimizer's step"),
+        mistake("stale shard", Stale, says="from before the step: stale"),
+        mistake("a view of the row", ViewOfRow, says="a slice is a view"),
+        mistake("a view of the gradients", ViewOfGrads, says="the shard and its gradient"),
+        mistake("names another tensor", Renames, says="only names another tensor"),
+        mistake("no gradient", NoGradient, says="the shard had no gradient"),
+        mistake("gradients add up", AddsUp, says="Gradients of earlier steps"),
+        mistake("optimizer made anew", MadeAnew, says="The momentum is lost"),
+        mistake("divided again", DividedAgain, says="Divided by p once more"),
+        mistake("summed again", SummedAgain, says="summed once more"),
+        mistake("talks too much", AveragesAgain, says="every rank knows all of them"),
+        mistake("reduce-scatters again", ReduceScatters, says="every rank knows all of them"),
+        mistake("sums shards", SumsShards, says="twice the bytes"),
+        mistake("the next rank's shard", NextRanks, says="in the wrong places"),
+        mistake("frozen too", FrozenToo, says="your code raised"),
+        mistake("a call a parameter", CallAParameter, says="not one a parameter"),
+        mistake("broadcasts", Broadcasts, says="One all_gather puts all shards together"),
+        mistake("gradients scaled in place", InPlace, says="has changed param.grad"),
+    )
