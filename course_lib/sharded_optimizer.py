@@ -53,10 +53,10 @@ class ShardedOptimizer(Optimizer):
         place_in(group, "ShardedOptimizer")
         need_elementwise(optimizer_cls)
         params = list(params)
-        _need_some(params)
+        need_some(params)
         super().__init__(params, defaults)
         trained = [param for group in self.param_groups for param in group["params"]]
-        _need_some([param for param in trained if param.is_floating_point()])
+        need_some([param for param in trained if param.is_floating_point()])
         self.process_group = group
         self.rows = list(rows) if rows is not None else _rows_of(trained, group)
         self.offload = Offload(self.rows[0].flat.device) if offload is True else offload or None
@@ -182,7 +182,8 @@ def _need_groups(rows: Sequence[FlatRow], number_of: Mapping[nn.Parameter, int])
         )
 
 
-def _need_some(params: Sequence[Any]) -> None:
+def need_some(params: Sequence[Any]) -> None:
+    """Raises: CourseError for a model without anything to train."""
     if not params:
         raise CourseError(
             "ShardedOptimizer: need parameters with floating numbers to train; got none. "

@@ -28,7 +28,7 @@ from course_lib.gradient_rounds import GradientRounds, agree_on_used
 from course_lib.module_rows import ModuleRows
 from course_lib.offload import Offload
 from course_lib.point_to_point import Group, place_in
-from course_lib.sharded_optimizer import ShardedOptimizer, need_elementwise
+from course_lib.sharded_optimizer import ShardedOptimizer, need_elementwise, need_some
 
 __all__ = ["ShardedOptimizer", "ZeRO1", "ZeRO2", "ZeRO3"]
 
@@ -72,8 +72,9 @@ class ZeRO1:
         need_elementwise(optimizer_cls)
         self.module, self.group = module, group or dist.group.WORLD
         self.find_unused, self.broadcast_buffers = find_unused, broadcast_buffers
-        broadcast_together([*module.parameters(), *module.buffers()], self.group)
         trained = [param for param in module.parameters() if param.requires_grad]
+        need_some(trained)
+        broadcast_together([*module.parameters(), *module.buffers()], self.group)
         self.offload = Offload(next(module.parameters()).device) if offload else None
         self.rows = self._lay_out(bucket_bytes)
         self.optimizer = ShardedOptimizer(

@@ -889,6 +889,9 @@ WRONG = {
     "need parameters with floating numbers to train; got none": (
         lambda rank: ZeRO1(mlp().requires_grad_(False), torch.optim.SGD)
     ),
+    "parameters with floating numbers to train; got none": (
+        lambda rank: ZeRO1(nn.ReLU(), torch.optim.SGD, offload=True)
+    ),
     "need a parameter to belong to modules that lie apart; got 0.weight, which the model and 0": (
         lambda rank: ZeRO3(shared_inside(), torch.optim.SGD)
     ),
