@@ -193,6 +193,15 @@ def test_memory_draws(ledgers: Ledger | list[Ledger], limit_bytes: int | None) -
     png_bytes(memory(ledgers, "Bytes", limit_bytes=limit_bytes))
 
 
+def test_memory_pictures_of_one_scale_are_equally_high() -> None:
+    small, large = Ledger(), Ledger()
+    for moment in range(2):
+        small.add(moment, params=MIB)
+        large.add(moment, params=5 * MIB)
+    figures = [memory(one, "Bytes", scale_bytes=5 * MIB).axes[0] for one in (small, large)]
+    assert figures[0].get_ylim() == figures[1].get_ylim()
+
+
 def test_memory_refuses_two_ledgers_of_one_rank_without_names() -> None:
     with pytest.raises(CourseError, match="a rank twice"):
         memory([held(), held()], "Bytes")
@@ -207,6 +216,14 @@ def test_compare_draws_three_voices_on_one_axes() -> None:
         assert word in said
     measured = figure.axes[0].lines[-1].get_ydata()
     assert list(measured) == [2.5, 5]
+
+
+def test_compare_cuts_no_mark_at_the_top() -> None:
+    voices = Voices(measurement=[512, 462])
+    figure = compare([0, 1], voices, "Nearly equal", x_label="rank", y_label="KiB")
+    bottom, top = figure.axes[0].get_ylim()
+    assert bottom == 0
+    assert top > 512 * 1.02
 
 
 @pytest.mark.parametrize(("x", "whole"), [([1, 2, 4], True), ([0.5, 1.5], False)])

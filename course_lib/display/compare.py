@@ -77,7 +77,8 @@ def compare(
     if log:
         _widen(axes)
     else:
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        low, top = min(0.0, axes.get_ylim()[0]), axes.dataLim.y1
+        axes.set_ylim(low, max(axes.get_ylim()[1], top + 0.03 * (top - low)))  # no mark is cut
         if all(float(value).is_integer() for value in x):  # there is no 1.5th rank
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure

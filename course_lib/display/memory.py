@@ -36,16 +36,18 @@ def memory(
     title: str,
     *,
     limit_bytes: float | None = None,
+    scale_bytes: float = 0,
 ) -> Figure:
     """Draw bytes by memory kind: one ledger over its time, several as bars at their peaks.
 
     Several ledgers are named by their keys, or by their ranks in a plain list. A ledger with a
-    single moment is drawn as a bar.
+    single moment is drawn as a bar. The axis has room for `scale_bytes`, so that pictures below
+    each other have the same scale.
     """
     named = _named(ledgers)
     kinds = [k for k in MEMORY_KINDS if any(any(one.bytes_by_kind[k]) for one in named.values())]
     legend = swatches([KIND[kind] for kind in kinds], kinds)
-    most = max([limit_bytes or 0, *(ledger.peak_bytes() for ledger in named.values())])
+    most = max([limit_bytes or 0, scale_bytes, *(ledger.peak_bytes() for ledger in named.values())])
     only = next(iter(named.values())) if isinstance(ledgers, Ledger) else None
     if only is not None and len(set(only.times_s)) > 1:
         return _over_time(only, title, kinds, legend, most, limit_bytes)
