@@ -74,7 +74,7 @@ def stage3():
 
 
 def traffic():
-    """Bytes sent by micro-batches, by those of DDP."""
+    """Bytes sent by micro-batches, as a multiple of DDP's."""
     counts, rows = [1, 2, 4, 8], [RowTraffic(num_bytes=2**20)]
     ddp = sent_bytes(zero_traffic(0, rows), 4)
     voices = {
@@ -84,7 +84,7 @@ def traffic():
         for zero in (1, 2, 3)
     }
     title = "4 micro-batches: once, 2.5 times, 6 times what DDP sends"
-    labels = {"x_label": "micro-batches in a step", "y_label": "sent, by what DDP sends"}
+    labels = {"x_label": "micro-batches in a step", "y_label": "sent, as a multiple of DDP's"}
     return compare(counts, voices, title, **labels)
 
 

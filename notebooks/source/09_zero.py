@@ -11,7 +11,7 @@
 # | $N$ | `N` | parameters of the model |
 # | stage | `zero` | what is cut: 1 optimizer state, 2 gradients too, 3 parameters too |
 # | shard | `shard` | the part that a rank owns: $1/p$ of a row of numbers |
-# | $m$ | `num_micro_batches` | backward passes before a step (lesson 02) |
+# | $m$ | `m` | micro-batches: backward passes before a step (lesson 02) |
 
 # %%
 # %load_ext course_lib.ranks
@@ -38,7 +38,7 @@ from course_lib.zero import ZeRO1, ZeRO2, ZeRO3
 # In mixed precision with Adam a parameter costs 2 bytes, its gradient 2, and the optimizer's state
 # 12: an fp32 copy and two moments (lesson 01). $16N$ bytes on *every* rank. Stage 1 cuts the 12
 # into $p$ shards, stage 2 the gradients too, stage 3 everything. A model of 7.5 billion parameters
-# needs 120 GB a rank. How many are left with stage 2 on 64 ranks?
+# needs 120 GB a rank. How many GB does stage 2 leave on 64 ranks?
 
 # %% tags=["predict"]
 guess_stage_2 = predict("7.5 billion parameters, stage 2, 64 ranks: a rank holds", unit="GB")
@@ -91,7 +91,7 @@ for zero, stage in enumerate(stages, start=1):
     found = [ranks.run(owned_kib, p, stage)[0] for p, ranks in worlds.items()]
     curves[f"stage {zero}"] = Voices(formula=paper, measurement=found)
 on_4 = ", ".join(f"{curve.measurement[-1]:.0f}" for curve in curves.values())
-title = f"{found[0]:.0f} KiB of states alone; on 4 ranks, stage by stage, {on_4}"
+title = f"{found[0]:.0f} KiB on a single rank; on 4, stage by stage: {on_4}"
 axes = {"x_label": "ranks p", "y_label": "owned by a rank (KiB)"}
 show(compare([*worlds], curves, title, **axes), alt=f"{title}; measured: on the lines")
 
@@ -225,16 +225,17 @@ check("zero-2", ShardedStep)
 # ### Exercise 3: shards of gradients
 #
 # `on_grad` is called when `param.grad` is complete. If that fills a bucket, send it at once, and
-# wait. Backward may run several times before a step: shards add up. Budget: one reduce-scatter a
-# bucket, no whole gradient afterwards. About 10 lines, 20 minutes.
+# wait; parameters of other buckets may come in between. Backward may run several times before a
+# step: shards add up. Budget: one reduce-scatter a bucket, no whole gradient afterwards. About 10
+# lines, 20 minutes.
 #
 # <details><summary>Hint: gradients are still there</summary>
 # <code>param.grad = None</code> for each parameter of the bucket; zeros need as much memory. And
 # who else holds them: a list, a view?
 # </details>
 # <details><summary>Hint: which bucket is full?</summary>
-# <code>self.ready.issuperset(bucket)</code>. When it is sent, take its parameters out of
-# <code>ready</code>: the next backward begins anew.
+# <code>self.ready.issuperset(bucket)</code>. When it is sent, take its parameters, and no others,
+# out of <code>ready</code>: the next backward begins anew.
 # </details>
 # <details><summary>Hint: the call</summary>
 # <code>dist.reduce_scatter_single(shard, row)</code> leaves the sum of this rank's part of all
@@ -276,11 +277,11 @@ check("zero-3", ShardedGrads)
 # %% [markdown]
 # After backward $1/p$ of the gradients is left. But *during* it? The course's engine fills one
 # bucket while another one is under way. Four ranks, our small GPT in fp32, buckets of 64
-# KiB; its largest tensor, the embedding, is larger, and travels alone. By the gradients of
-# stage 1, how many are there at the fullest moment?
+# KiB; its largest tensor, the embedding, is larger, and travels alone. At the fullest moment, what
+# part of the most under stage 1 is there?
 
 # %% tags=["predict"]
-guess_fullest = predict("most gradients under stage 2, by those under stage 1 (like 3/4)")
+guess_fullest = predict("most gradients under stage 2, as a part of stage 1's (like 3/4)")
 
 
 # %%
@@ -303,9 +304,11 @@ reveal(guess_fullest, most[1] / most[0])
 title = f"Stage 1 piles up {most[0] / 2**10:.0f} KiB of gradients"
 show(memory(one, title), alt=f"{title}; they go in the step")
 title = f"Stage 2 never has more than {most[1] / 2**10:.0f} KiB of them"
-show(memory(two, title), alt=f"{title}; buckets come and go, and shards stay")
+show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets come and go")
 
 # %% [markdown]
+# Stage 2 holds the shards so far, a bucket that fills, and one under way.
+#
 # **A whole gradient lives for one bucket. Small buckets: less memory, more latencies.**
 #
 # ## 5 Stage 3: gather, use, free
@@ -379,11 +382,12 @@ guess_gathers = predict("gathers of the tied embedding, in one step of stage 3")
 held = three.bytes_by_kind["params"]
 sizes = [e.num_bytes for e in ranks.events if (e.kind, e.rank) == ("all_gather", 0)]
 title = f"Stage 3: {min(held) / 2**10:.0f} KiB of parameters, at moments {max(held) / 2**10:.0f}"
-show(memory(three, title), alt=f"{title}; each tooth is a module: gathered, used, freed")
+show(memory(three, title, scale_bytes=one.peak_bytes()), alt=f"{title}; each tooth is a module")
 reveal(guess_gathers, sizes.count(max(sizes)) / 2)  # in two steps
 
 # %% [markdown]
-# The largest module sets the peak: cut the model into modules of equal size.
+# Two modules use that tensor, each in forward and in backward: they gather it 4 times. The largest
+# module sets the peak: cut the model into modules of equal size.
 #
 # Do all three stages compute what one process does? Four ranks, three steps, float64.
 
@@ -428,8 +432,8 @@ for stage in stages:
 # send, compared with DDP? And stage 3 with 4 micro-batches in a step?
 
 # %% tags=["predict"]
-guess_one = predict("bytes of stage 1, by those of DDP")
-guess_three = predict("bytes of stage 3, by those of DDP")
+guess_one = predict("bytes of stage 1, as a multiple of DDP's")
+guess_three = predict("bytes of stage 3, as a multiple of DDP's")
 guess_four = predict("the same, with 4 micro-batches")
 
 # %%
@@ -438,7 +442,7 @@ from course_lib.cost.tensor_traffic import sent_bytes
 
 
 def step_of(rank, p, stage, m):
-    """The collectives of a step with m micro-batches, and the rows that they are about."""
+    """The collectives of m micro-batches, and the rows; untied, so that each has one module."""
     engine = stage(GPT(replace(tiny, tied=False)), torch.optim.SGD, lr=0.1)
     with record() as log:
         for _ in range(m):
@@ -448,7 +452,7 @@ def step_of(rank, p, stage, m):
     return [event for event in log.events if event.kind in COMMUNICATION_KINDS], rows
 
 
-def by_ddp(calls, rows):  # bytes sent, by those of DDP
+def by_ddp(calls, rows):  # bytes sent, as a multiple of DDP's
     return sent_bytes(calls, 2) / sent_bytes(zero_traffic(0, rows), 2)
 
 
@@ -463,7 +467,7 @@ reveal(guess_one, curves["stage 1"].measurement[0])
 reveal(guess_three, measured[0])
 reveal(guess_four, measured[2])
 title = f"Stage 3 sends {measured[0]:g} times what DDP does, {measured[2]:g} with 4 micro-batches"
-axes = {"x_label": "micro-batches in a step", "y_label": "sent, by what DDP sends"}
+axes = {"x_label": "micro-batches in a step", "y_label": "sent, as a multiple of DDP's"}
 show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the formula")
 
 # %% [markdown]
@@ -513,7 +517,8 @@ check("zero-5", clip_shards)
 #
 # What only the optimizer needs can wait in the host's memory, which is larger and cheaper. Each
 # step the gradient's shard travels there, the CPU steps, and new parameters travel back: in bf16,
-# $\frac{2N}{p}$ bytes each way. For 7.5 billion parameters on 4 ranks, over PCIe at 12 GB/s?
+# $\frac{2N}{p}$ bytes each way. How long is that for 7.5 billion parameters on 4 ranks, over PCIe
+# at 12 GB/s?
 
 # %% tags=["predict"]
 guess_trip = predict("trips of one step, over PCIe", unit="s")
@@ -594,7 +599,7 @@ show(compare(range(1, 13), voices, title, **axes), alt=f"{title}; the dots lie o
 # does the fullest of 4 ranks keep of Adam's state, compared with a quarter?
 
 # %% tags=["predict"]
-guess_fullest_rank = predict("state on PyTorch's fullest rank, by a quarter of all (like 4/3)")
+guess_fullest_rank = predict("state on PyTorch's fullest rank, in quarters of all (like 4/3)")
 
 
 # %%
@@ -633,7 +638,7 @@ show(compare(range(4), curves, title, **axes), alt=f"{title}; a quarter would be
 # %% [markdown]
 # Pieces are even; whole tensors are kinder to optimizers that look at matrices. DeepSpeed wrote the
 # stages first. Where it is installed it takes steps, too, after ours. (Alive: all tensors that
-# Python knows of; the seconds are those of a busy CPU.)
+# Python knows of after the step; the times are those of a CPU.)
 
 # %%
 from course_lib.frameworks import missing
