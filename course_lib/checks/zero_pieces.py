@@ -34,7 +34,7 @@ def _read(pieces: Any, sizes: Sequence[int]) -> Pieces:
         hint = (
             "Does your function return it?"
             if pieces is None
-            else "A piece is three whole numbers, and so is the length of a shard: round it up."
+            else "A piece is three whole numbers; the length of a shard is rounded up."
         )
         raise CheckFailed(
             f"tensors of {', '.join(map(str, sizes))} numbers: need a list of (index, start, "
