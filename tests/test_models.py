@@ -93,6 +93,12 @@ def test_rotary_scores_depend_on_the_distance_alone():
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0, atol=1e-5)
 
 
+def test_what_is_turned_keeps_its_dtype_and_is_rounded_once():
+    torch.manual_seed(0)
+    turn, x = Rotary(LLAMA), torch.randn(2, 4, 16, 8).bfloat16()
+    assert torch.equal(turn(x), turn(x.float()).bfloat16())
+
+
 @both
 def test_a_model_learns_the_rule_in_the_tokens(spec):
     model = build(spec)

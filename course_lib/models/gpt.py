@@ -183,6 +183,8 @@ class Dropout(nn.Module):
 class Rotary(nn.Module):
     """Rotary positions: the pair (i, i + head_dim / 2) turned by position * 10000**(-2i/head_dim).
 
+    Angles keep their own precision; what was turned is rounded once, to that of x.
+
     Shapes:  [batch, heads, seq, head_dim] -> the same
     Source:  Su et al. 2021 (RoFormer), section 3.2.2, with the pairs of Llama's own code
     """
@@ -203,7 +205,7 @@ class Rotary(nn.Module):
         seq = x.shape[-2]
         first, second = x.chunk(2, dim=-1)
         turned = torch.cat([-second, first], dim=-1)
-        return x * self.cos[:seq] + turned * self.sin[:seq]
+        return (x * self.cos[:seq] + turned * self.sin[:seq]).to(x.dtype)
 
 
 def start_linear(module: nn.Module) -> None:
