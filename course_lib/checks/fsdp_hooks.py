@@ -21,9 +21,9 @@ from course_lib.checks.fsdp_hooks_judge import (
     judge,
     judge_evaluation,
 )
-from course_lib.checks.fsdp_parts import MODULES, batch
+from course_lib.checks.fsdp_parts import MODULES, WORLD_SIZES, batch
 from course_lib.checks.tools import run
-from course_lib.checks.zero_parts import WORLD_SIZES, alive_bytes, calls_in, only_new
+from course_lib.checks.zero_parts import alive_bytes, calls_in, only_new
 from course_lib.flat_shards import FlatLayout
 from course_lib.ranks import Ranks, record
 
@@ -53,9 +53,12 @@ class _Unit:
         self.is_whole = False
 
 
-def _passes(rank: int, answer: Callable[..., Any], which: int, p: int) -> tuple[list[Pass], Any]:
-    with only_new():
-        return _watched(rank, answer, MODULES[which], p)
+def _passes(rank: int, answer: Callable[..., Any], p: int) -> list[tuple[list[Pass], Any]]:
+    found = []
+    for kind in MODULES:
+        with only_new():
+            found.append(_watched(rank, answer, kind, p))
+    return found
 
 
 def _watched(
@@ -106,16 +109,16 @@ def _pass(
 
 
 def check_hooks(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks, two passes that add up, a third one after a step, one without gradients."""
+    """1 to 3 ranks, two passes that add up, a third one after a step, one without gradients."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
-            for which, kind in enumerate(MODULES):
-                by_rank = run(ranks, _passes, answer, which, p, on={"raised": RAISED})
-                for number in range(len(ROUNDS)):
-                    for rank, (passes, _) in enumerate(by_rank):
-                        judge(passes[number], kind, number, rank, p)
-                for rank, (_, evaluated) in enumerate(by_rank):
-                    judge_evaluation(evaluated, kind, rank, p)
+            found = run(ranks, _passes, answer, p, on={"raised": RAISED})
+        for kind, by_rank in zip(MODULES, zip(*found, strict=True), strict=True):
+            for number in range(len(ROUNDS)):
+                for rank, (passes, _) in enumerate(by_rank):
+                    judge(passes[number], kind, number, rank, p)
+            for rank, (_, evaluated) in enumerate(by_rank):
+                judge_evaluation(evaluated, kind, rank, p)
     return "Gathered, used, freed, twice; then a shard of the mean, one message, nothing left."
 
 

@@ -30,7 +30,10 @@ class Pass:
     alive_bytes: int
 
 
-RAISED = "Does `missing` begin anew with each backward? And what if no gradient is wanted?"
+RAISED = (
+    "Does `missing` begin anew with each backward? What if no gradient is wanted? And is "
+    "shard.grad as long as the shard?"
+)
 EVALUATION = "In evaluation, too, gather once, and free; but hook nothing: output.requires_grad."
 AGAIN = (
     "Backward computed with a freed row (the check fills it with NaN): gather again when the "
@@ -140,9 +143,13 @@ def _why(
         (alone, OWN),
         (alone / p, OWN),
         (means[-1], "Only the last backward is in it: shard.grad adds up until it is cleared."),
+        (mean / len(means), "The mean is over ranks; two backward passes add up."),
         (body, TAIL),
     ]
-    fallback = "A parameter's gradient is missing: send when the last one of the unit is there."
+    fallback = (
+        "Send when the last gradient of the unit is there, in whichever order they come: each "
+        "param.grad, side by side."
+    )
     return next((says for wrong, says in causes if close(grad, wrong)), fallback)
 
 
@@ -154,7 +161,7 @@ TAIL = (
 
 
 def _why_calls(kinds: list[str]) -> str:
-    if kinds.count("all_reduce") > 1:
+    if kinds.count("all_reduce") + kinds.count("reduce_scatter") > 1:
         return "All gradients of a unit travel as one reduce_scatter of its flat row."
     if "all_reduce" in kinds:
         return "An all_reduce sends twice the bytes: nobody needs the others' part of the mean."

@@ -143,6 +143,41 @@ class _FirstGrad(Hooks):
             self.clear()
 
 
+class _FirstParam(Hooks):
+    def on_grad(self, param: Tensor) -> None:
+        if param is self.unit.params[0]:
+            grads = [
+                torch.zeros_like(one) if one.grad is None else one.grad for one in self.unit.params
+            ]
+            self.add(self.mean(self.unit.layout.flatten(grads)))
+            self.clear()
+            self.unit.free()
+
+
+class _Params(Hooks):
+    def row(self) -> Tensor:
+        return self.unit.layout.flatten(self.unit.params)
+
+
+class _MeanOfPasses(Hooks):
+    def add(self, mean: Tensor) -> None:
+        grad = self.unit.shard.grad
+        self.unit.shard.grad = mean if grad is None else (grad + mean) / 2
+
+
+class _FreedInTraining(Hooks):
+    def after_forward(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            self.unit.free()
+            output.register_hook(self.before_backward)
+
+
+class _WholeMean(Hooks):
+    def mean(self, row: Tensor) -> Tensor:
+        dist.all_reduce(row)
+        return row / dist.get_world_size()
+
+
 class _AlwaysHook(Hooks):
     def after_forward(self, module: nn.Module, args: Any, output: Tensor) -> None:
         self.unit.free()
@@ -184,6 +219,11 @@ WRONG: tuple[tuple[str, type[Hooks], str], ...] = (
     ("gradients kept", _GradsKept, "param.grad = None"),
     ("not reset", _NotReset, "begin anew"),
     ("at the first gradient", _FirstGrad, "not before"),
+    ("at the first parameter's gradient", _FirstParam, "not before"),
+    ("parameters, not gradients", _Params, "each param.grad"),
+    ("mean of passes", _MeanOfPasses, "two backward passes add up"),
+    ("not freed in evaluation", _FreedInTraining, "in after_forward, always"),
+    ("the whole mean", _WholeMean, "as long as the shard"),
     ("a hook without a gradient", _AlwaysHook, "no gradient is wanted"),
     ("rows kept", _RowKept, "whole row of gradients"),
     ("a message a parameter", _AMessageEach, "one reduce_scatter"),

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 
 from course_lib.checks import fsdp_mixed_mistakes as planted
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.fsdp_parts import expect_near
+from course_lib.checks.fsdp_parts import DETACHED, WORLD_SIZES, expect_near
 from course_lib.checks.tools import run
-from course_lib.checks.zero_parts import (
-    WORLD_SIZES,
-    calls_in,
-    expect_calls,
-    shard_numel,
-    shard_of,
-)
+from course_lib.checks.zero_parts import calls_in, expect_calls, shard_numel, shard_of
 from course_lib.flat_shards import FlatLayout
 from course_lib.ranks import Ranks, record
 
 SHAPES = ((2, 3), (1,), (2, 2))  # 11 numbers
 NUMEL = 11
 SMALL_STEP = 2.0**-12  # an update that bf16 cannot show: it keeps 8 bits
+MOST_ROUNDING = 0.02  # of a gradient: more than bf16 can be the cause of
+RAISED = (
+    "A row is as long as layout.padded_numel, and layout.flatten makes it; shard.grad is as long "
+    "as the shard, and in fp32."
+)
+TROUBLE = {"raised": RAISED, "hang": DETACHED}
 
 
 @dataclass
@@ -63,7 +63,8 @@ def _use(rank: int, answer: Callable[..., Any], p: int) -> Used:
     for number in range(2):
         with record() as gather:
             params = unit.gather()
-        used.params.append([one.detach().clone() for one in params] if params else params)
+        copies = isinstance(params, list | tuple)
+        used.params.append([one.detach().clone() for one in params] if copies else params)
         shard.grad = None
         with record() as reduce:
             unit.reduce(_grads(rank, number))
@@ -77,10 +78,10 @@ def _use(rank: int, answer: Callable[..., Any], p: int) -> Used:
 
 
 def check_mixed(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks, before and after a small step: values, dtypes, bytes of both messages."""
+    """1 to 3 ranks, before and after a small step: values, dtypes, bytes of both messages."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
-            for rank, used in enumerate(run(ranks, _use, answer, p)):
+            for rank, used in enumerate(run(ranks, _use, answer, p, on=TROUBLE)):
                 for number in range(2):
                     _judge(used, number, rank, p)
     return "Half the bytes to gather; fp32 to add up, and a master that keeps its small steps."
@@ -138,8 +139,11 @@ def _off(grad: Any, mean: Tensor) -> str:
         return f"need a tensor in self.shard.grad; got {grad}."
     if grad.shape != mean.shape or grad.dtype != mean.dtype:
         return f"need {list(mean.shape)} in float32; got {list(grad.shape)} in {grad.dtype}."
-    part = ((grad - mean).norm() / mean.norm()).item() if mean.norm() else 0.0
-    return f"off by {100 * part:.2g} %."
+    return f"off by {100 * _error(grad, mean):.2g} %."
+
+
+def _error(grad: Tensor, mean: Tensor) -> float:
+    return ((grad - mean).norm() / mean.norm()).item() if mean.norm() else 0.0
 
 
 def _why(grad: Any, mean: Tensor, rows: list[Tensor], rank: int, p: int) -> str:
@@ -157,7 +161,9 @@ def _why(grad: Any, mean: Tensor, rows: list[Tensor], rank: int, p: int) -> str:
         (divided, "Divide in fp32: bf16 rounds each rank's part before it is added."),
         (mean.bfloat16().float(), "The mean was rounded to bfloat16 again, at the end."),
     ]
-    fallback = "Too much is rounded: convert to fp32 before it is sent, not after."
+    rounded = "Too much is rounded: convert to fp32 before it is sent, not after."
+    other = "Each gradient in its place, zeros behind them, divided by the ranks: layout.flatten."
+    fallback = rounded if _error(grad, mean) < MOST_ROUNDING else other
     return next((says for wrong, says in causes if _near(grad, wrong)), fallback)
 
 

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from course_lib.flat_shards import FlatLayout
 
@@ -120,6 +122,45 @@ class _Cached(Mixed):
         return self.layout.views(row)
 
 
+class _Reversed(Mixed):
+    def row(self, grads: Sequence[Tensor]) -> Tensor:
+        row = torch.cat([grad.float().flatten() for grad in reversed(grads)])
+        return F.pad(row, (0, self.layout.padded_numel - row.numel()))
+
+
+class _PaddedTail(Mixed):
+    def row(self, grads: Sequence[Tensor]) -> Tensor:
+        row = super().row(grads)
+        row[self.layout.numel :] = 7.0  # whatever was in the memory
+        return row
+
+
+class _NotFilledUp(Mixed):
+    def row(self, grads: Sequence[Tensor]) -> Tensor:
+        return torch.cat([grad.float().flatten() for grad in grads])
+
+
+class _KeptBf16(_ReducesBf16):
+    def keep(self, mean: Tensor) -> None:
+        self.shard.grad = mean
+
+
+class _Followed(Mixed):
+    def gather(self) -> list[Tensor]:
+        mine = self.shard.bfloat16()
+        row = mine.new_empty(self.layout.padded_numel)
+        dist.all_gather_single(row, mine)
+        return self.layout.views(row)
+
+
+class _TheRow(Mixed):
+    def gather(self) -> Any:
+        mine = self.shard.detach().bfloat16()
+        row = mine.new_empty(self.layout.padded_numel)
+        dist.all_gather_single(row, mine)
+        return row
+
+
 class _Lost(Mixed):
     def keep(self, mean: Tensor) -> None:
         self.grad = mean
@@ -138,6 +179,12 @@ WRONG: tuple[tuple[str, type[Mixed], str], ...] = (
     ("own gradient only", _OwnOnly, "Only this rank's own"),
     ("all_reduce", _AllReduce, "reduce_scatter leaves"),
     ("stale copy", _Cached, "as it is now"),
+    ("in another order", _Reversed, "Each gradient in its place"),
+    ("gradient of the padded tail", _PaddedTail, "zeros behind them"),
+    ("not filled up", _NotFilledUp, "layout.padded_numel"),
+    ("a gradient in bf16", _KeptBf16, "in fp32"),
+    ("sent with autograd", _Followed, "self.shard.detach()"),
+    ("the row itself", _TheRow, "return layout.views(row)"),
     ("gradient lost", _Lost, "self.shard.grad"),
 )
 

@@ -8,16 +8,21 @@ from course_lib.checks.zero_parts import NUMBER_BYTES, close, flat, shard_numel
 from course_lib.core.errors import CourseError
 
 WIDTH, TOKENS = 3, 2
+WORLD_SIZES = (3, 2, 1)  # on 2 ranks, wrong answers look alike
+DETACHED = "Is it self.shard.detach() that is sent? Autograd does not follow a message."
 
 
 class Tied(nn.Module):
-    """Three layers of 23 numbers; the first two have one weight, which backward needs twice."""
+    """Three layers of 23 numbers; the first two have one weight, which backward needs twice.
+
+    The last one is the first by name, so that neither end of the list gets its gradient last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH - 1)
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.second.weight = self.first.weight
-        self.last = nn.Linear(WIDTH, WIDTH - 1)
         numbered(self)
 
     def forward(self, x: Tensor) -> Tensor:

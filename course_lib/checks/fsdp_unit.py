@@ -14,7 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from course_lib.checks import fsdp_unit_mistakes as planted
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.fsdp_parts import (
+    DETACHED,
     MODULES,
+    WORLD_SIZES,
     batch,
     expect_near,
     grad_of,
@@ -24,7 +26,6 @@ from course_lib.checks.fsdp_parts import (
 from course_lib.checks.tools import held_bytes, run
 from course_lib.checks.zero_parts import (
     NUMBER_BYTES,
-    WORLD_SIZES,
     alive_bytes,
     calls_in,
     close,
@@ -44,8 +45,12 @@ SAME = (
     "Autograd has saved views of the row, and they keep its memory alive, or read what is no "
     "longer there: fill the same row again, after resize_, and never make a new one."
 )
-HOLDS = "somebody holds the originals: an attribute, a list, or the parameters themselves."
+HOLDS = "Somebody holds the originals: an attribute, a list, or the parameters themselves."
 STALE = "That is what the shard was before the optimizer's step: gather self.shard, each time."
+RAISED = (
+    "Before it is filled, the row needs its bytes again: row.untyped_storage().resize_, in bytes, "
+    "not in numbers."
+)
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,10 @@ class Place:
         return f"rank {self.rank} of {self.p}, a unit of {numel} number{'s' * (numel > 1)}"
 
 
-def _use(rank: int, answer: Callable[..., Any], which: int, p: int) -> None:
-    with only_new():
-        _watch(Place(MODULES[which], rank, p), answer)
+def _use(rank: int, answer: Callable[..., Any], p: int) -> None:
+    for kind in MODULES:
+        with only_new():
+            _watch(Place(kind, rank, p), answer)
 
 
 def _watch(at: Place, answer: Callable[..., Any]) -> None:
@@ -135,11 +141,10 @@ def _backward(
 
 
 def check_unit(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks, a tied weight, fewer numbers than ranks: values, messages, bytes, gradients."""
+    """1 to 3 ranks, a tied weight, fewer numbers than ranks: values, messages, bytes, gradients."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
-            for which in range(len(MODULES)):
-                run(ranks, _use, answer, which, p)
+            run(ranks, _use, answer, p, on={"raised": RAISED, "hang": DETACHED})
     return "Equal shards, one all_gather, the same row; between uses it has no bytes."
 
 
@@ -148,9 +153,9 @@ def _expect_shard(unit: Any, at: Place) -> None:
     if not isinstance(shard, Tensor):
         raise CheckFailed("need self.shard, a tensor of this rank's numbers; there is none.")
     held = held_bytes(shard)
-    if held != at.own_bytes and shard.numel() * NUMBER_BYTES == at.own_bytes:
+    if held != shard.nbytes:
         raise CheckFailed(
-            f"{at}: the shard is {at.own_bytes} bytes, and lies in {held}: a slice is a view of "
+            f"{at}: the shard is {shard.nbytes} bytes, and lies in {held}: a slice is a view of "
             "the row, whose bytes free() takes away. Try clone()."
         )
     says = "Numbers shard_slice(rank) of the row; a shard rounds up, and zeros fill the last one."
@@ -179,7 +184,10 @@ def _why(got: Tensor, step: int, at: Place) -> str:
         return "Only this rank's own part is in it: the others' come with an all_gather."
     if close(got, row):
         return "Each parameter in its own shape: layout.views(row) has them."
-    return "layout.views(row) gives the parameters, once the row is gathered."
+    return (
+        "What is sent is self.shard: a row that was freed has lost its numbers. Then "
+        "layout.views(row) gives the parameters, in their order."
+    )
 
 
 def _expect_alive(at: Place, when: str, most: int) -> None:

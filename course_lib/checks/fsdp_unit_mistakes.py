@@ -134,6 +134,29 @@ class _Summed(FlatUnit):
         dist.all_reduce(self.row)
 
 
+class _SendsTheRow(FlatUnit):
+    def fill(self) -> None:
+        mine = self.row[self.layout.shard_slice(dist.get_rank())]
+        dist.all_gather_single(self.row, mine.clone())
+
+
+class _NumbersNotBytes(FlatUnit):
+    def gather(self) -> None:
+        self.row.untyped_storage().resize_(self.layout.padded_numel)
+        self.fill()
+        self.show()
+
+
+class _Float32(FlatUnit):
+    def cut(self) -> Tensor:
+        return super().cut().float()
+
+
+class _Followed(FlatUnit):
+    def cut(self) -> Tensor:
+        return nn.Parameter(super().cut())
+
+
 class _NotShown(FlatUnit):
     def show(self) -> None:
         pass
@@ -150,16 +173,20 @@ WRONG: tuple[tuple[str, type[FlatUnit], str], ...] = (
     ("never freed", _NeverFreed, "Never freed"),
     ("row keeps its bytes", _RowKept, "Never freed"),
     ("a new row each time", _NewRow, "the same row"),
-    ("originals kept", _OriginalsKept, "somebody holds"),
-    ("parameters keep their own", _ParamsKept, "somebody holds"),
+    ("originals kept", _OriginalsKept, "Somebody holds"),
+    ("parameters keep their own", _ParamsKept, "Somebody holds"),
     ("not filled up", _NotFilledUp, "rounds up"),
     ("another's shard", _WrongRank, "shard_slice"),
     ("always the first shard", _FirstShard, "shard_slice"),
-    ("stale", _Stale, "somebody holds"),
+    ("stale", _Stale, "Somebody holds"),
     ("a broadcast a rank", _Broadcasts, "One all_gather"),
     ("copies of the views", _Copies, "Views of the row"),
     ("only its own part", _OnlyMine, "Only this rank's own part"),
     ("summed up", _Summed, "One all_gather"),
+    ("the freed row is sent", _SendsTheRow, "has lost its numbers"),
+    ("numbers, not bytes", _NumbersNotBytes, "in bytes"),
+    ("a shard in fp32", _Float32, "need torch.float64"),
+    ("sent with autograd", _Followed, "self.shard.detach()"),
     ("parameters not shown", _NotShown, "param.data = view"),
     ("flat parameters", _WrongShapes, "in its own shape"),
 )
