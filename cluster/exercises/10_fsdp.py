@@ -11,7 +11,7 @@ runs/10_fsdp, or where `--record-to` says.
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -101,9 +101,8 @@ def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
                     torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - start_s)
             if turn == 1:
-                notes[name] = (
-                    f"{format_bytes(sent_bytes(calls_in(log.events), dist.get_world_size()))} sent"
-                )
+                sent = sent_bytes(calls_in(log.events), dist.get_world_size())
+                notes[name] = f"{format_bytes(sent)} sent"
     for name, (model, _) in ways.items():
         if isinstance(model, FSDP):
             with resident_over_time(model) as ledger:
@@ -137,7 +136,8 @@ def print_table(
         )
 
 
-if __name__ == "__main__":
+def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """What the command line says, or why it cannot be, and the end."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -146,11 +146,16 @@ if __name__ == "__main__":
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence")
     parser.add_argument("--turns", type=int, default=5, help="steps of each way")
     parser.add_argument("--record-to", default="runs/10_fsdp", metavar="FOLDER")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     try:
         spec_of(arguments.model)
     except CourseError as problem:
         parser.error(str(problem))
     if min(arguments.batch, arguments.turns) < 1 or arguments.seq < 2:
         parser.error("need --batch and --turns above 0, and --seq above 1")
+    return arguments
+
+
+if __name__ == "__main__":
+    arguments = read_arguments()
     launch(sweep, arguments, record_to=arguments.record_to)
