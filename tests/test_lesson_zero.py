@@ -1,5 +1,6 @@
 """Lesson 09: other right answers pass as well, wrong turns are told, its lab and script work."""
 
+import runpy
 import subprocess
 import sys
 from functools import partial
@@ -104,7 +105,7 @@ class Counted:
 
 
 class ByAutograd(torch.autograd.Function):
-    """Backward computes the layer again, under autograd."""
+    """Backward sends the shard's gradient first, and leaves that of x to autograd."""
 
     @staticmethod
     def forward(ctx, x, shard, layout):
@@ -114,14 +115,14 @@ class ByAutograd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x = ctx.x.detach().requires_grad_()
-        weight, bias = (one.requires_grad_() for one in gathered(ctx.shard, ctx.layout))
-        with torch.enable_grad():
-            out = torch.nn.functional.linear(x, weight, bias)
-        x_grad, *grads = torch.autograd.grad(out, (x, weight, bias), grad)
-        shards = [*ctx.layout.flatten(grads).chunk(ctx.layout.group_size)]
+        row = ctx.layout.flatten([torch.einsum("to,ti->oi", grad, ctx.x), grad.sum(dim=0)])
+        shards = [*row.chunk(ctx.layout.group_size)]
         mine = torch.empty_like(shards[0])
         dist.reduce_scatter(mine, [shard.contiguous() for shard in shards])
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = nn.functional.linear(x, *gathered(ctx.shard, ctx.layout))
+        (x_grad,) = torch.autograd.grad(out, x, grad)
         return x_grad, mine.div_(ctx.layout.group_size), None
 
 
@@ -213,19 +214,25 @@ def test_the_script_measures_under_torchrun(tmp_path):
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(SCRIPT), "--model", "tiny"),
-        *("--micro-batches", "2", "--seq", "16", "--turns", "2", "--record-to", str(tmp_path)),
+        *("--micro-batches", "2", "--seq", "8", "--turns", "1", "--record-to", str(tmp_path)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "stage 3, 2 micro-batches" in done.stdout
+    for zero in (1, 2, 3):
+        assert f"stage {zero}, 2 micro-batches" in done.stdout
     records = read_runs(tmp_path)
     assert [record.rank for record in records] == [0, 1]
     kinds = {event.kind for record in records for event in record.events}
     assert {"compute", "all_gather", "reduce_scatter"} <= kinds
 
 
-def test_the_script_refuses_in_one_sentence(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--record-to", str(tmp_path), "--model", "gpt9"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "model: need a preset" in done.stderr.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [(("--model", "gpt9"), "model: need a preset"), (("--turns", "0"), "--turns above 0")],
+)
+def test_the_script_refuses_in_one_sentence(options, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
+    with pytest.raises(SystemExit) as end:  # before any rank is there
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert end.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
