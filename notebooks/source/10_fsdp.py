@@ -264,11 +264,11 @@ for p, ranks in {2: pair, 4: four}.items():
 #
 # Why free a block after forward, if backward needs it again? With `reshard_after_forward=False` it
 # stays. Plain data parallelism sends its gradients in an all-reduce, which is a reduce-scatter and
-# an all-gather. How much does FSDP send, by that: if it frees, and if it does not?
+# an all-gather. How many times as much does FSDP send: if it frees, and if it does not?
 
 # %% tags=["predict"]
-guess_free = predict("bytes sent, freed after forward, by plain DP (like 3/4)")
-guess_keep = predict("bytes sent, kept until backward, by plain DP")
+guess_free = predict("freed after forward, bytes sent by those of plain DP (like 3/4)")
+guess_keep = predict("kept until backward, bytes sent by those of plain DP")
 
 
 # %% tags=["picture"]
@@ -336,14 +336,15 @@ title = f"Prefetch: {after:.0f} ms in place of {before:.0f} ms"
 show(timelines(rows, title, link=wire), alt=f"{title}; gathers lie beneath the computing")
 
 # %% [markdown]
-# Two things still show: the first gather, and the first one of backward.
+# Three messages still show: the first gather, the first one of backward, and the last reduce.
 #
 # ### Exercise 3: the order of a step
 #
 # Write what a rank does: `("gather", i)` when the message *leaves*, `("forward", i)`,
 # `("backward", i)`, `("free", i)`. Units are numbered 0 to $n-1$; there is no root. With prefetch
 # one unit ahead leaves before this one computes, in backward too. What is there, or on its way, is
-# not gathered again. About 14 lines.
+# not gathered again. A unit goes after its backward, and with `reshard_after_forward` after its
+# forward as well, the last one too. About 14 lines.
 #
 # <details><summary>Hint: twice the same</summary>
 # A helper for both passes: this unit, and the one that follows if there is one; gather what is not
@@ -399,7 +400,7 @@ fsdp_explorer()
 #
 # ### Exercise 4: bf16 to compute, fp32 to keep
 #
-# `shard` is fp32. `gather()` returns all parameters in bf16; `reduce(grads)` takes bf16 gradients
+# `shard` is an fp32 parameter. `gather()` returns all parameters in bf16; `reduce(grads)` takes bf16 gradients
 # of this rank, and leaves their fp32 mean over the ranks in `shard.grad`. Budget: 2 bytes a number
 # to gather, 4 to reduce. About 8 lines.
 #
@@ -478,10 +479,10 @@ show(compare(range(30), curves, title, **axes), alt=f"{title}: the four curves l
 #
 # With $m$ micro-batches (lesson 02), each backward reduce-scatters, and shards add up. Or nobody
 # sends until the last one, in `no_sync()`: then whole gradients wait. Which one is better? Four
-# micro-batches, 4 ranks: what does each way send, by the other?
+# micro-batches, 4 ranks: how many times as much does it send to sync every time?
 
 # %% tags=["predict"]
-guess_sync = predict("bytes with sync in every micro-batch, by those without (like 3/4)")
+guess_sync = predict("bytes with sync every time, by those with sync at the end (like 3/4)")
 
 
 # %%
@@ -588,8 +589,9 @@ reveal(guess_kept, results["ours"].kept)
 #
 # ## 9 A study, and your machine
 #
-# A study wrote its own FSDP, and trained a GPT-2 of characters (Shakespeare) and a BERT on films'
-# dialogues, on one card and on two. Its seconds of an epoch:
+# A study wrote its own FSDP, and trained a GPT-2 of characters (Shakespeare, 10 epochs) and a BERT
+# on films' dialogues (5 epochs; about half of its guesses were right, on one card as on two). Its
+# seconds of an epoch:
 
 # %%
 for name, (millions, one_s, two_s) in beside.STUDY.items():
@@ -607,8 +609,9 @@ reveal(guess_bert, speed_up["BERT"])
 print(f"GPT-2: {speed_up['GPT-2']:.2f} times as fast")
 
 # %% [markdown]
-# The larger model gained less: it sends more bytes in a step. What is the same everywhere, and what
-# one can check in seconds, are the losses: tiny versions of both, by our FSDP on one rank and two.
+# The larger model gained less. What a step sends grows with the parameters, however few tokens a
+# card has. What is the same everywhere, and what one can check in seconds, are the losses: tiny
+# versions of both, by our FSDP on one rank and two.
 
 # %% tags=["picture"]
 curves = {}
@@ -622,9 +625,13 @@ axes = {"x_label": "step", "y_label": "loss", "note": "line: one rank; dots: two
 show(compare(range(60), curves, title, **axes), alt=f"{title}; the dots lie on the lines")
 
 # %% [markdown]
-# (Two ranks here share the cores that one had alone, so do not expect two.) The real sizes take
-# minutes: `cluster/exercises/10_fsdp.py --model gpt2-char` and `--model bert-dialogues` measure a
-# step of each, by our FSDP and by PyTorch's, on as many cards as you have.
+# (Two ranks here share the cores that one had alone, so do not expect two.) On your cards, one
+# command trains the study's GPT-2; compare its seconds with `--ranks 1`:
+#
+# `python -m course_lib.train --ranks 2 --strategy fsdp --model gpt2-char --data shakespeare`
+#
+# For the BERT, `--model bert-dialogues --data dialogues`. One step in several ways, beside
+# PyTorch's: `cluster/exercises/10_fsdp.py --model gpt2-char`.
 #
 # **Predict what two cards bring before you rent them: computing halves, messages do not.**
 #
