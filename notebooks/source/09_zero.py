@@ -307,7 +307,8 @@ title = f"Stage 2 never has more than {most[1] / 2**10:.0f} KiB of them"
 show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets come and go")
 
 # %% [markdown]
-# Stage 2 holds the shards so far, a bucket that fills, and one under way.
+# Stage 1 has all gradients, and in the step the first shards too. Stage 2 has the shards so far, a
+# bucket that fills, and one under way.
 #
 # **A whole gradient lives for one bucket. Small buckets: less memory, more latencies.**
 #
@@ -424,9 +425,9 @@ for stage in stages:
 # | | forward | backward | step |
 # |---|---|---|---|
 # | DDP | | all-reduce (once a step, lesson 06) | |
-# | stage 1 | | | reduce-scatter gradients, all-gather parameters |
-# | stage 2 | | reduce-scatter gradients | all-gather parameters |
-# | stage 3 | all-gather parameters | the same again, and reduce-scatter gradients | |
+# | stage&nbsp;1 | | | reduce-scatter gradients, all-gather parameters |
+# | stage&nbsp;2 | | reduce-scatter gradients | all-gather parameters |
+# | stage&nbsp;3 | all-gather parameters | the same again, and reduce-scatter gradients | |
 #
 # A reduce-scatter costs as much as an all-gather; an all-reduce costs both. So what does each stage
 # send, compared with DDP? And stage 3 with 4 micro-batches in a step?
@@ -643,7 +644,7 @@ show(compare(range(4), curves, title, **axes), alt=f"{title}; a quarter would be
 # %%
 from course_lib.frameworks import missing
 
-print(missing("deepspeed") or "DeepSpeed is installed.")
+print("DeepSpeed:", missing("deepspeed") or "installed.")
 for zero in (1, 2, 3):
     for name in ["ours", "DeepSpeed"][: 1 if missing("deepspeed") else 2]:
         steps = pair.run(lab.some_steps, tiny, BATCH, zero, name == "ours")[0]
