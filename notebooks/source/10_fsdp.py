@@ -400,9 +400,9 @@ fsdp_explorer()
 #
 # ### Exercise 4: bf16 to compute, fp32 to keep
 #
-# `shard` is an fp32 parameter. `gather()` returns all parameters in bf16; `reduce(grads)` takes bf16 gradients
-# of this rank, and leaves their fp32 mean over the ranks in `shard.grad`. Budget: 2 bytes a number
-# to gather, 4 to reduce. About 8 lines.
+# `shard` is an fp32 parameter. `gather()` returns all parameters in bf16; `reduce(grads)` takes
+# bf16 gradients of this rank, and leaves their fp32 mean over the ranks in `shard.grad`. Budget: 2
+# bytes a number to gather, 4 to reduce. About 8 lines.
 #
 # <details><summary>Hint: half the bytes</summary>
 # Convert, then send: <code>self.shard.detach().bfloat16()</code>.
@@ -488,6 +488,8 @@ guess_sync = predict("bytes with sync every time, by those with sync at the end 
 # %%
 from contextlib import nullcontext
 
+from course_lib.core.units import format_bytes
+
 
 def accumulated(rank, p, sync, m=4):
     model = FSDP(GPT(spec))
@@ -505,8 +507,8 @@ def accumulated(rank, p, sync, m=4):
 every, last = (four.run(accumulated, 4, sync)[0] for sync in (True, False))
 reveal(guess_sync, every[1] / last[1])
 held = {"sync every time": every[0], "sync at the end": last[0]}
-kib = [max(one.bytes_by_kind["grads"]) / 2**10 for one in held.values()]
-title = f"Gradients: {kib[0]:.0f} KiB if they leave at once, {kib[1]:.0f} if they wait"
+at_once, waiting = (format_bytes(max(one.bytes_by_kind["grads"])) for one in held.values())
+title = f"Gradients: {at_once} if they leave at once, {waiting} if they wait"
 show(memory(held, title), alt=f"{title}; {every[1] / last[1]:.2f} times the bytes sent")
 
 # %% [markdown]
