@@ -32,6 +32,7 @@ from course_lib.training.start import (
 from course_lib.training.strategies import STRATEGIES
 
 COMMAND = "python -m course_lib.train"
+SEQ = 64  # tokens in a sequence, if the model takes so many
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -65,14 +66,14 @@ def train(
     pp: o.Pp = 1,
     schedule: o.Schedule = None,
     model_chunks: o.ModelChunks = None,
-    seq: o.Seq = 64,
+    seq: o.Seq = None,
     optimizer: o.Optimizer = "adamw",
     lr: o.Lr = None,
+    momentum: o.Momentum = None,
     clip_norm: o.ClipNorm = None,
     dropout: o.Dropout = 0.0,
     dtype: o.Dtype = "float32",
     compute_dtype: o.ComputeDtype = None,
-    offload: o.Offload = False,
     reshard: o.Reshard = True,
     seed: o.Seed = 0,
     bucket_mib: o.BucketMib = 25.0,
@@ -89,7 +90,7 @@ def train(
     python -m course_lib.train --ranks 4 --tp 2 --sequence-parallel
     python -m course_lib.train --ranks 4 --pp 2 --schedule zb-h1 --micro-batch 1
     python -m course_lib.train --ranks 2 --strategy fsdp --data shakespeare --model gpt2-char
-    python -m course_lib.train --model bert-tiny --data dialogues --seq 32 --strategy zero3
+    python -m course_lib.train --ranks 2 --strategy zero3 --data dialogues --model bert-tiny
     python -m course_lib.train --ranks 2 --steps 5000 --out runs/long --save-every 100
     python -m course_lib.train --ranks 2 --steps 5000 --out runs/long --save-every 100 --resume
     torchrun --nproc-per-node 4 -m course_lib.train --strategy torch-ddp
@@ -147,6 +148,8 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     options["steps"] = 100 if options["steps"] is None else options["steps"]
     options["masked"] = options["model"] in ENCODERS
     options["model"] = _model(options)
+    if options["seq"] is None:
+        options["seq"] = min(SEQ, options["model"].max_seq)
     options["strategy"] = options["strategy"] or ("ddp" if num_ranks > one_copy else "single")
     options["out"] = str(options["out"]) if options["out"] else None
     one_of("strategy", options["strategy"], tuple(STRATEGIES))

@@ -117,7 +117,7 @@ def find_model(name: str) -> ModelSpec:
             f"Try BERT(ENCODERS[{name!r}])."
         )
     if name not in MODELS:
-        near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.3)
+        near = difflib.get_close_matches(name.lower(), [*MODELS, *ENCODERS], n=3, cutoff=0.3)
         hint = f"Try {' or '.join(near)}." if near else f"There are {', '.join(MODELS)}."
         raise CourseError(
             f"model: need a preset or the path of a config.json; got {name!r}. {hint}"

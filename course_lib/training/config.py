@@ -3,6 +3,7 @@
 Everything that is wrong with a run and can be known before it starts is said here, in one sentence.
 """
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from course_lib.training.split import SCHEDULES, check_split, degrees_of, schedu
 
 LR = {"sgd": 0.1, "adamw": 1e-3}  # what works for the small models
 COPIES = {"sgd": 2, "adamw": 4}  # parameters, gradients, optimizer state
-SHARE_ALL = ("zero3", "fsdp", "torch-fsdp", "deepspeed-3", "accelerate-fsdp")
+SHARE_ALL = {"zero3", "fsdp", "torch-fsdp", "deepspeed-3", "accelerate-fsdp"}
+SHARE_ALL |= {"accelerate-deepspeed", "zero3-offload", "deepspeed-3-offload"}
 DTYPES = {"float32": 4, "float64": 8}
 SOURCES = ("synthetic", "shakespeare", "dialogues")
 CHECKPOINT = "checkpoint.pt"
@@ -37,8 +39,8 @@ class TrainConfig:
     model_chunks  of each rank, if interleaved; None: 2
     micro_batch   sequences in one forward pass; None: all of the rank's share at once, or with pp
                   2 * pp parts of it; what cannot be shared evenly gives the first a sequence more
+    momentum      of sgd: how much of the last update comes again; None: nothing of it
     clip_norm     the most that the norm of the gradient may be; None: anything
-    offload       of zero1 to zero3 and deepspeed-1 to -3: the optimizer is in the host's memory
     reshard       of fsdp and torch-fsdp: free a block between its forward and its backward
     compute_dtype of fsdp: what is gathered and computed in; None: dtype
     data          "synthetic", "shakespeare", "dialogues" or the path of a text file
@@ -64,11 +66,11 @@ class TrainConfig:
     seq: int = 64
     optimizer: str = "adamw"
     lr: float | None = None
+    momentum: float | None = None
     clip_norm: float | None = None
     dropout: float = 0.0
     dtype: str = "float32"
     compute_dtype: str | None = None
-    offload: bool = False
     reshard: bool = True
     seed: int = 0
     data: str = "synthetic"
@@ -87,11 +89,13 @@ class TrainConfig:
             object.__setattr__(self, "lr", LR[self.optimizer])
         for name in ("steps", "global_batch", "seq", "micro_batch", "lr", "bucket_mib"):
             positive(name, getattr(self, name))
-        for name in ("tp", "pp", "model_chunks", "epochs", "clip_norm"):
+        for name in ("tp", "pp", "model_chunks", "epochs", "clip_norm", "momentum"):
             positive(name, getattr(self, name))
         self._fill_in_schedule()
         for name in ("every", "save_every", "seed", "dropout"):
             positive(name, getattr(self, name), or_zero=True)
+        if self.seed >= 2**63:
+            raise CourseError(f"--seed: need a number below 2**63; got {self.seed}.")
         if self.dropout >= 1:
             raise CourseError(f"--dropout: need a probability below 1; got {self.dropout}.")
         if self.seq > self.model.max_seq:
@@ -169,7 +173,7 @@ class TrainConfig:
             )
 
     def check_files(self) -> None:
-        """Raises: CourseError unless the text, and the checkpoint to go on from, are there."""
+        """Raises: CourseError unless text and folder, and a checkpoint to go on from, are there."""
         if self.data not in SOURCES and not Path(self.data).is_file():
             raise CourseError(
                 f"--data: need {', '.join(SOURCES)} or the path of a text file; got {self.data!r}."
@@ -185,13 +189,21 @@ class TrainConfig:
                 f"--resume: need a checkpoint; there is no {path}. Try it without --resume, "
                 "with --save-every 50."
             )
+        if path:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as problem:
+                raise CourseError(
+                    f"--out: need a folder that can be made ({problem.strerror}); got {self.out}. "
+                    "Try --out runs/NAME."
+                ) from problem
 
     def identity(self, model: ModelSpec, data: str) -> dict[str, Any]:
         """What must stay as it is when a run goes on: all that its numbers depend on."""
         spec = {**asdict(model), "name": ""}
         names = ("optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch")
         same = {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
-        later = ("clip_norm", "compute_dtype")  # checkpoints of before do not have them
+        later = ("clip_norm", "compute_dtype", "momentum")  # checkpoints of before do not have them
         return same | {name: getattr(self, name) for name in later}
 
     def plain(self, model: ModelSpec, data: str, dp: int) -> dict[str, Any]:
@@ -203,7 +215,9 @@ class TrainConfig:
 def one_of(name: str, word: str, words: Sequence[str]) -> None:
     """Raises: CourseError unless the word is one of them."""
     if word not in words:
-        raise CourseError(f"--{name}: need one of {', '.join(words)}; got {word!r}.")
+        near = difflib.get_close_matches(word.lower(), words, n=1)
+        hint = f" Try {near[0]}." if near else ""
+        raise CourseError(f"--{name}: need one of {', '.join(words)}; got {word!r}.{hint}")
 
 
 def positive(name: str, number: float | None, *, or_zero: bool = False) -> None:

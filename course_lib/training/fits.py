@@ -19,13 +19,15 @@ def check_fits(config: "TrainConfig") -> None:
             f"--strategy {name}: need --tp 1 and --pp 1, as it shards whole layers; got "
             f"{config.tp} and {config.pp}. Try --strategy ddp."
         )
-    offloads = name.startswith("zero") or name in ("deepspeed-1", "deepspeed-2", "deepspeed-3")
-    if config.offload and not offloads:
-        raise CourseError(_need("--offload", "zero1, zero2, zero3 or deepspeed-1, -2, -3", name))
     if not config.reshard and name not in ("fsdp", "torch-fsdp"):
         raise CourseError(_need("--no-reshard", "fsdp or torch-fsdp", name))
     if config.compute_dtype and name != "fsdp":
         raise CourseError(_need("--compute-dtype", "fsdp", name))
+    if config.momentum and (config.optimizer != "sgd" or config.momentum >= 1):
+        raise CourseError(
+            f"--momentum: need --optimizer sgd and a number below 1; got {config.optimizer} and "
+            f"{config.momentum}. Try --optimizer sgd --momentum 0.9."
+        )
     if framework:
         _check_framework(config)
     if config.clip_norm and config.tp * config.pp > 1:

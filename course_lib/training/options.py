@@ -17,7 +17,8 @@ Strategy = Annotated[
         + ", ".join(SHARDS)
         + ". Frameworks: "
         + ", ".join(FRAMEWORKS)
-        + ". Without it: single for one copy of the model, ddp for more."
+        + ". With -offload the optimizer is on the CPU. Without --strategy: single for one copy of "
+        "the model, ddp for more."
     ),
 ]
 Ranks = Annotated[int | None, typer.Option(help="Ranks to start here; tp * pp without it.")]
@@ -69,10 +70,16 @@ Schedule = Annotated[
 ModelChunks = Annotated[
     int | None, typer.Option(help="Model chunks a rank of --schedule interleaved; 2 without it.")
 ]
-Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
+Seq = Annotated[
+    int | None,
+    typer.Option(help="Tokens in a sequence; without it 64, or as many as the model takes."),
+]
 Optimizer = Annotated[str, typer.Option(help="sgd or adamw.")]
 Lr = Annotated[
     float | None, typer.Option(help="Learning rate; without it 0.001 for adamw and 0.1 for sgd.")
+]
+Momentum = Annotated[
+    float | None, typer.Option(help="With sgd: how much of the last update comes again, below 1.")
 ]
 ClipNorm = Annotated[
     float | None, typer.Option(help="The most that the norm of the whole gradient may be.")
@@ -82,12 +89,6 @@ Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
 Seed = Annotated[int, typer.Option(help="Decides the first weights and the data.")]
 ComputeDtype = Annotated[
     str | None, typer.Option(help="With fsdp: bfloat16 is gathered and computed in.")
-]
-Offload = Annotated[
-    bool,
-    typer.Option(
-        "--offload", help="With zero1 to zero3, deepspeed-1 to -3: the optimizer is on the CPU."
-    ),
 ]
 Reshard = Annotated[
     bool,

@@ -105,6 +105,7 @@ def work(config: TrainConfig) -> None:
     alone = world_size_from_torchrun() is None
     if alone:
         os.environ["RANK"] = "0"  # so that no server for more ranks is started
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as for each of several ranks
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun decides what Ctrl-C means
         _end_with(os.getppid())

@@ -6,7 +6,7 @@ go on with another strategy and another number of ranks.
 """
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,12 @@ class Steps(Protocol):
 
 def optimizer_of(config: TrainConfig, params: Iterable[nn.Parameter]) -> Optimizer:
     """The optimizer that a run asks for, of these parameters."""
-    return OPTIMIZERS[config.optimizer](params, lr=config.lr)  # type: ignore[call-arg]
+    return OPTIMIZERS[config.optimizer](params, **settings_of(config))
+
+
+def settings_of(config: TrainConfig) -> dict[str, Any]:
+    """What an optimizer is told besides its parameters."""
+    return {"lr": config.lr} | ({"momentum": config.momentum} if config.momentum else {})
 
 
 class PlainSteps:

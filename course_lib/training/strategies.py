@@ -77,10 +77,15 @@ def torch_ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup
 
 
 def zero(
-    model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup", *, stage: int
+    model: "nn.Module",
+    config: TrainConfig,
+    group: "dist.ProcessGroup",
+    *,
+    stage: int,
+    offload: bool = False,
 ) -> Wrapped:
     """Shards of what a stage says; every micro-batch's gradients leave. Notebook 09_zero."""
-    from course_lib.training.steps import OPTIMIZERS, ZeROSteps
+    from course_lib.training.steps import OPTIMIZERS, ZeROSteps, settings_of
     from course_lib.zero import ZeRO1, ZeRO2, ZeRO3
 
     engine = (ZeRO1, ZeRO2, ZeRO3)[stage - 1](
@@ -88,8 +93,8 @@ def zero(
         OPTIMIZERS[config.optimizer],
         group,
         bucket_bytes=config.bucket_mib * MIB,
-        offload=config.offload,
-        lr=config.lr,
+        offload=offload,
+        **settings_of(config),
     )
     return Wrapped(engine, ZeROSteps(engine), finish=engine.finish)
 
@@ -125,13 +130,18 @@ def torch_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGrou
 
 
 def deepspeed(
-    model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup", *, stage: int
+    model: "nn.Module",
+    config: TrainConfig,
+    group: "dist.ProcessGroup",
+    *,
+    stage: int,
+    offload: bool = False,
 ) -> Wrapped:
     """DeepSpeed, which counts micro-batches itself, and means over them."""
     from course_lib.frameworks import deepspeed_engine
 
     count = config.num_micro_batches(group.size())
-    make = partial(deepspeed_engine, stage=stage, offload=config.offload, num_micro_batches=count)
+    make = partial(deepspeed_engine, stage=stage, offload=offload, num_micro_batches=count)
     return _framework(make, model, config, count)
 
 
@@ -198,11 +208,13 @@ COPIES: dict[str, Strategy] = {
 }
 SHARDS: dict[str, Strategy] = {
     **{f"zero{stage}": partial(zero, stage=stage) for stage in (1, 2, 3)},
+    **{f"zero{stage}-offload": partial(zero, stage=stage, offload=True) for stage in (1, 2, 3)},
     "fsdp": fsdp,
     "torch-fsdp": torch_fsdp,
 }
 FRAMEWORKS: dict[str, Strategy] = {
     **{f"deepspeed-{stage}": partial(deepspeed, stage=stage) for stage in range(4)},
+    **{f"deepspeed-{n}-offload": partial(deepspeed, stage=n, offload=True) for n in (1, 2, 3)},
     "accelerate-ddp": accelerate_ddp,
     "accelerate-fsdp": accelerate_fsdp,
     "accelerate-deepspeed": accelerate_deepspeed,

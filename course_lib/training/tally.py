@@ -107,7 +107,7 @@ class Tally:
         self.record.write(Path(folder) / f"{name}.jsonl")
 
     def summary(self, progress: Progress, tokens_per_s: float) -> str:
-        """The run in a few lines."""
+        """The run in a few lines, its result in the last one."""
         steps, run = self.record.steps, self.record.run
         if not steps:
             return f"Nothing to do: step {progress.step} of {run['steps']} is done."
@@ -116,10 +116,11 @@ class Tally:
         if "accuracy" in steps[-1]:
             told += f", accuracy {steps[-1]['accuracy']:.1%}"
         told += f"; median step {median_s * 1e3:.1f} ms, {tokens_per_s:,.0f} tokens/s"
-        if "epoch_s" in run:
-            told += f"\nan epoch of {run['steps_an_epoch']} steps {format_seconds(run['epoch_s'])}"
         held = [f"{kind} {format_bytes(size)}" for kind, size in run["memory"].items()]
-        return f"{told}\nrank {self.record.rank} holds {', '.join(held)}"
+        lines = [f"rank {self.record.rank} holds {', '.join(held)}"]
+        if per_epoch := run["steps_an_epoch"]:
+            lines.append(f"an epoch of {per_epoch} steps takes {format_seconds(run['epoch_s'])}")
+        return "\n".join([*lines, told])
 
     def _mean_s(self) -> float:
         return statistics.fmean(step["end_s"] - step["start_s"] for step in self.record.steps)
