@@ -1,5 +1,6 @@
 """What several tests share: a toy course of one lesson to build and grade, and pools of ranks."""
 
+import gc
 import io
 import math
 import shutil
@@ -216,6 +217,23 @@ def undisturbed():
         return found_s
 
     return least_s
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """fn(0, ...) on the one rank of a world: this process itself, so that none has to start."""
+    import torch
+    import torch.distributed as dist
+
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as on any rank: threads that wait for each other cost the most
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield lambda fn, *args: fn(0, *args)
+    dist.destroy_process_group()
+    torch.set_num_threads(num_threads)
+    gc.collect()  # what still holds a group keeps gloo's threads
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ import torch
 
 from course_lib import train as command_line
 from course_lib.core import CourseError, ModelSpec, find_model
+from course_lib.core.presets import ENCODERS
 from course_lib.core.records import read_runs
 from course_lib.models import GPT
 from course_lib.models.text import generated_text
-from course_lib.ranks import RankError
 from course_lib.training import bar as train_bar
 from course_lib.training.bar import Teller
 from course_lib.training.config import TrainConfig
@@ -45,6 +45,19 @@ def trained(rank, config):
     return record, trainer.model.state_dict(), moments, trainer.progress
 
 
+def refused(rank, configs):
+    """What each run is told that cannot be; ranks that raise would have to start again."""
+    told = []
+    for config in configs:
+        try:
+            train(rank, config)
+        except CourseError as error:
+            told.append(str(error))
+        else:
+            told.append("it was trained")
+    return told
+
+
 def losses(record):
     return [step["loss"] for step in record.steps]
 
@@ -67,13 +80,13 @@ RUNS = [
 
 @pytest.mark.parametrize(("strategy", "p", "global_batch", "micro_batch"), RUNS)
 def test_a_strategy_gives_the_losses_and_weights_of_one_process(
-    pools, by_hand, strategy, p, global_batch, micro_batch
+    alone, pools, by_hand, strategy, p, global_batch, micro_batch
 ):
     config = replace(
         EXACT, strategy=strategy, global_batch=global_batch, micro_batch=micro_batch, seed=0
     )
     expected, whole = by_hand(config)
-    results = pools(p).run(trained, config)
+    results = [alone(trained, config)] if p == 1 else pools(p).run(trained, config)
     for record, state, _, progress in results:
         torch.testing.assert_close(losses(record), expected, **TOLERANCE)
         same(dict(state), whole["model"], **TOLERANCE)
@@ -110,15 +123,16 @@ def test_text_is_learned_and_read_alike_by_all_ranks(pools, tmp_path):
 
 
 @pytest.mark.parametrize(("strategy", "p"), [("single", 1), ("ddp", 2), ("torch-ddp", 2)])
-def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(pools, tmp_path, strategy, p):
+def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(alone, pools, tmp_path, strategy, p):
     config = replace(
         EXACT, strategy=strategy, optimizer="adamw", dtype="float32", dropout=0.1, lr=None, steps=6
     )
     config = replace(config, micro_batch=3, out=str(tmp_path / "whole"), save_every=2)
-    whole = pools(p).run(trained, config)
     part = replace(config, out=str(tmp_path / "parts"))
-    first = pools(p).run(trained, replace(part, steps=4))
-    second = pools(p).run(trained, replace(part, resume=True))
+    runs = [config, replace(part, steps=4), replace(part, resume=True)]
+    whole, first, second = (
+        [alone(trained, run)] if p == 1 else pools(p).run(trained, run) for run in runs
+    )
     for one, before, after in zip(whole, first, second, strict=True):
         assert losses(one[0]) == losses(before[0]) + losses(after[0])
         same(dict(one[1]), dict(after[1]))
@@ -142,7 +156,7 @@ def test_what_is_done_again_is_not_recorded_twice(pools, tmp_path):
     assert sorted(done) == list(range(7))
 
 
-def test_a_run_can_go_on_with_other_ranks_and_another_strategy(pools, by_hand, tmp_path):
+def test_a_run_can_go_on_with_other_ranks_and_another_strategy(alone, pools, by_hand, tmp_path):
     config = replace(EXACT, strategy="ddp", steps=6, out=str(tmp_path), save_every=3)
     expected, whole = by_hand(config)
     pools(3).run(train, replace(config, steps=3))
@@ -151,24 +165,24 @@ def test_a_run_can_go_on_with_other_ranks_and_another_strategy(pools, by_hand, t
     torch.testing.assert_close(losses(record), expected[3:], **TOLERANCE)
     same(dict(state), whole["model"], **TOLERANCE)
     assert progress.tokens == 6 * 12 * 8
-    record = pools(1).run(train, replace(other, strategy="single"))[0]
+    record = alone(train, replace(other, strategy="single"))
     assert record.steps == []  # there is nothing left to do
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"optimizer": "adamw"}, "need the optimizer of .*, 'sgd'; got 'adamw'"),
-        ({"model": replace(SPEC, num_layers=1)}, "need the model's num_layers of .*, 2; got 1"),
-        ({"seed": 1}, "need the seed of .*, 0; got 1"),
-        ({"resume": False}, "need a folder without a checkpoint"),
-        ({"out": "nowhere"}, "need a checkpoint; there is no nowhere/checkpoint.pt"),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused(pools, checkpoint, changes, says):
+OTHER_RUNS = [
+    ({"optimizer": "adamw"}, "need the optimizer of .*, 'sgd'; got 'adamw'"),
+    ({"model": replace(SPEC, num_layers=1)}, "need the model's num_layers of .*, 2; got 1"),
+    ({"seed": 1}, "need the seed of .*, 0; got 1"),
+    ({"resume": False}, "need a folder without a checkpoint"),
+    ({"out": "nowhere"}, "need a checkpoint; there is no nowhere/checkpoint.pt"),
+]
+
+
+def test_a_checkpoint_of_another_run_is_refused(pools, checkpoint):
     config = replace(checkpoint, resume=True, steps=4)
-    with pytest.raises(RankError, match=says):
-        pools(2).run(train, replace(config, **changes))
+    for told in pools(2).run(refused, [replace(config, **changes) for changes, _ in OTHER_RUNS]):
+        for (_, says), sentence in zip(OTHER_RUNS, told, strict=True):
+            assert re.search(says, sentence)
 
 
 @pytest.fixture(scope="module")
@@ -180,21 +194,23 @@ def checkpoint(pools, tmp_path_factory):
     return config
 
 
-@pytest.mark.parametrize("damage", [b"", b"nonsense", None])
-def test_a_damaged_checkpoint_is_one_sentence(pools, checkpoint, tmp_path, damage):
+def test_a_damaged_checkpoint_is_one_sentence(pools, checkpoint, tmp_path):
     whole = checkpoint.checkpoint.read_bytes()
-    (tmp_path / "checkpoint.pt").write_bytes(whole[: len(whole) // 2] if damage is None else damage)
-    config = replace(checkpoint, out=str(tmp_path), resume=True)
-    with pytest.raises(RankError, match=r"checkpoint.pt is damaged"):
-        pools(2).run(train, config)
+    configs = []
+    for number, damaged in enumerate((b"", b"nonsense", whole[: len(whole) // 2])):
+        configs.append(replace(checkpoint, out=str(tmp_path / f"{number}"), resume=True))
+        configs[-1].checkpoint.parent.mkdir()
+        configs[-1].checkpoint.write_bytes(damaged)
+    for told in pools(2).run(refused, configs):
+        for sentence in told:
+            assert re.search(r"checkpoint\.pt is damaged", sentence)
+            assert len(sentence.splitlines()) == 1
 
 
 def test_a_loss_that_is_no_number_ends_the_run(pools):
-    config = replace(EXACT, lr=1e200, steps=9, every=1)
-    with pytest.raises(
-        RankError, match=r"need a loss that is a number; got nan. Try an --lr below"
-    ):
-        pools(1).run(train, config)
+    config = replace(EXACT, strategy="ddp", lr=1e200, steps=9, every=1)
+    for (sentence,) in pools(2).run(refused, [config]):
+        assert re.search("need a loss that is a number; got nan. Try an --lr below", sentence)
 
 
 # -- what a run leaves, and what it says ---------------------------------------------------------
@@ -303,6 +319,14 @@ def say(capsys, monkeypatch, tmp_path):
         ("--heads 3", "need hidden divisible by num_heads"),
         ("--data nowhere.txt", "--data: need synthetic, shakespeare, dialogues or the path"),
         ("--data shakespeare --vocab 9", "--vocab: need synthetic data"),
+        ("--strategy zero3-offlod", "got 'zero3-offlod'. Try zero3-offload."),
+        ("--strategy fsdp-offload", "need one of single, "),
+        (f"--seed {2**63}", "--seed: need a number below 2**63; got 9223372036854775808"),
+        ("--momentum 0.9", "--momentum: need --optimizer sgd and a number below 1; got adamw"),
+        ("--model bert-tin", "got 'bert-tin'. Try bert-tiny"),
+        ("--model bert-tiny --tp 2", "--model bert-tiny: need --tp 1 and --pp 1 for a BERT"),
+        ("--data shakespeare --epochs 2 --steps 5", "--epochs: need it without --steps; got 2 and"),
+        ("--out /dev/null", "--out: need a folder that can be made (File exists); got /dev/null"),
         ("--resume", "need a folder. Try --out runs/NAME"),
         ("--resume --out nowhere", "there is no nowhere/checkpoint.pt"),
         ("--save-every 5", "need a folder"),
@@ -313,6 +337,17 @@ def test_bad_input_is_one_sentence_and_exit_code_2(say, arguments, says):
     assert (code, out) == (2, "")
     assert says in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_bert_has_sequences_that_it_can_read(say, monkeypatch):
+    runs: list[TrainConfig] = []
+    monkeypatch.setattr(command_line, "work", runs.append)
+    say("--model", "bert-tiny")
+    say("--model", "tiny")
+    bert, gpt = runs
+    assert (bert.masked, bert.model, bert.seq) == (True, ENCODERS["bert-tiny"], 32)
+    assert (gpt.masked, gpt.model, gpt.seq) == (False, find_model("tiny"), 64)
+    assert (bert.strategy, bert.steps) == (gpt.strategy, gpt.steps) == ("single", 100)
 
 
 def test_under_torchrun_ranks_must_agree_and_one_rank_speaks(say, monkeypatch):
