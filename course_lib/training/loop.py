@@ -169,6 +169,7 @@ class Trainer:
             return
         self.tally.write(self.config.out, self._first)
         if self.config.save_every and self.config.checkpoint:
+            dist.barrier()  # a checkpoint is no further than the record of any rank
             whole = self.steps.gather()
             if whole:
                 save(self.config.checkpoint, self.identity, self.progress, whole)
