@@ -179,6 +179,17 @@ def test_a_rank_that_dies_is_named(ranks, die, says):
     assert "ranks 0, 1, 3 wait in all_reduce for rank 2" in str(error)
 
 
+def test_a_call_that_autograd_forbids_is_no_hang(ranks):
+    """It fails while it is waited for, as a lost connection does."""
+
+    def gather_what_autograd_follows(rank):
+        dist.all_gather_single(torch.zeros(4), torch.nn.Parameter(torch.ones(1)))
+
+    error = fails(ranks, gather_what_autograd_follows)
+    assert error.kind == "raised"
+    assert "RuntimeError: A view was created in no_grad mode" in str(error)
+
+
 def test_a_circle_of_sends_is_drawn(ranks):
     def send_first(rank):
         tensor = torch.ones(2)

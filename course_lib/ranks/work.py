@@ -14,6 +14,7 @@ from course_lib.ranks.board import Flag, Post
 if TYPE_CHECKING:
     from course_lib.ranks.wires import Wires
 
+TRANSPORTS = ("gloo/transport", "NCCL")  # whose errors name their source; they mean: it has gone
 WORTH_SHOWING_S = 20e-6  # a shorter wait is the price of asking
 
 
@@ -102,6 +103,8 @@ class TrackedWork(dist.Work):
             self._inner.wait()
         except RuntimeError as error:
             self._failed = True
+            if not any(transport in str(error) for transport in TRANSPORTS):
+                raise  # the call itself cannot be done: autograd follows its tensor, for example
             raise ConnectionLostError(
                 f"rank {self._wires.rank}, {self._post.kind}: need the rank at the other end; it "
                 "has gone, and the connection with it."
