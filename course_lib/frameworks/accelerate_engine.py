@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from course_lib.frameworks.deepspeed_engine import (
     check_deepspeed,
+    choose_device,
     deepspeed_config,
     gathered_weights,
     quiet_deepspeed,
@@ -95,6 +96,7 @@ def accelerate_fsdp(
 def _fresh(where: str) -> Any:
     """Accelerate, without what an engine before this one has left in its shared state."""
     in_world(where)
+    choose_device()
     accelerate = needed("accelerate", where)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:

@@ -115,9 +115,7 @@ def quiet_deepspeed(where: str) -> Any:
     Raises: MeshError outside of a world; CourseError where it is not installed
     """
     in_world(where)
-    on_cpu, logger = rank_device().type == "cpu", logging.getLogger("DeepSpeed")
-    if on_cpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    on_cpu, logger = choose_device(), logging.getLogger("DeepSpeed")
     logger.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -127,6 +125,17 @@ def quiet_deepspeed(where: str) -> Any:
     if on_cpu:
         deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # it serves inference
     return deepspeed
+
+
+def choose_device() -> bool:
+    """Does this rank compute on the CPU? Then DeepSpeed need not look for a device when imported.
+
+    Accelerate imports it too, where it is installed.
+    """
+    on_cpu = rank_device().type == "cpu"
+    if on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return on_cpu
 
 
 def check_deepspeed(where: str, engine: Any, stage: int, offload: bool = False) -> None:
