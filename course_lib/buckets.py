@@ -5,7 +5,8 @@ gradient is there; buckets are in between. Their gradients lie side by side in o
 every `param.grad` is a view of its place there. Notebook 06_ddp.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def make_buckets(module: nn.Module, bucket_bytes: float) -> list[Bucket]:
         )
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     named.reverse()
-    parts = sorted(_alike([param for _, param in named], bucket_bytes), key=max)
+    parts = sorted(group_alike([param for _, param in named], bucket_bytes), key=max)
     return [Bucket([named[number] for number in part]) for part in parts]
 
 
@@ -71,7 +72,7 @@ def broadcast_together(tensors: Iterable[Tensor], group: Group = None) -> None:
     """Give all ranks the values that the group's first rank has, a few large messages in all."""
     tensors = list(tensors)
     root = dist.get_process_group_ranks(group)[0]
-    for part in _alike(tensors, STATE_BYTES):
+    for part in group_alike(tensors, STATE_BYTES):
         members = [tensors[number] for number in part]
         flat = torch.cat([tensor.reshape(-1) for tensor in members])
         dist.broadcast(flat, root, group)
@@ -79,8 +80,11 @@ def broadcast_together(tensors: Iterable[Tensor], group: Group = None) -> None:
             tensor.data.copy_(values.view(tensor.shape))  # .data: backward may have kept it
 
 
-def _alike(tensors: list[Tensor], most_bytes: float) -> list[list[int]]:
-    """Numbers of tensors that can lie side by side: of one dtype and device, up to most_bytes."""
+def group_alike(tensors: Sequence[Tensor], most_bytes: float = math.inf) -> list[list[int]]:
+    """Numbers of tensors that can lie side by side: of one dtype and device, up to most_bytes.
+
+    Nothing is cut: a tensor that is larger than most_bytes is alone.
+    """
     kinds: dict[Any, list[int]] = {}
     for number, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(number)

@@ -8,6 +8,7 @@ then nothing is left but the shard, until `gather`. Notebook 09_zero.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,15 @@ from course_lib.offload import Offload
 from course_lib.point_to_point import Group
 
 FULL = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A reduce_scatter under way: whole gradients leave, this rank's shard of their sum arrives."""
+
+    leaving: Tensor
+    arriving: Tensor
+    work: dist.Work
 
 
 class FlatRow:
@@ -41,8 +51,9 @@ class FlatRow:
         self.given_up = False
         self.offload: Offload | None = None
         self._place()
-        self.masters: list[Tensor] = []
-        self.buffer: Tensor | None = None  # gradients on their way, laid out like the row
+        self.master, self.masters = self.shard, list[Tensor]()
+        self.buffer: Tensor | None = None  # gradients that wait, laid out like the row
+        self.sending: Sending | None = None
         self.grad_shard: Tensor | None = None
         self.used: set[int] = set()
         self.missing = set(range(len(self.params)))
@@ -56,7 +67,7 @@ class FlatRow:
     def give_up(self, offload: Offload | None) -> None:
         """From now on keep only the shard: on the host, if it is offloaded."""
         self.given_up, self.offload = True, offload
-        self.shard = offload.hold(self.shard) if offload else self.shard.clone()
+        self.shard = self.master = offload.hold(self.shard) if offload else self.shard.clone()
         self.free()
 
     def free(self) -> None:
@@ -162,8 +173,7 @@ class FlatRow:
 
     def take(self, index: int) -> None:
         """Add a parameter's gradient to the buffer, and let `param.grad` go."""
-        if self.buffer is None:
-            self.buffer = self.flat.new_zeros(self.layout.padded_numel)
+        buffer = self._open_buffer()
         param, start = self.params[index], self.layout.starts[index]
         if param.grad is not None:
             if param.grad.is_sparse:
@@ -171,9 +181,14 @@ class FlatRow:
                     f"ZeRO: need dense gradients; got a sparse one for {self.names[index]}. "
                     "Try sparse=False in its nn.Embedding."
                 )
-            self.buffer[start : start + param.grad.numel()].add_(param.grad.reshape(-1))
+            buffer[start : start + param.grad.numel()].add_(param.grad.reshape(-1))
             param.grad = None
         self.missing.discard(index)
+
+    def _open_buffer(self) -> Tensor:
+        if self.buffer is None:
+            self.buffer = self.flat.new_zeros(self.layout.padded_numel)
+        return self.buffer
 
     def send(self) -> None:
         """Let the buffer leave: each rank gets its shard of the sum over the ranks.
@@ -183,18 +198,19 @@ class FlatRow:
         for index in sorted(self.missing):
             self.take(index)
         self.missing = set(range(len(self.params)))
-        self.leaving, self.buffer = self.buffer, None
-        self.arriving = self.flat.new_empty(self.layout.shard_numel)
-        self.work = dist.reduce_scatter_single(
-            self.arriving, self.leaving, group=self.group, async_op=True
-        )
+        leaving, self.buffer = self._open_buffer(), None
+        arriving = self.flat.new_empty(self.layout.shard_numel)
+        work = dist.reduce_scatter_single(arriving, leaving, group=self.group, async_op=True)
+        self.sending = Sending(leaving, arriving, work)
 
     def settle(self) -> None:
         """Wait for the sum, and add the mean to `grad_shard`; the whole gradient is gone."""
-        self.work.wait()
-        mean = self.arriving.div_(self.p)
+        if self.sending is None:
+            return
+        self.sending.work.wait()
+        mean = self.sending.arriving.div_(self.p)
         self.grad_shard = mean if self.grad_shard is None else self.grad_shard.add_(mean)
-        del self.leaving, self.arriving, self.work
+        self.sending = None
 
     def forget_grads(self) -> None:
         """No gradient any more."""

@@ -10,13 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from course_lib.core.errors import MeshError, ShapeError
-from course_lib.cost.overlap import fill_buckets
 
 
 @dataclass(frozen=True)
@@ -143,21 +141,6 @@ class FlatLayout:
             if first < last:
                 found.append(Piece(index, first - start, last - start, first - shard.start))
         return found
-
-
-def group_alike(tensors: Sequence[Tensor], most_bytes: float = math.inf) -> list[list[int]]:
-    """Numbers of the tensors that can share a row: of one dtype and device, up to most_bytes.
-
-    Nothing is cut: a tensor that is larger than most_bytes has a row of its own.
-    """
-    kinds: dict[Any, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(number)
-    return [
-        [numbers[place] for place in part]
-        for numbers in kinds.values()
-        for part in fill_buckets([tensors[number].nbytes for number in numbers], most_bytes)
-    ]
 
 
 def _short(shapes: Sequence[tuple[int, ...]]) -> str:

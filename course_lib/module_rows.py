@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from course_lib.buckets import group_alike
 from course_lib.core.errors import CourseError
 from course_lib.flat_rows import FlatRow
-from course_lib.flat_shards import group_alike
 from course_lib.offload import Offload
 from course_lib.point_to_point import Group
 

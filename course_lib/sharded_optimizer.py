@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from course_lib import sharded_state
+from course_lib.buckets import group_alike
 from course_lib.core.errors import CourseError
 from course_lib.flat_rows import FlatRow
-from course_lib.flat_shards import group_alike
 from course_lib.offload import Offload
 from course_lib.point_to_point import Group, place_in
 

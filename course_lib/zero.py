@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from course_lib import zero_state
-from course_lib.buckets import broadcast_together
+from course_lib.buckets import broadcast_together, group_alike
 from course_lib.flat_rows import FlatRow
-from course_lib.flat_shards import group_alike
 from course_lib.gradient_rounds import GradientRounds, agree_on_used
 from course_lib.module_rows import ModuleRows
 from course_lib.offload import Offload

@@ -43,9 +43,9 @@ def owned_bytes(engine: ZeRO1) -> dict[str, int]:
     weights = [tensor for row in rows for tensor in (row.flat, row.shard)]
     grads = [param.grad for param in params]
     for row in rows:
-        under_way = (getattr(row, name, None) for name in ("leaving", "arriving"))
+        under_way = [row.sending.leaving, row.sending.arriving] if row.sending else []
         grads += [row.grad_shard, row.buffer, *under_way]
-    state = [getattr(row, "master", None) for row in engine.rows]
+    state = [row.master for row in engine.rows]
     for values in engine.optimizer.inner.state.values():
         state += [value for value in values.values() if value.dim()]  # Adam's counter is a number
     return {

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from course_lib.buckets import group_alike
 from course_lib.core import MeshError, ShapeError
-from course_lib.flat_shards import FlatLayout, Piece, group_alike
+from course_lib.flat_shards import FlatLayout, Piece
 
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=6)
 SIZES = st.integers(1, 7)

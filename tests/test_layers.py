@@ -48,7 +48,7 @@ LESSONS_BELOW = {
     "local_sgd": {"data_parallel"},
     "mailbox": {"point_to_point"},
     "gradient_rounds": {"flat_rows", "point_to_point"},
-    "module_rows": {"flat_rows", "flat_shards", "offload", "point_to_point"},
+    "module_rows": {"buckets", "flat_rows", "offload", "point_to_point"},
     "overlap_lab": {"buckets", "ddp"},
     "parallel_linear": {"parallel_regions", "point_to_point"},
     "parallel_regions": {"point_to_point"},
@@ -59,8 +59,8 @@ LESSONS_BELOW = {
     "recompute": {"mixed_precision"},
     "ring": {"point_to_point"},
     "sharded_optimizer": {
+        "buckets",
         "flat_rows",
-        "flat_shards",
         "offload",
         "point_to_point",
         "sharded_state",
@@ -80,7 +80,6 @@ LESSONS_BELOW = {
     "zero": {
         "buckets",
         "flat_rows",
-        "flat_shards",
         "gradient_rounds",
         "module_rows",
         "offload",

@@ -26,6 +26,7 @@ from course_lib.training.bar import Teller
 from course_lib.training.config import TrainConfig
 from course_lib.training.loop import Trainer, train
 from course_lib.training.state import Progress
+from tests.training_runs import losses, refused
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -43,23 +44,6 @@ def trained(rank, config):
     record = trainer.run()
     moments = trainer.steps.optimizer.state_dict()["state"]
     return record, trainer.model.state_dict(), moments, trainer.progress
-
-
-def refused(rank, configs):
-    """What each run is told that cannot be; ranks that raise would have to start again."""
-    told = []
-    for config in configs:
-        try:
-            train(rank, config)
-        except CourseError as error:
-            told.append(str(error))
-        else:
-            told.append("it was trained")
-    return told
-
-
-def losses(record):
-    return [step["loss"] for step in record.steps]
 
 
 def same(state, other, **tolerance):

@@ -17,6 +17,7 @@ from course_lib.training import loop
 from course_lib.training.config import TrainConfig
 from course_lib.training.loop import Trainer, train
 from course_lib.training.split import SCHEDULES, schedule_of
+from tests.training_runs import losses, refused, same_state
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -37,32 +38,6 @@ def trained(rank, configs):
         size = sum(param.numel() for param in trainer.model.parameters())
         found.append((record, size, trainer.steps.gather()))
     return found
-
-
-def refused(rank, configs):
-    """What each run is told that cannot be; ranks that raise would have to start again."""
-    told = []
-    for config in configs:
-        try:
-            train(rank, config)
-        except CourseError as error:
-            told.append(str(error))
-        else:
-            told.append("it was trained")
-    return told
-
-
-def losses(record):
-    return [step["loss"] for step in record.steps]
-
-
-def same(whole, other, **tolerance):
-    """Are weights and optimizer states equal (to the last bit by default)?"""
-    tolerance = {"rtol": 0, "atol": 0} | tolerance
-    torch.testing.assert_close(dict(whole["model"]), dict(other["model"]), **tolerance)
-    state = whole["optimizer"].get("state", whole["optimizer"])
-    wanted = other["optimizer"].get("state", other["optimizer"])
-    torch.testing.assert_close(state, wanted, **tolerance)
 
 
 # -- the law: the numbers of one process ---------------------------------------------------------
@@ -101,7 +76,7 @@ def test_any_degrees_give_the_losses_and_weights_of_one_process(runs, by_hand, p
         records = [results[number][0] for results in by_rank]
         for record in records:
             torch.testing.assert_close(losses(record), expected, **TOLERANCE)
-        same(by_rank[0][number][2], state, **TOLERANCE)
+        same_state(by_rank[0][number][2], state, **TOLERANCE)
         counted = [sum(step["num_tokens"] for step in record.steps) for record in records]
         assert sum(counted) == 3 * 7 * 8
         assert sum(count > 0 for count in counted) == p // (config.tp * config.pp)
@@ -113,7 +88,7 @@ def test_dropout_is_that_of_the_whole_model(alone, pools):
     split = [replace(config, tp=2), replace(config, tp=2, sequence_parallel=True)]
     for results in zip(*pools(2).run(trained, split), strict=True):
         torch.testing.assert_close(losses(results[0][0]), losses(record), **TOLERANCE)
-        same(results[0][2], whole, **TOLERANCE)
+        same_state(results[0][2], whole, **TOLERANCE)
 
 
 def broken(rank, config, breach):
@@ -196,7 +171,7 @@ def test_a_run_can_go_on_with_other_degrees(alone, pools, by_hand, tmp_path):
         saved = torch.load(config.checkpoint)
         assert saved["progress"]["step"] == step + 1
     torch.testing.assert_close(found, expected, **TOLERANCE)
-    same(saved, state, **TOLERANCE)
+    same_state(saved, state, **TOLERANCE)
     GPT(SPEC).load_state_dict(saved["model"])
 
 
@@ -207,8 +182,8 @@ def test_a_resumed_split_run_is_bit_equal_to_one_that_never_stopped(pools, tmp_p
     (whole,) = pools(4).run(trained, [config])[0]
     runs = pools(4).run(trained, [replace(part, steps=1), replace(part, resume=True)])[0]
     assert losses(whole[0]) == losses(runs[0][0]) + losses(runs[1][0])
-    same(whole[2], runs[1][2])
-    same(torch.load(part.checkpoint), torch.load(config.checkpoint))
+    same_state(whole[2], runs[1][2])
+    same_state(torch.load(part.checkpoint), torch.load(config.checkpoint))
 
 
 # -- what is refused -----------------------------------------------------------------------------

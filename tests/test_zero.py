@@ -622,7 +622,7 @@ def test_a_whole_gradient_does_not_outlive_its_bucket(pools):
 
             def _arrive(self, number, index):
                 super()._arrive(number, index)
-                under_way = [r.leaving for r in self.rows if hasattr(r, "leaving")]
+                under_way = [row.sending.leaving for row in self.rows if row.sending]
                 filling = [row.buffer for row in self.rows if row.buffer is not None]
                 self.most = max(self.most, len(under_way) + len(filling))
                 assert all(param.grad is None for param in self.module.parameters())

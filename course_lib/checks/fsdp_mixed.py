@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from course_lib.checks import fsdp_mixed_mistakes as planted
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.fsdp_parts import DETACHED, WORLD_SIZES, expect_near
+from course_lib.checks.fsdp_parts import WORLD_SIZES, expect_near, not_followed
 from course_lib.checks.tools import run
 from course_lib.checks.zero_parts import calls_in, expect_calls, shard_numel, shard_of
 from course_lib.flat_shards import FlatLayout
@@ -26,7 +26,6 @@ RAISED = (
     "A row is as long as layout.padded_numel, and layout.flatten makes it; shard.grad is as long "
     "as the shard, and in fp32."
 )
-TROUBLE = {"raised": RAISED, "hang": DETACHED}
 
 
 @dataclass
@@ -61,7 +60,7 @@ def _use(rank: int, answer: Callable[..., Any], p: int) -> Used:
     shard = nn.Parameter(shard_of(_row(), rank, p))
     unit, used = answer(shard, layout), Used([], [], [], [], [])
     for number in range(2):
-        with record() as gather:
+        with record() as gather, not_followed(f"rank {rank} of {p}"):
             params = unit.gather()
         copies = isinstance(params, list | tuple)
         used.params.append([one.detach().clone() for one in params] if copies else params)
@@ -81,7 +80,7 @@ def check_mixed(answer: Callable[..., Any]) -> str:
     """1 to 3 ranks, before and after a small step: values, dtypes, bytes of both messages."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
-            for rank, used in enumerate(run(ranks, _use, answer, p, on=TROUBLE)):
+            for rank, used in enumerate(run(ranks, _use, answer, p, on={"raised": RAISED})):
                 for number in range(2):
                     _judge(used, number, rank, p)
     return "Half the bytes to gather; fp32 to add up, and a master that keeps its small steps."

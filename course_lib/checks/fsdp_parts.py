@@ -1,5 +1,8 @@
 """What the checks of 10_fsdp share: a module with a tied weight, and one smaller than its group."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +12,6 @@ from course_lib.core.errors import CourseError
 
 WIDTH, TOKENS = 3, 2
 WORLD_SIZES = (3, 2, 1)  # on 2 ranks, wrong answers look alike
-DETACHED = "Is it self.shard.detach() that is sent? Autograd does not follow a message."
 
 
 class Tied(nn.Module):
@@ -42,6 +44,20 @@ class Small(nn.Module):
 
 
 MODULES: tuple[type[nn.Module], ...] = (Tied, Small)
+
+
+@contextmanager
+def not_followed(where: object) -> Iterator[None]:
+    """Around gather(): a message whose tensors autograd follows fails when it is waited for."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "no_grad mode" not in str(error):
+            raise
+        raise CheckFailed(
+            f"{where}, gather(): autograd follows what is sent, and a message cannot do that. "
+            "Is it self.shard.detach() that is sent?"
+        ) from error
 
 
 def numbered(module: nn.Module) -> None:

@@ -14,12 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from course_lib.checks import fsdp_unit_mistakes as planted
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.fsdp_parts import (
-    DETACHED,
     MODULES,
     WORLD_SIZES,
     batch,
     expect_near,
     grad_of,
+    not_followed,
     row_bytes,
     row_of,
 )
@@ -94,7 +94,7 @@ def _watch(at: Place, answer: Callable[..., Any]) -> None:
     unit = answer(module)
     _expect_shard(unit, at)
     _expect_alive(at, "before the first gather()", at.own_bytes)
-    with record() as log:
+    with record() as log, not_followed(at):
         unit.gather()
     _expect_params(params, at)
     says = "One all_gather of the whole row, into it, from self.shard."
@@ -144,7 +144,7 @@ def check_unit(answer: Callable[..., Any]) -> str:
     """1 to 3 ranks, a tied weight, fewer numbers than ranks: values, messages, bytes, gradients."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
-            run(ranks, _use, answer, p, on={"raised": RAISED, "hang": DETACHED})
+            run(ranks, _use, answer, p, on={"raised": RAISED})
     return "Equal shards, one all_gather, the same row; between uses it has no bytes."
 
 
