@@ -267,8 +267,8 @@ for p, ranks in {2: pair, 4: four}.items():
 # an all-gather. How many times as much does FSDP send: if it frees, and if it does not?
 
 # %% tags=["predict"]
-guess_free = predict("freed after forward, bytes sent by those of plain DP (like 3/4)")
-guess_keep = predict("kept until backward, bytes sent by those of plain DP")
+guess_free = predict("freed after forward: bytes sent, as a multiple of plain DP's (like 4/3)")
+guess_keep = predict("kept until backward: bytes sent, as a multiple of plain DP's")
 
 
 # %% tags=["picture"]
@@ -482,7 +482,7 @@ show(compare(range(30), curves, title, **axes), alt=f"{title}: the four curves l
 # micro-batches, 4 ranks: how many times as much does it send to sync every time?
 
 # %% tags=["predict"]
-guess_sync = predict("bytes with sync every time, by those with sync at the end (like 3/4)")
+guess_sync = predict("bytes if every backward sends, as a multiple of those if the last one does")
 
 
 # %%
