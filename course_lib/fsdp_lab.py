@@ -22,8 +22,8 @@ from course_lib.cost.fsdp_overlap import UnitTimes
 from course_lib.cost.fsdp_plan import UnitSizes
 from course_lib.fsdp import FSDP
 from course_lib.fsdp_row import Row
-from course_lib.overlap_lab import EmulatedLayer, Measured
-from course_lib.ranks import Ranks, record, span
+from course_lib.overlap_lab import EmulatedLayer, Measured, in_turns
+from course_lib.ranks import Ranks
 
 MOMENTS = ("start_gather", "free", "collect", "drop_grads", "start_reduce", "wait_reduce")
 
@@ -126,21 +126,7 @@ def _in_turns(
 ) -> dict[Any, list[Any]]:
     """On a rank: the events of each turn of each run."""
     models = {name: FSDP(build(), **options) for name, options in runs.items()}
-    found: dict[Any, list[Any]] = {name: [] for name in runs}
-    for _ in range(turns + 2):
-        for name, model in models.items():
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            optimizer.zero_grad()
-            dist.barrier()
-            with record() as log:
-                with span("forward"):
-                    loss = loss_of(model, rank)
-                with span("backward"):
-                    loss.backward()
-                with span("optimizer"):
-                    optimizer.step()
-            found[name].append(log.events)
-    return {name: events[2:] for name, events in found.items()}
+    return in_turns(rank, models, loss_of, turns, ahead=2)
 
 
 def _measured(by_rank: Sequence[Sequence[list[Event]]]) -> Measured:

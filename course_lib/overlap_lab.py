@@ -173,8 +173,25 @@ def _in_turns(
 ) -> dict[Any, list[list[Event]]]:
     """On a rank: the events of each turn of each run."""
     models = {name: DDP(build(), **options) for name, options in runs.items()}
-    found: dict[Any, list[list[Event]]] = {name: [] for name in runs}
-    for _ in range(turns + 1):
+    return in_turns(rank, models, loss_of, turns, finish=DDP.finish)
+
+
+def in_turns(
+    rank: int,
+    models: Mapping[Any, Any],
+    loss_of: LossOf,
+    turns: int,
+    *,
+    ahead: int = 1,
+    finish: Callable[[Any], object] = lambda model: None,
+) -> dict[Any, list[list[Event]]]:
+    """On a rank: the events of each turn of each model, which step one after the other.
+
+    ahead   steps that do not count
+    finish  what a model needs between its backward and its step
+    """
+    found: dict[Any, list[list[Event]]] = {name: [] for name in models}
+    for _ in range(turns + ahead):
         for name, model in models.items():
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             optimizer.zero_grad()
@@ -184,11 +201,11 @@ def _in_turns(
                     loss = loss_of(model, rank)
                 with span("backward"):
                     loss.backward()
-                model.finish()
+                finish(model)
                 with span("optimizer"):
                     optimizer.step()
             found[name].append(log.events)
-    return {name: events[1:] for name, events in found.items()}
+    return {name: events[ahead:] for name, events in found.items()}
 
 
 def _measured(by_rank: Sequence[Sequence[list[Event]]]) -> Measured:
