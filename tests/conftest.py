@@ -1,12 +1,13 @@
-"""What several tests share: a toy course of one lesson to build and grade, and pools of ranks."""
+"""What several tests share: a toy course to build and grade, pools of ranks, a Slurm cluster."""
 
 import gc
 import io
 import math
+import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from rich.console import Console
 
 from course_lib.authoring.build import build
 from course_lib.authoring.lessons import Lesson
+
+from .slurmbox import MISSING, SlurmBox
 
 # The same examples each time, however slow the machine: the same code has the same verdict.
 hypothesis.settings.register_profile(
@@ -251,3 +254,20 @@ def pools():
     yield pool
     for ranks in started.values():
         ranks.close()
+
+
+@pytest.fixture(scope="session")
+def slurm_box() -> Iterator[SlurmBox]:
+    """A Slurm cluster of two nodes; without Slurm these tests are skipped."""
+    if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
+        pytest.skip(MISSING)
+    with SlurmBox() as box:
+        yield box
+
+
+@pytest.fixture
+def slurm(slurm_box: SlurmBox, monkeypatch: pytest.MonkeyPatch) -> SlurmBox:
+    """The cluster, with nothing to do, as the one that Slurm's commands talk to."""
+    monkeypatch.setenv("SLURM_CONF", slurm_box.env["SLURM_CONF"])
+    slurm_box.wait_idle()
+    return slurm_box
