@@ -1,34 +1,39 @@
 """What a learner asks for: a program, on how many nodes and GPUs, for how long."""
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from course_lib.cluster.profile import Profile
+from course_lib.cluster.slurm_time import read_time_s, write_time
 from course_lib.core.errors import CourseError
 
 CPU_RANKS = 2  # on each node, where there are no GPUs to count
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+MODULE = r"[A-Za-z_]\w*(\.(?!py$)[A-Za-z_]\w*)+"
+RANGE = r"(?P<first>\d+)(-(?P<last>\d+)(:(?P<step>[1-9]\d*))?)?"
+LAST_ELEMENT = 1000  # the highest number that Slurm takes unless a site raised MaxArraySize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job, or an array of them. None: as the profile has it; `render` and `fitted` know.
+    """One job, or an array of them. `fitted` fills in what is None.
 
-    script         a batch script: the name of one in `cluster` (many_nodes), or a path
-    program        a Python file, or the name of a module (course_lib.train)
+    program        the path of a file, or the name of a module with a dot in it (course_lib.train)
+    script         a batch script: the name of one in `cluster` or a path; one_node if None, and
+                   many_nodes on more than one
+    gpus_per_node  as many as the profile has if None
     ranks_per_node one a GPU if None; where there are no GPUs, 2
     time_limit     as hours:minutes:seconds
     array          empty, or the elements of a job array as Slurm writes them: 1-8, 1-8%2, 1,3,5
-    run_folder     where the log goes, and what programs see as RUN_FOLDER
+    run_folder     where the log goes; programs see it as RUN_FOLDER
 
     Raises: CourseError for what no scheduler could take
     """
 
+    name: str
     program: str
     arguments: tuple[str, ...] = ()
-    script: str = "one_node"
-    name: str
+    script: str | None = None
     nodes: int = 1
     gpus_per_node: int | None = None
     ranks_per_node: int | None = None
@@ -36,25 +41,94 @@ class Job:
     array: str = ""
     run_folder: str
 
+    def __post_init__(self) -> None:
+        if not re.fullmatch(NAME, self.name):
+            raise CourseError(
+                f"job name: need letters, digits, dot, dash and underscore; got {self.name!r}."
+            )
+        if (
+            not self.run_folder
+            or not self.run_folder.isprintable()
+            or set(self.run_folder) & set("\"'\\%")
+        ):
+            raise CourseError(
+                f"run folder: need a path without quotes, backslash and %, in which Slurm sees "
+                f"something else; got {self.run_folder!r}. Try runs/{self.name}."
+            )
+        if not self.program or any("\0" in word for word in self.words):
+            raise CourseError(f"program: need words without a zero byte; got {self.words!r}.")
+        for what, least in (("nodes", 1), ("gpus_per_node", 0), ("ranks_per_node", 1)):
+            value = getattr(self, what)
+            if value is not None and value < least:
+                raise CourseError(f"job {self.name}, {what}: need at least {least}; got {value}.")
+        if self.time_limit.count(":") != 2 or not read_time_s(self.time_limit):
+            raise CourseError(
+                f"job {self.name}, time limit: need hours:minutes:seconds; got "
+                f"{self.time_limit!r}. Try 0:30:00 for half an hour."
+            )
+        _ = self.elements
+
     @property
     def words(self) -> tuple[str, ...]:
         """The program and its arguments, as `python` and `torchrun` take them."""
-        raise NotImplementedError
+        module = ("-m",) if re.fullmatch(MODULE, self.program) else ()
+        return (*module, self.program, *self.arguments)
 
     @property
     def elements(self) -> tuple[int, ...]:
-        """The elements of the array; one element, 0, where there is no array."""
-        raise NotImplementedError
+        """The elements of the array in order; one element, 0, where there is no array."""
+        return read_array(self.array) if self.array else (0,)
 
     @property
     def gpu_hours(self) -> float:
-        """The most it can use: GPUs x hours x elements. Of a fitted job, where no None is left."""
-        raise NotImplementedError
+        """The most it can use, in GPUs x hours x elements. Of a fitted job."""
+        hours = read_time_s(self.time_limit) / 3600
+        return self.nodes * (self.gpus_per_node or 0) * hours * len(self.elements)
+
+
+def read_array(text: str) -> tuple[int, ...]:
+    """The elements that Slurm means by 1-8, 0-6:2, 1,3,5 or 1-8%2 (two at a time)."""
+    elements: set[int] = set()
+    listed, _, at_once = text.partition("%")
+    for part in listed.split(","):
+        found = re.fullmatch(RANGE, part, re.ASCII)
+        first, last, step = found.group("first", "last", "step") if found else ("1", "0", None)
+        if int(last or first) < int(first) or int(last or first) > LAST_ELEMENT:
+            raise _bad_array(text)
+        elements.update(range(int(first), int(last or first) + 1, int(step or 1)))
+    if "%" in text and not re.fullmatch(r"[1-9]\d*", at_once, re.ASCII):
+        raise _bad_array(text)
+    return tuple(sorted(elements))
+
+
+def _bad_array(text: str) -> CourseError:
+    return CourseError(
+        f"array: need elements from 0 to {LAST_ELEMENT}, as in 1-8, 1,3,5 or 1-8%2 for two at a "
+        f"time; got {text!r}."
+    )
 
 
 def fitted(job: Job, profile: Profile) -> Job:
-    """The job with the profile's values where it named none.
+    """The job with nothing left open, as this profile has it.
 
     Raises: CourseError where it asks for more than the profile has
     """
-    raise NotImplementedError
+    gpus = profile.gpus_per_node if job.gpus_per_node is None else job.gpus_per_node
+    longest_s = read_time_s(profile.time_limit)
+    for what, asked, most in (
+        ("nodes", job.nodes, profile.max_nodes),
+        ("GPUs on a node", gpus, profile.gpus_per_node),
+        ("seconds", read_time_s(job.time_limit), longest_s),
+    ):
+        if asked > most:
+            raise CourseError(
+                f"job {job.name}: profile {profile.name} has at most {most} {what}; got {asked}. "
+                "Ask for less, or see course cluster profiles."
+            )
+    return replace(
+        job,
+        script=job.script or ("one_node" if job.nodes == 1 else "many_nodes"),
+        gpus_per_node=gpus,
+        ranks_per_node=job.ranks_per_node or gpus or CPU_RANKS,
+        time_limit=write_time(read_time_s(job.time_limit)),
+    )

@@ -4,19 +4,36 @@ A profile is a small TOML file in `cluster/profiles`. The batch scripts hold not
 that everybody reads the same ones; `render` puts the profile's lines into them.
 """
 
+import difflib
+import json
 import os
 import re
 import tomllib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from course_lib.cluster.slurm_time import read_time_s
 from course_lib.core.errors import CourseError
 
 SCHEDULERS = ("slurm", "local")
 OWN = "site"  # the profile that `course cluster init` writes
-WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@,+-]*")  # what a name at a site may look like
+WORD = r"[A-Za-z0-9_][A-Za-z0-9._:@,+/=-]*"  # what a name at a site may look like
+COMMENTS = {
+    "scheduler": "slurm, or local: this machine, without a queue",
+    "partition": "of the queue; sinfo lists them",
+    "account": "that the hours are charged to",
+    "qos": "quality of service, where the site asks for one",
+    "gpus_per_node": "that a job can have; 0: ranks run on the CPU",
+    "gpu_type": "h100, a100, ... where a partition has several",
+    "cpus_per_gpu": "CPU cores that each rank gets",
+    "time_limit": "the longest that a job may take: hours:minutes:seconds",
+    "max_nodes": "that one job may have",
+    "modules": "that are loaded, in this order",
+    "environment": "lines of shell after the modules",
+    "scratch": "a large, fast folder: /scratch/$USER",
+    "network_interface": "that ranks on different nodes talk over: ib0",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,27 +76,128 @@ class Profile:
     network_interface: str = ""
     limits: Limits = field(default_factory=Limits)
 
+    def __post_init__(self) -> None:
+        if self.scheduler not in SCHEDULERS:
+            self._refuse("scheduler", " or ".join(SCHEDULERS), "Try slurm.")
+        for name in ("name", "partition", "account", "qos", "gpu_type", "network_interface"):
+            if not re.fullmatch(WORD, getattr(self, name)) and (
+                getattr(self, name) or name == "name"
+            ):
+                self._refuse(name, "one word, without blanks", "Ask your site how it is written.")
+        for name in ("gpus_per_node", "cpus_per_gpu", "max_nodes"):
+            if _is_not_count(getattr(self, name), least=int(name == "max_nodes")):
+                self._refuse(name, "a whole number", "Try 1.")
+        if self.time_limit.count(":") != 2 or not read_time_s(self.time_limit):
+            self._refuse("time_limit", "hours:minutes:seconds", "Try 1:00:00 for one hour.")
+        for name in ("modules", "environment"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if not all(
+                isinstance(line, str) and line.isprintable() for line in getattr(self, name)
+            ):
+                self._refuse(name, "texts of one line each", "Write one text a line.")
+        if not self.scratch.isprintable():
+            self._refuse("scratch", "a folder", "Try /scratch/$USER.")
+
+    @property
+    def scratch_folder(self) -> str:
+        """The scratch folder of whoever asks: ~ and $USER filled in."""
+        return os.path.expanduser(os.path.expandvars(self.scratch))
+
+    def _refuse(self, name: str, need: str, hint: str) -> NoReturn:
+        raise CourseError(
+            f"profile {self.name}, {name}: need {need}; got {getattr(self, name)!r}. {hint}"
+        )
+
+
+def _is_not_count(value: object, least: int = 0) -> bool:
+    return not isinstance(value, int) or isinstance(value, bool) or value < least
+
 
 def find_cluster_folder() -> Path:
     """The course's folder `cluster`: in the current folder or above it, else beside course_lib."""
-    raise NotImplementedError
+    here = Path.cwd()
+    for parent in (here, *here.parents):
+        if (parent / "cluster" / "profiles").is_dir():
+            return parent / "cluster"
+    return Path(__file__).parents[2] / "cluster"
 
 
 def profile_names() -> list[str]:
     """The names of all profiles there are, the learner's own first."""
-    raise NotImplementedError
+    names = sorted(path.stem for path in (find_cluster_folder() / "profiles").glob("*.toml"))
+    return sorted(names, key=lambda name: name != OWN)
 
 
 def default_profile() -> str:
     """`site` where `course cluster init` wrote one, else `laptop`."""
-    raise NotImplementedError
+    return OWN if OWN in profile_names() else "laptop"
 
 
 def read_profile(name: str | os.PathLike[str]) -> Profile:
-    """The profile of this name in `cluster/profiles`, or of this path."""
-    raise NotImplementedError
+    """The profile of this name in `cluster/profiles`, or of this path.
+
+    Raises: CourseError that names the profiles there are, or the line that is wrong
+    """
+    path = Path(name)
+    if path.suffix != ".toml":
+        path = find_cluster_folder() / "profiles" / f"{name}.toml"
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as problem:
+        raise CourseError(
+            f"profile: need one of {', '.join(profile_names())}, or the path of a .toml; got "
+            f"{os.fspath(name)!r}. Try course cluster init, which writes the profile {OWN}."
+        ) from problem
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise CourseError(
+            f'profile {path}: need TOML, lines like partition = "gpu"; {problem}.'
+        ) from problem
+    limits = _known(path, Limits, values.pop("limits", {}))
+    return Profile(name=path.stem, limits=Limits(**limits), **_known(path, Profile, values))
+
+
+def _known(path: Path, kind: type[Profile] | type[Limits], values: Any) -> dict[str, Any]:
+    """The values, if each has a name and a type that the dataclass knows."""
+    known = {one.name: one for one in fields(kind) if one.name not in ("name", "limits")}
+    for name, value in values.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1) or [", ".join(known)]
+            raise CourseError(f"profile {path}: {name!r} means nothing. Try {near[0]}.")
+        default = known[name].default
+        allowed = list if isinstance(default, tuple) else type(default)
+        if not isinstance(value, (int, float) if allowed is float else allowed):
+            raise CourseError(
+                f"profile {path}, {name}: need a value like {toml_value(default)}; got {value!r}."
+            )
+    return dict(values)
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> Path:
     """Write a profile as commented TOML, whole or not at all; return its path."""
-    raise NotImplementedError
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.tmp")
+    scratch.write_text(profile_text(profile), encoding="utf-8")
+    scratch.replace(path)
+    return path
+
+
+def profile_text(profile: Profile) -> str:
+    """The TOML of a profile, each value with what it means."""
+    values = asdict(profile)
+    lines = [f"# The profile {profile.name!r}. What is empty or 0 is left to the site."]
+    for name, comment in COMMENTS.items():
+        lines.append(f"{name} = {toml_value(values[name])}".ljust(34) + f"  # {comment}")
+    lines += ["", "[limits]  # how much one learner may have in the queue at a time"]
+    lines += [f"{name} = {toml_value(value)}" for name, value in values["limits"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """A text, number or list of texts as TOML writes it; long lists take a line a text."""
+    if not isinstance(value, (list, tuple)):
+        return json.dumps(value, ensure_ascii=False)
+    texts = [json.dumps(text, ensure_ascii=False) for text in value]
+    if sum(map(len, texts)) < 60:
+        return f"[{', '.join(texts)}]"
+    return "[\n" + "".join(f"  {text},\n" for text in texts) + "]"
