@@ -1,0 +1,199 @@
+"""Slurm as a scheduler: its own commands, asked again while the controller does not answer."""
+
+import getpass
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from course_lib.cluster.job import Job, read_array
+from course_lib.cluster.scheduler import GONE, JobState, NoAnswerError, SchedulerError, split_id
+
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+NO_ANSWER = (  # what its commands say where the controller is away, or too busy
+    "Unable to contact slurm controller",
+    "Socket timed out",
+    "Connection refused",
+    "Zero Bytes were transmitted",
+    "Communication connection failure",
+    "standby mode",
+    "temporarily unable",
+)
+FORGOTTEN = "Invalid job id"
+OWN_SETTINGS = ("SLURM_CONF", "SLURM_TIME_FORMAT")
+UNITS_S = (1, 60, 3600, 86400)
+
+
+def tell(sentence: str) -> None:
+    """Say something that belongs to no output."""
+    print(sentence, file=sys.stderr, flush=True)
+
+
+class Slurm:
+    """The Slurm whose commands are on this machine. `pauses_s` are made before asking again."""
+
+    def __init__(
+        self, *, pauses_s: Iterable[float] = PAUSES_S, say: Callable[[str], None] = tell
+    ) -> None:
+        self._pauses_s, self._say = tuple(pauses_s), say
+
+    def check(self, script: Path) -> None:
+        """Let sbatch read the script and look whether the cluster could ever run it."""
+        answer = self._ask("sbatch", "--test-only", str(script))
+        if answer.returncode:
+            raise _refused(answer.stderr)
+
+    def submit(self, script: Path, job: Job, token: str) -> str:
+        """Hand in with sbatch. An answer that got lost is looked for before it is tried again."""
+        command = ("sbatch", "--parsable", f"--comment={token}", str(script))
+        answer = self._ask(*command, unless=lambda: self.find(token))
+        if answer.returncode:
+            raise _refused(answer.stderr)
+        return answer.stdout.strip().split(";")[0]
+
+    def find(self, token: str) -> str | None:
+        """The job with this comment."""
+        command = ("squeue", "-h", "-t", "all", "-u", getpass.getuser(), "-o", "%F %k")
+        for line in self._ask(*command).stdout.splitlines():
+            job_id, _, comment = line.partition(" ")
+            if comment.strip() == token:
+                return job_id
+        return None
+
+    def states(self, job_id: str) -> list[JobState]:
+        """From the controller; of jobs that it has forgotten, from the accounting if there is."""
+        whole, wanted = split_id(job_id)
+        answer = self._ask("scontrol", "show", "job", "-o", whole)
+        if answer.returncode and FORGOTTEN not in answer.stderr:
+            raise _refused(answer.stderr)
+        found = [state for line in answer.stdout.splitlines() for state in _read(line)]
+        found = found or self._accounted(whole) or [JobState(element=wanted or 0, state=GONE)]
+        of_interest = [one for one in found if wanted in (None, one.element)]
+        return sorted(of_interest, key=lambda one: one.element)
+
+    def _accounted(self, job_id: str) -> list[JobState]:
+        command = ("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "JobID,State,ExitCode,ElapsedRaw")
+        found = []
+        for line in self._ask(*command).stdout.splitlines():
+            name, state, code, seconds = line.split("|")
+            number = name.partition("_")[2]
+            element = int(number) if number.isdigit() else 0
+            word, ran_s = state.split()[0], float(seconds or 0)
+            found.append(_state(element, state=word, code=code, seconds=ran_s))
+        return found
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel with scancel."""
+        answer = self._ask("scancel", job_id)
+        if answer.returncode:
+            raise _refused(answer.stderr)
+
+    def _ask(
+        self, *command: str, unless: Callable[[], str | None] = lambda: None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command, again while nobody answers it. `unless` may know the answer by then."""
+        for pause_s in (*self._pauses_s, None):
+            answer = _run(command)
+            if not answer.returncode or not any(text in answer.stderr for text in NO_ANSWER):
+                return answer
+            if pause_s is None:
+                break
+            self._say(f"Slurm's controller does not answer; asking again in {pause_s:g} s.")
+            time.sleep(pause_s)
+            if known := unless():
+                return subprocess.CompletedProcess(command, 0, known, "")
+        said = f"{_sentence(answer.stderr)!r}, {len(self._pauses_s) + 1} times"
+        raise NoAnswerError(
+            f"{command[0]}: need an answer of Slurm's controller; got {said}. Jobs that run go on. "
+            "Try again in some minutes; `scontrol ping` says whether it is back."
+        )
+
+
+def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Run it without what a surrounding job put into the environment: sbatch would obey that."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM_") or name in OWN_SETTINGS
+    }
+    whole_lists = {"SLURM_BITSTR_LEN": "0"}  # else long lists of elements end in dots
+    try:
+        return subprocess.run(
+            command,
+            env=kept | whole_lists,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except FileNotFoundError:
+        raise SchedulerError(
+            f"{command[0]}: need Slurm's commands on this machine; got none. "
+            "Try it on the cluster's login node, or --profile laptop to run it here."
+        ) from None
+
+
+def _refused(stderr: str) -> SchedulerError:
+    return SchedulerError(f"Slurm does not take it: {_sentence(stderr)}")
+
+
+def _sentence(stderr: str) -> str:
+    """The last line, without the name of the command."""
+    lines = [line for line in stderr.splitlines() if line.strip()] or ["it says nothing"]
+    return re.sub(r"^(\w+: )?(error|fatal): |^allocation failure: ", "", lines[-1]).strip()
+
+
+def _read(line: str) -> list[JobState]:
+    """The states in one line of `scontrol show job -o`; elements that wait share one."""
+    known = dict(re.findall(r"([A-Z][\w/:]*)=(.*?)(?= [A-Z][\w/:]*=|\s*$)", line))
+    if "JobState" not in known:
+        return []
+    return [
+        _state(
+            element,
+            state=known["JobState"],
+            code=known["ExitCode"],
+            restarts=int(known.get("Restarts", 0)),
+            seconds=_seconds(known.get("RunTime", "")),
+            reason=known["Reason"] if known["Reason"] != "None" else "",
+            log=known.get("StdOut", ""),
+        )
+        for element in read_array(known.get("ArrayTaskId", "0"))
+    ]
+
+
+def _state(
+    element: int,
+    *,
+    state: str,
+    code: str,
+    restarts: int = 0,
+    seconds: float = 0.0,
+    reason: str = "",
+    log: str = "",
+) -> JobState:
+    """Of `7:0` the code is 7, of `0:9` it is 128 + 9; it means something where nobody ended it."""
+    number, _, signal = code.partition(":")
+    by_itself = state in ("COMPLETED", "FAILED")
+    return JobState(
+        element=element,
+        state=state,
+        exit_code=(int(number) or (128 + int(signal) if int(signal or 0) else 0))
+        if by_itself
+        else None,
+        restarts=restarts,
+        seconds=seconds,
+        reason=reason,
+        log=log,
+    )
+
+
+def _seconds(text: str) -> float:
+    """`1-02:03:04` in seconds; 0 where there is no time."""
+    if not re.fullmatch(r"[\d:-]+", text):
+        return 0.0
+    parts = reversed(re.split("[-:]", text))
+    return float(sum(int(part) * unit for part, unit in zip(parts, UNITS_S, strict=False)))
