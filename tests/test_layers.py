@@ -26,7 +26,7 @@ ROOMS_BELOW = {
     "display": {"lessons", "models", "ranks", "cost", "core"},
     "checks": {"lessons", "models", "ranks", "cost", "core"},
     "authoring": {"checks", "display", "lessons", "models", "ranks", "cost", "core"},
-    "cluster": {"ranks", "cost", "core"},
+    "cluster": {"display", "lessons", "ranks", "cost", "core"},
     "cli": ROOMS | {"lessons"},
 }
 # a lesson imports another only where the idea truly stands on the other one

@@ -1,0 +1,128 @@
+"""What a study runs on, as the cost model wants it: speed, memory and links of a rank.
+
+Speeds are those of data sheets times the share of them that training reaches, which a run of one
+rank corrects as soon as there is one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from course_lib.cluster.profile import Profile
+from course_lib.core.links import INFINIBAND, NVLINK, PCIE, Link, TwoLevelLink
+from course_lib.core.units import GIB
+from course_lib.cost.hardware import DEVICES, LAPTOP, Device, find_device
+from course_lib.cost.network import AnyLink
+
+REACHED = 0.4  # of the peak, by large models; small ones reach less
+LAPTOP_CORES = 4  # that LAPTOP's peak and bandwidth are of
+LOOPBACK = Link(name="gloo on one machine", latency_s=300e-6, bytes_per_s=1e9)
+DTYPES = {"float32": "fp32", "float64": "fp32", "bfloat16": "bf16"}
+HOST_BYTES_PER_S = 50e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A kind of device for each rank, and how ranks reach each other.
+
+    cores     that the ranks share where there are no GPUs; None: a GPU each
+    reached   the share of the device's peak that computing reaches
+    """
+
+    device: Device
+    link: AnyLink
+    cores: float | None = None
+    reached: float = REACHED
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether a rank has a GPU."""
+        return self.cores is None
+
+    @property
+    def words(self) -> str:
+        """What it is, for people."""
+        return self.device.name if self.cores is None else f"{self.cores:g} CPU cores"
+
+    def flop_per_s(self, dtype: str, ranks: int) -> float:
+        """What a rank computes a second when so many of them run."""
+        peak = self.device.peak(DTYPES[dtype]) / (1 if self.cores is None else LAPTOP_CORES)
+        return self.reached * peak * self._share(ranks)
+
+    def bytes_per_s(self, ranks: int) -> float:
+        """What a rank reads or writes of its memory in a second."""
+        return self.device.bytes_per_s / (1 if self.cores is None else max(ranks, 1))
+
+    def rank_bytes(self, ranks: int) -> int:
+        """Memory of a rank: its card's, or its part of the machine's."""
+        return self.device.memory_bytes // (1 if self.cores is None else ranks)
+
+    def start_s(self, ranks: int) -> float:
+        """Seconds until ranks have started; PyTorch is read by each, and by who starts them."""
+        if self.cores is None:
+            return 30.0
+        processes = ranks + 1 if ranks > 1 else 1
+        return 5.0 * max(1.0, processes / self.cores)
+
+    def link_between_copies(self, one_copy: int) -> AnyLink:
+        """The link between ranks that are so far apart."""
+        link = self.link
+        if isinstance(link, TwoLevelLink) and one_copy >= link.ranks_per_node:
+            return link.outside
+        return link
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """What the optimizer reads or writes of the host's memory in a second."""
+        return HOST_BYTES_PER_S
+
+    @property
+    def host_link_bytes_per_s(self) -> float:
+        """Between a GPU and its host's memory; a copy where they are the same."""
+        return PCIE.bytes_per_s if self.has_gpus else self.device.bytes_per_s / 2
+
+    def _share(self, ranks: int) -> float:
+        return 1.0 if self.cores is None else min(1.0, self.cores / ranks)
+
+
+def machine_of_profile(profile: Profile, here: Mapping[str, Any]) -> Machine:
+    """What a profile's jobs run on; `here`, as `describe_machine` tells it, where that is local."""
+    if profile.scheduler == "local":
+        return machine_of_record(here, 1)
+    if not profile.gpus_per_node:
+        return _cpu(here["usable_cores"], here["memory_bytes"])
+    name = next((name for name in DEVICES if name == profile.gpu_type.lower()), "")
+    device = find_device(name or profile.gpu_type.lower() or "a100-80")
+    return _gpus(device, "NVLink" in device.links, profile.gpus_per_node)
+
+
+def machine_of_record(machine: Mapping[str, Any], ranks: int) -> Machine:
+    """What a record was made on, by what its machine says of itself."""
+    gpus = machine.get("gpus") or []
+    if not machine.get("usable_gpus") or len(gpus) == 0:
+        return _cpu(machine.get("usable_cores", 1), machine.get("memory_bytes", 16 * GIB))
+    words = gpus[0]["name"].lower().replace(" ", "").replace("-", "")
+    names = sorted(DEVICES, key=len, reverse=True)
+    name = next((name for name in names if name.replace("-", "") in words), "")
+    name = name or next((name for name in names if name.split("-")[0] in words), "a100-80")
+    device = find_device(name)
+    links = {kind for row in machine.get("gpu_links", []) for kind in row}
+    return _gpus(device, any(kind.startswith("NV") for kind in links), len(gpus))
+
+
+def _gpus(device: Device, has_nvlink: bool, ranks_per_node: int) -> Machine:
+    inside = PCIE
+    if has_nvlink:
+        inside = NVLINK
+    link = TwoLevelLink(inside=inside, outside=INFINIBAND, ranks_per_node=ranks_per_node)
+    return Machine(device=device, link=link)
+
+
+def _cpu(cores: float, memory_bytes: int) -> Machine:
+    device = Device(
+        name="cpu",
+        memory_bytes=memory_bytes,
+        bytes_per_s=LAPTOP.bytes_per_s,
+        peak_flop_per_s=LAPTOP.peak_flop_per_s,
+    )
+    return Machine(device=device, link=LOOPBACK, cores=cores)

@@ -1,0 +1,160 @@
+"""What came out of a study, read from a folder of run records or from one small file.
+
+The file holds the experiments only, without the records they were made of: results that somebody
+else measured, to look at before one has a cluster. It says where and when they were made.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from course_lib.cluster.aggregate import (
+    Comparison,
+    Experiment,
+    against,
+    find_baseline,
+    read_experiments,
+)
+from course_lib.cluster.machines import machine_of_record
+from course_lib.cluster.study_cost import Prediction, fit_machine, predict
+from course_lib.cluster.study_run import StudyRun
+from course_lib.core.errors import CourseError
+from course_lib.core.specs import ModelSpec, spec_fields
+
+SAMPLE = Path(__file__).parent / "data" / "laptop_study.json"
+MACHINE = ("system", "cores", "usable_cores", "memory_bytes", "torch", "usable_gpus", "gpus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One experiment, the run of one rank beside it, and what the cost model says of it.
+
+    The cost model takes its speed of computing from that run of one rank, where there is one.
+    """
+
+    experiment: Experiment
+    baseline: Experiment | None
+    comparison: Comparison | None
+    prediction: Prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """All experiments of a study.
+
+    made       where and when, in a sentence; empty for records of one's own
+    left_out   why a run is not among them, by its folder
+    """
+
+    experiments: tuple[Experiment, ...]
+    made: str = ""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def judged(self) -> list[Result]:
+        """Each experiment with what it is compared with."""
+        return [self._judge(one) for one in self.experiments]
+
+    def sets(self) -> dict[str, list[Result]]:
+        """The results of one model and one batch together, by a name for them."""
+        found: dict[str, list[Result]] = {}
+        for result in self.judged():
+            run = result.experiment.run
+            accumulated = run.num_micro_batches > 1 and run.pp == 1
+            words = f"{run.spec.name}, {run.global_batch} x {run.seq} tokens a step"
+            words += f", in {run.num_micro_batches} micro-batches" if accumulated else ""
+            found.setdefault(words, []).append(result)
+        return found
+
+    def _judge(self, experiment: Experiment) -> Result:
+        baseline = find_baseline(experiment.run, self.experiments)
+        machine = machine_of_record(experiment.machine, experiment.run.ranks)
+        if baseline:
+            machine = fit_machine(machine, baseline)
+        return Result(
+            experiment=experiment,
+            baseline=baseline,
+            comparison=against(experiment, baseline) if baseline else None,
+            prediction=predict(experiment.run, machine),
+        )
+
+
+def read_results(path: str | Path) -> Results:
+    """The results in a folder of run records, or in a file that `save_results` wrote.
+
+    Raises: CourseError where there are none
+    """
+    path = Path(path)
+    if path.is_file():
+        return _read_file(path)
+    found, left_out = read_experiments(path)
+    if not found:
+        reasons = [f"{folder}: {why}" for folder, why in left_out.items()]
+        raise CourseError(
+            f"report: need the records of a whole run below {path}; got none. "
+            + (reasons[0] if reasons else "Try course study run laptop.")
+        )
+    return Results(experiments=tuple(found), left_out=left_out)
+
+
+def sample_results() -> Results:
+    """The laptop study as it was once recorded."""
+    return read_results(SAMPLE)
+
+
+def save_results(results: Results, path: str | Path, made: str) -> Path:
+    """Write the experiments into one file, with a sentence on where and when they were made."""
+    path = Path(path)
+    lines = [json.dumps(_plain(one)) for one in results.experiments]
+    text = ",\n  ".join(lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{{"made": {json.dumps(made)}, "experiments": [\n  {text}\n]}}\n')
+    return path
+
+
+def _plain(experiment: Experiment) -> dict[str, Any]:
+    fields = asdict(experiment)
+    fields["run"]["spec"] = spec_fields(experiment.run.spec)
+    fields["machine"] = {
+        name: experiment.machine[name] for name in MACHINE if name in experiment.machine
+    } | {"gpu_links": experiment.machine.get("gpu_links", [])}
+    fields["losses"] = [round(loss, 6) for loss in experiment.losses]
+    return _rounded(fields)
+
+
+def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
+    """Six digits tell more than a measurement knows."""
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in fields.items()
+    }
+
+
+def _read_file(path: Path) -> Results:
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        experiments = [_experiment(one) for one in told["experiments"]]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise CourseError(
+            f"{path}: need a folder of run records, or results in a file; got neither ({problem!r})."
+        ) from problem
+    return Results(experiments=tuple(experiments), made=told["made"])
+
+
+def _experiment(plain: dict[str, Any]) -> Experiment:
+    run = dict(plain["run"])
+    run["spec"] = ModelSpec(**run["spec"])
+    return Experiment(**{**plain, "run": StudyRun(**run), "losses": tuple(plain["losses"])})
+
+
+def in_order(results: Sequence[Result]) -> list[Result]:
+    """The run of one rank first, then strategy by strategy, with growing numbers of ranks."""
+    labels = list(dict.fromkeys(result.experiment.run.label for result in results))
+    labels.sort(key=lambda label: label != "single")
+
+    def place(result: Result) -> tuple[int, int, int, float]:
+        run = result.experiment.run
+        return labels.index(run.label), run.ranks, run.num_micro_batches, run.bucket_mib
+
+    return sorted(results, key=place)

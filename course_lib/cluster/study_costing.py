@@ -1,0 +1,105 @@
+"""A study with its price tag: what is done, what is left, what that costs, what does not fit."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rich.table import Table
+
+from course_lib.cluster.aggregate import Experiment, find_baseline
+from course_lib.cluster.machines import Machine, machine_of_profile
+from course_lib.cluster.profile import Profile
+from course_lib.cluster.slurm_time import write_time
+from course_lib.cluster.study import Study
+from course_lib.cluster.study_cost import Prediction, fit_machine, hours, predict
+from course_lib.cluster.study_run import StudyRun
+from course_lib.cluster.study_start import find_done
+from course_lib.core.units import format_bytes, format_seconds
+from course_lib.ranks.machine import describe_machine
+
+
+@dataclass(frozen=True)
+class Costing:
+    """A study, where it runs, and the records that lie in its folder."""
+
+    study: Study
+    profile: Profile
+    folder: Path
+    machine: Machine
+    done: dict[StudyRun, Experiment]
+
+    @cached_property
+    def predictions(self) -> list[Prediction]:
+        """What every run does on paper; a run of one rank that is done tells the speed."""
+        return [predict(run, self._machine(run)) for run in self.study.runs]
+
+    @property
+    def left(self) -> list[Prediction]:
+        """What is still to be run, and fits."""
+        return [p for p in self.predictions if p.run not in self.done and not p.missing_bytes]
+
+    @property
+    def too_large(self) -> list[Prediction]:
+        """What does not fit, so that it will not be started."""
+        return [p for p in self.predictions if p.run not in self.done and p.missing_bytes]
+
+    def table(self) -> Table:
+        """A line for each run."""
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for header in ("model", "strategy", "ranks", "batch", "micro-batches", "bucket"):
+            table.add_column(header, no_wrap=True)
+        for header in ("steps", "a step", "a run", "peak a rank", ""):
+            table.add_column(header, justify="right", no_wrap=True)
+        for one in self.predictions:
+            run = one.run
+            table.add_row(
+                run.spec.name,
+                run.label,
+                str(run.ranks),
+                f"{run.global_batch} x {run.seq}",
+                str(run.num_micro_batches),
+                f"{run.bucket_mib:g} MiB" if run.strategy != "single" else "",
+                str(run.steps),
+                format_seconds(one.step_s),
+                write_time(one.run_s),
+                format_bytes(one.peak_bytes),
+                self._state(one),
+            )
+        return table
+
+    def sentences(self) -> list[str]:
+        """What is done and left, what it costs, and what does not fit."""
+        wall, of_ranks = hours(self.left)
+        unit = "GPU" if self.machine.has_gpus else "rank"
+        said = [
+            f"{len(self.done)} of {len(self.study.runs)} runs are done, {len(self.left)} to run: "
+            f"{write_time(wall * 3600)} one after the other, {of_ranks:.2g} {unit}-hours, "
+            f"on {self.profile.name} ({self.machine.words}). Records: {self.folder}"
+        ]
+        if self.too_large:
+            said.append(f"{len(self.too_large)} runs do not fit and are left out:")
+        return said + [f"  {one.run.name}: {_missing(one)}" for one in self.too_large]
+
+    def _machine(self, run: StudyRun) -> Machine:
+        baseline = find_baseline(run, self.done.values())
+        return fit_machine(self.machine, baseline) if baseline else self.machine
+
+    def _state(self, one: Prediction) -> str:
+        if one.run in self.done:
+            return "done"
+        return "does not fit" if one.missing_bytes else "to run"
+
+
+def cost_study(study: Study, profile: Profile, folder: Path, *, resume: bool = True) -> Costing:
+    """Look what is done, and put a price on the rest. Without `resume`, nothing counts as done."""
+    machine = machine_of_profile(profile, describe_machine())
+    done = find_done(study.runs, folder) if resume else {}
+    return Costing(study, profile, folder, machine, done)
+
+
+def _missing(one: Prediction) -> str:
+    there = one.machine.rank_bytes(one.run.ranks)
+    return (
+        f"need {format_bytes(one.peak_bytes)} a rank; there are {format_bytes(there)}, "
+        f"{format_bytes(one.missing_bytes)} too few"
+    )

@@ -1,0 +1,131 @@
+"""One run of a scaling study: what is trained, how it is split, and the words that start it.
+
+A run that is planned and a run that was recorded are the same thing, so a study knows what it has.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from course_lib.core.degrees import Degrees
+from course_lib.core.errors import ShapeError
+from course_lib.core.records import RunRecord
+from course_lib.core.specs import ModelSpec
+
+TRAIN = "course_lib.train"
+RECORDED: tuple[str, ...] = (
+    "strategy",
+    "tp",
+    "pp",
+    "offload",
+    "global_batch",
+    "num_micro_batches",
+    "seq",
+    "bucket_mib",
+    "dtype",
+    "steps",
+)
+ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "torch-fsdp": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRun:
+    """A run of `python -m course_lib.train`, by all that its speed and its memory depend on.
+
+    strategy           of the training script; tp and pp split a copy of the model besides
+    global_batch       sequences in a step, all ranks together: the same under every strategy
+    num_micro_batches  of each copy of the model
+
+    Raises: ShapeError for a batch that cannot be cut evenly; MeshError
+    """
+
+    spec: ModelSpec
+    strategy: str = "single"
+    ranks: int = 1
+    tp: int = 1
+    pp: int = 1
+    offload: bool = False
+    global_batch: int
+    num_micro_batches: int = 1
+    seq: int
+    bucket_mib: float = 25.0
+    dtype: str = "float32"
+    steps: int
+
+    def __post_init__(self) -> None:
+        parts = self.degrees.dp * self.num_micro_batches
+        if self.ranks != self.degrees.world_size or self.global_batch % parts:
+            raise ShapeError(
+                "StudyRun: need ranks = dp * tp * pp, and global_batch divisible by dp * "
+                f"micro-batches; got {self.ranks} ranks, tp {self.tp}, pp {self.pp}, and "
+                f"{self.global_batch} sequences for {parts} parts."
+            )
+
+    @property
+    def degrees(self) -> Degrees:
+        """How many ways it is split."""
+        return Degrees(
+            dp=self.ranks // (self.tp * self.pp),
+            tp=self.tp,
+            pp=self.pp,
+            zero=ZERO_STAGES.get(self.strategy, 0),
+        )
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences in one forward pass."""
+        return self.global_batch // (self.degrees.dp * self.num_micro_batches)
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Tokens in a step, all ranks together."""
+        return self.global_batch * self.seq
+
+    @property
+    def label(self) -> str:
+        """The strategy in a word or two: `single`, `ddp`, `tp`, `pp`, `zero3 offload`."""
+        axes = {"tp": self.tp, "pp": self.pp}
+        split = [name for name, size in axes.items() if size > 1]
+        dp = self.degrees.dp
+        if split and dp == 1:
+            return " ".join(split)
+        copies = [self.strategy, *(["offload"] if self.offload else [])]
+        return " ".join(copies + [f"{name}{axes[name]}" for name in split])
+
+    @property
+    def name(self) -> str:
+        """Where it lies in its study's folder: strategy, model, and what tells runs apart."""
+        words = [f"r{self.ranks}", f"batch{self.global_batch}", f"seq{self.seq}"]
+        words += [f"m{self.num_micro_batches}"] if self.num_micro_batches > 1 else []
+        words += [f"bucket{self.bucket_mib:g}"] if self.bucket_mib != 25 else []
+        return f"{self.label.replace(' ', '-')}/{self.spec.name}/{'-'.join(words)}"
+
+    def arguments(self, out: str) -> list[str]:
+        """The words after `python -m course_lib.train`; its record goes into the folder `out`."""
+        given: dict[str, Any] = {
+            "model": self.spec.name,
+            "strategy": self.strategy,
+            "ranks": self.ranks,
+            "tp": self.tp,
+            "pp": self.pp,
+            "global-batch": self.global_batch,
+            "micro-batch": self.micro_batch,
+            "seq": self.seq,
+            "dtype": self.dtype,
+            "bucket-mib": f"{self.bucket_mib:g}",
+            "steps": self.steps,
+            "every": 0,
+            "out": out,
+        }
+        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        return [*words, "--offload"] if self.offload else words
+
+
+def run_of(record: RunRecord) -> StudyRun:
+    """What a record of the training script is the record of."""
+    run = record.run
+    spec = {"name": "own", **run["model"]}
+    return StudyRun(
+        spec=ModelSpec(**spec),
+        ranks=record.world_size,
+        **{name: run[name] for name in RECORDED},
+    )

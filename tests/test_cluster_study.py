@@ -1,0 +1,314 @@
+"""The plan of a study, what it costs on paper, and what of it is started."""
+
+import json
+import sys
+from dataclasses import replace
+
+import cloudpickle
+import pytest
+from typer.main import get_command
+
+from course_lib import train as command_line
+from course_lib.cluster import study_element
+from course_lib.cluster.aggregate import aggregate
+from course_lib.cluster.machines import REACHED, Machine, machine_of_profile, machine_of_record
+from course_lib.cluster.profile import Limits, Profile
+from course_lib.cluster.study import ACCUMULATED, find_study
+from course_lib.cluster.study_cost import fit_machine, hours, predict
+from course_lib.cluster.study_costing import Costing
+from course_lib.cluster.study_run import StudyRun, run_of
+from course_lib.cluster.study_start import find_done, make_jobs, run_here
+from course_lib.core import CourseError, Link, ModelSpec, RunRecord, find_model
+from course_lib.core.errors import ShapeError
+from course_lib.core.specs import spec_fields
+from course_lib.cost.flops import train_step_flop
+from course_lib.cost.hardware import A100_80, RTX_2080_TI
+from course_lib.cost.params import count_params
+from course_lib.training.config import TrainConfig
+from course_lib.training.loop import train
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+INSTANT = Link(latency_s=0.0, bytes_per_s=1e30)
+GPUS = Machine(device=A100_80, link=INSTANT)
+SLOW = Machine(device=A100_80, link=Link(latency_s=1e-5, bytes_per_s=1e9))
+SMALL_CARDS = Machine(device=RTX_2080_TI, link=INSTANT)
+ALONE = StudyRun(spec=find_model("study-100m"), global_batch=16, seq=512, steps=200)
+SITE = Profile(name="site", gpus_per_node=2, max_nodes=2, limits=Limits(max_jobs=3))
+
+
+# -- the plan ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["laptop", "cluster"])
+def test_a_study_has_every_run_once_in_a_place_of_its_own(name):
+    runs = find_study(name).runs
+    assert len({run.name for run in runs}) == len(set(runs)) == len(runs)
+    for run in runs:  # what is compared has the same batch, cut alike, and the same steps
+        alone = [one for one in runs if one.ranks == 1 and one.spec == run.spec]
+        cut = run.num_micro_batches if run.pp == 1 else 1
+        (baseline,) = [
+            one
+            for one in alone
+            if (one.global_batch, one.seq, one.num_micro_batches)
+            == (run.global_batch, run.seq, cut)
+        ]
+        assert (baseline.steps, baseline.dtype) == (run.steps, run.dtype)
+
+
+def test_the_cluster_study_has_the_models_strategies_and_micro_batches_it_is_known_for():
+    runs = find_study("cluster").runs
+    assert len(runs) > 70
+    assert {run.spec.name for run in runs if run.dtype == "float32"} == {"study-10m"}
+    assert {run.steps for run in runs} == {200}
+    assert {run.ranks for run in runs} == {1, 2, 4}
+    labels = {run.label for run in runs}
+    assert labels >= {"ddp", "tp", "pp", "zero1", "zero2", "zero3", "zero3 offload"}
+    cut = [(run.pp, run.num_micro_batches) for run in runs if run.pp > 1 and run.tp == 1]
+    assert cut[:4] == [(2, 2), (2, 8), (4, 4), (4, 16)]
+    for run in runs:
+        if run.degrees.zero:
+            assert run.num_micro_batches == ACCUMULATED
+            assert run.global_batch == 16
+            assert run.seq == (512 if run.spec.name in ("study-1b", "study-100m") else run.seq)
+    assert {run.bucket_mib for run in runs} == {1, 5, 25, 100}
+
+
+def parsed(words):
+    """What the training script makes of a command line."""
+    context = get_command(command_line.app).make_context("train", list(words))
+    return command_line.configure(dict(context.params))
+
+
+@pytest.mark.parametrize("name", ["laptop", "cluster"])
+def test_the_training_script_takes_every_run_for_what_it_is(name, monkeypatch):
+    monkeypatch.setattr(TrainConfig, "check_memory", lambda *_: None)
+    for run in find_study(name).runs:
+        config, ranks = parsed(run.arguments("runs/x"))
+        config.check_ranks(ranks)
+        dp = config.degrees(ranks).dp
+        plain = config.plain(config.model, "synthetic", dp)
+        assert run_of(RunRecord(0, ranks, plain)) == run
+
+
+def test_a_part_of_a_study_keeps_what_it_is_compared_with():
+    part = find_study("cluster").only(["study-10m"], ["zero1", "pp"], [2])
+    assert [(run.label, run.ranks, run.num_micro_batches) for run in part.runs] == [
+        ("single", 1, 1),
+        ("pp", 2, 2),
+        ("pp", 2, 8),
+        ("single", 1, 4),
+        ("zero1", 2, 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"models": ["gpt9"]}, "--model: need one of study-100m.*; got gpt9"),
+        ({"strategies": ["zero4"]}, "--strategy: need one of ddp.*; got zero4"),
+        ({"ranks": [3]}, "--ranks: need one of 1, 2, 4; got 3"),
+    ],
+)
+def test_a_part_that_is_not_there_is_one_sentence(words, said):
+    with pytest.raises(CourseError, match=said):
+        find_study("cluster").only(**words)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused():
+    with pytest.raises(ShapeError, match="need ranks = dp"):
+        replace(ALONE, strategy="ddp", ranks=3)
+    with pytest.raises(ShapeError, match="need ranks = dp"):
+        replace(ALONE, ranks=4, pp=3)
+
+
+# -- the cost ------------------------------------------------------------------------------------
+
+
+def test_computing_is_flop_over_what_a_rank_reaches():
+    flop = train_step_flop(ALONE.spec, 16, 512)
+    assert predict(ALONE, GPUS).compute_s == pytest.approx(flop / (REACHED * 19.5e12))
+    half = replace(ALONE, dtype="bfloat16", strategy="ddp", ranks=2)
+    assert predict(half, GPUS).compute_s == pytest.approx(flop / 2 / (REACHED * 312e12))
+    assert predict(ALONE, GPUS).wire_s == predict(ALONE, GPUS).bubble_s == 0
+
+
+def test_ranks_that_share_cores_are_as_slow_together():
+    laptop = Machine(device=A100_80, link=INSTANT, cores=2)
+    times = [predict(replace(ALONE, strategy="ddp", ranks=p), laptop).compute_s for p in (2, 4)]
+    assert times[0] == pytest.approx(times[1])
+    assert times[0] == pytest.approx(predict(ALONE, laptop).compute_s / 2)
+
+
+def test_the_bubble_of_a_pipeline_is_p_minus_1_over_m():
+    for m in (4, 16):
+        told = predict(replace(ALONE, ranks=4, pp=4, num_micro_batches=m), GPUS)
+        assert told.bubble_s == pytest.approx(told.compute_s * 3 / m)
+
+
+def test_every_way_to_split_pays_for_its_messages():
+    ways = [
+        {"strategy": "ddp"},
+        {"tp": 4},
+        {"pp": 4, "num_micro_batches": 4},
+        *({"strategy": f"zero{n}", "num_micro_batches": 4} for n in (1, 2, 3)),
+    ]
+    costs = [predict(replace(ALONE, ranks=4, **way), SLOW).wire_s for way in ways]
+    assert min(costs) > 0
+    zero1, zero2, zero3 = costs[3:]
+    assert zero1 < zero2 < zero3  # stages 2 and 3 speak in every micro-batch
+    grads = 4 * count_params(ALONE.spec)
+    assert zero1 == pytest.approx(2 * 3 / 4 * grads / 1e9, rel=0.01)
+
+
+def test_what_ddp_sends_hides_behind_backward():
+    ddp = replace(ALONE, strategy="ddp", ranks=2)
+    all_reduce_s = 4 * count_params(ALONE.spec) / 1e9
+    one_bucket = predict(replace(ddp, bucket_mib=1e6), SLOW).wire_s
+    assert one_bucket == pytest.approx(all_reduce_s, rel=0.01)
+    assert predict(ddp, SLOW).wire_s < 0.9 * one_bucket
+
+
+def test_states_are_sharded_by_stage():
+    num_params = count_params(ALONE.spec)
+    held = {
+        zero: predict(replace(ALONE, strategy=f"zero{zero}", ranks=4), GPUS).held
+        for zero in (1, 2, 3)
+    }
+    whole = predict(ALONE, GPUS).held
+    assert whole["params"] == 4 * num_params
+    assert whole["optim_state"] >= 8 * num_params
+    assert held[1]["optim_state"] == pytest.approx(whole["optim_state"] / 4, rel=0.01)
+    assert held[3]["params"] == num_params
+    assert held[2]["params"] == whole["params"]
+    offload = replace(ALONE, strategy="zero3", ranks=4, offload=True)
+    assert predict(offload, GPUS).held["optim_state"] < 0.01 * num_params
+
+
+def test_what_does_not_fit_is_named_in_bytes():
+    large = replace(ALONE, spec=find_model("study-1b"), global_batch=4, seq=1024)
+    told = predict(large, SMALL_CARDS)
+    assert told.missing_bytes == told.peak_bytes - RTX_2080_TI.memory_bytes > 0
+    costing = Costing(
+        find_study("cluster").only(["study-1b"], ["zero3"], [4]),
+        SITE,
+        None,
+        SMALL_CARDS,
+        {},
+    )
+    (line,) = [line for line in costing.sentences() if "single" in line and "m4" not in line]
+    assert line.startswith("  single/study-1b/r1-batch4-seq1024: need 12.7 GiB a rank; there are")
+    assert {run.run for run in costing.too_large}.isdisjoint(run.run for run in costing.left)
+
+
+def test_hours_count_every_rank():
+    pair = [predict(replace(ALONE, strategy="ddp", ranks=p), GPUS) for p in (2, 4)]
+    wall, of_ranks = hours(pair)
+    assert wall == pytest.approx((pair[0].run_s + pair[1].run_s) / 3600)
+    assert of_ranks == pytest.approx((2 * pair[0].run_s + 4 * pair[1].run_s) / 3600)
+
+
+def whole_record(run, rank=0, step_s=2.0):
+    """A record of a run, as the training script leaves it."""
+    plain = {name: getattr(run, name) for name in ("tp", "pp", "offload", "global_batch", "seq")}
+    plain |= {name: getattr(run, name) for name in ("strategy", "bucket_mib", "dtype", "steps")}
+    plain |= {"num_micro_batches": run.num_micro_batches, "model": spec_fields(run.spec)}
+    steps = [
+        {"step": n, "start_s": 0.0, "end_s": step_s, "num_tokens": 9} for n in range(run.steps)
+    ]
+    return RunRecord(rank, run.ranks, plain, {}, steps)
+
+
+def test_a_measured_run_of_one_rank_is_predicted_exactly_and_speeds_the_others():
+    measured = aggregate([whole_record(ALONE)])
+    fitted = fit_machine(GPUS, measured)
+    assert predict(ALONE, fitted).step_s == pytest.approx(2.0)
+    two = predict(replace(ALONE, strategy="ddp", ranks=2), fitted)
+    assert two.compute_s == pytest.approx(predict(ALONE, fitted).compute_s / 2)
+
+
+def test_machines_are_known_by_their_names():
+    record = {
+        "usable_gpus": 2,
+        "gpus": [{"name": "NVIDIA H100 80GB HBM3"}] * 2,
+        "gpu_links": [["X", "NV18"], ["NV18", "X"]],
+    }
+    found = machine_of_record(record, 2)
+    assert found.device.name == "h100"
+    assert found.link.inside.name == "NVLink"
+    pcie = machine_of_record(record | {"gpu_links": [["X", "SYS"], ["SYS", "X"]]}, 2)
+    assert pcie.link.inside.name == "PCIe"
+    here = {"usable_cores": 2, "memory_bytes": 2**34}
+    assert machine_of_record(here, 2).cores == 2
+    assert machine_of_profile(Profile(name="x", gpus_per_node=4, gpu_type="h200"), here).has_gpus
+    assert not machine_of_profile(Profile(name="x", scheduler="local"), here).has_gpus
+
+
+# -- starting ------------------------------------------------------------------------------------
+
+
+def test_only_a_whole_record_of_the_same_run_is_done(tmp_path):
+    two = replace(ALONE, strategy="ddp", ranks=2, steps=8)
+    for rank in (0, 1):
+        whole_record(two, rank).write(tmp_path / two.name / f"rank{rank}.jsonl")
+    assert set(find_done([two, ALONE], tmp_path)) == {two}
+    longer = replace(two, steps=12)
+    assert longer.name == two.name
+    assert find_done([longer], tmp_path) == {}
+    (tmp_path / two.name / "rank1.jsonl").unlink()
+    assert find_done([two], tmp_path) == {}
+
+
+def test_job_arrays_have_an_element_a_run_and_the_nodes_they_need(tmp_path, monkeypatch):
+    runs = [replace(ALONE, strategy="ddp", ranks=p) for p in (2, 4, 1)]
+    runs.append(replace(ALONE, ranks=4, tp=4))
+    jobs = make_jobs([predict(run, GPUS) for run in runs], tmp_path, SITE)
+    shape = [(job.nodes, job.gpus_per_node, job.ranks_per_node, job.array) for job in jobs]
+    assert shape == [(1, 1, 1, "0-0%3"), (1, 2, 2, "0-0%3"), (2, 2, 2, "0-1%3")]
+    started = []
+    monkeypatch.setattr(study_element.os, "execv", lambda _, words: started.append(words[3:]))
+    monkeypatch.setattr(sys, "argv", ["study_element", *jobs[2].arguments])
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    study_element.main()
+    assert started == [runs[3].arguments(str(tmp_path / runs[3].name))]
+    lines = json.loads((tmp_path / "lists" / "4-ranks.json").read_text())
+    assert len(lines) == 2
+
+
+def test_more_ranks_than_a_site_has_are_refused(tmp_path):
+    eight = replace(ALONE, strategy="ddp", ranks=8)
+    with pytest.raises(CourseError, match="need 8 ranks on whole nodes; profile site has 2 of 2"):
+        make_jobs([predict(eight, GPUS)], tmp_path, SITE)
+
+
+TINY = StudyRun(spec=find_model("tiny"), global_batch=4, seq=8, steps=4)
+
+
+def test_a_run_here_leaves_a_whole_record_and_a_failure_its_last_words(tmp_path):
+    assert run_here(TINY, tmp_path) is None
+    assert set(find_done([TINY], tmp_path)) == {TINY}
+    too_long = replace(TINY, seq=65)
+    failure = run_here(too_long, tmp_path)
+    assert failure.said.startswith("--seq: need at most the 64 tokens")
+    assert find_done([too_long], tmp_path) == {}
+
+
+SPEC = ModelSpec(hidden=16, num_layers=2, num_heads=2, ffn_hidden=32, vocab=40, max_seq=8)
+HALF = TrainConfig(model=SPEC, steps=4, global_batch=8, seq=8, dtype="bfloat16", every=0)
+SPLITS = [
+    *({"strategy": name} for name in ("ddp", "torch-ddp", "zero1", "zero2", "zero3")),
+    {"strategy": "zero3", "offload": True, "micro_batch": 2},
+    {"strategy": "torch-fsdp", "micro_batch": 2},
+    {"tp": 2},
+    {"pp": 2, "micro_batch": 2},
+]
+
+
+def test_in_bfloat16_every_strategy_trains_alike(pools):
+    alone = pools(1).run(train, HALF)[0]
+    for split in SPLITS:
+        found = pools(2).run(train, replace(HALF, **split))[0]
+        # 8 bits of a number: about 0.4 %, more after some steps that add them up in another order
+        for step, other in zip(found.steps, alone.steps, strict=True):
+            assert step["loss"] == pytest.approx(other["loss"], rel=0.02)
+        assert found.run["memory"]["params"] <= 2 * count_params(SPEC) + 64
