@@ -296,7 +296,7 @@ def say(capsys, monkeypatch, tmp_path):
         ("--dropout 1", "--dropout: need a probability below 1; got 1"),
         ("--seq 65", "need at most the 64 tokens of model tiny; got 65. Try --seq 64"),
         ("--optimizer adam", "--optimizer: need one of sgd, adamw; got 'adam'"),
-        ("--dtype half", "--dtype: need one of float32, float64; got 'half'"),
+        ("--dtype half", "--dtype: need one of float32, float64, bfloat16; got 'half'"),
         ("--model tinny", "got 'tinny'. Try tiny"),
         ("--model nowhere.json", "need a config.json that can be read"),
         ("--model llama-405b", "this machine has"),

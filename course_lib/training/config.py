@@ -23,7 +23,7 @@ LR = {"sgd": 0.1, "adamw": 1e-3}  # what works for the small models
 COPIES = {"sgd": 2, "adamw": 4}  # parameters, gradients, optimizer state
 SHARE_ALL = {"zero3", "fsdp", "torch-fsdp", "deepspeed-3", "accelerate-fsdp"}
 SHARE_ALL |= {"accelerate-deepspeed", "zero3-offload", "deepspeed-3-offload"}
-DTYPES = {"float32": 4, "float64": 8}
+DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2}
 SOURCES = ("synthetic", "shakespeare", "dialogues")
 CHECKPOINT = "checkpoint.pt"
 

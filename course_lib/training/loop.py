@@ -44,8 +44,6 @@ from course_lib.training.steps import PlainSteps
 from course_lib.training.strategies import STRATEGIES
 from course_lib.training.tally import Tally
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
 
 def train(rank: int, config: TrainConfig) -> RunRecord:
     """Train as `config` says; return this rank's run record. Every rank calls it.
@@ -94,7 +92,7 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         kind: type[GPT] | type[BERT] = BERT if self.config.masked else GPT
         model = kind(self.spec, dropout=self.config.dropout)
-        return model.to(self.device, DTYPES[self.config.dtype])
+        return model.to(self.device, getattr(torch, self.config.dtype))
 
     def run(self) -> RunRecord:
         """Train up to `config.steps`; write the record, and checkpoints if they are asked for."""

@@ -85,7 +85,7 @@ ClipNorm = Annotated[
     float | None, typer.Option(help="The most that the norm of the whole gradient may be.")
 ]
 Dropout = Annotated[float, typer.Option(help="Probability that a number is dropped.")]
-Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
+Dtype = Annotated[str, typer.Option(help="float32, float64 or bfloat16.")]
 Seed = Annotated[int, typer.Option(help="Decides the first weights and the data.")]
 ComputeDtype = Annotated[
     str | None, typer.Option(help="With fsdp: bfloat16 is gathered and computed in.")

@@ -1,14 +1,11 @@
 """What a run tells of itself, in its record and its summary: losses of all ranks, times, memory."""
 
 import math
-import resource
 import statistics
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +14,7 @@ from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.ranks.recorder import current_recorder
+from course_lib.training.gauge import Gauge
 from course_lib.training.state import Progress
 
 KEEP_STEPS = 3  # the record holds the events of the last ones
@@ -33,14 +31,12 @@ class Tally:
         self.record, self.dp, self.lr = record, dp, lr
         self._open: list[Tensor] = []  # this rank's part, of steps that are not summed up
         self._marks: list[int] = []
-        self._before_bytes = psutil.Process().memory_info().rss
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+        self.gauge = Gauge()
 
     def step_done(self, found: Tensor, **step: Any) -> None:
         """Note a step; `found` is what `make_pass` gave."""
         self._open.append(found)
-        self.record.steps.append(step)
+        self.record.steps.append(step | self.gauge.read())
 
     def sum_losses(self) -> tuple[float, float | None]:
         """Learn what the last steps found from all ranks, in one call: mean loss, accuracy.
@@ -80,12 +76,7 @@ class Tally:
 
         peak   of tensors on a GPU; where a rank computes on the CPU, what its process has grown by
         """
-        if torch.cuda.is_available():
-            peak = torch.cuda.max_memory_allocated()
-        else:
-            unit = 1 if sys.platform == "darwin" else 1024
-            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-            peak = max(most - self._before_bytes, sum(held.values()))
+        peak = max(self.gauge.peak_bytes(), sum(held.values()))
         self.record.run["memory"] = {**held, "peak": peak}
 
     def close(self, progress: Progress, zero_s: float) -> None:
