@@ -1,0 +1,77 @@
+"""Finds what is wrong with a batch script before Slurm does, or where Slurm never would.
+
+A job waits in the queue for hours and then fails in its first second, or runs and computes
+something else. What can be seen in the script itself is told here: the line, why it bites, the fix.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from course_lib.cluster import (
+    lint_rules_asked,
+    lint_rules_flow,
+    lint_rules_ranks,
+    lint_rules_text,
+)
+from course_lib.cluster.profile import Profile
+from course_lib.cluster.script import Finding, Script
+from course_lib.cluster.slurm_time import read_time_s, write_time
+from course_lib.core.errors import CourseError
+
+RULES = (
+    *lint_rules_text.RULES,
+    *lint_rules_asked.RULES,
+    *lint_rules_ranks.RULES,
+    *lint_rules_flow.RULES,
+)
+
+
+def lint_job(
+    text: str, folder: str | os.PathLike[str] = ".", profile: Profile | None = None
+) -> list[Finding]:
+    """What is wrong with a batch script that is handed in from this folder, line by line.
+
+    With a profile, also what asks for more than the site has.
+    """
+    script = Script(text, Path(folder))
+    found = {finding for rule in RULES for finding in rule(script)}
+    if profile:
+        found |= set(_beyond(script, profile))
+    return sorted(found, key=lambda one: (one.line, one.rule))
+
+
+def _beyond(script: Script, profile: Profile) -> Iterator[Finding]:
+    """What the site of this profile does not have."""
+    time, nodes = script.option("time"), script.option("nodes")
+    longest_s = read_time_s(profile.time_limit)
+    if time and _time_s(time.value) > longest_s:
+        yield _too_much(time.line, f"--time={time.value}", f"{write_time(longest_s)}", profile)
+    if nodes and script.nodes > profile.max_nodes:
+        yield _too_much(nodes.line, f"--nodes={nodes.value}", f"{profile.max_nodes}", profile)
+
+
+def _time_s(text: str) -> int:
+    try:
+        return read_time_s(text)
+    except CourseError:
+        return 0
+
+
+def _too_much(line: int, what: str, most: str, profile: Profile) -> Finding:
+    return Finding(
+        line,
+        "too-much",
+        f"{what}: the profile {profile.name} has at most {most}",
+        "sbatch refuses it, or the job stays in the queue for ever",
+        f"Ask for at most {most}.",
+    )
+
+
+def findings_text(name: str, findings: list[Finding]) -> str:
+    """The findings to read: where and what, why it bites, what to write instead."""
+    parts = [
+        f"{name}:{one.line}: {one.what}  [{one.rule}]\n    why: {one.why}.\n    fix: {one.fix}"
+        for one in findings
+    ]
+    return "\n\n".join(parts)
