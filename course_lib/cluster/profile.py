@@ -11,7 +11,7 @@ import re
 import tomllib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from course_lib.cluster.slurm_time import read_time_s
 from course_lib.core.errors import CourseError
@@ -42,6 +42,13 @@ class Limits:
 
     max_jobs: int = 8
     gpu_hours: float = 8.0
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.max_jobs, 1) or not self.gpu_hours >= 0:
+            raise CourseError(
+                f"profile, limits: need max_jobs from 1 and gpu_hours from 0; got {self.max_jobs} "
+                f"and {self.gpu_hours}. Try 8 and 8.0."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,40 +84,37 @@ class Profile:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        if self.scheduler not in SCHEDULERS:
-            self._refuse("scheduler", " or ".join(SCHEDULERS), "Try slurm.")
-        for name in ("name", "partition", "account", "qos", "gpu_type", "network_interface"):
-            if not re.fullmatch(WORD, getattr(self, name)) and (
-                getattr(self, name) or name == "name"
-            ):
-                self._refuse(name, "one word, without blanks", "Ask your site how it is written.")
-        for name in ("gpus_per_node", "cpus_per_gpu", "max_nodes"):
-            if _is_not_count(getattr(self, name), least=int(name == "max_nodes")):
-                self._refuse(name, "a whole number", "Try 1.")
-        if self.time_limit.count(":") != 2 or not read_time_s(self.time_limit):
-            self._refuse("time_limit", "hours:minutes:seconds", "Try 1:00:00 for one hour.")
+        self._need("name", re.fullmatch(WORD, self.name), "one word", "Rename the file.")
+        is_known = self.scheduler in SCHEDULERS
+        self._need("scheduler", is_known, " or ".join(SCHEDULERS), "Try slurm.")
+        for name in ("partition", "account", "qos", "gpu_type", "network_interface"):
+            is_word = re.fullmatch(f"({WORD})?", getattr(self, name))
+            self._need(name, is_word, "one word", "Ask your site how it is written.")
+        for name, least in (("gpus_per_node", 0), ("cpus_per_gpu", 0), ("max_nodes", 1)):
+            is_right = _is_count(getattr(self, name), least)
+            self._need(name, is_right, f"a whole number from {least}", "Try 1.")
+        is_long = self.time_limit.count(":") == 2 and read_time_s(self.time_limit)
+        self._need("time_limit", is_long, "hours:minutes:seconds", "Try 1:00:00 for one hour.")
         for name in ("modules", "environment"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-            if not all(
-                isinstance(line, str) and line.isprintable() for line in getattr(self, name)
-            ):
-                self._refuse(name, "texts of one line each", "Write one text a line.")
-        if not self.scratch.isprintable():
-            self._refuse("scratch", "a folder", "Try /scratch/$USER.")
+            are_lines = all(isinstance(x, str) and x.isprintable() for x in getattr(self, name))
+            self._need(name, are_lines, "texts of one line each", "Write one text a line.")
+        self._need("scratch", self.scratch.isprintable(), "a folder", "Try /scratch/$USER.")
+
+    def _need(self, name: str, is_right: object, need: str, hint: str) -> None:
+        if not is_right:
+            raise CourseError(
+                f"profile {self.name}, {name}: need {need}; got {getattr(self, name)!r}. {hint}"
+            )
 
     @property
     def scratch_folder(self) -> str:
         """The scratch folder of whoever asks: ~ and $USER filled in."""
         return os.path.expanduser(os.path.expandvars(self.scratch))
 
-    def _refuse(self, name: str, need: str, hint: str) -> NoReturn:
-        raise CourseError(
-            f"profile {self.name}, {name}: need {need}; got {getattr(self, name)!r}. {hint}"
-        )
 
-
-def _is_not_count(value: object, least: int = 0) -> bool:
-    return not isinstance(value, int) or isinstance(value, bool) or value < least
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def find_cluster_folder() -> Path:
@@ -158,6 +162,8 @@ def read_profile(name: str | os.PathLike[str]) -> Profile:
 
 def _known(path: Path, kind: type[Profile] | type[Limits], values: Any) -> dict[str, Any]:
     """The values, if each has a name and a type that the dataclass knows."""
+    if not isinstance(values, dict):
+        raise CourseError(f"profile {path}, limits: need a table, [limits]; got {values!r}.")
     known = {one.name: one for one in fields(kind) if one.name not in ("name", "limits")}
     for name, value in values.items():
         if name not in known:
