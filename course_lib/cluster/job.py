@@ -114,21 +114,23 @@ def fitted(job: Job, profile: Profile) -> Job:
     Raises: CourseError where it asks for more than the profile has
     """
     gpus = profile.gpus_per_node if job.gpus_per_node is None else job.gpus_per_node
-    longest_s = read_time_s(profile.time_limit)
-    for what, asked, most in (
-        ("nodes", job.nodes, profile.max_nodes),
-        ("GPUs on a node", gpus, profile.gpus_per_node),
-        ("seconds", read_time_s(job.time_limit), longest_s),
-    ):
-        if asked > most:
-            raise CourseError(
-                f"job {job.name}: profile {profile.name} has at most {most} {what}; got {asked}. "
-                "Ask for less, or see course cluster profiles."
-            )
+    if job.nodes > profile.max_nodes:
+        raise _too_much(job, profile, f"{profile.max_nodes} nodes", f"{job.nodes}")
+    if gpus > profile.gpus_per_node:
+        raise _too_much(job, profile, f"{profile.gpus_per_node} GPUs on a node", f"{gpus}")
+    if read_time_s(job.time_limit) > read_time_s(profile.time_limit):
+        raise _too_much(job, profile, profile.time_limit, job.time_limit)
     return replace(
         job,
         script=job.script or ("one_node" if job.nodes == 1 else "many_nodes"),
         gpus_per_node=gpus,
         ranks_per_node=job.ranks_per_node or gpus or CPU_RANKS,
         time_limit=write_time(read_time_s(job.time_limit)),
+    )
+
+
+def _too_much(job: Job, profile: Profile, most: str, got: str) -> CourseError:
+    return CourseError(
+        f"job {job.name}: need at most {most}; got {got}. That is what profile {profile.name} has: "
+        "ask for less, or see course cluster profiles."
     )

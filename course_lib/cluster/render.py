@@ -27,21 +27,20 @@ def render(job: Job, profile: Profile) -> str:
     """
     job = fitted(job, profile)
     text = read_script(str(job.script))
-    head = dict(head_lines(text))
     own = {one.option: one.value for one in read_directives(text)}
-    wanted = {**_job_directives(job, profile, own), **_site_directives(profile)}
+    starts_ranks = own.get("ntasks-per-node", "1") != "1"
+    wanted = {**_job_directives(job, profile, starts_ranks), **_site_directives(profile)}
+    head = [line for _, line in head_lines(text)]
+    in_place = {found["option"] for found in map(LINE.fullmatch, head) if found}
     lines: list[str] = []
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(text.split("\n")):
         if line == SITE:
-            lines += [
-                one for name in wanted if name not in own for one in _directive(name, wanted[name])
-            ]
+            rest = [name for name in wanted if name not in in_place]
+            lines += [one for name in rest for one in _directive(name, wanted[name])]
         elif line == ENVIRONMENT:
-            lines += [line, *_environment(job, profile, starts_ranks=_starts_ranks(own))]
-        elif number in head:
-            lines += _replaced(line, wanted)
+            lines += [line, *_environment(job, profile, starts_ranks)]
         else:
-            lines.append(line)
+            lines += _replaced(line, wanted) if number < len(head) else [line]
     return "\n".join(lines)
 
 
@@ -62,15 +61,13 @@ def read_script(script: str) -> str:
     return text
 
 
-def _starts_ranks(own: dict[str, str]) -> bool:
-    """Does Slurm itself start every rank? Otherwise one launcher a node does."""
-    return own.get("ntasks-per-node", "1") != "1"
+def _job_directives(job: Job, profile: Profile, starts_ranks: bool) -> dict[str, str]:
+    """What the job asks for, by option; empty values are not asked for.
 
-
-def _job_directives(job: Job, profile: Profile, own: dict[str, str]) -> dict[str, str]:
-    """What the job asks for, by option; empty values are not asked for."""
+    With `starts_ranks`, Slurm starts each rank; else one launcher on each node.
+    """
     ranks, gpus = job.ranks_per_node or 1, job.gpus_per_node
-    tasks = ranks if _starts_ranks(own) else 1
+    tasks = ranks if starts_ranks else 1
     gpu_type = f"{profile.gpu_type}:" if profile.gpu_type else ""
     log = "log-%A_%a.out" if job.array else "log-%j.out"
     return {
@@ -104,7 +101,7 @@ def _replaced(line: str, wanted: dict[str, str]) -> list[str]:
     return _directive(found["option"], wanted[found["option"]], found["comment"] or "")
 
 
-def _environment(job: Job, profile: Profile, *, starts_ranks: bool) -> list[str]:
+def _environment(job: Job, profile: Profile, starts_ranks: bool) -> list[str]:
     """Modules, the site's own lines, variables, and the program as the script's arguments."""
     variables = {
         "SCRATCH": profile.scratch_folder,
