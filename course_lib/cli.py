@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from course_lib.authoring.bar import cell_bar
+from course_lib.cluster.commands import add_commands
 from course_lib.core import CourseError
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for Jupyter
@@ -227,10 +228,7 @@ def _table(*columns: str) -> Table:
 
 def _in_words(statuses: dict[str, str]) -> Text:
     """`1 right, 2 not done` for the exercises of one lesson."""
-    parts = [
-        Text(f"{key} {status}", style=STYLES.get(status, "")) for key, status in statuses.items()
-    ]
-    return Text(", ").join(parts)
+    return Text(", ").join(Text(f"{k} {s}", STYLES.get(s, "")) for k, s in statuses.items())
 
 
 def _notebooks(paths: Sequence[Path]) -> list[Path]:
@@ -245,6 +243,8 @@ def _notebooks(paths: Sequence[Path]) -> list[Path]:
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") or part == "solved" for part in path.parts)
 
+
+add_commands(app)
 
 if __name__ == "__main__":
     main()

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis
@@ -266,8 +267,56 @@ def slurm_box() -> Iterator[SlurmBox]:
 
 
 @pytest.fixture
-def slurm(slurm_box: SlurmBox, monkeypatch: pytest.MonkeyPatch) -> SlurmBox:
+def slurm(slurm_box: SlurmBox, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmBox]:
     """The cluster, with nothing to do, as the one that Slurm's commands talk to."""
     monkeypatch.setenv("SLURM_CONF", slurm_box.env["SLURM_CONF"])
     slurm_box.wait_idle()
-    return slurm_box
+    yield slurm_box
+    slurm_box.cancel_all()
+
+
+@pytest.fixture
+def course(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """Run `course` with these words; returns what it says, and wants it to succeed or to fail."""
+    from course_lib.cli import main
+
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*words: str, fails: bool = False) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        said = capsys.readouterr()
+        assert bool(ended.value.code) == fails, f"{words}: {said.out}\n{said.err}"
+        return said.out + said.err if fails else said.out
+
+    return run
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Callable[..., str]:
+    """Write a profile like another one, with other values; returns its path."""
+    from course_lib.cluster.profile import read_profile, save_profile
+
+    def write(name: str = "test", **values: object) -> str:
+        own = read_profile(name)
+        limits = {key: values.pop(key) for key in ("max_jobs", "gpu_hours") if key in values}
+        changed = replace(own, **values, limits=replace(own.limits, **limits))
+        return str(save_profile(changed, tmp_path / "own.toml"))
+
+    return write
+
+
+@pytest.fixture
+def until() -> Callable[..., None]:
+    """Wait until something is so; it is an error if that takes too long."""
+
+    def wait(is_so: Callable[[], bool], what: str, within_s: float = 120) -> None:
+        give_up = time.monotonic() + within_s
+        while not is_so():
+            assert time.monotonic() < give_up, f"never: {what}"
+            time.sleep(0.1)
+
+    return wait

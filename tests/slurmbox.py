@@ -210,8 +210,7 @@ class SlurmBox:
     def stop(self) -> None:
         """End the daemons and all jobs, and delete the folder."""
         if "slurmctld" in self._processes:
-            everything = ("--full", "--signal=KILL", "-u", pwd.getpwuid(os.getuid()).pw_name)
-            self.run("scancel", *everything, check=False)
+            self.cancel_all("--full", "--signal=KILL")
         for name in sorted(self._processes, key=lambda name: (name == "munged", name)):
             self._end(name)
         mark = f"SLURM_CONF={self.root}/slurm.conf".encode()
@@ -235,6 +234,10 @@ class SlurmBox:
     def submit(self, *args: str, cwd: Path | None = None) -> str:
         """Hand a script in with sbatch; return the job's id."""
         return self.run("sbatch", "--parsable", *args, cwd=cwd).stdout.strip().split(";")[0]
+
+    def cancel_all(self, *options: str) -> None:
+        """Cancel every job."""
+        self.run("scancel", *options, "-u", pwd.getpwuid(os.getuid()).pw_name, check=False)
 
     def show(self, job_id: str) -> list[dict[str, str]]:
         """What Slurm knows of a job: one dictionary for each of its elements."""

@@ -11,18 +11,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import psutil
+from typing import TYPE_CHECKING
 
 from course_lib.cluster.scheduler import FINAL, JobState
+
+if TYPE_CHECKING:  # imported where it is used: `course --help` should not wait for it
+    import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 START = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); import course_lib.cluster.{} as m; m.main()"
 )
 MARK = "COURSE_LOCAL_JOB"
+RUNNING = "RUNNING"
 NO_ELEMENT = "4294967294"  # what Slurm writes for %a where there is no array
 KILL_WAIT_S = 5.0
 POLL_S = 0.05
@@ -68,6 +71,8 @@ def python_of(module: str) -> list[str]:
 
 def end_processes(mark: str) -> None:
     """End what still runs of an element, wherever it went: first politely, then not."""
+    import psutil
+
     give_up = time.monotonic() + KILL_WAIT_S
     for process in _marked(mark):
         with suppress(psutil.NoSuchProcess):
@@ -80,8 +85,10 @@ def end_processes(mark: str) -> None:
         time.sleep(POLL_S)
 
 
-def _marked(mark: str) -> list[psutil.Process]:
+def _marked(mark: str) -> "list[psutil.Process]":
     """torchrun starts its ranks in sessions of their own: only the environment tells whose."""
+    import psutil
+
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -138,6 +145,8 @@ def state_of(folder: Path, job: LocalJob, element: int, lives: bool) -> JobState
     path, log = folder / "elements" / f"{element}.json", str(job.log_of(element))
     if path.exists():
         state = JobState(**json.loads(path.read_text(encoding="utf-8")), element=element, log=log)
+        if state.state == RUNNING:
+            state = replace(state, seconds=time.time() - path.stat().st_mtime)
     else:
         state = JobState(element=element, state="PENDING", log=log)
     if lives or state.state in FINAL:

@@ -16,6 +16,7 @@ from pathlib import Path
 from course_lib.cluster.local_job import (
     MARK,
     POLL_S,
+    RUNNING,
     LocalJob,
     end_processes,
     is_locked,
@@ -23,6 +24,7 @@ from course_lib.cluster.local_job import (
     python_of,
     write_json,
 )
+from course_lib.cluster.scheduler import python_first
 
 NO_LOG = 128 + 53  # as Slurm has it, which cannot say it anywhere either
 TOOLS = ("srun", "scontrol")
@@ -67,7 +69,7 @@ class LocalRun:
                 self._note(element, state="CANCELLED", restarts=restarts)
                 return
             (self._folder / f"requeue-{element}").unlink(missing_ok=True)
-            self._note(element, state="RUNNING", restarts=restarts)
+            self._note(element, state=RUNNING, restarts=restarts)
             begin_s = time.monotonic()
             state, code = self._run_script(element, restarts)
             seconds = round(time.monotonic() - begin_s, 3)
@@ -154,7 +156,7 @@ class LocalRun:
                 "ARRAY_TASK_MIN": min(job.elements),
                 "ARRAY_TASK_MAX": max(job.elements),
             }
-        tools = {"PATH": f"{self._folder / 'bin'}{os.pathsep}{outside['PATH']}"}
+        tools = {"PATH": f"{self._folder / 'bin'}{os.pathsep}{python_first()}"}
         slurm = {f"SLURM_{name}": str(value) for name, value in known.items()}
         return outside | slurm | tools | {MARK: mark_of(self._folder, element)}
 

@@ -4,6 +4,8 @@
 own names, which is what `squeue` shows.
 """
 
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -81,6 +83,11 @@ class Scheduler(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """End a job, or an element of it, whether it waits or runs. Ended ones stay as they are."""
+
+
+def python_first() -> str:
+    """The PATH on which a job finds the torchrun that belongs to this Python."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def split_id(job_id: str) -> tuple[str, int | None]:

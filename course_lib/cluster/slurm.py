@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from course_lib.cluster.job import Job, read_array
-from course_lib.cluster.scheduler import GONE, JobState, NoAnswerError, SchedulerError, split_id
+from course_lib.cluster.scheduler import (
+    GONE,
+    JobState,
+    NoAnswerError,
+    SchedulerError,
+    python_first,
+    split_id,
+)
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 NO_ANSWER = (  # what its commands say where the controller is away, or too busy
@@ -119,11 +126,14 @@ def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         for name, value in os.environ.items()
         if not name.startswith("SLURM_") or name in OWN_SETTINGS
     }
-    whole_lists = {"SLURM_BITSTR_LEN": "0"}  # else long lists of elements end in dots
+    own = {
+        "SLURM_BITSTR_LEN": "0",  # else long lists of elements end in dots
+        "PATH": python_first(),  # sbatch takes it along: the job finds this torchrun
+    }
     try:
         return subprocess.run(
             command,
-            env=kept | whole_lists,
+            env=kept | own,
             capture_output=True,
             text=True,
             errors="replace",

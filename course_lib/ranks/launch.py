@@ -38,7 +38,7 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
     """Join the world torchrun describes, return `fn(rank, *args)`, and leave the world.
 
     Without torchrun the world is this one process. With `record_to`, each rank leaves its run
-    record in that folder.
+    record in that folder, or in that of this attempt within a job of `course submit`.
     """
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
@@ -56,7 +56,7 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
         try:
             result = fn(rank, *args)
             if record_to:
-                _leave_record(wires, world_size, record_to, zero_s)
+                _leave_record(wires, world_size, attempt_folder(record_to), zero_s)
             dist.barrier()
         except MismatchError:
             report = Report(mismatch=find_mismatch(board, world_size), restarted=False)
@@ -90,7 +90,20 @@ def common_zero_s() -> float:
     return now_s.item()
 
 
-def _leave_record(wires: Wires, world_size: int, folder: str, zero_s: float) -> None:
+def attempt_folder(wanted: str) -> Path:
+    """Where this process leaves its record. `course submit` gives each job a RUN_FOLDER.
+
+    In it every element of an array, and every attempt of a job that is started again, has a folder
+    of its own, so that no record takes the place of another; `course collect` knows which count.
+    """
+    if "RUN_FOLDER" not in os.environ:
+        return Path(wanted)
+    element = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+    return Path(os.environ["RUN_FOLDER"]) / "records" / f"{element}.{restarts}"
+
+
+def _leave_record(wires: Wires, world_size: int, folder: Path, zero_s: float) -> None:
     events = wires.recorder.events
     record = RunRecord(
         rank=wires.rank,
@@ -99,7 +112,7 @@ def _leave_record(wires: Wires, world_size: int, folder: str, zero_s: float) -> 
         machine=describe_machine(),
         events=[replace(e, start_s=e.start_s - zero_s, end_s=e.end_s - zero_s) for e in events],
     )
-    record.write(Path(folder) / f"rank{wires.rank}.jsonl")
+    record.write(folder / f"rank{wires.rank}.jsonl")
 
 
 def _watch(board: Board) -> None:

@@ -1,0 +1,237 @@
+"""The commands of `course` that hand work in and bring it home."""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from course_lib.cluster.scheduler import JobState, SchedulerError
+from course_lib.cluster.site_commands import add_site_commands
+from course_lib.cluster.slurm_time import write_time
+from course_lib.cluster.submissions import (
+    Submission,
+    find_submission,
+    read_submissions,
+    refresh,
+    scheduler_of,
+)
+from course_lib.core.errors import CourseError
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="As told: 06_ddp-1; 06_ddp-1_3: element 3.")]
+
+
+def submit(
+    context: typer.Context,
+    program: Annotated[
+        str,
+        typer.Argument(metavar="PROGRAM", help="An exercise, 06 or 06_ddp, a path, or -m MODULE."),
+    ],
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    gpus: Annotated[int | None, typer.Option(help="GPUs on each; else the profile's.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks-per-node", help="Ranks on each; else one a GPU, or 2.")
+    ] = None,
+    time_limit: Annotated[str, typer.Option("--time", help="It is ended after this.")] = "0:30:00",
+    array: Annotated[str, typer.Option(help="Run it once an element: 0-7, or 0-7%2.")] = "",
+    script: Annotated[
+        str | None, typer.Option(help="A batch script: one_node, many_nodes, requeue, or a path.")
+    ] = None,
+    profile_name: Annotated[
+        str | None, typer.Option("--profile", help="Where: course cluster profiles lists them.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and hand nothing in.")] = False,
+) -> None:
+    """Check a program's job and hand it in. After --, everything is the program's.
+
+    \b
+    course submit 06 --nodes 2 --dry-run
+    course submit cluster/exercises/06_ddp.py --turns 3 --gpus 2 --time 0:10:00
+    course submit -m course_lib.train -- --strategy fsdp --out runs/fsdp
+    """
+    from course_lib.cluster.handing_in import drafted, hand_in
+    from course_lib.cluster.job import Job
+    from course_lib.cluster.profile import default_profile, read_profile
+
+    words = (find_program(program), *context.args)
+    job = Job(
+        name=name_of(words),
+        program=words[0],
+        arguments=words[1:],
+        script=script,
+        nodes=nodes,
+        gpus_per_node=gpus,
+        ranks_per_node=ranks,
+        time_limit=time_limit,
+        array=array,
+        run_folder="runs",
+    )
+    profile = read_profile(profile_name or default_profile())
+    if dry_run:
+        with drafted(job, profile) as draft:
+            print(draft.script.read_text(encoding="utf-8"))
+            print(f"# profile {profile.name}: {draft.limits}")
+            for sentence in draft.problems or ["nothing speaks against it"]:
+                print(f"# {sentence}")
+            raise typer.Exit(1 if draft.problems else 0)
+    taken = hand_in(job, profile)
+    print(f"{taken.id} is handed in with profile {profile.name}, as job {taken.job_id}.")
+    for command, what in (
+        (f"course logs -f {taken.id}", "reads along"),
+        (f"course status {taken.id}", "says how it is"),
+        (f"course collect {taken.id}", f"brings its run records to runs/{taken.id}"),
+    ):
+        print(f"{command:{len(taken.id) + 17}}{what}")
+
+
+def find_program(text: str) -> str:
+    """The path of an exercise, by its lesson's number or name; any other word as it is.
+
+    Raises: CourseError where there is no such file
+    """
+    from course_lib.cluster.profile import find_cluster_folder
+
+    if text == "-m" or Path(text).is_file():
+        return text
+    found = sorted((find_cluster_folder() / "exercises").glob(f"{text}*.py"))
+    if len(found) == 1 and re.fullmatch(r"\d\d(_\w+)?", text):
+        return str(found[0])
+    raise CourseError(
+        f"course submit: need a program that is there; got {text!r}. Try a lesson's number, such "
+        "as 06, the path of a Python file, or -m and the name of a module."
+    )
+
+
+def name_of(words: Sequence[str]) -> str:
+    """A job's name: that of the file or module, without what a name cannot have."""
+    of = Path(words[0]).stem if words[0] != "-m" else "".join(words[1:2]).rpartition(".")[2]
+    return re.sub(r"[^A-Za-z0-9._-]", "-", of).strip(".-") or "job"
+
+
+def status(
+    id_text: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="Each element of this one.")
+    ] = None,
+) -> None:
+    """Show what was handed in and how it is."""
+    chosen = [find_submission(id_text)[0]] if id_text else read_submissions()
+    table = _table("id", "job", "profile", "ran", "restarts", "state")
+    silent: dict[str, str] = {}
+    for one in chosen:
+        if one.scheduler not in silent:
+            try:
+                one = refresh(one)
+            except SchedulerError as problem:  # then what was seen last has to do
+                silent[one.scheduler] = str(problem)
+        for row in _rows(one, each=bool(id_text)):
+            table.add_row(*row)
+    Console().print(table if chosen else "Nothing was handed in yet. Try course submit --help.")
+    for sentence in silent.values():
+        print(f"As it was seen last. {sentence}")
+
+
+def _rows(one: Submission, *, each: bool) -> list[tuple[str, ...]]:
+    """A row for the submission, or one for each element."""
+    parts = [(s,) for s in one.seen] if each and one.job.array else [one.seen]
+    rows: list[tuple[str, ...]] = []
+    for part in parts:
+        element = f"_{part[0].element}" if each and one.job.array else ""
+        ran = write_time(max((state.seconds for state in part), default=0))
+        restarts = sum(state.restarts for state in part)
+        ids = (one.id + element, (one.job_id or "?") + element)
+        rows.append((*ids, one.profile, ran, str(restarts or ""), in_words(part)))
+    return rows
+
+
+def logs(
+    id_text: Id,
+    until_over: Annotated[bool, typer.Option("-f", "--follow", help="Until it has ended.")] = False,
+) -> None:
+    """Show what a submission says, or one element of it."""
+    from course_lib.cluster.follow import follow
+
+    one, element = find_submission(id_text)
+    for text in follow(one, element, until_over=until_over):
+        print(text, end="", flush=True)
+    now = find_submission(one.id)[0]
+    print(f"{id_text}: {in_words(_of(now, element))}", file=sys.stderr)
+
+
+def cancel(id_text: Id) -> None:
+    """End a submission, or one element of it, whether it waits or runs."""
+    one, element = find_submission(id_text)
+    one = refresh(one)
+    if one.job_id is None or all(state.is_final for state in _of(one, element)):
+        print(f"{id_text} has ended: {in_words(_of(one, element))}.")
+        return
+    job_id = one.job_id if element is None else f"{one.job_id}_{element}"
+    scheduler_of(one.scheduler).cancel(job_id)
+    print(f"{id_text} is cancelled. What it has said: course logs {id_text}")
+
+
+def collect(
+    id_text: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="This one; else all that have ended.")
+    ] = None,
+) -> None:
+    """Bring run records home to runs/ID: of each element, those of the attempt that counts."""
+    for one in [find_submission(id_text)[0]] if id_text else read_submissions():
+        try:
+            for sentence in _collected(refresh(one)):
+                print(sentence)
+        except CourseError as problem:
+            print(f"{one.id}: {problem}", file=sys.stderr)
+
+
+def _collected(one: Submission) -> Iterator[str]:
+    """Bring the records of one submission home; what came, a sentence for each folder."""
+    from course_lib.cluster.collect import collect as bring_home
+
+    found = bring_home(one)
+    for attempt in found:
+        count = f"{len(attempt.ranks)} of {attempt.world_size} ranks"
+        again = f", after {attempt.restarts} restarts" if attempt.restarts else ""
+        yield f"{one.id}: records of {count} in {attempt.folder}{again}"
+    missing = {state.element for state in one.seen} - {attempt.element for attempt in found}
+    if missing:
+        states = [state for state in one.seen if state.element in missing]
+        yield f"{one.id}: no records of {in_words(states)}"
+
+
+def _of(one: Submission, element: int | None) -> list[JobState]:
+    return [state for state in one.seen if element in (None, state.element)]
+
+
+def in_words(states: Sequence[JobState]) -> str:
+    """`2 COMPLETED, 1 FAILED (exit code 7)`; of a single one without the number."""
+    counts = Counter(_in_words(state) for state in states)
+    if not counts:
+        return "not known yet"
+    return ", ".join(f"{n} {word}" if len(states) > 1 else word for word, n in counts.items())
+
+
+def _in_words(state: JobState) -> str:
+    if state.exit_code:
+        return f"{state.state} (exit code {state.exit_code})"
+    return f"{state.state} ({state.reason})" if state.reason else state.state
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add them all to the command line."""
+    takes_more = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(context_settings=takes_more)(submit)
+    for command in (status, logs, cancel, collect):
+        app.command()(command)
+    add_site_commands(app)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    return table

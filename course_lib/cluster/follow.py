@@ -1,0 +1,78 @@
+"""What jobs say: their logs, also while they grow, safe to print whatever is in them."""
+
+import codecs
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from course_lib.cluster.submissions import FOLDER, Submission, refresh
+
+PAUSE_S = 1.0
+STRANGE = "\N{REPLACEMENT CHARACTER}"
+COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class Tail:
+    """A file that grows: `read` gives the whole lines that are new, as text for a terminal.
+
+    Bytes that are no text, and characters that would steer the terminal, are shown as a mark. A
+    file that begins anew, as that of a restarted job may, is read anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._offset, self._rest = path, 0, ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def read(self, *, last: bool = False) -> str:
+        """What is new; with `last`, also a line that nobody has ended."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._offset, self._rest = 0, ""
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            new = b""
+        self._offset += len(new)
+        text = self._rest + self._decoder.decode(new, final=last).replace("\r", "\n")
+        whole, end, self._rest = text.rpartition("\n")
+        if last:
+            whole, end, self._rest = text, "\n" if self._rest else "", ""
+        return printable(whole + end)
+
+
+def printable(text: str) -> str:
+    """The text without colours, and with a mark for what steers a terminal."""
+    letters = COLOUR.sub("", text)
+    return "".join(c if c.isprintable() or c in "\n\t" else STRANGE for c in letters)
+
+
+def follow(
+    one: Submission,
+    element: int | None,
+    *,
+    until_over: bool,
+    folder: Path = FOLDER,
+) -> Iterator[str]:
+    """What the logs say, piece by piece; of several, each piece begins with the log's name.
+
+    Without `until_over`: what they say by now.
+    Raises: SchedulerError where the scheduler does not answer any more
+    """
+    tails: dict[str, Tail] = {}
+    said = ""
+    while True:
+        one = refresh(one, folder)
+        chosen = [state for state in one.seen if element in (None, state.element)]
+        is_last = not until_over or (bool(chosen) and all(state.is_final for state in chosen))
+        for state in chosen:
+            if state.log and state.state != "PENDING":
+                tails.setdefault(state.log, Tail(Path(state.log)))
+        for path, tail in tails.items():
+            if text := tail.read(last=is_last):
+                yield (f"==> {path}\n" if len(chosen) > 1 and path != said else "") + text
+                said = path
+        if is_last:
+            return
+        time.sleep(PAUSE_S)
