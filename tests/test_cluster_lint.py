@@ -97,9 +97,11 @@ def test_every_finding_says_why_and_what_to_write():
             assert one.fix[-1] == "." or "$(" in one.fix
 
 
-@pytest.mark.parametrize(
-    "text", ["", "\n", "#!/bin/bash", "#!/bin/bash\n'", "#!/bin/bash\n$( ( <<A\n", "\0\n#SBATCH -N"]
-)
+ODD = ["", "\n", "#!/bin/bash", "#!/bin/bash\n'", "#!/bin/bash\n$( ( <<A\n", "\0\n#SBATCH -N"]
+LONG = ['srun "' + "$(a) " * 200, "srun " + "$(" * 200, "A=$A$A$A\nsrun $A\n" * 50]
+
+
+@pytest.mark.parametrize("text", [*ODD, *LONG], ids=range(len(ODD + LONG)))
 def test_no_text_is_too_odd_to_look_at(text):
     assert all(1 <= line <= text.count("\n") + 1 for line, _ in found_in(text))
 

@@ -50,8 +50,8 @@ class Directive:
 
     @property
     def is_known(self) -> bool:
-        """Does sbatch know it?"""
-        return self.option in NAMES
+        """Does sbatch know it, by itself or through the plugin for containers that many have?"""
+        return self.option in NAMES or bool(re.match(r"--(no-)?container-[a-z]", self.option))
 
 
 def head_lines(text: str) -> list[tuple[int, str]]:
@@ -101,6 +101,6 @@ def options_of(line: int, words: Sequence[str]) -> Iterator[Directive]:
 
 
 def full_name(name: str) -> str:
-    """The option that a long name, perhaps cut short, means; the name itself if none or several."""
-    meant = [known for known in NAMES if known.startswith(name)]
-    return meant[0] if len(meant) == 1 and name not in NAMES else name
+    """The option that a long name, perhaps cut short, means; with its dashes if none or several."""
+    meant = [name] if name in NAMES else [known for known in NAMES if known.startswith(name)]
+    return meant[0] if len(meant) == 1 else f"--{name}"

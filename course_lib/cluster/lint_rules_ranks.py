@@ -10,6 +10,7 @@ OWN = re.compile(r"\$\{?SLURM_(PROCID|LOCALID|NODEID)\b|\$\{?SLURMD_NODENAME\b|\
 ADDRESS = re.compile(r"addr|endpoint|\bip\b|_ip\b|head|host=|tcp://", re.IGNORECASE)
 RANK_NAME = re.compile(r"(RANK|LOCAL_RANK|NODE_RANK|GROUP_RANK|MACHINE_RANK)=")
 RANK_OPTION = re.compile(rf"--(node|machine)[-_]rank[= ]\"?({OWN.pattern})")
+C10D = re.compile(r"--rdzv[-_]backend[= ]c10d.*--rdzv[-_]endpoint|--rdzv[-_]endpoint.*=c10d")
 LOCALHOST = re.compile(r"^(localhost|127\.0\.0\.1)(:|$)")
 MEETING = re.compile(r"--?(rdzv[-_]endpoint|master[-_]addr|main_process_ip)$")
 
@@ -119,6 +120,8 @@ def _own_number(script: Script, command: Command, word: Word) -> re.Match[str] |
     is_address = ADDRESS.search(word.text) and not RANK_OPTION.search(word.text)
     if not found or (is_address and "PROCID" not in found[0]):
         return None
+    if RANK_OPTION.search(command.text) and C10D.search(script.spelt_out(command.text)):
+        return None  # there the launchers number themselves
     assigned = command.assigned and word in command.assigned.values()
     if assigned and (RANK_NAME.match(word.text) or RANK_OPTION.search(word.live)):
         return found

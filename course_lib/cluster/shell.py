@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-INSIDE = r"(?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*"  # parentheses, three deep
+# Parentheses, three deep; *+ never goes back, so that no text takes long.
+INSIDE = r"(?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\))*+"
 PIECE = re.compile(
     r"(?P<joined>\\\n)"
     r"|\\(?P<escaped>.)"
     r"|\$?'(?P<single>[^']*)'"
-    rf'|"(?P<double>(?:\\.|\$\({INSIDE}\)|[^"\\])*)"'
+    rf'|"(?P<double>(?:\\.|\$\({INSIDE}\)|[^"\\])*+)"'
     rf"|(?P<filled>[$<>]\({INSIDE}\)|`[^`]*`|\$\{{[^}}]*\}}|[^\s;&|()<>\"'\\`])",
     re.DOTALL,
 )
