@@ -2,7 +2,9 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -13,11 +15,13 @@ from course_lib.cluster import study_element
 from course_lib.cluster.aggregate import aggregate
 from course_lib.cluster.machines import REACHED, Machine, machine_of_profile, machine_of_record
 from course_lib.cluster.profile import Limits, Profile
-from course_lib.cluster.study import ACCUMULATED, find_study
+from course_lib.cluster.study import ACCUMULATED, Study, find_study
 from course_lib.cluster.study_cost import fit_machine, hours, predict
 from course_lib.cluster.study_costing import Costing
 from course_lib.cluster.study_run import StudyRun, run_of
-from course_lib.cluster.study_start import find_done, make_jobs, run_here
+from course_lib.cluster.study_start import find_done, run_here
+from course_lib.cluster.study_submit import make_jobs, submit_all, waiting
+from course_lib.cluster.submissions import read_submissions, refresh
 from course_lib.core import CourseError, Link, ModelSpec, RunRecord, find_model
 from course_lib.core.errors import ShapeError
 from course_lib.core.specs import spec_fields
@@ -264,15 +268,15 @@ def test_job_arrays_have_an_element_a_run_and_the_nodes_they_need(tmp_path, monk
     runs.append(replace(ALONE, ranks=4, tp=4))
     jobs = make_jobs([predict(run, GPUS) for run in runs], tmp_path, SITE)
     shape = [(job.nodes, job.gpus_per_node, job.ranks_per_node, job.array) for job in jobs]
-    assert shape == [(1, 1, 1, "0-0%3"), (1, 2, 2, "0-0%3"), (2, 2, 2, "0-1%3")]
+    assert shape == [(1, 1, 1, "0-0%1"), (1, 2, 2, "0-0%1"), (2, 2, 2, "0-1%1")]
     started = []
     monkeypatch.setattr(study_element.os, "execv", lambda _, words: started.append(words[3:]))
     monkeypatch.setattr(sys, "argv", ["study_element", *jobs[2].arguments])
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     study_element.main()
     assert started == [runs[3].arguments(str(tmp_path / runs[3].name))]
-    lines = json.loads((tmp_path / "lists" / "4-ranks.json").read_text())
-    assert len(lines) == 2
+    lists = [json.loads(path.read_text()) for path in sorted((tmp_path / "lists").iterdir())]
+    assert [len(words) for words in lists] == [1, 1, 2]
 
 
 def test_more_ranks_than_a_site_has_are_refused(tmp_path):
@@ -291,6 +295,27 @@ def test_a_run_here_leaves_a_whole_record_and_a_failure_its_last_words(tmp_path)
     failure = run_here(too_long, tmp_path)
     assert failure.said.startswith("--seq: need at most the 64 tokens")
     assert find_done([too_long], tmp_path) == {}
+
+
+HERE = Profile(name="here", scheduler="local")
+
+
+def test_what_waits_is_not_handed_in_twice_and_what_has_ended_is_done(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    study, folder = Study(name="x", runs=(TINY,)), Path("runs/x")
+    costing = Costing(study, HERE, folder, GPUS, {})
+    assert [submit_all(costing), submit_all(costing)] == [0, 0]
+    told = capsys.readouterr().out
+    assert told.count("1 runs are handed in") == told.count("1 runs wait or run already") == 1
+    (one,) = read_submissions()
+    give_up = time.monotonic() + 240
+    while not refresh(one).is_over and time.monotonic() < give_up:
+        time.sleep(0.2)
+    assert [state.state for state in refresh(one).seen] == ["COMPLETED"]
+    assert waiting([refresh(one)]) == set()
+    assert set(find_done([TINY], folder)) == {TINY}
 
 
 SPEC = ModelSpec(hidden=16, num_layers=2, num_heads=2, ffn_hidden=32, vocab=40, max_seq=8)

@@ -126,7 +126,7 @@ def aggregate(records: Sequence[RunRecord]) -> Experiment:
     by_rank = _by_rank(records)
     run = run_of(by_rank[0][-1])
     totals = [rank_totals(by_rank[rank]) for rank in range(run.ranks)]
-    losses = {step["step"]: step.get("loss") for record in by_rank[0] for step in record.steps}
+    steps = [step for record in by_rank[0] for step in record.steps]
     return Experiment(
         run=run,
         num_steps=min(total.num_steps for total in totals),
@@ -137,7 +137,7 @@ def aggregate(records: Sequence[RunRecord]) -> Experiment:
         peak_bytes=_over(max, (total.peak_bytes for total in totals)),
         utilisation=_mean(total.utilisation for total in totals),
         held=max((total.held for total in totals), key=lambda held: sum(held.values())),
-        losses=tuple(losses[step] for step in sorted(losses) if losses[step] is not None),
+        losses=tuple(step["loss"] for step in steps if "loss" in step),
         machine=by_rank[0][-1].machine,
     )
 

@@ -60,11 +60,7 @@ class Results:
         """The results of one model and one batch together, by a name for them."""
         found: dict[str, list[Result]] = {}
         for result in self.judged():
-            run = result.experiment.run
-            accumulated = run.num_micro_batches > 1 and run.pp == 1
-            words = f"{run.spec.name}, {run.global_batch} x {run.seq} tokens a step"
-            words += f", in {run.num_micro_batches} micro-batches" if accumulated else ""
-            found.setdefault(words, []).append(result)
+            found.setdefault(set_of(result.experiment.run), []).append(result)
         return found
 
     def _judge(self, experiment: Experiment) -> Result:
@@ -78,6 +74,13 @@ class Results:
             comparison=against(experiment, baseline) if baseline else None,
             prediction=predict(experiment.run, machine),
         )
+
+
+def set_of(run: StudyRun) -> str:
+    """The model and the batch: what runs have to share to be compared."""
+    accumulated = run.num_micro_batches > 1 and run.pp == 1
+    words = f" in {run.num_micro_batches} parts" if accumulated else ""
+    return f"{run.spec.name} ({run.global_batch} x {run.seq} tokens{words})"
 
 
 def read_results(path: str | Path) -> Results:
@@ -137,7 +140,7 @@ def _read_file(path: Path) -> Results:
         experiments = [_experiment(one) for one in told["experiments"]]
     except (ValueError, KeyError, TypeError) as problem:
         raise CourseError(
-            f"{path}: need a folder of run records, or results in a file; got neither ({problem!r})."
+            f"{path}: need run records in a folder, or results in a file; got ({problem!r})."
         ) from problem
     return Results(experiments=tuple(experiments), made=told["made"])
 

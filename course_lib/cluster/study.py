@@ -7,6 +7,7 @@ strategy and the number of ranks differ. Lesson 13_scaling_study.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from course_lib.cluster.study_run import StudyRun
 from course_lib.core.errors import CourseError
@@ -41,11 +42,12 @@ class Study:
         The runs of one rank stay: the others are compared with them.
         Raises: CourseError for a word that no run has
         """
-        for name, words, has in (
+        known: list[tuple[str, Sequence[Any], set[Any]]] = [
             ("model", models, {run.spec.name for run in self.runs}),
             ("strategy", strategies, {run.label for run in self.runs}),
             ("ranks", ranks, {run.ranks for run in self.runs}),
-        ):
+        ]
+        for name, words, has in known:
             if unknown := set(words) - has:
                 raise CourseError(
                     f"--{name}: need one of {', '.join(map(str, sorted(has)))}; got "

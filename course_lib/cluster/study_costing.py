@@ -9,6 +9,8 @@ from rich.table import Table
 from course_lib.cluster.aggregate import Experiment, find_baseline
 from course_lib.cluster.machines import Machine, machine_of_profile
 from course_lib.cluster.profile import Profile
+from course_lib.cluster.report import name_of, new_table
+from course_lib.cluster.results import set_of
 from course_lib.cluster.slurm_time import write_time
 from course_lib.cluster.study import Study
 from course_lib.cluster.study_cost import Prediction, fit_machine, hours, predict
@@ -16,6 +18,8 @@ from course_lib.cluster.study_run import StudyRun
 from course_lib.cluster.study_start import find_done
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.ranks.machine import describe_machine
+
+HEADERS = ("strategy", "ranks", "a step", "a run", "peak a rank", "")
 
 
 @dataclass(frozen=True)
@@ -43,29 +47,21 @@ class Costing:
         """What does not fit, so that it will not be started."""
         return [p for p in self.predictions if p.run not in self.done and p.missing_bytes]
 
-    def table(self) -> Table:
-        """A line for each run."""
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for header in ("model", "strategy", "ranks", "batch", "micro-batches", "bucket"):
-            table.add_column(header, no_wrap=True)
-        for header in ("steps", "a step", "a run", "peak a rank", ""):
-            table.add_column(header, justify="right", no_wrap=True)
+    def tables(self) -> list[Table]:
+        """A table for each model and batch, with a line for each run."""
+        found: dict[str, Table] = {}
         for one in self.predictions:
-            run = one.run
+            name = set_of(one.run)
+            table = found.setdefault(name, new_table(name, HEADERS))
             table.add_row(
-                run.spec.name,
-                run.label,
-                str(run.ranks),
-                f"{run.global_batch} x {run.seq}",
-                str(run.num_micro_batches),
-                f"{run.bucket_mib:g} MiB" if run.strategy != "single" else "",
-                str(run.steps),
+                name_of(one.run),
+                str(one.run.ranks),
                 format_seconds(one.step_s),
                 write_time(one.run_s),
                 format_bytes(one.peak_bytes),
                 self._state(one),
             )
-        return table
+        return list(found.values())
 
     def sentences(self) -> list[str]:
         """What is done and left, what it costs, and what does not fit."""

@@ -1,0 +1,175 @@
+"""The pictures of a study. Each comes with a sentence that says what it shows and one number."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from matplotlib.figure import Figure
+
+from course_lib.cluster.aggregate import GOOD, STATES
+from course_lib.cluster.report import name_of
+from course_lib.cluster.results import Result, Results, in_order
+from course_lib.core.records import Ledger
+from course_lib.core.units import GIB, MIB, format_bytes
+from course_lib.display.beside import Pair, beside
+from course_lib.display.links import links
+from course_lib.display.losses import losses, spread
+from course_lib.display.memory import memory
+
+Picture = tuple[Figure, str]  # and what it shows, in words
+Draw = Callable[[Sequence[Result], str], Picture | None]
+
+
+def throughput(results: Sequence[Result], name: str) -> Picture | None:
+    """Tokens a second, with as many times those of one rank as there are ranks for an ideal."""
+    pairs = [
+        Pair(
+            name=_line(result),
+            measured=result.experiment.tokens_per_s / 1e3,
+            predicted=_unless_alone(result, result.prediction.tokens_per_s / 1e3),
+            ideal=_ideal(result),
+        )
+        for result in in_order(results)
+    ]
+    best = max(results, key=lambda result: result.experiment.tokens_per_s)
+    title = f"{_line(best)}: the fastest of {name}, {best.experiment.tokens_per_s:,.0f} tokens/s"
+    return beside(pairs, title, x_label="throughput (thousand tokens/s)"), f"{title}."
+
+
+def efficiency(results: Sequence[Result], name: str) -> Picture | None:
+    """Throughput factor in per cent of the number of ranks; about 80 is good."""
+    compared = [result for result in _many(results) if result.comparison and result.baseline]
+    if not compared:
+        return None
+    pairs = [
+        Pair(
+            name=_line(result),
+            measured=result.comparison.efficiency_percent if result.comparison else None,
+            predicted=_predicted_factor(result) / result.experiment.run.ranks * 100,
+        )
+        for result in compared
+    ]
+    good = sum(pair.measured is not None and pair.measured >= GOOD for pair in pairs)
+    title = f"{good} of {len(pairs)} ways to split {name} keep {GOOD} % efficiency"
+    figure = beside(
+        pairs,
+        title,
+        x_label="efficiency (% of one rank's throughput, a rank)",
+        words="{:.0f}".format,
+        limit=100,
+        limit_words="ideal",
+    )
+    return figure, f"{title}."
+
+
+def overhead(results: Sequence[Result], name: str) -> Picture | None:
+    """How much longer a step takes than on one rank; below 0 it is shorter."""
+    compared = [result for result in _many(results) if result.comparison and result.baseline]
+    if not compared:
+        return None
+    pairs = [
+        Pair(
+            name=_line(result),
+            measured=result.comparison.overhead_percent if result.comparison else None,
+            predicted=(1 / _predicted_factor(result) - 1) * 100,
+        )
+        for result in compared
+    ]
+    slower = sum(pair.measured is not None and pair.measured > 0 for pair in pairs)
+    title = f"{slower} of {len(pairs)} ways to split {name} take longer than one rank"
+    x_label = "relative overhead of a step (%)"
+    return beside(pairs, title, x_label=x_label, words="{:+.0f}".format), f"{title}."
+
+
+def peak_memory(results: Sequence[Result], name: str) -> Picture | None:
+    """The most that any rank holds, beside what the formulas count."""
+    known = [result for result in results if result.experiment.peak_bytes is not None]
+    if not known:
+        return None
+    least = min(known, key=lambda result: result.experiment.peak_bytes or 0)
+    most = max(result.experiment.peak_bytes or 0 for result in known)
+    unit, word = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+    pairs = [
+        Pair(
+            name=_line(result),
+            measured=(result.experiment.peak_bytes or 0) / unit,
+            predicted=result.prediction.peak_bytes / unit,
+        )
+        for result in in_order(known)
+    ]
+    held = format_bytes(least.experiment.peak_bytes or 0)
+    title = f"{_line(least)}: the fewest bytes of {name}, {held} a rank"
+    return beside(pairs, title, x_label=f"peak memory of the fullest rank ({word})"), f"{title}."
+
+
+def states(results: Sequence[Result], name: str) -> Picture | None:
+    """What a rank holds of parameters, gradients and optimizer state: the stages of ZeRO."""
+    found = [result for result in in_order(results) if any(result.experiment.held.values())]
+    if not any(result.experiment.run.degrees.zero for result in found):
+        return None
+    ledgers = {_line(result): _states(result) for result in found}
+    (least, fewest) = min(ledgers.items(), key=lambda item: item[1].peak_bytes())
+    title = f"{least} keeps {format_bytes(fewest.peak_bytes())} of states a rank of {name}"
+    return memory(ledgers, title), f"{title}."
+
+
+def loss_curves(results: Sequence[Result], name: str) -> Picture | None:
+    """All curves of one batch, which ought to be one."""
+    curves = {
+        _line(one): one.experiment.losses for one in in_order(results) if one.experiment.losses
+    }
+    if not curves:
+        return None
+    title = f"The losses of {len(curves)} runs of {name} are at most {spread(curves):.2g} apart"
+    return losses(curves, title), f"{title}."
+
+
+def topology(results: Results) -> Picture | None:
+    """How the GPUs reach each other, of the machine with most of them."""
+    found = [one.machine.get("gpu_links") or [] for one in results.experiments]
+    matrix = max(found, key=len, default=[])
+    if len(matrix) < 2:
+        return None
+    kinds = sorted({cell for row in matrix for cell in row} - {"X"})
+    title = f"{len(matrix)} GPUs reach each other over {' and '.join(kinds)}"
+    return links(matrix, title), f"{title}."
+
+
+BY_SET: tuple[Draw, ...] = (throughput, efficiency, overhead, peak_memory, states, loss_curves)
+
+
+def pictures(results: Results) -> Iterator[Picture]:
+    """All pictures of a study: those of each model and batch, then the links."""
+    for name, found in results.sets().items():
+        yield from filter(None, (draw(found, name) for draw in BY_SET))
+    if drawn := topology(results):
+        yield drawn
+
+
+def _many(results: Sequence[Result]) -> list[Result]:
+    return [result for result in in_order(results) if result.experiment.run.ranks > 1]
+
+
+def _line(result: Result) -> str:
+    ranks = result.experiment.run.ranks
+    return f"{name_of(result.experiment.run)}, {ranks} rank{'s' * (ranks > 1)}"
+
+
+def _unless_alone(result: Result, value: float) -> float | None:
+    """The run of one rank has no prediction where the prediction has its speed from it."""
+    return None if result.experiment is result.baseline else value
+
+
+def _ideal(result: Result) -> float | None:
+    baseline, ranks = result.baseline, result.experiment.run.ranks
+    return None if baseline is None else ranks * baseline.tokens_per_s / 1e3
+
+
+def _predicted_factor(result: Result) -> float:
+    alone = result.baseline.tokens_per_s if result.baseline else 1.0
+    return result.prediction.tokens_per_s / alone
+
+
+def _states(result: Result) -> Ledger:
+    ledger = Ledger()
+    held = result.experiment.held
+    ledger.add(0.0, **{kind: int(held.get(kind, 0)) for kind in STATES})
+    return ledger
