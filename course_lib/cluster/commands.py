@@ -14,6 +14,7 @@ from rich.table import Table
 from course_lib.cluster.scheduler import JobState, SchedulerError
 from course_lib.cluster.site_commands import add_site_commands
 from course_lib.cluster.slurm_time import write_time
+from course_lib.cluster.study_commands import add_study_commands
 from course_lib.cluster.submissions import (
     Submission,
     find_submission,
@@ -228,6 +229,7 @@ def add_commands(app: typer.Typer) -> None:
     for command in (status, logs, cancel, collect):
         app.command()(command)
     add_site_commands(app)
+    add_study_commands(app)
 
 
 def _table(*columns: str) -> Table:
