@@ -5,6 +5,7 @@ something else. What can be seen in the script itself is told here: the line, wh
 """
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from course_lib.cluster import (
     lint_rules_ranks,
     lint_rules_text,
 )
+from course_lib.cluster.directives import Directive
 from course_lib.cluster.profile import Profile
 from course_lib.cluster.script import Finding, Script
-from course_lib.cluster.slurm_time import read_time_s, write_time
+from course_lib.cluster.slurm_time import read_time_s
 from course_lib.core.errors import CourseError
 
 RULES = (
@@ -43,12 +45,14 @@ def lint_job(
 
 def _beyond(script: Script, profile: Profile) -> Iterator[Finding]:
     """What the site of this profile does not have."""
-    time, nodes = script.option("time"), script.option("nodes")
     longest_s = read_time_s(profile.time_limit)
-    if time and _time_s(time.value) > longest_s:
-        yield _too_much(time.line, f"--time={time.value}", f"{write_time(longest_s)}", profile)
-    if nodes and script.nodes > profile.max_nodes:
-        yield _too_much(nodes.line, f"--nodes={nodes.value}", f"{profile.max_nodes}", profile)
+    for one in script.directives:
+        number = int(digits[0]) if (digits := re.search(r"\d+$", one.value)) else 0
+        most = {"nodes": profile.max_nodes, "gpus-per-node": profile.gpus_per_node}
+        if one.option == "time" and _time_s(one.value) > longest_s:
+            yield _too_much(one, profile.time_limit, profile)
+        elif number > most.get(one.option, number):
+            yield _too_much(one, str(most[one.option]), profile)
 
 
 def _time_s(text: str) -> int:
@@ -58,11 +62,11 @@ def _time_s(text: str) -> int:
         return 0
 
 
-def _too_much(line: int, what: str, most: str, profile: Profile) -> Finding:
+def _too_much(asked: Directive, most: str, profile: Profile) -> Finding:
     return Finding(
-        line,
+        asked.line,
         "too-much",
-        f"{what}: the profile {profile.name} has at most {most}",
+        f"--{asked.option}={asked.value}, and profile {profile.name} has at most {most}",
         "sbatch refuses it, or the job stays in the queue for ever",
         f"Ask for at most {most}.",
     )

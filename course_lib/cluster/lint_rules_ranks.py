@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 from course_lib.cluster.script import LAUNCHERS, TORCHRUN, Finding, Script, place
 from course_lib.cluster.shell import Command, Word
@@ -12,7 +13,8 @@ RANK_NAME = re.compile(r"(RANK|LOCAL_RANK|NODE_RANK|GROUP_RANK|MACHINE_RANK)=")
 RANK_OPTION = re.compile(rf"--(node|machine)[-_]rank[= ]\"?({OWN.pattern})")
 C10D = re.compile(r"--rdzv[-_]backend[= ]c10d.*--rdzv[-_]endpoint|--rdzv[-_]endpoint.*=c10d")
 LOCALHOST = re.compile(r"^(localhost|127\.0\.0\.1)(:|$)")
-MEETING = re.compile(r"--?(rdzv[-_]endpoint|master[-_]addr|main_process_ip)$")
+NODELIST = re.compile(r"\$\{?SLURM_(JOB_)?NODELIST\}?(:|$)")
+MEETING = re.compile(r"--(rdzv[-_]endpoint|master[-_]addr|main_process_ip)|MASTER_ADDR")
 
 
 def no_srun(script: Script) -> Iterator[Finding]:
@@ -132,32 +134,35 @@ def _own_number(script: Script, command: Command, word: Word) -> re.Match[str] |
 
 
 def meets_itself(script: Script) -> Iterator[Finding]:
-    """A meeting point that is another machine for each node."""
+    """A meeting point that is another machine for each node, or none at all."""
     if script.nodes < 2:
         return
     for command in script.commands:
-        for before, word in zip((None, *command.words), command.words, strict=False):
-            name, equals, value = word.text.partition("=")
-            is_place = name in ("MASTER_ADDR", "HEAD_NODE") or MEETING.match(name)
-            if not equals and before and MEETING.match(before.text):
-                is_place, name, value = True, before.text, word.text
-            what = _bad_place(script.spelt_out(value)) if is_place else None
-            if what:
-                yield Finding(
-                    word.line,
-                    "meets-itself" if "itself" in what else "no-host",
-                    f"{name} is {value[:40]}: {what}",
-                    "the ranks of the nodes never find each other, and wait until they give up",
-                    'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-                )
+        for name, value, line in _meeting_points(command):
+            host = script.spelt_out(value)
+            if LOCALHOST.match(host):
+                rule, what = "meets-itself", "on each node, that is the node itself"
+            elif NODELIST.match(host):
+                rule, what = "no-host", "a list like node[1-2] is no host's name"
+            else:
+                continue
+            yield Finding(
+                line,
+                rule,
+                f"{name} is {value[:40]}: {what}",
+                "the ranks of the nodes never find each other, and wait until they give up",
+                "Write $head, after head=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1).",
+            )
 
 
-def _bad_place(value: str) -> str | None:
-    if LOCALHOST.match(value):
-        return "on each node, that is the node itself"
-    if re.match(r"\$\{?SLURM_(JOB_)?NODELIST\}?(:|$)", value):
-        return "a list like node[1-2] is no host's name"
-    return None
+def _meeting_points(command: Command) -> Iterator[tuple[str, str, int]]:
+    """Name, value and line of each word that says where ranks meet: `--name=value`, or apart."""
+    for before, word in pairwise((command.words[0], *command.words)):
+        name, equals, value = word.text.partition("=")
+        if equals and MEETING.fullmatch(name):
+            yield name, value, word.line
+        elif not equals and before.text.startswith("-") and MEETING.fullmatch(before.text):
+            yield before.text, word.text, word.line
 
 
 RULES = (

@@ -48,7 +48,7 @@ def lint_job(
         print(f"{path.name}: nothing found.")
         return
     print(findings_text(str(path), found))
-    print(f"\n{len(found)} found, in {len({one.line for one in found})} lines.")
+    print(f"\n{len(found)} {'finding' if len(found) == 1 else 'findings'}.")
     raise typer.Exit(1)
 
 
