@@ -262,6 +262,12 @@ def test_an_element_of_a_sweep_adds_the_words_of_its_line(tmp_path):
         assert (code, told) == (2, f"list: need a line {element} with words; there is none.\n")
 
 
+def test_a_sweep_that_is_no_array_says_so(tmp_path):
+    code, told = played("sweep", tmp_path, "x.py")
+    assert code != 0
+    assert "need a job array: sbatch --array=1-3" in told
+
+
 def test_ranks_are_the_gpus_or_what_is_named_or_two(tmp_path):
     for variables, ranks in (
         ({}, 2),
