@@ -17,6 +17,7 @@ from typing import Any
 from course_lib.cluster.study_run import RECORDED, StudyRun, run_of
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
+from course_lib.cost.flops import train_step_flop
 
 WARMUP = 4  # one step of so many
 GOOD, POOR = 80, 70  # per cent of efficiency: about good, and poor below
@@ -73,6 +74,13 @@ class Experiment:
     def step_s(self) -> float:
         """Mean seconds of a step."""
         return self.time_s / self.num_steps
+
+    @property
+    def rank_flop_per_s(self) -> float:
+        """What the model itself needs to be computed, by each rank in a second."""
+        run = self.run
+        step_flop = train_step_flop(run.spec, run.global_batch, run.seq)
+        return step_flop / self.step_s / run.ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ HEADERS = (
     "factor",
     "efficiency",
     "overhead",
+    "TFLOP/s",
     "peak a rank",
     "predicted",
     "peak factor",
@@ -28,7 +29,7 @@ HEADERS = (
 )
 EFFICIENCY = HEADERS.index("efficiency")
 SPEED = (0, 1, 2, 3, 4, 5, 6, 7)
-MEMORY = (0, 1, 8, 9, 10, 11, 12)
+MEMORY = (0, 1, 8, 9, 10, 11, 12, 13)
 
 
 def name_of(run: StudyRun) -> str:
@@ -53,6 +54,7 @@ def cells_of(result: Result) -> list[str]:
         f"{beside.throughput_factor:.2f}" if beside else "",
         f"{beside.efficiency_percent:.0f} %" if beside else "",
         f"{beside.overhead_percent:+.0f} %" if beside else "",
+        f"{experiment.rank_flop_per_s / 1e12:.3g}",
         "" if peak is None else format_bytes(peak),
         format_bytes(told.peak_bytes),
         "" if factor is None else f"{factor:.2f}",
@@ -64,7 +66,7 @@ def cells_of(result: Result) -> list[str]:
 def tables(results: Results) -> Iterator[Table]:
     """Two tables for each model and batch, as a terminal is not wide enough for one."""
     for name, found in results.sets().items():
-        for what, columns in (("speed", SPEED), ("memory and loss", MEMORY)):
+        for what, columns in (("speed", SPEED), ("memory, busy, loss", MEMORY)):
             table = new_table(f"{name}: {what}", [HEADERS[column] for column in columns])
             for result in in_order(found):
                 cells = cells_of(result)
@@ -77,7 +79,7 @@ def tables(results: Results) -> Iterator[Table]:
 def new_table(title: str, headers: Sequence[str]) -> Table:
     """A table without lines; the first column is words, the others are numbers."""
     table = Table(
-        box=None, padding=(0, 2, 0, 0), header_style="bold", title=title, title_justify="left"
+        box=None, padding=(0, 1, 0, 0), header_style="bold", title=title, title_justify="left"
     )
     for number, header in enumerate(headers):
         table.add_column(header, justify="right" if number else "left", no_wrap=True)
@@ -101,7 +103,7 @@ def notes(results: Results) -> list[str]:
     said += [
         "The first quarter of the steps is warm-up and left out. Factor, efficiency and overhead "
         "compare with the run of one rank on the same batch. The prediction takes its speed of "
-        "computing from that run, and only the splitting from formulas."
+        "computing from that run, and only the splitting from formulas. TFLOP/s are a rank's."
     ]
     if any(result.prediction.machine.cores is not None for result in results.judged()):
         said.append(

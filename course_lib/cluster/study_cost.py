@@ -21,7 +21,7 @@ from course_lib.cost.overlap import StepCost, exposed_s, ready_by_share
 from course_lib.cost.params import count_params, layer_params, params_on_rank
 from course_lib.cost.sharded_traffic import RowTraffic, offload_trips, zero_traffic
 from course_lib.cost.tensor_traffic import tensor_traffic, traffic_s
-from course_lib.memory import step_ledger
+from course_lib.memory import model_states, step_ledger
 
 RECIPES = {
     "float32": FP32,
@@ -89,6 +89,12 @@ def predict(run: StudyRun, machine: Machine) -> Prediction:
         optimizer_s=_optimizer_s(run, machine),
         held=_held(run, machine),
     )
+
+
+def states_of(run: StudyRun) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state on the fullest rank, on its device."""
+    params = max(params_on_rank(run.spec, run.degrees, stage) for stage in (0, run.pp - 1))
+    return model_states(params, _recipe(run), degrees=run.degrees)
 
 
 def fit_machine(machine: Machine, baseline: Experiment) -> Machine:

@@ -1,12 +1,13 @@
 """The pictures of a study. Each comes with a sentence that says what it shows and one number."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from matplotlib.figure import Figure
 
 from course_lib.cluster.aggregate import GOOD, STATES
 from course_lib.cluster.report import name_of
 from course_lib.cluster.results import Result, Results, in_order
+from course_lib.cluster.study_cost import states_of
 from course_lib.core.records import Ledger
 from course_lib.core.units import GIB, MIB, format_bytes
 from course_lib.display.beside import Pair, beside
@@ -105,10 +106,14 @@ def states(results: Sequence[Result], name: str) -> Picture | None:
     found = [result for result in in_order(results) if any(result.experiment.held.values())]
     if not any(result.experiment.run.degrees.zero for result in found):
         return None
-    ledgers = {_line(result): _states(result) for result in found}
-    (least, fewest) = min(ledgers.items(), key=lambda item: item[1].peak_bytes())
+    measured = {_line(one): _ledger(one.experiment.held) for one in found}
+    (least, fewest) = min(measured.items(), key=lambda item: item[1].peak_bytes())
+    bars = {}
+    for result in found:
+        bars[_line(result)] = measured[_line(result)]
+        bars["formula" + "\u200b" * len(bars)] = _ledger(states_of(result.experiment.run))
     title = f"{least} keeps {format_bytes(fewest.peak_bytes())} of states a rank of {name}"
-    return memory(ledgers, title), f"{title}."
+    return memory(bars, title), f"{title}."
 
 
 def loss_curves(results: Sequence[Result], name: str) -> Picture | None:
@@ -168,8 +173,7 @@ def _predicted_factor(result: Result) -> float:
     return result.prediction.tokens_per_s / alone
 
 
-def _states(result: Result) -> Ledger:
+def _ledger(held: Mapping[str, int]) -> Ledger:
     ledger = Ledger()
-    held = result.experiment.held
     ledger.add(0.0, **{kind: int(held.get(kind, 0)) for kind in STATES})
     return ledger

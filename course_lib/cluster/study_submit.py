@@ -29,18 +29,23 @@ def submit_all(costing: Costing, submissions: Path = FOLDER) -> int:
     left = [one for one in costing.left if str(out_of(one, costing.folder)) not in places]
     if len(left) < len(costing.left):
         print(f"{len(costing.left) - len(left)} runs wait or run already: course status")
-    code = 0
-    for job in make_jobs(left, costing.folder, costing.profile):
-        try:
-            taken = hand_in(job, costing.profile, submissions)
-        except CourseError as problem:
-            print(problem, file=sys.stderr)
-            code = 1
-        else:
-            print(f"{taken.id}: {len(job.elements)} runs are handed in, as job {taken.job_id}.")
-    print(f"When they have ended: the same command again runs what failed; then course report "
-          f"{costing.folder}")  # fmt: skip
-    return code
+    jobs = make_jobs(left, costing.folder, costing.profile)
+    taken = [_taken(job, costing.profile, submissions) for job in jobs]
+    if any(taken):
+        print("Ended? The same command again runs what failed. How it goes: course status")
+    print(f"What there is: course report {costing.folder}")
+    return 0 if all(taken) else 1
+
+
+def _taken(job: Job, profile: Profile, submissions: Path) -> bool:
+    """Hand a job in, or say why not."""
+    try:
+        one = hand_in(job, profile, submissions)
+    except CourseError as problem:
+        print(problem, file=sys.stderr)
+        return False
+    print(f"{one.id}: {len(job.elements)} runs are handed in, as job {one.job_id}.")
+    return True
 
 
 def make_jobs(left: Sequence[Prediction], folder: Path, profile: Profile) -> list[Job]:
