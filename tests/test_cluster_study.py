@@ -9,17 +9,19 @@ from pathlib import Path
 import cloudpickle
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from course_lib import train as command_line
-from course_lib.cluster import study_element
+from course_lib.cluster import study_element, study_progress
 from course_lib.cluster.aggregate import aggregate
 from course_lib.cluster.machines import REACHED, Machine, machine_of_profile, machine_of_record
 from course_lib.cluster.profile import Limits, Profile
 from course_lib.cluster.study import ACCUMULATED, Study, find_study
+from course_lib.cluster.study_commands import study_app
 from course_lib.cluster.study_cost import fit_machine, hours, predict
 from course_lib.cluster.study_costing import Costing
 from course_lib.cluster.study_run import StudyRun, run_of
-from course_lib.cluster.study_start import find_done, run_here
+from course_lib.cluster.study_start import Failure, find_done, run_here
 from course_lib.cluster.study_submit import make_jobs, submit_all, waiting
 from course_lib.cluster.submissions import read_submissions, refresh
 from course_lib.core import CourseError, Link, ModelSpec, RunRecord, find_model
@@ -295,6 +297,49 @@ def test_a_run_here_leaves_a_whole_record_and_a_failure_its_last_words(tmp_path)
     failure = run_here(too_long, tmp_path)
     assert failure.said.startswith("--seq: need at most the 64 tokens")
     assert find_done([too_long], tmp_path) == {}
+
+
+# -- the commands --------------------------------------------------------------------------------
+
+
+def course(*words):
+    return CliRunner(env={"COLUMNS": "80"}).invoke(study_app, list(words))
+
+
+def test_the_plan_tells_every_run_and_its_price_and_starts_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = course("plan", "cluster", "--profile", "test", "--model", "study-1b", "--ranks", "4")
+    assert done.exit_code == 0
+    lines = done.output.splitlines()
+    assert lines[0].strip() == "study-1b (4 x 1024 tokens)"
+    assert len([line for line in lines if line.rstrip().endswith("to run")]) == 11
+    assert "0 of 11 runs are done, 11 to run" in done.output
+    assert "GPU-hours, on test (a100-80). Records: runs/study-cluster" in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_here_does_not_stop_the_rest_and_is_told_at_the_end(tmp_path, monkeypatch):
+    started = []
+
+    def pretend(run, folder):
+        started.append(run)
+        for rank in range(run.ranks):
+            whole_record(run, rank).write(folder / run.name / f"rank{rank}.jsonl")
+        if run.label != "single":
+            (folder / run.name / "rank0.jsonl").unlink()
+            return Failure(run=run, said="rank 1 was killed by SIGKILL", log=folder / "log.txt")
+
+    monkeypatch.setattr(study_progress, "run_here", pretend)
+    words = ("run", "laptop", "--profile", "laptop", "--model", "tiny", "--out", str(tmp_path))
+    first = course(*words)
+    assert first.exit_code == 1
+    assert [run.label for run in started] == ["single", "ddp"]
+    assert "ddp/tiny/r2-batch16-seq64 failed: rank 1 was killed by SIGKILL" in first.output
+    again = course(*words)
+    assert [run.label for run in started] == ["single", "ddp", "ddp"]
+    assert "1 of 2 runs are done, 1 to run" in again.output
+    course(*words, "--no-resume")
+    assert len(started) == 5
 
 
 HERE = Profile(name="here", scheduler="local")
