@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((ROOT / "cluster").glob("*.sbatch"))
 LINTED = sorted([*(ROOT / "tests" / "jobs").glob("*/*.sbatch"), *SCRIPTS])
 REFUSED = {"crlf", "no-shebang", "unknown-option"}
-TOO_BIG = re.compile(r"partition|Node count|[Tt]ime limit|feature|More processors|[Nn]ode config|container")
+TOO_BIG = re.compile(
+    r"partition|Node count|[Tt]ime limit|feature|More processors|[Nn]ode config|container"
+)
 
 
 def held(slurm, path: Path, *options: str) -> dict[str, str] | str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from course_lib.cluster.directives import read_directives
@@ -92,6 +92,7 @@ def test_what_is_0_in_a_profile_is_left_to_the_site():
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 
 
+@settings(max_examples=30)
 @given(arguments=st.lists(WORDS, max_size=4))
 def test_arguments_arrive_as_they_are_and_nothing_of_them_is_run(arguments):
     text = render(replace(JOB, arguments=tuple(arguments)), SITE)

@@ -12,9 +12,10 @@ NUMBERS = {"10": "USR1", "12": "USR2", "15": "TERM"}
 def nobody_waits(script: Script) -> Iterator[Finding]:
     """Work in the background, and a script that ends before it."""
     waits = [one.line for one in script.commands if one.name == "wait"]
+    works = {*script.sruns, *script.running(LAUNCHERS)}
     for command in script.commands:
-        works = command in script.sruns or command in script.running(LAUNCHERS)
-        if command.end == "&" and works and not any(line >= command.line for line in waits):
+        is_last = not any(line >= command.line for line in waits)
+        if command.end == "&" and command in works and is_last:
             yield Finding(
                 command.line,
                 "no-wait",

@@ -151,7 +151,7 @@ def meets_itself(script: Script) -> Iterator[Finding]:
                 rule,
                 f"{name} is {value[:40]}: {what}",
                 "the ranks of the nodes never find each other, and wait until they give up",
-                'Name the first node: scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1.',
+                'Try read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST").',
             )
 
 

@@ -106,7 +106,7 @@ class Script:
         called = self.spelt_out(" ".join(word.text for word in command.called[:2]))
         return any(Path(word).name in REACH_NODES for word in called.split()[:2])
 
-    @property
+    @cached_property
     def sruns(self) -> list[Command]:
         """The commands that srun runs."""
         return [
