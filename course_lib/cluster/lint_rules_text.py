@@ -10,7 +10,7 @@ from course_lib.cluster.directives import NAMES, PREFIX, head_lines
 from course_lib.cluster.script import Finding, Script
 
 NOT_QUITE = re.compile(
-    r"\s+#\s*SBATCH\b|#\s+SBATCH\s|#+\s*(?!SBATCH)(?i:sbatch)\s+-|#(SBACTH|SBTACH|SBATHC|SLURM)\s+-"
+    r"(\s+#\s*SBATCH|#\s+SBATCH|#\s*(?!SBATCH)(?i:sbatch)|#(SBACTH|SBTACH|SBATHC|BATCH))\s+-"
 )
 LOOK_ALIKES = {
     "–": "an en dash for -", "—": "an em dash for --", "‑": "a typographic hyphen for -",
@@ -169,11 +169,11 @@ def unquoted_arguments(script: Script) -> Iterator[Finding]:
     """`$@` without quotes."""
     for number, line in enumerate(script.lines, start=1):
         code = re.sub(r"'[^']*'|\"[^\"]*\"|(^|\s)#.*", "", line)
-        if re.search(r"(?<![\\\w])\$[@*]", code):
+        if found := re.search(r"(?<![\\\w])\$[@*]", code):
             yield Finding(
                 number,
                 "unquoted-arguments",
-                "$@ stands without quotes",
+                f"{found[0]} stands without quotes",
                 "an argument with a blank in it falls into two",
                 'Write "$@".',
             )
