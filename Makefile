@@ -1,10 +1,11 @@
 # Everything a person does here. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help environment lab test check format notebooks slides bench clean
+.PHONY: help environment lab test test-cluster check format notebooks slides bench clean
 
 VENV ?= .venv
 BIN = $(abspath $(VENV))/bin
 LESSON ?= notebooks/00_ranks.ipynb
+FAULTS ?= $(wildcard tests/cluster/faults_*.py)
 BENCHMARKS ?= $(wildcard tests/benchmarks/bench_*.py)
 
 # Any Python from 3.6 on can say what is wrong; environment.py picks the one to build with.
@@ -13,7 +14,7 @@ STARTER = for python in python3 python python3.13 python3.12 python3.11 "$(PYTHO
 	python=; done
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 environment:
 	@$(STARTER); if test -z "$$python"; then echo "The course needs Python 3.11 or newer; here is none.\
@@ -28,6 +29,9 @@ lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_col
 test: environment ## run every test (TEST_ARGS=tests/test_collectives.py: those of one lesson)
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 3 --dist loadfile \
 		--no-loadscope-reorder $(TEST_ARGS)
+
+test-cluster: environment ## what takes minutes on a live Slurm: nodes that go, preemption, time limits
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest $(FAULTS) $(TEST_ARGS)
 
 check: environment ## lint, types, spelling, links, file sizes
 	@"$(BIN)/ruff" check .

@@ -313,7 +313,7 @@ def profile(tmp_path: Path) -> Callable[..., str]:
 def until() -> Callable[..., None]:
     """Wait until something is so; it is an error if that takes too long."""
 
-    def wait(is_so: Callable[[], bool], what: str, within_s: float = 120) -> None:
+    def wait(is_so: Callable[[], bool], what: str, within_s: float = 300) -> None:
         give_up = time.monotonic() + within_s
         while not is_so():
             assert time.monotonic() < give_up, f"never: {what}"

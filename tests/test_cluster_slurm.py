@@ -114,6 +114,8 @@ def test_every_element_is_collected_once(place, plain, course, until):
     course("submit", "--script", plain, "--profile", place, "--array", "1-3%2", text, "2")
     until(lambda: "RUNNING" not in (now := course("status")) and "PENDING" not in now, "it ended")
     assert "2 COMPLETED, 1 FAILED (exit code 1)" in course("status")
+    elements = [line.split()[0] for line in course("status", "program-1").splitlines()[1:]]
+    assert elements == ["program-1_1", "program-1_2", "program-1_3"]
     told = course("collect", "program-1")
     assert [line.partition(" in ")[0] for line in told.splitlines()] == [
         "program-1: records of 2 of 2 ranks"

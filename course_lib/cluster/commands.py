@@ -181,12 +181,15 @@ def collect(
     ] = None,
 ) -> None:
     """Bring run records home to runs/ID: of each element, those of the attempt that counts."""
+    failed = False
     for one in [find_submission(id_text)[0]] if id_text else read_submissions():
         try:
             for sentence in _collected(refresh(one)):
                 print(sentence)
         except CourseError as problem:
             print(f"{one.id}: {problem}", file=sys.stderr)
+            failed = True
+    raise typer.Exit(int(failed))
 
 
 def _collected(one: Submission) -> Iterator[str]:
@@ -201,7 +204,7 @@ def _collected(one: Submission) -> Iterator[str]:
     missing = {state.element for state in one.seen} - {attempt.element for attempt in found}
     if missing:
         states = [state for state in one.seen if state.element in missing]
-        yield f"{one.id}: no records of {in_words(states)}"
+        yield f"{one.id}: no records in its run folder of {in_words(states)}"
 
 
 def _of(one: Submission, element: int | None) -> list[JobState]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from course_lib.cluster.submissions import FOLDER, Submission, refresh
 
-PAUSE_S = 1.0
+PAUSE_S = 0.5
+MOST_S = 5.0  # a class that follows should not keep the scheduler busy
 STRANGE = "\N{REPLACEMENT CHARACTER}"
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -61,9 +62,12 @@ def follow(
     Raises: SchedulerError where the scheduler does not answer any more
     """
     tails: dict[str, Tail] = {}
-    said = ""
+    said, gap_s, ask_at_s = "", PAUSE_S, 0.0
     while True:
-        one = refresh(one, folder)
+        if time.monotonic() >= ask_at_s:
+            one = refresh(one, folder)
+            gap_s = min(gap_s * 1.3, MOST_S)
+            ask_at_s = time.monotonic() + gap_s
         chosen = [state for state in one.seen if element in (None, state.element)]
         is_last = not until_over or (bool(chosen) and all(state.is_final for state in chosen))
         for state in chosen:

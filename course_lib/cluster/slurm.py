@@ -153,7 +153,7 @@ def _refused(stderr: str) -> SchedulerError:
 def _sentence(stderr: str) -> str:
     """The last line, without the name of the command."""
     lines = [line for line in stderr.splitlines() if line.strip()] or ["it says nothing"]
-    return re.sub(r"^(\w+: )?(error|fatal): |^allocation failure: ", "", lines[-1]).strip()
+    return re.sub(r"^(\w+:? )?(error|fatal): |^allocation failure: ", "", lines[-1]).strip()
 
 
 def _read(line: str) -> list[JobState]:
