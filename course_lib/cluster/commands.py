@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from course_lib.cluster.job import Job
+from course_lib.cluster.profile import Profile, default_profile, find_cluster_folder, read_profile
 from course_lib.cluster.scheduler import JobState, SchedulerError
 from course_lib.cluster.site_commands import add_site_commands
 from course_lib.cluster.slurm_time import write_time
@@ -55,10 +57,6 @@ def submit(
     course submit cluster/exercises/06_ddp.py --turns 3 --gpus 2 --time 0:10:00
     course submit -m course_lib.train -- --strategy fsdp --out runs/fsdp
     """
-    from course_lib.cluster.handing_in import drafted, hand_in
-    from course_lib.cluster.job import Job
-    from course_lib.cluster.profile import default_profile, read_profile
-
     words = (find_program(program), *context.args)
     job = Job(
         name=name_of(words),
@@ -73,13 +71,25 @@ def submit(
         run_folder="runs",
     )
     profile = read_profile(profile_name or default_profile())
-    if dry_run:
-        with drafted(job, profile) as draft:
-            print(draft.script.read_text(encoding="utf-8"))
-            print(f"# profile {profile.name}: {draft.limits}")
-            for sentence in draft.problems or ["nothing speaks against it"]:
-                print(f"# {sentence}")
-            raise typer.Exit(1 if draft.problems else 0)
+    (_show if dry_run else _hand_in)(job, profile)
+
+
+def _show(job: Job, profile: Profile) -> None:
+    """Print the script, and what the limits and the checks say."""
+    from course_lib.cluster.handing_in import drafted
+
+    with drafted(job, profile) as draft:
+        print(draft.script.read_text(encoding="utf-8"))
+        print(f"# profile {profile.name}: {draft.limits}")
+        for sentence in draft.problems or ["nothing speaks against it"]:
+            print(f"# {sentence}")
+        raise typer.Exit(1 if draft.problems else 0)
+
+
+def _hand_in(job: Job, profile: Profile) -> None:
+    """Hand it in, and say what to type next."""
+    from course_lib.cluster.handing_in import hand_in
+
     taken = hand_in(job, profile)
     print(f"{taken.id} is handed in with profile {profile.name}, as job {taken.job_id}.")
     for command, what in (
@@ -95,8 +105,6 @@ def find_program(text: str) -> str:
 
     Raises: CourseError where there is no such file
     """
-    from course_lib.cluster.profile import find_cluster_folder
-
     if text == "-m" or Path(text).is_file():
         return text
     found = sorted((find_cluster_folder() / "exercises").glob(f"{text}*.py"))
