@@ -72,6 +72,7 @@ MUNGE_FILES = {
     "pid-file": "pid",
     "seed-file": "seed",
 }
+WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")  # else they stay when the tests are killed
 IN_A_NAMESPACE = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
 
 
@@ -182,7 +183,7 @@ class SlurmBox:
     def _spawn(self, name: str, *command: str) -> None:
         with (self.root / f"{name}.out").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                command,
+                [*WITH_PARENT, *command],
                 env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,13 @@ import pytest
 
 from course_lib.cluster.job import Job
 from course_lib.cluster.local import LocalRunner
-from course_lib.cluster.scheduler import GONE, JobState, Scheduler, SchedulerError
+from course_lib.cluster.scheduler import (
+    GONE,
+    JobState,
+    NoAnswerError,
+    Scheduler,
+    SchedulerError,
+)
 from course_lib.cluster.slurm import Slurm
 
 HEAD = """#!/bin/bash
@@ -178,9 +185,108 @@ def test_a_job_is_found_by_its_token(scheduler, hand_in):
 
 
 @BOTH
+def test_nothing_of_a_surrounding_job_gets_into_a_job(scheduler, hand_in, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NAME", "outer")
+    monkeypatch.setenv("SLURM_LEFT_OVER", "outer")
+    (job,) = ended(scheduler, hand_in("echo $SLURM_JOB_NAME ${SLURM_LEFT_OVER:-clean}"))
+    assert log_of(job) == "law clean\n"
+
+
+@BOTH
+def test_a_job_finds_the_python_it_was_handed_in_with(scheduler, hand_in, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    (job,) = ended(scheduler, hand_in("command -v python torchrun"))
+    folder = Path(sys.executable).parent
+    assert log_of(job) == f"{folder}/python\n{folder}/torchrun\n"
+
+
+@BOTH
 def test_a_job_that_nobody_knows_is_gone(scheduler):
     assert [one.state for one in scheduler.states("987654")] == [GONE]
     scheduler.cancel("987654")
+
+
+ACCOUNTED = """17_1|COMPLETED|0:0|12
+17_3|CANCELLED by 1000|0:15|3
+17_4|FAILED|7:0|0
+"""
+
+
+@pytest.fixture
+def pretended(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Put commands into PATH that say this, to stdout and stderr, and end with this code."""
+
+    def put(name: str, out: str = "", err: str = "", code: int = 0) -> None:
+        (tmp_path / f"{name}.out").write_text(out)
+        (tmp_path / f"{name}.err").write_text(err)
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\ncat {path}.out\ncat {path}.err >&2\nexit {code}\n")
+        path.chmod(0o755)
+
+    monkeypatch.setattr(
+        "course_lib.cluster.slurm.python_first", lambda: f"{tmp_path}:/usr/bin:/bin"
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return put
+
+
+def test_what_the_controller_forgot_the_accounting_knows(pretended):
+    pretended("scontrol", err="slurm_load_jobs error: Invalid job id specified\n", code=1)
+    pretended("sacct", ACCOUNTED)
+    found = Slurm().states("17")
+    assert [(one.element, one.state, one.exit_code, one.seconds) for one in found] == [
+        (1, "COMPLETED", 0, 12.0),
+        (3, "CANCELLED", None, 3.0),
+        (4, "FAILED", 7, 0.0),
+    ]
+    assert [one.element for one in Slurm().states("17_3")] == [3]
+    pretended("sacct", err="Slurm accounting storage is disabled\n", code=1)
+    assert [one.state for one in Slurm().states("17")] == [GONE]
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (
+            "sbatch: error: Batch job submission failed: Job violates policy\n",
+            "Batch job submission",
+        ),
+        ("allocation failure: Invalid partition name specified\n", "Invalid partition name"),
+        ("sbatch: unrecognized option '--tiem=1'\n", "sbatch: unrecognized option '--tiem=1'"),
+        ("", "it says nothing"),
+    ],
+)
+def test_what_sbatch_refuses_is_one_sentence(pretended, tmp_path, said, sentence):
+    pretended("sbatch", err=said, code=1)
+    job = Job(name="law", program="none.py", run_folder=str(tmp_path))
+    for refused in (
+        lambda: Slurm().check(tmp_path / "a.sbatch"),
+        lambda: Slurm().submit(tmp_path / "a.sbatch", job, "a-token"),
+    ):
+        with pytest.raises(SchedulerError) as error:
+            refused()
+        assert str(error.value).startswith(f"Slurm does not take it: {sentence}")
+        assert "\n" not in str(error.value)
+
+
+def test_a_submit_whose_answer_got_lost_is_not_handed_in_twice(pretended, tmp_path):
+    lost = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n"
+    pretended("sbatch", err=lost, code=1)
+    pretended("squeue", "16 another\n17 a-token\n")
+    said: list[str] = []
+    job = Job(name="law", program="none.py", run_folder=str(tmp_path))
+    slurm = Slurm(pauses_s=(0.0, 0.0), say=said.append)
+    assert slurm.submit(tmp_path / "a.sbatch", job, "a-token") == "17"
+    assert len(said) == 1
+    with pytest.raises(NoAnswerError, match="Socket timed out on send/recv operation', 3 times"):
+        slurm.submit(tmp_path / "a.sbatch", job, "b-token")
+
+
+def test_without_slurm_the_laptop_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("course_lib.cluster.slurm.python_first", lambda: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SchedulerError, match=r"sbatch: need Slurm's commands .* --profile laptop"):
+        Slurm().check(tmp_path / "a.sbatch")
 
 
 def test_local_jobs_run_one_at_a_time_in_their_order(tmp_path, hand_in_here):

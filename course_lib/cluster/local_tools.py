@@ -70,7 +70,8 @@ def _task(command: list[str], k: int, num_tasks: int, nodes: int) -> "subprocess
 def scontrol(words: list[str]) -> int:
     """`show hostnames [LIST]` and `requeue ID`."""
     if words[:2] == ["show", "hostnames"]:
-        print((words[2:] or [os.environ["SLURM_JOB_NODELIST"]])[0].replace(",", "\n"))
+        names = (words[2:] or [os.environ["SLURM_JOB_NODELIST"]])[0].split(",")
+        os.write(1, "".join(f"{name}\n" for name in names).encode())  # at once: head may not wait
         return 0
     if words[:1] == ["requeue"]:
         element = Path(os.environ[MARK])
