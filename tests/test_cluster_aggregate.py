@@ -28,7 +28,6 @@ RUN = {
     "strategy": "ddp",
     "tp": 1,
     "pp": 1,
-    "offload": False,
     "global_batch": 8,
     "num_micro_batches": 1,
     "seq": 8,

@@ -69,7 +69,7 @@ def test_the_cluster_study_has_the_models_strategies_and_micro_batches_it_is_kno
     assert {run.steps for run in runs} == {200}
     assert {run.ranks for run in runs} == {1, 2, 4}
     labels = {run.label for run in runs}
-    assert labels >= {"ddp", "tp", "pp", "zero1", "zero2", "zero3", "zero3 offload"}
+    assert labels >= {"ddp", "tp", "pp", "zero1", "zero2", "zero3", "zero3-offload"}
     cut = [(run.pp, run.num_micro_batches) for run in runs if run.pp > 1 and run.tp == 1]
     assert cut[:4] == [(2, 2), (2, 8), (4, 4), (4, 16)]
     for run in runs:
@@ -187,7 +187,7 @@ def test_states_are_sharded_by_stage():
     assert held[1]["optim_state"] == pytest.approx(whole["optim_state"] / 4, rel=0.01)
     assert held[3]["params"] == num_params
     assert held[2]["params"] == whole["params"]
-    offload = replace(ALONE, strategy="zero3", ranks=4, offload=True)
+    offload = replace(ALONE, strategy="zero3-offload", ranks=4)
     assert predict(offload, GPUS).held["optim_state"] < 0.01 * num_params
 
 
@@ -216,7 +216,7 @@ def test_hours_count_every_rank():
 
 def whole_record(run, rank=0, step_s=2.0):
     """A record of a run, as the training script leaves it."""
-    plain = {name: getattr(run, name) for name in ("tp", "pp", "offload", "global_batch", "seq")}
+    plain = {name: getattr(run, name) for name in ("tp", "pp", "global_batch", "seq")}
     plain |= {name: getattr(run, name) for name in ("strategy", "bucket_mib", "dtype", "steps")}
     plain |= {"num_micro_batches": run.num_micro_batches, "model": spec_fields(run.spec)}
     steps = [
@@ -367,7 +367,7 @@ SPEC = ModelSpec(hidden=16, num_layers=2, num_heads=2, ffn_hidden=32, vocab=40, 
 HALF = TrainConfig(model=SPEC, steps=4, global_batch=8, seq=8, dtype="bfloat16", every=0)
 SPLITS = [
     *({"strategy": name} for name in ("ddp", "torch-ddp", "zero1", "zero2", "zero3")),
-    {"strategy": "zero3", "offload": True, "micro_batch": 2},
+    {"strategy": "zero3-offload", "micro_batch": 2},
     {"strategy": "torch-fsdp", "micro_batch": 2},
     {"tp": 2},
     {"pp": 2, "micro_batch": 2},

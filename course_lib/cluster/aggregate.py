@@ -183,7 +183,7 @@ def find_baseline(run: StudyRun, among: Iterable[Experiment]) -> Experiment | No
     A pipeline cuts its batch anyway: it is compared with the whole batch at once.
     """
     alone = (one for one in among if one.run.ranks == 1 and one.run.strategy == "single")
-    return next((one for one in alone if _work(one.run) == _work(run)), None)
+    return next((one for one in alone if one.run.work == run.work), None)
 
 
 def read_experiments(folder: str | Path) -> tuple[list[Experiment], dict[str, str]]:
@@ -232,11 +232,6 @@ def _by_rank(records: Sequence[RunRecord]) -> dict[int, list[RunRecord]]:
                 "lines. The run has not ended, or others are mixed in."
             )
     return found
-
-
-def _work(run: StudyRun) -> tuple[Any, ...]:
-    accumulated = run.num_micro_batches if run.pp == 1 else 1
-    return run.spec, run.global_batch, run.seq, run.dtype, accumulated
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

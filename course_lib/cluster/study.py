@@ -96,8 +96,7 @@ def cluster() -> Iterator[StudyRun]:
                 seq=ZERO_SEQ.get(name, seq),
                 num_micro_batches=ACCUMULATED,
             ),
-            (*ZERO, "torch-fsdp"),
-            offload=True,
+            (*ZERO, "torch-fsdp", "zero3-offload"),
         )
         if name == "study-100m":
             largest = replace(alone, strategy="ddp", ranks=WORLD_SIZES[-1])
@@ -118,15 +117,11 @@ def _base_set(alone: StudyRun) -> Iterator[StudyRun]:
             yield replace(alone, ranks=p, pp=p, num_micro_batches=m)
 
 
-def _sharded_set(
-    alone: StudyRun, strategies: Iterable[str], *, offload: bool = False
-) -> Iterator[StudyRun]:
-    """One rank, and each strategy that shards; with offload the last stage of ZeRO once more."""
+def _sharded_set(alone: StudyRun, strategies: Iterable[str]) -> Iterator[StudyRun]:
+    """One rank, and each strategy that shards."""
     yield alone
     for strategy in strategies:
         yield from _copies(alone, strategy)
-    if offload:
-        yield from (replace(run, offload=True) for run in _copies(alone, ZERO[-1]))
 
 
 def _copies(alone: StudyRun, strategy: str) -> Iterator[StudyRun]:

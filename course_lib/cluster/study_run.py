@@ -16,7 +16,6 @@ RECORDED: tuple[str, ...] = (
     "strategy",
     "tp",
     "pp",
-    "offload",
     "global_batch",
     "num_micro_batches",
     "seq",
@@ -25,6 +24,7 @@ RECORDED: tuple[str, ...] = (
     "steps",
 )
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "torch-fsdp": 3}
+OFFLOAD = "-offload"  # the end of a strategy's name: the optimizer is on the host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,6 @@ class StudyRun:
     ranks: int = 1
     tp: int = 1
     pp: int = 1
-    offload: bool = False
     global_batch: int
     num_micro_batches: int = 1
     seq: int
@@ -67,8 +66,13 @@ class StudyRun:
             dp=self.ranks // (self.tp * self.pp),
             tp=self.tp,
             pp=self.pp,
-            zero=ZERO_STAGES.get(self.strategy, 0),
+            zero=ZERO_STAGES.get(self.strategy.removesuffix(OFFLOAD), 0),
         )
+
+    @property
+    def offload(self) -> bool:
+        """Is the optimizer's state on the host?"""
+        return self.strategy.endswith(OFFLOAD)
 
     @property
     def micro_batch(self) -> int:
@@ -81,15 +85,20 @@ class StudyRun:
         return self.global_batch * self.seq
 
     @property
+    def work(self) -> tuple[Any, ...]:
+        """What runs need to have in common to be compared."""
+        accumulated = self.num_micro_batches if self.pp == 1 else 1
+        return self.spec, self.global_batch, self.seq, self.dtype, accumulated
+
+    @property
     def label(self) -> str:
-        """The strategy in a word or two: `single`, `ddp`, `tp`, `pp`, `zero3 offload`."""
+        """The strategy in a word or two: `single`, `ddp`, `tp`, `pp`, `ddp tp2`."""
         axes = {"tp": self.tp, "pp": self.pp}
         split = [name for name, size in axes.items() if size > 1]
         dp = self.degrees.dp
         if split and dp == 1:
             return " ".join(split)
-        copies = [self.strategy, *(["offload"] if self.offload else [])]
-        return " ".join(copies + [f"{name}{axes[name]}" for name in split])
+        return " ".join([self.strategy] + [f"{name}{axes[name]}" for name in split])
 
     @property
     def name(self) -> str:
@@ -116,8 +125,7 @@ class StudyRun:
             "every": 0,
             "out": out,
         }
-        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        return [*words, "--offload"] if self.offload else words
+        return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
 def run_of(record: RunRecord) -> StudyRun:
