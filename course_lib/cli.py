@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from course_lib.authoring.bar import cell_bar
-from course_lib.cluster.commands import add_commands
+from course_lib.cluster.commands import add_commands, plain_table
 from course_lib.core import CourseError
+from course_lib.study.commands import add_study_commands
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for Jupyter
     from course_lib.authoring.grading import Report
@@ -107,7 +107,7 @@ def grade(
                 reports.append(grade_one(path, find_folder(), timeout_s, ended))
         except CourseError as error:
             unread.append(str(error))
-    table = _table("notebook", "lesson", "right", "exercises")
+    table = plain_table("notebook", "lesson", "right", "exercises")
     for report in reports:
         right = sum(verdict.status == "right" for verdict in report.verdicts)
         statuses = {verdict.key: verdict.status for verdict in report.verdicts}
@@ -129,7 +129,7 @@ def progress() -> None:
     from course_lib.authoring.lessons import all_lessons, find_folder
     from course_lib.authoring.progress import progress as progress_of
 
-    table, total = _table("lesson", "right", "exercises"), Counter[str]()
+    table, total = plain_table("lesson", "right", "exercises"), Counter[str]()
     for lesson in all_lessons(find_folder()):
         try:
             statuses = progress_of(lesson)
@@ -193,7 +193,7 @@ def memory(
     if as_json:
         print(json.dumps(setup.accounting(), indent=1))
     else:
-        Console().print(accounting_table(setup))
+        Console().print(accountingplain_table(setup))
 
 
 @app.command()
@@ -208,7 +208,7 @@ def _show(report: "Report", path: Path) -> None:
     """The verdicts as a table, then what else there is to tell."""
     minutes = (time.time() - path.stat().st_mtime) / 60
     print(f"{path}, saved {f'{minutes:.0f} min ago' if minutes >= 1 else 'just now'}\n")
-    table = _table("exercise", "verdict", "")
+    table = plain_table("exercise", "verdict", "")
     for verdict in report.verdicts:
         status = Text(verdict.status, style=STYLES.get(verdict.status, ""))
         table.add_row(verdict.key, status, Text(f"{verdict.detail}\n{verdict.note}".strip()))
@@ -217,13 +217,6 @@ def _show(report: "Report", path: Path) -> None:
     print(f"\n{right} of {len(report.verdicts)} exercises are right.")
     for note in report.notes:
         print(note)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in table.columns[:-1]:
-        column.no_wrap = True
-    return table
 
 
 def _in_words(statuses: dict[str, str]) -> Text:
@@ -244,7 +237,8 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") or part == "solved" for part in path.parts)
 
 
-add_commands(app)
+for add in (add_commands, add_study_commands):
+    add(app)
 
 if __name__ == "__main__":
     main()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-OUTER_ROOMS = {"training", "display", "checks", "authoring", "cluster"}
+OUTER_ROOMS = {"training", "display", "checks", "authoring", "cluster", "study"}
 ROOMS = {"core", "cost", "models", "ranks", "frameworks"} | OUTER_ROOMS
 COMMANDS = {"cli", "train"}
 ROOMS_BELOW = {
@@ -26,7 +26,8 @@ ROOMS_BELOW = {
     "display": {"lessons", "models", "ranks", "cost", "core"},
     "checks": {"lessons", "models", "ranks", "cost", "core"},
     "authoring": {"checks", "display", "lessons", "models", "ranks", "cost", "core"},
-    "cluster": {"display", "lessons", "ranks", "cost", "core"},
+    "cluster": {"ranks", "cost", "core"},
+    "study": {"cluster", "training", "display", "lessons", "ranks", "cost", "core"},
     "cli": ROOMS | {"lessons"},
 }
 # a lesson imports another only where the idea truly stands on the other one

@@ -16,7 +16,6 @@ from course_lib.cluster.profile import Profile, default_profile, find_cluster_fo
 from course_lib.cluster.scheduler import JobState, SchedulerError
 from course_lib.cluster.site_commands import add_site_commands
 from course_lib.cluster.slurm_time import write_time
-from course_lib.cluster.study_commands import add_study_commands
 from course_lib.cluster.submissions import (
     Submission,
     find_submission,
@@ -129,7 +128,7 @@ def status(
 ) -> None:
     """Show what was handed in and how it is."""
     chosen = [find_submission(id_text)[0]] if id_text else read_submissions()
-    table = _table("id", "job", "profile", "ran", "restarts", "state")
+    table = plain_table("id", "job", "profile", "ran", "restarts", "state")
     silent: dict[str, str] = {}
     for one in chosen:
         if one.scheduler not in silent:
@@ -240,10 +239,10 @@ def add_commands(app: typer.Typer) -> None:
     for command in (status, logs, cancel, collect):
         app.command()(command)
     add_site_commands(app)
-    add_study_commands(app)
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
+    """A table without lines, whose last column takes what room is left."""
     table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in table.columns[:-1]:
         column.no_wrap = True

@@ -10,21 +10,21 @@ from rich.console import Console
 from typer import Typer
 from typer.testing import CliRunner
 
-from course_lib.cluster import study_pictures
-from course_lib.cluster.aggregate import Experiment
-from course_lib.cluster.report import HEADERS, cells_of, notes, style_of, tables
-from course_lib.cluster.report_page import write_page
-from course_lib.cluster.results import Results, in_order, read_results, sample_results, save_results
-from course_lib.cluster.study import find_study
-from course_lib.cluster.study_commands import report
-from course_lib.cluster.study_pictures import pictures, topology
-from course_lib.cluster.study_run import StudyRun
+from course_lib.study import pictures as drawing
 from course_lib.core import CourseError, find_model
 from course_lib.cost.flops import train_step_flop
 from course_lib.cost.params import count_params
 from course_lib.display.beside import Pair, beside
 from course_lib.display.links import links
 from course_lib.display.losses import losses, spread
+from course_lib.study.aggregate import Experiment
+from course_lib.study.commands import report
+from course_lib.study.page import write_page
+from course_lib.study.pictures import pictures, topology
+from course_lib.study.plan import find_study
+from course_lib.study.report import HEADERS, cells_of, notes, style_of, tables
+from course_lib.study.results import Results, in_order, read_results, sample_results, save_results
+from course_lib.study.run import StudyRun
 
 MIB = 2**20
 ALONE = StudyRun(spec=find_model("small"), global_batch=16, seq=64, steps=12)
@@ -145,7 +145,7 @@ def test_every_picture_says_its_finding():
 
 
 def test_bars_are_as_long_as_what_was_measured_and_predicted():
-    figure, _ = study_pictures.throughput(RESULTS.judged(), "it")
+    figure, _ = drawing.throughput(RESULTS.judged(), "it")
     axes = figure.axes[0]
     lengths = [bar.get_width() for bar in axes.patches]
     assert lengths[0] == pytest.approx(1.024)  # alone, and nothing predicted
@@ -159,7 +159,7 @@ def test_bars_are_as_long_as_what_was_measured_and_predicted():
 
 
 def test_the_states_of_each_run_stand_over_those_of_the_formula():
-    figure, _ = study_pictures.states(RESULTS.judged(), "it")
+    figure, _ = drawing.states(RESULTS.judged(), "it")
     labels = [label.get_text().strip("\u200b") for label in figure.axes[0].get_yticklabels()]
     assert labels[:3] == ["single, 1 rank", "formula", "pp, m = 8, 2 ranks"]
     assert len(labels) == 2 * len(EXPERIMENTS)

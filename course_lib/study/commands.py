@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:  # imported where it is used: `course --help` should not wait for PyTorch
-    from course_lib.cluster.study_costing import Costing
+    from course_lib.study.costing import Costing
 
 study_app = typer.Typer(rich_markup_mode=None, help="The scaling study: plan it, run it.")
 
@@ -57,8 +57,8 @@ def run(
     ] = True,
 ) -> None:
     """Run what of a study is not done: here one after the other, or as job arrays."""
-    from course_lib.cluster.study_progress import run_all
-    from course_lib.cluster.study_submit import submit_all
+    from course_lib.study.progress import run_all
+    from course_lib.study.submit import submit_all
 
     costing = _costing(name, models, strategies, ranks, profile, out, resume)
     for line in costing.sentences():
@@ -80,8 +80,8 @@ def report(
     page: Html = None,
 ) -> None:
     """Say what the runs of a study came to: tables, and with --html pictures too."""
-    from course_lib.cluster.report import notes, tables
-    from course_lib.cluster.results import read_results
+    from course_lib.study.report import notes, tables
+    from course_lib.study.results import read_results
 
     results = read_results(runs)
     console = Console()
@@ -90,7 +90,7 @@ def report(
     for note in notes(results):
         console.print(note, highlight=False)
     if page:
-        from course_lib.cluster.report_page import write_page
+        from course_lib.study.page import write_page
 
         print(f"Tables and pictures: {write_page(results, page)}")
 
@@ -105,8 +105,8 @@ def _costing(
     resume: bool = True,
 ) -> "Costing":
     from course_lib.cluster.profile import default_profile, read_profile
-    from course_lib.cluster.study import find_study
-    from course_lib.cluster.study_costing import cost_study
+    from course_lib.study.costing import cost_study
+    from course_lib.study.plan import find_study
 
     study = find_study(name).only(models or (), strategies or (), ranks or ())
     place = read_profile(profile or default_profile())

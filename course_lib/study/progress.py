@@ -12,8 +12,8 @@ from rich.progress import (
 )
 
 from course_lib.cluster.slurm_time import write_time
-from course_lib.cluster.study_costing import Costing
-from course_lib.cluster.study_start import Failure, run_here
+from course_lib.study.costing import Costing
+from course_lib.study.here import Failure, run_here
 
 FAILED = 1
 

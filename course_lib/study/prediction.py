@@ -9,9 +9,6 @@ them, which is true for TP and too much for the others. Lesson 13_scaling_study.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from course_lib.cluster.aggregate import Experiment
-from course_lib.cluster.machines import Machine
-from course_lib.cluster.study_run import StudyRun
 from course_lib.core.recipes import FP32, PURE_BF16, Recipe
 from course_lib.core.records import MEMORY_KINDS, Ledger
 from course_lib.cost.flops import train_step_flop
@@ -22,6 +19,9 @@ from course_lib.cost.params import count_params, layer_params, params_on_rank
 from course_lib.cost.sharded_traffic import RowTraffic, offload_trips, zero_traffic
 from course_lib.cost.tensor_traffic import tensor_traffic, traffic_s
 from course_lib.memory import model_states, step_ledger
+from course_lib.study.aggregate import Experiment
+from course_lib.study.machines import Machine
+from course_lib.study.run import StudyRun
 
 RECIPES = {
     "float32": FP32,

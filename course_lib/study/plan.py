@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from course_lib.cluster.study_run import StudyRun
 from course_lib.core.errors import CourseError
 from course_lib.core.presets import find_model
+from course_lib.study.run import StudyRun
 
 WORLD_SIZES = (1, 2, 4)
 ACCUMULATED = 4  # micro-batches of a step in the ZeRO set

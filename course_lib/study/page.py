@@ -4,10 +4,10 @@ import html
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from course_lib.cluster.report import HEADERS, cells_of, notes
-from course_lib.cluster.results import Result, Results, in_order
-from course_lib.cluster.study_pictures import BY_SET, Picture, topology
 from course_lib.display.show import picture
+from course_lib.study.pictures import BY_SET, Picture, topology
+from course_lib.study.report import HEADERS, cells_of, notes
+from course_lib.study.results import Result, Results, in_order
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }

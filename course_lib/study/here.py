@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from course_lib.cluster.aggregate import Experiment, read_experiment
-from course_lib.cluster.study_run import TRAIN, StudyRun
 from course_lib.core.errors import CourseError
+from course_lib.study.aggregate import Experiment, read_experiment
+from course_lib.study.run import TRAIN, StudyRun
 
 LOG = "log.txt"
 

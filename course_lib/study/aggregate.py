@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from course_lib.cluster.study_run import RECORDED, StudyRun, run_of
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
 from course_lib.cost.flops import train_step_flop
+from course_lib.study.run import RECORDED, StudyRun, run_of
 
 WARMUP = 4  # one step of so many
 GOOD, POOR = 80, 70  # per cent of efficiency: about good, and poor below

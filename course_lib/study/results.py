@@ -10,18 +10,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from course_lib.cluster.aggregate import (
+from course_lib.core.errors import CourseError
+from course_lib.core.specs import ModelSpec, spec_fields
+from course_lib.study.aggregate import (
     Comparison,
     Experiment,
     against,
     find_baseline,
     read_experiments,
 )
-from course_lib.cluster.machines import machine_of_record
-from course_lib.cluster.study_cost import Prediction, fit_machine, predict
-from course_lib.cluster.study_run import StudyRun
-from course_lib.core.errors import CourseError
-from course_lib.core.specs import ModelSpec, spec_fields
+from course_lib.study.machines import machine_of_record
+from course_lib.study.prediction import Prediction, fit_machine, predict
+from course_lib.study.run import StudyRun
 
 SAMPLE = Path(__file__).parent / "data" / "laptop_study.json"
 MACHINE = ("system", "cores", "usable_cores", "memory_bytes", "torch", "usable_gpus", "gpus")

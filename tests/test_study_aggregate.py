@@ -6,7 +6,9 @@ from dataclasses import replace
 import cloudpickle
 import pytest
 
-from course_lib.cluster.aggregate import (
+from course_lib.core import CourseError, ModelSpec, RunRecord
+from course_lib.core.specs import spec_fields
+from course_lib.study.aggregate import (
     RankTotals,
     against,
     aggregate,
@@ -15,8 +17,6 @@ from course_lib.cluster.aggregate import (
     rank_totals,
     read_experiments,
 )
-from course_lib.core import CourseError, ModelSpec, RunRecord
-from course_lib.core.specs import spec_fields
 from course_lib.training.config import TrainConfig
 from course_lib.training.loop import train
 

@@ -1,6 +1,6 @@
 """One run of a study, as an element of a job array: the element's number picks it from a list.
 
-torchrun ... -m course_lib.cluster.study_element runs/study/lists/4-ranks.json
+torchrun ... -m course_lib.study.element runs/study/lists/4-ranks.json
 """
 
 import json
@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from course_lib.cluster.study_run import TRAIN
+from course_lib.study.run import TRAIN
 
 
 def main() -> None:

@@ -12,17 +12,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from course_lib import train as command_line
-from course_lib.cluster import study_element, study_progress
-from course_lib.cluster.aggregate import aggregate
-from course_lib.cluster.machines import REACHED, Machine, machine_of_profile, machine_of_record
 from course_lib.cluster.profile import Limits, Profile
-from course_lib.cluster.study import ACCUMULATED, Study, find_study
-from course_lib.cluster.study_commands import study_app
-from course_lib.cluster.study_cost import fit_machine, hours, predict
-from course_lib.cluster.study_costing import Costing
-from course_lib.cluster.study_run import StudyRun, run_of
-from course_lib.cluster.study_start import Failure, find_done, run_here
-from course_lib.cluster.study_submit import make_jobs, submit_all, waiting
 from course_lib.cluster.submissions import read_submissions, refresh
 from course_lib.core import CourseError, Link, ModelSpec, RunRecord, find_model
 from course_lib.core.errors import ShapeError
@@ -30,6 +20,16 @@ from course_lib.core.specs import spec_fields
 from course_lib.cost.flops import train_step_flop
 from course_lib.cost.hardware import A100_80, RTX_2080_TI
 from course_lib.cost.params import count_params
+from course_lib.study import element, progress
+from course_lib.study.aggregate import aggregate
+from course_lib.study.commands import study_app
+from course_lib.study.costing import Costing
+from course_lib.study.here import Failure, find_done, run_here
+from course_lib.study.machines import REACHED, Machine, machine_of_profile, machine_of_record
+from course_lib.study.plan import ACCUMULATED, Study, find_study
+from course_lib.study.prediction import fit_machine, hours, predict
+from course_lib.study.run import StudyRun, run_of
+from course_lib.study.submit import make_jobs, submit_all, waiting
 from course_lib.training.config import TrainConfig
 from course_lib.training.loop import train
 
@@ -272,10 +272,10 @@ def test_job_arrays_have_an_element_a_run_and_the_nodes_they_need(tmp_path, monk
     shape = [(job.nodes, job.gpus_per_node, job.ranks_per_node, job.array) for job in jobs]
     assert shape == [(1, 1, 1, "0-0%1"), (1, 2, 2, "0-0%1"), (2, 2, 2, "0-1%1")]
     started = []
-    monkeypatch.setattr(study_element.os, "execv", lambda _, words: started.append(words[3:]))
-    monkeypatch.setattr(sys, "argv", ["study_element", *jobs[2].arguments])
+    monkeypatch.setattr(element.os, "execv", lambda _, words: started.append(words[3:]))
+    monkeypatch.setattr(sys, "argv", ["element", *jobs[2].arguments])
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-    study_element.main()
+    element.main()
     assert started == [runs[3].arguments(str(tmp_path / runs[3].name))]
     lists = [json.loads(path.read_text()) for path in sorted((tmp_path / "lists").iterdir())]
     assert [len(words) for words in lists] == [1, 1, 2]
@@ -329,7 +329,7 @@ def test_what_fails_here_does_not_stop_the_rest_and_is_told_at_the_end(tmp_path,
             (folder / run.name / "rank0.jsonl").unlink()
             return Failure(run=run, said="rank 1 was killed by SIGKILL", log=folder / "log.txt")
 
-    monkeypatch.setattr(study_progress, "run_here", pretend)
+    monkeypatch.setattr(progress, "run_here", pretend)
     words = ("run", "laptop", "--profile", "laptop", "--model", "tiny", "--out", str(tmp_path))
     first = course(*words)
     assert first.exit_code == 1

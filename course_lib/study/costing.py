@@ -6,18 +6,18 @@ from pathlib import Path
 
 from rich.table import Table
 
-from course_lib.cluster.aggregate import Experiment, find_baseline
-from course_lib.cluster.machines import Machine, machine_of_profile
 from course_lib.cluster.profile import Profile
-from course_lib.cluster.report import name_of, new_table
-from course_lib.cluster.results import set_of
 from course_lib.cluster.slurm_time import write_time
-from course_lib.cluster.study import Study
-from course_lib.cluster.study_cost import Prediction, fit_machine, hours, predict
-from course_lib.cluster.study_run import StudyRun
-from course_lib.cluster.study_start import find_done
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.ranks.machine import describe_machine
+from course_lib.study.aggregate import Experiment, find_baseline
+from course_lib.study.here import find_done
+from course_lib.study.machines import Machine, machine_of_profile
+from course_lib.study.plan import Study
+from course_lib.study.prediction import Prediction, fit_machine, hours, predict
+from course_lib.study.report import name_of, new_table
+from course_lib.study.results import set_of
+from course_lib.study.run import StudyRun
 
 HEADERS = ("strategy", "ranks", "a step", "a run", "peak a rank", "")
 

@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from course_lib.cluster.aggregate import GOOD, STATES
-from course_lib.cluster.report import name_of
-from course_lib.cluster.results import Result, Results, in_order
-from course_lib.cluster.study_cost import states_of
 from course_lib.core.records import Ledger
 from course_lib.core.units import GIB, MIB, format_bytes
 from course_lib.display.beside import Pair, beside
 from course_lib.display.links import links
 from course_lib.display.losses import losses, spread
 from course_lib.display.memory import memory
+from course_lib.study.aggregate import GOOD, STATES
+from course_lib.study.prediction import states_of
+from course_lib.study.report import name_of
+from course_lib.study.results import Result, Results, in_order
 
 Picture = tuple[Figure, str]  # and what it shows, in words
 Draw = Callable[[Sequence[Result], str], Picture | None]

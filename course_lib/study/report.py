@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from course_lib.cluster.aggregate import GOOD, POOR
-from course_lib.cluster.results import Result, Results, in_order
-from course_lib.cluster.study_run import StudyRun
 from course_lib.core.units import format_bytes, format_seconds
+from course_lib.study.aggregate import GOOD, POOR
+from course_lib.study.results import Result, Results, in_order
+from course_lib.study.run import StudyRun
 
 BUSY = 0.8  # of a core: a rank that computes alone has nearly all of it
 HEADERS = (

@@ -12,12 +12,12 @@ from course_lib.cluster.handing_in import hand_in
 from course_lib.cluster.job import Job
 from course_lib.cluster.profile import Profile
 from course_lib.cluster.slurm_time import read_time_s, write_time
-from course_lib.cluster.study_cost import Prediction
-from course_lib.cluster.study_costing import Costing
 from course_lib.cluster.submissions import FOLDER, Submission, read_submissions, refresh
 from course_lib.core.errors import CourseError
+from course_lib.study.costing import Costing
+from course_lib.study.prediction import Prediction
 
-ELEMENT = "course_lib.cluster.study_element"
+ELEMENT = "course_lib.study.element"
 SLOWER = 3  # how many times longer than predicted a run may take before it is ended
 SPARE_S = 300
 
