@@ -193,7 +193,7 @@ def memory(
     if as_json:
         print(json.dumps(setup.accounting(), indent=1))
     else:
-        Console().print(accountingplain_table(setup))
+        Console().print(accounting_table(setup))
 
 
 @app.command()

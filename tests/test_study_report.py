@@ -10,13 +10,13 @@ from rich.console import Console
 from typer import Typer
 from typer.testing import CliRunner
 
-from course_lib.study import pictures as drawing
 from course_lib.core import CourseError, find_model
 from course_lib.cost.flops import train_step_flop
 from course_lib.cost.params import count_params
 from course_lib.display.beside import Pair, beside
 from course_lib.display.links import links
 from course_lib.display.losses import losses, spread
+from course_lib.study import pictures as drawing
 from course_lib.study.aggregate import Experiment
 from course_lib.study.commands import report
 from course_lib.study.page import write_page
