@@ -69,6 +69,7 @@ def train(
     seq: o.Seq = None,
     optimizer: o.Optimizer = "adamw",
     lr: o.Lr = None,
+    warmup: o.Warmup = 0,
     momentum: o.Momentum = None,
     clip_norm: o.ClipNorm = None,
     dropout: o.Dropout = 0.0,

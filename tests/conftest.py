@@ -193,6 +193,8 @@ def by_hand():
         torch.manual_seed(config.seed)
         model, spec = GPT(config.model).double(), config.model
         optimizer = optimizers[config.optimizer](model.parameters(), lr=config.lr)
+        grows = {"start_factor": 1 / max(config.warmup, 1), "total_iters": config.warmup - 1}
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, **grows) if config.warmup else None
         found = []
         for n in range(config.steps):
             tokens = token_batch(n, batch=config.global_batch, seq=config.seq, vocab=spec.vocab)
@@ -201,6 +203,8 @@ def by_hand():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if schedule:
+                schedule.step()
             found.append(loss.item())
         state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()["state"]}
         return found, state

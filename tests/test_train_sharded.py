@@ -100,6 +100,18 @@ def test_the_norm_that_is_clipped_is_that_of_the_whole_gradient(alone, pools, by
         same_state(found[1], whole, **TOLERANCE)
 
 
+def test_the_learning_rate_grows_as_pytorchs_own_schedule_says(alone, pools, by_hand):
+    config = replace(EXACT, warmup=3, steps=5, optimizer="sgd", lr=1.0)
+    expected, state = by_hand(config)
+    steady, _ = by_hand(replace(config, warmup=0))
+    assert abs(expected[-1] - steady[-1]) > 1e-3
+    names = ("ddp", "torch-ddp", *SHARDED)
+    configs = [replace(config, strategy=name) for name in names]
+    for record, whole, _ in (*alone(trained, [config]), *pools(2).run(trained, configs)[0]):
+        torch.testing.assert_close(losses(record), expected, **TOLERANCE)
+        same_state(whole, state, **TOLERANCE)
+
+
 def test_sixteen_bits_compute_and_the_shards_keep_theirs(pools, by_hand):
     expected, _ = by_hand(EXACT)
     config = replace(EXACT, strategy="fsdp", compute_dtype="bfloat16")
@@ -345,6 +357,11 @@ def test_a_missing_framework_is_one_sentence(pools):
         ({"clip_norm": 0.0}, "--clip-norm: need more than 0; got 0"),
         ({"clip_norm": 1.0, "tp": 2}, "--clip-norm: need --tp 1 and --pp 1"),
         ({"strategy": "accelerate-fsdp", "clip_norm": 1.0}, "--clip-norm: need a strategy of the"),
+        (
+            {"strategy": "accelerate-ddp", "warmup": 9},
+            "--warmup: need a strategy of the course or of",
+        ),
+        ({"warmup": -1}, "--warmup: need 0 or more; got -1"),
         ({"strategy": "deepspeed-3"}, "--dtype: need float32 with deepspeed-3"),
         (
             {"strategy": "deepspeed-3", "save_every": 1, "out": "x"},

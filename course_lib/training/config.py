@@ -39,6 +39,7 @@ class TrainConfig:
     model_chunks  of each rank, if interleaved; None: 2
     micro_batch   sequences in one forward pass; None: all of the rank's share at once, or with pp
                   2 * pp parts of it; what cannot be shared evenly gives the first a sequence more
+    warmup        steps in which the learning rate grows in a straight line, from lr / warmup to lr
     momentum      of sgd: how much of the last update comes again; None: nothing of it
     clip_norm     the most that the norm of the gradient may be; None: anything
     reshard       of fsdp and torch-fsdp: free a block between its forward and its backward
@@ -66,6 +67,7 @@ class TrainConfig:
     seq: int = 64
     optimizer: str = "adamw"
     lr: float | None = None
+    warmup: int = 0
     momentum: float | None = None
     clip_norm: float | None = None
     dropout: float = 0.0
@@ -92,7 +94,7 @@ class TrainConfig:
         for name in ("tp", "pp", "model_chunks", "epochs", "clip_norm", "momentum"):
             positive(name, getattr(self, name))
         self._fill_in_schedule()
-        for name in ("every", "save_every", "seed", "dropout"):
+        for name in ("every", "save_every", "seed", "dropout", "warmup"):
             positive(name, getattr(self, name), or_zero=True)
         if self.seed >= 2**63:
             raise CourseError(f"--seed: need a number below 2**63; got {self.seed}.")
@@ -120,6 +122,10 @@ class TrainConfig:
     def checkpoint(self) -> Path | None:
         """Where the checkpoint is, or would be."""
         return Path(self.out) / CHECKPOINT if self.out else None
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        return float(self.lr or 0) * min(1.0, (step + 1) / max(self.warmup, 1))
 
     def num_micro_batches(self, dp: int) -> int:
         """How many micro-batches each of dp copies of the model takes in a step.
@@ -203,7 +209,12 @@ class TrainConfig:
         spec = {**asdict(model), "name": ""}
         names = ("optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch")
         same = {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
-        later = ("clip_norm", "compute_dtype", "momentum")  # checkpoints of before do not have them
+        later = (
+            "clip_norm",
+            "compute_dtype",
+            "momentum",
+            "warmup",
+        )  # checkpoints of before do not have them
         return same | {name: getattr(self, name) for name in later}
 
     def plain(self, model: ModelSpec, data: str, dp: int) -> dict[str, Any]:

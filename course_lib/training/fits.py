@@ -49,9 +49,10 @@ def _check_framework(config: "TrainConfig") -> None:
         raise CourseError(
             f"--dtype: need float32 with {name}, as its gradients travel in it; got {config.dtype}."
         )
-    if config.clip_norm:
+    given = {"--clip-norm": config.clip_norm, "--warmup": config.warmup}
+    if option := next((option for option, value in given.items() if value), ""):
         raise CourseError(
-            f"--clip-norm: need a strategy of the course or of PyTorch; got {name}. "
+            f"{option}: need a strategy of the course or of PyTorch; got {name}. "
             "Try --strategy fsdp."
         )
     if name == "accelerate-deepspeed" and config.micro_batch:

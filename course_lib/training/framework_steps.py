@@ -60,6 +60,7 @@ class FrameworkSteps:
 
     def __init__(self, engine: Engine, before: int) -> None:
         self.engine, self.before = engine, before
+        self.optimizer: Optimizer | None = None
 
     def zero_grad(self) -> None:
         """It has forgotten them after its last step."""

@@ -126,6 +126,8 @@ class Trainer:
         with span("optimizer"):
             if config.clip_norm:
                 self.steps.clip(config.clip_norm)
+            for group in self.steps.optimizer.param_groups if self.steps.optimizer else ():
+                group["lr"] = config.lr_at(n)
             self.steps.step()
         if self.device.type == "cuda":
             torch.cuda.synchronize()

@@ -78,6 +78,9 @@ Optimizer = Annotated[str, typer.Option(help="sgd or adamw.")]
 Lr = Annotated[
     float | None, typer.Option(help="Learning rate; without it 0.001 for adamw and 0.1 for sgd.")
 ]
+Warmup = Annotated[
+    int, typer.Option(help="Steps in which the learning rate grows to --lr; 0: none.")
+]
 Momentum = Annotated[
     float | None, typer.Option(help="With sgd: how much of the last update comes again, below 1.")
 ]

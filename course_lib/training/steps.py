@@ -27,6 +27,8 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch
 class Steps(Protocol):
     """What the loop asks for after the backward passes of a step."""
 
+    optimizer: Optimizer | None  # None: a framework keeps it to itself
+
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
 
@@ -93,6 +95,7 @@ class ZeROSteps:
 
     def __init__(self, engine: ZeRO1) -> None:
         self.engine = engine
+        self.optimizer = engine.optimizer
 
     def zero_grad(self) -> None:
         """Forget whole gradients and shards."""
