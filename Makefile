@@ -1,6 +1,6 @@
 # Everything a person does here. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help environment lab test test-cluster check format notebooks slides bench clean
+.PHONY: help environment lab test test-cluster cluster check format notebooks slides bench clean
 
 VENV ?= .venv
 BIN = $(abspath $(VENV))/bin
@@ -32,6 +32,9 @@ test: environment ## run every test (TEST_ARGS=tests/test_collectives.py: those 
 
 test-cluster: environment ## what takes minutes on a live Slurm: nodes that go, preemption, time limits
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest $(FAULTS) $(TEST_ARGS)
+
+cluster: environment ## keep a Slurm of two nodes on this machine until Ctrl-C (CLUSTER_ARGS="--nodes 4")
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m tools.cluster $(CLUSTER_ARGS)
 
 check: environment ## lint, types, spelling, links, file sizes
 	@"$(BIN)/ruff" check .

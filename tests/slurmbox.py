@@ -4,7 +4,7 @@
         box.wait(box.submit("train.sbatch"))
 
 No systemd, no cgroups, nothing in /etc. As root every node has a host name and an address of its
-own; else all of them have this machine's.
+own; else all of them have this machine's. `make cluster` keeps one until Ctrl-C.
 """
 
 import os
@@ -65,6 +65,7 @@ PriorityTier=1 State=UP
 PartitionName=urgent Nodes=node[1-{nodes}] MaxTime=60 DefaultTime=5 DefMemPerCPU=500 \
 PriorityTier=9 State=UP
 """
+MARK = "SLURM_BOX"  # what the daemons have in their environment, and what they start themselves
 MUNGE_FILES = {
     "socket": "socket",
     "key-file": "key",
@@ -95,9 +96,9 @@ class SlurmBox:
             self._write_files()
             try:
                 self._start()
-            except TimeoutError:  # somebody else took a port, for one
+            except BaseException as problem:
                 self.stop()
-                if not left:
+                if not left or not isinstance(problem, TimeoutError):  # a port is taken, for one
                     raise
             else:
                 break
@@ -109,9 +110,7 @@ class SlurmBox:
     # -- the cluster ------------------------------------------------------------------------
 
     def _write_files(self) -> None:
-        self.root = root = Path(
-            tempfile.mkdtemp(prefix="slurm-")
-        )  # a socket's path has to be short
+        self.root = root = Path(tempfile.mkdtemp(prefix="slurm-"))  # a socket's path is short
         root.chmod(0o755)
         (root / "state").mkdir()
         host, port = socket.gethostname().split(".")[0], _free_ports(self.num_nodes + 1)
@@ -184,7 +183,7 @@ class SlurmBox:
         with (self.root / f"{name}.out").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [*WITH_PARENT, *command],
-                env=self.env,
+                env=self.env | {MARK: str(self.root)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -214,13 +213,17 @@ class SlurmBox:
             self.cancel_all("--full", "--signal=KILL")
         for name in sorted(self._processes, key=lambda name: (name == "munged", name)):
             self._end(name)
-        mark = f"SLURM_CONF={self.root}/slurm.conf".encode()
-        for pid in _pids():  # what outlived its slurmd
+        for pid in _pids():
             with suppress(OSError):
-                of_this_box = mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if of_this_box and pid != os.getpid():
+                if self._started(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
                     os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def _started(self, environment: list[bytes]) -> bool:
+        """Has it outlived its slurmd? Who only talks to this cluster is left in peace."""
+        in_a_job = any(word.startswith(b"SLURM_JOB_ID=") for word in environment)
+        talks_to_it = f"SLURM_CONF={self.root}/slurm.conf".encode() in environment
+        return f"{MARK}={self.root}".encode() in environment or (talks_to_it and in_a_job)
 
     # -- jobs -------------------------------------------------------------------------------
 

@@ -69,7 +69,10 @@ def test_an_exercise_runs_over_two_nodes_and_its_records_come_home(
 ):
     monkeypatch.chdir(tmp_path)
     told = course("submit", "00", "--nodes", "2", "--profile", "test")
-    assert told.startswith("00_hello_ranks-1 is handed in with profile test, as job ")
+    assert told.startswith(
+        "profile test: 0 of 16 jobs and 0.0 of 64.0 GPU hours are taken; this adds 1"
+    )
+    assert "00_hello_ranks-1 is handed in, as job " in told
     said = course("logs", "-f", "00_hello_ranks-1")
     assert "the sum over all ranks is 1111" in said
     assert {line for line in said.splitlines() if "local rank" in line} == {

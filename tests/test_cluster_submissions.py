@@ -173,7 +173,9 @@ def test_limits_count_what_waits_runs_and_is_done(submission, states, jobs, hour
     one = submission(*states, array="0-3%2")
     assert (one.jobs_left, one.gpu_hours) == (jobs, pytest.approx(hours))
     told, refused = limits_of([one], one.job, read_profile("test"))
-    assert told.startswith(f"{jobs} of 16 jobs and {hours:.1f} of 64.0 GPU hours are taken")
+    assert told.startswith(
+        f"profile test: {jobs} of 16 jobs and {hours:.1f} of 64.0 GPU hours are taken"
+    )
     assert refused == []
 
 

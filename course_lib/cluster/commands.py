@@ -1,20 +1,17 @@
 """The commands of `course` that hand work in and bring it home."""
 
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from course_lib.cluster.job import Job
-from course_lib.cluster.profile import Profile, default_profile, find_cluster_folder, read_profile
+from course_lib.cluster.job import Job, find_program, name_of
+from course_lib.cluster.profile import Profile, default_profile, read_profile
 from course_lib.cluster.scheduler import JobState, SchedulerError
-from course_lib.cluster.site_commands import add_site_commands
+from course_lib.cluster.site_commands import add_site_commands, plain_table
 from course_lib.cluster.slurm_time import write_time
 from course_lib.cluster.submissions import (
     Submission,
@@ -79,7 +76,7 @@ def _show(job: Job, profile: Profile) -> None:
 
     with drafted(job, profile) as draft:
         print(draft.script.read_text(encoding="utf-8"))
-        print(f"# profile {profile.name}: {draft.limits}")
+        print(f"# {draft.limits}")
         for sentence in draft.problems or ["nothing speaks against it"]:
             print(f"# {sentence}")
         raise typer.Exit(1 if draft.problems else 0)
@@ -89,36 +86,14 @@ def _hand_in(job: Job, profile: Profile) -> None:
     """Hand it in, and say what to type next."""
     from course_lib.cluster.handing_in import hand_in
 
-    taken = hand_in(job, profile)
-    print(f"{taken.id} is handed in with profile {profile.name}, as job {taken.job_id}.")
+    taken = hand_in(job, profile, say=print)
+    print(f"{taken.id} is handed in, as job {taken.job_id}.")
     for command, what in (
         (f"course logs -f {taken.id}", "reads along"),
         (f"course status {taken.id}", "says how it is"),
         (f"course collect {taken.id}", f"brings its run records to runs/{taken.id}"),
     ):
         print(f"{command:{len(taken.id) + 17}}{what}")
-
-
-def find_program(text: str) -> str:
-    """The path of an exercise, by its lesson's number or name; any other word as it is.
-
-    Raises: CourseError where there is no such file
-    """
-    if text == "-m" or Path(text).is_file():
-        return text
-    found = sorted((find_cluster_folder() / "exercises").glob(f"{text}*.py"))
-    if len(found) == 1 and re.fullmatch(r"\d\d(_\w+)?", text):
-        return str(found[0])
-    raise CourseError(
-        f"course submit: need a program that is there; got {text!r}. Try a lesson's number, such "
-        "as 06, the path of a Python file, or -m and the name of a module."
-    )
-
-
-def name_of(words: Sequence[str]) -> str:
-    """A job's name: that of the file or module, without what a name cannot have."""
-    of = Path(words[0]).stem if words[0] != "-m" else "".join(words[1:2]).rpartition(".")[2]
-    return re.sub(r"[^A-Za-z0-9._-]", "-", of).strip(".-") or "job"
 
 
 def status(
@@ -164,8 +139,12 @@ def logs(
     from course_lib.cluster.follow import follow
 
     one, element = find_submission(id_text)
-    for text in follow(one, element, until_over=until_over):
-        print(text, end="", flush=True)
+    try:
+        for text in follow(one, element, until_over=until_over):
+            print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(f"\n{id_text} goes on; course cancel {id_text} would end it.", file=sys.stderr)
+        raise typer.Exit(130) from None
     now = find_submission(one.id)[0]
     print(f"{id_text}: {in_words(_of(now, element))}", file=sys.stderr)
 
@@ -239,11 +218,3 @@ def add_commands(app: typer.Typer) -> None:
     for command in (status, logs, cancel, collect):
         app.command()(command)
     add_site_commands(app)
-
-
-def plain_table(*columns: str) -> Table:
-    """A table without lines, whose last column takes what room is left."""
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in table.columns[:-1]:
-        column.no_wrap = True
-    return table

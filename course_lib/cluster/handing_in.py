@@ -6,7 +6,7 @@ scheduler, and by the profile's limits.
 
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -46,14 +46,19 @@ class Draft:
     problems: tuple[str, ...]
 
 
-def hand_in(job: Job, profile: Profile, folder: Path = FOLDER) -> Submission:
+def hand_in(
+    job: Job, profile: Profile, folder: Path = FOLDER, *, say: Callable[[str], object] | None = None
+) -> Submission:
     """Check a job and hand it in. Its run folder becomes the submission's own.
 
+    `say` is told before how much of the limits is taken.
     Raises: CourseError with everything that speaks against it; then nothing is left behind
     """
     with drafted(job, profile, folder) as draft:
         if draft.problems:
             raise CourseError("\n".join([f"{job.name} is not handed in:", *draft.problems]))
+        if say:
+            say(draft.limits)
         asked = draft.submission
         asked.write()
         try:
@@ -132,8 +137,9 @@ def limits_of(before: Sequence[Submission], job: Job, profile: Profile) -> tuple
     limits, refused = profile.limits, []
     jobs, hours = sum(one.jobs_left for one in before), sum(one.gpu_hours for one in before)
     told = (
-        f"{jobs} of {limits.max_jobs} jobs and {hours:.1f} of {limits.gpu_hours:.1f} GPU hours are "
-        f"taken; this adds {at_once(job)} and at most {job.gpu_hours:.1f}"
+        f"profile {profile.name}: {jobs} of {limits.max_jobs} jobs and {hours:.1f} of "
+        f"{limits.gpu_hours:.1f} GPU hours are taken; this adds {at_once(job)} and at most "
+        f"{job.gpu_hours:.1f}."
     )
     if jobs + at_once(job) > limits.max_jobs:
         refused.append(

@@ -1,9 +1,11 @@
 """What a learner asks for: a program, on how many nodes and GPUs, for how long."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from course_lib.cluster.profile import Profile
+from course_lib.cluster.profile import Profile, find_cluster_folder
 from course_lib.cluster.slurm_time import read_time_s, write_time
 from course_lib.core.errors import CourseError
 
@@ -134,3 +136,25 @@ def _too_much(job: Job, profile: Profile, most: str, got: str) -> CourseError:
         f"job {job.name}: need at most {most}; got {got}. That is what profile {profile.name} has: "
         "ask for less, or see course cluster profiles."
     )
+
+
+def find_program(text: str) -> str:
+    """The path of an exercise, by its lesson's number or name; any other word as it is.
+
+    Raises: CourseError where there is no such file
+    """
+    if text == "-m" or Path(text).is_file():
+        return text
+    found = sorted((find_cluster_folder() / "exercises").glob(f"{text}*.py"))
+    if len(found) == 1 and re.fullmatch(r"\d\d(_\w+)?", text):
+        return str(found[0])
+    raise CourseError(
+        f"course submit: need a program that is there; got {text!r}. Try a lesson's number, such "
+        "as 06, the path of a Python file, or -m and the name of a module."
+    )
+
+
+def name_of(words: Sequence[str]) -> str:
+    """A job's name: that of the file or module, without what a name cannot have."""
+    of = Path(words[0]).stem if words[0] != "-m" else "".join(words[1:2]).rpartition(".")[2]
+    return re.sub(r"[^A-Za-z0-9._-]", "-", of).strip(".-") or "job"

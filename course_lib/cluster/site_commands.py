@@ -57,9 +57,9 @@ def profiles() -> None:
     """List the profiles there are, and which one is taken if none is named."""
     from course_lib.cluster.profile import default_profile, profile_names, read_profile
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("profile", "where", "nodes", "GPUs a node", "longest job", "jobs", "GPU hours"):
-        table.add_column(column, no_wrap=True)
+    table = plain_table(
+        "profile", "where", "nodes", "GPUs a node", "longest job", "jobs", "GPU hours"
+    )
     for name in profile_names():
         one = read_profile(name)
         where = " ".join(filter(None, (one.scheduler, one.partition)))
@@ -125,3 +125,11 @@ def _asked(profile: "Profile") -> "Profile":
     values["gpus_per_node"] = typer.prompt("GPUs on a node", profile.gpus_per_node, type=int)
     values["time_limit"] = typer.prompt("Longest job", profile.time_limit)
     return replace(profile, **values)  # type: ignore[arg-type]
+
+
+def plain_table(*columns: str) -> Table:
+    """A table without lines, whose last column takes what room is left."""
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    return table

@@ -18,6 +18,8 @@ from course_lib.cluster.scheduler import (
     python_first,
     split_id,
 )
+from course_lib.cluster.slurm_time import read_time_s
+from course_lib.core.errors import CourseError
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 NO_ANSWER = (  # what its commands say where the controller is away, or too busy
@@ -31,7 +33,6 @@ NO_ANSWER = (  # what its commands say where the controller is away, or too busy
 )
 FORGOTTEN = "Invalid job id"
 OWN_SETTINGS = ("SLURM_CONF", "SLURM_TIME_FORMAT")
-UNITS_S = (1, 60, 3600, 86400)
 
 
 def tell(sentence: str) -> None:
@@ -202,8 +203,8 @@ def _state(
 
 
 def _seconds(text: str) -> float:
-    """`1-02:03:04` in seconds; 0 where there is no time."""
-    if not re.fullmatch(r"[\d:-]+", text):
+    """A time as Slurm writes it; 0 where there is none."""
+    try:
+        return read_time_s(text)
+    except CourseError:
         return 0.0
-    parts = reversed(re.split("[-:]", text))
-    return float(sum(int(part) * unit for part, unit in zip(parts, UNITS_S, strict=False)))
