@@ -8,10 +8,8 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
-from course_lib import train as command_line
 from course_lib.cluster.profile import Limits, Profile
 from course_lib.cluster.submissions import read_submissions, refresh
 from course_lib.core import CourseError, Link, ModelSpec, RunRecord, find_model
@@ -20,15 +18,30 @@ from course_lib.core.specs import spec_fields
 from course_lib.cost.flops import train_step_flop
 from course_lib.cost.hardware import A100_80, RTX_2080_TI
 from course_lib.cost.params import count_params
-from course_lib.study import element, progress
+from course_lib.study import element, here
 from course_lib.study.aggregate import aggregate
 from course_lib.study.commands import study_app
-from course_lib.study.costing import Costing
-from course_lib.study.here import Failure, find_done, run_here
-from course_lib.study.machines import REACHED, Machine, machine_of_profile, machine_of_record
-from course_lib.study.plan import ACCUMULATED, Study, find_study
+from course_lib.study.costing import Costing, find_done
+from course_lib.study.here import Failure, run_here
+from course_lib.study.link import (
+    SIZES,
+    link_of,
+    links_of,
+    note_link,
+    plain_links,
+    read_links,
+    round_trips,
+)
+from course_lib.study.machines import (
+    REACHED,
+    Machine,
+    machine_of_profile,
+    machine_of_record,
+    with_link,
+)
+from course_lib.study.plan import ACCUMULATED, STUDIES, Study, find_study
 from course_lib.study.prediction import fit_machine, hours, predict
-from course_lib.study.run import StudyRun, run_of
+from course_lib.study.run import StudyRun, read_run, run_of
 from course_lib.study.submit import make_jobs, submit_all, waiting
 from course_lib.training.config import TrainConfig
 from course_lib.training.loop import train
@@ -80,21 +93,27 @@ def test_the_cluster_study_has_the_models_strategies_and_micro_batches_it_is_kno
     assert {run.bucket_mib for run in runs} == {1, 5, 25, 100}
 
 
-def parsed(words):
-    """What the training script makes of a command line."""
-    context = get_command(command_line.app).make_context("train", list(words))
-    return command_line.configure(dict(context.params))
-
-
-@pytest.mark.parametrize("name", ["laptop", "cluster"])
-def test_the_training_script_takes_every_run_for_what_it_is(name, monkeypatch):
-    monkeypatch.setattr(TrainConfig, "check_memory", lambda *_: None)
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_training_loop_takes_every_run_for_what_it_is(name):
     for run in find_study(name).runs:
-        config, ranks = parsed(run.arguments("runs/x"))
-        config.check_ranks(ranks)
-        dp = config.degrees(ranks).dp
-        plain = config.plain(config.model, "synthetic", dp)
-        assert run_of(RunRecord(0, ranks, plain)) == run
+        config = run.config("runs/x")
+        config.check_ranks(run.ranks)
+        plain = config.plain(config.model, "synthetic", config.degrees(run.ranks).dp)
+        assert run_of(RunRecord(0, run.ranks, plain)) == run
+        assert read_run(json.loads(json.dumps(run.plain()))) == run
+
+
+def test_the_batch_of_convergence_grows_with_the_copies():
+    runs = find_study("convergence").runs
+    assert {run.global_batch // run.degrees.dp for run in runs} == {8}
+    assert [(run.label, run.ranks, run.warmup) for run in runs] == [
+        ("single", 1, 100),
+        ("tp", 2, 100),
+        ("ddp", 2, 100),
+        ("ddp", 4, 100),
+        ("ddp", 4, 4),
+    ]
+    assert len({run.name for run in runs}) == len(runs)
 
 
 def test_a_part_of_a_study_keeps_what_it_is_compared_with():
@@ -198,7 +217,7 @@ def test_what_does_not_fit_is_named_in_bytes():
     costing = Costing(
         find_study("cluster").only(["study-1b"], ["zero3"], [4]),
         SITE,
-        None,
+        Path("none"),
         SMALL_CARDS,
         {},
     )
@@ -216,9 +235,7 @@ def test_hours_count_every_rank():
 
 def whole_record(run, rank=0, step_s=2.0):
     """A record of a run, as the training script leaves it."""
-    plain = {name: getattr(run, name) for name in ("tp", "pp", "global_batch", "seq")}
-    plain |= {name: getattr(run, name) for name in ("strategy", "bucket_mib", "dtype", "steps")}
-    plain |= {"num_micro_batches": run.num_micro_batches, "model": spec_fields(run.spec)}
+    plain = {**run.plain(), "model": spec_fields(run.spec)}
     steps = [
         {"step": n, "start_s": 0.0, "end_s": step_s, "num_tokens": 9} for n in range(run.steps)
     ]
@@ -231,6 +248,32 @@ def test_a_measured_run_of_one_rank_is_predicted_exactly_and_speeds_the_others()
     assert predict(ALONE, fitted).step_s == pytest.approx(2.0)
     two = predict(replace(ALONE, strategy="ddp", ranks=2), fitted)
     assert two.compute_s == pytest.approx(predict(ALONE, fitted).compute_s / 2)
+
+
+def test_a_measured_link_is_kept_and_predicts(tmp_path):
+    alone = predict(replace(ALONE, strategy="ddp", ranks=2, bucket_mib=1e6), GPUS)
+    (tmp_path / "links.json").write_text('{"2": [1e-5, 1e9]}')
+    links = read_links(tmp_path)
+    assert links_of(plain_links(links)) == links
+    two = with_link(GPUS, links, 2)
+    assert with_link(GPUS, links, 4) is GPUS
+    told = predict(alone.run, two)
+    assert told.wire_s == pytest.approx(4 * count_params(ALONE.spec) / 1e9, rel=0.01)
+    note_link(tmp_path, 2)  # it is known
+    note_link(tmp_path, 1)  # nobody to reach
+    assert read_links(tmp_path) == links
+
+
+def test_a_link_is_measured_by_messages_that_are_as_slow_as_it_is(pools):
+    link, p = Link(latency_s=2e-3, bytes_per_s=5e8), 4
+    times = {n: 2 * (p - 1) * link.time_s(n / p) for n in SIZES}
+    found = link_of(p, times)
+    assert found.latency_s == pytest.approx(link.latency_s)
+    assert found.bytes_per_s == pytest.approx(link.bytes_per_s)
+    by_rank = pools(2).run(round_trips)
+    assert list(by_rank[0]) == list(SIZES)
+    assert by_rank[0] == by_rank[1]  # the slowest rank's, on every rank
+    assert min(by_rank[0].values()) > 0
 
 
 def test_machines_are_known_by_their_names():
@@ -272,13 +315,13 @@ def test_job_arrays_have_an_element_a_run_and_the_nodes_they_need(tmp_path, monk
     shape = [(job.nodes, job.gpus_per_node, job.ranks_per_node, job.array) for job in jobs]
     assert shape == [(1, 1, 1, "0-0%1"), (1, 2, 2, "0-0%1"), (2, 2, 2, "0-1%1")]
     started = []
-    monkeypatch.setattr(element.os, "execv", lambda _, words: started.append(words[3:]))
+    monkeypatch.setattr(element, "work", started.append)
     monkeypatch.setattr(sys, "argv", ["element", *jobs[2].arguments])
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     element.main()
-    assert started == [runs[3].arguments(str(tmp_path / runs[3].name))]
+    assert started == [runs[3].config(str(tmp_path / runs[3].name))]
     lists = [json.loads(path.read_text()) for path in sorted((tmp_path / "lists").iterdir())]
-    assert [len(words) for words in lists] == [1, 1, 2]
+    assert [len(lines) for lines in lists] == [1, 1, 2]
 
 
 def test_more_ranks_than_a_site_has_are_refused(tmp_path):
@@ -329,7 +372,8 @@ def test_what_fails_here_does_not_stop_the_rest_and_is_told_at_the_end(tmp_path,
             (folder / run.name / "rank0.jsonl").unlink()
             return Failure(run=run, said="rank 1 was killed by SIGKILL", log=folder / "log.txt")
 
-    monkeypatch.setattr(progress, "run_here", pretend)
+    monkeypatch.setattr(here, "run_here", pretend)
+    monkeypatch.setattr(here, "note_link", lambda *_: None)
     words = ("run", "laptop", "--profile", "laptop", "--model", "tiny", "--out", str(tmp_path))
     first = course(*words)
     assert first.exit_code == 1

@@ -34,6 +34,7 @@ RUN = {
     "bucket_mib": 25.0,
     "dtype": "float32",
     "steps": 8,
+    "warmup": 0,
 }
 ODD = {"memory_bytes": 10**9, "utilisation": 7.0}  # what no mean may show: the warm-up
 

@@ -15,10 +15,11 @@ from course_lib.cost.flops import train_step_flop
 from course_lib.cost.params import count_params
 from course_lib.display.beside import Pair, beside
 from course_lib.display.links import links
-from course_lib.display.losses import losses, spread
+from course_lib.display.losses import descents, losses
 from course_lib.study import pictures as drawing
 from course_lib.study.aggregate import Experiment
 from course_lib.study.commands import report
+from course_lib.study.curves import smooth, spread, steps_to
 from course_lib.study.page import write_page
 from course_lib.study.pictures import pictures, topology
 from course_lib.study.plan import find_study
@@ -184,7 +185,40 @@ def test_pictures_without_anything_to_draw_are_refused():
         losses({}, "nothing")
     with pytest.raises(CourseError, match="links: need a row and a column"):
         links([["X", "SYS"]], "nothing")
-    assert spread({"a": [1.0, 2.0], "b": [1.5, 2.1, 9.0]}) == 0.5
+    with pytest.raises(CourseError, match="descents: need 1 to 4 names; got 0"):
+        descents({}, "nothing", target=1.0, target_words="")
+
+
+def test_curves_are_smoothed_compared_and_followed_down():
+    assert spread([[1.0, 2.0], [1.5, 2.1, 9.0]]) == 0.5
+    assert smooth([4.0, 2.0]) == [4.0, 3.0]
+    assert smooth(range(30))[-1] == sum(range(20, 30)) / 10
+    assert steps_to(2.0, [3.0, 2.0, 1.0]) == 2
+    assert steps_to(0.5, [3.0, 2.0, 1.0]) is None
+
+
+def falling(**changes):
+    """An experiment whose loss comes down twice as fast with twice the batch."""
+    run = StudyRun(spec=find_model("tiny"), seq=8, steps=40, **{"global_batch": 4, **changes})
+    pace = run.global_batch / 4 * (2 if run.warmup == 4 else 1)
+    losses = tuple(max(9.0 - 0.1 * pace * n, 0.5) for n in range(run.steps))
+    return replace(RESULTS.experiments[0], run=run, losses=losses)
+
+
+def test_who_is_down_first_is_told_and_drawn():
+    runs = [falling(warmup=20), falling(warmup=20, ranks=2, tp=2)]
+    runs += [falling(warmup=steps, ranks=2, global_batch=8, strategy="ddp") for steps in (20, 4)]
+    figure, alt = drawing.convergence(Results(experiments=tuple(runs)))
+    fast = smooth(runs[-1].losses)
+    (first, *_) = [n for n, loss in enumerate(fast, 1) if loss <= smooth(runs[0].losses)[-1]]
+    assert alt == (
+        f"batch 8, warm-up 4: after {first} steps as far as batch 4, warm-up 20 after 40, "
+        f"{40 / first:.1f} times fewer."
+    )
+    lines = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 40]
+    assert list(lines[0].get_ydata()) == smooth(runs[0].losses)
+    assert len(lines) == 3
+    assert drawing.convergence(RESULTS) is None
 
 
 def test_the_page_holds_every_line_and_picture_and_needs_nothing_else(tmp_path):

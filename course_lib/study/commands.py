@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # imported where it is used: `course --help` should not wait 
 
 study_app = typer.Typer(rich_markup_mode=None, help="The scaling study: plan it, run it.")
 
-Name = Annotated[str, typer.Argument(metavar="STUDY", help="laptop or cluster.")]
+Name = Annotated[str, typer.Argument(metavar="STUDY", help="laptop, cluster or convergence.")]
 Models = Annotated[list[str] | None, typer.Option("--model", help="Only this model; repeatable.")]
 Strategies = Annotated[
     list[str] | None, typer.Option("--strategy", help="Only this strategy; repeatable.")
@@ -57,7 +57,7 @@ def run(
     ] = True,
 ) -> None:
     """Run what of a study is not done: here one after the other, or as job arrays."""
-    from course_lib.study.progress import run_all
+    from course_lib.study.here import run_all
     from course_lib.study.submit import submit_all
 
     costing = _costing(name, models, strategies, ranks, profile, out, resume)

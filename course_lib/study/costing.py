@@ -1,5 +1,6 @@
 """A study with its price tag: what is done, what is left, what that costs, what does not fit."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,11 +9,12 @@ from rich.table import Table
 
 from course_lib.cluster.profile import Profile
 from course_lib.cluster.slurm_time import write_time
+from course_lib.core.errors import CourseError
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.ranks.machine import describe_machine
-from course_lib.study.aggregate import Experiment, find_baseline
-from course_lib.study.here import find_done
-from course_lib.study.machines import Machine, machine_of_profile
+from course_lib.study.aggregate import Experiment, find_baseline, read_experiment
+from course_lib.study.link import read_links
+from course_lib.study.machines import Machine, machine_of_profile, with_link
 from course_lib.study.plan import Study
 from course_lib.study.prediction import Prediction, fit_machine, hours, predict
 from course_lib.study.report import name_of, new_table
@@ -78,7 +80,8 @@ class Costing:
 
     def _machine(self, run: StudyRun) -> Machine:
         baseline = find_baseline(run, self.done.values())
-        return fit_machine(self.machine, baseline) if baseline else self.machine
+        machine = with_link(self.machine, read_links(self.folder), run.ranks)
+        return fit_machine(machine, baseline) if baseline else machine
 
     def _state(self, one: Prediction) -> str:
         if one.run in self.done:
@@ -91,6 +94,22 @@ def cost_study(study: Study, profile: Profile, folder: Path, *, resume: bool = T
     machine = machine_of_profile(profile, describe_machine())
     done = find_done(study.runs, folder) if resume else {}
     return Costing(study, profile, folder, machine, done)
+
+
+def find_done(runs: Iterable[StudyRun], folder: Path) -> dict[StudyRun, Experiment]:
+    """Which of these runs have a whole record in the study's folder, and what it says.
+
+    Whole is what has all ranks with all their steps; all else is started again from its first.
+    """
+    done = {}
+    for run in runs:
+        try:
+            experiment = read_experiment(folder / run.name)
+        except CourseError:
+            continue
+        if experiment.run == run:
+            done[run] = experiment
+    return done
 
 
 def _missing(one: Prediction) -> str:

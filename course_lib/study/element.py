@@ -8,14 +8,15 @@ import os
 import sys
 from pathlib import Path
 
-from course_lib.study.run import TRAIN
+from course_lib.study.run import read_run
+from course_lib.training.start import work
 
 
 def main() -> None:
-    """Become the training script, with the words of this element's line."""
+    """Be a rank of the run in this element's line."""
     lines = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    words = lines[int(os.environ["SLURM_ARRAY_TASK_ID"])]
-    os.execv(sys.executable, [sys.executable, "-m", TRAIN, *words])
+    line = lines[int(os.environ["SLURM_ARRAY_TASK_ID"])]
+    work(read_run(line["run"]).config(line["out"]))
 
 
 if __name__ == "__main__":

@@ -1,53 +1,107 @@
-"""Which runs of a study are done, and how one is started here.
+"""Runs what is left of a study on this machine, one run after the other, and tells how far it is.
 
-A run is done when its folder holds the records of all its ranks with all its steps. What failed,
-was preempted or never began is started again from its first step.
+Every run has processes of its own, forked from one that has PyTorch ready.
 """
 
-import subprocess
 import sys
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from course_lib.core.errors import CourseError
-from course_lib.study.aggregate import Experiment, read_experiment
-from course_lib.study.run import TRAIN, StudyRun
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
+from course_lib.cluster.slurm_time import write_time
+from course_lib.core.errors import CourseError
+from course_lib.ranks import RankError
+from course_lib.study.costing import Costing
+from course_lib.study.link import note_link, on_ranks
+from course_lib.study.run import StudyRun
+from course_lib.training.loop import train
+
+FAILED, CTRL_C = 1, 130
 LOG = "log.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A run that ended badly: the last thing it said, and where the rest stands."""
+    """A run that ended badly: why, and where the whole report stands."""
 
     run: StudyRun
     said: str
     log: Path
 
 
-def find_done(runs: Iterable[StudyRun], folder: Path) -> dict[StudyRun, Experiment]:
-    """Which of these runs have a whole record in the study's folder, and what it says."""
-    done = {}
-    for run in runs:
-        try:
-            experiment = read_experiment(folder / run.name)
-        except CourseError:
-            continue
-        if experiment.run == run:
-            done[run] = experiment
-    return done
+def run_all(costing: Costing) -> int:
+    """Run what is left on this machine; return an exit code. What fails does not stop the rest."""
+    try:
+        failures = _run_left(costing)
+    except KeyboardInterrupt:
+        print("Stopped. The same command goes on with the runs that are left.", file=sys.stderr)
+        return CTRL_C
+    for failure in failures:
+        words = f"{failure.run.name} failed: {failure.said} (all of it: {failure.log})"
+        print(words, file=sys.stderr)
+    if failures:
+        return FAILED
+    print(f"All runs are done. Next: course report {costing.folder}")
+    return 0
 
 
 def run_here(run: StudyRun, folder: Path) -> Failure | None:
-    """Run it on this machine, and wait for it; what it says goes into the log in its folder."""
+    """Run it, and wait for it; what went wrong is told, and written into its folder.
+
+    Raises: KeyboardInterrupt on Ctrl-C, when its ranks have ended
+    """
     out = folder / run.name
+    try:
+        on_ranks(run.ranks, train, run.config(str(out)))
+    except CourseError as problem:
+        return _failure(run, problem, out)
+    return None
+
+
+def _failure(run: StudyRun, problem: CourseError, out: Path) -> Failure:
+    said = str(problem)
+    if isinstance(problem, RankError):
+        said = next((message for _, message in problem.failures.values()), said)
     out.mkdir(parents=True, exist_ok=True)
-    with (out / LOG).open("w+", encoding="utf-8") as log:
-        command = [sys.executable, "-m", TRAIN, *run.arguments(str(out))]
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-        log.seek(0)
-        said = [line.strip() for line in log if line.strip()]
-    if code == 0:
-        return None
-    return Failure(run=run, said=said[-1] if said else f"exit code {code}", log=out / LOG)
+    (out / LOG).write_text(f"{problem}\n", encoding="utf-8")
+    return Failure(run=run, said=said.strip().splitlines()[0], log=out / LOG)
+
+
+def _run_left(costing: Costing) -> list[Failure]:
+    console, failures = Console(file=sys.stderr), []
+    left_s = sum(one.run_s for one in costing.left)
+    with _bar(console) as bar:
+        task = bar.add_task("", total=len(costing.left), left="")
+        for number, one in enumerate(costing.left, start=1):
+            note = f"{one.run.name}, about {write_time(left_s)} left"
+            bar.update(task, left=note)
+            if not console.is_terminal:
+                print(f"{number}/{len(costing.left)}  {note}", flush=True)
+            with suppress(CourseError):  # without a measured link, that of a data sheet has to do
+                note_link(costing.folder, one.run.ranks)
+            if failure := run_here(one.run, costing.folder):
+                failures.append(failure)
+            left_s -= one.run_s
+            bar.advance(task)
+    return failures
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        MofNCompleteColumn(),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )

@@ -5,7 +5,7 @@ rank corrects as soon as there is one.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from course_lib.cluster.profile import Profile
@@ -108,6 +108,11 @@ def machine_of_record(machine: Mapping[str, Any], ranks: int) -> Machine:
     device = find_device(name)
     links = {kind for row in machine.get("gpu_links", []) for kind in row}
     return _gpus(device, any(kind.startswith("NV") for kind in links), len(gpus))
+
+
+def with_link(machine: Machine, links: Mapping[int, Link], ranks: int) -> Machine:
+    """The machine with the link that was measured between so many ranks, where one was."""
+    return replace(machine, link=links[ranks]) if ranks in links else machine
 
 
 def _gpus(device: Device, has_nvlink: bool, ranks_per_node: int) -> Machine:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from course_lib.display.show import picture
-from course_lib.study.pictures import BY_SET, Picture, topology
+from course_lib.study.pictures import BY_SET, OF_ALL, Picture
 from course_lib.study.report import HEADERS, cells_of, notes
 from course_lib.study.results import Result, Results, in_order
 
@@ -37,9 +37,7 @@ def _lines(results: Results, title: str) -> Iterator[str]:
         yield f"<h2>{html.escape(name)}</h2>"
         yield from _table(in_order(found))
         yield from _figures(filter(None, (draw(found, name) for draw in BY_SET)))
-    if drawn := topology(results):
-        yield "<h2>Links</h2>"
-        yield from _figures([drawn])
+    yield from _figures(filter(None, (draw(results) for draw in OF_ALL)))
     yield "</body></html>"
 
 

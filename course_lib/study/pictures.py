@@ -8,9 +8,10 @@ from course_lib.core.records import Ledger
 from course_lib.core.units import GIB, MIB, format_bytes
 from course_lib.display.beside import Pair, beside
 from course_lib.display.links import links
-from course_lib.display.losses import losses, spread
+from course_lib.display.losses import descents, losses
 from course_lib.display.memory import memory
 from course_lib.study.aggregate import GOOD, STATES
+from course_lib.study.curves import SMOOTHED, smooth, spread, steps_to
 from course_lib.study.prediction import states_of
 from course_lib.study.report import name_of
 from course_lib.study.results import Result, Results, in_order
@@ -123,7 +124,8 @@ def loss_curves(results: Sequence[Result], name: str) -> Picture | None:
     }
     if not curves:
         return None
-    title = f"The losses of {len(curves)} runs of {name} are at most {spread(curves):.2g} apart"
+    apart = spread(curves.values())
+    title = f"The losses of {len(curves)} runs of {name} are at most {apart:.2g} apart"
     return losses(curves, title), f"{title}."
 
 
@@ -138,15 +140,39 @@ def topology(results: Results) -> Picture | None:
     return links(matrix, title), f"{title}."
 
 
+def convergence(results: Results) -> Picture | None:
+    """Losses of one model where the batch grows, and the warm-up shrinks: who is down first?"""
+    found = [one for one in in_order(results.judged()) if one.experiment.run.warmup]
+    alone = [one for one in found if one.experiment.run.ranks == 1]
+    if len(found) < 2 or not alone:
+        return None
+    curves: dict[str, list[list[float]]] = {}
+    for one in sorted(found, key=lambda one: -one.experiment.run.warmup):
+        run = one.experiment.run
+        name = f"batch {run.global_batch}, warm-up {run.warmup}"
+        curves.setdefault(name, []).append(smooth(one.experiment.losses))
+    (first, (whole, *_)), *_ = curves.items()
+    needs = {name: steps_to(whole[-1], group[0]) for name, group in curves.items()}
+    fastest = min(needs, key=lambda name: needs[name] or len(whole))
+    steps = needs[fastest] or len(whole)
+    title = (
+        f"{fastest}: after {steps} steps as far as {first} after {len(whole)}, "
+        f"{len(whole) / steps:.1f} times fewer"
+    )
+    words = f"{first} after {len(whole)} steps: {whole[-1]:.2f}"
+    note = f"Means of {SMOOTHED} steps. Dots: the same batch and warm-up, with the model split."
+    return descents(curves, title, target=whole[-1], target_words=words, note=note), f"{title}."
+
+
 BY_SET: tuple[Draw, ...] = (throughput, efficiency, overhead, peak_memory, states, loss_curves)
+OF_ALL = (convergence, topology)
 
 
 def pictures(results: Results) -> Iterator[Picture]:
     """All pictures of a study: those of each model and batch, then the links."""
     for name, found in results.sets().items():
         yield from filter(None, (draw(found, name) for draw in BY_SET))
-    if drawn := topology(results):
-        yield drawn
+    yield from filter(None, (draw(results) for draw in OF_ALL))
 
 
 def _many(results: Sequence[Result]) -> list[Result]:

@@ -1,7 +1,8 @@
 """What a scaling study runs: model x strategy x world size, one list for laptops, one for clusters.
 
 Within a model the global batch, the tokens and the number of steps stay the same, so that only the
-strategy and the number of ranks differ. Lesson 13_scaling_study.
+strategy and the number of ranks differ. The study of convergence is about what happens if the batch
+grows with the ranks instead. Lesson 13_scaling_study.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -103,7 +104,17 @@ def cluster() -> Iterator[StudyRun]:
             yield from (replace(largest, bucket_mib=size) for size in BUCKETS_MIB)
 
 
-STUDIES = {"laptop": laptop, "cluster": cluster}
+def convergence() -> Iterator[StudyRun]:
+    """A batch that grows with the copies of a model, and then a warm-up that is shorter."""
+    alone = StudyRun(spec=find_model("tiny"), global_batch=8, seq=64, steps=150, warmup=100)
+    yield alone
+    yield replace(alone, ranks=2, tp=2)
+    for p in WORLD_SIZES[1:]:
+        yield replace(alone, strategy="ddp", ranks=p, global_batch=8 * p)
+    yield replace(alone, strategy="ddp", ranks=p, global_batch=8 * p, warmup=4)
+
+
+STUDIES = {"laptop": laptop, "cluster": cluster, "convergence": convergence}
 
 
 def _base_set(alone: StudyRun) -> Iterator[StudyRun]:

@@ -37,6 +37,7 @@ def name_of(run: StudyRun) -> str:
     words = [run.label]
     words += [f"m = {run.num_micro_batches}"] if run.pp > 1 else []
     words += [f"{run.bucket_mib:g} MiB"] if run.bucket_mib != 25 else []
+    words += [f"warm-up {run.warmup}"] if run.warmup else []
     return ", ".join(words)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.core.errors import CourseError
-from course_lib.core.specs import ModelSpec, spec_fields
+from course_lib.core.links import Link
 from course_lib.study.aggregate import (
     Comparison,
     Experiment,
@@ -19,9 +19,10 @@ from course_lib.study.aggregate import (
     find_baseline,
     read_experiments,
 )
-from course_lib.study.machines import machine_of_record
+from course_lib.study.link import links_of, plain_links, read_links
+from course_lib.study.machines import machine_of_record, with_link
 from course_lib.study.prediction import Prediction, fit_machine, predict
-from course_lib.study.run import StudyRun
+from course_lib.study.run import StudyRun, read_run
 
 SAMPLE = Path(__file__).parent / "data" / "laptop_study.json"
 MACHINE = ("system", "cores", "usable_cores", "memory_bytes", "torch", "usable_gpus", "gpus")
@@ -45,11 +46,13 @@ class Results:
     """All experiments of a study.
 
     made       where and when, in a sentence; empty for records of one's own
+    links      how fast ranks reached each other there, by their number, where that was measured
     left_out   why a run is not among them, by its folder
     """
 
     experiments: tuple[Experiment, ...]
     made: str = ""
+    links: Mapping[int, Link] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def judged(self) -> list[Result]:
@@ -66,6 +69,7 @@ class Results:
     def _judge(self, experiment: Experiment) -> Result:
         baseline = find_baseline(experiment.run, self.experiments)
         machine = machine_of_record(experiment.machine, experiment.run.ranks)
+        machine = with_link(machine, self.links, experiment.run.ranks)
         if baseline:
             machine = fit_machine(machine, baseline)
         return Result(
@@ -80,6 +84,7 @@ def set_of(run: StudyRun) -> str:
     """The model and the batch: what runs have to share to be compared."""
     accumulated = run.num_micro_batches > 1 and run.pp == 1
     words = f" in {run.num_micro_batches} parts" if accumulated else ""
+    words += f", {run.warmup} steps of warm-up" if run.warmup else ""
     return f"{run.spec.name} ({run.global_batch} x {run.seq} tokens{words})"
 
 
@@ -98,7 +103,7 @@ def read_results(path: str | Path) -> Results:
             f"report: need the records of a whole run below {path}; got none. "
             + (reasons[0] if reasons else "Try course study run laptop.")
         )
-    return Results(experiments=tuple(found), left_out=left_out)
+    return Results(experiments=tuple(found), links=read_links(path), left_out=left_out)
 
 
 def sample_results() -> Results:
@@ -112,13 +117,15 @@ def save_results(results: Results, path: str | Path, made: str) -> Path:
     lines = [json.dumps(_plain(one)) for one in results.experiments]
     text = ",\n  ".join(lines)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"made": {json.dumps(made)}, "experiments": [\n  {text}\n]}}\n')
+    links = json.dumps(plain_links(results.links))
+    head = f'"made": {json.dumps(made)},\n "links": {links}'
+    path.write_text(f'{{{head},\n "experiments": [\n  {text}\n]}}\n')
     return path
 
 
 def _plain(experiment: Experiment) -> dict[str, Any]:
     fields = asdict(experiment)
-    fields["run"]["spec"] = spec_fields(experiment.run.spec)
+    fields["run"] = experiment.run.plain()
     fields["machine"] = {
         name: experiment.machine[name] for name in MACHINE if name in experiment.machine
     } | {"gpu_links": experiment.machine.get("gpu_links", [])}
@@ -138,17 +145,17 @@ def _read_file(path: Path) -> Results:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         experiments = [_experiment(one) for one in told["experiments"]]
+        links = links_of(told["links"])
     except (ValueError, KeyError, TypeError) as problem:
         raise CourseError(
             f"{path}: need run records in a folder, or results in a file; got ({problem!r})."
         ) from problem
-    return Results(experiments=tuple(experiments), made=told["made"])
+    return Results(experiments=tuple(experiments), made=told["made"], links=links)
 
 
 def _experiment(plain: dict[str, Any]) -> Experiment:
-    run = dict(plain["run"])
-    run["spec"] = ModelSpec(**run["spec"])
-    return Experiment(**{**plain, "run": StudyRun(**run), "losses": tuple(plain["losses"])})
+    run, losses = read_run(plain["run"]), tuple(plain["losses"])
+    return Experiment(**{**plain, "run": run, "losses": losses})
 
 
 def in_order(results: Sequence[Result]) -> list[Result]:

@@ -1,17 +1,18 @@
-"""One run of a scaling study: what is trained, how it is split, and the words that start it.
+"""One run of a scaling study: what is trained, and how it is split.
 
 A run that is planned and a run that was recorded are the same thing, so a study knows what it has.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from course_lib.core.degrees import Degrees
 from course_lib.core.errors import ShapeError
 from course_lib.core.records import RunRecord
-from course_lib.core.specs import ModelSpec
+from course_lib.core.specs import ModelSpec, spec_fields
+from course_lib.training.config import TrainConfig
 
-TRAIN = "course_lib.train"
 RECORDED: tuple[str, ...] = (
     "strategy",
     "tp",
@@ -22,6 +23,7 @@ RECORDED: tuple[str, ...] = (
     "bucket_mib",
     "dtype",
     "steps",
+    "warmup",
 )
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "torch-fsdp": 3}
 OFFLOAD = "-offload"  # the end of a strategy's name: the optimizer is on the host
@@ -29,11 +31,12 @@ OFFLOAD = "-offload"  # the end of a strategy's name: the optimizer is on the ho
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """A run of `python -m course_lib.train`, by all that its speed and its memory depend on.
+    """A run of the training loop, by all that its speed, its memory and its losses depend on.
 
     strategy           of the training script; tp and pp split a copy of the model besides
     global_batch       sequences in a step, all ranks together: the same under every strategy
     num_micro_batches  of each copy of the model
+    warmup             steps in which the learning rate grows
 
     Raises: ShapeError for a batch that cannot be cut evenly; MeshError
     """
@@ -49,6 +52,7 @@ class StudyRun:
     bucket_mib: float = 25.0
     dtype: str = "float32"
     steps: int
+    warmup: int = 0
 
     def __post_init__(self) -> None:
         parts = self.degrees.dp * self.num_micro_batches
@@ -88,7 +92,7 @@ class StudyRun:
     def work(self) -> tuple[Any, ...]:
         """What runs need to have in common to be compared."""
         accumulated = self.num_micro_batches if self.pp == 1 else 1
-        return self.spec, self.global_batch, self.seq, self.dtype, accumulated
+        return self.spec, self.global_batch, self.seq, self.dtype, accumulated, self.warmup
 
     @property
     def label(self) -> str:
@@ -106,26 +110,23 @@ class StudyRun:
         words = [f"r{self.ranks}", f"batch{self.global_batch}", f"seq{self.seq}"]
         words += [f"m{self.num_micro_batches}"] if self.num_micro_batches > 1 else []
         words += [f"bucket{self.bucket_mib:g}"] if self.bucket_mib != 25 else []
+        words += [f"warmup{self.warmup}"] if self.warmup else []
         return f"{self.label.replace(' ', '-')}/{self.spec.name}/{'-'.join(words)}"
 
-    def arguments(self, out: str) -> list[str]:
-        """The words after `python -m course_lib.train`; its record goes into the folder `out`."""
-        given: dict[str, Any] = {
-            "model": self.spec.name,
-            "strategy": self.strategy,
-            "ranks": self.ranks,
-            "tp": self.tp,
-            "pp": self.pp,
-            "global-batch": self.global_batch,
-            "micro-batch": self.micro_batch,
-            "seq": self.seq,
-            "dtype": self.dtype,
-            "bucket-mib": f"{self.bucket_mib:g}",
-            "steps": self.steps,
-            "every": 0,
-            "out": out,
-        }
-        return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    def config(self, out: str) -> TrainConfig:
+        """What the training loop is asked to do; its records go into the folder `out`."""
+        given = {name: getattr(self, name) for name in RECORDED if name != "num_micro_batches"}
+        return TrainConfig(model=self.spec, micro_batch=self.micro_batch, every=0, out=out, **given)
+
+    def plain(self) -> dict[str, Any]:
+        """All fields in plain words; `read_run` makes the run of them again."""
+        fields = {name: getattr(self, name) for name in RECORDED}
+        return {"spec": spec_fields(self.spec), "ranks": self.ranks, **fields}
+
+
+def read_run(plain: Mapping[str, Any]) -> StudyRun:
+    """The run that was written down with `plain`."""
+    return StudyRun(**{**plain, "spec": ModelSpec(**plain["spec"])})
 
 
 def run_of(record: RunRecord) -> StudyRun:

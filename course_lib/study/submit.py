@@ -67,9 +67,9 @@ def waiting(submissions: Iterable[Submission]) -> set[str]:
         if one.job.program != ELEMENT or one.is_over:
             continue
         ended = {state.element for state in one.seen if state.is_final}
-        for element, words in enumerate(json.loads(Path(one.job.arguments[0]).read_text())):
+        for element, line in enumerate(json.loads(Path(one.job.arguments[0]).read_text())):
             if element not in ended:
-                found.add(words[words.index("--out") + 1])
+                found.add(line["out"])
     return found
 
 
@@ -100,9 +100,9 @@ def _list(runs: Sequence[Prediction], folder: Path) -> Path:
     """Write what each element is to do into a file of its own."""
     lists = folder.resolve() / "lists"
     lists.mkdir(parents=True, exist_ok=True)
-    words = [one.run.arguments(str(out_of(one, folder))) for one in runs]
+    each = [{"out": str(out_of(one, folder)), "run": one.run.plain()} for one in runs]
     path = lists / f"{len(list(lists.iterdir()))}.json"
-    path.write_text(json.dumps(words, indent=1), encoding="utf-8")
+    path.write_text(json.dumps(each, indent=1), encoding="utf-8")
     return path
 
 

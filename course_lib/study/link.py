@@ -1,0 +1,105 @@
+"""How fast ranks reach each other here, measured once for a study, so that it need not be guessed.
+
+A reduce-scatter and an all-gather of the same numbers, as ZeRO and FSDP call them, are the
+2 (p - 1) messages of a ring all-reduce. Lessons 04_collectives, 13_scaling_study.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from course_lib.core.links import Link
+from course_lib.cost.bandwidth import fit_link
+from course_lib.ranks import RankError, Ranks
+from course_lib.ranks.world import rank_device
+
+FILE = "links.json"
+SIZES = (2**14, 2**18, 2**20, 2**22)  # bytes
+TURNS = 7
+
+
+def on_ranks(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call a function on so many ranks that live as long as the call; return results by rank.
+
+    Raises: RankError; KeyboardInterrupt on Ctrl-C, when the ranks have ended
+    """
+    try:
+        with Ranks(ranks) as world:
+            return world.run(fn, *args)
+    except RankError as problem:
+        if problem.kind == "stopped":
+            raise KeyboardInterrupt from problem
+        raise
+
+
+def measure_link(ranks: int) -> Link:
+    """The link that so many ranks of this machine seem to have: some seconds.
+
+    Raises: CourseError for times that do not grow with the size
+    """
+    return link_of(ranks, on_ranks(ranks, round_trips)[0])
+
+
+def link_of(ranks: int, by_size: Mapping[int, float]) -> Link:
+    """The link that fits what `round_trips` found among so many ranks."""
+    messages = 2 * (ranks - 1)
+    sizes, times_s = by_size.keys(), by_size.values()
+    return fit_link([n / ranks for n in sizes], [t / messages for t in times_s], "measured here")
+
+
+def round_trips(rank: int) -> dict[int, float]:
+    """Median seconds of both collectives, by the slowest rank; the first turn is warm-up."""
+    times: dict[int, list[float]] = {n: [] for n in SIZES}
+    for _ in range(TURNS + 1):
+        for n in SIZES:
+            times[n].append(_seconds(n))
+    return {n: median(found[1:]) for n, found in times.items()}
+
+
+def _seconds(num_bytes: int) -> float:
+    whole = torch.ones(num_bytes // 4, device=rank_device())
+    shard = torch.empty_like(whole.chunk(dist.get_world_size())[0])
+    dist.barrier()
+    start_s = time.perf_counter()
+    dist.reduce_scatter_single(shard, whole)
+    dist.all_gather_single(whole, shard)
+    if whole.is_cuda:
+        torch.cuda.synchronize()
+    slowest = torch.tensor(time.perf_counter() - start_s, device=whole.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def note_link(folder: Path, ranks: int) -> None:
+    """Measure the link of so many ranks, unless it is known, and keep it in the study's folder."""
+    links = read_links(folder)
+    if ranks == 1 or ranks in links:
+        return
+    links[ranks] = measure_link(ranks)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(json.dumps(plain_links(links), indent=1), encoding="utf-8")
+
+
+def read_links(folder: Path) -> dict[int, Link]:
+    """The links that were measured for the study in this folder, by the number of ranks."""
+    path = folder / FILE
+    return links_of(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def plain_links(links: Mapping[int, Link]) -> dict[str, list[float]]:
+    """Latency and bytes a second of each, as JSON can hold them."""
+    return {str(p): [link.latency_s, link.bytes_per_s] for p, link in links.items()}
+
+
+def links_of(plain: Mapping[str, Any]) -> dict[int, Link]:
+    """The links that `plain_links` wrote down."""
+    return {
+        int(p): Link(latency_s=alpha, bytes_per_s=beta, name="measured")
+        for p, (alpha, beta) in plain.items()
+    }
