@@ -15,9 +15,9 @@ from course_lib.cluster.script import Script
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((ROOT / "cluster").glob("*.sbatch"))
 LINTED = sorted([*(ROOT / "tests" / "jobs").glob("*/*.sbatch"), *SCRIPTS])
-REFUSED = {"crlf", "no-shebang", "unknown-option"}
+REFUSED = {"crlf", "no-shebang", "unknown-option", "short-equals", "no-time"}
 TOO_BIG = re.compile(
-    r"partition|Node count|[Tt]ime limit|feature|More processors|[Nn]ode config|container"
+    r"partition|Node count|[Tt]ime limit|feature|More processors|[Nn]ode config|container|--image"
 )
 
 

@@ -36,6 +36,7 @@ VALUE_NAMES = (
     "reservation resv-ports segment signal sockets-per-node switches thread-spec threads-per-core "
     "time time-min tmp tres-bind tres-per-task uid wait-all-nodes wckey wrap"
 )
+PLUGINS = re.compile(r"--((no-)?container-[a-z-]+|image|module|volume|uenv|view)")  # containers
 FLAGS, VALUES = frozenset(FLAG_NAMES.split()), frozenset(VALUE_NAMES.split())
 NAMES = FLAGS | VALUES
 
@@ -50,8 +51,8 @@ class Directive:
 
     @property
     def is_known(self) -> bool:
-        """Does sbatch know it, by itself or through the plugin for containers that many have?"""
-        return self.option in NAMES or bool(re.match(r"--(no-)?container-[a-z]", self.option))
+        """Does sbatch know it, by itself or through a plugin that many sites have?"""
+        return self.option in NAMES or bool(PLUGINS.fullmatch(self.option))
 
 
 def head_lines(text: str) -> list[tuple[int, str]]:
@@ -75,6 +76,7 @@ def read_directives(text: str) -> list[Directive]:
 
 def split_words(text: str) -> list[str]:
     """The words of a directive up to a comment; a quote that never ends takes in the rest."""
+    text = text.rstrip().removesuffix("\\")
     try:
         return shlex.split(text, comments=True)
     except ValueError:
@@ -102,5 +104,7 @@ def options_of(line: int, words: Sequence[str]) -> Iterator[Directive]:
 
 def full_name(name: str) -> str:
     """The option that a long name, perhaps cut short, means; with its dashes if none or several."""
+    if name.startswith("task") and "tasks-per-node".startswith(name):
+        return "ntasks-per-node"  # which it is another name of
     meant = [name] if name in NAMES else [known for known in NAMES if known.startswith(name)]
     return meant[0] if len(meant) == 1 else f"--{name}"

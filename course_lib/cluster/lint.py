@@ -14,6 +14,7 @@ from course_lib.cluster import (
     lint_rules_flow,
     lint_rules_ranks,
     lint_rules_text,
+    lint_rules_variables,
 )
 from course_lib.cluster.directives import Directive
 from course_lib.cluster.profile import Profile
@@ -23,6 +24,7 @@ from course_lib.core.errors import CourseError
 
 RULES = (
     *lint_rules_text.RULES,
+    *lint_rules_variables.RULES,
     *lint_rules_asked.RULES,
     *lint_rules_ranks.RULES,
     *lint_rules_flow.RULES,

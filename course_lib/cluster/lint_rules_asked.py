@@ -5,29 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from course_lib.cluster.directives import Directive
-from course_lib.cluster.script import TORCHRUN, Finding, Script, place
+from course_lib.cluster.script import GPU_OPTIONS, TORCHRUN, Finding, Script, place
 from course_lib.cluster.slurm_time import FORMS, write_time
 from course_lib.cluster.slurm_time import read_time_s as seconds_of
 
-PATHS = ("output", "error", "input", "chdir")
+COUNTS_GPUS = re.compile(r"(^|nproc[-_]per[-_]node[= ]+)(gpu|\$\{?SLURM_GPUS_(ON|PER)_NODE\}?)$")
 HOURS = {12, 24, 36, 48, 72, 96}  # that look like hours, and are minutes
-
-
-def not_filled_in(script: Script) -> Iterator[Finding]:
-    """Variables in directives: sbatch is no shell."""
-    for one in script.directives:
-        home = one.option in PATHS and one.value.startswith("~")
-        if home or re.search(r"\$\{?\w|\$\(|`", one.value):
-            number = "%j" if "JOB" in one.value else "%A" if "ARRAY" in one.value else "%u"
-            yield Finding(
-                one.line,
-                "not-filled-in",
-                f"--{one.option}={one.value}: sbatch fills in no variables",
-                "the text is taken as it stands; a log then has no folder, and the job fails "
-                "without any output",
-                f"Write it out, or use Slurm's own signs, here {number}: %j is the job, %x its "
-                "name, %u the user, %A and %a array and element.",
-            )
+NO_END = {"UNLIMITED", "INFINITE", "-1"}
+FIVE_MINUTES_S = 300  # that people do mean, for a job that tries something out
 
 
 def missing_folder(script: Script) -> Iterator[Finding]:
@@ -56,14 +41,23 @@ def _is_known_here(folder: Path) -> bool:
 
 
 def short_time(script: Script) -> Iterator[Finding]:
-    """Hours that are minutes."""
+    """Hours that are minutes, and times that are none."""
     one = script.option("time")
-    if not one or not any(re.fullmatch(form, one.value, re.ASCII) for form in FORMS):
+    if not one or one.value.upper() in NO_END or re.search(r"[$~`=]", one.value):
+        return
+    if not any(re.fullmatch(form, one.value, re.ASCII) for form in FORMS):
+        yield Finding(
+            one.line,
+            "no-time",
+            f"--time={one.value} is no time that Slurm reads",
+            "sbatch refuses the script",
+            "Write hours:minutes:seconds, as in 1:30:00, or days-hours:minutes:seconds.",
+        )
         return
     parts = one.value.split(":")
     comment = script.lines[one.line - 1].partition(one.value)[2].lower()
     number = int(parts[0]) if parts[0].isdigit() else 0
-    is_short = number < 10 or number in HOURS
+    is_short = number in HOURS or (number < 10 and seconds_of(one.value) != FIVE_MINUTES_S)
     if "-" in one.value or len(parts) > 2 or "min" in comment:
         return
     if is_short or re.search(r"\bhours?\b|\d\s*h\b", comment):
@@ -84,10 +78,8 @@ def no_gpus(script: Script) -> Iterator[Finding]:
         return
     for command in script.running(TORCHRUN):
         for word in command.called:
-            text = script.spelt_out(word.text)
-            if found := re.search(
-                r"nproc[-_]per[-_]node[= ]*(gpu\b|\$\{?SLURM_GPUS\w*\}?$)", text
-            ) or re.match(r"(gpu$|\$\{?SLURM_GPUS_(ON|PER)_NODE\}?$)", text):
+            found = COUNTS_GPUS.search(script.spelt_out(word.text))
+            if found and not set(GPU_OPTIONS) & set(script.srun_options(command)):
                 yield Finding(
                     place(word, found),
                     "no-gpus",
@@ -99,14 +91,14 @@ def no_gpus(script: Script) -> Iterator[Finding]:
 
 def too_few_gpus(script: Script) -> Iterator[Finding]:
     """More ranks on a node than GPUs."""
-    asked = script.option("gpus-per-node", "gres")
-    found = re.search(r"(\d+)$", asked.value) if asked and "=" not in asked.value else None
-    if not asked or not found or (asked.option == "gres" and "," in asked.value):
+    asked = script.option("gpus-per-node", "gres", "gpus")
+    gpus = _gpus_on_a_node(script, asked) if asked else None
+    if not asked or not gpus:
         return
     for command in script.running(TORCHRUN):
         text = script.spelt_out(command.text)
         ranks = re.search(r"nproc[-_]per[-_]node[= ]+(\d+)\b", text)
-        if ranks and int(ranks[1]) > int(found[1]):
+        if ranks and int(ranks[1]) > gpus:
             yield Finding(
                 command.line,
                 "too-few-gpus",
@@ -115,6 +107,15 @@ def too_few_gpus(script: Script) -> Iterator[Finding]:
                 "that two of them use the same one",
                 "Ask for as many GPUs as there are ranks on a node.",
             )
+
+
+def _gpus_on_a_node(script: Script, asked: Directive) -> int | None:
+    """How many GPUs a directive gives each node, if that can be seen: gpu:a100 is one."""
+    found = re.fullmatch(r"(gpu:?)?([A-Za-z][\w.-]*)?:?(\d+)?", asked.value)
+    if not found or (asked.option == "gres" and not found[1]):
+        return None
+    count = int(found[3] or 1)
+    return -(-count // script.nodes) if asked.option == "gpus" else count
 
 
 def one_log_for_all(script: Script) -> Iterator[Finding]:
@@ -149,7 +150,6 @@ def _log_cut_off(requeue: Directive) -> Finding:
 
 
 RULES = (
-    not_filled_in,
     missing_folder,
     short_time,
     no_gpus,

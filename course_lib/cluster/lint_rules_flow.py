@@ -3,19 +3,20 @@
 import re
 from collections.abc import Iterator
 
-from course_lib.cluster.script import LAUNCHERS, TORCHRUN, Finding, Script
+from course_lib.cluster.script import LAUNCHERS, TELLS_ONLY, TORCHRUN, Finding, Script
 
+QUICK = TELLS_ONLY | {"", "cd", "date", "disown", "exit", "sleep", "done", "fi", "}"}
 HANDLED = {"TERM", "SIGTERM", "INT", "SIGINT", "HUP", "SIGHUP", "QUIT", "SIGQUIT", "15", "2"}
 NUMBERS = {"10": "USR1", "12": "USR2", "15": "TERM"}
 
 
 def nobody_waits(script: Script) -> Iterator[Finding]:
     """Work in the background, and a script that ends before it."""
-    waits = [one.line for one in script.commands if one.name == "wait"]
     works = {*script.sruns, *script.running(LAUNCHERS)}
-    for command in script.commands:
-        is_last = not any(line >= command.line for line in waits)
-        if command.end == "&" and command in works and is_last:
+    works |= {one for one in script.commands if one.name.startswith("python")}
+    stays = [one.line for one in script.commands if one.end != "&" and one.name not in QUICK]
+    for command in works:
+        if command.end == "&" and not any(line >= command.line for line in stays):
             yield Finding(
                 command.line,
                 "no-wait",
@@ -106,20 +107,18 @@ def _ends_torchrun(script: Script, name: str, line: int) -> Iterator[Finding]:
 
 
 def cores_not_handed_on(script: Script) -> Iterator[Finding]:
-    """`--cpus-per-task` that srun does not take over."""
-    asked = script.option("cpus-per-task")
-    if not asked or script.tasks_per_node < 2 or script.number("cpus-per-task", 1) < 2:
-        return
-    if "SRUN_CPUS_PER_TASK" in script.text:
+    """Steps that take exactly what they ask for, and ask for no cores."""
+    if script.number("cpus-per-task", 1) < 2 or "SRUN_CPUS_PER_TASK" in script.text:
         return
     for command in script.sruns:
-        if "cpus-per-task" not in script.srun_options(command):
+        options = set(script.srun_options(command))
+        if options & {"--exact", "exclusive"} and "cpus-per-task" not in options:
             yield Finding(
                 command.line,
                 "cores",
-                f"srun does not take over --cpus-per-task={asked.value}",
-                "since Slurm 22.05 each task may be given one core only, and data loading crawls",
-                'Write export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" before it.',
+                "this srun takes exactly what it asks for, and asks for no --cpus-per-task",
+                "since Slurm 22.05 it does not take the job's over: each task gets a single core",
+                'Write srun --cpus-per-task="$SLURM_CPUS_PER_TASK".',
             )
             return
 

@@ -4,17 +4,14 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-from course_lib.cluster.script import LAUNCHERS, TORCHRUN, Finding, Script, place
-from course_lib.cluster.shell import Command, Word
+from course_lib.cluster.script import LAUNCHERS, MEETING, TORCHRUN, Finding, Script, place
+from course_lib.cluster.shell import Command
 
-OWN = re.compile(r"\$\{?SLURM_(PROCID|LOCALID|NODEID)\b|\$\{?SLURMD_NODENAME\b|\$\(hostname[^)]*\)")
-ADDRESS = re.compile(r"addr|endpoint|\bip\b|_ip\b|head|host=|tcp://", re.IGNORECASE)
-RANK_NAME = re.compile(r"(RANK|LOCAL_RANK|NODE_RANK|GROUP_RANK|MACHINE_RANK)=")
-RANK_OPTION = re.compile(rf"--(node|machine)[-_]rank[= ]\"?({OWN.pattern})")
-C10D = re.compile(r"--rdzv[-_]backend[= ]c10d.*--rdzv[-_]endpoint|--rdzv[-_]endpoint.*=c10d")
+OWN_ADDRESS = re.compile(
+    rf"(?P<name>{MEETING.pattern})[= ]\"?\$(\(hostname|\{{?HOSTNAME|\{{?SLURMD_NODENAME)"
+)
 LOCALHOST = re.compile(r"^(localhost|127\.0\.0\.1)(:|$)")
 NODELIST = re.compile(r"\$\{?SLURM_(JOB_)?NODELIST\}?(:|$)")
-MEETING = re.compile(r"--(rdzv[-_]endpoint|master[-_]addr|main_process_ip)|MASTER_ADDR")
 
 
 def no_srun(script: Script) -> Iterator[Finding]:
@@ -71,24 +68,36 @@ def ranks_twice(script: Script) -> Iterator[Finding]:
 
 
 def alone_on_each_node(script: Script) -> Iterator[Finding]:
-    """`--standalone` on several nodes."""
+    """A torchrun on each of several nodes, and no place where they meet."""
     for command in script.running(TORCHRUN):
-        if script.nodes > 1 and command in script.sruns and "--standalone" in command.text:
+        text = script.spelt_out(command.text)
+        is_alone = "--standalone" in text
+        is_lost = not MEETING.search(text) and not re.search(r"PET_|\[@\]|--nnodes[= ]1\b", text)
+        if _is_on_all_nodes(script, command) and (is_alone or is_lost):
+            how = "--standalone" if is_alone else "without --rdzv-endpoint"
             yield Finding(
                 command.line,
                 "alone",
-                f"torchrun --standalone, on {script.nodes} nodes",
-                "each node trains by itself, the same thing; no error tells you",
+                f"torchrun {how}, on {script.nodes} nodes",
+                "each node trains by itself, the same thing, or waits for itself",
                 "Use --nnodes, --rdzv-backend=c10d and --rdzv-endpoint as many_nodes.sbatch does.",
             )
+
+
+def _is_on_all_nodes(script: Script, command: Command) -> bool:
+    return (
+        script.nodes > 1
+        and command in script.sruns
+        and not {"nodes", "nodelist"} & set(script.srun_options(command))
+    )
 
 
 def other_number_of_nodes(script: Script) -> Iterator[Finding]:
     """`--nnodes` that is not the job's."""
     for command in script.running(TORCHRUN):
         found = re.search(r"--nnodes[= ]+(\d+)(?![\d:])", script.spelt_out(command.text))
-        is_on_all = command in script.sruns and "nodes" not in script.srun_options(command)
-        if found and is_on_all and int(found[1]) != script.nodes:
+        is_one_of_all = _is_on_all_nodes(script, command) and "--standalone" not in command.text
+        if found and is_one_of_all and int(found[1]) != script.nodes:
             yield Finding(
                 command.line,
                 "nnodes",
@@ -96,41 +105,6 @@ def other_number_of_nodes(script: Script) -> Iterator[Finding]:
                 "it waits for nodes that never come, or leaves some out",
                 'Write --nnodes="$SLURM_NNODES", which is always right.',
             )
-
-
-def wrong_shell(script: Script) -> Iterator[Finding]:
-    """A rank's own number, worked out once for all of them."""
-    if script.nodes < 2 and script.tasks_per_node < 2:
-        return
-    for command in script.commands:
-        for word in command.words:
-            if found := _own_number(script, command, word):
-                yield Finding(
-                    place(word, found),
-                    "wrong-shell",
-                    f"{found[0].rstrip('}')} is filled in here, before srun starts anything",
-                    "this shell runs once, on the first node: every task gets its value, 0 or the "
-                    "first node's name",
-                    "Leave it to the task: srun bash -c '...' with single quotes, or \\$ within "
-                    "double ones.",
-                )
-
-
-def _own_number(script: Script, command: Command, word: Word) -> re.Match[str] | None:
-    """Where a word that is handed to tasks has a number that differs between them."""
-    found = OWN.search(word.text) if OWN.search(word.live) else None
-    is_address = ADDRESS.search(word.text) and not RANK_OPTION.search(word.text)
-    if not found or (is_address and "PROCID" not in found[0]):
-        return None
-    if RANK_OPTION.search(command.text) and C10D.search(script.spelt_out(command.text)):
-        return None  # there the launchers number themselves
-    assigned = command.assigned and word in command.assigned.values()
-    if assigned and (RANK_NAME.match(word.text) or RANK_OPTION.search(word.live)):
-        return found
-    name = word.text.partition("=")[0]
-    hands_over = command in script.sruns and not assigned
-    before = command.words[command.words.index(word) - 1].text
-    return found if hands_over and not ADDRESS.search(f"{name} {before}") else None
 
 
 def meets_itself(script: Script) -> Iterator[Finding]:
@@ -155,6 +129,21 @@ def meets_itself(script: Script) -> Iterator[Finding]:
             )
 
 
+def each_names_itself(script: Script) -> Iterator[Finding]:
+    """A meeting point that each task works out for itself."""
+    for command in script.sruns if script.nodes > 1 else ():
+        for word in command.words:
+            found = OWN_ADDRESS.search(word.text)
+            if found and not OWN_ADDRESS.search(word.live):
+                yield Finding(
+                    place(word, found),
+                    "meets-itself",
+                    f"{found['name']} is worked out by each task: its own node",
+                    "the ranks of the nodes never find each other, and wait until they give up",
+                    "Work it out before srun, in the batch script, and export it.",
+                )
+
+
 def _meeting_points(command: Command) -> Iterator[tuple[str, str, int]]:
     """Name, value and line of each word that says where ranks meet: `--name=value`, or apart."""
     for before, word in pairwise((command.words[0], *command.words)):
@@ -171,6 +160,6 @@ RULES = (
     ranks_twice,
     alone_on_each_node,
     other_number_of_nodes,
-    wrong_shell,
     meets_itself,
+    each_names_itself,
 )

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from course_lib.cluster.directives import NAMES, PREFIX, head_lines
+from course_lib.cluster.directives import NAMES, PREFIX, head_lines, options_of, split_words
 from course_lib.cluster.script import Finding, Script
 
 NOT_QUITE = re.compile(
@@ -34,13 +34,22 @@ def carriage_returns(script: Script) -> Iterator[Finding]:
 def shebang(script: Script) -> Iterator[Finding]:
     """A first line that names no shell, or one that knows less than the script wants."""
     first = script.lines[0]
-    if not first.startswith("#!"):
+    if script.text.startswith("\ufeff") or not first.startswith("#!"):
+        marked = "an invisible mark stands before #!, as some editors put it there"
         yield Finding(
             1,
             "no-shebang",
-            "the first line names no shell",
+            marked if script.text.startswith("\ufeff#!") else "the first line names no shell",
             "sbatch refuses a script whose first line does not begin with #! and a shell",
             "Put #!/bin/bash into the first line, with nothing before it.",
+        )
+    elif not re.match(r"#!\s*/", first):
+        yield Finding(
+            1,
+            "no-shell",
+            f"{first[:30]} is no path from the root: a / is missing",
+            "sbatch accepts the script; the job fails at once, because nobody finds its shell",
+            "Write #!/bin/bash.",
         )
     elif re.match(r"#!\s*/bin/(sh|dash)\b|#!.*env sh\b", first):
         for command in script.commands:
@@ -56,22 +65,51 @@ def shebang(script: Script) -> Iterator[Finding]:
 
 
 def unknown_options(script: Script) -> Iterator[Finding]:
-    """Directives that sbatch cannot read."""
-    for one in script.directives:
-        if one.is_known or set(one.option) & set(LOOK_ALIKES):
-            continue
-        bare = one.option.lstrip("-").partition("=")[0]
-        near = get_close_matches(bare, sorted(NAMES), n=1)
-        meant = (
-            f"Write --{near[0]}, if that is meant." if near else "sbatch --help lists all options."
-        )
+    """Directives that sbatch cannot read; of several in a line, the first."""
+    unknown = {
+        one.line: one.option
+        for one in reversed(script.directives)
+        if not one.is_known and not set(one.option) & set(LOOK_ALIKES)
+    }
+    for line, option in unknown.items():
+        near = get_close_matches(option.lstrip("-").partition("=")[0], sorted(NAMES), n=1)
+        is_option = option.startswith("-") or "=" in option
+        meant = f"Write --{near[0]}, if that is meant." if near else "See sbatch --help."
         yield Finding(
-            one.line,
+            line,
             "unknown-option",
-            f"sbatch knows no option {one.option!r}" if one.option else "an option without a name",
+            f"sbatch knows no option {option!r}" if is_option else f"{option!r} is no option",
             "sbatch refuses the script",
-            meant,
+            meant if is_option else "Quote a value that has blanks, and put # before a remark.",
         )
+
+
+def short_equals(script: Script) -> Iterator[Finding]:
+    """`-t=1:00:00`: what is = after a long name is part of the value after a short one."""
+    for number, line in head_lines("\n".join(script.lines)):
+        if line.startswith(PREFIX) and (found := re.search(r"\s(-[A-Za-z])=(\S*)", line)):
+            yield Finding(
+                number,
+                "short-equals",
+                f"{found[0].strip()} asks for the value '={found[2]}'",
+                "a short option takes no =: sbatch refuses the script, or a log is called =log",
+                f"Write {found[1]} {found[2]}, or the option's long name with =.",
+            )
+
+
+def continued_directives(script: Script) -> Iterator[Finding]:
+    """A directive that should go on in the next line."""
+    for number, line in head_lines("\n".join(script.lines)):
+        following = "".join(script.lines[number : number + 1])
+        is_cut = line.startswith(PREFIX) and line.rstrip().endswith("\\")
+        if is_cut and following.strip() and not following.startswith("#"):
+            yield Finding(
+                number,
+                "one-line",
+                "a backslash, as if the directive went on in the next line",
+                "sbatch reads directives line by line; bash runs the next line as a command",
+                f"Begin each line with {PREFIX}, and take the backslash away.",
+            )
 
 
 def look_alikes(script: Script) -> Iterator[Finding]:
@@ -105,7 +143,7 @@ def _is_quoted(line: str, sign: str) -> bool:
 def almost_directives(script: Script) -> Iterator[Finding]:
     """Comments that were meant as directives."""
     for number, line in head_lines("\n".join(script.lines)):
-        if NOT_QUITE.match(line):
+        if (found := NOT_QUITE.match(line)) and not _is_on_purpose(script, line[found.end() - 1 :]):
             yield Finding(
                 number,
                 "no-directive",
@@ -116,6 +154,12 @@ def almost_directives(script: Script) -> Iterator[Finding]:
             )
 
 
+def _is_on_purpose(script: Script, text: str) -> bool:
+    """Is it how to call sbatch, or a directive beside the one that counts?"""
+    options = [one.option for one in options_of(0, split_words(text))]
+    return bool(re.fullmatch(r"\S+\.\w+", options[-1])) or all(map(script.option, options))
+
+
 def late_directives(script: Script) -> Iterator[Finding]:
     """Directives after the first command."""
     head = head_lines("\n".join(script.lines))
@@ -123,7 +167,7 @@ def late_directives(script: Script) -> Iterator[Finding]:
         return
     first = script.commands[0].line
     for number, line in enumerate(script.lines[len(head) :], start=len(head) + 1):
-        if re.match(rf"{PREFIX}\s+-", line):
+        if re.match(rf"\s*{PREFIX}\s+-", line):
             yield Finding(
                 number,
                 "late-directive",
@@ -149,44 +193,35 @@ def blank_after_backslash(script: Script) -> Iterator[Finding]:
 def bash_syntax(script: Script) -> Iterator[Finding]:
     """What bash itself cannot read."""
     bash = shutil.which("bash")
-    if not bash or "\r\n" in script.text:
+    if not bash or not script.is_bash or "\r\n" in script.text:
         return
     done = subprocess.run(
         [bash, "-n", "-s"], input=script.text, capture_output=True, text=True, timeout=10
     )
     found = re.search(r"line (\d+): (.+)", done.stderr)
     if done.returncode and found:
+        number = min(int(found[1]), script.text.rstrip().count("\n") + 1)
+        blank = re.search(r"<[A-Za-z][\w -]*>", script.lines[number - 1])
         yield Finding(
-            min(int(found[1]), script.text.rstrip().count("\n") + 1),
+            number,
             "bash-syntax",
             f"bash cannot read it: {found[2]}",
             "sbatch accepts the script; the job fails after it has waited in the queue",
-            "Look at this line and above it for an if, loop or quote that is not closed.",
+            f"Put what you want in place of {blank[0]}."
+            if blank
+            else "Look at this line and above it for an if, loop or quote that is not closed.",
         )
-
-
-def unquoted_arguments(script: Script) -> Iterator[Finding]:
-    """`$@` without quotes."""
-    for number, line in enumerate(script.lines, start=1):
-        code = re.sub(r"'[^']*'|\"[^\"]*\"|(^|\s)#.*", "", line)
-        if found := re.search(r"(?<![\\\w])\$[@*]", code):
-            yield Finding(
-                number,
-                "unquoted-arguments",
-                f"{found[0]} stands without quotes",
-                "an argument with a blank in it falls into two",
-                'Write "$@".',
-            )
 
 
 RULES = (
     carriage_returns,
     shebang,
     unknown_options,
+    short_equals,
+    continued_directives,
     look_alikes,
     almost_directives,
     late_directives,
     blank_after_backslash,
     bash_syntax,
-    unquoted_arguments,
 )

@@ -152,6 +152,8 @@ def read_profile(name: str | os.PathLike[str]) -> Profile:
             f"profile: need one of {', '.join(profile_names())}, or the path of a .toml; got "
             f"{os.fspath(name)!r}. Try course cluster init, which writes the profile {OWN}."
         ) from problem
+    except OSError as problem:
+        raise CourseError(f"profile {path}: need to read it; {problem.strerror}.") from problem
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         raise CourseError(
             f'profile {path}: need TOML, lines like partition = "gpu"; {problem}.'
@@ -181,10 +183,16 @@ def _known(path: Path, kind: type[Profile] | type[Limits], values: Any) -> dict[
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> Path:
     """Write a profile as commented TOML, whole or not at all; return its path."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(profile_text(profile), encoding="utf-8")
-    scratch.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(profile_text(profile), encoding="utf-8")
+        scratch.replace(path)
+    except OSError as problem:
+        raise CourseError(
+            f"profile {path}: need to write it; {problem.strerror}. Try it in a copy of the course "
+            "that is yours."
+        ) from problem
     return path
 
 

@@ -51,7 +51,10 @@ def read_script(script: str) -> str:
     if not path.is_file():
         names = ", ".join(sorted(one.stem for one in find_cluster_folder().glob("*.sbatch")))
         raise CourseError(f"script: need one of {names}, or the path of one; got {script!r}.")
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise CourseError(f"script {path}: need a text in UTF-8; {problem}.") from problem
     for marker in (SITE, ENVIRONMENT):
         if marker not in text.split("\n"):
             raise CourseError(

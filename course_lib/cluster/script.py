@@ -7,12 +7,15 @@ from functools import cached_property
 from pathlib import Path
 
 from course_lib.cluster.directives import Directive, options_of, read_directives
-from course_lib.cluster.shell import Command, Word, read_commands
+from course_lib.cluster.shell import Command, Word, read_commands, without_here_documents
 
+SHELL = re.compile(r"\b(bash|sh|dash|ksh|zsh)\b")
 TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b")
 LAUNCHERS = re.compile(rf"{TORCHRUN.pattern}|\baccelerate[\s-]launch\b")
 REACH_NODES = {"srun", "mpirun", "mpiexec", "prun", "ssh", "pdsh", "clush", "parallel", "ray"}
-TELLS_ONLY = {"echo", "export", "printf", "which", "type", "["}
+MEETING = re.compile(r"--(rdzv[-_]endpoint|master[-_]addr|main_process_ip)|MASTER_ADDR")
+TELLS_ONLY = {"echo", "export", "printf", "which", "type", "[", "[["}
+GPU_NAME = re.compile(r"gpu|dgx|[avhbl]\d{2,3}\b|gh200|mi\d{3}|[-_]g$", re.IGNORECASE)
 GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "tres-per-task")
 
 
@@ -36,8 +39,15 @@ class Script:
 
     @cached_property
     def lines(self) -> list[str]:
-        """All lines; line 1 is `lines[0]`."""
-        return self.text.replace("\r\n", "\n").split("\n")
+        """All lines, here-documents left empty; line 1 is `lines[0]`."""
+        text = self.text.removeprefix("\ufeff").replace("\r\n", "\n")
+        return without_here_documents(text).split("\n")
+
+    @property
+    def is_bash(self) -> bool:
+        """Is it for bash or a shell like it? sbatch also takes scripts for Python and others."""
+        first = self.lines[0]
+        return not first.startswith("#!") or bool(SHELL.search(first))
 
     @cached_property
     def directives(self) -> list[Directive]:
@@ -46,8 +56,8 @@ class Script:
 
     @cached_property
     def commands(self) -> list[Command]:
-        """What bash runs."""
-        return read_commands("\n".join(self.lines))
+        """What bash runs; nothing in a script for something else."""
+        return read_commands(self.text.replace("\r\n", "\n")) if self.is_bash else []
 
     @cached_property
     def variables(self) -> dict[str, str]:
@@ -81,9 +91,12 @@ class Script:
 
     @property
     def asks_for_gpus(self) -> bool:
-        """Is there a directive for GPUs, or for whole nodes?"""
+        """Is there a directive for GPUs, for whole nodes, or for a place named after GPUs?"""
         asked = (self.option(*GPU_OPTIONS), self.option("exclusive"))
-        return any(one and (one.option != "gres" or "gpu" in one.value) for one in asked)
+        places = map(self.option, ("partition", "constraint", "qos", "account", "nodelist"))
+        return any(one and (one.option != "gres" or "gpu" in one.value) for one in asked) or any(
+            one and GPU_NAME.search(one.value) for one in places
+        )
 
     def spelt_out(self, text: str) -> str:
         """The text with the script's own variables filled in."""

@@ -30,11 +30,15 @@ BEFORE = BLOCKS | {"time", "exec", "nohup", "env", "command", "eval"}
 
 @dataclass(frozen=True)
 class Word:
-    """`text` is the word without its quotes; `live` only what this shell itself fills in."""
+    """`text` is the word without its quotes; `live` only what this shell itself fills in.
+
+    `bare` is what stands outside of quotes: filled in, it falls into words at its blanks.
+    """
 
     line: int
     text: str
     live: str
+    bare: str
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,20 @@ def read_commands(text: str) -> list[Command]:
     return list(_Reader(text).commands())
 
 
+def without_here_documents(text: str) -> str:
+    """The script with its here-documents empty: they are data, whatever stands in them."""
+    reader = _Reader(text)
+    for _ in reader.commands():
+        pass
+    for start, end in reversed(reader.here_documents):
+        text = text[:start] + "\n" * text.count("\n", start, end) + text[end:]
+    return text
+
+
 class _Reader:
     def __init__(self, text: str) -> None:
         self.text, self.place, self.marks = text, 0, list[str]()
+        self.here_documents: list[tuple[int, int]] = []
 
     def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         found = pattern.match(self.text, self.place)
@@ -122,7 +137,7 @@ class _Reader:
             yield Command(tuple(words), "\n")
 
     def _word(self) -> Word:
-        line, text, live, start = self._line(), "", "", self.place
+        line, text, live, bare, start = self._line(), "", "", "", self.place
         while piece := self._take(PIECE):
             if piece["double"] is not None:
                 text += re.sub(r'\\([$"\\`])', r"\1", piece["double"])
@@ -130,12 +145,15 @@ class _Reader:
             else:
                 text += piece["escaped"] or piece["single"] or piece["filled"] or ""
                 live += piece["filled"] or ""
+                bare += piece["filled"] or ""
         if self.place == start:  # a quote that never ends
             self.place += 1
-        return Word(line, text, live)
+        return Word(line, text, live, bare)
 
     def _skip_here_documents(self) -> None:
         for mark in self.marks:
             end = re.compile(rf"^\t*{mark}$", re.MULTILINE).search(self.text, self.place)
-            self.place = end.end() if end else len(self.text)
+            place = end.end() if end else len(self.text)
+            self.here_documents.append((self.place, place))
+            self.place = place
         self.marks = []

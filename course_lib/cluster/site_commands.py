@@ -1,6 +1,5 @@
 """The commands of `course` about a site: `lint-job`, `cluster init` and `cluster profiles`."""
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,7 +40,7 @@ def lint_job(
 
     try:
         text = path.read_bytes().decode()  # read_text would take carriage returns away
-    except UnicodeDecodeError as problem:
+    except (OSError, UnicodeDecodeError) as problem:
         raise CourseError(f"{path}: need a text in UTF-8; {problem}.") from problem
     found = lint(text, Path.cwd(), read_profile(profile_name) if profile_name else None)
     if not found:
@@ -119,7 +118,7 @@ def _asked(profile: "Profile") -> "Profile":
     values: dict[str, object] = {}
     if profile.scheduler == "slurm":
         values["account"] = typer.prompt("Account (empty: none)", profile.account)
-        values["modules"] = tuple(shlex.split(typer.prompt("Modules to load (empty: none)", "")))
+        values["modules"] = tuple(typer.prompt("Modules to load (empty: none)", "").split())
         values["scratch"] = typer.prompt("Scratch folder (empty: none)", profile.scratch)
         values["max_nodes"] = typer.prompt("Most nodes of a job", profile.max_nodes, type=int)
     values["gpus_per_node"] = typer.prompt("GPUs on a node", profile.gpus_per_node, type=int)
