@@ -111,22 +111,38 @@ def test_pbs_reads_its_directives():
     assert "#PBS -l select=2:ncpus=4:ngpus=2:mpiprocs=1" in lines
 
 
-def test_pbs_starts_one_torchrun_a_node(tmp_path):
-    played = tmp_path / "mpiexec"
-    played.write_text('#!/bin/bash\nprintf "%s\\n" "$PWD" "$@"\n')
-    played.chmod(0o755)
-    (tmp_path / "nodes").write_text("node1\nnode2\n")
+def played(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The PBS script on a machine where mpiexec only says what it was given."""
+    mpiexec = folder / "mpiexec"
+    mpiexec.write_text('#!/bin/bash\nprintf "%s\\n" "$PWD" "$@"\n')
+    mpiexec.chmod(0o755)
+    (folder / "nodes").write_text("node1\nnode2\n")
     job = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PBS_O_WORKDIR": str(tmp_path),
-        "PBS_NODEFILE": str(tmp_path / "nodes"),
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PBS_O_WORKDIR": str(folder),
+        "PBS_NODEFILE": str(folder / "nodes"),
         "PBS_JOBID": "1234[7].server",
-        "PROGRAM": "train.py --name 'two words; $(touch trap)'",
+        **variables,
     }
-    done = subprocess.run(["bash", EXAMPLES / "pbs.sh"], env=job, capture_output=True, text=True)
+    return subprocess.run(["bash", EXAMPLES / "pbs.sh"], env=job, capture_output=True, text=True)
+
+
+def test_pbs_starts_one_torchrun_a_node(tmp_path):
+    done = played(tmp_path, PROGRAM="train.py --name 'two words; $(touch trap)'")
     folder, *words = done.stdout.splitlines()
     assert (done.stderr, folder) == ("", str(tmp_path))
     assert words[:4] == ["-n", "2", "torchrun", "--nnodes=2"]
     assert "--rdzv-endpoint=node1:21234" in words
     assert words[-3:] == ["train.py", "--name", "two words; $(touch trap)"]
     assert not (tmp_path / "trap").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [({"PROGRAM": "train.py --name 'open"}, "quote"), ({}, "need qsub -v PROGRAM")],
+    ids=("open quote", "no program"),
+)
+def test_pbs_starts_nothing_that_it_could_not_read(variables, told, tmp_path):
+    done = played(tmp_path, **variables)
+    assert done.returncode != 0
+    assert (done.stdout, told in done.stderr) == ("", True)

@@ -263,6 +263,25 @@ def test_an_element_of_a_sweep_adds_the_words_of_its_line(tmp_path):
         assert (code, told) == (2, f"list: need a line {element} with words; there is none.\n")
 
 
+def test_a_line_with_an_open_quote_ends_the_element(tmp_path):
+    (tmp_path / "list").write_text("--name 'open\n")
+    code, told = played("sweep", tmp_path, "x.py", SLURM_ARRAY_TASK_ID="1", SWEEP="list")
+    assert code != 0
+    assert "quote" in told
+    assert "torchrun" not in told
+
+
+@pytest.mark.parametrize("cores", ["", "8"])
+def test_srun_takes_the_cores_that_were_asked_for_and_else_all_there_are(cores, tmp_path):
+    for script in ("many_nodes", "srun_python"):
+        text = (ROOT / "cluster" / f"{script}.sbatch").read_text()
+        (tmp_path / "own.sbatch").write_text(text.replace("srun --kill", "env; srun --kill"))
+        asked_for = {"SLURM_CPUS_PER_TASK": cores} if cores else {}
+        code, told = played(str(tmp_path / "own"), tmp_path, "x.py", **asked_for)
+        found = [line for line in told.split("\n") if line.startswith("SRUN_CPUS_PER_TASK=")]
+        assert (code, found) == (0, [f"SRUN_CPUS_PER_TASK={cores}"] if cores else [])
+
+
 def test_a_sweep_that_is_no_array_says_so(tmp_path):
     code, told = played("sweep", tmp_path, "x.py")
     assert code != 0

@@ -28,8 +28,9 @@ head=$(head -n 1 "$PBS_NODEFILE")
 number=${PBS_JOBID%%[!0-9]*} # 1234 of 1234.server
 port=$((20000 + number % 20000))
 
-# xargs reads quotes as a shell does, but runs nothing.
-mapfile -t words < <(printf '%s' "$PROGRAM" | xargs -r -n 1 printf '%s\n')
+# xargs reads quotes as a shell does, but runs nothing. An open quote ends the job here.
+lines=$(printf '%s' "${PROGRAM:?need qsub -v PROGRAM=...}" | xargs -n 1 printf '%s\n')
+mapfile -t words <<< "$lines" # a word a line
 
 # mpiexec is PBS's srun: it starts one torchrun on each node.
 mpiexec -n "$nodes" torchrun \
