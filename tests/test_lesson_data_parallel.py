@@ -78,8 +78,8 @@ def test_a_forgotten_return_is_told():
 def test_the_script_trains_under_torchrun(tmp_path):
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(SCRIPT), "--steps", "3"),
-        *("--hidden", "16", "--record-to", str(tmp_path)),
+        *("--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(SCRIPT), "--turns", "3"),
+        *("--model", "tiny", "--seq", "8", "--record-to", str(tmp_path)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

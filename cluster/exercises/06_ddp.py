@@ -2,9 +2,9 @@
 
 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 cluster/exercises/06_ddp.py
 
-A GPT takes a few steps for each bucket size, and once without overlap; sizes take turns, so that
-whatever else the network does falls on all. Predict first: which size, and by how much? Each rank
-leaves its run record in runs/06_ddp, or where `--record-to` says.
+A GPT takes a few steps for each bucket size, once without overlap, and under PyTorch's own DDP;
+they take turns, so that whatever else the network does falls on all. Predict first: which size, and
+by how much? Each rank leaves its run record in runs/06_ddp, or where `--record-to` says.
 """
 
 import argparse
@@ -15,14 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from course_lib.core import CourseError
 from course_lib.core.presets import find_model
 from course_lib.ddp import DDP
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from course_lib.ranks import launch, span
+from course_lib.ranks import launch, record, span
 from course_lib.ranks.world import rank_device
 
 MIB = 2**20
+THEIRS = "PyTorch"
 
 
 def options_of(sizes_mib: list[float]) -> dict[str, dict[str, Any]]:
@@ -36,52 +39,63 @@ def options_of(sizes_mib: list[float]) -> dict[str, dict[str, Any]]:
     return runs
 
 
-def step_s(model: DDP, batch: tuple[torch.Tensor, torch.Tensor], name: str) -> float:
-    """Seconds of forward, backward and finish; all ranks begin together."""
+def step(
+    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], name: str
+) -> tuple[float, int]:
+    """Seconds of forward and backward, and the messages in it; all ranks begin together."""
     model.zero_grad()
     dist.barrier()
     start_s = time.perf_counter()
-    with span("compute", name):
+    with record() as log, span("compute", name):
         token_loss(model(batch[0]), batch[1]).backward()
-        model.finish()
+        if isinstance(model, DDP):
+            model.finish()  # PyTorch's waits at the end of backward
         if batch[0].is_cuda:
             torch.cuda.synchronize()
-    return time.perf_counter() - start_s
+    seconds = time.perf_counter() - start_s
+    return seconds, sum(event.kind == "all_reduce" for event in log.events)
 
 
 def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
     """The median step of each bucket size, in seconds."""
     device, spec = rank_device(), find_model(args.model)
-    runs = options_of(args.sizes)
-    models = {name: DDP(GPT(spec).to(device), **options) for name, options in runs.items()}
+    models: dict[str, nn.Module] = {
+        name: DDP(GPT(spec).to(device), **options)
+        for name, options in options_of(args.sizes).items()
+    }
+    models[THEIRS] = DistributedDataParallel(GPT(spec).to(device))
     tokens = token_batch(rank, batch=args.batch, seq=min(args.seq, spec.max_seq), vocab=spec.vocab)
     inputs, targets = (part.to(device) for part in next_tokens(tokens))
     seconds: dict[str, list[float]] = {name: [] for name in models}
+    messages: dict[str, int] = {}
     for _ in range(args.turns + 1):
         for name, model in models.items():
-            seconds[name].append(step_s(model, (inputs, targets), name))
+            step_s, messages[name] = step(model, (inputs, targets), name)
+            seconds[name].append(step_s)
     found = {name: median(times[1:]) for name, times in seconds.items()}
     if rank == 0:
-        print_table(found, models, next(iter(models.values())))
+        num_bytes = sum(param.nbytes for param in models[THEIRS].parameters())
+        print(f"{dist.get_world_size()} ranks, gradients of {num_bytes / MIB:.1f} MiB", flush=True)
+        for name, step_s in found.items():
+            told = f"{messages[name]:3} messages, {step_s * 1e3:8.1f} ms a step"
+            print(f"{name:>12}: {told}", flush=True)
     return found
-
-
-def print_table(found: dict[str, float], models: dict[str, DDP], first: nn.Module) -> None:
-    """One line a bucket size."""
-    num_bytes = sum(param.nbytes for param in first.parameters())
-    print(f"{dist.get_world_size()} ranks, gradients of {num_bytes / MIB:.1f} MiB", flush=True)
-    for name, seconds in found.items():
-        buckets = len(models[name].buckets)
-        print(f"{name:>12}: {buckets:3} messages, {seconds * 1e3:8.1f} ms a step", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="small", help="a preset: tiny, small, study-10m ...")
+    parser.add_argument("--sizes", type=float, nargs="*", default=[0.25, 1, 4], metavar="MIB")
     parser.add_argument("--batch", type=int, default=1, help="sequences on each rank")
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--turns", type=int, default=5, help="steps of each bucket size")
-    parser.add_argument("--sizes", type=float, nargs="*", default=[0.25, 1, 4], metavar="MIB")
+    parser.add_argument("--turns", type=int, default=5, help="steps of each kind")
     parser.add_argument("--record-to", default="runs/06_ddp", metavar="FOLDER")
     arguments = parser.parse_args()
+    try:
+        find_model(arguments.model)
+    except CourseError as problem:
+        parser.error(str(problem))
+    numbers = (arguments.batch, arguments.seq, arguments.turns, *arguments.sizes)
+    if min(*numbers) <= 0:
+        parser.error("need --sizes, --batch, --seq and --turns above 0")
     launch(sweep, arguments, record_to=arguments.record_to)
