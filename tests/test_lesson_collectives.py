@@ -9,7 +9,8 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from course_lib.core import Link
+from course_lib.core import Link, RunRecord
+from course_lib.display.last_run import BUILT_IN, MESSAGE, OUR_RING, marked_times_s
 
 SCRIPT = Path(__file__).resolve().parent.parent / "cluster/exercises/04_collectives.py"
 
@@ -35,6 +36,18 @@ def test_the_script_measures_every_call_and_size(pools, script, world_size, caps
     rows = capsys.readouterr().out
     for name in script.CALLS:
         assert len(re.findall(rf"\] *{name} +[\d.,]+ K?i?B: ", rows)) == 2
+
+
+def test_what_the_script_marks_is_what_the_notebook_reads(pools, script):
+    ranks = pools(3)
+    ranks.run(script.sweep, argparse.Namespace(sizes=[1, 100], turns=2))
+    events = [[event for event in ranks.events if event.rank == rank] for rank in range(3)]
+    found = marked_times_s(
+        [RunRecord(rank=r, world_size=3, events=e) for r, e in enumerate(events)]
+    )
+    assert found.keys() == {MESSAGE, *script.CALLS} >= {OUR_RING, BUILT_IN}
+    for by_size in found.values():
+        assert [(n, len(times)) for n, times in by_size.items()] == [(1020, 2), (102396, 2)]
 
 
 def test_times_that_no_wire_explains_are_told(script, capsys):

@@ -65,7 +65,7 @@ def seconds(name: str, call: Callable[[Tensor], object], num_bytes: int) -> floa
     x = torch.ones(num_bytes // 4, device=rank_device())
     dist.barrier()
     start_s = time.perf_counter()
-    with span("compute", f"{name}, {format_bytes(num_bytes)}"):
+    with span("compute", name, num_bytes):
         call(x)
         if x.is_cuda:
             torch.cuda.synchronize()

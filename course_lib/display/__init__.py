@@ -13,6 +13,7 @@ from course_lib.display.frames import (
     root_everything,
 )
 from course_lib.display.graph import graph, graph_words
+from course_lib.display.last_run import last_run, wire_run
 from course_lib.display.matrices import Matrix, matrices, split_mlp
 from course_lib.display.memory import memory
 from course_lib.display.pipelines import pipelines
@@ -40,6 +41,7 @@ __all__ = [
     "frames_from_messages",
     "graph",
     "graph_words",
+    "last_run",
     "matrices",
     "memory",
     "own_everything",
@@ -56,4 +58,5 @@ __all__ = [
     "timeline",
     "timelines",
     "waiting",
+    "wire_run",
 ]

@@ -66,7 +66,7 @@ def current_recorder() -> Recorder | None:
 
 
 @contextmanager
-def span(kind: str, label: str = "") -> Iterator[None]:
+def span(kind: str, label: str = "", num_bytes: int = 0) -> Iterator[None]:
     """Mark what runs inside as an event of this kind: `with span("forward", "F0"): ...`."""
     recorder = current_recorder()
     start_s = time.perf_counter()
@@ -74,7 +74,7 @@ def span(kind: str, label: str = "") -> Iterator[None]:
         yield
     finally:
         if recorder is not None:
-            recorder.add(kind, start_s, time.perf_counter(), label=label)
+            recorder.add(kind, start_s, time.perf_counter(), num_bytes=num_bytes, label=label)
 
 
 @contextmanager

@@ -624,3 +624,24 @@ reveal(guess_order, "no")
 # - Same calls, same shapes, same order on every rank: a wrong order is silent.
 #
 # Training with many copies of a model spends these $2n$ bytes on gradients, in every step.
+#
+# ## The same on a cluster
+#
+# `cluster/exercises/04_collectives.py` plays section 6 on as many nodes as you like: messages from
+# the first rank to the last and back give $\alpha$ and $\beta$, and then all-reduces race. Which
+# of the two changes when the ranks lie on two nodes? Predict, then type this into a terminal, in
+# the course's folder:
+#
+# ```sh
+# course submit 04 --nodes 2         # to your site's Slurm; without one, it runs on this machine
+# course logs -f 04_collectives-1    # reads along until it has ended
+# course collect                     # brings its run records home: run the cell below
+# ```
+
+# %% tags=["picture"]
+from course_lib.display import last_run, wire_run
+
+records = last_run("04_collectives")  # of the newest job that was brought home
+if records:
+    figure, finding = wire_run(records)
+    show(figure, alt=finding)
