@@ -139,8 +139,8 @@ def test_one_element_is_cancelled_and_the_others_go_on(scheduler, hand_in, tmp_p
     assert [one.state for one in scheduler.states(f"{job_id}_1")] == ["CANCELLED"]
 
 
-@BOTH
-def test_a_requeued_job_counts_its_restarts(scheduler, hand_in):
+def test_a_local_job_that_is_requeued_counts_its_restarts(hand_in_here):
+    scheduler, hand_in = hand_in_here
     body = """echo attempt ${SLURM_RESTART_COUNT:-0}
 if [ -z "${SLURM_RESTART_COUNT:-}" ]; then scontrol requeue $SLURM_JOB_ID; sleep 1000; fi"""
     (job,) = ended(scheduler, hand_in(body))

@@ -64,27 +64,6 @@ def program(text: str) -> str:
 # ---- the whole way ---------------------------------------------------------------------------
 
 
-def test_an_exercise_runs_over_two_nodes_and_its_records_come_home(
-    slurm, tmp_path, monkeypatch, course
-):
-    monkeypatch.chdir(tmp_path)
-    told = course("submit", "00", "--nodes", "2", "--profile", "test")
-    assert told.startswith(
-        "profile test: 0 of 16 jobs and 0.0 of 64.0 GPU hours are taken; this adds 1"
-    )
-    assert "00_hello_ranks-1 is handed in, as job " in told
-    said = course("logs", "-f", "00_hello_ranks-1")
-    assert "the sum over all ranks is 1111" in said
-    assert {line for line in said.splitlines() if "local rank" in line} == {
-        f"rank {rank} of 4: local rank {rank % 2} on node {rank // 2}" for rank in range(4)
-    }
-    assert "records of 4 of 4 ranks" in course("collect")
-    records = read_runs("runs/00_hello_ranks-1")
-    assert [record.rank for record in records] == [0, 1, 2, 3]
-    assert "records of 4 of 4 ranks" in course("collect")
-    assert len(read_runs("runs")) == 4
-
-
 @BOTH
 def test_words_of_a_program_arrive_untouched(place, plain, course):
     name = "a program; $(touch harm).py"
@@ -134,6 +113,7 @@ def test_every_element_is_collected_once(place, plain, course, until):
 def test_a_requeued_job_is_counted_once_and_the_whole_attempt_wins(place, plain, course):
     again = (
         "import subprocess, time\n"
+        "print('attempt', attempt, flush=True)\n"
         "if attempt == '0':\n"
         "    subprocess.run(['scontrol', 'requeue', os.environ['SLURM_JOB_ID']])\n"
         "    time.sleep(1000)\n"
@@ -141,7 +121,10 @@ def test_a_requeued_job_is_counted_once_and_the_whole_attempt_wins(place, plain,
     )
     text = program(RECORD + again)
     course("submit", "--script", plain, "--profile", place, text, "2")
-    course("logs", "-f", "program-1")
+    said = course("logs", "-f", "program-1").splitlines()
+    assert [line for line in said if "attempt" in line] == ["attempt 0", "attempt 1"]
+    (state,) = find_submission("program-1")[0].seen
+    assert (state.state, state.exit_code, state.restarts) == ("COMPLETED", 0, 1)
     assert "records of 2 of 2 ranks in runs/program-1, after 1 restart" in course("collect")
     assert [record.run["attempt"] for record in read_runs("runs")] == [1, 1]
     aside = sorted(path.name for path in Path("runs").rglob("*.superseded"))

@@ -1,73 +1,21 @@
 """Every command of the README is run here as it stands, with arguments that keep it short."""
 
-import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from .terminal import ROOT, commands, run, started
+
 README = (ROOT / "README.md").read_text()
-BIN = Path(sys.executable).parent
-
-
-def commands(text: str) -> list[str]:
-    """The commands of all ```sh blocks, without their comments, each on one line."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = re.sub(r"\\\n\s*", "", "".join(blocks)).splitlines()
-    return [line.partition(" #")[0].strip() for line in lines if line.strip()]
-
-
-def settings(**extra: str) -> dict[str, str]:
-    """The variables of a terminal where the environment is activated."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    return kept | {"PATH": path, "VENV": sys.prefix, "COLUMNS": "200"} | extra
-
-
-def run(command: str, folder: Path, code: int = 0, typed: str = "", **extra: str) -> str:
-    """Run a line of shell; returns what it prints, and fails if its exit code is another one."""
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=settings(**extra),
-        input=typed,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
-
-
-@contextmanager
-def started(command: str, folder: Path, **extra: str) -> Iterator[subprocess.Popen[str]]:
-    """A line of shell that runs on; it and all it started are gone afterwards."""
-    process = subprocess.Popen(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=settings(**extra),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-        process.communicate(timeout=20)
+WALK = ("course submit 00 --nodes 2", "course logs -f 00_hello_ranks-1", "course collect")
 
 
 def free_port() -> int:
@@ -120,6 +68,10 @@ def answer(url: str, process: subprocess.Popen[str]) -> str:
 
 def make_test(command, course, tmp_path):
     assert "-m pytest" in run(f"{command} --dry-run", ROOT)  # the rest is what runs just now
+
+
+def make_cluster(command, course, tmp_path):
+    assert "-m tools.cluster" in run(f"{command} --dry-run", ROOT)  # test_cluster_docs starts one
 
 
 def make_something(command, course, tmp_path):
@@ -195,12 +147,8 @@ def torchrun(command, course, tmp_path):
     assert len(list((course / "runs/00_hello_ranks").glob("*.jsonl"))) == 4
 
 
-def torchrun_on_two_nodes(command, course, tmp_path):
-    head = f"localhost:{free_port()}"
-    with started(command, course, HEAD=head) as other:
-        said = run(command, course, HEAD=head)
-        said += other.communicate(timeout=60)[0]
-    assert said.count("the sum over all ranks is 1111") == 1
+def study_plan(command, course, tmp_path):
+    assert "runs" in run(command, course)
 
 
 RUNS = {
@@ -221,8 +169,8 @@ RUNS = {
     "torchrun --nproc-per-node 4 -m course_lib.train --tp 2 --strategy torch-ddp "
     "--out runs/train": train_under_torchrun,
     "torchrun --nproc-per-node 4 cluster/exercises/00_hello_ranks.py": torchrun,
-    "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint $HEAD "
-    "cluster/exercises/00_hello_ranks.py": torchrun_on_two_nodes,
+    "course study plan": study_plan,
+    "make cluster": make_cluster,
 }
 
 
@@ -233,8 +181,17 @@ def test_a_command_of_the_readme_works(command, course, tmp_path, request):
     RUNS[command](command, course, tmp_path)
 
 
+def test_without_slurm_a_job_over_two_nodes_runs_here(course):
+    submit, logs, collect = WALK
+    assert "00_hello_ranks-1 is handed in" in run(submit, course)
+    said = run(logs, course)
+    assert said.count("the sum over all ranks is 1111") == 1
+    assert said.count("on node 1") == 2
+    assert "records of 4 of 4 ranks in runs/00_hello_ranks-1" in run(collect, course)
+
+
 def test_every_command_of_the_readme_is_run_here():
-    assert sorted(commands(README)) == sorted(RUNS)
+    assert sorted(commands(README)) == sorted([*RUNS, *WALK])
 
 
 def test_commands_are_found_in_every_block_and_without_comments():
