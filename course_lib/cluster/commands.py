@@ -1,8 +1,10 @@
 """The commands of `course` that hand work in and bring it home."""
 
+import errno
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from typing import Annotated
 
 import typer
@@ -214,7 +216,25 @@ def _in_words(state: JobState) -> str:
 def add_commands(app: typer.Typer) -> None:
     """Add them all to the command line."""
     takes_more = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(context_settings=takes_more)(submit)
+    app.command(context_settings=takes_more)(needs_room(submit))
     for command in (status, logs, cancel, collect):
-        app.command()(command)
+        app.command()(needs_room(command))
     add_site_commands(app)
+
+
+def needs_room(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, with one sentence where the disk is full."""
+
+    @wraps(command)
+    def run(*args: object, **options: object) -> None:
+        try:
+            command(*args, **options)
+        except OSError as problem:
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise CourseError(
+                f"course {command.__name__}: need room for {problem.filename or 'a file'}; got "
+                f"{problem.strerror}. Delete something and try again: nothing is lost."
+            ) from problem
+
+    return run
