@@ -258,7 +258,17 @@ def test_the_recorded_sample_is_the_whole_laptop_study_and_says_where_it_was_mad
         assert result.baseline is not None
         assert result.experiment.losses == pytest.approx(result.baseline.losses, rel=1e-4)
         assert result.experiment.num_tokens == 9 * 16 * 64
+        # what does not share the cores with others is predicted, and the rest by its order
+        assert 0.3 < result.prediction.step_s / result.experiment.step_s < 1.1
     assert len(list(pictures(sample))) > 10
+
+
+def test_the_recorded_convergence_is_faster_with_a_large_batch_and_a_short_warm_up():
+    sample = sample_results("convergence")
+    assert {one.run for one in sample.experiments} == set(find_study("convergence").runs)
+    by_label = {one.run.label: one.losses for one in sample.experiments}
+    assert by_label["tp"] == pytest.approx(by_label["single"], rel=1e-4)
+    assert "batch 32, warm-up 4" in drawing.convergence(sample)[1]
 
 
 def test_the_command_prints_tables_and_writes_the_page(tmp_path):

@@ -58,11 +58,8 @@ class Machine:
         return self.device.memory_bytes // (1 if self.cores is None else ranks)
 
     def start_s(self, ranks: int) -> float:
-        """Seconds until ranks have started; PyTorch is read by each, and by who starts them."""
-        if self.cores is None:
-            return 30.0
-        processes = ranks + 1 if ranks > 1 else 1
-        return 5.0 * max(1.0, processes / self.cores)
+        """Seconds until ranks have started; on a cluster each of them reads PyTorch first."""
+        return 30.0 if self.cores is None else 2.0 * max(1.0, ranks / self.cores)
 
     def link_between_copies(self, one_copy: int) -> AnyLink:
         """The link between ranks that are so far apart."""

@@ -5,7 +5,7 @@ strategy and the number of ranks differ. The study of convergence is about what 
 grows with the ranks instead. Lesson 13_scaling_study.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -80,7 +80,10 @@ def laptop() -> Iterator[StudyRun]:
     yield from _base_set(small())
     yield small(strategy="torch-ddp", ranks=2)
     yield small(strategy="ddp", ranks=2, bucket_mib=1.0)
-    yield from _sharded_set(small(num_micro_batches=ACCUMULATED), ZERO)
+    alone = small(num_micro_batches=ACCUMULATED)
+    yield alone
+    for strategy in ZERO:  # buckets that are small beside the model, as they are beside large ones
+        yield from _copies(replace(alone, bucket_mib=1.0), strategy)
 
 
 def cluster() -> Iterator[StudyRun]:
@@ -90,15 +93,15 @@ def cluster() -> Iterator[StudyRun]:
         alone = StudyRun(spec=find_model(name), global_batch=batch, seq=seq, dtype=dtype, steps=200)
         yield from _base_set(alone)
         yield from _copies(alone, "torch-ddp")
-        yield from _sharded_set(
-            replace(
-                alone,
-                global_batch=ZERO_BATCH,
-                seq=ZERO_SEQ.get(name, seq),
-                num_micro_batches=ACCUMULATED,
-            ),
-            (*ZERO, "torch-fsdp", "zero3-offload"),
+        accumulated = replace(
+            alone,
+            global_batch=ZERO_BATCH,
+            seq=ZERO_SEQ.get(name, seq),
+            num_micro_batches=ACCUMULATED,
         )
+        yield accumulated
+        for strategy in (*ZERO, "torch-fsdp", "zero3-offload"):
+            yield from _copies(accumulated, strategy)
         if name == "study-100m":
             largest = replace(alone, strategy="ddp", ranks=WORLD_SIZES[-1])
             yield from (replace(largest, bucket_mib=size) for size in BUCKETS_MIB)
@@ -126,13 +129,6 @@ def _base_set(alone: StudyRun) -> Iterator[StudyRun]:
         for wanted in (p, 4 * p):
             m = min(wanted, alone.global_batch)  # a sequence is not cut
             yield replace(alone, ranks=p, pp=p, num_micro_batches=m)
-
-
-def _sharded_set(alone: StudyRun, strategies: Iterable[str]) -> Iterator[StudyRun]:
-    """One rank, and each strategy that shards."""
-    yield alone
-    for strategy in strategies:
-        yield from _copies(alone, strategy)
 
 
 def _copies(alone: StudyRun, strategy: str) -> Iterator[StudyRun]:

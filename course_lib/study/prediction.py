@@ -152,7 +152,7 @@ def _gradients_s(run: StudyRun, machine: Machine, compute_s: float) -> float:
     link = machine.link_between_copies(run.tp * run.pp)
     sizes = _row_bytes(run)
     if degrees.zero:
-        rows = [RowTraffic(num_bytes=size) for size in sizes]
+        rows = [row for size in sizes for row in _sent_together(run, size)]
         calls = zero_traffic(degrees.zero, rows, run.num_micro_batches)
         return traffic_s(calls, degrees.dp, link)
     last_s = compute_s / run.num_micro_batches  # only the last backward sends
@@ -171,6 +171,15 @@ def _row_bytes(run: StudyRun) -> list[int]:
     rest = params_on_rank(run.spec, run.degrees) % layer or layer
     num_layers = (params_on_rank(run.spec, run.degrees) - rest) // layer
     return [layer * number_bytes] * num_layers + [rest * number_bytes]
+
+
+def _sent_together(run: StudyRun, num_bytes: int) -> list[RowTraffic]:
+    """A layer as it travels: whole with FSDP, else in buckets, and with ZeRO-3 module by module."""
+    if run.strategy in ("fsdp", "torch-fsdp"):
+        return [RowTraffic(num_bytes=num_bytes)]
+    modules = (7 if run.spec.gated else 6) + 2 if run.degrees.zero == 3 else 1  # matrices, norms
+    parts = max(modules, -(-num_bytes // int(run.bucket_mib * MIB)))
+    return [RowTraffic(num_bytes=num_bytes // parts)] * parts
 
 
 def _optimizer_s(run: StudyRun, machine: Machine) -> float:

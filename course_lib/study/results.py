@@ -24,7 +24,7 @@ from course_lib.study.machines import machine_of_record, with_link
 from course_lib.study.prediction import Prediction, fit_machine, predict
 from course_lib.study.run import StudyRun, read_run
 
-SAMPLE = Path(__file__).parent / "data" / "laptop_study.json"
+SAMPLES = Path(__file__).parent / "data"  # NAME_study.json
 MACHINE = ("system", "cores", "usable_cores", "memory_bytes", "torch", "usable_gpus", "gpus")
 
 
@@ -106,9 +106,9 @@ def read_results(path: str | Path) -> Results:
     return Results(experiments=tuple(found), links=read_links(path), left_out=left_out)
 
 
-def sample_results() -> Results:
-    """The laptop study as it was once recorded."""
-    return read_results(SAMPLE)
+def sample_results(study: str = "laptop") -> Results:
+    """A study as it was once recorded: `laptop` or `convergence`."""
+    return read_results(SAMPLES / f"{study}_study.json")
 
 
 def save_results(results: Results, path: str | Path, made: str) -> Path:
