@@ -66,10 +66,19 @@ def program(text: str) -> str:
 
 @BOTH
 def test_words_of_a_program_arrive_untouched(place, plain, course):
-    name = "a program; $(touch harm).py"
+    name = './-a "program\'s"; $(touch harm) `touch harm`\n.py'
     Path(name).write_text("import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     words = ["a b", "it's", '"quoted"', "$(touch harm)", "`touch harm`", "$HOME", "*", "", "a\\b"]
-    words += ["; touch harm", "--flag=x y", "ä", "-n", "new\nline", "!!", "# no comment"]
+    words += [
+        "; touch harm",
+        "--flag=x y",
+        "ä",
+        "-n",
+        "new\nline",
+        "!!",
+        "# no comment",
+        "--array=0-3",
+    ]
     course("submit", "--script", plain, "--profile", place, name, "--", *words)
     (one,) = read_submissions()
     assert json.loads(course("logs", "-f", one.id)) == words
@@ -88,6 +97,22 @@ def test_output_that_is_no_text_can_be_read_along(place, plain, course):
     said = course("logs", "-f", "program-1")
     assert said.splitlines()[:2] == [f"one{STRANGE}{STRANGE}{STRANGE}]0;title{STRANGE}", "€ two"]
     assert all(c.isprintable() or c in "\n\t" for c in said)
+
+
+def test_ctrl_c_ends_the_reading_and_not_the_job(tmp_path, monkeypatch, plain, course):
+    def typed(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    text = program("import time\ntime.sleep(1000)\n")
+    course("submit", "--script", plain, "--profile", "laptop", text)
+    with monkeypatch.context() as while_reading:
+        while_reading.setattr("course_lib.cluster.follow.time.sleep", typed)
+        told = course("logs", "-f", "program-1", fails=True)
+    assert told == "\nprogram-1 goes on; course cancel program-1 would end it.\n"
+    assert "is cancelled" in course("cancel", "program-1")
+    course("logs", "-f", "program-1")
+    assert "CANCELLED" in course("status")
 
 
 @BOTH
