@@ -24,6 +24,7 @@ from course_lib.ranks.callers import Line
 NUM_SLOTS = 1024
 NUM_CHOICES = 8  # slots in which one call may stand
 SLOT = struct.Struct("<Q II dd QQ hBB I 80s 40s 160s Q")
+NUMBER = struct.Struct(f"<Q{SLOT.size - 8}x")  # of a slot, without all that stands behind it
 SIGNATURE_AT, SIGNATURE_BYTES = struct.calcsize("<Q II dd QQ hBB I"), 80
 STATE = struct.Struct("<Q II d I 160s 40s II")
 RANK_BYTES = 512 + NUM_SLOTS * SLOT.size
@@ -177,8 +178,9 @@ class Board:
 
     def history(self, rank: int) -> list[Post]:
         """The calls of a rank that the board still holds, in the order they were made."""
-        start = rank * RANK_BYTES + 512
-        found = (self._read(start + i * SLOT.size) for i in range(NUM_SLOTS))
+        start, end = rank * RANK_BYTES + 512, (rank + 1) * RANK_BYTES
+        numbers = NUMBER.iter_unpack(self._map[start:end])
+        found = (self._read(start + i * SLOT.size) for i, (n,) in enumerate(numbers) if n)
         return sorted((post for post in found if post), key=lambda post: post.number)
 
     def agrees(self, rank: int, post: Post) -> bool:
@@ -213,11 +215,8 @@ class Board:
         at = self._slot(rank, channel, seq)
         if at is not None:
             return at
-        numbers = {
-            at: struct.unpack_from("<Q", self._map, at)[0]
-            for at in self._choices(rank, channel, seq)
-        }
-        return min(numbers, key=numbers.__getitem__)
+        choices = self._choices(rank, channel, seq)
+        return min(choices, key=lambda at: NUMBER.unpack_from(self._map, at))
 
     def _read(self, at: int) -> Post | None:
         """Read a slot while others may write it: last field, whole slot, first field again."""
