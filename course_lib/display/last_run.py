@@ -62,7 +62,7 @@ def wire_run(records: Sequence[RunRecord]) -> tuple[Figure, str]:
             f"more; got {p}, with {', '.join(times_s) or 'nothing marked'}. Try course submit 04."
         )
     trips = [(n, both_s / 2) for n, some in times_s[MESSAGE].items() for both_s in some]
-    wire = fit_link(*zip(*trips, strict=True), name="the wire")
+    wire = fit_link([n for n, _ in trips], [one_s for _, one_s in trips], name="the wire")
     ours, theirs = (list(times_s[name].values()) for name in (OUR_RING, BUILT_IN))
     sizes = list(times_s[OUR_RING])
     ratio = median(ours[-1]) / ring_all_reduce_s(sizes[-1], p, wire)
