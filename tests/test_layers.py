@@ -24,7 +24,7 @@ ROOMS_BELOW = {
     "training": {"lessons", "frameworks", "models", "ranks", "cost", "core"},
     "train": {"training", "core"},
     "display": {"lessons", "models", "ranks", "cost", "core"},
-    "checks": {"lessons", "models", "ranks", "cost", "core"},
+    "checks": {"study", "cluster", "lessons", "models", "ranks", "cost", "core"},
     "authoring": {"checks", "display", "lessons", "models", "ranks", "cost", "core"},
     "cluster": {"ranks", "cost", "core"},
     "study": {"cluster", "training", "display", "lessons", "ranks", "cost", "core"},

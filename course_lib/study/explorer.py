@@ -32,7 +32,7 @@ def study_explorer() -> Explore:
     return explore(
         draw_study,
         study_alt,
-        model=([*SIZES], "study-300m"),
+        model=([*SIZES], "study-500m"),
         gpus=([2, 4], 2),
         link=([*LINKS], "PCIe"),
         card=(CARDS, "a6000"),
@@ -92,5 +92,5 @@ def rows_of(model: str, gpus: int, link: str, card: str) -> Rows:
 
 def _pick(study: tuple[StudyRun, ...], strategy: str) -> StudyRun:
     """The strategy's run with the most micro-batches, and buckets of the usual size."""
-    found = [run for run in study if run.label == strategy and run.bucket_mib == 25]
-    return max(found, key=lambda run: run.num_micro_batches)
+    found = [run for run in study if run.label == strategy]
+    return max(found, key=lambda run: (run.num_micro_batches, -abs(run.bucket_mib - 25)))

@@ -1,0 +1,86 @@
+"""What notebook 13_scaling_study plays with: a device, planned runs, a broken script, findings.
+
+The device has a clock of its own, so that what it shows is the same on every machine.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from course_lib.core.errors import CourseError
+
+LAUNCH_S = 1e-5
+
+
+class Device:
+    """Takes orders at once and works on them later, one after the other, as a GPU does.
+
+    orders   what it was told to do: "backward" and "step", in order
+    """
+
+    def __init__(self, backward_s: float = 0.03, step_s: float = 0.02) -> None:
+        self.backward_s, self.step_s = backward_s, step_s
+        self.orders: list[str] = []
+        self._now_s = self._free_s = 0.0
+
+    def backward(self, num_tokens: int) -> None:
+        """Order forward and backward of one micro-batch; do not wait."""
+        if num_tokens < 1:
+            raise CourseError(f"Device.backward: need tokens; got {num_tokens}. Try 512.")
+        self._order("backward", self.backward_s)
+
+    def step(self) -> None:
+        """Order a step of the optimizer; do not wait."""
+        self._order("step", self.step_s)
+
+    def synchronize(self) -> None:
+        """Wait until all that was ordered is done."""
+        self._now_s = max(self._now_s, self._free_s)
+
+    def now_s(self) -> float:
+        """What the clock says, whatever the device still works on."""
+        return self._now_s
+
+    def _order(self, name: str, takes_s: float) -> None:
+        self.orders.append(name)
+        self._now_s += LAUNCH_S
+        self._free_s = max(self._free_s, self._now_s) + takes_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A run before it is handed in: what it holds on to, and for how long."""
+
+    nodes: int = 1
+    gpus_per_node: int
+    start_s: float
+    steps: int
+    step_s: float
+
+
+# efficiency in per cent that a published study found on two GPUs joined by PCIe, about
+PUBLISHED: Mapping[str, float] = MappingProxyType({"ddp": 80.0, "zero1": 80.0, "tp": 60.0})
+# made up for the lesson, in the words of `nvidia-smi topo -m`: two pairs on two sockets
+EXAMPLE_LINKS = (
+    ("X", "PIX", "SYS", "SYS"),
+    ("PIX", "X", "SYS", "SYS"),
+    ("SYS", "SYS", "X", "PXB"),
+    ("SYS", "SYS", "PXB", "X"),
+)
+BROKEN_SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name=study
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+# SBATCH --gpus-per-node=2
+#SBATCH --cpus-per-task=4
+#SBATCH --time=2:00                     # two hours
+#SBATCH --output=study-$SLURM_JOB_ID.out
+
+set -euo pipefail
+#SBATCH --exclude=node7
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+torchrun --nnodes="$SLURM_NNODES" --nproc-per-node=2 \\
+  --rdzv-backend=c10d --rdzv-endpoint=localhost:29500 \\
+  cluster/exercises/06_ddp.py --turns 3
+"""

@@ -1,0 +1,52 @@
+"""The pictures of the deck 13_scaling_study, drawn by the functions that the notebook calls."""
+
+from course_lib.display.links import links
+from course_lib.scaling_lab import EXAMPLE_LINKS
+from course_lib.study import pictures as of_study
+from course_lib.study.explorer import draw_study
+from course_lib.study.results import sample_results
+
+CARD = "a6000"
+
+
+def a_set(word):
+    """The results of the recorded study whose name has this word, and the name."""
+    found = sample_results().sets()
+    return next((results, name) for name, results in found.items() if word in name)
+
+
+def efficiency():
+    """Measured beside predicted."""
+    return of_study.efficiency(*a_set("small"))[0]
+
+
+def states():
+    """What a rank of at most two keeps under ZeRO."""
+    found, name = a_set("parts")
+    return of_study.states([one for one in found if one.experiment.run.ranks <= 2], name)[0]
+
+
+def losses():
+    """All strategies, one curve."""
+    return of_study.loss_curves(*a_set("small"))[0]
+
+
+def paper():
+    """Two GPUs over PCIe."""
+    return draw_study("study-500m", 2, "PCIe", CARD, "efficiency")
+
+
+def bridges():
+    """Four GPUs over several bridges."""
+    return draw_study("study-500m", 4, "PCIe, several bridges", CARD, "efficiency")
+
+
+def matrix():
+    """Who is near whom."""
+    return links(EXAMPLE_LINKS, "An example: two pairs are near, and two sockets are far apart")
+
+
+def pictures():
+    """All pictures by the names the deck calls them."""
+    drawn = (efficiency, states, losses, paper, bridges, matrix)
+    return {draw.__name__: draw() for draw in drawn}
