@@ -92,6 +92,15 @@ def test_a_wrong_line_is_told_in_a_sentence(text, told, tmp_path):
     assert str(path) in str(raised.value) or "profile wrong" in str(raised.value)
 
 
+def test_a_profile_that_nobody_can_read_or_write_is_one_sentence(tmp_path):
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(CourseError, match=r"folder\.toml: need to read it"):
+        read_profile(tmp_path / "folder.toml")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CourseError, match=r"site\.toml: need to write it"):
+        save_profile(FULL, tmp_path / "file" / "site.toml")
+
+
 def test_a_profile_that_is_not_there_names_those_that_are(course):
     with pytest.raises(CourseError, match=r"need one of laptop.*got 'lptop'"):
         read_profile("lptop")

@@ -177,6 +177,12 @@ def test_a_script_without_the_two_lines_is_refused(tmp_path):
     assert asked(render(replace(JOB, script=str(path)), SITE))["nodes"] == "2"
 
 
+def test_a_script_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "own.sbatch").write_bytes(b"\x7fELF\xff")
+    with pytest.raises(CourseError, match=r"own\.sbatch: need a text in UTF-8"):
+        render(replace(JOB, script=str(tmp_path / "own.sbatch")), SITE)
+
+
 @pytest.mark.parametrize("own", ["#SBATCH -N 7 -t 5", "#SBATCH -N7\n#SBATCH --time 5"])
 def test_however_a_script_asks_what_the_job_says_counts(own, tmp_path):
     path = tmp_path / "own.sbatch"
