@@ -27,7 +27,9 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch
 class Steps(Protocol):
     """What the loop asks for after the backward passes of a step."""
 
-    optimizer: Optimizer | None  # None: a framework keeps it to itself
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Where the learning rate is set; None: a framework keeps it to itself."""
 
     def zero_grad(self) -> None:
         """Forget the gradients of the step before."""
