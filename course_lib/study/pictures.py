@@ -10,7 +10,7 @@ from course_lib.display.beside import Pair, beside
 from course_lib.display.links import links
 from course_lib.display.losses import descents, losses
 from course_lib.display.memory import memory
-from course_lib.study.aggregate import GOOD, STATES
+from course_lib.study.aggregate import GOOD, STATES, Comparison
 from course_lib.study.curves import SMOOTHED, smooth, spread, steps_to
 from course_lib.study.prediction import states_of
 from course_lib.study.report import name_of
@@ -38,18 +38,10 @@ def throughput(results: Sequence[Result], name: str) -> Picture | None:
 
 def efficiency(results: Sequence[Result], name: str) -> Picture | None:
     """Throughput factor in per cent of the number of ranks; about 80 is good."""
-    compared = [result for result in _many(results) if result.comparison and result.baseline]
-    if not compared:
+    pairs = _compared(results, lambda beside: beside.efficiency_percent, lambda f, p: f / p * 100)
+    if not pairs:
         return None
-    pairs = [
-        Pair(
-            name=_line(result),
-            measured=result.comparison.efficiency_percent if result.comparison else None,
-            predicted=_predicted_factor(result) / result.experiment.run.ranks * 100,
-        )
-        for result in compared
-    ]
-    good = sum(pair.measured is not None and pair.measured >= GOOD for pair in pairs)
+    good = sum((pair.measured or 0) >= GOOD for pair in pairs)
     title = f"{good} of {len(pairs)} ways to split {name} keep {GOOD} % efficiency"
     figure = beside(
         pairs,
@@ -64,18 +56,12 @@ def efficiency(results: Sequence[Result], name: str) -> Picture | None:
 
 def overhead(results: Sequence[Result], name: str) -> Picture | None:
     """How much longer a step takes than on one rank; below 0 it is shorter."""
-    compared = [result for result in _many(results) if result.comparison and result.baseline]
-    if not compared:
+    pairs = _compared(
+        results, lambda beside: beside.overhead_percent, lambda f, _: (1 / f - 1) * 100
+    )
+    if not pairs:
         return None
-    pairs = [
-        Pair(
-            name=_line(result),
-            measured=result.comparison.overhead_percent if result.comparison else None,
-            predicted=(1 / _predicted_factor(result) - 1) * 100,
-        )
-        for result in compared
-    ]
-    slower = sum(pair.measured is not None and pair.measured > 0 for pair in pairs)
+    slower = sum((pair.measured or 0) > 0 for pair in pairs)
     title = f"{slower} of {len(pairs)} ways to split {name} take longer than one rank"
     x_label = "relative overhead of a step (%)"
     return beside(pairs, title, x_label=x_label, words="{:+.0f}".format), f"{title}."
@@ -175,8 +161,24 @@ def pictures(results: Results) -> Iterator[Picture]:
     yield from filter(None, (draw(results) for draw in OF_ALL))
 
 
-def _many(results: Sequence[Result]) -> list[Result]:
-    return [result for result in in_order(results) if result.experiment.run.ranks > 1]
+def _compared(
+    results: Sequence[Result],
+    measured: Callable[[Comparison], float],
+    predicted: Callable[[float, int], float],
+) -> list[Pair]:
+    """A pair for each run of several ranks with one of one rank beside it.
+
+    predicted   from the throughput factor that the cost model says, and the number of ranks
+    """
+    return [
+        Pair(
+            name=_line(result),
+            measured=measured(result.comparison),
+            predicted=predicted(_predicted_factor(result), result.experiment.run.ranks),
+        )
+        for result in in_order(results)
+        if result.experiment.run.ranks > 1 and result.comparison
+    ]
 
 
 def _line(result: Result) -> str:
