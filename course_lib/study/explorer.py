@@ -47,8 +47,8 @@ def draw_study(model: str, gpus: int, link: str, card: str, show: str) -> Figure
         pairs = [Pair(name=name, predicted=one.peak_bytes / GIB) for name, (one, _) in rows.items()]
         there = find_device(card).memory_bytes / GIB
         limit = there if there < 3 * max(pair.predicted or 0 for pair in pairs) else None
-        words = {"x_label": "peak memory of the fullest rank (GiB)", "limit_words": card}
-        return beside(pairs, title, limit=limit, **words)
+        x_label = "peak memory of the fullest rank (GiB)"
+        return beside(pairs, title, x_label=x_label, limit=limit, limit_words=card)
     found = PUBLISHED if (gpus, link) == (2, PCIE.name) else {}
     pairs = [
         Pair(name=name, measured=found.get(name), predicted=percent)
