@@ -4,6 +4,7 @@ import ast
 import io
 import re
 import subprocess
+from functools import cache
 
 import nbformat
 import pytest
@@ -17,15 +18,39 @@ from course_lib.checks.exercise import exercises_of
 
 FOLDER = find_folder()
 CELL_TIMEOUT_S = 120
+AFRESH = '%reset -f\nassert "check" not in globals()'
 
 pytestmark = pytest.mark.parametrize("lesson", all_lessons(FOLDER), ids=lambda lesson: lesson.name)
 
 
-def outcomes(notebook, tmp_path):
-    """How the cells of a notebook end under nbval, by cell id."""
-    path = tmp_path / "notebook.ipynb"
-    write_notebook(notebook, path)
-    return run_nbval(path, CELL_TIMEOUT_S, lambda done, total: None)
+def exercises_alone(lesson):
+    """The student notebook's exercises and their checks, behind its first cell."""
+    notebook = student_notebook(lesson, read_lesson(lesson))
+    first, *code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    cells = [first, *(cell for cell in code if "exercise" in cell.metadata)]
+    for cell in cells:
+        if cell.id.startswith("check-"):
+            cell.metadata.tags = [tag for tag in tags_of(cell) if tag != "raises-exception"]
+        cell.id = f"student-{cell.id}"
+    return cells
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """How cells end under nbval, by cell id: of the solved notebook, then of `exercises_alone`.
+
+    One kernel runs both, as it takes long to start; between them it forgets all names.
+    """
+
+    @cache
+    def run(lesson):
+        notebook = nbformat.read(lesson.solved, 4)
+        notebook.cells += [nbformat.v4.new_code_cell(AFRESH, id="afresh"), *exercises_alone(lesson)]
+        path = tmp_path_factory.mktemp(lesson.name) / "notebook.ipynb"
+        write_notebook(notebook, path)
+        return run_nbval(path, CELL_TIMEOUT_S, lambda done, total: None)
+
+    return run
 
 
 def test_the_source_is_sound(lesson):
@@ -52,11 +77,11 @@ def test_the_committed_student_notebook_is_as_built(lesson):
     assert nbformat.read(lesson.student, 4) == built
 
 
-def test_the_solved_notebook_passes_nbval(lesson, tmp_path):
-    notebook = nbformat.read(lesson.solved, 4)
-    ended = outcomes(notebook, tmp_path)
+def test_the_solved_notebook_passes_nbval(lesson, outcomes):
+    ids = [c.id for c in nbformat.read(lesson.solved, 4).cells if c.cell_type == "code"]
+    ended = {name: how for name, how in outcomes(lesson).items() if name in ids}
     assert {name: how for name, how in ended.items() if how.how != "passed"} == {}
-    assert len(ended) == sum(cell.cell_type == "code" for cell in notebook.cells)
+    assert list(ended) == ids
 
 
 def test_only_its_check_uses_what_an_exercise_defines(lesson):
@@ -81,22 +106,19 @@ def lines_of_python(text):
     return ast.parse(re.sub(r"^%.*$", "", text, flags=re.M)).body
 
 
-def test_the_student_notebook_stops_at_the_exercise_checks_and_nowhere_else(lesson, tmp_path):
+def test_the_student_notebook_stops_at_the_exercise_checks_and_nowhere_else(lesson, outcomes):
     """The cells of the walkthrough are those of the solved notebook; here the others are run."""
     notebook = student_notebook(lesson, read_lesson(lesson))
     solved = {cell.id: cell.source for cell in nbformat.read(lesson.solved, 4).cells}
-    first, *code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    _, *code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     walkthrough = [cell for cell in code if "exercise" not in cell.metadata]
     assert walkthrough
     for cell in walkthrough:
         assert cell.source == solved[cell.id]
-    checks = {cell.id for cell in code if cell.id.startswith("check-")}
-    notebook.cells = [first, *(cell for cell in code if "exercise" in cell.metadata)]
-    for cell in notebook.cells:
-        if cell.id in checks:
-            cell.metadata.tags = [tag for tag in tags_of(cell) if tag != "raises-exception"]
-    ended = outcomes(notebook, tmp_path)
+    ids = [cell.id for cell in exercises_alone(lesson)]
+    assert outcomes(lesson)["afresh"].how == "passed"
+    ended = {name: how for name, how in outcomes(lesson).items() if name in ids}
+    assert list(ended) == ids
     failed = {name: how for name, how in ended.items() if how.how != "passed"}
-    assert failed.keys() == checks
+    assert list(failed) == [name for name in ids if name.startswith("student-check-")]
     assert {how.name for how in failed.values()} <= {"NotDone"}
-    assert len(ended) == len(notebook.cells)
