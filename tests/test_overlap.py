@@ -194,18 +194,20 @@ def is_undisturbed(cost, steps):
 
 @pytest.fixture(scope="module")
 def measured():
-    """Cost, and steps by (bucket bytes, overlap), of layers that sleep: the least disturbed run."""
+    """Cost, and steps by (bucket bytes, overlap), of layers that sleep: the least disturbed each."""
     with Ranks(2, link=WIRE) as ranks:
         runs = {(size, True): {"bucket_bytes": size} for size in (MIB, 2 * MIB, 12 * MIB)}
         for size in (2 * MIB, 12 * MIB):
             runs[size, False] = {"bucket_bytes": size, "overlap": False}
-        found = []
+        costs, tries = [], []
         for _ in range(8):
-            cost = measure_cost(ranks, emulated_model, emulated_loss, turns=3)
-            found.append((cost, measure_steps(ranks, emulated_model, emulated_loss, runs, turns=5)))
-            if is_undisturbed(*found[-1]):
+            costs.append(measure_cost(ranks, emulated_model, emulated_loss, turns=3))
+            tries.append(measure_steps(ranks, emulated_model, emulated_loss, runs, turns=5))
+            cost = min(costs, key=lambda one: one.compute_s)
+            steps = {run: min((t[run] for t in tries), key=lambda s: s.least_s) for run in runs}
+            if is_undisturbed(cost, steps):
                 break
-        return min(found, key=lambda one: one[0].compute_s)
+        return cost, steps
 
 
 def test_the_measured_cost_is_that_of_the_layers(measured):
