@@ -46,7 +46,12 @@ def matrix():
     return links(EXAMPLE_LINKS, "An example: two pairs are near, and two sockets are far apart")
 
 
+def soon():
+    """Batches that grow with the copies."""
+    return of_study.convergence(sample_results("convergence"))[0]
+
+
 def pictures():
     """All pictures by the names the deck calls them."""
-    drawn = (efficiency, states, losses, paper, bridges, matrix)
+    drawn = (efficiency, states, losses, paper, bridges, matrix, soon)
     return {draw.__name__: draw() for draw in drawn}

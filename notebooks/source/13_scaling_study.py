@@ -275,7 +275,7 @@ show(figure, alt=alt)
 #   hides behind backward.
 # - *Where the hollow bar is longer*, something is not in the formula. Here the wire is a program
 #   (gloo), which takes cores away from computing. TP, which sends most often, pays most.
-# - *Four ranks* are poor by design: the cores are two. A bar can be right and mean nothing.
+# - *Four ranks* share the cores of two. A bar can be right and mean nothing.
 #
 # ZeRO cuts its batch into micro-batches, so it has a baseline of its own. Which stage takes the
 # longest step?
@@ -545,7 +545,7 @@ check("scaling_study-5", mended)
 # course report runs/study-laptop --html report.html
 #
 # course cluster init                           # once: a few questions about your site
-# course study plan cluster --profile site      # what it runs, what it costs, what does not fit
+# course study plan cluster --profile site      # what it runs, and what it costs
 # course study run cluster --profile site       # hands in job arrays; again: what failed
 # course status                                 # how far they are
 # course report runs/study-cluster
@@ -565,7 +565,8 @@ print(whose)
 console = Console(width=100, force_jupyter=False, force_terminal=False)
 for table in tables(mine):
     console.print(table, "")
-print(*notes(mine), sep="\n")
+for note in notes(mine):
+    console.print(note, highlight=False)
 
 # %% [markdown]
 # ## What to keep
