@@ -194,7 +194,7 @@ def is_undisturbed(cost, steps):
 
 @pytest.fixture(scope="module")
 def measured():
-    """Cost, and steps by (bucket bytes, overlap), of layers that sleep: the least disturbed each."""
+    """Cost, and steps by (bucket bytes, overlap), of layers that sleep: each at its calmest."""
     with Ranks(2, link=WIRE) as ranks:
         runs = {(size, True): {"bucket_bytes": size} for size in (MIB, 2 * MIB, 12 * MIB)}
         for size in (2 * MIB, 12 * MIB):
