@@ -2,6 +2,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help environment lab test test-cluster cluster check format notebooks slides bench clean
 
+unexport PYTHONDONTWRITEBYTECODE # hundreds of processes start sooner where modules are compiled
 VENV ?= .venv
 BIN = $(abspath $(VENV))/bin
 LESSON ?= notebooks/00_ranks.ipynb
@@ -27,7 +28,7 @@ lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_col
 		--ServerApp.root_dir="$(CURDIR)" $(LAB_ARGS) "$(LESSON)"
 
 test: environment ## run every test (TEST_ARGS=tests/test_collectives.py: those of one lesson)
-	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 3 --dist loadfile \
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 4 --dist loadfile \
 		--no-loadscope-reorder $(TEST_ARGS)
 
 test-cluster: environment ## what takes minutes on a live Slurm: nodes that go, preemption, time limits
