@@ -3,79 +3,119 @@ r"""Lesson 05 outside of the notebook: a GPT trained by naive data parallelism, 
 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 4 \
     cluster/exercises/05_data_parallel.py
 
-Every rank has a batch of its own, so the work grows with the ranks (weak scaling): run it on 1, 2
-and 4 ranks, predict the time of a step each time, and see what the all-reduces take. `--every 8`
-averages the parameters every 8 steps in place of the gradients in each. Each rank leaves its run
-record in runs/05_data_parallel, or where `--record-to` says.
+Ours and PyTorch's own take turns. Every rank has a batch of its own, so the work grows with the
+ranks (weak scaling): run it on 1, 2 and 4 ranks, predict the time of a step each time, and see what
+the all-reduces take. `--every 8` averages the parameters every 8 steps in place of the gradients in
+each. Each rank leaves its run record in runs/05_data_parallel, or where `--record-to` says.
 """
 
 import argparse
-import time
-from statistics import median
+from collections.abc import Callable, Iterator
+from itertools import count
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
 
 from course_lib.core import CourseError
 from course_lib.core.presets import find_model
-from course_lib.data_parallel import NaiveDDP, fingerprint
+from course_lib.data_parallel import NaiveDDP, broadcast_state, fingerprint
 from course_lib.local_sgd import LocalSGD
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import launch, span
 from course_lib.ranks.world import rank_device
+from course_lib.turns import in_turns, largest_difference
+
+OURS, THEIRS = "ours", "PyTorch's"
 
 
-def train(rank: int, args: argparse.Namespace) -> None:
-    """Train; rank 0 tells the time of a step, and whether all replicas are equal."""
-    torch.manual_seed(rank)  # the first rank's weights win
+def nothing() -> None:
+    """What a step may leave out."""
+
+
+class Way:
+    """One of the ways to train: a replica of the GPT, and what it does after backward and step."""
+
+    def __init__(self, rank: int, args: argparse.Namespace, kind: str) -> None:
+        torch.manual_seed(rank)  # the first rank's weights win
+        self.module = GPT(find_model(args.model)).to(rank_device())
+        self.model, self.after_backward, self.after_step = wrapped(self.module, args.every, kind)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        self.batches, self.losses = batches(rank, args), list[Tensor]()
+
+    def step(self) -> None:
+        """One step on this rank's own next batch; gradients are clear."""
+        inputs, targets = next(self.batches)
+        with span("forward", "F"):
+            loss = token_loss(self.model(inputs), targets)
+        with span("backward", "B"):
+            loss.backward()
+        self.after_backward()
+        with span("optimizer", "U"):
+            self.optimizer.step()
+        self.after_step()
+        if inputs.is_cuda:
+            torch.cuda.synchronize()
+        self.losses.append(loss.detach())
+
+
+def wrapped(
+    module: nn.Module, every: int, kind: str
+) -> tuple[nn.Module, Callable[[], object], Callable[[], object]]:
+    """The model to be called, and what follows backward and the optimizer's step."""
+    if kind == OURS and every:
+        local = LocalSGD(module, every)
+        return local, nothing, local.step_done
+    if kind == OURS:
+        naive = NaiveDDP(module)
+        return naive, naive.finish, nothing
+    if every:
+        broadcast_state(module)
+        averager = PeriodicModelAverager(period=every, warmup_steps=every - 1)
+        return module, nothing, lambda: averager.average_parameters(module.parameters())
+    return DistributedDataParallel(module), nothing, nothing
+
+
+def batches(rank: int, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets of a rank, the same for every way."""
     spec = find_model(args.model)
-    module = GPT(spec).to(rank_device())
-    model = LocalSGD(module, args.every) if args.every else NaiveDDP(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sizes = {"batch": args.batch, "seq": min(args.seq, spec.max_seq), "vocab": spec.vocab}
-    seconds = []
-    for n in range(args.turns):
-        tokens = token_batch(n, seed=rank, **sizes)
-        start_s = time.perf_counter()
-        loss = step(model, optimizer, tokens.to(rank_device()))
-        seconds.append(time.perf_counter() - start_s)
-        dist.all_reduce(loss)
-        if rank == 0:
-            print(f"step {n + 1}: loss {loss.item() / dist.get_world_size():.3f}", flush=True)
-    tell(rank, module, seconds, sizes["batch"] * sizes["seq"])
+    for n in count():
+        inputs, targets = next_tokens(token_batch(n, seed=rank, **sizes))
+        yield inputs.to(rank_device()), targets.to(rank_device())
 
 
-def step(
-    model: NaiveDDP | LocalSGD, optimizer: torch.optim.Optimizer, tokens: torch.Tensor
-) -> torch.Tensor:
-    """One step on this rank's own batch; return its loss."""
-    inputs, targets = next_tokens(tokens)
-    with span("forward", "F"):
-        loss = token_loss(model(inputs), targets)
-    with span("backward", "B"):
-        optimizer.zero_grad()
-        loss.backward()
-    if isinstance(model, NaiveDDP):
-        model.finish()
-    with span("optimizer", "U"):
-        optimizer.step()
-    if isinstance(model, LocalSGD):
-        model.step_done()
-    if tokens.is_cuda:
-        torch.cuda.synchronize()
-    return loss.detach().clone()
+def train(rank: int, args: argparse.Namespace) -> dict[str, float]:
+    """The time of a step of both ways, in seconds; rank 0 tells what came of them.
 
-
-def tell(rank: int, module: torch.nn.Module, seconds: list[float], num_tokens: int) -> None:
-    """Print the time of a step, tokens a second, and the fingerprints' agreement."""
-    prints: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(prints, fingerprint(module))
+    The least disturbed step's; under local SGD the mean, as only some of its steps talk.
+    """
+    ways = {kind: Way(rank, args, kind) for kind in (OURS, THEIRS)}
+    steps = {kind: (way.module, way.step) for kind, way in ways.items()}
+    seconds = in_turns(steps, args.turns, fmean if args.every else min)
+    num_tokens = args.batch * min(args.seq, find_model(args.model).max_seq)
+    for kind, way in ways.items():
+        tell(kind, way, seconds[kind], num_tokens)
+    apart = largest_difference(*(way.module.parameters() for way in ways.values()))
     if rank == 0:
-        step_s, p = median(seconds[1:] or seconds), len(prints)
-        alike = "equal" if len(set(prints)) == 1 else "different"
+        print(f"largest difference of their parameters: {apart:.1e}", flush=True)
+    return seconds
+
+
+def tell(kind: str, way: Way, step_s: float, num_tokens: int) -> None:
+    """Print the time of a step, tokens a second, the last loss, and the fingerprints' agreement."""
+    p, loss = dist.get_world_size(), way.losses[-1]
+    dist.all_reduce(loss)
+    prints: list[str | None] = [None] * p
+    dist.all_gather_object(prints, fingerprint(way.module))
+    if dist.get_rank() == 0:
         print(
-            f"{p} rank{'s' if p > 1 else ''}: {step_s * 1e3:.1f} ms a step, "
-            f"{p * num_tokens / step_s:.0f} tokens/s; replicas are {alike}",
+            f"{kind:>9} on {p} rank{'s' * (p > 1)}: {step_s * 1e3:8.1f} ms a step, "
+            f"{p * num_tokens / step_s:8.0f} tokens/s, last loss {loss.item() / p:.3f}; "
+            f"replicas are {'equal' if len(set(prints)) == 1 else 'different'}",
             flush=True,
         )
 
@@ -86,7 +126,7 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=0, help="local SGD: steps between two means")
     parser.add_argument("--batch", type=int, default=1, help="sequences on each rank")
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--turns", type=int, default=10, help="steps")
+    parser.add_argument("--turns", type=int, default=10, help="steps of each way, after a first")
     parser.add_argument("--record-to", default="runs/05_data_parallel", metavar="FOLDER")
     arguments = parser.parse_args()
     try:
