@@ -1,5 +1,6 @@
 """Lesson 07: other right answers pass as well, wrong turns are told, its script runs."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -141,7 +142,16 @@ def test_the_script_measures_under_torchrun(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "batch 1, sequence parallel" in done.stdout
+    head, *rows, apart = done.stdout.splitlines()
+    assert head == "a model on 2 ranks; forward and backward, least disturbed"
+    found = {name.strip(): told for name, _, told in (row.partition(": ") for row in rows)}
+    kinds = ("batch 1", "batch 1, sequence parallel")
+    assert list(found) == [f"{kind}, {who}" for kind in kinds for who in ("ours", "PyTorch's")]
+    shares = [float(re.search(r"([\d.]+) % of it talking", told)[1]) for told in found.values()]
+    assert 0 < min(shares) <= max(shares) <= 100
+    sent = [told.rpartition(", ")[2].strip() for told in found.values()]
+    assert sent[0] == sent[1]  # PyTorch sends what we send
+    assert 0 < float(apart.removeprefix("largest difference of their gradients: ")) < 1e-6
     records = read_runs(tmp_path)
     assert [record.rank for record in records] == [0, 1]
     kinds = {event.kind for record in records for event in record.events}

@@ -3,80 +3,150 @@ r"""Lesson 07 outside of the notebook: how long do the ranks of a split model ta
 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
     cluster/exercises/07_tensor_parallel.py
 
-A GPT is split over all ranks, without and with sequence parallelism, for batches of several sizes;
-they take turns. Predict first: what part of a step is talking, and what does a larger batch do to
-it? Run it on 2 and 4 cards of a node, then over two nodes. Each rank leaves its run record in
-runs/07_tensor_parallel, or where `--record-to` says.
+A GPT is split over all ranks, without and with sequence parallelism, for batches of several sizes,
+by us and by PyTorch's own; they take turns. Predict first: what part of a step is talking, and what
+does a larger batch do to it? Run it on 2 and 4 cards of a node, then over two nodes. Each rank
+leaves its run record in runs/07_tensor_parallel, or where `--record-to` says.
 """
 
 import argparse
 import time
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
 from course_lib.core import COMMUNICATION_KINDS, CourseError, ModelSpec
 from course_lib.core.presets import find_model
-from course_lib.cost.tensor_traffic import sent_bytes, tensor_traffic
-from course_lib.models import GPT, next_tokens, token_batch
+from course_lib.cost.tensor_traffic import sent_bytes
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import launch, record, span
 from course_lib.ranks.world import rank_device
-from course_lib.tensor_parallel import finish_gradients, parallel_token_loss, parallelize
+from course_lib.tensor_parallel import (
+    finish_gradients,
+    gather_tensors,
+    parallel_token_loss,
+    parallelize,
+)
+from course_lib.turns import largest_difference, talking_s
 
 MIB = 2**20
+Backward = Callable[[GPT, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Found:
-    """Medians of one kind of step, on one rank."""
+    """One step, on one rank."""
 
     step_s: float
     talk_s: float
     num_bytes: float
 
 
-def split_model(spec: ModelSpec, mesh: DeviceMesh, sequence_parallel: bool) -> GPT:
-    """The same model on all ranks, each with its part."""
+def seeded(spec: ModelSpec) -> GPT:
+    """The same model on all ranks."""
     torch.manual_seed(0)
-    return parallelize(GPT(spec).to(rank_device()), mesh, sequence_parallel)
+    return GPT(spec).to(rank_device())
 
 
-def step(model: GPT, batch: tuple[Tensor, Tensor], name: str) -> tuple[float, float]:
-    """Seconds of forward and backward, and of the collectives in it; all ranks begin together."""
+def torch_plan(spec: ModelSpec, sequence_parallel: bool) -> dict[str, parallel.ParallelStyle]:
+    """What PyTorch is told of each layer; q, k and v have one way in, as have up and gate."""
+    stream = Shard(1) if sequence_parallel else Replicate()
+    rows = parallel.RowwiseParallel
+    styles: dict[str, parallel.ParallelStyle] = {
+        "embedding": rows(input_layouts=Replicate(), output_layouts=stream),
+        "head": parallel.ColwiseParallel(input_layouts=stream, use_local_output=False),
+    }
+    for part, names in {"attention": "qkv", "mlp": ["up", *["gate"] * spec.gated]}.items():
+        path = f"blocks.*.{part}"
+        styles |= {f"{path}.{name}": parallel.ColwiseParallel() for name in names}
+        styles[f"{path}.out"] = rows(output_layouts=stream)
+        styles[path] = parallel.PrepareModuleInput(
+            input_layouts=(stream,), desired_input_layouts=(Replicate(),)
+        )
+        if sequence_parallel:
+            styles |= {f"{path}_norm": parallel.SequenceParallel()}
+    if sequence_parallel:
+        styles["norm"] = parallel.SequenceParallel()
+    if sequence_parallel and spec.positions == "learned":
+        styles["positions"] = parallel.PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Shard(0)
+        )
+    return styles
+
+
+def our_backward(model: GPT, inputs: Tensor, targets: Tensor) -> None:
+    """Forward and backward; then all gradients are whole, or shards."""
+    parallel_token_loss(model(inputs), targets).backward()
+    finish_gradients(model)
+
+
+def their_backward(model: GPT, inputs: Tensor, targets: Tensor) -> None:
+    """The same by PyTorch: gradients of norms wait for whoever asks, which is done here."""
+    with parallel.loss_parallel():
+        token_loss(model(inputs), targets).backward()
+    for param in model.parameters():
+        if isinstance(param.grad, DTensor) and param.grad.placements[0].is_partial():
+            param.grad = param.grad.redistribute(placements=[Replicate()])
+
+
+def models(spec: ModelSpec, mesh: DeviceMesh, sequence_parallel: bool) -> tuple[GPT, GPT]:
+    """The same model twice, split by us and by PyTorch."""
+    theirs = seeded(spec)
+    parallel.parallelize_module(theirs, mesh, torch_plan(spec, sequence_parallel))
+    return parallelize(seeded(spec), mesh, sequence_parallel), theirs
+
+
+def step(model: GPT, backward: Backward, batch: tuple[Tensor, Tensor], name: str) -> Found:
+    """One step, and its talking; all ranks begin together."""
     model.zero_grad()
     dist.barrier()
     start_s = time.perf_counter()
     with record() as log, span("compute", name):
-        parallel_token_loss(model(batch[0]), batch[1]).backward()
-        finish_gradients(model)
+        backward(model, *batch)
         if batch[0].is_cuda:
             torch.cuda.synchronize()
-    end_s = time.perf_counter()
+    step_s = time.perf_counter() - start_s
     calls = [event for event in log.events if event.kind in COMMUNICATION_KINDS]
-    return end_s - start_s, sum(event.duration_s for event in calls)
+    return Found(step_s, talking_s(calls), sent_bytes(calls, dist.get_world_size()))
+
+
+def apart(ours: GPT, theirs: GPT) -> float:
+    """The largest difference of the whole gradients."""
+    grads = {name: param.grad for name, param in theirs.named_parameters()}
+    whole = gather_tensors(ours, {name: param.grad for name, param in ours.named_parameters()})
+    return largest_difference(
+        (whole[name] for name in grads),
+        (grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads.values()),
+    )
 
 
 def sweep(rank: int, args: argparse.Namespace) -> dict[str, Found]:
-    """The median step for each batch, without and with sequence parallelism."""
-    spec, p = find_model(args.model), dist.get_world_size()
+    """The least disturbed step for each batch, without and with sequence parallelism."""
+    spec = replace(find_model(args.model), tied=False)  # PyTorch's plan splits no tied matrix
+    p, seq = dist.get_world_size(), min(args.seq, spec.max_seq)
     mesh = init_device_mesh(rank_device().type, (p,), mesh_dim_names=("tp",))
-    seq = min(args.seq, spec.max_seq)
-    found = {}
+    found, differences = dict[str, Found](), list[float]()
     for sequence_parallel in (False, True):
-        model = split_model(spec, mesh, sequence_parallel)
+        ours, theirs = models(spec, mesh, sequence_parallel)
+        ways = {"ours": (ours, our_backward), "PyTorch's": (theirs, their_backward)}
         for batch in args.batches:
-            name = f"batch {batch}" + ", sequence parallel" * sequence_parallel
             tokens = token_batch(0, batch=batch, seq=seq, vocab=spec.vocab)
             inputs, targets = (part.to(rank_device()) for part in next_tokens(tokens))
-            turns = [step(model, (inputs, targets), name) for _ in range(args.turns + 1)][1:]
-            calls = tensor_traffic(spec, batch, seq, 4, sequence_parallel=sequence_parallel)
-            found[name] = Found(*map(median, zip(*turns, strict=True)), sent_bytes(calls, p))
+            turns: dict[str, list[Found]] = {}
+            for who in [*ways] * (args.turns + 1):
+                name = f"batch {batch}" + ", sequence parallel" * sequence_parallel + f", {who}"
+                turns.setdefault(name, []).append(step(*ways[who], (inputs, targets), name))
+            for name, steps in turns.items():
+                found[name] = min(steps[1:], key=lambda one: one.step_s)
+            differences.append(apart(ours, theirs))
     if rank == 0:
         print_table(found, p)
+        print(f"largest difference of their gradients: {max(differences):.1e}", flush=True)
     return found
 
 
@@ -85,12 +155,12 @@ def print_table(found: dict[str, Found], p: int) -> None:
 
     Waiting for a rank that comes late is part of talking.
     """
-    print(f"a model on {p} rank{'s' * (p > 1)}; forward and backward, medians", flush=True)
+    print(f"a model on {p} rank{'s' * (p > 1)}; forward and backward, least disturbed", flush=True)
     for name, one in found.items():
         share = f" {100 * one.talk_s / one.step_s:3.0f} % of it talking," if p > 1 else ""
         share *= rank_device().type == "cpu"
         sent = f"{one.num_bytes / MIB:8.2f} MiB sent by a rank"
-        print(f"{name:>28}: {one.step_s * 1e3:8.1f} ms a step,{share} {sent}", flush=True)
+        print(f"{name:>39}: {one.step_s * 1e3:8.1f} ms a step,{share} {sent}", flush=True)
 
 
 if __name__ == "__main__":
@@ -98,7 +168,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="small", help="a preset: tiny, small, study-10m ...")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="sequences")
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--turns", type=int, default=5, help="steps of each kind")
+    parser.add_argument("--turns", type=int, default=5, help="steps of each kind, after a first")
     parser.add_argument("--record-to", default="runs/07_tensor_parallel", metavar="FOLDER")
     arguments = parser.parse_args()
     try:
