@@ -149,10 +149,16 @@ def test_the_script_measures_under_torchrun(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    held = [line.strip().partition(": ")[0::2] for line in done.stdout.splitlines()[1:]]
+    head, *rows, apart = done.stdout.splitlines()
+    assert head == "tiny in 2 stages, a batch of 16"
+    held = [line.strip().partition(": ")[0::2] for line in rows]
     held = {name: words.rpartition("at most ")[2] for name, words in held}
     assert held["gpipe, m = 8"] == "8, 8"
     assert held["1f1b, m = 8"] == "2, 1"
+    theirs = [name for name in held if name.endswith(", PyTorch's")]
+    ways = ("gpipe, m = 1", "gpipe, m = 2", "gpipe, m = 8", "1f1b, m = 2", "1f1b, m = 8")
+    assert theirs == [f"{way}, PyTorch's" for way in ways]
+    assert float(apart.removeprefix("largest difference of their gradients: ")) < 1e-6
     records = read_runs(tmp_path)
     assert [record.rank for record in records] == [0, 1]
     kinds = {event.kind for record in records for event in record.events}

@@ -3,18 +3,22 @@
 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 cluster/exercises/08_pipeline.py
 
 A GPT is cut into one stage a rank, and takes a few steps for each schedule and number of
-micro-batches of the same batch; they take turns. Predict first: is m = 4p faster than m = p here,
-and does it hold more? Run it inside a node, then over two. Each rank leaves its run record in
-runs/08_pipeline, or where `--record-to` says.
+micro-batches of the same batch, by our engine and by PyTorch's where it has the schedule; they take
+turns. Predict first: is m = 4p faster than m = p here, and does it hold more? Run it inside a node,
+then over two. Each rank leaves its run record in runs/08_pipeline, or where `--record-to` says.
 """
 
 import argparse
 from collections.abc import Callable
-from statistics import median
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
 
 from course_lib.core import CourseError
 from course_lib.core.presets import find_model
@@ -23,7 +27,7 @@ from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.pipeline import Pipeline, gpipe, naive, one_f_one_b, split_model, zero_bubble_h1
 from course_lib.ranks import launch
 from course_lib.ranks.world import rank_device
-from course_lib.turns import in_turns
+from course_lib.turns import in_turns, largest_difference
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "naive": naive,
@@ -33,36 +37,103 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
 }
 
 
+THEIRS = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """This rank's stage twice, with the same numbers: ours, and one for PyTorch; and the batch."""
+
+    ours: Pipeline
+    theirs: nn.Module
+    batch: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, rank: int, args: argparse.Namespace) -> "Stages":
+        """From a seed; untied, as PyTorch does not sum the gradients of a tied weight."""
+        torch.manual_seed(0)
+        spec, device = replace(find_model(args.model), tied=False), rank_device()
+        stage = split_model(GPT(spec), dist.get_world_size(), rank).to(device)
+        seq = min(args.seq, spec.max_seq)
+        tokens = token_batch(0, batch=args.batch, seq=seq, vocab=spec.vocab)
+        inputs, targets = (part.to(device) for part in next_tokens(tokens))
+        return cls(Pipeline(stage, token_loss), deepcopy(stage.chunks[0]), (inputs, targets))
+
+    def our_step(self, name: str, m: int) -> Callable[[], int]:
+        """A step of our schedule, which returns how many micro-batches were held at most."""
+        plan = SCHEDULES[name](dist.get_world_size(), m)
+        inputs, targets = (part.chunk(m) for part in self.batch)
+
+        def step() -> int:
+            self.ours.step(plan, inputs, targets)
+            finish_queue()
+            return self.ours.peak_in_flight
+
+        return step
+
+    def their_step(self, name: str, m: int) -> Callable[[], None]:
+        """A step of PyTorch's schedule of that name."""
+        rank, p, (inputs, targets) = dist.get_rank(), dist.get_world_size(), self.batch
+        stage = pipelining.PipelineStage(self.theirs, rank, p, rank_device())
+        schedule = THEIRS[name](stage, m, loss_fn=token_loss)
+        first = [inputs] if rank == 0 else []
+
+        def step() -> None:
+            schedule.step(*first, target=targets)
+            finish_queue()
+
+        return step
+
+
+def finish_queue() -> None:
+    """A GPU only queues its work: wait for it."""
+    if rank_device().type == "cuda":
+        torch.cuda.synchronize()
+
+
 def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
-    """The median step of each schedule and number of micro-batches, in seconds."""
-    torch.manual_seed(0)
-    p, device, spec = dist.get_world_size(), rank_device(), find_model(args.model)
-    pipeline = Pipeline(split_model(GPT(spec), p, rank).to(device), token_loss)
-    tokens = token_batch(0, batch=args.batch, seq=min(args.seq, spec.max_seq), vocab=spec.vocab)
-    inputs, targets = (part.to(device) for part in next_tokens(tokens))
-    held: dict[str, int] = {}
-    steps = {}
-    for name in args.schedules:
-        for m in args.micro_batches or [m for m in (1, p, 4 * p) if args.batch % m == 0]:
-            plan, parts = SCHEDULES[name](p, m), (inputs.chunk(m), targets.chunk(m))
-
-            def step(key: str = f"{name}, m = {m}", plan: Any = plan, parts: Any = parts) -> None:
-                pipeline.step(plan, *parts)
-                held[key] = pipeline.peak_in_flight
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-
-            steps[f"{name}, m = {m}"] = (pipeline.stage, step)
-    seconds = in_turns(steps, args.turns)
+    """The least disturbed step of each schedule and number of micro-batches, in seconds."""
+    p, stages = dist.get_world_size(), Stages.of(rank, args)
+    numbers = args.micro_batches or [m for m in (1, p, 4 * p) if args.batch % m == 0]
+    steps: dict[str, tuple[nn.Module, Callable[[], Any]]] = {}
+    held, apart = dict[str, int](), [0.0]
+    for name, m in product(args.schedules, numbers):
+        kind, ours = f"{name}, m = {m}", stages.our_step(name, m)
+        steps[kind] = stages.ours.stage, ours
+        held[kind] = ours()
+        if name == "gpipe" or (name in THEIRS and m >= p):  # its 1F1B needs one for each stage
+            theirs = stages.their_step(name, m)
+            steps[f"{kind}, PyTorch's"] = stages.theirs, theirs
+            theirs()
+            apart.append(grads_apart(stages))
+        stages.ours.stage.zero_grad()
+        stages.theirs.zero_grad()
+    found = in_turns(steps, args.turns, min)
     everybody: list[Any] = [None] * p
-    dist.all_gather_object(everybody, (seconds, held))
-    found = {name: median(one[name] for one, _ in everybody) for name in steps}
+    dist.all_gather_object(everybody, held)
     if rank == 0:
-        print(f"{spec.name} in {p} stages, a batch of {args.batch}", flush=True)
-        for name, step_s in found.items():
-            most = ", ".join(str(one[name]) for _, one in everybody)
-            print(f"{name:>14}: {step_s * 1e3:8.1f} ms a step; held at most {most}", flush=True)
+        print_table(found, everybody, args)
+        print(f"largest difference of their gradients: {max(apart):.1e}", flush=True)
     return found
+
+
+def grads_apart(stages: Stages) -> float:
+    """The largest difference of the gradients, on any stage."""
+    both = (stages.ours.stage, stages.theirs)
+    return largest_difference(*([param.grad for param in one.parameters()] for one in both))
+
+
+def print_table(
+    found: dict[str, float], everybody: list[dict[str, int]], args: argparse.Namespace
+) -> None:
+    """One line a kind of step; PyTorch does not tell what it held."""
+    p = len(everybody)
+    print(f"{args.model} in {p} stage{'s' * (p > 1)}, a batch of {args.batch}", flush=True)
+    for name, step_s in found.items():
+        told = f"{name:>26}: {step_s * 1e3:8.1f} ms a step"
+        if name in everybody[0]:
+            told += "; held at most " + ", ".join(str(held[name]) for held in everybody)
+        print(told, flush=True)
 
 
 if __name__ == "__main__":
@@ -72,7 +143,7 @@ if __name__ == "__main__":
     parser.add_argument("--micro-batches", type=int, nargs="*", help="else 1, p, 4p")
     parser.add_argument("--batch", type=int, default=16, help="sequences, cut into micro-batches")
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--turns", type=int, default=5, help="steps of each kind")
+    parser.add_argument("--turns", type=int, default=5, help="steps of each kind, after a first")
     parser.add_argument("--record-to", default="runs/08_pipeline", metavar="FOLDER")
     arguments = parser.parse_args()
     try:
