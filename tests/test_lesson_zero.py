@@ -4,6 +4,7 @@ import runpy
 import subprocess
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import cloudpickle
@@ -19,6 +20,7 @@ from course_lib.core.records import read_runs
 from course_lib.display.flat_row import flat_row
 from course_lib.display.zero_explorer import draw_stages, stages_alt
 from course_lib.flat_shards import FlatLayout
+from course_lib.frameworks import missing
 from course_lib.memory import model_states
 from course_lib.zero import ZeRO1, ZeRO2, ZeRO3
 from course_lib.zero_lab import owned_after_backward, owned_over_time
@@ -218,8 +220,14 @@ def test_the_script_measures_under_torchrun(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for zero in (1, 2, 3):
-        assert f"stage {zero}, 2 micro-batches" in done.stdout
+    head, *rows = done.stdout.splitlines()
+    assert head == "tiny on 2 ranks, fp32, AdamW; least disturbed"
+    told = dict(row.strip().split(": ", 1) for row in rows)
+    for zero, who in product((1, 2, 3), ("ours", "PyTorch's")):
+        words = told[f"stage {zero}, 2 micro-batches, {who}"]
+        assert 0 < float(words.partition(" % of it talking")[0].split()[-1]) <= 100
+    assert float(told["largest difference of their parameters"]) < 1e-6  # of steps of 1e-4
+    assert ("not installed" in told.get("DeepSpeed's", "")) == bool(missing("deepspeed"))
     records = read_runs(tmp_path)
     assert [record.rank for record in records] == [0, 1]
     kinds = {event.kind for record in records for event in record.events}

@@ -2,96 +2,174 @@ r"""Lesson 09 outside of the notebook: what does each stage of ZeRO hold, and wh
 
 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 cluster/exercises/09_zero.py
 
-A GPT is trained under stages 1, 2 and 3; they take turns, and each step has several micro-batches.
-Predict first: which stage talks most, and what do more micro-batches do to it? Run it on 2 and 4
-cards of a node, then over two nodes. Each rank leaves its run record in runs/09_zero, or where
-`--record-to` says.
+A GPT is trained under stages 1, 2 and 3, each step with several micro-batches: by us, by PyTorch,
+and by DeepSpeed where it is installed; they take turns. PyTorch's stage 1 is its
+ZeroRedundancyOptimizer behind DDP; nearest to 2 and 3 is fully_shard, keeping what forward has
+gathered, or not. Predict first: which stage talks most, and what do more micro-batches do to it?
+Run it on 2 and 4 cards of a node, then over two nodes. Each rank leaves its run record in
+runs/09_zero, or where `--record-to` says.
 """
 
 import argparse
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from course_lib.core import COMMUNICATION_KINDS, CourseError
 from course_lib.core.presets import find_model
 from course_lib.core.units import format_bytes
-from course_lib.cost.bandwidth import bus_factor
+from course_lib.cost.tensor_traffic import sent_bytes
+from course_lib.frameworks import Engine, alive_bytes, deepspeed_engine, fully_sharded, missing
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.models.gpt import Block
 from course_lib.ranks import launch, record, span
 from course_lib.ranks.world import rank_device
+from course_lib.turns import largest_difference, talking_s
 from course_lib.zero import ZeRO1, ZeRO2, ZeRO3
-from course_lib.zero_lab import owned_bytes
 
 STAGES = {1: ZeRO1, 2: ZeRO2, 3: ZeRO3}
+ADAMW = partial(torch.optim.AdamW, lr=1e-4)
+OURS, THEIRS, DEEPSPEED = "ours", "PyTorch's", "DeepSpeed's"
+Parts = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A kind of step on one rank: medians, and what is owned when it has ended."""
+    """One step on one rank."""
 
     step_s: float
     talk_s: float
     num_bytes: float
-    owned_bytes: float
 
 
-def step(engine: ZeRO1, parts: list[tuple[Tensor, Tensor]], name: str) -> Found:
-    """One step of some micro-batches; all ranks begin together."""
-    engine.zero_grad()
-    dist.barrier()
-    start_s = time.perf_counter()
-    with record() as log, span("compute", name):
-        for inputs, targets in parts:
-            (token_loss(engine(inputs), targets) / len(parts)).backward()
-        engine.step()
-        if parts[0][0].is_cuda:
-            torch.cuda.synchronize()
-    step_s = time.perf_counter() - start_s
-    p = dist.get_world_size()
-    calls = [event for event in log.events if event.kind in COMMUNICATION_KINDS]
-    sent = sum(event.num_bytes * bus_factor(event.kind, p) for event in calls)
-    talk_s = sum(event.duration_s for event in calls)
-    return Found(step_s, talk_s, sent, sum(owned_bytes(engine).values()))
+def ours(model: GPT, stage: int, offload: bool) -> Engine:
+    """Our engine of a stage."""
+    zero = STAGES[stage](model, torch.optim.AdamW, lr=1e-4, offload=offload)
+    return handle(OURS, zero, zero, lambda: zero.full_state_dict()["model"])
 
 
-def sweep(rank: int, args: argparse.Namespace) -> dict[str, Found]:
-    """The median step of each stage, for each number of micro-batches."""
-    spec, found = find_model(args.model), dict[str, Found]()
-    seq = min(args.seq, spec.max_seq)
-    for stage in args.stages:
-        torch.manual_seed(0)
-        model = GPT(spec).to(rank_device())
-        engine = STAGES[stage](model, torch.optim.AdamW, lr=1e-4, offload=args.offload)
-        for count in args.micro_batches:
-            tokens = token_batch(rank, batch=args.batch * count, seq=seq, vocab=spec.vocab)
-            pair = (part.to(rank_device()).chunk(count) for part in next_tokens(tokens))
-            parts = list(zip(*pair, strict=True))
-            name = f"stage {stage}, {count} micro-batch{'es' * (count > 1)}"
-            turns = [step(engine, parts, name) for _ in range(args.turns + 1)][1:]
-            rows = ((one.step_s, one.talk_s, one.num_bytes, one.owned_bytes) for one in turns)
-            found[name] = Found(*map(median, zip(*rows, strict=True)))
-    if rank == 0:
-        print_table(found, args.model)
+def pytorchs(model: GPT, stage: int) -> Engine:
+    """What PyTorch has of a stage."""
+    if stage > 1:
+        return fully_sharded(model, ADAMW, unit=Block, reshard_after_forward=stage == 3)
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
+
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)
+    return handle(
+        THEIRS, DistributedDataParallel(model), optimizer, lambda: dict(model.named_parameters())
+    )
+
+
+def handle(
+    name: str, model: Any, optimizer: Any, weights: Callable[[], dict[str, Tensor]]
+) -> Engine:
+    """A model and its optimizer as frameworks are handled: an update forgets the gradients."""
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Engine(name=name, model=model, backward=Tensor.backward, update=update, weights=weights)
+
+
+def makers(stage: int, count: int, offload: bool) -> dict[str, Callable[[GPT], Engine]]:
+    """Who does a stage here, by name."""
+    found: dict[str, Callable[[GPT], Engine]] = {OURS: partial(ours, stage=stage, offload=offload)}
+    if not offload:
+        found[THEIRS] = partial(pytorchs, stage=stage)
+    if not missing("deepspeed"):
+        options = {"stage": stage, "offload": offload, "num_micro_batches": count}
+        found[DEEPSPEED] = partial(deepspeed_engine, make_optimizer=ADAMW, **options)
     return found
 
 
-def print_table(found: dict[str, Found], model: str) -> None:
+def passes(engine: Engine, parts: Parts, counts_itself: bool) -> None:
+    """Forward and backward of all micro-batches, and an update. DeepSpeed counts them itself."""
+    for number, (inputs, targets) in enumerate(parts, start=1):
+        is_last, model = number == len(parts), engine.model
+        behind_ddp = isinstance(model, DistributedDataParallel)
+        with model.no_sync() if behind_ddp and not is_last else nullcontext():
+            loss = token_loss(model(inputs), targets)
+            engine.backward(loss if counts_itself else loss / len(parts))
+        if is_last or counts_itself:
+            engine.update()
+
+
+def step(engine: Engine, parts: Parts, name: str) -> Found:
+    """One step of some micro-batches; all ranks begin together."""
+    dist.barrier()
+    start_s = time.perf_counter()
+    with record() as log, span("compute", name):
+        passes(engine, parts, name.endswith(DEEPSPEED))
+        if parts[0][0].is_cuda:
+            torch.cuda.synchronize()
+    step_s = time.perf_counter() - start_s
+    calls = [event for event in log.events if event.kind in COMMUNICATION_KINDS]
+    return Found(step_s, talking_s(calls), sent_bytes(calls, dist.get_world_size()))
+
+
+def parts_of(rank: int, count: int, args: argparse.Namespace) -> Parts:
+    """The micro-batches of a rank, from a seed."""
+    spec = find_model(args.model)
+    seq = min(args.seq, spec.max_seq)
+    tokens = token_batch(rank, batch=args.batch * count, seq=seq, vocab=spec.vocab)
+    pair = (part.to(rank_device()).chunk(count) for part in next_tokens(tokens))
+    return list(zip(*pair, strict=True))
+
+
+def sweep(rank: int, args: argparse.Namespace) -> dict[str, Found]:
+    """The least disturbed step of each stage, for each number of micro-batches, by each of them."""
+    p, found, apart = dist.get_world_size(), dict[str, Found](), [0.0]
+    if rank == 0:
+        print(f"{args.model} on {p} rank{'s' * (p > 1)}, fp32, AdamW; least disturbed", flush=True)
+    for stage, count in product(args.stages, args.micro_batches):
+        kind = f"stage {stage}, {count} micro-batch{'es' * (count > 1)}"
+        parts, engines, kept = parts_of(rank, count, args), dict[str, Engine](), dict[str, int]()
+        for who, make in makers(stage, count, args.offload).items():
+            before, name = alive_bytes(), f"{kind}, {who}"
+            torch.manual_seed(0)
+            engines[name] = make(GPT(find_model(args.model)).to(rank_device()))
+            step(engines[name], parts, name)
+            kept[name] = alive_bytes() - before
+        turns = [
+            {name: step(engines[name], parts, name) for name in engines} for _ in range(args.turns)
+        ]
+        for name in engines:
+            found[name] = min((turn[name] for turn in turns), key=lambda one: one.step_s)
+            tell(name, found[name], kept[name])
+        apart += differences([engine.weights() for engine in engines.values()])
+    if rank == 0:
+        print(f"largest difference of their parameters: {max(apart):.1e}", flush=True)
+        if sentence := missing("deepspeed"):
+            print(f"{DEEPSPEED}: {sentence}", flush=True)
+    return found
+
+
+def differences(weights: list[dict[str, Tensor]]) -> list[float]:
+    """How far from the first each of the others is."""
+    ours, *others = ({name: x.to(rank_device()) for name, x in one.items()} for one in weights)
+    return [largest_difference((ours[name] for name in one), one.values()) for one in others]
+
+
+def tell(name: str, one: Found, kept_bytes: int) -> None:
     """One line a kind of step. (A GPU only queues its collectives: there, the step is what counts.)
 
     Waiting for a rank that comes late is part of talking.
     """
-    p = dist.get_world_size()
-    print(f"{model} on {p} rank{'s' * (p > 1)}, fp32, AdamW; medians", flush=True)
-    for name, one in found.items():
-        share = f" {100 * one.talk_s / one.step_s:3.0f} % of it talking," if p > 1 else ""
-        share *= rank_device().type == "cpu"
-        bytes_told = f"{format_bytes(one.num_bytes)} sent, {format_bytes(one.owned_bytes)} owned"
-        print(f"{name:>25}: {one.step_s * 1e3:8.1f} ms a step,{share} {bytes_told}", flush=True)
+    if dist.get_rank() == 0:
+        share = f" {100 * one.talk_s / one.step_s:3.0f} % of it talking,"
+        share *= dist.get_world_size() > 1 and rank_device().type == "cpu"
+        told = f"{format_bytes(one.num_bytes)} sent, {format_bytes(kept_bytes)} kept between steps"
+        print(f"{name:>37}: {one.step_s * 1e3:8.1f} ms a step,{share} {told}", flush=True)
 
 
 if __name__ == "__main__":
@@ -101,8 +179,8 @@ if __name__ == "__main__":
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="in a step")
     parser.add_argument("--batch", type=int, default=1, help="sequences in a micro-batch")
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--turns", type=int, default=5, help="steps of each kind")
-    parser.add_argument("--offload", action="store_true", help="optimizer's state on the host")
+    parser.add_argument("--turns", type=int, default=5, help="steps of each kind, after a first")
+    parser.add_argument("--offload", action="store_true", help="state on the host; not PyTorch's")
     parser.add_argument("--record-to", default="runs/09_zero", metavar="FOLDER")
     arguments = parser.parse_args()
     try:
