@@ -9,7 +9,7 @@ by how much? Each rank leaves its run record in runs/06_ddp, or where `--record-
 
 import argparse
 import time
-from statistics import median
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from course_lib.ddp import DDP
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import launch, record, span
 from course_lib.ranks.world import rank_device
+from course_lib.turns import largest_difference
 
 MIB = 2**20
 THEIRS = "PyTorch"
@@ -57,13 +58,14 @@ def step(
 
 
 def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
-    """The median step of each bucket size, in seconds."""
+    """The least disturbed step of each bucket size, in seconds."""
     device, spec = rank_device(), find_model(args.model)
+    torch.manual_seed(rank)  # the first rank's weights win
+    whole = GPT(spec).to(device)
     models: dict[str, nn.Module] = {
-        name: DDP(GPT(spec).to(device), **options)
-        for name, options in options_of(args.sizes).items()
+        name: DDP(deepcopy(whole), **options) for name, options in options_of(args.sizes).items()
     }
-    models[THEIRS] = DistributedDataParallel(GPT(spec).to(device))
+    models[THEIRS] = DistributedDataParallel(whole)
     tokens = token_batch(rank, batch=args.batch, seq=min(args.seq, spec.max_seq), vocab=spec.vocab)
     inputs, targets = (part.to(device) for part in next_tokens(tokens))
     seconds: dict[str, list[float]] = {name: [] for name in models}
@@ -72,23 +74,33 @@ def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
         for name, model in models.items():
             step_s, messages[name] = step(model, (inputs, targets), name)
             seconds[name].append(step_s)
-    found = {name: median(times[1:]) for name, times in seconds.items()}
+    found = {name: min(times[1:]) for name, times in seconds.items()}
+    apart = max(grads_apart(model, models[THEIRS]) for model in models.values())
     if rank == 0:
-        num_bytes = sum(param.nbytes for param in models[THEIRS].parameters())
-        print(f"{dist.get_world_size()} ranks, gradients of {num_bytes / MIB:.1f} MiB", flush=True)
+        num_mib = sum(param.nbytes for param in models[THEIRS].parameters()) / MIB
+        p = dist.get_world_size()
+        print(f"{p} ranks, gradients of {num_mib:.1f} MiB; least disturbed", flush=True)
         for name, step_s in found.items():
             told = f"{messages[name]:3} messages, {step_s * 1e3:8.1f} ms a step"
             print(f"{name:>12}: {told}", flush=True)
+        print(f"largest difference of their gradients: {apart:.1e}", flush=True)
     return found
+
+
+def grads_apart(ours: nn.Module, theirs: nn.Module) -> float:
+    """The largest difference of the last gradients."""
+    return largest_difference(*([param.grad for param in x.parameters()] for x in (ours, theirs)))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="small", help="a preset: tiny, small, study-10m ...")
-    parser.add_argument("--sizes", type=float, nargs="*", default=[0.25, 1, 4], metavar="MIB")
+    parser.add_argument(
+        "--sizes", type=float, nargs="*", default=[0.25, 1, 4], metavar="MIB", help="of a bucket"
+    )
     parser.add_argument("--batch", type=int, default=1, help="sequences on each rank")
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--turns", type=int, default=5, help="steps of each kind")
+    parser.add_argument("--turns", type=int, default=5, help="steps of each kind, after a first")
     parser.add_argument("--record-to", default="runs/06_ddp", metavar="FOLDER")
     arguments = parser.parse_args()
     try:
