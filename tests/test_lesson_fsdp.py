@@ -183,6 +183,9 @@ def test_the_script_measures_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr
     for way in WAYS:
         assert f"{way}: " in done.stdout
+    *_, apart = done.stdout.splitlines()
+    told = apart.removeprefix("largest difference of their parameters, freed: ")
+    assert float(told) < 1e-6  # of steps of 1e-4
     records = read_runs(tmp_path)
     assert [record.rank for record in records] == [0, 1]
     kinds = {event.kind for record in records for event in record.events}

@@ -13,7 +13,6 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from course_lib.core.specs import ModelSpec
 from course_lib.core.units import format_bytes
 from course_lib.cost.tensor_traffic import sent_bytes
 from course_lib.frameworks import fully_sharded
+from course_lib.frameworks.fully_sharded import whole_weights
 from course_lib.fsdp import FSDP
 from course_lib.fsdp_lab import resident_over_time
 from course_lib.models import BERT, GPT, mask_tokens, next_tokens, token_batch, token_loss
@@ -33,6 +33,7 @@ from course_lib.models.bert import EncoderBlock
 from course_lib.models.gpt import Block
 from course_lib.ranks import launch, record, span
 from course_lib.ranks.world import rank_device
+from course_lib.turns import largest_difference
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 WAYS: dict[str, dict[str, Any]] = {
@@ -87,7 +88,7 @@ def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
-    """The median step of each way, in seconds."""
+    """The least disturbed step of each way, in seconds."""
     ways, (inputs, targets) = prepared(args), batch_of(rank, args)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     notes: dict[str, str] = {}
@@ -103,6 +104,7 @@ def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
             if turn == 1:
                 sent = sent_bytes(calls_in(log.events), dist.get_world_size())
                 notes[name] = f"{format_bytes(sent)} sent"
+    apart = weights_apart(ways["freed"][0], ways[THEIRS][0])
     for name, (model, _) in ways.items():
         if isinstance(model, FSDP):
             with resident_over_time(model) as ledger:
@@ -111,10 +113,17 @@ def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
             notes[name] += (
                 f", at most {format_bytes(max(ledger.bytes_by_kind['params']))} of parameters"
             )
-    found = {name: median(times[2:]) for name, times in seconds.items()}
+    found = {name: min(times[2:]) for name, times in seconds.items()}
     if rank == 0:
         print_table(found, notes, args, inputs)
+        print(f"largest difference of their parameters, freed: {apart:.1e}", flush=True)
     return found
+
+
+def weights_apart(ours: Any, theirs: nn.Module) -> float:
+    """The largest difference of the whole parameters."""
+    state, whole = ours.full_state_dict(), whole_weights(theirs)
+    return largest_difference((state[name].to(rank_device()) for name in whole), whole.values())
 
 
 def calls_in(events: list[Any]) -> list[Any]:
@@ -127,7 +136,7 @@ def print_table(
 ) -> None:
     """One line a way."""
     p = dist.get_world_size()
-    print(f"{args.model} on {p} rank{'s' * (p > 1)}, AdamW; medians", flush=True)
+    print(f"{args.model} on {p} rank{'s' * (p > 1)}, AdamW; least disturbed", flush=True)
     for name, seconds in found.items():
         rate = p * inputs.numel() / seconds
         print(
@@ -144,7 +153,7 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="small", help="small, gpt2-char, bert-dialogues ...")
     parser.add_argument("--batch", type=int, default=1, help="sequences on each rank")
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--turns", type=int, default=5, help="steps of each way")
+    parser.add_argument("--turns", type=int, default=5, help="steps of each way, after two")
     parser.add_argument("--record-to", default="runs/10_fsdp", metavar="FOLDER")
     arguments = parser.parse_args(words)
     try:
