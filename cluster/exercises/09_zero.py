@@ -128,7 +128,7 @@ def parts_of(rank: int, count: int, args: argparse.Namespace) -> Parts:
 
 def sweep(rank: int, args: argparse.Namespace) -> dict[str, Found]:
     """The least disturbed step of each stage, for each number of micro-batches, by each of them."""
-    p, found, apart = dist.get_world_size(), dict[str, Found](), [0.0]
+    p, found, apart = dist.get_world_size(), dict[str, Found](), list[float]()
     if rank == 0:
         print(f"{args.model} on {p} rank{'s' * (p > 1)}, fp32, AdamW; least disturbed", flush=True)
     for stage, count in product(args.stages, args.micro_batches):
@@ -147,10 +147,10 @@ def sweep(rank: int, args: argparse.Namespace) -> dict[str, Found]:
             found[name] = min((turn[name] for turn in turns), key=lambda one: one.step_s)
             tell(name, found[name], kept[name])
         apart += differences([engine.weights() for engine in engines.values()])
-    if rank == 0:
+    if rank == 0 and apart:
         print(f"largest difference of their parameters: {max(apart):.1e}", flush=True)
-        if sentence := missing("deepspeed"):
-            print(f"{DEEPSPEED}: {sentence}", flush=True)
+    if rank == 0 and (sentence := missing("deepspeed")):
+        print(f"{DEEPSPEED}: {sentence}", flush=True)
     return found
 
 
