@@ -127,6 +127,25 @@ def test_a_forgotten_return_is_told(number):
         find_exercise(f"scaling_study-{number}").check(lambda *args: None)
 
 
+def test_a_clock_that_starts_on_a_busy_device_is_told_that_alone():
+    def waits_at_the_end_only(device, micro_batches, steps, warmup, accumulated):
+        start_s = num_tokens = 0
+        for step in range(steps):
+            if step == warmup:
+                start_s, num_tokens = device.now_s(), 0
+            for _ in range(accumulated):
+                tokens = next(micro_batches)
+                device.backward(tokens)
+                num_tokens += tokens
+            device.step()
+        device.synchronize()
+        return device.now_s() - start_s, num_tokens
+
+    with pytest.raises(CheckFailed, match="still works on the warm-up") as told:
+        find_exercise("scaling_study-3").check(waits_at_the_end_only)
+    assert "start the clock when" not in str(told.value)
+
+
 def test_the_broken_script_has_six_mistakes_of_six_kinds():
     found = lint_job(BROKEN_SCRIPT)
     assert len({finding.rule for finding in found}) == len(found) == 6

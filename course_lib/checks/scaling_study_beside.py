@@ -46,7 +46,7 @@ def _at(place: int) -> Any:
     )
 
 
-OTHER = "That run of one rank has another batch: take the one whose run.work is the same."
+OTHER = "that run of one rank has another batch: take the one whose run.work is the same."
 WRONG = (
     Wrong("a share", "overhead_percent", lambda e, a: _overhead(e, a) / 100,
           "That is a share: in per cent it is 100 times as much."),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.scaling_study_parts import near
+from course_lib.checks.scaling_study_parts import near, shown
 from course_lib.scaling_lab import PlannedRun
 
 Runs = Sequence[PlannedRun]
@@ -47,6 +47,12 @@ def _each_alone(runs: Runs, allowed: float) -> Bill:
 def _one_too_many(runs: Runs, allowed: float) -> Bill:
     total, number = bill(runs, allowed)
     return total, min(len(runs), number + 1)
+
+
+def _below_only(runs: Runs, allowed: float) -> Bill:
+    hours = [_hours(run) for run in runs]
+    fits = [number for number in range(len(hours) + 1) if sum(hours[:number]) < allowed]
+    return sum(hours), max(fits)
 
 
 def _later_ones(runs: Runs, allowed: float) -> Bill:
@@ -116,6 +122,7 @@ WRONG: tuple[tuple[str, Callable[[Runs, float], Bill], str], ...] = (
 FITS: tuple[tuple[str, Callable[[Runs, float], Bill], str], ...] = (
     ("each by itself", _each_alone, "Each run fits by itself; the limit is for all together."),
     ("one too many", _one_too_many, "The last of them goes over the limit: leave it out."),
+    ("below only", _below_only, "A sum that is exactly the limit fits, too: <=, not <."),
     (
         "later ones",
         _later_ones,
@@ -137,12 +144,18 @@ _RUNS = (
     PlannedRun(nodes=2, gpus_per_node=4, start_s=60, steps=1000, step_s=0.9),
     PlannedRun(nodes=3, gpus_per_node=2, start_s=20, steps=100, step_s=0.25),
 )
+_HALF_HOURS = (  # 0.5 GPU-hours each, to the last bit
+    PlannedRun(gpus_per_node=1, start_s=900, steps=100, step_s=9.0),
+    PlannedRun(gpus_per_node=2, start_s=450, steps=100, step_s=4.5),
+    PlannedRun(nodes=2, gpus_per_node=1, start_s=450, steps=50, step_s=9.0),
+)
 CASES: tuple[tuple[Runs, float], ...] = (
     (_RUNS, 0.5),
     (_RUNS, 0.2),
     (_RUNS, 0.05),
     (_RUNS, 8.0),
     (_RUNS[2:], 2.2),
+    (_HALF_HOURS, 1.0),
     ((), 1.0),
 )
 
@@ -157,10 +170,10 @@ def check_bill(answer: Any) -> str:
         total, number = bill(runs, allowed)
         if not near(one[0], total):
             says = _why(0, got, WRONG)
-            raise CheckFailed(f"{where}: need {total:.3f} GPU-hours; got {one[0]!r}. {says}")
+            raise CheckFailed(f"{where}: need {total:.3f} GPU-hours; got {shown(one[0])}. {says}")
         if one[1] != number:
             says = _why(1, got, FITS)
-            raise CheckFailed(f"{where}: {number} of them fit; got {one[1]!r}. {says}")
+            raise CheckFailed(f"{where}: {number} of them fit; got {shown(one[1])}. {says}")
     return "GPU-hours of all runs, and how many of them a limit lets through."
 
 

@@ -72,6 +72,11 @@ def _why(
     return ""
 
 
+def shown(value: Any) -> str:
+    """An answer as a message writes it: a number without its rounding."""
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+
+
 def near(value: Any, wanted: float, rel: float = 1e-6) -> bool:
     """Is it this number, but for rounding?"""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -28,6 +28,11 @@ def _times(records: Records, warmup: int) -> list[float]:
     return [sum(s["end_s"] - s["start_s"] for s in one.steps[warmup:]) for one in records]
 
 
+def _across_clocks(records: Records, warmup: int) -> float:
+    ends = [one.steps[-1]["end_s"] for one in records]
+    return float(max(ends) - min(one.steps[warmup]["start_s"] for one in records))
+
+
 def _tokens(records: Records, warmup: int) -> list[int]:
     return [sum(step["num_tokens"] for step in one.steps[warmup:]) for one in records]
 
@@ -63,6 +68,8 @@ WRONG = (
           "The warm-up is still in it: the first steps are slow, leave `warmup` of them out."),
     Wrong("a step too many left out", "time_s", lambda r, tp, pp, w: max(_times(r, w + 1)),
           "One step too many is left out: with warmup = 2, the third step counts."),
+    Wrong("clocks subtracted", "time_s", lambda r, tp, pp, w: _across_clocks(r, w),
+          "Each rank has a clock of its own: add up its steps first, then take the longest."),
     Wrong("all ranks summed", "num_tokens", lambda r, tp, pp, w: sum(_tokens(r, w)),
           "Ranks that share a copy of the model (TP, PP) see the same tokens: count a copy once."),
     Wrong("most of any rank", "num_tokens", lambda r, tp, pp, w: max(_tokens(r, w)),
