@@ -633,13 +633,19 @@ reveal(guess_order, "no")
 # the course's folder:
 #
 # ```sh
-# course submit 04 --nodes 2         # to your site's Slurm; without one, it runs on this machine
-# course logs -f 04_collectives-1    # reads along until it has ended
-# course collect                     # brings its run records home: run the cell below
+# course submit 04 --nodes 2       # to your site's Slurm, else on this machine
+# course logs -f 04_collectives-1  # reads along until it has ended
+# course collect                   # brings its run records home: run the next cell
 # ```
+#
+# <details><summary>Which of the two changes, and why do dots lie above the line?</summary>
+# Between nodes both get worse: a longer $\alpha$, a smaller $\beta$; $\alpha$ decides small
+# messages. On nodes that are only played, neither changes. Ranks that share busy cores wait for a
+# core before they can send or add, and the line knows only the wire: so dots lie above it.
+# </details>
 
 # %% tags=["picture"]
-from course_lib.display import last_run, wire_run
+from course_lib.display import last_run, show, wire_run
 
 records = last_run("04_collectives")  # of the newest job that was brought home
 if records:
