@@ -19,7 +19,7 @@ from course_lib.cluster.scheduler import (
     Scheduler,
     SchedulerError,
 )
-from course_lib.cluster.slurm import Slurm
+from course_lib.cluster.slurm import NO_CLUSTER, Slurm
 
 HEAD = """#!/bin/bash
 #SBATCH --job-name=law
@@ -287,6 +287,25 @@ def test_without_slurm_the_laptop_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SchedulerError, match=r"sbatch: need Slurm's commands .* --profile laptop"):
         Slurm().check(tmp_path / "a.sbatch")
+
+
+def test_a_cluster_that_is_gone_for_good_is_not_asked_again(pretended, tmp_path, monkeypatch):
+    def asked_again(sentence: str) -> None:
+        raise AssertionError(sentence)
+
+    slurm = Slurm(pauses_s=(0.0,), say=asked_again)
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    for said in NO_CLUSTER:
+        pretended("scontrol", err=f"scontrol: error: x\nscontrol: fatal: {said}\n", code=1)
+        with pytest.raises(SchedulerError, match=rf"got '{said}.* or --profile laptop\.$"):
+            slurm.states("17")
+    gone = tmp_path / "gone.conf"
+    monkeypatch.setenv("SLURM_CONF", str(gone))
+    pretended("scontrol", "JobId=17 JobState=RUNNING Reason=None ExitCode=0:0\n")
+    with pytest.raises(SchedulerError, match=rf"got SLURM_CONF={gone}, .* or --profile laptop\.$"):
+        slurm.states("17")
+    gone.touch()
+    assert [one.state for one in slurm.states("17")] == ["RUNNING"]
 
 
 def test_local_jobs_run_one_at_a_time_in_their_order(tmp_path, hand_in_here):

@@ -31,6 +31,7 @@ NO_ANSWER = (  # what its commands say where the controller is away, or too busy
     "standby mode",
     "temporarily unable",
 )
+NO_CLUSTER = ("Unable to process configuration file", "Could not establish a configuration source")
 FORGOTTEN = "Invalid job id"
 OWN_SETTINGS = ("SLURM_CONF", "SLURM_TIME_FORMAT")
 
@@ -121,7 +122,13 @@ class Slurm:
 
 
 def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """Run it without what a surrounding job put into the environment: sbatch would obey that."""
+    """Run it without what a surrounding job put into the environment: sbatch would obey that.
+
+    Raises: SchedulerError where there is no Slurm, or none any more
+    """
+    conf = os.environ.get("SLURM_CONF", "")
+    if conf and not Path(conf).exists():  # the command itself would look for it for a minute
+        raise _no_cluster(command[0], f"SLURM_CONF={conf}, which is not there")
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -132,7 +139,7 @@ def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         "PATH": python_first(),  # sbatch takes it along: the job finds this torchrun
     }
     try:
-        return subprocess.run(
+        answer = subprocess.run(
             command,
             env=kept | own,
             capture_output=True,
@@ -145,6 +152,16 @@ def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
             f"{command[0]}: need Slurm's commands on this machine; got none. "
             "Try it on the cluster's login node, or --profile laptop to run it here."
         ) from None
+    if answer.returncode and any(text in answer.stderr for text in NO_CLUSTER):
+        raise _no_cluster(command[0], repr(_sentence(answer.stderr)))
+    return answer
+
+
+def _no_cluster(command: str, got: str) -> SchedulerError:
+    return SchedulerError(
+        f"{command}: need a cluster that is there; got {got}. "
+        "Try export SLURM_CONF=..., or --profile laptop."
+    )
 
 
 def _refused(stderr: str) -> SchedulerError:
