@@ -112,6 +112,7 @@ def test_the_batch_of_convergence_grows_with_the_copies():
         ("ddp", 2, 100),
         ("ddp", 4, 100),
         ("ddp", 4, 4),
+        ("single", 1, 4),
     ]
     assert len({run.name for run in runs}) == len(runs)
 

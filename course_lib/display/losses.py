@@ -10,6 +10,7 @@ from course_lib.display.colours import BLACK, QUIET, SERIES
 from course_lib.display.page import SMALL_PT, page, plain
 
 EVERY = 10  # steps between two dots
+DASHES = ("-", "--", "-.")
 
 
 def losses(curves: Mapping[str, Sequence[float]], title: str, *, note: str = "") -> Figure:
@@ -33,31 +34,39 @@ def losses(curves: Mapping[str, Sequence[float]], title: str, *, note: str = "")
 
 
 def descents(
-    curves: Mapping[str, Sequence[Sequence[float]]],
+    curves: Mapping[tuple[str, str], Sequence[Sequence[float]]],
     title: str,
     *,
     target: float,
     target_words: str,
     note: str = "",
 ) -> Figure:
-    """Draw how losses come down: of each name the first curve is a line, the others dots on it.
+    """Draw how losses come down: a colour for the first word of a name, a dash for the second.
 
-    target   a loss that all of them want to reach: a dashed line
+    Of each name the first curve is a line, the others dots on it.
 
-    Raises: CourseError without a curve, or with more names than can be told apart
+    target   a loss that all of them want to reach: a dotted line
+
+    Raises: CourseError without a curve, or with more words than can be told apart
     """
-    if not 0 < len(curves) <= len(SERIES):
-        raise CourseError(f"descents: need 1 to {len(SERIES)} names; got {len(curves)}.")
-    colours = dict(zip(curves, SERIES, strict=False))
-    legend = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
+    colours = dict(zip(dict.fromkeys(first for first, _ in curves), SERIES, strict=False))
+    dashes = dict(zip(dict.fromkeys(second for _, second in curves), DASHES, strict=False))
+    if not curves or any(a not in colours or b not in dashes for a, b in curves):
+        raise CourseError(
+            f"descents: need 1 to {len(SERIES)} first and 1 to {len(DASHES)} second words; got "
+            f"the names {', '.join(map(str, curves)) or 'of nothing'}."
+        )
+    legend = [Line2D([], [], color=colour, label=word) for word, colour in colours.items()]
+    legend += [Line2D([], [], color=QUIET, ls=dash, label=word) for word, dash in dashes.items()]
     figure, (axes,) = page(title, [3.0], note=note, legend=legend)
     plain(axes, x_label="step", y_label="loss", grid="both")
-    for name, (whole, *others) in curves.items():
-        axes.plot(range(1, len(whole) + 1), whole, color=colours[name], linewidth=1.6, zorder=3)
+    for (first, second), (whole, *others) in curves.items():
+        drawn = {"color": colours[first], "zorder": 3}
+        axes.plot(range(1, len(whole) + 1), whole, ls=dashes[second], linewidth=1.6, **drawn)
         for curve in others:
             steps = range(1, len(curve) + 1)[::EVERY]
-            axes.plot(steps, curve[::EVERY], "o", color=colours[name], markersize=4, zorder=4)
-    axes.axhline(target, color=BLACK, linestyle="--", linewidth=1.1, zorder=2)
+            axes.plot(steps, curve[::EVERY], "o", markersize=4, **drawn)
+    axes.axhline(target, color=BLACK, linestyle=":", linewidth=1.1, zorder=2)
     axes.annotate(
         target_words, (1, target), xytext=(0, 4), textcoords="offset points", fontsize=SMALL_PT
     )

@@ -71,9 +71,11 @@ class Costing:
         unit = "GPU" if self.machine.has_gpus else "rank"
         said = [
             f"{len(self.done)} of {len(self.study.runs)} runs are done, {len(self.left)} to run: "
-            f"{write_time(wall * 3600)} one after the other, {of_ranks:.2g} {unit}-hours, "
+            f"{write_time(wall * 3600)} one after the other, {_hours(of_ranks)} {unit}-hours, "
             f"on {self.profile.name} ({self.machine.words}). Records: {self.folder}"
         ]
+        if self.machine.has_gpus and not self.profile.gpu_type:
+            said.append(f"The profile names no gpu_type: counted as {self.machine.words}.")
         if self.too_large:
             said.append(f"{len(self.too_large)} runs do not fit and are left out:")
         return said + [f"  {one.run.name}: {_missing(one)}" for one in self.too_large]
@@ -110,6 +112,10 @@ def find_done(runs: Iterable[StudyRun], folder: Path) -> dict[StudyRun, Experime
         if experiment.run == run:
             done[run] = experiment
     return done
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def _missing(one: Prediction) -> str:

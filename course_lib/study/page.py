@@ -10,8 +10,8 @@ from course_lib.study.report import HEADERS, cells_of, notes
 from course_lib.study.results import Result, Results, in_order
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 80rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; font-size: 12px; display: block; overflow-x: auto; }
 th, td { padding: .2rem .6rem; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 tr + tr { border-top: 1px solid #e4e4e4; }

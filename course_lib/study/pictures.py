@@ -42,7 +42,7 @@ def efficiency(results: Sequence[Result], name: str) -> Picture | None:
     if not pairs:
         return None
     good = sum((pair.measured or 0) >= GOOD for pair in pairs)
-    title = f"{good} of {len(pairs)} ways to split {name} keep {GOOD} % efficiency"
+    title = f"Ways to split {name} that keep {GOOD} % efficiency: {good} of {len(pairs)}"
     figure = beside(
         pairs,
         title,
@@ -62,7 +62,7 @@ def overhead(results: Sequence[Result], name: str) -> Picture | None:
     if not pairs:
         return None
     slower = sum((pair.measured or 0) > 0 for pair in pairs)
-    title = f"{slower} of {len(pairs)} ways to split {name} take longer than one rank"
+    title = f"Ways to split {name} that take longer than one rank: {slower} of {len(pairs)}"
     x_label = "relative overhead of a step (%)"
     return beside(pairs, title, x_label=x_label, words="{:+.0f}".format), f"{title}."
 
@@ -129,23 +129,21 @@ def topology(results: Results) -> Picture | None:
 def convergence(results: Results) -> Picture | None:
     """Losses of one model where the batch grows, and the warm-up shrinks: who is down first?"""
     found = [one for one in in_order(results.judged()) if one.experiment.run.warmup]
-    alone = [one for one in found if one.experiment.run.ranks == 1]
-    if len(found) < 2 or not alone:
+    if len(found) < 2 or found[0].experiment.run.ranks > 1:
         return None
-    curves: dict[str, list[list[float]]] = {}
+    curves: dict[tuple[str, str], list[list[float]]] = {}
     for one in sorted(found, key=lambda one: -one.experiment.run.warmup):
         run = one.experiment.run
-        name = f"batch {run.global_batch}, warm-up {run.warmup}"
+        name = f"batch {run.global_batch}", f"warm-up {run.warmup}"
         curves.setdefault(name, []).append(smooth(one.experiment.losses))
     (first, (whole, *_)), *_ = curves.items()
-    needs = {name: steps_to(whole[-1], group[0]) for name, group in curves.items()}
-    fastest = min(needs, key=lambda name: needs[name] or len(whole))
-    steps = needs[fastest] or len(whole)
+    needs = {name: steps_to(whole[-1], group[0]) or len(whole) for name, group in curves.items()}
+    fastest = min(needs, key=lambda name: needs[name])
     title = (
-        f"{fastest}: after {steps} steps as far as {first} after {len(whole)}, "
-        f"{len(whole) / steps:.1f} times fewer"
+        f"{needs[fastest]} steps of {', '.join(fastest)} come as far as {len(whole)} of "
+        f"{', '.join(first)}"
     )
-    words = f"{first} after {len(whole)} steps: {whole[-1]:.2f}"
+    words = f"{', '.join(first)} after {len(whole)} steps: {whole[-1]:.2f}"
     note = f"Means of {SMOOTHED} steps. Dots: the same batch and warm-up, with the model split."
     return descents(curves, title, target=whole[-1], target_words=words, note=note), f"{title}."
 

@@ -16,6 +16,7 @@ from course_lib.study.run import StudyRun
 
 WORLD_SIZES = (1, 2, 4)
 ACCUMULATED = 4  # micro-batches of a step in the ZeRO set
+SHORT = 4  # steps of warm-up, in place of 100
 BUCKETS_MIB = (1.0, 5.0, 100.0)  # besides the 25 of all other runs
 SIZES = {  # tokens in a sequence, sequences in a step; in the ZeRO set always 16
     "study-10m": (128, 16),
@@ -114,7 +115,8 @@ def convergence() -> Iterator[StudyRun]:
     yield replace(alone, ranks=2, tp=2)
     for p in WORLD_SIZES[1:]:
         yield replace(alone, strategy="ddp", ranks=p, global_batch=8 * p)
-    yield replace(alone, strategy="ddp", ranks=p, global_batch=8 * p, warmup=4)
+    yield replace(alone, strategy="ddp", ranks=p, global_batch=8 * p, warmup=SHORT)
+    yield replace(alone, warmup=SHORT)  # the shorter warm-up alone
 
 
 STUDIES = {"laptop": laptop, "cluster": cluster, "convergence": convergence}

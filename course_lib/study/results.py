@@ -101,7 +101,11 @@ def read_results(path: str | Path) -> Results:
         reasons = [f"{folder}: {why}" for folder, why in left_out.items()]
         raise CourseError(
             f"report: need the records of a whole run below {path}; got none. "
-            + (reasons[0] if reasons else "Try course study run laptop.")
+            + (
+                reasons[0]
+                if reasons
+                else "Has one ended? Try course status, or course study run laptop."
+            )
         )
     return Results(experiments=tuple(found), links=read_links(path), left_out=left_out)
 

@@ -32,7 +32,8 @@ def submit_all(costing: Costing, submissions: Path = FOLDER) -> int:
     jobs = make_jobs(left, costing.folder, costing.profile)
     taken = [_taken(job, costing.profile, submissions) for job in jobs]
     if any(taken):
-        print("Ended? The same command again runs what failed. How it goes: course status")
+        print("Ended? The same command again runs what failed. How it goes: course status.")
+        print("To end one: course cancel and its name.")
     print(f"What there is: course report {costing.folder}")
     return 0 if all(taken) else 1
 
