@@ -13,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from course_lib.checks.scaling_study_script import check_script, mended
 from course_lib.cluster.lint import RULES, lint_job
 from course_lib.cluster.profile import Profile
 from course_lib.cluster.script import Script
@@ -82,6 +83,37 @@ def test_a_profile_says_what_the_site_does_not_have():
     assert found_in(text, profile=profile) == [(line, "too-much") for line in (2, 3, 4)]
     fits = text.replace("1-0", "60").replace("-N 3", "-N 2").replace("h100:8", "h100:4")
     assert found_in(fits, profile=profile) == []
+
+
+@pytest.mark.parametrize("asked", ["--gres=gpu:8", "--gpus=8", "-G h100:16"])
+def test_a_profile_counts_the_gpus_of_a_node_however_they_are_asked_for(asked):
+    profile = Profile(name="small", time_limit="1:00:00", max_nodes=2, gpus_per_node=2)
+    text = f"#!/bin/bash\n#SBATCH -N 2\n#SBATCH {asked}\nsrun date\n"
+    assert found_in(text, profile=profile) == [(3, "too-much")]
+    for fits in ("--gres=gpu:2", "--gpus=4", "-G h100:3", "--gpus-per-node=h100", "--gres=tmp:9"):
+        assert found_in(text.replace(asked, fits), profile=profile) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "fix"),
+    [("120   # two hours", ""), ("120:00", ""), ("2 # h", "2:00:00"), ("0:30", "0:30:00")],
+)
+def test_only_a_time_of_minutes_is_suspicious(asked, fix):
+    found = lint_job(f"#!/bin/bash\n#SBATCH --time={asked}\nsrun date\n", JOBS)
+    assert [one.fix.partition(" for hours")[0] for one in found] == [f"Write --time={fix}"] * bool(
+        fix
+    )
+
+
+@pytest.mark.parametrize("time", ["120", "120:00", "02:00:00", "0-2", "0-02:00"])
+def test_the_exercise_takes_two_hours_however_they_are_written(time):
+    assert check_script(lambda script: mended(script).replace("2:00:00", time))
+
+
+def test_a_file_that_may_set_the_host_is_believed():
+    text, _ = marked(JOBS / "wrong" / "nobody_is_head.sbatch")
+    assert found_in(text.replace("set -euo", ". ./hosts.sh\nset -euo")) == []
+    assert found_in(text.replace("set -euo", "ls .\nset -euo")) == [(8, "nothing-in-it")]
 
 
 def test_every_finding_says_why_and_what_to_write():

@@ -9,6 +9,7 @@ from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.cluster.lint import lint_job
 from course_lib.cluster.script import TORCHRUN, Script
 from course_lib.cluster.slurm_time import read_time_s
+from course_lib.core.errors import CourseError
 from course_lib.scaling_lab import BROKEN_SCRIPT
 
 PROGRAM = "cluster/exercises/06_ddp.py --turns 3"
@@ -67,7 +68,7 @@ def _missing(script: Script) -> Iterator[str]:
     time = script.option("time")
     if time is None:
         yield "the job no longer says how long it takes: two hours were meant."
-    elif ":" in time.value and read_time_s(time.value) not in (120, 7200):
+    elif _time_s(time.value) not in (None, 120, 7200):
         yield f"--time={time.value}: two hours were meant, 2:00:00."
     if "node7" not in script.text:
         yield "node7 is no longer left out: move the directive up, do not delete it."
@@ -75,6 +76,14 @@ def _missing(script: Script) -> Iterator[str]:
         yield "the log has no name any more: study- and the number of the job, %j."
     if not any("pipefail" in command.text for command in script.commands):
         yield "set -euo pipefail is gone: a job that failed would be called COMPLETED."
+
+
+def _time_s(text: str) -> int | None:
+    """Seconds; None for what is no time, which is lint's to tell, as is 2:00."""
+    try:
+        return read_time_s(text)
+    except CourseError:
+        return None
 
 
 def _gpus(script: Script) -> Iterator[str]:
@@ -114,6 +123,11 @@ SCRIPT = Exercise(
         Mistake("late directive", _without("late"), "a directive after the first command"),
         Mistake("no srun", _without("srun"), "torchrun without srun"),
         Mistake("meets itself", _without("endpoint"), "on each node, that is the node itself"),
+        Mistake("head never set", _besides(HEAD, ""), "$head is empty: nothing in this script"),
+        Mistake(
+            "no backend", _besides("--rdzv-backend=c10d", ""), "--rdzv-endpoint without --rdzv-back"
+        ),
+        Mistake("one host for ever", _besides("$head:", "node1:"), "Slurm picks the nodes"),
         Mistake("on one node", _besides("--nodes=2", "--nodes=1"), "two of them were to work"),
         Mistake("GPUs deleted", _besides("#SBATCH --gpus-per-node=2\n", ""), "asks for no GPUs"),
         Mistake(
@@ -121,6 +135,7 @@ SCRIPT = Exercise(
         ),
         Mistake("time deleted", _besides("#SBATCH --time", "## --time"), "how long it takes"),
         Mistake("too long", _besides("2:00:00", "2-00:00:00"), "two hours were meant"),
+        Mistake("two days", _besides("2:00:00", "2-0"), "two hours were meant"),
         Mistake("exclude deleted", _besides("#SBATCH --exclude=node7\n", ""), "node7 is no longer"),
         Mistake("log deleted", _besides("#SBATCH --output=study-%j.out", ""), "has no name"),
         Mistake("program deleted", _besides(PROGRAM, "--version"), "no longer starts torchrun"),

@@ -5,7 +5,6 @@ something else. What can be seen in the script itself is told here: the line, wh
 """
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +29,8 @@ RULES = (
     *lint_rules_flow.RULES,
 )
 
+GPUS = ("gpus-per-node", "gres", "gpus")  # that say how many a node needs
+
 
 def lint_job(
     text: str, folder: str | os.PathLike[str] = ".", profile: Profile | None = None
@@ -49,12 +50,13 @@ def _beyond(script: Script, profile: Profile) -> Iterator[Finding]:
     """What the site of this profile does not have."""
     longest_s = read_time_s(profile.time_limit)
     for one in script.directives:
-        number = int(digits[0]) if (digits := re.search(r"\d+$", one.value)) else 0
-        most = {"nodes": profile.max_nodes, "gpus-per-node": profile.gpus_per_node}
+        gpus = lint_rules_asked.gpus_on_a_node(script, one) if one.option in GPUS else None
         if one.option == "time" and _time_s(one.value) > longest_s:
             yield _too_much(one, profile.time_limit, profile)
-        elif number > most.get(one.option, number):
-            yield _too_much(one, str(most[one.option]), profile)
+        elif one.option == "nodes" and script.nodes > profile.max_nodes:
+            yield _too_much(one, str(profile.max_nodes), profile)
+        elif gpus and gpus > profile.gpus_per_node:
+            yield _too_much(one, f"{profile.gpus_per_node} GPUs on a node", profile)
 
 
 def _time_s(text: str) -> int:

@@ -12,6 +12,7 @@ from course_lib.cluster.slurm_time import read_time_s as seconds_of
 COUNTS_GPUS = re.compile(r"(^|nproc[-_]per[-_]node[= ]+)(gpu|\$\{?SLURM_GPUS_(ON|PER)_NODE\}?)$")
 HOURS = {12, 24, 36, 48, 72, 96}  # that look like hours, and are minutes
 NO_END = {"UNLIMITED", "INFINITE", "-1"}
+HOUR_S = 3600
 FIVE_MINUTES_S = 300  # that people do mean, for a job that tries something out
 
 
@@ -60,15 +61,16 @@ def short_time(script: Script) -> Iterator[Finding]:
     is_short = number in HOURS or (number < 10 and seconds_of(one.value) != FIVE_MINUTES_S)
     if "-" in one.value or len(parts) > 2 or "min" in comment:
         return
-    if is_short or re.search(r"\bhours?\b|\d\s*h\b", comment):
-        seconds = seconds_of(one.value)
+    seconds = seconds_of(one.value)
+    is_told = re.search(r"\bhours?\b|\d\s*h\b", comment)
+    if is_short or (is_told and seconds < HOUR_S):
         yield Finding(
             one.line,
             "short-time",
             f"--time={one.value} is {write_time(seconds)}, in hours:minutes:seconds",
             "a job that is over its time is ended, wherever it is",
-            f"Write --time={number}:00:00 for hours, --time={write_time(seconds)} if you do mean "
-            "minutes.",
+            f"Write --time={number}:{(*parts, '00')[1]}:00 for hours, "
+            f"--time={write_time(seconds)} if you do mean minutes.",
         )
 
 
@@ -92,7 +94,7 @@ def no_gpus(script: Script) -> Iterator[Finding]:
 def too_few_gpus(script: Script) -> Iterator[Finding]:
     """More ranks on a node than GPUs."""
     asked = script.option("gpus-per-node", "gres", "gpus")
-    gpus = _gpus_on_a_node(script, asked) if asked else None
+    gpus = gpus_on_a_node(script, asked) if asked else None
     if not asked or not gpus:
         return
     for command in script.running(TORCHRUN):
@@ -109,7 +111,7 @@ def too_few_gpus(script: Script) -> Iterator[Finding]:
             )
 
 
-def _gpus_on_a_node(script: Script, asked: Directive) -> int | None:
+def gpus_on_a_node(script: Script, asked: Directive) -> int | None:
     """How many GPUs a directive gives each node, if that can be seen: gpu:a100 is one."""
     found = re.fullmatch(r"(gpu:?)?([A-Za-z][\w.-]*)?:?(\d+)?", asked.value)
     if not found or (asked.option == "gres" and not found[1]):

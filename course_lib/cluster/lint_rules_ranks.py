@@ -11,6 +11,7 @@ OWN_ADDRESS = re.compile(
     rf"(?P<name>{MEETING.pattern})[= ]\"?\$(\(hostname|\{{?HOSTNAME|\{{?SLURMD_NODENAME)"
 )
 LOCALHOST = re.compile(r"^(localhost|127\.0\.0\.1)(:|$)")
+FIXED = re.compile(r"([A-Za-z][\w.-]*|\d+(\.\d+){3})(:\S*)?")
 NODELIST = re.compile(r"\$\{?SLURM_(JOB_)?NODELIST\}?(:|$)")
 
 
@@ -84,6 +85,23 @@ def alone_on_each_node(script: Script) -> Iterator[Finding]:
             )
 
 
+def no_backend(script: Script) -> Iterator[Finding]:
+    """`--rdzv-endpoint` alone: what meets there is said by `--rdzv-backend`."""
+    for command in script.running(TORCHRUN):
+        text = script.spelt_out(command.text)
+        is_told = re.search(r"rdzv[-_]backend|node[-_]rank|\[[@*]\]|--nnodes[= ]1\b", text)
+        is_lone = "--standalone" in text or "PET_" in script.text
+        endpoint = re.search(r"--rdzv[-_]endpoint", text)
+        if _is_on_all_nodes(script, command) and endpoint and not is_told and not is_lone:
+            yield Finding(
+                command.line,
+                "no-backend",
+                f"{endpoint[0]} without --rdzv-backend",
+                "torchrun's default is static, and each node takes itself for the first",
+                "Write --rdzv-backend=c10d.",
+            )
+
+
 def _is_on_all_nodes(script: Script, command: Command) -> bool:
     return (
         script.nodes > 1
@@ -118,6 +136,8 @@ def meets_itself(script: Script) -> Iterator[Finding]:
                 rule, what = "meets-itself", "on each node, that is the node itself"
             elif NODELIST.match(host):
                 rule, what = "no-host", "a list like node[1-2] is no host's name"
+            elif FIXED.fullmatch(host) and not _is_known_before(script):
+                rule, what = "fixed-host", "Slurm picks the nodes, and need not pick this one"
             else:
                 continue
             yield Finding(
@@ -127,6 +147,15 @@ def meets_itself(script: Script) -> Iterator[Finding]:
                 "the ranks of the nodes never find each other, and wait until they give up",
                 'Try read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST").',
             )
+
+
+def _is_known_before(script: Script) -> bool:
+    """Are the nodes named in the script, or is the meeting point a server beside the job?"""
+    on = [
+        script.option("nodelist"),
+        *(script.srun_options(one).get("nodelist") for one in script.sruns),
+    ]
+    return any(on) or "etcd" in script.text
 
 
 def each_names_itself(script: Script) -> Iterator[Finding]:
@@ -160,6 +189,7 @@ RULES = (
     ranks_twice,
     alone_on_each_node,
     other_number_of_nodes,
+    no_backend,
     meets_itself,
     each_names_itself,
 )

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from itertools import pairwise
 
 from course_lib.cluster.script import MEETING, TELLS_ONLY, Finding, Script, place
 from course_lib.cluster.shell import Command, Word
@@ -27,6 +28,12 @@ ALWAYS_SET = (
 )  # or by what srun starts, in an array, or by many sites
 VARIABLES = {*SET_BY, *(f"SLURM_{name}" for name in ALWAYS_SET.split())}
 USED = re.compile(r"\$(?:(?P<plain>SLURM_\w+)|\{(?P<braced>SLURM_\w+)\})")
+PLAIN = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)\}|(?P<plain>[A-Za-z_]\w*))")
+PEOPLE_KNOW = {"HOME", "HOST", "HOSTNAME", "PATH", "PWD", "RANDOM", "TMPDIR", "UID", "USER"}
+LAUNCHED = re.compile(
+    r"--(?:(?P<meeting>rdzv[-_]endpoint|master[-_]addr|main_process_ip)"
+    r"|nnodes|nproc[-_]per[-_]node)[= ]+(?P<value>\S+)"
+)
 OWN = re.compile(r"\$\{?SLURM_(PROCID|LOCALID|NODEID)\b|\$\{?SLURMD_NODENAME\b|\$\(hostname[^)]*\)")
 ADDRESS = re.compile(r"addr|endpoint|\bip\b|_ip\b|head|host=|tcp://", re.IGNORECASE)
 RANK_NAME = re.compile(r"(RANK|LOCAL_RANK|NODE_RANK|GROUP_RANK|MACHINE_RANK)=")
@@ -84,6 +91,41 @@ def _not_set(script: Script, name: str, line: int) -> Iterator[Finding]:
         )
 
 
+def never_set(script: Script) -> Iterator[Finding]:
+    """Variables in a launcher's options that nobody fills.
+
+    Names in capitals may come from where sbatch is called; the host where ranks meet cannot.
+    """
+    if script.reads_others:
+        return
+    for command in script.commands:
+        for before, word in pairwise((command.words[0], *command.words)):
+            option = before.live if before.text.startswith("--") else ""
+            found = LAUNCHED.search(f"{option} {word.live}")
+            if not found or command.name in TELLS_ONLY - {"export"}:
+                continue
+            for used in PLAIN.finditer(found["value"]):
+                is_host = bool(found["meeting"]) and used.start() == 0 and script.nodes > 1
+                name = used["braced"] or used["plain"]
+                if _is_never_set(script, name) and (is_host or not name.isupper()):
+                    yield _never_set(name, word.line, is_host)
+
+
+def _is_never_set(script: Script, name: str) -> bool:
+    return not (name in script.filled or name in PEOPLE_KNOW or name.startswith("SLURM"))
+
+
+def _never_set(name: str, line: int, is_host: bool) -> Finding:
+    read = f'Try read -r {name} < <(scontrol show hostnames "$SLURM_JOB_NODELIST"), above it.'
+    return Finding(
+        line,
+        "nothing-in-it",
+        f"${name} is empty: nothing in this script sets it",
+        "under set -u the job ends here within a second; without, the launcher gets nothing",
+        read if is_host else f"Write {name}=..., above it.",
+    )
+
+
 def wrong_shell(script: Script) -> Iterator[Finding]:
     """A rank's own number, worked out once for all of them."""
     if script.nodes < 2 and script.tasks_per_node < 2:
@@ -135,4 +177,4 @@ def unquoted_arguments(script: Script) -> Iterator[Finding]:
                 )
 
 
-RULES = (not_filled_in, nothing_in_it, wrong_shell, unquoted_arguments)
+RULES = (not_filled_in, nothing_in_it, never_set, wrong_shell, unquoted_arguments)

@@ -14,6 +14,9 @@ TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b")
 LAUNCHERS = re.compile(rf"{TORCHRUN.pattern}|\baccelerate[\s-]launch\b")
 REACH_NODES = {"srun", "mpirun", "mpiexec", "prun", "ssh", "pdsh", "clush", "parallel", "ray"}
 MEETING = re.compile(r"--(rdzv[-_]endpoint|master[-_]addr|main_process_ip)|MASTER_ADDR")
+FILLS = {"declare", "export", "for", "getopts", "local", "mapfile", "read", "readarray"}
+FILLS |= {"readonly", "select", "typeset"}
+HARMLESS = re.compile(r"activate|profile|bashrc|conda|mamba|module")  # set nothing of the job
 TELLS_ONLY = {"echo", "export", "printf", "which", "type", "[", "[["}
 GPU_NAME = re.compile(r"gpu|dgx|[avhbl]\d{2,3}\b|gh200|mi\d{3}|[-_]g$", re.IGNORECASE)
 GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "tres-per-task")
@@ -67,6 +70,29 @@ class Script:
             for name, word in command.assigned.items():
                 found.setdefault(name, word.text.partition("=")[2])
         return found
+
+    @cached_property
+    def filled(self) -> set[str]:
+        """The variables that the script puts something into, or looks at whether they are there."""
+        found = set(self.variables) | set(re.findall(r"\$\{(\w+):?[-=?+]", self.text))
+        for command in self.commands:
+            words = [word.text for word in command.called]
+            if command.name in FILLS or words[:2] == ["printf", "-v"]:
+                found |= {word.partition("=")[0] for word in words[1:]}
+            if command.name in ("[", "[[", "test"):
+                found |= set(re.findall(r"\w+", command.text))
+            if words[1:2] == ["="]:  # ((name = 1))
+                found.add(words[0])
+        return found
+
+    @property
+    def reads_others(self) -> bool:
+        """Does it run a file in its own shell that may fill in variables?"""
+        return any(
+            (command.name in ("source", ".") or command.words[0].text == "eval")
+            and not HARMLESS.search(command.text)
+            for command in self.commands
+        )
 
     def option(self, *names: str) -> Directive | None:
         """The directive that counts, of those with one of these names."""
