@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from course_lib.cluster.collect import collect
 from course_lib.cluster.follow import STRANGE, Tail
 from course_lib.cluster.handing_in import hand_in, limits_of
 from course_lib.cluster.job import Job, fitted
-from course_lib.cluster.profile import read_profile
+from course_lib.cluster.profile import find_cluster_folder, read_profile
 from course_lib.cluster.scheduler import GONE, JobState, NoAnswerError, SchedulerError
 from course_lib.cluster.submissions import (
     Submission,
@@ -23,6 +24,14 @@ from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord, read_runs
 from course_lib.ranks.launch import attempt_folder
 
+PLAIN = """#!/bin/bash
+#SBATCH --nodes=1
+# site
+
+# environment
+
+python "$@"
+"""
 DONE, FAILED, RUNNING = "COMPLETED", "FAILED", "RUNNING"
 
 
@@ -255,6 +264,26 @@ def test_ids_are_those_of_the_course_or_of_the_scheduler(submission):
     for text in ("ddp-2", "ddp", "1", "ddp-1_5", "ddp-1_x", ""):
         with pytest.raises(CourseError, match=r"There are: ddp-1\."):
             find_submission(text)
+
+
+def test_in_a_folder_of_the_course_submissions_are_the_courses(tmp_path, monkeypatch, course):
+    notebooks, elsewhere = tmp_path / "course" / "notebooks", tmp_path / "elsewhere"
+    for folder in (tmp_path / "course" / "cluster", notebooks, elsewhere):
+        folder.mkdir(parents=True)
+    shutil.copytree(find_cluster_folder(), tmp_path / "course" / "cluster", dirs_exist_ok=True)
+    monkeypatch.chdir(notebooks)
+    Path("said.py").write_text("from pathlib import Path\nprint(Path('data').read_text())\n")
+    Path("data").write_text("beside the notebooks\n")
+    Path("plain.sbatch").write_text(PLAIN)
+    ask = ("submit", "--script", "plain.sbatch", "--profile", "laptop", "said.py")
+    assert f"from {tmp_path / 'course'}. Try" in course("status")
+    course(*ask)
+    assert course("logs", "-f", "said-1") == "beside the notebooks\n\n"
+    assert (tmp_path / "course/runs/cluster/said-1/submission.json").exists()
+    assert (Path.cwd(), list(notebooks.glob("runs"))) == (notebooks, [])
+    for folder, there in ((tmp_path / "course", True), (notebooks, True), (elsewhere, False)):
+        monkeypatch.chdir(folder)
+        assert ("said-1" in course("status")) == there
 
 
 # ---- logs ------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 import errno
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import wraps
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,11 +12,14 @@ from rich.console import Console
 
 from course_lib.cluster.job import Job, find_program, name_of
 from course_lib.cluster.profile import Profile, default_profile, read_profile
-from course_lib.cluster.scheduler import JobState, SchedulerError
+from course_lib.cluster.scheduler import JobState, SchedulerError, in_words
 from course_lib.cluster.site_commands import add_site_commands, plain_table
 from course_lib.cluster.slurm_time import write_time
 from course_lib.cluster.submissions import (
+    FOLDER,
     Submission,
+    at_home,
+    find_home,
     find_submission,
     read_submissions,
     refresh,
@@ -76,7 +79,7 @@ def _show(job: Job, profile: Profile) -> None:
     """Print the script, and what the limits and the checks say."""
     from course_lib.cluster.handing_in import drafted
 
-    with drafted(job, profile) as draft:
+    with drafted(job, profile, find_home() / FOLDER) as draft:
         print(draft.script.read_text(encoding="utf-8"))
         print(f"# {draft.limits}")
         for sentence in draft.problems or ["nothing speaks against it"]:
@@ -88,7 +91,7 @@ def _hand_in(job: Job, profile: Profile) -> None:
     """Hand it in, and say what to type next."""
     from course_lib.cluster.handing_in import hand_in
 
-    taken = hand_in(job, profile, say=print)
+    taken = hand_in(job, profile, find_home() / FOLDER, say=print)
     print(f"{taken.id} is handed in, as job {taken.job_id}.")
     for command, what in (
         (f"course logs -f {taken.id}", "reads along"),
@@ -98,6 +101,7 @@ def _hand_in(job: Job, profile: Profile) -> None:
         print(f"{command:{len(taken.id) + 17}}{what}")
 
 
+@at_home()
 def status(
     id_text: Annotated[
         str | None, typer.Argument(metavar="[ID]", help="Each element of this one.")
@@ -115,7 +119,10 @@ def status(
                 silent[one.scheduler] = str(problem)
         for row in _rows(one, each=bool(id_text)):
             table.add_row(*row)
-    Console().print(table if chosen else "Nothing was handed in yet. Try course submit --help.")
+    if chosen:
+        Console().print(table)
+    else:
+        print(f"Nothing was handed in from {Path.cwd()}. Try course submit --help.")
     for sentence in silent.values():
         print(f"As it was seen last. {sentence}")
 
@@ -133,6 +140,7 @@ def _rows(one: Submission, *, each: bool) -> list[tuple[str, ...]]:
     return rows
 
 
+@at_home()
 def logs(
     id_text: Id,
     until_over: Annotated[bool, typer.Option("-f", "--follow", help="Until it has ended.")] = False,
@@ -151,6 +159,7 @@ def logs(
     print(f"{id_text}: {in_words(_of(now, element))}", file=sys.stderr)
 
 
+@at_home()
 def cancel(id_text: Id) -> None:
     """End a submission, or one element of it, whether it waits or runs."""
     one, element = find_submission(id_text)
@@ -163,6 +172,7 @@ def cancel(id_text: Id) -> None:
     print(f"{id_text} is cancelled. What it has said: course logs {id_text}")
 
 
+@at_home()
 def collect(
     id_text: Annotated[
         str | None, typer.Argument(metavar="[ID]", help="This one; else all that have ended.")
@@ -197,20 +207,6 @@ def _collected(one: Submission) -> Iterator[str]:
 
 def _of(one: Submission, element: int | None) -> list[JobState]:
     return [state for state in one.seen if element in (None, state.element)]
-
-
-def in_words(states: Sequence[JobState]) -> str:
-    """`2 COMPLETED, 1 FAILED (exit code 7)`; of a single one without the number."""
-    counts = Counter(_in_words(state) for state in states)
-    if not counts:
-        return "not known yet"
-    return ", ".join(f"{n} {word}" if len(states) > 1 else word for word, n in counts.items())
-
-
-def _in_words(state: JobState) -> str:
-    if state.exit_code:
-        return f"{state.state} (exit code {state.exit_code})"
-    return f"{state.state} ({state.reason})" if state.reason else state.state
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -6,6 +6,8 @@ own names, which is what `squeue` shows.
 
 import os
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -83,6 +85,20 @@ class Scheduler(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """End a job, or an element of it, whether it waits or runs. Ended ones stay as they are."""
+
+
+def in_words(states: Sequence[JobState]) -> str:
+    """`2 COMPLETED, 1 FAILED (exit code 7)`; of a single one without the number."""
+    counts = Counter(_in_words(state) for state in states)
+    if not counts:
+        return "not known yet"
+    return ", ".join(f"{n} {word}" if len(states) > 1 else word for word, n in counts.items())
+
+
+def _in_words(state: JobState) -> str:
+    if state.exit_code:
+        return f"{state.state} (exit code {state.exit_code})"
+    return f"{state.state} ({state.reason})" if state.reason else state.state
 
 
 def python_first() -> str:

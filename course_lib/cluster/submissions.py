@@ -11,13 +11,14 @@ cut short in between is found again. Files are written whole or not at all.
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from course_lib.cluster.job import Job
 from course_lib.cluster.local import LocalRunner
 from course_lib.cluster.local_job import locked, write_json
+from course_lib.cluster.profile import find_cluster_folder
 from course_lib.cluster.scheduler import GONE, JobState, Scheduler
 from course_lib.cluster.slurm import Slurm
 from course_lib.cluster.slurm_time import read_time_s
@@ -78,6 +79,19 @@ class Submission:
         words = asdict(self)
         del words["folder"]
         write_json(self.file, words)
+
+
+def find_home() -> Path:
+    """The folder that has the submissions: this one, or the course's where this one lies in it."""
+    here, course = Path.cwd(), find_cluster_folder().parent
+    return course if here.is_relative_to(course) and not (here / FOLDER).is_dir() else here
+
+
+@contextmanager
+def at_home() -> Iterator[None]:
+    """Work in the folder that has the submissions."""
+    with chdir(find_home()):
+        yield
 
 
 def at_once(job: Job) -> int:
