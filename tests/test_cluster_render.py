@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from course_lib.cluster.directives import read_directives
-from course_lib.cluster.job import Job, fitted, read_array
+from course_lib.cluster.job import Job, find_program, fitted, read_array
 from course_lib.cluster.lint import lint_job
 from course_lib.cluster.profile import Profile, read_profile
 from course_lib.cluster.render import render
@@ -159,7 +159,7 @@ def test_what_no_scheduler_could_take_is_refused(change):
     [
         ({"nodes": 5}, "at most 4 nodes; got 5"),
         ({"gpus_per_node": 8}, "at most 4 GPUs on a node; got 8"),
-        ({"time_limit": "5:00:00"}, "at most 4:00:00; got 5:00:00"),
+        ({"time_limit": "5:00:00"}, "at most 4:00:00 of time; got 5:00:00"),
         ({"script": "many_node"}, "need one of accelerate, deepspeed, many_nodes"),
     ],
 )
@@ -200,6 +200,15 @@ def test_what_a_job_leaves_open_is_the_profiles():
     assert fitted(replace(JOB, nodes=1), SITE).script == "one_node"
     assert fitted(JOB, Profile(name="cpus", max_nodes=2)).ranks_per_node == 2
     assert fitted(replace(JOB, ranks_per_node=3, array="1-4"), SITE).gpu_hours == 2 * 4 * 0.5 * 4
+
+
+def test_a_program_is_a_lesson_that_has_a_script_or_a_path():
+    for text in ("4", "04", "04_collectives"):
+        assert Path(find_program(text)).name == "04_collectives.py"
+    assert find_program(__file__) == __file__
+    for text in ("3", "03", "1", "4_", "", "none.py"):
+        with pytest.raises(CourseError, match=rf"got '{text}'. Try a lesson .*\(00, 04, 05, 06"):
+            find_program(text)
 
 
 def test_a_module_is_run_by_its_name():

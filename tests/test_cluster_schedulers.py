@@ -289,6 +289,12 @@ def test_without_slurm_the_laptop_is_named(tmp_path, monkeypatch):
         Slurm().check(tmp_path / "a.sbatch")
 
 
+def test_what_a_job_waited_for_is_told_only_while_it_waits(pretended):
+    for state, reason in (("PENDING", "Resources"), ("CANCELLED", ""), ("COMPLETED", "")):
+        pretended("scontrol", f"JobId=17 JobState={state} Reason=Resources ExitCode=0:0\n")
+        assert [(one.state, one.reason) for one in Slurm().states("17")] == [(state, reason)]
+
+
 def test_a_cluster_that_is_gone_for_good_is_not_asked_again(pretended, tmp_path, monkeypatch):
     def asked_again(sentence: str) -> None:
         raise AssertionError(sentence)

@@ -144,6 +144,20 @@ def test_a_collect_that_is_cut_short_is_put_right(submission, monkeypatch):
     assert counted() == [("0.1", 0), ("0.1", 1)]
 
 
+def test_where_nothing_came_home_it_says_why(submission, course, monkeypatch):
+    submission(DONE, FAILED, array="0-1")
+    assert course("collect").splitlines() == [
+        "ddp-1: COMPLETED: left no records. Its program needs launch(..., record_to=...).",
+        "ddp-1: FAILED: left no records. Try course logs ddp-1, which may say why.",
+    ]
+    submission(RUNNING)
+    monkeypatch.setattr(
+        "course_lib.cluster.submissions.scheduler_of", lambda *_: Deaf(CourseError(), "17")
+    )
+    told = "ddp-1: RUNNING: no records yet. Collect again when it has ended.\n"
+    assert course("collect") == told
+
+
 def test_records_that_a_program_leaves_in_the_run_folder_come_along(submission):
     one = submission(DONE, restarts=1)
     for name, attempt in (("rank0", "first"), ("rank0-from5", "second")):
@@ -277,7 +291,7 @@ def test_in_a_folder_of_the_course_submissions_are_the_courses(tmp_path, monkeyp
     Path("plain.sbatch").write_text(PLAIN)
     ask = ("submit", "--script", "plain.sbatch", "--profile", "laptop", "said.py")
     assert f"from {tmp_path / 'course'}. Try" in course("status")
-    course(*ask)
+    assert "said-1 is handed in on this machine, as job " in course(*ask)
     assert course("logs", "-f", "said-1") == "beside the notebooks\n\n"
     assert (tmp_path / "course/runs/cluster/said-1/submission.json").exists()
     assert (Path.cwd(), list(notebooks.glob("runs"))) == (notebooks, [])

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from course_lib.cluster.job import Job, find_program, name_of
 from course_lib.cluster.profile import Profile, default_profile, read_profile
-from course_lib.cluster.scheduler import JobState, SchedulerError, in_words
+from course_lib.cluster.scheduler import DONE, JobState, SchedulerError, in_words
 from course_lib.cluster.site_commands import add_site_commands, plain_table
 from course_lib.cluster.slurm_time import write_time
 from course_lib.cluster.submissions import (
@@ -92,7 +92,8 @@ def _hand_in(job: Job, profile: Profile) -> None:
     from course_lib.cluster.handing_in import hand_in
 
     taken = hand_in(job, profile, find_home() / FOLDER, say=print)
-    print(f"{taken.id} is handed in, as job {taken.job_id}.")
+    where = "to Slurm" if profile.scheduler == "slurm" else "on this machine"
+    print(f"{taken.id} is handed in {where}, as job {taken.job_id}.")
     for command, what in (
         (f"course logs -f {taken.id}", "reads along"),
         (f"course status {taken.id}", "says how it is"),
@@ -199,10 +200,22 @@ def _collected(one: Submission) -> Iterator[str]:
         count = f"{len(attempt.ranks)} of {attempt.world_size} ranks"
         again = f", after {attempt.restarts} restarts" if attempt.restarts else ""
         yield f"{one.id}: records of {count} in {attempt.folder}{again}"
-    missing = {state.element for state in one.seen} - {attempt.element for attempt in found}
-    if missing:
-        states = [state for state in one.seen if state.element in missing]
-        yield f"{one.id}: no records in its run folder of {in_words(states)}"
+    brought = {attempt.element for attempt in found}
+    without: dict[str, list[JobState]] = {}
+    for state in one.seen:
+        if state.element not in brought:
+            without.setdefault(_why_none(one, state), []).append(state)
+    for why, states in without.items():
+        yield f"{one.id}: {in_words(states)}: {why}"
+
+
+def _why_none(one: Submission, state: JobState) -> str:
+    """Why there are no records of this element."""
+    if not state.is_final:
+        return "no records yet. Collect again when it has ended."
+    if state.state == DONE:
+        return "left no records. Its program needs launch(..., record_to=...)."
+    return f"left no records. Try course logs {one.id}, which may say why."
 
 
 def _of(one: Submission, element: int | None) -> list[JobState]:

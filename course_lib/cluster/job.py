@@ -121,7 +121,7 @@ def fitted(job: Job, profile: Profile) -> Job:
     if gpus > profile.gpus_per_node:
         raise _too_much(job, profile, f"{profile.gpus_per_node} GPUs on a node", f"{gpus}")
     if read_time_s(job.time_limit) > read_time_s(profile.time_limit):
-        raise _too_much(job, profile, profile.time_limit, job.time_limit)
+        raise _too_much(job, profile, f"{profile.time_limit} of time", job.time_limit)
     return replace(
         job,
         script=job.script or ("one_node" if job.nodes == 1 else "many_nodes"),
@@ -139,18 +139,21 @@ def _too_much(job: Job, profile: Profile, most: str, got: str) -> CourseError:
 
 
 def find_program(text: str) -> str:
-    """The path of an exercise, by its lesson's number or name; any other word as it is.
+    """The path of an exercise, by its lesson's number (4 or 04) or name; any other word as it is.
 
     Raises: CourseError where there is no such file
     """
     if text == "-m" or Path(text).is_file():
         return text
-    found = sorted((find_cluster_folder() / "exercises").glob(f"{text}*.py"))
-    if len(found) == 1 and re.fullmatch(r"\d\d(_\w+)?", text):
+    exercises = sorted((find_cluster_folder() / "exercises").glob("[0-9]*.py"))
+    lesson = text.zfill(2) if text.isdigit() else text
+    found = [path for path in exercises if path.stem.startswith(lesson)]
+    if len(found) == 1 and re.fullmatch(r"\d\d(_\w+)?", lesson):
         return str(found[0])
+    lessons = ", ".join(path.stem[:2] for path in exercises)
     raise CourseError(
-        f"course submit: need a program that is there; got {text!r}. Try a lesson's number, such "
-        "as 06, the path of a Python file, or -m and the name of a module."
+        f"course submit: need a program that is there; got {text!r}. Try a lesson that "
+        f"has a script ({lessons}), the path of a Python file, or -m and the name of a module."
     )
 
 

@@ -34,11 +34,19 @@ COMMENTS = {
     "scratch": "a large, fast folder: /scratch/$USER",
     "network_interface": "that ranks on different nodes talk over: ib0",
 }
+LIMIT_COMMENTS = {
+    "max_jobs": "that wait or run at a time",
+    "gpu_hours": "in all; ended jobs count what they used",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much one learner may have in the queue at a time, so that a class cannot flood it."""
+    """How much one learner may have, so that a class cannot flood the queue.
+
+    max_jobs   that wait or run at a time
+    gpu_hours  in all: what ended jobs used, and what the others can use at most
+    """
 
     max_jobs: int = 8
     gpu_hours: float = 8.0
@@ -202,8 +210,9 @@ def profile_text(profile: Profile) -> str:
     lines = [f"# The profile {profile.name!r}. What is empty or 0 is left to the site."]
     for name, comment in COMMENTS.items():
         lines.append(f"{name} = {toml_value(values[name])}".ljust(34) + f"  # {comment}")
-    lines += ["", "[limits]  # how much one learner may have in the queue at a time"]
-    lines += [f"{name} = {toml_value(value)}" for name, value in values["limits"].items()]
+    lines += ["", "[limits]  # how much one learner may have"]
+    for name, value in values["limits"].items():
+        lines.append(f"{name} = {toml_value(value)}".ljust(34) + f"  # {LIMIT_COMMENTS[name]}")
     return "\n".join(lines) + "\n"
 
 

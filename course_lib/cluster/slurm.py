@@ -11,6 +11,7 @@ from pathlib import Path
 
 from course_lib.cluster.job import Job, read_array
 from course_lib.cluster.scheduler import (
+    FINAL,
     GONE,
     JobState,
     NoAnswerError,
@@ -179,6 +180,7 @@ def _read(line: str) -> list[JobState]:
     known = dict(re.findall(r"([A-Z][\w/:]*)=(.*?)(?= [A-Z][\w/:]*=|\s*$)", line))
     if "JobState" not in known:
         return []
+    reason = known["Reason"] if known["JobState"] not in FINAL else ""  # why it waited once
     return [
         _state(
             element,
@@ -186,7 +188,7 @@ def _read(line: str) -> list[JobState]:
             code=known["ExitCode"],
             restarts=int(known.get("Restarts", 0)),
             seconds=_seconds(known.get("RunTime", "")),
-            reason=known["Reason"] if known["Reason"] != "None" else "",
+            reason="" if reason == "None" else reason,
             log=known.get("StdOut", ""),
         )
         for element in read_array(known.get("ArrayTaskId", "0"))
