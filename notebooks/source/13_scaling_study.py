@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 13 Scaling study: what did splitting buy?
 #
-# You have split models in every way there is. *What did it buy, and which of these numbers may I
-# believe?* You will run a small study here, look at a recorded one, and plan a large one. As
-# always: **predict**, **run**, **compare**.
+# You have split models in many ways. *What did it buy, and which of these numbers may I believe?*
+# You will run a small study here, look at a recorded one, and plan a large one.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -49,7 +48,7 @@ guess_two = predict("throughput of two ranks, as a multiple of one rank's")
 
 # %%
 on_paper = [one.tokens_per_s for one in costing.predictions]
-code = run_all(costing)  # what `course study run laptop --model tiny` calls
+run_all(costing)  # what `course study run laptop --model tiny` calls
 records = read_runs(folder)
 two, one = (aggregate([r for r in records if r.world_size == n]) for n in (2, 1))
 reveal(guess_two, two.tokens_per_s / one.tokens_per_s)
@@ -78,13 +77,14 @@ show(compare(range(1, len(alone_ms) + 1), curves, title, **axes), alt=f"{title};
 
 # %% [markdown]
 # The first steps are slow: memory is asked for, threads start, caches are cold. So the study leaves
-# out the first quarter as **warm-up**. The others are not equal either: never believe one step.
+# out the first quarter as **warm-up**. The others are not equal either, and on a busy machine one
+# of them may be the slowest of all: never believe one step.
 #
 # ### Exercise 1: from ranks to a run
 #
 # You get the records of all ranks, in order, and make one line of them:
 #
-# - `time_s`: ranks work side by side; a step is over when the last one is.
+# - `time_s`: the seconds of the rank that took longest in all.
 # - `num_tokens`: those of each copy of the model, once. The ranks of a copy are neighbours, tp
 #   innermost, then pp. Only what reached the last *stage* counts, and some of the tp ranks there
 #   may count nothing: take the largest number.
@@ -138,8 +138,8 @@ print(f"one rank, warm-up kept:     {with_warmup:,.0f} tokens/s")
 #
 # ## 2 Beside one rank
 #
-# "So many tokens a second" says nothing yet. A split is judged beside one rank, with the *same
-# batch*. Suppose that two ranks need exactly as long for a step as one. What is their efficiency?
+# A split is judged beside one rank, with the *same batch*. Suppose that two ranks need exactly as
+# long for a step as one. What is their efficiency?
 
 # %% tags=["predict"]
 guess_same = predict("efficiency of two ranks that take as long as one", unit="%")
@@ -180,18 +180,18 @@ words = f"overhead {found.overhead_percent:+.0f} %, factor {found.throughput_fac
 print(f"your two ranks: {words}, efficiency {found.efficiency_percent:.0f} %")
 
 # %% [markdown]
-# About 80 % counts as good, less than 70 % as poor. With the batch fixed, this is **strong
-# scaling**: each rank computes less, and messages stay as large. If the batch grows with the ranks
-# (weak scaling), every method looks better, and the training is another one (section 6).
+# A published study calls about 80 % good, less than 70 % poor. With the batch fixed, this is
+# **strong scaling**: each rank computes less, and messages stay as large. If it grows with the
+# ranks (weak scaling), every method looks better, and the training is another one (section 6).
 #
 # **No efficiency without its baseline: same model, same batch, cut alike.**
 #
 # ## 3 What is a step, and when is it over?
 #
-# The first version of a published study ran 200 *iterations times micro-batches* in place of 200
-# steps of the optimizer. Count in one place. And a clock has its own trap: a GPU takes orders, and
-# works on them later. `lab.Device` does so too, with a clock that is not real. A backward takes it
-# 30 ms. After 100 of them, what does the clock say?
+# With 4 micro-batches a step, the first version of a published study ran 800 steps where 200 were
+# meant. Count in one place. And a clock has its own trap: a GPU takes orders, and works on them
+# later. `lab.Device` does so too, with a clock that is not real. A backward takes it 30 ms. After
+# 100 of them, what does the clock say?
 
 # %% tags=["predict"]
 guess_clock = predict("the clock after 100 times backward", unit="s")
@@ -269,12 +269,13 @@ show(figure, alt=alt)
 
 # %% [markdown]
 # Solid bars are measured, hollow ones the cost model's. It was told two things of that machine: the
-# speed of one rank, and its link (lesson 04). What the two tell together:
+# speed of one rank, and its link (lesson 04). *1 MiB* is the size of a bucket (06), *m* the number
+# of micro-batches (08). What the two tell together:
 #
-# - *Where they agree*, you have understood the machine: copies talk once a step, and half of that
-#   hides behind backward.
+# - *Where they agree*, you have understood the machine: `ddp` sends one message a step.
 # - *Where the hollow bar is longer*, something is not in the formula. Here the wire is a program
-#   (gloo), which takes cores away from computing. TP, which sends most often, pays most.
+#   (gloo), which takes cores away from computing. On paper, buckets of 1 MiB hide behind backward;
+#   here they take its cores. TP, which waits for each of its messages, keeps least.
 # - *Four ranks* share the cores of two. A bar can be right and mean nothing.
 #
 # ZeRO cuts its batch into micro-batches, so it has a baseline of its own. Which stage takes the
@@ -307,7 +308,8 @@ show(figure, alt=alt)
 # %% [markdown]
 # Stage 1 is right to the byte. From stage 2 on, a rank was asked at the end of its last backward,
 # when whole gradients still wait to be sent: *when* is part of the question. And a peak on a CPU is
-# all that a process has grown by, its libraries too, so read it as: which one is smaller?
+# all that a process has grown by, its libraries too, so read it as: which one is smaller? Here, TP
+# even holds more than one rank: buffers of its many messages, gloo's too, are not on paper.
 #
 # Before any speed is believed: did these runs compute *the same*? Their losses, on one another:
 
@@ -357,8 +359,8 @@ axes = {"x_label": "step", "y_label": "digits of the loss that agree"}
 show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far apart from step 1")
 
 # %% [markdown]
-# A curve that comes down looks right. Digits do not lie: the same batch, the same start, the same
-# numbers, or the run is left out of the study.
+# A curve that comes down looks right. Digits do not lie (8: the same to the last one): the same
+# batch, the same start, the same numbers, or the run is left out of the study.
 #
 # **First the losses, then the bytes, then the speed; and each beside a prediction.**
 #
@@ -378,10 +380,9 @@ for strategy, percent in lab.PUBLISHED.items():
 study_explorer()
 
 # %% [markdown]
-# DP, TP and ZeRO-1 come near, and four GPUs over bridges collapse on paper, too. But paper lets
-# pipelines shine, and tiny models gain: to start a kernel costs nothing there. And it lets no
-# message of ZeRO hide, so stage 3 looks worse than it is. A prediction that fails shows where to
-# look.
+# TP and ZeRO-1 come near, DP is too good. On four GPUs over bridges, all but the pipeline collapse
+# on paper, too. But paper lets pipelines shine, and tiny models gain: to start a kernel costs
+# nothing there. And it lets no message of ZeRO hide, so stage 3 looks worse than it is.
 #
 # What the slider calls link is a *matrix* on a real machine (`nvidia-smi topo -m`). Yours, if it
 # has GPUs; else an example that is made up. PIX is one PCIe bridge, PXB several, SYS the way across
@@ -421,16 +422,23 @@ guess_fewer = predict("steps to the same loss, how many times fewer")
 from course_lib.study.curves import smooth, steps_to
 
 recorded = sample_results("convergence")
-base = next(found for found in recorded.experiments if found.run.ranks == 1)
-short = min(recorded.experiments, key=lambda found: found.run.warmup)
-goal = smooth(base.losses)[-1]  # means of some steps: one batch is luck
-reveal(guess_fewer, base.run.steps / steps_to(goal, smooth(short.losses)))
+unsplit = [found for found in recorded.experiments if found.run.tp == 1]
+soon = {(one.run.global_batch, one.run.warmup): smooth(one.losses) for one in unsplit}
+base = soon[8, 100]  # means of some steps: one batch is luck
+needs = {key: steps_to(base[-1], losses) for key, losses in soon.items()}
+reveal(guess_fewer, len(base) / needs[32, 4])
+for batch, warmup in ((32, 100), (8, 4), (32, 4)):
+    steps = needs[batch, warmup]
+    times = steps * batch / (len(base) * 8)
+    words = f"batch {batch}, warm-up {warmup}: {steps} of {len(base)} steps"
+    print(f"{words}, {times:.1f} times the tokens")
 figure, alt = pictures.convergence(recorded)
 show(figure, alt=alt)
 
 # %% [markdown]
-# So "how soon is it trained?" has two factors: seconds of a step, and
-# steps that are needed.
+# The larger batch and the shorter warm-up each help a little, both together most. But that run has
+# read more than twice as many tokens: it is sooner only because four ranks read them at once. So
+# "how soon is it trained?" has two factors: seconds of a step, and steps that are needed.
 #
 # **Efficiency is about a step. Ask also how many steps it takes.**
 #
@@ -453,14 +461,14 @@ print(f"{len(plan.predictions)} runs, {wall_hours:.1f} hours one after the other
 print(f"a learner may have {site.limits.gpu_hours:g} GPU-hours, {site.limits.max_jobs} jobs")
 
 # %% [markdown]
-# The limits, in the site's profile, keep a class from flooding its cluster. They count what is
-# *asked for*: a job that says four hours counts four, even if it ends after one.
+# The limits in the site's profile count what is *asked for* until a job has ended, then what it
+# used.
 #
 # ### Exercise 4: the bill
 #
 # A run has `nodes`, `gpus_per_node`, `start_s` (once), `steps` and `step_s`. Return the GPU-hours
 # of all runs, and how many of them may be handed in: in their order, until one goes over `allowed`;
-# there it ends, even if a smaller one comes later. About 8 lines.
+# there it ends, even if a smaller one comes later. Exactly `allowed` still fits. About 8 lines.
 
 
 # %% tags=["exercise"] exercise="scaling_study-4"
@@ -486,9 +494,8 @@ check("scaling_study-4", bill)
 #
 # ## 8 A script that waits for hours and fails in a second
 #
-# Slurm reads a script much more loosely than you do: what it does not understand as a directive is
-# a comment. This one was written by somebody in a hurry, for 2 nodes with 2 GPUs each, two hours.
-# How many mistakes do you see?
+# What Slurm does not understand as a directive is a comment. This script is for 2 nodes with 2 GPUs
+# each, two hours. How many mistakes do you see?
 
 # %% tags=["predict"]
 for number, line in enumerate(lab.BROKEN_SCRIPT.splitlines(), start=1):
@@ -574,9 +581,9 @@ for note in notes(mine):
 # - A record a rank. Time: the slowest. Tokens: each copy once. Memory: the fullest.
 # - Warm-up is left out, steps are optimizer steps, and the device has finished when the clock is
 #   read.
-# - Efficiency needs a baseline with the same batch; 80 % is good, under 70 % is poor.
+# - Efficiency needs a baseline with the same batch.
 # - Equal losses first: a wrong run can be fast.
 # - A prediction beside each bar: where they part, there is something to learn.
 # - Know the bill, and let a program read your script, before you hand it in.
 #
-# You can now plan a study, put a price on it, run it, and say which of its numbers you believe.
+# You can now plan a study, price it, run it, and say which of its numbers you believe.
