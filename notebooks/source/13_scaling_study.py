@@ -308,8 +308,8 @@ show(figure, alt=alt)
 # %% [markdown]
 # Stage 1 is right to the byte. From stage 2 on, a rank was asked at the end of its last backward,
 # when whole gradients still wait to be sent: *when* is part of the question. And a peak on a CPU is
-# all that a process has grown by, its libraries too, so read it as: which one is smaller? Here, TP
-# even holds more than one rank: buffers of its many messages, gloo's too, are not on paper.
+# all that a process has grown by, its libraries too, so read it as: which one is smaller? TP
+# even holds more than one rank, likely buffers of its messages, gloo's too: not on paper.
 #
 # Before any speed is believed: did these runs compute *the same*? Their losses, on one another:
 
