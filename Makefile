@@ -28,7 +28,7 @@ lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_col
 		--ServerApp.root_dir="$(CURDIR)" $(LAB_ARGS) "$(LESSON)"
 
 test: environment ## run every test (TEST_ARGS=tests/test_collectives.py: those of one lesson)
-	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 4 --dist loadfile \
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 3 --dist loadfile \
 		--no-loadscope-reorder $(TEST_ARGS)
 
 test-cluster: environment ## what takes minutes on a live Slurm: nodes that go, preemption, time limits

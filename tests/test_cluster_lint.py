@@ -150,7 +150,7 @@ class TestCommand:
     """`course lint-job FILE`."""
 
     def run(self, path: Path) -> tuple[int, str]:
-        app = typer.Typer()
+        app = typer.Typer(rich_markup_mode=None)
         add_site_commands(app)
         done = CliRunner().invoke(app, ["lint-job", str(path)])
         return done.exit_code, done.output

@@ -194,11 +194,13 @@ def test_limits_are_told_before_and_count_what_waits_and_runs(place, plain, cour
 def test_gpu_hours_are_told_before(slurm, tmp_path, monkeypatch, plain, course, profile):
     monkeypatch.chdir(tmp_path)
     one_hour = profile(gpu_hours=1.0)
-    ask = ("submit", "--script", plain, "--profile", one_hour, "--gpus", "2", program(""))
+    text = program("import time\ntime.sleep(1000)\n")
+    ask = ("submit", "--script", plain, "--profile", one_hour, "--gpus", "2", text)
     told = course(*ask, "--time", "0:40:00", fails=True)
     assert "need at most 1.0 GPU hours; got 0.0 used or asked for and 1.3 more" in told
     course(*ask, "--time", "0:20:00")
     assert "0.7 of 1.0 GPU hours" in course(*ask, "--time", "0:20:00", "--dry-run", fails=True)
+    course("cancel", "program-1")
     course("logs", "-f", "program-1")
     assert "0.0 of 1.0 GPU hours" in course(*ask, "--time", "0:20:00", "--dry-run")
 

@@ -61,11 +61,11 @@ def descents(
     figure, (axes,) = page(title, [3.0], note=note, legend=legend)
     plain(axes, x_label="step", y_label="loss", grid="both")
     for (first, second), (whole, *others) in curves.items():
-        drawn = {"color": colours[first], "zorder": 3}
-        axes.plot(range(1, len(whole) + 1), whole, ls=dashes[second], linewidth=1.6, **drawn)
+        colour, dash, size = colours[first], dashes[second]
+        axes.plot(range(1, len(whole) + 1), whole, ls=dash, color=colour, linewidth=1.6, zorder=3)
         for curve in others:
             steps = range(1, len(curve) + 1)[::EVERY]
-            axes.plot(steps, curve[::EVERY], "o", markersize=4, **drawn)
+            axes.plot(steps, curve[::EVERY], "o", color=colour, markersize=4, zorder=3)
     axes.axhline(target, color=BLACK, linestyle=":", linewidth=1.1, zorder=2)
     axes.annotate(
         target_words, (1, target), xytext=(0, 4), textcoords="offset points", fontsize=SMALL_PT

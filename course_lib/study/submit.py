@@ -12,7 +12,13 @@ from course_lib.cluster.handing_in import hand_in
 from course_lib.cluster.job import Job
 from course_lib.cluster.profile import Profile
 from course_lib.cluster.slurm_time import read_time_s, write_time
-from course_lib.cluster.submissions import FOLDER, Submission, read_submissions, refresh
+from course_lib.cluster.submissions import (
+    FOLDER,
+    Submission,
+    find_home,
+    read_submissions,
+    refresh,
+)
 from course_lib.core.errors import CourseError
 from course_lib.study.costing import Costing
 from course_lib.study.prediction import Prediction
@@ -22,8 +28,9 @@ SLOWER = 3  # how many times longer than predicted a run may take before it is e
 SPARE_S = 300
 
 
-def submit_all(costing: Costing, submissions: Path = FOLDER) -> int:
+def submit_all(costing: Costing) -> int:
     """Hand in what is left; return an exit code. What a limit refuses does not stop the rest."""
+    submissions = find_home() / FOLDER
     before = [refresh(one, submissions) for one in read_submissions(submissions)]
     places = waiting(before)
     left = [one for one in costing.left if str(out_of(one, costing.folder)) not in places]
