@@ -18,7 +18,12 @@ from course_lib.checks.exercise import exercises_of
 
 FOLDER = find_folder()
 CELL_TIMEOUT_S = 120
-AFRESH = '%reset -f\nassert "check" not in globals()'
+AFRESH = """\
+if "ranks" in globals():
+    ranks.close()
+get_ipython().extension_manager.loaded.discard("course_lib.ranks")
+%reset -f
+assert "check" not in globals() and "ranks" not in globals()"""
 
 pytestmark = pytest.mark.parametrize("lesson", all_lessons(FOLDER), ids=lambda lesson: lesson.name)
 

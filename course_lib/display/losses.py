@@ -61,7 +61,7 @@ def descents(
     figure, (axes,) = page(title, [3.0], note=note, legend=legend)
     plain(axes, x_label="step", y_label="loss", grid="both")
     for (first, second), (whole, *others) in curves.items():
-        colour, dash, size = colours[first], dashes[second]
+        colour, dash = colours[first], dashes[second]
         axes.plot(range(1, len(whole) + 1), whole, ls=dash, color=colour, linewidth=1.6, zorder=3)
         for curve in others:
             steps = range(1, len(curve) + 1)[::EVERY]
