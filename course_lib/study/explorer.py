@@ -14,6 +14,7 @@ from course_lib.display.beside import Pair, beside
 from course_lib.display.explore import Explore, explore
 from course_lib.scaling_lab import PUBLISHED
 from course_lib.study.machines import Machine
+from course_lib.study.pictures import efficiency_bars
 from course_lib.study.plan import SIZES, find_study
 from course_lib.study.prediction import Prediction, predict
 from course_lib.study.run import StudyRun
@@ -54,15 +55,7 @@ def draw_study(model: str, gpus: int, link: str, card: str, show: str) -> Figure
         Pair(name=name, measured=found.get(name), predicted=percent)
         for name, (_, percent) in rows.items()
     ]
-    return beside(
-        pairs,
-        title,
-        x_label="efficiency (% of one rank's throughput, a rank)",
-        words="{:.0f}".format,
-        limit=100,
-        limit_words="ideal",
-        note=NOTE if found else "by formulas alone",
-    )
+    return efficiency_bars(pairs, title, NOTE if found else "by formulas alone")
 
 
 def study_alt(model: str, gpus: int, link: str, card: str, show: str) -> str:

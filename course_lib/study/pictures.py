@@ -43,15 +43,20 @@ def efficiency(results: Sequence[Result], name: str) -> Picture | None:
         return None
     good = sum((pair.measured or 0) >= GOOD for pair in pairs)
     title = f"Ways to split {name} that keep {GOOD} % efficiency: {good} of {len(pairs)}"
-    figure = beside(
+    return efficiency_bars(pairs, title), f"{title}."
+
+
+def efficiency_bars(pairs: Sequence[Pair], title: str, note: str = "") -> Figure:
+    """Pairs of efficiencies in per cent, with the ideal as a line."""
+    return beside(
         pairs,
         title,
         x_label="efficiency (% of one rank's throughput, a rank)",
         words="{:.0f}".format,
         limit=100,
         limit_words="ideal",
+        note=note,
     )
-    return figure, f"{title}."
 
 
 def overhead(results: Sequence[Result], name: str) -> Picture | None:
