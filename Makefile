@@ -27,7 +27,7 @@ lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_col
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m jupyterlab --allow-root \
 		--ServerApp.root_dir="$(CURDIR)" $(LAB_ARGS) "$(LESSON)"
 
-test: environment ## run every test (TEST_ARGS=tests/test_collectives.py: those of one lesson)
+test: environment ## run every test (TEST_ARGS=tests/collectives/test_collectives.py: those of one lesson)
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 3 --dist loadfile \
 		--no-loadscope-reorder $(TEST_ARGS)
 
@@ -49,7 +49,7 @@ format: environment ## put all code in the one layout
 	@"$(BIN)/ruff" check --fix .
 
 notebooks: environment ## rebuild the notebooks from notebooks/source
-	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m course_lib.authoring.build $(NOTEBOOKS_ARGS)
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m course_lib.notebooks.build $(NOTEBOOKS_ARGS)
 
 slides: environment ## build the slides as HTML and PDF in build/slides (needs Node.js and chromium)
 	@"$(BIN)/python" tools/slides.py

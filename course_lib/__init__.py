@@ -1,6 +1,31 @@
 """Distributed training of language models: built by hand, broken on purpose, measured.
 
-The lessons are the flat files of this package, one idea a file. Everything that serves them lives
-in a room of its own: `core` (words), `cost` (paper), `ranks` (wires), `display` (pictures),
-`checks` (what the exercises call).
+The lessons, in the order of the course. Each package opens with a docstring that says which file
+holds the method, what predicts it, what measures it and what draws it.
+
+    ranks              00  real processes in a notebook, their calls traced, hangs explained
+    memory             01  parameters, gradients, optimizer state, activations: predicted, weighed
+    accumulation       02  one large batch from small ones
+    recompute          03  activation recomputation, and mixed precision
+    collectives        04  broadcast to all-reduce, written by hand from send and recv
+    data_parallel      05  replicas, samplers, a parameter server, local SGD
+    ddp                06  gradients in buckets, communicated while backward still computes
+    tensor_parallel    07  matrices split over ranks
+    pipeline           08  layers split over ranks: schedules, their execution and simulation
+    zero               09  ZeRO 1, 2, 3 and offload
+    fsdp               10  gather a unit, use it, free it
+    scaling_study      13  predict, run and compare strategies on a laptop or a cluster
+
+What they stand on, and what serves them:
+
+    core                   the words: events, ledgers, model specs, links, units, errors
+    cost                   formulas that belong to no method: network, traffic, FLOP, parameters
+    models                 what is trained: GPT and BERT, tokens, texts
+    frameworks             DeepSpeed, Accelerate and fully_shard behind one handle
+    display                pictures and widgets
+    train                  the training script, `python -m course_lib.train`
+    cluster                job scripts, schedulers, run records brought home
+    checks                 what the exercises call: checks that name the misconception
+    notebooks              building, running, checking and updating the notebooks
+    cli                    the `course` command
 """

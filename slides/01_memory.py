@@ -2,16 +2,16 @@
 
 import torch
 
-from course_lib.calculator import read_setup
 from course_lib.core import MODELS, Ledger
 from course_lib.core.recipes import RECIPES
 from course_lib.core.units import GIB
 from course_lib.cost.flops import six_n_d, train_step_flop
-from course_lib.cost.layer_bytes import TORCH_CPU
 from course_lib.display import Voices, compare, memory
 from course_lib.memory import activations, count_params, model_states, step_ledger
+from course_lib.memory.calculator import read_setup
+from course_lib.memory.layer_bytes import TORCH_CPU
+from course_lib.memory.saved_tensors import measure_saved
 from course_lib.models import GPT, token_loss
-from course_lib.saved import measure_saved
 
 LLAMA, SMALL = MODELS["llama-8b"], MODELS["small"]
 SEQS = [32, 64, 128, 192, 256]

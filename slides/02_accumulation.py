@@ -4,14 +4,15 @@ import torch
 from matplotlib.figure import Figure
 
 from course_lib.accumulation import accumulate_gradients, accumulated_step, as_sum, by_items
+from course_lib.accumulation.pictures import graph
+from course_lib.accumulation.worked_graph import moments
 from course_lib.core import Ledger
 from course_lib.core.specs import ModelSpec
-from course_lib.cost.layer_bytes import TORCH_CPU
-from course_lib.display import Voices, compare, graph, memory
-from course_lib.held import held_over_time
+from course_lib.display import Voices, compare, memory
 from course_lib.memory import activations
+from course_lib.memory.layer_bytes import TORCH_CPU
+from course_lib.memory.saved_tensors import held_over_time
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from course_lib.worked_graph import moments
 
 SPEC = ModelSpec(hidden=128, num_layers=4, num_heads=4, ffn_hidden=512, vocab=256, max_seq=128)
 TINY = ModelSpec(hidden=32, num_layers=1, num_heads=2, ffn_hidden=64, vocab=32, max_seq=16)

@@ -10,7 +10,7 @@ from torch import nn
 from course_lib.core import Ledger
 from course_lib.core.specs import ModelSpec
 from course_lib.display import Voices, compare, memory
-from course_lib.held import held_over_time
+from course_lib.memory.saved_tensors import held_over_time
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.recompute import recompute, recompute_full, recompute_none, recompute_selective
 

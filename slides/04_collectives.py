@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from course_lib.collectives import messages
 from course_lib.core import Link
-from course_lib.cost import bandwidth, messages, network
+from course_lib.cost import bandwidth, network
 from course_lib.display import (
     Voices,
     compare,

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from course_lib.collectives import messages
 from course_lib.core import Event
-from course_lib.cost import messages
-from course_lib.cost.staleness import arrival_order, mean_staleness, staleness_of
 from course_lib.data_parallel import RankSampler
+from course_lib.data_parallel.cost import arrival_order, mean_staleness, staleness_of
 from course_lib.display import RANK, Voices, compare, timelines
 
 SLOWDOWNS = [1, 2, 4, 8]

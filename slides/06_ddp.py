@@ -4,15 +4,16 @@ from dataclasses import dataclass, replace
 
 from course_lib.core import Link
 from course_lib.core.presets import MODELS
-from course_lib.cost import network, overlap
+from course_lib.cost import network
+from course_lib.ddp import cost
 from course_lib.display import Voices, compare, timelines, waiting
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 
 WIRE = Link(name="slow Ethernet", latency_s=2e-3, bytes_per_s=60e6)
 NUM_LAYERS, LAYER_BYTES = 12, 2**18
-COST = overlap.StepCost(
+COST = cost.StepCost(
     forward_s=NUM_LAYERS * 3e-3,
-    ready_s=overlap.ready_by_share([1] * NUM_LAYERS, NUM_LAYERS * 6e-3),
+    ready_s=cost.ready_by_share([1] * NUM_LAYERS, NUM_LAYERS * 6e-3),
     grad_bytes=(LAYER_BYTES,) * NUM_LAYERS,
 )
 N = NUM_LAYERS * LAYER_BYTES
@@ -49,7 +50,7 @@ def ready():
 
 def rank_0(num_buckets, **more):
     """The predicted step on one rank: the other one looks the same."""
-    events = overlap.ddp_step(COST, N / num_buckets, 2, WIRE, **more)
+    events = cost.ddp_step(COST, N / num_buckets, 2, WIRE, **more)
     return [_short(event) for event in events if event.rank == 0]
 
 
@@ -68,7 +69,7 @@ def hidden():
 
 def ends():
     """One bucket, the best number, a bucket a layer."""
-    best = round(N / overlap.best_bucket_bytes(COST, 2, WIRE, [N // k for k in (12, 6, 4, 3, 2)]))
+    best = round(N / cost.best_bucket_bytes(COST, 2, WIRE, [N // k for k in (12, 6, 4, 3, 2)]))
     runs = {f"{k} bucket{'s' * (k > 1)}": rank_0(k) for k in (1, best, NUM_LAYERS)}
     title = f"One bucket hides nothing, {NUM_LAYERS} queue up behind their latencies"
     return timelines(runs, title, link=WIRE)
@@ -85,13 +86,13 @@ def sizes():
 
     voices = Voices(
         formula=formula_ms,
-        simulation=[1e3 * overlap.step_s(COST, N // k, 2, WIRE) for k in numbers],
+        simulation=[1e3 * cost.step_s(COST, N // k, 2, WIRE) for k in numbers],
     )
-    best = overlap.best_bucket_bytes(COST, 2, WIRE, [N // k for k in numbers])
+    best = cost.best_bucket_bytes(COST, 2, WIRE, [N // k for k in numbers])
     title = f"{N / 2**20:.0f} MiB travel best in buckets of {best // 2**10} KiB"
     labels = {"x_label": "bucket (KiB)", "y_label": "step (ms)", "note": f"{WIRE}, 2 ranks"}
     figure = compare([N // k / 2**10 for k in numbers], voices, title, **labels)
-    figure.axes[0].set_ylim(0, 1.1e3 * overlap.step_s(COST, N, 2, WIRE))  # room for the last marker
+    figure.axes[0].set_ylim(0, 1.1e3 * cost.step_s(COST, N, 2, WIRE))  # room for the last marker
     return figure
 
 

@@ -5,12 +5,14 @@ from dataclasses import replace
 import torch
 
 from course_lib.core import INFINIBAND, MODELS, NVLINK, TwoLevelLink
-from course_lib.core.degrees import Degrees
+from course_lib.core.parallelism import Degrees
 from course_lib.cost.flops import train_step_flop
-from course_lib.cost.tensor_traffic import sent_bytes, tensor_traffic, traffic_s
-from course_lib.display import Voices, compare, split_mlp
+from course_lib.cost.traffic import sent_bytes, traffic_s
+from course_lib.display import Voices, compare
 from course_lib.memory import activations, params_on_rank
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.tensor_parallel.cost import tensor_traffic
+from course_lib.tensor_parallel.pictures import split_mlp
 
 SPEED = 343e12  # FLOP/s of a GPU, fitted to the published run on 2 GPUs
 # Ultra-Scale Playbook, tp_scaling and pp_comm_bandwidth: tokens/s a GPU, sequences, bytes/s

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 from course_lib.core import Link
 from course_lib.core.presets import MODELS
-from course_lib.cost import balance, bubbles, schedules
-from course_lib.cost import token_pipeline as tokens
 from course_lib.cost.flops import forward_flop
-from course_lib.cost.micro_batches import BatchCost, step_parts
-from course_lib.cost.schedule_simulation import simulate
-from course_lib.cost.schedule_times import PipelineTimes
-from course_lib.display import Voices, compare, pipelines, timeline, timelines, waiting
+from course_lib.display import Voices, compare, timeline, timelines, waiting
+from course_lib.pipeline import PipelineTimes, balance, cost, schedules, simulate
+from course_lib.pipeline import token_pipeline as tokens
+from course_lib.pipeline.cost import BatchCost, step_parts
+from course_lib.pipeline.pictures import pipelines
 
 BATCH = BatchCost(forward_s=32e-3, backward_s=64e-3)
 WIRE = Link(name="slow wire", latency_s=6e-3, bytes_per_s=math.inf)
@@ -39,7 +38,7 @@ def bubble():
     """The bubble over the number of micro-batches."""
     numbers = [1, 2, 4, 8, 16, 32]
     voices = Voices(
-        formula=lambda m: 100 * bubbles.bubble_overhead(4, m),
+        formula=lambda m: 100 * cost.bubble_overhead(4, m),
         simulation=[100 * simulate(schedules.gpipe(4, m)).bubble_overhead for m in numbers],
     )
     labels = {"x_label": "micro-batches", "y_label": "bubble (% of compute)", "log": True}

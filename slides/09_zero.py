@@ -5,19 +5,18 @@ from dataclasses import replace
 import torch
 
 from course_lib.core import MODELS
-from course_lib.core.degrees import Degrees
-from course_lib.cost.sharded_traffic import RowTraffic, zero_traffic
-from course_lib.cost.tensor_traffic import sent_bytes
+from course_lib.core.parallelism import Degrees
+from course_lib.cost.traffic import sent_bytes
 from course_lib.display import Voices, compare
 from course_lib.display import memory as draw_memory
-from course_lib.display.flat_row import flat_row
-from course_lib.display.zero_explorer import draw_stages
-from course_lib.flat_shards import FlatLayout
 from course_lib.memory import model_states
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import Ranks
-from course_lib.zero import ZeRO2, ZeRO3
-from course_lib.zero_lab import TABLE_1_GB, owned_over_time
+from course_lib.zero import FlatLayout, ZeRO2, ZeRO3
+from course_lib.zero.cost import RowTraffic, zero_traffic
+from course_lib.zero.explorer import draw_stages
+from course_lib.zero.lab import TABLE_1_GB, owned_over_time
+from course_lib.zero.pictures import flat_row
 
 RANKS = [1, 4, 16, 64, 256, 1024]
 

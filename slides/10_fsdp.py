@@ -3,9 +3,15 @@
 from itertools import pairwise
 
 from course_lib.core import Link
-from course_lib.cost.fsdp_overlap import UnitTimes, fsdp_step, fsdp_step_s
-from course_lib.cost.fsdp_plan import UnitSizes, fsdp_ledger, peak_param_bytes
 from course_lib.display import Voices, compare, timelines
+from course_lib.fsdp.cost import (
+    UnitSizes,
+    UnitTimes,
+    fsdp_ledger,
+    fsdp_step,
+    fsdp_step_s,
+    peak_param_bytes,
+)
 
 WIRE = Link(name="slow Ethernet", latency_s=2e-3, bytes_per_s=10e6)
 SIZES = UnitSizes(numels=(0, *[2**16] * 5), p=2)

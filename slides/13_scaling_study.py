@@ -1,10 +1,10 @@
 """The pictures of the deck 13_scaling_study, drawn by the functions that the notebook calls."""
 
-from course_lib.display.links import links
-from course_lib.scaling_lab import EXAMPLE_LINKS
-from course_lib.study import pictures as of_study
-from course_lib.study.explorer import draw_study
-from course_lib.study.results import sample_results
+from course_lib.display.gpu_links import links
+from course_lib.scaling_study import pictures as of_study
+from course_lib.scaling_study.explorer import draw_study
+from course_lib.scaling_study.lab import EXAMPLE_LINKS
+from course_lib.scaling_study.results import sample_results
 
 CARD = "a6000"
 

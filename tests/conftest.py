@@ -19,10 +19,9 @@ import pytest
 from nbformat import NotebookNode
 from rich.console import Console
 
-from course_lib.authoring.build import build
-from course_lib.authoring.lessons import Lesson
-
-from .slurmbox import MISSING, SlurmBox
+from course_lib.notebooks.build import build
+from course_lib.notebooks.lessons import Lesson
+from tests.cluster.slurmbox import MISSING, SlurmBox
 
 # The same examples each time, however slow the machine: the same code has the same verdict.
 hypothesis.settings.register_profile(
@@ -284,7 +283,7 @@ def course(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., str]:
     """Run `course` with these words; returns what it says, and wants it to succeed or to fail."""
-    from course_lib.cli import main
+    from course_lib.cli.commands import main
 
     monkeypatch.setenv("COLUMNS", "160")
 

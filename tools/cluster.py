@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 
-from tests.slurmbox import DEVICES, MISSING, SlurmBox
+from tests.cluster.slurmbox import DEVICES, MISSING, SlurmBox
 
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 UP = """\

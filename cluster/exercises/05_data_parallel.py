@@ -22,12 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from course_lib.core import CourseError
 from course_lib.core.presets import find_model
-from course_lib.data_parallel import NaiveDDP, broadcast_state, fingerprint
-from course_lib.local_sgd import LocalSGD
+from course_lib.data_parallel import LocalSGD, NaiveDDP, broadcast_state, fingerprint
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import launch, span
+from course_lib.ranks.timing import in_turns, largest_difference
 from course_lib.ranks.world import rank_device
-from course_lib.turns import in_turns, largest_difference
 
 OURS, THEIRS = "ours", "PyTorch's"
 

@@ -22,8 +22,8 @@ from course_lib.core.presets import find_model
 from course_lib.ddp import DDP
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import launch, record, span
+from course_lib.ranks.timing import largest_difference
 from course_lib.ranks.world import rank_device
-from course_lib.turns import largest_difference
 
 MIB = 2**20
 THEIRS = "PyTorch"

@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
 from course_lib.core import COMMUNICATION_KINDS, CourseError, ModelSpec
 from course_lib.core.presets import find_model
-from course_lib.cost.tensor_traffic import sent_bytes
+from course_lib.cost.traffic import sent_bytes
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import launch, record, span
+from course_lib.ranks.timing import largest_difference, talking_s
 from course_lib.ranks.world import rank_device
 from course_lib.tensor_parallel import (
     finish_gradients,
@@ -32,7 +33,6 @@ from course_lib.tensor_parallel import (
     parallel_token_loss,
     parallelize,
 )
-from course_lib.turns import largest_difference, talking_s
 
 MIB = 2**20
 Backward = Callable[[GPT, Tensor, Tensor], None]

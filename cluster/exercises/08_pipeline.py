@@ -22,12 +22,19 @@ from torch.distributed import pipelining
 
 from course_lib.core import CourseError
 from course_lib.core.presets import find_model
-from course_lib.cost.actions import Schedule
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from course_lib.pipeline import Pipeline, gpipe, naive, one_f_one_b, split_model, zero_bubble_h1
+from course_lib.pipeline import (
+    Pipeline,
+    Schedule,
+    gpipe,
+    naive,
+    one_f_one_b,
+    split_model,
+    zero_bubble_h1,
+)
 from course_lib.ranks import launch
+from course_lib.ranks.timing import in_turns, largest_difference
 from course_lib.ranks.world import rank_device
-from course_lib.turns import in_turns, largest_difference
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "naive": naive,

@@ -27,13 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 from course_lib.core import COMMUNICATION_KINDS, CourseError
 from course_lib.core.presets import find_model
 from course_lib.core.units import format_bytes
-from course_lib.cost.tensor_traffic import sent_bytes
+from course_lib.cost.traffic import sent_bytes
 from course_lib.frameworks import Engine, alive_bytes, deepspeed_engine, fully_sharded, missing
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.models.gpt import Block
 from course_lib.ranks import launch, record, span
+from course_lib.ranks.timing import largest_difference, talking_s
 from course_lib.ranks.world import rank_device
-from course_lib.turns import largest_difference, talking_s
 from course_lib.zero import ZeRO1, ZeRO2, ZeRO3
 
 STAGES = {1: ZeRO1, 2: ZeRO2, 3: ZeRO3}

@@ -23,17 +23,17 @@ from course_lib.core import COMMUNICATION_KINDS, CourseError
 from course_lib.core.presets import ENCODERS, find_model
 from course_lib.core.specs import ModelSpec
 from course_lib.core.units import format_bytes
-from course_lib.cost.tensor_traffic import sent_bytes
+from course_lib.cost.traffic import sent_bytes
 from course_lib.frameworks import fully_sharded
 from course_lib.frameworks.fully_sharded import whole_weights
 from course_lib.fsdp import FSDP
-from course_lib.fsdp_lab import resident_over_time
+from course_lib.fsdp.lab import resident_over_time
 from course_lib.models import BERT, GPT, mask_tokens, next_tokens, token_batch, token_loss
 from course_lib.models.bert import EncoderBlock
 from course_lib.models.gpt import Block
 from course_lib.ranks import launch, record, span
+from course_lib.ranks.timing import largest_difference
 from course_lib.ranks.world import rank_device
-from course_lib.turns import largest_difference
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 WAYS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ Whole folders are moved, so whatever interrupts it, doing it again puts it right
 from dataclasses import dataclass
 from pathlib import Path
 
-from course_lib.cluster.local_job import locked
+from course_lib.cluster.local.job import locked
 from course_lib.cluster.submissions import Submission
 from course_lib.core.records import RunRecord
 

@@ -77,7 +77,7 @@ def submit(
 
 def _show(job: Job, profile: Profile) -> None:
     """Print the script, and what the limits and the checks say."""
-    from course_lib.cluster.handing_in import drafted
+    from course_lib.cluster.submit import drafted
 
     with drafted(job, profile, find_home() / FOLDER) as draft:
         print(draft.script.read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ def _show(job: Job, profile: Profile) -> None:
 
 def _hand_in(job: Job, profile: Profile) -> None:
     """Hand it in, and say what to type next."""
-    from course_lib.cluster.handing_in import hand_in
+    from course_lib.cluster.submit import hand_in
 
     taken = hand_in(job, profile, find_home() / FOLDER, say=print)
     where = "to Slurm" if profile.scheduler == "slurm" else "on this machine"
@@ -147,7 +147,7 @@ def logs(
     until_over: Annotated[bool, typer.Option("-f", "--follow", help="Until it has ended.")] = False,
 ) -> None:
     """Show what a submission says, or one element of it."""
-    from course_lib.cluster.follow import follow
+    from course_lib.cluster.logs import follow
 
     one, element = find_submission(id_text)
     try:

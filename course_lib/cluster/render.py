@@ -9,8 +9,8 @@ import re
 import shlex
 from pathlib import Path
 
-from course_lib.cluster.directives import PREFIX, head_lines, read_directives
 from course_lib.cluster.job import Job, fitted
+from course_lib.cluster.lint.directives import PREFIX, head_lines, read_directives
 from course_lib.cluster.profile import Profile, find_cluster_folder
 from course_lib.core.errors import CourseError
 

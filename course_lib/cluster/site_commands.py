@@ -34,8 +34,8 @@ def lint_job(
     ] = "",
 ) -> None:
     """Look for mistakes in a batch script before Slurm meets them. Exit code 1 if there are any."""
-    from course_lib.cluster.lint import findings_text
-    from course_lib.cluster.lint import lint_job as lint
+    from course_lib.cluster.lint.check import findings_text
+    from course_lib.cluster.lint.check import lint_job as lint
     from course_lib.cluster.profile import read_profile
 
     try:

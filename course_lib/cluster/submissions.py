@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from course_lib.cluster.job import Job
-from course_lib.cluster.local import LocalRunner
-from course_lib.cluster.local_job import locked, write_json
+from course_lib.cluster.local.job import locked, write_json
+from course_lib.cluster.local.scheduler import LocalRunner
 from course_lib.cluster.profile import find_cluster_folder
 from course_lib.cluster.scheduler import GONE, JobState, Scheduler
 from course_lib.cluster.slurm import Slurm

@@ -1,10 +1,10 @@
 """How many parameters a model has, whole and on one rank.
 
 Matrices and vectors counted from the sizes of a ModelSpec; the tests count instantiated models.
-Read it as `course_lib.memory.count_params`. Notebook 01_memory.
+Read it as `course_lib.memory.formulas.count_params`. Notebook 01_memory.
 """
 
-from course_lib.core.degrees import Degrees
+from course_lib.core.parallelism import Degrees
 from course_lib.core.specs import ModelSpec
 
 ONE = Degrees()

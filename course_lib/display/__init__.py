@@ -1,24 +1,20 @@
 """Pictures and forms: everything a learner sees is drawn here, and leaves through `show`."""
 
+from course_lib.collectives.messages import Message
 from course_lib.display.colours import KIND, RANK, rank_colour
 from course_lib.display.compare import Voices, compare
 from course_lib.display.explore import Explore, explore
 from course_lib.display.frames import (
     Cell,
     Frame,
-    Message,
     frames_from_messages,
     own_everything,
     own_one,
     root_everything,
 )
-from course_lib.display.graph import graph, graph_words
 from course_lib.display.last_run import last_run, wire_run
-from course_lib.display.matrices import Matrix, matrices, split_mlp
 from course_lib.display.memory import memory
-from course_lib.display.pipelines import pipelines
 from course_lib.display.predict import YES_NO, Prediction, predict, reveal
-from course_lib.display.schedule_explorer import schedule_explorer
 from course_lib.display.show import show
 from course_lib.display.stepper import Stepper, stepper
 from course_lib.display.timeline import timeline, timelines
@@ -31,7 +27,6 @@ __all__ = [
     "Cell",
     "Explore",
     "Frame",
-    "Matrix",
     "Message",
     "Prediction",
     "Stepper",
@@ -39,21 +34,15 @@ __all__ = [
     "compare",
     "explore",
     "frames_from_messages",
-    "graph",
-    "graph_words",
     "last_run",
-    "matrices",
     "memory",
     "own_everything",
     "own_one",
-    "pipelines",
     "predict",
     "rank_colour",
     "reveal",
     "root_everything",
-    "schedule_explorer",
     "show",
-    "split_mlp",
     "stepper",
     "timeline",
     "timelines",

@@ -16,8 +16,7 @@ import traitlets
 from matplotlib.figure import Figure
 
 from course_lib.core.errors import CourseError
-from course_lib.display.live import has_widgets, widget_data
-from course_lib.display.show import css_width, picture, png_bytes
+from course_lib.display.show import css_width, has_widgets, picture, png_bytes, widget_data
 
 _JS = Path(__file__).with_name("picture.js").read_text(encoding="utf-8")
 

@@ -9,29 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from course_lib.collectives.messages import Message
 from course_lib.core.errors import CourseError
 
 Holdings = tuple[tuple[tuple[int, ...], ...], ...]  # [rank][shard] -> the ranks in this cell
-
-
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    """In `step` (from 1), `sender` sends its `shard`; the receiver `adds` it or stores it.
-
-    It lands in the receiver's place of the same number, or in `to_shard`.
-    """
-
-    step: int
-    sender: int
-    receiver: int
-    shard: int
-    adds: bool = False
-    to_shard: int | None = None
-
-    @property
-    def place(self) -> int:
-        """Where it lands at the receiver."""
-        return self.shard if self.to_shard is None else self.to_shard
 
 
 @dataclass(frozen=True)

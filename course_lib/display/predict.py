@@ -19,7 +19,7 @@ import anywidget
 import traitlets
 
 from course_lib.core.errors import CourseError
-from course_lib.display.live import has_widgets, put, widget_data
+from course_lib.display.show import has_widgets, put, widget_data
 
 YES_NO = ("yes", "no")
 _JS = Path(__file__).with_name("predict.js").read_text(encoding="utf-8")

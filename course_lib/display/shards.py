@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from course_lib.collectives.messages import Message
 from course_lib.display.colours import BLACK, QUIET, WHITE, rank_colour
-from course_lib.display.frames import Cell, Frame, Message
+from course_lib.display.frames import Cell, Frame
 
 CELL_W, CELL_H, GAP_X, GAP_Y = 58, 34, 40, 14
 LEFT, TOP = 62, 30

@@ -7,16 +7,18 @@ with the same text beside it; a screen reader or a plain terminal reads the text
 import base64
 import html
 import io
+import os
 import sys
 from typing import Any
 
 import numpy as np
+from IPython.core.getipython import get_ipython
+from IPython.display import display
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
 from course_lib.core.errors import CourseError
-from course_lib.display.live import put
 
 DPI = 144
 _CSS_PIXELS_PER_INCH = 96
@@ -81,3 +83,26 @@ def _restore_white(few: Image.Image) -> None:
     lightest = max(range(len(colours)), key=lambda index: sum(colours[index]))
     colours[lightest] = [255, 255, 255]
     few.putpalette([part for colour in colours for part in colour])
+
+
+def has_widgets() -> bool:
+    """True in a notebook's kernel, unless COURSE_NO_WIDGETS=1 asks for text and still pictures."""
+    shell = get_ipython()
+    wanted = os.environ.get("COURSE_NO_WIDGETS", "0") in ("", "0")
+    return wanted and hasattr(shell, "kernel")
+
+
+def put(data: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
+    """Display data by mime type; outside IPython print its text."""
+    if get_ipython() is None:
+        print(data["text/plain"])
+    else:
+        display(data, metadata=metadata or {}, raw=True)
+
+
+def widget_data(widget: Any) -> dict[str, Any]:
+    """What a widget displays as, by mime type, without its technical text."""
+    bundle = widget._repr_mimebundle_()
+    data = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
+    data.pop("text/plain", None)
+    return data

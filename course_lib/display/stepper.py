@@ -14,9 +14,8 @@ import traitlets
 
 from course_lib.core.errors import CourseError
 from course_lib.display.frames import Frame
-from course_lib.display.live import has_widgets, widget_data
 from course_lib.display.shards import all_frames_svg, frame_svg
-from course_lib.display.show import image_html
+from course_lib.display.show import has_widgets, image_html, widget_data
 
 _JS = Path(__file__).with_name("stepper.js").read_text(encoding="utf-8")
 

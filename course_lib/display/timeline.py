@@ -18,7 +18,7 @@ from matplotlib.path import Path
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.records import COMMUNICATION_KINDS, KINDS, Event
 from course_lib.display.colours import KIND, Ink
-from course_lib.display.glyphs import Label, stamp
+from course_lib.display.labels import Label, stamp
 from course_lib.display.lanes import Place, places, visible
 from course_lib.display.page import TEXT_PT, Margins, empty, page, plain, swatches, time_unit
 

@@ -10,11 +10,8 @@ from typing import Any
 
 import cloudpickle
 
-from course_lib.ranks.board import Board, Flag
-from course_lib.ranks.output import MAX_OUTPUT_BYTES, Output
-from course_lib.ranks.rank import Failure
-from course_lib.ranks.report import RankError, Report, find_mismatch
-from course_lib.ranks.standstill import (
+from course_lib.ranks.call_board import Board, Flag
+from course_lib.ranks.hangs import (
     HangWatch,
     find_dropped,
     find_lost_wait,
@@ -22,6 +19,9 @@ from course_lib.ranks.standstill import (
     find_swap,
     find_wait,
 )
+from course_lib.ranks.output import MAX_OUTPUT_BYTES, Output
+from course_lib.ranks.rank_process import Failure
+from course_lib.ranks.report import RankError, Report, find_mismatch
 
 TICK_S = 0.1
 GRACE_S = 2.0  # how long the others may go on when one rank has failed

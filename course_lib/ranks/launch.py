@@ -22,13 +22,13 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # later, its default arguments would keep the world alive
 
 from course_lib.core.records import RunRecord
-from course_lib.ranks.board import Board
+from course_lib.ranks.call_board import Board
+from course_lib.ranks.hangs import HangWatch, find_dropped, find_hang
 from course_lib.ranks.job import TICK_S
 from course_lib.ranks.machine import describe_machine
-from course_lib.ranks.rank import Heartbeat
+from course_lib.ranks.rank_process import Heartbeat
 from course_lib.ranks.report import Report, find_mismatch
-from course_lib.ranks.standstill import HangWatch, find_dropped, find_hang
-from course_lib.ranks.wires import MismatchError, Wires
+from course_lib.ranks.tracer import MismatchError, Wires
 from course_lib.ranks.world import join_world
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -21,11 +21,11 @@ import cloudpickle
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.records import Event
-from course_lib.ranks.board import MAX_RANKS, Board
+from course_lib.ranks.call_board import MAX_RANKS, Board
+from course_lib.ranks.fork_server import start_method
 from course_lib.ranks.job import Job, Member
 from course_lib.ranks.output import Output
-from course_lib.ranks.rank import Place, live
-from course_lib.ranks.server import start_method
+from course_lib.ranks.rank_process import Place, live
 
 START_TIMEOUT_S = 60.0
 

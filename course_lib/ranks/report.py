@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from course_lib.core.errors import CourseError
-from course_lib.ranks.board import Board, Flag, Post
-from course_lib.ranks.callers import Line
-from course_lib.ranks.rank import Failure
-from course_lib.ranks.standstill import Wait, find_circle
+from course_lib.ranks.call_board import Board, Flag, Post
+from course_lib.ranks.hangs import Wait, find_circle
+from course_lib.ranks.rank_process import Failure
+from course_lib.ranks.source_lines import Line
 
 CONSEQUENCES = {"ConnectionLostError", "MismatchError"}  # reported as a wait, or as a mismatch
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from course_lib.ranks.group import WiredGroup
-from course_lib.ranks.wires import Wires
+from course_lib.ranks.process_group import WiredGroup
+from course_lib.ranks.tracer import Wires
 
 BACKEND = "course"
 NEVER = timedelta(days=365)  # a hang is found by looking at the board, not by waiting for gloo

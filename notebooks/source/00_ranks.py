@@ -39,7 +39,16 @@ import course_lib
 from course_lib.checks import check
 from course_lib.core import Link
 from course_lib.core.records import read_runs
-from course_lib.display import YES_NO, Voices, compare, predict, reveal, show, timeline, waiting
+from course_lib.display import (
+    YES_NO,
+    Voices,
+    compare,
+    predict,
+    reveal,
+    show,
+    timeline,
+    waiting,
+)
 from course_lib.ranks import RankError, Ranks, span
 from course_lib.ranks.machine import describe_machine, doctor_report
 
@@ -332,7 +341,7 @@ print(x)
 # %% tags=["exercise"] exercise="ranks-3"
 def mean_over_ranks(x):
     """The mean of x over all ranks, on every rank; x stays as it is."""
-    ### BEGIN SOLUTION FROM course_lib.checks.ranks_mean:mean_over_ranks: sum a copy, then divide
+    ### BEGIN SOLUTION FROM course_lib.checks.ranks.mean:mean_over_ranks: sum a copy, then divide
     ### END SOLUTION
 
 
@@ -406,7 +415,7 @@ show(waiting(hang.waits, 4), alt=alt)
 # %% tags=["exercise"] exercise="ranks-4"
 def pass_right(x, rank, left, right):
     """Send x to the rank on the right; return what the rank on the left sent."""
-    ### BEGIN SOLUTION FROM course_lib.checks.ranks_ring:pass_right: some ranks receive first
+    ### BEGIN SOLUTION FROM course_lib.checks.ranks.ring:pass_right: some ranks receive first
     ### END SOLUTION
 
 
@@ -488,7 +497,7 @@ show(waiting(hang.waits, 4), alt=f"{len(hang.waits)} of 4 ranks waits, for ranks
 # %% tags=["exercise"] exercise="ranks-5"
 def report_loss(rank, loss, log):
     """Call log(total) once, on rank 0, with the sum of the losses of all ranks."""
-    ### BEGIN SOLUTION FROM course_lib.checks.ranks_report:report_loss: all sum, rank 0 logs
+    ### BEGIN SOLUTION FROM course_lib.checks.ranks.report:report_loss: all sum, rank 0 logs
     ### END SOLUTION
 
 

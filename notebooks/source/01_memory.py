@@ -29,9 +29,28 @@ from course_lib.core import MODELS, Ledger
 from course_lib.core.recipes import RECIPES
 from course_lib.core.units import GIB, format_bytes
 from course_lib.cost.hardware import DEVICES
-from course_lib.display import YES_NO, Voices, compare, memory, predict, reveal, show
-from course_lib.memory import activations, count_params, model_states, param_parts, step_ledger
-from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.display import (
+    YES_NO,
+    Voices,
+    compare,
+    memory,
+    predict,
+    reveal,
+    show,
+)
+from course_lib.memory import (
+    activations,
+    count_params,
+    model_states,
+    param_parts,
+    step_ledger,
+)
+from course_lib.models import (
+    GPT,
+    next_tokens,
+    token_batch,
+    token_loss,
+)
 
 torch.set_num_threads(1)  # the models here are small
 
@@ -164,7 +183,7 @@ check("memory-2", states_bytes)
 guess = predict("kept for backward besides x and w", unit="bytes")
 
 # %%
-from course_lib.saved import measure_saved
+from course_lib.memory.saved_tensors import measure_saved
 
 x = torch.randn(8, 64)
 w = torch.randn(64, 256, requires_grad=True)
@@ -218,7 +237,7 @@ check("memory-3", weigh)
 # Now a whole layer, attention written out, with dropout, in bf16. Operation by operation:
 
 # %%
-from course_lib.cost.layer_bytes import Pass
+from course_lib.memory.layer_bytes import Pass
 
 small = MODELS["small"]
 one = Pass(spec=small, batch=2, seq=128, flash=False, dropout=True)
@@ -259,8 +278,8 @@ check("memory-4", layer_bytes)
 
 
 # %%
-from course_lib.cost.layer_bytes import TORCH_CPU
-from course_lib.saved import fake_tensors
+from course_lib.memory.layer_bytes import TORCH_CPU
+from course_lib.memory.saved_tensors import fake_tensors
 
 
 def measured_bytes(seq, flash):
@@ -316,7 +335,7 @@ show(figure, alt=f"{title}: {curves['flash'].measurement[-1]:.3g} MiB at 256 tok
 guess = predict("the peak is first reached in step")
 
 # %%
-from course_lib.saved import LiveLedger
+from course_lib.memory.saved_tensors import LiveLedger
 
 tokens, targets = next_tokens(token_batch(0, batch=2, seq=128, vocab=small.vocab))
 untied = replace(small, tied=False)
@@ -397,7 +416,7 @@ check("memory-5", largest_batch)
 # the real model can be weighed on this machine.
 
 # %% tags=["check"]
-from course_lib.saved import tensors_of
+from course_lib.memory.saved_tensors import tensors_of
 
 big = replace(MODELS["llama-70b"], max_seq=2048)
 with fake_tensors(torch.bfloat16):
@@ -422,7 +441,7 @@ print(f"formula minus measurement: {formula - weighed} bytes")
 # llama-405b?*
 
 # %% tags=["picture"]
-from course_lib.calculator import read_setup
+from course_lib.memory.calculator import read_setup
 
 lines = {
     "as it is": "--model llama-8b",
@@ -437,7 +456,7 @@ peak = format_bytes(ledgers["8 ranks, ZeRO-3"].peak_bytes())
 show(memory(ledgers, title, limit_bytes=80 * GIB), alt=f"{title}; ZeRO-3 on 8 ranks takes {peak}")
 
 # %% tags=["picture"]
-from course_lib.display.accounting import calculator
+from course_lib.memory.explorer import calculator
 
 calculator("--model llama-8b --gpu h100 --seq 4096")
 
@@ -450,7 +469,12 @@ calculator("--model llama-8b --gpu h100 --seq 4096")
 # and two in backward (4): $6ND$ for $D$ tokens. Exact counts go through every product:
 
 # %%
-from course_lib.cost.flops import forward_flop, mfu, six_n_d, train_step_flop
+from course_lib.cost.flops import (
+    forward_flop,
+    mfu,
+    six_n_d,
+    train_step_flop,
+)
 
 for seq in (2048, 8192, 32768, 131072):
     exact, rule = train_step_flop(llama, 1, seq), six_n_d(count_params(llama), seq)
@@ -506,7 +530,11 @@ check("memory-6", mfu_of)
 # small model, two sequences of 256 tokens. A tool that is not installed says so.
 
 # %%
-from course_lib.estimators import all_estimates, estimates_text, tracker_gap
+from course_lib.memory.estimators import (
+    all_estimates,
+    estimates_text,
+    tracker_gap,
+)
 
 found, missing = all_estimates(MODELS["small"], 2, 256)
 print(estimates_text(found), *missing, sep="\n")

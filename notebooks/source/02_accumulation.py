@@ -24,8 +24,24 @@ from torch.nn import functional as F
 from course_lib.accumulation import split_micro_batches
 from course_lib.checks import check
 from course_lib.core.specs import ModelSpec
-from course_lib.display import YES_NO, Voices, compare, explore, memory, predict, reveal, show
-from course_lib.models import GPT, IGNORED, next_tokens, padded_batch, token_batch, token_loss
+from course_lib.display import (
+    YES_NO,
+    Voices,
+    compare,
+    explore,
+    memory,
+    predict,
+    reveal,
+    show,
+)
+from course_lib.models import (
+    GPT,
+    IGNORED,
+    next_tokens,
+    padded_batch,
+    token_batch,
+    token_loss,
+)
 
 torch.set_num_threads(1)  # quiet measurements
 
@@ -102,8 +118,8 @@ reveal(guess, w1.grad.item())
 # accumulation needs. Move through both ways of training on these two items, and watch $w_1$.
 
 # %% tags=["picture"]
-from course_lib.display import graph, graph_words
-from course_lib.worked_graph import moments
+from course_lib.accumulation.pictures import graph, graph_words
+from course_lib.accumulation.worked_graph import moments
 
 ways = {"add up, then step": moments(items_per_step=2), "step at once": moments()}
 
@@ -166,7 +182,11 @@ guess = predict("does AdamW's loss show that the division is missing?", choices=
 
 
 # %% tags=["failure"]
-from course_lib.accumulation import accumulated_step, as_sum, by_items
+from course_lib.accumulation import (
+    accumulated_step,
+    as_sum,
+    by_items,
+)
 
 tiny = ModelSpec(hidden=32, num_layers=1, num_heads=2, ffn_hidden=64, vocab=32, max_seq=16)
 
@@ -285,7 +305,10 @@ print("tokens that count, by sequence:", tokens)
 guess = predict("wrong gradient: its distance from the right one", unit="% of its length")
 
 # %%
-from course_lib.accumulation import accumulate_gradients, by_tokens
+from course_lib.accumulation import (
+    accumulate_gradients,
+    by_tokens,
+)
 
 
 def token_gradient(share, m=8):
@@ -338,8 +361,8 @@ check("accumulation-4", add_token_gradients)
 # what part of the full batch's bytes do 8 micro-batches need?
 
 # %%
-from course_lib.cost.layer_bytes import TORCH_CPU
-from course_lib.held import held_over_time
+from course_lib.memory.layer_bytes import TORCH_CPU
+from course_lib.memory.saved_tensors import held_over_time
 from course_lib.memory import activations
 
 spec = ModelSpec(hidden=128, num_layers=4, num_heads=4, ffn_hidden=512, vocab=256, max_seq=128)

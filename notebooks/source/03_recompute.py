@@ -23,9 +23,22 @@ from torch.nn import functional as F
 from course_lib.checks import check
 from course_lib.core import Ledger
 from course_lib.core.specs import ModelSpec
-from course_lib.display import YES_NO, Voices, compare, memory, predict, reveal, show
-from course_lib.held import held_over_time
-from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.display import (
+    YES_NO,
+    Voices,
+    compare,
+    memory,
+    predict,
+    reveal,
+    show,
+)
+from course_lib.memory.saved_tensors import held_over_time
+from course_lib.models import (
+    GPT,
+    next_tokens,
+    token_batch,
+    token_loss,
+)
 
 torch.set_num_threads(1)  # quiet measurements
 
@@ -90,7 +103,7 @@ reveal(guess, "no")
 # %% tags=["exercise"] exercise="recompute-1"
 def redo(fn, x, random_state, grad):
     """Run fn(x) again, go back through it from grad; return the gradient of x."""
-    ### BEGIN SOLUTION FROM course_lib.checks.recompute_mistakes:redo: restore, run, go back
+    ### BEGIN SOLUTION FROM course_lib.checks.recompute.recompute_answers:redo: restore, run
     ### END SOLUTION
 
 
@@ -180,7 +193,7 @@ show(compare(ks, voices, title, **labels), alt=f"{title}: the valley lies at the
 # %% tags=["exercise"] exercise="recompute-2"
 def best_segment(num_layers, input_bytes, block_bytes):
     """The number of blocks a segment for which the peak is lowest (the smallest such number)."""
-    ### BEGIN SOLUTION FROM course_lib.checks.recompute_mistakes:best: the peak of each k
+    ### BEGIN SOLUTION FROM course_lib.checks.recompute.recompute_answers:best: the peak of each k
     ### END SOLUTION
 
 
@@ -230,7 +243,7 @@ guess = predict("time of a step with full recompute, as a multiple of one withou
 # %%
 from course_lib import recompute as strategies
 from course_lib.cost.flops import train_step_flop
-from course_lib.cost.layer_bytes import TORCH_CPU, Pass, total
+from course_lib.memory.layer_bytes import TORCH_CPU, Pass, total
 
 spec = ModelSpec(hidden=128, num_layers=6, num_heads=8, ffn_hidden=512, vocab=128, max_seq=128)
 torch.manual_seed(0)
@@ -459,7 +472,10 @@ check("recompute-5", next_scale)
 # %%
 from functools import partial
 
-from course_lib.recompute import LossScale, MixedPrecisionOptimizer
+from course_lib.recompute import (
+    LossScale,
+    MixedPrecisionOptimizer,
+)
 
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 data = [(torch.randn(8, 6).half().float(), torch.randn(8, 3)) for _ in range(6)]

@@ -27,9 +27,22 @@ from torch import nn
 
 from course_lib.checks import check
 from course_lib.core.specs import ModelSpec
-from course_lib.cost import staleness
-from course_lib.display import YES_NO, Voices, compare, predict, reveal, show, timelines
-from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.data_parallel import cost
+from course_lib.display import (
+    YES_NO,
+    Voices,
+    compare,
+    predict,
+    reveal,
+    show,
+    timelines,
+)
+from course_lib.models import (
+    GPT,
+    next_tokens,
+    token_batch,
+    token_loss,
+)
 from course_lib.ranks import Ranks
 
 torch.set_num_threads(1)  # one replica, one core
@@ -49,7 +62,10 @@ guess_processes = predict("speed-up by 2 processes")
 # %%
 from concurrent.futures import ThreadPoolExecutor
 
-from course_lib.thread_parallel import DataParallel, replica_of
+from course_lib.data_parallel import (
+    DataParallel,
+    replica_of,
+)
 
 
 def threads_forward(model, x, p):
@@ -67,7 +83,12 @@ one, four = (torch.autograd.grad(y.square().mean(), model[0].weight)[0] for y in
 print("four threads give the gradient of one process:", torch.allclose(one, four, rtol=1e-11))
 
 # %%
-from course_lib.data_parallel import NaiveDDP, RankSampler, fingerprint, weighted_loss
+from course_lib.data_parallel import (
+    NaiveDDP,
+    fingerprint,
+    weighted_loss,
+)
+from course_lib.data_parallel import RankSampler
 
 
 def step_times(wrap, p=1, rank=0):
@@ -391,7 +412,11 @@ guess_round = predict("a round of three workers, one of them 8 times as slow", u
 guess_stale = predict("mean staleness with 3 equal workers")
 
 # %%
-from course_lib.parameter_server import ParameterServer, loss_at, smoothed
+from course_lib.data_parallel import (
+    ParameterServer,
+    loss_at,
+    smoothed,
+)
 
 
 def serve(rank, method, count, slowdown=1, step_s=0.02, build=lambda: nn.Embedding(32, 32)):
@@ -430,7 +455,7 @@ show(timelines(runs, title), alt=f"{title}; asynchronous workers never wait for 
 # %% tags=["exercise"] exercise="data_parallel-5"
 def staleness_of(order):
     """For each update, how many others were made since its worker pulled."""
-    ### BEGIN SOLUTION FROM course_lib.cost.staleness:staleness_of: remember when each one pulled
+    ### BEGIN SOLUTION FROM course_lib.data_parallel.cost:staleness_of: remember when each pulled
     ### END SOLUTION
 
 
@@ -470,12 +495,12 @@ show(compare(slowdowns, curves, title, **axes), alt=f"{title}; rounds are as lon
 
 # %% tags=["picture"]
 counted = [[(u.workers[0], u.staleness) for u in updates] for updates in frees]
-orders = [staleness.arrival_order(steps_s(k), 60) for k in slowdowns]
-played = [zip(order, staleness.staleness_of(order), strict=True) for order in orders]
+orders = [cost.arrival_order(steps_s(k), 60) for k in slowdowns]
+played = [zip(order, cost.staleness_of(order), strict=True) for order in orders]
 aged, on_paper = (
     [mean(age for who, age in ages if who == 3) for ages in voice] for voice in (counted, played)
 )
-expected = [staleness.mean_staleness(steps_s(k), worker=3) for k in slowdowns]
+expected = [cost.mean_staleness(steps_s(k), worker=3) for k in slowdowns]
 age = Voices(formula=expected, simulation=on_paper, measurement=aged)
 title = f"{slowdowns[-1]} times the sleep: the straggler's gradients are {aged[-1]:.0f} updates old"
 axes["y_label"] = "mean staleness of rank 3 (updates)"
@@ -551,7 +576,7 @@ show(figure, alt=f"{title}: one grows with p, the other stays below 2 n")
 guess_local = predict("part of the bytes that is left with H = 8 (like 1/2)")
 
 # %% tags=["picture"]
-from course_lib.local_sgd import LocalSGD
+from course_lib.data_parallel import LocalSGD
 
 periods, last, left = [1, 4, 8, 16], [], []
 num_bytes = sum(param.nbytes for param in GPT(tiny).double().parameters())

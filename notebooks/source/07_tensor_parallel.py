@@ -24,11 +24,35 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from course_lib.checks import check
-from course_lib.core import COMMUNICATION_KINDS, INFINIBAND, MODELS, NVLINK, Link, TwoLevelLink
-from course_lib.display import Voices, compare, explore, predict, reveal, show, split_mlp
-from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.core import (
+    COMMUNICATION_KINDS,
+    INFINIBAND,
+    MODELS,
+    NVLINK,
+    Link,
+    TwoLevelLink,
+)
+from course_lib.display import (
+    Voices,
+    compare,
+    explore,
+    predict,
+    reveal,
+    show,
+)
+from course_lib.tensor_parallel.pictures import split_mlp
+from course_lib.models import (
+    GPT,
+    next_tokens,
+    token_batch,
+    token_loss,
+)
 from course_lib.ranks import Ranks, record
-from course_lib.tensor_parallel import copy_to_region, parallel_token_loss, reduce_from_region
+from course_lib.tensor_parallel import (
+    copy_to_region,
+    parallel_token_loss,
+    reduce_from_region,
+)
 
 # %% [markdown]
 # ## 1 Two ways to cut a matrix
@@ -306,7 +330,10 @@ check("tensor_parallel-4", split_cross_entropy)
 # you have just written. Does it train like one process?
 
 # %%
-from course_lib.tensor_parallel import gather_tensors, parallelize
+from course_lib.tensor_parallel import (
+    gather_tensors,
+    parallelize,
+)
 
 
 def split_gpt(spec, sequence_parallel=False, **more):
@@ -354,7 +381,8 @@ guess_part = predict("parameters on each of 4 ranks, as a part of all (like 1/3)
 guess_calls = predict("collectives in one step of the tiny GPT")
 
 # %%
-from course_lib.cost.tensor_traffic import gathered_bytes, sent_bytes, tensor_traffic, traffic_s
+from course_lib.cost.traffic import sent_bytes, traffic_s
+from course_lib.tensor_parallel.cost import gathered_bytes, tensor_traffic
 
 BATCH = next_tokens(token_batch(0, batch=2, seq=64, vocab=256))
 
@@ -424,10 +452,13 @@ reveal(guess_torch, len(theirs) / len(ours))
 guess_bytes = predict("bytes sent with sequence parallelism, by bytes without")
 
 # %%
-from course_lib.core.degrees import Degrees
-from course_lib.cost.layer_bytes import TORCH_CPU
-from course_lib.memory import activations, params_on_rank
-from course_lib.saved import measure_saved, tensors_of
+from course_lib.core.parallelism import Degrees
+from course_lib.memory.layer_bytes import TORCH_CPU
+from course_lib.memory import (
+    activations,
+    params_on_rank,
+)
+from course_lib.memory.saved_tensors import measure_saved, tensors_of
 
 
 def kept_kib(rank, sequence_parallel):
@@ -467,7 +498,7 @@ show(compare(p_values, curves, title, x_label="ranks p", y_label="KiB on a rank"
 # What is that at full size? Move `tp` and `sequence parallel`:
 
 # %% tags=["picture"]
-from course_lib.display.accounting import calculator
+from course_lib.memory.explorer import calculator
 
 calculator("--model llama-8b --gpu h100 --batch 4 --seq 8192 --tp 8")
 

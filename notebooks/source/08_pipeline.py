@@ -21,16 +21,34 @@ from itertools import combinations, count, pairwise
 import torch
 import torch.distributed as dist
 
-from course_lib import pipeline_lab as lab
+from course_lib.pipeline import lab
 from course_lib.checks import check
 from course_lib.core.presets import MODELS
 from course_lib.core.records import COMPUTE_KINDS
-from course_lib.cost import balance, bubbles, schedules
-from course_lib.cost.actions import Action, as_text, source_of, target_of
-from course_lib.cost.micro_batches import BatchCost, step_parts
-from course_lib.cost.schedule_simulation import simulate
-from course_lib.display import Voices, compare, pipelines, predict, reveal, show, timeline
-from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.pipeline import balance, cost, schedules
+from course_lib.pipeline import Action
+from course_lib.pipeline.actions import (
+    as_text,
+    source_of,
+    target_of,
+)
+from course_lib.pipeline.cost import BatchCost, step_parts
+from course_lib.pipeline import simulate
+from course_lib.display import (
+    Voices,
+    compare,
+    predict,
+    reveal,
+    show,
+    timeline,
+)
+from course_lib.pipeline.pictures import pipelines
+from course_lib.models import (
+    GPT,
+    next_tokens,
+    token_batch,
+    token_loss,
+)
 from course_lib.ranks import RankError, Ranks
 
 # %% [markdown]
@@ -72,9 +90,9 @@ ranks, numbers = Ranks(4), [1, 2, 4, 8]
 # %% tags=["picture"]
 runs = {m: lab.emulated(schedules.gpipe(4, m), batch.times(m)) for m in numbers}
 made, whole_s = lab.measure(ranks, runs, turns=3), batch.forward_s + batch.backward_s
-reveal(guess_bubble, 100 * bubbles.bubble_overhead(4, 8))
+reveal(guess_bubble, 100 * cost.bubble_overhead(4, 8))
 voices = Voices(
-    formula=lambda m: 100 * bubbles.bubble_overhead(4, m),
+    formula=lambda m: 100 * cost.bubble_overhead(4, m),
     simulation=[100 * simulate(schedules.gpipe(4, m)).bubble_overhead for m in numbers],
     measurement=[[100 * (s / whole_s - 1) for s in made[m].seconds] for m in numbers],
 )
@@ -194,7 +212,7 @@ def finish_times(schedule, seconds, message_s):
 check("pipeline-2", finish_times)
 
 # %% tags=["picture"]
-from course_lib.display import schedule_explorer
+from course_lib.pipeline.explorer import schedule_explorer
 
 schedule_explorer()
 
@@ -267,7 +285,10 @@ check("pipeline-3", run_actions)
 # below. `split_model` leaves each rank its own layers. The same numbers as one process?
 
 # %%
-from course_lib.pipeline import Pipeline, split_model
+from course_lib.pipeline import (
+    Pipeline,
+    split_model,
+)
 
 
 def train(rank, schedule, m):
@@ -385,7 +406,7 @@ show(
 # many times as many messages?
 
 # %% tags=["predict"]
-from course_lib.cost.schedule_times import PipelineTimes
+from course_lib.pipeline import PipelineTimes
 
 guess_messages = predict("messages with v = 2, by those of 1F1B, for p = 4")
 
@@ -412,13 +433,13 @@ for name, real in made.items():
 # smaller if all three take equally long?
 
 # %% tags=["predict"]
-from course_lib.cost.published_bubbles import PUBLISHED
+from course_lib.pipeline.cost import PUBLISHED
 
 guess_zero = predict("bubble of 1F1B by that of ZB-H1")
 
 # %% tags=["picture"]
-before_f = bubbles.one_f_one_b_bubble_s(4, 1, 1, 1)
-after_f = bubbles.zero_bubble_h1_bubble_s(4, 8, 1, 1, 1)
+before_f = cost.one_f_one_b_bubble_s(4, 1, 1, 1)
+after_f = cost.zero_bubble_h1_bubble_s(4, 8, 1, 1, 1)
 reveal(guess_zero, before_f / after_f)
 title = f"ZB-H1: of a bubble of {before_f:g} F, {after_f:g} are left"
 events = [event for event in made["ZB-H1"].events if event.kind in COMPUTE_KINDS]
@@ -573,7 +594,7 @@ check("pipeline-5", sum_tied)
 guess_piece = predict("the first piece of the best cut", choices=("longer", "equal", "shorter"))
 
 # %% tags=["picture"]
-from course_lib.cost import token_pipeline as tokens
+from course_lib.pipeline import token_pipeline as tokens
 
 cost = tokens.TokenCost(piece_s=50e-6, token_s=1e-6, pair_s=4e-9)
 numbers, curves = [1, 2, 4, 8, 16, 32], {}
@@ -599,7 +620,7 @@ show(compare(numbers, curves, title, **axes), alt=f"{title}; later tokens attend
 # %% tags=["predict"]
 from copy import deepcopy
 
-from course_lib.turns import in_turns
+from course_lib.ranks.timing import in_turns
 
 guess_equal = predict("gradients equal to the last bit?", choices=("yes", "no"))
 

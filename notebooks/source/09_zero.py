@@ -21,16 +21,34 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from course_lib import zero_lab as lab
+from course_lib.zero import lab
 from course_lib.checks import check
 from course_lib.core import COMMUNICATION_KINDS, MODELS, PCIE
-from course_lib.core.degrees import Degrees
-from course_lib.display import Voices, compare, explore, memory, predict, reveal, show, waiting
-from course_lib.flat_shards import FlatLayout
+from course_lib.core.parallelism import Degrees
+from course_lib.display import (
+    Voices,
+    compare,
+    explore,
+    memory,
+    predict,
+    reveal,
+    show,
+    waiting,
+)
+from course_lib.zero import FlatLayout
 from course_lib.memory import model_states
-from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.models import (
+    GPT,
+    next_tokens,
+    token_batch,
+    token_loss,
+)
 from course_lib.ranks import RankError, Ranks, record
-from course_lib.zero import ZeRO1, ZeRO2, ZeRO3
+from course_lib.zero import (
+    ZeRO1,
+    ZeRO2,
+    ZeRO3,
+)
 
 # %% [markdown]
 # ## 1 What is there $p$ times?
@@ -106,7 +124,7 @@ show(compare([*worlds], curves, title, **axes), alt=f"{title}; measured: on the 
 # so they can work on pieces. One that looks at whole matrices could not.
 
 # %% tags=["picture"]
-from course_lib.display.flat_row import flat_row
+from course_lib.zero.pictures import flat_row
 
 names, shapes = ("weight", "bias", "scale", "shift"), ((3, 4), (4,), (1,), (6,))
 
@@ -438,8 +456,8 @@ guess_three = predict("bytes of stage 3, as a multiple of DDP's")
 guess_four = predict("the same, with 4 micro-batches")
 
 # %%
-from course_lib.cost.sharded_traffic import RowTraffic, offload_trips, zero_traffic
-from course_lib.cost.tensor_traffic import sent_bytes
+from course_lib.zero.cost import RowTraffic, offload_trips, zero_traffic
+from course_lib.cost.traffic import sent_bytes
 
 
 def step_of(rank, p, stage, m):
@@ -605,7 +623,7 @@ guess_fullest_rank = predict("state on PyTorch's fullest rank, in quarters of al
 
 # %%
 from course_lib.ddp import DDP
-from course_lib.sharded_optimizer import ShardedOptimizer
+from course_lib.zero import ShardedOptimizer
 
 
 def side_by_side(rank, p):
@@ -660,7 +678,7 @@ for zero in (1, 2, 3):
 # step.
 
 # %% tags=["picture"]
-from course_lib.display.zero_explorer import zero_explorer
+from course_lib.zero.explorer import zero_explorer
 
 zero_explorer()
 

@@ -22,15 +22,28 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from course_lib import fsdp_lab as lab
+from course_lib.fsdp import lab
 from course_lib.checks import check
 from course_lib.core import COMMUNICATION_KINDS, MODELS, Link
-from course_lib.cost import fsdp_overlap, fsdp_plan
-from course_lib.cost.tensor_traffic import sent_bytes
-from course_lib.display import Voices, compare, memory, predict, reveal, show, timelines
-from course_lib.flat_shards import FlatLayout
+from course_lib.fsdp import cost
+from course_lib.cost.traffic import sent_bytes
+from course_lib.display import (
+    Voices,
+    compare,
+    memory,
+    predict,
+    reveal,
+    show,
+    timelines,
+)
+from course_lib.zero import FlatLayout
 from course_lib.fsdp import FSDP
-from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.models import (
+    GPT,
+    next_tokens,
+    token_batch,
+    token_loss,
+)
 from course_lib.ranks import RankError, Ranks, record
 
 # %% [markdown]
@@ -53,10 +66,10 @@ print(f"the root {4 * root / 1e6:.0f} MB, each of 12 blocks {4 * block / 1e6:.0f
 guess_peak = predict("parameters on a rank at the fullest moment", unit="MB")
 
 # %%
-sizes = fsdp_plan.UnitSizes(numels=(root, *[block] * 12), p=4)
-reveal(guess_peak, fsdp_plan.peak_param_bytes(sizes) / 1e6)
-one_unit = fsdp_plan.UnitSizes(numels=(root + 12 * block,), p=4)
-print(f"all in one unit: {fsdp_plan.peak_param_bytes(one_unit) / 1e6:.0f} MB, more than the model")
+sizes = cost.UnitSizes(numels=(root, *[block] * 12), p=4)
+reveal(guess_peak, cost.peak_param_bytes(sizes) / 1e6)
+one_unit = cost.UnitSizes(numels=(root + 12 * block,), p=4)
+print(f"all in one unit: {cost.peak_param_bytes(one_unit) / 1e6:.0f} MB, more than the model")
 
 # %% [markdown]
 # Now real ranks and a small GPT with four blocks. `lab.resident_over_time` reads the storages
@@ -93,8 +106,8 @@ def teeth(numbers):  # KiB, each change once
 
 ledger, calls, sizes = four.run(one_step, 4)[0]
 held = teeth(ledger.bytes_by_kind["params"])
-paper = teeth(fsdp_plan.fsdp_ledger(sizes).bytes_by_kind["params"])
-peak = fsdp_plan.peak_param_bytes(sizes) / 2**10
+paper = teeth(cost.fsdp_ledger(sizes).bytes_by_kind["params"])
+peak = cost.peak_param_bytes(sizes) / 2**10
 title = f"Gather, use, free: at most {max(held):.0f} KiB; the formula says {peak:.0f}"
 axes = {"x_label": "gathers and frees of a step", "y_label": "parameters on a rank (KiB)"}
 figure = compare(range(len(held)), Voices(formula=paper, measurement=held), title, **axes)
@@ -272,13 +285,13 @@ guess_keep = predict("kept until backward: bytes sent, as a multiple of plain DP
 
 
 # %% tags=["picture"]
-from course_lib import fsdp_beside as beside
+from course_lib.fsdp import beside_frameworks as beside
 
 sent, peaks = {}, {}
 ddp = sum(map(sizes.grad_bytes, range(5))) * 2 * 3 / 4
 for name, frees in {"freed": True, "kept": False}.items():
     ledger, calls, sizes = four.run(one_step, 4, reshard_after_forward=frees)[0]
-    paper = fsdp_plan.fsdp_traffic(sizes, reshard_after_forward=frees)
+    paper = cost.fsdp_traffic(sizes, reshard_after_forward=frees)
     theirs = four.run(beside.torchs_calls, spec, BATCH, frees)[0]
     sent[name] = [sent_bytes(found, 4) / ddp for found in (paper, calls, theirs)]
     peaks[name] = ledger
@@ -306,12 +319,9 @@ wire = Link(name="slow Ethernet", latency_s=2e-3, bytes_per_s=10e6)
 slow = Ranks(2, link=wire)
 build = partial(lab.EmulatedModel, num_layers=5, forward_s=0.015, backward_s=0.03)
 runs = {"on demand": {"prefetch": False}, "prefetch": {"prefetch": True}}
-emulated = fsdp_plan.UnitSizes(numels=(0, *[2**16] * 5), p=2)
+emulated = cost.UnitSizes(numels=(0, *[2**16] * 5), p=2)
 times = lab.emulated_times(build())
-plan = {
-    name: fsdp_overlap.fsdp_step(times, emulated, 2, wire, **options)
-    for name, options in runs.items()
-}
+plan = {name: cost.fsdp_step(times, emulated, 2, wire, **options) for name, options in runs.items()}
 step_ms = {name: 1e3 * max(event.end_s for event in events) for name, events in plan.items()}
 gather_ms = 1e3 * plan["prefetch"][0].duration_s
 print(f"computing {times.compute_s * 1e3:.0f} ms, a gather {gather_ms:.0f} ms, and so a reduce")
@@ -321,7 +331,7 @@ print(f"on demand, on paper: {step_ms['on demand']:.0f} ms")
 guess_step = predict("a step with prefetch", unit="ms")
 
 # %% tags=["picture"]
-from course_lib.overlap_lab import emulated_loss
+from course_lib.models.emulated import emulated_loss
 
 measured = lab.measure_fsdp(slow, build, emulated_loss, runs, turns=5)
 reveal(guess_step, step_ms["prefetch"])
@@ -385,7 +395,7 @@ check("fsdp-3", order_of)
 # units pay fewer latencies, and more memory. Where does prefetch stop helping?
 
 # %% tags=["picture"]
-from course_lib.display.fsdp_explorer import fsdp_explorer
+from course_lib.fsdp.explorer import fsdp_explorer
 
 fsdp_explorer()
 

@@ -18,18 +18,18 @@
 import tempfile
 from pathlib import Path
 
-from course_lib import scaling_lab as lab
+from course_lib.scaling_study import lab
 from course_lib.checks import check
 from course_lib.cluster.profile import read_profile
 from course_lib.core.records import read_runs
 from course_lib.display import Voices, compare, predict, reveal, show
 from course_lib.ranks import Ranks
-from course_lib.study import pictures
-from course_lib.study.aggregate import against, aggregate
-from course_lib.study.costing import cost_study
-from course_lib.study.here import run_all
-from course_lib.study.plan import find_study
-from course_lib.study.results import in_order, sample_results
+from course_lib.scaling_study import pictures
+from course_lib.scaling_study.aggregate import against, aggregate
+from course_lib.scaling_study.costing import cost_study
+from course_lib.scaling_study.run_local import run_all
+from course_lib.scaling_study.plan import find_study
+from course_lib.scaling_study.results import in_order, sample_results
 
 # %% [markdown]
 # ## 1 What a run leaves
@@ -326,7 +326,7 @@ guess_seen = predict("the first and the last loss: more than 5 % off?", choices=
 
 
 # %% tags=["failure"]
-from course_lib.training.loop import Trainer
+from course_lib.train.trainer import Trainer
 
 
 class SamePart(Trainer):
@@ -373,7 +373,7 @@ show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far
 # with stage 1. Move the sliders: what can formulas tell, and what can they not?
 
 # %% tags=["picture"]
-from course_lib.study.explorer import study_explorer
+from course_lib.scaling_study.explorer import study_explorer
 
 for strategy, percent in lab.PUBLISHED.items():
     print(f"published: {strategy}, about {percent:.0f} % efficiency")
@@ -394,7 +394,7 @@ for number, row in enumerate(lab.EXAMPLE_LINKS):
 guess_pair = predict("GPUs for TP = 2", choices=("0 and 1", "1 and 2", "2 and 3"))
 
 # %% tags=["picture"]
-from course_lib.display.links import links
+from course_lib.display.gpu_links import links
 from course_lib.ranks.machine import describe_machine
 
 reveal(guess_pair, "0 and 1")
@@ -419,7 +419,7 @@ show(links(matrix, title), alt=f"{title}; rows: {' | '.join(' '.join(row) for ro
 guess_fewer = predict("steps to the same loss, how many times fewer")
 
 # %% tags=["picture"]
-from course_lib.study.curves import smooth, steps_to
+from course_lib.scaling_study.curves import smooth, steps_to
 
 recorded = sample_results("convergence")
 unsplit = [found for found in recorded.experiments if found.run.tp == 1]
@@ -451,7 +451,7 @@ show(figure, alt=alt)
 guess_hours = predict("the whole cluster study", unit="GPU-hours")
 
 # %%
-from course_lib.study.prediction import hours
+from course_lib.scaling_study.prediction import hours
 
 site = read_profile("slurm")
 plan = cost_study(find_study("cluster"), site, Path("runs/study-cluster"))
@@ -503,7 +503,7 @@ for number, line in enumerate(lab.BROKEN_SCRIPT.splitlines(), start=1):
 guess_mistakes = predict("mistakes in it")
 
 # %%
-from course_lib.cluster.lint import findings_text, lint_job
+from course_lib.cluster.lint.check import findings_text, lint_job
 
 found = lint_job(lab.BROKEN_SCRIPT)
 reveal(guess_mistakes, len(found))
@@ -564,8 +564,8 @@ check("scaling_study-5", mended)
 # %%
 from rich.console import Console
 
-from course_lib.study.own import own_or_sample
-from course_lib.study.report import notes, tables
+from course_lib.scaling_study.results import own_or_sample
+from course_lib.scaling_study.report import notes, tables
 
 mine, whose = own_or_sample()
 print(whose)

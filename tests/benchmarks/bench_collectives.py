@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from course_lib.collectives import ring_all_reduce
+from course_lib.collectives.group import exchange, place_in
 from course_lib.core import Link
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.cost.bandwidth import bus_bandwidth, fit_link
-from course_lib.point_to_point import exchange, place_in
 from tests.benchmarks.worlds import bare_processes, recorded_ranks
 
 MIB = 2**20

@@ -23,8 +23,8 @@ from torch import nn
 
 from course_lib.core import Link, ModelSpec
 from course_lib.core.units import format_bytes, format_seconds
-from course_lib.cost.overlap import best_bucket_bytes, step_s
 from course_lib.ddp import DDP
+from course_lib.ddp.cost import best_bucket_bytes, step_s
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from tests.benchmarks.worlds import bare_processes, recorded_ranks
 
@@ -95,7 +95,7 @@ def print_row(world_size: int, seconds: Turns) -> None:
 
 def print_sweep(title: str, build: Any, loss_of: Any, num_turns: int) -> None:
     """Predicted and measured steps of two ranks for some bucket sizes, with overlap and without."""
-    from course_lib.overlap_lab import measure_cost, measure_steps
+    from course_lib.ddp.lab import measure_cost, measure_steps
     from course_lib.ranks import Ranks
 
     with Ranks(2) as ranks:
@@ -128,7 +128,7 @@ def print_sweep(title: str, build: Any, loss_of: Any, num_turns: int) -> None:
 
 def main() -> None:
     """Print all tables."""
-    from course_lib.overlap_lab import emulated_loss, emulated_model
+    from course_lib.models.emulated import emulated_loss, emulated_model
 
     parser = argparse.ArgumentParser(description="Our DDP against torch's, and overlap.")
     parser.add_argument("--turns", type=int, default=9)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from statistics import median
 
+from course_lib.collectives.messages import Message
 from course_lib.core import Event
 from course_lib.display import (
     explore,
@@ -16,9 +17,8 @@ from course_lib.display import (
     timeline,
     timelines,
 )
-from course_lib.display.accounting import calculator
-from course_lib.display.frames import Message
 from course_lib.display.show import png_bytes
+from course_lib.memory.explorer import calculator
 
 REPEATS = 15
 

@@ -19,16 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from course_lib.backward_halves import Halves
 from course_lib.core import Link, ModelSpec
 from course_lib.core.units import format_bytes, format_seconds
-from course_lib.cost import bubbles
-from course_lib.cost.micro_batches import BatchCost, step_parts
-from course_lib.cost.schedule_simulation import simulate
-from course_lib.cost.schedule_times import PipelineTimes
-from course_lib.cost.schedules import gpipe, interleaved, naive, one_f_one_b, zero_bubble_h1
-from course_lib.held import held_over_time
+from course_lib.memory.saved_tensors import held_over_time
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.pipeline import (
+    PipelineTimes,
+    cost,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    simulate,
+    zero_bubble_h1,
+)
+from course_lib.pipeline.cost import BatchCost, step_parts
+from course_lib.pipeline.split_backward import Halves
 from tests.benchmarks.worlds import bare_processes, recorded_ranks
 
 SPEC = ModelSpec(
@@ -52,7 +58,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def stage_here(num_model_chunks: int = 1) -> Any:
     """This rank's stage of the model of all tables."""
-    from course_lib.pipeline import split_model  # not above: the ranks' server starts with it
+    from course_lib.pipeline import split_model
 
     torch.manual_seed(0)
     return split_model(
@@ -176,18 +182,18 @@ def print_halves(num_turns: int) -> None:
 
 def print_bubbles(num_turns: int) -> None:
     """Bubble as a part of the step: formula, simulation, real ranks."""
-    from course_lib.pipeline_lab import emulated, measure
+    from course_lib.pipeline.lab import emulated, measure
     from course_lib.ranks import Ranks
 
     p, m = 4, 8
     times = PipelineTimes(forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02)
     busy_s = m * 0.06
-    zb_s = bubbles.zero_bubble_h1_bubble_s(p, m, 0.02, 0.02, 0.02)
+    zb_s = cost.zero_bubble_h1_bubble_s(p, m, 0.02, 0.02, 0.02)
     schedules = {
-        "naive": (naive(p, m), bubbles.naive_idle_fraction(p)),
-        "gpipe": (gpipe(p, m), bubbles.bubble_fraction(p, m)),
-        "1f1b": (one_f_one_b(p, m), bubbles.bubble_fraction(p, m)),
-        "interleaved": (interleaved(p, m, 2), bubbles.bubble_fraction(p, m, 2)),
+        "naive": (naive(p, m), cost.naive_idle_fraction(p)),
+        "gpipe": (gpipe(p, m), cost.bubble_fraction(p, m)),
+        "1f1b": (one_f_one_b(p, m), cost.bubble_fraction(p, m)),
+        "interleaved": (interleaved(p, m, 2), cost.bubble_fraction(p, m, 2)),
         "zb-h1": (zero_bubble_h1(p, m), zb_s / (busy_s + zb_s)),
     }
     with Ranks(p) as ranks:
@@ -206,7 +212,7 @@ def print_bubbles(num_turns: int) -> None:
 
 def print_micro_batches(num_turns: int) -> None:
     """A slow wire: m = p against m = 4p."""
-    from course_lib.pipeline_lab import emulated, measure
+    from course_lib.pipeline.lab import emulated, measure
     from course_lib.ranks import Ranks
 
     p, link = 4, Link(name="slow", latency_s=0.01, bytes_per_s=1e9)

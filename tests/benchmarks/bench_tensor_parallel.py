@@ -21,12 +21,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from course_lib.core import ModelSpec
-from course_lib.core.degrees import Degrees
+from course_lib.core.parallelism import Degrees
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.cost.params import params_on_rank
-from course_lib.cost.tensor_traffic import sent_bytes, tensor_traffic
+from course_lib.cost.traffic import sent_bytes
 from course_lib.models import GPT, next_tokens, token_batch
 from course_lib.tensor_parallel import finish_gradients, parallel_token_loss, parallelize
+from course_lib.tensor_parallel.cost import tensor_traffic
 from tests.benchmarks.worlds import bare_processes
 
 SPEC = ModelSpec(
@@ -102,7 +103,7 @@ def torchs(mesh: Any, sequence_parallel: bool) -> tuple[nn.Module, Any]:
     """PyTorch's, by the plan that sends what ours sends."""
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
-    from tests.test_tensor_parallel_torch import plan
+    from tests.tensor_parallel.test_beside_torch import plan
 
     def backward(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> None:
         with loss_parallel():

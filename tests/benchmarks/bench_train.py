@@ -13,7 +13,7 @@ from subprocess import Popen
 
 from psutil import Process
 
-from tests.test_train import TRAIN, end_of, started
+from tests.train.test_train import TRAIN, end_of, started
 
 REPEATS = 3
 

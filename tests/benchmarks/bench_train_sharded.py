@@ -26,10 +26,10 @@ from course_lib.core.specs import ModelSpec
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.cost.params import count_params
 from course_lib.frameworks import missing
-from course_lib.fsdp_beside import STUDY
+from course_lib.fsdp.beside_frameworks import STUDY
 from course_lib.ranks import Ranks
-from course_lib.training.config import TrainConfig
-from course_lib.training.loop import train
+from course_lib.train.config import TrainConfig
+from course_lib.train.trainer import train
 
 KINDS = ("params", "grads", "optim_state", "tensors", "peak")
 HEADS = ("step", "epoch", "of p = 1", *KINDS, "loss", "accuracy")

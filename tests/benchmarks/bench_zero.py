@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.core import ModelSpec
-from course_lib.core.degrees import Degrees
+from course_lib.core.parallelism import Degrees
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.memory import count_params, model_states
 from course_lib.models import GPT, next_tokens, token_batch, token_loss

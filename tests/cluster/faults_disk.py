@@ -12,7 +12,7 @@ import pytest
 
 from course_lib.cluster.submissions import read_submissions
 from course_lib.core.records import read_runs
-from tests.slurmbox import MISSING, SlurmBox
+from tests.cluster.slurmbox import MISSING, SlurmBox
 
 BLOB = Path("blob")
 WRITES = """

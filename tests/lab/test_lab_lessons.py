@@ -7,12 +7,12 @@ import pytest
 from nbformat import NotebookNode
 from playwright.sync_api import expect
 
-from course_lib.authoring.lessons import find_folder, tags_of
+from course_lib.notebooks.lessons import find_folder, tags_of
 
 from .notebook import Notebook
 
-# nbval runs every lesson (tests/test_notebooks.py); JupyterLab the first one (for sliders see
-# test_lab_widgets.py), and all of them for whoever wants screenshots
+# nbval runs every lesson (tests/notebooks/test_notebooks.py); JupyterLab the first one (for sliders
+# see test_lab_widgets.py), and all of them for whoever wants screenshots
 LESSONS = ["00_ranks.ipynb"]
 if "COURSE_SCREENSHOTS" in os.environ:
     paths = [*find_folder().glob("*.ipynb"), *find_folder().glob("solved/*.ipynb")]

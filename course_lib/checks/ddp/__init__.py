@@ -1,0 +1,13 @@
+"""The exercises of notebook 06_ddp: buckets, a hook, a price, accumulation, half the bytes.
+
+Each stands with its check in a file of its own: `buckets`, `overlap`, `price`, `accumulate` and
+`half`; the planted mistakes are beside it, in `..._answers`.
+"""
+
+from course_lib.checks.ddp.accumulate import ACCUMULATE
+from course_lib.checks.ddp.buckets import BUCKETS
+from course_lib.checks.ddp.half import HALF
+from course_lib.checks.ddp.overlap import OVERLAP
+from course_lib.checks.ddp.price import PRICE
+
+EXERCISES = (BUCKETS, OVERLAP, PRICE, ACCUMULATE, HALF)

@@ -1,0 +1,175 @@
+"""Exercise 4 of 10_fsdp: bf16 on the wire and in the layers, fp32 to keep and to add up.
+
+The planted mistakes are in `mixed_answers.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
+from course_lib.checks.expect import run
+from course_lib.checks.fsdp import mixed_answers as planted
+from course_lib.checks.fsdp.parts import WORLD_SIZES, expect_near, not_followed
+from course_lib.checks.zero.parts import calls_in, expect_calls, shard_numel, shard_of
+from course_lib.ranks import Ranks, record
+from course_lib.zero.flat_layout import FlatLayout
+
+SHAPES = ((2, 3), (1,), (2, 2))  # 11 numbers
+NUMEL = 11
+SMALL_STEP = 2.0**-12  # an update that bf16 cannot show: it keeps 8 bits
+MOST_ROUNDING = 0.02  # of a gradient: more than bf16 can be the cause of
+RAISED = (
+    "A row is as long as layout.padded_numel, and layout.flatten makes it; shard.grad is as long "
+    "as the shard, and in fp32."
+)
+
+
+@dataclass
+class Used:
+    """What one rank saw: first, and after a small step of the shard."""
+
+    params: list[Any]
+    shards: list[Tensor]
+    grads: list[Any]
+    gathers: list[list[tuple[str, int]]]
+    reduces: list[list[tuple[str, int]]]
+
+
+def _row(step: int = 0) -> Tensor:
+    """The master's numbers, none of which bf16 has; after some steps."""
+    return torch.arange(1, NUMEL + 1) * 1.003 + step * (SMALL_STEP + 0.5)
+
+
+def _grads(rank: int, number: int) -> list[Tensor]:
+    """Gradients in bf16 whose sum bf16 does not have."""
+    flat = (torch.arange(1, NUMEL + 1) * 1.7 + number) * (1.0 if rank == 0 else 0.0071 * rank)
+    parts = flat.bfloat16().split([torch.Size(shape).numel() for shape in SHAPES])
+    return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
+
+
+def _flat_grads(rank: int, number: int) -> Tensor:
+    return torch.cat([grad.flatten() for grad in _grads(rank, number)]).float()
+
+
+def _use(rank: int, answer: Callable[..., Any], p: int) -> Used:
+    layout = FlatLayout(SHAPES, p)
+    shard = nn.Parameter(shard_of(_row(), rank, p))
+    unit, used = answer(shard, layout), Used([], [], [], [], [])
+    for number in range(2):
+        with record() as gather, not_followed(f"rank {rank} of {p}"):
+            params = unit.gather()
+        copies = isinstance(params, list | tuple)
+        used.params.append([one.detach().clone() for one in params] if copies else params)
+        shard.grad = None
+        with record() as reduce:
+            unit.reduce(_grads(rank, number))
+        used.gathers.append(calls_in(gather.events))
+        used.reduces.append(calls_in(reduce.events))
+        used.shards.append(shard.detach().clone())
+        grad = shard.grad
+        used.grads.append(grad.clone() if isinstance(grad, Tensor) else grad)
+        shard.data.add_(SMALL_STEP + 0.5)
+    return used
+
+
+def check_mixed(answer: Callable[..., Any]) -> str:
+    """1 to 3 ranks, before and after a small step: values, dtypes, bytes of both messages."""
+    for p in WORLD_SIZES:
+        with Ranks(p) as ranks:
+            for rank, used in enumerate(run(ranks, _use, answer, p, on={"raised": RAISED})):
+                for number in range(2):
+                    _judge(used, number, rank, p)
+    return "Half the bytes to gather; fp32 to add up, and a master that keeps its small steps."
+
+
+def _judge(used: Used, number: int, rank: int, p: int) -> None:
+    where = f"rank {rank} of {p}{', after a step' * number}"
+    n = shard_numel(NUMEL, p) * p
+    _expect_params(used, number, where)
+    says = "Convert first, then send: 2 bytes a number."
+    expect_calls(f"{where}, gather()", used.gathers[number], [("all_gather", 2 * n)], says)
+    master = shard_of(_row(), rank, p) + number * (SMALL_STEP + 0.5)
+    says = "The master stays as it was, in fp32: rounded to bf16, small steps are lost."
+    expect_near(used.shards[number], master, f"{where}, the shard", says)
+    grad, rows = used.grads[number], [_flat_grads(one, number) for one in range(p)]
+    mean = shard_of(torch.stack(rows).sum(0) / p, rank, p)
+    if not _near(grad, mean):
+        raise CheckFailed(
+            f"{where}, the gradient of the shard: {_off(grad, mean)} "
+            f"{_why(grad, mean, rows, rank, p)}"
+        )
+    says = "Convert to fp32 before it is sent, then one reduce_scatter leaves a shard of the sum."
+    expect_calls(f"{where}, reduce()", used.reduces[number], [("reduce_scatter", 4 * n)], says)
+
+
+def _expect_params(used: Used, number: int, where: str) -> None:
+    params = used.params[number]
+    if not isinstance(params, list) or len(params) != len(SHAPES):
+        raise CheckFailed(
+            f"{where}: need a list of {len(SHAPES)} tensors from gather(); got "
+            f"{type(params).__name__}. Does it return layout.views(row)?"
+        )
+    rows = [(_row() + step * (SMALL_STEP + 0.5)).bfloat16() for step in range(number + 1)]
+    flat = torch.cat([param.flatten() for param in params])
+    if flat.dtype != torch.bfloat16:
+        raise CheckFailed(f"{where}: gather() gives {flat.dtype}; the unit computes in bfloat16.")
+    if number and torch.equal(flat, rows[0]):
+        raise CheckFailed(f"{where}: gather() gives what the shard was; send it as it is now.")
+    if [tuple(param.shape) for param in params] != list(SHAPES) or not torch.equal(flat, rows[-1]):
+        raise CheckFailed(
+            f"{where}: need all ranks' numbers, rounded to bfloat16, in their shapes; got others. "
+            "Try layout.views(row)."
+        )
+
+
+def _near(got: Any, wanted: Tensor) -> bool:
+    """Up to the rounding of fp32 sums in another order."""
+    if not isinstance(got, Tensor) or got.shape != wanted.shape or got.dtype != torch.float32:
+        return False
+    return torch.allclose(got, wanted, rtol=1e-6, atol=1e-7)
+
+
+def _off(grad: Any, mean: Tensor) -> str:
+    if not isinstance(grad, Tensor):
+        return f"need a tensor in self.shard.grad; got {grad}."
+    if grad.shape != mean.shape or grad.dtype != mean.dtype:
+        return f"need {list(mean.shape)} in float32; got {list(grad.shape)} in {grad.dtype}."
+    return f"off by {100 * _error(grad, mean):.2g} %."
+
+
+def _error(grad: Tensor, mean: Tensor) -> float:
+    return ((grad - mean).norm() / mean.norm()).item() if mean.norm() else 0.0
+
+
+def _why(grad: Any, mean: Tensor, rows: list[Tensor], rank: int, p: int) -> str:
+    if not isinstance(grad, Tensor):
+        return "The optimizer looks there."
+    if grad.shape != mean.shape:
+        return "A shard of the mean, as long as the shard itself."
+    grad, own = grad.float(), shard_of(rows[rank], rank, p)
+    divided = shard_of(torch.stack([(row.bfloat16() / p).float() for row in rows]).sum(0), rank, p)
+    causes = [
+        (mean * p, "Summed, not averaged: divide by the number of ranks."),
+        (mean / p, "Averaged twice: divide by the number of ranks once."),
+        (own, "Only this rank's own gradient is in it."),
+        (own / p, "Only this rank's own gradient is in it."),
+        (divided, "Divide in fp32: bf16 rounds each rank's part before it is added."),
+        (mean.bfloat16().float(), "The mean was rounded to bfloat16 again, at the end."),
+    ]
+    rounded = "Too much is rounded: convert to fp32 before it is sent, not after."
+    other = "Each gradient in its place, zeros behind them, divided by the ranks: layout.flatten."
+    fallback = rounded if _error(grad, mean) < MOST_ROUNDING else other
+    return next((says for wrong, says in causes if _near(grad, wrong)), fallback)
+
+
+MIXED = Exercise(
+    key="fsdp-4",
+    title="two precisions",
+    check=check_mixed,
+    reference=planted.Mixed,
+    mistakes=planted.mistakes(Mistake),
+)

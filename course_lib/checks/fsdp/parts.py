@@ -1,0 +1,109 @@
+"""What the checks of 10_fsdp share: a module with a tied weight, and one smaller than its group."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.checks.exercise import CheckFailed
+from course_lib.checks.zero.parts import NUMBER_BYTES, close, flat, shard_numel
+from course_lib.core.errors import CourseError
+
+WIDTH, TOKENS = 3, 2
+WORLD_SIZES = (3, 2, 1)  # on 2 ranks, wrong answers look alike
+
+
+class Tied(nn.Module):
+    """Three layers of 23 numbers; the first two have one weight, which backward needs twice.
+
+    The last one is the first by name, so that neither end of the list gets its gradient last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH - 1)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+        numbered(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+class Small(nn.Module):
+    """One number: fewer than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(1, 1, bias=False)
+        numbered(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.only(x[:, :1]))
+
+
+MODULES: tuple[type[nn.Module], ...] = (Tied, Small)
+
+
+@contextmanager
+def not_followed(where: object) -> Iterator[None]:
+    """Around gather(): a message whose tensors autograd follows fails when it is waited for."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "no_grad mode" not in str(error):
+            raise
+        raise CheckFailed(
+            f"{where}, gather(): autograd follows what is sent, and a message cannot do that. "
+            "Is it self.shard.detach() that is sent?"
+        ) from error
+
+
+def numbered(module: nn.Module) -> None:
+    """Float64, and a value of its own for each number, the same on all ranks."""
+    module.double()
+    random = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.copy_(torch.randn(param.shape, generator=random, dtype=torch.double))
+
+
+def batch(rank: int, number: int = 0) -> tuple[Tensor, Tensor]:
+    """x of a rank, and the gradient from above for three numbers a token."""
+    random = torch.Generator().manual_seed(100 + 10 * number + rank)
+    x, above = torch.randn(2, TOKENS, WIDTH, generator=random, dtype=torch.double)
+    return x, above
+
+
+def row_of(kind: type[nn.Module]) -> Tensor:
+    """All numbers of a module side by side."""
+    return flat(list(kind().parameters()))
+
+
+def row_bytes(numel: int, p: int) -> int:
+    """Bytes of a row in float64, filled up for p ranks."""
+    return shard_numel(numel, p) * p * NUMBER_BYTES
+
+
+def grad_of(tensor: Tensor) -> Tensor:
+    """Its gradient, which has to be there."""
+    if tensor.grad is None:
+        raise CourseError("grad_of: need a tensor with a gradient; got one without.")
+    return tensor.grad
+
+
+def expect_near(got: object, wanted: Tensor, where: str, says: str) -> None:
+    """Demand a tensor up to rounding."""
+    if not isinstance(got, Tensor):
+        raise CheckFailed(f"{where}: need a tensor; got {got!r}. {says}")
+    if not close(got, wanted):
+        off = ""
+        if got.shape != wanted.shape:
+            off = f"need shape {list(wanted.shape)}; got {list(got.shape)}. "
+        elif got.dtype != wanted.dtype:
+            off = f"need {wanted.dtype}; got {got.dtype}. "
+        else:
+            most = (got - wanted).abs().max().item()
+            off = f"off by up to {most:.3g}. "
+        raise CheckFailed(f"{where}: {off}{says}")

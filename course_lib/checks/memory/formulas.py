@@ -1,0 +1,242 @@
+"""The exercises of 01_memory: parameters, states, weighing, a layer's bytes, what fits, MFU."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
+from course_lib.checks.expect import Cause, expect_equal, on_ranks
+from course_lib.checks.memory import formulas_answers as planted
+from course_lib.checks.memory import weigh
+from course_lib.core import ModelSpec
+from course_lib.core.recipes import BF16, BF16_ACCUMULATED, FP32, PURE_BF16, Recipe
+from course_lib.core.units import GIB
+from course_lib.cost.params import count_params, param_parts
+from course_lib.memory.formulas import activations, model_states
+
+# no two of its numbers are equal, and ffn_hidden is not 4 * hidden
+SPEC = ModelSpec(hidden=6, num_layers=2, num_heads=3, ffn_hidden=10, vocab=17, max_seq=5)
+
+# no two of its sizes are equal, so that a sum tells which one is missing
+ODD = Recipe(
+    name="a made-up recipe",
+    weight_bytes=2,
+    grad_bytes=3,
+    accumulator_bytes=5,
+    master_bytes=7,
+    moment_bytes=13,
+)
+
+
+def check_count(answer: Callable[..., int]) -> str:
+    """Wide layers, where no two mistakes cost the same; then narrow ones, tied and untied."""
+    wide = replace(SPEC, hidden=12, num_layers=3, ffn_hidden=50)
+    for spec in (wide, replace(SPEC, num_layers=1), SPEC, replace(SPEC, tied=False)):
+        parts, right = param_parts(spec), count_params(spec)
+        h, n = spec.hidden, spec.num_layers
+        biases = n * (5 * h + spec.ffn_hidden)
+        table = spec.vocab * h
+        causes: list[Cause] = [
+            (right + table, "The tied head is the embedding's own matrix: count it once."),
+            (right - table, "An untied head has a matrix of its own: look at spec.tied."),
+            (right - biases, "The linear layers have biases: 5 * hidden + ffn_hidden a layer."),
+            (right - 2 * h, "The last norm, after all layers, is missing."),
+            (right - parts["positions"], "The table of positions is missing: max_seq * hidden."),
+            (right - parts["norms"], "The norms are missing: a weight and a bias each."),
+            (right - parts["norms"] // 2, "A norm has a weight and a bias."),
+            (right - n * 2 * h, "A layer has two norms: one before attention, one before the MLP."),
+            (right - n * (h * h + h), "Attention has four matrices: q, k, v and the one after."),
+            (
+                12 * n * h * h + table,
+                "That is the rule of thumb: here biases, norms and positions count, too.",
+            ),
+            (right + spec.vocab, "The head has no bias, tied or not."),
+            (float(right), "The value is right, but a count is whole: an int."),
+            (_four_times(spec), "ffn_hidden is a size of its own: 4 * hidden is only usual."),
+            (4 * right, "Those are bytes in fp32: parameters are counted in numbers."),
+        ]
+        where = f"hidden {h}, {n} layers, {'tied' if spec.tied else 'untied'}"
+        look = "Print your parts beside those of param_parts(spec)."
+        expect_equal(answer(spec), right, where=where, causes=causes, look=look)
+    return "Tied and untied, every matrix, bias and norm once."
+
+
+def _four_times(spec: ModelSpec) -> int:
+    return count_params(replace(spec, ffn_hidden=4 * spec.hidden))
+
+
+def check_states(answer: Callable[..., int]) -> str:
+    """Made-up recipes, in which every part can be told apart, then the usual ones."""
+    one_moment = replace(ODD, name="a made-up recipe with one moment", num_moments=1)
+    for recipe in (ODD, one_moment, FP32, BF16, BF16_ACCUMULATED, PURE_BF16):
+        for num_params in (1, 1000):
+            right = sum(model_states(num_params, recipe).values())
+            moment = num_params * recipe.moment_bytes
+            adam: list[Cause] = [
+                (right - moment, "Adam has a second moment: num_moments of them."),
+                (right - 2 * moment, "Adam's moments are missing."),
+                (right + moment, "Adam has two moments, not three."),
+            ]
+            other: list[Cause] = [
+                (right + moment, "Not every optimizer has two moments: look at num_moments."),
+            ]
+            causes: list[Cause] = [
+                *(adam if recipe.num_moments == 2 else other),
+                (
+                    right - num_params * recipe.accumulator_bytes,
+                    "The fp32 gradient accumulator is missing.",
+                ),
+                (right - num_params * recipe.master_bytes, "The fp32 master copy is missing."),
+                (num_params * 16, "16 is one recipe: add up the sizes of the one you are given."),
+                (right - num_params * recipe.weight_bytes, "The weights are missing."),
+                (float(right), "The value is right, but bytes are whole: an int."),
+                (num_params * 4, "Those are numbers, not bytes: each has its size."),
+                (right - num_params * recipe.grad_bytes, "The gradients are missing."),
+            ]
+            many = f"{num_params} parameter{'s' if num_params > 1 else ''}"
+            got = answer(num_params, recipe)
+            look = "Which of its sizes is missing? The moments count num_moments times."
+            expect_equal(got, right, where=f"{many} in {recipe.name}", causes=causes, look=look)
+    return "8, 16 and 20 bytes a parameter."
+
+
+def check_layer(answer: Callable[..., int]) -> str:
+    """A layer of unfused attention with dropout in bf16, at several sizes."""
+    for heads, batch, seq in ((1, 1, 2), (3, 1, 4), (3, 3, 4), (3, 2, 8)):
+        spec = replace(SPEC, num_heads=heads, ffn_hidden=4 * SPEC.hidden, max_seq=8)
+        right, h = _layer(spec, batch, seq), spec.hidden
+        sbh, square = seq * batch * h, heads * seq * seq * batch
+        causes: list[Cause] = [
+            (34 * sbh + 5 * heads * seq * batch, "Scores grow with the square of the sequence."),
+            (34 * sbh + 5 * square // batch, "Every sequence of the batch has its own scores."),
+            (right // batch, "A batch has as many of each as it has sequences: batch is missing."),
+            (34 * sbh + 5 * square // heads, "Every head has its own scores."),
+            (36 * sbh + 6 * square, "A dropout mask takes one byte a number, not two."),
+            (right // 2, "Those are numbers, not bytes."),
+            (float(right), "The value is right, but bytes are whole: an int. Avoid /."),
+            (sbh * (34 + 5 * heads * seq // h), "5as/h need not be whole: multiply first."),
+            (34 * sbh, "The scores are missing: softmax, its mask, what dropout makes of it."),
+            (34 * sbh + 2 * square, "Dropout keeps its mask and its output too: 2 + 1 + 2."),
+        ]
+        where = f"batch {batch}, seq {seq}, hidden {h}, {heads} heads"
+        expect_equal(answer(batch, seq, h, heads), right, where=where, causes=causes)
+    return "34 sbh + 5 as²b."
+
+
+def _layer(spec: ModelSpec, batch: int, seq: int) -> int:
+    one, two = (
+        activations(replace(spec, num_layers=n), batch, seq, flash=False, dropout=True)
+        for n in (1, 2)
+    )
+    return sum(two.values()) - sum(one.values())
+
+
+def check_fit(answer: Callable[..., int]) -> str:
+    """A card that is large, exact, and too small."""
+    for states, each, card_gib in (
+        (10 * GIB, 2 * GIB, 80),
+        (112 * 10**9, GIB, 80),
+        (16 * GIB, 3 * GIB, 24),
+        (70 * GIB, 5 * GIB, 80),
+        (79 * GIB, 1_050_000_000, 80),
+        (79 * GIB, GIB, 80),
+    ):
+        left = card_gib * GIB - states
+        right = max(0, left // each)
+        causes: list[Cause] = [
+            (
+                lambda got, last=left == each: last and got == 0,
+                "One fits: exactly full is not too full.",
+            ),
+            (max(0, (card_gib - states) // each), "The card is in GiB, the rest in bytes."),
+            (max(0, (card_gib * 10**9 - states) // each), "The card's GiB are 2**30 bytes."),
+            (right + 1, "Rounded up: the last sequence does not fit any more."),
+            (card_gib * GIB // each, "The states need their place first."),
+            (lambda got: got < 0, "No batch is negative: 0 when nothing fits."),
+            (lambda got: isinstance(got, float), "A batch is a whole number: divide with //."),
+        ]
+        where = f"states {states}, a sequence {each}, a card of {card_gib} GiB"
+        expect_equal(answer(states, each, card_gib), right, where=where, causes=causes)
+    return "In bytes, rounded down, never below 0."
+
+
+def check_mfu(answer: Callable[..., float]) -> str:
+    """Runs whose MFU is known, from the number on the data sheet's first page."""
+    for num_params, tokens_per_s, sheet, ranks in (
+        (10**9, 50_000.0, 1979e12, 1),
+        (8 * 10**9, 50_000.0, 1979e12, 8),
+        (8 * 10**9, 16_000.0, 624e12, 4),
+    ):
+        right = 6 * num_params * tokens_per_s / (ranks * sheet / 2)
+        causes = [
+            (right / 2, "The sheet's number is with sparsity: training reaches half of it."),
+            (right / 4, "Half of the sheet's number stands below the line: / (sheet / 2)."),
+            (right * ranks * ranks, "More ranks have a higher peak: divide by world_size."),
+            (right * ranks, "Every rank has a peak of its own: world_size of them."),
+            (right / 3, "Backward is twice forward: 6 FLOP a parameter a token, not 2."),
+            (right * 4 / 3, "MFU counts what the model needs, not what is recomputed: 6, not 8."),
+            (right * 100, "MFU is a share from 0 to 1 here, not percent."),
+        ]
+        got = answer(num_params, tokens_per_s, sheet, ranks)
+        _expect_share(got, right, f"{num_params:.0e} parameters {on_ranks(ranks)}", causes)
+    return "6ND over the dense peak of all ranks."
+
+
+def _expect_share(got: Any, right: float, where: str, causes: list[tuple[float, str]]) -> None:
+    if isinstance(got, int):
+        raise CheckFailed(f"{where}: need {right:.4g}; got {got}. A share has decimals: use /.")
+    if not isinstance(got, float):
+        raise CheckFailed(f"{where}: need a number; got {got!r}. Does your function return it?")
+    if abs(got - right) > 1e-9 * right:
+        says = next((says for wrong, says in causes if abs(got - wrong) < 1e-9 * wrong), "")
+        raise CheckFailed(f"{where}: need {right:.4g}; got {got:.4g}. {says}".rstrip())
+
+
+def _mistakes(*wrong: tuple[str, Any, str]) -> tuple[Mistake, ...]:
+    return tuple(Mistake(name, answer, says) for name, answer, says in wrong)
+
+
+EXERCISES = (
+    Exercise(
+        key="memory-1",
+        title="count parameters",
+        check=check_count,
+        reference=planted.count_gpt,
+        mistakes=_mistakes(*planted.COUNT),
+    ),
+    Exercise(
+        key="memory-2",
+        title="model states",
+        check=check_states,
+        reference=planted.states_bytes,
+        mistakes=_mistakes(*planted.STATES),
+    ),
+    Exercise(
+        key="memory-3",
+        title="weigh what autograd keeps",
+        check=weigh.check_weigh,
+        reference=weigh.weigh,
+        mistakes=_mistakes(*weigh.WEIGH),
+    ),
+    Exercise(
+        key="memory-4",
+        title="bytes of a layer",
+        check=check_layer,
+        reference=planted.layer_bytes,
+        mistakes=_mistakes(*planted.LAYER),
+    ),
+    Exercise(
+        key="memory-5",
+        title="the largest batch that fits",
+        check=check_fit,
+        reference=planted.largest_batch,
+        mistakes=_mistakes(*planted.FIT),
+    ),
+    Exercise(
+        key="memory-6",
+        title="MFU",
+        check=check_mfu,
+        reference=planted.mfu_of,
+        mistakes=_mistakes(*planted.MFU),
+    ),
+)

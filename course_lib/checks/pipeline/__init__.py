@@ -1,0 +1,13 @@
+"""The exercises of notebook 08_pipeline: an order, a clock, an engine, a cut, a tied weight.
+
+Each stands with its check in a file of its own: `order`, `times`, `engine`, `tied`, `balance`; the
+planted mistakes are beside it, in `..._answers`.
+"""
+
+from course_lib.checks.pipeline.balance import BALANCE
+from course_lib.checks.pipeline.engine import ENGINE
+from course_lib.checks.pipeline.order import ORDER
+from course_lib.checks.pipeline.tied import TIED
+from course_lib.checks.pipeline.times import TIMES
+
+EXERCISES = (ORDER, TIMES, ENGINE, BALANCE, TIED)

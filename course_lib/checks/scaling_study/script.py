@@ -1,0 +1,146 @@
+"""Exercise 5 of 13_scaling_study, with its planted mistakes: a batch script to mend."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
+from course_lib.cluster.lint.check import lint_job
+from course_lib.cluster.lint.script import TORCHRUN, Script
+from course_lib.cluster.slurm_time import read_time_s
+from course_lib.core.errors import CourseError
+from course_lib.scaling_study.lab import BROKEN_SCRIPT
+
+PROGRAM = "cluster/exercises/06_ddp.py --turns 3"
+HEAD = 'read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
+EDITS = {
+    "gpus": ("# SBATCH --gpus-per-node=2", "#SBATCH --gpus-per-node=2"),
+    "time": ("--time=2:00 ", "--time=2:00:00 "),
+    "output": ("study-$SLURM_JOB_ID.out", "study-%j.out"),
+    "moved": ("#SBATCH --cpus", "#SBATCH --exclude=node7\n#SBATCH --cpus"),
+    "late": ("pipefail\n#SBATCH --exclude=node7\n", "pipefail\n"),
+    "srun": ("\ntorchrun", f"\n{HEAD}\nsrun torchrun"),
+    "endpoint": ("localhost:29500", '"$head:29500"'),
+}
+
+
+def mended(script: str) -> str:
+    """The right answer."""
+    return _edited(script, EDITS)
+
+
+def _edited(script: str, edits: dict[str, tuple[str, str]]) -> str:
+    for wrong, right in edits.values():
+        script = script.replace(wrong, right)
+    return script
+
+
+# --- the check
+
+
+def check_script(answer: Any) -> str:
+    """No finding is left, and the job still asks for the same and runs the same."""
+    text = answer(BROKEN_SCRIPT)
+    if not isinstance(text, str):
+        raise CheckFailed(f"need the script as a text; got {text!r}. Does your function return it?")
+    for problem in _missing(Script(text, Path())):
+        raise CheckFailed(problem)
+    if found := lint_job(text):
+        first, more = found[0], len(found) - 1
+        rest = f" After it, {more} more." if more else ""
+        raise CheckFailed(
+            f"line {first.line}: {first.what}. Why it bites: {first.why}. {first.fix}{rest}"
+        )
+    return "Nothing is left to find, and the job does what it was to do."
+
+
+def _missing(script: Script) -> Iterator[str]:
+    """What the script no longer does, though it was asked for."""
+    started = [one for one in script.running(TORCHRUN) if PROGRAM in script.spelt_out(one.text)]
+    if not started:
+        yield f"the script no longer starts torchrun with {PROGRAM}: mend its lines, keep its work."
+    elif not re.search(r"--nproc[-_]per[-_]node[= ]2\b", script.spelt_out(started[0].text)):
+        yield "torchrun no longer starts 2 ranks on each node: --nproc-per-node=2."
+    if script.nodes != 2:
+        yield f"the job asks for {script.nodes} nodes: two of them were to work."
+    yield from _gpus(script)
+    time = script.option("time")
+    if time is None:
+        yield "the job no longer says how long it takes: two hours were meant."
+    elif _time_s(time.value) not in (None, 120, 7200):
+        yield f"--time={time.value}: two hours were meant, 2:00:00."
+    if "node7" not in script.text:
+        yield "node7 is no longer left out: move the directive up, do not delete it."
+    if script.option("output") is None:
+        yield "the log has no name any more: study- and the number of the job, %j."
+    if not any("pipefail" in command.text for command in script.commands):
+        yield "set -euo pipefail is gone: a job that failed would be called COMPLETED."
+
+
+def _time_s(text: str) -> int | None:
+    """Seconds; None for what is no time, which is lint's to tell, as is 2:00."""
+    try:
+        return read_time_s(text)
+    except CourseError:
+        return None
+
+
+def _gpus(script: Script) -> Iterator[str]:
+    """GPUs that are not asked for; the comment that was meant to is lint's to tell."""
+    asked = script.option("gpus-per-node", "gres", "gpus", "gpus-per-task")
+    number = re.search(r"\d+$", asked.value) if asked else None
+    if asked is None and "# SBATCH --gpus" not in script.text:
+        yield "the job asks for no GPUs: two on each node were meant."
+    if asked and number and int(number[0]) != (4 if asked.option == "gpus" else 2):
+        yield f"--{asked.option}={asked.value}: two GPUs on each of two nodes were meant."
+
+
+# --- planted mistakes
+
+
+def _without(name: str) -> Callable[[str], str]:
+    """All mended but one."""
+    edits = {key: edit for key, edit in EDITS.items() if key != name}
+    return lambda script: _edited(script, edits)
+
+
+def _besides(wrong: str, right: str) -> Callable[[str], str]:
+    """All mended, and something else lost on the way."""
+    return lambda script: mended(script).replace(wrong, right)
+
+
+SCRIPT = Exercise(
+    key="scaling_study-5",
+    title="a batch script to mend",
+    check=check_script,
+    reference=mended,
+    mistakes=(
+        Mistake("as it was", lambda script: script, "is a comment for sbatch"),
+        Mistake("gpus still a comment", _without("gpus"), "is a comment for sbatch"),
+        Mistake("still two minutes", _without("time"), "--time=2:00 is 0:02:00"),
+        Mistake("variable in a directive", _without("output"), "sbatch fills in no variables"),
+        Mistake("late directive", _without("late"), "a directive after the first command"),
+        Mistake("no srun", _without("srun"), "torchrun without srun"),
+        Mistake("meets itself", _without("endpoint"), "on each node, that is the node itself"),
+        Mistake("head never set", _besides(HEAD, ""), "$head is empty: nothing in this script"),
+        Mistake(
+            "no backend", _besides("--rdzv-backend=c10d", ""), "--rdzv-endpoint without --rdzv-back"
+        ),
+        Mistake("one host for ever", _besides("$head:", "node1:"), "Slurm picks the nodes"),
+        Mistake("on one node", _besides("--nodes=2", "--nodes=1"), "two of them were to work"),
+        Mistake("GPUs deleted", _besides("#SBATCH --gpus-per-node=2\n", ""), "asks for no GPUs"),
+        Mistake(
+            "one GPU", _besides("gpus-per-node=2", "gpus-per-node=1"), "two GPUs on each of two"
+        ),
+        Mistake("time deleted", _besides("#SBATCH --time", "## --time"), "how long it takes"),
+        Mistake("too long", _besides("2:00:00", "2-00:00:00"), "two hours were meant"),
+        Mistake("two days", _besides("2:00:00", "2-0"), "two hours were meant"),
+        Mistake("exclude deleted", _besides("#SBATCH --exclude=node7\n", ""), "node7 is no longer"),
+        Mistake("log deleted", _besides("#SBATCH --output=study-%j.out", ""), "has no name"),
+        Mistake("program deleted", _besides(PROGRAM, "--version"), "no longer starts torchrun"),
+        Mistake("one rank a node", _besides("node=2 \\", "node=1 \\"), "2 ranks on each node"),
+        Mistake("pipefail deleted", _besides("set -euo pipefail", ""), "set -euo pipefail is gone"),
+        Mistake("nothing returned", lambda script: None, "Does your function return it?"),
+    ),
+)

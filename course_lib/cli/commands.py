@@ -1,0 +1,244 @@
+"""The `course` command: check a notebook, see how far you are, start an exercise again."""
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from course_lib.cluster.commands import add_commands, plain_table
+from course_lib.core import CourseError
+from course_lib.notebooks.progress_bar import cell_bar
+from course_lib.scaling_study.commands import add_study_commands
+
+if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for Jupyter
+    from course_lib.notebooks.grading import Report
+
+STYLES = {"right": "green", "wrong": "red", "missing": "red", "twice": "red", "not judged": "red"}
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+Timeout = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that a cell may run.")]
+JUnit = Annotated[
+    Path | None, typer.Option("--junitxml", metavar="PATH", help="Write a JUnit file as well.")
+]
+NotebookName = Annotated[
+    str, typer.Argument(metavar="NB", help="A lesson, 04 or 04_collectives, or a path.")
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; errors of the course are one sentence and exit code 1."""
+    try:
+        app(args=arguments)
+    except CourseError as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def course(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Distributed training of language models: check exercises, see progress, look at a machine."""
+    if show_version:
+        print(version("distributed-training-course"))
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def check(
+    notebook: NotebookName,
+    timeout_s: Timeout = 60,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
+    junitxml: JUnit = None,
+) -> None:
+    """Check the exercises of a notebook as it is saved. Exit code 0 when all are right."""
+    from course_lib.notebooks.grading import grade
+    from course_lib.notebooks.lessons import find_folder, find_lesson
+    from course_lib.notebooks.progress import remember
+    from course_lib.notebooks.verdict_files import write_junit
+
+    folder = find_folder()
+    is_path = notebook.endswith(".ipynb") or "/" in notebook
+    path = Path(notebook) if is_path else find_lesson(notebook, folder).student
+    with cell_bar(path.stem) as ended:
+        report = grade(path, folder, timeout_s, ended)
+    lesson = find_lesson(report.lesson, folder)
+    if path.resolve() == lesson.student.resolve():
+        remember(report, lesson)
+    if junitxml:
+        write_junit([report], junitxml)
+    if as_json:
+        print(json.dumps(asdict(report), indent=1))
+    else:
+        _show(report, path)
+    raise typer.Exit(0 if report.all_right else 1)
+
+
+@app.command()
+def grade(
+    paths: Annotated[list[Path], typer.Argument(help="Notebooks, or folders of notebooks.")],
+    timeout_s: Timeout = 60,
+    csv_path: Annotated[
+        Path | None, typer.Option("--csv", metavar="PATH", help="Write one row an exercise.")
+    ] = None,
+    junitxml: JUnit = None,
+) -> None:
+    """Check the notebooks of a class. Exit code 0 when every notebook could be judged."""
+    from course_lib.notebooks.grading import grade as grade_one
+    from course_lib.notebooks.lessons import find_folder
+    from course_lib.notebooks.verdict_files import write_csv, write_junit
+
+    reports, unread = [], []
+    for path in _notebooks(paths):
+        try:
+            with cell_bar(str(path)) as ended:
+                reports.append(grade_one(path, find_folder(), timeout_s, ended))
+        except CourseError as error:
+            unread.append(str(error))
+    table = plain_table("notebook", "lesson", "right", "exercises")
+    for report in reports:
+        right = sum(verdict.status == "right" for verdict in report.verdicts)
+        statuses = {verdict.key: verdict.status for verdict in report.verdicts}
+        share = f"{right} of {len(statuses)}"
+        table.add_row(report.path, report.lesson, share, _in_words(statuses))
+    Console().print(table)
+    for sentence in unread:
+        print(f"not judged: {sentence}")
+    if csv_path:
+        write_csv(reports, csv_path)
+    if junitxml:
+        write_junit(reports, junitxml)
+    raise typer.Exit(1 if unread or not reports else 0)
+
+
+@app.command()
+def progress() -> None:
+    """Show every lesson and what is done of it. Runs nothing: it tells of the last checks."""
+    from course_lib.notebooks.lessons import all_lessons, find_folder
+    from course_lib.notebooks.progress import progress as progress_of
+
+    table, total = plain_table("lesson", "right", "exercises"), Counter[str]()
+    for lesson in all_lessons(find_folder()):
+        try:
+            statuses = progress_of(lesson)
+        except CourseError as error:
+            table.add_row(lesson.name, "", Text(str(error), style="red"))
+            continue
+        total.update(statuses.values())
+        right = sum(status == "right" for status in statuses.values())
+        table.add_row(lesson.name, f"{right} of {len(statuses)}", _in_words(statuses))
+    Console().print(table)
+    print(f"{total['right']} of {total.total()} exercises are right.")
+
+
+@app.command()
+def reset(
+    notebook: Annotated[str, typer.Argument(metavar="NB", help="A lesson, 04 or 04_collectives.")],
+    exercise: Annotated[str, typer.Argument(metavar="EXERCISE", help="Its key: collectives-1.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Start an exercise again: put its empty cell back. A backup of the notebook is kept."""
+    from course_lib.notebooks import lessons, progress
+
+    lesson = lessons.find_lesson(notebook, lessons.find_folder())
+    progress.stub_of(lesson, exercise)  # an unknown key is told before anything is asked
+    if not yes:
+        typer.confirm(f"Take what you wrote for {exercise} out of {lesson.student}?", abort=True)
+    backup = progress.reset(lesson, exercise)
+    print(f"{exercise} is empty again. Your notebook as it was: {backup}")
+    print("Is it open in JupyterLab? Then: File, Reload Notebook from Disk.")
+
+
+@app.command()
+def update() -> None:
+    """Get the newest version of the course. What you wrote into notebooks stays, with a backup."""
+    from course_lib.notebooks.lessons import find_folder
+    from course_lib.notebooks.update import update as update_course
+
+    for sentence in update_course(find_folder()):
+        print(sentence)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def memory(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Say what a training run needs of a card's memory, and whether it fits.
+
+    \b
+    --model llama-8b       a preset, or the path of a Hugging Face config.json; --gpu h100
+    --recipe bf16          fp32 bf16 bf16+fp32-accumulator bf16+fp32-grads pure-bf16
+    --batch 1              sequences in a micro-batch; --micro-batches 1 of them make a step
+    --seq 4096             tokens in a sequence
+    --recompute none       none selective full
+    --dp 1 --tp 1 --pp 1 --cp 1 --zero 0 --sequence-parallel --unfused --dropout --step-time-s 0
+    """
+    from course_lib.memory.calculator import read_setup
+    from course_lib.memory.explorer import accounting_table
+
+    setup = read_setup(context.args)
+    if as_json:
+        print(json.dumps(setup.accounting(), indent=1))
+    else:
+        Console().print(accounting_table(setup))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has for ranks to run on, and what is missing."""
+    from course_lib.ranks.machine import describe_machine, doctor_report
+
+    print(doctor_report(describe_machine()))
+
+
+def _show(report: "Report", path: Path) -> None:
+    """The verdicts as a table, then what else there is to tell."""
+    minutes = (time.time() - path.stat().st_mtime) / 60
+    print(f"{path}, saved {f'{minutes:.0f} min ago' if minutes >= 1 else 'just now'}\n")
+    table = plain_table("exercise", "verdict", "")
+    for verdict in report.verdicts:
+        status = Text(verdict.status, style=STYLES.get(verdict.status, ""))
+        table.add_row(verdict.key, status, Text(f"{verdict.detail}\n{verdict.note}".strip()))
+    Console().print(table)
+    right = sum(verdict.status == "right" for verdict in report.verdicts)
+    print(f"\n{right} of {len(report.verdicts)} exercises are right.")
+    for note in report.notes:
+        print(note)
+
+
+def _in_words(statuses: dict[str, str]) -> Text:
+    """`1 right, 2 not done` for the exercises of one lesson."""
+    return Text(", ").join(Text(f"{k} {s}", STYLES.get(s, "")) for k, s in statuses.items())
+
+
+def _notebooks(paths: Sequence[Path]) -> list[Path]:
+    """The notebooks that are named, and those in the folders that are; never hidden ones."""
+    found: list[Path] = []
+    for path in paths:
+        inside = sorted(path.rglob("*.ipynb")) if path.is_dir() else [path]
+        found += [one for one in inside if not _is_hidden(one.relative_to(path))]
+    return found
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part == "solved" for part in path.parts)
+
+
+for add in (add_commands, add_study_commands):
+    add(app)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Find mistakes in a job script before it is submitted: `check.py` applies the `rules_*` files."""

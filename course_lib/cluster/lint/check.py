@@ -1,0 +1,85 @@
+"""Finds what is wrong with a batch script before Slurm does, or where Slurm never would.
+
+A job waits in the queue for hours and then fails in its first second, or runs and computes
+something else. What can be seen in the script itself is told here: the line, why it bites, the fix.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from course_lib.cluster.lint import (
+    rules_asked,
+    rules_flow,
+    rules_ranks,
+    rules_text,
+    rules_variables,
+)
+from course_lib.cluster.lint.directives import Directive
+from course_lib.cluster.lint.script import Finding, Script
+from course_lib.cluster.profile import Profile
+from course_lib.cluster.slurm_time import read_time_s
+from course_lib.core.errors import CourseError
+
+RULES = (
+    *rules_text.RULES,
+    *rules_variables.RULES,
+    *rules_asked.RULES,
+    *rules_ranks.RULES,
+    *rules_flow.RULES,
+)
+
+GPUS = ("gpus-per-node", "gres", "gpus")  # that say how many a node needs
+
+
+def lint_job(
+    text: str, folder: str | os.PathLike[str] = ".", profile: Profile | None = None
+) -> list[Finding]:
+    """What is wrong with a batch script that is handed in from this folder, line by line.
+
+    With a profile, also what asks for more than the site has.
+    """
+    script = Script(text, Path(folder))
+    found = {finding for rule in RULES for finding in rule(script)}
+    if profile:
+        found |= set(_beyond(script, profile))
+    return sorted(found, key=lambda one: (one.line, one.rule))
+
+
+def _beyond(script: Script, profile: Profile) -> Iterator[Finding]:
+    """What the site of this profile does not have."""
+    longest_s = read_time_s(profile.time_limit)
+    for one in script.directives:
+        gpus = rules_asked.gpus_on_a_node(script, one) if one.option in GPUS else None
+        if one.option == "time" and _time_s(one.value) > longest_s:
+            yield _too_much(one, profile.time_limit, profile)
+        elif one.option == "nodes" and script.nodes > profile.max_nodes:
+            yield _too_much(one, str(profile.max_nodes), profile)
+        elif gpus and gpus > profile.gpus_per_node:
+            yield _too_much(one, f"{profile.gpus_per_node} GPUs on a node", profile)
+
+
+def _time_s(text: str) -> int:
+    try:
+        return read_time_s(text)
+    except CourseError:
+        return 0
+
+
+def _too_much(asked: Directive, most: str, profile: Profile) -> Finding:
+    return Finding(
+        asked.line,
+        "too-much",
+        f"--{asked.option}={asked.value}, and profile {profile.name} has at most {most}",
+        "sbatch refuses it, or the job stays in the queue for ever",
+        f"Ask for at most {most}.",
+    )
+
+
+def findings_text(name: str, findings: list[Finding]) -> str:
+    """The findings to read: where and what, why it bites, what to write instead."""
+    parts = [
+        f"{name}:{one.line}: {one.what}  [{one.rule}]\n    why: {one.why}.\n    fix: {one.fix}"
+        for one in findings
+    ]
+    return "\n\n".join(parts)

@@ -1,0 +1,182 @@
+"""What a batch script asks Slurm for, and what it then runs: what the rules of `lint` look at."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from course_lib.cluster.lint.directives import Directive, options_of, read_directives
+from course_lib.cluster.lint.shell import Command, Word, read_commands, without_here_documents
+
+SHELL = re.compile(r"\b(bash|sh|dash|ksh|zsh)\b")
+TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b")
+LAUNCHERS = re.compile(rf"{TORCHRUN.pattern}|\baccelerate[\s-]launch\b")
+REACH_NODES = {"srun", "mpirun", "mpiexec", "prun", "ssh", "pdsh", "clush", "parallel", "ray"}
+MEETING = re.compile(r"--(rdzv[-_]endpoint|master[-_]addr|main_process_ip)|MASTER_ADDR")
+FILLS = {"declare", "export", "for", "getopts", "local", "mapfile", "read", "readarray"}
+FILLS |= {"readonly", "select", "typeset"}
+HARMLESS = re.compile(r"activate|profile|bashrc|conda|mamba|module")  # set nothing of the job
+TELLS_ONLY = {"echo", "export", "printf", "which", "type", "[", "[["}
+GPU_NAME = re.compile(r"gpu|dgx|[avhbl]\d{2,3}\b|gh200|mi\d{3}|[-_]g$", re.IGNORECASE)
+GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "tres-per-task")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong in a line: what stands there, why it bites, and what to write instead."""
+
+    line: int
+    rule: str
+    what: str
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Script:
+    """A batch script; `folder` is where sbatch is called."""
+
+    text: str
+    folder: Path
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """All lines, here-documents left empty; line 1 is `lines[0]`."""
+        text = self.text.removeprefix("\ufeff").replace("\r\n", "\n")
+        return without_here_documents(text).split("\n")
+
+    @property
+    def is_bash(self) -> bool:
+        """Is it for bash or a shell like it? sbatch also takes scripts for Python and others."""
+        first = self.lines[0]
+        return not first.startswith("#!") or bool(SHELL.search(first))
+
+    @cached_property
+    def directives(self) -> list[Directive]:
+        """What sbatch reads."""
+        return read_directives("\n".join(self.lines))
+
+    @cached_property
+    def commands(self) -> list[Command]:
+        """What bash runs; nothing in a script for something else."""
+        return read_commands(self.text.replace("\r\n", "\n")) if self.is_bash else []
+
+    @cached_property
+    def variables(self) -> dict[str, str]:
+        """What variables are set to, as it is written; of several, the first."""
+        found: dict[str, str] = {}
+        for command in self.commands:
+            for name, word in command.assigned.items():
+                found.setdefault(name, word.text.partition("=")[2])
+        return found
+
+    @cached_property
+    def filled(self) -> set[str]:
+        """The variables that the script puts something into, or looks at whether they are there."""
+        found = set(self.variables) | set(re.findall(r"\$\{(\w+):?[-=?+]", self.text))
+        for command in self.commands:
+            words = [word.text for word in command.called]
+            if command.name in FILLS or words[:2] == ["printf", "-v"]:
+                found |= {word.partition("=")[0] for word in words[1:]}
+            if command.name in ("[", "[[", "test"):
+                found |= set(re.findall(r"\w+", command.text))
+            if words[1:2] == ["="]:  # ((name = 1))
+                found.add(words[0])
+        return found
+
+    @property
+    def reads_others(self) -> bool:
+        """Does it run a file in its own shell that may fill in variables?"""
+        return any(
+            (command.name in ("source", ".") or command.words[0].text == "eval")
+            and not HARMLESS.search(command.text)
+            for command in self.commands
+        )
+
+    def option(self, *names: str) -> Directive | None:
+        """The directive that counts, of those with one of these names."""
+        return next((one for one in reversed(self.directives) if one.option in names), None)
+
+    def number(self, name: str, default: int) -> int:
+        """The value of a directive as a number; of a range, its least."""
+        one = self.option(name)
+        found = re.match(r"\d+", one.value) if one else None
+        return int(found[0]) if found else default
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that are asked for, as far as the script says."""
+        tasks, per_node = self.number("ntasks", 0), self.number("ntasks-per-node", 0)
+        return self.number("nodes", -(-tasks // per_node) if tasks and per_node else 1)
+
+    @property
+    def tasks_per_node(self) -> int:
+        """What srun starts on each node if its own options say nothing else."""
+        return self.number("ntasks-per-node", -(-self.number("ntasks", 1) // self.nodes))
+
+    @property
+    def asks_for_gpus(self) -> bool:
+        """Is there a directive for GPUs, for whole nodes, or for a place named after GPUs?"""
+        asked = (self.option(*GPU_OPTIONS), self.option("exclusive"))
+        places = map(self.option, ("partition", "constraint", "qos", "account", "nodelist"))
+        return any(one and (one.option != "gres" or "gpu" in one.value) for one in asked) or any(
+            one and GPU_NAME.search(one.value) for one in places
+        )
+
+    def spelt_out(self, text: str) -> str:
+        """The text with the script's own variables filled in."""
+        for _ in range(3):
+            text = re.sub(
+                r"\$\{?(\w+)\}?", lambda found: self.variables.get(found[1], found[0]), text
+            )
+        return text
+
+    def running(self, program: re.Pattern[str]) -> Iterator[Command]:
+        """The commands that run this program, by themselves or through srun."""
+        for command in self.commands:
+            words = [word.text for word in command.called]
+            runs = words and words[0] not in TELLS_ONLY
+            if runs and program.search(self.spelt_out(" ".join(words))):
+                yield command
+
+    def reaches_nodes(self, command: Command) -> bool:
+        """Does it start something on other nodes than the first?"""
+        called = self.spelt_out(" ".join(word.text for word in command.called[:2]))
+        return any(Path(word).name in REACH_NODES for word in called.split()[:2])
+
+    @cached_property
+    def sruns(self) -> list[Command]:
+        """The commands that srun runs."""
+        return [
+            command
+            for command in self.commands
+            if self.spelt_out(command.name).split()[:1] == ["srun"]
+        ]
+
+    def srun_options(self, command: Command) -> dict[str, str]:
+        """The options of an srun, by their long names."""
+        found = {}
+        for one in options_of(command.line, [word.text for word in command.called[1:]]):
+            if not one.is_known and not one.option.startswith("-"):
+                break
+            found[one.option] = one.value
+        return found
+
+    def tasks_of(self, command: Command) -> int:
+        """How many tasks this srun starts on each node."""
+        options = self.srun_options(command)
+        nodes = options.get("nodes", "")
+        on = int(nodes) if nodes.isdigit() and int(nodes) else self.nodes
+        for name, share in (("ntasks-per-node", 1), ("ntasks", on)):
+            value = self.spelt_out(options.get(name, ""))
+            if value.isdigit():
+                return -(-int(value) // share)
+            if value.lstrip("$").strip("{}") == "SLURM_NNODES":
+                return 1
+        return self.tasks_per_node
+
+
+def place(word: Word, found: re.Match[str]) -> int:
+    """The line in which something was found in a word."""
+    return word.line + word.text.count("\n", 0, found.start())

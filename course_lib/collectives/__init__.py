@@ -1,0 +1,44 @@
+"""The collectives, written by hand from send and recv (notebook 04_collectives).
+
+`collectives.py` names them all; `ring.py` and `tree.py` hold the algorithms; `group.py` is the rank
+within its process group, and the messages between two ranks. `messages.py` lists who sends what to
+whom in each algorithm and simulates it; `coalesced.py` broadcasts many tensors as one message.
+"""
+
+from course_lib.collectives.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from course_lib.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from course_lib.collectives.tree import (
+    barrier,
+    recursive_doubling_all_reduce,
+    star_broadcast,
+    tree_broadcast,
+    tree_reduce,
+)
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recursive_doubling_all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "ring_reduce_scatter",
+    "scatter",
+    "star_broadcast",
+    "tree_broadcast",
+    "tree_reduce",
+]

@@ -1,0 +1,28 @@
+"""Data parallelism: a replica and a part of the batch per rank (notebook 05_data_parallel).
+
+`naive_ddp.py` is the method, in five steps; `sampler.py` gives each rank its items;
+`thread_parallel.py` is the older way, one process with a thread per replica;
+`parameter_server.py` and `local_sgd.py` wait less and accept stale or different weights;
+`cost.py` predicts the staleness.
+"""
+
+from course_lib.data_parallel.local_sgd import LocalSGD
+from course_lib.data_parallel.naive_ddp import NaiveDDP, broadcast_state, fingerprint, weighted_loss
+from course_lib.data_parallel.parameter_server import ParameterServer, Update, loss_at, smoothed
+from course_lib.data_parallel.sampler import RankSampler
+from course_lib.data_parallel.thread_parallel import DataParallel, replica_of
+
+__all__ = [
+    "DataParallel",
+    "LocalSGD",
+    "NaiveDDP",
+    "ParameterServer",
+    "RankSampler",
+    "Update",
+    "broadcast_state",
+    "fingerprint",
+    "loss_at",
+    "replica_of",
+    "smoothed",
+    "weighted_loss",
+]

@@ -1,0 +1,62 @@
+"""Local SGD: every rank trains alone, and every few steps all take the mean of their parameters.
+
+It stands between data parallelism, which talks in each step, and training alone, which never does:
+a fraction of the traffic, and replicas that drift apart in between. With `every=1` and plain SGD it
+is data parallelism, since the mean of the stepped weights is the step with the mean gradient.
+Notebook 05_data_parallel.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib.core.errors import CourseError
+from course_lib.data_parallel.naive_ddp import broadcast_state
+
+Group = dist.ProcessGroup | None
+
+
+class LocalSGD(nn.Module):
+    """A replica of `module` on every rank; call `step_done()` after each `optimizer.step()`.
+
+    All start from the group's first rank. Trainable parameters and buffers of a floating dtype are
+    averaged; frozen parameters stay equal by themselves, and counters stay a rank's own. The state
+    of the optimizer (momentum, Adam) is never averaged: it stays a rank's own, too.
+
+    Cost:    one all-reduce a parameter every `every` steps: 1 / every of NaiveDDP's bytes
+    Raises:  CourseError for every < 1
+    Source:  Stich 2019 (Local SGD Converges Fast and Communicates Little), section 1
+    """
+
+    def __init__(self, module: nn.Module, every: int, group: Group = None) -> None:
+        super().__init__()
+        if every < 1:
+            raise CourseError(f"LocalSGD: need every >= 1; got {every}. Try 8.")
+        self.module, self.every, self.group = module, every, group
+        self.num_steps = 0
+        broadcast_state(module, group)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        return self.module(*args, **kwargs)
+
+    def step_done(self) -> bool:
+        """Count a step, and average if it is time to. Returns whether it was."""
+        self.num_steps += 1
+        time_to_talk = self.num_steps % self.every == 0
+        if time_to_talk:
+            self.average()
+        return time_to_talk
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Replace parameters and floating buffers by their means over the group, now."""
+        trained = [param for param in self.module.parameters() if param.requires_grad]
+        buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+        p = dist.get_world_size(self.group)
+        for tensor in [*trained, *buffers]:
+            total = tensor.detach().clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=self.group)
+            tensor.copy_(total / p)

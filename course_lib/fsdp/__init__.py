@@ -1,0 +1,15 @@
+"""Fully sharded data parallel: gather a unit, use it, free it (notebook 10_fsdp).
+
+`fsdp.py` is the method; `units.py` decides what is gathered together and when the next unit is
+prefetched; `param_group.py` holds a unit's shards; `state.py` saves and loads; `cost.py` predicts
+memory and a step's timeline, `lab.py` measures them, and `beside_frameworks.py` runs PyTorch's,
+Accelerate's and DeepSpeed's FSDP.
+"""
+
+from course_lib.fsdp.fsdp import FSDP
+from course_lib.fsdp.state import merge_shards
+
+__all__ = [
+    "FSDP",
+    "merge_shards",
+]

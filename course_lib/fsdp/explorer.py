@@ -1,0 +1,61 @@
+"""The explorer of notebook 10_fsdp: how a step of a large model goes in larger or smaller units."""
+
+from dataclasses import replace
+
+from matplotlib.figure import Figure
+
+from course_lib.core.links import ETHERNET, INFINIBAND, NVLINK
+from course_lib.core.records import Event
+from course_lib.core.units import format_seconds
+from course_lib.display.explore import Explore, explore
+from course_lib.display.timeline import timelines
+from course_lib.fsdp.cost import UnitSizes, UnitTimes, fsdp_step, peak_param_bytes
+
+# a rank computes 6 FLOP a parameter and token, for 2048 tokens and 8.03 billion parameters, at
+# 400 TFLOP/s: a third of it in forward
+NUM_PARAMS, P, FORWARD_S = 8_030_000_000, 8, 0.082
+_LINKS = {link.name: link for link in (NVLINK, INFINIBAND, ETHERNET)}
+
+
+def fsdp_explorer() -> Explore:
+    """A rank's step on paper, with sliders for units, link, prefetch, freeing after forward."""
+    return explore(
+        draw_step,
+        step_alt,
+        units=([1, 2, 4, 8, 16, 32], 8),
+        link=([*_LINKS], "InfiniBand"),
+        prefetch=True,
+        free_after_forward=True,
+    )
+
+
+def draw_step(units: int, link: str, prefetch: bool, free_after_forward: bool) -> Figure:
+    """What rank 0 does."""
+    events, _ = _step(units, link, prefetch, free_after_forward)
+    title = step_alt(units, link, prefetch, free_after_forward)
+    return timelines({"": events}, title, link=f"on paper: {_LINKS[link]}, {P} ranks")
+
+
+def step_alt(units: int, link: str, prefetch: bool, free_after_forward: bool) -> str:
+    """Seconds of the step, and the most parameters on a rank, as a sentence."""
+    events, peak_bytes = _step(units, link, prefetch, free_after_forward)
+    step_s = max(event.end_s for event in events)
+    how = f"{units} unit{'s' * (units > 1)}, 8 billion parameters"
+    return f"{how}: {format_seconds(step_s)} a step, at most {peak_bytes / 1e9:.1f} GB of them"
+
+
+def _step(
+    units: int, link: str, prefetch: bool, free_after_forward: bool
+) -> tuple[list[Event], int]:
+    sizes = UnitSizes(numels=(0, *[NUM_PARAMS // units] * units), p=P, compute_bytes=2)
+    forward_s = (FORWARD_S / units,) * units
+    times = UnitTimes(forward_s=forward_s, backward_s=tuple(2 * one for one in forward_s))
+    options = {"prefetch": prefetch, "reshard_after_forward": free_after_forward}
+    events = fsdp_step(times, sizes, P, _LINKS[link], **options)
+    mine = [_short(event) for event in events if event.rank == 0]
+    return mine, peak_param_bytes(sizes, **options)
+
+
+def _short(event: Event) -> Event:
+    """`gather 3` as `3`, which fits into a narrow box."""
+    return replace(event, label=event.label.rpartition(" ")[2])

@@ -1,0 +1,244 @@
+"""Which parameters FSDP gathers and frees together: the units of a model.
+
+A unit is a module, usually a block; its parameters lie in one flat row (one a kind, if it has
+several dtypes or frozen parameters). What no unit holds belongs to the root. Notebook 10_fsdp.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from course_lib.collectives.group import Place
+from course_lib.core.errors import CourseError
+from course_lib.fsdp.param_group import Found, Row
+
+Choice = Iterable[nn.Module] | Callable[[nn.Module], bool] | None
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module whose parameters come and go together; most have one row."""
+
+    name: str
+    module: nn.Module
+    rows: list[Row]
+    has_units: bool  # other units lie within it
+
+    def start_gather(self) -> None:
+        """Let all_gathers leave for what is not there."""
+        for row in self.rows:
+            row.start_gather()
+
+    def wait_gather(self) -> None:
+        """Wait until everything is there."""
+        for row in self.rows:
+            row.wait_gather()
+
+    def free(self, *, frozen_only: bool = False) -> None:
+        """Give bytes back, of all rows or of those that backward brings no gradient for."""
+        for row in self.rows:
+            if not (frozen_only and row.shard.requires_grad):
+                row.free()
+
+    @property
+    def has_frozen(self) -> bool:
+        """Is there a row without gradients?"""
+        return any(not row.shard.requires_grad for row in self.rows)
+
+    def free_behind(self, inputs: Any) -> Any:
+        """Free frozen rows when backward has come through to the inputs: no gradient tells it.
+
+        The inputs become views of themselves, so that this comes before what waits for them.
+        """
+        views: list[Tensor] = []
+
+        def view_of(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                views.append(tensor := tensor.view_as(tensor))
+            return tensor
+
+        inputs = tree_map_only(Tensor, view_of, inputs)
+        if views:
+            register_multi_grad_hook(views, lambda _: self.free(frozen_only=True))
+        return inputs
+
+    def check_unchanged(self) -> None:
+        """Raises: CourseError if the shards are not those that forward has gathered."""
+        if any(row.version != row.shard._version for row in self.rows):
+            raise CourseError(
+                f"FSDP: need the weights of forward in backward; those of {self.name or 'the root'}"
+                " have changed since. Try optimizer.step() after backward()."
+            )
+
+    def tensors_in(self, output: Any) -> list[Tensor]:
+        """The tensors of an output: backward comes in through them.
+
+        Raises: CourseError for an object that hides them
+        """
+        leaves = tree_leaves(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        plain = Tensor | float | int | str | None
+        strange = [leaf for leaf in leaves if not isinstance(leaf, plain)]
+        if strange and not tensors and self.rows:
+            raise CourseError(
+                f"FSDP: need tensors, or tuples, lists and dicts of them, from "
+                f"{self.name or 'the module'}; got {type(strange[0]).__name__}. "
+                "Try to return a dict."
+            )
+        return tensors
+
+
+class Order:
+    """Which unit comes after which: learned in one pass, used in the next."""
+
+    def __init__(self) -> None:
+        self.after: dict[Unit, Unit] = {}
+        self.visits: list[Unit] = []
+
+    def visit(self, unit: Unit) -> Unit | None:
+        """Take note of a unit; return the one that came after it in the last pass, if known."""
+        if self.visits and self.visits[-1] is unit:
+            return None
+        self.visits.append(unit)
+        return self.after.get(unit)
+
+    def close(self) -> None:
+        """The pass is over."""
+        if self.visits:
+            self.after = dict(pairwise(self.visits))
+        self.visits = []
+
+
+def check_wrappable(
+    module: nn.Module,
+    wrapper: type[nn.Module],
+    compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+) -> None:
+    """Raises: CourseError for a wrapped module, or a dtype that is no floating one."""
+    if any(isinstance(part, wrapper) for part in module.modules()):
+        raise CourseError(
+            "FSDP: need a module whose weights are not dealt out yet; got one with an FSDP in it. "
+            "Try one FSDP around everything, and units=[...]."
+        )
+    for dtype in (compute_dtype, reduce_dtype):
+        if dtype is not None and not dtype.is_floating_point:
+            raise CourseError(
+                f"FSDP: need floating dtypes to compute and reduce in; got {dtype}. "
+                "Try torch.bfloat16."
+            )
+
+
+def make_units(
+    module: nn.Module,
+    choice: Choice,
+    place: Place,
+    compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+) -> list[Unit]:
+    """Deal a module's parameters over the ranks, unit by unit: the root first, then in order."""
+    chosen = choose(module, choice)
+    device = _device(module)
+    found = find_params(module, chosen)
+    units = []
+    for name, part in chosen.items():
+        kinds: dict[Any, list[Found]] = {}
+        for one in found:
+            if one.unit == name:
+                kinds.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
+        rows = [
+            Row(f"{name}.flat{n}".lstrip("."), kind, place, compute_dtype, reduce_dtype, device)
+            for n, kind in enumerate(kinds.values())
+        ]
+        inner = any(other is not part and other in chosen.values() for other in part.modules())
+        units.append(Unit(name, part, rows, inner))
+    return units
+
+
+def choose(module: nn.Module, choice: Choice) -> dict[str, nn.Module]:
+    """The modules that become units, by name; "" is the module itself, for all that is left.
+
+    Raises: CourseError for a module that is not there, or has no forward to gather for
+    """
+    named = dict(module.named_modules())
+    if choice is None:
+        wanted = list(_blocks(module))
+    elif isinstance(choice, nn.Module) or not callable(choice):
+        wanted = list(choice.children() if isinstance(choice, nn.Module) else choice)
+    else:
+        wanted = [part for part in named.values() if choice(part)]
+    known = {part: name for name, part in named.items()}
+    for part in wanted:
+        if part not in known or isinstance(part, nn.ModuleList | nn.ModuleDict):
+            problem = "a list of modules" if part in known else "one that is not in the model"
+            raise CourseError(
+                f"FSDP: need units out of model.modules(), each with a forward of its own; got "
+                f"{problem} ({type(part).__name__}). Try units=list(model.blocks)."
+            )
+    ordered = [name for name, part in named.items() if any(part is one for one in wanted)]
+    return {"": module} | {name: named[name] for name in ordered}
+
+
+def find_params(module: nn.Module, chosen: dict[str, nn.Module]) -> list[Found]:
+    """Every parameter once, with its unit: the innermost one around it.
+
+    Raises: CourseError for a parameter in two units
+    """
+    names = {part: name for name, part in chosen.items()}
+    found: dict[Tensor, Found] = {}
+
+    def search(part: nn.Module, path: str, unit: str) -> None:
+        unit = names.get(part, unit)
+        for attribute, param in part._parameters.items():
+            if param is None:
+                continue
+            one = found.setdefault(param, Found(param, unit))
+            one.places.append((f"{path}{attribute}", part, attribute))
+            if one.unit != unit:
+                raise CourseError(
+                    f"FSDP: need tied parameters in one unit; got {one.names[0]} in "
+                    f"{one.unit or 'the root'} and {one.names[-1]} in {unit or 'the root'}. "
+                    "Try units that leave both to the root."
+                )
+        for name, child in part.named_children():
+            search(child, f"{path}{name}.", unit)
+
+    search(module, "", "")
+    return list(found.values())
+
+
+@torch.no_grad()
+def share_buffers(module: nn.Module, place: Place) -> None:
+    """Give all ranks the buffers of the group's first one; from shapes only, make them."""
+    device = _device(module)
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                here = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer
+                values = here.contiguous()
+                dist.broadcast(values, place.rank(0), place.group)
+                part._buffers[name] = here.copy_(values)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost members of lists: what a model calls its blocks or layers."""
+    for child in module.children():
+        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Where the weights are; where they are only shapes, where the group can talk."""
+    tensors = [*module.parameters(), *module.buffers()]
+    real = [tensor.device for tensor in tensors if not tensor.is_meta]
+    fallback = "cuda" if torch.cuda.is_available() else "cpu"
+    return real[0] if real else torch.device(fallback)

@@ -1,0 +1,247 @@
+"""Will it fit? One setup (model, card, recipe, batch, degrees) in, its whole accounting out.
+
+A setup is also a line of text, `--model llama-8b --gpu h100 --dp 8 --zero 2`: the same words as on
+the command line, `course memory ...`, so that a state can be sent to somebody else.
+Notebook 01_memory.
+"""
+
+import difflib
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from course_lib.core.errors import CourseError
+from course_lib.core.parallelism import Degrees
+from course_lib.core.presets import find_model
+from course_lib.core.recipes import find_recipe
+from course_lib.core.records import Ledger
+from course_lib.core.specs import ModelSpec, read_config
+from course_lib.cost.flops import mfu, six_n_d, train_step_flop
+from course_lib.cost.hardware import Device, find_device
+from course_lib.cost.params import count_params
+from course_lib.memory.formulas import activations, step_ledger
+
+KINDS = ("params", "grads", "optim_state", "activations")
+SWITCHES = ("unfused", "dropout", "sequence_parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A training run on one kind of card, in the words of the command line.
+
+    model          a preset, or the path of a config.json
+    batch          sequences in a micro-batch; micro_batches of them are one step of a rank
+    unfused        attention written out: scores and softmax are kept
+    step_time_s    measured seconds a step, for the MFU; 0 when unknown
+
+    Raises: CourseError, one sentence, for whatever does not fit
+    """
+
+    model: str = "llama-8b"
+    gpu: str = "h100"
+    recipe: str = "bf16"
+    batch: int = 1
+    seq: int = 4096
+    micro_batches: int = 1
+    recompute: str = "none"
+    unfused: bool = False
+    dropout: bool = False
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    step_time_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1 or not self.step_time_s >= 0:
+            raise CourseError(
+                "setup: need micro_batches of at least 1 and step_time_s of 0 or more; got "
+                f"{self.micro_batches} and {self.step_time_s}."
+            )
+        if self.spec.positions == "learned" and self.seq > self.spec.max_seq:
+            raise CourseError(
+                f"setup: need seq of at most {self.spec.max_seq}, the learned positions of "
+                f"{self.spec.name}; got {self.seq}. Try --seq {self.spec.max_seq}."
+            )
+        self.ledger(num_steps=1)  # raises for whatever does not fit
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The model's sizes."""
+        if Path(self.model).suffix == ".json":
+            return read_config(self.model)
+        return find_model(self.model)
+
+    @cached_property
+    def device(self) -> Device:
+        """The card."""
+        return find_device(self.gpu)
+
+    @cached_property
+    def degrees(self) -> Degrees:
+        """How it is split."""
+        return Degrees(
+            dp=self.dp,
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            zero=self.zero,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def ledger(self, *, stage: int = 0, num_steps: int = 2) -> Ledger:
+        """What a rank of a stage holds through its first steps."""
+        return step_ledger(
+            self.spec,
+            self.batch,
+            self.seq,
+            recipe=self.recipe,
+            recompute=self.recompute,
+            flash=not self.unfused,
+            dropout=self.dropout,
+            degrees=self.degrees,
+            stage=stage,
+            num_micro_batches=min(self.micro_batches, self.pp + 1),  # more repeat the same peak
+            num_steps=num_steps,
+            flop_per_s=0.4 * self.device.peak(),
+        )
+
+    @cached_property
+    def fullest(self) -> Ledger:
+        """The ledger of the fullest rank: the first stage holds most micro-batches, the last the
+        logits.
+        """
+        stages = {0, self.pp - 1}
+        return max((self.ledger(stage=stage) for stage in stages), key=Ledger.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that any rank holds."""
+        return self.fullest.peak_bytes()
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is not more than the card has."""
+        return self.peak_bytes <= self.device.memory_bytes
+
+    def largest_batch(self) -> int:
+        """The most sequences in a micro-batch that fit; 0 when not even one does.
+
+        Every moment of a ledger is a line in the batch, so two batches tell them all.
+        """
+        limit, most = self.device.memory_bytes, []
+        one, two = replace(self, batch=1), replace(self, batch=2)
+        for stage in (0, self.pp - 1):
+            lines = zip(*(setup.ledger(stage=stage).totals() for setup in (one, two)), strict=True)
+            most += [(limit - at_1) // (at_2 - at_1) + 1 for at_1, at_2 in lines if at_2 > at_1]
+            most.append(0 if one.ledger(stage=stage).peak_bytes() > limit else min(most))
+        return max(0, min(most))
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences in one optimizer step of all ranks."""
+        return self.batch * self.micro_batches * self.dp
+
+    def step_flop(self) -> int:
+        """FLOP of the model itself in one step of all ranks, nothing recomputed."""
+        return train_step_flop(self.spec, self.global_batch, self.seq)
+
+    def mfu(self) -> float:
+        """The share of the dense peak that `step_time_s` means; 0 where no time is known."""
+        if not self.step_time_s:
+            return 0.0
+        peak = self.device.peak("fp32" if self.recipe == "fp32" else "bf16")
+        world_size = self.degrees.world_size
+        return mfu(self.step_flop(), self.step_time_s, peak, world_size=world_size)
+
+    def text(self) -> str:
+        """The setup as one line; `read_setup` reads it back."""
+        words = []
+        for name, value in changed(self).items():
+            words.append("--" + name.replace("_", "-"))
+            words += [] if value is True else [shlex.quote(str(value))]
+        return " ".join(words)
+
+    def accounting(self) -> dict[str, Any]:
+        """Everything about the setup as plain numbers, for JSON."""
+        ledger = self.fullest
+        held, at = ledger.bytes_by_kind, ledger.totals().index(ledger.peak_bytes())
+        kept = activations(
+            self.spec,
+            self.batch,
+            self.seq,
+            recompute=self.recompute,
+            flash=not self.unfused,
+            dropout=self.dropout,
+            number_bytes=find_recipe(self.recipe).activation_bytes,
+            degrees=self.degrees,
+        )
+        num_params = count_params(self.spec)
+        return {
+            "setup": self.text(),
+            "model": self.spec.name,
+            "num_params": num_params,
+            "world_size": self.degrees.world_size,
+            "peak_bytes": {kind: held[kind][at] for kind in KINDS},
+            "most_bytes": {kind: max(held[kind]) for kind in KINDS},
+            "total_bytes": ledger.peak_bytes(),
+            "limit_bytes": self.device.memory_bytes,
+            "fits": self.fits,
+            "largest_batch": self.largest_batch(),
+            "activation_bytes": kept,
+            "global_batch": self.global_batch,
+            "tokens_a_step": self.global_batch * self.seq,
+            "step_flop": self.step_flop(),
+            "six_n_d_flop": six_n_d(num_params, self.global_batch * self.seq),
+            "mfu": self.mfu(),
+        }
+
+
+def changed(setup: Setup) -> dict[str, Any]:
+    """The fields by which a setup differs from the default; model and card are always told."""
+    fields = Setup.__dataclass_fields__
+    return {
+        name: getattr(setup, name)
+        for name in fields
+        if name in ("model", "gpu") or getattr(setup, name) != fields[name].default
+    }
+
+
+def read_setup(text: str | Sequence[str]) -> Setup:
+    """The setup that a line of text, or its words, describe.
+
+    Raises: CourseError for a word that means nothing, or a number that is none
+    """
+    words = shlex.split(text.removeprefix("course memory")) if isinstance(text, str) else [*text]
+    given: dict[str, str | bool] = {}
+    while words:
+        name = words.pop(0)
+        field = name.removeprefix("--").replace("-", "_")
+        if not name.startswith("--") or field not in Setup.__dataclass_fields__:
+            near = difflib.get_close_matches(field, Setup.__dataclass_fields__, n=1)
+            hint = f" Try --{near[0].replace('_', '-')}." if near else ""
+            raise CourseError(f"setup: need options such as --model; got {name!r}.{hint}")
+        if field in SWITCHES:
+            given[field] = True
+        elif not words or words[0].startswith("--"):
+            raise CourseError(f"setup: need a value after {name}; got none.")
+        else:
+            given[field] = words.pop(0)
+    return Setup(**_typed(given))
+
+
+def _typed(given: Mapping[str, str | bool]) -> dict[str, Any]:
+    """Values as the fields want them."""
+    typed: dict[str, Any] = {}
+    for name, value in given.items():
+        kind: Callable[[Any], Any] = type(vars(Setup)[name])
+        try:
+            typed[name] = kind(value)
+        except ValueError:
+            raise CourseError(f"setup: need a number for --{name}; got {value!r}.") from None
+    return typed

@@ -1,0 +1,186 @@
+"""A setup's bytes as a table for terminals, and as a picture with sliders for notebooks."""
+
+from dataclasses import replace
+from typing import Any
+
+import ipywidgets
+from matplotlib.figure import Figure
+from rich.console import Group
+from rich.table import Table
+
+from course_lib.core.errors import CourseError
+from course_lib.core.presets import MODELS
+from course_lib.core.recipes import RECIPES
+from course_lib.core.records import Ledger
+from course_lib.core.units import format_bytes
+from course_lib.cost.flops import RECOMPUTE
+from course_lib.cost.hardware import DEVICES
+from course_lib.display.explore import Explore
+from course_lib.display.memory import memory
+from course_lib.display.show import has_widgets, widget_data
+from course_lib.memory.calculator import KINDS, Setup, read_setup
+
+_DEGREES = [1, 2, 4, 8, 16, 32, 64]
+_BATCHES = [2**n for n in range(11)]
+_SEQS = [2**n for n in range(6, 18)]
+
+
+def accounting_table(setup: Setup) -> Group:
+    """What `course memory` prints: bytes by kind on the fullest rank, then what follows."""
+    told = setup.accounting()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("on the fullest rank")
+    table.add_column("at the peak", justify="right")
+    table.add_column("most", justify="right")
+    for kind in KINDS:
+        sizes = (format_bytes(told[which][kind]) for which in ("peak_bytes", "most_bytes"))
+        table.add_row(kind, *sizes)
+    for part, num_bytes in told["activation_bytes"].items():
+        if num_bytes:
+            table.add_row(f"  {part}", "", format_bytes(num_bytes))
+    table.add_row("all", format_bytes(told["total_bytes"]), "")
+    table.add_row(f"{setup.device.name} holds", format_bytes(told["limit_bytes"]), "")
+    return Group(table, "", "\n".join(_sentences(setup, told)))
+
+
+def _sentences(setup: Setup, told: dict[str, Any]) -> list[str]:
+    share = told["total_bytes"] / told["limit_bytes"]
+    ranks, batch = told["world_size"], told["global_batch"]
+    lines = [
+        f"{setup.spec.name}: {told['num_params']:,} parameters on {ranks} rank{'s' * (ranks > 1)}.",
+        f"It {'fits' if told['fits'] else 'does not fit'}: {share:.0%} of the card.",
+        f"Largest micro-batch that fits: {told['largest_batch']}.",
+        f"A step is {told['tokens_a_step']:,} tokens (global batch {batch}) and "
+        f"{told['step_flop']:.4g} FLOP; 6ND says {told['six_n_d_flop']:.4g}.",
+    ]
+    if told["mfu"]:
+        lines.append(f"At {setup.step_time_s:g} s a step the MFU is {told['mfu']:.1%}.")
+    return [*lines, f"course memory {told['setup']}"]
+
+
+def draw_setup(setup: Setup) -> Figure:
+    """The stacked bar of the fullest rank at its peak, against what the card holds."""
+    ledger = setup.fullest
+    peak, limit = ledger.peak_bytes(), setup.device.memory_bytes
+    words = f"{peak / limit:.0%} of" if peak <= limit else f"{peak / limit:.3g} times"
+    title = f"{setup.spec.name} takes {words} the {setup.device.name}: {format_bytes(peak)} a rank"
+    at = ledger.totals().index(peak)
+    bar = Ledger()
+    bar.add(0.0, **{kind: ledger.bytes_by_kind[kind][at] for kind in KINDS})
+    return memory({"peak": bar}, title, limit_bytes=limit)
+
+
+def setup_alt(setup: Setup) -> str:
+    """The finding in words, ending in the line that gives the same setup again."""
+    peak, limit = setup.peak_bytes, setup.device.memory_bytes
+    verb = "fits in" if peak <= limit else "does not fit in"
+    used = f", MFU {setup.mfu():.1%}" if setup.step_time_s else ""
+    return (
+        f"{format_bytes(peak)} {verb} {format_bytes(limit)}; largest micro-batch that fits: "
+        f"{setup.largest_batch()}{used}. {setup.text()}"
+    )
+
+
+class Calculator(Explore):
+    """What `calculator` returns; a notebook displays it. `setup` is what its sliders stand at."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._own = setup
+        super().__init__(
+            lambda **values: draw_setup(self._at(values)),
+            lambda **values: setup_alt(self._at(values)),
+            _controls(setup),
+        )
+        self.line = ipywidgets.Text(
+            value=setup.text(),
+            description="this setup:",
+            continuous_update=False,
+            layout=ipywidgets.Layout(width="98%"),
+            style={"description_width": "initial"},
+        )
+        for slider in self.sliders.values():
+            slider.layout.width = "auto"
+            slider.style.description_width = "8em"
+        self.line.observe(self._read_line, "value")
+
+    @property
+    def setup(self) -> Setup:
+        """The setup that the sliders stand at."""
+        return self._at(self.values())
+
+    def _at(self, values: dict[str, Any]) -> Setup:
+        """The own setup with other values; the same object again for the same values."""
+        made = replace(self._own, **values)
+        if made != self._own:
+            self._own = made
+        return self._own
+
+    def _update(self, change: Any) -> None:
+        super()._update(change)
+        if not self.image.picture["failed"]:
+            self.line.unobserve(self._read_line, "value")
+            self.line.value = self.setup.text()
+            self.line.observe(self._read_line, "value")
+
+    def _read_line(self, change: Any) -> None:
+        """Move every slider to what the line says; a line that means nothing is answered below."""
+        try:
+            setup = read_setup(change["new"])
+        except CourseError as problem:
+            self.image.picture = {**self.image.picture, "alt": str(problem), "failed": True}
+            return
+        self._own = setup
+        for name, slider in self.sliders.items():
+            slider.unobserve(self._update, "value")
+            value = getattr(setup, name)
+            if hasattr(slider, "options") and value not in slider.options:
+                slider.options = [*slider.options, value]
+            slider.value = value
+            slider.observe(self._update, "value")
+        self._update(change)
+
+    def _repr_mimebundle_(self, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        data, metadata = super()._repr_mimebundle_(**options)
+        if has_widgets():
+            columns = ipywidgets.Layout(
+                grid_template_columns="repeat(3, minmax(0, 1fr))", width="98%"
+            )
+            grid = ipywidgets.GridBox([*self.sliders.values()], layout=columns)
+            data |= widget_data(ipywidgets.VBox([grid, self.line, self.image]))
+        return data, metadata
+
+
+def calculator(setup: str = "--model llama-8b --gpu h100") -> Calculator:
+    """Sliders for a whole setup, its bytes against the card's limit, and the line that says it.
+
+    setup   the words of `course memory`; a line that was copied from another calculator
+
+    Raises: CourseError for a line that means nothing
+    """
+    return Calculator(read_setup(setup))
+
+
+def _controls(setup: Setup) -> dict[str, Any]:
+    def choose(name: str, options: list[Any]) -> Any:
+        value = getattr(setup, name)
+        return ipywidgets.Dropdown(
+            options=options if value in options else [*options, value], value=value
+        )
+
+    return {
+        "model": choose("model", list(MODELS)),
+        "gpu": choose("gpu", list(DEVICES)),
+        "recipe": choose("recipe", list(RECIPES)),
+        "batch": choose("batch", _BATCHES),
+        "seq": choose("seq", _SEQS),
+        "micro_batches": choose("micro_batches", _BATCHES),
+        "recompute": choose("recompute", list(RECOMPUTE)),
+        "dp": choose("dp", _DEGREES),
+        "zero": choose("zero", [0, 1, 2, 3]),
+        "tp": choose("tp", _DEGREES[:4]),
+        "pp": choose("pp", _DEGREES),
+        "cp": choose("cp", _DEGREES[:4]),
+        "sequence_parallel": setup.sequence_parallel,
+        "unfused": setup.unfused,
+        "step_time_s": ipywidgets.FloatText(value=setup.step_time_s, step=0.1),
+    }

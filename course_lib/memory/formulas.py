@@ -1,0 +1,234 @@
+"""Where the bytes of training go: parameters, gradients, optimizer state, activations.
+
+Everything here is arithmetic on a ModelSpec, so a model of any size is weighed in microseconds.
+The tests hold it against instantiated models, against what autograd truly keeps, and against the
+published tables. Notebook 01_memory.
+"""
+
+from collections.abc import Iterable
+
+from course_lib.core.errors import CourseError
+from course_lib.core.parallelism import Degrees
+from course_lib.core.recipes import BF16, Recipe, find_recipe
+from course_lib.core.records import Ledger
+from course_lib.core.specs import ModelSpec
+from course_lib.cost.flops import forward_flop, recompute_flop
+from course_lib.cost.params import (
+    ONE,
+    count_tensors,
+    layer_params,
+    layers_on_stage,
+    norm_params,
+    params_on_rank,
+)
+from course_lib.memory.layer_bytes import PAPER, PARTS, Kept, Kernels, Pass, total
+
+
+def model_states(
+    num_params: int, recipe: Recipe | str = BF16, *, degrees: Degrees = ONE
+) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state on one rank.
+
+    num_params   parameters that the rank computes with (count_params, or params_on_rank)
+
+    Source:  Rajbhandari et al. 2020 (ZeRO), section 5, figure 1
+    """
+    if isinstance(num_params, bool) or not num_params >= 0:
+        raise CourseError(f"model_states: need num_params of 0 or more; got {num_params!r}.")
+    recipe = find_recipe(recipe)
+    whole, shard = int(num_params), -(-int(num_params) // degrees.zero_ranks)
+    grads = shard if degrees.zero >= 2 else whole
+    return {
+        "params": (shard if degrees.zero >= 3 else whole) * recipe.weight_bytes,
+        "grads": grads * (recipe.grad_bytes + recipe.accumulator_bytes),
+        "optim_state": (shard if degrees.zero >= 1 else whole) * recipe.optim_bytes,
+    }
+
+
+def activations(
+    spec: ModelSpec,
+    batch: int,
+    seq: int,
+    *,
+    recompute: str = "none",
+    flash: bool = True,
+    dropout: bool = False,
+    number_bytes: int = 2,
+    degrees: Degrees = ONE,
+    stage: int = 0,
+    num_model_chunks: int = 1,
+    kernels: Kernels = PAPER,
+) -> dict[str, int]:
+    """Bytes kept for backward on one rank when forward has ended, by part of the model.
+
+    batch             sequences in a micro-batch
+    recompute         "none", "selective" (what attention keeps of the scores) or "full" (all but
+                      the inputs of the layers)
+    stage             of the pipeline: the first has most micro-batches in flight, pp of them
+    num_model_chunks  more than 1: interleaved stages, which hold 1 + (pp - 1) / (pp * chunks)
+    kernels           PAPER as the papers count, TORCH_CPU to the byte as autograd keeps it
+
+    Source:  Korthikanti et al. 2022, equations 1 to 6: sbh(34 + 5as/h) bytes a layer
+    """
+    one = Pass(
+        spec=spec,
+        batch=batch,
+        seq=seq,
+        number_bytes=number_bytes,
+        flash=flash,
+        dropout=dropout,
+        kernels=kernels,
+        degrees=degrees,
+    )
+    layers, in_flight = layers_on_stage(spec, degrees, stage), degrees.pp - stage
+    chunks = num_model_chunks
+    held = {
+        part: size * layers * (in_flight * chunks + (degrees.pp - 1) * (chunks > 1)) // chunks
+        for part, size in by_part(one.kept_layer(recompute)).items()
+    }
+    ends = one.embedding() * in_flight if stage == 0 else []
+    ends += one.head() if stage == degrees.pp - 1 else []
+    return {part: held[part] + size for part, size in by_part(ends).items()}
+
+
+def step_ledger(
+    spec: ModelSpec,
+    batch: int,
+    seq: int,
+    *,
+    recipe: Recipe | str = BF16,
+    recompute: str = "none",
+    flash: bool = True,
+    dropout: bool = False,
+    degrees: Degrees = ONE,
+    stage: int = 0,
+    num_micro_batches: int = 1,
+    num_steps: int = 4,
+    kernels: Kernels = PAPER,
+    flop_per_s: float = 400e12,
+) -> Ledger:
+    """What one rank holds through its first steps, layer by layer: a moment after each layer.
+
+    Activations climb in forward and fall in backward, gradients appear in backward and go after the
+    step, Adam's moments appear at the end of the first step and stay. `peak_bytes()` of what comes
+    back is what has to fit. With pp > 1 each stage runs 1F1B.
+
+    flop_per_s   what the rank computes a second, which gives the moments their times
+    """
+    one = Pass(
+        spec=spec,
+        batch=batch,
+        seq=seq,
+        number_bytes=(found := find_recipe(recipe)).activation_bytes,
+        flash=flash,
+        dropout=dropout,
+        kernels=kernels,
+        degrees=degrees,
+    )
+    steps = _Steps(one, found, recompute, stage, flop_per_s)
+    for _ in range(num_steps):
+        steps.run(num_micro_batches)
+    return steps.ledger
+
+
+class _Steps:
+    """The state of one rank while its ledger is written."""
+
+    def __init__(
+        self, one: Pass, recipe: Recipe, recompute: str, stage: int, flop_per_s: float
+    ) -> None:
+        spec, degrees = one.spec, one.degrees
+        self.ledger, self.time_s = Ledger(), 0.0
+        self.recipe, self.degrees = recipe, degrees
+        self.first, self.last = stage == 0, stage == degrees.pp - 1
+        self.in_flight = degrees.pp - stage
+        self.layers = layers_on_stage(spec, degrees, stage)
+        self.layer = total(one.kept_layer(recompute))
+        self.again = total(one.layer()) - self.layer
+        # backward comes through the MLP before it comes to the scores that are made again
+        self.gone_first = (
+            total([row for row in one.layer() if row.part == "mlp"])
+            if recompute == "selective"
+            else 0
+        )
+        self.embedding = total(one.embedding()) if self.first else 0
+        self.head = total(one.head()) if self.last else 0
+        self.params = params_on_rank(spec, degrees, stage)
+        self.layer_params = layer_params(spec, degrees)
+        # the tied gradient is summed in the embedding: autograd holds it from the head on
+        self.head_params = norm_params(spec) if self.last else 0
+        if self.last and (not spec.tied or degrees.pp > 1):
+            self.head_params += -(-spec.vocab * spec.hidden // degrees.tp)
+        forward = forward_flop(spec, one.batch, one.seq)
+        share = spec.num_layers * degrees.tp * degrees.cp * flop_per_s
+        self.head_s = forward.pop("logits") / (degrees.tp * degrees.cp * flop_per_s)
+        self.layer_s = sum(forward.values()) / share
+        self.again_s = recompute_flop({**forward, "logits": 0}, recompute) / share
+        self.activations = self.grad_params = 0
+        self.moments = 0
+        self.counters = 4 * count_tensors(spec) * one.kernels.statistics  # Adam's, one a tensor
+        self._note()
+
+    def run(self, num_micro_batches: int) -> None:
+        """One optimizer step: 1F1B over the micro-batches, then the optimizer."""
+        warmup = min(self.in_flight, num_micro_batches)
+        for _ in range(warmup):
+            self._forward()
+        for _ in range(num_micro_batches - warmup):
+            self._backward()
+            self._forward()
+        for _ in range(warmup):
+            self._backward()
+        self.moments = self.recipe.num_moments * self.recipe.moment_bytes
+        self._note()
+        self.grad_params = 0
+        self._note()
+
+    def _forward(self) -> None:
+        self.activations += self.embedding
+        for _ in range(self.layers):
+            self._after(self.layer_s, self.layer)
+        if self.last:
+            self._after(self.head_s, self.head)
+
+    def _backward(self) -> None:
+        done = self.head_params if self.last else 0
+        if self.last:
+            self._after(2 * self.head_s, -self.head, done)
+        for _ in range(self.layers):
+            if self.again:
+                self.activations -= self.gone_first
+                self._after(self.again_s, self.again)
+            done += self.layer_params
+            gone = self.layer + self.again - self.gone_first
+            self._after(2 * self.layer_s, -gone, done)
+        self._after(0.0, -self.embedding, self.params)  # before the optimizer's step
+
+    def _after(self, seconds: float, more: int, grad_params: int = 0) -> None:
+        self.time_s += seconds
+        self.activations += more
+        self.grad_params = max(self.grad_params, grad_params)
+        self._note()
+
+    def _note(self) -> None:
+        recipe, shards, zero = self.recipe, self.degrees.zero_ranks, self.degrees.zero
+        states = model_states(self.params, recipe, degrees=self.degrees)
+        grads = -(-self.grad_params // shards) if zero >= 2 else self.grad_params
+        owned = -(-self.params // shards) if zero >= 1 else self.params
+        accumulated = -(-self.params // shards) if zero >= 2 else self.params
+        self.ledger.add(
+            self.time_s,
+            params=states["params"],
+            grads=grads * recipe.grad_bytes + accumulated * recipe.accumulator_bytes,
+            optim_state=owned * (recipe.master_bytes + self.moments)
+            + self.counters * (self.moments > 0),
+            activations=self.activations,
+        )
+
+
+def by_part(rows: Iterable[Kept]) -> dict[str, int]:
+    """Bytes of rows by part of the model."""
+    held = dict.fromkeys(PARTS, 0)
+    for row in rows:
+        held[row.part] += row.num_bytes
+    return held

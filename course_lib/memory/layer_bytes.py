@@ -1,0 +1,195 @@
+"""Every tensor that the forward pass of a transformer keeps for backward, one row a tensor.
+
+The rows follow the operations: a matrix product keeps its inputs, softmax its output, dropout its
+mask, a norm its input. Summed up they are the formulas of the papers; with the few numbers that
+kernels keep besides (`TORCH_CPU`) they are what autograd holds, byte by byte. Notebook 01_memory.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from course_lib.core.errors import CourseError, ShapeError
+from course_lib.core.parallelism import Degrees
+from course_lib.core.specs import ModelSpec
+from course_lib.cost.flops import RECOMPUTE
+from course_lib.cost.params import ONE
+
+PARTS = ("attention", "mlp", "norms", "dropout masks", "embedding", "logits")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """How much operations keep beside what the mathematics needs.
+
+    statistics     norms keep one or two numbers a token, fused attention one fp32 number a query,
+                   the loss one number, learned positions their indices
+    fused_rms      False: an RMSNorm keeps two fp32 copies of its input
+    loss_bytes     a number of the softmax under the loss; 0: of the activations' size
+    """
+
+    statistics: bool = False
+    fused_rms: bool = True
+    loss_bytes: int = 4
+
+
+PAPER = (
+    Kernels()
+)  # Korthikanti et al. 2022, section 4: "small" terms are left out, the loss is fp32
+TORCH_CPU = Kernels(statistics=True, fused_rms=False, loss_bytes=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """One tensor that is kept, on one rank."""
+
+    name: str
+    part: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One micro-batch of a model on its way through one rank: the sizes all rows are made from.
+
+    flash     fused attention, without dropout on its weights
+    dropout   there are dropout masks, one byte a number
+    """
+
+    spec: ModelSpec
+    batch: int
+    seq: int
+    number_bytes: int = 2
+    flash: bool = True
+    dropout: bool = False
+    kernels: Kernels = PAPER
+    degrees: Degrees = ONE
+
+    def __post_init__(self) -> None:
+        self.degrees.check(self.spec)
+        for name, size in (("batch", self.batch), ("seq", self.seq)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ShapeError(
+                    f"activations: need {name} as a whole number above 0; got {size!r}."
+                )
+        if self.seq % self.degrees.cp:
+            raise ShapeError(
+                f"activations: need seq divisible by cp; got {self.seq} and {self.degrees.cp}. "
+                f"Try seq={self.seq + self.degrees.cp - self.seq % self.degrees.cp}."
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on this rank: the sequence is split over cp."""
+        return self.batch * self.seq // self.degrees.cp
+
+    @property
+    def norm_split(self) -> int:
+        """Over how many ranks norms, masks and the inputs of the linear layers are split."""
+        return self.degrees.tp if self.degrees.sequence_parallel else 1
+
+    def layer(self) -> list[Kept]:
+        """What one layer keeps."""
+        parts = (self._norm("first"), self._attention(), self._norm("second"), self._mlp())
+        return [row for rows in parts for row in rows] + self._masks("two masks", 2)
+
+    def scores(self) -> list[Kept]:
+        """What attention keeps between q, k, v and its output: selective recompute drops it."""
+        s, tp = self.spec, self.degrees.tp
+        queries = self.tokens * s.num_heads
+        if self.flash:
+            return _rows("attention", ("log-sum of each query", queries * 4, tp))[
+                : int(self.kernels.statistics)
+            ]
+        size = queries * self.seq
+        dropped = [("weights' mask", size, tp), ("weights after dropout", size * self._b, tp)]
+        return _rows("attention", ("softmax", size * self._b, tp), *dropped[: 2 * self.dropout])
+
+    def kept_layer(self, recompute: str = "none") -> list[Kept]:
+        """What one layer keeps until its backward: all, all but the scores, or its input only."""
+        if recompute not in RECOMPUTE:
+            raise CourseError(f"recompute: need one of {', '.join(RECOMPUTE)}; got {recompute!r}.")
+        if recompute == "full":
+            return self.layer_input()
+        dropped = self.scores() if recompute == "selective" else []
+        return [row for row in self.layer() if row not in dropped]
+
+    def layer_input(self) -> list[Kept]:
+        """What one layer keeps under full recompute: the tensor that came in."""
+        return _rows("norms", ("layer's input", self._hidden, self.norm_split))
+
+    def embedding(self) -> list[Kept]:
+        """What the embedding keeps: a mask, and the indices of learned positions."""
+        indices = self.seq * 8 * (self.kernels.statistics and self.spec.positions == "learned")
+        return [
+            *_rows("embedding", ("mask", self._mask, self.norm_split))[: int(self.dropout)],
+            *_rows("embedding", ("positions", indices, 1))[: int(indices > 0)],
+        ]
+
+    def head(self) -> list[Kept]:
+        """What the last norm, the output projection and the loss keep."""
+        loss_bytes = self.kernels.loss_bytes or self.number_bytes
+        logits = self.tokens * self.spec.vocab * loss_bytes
+        return [
+            *self._norm("last"),
+            *_rows("logits", ("input of the head", self._hidden, self.norm_split)),
+            *_rows("logits", ("log-softmax", logits, self.degrees.tp)),
+            *_rows("logits", ("the loss's divisor", loss_bytes, 1))[: int(self.kernels.statistics)],
+        ]
+
+    def _attention(self) -> list[Kept]:
+        s, tp = self.spec, self.degrees.tp
+        return [
+            *_rows(
+                "attention",
+                ("input of q, k, v", self._hidden, self.norm_split),
+                ("q", self._hidden, tp),
+                ("k and v", 2 * self.tokens * s.kv_hidden * self._b, tp),
+            ),
+            *self.scores(),
+            *_rows("attention", ("input of out", self._hidden, tp)),
+        ]
+
+    def _mlp(self) -> list[Kept]:
+        wide = self.tokens * self.spec.ffn_hidden * self._b
+        names = ["input of GELU", "output of GELU"]
+        if self.spec.gated:
+            names = ["gate", "silu of gate", "up", "their product"]
+        inputs = _rows("mlp", ("input of the MLP", self._hidden, self.norm_split))
+        return inputs + _rows("mlp", *((name, wide, self.degrees.tp) for name in names))
+
+    def _norm(self, name: str) -> list[Kept]:
+        kernels, split = self.kernels, self.norm_split
+        rms = self.spec.norm == "rms"
+        size = self.tokens * self.spec.hidden * 4 * 2  # the input and the normed input, in fp32
+        if not rms or kernels.fused_rms:
+            size = self._hidden
+        numbers = self.tokens * (4 if rms else 2 * self._b)  # 1 / rms; mean and 1 / deviation
+        return [
+            *_rows("norms", (f"input of the {name} norm", size, split)),
+            *_rows("norms", ("its statistics", numbers, split))[: int(kernels.statistics)],
+        ]
+
+    def _masks(self, name: str, count: int) -> list[Kept]:
+        rows = _rows("dropout masks", (name, count * self._mask, self.norm_split))
+        return rows[: int(self.dropout)]
+
+    @property
+    def _b(self) -> int:
+        return self.number_bytes
+
+    @property
+    def _hidden(self) -> int:
+        return self.tokens * self.spec.hidden * self.number_bytes
+
+    @property
+    def _mask(self) -> int:
+        return self.tokens * self.spec.hidden
+
+
+def _rows(part: str, *sizes: tuple[str, int, int]) -> list[Kept]:
+    return [Kept(name=name, part=part, num_bytes=size // split) for name, size, split in sizes]
+
+
+def total(rows: Iterable[Kept]) -> int:
+    """Bytes of all rows."""
+    return sum(row.num_bytes for row in rows)

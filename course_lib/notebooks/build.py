@@ -1,0 +1,239 @@
+"""Build the notebooks of the lessons: `python -m course_lib.notebooks.build [04 ...]`.
+
+One source gives two notebooks: the student's, without solutions and outputs, and the solved one,
+executed from top to bottom. Only what is stale is built again; nothing is written before it is
+whole, and what a learner has written into a student notebook is carried over.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+from rich.console import Console
+
+from course_lib.core import CourseError
+from course_lib.notebooks.execute import CellStopped, execute
+from course_lib.notebooks.learner_work import built_from, carry_over, is_own, is_touched
+from course_lib.notebooks.lessons import (
+    Lesson,
+    all_lessons,
+    back_up,
+    find_folder,
+    find_lesson,
+    key_of,
+    read_notebook,
+    short_hash,
+    tags_of,
+    write_notebook,
+)
+from course_lib.notebooks.progress_bar import CellEnded, cell_bar
+from course_lib.notebooks.source import SourceCell, for_students, read_source, solved
+from course_lib.notebooks.source_rules import problems
+
+MAX_BYTES = 500_000
+CELL_TIMEOUT_S = 120
+
+
+def read_lesson(lesson: Lesson) -> list[SourceCell]:
+    """The proven cells of a lesson's source.
+
+    Raises: CourseError with one line for each thing that is wrong.
+    """
+    cells = read_source(lesson.source)
+    found = problems(cells, lesson.word)
+    if found:
+        raise CourseError(
+            "\n".join(f"{lesson.source.name}, line {line}: {what}." for line, what in found)
+        )
+    return cells
+
+
+def student_notebook(lesson: Lesson, cells: list[SourceCell]) -> NotebookNode:
+    """What a learner opens: stubs, no outputs; the exercise checks let Run All go on."""
+    return _notebook(lesson, cells, [_student_cell(cell) for cell in for_students(cells)])
+
+
+def solved_notebook(lesson: Lesson, cells: list[SourceCell]) -> NotebookNode:
+    """The lesson with its solutions, not yet executed; nbval compares its check cells."""
+    return _notebook(lesson, cells, [_solved_cell(cell) for cell in cells])
+
+
+def _student_cell(cell: SourceCell) -> NotebookNode:
+    goes_on = ["raises-exception"] if cell.is_exercise_check else []
+    made = _cell(cell, cell.text, goes_on)
+    if cell.exercise:
+        made.metadata["deletable"] = False
+    return made
+
+
+def _solved_cell(cell: SourceCell) -> NotebookNode:
+    compared = ["nbval-check-output"] if "check" in cell.tags else []
+    return _cell(cell, solved(cell) if cell.is_exercise else cell.text, compared)
+
+
+def _cell(cell: SourceCell, text: str, more_tags: list[str]) -> NotebookNode:
+    kind = "exercise" if cell.is_exercise else "check"
+    name = f"{kind}-{cell.exercise}" if cell.exercise else f"lesson-{short_hash(text)}"
+    metadata: dict[str, object] = {"exercise": cell.exercise} if cell.exercise else {}
+    if cell.tags or more_tags:
+        metadata["tags"] = [*cell.tags, *more_tags]
+    new = nbformat.v4.new_code_cell if cell.kind == "code" else nbformat.v4.new_markdown_cell
+    return new(text, id=name, metadata=metadata)
+
+
+def _notebook(lesson: Lesson, source: list[SourceCell], cells: list[NotebookNode]) -> NotebookNode:
+    seen: Counter[str] = Counter()
+    for cell in cells:
+        seen[cell.id] += 1
+        cell.id += f"-{seen[cell.id]}" if seen[cell.id] > 1 else ""
+    stubs = {
+        cell.exercise: short_hash(cell.text) for cell in for_students(source) if cell.is_exercise
+    }
+    metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+        "course": {"lesson": lesson.name, "build": short_hash(json.dumps(cells)), "stubs": stubs},
+    }
+    return nbformat.v4.new_notebook(cells=cells, metadata=metadata)
+
+
+def student_is_stale(new: NotebookNode, path: Path) -> bool:
+    """Whether a student notebook has to be written again.
+
+    A learner may change what they like; as long as nobody has worked in it, every cell counts.
+    """
+    try:
+        old = read_notebook(path)
+    except CourseError:
+        return True
+    return built_from(old) != built_from(new) or (not is_touched(old) and old.cells != new.cells)
+
+
+def solved_is_stale(new: NotebookNode, path: Path) -> bool:
+    """Whether the solved notebook has other cells than its source, or a check that never ran."""
+    try:
+        old = read_notebook(path)
+    except CourseError:
+        return True
+    unchecked = any("check" in tags_of(cell) and not cell.outputs for cell in old.cells)
+    bare = [{**cell, "outputs": [], "execution_count": None} for cell in old.cells]
+    fresh = [{**cell, "outputs": [], "execution_count": None} for cell in new.cells]
+    return unchecked or built_from(old) != built_from(new) or bare != fresh
+
+
+def write_student(lesson: Lesson, new: NotebookNode) -> list[str]:
+    """Write a student notebook and carry over the work in the old one; return what to tell."""
+    told: list[str] = []
+    if lesson.student.exists():
+        try:
+            old = read_notebook(lesson.student)
+        except CourseError as error:
+            return _write_over_broken(lesson, new, str(error))
+        if is_touched(old):
+            copy = back_up(lesson.student)
+            new, told = carry_over(new, old)
+            own = sum(map(is_own, new.cells))
+            told = [f"your work is carried over; a backup is {copy}", *told]
+            told += [f"{own} cells of your own kept"] if own else []
+    write_notebook(new, lesson.student)
+    return told
+
+
+def _write_over_broken(lesson: Lesson, new: NotebookNode, why: str) -> list[str]:
+    copy = back_up(lesson.student)
+    write_notebook(new, lesson.student)
+    return [why, f"it is kept as {copy}, and a new notebook is in its place"]
+
+
+def write_solved(
+    lesson: Lesson, cells: list[SourceCell], new: NotebookNode, ended: CellEnded
+) -> None:
+    """Execute the solved notebook and write it."""
+    try:
+        execute(new, CELL_TIMEOUT_S, ended)
+    except CellStopped as error:
+        line = cells[error.index].line
+        raise CourseError(
+            f"{lesson.source.name}, line {line}: the cell {error}. Nothing was written."
+        ) from None
+    for cell in new.cells:
+        if "check" in tags_of(cell) and not cell.outputs:
+            raise CourseError(f"{lesson.name}: a check cell prints nothing: {key_of(cell)}")
+    _demand_small(lesson, new)
+    write_notebook(new, lesson.solved)
+
+
+def _demand_small(lesson: Lesson, notebook: NotebookNode) -> None:
+    size = len(nbformat.writes(notebook))
+    if size > MAX_BYTES:
+        sizes = [(len(json.dumps(cell)), index) for index, cell in enumerate(notebook.cells)]
+        worst, index = max(sizes)
+        raise CourseError(
+            f"{lesson.name}: need a solved notebook of at most {MAX_BYTES // 1000} kB; got "
+            f"{size // 1000} kB, of which cell {index + 1} is {worst // 1000} kB. Show less there."
+        )
+
+
+def build(lesson: Lesson, console: Console, *, force: bool = False, check: bool = False) -> bool:
+    """Bring the two notebooks of a lesson up to date; with `check` only say what is stale.
+
+    Returns whether anything was stale.
+    """
+    cells = read_lesson(lesson)
+    student, solution = student_notebook(lesson, cells), solved_notebook(lesson, cells)
+    stale = {
+        lesson.solved: force or solved_is_stale(solution, lesson.solved),
+        lesson.student: force or student_is_stale(student, lesson.student),
+    }
+    if check:
+        for path in (path for path, is_stale in stale.items() if is_stale):
+            console.print(f"{path} is stale. Try make notebooks.", soft_wrap=True)
+        return any(stale.values())
+    start_s = time.monotonic()
+    if stale[lesson.solved]:
+        with cell_bar(lesson.name) as ended:
+            write_solved(lesson, cells, solution, ended)
+    told = write_student(lesson, student) if stale[lesson.student] else []
+    seconds = f"built in {time.monotonic() - start_s:.0f} s"
+    console.print(f"{lesson.name}: {seconds if any(stale.values()) else 'up to date'}")
+    for sentence in told:
+        console.print(f"    {sentence}", soft_wrap=True)
+    return any(stale.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m course_lib.notebooks.build", description=__doc__
+    )
+    parser.add_argument("lessons", nargs="*", help="04 or 04_collectives; all when none is given")
+    parser.add_argument("--force", action="store_true", help="build even what is up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if any is stale")
+    given = parser.parse_args(arguments)
+    folder, console, failed = find_folder(), Console(highlight=False), False
+    try:
+        lessons = [find_lesson(name, folder) for name in given.lessons] or all_lessons(folder)
+    except CourseError as error:
+        console.print(str(error), soft_wrap=True, markup=False)
+        return 1
+    for lesson in lessons:
+        try:
+            stale = build(lesson, console, force=given.force, check=given.check)
+            failed |= given.check and stale
+        except CourseError as error:
+            console.print(str(error), soft_wrap=True, markup=False)
+            failed = True
+        except KeyboardInterrupt:
+            console.print(f"{lesson.name}: stopped; the notebooks are as they were.")
+            return 130
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

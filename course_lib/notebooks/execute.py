@@ -1,0 +1,98 @@
+"""Run a notebook in a fresh kernel of this Python, cell after cell, and keep what it shows."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
+
+from course_lib.core import CourseError
+from course_lib.notebooks.lessons import tags_of
+from course_lib.notebooks.progress_bar import CellEnded
+
+# A saved notebook shows pictures and text; a widget without its kernel shows nothing.
+STILL_PICTURES = {**os.environ, "COURSE_NO_WIDGETS": "1"}
+
+
+class CellStopped(CourseError):
+    """A cell raised, ran too long, or ended the kernel; `index` is its place in the notebook."""
+
+    def __init__(self, index: int, what: str) -> None:
+        super().__init__(what)
+        self.index = index
+
+
+def execute(notebook: NotebookNode, timeout_s: int, ended: CellEnded) -> None:
+    """Run all cells in place, in a scratch folder; `ended(done, all)` is told after each.
+
+    Cells tagged raises-exception must raise. The kernel is gone afterwards, also after Ctrl-C.
+    Raises: CellStopped.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(
+            notebook,
+            kernel_name="python3",
+            timeout=timeout_s,
+            record_timing=False,
+            store_widget_state=False,
+            resources={"metadata": {"path": folder}},
+        )
+        with client.setup_kernel(stderr=subprocess.DEVNULL, env=STILL_PICTURES):
+            for index, cell in enumerate(notebook.cells):
+                if cell.cell_type == "code":
+                    _run_cell(client, cell, index)
+                    _join_streams(cell)
+                    _without_paths(cell, folder)
+                ended(index + 1, len(notebook.cells))
+
+
+def _run_cell(client: NotebookClient, cell: NotebookNode, index: int) -> None:
+    try:
+        client.execute_cell(cell, index)
+    except CellExecutionError as error:
+        raise CellStopped(index, f"raised {error.ename}: {error.evalue}") from None
+    except CellTimeoutError:
+        raise CellStopped(index, f"ran for more than {client.timeout} s") from None
+    except DeadKernelError:
+        raise CellStopped(index, "ended the kernel") from None
+    raised = any(output.output_type == "error" for output in cell.outputs)
+    if "raises-exception" in tags_of(cell) and not raised:
+        raise CellStopped(index, "is tagged raises-exception and did not raise")
+
+
+def _join_streams(cell: NotebookNode) -> None:
+    """Join what was printed in a row: a kernel sends it in pieces, cut by the clock."""
+    joined: list[NotebookNode] = []
+    for output in cell.outputs:
+        before = joined[-1] if joined else {}
+        if output.output_type == "stream" and output.name == before.get("name"):
+            before["text"] += output.text
+        else:
+            joined.append(output)
+    cell.outputs = joined
+
+
+def _without_paths(cell: NotebookNode, scratch: str) -> None:
+    """Take this machine's folders out of what a cell shows."""
+    course = str(Path(__file__).parents[2])
+    pattern = re.compile(
+        r"/\S*/ipykernel_\d+/\d+\.py"
+        f"|{re.escape(scratch)}/?|{re.escape(course)}/|{re.escape(sys.prefix)}/"
+        f"|{re.escape(os.path.expanduser('~'))}/"
+    )
+    for output in cell.outputs:
+        for where in (output, output.get("data", {})):
+            for name, value in where.items():
+                if isinstance(value, str) and not name.startswith("image/"):
+                    where[name] = _cleaned(pattern, value)
+        if "traceback" in output:
+            output.traceback = [_cleaned(pattern, line) for line in output.traceback]
+
+
+def _cleaned(pattern: re.Pattern[str], text: str) -> str:
+    return pattern.sub(lambda match: "cell" if "ipykernel" in match[0] else "", text)

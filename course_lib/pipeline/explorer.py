@@ -1,0 +1,76 @@
+"""Sliders for a pipeline schedule: its lanes of time and memory, its bubble, what it holds.
+
+Everything is played on paper, so that a slider answers at once. Notebook 08_pipeline.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from course_lib.core.links import Link
+from course_lib.display.explore import Explore, explore
+from course_lib.pipeline import schedules
+from course_lib.pipeline.actions import Schedule
+from course_lib.pipeline.pictures import pipelines
+from course_lib.pipeline.simulation import PipelineTimes, SimulatedStep, simulate
+
+PLAIN: dict[str, Callable[[int, int], Schedule]] = {
+    "naive": schedules.naive,
+    "GPipe": schedules.gpipe,
+    "1F1B": schedules.one_f_one_b,
+    "ZB-H1": schedules.zero_bubble_h1,
+}
+SCHEDULES = ["naive", "GPipe", "1F1B", "interleaved", "ZB-H1"]
+
+
+def schedule_explorer() -> Explore:
+    """A picture with sliders: schedule, p, m, chunks, seconds of I and W (F takes 1), the wire.
+
+    `chunks` counts for interleaved alone. `message` is what any message takes, in parts of F.
+    """
+    return explore(
+        _draw,
+        lambda **values: _finding(_played(**values), values["schedule"]),
+        schedule=(SCHEDULES, "1F1B"),
+        p=(2, 8, 4),
+        m=(1, 16, 6),
+        chunks=(2, 4, 2),
+        backward_input=([0.5, 1.0, 1.5, 2.0], 1.0),
+        backward_weight=([0.0, 0.5, 1.0, 1.5], 1.0),
+        message=([0.0, 0.1, 0.2, 0.5, 1.0], 0.0),
+    )
+
+
+def _played(
+    *,
+    schedule: str,
+    p: int,
+    m: int,
+    chunks: int,
+    backward_input: float,
+    backward_weight: float,
+    message: float,
+) -> SimulatedStep:
+    interleaved = schedule == "interleaved"
+    actions = schedules.interleaved(p, m, chunks) if interleaved else PLAIN[schedule](p, m)
+    times = PipelineTimes(
+        forward_s=1.0,
+        backward_input_s=backward_input,
+        backward_weight_s=backward_weight,
+        link=Link(latency_s=message, bytes_per_s=math.inf),
+    )
+    return simulate(actions, times)
+
+
+def _draw(**values: Any) -> Figure:
+    played, name = _played(**values), values["schedule"]
+    return pipelines({name: played.events()}, _finding(played, name), unit="F")
+
+
+def _finding(played: SimulatedStep, name: str) -> str:
+    overhead, peak = played.bubble_overhead, max(played.peak_in_flight())
+    parts = max(action.model_chunk for action in played.schedule[0]) + 1
+    held = f"{peak} parts of 1/{parts}" if parts > 1 else f"{peak} micro-batches"
+    return f"{name}: a bubble of {overhead:.0%} of the compute, {held} in flight at most"

@@ -1,0 +1,358 @@
+"""Play a pipeline schedule on paper: when every rank does what, and what it holds meanwhile.
+
+Each rank runs its actions in order, each as soon as its input is there; what it puts out leaves at
+once, and the rank goes on. From the start and end of every action follow the length of the step,
+the bubble, and the activations held at any moment. Notebook 08_pipeline.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from course_lib.core.errors import CourseError
+from course_lib.core.links import Link, TwoLevelLink
+from course_lib.core.records import Event, Ledger
+from course_lib.pipeline.actions import LETTERS, Action, Schedule, num_model_chunks_of, target_of
+from course_lib.pipeline.schedule_rules import check_schedule
+
+_HELD = {"forward": 1, "backward": -1, "backward_input": 0, "backward_weight": -1}
+Arrivals = list[float | None]
+INSTANT = Link(name="instant", latency_s=0.0, bytes_per_s=float("inf"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineTimes:
+    """Seconds of the actions of one micro-batch on one stage, and the wire between stages.
+
+    The three times are one number for all stages; or one for each stage, which its model chunks
+    share evenly; or one for each model chunk, in the order of the layers. A whole backward takes
+    both halves. `message_bytes` is the size of an activation, and of its gradient: one number, or
+    one for each micro-batch. `micro_batch_scale` makes micro-batches longer or shorter than that.
+
+    A wire that takes t seconds for any message is Link(latency_s=t, bytes_per_s=math.inf).
+    """
+
+    forward_s: float | Sequence[float] = 1.0
+    backward_input_s: float | Sequence[float] = 1.0
+    backward_weight_s: float | Sequence[float] = 1.0
+    link: Link | TwoLevelLink = INSTANT
+    message_bytes: float | Sequence[float] = 0.0
+    micro_batch_scale: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_input_s", "backward_weight_s", "message_bytes"):
+            value = getattr(self, name)
+            if any(one < 0 for one in (value if isinstance(value, Sequence) else (value,))):
+                raise CourseError(f"PipelineTimes: need {name} >= 0; got {value}. Try 1.0.")
+
+    def by_depth(self, num_stages: int, num_model_chunks: int) -> dict[str, list[float]]:
+        """Seconds of each kind of action, for each model chunk in the order of the layers."""
+        spread = {
+            kind: _spread(kind, value, num_stages, num_model_chunks)
+            for kind, value in (
+                ("forward", self.forward_s),
+                ("backward_input", self.backward_input_s),
+                ("backward_weight", self.backward_weight_s),
+            )
+        }
+        halves = zip(spread["backward_input"], spread["backward_weight"], strict=True)
+        return {**spread, "backward": [one + other for one, other in halves]}
+
+    def scale(self, micro_batch: int) -> float:
+        """How long a micro-batch is, in parts of an ordinary one."""
+        return self.micro_batch_scale[micro_batch] if self.micro_batch_scale else 1
+
+    def bytes_of(self, micro_batch: int) -> float:
+        """The size of the messages of a micro-batch."""
+        sizes = self.message_bytes
+        return sizes[micro_batch] if isinstance(sizes, Sequence) else sizes
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A schedule that was played, with times for each action in the schedule's places.
+
+    `left_s` and `arrived_s` say when an action's output left and arrived; None if it has none.
+    """
+
+    schedule: Schedule
+    times: PipelineTimes
+    starts_s: list[list[float]]
+    ends_s: list[list[float]]
+    left_s: list[list[float | None]]
+    arrived_s: list[list[float | None]]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds until the last rank is done."""
+        return max((ends[-1] for ends in self.ends_s if ends), default=0.0)
+
+    @property
+    def busy_s(self) -> list[float]:
+        """Seconds that each rank computes."""
+        return [
+            sum(end - start for start, end in zip(starts, ends, strict=True))
+            for starts, ends in zip(self.starts_s, self.ends_s, strict=True)
+        ]
+
+    @property
+    def idle_s(self) -> list[float]:
+        """Seconds that each rank does not compute before the step ends: its bubble."""
+        return [self.step_s - busy for busy in self.busy_s]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The part of all ranks' time, until the step ends, in which they do not compute."""
+        return sum(self.idle_s) / (len(self.schedule) * self.step_s or 1.0)
+
+    @property
+    def bubble_overhead(self) -> float:
+        """Seconds not computed for each second computed: (p - 1)/m for 1F1B with equal times."""
+        return sum(self.idle_s) / (sum(self.busy_s) or 1.0)
+
+    @property
+    def bubble_rate(self) -> float:
+        """The largest part that a rank is idle between its own first start and last end.
+
+        Source: Qi et al. 2024 (Zero bubble pipeline parallelism), section 5.3
+        """
+        return max(
+            1 - busy / (ends[-1] - starts[0] or 1.0)
+            for starts, ends, busy in zip(self.starts_s, self.ends_s, self.busy_s, strict=True)
+        )
+
+    def events(self) -> list[Event]:
+        """What a recorder would have seen: compute of each rank, and sends that take time."""
+        return [*self._computed(), *self._sent()]
+
+    def _computed(self) -> Iterator[Event]:
+        for rank, actions in enumerate(self.schedule):
+            for action, start_s, end_s in zip(
+                actions, self.starts_s[rank], self.ends_s[rank], strict=True
+            ):
+                yield Event(
+                    rank=rank, kind=action.kind, start_s=start_s, end_s=end_s, label=action.label
+                )
+
+    def _sent(self) -> Iterator[Event]:
+        num_stages, num_model_chunks = len(self.schedule), num_model_chunks_of(self.schedule)
+        for rank, actions in enumerate(self.schedule):
+            sent = zip(actions, self.left_s[rank], self.arrived_s[rank], strict=True)
+            for action, left_s, arrived_s in sent:
+                peer = target_of(action, num_stages, num_model_chunks)
+                if peer is None or left_s is None or arrived_s is None or left_s == arrived_s:
+                    continue
+                yield Event(
+                    rank=rank,
+                    kind="send",
+                    start_s=left_s,
+                    end_s=arrived_s,
+                    num_bytes=round(self.times.bytes_of(action.micro_batch)),
+                    label=f"{action.label} to {peer}",
+                    peer=peer,
+                    group=tuple(sorted((rank, peer))),
+                )
+
+    def in_flight(self, rank: int) -> list[tuple[float, int]]:
+        """How many micro-batches the rank holds activations of, from each moment it changes."""
+        held, history = 0, [(0.0, 0)]
+        for action, start_s, end_s in self._timed(rank):
+            change = _HELD[action.kind]
+            if change:
+                held += change
+                history.append((start_s if change > 0 else end_s, held))
+        return history
+
+    def peak_in_flight(self) -> list[int]:
+        """The most micro-batches each rank holds; with model chunks, each chunk counts."""
+        return [
+            max(count for _, count in self.in_flight(rank)) for rank in range(len(self.schedule))
+        ]
+
+    def ledger(
+        self, rank: int, activation_bytes: int, weight_bytes: int | None = None, params: int = 0
+    ) -> Ledger:
+        """Bytes of activations over time, for a lane of memory under the lane of time.
+
+        A micro-batch, in each model chunk, holds `activation_bytes` from its forward on, and
+        `weight_bytes` of them (else all) from its backward_input until its backward_weight.
+        """
+        kept_bytes = activation_bytes if weight_bytes is None else weight_bytes
+        change = {"forward": activation_bytes, "backward": -activation_bytes}
+        change |= {"backward_input": kept_bytes - activation_bytes, "backward_weight": -kept_bytes}
+        ledger, held = Ledger(rank=rank), 0
+        ledger.add(0.0, params=params)
+        for action, start_s, end_s in self._timed(rank):
+            held += change[action.kind]
+            moment_s = start_s if action.kind == "forward" else end_s
+            ledger.add(moment_s, activations=held, params=params)
+        ledger.add(self.step_s, activations=held, params=params)
+        return ledger
+
+    def _timed(self, rank: int) -> Iterator[tuple[Action, float, float]]:
+        return zip(self.schedule[rank], self.starts_s[rank], self.ends_s[rank], strict=True)
+
+
+def simulate(schedule: Schedule, times: PipelineTimes | None = None) -> SimulatedStep:
+    """Play a schedule; without `times`, forward and both halves of backward take 1 s each.
+
+    Sends do not block. A rank has one port a kind of link: what it sends leaves one message after
+    the other, each taking bytes / beta, and arrives after alpha + bytes / beta.
+
+    Raises: ScheduleError, naming the first broken law, if the schedule cannot be played to its end;
+            one that can may still leave something out, which `check_schedule` says
+    """
+    times = times or PipelineTimes()
+    try:
+        player = Player(schedule, times)
+        player.play()
+    except (KeyError, IndexError):
+        check_schedule(schedule)
+        raise
+    if any(len(done) < len(todo) for done, todo in zip(player.ends_s, schedule, strict=True)):
+        check_schedule(schedule)
+    played = (player.starts_s, player.ends_s, player.left_s, player.arrived_s)
+    return SimulatedStep(schedule, times, *played)
+
+
+@dataclass
+class _Port:
+    """Where a rank's messages over one kind of link leave, one after the other."""
+
+    free_s: float = 0
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The way of a stage's output: the receiver's inbox, the port, seconds by micro-batch."""
+
+    inbox: Arrivals
+    first: int  # place of micro-batch 0 in the inbox
+    port: _Port
+    occupied_s: list[float]
+    travel_s: list[float]
+
+    def send(self, micro_batch: int, now_s: float) -> tuple[float, float]:
+        """Put a message on the wire; return when it leaves and when it arrives."""
+        start_s = now_s if now_s > self.port.free_s else self.port.free_s
+        self.port.free_s = start_s + self.occupied_s[micro_batch]
+        arrival_s = start_s + self.travel_s[micro_batch]
+        self.inbox[self.first + micro_batch] = arrival_s
+        return start_s, arrival_s
+
+
+class _Work(NamedTuple):
+    """An action of one kind on one model chunk: its time, its input's place, its output's way."""
+
+    duration_s: float
+    inbox: Arrivals
+    first: int  # place of micro-batch 0 in the inbox
+    route: _Route | None
+
+
+class Player:
+    """Plays the ranks in turn, each as far as its inputs have come.
+
+    `inbox[kind]` says when the input of an action arrives, None before that is known; it has a
+    place for each depth and micro-batch. What needs no input has its input from the start.
+    """
+
+    def __init__(self, schedule: Schedule, times: PipelineTimes) -> None:
+        self.schedule, self.times = schedule, times
+        self.num_stages, self.num_model_chunks = len(schedule), num_model_chunks_of(schedule)
+        self.num_micro_batches = 1 + max(
+            (a.micro_batch for one in schedule for a in one), default=0
+        )
+        self.duration_s = times.by_depth(self.num_stages, self.num_model_chunks)
+        self.scales = [times.scale(i) for i in range(self.num_micro_batches)]
+        self.inbox = self._inboxes()
+        self.starts_s: list[list[float]] = [[] for _ in schedule]
+        self.ends_s: list[list[float]] = [[] for _ in schedule]
+        self.left_s: list[Arrivals] = [[] for _ in schedule]
+        self.arrived_s: list[Arrivals] = [[] for _ in schedule]
+        self._ports: dict[tuple[int, Link], _Port] = {}
+        self._seconds: dict[Link, tuple[list[float], list[float]]] = {}
+
+    def _inboxes(self) -> dict[str, Arrivals]:
+        here: Arrivals = [0] * self.num_micro_batches
+        num_depths = self.num_stages * self.num_model_chunks
+        later: Arrivals = [None] * (self.num_micro_batches * (num_depths - 1))
+        gradients = later + here
+        return {
+            "forward": here + later,
+            "backward": gradients,
+            "backward_input": gradients,
+            "backward_weight": here * num_depths,
+        }
+
+    def _route(self, kind: str, depth: int) -> _Route | None:
+        """The way of what an action puts out; None if nobody waits for it."""
+        chunk, stage = divmod(depth, self.num_stages)
+        receiver = target_of(Action(kind, stage, 0, chunk), self.num_stages, self.num_model_chunks)
+        if receiver is None:
+            return None
+        link = INSTANT if receiver == stage else self.times.link.between(stage, receiver)
+        if link not in self._seconds:
+            sizes = [self.times.bytes_of(i) for i in range(self.num_micro_batches)]
+            occupied_s = [size / link.bytes_per_s for size in sizes]
+            self._seconds[link] = occupied_s, [link.time_s(size) for size in sizes]
+        first = (depth + (1 if kind == "forward" else -1)) * self.num_micro_batches
+        port = self._ports.setdefault((stage, link), _Port())
+        return _Route(self.inbox[kind], first, port, *self._seconds[link])
+
+    def _work(self, kind: str, depth: int) -> _Work:
+        first = depth * self.num_micro_batches
+        route = self._route(kind, depth)
+        return _Work(self.duration_s[kind][depth], self.inbox[kind], first, route)
+
+    def play(self) -> None:
+        """Play until nothing moves any more."""
+        ranks = [self._run(rank) for rank in range(self.num_stages)]
+        waits_for: list[tuple[Arrivals, int] | None] = [None] * self.num_stages
+        to_play = list(range(self.num_stages))
+        while to_play:
+            rank = to_play.pop()
+            waits_for[rank] = next(ranks[rank], None)
+            for other in ((rank - 1) % self.num_stages, (rank + 1) % self.num_stages):
+                wanted = waits_for[other]
+                if wanted and wanted[0][wanted[1]] is not None:
+                    waits_for[other] = None
+                    to_play.append(other)
+
+    def _run(self, rank: int) -> Iterator[tuple[Arrivals, int]]:
+        """Play one rank; whenever an input is missing, yield which: its inbox, the place there."""
+        starts, ends = self.starts_s[rank], self.ends_s[rank]
+        left, arrived = self.left_s[rank], self.arrived_s[rank]
+        depths = range(rank, self.num_stages * self.num_model_chunks, self.num_stages)
+        work = {kind: [self._work(kind, depth) for depth in depths] for kind in LETTERS}
+        now_s: float = 0
+        for kind, _, micro_batch, chunk in self.schedule[rank]:
+            duration_s, inbox, first, route = work[kind][chunk]
+            while (input_s := inbox[first + micro_batch]) is None:
+                yield inbox, first + micro_batch
+            if input_s > now_s:
+                now_s = input_s
+            starts.append(now_s)
+            now_s += duration_s * self.scales[micro_batch]
+            ends.append(now_s)
+            left_s, arrived_s = route.send(micro_batch, now_s) if route else (None, None)
+            left.append(left_s)
+            arrived.append(arrived_s)
+
+
+def _spread(
+    kind: str, value: float | Sequence[float], num_stages: int, num_model_chunks: int
+) -> list[float]:
+    """One number for each depth."""
+    num_depths = num_stages * num_model_chunks
+    if not isinstance(value, Sequence):
+        value = [value] * num_stages
+    if len(value) == num_stages:
+        return [one / num_model_chunks for one in value] * num_model_chunks
+    if len(value) == num_depths:
+        return list(value)
+    wanted = dict.fromkeys((num_stages, num_depths))
+    raise CourseError(
+        f"PipelineTimes: need {' or '.join(map(str, wanted))} times of {kind}; got {len(value)}. "
+        "Try one number for all stages."
+    )

@@ -1,0 +1,189 @@
+"""Cut a model into stages: which layers each rank of a pipeline holds.
+
+Layers stay in order. With p stages and v model chunks a rank, the model is cut into p v pieces, and
+rank r holds pieces r, r + p, r + 2p and so on. A parameter that layers on several stages share has
+a copy on each; their gradients are summed, so that the copies stay equal. Notebook 08_pipeline.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.collectives.group import Place
+from course_lib.core.errors import CourseError
+from course_lib.core.specs import ModelSpec
+from course_lib.cost.flops import forward_flop
+from course_lib.models import GPT
+from course_lib.pipeline.balance import balance_stages
+
+Model = ModelSpec | GPT | Sequence[nn.Module] | nn.Sequential
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter of which several stages hold a copy."""
+
+    param: nn.Parameter
+    stages: tuple[int, ...]
+
+
+class Stage(nn.Module):
+    """What one rank of a pipeline holds: its model chunks, and what of them others hold too."""
+
+    def __init__(self, chunks: Sequence[nn.Module], tied: Sequence[Tied] = ()) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleList(chunks)
+        self.tied = list(tied)
+
+
+class GPTChunk(GPT):
+    """Consecutive layers of a GPT, under the names that they have in the whole model.
+
+    Layer 0 is the embedding, then come the blocks, the last one is the norm with the head.
+
+    Shapes:  tokens [batch, seq] or [batch, seq, hidden] -> [batch, seq, hidden] or logits
+    """
+
+    def __init__(self, whole: GPT, first: int, end: int) -> None:
+        nn.Module.__init__(self)  # GPT's own would make all layers anew
+        self.spec = whole.spec
+        self.begins, self.ends = first == 0, end == len(whole.blocks) + 2
+        if self.begins:
+            self.embedding, self.positions = whole.embedding, whole.positions
+            self.dropout = whole.dropout
+        self.blocks = nn.ModuleList()
+        for number, block in enumerate(whole.blocks):
+            if first <= number + 1 < end:
+                self.blocks.add_module(str(number), block)
+        if self.ends:
+            self.norm, self.head = whole.norm, whole.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.run_blocks(self.blocks, self.embed(x) if self.begins else x)
+        return self.head(self.norm(x)) if self.ends else x
+
+
+def split_model(
+    model: Model,
+    num_stages: int,
+    stage: int,
+    *,
+    num_layers: Sequence[int] | None = None,
+    layer_times: Sequence[float] | None = None,
+    num_model_chunks: int = 1,
+) -> Stage:
+    """This rank's stage of a model that all ranks have built from the same seed.
+
+    model        a ModelSpec or GPT, whose layers are embedding, blocks, head; or a list of layers
+    num_layers   how many layers each of the p v pieces gets, in the order of the layers
+    layer_times  without num_layers: cut so that the slowest piece is as fast as it can be. Else a
+                 GPT's layers count with their FLOP, other layers as equally long
+
+    Cost:    the whole model once; what is not of this stage goes when the caller lets `model` go
+    Raises:  CourseError if the pieces do not fit the layers
+    """
+    if not 0 <= stage < num_stages:
+        raise CourseError(
+            f"split_model: need a stage from 0 to {num_stages - 1}; got {stage}. Try the rank."
+        )
+    whole = GPT(model) if isinstance(model, ModelSpec) else model
+    if num_layers is None:
+        times = _layer_times(whole) if layer_times is None else layer_times
+        _check_layers(len(times), _num_layers(whole), "layer_times")
+        num_layers = balance_stages(times, num_stages * num_model_chunks)
+    if len(num_layers) != num_stages * num_model_chunks or min(num_layers) < 1:
+        raise CourseError(
+            f"split_model: need layers for {num_stages} stages x {num_model_chunks} model chunks, "
+            f"none empty; got num_layers = {list(num_layers)}. Try num_layers=None."
+        )
+    _check_layers(sum(num_layers), _num_layers(whole), "num_layers")
+    ends = pairwise(accumulate(num_layers, initial=0))
+    pieces = [_piece(whole, first, end) for first, end in ends]
+    mine = pieces[stage::num_stages]
+    return Stage(mine, [tied for tied in _tied(pieces, num_stages) if stage in tied.stages])
+
+
+def _num_layers(whole: GPT | Sequence[nn.Module] | nn.Sequential) -> int:
+    return len(whole.blocks) + 2 if isinstance(whole, GPT) else len(whole)
+
+
+def _layer_times(whole: GPT | Sequence[nn.Module] | nn.Sequential) -> list[float]:
+    """The FLOP of each layer of a GPT; 1 for others."""
+    if not isinstance(whole, GPT):
+        return [1.0] * len(whole)
+    spec = whole.spec
+    flop = forward_flop(spec, 1, spec.max_seq)
+    head = flop.pop("logits")
+    return [0.0, *[sum(flop.values()) / spec.num_layers] * spec.num_layers, head]
+
+
+def _piece(whole: GPT | Sequence[nn.Module] | nn.Sequential, first: int, end: int) -> nn.Module:
+    if isinstance(whole, GPT):
+        return GPTChunk(whole, first, end)
+    return nn.Sequential(OrderedDict((str(n), whole[n]) for n in range(first, end)))
+
+
+def _tied(pieces: Sequence[nn.Module], num_stages: int) -> list[Tied]:
+    """Parameters of several stages, in one order on every rank."""
+    holders: dict[nn.Parameter, list[int]] = {}
+    for depth, piece in enumerate(pieces):
+        for param in piece.parameters():
+            holders.setdefault(param, []).append(depth % num_stages)
+    return [Tied(p, tuple(sorted({*s}))) for p, s in holders.items() if len({*s}) > 1]
+
+
+def _check_layers(got: int, wanted: int, what: str) -> None:
+    if got != wanted:
+        raise CourseError(
+            f"split_model: need {what} for {wanted} layers (of a GPT: embedding, blocks, head); "
+            f"got {got}. Try {what}=None."
+        )
+
+
+# --- copies of one parameter on several stages
+
+
+@torch.no_grad()
+def share_tied(stage: Stage, place: Place) -> None:
+    """Give all copies of a tied parameter the values of the first stage that holds it."""
+    for tied in stage.tied:
+        root, *others = tied.stages
+        if place.me == root:
+            works = [place.isend(tied.param.detach(), to) for to in others]
+        else:
+            works = [place.irecv(tied.param.detach(), root)]
+        for work in works:
+            work.wait()
+
+
+@contextmanager
+def tied_summed(stage: Stage, place: Place) -> Iterator[None]:
+    """At the end, every copy of a tied parameter has the gradient that all of them got in here.
+
+    Gradients from before are put aside meanwhile, as they have been summed already.
+    """
+    tied_params = [tied for tied in stage.tied if tied.param.requires_grad]
+    before = [tied.param.grad for tied in tied_params]
+    for tied in tied_params:
+        tied.param.grad = None
+    yield
+    for tied, old in zip(tied_params, before, strict=True):
+        total = _sum_of_copies(tied, place)
+        tied.param.grad = total if old is None else old + total
+
+
+def _sum_of_copies(tied: Tied, place: Place) -> Tensor:
+    """Exchange the gradients, and sum them in the order of the stages: the same bits everywhere."""
+    grad = tied.param.grad
+    mine = (torch.zeros_like(tied.param) if grad is None else grad).detach().contiguous()
+    grads = {to: mine if to == place.me else torch.empty_like(mine) for to in tied.stages}
+    works = [place.isend(mine, to) for to in tied.stages if to != place.me]
+    works += [place.irecv(grads[other], other) for other in tied.stages if other != place.me]
+    for work in works:
+        work.wait()
+    return torch.stack([grads[number] for number in tied.stages]).sum(0)

@@ -1,0 +1,248 @@
+"""The notice board: a small shared file on which every rank writes what it is doing.
+
+Each rank posts every collective, send and recv *before* it starts, with the learner's line. So a
+rank can compare its call with the others' before anything is sent, an emulated link knows when a
+message left, and the notebook can see who waits for whom without asking anyone.
+
+A slot is found by (channel, seq): the channel is the group (or the pair and tag of a send), seq
+counts the calls on it, so matching calls of all ranks stand under the same pair of numbers. A call
+may stand in one of several slots, and takes the oldest one's place: so the calls of two channels,
+of which many may be under way, do not wipe each other out.
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntFlag
+
+from course_lib.core.records import KINDS
+from course_lib.ranks.source_lines import Line
+
+NUM_SLOTS = 1024
+NUM_CHOICES = 8  # slots in which one call may stand
+SLOT = struct.Struct("<Q II dd QQ hBB I 80s 40s 160s Q")
+NUMBER = struct.Struct(f"<Q{SLOT.size - 8}x")  # of a slot, without all that stands behind it
+SIGNATURE_AT, SIGNATURE_BYTES = struct.calcsize("<Q II dd QQ hBB I"), 80
+STATE = struct.Struct("<Q II d I 160s 40s II")
+RANK_BYTES = 512 + NUM_SLOTS * SLOT.size
+POST_KINDS = (*KINDS, "new_group")
+MAX_RANKS = 64
+
+
+class Flag(IntFlag):
+    """Marks on a posted call."""
+
+    DONE = 1
+    REFUSED = 2
+    DROPPED = 4  # nobody held its handle any more, so gloo has forgotten the message
+    ARRIVED = 8  # its bytes are here; an emulated link still holds them back
+
+
+NO_FLAGS = Flag(0)
+
+
+@dataclass(frozen=True)
+class Post:
+    """One call as a rank announced it. `arrive_s` is when an emulated link delivers a message."""
+
+    number: int
+    channel: int
+    seq: int
+    kind: str
+    members: tuple[int, ...]
+    signature: str
+    line: Line
+    post_s: float
+    arrive_s: float = 0.0
+    num_bytes: int = 0
+    peer: int = -1
+    flags: Flag = NO_FLAGS
+
+    @property
+    def call(self) -> str:
+        """The call in words: `all_reduce(sum) float32 [4]`, `send float32 [4] 0->1`."""
+        return f"{self.kind} {self.signature}" if self.kind in ("send", "recv") else self.signature
+
+
+@dataclass(frozen=True)
+class State:
+    """What a rank is doing now.
+
+    `blocked` is the (channel, seq) its main thread waits on, `oldest` its oldest call that has not
+    come to an end, `idle_s` for how long it has used no CPU while inside PyTorch.
+    """
+
+    num_posts: int
+    blocked: tuple[int, int] | None
+    idle_s: float
+    line: Line
+    oldest: tuple[int, int] | None
+
+
+def channel_of(*parts: object) -> int:
+    """A number that all ranks compute alike for the same group, or the same pair and tag."""
+    return zlib.crc32("|".join(map(str, parts)).encode()) or 1
+
+
+class Board:
+    """The shared file. Each rank writes its own part only; everyone reads all parts."""
+
+    def __init__(self, path: str, world_size: int) -> None:
+        size = world_size * RANK_BYTES
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if os.fstat(handle).st_size < size:
+                os.truncate(path, size)
+            self._map = mmap.mmap(handle, size)
+        finally:
+            os.close(handle)
+        self.world_size = world_size
+
+    # -- written by the rank itself ---------------------------------------------------------
+
+    def post(self, rank: int, post: Post) -> None:
+        """Announce a call (or announce it again, with other flags)."""
+        SLOT.pack_into(
+            self._map,
+            self._room(rank, post.channel, post.seq),
+            post.number,
+            post.channel,
+            post.seq,
+            post.post_s,
+            post.arrive_s,
+            post.num_bytes,
+            sum(1 << member for member in post.members),
+            post.peer,
+            POST_KINDS.index(post.kind),
+            post.flags,
+            post.line.number,
+            post.signature.encode()[:SIGNATURE_BYTES],
+            post.line.function.encode()[:40],
+            post.line.file.encode()[:160],
+            post.number,
+        )
+        self._write(rank, 0, "<Q", post.number)
+
+    def mark(self, rank: int, post: Post, flags: Flag) -> None:
+        """Set the flags of a call that is on the board."""
+        at = self._slot(rank, post.channel, post.seq)
+        if at is not None:
+            struct.pack_into("<B", self._map, at + 51, flags)
+
+    def block(self, rank: int, channel: int, seq: int) -> None:
+        """Say that the rank's main thread waits on a call; (0, 0) says that it moves again."""
+        self._write(rank, 8, "<II", channel, seq)
+
+    def beat(self, rank: int, idle_s: float, line: Line, oldest: tuple[int, int]) -> None:
+        """Say, a few times a second, where the rank is and for how long it has been idle."""
+        file, function = line.file.encode()[:160], line.function.encode()[:40]
+        self._write(rank, 16, "<d I 160s 40s II", idle_s, line.number, file, function, *oldest)
+
+    def _write(self, rank: int, offset: int, layout: str, *values: object) -> None:
+        struct.pack_into(layout, self._map, rank * RANK_BYTES + offset, *values)
+
+    # -- read by everyone -------------------------------------------------------------------
+
+    def state(self, rank: int) -> State:
+        """What a rank is doing now."""
+        posts, channel, seq, idle_s, number, file, function, old, old_seq = STATE.unpack_from(
+            self._map, rank * RANK_BYTES
+        )
+        return State(
+            num_posts=posts,
+            blocked=(channel, seq) if channel else None,
+            idle_s=idle_s,
+            line=Line(_text(file), number, _text(function)),
+            oldest=(old, old_seq) if old else None,
+        )
+
+    def find(self, rank: int, channel: int, seq: int) -> Post | None:
+        """A rank's call with this channel and number, or None if it has not come so far."""
+        at = self._slot(rank, channel, seq)
+        post = None if at is None else self._read(at)
+        return post if post and (post.channel, post.seq) == (channel, seq) else None
+
+    def arrival_s(self, rank: int, channel: int, seq: int) -> float | None:
+        """When a rank posted a call (collectives), or when its message arrives (sends)."""
+        at = self._slot(rank, channel, seq)
+        if at is None:
+            return None
+        (stamp,) = struct.unpack_from("<Q", self._map, at + SLOT.size - 8)
+        number, found, found_seq, post_s, arrive_s = struct.unpack_from("<Q II dd", self._map, at)
+        if not stamp or number != stamp or (found, found_seq) != (channel, seq):
+            return None
+        return arrive_s or post_s
+
+    def history(self, rank: int) -> list[Post]:
+        """The calls of a rank that the board still holds, in the order they were made."""
+        start, end = rank * RANK_BYTES + 512, (rank + 1) * RANK_BYTES
+        numbers = NUMBER.iter_unpack(self._map[start:end])
+        found = (self._read(start + i * SLOT.size) for i, (n,) in enumerate(numbers) if n)
+        return sorted((post for post in found if post), key=lambda post: post.number)
+
+    def agrees(self, rank: int, post: Post) -> bool:
+        """Did a rank announce the same call in the same words, or nothing so far?"""
+        at = self._slot(rank, post.channel, post.seq)
+        if at is None:
+            return True
+        words = self._map[at + SIGNATURE_AT : at + SIGNATURE_AT + SIGNATURE_BYTES]
+        return words.rstrip(b"\0") == post.signature.encode()[:SIGNATURE_BYTES]
+
+    def matching(self, post: Post) -> Iterator[tuple[int, Post]]:
+        """The same call as the other members announced it, as far as they have come."""
+        for member in post.members:
+            other = self.find(member, post.channel, post.seq)
+            if other is not None:
+                yield member, other
+
+    def _choices(self, rank: int, channel: int, seq: int) -> list[int]:
+        apart = NUM_SLOTS // NUM_CHOICES
+        first = rank * RANK_BYTES + 512 + (channel + seq) % apart * SLOT.size
+        return [first + choice * apart * SLOT.size for choice in range(NUM_CHOICES)]
+
+    def _slot(self, rank: int, channel: int, seq: int) -> int | None:
+        """Where a call stands, or None if it has not come or is long gone."""
+        for at in self._choices(rank, channel, seq):
+            if struct.unpack_from("<II", self._map, at + 8) == (channel, seq):
+                return at
+        return None
+
+    def _room(self, rank: int, channel: int, seq: int) -> int:
+        """Where to write a call: where it stands already, or over the oldest one."""
+        at = self._slot(rank, channel, seq)
+        if at is not None:
+            return at
+        choices = self._choices(rank, channel, seq)
+        return min(choices, key=lambda at: NUMBER.unpack_from(self._map, at))
+
+    def _read(self, at: int) -> Post | None:
+        """Read a slot while others may write it: last field, whole slot, first field again."""
+        (stamp,) = struct.unpack_from("<Q", self._map, at + SLOT.size - 8)
+        _, channel, seq, post_s, arrive_s, size, bits, peer, kind, flags, line, *text, _ = (
+            SLOT.unpack_from(self._map, at)
+        )
+        (number,) = struct.unpack_from("<Q", self._map, at)
+        if number == 0 or number != stamp:
+            return None
+        signature, function, file = map(_text, text)
+        return Post(
+            number=number,
+            channel=channel,
+            seq=seq,
+            kind=POST_KINDS[kind],
+            members=tuple(rank for rank in range(MAX_RANKS) if bits >> rank & 1),
+            signature=signature,
+            line=Line(file, line, function),
+            post_s=post_s,
+            arrive_s=arrive_s,
+            num_bytes=size,
+            peer=peer,
+            flags=Flag(flags),
+        )
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")

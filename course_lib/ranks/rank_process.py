@@ -1,0 +1,203 @@
+"""The life of one rank: joins its world, then runs the jobs that the notebook sends, one by one."""
+
+import ast
+import faulthandler
+import linecache
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import TextIOWrapper
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from course_lib.core.links import Link, TwoLevelLink
+from course_lib.ranks.call_board import Board
+from course_lib.ranks.recorder import record, span
+from course_lib.ranks.source_lines import Line, line_of, lines_of, owner
+from course_lib.ranks.tracer import Wires
+from course_lib.ranks.world import join_world, rank_device
+
+HEARTBEAT_S = 0.2
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank belongs: its number, its world, the folder the world shares, its output."""
+
+    rank: int
+    world_size: int
+    folder: str
+    output_file: str
+    link: Link | TwoLevelLink | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank's job did not end well, in a form that can always be sent."""
+
+    name: str
+    message: str
+    lines: tuple[Line, ...] = ()
+    traceback: str = ""
+
+
+def live(place: Place, jobs: Connection, kernel_alive: Connection) -> None:
+    """What a rank's process does from its start to its end."""
+    _set_up_process(place)
+    die_with(kernel_alive)
+    board = Board(os.path.join(place.folder, "board"), place.world_size)
+    wires = Wires(place.rank, board, place.link)
+    store = "file://" + os.path.join(place.folder, "store")
+    join_world(wires, store, place.rank, place.world_size)
+    Heartbeat(wires).start()
+    worker = Worker(place, wires)
+    jobs.send(("ready", None))
+    while True:
+        try:
+            kind, blob = jobs.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        jobs.send(worker.do(kind, blob))
+
+
+def _set_up_process(place: Place) -> None:
+    os.setsid()  # a group of its own: what the learner starts in here ends with the rank
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the notebook decides what Stop means
+    output = os.open(place.output_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = sys.stderr = TextIOWrapper(
+        os.fdopen(1, "wb", closefd=False), "utf-8", errors="replace", line_buffering=True
+    )
+    faulthandler.enable(sys.stderr)
+    os.environ.update(
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.rank),
+        WORLD_SIZE=str(place.world_size),
+        LOCAL_WORLD_SIZE=str(place.world_size),
+        OMP_NUM_THREADS="1",
+    )
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own name may not resolve
+    torch.set_num_threads(1)
+
+
+def die_with(kernel_alive: Connection) -> None:
+    """End this rank and all it started as soon as the notebook's kernel is gone."""
+
+    def watch() -> None:
+        try:
+            kernel_alive.recv_bytes()
+        except (EOFError, OSError):
+            os.killpg(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class Heartbeat(threading.Thread):
+    """Says a few times a second on which line the rank is, and whether it idles inside PyTorch.
+
+    A wait that happens deep in C++ (DDP's backward) is seen only in this way.
+    """
+
+    def __init__(self, wires: Wires) -> None:
+        super().__init__(daemon=True)
+        self._wires = wires
+        self._main = threading.main_thread().ident
+
+    def run(self) -> None:
+        """Beat for ever."""
+        idle_s, cpu_s = 0.0, time.process_time()
+        while True:
+            time.sleep(HEARTBEAT_S)
+            frame = sys._current_frames().get(self._main or 0)
+            used_s, cpu_s = time.process_time() - cpu_s, time.process_time()
+            in_torch = frame is not None and owner(frame.f_code.co_filename) == "torch"
+            idle_s = idle_s + HEARTBEAT_S if in_torch and used_s < 0.1 * HEARTBEAT_S else 0.0
+            waiting = list(self._wires.outstanding.values())
+            oldest = (waiting[0].channel, waiting[0].seq) if waiting else (0, 0)
+            self._wires.board.beat(self._wires.rank, idle_s, line_of(frame), oldest)
+            del frame  # the tensors in it would live until the next beat
+
+
+class Worker:
+    """Runs jobs and keeps the names that the learner's cells leave behind."""
+
+    def __init__(self, place: Place, wires: Wires) -> None:
+        self.place, self.wires = place, wires
+        self._names: dict[str, Any] = {
+            "__name__": "__ranks__",
+            "rank": place.rank,
+            "local_rank": place.rank,
+            "world_size": place.world_size,
+            "device": rank_device(),
+            "torch": torch,
+            "dist": dist,
+            "span": span,
+            "record": record,
+        }
+
+    def do(self, kind: str, blob: bytes) -> tuple[str, Any]:
+        """Run one job; return what to tell the notebook: `done` and the result, or `failed`."""
+        if kind == "events":
+            return "events", self.wires.recorder.events
+        jobs: dict[str, Callable[[bytes], Any]] = {
+            "call": self._call,
+            "cell": self._cell,
+            "push": self._push,
+        }
+        self.wires.recorder.events = []
+        try:
+            result = jobs[kind](blob)
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: the rank lives on
+            return "failed", _failure(error)
+        finally:
+            sys.stdout.flush()
+        return _pack(result)
+
+    def _call(self, blob: bytes) -> Any:
+        fn, args, kwargs = cloudpickle.loads(blob)
+        return fn(self.place.rank, *args, **kwargs)
+
+    def _push(self, blob: bytes) -> None:
+        self._names.update(cloudpickle.loads(blob))
+
+    def _cell(self, blob: bytes) -> None:
+        source, name = cloudpickle.loads(blob)
+        linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        tree = ast.parse(source, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec"), self._names)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), name, "eval"), self._names)
+            if value is not None:
+                print(repr(value))
+
+
+def _pack(result: Any) -> tuple[str, Any]:
+    try:
+        return "done", cloudpickle.dumps(result)
+    except Exception as error:
+        message = (
+            f"the result is a {type(result).__name__}, which cannot be sent to the notebook "
+            f"({error}). Try to return numbers, tensors, or plain data."
+        )
+        return "failed", Failure("CannotSendError", message)
+
+
+def _failure(error: BaseException) -> Failure:
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be read)"
+    text = "".join(traceback.format_exception(error))
+    return Failure(type(error).__name__, message, tuple(lines_of(error.__traceback__)), text)

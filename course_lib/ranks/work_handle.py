@@ -1,0 +1,150 @@
+"""The handle of one call under way: waits for it, says so, and records it when it ends."""
+
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.futures import Future
+
+from course_lib.core.errors import CourseError
+from course_lib.ranks.call_board import Flag, Post
+
+if TYPE_CHECKING:
+    from course_lib.ranks.tracer import Wires
+
+TRANSPORTS = ("gloo/transport", "NCCL")  # whose errors name their source; they mean: it has gone
+WORTH_SHOWING_S = 20e-6  # a shorter wait is the price of asking
+
+
+class ConnectionLostError(CourseError):
+    """The other end of a call has gone."""
+
+
+class TrackedWork(dist.Work):
+    """What an asynchronous call returns, with the interface of PyTorch's own `Work`."""
+
+    def __init__(self, inner: Any, post: Post, wires: "Wires", watch_end: bool) -> None:
+        super().__init__()
+        self._inner, self._post, self._wires = inner, post, wires
+        self._failed = False
+        self._arrived_s = 0.0
+        self._watched = watch_end and self._watch()
+
+    def __del__(self) -> None:
+        if self._post.kind in ("send", "recv"):
+            self._wires.drop(self._post)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the call has ended (and an emulated link has delivered it)."""
+        start_s = time.perf_counter()
+        if self._post.number in self._wires.outstanding:
+            with self._wires.blocked(self._post):
+                self._wait_for_inner()
+                self._wires.board.mark(self._wires.rank, self._post, Flag.ARRIVED)
+                self._note_end(self._deliver())
+        else:
+            self._wait_for_inner()
+        end_s = time.perf_counter()
+        if end_s - start_s > WORTH_SHOWING_S:
+            self._wires.recorder.add("wait", start_s, end_s, label=self._post.kind)
+        return True
+
+    def is_completed(self) -> bool:
+        """Has the call ended? Never blocks."""
+        if not self._inner.is_completed():
+            return False
+        pacer = self._wires.pacer
+        if pacer is None and self._watched:
+            self._on_arrival()
+        if pacer is None or self._post.number not in self._wires.outstanding:
+            return True
+        due_s = pacer.delivery_s(self._post)
+        return due_s is not None and due_s <= time.perf_counter()
+
+    def get_future(self) -> Future:
+        """A future of the same end, complete only when the end is on record.
+
+        An emulated link completes it from a thread of its own.
+        """
+        if self._wires.pacer is None:
+            return self._inner.get_future().then(self._on_arrival)
+        future: Future = Future()
+
+        def complete() -> None:
+            try:
+                self.wait()
+                future.set_result(self._inner.get_future().value())
+            except Exception as error:  # the waiting side has to learn of it
+                future.set_exception(error)
+
+        threading.Thread(target=complete, daemon=True).start()
+        return future
+
+    def is_success(self) -> bool:
+        """Has the call ended without an error?"""
+        return self.is_completed() and not self._failed
+
+    def result(self) -> Any:
+        """The tensors of the call."""
+        return self._inner.result()
+
+    def _source_rank(self) -> int:
+        """Whom a receive from anyone has heard; `dist.recv` without a source asks for it."""
+        return self._inner._source_rank()
+
+    def synchronize(self) -> None:
+        """For devices with streams: order what follows behind the call."""
+        self._inner.synchronize()
+
+    def _wait_for_inner(self) -> None:
+        try:
+            self._inner.wait()
+        except RuntimeError as error:
+            self._failed = True
+            if not any(transport in str(error) for transport in TRANSPORTS):
+                raise  # the call itself cannot be done: autograd follows its tensor, for example
+            raise ConnectionLostError(
+                f"rank {self._wires.rank}, {self._post.kind}: need the rank at the other end; it "
+                "has gone, and the connection with it."
+            ) from error
+
+    def _deliver(self) -> float:
+        """Sleep until an emulated link has delivered; return when the call ended."""
+        pacer = self._wires.pacer
+        if pacer is None:
+            return time.perf_counter()
+        return max(pacer.deliver(self._post), self._arrived_s)
+
+    def _watch(self) -> bool:
+        """Learn of the end as it comes; False where gloo cannot tell, as of reduce_scatter."""
+        try:
+            self._inner.get_future().add_done_callback(self._on_arrival)
+        except RuntimeError:
+            return False
+        return True
+
+    def _on_arrival(self, arrived: Future | None = None) -> Any:
+        self._arrived_s = self._arrived_s or time.perf_counter()
+        if self._wires.pacer is None:
+            self._note_end(self._arrived_s)
+        return arrived.value() if arrived else None
+
+    def _has_ended(self) -> None:
+        """Called once, at the end of the call."""
+
+    def _note_end(self, end_s: float) -> None:
+        post = self._post
+        with self._wires.noting:  # gloo's thread and the waiting one may both have learned of it
+            if self._wires.finish(post):
+                self._has_ended()
+                self._wires.recorder.add(
+                    post.kind,
+                    post.post_s,
+                    end_s,
+                    num_bytes=post.num_bytes,
+                    label=post.call,
+                    peer=None if post.peer < 0 else post.peer,
+                    group=post.members,
+                )

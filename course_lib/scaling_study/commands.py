@@ -1,0 +1,113 @@
+"""`course study plan`, `course study run` and `course report`: the scaling study's command line."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:  # imported where it is used: `course --help` should not wait for PyTorch
+    from course_lib.scaling_study.costing import Costing
+
+study_app = typer.Typer(rich_markup_mode=None, help="The scaling study: plan it, run it.")
+
+Name = Annotated[str, typer.Argument(metavar="STUDY", help="laptop, cluster or convergence.")]
+Models = Annotated[list[str] | None, typer.Option("--model", help="Only this model; repeatable.")]
+Strategies = Annotated[
+    list[str] | None, typer.Option("--strategy", help="Only this strategy; repeatable.")
+]
+Ranks = Annotated[list[int] | None, typer.Option("--ranks", help="Only so many; repeatable.")]
+ProfileName = Annotated[
+    str | None,
+    typer.Option("--profile", help="Where it runs: laptop, slurm, or the path of a profile."),
+]
+Out = Annotated[Path | None, typer.Option("--out", help="Its folder; runs/study-STUDY without it.")]
+Html = Annotated[
+    Path | None, typer.Option("--html", metavar="PATH", help="Write tables and pictures there.")
+]
+
+
+@study_app.command()
+def plan(
+    name: Name = "laptop",
+    models: Models = None,
+    strategies: Strategies = None,
+    ranks: Ranks = None,
+    profile: ProfileName = None,
+    out: Out = None,
+) -> None:
+    """Say what a study runs, what is done, and what the rest will cost; start nothing."""
+    costing = _costing(name, models, strategies, ranks, profile, out)
+    for table in costing.tables():
+        Console().print(table, "")
+    for line in costing.sentences():
+        print(line)
+
+
+@study_app.command()
+def run(
+    name: Name = "laptop",
+    models: Models = None,
+    strategies: Strategies = None,
+    ranks: Ranks = None,
+    profile: ProfileName = None,
+    out: Out = None,
+    resume: Annotated[
+        bool, typer.Option(help="Leave out what has a whole record; --no-resume: run all again.")
+    ] = True,
+) -> None:
+    """Run what of a study is not done: here one after the other, or as job arrays."""
+    from course_lib.scaling_study.run_local import run_all
+    from course_lib.scaling_study.submit import submit_all
+
+    costing = _costing(name, models, strategies, ranks, profile, out, resume)
+    for line in costing.sentences():
+        print(line)
+    start = run_all if costing.profile.scheduler == "local" else submit_all
+    raise typer.Exit(start(costing))
+
+
+def add_study_commands(app: typer.Typer) -> None:
+    """Make `study` and `report` commands of an app."""
+    app.add_typer(study_app, name="study")
+    app.command()(report)
+
+
+def report(
+    runs: Annotated[
+        Path, typer.Argument(metavar="RUNS", help="A folder of run records, or a file of results.")
+    ],
+    page: Html = None,
+) -> None:
+    """Say what the runs of a study came to: tables, and with --html pictures too."""
+    from course_lib.scaling_study.report import notes, tables
+    from course_lib.scaling_study.results import read_results
+
+    results = read_results(runs)
+    console = Console()
+    for table in tables(results):
+        console.print(table, "")
+    for note in notes(results):
+        console.print(note, highlight=False)
+    if page:
+        from course_lib.scaling_study.html_report import write_page
+
+        print(f"Tables and pictures: {write_page(results, page)}")
+
+
+def _costing(
+    name: str,
+    models: list[str] | None,
+    strategies: list[str] | None,
+    ranks: list[int] | None,
+    profile: str | None,
+    out: Path | None,
+    resume: bool = True,
+) -> "Costing":
+    from course_lib.cluster.profile import default_profile, read_profile
+    from course_lib.scaling_study.costing import cost_study
+    from course_lib.scaling_study.plan import find_study
+
+    study = find_study(name).only(models or (), strategies or (), ranks or ())
+    place = read_profile(profile or default_profile())
+    return cost_study(study, place, out or Path("runs") / f"study-{name}", resume=resume)

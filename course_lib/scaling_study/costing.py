@@ -1,0 +1,126 @@
+"""A study with its price tag: what is done, what is left, what that costs, what does not fit."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rich.table import Table
+
+from course_lib.cluster.profile import Profile
+from course_lib.cluster.slurm_time import write_time
+from course_lib.core.errors import CourseError
+from course_lib.core.units import format_bytes, format_seconds
+from course_lib.ranks.machine import describe_machine
+from course_lib.scaling_study.aggregate import Experiment, find_baseline, read_experiment
+from course_lib.scaling_study.machines import Machine, machine_of_profile, with_link
+from course_lib.scaling_study.measure_link import read_links
+from course_lib.scaling_study.plan import Study
+from course_lib.scaling_study.prediction import Prediction, fit_machine, hours, predict
+from course_lib.scaling_study.report import name_of, new_table
+from course_lib.scaling_study.results import set_of
+from course_lib.scaling_study.study_run import StudyRun
+
+HEADERS = ("strategy", "ranks", "a step", "a run", "peak a rank", "")
+
+
+@dataclass(frozen=True)
+class Costing:
+    """A study, where it runs, and the records that lie in its folder."""
+
+    study: Study
+    profile: Profile
+    folder: Path
+    machine: Machine
+    done: dict[StudyRun, Experiment]
+
+    @cached_property
+    def predictions(self) -> list[Prediction]:
+        """What every run does on paper; a run of one rank that is done tells the speed."""
+        return [predict(run, self._machine(run)) for run in self.study.runs]
+
+    @property
+    def left(self) -> list[Prediction]:
+        """What is still to be run, and fits."""
+        return [p for p in self.predictions if p.run not in self.done and not p.missing_bytes]
+
+    @property
+    def too_large(self) -> list[Prediction]:
+        """What does not fit, so that it will not be started."""
+        return [p for p in self.predictions if p.run not in self.done and p.missing_bytes]
+
+    def tables(self) -> list[Table]:
+        """A table for each model and batch, with a line for each run."""
+        found: dict[str, Table] = {}
+        for one in self.predictions:
+            name = set_of(one.run)
+            table = found.setdefault(name, new_table(name, HEADERS))
+            table.add_row(
+                name_of(one.run),
+                str(one.run.ranks),
+                format_seconds(one.step_s),
+                write_time(one.run_s),
+                format_bytes(one.peak_bytes),
+                self._state(one),
+            )
+        return list(found.values())
+
+    def sentences(self) -> list[str]:
+        """What is done and left, what it costs, and what does not fit."""
+        wall, of_ranks = hours(self.left)
+        unit = "GPU" if self.machine.has_gpus else "rank"
+        said = [
+            f"{len(self.done)} of {len(self.study.runs)} runs are done, {len(self.left)} to run: "
+            f"{write_time(wall * 3600)} one after the other, {_hours(of_ranks)} {unit}-hours, "
+            f"on {self.profile.name} ({self.machine.words}). Records: {self.folder}"
+        ]
+        if self.machine.has_gpus and not self.profile.gpu_type:
+            said.append(f"The profile names no gpu_type: counted as {self.machine.words}.")
+        if self.too_large:
+            said.append(f"{len(self.too_large)} runs do not fit and are left out:")
+        return said + [f"  {one.run.name}: {_missing(one)}" for one in self.too_large]
+
+    def _machine(self, run: StudyRun) -> Machine:
+        baseline = find_baseline(run, self.done.values())
+        machine = with_link(self.machine, read_links(self.folder), run.ranks)
+        return fit_machine(machine, baseline) if baseline else machine
+
+    def _state(self, one: Prediction) -> str:
+        if one.run in self.done:
+            return "done"
+        return "does not fit" if one.missing_bytes else "to run"
+
+
+def cost_study(study: Study, profile: Profile, folder: Path, *, resume: bool = True) -> Costing:
+    """Look what is done, and put a price on the rest. Without `resume`, nothing counts as done."""
+    machine = machine_of_profile(profile, describe_machine())
+    done = find_done(study.runs, folder) if resume else {}
+    return Costing(study, profile, folder, machine, done)
+
+
+def find_done(runs: Iterable[StudyRun], folder: Path) -> dict[StudyRun, Experiment]:
+    """Which of these runs have a whole record in the study's folder, and what it says.
+
+    Whole is what has all ranks with all their steps; all else is started again from its first.
+    """
+    done = {}
+    for run in runs:
+        try:
+            experiment = read_experiment(folder / run.name)
+        except CourseError:
+            continue
+        if experiment.run == run:
+            done[run] = experiment
+    return done
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+
+
+def _missing(one: Prediction) -> str:
+    there = one.machine.rank_bytes(one.run.ranks)
+    return (
+        f"need {format_bytes(one.peak_bytes)} a rank; there are {format_bytes(there)}, "
+        f"{format_bytes(one.missing_bytes)} too few"
+    )

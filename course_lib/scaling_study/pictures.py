@@ -1,0 +1,210 @@
+"""The pictures of a study. Each comes with a sentence that says what it shows and one number."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from matplotlib.figure import Figure
+
+from course_lib.core.records import Ledger
+from course_lib.core.units import GIB, MIB, format_bytes
+from course_lib.display.gpu_links import links
+from course_lib.display.losses import descents, losses
+from course_lib.display.memory import memory
+from course_lib.display.paired_bars import Pair, beside
+from course_lib.scaling_study.aggregate import GOOD, STATES, Comparison
+from course_lib.scaling_study.curves import SMOOTHED, smooth, spread, steps_to
+from course_lib.scaling_study.prediction import states_of
+from course_lib.scaling_study.report import name_of
+from course_lib.scaling_study.results import Result, Results, in_order
+
+Picture = tuple[Figure, str]  # and what it shows, in words
+Draw = Callable[[Sequence[Result], str], Picture | None]
+
+
+def throughput(results: Sequence[Result], name: str) -> Picture | None:
+    """Tokens a second, with as many times those of one rank as there are ranks for an ideal."""
+    pairs = [
+        Pair(
+            name=_line(result),
+            measured=result.experiment.tokens_per_s / 1e3,
+            predicted=_unless_alone(result, result.prediction.tokens_per_s / 1e3),
+            ideal=_ideal(result),
+        )
+        for result in in_order(results)
+    ]
+    best = max(results, key=lambda result: result.experiment.tokens_per_s)
+    title = f"{_line(best)}: the fastest of {name}, {best.experiment.tokens_per_s:,.0f} tokens/s"
+    return beside(pairs, title, x_label="throughput (thousand tokens/s)"), f"{title}."
+
+
+def efficiency(results: Sequence[Result], name: str) -> Picture | None:
+    """Throughput factor in per cent of the number of ranks; about 80 is good."""
+    pairs = _compared(results, lambda beside: beside.efficiency_percent, lambda f, p: f / p * 100)
+    if not pairs:
+        return None
+    good = sum((pair.measured or 0) >= GOOD for pair in pairs)
+    title = f"Ways to split {name} that keep {GOOD} % efficiency: {good} of {len(pairs)}"
+    return efficiency_bars(pairs, title), f"{title}."
+
+
+def efficiency_bars(pairs: Sequence[Pair], title: str, note: str = "") -> Figure:
+    """Pairs of efficiencies in per cent, with the ideal as a line."""
+    return beside(
+        pairs,
+        title,
+        x_label="efficiency (% of one rank's throughput, a rank)",
+        words="{:.0f}".format,
+        limit=100,
+        limit_words="ideal",
+        note=note,
+    )
+
+
+def overhead(results: Sequence[Result], name: str) -> Picture | None:
+    """How much longer a step takes than on one rank; below 0 it is shorter."""
+    pairs = _compared(
+        results, lambda beside: beside.overhead_percent, lambda f, _: (1 / f - 1) * 100
+    )
+    if not pairs:
+        return None
+    slower = sum((pair.measured or 0) > 0 for pair in pairs)
+    title = f"Ways to split {name} that take longer than one rank: {slower} of {len(pairs)}"
+    x_label = "relative overhead of a step (%)"
+    return beside(pairs, title, x_label=x_label, words="{:+.0f}".format), f"{title}."
+
+
+def peak_memory(results: Sequence[Result], name: str) -> Picture | None:
+    """The most that any rank holds, beside what the formulas count."""
+    known = [result for result in results if result.experiment.peak_bytes is not None]
+    if not known:
+        return None
+    least = min(known, key=lambda result: result.experiment.peak_bytes or 0)
+    most = max(result.experiment.peak_bytes or 0 for result in known)
+    unit, word = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+    pairs = [
+        Pair(
+            name=_line(result),
+            measured=(result.experiment.peak_bytes or 0) / unit,
+            predicted=result.prediction.peak_bytes / unit,
+        )
+        for result in in_order(known)
+    ]
+    held = format_bytes(least.experiment.peak_bytes or 0)
+    title = f"{_line(least)}: the fewest bytes of {name}, {held} a rank"
+    return beside(pairs, title, x_label=f"peak memory of the fullest rank ({word})"), f"{title}."
+
+
+def states(results: Sequence[Result], name: str) -> Picture | None:
+    """What a rank holds of parameters, gradients and optimizer state: the stages of ZeRO."""
+    found = [result for result in in_order(results) if any(result.experiment.held.values())]
+    if not any(result.experiment.run.degrees.zero for result in found):
+        return None
+    measured = {_line(one): _ledger(one.experiment.held) for one in found}
+    (least, fewest) = min(measured.items(), key=lambda item: item[1].peak_bytes())
+    bars = {}
+    for result in found:
+        bars[_line(result)] = measured[_line(result)]
+        bars["formula" + "\u200b" * len(bars)] = _ledger(states_of(result.experiment.run))
+    title = f"{least} keeps {format_bytes(fewest.peak_bytes())} of states a rank of {name}"
+    return memory(bars, title), f"{title}."
+
+
+def loss_curves(results: Sequence[Result], name: str) -> Picture | None:
+    """All curves of one batch, which ought to be one."""
+    curves = {
+        _line(one): one.experiment.losses for one in in_order(results) if one.experiment.losses
+    }
+    if not curves:
+        return None
+    apart = spread(curves.values())
+    title = f"The losses of {len(curves)} runs of {name} are at most {apart:.2g} apart"
+    return losses(curves, title), f"{title}."
+
+
+def topology(results: Results) -> Picture | None:
+    """How the GPUs reach each other, of the machine with most of them."""
+    found = [one.machine.get("gpu_links") or [] for one in results.experiments]
+    matrix = max(found, key=len, default=[])
+    if len(matrix) < 2:
+        return None
+    kinds = sorted({cell for row in matrix for cell in row} - {"X"})
+    title = f"{len(matrix)} GPUs reach each other over {' and '.join(kinds)}"
+    return links(matrix, title), f"{title}."
+
+
+def convergence(results: Results) -> Picture | None:
+    """Losses of one model where the batch grows, and the warm-up shrinks: who is down first?"""
+    found = [one for one in in_order(results.judged()) if one.experiment.run.warmup]
+    if len(found) < 2 or found[0].experiment.run.ranks > 1:
+        return None
+    curves: dict[tuple[str, str], list[list[float]]] = {}
+    for one in sorted(found, key=lambda one: -one.experiment.run.warmup):
+        run = one.experiment.run
+        name = f"batch {run.global_batch}", f"warm-up {run.warmup}"
+        curves.setdefault(name, []).append(smooth(one.experiment.losses))
+    (first, (whole, *_)), *_ = curves.items()
+    needs = {name: steps_to(whole[-1], group[0]) or len(whole) for name, group in curves.items()}
+    fastest = min(needs, key=lambda name: needs[name])
+    title = (
+        f"{needs[fastest]} steps of {', '.join(fastest)} come as far as {len(whole)} of "
+        f"{', '.join(first)}"
+    )
+    words = f"{', '.join(first)} after {len(whole)} steps: {whole[-1]:.2f}"
+    note = f"Means of {SMOOTHED} steps. Dots: the same batch and warm-up, with the model split."
+    return descents(curves, title, target=whole[-1], target_words=words, note=note), f"{title}."
+
+
+BY_SET: tuple[Draw, ...] = (throughput, efficiency, overhead, peak_memory, states, loss_curves)
+OF_ALL = (convergence, topology)
+
+
+def pictures(results: Results) -> Iterator[Picture]:
+    """All pictures of a study: those of each model and batch, then the links."""
+    for name, found in results.sets().items():
+        yield from filter(None, (draw(found, name) for draw in BY_SET))
+    yield from filter(None, (draw(results) for draw in OF_ALL))
+
+
+def _compared(
+    results: Sequence[Result],
+    measured: Callable[[Comparison], float],
+    predicted: Callable[[float, int], float],
+) -> list[Pair]:
+    """A pair for each run of several ranks with one of one rank beside it.
+
+    predicted   from the throughput factor that the cost model says, and the number of ranks
+    """
+    return [
+        Pair(
+            name=_line(result),
+            measured=measured(result.comparison),
+            predicted=predicted(_predicted_factor(result), result.experiment.run.ranks),
+        )
+        for result in in_order(results)
+        if result.experiment.run.ranks > 1 and result.comparison
+    ]
+
+
+def _line(result: Result) -> str:
+    ranks = result.experiment.run.ranks
+    return f"{name_of(result.experiment.run)}, {ranks} rank{'s' * (ranks > 1)}"
+
+
+def _unless_alone(result: Result, value: float) -> float | None:
+    """The run of one rank has no prediction where the prediction has its speed from it."""
+    return None if result.experiment is result.baseline else value
+
+
+def _ideal(result: Result) -> float | None:
+    baseline, ranks = result.baseline, result.experiment.run.ranks
+    return None if baseline is None else ranks * baseline.tokens_per_s / 1e3
+
+
+def _predicted_factor(result: Result) -> float:
+    alone = result.baseline.tokens_per_s if result.baseline else 1.0
+    return result.prediction.tokens_per_s / alone
+
+
+def _ledger(held: Mapping[str, int]) -> Ledger:
+    ledger = Ledger()
+    ledger.add(0.0, **{kind: int(held.get(kind, 0)) for kind in STATES})
+    return ledger

@@ -1,0 +1,229 @@
+"""What a run of the study will cost, before it is started: seconds, hours, bytes, on paper.
+
+A step is computing, shared out over the ranks; what of the messages nothing hides; the bubble of a
+pipeline; and the optimizer, which reads and writes its state once. Gradients of DP overlap with
+backward, bucket by bucket. The messages of TP, of ZeRO and of FSDP are counted as if nothing hid
+them, which is true for TP and too much for the others. Lesson 13_scaling_study.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from course_lib.core.recipes import FP32, PURE_BF16, Recipe
+from course_lib.core.records import MEMORY_KINDS, Ledger
+from course_lib.cost.flops import train_step_flop
+from course_lib.cost.params import count_params, layer_params, params_on_rank
+from course_lib.cost.traffic import traffic_s
+from course_lib.ddp.cost import StepCost, exposed_s, ready_by_share
+from course_lib.memory.formulas import model_states, step_ledger
+from course_lib.memory.layer_bytes import PAPER, TORCH_CPU
+from course_lib.pipeline.cost import BatchCost, step_parts
+from course_lib.scaling_study.aggregate import Experiment
+from course_lib.scaling_study.machines import Machine
+from course_lib.scaling_study.study_run import StudyRun
+from course_lib.tensor_parallel.cost import tensor_traffic
+from course_lib.zero.cost import RowTraffic, offload_trips, zero_traffic
+
+RECIPES = {
+    "float32": FP32,
+    "float64": replace(FP32, weight_bytes=8, grad_bytes=8, moment_bytes=8, activation_bytes=8),
+    "bfloat16": PURE_BF16,
+}
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A run on paper.
+
+    wire_s       what of the messages no computing hides
+    bubble_s     what a rank idles because its pipeline fills and empties
+    held         bytes by kind on the fullest rank, at its fullest moment
+    """
+
+    run: StudyRun
+    machine: Machine
+    compute_s: float
+    wire_s: float
+    bubble_s: float
+    optimizer_s: float
+    held: dict[str, int]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.compute_s + self.wire_s + self.bubble_s + self.optimizer_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput of all ranks together."""
+        return self.run.tokens_a_step / self.step_s
+
+    @property
+    def run_s(self) -> float:
+        """Seconds of the whole run, with the time it takes to start."""
+        return self.machine.start_s(self.run.ranks) + self.run.steps * self.step_s
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a rank holds."""
+        return sum(self.held.values())
+
+    @property
+    def missing_bytes(self) -> int:
+        """What a rank needs and does not have; 0 if it fits."""
+        return max(0, self.peak_bytes - self.machine.rank_bytes(self.run.ranks))
+
+
+def predict(run: StudyRun, machine: Machine) -> Prediction:
+    """What one run does on this machine, by the formulas of `course_lib.cost`."""
+    flop = train_step_flop(run.spec, run.global_batch, run.seq)
+    compute_s = flop / run.ranks / machine.flop_per_s(run.dtype, run.ranks)
+    bubble_s, wire_s = _pipeline_s(run, machine, compute_s)
+    wire_s += _tensor_s(run, machine) + _gradients_s(run, machine, compute_s)
+    return Prediction(
+        run=run,
+        machine=machine,
+        compute_s=compute_s,
+        wire_s=wire_s + _offload_s(run, machine),
+        bubble_s=bubble_s,
+        optimizer_s=_optimizer_s(run, machine),
+        held=_held(run, machine),
+    )
+
+
+def states_of(run: StudyRun) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state on the fullest rank, on its device."""
+    params = max(params_on_rank(run.spec, run.degrees, stage) for stage in (0, run.pp - 1))
+    return model_states(params, _recipe(run), degrees=run.degrees)
+
+
+def fit_machine(machine: Machine, baseline: Experiment) -> Machine:
+    """The machine with the speed that the run of one rank reached: then only splitting is guessed.
+
+    What the optimizer takes is left as it is, so that the prediction of that run is its own time.
+    """
+    told = predict(baseline.run, machine)
+    compute_s = max(baseline.step_s - told.optimizer_s, baseline.step_s / 10)
+    return replace(machine, reached=machine.reached * told.compute_s / compute_s)
+
+
+def hours(predictions: Iterable[Prediction]) -> tuple[float, float]:
+    """Hours of all these runs one after the other, and the same times the ranks of each."""
+    times = [(one.run_s, one.run_s * one.run.ranks) for one in predictions]
+    return sum(wall for wall, _ in times) / 3600, sum(of_ranks for _, of_ranks in times) / 3600
+
+
+def _recipe(run: StudyRun) -> Recipe:
+    recipe = RECIPES[run.dtype]
+    return replace(recipe, num_moments=0, master_bytes=0) if run.offload else recipe
+
+
+def _pipeline_s(run: StudyRun, machine: Machine, compute_s: float) -> tuple[float, float]:
+    """Bubble and wire of 1F1B. Ranks that share cores leave them to others while they idle."""
+    if run.pp == 1:
+        return 0.0, 0.0
+    alone_s = (
+        compute_s * machine.flop_per_s(run.dtype, run.ranks) / machine.flop_per_s(run.dtype, 1)
+    )
+    stream = run.micro_batch * run.num_micro_batches * run.seq * run.spec.hidden
+    batch = BatchCost(
+        forward_s=alone_s / 3,
+        backward_s=alone_s * 2 / 3,
+        message_bytes=stream * RECIPES[run.dtype].activation_bytes,
+    )
+    parts = step_parts(run.pp, run.num_micro_batches, batch, machine.link)
+    return max(0.0, alone_s + parts.bubble_s - compute_s), parts.wire_s
+
+
+def _tensor_s(run: StudyRun, machine: Machine) -> float:
+    """What the all-reduces of tensor parallelism take: every matrix waits for its own."""
+    if run.tp == 1:
+        return 0.0
+    number_bytes = RECIPES[run.dtype].activation_bytes
+    calls = tensor_traffic(run.spec, run.micro_batch, run.seq, number_bytes)
+    return run.num_micro_batches * traffic_s(calls, run.tp, machine.link) / run.pp
+
+
+def _gradients_s(run: StudyRun, machine: Machine, compute_s: float) -> float:
+    """What copies of the model, or their shards, say to each other besides computing."""
+    degrees = run.degrees
+    if degrees.dp == 1:
+        return 0.0
+    link = machine.link_between_copies(run.tp * run.pp)
+    sizes = _row_bytes(run)
+    if degrees.zero:
+        rows = [row for size in sizes for row in _sent_together(run, size)]
+        calls = zero_traffic(degrees.zero, rows, run.num_micro_batches)
+        return traffic_s(calls, degrees.dp, link)
+    last_s = compute_s / run.num_micro_batches  # only the last backward sends
+    cost = StepCost(
+        forward_s=last_s / 3,
+        ready_s=ready_by_share(sizes, last_s * 2 / 3),
+        grad_bytes=tuple(sizes),
+    )
+    return exposed_s(cost, run.bucket_mib * MIB, degrees.dp, link)
+
+
+def _row_bytes(run: StudyRun) -> list[int]:
+    """Bytes of the gradients in backward's order, layer by layer; the tied embedding is last."""
+    number_bytes = RECIPES[run.dtype].grad_bytes
+    layer = layer_params(run.spec, run.degrees)
+    rest = params_on_rank(run.spec, run.degrees) % layer or layer
+    num_layers = (params_on_rank(run.spec, run.degrees) - rest) // layer
+    return [layer * number_bytes] * num_layers + [rest * number_bytes]
+
+
+def _sent_together(run: StudyRun, num_bytes: int) -> list[RowTraffic]:
+    """A layer as it travels: whole with FSDP, else in buckets, and with ZeRO-3 module by module."""
+    if run.strategy in ("fsdp", "torch-fsdp"):
+        return [RowTraffic(num_bytes=num_bytes)]
+    modules = (7 if run.spec.gated else 6) + 2 if run.degrees.zero == 3 else 1  # matrices, norms
+    parts = max(modules, -(-num_bytes // int(run.bucket_mib * MIB)))
+    return [RowTraffic(num_bytes=num_bytes // parts)] * parts
+
+
+def _optimizer_s(run: StudyRun, machine: Machine) -> float:
+    """AdamW reads parameters, gradients and two moments, and writes all but the gradients."""
+    recipe = RECIPES[run.dtype]
+    touched = 2 * recipe.weight_bytes + recipe.grad_bytes + 4 * recipe.moment_bytes
+    params = max(params_on_rank(run.spec, run.degrees, stage) for stage in (0, run.pp - 1))
+    shares = run.degrees.zero_ranks if run.degrees.zero else 1
+    rate = machine.host_bytes_per_s if run.offload else machine.bytes_per_s(run.ranks)
+    return touched * params / shares / rate
+
+
+def _offload_s(run: StudyRun, machine: Machine) -> float:
+    """The trips of gradients to the host, and of parameters back."""
+    if not run.offload:
+        return 0.0
+    rows = [RowTraffic(num_bytes=size) for size in _row_bytes(run)]
+    there, back = offload_trips(run.degrees.zero, rows, run.degrees.dp, run.num_micro_batches)
+    return (there + back) / machine.host_link_bytes_per_s
+
+
+def _held(run: StudyRun, machine: Machine) -> dict[str, int]:
+    """Bytes by kind of the fullest stage at its fullest moment."""
+    ledgers = [_ledger(run, machine, stage) for stage in {0, run.pp - 1}]
+    fullest = max(ledgers, key=Ledger.peak_bytes)
+    at = fullest.totals().index(fullest.peak_bytes())
+    held = {kind: fullest.bytes_by_kind[kind][at] for kind in MEMORY_KINDS}
+    if run.degrees.zero == 3:  # one unit is gathered while it is used
+        largest = max(run.spec.vocab * run.spec.hidden, layer_params(run.spec))
+        held["buffers"] += largest * RECIPES[run.dtype].weight_bytes
+        held["params"] = count_params(run.spec) * RECIPES[run.dtype].weight_bytes // run.degrees.dp
+    return held
+
+
+def _ledger(run: StudyRun, machine: Machine, stage: int) -> Ledger:
+    return step_ledger(
+        run.spec,
+        run.micro_batch,
+        run.seq,
+        recipe=_recipe(run),
+        degrees=run.degrees,
+        stage=stage,
+        num_micro_batches=min(run.num_micro_batches, run.pp + 1),
+        num_steps=2,
+        kernels=PAPER if machine.has_gpus else TORCH_CPU,
+    )

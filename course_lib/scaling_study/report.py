@@ -1,0 +1,139 @@
+"""The results of a study as tables: on a terminal, and as rows for a page."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from course_lib.core.units import format_bytes, format_seconds
+from course_lib.scaling_study.aggregate import GOOD, POOR
+from course_lib.scaling_study.results import Result, Results, in_order
+from course_lib.scaling_study.study_run import StudyRun
+
+BUSY = 0.8  # of a core: a rank that computes alone has nearly all of it
+HEADERS = (
+    "strategy",
+    "ranks",
+    "step",
+    "predicted",
+    "tokens/s",
+    "factor",
+    "efficiency",
+    "overhead",
+    "TFLOP/s",
+    "peak a rank",
+    "predicted",
+    "peak factor",
+    "busy",
+    "last loss",
+)
+EFFICIENCY = HEADERS.index("efficiency")
+SPEED = (0, 1, 2, 3, 4, 5, 6, 7)
+MEMORY = (0, 1, 8, 9, 10, 11, 12, 13)
+
+
+def name_of(run: StudyRun) -> str:
+    """What a run is called within its set: the strategy, and what else tells it apart."""
+    words = [run.label]
+    words += [f"m = {run.num_micro_batches}"] if run.pp > 1 else []
+    words += [f"{run.bucket_mib:g} MiB"] if run.bucket_mib != 25 else []
+    words += [f"warm-up {run.warmup}"] if run.warmup else []
+    return ", ".join(words)
+
+
+def cells_of(result: Result) -> list[str]:
+    """One line of the table, as words under `HEADERS`."""
+    experiment, told, beside = result.experiment, result.prediction, result.comparison
+    alone = experiment is result.baseline
+    peak, factor = experiment.peak_bytes, beside.peak_memory_factor if beside else None
+    return [
+        name_of(experiment.run),
+        str(experiment.run.ranks),
+        format_seconds(experiment.step_s),
+        "" if alone else format_seconds(told.step_s),
+        f"{experiment.tokens_per_s:,.0f}",
+        f"{beside.throughput_factor:.2f}" if beside else "",
+        f"{beside.efficiency_percent:.0f} %" if beside else "",
+        f"{beside.overhead_percent:+.0f} %" if beside else "",
+        f"{experiment.rank_flop_per_s / 1e12:.3g}",
+        "" if peak is None else format_bytes(peak),
+        format_bytes(told.peak_bytes),
+        "" if factor is None else f"{factor:.2f}",
+        "" if experiment.utilisation is None else f"{experiment.utilisation:.0%}",
+        f"{experiment.losses[-1]:.4f}" if experiment.losses else "",
+    ]
+
+
+def tables(results: Results) -> Iterator[Table]:
+    """Two tables for each model and batch, as a terminal is not wide enough for one."""
+    for name, found in results.sets().items():
+        for what, columns in (("speed", SPEED), ("memory, busy, loss", MEMORY)):
+            table = new_table(f"{name}: {what}", [HEADERS[column] for column in columns])
+            for result in in_order(found):
+                cells = cells_of(result)
+                styled = Text(cells[EFFICIENCY], style=style_of(result))
+                row = [styled if n == EFFICIENCY else Text(cells[n]) for n in columns]
+                table.add_row(*row)
+            yield table
+
+
+def new_table(title: str, headers: Sequence[str]) -> Table:
+    """A table without lines; the first column is words, the others are numbers."""
+    table = Table(
+        box=None, padding=(0, 1, 0, 0), header_style="bold", title=title, title_justify="left"
+    )
+    for number, header in enumerate(headers):
+        table.add_column(header, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def style_of(result: Result) -> str:
+    """Green for an efficiency that is good, red for a poor one."""
+    beside = result.comparison
+    if beside is None or result.experiment.run.ranks == 1:
+        return ""
+    percent = beside.efficiency_percent
+    return "green" if percent >= GOOD else "red" if percent < POOR else ""
+
+
+def notes(results: Results) -> list[str]:
+    """What has to be said beside the tables."""
+    said = [results.made] if results.made else []
+    machines = {_machine_words(result) for result in results.judged()}
+    said += [f"Made on {' and on '.join(sorted(machines))}."]
+    said += [
+        "The first quarter of the steps is warm-up and left out. Factor, efficiency and overhead "
+        "compare with the run of one rank on the same batch. The prediction takes its speed of "
+        "computing from that run, and only the splitting from formulas. TFLOP/s are a rank's."
+    ]
+    if any(result.prediction.machine.cores is not None for result in results.judged()):
+        said.append(
+            "On a CPU the peak is what a process has grown by, libraries included; the prediction "
+            "counts tensors only. Ranks share the cores, so that a speed-up ends at their number."
+        )
+    shares = {_share(result) for result in results.judged() if result.experiment is result.baseline}
+    if (least := min(shares, default=1.0)) < BUSY:
+        said.append(
+            f"A run of one rank had {least:.0%} of a core: other programs were running, so these "
+            "times say little about this machine, and a speed-up can come from a larger share."
+        )
+    alone = sum(result.baseline is None for result in results.judged())
+    if alone:
+        said.append(f"{alone} runs have no run of one rank beside them, and no factors.")
+    left_out = [f"Left out: {where}: {why}" for where, why in results.left_out.items()]
+    return [*said, *left_out]
+
+
+def _share(result: Result) -> float:
+    """How busy the device was; on a GPU, or where nobody looked, all the time."""
+    on_cpu = result.prediction.machine.cores is not None
+    return result.experiment.utilisation or 1.0 if on_cpu else 1.0
+
+
+def _machine_words(result: Result) -> str:
+    machine = result.experiment.machine
+    gpus = machine.get("gpus") or []
+    devices = f"{machine.get('usable_cores', 1):g} CPU cores"
+    if machine.get("usable_gpus") and gpus:
+        devices = f"{len(gpus)} x {gpus[0]['name']}"
+    return f"{devices}, torch {machine.get('torch')}"

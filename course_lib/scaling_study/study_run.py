@@ -1,0 +1,140 @@
+"""One run of a scaling study: what is trained, and how it is split.
+
+A run that is planned and a run that was recorded are the same thing, so a study knows what it has.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from course_lib.core.errors import ShapeError
+from course_lib.core.parallelism import Degrees
+from course_lib.core.records import RunRecord
+from course_lib.core.specs import ModelSpec, spec_fields
+from course_lib.train.config import TrainConfig
+
+RECORDED: tuple[str, ...] = (
+    "strategy",
+    "tp",
+    "pp",
+    "global_batch",
+    "num_micro_batches",
+    "seq",
+    "bucket_mib",
+    "dtype",
+    "steps",
+    "warmup",
+)
+ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "torch-fsdp": 3}
+OFFLOAD = "-offload"  # the end of a strategy's name: the optimizer is on the host
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRun:
+    """A run of the training loop, by all that its speed, its memory and its losses depend on.
+
+    strategy           of the training script; tp and pp split a copy of the model besides
+    global_batch       sequences in a step, all ranks together: the same under every strategy
+    num_micro_batches  of each copy of the model
+    warmup             steps in which the learning rate grows
+
+    Raises: ShapeError for a batch that cannot be cut evenly; MeshError
+    """
+
+    spec: ModelSpec
+    strategy: str = "single"
+    ranks: int = 1
+    tp: int = 1
+    pp: int = 1
+    global_batch: int
+    num_micro_batches: int = 1
+    seq: int
+    bucket_mib: float = 25.0
+    dtype: str = "float32"
+    steps: int
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        parts = self.degrees.dp * self.num_micro_batches
+        if self.ranks != self.degrees.world_size or self.global_batch % parts:
+            raise ShapeError(
+                "StudyRun: need ranks = dp * tp * pp, and global_batch divisible by dp * "
+                f"micro-batches; got {self.ranks} ranks, tp {self.tp}, pp {self.pp}, and "
+                f"{self.global_batch} sequences for {parts} parts."
+            )
+
+    @property
+    def degrees(self) -> Degrees:
+        """How many ways it is split."""
+        return Degrees(
+            dp=self.ranks // (self.tp * self.pp),
+            tp=self.tp,
+            pp=self.pp,
+            zero=ZERO_STAGES.get(self.strategy.removesuffix(OFFLOAD), 0),
+        )
+
+    @property
+    def offload(self) -> bool:
+        """Is the optimizer's state on the host?"""
+        return self.strategy.endswith(OFFLOAD)
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences in one forward pass."""
+        return self.global_batch // (self.degrees.dp * self.num_micro_batches)
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Tokens in a step, all ranks together."""
+        return self.global_batch * self.seq
+
+    @property
+    def work(self) -> tuple[Any, ...]:
+        """What runs need to have in common to be compared."""
+        accumulated = self.num_micro_batches if self.pp == 1 else 1
+        return self.spec, self.global_batch, self.seq, self.dtype, accumulated, self.warmup
+
+    @property
+    def label(self) -> str:
+        """The strategy in a word or two: `single`, `ddp`, `tp`, `pp`, `ddp tp2`."""
+        axes = {"tp": self.tp, "pp": self.pp}
+        split = [name for name, size in axes.items() if size > 1]
+        dp = self.degrees.dp
+        if split and dp == 1:
+            return " ".join(split)
+        return " ".join([self.strategy] + [f"{name}{axes[name]}" for name in split])
+
+    @property
+    def name(self) -> str:
+        """Where it lies in its study's folder: strategy, model, and what tells runs apart."""
+        words = [f"r{self.ranks}", f"batch{self.global_batch}", f"seq{self.seq}"]
+        words += [f"m{self.num_micro_batches}"] if self.num_micro_batches > 1 else []
+        words += [f"bucket{self.bucket_mib:g}"] if self.bucket_mib != 25 else []
+        words += [f"warmup{self.warmup}"] if self.warmup else []
+        return f"{self.label.replace(' ', '-')}/{self.spec.name}/{'-'.join(words)}"
+
+    def config(self, out: str) -> TrainConfig:
+        """What the training loop is asked to do; its records go into the folder `out`."""
+        given = {name: getattr(self, name) for name in RECORDED if name != "num_micro_batches"}
+        return TrainConfig(model=self.spec, micro_batch=self.micro_batch, every=0, out=out, **given)
+
+    def plain(self) -> dict[str, Any]:
+        """All fields in plain words; `read_run` makes the run of them again."""
+        fields = {name: getattr(self, name) for name in RECORDED}
+        return {"spec": spec_fields(self.spec), "ranks": self.ranks, **fields}
+
+
+def read_run(plain: Mapping[str, Any]) -> StudyRun:
+    """The run that was written down with `plain`."""
+    return StudyRun(**{**plain, "spec": ModelSpec(**plain["spec"])})
+
+
+def run_of(record: RunRecord) -> StudyRun:
+    """What a record of the training script is the record of."""
+    run = record.run
+    spec = {"name": "own", **run["model"]}
+    return StudyRun(
+        spec=ModelSpec(**spec),
+        ranks=record.world_size,
+        **{name: run[name] for name in RECORDED},
+    )

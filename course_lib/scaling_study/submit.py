@@ -1,0 +1,119 @@
+"""Hands in what is left of a study as job arrays: one for each number of ranks, an element a run.
+
+What waits or runs already is not handed in again.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from course_lib.cluster.job import Job
+from course_lib.cluster.profile import Profile
+from course_lib.cluster.slurm_time import read_time_s, write_time
+from course_lib.cluster.submissions import FOLDER, Submission, find_home, read_submissions, refresh
+from course_lib.cluster.submit import hand_in
+from course_lib.core.errors import CourseError
+from course_lib.scaling_study.costing import Costing
+from course_lib.scaling_study.prediction import Prediction
+
+ELEMENT = "course_lib.scaling_study.array_element"
+SLOWER = 3  # how many times longer than predicted a run may take before it is ended
+SPARE_S = 300
+
+
+def submit_all(costing: Costing) -> int:
+    """Hand in what is left; return an exit code. What a limit refuses does not stop the rest."""
+    submissions = find_home() / FOLDER
+    before = [refresh(one, submissions) for one in read_submissions(submissions)]
+    places = waiting(before)
+    left = [one for one in costing.left if str(out_of(one, costing.folder)) not in places]
+    if len(left) < len(costing.left):
+        print(f"{len(costing.left) - len(left)} runs wait or run already: course status")
+    jobs = make_jobs(left, costing.folder, costing.profile)
+    taken = [_taken(job, costing.profile, submissions) for job in jobs]
+    if any(taken):
+        print("Ended? The same command again runs what failed. How it goes: course status.")
+        print("To end one: course cancel and its name.")
+    print(f"What there is: course report {costing.folder}")
+    return 0 if all(taken) else 1
+
+
+def _taken(job: Job, profile: Profile, submissions: Path) -> bool:
+    """Hand a job in, or say why not."""
+    try:
+        one = hand_in(job, profile, submissions)
+    except CourseError as problem:
+        print(problem, file=sys.stderr)
+        return False
+    print(f"{one.id}: {len(job.elements)} runs are handed in, as job {one.job_id}.")
+    return True
+
+
+def make_jobs(left: Sequence[Prediction], folder: Path, profile: Profile) -> list[Job]:
+    """Job arrays for these runs; together they take no more places than the profile allows.
+
+    Raises: CourseError for more ranks than the nodes of the profile hold
+    """
+    by_ranks: dict[int, list[Prediction]] = {}
+    for one in left:
+        by_ranks.setdefault(one.run.ranks, []).append(one)
+    at_once = max(1, profile.limits.max_jobs // max(1, len(by_ranks)))
+    return [_job(by_ranks[ranks], folder, profile, at_once) for ranks in sorted(by_ranks)]
+
+
+def waiting(submissions: Iterable[Submission]) -> set[str]:
+    """The folders of all runs that were handed in and have not ended."""
+    found = set()
+    for one in submissions:
+        if one.job.program != ELEMENT or one.is_over:
+            continue
+        ended = {state.element for state in one.seen if state.is_final}
+        for element, line in enumerate(json.loads(Path(one.job.arguments[0]).read_text())):
+            if element not in ended:
+                found.add(line["out"])
+    return found
+
+
+def out_of(one: Prediction, folder: Path) -> Path:
+    """Where a run leaves its records, from wherever it is started."""
+    return (folder / one.run.name).resolve()
+
+
+def _job(runs: Sequence[Prediction], folder: Path, profile: Profile, at_once: int) -> Job:
+    ranks = runs[0].run.ranks
+    nodes = _nodes(ranks, profile)
+    longest_s = max(one.run_s for one in runs) * SLOWER + SPARE_S
+    return Job(
+        script="sweep",
+        program=ELEMENT,
+        arguments=(str(_list(runs, folder)),),
+        name=f"study-{ranks}-ranks",
+        nodes=nodes,
+        gpus_per_node=ranks // nodes if profile.gpus_per_node else None,
+        ranks_per_node=ranks // nodes,
+        time_limit=write_time(min(longest_s, read_time_s(profile.time_limit))),
+        array=f"0-{len(runs) - 1}%{at_once}",
+        run_folder=str(folder),
+    )
+
+
+def _list(runs: Sequence[Prediction], folder: Path) -> Path:
+    """Write what each element is to do into a file of its own."""
+    lists = folder.resolve() / "lists"
+    lists.mkdir(parents=True, exist_ok=True)
+    each = [{"out": str(out_of(one, folder)), "run": one.run.plain()} for one in runs]
+    path = lists / f"{len(list(lists.iterdir()))}.json"
+    path.write_text(json.dumps(each, indent=1), encoding="utf-8")
+    return path
+
+
+def _nodes(ranks: int, profile: Profile) -> int:
+    per_node = profile.gpus_per_node or ranks
+    nodes = -(-ranks // per_node)
+    if ranks % nodes or nodes > profile.max_nodes:
+        raise CourseError(
+            f"study: need {ranks} ranks on whole nodes; profile {profile.name} has "
+            f"{profile.max_nodes} of {per_node} GPUs. Try --ranks {per_node}."
+        )
+    return nodes

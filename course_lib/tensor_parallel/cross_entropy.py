@@ -1,0 +1,80 @@
+"""The vocabulary split over ranks: embedding, output projection and loss.
+
+A rank holds the rows of its tokens. It looks up those, and a sum brings in the others'. It computes
+the logits of those, and the loss needs three numbers a token from all ranks: the largest logit, the
+sum of the exponentials, the target's logit. The logits, the largest tensor of a step, never travel.
+Notebook 07_tensor_parallel.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from course_lib.collectives.group import Group
+from course_lib.core.errors import ShapeError
+from course_lib.models.data import IGNORED
+from course_lib.tensor_parallel.layers import _check_tokens, own_tokens
+
+
+def parallel_token_loss(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor:
+    """Mean cross-entropy over all targets that are not `IGNORED`: `token_loss` of split logits.
+
+    Shapes:  [batch, seq, vocab/tp] and [batch, seq] -> [], the same on every rank
+    Cost:    see vocab_parallel_cross_entropy
+    """
+    losses = vocab_parallel_cross_entropy(logits, targets, group)
+    return losses.sum() / (targets != IGNORED).sum()
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor:
+    """Cross-entropy of each token, from logits of which every rank has its share of the vocabulary.
+
+    0 where the target is `IGNORED` (-100).
+
+    Shapes:  [..., vocab/tp] and [...] -> [...], the same on every rank
+    Cost:    two all_reduces in forward, of one number and of two numbers a token (fp32 at least);
+             nothing in backward
+    Saves:   softmax's share [..., vocab/tp]
+    Raises:  ShapeError for a target outside the vocabulary, or targets of another shape
+    Source:  Shoeybi et al. 2019 (Megatron-LM), section 3
+    """
+    vocab = logits.shape[-1] * dist.get_world_size(group)
+    if logits.shape[:-1] != targets.shape:
+        raise ShapeError(
+            f"rank {dist.get_rank()}, vocab_parallel_cross_entropy: need a target for each row of "
+            f"logits; got {list(logits.shape)} and {list(targets.shape)}."
+        )
+    _check_tokens(targets[targets != IGNORED], vocab, "vocab_parallel_cross_entropy")
+    return _CrossEntropy.apply(logits, targets, group)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """-log softmax at the target: log(sum of exp(logit - largest)) - (target's logit - largest)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group) -> Tensor:
+        place, mine = own_tokens(targets, logits.shape[-1], group)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        largest = wide.amax(-1)  # [...]
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        shifted = wide - largest.unsqueeze(-1)  # [..., vocab/tp]
+        at_target = shifted.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
+        exps = shifted.exp_()
+        sums = torch.stack([exps.sum(-1), at_target])  # [2, ...]
+        dist.all_reduce(sums, group=group)
+        ctx.save_for_backward(exps.div_(sums[0].unsqueeze(-1)), place, mine, targets)
+        ctx.dtype = logits.dtype
+        return (sums[0].log() - sums[1]).masked_fill(targets == IGNORED, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """softmax - 1 at the target, on the rank that has it: nobody has to ask anybody."""
+        softmax, place, mine, targets = ctx.saved_tensors
+        one = mine.to(softmax.dtype).unsqueeze(-1)
+        grad_logits = softmax.scatter_add(-1, place.unsqueeze(-1), -one)
+        scale = grad.masked_fill(targets == IGNORED, 0).unsqueeze(-1)
+        return grad_logits.mul_(scale).to(ctx.dtype), None, None

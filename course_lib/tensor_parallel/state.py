@@ -1,0 +1,114 @@
+"""What belongs to a split model, whole again: gradients after backward, states to save and load.
+
+Shards are gathered by their parameter's name, so weights, gradients and an optimizer's momenta go
+the same way; the whole tensors fit a model that is split otherwise, or not at all.
+Notebook 07_tensor_parallel.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.core.errors import CourseError, ShapeError
+from course_lib.tensor_parallel.layers import ShardedLayer
+from course_lib.tensor_parallel.regions import gather_whole, own_shard
+
+
+@torch.no_grad()
+def finish_gradients(model: nn.Module) -> None:
+    """Add up what ranks know in part: call it once a step, after the last backward.
+
+    With sequence parallelism a norm, a position or the bias of a row-parallel layer has seen only
+    this rank's tokens, so its gradient is one part of a sum. Without, there is nothing to do.
+
+    Cost:    sequence parallel: one all_reduce of these gradients
+    Raises:  CourseError for a model that is not split
+    Source:  NVIDIA Megatron-LM, megatron/core/distributed/finalize_model_grads.py,
+             _allreduce_layernorm_grads
+    """
+    layers = list(_sharded_layers(model).values())
+    if not layers[0].sequence_parallel:
+        return
+    split = {id(getattr(layer, name)) for layer in layers for name in layer.shards}
+    params = [param for param in model.parameters() if id(param) not in split]
+    grads = [param.grad for param in params if param.grad is not None]
+    if not grads:
+        return
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    dist.all_reduce(flat, group=layers[0].group)
+    sizes = [grad.numel() for grad in grads]
+    for grad, total in zip(grads, flat.split(sizes), strict=True):
+        grad.copy_(total.view_as(grad))
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the unsplit model, on every rank: load it into any GPT of the same spec.
+
+    Cost:    one all_gather a split parameter; a tied one travels once and stays tied
+    Raises:  CourseError for a model that is not split
+    """
+    return gather_tensors(model, model.state_dict(keep_vars=True))
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give a split model this rank's shards of an unsplit model's state dict; nothing is sent.
+
+    Raises:  CourseError for a model that is not split; ShapeError for another model's tensors
+    """
+    model.load_state_dict(shard_tensors(model, state))
+
+
+@torch.no_grad()
+def gather_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors out of every rank's shards: of weights, gradients or momenta, by name.
+
+    All ranks need the same names in the same order. One tensor under two names is gathered once.
+    """
+    places, wholes = _places(model), dict[int, Tensor]()
+    for name, tensor in tensors.items():
+        if id(tensor) not in wholes:
+            group, dim, size = places.get(name, (None, None, 0))
+            whole = tensor if dim is None else gather_whole(tensor, dim, size, group)
+            wholes[id(tensor)] = whole.detach().clone(memory_format=torch.contiguous_format)
+    return {name: wholes[id(tensor)] for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def shard_tensors(model: nn.Module, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's shards of whole tensors, by name: the way back from `gather_tensors`."""
+    places, shards = _places(model), {}
+    for name, whole in wholes.items():
+        if name not in places:
+            shards[name] = whole
+            continue
+        group, dim, size = places[name]
+        if whole.dim() <= dim or whole.shape[dim] != size:
+            raise ShapeError(
+                f"rank {dist.get_rank()}, shard_tensors: need {name} with {size} in dim {dim}; got "
+                f"{list(whole.shape)}. Try the state of a model with the same spec."
+            )
+        shards[name] = own_shard(whole, dim, group)
+    return shards
+
+
+def _places(model: nn.Module) -> dict[str, tuple[dist.ProcessGroup | None, int, int]]:
+    """For each name of a split parameter: over which group, along which dim, and its whole size."""
+    return {
+        f"{path}.{name}".lstrip("."): (layer.group, dim, size)
+        for path, layer in _sharded_layers(model).items()
+        for name, (dim, size) in layer.shards.items()
+    }
+
+
+def _sharded_layers(model: nn.Module) -> dict[str, ShardedLayer]:
+    found = {
+        path: module for path, module in model.named_modules() if isinstance(module, ShardedLayer)
+    }
+    if not found:
+        raise CourseError(
+            f"rank {dist.get_rank()}: need a model that is split over ranks; got a "
+            f"{type(model).__name__} without a split layer. Try parallelize(model, mesh) first."
+        )
+    return found

@@ -1,0 +1,188 @@
+"""Tensor parallelism: one model whose matrices are split over the ranks of a group.
+
+Of each pair of matrices the first is split by columns and the second by rows: attention by whole
+heads, the MLP by its inner numbers. All ranks get the same tokens, and each block costs two
+all_reduces forward and two backward; or, sequence parallel, an all_gather and a reduce_scatter
+instead of each, while norms and dropout see only this rank's tokens. Notebook 07_tensor_parallel.
+"""
+
+import zlib
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from course_lib.collectives.group import Group
+from course_lib.core.errors import CourseError, MeshError
+from course_lib.models.gpt import GPT, MLP, Attention, Dropout
+from course_lib.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    ShardedLayer,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from course_lib.tensor_parallel.regions import all_gather
+
+
+class ShardedDropout(Dropout):
+    """Dropout of a tensor whose dim 1 (heads, or tokens) is split over the group: own masks.
+
+    Every rank draws the mask of the whole tensor and keeps its own part. So the parts differ, the
+    random states of all ranks stay the same, as replicated dropout needs it, and the mask is the
+    one of the unsplit model. Megatron draws its own part only, from a second state that is seeded
+    with the rank: p times less to draw, and masks that no unsplit model has.
+
+    Cost:    p times the random numbers, and the whole mask (1 byte a number) for a moment
+    Source:  NVIDIA Megatron-LM, megatron/core/tensor_parallel/random.py (the second state)
+    """
+
+    def __init__(self, p: float, group: Group = None) -> None:
+        super().__init__(p)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zero numbers with probability p and scale up the others."""
+        if not self.training or self.p == 0:
+            return x
+        batch, part, *rest = x.shape
+        ranks, me = dist.get_world_size(self.group), dist.get_rank(self.group)
+        whole = torch.empty(batch, part * ranks, *rest, dtype=torch.bool, device=x.device)
+        keep = whole.bernoulli_(1 - self.p).narrow(1, me * part, part).clone()
+        return x * keep / (1 - self.p)
+
+
+# --- splitting a model
+
+
+def parallelize(
+    model: GPT, mesh: DeviceMesh, sequence_parallel: bool = False, *, gather_output: bool = False
+) -> GPT:
+    """Split a GPT over the ranks of a mesh of one axis, in place; all begin with the same weights.
+
+    logits = parallelize(model, mesh)(tokens)
+    parallel_token_loss(logits, targets, mesh.get_group()).backward()
+    finish_gradients(model)
+
+    sequence_parallel  norms, dropout and the stream between blocks hold seq/tp tokens a rank
+    gather_output      logits [batch, seq, vocab] on every rank, for `token_loss`
+
+    Shapes:  tokens [batch, seq] -> [batch, seq, vocab/tp], rounded up
+    Cost:    `cost.tensor_traffic` lists every collective; here one small all_gather, as a check
+    Raises:  MeshError for more than one axis, heads that tp does not divide, and ranks whose
+             weights or random states differ; CourseError for a model that is split already
+    Source:  Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022, section 4
+    """
+    group = _group_for(model, mesh)
+    _check_same_start(model, group)
+    options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
+    _split_ends(model, gather_output, options)
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            _split_pair(module, ("q", "k", "v"), options)
+            module.dropout = ShardedDropout(module.dropout.p, group)
+        elif isinstance(module, MLP):
+            _split_pair(module, ("gate", "up"), options)
+    if sequence_parallel:
+        for part in (model, *model.blocks):
+            part.add_module("dropout", ShardedDropout(part.dropout.p, group))
+        if model.positions is not None:
+            model.positions.register_forward_hook(partial(_own_rows, group))
+    return model.train(model.training)
+
+
+def _split_ends(model: GPT, gather_output: bool, options: Mapping[str, Any]) -> None:
+    """Split embedding and head by tokens; what was tied stays tied."""
+    tied = model.head.weight is model.embedding.weight
+    sizes = model.spec.vocab, model.spec.hidden
+    embedding = VocabParallelEmbedding(*sizes, whole=model.embedding, **options)
+    more = {"whole": model.head, "gather_output": gather_output}
+    head = VocabParallelHead(*reversed(sizes), False, **more, **options)
+    if tied:
+        head.weight = embedding.weight
+    model.add_module("embedding", embedding)
+    model.add_module("head", head)
+
+
+def _split_pair(
+    module: Attention | MLP, names: tuple[str, ...], options: Mapping[str, Any]
+) -> None:
+    """Split the named matrices by columns, `out` by rows; the input enters once for all of them."""
+    for name in names:
+        linear = getattr(module, name)
+        if linear is not None:  # an MLP without a gate
+            column = ColumnParallelLinear(*_sizes(linear), enters=False, whole=linear, **options)
+            module.add_module(name, column)
+    out = RowParallelLinear(*_sizes(module.out), whole=module.out, **options)
+    module.add_module("out", out)
+    module.register_forward_pre_hook(partial(_enter, out))
+
+
+def _sizes(linear: nn.Linear) -> tuple[int, int, bool]:
+    return linear.in_features, linear.out_features, linear.bias is not None
+
+
+def _enter(layer: ShardedLayer, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """The one door of all matrices that share this input."""
+    return (layer.enter(args[0]),)
+
+
+def _own_rows(group: Group, positions: nn.Module, args: Any, rows: Tensor) -> Tensor:
+    """The position rows of this rank's tokens: [seq, hidden] -> [seq/tp, hidden]."""
+    return rows.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
+# --- what is refused
+
+
+def _group_for(model: GPT, mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of the mesh's one axis, if the model can be split over it."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        got = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise MeshError(
+            f"parallelize: need a DeviceMesh of one axis; got {got}. "
+            'Try mesh["tp"], or init_device_mesh("cpu", (p,), mesh_dim_names=("tp",)).'
+        )
+    if not isinstance(model, GPT) or isinstance(model.embedding, ShardedLayer):
+        got = "one that is split already" if isinstance(model, GPT) else type(model).__name__
+        raise CourseError(
+            f"parallelize: need an unsplit GPT; got {got}. Try parallelize(GPT(spec), mesh)."
+        )
+    for what in ("num_heads", "kv_heads"):
+        heads = getattr(model.spec, what)
+        if heads % mesh.size():
+            raise MeshError(
+                f"parallelize: need {what} of {model.spec.name} divisible by tp, as a head stays "
+                f"whole; got {heads} and {mesh.size()}. Try a smaller tp."
+            )
+    return mesh.get_group()
+
+
+def _check_same_start(model: GPT, group: Group) -> None:
+    """Do all ranks hold the same weights, and will dropout draw the same random numbers?"""
+    device = model.head.weight.device
+    random = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    draws = any(module.p for module in model.modules() if isinstance(module, Dropout))
+    marks = _checksum(model.parameters()), _checksum([random] if draws else [])
+    mine = torch.tensor(marks, device=device)
+    for number, others in enumerate(all_gather(mine, 0, group).view(-1, 2).tolist()):
+        for what, mark, other in zip(("weights", "random state"), marks, others, strict=True):
+            if other != mark:
+                raise MeshError(
+                    f"rank {dist.get_rank()}, parallelize: need the same {what} on all ranks of "
+                    f"the group; number {number} of it has another. Try torch.manual_seed(seed) "
+                    "with one seed for all of them, before GPT(spec)."
+                )
+
+
+def _checksum(tensors: Iterable[Tensor]) -> int:
+    """A number that differs as soon as one bit does."""
+    mark = 0
+    for tensor in tensors:
+        row = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        mark = zlib.crc32(row.numpy().tobytes(), mark)
+    return mark

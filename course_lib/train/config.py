@@ -1,0 +1,277 @@
+"""The settings of a training run, `python -m course_lib.train`, and what they must keep.
+
+Everything that is wrong with a run and can be known before it starts is said here, in one sentence.
+"""
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from course_lib.core.errors import CourseError, MeshError, ShapeError
+from course_lib.core.parallelism import Degrees
+from course_lib.core.specs import ModelSpec, spec_fields
+from course_lib.core.units import format_bytes
+from course_lib.cost.params import count_params
+from course_lib.train.rules import COMPUTE_DTYPES, check_fits, check_split
+
+if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for torch
+    from course_lib.pipeline.actions import Schedule
+
+LR = {"sgd": 0.1, "adamw": 1e-3}  # what works for the small models
+COPIES = {"sgd": 2, "adamw": 4}  # parameters, gradients, optimizer state
+SHARE_ALL = {"zero3", "fsdp", "torch-fsdp", "deepspeed-3", "accelerate-fsdp"}
+SHARE_ALL |= {"accelerate-deepspeed", "zero3-offload", "deepspeed-3-offload"}
+DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2}
+SOURCES = ("synthetic", "shakespeare", "dialogues")
+CHECKPOINT = "checkpoint.pt"
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run. `global_batch = micro_batch * num_micro_batches * dp`.
+
+    masked        the model is a BERT, which guesses hidden tokens; else a GPT
+    epochs        how often all tokens of the data are read; None: as often as `steps` says
+    tp, pp        ranks that share every layer, and stages of layers; dp = ranks / (tp * pp)
+    schedule      of the stages; None: 1f1b if there are any
+    model_chunks  of each rank, if interleaved; None: 2
+    micro_batch   sequences in one forward pass; None: all of the rank's share at once, or with pp
+                  2 * pp parts of it; what cannot be shared evenly gives the first a sequence more
+    warmup        steps in which the learning rate grows in a straight line, from lr / warmup to lr
+    momentum      of sgd: how much of the last update comes again; None: nothing of it
+    clip_norm     the most that the norm of the gradient may be; None: anything
+    reshard       of fsdp and torch-fsdp: free a block between its forward and its backward
+    compute_dtype of fsdp: what is gathered and computed in; None: dtype
+    data          "synthetic", "shakespeare", "dialogues" or the path of a text file
+    every         steps between two lines of output; 0: none
+    out           folder for run records and the checkpoint; None: nothing is written
+    save_every    steps between two checkpoints; 0: none
+
+    Raises: CourseError for what cannot be trained
+    """
+
+    model: ModelSpec
+    masked: bool = False
+    strategy: str = "single"
+    steps: int = 100
+    epochs: int | None = None
+    global_batch: int = 16
+    micro_batch: int | None = None
+    tp: int = 1
+    pp: int = 1
+    schedule: str | None = None
+    model_chunks: int | None = None
+    sequence_parallel: bool = False
+    seq: int = 64
+    optimizer: str = "adamw"
+    lr: float | None = None
+    warmup: int = 0
+    momentum: float | None = None
+    clip_norm: float | None = None
+    dropout: float = 0.0
+    dtype: str = "float32"
+    compute_dtype: str | None = None
+    reshard: bool = True
+    seed: int = 0
+    data: str = "synthetic"
+    bucket_mib: float = 25.0
+    every: int = 10
+    out: str | None = None
+    save_every: int = 0
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("optimizer", self.optimizer, tuple(LR))
+        one_of("dtype", self.dtype, tuple(DTYPES))
+        if self.compute_dtype is not None:
+            one_of("compute-dtype", self.compute_dtype, COMPUTE_DTYPES)
+        if self.lr is None:
+            object.__setattr__(self, "lr", LR[self.optimizer])
+        for name in ("steps", "global_batch", "seq", "micro_batch", "lr", "bucket_mib"):
+            positive(name, getattr(self, name))
+        for name in ("tp", "pp", "model_chunks", "epochs", "clip_norm", "momentum"):
+            positive(name, getattr(self, name))
+        self._fill_in_schedule()
+        for name in ("every", "save_every", "seed", "dropout", "warmup"):
+            positive(name, getattr(self, name), or_zero=True)
+        if self.seed >= 2**63:
+            raise CourseError(f"--seed: need a number below 2**63; got {self.seed}.")
+        if self.dropout >= 1:
+            raise CourseError(f"--dropout: need a probability below 1; got {self.dropout}.")
+        if self.seq > self.model.max_seq:
+            raise ShapeError(
+                f"--seq: need at most the {self.model.max_seq} tokens of model {self.model.name}; "
+                f"got {self.seq}. Try --seq {self.model.max_seq}."
+            )
+        if self.out is None and (self.save_every or self.resume):
+            raise CourseError("--save-every, --resume: need a folder. Try --out runs/NAME.")
+        check_split(self)
+        check_fits(self)
+
+    def _fill_in_schedule(self) -> None:
+        if self.schedule is None and self.pp > 1:
+            object.__setattr__(self, "schedule", "1f1b")
+        if self.schedule is not None:
+            one_of("schedule", self.schedule, SCHEDULES)
+        if self.schedule == "interleaved" and self.model_chunks is None:
+            object.__setattr__(self, "model_chunks", 2)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """Where the checkpoint is, or would be."""
+        return Path(self.out) / CHECKPOINT if self.out else None
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        return float(self.lr or 0) * min(1.0, (step + 1) / max(self.warmup, 1))
+
+    def num_micro_batches(self, dp: int) -> int:
+        """How many micro-batches each of dp copies of the model takes in a step.
+
+        Raises: ShapeError for a batch that they cannot share
+        """
+        if self.global_batch < dp:
+            raise ShapeError(
+                f"--global-batch: need a sequence for each of dp = {dp} copies of the model; got "
+                f"{self.global_batch}. Try --global-batch {dp}."
+            )
+        if self.micro_batch is None:
+            return min(2 * self.pp, self.global_batch // dp) if self.pp > 1 else 1
+        together = self.micro_batch * dp
+        if self.global_batch % together:
+            near = max(round(self.global_batch / together), 1) * together
+            raise ShapeError(
+                f"--micro-batch: need --global-batch divisible by micro_batch * dp; got "
+                f"{self.global_batch} and {self.micro_batch} * {dp}. Try --global-batch {near}."
+            )
+        return self.global_batch // together
+
+    def degrees(self, num_ranks: int) -> Degrees:
+        """How many ways so many ranks split the run. Raises: MeshError if they cannot."""
+        return degrees_of(self, num_ranks)
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises: MeshError or ShapeError for what so many ranks cannot train together."""
+        dp = self.degrees(num_ranks).dp
+        if self.strategy == "single" and dp > 1:
+            raise MeshError(
+                f"--strategy single: need one copy of the model, dp = 1; got {num_ranks} ranks, "
+                f"dp = {dp}. Try --strategy ddp."
+            )
+        num_micro_batches = self.num_micro_batches(dp)
+        if self.pp > 1:
+            schedule_of(self, num_micro_batches)
+
+    def check_memory(self, num_ranks: int) -> None:
+        """Raises: CourseError if so many ranks of this machine need more than it has."""
+        params_bytes = count_params(self.model) * DTYPES[self.dtype]  # whole, before it is split
+        state_bytes = params_bytes * COPIES[self.optimizer]
+        shares = num_ranks if self.strategy in SHARE_ALL else self.tp * self.pp
+        need = num_ranks * max(state_bytes // shares, params_bytes)
+        there = psutil.virtual_memory().total
+        if need > there:
+            raise CourseError(
+                f"model {self.model.name}: need {format_bytes(need)} for parameters, gradients and "
+                f"optimizer of {num_ranks} rank{'s' * (num_ranks > 1)}; this machine has "
+                f"{format_bytes(there)}. Try --model tiny."
+            )
+
+    def check_files(self) -> None:
+        """Raises: CourseError unless text and folder, and a checkpoint to go on from, are there."""
+        if self.data not in SOURCES and not Path(self.data).is_file():
+            raise CourseError(
+                f"--data: need {', '.join(SOURCES)} or the path of a text file; got {self.data!r}."
+            )
+        path = self.checkpoint
+        if path and path.is_file() and not self.resume:
+            raise CourseError(
+                f"--out: need a folder without a checkpoint; there is {path}. "
+                "Try --resume to go on from it, or another --out."
+            )
+        if path and self.resume and not path.is_file():
+            raise CourseError(
+                f"--resume: need a checkpoint; there is no {path}. Try it without --resume, "
+                "with --save-every 50."
+            )
+        if path:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as problem:
+                raise CourseError(
+                    f"--out: need a folder that can be made ({problem.strerror}); got {self.out}. "
+                    "Try --out runs/NAME."
+                ) from problem
+
+    def identity(self, model: ModelSpec, data: str) -> dict[str, Any]:
+        """What must stay as it is when a run goes on: all that its numbers depend on."""
+        spec = {**asdict(model), "name": ""}
+        names = ("optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch")
+        same = {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
+        # checkpoints of before do not have these
+        later = ("clip_norm", "compute_dtype", "momentum", "warmup")
+        return same | {name: getattr(self, name) for name in later}
+
+    def plain(self, model: ModelSpec, data: str, dp: int) -> dict[str, Any]:
+        """The run in plain words, for its record."""
+        counts = {"dp": dp, "num_micro_batches": self.num_micro_batches(dp)}
+        return {**asdict(self), "model": spec_fields(model), "data": data, **counts}
+
+
+def one_of(name: str, word: str, words: Sequence[str]) -> None:
+    """Raises: CourseError unless the word is one of them."""
+    if word not in words:
+        near = difflib.get_close_matches(word.lower(), words, n=1)
+        hint = f" Try {near[0]}." if near else ""
+        raise CourseError(f"--{name}: need one of {', '.join(words)}; got {word!r}.{hint}")
+
+
+def positive(name: str, number: float | None, *, or_zero: bool = False) -> None:
+    """Raises: CourseError unless the number is above 0 (or 0); None is let through."""
+    if number is not None and not (number > 0 or (or_zero and number == 0)):
+        need = "0 or more" if or_zero else "more than 0"
+        raise CourseError(f"--{name.replace('_', '-')}: need {need}; got {number}.")
+
+
+def schedule_of(config: TrainConfig, num_micro_batches: int) -> "Schedule":
+    """The schedule of a run with --pp.
+
+    Raises: ScheduleError for a number of micro-batches that it cannot take
+    """
+    from course_lib.pipeline import schedules
+    from course_lib.pipeline.actions import ScheduleError
+
+    makers: tuple[Callable[..., Schedule], ...] = (
+        schedules.naive,
+        schedules.gpipe,
+        schedules.one_f_one_b,
+        schedules.interleaved,
+        schedules.zero_bubble_h1,
+    )
+    make = dict(zip(SCHEDULES, makers, strict=True))[str(config.schedule)]
+    chunks = [config.model_chunks] if config.schedule == "interleaved" else []
+    try:
+        return make(config.pp, num_micro_batches, *chunks)
+    except ScheduleError as error:
+        where = "(num_micro_batches = global_batch / (micro_batch * dp))"
+        raise ScheduleError(f"--schedule {error} {where}") from error
+
+
+def degrees_of(config: TrainConfig, num_ranks: int) -> Degrees:
+    """How many ways so many ranks split data, tensors and layers.
+
+    Raises: MeshError if they make no whole number of copies of the model
+    """
+    one_copy = config.tp * config.pp
+    if num_ranks % one_copy:
+        near = max(round(num_ranks / one_copy), 1) * one_copy
+        raise MeshError(
+            f"--tp, --pp: need a number of ranks divisible by tp * pp; got {num_ranks} and "
+            f"{config.tp} * {config.pp}. Try --ranks {near}."
+        )
+    dp, sequence_parallel = num_ranks // one_copy, config.sequence_parallel
+    return Degrees(dp=dp, tp=config.tp, pp=config.pp, sequence_parallel=sequence_parallel)

@@ -1,0 +1,83 @@
+"""A step's forward and backward passes: one micro-batch after the other, or through a pipeline.
+
+Either way a micro-batch's loss counts for its share, and what comes back is three sums of all of
+them: the loss, and for a BERT how many hidden tokens were guessed, and how many there are.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from course_lib.models import right_and_asked, token_loss
+from course_lib.pipeline.actions import Schedule
+from course_lib.pipeline.engine import Pipeline
+from course_lib.ranks.recorder import span
+from course_lib.tensor_parallel.cross_entropy import parallel_token_loss
+from course_lib.train.config import TrainConfig, schedule_of
+from course_lib.train.mesh import Axes
+from course_lib.train.model_part import Parts
+from course_lib.train.strategies import Wrapped
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+MicroBatches = Sequence[tuple[Tensor, Tensor]]  # inputs and targets
+Pass = Callable[[MicroBatches, Sequence[float]], Tensor]
+
+
+def make_pass(parts: Parts, wrapped: Wrapped, config: TrainConfig, axes: Axes) -> Pass:
+    """What leaves a step's gradient in every `param.grad`, up to `wrapped.finish()`.
+
+    Call it with the micro-batches and their shares.
+
+    Shapes:  -> [3]: the loss, 0 where it is not known; hidden tokens that were guessed; all hidden
+    """
+    loss_fn: LossFn = token_loss
+    if config.tp > 1:
+        loss_fn = partial(parallel_token_loss, group=axes.group("tp"))
+    if config.pp == 1:
+        return partial(_one_by_one, wrapped, loss_fn, config.masked)
+    schedule = schedule_of(config, config.num_micro_batches(axes.degrees.dp))
+    pipeline = Pipeline(parts.module, loss_fn, axes.group("pp"))
+    return partial(_through_stages, wrapped, pipeline, schedule)
+
+
+def _one_by_one(
+    wrapped: Wrapped,
+    loss_fn: LossFn,
+    masked: bool,
+    micro_batches: MicroBatches,
+    shares: Sequence[float],
+) -> Tensor:
+    total = torch.zeros(3, device=micro_batches[0][0].device, dtype=torch.float64)
+    for index, ((inputs, targets), share) in enumerate(zip(micro_batches, shares, strict=True)):
+        with nullcontext() if index == len(shares) - 1 else wrapped.no_sync():
+            with span("forward"):
+                logits = wrapped.model(inputs)
+                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                # the mean over no tokens is no number, but every rank needs a backward
+                loss = loss_fn(logits, targets) * share if share else logits.sum() * 0
+            with span("backward"):
+                wrapped.backward(loss)
+        total[0] += loss.detach()
+        if masked:
+            total[1:] += right_and_asked(logits.detach(), targets)
+    return total
+
+
+def _through_stages(
+    wrapped: Wrapped,
+    pipeline: Pipeline,
+    schedule: Schedule,
+    micro_batches: MicroBatches,
+    shares: Sequence[float],
+) -> Tensor:
+    """All gradients leave after the last backward: a tied one is whole only then."""
+    inputs, targets = zip(*micro_batches, strict=True)
+    with wrapped.no_sync():
+        loss = pipeline.step(schedule, inputs, targets, shares)
+    total = torch.zeros(3, device=inputs[0].device, dtype=torch.float64)
+    if loss is not None:
+        total[0] = loss
+    return total

@@ -1,0 +1,164 @@
+"""What a run tells of itself, in its record and its summary: losses of all ranks, times, memory."""
+
+import math
+import resource
+import statistics
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from course_lib.core.errors import CourseError
+from course_lib.core.records import RunRecord
+from course_lib.core.units import format_bytes, format_seconds
+from course_lib.ranks.recorder import current_recorder
+from course_lib.train.checkpoint import Progress
+
+KEEP_STEPS = 3  # the record holds the events of the last ones
+
+
+class Tally:
+    """The record of a run on this rank, and what of it is not known before all ranks tell theirs.
+
+    dp   copies of the model: each tells its loss as its share times dp
+    lr   the learning rate, for the sentence about a loss that is not a number
+    """
+
+    def __init__(self, record: RunRecord, dp: int, lr: float | None) -> None:
+        self.record, self.dp, self.lr = record, dp, lr
+        self._open: list[Tensor] = []  # this rank's part, of steps that are not summed up
+        self._marks: list[int] = []
+        self.gauge = Gauge()
+
+    def step_done(self, found: Tensor, **step: Any) -> None:
+        """Note a step; `found` is what `make_pass` gave."""
+        self._open.append(found)
+        self.record.steps.append(step | self.gauge.read())
+
+    def sum_losses(self) -> tuple[float, float | None]:
+        """Learn what the last steps found from all ranks, in one call: mean loss, accuracy.
+
+        Raises: CourseError for a loss that is not a number
+        """
+        found = torch.stack(self._open)  # [steps, 3]
+        dist.all_reduce(found)
+        self._open.clear()
+        losses = (found[:, 0] / self.dp).tolist()
+        steps = self.record.steps[-len(losses) :]
+        for step, loss, (right, asked) in zip(steps, losses, found[:, 1:].tolist(), strict=True):
+            step["loss"] = loss
+            if asked:
+                step["accuracy"] = right / asked
+            if not math.isfinite(loss):
+                raise CourseError(
+                    f"step {step['step']}: need a loss that is a number; got {loss}. "
+                    f"Try an --lr below {self.lr}."
+                )
+        _, right, asked = found.sum(dim=0).tolist()
+        return statistics.fmean(losses), right / asked if asked else None
+
+    def forget_old_events(self) -> None:
+        """Keep the events of the last steps only: long runs must not fill the memory."""
+        recorder = current_recorder()
+        if recorder is None:
+            return
+        self._marks.append(len(recorder.events))
+        if len(self._marks) > KEEP_STEPS:
+            old = self._marks[-KEEP_STEPS]
+            del recorder.events[:old]
+            self._marks = [mark - old for mark in self._marks[-KEEP_STEPS:]]
+
+    def note_memory(self, held: dict[str, int]) -> None:
+        """What this rank holds when backward has ended, in bytes by kind, and the most so far.
+
+        peak   of tensors on a GPU; where a rank computes on the CPU, what its process has grown by
+        """
+        peak = max(self.gauge.peak_bytes(), sum(held.values()))
+        self.record.run["memory"] = {**held, "peak": peak}
+
+    def close(self, progress: Progress, zero_s: float) -> None:
+        """Make the record whole."""
+        if self._open:
+            self.sum_losses()
+        self.record.run["progress"] = asdict(progress)
+        if (per_epoch := self.record.run["steps_an_epoch"]) and self.record.steps:
+            self.record.run["epoch_s"] = per_epoch * self._mean_s()
+        if recorder := current_recorder():
+            self.record.events = [
+                replace(event, start_s=event.start_s - zero_s, end_s=event.end_s - zero_s)
+                for event in recorder.events
+            ]
+
+    def write(self, folder: str, first: int) -> None:
+        """Write the record; one that goes on from step `first` has a name of its own."""
+        name = f"rank{self.record.rank}" + (f"-from{first}" if first else "")
+        self.record.write(Path(folder) / f"{name}.jsonl")
+
+    def summary(self, progress: Progress, tokens_per_s: float) -> str:
+        """The run in a few lines, its result in the last one."""
+        steps, run = self.record.steps, self.record.run
+        if not steps:
+            return f"Nothing to do: step {progress.step} of {run['steps']} is done."
+        median_s = statistics.median(step["end_s"] - step["start_s"] for step in steps)
+        told = f"{progress.step} steps, {progress.tokens:,} tokens, loss {steps[-1]['loss']:.4f}"
+        if "accuracy" in steps[-1]:
+            told += f", accuracy {steps[-1]['accuracy']:.1%}"
+        told += f"; median step {median_s * 1e3:.1f} ms, {tokens_per_s:,.0f} tokens/s"
+        held = [f"{kind} {format_bytes(size)}" for kind, size in run["memory"].items()]
+        lines = [f"rank {self.record.rank} holds {', '.join(held)}"]
+        if per_epoch := run["steps_an_epoch"]:
+            lines.append(f"an epoch of {per_epoch} steps takes {format_seconds(run['epoch_s'])}")
+        return "\n".join([*lines, told])
+
+    def _mean_s(self) -> float:
+        return statistics.fmean(step["end_s"] - step["start_s"] for step in self.record.steps)
+
+
+class Gauge:
+    """Looks at this process from now on: `peak_bytes` and `read` count from here."""
+
+    def __init__(self) -> None:
+        self._on_gpu = torch.cuda.is_available()
+        self._process = psutil.Process()
+        self._process.cpu_percent()  # from here on it says what was used since the last call
+        self._before_bytes = self._process.memory_info().rss
+        self._has_nvml = self._on_gpu and gpu_utilisation() is not None
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def read(self) -> dict[str, float]:
+        """Bytes that are held now and, where that is known, how busy it was: 1 is all the time."""
+        found: dict[str, float] = {"memory_bytes": self._held_bytes()}
+        busy = self._busy()
+        return found if busy is None else found | {"utilisation": busy}
+
+    def peak_bytes(self) -> int:
+        """The most that was held so far."""
+        if self._on_gpu:
+            return torch.cuda.max_memory_allocated()
+        unit = 1 if sys.platform == "darwin" else 1024
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return max(most - self._before_bytes, 0)
+
+    def _held_bytes(self) -> int:
+        if self._on_gpu:
+            return torch.cuda.memory_allocated()
+        return max(self._process.memory_info().rss - self._before_bytes, 0)
+
+    def _busy(self) -> float | None:
+        if self._on_gpu:
+            return gpu_utilisation() if self._has_nvml else None
+        return round(self._process.cpu_percent() / 100, 4)
+
+
+def gpu_utilisation() -> float | None:
+    """The share of the last moments in which this process's GPU computed; None without NVML."""
+    try:
+        return torch.cuda.utilization() / 100
+    except (ModuleNotFoundError, RuntimeError, OSError):
+        return None

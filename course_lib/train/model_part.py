@@ -1,0 +1,123 @@
+"""What a rank holds of the model, and how it becomes whole again for a checkpoint.
+
+A checkpoint is what one rank with the whole model would write, so a run can go on with any other
+degrees: the shards of a layer are gathered over tp, the layers of the stages over pp.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.models import BERT, GPT
+from course_lib.pipeline.stage import split_model
+from course_lib.tensor_parallel.state import gather_tensors, shard_tensors
+from course_lib.tensor_parallel.tensor_parallel import parallelize
+from course_lib.train.config import TrainConfig
+from course_lib.train.mesh import Axes
+
+Tensors = Mapping[str, Tensor]
+
+
+class Parts:
+    """This rank's part of a model that all ranks have built from the same seed.
+
+    module   the model, with tp its layers' shards; with pp the stage of them
+    params   its parameters, by their names in the whole model
+    """
+
+    def __init__(self, whole: GPT | BERT, config: TrainConfig, axes: Axes) -> None:
+        self.axes = axes
+        if config.tp > 1 and isinstance(whole, GPT):  # a BERT is not split
+            parallelize(whole, axes.mesh["tp"], config.sequence_parallel)
+        name_of = {param: name for name, param in whole.named_parameters()}
+        self._names = list(name_of.values())
+        keys = whole.state_dict(keep_vars=True).items()
+        self._keys = {key: name_of[param] for key, param in keys}  # a tied one has two keys
+        self.module: nn.Module = whole
+        chunks: list[nn.Module] = [whole]
+        if config.pp > 1 and isinstance(whole, GPT):
+            number, num_chunks = axes.number("pp"), config.model_chunks or 1
+            stage = split_model(whole, config.pp, number, num_model_chunks=num_chunks)
+            self.module, chunks = stage, list(stage.chunks)
+        self._chunks = [
+            (chunk, {path: name_of[param] for path, param in chunk.named_parameters()})
+            for chunk in chunks
+        ]
+        self.params = {name_of[param]: param for param in self.module.parameters()}
+
+    @torch.no_grad()
+    def gather(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """The state dicts of the whole model and its optimizer, on rank 0's CPU; elsewhere None.
+
+        Cost: in the first copy of the model, an all_gather a tensor over tp; then each stage's
+              tensors to rank 0
+        """
+        if self.axes.number("dp"):
+            return None
+        kinds: dict[str, dict[str, Tensor]] = defaultdict(dict, model=dict(self.params))
+        for name, param in self.params.items():
+            for kind, value in optimizer.state[param].items():
+                kinds[kind][name] = value
+        wholes = {kind: self._changed(gather_tensors, tensors) for kind, tensors in kinds.items()}
+        mine = {kind: {k: v.detach().cpu() for k, v in wholes[kind].items()} for kind in wholes}
+        stages = self._of_all_stages(mine)
+        if dist.get_rank():
+            return None
+        whole = {kind: {k: v for stage in stages for k, v in stage[kind].items()} for kind in mine}
+        model = whole.pop("model")
+        state = {
+            number: {kind: tensors[name] for kind, tensors in whole.items()}
+            for number, name in enumerate(self._names if whole else ())
+        }
+        groups = groups_of(optimizer.state_dict(), len(self._names))
+        return {
+            "model": {key: model[name] for key, name in self._keys.items()},
+            "optimizer": {"state": state, "param_groups": groups},
+        }
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        """Take this rank's part of what `gather` gave; nothing is sent."""
+        model = {name: state["model"][name] for name in self.params}
+        for name, tensor in self._changed(shard_tensors, model).items():
+            self.params[name].copy_(tensor)
+        kinds: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for number, values in state["optimizer"]["state"].items():
+            if self._names[number] in self.params:
+                for kind, value in values.items():
+                    kinds[kind][self._names[number]] = value
+        mine = {kind: self._changed(shard_tensors, tensors) for kind, tensors in kinds.items()}
+        own = {
+            number: {kind: tensors[name] for kind, tensors in mine.items()}
+            for number, name in enumerate(self.params if mine else ())
+        }
+        groups = groups_of(state["optimizer"], len(self.params))
+        optimizer.load_state_dict({"state": own, "param_groups": groups})
+
+    def _changed(
+        self, change: Callable[[nn.Module, Tensors], dict[str, Tensor]], tensors: Tensors
+    ) -> dict[str, Tensor]:
+        """Shards to whole tensors or back; a single number, such as a count of steps, stays."""
+        changed = dict(tensors)
+        for chunk, names in self._chunks if self.axes.degrees.tp > 1 else ():
+            paths = {path: tensors[name] for path, name in names.items() if tensors[name].dim()}
+            changed |= {names[path]: tensor for path, tensor in change(chunk, paths).items()}
+        return changed
+
+    def _of_all_stages(self, mine: Any) -> list[Any]:
+        """What each stage has, on rank 0; nothing elsewhere."""
+        if self.axes.degrees.pp == 1 or self.axes.number("tp"):
+            return [mine]
+        stages: list[Any] = [None] * self.axes.degrees.pp
+        into = stages if dist.get_rank() == 0 else None
+        dist.gather_object(mine, into, dst=0, group=self.axes.group("pp"))
+        return stages
+
+
+def groups_of(state: Mapping[str, Any], num_params: int) -> list[dict[str, Any]]:
+    """An optimizer's settings, for so many parameters."""
+    return [{**group, "params": list(range(num_params))} for group in state["param_groups"]]

@@ -1,0 +1,134 @@
+"""What the options of a run must keep, one rule after another, each broken one told in a sentence.
+
+`dp = ranks / (tp * pp)`: so many copies of the model are trained, each by tp * pp ranks. `config`
+is a TrainConfig, which asks these rules when it is made.
+"""
+
+from typing import Any
+
+from course_lib.core.errors import CourseError, MeshError, ShapeError
+
+COMPUTE_DTYPES = ("bfloat16",)
+
+
+def check_split(config: Any) -> None:
+    """Raises: MeshError or ShapeError for a model that cannot be split that way."""
+    _check_tensors(config)
+    _check_stages(config)
+    if config.strategy == "torch-ddp" and config.pp > 1:
+        raise MeshError(
+            "--strategy torch-ddp: need --pp 1, as it sends gradients with the first backward "
+            f"after its own forward; got --pp {config.pp}. Try --strategy ddp."
+        )
+
+
+def _check_tensors(config: Any) -> None:
+    model, tp = config.model, config.tp
+    for what in ("num_heads", "kv_heads"):
+        heads = getattr(model, what)
+        if heads % tp:
+            fits = max(n for n in range(1, tp) if model.num_heads % n == model.kv_heads % n == 0)
+            raise MeshError(
+                f"--tp: need {what} of model {model.name} divisible by tp, as a head stays whole; "
+                f"got {heads} and {tp}. Try --tp {fits}."
+            )
+    if not config.sequence_parallel:
+        return
+    if tp == 1:
+        raise MeshError("--sequence-parallel: need --tp of 2 or more; got 1. Try --tp 2.")
+    if config.seq % tp:
+        raise ShapeError(
+            f"--sequence-parallel: need --seq divisible by --tp; got {config.seq} and {tp}. "
+            f"Try --seq {max(config.seq - config.seq % tp, tp)}."
+        )
+
+
+def _check_stages(config: Any) -> None:
+    pp, chunks, layers = config.pp, config.model_chunks or 1, config.model.num_layers
+    if config.schedule and pp == 1:
+        raise MeshError(
+            f"--schedule {config.schedule}: need stages to schedule; got --pp 1. Try --pp 2."
+        )
+    if chunks > 1 and config.schedule != "interleaved":
+        raise MeshError(
+            f"--model-chunks: need --schedule interleaved; got {chunks} chunks and "
+            f"{config.schedule or 'no stages'}. Try --pp 2 --schedule interleaved."
+        )
+    if pp * chunks > layers:
+        raise MeshError(
+            f"--pp, --model-chunks: need pp * model chunks of at most the {layers} layers of model "
+            f"{config.model.name}; got {pp} * {chunks}. Try --layers {pp * chunks}."
+        )
+
+
+def check_fits(config: Any) -> None:
+    """Raises: CourseError or MeshError for an option that does not fit the others."""
+    name = config.strategy
+    framework = name.startswith(("deepspeed", "accelerate"))
+    if (framework or name.startswith(("zero", "fsdp", "torch-fsdp"))) and config.tp * config.pp > 1:
+        raise MeshError(
+            f"--strategy {name}: need --tp 1 and --pp 1, as it shards whole layers; got "
+            f"{config.tp} and {config.pp}. Try --strategy ddp."
+        )
+    if not config.reshard and name not in ("fsdp", "torch-fsdp"):
+        raise CourseError(_need("--no-reshard", "fsdp or torch-fsdp", name))
+    if config.compute_dtype and name != "fsdp":
+        raise CourseError(_need("--compute-dtype", "fsdp", name))
+    if config.momentum and (config.optimizer != "sgd" or config.momentum >= 1):
+        raise CourseError(
+            f"--momentum: need --optimizer sgd and a number below 1; got {config.optimizer} and "
+            f"{config.momentum}. Try --optimizer sgd --momentum 0.9."
+        )
+    if framework:
+        _check_framework(config)
+    if config.clip_norm and config.tp * config.pp > 1:
+        raise MeshError(
+            "--clip-norm: need --tp 1 and --pp 1, as no rank has the whole gradient; got "
+            f"{config.tp} and {config.pp}. Try it without --clip-norm."
+        )
+    _check_data(config)
+
+
+def _check_framework(config: Any) -> None:
+    name = config.strategy
+    if config.save_every or config.resume:
+        raise CourseError(
+            f"--save-every, --resume: need a strategy that saves the state of one process; got "
+            f"{name}, which keeps its own. Try --strategy fsdp."
+        )
+    if "deepspeed" in name and config.dtype != "float32":
+        raise CourseError(
+            f"--dtype: need float32 with {name}, as its gradients travel in it; got {config.dtype}."
+        )
+    given = {"--clip-norm": config.clip_norm, "--warmup": config.warmup}
+    if option := next((option for option, value in given.items() if value), ""):
+        raise CourseError(
+            f"{option}: need a strategy of the course or of PyTorch; got {name}. "
+            "Try --strategy fsdp."
+        )
+    if name == "accelerate-deepspeed" and config.micro_batch:
+        raise CourseError(
+            "--micro-batch: need a strategy that steps apart from backward; got "
+            "accelerate-deepspeed. Try --strategy deepspeed-3."
+        )
+
+
+def _check_data(config: Any) -> None:
+    if config.masked and config.tp * config.pp > 1:
+        raise MeshError(
+            f"--model {config.model.name}: need --tp 1 and --pp 1 for a BERT; got {config.tp} and "
+            f"{config.pp}. Try --strategy fsdp."
+        )
+    if config.data == "dialogues" and not config.masked:
+        raise CourseError(
+            "--data dialogues: need a BERT, which guesses hidden words; got the GPT "
+            f"{config.model.name}. Try --model bert-tiny."
+        )
+    if config.epochs and config.data == "synthetic":
+        raise CourseError(
+            "--epochs: need data with an end; got synthetic ones. Try --data shakespeare."
+        )
+
+
+def _need(option: str, names: str, name: str) -> str:
+    return f"{option}: need --strategy {names}; got {name}. Try it without {option}."

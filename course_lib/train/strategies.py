@@ -1,0 +1,220 @@
+"""The ways to train: a function each, which wraps the model and says what ends a backward pass.
+
+The group holds the ranks whose gradients are averaged: those with the same part of the model.
+A new strategy is one more function and one more line in `STRATEGIES`. Every one of them must give
+the losses and the weights of `single` on the whole batch: tests/test_train.py proves it for copies
+of the model, tests/test_train_sharded.py for shards and frameworks.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from course_lib.core.units import MIB
+from course_lib.train.config import TrainConfig
+
+if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from course_lib.frameworks import Engine
+    from course_lib.train.optimizers import Steps
+
+
+def plain_backward(loss: "Tensor") -> None:
+    """Autograd's own."""
+    loss.backward()
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A model as a strategy trains it.
+
+    model     what is called in the forward pass
+    steps     the optimizer and its state; None: a plain optimizer of all that the rank has
+    backward  of a micro-batch's loss
+    finish    called after the step's last backward: then every gradient is the ranks' mean
+    no_sync   a context for the forward and backward of all micro-batches but the last
+    """
+
+    model: Callable[..., Any]
+    steps: "Steps | None" = None
+    backward: Callable[["Tensor"], object] = plain_backward
+    finish: Callable[[], None] = lambda: None
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def single(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
+    """One copy of the model, the whole batch: what all others must agree with."""
+    return Wrapped(model)
+
+
+def naive_dp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
+    """Data parallel: one all-reduce a parameter, after backward. Notebook 05_data_parallel."""
+    from course_lib.data_parallel.naive_ddp import NaiveDDP
+
+    wrapped = NaiveDDP(model, group)
+    return Wrapped(wrapped, finish=wrapped.finish, no_sync=wrapped.no_sync)
+
+
+def ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
+    """Data parallel: buckets that leave while backward still runs. Notebook 06_ddp."""
+    from course_lib.ddp.ddp import DDP
+
+    wrapped = DDP(model, bucket_bytes=int(config.bucket_mib * MIB), group=group)
+    return Wrapped(wrapped, finish=wrapped.finish, no_sync=wrapped.no_sync)
+
+
+def torch_ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
+    """PyTorch's own: its backward waits for the last bucket, so there is nothing to finish."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=config.bucket_mib)
+    return Wrapped(wrapped, no_sync=wrapped.no_sync)
+
+
+def zero(
+    model: "nn.Module",
+    config: TrainConfig,
+    group: "dist.ProcessGroup",
+    *,
+    stage: int,
+    offload: bool = False,
+) -> Wrapped:
+    """Shards of what a stage says; every micro-batch's gradients leave. Notebook 09_zero."""
+    from course_lib.train.optimizers import OPTIMIZERS, ZeROSteps, settings_of
+    from course_lib.zero.zero import ZeRO1, ZeRO2, ZeRO3
+
+    engine = (ZeRO1, ZeRO2, ZeRO3)[stage - 1](
+        model,
+        OPTIMIZERS[config.optimizer],
+        group,
+        bucket_bytes=config.bucket_mib * MIB,
+        offload=offload,
+        **settings_of(config),
+    )
+    return Wrapped(engine, ZeROSteps(engine), finish=engine.finish)
+
+
+def fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
+    """Shards of everything, a block at a time gathered; backward reduces. Notebook 10_fsdp."""
+    import torch
+
+    from course_lib.fsdp.fsdp import FSDP
+    from course_lib.train.optimizers import FSDPSteps
+
+    names = [name for name, _ in model.named_parameters()]
+    dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
+    wrapped = FSDP(model, compute_dtype=dtype, reshard_after_forward=config.reshard, group=group)
+    return Wrapped(wrapped, FSDPSteps(wrapped, names, config))
+
+
+def torch_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
+    """PyTorch's own, `fully_shard` on every block."""
+    from course_lib.frameworks import fully_sharded
+    from course_lib.models.gpt import Block
+    from course_lib.train.optimizers import TorchFSDPSteps, optimizer_of
+
+    made: list[Optimizer] = []
+
+    def make(params: Any) -> "Optimizer":
+        made.append(optimizer_of(config, params))
+        return made[0]
+
+    engine = fully_sharded(model, make, unit=Block, reshard_after_forward=config.reshard)
+    return Wrapped(engine.model, TorchFSDPSteps(model, made[0]))
+
+
+def deepspeed(
+    model: "nn.Module",
+    config: TrainConfig,
+    group: "dist.ProcessGroup",
+    *,
+    stage: int,
+    offload: bool = False,
+) -> Wrapped:
+    """DeepSpeed, which counts micro-batches itself, and means over them."""
+    from course_lib.frameworks import deepspeed_engine
+
+    count = config.num_micro_batches(group.size())
+    make = partial(deepspeed_engine, stage=stage, offload=offload, num_micro_batches=count)
+    return _framework(make, model, config, count)
+
+
+def accelerate_ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
+    """Accelerate as it is by itself."""
+    from course_lib import frameworks
+
+    return _framework(frameworks.accelerate_ddp, model, config)
+
+
+def accelerate_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
+    """Accelerate's FSDP plugin."""
+    from course_lib import frameworks
+    from course_lib.models.gpt import Block
+
+    return _framework(partial(frameworks.accelerate_fsdp, unit=_kind(model, Block)), model, config)
+
+
+def accelerate_deepspeed(
+    model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup"
+) -> Wrapped:
+    """Accelerate's DeepSpeed plugin, stage 3: its backward steps too, so there is one a step."""
+    from course_lib import frameworks
+
+    return _framework(partial(frameworks.accelerate_deepspeed, stage=3), model, config)
+
+
+def _kind(model: "nn.Module", kind: "type[nn.Module]") -> "type[nn.Module]":
+    """The model's own kind of such modules: some compare types by their name."""
+    return next(type(module) for module in model.modules() if isinstance(module, kind))
+
+
+def _framework(
+    make: "Callable[..., Engine]", model: "nn.Module", config: TrainConfig, count: int = 1
+) -> Wrapped:
+    """An engine whose gradient is the mean over `count` calls of backward; ours is their sum."""
+    from course_lib.frameworks import alive_bytes
+    from course_lib.train.optimizers import FrameworkSteps, optimizer_of
+
+    before = alive_bytes() - sum(param.nbytes for param in model.parameters())
+    engine = make(model, partial(optimizer_of, config))
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        yield
+        if count > 1:  # an update in the middle of a step only counts
+            engine.update()
+
+    return Wrapped(
+        engine.model,
+        FrameworkSteps(engine, before),
+        backward=lambda loss: engine.backward(loss * count),
+        no_sync=no_sync,
+    )
+
+
+Strategy = Callable[["nn.Module", TrainConfig, "dist.ProcessGroup"], Wrapped]
+COPIES: dict[str, Strategy] = {
+    "single": single,
+    "naive-dp": naive_dp,
+    "ddp": ddp,
+    "torch-ddp": torch_ddp,
+}
+SHARDS: dict[str, Strategy] = {
+    **{f"zero{stage}": partial(zero, stage=stage) for stage in (1, 2, 3)},
+    **{f"zero{stage}-offload": partial(zero, stage=stage, offload=True) for stage in (1, 2, 3)},
+    "fsdp": fsdp,
+    "torch-fsdp": torch_fsdp,
+}
+FRAMEWORKS: dict[str, Strategy] = {
+    **{f"deepspeed-{stage}": partial(deepspeed, stage=stage) for stage in range(4)},
+    **{f"deepspeed-{n}-offload": partial(deepspeed, stage=n, offload=True) for n in (1, 2, 3)},
+    "accelerate-ddp": accelerate_ddp,
+    "accelerate-fsdp": accelerate_fsdp,
+    "accelerate-deepspeed": accelerate_deepspeed,
+}
+STRATEGIES = {**COPIES, **SHARDS, **FRAMEWORKS}

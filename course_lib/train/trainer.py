@@ -1,0 +1,186 @@
+"""The training loop: one for every strategy, on one rank and on many, in a notebook or torchrun.
+
+    ranks.run(train, TrainConfig(model=find_model("tiny"), strategy="ddp"))
+
+Every copy of the model reads its part of the same stream of batches; all ranks that hold a part of
+the copy read it together. A loss counts for its part of the whole batch, times the number of
+copies, since `finish()` leaves the mean over them: so uneven parts and any number of micro-batches
+give the step of one rank with the whole batch.
+"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from course_lib.accumulation.accumulation import by_tokens, split_micro_batches
+from course_lib.core.records import RunRecord
+from course_lib.models import BERT, GPT
+from course_lib.models.data import mixed_seed
+from course_lib.ranks.launch import common_zero_s
+from course_lib.ranks.machine import describe_machine
+from course_lib.ranks.recorder import current_recorder, span
+from course_lib.ranks.world import rank_device
+from course_lib.tensor_parallel.state import finish_gradients
+from course_lib.train.checkpoint import (
+    Progress,
+    check_identity,
+    forget_records,
+    from_rank_0,
+    read,
+    save,
+)
+from course_lib.train.config import TrainConfig, one_of
+from course_lib.train.data import Batch, open_data, steps_of_an_epoch
+from course_lib.train.forward_backward import make_pass
+from course_lib.train.mesh import Axes
+from course_lib.train.metrics import Tally
+from course_lib.train.model_part import Parts
+from course_lib.train.optimizers import PlainSteps
+from course_lib.train.progress import Teller
+from course_lib.train.strategies import STRATEGIES
+
+
+def train(rank: int, config: TrainConfig) -> RunRecord:
+    """Train as `config` says; return this rank's run record. Every rank calls it.
+
+    Raises: CourseError for what cannot be trained, and for a loss that is not a number any more
+    """
+    return Trainer(rank, config).run()
+
+
+class Trainer:
+    """A run on this rank: its model and optimizer, where it is, and the loop.
+
+    `model` is what this rank holds of the whole one, `wrapped` what the strategy made of it, and
+    `steps` has the optimizer.
+    """
+
+    def __init__(self, rank: int, config: TrainConfig) -> None:
+        one_of("strategy", config.strategy, tuple(STRATEGIES))
+        self.rank, self.device, world_size = rank, rank_device(), dist.get_world_size()
+        config.check_ranks(world_size)
+        self.axes = Axes(config.degrees(world_size), self.device)
+        self.dp = self.axes.degrees.dp
+        self.data = from_rank_0(lambda: open_data(config))
+        per_epoch = steps_of_an_epoch(self.data, config)
+        if config.epochs and per_epoch:
+            config = replace(config, steps=config.epochs * per_epoch)
+        self.config, self.spec = config, replace(config.model, vocab=self.data.vocab)
+        self.identity = config.identity(self.spec, self.data.identity)
+        run = config.plain(self.spec, self.data.identity, self.dp) | {"steps_an_epoch": per_epoch}
+        self.record = RunRecord(rank, world_size, run)
+        self.tally = Tally(self.record, self.dp, config.lr)
+        self.parts = Parts(self._whole_model(), config, self.axes)
+        self.model = self.parts.module
+        self.wrapped = STRATEGIES[config.strategy](self.model, config, self.axes.group("dp"))
+        self.steps = self.wrapped.steps or PlainSteps(self.parts, config)
+        self.progress = Progress()
+        from_rank_0(config.check_files)
+        if config.resume:
+            self._load()
+        if config.out:
+            from_rank_0(lambda: forget_records(Path(str(config.out)), self.progress.step))
+        self._pass = make_pass(self.parts, self.wrapped, config, self.axes)
+        self._first = self.progress.step
+
+    def _whole_model(self) -> GPT | BERT:
+        torch.manual_seed(self.config.seed)
+        kind: type[GPT] | type[BERT] = BERT if self.config.masked else GPT
+        model = kind(self.spec, dropout=self.config.dropout)
+        return model.to(self.device, getattr(torch, self.config.dtype))
+
+    def run(self) -> RunRecord:
+        """Train up to `config.steps`; write the record, and checkpoints if they are asked for."""
+        self.record.machine = describe_machine()
+        self._zero_s = common_zero_s()
+        if recorder := current_recorder():
+            recorder.events.clear()  # what it took to get ready
+        every = self.config.every if self.rank == 0 else 0
+        with Teller(self.progress, self.config.steps, every) as tell:
+            while not self._is_done():
+                self._step()
+                tell.step()
+                if self._is_time(self.config.every):
+                    tell.loss(*self.tally.sum_losses())
+                if self._is_time(self.config.save_every) and not self._is_done():
+                    self.save()
+            self.save()
+        if every:
+            print(self.tally.summary(self.progress, tell.tokens_per_s()), flush=True)
+        return self.record
+
+    def _step(self) -> None:
+        n, config = self.progress.step, self.config
+        self.tally.forget_old_events()
+        start_s = time.perf_counter()
+        draws = self.rank // config.tp  # for dropout: the ranks of a tp group draw alike
+        torch.manual_seed(mixed_seed(mixed_seed(config.seed, n), draws))
+        batch = self.data.batch(n, batch=config.global_batch, seq=config.seq, seed=config.seed)
+        self.steps.zero_grad()
+        found = self._gradients(batch)
+        with span("optimizer"):
+            if config.clip_norm:
+                self.steps.clip(config.clip_norm)
+            for group in self.steps.optimizer.param_groups if self.steps.optimizer else ():
+                group["lr"] = config.lr_at(n)
+            self.steps.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.progress.step_done(config.global_batch * config.seq)
+        num_tokens = len(self._part(batch[0])) * config.seq * self.axes.reports
+        times = {"start_s": start_s - self._zero_s, "end_s": time.perf_counter() - self._zero_s}
+        self.tally.step_done(found, step=n, num_tokens=num_tokens, **times)
+
+    def _gradients(self, batch: Batch) -> Tensor:
+        """Leave the whole batch's gradient where the optimizer takes it; return what was found."""
+        count = self.config.num_micro_batches(self.dp)
+        part = tuple(self._part(tensor).to(self.device) for tensor in batch)
+        micro_batches = split_micro_batches(part, count)
+        shares = [by_tokens(asked, batch[1]) * self.dp for _, asked in micro_batches]
+        found = self._pass(micro_batches, shares)
+        if self.progress.step + 1 == self.config.steps:
+            self.tally.note_memory(self.steps.held())
+        self.wrapped.finish()
+        if self.config.sequence_parallel:
+            finish_gradients(self.model)
+        return found * self.axes.reports
+
+    def _part(self, whole: Tensor) -> Tensor:
+        """This copy's part of a batch."""
+        return whole.tensor_split(self.dp)[self.axes.number("dp")]
+
+    def _is_done(self) -> bool:
+        return self.progress.step >= self.config.steps
+
+    def _is_time(self, every: int) -> bool:
+        return bool(every) and self.progress.step % every == 0
+
+    # -- the folder -------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write this rank's record; on rank 0, where checkpoints are asked for, one of those."""
+        self.tally.close(self.progress, self._zero_s)
+        if self.config.out is None:
+            return
+        self.tally.write(self.config.out, self._first)
+        if self.config.save_every and self.config.checkpoint:
+            dist.barrier()  # a checkpoint is no further than the record of any rank
+            whole = self.steps.gather()
+            if whole:
+                save(self.config.checkpoint, self.identity, self.progress, whole)
+
+    def _load(self) -> None:
+        path = self.config.checkpoint
+        state = from_rank_0(lambda: self._read_checkpoint(path))
+        self.steps.load(state)
+        self.progress = Progress(**state["progress"])
+
+    def _read_checkpoint(self, path: Path | None) -> dict[str, Any]:
+        state = read(path or Path())
+        check_identity(path or Path(), state["identity"], self.identity)
+        return state

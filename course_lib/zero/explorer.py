@@ -1,0 +1,69 @@
+"""The explorer of notebook 09_zero: what each stage leaves on a rank, how long its ranks talk."""
+
+from matplotlib.figure import Figure
+
+from course_lib.core.links import ETHERNET, INFINIBAND, NVLINK
+from course_lib.core.parallelism import Degrees
+from course_lib.core.presets import MODELS
+from course_lib.core.recipes import RECIPES, find_recipe
+from course_lib.core.records import Ledger
+from course_lib.core.units import format_seconds
+from course_lib.cost.hardware import find_device
+from course_lib.cost.params import count_params
+from course_lib.cost.traffic import traffic_s
+from course_lib.display.explore import Explore, explore
+from course_lib.display.memory import memory
+from course_lib.memory.formulas import model_states
+from course_lib.zero.cost import RowTraffic, zero_traffic
+
+_LINKS = {link.name: link for link in (NVLINK, INFINIBAND, ETHERNET)}
+_MODELS = ["gpt2-xl", "llama-3b", "llama-8b", "llama-70b"]
+_CARD = find_device("h100")
+
+
+def zero_explorer() -> Explore:
+    """Bars by stage against a card, with sliders for model, recipe, ranks, link, micro-batches."""
+    return explore(
+        draw_stages,
+        stages_alt,
+        model=(_MODELS, "llama-8b"),
+        recipe=([*RECIPES], "bf16"),
+        p=([2**n for n in range(11)], 8),
+        link=([*_LINKS], "InfiniBand"),
+        micro_batches=([1, 2, 4, 8, 16], 1),
+    )
+
+
+def draw_stages(model: str, recipe: str, p: int, link: str, micro_batches: int) -> Figure:
+    """A bar for plain data parallelism and each stage."""
+    named = {}
+    for zero, ledger in _ledgers(model, recipe, p).items():
+        rows = [
+            RowTraffic(num_bytes=count_params(MODELS[model]) * find_recipe(recipe).weight_bytes)
+        ]
+        talk_s = traffic_s(zero_traffic(zero, rows, micro_batches), p, _LINKS[link])
+        named[f"{_name(zero)}, talks {format_seconds(talk_s)}"] = ledger
+    return memory(named, stages_alt(model, recipe, p), limit_bytes=_CARD.memory_bytes)
+
+
+def stages_alt(model: str, recipe: str, p: int, **_others: object) -> str:
+    """The lowest stage that fits, as a sentence."""
+    ledgers = _ledgers(model, recipe, p).items()
+    fitting = [zero for zero, one in ledgers if one.peak_bytes() <= _CARD.memory_bytes]
+    who = f"The states of {model} on {p} rank{'s' * (p > 1)}"
+    if not fitting:
+        return f"{who} fit into the {_CARD.name} at no stage"
+    return f"{who} fit into the {_CARD.name} with {_name(fitting[0])}"
+
+
+def _name(zero: int) -> str:
+    return f"stage {zero}" if zero else "DDP"
+
+
+def _ledgers(model: str, recipe: str, p: int) -> dict[int, Ledger]:
+    found = {}
+    for zero in range(4):
+        found[zero] = Ledger()
+        states = model_states(count_params(MODELS[model]), recipe, degrees=Degrees(dp=p, zero=zero))
+        found[zero].add(0.0, **states)
+    return found

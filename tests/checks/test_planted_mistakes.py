@@ -1,0 +1,130 @@
+"""Checks: every planted mistake is rejected and named, every reference passes."""
+
+import importlib
+import pkgutil
+
+import pytest
+
+import course_lib.checks
+from course_lib.checks import CheckFailed, Exercise, NotDone, check, exercise, find_exercise
+from course_lib.checks.expect import counted
+from course_lib.core import CourseError
+
+
+def all_exercises() -> list[Exercise]:
+    """The exercises of all modules of checks, in order."""
+    names = sorted(module.name for module in pkgutil.iter_modules(course_lib.checks.__path__))
+    modules = [importlib.import_module(f"course_lib.checks.{name}") for name in names]
+    return [one for module in modules for one in getattr(module, "EXERCISES", ())]
+
+
+EXERCISES = all_exercises()
+MISTAKES = [
+    pytest.param(one, mistake, id=f"{one.key}-{mistake.name}")
+    for one in EXERCISES
+    for mistake in one.mistakes
+]
+
+
+@pytest.mark.parametrize("one", EXERCISES, ids=lambda one: one.key)
+def test_the_reference_passes_with_one_line(one):
+    detail = one.check(one.reference)
+    assert detail.strip()
+    assert len(detail.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("one", "mistake"), MISTAKES)
+def test_every_planted_mistake_is_rejected_and_named(one, mistake):
+    with pytest.raises(CheckFailed) as caught:
+        one.check(mistake.answer)
+    assert mistake.says in str(caught.value)
+
+
+@pytest.mark.parametrize("one", EXERCISES, ids=lambda one: one.key)
+def test_an_exercise_has_its_mistakes_and_one_key(one):
+    assert len(one.mistakes) >= 3
+    assert len({mistake.says for mistake in one.mistakes}) >= 3
+    assert [other.key for other in EXERCISES].count(one.key) == 1
+    assert find_exercise(one.key) is one
+
+
+@pytest.mark.parametrize("one", EXERCISES, ids=lambda one: one.key)
+def test_an_empty_stub_is_not_done(one):
+    def stub(*args, **kwargs):
+        raise NotImplementedError(f"exercise {one.key}: fill it in")
+
+    with pytest.raises(NotDone, match=f"{one.key} is not done yet: fill it in"):
+        check(one.key, stub)
+
+
+@pytest.fixture
+def toy_check(monkeypatch):
+    """A lesson `toy` whose one check calls the answer and wants 3."""
+
+    def three(answer):
+        if answer() != 3:
+            raise CheckFailed("need 3. Count again.")
+        return "That is 3."
+
+    one = Exercise(key="toy-1", title="three", check=three, reference=lambda: 3)
+    known = {"toy": (one,)}
+    monkeypatch.setattr(exercise, "exercises_of", lambda lesson: known.get(lesson, ()))
+
+
+@pytest.mark.usefixtures("toy_check")
+class TestCheck:
+    def test_success_is_one_line_whatever_the_answer_prints(self, capsys):
+        def answer():
+            print("thinking")
+            return 3
+
+        check("toy-1", answer)
+        assert capsys.readouterr().out == "toy-1: right. That is 3.\n"
+
+    def test_what_a_wrong_answer_prints_is_shown(self, capsys):
+        with pytest.raises(CheckFailed, match=r"^toy-1: need 3\. Count again\.$"):
+            check("toy-1", lambda: print("thinking"))
+        assert capsys.readouterr().out == "thinking\n"
+
+    def test_the_notebook_shows_the_text_alone(self):
+        with pytest.raises(CheckFailed) as caught:
+            check("toy-1", lambda: 4)
+        assert caught.value._render_traceback_() == ["toy-1: need 3. Count again."]
+        assert isinstance(caught.value, AssertionError)
+
+    def test_a_stub_is_not_done(self):
+        def answer():
+            raise NotImplementedError("exercise toy-1: return three")
+
+        with pytest.raises(NotDone, match=r"^toy-1 is not done yet: return three$"):
+            check("toy-1", answer)
+
+    def test_an_error_of_the_answer_is_told_with_its_line(self):
+        names: dict = {}
+        exec(compile("def answer():\n    return 3 + None\n", "<cell>", "exec"), names)
+        with pytest.raises(CheckFailed, match=r"your code raised TypeError: .*\n +line 2 of"):
+            check("toy-1", names["answer"])
+
+    def test_something_that_no_check_can_use_is_told(self):
+        with pytest.raises(
+            CheckFailed, match=r"the check cannot use .*'int' object is not callable"
+        ):
+            check("toy-1", 3)
+
+    def test_the_courses_own_function_is_sent_back(self):
+        with pytest.raises(CheckFailed, match="the course's own counted, not yours"):
+            check("toy-1", counted)
+
+    @pytest.mark.parametrize(
+        ("key", "says"),
+        [("toy-11", "Try toy-1"), ("nothing-1", "has no exercises"), ("", "has no exercises")],
+    )
+    def test_an_unknown_key_is_one_sentence(self, key, says):
+        with pytest.raises(CourseError, match=says):
+            check(key, lambda: 3)
+
+
+def test_every_lesson_of_checks_can_be_found_by_its_key():
+    assert exercise.exercises_of("tools") == ()
+    assert exercise.exercises_of("no_such_lesson") == ()
+    assert exercise.exercises_of("no such lesson") == ()

@@ -1,0 +1,123 @@
+"""Lesson 05: other right answers pass as well, and its script runs under torchrun."""
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib.checks import CheckFailed, find_exercise
+from course_lib.core.presets import find_model
+from course_lib.core.records import read_runs
+from course_lib.models import GPT
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SCRIPT = Path(__file__).parents[2] / "cluster/exercises/05_data_parallel.py"
+
+
+def broadcast_then_copy(module):
+    with torch.no_grad():
+        for tensor in [*module.buffers(), *module.parameters()]:
+            mine = tensor.clone()
+            dist.broadcast(mine, 0)
+            tensor.copy_(mine)
+
+
+def divide_first(module):
+    for param in module.parameters():
+        if param.grad is not None:
+            param.grad = param.grad / dist.get_world_size()
+            dist.all_reduce(param.grad)
+
+
+def in_blocks(n, rank, p, epoch):
+    random = torch.Generator().manual_seed(1000 + epoch)
+    order = torch.randperm(n, generator=random).repeat(p)
+    return order[rank * -(-n // p) : (rank + 1) * -(-n // p)]
+
+
+def with_where(loss, num_items):
+    total = torch.tensor([float(num_items)])
+    dist.all_reduce(total)
+    share = dist.get_world_size() / total.item()
+    return torch.where(loss.isnan(), 0.0 * loss.nan_to_num(), loss * num_items * share)
+
+
+def by_looking_back(order):
+    found = []
+    for number, worker in enumerate(order):
+        back = 0
+        while back < number and order[number - 1 - back] != worker:
+            back += 1
+        found.append(back)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        ("data_parallel-1", broadcast_then_copy),
+        ("data_parallel-2", divide_first),
+        ("data_parallel-3", in_blocks),
+        ("data_parallel-4", with_where),
+        ("data_parallel-5", by_looking_back),
+    ],
+)
+def test_another_right_answer_passes(key, answer):
+    assert find_exercise(key).check(answer)
+
+
+def test_a_forgotten_return_is_told():
+    for key in ("data_parallel-3", "data_parallel-4", "data_parallel-5"):
+        with pytest.raises(CheckFailed):
+            find_exercise(key).check(lambda *args: None)
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The lesson's script as a module, which ranks get by value."""
+    spec = importlib.util.spec_from_file_location("script_of_05_data_parallel", SCRIPT)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def test_the_script_trains_under_torchrun(tmp_path):
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(SCRIPT), "--turns", "3"),
+        *("--model", "tiny", "--seq", "8", "--record-to", str(tmp_path)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    ours, theirs, apart = done.stdout.splitlines()
+    assert ours.startswith("     ours on 2 ranks: ")
+    assert theirs.startswith("PyTorch's on 2 ranks: ")
+    assert ours.endswith("replicas are equal")
+    assert theirs.endswith("replicas are equal")
+    assert float(apart.removeprefix("largest difference of their parameters: ")) < 1e-6
+    records = read_runs(tmp_path)
+    assert [record.rank for record in records] == [0, 1]
+    tensors = len(list(GPT(find_model("tiny")).parameters()))
+    for record in records:  # a message a tensor by ours, one bucket by PyTorch's, in four steps
+        assert {"forward", "backward", "optimizer"} <= {event.kind for event in record.events}
+        sizes = [event.num_bytes for event in record.events if event.kind == "all_reduce"]
+        assert sum(size > 8 for size in sizes) == 4 * (tensors + 1)
+
+
+@pytest.mark.parametrize(("every", "replicas"), [(4, "equal"), (3, "different")])
+def test_local_sgd_is_that_of_pytorch(pools, script, every, replicas, capsys):
+    """Four steps in all: after the last of them the means are fresh, or a step old."""
+    args = {"model": "tiny", "every": every, "batch": 1, "seq": 8, "turns": 3}
+    pools(2).run(script.train, argparse.Namespace(**args))
+    ours, theirs, apart = capsys.readouterr().out.splitlines()
+    assert ours.endswith(f"replicas are {replicas}")
+    assert theirs.endswith(f"replicas are {replicas}")
+    assert float(apart.partition("parameters: ")[2]) < 1e-6

@@ -1,0 +1,165 @@
+"""Lesson 07: other right answers pass as well, wrong turns are told, its script runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from course_lib.checks import CheckFailed, find_exercise
+from course_lib.core.records import read_runs
+from course_lib.tensor_parallel import copy_to_region, reduce_from_region
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SCRIPT = Path(__file__).parents[2] / "cluster/exercises/07_tensor_parallel.py"
+
+
+def summed(x):
+    parts = x.new_empty(x.shape).copy_(x)
+    handle = dist.all_reduce(parts, async_op=True)
+    handle.wait()
+    return parts
+
+
+class Both(torch.autograd.Function):
+    """f and g in one: which way sums is an argument."""
+
+    @staticmethod
+    def forward(ctx, x, forward):
+        ctx.forward = forward
+        return summed(x) if forward else x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if ctx.forward else summed(grad), None
+
+
+def both_in_one(x, part):
+    return Both.apply(part(Both.apply(x, False)), True)
+
+
+class Narrowed(nn.Module):
+    """Whole layers are cut with narrow and clone; f stands outside of the product."""
+
+    def __init__(self, up, down):
+        super().__init__()
+        p, rank, width = dist.get_world_size(), dist.get_rank(), up.out_features
+        size = width // p + (rank < width % p)
+        start = rank * (width // p) + min(rank, width % p)
+        self.mine = torch.arange(width)[start : start + size]  # indices are no weights
+        with torch.no_grad():
+            self.up_weight = nn.Parameter(up.weight.narrow(0, start, size).clone())
+            self.up_bias = nn.Parameter(up.bias.narrow(0, start, size).clone())
+            self.down_weight = nn.Parameter(down.weight.narrow(1, start, size).clone())
+            self.down_bias = nn.Parameter(down.bias.clone())
+
+    def forward(self, x):
+        inner = F.gelu(F.linear(copy_to_region(x), self.up_weight, self.up_bias))
+        out = reduce_from_region(inner @ self.down_weight.T)
+        return out.add(self.down_bias)
+
+
+def by_reshaping(rank, p, num_heads, num_kv_heads, head_dim):
+    rows = torch.arange((num_heads + 2 * num_kv_heads) * head_dim)
+    sizes = [heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
+    return torch.cat([part.view(p, -1)[rank] for part in rows.split(sizes)])
+
+
+class OwnBackward(torch.autograd.Function):
+    """softmax - 1 at the target, written out; the sum and the logit in one message."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, first):
+        top = logits.max(-1).values
+        dist.all_reduce(top, dist.ReduceOp.MAX)
+        exps = (logits - top[:, None]).exp()
+        at = F.one_hot(targets.clamp(min=0), 1000)[:, first : first + logits.shape[1]]
+        both = torch.stack([exps.sum(-1), ((logits - top[:, None]) * at).sum(-1)])
+        dist.all_reduce(both)
+        counts = (targets >= 0).double()
+        ctx.save_for_backward((exps / both[0][:, None] - at) * (counts / counts.sum())[:, None])
+        return ((both[0].log() - both[1]) * counts).sum() / counts.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0] * grad, None, None
+
+
+def with_own_backward(logits, targets, first):
+    return OwnBackward.apply(logits, targets, first)
+
+
+def by_halves(compute_s, batch, seq, hidden, p, link):
+    shard = batch * seq * hidden * 2 / p
+    return compute_s / p + 4 * 2 * sum(link.time_s(shard) for _ in range(p - 1))
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        ("tensor_parallel-1", both_in_one),
+        ("tensor_parallel-2", Narrowed),
+        ("tensor_parallel-3", by_reshaping),
+        ("tensor_parallel-4", with_own_backward),
+        ("tensor_parallel-5", by_halves),
+    ],
+)
+def test_another_right_answer_passes(key, answer):
+    assert find_exercise(key).check(answer)
+
+
+class Nothing(nn.Module):
+    def __init__(self, up, down):
+        super().__init__()
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+def test_a_forgotten_return_is_told(number):
+    with pytest.raises(CheckFailed):
+        find_exercise(f"tensor_parallel-{number}").check(lambda *args: None)
+
+
+def test_an_empty_module_is_told():
+    with pytest.raises(CheckFailed, match=r"need up_weight as an nn\.Parameter"):
+        find_exercise("tensor_parallel-2").check(Nothing)
+
+
+def test_the_script_measures_under_torchrun(tmp_path):
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(SCRIPT), "--model", "tiny"),
+        *("--batches", "1", "--seq", "16", "--turns", "2", "--record-to", str(tmp_path)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    head, *rows, apart = done.stdout.splitlines()
+    assert head == "a model on 2 ranks; forward and backward, least disturbed"
+    found = {name.strip(): told for name, _, told in (row.partition(": ") for row in rows)}
+    kinds = ("batch 1", "batch 1, sequence parallel")
+    assert list(found) == [f"{kind}, {who}" for kind in kinds for who in ("ours", "PyTorch's")]
+    shares = [float(re.search(r"([\d.]+) % of it talking", told)[1]) for told in found.values()]
+    assert 0 < min(shares) <= max(shares) <= 100
+    sent = [told.rpartition(", ")[2].strip() for told in found.values()]
+    assert sent[0] == sent[1]  # PyTorch sends what we send
+    assert 0 < float(apart.removeprefix("largest difference of their gradients: ")) < 1e-6
+    records = read_runs(tmp_path)
+    assert [record.rank for record in records] == [0, 1]
+    kinds = {event.kind for record in records for event in record.events}
+    assert {"compute", "all_reduce", "all_gather", "reduce_scatter"} <= kinds
+
+
+def test_the_script_refuses_in_one_sentence(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--record-to", str(tmp_path), "--model", "gpt9"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "model: need a preset" in done.stderr.splitlines()[-1]

@@ -1,0 +1,413 @@
+"""Data parallelism: the numbers of one process on the whole batch, with the promised traffic."""
+
+import sys
+from collections import Counter, namedtuple
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from course_lib.accumulation import split_micro_batches
+from course_lib.core import COMMUNICATION_KINDS, CourseError, MeshError, ShapeError
+from course_lib.core.specs import ModelSpec
+from course_lib.data_parallel import DataParallel, NaiveDDP, RankSampler, fingerprint, weighted_loss
+from course_lib.models import GPT, IGNORED, padded_batch, token_loss
+from course_lib.ranks import RankError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SIZES = (1, 2, 3, 4)
+# float64: the sums over items run in another order on p ranks, and mean * weight rounds once more
+TOLERANCE = {"rtol": 1e-11, "atol": 1e-14}
+SPEC = ModelSpec(hidden=16, num_layers=2, num_heads=2, ffn_hidden=32, vocab=40, max_seq=6)
+Pair = namedtuple("Pair", ["twice", "thrice"])
+
+
+# --- models and batches; every rank starts from its own seed
+
+
+def gpt():
+    """A GPT whose head is its embedding, with a frozen block."""
+    model = GPT(SPEC).double()
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3)).double()
+
+
+class Branches(nn.Module):
+    """One of two layers a rank; a third one nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.even, self.odd, self.idle = (nn.Linear(5, 3).double() for _ in range(3))
+
+    def forward(self, x, branch):
+        return (self.even, self.odd)[branch](x)
+
+
+def batches(items=11, count=3):
+    random = torch.Generator().manual_seed(5)
+
+    def draw(width):
+        return torch.randn(items, width, generator=random, dtype=torch.float64)
+
+    return [(draw(5), draw(3)) for _ in range(count)]
+
+
+def token_batches(count=3):
+    return [padded_batch(n, batch=9, seq=6, vocab=40) for n in range(count)]
+
+
+def count_items(targets):
+    return len(targets) if targets.is_floating_point() else int((targets != IGNORED).sum())
+
+
+CASES = {"mlp": (mlp, F.mse_loss, batches()), "tied gpt": (gpt, token_loss, token_batches())}
+
+
+def one_process(case, model, num_steps=3):
+    """Losses, gradients and parameters of one process on whole batches."""
+    _, loss_fn, data = CASES[case]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for x, y in data[:num_steps]:
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return outcome(model, losses)
+
+
+def outcome(model, losses):
+    params = [param.detach().clone() for param in model.parameters()]
+    grads = [param.grad for param in model.parameters()]
+    return torch.stack([torch.as_tensor(loss).double() for loss in losses]), grads, params
+
+
+# --- the law
+
+
+def steps_of_rank(rank, case, num_micro_batches=1):
+    """Three steps on this rank's part of each batch, in uneven parts, weighted."""
+    torch.manual_seed(100 + rank)
+    build, loss_fn, data = CASES[case]
+    model, p = NaiveDDP(build()), dist.get_world_size()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    after_each, losses = [], []
+    for x, y in data:
+        optimizer.zero_grad()
+        mine, targets = x.tensor_split(p)[rank], y.tensor_split(p)[rank]
+        num_items, total = count_items(targets), 0.0
+        for part, wanted in split_micro_batches((mine, targets), num_micro_batches):
+            loss = loss_fn(model(part), wanted) * (count_items(wanted) / max(1, num_items))
+            loss = weighted_loss(loss, num_items)
+            loss.backward()
+            total = total + loss.detach() / p
+        model.finish()
+        optimizer.step()
+        dist.all_reduce(total)
+        losses.append(total)
+        after_each.append([param.detach().clone() for param in model.parameters()])
+    torch.manual_seed(100)
+    return outcome(model, losses), one_process(case, build()), after_each
+
+
+@pytest.mark.parametrize("p", SIZES)
+@pytest.mark.parametrize(("case", "num_micro_batches"), [("mlp", 1), ("mlp", 2), ("tied gpt", 1)])
+def test_three_steps_equal_one_process(pools, p, case, num_micro_batches):
+    got = pools(p).run(steps_of_rank, case, num_micro_batches)
+    expected = got[0][1]  # rank 0's model, trained alone
+    for ours, _, _ in got:
+        torch.testing.assert_close(ours, expected, **TOLERANCE)
+    for _, _, after_each in got:
+        for mine, first in zip(after_each, got[0][2], strict=True):
+            assert all(map(torch.equal, mine, first))
+
+
+def plain_loop(rank, wrap):
+    torch.manual_seed(100 + rank)
+    model, p = wrap(mlp()), dist.get_world_size()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(items=12):
+        optimizer.zero_grad()
+        F.mse_loss(model(x.tensor_split(p)[rank]), y.tensor_split(p)[rank]).backward()
+        if hasattr(model, "finish"):
+            model.finish()
+        optimizer.step()
+    return outcome(model, [torch.zeros(())])
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_naive_and_torch_ddp_are_the_same(pools, p):
+    theirs = pools(p).run(plain_loop, nn.parallel.DistributedDataParallel)
+    for ours, torchs in zip(pools(p).run(plain_loop, NaiveDDP), theirs, strict=True):
+        torch.testing.assert_close(ours, torchs, **TOLERANCE)
+
+
+# --- weights of uneven parts
+
+
+def uneven_gradient(rank, sizes):
+    torch.manual_seed(3)
+    model, (x, y) = NaiveDDP(mlp()), batches(items=sum(sizes), count=1)[0]
+    part, targets = x.split(sizes)[rank], y.split(sizes)[rank]
+    loss = weighted_loss(F.mse_loss(model(part), targets), len(part))
+    loss.backward()
+    model.finish()
+    whole = mlp()
+    whole.load_state_dict(model.module.state_dict())
+    F.mse_loss(whole(x), y).backward()
+    return loss.item(), F.mse_loss(whole(x), y).item(), grads_of(model), grads_of(whole)
+
+
+def grads_of(model):
+    return [param.grad for param in model.parameters()]
+
+
+@pytest.mark.parametrize("sizes", [[4], [5, 1], [0, 3], [1, 4, 2], [0, 6, 0], [3, 0, 1, 2]])
+def test_uneven_parts_are_weighed_by_their_items(pools, sizes):
+    got = pools(len(sizes)).run(uneven_gradient, sizes)
+    losses, whole, *_ = zip(*got, strict=True)
+    assert sum(losses) / len(sizes) == pytest.approx(whole[0], rel=1e-12)
+    for _, _, ours, expected in got:
+        torch.testing.assert_close(ours, expected, **TOLERANCE)
+
+
+def test_a_negative_number_of_items_is_told():
+    with pytest.raises(CourseError, match="need num_items >= 0; got -1"):
+        weighted_loss(torch.ones(()), -1)
+
+
+# --- traffic
+
+
+def one_step(rank, **options):
+    model = NaiveDDP(GPT(SPEC).double(), **options)
+    model.module.blocks[0].requires_grad_(False)
+    x, y = token_batches(1)[0]
+    token_loss(model(x), y).backward()
+    model.finish()
+    return [p.numel() * 8 for p in model.module.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("p", SIZES)
+def test_one_all_reduce_a_trainable_parameter(pools, p):
+    sizes = pools(p).run(one_step)[0]
+    for rank in range(p):
+        mine = [e for e in pools(p).events if e.rank == rank and e.kind in COMMUNICATION_KINDS]
+        assert [e.num_bytes for e in mine if e.kind == "all_reduce"] == sizes
+        every = len(list(GPT(SPEC).parameters()))  # tied: the head is not sent again
+        assert Counter(e.kind for e in mine) == {"broadcast": every, "all_reduce": len(sizes)}
+
+
+def test_find_unused_costs_one_number_a_parameter(pools):
+    sizes = pools(2).run(one_step, find_unused=True)[0]
+    sent = [e.num_bytes for e in pools(2).events if (e.rank, e.kind) == (0, "all_reduce")]
+    assert sent == [8 * len(sizes), *sizes]
+
+
+def accumulates(rank):
+    model, data = NaiveDDP(mlp()), batches()
+    with model.no_sync():
+        F.mse_loss(model(data[0][0]), data[0][1]).backward()
+        model.finish()
+    dist.barrier()
+    F.mse_loss(model(data[1][0]), data[1][1]).backward()
+    model.finish()
+
+
+def test_no_sync_sends_nothing(pools):
+    pools(2).run(accumulates)
+    kinds = [e.kind for e in pools(2).events if e.rank == 1 and e.kind in COMMUNICATION_KINDS]
+    assert kinds == ["broadcast"] * 4 + ["barrier"] + ["all_reduce"] * 4
+
+
+# --- parameters without a gradient
+
+
+def branches(rank, find_unused, branch):
+    torch.manual_seed(rank)
+    model = NaiveDDP(Branches(), find_unused=find_unused)
+    x, y = batches(items=4, count=1)[0]
+    F.mse_loss(model(x, branch[rank]), y).backward()
+    model.finish()
+    alone = Branches()
+    alone.load_state_dict(model.module.state_dict())
+    sum(F.mse_loss(alone(x, b), y) / len(branch) for b in branch).backward()
+    return grads_of(model), grads_of(alone)
+
+
+@pytest.mark.parametrize("branch", [(0, 0), (0, 1), (0, 1, 1)])
+def test_a_missing_gradient_is_a_zero(pools, branch):
+    for ours, expected in pools(len(branch)).run(branches, True, branch):
+        torch.testing.assert_close(ours, expected, **TOLERANCE)
+
+
+def test_a_parameter_without_gradient_is_told(pools):
+    with pytest.raises(RankError, match=r"got none for odd.weight, odd.bias, idle.weight"):
+        pools(2).run(branches, False, (0, 0))
+
+
+# --- buffers
+
+
+def norm_steps(rank, wrap, options):
+    torch.manual_seed(7)
+    norm = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+    model, p = wrap(norm, **options), dist.get_world_size()
+    seen = []
+    for number, (x, y) in enumerate(batches(items=12)):
+        sync = number != 1
+        with model.no_sync() if not sync else torch.enable_grad():
+            F.mse_loss(model(x.tensor_split(p)[rank]), y.tensor_split(p)[rank]).backward()
+        if sync and hasattr(model, "finish"):
+            model.finish()
+        seen.append([buffer.clone() for buffer in model.buffers()])
+    return seen
+
+
+@pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}])
+def test_buffers_go_the_way_of_torch_ddp(pools, options):
+    wrap = nn.parallel.DistributedDataParallel
+    theirs = pools(2).run(norm_steps, wrap, options)
+    ours = pools(2).run(norm_steps, NaiveDDP, options)
+    for rank in range(2):
+        torch.testing.assert_close(ours[rank], theirs[rank], **TOLERANCE)
+
+
+def in_a_group(rank):
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group, fellow = groups[rank % 2], {0: 0, 1: 1, 2: 0, 3: 1}[rank]
+    torch.manual_seed(rank)
+    model = NaiveDDP(nn.Linear(2, 1, bias=False), group)
+    model(torch.full((1, 2), 10.0**rank)).sum().backward()
+    model.finish()
+    torch.manual_seed(fellow)
+    weight = model.module.weight
+    return torch.equal(weight, nn.Linear(2, 1, bias=False).weight), weight.grad[0, 0].item()
+
+
+def test_a_group_keeps_to_itself(pools):
+    got = pools(4).run(in_a_group)
+    assert [same for same, _ in got] == [True] * 4
+    assert [mean for _, mean in got] == [101 / 2, 1010 / 2, 101 / 2, 1010 / 2]
+
+
+# --- the sampler
+
+lengths, worlds, small = st.integers(0, 60), st.integers(1, 9), st.integers(0, 4)
+
+
+@given(lengths, worlds, small, small, st.booleans(), st.booleans())
+def test_the_sampler_equals_torchs(n, p, epoch, seed, shuffle, drop_last):
+    for rank in range(p):
+        known = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+        theirs = DistributedSampler(range(n), p, rank, **known)
+        ours = RankSampler(n, rank, p, **known)
+        for sampler in (ours, theirs):
+            sampler.set_epoch(epoch)
+        assert list(ours) == list(theirs)
+        assert len(ours) == len(theirs)
+
+
+def test_every_item_is_read_once_an_epoch_in_another_order():
+    data, epochs = TensorDataset(torch.arange(12)), []
+    samplers = [RankSampler(12, rank, 3) for rank in range(3)]
+    for epoch in range(3):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        loaders = [DataLoader(data, batch_size=2, sampler=sampler) for sampler in samplers]
+        epochs.append([int(x) for loader in loaders for (part,) in loader for x in part])
+        assert sorted(epochs[-1]) == list(range(12))
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_a_rank_outside_of_the_world_is_told():
+    with pytest.raises(MeshError, match="need a rank from 0 to 2; got 3"):
+        RankSampler(12, 3, 3)
+
+
+# --- threads
+
+
+@pytest.mark.parametrize("num_replicas", SIZES)
+@pytest.mark.parametrize("case", CASES)
+def test_threads_equal_one_process(num_replicas, case):
+    build, loss_fn, data = CASES[case]
+    torch.manual_seed(0)
+    alone = build()
+    threads = build()
+    threads.load_state_dict(alone.state_dict())
+    model = DataParallel(threads, num_replicas)
+    expected = one_process(case, alone)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    torch.testing.assert_close(outcome(threads, losses), expected, **TOLERANCE)
+
+
+def test_threads_keep_what_replica_0_does_to_its_buffers():
+    model, alone = nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
+    x = torch.randn(7, 3).double()
+    DataParallel(model, 2)(x)
+    alone(x[:4])
+    torch.testing.assert_close(dict(model.named_buffers()), dict(alone.named_buffers()))
+    model.eval()
+    torch.testing.assert_close(DataParallel(model, 2)(x), model(x))
+
+
+class Nested(nn.Module):
+    def forward(self, x, *, scale, more):
+        assert not torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+        assert len(more["x"]) == len(x)
+        return {"pair": Pair(scale * x, 3 * x), "sizes": [torch.tensor(len(x))], "name": "n"}
+
+
+def test_outputs_are_gathered_in_their_containers():
+    x = torch.arange(5)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out = DataParallel(Nested(), 3)(x, scale=2, more={"x": x})
+    assert isinstance(out["pair"], Pair)
+    assert out["pair"].twice.tolist() == [0, 2, 4, 6, 8]
+    assert out["sizes"][0].tolist() == [2, 2, 1]
+    assert out["name"] == "n"
+
+
+def test_fewer_items_than_replicas_leave_some_idle():
+    x = torch.randn(2, 5).double()
+    model = mlp()
+    torch.testing.assert_close(DataParallel(model, 4)(x), model(x))
+
+
+def test_what_threads_cannot_do_is_told():
+    with pytest.raises(CourseError, match="need 1 replica or more; got 0"):
+        DataParallel(mlp(), 0)
+    with pytest.raises(ShapeError, match="of one length along dim 0; got 2 and 3"):
+        DataParallel(mlp(), 2)(torch.zeros(2, 5), torch.zeros(3))
+
+
+def test_a_fingerprint_changes_with_any_bit():
+    model = nn.BatchNorm1d(3).to(torch.bfloat16)
+    before = fingerprint(model)
+    assert before == fingerprint(model)
+    model.running_mean[2] = 1e-30
+    assert before != fingerprint(model)
+    model.running_mean[2] = 0
+    assert before == fingerprint(model)
+    model.num_batches_tracked += 1
+    assert before != fingerprint(model)

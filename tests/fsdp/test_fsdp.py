@@ -1,0 +1,865 @@
+"""FSDP: the numbers of one process after every step, in as many messages as the formula says."""
+
+import gc
+import sys
+import weakref
+from contextlib import nullcontext, suppress
+from functools import cache
+from itertools import pairwise
+from types import SimpleNamespace
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from course_lib.core import CourseError, ModelSpec
+from course_lib.core.records import COMMUNICATION_KINDS
+from course_lib.cost.bandwidth import bus_factor
+from course_lib.cost.traffic import sent_bytes
+from course_lib.data_parallel import weighted_loss
+from course_lib.fsdp import FSDP, merge_shards
+from course_lib.fsdp.cost import UnitSizes, fsdp_ledger, fsdp_traffic, peak_param_bytes
+from course_lib.fsdp.lab import resident_over_time, sizes_of
+from course_lib.fsdp.param_group import Row
+from course_lib.fsdp.state import full_optim_state, load_full_optim
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.models.bert import BERT
+from course_lib.ranks import RankError, record, span
+from course_lib.recompute import recompute, recompute_full, recompute_selective
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SIZES = (1, 2, 3, 4)
+SPEC = ModelSpec(hidden=16, num_layers=3, num_heads=2, ffn_hidden=32, vocab=40, max_seq=6)
+LLAMA = ModelSpec(
+    hidden=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden=24,
+    vocab=30,
+    max_seq=6,
+    gated=True,
+    bias=False,
+    norm="rms",
+    positions="rope",
+    tied=False,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small tensors: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- modules that are hard on an FSDP
+
+
+class Blocks(nn.Module):
+    """x through a list of blocks, between two layers of the root."""
+
+    def __init__(self, *blocks):
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(5, 4), nn.ModuleList(blocks), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Residual(nn.Module):
+    """x + tanh(layer(x)) * scale, with a scale of no dims and a weight that is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.layer.weight = nn.Parameter(torch.randn(4, 4).t())
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return x + torch.tanh(self.layer(x)) * self.scale
+
+
+class Nested(nn.Module):
+    """Lists in lists, blocks that return dicts and tuples, and take keywords."""
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(5, 4), nn.Linear(5, 4)
+
+        def forward(self, *, x):
+            return {"left": self.left(x), "both": (self.right(x), None)}
+
+    def __init__(self):
+        super().__init__()
+        self.groups = nn.ModuleList(
+            nn.ModuleList([Nested.Pair(), nn.Linear(4, 5)]) for _ in range(2)
+        )
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x):
+        for pair, layer in self.groups:
+            made = pair(x=x)
+            x = x + layer(made["left"] * torch.tanh(made["both"][0]))
+        return self.last(x)
+
+
+class Adapted(nn.Module):
+    """A frozen weight and two that are trained, in one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.down, self.up = nn.Linear(4, 1, bias=False), nn.Linear(1, 4, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Redone(Residual):
+    """A part of the block is computed again in backward."""
+
+    def forward(self, x):
+        return x + recompute(lambda x: torch.tanh(self.layer(x)) * self.scale, x)
+
+
+class Skips(Blocks):
+    """One block is never called, and a layer of another one neither."""
+
+    def __init__(self):
+        super().__init__(Residual(), Residual(), Residual())
+        self.blocks[0].unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.last(self.blocks[2](self.blocks[0](self.first(x))))
+
+
+class Twice(Blocks):
+    """Each block is used twice, and the model as well."""
+
+    def forward(self, x):
+        return super().forward(x) - super().forward(super().forward(-x) @ x.new_ones(3, 5) / 9)
+
+
+class Checkpointed(Blocks):
+    """Blocks that are computed again in backward: ours, torch's, and one that does it inside."""
+
+    def forward(self, x):
+        x = recompute(self.blocks[0], self.first(x))
+        x = checkpoint(self.blocks[1], x, use_reentrant=False)
+        return self.last(self.blocks[2](x))
+
+
+class Recurrent(nn.Module):
+    """A module that keeps lists of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.ModuleList([nn.LSTM(5, 4, num_layers=2, batch_first=True)])
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.cells[0](x[:, None])[0][:, 0])
+
+
+def blocks():
+    return Blocks(*(Residual() for _ in range(3)))
+
+
+def gpt(spec=SPEC, change=None):
+    model = GPT(spec)
+    if change:
+        change(model)
+    return model
+
+
+def freeze_some(model):
+    model.blocks[0].requires_grad_(False)
+    model.blocks[2].attention.requires_grad_(False)
+    model.embedding.requires_grad_(False)
+
+
+def freeze_blocks(model):
+    model.blocks.requires_grad_(False)
+
+
+def numbers(items):
+    torch.manual_seed(99)
+    return torch.randn(items, 5).double(), torch.randn(items, 3).double()
+
+
+def tokens(items):
+    return next_tokens(token_batch(0, batch=items, seq=6, vocab=30))
+
+
+def is_linear(module):
+    return isinstance(module, nn.Linear)
+
+
+BUILDS = {
+    "gpt": (gpt, tokens, token_loss),
+    "llama": (lambda: gpt(LLAMA), tokens, token_loss),
+    "bert": (lambda: BERT(SPEC), tokens, token_loss),
+    "frozen": (lambda: gpt(change=freeze_some), tokens, token_loss),
+    "frozen blocks": (lambda: gpt(change=freeze_blocks), tokens, token_loss),
+    "recomputed": (lambda: gpt(change=recompute_full), tokens, token_loss),
+    "attention recomputed": (lambda: gpt(change=recompute_selective), tokens, token_loss),
+    "blocks": (blocks, numbers, F.mse_loss),
+    "one linear": (lambda: nn.Linear(5, 3), numbers, F.mse_loss),
+    "nested": (Nested, numbers, F.mse_loss),
+    "adapted": (lambda: Blocks(Adapted(), Adapted()), numbers, F.mse_loss),
+    "skips": (Skips, numbers, F.mse_loss),
+    "twice": (lambda: Twice(Residual(), Residual()), numbers, F.mse_loss),
+    "checkpointed": (
+        lambda: Checkpointed(Residual(), Residual(), Redone()),
+        numbers,
+        F.mse_loss,
+    ),
+    "recurrent": (Recurrent, numbers, F.mse_loss),
+}
+
+
+# --- the law: the numbers of one process
+
+
+def build(name, seed, dtype=torch.float64):
+    torch.manual_seed(seed)
+    return BUILDS[name][0]().to(dtype)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def data(name, items, dtype):
+    return [t.to(dtype) if t.is_floating_point() else t for t in BUILDS[name][1](items)]
+
+
+@cache
+def alone(name, items=24, optim=sgd, clip=None, dtype=torch.float64, steps=3):
+    """One process, the whole batch, seed 0: the weights after every step."""
+    module, (x, y), found = build(name, 0, dtype), data(name, items, dtype), []
+    optimizer = optim(module.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        BUILDS[name][2](module(x), y).backward()
+        if clip:
+            assert nn.utils.clip_grad_norm_(module.parameters(), clip) > 1.5 * clip
+        optimizer.step()
+        found.append({key: value.clone() for key, value in module.state_dict().items()})
+    return found
+
+
+def together(
+    rank,
+    name,
+    items=24,
+    parts=1,
+    sync=True,
+    optim=sgd,
+    clip=None,
+    dtype=torch.float64,
+    wrap=FSDP,
+    **options,
+):
+    """The same by FSDP: each rank has its part of the batch, and weights of its own at first."""
+    model, p, found = wrap(build(name, rank, dtype), **options), dist.get_world_size(), []
+    optimizer = optim(model.parameters())
+    x, y = (whole.tensor_split(p)[rank].tensor_split(parts) for whole in data(name, items, dtype))
+    for _ in range(3):
+        optimizer.zero_grad()
+        for index in range(parts):
+            loss = BUILDS[name][2](model(x[index]), y[index]) / parts
+            if items % p:
+                loss = weighted_loss(loss, len(y[index]))
+            with nullcontext() if sync or index == parts - 1 else model.no_sync():
+                loss.backward()
+        if clip:
+            model.clip_grad_norm_(clip)
+        optimizer.step()
+        found.append(model.full_state_dict())
+        assert not any(row.is_whole for row in model.rows), "something was not freed"
+    return found
+
+
+def assert_law(by_rank, wanted, tolerance=1e-12, where=""):
+    def told(difference):
+        return f"{where}: {difference}"
+
+    for found in by_rank:
+        torch.testing.assert_close(found, by_rank[0], rtol=0, atol=0, msg=told)
+    torch.testing.assert_close(by_rank[0], wanted, rtol=tolerance, atol=tolerance, msg=told)
+
+
+def all_together(rank, cases):
+    return [together(rank, name, **options) for name, options in cases]
+
+
+def assert_laws(ranks, cases, **changes):
+    """Of many cases in one run: (name, options); `changes` are also what one process does."""
+    cases = [(name, {**options, **changes}) for name, options in cases]
+    found = ranks.run(all_together, cases)
+    for (name, options), by_rank in zip(cases, zip(*found, strict=True), strict=True):
+        assert_law(by_rank, alone(name, **changes), where=f"{name}, {options}")
+
+
+MOST = ("gpt", "blocks", "adapted", "recomputed")  # on any number of ranks; the others on 1 and 3
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_fsdp_matches_one_process(pools, world_size):
+    names = BUILDS if world_size in (1, 3) else MOST
+    assert_laws(pools(world_size), [(name, {}) for name in names])
+
+
+OPTIONS = [
+    {"reshard_after_forward": False},
+    {"prefetch": False},
+    {"reshard_after_forward": False, "prefetch": False},
+    {"units": []},
+    {"units": is_linear},
+    {"parts": 2},
+    {"parts": 2, "sync": False},
+    {"parts": 2, "sync": False, "reshard_after_forward": False},
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "world_size"), [(["blocks"], 1), (["blocks"], 3), (["adapted", "checkpointed"], 2)]
+)
+def test_no_option_changes_the_numbers(pools, names, world_size):
+    assert_laws(pools(world_size), [(name, options) for name in names for options in OPTIONS])
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_adamw_and_clipping_by_the_norm_of_all_shards(pools, world_size):
+    assert_laws(pools(world_size), [("llama", {}), ("blocks", {})], optim=adamw, clip=0.05)
+
+
+@pytest.mark.parametrize("items", [3, 7])
+def test_an_uneven_batch_weighs_every_item_alike(pools, items):
+    for world_size in (2, 4):
+        assert_laws(pools(world_size), [("blocks", {})], items=items)
+
+
+def test_float32_to_its_own_accuracy(pools):
+    by_rank = pools(4).run(together, "gpt", dtype=torch.float32)
+    assert_law(by_rank, alone("gpt", dtype=torch.float32), tolerance=1e-6)
+
+
+def test_a_group_within_the_world(pools):
+    def in_pair(rank):
+        pair = dist.new_group([1, 2])
+        if rank == 0:
+            return None
+        model, (x, y) = FSDP(build("blocks", rank - 1), group=pair), numbers(24)
+        optimizer = sgd(model.parameters())
+        F.mse_loss(model(x.chunk(2)[rank - 1]), y.chunk(2)[rank - 1]).backward()
+        model.clip_grad_norm_(0.05)
+        optimizer.step()
+        return [model.full_state_dict()]
+
+    _, *by_rank = pools(3).run(in_pair)
+    assert_law(by_rank, alone("blocks", clip=0.05, steps=1))
+
+
+# --- FSDPs that are broken, and the laws that notice
+
+
+class Broken(FSDP):
+    """An FSDP with one fault in all its rows."""
+
+    def __init__(self, module, fault, **options):
+        super().__init__(module, **options)
+        for row in self.rows:
+            if row.shard.requires_grad:
+                FAULTS[fault](row, self)
+
+
+def wrong_dtype(row, model):
+    def start_gather():
+        kept = row.shard.detach().clone()
+        row.shard.data.copy_(kept.bfloat16())
+        Row.start_gather(row)
+        row.wait_gather()
+        row.shard.data.copy_(kept)
+
+    row.start_gather = start_gather
+
+
+def never_freed(row, model):
+    row.free = row.wait_gather
+
+
+def no_mean(row, model):
+    def wait_reduce():
+        arrives = row.reducing is not None
+        Row.wait_reduce(row)
+        if arrives:
+            row.shard.grad.mul_(row.place.p)
+
+    row.wait_reduce = wait_reduce
+
+
+def padded_tail(row, model):
+    def collect():
+        Row.collect(row)
+        row.flat_grad[row.layout.numel :] = 1
+
+    row.collect = collect
+
+
+def not_gathered_again(row, model):
+    def start_gather():
+        if model._in_backward and not row.is_whole:
+            row.whole.untyped_storage().resize_(row.whole_bytes)  # some numbers, or none
+            row.whole.data.zero_()
+            row.gathering = dist.barrier(async_op=True)
+        else:
+            Row.start_gather(row)
+
+    row.start_gather = start_gather
+
+
+def stale(row, model):
+    first = row.shard.detach().clone()
+
+    def start_gather():
+        kept = row.shard.detach().clone()
+        row.shard.data.copy_(first)
+        Row.start_gather(row)
+        row.wait_gather()
+        row.shard.data.copy_(kept)
+
+    row.start_gather = start_gather
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (wrong_dtype, never_freed, no_mean, padded_tail, not_gathered_again, stale)
+}
+
+
+def laws_of(pools, fault):
+    """Two models, one with a padded tail, which counts when gradients are clipped."""
+    clip = 0.05 if fault == "padded_tail" else None
+    cases = [(name, {"wrap": Broken, "fault": fault}) for name in ("one linear", "blocks")]
+    assert_laws(pools(2), cases, clip=clip)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_fsdp_fails_the_law(pools, fault):
+    told = "was not freed" if fault == "never_freed" else "not close|mismatch"
+    with pytest.raises((AssertionError, RankError), match=told):
+        laws_of(pools, fault)
+
+
+# --- the same as torch's fully_shard, to the bit where a sum has two parts
+
+
+def step_by_step(rank, wrap, spec, steps=3, **options):
+    """Losses and weights of a GPT after every step, and the messages of the last one."""
+    torch.manual_seed(0)
+    model, found, p = wrap(GPT(spec), **options), [], dist.get_world_size()
+    optimizer = sgd(model.parameters())
+    inputs, targets = (t.tensor_split(p)[rank] for t in tokens(8))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with record() as log:
+            loss = token_loss(model(inputs), targets)
+            loss.backward()
+        optimizer.step()
+        found.append((loss.detach(), weights_of(model)))
+    return found, calls_of(log.events)
+
+
+def weights_of(model):
+    if isinstance(model, FSDP):
+        return model.full_state_dict()
+    return {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+
+
+def torchs(module, compute_dtype=None, reduce_dtype=None, reshard_after_forward=True):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # seconds of imports
+
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    for block in module.blocks:
+        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    return fully_shard(module, mp_policy=policy)
+
+
+def calls_of(events):
+    """Kind and bytes of the messages, in the order in which they left."""
+    ordered = sorted(events, key=lambda event: event.start_s)
+    return [(e.kind, e.num_bytes) for e in ordered if e.kind in COMMUNICATION_KINDS]
+
+
+HALF = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+BESIDE = [
+    (SPEC, {}),
+    (SPEC, {"reshard_after_forward": False}),
+    (SPEC, {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
+    (SPEC, HALF),
+    (LLAMA, HALF),
+]
+
+
+def side_by_side(rank, cases):
+    """Of each case: what ours and torch's find."""
+    return [
+        [step_by_step(rank, wrap, spec, **options) for wrap in (FSDP, torchs)]
+        for spec, options in cases
+    ]
+
+
+def test_the_bits_and_the_messages_of_fully_shard(pools):
+    for pairs in pools(2).run(side_by_side, BESIDE):
+        for (_, options), ((found, calls), (wanted, their_calls)) in zip(
+            BESIDE, pairs, strict=True
+        ):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            assert calls == their_calls, options
+
+
+def test_fully_shard_on_three_ranks_to_rounding(pools):
+    for [((found, _), (wanted, _))] in pools(3).run(side_by_side, [(SPEC, {})]):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+# --- behaviour: messages, memory, order
+
+
+def watched_all(rank, build, ways, **dtypes):
+    return [watched(rank, build, **dtypes, **options) for options in ways]
+
+
+def watched(rank, build, parts=1, sync=True, **options):
+    """Of the third step: what was held, the messages, and what the plan has to know."""
+    model, held = FSDP(build(), **options), []
+    inputs, targets = tokens(6)
+    for _ in range(3):
+        model.zero_grad()
+        held.clear()
+        with resident_over_time(model) as ledger, record() as log:
+            for part in range(parts):
+                with nullcontext() if sync or part == parts - 1 else model.no_sync():
+                    token_loss(model(inputs), targets).backward()
+                held.append(sum(r.kept_grad.nbytes for r in model.rows if r.kept_grad is not None))
+    return ledger, calls_of(log.events), sizes_of(model), held
+
+
+def changes(numbers):
+    """Without repetitions."""
+    return [b for a, b in pairwise([None, *numbers]) if a != b]
+
+
+WAYS = [
+    {},
+    {"prefetch": False},
+    {"reshard_after_forward": False},
+    {"reshard_after_forward": False, "prefetch": False},
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_messages_and_bytes_are_those_of_the_plan(pools, world_size):
+    dtypes = {"compute_dtype": torch.bfloat16} if world_size == 2 else {}
+    for by_way in pools(world_size).run(watched_all, gpt, WAYS, **dtypes):
+        for options, (ledger, calls, sizes, _) in zip(WAYS, by_way, strict=True):
+            assert calls == [(c.kind, c.num_bytes) for c in fsdp_traffic(sizes, **options)]
+            planned, params = fsdp_ledger(sizes, **options), ledger.bytes_by_kind["params"]
+            assert changes(params) == changes(planned.bytes_by_kind["params"])
+            assert max(params) == peak_param_bytes(sizes, **options)
+            assert ledger.peak_bytes() == pytest.approx(planned.peak_bytes(), rel=0.01)
+            assert params[-1] == sizes.shard_bytes(), "something was not freed"
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_accumulation_sends_every_time_or_once_and_keeps_whole_gradients(pools, sync):
+    for _, calls, sizes, held in pools(2).run(watched, gpt, parts=3, sync=sync):
+        planned = fsdp_traffic(sizes, num_micro_batches=3, sync=sync)
+        assert calls == [(c.kind, c.num_bytes) for c in planned]
+        whole = sum(map(sizes.grad_bytes, range(4)))
+        assert held == ([0, 0, 0] if sync else [whole, whole, 0])
+
+
+def test_a_step_sends_one_and_a_half_times_as_much_as_plain_data_parallelism():
+    sizes = UnitSizes(numels=(0, *[1000] * 8), p=4)
+    plain = bus_factor("all_reduce", 4) * 8000 * 4
+    assert sent_bytes(fsdp_traffic(sizes), 4) == 1.5 * plain
+    assert sent_bytes(fsdp_traffic(sizes, reshard_after_forward=False), 4) == plain
+
+
+def frozen_traffic(rank, name):
+    """Messages of the second step, and the most bytes of parameters."""
+    torch.manual_seed(0)
+    model, (x, y) = FSDP(BUILDS[name][0]()), data(name, 8, torch.float32)
+    for _ in range(2):
+        with resident_over_time(model) as ledger, record() as log:
+            BUILDS[name][2](model(x), y).backward()
+    shards = sum(row.shard.nbytes for row in model.rows)
+    rows = [(row.name, row.whole_bytes, row.shard.requires_grad) for row in model.rows]
+    return calls_of(log.events), max(ledger.bytes_by_kind["params"]) - shards, rows
+
+
+@pytest.mark.parametrize("name", ["frozen blocks", "adapted"])
+def test_frozen_weights_are_gathered_and_freed_and_send_no_gradient(pools, name):
+    for calls, peak, rows in pools(2).run(frozen_traffic, name):
+        reduced = [size for kind, size in calls if kind == "reduce_scatter"]
+        assert sorted(reduced) == sorted(size for _, size, trained in rows if trained)
+        gathered = sum(size for kind, size in calls if kind == "all_gather")
+        root = sum(size for name, size, _ in rows if not name.startswith("blocks"))
+        blocks = sum(size for name, size, _ in rows if name.startswith("blocks"))
+        assert gathered == root + 2 * blocks
+        largest = max(
+            sum(size for name, size, _ in rows if name.startswith(f"blocks.{n}")) for n in range(2)
+        )
+        assert peak == root + 2 * largest
+
+
+class Spoken(Residual):
+    """Says when it computes."""
+
+    def forward(self, x):
+        with span("forward"):
+            return super().forward(x)
+
+
+def leaving(rank, **options):
+    """Of the second step: when gathers left, and when blocks computed, in forward."""
+    model = FSDP(Blocks(Spoken(), Spoken(), Spoken()), **options)
+    for _ in range(2):
+        with record() as log:
+            out = model(torch.ones(2, 5))
+        out.sum().backward()
+    gathers = sorted(e.start_s for e in log.events if e.kind == "all_gather")
+    return gathers, sorted(e.start_s for e in log.events if e.kind == "forward")
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_the_next_unit_leaves_before_this_one_computes(pools, prefetch):
+    for gathers, computes in pools(2).run(leaving, prefetch=prefetch):
+        assert len(gathers) == 4
+        assert len(computes) == 3
+        for following, begins in zip(gathers[2:], computes, strict=False):
+            assert (following < begins) is prefetch
+        assert all(own < begins for own, begins in zip(gathers[1:], computes, strict=True))
+
+
+def test_the_whole_weights_are_gone_and_no_step_brings_them_back(pools):
+    def sizes(rank):
+        module = gpt()
+        before = [weakref.ref(param) for param in module.parameters()]
+        model = FSDP(module, reshard_after_forward=False)
+        gc.collect()
+        alive, seen = [ref() for ref in before if ref() is not None], []
+        for training in (True, False):
+            with torch.set_grad_enabled(training):
+                loss = token_loss(model(tokens(4)[0]), tokens(4)[1])
+                seen.append(sum(row.is_whole for row in model.rows))
+            if training:
+                loss.backward()
+            seen.append(sum(row.is_whole for row in model.rows))
+        shapes = {tuple(param.shape) for param in module.parameters()}
+        return len(alive), seen, shapes, len(list(model.parameters()))
+
+    assert pools(2).run(sizes) == [(0, [4, 0, 0, 0], {(0,)}, 4)] * 2
+
+
+# --- what is saved
+
+
+def trained_state(rank, start, steps, optim):
+    """Go on from a whole state, or from the seed; the whole state after some more steps."""
+    model, p = FSDP(build("blocks", 0)), dist.get_world_size()
+    optimizer, (x, y) = optim(model.parameters()), numbers(24)
+    if start:
+        model.load_full_state_dict(start[0])
+        load_full_optim(model.rows, optimizer, start[1])
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.mse_loss(model(x.tensor_split(p)[rank]), y.tensor_split(p)[rank]).backward()
+        optimizer.step()
+    whole = model.full_state_dict(), full_optim_state(model.rows, optimizer)
+    return whole, model.state_dict(), model.full_state_dict(rank=1)
+
+
+@pytest.mark.parametrize("optim", [sgd, adamw])
+def test_a_state_saved_by_two_ranks_goes_on_at_three_and_alone(pools, optim):
+    saved = pools(2).run(trained_state, None, 2, optim)
+    assert_law([merge_shards([state for _, state, _ in reversed(saved)])], saved[0][0][0], 0)
+    assert [len(state) for _, _, state in saved] == [0, len(saved[0][0][0])]
+    for world_size in (1, 3):
+        found = pools(world_size).run(trained_state, saved[0][0], 1, optim)
+        assert_law([whole[0] for whole, _, _ in found], alone("blocks", optim=optim)[2])
+
+
+def test_shards_go_back_where_they_came_from(pools):
+    def there_and_back(rank):
+        model = FSDP(gpt())
+        saved, whole = model.state_dict(), model.full_state_dict()
+        with torch.no_grad():
+            for row in model.rows:
+                row.shard.zero_()
+        model.load_state_dict(saved)
+        return whole, model.full_state_dict()
+
+    for before, after in pools(3).run(there_and_back):
+        assert_law([after], before, 0)
+
+
+class Buffered(nn.Module):
+    """A buffer of whole numbers, one that is not saved, and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("hidden", torch.randn(3), persistent=False)
+        self.blocks = nn.ModuleList([nn.BatchNorm1d(3)])
+
+
+def test_shapes_alone_get_weights_and_buffers_of_the_first_rank(pools):
+    def start(rank, build):
+        torch.manual_seed(rank)
+        with torch.device("meta") if rank else nullcontext():
+            module = build()
+        state = {} if rank else {name: value.clone() for name, value in module.state_dict().items()}
+        model = FSDP(module)
+        return state, model.full_state_dict(), getattr(module, "hidden", None)
+
+    for build in (gpt, Buffered):
+        (wanted, *_), *_ = by_rank = pools(2).run(start, build)
+        for _, found, hidden in by_rank:
+            assert_law([found], wanted, 0)
+            assert hidden is None or torch.equal(hidden, by_rank[0][2])
+
+
+# --- what is refused
+
+
+def tied_across():
+    model = Blocks(Residual(), Residual())
+    model.blocks[1].layer.weight = model.blocks[0].layer.weight
+    return model
+
+
+class Hides(nn.Linear):
+    def forward(self, x):
+        return SimpleNamespace(hidden=super().forward(x))
+
+
+def early_step(rank):
+    model = FSDP(blocks())
+    optimizer = sgd(model.parameters())
+    for _ in range(2):
+        loss = model(torch.ones(2, 5)).sum()
+        with torch.no_grad():
+            model.rows[0].shard.add_(1)
+        loss.backward()
+        optimizer.step()
+
+
+def wrong_rank(rank):
+    model = FSDP(blocks())
+    model.load_state_dict(model.state_dict() | {"rank": 7})
+
+
+REFUSED = {
+    "need units out of model.modules": lambda rank: FSDP(blocks(), units=[nn.Linear(2, 2)]),
+    "got a list of modules": lambda rank: FSDP(model := blocks(), units=[model.blocks]),
+    "need tied parameters in one unit; got blocks.0.layer.weight in blocks.0 and blocks.1": (
+        lambda rank: FSDP(tied_across())
+    ),
+    "whose weights are not dealt out yet": lambda rank: FSDP(nn.Sequential(FSDP(blocks()))),
+    "need floating dtypes": lambda rank: FSDP(blocks(), compute_dtype=torch.int8),
+    "need dtype and device before": lambda rank: FSDP(blocks()).double(),
+    "need weights on the group's first rank": lambda rank: FSDP(nn.Linear(2, 2, device="meta")),
+    "got a sparse one for weight": lambda rank: (
+        FSDP(nn.Embedding(4, 2, sparse=True))(torch.tensor([1])).sum().backward()
+    ),
+    "got SimpleNamespace": lambda rank: FSDP(Hides(2, 2))(torch.ones(1, 2)),
+    "have changed since": early_step,
+    "need a group that holds this rank": lambda rank: FSDP(blocks(), group="all"),
+    "need the names of the model; got strange too many and": lambda rank: FSDP(
+        blocks()
+    ).load_full_state_dict({"strange": 1}),
+    "need the shapes": lambda rank: FSDP(nn.Linear(2, 2)).load_full_state_dict(
+        nn.Linear(2, 3).state_dict()
+    ),
+    "got rank 7 of 1": wrong_rank,
+}
+
+
+def told(rank):
+    """What each one is told."""
+    found = {}
+    for sentence, broken in REFUSED.items():
+        with pytest.raises(CourseError) as caught:
+            broken(rank)
+        found[sentence] = str(caught.value)
+    return found
+
+
+def test_what_cannot_be_is_told_in_one_sentence(pools):
+    for sentence, message in pools(1).run(told)[0].items():
+        assert sentence in message
+
+
+def test_a_missing_shard_is_told():
+    with pytest.raises(CourseError, match="need the shards of all the ranks"):
+        merge_shards([])
+
+
+class FailsOnce(nn.Module):
+    """A block whose first backward breaks off."""
+
+    class Fault(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, left):
+            ctx.left = left
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            if ctx.left:
+                ctx.left.pop()
+                raise ZeroDivisionError
+            return grad * 2, None
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.left = nn.Linear(4, 4), [1]
+
+    def forward(self, x):
+        return self.Fault.apply(self.layer(x), self.left)
+
+
+def test_a_backward_that_broke_off_is_forgotten(pools):
+    def grads(rank, fails):
+        torch.manual_seed(0)
+        model = FSDP(Blocks(FailsOnce(), Residual()).double())
+        x, y = numbers(4)
+        for block in model.module.blocks[:1]:
+            block.left = [1] * fails
+        for _ in range(1 + fails):
+            with suppress(ZeroDivisionError):
+                F.mse_loss(model(x), y).backward()
+        return [row.shard.grad for row in model.rows]
+
+    broken, whole = (pools(2).run(grads, fails) for fails in (1, 0))
+    torch.testing.assert_close(broken[0][:2], whole[0][:2], rtol=0, atol=0)

@@ -1,0 +1,445 @@
+"""What the pipeline engine does besides its numbers: messages, events, memory, and what it says."""
+
+import gc
+import re
+import sys
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+from course_lib.core import CourseError, MeshError, ModelSpec
+from course_lib.core.records import COMPUTE_KINDS
+from course_lib.memory.saved_tensors import held_over_time
+from course_lib.models import GPT, token_loss
+from course_lib.pipeline import (
+    Action,
+    Pipeline,
+    ScheduleError,
+    Stage,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    simulate,
+    split_model,
+    zero_bubble_h1,
+)
+from course_lib.ranks import RankError, record
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SPEC = ModelSpec(hidden=16, num_layers=4, num_heads=2, ffn_hidden=32, vocab=40, max_seq=6)
+
+
+def linear_layers(count=4):
+    torch.manual_seed(5)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(count)))
+
+
+def batch(m, items=2):
+    torch.manual_seed(6)
+    return [torch.randn(items, 6) for _ in range(m)], [torch.randn(items, 6) for _ in range(m)]
+
+
+def schedules(p, m):
+    return [
+        (naive(p, m), 1),
+        (gpipe(p, m), 1),
+        (one_f_one_b(p, m), 1),
+        (zero_bubble_h1(p, m), 1),
+        (interleaved(p, m, 2), 2),
+    ]
+
+
+# --- equal to torch's own
+
+
+TORCH = {
+    "gpipe": (pipelining.ScheduleGPipe, gpipe, 1),
+    "1f1b": (pipelining.Schedule1F1B, one_f_one_b, 1),
+    "interleaved": (pipelining.ScheduleInterleaved1F1B, lambda p, m: interleaved(p, m, 2), 2),
+}
+
+
+def grads_of(module):
+    return [param.grad.clone() for param in module.parameters()]
+
+
+def both(rank, m):
+    """Gradients by ours and by torch's schedules, on the same stages."""
+    p, found = dist.get_world_size(), {}
+    inputs, targets = batch(m, items=3)
+    for name, (torch_schedule, make, v) in TORCH.items():
+        stage = split_model(linear_layers(), p, rank, num_model_chunks=v)
+        Pipeline(stage, F.mse_loss).step(make(p, m), inputs, targets)
+        ours = grads_of(stage)
+        stage.zero_grad()
+        theirs = [
+            pipelining.PipelineStage(chunk, number * p + rank, p * v, torch.device("cpu"))
+            for number, chunk in enumerate(stage.chunks)
+        ]
+        schedule = torch_schedule(theirs if v > 1 else theirs[0], m, loss_fn=F.mse_loss)
+        args = (torch.cat(inputs),) if rank == 0 else ()
+        schedule.step(*args, target=torch.cat(targets) if rank == p - 1 else None)
+        found[name] = ours, grads_of(stage)
+    return found
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_gradients_are_those_of_torch_pipelining(pools, p):
+    for found in pools(p).run(both, 4):
+        for ours, theirs in found.values():
+            # torch divides the sum by m at the end, we give each micro-batch its share: float32
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-7)
+
+
+# --- messages and events
+
+
+def recorded(rank, given):
+    """Events of the first and of the second step of each schedule."""
+    p, found = dist.get_world_size(), []
+    for schedule, v in given:
+        stage = split_model(linear_layers(8), p, rank, num_model_chunks=v)
+        pipeline, logs = Pipeline(stage, F.mse_loss), []
+        m = 1 + max(action.micro_batch for action in schedule[0])
+        for _ in range(2):
+            with record() as log:
+                pipeline.step(schedule, *batch(m))
+            logs.append(log.events)
+        found.append(logs)
+    return found
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_events_are_those_of_the_simulator(pools, p):
+    given = schedules(p, 4)
+    by_rank = pools(p).run(recorded, given)
+    for rank, found in enumerate(by_rank):
+        for (schedule, _), logs in zip(given, found, strict=True):
+            simulated = [e for e in simulate(schedule).events() if e.rank == rank]
+            wanted = [(e.kind, e.label) for e in simulated if e.kind in COMPUTE_KINDS]
+            for events in logs:
+                computed = [e for e in events if e.kind in COMPUTE_KINDS]
+                assert [(e.kind, e.label) for e in computed] == wanted
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_each_border_is_crossed_once_each_way_by_each_micro_batch(pools, p):
+    given = schedules(p, 4)
+    by_rank = pools(p).run(recorded, given)
+    for number, (_, v) in enumerate(given):
+        first, second = (
+            [e for found in by_rank for e in found[number][step] if e.kind == "send"]
+            for step in range(2)
+        )
+        crossings = 4 * (p * v - 1) if p > 1 else 0
+        assert len(second) == 2 * crossings
+        assert {e.num_bytes for e in second} <= {2 * 6 * 4}
+        headers = [e for e in first if e.num_bytes == 80]  # once, as shapes are not known before
+        assert len(headers) == crossings
+        assert len(first) == 3 * crossings
+
+
+def test_a_receive_is_posted_before_its_message_is_needed(pools):
+    def step(rank):
+        stage = split_model(linear_layers(), 2, rank)
+        pipeline = Pipeline(stage, F.mse_loss)
+        for _ in range(2):
+            with record() as log:
+                pipeline.step(gpipe(2, 4), *batch(4))
+        return log.events
+
+    events = pools(2).run(step)[1]
+    receives = sorted((e for e in events if e.kind == "recv"), key=lambda e: e.start_s)
+    forwards = [e for e in events if e.kind == "forward"]
+    for ahead, forward in zip(receives[1:], forwards, strict=False):
+        assert ahead.start_s < forward.start_s
+
+
+# --- what is held
+
+
+class Product(nn.Module):
+    """Autograd keeps the input and nothing else; outputs of other stages can be watched."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.outputs, self.most_alive = [], 0
+
+    def forward(self, x):
+        out = x * self.weight
+        self.outputs.append(StorageWeakRef(out.untyped_storage()))
+        self.most_alive = max(self.most_alive, self.alive())
+        return out
+
+    def alive(self):
+        return sum(not ref.expired() for ref in self.outputs)
+
+
+def first_sum(out, target):
+    return out.sum() * target.sum()
+
+
+def held(rank, given):
+    """For each schedule: most micro-batches autograd held, what the engine says, what is left."""
+    found = []
+    inputs = [torch.ones(1000) * (1 + i) for i in range(8)]
+    for schedule, v in given:
+        stage = Stage([Product() for _ in range(v)])
+        pipeline = Pipeline(stage, first_sum)
+        pipeline.step(schedule, inputs, [torch.ones(1)] * 8)
+        known = [*inputs, *stage.parameters()]
+        gc.disable()  # nothing may wait for it
+        ledger = held_over_time(
+            lambda s=schedule, q=pipeline: q.step(s, inputs, [torch.ones(1)] * 8), given=known
+        )
+        gc.enable()
+        alive = [(chunk.most_alive, chunk.alive()) for chunk in stage.chunks]
+        most = round(ledger.peak_bytes() / 4000)
+        found.append((most, pipeline.peak_in_flight, ledger.totals()[-1], alive))
+    return found
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_activations_held_are_those_of_the_simulator_and_go(pools, p):
+    given = schedules(p, 8)
+    by_rank = pools(p).run(held, given)
+    for number, (schedule, _) in enumerate(given):
+        wanted = simulate(schedule).peak_in_flight()
+        for rank in range(p):
+            most, told, left, alive = by_rank[rank][number]
+            assert told == wanted[rank]
+            if rank > 0:  # the inputs of the first stage are the batch's own
+                assert most == wanted[rank]
+            for most_alive, after in alive:  # what was sent; one more may not have arrived
+                assert most_alive <= wanted[rank] + 1
+                assert after == 0
+            assert left == 0
+
+
+def test_a_rank_holds_its_own_stage_only(pools):
+    def sizes(rank):
+        gc.collect()
+        before = live_numbers()
+        torch.manual_seed(0)
+        stage = split_model(SPEC, dist.get_world_size(), rank)
+        gc.collect()
+        return live_numbers() - before, sum(p.numel() for p in stage.parameters())
+
+    whole = sum(param.numel() for param in GPT(SPEC).parameters())
+    by_rank = pools(4).run(sizes)
+    assert all(live == mine for live, mine in by_rank)
+    assert sum(mine for _, mine in by_rank) == whole + SPEC.vocab * SPEC.hidden  # tied: two copies
+    assert max(mine for _, mine in by_rank) < whole / 2
+
+
+def live_numbers():
+    return sum(one.numel() for one in gc.get_objects() if isinstance(one, nn.Parameter))
+
+
+def test_pieces_keep_the_names_and_the_numbers_of_the_whole_model():
+    torch.manual_seed(0)
+    whole = GPT(SPEC).state_dict()
+    found = {}
+    for rank in range(2):
+        torch.manual_seed(0)
+        for chunk in split_model(SPEC, 2, rank, num_model_chunks=2).chunks:
+            assert not set(chunk.state_dict()) & set(found)
+            found |= chunk.state_dict()
+    assert set(found) == set(whole)
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_a_heavy_head_gets_fewer_blocks_beside_it():
+    spec = ModelSpec(hidden=16, num_layers=6, num_heads=2, ffn_hidden=64, vocab=400, max_seq=6)
+    blocks = [len(split_model(spec, 2, rank).chunks[0].blocks) for rank in range(2)]
+    assert sum(blocks) == 6
+    assert blocks[0] > blocks[1]
+
+
+def test_copies_of_a_tied_parameter_begin_equal_whatever_the_seeds(pools):
+    def weights(rank):
+        torch.manual_seed(rank)
+        stage = split_model(SPEC, 2, rank)
+        Pipeline(stage, token_loss)
+        return [tied.param.detach() for tied in stage.tied]
+
+    ours, theirs = pools(2).run(weights)
+    assert len(ours) == 1
+    assert torch.equal(ours[0], theirs[0])
+
+
+# --- what goes wrong is told
+
+
+def assert_told(pools, fn, *says, error=CourseError):
+    """The ranks raise the error, its sentence says this, and no message has left."""
+
+    def told(rank):
+        with record() as log, pytest.raises(error) as caught:
+            fn(rank)
+        return str(caught.value), [e.kind for e in log.events if e.kind == "send"]
+
+    for rank, (text, sent) in enumerate(pools(2).run(told)):
+        assert sent == []
+        for words in says:
+            assert words.format(rank=rank) in text
+
+
+def stage_of(rank):
+    return split_model(linear_layers(), 2, rank)
+
+
+def test_a_schedule_that_breaks_a_law_is_refused_before_anything_is_sent(pools):
+    schedule = one_f_one_b(2, 2)
+    schedule[1] = [schedule[1][1], schedule[1][0], *schedule[1][2:]]
+    circle = [
+        [Action("backward", 0, 0), Action("forward", 0, 0)],
+        [Action("forward", 1, 0), Action("backward", 1, 0)],
+    ]
+    for broken, says in ((schedule, "rank 1: need F0, then B0"), (circle, "rank 0: need F0, then")):
+
+        def step(rank, broken=broken):
+            m = len(broken[0]) // 2
+            Pipeline(stage_of(rank), F.mse_loss).step(broken, *batch(m))
+
+        assert_told(pools, step, says, error=ScheduleError)
+
+
+def test_after_a_refusal_a_step_is_right_again(pools):
+    def steps(rank):
+        pipeline = Pipeline(stage_of(rank), F.mse_loss)
+        with pytest.raises(ScheduleError):
+            pipeline.step(one_f_one_b(2, 3), *batch(2))
+        return pipeline.step(one_f_one_b(2, 2), *batch(2))
+
+    inputs, targets = (torch.cat(tensors) for tensors in batch(2))
+    wanted = F.mse_loss(linear_layers()(inputs), targets)
+    torch.testing.assert_close(pools(2).run(steps)[1], wanted.detach())
+
+
+SIZES = [
+    (one_f_one_b(3, 2), 2, 2, "rank {rank}, Pipeline: need a schedule for the 2 ranks"),
+    (interleaved(2, 2, 2), 2, 2, "need a schedule for the stage's 1 model chunks; got one for 2"),
+    (one_f_one_b(2, 2), 3, 3, "need F2, then B2"),
+    (one_f_one_b(2, 3), 2, 2, "need micro-batches 0 to 1; got F2, B2"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "inputs", "targets", "says"), SIZES)
+def test_numbers_that_do_not_fit_are_told(pools, schedule, inputs, targets, says):
+    def step(rank):
+        Pipeline(stage_of(rank), F.mse_loss).step(schedule, batch(inputs)[0], batch(targets)[1])
+
+    assert_told(pools, step, says, error=ScheduleError)
+
+
+def last_rank_says(pools, fn, pattern, p=2):
+    with pytest.raises(RankError, match=pattern):
+        pools(p).run(fn)
+
+
+def test_missing_targets_are_told(pools):
+    def step(rank, targets=None):
+        Pipeline(stage_of(rank), F.mse_loss).step(gpipe(2, 2), batch(2)[0], targets)
+
+    last_rank_says(pools, step, r"need targets for 2\s+micro-batches; got none")
+
+
+def test_targets_that_do_not_count_are_told(pools):
+    def step(rank):
+        targets = [torch.full((2,), -100)] * 2
+        Pipeline(stage_of(rank), F.cross_entropy).step(gpipe(2, 2), batch(2)[0], targets)
+
+    last_rank_says(pools, step, "need at least one target that counts; got none")
+
+
+class Whole(nn.Module):
+    def forward(self, x):
+        return x.round().long()
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+BAD = [
+    ([Whole(), nn.Linear(6, 6)], r"rank 0, Pipeline, F0: need a stage's output with a floating"),
+    ([Pair(), nn.Linear(6, 6)], r"rank 0, Pipeline, F0: need a stage with one tensor .* got tuple"),
+    (
+        [nn.Linear(6, 5), nn.Linear(6, 6)],
+        r"rank 1, Pipeline, F0: need a stage that takes .* got \[2, 5\] float32, and mat1 and mat2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("layers", "says"), BAD, ids=lambda value: str(value)[:20])
+def test_a_stage_that_does_not_fit_the_next_is_told(pools, layers, says):
+    def step(rank):
+        Pipeline(layers[rank], F.mse_loss).step(one_f_one_b(2, 2), *batch(2))
+
+    with pytest.raises(RankError) as caught:
+        pools(2).run(step)
+    text = " ".join(str(caught.value).split())
+    assert re.search(says, text), text
+
+
+def test_an_output_of_another_shape_than_before_is_told(pools):
+    def steps(rank):
+        stage = stage_of(rank)
+        pipeline = Pipeline(stage, F.mse_loss)
+        pipeline.step(gpipe(2, 1), *batch(1))
+        if rank == 0:
+            stage.chunks[0] = nn.Linear(6, 5)
+        pipeline.step(gpipe(2, 1), *batch(1))
+
+    with pytest.raises(RankError) as caught:
+        pools(2).run(steps)
+    text = " ".join(str(caught.value).split())
+    assert "rank 0, Pipeline, F0: need [2, 6] float32, as in the first step" in text
+    assert "got [2, 5] float32. Try a new Pipeline" in text
+
+
+def test_inputs_of_other_shapes_are_no_trouble(pools):
+    def steps(rank):
+        pipeline = Pipeline(stage_of(rank), F.mse_loss)
+        return [pipeline.step(one_f_one_b(2, 2), *batch(2, items)) for items in (2, 3, 2, 1)]
+
+    losses = pools(2).run(steps)[1]
+    for items, loss in zip((2, 3, 2, 1), losses, strict=True):
+        inputs, targets = (torch.cat(tensors) for tensors in batch(2, items))
+        torch.testing.assert_close(loss, F.mse_loss(linear_layers()(inputs), targets).detach())
+
+
+def test_another_ranks_group_is_told(pools):
+    def step(rank):
+        groups = [dist.new_group([0]), dist.new_group([1])]
+        Pipeline(stage_of(rank), F.mse_loss, groups[1 - rank])
+
+    assert_told(pools, step, "rank {rank}, Pipeline: need a group that holds", error=MeshError)
+
+
+CUTS = [
+    ({"stage": 2}, "need a stage from 0 to 1; got 2"),
+    ({"num_layers": [1, 2]}, "need num_layers for 4 layers (of a GPT: embedding, blocks, head)"),
+    ({"num_layers": [4, 0]}, "need layers for 2 stages x 1 model chunks, none empty; got num_la"),
+    ({"num_layers": [2, 1, 1]}, "need layers for 2 stages x 1 model chunks"),
+    ({"layer_times": [1.0] * 3}, "need layer_times for 4 layers"),
+    ({"num_model_chunks": 3}, "need 1 to 4 parts, as none may be empty; got 6"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), CUTS, ids=str)
+def test_a_cut_that_does_not_fit_is_told(options, says):
+    with pytest.raises(CourseError) as caught:
+        split_model(linear_layers(), **{"num_stages": 2, "stage": 0, **options})
+    assert says in str(caught.value)

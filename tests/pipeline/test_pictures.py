@@ -1,0 +1,78 @@
+"""Pipelines are drawn with a lane of time and a lane of memory, read off any events."""
+
+import pytest
+
+from course_lib.core import Event
+from course_lib.display.show import png_bytes
+from course_lib.pipeline import schedules, simulate
+from course_lib.pipeline.cost import bubble_fraction
+from course_lib.pipeline.explorer import schedule_explorer
+from course_lib.pipeline.pictures import Run, pipelines
+
+MADE = {
+    "naive": schedules.naive(3, 4),
+    "gpipe": schedules.gpipe(3, 4),
+    "1f1b": schedules.one_f_one_b(4, 6),
+    "zb-h1": schedules.zero_bubble_h1(4, 6),
+    "interleaved": schedules.interleaved(3, 6, 3),
+    "one rank": schedules.interleaved(1, 2, 2),
+}
+
+
+def run_of(schedule):
+    return Run(simulate(schedule).events())
+
+
+def titles(figure):
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+@pytest.mark.parametrize("schedule", MADE.values(), ids=MADE)
+def test_the_lanes_say_what_the_simulation_says(schedule):
+    played, run = simulate(schedule), run_of(schedule)
+    chunks = run.num_model_chunks
+    peaks = [chunks * run.peak_in_flight(rank) for rank in run.ranks]
+    assert peaks == pytest.approx(played.peak_in_flight())
+    assert run.bubble_fraction == pytest.approx(played.bubble_fraction)
+    assert run.step_s == played.step_s
+
+
+def test_what_is_held_begins_with_a_forward_and_ends_with_a_backward():
+    events = [
+        Event(rank=0, kind="forward", start_s=1, end_s=2, label="F0"),
+        Event(rank=0, kind="backward_input", start_s=2, end_s=4, label="I0"),
+        Event(rank=0, kind="backward_weight", start_s=4, end_s=5, label="W0"),
+        Event(rank=0, kind="send", start_s=5, end_s=9, label="I0 to 1"),
+    ]
+    assert Run(events).in_flight(0) == ([0.0, 1, 5, 5], [0.0, 1, 0, 0])
+    assert Run(events).bubble_fraction == pytest.approx(1 / 5)
+
+
+def test_a_picture_has_two_lanes_a_run_and_says_bubble_and_peak():
+    runs = {"GPipe": schedules.gpipe(4, 8), "1F1B": schedules.one_f_one_b(4, 8)}
+    figure = pipelines({name: simulate(one).events() for name, one in runs.items()}, "Same bubble")
+    idle = f"{bubble_fraction(4, 8):.0%} of the time idle"
+    held = "micro-batches in flight (right: the most)"
+    assert titles(figure) == [f"GPipe: {idle}", held, f"1F1B: {idle}", held]
+    said = [[text.get_text() for text in axes.texts] for axes in figure.axes[1::2]]
+    assert said == [["8"] * 4, ["4", "3", "2", "1"]]
+
+
+@pytest.mark.parametrize(
+    "runs", [{}, {"nothing": []}, {"late": [Event(rank=2, kind="wait", start_s=0, end_s=1)]}]
+)
+def test_odd_input_draws(runs):
+    assert png_bytes(pipelines(runs or {"": []}, "Nothing happened")).startswith(b"\x89PNG")
+
+
+def test_the_explorer_plays_every_schedule_and_says_what_cannot_be_made():
+    picture = schedule_explorer()
+    assert picture.alt.startswith("1F1B: a bubble of 50% of the compute, 4 micro-batches in flight")
+    for name in ("naive", "GPipe", "ZB-H1", "interleaved"):
+        picture.sliders["schedule"].value = name
+        assert picture.alt.startswith(name)
+    assert "12 parts of 1/2" in picture.alt
+    picture.sliders["p"].value = 3
+    picture.sliders["m"].value = 7
+    assert picture.image.picture["failed"]
+    assert "equal rounds of 3 or more; got 7" in picture.image.picture["alt"]

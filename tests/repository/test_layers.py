@@ -1,0 +1,193 @@
+"""The house holds together: imports only go down, files and functions stay short."""
+
+import ast
+import functools
+import shutil
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = (  # a package imports only from what stands before it
+    *("core", "cost", "models", "ranks", "frameworks", "collectives", "display"),
+    *("memory", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
+    *("pipeline", "zero", "fsdp"),
+    *("train", "cluster", "scaling_study", "checks", "notebooks", "cli"),
+)
+NO_TORCH = (  # formulas and simulations, by path or by the name of the file
+    *("core/", "cost/", "cost.py", "collectives/messages.py"),
+    *("pipeline/actions.py", "pipeline/schedules.py", "pipeline/schedule_rules.py"),
+    *("pipeline/simulation.py", "pipeline/balance.py", "pipeline/token_pipeline.py"),
+)
+DRAWS = ("pictures.py", "explorer.py", "html_report.py")
+BESIDE = ("beside_frameworks.py", "lab.py")
+LONGEST_FILE = 400
+
+
+def sources(root: Path) -> list[Path]:
+    return sorted((root / "course_lib").rglob("*.py"))
+
+
+@functools.cache
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    """All nodes of a file: most files are the same in every tree that is looked at."""
+    return tuple(ast.walk(ast.parse(text)))
+
+
+def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything a file imports, also inside functions."""
+    package = path.relative_to(root).with_suffix("").parts[:-1]
+    for node in nodes_of(path.read_text()):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *filter(None, [node.module])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def problem_of(name: str, place: str) -> str | None:
+    """Why a file of course_lib may not import this, or None."""
+    (here, file), parts = (place.split("/")[0], place.split("/")[-1]), name.split(".")
+    if parts[0] in {"notebooks", "tests", "tools", "slides"}:
+        return f"imports {parts[0]}"
+    if parts[0] != "course_lib":
+        pure = any(place.startswith(word) or file == word for word in NO_TORCH)
+        return f"is pure Python, and imports {parts[0]}" if pure and is_foreign(parts[0]) else None
+    if len(parts) == 1 or here == file:  # course_lib/__init__.py, moved.py
+        return None if len(parts) == 1 else f"imports {parts[1]}, and stands above every package"
+    there = parts[1]
+    if there not in LAYERS or LAYERS.index(there) > LAYERS.index(here):
+        return f"imports {there}, which does not stand before {here}"
+    if there == "display" != here and file not in DRAWS and here not in ("notebooks", "cli"):
+        return f"imports {there}: only {', '.join(DRAWS)} draw"
+    if there == "frameworks" != here and file not in BESIDE and here != "train":
+        return f"imports {there}: only train and {', '.join(BESIDE)} do"
+    return None
+
+
+def is_foreign(package: str) -> bool:
+    return package not in sys.stdlib_module_names
+
+
+def broken_imports(root: Path) -> list[str]:
+    """Every import that does not go down, as `file:line problem`."""
+    return [
+        f"{path.relative_to(root)}:{line} {problem}"
+        for path in sources(root)
+        for line, name in imported(path, root)
+        if (problem := problem_of(name, str(path.relative_to(root / "course_lib"))))
+    ]
+
+
+def unknown_packages(root: Path) -> list[str]:
+    """Folders without a place in the list of layers."""
+    folders = {path.relative_to(root).parts[1] for path in sources(root)}
+    unknown = (name for name in folders if "." not in name and name not in LAYERS)
+    return sorted(f"{name}/__init__.py" for name in unknown)
+
+
+def functions(root: Path) -> Iterator[tuple[str, int]]:
+    """Name and length in lines of every function."""
+    for path in sources(root):
+        for node in nodes_of(path.read_text()):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{path.relative_to(root)}: {node.name}", node.end_lineno - node.lineno + 1
+
+
+def bare_asserts(root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)}:{node.lineno}"
+        for path in sources(root)
+        for node in nodes_of(path.read_text())
+        if isinstance(node, ast.Assert)
+    ]
+
+
+def long_files(root: Path) -> list[str]:
+    return [
+        str(path.relative_to(root))
+        for path in sources(root)
+        if len(path.read_text().splitlines()) > LONGEST_FILE
+    ]
+
+
+def long_functions(root: Path) -> list[str]:
+    return [name for name, length in functions(root) if length > 50]
+
+
+def without_docstring(root: Path) -> list[str]:
+    return [
+        str(path.relative_to(root))
+        for path in sources(root)
+        if not ast.get_docstring(nodes_of(path.read_text())[0])
+    ]
+
+
+LAWS = [
+    broken_imports,
+    unknown_packages,
+    bare_asserts,
+    long_files,
+    long_functions,
+    without_docstring,
+]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_the_course_keeps_the_law(law):
+    assert len(sources(ROOT)) > 10
+    assert law(ROOT) == []
+
+
+def test_functions_are_short():
+    lengths = sorted(length for _, length in functions(ROOT))
+    assert statistics.median(lengths) <= 10
+    assert lengths[int(0.9 * len(lengths))] <= 30
+
+
+PLANTED = [
+    (broken_imports, "core/planted.py", '"""."""\nimport torch\n'),
+    (broken_imports, "core/planted.py", '"""."""\nfrom course_lib.cost import network\n'),
+    (broken_imports, "cost/planted.py", '"""."""\nfrom ..ranks import Ranks\n'),
+    (broken_imports, "cost/planted.py", '"""."""\ndef late():\n    import numpy\n'),
+    (broken_imports, "fsdp/more/cost.py", '"""."""\nimport torch\n'),
+    (broken_imports, "pipeline/schedules.py", '"""."""\nimport torch\n'),
+    (broken_imports, "ranks/planted.py", '"""."""\nfrom course_lib import collectives\n'),
+    (broken_imports, "ranks/planted.py", '"""."""\nimport course_lib.display.timeline\n'),
+    (broken_imports, "ddp/planted.py", '"""."""\nfrom course_lib.display import show\n'),
+    (broken_imports, "ddp/planted.py", '"""."""\nfrom course_lib.frameworks import missing\n'),
+    (broken_imports, "ddp/planted.py", '"""."""\nfrom course_lib.zero import ZeRO1\n'),
+    (broken_imports, "display/planted.py", '"""."""\nfrom ..checks import check\n'),
+    (broken_imports, "checks/planted.py", '"""."""\nfrom course_lib.cli import main\n'),
+    (broken_imports, "notebooks/planted.py", '"""."""\nfrom notebooks.source import x\n'),
+    (broken_imports, "planted.py", '"""."""\nfrom course_lib.core import Link\n'),
+    (unknown_packages, "planted/__init__.py", '"""."""\n'),
+    (bare_asserts, "core/planted.py", '"""."""\nassert True\n'),
+    (long_files, "core/planted.py", '"""."""\n' + "x = 1\n" * LONGEST_FILE),
+    (long_functions, "core/planted.py", '"""."""\ndef long():\n' + "    x = 1\n" * 50),
+    (without_docstring, "core/planted.py", "x = 1\n"),
+]
+
+
+@pytest.mark.parametrize(("law", "place", "text"), PLANTED)
+def test_a_planted_breach_is_found(law, place, text, tmp_path):
+    shutil.copytree(
+        ROOT / "course_lib", tmp_path / "course_lib", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    planted = tmp_path / "course_lib" / place
+    planted.parent.mkdir(exist_ok=True, parents=True)
+    before = law(tmp_path)
+    planted.write_text(text)
+    (found,) = set(law(tmp_path)) - set(before)
+    assert place in found
+
+
+def test_what_goes_down_is_let_through(tmp_path):
+    good = tmp_path / "course_lib" / "collectives" / "planted.py"
+    good.parent.mkdir(parents=True)
+    good.write_text("import torch\nfrom course_lib.ranks import record\nfrom .ring import x\n")
+    assert broken_imports(tmp_path) == []

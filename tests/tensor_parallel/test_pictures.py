@@ -1,0 +1,64 @@
+"""The picture of shared matrices: each rank has an equal piece, and what is wrong is said."""
+
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+
+from course_lib.core import CourseError
+from course_lib.display.colours import RANK, WHITE
+from course_lib.tensor_parallel.pictures import Matrix, matrices, split_mlp
+
+
+def boxes(figure):
+    """(colour, width, height) of every piece, in the order in which they are drawn."""
+    (axes,) = figure.axes
+    patches = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    return [(to_hex(p.get_facecolor()).upper(), p.get_width(), p.get_height()) for p in patches]
+
+
+def drawn(split, ranks=4):
+    return boxes(matrices([Matrix(name="A", height=2, width=4, split=split)], "t", ranks=ranks))
+
+
+def test_a_whole_matrix_is_white():
+    assert [colour for colour, _, _ in drawn("")] == [WHITE]
+
+
+@pytest.mark.parametrize(("split", "shape"), [("columns", 4 / 4 / 2), ("rows", 4 / (2 / 4))])
+def test_every_rank_has_an_equal_piece_in_its_colour(split, shape):
+    pieces = drawn(split)
+    assert [colour for colour, _, _ in pieces] == list(RANK[:4])
+    assert [width / height for _, width, height in pieces] == pytest.approx([shape] * 4)
+
+
+def test_parts_of_a_sum_are_sheets_of_full_size_and_rank_0_lies_on_top():
+    (whole,) = boxes(matrices([Matrix(name="A", height=2, width=4)], "t", ranks=3))
+    sheets = drawn("sum", 3)
+    assert [colour for colour, _, _ in sheets] == list(RANK[2::-1])
+    assert {(width, height) for _, width, height in sheets} == {whole[1:]}
+
+
+def test_all_matrices_of_a_row_share_one_scale_and_fit_the_page():
+    row = [Matrix(name="X", height=3, width=2), "×", Matrix(name="A", height=2, width=30)]
+    figure = matrices(row, "t", ranks=2)
+    (_, x_wide, x_tall), (_, a_wide, a_tall) = boxes(figure)
+    assert x_wide / a_wide == pytest.approx(2 / 30)
+    assert x_tall / a_tall == pytest.approx(3 / 2)
+    assert x_wide + a_wide < figure.get_figwidth()
+    assert {"×", "X", "A", "whole on every rank"} <= {t.get_text() for t in figure.axes[0].texts}
+
+
+def test_the_cuts_of_an_mlp_fit_each_other():
+    pieces = boxes(split_mlp(3, "t"))
+    assert [colour for colour, _, _ in pieces] == [WHITE, *3 * RANK[:3], *RANK[2::-1]]
+    columns_of_a, rows_of_b = pieces[1], pieces[7]
+    assert columns_of_a[1] == pytest.approx(rows_of_b[2])
+
+
+def test_bad_input_is_one_sentence():
+    with pytest.raises(CourseError, match=r"split as one of .*'columns'.*got .*'column'"):
+        Matrix(name="A", height=1, width=1, split="column")
+    with pytest.raises(CourseError, match="need sizes above 0"):
+        Matrix(name="A", height=0, width=1)
+    with pytest.raises(CourseError, match="need a matrix and a rank; got 0 and 4"):
+        matrices(["×"], "t", ranks=4)

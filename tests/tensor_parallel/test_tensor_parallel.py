@@ -1,0 +1,712 @@
+"""Tensor parallelism: the numbers of one process, in the collectives that the paper says."""
+
+import gc
+import sys
+import time
+import weakref
+from dataclasses import replace
+from functools import cache, partial
+from itertools import pairwise
+from unittest.mock import patch
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from course_lib.core import CourseError, MeshError, ModelSpec, ShapeError
+from course_lib.core.links import INFINIBAND, NVLINK
+from course_lib.core.parallelism import Degrees
+from course_lib.cost.params import count_params, params_on_rank
+from course_lib.cost.traffic import sent_bytes, traffic_s
+from course_lib.ddp import DDP
+from course_lib.memory import activations
+from course_lib.memory.layer_bytes import TORCH_CPU
+from course_lib.memory.saved_tensors import measure_saved, tensors_of
+from course_lib.models import GPT, IGNORED, padded_batch, token_loss
+from course_lib.models.gpt import Dropout
+from course_lib.ranks import record
+from course_lib.recompute import recompute_full
+from course_lib.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    ShardedDropout,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    finish_gradients,
+    full_state_dict,
+    gather_tensors,
+    layers,
+    load_full_state_dict,
+    parallel_token_loss,
+    parallelize,
+    reduce_from_region,
+    shard_tensors,
+    split_columns,
+    tensor_parallel,
+    vocab_parallel_cross_entropy,
+)
+from course_lib.tensor_parallel.cost import (
+    gathered_bytes,
+    layer_traffic,
+    replicated_params,
+    tensor_traffic,
+)
+from course_lib.tensor_parallel.regions import all_gather
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: a split sum runs in another order
+SIZES = (1, 2, 3, 4)
+TINY = ModelSpec(hidden=24, num_layers=1, num_heads=12, ffn_hidden=36, vocab=48, max_seq=12)
+LLAMA = {"gated": True, "norm": "rms", "positions": "rope", "bias": False}
+
+
+def frozen(spec, *parts):
+    model = GPT(spec)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(part in name for part in parts))
+    return model
+
+
+def recomputed():
+    model = GPT(TINY, flash=False, dropout=0.2)
+    recompute_full(model)
+    return model
+
+
+BUILDS = {
+    "two layers": lambda: GPT(replace(TINY, num_layers=2)),
+    "untied, no bias": lambda: GPT(replace(TINY, tied=False, bias=False)),
+    "llama, few keys": lambda: GPT(
+        replace(TINY, **LLAMA, hidden=48, num_heads=24, num_kv_heads=12), flash=False
+    ),
+    "uneven": lambda: GPT(replace(TINY, vocab=41, ffn_hidden=31, gated=True, tied=False)),
+    "frozen embedding": lambda: frozen(TINY, "embedding"),
+    "frozen norms": lambda: frozen(TINY, "norm", "out.bias"),
+    "dropout": lambda: GPT(TINY, flash=False, dropout=0.2),
+    "recomputed": recomputed,
+}
+HARDEST = ("two layers", "llama, few keys", "uneven", "dropout")
+
+
+# --- the law: the numbers of one process
+
+
+def build(name, seed=0):
+    torch.manual_seed(seed)
+    return BUILDS[name]().double()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
+
+
+def batches(spec, num):
+    """Batches of other sizes, with targets that are ignored."""
+    return [padded_batch(n, batch=2 + n, seq=12, vocab=spec.vocab) for n in range(num)]
+
+
+def grads_of(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@cache
+def alone(name):
+    """One process: the losses of 3 steps, the first gradients, the weights in the end."""
+    model = build(name)
+    optimizer, losses = sgd(model), []
+    torch.manual_seed(1)
+    for step, (tokens, targets) in enumerate(batches(model.spec, 3)):
+        optimizer.zero_grad()
+        loss = token_loss(model(tokens), targets)
+        loss.backward()
+        if step == 0:
+            grads = {name: grad.clone() for name, grad in grads_of(model).items()}
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, grads, model.state_dict()
+
+
+def seeded(spec, **options):
+    torch.manual_seed(0)
+    return GPT(spec, **options)
+
+
+def the_mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def together(rank, name, sequence_parallel, loss_of=parallel_token_loss, finish=finish_gradients):
+    """The same over all ranks, whole again."""
+    mesh = the_mesh()
+    model = parallelize(build(name), mesh, sequence_parallel)
+    optimizer, losses = sgd(model), []
+    torch.manual_seed(1)
+    for step, (tokens, targets) in enumerate(batches(model.spec, 3)):
+        optimizer.zero_grad()
+        loss = loss_of(model(tokens), targets, mesh.get_group())
+        loss.backward()
+        finish(model)
+        if step == 0:
+            grads = gather_tensors(model, grads_of(model))
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, grads, full_state_dict(model)
+
+
+def assert_law(by_rank, wanted):
+    for found in by_rank[1:]:
+        torch.testing.assert_close(found, by_rank[0], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(by_rank[0], wanted, **TOLERANCE)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_matches_one_process(pools, sequence_parallel, world_size):
+    names = BUILDS if world_size == 2 else HARDEST
+
+    def builds(rank):
+        return {name: together(rank, name, sequence_parallel) for name in names}
+
+    assert_law(pools(world_size).run(builds), {name: alone(name) for name in names})
+
+
+def test_the_loss_curve_lies_on_that_of_one_process(pools):
+    """200 steps: what differs in the last bits has grown by then, and still cannot be seen."""
+    spec = replace(TINY, vocab=20, num_heads=4)
+
+    def curve(rank=None):
+        model = seeded(spec).double()
+        loss_of = token_loss
+        if rank is not None:
+            parallelize(model, the_mesh())
+            loss_of = parallel_token_loss  # the mesh has all ranks
+        optimizer, losses = sgd(model), []
+        for n in range(200):
+            tokens, targets = padded_batch(n, batch=4, seq=12, vocab=spec.vocab)
+            loss = loss_of(model(tokens), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    wanted = curve()
+    assert wanted[-1] < 0.8 * wanted[0], "it did not learn: the curves say nothing"
+    for losses in pools(2).run(curve):
+        assert losses == pytest.approx(wanted, rel=0, abs=1e-9)
+
+
+def test_replicas_of_a_split_model(pools):
+    """Two replicas (dp) of a model over two ranks (tp): the numbers of the whole batch."""
+
+    def step(rank):
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
+        model = parallelize(build("untied, no bias"), mesh["tp"], sequence_parallel=True)
+        wrapped = DDP(model, group=mesh["dp"].get_group())
+        mine = slice(None, None, 2) if mesh["dp"].get_local_rank() else slice(1, None, 2)
+        tokens, _ = padded_batch(0, batch=4, seq=12, vocab=48)
+        loss = parallel_token_loss(wrapped(tokens[mine]), tokens[mine], mesh["tp"].get_group())
+        loss.backward()
+        wrapped.finish()
+        finish_gradients(model)
+        return gather_tensors(model, grads_of(model))
+
+    model = build("untied, no bias")
+    tokens, _ = padded_batch(0, batch=4, seq=12, vocab=48)
+    token_loss(model(tokens), tokens).backward()
+    assert_law(pools(4).run(step), grads_of(model))
+
+
+# --- broken ones fail the law
+
+
+class BiasOnEveryRank(RowParallelLinear):
+    def forward(self, x):
+        return self.leave(F.linear(x, self.weight, self.bias))
+
+
+class PartialGelu(nn.Module):
+    """The first matrix by rows: GELU of each part of the sum."""
+
+    def __init__(self, mlp, group):
+        super().__init__()
+        sizes = mlp.up.in_features, mlp.up.out_features
+        self.up = RowParallelLinear(*sizes, True, group, whole=mlp.up)
+        self.out = mlp.out
+
+    def forward(self, x):
+        part = F.linear(split_columns(x, self.up.group), self.up.weight)
+        return self.out(reduce_from_region(F.gelu(part), self.up.group) + self.up.bias)
+
+
+def every_pth(whole, dim, group=None):
+    """Rows me, me + p, ...: a piece of every head."""
+    p, me = dist.get_world_size(group), dist.get_rank(group)
+    return whole.index_select(dim, torch.arange(me, whole.shape[dim], p)).clone()
+
+
+def local_loss(logits, targets, group):
+    size = logits.shape[-1]
+    place = targets - dist.get_rank(group) * size
+    mine = (place >= 0) & (place < size)
+    loss = token_loss(logits, place.masked_fill(~mine, IGNORED))
+    return reduce_from_region(loss, group) / dist.get_world_size(group)
+
+
+def same(x, group=None):
+    return x
+
+
+class NoMinusInf(VocabParallelHead):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.filled_up = None
+
+
+split_pair = tensor_parallel._split_pair
+PLANTED = {
+    "bias on every rank": (tensor_parallel, "RowParallelLinear", BiasOnEveryRank, "two layers"),
+    "no all_reduce in backward": (layers, "copy_to_region", same, "two layers"),
+    "no all_reduce in forward": (layers, "reduce_from_region", same, "two layers"),
+    "heads split": (layers, "own_shard", every_pth, "two layers"),
+    "what fills up counts": (tensor_parallel, "VocabParallelHead", NoMinusInf, "uneven"),
+    "one mask for all parts": (
+        tensor_parallel, "ShardedDropout", lambda p, group: Dropout(p), "dropout",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_broken_layer_fails_the_law(pools, planted):
+    place, attribute, broken, name = PLANTED[planted]
+
+    def step(rank):
+        with patch.object(place, attribute, broken):
+            return together(rank, name, False)
+
+    with pytest.raises(AssertionError):
+        assert_law(pools(2).run(step), alone(name))
+
+
+def test_gelu_before_the_sum_fails_the_law(pools):
+    def split(module, names, options):
+        if "q" in names:
+            split_pair(module, names, options)
+
+    def step(rank):
+        with patch.object(tensor_parallel, "_split_pair", split):
+            mesh = the_mesh()
+            model = parallelize(build("two layers"), mesh)
+        for block in model.blocks:
+            block.mlp = PartialGelu(block.mlp, mesh.get_group())
+        tokens, targets = batches(model.spec, 1)[0]
+        return parallel_token_loss(model(tokens), targets, mesh.get_group()).detach()
+
+    with pytest.raises(AssertionError):
+        assert_law(pools(2).run(step), alone("two layers")[0][0])
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "broken"),
+    [(False, {"loss_of": local_loss}), (True, {"finish": lambda model: None})],
+    ids=["loss over the own vocabulary", "norms not added up"],
+)
+def test_a_broken_step_fails_the_law(pools, sequence_parallel, broken):
+    by_rank = pools(2).run(lambda rank: together(rank, "two layers", sequence_parallel, **broken))
+    with pytest.raises(AssertionError):
+        assert_law(by_rank, alone("two layers"))
+
+
+# --- layers on their own
+
+
+def layer_case(rank, make, x):
+    """A layer from seed 0: its output, and the gradients of its input and its parameters."""
+    torch.manual_seed(0)
+    layer, x = make().double(), x.clone().requires_grad_()
+    out = layer(x)
+    (out * torch.arange(1.0, out.numel() + 1).view_as(out)).sum().backward()
+    grads = grads_of(layer)
+    if isinstance(layer, nn.Linear):
+        return out.detach(), x.grad, grads
+    return out.detach(), x.grad, gather_tensors(layer, grads)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_layer_that_begins_and_ends_whole_is_a_linear_layer(pools, world_size):
+    x = torch.linspace(-1, 2, 42, dtype=torch.float64).view(2, 3, 7)
+    kinds = (
+        partial(ColumnParallelLinear, gather_output=True),
+        partial(RowParallelLinear, input_is_split=False),
+    )
+
+    def cases(rank):
+        return [
+            layer_case(rank, partial(kind, 7, 10, b), x) for kind in kinds for b in (True, False)
+        ]
+
+    wanted = [layer_case(0, partial(nn.Linear, 7, 10, bias), x) for bias in (True, False)]
+    assert_law(pools(world_size).run(cases), [*wanted, *wanted])
+
+
+def both_ends(rank, vocab, embedding_of, head_of):
+    """Embedding and head from seed 0: outputs and gradients."""
+    torch.manual_seed(0)
+    tokens = torch.arange(2 * vocab).view(2, vocab) % vocab
+    embedding, head = embedding_of(vocab, 3).double(), head_of(3, vocab, bias=False).double()
+    x = embedding(tokens)
+    logits = head(x)
+    (logits**2).sum().backward()
+    grads = (grads_of(embedding), grads_of(head))
+    if embedding_of is VocabParallelEmbedding:
+        grads = gather_tensors(embedding, grads[0]), gather_tensors(head, grads[1])
+    return x.detach(), logits.detach(), grads
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_any_vocabulary_is_split(pools, world_size):
+    """Also one with fewer tokens than ranks, and a head that gathers its logits."""
+    head_of = partial(VocabParallelHead, gather_output=True)
+
+    def ends(rank):
+        return [both_ends(rank, vocab, VocabParallelEmbedding, head_of) for vocab in (2, 5, 12)]
+
+    wanted = [both_ends(0, vocab, nn.Embedding, nn.Linear) for vocab in (2, 5, 12)]
+    assert_law(pools(world_size).run(ends), wanted)
+
+
+LOGITS = {
+    "small": lambda x: x,
+    "too large for exp": lambda x: 1e4 * x,
+    "all below": lambda x: x - 1e6,
+    "some impossible": lambda x: x.masked_fill(torch.arange(12) % 5 == 1, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_cross_entropy_is_that_of_whole_logits(pools, world_size):
+    torch.manual_seed(3)
+    cases = [change(torch.randn(4, 3, 12, dtype=torch.float64)) for change in LOGITS.values()]
+    targets = torch.tensor([[0, 5, 10], [IGNORED, 3, 4], [8, IGNORED, 9], [2, 7, 0]])
+
+    def losses(rank):
+        return [loss(logits.chunk(dist.get_world_size(), -1)[rank]) for logits in cases]
+
+    def loss(logits):
+        mine = logits.clone().requires_grad_()
+        each = vocab_parallel_cross_entropy(mine, targets)
+        parallel_token_loss(mine, targets).backward()
+        return each.detach(), all_gather(mine.grad, -1)
+
+    wanted = []
+    for logits in cases:
+        whole = logits.clone().requires_grad_()
+        each = F.cross_entropy(whole.flatten(0, 1), targets.flatten(), reduction="none")
+        token_loss(whole, targets).backward()
+        wanted.append((each.detach().view(4, 3), whole.grad))
+    assert_law(pools(world_size).run(losses), wanted)
+
+
+def test_halves_add_up_their_exponentials_in_single(pools):
+    torch.manual_seed(3)
+    logits, targets = torch.randn(5, 4096).bfloat16(), torch.arange(5) * 1000
+
+    def loss(rank):
+        mine = logits.chunk(2, -1)[rank].clone().requires_grad_()
+        losses = vocab_parallel_cross_entropy(mine, targets)
+        losses.sum().backward()
+        return losses.detach(), mine.grad.dtype
+
+    wanted = F.cross_entropy(logits.float(), targets, reduction="none")
+    for losses, dtype in pools(2).run(loss):
+        assert dtype is torch.bfloat16
+        torch.testing.assert_close(losses, wanted)
+
+
+# --- dropout: which masks are the same, and which are not
+
+
+def test_masks_of_replicated_tensors_agree_and_those_of_parts_differ(pools):
+    def masks(rank):
+        torch.manual_seed(0)
+        ones = torch.ones(2, 6, 50)
+        return [layer(ones) for layer in (Dropout(0.3), ShardedDropout(0.3), Dropout(0.3))]
+
+    torch.manual_seed(0)
+    whole = [Dropout(0.3)(torch.ones(2, n, 50)) for n in (6, 24, 6)]
+    by_rank = pools(4).run(masks)
+    for first, _, last in by_rank:
+        assert torch.equal(first, whole[0])
+        assert torch.equal(last, whole[2])
+    parts = [part for _, part, _ in by_rank]
+    assert torch.equal(torch.cat(parts, 1), whole[1])
+    assert not any(torch.equal(a, b) for a, b in pairwise(parts))
+    assert whole[1].count_nonzero().item() / whole[1].numel() == pytest.approx(0.7, abs=0.03)
+
+
+def test_a_mask_keeps_no_more_than_its_part(pools):
+    def kept(rank):
+        found = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: found.append(t.untyped_storage().nbytes()) or t, lambda t: t
+        )
+        with hooks:
+            ShardedDropout(0.3)(torch.ones(1, 6, 50, requires_grad=True))
+        return found
+
+    assert pools(4).run(kept) == [[300]] * 4
+
+
+def test_a_split_model_evaluates_if_the_whole_one_did(pools):
+    def modes(rank):
+        model = seeded(TINY, flash=False, dropout=0.2).eval()
+        return [module.training for module in parallelize(model, the_mesh(), True).modules()]
+
+    assert not any(map(any, pools(2).run(modes)))
+
+
+# --- what a rank holds, and whole states
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_what_a_rank_keeps_for_backward_is_on_paper(pools, world_size, sequence_parallel):
+    cases = [(SPECS["gpt"], 0.0, True), (SPECS["gpt"], 0.2, False), (SPECS["llama"], 0.0, True)]
+    tokens, targets = padded_batch(0, batch=3, seq=12, vocab=48)
+
+    def saved(rank):
+        return [saved_by(*case) for case in cases]
+
+    def saved_by(spec, dropout, flash):
+        model = seeded(spec, flash=flash, dropout=dropout)
+        parallelize(model, the_mesh(), sequence_parallel)
+        given = [*tensors_of(model), tokens, targets]
+        kept = measure_saved(lambda: parallel_token_loss(model(tokens), targets), given=given)
+        return sum(one.num_bytes for one in kept)
+
+    how = {"number_bytes": 4, "kernels": TORCH_CPU}
+    how["degrees"] = Degrees(tp=world_size, sequence_parallel=sequence_parallel)
+    wanted = []
+    for spec, dropout, flash in cases:
+        paper = activations(spec, 3, 12, dropout=dropout > 0, flash=flash, **how)
+        places = 2 * (8 + 1) * 36 + 4  # where each token stands, and if here; a count of int64
+        gathered = gathered_bytes(spec, 3, 12, world_size, 4) * sequence_parallel
+        wanted.append(sum(paper.values()) + places + gathered)
+    assert pools(world_size).run(saved) == [wanted] * world_size
+
+
+def still_there(refs, within_s=10):
+    """What somebody still holds; the thread that looks for hangs holds frames for a moment."""
+    end_s = time.monotonic() + within_s
+    while (names := [name for name, ref in refs.items() if ref() is not None]) and (
+        time.monotonic() < end_s
+    ):
+        gc.collect()
+    return names
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_a_rank_holds_its_shards_and_nothing_else(pools, world_size, tied):
+    spec = replace(TINY, tied=tied)
+
+    def held(rank):
+        model = seeded(spec)
+        split = {
+            name: weakref.ref(param)
+            for name, param in model.named_parameters()
+            if param.dim() == 2 and "positions" not in name
+        }
+        parallelize(model, the_mesh())
+        storages = {param.untyped_storage().data_ptr(): param for param in model.parameters()}
+        return (
+            sum(param.untyped_storage().nbytes() for param in storages.values()),
+            still_there(split),
+        )
+
+    wanted = 4 * params_on_rank(spec, Degrees(tp=world_size))
+    assert pools(world_size).run(held) == [(wanted, [])] * world_size
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_the_whole_state_is_that_of_the_unsplit_model(pools, world_size):
+    names = ("two layers", "uneven", "llama, few keys")
+
+    def states(rank, name):
+        state = full_state_dict(parallelize(build(name), the_mesh()))
+        other = parallelize(build(name, seed=7), the_mesh(), sequence_parallel=True)
+        load_full_state_dict(other, state)
+        tied = state["embedding.weight"] is state["head.weight"]
+        return state, full_state_dict(other), tied
+
+    for by_name in pools(world_size).run(lambda rank: [states(rank, name) for name in names]):
+        for name, (state, loaded, tied) in zip(names, by_name, strict=True):
+            whole = build(name)
+            assert list(state) == list(whole.state_dict())
+            for key, value in whole.state_dict().items():
+                assert torch.equal(state[key], value)
+                assert torch.equal(loaded[key], value)
+            assert tied == whole.spec.tied
+            build(name, seed=7).load_state_dict(state)
+
+
+# --- traffic
+
+
+def calls_of(events):
+    return [(event.kind, event.num_bytes) for event in events if event.kind != "wait"]
+
+
+SPECS = {
+    "gpt": replace(TINY, num_layers=3),
+    "llama": replace(TINY, **LLAMA, num_layers=2, num_heads=24, num_kv_heads=12, hidden=48),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_every_collective_is_on_paper(pools, sequence_parallel, world_size):
+    cases = [(spec, dtype) for spec in SPECS.values() for dtype in (torch.float64, torch.bfloat16)]
+
+    def steps(rank):
+        return [step(spec, dtype) for spec, dtype in cases]
+
+    def step(spec, dtype):
+        mesh = the_mesh()
+        model = parallelize(seeded(spec).to(dtype), mesh, sequence_parallel)
+        tokens, targets = padded_batch(0, batch=3, seq=12, vocab=48)
+        with record() as log:
+            parallel_token_loss(model(tokens), targets, mesh.get_group()).backward()
+            finish_gradients(model)
+        return calls_of(log.events)
+
+    wanted = []
+    for spec, dtype in cases:
+        paper = tensor_traffic(spec, 3, 12, dtype.itemsize, sequence_parallel=sequence_parallel)
+        wanted.append([(call.kind, call.num_bytes) for call in paper])
+    assert pools(world_size).run(steps) == [wanted] * world_size
+
+
+def test_a_layer_sends_the_same_bytes_either_way():
+    whole = layer_traffic(TINY, 2, 12)
+    split = layer_traffic(TINY, 2, 12, sequence_parallel=True)
+    stream = 2 * 12 * TINY.hidden * 2
+    assert [call.kind for call in whole] == ["all_reduce"] * 4
+    assert sorted(call.kind for call in split) == ["all_gather"] * 4 + ["reduce_scatter"] * 4
+    for p in SIZES:
+        assert sent_bytes(whole, p) == sent_bytes(split, p) == 4 * 2 * (p - 1) / p * stream
+        assert traffic_s(whole, p, NVLINK) == pytest.approx(traffic_s(split, p, NVLINK))
+    assert traffic_s(whole, 8, NVLINK) < traffic_s(whole, 8, INFINIBAND)
+    assert traffic_s(whole, 1, INFINIBAND) == 0
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_replicated_parameters_are_what_two_ranks_hold_twice(spec):
+    twice = 2 * params_on_rank(spec, Degrees(tp=2)) - count_params(spec)
+    assert replicated_params(spec) == twice
+
+
+# --- what goes wrong is told
+
+
+def assert_told(pools, fn, *says, error, world_size=2):
+    """Every rank raises the error, and its sentence says this."""
+
+    def told(rank):
+        with pytest.raises(error) as caught:
+            fn(rank)
+        return str(caught.value)
+
+    for rank, text in enumerate(pools(world_size).run(told)):
+        for words in says:
+            assert words.format(rank=rank) in text
+
+
+@pytest.mark.parametrize(("what", "heads"), [("num_heads", (3, 3)), ("kv_heads", (6, 3))])
+def test_heads_that_cannot_stay_whole_are_told(pools, what, heads):
+    spec = replace(TINY, num_heads=heads[0], num_kv_heads=heads[1])
+    says = f"parallelize: need {what} of own divisible by tp, as a head stays whole; got 3 and 2"
+    assert_told(pools, lambda rank: parallelize(seeded(spec), the_mesh()), says, error=MeshError)
+
+
+def test_another_mesh_is_told(pools):
+    def two_axes(rank):
+        parallelize(seeded(TINY), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
+
+    def no_mesh(rank):
+        parallelize(seeded(TINY), dist.group.WORLD)
+
+    says = "parallelize: need a DeviceMesh of one axis; got "
+    assert_told(pools, two_axes, says + '2 axes. Try mesh["tp"]', error=MeshError)
+    assert_told(pools, no_mesh, says, error=MeshError)
+
+
+def test_another_model_is_told(pools):
+    def twice(rank):
+        parallelize(parallelize(seeded(TINY), the_mesh()), the_mesh())
+
+    says = "parallelize: need an unsplit GPT; got "
+    assert_told(pools, twice, says + "one that is split already", error=CourseError)
+    linear = lambda rank: parallelize(nn.Linear(2, 2), the_mesh())  # noqa: E731
+    assert_told(pools, linear, says + "Linear", error=CourseError)
+    whole = lambda rank: finish_gradients(GPT(TINY))  # noqa: E731
+    assert_told(pools, whole, "rank {rank}: need a model that is split", error=CourseError)
+
+
+def test_ranks_that_do_not_begin_alike_are_told(pools):
+    def other_weights(rank):
+        torch.manual_seed(rank)
+        parallelize(GPT(TINY), the_mesh())
+
+    def other_masks(rank):
+        model = seeded(TINY, flash=False, dropout=0.1)
+        torch.manual_seed(rank)
+        parallelize(model, the_mesh())
+
+    says = "rank {rank}, parallelize: need the same "
+    assert_told(pools, other_weights, says + "weights on all ranks", error=MeshError)
+    assert_told(pools, other_masks, says + "random state on all ranks", error=MeshError)
+
+
+def test_a_sequence_that_cannot_be_shared_is_told(pools):
+    def step(rank):
+        parallelize(seeded(TINY), the_mesh(), sequence_parallel=True)(torch.ones(2, 7).long())
+
+    says = "rank {rank}, sequence parallel: need seq divisible by tp; got 7 and 2. Try seq=8, or"
+    assert_told(pools, step, says, error=ShapeError)
+
+
+def test_tokens_outside_the_vocabulary_are_told(pools):
+    def embed(rank):
+        parallelize(seeded(TINY), the_mesh())(torch.full((2, 3), 48))
+
+    def target(rank):
+        vocab_parallel_cross_entropy(torch.ones(3, 4), torch.tensor([1, -1, 8]))
+
+    def shape(rank):
+        vocab_parallel_cross_entropy(torch.ones(3, 4), torch.ones(2).long())
+
+    says = "need tokens from 0 to 47; got 48 to 48"
+    assert_told(pools, embed, "rank {rank}, VocabParallelEmbedding: " + says, error=ShapeError)
+    where = "rank {rank}, vocab_parallel_cross_entropy: "
+    assert_told(pools, target, where + "need tokens from 0 to 7; got -1 to 8", error=ShapeError)
+    assert_told(pools, shape, where + "need a target for each row", error=ShapeError)
+
+
+def test_another_models_state_is_told(pools):
+    def load(rank):
+        model = parallelize(seeded(replace(TINY, vocab=41)), the_mesh())
+        shard_tensors(model, GPT(replace(TINY, vocab=42)).state_dict())
+
+    says = "shard_tensors: need embedding.weight with 41 in dim 0; got [42, 24]"
+    assert_told(pools, load, "rank {rank}, " + says, error=ShapeError)
+
+
+def test_paper_needs_tokens():
+    with pytest.raises(ShapeError, match="tensor_traffic: need batch, seq and number_bytes"):
+        tensor_traffic(TINY, 0, 12)

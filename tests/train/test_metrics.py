@@ -1,0 +1,71 @@
+"""The gauge of the training loop: bytes how busy a rank was; on a CPU, and on a pretended GPU."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from course_lib.train.metrics import Gauge, gpu_utilisation
+
+MIB = 2**20
+
+
+def test_on_a_cpu_it_sees_what_the_process_grows_by():
+    gauge = Gauge()
+    before = gauge.read()["memory_bytes"]
+    kept = np.ones(64 * MIB, dtype=np.uint8)
+    grown = gauge.read()["memory_bytes"] - before
+    assert 60 * MIB < grown < 80 * MIB
+    assert gauge.peak_bytes() >= kept.nbytes - 4 * MIB
+
+
+def share_of(gauge, act):
+    """What the gauge says of the time of `act`, and what the process's own clocks say."""
+    gauge.read()
+    start_s, used_s = time.perf_counter(), time.process_time()
+    act()
+    share = gauge.read()["utilisation"]
+    return share, (time.process_time() - used_s) / (time.perf_counter() - start_s)
+
+
+def compute(seconds=0.3):
+    until_s = time.process_time() + seconds
+    while time.process_time() < until_s:
+        pass
+
+
+def test_on_a_cpu_it_tells_computing_from_waiting():
+    gauge = Gauge()
+    for act in (compute, lambda: time.sleep(0.5)):
+        share, expected = share_of(gauge, act)
+        assert share == pytest.approx(expected, abs=0.1)  # it counts hundredths of a second
+
+
+class Card:
+    """A GPU as torch.cuda shows it."""
+
+    def __init__(self, nvml):
+        self.nvml = nvml
+
+    def utilization(self):
+        if not self.nvml:
+            raise ModuleNotFoundError("pynvml")
+        return 83
+
+
+@pytest.mark.parametrize(("nvml", "busy"), [(True, {"utilisation": 0.83}), (False, {})])
+def test_on_a_gpu_it_asks_pytorch_and_nvml_where_there_is_one(monkeypatch, nvml, busy):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7 * MIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 9 * MIB)
+    monkeypatch.setattr(torch.cuda, "utilization", Card(nvml).utilization)
+    gauge = Gauge()
+    assert gauge.read() == {"memory_bytes": 7 * MIB} | busy
+    assert gauge.peak_bytes() == 9 * MIB
+
+
+def test_without_a_gpu_there_is_no_utilisation_of_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "utilization", Card(nvml=False).utilization)
+    assert gpu_utilisation() is None

@@ -1,0 +1,229 @@
+"""The training script with --tp and --pp: the numbers of one process, whatever the degrees."""
+
+import re
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import cloudpickle
+import pytest
+import torch
+
+from course_lib.core import CourseError, ModelSpec
+from course_lib.core.records import read_runs
+from course_lib.models import GPT
+from course_lib.train import trainer
+from course_lib.train.config import SCHEDULES, TrainConfig, schedule_of
+from course_lib.train.trainer import Trainer, train
+from tests.train.training_runs import losses, refused, same_state
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+# an odd vocabulary is filled up over tp = 2; 7 sequences make uneven shares and micro-batches
+SPEC = ModelSpec(hidden=8, num_layers=4, num_heads=2, ffn_hidden=16, vocab=21, max_seq=8)
+UNTIED = replace(SPEC, tied=False, positions="rope", norm="rms", gated=True, bias=False)
+EXACT = TrainConfig(model=SPEC, steps=3, global_batch=7, seq=8, dtype="float64", every=0, lr=0.01)
+# the sums over tokens, shards and micro-batches run in another order; float64 rounds at 1e-16
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def trained(rank, configs):
+    """For each run: the record, how many numbers this rank trains, on rank 0 the whole state."""
+    found = []
+    for config in configs:
+        trainer = Trainer(rank, config)
+        record = trainer.run()
+        size = sum(param.numel() for param in trainer.model.parameters())
+        found.append((record, size, trainer.steps.gather()))
+    return found
+
+
+# -- the law: the numbers of one process ---------------------------------------------------------
+
+TWO_RANKS = [
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": True},
+    *({"pp": 2, "schedule": name} for name in SCHEDULES),
+]
+FOUR_RANKS = [
+    {"tp": 2, "strategy": "ddp", "sequence_parallel": True, "model": UNTIED},
+    {"tp": 2, "strategy": "torch-ddp"},
+    {"pp": 2, "strategy": "naive-dp", "schedule": "interleaved", "model": UNTIED},
+    {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "zb-h1"},
+]
+
+
+@pytest.fixture(scope="module")
+def runs(pools):
+    """All runs on so many ranks, done once: their settings, and what each rank has of each."""
+
+    @cache
+    def found(p):
+        configs = [replace(EXACT, **case) for case in (TWO_RANKS if p == 2 else FOUR_RANKS)]
+        return configs, pools(p).run(trained, configs)
+
+    return found
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_any_degrees_give_the_losses_and_weights_of_one_process(runs, by_hand, p):
+    configs, by_rank = runs(p)
+    wanted = {spec: by_hand(replace(EXACT, model=spec)) for spec in (SPEC, UNTIED)}
+    for number, config in enumerate(configs):
+        expected, state = wanted[config.model]
+        records = [results[number][0] for results in by_rank]
+        for record in records:
+            torch.testing.assert_close(losses(record), expected, **TOLERANCE)
+        same_state(by_rank[0][number][2], state, **TOLERANCE)
+        counted = [sum(step["num_tokens"] for step in record.steps) for record in records]
+        assert sum(counted) == 3 * 7 * 8
+        assert sum(count > 0 for count in counted) == p // (config.tp * config.pp)
+
+
+def test_dropout_is_that_of_the_whole_model(alone, pools):
+    config = replace(EXACT, dropout=0.3)
+    ((record, _, whole),) = alone(trained, [config])
+    split = [replace(config, tp=2), replace(config, tp=2, sequence_parallel=True)]
+    for results in zip(*pools(2).run(trained, split), strict=True):
+        torch.testing.assert_close(losses(results[0][0]), losses(record), **TOLERANCE)
+        same_state(results[0][2], whole, **TOLERANCE)
+
+
+def broken(rank, config, breach):
+    """Train with a piece of the method taken out; the losses."""
+    originals = trainer.finish_gradients, dict(trainer.STRATEGIES)
+    if breach == "norms are not summed":
+        trainer.finish_gradients = lambda model: None
+    else:  # the mean over all ranks, as if each held the same part
+        trainer.STRATEGIES["naive-dp"] = lambda model, config, _: originals[1]["naive-dp"](
+            model, config, torch.distributed.group.WORLD
+        )
+    try:
+        return losses(train(rank, config))
+    finally:
+        trainer.finish_gradients = originals[0]
+        trainer.STRATEGIES.update(originals[1])
+
+
+@pytest.mark.parametrize("breach", ["norms are not summed", "the mean is over all ranks"])
+def test_a_broken_method_has_other_losses(pools, by_hand, breach):
+    config = replace(EXACT, model=replace(SPEC, vocab=20))  # the same shapes on all ranks
+    expected = torch.tensor(by_hand(config)[0])
+    config = replace(config, tp=2, sequence_parallel=True, strategy="naive-dp")
+    for found in pools(2).run(broken, config, breach):
+        assert (torch.tensor(found) - expected).abs().max() > 1e-4
+
+
+# -- what a rank holds, sends and leaves ---------------------------------------------------------
+
+
+def test_a_rank_holds_its_part_only(runs):
+    whole = sum(param.numel() for param in GPT(SPEC).parameters())
+    for config, *by_rank in zip(runs(2)[0], *runs(2)[1], strict=True):
+        sizes = [size for _, size, _ in by_rank]
+        if config.tp == 2:
+            assert max(sizes) < 0.62 * whole  # norms, positions and biases are on both
+        else:
+            assert sum(sizes) == whole + SPEC.vocab * SPEC.hidden  # a tied embedding is on both
+            assert max(sizes) < 0.6 * whole
+
+
+def test_gradients_leave_once_to_the_ranks_with_the_same_part(pools, by_hand):
+    config = replace(EXACT, pp=2, strategy="ddp", micro_batch=1, global_batch=8)
+    expected, _ = by_hand(config)
+    for rank, record in enumerate(pools(4).run(train, config)):
+        torch.testing.assert_close(losses(record), expected, **TOLERANCE)
+        sent = Counter(e.group for e in record.events if e.kind == "all_reduce")
+        copies = (rank % 2, rank % 2 + 2)
+        assert sent == {copies: 3, (0, 1, 2, 3): 1}  # one bucket a step; the losses at the end
+        computed = [e.label for e in record.events if e.kind in ("forward", "backward")]
+        assert computed == 3 * [action.label for action in schedule_of(config, 4)[rank % 2]]
+
+
+def test_the_record_tells_the_degrees(pools, tmp_path):
+    pools(2).run(train, replace(EXACT, pp=2, out=str(tmp_path), steps=1))
+    records = read_runs(tmp_path)
+    assert [record.world_size for record in records] == [2, 2]
+    degrees = {"dp": 1, "tp": 1, "pp": 2, "schedule": "1f1b", "num_micro_batches": 4}
+    for record in records:
+        assert {name: record.run[name] for name in degrees} == degrees
+        assert losses(record) == losses(records[0])
+
+
+# -- going on ------------------------------------------------------------------------------------
+
+
+def test_a_run_can_go_on_with_other_degrees(alone, pools, by_hand, tmp_path):
+    config = replace(EXACT, steps=4, out=str(tmp_path), save_every=1)
+    expected, state = by_hand(config)
+    degrees = [
+        (4, {"tp": 2, "strategy": "ddp", "sequence_parallel": True}),
+        (2, {"pp": 2, "schedule": "interleaved"}),
+        (1, {}),
+        (2, {"tp": 2}),
+    ]
+    found = []
+    for step, (p, case) in enumerate(degrees):
+        run = replace(config, **case, steps=step + 1, resume=step > 0)
+        found += losses(alone(train, run) if p == 1 else pools(p).run(train, run)[0])
+        saved = torch.load(config.checkpoint)
+        assert saved["progress"]["step"] == step + 1
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    same_state(saved, state, **TOLERANCE)
+    GPT(SPEC).load_state_dict(saved["model"])
+
+
+def test_a_resumed_split_run_is_bit_equal_to_one_that_never_stopped(pools, tmp_path):
+    config = replace(EXACT, tp=2, pp=2, dtype="float32", dropout=0.1, steps=2)
+    config = replace(config, save_every=1, out=str(tmp_path / "whole"))
+    part = replace(config, out=str(tmp_path / "parts"))
+    (whole,) = pools(4).run(trained, [config])[0]
+    runs = pools(4).run(trained, [replace(part, steps=1), replace(part, resume=True)])[0]
+    assert losses(whole[0]) == losses(runs[0][0]) + losses(runs[1][0])
+    same_state(whole[2], runs[1][2])
+    same_state(torch.load(part.checkpoint), torch.load(config.checkpoint))
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tp": 0}, "--tp: need more than 0; got 0"),
+        ({"tp": 3}, "need num_heads of model own divisible by tp, .* got 2 and 3. Try --tp 2"),
+        (
+            {"model": replace(SPEC, num_kv_heads=1), "tp": 2},
+            "need kv_heads .* got 1 and 2. Try --tp 1",
+        ),
+        ({"pp": 5}, r"at most the 4 layers .* got 5 \* 1. Try --layers 5"),
+        ({"pp": 3, "schedule": "interleaved"}, r"got 3 \* 2. Try --layers 6"),
+        ({"pp": 2, "schedule": "2f2b"}, "--schedule: need one of naive, .*; got '2f2b'"),
+        ({"schedule": "1f1b"}, "--schedule 1f1b: need stages to schedule; got --pp 1"),
+        ({"pp": 2, "model_chunks": 2}, "need --schedule interleaved; got 2 chunks and 1f1b"),
+        ({"sequence_parallel": True}, "--sequence-parallel: need --tp of 2 or more"),
+        ({"tp": 2, "sequence_parallel": True, "seq": 7}, "got 7 and 2. Try --seq 6"),
+        ({"pp": 2, "strategy": "torch-ddp"}, "--strategy torch-ddp: need --pp 1, .* got --pp 2"),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused_before_anything_starts(changes, says):
+    with pytest.raises(CourseError, match=says):
+        replace(EXACT, **changes)
+
+
+CANNOT_SPLIT = [
+    ({"tp": 2, "pp": 2}, r"divisible by tp \* pp; got 2 and 2 \* 2. Try --ranks 4"),
+    ({"pp": 2, "strategy": "ddp", "micro_batch": 2}, r"got 7 and 2 \* 1. Try --global-batch 8"),
+    (
+        {"pp": 2, "schedule": "interleaved", "micro_batch": 1},
+        "--schedule interleaved: need .* 3 equal rounds of 2 or more; got 7. Try 6 or 8",
+    ),
+    ({}, "--strategy single: need one copy of the model, dp = 1; got 2 ranks, dp = 2"),
+]
+
+
+def test_ranks_that_cannot_split_it_are_refused_on_each_rank(pools):
+    for told in pools(2).run(refused, [replace(EXACT, **changes) for changes, _ in CANNOT_SPLIT]):
+        for (_, says), sentence in zip(CANNOT_SPLIT, told, strict=True):
+            assert re.search(says, sentence)

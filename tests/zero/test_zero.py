@@ -1,0 +1,922 @@
+"""ZeRO: the numbers of one process, in shards that are owned once, by as many bytes as on paper."""
+
+import gc
+import re
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from course_lib.core import CourseError, ModelSpec
+from course_lib.core.parallelism import Degrees
+from course_lib.cost.traffic import sent_bytes
+from course_lib.data_parallel import weighted_loss
+from course_lib.ddp import DDP
+from course_lib.memory import model_states
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.ranks import RankError, record
+from course_lib.recompute import MixedPrecisionOptimizer
+from course_lib.zero import FlatLayout, ShardedOptimizer, ZeRO1, ZeRO2, ZeRO3, gather_hooks
+from course_lib.zero.cost import RowTraffic, offload_trips, padded_bytes, zero_traffic
+from course_lib.zero.flat_param import FlatRow
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+# float64: the sum over items runs in another order, and the mean over ranks rounds once more
+TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
+SIZES = (1, 2, 3, 4)
+STAGES = (ZeRO1, ZeRO2, ZeRO3)
+SPEC = ModelSpec(
+    hidden=12,
+    num_layers=1,
+    num_heads=2,
+    ffn_hidden=20,
+    vocab=23,
+    max_seq=6,
+    norm="rms",
+    bias=False,
+    tied=True,
+)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3))
+
+
+def tied_and_frozen_gpt():
+    model = GPT(SPEC)
+    model.blocks[0].attention.requires_grad_(False)
+    return model
+
+
+class Odd(nn.Module):
+    """Parameters of its own around modules, turned ones, one number only; keywords and dicts."""
+
+    def __init__(self):
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(3, 5).t())
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.inner = Inner()
+
+    def forward(self, x):
+        hidden = self.inner(x * self.scale, bias=x[:, :1])["hidden"]
+        return (hidden + x) @ self.turned * self.scale
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.weight = nn.Parameter(torch.randn(5))
+
+    def forward(self, x, *, bias):
+        return {"hidden": self.layer(x) * self.weight + bias, "none": None}
+
+
+class Spare(nn.Module):
+    """A buffer that ranks begin with differently; a layer used twice, once recomputed; one unused.
+
+    With weight decay it matters that an unused layer is not stepped.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.spare, self.out = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.register_buffer("shift", torch.randn(3))
+
+    def forward(self, x):
+        hidden = checkpoint(self.layer, x, use_reentrant=False).tanh()
+        return self.out(self.layer(hidden)) - self.shift
+
+
+class Tiny(nn.Module):
+    """Fewer numbers than ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 3))
+
+    def forward(self, x):
+        return x[:, :3] * self.weight
+
+
+def numbers(items):
+    torch.manual_seed(99)
+    return torch.randn(items, 5).double(), torch.randn(items, 3).double()
+
+
+def tokens(items):
+    return next_tokens(token_batch(0, batch=items, seq=6, vocab=23))
+
+
+BUILDS = {
+    "mlp": (mlp, numbers, F.mse_loss),
+    "odd": (Odd, numbers, F.mse_loss),
+    "spare": (Spare, numbers, F.mse_loss),
+    "tiny": (Tiny, numbers, F.mse_loss),
+    "gpt": (tied_and_frozen_gpt, tokens, token_loss),
+}
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+}
+
+
+def build(name, seed):
+    torch.manual_seed(seed)
+    return BUILDS[name][0]().double()
+
+
+def groups_of(module):
+    """No weight decay on what has one dim or none."""
+    trained = [param for param in module.parameters() if param.requires_grad]
+    flat = [param for param in trained if param.dim() < 2]
+    return [
+        {"params": [param for param in trained if param.dim() >= 2]},
+        {"params": flat, "weight_decay": 0.0, "lr": 0.02},
+    ]
+
+
+def alone(name, optimizer="sgd", items=24, clip=None, grouped=False, schedule=False):
+    """One process, the whole batch, seed 0: the weights after every step."""
+    module, (x, y) = build(name, seed=0), BUILDS[name][1](items)
+    cls, options = OPTIMIZERS[optimizer]
+    stepper = cls(groups_of(module) if grouped else module.parameters(), **options)
+    lr = torch.optim.lr_scheduler.ExponentialLR(stepper, 0.5) if schedule else None
+    found = []
+    for _ in range(3):
+        stepper.zero_grad()
+        BUILDS[name][2](module(x), y).backward()
+        if clip:
+            norm = nn.utils.clip_grad_norm_(module.parameters(), clip)
+            assert norm > 2 * clip, "it does not clip"
+        stepper.step()
+        if lr:
+            lr.step()
+        found.append([param.detach().clone() for param in module.parameters()])
+    return found
+
+
+def whole(engine):
+    """The parameters, gathered where they are sharded."""
+    for row in engine.param_rows:
+        if row.is_free:
+            row.gather()
+    found = [param.detach().clone() for param in engine.module.parameters()]
+    for row in engine.param_rows:
+        row.free()
+    return found
+
+
+def together(
+    rank, stage, name, optimizer="sgd", items=24, clip=None, grouped=False, schedule=False,
+    parts=1, **options,
+):  # fmt: skip
+    """The same by ZeRO: each rank has its part of the batch, and weights of its own at first."""
+    module, p = build(name, seed=rank), dist.get_world_size()
+    cls, defaults = OPTIMIZERS[optimizer]
+    groups = groups_of(module) if grouped else None
+    engine = stage(module, cls, param_groups=groups, **options, **defaults)
+    lr = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5) if schedule else None
+    x, y = (t.tensor_split(p)[rank].tensor_split(parts) for t in BUILDS[name][1](items))
+    found = []
+    for _ in range(3):
+        engine.zero_grad()
+        for part_x, part_y in zip(x, y, strict=True):
+            loss = BUILDS[name][2](engine(part_x), part_y) / parts
+            (weighted_loss(loss, len(part_y)) if items % p else loss).backward()
+        if clip:
+            engine.clip_grad_norm_(clip)
+        engine.step()
+        if lr:
+            lr.step()
+        found.append(whole(engine))
+    return found
+
+
+CASES = [
+    {"name": "odd", "optimizer": "adamw", "bucket_bytes": 1, "grouped": True, "schedule": True},
+    {"name": "odd", "clip": 0.1, "parts": 2},
+    {"name": "mlp", "items": 7, "bucket_bytes": 100},
+    {"name": "spare", "find_unused": True, "parts": 2},
+    {"name": "tiny", "optimizer": "adamw", "offload": True},
+    {
+        "name": "gpt",
+        "optimizer": "adamw",
+        "clip": 0.01,
+        "grouped": True,
+        "schedule": True,
+        "offload": True,
+        "bucket_bytes": 2000,
+    },
+]
+HERE_ONLY = ("parts", "bucket_bytes", "offload", "find_unused")
+
+
+def all_cases(rank):
+    return [[together(rank, stage, **case) for case in CASES] for stage in STAGES]
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    cases = [{key: case[key] for key in case if key not in HERE_ONLY} for case in CASES]
+    return [alone(**case) for case in cases]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_zero_matches_one_process(pools, wanted, world_size):
+    by_rank = pools(world_size).run(all_cases)
+    for stages in by_rank:
+        for stage, found in zip(STAGES, stages, strict=True):
+            for case, got, want in zip(CASES, found, wanted, strict=True):
+                assert_law(got, want, f"{stage.__name__}, {case}: ")
+        assert torch.equal(row_of(stages), row_of(by_rank[0])), "ranks differ"
+
+
+def assert_law(got, want, where=""):
+    torch.testing.assert_close(got, want, **TOLERANCE, msg=lambda words: where + words)
+
+
+def row_of(nested):
+    """All numbers of tensors in lists."""
+    if isinstance(nested, torch.Tensor):
+        return nested.reshape(-1)
+    return torch.cat([row_of(part) for part in nested])
+
+
+def in_float32(rank):
+    found = []
+    for stage in STAGES:
+        module = build("mlp", seed=rank).float()
+        engine = stage(module, torch.optim.SGD, lr=0.1, momentum=0.9)
+        x, y = (t.float().tensor_split(dist.get_world_size())[rank] for t in numbers(24))
+        for _ in range(3):
+            engine.zero_grad()
+            F.mse_loss(engine(x), y).backward()
+            engine.step()
+        found.append(whole(engine))
+    return found
+
+
+def test_zero_in_float32(pools):
+    module, (x, y) = build("mlp", seed=0).float(), numbers(24)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(module(x.float()), y.float()).backward()
+        optimizer.step()
+    for stages in pools(3).run(in_float32):
+        for got in stages:
+            torch.testing.assert_close(got, [*module.parameters()], rtol=1e-6, atol=1e-6)
+
+
+def test_two_backward_passes_of_one_forward_add_up(pools):
+    def twice(rank):
+        found = []
+        for stage in STAGES:
+            engine = stage(build("odd", seed=rank), torch.optim.SGD, lr=0.1)
+            loss = F.mse_loss(engine(numbers(24)[0]), numbers(24)[1])
+            loss.backward(retain_graph=True)
+            loss.backward()
+            engine.step()
+            found.append(whole(engine))
+        return found
+
+    module = build("odd", seed=0)
+    (2 * F.mse_loss(module(numbers(24)[0]), numbers(24)[1])).backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    for by_stage in pools(2).run(twice):
+        for got in by_stage:
+            assert_law(got, [param.detach() for param in module.parameters()])
+
+
+# --- masters: parameters in 16 bits
+
+
+def in_bfloat16(rank, steps=4):
+    """After some steps by each stage: parameters, masters, and the state of one process."""
+    found = []
+    for stage, offload in [(stage, offload) for stage in STAGES for offload in (False, True)]:
+        module = build("mlp", seed=rank).bfloat16()
+        engine = stage(module, torch.optim.AdamW, lr=1e-3, offload=offload)
+        x, y = (t.bfloat16().tensor_split(dist.get_world_size())[rank] for t in numbers(24))
+        for _ in range(steps):
+            engine.zero_grad()
+            F.mse_loss(engine(x), y).backward()
+            engine.step()
+        found.append((engine.full_state_dict(), whole(engine)))
+    return found
+
+
+def test_masters_remember_what_16_bits_round_away(pools):
+    module, (x, y) = build("mlp", seed=0).bfloat16(), numbers(24)
+    plain = MixedPrecisionOptimizer(
+        module.parameters(), lambda masters: torch.optim.AdamW(masters, lr=1e-3)
+    )
+    for _ in range(4):
+        plain.zero_grad()
+        F.mse_loss(module(x.bfloat16()), y.bfloat16()).backward()
+        plain.step()
+    (((alone_state, alone_weights), *others),) = pools(1).run(in_bfloat16)
+    assert all(map(torch.equal, alone_weights, module.parameters()))
+    assert all(map(torch.equal, alone_state["optimizer"]["masters"].values(), plain.masters))
+    assert not torch.equal(plain.masters[0], plain.masters[0].bfloat16().float())
+    for by_stage in [[(alone_state, alone_weights), *others], *pools(2).run(in_bfloat16)]:
+        for state, weights in by_stage:  # all stages, offloaded or not: the same bits
+            assert torch.equal(row_of(weights), row_of(by_stage[0][1]))
+            masters = [[*one["optimizer"]["masters"].values()] for one in (state, by_stage[0][0])]
+            assert torch.equal(*map(row_of, masters))
+
+
+# --- beside PyTorch's
+
+
+def behind_ddp(rank, name, ours):
+    """DDP of the course, and a sharded optimizer behind it: ours or PyTorch's."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns: its module uses jit.script
+
+    module, (x, y) = build(name, seed=rank), BUILDS[name][1](24)
+    model = DDP(module)
+    trained = [param for param in module.parameters() if param.requires_grad]
+    cls, options = OPTIMIZERS["adamw"]
+    if ours:
+        optimizer = ShardedOptimizer(trained, cls, **options)
+    else:
+        optimizer = ZeroRedundancyOptimizer(trained, cls, **options)
+    p = dist.get_world_size()
+    for _ in range(3):
+        optimizer.zero_grad()
+        BUILDS[name][2](model(x.tensor_split(p)[rank]), y.tensor_split(p)[rank]).backward()
+        model.finish()
+        with record() as log:
+            optimizer.step()
+    return [param.detach().clone() for param in module.parameters()], counted(log)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_bits_of_torch_zero_redundancy_optimizer(pools, world_size):
+    ours, theirs = (pools(world_size).run(behind_ddp, "gpt", who) for who in (True, False))
+    for (got, sent), (want, _) in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, got, want))
+        trained = [param for param in build("gpt", 0).parameters() if param.requires_grad]
+        numel = sum(param.numel() for param in trained)
+        assert sent == [("all_gather", padded_bytes(numel, world_size, 8))]
+
+
+# --- traffic
+
+
+def counted(log):
+    """Kind and bytes of all collectives, sorted."""
+    return sorted((event.kind, event.num_bytes) for event in log.events if event.group)
+
+
+def on_paper(stage, p, micro_batches, module, **options):
+    """The same by formula: a row a module in stage 3, else one for all."""
+    trained = [param.numel() for param in module.parameters() if param.requires_grad]
+    rows = [RowTraffic(num_bytes=padded_bytes(sum(trained), p, 8))]
+    if stage == 3:
+        rows = [row for part in module.modules() for row in rows_of_module(part, p)]
+    calls = zero_traffic(stage, rows, micro_batches, **options)
+    return calls, sorted((call.kind, call.num_bytes) for call in calls)
+
+
+def rows_of_module(part, p):
+    """The head of a tied model has none of its own: the embedding's is needed twice."""
+    own = [*part.parameters(recurse=False)]
+    if not own or (isinstance(part, nn.Linear) and part.out_features == SPEC.vocab):
+        return []
+    times = 2 if isinstance(part, nn.Embedding) and len(own[0]) == SPEC.vocab else 1
+    num_bytes = padded_bytes(sum(param.numel() for param in own), p, 8)
+    trained = own[0].requires_grad
+    return [RowTraffic(num_bytes=num_bytes, forward=times, backward=times, trained=trained)]
+
+
+TRAFFIC = [{"micro_batches": 1}, {"micro_batches": 2, "clips": True, "find_unused": True}]
+
+
+def one_step(rank, stage, name, micro_batches=1, clips=False, **options):
+    """The collectives of a step."""
+    engine = stage(build(name, 0), torch.optim.SGD, lr=0.1, bucket_bytes=float("inf"), **options)
+    x, y = BUILDS[name][1](4)
+    with record() as log:
+        engine.zero_grad()
+        for _ in range(micro_batches):
+            BUILDS[name][2](engine(x), y).backward()
+        if clips:
+            engine.clip_grad_norm_(1.0)
+        engine.step()
+    return counted(log)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_traffic_is_what_the_formula_says(pools, world_size):
+    def steps(rank):
+        return [[one_step(rank, stage, "gpt", **case) for case in TRAFFIC] for stage in STAGES]
+
+    module = build("gpt", 0)
+    flags = sum(param.requires_grad for param in module.parameters())
+    for by_stage in pools(world_size).run(steps):
+        for number, found in enumerate(by_stage, start=1):
+            for case, got in zip(TRAFFIC, found, strict=True):
+                paper = {"clips": case.get("clips", False)}
+                paper["num_flags"] = flags * case.get("find_unused", False)
+                _, want = on_paper(number, world_size, case["micro_batches"], module, **paper)
+                assert got == want, (number, case)
+
+
+def test_stages_1_and_2_send_what_plain_data_parallelism_sends_and_stage_3_half_more():
+    rows = [RowTraffic(num_bytes=1200), RowTraffic(num_bytes=240)]
+    sent = [sent_bytes(zero_traffic(zero, rows), 4) for zero in range(4)]
+    assert [number / sent[0] for number in sent] == [1, 1, 1, 1.5]
+    assert sent_bytes(zero_traffic(1, rows, all_reduce=True), 4) == 1.5 * sent[0]
+    many = [sent_bytes(zero_traffic(zero, rows, 4), 4) / sent[0] for zero in range(4)]
+    assert many == [1, 1, 2.5, 6]  # stages 2 and 3 pay for each micro-batch
+    with pytest.raises(CourseError, match="need zero as 0, 1, 2 or 3"):
+        zero_traffic(4, rows)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_offload_makes_the_trips_that_the_formula_says(pools, micro_batches):
+    def trips(rank):
+        found = []
+        for stage, dtype in [(stage, dtype) for dtype in DTYPES.values() for stage in STAGES]:
+            engine = stage(even_mlp().to(dtype), torch.optim.AdamW, lr=1e-3, offload=True)
+            with record() as log:
+                for _ in range(micro_batches):
+                    engine(torch.ones(2, 12, dtype=dtype, requires_grad=True)).sum().backward()
+                engine.step()
+            events = [event for event in log.events if event.label.startswith("offload: ")]
+            assert sum(event.num_bytes for event in events) == engine.offload.num_bytes
+            found.append(
+                [sum_of(events, "grads to the host"), sum_of(events, "params to the device")]
+            )
+        return found
+
+    for found in pools(2).run(trips):
+        numels, want = [312, 300], []
+        for dtype in DTYPES.values():
+            rows = [RowTraffic(num_bytes=padded_bytes(n, 2, dtype.itemsize)) for n in numels]
+            want += [list(offload_trips(zero, rows, 2, micro_batches)) for zero in (1, 2, 3)]
+        assert found == want
+
+
+def sum_of(events, what):
+    return sum(event.num_bytes for event in events if event.label == f"offload: {what}")
+
+
+# --- what a rank holds
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def even_mlp():
+    """Modules whose numbers 1, 2, 3 and 4 ranks can share: 312 + 300."""
+    return nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))
+
+
+def storage_bytes(tensors, seen):
+    """Bytes of the storages that have not been seen."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
+    return total
+
+
+def owned_bytes(engine):
+    """Bytes of parameters, gradients and optimizer state on this rank, each storage once."""
+    seen, rows = set(), engine.param_rows
+    params = [*engine.module.parameters(), *(t for row in rows for t in (row.flat, row.shard))]
+    grads = [param.grad for param in engine.module.parameters()]
+    grads += [t for row in rows for t in (row.grad_shard, row.buffer)]
+    state = [row.master for row in engine.rows]
+    for values in engine.optimizer.inner.state.values():
+        state += [value for key, value in values.items() if key != "step"]
+    return {
+        "params": storage_bytes(params, seen),
+        "grads": storage_bytes([grad for grad in grads if grad is not None], seen),
+        "optim_state": storage_bytes(state, seen),
+    }
+
+
+def residency(rank, stage, dtype):
+    """What a rank owns after the second backward; the engine."""
+    torch.manual_seed(0)
+    engine = stage(even_mlp().to(dtype), torch.optim.AdamW, lr=1e-3)
+    for _ in range(2):
+        engine.zero_grad()
+        engine(torch.ones(2, 12, dtype=dtype)).sum().backward()
+        if stage is not ZeRO1:
+            engine.finish()
+        owned = owned_bytes(engine)
+        engine.step()
+    return owned, engine
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_rank_owns_what_the_formula_says(pools, world_size):
+    def all_stages(rank):
+        types = DTYPES.values()
+        return [[residency(rank, stage, dtype)[0] for stage in STAGES] for dtype in types]
+
+    for by_recipe in pools(world_size).run(all_stages):
+        for recipe, by_stage in zip(DTYPES, by_recipe, strict=True):
+            for zero, owned in enumerate(by_stage, start=1):
+                degrees = Degrees(dp=world_size, zero=zero)
+                assert owned == model_states(612, recipe, degrees=degrees), (recipe, zero)
+
+
+def tensors_alive():
+    gc.collect()
+    return [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
+
+
+def test_a_rank_holds_no_other_tensor(pools):
+    def held(rank):
+        before = {id(x): x for x in tensors_alive()}
+        engines = [residency(rank, stage, torch.bfloat16)[1] for stage in STAGES]
+        alive = [x for x in tensors_alive() if id(x) not in before and x.dim() > 0]
+        return sum(sum(owned_bytes(engine).values()) for engine in engines), storage_bytes(
+            alive, set()
+        )
+
+    for owned, alive in pools(2).run(held):
+        assert owned == alive > 0
+
+
+def test_an_uneven_shard_is_at_most_one_number_a_row_larger_than_its_part(pools):
+    def owned(rank):
+        found = []
+        for stage in STAGES:
+            engine = stage(build("odd", 0), torch.optim.AdamW, lr=1e-3)
+            BUILDS["odd"][2](engine(numbers(4)[0]), numbers(4)[1]).backward()
+            engine.step()
+            found.append((owned_bytes(engine)["optim_state"], len(engine.rows)))
+        return found
+
+    numel = sum(param.numel() for param in Odd().parameters())
+    by_rank = pools(4).run(owned)
+    for stages in zip(*by_rank, strict=True):
+        assert sum(state for state, _ in stages) == 2 * 8 * numel, "each number has one owner"
+        assert all(state <= 2 * 8 * (numel / 4 + rows) for state, rows in stages)
+
+
+def most_rows(rank, name):
+    """The most rows whose parameters are there at once, in three steps with two micro-batches."""
+    most, gather = [], FlatRow.gather
+
+    def counting(row):
+        gather(row)
+        most.append(sum(not other.is_free for other in engine.param_rows))
+
+    with planted(FlatRow, gather=counting):
+        engine = ZeRO3(build(name, rank), torch.optim.SGD, lr=0.1)
+        x, y = BUILDS[name][1](4)
+        for _ in range(3):
+            engine.zero_grad()
+            for _ in range(2):
+                BUILDS[name][2](engine(x), y).backward()
+                free = [row.is_free for row in engine.param_rows]
+            engine.step()
+    return max(most), free, [row.is_free for row in engine.param_rows]
+
+
+@contextmanager
+def planted(cls, **methods):
+    """The class, or module, with other methods for a while."""
+    own = {name: getattr(cls, name) for name in methods}
+    for name, method in methods.items():
+        setattr(cls, name, method)
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            setattr(cls, name, method)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_one_modules_parameters_are_there_at_a_time(pools, name):
+    for most, after_backward, after_step in pools(2).run(most_rows, name):
+        assert most == 1
+        assert all(after_backward)
+        assert all(after_step)
+
+
+def test_a_whole_gradient_does_not_outlive_its_bucket(pools):
+    def step(rank):
+        class Watched(ZeRO2):
+            most = 0
+
+            def _arrive(self, number, index):
+                super()._arrive(number, index)
+                under_way = [row.sending.leaving for row in self.rows if row.sending]
+                filling = [row.buffer for row in self.rows if row.buffer is not None]
+                self.most = max(self.most, len(under_way) + len(filling))
+                assert all(param.grad is None for param in self.module.parameters())
+
+        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+        engine = Watched(layers, torch.optim.SGD, lr=0.1, bucket_bytes=8 * 9 * 4)
+        with record() as log:
+            engine(torch.ones(2, 8)).sum().backward()
+        engine.finish()
+        return engine.most, len(engine.rows), counted(log)
+
+    for most, num_rows, sent in pools(2).run(step):
+        assert (most, num_rows) == (2, 6), "one is under way, and one is being filled"
+        assert len(sent) == 5, "all but the last have arrived before backward ends"
+
+
+# --- planted mistakes
+
+
+def not_gathered(row):
+    row.shard.copy_(row.master)
+
+
+def stale(row):
+    row.gather()
+
+
+def averaged_twice(row, settle=FlatRow.settle):
+    settle(row)
+    row.grad_shard.div_(row.p)
+
+
+def local_norm(optimizer, max_norm):
+    squares = sum((grad**2).sum() for row in optimizer.rows for _, grad in row.grads())
+    for row in optimizer.rows:
+        for grad in row.all_grads():
+            grad.mul_(min(1.0, max_norm / squares.sqrt()))
+
+
+def kept_whole(row, named, group, init=FlatRow.__init__):
+    init(row, named, group)
+    row.shard, row.pieces = row.flat, FlatLayout.of(row.params, 1).pieces(0)
+    row.gather = lambda: None
+
+
+PLANTED = {
+    "not gathered": (FlatRow, {"publish": not_gathered}, {}),
+    "stale shard": (FlatRow, {"publish": stale}, {"offload": True}),
+    "averaged twice": (FlatRow, {"settle": averaged_twice}, {}),
+    "local norm": (ShardedOptimizer, {"clip_grad_norm_": local_norm}, {"clip": 0.01}),
+}
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_broken_zero_fails_the_law(pools, mistake):
+    cls, methods, options = PLANTED[mistake]
+
+    def right_and_wrong(rank):
+        right = together(rank, ZeRO2, "mlp", **options)
+        with planted(cls, **methods):
+            return right, together(rank, ZeRO2, "mlp", **options)
+
+    want = alone("mlp", clip=options.get("clip"))
+    for right, wrong in pools(2).run(right_and_wrong):
+        assert_law(right, want)
+        with pytest.raises(AssertionError):
+            assert_law(wrong, want)
+
+
+def test_state_that_is_kept_whole_has_the_right_numbers_and_too_many_bytes(pools):
+    def broken(rank):
+        with planted(FlatRow, __init__=kept_whole):
+            numbers_right = behind_ddp(rank, "mlp", ours=True)[0]
+            module = even_mlp()
+            optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW)
+            module(torch.ones(2, 12)).sum().backward()
+            optimizer.step()
+        state = [v for values in optimizer.inner.state.values() for v in values.values()]
+        return numbers_right, storage_bytes([v for v in state if v.dim()], set())
+
+    (want, _), *_ = pools(2).run(behind_ddp, "mlp", True)
+    for got, num_bytes in pools(2).run(broken):
+        assert_law(got, want)
+        whole_state = model_states(612, "fp32", degrees=Degrees(dp=2))["optim_state"]
+        assert (
+            num_bytes
+            == whole_state
+            == 2 * model_states(612, "fp32", degrees=Degrees(dp=2, zero=1))["optim_state"]
+        )
+
+
+def test_parameters_that_are_not_freed_are_seen(pools):
+    def broken(rank):
+        with planted(gather_hooks, _free=lambda rows: None):
+            return most_rows(rank, "mlp")
+
+    assert [most for most, *_ in pools(2).run(broken)] == [2, 2]
+
+
+# --- saving and going on
+
+
+def saved(rank, stage, full, **options):
+    """The state after two of four steps, and the weights after each step."""
+    engine, lr, run = trainer(rank, stage, **options)
+    weights = [run() for _ in range(2)]
+    state = engine.full_state_dict() if full else engine.state_dict()
+    return {"engine": state, "lr": lr.state_dict()}, weights + [run() for _ in range(2)]
+
+
+def resumed(rank, stage, by_rank, full, **options):
+    """The weights of the other two steps, by an engine that began with other weights."""
+    engine, lr, run = trainer(rank + 7, stage, place=rank, **options)
+    state = by_rank[0 if full else rank]
+    (engine.load_full_state_dict if full else engine.load_state_dict)(state["engine"])
+    lr.load_state_dict(state["lr"])
+    return [run() for _ in range(2)]
+
+
+def trainer(seed, stage, place=None, **options):
+    module, (x, y) = build("odd", seed=seed), numbers(24)
+    engine = stage(module, torch.optim.AdamW, lr=0.01, param_groups=groups_of(module), **options)
+    lr = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
+    p, rank = dist.get_world_size(), seed if place is None else place
+
+    def run():
+        engine.zero_grad()
+        F.mse_loss(engine(x.tensor_split(p)[rank]), y.tensor_split(p)[rank]).backward()
+        engine.step()
+        lr.step()
+        return whole(engine)
+
+    return engine, lr, run
+
+
+def test_state_saved_by_two_goes_on_with_three_and_at_another_stage(pools):
+    for before, after in [(ZeRO1, ZeRO3), (ZeRO2, ZeRO1), (ZeRO3, ZeRO2)]:
+        found = pools(2).run(saved, before, full=True)
+        states, ((*_, third, fourth), _) = zip(*found, strict=True)
+        for got in pools(3).run(resumed, after, states, full=True, offload=True):
+            assert_law(got, [third, fourth], f"{before.__name__} to {after.__name__}: ")
+
+
+def test_a_shard_goes_on_to_the_bit_on_its_own_rank(pools):
+    for stage in STAGES:
+        found = pools(2).run(saved, stage, full=False)
+        states, ((*_, third, fourth), _) = zip(*found, strict=True)
+        for got in pools(2).run(resumed, stage, states, full=False):
+            assert torch.equal(row_of(got), row_of([third, fourth]))
+    with pytest.raises(RankError, match="need the shard of rank 0 of 2; got rank 1 of 2"):
+        pools(2).run(resumed, ZeRO3, states[::-1], full=False)
+    with pytest.raises(RankError, match=r"need shards of \[\[26\]\]; got \[\[8\]"):
+        pools(2).run(resumed, ZeRO1, states, full=False)
+
+
+def test_a_full_state_is_what_one_process_saves(pools):
+    states = [state["engine"] for state, _ in pools(3).run(saved, ZeRO3, full=True)]
+    module, (x, y) = build("odd", seed=0), numbers(24)
+    optimizer = torch.optim.AdamW(groups_of(module), lr=0.01)
+    lr = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.mse_loss(module(x), y).backward()
+        optimizer.step()
+        lr.step()
+    for state in states:
+        assert_law(state["model"], dict(module.state_dict()))
+        assert_law(state["optimizer"], optimizer.state_dict())
+
+
+# --- groups, and what does not work
+
+
+def test_every_group_for_itself(pools):
+    def in_groups(rank):
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        found = []
+        for stage in STAGES:
+            module, (x, y) = build("odd", seed=rank), numbers(24)
+            engine = stage(module, torch.optim.SGD, groups[rank % 2], lr=0.1)
+            mine = [t.tensor_split(2)[rank // 2] for t in (x * (1 + rank % 2), y)]
+            for _ in range(2):
+                engine.zero_grad()
+                F.mse_loss(engine(mine[0]), mine[1]).backward()
+                engine.step()
+            found.append(whole(engine))
+        return found
+
+    for rank, found in enumerate(pools(4).run(in_groups)):
+        module, (x, y) = build("odd", seed=rank % 2), numbers(24)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.mse_loss(module(x * (1 + rank % 2)), y).backward()
+            optimizer.step()
+        for got in found:
+            assert_law(got, [param.detach() for param in module.parameters()])
+
+
+def shared_inside():
+    outer = nn.Sequential(nn.Linear(3, 3))
+    outer.weight = outer[0].weight
+    return outer
+
+
+def step_without_backward(rank):
+    ZeRO2(mlp(), torch.optim.SGD, lr=0.1).step()
+
+
+def moved(rank):
+    module = mlp()
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    module[0].weight.data = module[0].weight.data.clone()
+    optimizer.step()
+
+
+def late_group(rank):
+    optimizer = ShardedOptimizer(mlp().parameters(), torch.optim.SGD, lr=0.1)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def other_model(rank):
+    state = ZeRO1(Odd(), torch.optim.SGD, lr=0.1).full_state_dict()
+    ZeRO1(mlp(), torch.optim.SGD, lr=0.1).load_full_state_dict(state)
+
+
+def other_groups(rank):
+    state = ShardedOptimizer(mlp().parameters(), torch.optim.SGD, lr=0.1).full_state_dict()
+    groups = [{"params": [param]} for param in mlp().parameters()]
+    ShardedOptimizer(groups, torch.optim.SGD, lr=0.1).load_full_state_dict(state)
+
+
+def sparse(rank):
+    engine = ZeRO2(nn.Embedding(4, 2, sparse=True), torch.optim.SGD, lr=0.1)
+    engine(torch.tensor([1])).sum().backward()
+
+
+def missing_groups(rank):
+    module = mlp()
+    ZeRO1(module, torch.optim.SGD, param_groups=[module[0].weight], lr=0.1)
+
+
+def second_gradient(rank):
+    engine = ZeRO2(build("spare", 0), torch.optim.SGD, find_unused=True, bucket_bytes=1)
+    loss = engine(numbers(4)[0]).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+class Boxed(nn.Linear):
+    def forward(self, x):
+        return SimpleNamespace(out=super().forward(x))
+
+
+WRONG = {
+    "need tensors as a module's output, .* got SimpleNamespace of Boxed": (
+        lambda rank: ZeRO3(Boxed(3, 3), torch.optim.SGD)(torch.ones(2, 3))
+    ),
+    "need a forward pass before each backward; got a second gradient for out": second_gradient,
+    "need a gradient for every parameter; got none for 2.bias, 2.weight": step_without_backward,
+    "need an optimizer that steps each number by itself": (
+        lambda rank: ZeRO1(mlp(), torch.optim.LBFGS)
+    ),
+    "need parameters with floating numbers to train; got none": (
+        lambda rank: ZeRO1(mlp().requires_grad_(False), torch.optim.SGD)
+    ),
+    "parameters with floating numbers to train; got none": (
+        lambda rank: ZeRO1(nn.ReLU(), torch.optim.SGD, offload=True)
+    ),
+    "need a parameter to belong to modules that lie apart; got 0.weight, which the model and 0": (
+        lambda rank: ZeRO3(shared_inside(), torch.optim.SGD)
+    ),
+    "need modules that use their own parameters only; got 0.self_attn": (
+        lambda rank: ZeRO3(
+            nn.Sequential(nn.TransformerEncoderLayer(4, 2, batch_first=True)), torch.optim.SGD
+        )
+    ),
+    "need parameters that stay in their flat row; parameter 0 has moved": moved,
+    "need all parameters at once; got a group after": late_group,
+    "need the state of the same model; got one that differs in 0.bias": other_model,
+    r"need the state of parameter groups of \[1, 1, 1, 1\] parameters; got \[4\]": other_groups,
+    "need dense gradients; got a sparse one for weight": sparse,
+    "need every trained parameter in a parameter group; got none for": missing_groups,
+    "need a group that holds this rank": lambda rank: ZeRO2(mlp(), torch.optim.SGD, "all"),
+}
+
+
+def test_what_does_not_fit_is_told_in_one_sentence(pools):
+    def sentences(rank):
+        found = []
+        for wrong in WRONG.values():
+            with pytest.raises(CourseError) as told:
+                wrong(rank)
+            found.append(str(told.value))
+        return found
+
+    for found in pools(2).run(sentences):
+        for words, sentence in zip(WRONG, found, strict=True):
+            assert re.search(words, sentence), sentence
