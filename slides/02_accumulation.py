@@ -11,7 +11,7 @@ from course_lib.core.specs import ModelSpec
 from course_lib.display import Voices, compare, memory
 from course_lib.memory import activations
 from course_lib.memory.layer_bytes import TORCH_CPU
-from course_lib.memory.saved_tensors import held_over_time
+from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 
 SPEC = ModelSpec(hidden=128, num_layers=4, num_heads=4, ffn_hidden=512, vocab=256, max_seq=128)
@@ -34,7 +34,7 @@ def held(m: int) -> Ledger:
     torch.manual_seed(0)
     model, batch = GPT(SPEC), next_tokens(token_batch(0, batch=16, seq=128, vocab=256))
     given = [*model.parameters(), *batch]
-    return held_over_time(lambda: accumulate_gradients(model, token_loss, batch, m), given=given)
+    return activation_ledger(lambda: accumulate_gradients(model, token_loss, batch, m), given=given)
 
 
 def peak() -> Figure:

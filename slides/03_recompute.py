@@ -10,7 +10,7 @@ from torch import nn
 from course_lib.core import Ledger
 from course_lib.core.specs import ModelSpec
 from course_lib.display import Voices, compare, memory
-from course_lib.memory.saved_tensors import held_over_time
+from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.recompute import recompute, recompute_full, recompute_none, recompute_selective
 
@@ -53,7 +53,7 @@ def held_by(
             loss = token_loss(model(batch[0]), batch[1])
         loss.backward()
 
-    return held_over_time(step, given=[*model.parameters(), *batch])
+    return activation_ledger(step, given=[*model.parameters(), *batch])
 
 
 def valley() -> Figure:
@@ -61,7 +61,7 @@ def valley() -> Figure:
     chain = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(LAYERS)]
     x, there = torch.ones(256, 64), [param for layer in chain for param in layer.parameters()]
     tensors = [
-        held_over_time(partial(in_segments, chain, k, x), given=there).peak_bytes() / x.nbytes
+        activation_ledger(partial(in_segments, chain, k, x), given=there).peak_bytes() / x.nbytes
         for k in ks
     ]
     voices = Voices(formula=[LAYERS / k + k for k in ks], measurement=tensors)

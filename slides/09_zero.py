@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from course_lib.core import MODELS
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.cost.traffic import sent_bytes
 from course_lib.display import Voices, compare
 from course_lib.display import memory as draw_memory
@@ -26,7 +26,8 @@ def table():
     curves = {}
     for zero, printed in TABLE_1_GB.items():
         states = [
-            model_states(7_500_000_000, "bf16", degrees=Degrees(dp=p, zero=zero)) for p in RANKS
+            model_states(7_500_000_000, "bf16", parallelism=Parallelism(dp=p, zero=zero))
+            for p in RANKS
         ]
         paper = [sum(one.values()) / 1e9 for one in states]
         curves[f"stage {zero}"] = Voices(formula=paper, measurement=printed)

@@ -25,7 +25,7 @@ from course_lib.core.presets import find_model
 from course_lib.data_parallel import LocalSGD, NaiveDDP, broadcast_state, fingerprint
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import launch, span
-from course_lib.ranks.timing import in_turns, largest_difference
+from course_lib.ranks.timing import largest_difference, time_interleaved
 from course_lib.ranks.world import rank_device
 
 OURS, THEIRS = "ours", "PyTorch's"
@@ -94,7 +94,7 @@ def train(rank: int, args: argparse.Namespace) -> dict[str, float]:
     """
     ways = {kind: Way(rank, args, kind) for kind in (OURS, THEIRS)}
     steps = {kind: (way.module, way.step) for kind, way in ways.items()}
-    seconds = in_turns(steps, args.turns, fmean if args.every else min)
+    seconds = time_interleaved(steps, args.turns, fmean if args.every else min)
     num_tokens = args.batch * min(args.seq, find_model(args.model).max_seq)
     for kind, way in ways.items():
         tell(kind, way, seconds[kind], num_tokens)

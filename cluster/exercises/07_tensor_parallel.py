@@ -25,7 +25,7 @@ from course_lib.core.presets import find_model
 from course_lib.cost.traffic import sent_bytes
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import launch, record, span
-from course_lib.ranks.timing import largest_difference, talking_s
+from course_lib.ranks.timing import communication_s, largest_difference
 from course_lib.ranks.world import rank_device
 from course_lib.tensor_parallel import (
     finish_gradients,
@@ -112,7 +112,7 @@ def step(model: GPT, backward: Backward, batch: tuple[Tensor, Tensor], name: str
             torch.cuda.synchronize()
     step_s = time.perf_counter() - start_s
     calls = [event for event in log.events if event.kind in COMMUNICATION_KINDS]
-    return Found(step_s, talking_s(calls), sent_bytes(calls, dist.get_world_size()))
+    return Found(step_s, communication_s(calls), sent_bytes(calls, dist.get_world_size()))
 
 
 def apart(ours: GPT, theirs: GPT) -> float:

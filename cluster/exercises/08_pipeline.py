@@ -33,7 +33,7 @@ from course_lib.pipeline import (
     zero_bubble_h1,
 )
 from course_lib.ranks import launch
-from course_lib.ranks.timing import in_turns, largest_difference
+from course_lib.ranks.timing import largest_difference, time_interleaved
 from course_lib.ranks.world import rank_device
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
@@ -115,7 +115,7 @@ def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
             apart.append(grads_apart(stages))
         stages.ours.stage.zero_grad()
         stages.theirs.zero_grad()
-    found = in_turns(steps, args.turns, min)
+    found = time_interleaved(steps, args.turns, min)
     everybody: list[Any] = [None] * p
     dist.all_gather_object(everybody, held)
     if rank == 0:

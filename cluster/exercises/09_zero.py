@@ -32,7 +32,7 @@ from course_lib.frameworks import Engine, alive_bytes, deepspeed_engine, fully_s
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.models.gpt import Block
 from course_lib.ranks import launch, record, span
-from course_lib.ranks.timing import largest_difference, talking_s
+from course_lib.ranks.timing import communication_s, largest_difference
 from course_lib.ranks.world import rank_device
 from course_lib.zero import ZeRO1, ZeRO2, ZeRO3
 
@@ -114,7 +114,7 @@ def step(engine: Engine, parts: Parts, name: str) -> Found:
             torch.cuda.synchronize()
     step_s = time.perf_counter() - start_s
     calls = [event for event in log.events if event.kind in COMMUNICATION_KINDS]
-    return Found(step_s, talking_s(calls), sent_bytes(calls, dist.get_world_size()))
+    return Found(step_s, communication_s(calls), sent_bytes(calls, dist.get_world_size()))
 
 
 def parts_of(rank: int, count: int, args: argparse.Namespace) -> Parts:

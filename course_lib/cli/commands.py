@@ -20,7 +20,7 @@ from course_lib.notebooks.progress_bar import cell_bar
 from course_lib.scaling_study.commands import add_study_commands
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for Jupyter
-    from course_lib.notebooks.grading import Report
+    from course_lib.notebooks.grading import GradeReport
 
 STYLES = {"right": "green", "wrong": "red", "missing": "red", "twice": "red", "not judged": "red"}
 
@@ -204,7 +204,7 @@ def doctor() -> None:
     print(doctor_report(describe_machine()))
 
 
-def _show(report: "Report", path: Path) -> None:
+def _show(report: "GradeReport", path: Path) -> None:
     """The verdicts as a table, then what else there is to tell."""
     minutes = (time.time() - path.stat().st_mtime) / 60
     print(f"{path}, saved {f'{minutes:.0f} min ago' if minutes >= 1 else 'just now'}\n")

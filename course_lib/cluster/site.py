@@ -14,7 +14,7 @@ from course_lib.cluster.slurm_time import read_time_s, write_time
 from course_lib.core.errors import CourseError
 from course_lib.ranks.machine import describe_gpus, run_command
 
-Run = Callable[[Sequence[str]], str | None]
+_Run = Callable[[Sequence[str]], str | None]
 DAY = "1-00:00:00"  # where a site has no limit, a course still needs one
 SINFO = ("sinfo", "--noheader", "--format=%P|%c|%G")
 PARTITIONS = ("scontrol", "show", "partition", "--oneliner")
@@ -33,7 +33,7 @@ class Partition:
     time_limit: str = DAY
 
 
-def find_partitions(run: Run = run_command) -> list[Partition]:
+def find_partitions(run: _Run = run_command) -> list[Partition]:
     """The partitions that Slurm names, those with GPUs first; none where there is no Slurm."""
     limits = dict(_limits(run(PARTITIONS) or ""))
     found: dict[str, Partition] = {}
@@ -94,7 +94,7 @@ def profile_of(partition: Partition) -> Profile:
     )
 
 
-def profile_of_machine(run: Run = run_command) -> Profile:
+def profile_of_machine(run: _Run = run_command) -> Profile:
     """A profile for this machine, without a queue; without GPUs, two nodes are played on it."""
     gpus = len(describe_gpus(run))
     return Profile(

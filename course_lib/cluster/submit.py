@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from course_lib.cluster.job import Job, fitted
-from course_lib.cluster.lint.check import Finding, lint_job
+from course_lib.cluster.lint.check import LintFinding, lint_job
 from course_lib.cluster.profile import Profile
 from course_lib.cluster.render import render
 from course_lib.cluster.scheduler import NoAnswerError, SchedulerError
@@ -156,6 +156,6 @@ def limits_of(before: Sequence[Submission], job: Job, profile: Profile) -> tuple
     return told, refused
 
 
-def in_words(finding: Finding) -> str:
+def in_words(finding: LintFinding) -> str:
     """A finding as one line."""
     return f"line {finding.line}: {finding.what}: {finding.why}. {finding.fix}"

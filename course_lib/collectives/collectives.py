@@ -13,7 +13,7 @@ from course_lib.collectives.group import (
     describe,
     exchange,
     flat_view,
-    place_in,
+    member_of,
     shard_of,
     whole_for,
 )
@@ -38,22 +38,22 @@ def scatter(tensor: Tensor | None, out: Tensor, root: int = 0, group: Group = No
     Raises:  MeshError for a root outside the group; ShapeError on the root if out is not its shard
     Source:  MPICH, src/mpi/coll/scatterv/scatterv_allcomm_linear.c, "Algorithm: Linear"
     """
-    place = place_in(group, "scatter")
-    first = place.number_of(root, "scatter")
-    if place.me != first:
+    member = member_of(group, "scatter")
+    first = member.rank_of(root, "scatter")
+    if member.rank != first:
         with flat_view(out) as flat:
-            place.irecv(flat, first).wait()
+            member.irecv(flat, first).wait()
         return out
-    if tensor is None or out.shape != shard_of(tensor, place, first, "scatter").shape:
+    if tensor is None or out.shape != shard_of(tensor, member, first, "scatter").shape:
         raise ShapeError(
             f"rank {root}, scatter: need the root's tensor, and for out the shape of its shard "
-            f"{first} of {place.p}; got {describe(tensor)} and {describe(out)}. "
-            f"Try out=torch.empty_like(tensor.tensor_split({place.p})[{first}])."
+            f"{first} of {member.size}; got {describe(tensor)} and {describe(out)}. "
+            f"Try out=torch.empty_like(tensor.tensor_split({member.size})[{first}])."
         )
-    shards = [shard.contiguous() for shard in tensor.detach().tensor_split(place.p)]
-    for i in range(1, place.p):
-        number = (first + i) % place.p
-        place.isend(shards[number], number).wait()
+    shards = [shard.contiguous() for shard in tensor.detach().tensor_split(member.size)]
+    for i in range(1, member.size):
+        number = (first + i) % member.size
+        member.isend(shards[number], number).wait()
     out.detach().copy_(shards[first])
     return out
 
@@ -70,18 +70,18 @@ def gather(
     Adjoint: scatter
     Raises:  MeshError for a root outside the group; ShapeError on the root if shard is not out's
     """
-    place = place_in(group, "gather")
-    first = place.number_of(root, "gather")
-    if place.me != first:
-        place.isend(shard.detach().contiguous(), first).wait()
+    member = member_of(group, "gather")
+    first = member.rank_of(root, "gather")
+    if member.rank != first:
+        member.isend(shard.detach().contiguous(), first).wait()
         return None
-    out = whole_for(shard, out, place, "gather")
+    out = whole_for(shard, out, member, "gather")
     whole = out.detach().contiguous()
-    shards = whole.tensor_split(place.p)
+    shards = whole.tensor_split(member.size)
     shards[first].copy_(shard.detach())
-    for i in range(1, place.p):
-        number = (first + i) % place.p
-        place.irecv(shards[number], number).wait()
+    for i in range(1, member.size):
+        number = (first + i) % member.size
+        member.irecv(shards[number], number).wait()
     return out if whole.data_ptr() == out.data_ptr() else out.copy_(whole)
 
 
@@ -108,13 +108,13 @@ def all_to_all(tensor: Tensor, group: Group = None) -> Tensor:
     Raises:  MeshError, ShapeError
     Source:  MPICH, src/mpi/coll/alltoall/alltoall_intra_pairwise.c, "Algorithm: Pairwise Exchange"
     """
-    place = place_in(group, "all_to_all")
-    me, p = place.me, place.p
-    mine = shard_of(tensor, place, me, "all_to_all")
+    member = member_of(group, "all_to_all")
+    rank, p = member.rank, member.size
+    mine = shard_of(tensor, member, rank, "all_to_all")
     out = tensor.new_empty(p * len(mine), *tensor.shape[1:])
     received = out.view(p, *mine.shape)
-    received[me].copy_(mine)
+    received[rank].copy_(mine)
     for step in range(1, p):
-        shard = shard_of(tensor, place, (me + step) % p, "all_to_all").contiguous()
-        exchange(place, shard, me + step, received[(me - step) % p], me - step)
+        shard = shard_of(tensor, member, (rank + step) % p, "all_to_all").contiguous()
+        exchange(member, shard, rank + step, received[(rank - step) % p], rank - step)
     return out

@@ -21,42 +21,42 @@ OPS = ("sum", "mean", "max")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this rank stands: it is number `me` of the group's `ranks` (global ranks, in order)."""
+class GroupMember:
+    """This rank as a member of a process group: its `rank` there, and the global `ranks` of all."""
 
-    me: int
+    rank: int
     ranks: tuple[int, ...]
     group: Group
 
     @property
-    def p(self) -> int:
+    def size(self) -> int:
         """How many ranks the group has."""
         return len(self.ranks)
 
-    def rank(self, number: int) -> int:
+    def global_rank(self, number: int) -> int:
         """The global rank of a number on the circle."""
-        return self.ranks[number % self.p]
+        return self.ranks[number % self.size]
 
-    def number_of(self, root: int, where: str) -> int:
+    def rank_of(self, root: int, where: str) -> int:
         """The number of a global rank. Raises: MeshError if the group does not hold it."""
         if root not in self.ranks:
             raise MeshError(
-                f"rank {self.rank(self.me)}, {where}: need a root out of the group's ranks "
-                f"{list(self.ranks)} (roots are global ranks); got {root!r}. "
+                f"rank {self.global_rank(self.rank)}, {where}: need a root out of the group's "
+                f"ranks {list(self.ranks)} (roots are global ranks); got {root!r}. "
                 f"Try root={self.ranks[0]}."
             )
         return self.ranks.index(root)
 
     def isend(self, tensor: Tensor, to: int, tag: int = 0) -> dist.Work:
         """Start to send to number `to` of the circle; `.wait()` for the end."""
-        return _started(dist.isend(tensor, self.rank(to), self.group, tag))
+        return _started(dist.isend(tensor, self.global_rank(to), self.group, tag))
 
     def irecv(self, tensor: Tensor, source: int, tag: int = 0) -> dist.Work:
         """Start to receive from number `source` of the circle; `.wait()` for the end."""
-        return _started(dist.irecv(tensor, self.rank(source), self.group, tag))
+        return _started(dist.irecv(tensor, self.global_rank(source), self.group, tag))
 
 
-def place_in(group: Group, where: str) -> Place:
+def member_of(group: Group, where: str) -> GroupMember:
     """This rank's place in a group (None: all ranks). Raises: MeshError if it has none."""
     rank = dist.get_rank()
     try:
@@ -69,14 +69,14 @@ def place_in(group: Group, where: str) -> Place:
             f"{f'one of ranks {list(ranks)}' if ranks else type(group).__name__}. "
             "Try group=dist.new_group([...]) with this rank in it, or call it on members only."
         )
-    return Place(ranks.index(rank), ranks, group)
+    return GroupMember(ranks.index(rank), ranks, group)
 
 
-def exchange(place: Place, out: Tensor, to: int, into: Tensor, source: int) -> None:
+def exchange(member: GroupMember, out: Tensor, to: int, into: Tensor, source: int) -> None:
     """Send `out` to number `to` while `into` is filled by number `source`; wait for both."""
     moves = [
-        dist.P2POp(dist.irecv, into, place.rank(source), place.group),
-        dist.P2POp(dist.isend, out, place.rank(to), place.group),
+        dist.P2POp(dist.irecv, into, member.global_rank(source), member.group),
+        dist.P2POp(dist.isend, out, member.global_rank(to), member.group),
     ]
     for work in dist.batch_isend_irecv(moves):
         work.wait()
@@ -114,28 +114,28 @@ def finish(total: Tensor, op: str, p: int) -> Tensor:
     return total.div_(p) if op == "mean" else total
 
 
-def whole_for(shard: Tensor, out: Tensor | None, place: Place, where: str) -> Tensor:
+def whole_for(shard: Tensor, out: Tensor | None, member: GroupMember, where: str) -> Tensor:
     """Where p shards are put together: `out`, or a new tensor of p times this shard.
 
     Raises: ShapeError if this rank's shard of `out` has another shape or dtype than `shard`
     """
     if out is None:
         _need_rows(shard, where)
-        return shard.new_empty(place.p * len(shard), *shard.shape[1:])
-    mine = shard_of(out, place, place.me, where)
+        return shard.new_empty(member.size * len(shard), *shard.shape[1:])
+    mine = shard_of(out, member, member.rank, where)
     if (mine.shape, mine.dtype) != (shard.shape, shard.dtype):
         raise ShapeError(
-            f"rank {place.rank(place.me)}, {where}: need a shard of {describe(mine)}, number "
-            f"{place.me} of {place.p} of out's; got {describe(shard)}. "
-            f"Try out.tensor_split({place.p})[{place.me}]."
+            f"rank {member.global_rank(member.rank)}, {where}: need a shard of {describe(mine)}, "
+            f"number {member.rank} of {member.size} of out's; got {describe(shard)}. "
+            f"Try out.tensor_split({member.size})[{member.rank}]."
         )
     return out
 
 
-def shard_of(tensor: Tensor, place: Place, number: int, where: str) -> Tensor:
+def shard_of(tensor: Tensor, member: GroupMember, number: int, where: str) -> Tensor:
     """Shard `number` of p along the first dim: of 10 rows over 4 ranks 3, 3, 2, 2."""
     _need_rows(tensor, where)
-    return tensor.detach().tensor_split(place.p)[number]
+    return tensor.detach().tensor_split(member.size)[number]
 
 
 def describe(tensor: Any) -> str:
@@ -146,7 +146,7 @@ def describe(tensor: Any) -> str:
 
 
 def _started(work: dist.Work | None) -> dist.Work:
-    if work is None:  # torch's answer to a rank outside the group, which place_in has refused
+    if work is None:  # torch's answer to a rank outside the group, which member_of has refused
         raise MeshError(f"rank {dist.get_rank()}: need a group that holds this rank.")
     return work
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from course_lib.collectives.group import (
     Group,
-    Place,
+    GroupMember,
     check_op,
     combine,
     exchange,
     finish,
     flat_view,
-    place_in,
+    member_of,
     shard_of,
     whole_for,
 )
@@ -34,14 +34,14 @@ def ring_reduce_scatter(tensor: Tensor, op: str = "sum", group: Group = None) ->
     Raises:  MeshError, ShapeError, ValueError (op)
     Source:  MPICH, src/mpi/coll/allreduce/allreduce_intra_ring.c, "Phase 2"
     """
-    place = place_in(group, "ring_reduce_scatter")
+    member = member_of(group, "ring_reduce_scatter")
     check_op(op, tensor, "ring_reduce_scatter")
-    me, p = place.me, place.p
-    parcel = shard_of(tensor, place, me - 1, "ring_reduce_scatter").clone()
+    rank, p = member.rank, member.size
+    parcel = shard_of(tensor, member, rank - 1, "ring_reduce_scatter").clone()
     for step in range(p - 1):
-        mine = shard_of(tensor, place, (me - 2 - step) % p, "ring_reduce_scatter")
+        mine = shard_of(tensor, member, (rank - 2 - step) % p, "ring_reduce_scatter")
         incoming = mine.new_empty(mine.shape)
-        exchange(place, parcel, me + 1, incoming, me - 1)
+        exchange(member, parcel, rank + 1, incoming, rank - 1)
         parcel = combine(incoming, mine, op)
     return finish(parcel, op, p)
 
@@ -58,14 +58,16 @@ def ring_all_gather(shard: Tensor, out: Tensor | None = None, group: Group = Non
     Raises:  MeshError, ShapeError
     Source:  MPICH, src/mpi/coll/allgather/allgather_intra_ring.c, "Algorithm: Ring"
     """
-    place = place_in(group, "ring_all_gather")
-    me, p = place.me, place.p
-    out = whole_for(shard, out, place, "ring_all_gather")
+    member = member_of(group, "ring_all_gather")
+    rank, p = member.rank, member.size
+    out = whole_for(shard, out, member, "ring_all_gather")
     whole = out.detach().contiguous()
     shards = whole.tensor_split(p)
-    shards[me].copy_(shard.detach())
+    shards[rank].copy_(shard.detach())
     for step in range(p - 1):
-        exchange(place, shards[(me - step) % p], me + 1, shards[(me - 1 - step) % p], me - 1)
+        exchange(
+            member, shards[(rank - step) % p], rank + 1, shards[(rank - 1 - step) % p], rank - 1
+        )
     return out if whole.data_ptr() == out.data_ptr() else out.copy_(whole)
 
 
@@ -83,24 +85,24 @@ def ring_all_reduce(
     Raises:  MeshError, ValueError (op)
     Source:  MPICH, src/mpi/coll/allreduce/allreduce_intra_ring.c
     """
-    place = place_in(group, "ring_all_reduce")
+    member = member_of(group, "ring_all_reduce")
     check_op(op, tensor, "ring_all_reduce")
     with flat_view(tensor) as flat:
         if flat.is_cuda:  # NCCL cuts into pieces by itself, and needs sends and receives in pairs
             shard = ring_reduce_scatter(flat, op, group)
             ring_all_gather(shard, flat, group)
-        elif place.p > 1:
-            _piecewise(flat, op, place, piece_bytes)
+        elif member.size > 1:
+            _piecewise(flat, op, member, piece_bytes)
     return tensor
 
 
-def _piecewise(flat: Tensor, op: str, place: Place, piece_bytes: int) -> None:
+def _piecewise(flat: Tensor, op: str, member: GroupMember, piece_bytes: int) -> None:
     """The ring as one row of moves, with every receive posted before its message can come.
 
     Move i receives a piece, and what came in move i leaves in move i + k. The first half of the
     moves adds, through two boxes in turn; the second half receives into place.
     """
-    me, p = place.me, place.p
+    rank, p = member.rank, member.size
     shards = flat.tensor_split(p)
     k = max(1, -(-shards[0].nbytes // piece_bytes))  # pieces a shard
     pieces = [shard.tensor_split(k) for shard in shards]
@@ -109,17 +111,17 @@ def _piecewise(flat: Tensor, op: str, place: Place, piece_bytes: int) -> None:
 
     def piece(i: int) -> Tensor:
         step, j = divmod(i, k)
-        return pieces[(me - 2 - step) % p][j]
+        return pieces[(rank - 2 - step) % p][j]
 
     def receive(i: int) -> tuple[Tensor, dist.Work]:
         box = boxes[i % len(boxes)][: len(piece(i))] if i < half else piece(i)
-        return box, place.irecv(box, me - 1, tag=int(i >= half))
+        return box, member.irecv(box, rank - 1, tag=int(i >= half))
 
     def send(i: int) -> dist.Work:
-        return place.isend(piece(i), me + 1, tag=int(i + k >= half))
+        return member.isend(piece(i), rank + 1, tag=int(i + k >= half))
 
     adds = [receive(i) for i in range(len(boxes))]
-    sends = [send(i) for i in range(-k, 0)]  # my shard me - 1, as it is
+    sends = [send(i) for i in range(-k, 0)]  # my shard rank - 1, as it is
     gathers = [receive(i) for i in range(half, 2 * half)]
     for i in range(half):
         box, work = adds[i]
@@ -127,7 +129,7 @@ def _piecewise(flat: Tensor, op: str, place: Place, piece_bytes: int) -> None:
         combine(piece(i), box, op)
         if len(adds) < half:
             adds.append(receive(len(adds)))
-        if i + k >= half:  # shard me is complete
+        if i + k >= half:  # shard rank is complete
             finish(piece(i), op, p)
         sends.append(send(i))
     for i, (_, work) in enumerate(gathers, start=half):

@@ -15,7 +15,7 @@ from course_lib.collectives.group import (
     exchange,
     finish,
     flat_view,
-    place_in,
+    member_of,
 )
 from course_lib.cost.network import num_doublings
 
@@ -26,14 +26,14 @@ def star_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> Tensor
     Cost: (p-1) * x bytes sent by the root, all of them through its one wire
     Raises: MeshError for a root outside the group
     """
-    place = place_in(group, "star_broadcast")
-    first = place.number_of(root, "star_broadcast")
+    member = member_of(group, "star_broadcast")
+    first = member.rank_of(root, "star_broadcast")
     with flat_view(tensor) as flat:
-        if place.me == first:
-            for i in range(1, place.p):
-                place.isend(flat, first + i).wait()
+        if member.rank == first:
+            for i in range(1, member.size):
+                member.isend(flat, first + i).wait()
         else:
-            place.irecv(flat, first).wait()
+            member.irecv(flat, first).wait()
     return tensor
 
 
@@ -46,16 +46,16 @@ def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> Tensor
     Raises:  MeshError for a root outside the group
     Source:  MPICH, src/mpi/coll/bcast/bcast_intra_binomial.c (it starts with the longest hops)
     """
-    place = place_in(group, "tree_broadcast")
-    first = place.number_of(root, "tree_broadcast")
-    mine = (place.me - first) % place.p  # counted from the root
+    member = member_of(group, "tree_broadcast")
+    first = member.rank_of(root, "tree_broadcast")
+    mine = (member.rank - first) % member.size  # counted from the root
     with flat_view(tensor) as flat:
-        for k in range(num_doublings(place.p)):
+        for k in range(num_doublings(member.size)):
             have = 2**k  # ranks that have it
-            if mine < have and mine + have < place.p:
-                place.isend(flat, place.me + have).wait()
+            if mine < have and mine + have < member.size:
+                member.isend(flat, member.rank + have).wait()
             elif have <= mine < 2 * have:
-                place.irecv(flat, place.me - have).wait()
+                member.irecv(flat, member.rank - have).wait()
     return tensor
 
 
@@ -69,20 +69,20 @@ def tree_reduce(
     Raises:  MeshError for a root outside the group, ValueError (op)
     Source:  MPICH, src/mpi/coll/reduce/reduce_intra_binomial.c
     """
-    place = place_in(group, "tree_reduce")
-    first = place.number_of(root, "tree_reduce")
+    member = member_of(group, "tree_reduce")
+    first = member.rank_of(root, "tree_reduce")
     check_op(op, tensor, "tree_reduce")
-    mine = (place.me - first) % place.p
+    mine = (member.rank - first) % member.size
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
-    for k in reversed(range(num_doublings(place.p))):
+    for k in reversed(range(num_doublings(member.size))):
         have = 2**k
         if have <= mine < 2 * have:
-            place.isend(total, place.me - have).wait()
-        elif mine < have and mine + have < place.p:
+            member.isend(total, member.rank - have).wait()
+        elif mine < have and mine + have < member.size:
             incoming = torch.empty_like(total)
-            place.irecv(incoming, place.me + have).wait()
+            member.irecv(incoming, member.rank + have).wait()
             combine(total, incoming, op)
-    return finish(total, op, place.p) if mine == 0 else None
+    return finish(total, op, member.size) if mine == 0 else None
 
 
 def recursive_doubling_all_reduce(tensor: Tensor, op: str = "sum", group: Group = None) -> Tensor:
@@ -95,24 +95,27 @@ def recursive_doubling_all_reduce(tensor: Tensor, op: str = "sum", group: Group 
     Raises:  MeshError, ValueError (op)
     Source:  MPICH, src/mpi/coll/allreduce/allreduce_intra_recursive_doubling.c
     """
-    place = place_in(group, "recursive_doubling_all_reduce")
+    member = member_of(group, "recursive_doubling_all_reduce")
     check_op(op, tensor, "recursive_doubling_all_reduce")
-    me, core = place.me, 1 << (place.p.bit_length() - 1)  # core: the power of two that fits
+    rank, core = (
+        member.rank,
+        1 << (member.size.bit_length() - 1),
+    )  # core: the power of two that fits
     with flat_view(tensor) as flat:
-        if me >= core:
-            place.isend(flat, me - core).wait()
-            place.irecv(flat, me - core).wait()
+        if rank >= core:
+            member.isend(flat, rank - core).wait()
+            member.irecv(flat, rank - core).wait()
             return tensor
         incoming = torch.empty_like(flat)
-        if me + core < place.p:
-            place.irecv(incoming, me + core).wait()
+        if rank + core < member.size:
+            member.irecv(incoming, rank + core).wait()
             combine(flat, incoming, op)
         for k in range(num_doublings(core)):
-            exchange(place, flat, me ^ 2**k, incoming, me ^ 2**k)
+            exchange(member, flat, rank ^ 2**k, incoming, rank ^ 2**k)
             combine(flat, incoming, op)
-        finish(flat, op, place.p)
-        if me + core < place.p:
-            place.isend(flat, me + core).wait()
+        finish(flat, op, member.size)
+        if rank + core < member.size:
+            member.isend(flat, rank + core).wait()
     return tensor
 
 
@@ -123,7 +126,7 @@ def barrier(group: Group = None, device: str = "cpu") -> None:
     Raises: MeshError
     Source: MPICH, src/mpi/coll/barrier/barrier_intra_dissemination.c, "Algorithm: MPI_Barrier"
     """
-    place = place_in(group, "barrier")
+    member = member_of(group, "barrier")
     token, other = torch.zeros(2, 1, dtype=torch.uint8, device=device)
-    for k in range(num_doublings(place.p)):
-        exchange(place, token, place.me + 2**k, other, place.me - 2**k)
+    for k in range(num_doublings(member.size)):
+        exchange(member, token, member.rank + 2**k, other, member.rank - 2**k)

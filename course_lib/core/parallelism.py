@@ -9,8 +9,8 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Degrees:
-    """Degrees of parallelism; the product of dp, tp, pp and cp is the world size.
+class Parallelism:
+    """Parallelism of parallelism; the product of dp, tp, pp and cp is the world size.
 
     zero               0: every copy whole; 1, 2, 3: optimizer state, gradients, parameters sharded
     sequence_parallel  norms and dropout are split over the tp ranks too
@@ -30,10 +30,12 @@ class Degrees:
             degree = getattr(self, name)
             if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
                 raise MeshError(
-                    f"degrees: need {name} as a whole number above 0; got {degree!r}. Try {name}=1."
+                    f"parallelism: need {name} as a whole number above 0; got {degree!r}. Try {name}=1."
                 )
         if self.zero not in ZERO_STAGES:
-            raise MeshError(f"degrees: need zero as 0, 1, 2 or 3; got {self.zero!r}. Try zero=1.")
+            raise MeshError(
+                f"parallelism: need zero as 0, 1, 2 or 3; got {self.zero!r}. Try zero=1."
+            )
 
     @property
     def world_size(self) -> int:
@@ -50,11 +52,11 @@ class Degrees:
         for what in ("num_heads", "kv_heads", "ffn_hidden"):
             if getattr(spec, what) % self.tp:
                 raise MeshError(
-                    f"degrees: need {what} of {spec.name} divisible by tp; got "
+                    f"parallelism: need {what} of {spec.name} divisible by tp; got "
                     f"{getattr(spec, what)} and {self.tp}. Try a smaller tp."
                 )
         if self.pp > spec.num_layers:
             raise MeshError(
-                f"degrees: need pp of at most the {spec.num_layers} layers of {spec.name}; "
+                f"parallelism: need pp of at most the {spec.num_layers} layers of {spec.name}; "
                 f"got {self.pp}."
             )

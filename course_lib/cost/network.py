@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from course_lib.core.errors import CourseError
 from course_lib.core.links import Link, TwoLevelLink
 
-Group = int | Sequence[int]
+RankGroup = int | Sequence[int]
 AnyLink = Link | TwoLevelLink
 
 
-def ranks_of(group: Group) -> Sequence[int]:
+def ranks_of(group: RankGroup) -> Sequence[int]:
     """The ranks of a group: `4 -> range(4)`; a sequence of ranks stays as it is."""
     return range(group) if isinstance(group, int) else group
 
@@ -37,7 +37,7 @@ def num_doublings(p: int) -> int:
 # --- rings: p - 1 rounds, in each of them every rank sends one shard to its neighbour
 
 
-def ring_reduce_scatter_s(num_bytes: float, group: Group, link: AnyLink) -> float:
+def ring_reduce_scatter_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
     """Seconds of a ring reduce-scatter: (p-1) * (alpha + n/p / beta).
 
     Source: NVIDIA nccl-tests, doc/PERFORMANCE.md, "ReduceScatter" (the bytes; it counts no alpha)
@@ -45,7 +45,7 @@ def ring_reduce_scatter_s(num_bytes: float, group: Group, link: AnyLink) -> floa
     return _ring_s(num_bytes, ranks_of(group), link)
 
 
-def ring_all_gather_s(num_bytes: float, group: Group, link: AnyLink) -> float:
+def ring_all_gather_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
     """Seconds of a ring all-gather: (p-1) * (alpha + n/p / beta).
 
     Source: MPICH, src/mpi/coll/allgather/allgather_intra_ring.c, "Algorithm: Ring", Cost
@@ -53,7 +53,7 @@ def ring_all_gather_s(num_bytes: float, group: Group, link: AnyLink) -> float:
     return _ring_s(num_bytes, ranks_of(group), link)
 
 
-def ring_all_reduce_s(num_bytes: float, group: Group, link: AnyLink) -> float:
+def ring_all_reduce_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
     """Seconds of a ring all-reduce: 2 (p-1) * (alpha + n/p / beta).
 
     Source: NVIDIA nccl-tests, doc/PERFORMANCE.md, "AllReduce" (the bytes; it counts no alpha)
@@ -72,7 +72,7 @@ def _ring_s(num_bytes: float, ranks: Sequence[int], link: AnyLink) -> float:
 # --- trees and doubling: about log2(p) rounds, in each of them whole tensors travel
 
 
-def tree_broadcast_s(num_bytes: float, group: Group, link: AnyLink) -> float:
+def tree_broadcast_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
     """Seconds of a broadcast by doubling, from the first rank: ceil(log2 p) * (alpha + n/beta).
 
     Source: MPICH, src/mpi/coll/bcast/bcast_intra_binomial.c, "Algorithm: Binomial bcast", Cost
@@ -82,7 +82,7 @@ def tree_broadcast_s(num_bytes: float, group: Group, link: AnyLink) -> float:
     return sum((slowest_s(num_bytes, hops, link) for hops in rounds), 0.0)
 
 
-def tree_reduce_s(num_bytes: float, group: Group, link: AnyLink) -> float:
+def tree_reduce_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
     """Seconds of the same tree run backwards: ceil(log2 p) * (alpha + n/beta).
 
     Source: MPICH, src/mpi/coll/reduce/reduce_intra_binomial.c, Cost (gamma, adding, left out)
@@ -90,7 +90,7 @@ def tree_reduce_s(num_bytes: float, group: Group, link: AnyLink) -> float:
     return tree_broadcast_s(num_bytes, group, link)
 
 
-def recursive_doubling_all_reduce_s(num_bytes: float, group: Group, link: AnyLink) -> float:
+def recursive_doubling_all_reduce_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
     """Seconds of an all-reduce by doubling: log2(p) * (alpha + n/beta), p a power of two.
 
     Otherwise the ranks too many give their tensor away first and get the sum at the end: two
@@ -108,7 +108,7 @@ def recursive_doubling_all_reduce_s(num_bytes: float, group: Group, link: AnyLin
     return total
 
 
-def barrier_s(group: Group, link: AnyLink) -> float:
+def barrier_s(group: RankGroup, link: AnyLink) -> float:
     """Seconds until all know that all are there: ceil(log2 p) empty messages.
 
     Source: MPICH, src/mpi/coll/barrier/barrier_intra_dissemination.c, "Algorithm: MPI_Barrier"
@@ -128,13 +128,13 @@ def _tree_hops(ranks: Sequence[int], k: int) -> list[tuple[int, int]]:
 # --- one by one: p - 1 messages through the port of one rank
 
 
-def star_broadcast_s(num_bytes: float, group: Group, link: AnyLink) -> float:
+def star_broadcast_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
     """Seconds of a broadcast by one sender alone: (p-1) * (alpha + n/beta), the postman's way."""
     root, *others = ranks_of(group)
     return sum((link.between(root, other).time_s(num_bytes) for other in others), 0.0)
 
 
-def scatter_s(num_bytes: float, group: Group, link: AnyLink) -> float:
+def scatter_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
     """Seconds until a root has dealt its p shards: (p-1) * (alpha + n/p / beta).
 
     Source: MPICH, src/mpi/coll/scatterv/scatterv_allcomm_linear.c, "Algorithm: Linear", Cost
@@ -142,12 +142,12 @@ def scatter_s(num_bytes: float, group: Group, link: AnyLink) -> float:
     return star_broadcast_s(num_bytes / len(ranks_of(group)), group, link)
 
 
-def gather_s(num_bytes: float, group: Group, link: AnyLink) -> float:
+def gather_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
     """Seconds until a root has collected p shards: the scatter run backwards."""
     return scatter_s(num_bytes, group, link)
 
 
-def all_to_all_s(num_bytes: float, group: Group, link: AnyLink) -> float:
+def all_to_all_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
     """Seconds until every rank has sent a shard to every other: (p-1) * (alpha + n/p / beta).
 
     Source: MPICH, src/mpi/coll/alltoall/alltoall_intra_pairwise.c, "Algorithm: Pairwise Exchange"
@@ -160,13 +160,13 @@ def all_to_all_s(num_bytes: float, group: Group, link: AnyLink) -> float:
     return sum((slowest_s(num_bytes / p, hops, link) for hops in rounds), 0.0)
 
 
-def send_s(num_bytes: float, group: Group, link: AnyLink) -> float:
+def send_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
     """Seconds of one message from the group's first rank to its last: alpha + n/beta."""
     ranks = ranks_of(group)
     return link.between(ranks[0], ranks[-1]).time_s(num_bytes) if len(ranks) > 1 else 0.0
 
 
-_COSTS: dict[str, Callable[[float, Group, AnyLink], float]] = {
+_COSTS: dict[str, Callable[[float, RankGroup, AnyLink], float]] = {
     "all_reduce": ring_all_reduce_s,
     "all_gather": ring_all_gather_s,
     "reduce_scatter": ring_reduce_scatter_s,
@@ -181,7 +181,7 @@ _COSTS: dict[str, Callable[[float, Group, AnyLink], float]] = {
 }
 
 
-def collective_s(kind: str, num_bytes: float, group: Group, link: AnyLink) -> float:
+def collective_s(kind: str, num_bytes: float, group: RankGroup, link: AnyLink) -> float:
     """Seconds that a built-in collective is taken to cost over `link`.
 
     Rings for all_reduce, all_gather and reduce_scatter, trees for broadcast and reduce, one by one

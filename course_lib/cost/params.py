@@ -4,10 +4,10 @@ Matrices and vectors counted from the sizes of a ModelSpec; the tests count inst
 Read it as `course_lib.memory.formulas.count_params`. Notebook 01_memory.
 """
 
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.core.specs import ModelSpec
 
-ONE = Degrees()
+ONE = Parallelism()
 
 
 def count_params(spec: ModelSpec) -> int:
@@ -45,30 +45,30 @@ def count_tensors(spec: ModelSpec) -> int:
     return spec.num_layers * layer + ends
 
 
-def params_on_rank(spec: ModelSpec, degrees: Degrees = ONE, stage: int = 0) -> int:
+def params_on_rank(spec: ModelSpec, parallelism: Parallelism = ONE, stage: int = 0) -> int:
     """Parameters that one rank computes with, before ZeRO: its layers, its share of each matrix.
 
     Matrices are split over tp, norms and the biases of `out` are not. The embedding is on the first
     stage and the head on the last; a tied one is on both.
     """
-    degrees.check(spec)
-    layers = layers_on_stage(spec, degrees, stage) * layer_params(spec, degrees)
-    table = -(-spec.vocab * spec.hidden // degrees.tp)  # split by rows, rounded up
-    first, last = stage == 0, stage == degrees.pp - 1
+    parallelism.check(spec)
+    layers = layers_on_stage(spec, parallelism, stage) * layer_params(spec, parallelism)
+    table = -(-spec.vocab * spec.hidden // parallelism.tp)  # split by rows, rounded up
+    first, last = stage == 0, stage == parallelism.pp - 1
     positions = param_parts(spec)["positions"] if first else 0
-    tables = first + (last and (not spec.tied or degrees.pp > 1))
+    tables = first + (last and (not spec.tied or parallelism.pp > 1))
     return layers + tables * table + positions + (norm_params(spec) if last else 0)
 
 
-def layer_params(spec: ModelSpec, degrees: Degrees = ONE) -> int:
+def layer_params(spec: ModelSpec, parallelism: Parallelism = ONE) -> int:
     """Parameters of one layer on one rank."""
     parts = param_parts(spec)
     whole = 2 * spec.hidden * spec.bias  # the biases of attention's and the MLP's `out`
     split = (parts["attention"] + parts["mlp"]) // spec.num_layers - whole
-    return split // degrees.tp + whole + 2 * norm_params(spec)
+    return split // parallelism.tp + whole + 2 * norm_params(spec)
 
 
-def layers_on_stage(spec: ModelSpec, degrees: Degrees, stage: int = 0) -> int:
+def layers_on_stage(spec: ModelSpec, parallelism: Parallelism, stage: int = 0) -> int:
     """Layers of one pipeline stage: as even as it goes, the first stages get one more."""
-    fewest, rest = divmod(spec.num_layers, degrees.pp)
+    fewest, rest = divmod(spec.num_layers, parallelism.pp)
     return fewest + (stage < rest)

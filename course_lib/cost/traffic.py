@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from course_lib.cost.bandwidth import bus_factor
-from course_lib.cost.network import AnyLink, Group, collective_s
+from course_lib.cost.network import AnyLink, RankGroup, collective_s
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class CollectiveCall:
     """One call: in which phase, for which part of the model, and of how many bytes in all."""
 
     phase: str
@@ -20,11 +20,11 @@ class Collective:
     num_bytes: int
 
 
-def sent_bytes(calls: Iterable[Collective], p: int) -> float:
+def sent_bytes(calls: Iterable[CollectiveCall], p: int) -> float:
     """Bytes that each of p ranks sends around the ring for these calls."""
     return sum(call.num_bytes * bus_factor(call.kind, p) for call in calls)
 
 
-def traffic_s(calls: Iterable[Collective], group: Group, link: AnyLink) -> float:
+def traffic_s(calls: Iterable[CollectiveCall], group: RankGroup, link: AnyLink) -> float:
     """Seconds of these calls around the ring, one after another: nothing hides them."""
     return sum(collective_s(call.kind, call.num_bytes, group, link) for call in calls)

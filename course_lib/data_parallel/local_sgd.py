@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.naive_ddp import broadcast_state
-
-Group = dist.ProcessGroup | None
 
 
 class LocalSGD(nn.Module):

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
-
-Group = dist.ProcessGroup | None
 
 
 class NaiveDDP(nn.Module):

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.data_parallel.naive_ddp import broadcast_state
 from course_lib.ranks import span
 
-Group = dist.ProcessGroup | None
-LossOf = Callable[[nn.Module, int], Tensor]
+_LossOf = Callable[[nn.Module, int], Tensor]
 KNOCK, LOAD = 1, 2  # the tags of a worker's number, and of what it brings
 
 
@@ -79,7 +79,7 @@ class ParameterServer:
         self._number = params[0].detach().new_zeros(())  # rides along: the loss, or "go on"
         broadcast_state(module, group)
 
-    def synchronous(self, loss_of: LossOf, num_rounds: int) -> list[Update]:
+    def synchronous(self, loss_of: _LossOf, num_rounds: int) -> list[Update]:
         """Rounds in lockstep: one update from the mean of all workers' gradients.
 
         `loss_of(module, step)` is what a worker computes; step counts its own steps. Gives the
@@ -88,7 +88,7 @@ class ParameterServer:
         return self._run(loss_of, lambda: self._serve_rounds(num_rounds), num_rounds)
 
     def asynchronous(
-        self, loss_of: LossOf, num_updates: int, *, order: Sequence[int] | None = None
+        self, loss_of: _LossOf, num_updates: int, *, order: Sequence[int] | None = None
     ) -> list[Update]:
         """Every gradient is an update of its own, applied when it comes.
 
@@ -101,7 +101,7 @@ class ParameterServer:
             )
         return self._run(loss_of, lambda: self._serve_each(num_updates, order), num_updates)
 
-    def _run(self, loss_of: LossOf, serve: Callable[[], list[Update]], count: int) -> list[Update]:
+    def _run(self, loss_of: _LossOf, serve: Callable[[], list[Update]], count: int) -> list[Update]:
         if count < 1:
             raise CourseError(f"ParameterServer: need 1 update or more; got {count}.")
         dist.barrier(self.group)  # everyone's clock starts here
@@ -164,7 +164,7 @@ class ParameterServer:
 
     # -- a worker ---------------------------------------------------------------------------
 
-    def _work(self, loss_of: LossOf) -> None:
+    def _work(self, loss_of: _LossOf) -> None:
         """Compute, push, pull, until the server says that it is enough."""
         step, go_on = 0, True
         while go_on:

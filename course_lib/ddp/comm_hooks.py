@@ -1,6 +1,6 @@
 """Gradients that travel with fewer bytes: hooks for DDP(..., comm_hook=...).
 
-`bf16_hook` halves every number. `TopK` sends the few largest ones, with their places; `PowerSGD`
+`bf16_hook` halves every number. `TopK` sends the few largest ones, with their indices; `PowerSGD`
 sends two thin matrices whose product is near the gradient. These two leave much out, so they keep
 what they left out and add it to the next step's gradient: nothing is lost, it only comes later.
 Their numbers are not those of one process any more. Notebook 06_ddp.
@@ -42,7 +42,7 @@ class TopK:
 
     What is not sent stays in `residuals[flat]` and is added to the bucket's next gradients.
 
-    Cost:    an all_gather of k = ceil(fraction * n) numbers, one of k places (4 bytes each)
+    Cost:    an all_gather of k = ceil(fraction * n) numbers, one of k indices (4 bytes each)
     Raises:  CourseError for a fraction outside of 0 < fraction <= 1
     """
 
@@ -56,27 +56,27 @@ class TopK:
         residual = self.residuals.setdefault(flat, torch.zeros_like(flat))
         residual += flat
         k = math.ceil(self.fraction * flat.numel())
-        places = residual.abs().topk(k, sorted=False).indices
-        numbers = residual[places]
-        residual[places] = 0
-        return _Gathered(flat, numbers, places.int(), group)
+        indices = residual.abs().topk(k, sorted=False).indices
+        numbers = residual[indices]
+        residual[indices] = 0
+        return _Gathered(flat, numbers, indices.int(), group)
 
 
 class _Gathered:
-    def __init__(self, flat: Tensor, numbers: Tensor, places: Tensor, group: Group) -> None:
+    def __init__(self, flat: Tensor, numbers: Tensor, indices: Tensor, group: Group) -> None:
         self.flat, self.p = flat, dist.get_world_size(group)
-        self.all = [part.new_empty(self.p * len(part)) for part in (numbers, places)]
+        self.all = [part.new_empty(self.p * len(part)) for part in (numbers, indices)]
         self.works = [
             dist.all_gather_single(whole, part, group=group, async_op=True)
-            for whole, part in zip(self.all, (numbers, places), strict=True)
+            for whole, part in zip(self.all, (numbers, indices), strict=True)
         ]
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
         self.flat.zero_()
-        for numbers, places in zip(*(whole.chunk(self.p) for whole in self.all), strict=True):
-            self.flat.index_add_(0, places, numbers)  # in one order on every rank
+        for numbers, indices in zip(*(whole.chunk(self.p) for whole in self.all), strict=True):
+            self.flat.index_add_(0, indices, numbers)  # in one order on every rank
         self.flat.div_(self.p)
 
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from course_lib.core.errors import CourseError
 from course_lib.core.records import Event
-from course_lib.cost.network import AnyLink, Group, collective_s, ranks_of
+from course_lib.cost.network import AnyLink, RankGroup, collective_s, ranks_of
 from course_lib.cost.packing import fill_buckets
 
 
@@ -57,7 +57,7 @@ def ready_by_share(shares: Sequence[float], backward_s: float) -> tuple[float, .
 
 
 def ddp_step(
-    cost: StepCost, bucket_bytes: float, group: Group, link: AnyLink, *, overlap: bool = True
+    cost: StepCost, bucket_bytes: float, group: RankGroup, link: AnyLink, *, overlap: bool = True
 ) -> list[Event]:
     """The events of one step, the same on every rank: computing, all-reduces, the wait for them.
 
@@ -84,14 +84,14 @@ def ddp_step(
 
 
 def step_s(
-    cost: StepCost, bucket_bytes: float, group: Group, link: AnyLink, *, overlap: bool = True
+    cost: StepCost, bucket_bytes: float, group: RankGroup, link: AnyLink, *, overlap: bool = True
 ) -> float:
     """Seconds of the step that `ddp_step` plays."""
     return max(e.end_s for e in ddp_step(cost, bucket_bytes, group, link, overlap=overlap))
 
 
 def exposed_s(
-    cost: StepCost, bucket_bytes: float, group: Group, link: AnyLink, *, overlap: bool = True
+    cost: StepCost, bucket_bytes: float, group: RankGroup, link: AnyLink, *, overlap: bool = True
 ) -> float:
     """Seconds of communication that computing does not hide: the step less what it computes."""
     return step_s(cost, bucket_bytes, group, link, overlap=overlap) - cost.compute_s
@@ -106,7 +106,7 @@ def bucket_range(cost: StepCost) -> list[int]:
 
 
 def best_bucket_bytes(
-    cost: StepCost, group: Group, link: AnyLink, sizes: Iterable[int] | None = None
+    cost: StepCost, group: RankGroup, link: AnyLink, sizes: Iterable[int] | None = None
 ) -> int:
     """The bucket size with the shortest step; of equal ones the largest, with fewest messages."""
     tried = sorted(sizes or bucket_range(cost), reverse=True)

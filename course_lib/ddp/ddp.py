@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.collectives.coalesced import broadcast_together
-from course_lib.collectives.group import Group, place_in
+from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
 from course_lib.ddp.buckets import Bucket, make_buckets
 
@@ -66,7 +66,7 @@ class DDP(nn.Module):
         comm_hook: Callable[[Tensor, Group], Any] | None = None,
     ) -> None:
         super().__init__()
-        place_in(group, "DDP")
+        member_of(group, "DDP")
         self.module, self.group, self.overlap = module, group or dist.group.WORLD, overlap
         self.find_unused, self.broadcast_buffers = find_unused, broadcast_buffers
         self.comm_hook = comm_hook or Mean

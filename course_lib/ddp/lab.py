@@ -21,7 +21,7 @@ from course_lib.core.records import Event
 from course_lib.ddp.cost import StepCost
 from course_lib.ddp.ddp import DDP
 from course_lib.ranks import Ranks
-from course_lib.ranks.timing import Build, LossOf, Measured, _measured, step_in_turns
+from course_lib.ranks.timing import Build, LossOf, Measured, measured_of, record_interleaved
 
 
 def measure_cost(ranks: Ranks, build: Build, loss_of: LossOf, turns: int = 5) -> StepCost:
@@ -47,8 +47,8 @@ def measure_steps(
 
     A step lasts from the moment when the last rank begins until the last one has ended.
     """
-    by_rank = ranks.run(_in_turns, build, loss_of, dict(runs), turns)
-    return {name: _measured([found[name] for found in by_rank]) for name in runs}
+    by_rank = ranks.run(_record_steps, build, loss_of, dict(runs), turns)
+    return {name: measured_of([found[name] for found in by_rank]) for name in runs}
 
 
 def measure_sweep(
@@ -98,7 +98,7 @@ def _alone(rank: int, build: Build, loss_of: LossOf, turns: int) -> list[dict[st
     return found[1:]
 
 
-def _in_turns(
+def _record_steps(
     rank: int,
     build: Build,
     loss_of: LossOf,
@@ -107,4 +107,4 @@ def _in_turns(
 ) -> dict[Any, list[list[Event]]]:
     """On a rank: the events of each turn of each run."""
     models = {name: DDP(build(), **options) for name, options in runs.items()}
-    return step_in_turns(rank, models, loss_of, turns, finish=DDP.finish)
+    return record_interleaved(rank, models, loss_of, turns, finish=DDP.finish)

@@ -13,7 +13,7 @@ from course_lib.core.records import COMMUNICATION_KINDS, Event
 
 
 @dataclass(frozen=True)
-class Place:
+class Slot:
     """An event, and which part of which lane it takes: part `index` of `count` equal ones."""
 
     event: Event
@@ -22,7 +22,7 @@ class Place:
     count: int = 1
 
 
-def places(events: Iterable[Event]) -> list[Place]:
+def places(events: Iterable[Event]) -> list[Slot]:
     """Places for the events of one rank, in the order in which they are to be drawn.
 
     Waits come first and long work before short, so that what happens meanwhile stays visible.
@@ -36,7 +36,7 @@ def places(events: Iterable[Event]) -> list[Place]:
     alone = [event for event in messages if not _overlaps(event, busy)]
     work.sort(key=lambda event: -event.duration_s)
     return [
-        *(Place(event, beneath=False) for event in waits + work),
+        *(Slot(event, beneath=False) for event in waits + work),
         *_sharing(alone, beneath=False),
         *_sharing(beside, beneath=True),
     ]
@@ -83,9 +83,9 @@ def _overlaps(event: Event, stretches: Sequence[tuple[float, float]]) -> bool:
     return after > 0 and stretches[after - 1][1] > event.start_s + margin
 
 
-def _sharing(ordered: Sequence[Event], *, beneath: bool) -> list[Place]:
+def _sharing(ordered: Sequence[Event], *, beneath: bool) -> list[Slot]:
     """Events that overlap one another, directly or in a chain, split the lane evenly."""
-    found: list[Place] = []
+    found: list[Slot] = []
     cluster: list[tuple[Event, int]] = []
     free_from: list[float] = []
     for event in ordered:
@@ -101,5 +101,5 @@ def _sharing(ordered: Sequence[Event], *, beneath: bool) -> list[Place]:
     return found + _close(cluster, len(free_from), beneath)
 
 
-def _close(cluster: Sequence[tuple[Event, int]], count: int, beneath: bool) -> list[Place]:
-    return [Place(event, beneath, index, count) for event, index in cluster]
+def _close(cluster: Sequence[tuple[Event, int]], count: int, beneath: bool) -> list[Slot]:
+    return [Slot(event, beneath, index, count) for event, index in cluster]

@@ -19,7 +19,7 @@ from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.records import COMMUNICATION_KINDS, KINDS, Event
 from course_lib.display.colours import KIND, Ink
 from course_lib.display.labels import Label, stamp
-from course_lib.display.lanes import Place, places, visible
+from course_lib.display.lanes import Slot, places, visible
 from course_lib.display.page import TEXT_PT, Margins, empty, page, plain, swatches, time_unit
 
 _MAIN, _MAIN_ABOVE, _BENEATH = (-0.38, 0.38), (-0.42, 0.12), (0.17, 0.42)
@@ -125,7 +125,7 @@ def _boxes(
     return found
 
 
-def _heights(place: Place, split: bool) -> tuple[float, float]:
+def _heights(place: Slot, split: bool) -> tuple[float, float]:
     """Top and bottom of a place within its row, in parts of a row."""
     top, bottom = _BENEATH if place.beneath else _MAIN_ABOVE if split else _MAIN
     part = (bottom - top) / place.count

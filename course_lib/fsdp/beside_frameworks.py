@@ -202,7 +202,9 @@ def in_precision(
         loss = token_loss(model(batch[0][rank::p]), batch[1][rank::p])
         loss.backward()
         if n == 0:
-            grads = torch.cat([row.shard.grad for row in model.rows if row.shard.grad is not None])
+            grads = torch.cat(
+                [g.shard.grad for g in model.param_groups if g.shard.grad is not None]
+            )
         optimizer.step()
         losses.append(loss.item())
     return grads, losses

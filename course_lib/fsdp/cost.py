@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from course_lib.core.errors import CourseError
 from course_lib.core.records import Event, Ledger
-from course_lib.cost.network import AnyLink, Group, collective_s, ranks_of
-from course_lib.cost.traffic import Collective
+from course_lib.cost.network import AnyLink, RankGroup, collective_s, ranks_of
+from course_lib.cost.traffic import CollectiveCall
 from course_lib.zero.cost import padded_bytes
 
 
@@ -116,7 +116,7 @@ def fsdp_traffic(
     prefetch: bool = True,
     num_micro_batches: int = 1,
     sync: bool = True,
-) -> list[Collective]:
+) -> list[CollectiveCall]:
     """The collectives of one step in the order in which they leave; `part` is the unit's number.
 
     With `sync` every micro-batch sends its gradients, without it only the last one does.
@@ -133,7 +133,7 @@ def fsdp_traffic(
                 kind = "all_gather" if gathers else "reduce_scatter"
                 size = (sizes.whole_bytes if gathers else sizes.grad_bytes)(move.unit)
                 calls.append(
-                    Collective(phase=phase, part=str(move.unit), kind=kind, num_bytes=size)
+                    CollectiveCall(phase=phase, part=str(move.unit), kind=kind, num_bytes=size)
                 )
     return calls
 
@@ -214,7 +214,7 @@ class UnitTimes:
 def fsdp_step(
     times: UnitTimes,
     sizes: UnitSizes,
-    group: Group,
+    group: RankGroup,
     link: AnyLink,
     *,
     reshard_after_forward: bool = True,
@@ -245,7 +245,7 @@ def fsdp_step(
 def fsdp_step_s(
     times: UnitTimes,
     sizes: UnitSizes,
-    group: Group,
+    group: RankGroup,
     link: AnyLink,
     *,
     reshard_after_forward: bool = True,

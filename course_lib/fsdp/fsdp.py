@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from course_lib.collectives.group import Group, place_in
+from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
-from course_lib.fsdp.param_group import Row
+from course_lib.fsdp.param_group import FSDPParamGroup
 from course_lib.fsdp.state import full_state, load_full, load_sharded, sharded_state
 from course_lib.fsdp.units import Choice, Order, Unit, check_wrappable, make_units, share_buffers
 
@@ -59,25 +59,29 @@ class FSDP(nn.Module):
         group: Group = None,
     ) -> None:
         super().__init__()
-        place = place_in(group, "FSDP")
+        member = member_of(group, "FSDP")
         check_wrappable(module, FSDP, compute_dtype, reduce_dtype)
         self.module, self.group, self.compute_dtype = module, group, compute_dtype
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
-        self.units = make_units(module, units, place, compute_dtype, reduce_dtype)
-        self.rows = [row for unit in self.units for row in unit.rows]
-        share_buffers(module, place)
+        self.units = make_units(module, units, member, compute_dtype, reduce_dtype)
+        self.param_groups = [
+            param_group for unit in self.units for param_group in unit.param_groups
+        ]
+        share_buffers(module, member)
         self.forward_order, self.backward_order = Order(), Order()
-        self._reducing: Row | None = None  # one message of gradients at a time
+        self._reducing: FSDPParamGroup | None = None  # one message of gradients at a time
         self._sync, self._trains, self._in_backward = True, False, False
         for unit in self.units:
             hook = partial(self._before_forward, unit)
             unit.module.register_forward_pre_hook(hook, with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
         this = weakref.ref(self)  # a hook lives as long as its parameter: it must not keep us
-        for row in self.rows:
-            for index, param in enumerate(row.params):
+        for param_group in self.param_groups:
+            for index, param in enumerate(param_group.params):
                 if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(partial(_arrived, this, row, index))
+                    param.register_post_accumulate_grad_hook(
+                        partial(_arrived, this, param_group, index)
+                    )
 
     @property
     def root(self) -> Unit:
@@ -106,10 +110,10 @@ class FSDP(nn.Module):
     @torch.no_grad()
     def finish(self) -> None:
         """Reduce what is left, wait for all, free everything. Backward calls it at its end."""
-        for row in self.rows:
-            if row.has_grads() or (self._sync and row.kept_grad is not None):
-                self._reduce(row)
-            row.free()
+        for param_group in self.param_groups:
+            if param_group.has_grads() or (self._sync and param_group.kept_grad is not None):
+                self._reduce(param_group)
+            param_group.free()
         self._wait_reduce()
         self.backward_order.close()
         self._in_backward = False
@@ -119,9 +123,13 @@ class FSDP(nn.Module):
 
         Cost:    one all_reduce of one number
         """
-        grads = [row.shard.grad for row in self.rows if row.shard.grad is not None]
+        grads = [
+            param_group.shard.grad
+            for param_group in self.param_groups
+            if param_group.shard.grad is not None
+        ]
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
-        device = self.rows[0].shard.device if self.rows else None
+        device = self.param_groups[0].shard.device if self.param_groups else None
         total = torch.zeros((), dtype=torch.float64, device=device)
         total = sum((norm**2 for norm in norms), total)
         dist.all_reduce(total, group=self.group)
@@ -131,33 +139,33 @@ class FSDP(nn.Module):
         return norm
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards, one a row."""
-        yield from ((row.name, row.shard) for row in self.rows)
+        """This rank's shards, one a param_group."""
+        yield from ((param_group.name, param_group.shard) for param_group in self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the shards' gradients, and whole ones that no_sync has kept."""
         super().zero_grad(set_to_none)
-        for row in self.rows:
-            row.kept_grad = None
+        for param_group in self.param_groups:
+            param_group.kept_grad = None
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """What the plain module's state_dict() would be, on one rank or on all; all have to call.
 
-        Cost:    one all_gather a row
+        Cost:    one all_gather a param_group
         """
-        return full_state(self.module, self.rows, rank in (None, dist.get_rank()))
+        return full_state(self.module, self.param_groups, rank in (None, dist.get_rank()))
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a plain module's state_dict; every rank takes its shards out of it."""
-        load_full(self.module, self.rows, state)
+        load_full(self.module, self.param_groups, state)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's shards and the buffers. `fsdp_state.merge_shards` puts them together."""
-        return sharded_state(self.module, self.rows)
+        return sharded_state(self.module, self.param_groups)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Go on from `state_dict()` of the same rank of a group of the same size."""
-        load_sharded(self.module, self.rows, state)
+        load_sharded(self.module, self.param_groups, state)
 
     # --- what the hooks do
 
@@ -193,23 +201,23 @@ class FSDP(nn.Module):
         unit.check_unchanged()
         self._use(unit, self.backward_order)
 
-    def _arrive(self, row: Row, index: int) -> None:
-        """A gradient is there; with the last one of its row, the row is done."""
-        row.missing.discard(index)
-        if not row.missing:
-            self._reduce(row)
-            row.free()
+    def _arrive(self, param_group: FSDPParamGroup, index: int) -> None:
+        """A gradient is there; with the last one of its param_group, the param_group is done."""
+        param_group.missing.discard(index)
+        if not param_group.missing:
+            self._reduce(param_group)
+            param_group.free()
 
-    def _reduce(self, row: Row) -> None:
-        """Send a row's gradients, or keep them."""
-        row.collect()
-        row.drop_grads()
+    def _reduce(self, param_group: FSDPParamGroup) -> None:
+        """Send a param_group's gradients, or keep them."""
+        param_group.collect()
+        param_group.drop_grads()
         if not self._sync:
-            row.keep()
+            param_group.keep()
             return
-        self._wait_reduce()  # so that no more than two rows of gradients lie about
-        row.start_reduce()
-        self._reducing = row
+        self._wait_reduce()  # so that no more than two param_groups of gradients lie about
+        param_group.start_reduce()
+        self._reducing = param_group
 
     def _wait_reduce(self) -> None:
         if self._reducing is not None:
@@ -218,9 +226,9 @@ class FSDP(nn.Module):
 
     def _forget_backward(self) -> None:
         self._wait_reduce()
-        for row in self.rows:
-            row.drop_grads()
-            row.free()
+        for param_group in self.param_groups:
+            param_group.drop_grads()
+            param_group.free()
         self._in_backward = False
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,9 +241,11 @@ class FSDP(nn.Module):
         return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
 
 
-def _arrived(this: "weakref.ref[FSDP]", row: Row, index: int, _param: Tensor) -> None:
+def _arrived(
+    this: "weakref.ref[FSDP]", param_group: FSDPParamGroup, index: int, _param: Tensor
+) -> None:
     """The hook of one parameter, called each time backward has added to its `grad`."""
     model = this()
     if model is not None:
         with torch.no_grad():
-            model._arrive(row, index)
+            model._arrive(param_group, index)

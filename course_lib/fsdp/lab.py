@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from course_lib.core.records import Event, Ledger
 from course_lib.fsdp.cost import UnitSizes, UnitTimes
 from course_lib.fsdp.fsdp import FSDP
-from course_lib.fsdp.param_group import Row
+from course_lib.fsdp.param_group import FSDPParamGroup
 from course_lib.models.emulated import EmulatedLayer
 from course_lib.ranks import Ranks
-from course_lib.ranks.timing import Measured, step_in_turns
+from course_lib.ranks.timing import Measured, record_interleaved
 
 MOMENTS = ("start_gather", "free", "collect", "drop_grads", "start_reduce", "wait_reduce")
 
@@ -35,7 +35,7 @@ def resident_over_time(
     """Note what this rank holds whenever it changes: with resident_over_time(model) as ledger: ...
 
     params   bytes of the shards and of what is gathered
-    grads    those of the parameters, in rows on their way, kept by no_sync, and of the shards
+    grads    those of the parameters, in param_groups on their way, kept by no_sync, and of the shards
     """
     ledger, start_s = Ledger(dist.get_rank()), time.perf_counter()
 
@@ -43,16 +43,16 @@ def resident_over_time(
         state = optimizer.state.values() if optimizer else ()
         ledger.add(
             time.perf_counter() - start_s,
-            params=sum(_param_bytes(row) for row in model.rows),
-            grads=sum(_grad_bytes(row) for row in model.rows),
+            params=sum(_param_bytes(param_group) for param_group in model.param_groups),
+            grads=sum(_grad_bytes(param_group) for param_group in model.param_groups),
             optim_state=_bytes(value for kept in state for value in kept.values()),
         )
 
     with ExitStack() as stack:
-        for row in model.rows:
+        for param_group in model.param_groups:
             for name in MOMENTS:
-                vars(row)[name] = partial(_then, getattr(row, name), note)
-                stack.callback(vars(row).pop, name)
+                vars(param_group)[name] = partial(_then, getattr(param_group, name), note)
+                stack.callback(vars(param_group).pop, name)
         if optimizer is not None:
             stack.callback(optimizer.register_step_post_hook(lambda *_: note()).remove)
         note()
@@ -61,13 +61,15 @@ def resident_over_time(
 
 
 def sizes_of(model: FSDP) -> UnitSizes:
-    """What `cost.fsdp_plan` has to know of a model whose units have a row each."""
-    rows = {id(unit): unit.rows[0] for unit in model.units if unit.rows}
-    first = model.rows[0]
-    numels = [rows[id(unit)].layout.numel if unit.rows else 0 for unit in model.units]
+    """What `cost.fsdp_plan` has to know of a model whose units have a param_group each."""
+    param_groups = {id(unit): unit.param_groups[0] for unit in model.units if unit.param_groups}
+    first = model.param_groups[0]
+    numels = [
+        param_groups[id(unit)].layout.numel if unit.param_groups else 0 for unit in model.units
+    ]
     return UnitSizes(
         numels=tuple(numels),
-        p=first.place.p,
+        p=first.member.size,
         param_bytes=first.shard.element_size(),
         compute_bytes=first.whole.element_size(),
         reduce_bytes=first.reduce_dtype.itemsize,
@@ -113,11 +115,11 @@ def measure_fsdp(
     Runs take turns, so that whatever else the machine does falls on all of them. Two steps go
     ahead of those that count: the first one learns the order of the units.
     """
-    by_rank = ranks.run(_in_turns, build, loss_of, dict(runs), turns)
-    return {name: _measured([found[name] for found in by_rank]) for name in runs}
+    by_rank = ranks.run(_record_steps, build, loss_of, dict(runs), turns)
+    return {name: measured_of([found[name] for found in by_rank]) for name in runs}
 
 
-def _in_turns(
+def _record_steps(
     rank: int,
     build: Callable[[], nn.Module],
     loss_of: Callable[[nn.Module, int], Tensor],
@@ -126,10 +128,10 @@ def _in_turns(
 ) -> dict[Any, list[Any]]:
     """On a rank: the events of each turn of each run."""
     models = {name: FSDP(build(), **options) for name, options in runs.items()}
-    return step_in_turns(rank, models, loss_of, turns, ahead=2)
+    return record_interleaved(rank, models, loss_of, turns, ahead=2)
 
 
-def _measured(by_rank: Sequence[Sequence[list[Event]]]) -> Measured:
+def measured_of(by_rank: Sequence[Sequence[list[Event]]]) -> Measured:
     """All turns' seconds, and all ranks' events of the median turn, from 0 s on."""
     turns = [list(chain.from_iterable(events)) for events in zip(*by_rank, strict=True)]
     events = sorted(turns, key=_step_s)[len(turns) // 2]
@@ -152,14 +154,16 @@ def _then(do: Callable[[], None], note: Callable[[], None]) -> None:
     note()
 
 
-def _param_bytes(row: Row) -> int:
-    return _bytes([row.shard, row.whole])
+def _param_bytes(param_group: FSDPParamGroup) -> int:
+    return _bytes([param_group.shard, param_group.whole])
 
 
-def _grad_bytes(row: Row) -> int:
-    sent = row.reducing[1] if row.reducing else None
-    own = [param.grad for param in row.params]
-    return _bytes([*own, row.flat_grad, row.kept_grad, sent, row.shard.grad])
+def _grad_bytes(param_group: FSDPParamGroup) -> int:
+    sent = param_group.reducing[1] if param_group.reducing else None
+    own = [param.grad for param in param_group.params]
+    return _bytes(
+        [*own, param_group.flat_grad, param_group.kept_grad, sent, param_group.shard.grad]
+    )
 
 
 def _bytes(tensors: Any) -> int:

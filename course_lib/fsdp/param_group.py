@@ -1,8 +1,8 @@
-"""The flat row of FSDP: parameters side by side, of which a rank owns a shard.
+"""The flat buffer of FSDP: parameters side by side, of which a rank owns a shard.
 
-The whole row has bytes only while it is needed: an all_gather fills it, and `free` gives the bytes
-back. The tensors that look at it stay, so what autograd has saved is right again as soon as the row
-is. Gradients go the other way: one reduce_scatter a row. Notebook 10_fsdp.
+The whole param_group has bytes only while it is needed: an all_gather fills it, and `free` gives the bytes
+back. The tensors that look at it stay, so what autograd has saved is right again as soon as the param_group
+is. Gradients go the other way: one reduce_scatter a param_group. Notebook 10_fsdp.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.collectives.group import Place
+from course_lib.collectives.group import GroupMember
 from course_lib.core.errors import CourseError
 from course_lib.zero.flat_layout import FlatLayout
 
@@ -32,7 +32,7 @@ class Found:
         return [name for name, _, _ in self.places]
 
 
-class Row:
+class FSDPParamGroup:
     """Parameters of one kind (dtype, trained or frozen) side by side; this rank owns a shard.
 
     shard    this rank's numbers, in the parameters' own dtype: what the optimizer steps
@@ -44,17 +44,17 @@ class Row:
         self,
         name: str,
         found: Sequence[Found],
-        place: Place,
+        member: GroupMember,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
-        self.name, self.place = name, place
+        self.name, self.member = name, member
         self.names = [one.names for one in found]
         first = found[0].param
-        self.layout = FlatLayout.of([one.param for one in found], place.p)
+        self.layout = FlatLayout.of([one.param for one in found], member.size)
         self.shard = nn.Parameter(
-            _dealt([one.param for one in found], self.layout, place, device), first.requires_grad
+            _dealt([one.param for one in found], self.layout, member, device), first.requires_grad
         )
         casts = compute_dtype is not None and first.is_floating_point()
         dtype = compute_dtype if casts else first.dtype
@@ -70,7 +70,7 @@ class Row:
         self.missing = set(range(len(found)))  # whose gradients backward has not brought yet
         self.gathering: Any = None
         self.reducing: tuple[Any, Tensor] | None = None
-        self.flat_grad: Tensor | None = None  # all gradients in one row, on their way
+        self.flat_grad: Tensor | None = None  # all gradients in one param_group, on their way
         self.kept_grad: Tensor | None = None  # those of micro-batches that were not sent
         self.version = -1
         self.free()
@@ -87,9 +87,9 @@ class Row:
         self.wait_gather()
         self.whole.untyped_storage().resize_(self.whole_bytes)
         whole = self.whole.data  # for autograd nothing changes: the same numbers come back
-        mine = whole[self.layout.shard_slice(self.place.me)]
+        mine = whole[self.layout.shard_slice(self.member.rank)]
         mine.copy_(self.shard.detach())  # and rounds to compute_dtype
-        self.gathering = dist.all_gather_single(whole, mine, self.place.group, async_op=True)
+        self.gathering = dist.all_gather_single(whole, mine, self.member.group, async_op=True)
         self.version = self.shard._version
 
     def wait_gather(self) -> None:
@@ -101,7 +101,7 @@ class Row:
                 param.data = view
 
     def free(self) -> None:
-        """Give the bytes of the whole row back; the parameters are empty until the next gather."""
+        """Give the bytes of the whole param_group back; the parameters are empty until the next gather."""
         self.wait_gather()
         for param in self.params:
             param.data = self.nothing
@@ -118,7 +118,7 @@ class Row:
         self.flat_grad, self.kept_grad = flat, None
 
     def drop_grads(self) -> None:
-        """The parameters' own gradients are in the row now; the next ones are awaited."""
+        """The parameters' own gradients are in the param_group now; the next ones are awaited."""
         self.missing = set(range(len(self.params)))
         for param in self.params:
             param.grad = None
@@ -129,7 +129,7 @@ class Row:
 
     def start_reduce(self) -> None:
         """Let the gradients leave: every rank gets its shard of their sum."""
-        flat, group = self.flat_grad, self.place.group
+        flat, group = self.flat_grad, self.member.group
         if flat is not None:
             out = flat.new_empty(self.layout.shard_numel)
             self.reducing = dist.reduce_scatter_single(out, flat, group=group, async_op=True), out
@@ -139,7 +139,7 @@ class Row:
         if self.reducing is not None:
             work, out = self.reducing
             work.wait()
-            mean = out.div_(self.place.p).to(self.shard.dtype)
+            mean = out.div_(self.member.size).to(self.shard.dtype)
             if self.shard.grad is None:
                 self.shard.grad = mean
             else:
@@ -147,7 +147,7 @@ class Row:
             self.reducing = self.flat_grad = None
 
     def has_grads(self) -> bool:
-        """Has backward brought any gradient that is not in the row yet?"""
+        """Has backward brought any gradient that is not in the param_group yet?"""
         return any(param.grad is not None for param in self.params)
 
     def _copy_grad(self, index: int, view: Tensor) -> None:
@@ -161,19 +161,19 @@ class Row:
 
 
 def _dealt(
-    params: Sequence[Tensor], layout: FlatLayout, place: Place, device: torch.device
+    params: Sequence[Tensor], layout: FlatLayout, member: GroupMember, device: torch.device
 ) -> Tensor:
     """This rank's shard of the values that the group's first rank has."""
     shard = torch.empty(layout.shard_numel, dtype=params[0].dtype, device=device)
-    first = place.rank(0)
-    if place.me != 0:
-        dist.scatter(shard, None, first, place.group)
+    first = member.global_rank(0)
+    if member.rank != 0:
+        dist.scatter(shard, None, first, member.group)
         return shard
     if any(param.is_meta for param in params):
         raise CourseError(
             f"rank {first}, FSDP: need weights on the group's first rank; got shapes only. "
             'Try torch.device("meta") on the other ranks alone.'
         )
-    shards = layout.flatten(params).view(place.p, -1)
-    dist.scatter(shard, list(shards), first, place.group)
+    shards = layout.flatten(params).view(member.size, -1)
+    dist.scatter(shard, list(shards), first, member.group)
     return shard

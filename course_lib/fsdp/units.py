@@ -1,6 +1,6 @@
 """Which parameters FSDP gathers and frees together: the units of a model.
 
-A unit is a module, usually a block; its parameters lie in one flat row (one a kind, if it has
+A unit is a module, usually a block; its parameters lie in one flat buffer (one a kind, if it has
 several dtypes or frozen parameters). What no unit holds belongs to the root. Notebook 10_fsdp.
 """
 
@@ -15,45 +15,45 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from course_lib.collectives.group import Place
+from course_lib.collectives.group import GroupMember
 from course_lib.core.errors import CourseError
-from course_lib.fsdp.param_group import Found, Row
+from course_lib.fsdp.param_group import Found, FSDPParamGroup
 
 Choice = Iterable[nn.Module] | Callable[[nn.Module], bool] | None
 
 
 @dataclass(eq=False)
 class Unit:
-    """A module whose parameters come and go together; most have one row."""
+    """A module whose parameters come and go together; most have one param_group."""
 
     name: str
     module: nn.Module
-    rows: list[Row]
+    param_groups: list[FSDPParamGroup]
     has_units: bool  # other units lie within it
 
     def start_gather(self) -> None:
         """Let all_gathers leave for what is not there."""
-        for row in self.rows:
-            row.start_gather()
+        for param_group in self.param_groups:
+            param_group.start_gather()
 
     def wait_gather(self) -> None:
         """Wait until everything is there."""
-        for row in self.rows:
-            row.wait_gather()
+        for param_group in self.param_groups:
+            param_group.wait_gather()
 
     def free(self, *, frozen_only: bool = False) -> None:
-        """Give bytes back, of all rows or of those that backward brings no gradient for."""
-        for row in self.rows:
-            if not (frozen_only and row.shard.requires_grad):
-                row.free()
+        """Give bytes back, of all param_groups or of those that backward brings no gradient for."""
+        for param_group in self.param_groups:
+            if not (frozen_only and param_group.shard.requires_grad):
+                param_group.free()
 
     @property
     def has_frozen(self) -> bool:
-        """Is there a row without gradients?"""
-        return any(not row.shard.requires_grad for row in self.rows)
+        """Is there a param_group without gradients?"""
+        return any(not param_group.shard.requires_grad for param_group in self.param_groups)
 
     def free_behind(self, inputs: Any) -> Any:
-        """Free frozen rows when backward has come through to the inputs: no gradient tells it.
+        """Free frozen param_groups when backward has come through to the inputs: no gradient tells it.
 
         The inputs become views of themselves, so that this comes before what waits for them.
         """
@@ -71,7 +71,9 @@ class Unit:
 
     def check_unchanged(self) -> None:
         """Raises: CourseError if the shards are not those that forward has gathered."""
-        if any(row.version != row.shard._version for row in self.rows):
+        if any(
+            param_group.version != param_group.shard._version for param_group in self.param_groups
+        ):
             raise CourseError(
                 f"FSDP: need the weights of forward in backward; those of {self.name or 'the root'}"
                 " have changed since. Try optimizer.step() after backward()."
@@ -86,7 +88,7 @@ class Unit:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         plain = Tensor | float | int | str | None
         strange = [leaf for leaf in leaves if not isinstance(leaf, plain)]
-        if strange and not tensors and self.rows:
+        if strange and not tensors and self.param_groups:
             raise CourseError(
                 f"FSDP: need tensors, or tuples, lists and dicts of them, from "
                 f"{self.name or 'the module'}; got {type(strange[0]).__name__}. "
@@ -139,7 +141,7 @@ def check_wrappable(
 def make_units(
     module: nn.Module,
     choice: Choice,
-    place: Place,
+    member: GroupMember,
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> list[Unit]:
@@ -153,12 +155,14 @@ def make_units(
         for one in found:
             if one.unit == name:
                 kinds.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
-        rows = [
-            Row(f"{name}.flat{n}".lstrip("."), kind, place, compute_dtype, reduce_dtype, device)
+        param_groups = [
+            FSDPParamGroup(
+                f"{name}.flat{n}".lstrip("."), kind, member, compute_dtype, reduce_dtype, device
+            )
             for n, kind in enumerate(kinds.values())
         ]
         inner = any(other is not part and other in chosen.values() for other in part.modules())
-        units.append(Unit(name, part, rows, inner))
+        units.append(Unit(name, part, param_groups, inner))
     return units
 
 
@@ -215,7 +219,7 @@ def find_params(module: nn.Module, chosen: dict[str, nn.Module]) -> list[Found]:
 
 
 @torch.no_grad()
-def share_buffers(module: nn.Module, place: Place) -> None:
+def share_buffers(module: nn.Module, member: GroupMember) -> None:
     """Give all ranks the buffers of the group's first one; from shapes only, make them."""
     device = _device(module)
     for part in module.modules():
@@ -223,7 +227,7 @@ def share_buffers(module: nn.Module, place: Place) -> None:
             if buffer is not None:
                 here = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer
                 values = here.contiguous()
-                dist.broadcast(values, place.rank(0), place.group)
+                dist.broadcast(values, member.global_rank(0), member.group)
                 part._buffers[name] = here.copy_(values)
 
 

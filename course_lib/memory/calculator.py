@@ -1,4 +1,4 @@
-"""Will it fit? One setup (model, card, recipe, batch, degrees) in, its whole accounting out.
+"""Will it fit? One setup (model, card, recipe, batch, parallelism) in, its whole accounting out.
 
 A setup is also a line of text, `--model llama-8b --gpu h100 --dp 8 --zero 2`: the same words as on
 the command line, `course memory ...`, so that a state can be sent to somebody else.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.core.errors import CourseError
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import find_model
 from course_lib.core.recipes import find_recipe
 from course_lib.core.records import Ledger
@@ -83,9 +83,9 @@ class Setup:
         return find_device(self.gpu)
 
     @cached_property
-    def degrees(self) -> Degrees:
+    def parallelism(self) -> Parallelism:
         """How it is split."""
-        return Degrees(
+        return Parallelism(
             dp=self.dp,
             tp=self.tp,
             pp=self.pp,
@@ -104,7 +104,7 @@ class Setup:
             recompute=self.recompute,
             flash=not self.unfused,
             dropout=self.dropout,
-            degrees=self.degrees,
+            parallelism=self.parallelism,
             stage=stage,
             num_micro_batches=min(self.micro_batches, self.pp + 1),  # more repeat the same peak
             num_steps=num_steps,
@@ -156,7 +156,7 @@ class Setup:
         if not self.step_time_s:
             return 0.0
         peak = self.device.peak("fp32" if self.recipe == "fp32" else "bf16")
-        world_size = self.degrees.world_size
+        world_size = self.parallelism.world_size
         return mfu(self.step_flop(), self.step_time_s, peak, world_size=world_size)
 
     def text(self) -> str:
@@ -179,14 +179,14 @@ class Setup:
             flash=not self.unfused,
             dropout=self.dropout,
             number_bytes=find_recipe(self.recipe).activation_bytes,
-            degrees=self.degrees,
+            parallelism=self.parallelism,
         )
         num_params = count_params(self.spec)
         return {
             "setup": self.text(),
             "model": self.spec.name,
             "num_params": num_params,
-            "world_size": self.degrees.world_size,
+            "world_size": self.parallelism.world_size,
             "peak_bytes": {kind: held[kind][at] for kind in KINDS},
             "most_bytes": {kind: max(held[kind]) for kind in KINDS},
             "total_bytes": ledger.peak_bytes(),

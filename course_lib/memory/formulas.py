@@ -8,7 +8,7 @@ published tables. Notebook 01_memory.
 from collections.abc import Iterable
 
 from course_lib.core.errors import CourseError
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.core.recipes import BF16, Recipe, find_recipe
 from course_lib.core.records import Ledger
 from course_lib.core.specs import ModelSpec
@@ -25,7 +25,7 @@ from course_lib.memory.layer_bytes import PAPER, PARTS, Kept, Kernels, Pass, tot
 
 
 def model_states(
-    num_params: int, recipe: Recipe | str = BF16, *, degrees: Degrees = ONE
+    num_params: int, recipe: Recipe | str = BF16, *, parallelism: Parallelism = ONE
 ) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on one rank.
 
@@ -36,12 +36,12 @@ def model_states(
     if isinstance(num_params, bool) or not num_params >= 0:
         raise CourseError(f"model_states: need num_params of 0 or more; got {num_params!r}.")
     recipe = find_recipe(recipe)
-    whole, shard = int(num_params), -(-int(num_params) // degrees.zero_ranks)
-    grads = shard if degrees.zero >= 2 else whole
+    whole, shard = int(num_params), -(-int(num_params) // parallelism.zero_ranks)
+    grads = shard if parallelism.zero >= 2 else whole
     return {
-        "params": (shard if degrees.zero >= 3 else whole) * recipe.weight_bytes,
+        "params": (shard if parallelism.zero >= 3 else whole) * recipe.weight_bytes,
         "grads": grads * (recipe.grad_bytes + recipe.accumulator_bytes),
-        "optim_state": (shard if degrees.zero >= 1 else whole) * recipe.optim_bytes,
+        "optim_state": (shard if parallelism.zero >= 1 else whole) * recipe.optim_bytes,
     }
 
 
@@ -54,7 +54,7 @@ def activations(
     flash: bool = True,
     dropout: bool = False,
     number_bytes: int = 2,
-    degrees: Degrees = ONE,
+    parallelism: Parallelism = ONE,
     stage: int = 0,
     num_model_chunks: int = 1,
     kernels: Kernels = PAPER,
@@ -78,16 +78,16 @@ def activations(
         flash=flash,
         dropout=dropout,
         kernels=kernels,
-        degrees=degrees,
+        parallelism=parallelism,
     )
-    layers, in_flight = layers_on_stage(spec, degrees, stage), degrees.pp - stage
+    layers, in_flight = layers_on_stage(spec, parallelism, stage), parallelism.pp - stage
     chunks = num_model_chunks
     held = {
-        part: size * layers * (in_flight * chunks + (degrees.pp - 1) * (chunks > 1)) // chunks
+        part: size * layers * (in_flight * chunks + (parallelism.pp - 1) * (chunks > 1)) // chunks
         for part, size in by_part(one.kept_layer(recompute)).items()
     }
     ends = one.embedding() * in_flight if stage == 0 else []
-    ends += one.head() if stage == degrees.pp - 1 else []
+    ends += one.head() if stage == parallelism.pp - 1 else []
     return {part: held[part] + size for part, size in by_part(ends).items()}
 
 
@@ -100,7 +100,7 @@ def step_ledger(
     recompute: str = "none",
     flash: bool = True,
     dropout: bool = False,
-    degrees: Degrees = ONE,
+    parallelism: Parallelism = ONE,
     stage: int = 0,
     num_micro_batches: int = 1,
     num_steps: int = 4,
@@ -123,7 +123,7 @@ def step_ledger(
         flash=flash,
         dropout=dropout,
         kernels=kernels,
-        degrees=degrees,
+        parallelism=parallelism,
     )
     steps = _Steps(one, found, recompute, stage, flop_per_s)
     for _ in range(num_steps):
@@ -137,12 +137,12 @@ class _Steps:
     def __init__(
         self, one: Pass, recipe: Recipe, recompute: str, stage: int, flop_per_s: float
     ) -> None:
-        spec, degrees = one.spec, one.degrees
+        spec, parallelism = one.spec, one.parallelism
         self.ledger, self.time_s = Ledger(), 0.0
-        self.recipe, self.degrees = recipe, degrees
-        self.first, self.last = stage == 0, stage == degrees.pp - 1
-        self.in_flight = degrees.pp - stage
-        self.layers = layers_on_stage(spec, degrees, stage)
+        self.recipe, self.parallelism = recipe, parallelism
+        self.first, self.last = stage == 0, stage == parallelism.pp - 1
+        self.in_flight = parallelism.pp - stage
+        self.layers = layers_on_stage(spec, parallelism, stage)
         self.layer = total(one.kept_layer(recompute))
         self.again = total(one.layer()) - self.layer
         # backward comes through the MLP before it comes to the scores that are made again
@@ -153,15 +153,15 @@ class _Steps:
         )
         self.embedding = total(one.embedding()) if self.first else 0
         self.head = total(one.head()) if self.last else 0
-        self.params = params_on_rank(spec, degrees, stage)
-        self.layer_params = layer_params(spec, degrees)
+        self.params = params_on_rank(spec, parallelism, stage)
+        self.layer_params = layer_params(spec, parallelism)
         # the tied gradient is summed in the embedding: autograd holds it from the head on
         self.head_params = norm_params(spec) if self.last else 0
-        if self.last and (not spec.tied or degrees.pp > 1):
-            self.head_params += -(-spec.vocab * spec.hidden // degrees.tp)
+        if self.last and (not spec.tied or parallelism.pp > 1):
+            self.head_params += -(-spec.vocab * spec.hidden // parallelism.tp)
         forward = forward_flop(spec, one.batch, one.seq)
-        share = spec.num_layers * degrees.tp * degrees.cp * flop_per_s
-        self.head_s = forward.pop("logits") / (degrees.tp * degrees.cp * flop_per_s)
+        share = spec.num_layers * parallelism.tp * parallelism.cp * flop_per_s
+        self.head_s = forward.pop("logits") / (parallelism.tp * parallelism.cp * flop_per_s)
         self.layer_s = sum(forward.values()) / share
         self.again_s = recompute_flop({**forward, "logits": 0}, recompute) / share
         self.activations = self.grad_params = 0
@@ -211,8 +211,8 @@ class _Steps:
         self._note()
 
     def _note(self) -> None:
-        recipe, shards, zero = self.recipe, self.degrees.zero_ranks, self.degrees.zero
-        states = model_states(self.params, recipe, degrees=self.degrees)
+        recipe, shards, zero = self.recipe, self.parallelism.zero_ranks, self.parallelism.zero
+        states = model_states(self.params, recipe, parallelism=self.parallelism)
         grads = -(-self.grad_params // shards) if zero >= 2 else self.grad_params
         owned = -(-self.params // shards) if zero >= 1 else self.params
         accumulated = -(-self.params // shards) if zero >= 2 else self.params

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from course_lib.core.errors import CourseError, ShapeError
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.flops import RECOMPUTE
 from course_lib.cost.params import ONE
@@ -62,30 +62,30 @@ class Pass:
     flash: bool = True
     dropout: bool = False
     kernels: Kernels = PAPER
-    degrees: Degrees = ONE
+    parallelism: Parallelism = ONE
 
     def __post_init__(self) -> None:
-        self.degrees.check(self.spec)
+        self.parallelism.check(self.spec)
         for name, size in (("batch", self.batch), ("seq", self.seq)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ShapeError(
                     f"activations: need {name} as a whole number above 0; got {size!r}."
                 )
-        if self.seq % self.degrees.cp:
+        if self.seq % self.parallelism.cp:
             raise ShapeError(
-                f"activations: need seq divisible by cp; got {self.seq} and {self.degrees.cp}. "
-                f"Try seq={self.seq + self.degrees.cp - self.seq % self.degrees.cp}."
+                f"activations: need seq divisible by cp; got {self.seq} and {self.parallelism.cp}. "
+                f"Try seq={self.seq + self.parallelism.cp - self.seq % self.parallelism.cp}."
             )
 
     @property
     def tokens(self) -> int:
         """Tokens on this rank: the sequence is split over cp."""
-        return self.batch * self.seq // self.degrees.cp
+        return self.batch * self.seq // self.parallelism.cp
 
     @property
     def norm_split(self) -> int:
         """Over how many ranks norms, masks and the inputs of the linear layers are split."""
-        return self.degrees.tp if self.degrees.sequence_parallel else 1
+        return self.parallelism.tp if self.parallelism.sequence_parallel else 1
 
     def layer(self) -> list[Kept]:
         """What one layer keeps."""
@@ -94,7 +94,7 @@ class Pass:
 
     def scores(self) -> list[Kept]:
         """What attention keeps between q, k, v and its output: selective recompute drops it."""
-        s, tp = self.spec, self.degrees.tp
+        s, tp = self.spec, self.parallelism.tp
         queries = self.tokens * s.num_heads
         if self.flash:
             return _rows("attention", ("log-sum of each query", queries * 4, tp))[
@@ -132,12 +132,12 @@ class Pass:
         return [
             *self._norm("last"),
             *_rows("logits", ("input of the head", self._hidden, self.norm_split)),
-            *_rows("logits", ("log-softmax", logits, self.degrees.tp)),
+            *_rows("logits", ("log-softmax", logits, self.parallelism.tp)),
             *_rows("logits", ("the loss's divisor", loss_bytes, 1))[: int(self.kernels.statistics)],
         ]
 
     def _attention(self) -> list[Kept]:
-        s, tp = self.spec, self.degrees.tp
+        s, tp = self.spec, self.parallelism.tp
         return [
             *_rows(
                 "attention",
@@ -155,7 +155,7 @@ class Pass:
         if self.spec.gated:
             names = ["gate", "silu of gate", "up", "their product"]
         inputs = _rows("mlp", ("input of the MLP", self._hidden, self.norm_split))
-        return inputs + _rows("mlp", *((name, wide, self.degrees.tp) for name in names))
+        return inputs + _rows("mlp", *((name, wide, self.parallelism.tp) for name in names))
 
     def _norm(self, name: str) -> list[Kept]:
         kernels, split = self.kernels, self.norm_split

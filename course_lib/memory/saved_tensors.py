@@ -145,7 +145,7 @@ class LiveLedger:
             self.note()
 
 
-def held_over_time(fn: Callable[[], Any], *, given: Iterable[Tensor] = ()) -> Ledger:
+def activation_ledger(fn: Callable[[], Any], *, given: Iterable[Tensor] = ()) -> Ledger:
     """Call `fn` (forward and backward, say); return the bytes that autograd held, all along.
 
     given   tensors that are there anyway, such as parameters and the batch: not counted

@@ -44,7 +44,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class GradeReport:
     """The verdicts on one notebook, in the order of its exercises, and what else to tell."""
 
     lesson: str
@@ -57,7 +57,7 @@ class Report:
         return all(verdict.status == "right" for verdict in self.verdicts)
 
 
-def grade(path: Path, folder: Path, timeout_s: float, ended: CellEnded) -> Report:
+def grade(path: Path, folder: Path, timeout_s: float, ended: CellEnded) -> GradeReport:
     """The verdict on every exercise of the notebook in `path`, a lesson of the course in `folder`.
 
     Each cell may run for `timeout_s`; `ended(done, all)` is told of progress.
@@ -81,7 +81,7 @@ def grade(path: Path, folder: Path, timeout_s: float, ended: CellEnded) -> Repor
         replace(verdict, note=_check_note(key, learner, reference))
         for key, verdict in verdicts.items()
     )
-    return Report(lesson=lesson.name, path=str(path), verdicts=told, notes=tuple(notes))
+    return GradeReport(lesson=lesson.name, path=str(path), verdicts=told, notes=tuple(notes))
 
 
 def lesson_of(notebook: NotebookNode, path: Path, folder: Path) -> Lesson:

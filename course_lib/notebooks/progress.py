@@ -13,7 +13,7 @@ from nbformat import NotebookNode
 
 from course_lib.core import CourseError
 from course_lib.notebooks.build import read_lesson, student_notebook
-from course_lib.notebooks.grading import Report
+from course_lib.notebooks.grading import GradeReport
 from course_lib.notebooks.learner_work import built_from, filled_in
 from course_lib.notebooks.lessons import (
     Lesson,
@@ -25,7 +25,7 @@ from course_lib.notebooks.lessons import (
 )
 
 
-def remember(report: Report, lesson: Lesson) -> None:
+def remember(report: GradeReport, lesson: Lesson) -> None:
     """Keep the verdicts on the lesson's own notebook for `progress`."""
     cells = exercise_cells(read_notebook(lesson.student))
     kept = _read_kept(lesson.folder)

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-from course_lib.notebooks.grading import Report
+from course_lib.notebooks.grading import GradeReport
 
 
-def write_csv(reports: Sequence[Report], path: Path) -> None:
+def write_csv(reports: Sequence[GradeReport], path: Path) -> None:
     """Write one row an exercise, with a header."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -20,7 +20,7 @@ def write_csv(reports: Sequence[Report], path: Path) -> None:
                 writer.writerow([report.path, report.lesson, *asdict(verdict).values()])
 
 
-def write_junit(reports: Sequence[Report], path: Path) -> None:
+def write_junit(reports: Sequence[GradeReport], path: Path) -> None:
     """Write a suite for every notebook; an exercise that is not right is a failure."""
     suites = ElementTree.Element("testsuites")
     for report in reports:

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from course_lib.collectives.group import Group, describe, place_in
+from course_lib.collectives.group import Group, describe, member_of
 from course_lib.core.errors import CourseError, ShapeError
 from course_lib.models.data import IGNORED
 from course_lib.pipeline.actions import Action, Schedule, ScheduleError, num_model_chunks_of
-from course_lib.pipeline.p2p import Form, Mailbox, Routes
+from course_lib.pipeline.p2p import CommPlan, StageComm, TensorMeta
 from course_lib.pipeline.schedule_rules import check_schedule
-from course_lib.pipeline.split_backward import Halves
+from course_lib.pipeline.split_backward import SplitBackward
 from course_lib.pipeline.stage import Stage, share_tied, tied_summed
 from course_lib.ranks import span
 
@@ -46,13 +46,13 @@ class Pipeline:
     def __init__(
         self, stage: Stage | nn.Module | Sequence[nn.Module], loss_fn: LossFn, group: Group = None
     ) -> None:
-        self.place = place_in(group, "Pipeline")
+        self.member = member_of(group, "Pipeline")
         self.stage, self.loss_fn, self.peak_in_flight = _as_stage(stage), loss_fn, 0
         param = next(self.stage.parameters(), None)
         self.device = torch.device("cpu") if param is None else param.device
-        self._checked: tuple[Schedule, int, Routes] | None = None
-        self._forms: dict[Any, dict[tuple[int, int], Form]] = {}
-        share_tied(self.stage, self.place)
+        self._checked: tuple[Schedule, int, CommPlan] | None = None
+        self._metas: dict[Any, dict[tuple[int, int], TensorMeta]] = {}
+        share_tied(self.stage, self.member)
 
     def step(
         self,
@@ -73,39 +73,39 @@ class Pipeline:
         Cost:    an activation and a gradient sent per micro-batch and border between pieces
         Raises:  ScheduleError before anything is sent; CourseError
         """
-        routes = self._routes(schedule, len(inputs))
+        plan = self._plan(schedule, len(inputs))
         weights = self._check_batch(inputs, targets, weights)
         shapes = tuple((tuple(x.shape), x.dtype) for x in inputs)
-        mail = Mailbox(self.place, routes, self._forms.get(shapes, {}), self.device)
+        comm = StageComm(self.member, plan, self._metas.get(shapes, {}), self.device)
         batch = (inputs, targets or (), weights)
-        run = StageRun(self.stage, self.loss_fn, routes, batch)
-        with tied_summed(self.stage, self.place):
-            for action in schedule[self.place.me]:
-                received = mail.receive(action)
+        run = StageExecutor(self.stage, self.loss_fn, plan, batch)
+        with tied_summed(self.stage, self.member):
+            for action in schedule[self.member.rank]:
+                received = comm.receive(action)
                 with span(action.kind, action.label):
                     made = run.do(action, received)
                 if made is not None:
-                    mail.send(action, made)
-            mail.finish()
-        self._forms[shapes], self.peak_in_flight = mail.forms, run.peak
+                    comm.send(action, made)
+            comm.finish()
+        self._metas[shapes], self.peak_in_flight = comm.metas, run.peak
         return run.loss
 
     @property
     def is_last(self) -> bool:
         """Is this the stage that has the loss?"""
-        return self.place.me == self.place.p - 1
+        return self.member.rank == self.member.size - 1
 
-    def _routes(self, schedule: Schedule, num_micro_batches: int) -> Routes:
+    def _plan(self, schedule: Schedule, num_micro_batches: int) -> CommPlan:
         """This rank's part of a schedule, which is checked when it is new."""
         if self._checked is None or self._checked[:2] != (schedule, num_micro_batches):
             check_schedule(schedule, num_micro_batches=num_micro_batches)
             self._check_sizes(schedule)
             copy = [list(actions) for actions in schedule]
-            self._checked = copy, num_micro_batches, Routes(schedule, self.place.me)
+            self._checked = copy, num_micro_batches, CommPlan(schedule, self.member.rank)
         return self._checked[2]
 
     def _check_sizes(self, schedule: Schedule) -> None:
-        where, p, v = f"rank {dist.get_rank()}, Pipeline", self.place.p, len(self.stage.chunks)
+        where, p, v = f"rank {dist.get_rank()}, Pipeline", self.member.size, len(self.stage.chunks)
         if len(schedule) != p:
             raise ScheduleError(
                 f"{where}: need a schedule for the {p} ranks of the group; got one for "
@@ -153,28 +153,28 @@ def _as_stage(stage: Stage | nn.Module | Sequence[nn.Module]) -> Stage:
 
 
 @dataclass
-class _Held:
+class InFlight:
     """What a rank keeps of a micro-batch in a model chunk, from its forward to its backward."""
 
     x: Tensor | None  # the input, if its gradient is wanted
     edge: Any  # where backward begins; the output itself may go once it has arrived
     grad: Tensor | None  # the gradient there, where none comes from the next stage
-    halves: Halves | None
+    split: SplitBackward | None
 
 
-class StageRun:
+class StageExecutor:
     """One step of one rank: does actions, whose messages somebody else receives and sends."""
 
     def __init__(
         self,
         stage: Stage,
         loss_fn: LossFn,
-        routes: Routes,
+        plan: CommPlan,
         batch: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[float]],
     ) -> None:
-        self.stage, self.loss_fn, self.routes = stage, loss_fn, routes
+        self.stage, self.loss_fn, self.plan = stage, loss_fn, plan
         self.inputs, self.targets, self.weights = batch
-        self.held: dict[tuple[int, int], _Held] = {}
+        self.held: dict[tuple[int, int], InFlight] = {}
         self.loss: Tensor | None = None
         self.peak = 0
 
@@ -188,8 +188,8 @@ class StageRun:
         held = self.held.pop(part)
         if action.kind == "backward":
             return self._backward(held, received)
-        if held.halves:
-            held.halves.backward_weight()
+        if held.split:
+            held.split.backward_weight()
         return None
 
     def _forward(self, action: Action, received: Tensor | None) -> Tensor | None:
@@ -198,22 +198,22 @@ class StageRun:
             (action.model_chunk, action.micro_batch),
             self.stage.chunks[action.model_chunk],
         )
-        halves = Halves(chunk) if part in self.routes.halved else None
-        with halves or nullcontext():
+        split = SplitBackward(chunk) if part in self.plan.halved else None
+        with split or nullcontext():
             out = self._called(chunk, x, action)
         grad = None
-        if last := self.routes.is_last(action):
+        if last := self.plan.is_last(action):
             out, grad = self._mean_loss(out, action.micro_batch)
         edge = get_gradient_edge(out) if out.requires_grad else None
-        self.held[part] = _Held(received, edge, grad, halves)
+        self.held[part] = InFlight(received, edge, grad, split)
         self.peak = max(self.peak, len(self.held))
         return None if last else out
 
-    def _backward(self, held: _Held, received: Tensor | None) -> Tensor | None:
+    def _backward(self, held: InFlight, received: Tensor | None) -> Tensor | None:
         """Backward, or its first half; return the gradient of what was received in forward."""
         x_grad, grad = None, held.grad if received is None else received
-        if held.edge and held.halves:
-            x_grad = held.halves.backward_input(held.edge, grad, held.x)
+        if held.edge and held.split:
+            x_grad = held.split.backward_input(held.edge, grad, held.x)
         elif held.edge:
             torch.autograd.backward((held.edge,), (grad,))
             x_grad = None if held.x is None else held.x.grad

@@ -28,14 +28,16 @@ from course_lib.pipeline.stage import Stage
 from course_lib.ranks import Ranks, record
 from course_lib.ranks.timing import Measured
 
-Build = Callable[[int, int], Stage | nn.Module | Sequence[nn.Module]]  # (stage, num_stages) -> it
+BuildStage = Callable[
+    [int, int], Stage | nn.Module | Sequence[nn.Module]
+]  # (stage, num_stages) -> it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PipelineRun:
     """What to measure: `build(stage, num_stages)` on every rank, and steps of one schedule."""
 
-    build: Build
+    build: BuildStage
     schedule: Schedule
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
@@ -56,16 +58,18 @@ class MeasuredPipeline(Measured):
         return 1 - sum(e.duration_s for e in computed) / (len(self.peak_in_flight) * length_s)
 
 
-def measure(ranks: Ranks, runs: Mapping[Any, Run], turns: int = 5) -> dict[Any, MeasuredPipeline]:
+def measure(
+    ranks: Ranks, runs: Mapping[Any, PipelineRun], turns: int = 5
+) -> dict[Any, MeasuredPipeline]:
     """Time steps of all runs, taking turns.
 
     A step lasts from the moment when the last rank begins until the last one has ended.
     """
-    by_rank = ranks.run(_in_turns, dict(runs), turns)
-    return {name: _measured([found[name] for found in by_rank]) for name in runs}
+    by_rank = ranks.run(_record_steps, dict(runs), turns)
+    return {name: measured_of([found[name] for found in by_rank]) for name in runs}
 
 
-def measure_times(ranks: Ranks, run: Run, turns: int = 3) -> PipelineTimes:
+def measure_times(ranks: Ranks, run: PipelineRun, turns: int = 3) -> PipelineTimes:
     """Seconds of the run's actions while only one rank computes at a time: medians by model chunk.
 
     Whole backwards are counted half and half; a run whose schedule cuts them has both measured.
@@ -111,7 +115,7 @@ def _one_by_one(schedule: Schedule) -> Schedule:
 # --- stages that only take their time
 
 
-def emulated(schedule: Schedule, times: PipelineTimes) -> Run:
+def emulated(schedule: Schedule, times: PipelineTimes) -> PipelineRun:
     """Steps that take what `simulate(schedule, times)` plays, on ranks with `times.link`.
 
     The length of a micro-batch comes from `times.micro_batch_scale`; messages have their size.
@@ -121,7 +125,7 @@ def emulated(schedule: Schedule, times: PipelineTimes) -> Run:
         torch.full((max(1, round(times.bytes_of(n) / 4)),), float(times.scale(n)))
         for n in range(num_micro_batches)
     ]
-    return Run(
+    return PipelineRun(
         build=partial(_emulated_stage, times, num_model_chunks_of(schedule)),
         schedule=schedule,
         inputs=inputs,
@@ -136,14 +140,14 @@ def _emulated_stage(
     seconds = times.by_depth(num_stages, num_model_chunks)
     kinds = ("forward", "backward_input", "backward_weight")
     depths = range(stage, num_stages * num_model_chunks, num_stages)
-    return Stage([EmulatedLayer(*(seconds[kind][depth] for kind in kinds)) for depth in depths])
+    return Stage([TimedLayer(*(seconds[kind][depth] for kind in kinds)) for depth in depths])
 
 
 def _first_number(output: Tensor, target: Tensor) -> Tensor:
     return output[0] * target[0]
 
 
-class EmulatedLayer(nn.Module):
+class TimedLayer(nn.Module):
     """x + weight, which takes given seconds for forward and for each half of backward.
 
     The first number of x says how long its micro-batch is, in parts of an ordinary one.
@@ -189,7 +193,7 @@ class _Turn:
     peak_in_flight: int
 
 
-def _in_turns(rank: int, runs: Mapping[Any, Run], turns: int) -> dict[Any, list[_Turn]]:
+def _record_steps(rank: int, runs: Mapping[Any, PipelineRun], turns: int) -> dict[Any, list[_Turn]]:
     """On a rank: what happened in each turn of each run; the first ones agree on shapes."""
     num_stages = dist.get_world_size()
     pipelines = {n: Pipeline(run.build(rank, num_stages), run.loss_fn) for n, run in runs.items()}
@@ -206,7 +210,7 @@ def _in_turns(rank: int, runs: Mapping[Any, Run], turns: int) -> dict[Any, list[
     return {name: each[1:] for name, each in found.items()}
 
 
-def _measured(by_rank: Sequence[Sequence[_Turn]]) -> MeasuredPipeline:
+def measured_of(by_rank: Sequence[Sequence[_Turn]]) -> MeasuredPipeline:
     """Put the ranks' events of each turn together."""
     turns = list(zip(*by_rank, strict=True))
     seconds = tuple(map(_step_s, turns))

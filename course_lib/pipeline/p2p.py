@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.collectives.group import Place, describe
+from course_lib.collectives.group import GroupMember, describe
 from course_lib.core.errors import ShapeError
 from course_lib.pipeline.actions import (
     Action,
@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MAX_DIMS = 8
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """An activation or a gradient of a micro-batch, to the model chunk at some depth."""
 
     forward: bool
@@ -41,7 +41,7 @@ class Message(NamedTuple):
         return (self.depth if self.forward else self.depth + 1, self.micro_batch)
 
 
-class Form(NamedTuple):
+class TensorMeta(NamedTuple):
     """The shape and dtype of a message."""
 
     shape: tuple[int, ...]
@@ -49,12 +49,12 @@ class Form(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    message: Message
+    message: StageMessage
     work: dist.Work
     tensor: Tensor  # has to live until it has left
 
 
-class Routes:
+class CommPlan:
     """One rank's part of a schedule: whom it hears in which order, and when it is heard."""
 
     def __init__(self, schedule: Schedule, me: int) -> None:
@@ -64,19 +64,19 @@ class Routes:
             rank: [self.sends(action) for action in sent_from_to(schedule, rank, me)]
             for rank in neighbours
         }
-        self.made_at: dict[Message, int] = {}  # the place in its sender's list of actions
-        self.taken_at: dict[Message, int] = {}  # and in its receiver's
+        self.made_at: dict[StageMessage, int] = {}  # the position in its sender's list of actions
+        self.taken_at: dict[StageMessage, int] = {}  # and in its receiver's
         self.halved = {
             (action.model_chunk, action.micro_batch)
             for action in schedule[me]
             if action.kind == "backward_weight"
         }  # whose backward comes in two halves
         for rank in neighbours:
-            for place, action in enumerate(schedule[rank]):
+            for position, action in enumerate(schedule[rank]):
                 if self.source(action) == me:
-                    self.taken_at[self.takes(action)] = place
+                    self.taken_at[self.takes(action)] = position
                 if self.target(action) == me:
-                    self.made_at[self.sends(action)] = place
+                    self.made_at[self.sends(action)] = position
 
     def source(self, action: Action) -> int | None:
         """The rank whose message the action needs."""
@@ -90,46 +90,46 @@ class Routes:
         """Does the action stand at the end of the model, where the loss is?"""
         return action.depth(self.num_stages) == self.num_stages * self.num_model_chunks - 1
 
-    def takes(self, action: Action) -> Message:
+    def takes(self, action: Action) -> StageMessage:
         """The message that an action needs."""
         depth = action.depth(self.num_stages)
-        return Message(action.kind == "forward", depth, action.micro_batch)
+        return StageMessage(action.kind == "forward", depth, action.micro_batch)
 
-    def sends(self, action: Action) -> Message:
+    def sends(self, action: Action) -> StageMessage:
         """The message that an action makes."""
         forward = action.kind == "forward"
         depth = action.depth(self.num_stages) + (1 if forward else -1)
-        return Message(forward, depth, action.micro_batch)
+        return StageMessage(forward, depth, action.micro_batch)
 
 
-class Mailbox:
+class StageComm:
     """The messages of one rank during one step.
 
-    forms   what is known of the messages' shapes, by border; an activation that is not yet in it
+    metas   what is known of the messages' shapes, by border; an activation that is not yet in it
             travels behind a header that tells its shape, and is noted here
     """
 
     def __init__(
         self,
-        place: Place,
-        routes: Routes,
-        forms: dict[tuple[int, int], Form],
+        member: GroupMember,
+        plan: CommPlan,
+        metas: dict[tuple[int, int], TensorMeta],
         device: torch.device,
     ) -> None:
-        self.place, self.routes, self.forms, self.device = place, routes, forms, device
-        self.headers = not forms
-        self._to_come = {rank: deque(order) for rank, order in routes.from_rank.items()}
-        self._posted: dict[Message, tuple[dist.Work, Tensor]] = {}
+        self.member, self.plan, self.metas, self.device = member, plan, metas, device
+        self.headers = not metas
+        self._to_come = {rank: deque(order) for rank, order in plan.from_rank.items()}
+        self._posted: dict[StageMessage, tuple[dist.Work, Tensor]] = {}
         self._sent: dict[int, list[_Sent]] = defaultdict(list)
-        self._at_home: dict[Message, Tensor] = {}  # from one chunk of this rank to its next
+        self._at_home: dict[StageMessage, Tensor] = {}  # from one chunk of this rank to its next
 
     def receive(self, action: Action) -> Tensor | None:
         """Wait for what the action needs; None if it needs nothing from elsewhere."""
-        source = self.routes.source(action)
+        source = self.plan.source(action)
         if source is None:
             return None
-        message = self.routes.takes(action)
-        if source == self.place.me:
+        message = self.plan.takes(action)
+        if source == self.member.rank:
             return self._at_home.pop(message)
         while message not in self._posted:
             self._post(source)
@@ -137,21 +137,21 @@ class Mailbox:
             self._post(source)
         work, tensor = self._posted.pop(message)
         work.wait()
-        self._let_go(source, self.routes.made_at[message])
+        self._free_sent(source, self.plan.made_at[message])
         return tensor
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Let the outcome of an action leave, if anybody waits for it."""
-        target = self.routes.target(action)
+        target = self.plan.target(action)
         if target is None:
             return
-        message, tensor = self.routes.sends(action), tensor.detach().contiguous()
-        if target == self.place.me:
+        message, tensor = self.plan.sends(action), tensor.detach().contiguous()
+        if target == self.member.rank:
             self._at_home[message] = tensor
             return
-        self._check_form(message, tensor, action)
+        self._check_meta(message, tensor, action)
         if message.forward and self.headers:
-            header = _header(self.forms[message.border]).to(self.device)
+            header = _header(self.metas[message.border]).to(self.device)
             self._isend(message, header, target)
         self._isend(message, tensor, target)
 
@@ -162,43 +162,43 @@ class Mailbox:
                 one.work.wait()
         self._sent.clear()
 
-    def _isend(self, message: Message, tensor: Tensor, target: int) -> None:
-        self._sent[target].append(_Sent(message, self.place.isend(tensor, target), tensor))
+    def _isend(self, message: StageMessage, tensor: Tensor, target: int) -> None:
+        self._sent[target].append(_Sent(message, self.member.isend(tensor, target), tensor))
 
     def _post(self, source: int) -> None:
         """Post the receive of the next message that comes from a rank."""
         message = self._to_come[source].popleft()
         if message.forward and self.headers:
             header = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self.device)
-            self.place.irecv(header, source).wait()
-            self.forms[message.border] = _form_of(header.tolist())
-        shape, dtype = self.forms[message.border]
+            self.member.irecv(header, source).wait()
+            self.metas[message.border] = _meta_of(header.tolist())
+        shape, dtype = self.metas[message.border]
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        self._posted[message] = self.place.irecv(tensor, source), tensor
+        self._posted[message] = self.member.irecv(tensor, source), tensor
 
-    def _let_go(self, rank: int, place: int) -> None:
-        """The rank has come to `place` in its actions: what it has taken by then has arrived."""
+    def _free_sent(self, rank: int, position: int) -> None:
+        """The rank has come to `position` in its actions: what it has taken by then has arrived."""
         kept = []
         for sent in self._sent[rank]:
-            if self.routes.taken_at[sent.message] <= place:
+            if self.plan.taken_at[sent.message] <= position:
                 sent.work.wait()
             else:
                 kept.append(sent)
         self._sent[rank] = kept
 
-    def _check_form(self, message: Message, tensor: Tensor, action: Action) -> None:
-        """Every message has the form that its receiver has made room for."""
-        form = Form(tuple(tensor.shape), tensor.dtype)
+    def _check_meta(self, message: StageMessage, tensor: Tensor, action: Action) -> None:
+        """Every message has the meta that its receiver has made room for."""
+        meta = TensorMeta(tuple(tensor.shape), tensor.dtype)
         where = f"rank {dist.get_rank()}, Pipeline, {action.label}"
-        if form.dtype not in DTYPES or len(form.shape) > MAX_DIMS:
+        if meta.dtype not in DTYPES or len(meta.shape) > MAX_DIMS:
             raise ShapeError(
                 f"{where}: need a stage's output with a floating dtype and at most {MAX_DIMS} dims "
                 f"for the next stage; got {describe(tensor)}. Try to cut the model elsewhere."
             )
         if self.headers and message.forward:
-            self.forms[message.border] = form
-        elif form != self.forms[message.border]:
-            shape, dtype = self.forms[message.border]
+            self.metas[message.border] = meta
+        elif meta != self.metas[message.border]:
+            shape, dtype = self.metas[message.border]
             raise ShapeError(
                 f"{where}: need {describe(torch.empty(shape, dtype=dtype, device='meta'))}, as in "
                 f"the first step with inputs of these shapes; got {describe(tensor)}. "
@@ -206,12 +206,12 @@ class Mailbox:
             )
 
 
-def _header(form: Form) -> Tensor:
-    """The form as whole numbers: the dtype, how many dims, the dims."""
-    rest = [0] * (MAX_DIMS - len(form.shape))
-    return torch.tensor([DTYPES.index(form.dtype), len(form.shape), *form.shape, *rest])
+def _header(meta: TensorMeta) -> Tensor:
+    """The meta as whole numbers: the dtype, how many dims, the dims."""
+    rest = [0] * (MAX_DIMS - len(meta.shape))
+    return torch.tensor([DTYPES.index(meta.dtype), len(meta.shape), *meta.shape, *rest])
 
 
-def _form_of(header: Sequence[int]) -> Form:
+def _meta_of(header: Sequence[int]) -> TensorMeta:
     dtype, num_dims, *dims = header
-    return Form(tuple(dims[:num_dims]), DTYPES[dtype])
+    return TensorMeta(tuple(dims[:num_dims]), DTYPES[dtype])

@@ -23,7 +23,7 @@ PIPELINE_KINDS = ("forward", "backward", "backward_input", "backward_weight")
 
 
 @dataclass(frozen=True)
-class Run:
+class DrawnRun:
     """The events of one step, and what can be read off them."""
 
     events: list[Event]
@@ -90,7 +90,7 @@ def pipelines(
     the ranks are idle; beside the memory, how many micro-batches each rank holds at most. The rest
     is as in `timelines`.
     """
-    by_run = {name: Run(visible(events)) for name, events in runs.items()}
+    by_run = {name: DrawnRun(visible(events)) for name, events in runs.items()}
     everything = [event for run in by_run.values() for event in run.events]
     ranks = sorted({event.rank for event in everything}) or [0]
     span_s = max((event.end_s for event in everything), default=0.0) or 1.0
@@ -122,7 +122,7 @@ def _legend(events: Sequence[Event]) -> list[Artist]:
 
 
 def _draw_held(
-    axes: Axes, run: Run, ranks: Sequence[int], time: tuple[float, float], most: float
+    axes: Axes, run: DrawnRun, ranks: Sequence[int], time: tuple[float, float], most: float
 ) -> None:
     """One row a rank, as high as what it holds; all rows on one scale."""
     span, scale = time

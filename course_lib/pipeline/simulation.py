@@ -204,7 +204,7 @@ def simulate(schedule: Schedule, times: PipelineTimes | None = None) -> Simulate
     """
     times = times or PipelineTimes()
     try:
-        player = Player(schedule, times)
+        player = SchedulePlayer(schedule, times)
         player.play()
     except (KeyError, IndexError):
         check_schedule(schedule)
@@ -250,7 +250,7 @@ class _Work(NamedTuple):
     route: _Route | None
 
 
-class Player:
+class SchedulePlayer:
     """Plays the ranks in turn, each as far as its inputs have come.
 
     `inbox[kind]` says when the input of an action arrives, None before that is known; it has a

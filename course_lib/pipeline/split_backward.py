@@ -29,8 +29,8 @@ class _Use:
     grad: Tensor | None = None
 
 
-class Halves(TorchFunctionMode):
-    """Watches one forward: with Halves(module) as halves: out = module(x).
+class SplitBackward(TorchFunctionMode):
+    """Watches one forward: with SplitBackward(module) as split: out = module(x).
 
     Then `backward_input` gives the gradient of x, and `backward_weight` adds to every `param.grad`.
 

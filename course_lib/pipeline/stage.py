@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from course_lib.collectives.group import Place
+from course_lib.collectives.group import GroupMember
 from course_lib.core.errors import CourseError
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.flops import forward_flop
@@ -149,20 +149,20 @@ def _check_layers(got: int, wanted: int, what: str) -> None:
 
 
 @torch.no_grad()
-def share_tied(stage: Stage, place: Place) -> None:
+def share_tied(stage: Stage, member: GroupMember) -> None:
     """Give all copies of a tied parameter the values of the first stage that holds it."""
     for tied in stage.tied:
         root, *others = tied.stages
-        if place.me == root:
-            works = [place.isend(tied.param.detach(), to) for to in others]
+        if member.rank == root:
+            works = [member.isend(tied.param.detach(), to) for to in others]
         else:
-            works = [place.irecv(tied.param.detach(), root)]
+            works = [member.irecv(tied.param.detach(), root)]
         for work in works:
             work.wait()
 
 
 @contextmanager
-def tied_summed(stage: Stage, place: Place) -> Iterator[None]:
+def tied_summed(stage: Stage, member: GroupMember) -> Iterator[None]:
     """At the end, every copy of a tied parameter has the gradient that all of them got in here.
 
     Gradients from before are put aside meanwhile, as they have been summed already.
@@ -173,17 +173,17 @@ def tied_summed(stage: Stage, place: Place) -> Iterator[None]:
         tied.param.grad = None
     yield
     for tied, old in zip(tied_params, before, strict=True):
-        total = _sum_of_copies(tied, place)
+        total = _sum_of_copies(tied, member)
         tied.param.grad = total if old is None else old + total
 
 
-def _sum_of_copies(tied: Tied, place: Place) -> Tensor:
+def _sum_of_copies(tied: Tied, member: GroupMember) -> Tensor:
     """Exchange the gradients, and sum them in the order of the stages: the same bits everywhere."""
     grad = tied.param.grad
     mine = (torch.zeros_like(tied.param) if grad is None else grad).detach().contiguous()
-    grads = {to: mine if to == place.me else torch.empty_like(mine) for to in tied.stages}
-    works = [place.isend(mine, to) for to in tied.stages if to != place.me]
-    works += [place.irecv(grads[other], other) for other in tied.stages if other != place.me]
+    grads = {to: mine if to == member.rank else torch.empty_like(mine) for to in tied.stages}
+    works = [member.isend(mine, to) for to in tied.stages if to != member.rank]
+    works += [member.irecv(grads[other], other) for other in tied.stages if other != member.rank]
     for work in works:
         work.wait()
     return torch.stack([grads[number] for number in tied.stages]).sum(0)

@@ -68,7 +68,7 @@ class Post:
 
 
 @dataclass(frozen=True)
-class State:
+class RankState:
     """What a rank is doing now.
 
     `blocked` is the (channel, seq) its main thread waits on, `oldest` its oldest call that has not
@@ -87,7 +87,7 @@ def channel_of(*parts: object) -> int:
     return zlib.crc32("|".join(map(str, parts)).encode()) or 1
 
 
-class Board:
+class CallBoard:
     """The shared file. Each rank writes its own part only; everyone reads all parts."""
 
     def __init__(self, path: str, world_size: int) -> None:
@@ -146,12 +146,12 @@ class Board:
 
     # -- read by everyone -------------------------------------------------------------------
 
-    def state(self, rank: int) -> State:
+    def state(self, rank: int) -> RankState:
         """What a rank is doing now."""
         posts, channel, seq, idle_s, number, file, function, old, old_seq = STATE.unpack_from(
             self._map, rank * RANK_BYTES
         )
-        return State(
+        return RankState(
             num_posts=posts,
             blocked=(channel, seq) if channel else None,
             idle_s=idle_s,

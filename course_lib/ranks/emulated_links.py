@@ -12,15 +12,15 @@ from collections import defaultdict
 
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.cost.network import collective_s
-from course_lib.ranks.call_board import Board, Post
+from course_lib.ranks.call_board import CallBoard, Post
 
 POLL_S = 0.0005
 
 
-class Pacer:
+class LinkEmulator:
     """Says for one rank when its messages arrive, and waits for them."""
 
-    def __init__(self, rank: int, board: Board, link: Link | TwoLevelLink) -> None:
+    def __init__(self, rank: int, board: CallBoard, link: Link | TwoLevelLink) -> None:
         self.rank, self.board, self.link = rank, board, link
         self._port_free_s: dict[Link, float] = defaultdict(float)
         self._due_s: dict[int, float] = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
-from course_lib.ranks.call_board import Board, Flag, Post
+from course_lib.ranks.call_board import CallBoard, Flag, Post
 from course_lib.ranks.source_lines import Line
 
 IDLE_IN_TORCH_S = 1.0  # a wait deep in C++ is told by its using no CPU
@@ -37,7 +37,7 @@ class Wait:
         return self.source.number
 
 
-def find_wait(board: Board, rank: int) -> Wait | None:
+def find_wait(board: CallBoard, rank: int) -> Wait | None:
     """What a rank waits for, or None if it computes (or its call is under way)."""
     state = board.state(rank)
     key = state.blocked or (state.oldest if state.idle_s > IDLE_IN_TORCH_S else None)
@@ -50,7 +50,7 @@ def find_wait(board: Board, rank: int) -> Wait | None:
     return _wait(rank, post, missing) if missing else None
 
 
-def find_lost_wait(board: Board, rank: int, gone: Iterable[int]) -> Wait | None:
+def find_lost_wait(board: CallBoard, rank: int, gone: Iterable[int]) -> Wait | None:
     """The call in which a rank lost the connection to ranks that have `gone`."""
     calls = [post for post in board.history(rank) if Flag.DONE not in post.flags]
     return _wait(rank, calls[0], tuple(gone)) if calls else None
@@ -60,7 +60,7 @@ def _wait(rank: int, post: Post, missing: tuple[int, ...]) -> Wait:
     return Wait(rank, post.kind, missing, post.line)
 
 
-def find_hang(board: Board, unfinished: Iterable[int]) -> list[Wait] | None:
+def find_hang(board: CallBoard, unfinished: Iterable[int]) -> list[Wait] | None:
     """The waits of all unfinished ranks if none of them can ever move again, else None."""
     waits = {rank: find_wait(board, rank) for rank in unfinished}
     if not waits or any(wait is None for wait in waits.values()):
@@ -86,12 +86,12 @@ def find_circle(waits: Iterable[Wait]) -> list[int]:
     return []
 
 
-def _has_called(board: Board, rank: int, post: Post) -> bool:
+def _has_called(board: CallBoard, rank: int, post: Post) -> bool:
     found = board.find(rank, post.channel, post.seq)
     return found is not None and not found.flags & (Flag.REFUSED | Flag.DROPPED)
 
 
-def find_dropped(board: Board, waits: Iterable[Wait]) -> list[tuple[int, Post]]:
+def find_dropped(board: CallBoard, waits: Iterable[Wait]) -> list[tuple[int, Post]]:
     """Messages somebody waits for that were lost with their handle, by the rank that lost it."""
     pairs = {
         (other, tuple(sorted((wait.rank, other)))) for wait in waits for other in wait.waits_for
@@ -104,7 +104,7 @@ def find_dropped(board: Board, waits: Iterable[Wait]) -> list[tuple[int, Post]]:
     ]
 
 
-def find_orphans(board: Board, ranks: Iterable[int], since_s: float) -> list[tuple[int, Post]]:
+def find_orphans(board: CallBoard, ranks: Iterable[int], since_s: float) -> list[tuple[int, Post]]:
     """Messages whose other end never came, by rank; the next one would be taken for them."""
     return [
         (rank, post)
@@ -133,7 +133,7 @@ class Swap:
         )
 
 
-def find_swap(board: Board, ranks: Iterable[int], since_s: float = 0.0) -> Swap | None:
+def find_swap(board: CallBoard, ranks: Iterable[int], since_s: float = 0.0) -> Swap | None:
     """Two collectives of one group that two ranks called in opposite orders.
 
     They have the same kind, dtype and shape, so nothing failed; the numbers are wrong all the same.
@@ -152,7 +152,7 @@ def find_swap(board: Board, ranks: Iterable[int], since_s: float = 0.0) -> Swap 
     return None
 
 
-def _collectives(board: Board, rank: int, since_s: float) -> dict[tuple[int, int], Post]:
+def _collectives(board: CallBoard, rank: int, since_s: float) -> dict[tuple[int, int], Post]:
     history = (post for post in board.history(rank) if post.post_s >= since_s)
     return {(p.channel, p.seq): p for p in history if p.kind not in ("send", "recv")}
 
@@ -160,7 +160,7 @@ def _collectives(board: Board, rank: int, since_s: float) -> dict[tuple[int, int
 class HangWatch:
     """Says when a hang is certain: nothing could move, and nothing moved, for a while."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: CallBoard) -> None:
         self._board = board
         self._since_s: float | None = None
         self._seen: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ from typing import Any
 
 import cloudpickle
 
-from course_lib.ranks.call_board import Board, Flag
+from course_lib.ranks.call_board import CallBoard, Flag
 from course_lib.ranks.hangs import (
     HangWatch,
     find_dropped,
@@ -20,7 +20,7 @@ from course_lib.ranks.hangs import (
     find_wait,
 )
 from course_lib.ranks.output import MAX_OUTPUT_BYTES, Output
-from course_lib.ranks.rank_process import Failure
+from course_lib.ranks.rank_process import RankFailure
 from course_lib.ranks.report import RankError, Report, find_mismatch
 
 TICK_S = 0.1
@@ -46,14 +46,14 @@ class Member:
             self.process.kill()
 
 
-class Job:
+class RankJob:
     """Sends a job, shows the output, notices failures; `lost`: the ranks cannot be used again."""
 
-    def __init__(self, board: Board, members: list[Member], outputs: list[Output]) -> None:
+    def __init__(self, board: CallBoard, members: list[Member], outputs: list[Output]) -> None:
         self.board, self.members, self.outputs = board, members, outputs
         self.lost = False
         self._results: dict[int, bytes] = {}
-        self._failures: dict[int, Failure] = {}
+        self._failures: dict[int, RankFailure] = {}
         self._start_s = time.perf_counter()
 
     def run(self, kind: str, blob: bytes) -> list[Any]:
@@ -175,11 +175,11 @@ class Job:
             print("The ranks were restarted; what they held is gone.")
 
 
-def _death(process: BaseProcess) -> Failure:
+def _death(process: BaseProcess) -> RankFailure:
     process.join(2)
     code = process.exitcode
     if code is None or code >= 0:
-        return Failure("RankDied", f"died: its process ended with exit code {code}")
+        return RankFailure("RankDied", f"died: its process ended with exit code {code}")
     name = signal.Signals(-code).name
     because = " (by hand, or because memory ran out)" if name == "SIGKILL" else " (a crash in C++)"
-    return Failure("RankDied", f"died: its process was killed by {name}{because}")
+    return RankFailure("RankDied", f"died: its process was killed by {name}{because}")

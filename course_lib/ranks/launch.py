@@ -22,13 +22,13 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # later, its default arguments would keep the world alive
 
 from course_lib.core.records import RunRecord
-from course_lib.ranks.call_board import Board
+from course_lib.ranks.call_board import CallBoard
 from course_lib.ranks.hangs import HangWatch, find_dropped, find_hang
 from course_lib.ranks.job import TICK_S
 from course_lib.ranks.machine import describe_machine
 from course_lib.ranks.rank_process import Heartbeat
 from course_lib.ranks.report import Report, find_mismatch
-from course_lib.ranks.tracer import MismatchError, Wires
+from course_lib.ranks.tracer import CallTracer, MismatchError
 from course_lib.ranks.world import join_world
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -45,18 +45,18 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with _shared_board(world_size) as board, tempfile.TemporaryDirectory() as folder:
-        wires = Wires(rank, board)
+        tracer = CallTracer(rank, board)
         alone = "MASTER_ADDR" not in os.environ
-        join_world(wires, f"file://{folder}/store" if alone else "env://", rank, world_size)
-        Heartbeat(wires).start()
+        join_world(tracer, f"file://{folder}/store" if alone else "env://", rank, world_size)
+        Heartbeat(tracer).start()
         zero_s = common_zero_s()
-        wires.recorder.events = []
+        tracer.recorder.events = []
         if int(os.environ["LOCAL_WORLD_SIZE"]) == world_size and rank == 0:
             threading.Thread(target=_watch, args=(board,), daemon=True).start()
         try:
             result = fn(rank, *args)
             if record_to:
-                _leave_record(wires, world_size, attempt_folder(record_to), zero_s)
+                _leave_record(tracer, world_size, attempt_folder(record_to), zero_s)
             dist.barrier()
         except MismatchError:
             report = Report(mismatch=find_mismatch(board, world_size), restarted=False)
@@ -73,7 +73,7 @@ def _shared_board(world_size: int) -> Any:
     job = "-".join(os.environ.get(name, "") for name in names) or str(os.getpid())
     path = Path(tempfile.gettempdir()) / f"ranks-board-{os.getuid()}-{job}"
     try:
-        yield Board(str(path), world_size)
+        yield CallBoard(str(path), world_size)
     finally:
         path.unlink(missing_ok=True)
 
@@ -103,19 +103,19 @@ def attempt_folder(wanted: str) -> Path:
     return Path(os.environ["RUN_FOLDER"]) / "records" / f"{element}.{restarts}"
 
 
-def _leave_record(wires: Wires, world_size: int, folder: Path, zero_s: float) -> None:
-    events = wires.recorder.events
+def _leave_record(tracer: CallTracer, world_size: int, folder: Path, zero_s: float) -> None:
+    events = tracer.recorder.events
     record = RunRecord(
-        rank=wires.rank,
+        rank=tracer.rank,
         world_size=world_size,
         run={"script": os.path.basename(sys.argv[0])},
         machine=describe_machine(),
         events=[replace(e, start_s=e.start_s - zero_s, end_s=e.end_s - zero_s) for e in events],
     )
-    record.write(folder / f"rank{wires.rank}.jsonl")
+    record.write(folder / f"rank{tracer.rank}.jsonl")
 
 
-def _watch(board: Board) -> None:
+def _watch(board: CallBoard) -> None:
     """On rank 0: report a hang and end the job; torchrun then ends the other ranks."""
     everyone, hang = range(board.world_size), HangWatch(board)
     while not hang.is_certain(everyone):

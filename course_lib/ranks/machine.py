@@ -21,7 +21,7 @@ import torch
 
 from course_lib.core.units import GIB, MIB, format_bytes
 
-Run = Callable[[Sequence[str]], str | None]
+_Run = Callable[[Sequence[str]], str | None]
 TORCH = "2.13"
 LINK_WORDS = {
     "NV": "NVLink, with its number of lanes",
@@ -50,7 +50,7 @@ def run_command(command: Sequence[str]) -> str | None:
     return done.stdout
 
 
-def describe_machine(run: Run = run_command, root: Path = Path("/")) -> dict[str, Any]:
+def describe_machine(run: _Run = run_command, root: Path = Path("/")) -> dict[str, Any]:
     """Look at the cores, memory, GPUs, links, backends and tools of this machine.
 
     `run` runs a command and `root` is where the system's files start; tests replace both.
@@ -109,7 +109,7 @@ def read_words(path: Path) -> list[str]:
         return []
 
 
-def describe_gpus(run: Run) -> list[dict[str, Any]]:
+def describe_gpus(run: _Run) -> list[dict[str, Any]]:
     """Name and memory of each NVIDIA GPU; empty without a driver."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     gpus = []
@@ -138,7 +138,7 @@ def parse_links(text: str) -> list[list[str]]:
     return links if len(links) == len(columns) else []
 
 
-def describe_slurm(run: Run) -> dict[str, Any] | None:
+def describe_slurm(run: _Run) -> dict[str, Any] | None:
     """Slurm's version and partitions; partitions are None where its controller does not answer."""
     version = run(["sinfo", "--version"])
     if version is None:
@@ -183,13 +183,13 @@ def _torch(machine: dict[str, Any]) -> Finding:
     text = f"Python {machine['python']}, torch {machine['torch']}"
     if machine["torch"].startswith(TORCH + "."):
         return Finding("ok", text)
-    return Finding("problem", f"{text}: the lessons are proven with {TORCH}. Run make lab")
+    return Finding("problem", f"{text}: the lessons are proven with {TORCH}. _Run make lab")
 
 
 def _gloo(machine: dict[str, Any]) -> Finding:
     if machine["gloo"]:
         return Finding("ok", "gloo: ranks talk on the CPU")
-    return Finding("problem", "this torch has no gloo, so no rank can talk. Run make lab")
+    return Finding("problem", "this torch has no gloo, so no rank can talk. _Run make lab")
 
 
 def _gpus(machine: dict[str, Any]) -> Finding:

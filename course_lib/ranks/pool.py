@@ -21,11 +21,11 @@ import cloudpickle
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.records import Event
-from course_lib.ranks.call_board import MAX_RANKS, Board
+from course_lib.ranks.call_board import MAX_RANKS, CallBoard
 from course_lib.ranks.fork_server import start_method
-from course_lib.ranks.job import Job, Member
+from course_lib.ranks.job import Member, RankJob
 from course_lib.ranks.output import Output
-from course_lib.ranks.rank_process import Place, live
+from course_lib.ranks.rank_process import WorkerConfig, live
 
 START_TIMEOUT_S = 60.0
 
@@ -33,7 +33,7 @@ START_TIMEOUT_S = 60.0
 class Ranks:
     """`world_size` ranks, started at once; restarted by themselves after a failure.
 
-    `link` emulates wires between them (`Link`, `TwoLevelLink`); without one they talk as fast as
+    `link` emulates tracer between them (`Link`, `TwoLevelLink`); without one they talk as fast as
     this machine can.
 
     Raises: MeshError for a world size below 1 or above 64.
@@ -128,14 +128,14 @@ class Ranks:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="world-", dir=self._home)
-        self._board = Board(os.path.join(self._folder, "board"), self.world_size)
+        self._board = CallBoard(os.path.join(self._folder, "board"), self.world_size)
         self._ready = False
         context = start_method()
         with _without_main_script():
             for rank in range(self.world_size):
                 output = self._output_file(rank)
                 open(output, "a").close()
-                place = Place(rank, self.world_size, self._folder, output, self.link)
+                place = WorkerConfig(rank, self.world_size, self._folder, output, self.link)
                 self._members.append(_start_rank(context, place))
 
     def _wait_until_ready(self) -> None:
@@ -167,7 +167,7 @@ class Ranks:
     def _do(self, kind: str, blob: bytes) -> list[Any]:
         self._wait_until_ready()
         self._outputs = [Output(self._output_file(r), r) for r in range(self.world_size)]
-        job = Job(self._board, self._members, self._outputs)
+        job = RankJob(self._board, self._members, self._outputs)
         try:
             return job.run(kind, blob)
         finally:
@@ -190,7 +190,7 @@ def _end_everything(members: list[Member], home: str) -> None:
     shutil.rmtree(home, ignore_errors=True)
 
 
-def _start_rank(context: Any, place: Place) -> Member:
+def _start_rank(context: Any, place: WorkerConfig) -> Member:
     jobs, jobs_there = context.Pipe()
     lifeline_there, lifeline = context.Pipe(duplex=False)
     process = context.Process(

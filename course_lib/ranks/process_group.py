@@ -1,4 +1,4 @@
-"""A process group on the wires: PyTorch's calls, announced under the course's names for them."""
+"""A process group on the tracer: PyTorch's calls, announced under the course's names for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ import torch.distributed as dist
 from course_lib.core.errors import MeshError
 from course_lib.ranks.call_board import Post, channel_of
 from course_lib.ranks.recorder import Recorder
-from course_lib.ranks.tracer import Wires
+from course_lib.ranks.tracer import CallTracer
 from course_lib.ranks.work_handle import TrackedWork
 
 
 @dataclass(frozen=True)
-class Collective:
+class CallSignature:
     """How to read the arguments of one of PyTorch's collective methods.
 
     `agree` is the argument whose dtype and shape have to be the same on every rank, `whole` the one
@@ -29,10 +29,10 @@ class Collective:
     times_p: bool = False
 
 
-ALL_REDUCE = Collective("all_reduce", agree=0, whole=0)
-ALL_GATHER = Collective("all_gather", agree=1, whole=0)
-REDUCE_SCATTER = Collective("reduce_scatter", agree=0, whole=1)
-ALL_TO_ALL = Collective("all_to_all", agree=None, whole=1)
+ALL_REDUCE = CallSignature("all_reduce", agree=0, whole=0)
+ALL_GATHER = CallSignature("all_gather", agree=1, whole=0)
+REDUCE_SCATTER = CallSignature("reduce_scatter", agree=0, whole=1)
+ALL_TO_ALL = CallSignature("all_to_all", agree=None, whole=1)
 COLLECTIVES = {
     "allreduce": ALL_REDUCE,
     "allreduce_coalesced": ALL_REDUCE,
@@ -50,11 +50,11 @@ COLLECTIVES = {
     "alltoall": ALL_TO_ALL,
     "alltoall_base": ALL_TO_ALL,
     "all_to_all_single": ALL_TO_ALL,
-    "broadcast": Collective("broadcast", agree=0, whole=0),
-    "reduce": Collective("reduce", agree=0, whole=0),
-    "gather": Collective("gather", agree=1, whole=1, times_p=True),
-    "scatter": Collective("scatter", agree=0, whole=0, times_p=True),
-    "barrier": Collective("barrier", agree=None, whole=None),
+    "broadcast": CallSignature("broadcast", agree=0, whole=0),
+    "reduce": CallSignature("reduce", agree=0, whole=0),
+    "gather": CallSignature("gather", agree=1, whole=1, times_p=True),
+    "scatter": CallSignature("scatter", agree=0, whole=0, times_p=True),
+    "barrier": CallSignature("barrier", agree=None, whole=None),
 }
 
 
@@ -62,28 +62,28 @@ class FromAnyone(TrackedWork):
     """A receive from whoever sends first; in the end that sender's message is counted."""
 
     def __init__(
-        self, inner: Any, post: Post, wires: Wires, count_from: Callable[[int], None]
+        self, inner: Any, post: Post, tracer: CallTracer, count_from: Callable[[int], None]
     ) -> None:
-        super().__init__(inner, post, wires, watch_end=False)
+        super().__init__(inner, post, tracer, watch_end=False)
         self._count_from = count_from
 
     def _has_ended(self) -> None:
         self._count_from(self._source_rank())
 
 
-class WiredGroup(dist.ProcessGroup):
+class TracedGroup(dist.ProcessGroup):
     """Stands in front of `inner`; `members` are its ranks by their number in the world."""
 
     def __init__(
-        self, inner: dist.ProcessGroup, wires: Wires, members: tuple[int, ...], key: str
+        self, inner: dist.ProcessGroup, tracer: CallTracer, members: tuple[int, ...], key: str
     ) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
-        self.inner, self.wires, self.members, self.key = inner, wires, members, key
+        self.inner, self.tracer, self.members, self.key = inner, tracer, members, key
 
     @property
     def recorder(self) -> Recorder:
         """The events of this rank."""
-        return self.wires.recorder
+        return self.tracer.recorder
 
     def collective(self, method: str, args: tuple[Any, ...], kwargs: Any) -> TrackedWork:
         """Announce a collective, start it, and give its handle."""
@@ -91,7 +91,7 @@ class WiredGroup(dist.ProcessGroup):
         options = kwargs.get("opts", args[-1] if args else None)
         root = getattr(options, "rootRank", -1)
         whole = 0 if call.whole is None else num_bytes_of(args[call.whole])
-        post = self.wires.post(
+        post = self.tracer.post(
             call.kind,
             self.members,
             self._signature(call, args, options, root),
@@ -100,9 +100,11 @@ class WiredGroup(dist.ProcessGroup):
             peer=self.members[root] if root >= 0 else -1,
         )
         work = getattr(self.inner, method)(*args, **kwargs)
-        return TrackedWork(work, post, self.wires, watch_end=getattr(options, "asyncOp", False))
+        return TrackedWork(work, post, self.tracer, watch_end=getattr(options, "asyncOp", False))
 
-    def _signature(self, call: Collective, args: tuple[Any, ...], options: Any, root: int) -> str:
+    def _signature(
+        self, call: CallSignature, args: tuple[Any, ...], options: Any, root: int
+    ) -> str:
         op = getattr(getattr(options, "reduceOp", None), "op", None)
         reduces = call.kind in ("all_reduce", "reduce", "reduce_scatter") and op is not None
         name = f"{call.kind}({str(op).rsplit('.', 1)[-1].lower()})" if reduces else call.kind
@@ -122,54 +124,54 @@ class WiredGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> TrackedWork:
         """Receive from whoever sends first; nothing to compare it with."""
-        me = self.wires.rank
-        post = self.wires.post(
+        me = self.tracer.rank
+        post = self.tracer.post(
             "recv", self.members, f"{_message_words(tensors)} from anyone",
             channel=(self.key, "any", me, tag), num_bytes=num_bytes_of(tensors),
         )  # fmt: skip
         work = self.inner.recv_anysource(tensors, tag)
-        return FromAnyone(work, post, self.wires, partial(self._count_from, tag))
+        return FromAnyone(work, post, self.tracer, partial(self._count_from, tag))
 
     def _count_from(self, tag: int, source: int) -> None:
         """A message of this rank of the group has come: the next one is another."""
         sender = self.members[source]
-        self.wires.count(channel_of(self.key, sender, self.wires.rank, tag))
+        self.tracer.count(channel_of(self.key, sender, self.tracer.rank, tag))
 
     def _message(
         self, kind: str, tensors: list[torch.Tensor], peer: int, peer_in_group: int, tag: int
     ) -> TrackedWork:
-        me = self.wires.rank
+        me = self.tracer.rank
         sender, receiver = (me, peer) if kind == "send" else (peer, me)
-        post = self.wires.post(
+        post = self.tracer.post(
             kind, tuple(sorted((me, peer))), f"{_message_words(tensors)} {sender}->{receiver}",
             channel=(self.key, sender, receiver, tag), num_bytes=num_bytes_of(tensors), peer=peer,
         )  # fmt: skip
         work = getattr(self.inner, kind)(tensors, peer_in_group, tag)
-        return TrackedWork(work, post, self.wires, watch_end=False)
+        return TrackedWork(work, post, self.tracer, watch_end=False)
 
     def _member(self, rank_in_group: int, kind: str) -> int:
         if not 0 <= rank_in_group < len(self.members):
             raise MeshError(
-                f"rank {self.wires.rank}, {kind}: need a rank from 0 to {len(self.members) - 1}; "
+                f"rank {self.tracer.rank}, {kind}: need a rank from 0 to {len(self.members) - 1}; "
                 f"got {rank_in_group}. Try (rank + 1) % world_size for the neighbour."
             )
-        if self.members[rank_in_group] == self.wires.rank:
+        if self.members[rank_in_group] == self.tracer.rank:
             raise MeshError(
-                f"rank {self.wires.rank}, {kind}: need another rank; got itself. "
+                f"rank {self.tracer.rank}, {kind}: need another rank; got itself. "
                 "Try to keep your own tensor; on 1 rank there is nobody to talk to."
             )
         return self.members[rank_in_group]
 
 
 def _forwarding(method: str) -> Callable[..., TrackedWork]:
-    def call(self: WiredGroup, *args: Any, **kwargs: Any) -> TrackedWork:
+    def call(self: TracedGroup, *args: Any, **kwargs: Any) -> TrackedWork:
         return self.collective(method, args, kwargs)
 
     return call
 
 
 for _method in COLLECTIVES:
-    setattr(WiredGroup, _method, _forwarding(_method))
+    setattr(TracedGroup, _method, _forwarding(_method))
 
 
 def num_bytes_of(tensors: Any) -> int:

@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 
 from course_lib.core.links import Link, TwoLevelLink
-from course_lib.ranks.call_board import Board
+from course_lib.ranks.call_board import CallBoard
 from course_lib.ranks.recorder import record, span
 from course_lib.ranks.source_lines import Line, line_of, lines_of, owner
-from course_lib.ranks.tracer import Wires
+from course_lib.ranks.tracer import CallTracer
 from course_lib.ranks.world import join_world, rank_device
 
 HEARTBEAT_S = 0.2
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerConfig:
     """Where a rank belongs: its number, its world, the folder the world shares, its output."""
 
     rank: int
@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """Why a rank's job did not end well, in a form that can always be sent."""
 
     name: str
@@ -50,16 +50,16 @@ class Failure:
     traceback: str = ""
 
 
-def live(place: Place, jobs: Connection, kernel_alive: Connection) -> None:
+def live(config: WorkerConfig, jobs: Connection, kernel_alive: Connection) -> None:
     """What a rank's process does from its start to its end."""
-    _set_up_process(place)
+    _set_up_process(config)
     die_with(kernel_alive)
-    board = Board(os.path.join(place.folder, "board"), place.world_size)
-    wires = Wires(place.rank, board, place.link)
-    store = "file://" + os.path.join(place.folder, "store")
-    join_world(wires, store, place.rank, place.world_size)
-    Heartbeat(wires).start()
-    worker = Worker(place, wires)
+    board = CallBoard(os.path.join(config.folder, "board"), config.world_size)
+    tracer = CallTracer(config.rank, board, config.link)
+    store = "file://" + os.path.join(config.folder, "store")
+    join_world(tracer, store, config.rank, config.world_size)
+    Heartbeat(tracer).start()
+    worker = Worker(config, tracer)
     jobs.send(("ready", None))
     while True:
         try:
@@ -69,10 +69,10 @@ def live(place: Place, jobs: Connection, kernel_alive: Connection) -> None:
         jobs.send(worker.do(kind, blob))
 
 
-def _set_up_process(place: Place) -> None:
+def _set_up_process(config: WorkerConfig) -> None:
     os.setsid()  # a group of its own: what the learner starts in here ends with the rank
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the notebook decides what Stop means
-    output = os.open(place.output_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    output = os.open(config.output_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout = sys.stderr = TextIOWrapper(
@@ -80,10 +80,10 @@ def _set_up_process(place: Place) -> None:
     )
     faulthandler.enable(sys.stderr)
     os.environ.update(
-        RANK=str(place.rank),
-        LOCAL_RANK=str(place.rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_WORLD_SIZE=str(place.world_size),
+        RANK=str(config.rank),
+        LOCAL_RANK=str(config.rank),
+        WORLD_SIZE=str(config.world_size),
+        LOCAL_WORLD_SIZE=str(config.world_size),
         OMP_NUM_THREADS="1",
     )
     if sys.platform == "linux":
@@ -109,9 +109,9 @@ class Heartbeat(threading.Thread):
     A wait that happens deep in C++ (DDP's backward) is seen only in this way.
     """
 
-    def __init__(self, wires: Wires) -> None:
+    def __init__(self, tracer: CallTracer) -> None:
         super().__init__(daemon=True)
-        self._wires = wires
+        self._tracer = tracer
         self._main = threading.main_thread().ident
 
     def run(self) -> None:
@@ -123,22 +123,22 @@ class Heartbeat(threading.Thread):
             used_s, cpu_s = time.process_time() - cpu_s, time.process_time()
             in_torch = frame is not None and owner(frame.f_code.co_filename) == "torch"
             idle_s = idle_s + HEARTBEAT_S if in_torch and used_s < 0.1 * HEARTBEAT_S else 0.0
-            waiting = list(self._wires.outstanding.values())
+            waiting = list(self._tracer.outstanding.values())
             oldest = (waiting[0].channel, waiting[0].seq) if waiting else (0, 0)
-            self._wires.board.beat(self._wires.rank, idle_s, line_of(frame), oldest)
+            self._tracer.board.beat(self._tracer.rank, idle_s, line_of(frame), oldest)
             del frame  # the tensors in it would live until the next beat
 
 
 class Worker:
     """Runs jobs and keeps the names that the learner's cells leave behind."""
 
-    def __init__(self, place: Place, wires: Wires) -> None:
-        self.place, self.wires = place, wires
+    def __init__(self, config: WorkerConfig, tracer: CallTracer) -> None:
+        self.config, self.tracer = config, tracer
         self._names: dict[str, Any] = {
             "__name__": "__ranks__",
-            "rank": place.rank,
-            "local_rank": place.rank,
-            "world_size": place.world_size,
+            "rank": config.rank,
+            "local_rank": config.rank,
+            "world_size": config.world_size,
             "device": rank_device(),
             "torch": torch,
             "dist": dist,
@@ -149,13 +149,13 @@ class Worker:
     def do(self, kind: str, blob: bytes) -> tuple[str, Any]:
         """Run one job; return what to tell the notebook: `done` and the result, or `failed`."""
         if kind == "events":
-            return "events", self.wires.recorder.events
+            return "events", self.tracer.recorder.events
         jobs: dict[str, Callable[[bytes], Any]] = {
             "call": self._call,
             "cell": self._cell,
             "push": self._push,
         }
-        self.wires.recorder.events = []
+        self.tracer.recorder.events = []
         try:
             result = jobs[kind](blob)
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: the rank lives on
@@ -166,7 +166,7 @@ class Worker:
 
     def _call(self, blob: bytes) -> Any:
         fn, args, kwargs = cloudpickle.loads(blob)
-        return fn(self.place.rank, *args, **kwargs)
+        return fn(self.config.rank, *args, **kwargs)
 
     def _push(self, blob: bytes) -> None:
         self._names.update(cloudpickle.loads(blob))
@@ -191,13 +191,13 @@ def _pack(result: Any) -> tuple[str, Any]:
             f"the result is a {type(result).__name__}, which cannot be sent to the notebook "
             f"({error}). Try to return numbers, tensors, or plain data."
         )
-        return "failed", Failure("CannotSendError", message)
+        return "failed", RankFailure("CannotSendError", message)
 
 
-def _failure(error: BaseException) -> Failure:
+def _failure(error: BaseException) -> RankFailure:
     try:
         message = str(error)
     except Exception:
         message = "(its message cannot be read)"
     text = "".join(traceback.format_exception(error))
-    return Failure(type(error).__name__, message, tuple(lines_of(error.__traceback__)), text)
+    return RankFailure(type(error).__name__, message, tuple(lines_of(error.__traceback__)), text)

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from course_lib.core.errors import CourseError
-from course_lib.ranks.call_board import Board, Flag, Post
+from course_lib.ranks.call_board import CallBoard, Flag, Post
 from course_lib.ranks.hangs import Wait, find_circle
-from course_lib.ranks.rank_process import Failure
+from course_lib.ranks.rank_process import RankFailure
 from course_lib.ranks.source_lines import Line
 
 CONSEQUENCES = {"ConnectionLostError", "MismatchError"}  # reported as a wait, or as a mismatch
@@ -36,7 +36,7 @@ class RankError(CourseError):
 class Report:
     """Everything known about a job that did not end well."""
 
-    failures: Mapping[int, Failure] = field(default_factory=dict)
+    failures: Mapping[int, RankFailure] = field(default_factory=dict)
     waits: Sequence[Wait] = ()
     computing: Mapping[int, Line] = field(default_factory=dict)
     returned: Sequence[int] = ()
@@ -105,7 +105,7 @@ class Report:
         return [*title, *said]
 
 
-def find_mismatch(board: Board, world_size: int) -> list[tuple[int, Post]]:
+def find_mismatch(board: CallBoard, world_size: int) -> list[tuple[int, Post]]:
     """The calls that do not fit, by rank, if a rank refused to go on with one."""
     for rank in range(world_size):
         for post in reversed(board.history(rank)):

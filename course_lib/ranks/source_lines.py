@@ -49,11 +49,11 @@ def is_cell(file: str) -> bool:
 
 @cache
 def owner(file: str) -> str:
-    """Who wrote a file: `learner`, `course`, its `wires`, `torch`, or `python` and its packages."""
+    """Who wrote a file: `learner`, `course`, its `tracer`, `torch`, or `python` and its packages."""
     if f"{os.sep}torch{os.sep}" in file:
         return "torch"
     if file.startswith(HERE):
-        return "wires" if file.startswith(WIRES) else "course"
+        return "tracer" if file.startswith(WIRES) else "course"
     frozen = file.startswith("<frozen") or file == "<string>"
     return "python" if frozen or file.startswith(PYTHON) else "learner"
 

@@ -1,7 +1,7 @@
 """Time several ways to do the same in turns, so that whatever else the machine does falls on all.
 
-`in_turns` returns seconds; `step_in_turns` records the events of training steps, which `Measured`
-sums up. `largest_difference` compares results, `talking_s` adds up communication.
+`time_interleaved` returns seconds; `record_interleaved` records the events of training steps, which `Measured`
+sums up. `largest_difference` compares results, `communication_s` adds up communication.
 """
 
 import math
@@ -22,7 +22,7 @@ Build = Callable[[], nn.Module]
 LossOf = Callable[[nn.Module, int], Tensor]  # (model, rank) -> the loss of this rank's batch
 
 
-def in_turns(
+def time_interleaved(
     steps: Mapping[str, tuple[nn.Module, Callable[[], Any]]],
     turns: int = 5,
     of: Callable[[list[float]], float] = median,
@@ -56,7 +56,7 @@ def largest_difference(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> floa
     return apart.item()
 
 
-def talking_s(events: Iterable[Event]) -> float:
+def communication_s(events: Iterable[Event]) -> float:
     """Seconds in which at least one message is under way: several at a time count once."""
     calls = [event for event in events if event.kind in COMMUNICATION_KINDS]
     total_s, until_s = 0.0, -math.inf
@@ -84,7 +84,7 @@ class Measured:
         return min(self.seconds)
 
 
-def step_in_turns(
+def record_interleaved(
     rank: int,
     models: Mapping[Any, Any],
     loss_of: LossOf,
@@ -116,7 +116,7 @@ def step_in_turns(
     return {name: events[ahead:] for name, events in found.items()}
 
 
-def _measured(by_rank: Sequence[Sequence[list[Event]]]) -> Measured:
+def measured_of(by_rank: Sequence[Sequence[list[Event]]]) -> Measured:
     """Put the ranks' events of each turn together."""
     turns = [
         [event for events in ranks for event in events] for ranks in zip(*by_rank, strict=True)

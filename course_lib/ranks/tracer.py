@@ -1,4 +1,4 @@
-"""The wires: a process group that announces, records and, if asked, slows down every call.
+"""The tracer: a process group that announces, records and, if asked, slows down every call.
 
 It stands in front of gloo (and NCCL where each rank has a GPU). PyTorch sends every call through
 it, whoever makes it: the learner, this course, DDP's C++ reducer, FSDP, DTensor. A call is posted
@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from course_lib.core.errors import CourseError
 from course_lib.core.links import Link, TwoLevelLink
-from course_lib.ranks.call_board import Board, Flag, Post, channel_of
-from course_lib.ranks.emulated_links import Pacer
+from course_lib.ranks.call_board import CallBoard, Flag, Post, channel_of
+from course_lib.ranks.emulated_links import LinkEmulator
 from course_lib.ranks.recorder import Recorder
 from course_lib.ranks.source_lines import caller
 
@@ -27,14 +27,16 @@ class MismatchError(CourseError):
     """Two ranks made calls that do not fit together."""
 
 
-class Wires:
+class CallTracer:
     """What all process groups of one rank share: its board, recorder, and emulated link."""
 
-    def __init__(self, rank: int, board: Board, link: Link | TwoLevelLink | None = None) -> None:
+    def __init__(
+        self, rank: int, board: CallBoard, link: Link | TwoLevelLink | None = None
+    ) -> None:
         self.rank = rank
         self.board = board
         self.recorder = Recorder(rank)
-        self.pacer = Pacer(rank, board, link) if link else None
+        self.link_emulator = LinkEmulator(rank, board, link) if link else None
         self.outstanding: dict[int, Post] = {}
         self.noting = threading.Lock()
         self._next_seq: dict[int, int] = defaultdict(int)
@@ -76,8 +78,8 @@ class Wires:
         seq = self.count(number)
         self._num_posts += 1
         now_s, arrive_s = time.perf_counter(), 0.0
-        if self.pacer is not None and kind == "send":
-            arrive_s = self.pacer.message_arrival_s(now_s, num_bytes, peer)
+        if self.link_emulator is not None and kind == "send":
+            arrive_s = self.link_emulator.message_arrival_s(now_s, num_bytes, peer)
         post = Post(
             number=self._num_posts,
             channel=number,
@@ -94,8 +96,8 @@ class Wires:
         self.board.post(self.rank, post)
         self._compare(post)
         self.outstanding[post.number] = post
-        if self.pacer is not None:
-            self.pacer.enqueue(post)
+        if self.link_emulator is not None:
+            self.link_emulator.enqueue(post)
         return post
 
     def count(self, channel: int) -> int:

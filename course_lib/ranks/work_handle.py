@@ -12,7 +12,7 @@ from course_lib.core.errors import CourseError
 from course_lib.ranks.call_board import Flag, Post
 
 if TYPE_CHECKING:
-    from course_lib.ranks.tracer import Wires
+    from course_lib.ranks.tracer import CallTracer
 
 TRANSPORTS = ("gloo/transport", "NCCL")  # whose errors name their source; they mean: it has gone
 WORTH_SHOWING_S = 20e-6  # a shorter wait is the price of asking
@@ -25,42 +25,42 @@ class ConnectionLostError(CourseError):
 class TrackedWork(dist.Work):
     """What an asynchronous call returns, with the interface of PyTorch's own `Work`."""
 
-    def __init__(self, inner: Any, post: Post, wires: "Wires", watch_end: bool) -> None:
+    def __init__(self, inner: Any, post: Post, tracer: "CallTracer", watch_end: bool) -> None:
         super().__init__()
-        self._inner, self._post, self._wires = inner, post, wires
+        self._inner, self._post, self._tracer = inner, post, tracer
         self._failed = False
         self._arrived_s = 0.0
         self._watched = watch_end and self._watch()
 
     def __del__(self) -> None:
         if self._post.kind in ("send", "recv"):
-            self._wires.drop(self._post)
+            self._tracer.drop(self._post)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has ended (and an emulated link has delivered it)."""
         start_s = time.perf_counter()
-        if self._post.number in self._wires.outstanding:
-            with self._wires.blocked(self._post):
+        if self._post.number in self._tracer.outstanding:
+            with self._tracer.blocked(self._post):
                 self._wait_for_inner()
-                self._wires.board.mark(self._wires.rank, self._post, Flag.ARRIVED)
+                self._tracer.board.mark(self._tracer.rank, self._post, Flag.ARRIVED)
                 self._note_end(self._deliver())
         else:
             self._wait_for_inner()
         end_s = time.perf_counter()
         if end_s - start_s > WORTH_SHOWING_S:
-            self._wires.recorder.add("wait", start_s, end_s, label=self._post.kind)
+            self._tracer.recorder.add("wait", start_s, end_s, label=self._post.kind)
         return True
 
     def is_completed(self) -> bool:
         """Has the call ended? Never blocks."""
         if not self._inner.is_completed():
             return False
-        pacer = self._wires.pacer
-        if pacer is None and self._watched:
+        link_emulator = self._tracer.link_emulator
+        if link_emulator is None and self._watched:
             self._on_arrival()
-        if pacer is None or self._post.number not in self._wires.outstanding:
+        if link_emulator is None or self._post.number not in self._tracer.outstanding:
             return True
-        due_s = pacer.delivery_s(self._post)
+        due_s = link_emulator.delivery_s(self._post)
         return due_s is not None and due_s <= time.perf_counter()
 
     def get_future(self) -> Future:
@@ -68,7 +68,7 @@ class TrackedWork(dist.Work):
 
         An emulated link completes it from a thread of its own.
         """
-        if self._wires.pacer is None:
+        if self._tracer.link_emulator is None:
             return self._inner.get_future().then(self._on_arrival)
         future: Future = Future()
 
@@ -106,16 +106,16 @@ class TrackedWork(dist.Work):
             if not any(transport in str(error) for transport in TRANSPORTS):
                 raise  # the call itself cannot be done: autograd follows its tensor, for example
             raise ConnectionLostError(
-                f"rank {self._wires.rank}, {self._post.kind}: need the rank at the other end; it "
+                f"rank {self._tracer.rank}, {self._post.kind}: need the rank at the other end; it "
                 "has gone, and the connection with it."
             ) from error
 
     def _deliver(self) -> float:
         """Sleep until an emulated link has delivered; return when the call ended."""
-        pacer = self._wires.pacer
-        if pacer is None:
+        link_emulator = self._tracer.link_emulator
+        if link_emulator is None:
             return time.perf_counter()
-        return max(pacer.deliver(self._post), self._arrived_s)
+        return max(link_emulator.deliver(self._post), self._arrived_s)
 
     def _watch(self) -> bool:
         """Learn of the end as it comes; False where gloo cannot tell, as of reduce_scatter."""
@@ -127,7 +127,7 @@ class TrackedWork(dist.Work):
 
     def _on_arrival(self, arrived: Future | None = None) -> Any:
         self._arrived_s = self._arrived_s or time.perf_counter()
-        if self._wires.pacer is None:
+        if self._tracer.link_emulator is None:
             self._note_end(self._arrived_s)
         return arrived.value() if arrived else None
 
@@ -136,10 +136,10 @@ class TrackedWork(dist.Work):
 
     def _note_end(self, end_s: float) -> None:
         post = self._post
-        with self._wires.noting:  # gloo's thread and the waiting one may both have learned of it
-            if self._wires.finish(post):
+        with self._tracer.noting:  # gloo's thread and the waiting one may both have learned of it
+            if self._tracer.finish(post):
                 self._has_ended()
-                self._wires.recorder.add(
+                self._tracer.recorder.add(
                     post.kind,
                     post.post_s,
                     end_s,

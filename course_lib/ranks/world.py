@@ -1,4 +1,4 @@
-"""Joining a world: the process group of one rank, on its wires."""
+"""Joining a world: the process group of one rank, on its tracer."""
 
 import os
 from datetime import timedelta
@@ -8,34 +8,34 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from course_lib.ranks.process_group import WiredGroup
-from course_lib.ranks.tracer import Wires
+from course_lib.ranks.process_group import TracedGroup
+from course_lib.ranks.tracer import CallTracer
 
 BACKEND = "course"
 NEVER = timedelta(days=365)  # a hang is found by looking at the board, not by waiting for gloo
 GroupBackend = dist.ProcessGroup.BackendType
 
 
-def join_world(wires: Wires, init_method: str, rank: int, world_size: int) -> None:
-    """Make this process rank `rank`: all groups, also later ones, stand on `wires`."""
+def join_world(tracer: CallTracer, init_method: str, rank: int, world_size: int) -> None:
+    """Make this process rank `rank`: all groups, also later ones, stand on `tracer`."""
 
-    def create(options: Any, _: Any) -> WiredGroup:
-        return _make_group(wires, options)
+    def create(options: Any, _: Any) -> TracedGroup:
+        return _make_group(tracer, options)
 
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=devices)
-    wires.announce_new_groups()
+    tracer.announce_new_groups()
     dist.init_process_group(
         BACKEND, init_method=init_method, rank=rank, world_size=world_size, timeout=NEVER
     )
 
 
-def _make_group(wires: Wires, options: Any) -> WiredGroup:
+def _make_group(tracer: CallTracer, options: Any) -> TracedGroup:
     rank, size, store = options.group_rank, options.group_size, options.store
     gloo = c10d.ProcessGroupGloo(store, rank, size, timeout=NEVER)
     members = tuple(options.global_ranks_in_group) or tuple(range(size))
     inner = dist.ProcessGroup(store, rank, size)
-    group = WiredGroup(inner, wires, members, options.group_id)
+    group = TracedGroup(inner, tracer, members, options.group_id)
     backends = {"cpu": (GroupBackend.GLOO, gloo)}
     if torch.cuda.is_available():
         backends["cuda"] = _gpu_backend(gloo, store, rank, size)

@@ -16,12 +16,14 @@ Models = Annotated[list[str] | None, typer.Option("--model", help="Only this mod
 Strategies = Annotated[
     list[str] | None, typer.Option("--strategy", help="Only this strategy; repeatable.")
 ]
-Ranks = Annotated[list[int] | None, typer.Option("--ranks", help="Only so many; repeatable.")]
+StudyRanks = Annotated[list[int] | None, typer.Option("--ranks", help="Only so many; repeatable.")]
 ProfileName = Annotated[
     str | None,
     typer.Option("--profile", help="Where it runs: laptop, slurm, or the path of a profile."),
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="Its folder; runs/study-STUDY without it.")]
+StudyOut = Annotated[
+    Path | None, typer.Option("--out", help="Its folder; runs/study-STUDY without it.")
+]
 Html = Annotated[
     Path | None, typer.Option("--html", metavar="PATH", help="Write tables and pictures there.")
 ]
@@ -32,9 +34,9 @@ def plan(
     name: Name = "laptop",
     models: Models = None,
     strategies: Strategies = None,
-    ranks: Ranks = None,
+    ranks: StudyRanks = None,
     profile: ProfileName = None,
-    out: Out = None,
+    out: StudyOut = None,
 ) -> None:
     """Say what a study runs, what is done, and what the rest will cost; start nothing."""
     costing = _costing(name, models, strategies, ranks, profile, out)
@@ -49,9 +51,9 @@ def run(
     name: Name = "laptop",
     models: Models = None,
     strategies: Strategies = None,
-    ranks: Ranks = None,
+    ranks: StudyRanks = None,
     profile: ProfileName = None,
-    out: Out = None,
+    out: StudyOut = None,
     resume: Annotated[
         bool, typer.Option(help="Leave out what has a whole record; --no-resume: run all again.")
     ] = True,

@@ -16,7 +16,7 @@ from course_lib.scaling_study.aggregate import Experiment, find_baseline, read_e
 from course_lib.scaling_study.machines import Machine, machine_of_profile, with_link
 from course_lib.scaling_study.measure_link import read_links
 from course_lib.scaling_study.plan import Study
-from course_lib.scaling_study.prediction import Prediction, fit_machine, hours, predict
+from course_lib.scaling_study.prediction import PredictedRun, fit_machine, hours, predict
 from course_lib.scaling_study.report import name_of, new_table
 from course_lib.scaling_study.results import set_of
 from course_lib.scaling_study.study_run import StudyRun
@@ -35,17 +35,17 @@ class Costing:
     done: dict[StudyRun, Experiment]
 
     @cached_property
-    def predictions(self) -> list[Prediction]:
+    def predictions(self) -> list[PredictedRun]:
         """What every run does on paper; a run of one rank that is done tells the speed."""
         return [predict(run, self._machine(run)) for run in self.study.runs]
 
     @property
-    def left(self) -> list[Prediction]:
+    def left(self) -> list[PredictedRun]:
         """What is still to be run, and fits."""
         return [p for p in self.predictions if p.run not in self.done and not p.missing_bytes]
 
     @property
-    def too_large(self) -> list[Prediction]:
+    def too_large(self) -> list[PredictedRun]:
         """What does not fit, so that it will not be started."""
         return [p for p in self.predictions if p.run not in self.done and p.missing_bytes]
 
@@ -85,7 +85,7 @@ class Costing:
         machine = with_link(self.machine, read_links(self.folder), run.ranks)
         return fit_machine(machine, baseline) if baseline else machine
 
-    def _state(self, one: Prediction) -> str:
+    def _state(self, one: PredictedRun) -> str:
         if one.run in self.done:
             return "done"
         return "does not fit" if one.missing_bytes else "to run"
@@ -118,7 +118,7 @@ def _hours(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
-def _missing(one: Prediction) -> str:
+def _missing(one: PredictedRun) -> str:
     there = one.machine.rank_bytes(one.run.ranks)
     return (
         f"need {format_bytes(one.peak_bytes)} a rank; there are {format_bytes(there)}, "

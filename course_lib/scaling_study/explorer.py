@@ -16,7 +16,7 @@ from course_lib.scaling_study.lab import PUBLISHED
 from course_lib.scaling_study.machines import Machine
 from course_lib.scaling_study.pictures import efficiency_bars
 from course_lib.scaling_study.plan import SIZES, find_study
-from course_lib.scaling_study.prediction import Prediction, predict
+from course_lib.scaling_study.prediction import PredictedRun, predict
 from course_lib.scaling_study.study_run import StudyRun
 
 STRATEGIES = ("ddp", "tp", "pp", "zero1", "zero2", "zero3")
@@ -25,7 +25,7 @@ LINKS = {link.name: link for link in (NVLINK, INFINIBAND, PCIE, BRIDGES, ETHERNE
 CARDS = ["rtx2080ti", "a6000", "a100-80", "h100"]
 SHOWS = ["efficiency", "memory"]
 NOTE = "measured: a published study, on other cards; predicted: by formulas alone"
-Rows = dict[str, tuple[Prediction, float]]  # with the efficiency in per cent
+_Rows = dict[str, tuple[PredictedRun, float]]  # with the efficiency in per cent
 
 
 def study_explorer() -> Explore:
@@ -70,7 +70,7 @@ def study_alt(model: str, gpus: int, link: str, card: str, show: str) -> str:
 
 
 @cache
-def rows_of(model: str, gpus: int, link: str, card: str) -> Rows:
+def rows_of(model: str, gpus: int, link: str, card: str) -> _Rows:
     """What each strategy does on paper, and how efficient it is beside one GPU."""
     machine = Machine(device=find_device(card), link=LINKS[link])
     study = find_study("cluster").only(models=[model], ranks=[gpus]).runs

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from course_lib.display.show import picture
-from course_lib.scaling_study.pictures import BY_SET, OF_ALL, Picture
+from course_lib.scaling_study.pictures import BY_SET, OF_ALL, _Picture
 from course_lib.scaling_study.report import HEADERS, cells_of, notes
 from course_lib.scaling_study.results import Result, Results, in_order
 
@@ -49,7 +49,7 @@ def _table(results: Iterable[Result]) -> Iterator[str]:
     yield "</table>"
 
 
-def _figures(drawn: Iterable[Picture]) -> Iterator[str]:
+def _figures(drawn: Iterable[_Picture]) -> Iterator[str]:
     for figure, alt in drawn:
         data, _ = picture(figure, alt)
         yield f"<figure>{data['text/html']}</figure>"

@@ -12,7 +12,7 @@ from course_lib.core.errors import CourseError
 LAUNCH_S = 1e-5
 
 
-class Device:
+class EmulatedDevice:
     """Takes orders at once and works on them later, one after the other, as a GPU does.
 
     orders   what it was told to do: "backward" and "step", in order

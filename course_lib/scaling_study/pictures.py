@@ -16,11 +16,11 @@ from course_lib.scaling_study.prediction import states_of
 from course_lib.scaling_study.report import name_of
 from course_lib.scaling_study.results import Result, Results, in_order
 
-Picture = tuple[Figure, str]  # and what it shows, in words
-Draw = Callable[[Sequence[Result], str], Picture | None]
+_Picture = tuple[Figure, str]  # and what it shows, in words
+Draw = Callable[[Sequence[Result], str], _Picture | None]
 
 
-def throughput(results: Sequence[Result], name: str) -> Picture | None:
+def throughput(results: Sequence[Result], name: str) -> _Picture | None:
     """Tokens a second, with as many times those of one rank as there are ranks for an ideal."""
     pairs = [
         Pair(
@@ -36,7 +36,7 @@ def throughput(results: Sequence[Result], name: str) -> Picture | None:
     return beside(pairs, title, x_label="throughput (thousand tokens/s)"), f"{title}."
 
 
-def efficiency(results: Sequence[Result], name: str) -> Picture | None:
+def efficiency(results: Sequence[Result], name: str) -> _Picture | None:
     """Throughput factor in per cent of the number of ranks; about 80 is good."""
     pairs = _compared(results, lambda beside: beside.efficiency_percent, lambda f, p: f / p * 100)
     if not pairs:
@@ -59,7 +59,7 @@ def efficiency_bars(pairs: Sequence[Pair], title: str, note: str = "") -> Figure
     )
 
 
-def overhead(results: Sequence[Result], name: str) -> Picture | None:
+def overhead(results: Sequence[Result], name: str) -> _Picture | None:
     """How much longer a step takes than on one rank; below 0 it is shorter."""
     pairs = _compared(
         results, lambda beside: beside.overhead_percent, lambda f, _: (1 / f - 1) * 100
@@ -72,7 +72,7 @@ def overhead(results: Sequence[Result], name: str) -> Picture | None:
     return beside(pairs, title, x_label=x_label, words="{:+.0f}".format), f"{title}."
 
 
-def peak_memory(results: Sequence[Result], name: str) -> Picture | None:
+def peak_memory(results: Sequence[Result], name: str) -> _Picture | None:
     """The most that any rank holds, beside what the formulas count."""
     known = [result for result in results if result.experiment.peak_bytes is not None]
     if not known:
@@ -93,10 +93,10 @@ def peak_memory(results: Sequence[Result], name: str) -> Picture | None:
     return beside(pairs, title, x_label=f"peak memory of the fullest rank ({word})"), f"{title}."
 
 
-def states(results: Sequence[Result], name: str) -> Picture | None:
+def states(results: Sequence[Result], name: str) -> _Picture | None:
     """What a rank holds of parameters, gradients and optimizer state: the stages of ZeRO."""
     found = [result for result in in_order(results) if any(result.experiment.held.values())]
-    if not any(result.experiment.run.degrees.zero for result in found):
+    if not any(result.experiment.run.parallelism.zero for result in found):
         return None
     measured = {_line(one): _ledger(one.experiment.held) for one in found}
     (least, fewest) = min(measured.items(), key=lambda item: item[1].peak_bytes())
@@ -108,7 +108,7 @@ def states(results: Sequence[Result], name: str) -> Picture | None:
     return memory(bars, title), f"{title}."
 
 
-def loss_curves(results: Sequence[Result], name: str) -> Picture | None:
+def loss_curves(results: Sequence[Result], name: str) -> _Picture | None:
     """All curves of one batch, which ought to be one."""
     curves = {
         _line(one): one.experiment.losses for one in in_order(results) if one.experiment.losses
@@ -120,7 +120,7 @@ def loss_curves(results: Sequence[Result], name: str) -> Picture | None:
     return losses(curves, title), f"{title}."
 
 
-def topology(results: Results) -> Picture | None:
+def topology(results: Results) -> _Picture | None:
     """How the GPUs reach each other, of the machine with most of them."""
     found = [one.machine.get("gpu_links") or [] for one in results.experiments]
     matrix = max(found, key=len, default=[])
@@ -131,7 +131,7 @@ def topology(results: Results) -> Picture | None:
     return links(matrix, title), f"{title}."
 
 
-def convergence(results: Results) -> Picture | None:
+def convergence(results: Results) -> _Picture | None:
     """Losses of one model where the batch grows, and the warm-up shrinks: who is down first?"""
     found = [one for one in in_order(results.judged()) if one.experiment.run.warmup]
     if len(found) < 2 or found[0].experiment.run.ranks > 1:
@@ -157,7 +157,7 @@ BY_SET: tuple[Draw, ...] = (throughput, efficiency, overhead, peak_memory, state
 OF_ALL = (convergence, topology)
 
 
-def pictures(results: Results) -> Iterator[Picture]:
+def pictures(results: Results) -> Iterator[_Picture]:
     """All pictures of a study: those of each model and batch, then the links."""
     for name, found in results.sets().items():
         yield from filter(None, (draw(found, name) for draw in BY_SET))

@@ -33,7 +33,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class PredictedRun:
     """A run on paper.
 
     wire_s       what of the messages no computing hides
@@ -75,13 +75,13 @@ class Prediction:
         return max(0, self.peak_bytes - self.machine.rank_bytes(self.run.ranks))
 
 
-def predict(run: StudyRun, machine: Machine) -> Prediction:
+def predict(run: StudyRun, machine: Machine) -> PredictedRun:
     """What one run does on this machine, by the formulas of `course_lib.cost`."""
     flop = train_step_flop(run.spec, run.global_batch, run.seq)
     compute_s = flop / run.ranks / machine.flop_per_s(run.dtype, run.ranks)
     bubble_s, wire_s = _pipeline_s(run, machine, compute_s)
     wire_s += _tensor_s(run, machine) + _gradients_s(run, machine, compute_s)
-    return Prediction(
+    return PredictedRun(
         run=run,
         machine=machine,
         compute_s=compute_s,
@@ -94,8 +94,8 @@ def predict(run: StudyRun, machine: Machine) -> Prediction:
 
 def states_of(run: StudyRun) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on the fullest rank, on its device."""
-    params = max(params_on_rank(run.spec, run.degrees, stage) for stage in (0, run.pp - 1))
-    return model_states(params, _recipe(run), degrees=run.degrees)
+    params = max(params_on_rank(run.spec, run.parallelism, stage) for stage in (0, run.pp - 1))
+    return model_states(params, _recipe(run), parallelism=run.parallelism)
 
 
 def fit_machine(machine: Machine, baseline: Experiment) -> Machine:
@@ -108,7 +108,7 @@ def fit_machine(machine: Machine, baseline: Experiment) -> Machine:
     return replace(machine, reached=machine.reached * told.compute_s / compute_s)
 
 
-def hours(predictions: Iterable[Prediction]) -> tuple[float, float]:
+def hours(predictions: Iterable[PredictedRun]) -> tuple[float, float]:
     """Hours of all these runs one after the other, and the same times the ranks of each."""
     times = [(one.run_s, one.run_s * one.run.ranks) for one in predictions]
     return sum(wall for wall, _ in times) / 3600, sum(of_ranks for _, of_ranks in times) / 3600
@@ -147,30 +147,30 @@ def _tensor_s(run: StudyRun, machine: Machine) -> float:
 
 def _gradients_s(run: StudyRun, machine: Machine, compute_s: float) -> float:
     """What copies of the model, or their shards, say to each other besides computing."""
-    degrees = run.degrees
-    if degrees.dp == 1:
+    parallelism = run.parallelism
+    if parallelism.dp == 1:
         return 0.0
     link = machine.link_between_copies(run.tp * run.pp)
     sizes = _row_bytes(run)
-    if degrees.zero:
+    if parallelism.zero:
         rows = [row for size in sizes for row in _sent_together(run, size)]
-        calls = zero_traffic(degrees.zero, rows, run.num_micro_batches)
-        return traffic_s(calls, degrees.dp, link)
+        calls = zero_traffic(parallelism.zero, rows, run.num_micro_batches)
+        return traffic_s(calls, parallelism.dp, link)
     last_s = compute_s / run.num_micro_batches  # only the last backward sends
     cost = StepCost(
         forward_s=last_s / 3,
         ready_s=ready_by_share(sizes, last_s * 2 / 3),
         grad_bytes=tuple(sizes),
     )
-    return exposed_s(cost, run.bucket_mib * MIB, degrees.dp, link)
+    return exposed_s(cost, run.bucket_mib * MIB, parallelism.dp, link)
 
 
 def _row_bytes(run: StudyRun) -> list[int]:
     """Bytes of the gradients in backward's order, layer by layer; the tied embedding is last."""
     number_bytes = RECIPES[run.dtype].grad_bytes
-    layer = layer_params(run.spec, run.degrees)
-    rest = params_on_rank(run.spec, run.degrees) % layer or layer
-    num_layers = (params_on_rank(run.spec, run.degrees) - rest) // layer
+    layer = layer_params(run.spec, run.parallelism)
+    rest = params_on_rank(run.spec, run.parallelism) % layer or layer
+    num_layers = (params_on_rank(run.spec, run.parallelism) - rest) // layer
     return [layer * number_bytes] * num_layers + [rest * number_bytes]
 
 
@@ -178,7 +178,9 @@ def _sent_together(run: StudyRun, num_bytes: int) -> list[RowTraffic]:
     """A layer as it travels: whole with FSDP, else in buckets, and with ZeRO-3 module by module."""
     if run.strategy in ("fsdp", "torch-fsdp"):
         return [RowTraffic(num_bytes=num_bytes)]
-    modules = (7 if run.spec.gated else 6) + 2 if run.degrees.zero == 3 else 1  # matrices, norms
+    modules = (
+        (7 if run.spec.gated else 6) + 2 if run.parallelism.zero == 3 else 1
+    )  # matrices, norms
     parts = max(modules, -(-num_bytes // int(run.bucket_mib * MIB)))
     return [RowTraffic(num_bytes=num_bytes // parts)] * parts
 
@@ -187,8 +189,8 @@ def _optimizer_s(run: StudyRun, machine: Machine) -> float:
     """AdamW reads parameters, gradients and two moments, and writes all but the gradients."""
     recipe = RECIPES[run.dtype]
     touched = 2 * recipe.weight_bytes + recipe.grad_bytes + 4 * recipe.moment_bytes
-    params = max(params_on_rank(run.spec, run.degrees, stage) for stage in (0, run.pp - 1))
-    shares = run.degrees.zero_ranks if run.degrees.zero else 1
+    params = max(params_on_rank(run.spec, run.parallelism, stage) for stage in (0, run.pp - 1))
+    shares = run.parallelism.zero_ranks if run.parallelism.zero else 1
     rate = machine.host_bytes_per_s if run.offload else machine.bytes_per_s(run.ranks)
     return touched * params / shares / rate
 
@@ -198,7 +200,9 @@ def _offload_s(run: StudyRun, machine: Machine) -> float:
     if not run.offload:
         return 0.0
     rows = [RowTraffic(num_bytes=size) for size in _row_bytes(run)]
-    there, back = offload_trips(run.degrees.zero, rows, run.degrees.dp, run.num_micro_batches)
+    there, back = offload_trips(
+        run.parallelism.zero, rows, run.parallelism.dp, run.num_micro_batches
+    )
     return (there + back) / machine.host_link_bytes_per_s
 
 
@@ -208,10 +212,12 @@ def _held(run: StudyRun, machine: Machine) -> dict[str, int]:
     fullest = max(ledgers, key=Ledger.peak_bytes)
     at = fullest.totals().index(fullest.peak_bytes())
     held = {kind: fullest.bytes_by_kind[kind][at] for kind in MEMORY_KINDS}
-    if run.degrees.zero == 3:  # one unit is gathered while it is used
+    if run.parallelism.zero == 3:  # one unit is gathered while it is used
         largest = max(run.spec.vocab * run.spec.hidden, layer_params(run.spec))
         held["buffers"] += largest * RECIPES[run.dtype].weight_bytes
-        held["params"] = count_params(run.spec) * RECIPES[run.dtype].weight_bytes // run.degrees.dp
+        held["params"] = (
+            count_params(run.spec) * RECIPES[run.dtype].weight_bytes // run.parallelism.dp
+        )
     return held
 
 
@@ -221,7 +227,7 @@ def _ledger(run: StudyRun, machine: Machine, stage: int) -> Ledger:
         run.micro_batch,
         run.seq,
         recipe=_recipe(run),
-        degrees=run.degrees,
+        parallelism=run.parallelism,
         stage=stage,
         num_micro_batches=min(run.num_micro_batches, run.pp + 1),
         num_steps=2,

@@ -21,7 +21,7 @@ from course_lib.scaling_study.aggregate import (
 )
 from course_lib.scaling_study.machines import machine_of_record, with_link
 from course_lib.scaling_study.measure_link import links_of, plain_links, read_links
-from course_lib.scaling_study.prediction import Prediction, fit_machine, predict
+from course_lib.scaling_study.prediction import PredictedRun, fit_machine, predict
 from course_lib.scaling_study.study_run import StudyRun, read_run
 
 SAMPLES = Path(__file__).parent / "data"  # NAME_study.json
@@ -39,7 +39,7 @@ class Result:
     experiment: Experiment
     baseline: Experiment | None
     comparison: Comparison | None
-    prediction: Prediction
+    prediction: PredictedRun
 
 
 @dataclass(frozen=True, kw_only=True)

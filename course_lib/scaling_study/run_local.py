@@ -24,7 +24,7 @@ LOG = "log.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class RunFailure:
     """A run that ended badly: why, and where the whole report stands."""
 
     run: StudyRun
@@ -48,7 +48,7 @@ def run_all(costing: Costing) -> int:
     return 0
 
 
-def run_here(run: StudyRun, folder: Path) -> Failure | None:
+def run_here(run: StudyRun, folder: Path) -> RunFailure | None:
     """Run it, and wait for it; what went wrong is told, and written into its folder.
 
     Raises: KeyboardInterrupt on Ctrl-C, when its ranks have ended
@@ -61,16 +61,16 @@ def run_here(run: StudyRun, folder: Path) -> Failure | None:
     return None
 
 
-def _failure(run: StudyRun, problem: CourseError, out: Path) -> Failure:
+def _failure(run: StudyRun, problem: CourseError, out: Path) -> RunFailure:
     said = str(problem)
     if isinstance(problem, RankError):
         said = next((message for _, message in problem.failures.values()), said)
     out.mkdir(parents=True, exist_ok=True)
     (out / LOG).write_text(f"{problem}\n", encoding="utf-8")
-    return Failure(run=run, said=said.strip().splitlines()[0], log=out / LOG)
+    return RunFailure(run=run, said=said.strip().splitlines()[0], log=out / LOG)
 
 
-def _run_left(costing: Costing) -> list[Failure]:
+def _run_left(costing: Costing) -> list[RunFailure]:
     console, failures = Console(file=sys.stderr), []
     left_s = sum(one.run_s for one in costing.left)
     with _bar(console) as bar:

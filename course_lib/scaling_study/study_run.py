@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from course_lib.core.errors import ShapeError
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.core.records import RunRecord
 from course_lib.core.specs import ModelSpec, spec_fields
 from course_lib.train.config import TrainConfig
@@ -55,8 +55,8 @@ class StudyRun:
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        parts = self.degrees.dp * self.num_micro_batches
-        if self.ranks != self.degrees.world_size or self.global_batch % parts:
+        parts = self.parallelism.dp * self.num_micro_batches
+        if self.ranks != self.parallelism.world_size or self.global_batch % parts:
             raise ShapeError(
                 "StudyRun: need ranks = dp * tp * pp, and global_batch divisible by dp * "
                 f"micro-batches; got {self.ranks} ranks, tp {self.tp}, pp {self.pp}, and "
@@ -64,9 +64,9 @@ class StudyRun:
             )
 
     @property
-    def degrees(self) -> Degrees:
+    def parallelism(self) -> Parallelism:
         """How many ways it is split."""
-        return Degrees(
+        return Parallelism(
             dp=self.ranks // (self.tp * self.pp),
             tp=self.tp,
             pp=self.pp,
@@ -81,7 +81,7 @@ class StudyRun:
     @property
     def micro_batch(self) -> int:
         """Sequences in one forward pass."""
-        return self.global_batch // (self.degrees.dp * self.num_micro_batches)
+        return self.global_batch // (self.parallelism.dp * self.num_micro_batches)
 
     @property
     def tokens_a_step(self) -> int:
@@ -99,7 +99,7 @@ class StudyRun:
         """The strategy in a word or two: `single`, `ddp`, `tp`, `pp`, `ddp tp2`."""
         axes = {"tp": self.tp, "pp": self.pp}
         split = [name for name, size in axes.items() if size > 1]
-        dp = self.degrees.dp
+        dp = self.parallelism.dp
         if split and dp == 1:
             return " ".join(split)
         return " ".join([self.strategy] + [f"{name}{axes[name]}" for name in split])

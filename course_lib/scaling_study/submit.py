@@ -15,7 +15,7 @@ from course_lib.cluster.submissions import FOLDER, Submission, find_home, read_s
 from course_lib.cluster.submit import hand_in
 from course_lib.core.errors import CourseError
 from course_lib.scaling_study.costing import Costing
-from course_lib.scaling_study.prediction import Prediction
+from course_lib.scaling_study.prediction import PredictedRun
 
 ELEMENT = "course_lib.scaling_study.array_element"
 SLOWER = 3  # how many times longer than predicted a run may take before it is ended
@@ -50,12 +50,12 @@ def _taken(job: Job, profile: Profile, submissions: Path) -> bool:
     return True
 
 
-def make_jobs(left: Sequence[Prediction], folder: Path, profile: Profile) -> list[Job]:
+def make_jobs(left: Sequence[PredictedRun], folder: Path, profile: Profile) -> list[Job]:
     """Job arrays for these runs; together they take no more places than the profile allows.
 
     Raises: CourseError for more ranks than the nodes of the profile hold
     """
-    by_ranks: dict[int, list[Prediction]] = {}
+    by_ranks: dict[int, list[PredictedRun]] = {}
     for one in left:
         by_ranks.setdefault(one.run.ranks, []).append(one)
     at_once = max(1, profile.limits.max_jobs // max(1, len(by_ranks)))
@@ -75,12 +75,12 @@ def waiting(submissions: Iterable[Submission]) -> set[str]:
     return found
 
 
-def out_of(one: Prediction, folder: Path) -> Path:
+def out_of(one: PredictedRun, folder: Path) -> Path:
     """Where a run leaves its records, from wherever it is started."""
     return (folder / one.run.name).resolve()
 
 
-def _job(runs: Sequence[Prediction], folder: Path, profile: Profile, at_once: int) -> Job:
+def _job(runs: Sequence[PredictedRun], folder: Path, profile: Profile, at_once: int) -> Job:
     ranks = runs[0].run.ranks
     nodes = _nodes(ranks, profile)
     longest_s = max(one.run_s for one in runs) * SLOWER + SPARE_S
@@ -98,7 +98,7 @@ def _job(runs: Sequence[Prediction], folder: Path, profile: Profile, at_once: in
     )
 
 
-def _list(runs: Sequence[Prediction], folder: Path) -> Path:
+def _list(runs: Sequence[PredictedRun], folder: Path) -> Path:
     """Write what each element is to do into a file of its own."""
     lists = folder.resolve() / "lists"
     lists.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ nothing hides it behind computing, because the next matrix waits for it. Noteboo
 from course_lib.core.errors import ShapeError
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.params import norm_params, param_parts
-from course_lib.cost.traffic import Collective
+from course_lib.cost.traffic import CollectiveCall
 
 PHASES = ("forward", "backward", "finish")
 
@@ -21,7 +21,7 @@ def tensor_traffic(
     number_bytes: int = 2,
     *,
     sequence_parallel: bool = False,
-) -> list[Collective]:
+) -> list[CollectiveCall]:
     """The collectives of one step, as every rank of the group makes them: all of them, in order.
 
     `num_bytes` is the size of the whole tensor, as in `Event.num_bytes`; how many ranks there are
@@ -40,14 +40,14 @@ def tensor_traffic(
     leaves = "reduce_scatter" if sequence_parallel else "all_reduce"
     back = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "": "all_reduce"}
     parts = [part for n in range(spec.num_layers) for part in (f"attention {n}", f"mlp {n}")]
-    doors = [("embedding", leaves)]
-    doors += [(part, kind) for part in parts for kind in (enters, leaves)]
-    doors += [("head", enters)]
-    forward = [_call("forward", *door, stream) for door in doors if door[1]]
+    boundaries = [("embedding", leaves)]
+    boundaries += [(part, kind) for part in parts for kind in (enters, leaves)]
+    boundaries += [("head", enters)]
+    forward = [_call("forward", *boundary, stream) for boundary in boundaries if boundary[1]]
     loss = [_call("forward", "loss", "all_reduce", n * _loss_bytes(batch * seq, number_bytes))
             for n in (1, 2)]  # fmt: skip
-    adjoint = [(part, back.get(kind, "")) for part, kind in reversed(doors)]
-    backward = [_call("backward", *door, stream) for door in adjoint if door[1]]
+    adjoint = [(part, back.get(kind, "")) for part, kind in reversed(boundaries)]
+    backward = [_call("backward", *boundary, stream) for boundary in adjoint if boundary[1]]
     finish = [_call("finish", "norms", "all_reduce", replicated_params(spec) * number_bytes)]
     return [*forward, *loss, *backward, *finish[: int(sequence_parallel)]]
 
@@ -59,7 +59,7 @@ def layer_traffic(
     number_bytes: int = 2,
     *,
     sequence_parallel: bool = False,
-) -> list[Collective]:
+) -> list[CollectiveCall]:
     """Those of `tensor_traffic` that belong to one layer: its attention and its MLP."""
     calls = tensor_traffic(spec, batch, seq, number_bytes, sequence_parallel=sequence_parallel)
     return [call for call in calls if call.part in ("attention 0", "mlp 0")]
@@ -89,5 +89,5 @@ def gathered_bytes(spec: ModelSpec, batch: int, seq: int, tp: int, number_bytes:
     return (2 * spec.num_layers + 1) * (stream - stream // tp)
 
 
-def _call(phase: str, part: str, kind: str, num_bytes: int) -> Collective:
-    return Collective(phase=phase, part=part, kind=kind, num_bytes=num_bytes)
+def _call(phase: str, part: str, kind: str, num_bytes: int) -> CollectiveCall:
+    return CollectiveCall(phase=phase, part=part, kind=kind, num_bytes=num_bytes)

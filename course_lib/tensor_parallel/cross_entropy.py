@@ -56,16 +56,16 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group) -> Tensor:
-        place, mine = own_tokens(targets, logits.shape[-1], group)
+        index, mine = own_tokens(targets, logits.shape[-1], group)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         largest = wide.amax(-1)  # [...]
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         shifted = wide - largest.unsqueeze(-1)  # [..., vocab/tp]
-        at_target = shifted.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
+        at_target = shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
         exps = shifted.exp_()
         sums = torch.stack([exps.sum(-1), at_target])  # [2, ...]
         dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(exps.div_(sums[0].unsqueeze(-1)), place, mine, targets)
+        ctx.save_for_backward(exps.div_(sums[0].unsqueeze(-1)), index, mine, targets)
         ctx.dtype = logits.dtype
         return (sums[0].log() - sums[1]).masked_fill(targets == IGNORED, 0)
 
@@ -73,8 +73,8 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         """softmax - 1 at the target, on the rank that has it: nobody has to ask anybody."""
-        softmax, place, mine, targets = ctx.saved_tensors
+        softmax, index, mine, targets = ctx.saved_tensors
         one = mine.to(softmax.dtype).unsqueeze(-1)
-        grad_logits = softmax.scatter_add(-1, place.unsqueeze(-1), -one)
+        grad_logits = softmax.scatter_add(-1, index.unsqueeze(-1), -one)
         scale = grad.masked_fill(targets == IGNORED, 0).unsqueeze(-1)
         return grad_logits.mul_(scale).to(ctx.dtype), None, None

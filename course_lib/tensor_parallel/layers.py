@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from course_lib.collectives.group import Group, place_in
+from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import ShapeError
 from course_lib.tensor_parallel.regions import (
     copy_to_region,
@@ -39,7 +39,7 @@ class ShardedLayer(nn.Module):
 
     def __init__(self, group: Group, sequence_parallel: bool) -> None:
         super().__init__()
-        self.place = place_in(group, type(self).__name__)
+        self.member = member_of(group, type(self).__name__)
         self.group, self.sequence_parallel = group, sequence_parallel
         self.shards: dict[str, tuple[int, int]] = {}
 
@@ -69,7 +69,7 @@ class ColumnParallelLinear(ShardedLayer):
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3
 
     gather_output  gather the outputs of all ranks: [..., out], for one more all_gather
-    enters         False: the input has gone through the door already, as q, k and v share one
+    enters         False: the input has gone through the boundary already, as q, k and v share one
     whole          take its weights; None: those that nn.Linear would begin with
     """
 
@@ -159,8 +159,8 @@ class VocabParallelEmbedding(ShardedLayer):
     def forward(self, tokens: Tensor) -> Tensor:
         """Each token's row."""
         _check_tokens(tokens, self.vocab, "VocabParallelEmbedding")
-        place, mine = own_tokens(tokens, len(self.weight), self.group)
-        rows = F.embedding(place, self.weight)
+        index, mine = own_tokens(tokens, len(self.weight), self.group)
+        rows = F.embedding(index, self.weight)
         return self.leave(rows.masked_fill(~mine.unsqueeze(-1), 0))
 
 
@@ -177,7 +177,7 @@ class VocabParallelHead(ColumnParallelLinear):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         size = len(self.weight)
-        token = torch.arange(size, device=self.weight.device) + self.place.me * size
+        token = torch.arange(size, device=self.weight.device) + self.member.rank * size
         none = torch.zeros(size, dtype=self.weight.dtype, device=self.weight.device)
         minus_inf = none.masked_fill(token >= self.out_features, -math.inf)
         any_filled = minus_inf.isinf().any()
@@ -193,9 +193,9 @@ class VocabParallelHead(ColumnParallelLinear):
 
 def own_tokens(tokens: Tensor, size: int, group: Group = None) -> tuple[Tensor, Tensor]:
     """Where each token stands in this rank's shard of `size` (0 if elsewhere), and if it does."""
-    place = tokens - dist.get_rank(group) * size
-    mine = (place >= 0) & (place < size)
-    return place.masked_fill(~mine, 0), mine
+    index = tokens - dist.get_rank(group) * size
+    mine = (index >= 0) & (index < size)
+    return index.masked_fill(~mine, 0), mine
 
 
 def _check_tokens(tokens: Tensor, vocab: int, where: str) -> None:

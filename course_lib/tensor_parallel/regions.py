@@ -1,11 +1,11 @@
-"""The doors of a region where ranks compute different things, each with its way in and back.
+"""The boundaries of a region where ranks compute different things, each with its way in and back.
 
 In front of a split matrix all ranks hold the same tensor, or (sequence parallelism) each its own
-tokens of every sequence; behind it each holds a part of a sum. A door is a collective in forward
+tokens of every sequence; behind it each holds a part of a sum. A boundary is a collective in forward
 and its adjoint in backward: what adds up on one way only hands through on the other. And one rule
 for shards: all of equal size, the last ones filled up with zeros. Notebook 07_tensor_parallel.
 
-    door               forward          backward         on paper
+    boundary               forward          backward         on paper
     copy_to_region     -                all_reduce       f (Shoeybi), f (Korthikanti)
     reduce_from_region all_reduce       -                g (Shoeybi), f-bar (Korthikanti)
     gather_sequence    all_gather       reduce_scatter   g (Korthikanti)
@@ -30,7 +30,7 @@ SEQUENCE = 1  # the dim of the tokens in [batch, seq, hidden]
 Way = Callable[[Tensor], Tensor]
 
 
-class _Door(torch.autograd.Function):
+class _Boundary(torch.autograd.Function):
     """`there` in forward, `back` in backward."""
 
     @staticmethod
@@ -51,7 +51,7 @@ def copy_to_region(x: Tensor, group: Group = None) -> Tensor:
     Adjoint: reduce_from_region
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3
     """
-    return _Door.apply(x, _same, partial(_sum, group=group))
+    return _Boundary.apply(x, _same, partial(_sum, group=group))
 
 
 def reduce_from_region(x: Tensor, group: Group = None) -> Tensor:
@@ -61,7 +61,7 @@ def reduce_from_region(x: Tensor, group: Group = None) -> Tensor:
     Adjoint: copy_to_region
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3
     """
-    return _Door.apply(x, partial(_sum, group=group), _same)
+    return _Boundary.apply(x, partial(_sum, group=group), _same)
 
 
 def gather_sequence(x: Tensor, group: Group = None) -> Tensor:
@@ -76,7 +76,7 @@ def gather_sequence(x: Tensor, group: Group = None) -> Tensor:
     Source:  Korthikanti et al. 2022, section 4
     """
     ways = partial(all_gather, dim=SEQUENCE, group=group), partial(_own_sum, group=group)
-    return _Door.apply(x, *ways)
+    return _Boundary.apply(x, *ways)
 
 
 def scatter_sequence(x: Tensor, group: Group = None) -> Tensor:
@@ -95,7 +95,7 @@ def scatter_sequence(x: Tensor, group: Group = None) -> Tensor:
             f"{p}. Try seq={seq + p - seq % p}, or sequence_parallel=False."
         )
     ways = partial(_own_sum, group=group), partial(all_gather, dim=SEQUENCE, group=group)
-    return _Door.apply(x, *ways)
+    return _Boundary.apply(x, *ways)
 
 
 def gather_columns(x: Tensor, num_columns: int, group: Group = None) -> Tensor:
@@ -106,7 +106,7 @@ def gather_columns(x: Tensor, num_columns: int, group: Group = None) -> Tensor:
     Adjoint: split_columns
     """
     gather = partial(gather_whole, dim=-1, size=num_columns, group=group)
-    return _Door.apply(x, gather, partial(own_shard, dim=-1, group=group))
+    return _Boundary.apply(x, gather, partial(own_shard, dim=-1, group=group))
 
 
 def split_columns(x: Tensor, group: Group = None) -> Tensor:
@@ -117,7 +117,7 @@ def split_columns(x: Tensor, group: Group = None) -> Tensor:
     Adjoint: gather_columns
     """
     gather = partial(gather_whole, dim=-1, size=x.shape[-1], group=group)
-    return _Door.apply(x, partial(own_shard, dim=-1, group=group), gather)
+    return _Boundary.apply(x, partial(own_shard, dim=-1, group=group), gather)
 
 
 # --- shards

@@ -66,10 +66,10 @@ def gather_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 
     All ranks need the same names in the same order. One tensor under two names is gathered once.
     """
-    places, wholes = _places(model), dict[int, Tensor]()
+    sharded_dims, wholes = _sharded_dims(model), dict[int, Tensor]()
     for name, tensor in tensors.items():
         if id(tensor) not in wholes:
-            group, dim, size = places.get(name, (None, None, 0))
+            group, dim, size = sharded_dims.get(name, (None, None, 0))
             whole = tensor if dim is None else gather_whole(tensor, dim, size, group)
             wholes[id(tensor)] = whole.detach().clone(memory_format=torch.contiguous_format)
     return {name: wholes[id(tensor)] for name, tensor in tensors.items()}
@@ -78,12 +78,12 @@ def gather_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 @torch.no_grad()
 def shard_tensors(model: nn.Module, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's shards of whole tensors, by name: the way back from `gather_tensors`."""
-    places, shards = _places(model), {}
+    sharded_dims, shards = _sharded_dims(model), {}
     for name, whole in wholes.items():
-        if name not in places:
+        if name not in sharded_dims:
             shards[name] = whole
             continue
-        group, dim, size = places[name]
+        group, dim, size = sharded_dims[name]
         if whole.dim() <= dim or whole.shape[dim] != size:
             raise ShapeError(
                 f"rank {dist.get_rank()}, shard_tensors: need {name} with {size} in dim {dim}; got "
@@ -93,7 +93,7 @@ def shard_tensors(model: nn.Module, wholes: Mapping[str, Tensor]) -> dict[str, T
     return shards
 
 
-def _places(model: nn.Module) -> dict[str, tuple[dist.ProcessGroup | None, int, int]]:
+def _sharded_dims(model: nn.Module) -> dict[str, tuple[dist.ProcessGroup | None, int, int]]:
     """For each name of a split parameter: over which group, along which dim, and its whole size."""
     return {
         f"{path}.{name}".lstrip("."): (layer.group, dim, size)

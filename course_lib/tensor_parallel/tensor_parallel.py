@@ -127,7 +127,7 @@ def _sizes(linear: nn.Linear) -> tuple[int, int, bool]:
 
 
 def _enter(layer: ShardedLayer, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    """The one door of all matrices that share this input."""
+    """The one boundary of all matrices that share this input."""
     return (layer.enter(args[0]),)
 
 

@@ -1,6 +1,6 @@
 """Where a run is, and the file from which it can go on: the checkpoint of `course_lib.train`.
 
-Rank 0 writes and reads it, whole or not at all, so the ranks and degrees may change in between.
+Rank 0 writes and reads it, whole or not at all, so the ranks and parallelism may change in between.
 Random numbers need no place in it: those of a step are a function of (seed, step, rank).
 """
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from course_lib.core.errors import CourseError, MeshError, ShapeError
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.core.specs import ModelSpec, spec_fields
 from course_lib.core.units import format_bytes
 from course_lib.cost.params import count_params
@@ -151,13 +151,13 @@ class TrainConfig:
             )
         return self.global_batch // together
 
-    def degrees(self, num_ranks: int) -> Degrees:
+    def parallelism(self, num_ranks: int) -> Parallelism:
         """How many ways so many ranks split the run. Raises: MeshError if they cannot."""
-        return degrees_of(self, num_ranks)
+        return parallelism_of(self, num_ranks)
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises: MeshError or ShapeError for what so many ranks cannot train together."""
-        dp = self.degrees(num_ranks).dp
+        dp = self.parallelism(num_ranks).dp
         if self.strategy == "single" and dp > 1:
             raise MeshError(
                 f"--strategy single: need one copy of the model, dp = 1; got {num_ranks} ranks, "
@@ -261,7 +261,7 @@ def schedule_of(config: TrainConfig, num_micro_batches: int) -> "Schedule":
         raise ScheduleError(f"--schedule {error} {where}") from error
 
 
-def degrees_of(config: TrainConfig, num_ranks: int) -> Degrees:
+def parallelism_of(config: TrainConfig, num_ranks: int) -> Parallelism:
     """How many ways so many ranks split data, tensors and layers.
 
     Raises: MeshError if they make no whole number of copies of the model
@@ -274,4 +274,4 @@ def degrees_of(config: TrainConfig, num_ranks: int) -> Degrees:
             f"{config.tp} * {config.pp}. Try --ranks {near}."
         )
     dp, sequence_parallel = num_ranks // one_copy, config.sequence_parallel
-    return Degrees(dp=dp, tp=config.tp, pp=config.pp, sequence_parallel=sequence_parallel)
+    return Parallelism(dp=dp, tp=config.tp, pp=config.pp, sequence_parallel=sequence_parallel)

@@ -132,7 +132,7 @@ def open_data(config: TrainConfig) -> Examples:
 
 
 def steps_of_an_epoch(examples: Examples, config: TrainConfig) -> int | None:
-    """Steps until a run has read as many tokens as there are; None for data without an end."""
+    """OptimizerAdapter until a run has read as many tokens as there are; None for data without an end."""
     if examples.num_tokens is None:
         return None
     return max(1, round(examples.num_tokens / (config.global_batch * config.seq)))

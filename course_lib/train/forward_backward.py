@@ -17,37 +17,39 @@ from course_lib.pipeline.engine import Pipeline
 from course_lib.ranks.recorder import span
 from course_lib.tensor_parallel.cross_entropy import parallel_token_loss
 from course_lib.train.config import TrainConfig, schedule_of
-from course_lib.train.mesh import Axes
-from course_lib.train.model_part import Parts
+from course_lib.train.mesh import TrainMesh
+from course_lib.train.model_part import ModelPart
 from course_lib.train.strategies import Wrapped
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
-MicroBatches = Sequence[tuple[Tensor, Tensor]]  # inputs and targets
-Pass = Callable[[MicroBatches, Sequence[float]], Tensor]
+_LossFn = Callable[[Tensor, Tensor], Tensor]
+_MicroBatches = Sequence[tuple[Tensor, Tensor]]  # inputs and targets
+GradientPass = Callable[[_MicroBatches, Sequence[float]], Tensor]
 
 
-def make_pass(parts: Parts, wrapped: Wrapped, config: TrainConfig, axes: Axes) -> Pass:
+def make_pass(
+    part: ModelPart, wrapped: Wrapped, config: TrainConfig, mesh: TrainMesh
+) -> GradientPass:
     """What leaves a step's gradient in every `param.grad`, up to `wrapped.finish()`.
 
     Call it with the micro-batches and their shares.
 
     Shapes:  -> [3]: the loss, 0 where it is not known; hidden tokens that were guessed; all hidden
     """
-    loss_fn: LossFn = token_loss
+    loss_fn: _LossFn = token_loss
     if config.tp > 1:
-        loss_fn = partial(parallel_token_loss, group=axes.group("tp"))
+        loss_fn = partial(parallel_token_loss, group=mesh.group("tp"))
     if config.pp == 1:
         return partial(_one_by_one, wrapped, loss_fn, config.masked)
-    schedule = schedule_of(config, config.num_micro_batches(axes.degrees.dp))
-    pipeline = Pipeline(parts.module, loss_fn, axes.group("pp"))
+    schedule = schedule_of(config, config.num_micro_batches(mesh.parallelism.dp))
+    pipeline = Pipeline(part.module, loss_fn, mesh.group("pp"))
     return partial(_through_stages, wrapped, pipeline, schedule)
 
 
 def _one_by_one(
     wrapped: Wrapped,
-    loss_fn: LossFn,
+    loss_fn: _LossFn,
     masked: bool,
-    micro_batches: MicroBatches,
+    micro_batches: _MicroBatches,
     shares: Sequence[float],
 ) -> Tensor:
     total = torch.zeros(3, device=micro_batches[0][0].device, dtype=torch.float64)
@@ -70,7 +72,7 @@ def _through_stages(
     wrapped: Wrapped,
     pipeline: Pipeline,
     schedule: Schedule,
-    micro_batches: MicroBatches,
+    micro_batches: _MicroBatches,
     shares: Sequence[float],
 ) -> Tensor:
     """All gradients leave after the last backward: a tied one is whole only then."""

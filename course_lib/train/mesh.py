@@ -8,32 +8,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 
 
-class Axes:
+class TrainMesh:
     """The ranks of a run as one DeviceMesh with the axes dp, pp, tp.
 
     An axis of one rank, other than dp, is left out: it needs no group.
     """
 
-    def __init__(self, degrees: Degrees, device: torch.device) -> None:
-        self.degrees = degrees
-        sizes = {"dp": degrees.dp, "pp": degrees.pp, "tp": degrees.tp}
+    def __init__(self, parallelism: Parallelism, device: torch.device) -> None:
+        self.parallelism = parallelism
+        sizes = {"dp": parallelism.dp, "pp": parallelism.pp, "tp": parallelism.tp}
         names = tuple(name for name, size in sizes.items() if size > 1 or name == "dp")
         shape = tuple(sizes[name] for name in names)
-        self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        self.device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         self._names = names
 
     def number(self, name: str) -> int:
         """This rank's number along an axis."""
-        return self.mesh.get_local_rank(name) if name in self._names else 0
+        return self.device_mesh.get_local_rank(name) if name in self._names else 0
 
     def group(self, name: str) -> dist.ProcessGroup:
         """The ranks that differ from this one along that axis only."""
-        return self.mesh.get_group(name)
+        return self.device_mesh.get_group(name)
 
     @property
     def reports(self) -> bool:
         """Does this rank tell its copy's loss and count its tokens? One rank of each copy does."""
-        return self.number("pp") == self.degrees.pp - 1 and self.number("tp") == 0
+        return self.number("pp") == self.parallelism.pp - 1 and self.number("tp") == 0

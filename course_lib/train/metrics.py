@@ -22,7 +22,7 @@ from course_lib.train.checkpoint import Progress
 KEEP_STEPS = 3  # the record holds the events of the last ones
 
 
-class Tally:
+class Metrics:
     """The record of a run on this rank, and what of it is not known before all ranks tell theirs.
 
     dp   copies of the model: each tells its loss as its share times dp
@@ -33,12 +33,12 @@ class Tally:
         self.record, self.dp, self.lr = record, dp, lr
         self._open: list[Tensor] = []  # this rank's part, of steps that are not summed up
         self._marks: list[int] = []
-        self.gauge = Gauge()
+        self.monitor = ResourceMonitor()
 
     def step_done(self, found: Tensor, **step: Any) -> None:
         """Note a step; `found` is what `make_pass` gave."""
         self._open.append(found)
-        self.record.steps.append(step | self.gauge.read())
+        self.record.steps.append(step | self.monitor.read())
 
     def sum_losses(self) -> tuple[float, float | None]:
         """Learn what the last steps found from all ranks, in one call: mean loss, accuracy.
@@ -78,7 +78,7 @@ class Tally:
 
         peak   of tensors on a GPU; where a rank computes on the CPU, what its process has grown by
         """
-        peak = max(self.gauge.peak_bytes(), sum(held.values()))
+        peak = max(self.monitor.peak_bytes(), sum(held.values()))
         self.record.run["memory"] = {**held, "peak": peak}
 
     def close(self, progress: Progress, zero_s: float) -> None:
@@ -119,7 +119,7 @@ class Tally:
         return statistics.fmean(step["end_s"] - step["start_s"] for step in self.record.steps)
 
 
-class Gauge:
+class ResourceMonitor:
     """Looks at this process from now on: `peak_bytes` and `read` count from here."""
 
     def __init__(self) -> None:

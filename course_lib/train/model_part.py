@@ -1,7 +1,7 @@
 """What a rank holds of the model, and how it becomes whole again for a checkpoint.
 
 A checkpoint is what one rank with the whole model would write, so a run can go on with any other
-degrees: the shards of a layer are gathered over tp, the layers of the stages over pp.
+parallelism: the shards of a layer are gathered over tp, the layers of the stages over pp.
 """
 
 from collections import defaultdict
@@ -17,22 +17,22 @@ from course_lib.pipeline.stage import split_model
 from course_lib.tensor_parallel.state import gather_tensors, shard_tensors
 from course_lib.tensor_parallel.tensor_parallel import parallelize
 from course_lib.train.config import TrainConfig
-from course_lib.train.mesh import Axes
+from course_lib.train.mesh import TrainMesh
 
 Tensors = Mapping[str, Tensor]
 
 
-class Parts:
+class ModelPart:
     """This rank's part of a model that all ranks have built from the same seed.
 
     module   the model, with tp its layers' shards; with pp the stage of them
     params   its parameters, by their names in the whole model
     """
 
-    def __init__(self, whole: GPT | BERT, config: TrainConfig, axes: Axes) -> None:
-        self.axes = axes
+    def __init__(self, whole: GPT | BERT, config: TrainConfig, mesh: TrainMesh) -> None:
+        self.mesh = mesh
         if config.tp > 1 and isinstance(whole, GPT):  # a BERT is not split
-            parallelize(whole, axes.mesh["tp"], config.sequence_parallel)
+            parallelize(whole, mesh.device_mesh["tp"], config.sequence_parallel)
         name_of = {param: name for name, param in whole.named_parameters()}
         self._names = list(name_of.values())
         keys = whole.state_dict(keep_vars=True).items()
@@ -40,7 +40,7 @@ class Parts:
         self.module: nn.Module = whole
         chunks: list[nn.Module] = [whole]
         if config.pp > 1 and isinstance(whole, GPT):
-            number, num_chunks = axes.number("pp"), config.model_chunks or 1
+            number, num_chunks = mesh.number("pp"), config.model_chunks or 1
             stage = split_model(whole, config.pp, number, num_model_chunks=num_chunks)
             self.module, chunks = stage, list(stage.chunks)
         self._chunks = [
@@ -56,7 +56,7 @@ class Parts:
         Cost: in the first copy of the model, an all_gather a tensor over tp; then each stage's
               tensors to rank 0
         """
-        if self.axes.number("dp"):
+        if self.mesh.number("dp"):
             return None
         kinds: dict[str, dict[str, Tensor]] = defaultdict(dict, model=dict(self.params))
         for name, param in self.params.items():
@@ -103,18 +103,18 @@ class Parts:
     ) -> dict[str, Tensor]:
         """Shards to whole tensors or back; a single number, such as a count of steps, stays."""
         changed = dict(tensors)
-        for chunk, names in self._chunks if self.axes.degrees.tp > 1 else ():
+        for chunk, names in self._chunks if self.mesh.parallelism.tp > 1 else ():
             paths = {path: tensors[name] for path, name in names.items() if tensors[name].dim()}
             changed |= {names[path]: tensor for path, tensor in change(chunk, paths).items()}
         return changed
 
     def _of_all_stages(self, mine: Any) -> list[Any]:
         """What each stage has, on rank 0; nothing elsewhere."""
-        if self.axes.degrees.pp == 1 or self.axes.number("tp"):
+        if self.mesh.parallelism.pp == 1 or self.mesh.number("tp"):
             return [mine]
-        stages: list[Any] = [None] * self.axes.degrees.pp
+        stages: list[Any] = [None] * self.mesh.parallelism.pp
         into = stages if dist.get_rank() == 0 else None
-        dist.gather_object(mine, into, dst=0, group=self.axes.group("pp"))
+        dist.gather_object(mine, into, dst=0, group=self.mesh.group("pp"))
         return stages
 
 

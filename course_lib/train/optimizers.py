@@ -17,17 +17,16 @@ from torch.optim import Optimizer
 from course_lib.core.errors import CourseError
 from course_lib.frameworks import Engine, alive_bytes
 from course_lib.fsdp.fsdp import FSDP
-from course_lib.fsdp.state import full_optim_state, load_full_optim
+from course_lib.fsdp.state import StateDict, full_optim_state, load_full_optim
 from course_lib.train.config import TrainConfig
-from course_lib.train.model_part import Parts, groups_of
+from course_lib.train.model_part import ModelPart, groups_of
 from course_lib.zero.lab import owned_bytes
 from course_lib.zero.zero import ZeRO1
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-State = dict[str, Any]
 
 
-class Steps(Protocol):
+class OptimizerAdapter(Protocol):
     """What the loop asks for after the backward passes of a step."""
 
     @property
@@ -43,13 +42,13 @@ class Steps(Protocol):
     def step(self) -> None:
         """Step the parameters; every rank can compute with them afterwards."""
 
-    def gather(self) -> State | None:
+    def gather(self) -> StateDict | None:
         """The state dicts `model` and `optimizer` of one process, on rank 0; elsewhere None."""
 
-    def load(self, state: State) -> None:
+    def load(self, state: StateDict) -> None:
         """Take this rank's part of what `gather` gave."""
 
-    def held(self) -> dict[str, int]:
+    def state_bytes(self) -> dict[str, int]:
         """Bytes that this rank holds, by kind."""
 
 
@@ -63,12 +62,12 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
     return {"lr": config.lr} | ({"momentum": config.momentum} if config.momentum else {})
 
 
-class PlainSteps:
+class PlainAdapter:
     """An optimizer of all that this rank has of the model."""
 
-    def __init__(self, parts: Parts, config: TrainConfig) -> None:
-        self.parts = parts
-        self.optimizer = optimizer_of(config, parts.module.parameters())
+    def __init__(self, part: ModelPart, config: TrainConfig) -> None:
+        self.part = part
+        self.optimizer = optimizer_of(config, part.module.parameters())
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -76,26 +75,26 @@ class PlainSteps:
 
     def clip(self, max_norm: float) -> None:
         """Every rank has the whole gradient, and finds the same norm."""
-        nn.utils.clip_grad_norm_(self.parts.module.parameters(), max_norm)
+        nn.utils.clip_grad_norm_(self.part.module.parameters(), max_norm)
 
     def step(self) -> None:
         """Every rank steps all that it has."""
         self.optimizer.step()
 
-    def gather(self) -> State | None:
-        """As `Parts.gather`."""
-        return self.parts.gather(self.optimizer)
+    def gather(self) -> StateDict | None:
+        """As `ModelPart.gather`."""
+        return self.part.gather(self.optimizer)
 
-    def load(self, state: State) -> None:
-        """As `Parts.load`."""
-        self.parts.load(state, self.optimizer)
+    def load(self, state: StateDict) -> None:
+        """As `ModelPart.load`."""
+        self.part.load(state, self.optimizer)
 
-    def held(self) -> dict[str, int]:
+    def state_bytes(self) -> dict[str, int]:
         """Bytes by kind."""
-        return held_bytes(self.parts.module.parameters(), self.optimizer)
+        return state_bytes(self.part.module.parameters(), self.optimizer)
 
 
-class ZeROSteps:
+class ZeROAdapter:
     """An engine of notebook 09_zero, which has its own optimizer."""
 
     def __init__(self, engine: ZeRO1) -> None:
@@ -114,21 +113,21 @@ class ZeROSteps:
         """Step the shard, gather the parameters."""
         self.engine.step()
 
-    def gather(self) -> State | None:
+    def gather(self) -> StateDict | None:
         """Rows are put together one by one, on every rank."""
         state = self.engine.full_state_dict()
         return None if dist.get_rank() else state
 
-    def load(self, state: State) -> None:
+    def load(self, state: StateDict) -> None:
         """Cut out this rank's shards."""
         self.engine.load_full_state_dict(state)
 
-    def held(self) -> dict[str, int]:
+    def state_bytes(self) -> dict[str, int]:
         """Bytes by kind."""
         return owned_bytes(self.engine)
 
 
-class FSDPSteps:
+class FSDPAdapter:
     """The FSDP of notebook 10_fsdp, and an optimizer of its shards.
 
     names   of the plain model's parameters, in their order
@@ -150,28 +149,28 @@ class FSDPSteps:
         """Step the shards; the next forward gathers them."""
         self.optimizer.step()
 
-    def gather(self) -> State | None:
+    def gather(self) -> StateDict | None:
         """Rows are put together one by one."""
         model = self.model.full_state_dict(rank=0)
-        kept = full_optim_state(self.model.rows, self.optimizer)
+        kept = full_optim_state(self.model.param_groups, self.optimizer)
         return whole_state(model, self.names, kept, self.optimizer)
 
-    def load(self, state: State) -> None:
+    def load(self, state: StateDict) -> None:
         """Every rank takes its shards."""
         self.model.load_full_state_dict(state["model"])
-        load_full_optim(self.model.rows, self.optimizer, by_name(state, self.names))
+        load_full_optim(self.model.param_groups, self.optimizer, by_name(state, self.names))
 
-    def held(self) -> dict[str, int]:
+    def state_bytes(self) -> dict[str, int]:
         """Bytes by kind; what a unit is gathered into counts while it is there."""
-        rows = self.model.rows
-        held = held_bytes([row.shard for row in rows], self.optimizer)
+        rows = self.model.param_groups
+        held = state_bytes([row.shard for row in rows], self.optimizer)
         return {
             **held,
             "params": held["params"] + sum(row.whole.untyped_storage().nbytes() for row in rows),
         }
 
 
-class TorchFSDPSteps:
+class TorchFSDPAdapter:
     """PyTorch's `fully_shard`, and an optimizer of its DTensors."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -191,7 +190,7 @@ class TorchFSDPSteps:
         self.optimizer.step()
 
     @torch.no_grad()
-    def gather(self) -> State | None:
+    def gather(self) -> StateDict | None:
         """Tensors are put together one by one, on every rank."""
         model = {key: _full(value) for key, value in self.model.state_dict().items()}
         kept = {
@@ -201,7 +200,7 @@ class TorchFSDPSteps:
         return whole_state(model, list(self.params), kept, self.optimizer)
 
     @torch.no_grad()
-    def load(self, state: State) -> None:
+    def load(self, state: StateDict) -> None:
         """Every rank cuts its shards out of its own copy."""
         for key, value in self.model.state_dict().items():
             value.copy_(_like(value, state["model"][key]))
@@ -209,12 +208,12 @@ class TorchFSDPSteps:
             param = self.params[name]
             self.optimizer.state[param] = {kind: _like(param, x) for kind, x in kept.items()}
 
-    def held(self) -> dict[str, int]:
+    def state_bytes(self) -> dict[str, int]:
         """Bytes of shards by kind."""
-        return held_bytes(self.model.parameters(), self.optimizer)
+        return state_bytes(self.model.parameters(), self.optimizer)
 
 
-class FrameworkSteps:
+class FrameworkAdapter:
     """A framework, which keeps its optimizer and its state to itself."""
 
     def __init__(self, engine: Engine, before: int) -> None:
@@ -232,15 +231,15 @@ class FrameworkSteps:
         """The framework's own."""
         self.engine.update()
 
-    def gather(self) -> State | None:
+    def gather(self) -> StateDict | None:
         """Nothing: no checkpoint is asked for."""
         return None
 
-    def load(self, state: State) -> None:
+    def load(self, state: StateDict) -> None:
         """Raises: CourseError; the settings do not let it come here."""
         raise CourseError(f"{self.engine.name}: need a start from the seed; got a checkpoint.")
 
-    def held(self) -> dict[str, int]:
+    def state_bytes(self) -> dict[str, int]:
         """Bytes of all tensors since there is a model; which kind they are is not told."""
         return {"tensors": alive_bytes() - self.before}
 
@@ -257,7 +256,7 @@ def _like(wanted: Tensor, value: Any) -> Any:
     return distribute_tensor(value, wanted.device_mesh, wanted.placements, src_data_rank=None)
 
 
-def held_bytes(params: Iterable[nn.Parameter], optimizer: Optimizer) -> dict[str, int]:
+def state_bytes(params: Iterable[nn.Parameter], optimizer: Optimizer) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on this rank, each storage once."""
     params = list(params)
     state = [value for kept in optimizer.state.values() for value in kept.values()]
@@ -279,7 +278,7 @@ def whole_state(
     names: list[str],
     kept: Mapping[str, Mapping[str, Any]],
     optimizer: Optimizer,
-) -> State | None:
+) -> StateDict | None:
     """State dicts of one process out of whole tensors by name."""
     if dist.get_rank():
         return None
@@ -288,7 +287,7 @@ def whole_state(
     return {"model": _on_host(model), "optimizer": {"state": state, "param_groups": groups}}
 
 
-def _on_host(values: Mapping[str, Any]) -> State:
+def _on_host(values: Mapping[str, Any]) -> StateDict:
     """Copies: a count of steps that parameters share would be counted up by each of them."""
     return {
         key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -296,6 +295,6 @@ def _on_host(values: Mapping[str, Any]) -> State:
     }
 
 
-def by_name(state: State, names: list[str]) -> dict[str, State]:
+def by_name(state: StateDict, names: list[str]) -> dict[str, StateDict]:
     """What a saved optimizer remembers of each parameter, by its name."""
     return {names[number]: kept for number, kept in state["optimizer"]["state"].items()}

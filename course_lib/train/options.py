@@ -8,7 +8,7 @@ import typer
 from course_lib.train.config import SCHEDULES
 from course_lib.train.strategies import COPIES, FRAMEWORKS, SHARDS
 
-Strategy = Annotated[
+StrategyOption = Annotated[
     str | None,
     typer.Option(
         help="Whole copies of the model: "
@@ -21,8 +21,8 @@ Strategy = Annotated[
         "the model, ddp for more."
     ),
 ]
-Ranks = Annotated[int | None, typer.Option(help="Ranks to start here; tp * pp without it.")]
-Model = Annotated[
+RanksOption = Annotated[int | None, typer.Option(help="Ranks to start here; tp * pp without it.")]
+ModelOption = Annotated[
     str,
     typer.Option(
         help="A GPT: tiny, small, gpt2-char, study-10m, another preset, or the path of a "
@@ -42,7 +42,7 @@ Data = Annotated[
         "of a text file."
     ),
 ]
-Steps = Annotated[
+StepsOption = Annotated[
     int | None,
     typer.Option(
         help="Optimizer steps in all, also when it goes on from a checkpoint; 100 without it."
@@ -64,7 +64,7 @@ SequenceParallel = Annotated[
     bool, typer.Option("--sequence-parallel", help="With --tp, norms and dropout are shared too.")
 ]
 Pp = Annotated[int, typer.Option(help="Stages of layers, a rank each (pipeline parallel).")]
-Schedule = Annotated[
+ScheduleOption = Annotated[
     str | None, typer.Option(help=f"With --pp: {', '.join(SCHEDULES)}. Without it: 1f1b.")
 ]
 ModelChunks = Annotated[
@@ -87,7 +87,7 @@ Momentum = Annotated[
 ClipNorm = Annotated[
     float | None, typer.Option(help="The most that the norm of the whole gradient may be.")
 ]
-Dropout = Annotated[float, typer.Option(help="Probability that a number is dropped.")]
+DropoutOption = Annotated[float, typer.Option(help="Probability that a number is dropped.")]
 Dtype = Annotated[str, typer.Option(help="float32, float64 or bfloat16.")]
 Seed = Annotated[int, typer.Option(help="Decides the first weights and the data.")]
 ComputeDtype = Annotated[
@@ -101,7 +101,7 @@ BucketMib = Annotated[
     float, typer.Option(help="Size of a bucket of ddp, torch-ddp and zero1 to zero3.")
 ]
 Every = Annotated[int, typer.Option(help="Steps between two lines of output; 0: silent.")]
-Out = Annotated[
+OutOption = Annotated[
     Path | None, typer.Option(help="Folder for run records and the checkpoint, such as runs/NAME.")
 ]
 SaveEvery = Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.")]

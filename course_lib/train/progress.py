@@ -11,8 +11,8 @@ from rich.console import Console
 from course_lib.train.checkpoint import Progress
 
 
-class Teller:
-    """Shows progress while it is open: `with Teller(...) as tell: tell.step(progress)`.
+class ProgressBar:
+    """Shows progress while it is open: `with ProgressBar(...) as tell: tell.step(progress)`.
 
     every   steps between two lines where there is no terminal; 0: says nothing at all
     """
@@ -26,7 +26,7 @@ class Teller:
             self._bar = _bar(console)
             self._task = self._bar.add_task("", total=num_steps, completed=progress.step, note="")
 
-    def __enter__(self) -> "Teller":
+    def __enter__(self) -> "ProgressBar":
         if self._bar:
             self._bar.start()
         return self

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for tor
     from torch.optim import Optimizer
 
     from course_lib.frameworks import Engine
-    from course_lib.train.optimizers import Steps
+    from course_lib.train.optimizers import OptimizerAdapter
 
 
 def plain_backward(loss: "Tensor") -> None:
@@ -41,7 +41,7 @@ class Wrapped:
     """
 
     model: Callable[..., Any]
-    steps: "Steps | None" = None
+    steps: "OptimizerAdapter | None" = None
     backward: Callable[["Tensor"], object] = plain_backward
     finish: Callable[[], None] = lambda: None
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -85,7 +85,7 @@ def zero(
     offload: bool = False,
 ) -> Wrapped:
     """Shards of what a stage says; every micro-batch's gradients leave. Notebook 09_zero."""
-    from course_lib.train.optimizers import OPTIMIZERS, ZeROSteps, settings_of
+    from course_lib.train.optimizers import OPTIMIZERS, ZeROAdapter, settings_of
     from course_lib.zero.zero import ZeRO1, ZeRO2, ZeRO3
 
     engine = (ZeRO1, ZeRO2, ZeRO3)[stage - 1](
@@ -96,7 +96,7 @@ def zero(
         offload=offload,
         **settings_of(config),
     )
-    return Wrapped(engine, ZeROSteps(engine), finish=engine.finish)
+    return Wrapped(engine, ZeROAdapter(engine), finish=engine.finish)
 
 
 def fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
@@ -104,19 +104,19 @@ def fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") ->
     import torch
 
     from course_lib.fsdp.fsdp import FSDP
-    from course_lib.train.optimizers import FSDPSteps
+    from course_lib.train.optimizers import FSDPAdapter
 
     names = [name for name, _ in model.named_parameters()]
     dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
     wrapped = FSDP(model, compute_dtype=dtype, reshard_after_forward=config.reshard, group=group)
-    return Wrapped(wrapped, FSDPSteps(wrapped, names, config))
+    return Wrapped(wrapped, FSDPAdapter(wrapped, names, config))
 
 
 def torch_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
     """PyTorch's own, `fully_shard` on every block."""
     from course_lib.frameworks import fully_sharded
     from course_lib.models.gpt import Block
-    from course_lib.train.optimizers import TorchFSDPSteps, optimizer_of
+    from course_lib.train.optimizers import TorchFSDPAdapter, optimizer_of
 
     made: list[Optimizer] = []
 
@@ -125,7 +125,7 @@ def torch_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGrou
         return made[0]
 
     engine = fully_sharded(model, make, unit=Block, reshard_after_forward=config.reshard)
-    return Wrapped(engine.model, TorchFSDPSteps(model, made[0]))
+    return Wrapped(engine.model, TorchFSDPAdapter(model, made[0]))
 
 
 def deepspeed(
@@ -178,7 +178,7 @@ def _framework(
 ) -> Wrapped:
     """An engine whose gradient is the mean over `count` calls of backward; ours is their sum."""
     from course_lib.frameworks import alive_bytes
-    from course_lib.train.optimizers import FrameworkSteps, optimizer_of
+    from course_lib.train.optimizers import FrameworkAdapter, optimizer_of
 
     before = alive_bytes() - sum(param.nbytes for param in model.parameters())
     engine = make(model, partial(optimizer_of, config))
@@ -191,7 +191,7 @@ def _framework(
 
     return Wrapped(
         engine.model,
-        FrameworkSteps(engine, before),
+        FrameworkAdapter(engine, before),
         backward=lambda loss: engine.backward(loss * count),
         no_sync=no_sync,
     )

@@ -37,11 +37,11 @@ from course_lib.train.checkpoint import (
 from course_lib.train.config import TrainConfig, one_of
 from course_lib.train.data import Batch, open_data, steps_of_an_epoch
 from course_lib.train.forward_backward import make_pass
-from course_lib.train.mesh import Axes
-from course_lib.train.metrics import Tally
-from course_lib.train.model_part import Parts
-from course_lib.train.optimizers import PlainSteps
-from course_lib.train.progress import Teller
+from course_lib.train.mesh import TrainMesh
+from course_lib.train.metrics import Metrics
+from course_lib.train.model_part import ModelPart
+from course_lib.train.optimizers import PlainAdapter
+from course_lib.train.progress import ProgressBar
 from course_lib.train.strategies import STRATEGIES
 
 
@@ -64,8 +64,8 @@ class Trainer:
         one_of("strategy", config.strategy, tuple(STRATEGIES))
         self.rank, self.device, world_size = rank, rank_device(), dist.get_world_size()
         config.check_ranks(world_size)
-        self.axes = Axes(config.degrees(world_size), self.device)
-        self.dp = self.axes.degrees.dp
+        self.mesh = TrainMesh(config.parallelism(world_size), self.device)
+        self.dp = self.mesh.parallelism.dp
         self.data = from_rank_0(lambda: open_data(config))
         per_epoch = steps_of_an_epoch(self.data, config)
         if config.epochs and per_epoch:
@@ -74,18 +74,18 @@ class Trainer:
         self.identity = config.identity(self.spec, self.data.identity)
         run = config.plain(self.spec, self.data.identity, self.dp) | {"steps_an_epoch": per_epoch}
         self.record = RunRecord(rank, world_size, run)
-        self.tally = Tally(self.record, self.dp, config.lr)
-        self.parts = Parts(self._whole_model(), config, self.axes)
-        self.model = self.parts.module
-        self.wrapped = STRATEGIES[config.strategy](self.model, config, self.axes.group("dp"))
-        self.steps = self.wrapped.steps or PlainSteps(self.parts, config)
+        self.metrics = Metrics(self.record, self.dp, config.lr)
+        self.part = ModelPart(self._whole_model(), config, self.mesh)
+        self.model = self.part.module
+        self.wrapped = STRATEGIES[config.strategy](self.model, config, self.mesh.group("dp"))
+        self.steps = self.wrapped.steps or PlainAdapter(self.part, config)
         self.progress = Progress()
         from_rank_0(config.check_files)
         if config.resume:
             self._load()
         if config.out:
             from_rank_0(lambda: forget_records(Path(str(config.out)), self.progress.step))
-        self._pass = make_pass(self.parts, self.wrapped, config, self.axes)
+        self._pass = make_pass(self.part, self.wrapped, config, self.mesh)
         self._first = self.progress.step
 
     def _whole_model(self) -> GPT | BERT:
@@ -101,22 +101,22 @@ class Trainer:
         if recorder := current_recorder():
             recorder.events.clear()  # what it took to get ready
         every = self.config.every if self.rank == 0 else 0
-        with Teller(self.progress, self.config.steps, every) as tell:
+        with ProgressBar(self.progress, self.config.steps, every) as tell:
             while not self._is_done():
                 self._step()
                 tell.step()
                 if self._is_time(self.config.every):
-                    tell.loss(*self.tally.sum_losses())
+                    tell.loss(*self.metrics.sum_losses())
                 if self._is_time(self.config.save_every) and not self._is_done():
                     self.save()
             self.save()
         if every:
-            print(self.tally.summary(self.progress, tell.tokens_per_s()), flush=True)
+            print(self.metrics.summary(self.progress, tell.tokens_per_s()), flush=True)
         return self.record
 
     def _step(self) -> None:
         n, config = self.progress.step, self.config
-        self.tally.forget_old_events()
+        self.metrics.forget_old_events()
         start_s = time.perf_counter()
         draws = self.rank // config.tp  # for dropout: the ranks of a tp group draw alike
         torch.manual_seed(mixed_seed(mixed_seed(config.seed, n), draws))
@@ -132,9 +132,9 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.progress.step_done(config.global_batch * config.seq)
-        num_tokens = len(self._part(batch[0])) * config.seq * self.axes.reports
+        num_tokens = len(self._part(batch[0])) * config.seq * self.mesh.reports
         times = {"start_s": start_s - self._zero_s, "end_s": time.perf_counter() - self._zero_s}
-        self.tally.step_done(found, step=n, num_tokens=num_tokens, **times)
+        self.metrics.step_done(found, step=n, num_tokens=num_tokens, **times)
 
     def _gradients(self, batch: Batch) -> Tensor:
         """Leave the whole batch's gradient where the optimizer takes it; return what was found."""
@@ -144,15 +144,15 @@ class Trainer:
         shares = [by_tokens(asked, batch[1]) * self.dp for _, asked in micro_batches]
         found = self._pass(micro_batches, shares)
         if self.progress.step + 1 == self.config.steps:
-            self.tally.note_memory(self.steps.held())
+            self.metrics.note_memory(self.steps.state_bytes())
         self.wrapped.finish()
         if self.config.sequence_parallel:
             finish_gradients(self.model)
-        return found * self.axes.reports
+        return found * self.mesh.reports
 
     def _part(self, whole: Tensor) -> Tensor:
         """This copy's part of a batch."""
-        return whole.tensor_split(self.dp)[self.axes.number("dp")]
+        return whole.tensor_split(self.dp)[self.mesh.number("dp")]
 
     def _is_done(self) -> bool:
         return self.progress.step >= self.config.steps
@@ -164,10 +164,10 @@ class Trainer:
 
     def save(self) -> None:
         """Write this rank's record; on rank 0, where checkpoints are asked for, one of those."""
-        self.tally.close(self.progress, self._zero_s)
+        self.metrics.close(self.progress, self._zero_s)
         if self.config.out is None:
             return
-        self.tally.write(self.config.out, self._first)
+        self.metrics.write(self.config.out, self._first)
         if self.config.save_every and self.config.checkpoint:
             dist.barrier()  # a checkpoint is no further than the record of any rank
             whole = self.steps.gather()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from course_lib.core.errors import CourseError
 from course_lib.core.parallelism import ZERO_STAGES
-from course_lib.cost.traffic import Collective
+from course_lib.cost.traffic import CollectiveCall
 
 NORM_BYTES = 8  # the sum of squares that clipping adds up, in float64
 
@@ -43,7 +43,7 @@ def zero_traffic(
     all_reduce: bool = False,
     clips: bool = False,
     num_flags: int = 0,
-) -> list[Collective]:
+) -> list[CollectiveCall]:
     """The collectives of one step under ZeRO stage `zero`; 0 is plain data parallelism.
 
     `num_bytes` is the size of the whole tensor, as in `Event.num_bytes`. A model with buffers also
@@ -93,7 +93,7 @@ def offload_trips(
     return grads, gathered * num_micro_batches if zero == 3 else grads
 
 
-def _gathers(phase: str, times: Iterable[tuple[RowTraffic, int]]) -> list[Collective]:
+def _gathers(phase: str, times: Iterable[tuple[RowTraffic, int]]) -> list[CollectiveCall]:
     return [
         _call(phase, "params", "all_gather", row.num_bytes)
         for row, count in times
@@ -101,5 +101,5 @@ def _gathers(phase: str, times: Iterable[tuple[RowTraffic, int]]) -> list[Collec
     ]
 
 
-def _call(phase: str, part: str, kind: str, num_bytes: int) -> Collective:
-    return Collective(phase=phase, part=part, kind=kind, num_bytes=num_bytes)
+def _call(phase: str, part: str, kind: str, num_bytes: int) -> CollectiveCall:
+    return CollectiveCall(phase=phase, part=part, kind=kind, num_bytes=num_bytes)

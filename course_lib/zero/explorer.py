@@ -3,7 +3,7 @@
 from matplotlib.figure import Figure
 
 from course_lib.core.links import ETHERNET, INFINIBAND, NVLINK
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import MODELS
 from course_lib.core.recipes import RECIPES, find_recipe
 from course_lib.core.records import Ledger
@@ -64,6 +64,8 @@ def _ledgers(model: str, recipe: str, p: int) -> dict[int, Ledger]:
     found = {}
     for zero in range(4):
         found[zero] = Ledger()
-        states = model_states(count_params(MODELS[model]), recipe, degrees=Degrees(dp=p, zero=zero))
+        states = model_states(
+            count_params(MODELS[model]), recipe, parallelism=Parallelism(dp=p, zero=zero)
+        )
         found[zero].add(0.0, **states)
     return found

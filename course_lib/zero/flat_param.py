@@ -1,8 +1,8 @@
-"""Parameters in one flat row, and what a rank owns of it: a shard of each kind of state.
+"""Parameters in one flat parameter, and what a rank owns of it: a shard of each kind of state.
 
-`param.data` is a view of the row, so the model computes as before. The optimizer steps `masters`:
-this rank's pieces of the row, or of an fp32 copy where parameters are in 16 bits. Gradients leave
-by reduce_scatter, and new parameters come back by all_gather. A row may give up its parameters too:
+`param.data` is a view of the flat_param, so the model computes as before. The optimizer steps `masters`:
+this rank's pieces of the flat_param, or of an fp32 copy where parameters are in 16 bits. Gradients leave
+by reduce_scatter, and new parameters come back by all_gather. A flat_param may give up its parameters too:
 then nothing is left but the shard, until `gather`. Notebook 09_zero.
 """
 
@@ -31,10 +31,10 @@ class Sending:
     work: dist.Work
 
 
-class FlatRow:
+class FlatParam:
     """Parameters of one dtype, side by side; every rank of the group owns an equal shard.
 
-    shard        this rank's parameters: a view of `flat`, or, once `give_up` was called, all that
+    shard        this rank's parameters: a view of `flat`, or, once `keep_only_shard` was called, all that
                  is kept of them between two uses
     grad_shard   this rank's part of the mean gradient; None before there is one
     used         numbers of the parameters that have a gradient
@@ -48,11 +48,11 @@ class FlatRow:
         self.flat = self.layout.flatten(self.params)
         self.views = self.layout.views(self.flat)
         self.shard = self.flat[self.mine]
-        self.given_up = False
+        self.only_shard = False
         self.offload: Offload | None = None
         self._place()
         self.master, self.masters = self.shard, list[Tensor]()
-        self.buffer: Tensor | None = None  # gradients that wait, laid out like the row
+        self.buffer: Tensor | None = None  # gradients that wait, laid out like the flat_param
         self.sending: Sending | None = None
         self.grad_shard: Tensor | None = None
         self.used: set[int] = set()
@@ -64,15 +64,15 @@ class FlatRow:
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view
 
-    def give_up(self, offload: Offload | None) -> None:
+    def keep_only_shard(self, offload: Offload | None) -> None:
         """From now on keep only the shard: on the host, if it is offloaded."""
-        self.given_up, self.offload = True, offload
+        self.only_shard, self.offload = True, offload
         self.shard = self.master = offload.hold(self.shard) if offload else self.shard.clone()
         self.free()
 
     def free(self) -> None:
         """Let go of the parameters' memory. What autograd keeps are views of it: it goes too."""
-        if self.given_up:
+        if self.only_shard:
             self.flat.untyped_storage().resize_(0)
             for param in self.params:
                 param.data = param.new_empty(0)  # who uses it now gets an error, not old numbers
@@ -83,12 +83,12 @@ class FlatRow:
         return self.flat.untyped_storage().nbytes() == 0
 
     def gather(self) -> None:
-        """Put the shards of all ranks together in the row; the parameters are views of it.
+        """Put the shards of all ranks together in the flat_param; the parameters are views of it.
 
-        Cost:    one all_gather: (p-1)/p * row bytes sent per rank
+        Cost:    one all_gather: (p-1)/p * flat_param bytes sent per rank
         """
         shard = self.shard
-        if self.given_up:
+        if self.only_shard:
             self.flat.untyped_storage().resize_(self.flat.nbytes)
             with self._trip("params to the device", shard.nbytes):
                 shard = shard.to(self.flat.device, copy=bool(self.offload))
@@ -101,7 +101,7 @@ class FlatRow:
             if not self.is_free and param.data_ptr() != view.data_ptr():
                 raise CourseError(
                     f"rank {dist.get_rank()}, ShardedOptimizer: need parameters that stay in their "
-                    f"flat row; {name} has moved. Try model.to(...) before the optimizer is made."
+                    f"flat parameters; {name} has moved. Try model.to(...) before the optimizer is made."
                 )
 
     def load(self, tensors: Sequence[Tensor]) -> None:
@@ -109,7 +109,7 @@ class FlatRow:
         like = [tensor.to(self.flat) for tensor in tensors]
         flat = self.layout.flatten(like)
         self.shard.copy_(flat[self.mine])
-        if not self.given_up:
+        if not self.only_shard:
             self.flat.copy_(flat)
         self.refresh()
 
@@ -122,7 +122,7 @@ class FlatRow:
         """
         shard, self.offload = self.shard, offload
         self.master = shard if shard.dtype in FULL else shard.float()
-        if offload and not self.given_up:
+        if offload and not self.only_shard:
             self.master = offload.hold(self.master)
         self.masters = [piece.within(self.master) for piece in self.pieces]
         return self.masters
@@ -142,12 +142,12 @@ class FlatRow:
                 yield piece, piece.within(self.grad_shard)
 
     def all_grads(self) -> list[Tensor]:
-        """The gradients of the row that this rank holds: its shard, or whole ones."""
+        """The gradients of the flat_param that this rank holds: its shard, or whole ones."""
         if self.grad_shard is not None:
             return [self.grad_shard]
         return [param.grad for param in self.params if param.grad is not None]
 
-    def hand_over(self) -> None:
+    def copy_grads_to_masters(self) -> None:
         """Give the masters their gradients; those without one are not stepped."""
         grads = dict(self.grads())
         with self._trip("grads to the host", sum(grad.nbytes for grad in grads.values())):
@@ -155,11 +155,11 @@ class FlatRow:
                 grad = grads.get(piece)
                 master.grad = None if grad is None else grad.to(master, copy=bool(self.offload))
 
-    def publish(self) -> None:
+    def copy_masters_to_params(self) -> None:
         """Round the stepped masters into the shard; unless only shards are kept, gather them."""
         for master in self.masters:
             master.grad = None
-        if self.given_up:
+        if self.only_shard:
             self.shard.copy_(self.master)  # itself, or beside it on the same device
             return
         with self._trip("params to the device", self.shard.nbytes):
@@ -193,7 +193,7 @@ class FlatRow:
     def send(self) -> None:
         """Let the buffer leave: each rank gets its shard of the sum over the ranks.
 
-        Cost:    one reduce_scatter: (p-1)/p * row bytes sent per rank
+        Cost:    one reduce_scatter: (p-1)/p * flat_param bytes sent per rank
         """
         for index in sorted(self.missing):
             self.take(index)
@@ -212,7 +212,7 @@ class FlatRow:
         self.grad_shard = mean if self.grad_shard is None else self.grad_shard.add_(mean)
         self.sending = None
 
-    def forget_grads(self) -> None:
+    def clear_grads(self) -> None:
         """No gradient any more."""
         self.grad_shard, self.buffer, self.used = None, None, set()
         self.missing = set(range(len(self.params)))

@@ -1,9 +1,9 @@
 """Parameters that are there only while their module computes: gather, use, free.
 
-Each module with parameters of its own gets hooks. Forward gathers its rows and frees them again;
-what autograd keeps of them are views of the rows, so it keeps no memory. Backward gathers them
+Each module with parameters of its own gets hooks. Forward gathers its flat_params and frees them again;
+what autograd keeps of them are views of the flat_params, so it keeps no memory. Backward gathers them
 when the gradient of the module's output is there, and frees them when that of its input is, or
-when all of the row's own gradients are. Notebook 09_zero.
+when all of the flat_param's own gradients are. Notebook 09_zero.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from course_lib.collectives.coalesced import group_alike
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
-from course_lib.zero.flat_param import FlatRow
+from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.offload import Offload
 
 
-class ModuleRows:
-    """The rows of all modules, of up to most_bytes each; only this rank's shards are kept.
+class GatherHooks:
+    """The flat_params of all modules, of up to most_bytes each; only this rank's shards are kept.
 
-    A parameter that several modules share lies in the first one's row, which they all gather. A
+    A parameter that several modules share lies in the first one's flat_param, which they all gather. A
     module can compute with its own parameters only: another one's are away.
 
     Raises: CourseError for a parameter shared by a module and another one inside it, and for
@@ -35,34 +35,37 @@ class ModuleRows:
     def __init__(
         self, module: nn.Module, group: Group, most_bytes: float, offload: Offload | None
     ) -> None:
-        self.rows: list[FlatRow] = []
-        row_of: dict[nn.Parameter, FlatRow] = {}
+        self.flat_params: list[FlatParam] = []
+        flat_param_of: dict[nn.Parameter, FlatParam] = {}
         _check(module)
         for path, part in module.named_modules():
-            for row in _rows_of(path, part, row_of, group, most_bytes):
-                row.give_up(offload)
-                self.rows.append(row)
-                row_of.update(dict.fromkeys(row.params, row))
-            own = {id(row_of[param]): row_of[param] for param in part.parameters(recurse=False)}
+            for flat_param in _flat_params_of(path, part, flat_param_of, group, most_bytes):
+                flat_param.keep_only_shard(offload)
+                self.flat_params.append(flat_param)
+                flat_param_of.update(dict.fromkeys(flat_param.params, flat_param))
+            own = {
+                id(flat_param_of[param]): flat_param_of[param]
+                for param in part.parameters(recurse=False)
+            }
             if own:
-                rows = list(own.values())
-                part.register_forward_pre_hook(partial(_before, rows), with_kwargs=True)
-                part.register_forward_hook(partial(_after, rows))
+                flat_params = list(own.values())
+                part.register_forward_pre_hook(partial(_before, flat_params), with_kwargs=True)
+                part.register_forward_hook(partial(_after, flat_params))
 
     def free(self) -> None:
         """Free what is still there: say, after a backward that did not come by."""
-        _free(self.rows)
+        _free(self.flat_params)
 
 
-def _rows_of(
+def _flat_params_of(
     path: str,
     part: nn.Module,
-    known: dict[nn.Parameter, FlatRow],
+    known: dict[nn.Parameter, FlatParam],
     group: Group,
     most_bytes: float,
-) -> list[FlatRow]:
+) -> list[FlatParam]:
     """Rows for the module's own parameters that have none yet; frozen ones lie apart."""
-    rows = []
+    flat_params = []
     for trained in (True, False):
         named = [
             (name, param)
@@ -70,27 +73,29 @@ def _rows_of(
             if param not in known and param.requires_grad is trained
         ]
         parts = group_alike([param for _, param in named], most_bytes)
-        rows += [FlatRow([named[number] for number in numbers], group) for numbers in parts]
-    return rows
+        flat_params += [
+            FlatParam([named[number] for number in numbers], group) for numbers in parts
+        ]
+    return flat_params
 
 
-def _before(rows: list[FlatRow], part: nn.Module, args: Any, kwargs: Any) -> Any:
+def _before(flat_params: list[FlatParam], part: nn.Module, args: Any, kwargs: Any) -> Any:
     """Forward begins: gather. The inputs' gradients will tell the end of backward."""
-    _gather(rows)
+    _gather(flat_params)
     if not torch.is_grad_enabled():
         return None
     leaves, tree = tree_flatten((args, kwargs))
-    places = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-    if places:
-        passed = _Entrance.apply(partial(_free, rows), *(leaves[n] for n in places))
-        for n, tensor in zip(places, passed, strict=True):
+    indices = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+    if indices:
+        passed = _BackwardEnd.apply(partial(_free, flat_params), *(leaves[n] for n in indices))
+        for n, tensor in zip(indices, passed, strict=True):
             leaves[n] = tensor
     return tree_unflatten(leaves, tree)
 
 
-def _after(rows: list[FlatRow], part: nn.Module, args: Any, output: Any) -> None:
+def _after(flat_params: list[FlatParam], part: nn.Module, args: Any, output: Any) -> None:
     """Forward ends: free. The output's gradient will tell that backward begins."""
-    _free(rows)
+    _free(flat_params)
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if not tensors and torch.is_grad_enabled():
         raise CourseError(
@@ -99,10 +104,10 @@ def _after(rows: list[FlatRow], part: nn.Module, args: Any, output: Any) -> None
         )
     for tensor in tensors:
         if tensor.requires_grad:
-            tensor.register_hook(lambda grad: _gather(rows))
+            tensor.register_hook(lambda grad: _gather(flat_params))
 
 
-class _Entrance(torch.autograd.Function):
+class _BackwardEnd(torch.autograd.Function):
     """Hands tensors through; in backward calls `leave` when the gradients of all are there."""
 
     @staticmethod
@@ -119,16 +124,16 @@ class _Entrance(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _gather(rows: Sequence[FlatRow]) -> None:
-    for row in rows:
-        if row.is_free:
-            row.gather()
+def _gather(flat_params: Sequence[FlatParam]) -> None:
+    for flat_param in flat_params:
+        if flat_param.is_free:
+            flat_param.gather()
 
 
-def _free(rows: Sequence[FlatRow]) -> None:
-    for row in rows:
-        if not row.is_free:
-            row.free()
+def _free(flat_params: Sequence[FlatParam]) -> None:
+    for flat_param in flat_params:
+        if not flat_param.is_free:
+            flat_param.free()
 
 
 def _check(module: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from course_lib.core.records import Ledger
 from course_lib.core.specs import ModelSpec
 from course_lib.models import GPT, token_loss
-from course_lib.zero.flat_param import FlatRow
+from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.sharded_optimizer import ShardedOptimizer
 from course_lib.zero.zero import ZeRO1, ZeRO2, ZeRO3
 
@@ -33,19 +33,32 @@ TABLE_1_GB = {
     3: (120, 30, 7.5, 1.88, 0.47, 0.12),
 }
 
-MOMENTS = ("gather", "free", "take", "send", "settle", "hand_over", "publish", "forget_grads")
+MOMENTS = (
+    "gather",
+    "free",
+    "take",
+    "send",
+    "settle",
+    "copy_grads_to_masters",
+    "copy_masters_to_params",
+    "clear_grads",
+)
 
 
 def owned_bytes(engine: ZeRO1) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on this rank, each storage once."""
     seen: set[int] = set()
-    rows, params = engine.param_rows, [*engine.module.parameters()]
-    weights = [tensor for row in rows for tensor in (row.flat, row.shard)]
+    flat_params, params = engine.all_flat_params, [*engine.module.parameters()]
+    weights = [
+        tensor for flat_param in flat_params for tensor in (flat_param.flat, flat_param.shard)
+    ]
     grads = [param.grad for param in params]
-    for row in rows:
-        under_way = [row.sending.leaving, row.sending.arriving] if row.sending else []
-        grads += [row.grad_shard, row.buffer, *under_way]
-    state = [row.master for row in engine.rows]
+    for flat_param in flat_params:
+        under_way = (
+            [flat_param.sending.leaving, flat_param.sending.arriving] if flat_param.sending else []
+        )
+        grads += [flat_param.grad_shard, flat_param.buffer, *under_way]
+    state = [flat_param.master for flat_param in engine.flat_params]
     for values in engine.optimizer.inner.state.values():
         state += [value for value in values.values() if value.dim()]  # Adam's counter is a number
     return {
@@ -65,7 +78,9 @@ def owned_over_time(engine: ZeRO1) -> Iterator[Ledger]:
 
     with ExitStack() as stack:
         for name in MOMENTS:
-            stack.enter_context(patch.object(FlatRow, name, _then(getattr(FlatRow, name), note)))
+            stack.enter_context(
+                patch.object(FlatParam, name, _then(getattr(FlatParam, name), note))
+            )
         for param in engine.module.parameters():
             if param.requires_grad:
                 hook = param.register_post_accumulate_grad_hook(note)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from course_lib.collectives.coalesced import group_alike
-from course_lib.collectives.group import Group, place_in
+from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
 from course_lib.zero.flat_layout import Piece
-from course_lib.zero.flat_param import FlatRow
+from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.offload import Offload
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop)
@@ -35,9 +35,9 @@ class ShardedOptimizer(Optimizer):
     masters in the shard. Schedules of the learning rate change `param_groups`, as ever.
 
     offload   the state, and the step, are in the host's memory
-    rows      how the parameters lie; one flat row for each dtype if not given
+    flat_params      how the parameters lie; one flat parameter for each dtype if not given
 
-    Cost:    one all_gather a row and step, of all parameters' bytes together
+    Cost:    one all_gather a flat_param and step, of all parameters' bytes together
     Raises:  CourseError for an optimizer whose step looks at whole tensors; MeshError
     Source:  Rajbhandari et al. 2020 (ZeRO), section 5.1
     """
@@ -49,10 +49,10 @@ class ShardedOptimizer(Optimizer):
         group: Group = None,
         *,
         offload: bool | Offload = False,
-        rows: Sequence[FlatRow] | None = None,
+        flat_params: Sequence[FlatParam] | None = None,
         **defaults: Any,
     ) -> None:
-        place_in(group, "ShardedOptimizer")
+        member_of(group, "ShardedOptimizer")
         need_elementwise(optimizer_cls)
         params = list(params)
         need_some(params)
@@ -60,8 +60,12 @@ class ShardedOptimizer(Optimizer):
         trained = [param for group in self.param_groups for param in group["params"]]
         need_some([param for param in trained if param.is_floating_point()])
         self.process_group = group
-        self.rows = list(rows) if rows is not None else _rows_of(trained, group)
-        self.offload = Offload(self.rows[0].flat.device) if offload is True else offload or None
+        self.flat_params = (
+            list(flat_params) if flat_params is not None else _flat_params_of(trained, group)
+        )
+        self.offload = (
+            Offload(self.flat_params[0].flat.device) if offload is True else offload or None
+        )
         self.inner = self._shard(optimizer_cls, defaults)
 
     def _shard(self, optimizer_cls: type[Optimizer], defaults: dict[str, Any]) -> Optimizer:
@@ -72,10 +76,12 @@ class ShardedOptimizer(Optimizer):
             for param in group["params"]
         }
         inner = [{**group, "params": []} for group in self.param_groups]
-        _need_groups(self.rows, number_of)
-        for row in self.rows:
-            for piece, master in zip(row.pieces, row.make_masters(self.offload), strict=True):
-                inner[number_of[row.params[piece.index]]]["params"].append(master)
+        _need_groups(self.flat_params, number_of)
+        for flat_param in self.flat_params:
+            for piece, master in zip(
+                flat_param.pieces, flat_param.make_masters(self.offload), strict=True
+            ):
+                inner[number_of[flat_param.params[piece.index]]]["params"].append(master)
         optimizer = optimizer_cls(inner, **defaults)
         for ours, theirs in zip(self.param_groups, optimizer.param_groups, strict=True):
             ours.update({**theirs, "params": ours["params"]})
@@ -97,13 +103,13 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for row in self.rows:
-            row.check_place()
-            row.hand_over()
+        for flat_param in self.flat_params:
+            flat_param.check_place()
+            flat_param.copy_grads_to_masters()
         self.share_settings()
         self.inner.step()
-        for row in self.rows:
-            row.publish()
+        for flat_param in self.flat_params:
+            flat_param.copy_masters_to_params()
         return loss
 
     def share_settings(self) -> None:
@@ -117,23 +123,23 @@ class ShardedOptimizer(Optimizer):
 
         Cost:    one all_reduce of one number: the shards' squares add up
         """
-        squares = self.rows[0].flat.new_zeros((), dtype=torch.float64)
-        for row in self.rows:
-            for _, grad in row.grads():
+        squares = self.flat_params[0].flat.new_zeros((), dtype=torch.float64)
+        for flat_param in self.flat_params:
+            for _, grad in flat_param.grads():
                 squares += torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2
         dist.all_reduce(squares, group=self.process_group)
         norm = squares.sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as nn.utils.clip_grad_norm_
-        for row in self.rows:
-            for grad in row.all_grads():
+        for flat_param in self.flat_params:
+            for grad in flat_param.all_grads():
                 grad.mul_(factor.to(grad.dtype))
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, whole ones and shards."""
         super().zero_grad(set_to_none)
-        for row in self.rows:
-            row.forget_grads()
+        for flat_param in self.flat_params:
+            flat_param.clear_grads()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard of the state: for the same rank of a group of the same size."""
@@ -142,7 +148,9 @@ class ShardedOptimizer(Optimizer):
             "rank": dist.get_rank(self.process_group),
             "group_size": dist.get_world_size(self.process_group),
             "inner": deepcopy(self.inner.state_dict()),
-            "masters": [row.master.clone() for row in self.rows if has_copy(row)],
+            "masters": [
+                flat_param.master.clone() for flat_param in self.flat_params if has_copy(flat_param)
+            ],
         }
 
     @torch.no_grad()
@@ -159,11 +167,11 @@ class ShardedOptimizer(Optimizer):
             )
         self.inner.load_state_dict(state_dict["inner"])
         self._take_settings(self.inner.param_groups)
-        for row in self.rows:
-            row.refresh()
-        copies = [row for row in self.rows if has_copy(row)]
-        for row, master in zip(copies, state_dict["masters"], strict=True):
-            row.master.copy_(master)
+        for flat_param in self.flat_params:
+            flat_param.refresh()
+        copies = [flat_param for flat_param in self.flat_params if has_copy(flat_param)]
+        for flat_param, master in zip(copies, state_dict["masters"], strict=True):
+            flat_param.master.copy_(master)
 
     def full_state_dict(self) -> dict[str, Any]:
         """What `optimizer_cls` would save in one process, on every rank, in the host's memory.
@@ -173,8 +181,8 @@ class ShardedOptimizer(Optimizer):
         Cost:    one all_gather_object of the state
         """
         mine: dict[int, tuple[int, dict[str, Any]]] = {}
-        for number, row, piece, master in self._owned():
-            values = {"master": master} if has_copy(row) else {}
+        for number, flat_param, piece, master in self._owned():
+            values = {"master": master} if has_copy(flat_param) else {}
             values |= self.inner.state.get(master, {})
             on_host = {
                 key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -183,7 +191,10 @@ class ShardedOptimizer(Optimizer):
             mine[number] = (piece.start, on_host)
         shards: list[Any] = [None] * dist.get_world_size(self.process_group)
         dist.all_gather_object(shards, mine, group=self.process_group)
-        shapes = {number: row.layout.shapes[index] for number, row, index in self._numbered()}
+        shapes = {
+            number: flat_param.layout.shapes[index]
+            for number, flat_param, index in self._numbered()
+        }
         state = {
             number: _together([shard[number] for shard in shards if number in shard], shape)
             for number, shape in sorted(shapes.items())
@@ -209,34 +220,36 @@ class ShardedOptimizer(Optimizer):
         self._take_settings(state_dict["param_groups"])
         self.share_settings()
         self.inner.state.clear()
-        for row in self.rows:
-            row.refresh()
-        for number, row, piece, master in self._owned():
-            if has_copy(row) and number in state_dict.get("masters", {}):
+        for flat_param in self.flat_params:
+            flat_param.refresh()
+        for number, flat_param, piece, master in self._owned():
+            if has_copy(flat_param) and number in state_dict.get("masters", {}):
                 master.copy_(piece.of(state_dict["masters"][number]))
             if number in state_dict["state"]:
                 self.inner.state[master] = {
                     key: _cut(key, value, piece, master)
                     for key, value in state_dict["state"][number].items()
                 }
-        for row in self.rows:
-            if has_copy(row) and state_dict.get("masters"):
-                row.publish()
+        for flat_param in self.flat_params:
+            if has_copy(flat_param) and state_dict.get("masters"):
+                flat_param.copy_masters_to_params()
 
-    def _numbered(self) -> Iterator[tuple[int, FlatRow, int]]:
-        """Each parameter: its number in the plain optimizer's state, its row, its index there."""
+    def _numbered(self) -> Iterator[tuple[int, FlatParam, int]]:
+        """Each parameter: its number in the plain optimizer's state, its flat_param, its index there."""
         params = [param for group in self.param_groups for param in group["params"]]
         number_of = {param: number for number, param in enumerate(params)}
-        for row in self.rows:
-            for index, param in enumerate(row.params):
-                yield number_of[param], row, index
+        for flat_param in self.flat_params:
+            for index, param in enumerate(flat_param.params):
+                yield number_of[param], flat_param, index
 
-    def _owned(self) -> Iterator[tuple[int, FlatRow, Piece, Tensor]]:
-        """Each piece that this rank owns: the parameter's number, row, piece and master."""
-        number_of = {(id(row), index): number for number, row, index in self._numbered()}
-        for row in self.rows:
-            for piece, master in zip(row.pieces, row.masters, strict=True):
-                yield number_of[id(row), piece.index], row, piece, master
+    def _owned(self) -> Iterator[tuple[int, FlatParam, Piece, Tensor]]:
+        """Each piece that this rank owns: the parameter's number, flat_param, piece and master."""
+        number_of = {
+            (id(flat_param), index): number for number, flat_param, index in self._numbered()
+        }
+        for flat_param in self.flat_params:
+            for piece, master in zip(flat_param.pieces, flat_param.masters, strict=True):
+                yield number_of[id(flat_param), piece.index], flat_param, piece, master
 
     def _take_settings(self, groups: list[dict[str, Any]]) -> None:
         """Learning rate and so on out of saved groups."""
@@ -253,10 +266,10 @@ class ShardedOptimizer(Optimizer):
         return found
 
 
-def _rows_of(params: Sequence[nn.Parameter], group: Group) -> list[FlatRow]:
-    """One row for each dtype and device."""
+def _flat_params_of(params: Sequence[nn.Parameter], group: Group) -> list[FlatParam]:
+    """One flat_param for each dtype and device."""
     named = [(f"parameter {number}", param) for number, param in enumerate(params)]
-    return [FlatRow([named[number] for number in part], group) for part in group_alike(params)]
+    return [FlatParam([named[number] for number in part], group) for part in group_alike(params)]
 
 
 def need_elementwise(optimizer_cls: type[Optimizer]) -> None:
@@ -270,8 +283,12 @@ def need_elementwise(optimizer_cls: type[Optimizer]) -> None:
         )
 
 
-def _need_groups(rows: Sequence[FlatRow], number_of: Mapping[nn.Parameter, int]) -> None:
-    named = [item for row in rows for item in zip(row.names, row.params, strict=True)]
+def _need_groups(flat_params: Sequence[FlatParam], number_of: Mapping[nn.Parameter, int]) -> None:
+    named = [
+        item
+        for flat_param in flat_params
+        for item in zip(flat_param.names, flat_param.params, strict=True)
+    ]
     missing = [name for name, param in named if param not in number_of]
     if missing:
         raise CourseError(
@@ -289,9 +306,9 @@ def need_some(params: Sequence[Any]) -> None:
         )
 
 
-def has_copy(row: FlatRow) -> bool:
+def has_copy(flat_param: FlatParam) -> bool:
     """Do the masters say more than the parameters: are they fp32 copies?"""
-    return row.master.dtype != row.flat.dtype
+    return flat_param.master.dtype != flat_param.flat.dtype
 
 
 def _together(pieces: list[tuple[int, dict[str, Any]]], shape: tuple[int, ...]) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from course_lib.collectives.coalesced import broadcast_together, group_alike
-from course_lib.collectives.group import Group, place_in
+from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
-from course_lib.zero.flat_param import FlatRow
-from course_lib.zero.gather_hooks import ModuleRows
+from course_lib.zero.flat_param import FlatParam
+from course_lib.zero.gather_hooks import GatherHooks
 from course_lib.zero.offload import Offload
-from course_lib.zero.reducer import GradientRounds, agree_on_used
+from course_lib.zero.reducer import Reducer, agree_on_used
 from course_lib.zero.sharded_optimizer import ShardedOptimizer, need_elementwise, need_some
 
 BUCKET_BYTES = 25 * 2**20
@@ -65,7 +65,7 @@ class ZeRO1:
         offload: bool = False,
         **defaults: Any,
     ) -> None:
-        place_in(group, type(self).__name__)
+        member_of(group, type(self).__name__)
         need_elementwise(optimizer_cls)
         self.module, self.group = module, group or dist.group.WORLD
         self.find_unused, self.broadcast_buffers = find_unused, broadcast_buffers
@@ -73,26 +73,26 @@ class ZeRO1:
         need_some(trained)
         broadcast_together([*module.parameters(), *module.buffers()], self.group)
         self.offload = Offload(next(module.parameters()).device) if offload else None
-        self.rows = self._lay_out(bucket_bytes)
+        self.flat_params = self._lay_out(bucket_bytes)
         self.optimizer = ShardedOptimizer(
             trained if param_groups is None else param_groups,
             optimizer_cls,
             self.group,
             offload=self.offload or False,
-            rows=self.rows,
+            flat_params=self.flat_params,
             **defaults,
         )
-        self.rounds, self._agreed = GradientRounds(self.rows), False
+        self.reducer, self._agreed = Reducer(self.flat_params), False
         this = weakref.ref(self)  # a hook lives as long as its parameter: it must not keep us
-        for number, row in enumerate(self.rows):
-            for index, param in enumerate(row.params):
+        for number, flat_param in enumerate(self.flat_params):
+            for index, param in enumerate(flat_param.params):
                 param.register_post_accumulate_grad_hook(partial(_arrived, this, number, index))
 
-    def _lay_out(self, bucket_bytes: float) -> list[FlatRow]:
-        """One row a bucket, in the order in which backward fills them: the last parameter first."""
+    def _lay_out(self, bucket_bytes: float) -> list[FlatParam]:
+        """One flat_param a bucket, in the order in which backward fills them: the last parameter first."""
         named = [item for item in self.module.named_parameters() if item[1].requires_grad][::-1]
         parts = group_alike([param for _, param in named], bucket_bytes)
-        return [FlatRow([named[n] for n in part], self.group) for part in sorted(parts, key=max)]
+        return [FlatParam([named[n] for n in part], self.group) for part in sorted(parts, key=max)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -102,7 +102,7 @@ class ZeRO1:
 
     def _arrive(self, number: int, index: int) -> None:
         """Backward has added to a parameter's gradient. Stage 1: it stays there until the step."""
-        self.rounds.note(number, index)
+        self.reducer.note(number, index)
         self._agreed = False
 
     def finish(self) -> None:
@@ -110,9 +110,9 @@ class ZeRO1:
 
         `step` and `clip_grad_norm_` call it.
         """
-        self.rounds.end()
+        self.reducer.end()
         if not self._agreed:
-            agree_on_used(self.rows, self.group, self.find_unused, type(self).__name__)
+            agree_on_used(self.flat_params, self.group, self.find_unused, type(self).__name__)
             self._agreed = True
 
     def step(self) -> None:
@@ -127,19 +127,19 @@ class ZeRO1:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        self.rounds.forget()
+        self.reducer.forget()
         self._agreed = False
         self.optimizer.zero_grad()
 
     @property
-    def param_rows(self) -> list[FlatRow]:
-        """Every row that parameters lie in."""
-        return self.rows
+    def all_flat_params(self) -> list[FlatParam]:
+        """Every flat_param that parameters lie in."""
+        return self.flat_params
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard of everything: for the same rank of a group of the same size."""
         return {
-            "shards": [row.shard.clone() for row in self.param_rows],
+            "shards": [flat_param.shard.clone() for flat_param in self.all_flat_params],
             "others": {name: tensor.clone() for name, tensor in self._others().items()},
             "optimizer": self.optimizer.state_dict(),
         }
@@ -148,16 +148,16 @@ class ZeRO1:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this rank's `state_dict()`. Raises: CourseError for another rank's."""
         kept = [[*shard.shape] for shard in state["shards"]]
-        wanted = [[*row.shard.shape] for row in self.param_rows]
+        wanted = [[*flat_param.shard.shape] for flat_param in self.all_flat_params]
         if kept != wanted:
             raise CourseError(
                 f"{type(self).__name__}.load_state_dict: need shards of {wanted[:3]}; got "
                 f"{kept[:3]}. Try full_state_dict() and load_full_state_dict(): any layout fits."
             )
-        for row, shard in zip(self.param_rows, state["shards"], strict=True):
-            row.shard.copy_(shard)
-            if not row.given_up:
-                row.gather()
+        for flat_param, shard in zip(self.all_flat_params, state["shards"], strict=True):
+            flat_param.shard.copy_(shard)
+            if not flat_param.only_shard:
+                flat_param.gather()
         for name, tensor in self._others().items():
             tensor.copy_(state["others"][name])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -166,11 +166,11 @@ class ZeRO1:
     def full_state_dict(self) -> dict[str, Any]:
         """`model` and `optimizer` as one process would save them, on every rank, on the host."""
         values: dict[int, Tensor] = {}
-        for row in self.param_rows:
-            if row.is_free:
-                row.gather()
-            values |= {id(param): _on_host(param) for param in row.params}
-            row.free()
+        for flat_param in self.all_flat_params:
+            if flat_param.is_free:
+                flat_param.gather()
+            values |= {id(param): _on_host(param) for param in flat_param.params}
+            flat_param.free()
         model = self.module.state_dict(keep_vars=True)
         return {
             "model": {
@@ -191,15 +191,15 @@ class ZeRO1:
                 f"got one that differs in {', '.join(odd[:4])}. Try the model it was saved with."
             )
         values = {id(tensor): saved[name] for name, tensor in model.items()}
-        for row in self.param_rows:
-            row.load([values[id(param)] for param in row.params])
+        for flat_param in self.all_flat_params:
+            flat_param.load([values[id(param)] for param in flat_param.params])
         for name, tensor in self._others().items():
             tensor.copy_(saved[name])
         self.optimizer.load_full_state_dict(state["optimizer"])
 
     def _others(self) -> dict[str, Tensor]:
-        """Buffers, and frozen parameters that lie in no row."""
-        in_rows = {id(param) for row in self.param_rows for param in row.params}
+        """Buffers, and frozen parameters that lie in no flat_param."""
+        in_rows = {id(param) for flat_param in self.all_flat_params for param in flat_param.params}
         model = self.module.state_dict(keep_vars=True)
         return {name: x.detach() for name, x in model.items() if id(x) not in in_rows}
 
@@ -215,18 +215,18 @@ class ZeRO2(ZeRO1):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; what an unused parameter has held up leaves first."""
-        self.rounds.end()
+        self.reducer.end()
         return super().__call__(*args, **kwargs)
 
     def _arrive(self, number: int, index: int) -> None:
         super()._arrive(number, index)
-        self.rows[number].take(index)
+        self.flat_params[number].take(index)
         self._send_what_is_full(number)
 
     def _send_what_is_full(self, number: int) -> None:
-        """In the order of the rows, because ranks may use other layers than each other."""
-        while not self.rows[len(self.rounds.left)].missing:
-            self.rounds.send(len(self.rounds.left))
+        """In the order of the flat_params, because ranks may use other layers than each other."""
+        while not self.flat_params[len(self.reducer.left)].missing:
+            self.reducer.send(len(self.reducer.left))
 
 
 class ZeRO3(ZeRO2):
@@ -234,7 +234,7 @@ class ZeRO3(ZeRO2):
 
     So twice a micro-batch: in forward, and again in backward. On demand: the module waits for them.
     Between its uses a parameter is empty; all ranks have to run the same modules in the same order.
-    A module has a row of its own, or several where it is larger than bucket_bytes.
+    A module has a flat_param of its own, or several where it is larger than bucket_bytes.
 
     offload       the parameters' shards are in the host's memory too
 
@@ -243,20 +243,24 @@ class ZeRO3(ZeRO2):
     Source:  Rajbhandari et al. 2020 (ZeRO), sections 5.3 and 7.2.2
     """
 
-    def _lay_out(self, bucket_bytes: float) -> list[FlatRow]:
-        self.modules = ModuleRows(self.module, self.group, bucket_bytes, self.offload)
-        return [row for row in self.modules.rows[::-1] if row.params[0].requires_grad]
+    def _lay_out(self, bucket_bytes: float) -> list[FlatParam]:
+        self.modules = GatherHooks(self.module, self.group, bucket_bytes, self.offload)
+        return [
+            flat_param
+            for flat_param in self.modules.flat_params[::-1]
+            if flat_param.params[0].requires_grad
+        ]
 
     @property
-    def param_rows(self) -> list[FlatRow]:
-        """Every row that parameters lie in, frozen ones too."""
-        return self.modules.rows
+    def all_flat_params(self) -> list[FlatParam]:
+        """Every flat_param that parameters lie in, frozen ones too."""
+        return self.modules.flat_params
 
     def _send_what_is_full(self, number: int) -> None:
         """At once: gathers have their order from the program, so it is the same on all ranks."""
-        if not self.rows[number].missing:
-            self.rounds.send(number)
-            self.rows[number].free()
+        if not self.flat_params[number].missing:
+            self.reducer.send(number)
+            self.flat_params[number].free()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""

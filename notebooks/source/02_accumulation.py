@@ -357,12 +357,12 @@ check("accumulation-4", add_token_gradients)
 # ## 5 What it saves, and what it costs
 #
 # Why all this? A GPT with a batch of 16 sequences, in 1, 2, 4, 8 or 16 parts. Lesson 01 knows what
-# activations need; `held_over_time` weighs what autograd truly holds, at every moment. At the peak,
+# activations need; `activation_ledger` weighs what autograd truly holds, at every moment. At the peak,
 # what part of the full batch's bytes do 8 micro-batches need?
 
 # %%
 from course_lib.memory.layer_bytes import TORCH_CPU
-from course_lib.memory.saved_tensors import held_over_time
+from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.memory import activations
 
 spec = ModelSpec(hidden=128, num_layers=4, num_heads=4, ffn_hidden=512, vocab=256, max_seq=128)
@@ -374,7 +374,7 @@ def run(m):
 
 
 def held(m):
-    return held_over_time(lambda: run(m), given=[*gpt.parameters(), *big])
+    return activation_ledger(lambda: run(m), given=[*gpt.parameters(), *big])
 
 
 # %% tags=["predict"]

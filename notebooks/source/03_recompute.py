@@ -32,7 +32,7 @@ from course_lib.display import (
     reveal,
     show,
 )
-from course_lib.memory.saved_tensors import held_over_time
+from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import (
     GPT,
     next_tokens,
@@ -175,7 +175,7 @@ def in_segments(k):
 
 # %% tags=["picture"]
 ks = [1, 2, 4, 8, 16, 32, 64]
-measured = [held_over_time(lambda k=k: in_segments(k), given=there).peak_bytes() for k in ks]
+measured = [activation_ledger(lambda k=k: in_segments(k), given=there).peak_bytes() for k in ks]
 tensors = [num_bytes / x.nbytes for num_bytes in measured]
 voices = Voices(formula=[peak_of(64, k) for k in ks], measurement=tensors)
 best = ks[tensors.index(min(tensors))]
@@ -282,7 +282,7 @@ def peak_bytes(how):
 
 def measure(how):
     choose[how](gpt)
-    return held_over_time(step, given=[*gpt.parameters(), *batch])
+    return activation_ledger(step, given=[*gpt.parameters(), *batch])
 
 
 # %% tags=["picture"]
@@ -539,7 +539,7 @@ def held_by(dtype, autocast):
             loss = token_loss(model(batch[0]), batch[1])
         loss.backward()
 
-    return held_over_time(forward_backward, given=[*model.parameters(), *batch])
+    return activation_ledger(forward_backward, given=[*model.parameters(), *batch])
 
 
 # %% tags=["picture"]

@@ -452,7 +452,7 @@ reveal(guess_torch, len(theirs) / len(ours))
 guess_bytes = predict("bytes sent with sequence parallelism, by bytes without")
 
 # %%
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.memory.layer_bytes import TORCH_CPU
 from course_lib.memory import (
     activations,
@@ -469,8 +469,8 @@ def kept_kib(rank, sequence_parallel):
 
 
 def on_paper_kib(p, sequence_parallel):
-    degrees = Degrees(tp=p, sequence_parallel=sequence_parallel)
-    parts = activations(tiny, 2, 64, number_bytes=4, degrees=degrees, kernels=TORCH_CPU)
+    parallelism = Parallelism(tp=p, sequence_parallel=sequence_parallel)
+    parts = activations(tiny, 2, 64, number_bytes=4, parallelism=parallelism, kernels=TORCH_CPU)
     return (sum(parts.values()) + sequence_parallel * gathered_bytes(tiny, 2, 64, p, 4)) / 2**10
 
 
@@ -479,7 +479,7 @@ reveal(guess_bytes, sent_bytes(with_it, 8) / sent_bytes(without, 8))
 
 # %% tags=["picture"]
 p_values = [1, 2, 4]
-on_paper = [params_on_rank(tiny, Degrees(tp=p)) * 4 / 2**10 for p in p_values]
+on_paper = [params_on_rank(tiny, Parallelism(tp=p)) * 4 / 2**10 for p in p_values]
 curves = {"parameters": Voices(formula=on_paper, measurement=[num / 2**10 for num, *_ in held])}
 for name, sp in {"activations": False, "the same, sequence parallel": True}.items():
     measured = [on.run(kept_kib, sp)[0] for on in (one, pair, ranks)]
@@ -645,12 +645,14 @@ def efficiency(model, seq, cards, p, batch):
     return 100 * compute_s / (compute_s + talk_s)
 
 
-def by_degree(degrees=(1, 2, 4, 8, 16, 32), **at):
-    one = [efficiency(**at, p=p, batch=1) for p in degrees]
-    more = [efficiency(**at, p=p, batch=p) for p in degrees]
+def by_degree(parallelism=(1, 2, 4, 8, 16, 32), **at):
+    one = [efficiency(**at, p=p, batch=1) for p in parallelism]
+    more = [efficiency(**at, p=p, batch=p) for p in parallelism]
     title = f"8 ranks compute for {one[3]:.0f} % of the time, with 8 sequences {more[3]:.0f} %"
     curves = {"1 sequence": Voices(formula=one), "p sequences": Voices(formula=more)}
-    return compare(degrees, curves, title, x_label="ranks p", y_label="computing (% of the time)")
+    return compare(
+        parallelism, curves, title, x_label="ranks p", y_label="computing (% of the time)"
+    )
 
 
 models, seqs = ["gpt2", "llama-1b", "llama-8b", "llama-70b"], [128, 512, 2048, 8192]

@@ -620,7 +620,7 @@ show(compare(numbers, curves, title, **axes), alt=f"{title}; later tokens attend
 # %% tags=["predict"]
 from copy import deepcopy
 
-from course_lib.ranks.timing import in_turns
+from course_lib.ranks.timing import time_interleaved
 
 guess_equal = predict("gradients equal to the last bit?", choices=("yes", "no"))
 
@@ -638,7 +638,7 @@ def side_by_side(rank, spec):
     first, plan = [x] if rank == 0 else [], schedules.one_f_one_b(2, 8)
     steps = {"ours": (ours.stage, lambda: ours.step(plan, x.chunk(8), y.chunk(8)))}
     steps["PyTorch's"] = part, lambda: theirs.step(*first, target=y)
-    seconds = in_turns(steps)
+    seconds = time_interleaved(steps)
     pairs = zip(ours.stage.parameters(), part.parameters(), strict=True)
     return all(torch.equal(one.grad, other.grad) for one, other in pairs), seconds
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from course_lib.zero import lab
 from course_lib.checks import check
 from course_lib.core import COMMUNICATION_KINDS, MODELS, PCIE
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.display import (
     Voices,
     compare,
@@ -64,7 +64,7 @@ guess_stage_2 = predict("7.5 billion parameters, stage 2, 64 ranks: a rank holds
 
 # %%
 def on_paper_gb(p, zero, num_params=7_500_000_000):
-    states = model_states(num_params, "bf16", degrees=Degrees(dp=int(p), zero=zero))
+    states = model_states(num_params, "bf16", parallelism=Parallelism(dp=int(p), zero=zero))
     return sum(states.values()) / 1e9
 
 
@@ -467,7 +467,7 @@ def step_of(rank, p, stage, m):
         for _ in range(m):
             (loss_on(engine, rank, p) / m).backward()
         engine.step()
-    rows = [RowTraffic(num_bytes=one.layout.padded_numel * 4) for one in engine.param_rows]
+    rows = [RowTraffic(num_bytes=one.layout.padded_numel * 4) for one in engine.all_flat_params]
     return [event for event in log.events if event.kind in COMMUNICATION_KINDS], rows
 
 
@@ -548,7 +548,7 @@ def offloaded(rank, p):
     engine = ZeRO2(GPT(tiny).bfloat16(), torch.optim.AdamW, lr=1e-3, offload=True)
     loss_on(engine, rank, p).backward()
     engine.step()
-    rows = [RowTraffic(num_bytes=one.layout.padded_numel * 2) for one in engine.param_rows]
+    rows = [RowTraffic(num_bytes=one.layout.padded_numel * 2) for one in engine.all_flat_params]
     return engine.offload.num_bytes, sum(offload_trips(2, rows, p))
 
 

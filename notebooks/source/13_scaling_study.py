@@ -190,14 +190,14 @@ print(f"your two ranks: {words}, efficiency {found.efficiency_percent:.0f} %")
 #
 # With 4 micro-batches a step, the first version of a published study ran 800 steps where 200 were
 # meant. Count in one place. And a clock has its own trap: a GPU takes orders, and works on them
-# later. `lab.Device` does so too, with a clock that is not real. A backward takes it 30 ms. After
+# later. `lab.EmulatedDevice` does so too, with a clock that is not real. A backward takes it 30 ms. After
 # 100 of them, what does the clock say?
 
 # %% tags=["predict"]
 guess_clock = predict("the clock after 100 times backward", unit="s")
 
 # %%
-device = lab.Device(backward_s=0.03)
+device = lab.EmulatedDevice(backward_s=0.03)
 for _ in range(100):
     device.backward(num_tokens=512)
 reveal(guess_clock, device.now_s())

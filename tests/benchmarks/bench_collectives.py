@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.collectives import ring_all_reduce
-from course_lib.collectives.group import exchange, place_in
+from course_lib.collectives.group import exchange, member_of
 from course_lib.core import Link
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.cost.bandwidth import bus_bandwidth, fit_link
@@ -58,7 +58,7 @@ def _turns_of_size(num_bytes: int, num_turns: int) -> Turns:
 def swaps(rank: int, sizes: Sequence[int], num_turns: int) -> list[tuple[int, float]]:
     """(bytes, seconds) of exchanges between ranks 0 and 1, both ways at once as on a ring."""
     samples = []
-    place = place_in(None, "swaps")
+    place = member_of(None, "swaps")
     for size in sizes:
         mine, theirs = torch.zeros(2, size, dtype=torch.uint8)
         for turn in range(num_turns + 4):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from course_lib.core import Link, ModelSpec
 from course_lib.core.units import format_bytes, format_seconds
-from course_lib.memory.saved_tensors import held_over_time
+from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.pipeline import (
     PipelineTimes,
@@ -172,7 +172,7 @@ def print_halves(num_turns: int) -> None:
             model.zero_grad()
             found[way].append(way())
     (b_s,), (i_s, w_s) = (map(median, zip(*found[way][1:], strict=True)) for way in found)
-    sizes = [held_over_time(way, given=model.parameters()).peak_bytes() for way in found]
+    sizes = [activation_ledger(way, given=model.parameters()).peak_bytes() for way in found]
     print(
         f"backward {format_seconds(b_s)}, holding {format_bytes(sizes[0])}; halves "
         f"{format_seconds(i_s)} + {format_seconds(w_s)}, ratio {(i_s + w_s) / b_s:.3f}, "

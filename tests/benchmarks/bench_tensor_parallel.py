@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from course_lib.core import ModelSpec
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.cost.params import params_on_rank
 from course_lib.cost.traffic import sent_bytes
@@ -130,7 +130,7 @@ def print_rows(world_size: int, found: Turns) -> None:
         ]
         times = [format_seconds(median(found[f"{name} {who}"])) for who in ("ours", "torchs")]
         held = format_bytes(found[f"{name} ours bytes"][0])
-        paper = format_bytes(4 * params_on_rank(SPEC, Degrees(tp=world_size)))
+        paper = format_bytes(4 * params_on_rank(SPEC, Parallelism(tp=world_size)))
         calls = tensor_traffic(SPEC, BATCH, SEQ, 4, sequence_parallel=name == "sp")
         print(
             f"{world_size:5} {name:>4} {times[0]:>9} {times[1]:>9} {ratios[0]:7.3f} "

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.core import ModelSpec
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.memory import count_params, model_states
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
@@ -163,8 +163,8 @@ def print_table(world_size: int, found: dict[str, dict[str, Any]]) -> None:
     for name, one in found.items():
         pairs = zip(one["seconds"], found[BASE]["seconds"], strict=True)
         ratio = median(mine / base for mine, base in pairs)
-        degrees = Degrees(dp=world_size, zero=STAGE_OF[name])
-        formula = sum(model_states(num_params, "fp32", degrees=degrees).values())
+        parallelism = Parallelism(dp=world_size, zero=STAGE_OF[name])
+        formula = sum(model_states(num_params, "fp32", parallelism=parallelism).values())
         print(
             f"{name:12} {format_seconds(median(one['seconds'])):>8} {ratio:8.3f} "
             f"{format_bytes(one['holds']):>10} {format_bytes(formula):>10}"

@@ -11,7 +11,7 @@ from course_lib.core import CourseError
 from course_lib.scaling_study import results as own
 from course_lib.scaling_study.aggregate import count_tokens, rank_totals
 from course_lib.scaling_study.explorer import CARDS, LINKS, SHOWS, STRATEGIES, draw_study, rows_of
-from course_lib.scaling_study.lab import BROKEN_SCRIPT, Device
+from course_lib.scaling_study.lab import BROKEN_SCRIPT, EmulatedDevice
 from course_lib.scaling_study.plan import SIZES
 from course_lib.scaling_study.results import Results, sample_results
 
@@ -152,7 +152,7 @@ def test_the_broken_script_has_six_mistakes_of_six_kinds():
 
 
 def test_the_device_works_on_when_its_orders_are_given():
-    device = Device(backward_s=2.0, step_s=1.0)
+    device = EmulatedDevice(backward_s=2.0, step_s=1.0)
     for _ in range(3):
         device.backward(num_tokens=8)
     device.step()

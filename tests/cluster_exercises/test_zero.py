@@ -15,7 +15,7 @@ from torch import nn
 
 from course_lib.checks import CheckFailed, find_exercise
 from course_lib.core.errors import CourseError
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.core.records import read_runs
 from course_lib.frameworks import missing
 from course_lib.memory import model_states
@@ -180,7 +180,7 @@ def test_ownership_over_time_ends_where_the_formula_is(pools):
 
     for by_stage in pools(2).run(owned):
         for zero, (after, ledger) in enumerate(by_stage, start=1):
-            assert after == model_states(612, "fp32", degrees=Degrees(dp=2, zero=zero))
+            assert after == model_states(612, "fp32", parallelism=Parallelism(dp=2, zero=zero))
             last = {kind: ledger.bytes_by_kind[kind][-1] for kind in after}
             assert last == after
         most = [max(ledger.bytes_by_kind["params"]) for _, ledger in by_stage]

@@ -13,7 +13,7 @@ from course_lib.core import (
     find_model,
     read_config,
 )
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.core.recipes import RECIPES, Recipe, find_recipe
 from course_lib.core.specs import spec_fields
 
@@ -126,11 +126,11 @@ def test_recipes_cost_what_the_papers_say():
 
 
 def test_degrees_refuse_what_cannot_be_split():
-    assert Degrees(dp=2, tp=4, pp=3, cp=2).world_size == 48
+    assert Parallelism(dp=2, tp=4, pp=3, cp=2).world_size == 48
     for wrong, words in (({"tp": 0}, "need tp"), ({"zero": 4}, "need zero as 0, 1, 2 or 3")):
         with pytest.raises(MeshError, match=words):
-            Degrees(**wrong)
+            Parallelism(**wrong)
     with pytest.raises(MeshError, match="need kv_heads of llama-8b divisible by tp; got 8 and 16"):
-        Degrees(tp=16).check(MODELS["llama-8b"])
+        Parallelism(tp=16).check(MODELS["llama-8b"])
     with pytest.raises(MeshError, match="at most the 12 layers of gpt2; got 13"):
-        Degrees(pp=13).check(MODELS["gpt2"])
+        Parallelism(pp=13).check(MODELS["gpt2"])

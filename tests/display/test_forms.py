@@ -32,12 +32,9 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """A live notebook; yields what is displayed in it."""
     shown: list[dict[str, Any]] = []
     monkeypatch.delenv("COURSE_NO_WIDGETS", raising=False)
-    monkeypatch.setattr(importlib.import_module("course_lib.display.show"), "get_ipython", Kernel)
-    monkeypatch.setattr(
-        importlib.import_module("course_lib.display.show"),
-        "display",
-        lambda data, **options: shown.append(data),
-    )
+    module = importlib.import_module("course_lib.display.show")  # `show` itself is the function
+    monkeypatch.setattr(module, "get_ipython", Kernel)
+    monkeypatch.setattr(module, "display", lambda data, **options: shown.append(data))
     yield shown
     ipywidgets.Widget.close_all()
 

@@ -24,7 +24,7 @@ from course_lib.data_parallel import weighted_loss
 from course_lib.fsdp import FSDP, merge_shards
 from course_lib.fsdp.cost import UnitSizes, fsdp_ledger, fsdp_traffic, peak_param_bytes
 from course_lib.fsdp.lab import resident_over_time, sizes_of
-from course_lib.fsdp.param_group import Row
+from course_lib.fsdp.param_group import FSDPParamGroup
 from course_lib.fsdp.state import full_optim_state, load_full_optim
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.models.bert import BERT
@@ -293,7 +293,7 @@ def together(
             model.clip_grad_norm_(clip)
         optimizer.step()
         found.append(model.full_state_dict())
-        assert not any(row.is_whole for row in model.rows), "something was not freed"
+        assert not any(row.is_whole for row in model.param_groups), "something was not freed"
     return found
 
 
@@ -395,7 +395,7 @@ def wrong_dtype(row, model):
     def start_gather():
         kept = row.shard.detach().clone()
         row.shard.data.copy_(kept.bfloat16())
-        Row.start_gather(row)
+        FSDPParamGroup.start_gather(row)
         row.wait_gather()
         row.shard.data.copy_(kept)
 
@@ -409,7 +409,7 @@ def never_freed(row, model):
 def no_mean(row, model):
     def wait_reduce():
         arrives = row.reducing is not None
-        Row.wait_reduce(row)
+        FSDPParamGroup.wait_reduce(row)
         if arrives:
             row.shard.grad.mul_(row.place.p)
 
@@ -418,7 +418,7 @@ def no_mean(row, model):
 
 def padded_tail(row, model):
     def collect():
-        Row.collect(row)
+        FSDPParamGroup.collect(row)
         row.flat_grad[row.layout.numel :] = 1
 
     row.collect = collect
@@ -431,7 +431,7 @@ def not_gathered_again(row, model):
             row.whole.data.zero_()
             row.gathering = dist.barrier(async_op=True)
         else:
-            Row.start_gather(row)
+            FSDPParamGroup.start_gather(row)
 
     row.start_gather = start_gather
 
@@ -442,7 +442,7 @@ def stale(row, model):
     def start_gather():
         kept = row.shard.detach().clone()
         row.shard.data.copy_(first)
-        Row.start_gather(row)
+        FSDPParamGroup.start_gather(row)
         row.wait_gather()
         row.shard.data.copy_(kept)
 
@@ -559,7 +559,9 @@ def watched(rank, build, parts=1, sync=True, **options):
             for part in range(parts):
                 with nullcontext() if sync or part == parts - 1 else model.no_sync():
                     token_loss(model(inputs), targets).backward()
-                held.append(sum(r.kept_grad.nbytes for r in model.rows if r.kept_grad is not None))
+                held.append(
+                    sum(r.kept_grad.nbytes for r in model.param_groups if r.kept_grad is not None)
+                )
     return ledger, calls_of(log.events), sizes_of(model), held
 
 
@@ -612,8 +614,8 @@ def frozen_traffic(rank, name):
     for _ in range(2):
         with resident_over_time(model) as ledger, record() as log:
             BUILDS[name][2](model(x), y).backward()
-    shards = sum(row.shard.nbytes for row in model.rows)
-    rows = [(row.name, row.whole_bytes, row.shard.requires_grad) for row in model.rows]
+    shards = sum(row.shard.nbytes for row in model.param_groups)
+    rows = [(row.name, row.whole_bytes, row.shard.requires_grad) for row in model.param_groups]
     return calls_of(log.events), max(ledger.bytes_by_kind["params"]) - shards, rows
 
 
@@ -671,10 +673,10 @@ def test_the_whole_weights_are_gone_and_no_step_brings_them_back(pools):
         for training in (True, False):
             with torch.set_grad_enabled(training):
                 loss = token_loss(model(tokens(4)[0]), tokens(4)[1])
-                seen.append(sum(row.is_whole for row in model.rows))
+                seen.append(sum(row.is_whole for row in model.param_groups))
             if training:
                 loss.backward()
-            seen.append(sum(row.is_whole for row in model.rows))
+            seen.append(sum(row.is_whole for row in model.param_groups))
         shapes = {tuple(param.shape) for param in module.parameters()}
         return len(alive), seen, shapes, len(list(model.parameters()))
 
@@ -690,12 +692,12 @@ def trained_state(rank, start, steps, optim):
     optimizer, (x, y) = optim(model.parameters()), numbers(24)
     if start:
         model.load_full_state_dict(start[0])
-        load_full_optim(model.rows, optimizer, start[1])
+        load_full_optim(model.param_groups, optimizer, start[1])
     for _ in range(steps):
         optimizer.zero_grad()
         F.mse_loss(model(x.tensor_split(p)[rank]), y.tensor_split(p)[rank]).backward()
         optimizer.step()
-    whole = model.full_state_dict(), full_optim_state(model.rows, optimizer)
+    whole = model.full_state_dict(), full_optim_state(model.param_groups, optimizer)
     return whole, model.state_dict(), model.full_state_dict(rank=1)
 
 
@@ -714,7 +716,7 @@ def test_shards_go_back_where_they_came_from(pools):
         model = FSDP(gpt())
         saved, whole = model.state_dict(), model.full_state_dict()
         with torch.no_grad():
-            for row in model.rows:
+            for row in model.param_groups:
                 row.shard.zero_()
         model.load_state_dict(saved)
         return whole, model.full_state_dict()
@@ -769,7 +771,7 @@ def early_step(rank):
     for _ in range(2):
         loss = model(torch.ones(2, 5)).sum()
         with torch.no_grad():
-            model.rows[0].shard.add_(1)
+            model.param_groups[0].shard.add_(1)
         loss.backward()
         optimizer.step()
 
@@ -859,7 +861,7 @@ def test_a_backward_that_broke_off_is_forgotten(pools):
         for _ in range(1 + fails):
             with suppress(ZeroDivisionError):
                 F.mse_loss(model(x), y).backward()
-        return [row.shard.grad for row in model.rows]
+        return [row.shard.grad for row in model.param_groups]
 
     broken, whole = (pools(2).run(grads, fails) for fails in (1, 0))
     torch.testing.assert_close(broken[0][:2], whole[0][:2], rtol=0, atol=0)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from course_lib.core import MODELS, CourseError, ShapeError
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.cost.params import count_tensors
 from course_lib.memory import (
     activations,
@@ -71,20 +71,20 @@ def test_released_models_have_the_released_counts(name, num_params):
 
 @pytest.mark.parametrize("spec", BUILDS.values(), ids=BUILDS)
 def test_stages_together_hold_every_parameter(spec):
-    stages = [params_on_rank(spec, Degrees(pp=3), stage) for stage in range(3)]
+    stages = [params_on_rank(spec, Parallelism(pp=3), stage) for stage in range(3)]
     tied_copy = param_parts(spec)["embedding"] if spec.tied else 0
     assert sum(stages) == count_params(spec) + tied_copy
     assert params_on_rank(spec) == count_params(spec)
 
 
 def test_tensor_parallel_ranks_repeat_norms_and_output_biases():
-    degrees = Degrees(tp=2)
+    parallelism = Parallelism(tp=2)
     repeated = sum(
         param.numel()
         for name, param in GPT(TINY).named_parameters()
         if "norm" in name or name.endswith("out.bias") or "positions" in name
     )
-    halves = 2 * params_on_rank(TINY, degrees)
+    halves = 2 * params_on_rank(TINY, parallelism)
     odd_rows = TINY.vocab * TINY.hidden % 2
     assert halves == count_params(TINY) + repeated + odd_rows
 
@@ -92,7 +92,7 @@ def test_tensor_parallel_ranks_repeat_norms_and_output_biases():
 @given(num_params=st.integers(0, 10**12), dp=st.integers(1, 1024), zero=st.integers(0, 3))
 def test_zero_never_needs_more_and_shards_cover_everything(num_params, dp, zero):
     whole = model_states(num_params)
-    shard = model_states(num_params, degrees=Degrees(dp=dp, zero=zero))
+    shard = model_states(num_params, parallelism=Parallelism(dp=dp, zero=zero))
     for stage, kind in ((1, "optim_state"), (2, "grads"), (3, "params")):
         if zero < stage:
             assert shard[kind] == whole[kind]
@@ -159,10 +159,10 @@ def test_the_peak_is_higher_from_the_second_step_on():
 def test_a_first_stage_holds_as_many_micro_batches_as_there_are_stages(
     num_micro_batches, in_flight
 ):
-    degrees = Degrees(pp=3)
-    ledger = step_ledger(TINY, 1, 16, degrees=degrees, num_micro_batches=num_micro_batches)
+    parallelism = Parallelism(pp=3)
+    ledger = step_ledger(TINY, 1, 16, parallelism=parallelism, num_micro_batches=num_micro_batches)
     most = max(ledger.bytes_by_kind["activations"])
-    assert 3 * most == in_flight * sum(activations(TINY, 1, 16, degrees=degrees).values())
+    assert 3 * most == in_flight * sum(activations(TINY, 1, 16, parallelism=parallelism).values())
 
 
 def test_micro_batches_cost_gradients_and_no_more_activations():
@@ -191,10 +191,13 @@ def test_full_recompute_keeps_one_layer_whole_while_it_is_in_backward():
     [
         (lambda: activations(TINY, 0, 16), "need batch as a whole number above 0; got 0"),
         (lambda: activations(TINY, 1, -4), "need seq as a whole number above 0; got -4"),
-        (lambda: activations(TINY, 1, 15, degrees=Degrees(cp=2)), "divisible by cp; got 15 and 2"),
+        (
+            lambda: activations(TINY, 1, 15, parallelism=Parallelism(cp=2)),
+            "divisible by cp; got 15 and 2",
+        ),
         (lambda: activations(TINY, 1, 16, recompute="most"), "need one of none, selective, full"),
         (lambda: model_states(-1), "need num_params of 0 or more; got -1"),
-        (lambda: step_ledger(TINY, 1, 16, degrees=Degrees(tp=4)), "need num_heads of tiny"),
+        (lambda: step_ledger(TINY, 1, 16, parallelism=Parallelism(tp=4)), "need num_heads of tiny"),
     ],
 )
 def test_bad_input_is_one_sentence(call, words):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from course_lib.core import MODELS
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.core.recipes import BF16, FP32, Recipe
 from course_lib.core.units import GIB
 from course_lib.memory import activations, count_params, model_states, params_on_rank
@@ -34,8 +34,8 @@ def rows(name, **only):
 @pytest.mark.parametrize("row", rows("zero_table1.csv"), ids=lambda row: "-".join(row.values()))
 def test_zero_table_1_to_its_printed_digits(row):
     num_params = {"7.5B": 7_500_000_000, "128B": 128 * 10**9, "1T": 10**12}[row["model"]]
-    degrees = Degrees(dp=int(row["dp"]), zero=int(row["zero_stage"]))
-    num_bytes = sum(model_states(num_params, BF16, degrees=degrees).values())
+    parallelism = Parallelism(dp=int(row["dp"]), zero=int(row["zero_stage"]))
+    num_bytes = sum(model_states(num_params, BF16, parallelism=parallelism).values())
     printed = Decimal(row["GB"])
     exact = Decimal(num_bytes) / 10**9
     # the paper rounds the 7.5B column and cuts the others off (513.5 is printed as 513)
@@ -55,10 +55,16 @@ def test_states_without_and_with_an_fp32_accumulator(num_params, without_gb, wit
 
 def per_layer(spec, method):
     how = dict(METHODS[method])
-    degrees = Degrees(tp=8, sequence_parallel=how.pop("sequence_parallel", False))
+    parallelism = Parallelism(tp=8, sequence_parallel=how.pop("sequence_parallel", False))
     one, two = (
         activations(
-            replace(spec, num_layers=n), 1, 2048, flash=False, dropout=True, degrees=degrees, **how
+            replace(spec, num_layers=n),
+            1,
+            2048,
+            flash=False,
+            dropout=True,
+            parallelism=parallelism,
+            **how,
         )
         for n in (1, 2)
     )
@@ -93,7 +99,7 @@ def test_korthikanti_figure_1_to_the_last_bit(model):
             flash=False,
             dropout=True,
             recompute=recompute,
-            degrees=Degrees(tp=8, pp=pp, sequence_parallel=sp),
+            parallelism=Parallelism(tp=8, pp=pp, sequence_parallel=sp),
             num_model_chunks=chunks,
         )
         layers = sum(held[part] for part in ("attention", "mlp", "dropout masks"))
@@ -164,12 +170,16 @@ def test_playbook_activations_by_degrees(row):
     spec = replace(
         llama, gated=False, ffn_hidden=4 * hidden, num_kv_heads=None, norm="layer", bias=True
     )
-    degrees = Degrees(**SPLITS[row["panel"]])
-    held = activations(spec, 1, seq, dropout=True, recompute="selective", degrees=degrees)
-    tokens = seq // degrees.cp
+    parallelism = Parallelism(**SPLITS[row["panel"]])
+    held = activations(spec, 1, seq, dropout=True, recompute="selective", parallelism=parallelism)
+    tokens = seq // parallelism.cp
     layers = sum(held.values()) - held["logits"] - held["embedding"]
     layers -= (
-        2 * tokens * hidden // (degrees.tp if degrees.sequence_parallel else 1) * (degrees.pp == 1)
+        2
+        * tokens
+        * hidden
+        // (parallelism.tp if parallelism.sequence_parallel else 1)
+        * (parallelism.pp == 1)
     )
     assert layers / GIB == float(row["GiB"])
 
@@ -179,10 +189,10 @@ def test_playbook_activations_by_degrees(row):
                          ids=lambda row: "-".join(row.values()))  # fmt: skip
 def test_playbook_states_by_degrees(row):
     name = MODEL_OF.get(row["panel"]) or MODEL_OF.get(row["figure"], "8b")
-    spec, degrees = MODELS[f"llama-{name}"], Degrees(**SPLITS[row["panel"]])
-    num_params = count_params(spec) // degrees.tp  # norms split too, which the figure does
-    if degrees.pp > 1:
-        num_params = params_on_rank(spec, degrees)
-    num_bytes = model_states(num_params, PLAYBOOK, degrees=degrees)[row["kind"]]
+    spec, parallelism = MODELS[f"llama-{name}"], Parallelism(**SPLITS[row["panel"]])
+    num_params = count_params(spec) // parallelism.tp  # norms split too, which the figure does
+    if parallelism.pp > 1:
+        num_params = params_on_rank(spec, parallelism)
+    num_bytes = model_states(num_params, PLAYBOOK, parallelism=parallelism)[row["kind"]]
     # the figures' parameter counts are rounded, to 0.3 % at worst
     assert num_bytes / GIB == pytest.approx(float(row["GiB"]), rel=0.003)

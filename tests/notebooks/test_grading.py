@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from course_lib.core import CourseError
-from course_lib.notebooks.grading import Report, Verdict, grade
+from course_lib.notebooks.grading import GradeReport, Verdict, grade
 
 RIGHT = "    return x + y\n"
 
@@ -18,15 +18,15 @@ def add(number: int, body: str = RIGHT) -> str:
     return f"def add_{number}(x, y):\n{body}"
 
 
-def judge(toy, timeout_s: float = 30) -> Report:
+def judge(toy, timeout_s: float = 30) -> GradeReport:
     return grade(toy.lesson.student, toy.folder, timeout_s, lambda done, total: None)
 
 
-def verdicts(report: Report) -> dict[str, Verdict]:
+def verdicts(report: GradeReport) -> dict[str, Verdict]:
     return {verdict.key: verdict for verdict in report.verdicts}
 
 
-def statuses(report: Report) -> list[str]:
+def statuses(report: GradeReport) -> list[str]:
     return [verdict.status for verdict in report.verdicts]
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from course_lib.core import CourseError, MeshError, ModelSpec
 from course_lib.core.records import COMPUTE_KINDS
-from course_lib.memory.saved_tensors import held_over_time
+from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, token_loss
 from course_lib.pipeline import (
     Action,
@@ -198,7 +198,7 @@ def held(rank, given):
         pipeline.step(schedule, inputs, [torch.ones(1)] * 8)
         known = [*inputs, *stage.parameters()]
         gc.disable()  # nothing may wait for it
-        ledger = held_over_time(
+        ledger = activation_ledger(
             lambda s=schedule, q=pipeline: q.step(s, inputs, [torch.ones(1)] * 8), given=known
         )
         gc.enable()

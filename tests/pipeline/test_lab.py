@@ -18,7 +18,7 @@ from course_lib.pipeline import (
     zero_bubble_h1,
 )
 from course_lib.pipeline.cost import BatchCost
-from course_lib.pipeline.lab import EmulatedLayer, Run, emulated, measure, measure_times
+from course_lib.pipeline.lab import PipelineRun, TimedLayer, emulated, measure, measure_times
 from course_lib.ranks import Ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -94,7 +94,7 @@ def test_a_long_micro_batch_takes_longer(pools):
 
 
 def test_emulated_layers_have_real_gradients():
-    layers = nn.Sequential(*(EmulatedLayer(0.0, 0.0, 0.0) for _ in range(2)))
+    layers = nn.Sequential(*(TimedLayer(0.0, 0.0, 0.0) for _ in range(2)))
     x = torch.ones(3, requires_grad=True)
     (10 * layers(x)[0]).backward()
     assert [layer.weight.grad.tolist() for layer in layers] == [[10.0], [10.0]]
@@ -102,7 +102,7 @@ def test_emulated_layers_have_real_gradients():
 
 
 def test_any_model_can_be_measured(pools):
-    run = Run(
+    run = PipelineRun(
         build=lambda stage, num_stages: nn.Linear(4, 4),
         schedule=one_f_one_b(2, 3),
         inputs=[torch.randn(2, 4)] * 3,

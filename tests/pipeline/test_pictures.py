@@ -7,7 +7,7 @@ from course_lib.display.show import png_bytes
 from course_lib.pipeline import schedules, simulate
 from course_lib.pipeline.cost import bubble_fraction
 from course_lib.pipeline.explorer import schedule_explorer
-from course_lib.pipeline.pictures import Run, pipelines
+from course_lib.pipeline.pictures import DrawnRun, pipelines
 
 MADE = {
     "naive": schedules.naive(3, 4),
@@ -20,7 +20,7 @@ MADE = {
 
 
 def run_of(schedule):
-    return Run(simulate(schedule).events())
+    return DrawnRun(simulate(schedule).events())
 
 
 def titles(figure):
@@ -44,8 +44,8 @@ def test_what_is_held_begins_with_a_forward_and_ends_with_a_backward():
         Event(rank=0, kind="backward_weight", start_s=4, end_s=5, label="W0"),
         Event(rank=0, kind="send", start_s=5, end_s=9, label="I0 to 1"),
     ]
-    assert Run(events).in_flight(0) == ([0.0, 1, 5, 5], [0.0, 1, 0, 0])
-    assert Run(events).bubble_fraction == pytest.approx(1 / 5)
+    assert DrawnRun(events).in_flight(0) == ([0.0, 1, 5, 5], [0.0, 1, 0, 0])
+    assert DrawnRun(events).bubble_fraction == pytest.approx(1 / 5)
 
 
 def test_a_picture_has_two_lanes_a_run_and_says_bubble_and_peak():

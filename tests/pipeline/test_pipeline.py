@@ -25,7 +25,7 @@ from course_lib.pipeline import (
     split_model,
     zero_bubble_h1,
 )
-from course_lib.pipeline.engine import StageRun
+from course_lib.pipeline.engine import StageExecutor
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -270,28 +270,28 @@ class DropsWeights(Pipeline):
     """The weight half of the last micro-batch is forgotten."""
 
     def step(self, schedule, inputs, targets):
-        whole, last = StageRun.do, len(inputs) - 1
+        whole, last = StageExecutor.do, len(inputs) - 1
         forgets = {("backward_weight", last)}
-        StageRun.do = lambda run, action, received: (
+        StageExecutor.do = lambda run, action, received: (
             None if action[::2] in forgets else whole(run, action, received)
         )
         try:
             return super().step(schedule, inputs, targets)
         finally:
-            StageRun.do = whole
+            StageExecutor.do = whole
 
 
 class InputsWithoutGradient(Pipeline):
     def step(self, *args):
-        whole = StageRun._backward
-        StageRun._backward = lambda run, held, received: (
+        whole = StageExecutor._backward
+        StageExecutor._backward = lambda run, held, received: (
             None if held.x is None else torch.zeros_like(held.x),
             whole(run, held, received),
         )[0]
         try:
             return super().step(*args)
         finally:
-            StageRun._backward = whole
+            StageExecutor._backward = whole
 
 
 BROKEN = [

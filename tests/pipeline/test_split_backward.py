@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from course_lib.core import ModelSpec
 from course_lib.models import GPT
-from course_lib.pipeline.split_backward import Halves
+from course_lib.pipeline.split_backward import SplitBackward
 
 
 class Body(nn.Module):
@@ -87,11 +87,11 @@ def test_two_halves_give_the_gradients_of_one_backward(name, wants_x):
     module.zero_grad()
     for x in batches:
         leaf = x.clone().requires_grad_(wants_x)
-        with Halves(module) as halves:
+        with SplitBackward(module) as split:
             out = module(leaf)
         edge, grad = get_gradient_edge(out), 2 * out.detach()
-        got_x.append(halves.backward_input(edge, grad, leaf if wants_x else None))
-        halves.backward_weight()
+        got_x.append(split.backward_input(edge, grad, leaf if wants_x else None))
+        split.backward_weight()
     torch.testing.assert_close(grads_of(module), wanted, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(got_x, wanted_x, rtol=1e-12, atol=1e-14)
 
@@ -103,31 +103,31 @@ def test_a_gpt_has_its_gradients_and_the_first_half_touches_no_weight():
     model(tokens).square().mean().backward()
     wanted = grads_of(model)
     model.zero_grad()
-    with Halves(model) as halves:
+    with SplitBackward(model) as split:
         out = model(tokens)
-    halves.backward_input(out, 2 * out.detach() / out.numel())
+    split.backward_input(out, 2 * out.detach() / out.numel())
     assert set(grads_of(model).values()) == {None}
-    halves.backward_weight()
+    split.backward_weight()
     torch.testing.assert_close(grads_of(model), wanted, rtol=1e-12, atol=1e-15)
 
 
 def test_hooks_of_parameters_see_the_gradient():
     layer, seen = nn.Linear(4, 4), []
     layer.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
-    with Halves(layer) as halves:
+    with SplitBackward(layer) as split:
         out = layer(torch.ones(2, 4))
-    halves.backward_input(out, torch.ones_like(out))
+    split.backward_input(out, torch.ones_like(out))
     assert seen == []
-    halves.backward_weight()
+    split.backward_weight()
     assert [grad.tolist() for grad in seen] == [[[2.0] * 4] * 4]
 
 
 def test_a_module_without_anything_to_train():
     layer, x = nn.Linear(4, 4).requires_grad_(False), torch.ones(2, 4, requires_grad=True)
-    with Halves(layer) as halves:
+    with SplitBackward(layer) as split:
         out = layer(x)
-    grad = halves.backward_input(out, torch.ones_like(out), x)
-    halves.backward_weight()
+    grad = split.backward_input(out, torch.ones_like(out), x)
+    split.backward_weight()
     torch.testing.assert_close(grad, torch.ones(2, 4) @ layer.weight)
 
 
@@ -141,8 +141,8 @@ def test_the_products_of_one_backward_are_done_once():
 
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     x = torch.randn(4, 8, requires_grad=True)
-    with Halves(model) as halves:
+    with SplitBackward(model) as split:
         out = model(x)
     product = 2 * 4 * 8 * 8
-    assert flop(lambda: halves.backward_input(out, torch.ones_like(out), x)) == 3 * product
-    assert flop(halves.backward_weight) == 3 * product
+    assert flop(lambda: split.backward_input(out, torch.ones_like(out), x)) == 3 * product
+    assert flop(split.backward_weight) == 3 * product

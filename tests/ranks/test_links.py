@@ -10,7 +10,7 @@ import torch.distributed as dist
 from course_lib.core import CourseError, Link, TwoLevelLink
 from course_lib.cost.network import collective_s
 from course_lib.ranks import Ranks, span
-from course_lib.ranks.call_board import Board, Post
+from course_lib.ranks.call_board import CallBoard, Post
 from course_lib.ranks.source_lines import Line
 
 SLOW = Link(latency_s=0.02, bytes_per_s=20e6)
@@ -167,7 +167,7 @@ def test_a_link_is_checked_when_it_is_made():
 
 
 def test_calls_of_two_channels_do_not_wipe_each_other_out(tmp_path):
-    board, calls = Board(str(tmp_path / "board"), 1), 60
+    board, calls = CallBoard(str(tmp_path / "board"), 1), 60
     posts = [
         Post(n * 7 + channel, 500 + 10 * channel, n, "send", (0,), "", Line(), post_s=1.0 * n)
         for n in range(calls)

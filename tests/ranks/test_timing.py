@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from course_lib.core import Event
-from course_lib.ranks.timing import in_turns, largest_difference, talking_s
+from course_lib.ranks.timing import communication_s, largest_difference, time_interleaved
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -22,7 +22,7 @@ def taken(rank):
         order.append(name)
         modules[name](torch.ones(1)).backward()
 
-    seconds = in_turns({n: (m, lambda n=n: step(n)) for n, m in modules.items()}, turns=2)
+    seconds = time_interleaved({n: (m, lambda n=n: step(n)) for n, m in modules.items()}, turns=2)
     return order, [module.weight.grad.item() for module in modules.values()], seconds
 
 
@@ -42,7 +42,7 @@ def picked(rank):
         handed.append(seconds)
         return min(seconds)
 
-    return in_turns({"a step": (module, lambda: None)}, 3, least)["a step"], handed
+    return time_interleaved({"a step": (module, lambda: None)}, 3, least)["a step"], handed
 
 
 def test_the_least_disturbed_turn_can_be_asked_for(pools):
@@ -74,5 +74,5 @@ def test_messages_at_the_same_time_are_talking_once():
     moments = [("all_gather", 1, 4), ("send", 2, 3), ("recv", 3, 6), ("all_reduce", 10, 100)]
     moments += [("compute", 0, 1000), ("wait", 6, 9)]
     events = [Event(rank=0, kind=kind, start_s=a, end_s=b) for kind, a, b in moments[::-1]]
-    assert talking_s(events) == (6 - 1) + (100 - 10)
-    assert talking_s([]) == 0
+    assert communication_s(events) == (6 - 1) + (100 - 10)
+    assert communication_s([]) == 0

@@ -41,7 +41,7 @@ from course_lib.scaling_study.measure_link import (
 )
 from course_lib.scaling_study.plan import ACCUMULATED, STUDIES, Study, find_study
 from course_lib.scaling_study.prediction import fit_machine, hours, predict
-from course_lib.scaling_study.run_local import Failure, run_here
+from course_lib.scaling_study.run_local import RunFailure, run_here
 from course_lib.scaling_study.study_run import StudyRun, read_run, run_of
 from course_lib.scaling_study.submit import make_jobs, submit_all, waiting
 from course_lib.train.config import TrainConfig
@@ -87,7 +87,7 @@ def test_the_cluster_study_has_the_models_strategies_and_micro_batches_it_is_kno
     cut = [(run.pp, run.num_micro_batches) for run in runs if run.pp > 1 and run.tp == 1]
     assert cut[:4] == [(2, 2), (2, 8), (4, 4), (4, 16)]
     for run in runs:
-        if run.degrees.zero:
+        if run.parallelism.zero:
             assert run.num_micro_batches == ACCUMULATED
             assert run.global_batch == 16
             assert run.seq == (512 if run.spec.name in ("study-1b", "study-100m") else run.seq)
@@ -99,14 +99,14 @@ def test_the_training_loop_takes_every_run_for_what_it_is(name):
     for run in find_study(name).runs:
         config = run.config("runs/x")
         config.check_ranks(run.ranks)
-        plain = config.plain(config.model, "synthetic", config.degrees(run.ranks).dp)
+        plain = config.plain(config.model, "synthetic", config.parallelism(run.ranks).dp)
         assert run_of(RunRecord(0, run.ranks, plain)) == run
         assert read_run(json.loads(json.dumps(run.plain()))) == run
 
 
 def test_the_batch_of_convergence_grows_with_the_copies():
     runs = find_study("convergence").runs
-    assert {run.global_batch // run.degrees.dp for run in runs} == {8}
+    assert {run.global_batch // run.parallelism.dp for run in runs} == {8}
     assert [(run.label, run.ranks, run.warmup) for run in runs] == [
         ("single", 1, 100),
         ("tp", 2, 100),
@@ -372,7 +372,7 @@ def test_what_fails_here_does_not_stop_the_rest_and_is_told_at_the_end(tmp_path,
             whole_record(run, rank).write(folder / run.name / f"rank{rank}.jsonl")
         if run.label != "single":
             (folder / run.name / "rank0.jsonl").unlink()
-            return Failure(run=run, said="rank 1 was killed by SIGKILL", log=folder / "log.txt")
+            return RunFailure(run=run, said="rank 1 was killed by SIGKILL", log=folder / "log.txt")
 
     monkeypatch.setattr(here, "run_here", pretend)
     monkeypatch.setattr(here, "note_link", lambda *_: None)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from course_lib.core import CourseError, MeshError, ModelSpec, ShapeError
 from course_lib.core.links import INFINIBAND, NVLINK
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.cost.params import count_params, params_on_rank
 from course_lib.cost.traffic import sent_bytes, traffic_s
 from course_lib.ddp import DDP
@@ -490,7 +490,7 @@ def test_what_a_rank_keeps_for_backward_is_on_paper(pools, world_size, sequence_
         return sum(one.num_bytes for one in kept)
 
     how = {"number_bytes": 4, "kernels": TORCH_CPU}
-    how["degrees"] = Degrees(tp=world_size, sequence_parallel=sequence_parallel)
+    how["parallelism"] = Parallelism(tp=world_size, sequence_parallel=sequence_parallel)
     wanted = []
     for spec, dropout, flash in cases:
         paper = activations(spec, 3, 12, dropout=dropout > 0, flash=flash, **how)
@@ -529,7 +529,7 @@ def test_a_rank_holds_its_shards_and_nothing_else(pools, world_size, tied):
             still_there(split),
         )
 
-    wanted = 4 * params_on_rank(spec, Degrees(tp=world_size))
+    wanted = 4 * params_on_rank(spec, Parallelism(tp=world_size))
     assert pools(world_size).run(held) == [(wanted, [])] * world_size
 
 
@@ -607,7 +607,7 @@ def test_a_layer_sends_the_same_bytes_either_way():
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_replicated_parameters_are_what_two_ranks_hold_twice(spec):
-    twice = 2 * params_on_rank(spec, Degrees(tp=2)) - count_params(spec)
+    twice = 2 * params_on_rank(spec, Parallelism(tp=2)) - count_params(spec)
     assert replicated_params(spec) == twice
 
 

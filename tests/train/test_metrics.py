@@ -1,4 +1,4 @@
-"""The gauge of the training loop: bytes how busy a rank was; on a CPU, and on a pretended GPU."""
+"""The monitor of the training loop: bytes how busy a rank was; on a CPU, and on a pretended GPU."""
 
 import time
 
@@ -6,26 +6,26 @@ import numpy as np
 import pytest
 import torch
 
-from course_lib.train.metrics import Gauge, gpu_utilisation
+from course_lib.train.metrics import ResourceMonitor, gpu_utilisation
 
 MIB = 2**20
 
 
 def test_on_a_cpu_it_sees_what_the_process_grows_by():
-    gauge = Gauge()
-    before = gauge.read()["memory_bytes"]
+    monitor = ResourceMonitor()
+    before = monitor.read()["memory_bytes"]
     kept = np.ones(64 * MIB, dtype=np.uint8)
-    grown = gauge.read()["memory_bytes"] - before
+    grown = monitor.read()["memory_bytes"] - before
     assert 60 * MIB < grown < 80 * MIB
-    assert gauge.peak_bytes() >= kept.nbytes - 4 * MIB
+    assert monitor.peak_bytes() >= kept.nbytes - 4 * MIB
 
 
-def share_of(gauge, act):
-    """What the gauge says of the time of `act`, and what the process's own clocks say."""
-    gauge.read()
+def share_of(monitor, act):
+    """What the monitor says of the time of `act`, and what the process's own clocks say."""
+    monitor.read()
     start_s, used_s = time.perf_counter(), time.process_time()
     act()
-    share = gauge.read()["utilisation"]
+    share = monitor.read()["utilisation"]
     return share, (time.process_time() - used_s) / (time.perf_counter() - start_s)
 
 
@@ -36,9 +36,9 @@ def compute(seconds=0.3):
 
 
 def test_on_a_cpu_it_tells_computing_from_waiting():
-    gauge = Gauge()
+    monitor = ResourceMonitor()
     for act in (compute, lambda: time.sleep(0.5)):
-        share, expected = share_of(gauge, act)
+        share, expected = share_of(monitor, act)
         assert share == pytest.approx(expected, abs=0.1)  # it counts hundredths of a second
 
 
@@ -61,9 +61,9 @@ def test_on_a_gpu_it_asks_pytorch_and_nvml_where_there_is_one(monkeypatch, nvml,
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7 * MIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 9 * MIB)
     monkeypatch.setattr(torch.cuda, "utilization", Card(nvml).utilization)
-    gauge = Gauge()
-    assert gauge.read() == {"memory_bytes": 7 * MIB} | busy
-    assert gauge.peak_bytes() == 9 * MIB
+    monitor = ResourceMonitor()
+    assert monitor.read() == {"memory_bytes": 7 * MIB} | busy
+    assert monitor.peak_bytes() == 9 * MIB
 
 
 def test_without_a_gpu_there_is_no_utilisation_of_one(monkeypatch):

@@ -1,4 +1,4 @@
-"""The training script with --tp and --pp: the numbers of one process, whatever the degrees."""
+"""The training script with --tp and --pp: the numbers of one process, whatever the parallelism."""
 
 import re
 import sys
@@ -145,9 +145,9 @@ def test_the_record_tells_the_degrees(pools, tmp_path):
     pools(2).run(train, replace(EXACT, pp=2, out=str(tmp_path), steps=1))
     records = read_runs(tmp_path)
     assert [record.world_size for record in records] == [2, 2]
-    degrees = {"dp": 1, "tp": 1, "pp": 2, "schedule": "1f1b", "num_micro_batches": 4}
+    parallelism = {"dp": 1, "tp": 1, "pp": 2, "schedule": "1f1b", "num_micro_batches": 4}
     for record in records:
-        assert {name: record.run[name] for name in degrees} == degrees
+        assert {name: record.run[name] for name in parallelism} == parallelism
         assert losses(record) == losses(records[0])
 
 
@@ -157,14 +157,14 @@ def test_the_record_tells_the_degrees(pools, tmp_path):
 def test_a_run_can_go_on_with_other_degrees(alone, pools, by_hand, tmp_path):
     config = replace(EXACT, steps=4, out=str(tmp_path), save_every=1)
     expected, state = by_hand(config)
-    degrees = [
+    parallelism = [
         (4, {"tp": 2, "strategy": "ddp", "sequence_parallel": True}),
         (2, {"pp": 2, "schedule": "interleaved"}),
         (1, {}),
         (2, {"tp": 2}),
     ]
     found = []
-    for step, (p, case) in enumerate(degrees):
+    for step, (p, case) in enumerate(parallelism):
         run = replace(config, **case, steps=step + 1, resume=step > 0)
         found += losses(alone(train, run) if p == 1 else pools(p).run(train, run)[0])
         saved = torch.load(config.checkpoint)

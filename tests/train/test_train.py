@@ -24,7 +24,7 @@ from course_lib.train import __main__ as command_line
 from course_lib.train import progress as train_progress
 from course_lib.train.checkpoint import Progress
 from course_lib.train.config import TrainConfig
-from course_lib.train.progress import Teller
+from course_lib.train.progress import ProgressBar
 from course_lib.train.trainer import Trainer, train
 from tests.train.training_runs import losses, refused
 
@@ -219,7 +219,7 @@ def test_records_hold_every_step_and_the_events_of_the_last(pools, tmp_path):
 
 def test_without_a_terminal_there_are_plain_lines(capsys):
     progress = Progress()
-    with Teller(progress, num_steps=20, every=1) as tell:
+    with ProgressBar(progress, num_steps=20, every=1) as tell:
         progress.step_done(640)
         tell.step()
         tell.loss(1.25)
@@ -234,7 +234,7 @@ def test_on_a_terminal_there_is_a_bar(capsys, monkeypatch):
         train_progress, "Console", lambda file: console(file=file, force_terminal=True, width=120)
     )
     progress = Progress(step=4, tokens=2560)  # of a run that goes on
-    with Teller(progress, num_steps=20, every=1) as tell:
+    with ProgressBar(progress, num_steps=20, every=1) as tell:
         progress.step_done(640)
         tell.step()
         tell.loss(1.25)
@@ -344,7 +344,8 @@ def test_under_torchrun_ranks_must_agree_and_one_rank_speaks(say, monkeypatch):
 
 
 def test_help_shows_examples_and_does_not_wait_for_torch():
-    code = "import sys, course_lib.train.__main__ as t\ntry: t.main(['--help'])\nexcept SystemExit: pass\n"
+    code = "import sys, course_lib.train.__main__ as t\n"
+    code += "try: t.main(['--help'])\nexcept SystemExit: pass\n"
     code += "print('torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert told.stdout.splitlines()[-1] == "False"
@@ -451,8 +452,8 @@ def test_it_goes_on_under_torchrun_as_if_nothing_had_happened(killed, pools):
         model=find_model("tiny"), strategy="ddp", steps=steps, global_batch=6, seq=16, every=0
     )
     for rank, (record, weights, *_) in enumerate(pools(2).run(trained, config)):
-        parts = [read_runs(folder / "run")[2 * rank + part] for part in (1, 0)]  # and -from
-        assert [step for part in parts for step in losses(part)] == losses(record)
+        both = [read_runs(folder / "run")[2 * rank + part] for part in (1, 0)]  # and -from
+        assert [step for part in both for step in losses(part)] == losses(record)
         same(dict(torch.load(folder / "run/checkpoint.pt")["model"]), dict(weights))
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.core import CourseError, ModelSpec
-from course_lib.core.parallelism import Degrees
+from course_lib.core.parallelism import Parallelism
 from course_lib.cost.traffic import sent_bytes
 from course_lib.data_parallel import weighted_loss
 from course_lib.ddp import DDP
@@ -25,7 +25,7 @@ from course_lib.ranks import RankError, record
 from course_lib.recompute import MixedPrecisionOptimizer
 from course_lib.zero import FlatLayout, ShardedOptimizer, ZeRO1, ZeRO2, ZeRO3, gather_hooks
 from course_lib.zero.cost import RowTraffic, offload_trips, padded_bytes, zero_traffic
-from course_lib.zero.flat_param import FlatRow
+from course_lib.zero.flat_param import FlatParam
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -166,11 +166,11 @@ def alone(name, optimizer="sgd", items=24, clip=None, grouped=False, schedule=Fa
 
 def whole(engine):
     """The parameters, gathered where they are sharded."""
-    for row in engine.param_rows:
+    for row in engine.all_flat_params:
         if row.is_free:
             row.gather()
     found = [param.detach().clone() for param in engine.module.parameters()]
-    for row in engine.param_rows:
+    for row in engine.all_flat_params:
         row.free()
     return found
 
@@ -496,11 +496,11 @@ def storage_bytes(tensors, seen):
 
 def owned_bytes(engine):
     """Bytes of parameters, gradients and optimizer state on this rank, each storage once."""
-    seen, rows = set(), engine.param_rows
+    seen, rows = set(), engine.all_flat_params
     params = [*engine.module.parameters(), *(t for row in rows for t in (row.flat, row.shard))]
     grads = [param.grad for param in engine.module.parameters()]
     grads += [t for row in rows for t in (row.grad_shard, row.buffer)]
-    state = [row.master for row in engine.rows]
+    state = [row.master for row in engine.flat_params]
     for values in engine.optimizer.inner.state.values():
         state += [value for key, value in values.items() if key != "step"]
     return {
@@ -533,8 +533,8 @@ def test_a_rank_owns_what_the_formula_says(pools, world_size):
     for by_recipe in pools(world_size).run(all_stages):
         for recipe, by_stage in zip(DTYPES, by_recipe, strict=True):
             for zero, owned in enumerate(by_stage, start=1):
-                degrees = Degrees(dp=world_size, zero=zero)
-                assert owned == model_states(612, recipe, degrees=degrees), (recipe, zero)
+                parallelism = Parallelism(dp=world_size, zero=zero)
+                assert owned == model_states(612, recipe, parallelism=parallelism), (recipe, zero)
 
 
 def tensors_alive():
@@ -562,7 +562,7 @@ def test_an_uneven_shard_is_at_most_one_number_a_row_larger_than_its_part(pools)
             engine = stage(build("odd", 0), torch.optim.AdamW, lr=1e-3)
             BUILDS["odd"][2](engine(numbers(4)[0]), numbers(4)[1]).backward()
             engine.step()
-            found.append((owned_bytes(engine)["optim_state"], len(engine.rows)))
+            found.append((owned_bytes(engine)["optim_state"], len(engine.flat_params)))
         return found
 
     numel = sum(param.numel() for param in Odd().parameters())
@@ -574,22 +574,22 @@ def test_an_uneven_shard_is_at_most_one_number_a_row_larger_than_its_part(pools)
 
 def most_rows(rank, name):
     """The most rows whose parameters are there at once, in three steps with two micro-batches."""
-    most, gather = [], FlatRow.gather
+    most, gather = [], FlatParam.gather
 
     def counting(row):
         gather(row)
-        most.append(sum(not other.is_free for other in engine.param_rows))
+        most.append(sum(not other.is_free for other in engine.all_flat_params))
 
-    with planted(FlatRow, gather=counting):
+    with planted(FlatParam, gather=counting):
         engine = ZeRO3(build(name, rank), torch.optim.SGD, lr=0.1)
         x, y = BUILDS[name][1](4)
         for _ in range(3):
             engine.zero_grad()
             for _ in range(2):
                 BUILDS[name][2](engine(x), y).backward()
-                free = [row.is_free for row in engine.param_rows]
+                free = [row.is_free for row in engine.all_flat_params]
             engine.step()
-    return max(most), free, [row.is_free for row in engine.param_rows]
+    return max(most), free, [row.is_free for row in engine.all_flat_params]
 
 
 @contextmanager
@@ -630,7 +630,7 @@ def test_a_whole_gradient_does_not_outlive_its_bucket(pools):
         with record() as log:
             engine(torch.ones(2, 8)).sum().backward()
         engine.finish()
-        return engine.most, len(engine.rows), counted(log)
+        return engine.most, len(engine.flat_params), counted(log)
 
     for most, num_rows, sent in pools(2).run(step):
         assert (most, num_rows) == (2, 6), "one is under way, and one is being filled"
@@ -648,28 +648,28 @@ def stale(row):
     row.gather()
 
 
-def averaged_twice(row, settle=FlatRow.settle):
+def averaged_twice(row, settle=FlatParam.settle):
     settle(row)
     row.grad_shard.div_(row.p)
 
 
 def local_norm(optimizer, max_norm):
-    squares = sum((grad**2).sum() for row in optimizer.rows for _, grad in row.grads())
-    for row in optimizer.rows:
+    squares = sum((grad**2).sum() for row in optimizer.flat_params for _, grad in row.grads())
+    for row in optimizer.flat_params:
         for grad in row.all_grads():
             grad.mul_(min(1.0, max_norm / squares.sqrt()))
 
 
-def kept_whole(row, named, group, init=FlatRow.__init__):
+def kept_whole(row, named, group, init=FlatParam.__init__):
     init(row, named, group)
     row.shard, row.pieces = row.flat, FlatLayout.of(row.params, 1).pieces(0)
     row.gather = lambda: None
 
 
 PLANTED = {
-    "not gathered": (FlatRow, {"publish": not_gathered}, {}),
-    "stale shard": (FlatRow, {"publish": stale}, {"offload": True}),
-    "averaged twice": (FlatRow, {"settle": averaged_twice}, {}),
+    "not gathered": (FlatParam, {"copy_masters_to_params": not_gathered}, {}),
+    "stale shard": (FlatParam, {"copy_masters_to_params": stale}, {"offload": True}),
+    "averaged twice": (FlatParam, {"settle": averaged_twice}, {}),
     "local norm": (ShardedOptimizer, {"clip_grad_norm_": local_norm}, {"clip": 0.01}),
 }
 
@@ -692,7 +692,7 @@ def test_a_broken_zero_fails_the_law(pools, mistake):
 
 def test_state_that_is_kept_whole_has_the_right_numbers_and_too_many_bytes(pools):
     def broken(rank):
-        with planted(FlatRow, __init__=kept_whole):
+        with planted(FlatParam, __init__=kept_whole):
             numbers_right = behind_ddp(rank, "mlp", ours=True)[0]
             module = even_mlp()
             optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW)
@@ -704,11 +704,11 @@ def test_state_that_is_kept_whole_has_the_right_numbers_and_too_many_bytes(pools
     (want, _), *_ = pools(2).run(behind_ddp, "mlp", True)
     for got, num_bytes in pools(2).run(broken):
         assert_law(got, want)
-        whole_state = model_states(612, "fp32", degrees=Degrees(dp=2))["optim_state"]
+        whole_state = model_states(612, "fp32", parallelism=Parallelism(dp=2))["optim_state"]
         assert (
             num_bytes
             == whole_state
-            == 2 * model_states(612, "fp32", degrees=Degrees(dp=2, zero=1))["optim_state"]
+            == 2 * model_states(612, "fp32", parallelism=Parallelism(dp=2, zero=1))["optim_state"]
         )
 
 

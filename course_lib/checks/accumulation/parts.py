@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from course_lib.checks.exercise import CheckFailed
 from course_lib.checks.expect import Cause, expect_equal
-from course_lib.memory.saved_tensors import held_over_time
+from course_lib.memory.saved_tensors import activation_ledger
 
 OLD = 1000.0  # what every gradient holds before a step
 
@@ -43,7 +43,7 @@ def expect_low_peak(answer: Callable[..., Any]) -> None:
         batch, optimizer = (x, x[:, :1]), torch.optim.SGD(model.parameters(), lr=0.0)
         given = [*model.parameters(), *batch]
         step = lambda: answer(model, F.mse_loss, optimizer, batch, count)  # noqa: E731
-        return held_over_time(step, given=given).peak_bytes()
+        return activation_ledger(step, given=given).peak_bytes()
 
     one, four = peak(4, 1), peak(16, 4)
     if four > one:

@@ -29,7 +29,7 @@ from course_lib.checks.expect import Cause
 from course_lib.core.specs import ModelSpec
 from course_lib.models import GPT, IGNORED, padded_batch, token_loss
 
-Parts = Sequence[tuple[Tensor, Tensor]]
+_Parts = Sequence[tuple[Tensor, Tensor]]
 
 
 def check_step(answer: Callable[..., Any]) -> str:
@@ -163,7 +163,7 @@ def _tiny_gpt() -> GPT:
     return GPT(spec).double()
 
 
-def _token_grads(parts: Parts, shares: Sequence[float]) -> Tensor:
+def _token_grads(parts: _Parts, shares: Sequence[float]) -> Tensor:
     model = _tiny_gpt()
     for (inputs, targets), share in zip(parts, shares, strict=True):
         if (targets != IGNORED).any():

@@ -10,14 +10,14 @@ from course_lib.accumulation.accumulation import accumulated_step, by_tokens
 from course_lib.accumulation.accumulation import split_micro_batches as split
 from course_lib.models import IGNORED, token_loss
 
-Parts = Sequence[tuple[Tensor, Tensor]]
+_Parts = Sequence[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
-Batch = tuple[Tensor, Tensor]
+_Batch = tuple[Tensor, Tensor]
 SGD = torch.optim.Optimizer
 step = accumulated_step
 
 
-def not_divided(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
+def not_divided(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int) -> Any:
     optimizer.zero_grad()
     total = torch.zeros(())
     for x, y in split(batch, m):
@@ -28,7 +28,7 @@ def not_divided(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m
     return total
 
 
-def divided_twice(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
+def divided_twice(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int) -> Any:
     optimizer.zero_grad()
     for x, y in split(batch, m):
         (loss_fn(model(x), y) / m).backward()
@@ -40,7 +40,7 @@ def divided_twice(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch,
     return loss
 
 
-def zero_grad_inside(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
+def zero_grad_inside(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int) -> Any:
     total = torch.zeros(())
     for x, y in split(batch, m):
         optimizer.zero_grad()
@@ -51,7 +51,7 @@ def zero_grad_inside(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Bat
     return total
 
 
-def backward_after(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
+def backward_after(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int) -> Any:
     optimizer.zero_grad()
     losses = [loss_fn(model(x), y) / m for x, y in split(batch, m)]
     losses[-1].backward()
@@ -59,13 +59,13 @@ def backward_after(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch
     return torch.stack(losses).sum()
 
 
-def no_zero_grad(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
+def no_zero_grad(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int) -> Any:
     for x, y in split(batch, m):
         (loss_fn(model(x), y) / m).backward()
     optimizer.step()
 
 
-def step_inside(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
+def step_inside(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int) -> Any:
     total = 0.0
     for x, y in split(batch, m):
         optimizer.zero_grad()
@@ -76,89 +76,89 @@ def step_inside(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m
     return total
 
 
-def no_step(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
+def no_step(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int) -> Any:
     optimizer.zero_grad()
     for x, y in split(batch, m):
         (loss_fn(model(x), y) / m).backward()
 
 
-def one_backward(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
+def one_backward(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int) -> Any:
     optimizer.zero_grad()
     (loss := torch.stack([loss_fn(model(x), y) for x, y in split(batch, m)]).mean()).backward()
     optimizer.step()
     return loss
 
 
-def zero_grad_late(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
+def zero_grad_late(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int) -> Any:
     for x, y in split(batch, m):
         (loss_fn(model(x), y) / m).backward()
     optimizer.zero_grad()
     optimizer.step()
 
 
-def full_batch(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
+def full_batch(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int) -> Any:
     optimizer.zero_grad()
     (loss := loss_fn(model(batch[0]), batch[1])).backward()
     optimizer.step()
     return loss
 
 
-def sums_losses(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> Any:
+def sums_losses(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int) -> Any:
     return accumulated_step(model, loss_fn, optimizer, batch, m) * m
 
 
-def uneven(model: nn.Module, loss_fn: Loss, parts: Parts) -> None:
+def uneven(model: nn.Module, loss_fn: Loss, parts: _Parts) -> None:
     num_items = sum(len(y) for _, y in parts)
     for x, y in parts:
         (loss_fn(model(x), y) * len(y) / num_items).backward()
 
 
-def mean_of_means(model: nn.Module, loss_fn: Loss, parts: Parts) -> None:
+def mean_of_means(model: nn.Module, loss_fn: Loss, parts: _Parts) -> None:
     for x, y in parts:
         (loss_fn(model(x), y) / len(parts)).backward()
 
 
-def sum_of_means(model: nn.Module, loss_fn: Loss, parts: Parts) -> None:
+def sum_of_means(model: nn.Module, loss_fn: Loss, parts: _Parts) -> None:
     for x, y in parts:
         loss_fn(model(x), y).backward()
 
 
-def divided_only(model: nn.Module, loss_fn: Loss, parts: Parts) -> None:
+def divided_only(model: nn.Module, loss_fn: Loss, parts: _Parts) -> None:
     for x, y in parts:
         (loss_fn(model(x), y) / sum(len(other) for _, other in parts)).backward()
 
 
-def put_together(model: nn.Module, loss_fn: Loss, parts: Parts) -> None:
+def put_together(model: nn.Module, loss_fn: Loss, parts: _Parts) -> None:
     inputs, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     loss_fn(model(inputs), targets).backward()
 
 
-def like_the_first(model: nn.Module, loss_fn: Loss, parts: Parts) -> None:
+def like_the_first(model: nn.Module, loss_fn: Loss, parts: _Parts) -> None:
     num_items = len(parts) * len(parts[0][1])
     for x, y in parts:
         (loss_fn(model(x), y) * len(y) / num_items).backward()
 
 
-def tokens(model: nn.Module, parts: Parts) -> Tensor:
+def tokens(model: nn.Module, parts: _Parts) -> Tensor:
     whole = torch.cat([y for _, y in parts])
     return _weighed(model, parts, [by_tokens(y, whole) for _, y in parts])
 
 
-def token_mean_of_means(model: nn.Module, parts: Parts) -> Tensor:
+def token_mean_of_means(model: nn.Module, parts: _Parts) -> Tensor:
     return _weighed(model, parts, [1 / len(parts)] * len(parts))
 
 
-def by_sequences(model: nn.Module, parts: Parts) -> Tensor:
+def by_sequences(model: nn.Module, parts: _Parts) -> Tensor:
     num_sequences = sum(len(y) for _, y in parts)
     return _weighed(model, parts, [len(y) / num_sequences for _, y in parts])
 
 
-def counts_padding(model: nn.Module, parts: Parts) -> Tensor:
+def counts_padding(model: nn.Module, parts: _Parts) -> Tensor:
     num_targets = sum(y.numel() for _, y in parts)
     return _weighed(model, parts, [int((y != IGNORED).sum()) / num_targets for _, y in parts])
 
 
-def nan_of_no_tokens(model: nn.Module, parts: Parts) -> Tensor:
+def nan_of_no_tokens(model: nn.Module, parts: _Parts) -> Tensor:
     whole, total = torch.cat([y for _, y in parts]), torch.zeros(())
     for x, y in parts:
         loss = token_loss(model(x), y) * by_tokens(y, whole)
@@ -167,7 +167,7 @@ def nan_of_no_tokens(model: nn.Module, parts: Parts) -> Tensor:
     return total
 
 
-def _weighed(model: nn.Module, parts: Parts, shares: Sequence[float]) -> Tensor:
+def _weighed(model: nn.Module, parts: _Parts, shares: Sequence[float]) -> Tensor:
     total = torch.zeros(())
     for (x, y), share in zip(parts, shares, strict=True):
         if (y != IGNORED).any():
@@ -178,13 +178,13 @@ def _weighed(model: nn.Module, parts: Parts, shares: Sequence[float]) -> Tensor:
 
 
 def clipped(
-    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int, max_norm: float
+    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int, max_norm: float
 ) -> Any:
     return accumulated_step(model, loss_fn, optimizer, batch, m, max_norm=max_norm)
 
 
 def clips_running(
-    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int, max_norm: float
+    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int, max_norm: float
 ) -> Any:
     optimizer.zero_grad()
     for x, y in split(batch, m):
@@ -194,7 +194,7 @@ def clips_running(
 
 
 def clips_each(
-    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int, max_norm: float
+    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int, max_norm: float
 ) -> Any:
     params = list(model.parameters())
     sums = [torch.zeros_like(param) for param in params]
@@ -208,20 +208,20 @@ def clips_each(
 
 
 def clips_late(
-    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int, max_norm: float
+    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int, max_norm: float
 ) -> Any:
     accumulated_step(model, loss_fn, optimizer, batch, m)
     nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-def _accumulated(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int) -> None:
+def _accumulated(model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int) -> None:
     optimizer.zero_grad()
     for x, y in split(batch, m):
         (loss_fn(model(x), y) / m).backward()
 
 
 def clips_parameters(
-    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int, max_norm: float
+    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int, max_norm: float
 ) -> Any:
     _accumulated(model, loss_fn, optimizer, batch, m)
     for param in model.parameters():
@@ -230,7 +230,7 @@ def clips_parameters(
 
 
 def clips_numbers(
-    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int, max_norm: float
+    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int, max_norm: float
 ) -> Any:
     _accumulated(model, loss_fn, optimizer, batch, m)
     nn.utils.clip_grad_value_(model.parameters(), max_norm)
@@ -238,13 +238,13 @@ def clips_numbers(
 
 
 def clips_full(
-    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int, max_norm: float
+    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int, max_norm: float
 ) -> Any:
     return clipped(model, loss_fn, optimizer, batch, 1, max_norm)
 
 
 def clips_sum(
-    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: Batch, m: int, max_norm: float
+    model: nn.Module, loss_fn: Loss, optimizer: SGD, batch: _Batch, m: int, max_norm: float
 ) -> Any:
     summed: Loss = lambda y_pred, y: loss_fn(y_pred, y) * m  # noqa: E731
     return clipped(model, summed, optimizer, batch, m, max_norm)

@@ -19,14 +19,14 @@ from course_lib.checks.collectives.parts import (
 )
 from course_lib.checks.exercise import Exercise, Mistake
 from course_lib.checks.expect import expect_equal, expect_only, expect_traffic
-from course_lib.collectives.group import exchange, place_in
+from course_lib.collectives.group import exchange, member_of
 from course_lib.ranks import Ranks
 
 
 def pass_right(x: Tensor) -> Tensor:
     """The course's own answer: one exchange."""
-    place, incoming = place_in(None, "pass_right"), torch.empty_like(x)
-    exchange(place, x, place.me + 1, incoming, place.me - 1)
+    place, incoming = member_of(None, "pass_right"), torch.empty_like(x)
+    exchange(place, x, place.rank + 1, incoming, place.rank - 1)
     return incoming
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from course_lib.ddp.ddp import DDP
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-MicroBatches = Sequence[tuple[Tensor, Tensor]]
+_MicroBatches = Sequence[tuple[Tensor, Tensor]]
 
 
-def accumulate(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
+def accumulate(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> None:
     """The right answer: everything but the last micro-batch inside no_sync."""
     *early, last = micro_batches
     with model.no_sync():
@@ -22,24 +22,24 @@ def accumulate(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
     model.finish()
 
 
-def parts(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> Iterator[Tensor]:
+def parts(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> Iterator[Tensor]:
     for x, y in micro_batches:
         yield loss_fn(model(x), y) / len(micro_batches)
 
 
-def every_time(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
+def every_time(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> None:
     for loss in parts(model, loss_fn, micro_batches):
         loss.backward()
         model.finish()
 
 
-def last_sync_lost(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
+def last_sync_lost(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> None:
     with model.no_sync():
         for loss in parts(model, loss_fn, micro_batches):
             loss.backward()
 
 
-def no_finish(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
+def no_finish(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> None:
     *early, last = micro_batches
     with model.no_sync():
         for loss in parts(model, loss_fn, early):
@@ -47,12 +47,12 @@ def no_finish(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
     (loss_fn(model(last[0]), last[1]) / len(micro_batches)).backward()
 
 
-def all_inside(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
+def all_inside(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> None:
     last_sync_lost(model, loss_fn, micro_batches)
     model.finish()
 
 
-def first_one_synced(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
+def first_one_synced(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> None:
     for number, (x, y) in enumerate(micro_batches):
         loss = loss_fn(model(x), y) / len(micro_batches)
         if number == 0:
@@ -63,7 +63,7 @@ def first_one_synced(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> 
                 loss.backward()
 
 
-def last_not_divided(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
+def last_not_divided(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> None:
     *early, last = micro_batches
     with model.no_sync():
         for x, y in early:
@@ -72,12 +72,12 @@ def last_not_divided(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> 
     model.finish()
 
 
-def one_backward(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
+def one_backward(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> None:
     torch.stack(list(parts(model, loss_fn, micro_batches))).sum().backward()
     model.finish()
 
 
-def cleared(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
+def cleared(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> None:
     model.zero_grad()
     accumulate(model, lambda *args: loss_fn(*args) / len(micro_batches), micro_batches[-1:])
 
@@ -85,7 +85,7 @@ def cleared(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
 def times(factor: Callable[[int], float]) -> Callable[..., None]:
     """The right answer, with a loss that is scaled by a function of the number of parts."""
 
-    def scaled(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
+    def scaled(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> None:
         by = factor(len(micro_batches))
         accumulate(model, lambda output, y: loss_fn(output, y) * by, micro_batches)
 

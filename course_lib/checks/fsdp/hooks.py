@@ -86,7 +86,7 @@ class _Unit:
 
 
 @dataclass
-class Pass:
+class UnitPass:
     """Forward and backward on one rank."""
 
     out: Tensor
@@ -99,7 +99,7 @@ class Pass:
     alive_bytes: int
 
 
-def _passes(rank: int, answer: Callable[..., Any], p: int) -> list[tuple[list[Pass], Any]]:
+def _passes(rank: int, answer: Callable[..., Any], p: int) -> list[tuple[list[UnitPass], Any]]:
     found = []
     for kind in MODULES:
         with only_new():
@@ -109,11 +109,11 @@ def _passes(rank: int, answer: Callable[..., Any], p: int) -> list[tuple[list[Pa
 
 def _watched(
     rank: int, answer: Callable[..., Any], kind: type[nn.Module], p: int
-) -> tuple[list[Pass], Any]:
+) -> tuple[list[UnitPass], Any]:
     module = kind()
     unit = _Unit(module)
     hooks = answer(module, unit)
-    found: list[Pass] = []
+    found: list[UnitPass] = []
     for number in range(len(ROUNDS)):
         if number == 2:
             unit.shard.data.add_(STEP)
@@ -126,8 +126,8 @@ def _watched(
 
 
 def _pass(
-    rank: int, module: nn.Module, unit: _Unit, number: int, before: list[Pass], p: int
-) -> Pass:
+    rank: int, module: nn.Module, unit: _Unit, number: int, before: list[UnitPass], p: int
+) -> UnitPass:
     x, above = batch(rank, number)
     with record() as forward:
         out = module(x.requires_grad_())
@@ -142,7 +142,7 @@ def _pass(
         own += [one.out, one.x_grad, one.shard_grad]
     known = [tensor for tensor in own if isinstance(tensor, Tensor)]
     alive = 0 if left else alive_bytes(*known, enough=0)
-    return Pass(
+    return UnitPass(
         result,
         x_grad,
         copy,
@@ -177,7 +177,7 @@ HOOKS = Exercise(
 )
 
 
-def judge(got: Pass, kind: type[nn.Module], number: int, rank: int, p: int) -> None:
+def judge(got: UnitPass, kind: type[nn.Module], number: int, rank: int, p: int) -> None:
     """Demand what one process has, the calls of the budget, and nothing whole that is left."""
     numbers = "1 number" if kind is Small else "23 numbers"
     where = f"rank {rank} of {p}, {numbers}, pass {number + 1}"
@@ -203,7 +203,7 @@ def judge(got: Pass, kind: type[nn.Module], number: int, rank: int, p: int) -> N
     _expect_nothing_left(got, where, whole)
 
 
-def _expect_x(got: Pass, wanted: Tensor, where: str) -> None:
+def _expect_x(got: UnitPass, wanted: Tensor, where: str) -> None:
     says = "The gradient of the input is this rank's own: hooks do not change it."
     first = got.calls[1][0][0] if got.calls[1] else ""
     if first != "all_gather" or (isinstance(got.x_grad, Tensor) and got.x_grad.isnan().any()):
@@ -211,7 +211,7 @@ def _expect_x(got: Pass, wanted: Tensor, where: str) -> None:
     expect_near(got.x_grad, wanted, f"{where}, the gradient of the input", says)
 
 
-def _expect_nothing_left(got: Pass, where: str, whole: int) -> None:
+def _expect_nothing_left(got: UnitPass, where: str, whole: int) -> None:
     if got.is_whole[1]:
         raise CheckFailed(f"{where}: the unit is still whole. Try free() after its last gradient.")
     if got.with_grad:

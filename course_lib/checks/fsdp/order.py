@@ -8,7 +8,7 @@ from typing import Any
 
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.fsdp import order_answers as planted
-from course_lib.checks.fsdp.order_answers import BEYOND, LATE, Move
+from course_lib.checks.fsdp.order_answers import BEYOND, LATE, _Move
 
 CASES = [
     (num_units, reshard, prefetch)
@@ -35,7 +35,7 @@ def _named(case: tuple[int, bool, bool]) -> str:
     return f"{units}, reshard_after_forward={reshard}, prefetch={prefetch}"
 
 
-def _read(moves: Any, case: tuple[int, bool, bool]) -> list[Move]:
+def _read(moves: Any, case: tuple[int, bool, bool]) -> list[_Move]:
     try:
         return [(str(kind), int(unit)) for kind, unit in moves]
     except (TypeError, ValueError):
@@ -45,7 +45,7 @@ def _read(moves: Any, case: tuple[int, bool, bool]) -> list[Move]:
         ) from None
 
 
-def _differ(got: Sequence[Move], wanted: Sequence[Move]) -> int:
+def _differ(got: Sequence[_Move], wanted: Sequence[_Move]) -> int:
     """How many moves are the same from the beginning."""
     same = 0
     while same < min(len(got), len(wanted)) and got[same] == wanted[same]:
@@ -53,7 +53,7 @@ def _differ(got: Sequence[Move], wanted: Sequence[Move]) -> int:
     return same
 
 
-def _first(got: Sequence[Move], wanted: Sequence[Move]) -> str:
+def _first(got: Sequence[_Move], wanted: Sequence[_Move]) -> str:
     """The first move that differs."""
     same = _differ(got, wanted)
     words = [
@@ -63,13 +63,13 @@ def _first(got: Sequence[Move], wanted: Sequence[Move]) -> str:
     return f"need {words[0]} as move {same + 1}; got {words[1]}."
 
 
-def _why(got: Sequence[Sequence[Move]]) -> str:
+def _why(got: Sequence[Sequence[_Move]]) -> str:
     """The cause that fits every case, if one does."""
     fits = (says for _, wrong, says in planted.WRONG if got == [wrong(*case) for case in CASES])
     return next(fits, "")
 
 
-def _by_hand(got: Sequence[Move], wanted: Sequence[Move], num_units: int) -> str:
+def _by_hand(got: Sequence[_Move], wanted: Sequence[_Move], num_units: int) -> str:
     """What to look at, from the first move that differs."""
     same = _differ(got, wanted)
     needed, found = (dict(enumerate(moves)).get(same, ("the end", 0)) for moves in (wanted, got))

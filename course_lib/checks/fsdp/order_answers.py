@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Move = tuple[str, int]
+_Move = tuple[str, int]
 LATE = "What is needed now, and with prefetch the next one, leaves before this unit computes."
 BEYOND = "There are units 0 to num_units - 1: the last one has no next, and in backward unit 0."
 
 
-def order_of(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[Move]:
+def order_of(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[_Move]:
     """The right answer: who is not there is gathered, the next one before this one computes."""
     return _played(num_units, reshard_after_forward, prefetch)
 
@@ -27,9 +27,9 @@ def _played(
     free_late: bool = False,
     next_first: bool = False,
     bounded: bool = True,
-) -> list[Move]:
+) -> list[_Move]:
     """The right answer, and by its options the wrong ones."""
-    moves: list[Move] = []
+    moves: list[_Move] = []
     there: set[int] = set()
 
     def gather(units: Sequence[int]) -> None:
@@ -63,30 +63,30 @@ def _played(
     return moves
 
 
-def _with(**options: Any) -> Callable[..., list[Move]]:
-    def wrong(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[Move]:
+def _with(**options: Any) -> Callable[..., list[_Move]]:
+    def wrong(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[_Move]:
         return _played(num_units, reshard_after_forward, prefetch, **options)
 
     return wrong
 
 
-def _never_freed(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[Move]:
+def _never_freed(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[_Move]:
     kept = _played(num_units, False, prefetch)
     return [move for move in kept if move[0] != "free"]
 
 
-def _back_kept(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[Move]:
+def _back_kept(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[_Move]:
     moves = _played(num_units, reshard_after_forward, prefetch)
     middle = moves.index(("backward", num_units - 1))
     return [move for n, move in enumerate(moves) if n < middle or move[0] != "free"]
 
 
-def _freed_if_resharded(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[Move]:
+def _freed_if_resharded(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[_Move]:
     moves = _played(num_units, reshard_after_forward, prefetch)
     return [move for move in moves if reshard_after_forward or move[0] != "free"]
 
 
-def _round(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[Move]:
+def _round(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[_Move]:
     moves = _played(num_units, reshard_after_forward, prefetch, bounded=False)
     there: set[int] = set()
     found = []
@@ -98,21 +98,21 @@ def _round(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[
     return found
 
 
-def _always_prefetch(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[Move]:
+def _always_prefetch(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[_Move]:
     return _played(num_units, reshard_after_forward, True)
 
 
-def _always_reshard(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[Move]:
+def _always_reshard(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[_Move]:
     return _played(num_units, True, prefetch)
 
 
-def _not_again(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[Move]:
+def _not_again(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[_Move]:
     moves = _played(num_units, reshard_after_forward, prefetch)
     middle = moves.index(("forward", num_units - 1))
     return [move for n, move in enumerate(moves) if n < middle or move[0] != "gather"]
 
 
-WRONG: tuple[tuple[str, Callable[..., list[Move]], str], ...] = (
+WRONG: tuple[tuple[str, Callable[..., list[_Move]], str], ...] = (
     (
         "after it has computed",
         _with(late=True),

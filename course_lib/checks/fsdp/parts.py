@@ -14,7 +14,7 @@ WIDTH, TOKENS = 3, 2
 WORLD_SIZES = (3, 2, 1)  # on 2 ranks, wrong answers look alike
 
 
-class Tied(nn.Module):
+class TiedModel(nn.Module):
     """Three layers of 23 numbers; the first two have one weight, which backward needs twice.
 
     The last one is the first by name, so that neither end of the list gets its gradient last.
@@ -43,7 +43,7 @@ class Small(nn.Module):
         return torch.tanh(self.only(x[:, :1]))
 
 
-MODULES: tuple[type[nn.Module], ...] = (Tied, Small)
+MODULES: tuple[type[nn.Module], ...] = (TiedModel, Small)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ RAISED = (
 
 
 @dataclass(frozen=True)
-class Place:
+class SampleLayout:
     """A rank and a module, for sentences and sizes."""
 
     kind: type[nn.Module]
@@ -84,10 +84,10 @@ class Place:
 def _use(rank: int, answer: Callable[..., Any], p: int) -> None:
     for kind in MODULES:
         with only_new():
-            _watch(Place(kind, rank, p), answer)
+            _watch(SampleLayout(kind, rank, p), answer)
 
 
-def _watch(at: Place, answer: Callable[..., Any]) -> None:
+def _watch(at: SampleLayout, answer: Callable[..., Any]) -> None:
     """Everything a unit goes through, judged where it happens: what comes after would crash."""
     module = at.kind()
     params = list(module.parameters())
@@ -148,7 +148,7 @@ def check_unit(answer: Callable[..., Any]) -> str:
     return "Equal shards, one all_gather, the same row; between uses it has no bytes."
 
 
-def _expect_shard(unit: Any, at: Place) -> None:
+def _expect_shard(unit: Any, at: SampleLayout) -> None:
     shard = getattr(unit, "shard", None)
     if not isinstance(shard, Tensor):
         raise CheckFailed("need self.shard, a tensor of this rank's numbers; there is none.")
@@ -162,7 +162,7 @@ def _expect_shard(unit: Any, at: Place) -> None:
     expect_near(shard.detach(), shard_of(at.row, at.rank, at.p), f"{at}, self.shard", says)
 
 
-def _expect_params(params: list[nn.Parameter], at: Place, step: int = 0) -> None:
+def _expect_params(params: list[nn.Parameter], at: SampleLayout, step: int = 0) -> None:
     when = "gathered after the shard has changed" if step else "gathered"
     parts = at.row.split([param.numel() for param in at.kind().parameters()])
     for got, like, part in zip(params, at.kind().parameters(), parts, strict=True):
@@ -171,7 +171,7 @@ def _expect_params(params: list[nn.Parameter], at: Place, step: int = 0) -> None
         expect_near(got.detach(), wanted, f"{at}, a parameter when {when}", says)
 
 
-def _why(got: Tensor, step: int, at: Place) -> str:
+def _why(got: Tensor, step: int, at: SampleLayout) -> str:
     n, row = shard_numel(at.row.numel(), at.p), at.row
     own = torch.zeros_like(row)
     mine = slice(at.rank * n, (at.rank + 1) * n)
@@ -190,7 +190,7 @@ def _why(got: Tensor, step: int, at: Place) -> str:
     )
 
 
-def _expect_alive(at: Place, when: str, most: int) -> None:
+def _expect_alive(at: SampleLayout, when: str, most: int) -> None:
     found = alive_bytes(enough=most)
     if found <= most:
         return
@@ -203,7 +203,7 @@ def _expect_alive(at: Place, when: str, most: int) -> None:
     raise CheckFailed(f"{at}: {found} bytes are alive {when}; need {most}. {says}")
 
 
-def _expect_grads(grads: list[Tensor], at: Place) -> None:
+def _expect_grads(grads: list[Tensor], at: SampleLayout) -> None:
     module, (x, above) = at.kind(), batch(at.rank)
     out = module(x)
     out.backward(above[:, : out.shape[1]])

@@ -56,7 +56,7 @@ class Seen:
 def _steps(rank: int, answer: Callable[..., Any], p: int) -> list[Seen]:
     found = []
     for _, make, m in CASES:
-        stage, batch = Stage(rank), batch_of(m)
+        stage, batch = SampleStage(rank), batch_of(m)
         for x, target in batch:
             x.mul_(1 if rank == 0 else torch.nan)
             target.mul_(1 if rank == p - 1 else torch.nan)
@@ -244,7 +244,7 @@ ENGINE = Exercise(
 )
 
 
-class Stage(nn.Module):
+class SampleStage(nn.Module):
     """tanh of a linear layer, which logs when it is run and how many of its graphs are alive."""
 
     def __init__(self, rank: int) -> None:
@@ -272,7 +272,7 @@ class _Token:
 
 class _Watched(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, stage: Stage) -> Tensor:
+    def forward(ctx: Any, y: Tensor, stage: SampleStage) -> Tensor:
         ctx.token, ctx.stage = _Token(), stage
         stage.alive.add(ctx.token)
         stage.order += "F"
@@ -311,7 +311,7 @@ def gradients(
     last_only: bool = False,
 ) -> list[Grads]:
     """Gradients of each stage, in an engine that may be wrong."""
-    stages, batch = [Stage(rank) for rank in range(p)], batch_of(m)
+    stages, batch = [SampleStage(rank) for rank in range(p)], batch_of(m)
     for i, (x, _) in enumerate(batch):
         kept, grad = list[tuple[Tensor, Tensor]](), None
         for stage in stages:

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from course_lib.pipeline.actions import Action
 from course_lib.pipeline.schedules import gpipe
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
-MicroBatches = Sequence[tuple[Tensor, Tensor]]
+_LossFn = Callable[[Tensor, Tensor], Tensor]
+_MicroBatches = Sequence[tuple[Tensor, Tensor]]
 
 
-class Engine:
+class ActionRunner:
     """What an answer does, step by step, so that a mistake can change one of them."""
 
-    def __init__(self, stage: nn.Module, micro_batches: MicroBatches, loss_fn: LossFn) -> None:
+    def __init__(self, stage: nn.Module, micro_batches: _MicroBatches, loss_fn: _LossFn) -> None:
         self.stage, self.micro_batches, self.loss_fn = stage, micro_batches, loss_fn
         self.rank, self.p, self.m = dist.get_rank(), dist.get_world_size(), len(micro_batches)
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -82,31 +82,31 @@ class Engine:
         return grad
 
 
-def answer(made: type[Engine]) -> Callable[..., None]:
+def answer(made: type[ActionRunner]) -> Callable[..., None]:
     """An answer to the exercise that works like an engine of this kind."""
 
     def run_actions(
-        actions: Sequence[Action], stage: nn.Module, micro_batches: MicroBatches, loss_fn: LossFn
+        actions: Sequence[Action], stage: nn.Module, micro_batches: _MicroBatches, loss_fn: _LossFn
     ) -> None:
         made(stage, micro_batches, loss_fn).run(actions)
 
     return run_actions
 
 
-run_actions = answer(Engine)
+run_actions = answer(ActionRunner)
 
 
-class NotDivided(Engine):
+class NotDivided(ActionRunner):
     def loss(self, y: Tensor, i: int) -> Tensor:
         return self.loss_fn(y, self.micro_batches[i][1])
 
 
-class DividedByRanks(Engine):
+class DividedByRanks(ActionRunner):
     def loss(self, y: Tensor, i: int) -> Tensor:
         return self.loss_fn(y, self.micro_batches[i][1]) / self.p
 
 
-class DividedByEach(Engine):
+class DividedByEach(ActionRunner):
     def scaled(self, grad: Tensor) -> Tensor:
         return grad / self.m
 
@@ -121,28 +121,28 @@ class DividedAtTheEnd(NotDivided):
                 param.grad /= self.m
 
 
-class SendBlocks(Engine):
+class SendBlocks(ActionRunner):
     def send(self, x: Tensor, target: int) -> None:
         dist.send(x, target)
 
 
-class WaitsAtOnce(Engine):
+class WaitsAtOnce(ActionRunner):
     def send(self, x: Tensor, target: int) -> None:
         work: Any = dist.isend(x, target)
         work.wait()
 
 
-class NoRequiresGrad(Engine):
+class NoRequiresGrad(ActionRunner):
     def input(self, i: int) -> Tensor:
         return super().input(i).detach()
 
 
-class KeptForEver(Engine):
+class KeptForEver(ActionRunner):
     def take(self, i: int) -> tuple[Tensor, Tensor]:
         return self.kept[i]
 
 
-class GraphsKept(Engine):
+class GraphsKept(ActionRunner):
     """Sends what still hangs on its graph, and keeps it to the end."""
 
     def keep(self, i: int, x: Tensor, y: Tensor) -> None:
@@ -150,29 +150,29 @@ class GraphsKept(Engine):
         self.sent_outputs = [*getattr(self, "sent_outputs", []), y]
 
 
-class SendsInput(Engine):
+class SendsInput(ActionRunner):
     def gradient(self, x: Tensor, _y: Tensor, _grad: Tensor | None) -> Tensor:
         return x.detach()
 
 
-class SendsOutput(Engine):
+class SendsOutput(ActionRunner):
     def gradient(self, _x: Tensor, y: Tensor, _grad: Tensor | None) -> Tensor:
         return y.detach()
 
 
-class PassesOn(Engine):
+class PassesOn(ActionRunner):
     """Hands the gradient it got to the rank before, unchanged."""
 
     def gradient(self, x: Tensor, _y: Tensor, grad: Tensor | None) -> Tensor:
         return super().gradient(x, _y, grad) if grad is None else grad
 
 
-class NeverWaits(Engine):
+class NeverWaits(ActionRunner):
     def finish(self) -> None:
         pass
 
 
-class KeepsOne(Engine):
+class KeepsOne(ActionRunner):
     def keep(self, i: int, x: Tensor, y: Tensor) -> None:
         self.one = x, y
 
@@ -180,14 +180,14 @@ class KeepsOne(Engine):
         return self.one
 
 
-class NewestFirst(Engine):
+class NewestFirst(ActionRunner):
     """Goes backward with what was kept last."""
 
     def take(self, i: int) -> tuple[Tensor, Tensor]:
         return self.kept.popitem()[1]
 
 
-class FromTheBatch(Engine):
+class FromTheBatch(ActionRunner):
     """Every stage takes the batch in place of what the stage before sent."""
 
     def input(self, i: int) -> Tensor:
@@ -195,7 +195,7 @@ class FromTheBatch(Engine):
         return self.micro_batches[i][0].clone().requires_grad_()
 
 
-class IntoTheBatch(Engine):
+class IntoTheBatch(ActionRunner):
     def receive(self, like: Tensor, source: int) -> Tensor:
         if like.requires_grad:
             return super().receive(like, source)
@@ -203,12 +203,12 @@ class IntoTheBatch(Engine):
         return like
 
 
-class FirstTarget(Engine):
+class FirstTarget(ActionRunner):
     def loss(self, y: Tensor, i: int) -> Tensor:
         return super().loss(y, 0)
 
 
-class LastOnly(Engine):
+class LastOnly(ActionRunner):
     """Each backward starts from nothing: only the last micro-batch's gradient is left."""
 
     def backward(self, i: int) -> None:
@@ -216,14 +216,14 @@ class LastOnly(Engine):
         super().backward(i)
 
 
-class OwnOrder(Engine):
+class OwnOrder(ActionRunner):
     """All forwards, then all backwards, whatever the list says."""
 
     def run(self, actions: Sequence[Action]) -> None:
         super().run(gpipe(self.p, self.m)[self.rank])
 
 
-class Circle(Engine):
+class Circle(ActionRunner):
     """The last stage sends its output to rank 0."""
 
     def forward(self, i: int) -> None:
@@ -232,7 +232,7 @@ class Circle(Engine):
             self.send(self.kept[i][1].detach(), 0)
 
 
-class FirstSendsBack(Engine):
+class FirstSendsBack(ActionRunner):
     """The first stage has nobody before it, and sends a gradient to the last one."""
 
     def input(self, i: int) -> Tensor:
@@ -245,6 +245,6 @@ class FirstSendsBack(Engine):
             self.send(super().gradient(x, x, None), self.p - 1)
 
 
-class HalfPrecision(Engine):
+class HalfPrecision(ActionRunner):
     def send(self, x: Tensor, target: int) -> None:
         super().send(x.float(), target)

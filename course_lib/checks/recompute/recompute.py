@@ -14,7 +14,7 @@ from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.expect import Cause, expect_equal
 from course_lib.checks.recompute import half_step
 from course_lib.checks.recompute import recompute_answers as planted
-from course_lib.memory.saved_tensors import held_over_time
+from course_lib.memory.saved_tensors import activation_ledger
 
 
 def check_redo(answer: Callable[..., Any]) -> str:
@@ -128,7 +128,7 @@ def check_segments(answer: Callable[..., Any]) -> str:
         calls.clear()
         got: list[Tensor] = []
         forward = partial(_append, got, answer, blocks, k, x)
-        held = held_over_time(forward, given=given)
+        held = activation_ledger(forward, given=given)
         fewer = "Not every block ran: the last segment may be shorter."
         causes: list[Cause] = [(_not_all(calls, layers), fewer)]
         look = "Each segment's output is the next one's input."

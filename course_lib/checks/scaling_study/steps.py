@@ -6,14 +6,14 @@ from typing import Any
 
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.scaling_study.parts import near, shown
-from course_lib.scaling_study.lab import Device
+from course_lib.scaling_study.lab import EmulatedDevice
 
 Tokens = Iterator[int]
 Totals = tuple[float, int]
 
 
 def timed_loop(
-    device: Device, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
+    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
 ) -> Totals:
     """The right answer."""
     start_s, num_tokens = 0.0, 0
@@ -32,7 +32,7 @@ def timed_loop(
 # --- planted mistakes
 
 
-def _one_step(device: Device, micro_batches: Tokens, accumulated: int) -> int:
+def _one_step(device: EmulatedDevice, micro_batches: Tokens, accumulated: int) -> int:
     """A step of accumulated micro-batches; returns their tokens."""
     tokens = [*islice(micro_batches, accumulated)]
     for number in tokens:
@@ -42,25 +42,25 @@ def _one_step(device: Device, micro_batches: Tokens, accumulated: int) -> int:
 
 
 def _every_micro_batch_steps(
-    device: Device, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
+    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
 ) -> Totals:
     return timed_loop(device, micro_batches, steps * accumulated, warmup * accumulated, 1)
 
 
 def _counts_micro_batches(
-    device: Device, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
+    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
 ) -> Totals:
     return timed_loop(device, micro_batches, steps // accumulated, warmup, accumulated)
 
 
 def _warmup_besides(
-    device: Device, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
+    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
 ) -> Totals:
     return timed_loop(device, micro_batches, steps + warmup, warmup, accumulated)
 
 
 def _never_steps(
-    device: Device, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
+    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
 ) -> Totals:
     tokens = [*islice(micro_batches, steps * accumulated)]
     for number in tokens:
@@ -71,7 +71,7 @@ def _never_steps(
 
 
 def _one_micro_batch(
-    device: Device, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
+    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
 ) -> Totals:
     return timed_loop(device, micro_batches, steps, warmup, 1)
 
@@ -80,7 +80,7 @@ def _timed(before: bool, after: bool) -> Callable[..., Totals]:
     """A loop that waits for the device before its clock starts, after its last step, or not."""
 
     def loop(
-        device: Device, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
+        device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
     ) -> Totals:
         for _ in range(warmup):
             _one_step(device, micro_batches, accumulated)
@@ -96,14 +96,14 @@ def _timed(before: bool, after: bool) -> Callable[..., Totals]:
 
 
 def _clock_from_the_start(
-    device: Device, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
+    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
 ) -> Totals:
     _, tokens = timed_loop(device, micro_batches, steps, warmup, accumulated)
     return device.now_s(), tokens
 
 
 def _tokens_of_the_warmup(
-    device: Device, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
+    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
 ) -> Totals:
     counted: list[int] = []
 
@@ -117,7 +117,7 @@ def _tokens_of_the_warmup(
 
 
 def _warmup_by_micro_batch(
-    device: Device, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
+    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
 ) -> Totals:
     start_s, num_tokens, seen = 0.0, 0, 0
     for _ in range(steps):
@@ -146,7 +146,7 @@ WHOLE = "The warm-up's seconds are in it: start the clock when `warmup` steps ar
 CASES = ((8, 2, 4), (6, 1, 2), (4, 1, 1))  # steps, warmup, accumulated
 
 
-class _Watched(Device):
+class _Watched(EmulatedDevice):
     """Notes how many orders it had when its clock was read while it still worked."""
 
     def __init__(self) -> None:

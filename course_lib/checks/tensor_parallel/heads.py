@@ -16,7 +16,7 @@ from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.tensor_parallel import heads_answers as planted
 from course_lib.checks.tensor_parallel.parts import expect_close
 
-Rows = Callable[[int, int, int, int, int], Any]
+_Rows = Callable[[int, int, int, int, int], Any]
 SEQ = 5
 
 
@@ -64,7 +64,7 @@ CASES = (
 )
 
 
-def check_heads(answer: Rows) -> str:
+def check_heads(answer: _Rows) -> str:
     """Counts, whole heads, queries beside their keys; then attention itself, summed over ranks."""
     for case in CASES:
         sizes = (case.num_heads, case.num_kv_heads, case.head_dim)

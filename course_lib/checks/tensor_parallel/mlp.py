@@ -204,7 +204,7 @@ MLP = Exercise(
         Mistake("no g", planted.NoSumOut, says="Nothing was summed"),
         Mistake("f behind up", planted.LateCopy, says="f stands in front of up"),
         Mistake("bias behind GELU", planted.LateBias, says="First up and its bias"),
-        Mistake("mean", planted.Mean, says="terms of one sum"),
+        Mistake("mean", planted.MeanOfParts, says="terms of one sum"),
         Mistake("gathers in between", planted.Gathers, says="Nothing has to be sent between"),
         Mistake("even parts only", planted.EvenOnly, says="need not divide by p"),
         Mistake("views", planted.Views, says="A view keeps the whole matrix"),
@@ -219,7 +219,7 @@ MLP = Exercise(
         Mistake("f and g swapped", planted.Swapped, says="f and g are swapped"),
         Mistake("left the graph", planted.LeftTheGraph, says="no gradient arrives at x"),
         Mistake("all_reduce in the graph", planted.InTheGraph, says="is not part of the graph"),
-        Mistake("no parameters", planted.Tensors, says="Wrap your part in nn.Parameter"),
+        Mistake("no parameters", planted.OnlyTensors, says="Wrap your part in nn.Parameter"),
     ),
 )
 

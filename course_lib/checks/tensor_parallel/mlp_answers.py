@@ -85,7 +85,7 @@ class LateBias(SplitMLP):
         return (F.gelu(x @ self.up_weight.T) + self.up_bias) @ self.down_weight.T
 
 
-class Mean(SplitMLP):
+class MeanOfParts(SplitMLP):
     def forward(self, x: Tensor) -> Tensor:
         return (
             reduce_from_region(self.part(copy_to_region(x))) / dist.get_world_size()
@@ -140,7 +140,7 @@ class AllOfUp(SplitMLP):
         return hidden.narrow(-1, self.first, self.count) @ self.down_weight.T
 
 
-class Tensors(SplitMLP):
+class OnlyTensors(SplitMLP):
     """Plain tensors: no optimizer would ever find them."""
 
     def __init__(self, up: nn.Linear, down: nn.Linear) -> None:

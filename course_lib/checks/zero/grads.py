@@ -47,7 +47,7 @@ REFERENCED = (
 
 
 @dataclass
-class Pass:
+class GradsPass:
     """What one backward pass left on one rank."""
 
     shards: list[Any]
@@ -59,15 +59,15 @@ class Pass:
     alive_bytes: int = 0
 
 
-def _passes(rank: int, answer: Callable[..., Any]) -> list[Pass]:
+def _passes(rank: int, answer: Callable[..., Any]) -> list[GradsPass]:
     module = Bag(SIZES)
     with only_new():
         return _watched(rank, answer, module)
 
 
-def _watched(rank: int, answer: Callable[..., Any], module: Bag) -> list[Pass]:
+def _watched(rank: int, answer: Callable[..., Any], module: Bag) -> list[GradsPass]:
     buckets = [[module.weights[i] for i in bucket] for bucket in BUCKETS]
-    sharded, found = answer(buckets), list[Pass]()
+    sharded, found = answer(buckets), list[GradsPass]()
     watch = _Watch(module)
     for number in range(len(ROUNDS)):
         if number == 2:
@@ -78,7 +78,7 @@ def _watched(rank: int, answer: Callable[..., Any], module: Bag) -> list[Pass]:
         shards = [x.detach().clone() if isinstance(x, Tensor) else x for x in sharded.shards]
         whole = [i for i in module.trained if module.weights[i].grad is not None]
         starts_s = sorted(e.start_s for e in log.events if e.kind in COMMUNICATION_KINDS)
-        one = Pass(shards, calls_in(log.events), starts_s, watch.full_s, watch.kept, whole)
+        one = GradsPass(shards, calls_in(log.events), starts_s, watch.full_s, watch.kept, whole)
         known = [tensor for each in [*found, one] for tensor in each.shards if tensor is not None]
         one.alive_bytes = (
             alive_bytes(module, *known, enough=_own_bytes(dist.get_world_size()))
@@ -133,7 +133,7 @@ def check_grads(answer: Callable[..., Any]) -> str:
     )
 
 
-def _judge(passes: Sequence[Pass], number: int, rank: int, p: int) -> None:
+def _judge(passes: Sequence[GradsPass], number: int, rank: int, p: int) -> None:
     got, where = passes[number], f"rank {rank} of {p}, backward {number + 1}"
     module = Bag(SIZES)
     rows = [flat([module.slope(i) for i in bucket]) for bucket in BUCKETS]

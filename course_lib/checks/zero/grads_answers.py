@@ -53,7 +53,7 @@ class ShardedGrads:
         self.ready.difference_update(self.buckets[number])
 
 
-class Kept(ShardedGrads):
+class KeptWhole(ShardedGrads):
     def free(self, number: int) -> None:
         pass
 
@@ -168,7 +168,7 @@ class WholeMean(ShardedGrads):
 def mistakes(mistake: Any) -> tuple[Any, ...]:
     """All of them, with words of the sentence that names them."""
     return (
-        mistake("whole gradients kept", Kept, says="outlive their bucket"),
+        mistake("whole gradients kept", KeptWhole, says="outlive their bucket"),
         mistake("zeros in place of None", Zeroed, says="zero_() keeps the memory"),
         mistake("freed but referenced", Referenced, says="Freed, but still referenced"),
         mistake("a view of the bucket", ViewOfBucket, says="twice the bytes"),

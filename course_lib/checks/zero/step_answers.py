@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 
 from course_lib.zero.flat_layout import FlatLayout
 
-MakeOptimizer = Callable[[list[Tensor]], Optimizer]
+_MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
 class ShardedStep:
     """The right answer, in parts that mistakes replace."""
 
-    def __init__(self, module: nn.Module, make_optimizer: MakeOptimizer) -> None:
+    def __init__(self, module: nn.Module, make_optimizer: _MakeOptimizer) -> None:
         self.params = [param for param in module.parameters() if param.requires_grad]
         self.layout = FlatLayout.of(self.params, dist.get_world_size())
         self.mine = self.layout.shard_slice(dist.get_rank())
@@ -174,7 +174,7 @@ class NextRanks(ShardedStep):
 
 
 class FrozenToo(ShardedStep):
-    def __init__(self, module: nn.Module, make_optimizer: MakeOptimizer) -> None:
+    def __init__(self, module: nn.Module, make_optimizer: _MakeOptimizer) -> None:
         super().__init__(module, make_optimizer)
         self.params = list(module.parameters())
         self.layout = FlatLayout.of(self.params, dist.get_world_size())

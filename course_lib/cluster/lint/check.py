@@ -16,7 +16,7 @@ from course_lib.cluster.lint import (
     rules_variables,
 )
 from course_lib.cluster.lint.directives import Directive
-from course_lib.cluster.lint.script import Finding, Script
+from course_lib.cluster.lint.script import LintFinding, Script
 from course_lib.cluster.profile import Profile
 from course_lib.cluster.slurm_time import read_time_s
 from course_lib.core.errors import CourseError
@@ -34,7 +34,7 @@ GPUS = ("gpus-per-node", "gres", "gpus")  # that say how many a node needs
 
 def lint_job(
     text: str, folder: str | os.PathLike[str] = ".", profile: Profile | None = None
-) -> list[Finding]:
+) -> list[LintFinding]:
     """What is wrong with a batch script that is handed in from this folder, line by line.
 
     With a profile, also what asks for more than the site has.
@@ -46,7 +46,7 @@ def lint_job(
     return sorted(found, key=lambda one: (one.line, one.rule))
 
 
-def _beyond(script: Script, profile: Profile) -> Iterator[Finding]:
+def _beyond(script: Script, profile: Profile) -> Iterator[LintFinding]:
     """What the site of this profile does not have."""
     longest_s = read_time_s(profile.time_limit)
     for one in script.directives:
@@ -66,8 +66,8 @@ def _time_s(text: str) -> int:
         return 0
 
 
-def _too_much(asked: Directive, most: str, profile: Profile) -> Finding:
-    return Finding(
+def _too_much(asked: Directive, most: str, profile: Profile) -> LintFinding:
+    return LintFinding(
         asked.line,
         "too-much",
         f"--{asked.option}={asked.value}, and profile {profile.name} has at most {most}",
@@ -76,7 +76,7 @@ def _too_much(asked: Directive, most: str, profile: Profile) -> Finding:
     )
 
 
-def findings_text(name: str, findings: list[Finding]) -> str:
+def findings_text(name: str, findings: list[LintFinding]) -> str:
     """The findings to read: where and what, why it bites, what to write instead."""
     parts = [
         f"{name}:{one.line}: {one.what}  [{one.rule}]\n    why: {one.why}.\n    fix: {one.fix}"

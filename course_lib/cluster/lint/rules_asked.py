@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from course_lib.cluster.lint.directives import Directive
-from course_lib.cluster.lint.script import GPU_OPTIONS, TORCHRUN, Finding, Script, place
+from course_lib.cluster.lint.script import GPU_OPTIONS, TORCHRUN, LintFinding, Script, place
 from course_lib.cluster.slurm_time import FORMS, write_time
 from course_lib.cluster.slurm_time import read_time_s as seconds_of
 
@@ -16,7 +16,7 @@ HOUR_S = 3600
 FIVE_MINUTES_S = 300  # that people do mean, for a job that tries something out
 
 
-def missing_folder(script: Script) -> Iterator[Finding]:
+def missing_folder(script: Script) -> Iterator[LintFinding]:
     """Logs in a folder that is not there."""
     for name in ("output", "error"):
         one = script.option(name)
@@ -25,7 +25,7 @@ def missing_folder(script: Script) -> Iterator[Finding]:
         chdir = script.option("chdir")
         folder = script.folder / (chdir.value if chdir else "") / Path(one.value).parent
         if not folder.is_dir() and _is_known_here(folder):
-            yield Finding(
+            yield LintFinding(
                 one.line,
                 "no-log-folder",
                 f"--{name}: there is no folder {Path(one.value).parent}",
@@ -41,13 +41,13 @@ def _is_known_here(folder: Path) -> bool:
     return top.is_dir()
 
 
-def short_time(script: Script) -> Iterator[Finding]:
+def short_time(script: Script) -> Iterator[LintFinding]:
     """Hours that are minutes, and times that are none."""
     one = script.option("time")
     if not one or one.value.upper() in NO_END or re.search(r"[$~`=]", one.value):
         return
     if not any(re.fullmatch(form, one.value, re.ASCII) for form in FORMS):
-        yield Finding(
+        yield LintFinding(
             one.line,
             "no-time",
             f"--time={one.value} is no time that Slurm reads",
@@ -64,7 +64,7 @@ def short_time(script: Script) -> Iterator[Finding]:
     seconds = seconds_of(one.value)
     is_told = re.search(r"\bhours?\b|\d\s*h\b", comment)
     if is_short or (is_told and seconds < HOUR_S):
-        yield Finding(
+        yield LintFinding(
             one.line,
             "short-time",
             f"--time={one.value} is {write_time(seconds)}, in hours:minutes:seconds",
@@ -74,7 +74,7 @@ def short_time(script: Script) -> Iterator[Finding]:
         )
 
 
-def no_gpus(script: Script) -> Iterator[Finding]:
+def no_gpus(script: Script) -> Iterator[LintFinding]:
     """Ranks that want a GPU each in a job that has none."""
     if script.asks_for_gpus:
         return
@@ -82,7 +82,7 @@ def no_gpus(script: Script) -> Iterator[Finding]:
         for word in command.called:
             found = COUNTS_GPUS.search(script.spelt_out(word.text))
             if found and not set(GPU_OPTIONS) & set(script.srun_options(command)):
-                yield Finding(
+                yield LintFinding(
                     place(word, found),
                     "no-gpus",
                     f"{word.text} counts GPUs, and no directive asks for any",
@@ -91,7 +91,7 @@ def no_gpus(script: Script) -> Iterator[Finding]:
                 )
 
 
-def too_few_gpus(script: Script) -> Iterator[Finding]:
+def too_few_gpus(script: Script) -> Iterator[LintFinding]:
     """More ranks on a node than GPUs."""
     asked = script.option("gpus-per-node", "gres", "gpus")
     gpus = gpus_on_a_node(script, asked) if asked else None
@@ -101,7 +101,7 @@ def too_few_gpus(script: Script) -> Iterator[Finding]:
         text = script.spelt_out(command.text)
         ranks = re.search(r"nproc[-_]per[-_]node[= ]+(\d+)\b", text)
         if ranks and int(ranks[1]) > gpus:
-            yield Finding(
+            yield LintFinding(
                 command.line,
                 "too-few-gpus",
                 f"{ranks[1]} ranks on each node, and --{asked.option}={asked.value}",
@@ -120,12 +120,12 @@ def gpus_on_a_node(script: Script, asked: Directive) -> int | None:
     return -(-count // script.nodes) if asked.option == "gpus" else count
 
 
-def one_log_for_all(script: Script) -> Iterator[Finding]:
+def one_log_for_all(script: Script) -> Iterator[LintFinding]:
     """The elements of an array that write into one file."""
     output = script.option("output")
     shared = output and not re.search(r"%\d*[ajJ]|^/dev/", output.value)
     if script.option("array") and output and shared:
-        yield Finding(
+        yield LintFinding(
             output.line,
             "one-log",
             f"--output={output.value}: all elements of the array write into this file",
@@ -134,15 +134,15 @@ def one_log_for_all(script: Script) -> Iterator[Finding]:
         )
 
 
-def log_cut_off(script: Script) -> Iterator[Finding]:
+def log_cut_off(script: Script) -> Iterator[LintFinding]:
     """A job that starts again and empties its log."""
     requeue, mode = script.option("requeue"), script.option("open-mode")
     if requeue and (not mode or mode.value != "append"):
         yield _log_cut_off(requeue)
 
 
-def _log_cut_off(requeue: Directive) -> Finding:
-    return Finding(
+def _log_cut_off(requeue: Directive) -> LintFinding:
+    return LintFinding(
         requeue.line,
         "log-cut-off",
         "the job may start again, and --open-mode=append is missing",

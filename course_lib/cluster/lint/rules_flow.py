@@ -3,21 +3,21 @@
 import re
 from collections.abc import Iterator
 
-from course_lib.cluster.lint.script import LAUNCHERS, TELLS_ONLY, TORCHRUN, Finding, Script
+from course_lib.cluster.lint.script import LAUNCHERS, TELLS_ONLY, TORCHRUN, LintFinding, Script
 
 QUICK = TELLS_ONLY | {"", "cd", "date", "disown", "exit", "sleep", "done", "fi", "}"}
 HANDLED = {"TERM", "SIGTERM", "INT", "SIGINT", "HUP", "SIGHUP", "QUIT", "SIGQUIT", "15", "2"}
 NUMBERS = {"10": "USR1", "12": "USR2", "15": "TERM"}
 
 
-def nobody_waits(script: Script) -> Iterator[Finding]:
+def nobody_waits(script: Script) -> Iterator[LintFinding]:
     """Work in the background, and a script that ends before it."""
     works = {*script.sruns, *script.running(LAUNCHERS)}
     works |= {one for one in script.commands if one.name.startswith("python")}
     stays = [one.line for one in script.commands if one.end != "&" and one.name not in QUICK]
     for command in works:
         if command.end == "&" and not any(line >= command.line for line in stays):
-            yield Finding(
+            yield LintFinding(
                 command.line,
                 "no-wait",
                 f"{command.name} runs in the background, and nothing waits for it",
@@ -26,7 +26,7 @@ def nobody_waits(script: Script) -> Iterator[Finding]:
             )
 
 
-def lost_exit_code(script: Script) -> Iterator[Finding]:
+def lost_exit_code(script: Script) -> Iterator[LintFinding]:
     """`srun ... | tee log` reports tee's success."""
     safe = [
         one.line
@@ -40,7 +40,7 @@ def lost_exit_code(script: Script) -> Iterator[Finding]:
         if command.end not in ("|", "|&") or not works or "PIPESTATUS" in script.text:
             continue
         if not any(line <= command.line for line in safe) and _is_work(script, command.text):
-            yield Finding(
+            yield LintFinding(
                 command.line,
                 "lost-exit-code",
                 f"{command.name} in a pipe, without set -o pipefail",
@@ -55,7 +55,7 @@ def _is_work(script: Script, text: str) -> bool:
     return not re.match(r"srun( -\S+)* (hostname|nvidia-smi|env|echo|lscpu)|python\S* -c", text)
 
 
-def signal_unheard(script: Script) -> Iterator[Finding]:
+def signal_unheard(script: Script) -> Iterator[LintFinding]:
     """`--signal` that nobody is ready for."""
     one = script.option("signal")
     if not one:
@@ -68,7 +68,7 @@ def signal_unheard(script: Script) -> Iterator[Finding]:
         if command.name == "trap" and any(name == w.text.removeprefix("SIG") for w in command.words)
     ]
     if "B" in flags and not traps and name not in ("KILL",):
-        yield Finding(
+        yield LintFinding(
             one.line,
             "no-trap",
             f"--signal={one.value} goes to this script, which has no trap for {name}",
@@ -81,10 +81,10 @@ def signal_unheard(script: Script) -> Iterator[Finding]:
         yield from _ends_torchrun(script, name, one.line)
 
 
-def _deaf_while_working(script: Script, name: str) -> Iterator[Finding]:
+def _deaf_while_working(script: Script, name: str) -> Iterator[LintFinding]:
     work = [one for one in script.commands if one in script.sruns or one.name == "torchrun"]
     if work and not any(one.end == "&" for one in work):
-        yield Finding(
+        yield LintFinding(
             work[-1].line,
             "deaf",
             f"{work[-1].name} runs in the foreground, and {name} should be heard meanwhile",
@@ -93,10 +93,10 @@ def _deaf_while_working(script: Script, name: str) -> Iterator[Finding]:
         )
 
 
-def _ends_torchrun(script: Script, name: str, line: int) -> Iterator[Finding]:
+def _ends_torchrun(script: Script, name: str, line: int) -> Iterator[LintFinding]:
     for command in script.running(TORCHRUN):
         if command in script.sruns and "signals-to-handle" not in command.text:
-            yield Finding(
+            yield LintFinding(
                 line,
                 "ends-torchrun",
                 f"{name} also reaches torchrun, which does not handle it",
@@ -106,14 +106,14 @@ def _ends_torchrun(script: Script, name: str, line: int) -> Iterator[Finding]:
             return
 
 
-def cores_not_handed_on(script: Script) -> Iterator[Finding]:
+def cores_not_handed_on(script: Script) -> Iterator[LintFinding]:
     """Steps that take exactly what they ask for, and ask for no cores."""
     if script.number("cpus-per-task", 1) < 2 or "SRUN_CPUS_PER_TASK" in script.text:
         return
     for command in script.sruns:
         options = set(script.srun_options(command))
         if options & {"--exact", "exclusive"} and "cpus-per-task" not in options:
-            yield Finding(
+            yield LintFinding(
                 command.line,
                 "cores",
                 "this srun takes exactly what it asks for, and asks for no --cpus-per-task",

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-from course_lib.cluster.lint.script import LAUNCHERS, MEETING, TORCHRUN, Finding, Script, place
+from course_lib.cluster.lint.script import LAUNCHERS, MEETING, TORCHRUN, LintFinding, Script, place
 from course_lib.cluster.lint.shell import Command
 
 OWN_ADDRESS = re.compile(
@@ -15,13 +15,13 @@ FIXED = re.compile(r"([A-Za-z][\w.-]*|\d+(\.\d+){3})(:\S*)?")
 NODELIST = re.compile(r"\$\{?SLURM_(JOB_)?NODELIST\}?(:|$)")
 
 
-def no_srun(script: Script) -> Iterator[Finding]:
+def no_srun(script: Script) -> Iterator[LintFinding]:
     """torchrun on the first node only."""
     if script.nodes < 2:
         return
     for command in script.running(LAUNCHERS):
         if not script.reaches_nodes(command) and not _runs_alone(script, command):
-            yield Finding(
+            yield LintFinding(
                 command.line,
                 "no-srun",
                 f"{command.name} without srun, in a job of {script.nodes} nodes",
@@ -35,13 +35,13 @@ def _runs_alone(script: Script, command: Command) -> bool:
     return bool(re.search(r"--nnodes[= ]1\b", script.spelt_out(command.text)))
 
 
-def idle_nodes(script: Script) -> Iterator[Finding]:
+def idle_nodes(script: Script) -> Iterator[LintFinding]:
     """Nodes or tasks that are asked for and never used."""
     if any(script.reaches_nodes(command) for command in script.commands):
         return
     pythons = [one for one in script.commands if re.fullmatch(r"python[\d.]*", one.name)]
     if script.nodes > 1 and pythons and not list(script.running(LAUNCHERS)):
-        yield Finding(
+        yield LintFinding(
             pythons[0].line,
             "idle-nodes",
             f"{pythons[0].name} without srun, in a job of {script.nodes} nodes",
@@ -50,7 +50,7 @@ def idle_nodes(script: Script) -> Iterator[Finding]:
         )
 
 
-def ranks_twice(script: Script) -> Iterator[Finding]:
+def ranks_twice(script: Script) -> Iterator[LintFinding]:
     """A launcher for each rank, each of which starts all ranks."""
     for command in script.running(LAUNCHERS):
         tasks = script.tasks_of(command)
@@ -59,7 +59,7 @@ def ranks_twice(script: Script) -> Iterator[Finding]:
             script.spelt_out(command.text),
         )
         if command in script.sruns and tasks > 1 and per_node and per_node[1] != "1":
-            yield Finding(
+            yield LintFinding(
                 command.line,
                 "ranks-twice",
                 f"srun starts {tasks} launchers on each node, and each starts {per_node[1]} ranks",
@@ -68,7 +68,7 @@ def ranks_twice(script: Script) -> Iterator[Finding]:
             )
 
 
-def alone_on_each_node(script: Script) -> Iterator[Finding]:
+def alone_on_each_node(script: Script) -> Iterator[LintFinding]:
     """A torchrun on each of several nodes, and no place where they meet."""
     for command in script.running(TORCHRUN):
         text = script.spelt_out(command.text)
@@ -76,7 +76,7 @@ def alone_on_each_node(script: Script) -> Iterator[Finding]:
         is_lost = not MEETING.search(text) and not re.search(r"PET_|\[@\]|--nnodes[= ]1\b", text)
         if _is_on_all_nodes(script, command) and (is_alone or is_lost):
             how = "--standalone" if is_alone else "without --rdzv-endpoint"
-            yield Finding(
+            yield LintFinding(
                 command.line,
                 "alone",
                 f"torchrun {how}, on {script.nodes} nodes",
@@ -85,7 +85,7 @@ def alone_on_each_node(script: Script) -> Iterator[Finding]:
             )
 
 
-def no_backend(script: Script) -> Iterator[Finding]:
+def no_backend(script: Script) -> Iterator[LintFinding]:
     """`--rdzv-endpoint` alone: what meets there is said by `--rdzv-backend`."""
     for command in script.running(TORCHRUN):
         text = script.spelt_out(command.text)
@@ -93,7 +93,7 @@ def no_backend(script: Script) -> Iterator[Finding]:
         is_lone = "--standalone" in text or "PET_" in script.text
         endpoint = re.search(r"--rdzv[-_]endpoint", text)
         if _is_on_all_nodes(script, command) and endpoint and not is_told and not is_lone:
-            yield Finding(
+            yield LintFinding(
                 command.line,
                 "no-backend",
                 f"{endpoint[0]} without --rdzv-backend",
@@ -110,13 +110,13 @@ def _is_on_all_nodes(script: Script, command: Command) -> bool:
     )
 
 
-def other_number_of_nodes(script: Script) -> Iterator[Finding]:
+def other_number_of_nodes(script: Script) -> Iterator[LintFinding]:
     """`--nnodes` that is not the job's."""
     for command in script.running(TORCHRUN):
         found = re.search(r"--nnodes[= ]+(\d+)(?![\d:])", script.spelt_out(command.text))
         is_one_of_all = _is_on_all_nodes(script, command) and "--standalone" not in command.text
         if found and is_one_of_all and int(found[1]) != script.nodes:
-            yield Finding(
+            yield LintFinding(
                 command.line,
                 "nnodes",
                 f"torchrun expects {found[1]} nodes, and the job has {script.nodes}",
@@ -125,7 +125,7 @@ def other_number_of_nodes(script: Script) -> Iterator[Finding]:
             )
 
 
-def meets_itself(script: Script) -> Iterator[Finding]:
+def meets_itself(script: Script) -> Iterator[LintFinding]:
     """A meeting point that is another machine for each node, or none at all."""
     if script.nodes < 2:
         return
@@ -140,7 +140,7 @@ def meets_itself(script: Script) -> Iterator[Finding]:
                 rule, what = "fixed-host", "Slurm picks the nodes, and need not pick this one"
             else:
                 continue
-            yield Finding(
+            yield LintFinding(
                 line,
                 rule,
                 f"{name} is {value[:40]}: {what}",
@@ -158,13 +158,13 @@ def _is_known_before(script: Script) -> bool:
     return any(on) or "etcd" in script.text
 
 
-def each_names_itself(script: Script) -> Iterator[Finding]:
+def each_names_itself(script: Script) -> Iterator[LintFinding]:
     """A meeting point that each task works out for itself."""
     for command in script.sruns if script.nodes > 1 else ():
         for word in command.words:
             found = OWN_ADDRESS.search(word.text)
             if found and not OWN_ADDRESS.search(word.live):
-                yield Finding(
+                yield LintFinding(
                     place(word, found),
                     "meets-itself",
                     f"{found['name']} is worked out by each task: its own node",

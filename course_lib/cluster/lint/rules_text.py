@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from course_lib.cluster.lint.directives import NAMES, PREFIX, head_lines, options_of, split_words
-from course_lib.cluster.lint.script import Finding, Script
+from course_lib.cluster.lint.script import LintFinding, Script
 
 NOT_QUITE = re.compile(
     r"(\s+#\s*SBATCH|#\s+SBATCH|#\s*(?!SBATCH)(?i:sbatch)|#(SBACTH|SBTACH|SBATHC|BATCH))\s+-"
@@ -19,10 +19,10 @@ LOOK_ALIKES = {
 }  # fmt: skip
 
 
-def carriage_returns(script: Script) -> Iterator[Finding]:
+def carriage_returns(script: Script) -> Iterator[LintFinding]:
     """Lines that end as Windows ends them."""
     if "\r\n" in script.text:
-        yield Finding(
+        yield LintFinding(
             script.text[: script.text.index("\r\n")].count("\n") + 1,
             "crlf",
             "lines end with a carriage return, as Windows writes them",
@@ -31,12 +31,12 @@ def carriage_returns(script: Script) -> Iterator[Finding]:
         )
 
 
-def shebang(script: Script) -> Iterator[Finding]:
+def shebang(script: Script) -> Iterator[LintFinding]:
     """A first line that names no shell, or one that knows less than the script wants."""
     first = script.lines[0]
     if script.text.startswith("\ufeff") or not first.startswith("#!"):
         marked = "an invisible mark stands before #!, as some editors put it there"
-        yield Finding(
+        yield LintFinding(
             1,
             "no-shebang",
             marked if script.text.startswith("\ufeff#!") else "the first line names no shell",
@@ -44,7 +44,7 @@ def shebang(script: Script) -> Iterator[Finding]:
             "Put #!/bin/bash into the first line, with nothing before it.",
         )
     elif not re.match(r"#!\s*/", first):
-        yield Finding(
+        yield LintFinding(
             1,
             "no-shell",
             f"{first[:30]} is no path from the root: a / is missing",
@@ -54,7 +54,7 @@ def shebang(script: Script) -> Iterator[Finding]:
     elif re.match(r"#!\s*/bin/(sh|dash)\b|#!.*env sh\b", first):
         for command in script.commands:
             if command.name in ("[[", "mapfile", "declare") or "pipefail" in command.text.split():
-                yield Finding(
+                yield LintFinding(
                     command.line,
                     "not-bash",
                     f"{command.text.split()[0]!r} needs bash; line 1 says {first}",
@@ -64,7 +64,7 @@ def shebang(script: Script) -> Iterator[Finding]:
                 return
 
 
-def unknown_options(script: Script) -> Iterator[Finding]:
+def unknown_options(script: Script) -> Iterator[LintFinding]:
     """Directives that sbatch cannot read; of several in a line, the first."""
     unknown = {
         one.line: one.option
@@ -75,7 +75,7 @@ def unknown_options(script: Script) -> Iterator[Finding]:
         near = get_close_matches(option.lstrip("-").partition("=")[0], sorted(NAMES), n=1)
         is_option = option.startswith("-") or "=" in option
         meant = f"Write --{near[0]}, if that is meant." if near else "See sbatch --help."
-        yield Finding(
+        yield LintFinding(
             line,
             "unknown-option",
             f"sbatch knows no option {option!r}" if is_option else f"{option!r} is no option",
@@ -84,11 +84,11 @@ def unknown_options(script: Script) -> Iterator[Finding]:
         )
 
 
-def short_equals(script: Script) -> Iterator[Finding]:
+def short_equals(script: Script) -> Iterator[LintFinding]:
     """`-t=1:00:00`: what is = after a long name is part of the value after a short one."""
     for number, line in head_lines("\n".join(script.lines)):
         if line.startswith(PREFIX) and (found := re.search(r"\s(-[A-Za-z])=(\S*)", line)):
-            yield Finding(
+            yield LintFinding(
                 number,
                 "short-equals",
                 f"{found[0].strip()} asks for the value '={found[2]}'",
@@ -97,13 +97,13 @@ def short_equals(script: Script) -> Iterator[Finding]:
             )
 
 
-def continued_directives(script: Script) -> Iterator[Finding]:
+def continued_directives(script: Script) -> Iterator[LintFinding]:
     """A directive that should go on in the next line."""
     for number, line in head_lines("\n".join(script.lines)):
         following = "".join(script.lines[number : number + 1])
         is_cut = line.startswith(PREFIX) and line.rstrip().endswith("\\")
         if is_cut and following.strip() and not following.startswith("#"):
-            yield Finding(
+            yield LintFinding(
                 number,
                 "one-line",
                 "a backslash, as if the directive went on in the next line",
@@ -112,14 +112,14 @@ def continued_directives(script: Script) -> Iterator[Finding]:
             )
 
 
-def look_alikes(script: Script) -> Iterator[Finding]:
+def look_alikes(script: Script) -> Iterator[LintFinding]:
     """Signs that look like others: they come along when text is copied from a page."""
     for number, line in enumerate(script.lines, start=1):
         if line.lstrip().startswith("#") and not line.startswith(PREFIX):
             continue
         found = [sign for sign in LOOK_ALIKES if _stands_in_for(sign, line)]
         if found:
-            yield Finding(
+            yield LintFinding(
                 number,
                 "look-alike",
                 f"{LOOK_ALIKES[found[0]]} in {line.strip()[:50]!r}",
@@ -140,11 +140,11 @@ def _is_quoted(line: str, sign: str) -> bool:
     return before.count('"') % 2 == 1 or before.count("'") % 2 == 1 or " #" in before
 
 
-def almost_directives(script: Script) -> Iterator[Finding]:
+def almost_directives(script: Script) -> Iterator[LintFinding]:
     """Comments that were meant as directives."""
     for number, line in head_lines("\n".join(script.lines)):
         if (found := NOT_QUITE.match(line)) and not _is_on_purpose(script, line[found.end() - 1 :]):
-            yield Finding(
+            yield LintFinding(
                 number,
                 "no-directive",
                 f"{line.strip()[:50]!r} is a comment for sbatch",
@@ -160,7 +160,7 @@ def _is_on_purpose(script: Script, text: str) -> bool:
     return bool(re.fullmatch(r"\S+\.\w+", options[-1])) or all(map(script.option, options))
 
 
-def late_directives(script: Script) -> Iterator[Finding]:
+def late_directives(script: Script) -> Iterator[LintFinding]:
     """Directives after the first command."""
     head = head_lines("\n".join(script.lines))
     if not script.commands:
@@ -168,7 +168,7 @@ def late_directives(script: Script) -> Iterator[Finding]:
     first = script.commands[0].line
     for number, line in enumerate(script.lines[len(head) :], start=len(head) + 1):
         if re.match(rf"\s*{PREFIX}\s+-", line):
-            yield Finding(
+            yield LintFinding(
                 number,
                 "late-directive",
                 f"a directive after the first command, which is in line {first}",
@@ -177,11 +177,11 @@ def late_directives(script: Script) -> Iterator[Finding]:
             )
 
 
-def blank_after_backslash(script: Script) -> Iterator[Finding]:
+def blank_after_backslash(script: Script) -> Iterator[LintFinding]:
     """A line that only seems to go on."""
     for number, line in enumerate(script.lines, start=1):
         if re.search(r"(?<!\\)\\[ \t]+$", line) and not line.lstrip().startswith("#"):
-            yield Finding(
+            yield LintFinding(
                 number,
                 "blank-after-backslash",
                 "a blank stands after the backslash at the end of the line",
@@ -190,7 +190,7 @@ def blank_after_backslash(script: Script) -> Iterator[Finding]:
             )
 
 
-def bash_syntax(script: Script) -> Iterator[Finding]:
+def bash_syntax(script: Script) -> Iterator[LintFinding]:
     """What bash itself cannot read."""
     bash = shutil.which("bash")
     if not bash or not script.is_bash or "\r\n" in script.text:
@@ -202,7 +202,7 @@ def bash_syntax(script: Script) -> Iterator[Finding]:
     if done.returncode and found:
         number = min(int(found[1]), script.text.rstrip().count("\n") + 1)
         blank = re.search(r"<[A-Za-z][\w -]*>", script.lines[number - 1])
-        yield Finding(
+        yield LintFinding(
             number,
             "bash-syntax",
             f"bash cannot read it: {found[2]}",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from itertools import pairwise
 
-from course_lib.cluster.lint.script import MEETING, TELLS_ONLY, Finding, Script, place
+from course_lib.cluster.lint.script import MEETING, TELLS_ONLY, LintFinding, Script, place
 from course_lib.cluster.lint.shell import Command, Word
 
 PATHS = ("output", "error", "input", "chdir")
@@ -41,13 +41,13 @@ RANK_OPTION = re.compile(rf"--(node|machine)[-_]rank[= ]\"?({OWN.pattern})")
 C10D = re.compile(r"--rdzv[-_]backend[= ]+c10d")
 
 
-def not_filled_in(script: Script) -> Iterator[Finding]:
+def not_filled_in(script: Script) -> Iterator[LintFinding]:
     """Variables in directives: sbatch is no shell."""
     for one in script.directives:
         home = one.option in PATHS and one.value.startswith("~")
         if home or re.search(r"\$\{?\w|\$\(|`", one.value):
             number = "%j" if "JOB" in one.value else "%A" if "ARRAY" in one.value else "%u"
-            yield Finding(
+            yield LintFinding(
                 one.line,
                 "not-filled-in",
                 f"--{one.option}={one.value}: sbatch fills in no variables",
@@ -58,7 +58,7 @@ def not_filled_in(script: Script) -> Iterator[Finding]:
             )
 
 
-def nothing_in_it(script: Script) -> Iterator[Finding]:
+def nothing_in_it(script: Script) -> Iterator[LintFinding]:
     """Variables that Slurm does not set in this job, or never."""
     tested = " ".join(one.text for one in script.commands if one.name in ("[", "[[", "test"))
     for command in script.commands:
@@ -70,11 +70,11 @@ def nothing_in_it(script: Script) -> Iterator[Finding]:
                     yield from _not_set(script, name, word.line)
 
 
-def _not_set(script: Script, name: str, line: int) -> Iterator[Finding]:
+def _not_set(script: Script, name: str, line: int) -> Iterator[LintFinding]:
     asked = SET_BY.get(name, ())
     near = get_close_matches(name, VARIABLES, n=1, cutoff=0.9)
     if asked and not script.option(*asked):
-        yield Finding(
+        yield LintFinding(
             line,
             "nothing-in-it",
             f"${name} is empty: the job does not ask for --{asked[0]}",
@@ -82,7 +82,7 @@ def _not_set(script: Script, name: str, line: int) -> Iterator[Finding]:
             f"Add #SBATCH --{asked[0]}=..., or write what you want in place of ${name}.",
         )
     elif name not in VARIABLES and near:
-        yield Finding(
+        yield LintFinding(
             line,
             "nothing-in-it",
             f"${name} is empty: Slurm has no such variable",
@@ -91,7 +91,7 @@ def _not_set(script: Script, name: str, line: int) -> Iterator[Finding]:
         )
 
 
-def never_set(script: Script) -> Iterator[Finding]:
+def never_set(script: Script) -> Iterator[LintFinding]:
     """Variables in a launcher's options that nobody fills.
 
     Names in capitals may come from where sbatch is called; the host where ranks meet cannot.
@@ -115,9 +115,9 @@ def _is_never_set(script: Script, name: str) -> bool:
     return not (name in script.filled or name in PEOPLE_KNOW or name.startswith("SLURM"))
 
 
-def _never_set(name: str, line: int, is_host: bool) -> Finding:
+def _never_set(name: str, line: int, is_host: bool) -> LintFinding:
     read = f'Try read -r {name} < <(scontrol show hostnames "$SLURM_JOB_NODELIST"), above it.'
-    return Finding(
+    return LintFinding(
         line,
         "nothing-in-it",
         f"${name} is empty: nothing in this script sets it",
@@ -126,14 +126,14 @@ def _never_set(name: str, line: int, is_host: bool) -> Finding:
     )
 
 
-def wrong_shell(script: Script) -> Iterator[Finding]:
+def wrong_shell(script: Script) -> Iterator[LintFinding]:
     """A rank's own number, worked out once for all of them."""
     if script.nodes < 2 and script.tasks_per_node < 2:
         return
     for command in script.commands:
         for word in command.words:
             if found := _own_number(script, command, word):
-                yield Finding(
+                yield LintFinding(
                     place(word, found),
                     "wrong-shell",
                     f"{found[0].rstrip('}')} is filled in here, before srun starts anything",
@@ -162,13 +162,13 @@ def _own_number(script: Script, command: Command, word: Word) -> re.Match[str] |
     return found if hands_over and not ADDRESS.search(f"{name} {before}") else None
 
 
-def unquoted_arguments(script: Script) -> Iterator[Finding]:
+def unquoted_arguments(script: Script) -> Iterator[LintFinding]:
     """`$@` without quotes."""
     for command in script.commands:
         for word in command.words:
             found = re.search(r"\$[@*]|\$\{[@*]\}", re.sub(r'"[^"]*"', "", word.bare))
             if found and command.name not in TELLS_ONLY:
-                yield Finding(
+                yield LintFinding(
                     word.line,
                     "unquoted-arguments",
                     f"{found[0]} stands without quotes",

@@ -23,7 +23,7 @@ GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gre
 
 
 @dataclass(frozen=True)
-class Finding:
+class LintFinding:
     """What is wrong in a line: what stands there, why it bites, and what to write instead."""
 
     line: int
