@@ -17,18 +17,18 @@ STARTER = for python in python3 python python3.13 python3.12 python3.11 "$(PYTHO
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
 
-environment:
+environment: ## build what the others need, at their first use (TORCH=cpu or gpu: which PyTorch)
 	@$(STARTER); if test -z "$$python"; then echo "The course needs Python 3.11 or newer; here is none.\
 	 Install one from your system's packages or python.org, or name one:\
 	 make lab PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
-	exec "$$python" tools/environment.py --venv "$(VENV)" --python "$(PYTHON)"
+	exec "$$python" tools/environment.py --venv "$(VENV)" --python "$(PYTHON)" --torch "$(TORCH)"
 
 lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_collectives.ipynb: another)
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m jupyterlab --allow-root \
 		--ServerApp.root_dir="$(CURDIR)" $(LAB_ARGS) "$(LESSON)"
 
 test: environment ## run every test (TEST_ARGS=tests/collectives/test_collectives.py: those of one lesson)
-	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 3 --dist loadfile \
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 4 --dist loadgroup \
 		--no-loadscope-reorder $(TEST_ARGS)
 
 test-cluster: environment ## what takes minutes on a live Slurm: nodes that go, preemption, time limits

@@ -29,3 +29,5 @@ What they stand on, and what serves them:
     notebooks              building, running, checking and updating the notebooks
     cli                    the `course` command
 """
+
+import course_lib.moved  # noqa: F401  (old imports say where things have moved)

@@ -13,10 +13,10 @@ from course_lib.memory import model_states
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import Ranks
 from course_lib.zero import FlatLayout, ZeRO2, ZeRO3
-from course_lib.zero.cost import RowTraffic, zero_traffic
+from course_lib.zero.cost import ParamTraffic, zero_traffic
 from course_lib.zero.explorer import draw_stages
 from course_lib.zero.lab import TABLE_1_GB, owned_over_time
-from course_lib.zero.pictures import flat_row
+from course_lib.zero.pictures import flat_param_shards
 
 RANKS = [1, 4, 16, 64, 256, 1024]
 
@@ -40,7 +40,7 @@ def row():
     """Four tensors in a row, cut for four ranks."""
     layout = FlatLayout(((3, 4), (4,), (1,), (6,)), 4)
     names = ("weight", "bias", "scale", "shift")
-    return flat_row(layout, names, "23 numbers on 4 ranks: 6 each, 1 filled up")
+    return flat_param_shards(layout, names, "23 numbers on 4 ranks: 6 each, 1 filled up")
 
 
 def over_time(rank, stage):
@@ -78,7 +78,7 @@ def stage3():
 
 def traffic():
     """Bytes sent by micro-batches, as a multiple of DDP's."""
-    counts, rows = [1, 2, 4, 8], [RowTraffic(num_bytes=2**20)]
+    counts, rows = [1, 2, 4, 8], [ParamTraffic(num_bytes=2**20)]
     ddp = sent_bytes(zero_traffic(0, rows), 4)
     voices = {
         f"stage {zero}": Voices(

@@ -83,13 +83,35 @@ raise ValueError("broken on purpose")
 """
 
 
-LONGEST = ("test_notebooks.py", "test_lab_lessons.py", "test_readme.py", "test_train.py")
+# The longest first: begun last, they would keep one worker busy and the others idle.
+LONGEST = (
+    *("test_notebooks.py", "test_readme.py", "test_planted_mistakes.py", "test_lab_lessons.py"),
+    *("test_train.py", "test_sharded.py", "test_tensor_parallel.py", "test_frameworks.py"),
+)
+
+
+def group_of(item: pytest.Item) -> str:
+    """Tests that one worker runs after one another: a file's, or, of the longest, a part's.
+
+    Those of a group share what their file makes once (a notebook that has run, worlds of ranks).
+    """
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    part = ""
+    if item.path.name == "test_notebooks.py":
+        part = params["lesson"].name
+    elif item.path.name == "test_planted_mistakes.py" and "one" in params:
+        part = params["one"].key.rpartition("-")[0]
+    elif item.path.name == "test_readme.py":
+        part = item.name
+    return f"{item.path.relative_to(item.config.rootpath)} {part}".strip()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: begun last, they would keep one worker busy and the others idle."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
-    items.sort(key=lambda item: item.path.name != LONGEST[0])
+    """Give every test its group, and begin with the longest files."""
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
 
 
 class Toy:

@@ -14,10 +14,12 @@ from pathlib import Path
 
 from progress import run_showing
 from symptoms import NEEDED_GB, Problem, explain
+from torch_build import SIZES, check_answer, choose_build, torch_step
 
 OLDEST = (3, 11)
-STAMP = "course-environment"  # a file in it: BUILDING, or the fingerprint of a finished build
-BUILDING = "not finished"
+STAMP = "course-environment"  # a file in it: BUILDING, or the fingerprint of a finished build,
+TORCH = "torch: "  # and after it a line that remembers which build of PyTorch was chosen
+BUILDING = "not finished\n"
 VERSION = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
 COMPLETE = (
     "import sys; from importlib.util import find_spec; "
@@ -72,8 +74,20 @@ def fingerprint(root, venv):
 
 def stamp_of(venv):
     """What the last build left: a fingerprint if it was finished, and nothing if none began."""
+    return read_stamp(venv)[0]
+
+
+def read_stamp(venv):
+    """The two parts of the stamp: how far the last build came, and its build of PyTorch."""
     stamp = venv / STAMP
-    return stamp.read_text() if stamp.is_file() else ""
+    lines = stamp.read_text().splitlines(True) if stamp.is_file() else []
+    torch = lines.pop()[len(TORCH) :].strip() if lines and lines[-1].startswith(TORCH) else ""
+    return "".join(lines), torch
+
+
+def write_stamp(venv, state, torch):
+    """Note how far the build came, and which build of PyTorch it has ("": what pip took)."""
+    (venv / STAMP).write_text(state + (f"{TORCH}{torch}\n" if torch else ""))
 
 
 def stands(venv, wanted_python):
@@ -87,20 +101,31 @@ def stands(venv, wanted_python):
         return False
 
 
-def build(root, venv, wanted_python=""):
+def build(root, venv, wanted_python="", asked=""):
     """Bring the environment up to date: nothing to do, an update on top, or all from scratch."""
+    check_answer(asked)
     if wanted_python:
         choose_python(wanted_python)
     wanted = fingerprint(root, venv)
-    if stamp_of(venv) == wanted and stands(venv, wanted_python):
+    if read_stamp(venv) == (wanted, asked or read_stamp(venv)[1]) and stands(venv, wanted_python):
         return
     with one_builder_at_a_time():
-        same_place = stamp_of(venv).splitlines()[1:] == wanted.splitlines()[1:]
-        if not (same_place and stands(venv, wanted_python)):
-            create(root, venv, choose_python(wanted_python))
+        anew = not (same_place(venv, wanted) and stands(venv, wanted_python))
+        if anew:  # what would stop it is said before anything is asked
+            choose_python(wanted_python)
+            check_folder(root, venv)
+        remembered = read_stamp(venv)[1]
+        torch = choose_build(asked, remembered)
+        if anew or torch not in ("", remembered):
+            create(root, venv, choose_python(wanted_python), torch)
         elif stamp_of(venv) != wanted:
-            update(root, venv)
-        (venv / STAMP).write_text(wanted)
+            update(root, venv, torch)
+        write_stamp(venv, wanted, torch)
+
+
+def same_place(venv, wanted):
+    """True if the last build was finished, here, by the course in this folder."""
+    return stamp_of(venv).splitlines()[1:] == wanted.splitlines()[1:]
 
 
 @contextlib.contextmanager
@@ -120,20 +145,21 @@ def one_builder_at_a_time():
         yield
 
 
-def create(root, venv, python):
+def create(root, venv, python, torch):
     """Make the environment anew, over an older or a half-built one of ours."""
-    check_disk(venv)
+    check_disk(venv, torch)
     clear(root, venv)
-    version = dotted(python_version(python))
-    title = f"[1/2] making {venv.name} with Python {version} (about 5 s)"
+    write_stamp(venv, BUILDING, torch)
+    version, num_steps = dotted(python_version(python)), 2 + len(torch_step(root, torch))
+    title = f"[1/{num_steps}] making {venv.name} with Python {version} (about 5 s)"
     code, lines = run_showing([python, "-m", "venv", str(venv)], title)
     if code:
         raise Problem(explain(lines, version))
-    install(root, venv, "[2/2] installing the packages (1.7 GB, 1 to 3 minutes)", [])
+    install(root, venv, f"installing the packages ({SIZES[torch]})", [], num_before=1)
 
 
-def clear(root, venv):
-    """Empty the environment's folder; one that make did not make is never touched."""
+def check_folder(root, venv):
+    """Stop at a folder that make did not make, or that another course uses."""
     if venv.exists() and any(venv.iterdir()) and not stamp_of(venv):
         raise Problem(
             f"{venv} was not made by make, so make leaves it alone. Move it away, or put the "
@@ -145,6 +171,11 @@ def clear(root, venv):
             f"{venv} belongs to the course in {owner}. Put this one's elsewhere: "
             "make lab VENV=.venv-course"
         )
+
+
+def clear(root, venv):
+    """Empty the environment's folder; one that make did not make is never touched."""
+    check_folder(root, venv)
     venv.mkdir(parents=True, exist_ok=True)
     (venv / STAMP).write_text(BUILDING)
     for path in venv.iterdir():
@@ -154,42 +185,52 @@ def clear(root, venv):
             path.unlink()
 
 
-def update(root, venv):
+def update(root, venv, torch):
     """Bring the packages up to date; a failure before pip changes any leaves all as it was."""
-    before, lines = stamp_of(venv), []
-    (venv / STAMP).write_text(BUILDING)
+    before, lines = read_stamp(venv), []
+    write_stamp(venv, BUILDING, torch)
     try:
-        install(root, venv, "[1/1] updating the packages (some seconds)", lines)
+        install(root, venv, "updating the packages (some seconds)", lines)
     except BaseException:
         if not any(line.startswith("Installing collected packages") for line in lines):
-            (venv / STAMP).write_text(before)
+            write_stamp(venv, *before)
         raise
 
 
-def install(root, venv, title, lines):
+def install(root, venv, title, lines, num_before=0):
     """Install the course and everything that pyproject.toml lists into the environment."""
-    python = venv / "bin" / "python"
-    command = [str(python), "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
-    command += ["--disable-pip-version-check", "--editable", ".[dev]"]
-    code, lines = run_showing(command, title, str(root), lines)
-    log = venv / "install.log"
-    with contextlib.suppress(OSError):
-        log.write_text("\n".join(lines))
-    if code:
-        raise Problem(explain(lines, dotted(python_version(python)), log))
+    steps = [*torch_step(root, read_stamp(venv)[1]), (title, ["--editable", ".[dev]"])]
+    for number, (what, arguments) in enumerate(steps, num_before + 1):
+        pip_install(root, venv, f"[{number}/{num_before + len(steps)}] {what}", lines, arguments)
     settings = venv / "share" / "jupyter" / "lab" / "settings"
     settings.mkdir(parents=True, exist_ok=True)
     (settings / "overrides.json").write_text(CALM_LAB)  # no pop-ups, no look-ups outside
 
 
-def check_disk(venv):
+def pip_install(root, venv, title, lines, arguments):
+    """Let the environment's pip install something; what it says is kept in install.log."""
+    python = venv / "bin" / "python"
+    command = [str(python), "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
+    command += ["--disable-pip-version-check", *arguments]
+    num_before = len(lines)
+    code, lines = run_showing(command, title, str(root), lines)
+    log = venv / "install.log"
+    with contextlib.suppress(OSError):
+        log.write_text("\n".join(lines))
+    if code:
+        said, version = lines[num_before:], dotted(python_version(python))
+        raise Problem(explain(said, version, log, read_stamp(venv)[1]))
+
+
+def check_disk(venv, torch):
     """Stop before anything is written if the disk has no room."""
     folder = next(parent for parent in venv.parents if parent.exists())
-    free_gb = shutil.disk_usage(str(folder)).free / 1e9
-    if free_gb < NEEDED_GB:
+    free_gb, needed_gb = shutil.disk_usage(str(folder)).free / 1e9, NEEDED_GB[torch]
+    if free_gb < needed_gb:
+        smaller = "take the CPU build (make lab TORCH=cpu), " if torch == "gpu" else ""
         raise Problem(
-            f"The environment needs {NEEDED_GB} GB of disk; {free_gb:.1f} GB are free in {folder}. "
-            "Free some, or put it elsewhere: make lab VENV=/path/with/room"
+            f"The environment needs {needed_gb} GB of disk; {free_gb:.1f} GB are free in {folder}. "
+            f"Free some, {smaller}or put it elsewhere: make lab VENV=/path/with/room"
         )
 
 
@@ -198,10 +239,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", default=".venv", help="where the environment lies")
     parser.add_argument("--python", default="", help="build with this Python")
+    parser.add_argument("--torch", default="", help="cpu or gpu: the build of PyTorch")
     options = parser.parse_args()
     root = Path(__file__).resolve().parent.parent
     try:
-        build(root, root / options.venv, options.python)
+        build(root, root / options.venv, options.python, options.torch)
     except Problem as problem:
         sys.exit(f"\n{problem}\n")
     except OSError as problem:

@@ -24,6 +24,7 @@ def run_showing(command, title, cwd=None, lines=None):
             if line:
                 lines.append(line)
             progress.show(doing(line))
+        process.stdout.close()
         code = process.wait()
     finally:
         if process.poll() is None:

@@ -2,7 +2,9 @@
 
 import re
 
-NEEDED_GB = 3  # 1.7 GB installed, the rest while pip unpacks
+# by build of PyTorch ("": pip's own choice): 2 or 6 GB installed, and while pip unpacks them
+# its downloads, 0.4 or 2.9 GB, twice: in its cache and in the folder for temporary files
+NEEDED_GB = {"": 3, "cpu": 3, "gpu": 12}
 
 SYMPTOMS = (
     (
@@ -19,6 +21,12 @@ SYMPTOMS = (
         r"CERTIFICATE_VERIFY_FAILED|SSLError",
         "The package registry's certificate is not trusted here. If your network has its own, set "
         "PIP_CERT to its file, then run make again.",
+    ),
+    (
+        r"(Retrying|Failed|exceeded|Could not fetch|timed out).*(/whl/cpu|download\.pytorch\.org)|"
+        r"download\.pytorch\.org.*timed out",
+        "The index of PyTorch's CPU builds, download.pytorch.org, cannot be reached. Check the "
+        "network, or take the build of pip's usual registry: make lab TORCH=gpu",
     ),
     (
         r"Retrying \(Retry|Failed to establish a new connection|Max retries exceeded|"
@@ -44,14 +52,14 @@ class Problem(Exception):
     """Something the person at the keyboard has to know or do, as one sentence."""
 
 
-def explain(lines, version, log=None):
+def explain(lines, version, log=None, build=""):
     """Turn the output of a failed venv or pip into one sentence."""
     for pattern, sentence in SYMPTOMS:
         for line in lines:
             found = re.search(pattern, line)
             if found:
-                what = found.groupdict().get("what")
-                return sentence.format(version=version, what=what, line=line, needed=NEEDED_GB)
+                what, needed = found.groupdict().get("what"), NEEDED_GB[build]
+                return sentence.format(version=version, what=what, line=line, needed=needed)
     errors = [line for line in lines if "error" in line.lower()] or lines or ["no word why"]
     where = f" (all that was said is in {log})" if log else ""
     return f"The environment could not be built: {errors[-1].strip()}{where}"

@@ -1,7 +1,7 @@
 """Gradient accumulation: one large batch from small ones (notebook 02_accumulation).
 
 `accumulation.py` is the method; `worked_graph.py` is the lesson's example with two items and three
-weights, and `pictures.py` draws it.
+parameters, and `pictures.py` draws it.
 """
 
 from course_lib.accumulation.accumulation import (

@@ -1,8 +1,8 @@
-"""One big batch from small ones: backward adds up gradients, and the optimizer steps once.
+"""Gradient accumulation: backward on each micro-batch adds to the gradients, then one step.
 
-Autograd sums what every micro-batch gives, so each loss must count for its share of the whole
-batch. Then the gradient is the one of the full batch, and the activations are those of one
-micro-batch. Notebook 02_accumulation.
+Autograd sums the micro-batches' gradients, so each loss is weighted by its share of the whole
+batch. Then the gradient is that of the full batch, and only one micro-batch's activations are in
+memory. Notebook 02_accumulation.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +18,13 @@ Share = Callable[[Tensor, Tensor], float]
 
 
 def split_micro_batches(batch: Any, num_micro_batches: int) -> list[Any]:
-    """Cut a batch into micro-batches along dim 0; the first ones get one item more if need be.
+    """Split a batch into micro-batches along dim 0; the first ones get one item more if needed.
 
-    A batch is a tensor, or tuples, lists and dicts of them; each micro-batch is built alike.
-    What is no tensor goes along into every micro-batch as it is.
+    A batch is a tensor, or nested tuples, lists and dicts of tensors; each micro-batch has the same
+    structure. Values that are no tensors are passed on to every micro-batch.
 
     Shapes:  [batch, ...] -> num_micro_batches times [batch / num_micro_batches, ...] (views)
-    Raises:  ShapeError unless all tensors have the same length, num_micro_batches or more
+    Raises:  ShapeError unless all tensors have the same length, at least num_micro_batches
     """
     lengths = sorted({len(tensor) if tensor.dim() else 0 for tensor in _tensors(batch)})
     if len(lengths) != 1 or 0 in lengths:
@@ -42,12 +42,15 @@ def split_micro_batches(batch: Any, num_micro_batches: int) -> list[Any]:
 
 
 def by_items(part: Tensor, whole: Tensor) -> float:
-    """The share of a micro-batch when the loss is a mean over items: `len(part) / len(whole)`."""
+    """Return the share of a micro-batch if the loss is a mean over items: part / whole."""
     return len(part) / len(whole)
 
 
 def by_tokens(part: Tensor, whole: Tensor) -> float:
-    """The share when the loss is a mean over the targets that are not IGNORED (-100)."""
+    """Return the share if the loss is a mean over the targets that are not IGNORED (-100).
+
+    Raises: CourseError if all targets of the batch are IGNORED
+    """
     num_tokens = int((whole != IGNORED).sum())
     if num_tokens == 0:
         raise CourseError("by_tokens: need a target that is not IGNORED; got none in this batch.")
@@ -55,7 +58,7 @@ def by_tokens(part: Tensor, whole: Tensor) -> float:
 
 
 def as_sum(part: Tensor, whole: Tensor) -> float:
-    """The share when the loss is a sum: it is added as it is."""
+    """Return the share if the loss is a sum: 1, as sums are added unweighted."""
     return 1.0
 
 
@@ -69,9 +72,11 @@ def accumulate_gradients(
 ) -> Tensor:
     """Add the gradient of a whole batch to every `param.grad`; return the batch's loss, detached.
 
-    loss_fn(model(inputs), targets) is a mean over what `share` counts. Only one micro-batch's
-    activations are alive at a time. A micro-batch without any share (all targets IGNORED, so its
-    mean is 0 / 0) is left out.
+    loss_fn   of (model(inputs), targets): a mean over what `share` counts
+    share     weight of a micro-batch; one with share 0 (all targets IGNORED, its mean is 0 / 0) is
+              skipped
+
+    Only one micro-batch's activations are in memory at a time.
 
     Raises: CourseError unless batch is a pair (inputs, targets)
     """
@@ -102,12 +107,12 @@ def accumulated_step(
     share: Share = by_items,
     max_norm: float | None = None,
 ) -> Tensor:
-    """One optimizer step on a whole batch, one micro-batch at a time; return the batch's loss.
+    """Take one optimizer step on a whole batch, one micro-batch at a time; return the batch's loss.
 
-    The parameters become those of a step on the full batch. Gradients are cleared first, and stay
-    to be looked at. With `max_norm` the accumulated gradient is clipped once, before the step.
-    What looks across the batch is another matter: batch norm sees one micro-batch at a time, and
-    dropout draws its masks in another order.
+    The parameters become those of a step on the full batch. Gradients are cleared before the step,
+    not after it. With `max_norm` the accumulated gradient is clipped once. Layers that depend on
+    the whole batch differ: batch norm sees one micro-batch at a time, and dropout draws its masks
+    in another order.
     """
     optimizer.zero_grad()
     loss = accumulate_gradients(model, loss_fn, batch, num_micro_batches, share=share)
@@ -118,7 +123,7 @@ def accumulated_step(
 
 
 def count_micro_batches(global_batch: int, micro_batch: int, dp: int = 1) -> int:
-    """How many micro-batches each of dp ranks accumulates: global_batch / (micro_batch * dp).
+    """Return the number of micro-batches per rank and step: global_batch / (micro_batch * dp).
 
     Raises: ShapeError unless that is a whole number above 0
     """
@@ -131,6 +136,7 @@ def count_micro_batches(global_batch: int, micro_batch: int, dp: int = 1) -> int
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield all tensors of a batch."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, tuple | list | Mapping):
@@ -139,7 +145,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def _part(batch: Any, index: int, count: int) -> Any:
-    """Micro-batch `index` of `count`, built like the batch."""
+    """Return micro-batch `index` of `count`, with the structure of the batch."""
     if isinstance(batch, Tensor):
         return batch.tensor_split(count)[index]
     if isinstance(batch, Mapping):

@@ -1,7 +1,8 @@
-"""The graph of a computation, with values that flowed forward and gradients that flowed back.
+"""Picture of a computational graph with the values of forward and the gradients of backward.
 
-A node is a box: its name (white on dark for parameters), its value on the colour of forward, its
-gradient on the colour of backward. What just changed has a heavy edge.
+A node is a box: its name (white on dark for parameters), its value on the color of forward, its
+gradient on the color of backward. Nodes that have just changed have a heavy outline.
+Notebook 02_accumulation.
 """
 
 from matplotlib.axes import Axes
@@ -14,8 +15,8 @@ from course_lib.core.errors import CourseError
 from course_lib.display.colours import BACKWARD, BLACK, FORWARD, PARAMS, QUIET, WHITE, Ink
 from course_lib.display.page import SMALL_PT, Margins, page, swatches
 
-# column and row of each node; both can lie between two others
-PLACES = {
+# (column, row) of each node in the drawing; both may be fractions
+POSITIONS = {
     "x1": (0, 0.0),
     "w1": (0, 1.0),
     "x2": (0, 2.0),
@@ -34,14 +35,17 @@ _LABEL = Ink(name="name", fill=WHITE, line=QUIET)
 
 
 def graph(moment: Moment, title: str) -> Figure:
-    """Draw the worked graph at one of its `moments`."""
-    unknown = [name for name in {**moment.values, **moment.grads} if name not in PLACES]
+    """Draw the worked graph in one of its states.
+
+    Raises: CourseError for a node that the graph does not have
+    """
+    unknown = [name for name in {**moment.values, **moment.grads} if name not in POSITIONS]
     if unknown:
-        raise CourseError(f"graph: need nodes out of {', '.join(PLACES)}; got {unknown}.")
+        raise CourseError(f"graph: need nodes out of {', '.join(POSITIONS)}; got {unknown}.")
     inks = [PARAMS, FORWARD, BACKWARD]
     legend = swatches(inks, ["parameter", "value", "gradient"])
     margins = Margins(left=0.15, right=0.15, top=0.12, bottom=0.15)
-    rows = max(row for _, row in PLACES.values())
+    rows = max(row for _, row in POSITIONS.values())
     figure, (axes,) = page(title, [rows * _ROW + _HEIGHT], legend=legend, margins=margins)
     axes.set_xlim(-0.06, 8.0 - 0.36)
     axes.set_ylim(rows * _ROW + _HEIGHT + 0.03, -0.03)
@@ -49,13 +53,13 @@ def graph(moment: Moment, title: str) -> Figure:
     for name, sources in GRAPH.items():
         for source in sources:
             _arrow(axes, source, name)
-    for name in PLACES:
+    for name in POSITIONS:
         _node(axes, name, moment)
     return figure
 
 
 def graph_words(moment: Moment) -> str:
-    """The same in words: what happened, and the numbers of the parameters."""
+    """Describe the state in words: its event, and the numbers of the parameters."""
     parts = []
     for name in PARAM_NAMES:
         grad = f" with gradient {_number(moment.grads[name])}" if name in moment.grads else ""
@@ -84,7 +88,7 @@ def _strip(axes: Axes, corner: tuple[float, float], words: str, ink: Ink) -> Non
 
 
 def _arrow(axes: Axes, source: str, target: str) -> None:
-    """From the right side of one box to the left side of another."""
+    """Draw an arrow from the right side of one box to the left side of another."""
     (x1, y1), (x2, y2) = _corner(source), _corner(target)
     ends = (x1 + _WIDTH, y1 + _HEIGHT / 2), (x2, y2 + _HEIGHT / 2)
     arrow = FancyArrowPatch(
@@ -100,11 +104,11 @@ def _arrow(axes: Axes, source: str, target: str) -> None:
 
 
 def _corner(name: str) -> tuple[float, float]:
-    column, row = PLACES[name]
+    column, row = POSITIONS[name]
     return column * _COLUMN, row * _ROW
 
 
 def _number(value: float) -> str:
-    """Four decimals, without zeros at the end: `93.1804`, `-115.836`, `6`."""
+    """Format with four decimals, without trailing zeros: `93.1804`, `-115.836`, `6`."""
     text = f"{value:.4f}"
     return (text.rstrip("0").rstrip(".") if "." in text else text) or "0"

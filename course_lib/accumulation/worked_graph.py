@@ -1,7 +1,7 @@
-"""Two items, three weights, one loss: small enough to see every value and every gradient.
+"""Worked example: a model of three parameters on two items, with every value and gradient.
 
-y_pred = x1 * w1 + x2 * w2 + b and loss = (y_pred - target)**2. Every number is autograd's own, at
-every moment: forward, backward, the optimizer's step. Notebook 02_accumulation.
+y_pred = x1 * w1 + x2 * w2 + b and loss = (y_pred - target)**2. All numbers come from autograd,
+after each forward, each backward and each optimizer step. Notebook 02_accumulation.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 PARAMS = ("w1", "w2", "b")
-# node -> what it is computed from
+# node -> the nodes it is computed from
 GRAPH: dict[str, tuple[str, ...]] = {
     "x1": (),
     "w1": (),
@@ -29,7 +29,7 @@ GRAPH: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One training example."""
+    """Training example: two inputs and a target."""
 
     x1: float
     x2: float
@@ -41,7 +41,13 @@ ITEMS = (Item(x1=6, x2=2, target=15), Item(x1=5, x2=2, target=12))
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What is known on the graph at one moment, in words, by node; `grads` of parameters add up."""
+    """State of the graph after one event of training.
+
+    words    the event
+    values   by node
+    grads    by node; those of parameters accumulate
+    fresh    nodes that the event has changed
+    """
 
     words: str
     values: dict[str, float] = field(default_factory=dict)
@@ -56,9 +62,9 @@ def moments(
     start: tuple[float, float, float] = (0.773, 0.321, 0.067),
     lr: float = 1e-3,
 ) -> list[Moment]:
-    """Train on the items one after the other; return every moment of it.
+    """Train on the items one after another; return the state of the graph after each event.
 
-    items_per_step   the gradients of so many items are added up before the optimizer steps
+    items_per_step   number of items whose gradients accumulate before each optimizer step
     """
     params = {name: torch.tensor(value, dtype=torch.float64, requires_grad=True)
               for name, value in zip(PARAMS, start, strict=True)}  # fmt: skip
@@ -83,7 +89,7 @@ def moments(
 
 
 def _forward(params: dict[str, Tensor], item: Item) -> dict[str, Tensor]:
-    """All nodes of the graph; those in between keep their gradients to be looked at."""
+    """Compute all nodes of the graph; intermediate ones retain their gradients."""
     given = {name: torch.tensor(float(getattr(item, name)), dtype=torch.float64)
              for name in ("x1", "x2", "target")}  # fmt: skip
     nodes = params | given
@@ -103,6 +109,6 @@ def _numbers(nodes: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _grads(nodes: dict[str, Tensor]) -> dict[str, float]:
-    """Gradients that are there; inputs and targets have none."""
+    """Return the gradients that exist; inputs and targets have none."""
     tensors = {name: node for name, node in nodes.items() if node.requires_grad}
     return {name: node.grad.item() for name, node in tensors.items() if node.grad is not None}

@@ -1,4 +1,4 @@
-"""What the exercises call: checks that name the misconception behind a wrong answer.
+"""Checks of the exercises, which name the misconception behind a wrong answer.
 
 One module a lesson holds its exercises, each with its planted mistakes: `EXERCISES`, a tuple of
 `Exercise`. A notebook calls `check("collectives-1", answer)`. The tools that the modules are

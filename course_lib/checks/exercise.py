@@ -78,7 +78,7 @@ def check(key: str, answer: Any) -> None:
 
 
 def find_exercise(key: str) -> Exercise:
-    """The exercise of a key, from its lesson's module.
+    """Return the exercise of a key, from its lesson's package.
 
     Raises: CourseError that lists the keys that come nearest.
     """
@@ -96,7 +96,7 @@ def find_exercise(key: str) -> Exercise:
 
 
 def exercises_of(lesson: str) -> tuple[Exercise, ...]:
-    """All exercises of a lesson (`collectives`), in order; none for a lesson without any."""
+    """Return all exercises of a lesson (`collectives`), in order; none for a lesson without any."""
     name = f"course_lib.checks.{lesson}"
     if not lesson.isidentifier() or importlib.util.find_spec(name) is None:
         return ()
@@ -104,7 +104,7 @@ def exercises_of(lesson: str) -> tuple[Exercise, ...]:
 
 
 def _demand_own(key: str, answer: Any) -> None:
-    """Send back the course's own function, which a later cell may have imported over the answer."""
+    """Reject the course's own function, which a later cell may have imported over the answer."""
     module = getattr(answer, "__module__", None) or ""
     if module.split(".")[0] == "course_lib":
         raise CheckFailed(
@@ -114,7 +114,7 @@ def _demand_own(key: str, answer: Any) -> None:
 
 
 def _explain(key: str, error: Exception) -> NoReturn:
-    """Turn whatever went wrong in a check into a short text that starts with the key."""
+    """Return a short text that starts with the key for any error in a check."""
     if isinstance(error, NotDone | NotImplementedError):
         raise NotDone(not_done(key, str(error))) from None
     if isinstance(error, CheckFailed):
@@ -134,13 +134,13 @@ def _explain(key: str, error: Exception) -> NoReturn:
 
 
 def not_done(key: str, hint: str) -> str:
-    """The text for an exercise that still raises its stub's NotImplementedError."""
+    """Return the text for an exercise that still raises its stub's NotImplementedError."""
     hint = hint.removeprefix(f"exercise {key}").removeprefix(":").strip()
     return f"{key} is not done yet" + (f": {hint}" if hint else ".")
 
 
 def _own_line(trace: TracebackType | None) -> str:
-    """The innermost line of the learner's own code in a traceback, or nothing."""
+    """Return the innermost line of the learner's own code in a traceback, or an empty text."""
     frames = [
         frame
         for frame in traceback.extract_tb(trace)

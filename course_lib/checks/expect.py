@@ -1,4 +1,4 @@
-"""What checks are written with: run an answer on ranks, compare, count traffic, weigh tensors.
+"""Tools to write checks with: run an answer on ranks, compare, count traffic and memory.
 
 Every tool passes silently or raises CheckFailed. `where` opens the sentence ("rank 1 of 2"); a
 cause is a pair of a wrong answer and the sentence that names its misconception: the wrong answer
@@ -30,7 +30,7 @@ SYMPTOMS = {
 def run(
     ranks: Ranks, fn: Callable[..., Any], *args: Any, on: Mapping[str, str] = MappingProxyType({})
 ) -> list[Any]:
-    """`ranks.run(fn, *args)`; trouble on the ranks becomes CheckFailed or NotDone.
+    """Run `ranks.run(fn, *args)`; errors on the ranks become CheckFailed or NotDone.
 
     `on` names the misconception behind a kind of trouble: `on={"hang": "Both sides send first."}`.
     """
@@ -41,7 +41,7 @@ def run(
 
 
 def told(error: RankError, world_size: int, says: str = "") -> CheckFailed | NotDone:
-    """A RankError as what it means for an answer, with the ranks' own report below."""
+    """Translate a RankError into what it means for an answer, with the ranks' own report below."""
     for name, message in error.failures.values():
         if name == "NotImplementedError":
             return NotDone(message)
@@ -53,7 +53,7 @@ def told(error: RankError, world_size: int, says: str = "") -> CheckFailed | Not
 
 
 def on_ranks(world_size: int) -> str:
-    """`on 1 rank`, `on 2 ranks`."""
+    """Format `on 1 rank`, `on 2 ranks`."""
     return f"on {world_size} rank{'s' if world_size > 1 else ''}"
 
 
@@ -73,7 +73,7 @@ def expect_equal(
 
 
 def _fits(wrong: Any, got: Any) -> bool:
-    """Whether a cause's wrong answer is what came back; a predicate that cannot tell says no."""
+    """Return whether a cause's wrong answer is the result; a predicate that cannot tell says no."""
     if not callable(wrong):
         return not _difference(got, wrong)
     try:
@@ -83,7 +83,7 @@ def _fits(wrong: Any, got: Any) -> bool:
 
 
 def _difference(got: Any, expected: Any) -> str:
-    """How `got` differs from `expected`, in a few words; nothing when it does not."""
+    """Describe in a few words how `got` differs from `expected`; empty when it does not."""
     if got is None and expected is not None:
         return f"need {_short(expected)}; got None. Does your function return its result?"
     if not isinstance(expected, torch.Tensor):
@@ -108,7 +108,7 @@ def _difference(got: Any, expected: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value as a reader wants to see it: `[1, 10.5]` for a tensor."""
+    """Format a value for a reader: `[1, 10.5]` for a tensor."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     if value.numel() > 8:
@@ -122,7 +122,7 @@ def _plain(value: torch.Size | torch.dtype) -> str:
 
 
 def counted(value: float, world_size: int) -> str:
-    """Which ranks a sum of 10**rank holds: `1211 -> 'rank 2 twice'`; nothing when each once."""
+    """Describe the ranks in a sum of 10**rank: `1211 -> 'rank 2 twice'`; empty when each once."""
     digits = [int(value) // 10**rank % 10 for rank in range(world_size)]
     words = {0: "not at all", 2: "twice"}
     return ", ".join(
@@ -133,7 +133,7 @@ def counted(value: float, world_size: int) -> str:
 
 
 def sent(events: Iterable[Event], rank: int) -> tuple[int, int]:
-    """How many messages a rank sent, and their bytes together."""
+    """Return how many messages a rank sent, and their bytes together."""
     sizes = [event.num_bytes for event in events if (event.kind, event.rank) == ("send", rank)]
     return len(sizes), sum(sizes)
 
@@ -169,12 +169,12 @@ def expect_only(events: Iterable[Event], *kinds: str, says: str = "") -> None:
 
 
 def held_bytes(tensor: torch.Tensor) -> int:
-    """Bytes a tensor keeps alive: its whole storage, however small the view. Call it on a rank."""
+    """Return the bytes a tensor keeps alive: its whole storage, even of a view. Use on a rank."""
     return tensor.untyped_storage().nbytes()
 
 
 def expect_held(held: int, needed: int, *, where: str, says: str = "") -> None:
-    """Demand that what came back keeps no more bytes alive than it needs (see `held_bytes`)."""
+    """Demand that a result keeps no more bytes alive than it needs (see `held_bytes`)."""
     if held > needed:
         raise CheckFailed(
             f"{where}: what you return needs {needed} bytes; it keeps {held} alive. "

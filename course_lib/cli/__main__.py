@@ -1,4 +1,4 @@
-"""`python -m course_lib.cli` is the `course` command."""
+"""Run the `course` command: `python -m course_lib.cli`."""
 
 from course_lib.cli import main
 

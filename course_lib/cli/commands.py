@@ -65,11 +65,11 @@ def check(
 ) -> None:
     """Check the exercises of a notebook as it is saved. Exit code 0 when all are right."""
     from course_lib.notebooks.grading import grade
-    from course_lib.notebooks.lessons import find_folder, find_lesson
+    from course_lib.notebooks.lessons import find_lesson
     from course_lib.notebooks.progress import remember
     from course_lib.notebooks.verdict_files import write_junit
 
-    folder = find_folder()
+    folder = _own_folder()
     is_path = notebook.endswith(".ipynb") or "/" in notebook
     path = Path(notebook) if is_path else find_lesson(notebook, folder).student
     with cell_bar(path.stem) as ended:
@@ -126,11 +126,11 @@ def grade(
 @app.command()
 def progress() -> None:
     """Show every lesson and what is done of it. Runs nothing: it tells of the last checks."""
-    from course_lib.notebooks.lessons import all_lessons, find_folder
+    from course_lib.notebooks.lessons import all_lessons
     from course_lib.notebooks.progress import progress as progress_of
 
     table, total = plain_table("lesson", "right", "exercises"), Counter[str]()
-    for lesson in all_lessons(find_folder()):
+    for lesson in all_lessons(_own_folder()):
         try:
             statuses = progress_of(lesson)
         except CourseError as error:
@@ -152,7 +152,7 @@ def reset(
     """Start an exercise again: put its empty cell back. A backup of the notebook is kept."""
     from course_lib.notebooks import lessons, progress
 
-    lesson = lessons.find_lesson(notebook, lessons.find_folder())
+    lesson = lessons.find_lesson(notebook, _own_folder())
     progress.stub_of(lesson, exercise)  # an unknown key is told before anything is asked
     if not yes:
         typer.confirm(f"Take what you wrote for {exercise} out of {lesson.student}?", abort=True)
@@ -176,7 +176,7 @@ def memory(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Say what a training run needs of a card's memory, and whether it fits.
+    """Show what a training run needs of a GPU's memory, and whether it fits.
 
     \b
     --model llama-8b       a preset, or the path of a Hugging Face config.json; --gpu h100
@@ -204,8 +204,19 @@ def doctor() -> None:
     print(doctor_report(describe_machine()))
 
 
+def _own_folder() -> Path:
+    """Return the folder of notebooks, with an update that was cut off finished, and told."""
+    from course_lib.notebooks.lessons import find_folder
+    from course_lib.notebooks.update import finish_cut_off
+
+    folder = find_folder()
+    for sentence in finish_cut_off(folder):
+        print(sentence, file=sys.stderr)
+    return folder
+
+
 def _show(report: "GradeReport", path: Path) -> None:
-    """The verdicts as a table, then what else there is to tell."""
+    """Print the verdicts as a table, then further messages."""
     minutes = (time.time() - path.stat().st_mtime) / 60
     print(f"{path}, saved {f'{minutes:.0f} min ago' if minutes >= 1 else 'just now'}\n")
     table = plain_table("exercise", "verdict", "")
@@ -220,12 +231,12 @@ def _show(report: "GradeReport", path: Path) -> None:
 
 
 def _in_words(statuses: dict[str, str]) -> Text:
-    """`1 right, 2 not done` for the exercises of one lesson."""
+    """Return `1 right, 2 not done` for the exercises of one lesson."""
     return Text(", ").join(Text(f"{k} {s}", STYLES.get(s, "")) for k, s in statuses.items())
 
 
 def _notebooks(paths: Sequence[Path]) -> list[Path]:
-    """The notebooks that are named, and those in the folders that are; never hidden ones."""
+    """Return the notebooks that are named, and those in the named folders; never hidden ones."""
     found: list[Path] = []
     for path in paths:
         inside = sorted(path.rglob("*.ipynb")) if path.is_dir() else [path]

@@ -1,1 +1,1 @@
-"""The cluster side of the course: profiles, jobs, the scripts that are handed in, their check."""
+"""Cluster jobs: profiles of sites, job scripts, their lint, schedulers, submissions, records."""

@@ -1,4 +1,4 @@
-"""The commands of `course` that hand work in and bring it home."""
+"""The commands of `course` that submit jobs and collect their records."""
 
 import errno
 import sys
@@ -27,7 +27,9 @@ from course_lib.cluster.submissions import (
 )
 from course_lib.core.errors import CourseError
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="As told: 06_ddp-1; 06_ddp-1_3: element 3.")]
+Id = Annotated[
+    str, typer.Argument(metavar="ID", help="As told: 06_ddp-1; 06_ddp-1_3: array task 3.")
+]
 
 
 def submit(
@@ -42,7 +44,7 @@ def submit(
         int | None, typer.Option("--ranks-per-node", help="Ranks on each; else one a GPU, or 2.")
     ] = None,
     time_limit: Annotated[str, typer.Option("--time", help="It is ended after this.")] = "0:30:00",
-    array: Annotated[str, typer.Option(help="Run it once an element: 0-7, or 0-7%2.")] = "",
+    array: Annotated[str, typer.Option(help="Run it once per array task: 0-7, or 0-7%2.")] = "",
     script: Annotated[
         str | None, typer.Option(help="A batch script: one_node, many_nodes, requeue, or a path.")
     ] = None,
@@ -72,11 +74,11 @@ def submit(
         run_folder="runs",
     )
     profile = read_profile(profile_name or default_profile())
-    (_show if dry_run else _hand_in)(job, profile)
+    (_show if dry_run else _submit)(job, profile)
 
 
 def _show(job: Job, profile: Profile) -> None:
-    """Print the script, and what the limits and the checks say."""
+    """Print the script, the limits and the results of the checks."""
     from course_lib.cluster.submit import drafted
 
     with drafted(job, profile, find_home() / FOLDER) as draft:
@@ -87,11 +89,11 @@ def _show(job: Job, profile: Profile) -> None:
         raise typer.Exit(1 if draft.problems else 0)
 
 
-def _hand_in(job: Job, profile: Profile) -> None:
+def _submit(job: Job, profile: Profile) -> None:
     """Hand it in, and say what to type next."""
-    from course_lib.cluster.submit import hand_in
+    from course_lib.cluster.submit import submit_job
 
-    taken = hand_in(job, profile, find_home() / FOLDER, say=print)
+    taken = submit_job(job, profile, find_home() / FOLDER, say=print)
     where = "to Slurm" if profile.scheduler == "slurm" else "on this machine"
     print(f"{taken.id} is handed in {where}, as job {taken.job_id}.")
     for command, what in (
@@ -105,10 +107,10 @@ def _hand_in(job: Job, profile: Profile) -> None:
 @at_home()
 def status(
     id_text: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="Each element of this one.")
+        str | None, typer.Argument(metavar="[ID]", help="Each array task of this one.")
     ] = None,
 ) -> None:
-    """Show what was handed in and how it is."""
+    """Show all submissions and their states."""
     chosen = [find_submission(id_text)[0]] if id_text else read_submissions()
     table = plain_table("id", "job", "profile", "ran", "restarts", "state")
     silent: dict[str, str] = {}
@@ -129,14 +131,14 @@ def status(
 
 
 def _rows(one: Submission, *, each: bool) -> list[tuple[str, ...]]:
-    """A row for the submission, or one for each element."""
+    """Return a table row for the submission, or one for each array task."""
     parts = [(s,) for s in one.seen] if each and one.job.array else [one.seen]
     rows: list[tuple[str, ...]] = []
     for part in parts:
-        element = f"_{part[0].element}" if each and one.job.array else ""
+        array_task = f"_{part[0].array_task}" if each and one.job.array else ""
         ran = write_time(max((state.seconds for state in part), default=0))
         restarts = sum(state.restarts for state in part)
-        ids = (one.id + element, (one.job_id or "?") + element)
+        ids = (one.id + array_task, (one.job_id or "?") + array_task)
         rows.append((*ids, one.profile, ran, str(restarts or ""), in_words(part)))
     return rows
 
@@ -146,29 +148,29 @@ def logs(
     id_text: Id,
     until_over: Annotated[bool, typer.Option("-f", "--follow", help="Until it has ended.")] = False,
 ) -> None:
-    """Show what a submission says, or one element of it."""
+    """Show the log of a submission, or of one array task."""
     from course_lib.cluster.logs import follow
 
-    one, element = find_submission(id_text)
+    one, array_task = find_submission(id_text)
     try:
-        for text in follow(one, element, until_over=until_over):
+        for text in follow(one, array_task, until_over=until_over):
             print(text, end="", flush=True)
     except KeyboardInterrupt:
         print(f"\n{id_text} goes on; course cancel {id_text} would end it.", file=sys.stderr)
         raise typer.Exit(130) from None
     now = find_submission(one.id)[0]
-    print(f"{id_text}: {in_words(_of(now, element))}", file=sys.stderr)
+    print(f"{id_text}: {in_words(_of(now, array_task))}", file=sys.stderr)
 
 
 @at_home()
 def cancel(id_text: Id) -> None:
-    """End a submission, or one element of it, whether it waits or runs."""
-    one, element = find_submission(id_text)
+    """Cancel a submission, or one array task of it, whether it waits or runs."""
+    one, array_task = find_submission(id_text)
     one = refresh(one)
-    if one.job_id is None or all(state.is_final for state in _of(one, element)):
-        print(f"{id_text} has ended: {in_words(_of(one, element))}.")
+    if one.job_id is None or all(state.is_final for state in _of(one, array_task)):
+        print(f"{id_text} has ended: {in_words(_of(one, array_task))}.")
         return
-    job_id = one.job_id if element is None else f"{one.job_id}_{element}"
+    job_id = one.job_id if array_task is None else f"{one.job_id}_{array_task}"
     scheduler_of(one.scheduler).cancel(job_id)
     print(f"{id_text} is cancelled. What it has said: course logs {id_text}")
 
@@ -179,7 +181,7 @@ def collect(
         str | None, typer.Argument(metavar="[ID]", help="This one; else all that have ended.")
     ] = None,
 ) -> None:
-    """Bring run records home to runs/ID: of each element, those of the attempt that counts."""
+    """Collect run records in runs/ID: of each array task, those of the attempt that counts."""
     failed = False
     for one in [find_submission(id_text)[0]] if id_text else read_submissions():
         try:
@@ -192,25 +194,25 @@ def collect(
 
 
 def _collected(one: Submission) -> Iterator[str]:
-    """Bring the records of one submission home; what came, a sentence for each folder."""
-    from course_lib.cluster.collect import collect as bring_home
+    """Collect the records of one submission; return a sentence for each folder."""
+    from course_lib.cluster.collect import collect as collect_records
 
-    found = bring_home(one)
+    found = collect_records(one)
     for attempt in found:
         count = f"{len(attempt.ranks)} of {attempt.world_size} ranks"
         again = f", after {attempt.restarts} restarts" if attempt.restarts else ""
         yield f"{one.id}: records of {count} in {attempt.folder}{again}"
-    brought = {attempt.element for attempt in found}
+    collected = {attempt.array_task for attempt in found}
     without: dict[str, list[JobState]] = {}
     for state in one.seen:
-        if state.element not in brought:
+        if state.array_task not in collected:
             without.setdefault(_why_none(one, state), []).append(state)
     for why, states in without.items():
         yield f"{one.id}: {in_words(states)}: {why}"
 
 
 def _why_none(one: Submission, state: JobState) -> str:
-    """Why there are no records of this element."""
+    """Return why there are no records of this array task."""
     if not state.is_final:
         return "no records yet. Collect again when it has ended."
     if state.state == DONE:
@@ -218,21 +220,21 @@ def _why_none(one: Submission, state: JobState) -> str:
     return f"left no records. Try course logs {one.id}, which may say why."
 
 
-def _of(one: Submission, element: int | None) -> list[JobState]:
-    return [state for state in one.seen if element in (None, state.element)]
+def _of(one: Submission, array_task: int | None) -> list[JobState]:
+    return [state for state in one.seen if array_task in (None, state.array_task)]
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add them all to the command line."""
+    """Add all commands of this file to the command line."""
     takes_more = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(context_settings=takes_more)(needs_room(submit))
+    app.command(context_settings=takes_more)(needs_disk_space(submit))
     for command in (status, logs, cancel, collect):
-        app.command()(needs_room(command))
+        app.command()(needs_disk_space(command))
     add_site_commands(app)
 
 
-def needs_room(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with one sentence where the disk is full."""
+def needs_disk_space(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command so that a full disk is reported in one sentence."""
 
     @wraps(command)
     def run(*args: object, **options: object) -> None:

@@ -1,4 +1,4 @@
-"""What a learner asks for: a program, on how many nodes and GPUs, for how long."""
+"""A job as a learner describes it: a program, its nodes, GPUs and time limit."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ CPU_RANKS = 2  # on each node, where there are no GPUs to count
 NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 MODULE = r"[A-Za-z_]\w*(\.(?!py$)[A-Za-z_]\w*)+"
 RANGE = r"(?P<first>\d+)(-(?P<last>\d+)(:(?P<step>[1-9]\d*))?)?"
-LAST_ELEMENT = 1000  # the highest number that Slurm takes unless a site raised MaxArraySize
+LAST_ARRAY_TASK = 1000  # the highest number that Slurm takes unless a site raised MaxArraySize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Job:
     gpus_per_node  as many as the profile has if None
     ranks_per_node one a GPU if None; where there are no GPUs, 2
     time_limit     as hours:minutes:seconds
-    array          empty, or the elements of a job array as Slurm writes them: 1-8, 1-8%2, 1,3,5
+    array          empty, or the array tasks of a job array as Slurm writes them: 1-8, 1-8%2, 1,3,5
     run_folder     where the log goes; programs see it as RUN_FOLDER
 
     Raises: CourseError for what no scheduler could take
@@ -68,7 +68,7 @@ class Job:
                 f"job {self.name}, time limit: need hours:minutes:seconds; got "
                 f"{self.time_limit!r}. Try 0:30:00 for half an hour."
             )
-        _ = self.elements
+        _ = self.array_tasks
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -77,41 +77,41 @@ class Job:
         return (*module, self.program, *self.arguments)
 
     @property
-    def elements(self) -> tuple[int, ...]:
-        """The elements of the array in order; one element, 0, where there is no array."""
+    def array_tasks(self) -> tuple[int, ...]:
+        """The ids of the array tasks in order; one task, 0, where there is no array."""
         return read_array(self.array) if self.array else (0,)
 
     @property
     def gpu_hours(self) -> float:
-        """The most it can use, in GPUs x hours x elements. Of a fitted job."""
+        """The most that a fitted job can use: GPUs x hours x array tasks."""
         hours = read_time_s(self.time_limit) / 3600
-        return self.nodes * (self.gpus_per_node or 0) * hours * len(self.elements)
+        return self.nodes * (self.gpus_per_node or 0) * hours * len(self.array_tasks)
 
 
 def read_array(text: str) -> tuple[int, ...]:
-    """The elements that Slurm means by 1-8, 0-6:2, 1,3,5 or 1-8%2 (two at a time)."""
-    elements: set[int] = set()
+    """Return the array task ids that Slurm means by 1-8, 0-6:2, 1,3,5 or 1-8%2 (two at a time)."""
+    array_tasks: set[int] = set()
     listed, _, at_once = text.partition("%")
     for part in listed.split(","):
         found = re.fullmatch(RANGE, part, re.ASCII)
         first, last, step = found.group("first", "last", "step") if found else ("1", "0", None)
-        if int(last or first) < int(first) or int(last or first) > LAST_ELEMENT:
+        if int(last or first) < int(first) or int(last or first) > LAST_ARRAY_TASK:
             raise _bad_array(text)
-        elements.update(range(int(first), int(last or first) + 1, int(step or 1)))
+        array_tasks.update(range(int(first), int(last or first) + 1, int(step or 1)))
     if "%" in text and not re.fullmatch(r"[1-9]\d*", at_once, re.ASCII):
         raise _bad_array(text)
-    return tuple(sorted(elements))
+    return tuple(sorted(array_tasks))
 
 
 def _bad_array(text: str) -> CourseError:
     return CourseError(
-        f"array: need elements from 0 to {LAST_ELEMENT}, as in 1-8, 1,3,5 or 1-8%2 for two at a "
+        f"array: need tasks from 0 to {LAST_ARRAY_TASK}, as in 1-8, 1,3,5 or 1-8%2 for two at a "
         f"time; got {text!r}."
     )
 
 
 def fitted(job: Job, profile: Profile) -> Job:
-    """The job with nothing left open, as this profile has it.
+    """Return the job with every open value filled in from this profile.
 
     Raises: CourseError where it asks for more than the profile has
     """
@@ -139,7 +139,7 @@ def _too_much(job: Job, profile: Profile, most: str, got: str) -> CourseError:
 
 
 def find_program(text: str) -> str:
-    """The path of an exercise, by its lesson's number (4 or 04) or name; any other word as it is.
+    """Return the path of an exercise from its lesson's number or name; other words unchanged.
 
     Raises: CourseError where there is no such file
     """
@@ -158,6 +158,6 @@ def find_program(text: str) -> str:
 
 
 def name_of(words: Sequence[str]) -> str:
-    """A job's name: that of the file or module, without what a name cannot have."""
+    """Return a job's name: that of the file or module, without characters that are not allowed."""
     of = Path(words[0]).stem if words[0] != "-m" else "".join(words[1:2]).rpartition(".")[2]
     return re.sub(r"[^A-Za-z0-9._-]", "-", of).strip(".-") or "job"

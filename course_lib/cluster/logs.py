@@ -1,4 +1,4 @@
-"""What jobs say: their logs, also while they grow, safe to print whatever is in them."""
+"""Read and follow the logs of jobs, with characters that could control the terminal replaced."""
 
 import codecs
 import re
@@ -26,7 +26,7 @@ class Tail:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self, *, last: bool = False) -> str:
-        """What is new; with `last`, also a line that nobody has ended."""
+        """Return the new text; with `last`, also a line that is not ended."""
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:
@@ -44,19 +44,19 @@ class Tail:
 
 
 def printable(text: str) -> str:
-    """The text without colours, and with a mark for what steers a terminal."""
+    """Return the text without colors, and with a mark for each control character."""
     letters = COLOUR.sub("", text)
     return "".join(c if c.isprintable() or c in "\n\t" else STRANGE for c in letters)
 
 
 def follow(
     one: Submission,
-    element: int | None,
+    array_task: int | None,
     *,
     until_over: bool,
     folder: Path = FOLDER,
 ) -> Iterator[str]:
-    """What the logs say, piece by piece; of several, each piece begins with the log's name.
+    """Yield what is added to the logs; of several, each piece begins with the log's name.
 
     Without `until_over`: what they say by now.
     Raises: SchedulerError where the scheduler does not answer any more
@@ -68,7 +68,7 @@ def follow(
             one = refresh(one, folder)
             gap_s = min(gap_s * 1.3, MOST_S)
             ask_at_s = time.monotonic() + gap_s
-        chosen = [state for state in one.seen if element in (None, state.element)]
+        chosen = [state for state in one.seen if array_task in (None, state.array_task)]
         is_last = not until_over or (bool(chosen) and all(state.is_final for state in chosen))
         for state in chosen:
             if state.log and state.state != "PENDING":

@@ -1,4 +1,4 @@
-"""What a site wants to be told: its partition, account, GPUs, modules, and how much a learner may.
+"""Profiles of sites: partition, account, GPUs, modules, and the limits of one learner.
 
 A profile is a small TOML file in `cluster/profiles`. The batch scripts hold nothing of a site, so
 that everybody reads the same ones; `render` puts the profile's lines into them.
@@ -15,6 +15,7 @@ from typing import Any
 
 from course_lib.cluster.slurm_time import read_time_s
 from course_lib.core.errors import CourseError
+from course_lib.core.files import write_whole
 
 SCHEDULERS = ("slurm", "local")
 OWN = "site"  # the profile that `course cluster init` writes
@@ -42,7 +43,7 @@ LIMIT_COMMENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much one learner may have, so that a class cannot flood the queue.
+    """Limits of one learner, so that a class cannot flood the queue.
 
     max_jobs   that wait or run at a time
     gpu_hours  in all: what ended jobs used, and what the others can use at most
@@ -61,7 +62,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A place where jobs run. What is empty or 0 is left to the site.
+    """A site where jobs run; an empty value or 0 is left to the site.
 
     scheduler          "slurm", or "local": this machine, without a queue
     gpus_per_node      that a job can have; 0: there are none, ranks run on the CPU
@@ -70,7 +71,7 @@ class Profile:
     modules            that `module load` loads, in this order
     environment        lines of shell, after the modules: activate an environment, set variables
     scratch            a large, fast folder; ~ and $USER are filled in, scripts see it as SCRATCH
-    network_interface  that ranks on different nodes talk over, such as ib0
+    network_interface  for communication between nodes, such as ib0
 
     Raises: CourseError for a value that no site has
     """
@@ -117,7 +118,7 @@ class Profile:
 
     @property
     def scratch_folder(self) -> str:
-        """The scratch folder of whoever asks: ~ and $USER filled in."""
+        """The scratch folder of the current user: ~ and $USER expanded."""
         return os.path.expanduser(os.path.expandvars(self.scratch))
 
 
@@ -126,7 +127,7 @@ def _is_count(value: object, least: int) -> bool:
 
 
 def find_cluster_folder() -> Path:
-    """The course's folder `cluster`: in the current folder or above it, else beside course_lib."""
+    """Return the course's folder `cluster`: here, above, or else beside course_lib."""
     here = Path.cwd()
     for parent in (here, *here.parents):
         if (parent / "cluster" / "profiles").is_dir():
@@ -135,18 +136,18 @@ def find_cluster_folder() -> Path:
 
 
 def profile_names() -> list[str]:
-    """The names of all profiles there are, the learner's own first."""
+    """Return the names of all profiles, the learner's own first."""
     names = sorted(path.stem for path in (find_cluster_folder() / "profiles").glob("*.toml"))
     return sorted(names, key=lambda name: name != OWN)
 
 
 def default_profile() -> str:
-    """`site` where `course cluster init` wrote one, else `laptop`."""
+    """Return `site` where `course cluster init` wrote one, else `laptop`."""
     return OWN if OWN in profile_names() else "laptop"
 
 
 def read_profile(name: str | os.PathLike[str]) -> Profile:
-    """The profile of this name in `cluster/profiles`, or of this path.
+    """Read the profile of this name in `cluster/profiles`, or of this path.
 
     Raises: CourseError that names the profiles there are, or the line that is wrong
     """
@@ -171,7 +172,7 @@ def read_profile(name: str | os.PathLike[str]) -> Profile:
 
 
 def _known(path: Path, kind: type[Profile] | type[Limits], values: Any) -> dict[str, Any]:
-    """The values, if each has a name and a type that the dataclass knows."""
+    """Return the values, if each has a name and a type that the dataclass knows."""
     if not isinstance(values, dict):
         raise CourseError(f"profile {path}, limits: need a table, [limits]; got {values!r}.")
     known = {one.name: one for one in fields(kind) if one.name not in ("name", "limits")}
@@ -191,21 +192,17 @@ def _known(path: Path, kind: type[Profile] | type[Limits], values: Any) -> dict[
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> Path:
     """Write a profile as commented TOML, whole or not at all; return its path."""
     path = Path(path)
-    scratch = path.with_name(f".{path.name}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(profile_text(profile), encoding="utf-8")
-        scratch.replace(path)
+        return write_whole(path, profile_text(profile))
     except OSError as problem:
         raise CourseError(
             f"profile {path}: need to write it; {problem.strerror}. Try it in a copy of the course "
             "that is yours."
         ) from problem
-    return path
 
 
 def profile_text(profile: Profile) -> str:
-    """The TOML of a profile, each value with what it means."""
+    """Return the TOML of a profile, with a comment on each value."""
     values = asdict(profile)
     lines = [f"# The profile {profile.name!r}. What is empty or 0 is left to the site."]
     for name, comment in COMMENTS.items():
@@ -217,7 +214,7 @@ def profile_text(profile: Profile) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """A text, number or list of texts as TOML writes it; long lists take a line a text."""
+    """Return a text, number or list of texts as TOML; long lists take a line a text."""
     if not isinstance(value, (list, tuple)):
         return json.dumps(value, ensure_ascii=False)
     texts = [json.dumps(text, ensure_ascii=False) for text in value]

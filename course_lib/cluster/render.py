@@ -1,4 +1,4 @@
-"""The batch script that is handed in: one of `cluster/*.sbatch` with profile and job filled in.
+"""Render the batch script to submit: one of `cluster/*.sbatch` with profile and job filled in.
 
 Directives that the job names are replaced where they stand; the profile's take the place of the
 line `# site`, its modules and variables that of `# environment`. The program and its arguments are
@@ -20,7 +20,7 @@ COLUMN = 35  # where comments begin after a directive
 
 
 def render(job: Job, profile: Profile) -> str:
-    """The whole batch script of this job at this site; `sbatch FILE` needs nothing else.
+    """Return the whole batch script of this job at this site; `sbatch FILE` needs nothing else.
 
     Raises: CourseError for a job that does not fit the profile, and a script that is not there or
         has no line `# site` or `# environment`
@@ -45,7 +45,7 @@ def render(job: Job, profile: Profile) -> str:
 
 
 def read_script(script: str) -> str:
-    """The text of a batch script: a name in `cluster`, or a path."""
+    """Return the text of a batch script: a name in `cluster`, or a path."""
     own = find_cluster_folder() / f"{script}.sbatch"
     path = own if own.is_file() else Path(script)
     if not path.is_file():
@@ -65,7 +65,7 @@ def read_script(script: str) -> str:
 
 
 def _job_directives(job: Job, profile: Profile, starts_ranks: bool) -> dict[str, str]:
-    """What the job asks for, by option; empty values are not asked for.
+    """Return what the job requests, by option; empty values are not requested.
 
     With `starts_ranks`, Slurm starts each rank; else one launcher on each node.
     """
@@ -90,14 +90,14 @@ def _site_directives(profile: Profile) -> dict[str, str]:
 
 
 def _directive(option: str, value: str, comment: str = "") -> list[str]:
-    """The line that asks for it; none for an empty value."""
+    """Return the line that requests it; none for an empty value."""
     text = shlex.quote(value) if re.search(r"\s|#", value) else value
     line = f"{PREFIX} --{option}={text}"
     return [f"{line:{COLUMN}} {comment}".rstrip()] if value else []
 
 
 def _replaced(line: str, wanted: dict[str, str]) -> list[str]:
-    """A line of the head, with the wanted value if it is a directive that is wanted otherwise."""
+    """Return a line of the head, with the job's value where it is a directive that the job sets."""
     found = LINE.fullmatch(line)
     if not found or found["option"] not in wanted:
         return [line]
@@ -105,7 +105,7 @@ def _replaced(line: str, wanted: dict[str, str]) -> list[str]:
 
 
 def _environment(job: Job, profile: Profile, starts_ranks: bool) -> list[str]:
-    """Modules, the site's own lines, variables, and the program as the script's arguments."""
+    """Return modules, the site's own lines, variables, and the program as arguments."""
     variables = {
         "SCRATCH": profile.scratch_folder,
         "NCCL_SOCKET_IFNAME": profile.network_interface,

@@ -1,20 +1,21 @@
-"""What every scheduler does for us: take a script in, say how it goes, end it.
+"""The interface of a scheduler: submit a script, report its state, cancel it.
 
-`Slurm` talks to a cluster; `LocalRunner` runs the same script on this machine. States have Slurm's
-own names, which is what `squeue` shows.
+`Slurm` calls a cluster's commands; `LocalRunner` runs the same script on this machine. States have
+Slurm's own names, which is what `squeue` shows.
 """
 
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from course_lib.cluster.job import Job
 from course_lib.core.errors import CourseError
 
+OLD_NAMES = {"element": "array_task"}  # of fields, in submissions of earlier versions
 DONE = "COMPLETED"
 GONE = "GONE"  # the scheduler does not remember it any more
 FINAL = (
@@ -32,23 +33,23 @@ FINAL = (
 
 
 class SchedulerError(CourseError):
-    """A scheduler refuses something."""
+    """The scheduler refused a request."""
 
 
 class NoAnswerError(SchedulerError):
-    """A scheduler does not answer: nobody knows whether it took what it was given."""
+    """The scheduler did not answer: it is unknown whether it accepted the request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """How one job is, or one element of an array.
+    """The state of a job, or of one task of a job array.
 
     exit_code  of the script, 128 + the signal where one ended it; None until it has ended by itself
     restarts   how often it was put back into the queue, by a node that failed or by preemption
     seconds    that it ran, since the last restart
     """
 
-    element: int
+    array_task: int
     state: str
     exit_code: int | None = None
     restarts: int = 0
@@ -58,33 +59,38 @@ class JobState:
 
     @property
     def is_final(self) -> bool:
-        """Will nothing happen to it any more?"""
+        """Whether the job has ended for good."""
         return self.state in FINAL
 
 
+def read_state(words: Mapping[str, Any]) -> JobState:
+    """Rebuild a state from its fields, also as older versions of the course wrote them."""
+    return JobState(**{OLD_NAMES.get(name, name): value for name, value in words.items()})
+
+
 class Scheduler(Protocol):
-    """Takes jobs. Ids are the scheduler's own; `17_3` is an element of the array 17."""
+    """The interface of a scheduler; ids are its own, and `17_3` is the task 3 of the array 17."""
 
     def check(self, script: Path) -> None:
-        """Ask whether the script would be taken.
+        """Check whether the scheduler would accept the script.
 
         Raises: SchedulerError with the reason, if not
         """
 
     def submit(self, script: Path, job: Job, token: str) -> str:
-        """Hand a script in, to run in the current folder; return the job's id.
+        """Submit a script to run in the current folder; return the job's id.
 
         `token` is no other job's: if an answer gets lost, it tells whether the job is in already.
         """
 
     def find(self, token: str) -> str | None:
-        """The id of the job that was handed in with this token, if there is one."""
+        """Return the id of the job that was submitted with this token, if there is one."""
 
     def states(self, job_id: str) -> list[JobState]:
-        """One state for each element, in their order; of a job that is forgotten, GONE."""
+        """Return one state for each array task, in order; GONE for a job that is forgotten."""
 
     def cancel(self, job_id: str) -> None:
-        """End a job, or an element of it, whether it waits or runs. Ended ones stay as they are."""
+        """Cancel a job or an array task, whether it waits or runs; ended ones stay as they are."""
 
 
 def in_words(states: Sequence[JobState]) -> str:
@@ -102,11 +108,11 @@ def _in_words(state: JobState) -> str:
 
 
 def python_first() -> str:
-    """The PATH on which a job finds the torchrun that belongs to this Python."""
+    """Return a PATH on which a job finds the torchrun that belongs to this Python."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def split_id(job_id: str) -> tuple[str, int | None]:
-    """`17_3` as ("17", 3), `17` as ("17", None)."""
-    whole, _, element = job_id.partition("_")
-    return whole, int(element) if element else None
+    """Split `17_3` into ("17", 3) and `17` into ("17", None)."""
+    whole, _, array_task = job_id.partition("_")
+    return whole, int(array_task) if array_task else None

@@ -1,4 +1,4 @@
-"""What can be seen of a site from its login node: partitions, GPUs, limits; the start of a profile.
+"""Look up a site from its login node: partitions, GPUs, limits; a first profile of it.
 
 Where there is no Slurm, the profile describes this machine.
 """
@@ -22,7 +22,7 @@ PARTITIONS = ("scontrol", "show", "partition", "--oneliner")
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A queue of the site, and its largest kind of node."""
+    """A partition of the site, and its largest kind of node."""
 
     name: str
     is_default: bool = False
@@ -34,7 +34,7 @@ class Partition:
 
 
 def find_partitions(run: _Run = run_command) -> list[Partition]:
-    """The partitions that Slurm names, those with GPUs first; none where there is no Slurm."""
+    """Return the partitions that Slurm names, those with GPUs first; none without Slurm."""
     limits = dict(_limits(run(PARTITIONS) or ""))
     found: dict[str, Partition] = {}
     for line in (run(SINFO) or "").splitlines():
@@ -46,7 +46,7 @@ def find_partitions(run: _Run = run_command) -> list[Partition]:
 
 
 def _partition(line: str) -> Partition | None:
-    """`gpu*|64|gpu:h100:4(S:0-1)`: the default partition, of 64 cores and 4 GPUs a node."""
+    """Parse `gpu*|64|gpu:h100:4(S:0-1)`: the default partition, of 64 cores and 4 GPUs a node."""
     parts = line.strip().split("|")
     if len(parts) != 3:
         return None
@@ -62,7 +62,7 @@ def _partition(line: str) -> Partition | None:
 
 
 def _limits(text: str) -> Iterator[tuple[str, tuple[int, str]]]:
-    """Name, most nodes and longest time of each line of `scontrol show partition`."""
+    """Return name, most nodes and longest time of each line of `scontrol show partition`."""
     for line in text.splitlines():
         values = dict(re.findall(r"(\w+)=(\S+)", line))
         counts = [values.get(key, "") for key in ("MaxNodes", "TotalNodes")]
@@ -80,7 +80,7 @@ def _time_limit(text: str) -> str:
 
 
 def profile_of(partition: Partition) -> Profile:
-    """A profile for a partition, as far as it can be seen."""
+    """Return a profile for a partition, as far as it is known."""
     ranks = partition.gpus or CPU_RANKS
     return Profile(
         name=OWN,
@@ -95,7 +95,7 @@ def profile_of(partition: Partition) -> Profile:
 
 
 def profile_of_machine(run: _Run = run_command) -> Profile:
-    """A profile for this machine, without a queue; without GPUs, two nodes are played on it."""
+    """Return a profile for this machine; without GPUs, it emulates two nodes."""
     gpus = len(describe_gpus(run))
     return Profile(
         name=OWN,

@@ -91,7 +91,7 @@ def init(
 
 
 def _may_write(path: Path, yes: bool) -> None:
-    """Stops where a profile would be lost."""
+    """Stop where a profile would be lost."""
     if path.exists() and yes:
         raise CourseError(
             f"course cluster init --yes: {path} is there already, and stays. Try it without "
@@ -102,7 +102,7 @@ def _may_write(path: Path, yes: bool) -> None:
 
 
 def _chosen(partitions: "list[Partition]") -> "Partition":
-    """The partition that whoever sits there wants."""
+    """Ask for a partition and return it."""
     for one in partitions:
         nodes = f"{one.max_nodes} nodes, each {one.cores} cores and {one.gpus} GPUs"
         print(f"  {one.name:12} {nodes} {one.gpu_type}, at most {one.time_limit}".rstrip())
@@ -114,7 +114,7 @@ def _chosen(partitions: "list[Partition]") -> "Partition":
 
 
 def _asked(profile: "Profile") -> "Profile":
-    """The profile with the answers to what cannot be seen."""
+    """Return the profile with the answers to questions on what cannot be looked up."""
     values: dict[str, object] = {}
     if profile.scheduler == "slurm":
         values["account"] = typer.prompt("Account (empty: none)", profile.account)
@@ -127,7 +127,7 @@ def _asked(profile: "Profile") -> "Profile":
 
 
 def plain_table(*columns: str) -> Table:
-    """A table without lines, whose last column takes what room is left."""
+    """Return a table without lines, whose last column takes the remaining width."""
     table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in table.columns[:-1]:
         column.no_wrap = True

@@ -1,4 +1,4 @@
-"""Slurm as a scheduler: its own commands, asked again while the controller does not answer."""
+"""Slurm as a scheduler: its own commands, repeated while the controller does not answer."""
 
 import getpass
 import os
@@ -38,12 +38,12 @@ OWN_SETTINGS = ("SLURM_CONF", "SLURM_TIME_FORMAT")
 
 
 def tell(sentence: str) -> None:
-    """Say something that belongs to no output."""
+    """Print a message on stderr, where it belongs to no output."""
     print(sentence, file=sys.stderr, flush=True)
 
 
 class Slurm:
-    """The Slurm whose commands are on this machine. `pauses_s` are made before asking again."""
+    """The Slurm whose commands are on this machine; `pauses_s` are the waits between attempts."""
 
     def __init__(
         self, *, pauses_s: Iterable[float] = PAUSES_S, say: Callable[[str], None] = tell
@@ -51,13 +51,13 @@ class Slurm:
         self._pauses_s, self._say = tuple(pauses_s), say
 
     def check(self, script: Path) -> None:
-        """Let sbatch read the script and look whether the cluster could ever run it."""
+        """Let sbatch check the script and whether the cluster could ever run it."""
         answer = self._ask("sbatch", "--test-only", str(script))
         if answer.returncode:
             raise _refused(answer.stderr)
 
     def submit(self, script: Path, job: Job, token: str) -> str:
-        """Hand in with sbatch. An answer that got lost is looked for before it is tried again."""
+        """Submit with sbatch; where the answer was lost, look for the job before trying again."""
         command = ("sbatch", "--parsable", f"--comment={token}", str(script))
         answer = self._ask(*command, unless=lambda: self.find(token))
         if answer.returncode:
@@ -65,7 +65,7 @@ class Slurm:
         return answer.stdout.strip().split(";")[0]
 
     def find(self, token: str) -> str | None:
-        """The job with this comment."""
+        """Return the id of the job with this comment."""
         command = ("squeue", "-h", "-t", "all", "-u", getpass.getuser(), "-o", "%F %k")
         for line in self._ask(*command).stdout.splitlines():
             job_id, _, comment = line.partition(" ")
@@ -74,15 +74,15 @@ class Slurm:
         return None
 
     def states(self, job_id: str) -> list[JobState]:
-        """From the controller; of jobs that it has forgotten, from the accounting if there is."""
+        """Return the states from the controller; those it has forgotten, from the accounting."""
         whole, wanted = split_id(job_id)
         answer = self._ask("scontrol", "show", "job", "-o", whole)
         if answer.returncode and FORGOTTEN not in answer.stderr:
             raise _refused(answer.stderr)
         found = [state for line in answer.stdout.splitlines() for state in _read(line)]
-        found = found or self._accounted(whole) or [JobState(element=wanted or 0, state=GONE)]
-        of_interest = [one for one in found if wanted in (None, one.element)]
-        return sorted(of_interest, key=lambda one: one.element)
+        found = found or self._accounted(whole) or [JobState(array_task=wanted or 0, state=GONE)]
+        of_interest = [one for one in found if wanted in (None, one.array_task)]
+        return sorted(of_interest, key=lambda one: one.array_task)
 
     def _accounted(self, job_id: str) -> list[JobState]:
         command = ("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "JobID,State,ExitCode,ElapsedRaw")
@@ -90,9 +90,9 @@ class Slurm:
         for line in self._ask(*command).stdout.splitlines():
             name, state, code, seconds = line.split("|")
             number = name.partition("_")[2]
-            element = int(number) if number.isdigit() else 0
+            array_task = int(number) if number.isdigit() else 0
             word, ran_s = state.split()[0], float(seconds or 0)
-            found.append(_state(element, state=word, code=code, seconds=ran_s))
+            found.append(_state(array_task, state=word, code=code, seconds=ran_s))
         return found
 
     def cancel(self, job_id: str) -> None:
@@ -104,7 +104,7 @@ class Slurm:
     def _ask(
         self, *command: str, unless: Callable[[], str | None] = lambda: None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command, again while nobody answers it. `unless` may know the answer by then."""
+        """Run a command, again while nothing answers; `unless` may find the answer in between."""
         for pause_s in (*self._pauses_s, None):
             answer = _run(command)
             if not answer.returncode or not any(text in answer.stderr for text in NO_ANSWER):
@@ -123,7 +123,7 @@ class Slurm:
 
 
 def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """Run it without what a surrounding job put into the environment: sbatch would obey that.
+    """Run it without the environment of a surrounding job, which sbatch would obey.
 
     Raises: SchedulerError where there is no Slurm, or none any more
     """
@@ -136,7 +136,7 @@ def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         if not name.startswith("SLURM_") or name in OWN_SETTINGS
     }
     own = {
-        "SLURM_BITSTR_LEN": "0",  # else long lists of elements end in dots
+        "SLURM_BITSTR_LEN": "0",  # else long lists of array tasks end in dots
         "PATH": python_first(),  # sbatch takes it along: the job finds this torchrun
     }
     try:
@@ -170,20 +170,20 @@ def _refused(stderr: str) -> SchedulerError:
 
 
 def _sentence(stderr: str) -> str:
-    """The last line, without the name of the command."""
+    """Return the last line, without the name of the command."""
     lines = [line for line in stderr.splitlines() if line.strip()] or ["it says nothing"]
     return re.sub(r"^(\w+:? )?(error|fatal): |^allocation failure: ", "", lines[-1]).strip()
 
 
 def _read(line: str) -> list[JobState]:
-    """The states in one line of `scontrol show job -o`; elements that wait share one."""
+    """Return the states in one line of `scontrol show job -o`; waiting array tasks share one."""
     known = dict(re.findall(r"([A-Z][\w/:]*)=(.*?)(?= [A-Z][\w/:]*=|\s*$)", line))
     if "JobState" not in known:
         return []
     reason = known["Reason"] if known["JobState"] not in FINAL else ""  # why it waited once
     return [
         _state(
-            element,
+            array_task,
             state=known["JobState"],
             code=known["ExitCode"],
             restarts=int(known.get("Restarts", 0)),
@@ -191,12 +191,12 @@ def _read(line: str) -> list[JobState]:
             reason="" if reason == "None" else reason,
             log=known.get("StdOut", ""),
         )
-        for element in read_array(known.get("ArrayTaskId", "0"))
+        for array_task in read_array(known.get("ArrayTaskId", "0"))
     ]
 
 
 def _state(
-    element: int,
+    array_task: int,
     *,
     state: str,
     code: str,
@@ -205,11 +205,11 @@ def _state(
     reason: str = "",
     log: str = "",
 ) -> JobState:
-    """Of `7:0` the code is 7, of `0:9` it is 128 + 9; it means something where nobody ended it."""
+    """Return a state: of `7:0` the exit code is 7, of `0:9` it is 128 + 9."""
     number, _, signal = code.partition(":")
     by_itself = state in ("COMPLETED", "FAILED")
     return JobState(
-        element=element,
+        array_task=array_task,
         state=state,
         exit_code=(int(number) or (128 + int(signal) if int(signal or 0) else 0))
         if by_itself
@@ -222,7 +222,7 @@ def _state(
 
 
 def _seconds(text: str) -> float:
-    """A time as Slurm writes it; 0 where there is none."""
+    """Return the seconds of a time as Slurm writes it; 0 where there is none."""
     try:
         return read_time_s(text)
     except CourseError:

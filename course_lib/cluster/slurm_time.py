@@ -1,4 +1,4 @@
-"""Times as Slurm writes them, which hold a trap: `2:00` is two minutes, `2:00:00` two hours."""
+"""Times as Slurm writes them, with their trap: `2:00` is two minutes, `2:00:00` two hours."""
 
 import re
 
@@ -16,7 +16,7 @@ UNIT_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def read_time_s(text: str) -> int:
-    """Seconds of a Slurm time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+    """Return the seconds of a Slurm time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
 
     Raises: CourseError for anything else
     """
@@ -30,7 +30,7 @@ def read_time_s(text: str) -> int:
 
 
 def write_time(seconds: float) -> str:
-    """H:MM:SS, the form that nobody misreads; D-HH:MM:SS from one day on."""
+    """Return the time as H:MM:SS, which cannot be misread; as D-HH:MM:SS from one day on."""
     days, rest = divmod(int(seconds), UNIT_S["d"])
     hours, rest = divmod(rest, UNIT_S["h"])
     clock = f"{rest // 60:02}:{rest % 60:02}"

@@ -1,4 +1,4 @@
-"""From a job to a submission: make its folder, render, check, and hand it in.
+"""Turn a job into a submission: make its folder, render, check, and submit it.
 
 Everything that could be said against it is said before: by the rules of `course lint-job`, by the
 scheduler, and by the profile's limits.
@@ -34,7 +34,7 @@ SCRIPT = "script.sbatch"
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A job with its script and what speaks against it, before it is handed in.
+    """A job with its script and the objections to it, before it is submitted.
 
     limits    how much of the profile's limits is taken, and what this job adds
     problems  sentences: the findings of `course lint-job`, the limits, and the scheduler's word
@@ -46,10 +46,10 @@ class Draft:
     problems: tuple[str, ...]
 
 
-def hand_in(
+def submit_job(
     job: Job, profile: Profile, folder: Path = FOLDER, *, say: Callable[[str], object] | None = None
 ) -> Submission:
-    """Check a job and hand it in. Its run folder becomes the submission's own.
+    """Check a job and submit it; its run folder becomes the submission's own.
 
     `say` is told before how much of the limits is taken.
     Raises: CourseError with everything that speaks against it; then nothing is left behind
@@ -78,7 +78,7 @@ def hand_in(
 
 @contextmanager
 def drafted(job: Job, profile: Profile, folder: Path = FOLDER) -> Iterator[Draft]:
-    """A job with its folder, script and checks; the folder is gone again unless it is handed in.
+    """Yield a job with its folder, script and checks; the folder is removed unless it is submitted.
 
     Raises: CourseError for a job that the profile does not have, and a folder that cannot be made
     """
@@ -133,7 +133,7 @@ def _draft(job: Job, profile: Profile, folder: Path) -> Draft:
 
 
 def limits_of(before: Sequence[Submission], job: Job, profile: Profile) -> tuple[str, list[str]]:
-    """How much of the profile's limits is taken, in words, and what this job would break."""
+    """Return the use of the profile's limits, in words, and the limits this job would break."""
     limits, refused = profile.limits, []
     jobs, hours = sum(one.jobs_left for one in before), sum(one.gpu_hours for one in before)
     told = (
@@ -157,5 +157,5 @@ def limits_of(before: Sequence[Submission], job: Job, profile: Profile) -> tuple
 
 
 def in_words(finding: LintFinding) -> str:
-    """A finding as one line."""
+    """Return a finding as one line."""
     return f"line {finding.line}: {finding.what}: {finding.why}. {finding.fix}"

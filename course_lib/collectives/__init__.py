@@ -1,8 +1,8 @@
 """The collectives, written by hand from send and recv (notebook 04_collectives).
 
-`collectives.py` names them all; `ring.py` and `tree.py` hold the algorithms; `group.py` is the rank
-within its process group, and the messages between two ranks. `messages.py` lists who sends what to
-whom in each algorithm and simulates it; `coalesced.py` broadcasts many tensors as one message.
+`collectives.py` names them all; `ring.py` and `tree.py` hold the algorithms; `group.py` has the
+rank within its group, and messages between two ranks. `messages.py` lists who sends what to whom in
+each algorithm and simulates it; `coalesced.py` broadcasts many tensors in a few messages.
 """
 
 from course_lib.collectives.collectives import (

@@ -1,4 +1,4 @@
-"""Send many tensors as few messages: group them by dtype and device, and broadcast each group."""
+"""Broadcast many tensors as few messages: group them by dtype and device, send each group flat."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,27 +16,28 @@ STATE_BYTES = 250 * 2**20  # parameters and buffers are broadcast in pieces of t
 
 @torch.no_grad()
 def broadcast_together(tensors: Iterable[Tensor], group: Group = None) -> None:
-    """Give all ranks the values that the group's first rank has, a few large messages in all."""
+    """Copy the tensors of the group's first rank to all ranks, in place, in few messages."""
     tensors = list(tensors)
     root = dist.get_process_group_ranks(group)[0]
     for part in group_alike(tensors, STATE_BYTES):
-        members = [tensors[number] for number in part]
-        flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        alike = [tensors[index] for index in part]
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])  # [sum of numels]
         dist.broadcast(flat, root, group)
-        for tensor, values in zip(members, flat.split([t.numel() for t in members]), strict=True):
-            tensor.data.copy_(values.view(tensor.shape))  # .data: backward may have kept it
+        for tensor, values in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+            tensor.data.copy_(values.view(tensor.shape))  # .data: backward may have saved it
 
 
 def group_alike(tensors: Sequence[Tensor], most_bytes: float = math.inf) -> list[list[int]]:
-    """Numbers of tensors that can lie side by side: of one dtype and device, up to most_bytes.
+    """Group tensors that can share a flat tensor: one dtype and device, up to `most_bytes`.
 
-    Nothing is cut: a tensor that is larger than most_bytes is alone.
+    Return the indices of each group's tensors. Nothing is split: a tensor larger than `most_bytes`
+    has a group of its own.
     """
     kinds: dict[Any, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(number)
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
     return [
-        [numbers[place] for place in part]
-        for numbers in kinds.values()
-        for part in fill_buckets([tensors[number].nbytes for number in numbers], most_bytes)
+        [indices[i] for i in part]
+        for indices in kinds.values()
+        for part in fill_buckets([tensors[index].nbytes for index in indices], most_bytes)
     ]

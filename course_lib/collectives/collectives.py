@@ -1,9 +1,8 @@
 """All the collectives, built by hand from send and recv.
 
-Each one is what it says in one line, and a handful of messages. The plain names (`broadcast`,
-`all_reduce`, ...) are what later lessons call; the others name the algorithm. `root` is always a
-global rank, `group` may be any group that holds this rank, and a wrong root, shape or op is told
-on every rank before anything is sent. Notebook 04_collectives.
+The plain names (`broadcast`, `all_reduce`, ...) are what later lessons call; the others name the
+algorithm. `root` is always a global rank, `group` may be any group that holds this rank, and a
+wrong root, shape or op raises an error before anything is sent. Notebook 04_collectives.
 """
 
 from torch import Tensor
@@ -15,13 +14,14 @@ from course_lib.collectives.group import (
     flat_view,
     member_of,
     shard_of,
+    shards_of,
     whole_for,
 )
 from course_lib.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from course_lib.collectives.tree import recursive_doubling_all_reduce, tree_broadcast, tree_reduce
 from course_lib.core import ShapeError
 
-SMALL_BYTES = 64 * 2**10  # below the crossover of ring and doubling for 50 us and 2.5 GB/s, any p
+SMALL_BYTES = 64 * 2**10  # below where ring and doubling cross over for 50 us, 2.5 GB/s and any p
 
 broadcast = tree_broadcast
 reduce = tree_reduce
@@ -30,9 +30,9 @@ reduce_scatter = ring_reduce_scatter
 
 
 def scatter(tensor: Tensor | None, out: Tensor, root: int = 0, group: Group = None) -> Tensor:
-    """Deal the root's tensor: rank r gets shard r, in `out`. Other ranks may pass None.
+    """Split the root's tensor: rank r gets shard r, in `out`. Other ranks may pass None.
 
-    Shapes:  root's x [n, ...], cut by torch.tensor_split; out [n/p, ...]
+    Shapes:  root's x [n, ...], split by torch.tensor_split; out [n/p, ...]
     Cost:    (p-1)/p * x bytes sent by the root, one shard after another
     Adjoint: gather
     Raises:  MeshError for a root outside the group; ShapeError on the root if out is not its shard
@@ -46,14 +46,14 @@ def scatter(tensor: Tensor | None, out: Tensor, root: int = 0, group: Group = No
         return out
     if tensor is None or out.shape != shard_of(tensor, member, first, "scatter").shape:
         raise ShapeError(
-            f"rank {root}, scatter: need the root's tensor, and for out the shape of its shard "
+            f"rank {root}, scatter: need the root's tensor, and out in the shape of its shard "
             f"{first} of {member.size}; got {describe(tensor)} and {describe(out)}. "
             f"Try out=torch.empty_like(tensor.tensor_split({member.size})[{first}])."
         )
-    shards = [shard.contiguous() for shard in tensor.detach().tensor_split(member.size)]
+    shards = [shard.contiguous() for shard in shards_of(tensor, member, "scatter")]  # [n/p, ...]
     for i in range(1, member.size):
-        number = (first + i) % member.size
-        member.isend(shards[number], number).wait()
+        rank = (first + i) % member.size
+        member.isend(shards[rank], rank).wait()
     out.detach().copy_(shards[first])
     return out
 
@@ -61,9 +61,9 @@ def scatter(tensor: Tensor | None, out: Tensor, root: int = 0, group: Group = No
 def gather(
     shard: Tensor, out: Tensor | None = None, root: int = 0, group: Group = None
 ) -> Tensor | None:
-    """Put the shards of all ranks together on the root; None elsewhere.
+    """Concatenate the shards of all ranks on the root; return None elsewhere.
 
-    Without `out` (only the root's counts) all shards need the same length; with it, any length.
+    Without `out` (only the root's counts), all shards need the same length; with it, any length.
 
     Shapes:  [n/p, ...] -> [n, ...] on the root
     Cost:    (p-1)/p * out bytes received by the root, one shard after another
@@ -77,19 +77,19 @@ def gather(
         return None
     out = whole_for(shard, out, member, "gather")
     whole = out.detach().contiguous()
-    shards = whole.tensor_split(member.size)
+    shards = whole.tensor_split(member.size)  # p views of [n/p, ...]
     shards[first].copy_(shard.detach())
     for i in range(1, member.size):
-        number = (first + i) % member.size
-        member.irecv(shards[number], number).wait()
+        rank = (first + i) % member.size
+        member.irecv(shards[rank], rank).wait()
     return out if whole.data_ptr() == out.data_ptr() else out.copy_(whole)
 
 
 def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None) -> Tensor:
-    """Sum over the group, in place, on every rank: by doubling if small, else around the ring.
+    """Sum over the group, in place, on every rank: by doubling if small, else on the ring.
 
-    Few messages matter for a small tensor, few bytes for a large one;
-    `course_lib.cost.network.crossover_bytes` computes where that changes.
+    Latency dominates for a small tensor, bandwidth for a large one;
+    `course_lib.cost.network.crossover_bytes` computes where the ring becomes faster.
 
     Cost:    see recursive_doubling_all_reduce (up to SMALL_BYTES) and ring_all_reduce
     Adjoint: all_reduce (of op="sum")
@@ -100,7 +100,7 @@ def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None) -> Tensor:
 
 
 def all_to_all(tensor: Tensor, group: Group = None) -> Tensor:
-    """Rank r sends shard s to rank s, and gets shard r of every rank, in the order of the ranks.
+    """Send shard s to rank s, for every s; return the shards received, in the order of the ranks.
 
     Shapes:  [n, ...] -> p shards r of it: [n, ...] if p divides n; the same n on every rank
     Cost:    (p-1)/p * x bytes sent per rank, p-1 steps
@@ -110,11 +110,12 @@ def all_to_all(tensor: Tensor, group: Group = None) -> Tensor:
     """
     member = member_of(group, "all_to_all")
     rank, p = member.rank, member.size
-    mine = shard_of(tensor, member, rank, "all_to_all")
+    shards = shards_of(tensor, member, "all_to_all")  # p views of [n/p, ...]
+    mine = shards[rank]
     out = tensor.new_empty(p * len(mine), *tensor.shape[1:])
-    received = out.view(p, *mine.shape)
+    received = out.view(p, *mine.shape)  # [p, n/p, ...]
     received[rank].copy_(mine)
     for step in range(1, p):
-        shard = shard_of(tensor, member, (rank + step) % p, "all_to_all").contiguous()
+        shard = shards[(rank + step) % p].contiguous()
         exchange(member, shard, rank + step, received[(rank - step) % p], rank - step)
     return out

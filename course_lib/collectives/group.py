@@ -1,8 +1,9 @@
-"""What every collective stands on: where a rank stands in its group, and one exchange.
+"""What every collective uses: the rank within its process group, and point-to-point messages.
 
-Ranks of a group are counted 0 .. p-1 along a circle, so number p is number 0 again and number -1 is
-the last. An exchange posts its receive and its send before it waits for either; ranks that all send
-first and receive later would wait for ever. Notebook 04_collectives.
+Ranks within a group are 0 .. p-1 and are taken modulo p, so that rank p is rank 0 and rank -1 is
+the last one: a ring needs no special case. An exchange posts its receive and its send before it
+waits for either; if all ranks sent first and received later, they would deadlock. Notebook
+04_collectives.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ OPS = ("sum", "mean", "max")
 
 @dataclass(frozen=True)
 class GroupMember:
-    """This rank as a member of a process group: its `rank` there, and the global `ranks` of all."""
+    """This process in a group: its `rank` within the group, and the global `ranks` of all."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -30,34 +31,34 @@ class GroupMember:
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """Number of ranks in the group."""
         return len(self.ranks)
 
-    def global_rank(self, number: int) -> int:
-        """The global rank of a number on the circle."""
-        return self.ranks[number % self.size]
+    def global_rank(self, rank: int) -> int:
+        """Return the global rank of a rank within the group, taken modulo its size."""
+        return self.ranks[rank % self.size]
 
     def rank_of(self, root: int, where: str) -> int:
-        """The number of a global rank. Raises: MeshError if the group does not hold it."""
+        """Return the rank within the group of a global rank. Raises: MeshError if it has none."""
         if root not in self.ranks:
             raise MeshError(
                 f"rank {self.global_rank(self.rank)}, {where}: need a root out of the group's "
-                f"ranks {list(self.ranks)} (roots are global ranks); got {root!r}. "
+                f"ranks {list(self.ranks)} (a root is a global rank); got {root!r}. "
                 f"Try root={self.ranks[0]}."
             )
         return self.ranks.index(root)
 
     def isend(self, tensor: Tensor, to: int, tag: int = 0) -> dist.Work:
-        """Start to send to number `to` of the circle; `.wait()` for the end."""
+        """Start to send to rank `to` of the group; `.wait()` blocks until it is sent."""
         return _started(dist.isend(tensor, self.global_rank(to), self.group, tag))
 
     def irecv(self, tensor: Tensor, source: int, tag: int = 0) -> dist.Work:
-        """Start to receive from number `source` of the circle; `.wait()` for the end."""
+        """Start to receive from rank `source` of the group; `.wait()` blocks until it is here."""
         return _started(dist.irecv(tensor, self.global_rank(source), self.group, tag))
 
 
 def member_of(group: Group, where: str) -> GroupMember:
-    """This rank's place in a group (None: all ranks). Raises: MeshError if it has none."""
+    """Return this rank as a member of a group (None: all ranks). Raises: MeshError."""
     rank = dist.get_rank()
     try:
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -73,26 +74,38 @@ def member_of(group: Group, where: str) -> GroupMember:
 
 
 def exchange(member: GroupMember, out: Tensor, to: int, into: Tensor, source: int) -> None:
-    """Send `out` to number `to` while `into` is filled by number `source`; wait for both."""
-    moves = [
+    """Send `out` to rank `to` of the group, receive `into` from rank `source`; wait for both."""
+    for work in start_exchange(member, out, to, into, source):
+        work.wait()
+
+
+def start_exchange(
+    member: GroupMember, out: Tensor, to: int, into: Tensor, source: int
+) -> list[dist.Work]:
+    """Start an exchange; return its handles, the receive's first. NCCL has one for both."""
+    messages = [
         dist.P2POp(dist.irecv, into, member.global_rank(source), member.group),
         dist.P2POp(dist.isend, out, member.global_rank(to), member.group),
     ]
-    for work in dist.batch_isend_irecv(moves):
-        work.wait()
+    return dist.batch_isend_irecv(messages)
+
+
+def needs_pairs(tensor: Tensor) -> bool:
+    """Tell whether a receive has to start together with a send: NCCL may deadlock otherwise."""
+    return tensor.is_cuda
 
 
 @contextmanager
 def flat_view(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor's numbers in one contiguous row; what is written there ends up in the tensor."""
-    flat = tensor.detach().contiguous().view(-1)
+    """Give a tensor as a flat, contiguous one; what is written there ends up in the tensor."""
+    flat = tensor.detach().contiguous().view(-1)  # [numel]
     yield flat
-    if flat.data_ptr() != tensor.data_ptr():  # the row had to be a copy
+    if flat.data_ptr() != tensor.data_ptr():  # the flat tensor had to be a copy
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def check_op(op: str, tensor: Tensor, where: str) -> None:
-    """Raises: ValueError for an unknown op, and for the mean of whole numbers."""
+    """Check that `op` is known and fits the dtype. Raises: ValueError, also for a mean of ints."""
     if op not in OPS:
         raise ValueError(
             f"rank {dist.get_rank()}, {where}: need op out of {', '.join(OPS)}; got {op!r}."
@@ -105,55 +118,65 @@ def check_op(op: str, tensor: Tensor, where: str) -> None:
 
 
 def combine(mine: Tensor, theirs: Tensor, op: str) -> Tensor:
-    """Add (or take the larger of) two tensors into the first. A mean is a sum until the end."""
+    """Add `theirs` to `mine`, in place, or take the maximum. A mean is a sum until `finish`."""
     return torch.maximum(mine, theirs, out=mine) if op == "max" else mine.add_(theirs)
 
 
 def finish(total: Tensor, op: str, p: int) -> Tensor:
-    """Turn the sum over p ranks into the mean, if that is asked for: one division, at the end."""
+    """Divide the sum over p ranks by p, in place, if the mean is asked for."""
     return total.div_(p) if op == "mean" else total
 
 
 def whole_for(shard: Tensor, out: Tensor | None, member: GroupMember, where: str) -> Tensor:
-    """Where p shards are put together: `out`, or a new tensor of p times this shard.
+    """Return the tensor that holds the shards of all ranks: `out`, or a new one.
 
-    Raises: ShapeError if this rank's shard of `out` has another shape or dtype than `shard`
+    Shapes:  shard [n/p, ...] -> [n, ...]
+    Raises:  ShapeError if this rank's shard of `out` has another shape or dtype than `shard`
     """
     if out is None:
-        _need_rows(shard, where)
+        _need_a_dim(shard, where)
         return shard.new_empty(member.size * len(shard), *shard.shape[1:])
     mine = shard_of(out, member, member.rank, where)
     if (mine.shape, mine.dtype) != (shard.shape, shard.dtype):
         raise ShapeError(
-            f"rank {member.global_rank(member.rank)}, {where}: need a shard of {describe(mine)}, "
-            f"number {member.rank} of {member.size} of out's; got {describe(shard)}. "
+            f"rank {member.global_rank(member.rank)}, {where}: need a shard like shard "
+            f"{member.rank} of {member.size} of out, {describe(mine)}; got {describe(shard)}. "
             f"Try out.tensor_split({member.size})[{member.rank}]."
         )
     return out
 
 
-def shard_of(tensor: Tensor, member: GroupMember, number: int, where: str) -> Tensor:
-    """Shard `number` of p along the first dim: of 10 rows over 4 ranks 3, 3, 2, 2."""
-    _need_rows(tensor, where)
-    return tensor.detach().tensor_split(member.size)[number]
+def shards_of(tensor: Tensor, member: GroupMember, where: str) -> tuple[Tensor, ...]:
+    """Split a tensor along its first dim into a shard for each rank; the first ones may be longer.
+
+    Shapes:  [n, ...] -> p views of [n/p, ...]: lengths 3, 3, 2, 2 for n = 10 and p = 4
+    Raises:  ShapeError if the tensor has no dim
+    """
+    _need_a_dim(tensor, where)
+    return tensor.detach().tensor_split(member.size)
+
+
+def shard_of(tensor: Tensor, member: GroupMember, rank: int, where: str) -> Tensor:
+    """Return the shard of one rank of the group, a view."""
+    return shards_of(tensor, member, where)[rank]
 
 
 def describe(tensor: Any) -> str:
-    """`[3, 2] float32`, for an error's sentence."""
+    """Describe a tensor for an error message: `[3, 2] float32`."""
     if not isinstance(tensor, Tensor):
         return type(tensor).__name__
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _started(work: dist.Work | None) -> dist.Work:
-    if work is None:  # torch's answer to a rank outside the group, which member_of has refused
+    if work is None:  # torch's answer to a rank outside the group, which member_of refuses
         raise MeshError(f"rank {dist.get_rank()}: need a group that holds this rank.")
     return work
 
 
-def _need_rows(tensor: Tensor, where: str) -> None:
+def _need_a_dim(tensor: Tensor, where: str) -> None:
     if tensor.dim() == 0:
         raise ShapeError(
             f"rank {dist.get_rank()}, {where}: need a tensor with at least one dim, to split it "
-            "along the first; got a single number. Try tensor.view(1)."
+            "along the first; got one with no dims. Try tensor.view(1)."
         )

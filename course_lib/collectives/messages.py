@@ -1,8 +1,8 @@
-"""Who sends what to whom, step by step, for every algorithm; and a simulation that plays it.
+"""Collective algorithms as lists of messages, and a simulation of such a list on links.
 
-An algorithm on paper is a list of messages. From this one list come the stepper's moving shards and
-`simulate`, which gives every message its time on the wires. The formulas of `network.py` must give
-the same end. Notebook 04_collectives.
+On paper, an algorithm is a list of messages: in which step who sends which shard to whom. The
+stepper draws this list, and `simulate` gives every message its time on the links. The formulas of
+`course_lib.cost.network` must give the same end. Notebook 04_collectives.
 """
 
 from collections import defaultdict
@@ -17,9 +17,9 @@ from course_lib.cost.network import num_doublings
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """In `step` (from 1), `sender` sends its `shard`; the receiver `adds` it or stores it.
+    """One message: in `step` (from 1), `sender` sends its `shard`; the receiver adds or stores it.
 
-    It lands in the receiver's place of the same number, or in `to_shard`.
+    It lands in the receiver's shard of the same index, or in `to_shard`.
     """
 
     step: int
@@ -31,8 +31,8 @@ class Message:
     to_shard: int | None = None
 
     @property
-    def place(self) -> int:
-        """Where it lands at the receiver."""
+    def target_shard(self) -> int:
+        """Index of the receiver's shard where it lands."""
         return self.shard if self.to_shard is None else self.to_shard
 
 
@@ -40,17 +40,17 @@ class Message:
 
 
 def ring_reduce_scatter_messages(p: int, num_bytes: float = 0.0) -> list[Message]:
-    """In step t, rank r sends shard r - t to its right, which adds it: p - 1 steps."""
+    """List p - 1 steps: in step t, rank r sends shard r - t to its right, which adds it."""
     return _ring(p, num_bytes, shift=0, adds=True)
 
 
 def ring_all_gather_messages(p: int, num_bytes: float = 0.0) -> list[Message]:
-    """In step t, rank r sends shard r + 1 - t to its right, which keeps it: p - 1 steps."""
+    """List p - 1 steps: in step t, rank r sends shard r + 1 - t to its right, which stores it."""
     return _ring(p, num_bytes, shift=1, adds=False)
 
 
 def ring_all_reduce_messages(p: int, num_bytes: float = 0.0) -> list[Message]:
-    """A reduce-scatter, then an all-gather: 2 (p - 1) steps."""
+    """List a reduce-scatter, then an all-gather: 2 (p - 1) steps."""
     gather = ring_all_gather_messages(p, num_bytes)
     later = [replace(message, step=message.step + p - 1) for message in gather]
     return ring_reduce_scatter_messages(p, num_bytes) + later
@@ -75,7 +75,7 @@ def _ring(p: int, num_bytes: float, *, shift: int, adds: bool) -> list[Message]:
 
 
 def star_broadcast_messages(p: int, num_bytes: float = 0.0, root: int = 0) -> list[Message]:
-    """The root sends to everyone, one after another: p - 1 steps."""
+    """List p - 1 steps: the root sends to one rank after another."""
     return [
         Message(step=i, sender=root, receiver=(root + i) % p, num_bytes=num_bytes)
         for i in range(1, p)
@@ -83,7 +83,7 @@ def star_broadcast_messages(p: int, num_bytes: float = 0.0, root: int = 0) -> li
 
 
 def tree_broadcast_messages(p: int, num_bytes: float = 0.0, root: int = 0) -> list[Message]:
-    """All who have it send it on: ceil(log2 p) steps."""
+    """List ceil(log2 p) steps: in each, every rank that has the tensor sends it on."""
     return [
         Message(
             step=k + 1,
@@ -96,22 +96,11 @@ def tree_broadcast_messages(p: int, num_bytes: float = 0.0, root: int = 0) -> li
     ]
 
 
-def tree_reduce_messages(p: int, num_bytes: float = 0.0, root: int = 0) -> list[Message]:
-    """The tree broadcast run backwards, adding: ceil(log2 p) steps."""
-    return [
-        replace(
-            message,
-            step=num_doublings(p) + 1 - message.step,
-            sender=message.receiver,
-            receiver=message.sender,
-            adds=True,
-        )
-        for message in reversed(tree_broadcast_messages(p, num_bytes, root))
-    ]
-
-
 def recursive_doubling_messages(p: int, num_bytes: float = 0.0) -> list[Message]:
-    """Swap sums with the rank 1, 2, 4 ... away; ranks past a power of two go first and last."""
+    """List the rounds: exchange sums with the rank 1, 2, 4 ... away.
+
+    Ranks past the largest power of two send theirs first, and receive the sum last.
+    """
     core = 1 << (p.bit_length() - 1)
     fold = [
         Message(step=1, sender=rank, receiver=rank - core, num_bytes=num_bytes, adds=True)
@@ -135,34 +124,10 @@ def recursive_doubling_messages(p: int, num_bytes: float = 0.0) -> list[Message]
 
 
 def scatter_messages(p: int, num_bytes: float = 0.0, root: int = 0) -> list[Message]:
-    """The root sends each rank its shard, one after another: p - 1 steps."""
+    """List p - 1 steps: the root sends one rank after another its shard."""
     return [
         replace(message, shard=message.receiver, num_bytes=num_bytes / p)
         for message in star_broadcast_messages(p, num_bytes, root)
-    ]
-
-
-def gather_messages(p: int, num_bytes: float = 0.0, root: int = 0) -> list[Message]:
-    """Each rank sends its shard to the root, one after another: p - 1 steps."""
-    return [
-        replace(message, sender=message.receiver, receiver=root)
-        for message in scatter_messages(p, num_bytes, root)
-    ]
-
-
-def all_to_all_messages(p: int, num_bytes: float = 0.0) -> list[Message]:
-    """Rank r's shard s goes to place r of rank s: all at once, the ports take them in turn."""
-    return [
-        Message(
-            step=1,
-            sender=rank,
-            receiver=(rank + i) % p,
-            shard=(rank + i) % p,
-            to_shard=rank,
-            num_bytes=num_bytes / p,
-        )
-        for i in range(1, p)
-        for rank in range(p)
     ]
 
 
@@ -170,10 +135,10 @@ def all_to_all_messages(p: int, num_bytes: float = 0.0) -> list[Message]:
 
 
 def simulate(messages: Iterable[Message], link: Link | TwoLevelLink) -> list[Event]:
-    """When every message travels: a `send` and a `recv` event each, as real ranks record them.
+    """Time every message: return a `send` and a `recv` event for each, as real ranks record them.
 
-    A rank starts a step when its own part of the steps before is done; nobody waits for the others.
-    Its port sends one message at a time, and receives one at a time.
+    A rank starts a step when its own part of the steps before is done, without waiting for other
+    ranks. It sends one message at a time, and receives one at a time.
     """
     done_s: dict[int, float] = defaultdict(float)
     out_free_s: dict[int, float] = defaultdict(float)
@@ -210,5 +175,5 @@ def _both_ends(m: Message, start_s: float, end_s: float) -> list[Event]:
 
 
 def end_of(events: Iterable[Event]) -> float:
-    """When the last event ends; 0 when there is none."""
+    """Return the time when the last event ends; 0 if there is none."""
     return max((event.end_s for event in events), default=0.0)

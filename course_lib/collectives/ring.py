@@ -1,11 +1,15 @@
 """Collectives on a ring: every rank sends one shard to its right and receives one from its left.
 
-After p - 1 such steps each rank has met every other rank's numbers once, over links that are all
-busy all the time. Reduce-scatter adds on the way, all-gather copies, and one after the other they
-are an all-reduce. Shard s starts at rank s + 1 and is summed in the order of the ring up to rank s,
-so the result is the same on every run, and all ranks hold the same bits. Notebook 04_collectives.
+After p - 1 such steps each shard has visited every rank, over links that are all busy all the time.
+Reduce-scatter adds on the way, all-gather copies, and one after the other they are an all-reduce.
+Shard s starts at rank s + 1 and is summed in the order of the ring up to rank s, so the result is
+the same on every run, and all ranks hold the same bits. Notebook 04_collectives.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,43 +18,41 @@ from course_lib.collectives.group import (
     GroupMember,
     check_op,
     combine,
-    exchange,
     finish,
     flat_view,
     member_of,
-    shard_of,
+    needs_pairs,
+    shards_of,
+    start_exchange,
     whole_for,
 )
 
-PIECE_BYTES = 2 * 2**20
+PIECE_BYTES = 2 * 2**20  # a larger shard travels in pieces of this size
+RECEIVES_AHEAD = 4
 
 
 def ring_reduce_scatter(tensor: Tensor, op: str = "sum", group: Group = None) -> Tensor:
     """Sum over the group; rank r gets shard r. The input stays as it is.
 
-    Shapes:  x [n, ...] -> [n/p, ...], cut by torch.tensor_split: any n
-    Cost:    (p-1)/p * x bytes sent per rank, p-1 steps
+    Shapes:  x [n, ...] -> [n/p, ...], split by torch.tensor_split: any n
+    Cost:    (p-1)/p * x bytes sent per rank, p-1 steps; a copy of x in memory
     Adjoint: ring_all_gather (of op="sum")
     Raises:  MeshError, ShapeError, ValueError (op)
     Source:  MPICH, src/mpi/coll/allreduce/allreduce_intra_ring.c, "Phase 2"
     """
     member = member_of(group, "ring_reduce_scatter")
     check_op(op, tensor, "ring_reduce_scatter")
-    rank, p = member.rank, member.size
-    parcel = shard_of(tensor, member, rank - 1, "ring_reduce_scatter").clone()
-    for step in range(p - 1):
-        mine = shard_of(tensor, member, (rank - 2 - step) % p, "ring_reduce_scatter")
-        incoming = mine.new_empty(mine.shape)
-        exchange(member, parcel, rank + 1, incoming, rank - 1)
-        parcel = combine(incoming, mine, op)
-    return finish(parcel, op, p)
+    sums = tensor.detach().clone(memory_format=torch.contiguous_format)
+    shards = shards_of(sums, member, "ring_reduce_scatter")  # p views of [n/p, ...]
+    _run(reduce_scatter_steps(member.rank, member.size), shards, op, member)
+    return shards[member.rank].clone()
 
 
 def ring_all_gather(shard: Tensor, out: Tensor | None = None, group: Group = None) -> Tensor:
-    """Put the shards of all ranks together, in the order of the ranks, on every rank.
+    """Concatenate the shards of all ranks, in the order of the ranks, on every rank.
 
     Without `out` all shards need the same length. With it, rank r's shard is
-    `out.tensor_split(p)[r]`, so that any length works and no memory is taken.
+    `out.tensor_split(p)[r]`, so that any length works and no memory is allocated.
 
     Shapes:  [n/p, ...] -> [n, ...]
     Cost:    (p-1)/p * out bytes sent per rank, p-1 steps
@@ -59,15 +61,11 @@ def ring_all_gather(shard: Tensor, out: Tensor | None = None, group: Group = Non
     Source:  MPICH, src/mpi/coll/allgather/allgather_intra_ring.c, "Algorithm: Ring"
     """
     member = member_of(group, "ring_all_gather")
-    rank, p = member.rank, member.size
     out = whole_for(shard, out, member, "ring_all_gather")
     whole = out.detach().contiguous()
-    shards = whole.tensor_split(p)
-    shards[rank].copy_(shard.detach())
-    for step in range(p - 1):
-        exchange(
-            member, shards[(rank - step) % p], rank + 1, shards[(rank - 1 - step) % p], rank - 1
-        )
+    shards = whole.tensor_split(member.size)  # p views of [n/p, ...]
+    shards[member.rank].copy_(shard.detach())
+    _run(all_gather_steps(member.rank, member.size), shards, "sum", member)
     return out if whole.data_ptr() == out.data_ptr() else out.copy_(whole)
 
 
@@ -76,65 +74,102 @@ def ring_all_reduce(
 ) -> Tensor:
     """Sum over the group, in place, on every rank: a reduce-scatter, then an all-gather.
 
-    A shard of more than `piece_bytes` travels in pieces: one is added while the next one is on its
-    way, and no more than two pieces of memory are taken.
-
     Shapes:  x of any shape stays [...]; the same tensor is returned
-    Cost:    2 (p-1)/p * x bytes sent per rank, 2 (p-1) steps
+    Cost:    2 (p-1)/p * x bytes sent per rank, 2 (p-1) steps; up to 4 pieces in memory
     Adjoint: ring_all_reduce (of op="sum")
     Raises:  MeshError, ValueError (op)
     Source:  MPICH, src/mpi/coll/allreduce/allreduce_intra_ring.c
     """
     member = member_of(group, "ring_all_reduce")
     check_op(op, tensor, "ring_all_reduce")
-    with flat_view(tensor) as flat:
-        if flat.is_cuda:  # NCCL cuts into pieces by itself, and needs sends and receives in pairs
-            shard = ring_reduce_scatter(flat, op, group)
-            ring_all_gather(shard, flat, group)
-        elif member.size > 1:
-            _piecewise(flat, op, member, piece_bytes)
+    rank, p = member.rank, member.size
+    with flat_view(tensor) as flat:  # [numel]
+        shards = flat.tensor_split(p)  # p views of [numel/p]
+        steps = reduce_scatter_steps(rank, p) + all_gather_steps(rank, p)
+        _run(steps, shards, op, member, piece_bytes)
     return tensor
 
 
-def _piecewise(flat: Tensor, op: str, member: GroupMember, piece_bytes: int) -> None:
-    """The ring as one row of moves, with every receive posted before its message can come.
+@dataclass(frozen=True)
+class RingStep:
+    """One step of one rank: send shard `send` to the right, receive shard `receive` from the left.
 
-    Move i receives a piece, and what came in move i leaves in move i + k. The first half of the
-    moves adds, through two boxes in turn; the second half receives into place.
+    The rank `adds` what it receives to its own shard, or stores it there.
     """
-    rank, p = member.rank, member.size
-    shards = flat.tensor_split(p)
-    k = max(1, -(-shards[0].nbytes // piece_bytes))  # pieces a shard
-    pieces = [shard.tensor_split(k) for shard in shards]
-    half = (p - 1) * k
-    boxes = flat.new_empty(min(2, half), len(pieces[0][0]))
 
-    def piece(i: int) -> Tensor:
-        step, j = divmod(i, k)
-        return pieces[(rank - 2 - step) % p][j]
+    send: int
+    receive: int
+    adds: bool
 
-    def receive(i: int) -> tuple[Tensor, dist.Work]:
-        box = boxes[i % len(boxes)][: len(piece(i))] if i < half else piece(i)
-        return box, member.irecv(box, rank - 1, tag=int(i >= half))
 
-    def send(i: int) -> dist.Work:
-        return member.isend(piece(i), rank + 1, tag=int(i + k >= half))
+def reduce_scatter_steps(rank: int, p: int) -> list[RingStep]:
+    """Return a rank's p - 1 steps of a reduce-scatter: its own shard comes last, complete."""
+    return [
+        RingStep(send=(rank - step) % p, receive=(rank - step - 1) % p, adds=True)
+        for step in range(1, p)
+    ]
 
-    adds = [receive(i) for i in range(len(boxes))]
-    sends = [send(i) for i in range(-k, 0)]  # my shard rank - 1, as it is
-    gathers = [receive(i) for i in range(half, 2 * half)]
-    for i in range(half):
-        box, work = adds[i]
-        work.wait()
-        combine(piece(i), box, op)
-        if len(adds) < half:
-            adds.append(receive(len(adds)))
-        if i + k >= half:  # shard rank is complete
-            finish(piece(i), op, p)
-        sends.append(send(i))
-    for i, (_, work) in enumerate(gathers, start=half):
-        work.wait()
-        if i + k < 2 * half:
-            sends.append(send(i))
-    for work in sends:
-        work.wait()
+
+def all_gather_steps(rank: int, p: int) -> list[RingStep]:
+    """Return a rank's p - 1 steps of an all-gather: it begins by sending its own shard."""
+    return [
+        RingStep(send=(rank + 1 - step) % p, receive=(rank - step) % p, adds=False)
+        for step in range(1, p)
+    ]
+
+
+def _run(
+    steps: list[RingStep],
+    shards: Sequence[Tensor],
+    op: str,
+    member: GroupMember,
+    piece_bytes: int = PIECE_BYTES,
+) -> None:
+    """Take the steps, in place: what a rank receives in one step it sends on in the next one.
+
+    A large shard travels in pieces, so that one is added while the next ones are on their way. Each
+    receive is posted a few pieces ahead, so that the sender never has to wait for it.
+    """
+    if not steps:
+        return
+    num_pieces, ahead = _pipelining(shards[0], piece_bytes)
+    pieces = [shard.view(-1).tensor_split(num_pieces) for shard in shards]
+    outs = [piece for step in steps for piece in pieces[step.send]]
+    sums = [piece for step in steps for piece in pieces[step.receive]]
+    num_adds = num_pieces * sum(step.adds for step in steps)
+    scratch = outs[0].new_empty(min(ahead, num_adds), pieces[0][0].numel())
+    into = [
+        scratch[i % ahead][: piece.numel()] if i < num_adds else piece
+        for i, piece in enumerate(sums)
+    ]
+    receives, sends = _post(member, into[:ahead], outs[:num_pieces])
+    for i, piece in enumerate(sums):
+        receives[i].wait()
+        if i < num_adds:
+            combine(piece, into[i], op)
+        if num_adds - num_pieces <= i < num_adds:  # the rank's own shard, summed over all ranks
+            finish(piece, op, member.size)
+        next_in, next_out = i + ahead, i + num_pieces  # this piece is the one to send on
+        posted = _post(member, into[next_in : next_in + 1], outs[next_out : next_out + 1])
+        receives += posted[0]
+        sends += posted[1]
+    for send in sends:
+        send.wait()
+
+
+def _pipelining(shard: Tensor, piece_bytes: int) -> tuple[int, int]:
+    """Return the number of pieces of a shard, and how many receives are posted ahead."""
+    if needs_pairs(shard):  # NCCL, which also cuts messages into pieces by itself
+        return 1, 1
+    return max(1, -(-shard.nbytes // piece_bytes)), RECEIVES_AHEAD
+
+
+def _post(
+    member: GroupMember, into: list[Tensor], outs: list[Tensor]
+) -> tuple[list[dist.Work], list[dist.Work]]:
+    """Start to receive from the left, then to send to the right; return the handles of both."""
+    left, right = member.rank - 1, member.rank + 1
+    if into and needs_pairs(into[0]):
+        works = start_exchange(member, outs[0], right, into[0], left)
+        return works[:1], works[1:]
+    return [member.irecv(x, left) for x in into], [member.isend(x, right) for x in outs]

@@ -1,8 +1,8 @@
-"""Collectives in about log2(p) rounds: trees, and doubling.
+"""Collectives in about log2(p) rounds: binomial trees, and recursive doubling.
 
-One rank that knows tells a second, the two tell two more, then four tell four: after k rounds 2**k
-ranks know. Run backwards it is a sum; run by all ranks at once it is a sum that all get. The rounds
-are few, but each carries the whole tensor. Notebook 04_collectives.
+The root sends the tensor to a second rank, the two send it to two more, then four to four: after k
+rounds 2**k ranks have it. Run backwards, the tree is a reduction; run by all ranks at once, it is
+an all-reduce. The rounds are few, but each carries the whole tensor. Notebook 04_collectives.
 """
 
 import torch
@@ -23,8 +23,8 @@ from course_lib.cost.network import num_doublings
 def star_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> Tensor:
     """Copy the root's tensor to all, in place: the root sends it to one rank after another.
 
-    Cost: (p-1) * x bytes sent by the root, all of them through its one wire
-    Raises: MeshError for a root outside the group
+    Cost:    (p-1) * x bytes sent by the root, all of them over its one link
+    Raises:  MeshError for a root outside the group
     """
     member = member_of(group, "star_broadcast")
     first = member.rank_of(root, "star_broadcast")
@@ -38,20 +38,20 @@ def star_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> Tensor
 
 
 def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> Tensor:
-    """Copy the root's tensor to all, in place: in each round, all who have it send it on.
+    """Copy the root's tensor to all, in place: in each round, every rank that has it sends it on.
 
     Shapes:  x of any shape stays [...]; the same tensor is returned
     Cost:    ceil(log2 p) rounds of x bytes
     Adjoint: tree_reduce
     Raises:  MeshError for a root outside the group
-    Source:  MPICH, src/mpi/coll/bcast/bcast_intra_binomial.c (it starts with the longest hops)
+    Source:  MPICH, src/mpi/coll/bcast/bcast_intra_binomial.c (which starts with the longest hops)
     """
     member = member_of(group, "tree_broadcast")
     first = member.rank_of(root, "tree_broadcast")
-    mine = (member.rank - first) % member.size  # counted from the root
+    mine = (member.rank - first) % member.size  # rank relative to the root
     with flat_view(tensor) as flat:
         for k in range(num_doublings(member.size)):
-            have = 2**k  # ranks that have it
+            have = 2**k  # number of ranks that have it
             if mine < have and mine + have < member.size:
                 member.isend(flat, member.rank + have).wait()
             elif have <= mine < 2 * have:
@@ -62,7 +62,7 @@ def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> Tensor
 def tree_reduce(
     tensor: Tensor, root: int = 0, op: str = "sum", group: Group = None
 ) -> Tensor | None:
-    """Sum over the group on the root (a new tensor), None elsewhere: the broadcast run backwards.
+    """Sum over the group on the root (a new tensor); None elsewhere. The broadcast run backwards.
 
     Cost:    ceil(log2 p) rounds of x bytes; each rank but the root sends once
     Adjoint: tree_broadcast (of op="sum")
@@ -72,7 +72,7 @@ def tree_reduce(
     member = member_of(group, "tree_reduce")
     first = member.rank_of(root, "tree_reduce")
     check_op(op, tensor, "tree_reduce")
-    mine = (member.rank - first) % member.size
+    mine = (member.rank - first) % member.size  # rank relative to the root
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
     for k in reversed(range(num_doublings(member.size))):
         have = 2**k
@@ -86,9 +86,10 @@ def tree_reduce(
 
 
 def recursive_doubling_all_reduce(tensor: Tensor, op: str = "sum", group: Group = None) -> Tensor:
-    """Sum over the group, in place, on every rank: in round k with the rank 2**k away.
+    """Sum over the group, in place, on every rank: exchange in round k with the rank 2**k away.
 
-    When p is no power of two, the ranks too many hand their tensor in first and get the sum last.
+    If p is not a power of two, the ranks past the largest power of two that fits send their tensor
+    before the first round and receive the sum after the last one.
 
     Cost:    log2(p) rounds of x bytes; two rounds more when p is no power of two
     Adjoint: recursive_doubling_all_reduce (of op="sum")
@@ -97,10 +98,8 @@ def recursive_doubling_all_reduce(tensor: Tensor, op: str = "sum", group: Group 
     """
     member = member_of(group, "recursive_doubling_all_reduce")
     check_op(op, tensor, "recursive_doubling_all_reduce")
-    rank, core = (
-        member.rank,
-        1 << (member.size.bit_length() - 1),
-    )  # core: the power of two that fits
+    rank = member.rank
+    core = 1 << (member.size.bit_length() - 1)  # the largest power of two that is <= p
     with flat_view(tensor) as flat:
         if rank >= core:
             member.isend(flat, rank - core).wait()
@@ -120,11 +119,11 @@ def recursive_doubling_all_reduce(tensor: Tensor, op: str = "sum", group: Group 
 
 
 def barrier(group: Group = None, device: str = "cpu") -> None:
-    """Go on when every rank of the group has come here.
+    """Block until every rank of the group has called it.
 
-    Cost:   ceil(log2 p) rounds of one byte
-    Raises: MeshError
-    Source: MPICH, src/mpi/coll/barrier/barrier_intra_dissemination.c, "Algorithm: MPI_Barrier"
+    Cost:    ceil(log2 p) rounds of one byte
+    Raises:  MeshError
+    Source:  MPICH, src/mpi/coll/barrier/barrier_intra_dissemination.c, "Algorithm: MPI_Barrier"
     """
     member = member_of(group, "barrier")
     token, other = torch.zeros(2, 1, dtype=torch.uint8, device=device)

@@ -1,4 +1,16 @@
-"""The words of the course: units, errors, events, ledgers, run records, links. Pure Python."""
+"""The words of the course, in pure Python: events, ledgers, model specs, links, units, errors.
+
+records       `Event`, `Ledger`, `RunRecord`: what ranks do and hold, and the file of a run
+specs         `ModelSpec`: the sizes of a transformer
+presets       named models: GPT-2, Llama, those of the papers, and small ones
+parallelism   `Parallelism`: the sizes of the parallel axes (dp, tp, pp, cp) and the ZeRO stage
+recipes       precision recipes: bytes per parameter for weights, gradients, optimizer state
+links         `Link`: latency and bandwidth; NVLink, PCIe, InfiniBand, Ethernet
+cycles        the shortest cycle of ranks that wait for each other
+units         bytes, seconds and rates in words
+files         write a file whole or not at all
+errors        `CourseError`, `ShapeError`, `MeshError`
+"""
 
 from course_lib.core.errors import CourseError, MeshError, ShapeError
 from course_lib.core.links import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, TwoLevelLink

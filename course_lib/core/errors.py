@@ -1,16 +1,16 @@
-"""Errors of the course: one clear sentence each.
+"""Errors of the course, one sentence each.
 
-Where it happened, what is needed, what was given, what to try.
+It says where it happened, what is needed, what was given, and what to try.
 """
 
 
 class CourseError(Exception):
-    """Base of the errors that the course raises by itself."""
+    """Base class of the errors that the course raises."""
 
 
 class ShapeError(CourseError, ValueError):
-    """A tensor has a size that the operation cannot take."""
+    """A tensor has a shape that the operation cannot take."""
 
 
 class MeshError(CourseError, ValueError):
-    """A group, a root or a world size does not fit the ranks there are."""
+    """A process group, a root or a parallelism does not fit the world size."""

@@ -1,7 +1,8 @@
 """A link between two ranks: a fixed latency (alpha) and a bandwidth (beta).
 
-A message of n bytes takes alpha + n / beta. The presets are round figures to think and to play
-with; the measured numbers of a machine come from lesson 04.
+A message of n bytes takes alpha + n / beta seconds; beta is in bytes per second here, while papers
+often write beta for its inverse. The presets are round figures for estimates; lesson 04 measures
+the numbers of a machine.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from course_lib.core.units import format_rate, format_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One kind of wire: `latency_s` seconds for any message, `bytes_per_s` once it flows."""
+    """Link of one kind: a latency in seconds per message, and a bandwidth in bytes per second.
+
+    Raises: CourseError for a negative latency, or a bandwidth that is not above 0
+    """
 
     latency_s: float
     bytes_per_s: float
@@ -26,11 +30,11 @@ class Link:
             )
 
     def time_s(self, num_bytes: float) -> float:
-        """Seconds for one message of `num_bytes`: alpha + n / beta."""
+        """Return the seconds of one message of `num_bytes`: alpha + n / beta."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def between(self, sender: int, receiver: int) -> "Link":
-        """The link from one rank to another: the same everywhere."""
+        """Return the link from one rank to another: the same everywhere."""
         return self
 
     def __str__(self) -> str:
@@ -39,7 +43,10 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevelLink:
-    """Nodes of `ranks_per_node` ranks: `inside` joins ranks of one node, `outside` joins nodes."""
+    """Two kinds of links: `inside` nodes of `ranks_per_node` ranks, and `outside`, between nodes.
+
+    Raises: CourseError for ranks_per_node below 1
+    """
 
     inside: Link
     outside: Link
@@ -52,7 +59,7 @@ class TwoLevelLink:
             )
 
     def between(self, sender: int, receiver: int) -> Link:
-        """`inside` for two ranks of one node, `outside` for two ranks of different nodes."""
+        """Return `inside` for two ranks of one node, `outside` for ranks of different nodes."""
         same_node = sender // self.ranks_per_node == receiver // self.ranks_per_node
         return self.inside if same_node else self.outside
 

@@ -1,7 +1,7 @@
-"""Models with names: GPT-2, Llama, the models of the papers that are compared with, and small ones.
+"""Named models: GPT-2, Llama, those of the papers that are compared with, and small ones.
 
-`MODELS["llama-8b"]` is a ModelSpec of a GPT, `ENCODERS["bert-tiny"]` one of a BERT. Where the sizes
-were read stands beside each family.
+`MODELS["llama-8b"]` is a ModelSpec of a GPT, `ENCODERS["bert-tiny"]` one of a BERT. A comment names
+the source of each family's sizes.
 """
 
 import difflib
@@ -107,9 +107,9 @@ ENCODERS = {spec.name: spec for spec in _ENCODERS}
 
 
 def find_model(name: str) -> ModelSpec:
-    """The preset of that name.
+    """Return the preset of that name.
 
-    Raises: CourseError that names the presets that come nearest
+    Raises: CourseError that names the most similar presets
     """
     if name in ENCODERS:
         raise CourseError(

@@ -1,4 +1,4 @@
-"""Precision recipes: how many bytes each parameter costs in weights, gradients and optimizer."""
+"""Precision recipes: bytes per parameter for weights, gradients and optimizer state."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,13 @@ from course_lib.core.errors import CourseError
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Bytes a parameter, by what they are for. Adam keeps two moments.
+    """Bytes per parameter, by purpose. Adam keeps two moments.
 
     master_bytes        the fp32 copy that the optimizer updates; 0 where the weights are fp32
-    accumulator_bytes   an fp32 copy of the gradients, beside those that backward makes
-    activation_bytes    one number of an activation
+    accumulator_bytes   an fp32 sum of the gradients, in addition to those that backward computes
+    activation_bytes    per element of an activation
+
+    Raises: CourseError for a number of bytes that is no whole number of 0 or more
     """
 
     name: str = "own"
@@ -33,19 +35,14 @@ class Recipe:
 
     @property
     def optim_bytes(self) -> int:
-        """Optimizer state of one parameter: master copy and moments."""
+        """Bytes of one parameter's optimizer state: master copy and moments."""
         return self.master_bytes + self.num_moments * self.moment_bytes
-
-    @property
-    def bytes_a_param(self) -> int:
-        """All model states of one parameter."""
-        return self.weight_bytes + self.grad_bytes + self.accumulator_bytes + self.optim_bytes
 
 
 FP32 = Recipe(name="fp32", weight_bytes=4, grad_bytes=4, activation_bytes=4)
 # Rajbhandari et al. 2020 (ZeRO), section 3.1: 2 + 2 + 12
 BF16 = Recipe(name="bf16", weight_bytes=2, grad_bytes=2, master_bytes=4)
-# gradients summed over micro-batches in fp32: bf16 ones beside them, or written there at once
+# gradients summed over micro-batches in fp32: with bf16 ones in addition, or without
 BF16_ACCUMULATED = Recipe(
     name="bf16+fp32-accumulator",
     weight_bytes=2,
@@ -63,9 +60,9 @@ RECIPES = {
 
 
 def find_recipe(name: str | Recipe) -> Recipe:
-    """The recipe of that name; a recipe is given back as it is.
+    """Return the recipe of that name; a recipe is returned as it is.
 
-    Raises: CourseError that names them all
+    Raises: CourseError that names all recipes
     """
     if isinstance(name, Recipe):
         return name

@@ -1,20 +1,21 @@
-"""The two records that flow through the whole course, and the file that carries them.
+"""The two records that all of the course uses, and the file that holds them.
 
-An `Event` is something a rank did; a `Ledger` is how many bytes a rank holds over time. Formulas
-and simulators make them, real ranks make them, and the same pictures read both. A `RunRecord` is
-what one rank of one run leaves on disk, as JSON lines, so that a run in a notebook, under torchrun
-and under Slurm are read alike.
+An `Event` is something that a rank did; a `Ledger` is the bytes that a rank holds over time.
+Formulas, simulations and real ranks all produce them, so the same pictures can show them. A
+`RunRecord` is what one rank of one run writes to disk, as JSON lines, the same in a notebook, under
+torchrun and under Slurm.
 """
 
 import json
 import os
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from course_lib.core.errors import CourseError
+from course_lib.core.files import whole_file
 
 COMMUNICATION_KINDS = (
     "all_reduce",
@@ -44,12 +45,14 @@ MEMORY_KINDS = ("params", "grads", "optim_state", "activations", "buffers")
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something one rank did, from `start_s` to `end_s` on a clock all ranks of a run share.
+    """Something that one rank did, from `start_s` to `end_s` (seconds) on the clock of the run.
 
-    `num_bytes` is the size of the whole tensor the call is about (the gathered one of an
-    all_gather, the unscattered one of a reduce_scatter), not what an algorithm puts on the wires.
+    `num_bytes` is the size of the whole tensor of the call (the gathered one of an all_gather, the
+    unscattered one of a reduce_scatter), not the bytes that an algorithm sends over the links.
     `peer` is the other rank of a send or recv, the root of a rooted collective, else None.
     `group` holds the ranks that take part.
+
+    Raises: CourseError for a kind that is not in KINDS, or an end before the start
     """
 
     rank: int
@@ -74,12 +77,16 @@ class Event:
         """Seconds from start to end."""
         return self.end_s - self.start_s
 
+    def since(self, zero_s: float) -> "Event":
+        """Return the event on a clock that shows 0 s at `zero_s` of this one."""
+        return replace(self, start_s=self.start_s - zero_s, end_s=self.end_s - zero_s)
+
 
 @dataclass
 class Ledger:
-    """Bytes one rank holds, by memory kind, at moments in time.
+    """Bytes that one rank holds over time, by memory kind.
 
-    `times_s[i]` is when `bytes_by_kind[kind][i]` was held; every kind has one number a moment.
+    `times_s[i]` is when `bytes_by_kind[kind][i]` was held; every kind has one number per time.
     """
 
     rank: int = 0
@@ -89,7 +96,10 @@ class Ledger:
     )
 
     def add(self, time_s: float, **num_bytes: int) -> None:
-        """Note what is held at `time_s`; kinds that are not named hold 0 bytes."""
+        """Add the bytes held at `time_s`; kinds that are not named hold 0 bytes.
+
+        Raises: CourseError for a kind that is not in MEMORY_KINDS
+        """
         unknown = set(num_bytes) - set(MEMORY_KINDS)
         if unknown:
             raise CourseError(
@@ -100,20 +110,20 @@ class Ledger:
             self.bytes_by_kind[kind].append(num_bytes.get(kind, 0))
 
     def totals(self) -> list[int]:
-        """Bytes of all kinds together, one number a moment."""
-        return [sum(moment) for moment in zip(*self.bytes_by_kind.values(), strict=True)]
+        """Return the bytes of all kinds together, one number per time."""
+        return [sum(held) for held in zip(*self.bytes_by_kind.values(), strict=True)]
 
     def peak_bytes(self) -> int:
-        """The most bytes held at any moment; 0 for an empty ledger."""
+        """Return the most bytes held at any time; 0 for an empty ledger."""
         return max(self.totals(), default=0)
 
 
 @dataclass
 class RunRecord:
-    """What one rank of one run leaves behind.
+    """Record of one rank in one run.
 
-    `run` says what was run (strategy, model, sizes) and `machine` on what; `steps` holds one
-    dictionary a step (`step`, `start_s`, `end_s`, `num_tokens`, `loss`, ...).
+    `run` describes what was run (strategy, model, sizes), `machine` the hardware; `steps` holds one
+    dictionary per step (`step`, `start_s`, `end_s`, `num_tokens`, `loss`, ...).
     """
 
     rank: int
@@ -126,16 +136,10 @@ class RunRecord:
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write the record as JSON lines, whole or not at all; return its path."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(path.name + ".tmp")
-        with scratch.open("w", encoding="utf-8") as file:
+        with whole_file(path, sync=True, one_writer=True) as file:
             for line in self._lines():
-                file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-        return path
+                file.write(json.dumps(line).encode() + b"\n")
+        return Path(path)
 
     def _lines(self) -> Iterable[dict[str, Any]]:
         yield {
@@ -199,5 +203,8 @@ def _take(record: RunRecord | None, line: dict[str, Any]) -> RunRecord:
 
 
 def read_runs(folder: str | os.PathLike[str]) -> list[RunRecord]:
-    """All run records (`*.jsonl`) below a folder, in the order of their paths."""
+    """Read all run records (`*.jsonl`) below a folder, in the order of their paths.
+
+    Raises: CourseError for a file that is no run record
+    """
     return [RunRecord.read(path) for path in sorted(Path(folder).rglob("*.jsonl"))]

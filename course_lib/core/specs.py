@@ -1,6 +1,6 @@
-"""The shape of a transformer: the few numbers from which parameters, bytes and FLOPs follow.
+"""The sizes of a transformer, from which its parameters, bytes and FLOPs follow.
 
-Also read from the `config.json` that a model on the Hugging Face hub carries. The presets are in
+`read_config` reads them from a Hugging Face `config.json`; the presets are in
 `course_lib.core.presets`. Notebook 01_memory.
 """
 
@@ -19,7 +19,7 @@ POSITIONS = ("learned", "rope")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer, pre-norm, with attention and an MLP in each of its layers.
+    """Sizes of a decoder-only transformer, pre-norm, with attention and an MLP in each layer.
 
     num_kv_heads   heads of keys and values; None: as many as num_heads
     tied           the output projection is the embedding's own matrix
@@ -55,17 +55,17 @@ class ModelSpec:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Numbers in one head."""
+        """Size of one head."""
         return self.hidden // self.num_heads
 
     @property
     def kv_hidden(self) -> int:
-        """Numbers in all keys of one token: hidden, or less with grouped queries."""
+        """Size of all keys of one token: hidden, or less with grouped-query attention."""
         return self.kv_heads * self.head_dim
 
     def _check_size(self, field: str, size: Any) -> None:
@@ -110,9 +110,9 @@ _GPT2 = {
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelSpec:
-    """The spec in a Hugging Face `config.json` of a gpt2, llama or mistral model.
+    """Read the spec in a Hugging Face `config.json` of a gpt2, llama or mistral model.
 
-    Raises: CourseError for a file that cannot be read, or a model of another build
+    Raises: CourseError for a file that cannot be read, or a model of another architecture
     """
     path = Path(path)
     try:
@@ -165,7 +165,7 @@ def _llama(name: str, config: dict[str, Any]) -> ModelSpec:
 
 
 def spec_fields(spec: ModelSpec) -> dict[str, Any]:
-    """The fields that differ from their defaults, to write a spec down and read it again."""
+    """Return the fields that differ from their defaults; `ModelSpec(**fields)` restores it."""
     return {
         field.name: getattr(spec, field.name)
         for field in fields(spec)

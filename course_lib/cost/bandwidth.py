@@ -1,6 +1,6 @@
-"""From measured times back to wires: bus bandwidth, and the alpha and beta that fit a machine.
+"""Bus bandwidth, and alpha and beta, from measured times: the inverse of `network.py`.
 
-The other direction of `network.py`. Notebook 04_collectives.
+Notebook 04_collectives.
 """
 
 from collections import defaultdict
@@ -12,8 +12,9 @@ from course_lib.core.links import Link
 
 
 def bus_factor(kind: str, p: int) -> float:
-    """What size / time is multiplied by to become the speed that each rank's wire must reach.
+    """Return the factor from size / time to the bandwidth that each rank's link must sustain.
 
+    Raises: CourseError for a kind without a factor
     Source: NVIDIA nccl-tests, doc/PERFORMANCE.md, "Summary"
     """
     factors = {
@@ -32,15 +33,15 @@ def bus_factor(kind: str, p: int) -> float:
 
 
 def bus_bandwidth(kind: str, num_bytes: float, time_s: float, p: int) -> float:
-    """Bytes/s of a collective, comparable with the wire's own whatever p is (nccl-tests' busbw)."""
+    """Return bytes/s of a collective, comparable with the link's for any p (nccl-tests' busbw)."""
     return num_bytes / time_s * bus_factor(kind, p)
 
 
 def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float], name: str = "fitted") -> Link:
-    """The link whose alpha + n / beta is nearest to measured times of one message each.
+    """Fit a link: the alpha + n / beta that is nearest to measured times of single messages.
 
-    Repeated sizes count by their median, and errors count in percent, so that neither one slow
-    sample nor the largest size decides. A latency below zero is taken as zero.
+    The median of each size counts, and errors are relative, so that neither one slow sample nor the
+    largest size dominates. A latency below zero is taken as zero.
 
     Raises: CourseError for fewer than two sizes, or times that do not grow with the size
     """
@@ -66,7 +67,7 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float], name: str =
 
 
 def _weighted_line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope of the line that is nearest to the points (n, t) in percent of t."""
+    """Return intercept and slope of the line with the least squared relative error in t."""
     weights = [1 / t**2 for _, t in points]
     total = sum(weights)
     mean_n = sum(w * n for w, (n, _) in zip(weights, points, strict=True)) / total

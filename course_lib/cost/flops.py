@@ -1,7 +1,8 @@
-"""How many multiplications and additions a training step is, operation by operation.
+"""FLOP of a training step: its multiplications and additions, operation by operation.
 
 A matrix product of [m, k] and [k, n] is 2mkn FLOP, and only matrix products are counted: norms,
-softmax and dropout cost time, but next to no FLOP. Backward is two products for each of forward's.
+softmax and dropout take time, but hardly any FLOP. For each product of the forward pass, the
+backward pass has two: the gradient of each factor.
 Notebook 01_memory.
 """
 
@@ -12,11 +13,11 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 def forward_flop(spec: ModelSpec, batch: int, seq: int, *, causal: bool = False) -> dict[str, int]:
-    """FLOP of one forward pass by operation, all layers together.
+    """Return the FLOP of one forward pass by operation, all layers together.
 
     causal   count only the half of the scores that a causal kernel computes
 
-    Source:  Narayanan et al. 2021 (Megatron-LM), appendix: 24Bsh² + 4Bs²h a layer, 2BshV
+    Source:  Narayanan et al. 2021 (Megatron-LM), appendix: 24Bsh² + 4Bs²h per layer, 2BshV
     """
     tokens, layers = batch * seq, spec.num_layers
     projections = spec.hidden * (2 * spec.hidden + 2 * spec.kv_hidden)  # q, out, k, v
@@ -33,10 +34,11 @@ def forward_flop(spec: ModelSpec, batch: int, seq: int, *, causal: bool = False)
 def train_step_flop(
     spec: ModelSpec, batch: int, seq: int, *, recompute: str = "none", causal: bool = False
 ) -> int:
-    """FLOP of forward and backward, and of what is computed again.
+    """Return the FLOP of forward, backward and recomputation.
 
     recompute   "none", "selective" (the scores again) or "full" (the layers again, not the logits)
 
+    Raises:  CourseError for another kind of recomputation
     Source:  Korthikanti et al. 2022, appendix A
     """
     forward = forward_flop(spec, batch, seq, causal=causal)
@@ -44,7 +46,10 @@ def train_step_flop(
 
 
 def recompute_flop(forward: dict[str, int], recompute: str) -> int:
-    """What recomputing adds to a step whose forward pass is `forward`."""
+    """Return the FLOP that recomputation adds to a step whose forward pass has `forward`.
+
+    Raises: CourseError for another kind than "none", "selective" or "full"
+    """
     if recompute not in RECOMPUTE:
         raise CourseError(f"recompute: need one of {', '.join(RECOMPUTE)}; got {recompute!r}.")
     again = {
@@ -56,16 +61,16 @@ def recompute_flop(forward: dict[str, int], recompute: str) -> int:
 
 
 def six_n_d(num_params: int, num_tokens: int) -> int:
-    """The rule of thumb: 6 FLOP a parameter a token, 2 in forward and 4 in backward."""
+    """Return 6 FLOP per parameter and token, the rule of thumb: 2 in forward, 4 in backward."""
     return 6 * num_params * num_tokens
 
 
 def mfu(
     step_flop: float, step_time_s: float, peak_flop_per_s: float, *, world_size: int = 1
 ) -> float:
-    """Model FLOP utilisation: the share of the peak that the model's own FLOP used.
+    """Return the model FLOP utilization: the share of the peak that the model's own FLOP used.
 
-    step_flop          of the whole batch, without recomputing (with it the share is called HFU)
+    step_flop          of the whole batch, without recomputation (with it, the share is called HFU)
     peak_flop_per_s    dense, of one device
 
     Raises: CourseError when a time or a peak is not above 0

@@ -1,7 +1,7 @@
-"""What a card can do at best: memory, bandwidth, peak FLOP/s, the links it speaks through.
+"""Devices by their data sheets: memory, bandwidth, peak FLOP/s, and links.
 
-Every peak is dense. Data sheets of cards that skip zeros print twice that number, "with sparsity",
-which training does not reach: `sparse_flop_per_s`. Notebook 01_memory.
+Every peak is dense. Data sheets of GPUs that support structured sparsity print twice that number,
+"with sparsity", which training does not reach: `sparse_flop_per_s`. Notebook 01_memory.
 """
 
 import difflib
@@ -16,9 +16,11 @@ DTYPES = ("fp32", "tf32", "fp16", "bf16")
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One card, by its data sheet.
+    """One device, by its data sheet.
 
-    peak_flop_per_s   dense peaks by dtype; a dtype that is not there is not fast on this card
+    memory_bytes      of its own memory
+    bytes_per_s       bandwidth of that memory
+    peak_flop_per_s   dense peaks by dtype; a dtype that is missing has no fast path on this device
     skips_zeros       the data sheet's tensor-core peaks are twice as high, with sparsity
     links             bytes/s in one direction by name: half of the "bidirectional" of data sheets
     """
@@ -32,9 +34,11 @@ class Device:
     source: str = ""
 
     def peak(self, dtype: str = "bf16") -> float:
-        """Dense FLOP/s at a dtype, or at the fastest that the card has for it.
+        """Return the dense peak in FLOP/s at a dtype, or at the fastest substitute.
 
-        A card without bf16 computes in fp16, and one without either in fp32.
+        A device without bf16 computes in fp16, and one without either in fp32.
+
+        Raises: CourseError for another dtype than fp32, tf32, fp16 and bf16
         """
         if dtype not in DTYPES:
             raise CourseError(f"peak: need one of {', '.join(DTYPES)}; got {dtype!r}.")
@@ -47,14 +51,14 @@ class Device:
         return self.peak_flop_per_s[found]
 
     def sparse_flop_per_s(self, dtype: str = "bf16") -> float:
-        """The number on the data sheet's first page, reached only when half the weights are zero.
+        """Return the data sheet's peak in FLOP/s, reached only when half of the weights are zero.
 
-        fp32 has no tensor cores, hence no such number.
+        Tensor cores do not compute in fp32, so its peak stays the same.
         """
         return self.peak(dtype) * (2 if self.skips_zeros and dtype != "fp32" else 1)
 
 
-# "80 GB" on a card is 80 GiB less what its firmware keeps (an H100 shows 81559 MiB of 81920).
+# "80 GB" on a data sheet is 80 GiB less what the firmware keeps (an H100 shows 81559 MiB of 81920).
 A6000 = Device(
     name="a6000",
     memory_bytes=48 * GIB,
@@ -127,9 +131,9 @@ DEVICES = {
 
 
 def find_device(name: str) -> Device:
-    """The card of that name.
+    """Return the device of that name.
 
-    Raises: CourseError that names the cards that come nearest
+    Raises: CourseError that names the most similar ones
     """
     if name not in DEVICES:
         near = difflib.get_close_matches(name.lower(), DEVICES, n=2, cutoff=0.4)

@@ -1,11 +1,12 @@
-"""What a collective costs on paper: the alpha-beta model.
+"""Seconds of collectives in the alpha-beta model.
 
-One message of n bytes takes alpha + n / beta seconds (`Link.time_s`). A rank sends one message and
-receives one message at a time. An algorithm takes its rounds one after another, and a round takes
-as long as its slowest message. Adding two tensors is counted as free. Notebook 04_collectives.
+One message of n bytes takes alpha + n / beta seconds (`Link.time_s`); beta is in bytes per second,
+while papers often write beta for its inverse. A rank sends one message and receives one message at
+a time. An algorithm takes its rounds one after another, and a round takes as long as its slowest
+message. Adding two tensors is counted as free. Notebook 04_collectives.
 
 Everywhere `num_bytes` is the size of the whole tensor, as in `Event.num_bytes`, and `group` is
-either the ranks that take part or just how many there are. A group of one costs nothing.
+either the ranks that take part or their number. A group of one costs nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,27 +19,27 @@ AnyLink = Link | TwoLevelLink
 
 
 def ranks_of(group: RankGroup) -> Sequence[int]:
-    """The ranks of a group: `4 -> range(4)`; a sequence of ranks stays as it is."""
+    """Return the ranks of a group: `4 -> range(4)`; a sequence of ranks stays as it is."""
     return range(group) if isinstance(group, int) else group
 
 
 def slowest_s(num_bytes: float, hops: Iterable[tuple[int, int]], link: AnyLink) -> float:
-    """Seconds of a round in which each (sender, receiver) of `hops` moves `num_bytes`."""
+    """Return the seconds of a round in which each (sender, receiver) moves `num_bytes`."""
     if isinstance(link, Link):
         return link.time_s(num_bytes)
     return max(link.between(*hop).time_s(num_bytes) for hop in hops)
 
 
 def num_doublings(p: int) -> int:
-    """Rounds until one has become p by doubling: 1 -> 0, 2 -> 1, 5..8 -> 3."""
+    """Return the rounds of doubling from 1 to p, ceil(log2 p): 1 -> 0, 2 -> 1, 5..8 -> 3."""
     return (p - 1).bit_length()
 
 
-# --- rings: p - 1 rounds, in each of them every rank sends one shard to its neighbour
+# --- rings: p - 1 rounds, in each of them every rank sends one shard to its neighbor
 
 
 def ring_reduce_scatter_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
-    """Seconds of a ring reduce-scatter: (p-1) * (alpha + n/p / beta).
+    """Return the seconds of a ring reduce-scatter: (p-1) * (alpha + n/p / beta).
 
     Source: NVIDIA nccl-tests, doc/PERFORMANCE.md, "ReduceScatter" (the bytes; it counts no alpha)
     """
@@ -46,7 +47,7 @@ def ring_reduce_scatter_s(num_bytes: float, group: RankGroup, link: AnyLink) -> 
 
 
 def ring_all_gather_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
-    """Seconds of a ring all-gather: (p-1) * (alpha + n/p / beta).
+    """Return the seconds of a ring all-gather: (p-1) * (alpha + n/p / beta).
 
     Source: MPICH, src/mpi/coll/allgather/allgather_intra_ring.c, "Algorithm: Ring", Cost
     """
@@ -54,7 +55,7 @@ def ring_all_gather_s(num_bytes: float, group: RankGroup, link: AnyLink) -> floa
 
 
 def ring_all_reduce_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
-    """Seconds of a ring all-reduce: 2 (p-1) * (alpha + n/p / beta).
+    """Return the seconds of a ring all-reduce: 2 (p-1) * (alpha + n/p / beta).
 
     Source: NVIDIA nccl-tests, doc/PERFORMANCE.md, "AllReduce" (the bytes; it counts no alpha)
     """
@@ -69,11 +70,13 @@ def _ring_s(num_bytes: float, ranks: Sequence[int], link: AnyLink) -> float:
     return (p - 1) * slowest_s(num_bytes / p, neighbours, link)
 
 
-# --- trees and doubling: about log2(p) rounds, in each of them whole tensors travel
+# --- trees and doubling: about log2(p) rounds, in each of them whole tensors are sent
 
 
 def tree_broadcast_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
-    """Seconds of a broadcast by doubling, from the first rank: ceil(log2 p) * (alpha + n/beta).
+    """Return the seconds of a binomial-tree broadcast: ceil(log2 p) * (alpha + n/beta).
+
+    The group's first rank is the root; the number of ranks that have the tensor doubles each round.
 
     Source: MPICH, src/mpi/coll/bcast/bcast_intra_binomial.c, "Algorithm: Binomial bcast", Cost
     """
@@ -83,7 +86,7 @@ def tree_broadcast_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float
 
 
 def tree_reduce_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
-    """Seconds of the same tree run backwards: ceil(log2 p) * (alpha + n/beta).
+    """Return the seconds of a binomial-tree reduce, the broadcast reversed: the same.
 
     Source: MPICH, src/mpi/coll/reduce/reduce_intra_binomial.c, Cost (gamma, adding, left out)
     """
@@ -91,10 +94,10 @@ def tree_reduce_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
 
 
 def recursive_doubling_all_reduce_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
-    """Seconds of an all-reduce by doubling: log2(p) * (alpha + n/beta), p a power of two.
+    """Return the seconds of a recursive-doubling all-reduce: log2(p) * (alpha + n/beta).
 
-    Otherwise the ranks too many give their tensor away first and get the sum at the end: two
-    rounds more than for the next lower power of two.
+    If p is no power of two, the ranks beyond the next lower one send their tensor first and get
+    the sum at the end: two rounds more than for that power of two.
 
     Source: MPICH, src/mpi/coll/allreduce/allreduce_intra_recursive_doubling.c, Cost and comments
     """
@@ -109,7 +112,7 @@ def recursive_doubling_all_reduce_s(num_bytes: float, group: RankGroup, link: An
 
 
 def barrier_s(group: RankGroup, link: AnyLink) -> float:
-    """Seconds until all know that all are there: ceil(log2 p) empty messages.
+    """Return the seconds of a dissemination barrier: ceil(log2 p) empty messages.
 
     Source: MPICH, src/mpi/coll/barrier/barrier_intra_dissemination.c, "Algorithm: MPI_Barrier"
     """
@@ -121,7 +124,7 @@ def barrier_s(group: RankGroup, link: AnyLink) -> float:
 
 
 def _tree_hops(ranks: Sequence[int], k: int) -> list[tuple[int, int]]:
-    """Who sends to whom in round k: the first 2**k ranks, each to the rank 2**k further on."""
+    """Return (sender, receiver) in round k: the first 2**k ranks, each to the rank 2**k later."""
     return list(zip(ranks[: 1 << k], ranks[1 << k :], strict=False))
 
 
@@ -129,13 +132,13 @@ def _tree_hops(ranks: Sequence[int], k: int) -> list[tuple[int, int]]:
 
 
 def star_broadcast_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
-    """Seconds of a broadcast by one sender alone: (p-1) * (alpha + n/beta), the postman's way."""
+    """Return the seconds of a linear broadcast, the root to each: (p-1) * (alpha + n/beta)."""
     root, *others = ranks_of(group)
     return sum((link.between(root, other).time_s(num_bytes) for other in others), 0.0)
 
 
 def scatter_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
-    """Seconds until a root has dealt its p shards: (p-1) * (alpha + n/p / beta).
+    """Return the seconds of a linear scatter from the root: (p-1) * (alpha + n/p / beta).
 
     Source: MPICH, src/mpi/coll/scatterv/scatterv_allcomm_linear.c, "Algorithm: Linear", Cost
     """
@@ -143,12 +146,12 @@ def scatter_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
 
 
 def gather_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
-    """Seconds until a root has collected p shards: the scatter run backwards."""
+    """Return the seconds of a linear gather at the root: those of the scatter, reversed."""
     return scatter_s(num_bytes, group, link)
 
 
 def all_to_all_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
-    """Seconds until every rank has sent a shard to every other: (p-1) * (alpha + n/p / beta).
+    """Return the seconds of a pairwise all-to-all: (p-1) * (alpha + n/p / beta).
 
     Source: MPICH, src/mpi/coll/alltoall/alltoall_intra_pairwise.c, "Algorithm: Pairwise Exchange"
     """
@@ -161,7 +164,7 @@ def all_to_all_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
 
 
 def send_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
-    """Seconds of one message from the group's first rank to its last: alpha + n/beta."""
+    """Return the seconds of one message from the group's first rank to its last: alpha + n/beta."""
     ranks = ranks_of(group)
     return link.between(ranks[0], ranks[-1]).time_s(num_bytes) if len(ranks) > 1 else 0.0
 
@@ -182,10 +185,10 @@ _COSTS: dict[str, Callable[[float, RankGroup, AnyLink], float]] = {
 
 
 def collective_s(kind: str, num_bytes: float, group: RankGroup, link: AnyLink) -> float:
-    """Seconds that a built-in collective is taken to cost over `link`.
+    """Return the seconds of a built-in collective over `link`, with the usual algorithm.
 
-    Rings for all_reduce, all_gather and reduce_scatter, trees for broadcast and reduce, one by one
-    for scatter and gather, pairs for all_to_all. The root is the group's first rank; a send goes
+    Rings for all_reduce, all_gather and reduce_scatter, binomial trees for broadcast and reduce,
+    linear scatter and gather, pairwise all_to_all. The root is the group's first rank; a send goes
     from the group's first rank to its last.
 
     Raises: CourseError for a kind that is no communication
@@ -196,9 +199,9 @@ def collective_s(kind: str, num_bytes: float, group: RankGroup, link: AnyLink) -
 
 
 def crossover_bytes(p: int, link: Link) -> float:
-    """The size at which the ring begins to beat doubling in an all-reduce; inf for p <= 2.
+    """Return the bytes from which a ring all-reduce beats recursive doubling; inf for p <= 2.
 
-    Both times are straight lines over the size, so two sizes fix each.
+    Both times are linear in the size, so two sizes determine each.
     """
 
     def gain_s(num_bytes: float) -> float:

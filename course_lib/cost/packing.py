@@ -1,13 +1,13 @@
-"""Pack sizes into buckets in order: which tensors share one message."""
+"""Packing of tensors into buckets, each of which is sent as one message."""
 
 from collections.abc import Sequence
 
 
 def fill_buckets(sizes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
-    """Put things of these sizes into buckets, in order; return who is in which, by number.
+    """Pack tensors of these bytes into buckets, in order; return the indices in each bucket.
 
-    A bucket takes what fits into `bucket_bytes`. Nothing is cut: what is larger than that has a
-    bucket of its own.
+    A bucket holds what fits into `bucket_bytes`. No tensor is split: a larger one has a bucket of
+    its own.
     """
     buckets: list[list[int]] = []
     free = 0.0

@@ -1,6 +1,6 @@
-"""How many parameters a model has, whole and on one rank.
+"""Number of parameters of a model, whole and on one rank.
 
-Matrices and vectors counted from the sizes of a ModelSpec; the tests count instantiated models.
+Matrices and vectors are counted from the sizes of a ModelSpec; the tests count instantiated models.
 Read it as `course_lib.memory.formulas.count_params`. Notebook 01_memory.
 """
 
@@ -11,12 +11,12 @@ ONE = Parallelism()
 
 
 def count_params(spec: ModelSpec) -> int:
-    """Parameters of the whole model; a tied embedding counts once."""
+    """Return the number of parameters of the whole model; a tied embedding counts once."""
     return sum(param_parts(spec).values())
 
 
 def param_parts(spec: ModelSpec) -> dict[str, int]:
-    """Parameters by part of the model, all layers together."""
+    """Return the number of parameters by part of the model, all layers together."""
     h, kv, f, bias = spec.hidden, spec.kv_hidden, spec.ffn_hidden, int(spec.bias)
     wide = 2 if spec.gated else 1  # matrices that go up to ffn_hidden
     attention = 2 * h * (h + bias) + 2 * kv * (h + bias)  # q and out, k and v
@@ -32,12 +32,12 @@ def param_parts(spec: ModelSpec) -> dict[str, int]:
 
 
 def norm_params(spec: ModelSpec) -> int:
-    """Parameters of one norm."""
+    """Return the number of parameters of one norm."""
     return spec.hidden * (2 if spec.norm == "layer" and spec.bias else 1)
 
 
 def count_tensors(spec: ModelSpec) -> int:
-    """Parameter tensors of the whole model: Adam keeps a step counter for each."""
+    """Return the number of parameter tensors: Adam keeps a step counter for each."""
     norm = 2 if spec.norm == "layer" and spec.bias else 1
     linears = 7 if spec.gated else 6  # q, k, v, out, and the MLP's
     layer = linears * (2 if spec.bias else 1) + 2 * norm
@@ -46,10 +46,12 @@ def count_tensors(spec: ModelSpec) -> int:
 
 
 def params_on_rank(spec: ModelSpec, parallelism: Parallelism = ONE, stage: int = 0) -> int:
-    """Parameters that one rank computes with, before ZeRO: its layers, its share of each matrix.
+    """Return the parameters that a rank computes with: its layers, its shard of each matrix.
 
-    Matrices are split over tp, norms and the biases of `out` are not. The embedding is on the first
-    stage and the head on the last; a tied one is on both.
+    ZeRO is not counted. Matrices are split over tp, norms and the biases of `out` are not. The
+    embedding is on the first stage and the head on the last; a tied one is on both.
+
+    Raises: MeshError when the model cannot be split that way
     """
     parallelism.check(spec)
     layers = layers_on_stage(spec, parallelism, stage) * layer_params(spec, parallelism)
@@ -61,7 +63,7 @@ def params_on_rank(spec: ModelSpec, parallelism: Parallelism = ONE, stage: int =
 
 
 def layer_params(spec: ModelSpec, parallelism: Parallelism = ONE) -> int:
-    """Parameters of one layer on one rank."""
+    """Return the number of parameters of one layer on one rank."""
     parts = param_parts(spec)
     whole = 2 * spec.hidden * spec.bias  # the biases of attention's and the MLP's `out`
     split = (parts["attention"] + parts["mlp"]) // spec.num_layers - whole
@@ -69,6 +71,6 @@ def layer_params(spec: ModelSpec, parallelism: Parallelism = ONE) -> int:
 
 
 def layers_on_stage(spec: ModelSpec, parallelism: Parallelism, stage: int = 0) -> int:
-    """Layers of one pipeline stage: as even as it goes, the first stages get one more."""
+    """Return the layers of one pipeline stage: split evenly, the first stages get one more."""
     fewest, rest = divmod(spec.num_layers, parallelism.pp)
     return fewest + (stage < rest)

@@ -1,6 +1,6 @@
-"""List the collectives of a step and price them: bytes sent per rank, and seconds on a link.
+"""Cost of a list of collectives: bytes sent per rank, and seconds on a link.
 
-The methods' own `cost.py` files make such lists; the sums are taken here.
+Each method's `cost.py` lists the collectives of its step; they are added up here.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from course_lib.cost.network import AnyLink, RankGroup, collective_s
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCall:
-    """One call: in which phase, for which part of the model, and of how many bytes in all."""
+    """One collective of a step: phase, part of the model, and bytes of the whole tensor."""
 
     phase: str
     part: str
@@ -21,10 +21,10 @@ class CollectiveCall:
 
 
 def sent_bytes(calls: Iterable[CollectiveCall], p: int) -> float:
-    """Bytes that each of p ranks sends around the ring for these calls."""
+    """Return the bytes that each of p ranks sends around the ring for these calls."""
     return sum(call.num_bytes * bus_factor(call.kind, p) for call in calls)
 
 
 def traffic_s(calls: Iterable[CollectiveCall], group: RankGroup, link: AnyLink) -> float:
-    """Seconds of these calls around the ring, one after another: nothing hides them."""
+    """Return the seconds of these calls, one after another and fully exposed (no overlap)."""
     return sum(collective_s(call.kind, call.num_bytes, group, link) for call in calls)

@@ -3,7 +3,7 @@
 `naive_ddp.py` is the method, in five steps; `sampler.py` gives each rank its items;
 `thread_parallel.py` is the older way, one process with a thread per replica;
 `parameter_server.py` and `local_sgd.py` wait less and accept stale or different weights;
-`cost.py` predicts the staleness.
+`cost.py` predicts the staleness. `gradients.py` is what NaiveDDP, DDP, ZeRO and FSDP share.
 """
 
 from course_lib.data_parallel.local_sgd import LocalSGD

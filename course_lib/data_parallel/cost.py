@@ -1,7 +1,7 @@
-"""On paper: in which order workers reach an asynchronous server, and how stale that makes them.
+"""Predict the staleness of asynchronous training from the seconds of each worker's step.
 
-A worker pulls the weights, computes, and pushes its gradient; its staleness is the number of
-updates that others made in between. Notebook 05_data_parallel.
+A worker pulls the weights, computes, and pushes its gradient. The staleness of that update is the
+number of updates that other workers made in between. Notebook 05_data_parallel.
 """
 
 import heapq
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 
 def staleness_of(order: Sequence[int]) -> list[int]:
-    """The staleness of each update, from the worker of each update.
+    """Return the staleness of each update, given the worker of each update.
 
-    A worker pulls right after its own update, and all have pulled before the first one.
+    A worker pulls right after its own update, and all workers pull before the first one.
     """
     pulled_at: dict[int, int] = {}
     found = []
@@ -22,9 +22,9 @@ def staleness_of(order: Sequence[int]) -> list[int]:
 
 
 def arrival_order(step_s: Sequence[float], num_updates: int) -> list[int]:
-    """Who makes each update, if worker i (from 1) takes step_s[i - 1] a step; ties in order.
+    """Return the worker of each update, if worker i (from 1) takes step_s[i - 1] per step.
 
-    Pushing and pulling take no time.
+    Pushing and pulling take no time; of workers that finish together the lower number is first.
     """
     arrivals = [(seconds, worker) for worker, seconds in enumerate(step_s, start=1)]
     heapq.heapify(arrivals)
@@ -37,9 +37,10 @@ def arrival_order(step_s: Sequence[float], num_updates: int) -> list[int]:
 
 
 def mean_staleness(step_s: Sequence[float], worker: int) -> float:
-    """What the updates of one worker miss on average: every other one's steps in one of its own.
+    """Return the mean staleness of one worker's updates.
 
-    Over all updates the mean is w - 1, whatever the speeds.
+    During one of its steps, every other worker makes mine_s / other_s updates. Over the updates of
+    all w workers the mean is w - 1, whatever their speeds.
     """
     mine_s = step_s[worker - 1]
-    return sum(mine_s / other_s for other_s in step_s) - 1
+    return sum(mine_s / other_s for other_s in step_s) - 1  # without its own

@@ -1,9 +1,9 @@
-"""Local SGD: every rank trains alone, and every few steps all take the mean of their parameters.
+"""Local SGD: every rank trains alone, and every few steps the ranks average their parameters.
 
-It stands between data parallelism, which talks in each step, and training alone, which never does:
-a fraction of the traffic, and replicas that drift apart in between. With `every=1` and plain SGD it
-is data parallelism, since the mean of the stepped weights is the step with the mean gradient.
-Notebook 05_data_parallel.
+Data parallelism communicates in each step, independent training never; local SGD is in between. It
+sends a fraction of the bytes, and the replicas drift apart between two averages. With `every=1` and
+plain SGD it is data parallelism, since the mean of the stepped weights equals a step with the mean
+gradient. Notebook 05_data_parallel.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ from course_lib.data_parallel.naive_ddp import broadcast_state
 class LocalSGD(nn.Module):
     """A replica of `module` on every rank; call `step_done()` after each `optimizer.step()`.
 
-    All start from the group's first rank. Trainable parameters and buffers of a floating dtype are
-    averaged; frozen parameters stay equal by themselves, and counters stay a rank's own. The state
-    of the optimizer (momentum, Adam) is never averaged: it stays a rank's own, too.
+    All ranks start from the state of the group's first rank. Trainable parameters and buffers of a
+    floating dtype are averaged; frozen parameters stay equal, and integer buffers stay local. The
+    optimizer state (momentum, Adam's moments) stays local too.
 
-    Cost:    one all-reduce a parameter every `every` steps: 1 / every of NaiveDDP's bytes
+    Cost:    one all_reduce per parameter every `every` steps: 1 / every of NaiveDDP's bytes
     Raises:  CourseError for every < 1
     Source:  Stich 2019 (Local SGD Converges Fast and Communicates Little), section 1
     """
@@ -38,20 +38,20 @@ class LocalSGD(nn.Module):
         broadcast_state(module, group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Return the module's output; no communication."""
         return self.module(*args, **kwargs)
 
     def step_done(self) -> bool:
-        """Count a step, and average if it is time to. Returns whether it was."""
+        """Count a step, average if it is the last of `every`, and return whether it was."""
         self.num_steps += 1
-        time_to_talk = self.num_steps % self.every == 0
-        if time_to_talk:
+        averages_now = self.num_steps % self.every == 0
+        if averages_now:
             self.average()
-        return time_to_talk
+        return averages_now
 
     @torch.no_grad()
     def average(self) -> None:
-        """Replace parameters and floating buffers by their means over the group, now."""
+        """Replace trainable parameters and floating buffers by their means over the group."""
         trained = [param for param in self.module.parameters() if param.requires_grad]
         buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
         p = dist.get_world_size(self.group)

@@ -1,13 +1,12 @@
-"""Same model, different data: every rank has a replica, and the gradients' mean keeps them equal.
+"""Data parallelism in five steps: every rank has a replica, and mean gradients keep them equal.
 
-`NaiveDDP` is one process a device: broadcast once, then in each step one all-reduce a parameter.
-`DataParallel`, its ancestor, is one process with a thread a replica. `RankSampler` deals out the
-data, and `weighted_loss` weighs ranks by how many items they got. Notebook 05_data_parallel.
+`NaiveDDP` broadcasts the state once; then each step all-reduces one gradient per parameter.
+`weighted_loss` weighs ranks by how many items they got, and `fingerprint` tells whether two
+replicas are equal. Notebook 05_data_parallel.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,18 +15,20 @@ from torch import Tensor, nn
 
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
+from course_lib.data_parallel.gradients import NoSync, require_gradients
 
 
-class NaiveDDP(nn.Module):
-    """A replica of `module` on every rank of the group; `finish()` after backward makes them agree.
+class NaiveDDP(NoSync, nn.Module):
+    """A replica of `module` on every rank of the group; `finish()` averages the gradients.
 
-    The group's first rank gives its parameters and buffers at construction, and its buffers again
-    before a training forward, as PyTorch's DDP does. Several backward passes before one `finish()`
-    simply add up. A parameter without a gradient: an error that names it, or with `find_unused` a
-    zero; where no rank has a gradient it stays None.
+    Call `finish()` after backward. The group's first rank broadcasts its parameters and buffers at
+    construction, and its buffers again before a forward pass in training, as PyTorch's DDP does.
+    Several backward passes before one `finish()` accumulate; inside `no_sync()` it does nothing. A
+    parameter without a gradient is an error that names it; with `find_unused` its gradient counts
+    as zero, and stays None if no rank has one.
 
-    Cost:    one all-reduce a trainable parameter and step: 2 (p-1)/p * its bytes sent per rank
-             (on a ring); with find_unused one more, of a number a parameter
+    Cost:    one all_reduce per trainable parameter and step: 2 (p-1)/p * its bytes sent per rank
+             (on a ring); with find_unused one more, of 8 bytes per parameter
     """
 
     def __init__(
@@ -41,12 +42,11 @@ class NaiveDDP(nn.Module):
         super().__init__()
         self.module, self.group, self.find_unused = module, group, find_unused
         self._broadcast_buffers = broadcast_buffers
-        self._syncs = True
         self._buffers_may_differ = False  # as PyTorch has it: after a forward that will be synced
         broadcast_state(module, group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, with the first rank's buffers."""
+        """Return the module's output, computed with the first rank's buffers."""
         if self._buffers_may_differ and self._broadcast_buffers and self.training:
             _broadcast(self.module.buffers(), self.group)
         self._buffers_may_differ = self._syncs and self.training and torch.is_grad_enabled()
@@ -66,20 +66,13 @@ class NaiveDDP(nn.Module):
             dist.all_reduce(total, group=self.group)
             grad.copy_(total / p)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, gradients only accumulate and `finish()` does nothing."""
-        before, self._syncs = self._syncs, False
-        try:
-            yield
-        finally:
-            self._syncs = before
-
     def _with_gradient(self) -> list[nn.Parameter]:
-        """The parameters to be averaged: the same ones, in the same order, on every rank."""
+        """Return the parameters to average: the same, in the same order, on every rank."""
         named = [(name, x) for name, x in self.module.named_parameters() if x.requires_grad]
         if not self.find_unused:
-            demand_gradients(named, type(self).__name__)
+            missing = [name for name, param in named if param.grad is None]
+            attempt = "backward() before finish(), find_unused=True, or requires_grad_(False)"
+            require_gradients(missing, f"{type(self).__name__}.finish", attempt)
             return [param for _, param in named]
         device = named[0][1].device if named else None
         used = torch.tensor([int(x.grad is not None) for _, x in named], device=device)
@@ -88,12 +81,12 @@ class NaiveDDP(nn.Module):
 
 
 def weighted_loss(loss: Tensor, num_items: int, group: Group = None) -> Tensor:
-    """Weigh a rank's mean loss by its part of all items: loss * num_items * p / total.
+    """Weigh a rank's mean loss by its share of all items: loss * num_items * p / total.
 
     The mean over ranks of the gradients is then the gradient of the mean over all items, and the
     mean of the returned values is that mean. A rank without items (its mean is 0 / 0) counts zero.
 
-    Cost:    one all-reduce of one number
+    Cost:    one all_reduce of one number
     Raises:  CourseError for num_items < 0
     """
     if num_items < 0:
@@ -106,41 +99,30 @@ def weighted_loss(loss: Tensor, num_items: int, group: Group = None) -> Tensor:
 
 
 def broadcast_state(module: nn.Module, group: Group = None) -> None:
-    """Give every rank the parameters and buffers of the group's first rank."""
+    """Broadcast the parameters and buffers of the group's first rank, one message per tensor."""
     _broadcast([*module.parameters(), *module.buffers()], group)
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Six characters that change with any bit of the state: are two replicas equal?"""
+    """Return six characters that change with any bit of the state, to compare replicas."""
     digest = hashlib.sha256()
     for tensor in [*module.parameters(), *module.buffers()]:
-        row = tensor.detach().cpu().contiguous().flatten()
-        digest.update(row.view(torch.uint8).numpy().tobytes())
+        flat = tensor.detach().cpu().contiguous().flatten()
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:6]
-
-
-def demand_gradients(named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
-    """Raises: CourseError that names the parameters without a gradient."""
-    missing = [name for name, param in named if param.grad is None]
-    if missing:
-        raise CourseError(
-            f"rank {dist.get_rank()}, {where}.finish: need a gradient for every trainable "
-            f"parameter; got none for {', '.join(missing)}. Try find_unused=True, "
-            "requires_grad_(False) for what is not trained, or to call backward() first."
-        )
 
 
 @torch.no_grad()
 def _broadcast(tensors: Iterable[Tensor], group: Group) -> None:
-    first = dist.get_process_group_ranks(group)[0]
+    root = dist.get_process_group_ranks(group)[0]
     for tensor in tensors:
-        row = tensor.detach().contiguous()
-        dist.broadcast(row, first, group=group)
-        tensor.copy_(row)
+        values = tensor.detach().contiguous()
+        dist.broadcast(values, root, group=group)
+        tensor.copy_(values)
 
 
 def _gradient_of(param: nn.Parameter) -> Tensor:
-    """The gradient of a parameter; zeros if this rank has none."""
+    """Return the gradient of a parameter; zeros if this rank has none."""
     if param.grad is None:
         param.grad = torch.zeros_like(param)
     return param.grad

@@ -1,9 +1,10 @@
-"""A parameter server: rank 0 holds the weights and steps, the other ranks bring it gradients.
+"""A parameter server: rank 0 holds the weights and steps; the other ranks send it gradients.
 
-Synchronous, it waits for all workers of a round and applies their mean: bulk-synchronous training,
-the numbers of one process. Asynchronous, it applies each gradient as it comes: nobody waits for a
-slow worker, but a gradient may have been computed from weights that have changed since. How many
-updates it missed is its staleness, and it is counted. Notebook 05_data_parallel.
+The synchronous server waits for all workers of a round and applies the mean of their gradients:
+bulk-synchronous training, with the numbers of one process. The asynchronous server applies each
+gradient as soon as it is received: nobody waits for a straggler, but the weights may have changed
+since the gradient was computed. The number of updates in between, its staleness, is counted.
+Notebook 05_data_parallel.
 """
 
 import time
@@ -21,16 +22,16 @@ from course_lib.data_parallel.naive_ddp import broadcast_state
 from course_lib.ranks import span
 
 _LossOf = Callable[[nn.Module, int], Tensor]
-KNOCK, LOAD = 1, 2  # the tags of a worker's number, and of what it brings
+REQUEST, PAYLOAD = 1, 2  # the tags of a worker's rank, and of the push that follows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One change of the server's weights.
+    """One update of the server's weights.
 
-    workers     the global ranks whose gradients are in it: one, or all of a round
-    staleness   updates applied between the worker's pull of the weights and this one
-    loss        what the workers found, mean; on the weights they had
+    workers     global ranks of the gradients in it: one worker, or all of a round
+    staleness   number of updates applied between the worker's pull of the weights and this one
+    loss        mean loss of the workers, on the weights they had
     time_s      when it was applied, from the common start
     """
 
@@ -43,14 +44,14 @@ class Update:
 class ParameterServer:
     """Train `module` with the group's first rank as the server and all others as workers.
 
-    Every rank makes one and calls the same method; all start from the server's weights and end with
-    them. `optimizer` steps on the server only. Buffers travel with gradients and weights: the
-    server's are those of the last push. A trainable parameter without a gradient brings zeros.
+    Every rank makes one and calls the same method; all start and end with the server's weights.
+    `optimizer` steps on the server only. Buffers are sent with gradients and weights: the server
+    keeps those of the last push. A trainable parameter without a gradient sends zeros.
 
-    straggler_s   how long the rank `straggler` sleeps in each of its steps
+    straggler_s   seconds that the rank `straggler` sleeps in each of its steps
 
-    Cost:   a push of the gradients and a pull of the weights for each gradient; all of them through
-            the server's wire
+    Cost:   a push of the gradients and a pull of the weights for each gradient, all of them over
+            the server's link
     Raises: MeshError without a worker; CourseError unless all parameters have one dtype
     Source: Li et al. 2014 (Scaling Distributed Machine Learning with the Parameter Server),
             abstract
@@ -76,24 +77,24 @@ class ParameterServer:
         self._trained = [param for param in params if param.requires_grad]
         self._buffers = list(module.buffers())
         self._weights = [*params, *self._buffers]
-        self._number = params[0].detach().new_zeros(())  # rides along: the loss, or "go on"
+        self._number = params[0].detach().new_zeros(())  # sent along: the loss, or whether to go on
         broadcast_state(module, group)
 
     def synchronous(self, loss_of: _LossOf, num_rounds: int) -> list[Update]:
-        """Rounds in lockstep: one update from the mean of all workers' gradients.
+        """Train in rounds: each update takes the mean of all workers' gradients.
 
-        `loss_of(module, step)` is what a worker computes; step counts its own steps. Gives the
-        server's updates, and an empty list on a worker.
+        `loss_of(module, step)` is what a worker computes; step counts its own steps. Return the
+        updates on the server, and an empty list on a worker.
         """
         return self._run(loss_of, lambda: self._serve_rounds(num_rounds), num_rounds)
 
     def asynchronous(
         self, loss_of: _LossOf, num_updates: int, *, order: Sequence[int] | None = None
     ) -> list[Update]:
-        """Every gradient is an update of its own, applied when it comes.
+        """Train without rounds: each gradient is an update, applied when it is received.
 
-        `order` names the worker of each update in place of who comes first: then a run can be
-        repeated. What is still on its way after the last update is thrown away.
+        `order` fixes the worker of each update, which makes a run repeatable; otherwise the first
+        request is served first. Gradients received after the last update are discarded.
         """
         if order is not None and len(order) < num_updates:
             raise CourseError(
@@ -127,35 +128,35 @@ class ParameterServer:
         pulled_at = dict.fromkeys(self.workers, 0)
         for number in range(num_updates + len(self.workers) - 1):  # a last push of all the others
             ordered = order is not None and number < num_updates
-            worker = order[number] if ordered and order else self._next_knock()
-            push = self._receive_push(worker, knocked=not ordered)
+            worker = order[number] if ordered and order else self._next_request()
+            push = self._receive_push(worker, requested=not ordered)
             if number < num_updates:
                 updates.append(self._apply([push], (worker,), number - pulled_at[worker]))
             pulled_at[worker] = number + 1
             self._send_weights(worker, go_on=number < num_updates - 1)
         return updates
 
-    def _next_knock(self) -> int:
-        """The worker who came first."""
+    def _next_request(self) -> int:
+        """Return the worker whose request is received first."""
         worker = torch.zeros(1, dtype=torch.long)
-        dist.irecv(worker, group=self.group, tag=KNOCK).wait()  # type: ignore[union-attr]
+        dist.irecv(worker, group=self.group, tag=REQUEST).wait()  # type: ignore[union-attr]
         return int(worker)
 
-    def _receive_push(self, worker: int, *, knocked: bool = False) -> Tensor:
-        if not knocked:
-            dist.recv(torch.zeros(1, dtype=torch.long), worker, group=self.group, tag=KNOCK)
+    def _receive_push(self, worker: int, *, requested: bool = False) -> Tensor:
+        if not requested:
+            dist.recv(torch.zeros(1, dtype=torch.long), worker, group=self.group, tag=REQUEST)
         push = _flat(self._like_push())
-        dist.recv(push, worker, group=self.group, tag=LOAD)
+        dist.recv(push, worker, group=self.group, tag=PAYLOAD)
         return push
 
     def _apply(self, pushes: Sequence[Tensor], workers: tuple[int, ...], staleness: int) -> Update:
-        """Step with the mean of what came; the last one's buffers are kept."""
-        loss, *grads = _cut(torch.stack([*pushes]).mean(0), self._like_push())
+        """Step with the mean of the pushes; keep the buffers of the last one."""
+        loss, *grads = _unflatten(torch.stack([*pushes]).mean(0), self._like_push())
         for param, grad in zip(self._trained, grads, strict=False):  # buffers stand behind them
             param.grad = grad.clone()
         with span("optimizer", f"U{'+'.join(map(str, workers))}"):
             self.optimizer.step()
-        _copy(self._buffers, _cut(pushes[-1], self._like_push())[1 + len(self._trained) :])
+        _copy(self._buffers, _unflatten(pushes[-1], self._like_push())[1 + len(self._trained) :])
         time_s = time.perf_counter() - self._start_s
         return Update(workers=workers, staleness=staleness, loss=loss.item(), time_s=time_s)
 
@@ -165,7 +166,7 @@ class ParameterServer:
     # -- a worker ---------------------------------------------------------------------------
 
     def _work(self, loss_of: _LossOf) -> None:
-        """Compute, push, pull, until the server says that it is enough."""
+        """Compute, push and pull until the server sends the last weights."""
         step, go_on = 0, True
         while go_on:
             with span("compute", f"step {step}"):
@@ -180,10 +181,10 @@ class ParameterServer:
     def _push(self, loss: Tensor) -> None:
         grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self._trained]
         push = _flat([self._number + loss.detach(), *grads, *self._buffers])
-        knock = torch.tensor([dist.get_rank()])
+        request = torch.tensor([dist.get_rank()])
         started = [
-            dist.isend(knock, self.server, self.group, KNOCK),
-            dist.isend(push, self.server, self.group, LOAD),
+            dist.isend(request, self.server, self.group, REQUEST),
+            dist.isend(push, self.server, self.group, PAYLOAD),
         ]
         for message in started:
             message.wait()  # type: ignore[union-attr]
@@ -192,36 +193,36 @@ class ParameterServer:
         like = [self._number, *self._weights]
         weights = _flat(like)
         dist.recv(weights, self.server, group=self.group)
-        go_on, *parts = _cut(weights, like)
+        go_on, *parts = _unflatten(weights, like)
         _copy(self._weights, parts)
         return bool(go_on)
 
     def _like_push(self) -> list[Tensor]:
-        """What a push is made of: a loss, the gradients, the buffers."""
+        """Return tensors shaped like the parts of a push: a loss, the gradients, the buffers."""
         return [self._number, *self._trained, *self._buffers]
 
 
 def smoothed(updates: Sequence[Update], window: int = 5) -> list[float]:
-    """The mean loss of each update and of those before it, `window` in all."""
+    """Return, for each update, the mean loss of the last `window` updates."""
     losses = [update.loss for update in updates]
     return [mean(losses[max(0, n + 1 - window) : n + 1]) for n in range(len(losses))]
 
 
 def loss_at(updates: Sequence[Update], times_s: Sequence[float]) -> list[float]:
-    """The smoothed loss of the last update before each moment; before the first, its own."""
+    """Return the smoothed loss of the last update at each time; before the first, the first."""
     losses = smoothed(updates)
     done = [sum(update.time_s <= time_s for update in updates) for time_s in times_s]
     return [losses[max(0, count - 1)] for count in done]
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """One message: all numbers in a row, in the dtype of the first."""
+    """Concatenate tensors into one flat message, in the dtype of the first."""
     return torch.cat([tensor.detach().to(tensors[0]).flatten() for tensor in tensors])
 
 
-def _cut(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a message, in the shapes of the tensors it was made of."""
-    parts = row.split([tensor.numel() for tensor in like])
+def _unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Split a flat message into parts with the shapes of `like`."""
+    parts = flat.split([tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Deal out a data set: the indices that each rank reads in an epoch.
+"""Split a data set over ranks: the indices that each rank reads in an epoch.
 
 Notebook 05_data_parallel.
 """
@@ -12,11 +12,11 @@ from course_lib.core.errors import MeshError
 
 
 class RankSampler(Sampler[int]):
-    """The indices one rank reads in an epoch: every world_size-th of an order that all ranks know.
+    """Sampler of one rank: every world_size-th index of a permutation that all ranks share.
 
-    The order is a permutation drawn from seed + epoch, so call `set_epoch(n)` before each epoch.
-    Every rank gets equally many: the first indices are dealt again to fill up, or with `drop_last`
-    the last ones are left out.
+    The permutation is drawn from seed + epoch, so call `set_epoch(n)` before each epoch. Every rank
+    gets equally many indices: the first ones are repeated to fill up, or with `drop_last` the last
+    ones are left out.
 
     Raises: MeshError for a rank outside of 0 .. world_size - 1
     Source: PyTorch, torch/utils/data/distributed.py, DistributedSampler (the same indices)
@@ -42,15 +42,15 @@ class RankSampler(Sampler[int]):
         self._length = full + int(rest > 0 and not drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle anew; the same number on every rank."""
+        """Draw another permutation; pass the same number on every rank."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
         n = self.dataset_length
         random = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(n, generator=random).tolist() if self.shuffle else range(n)
-        dealt = range(self.rank, self._length * self.world_size, self.world_size)
-        return iter([order[place % n] for place in dealt])
+        positions = range(self.rank, self._length * self.world_size, self.world_size)
+        return iter([order[position % n] for position in positions])
 
     def __len__(self) -> int:
         return self._length

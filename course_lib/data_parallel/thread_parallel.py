@@ -1,8 +1,8 @@
-"""The ancestor of DDP: one process, a thread a replica, and a master that copies the model.
+"""The predecessor of DDP: one process with a thread per replica, as in nn.DataParallel.
 
-The parameters are cloned for every replica in every step, each replica gets a part of the batch,
-and the outputs are gathered. Autograd sums the replicas' gradients, since a clone is an operation
-like any other. Notebook 05_data_parallel.
+Every step clones the parameters for each replica, gives each replica a part of the batch, and
+gathers the outputs. Autograd sums the replicas' gradients, because a clone is a differentiable
+operation. Notebook 05_data_parallel.
 """
 
 import copy
@@ -17,16 +17,16 @@ from course_lib.core.errors import CourseError, ShapeError
 
 
 class DataParallel(nn.Module):
-    """One process, a thread a replica: split the batch, copy the model, gather the outputs.
+    """One process with a thread per replica: split the batch, copy the model, gather the outputs.
 
-    Every forward copies the parameters (`clone`, so that autograd adds up the replicas' gradients)
-    and gives each copy a part of the batch, cut by torch.tensor_split; a part without items is left
-    out. Only what replica 0 does to its buffers lasts. Outputs are joined along dim 0, so a loss on
-    them is the loss of the whole batch. Tensors in args and kwargs are split, all else is shared.
-    The replicas draw from one stream of random numbers, in the order in which threads come along.
+    Every forward pass clones the parameters (so that autograd sums the replicas' gradients) and
+    gives each clone a part of the batch, split by torch.tensor_split; empty parts are dropped. Only
+    replica 0's changes to buffers persist. Outputs are concatenated along dim 0, so a loss on them
+    is the loss of the whole batch. Tensors in args and kwargs are split, everything else is shared.
+    The replicas draw from one random number generator, in the order in which the threads run.
 
-    Cost:    num_replicas - 1 copies of the model a step; one interpreter runs all threads, and on a
-             CPU one thread runs the whole backward
+    Cost:    num_replicas - 1 copies of the model per step; one interpreter runs all threads, and on
+             a CPU one thread runs the whole backward pass
     Raises:  CourseError for num_replicas < 1; ShapeError for tensors of different lengths
     Source:  PyTorch, torch/nn/parallel/data_parallel.py, DataParallel
     """
@@ -38,7 +38,7 @@ class DataParallel(nn.Module):
         self.module, self.num_replicas = module, num_replicas
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's outputs for the whole batch."""
+        """Return the module's outputs for the whole batch."""
         parts = split_batch((args, kwargs), self.num_replicas)
         replicas = [replica_of(self.module, is_first=not number) for number in range(len(parts))]
         settings = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
@@ -53,14 +53,14 @@ class DataParallel(nn.Module):
 
 
 def replica_of(module: nn.Module, *, is_first: bool) -> nn.Module:
-    """A copy whose parameters are clones in autograd's graph; the first one shares the buffers."""
+    """Return a copy with cloned parameters (in autograd's graph); the first shares the buffers."""
     known: dict[int, Any] = {id(param): param.clone() for param in module.parameters()}
     known |= {id(x): x if is_first else x.clone() for x in module.buffers()}
     return copy.deepcopy(module, known)  # deepcopy takes what is known instead of copying it
 
 
 def split_batch(batch: Any, num_parts: int) -> list[Any]:
-    """Cut every tensor in nested containers along dim 0; parts without items are left out.
+    """Split every tensor in nested containers along dim 0; empty parts are dropped.
 
     Shapes:  [n, ...] -> num_parts times [n / num_parts, ...], or n times [1, ...] if n is less
     """
@@ -68,14 +68,14 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
     if len(lengths) > 1:
         raise ShapeError(
             "DataParallel: need tensors of one length along dim 0; got "
-            f"{' and '.join(map(str, lengths))}. Try to give what is no batch to the module itself."
+            f"{' and '.join(map(str, lengths))}. Try to give constants to the module itself."
         )
     count = max(1, min(num_parts, *lengths)) if lengths else 1
     return [_part(batch, number, count) for number in range(count)]
 
 
 def gather_outputs(outputs: list[Any]) -> Any:
-    """Join outputs along dim 0, inside of tuples, lists and dicts too; numbers become a row."""
+    """Concatenate outputs along dim 0, also inside tuples, lists and dicts; stack scalars."""
     first = outputs[0]
     if isinstance(first, Tensor):
         return torch.cat(outputs) if first.dim() else torch.stack(outputs)

@@ -1,8 +1,8 @@
-"""Buckets: which tensors travel together as one message.
+"""Buckets: which gradients are sent as one message, and in which order.
 
-Many small messages pay the latency many times, one large message cannot leave before the last
-gradient is there; buckets are in between. Their gradients lie side by side in one flat tensor, and
-every `param.grad` is a view of its place there. Notebook 06_ddp.
+Many small messages pay the latency many times; one large message cannot start before the last
+gradient is computed; buckets are in between. A bucket's gradients lie side by side in one flat
+tensor, and every `param.grad` is a view of its part. Notebook 06_ddp.
 """
 
 from torch import nn
@@ -12,24 +12,29 @@ from course_lib.core.errors import CourseError
 
 
 class Bucket:
-    """Parameters whose gradients travel as one message; each gradient has its view of `flat`."""
+    """Parameters whose gradients are sent as one message.
+
+    flat      the gradients side by side
+    views     each gradient as a view of `flat`, in the shape of its parameter
+    missing   indices of the parameters whose gradient is not in `flat` yet
+    """
 
     def __init__(self, named_params: list[tuple[str, nn.Parameter]]) -> None:
         self.names = [name for name, _ in named_params]
         self.params = [param for _, param in named_params]
         sizes = [param.numel() for param in self.params]
-        self.flat = self.params[0].detach().new_zeros(sum(sizes))
+        self.flat = self.params[0].detach().new_zeros(sum(sizes))  # [sum of numels]
         parts = zip(self.flat.split(sizes), self.params, strict=True)
         self.views = [part.view(param.shape) for part, param in parts]
-        self.missing = set(range(len(sizes)))  # gradients that are not in `flat` yet
+        self.missing = set(range(len(sizes)))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the message."""
         return self.flat.nbytes
 
-    def take(self, index: int) -> None:
-        """Copy a gradient into the bucket, and let `param.grad` be its view from now on."""
+    def copy_grad(self, index: int) -> None:
+        """Copy a gradient into the bucket, and make `param.grad` its view from now on."""
         param, view = self.params[index], self.views[index]
         if param.grad is not None and param.grad.is_sparse:
             raise CourseError(
@@ -43,14 +48,14 @@ class Bucket:
 
 
 def make_buckets(module: nn.Module, bucket_bytes: float) -> list[Bucket]:
-    """The buckets of a module's trainable parameters, in the order in which they will be full.
+    """Return the buckets of a module's trainable parameters, in the order in which they fill up.
 
-    The last parameter comes first, as backward gets there first; tied parameters come once. A
-    bucket has one dtype and one device, and leaves when the last one of its parameters is there.
+    The last parameter is the first, because backward reaches it first; tied parameters count once.
+    A bucket has one dtype and one device, and is sent when its last gradient is complete.
     """
     if not bucket_bytes > 0:
         raise CourseError(
-            f"DDP: need bucket_bytes above 0; got {bucket_bytes}. Try 1, a bucket a parameter."
+            f"DDP: need bucket_bytes above 0; got {bucket_bytes}. Try 1, one bucket per parameter."
         )
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     named.reverse()

@@ -1,9 +1,9 @@
-"""Gradients that travel with fewer bytes: hooks for DDP(..., comm_hook=...).
+"""Communication hooks that compress gradients: for DDP(..., comm_hook=...).
 
-`bf16_hook` halves every number. `TopK` sends the few largest ones, with their indices; `PowerSGD`
-sends two thin matrices whose product is near the gradient. These two leave much out, so they keep
-what they left out and add it to the next step's gradient: nothing is lost, it only comes later.
-Their numbers are not those of one process any more. Notebook 06_ddp.
+`bf16_hook` halves the bytes of every fp32 number. `TopK` sends the largest ones with their indices;
+`PowerSGD` sends two thin matrices whose product approximates the gradient. These two use error
+feedback: what a step did not send is kept as a residual and added to the next step's gradient.
+Training then no longer follows the numbers of one process. Notebook 06_ddp.
 """
 
 import math
@@ -21,9 +21,9 @@ from course_lib.ddp.ddp import Mean
 
 
 def bf16_hook(flat: Tensor, group: Group) -> Any:
-    """Send bfloat16 (8 bits of precision), sum in it, and go back to the gradient's own dtype.
+    """Average in bfloat16 (8 bits of precision), and convert back to the gradient's own dtype.
 
-    Cost:    2 bytes a number
+    Cost:    2 bytes per number
     """
     return _Narrow(flat, group)
 
@@ -38,7 +38,7 @@ class _Narrow:
 
 
 class TopK:
-    """Send the `fraction` of a bucket's numbers that are largest in size, and where they are.
+    """Send the `fraction` of a bucket's numbers with the largest magnitudes, and their indices.
 
     What is not sent stays in `residuals[flat]` and is added to the bucket's next gradients.
 
@@ -50,13 +50,13 @@ class TopK:
         if not 0 < fraction <= 1:
             raise CourseError(f"TopK: need 0 < fraction <= 1; got {fraction}. Try TopK(0.01).")
         self.fraction = fraction
-        self.residuals: dict[Tensor, Tensor] = {}  # of each bucket, by its flat tensor
+        self.residuals: dict[Tensor, Tensor] = {}  # per bucket, by its flat tensor: [numel]
 
     def __call__(self, flat: Tensor, group: Group) -> Any:
         residual = self.residuals.setdefault(flat, torch.zeros_like(flat))
         residual += flat
         k = math.ceil(self.fraction * flat.numel())
-        indices = residual.abs().topk(k, sorted=False).indices
+        indices = residual.abs().topk(k, sorted=False).indices  # [k]
         numbers = residual[indices]
         residual[indices] = 0
         return _Gathered(flat, numbers, indices.int(), group)
@@ -65,7 +65,7 @@ class TopK:
 class _Gathered:
     def __init__(self, flat: Tensor, numbers: Tensor, indices: Tensor, group: Group) -> None:
         self.flat, self.p = flat, dist.get_world_size(group)
-        self.all = [part.new_empty(self.p * len(part)) for part in (numbers, indices)]
+        self.all = [part.new_empty(self.p * len(part)) for part in (numbers, indices)]  # [p * k]
         self.works = [
             dist.all_gather_single(whole, part, group=group, async_op=True)
             for whole, part in zip(self.all, (numbers, indices), strict=True)
@@ -83,12 +83,14 @@ class _Gathered:
 class PowerSGD:
     """Send every matrix M [n, m] as P [n, r] and Q [m, r], with P Q^T near the mean of M.
 
-    P = M Q is summed over the group and made orthonormal; then Q = M^T P is averaged. Q stays for
-    the next step, which starts from it (warm start); M - P Q^T is added to the next gradient (error
-    feedback). More dims than two count as columns. A gradient of fewer dims, or a matrix that would
-    not get `min_rate` times smaller, goes as it is. The first `start_step` steps are plain means.
+    P = M Q is summed over the group and orthonormalized; then Q = M^T P is averaged. The next step
+    starts from this Q (warm start), and M - P Q^T is added to the next gradient (error feedback).
+    Dims after the first are flattened into columns. A gradient of fewer than two dims, or a matrix
+    that would not get `min_rate` times smaller, is averaged uncompressed; so is everything in the
+    first `start_step` steps.
 
-    Cost:    all_reduces of r n numbers and the rest in backward, and of r m numbers in `finish`
+    Cost:    all_reduces of r n numbers and of all uncompressed ones in backward, and of r m numbers
+             in `finish`
     Raises:  CourseError for rank < 1, or a hook that has not seen the buckets
     Source:  Vogels et al. 2019 (PowerSGD), in the form of PyTorch's own,
              torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py, powerSGD_hook
@@ -105,16 +107,16 @@ class PowerSGD:
 
     @property
     def residuals(self) -> list[Tensor]:
-        """What has been left out so far, of each matrix."""
+        """The residual of each matrix: the part that has not been sent yet."""
         return [residual for part in self._parts.values() for residual in part.residuals]
 
     def watch(self, buckets: Sequence[Bucket]) -> None:
-        """Learn the shapes of the gradients; DDP calls it."""
+        """Allocate the factors of every bucket from the shapes of its gradients; DDP calls it."""
         for bucket in buckets:
             self._parts[bucket.flat] = _Factors(bucket.views, self)
 
     def is_worth_it(self, view: Tensor) -> bool:
-        """Would two factors be `min_rate` times smaller than this gradient?"""
+        """Return whether two factors are at least `min_rate` times smaller than this gradient."""
         if view.dim() < 2 or not view.numel():
             return False
         n, m = view.flatten(1).shape
@@ -132,7 +134,7 @@ class PowerSGD:
 
 
 class _Factors:
-    """One bucket of PowerSGD: its matrices, what they left out, and the Q they start from."""
+    """One bucket of PowerSGD: its matrices, their residuals, and the Q of the last step."""
 
     def __init__(self, views: Sequence[Tensor], hook: PowerSGD) -> None:
         self.step = 0
@@ -149,10 +151,10 @@ class _Factors:
     def start(self, group: Group) -> "_Factors":
         self.group = group
         for matrix, residual in zip(self.matrices, self.residuals, strict=True):
-            residual += matrix  # what is to be sent
+            residual += matrix  # [n, m], the matrix to approximate
         self.ps = [
             residual @ _orthonormal(q) for residual, q in zip(self.residuals, self.qs, strict=True)
-        ]
+        ]  # each [n, r]
         self.means = [_packed_mean(self.ps, group), _packed_mean(self.rest, group)]
         return self
 
@@ -160,7 +162,7 @@ class _Factors:
         for tensors, mean in zip((self.ps, self.rest), self.means, strict=True):
             _unpack(mean, tensors)
         self.ps = [_orthonormal(p) for p in self.ps]
-        self.qs = [r.T @ p for r, p in zip(self.residuals, self.ps, strict=True)]
+        self.qs = [r.T @ p for r, p in zip(self.residuals, self.ps, strict=True)]  # each [m, r]
         _unpack(_packed_mean(self.qs, self.group), self.qs)
         for matrix, residual, p, q in zip(
             self.matrices, self.residuals, self.ps, self.qs, strict=True
@@ -175,13 +177,13 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def _packed_mean(tensors: Sequence[Tensor], group: Group) -> Mean | None:
-    """Start one all_reduce for all of them; None if there are none."""
+    """Start one all_reduce for all tensors together; return None if there are none."""
     packed = [tensor.reshape(-1) for tensor in tensors]
     return Mean(torch.cat(packed), group) if packed else None
 
 
 def _unpack(mean: Mean | None, tensors: Sequence[Tensor]) -> None:
-    """Wait for it, and put the means where they belong."""
+    """Wait for the mean and copy its parts into the tensors."""
     if mean is not None:
         mean.wait()
         parts = mean.flat.split([tensor.numel() for tensor in tensors])

@@ -1,10 +1,11 @@
-"""One step of data parallelism on paper: buckets leave while backward goes on.
+"""Predict the timeline of a DDP step, in which buckets are all-reduced during backward.
 
-A bucket is ready when the last of its gradients is there. All-reduces take the wire one after the
-other, each for its alpha-beta time, and the optimizer steps when backward and the last of them are
-done. Small buckets leave early, but each pays the latency again; one large bucket pays it once and
-overlaps with nothing. What computing costs is measured (`course_lib.ddp.lab`) or shared out by
-FLOP; adding two tensors and sharing a processor with the wire are free. Notebook 06_ddp.
+A bucket is ready when the last of its gradients is complete. All-reduces use the link one after
+another, each for its alpha-beta time, and the optimizer steps when backward and the last all-reduce
+are done. Small buckets start early, but each pays the latency; one large bucket pays it once and
+overlaps with nothing. The times of the computation are measured (`course_lib.ddp.lab`) or divided
+in proportion to FLOP; summing tensors is free, and so is sharing a processor with the link.
+Notebook 06_ddp.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,10 +20,10 @@ from course_lib.cost.packing import fill_buckets
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What one rank computes in a step, in seconds, and the gradients it gets on the way.
+    """The times of a step's computation on one rank, and the bytes of its gradients.
 
     grad_bytes   bytes of each gradient, in the order of backward: the last layer's first
-    ready_s      when each of them is there, counted from the start of backward; never falls
+    ready_s      when each gradient is complete, from the start of backward; never decreases
     """
 
     forward_s: float
@@ -34,24 +35,24 @@ class StepCost:
         falls = any(a > b for a, b in zip((0.0, *self.ready_s), self.ready_s, strict=False))
         if not self.ready_s or len(self.ready_s) != len(self.grad_bytes) or falls:
             raise CourseError(
-                "StepCost: need one moment a gradient, from 0 on and never falling; got "
-                f"{len(self.ready_s)} moments and {len(self.grad_bytes)} gradients"
+                "StepCost: need one time per gradient, from 0 on and never decreasing; got "
+                f"{len(self.ready_s)} times and {len(self.grad_bytes)} gradients"
                 f"{' in another order' if falls else ''}. Try ready_by_share(flop, backward_s)."
             )
 
     @property
     def backward_s(self) -> float:
-        """Seconds of backward: until the last gradient is there."""
+        """Seconds of backward: until the last gradient is complete."""
         return self.ready_s[-1]
 
     @property
     def compute_s(self) -> float:
-        """Seconds of a step that has nobody to talk to."""
+        """Seconds of a step without communication."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
 
 def ready_by_share(shares: Sequence[float], backward_s: float) -> tuple[float, ...]:
-    """When each gradient is there if backward's time is shared out like `shares`, say by FLOP."""
+    """Return when each gradient is complete if backward's time is proportional to `shares`."""
     total = sum(shares)
     return tuple(backward_s * done / total for done in accumulate(shares))
 
@@ -59,24 +60,24 @@ def ready_by_share(shares: Sequence[float], backward_s: float) -> tuple[float, .
 def ddp_step(
     cost: StepCost, bucket_bytes: float, group: RankGroup, link: AnyLink, *, overlap: bool = True
 ) -> list[Event]:
-    """The events of one step, the same on every rank: computing, all-reduces, the wait for them.
+    """Return the events of one step, the same on every rank: compute, all-reduces, the wait.
 
-    An all_reduce lasts from when the wire is free for it until it has arrived; see `on_the_wire`.
+    An all_reduce lasts from when the link is free for it until it completes; see `on_the_wire`.
     """
     ranks = tuple(ranks_of(group))
     backward_end_s = cost.forward_s + cost.backward_s
     events = [_event("forward", 0.0, cost.forward_s)]
-    now_s = wire_free_s = cost.forward_s
+    now_s = link_free_s = cost.forward_s
     for number, members in enumerate(fill_buckets(cost.grad_bytes, bucket_bytes)):
         ready_s = cost.forward_s + cost.ready_s[members[-1]]
         events.append(_event("backward", now_s, ready_s, label=f"B{number}"))
-        start_s = max(ready_s if overlap else backward_end_s, wire_free_s)
+        start_s = max(ready_s if overlap else backward_end_s, link_free_s)
         num_bytes = sum(cost.grad_bytes[member] for member in members)
-        wire_free_s = start_s + collective_s("all_reduce", num_bytes, ranks, link)
-        call = _event("all_reduce", start_s, wire_free_s, label=f"bucket {number}")
+        link_free_s = start_s + collective_s("all_reduce", num_bytes, ranks, link)
+        call = _event("all_reduce", start_s, link_free_s, label=f"bucket {number}")
         events.append(replace(call, num_bytes=num_bytes, group=ranks))
         now_s = ready_s
-    done_s = max(backward_end_s, wire_free_s)
+    done_s = max(backward_end_s, link_free_s)
     if done_s > backward_end_s:
         events.append(_event("wait", backward_end_s, done_s, label="all_reduce"))
     events.append(_event("optimizer", done_s, done_s + cost.optimizer_s))
@@ -86,19 +87,19 @@ def ddp_step(
 def step_s(
     cost: StepCost, bucket_bytes: float, group: RankGroup, link: AnyLink, *, overlap: bool = True
 ) -> float:
-    """Seconds of the step that `ddp_step` plays."""
+    """Return the seconds of the step that `ddp_step` simulates."""
     return max(e.end_s for e in ddp_step(cost, bucket_bytes, group, link, overlap=overlap))
 
 
 def exposed_s(
     cost: StepCost, bucket_bytes: float, group: RankGroup, link: AnyLink, *, overlap: bool = True
 ) -> float:
-    """Seconds of communication that computing does not hide: the step less what it computes."""
+    """Return the exposed communication: seconds of the step minus those of its computation."""
     return step_s(cost, bucket_bytes, group, link, overlap=overlap) - cost.compute_s
 
 
 def bucket_range(cost: StepCost) -> list[int]:
-    """Bucket sizes worth trying: from a bucket a gradient, doubling, up to one bucket for all."""
+    """Return bucket sizes to try: from the smallest gradient, doubling, to one for all of them."""
     total, sizes = sum(cost.grad_bytes), [max(1, min(cost.grad_bytes))]
     while sizes[-1] < total:
         sizes.append(min(2 * sizes[-1], total))
@@ -108,15 +109,15 @@ def bucket_range(cost: StepCost) -> list[int]:
 def best_bucket_bytes(
     cost: StepCost, group: RankGroup, link: AnyLink, sizes: Iterable[int] | None = None
 ) -> int:
-    """The bucket size with the shortest step; of equal ones the largest, with fewest messages."""
+    """Return the bucket size with the shortest step; of equal ones the largest."""
     tried = sorted(sizes or bucket_range(cost), reverse=True)
     return min(tried, key=lambda size: step_s(cost, size, group, link))
 
 
 def on_the_wire(events: Iterable[Event]) -> list[Event]:
-    """Measured events, with each all_reduce from when the one before it on its rank has ended.
+    """Return measured events in which each all_reduce starts when its rank's last one has ended.
 
-    The recorder notes when a call is made; until the wire is free the call only waits in line.
+    The recorder notes when a call is made; until the link is free, the call only waits in a queue.
     """
     free_s: dict[int, float] = {}
     found = []

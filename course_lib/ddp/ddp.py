@@ -1,15 +1,12 @@
-"""Data parallelism with buckets: gradients travel while backward still computes the others.
+"""Data parallelism with buckets: gradients are reduced while backward still computes the others.
 
-A hook tells when a parameter's gradient is there. Gradients are copied side by side into buckets,
-the last layer's first, and a full bucket leaves at once as one all_reduce. After backward,
-`finish` waits for what is under way, and every `param.grad` is the mean over the ranks, a view of
-its bucket. Notebook 06_ddp.
+A hook on each parameter is called when its gradient is complete. Gradients are copied side by side
+into buckets, the last layer's first, and a full bucket is launched at once as one all_reduce. After
+backward, `finish` waits for the launched buckets; then every `param.grad` is the mean over the
+ranks, as a view of its bucket. Notebook 06_ddp.
 """
 
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,11 +16,17 @@ from torch import Tensor, nn
 from course_lib.collectives.coalesced import broadcast_together
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
-from course_lib.ddp.buckets import Bucket, make_buckets
+from course_lib.data_parallel.gradients import (
+    NoSync,
+    call_when_accumulated,
+    require_gradients,
+    used_on_any_rank,
+)
+from course_lib.ddp.buckets import make_buckets
 
 
 class Mean:
-    """The mean over the group, in place: an all_reduce under way; `wait` ends it."""
+    """Mean over the group, in place: an asynchronous all_reduce that `wait` completes."""
 
     def __init__(self, flat: Tensor, group: Group) -> None:
         self.flat = flat
@@ -31,26 +34,28 @@ class Mean:
         self.work = dist.all_reduce(flat, group=group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for the sum, and divide it by the number of ranks."""
+        """Wait for the sum and divide it by the number of ranks."""
         self.work.wait()
         self.flat.div_(self.p)
 
 
-class DDP(nn.Module):
+class DDP(NoSync, nn.Module):
     """`module` on every rank of a group, with gradients that are means over the group.
 
     model = DDP(module); loss_of(model(inputs)).backward(); model.finish(); optimizer.step()
 
+    Inside `no_sync()` backward only accumulates into `param.grad`, and `finish` does nothing.
+
     bucket_bytes       a bucket takes parameters up to this size; a larger one has its own
-    overlap            send a bucket as soon as it is full; False: all of them in `finish`
-    find_unused        a parameter without a gradient counts as zero; it keeps none if no rank used
-                       it. Costs one small all_reduce more
-    broadcast_buffers  before a forward pass in training, everybody gets the buffers of the group's
-                       first rank; with accumulation once, after the step
+    overlap            launch a bucket as soon as it is full; False: all of them in `finish`
+    find_unused        a missing gradient counts as zero; it stays None if no rank has one. Costs
+                       one more all_reduce, of 1 byte per parameter
+    broadcast_buffers  before a forward pass in training, broadcast the buffers of the group's first
+                       rank; with accumulation once, after the step
     comm_hook          (flat, group) -> object whose wait() leaves the mean in flat; its method
                        `watch(buckets)`, if it has one, is called first. See ddp/comm_hooks.py
 
-    Cost:    one all_reduce a bucket, of all trainable parameters' bytes together
+    Cost:    one all_reduce per bucket, of all trainable parameters' bytes together
     Raises:  CourseError here, from `backward` and from `finish`; MeshError for another's group
     """
 
@@ -73,41 +78,31 @@ class DDP(nn.Module):
         self.buckets = make_buckets(module, bucket_bytes)
         if watch := getattr(comm_hook, "watch", None):
             watch(self.buckets)
-        self._works: list[Any] = []  # one for each bucket that has left
-        self._sync, self._buffers_differ = True, False
+        self._works: list[Any] = []  # one handle per launched bucket
+        self._buffers_may_differ = False
         broadcast_together([*module.parameters(), *module.buffers()], self.group)
-        this = weakref.ref(self)  # a hook lives as long as its parameter: it must not keep us
         for number, bucket in enumerate(self.buckets):
             for index, param in enumerate(bucket.params):
-                param.register_post_accumulate_grad_hook(partial(_arrived, this, number, index))
+                call_when_accumulated(param, self._mark_ready, number, index)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, with the buffers of the group's first rank."""
-        if self.broadcast_buffers and self.training and self._buffers_differ:
+        """Return the module's output, computed with the buffers of the group's first rank."""
+        if self.broadcast_buffers and self.training and self._buffers_may_differ:
             broadcast_together(self.module.buffers(), self.group)
-        self._buffers_differ = self._sync and torch.is_grad_enabled()  # when PyTorch thinks so too
+        self._buffers_may_differ = self._syncs and torch.is_grad_enabled()  # as PyTorch has it
         return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward in here only adds to `param.grad`; nothing is sent, and finish does nothing."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send what has not left, wait for all, and leave the means in `param.grad`."""
-        if not self._sync:
+        """Launch the remaining buckets and wait for all; `param.grad` is then the mean."""
+        if not self._syncs:
             return
         try:
-            used = self._take_the_rest()
+            used = self._copy_remaining()
             while len(self._works) < len(self.buckets):
-                self._send()
+                self._launch()
             if self.find_unused and self.buckets:
-                dist.all_reduce(used, dist.ReduceOp.MAX, group=self.group)
+                used = used_on_any_rank(used, self.buckets[0].flat.device, self.group)
             for work in self._works:
                 work.wait()
             self._clear_unused(used)
@@ -116,8 +111,11 @@ class DDP(nn.Module):
             for bucket in self.buckets:
                 bucket.missing = set(range(len(bucket.params)))
 
-    def _arrive(self, bucket: Bucket, index: int) -> None:
-        """A gradient is there; send all buckets that are full and whose turn it is."""
+    def _mark_ready(self, number: int, index: int) -> None:
+        """Copy a complete gradient into its bucket, and launch full buckets in their order."""
+        if not self._syncs:
+            return
+        bucket = self.buckets[number]
         if index not in bucket.missing:
             raise CourseError(
                 f"rank {dist.get_rank()}, DDP: need finish() after each backward; got a second "
@@ -125,19 +123,19 @@ class DDP(nn.Module):
                 "around every backward but the last. (Checkpointing that reuses a parameter: try "
                 "use_reentrant=False. A module wrapped twice: try one DDP.)"
             )
-        bucket.take(index)
+        bucket.copy_grad(index)
         while self.overlap and len(self._works) < len(self.buckets):
             if self.buckets[len(self._works)].missing:
                 break
-            self._send()
+            self._launch()
 
-    def _send(self) -> None:
-        """Let the next bucket leave: on every rank they leave in the same order."""
+    def _launch(self) -> None:
+        """Start the all_reduce of the next bucket: in the same order on every rank."""
         bucket = self.buckets[len(self._works)]
         self._works.append(self.comm_hook(bucket.flat, self.group))
 
-    def _take_the_rest(self) -> Tensor:
-        """Put into the buckets what no hook has brought; return 1 for each parameter in use."""
+    def _copy_remaining(self) -> list[bool]:
+        """Copy the gradients that no hook has copied; return which parameters have one."""
         used, unused = [], []
         for bucket in self.buckets:
             for index, param in enumerate(bucket.params):
@@ -145,33 +143,18 @@ class DDP(nn.Module):
                 if param.grad is None:
                     unused.append(bucket.names[index])
                 if index in bucket.missing and (self.find_unused or param.grad is not None):
-                    bucket.take(index)
-        if unused and not self.find_unused:
-            raise CourseError(
-                f"rank {dist.get_rank()}, DDP.finish: need a gradient for every parameter; got "
-                f"none for {_some(unused)}. Try finish() after backward(), or "
-                "DDP(..., find_unused=True) if the loss does not use them in every step."
+                    bucket.copy_grad(index)
+        if not self.find_unused:
+            attempt = (
+                "finish() after backward(), or DDP(..., find_unused=True) if a step skips them"
             )
-        device = self.buckets[0].flat.device if self.buckets else None
-        return torch.tensor(used, dtype=torch.uint8, device=device)
+            require_gradients(unused, "DDP.finish", attempt)
+        return used
 
-    def _clear_unused(self, used: Tensor) -> None:
-        """What no rank has used keeps no gradient, so that the optimizer leaves it alone."""
+    def _clear_unused(self, used: list[bool]) -> None:
+        """Clear the gradients that no rank has computed, so that the optimizer skips them."""
         params = [param for bucket in self.buckets for param in bucket.params]
         if self.find_unused:
-            for param, flag in zip(params, used.tolist(), strict=True):
-                if not flag:
+            for param, is_used in zip(params, used, strict=True):
+                if not is_used:
                     param.grad = None
-
-
-def _arrived(this: "weakref.ref[DDP]", number: int, index: int, param: Tensor) -> None:
-    """The hook of one parameter, called each time backward has added to its `grad`."""
-    model = this()
-    if model is not None and model._sync:
-        with torch.no_grad():
-            model._arrive(model.buckets[number], index)
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 5 else ""
-    return ", ".join(names[:4] if more else names) + more

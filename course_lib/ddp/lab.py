@@ -1,10 +1,10 @@
-"""Measuring DDP steps on real ranks, to hold them against the model of overlap.
+"""Measure DDP steps on real ranks, to compare them with the predictions of `ddp/cost.py`.
 
-`measure_cost` times a module that has nobody to talk to: that is all `cost.overlap` has to know.
-`measure_steps` times DDP steps, and `measure_sweep` does so for several bucket sizes. Runs take
-turns, so that whatever else the machine does falls on all of them. Where ranks share processors,
-computing and the wire disturb each other; layers of `emulated_model` take their time without using
-a processor, as a rank with an accelerator of its own would. Notebook 06_ddp.
+`measure_cost` times a module without communication: the input of the prediction. `measure_steps`
+times DDP steps, and `measure_sweep` does so for several bucket sizes. Runs are interleaved, so that
+other load on the machine affects all of them alike. Where ranks share processors, computation and
+communication slow each other down; the layers of `emulated_model` sleep instead of computing, as if
+each rank had a device of its own. Notebook 06_ddp.
 """
 
 import time
@@ -25,12 +25,12 @@ from course_lib.ranks.timing import Build, LossOf, Measured, measured_of, record
 
 
 def measure_cost(ranks: Ranks, build: Build, loss_of: LossOf, turns: int = 5) -> StepCost:
-    """What a rank computes in a step while all ranks compute and nobody talks: medians."""
+    """Return the median times of a step's computation, while all ranks compute without sending."""
     measured = [turn for by_rank in ranks.run(_alone, build, loss_of, turns) for turn in by_rank]
-    moments = zip(*(turn["ready_s"] for turn in measured), strict=True)
+    ready_s = zip(*(turn["ready_s"] for turn in measured), strict=True)
     return StepCost(
         forward_s=median(turn["forward_s"] for turn in measured),
-        ready_s=tuple(map(median, moments)),
+        ready_s=tuple(map(median, ready_s)),
         grad_bytes=measured[0]["grad_bytes"],
         optimizer_s=median(turn["optimizer_s"] for turn in measured),
     )
@@ -43,9 +43,9 @@ def measure_steps(
     runs: Mapping[Any, Mapping[str, Any]],
     turns: int = 5,
 ) -> dict[Any, Measured]:
-    """Time steps of DDP(build(), **options) for each name and options of `runs`, taking turns.
+    """Time steps of DDP(build(), **options) for each name and options of `runs`, interleaved.
 
-    A step lasts from the moment when the last rank begins until the last one has ended.
+    A step lasts from when the last rank begins until the last one has ended.
     """
     by_rank = ranks.run(_record_steps, build, loss_of, dict(runs), turns)
     return {name: measured_of([found[name] for found in by_rank]) for name in runs}
@@ -65,28 +65,28 @@ def measure_sweep(
 
 
 def _alone(rank: int, build: Build, loss_of: LossOf, turns: int) -> list[dict[str, Any]]:
-    """On a rank: seconds of each part of a step, for some turns; nobody sends anything."""
+    """On a rank: return the seconds of each part of a step per turn, without communication."""
     module = build()
-    arrived: dict[Tensor, float] = {}
+    completed_s: dict[Tensor, float] = {}
     params = [param for param in module.parameters() if param.requires_grad][::-1]
     for param in params:
         param.register_post_accumulate_grad_hook(
-            lambda param: arrived.__setitem__(param, time.perf_counter())
+            lambda param: completed_s.__setitem__(param, time.perf_counter())
         )
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     found = []
     for _ in range(turns + 1):
         dist.barrier()
         optimizer.zero_grad()
-        moments = [time.perf_counter()]
+        times_s = [time.perf_counter()]
         loss = loss_of(module, rank)
-        moments.append(time.perf_counter())
+        times_s.append(time.perf_counter())
         loss.backward()
-        moments.append(time.perf_counter())
+        times_s.append(time.perf_counter())
         optimizer.step()
-        moments.append(time.perf_counter())
-        start_s, backward_s, optimizer_s, end_s = moments
-        ready_s = accumulate((arrived[param] - backward_s for param in params), max)
+        times_s.append(time.perf_counter())
+        start_s, backward_s, optimizer_s, end_s = times_s
+        ready_s = accumulate((completed_s[param] - backward_s for param in params), max)
         found.append(
             {
                 "forward_s": backward_s - start_s,
@@ -105,6 +105,6 @@ def _record_steps(
     runs: Mapping[Any, Mapping[str, Any]],
     turns: int,
 ) -> dict[Any, list[list[Event]]]:
-    """On a rank: the events of each turn of each run."""
+    """On a rank: return the events of each turn of each run."""
     models = {name: DDP(build(), **options) for name, options in runs.items()}
     return record_interleaved(rank, models, loss_of, turns, finish=DDP.finish)

@@ -1,4 +1,20 @@
-"""Pictures and forms: everything a learner sees is drawn here, and leaves through `show`."""
+"""Pictures and widgets that belong to no single lesson; every figure is displayed by `show`.
+
+show          `show(figure, alt=...)`: displays a figure with its alt text; read this first
+page          the page of every figure: width, title, note, legend, axes
+colors       the colors of kinds (forward, communication, ...) and of ranks
+timeline      events of ranks over time; lanes places the boxes, labels prints their text
+memory        bytes by memory kind, over time or as bars
+compare       formula, simulation and measurement on the same axes
+paired_bars   pairs of bars: measured and predicted
+losses        loss curves
+waiting       the wait-for graph of a hang
+gpu_links     the link matrix of a machine's GPUs
+last_run      the records of an exercise's newest run on a cluster; lesson 04's picture of it
+predict       `predict` and `reveal`: commit to a number before the result is shown
+explore       a figure with sliders
+stepper       a collective step by step; frames computes the steps, shards draws them
+"""
 
 from course_lib.collectives.messages import Message
 from course_lib.display.colours import KIND, RANK, rank_colour

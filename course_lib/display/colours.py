@@ -1,9 +1,9 @@
-"""The colours of the course, each with one meaning in every picture.
+"""The colors of the course, each with one meaning in every picture.
 
-KIND colours say what is done or kept (forward and the activations it leaves share one colour),
-RANK colours say who; one picture uses one set, never both. Every KIND keeps a CIEDE2000 distance
-of 10.8 or more from every other under simulated colour blindness, and a test computes it. Colour
-never stands alone: boxes carry letters, waiting and wires carry hatches, ranks their number.
+KIND colors denote what is done or held (forward and the activations it saves share one color),
+RANK colors denote the rank; one picture uses one set, never both. Every KIND keeps a CIEDE2000
+distance of 10.8 or more from every other under simulated color blindness; a test computes it. Color
+never stands alone: boxes have letters, waiting and communication have hatches, ranks their number.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ GRID, QUIET = "#E4E4E4", "#595959"
 
 @dataclass(frozen=True, kw_only=True)
 class Ink:
-    """How one meaning is drawn: `fill`, `text` upon it, `line` for edges and hatch."""
+    """Drawing style of one meaning: `fill`, color of `text` on it, `line` for edges and hatch."""
 
     name: str
     fill: str
@@ -57,10 +57,10 @@ KIND: dict[str, Ink] = {
 RANK = ("#77AADD", "#EEDD88", "#FFAABB", "#AAAA00", "#99DDFF", "#EE8866", "#44BB99", "#BBCC33")
 RANK_GREY = "#D9D9D9"
 
-# Curves that are neither a kind nor a rank: two algorithms side by side, say.
+# Curves that are neither a kind nor a rank, such as two algorithms side by side.
 SERIES = ("#222222", "#A81818", "#6000A8", "#607878")
 
 
 def rank_colour(rank: int, world_size: int) -> str:
-    """The pale colour of a rank; grey for all of them where more than 8 would share 8 colours."""
+    """Return the pale color of a rank; gray for all ranks of a world of more than 8."""
     return RANK[rank] if world_size <= len(RANK) else RANK_GREY

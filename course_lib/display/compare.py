@@ -1,7 +1,7 @@
 """Predict, run, compare: a formula, a simulation and a measurement on the same axes.
 
-The formula is a line, the simulation open markers, the measurement dots with the spread of its
-repetitions. When the dots lie on the line, the learner has understood the machine.
+The formula is a line, the simulation open markers, the measurement dots with error bars over its
+repetitions. Dots on the line mean that the formula predicts this machine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +27,13 @@ Repeated = Numbers | Sequence[Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Voices:
-    """What is known about one curve; at least one of the three.
+    """Values of one curve from up to three sources; at least one of the three.
 
-    formula      a function of x (drawn between the points too), or one number an x
-    simulation   one number an x
-    measurement  one number an x, or the repetitions at that x
+    formula      a function of x (drawn between the points too), or one number per x
+    simulation   one number per x
+    measurement  one number per x, or a list of repetitions per x
+
+    Raises: CourseError without any of them
     """
 
     formula: Callable[[float], float] | Numbers | None = None
@@ -56,10 +58,13 @@ def compare(
     log: bool = False,
     note: str = "",
 ) -> Figure:
-    """Draw the voices of one curve, or of up to four named ones; labels carry their units.
+    """Draw one curve, or up to four named ones; `x_label` and `y_label` contain the units.
 
-    `log` makes both axes logarithmic. `note` says on the picture how it was measured.
-    Raises: CourseError when a voice has not one number (or list of repetitions) an x.
+    log    both axes are logarithmic
+    note   printed on the picture: how it was measured
+
+    Raises: CourseError without x or curves, with more than four curves, where a source does not
+            have one number (or list of repetitions) per x, or for numbers <= 0 on a log axis
     """
     curves = {"": voices} if isinstance(voices, Voices) else dict(voices)
     if not 0 < len(curves) <= len(SERIES):
@@ -103,10 +108,10 @@ def _curve(axes: Axes, x: np.ndarray, name: str, curve: Voices, index: int) -> N
 
 
 def _widen(axes: Axes) -> None:
-    """Give a logarithmic axis on which all numbers are the same a factor of two on both sides."""
+    """Widen a logarithmic axis on which all numbers are equal by a factor of two on both sides."""
     (x_low, x_high), (y_low, y_high) = axes.dataLim.intervalx, axes.dataLim.intervaly
     if x_high <= x_low * (1 + 1e-9):
-        axes.set_autoscalex_on(False)  # else it would complain before it can be told
+        axes.set_autoscalex_on(False)  # else matplotlib warns before the limits are set
         axes.set_xlim(x_low / 2, x_low * 2)
     if y_high <= y_low * (1 + 1e-9):
         axes.set_autoscaley_on(False)
@@ -129,7 +134,7 @@ def _where(name: str) -> str:
 def _line(
     x: np.ndarray, name: str, formula: Callable[[float], float] | Numbers, log: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A function is drawn at 100 points between the smallest and the largest x."""
+    """Return the points of the formula; a function is evaluated at 100 more x in between."""
     if not callable(formula):
         return x, _numbers(x, name, "formula", formula)[0]
     space = np.geomspace if log and x.min() > 0 else np.linspace
@@ -140,7 +145,7 @@ def _line(
 def _numbers(
     x: np.ndarray, name: str, voice: str, given: Repeated
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The medians, and how far below and above them the repetitions reach: [2, len(x)]."""
+    """Return the medians, and the distances to the least and greatest repetition [2, len(x)]."""
     rows = [np.atleast_1d(np.asarray(value, dtype=float)) for value in given]
     if len(rows) != len(x) or any(row.size == 0 for row in rows):
         raise CourseError(
@@ -153,7 +158,7 @@ def _numbers(
 
 
 def _legend(curves: Mapping[str, Voices]) -> list[Artist]:
-    """Which voice looks how, and which curve has which colour, dash and shape."""
+    """Return the legend: the marks of the sources; the color, dash and shape of the curves."""
     has = {
         voice: any(getattr(curve, voice) is not None for curve in curves.values())
         for voice in ("formula", "simulation", "measurement")

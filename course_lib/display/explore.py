@@ -1,7 +1,7 @@
-"""A picture with sliders: move one, and the picture answers within a tenth of a second.
+"""A picture with sliders, drawn again when one is moved.
 
-What is saved in the notebook is the picture of the start values and its text, so that a reader
-without a kernel, a converter and a screen reader get the finding too.
+The notebook saves the picture of the start values and its text, so that a reader without a kernel,
+a converter and a screen reader get the finding too.
 """
 
 import base64
@@ -22,14 +22,14 @@ _JS = Path(__file__).with_name("picture.js").read_text(encoding="utf-8")
 
 
 class Picture(anywidget.AnyWidget):
-    """An image that can be exchanged without flicker; `picture` is {png, width, alt, failed}."""
+    """Image that can be replaced without flicker; `picture` is {png, width, alt, failed}."""
 
     _esm = _JS
     picture = traitlets.Dict().tag(sync=True)
 
 
 class Explore:
-    """What `explore` returns; a notebook displays it. `sliders` are the widgets by name."""
+    """Figure with sliders, which a notebook displays; `sliders` are the widgets by name."""
 
     def __init__(
         self, draw: Callable[..., Figure], alt: Callable[..., str] | str, sliders: dict[str, Any]
@@ -47,7 +47,7 @@ class Explore:
             slider.observe(self._update, "value")
 
     def values(self) -> dict[str, Any]:
-        """What the sliders stand at, by name."""
+        """Return the values of the sliders by name."""
         return {name: slider.value for name, slider in self.sliders.items()}
 
     def _drawn(self) -> Figure:
@@ -64,7 +64,7 @@ class Explore:
         return self._alt(**values) if callable(self._alt) else self._alt.format(**values)
 
     def _update(self, _change: Any) -> None:
-        """Draw again; an error is said where the picture was, since nothing else would show it."""
+        """Draw again; show an error in place of the picture, since nothing else would show it."""
         try:
             self.figure = self._drawn()
             self.alt = self._say()
@@ -84,14 +84,15 @@ class Explore:
 
 
 def explore(draw: Callable[..., Figure], alt: Callable[..., str] | str, **sliders: Any) -> Explore:
-    """A picture that follows its sliders.
+    """Return a figure that follows its sliders.
 
-    draw     called with the sliders' values by name, returns a figure (`timeline(...)`, say)
+    draw     called with the sliders' values by name; returns a figure, for example `timeline(...)`
     alt      the finding and one number: a function of the same values, or a text with {names}
     sliders  (lowest, highest, start), a list of choices or (choices, start), True or False, or an
              ipywidget
 
-    Raises: CourseError for a slider that cannot be made; whatever `draw` raises at the start.
+    Raises: CourseError without a slider, for one that cannot be made, or where `draw` returns no
+            figure; whatever `draw` raises for the start values
     """
     if not sliders:
         raise CourseError("explore: need at least one slider; got none. Try p=(2, 8, 4).")
@@ -103,7 +104,7 @@ def _state(png: bytes, figure: Figure, alt: str) -> dict[str, Any]:
 
 
 def _look(sliders: Mapping[str, Any]) -> dict[str, Any]:
-    """One look for all: as wide as the longest name, a handle's way, and the longest choice."""
+    """Return one layout for all: as wide as the longest name, a slider, and the longest choice."""
     names_em = 0.6 * max(map(len, sliders)) + 1
     offered = [options for given in sliders.values() for options, _ in _choices(given)]
     choices = [str(one) for options in offered for one in options]
@@ -116,7 +117,7 @@ def _look(sliders: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _slider(name: str, given: Any, look: Mapping[str, Any]) -> Any:
-    """A widget for what was given."""
+    """Return a widget for the given range, choices, bool or widget."""
     look = {**look, "description": name.replace("_", " ")}
     if isinstance(given, ipywidgets.Widget):
         given.description = given.description or look["description"]
@@ -138,7 +139,7 @@ def _slider(name: str, given: Any, look: Mapping[str, Any]) -> Any:
 
 
 def _choices(given: Any) -> list[tuple[list[Any], Any]]:
-    """The options and the start, if a list of choices was given; nothing otherwise."""
+    """Return [(options, start)] if a list of choices was given, else []."""
     if isinstance(given, list) and given:
         return [(given, given[0])]
     pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], list)

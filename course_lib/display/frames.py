@@ -1,8 +1,8 @@
-"""What every rank holds while messages carry shards around, one frame a step.
+"""Frames of a collective: the shards that every rank holds before each step, and the messages.
 
-Frames are worked out from a list of messages and nothing else, so an algorithm on paper, a
-simulation and a recorded run are stepped through alike. A cell knows which ranks' contributions are
-in it: a rank counted twice or left out is seen at once.
+Frames are computed from a list of messages and nothing else, so a hand-written algorithm, a
+simulation and a recorded run can all be shown. A cell records which ranks' contributions are in it,
+so a rank that is counted twice or left out is visible.
 """
 
 from collections import Counter
@@ -17,20 +17,23 @@ Holdings = tuple[tuple[tuple[int, ...], ...], ...]  # [rank][shard] -> the ranks
 
 @dataclass(frozen=True)
 class Cell:
-    """One shard on one rank: the ranks whose numbers are in it, and whether it just changed."""
+    """One shard on one rank: the ranks whose values are in it, and whether it just changed."""
 
     ranks: tuple[int, ...]
     highlighted: bool = False
 
     @property
     def label(self) -> str:
-        """`(0, 1) -> '0+1'`, `(0, 1, 2, 3) -> '0...3'`, `(0, 0, 1) -> '2x0+1'`; '' when empty."""
+        """Text of the cell; empty when the cell is.
+
+        `(0, 1) -> '0+1'`, `(0, 1, 2, 3) -> '0...3'`, `(0, 0, 1) -> '2x0+1'`
+        """
         return "+".join(_runs(self.ranks))
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What every rank holds before a step, the messages of that step, and both in words."""
+    """Cells of every rank before a step, the messages of that step, and both in words."""
 
     cells: tuple[tuple[Cell, ...], ...]
     messages: tuple[Message, ...]
@@ -38,27 +41,28 @@ class Frame:
 
 
 def own_everything(world_size: int, num_shards: int | None = None) -> Holdings:
-    """Before an all_reduce or reduce_scatter: each rank holds its own number in every shard."""
+    """Return the start of an all_reduce or reduce_scatter: all shards on all ranks."""
     shards = world_size if num_shards is None else num_shards
     return tuple(((rank,),) * shards for rank in range(world_size))
 
 
 def own_one(world_size: int) -> Holdings:
-    """Before an all_gather or gather: rank r holds shard r and nothing else."""
+    """Return the start of an all_gather or gather: rank r holds shard r and nothing else."""
     ranks = range(world_size)
     return tuple(tuple((rank,) if rank == shard else () for shard in ranks) for rank in ranks)
 
 
 def root_everything(world_size: int, num_shards: int = 1, root: int = 0) -> Holdings:
-    """Before a broadcast or scatter: the root holds all shards, the others nothing."""
+    """Return the start of a broadcast or scatter: the root holds all shards, the others nothing."""
     return tuple(((rank,) if rank == root else (),) * num_shards for rank in range(world_size))
 
 
 def frames_from_messages(messages: Iterable[Message], start: Holdings) -> list[Frame]:
-    """One frame a step, showing what is held before it, and one for the end.
+    """Return one frame per step, with the cells before it, and one for the end.
 
-    Messages of one step all leave before any arrives. Steps without messages are left out.
-    Raises: CourseError for a rank or shard that is not there.
+    All messages of a step leave before any of them arrives. Steps without messages are left out.
+
+    Raises: CourseError for a rank or shard that is not in `start`
     """
     by_step: dict[int, list[Message]] = {}
     for message in messages:
@@ -82,7 +86,7 @@ def _check(message: Message, start: Holdings) -> None:
         0 <= message.sender < ranks
         and 0 <= message.receiver < ranks
         and 0 <= message.shard < shards
-        and 0 <= message.place < shards
+        and 0 <= message.target_shard < shards
     )
     if not there:
         raise CourseError(
@@ -94,13 +98,13 @@ def _check(message: Message, start: Holdings) -> None:
 def _deliver(
     held: list[list[tuple[int, ...]]], moves: Sequence[Message]
 ) -> tuple[list[list[tuple[int, ...]]], set[tuple[int, int]]]:
-    """What is held after the messages arrived, and which cells they changed."""
+    """Return the cells after the messages arrived, and which of them changed."""
     after = [list(row) for row in held]
     for move in moves:
         arrives = held[move.sender][move.shard]
-        kept = after[move.receiver][move.place] if move.adds else ()
-        after[move.receiver][move.place] = tuple(sorted(kept + arrives))
-    return after, {(move.receiver, move.place) for move in moves}
+        kept = after[move.receiver][move.target_shard] if move.adds else ()
+        after[move.receiver][move.target_shard] = tuple(sorted(kept + arrives))
+    return after, {(move.receiver, move.target_shard) for move in moves}
 
 
 def _cells(
@@ -113,7 +117,7 @@ def _cells(
 
 
 def _runs(ranks: Sequence[int]) -> list[str]:
-    """Ranks in short: three or more in a row that are there once become one run."""
+    """Abbreviate ranks: three or more consecutive ones that occur once become a range."""
     counts = Counter(ranks)
     parts: list[str] = []
     run: list[int] = []
@@ -131,14 +135,14 @@ def _runs(ranks: Sequence[int]) -> list[str]:
 def _moves_in_words(moves: Sequence[Message]) -> str:
     return "; ".join(
         f"rank {move.sender} sends shard {move.shard} to rank {move.receiver}"
-        + (f", into place {move.place}" if move.place != move.shard else "")
+        + (f", into place {move.target_shard}" if move.target_shard != move.shard else "")
         + (", which adds it" if move.adds else "")
         for move in moves
     )
 
 
 def _holdings_in_words(held: Sequence[Sequence[tuple[int, ...]]]) -> str:
-    """`rank 0 holds 0+1 | 0+1; ...`; said once when all ranks hold the same."""
+    """Return `rank 0 holds 0+1 | 0+1; ...`, or one phrase if all ranks hold the same."""
     rows = [" | ".join("+".join(map(str, ranks)) or "nothing" for ranks in row) for row in held]
     if len(rows) > 1 and len(set(rows)) == 1:
         return f"every rank holds {rows[0]}"

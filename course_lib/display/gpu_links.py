@@ -1,4 +1,4 @@
-"""How the GPUs of a machine reach each other: the matrix of `nvidia-smi topo -m` as a picture."""
+"""The link matrix of a machine's GPUs, from `nvidia-smi topo -m`, as a picture."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _CELL_IN = 0.5
 
 
 def links(matrix: Sequence[Sequence[str]], title: str) -> Figure:
-    """Draw who reaches whom over what: the darker, the nearer. Row i, column j: GPU i to GPU j.
+    """Draw the kind of link between each pair of GPUs, nearer ones darker; row i, column j: i to j.
 
     Raises: CourseError for a matrix without rows, or one that is not square
     """
@@ -42,8 +42,8 @@ def links(matrix: Sequence[Sequence[str]], title: str) -> Figure:
             fill = GREYS.get(_kind(cell), WHITE)
             axes.add_patch(Rectangle((column, row), 1, 1, facecolor=fill, edgecolor=WHITE))
             ink = WHITE if fill in _SHADES[:2] else BLACK if fill != WHITE else QUIET
-            place = (column + 0.5, row + 0.5)
-            axes.text(*place, cell, ha="center", va="center", fontsize=TEXT_PT - 1, color=ink)
+            middle = (column + 0.5, row + 0.5)
+            axes.text(*middle, cell, ha="center", va="center", fontsize=TEXT_PT - 1, color=ink)
     return figure
 
 

@@ -1,7 +1,7 @@
-"""Many short labels in one stroke.
+"""Many short labels drawn as one shape per color.
 
-A text object costs matplotlib half a millisecond; a timeline has hundreds. Here the letters become
-outlines, and all labels of one colour one shape.
+matplotlib takes half a millisecond per text object, and a timeline has hundreds. Here letters
+become outlines, and all labels of one color one shape.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ _AIR_PT = 3.0  # left free in a box, both sides together
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """A text for the middle of a box: the first of `texts` that fits is printed, or none."""
+    """Text for the middle of a box: the first of `texts` that fits is printed, or none."""
 
     texts: tuple[str, ...]
     x: float
@@ -34,7 +34,7 @@ class Label:
 
 
 def stamp(axes: Axes, labels: Iterable[Label]) -> None:
-    """Print the labels that fit into their boxes; x, y, width and height in the axes' data."""
+    """Draw the labels that fit into their boxes; x, y, width and height in data coordinates."""
     figure = cast(Figure, axes.get_figure(root=True))
     box = axes.get_position()
     size = np.array(figure.get_size_inches()) * POINTS
@@ -57,7 +57,7 @@ def stamp(axes: Axes, labels: Iterable[Label]) -> None:
 
 
 def _fitting(texts: Iterable[str], width_pt: float, height_pt: float) -> Path | None:
-    """The outline of the first text, in the largest size, that fits."""
+    """Return the outline of the first text that fits, in the largest size that fits."""
     for text in texts:
         for size in _SIZES_PT:
             if size > height_pt or width_pt < 0.3 * size * len(text):
@@ -70,7 +70,7 @@ def _fitting(texts: Iterable[str], width_pt: float, height_pt: float) -> Path | 
 
 @lru_cache(maxsize=1024)
 def _outline(text: str, size_pt: float) -> tuple[Path, float]:
-    """Letters as a shape around the origin, in points, and how wide it is."""
+    """Return a text as an outline around the origin, and its width; both in points."""
     path = TextPath((0, 0), text, size=size_pt, usetex=False)
     if not len(path.vertices):
         return path, 0.0

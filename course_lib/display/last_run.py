@@ -1,8 +1,8 @@
-"""What an exercise did on a cluster, in its lesson's notebook.
+"""The newest run of a cluster exercise, for its lesson's notebook.
 
-Exercises mark what they measure with `span("compute", name)`; `course collect` brings the records
-home. `last_run` finds them and `marked_times_s` says how long everything took, for any lesson;
-`wire_run` draws lesson 04's.
+Exercises mark what they measure with `span("compute", name)`; `course collect` copies the records
+to this machine. For any lesson, `last_run` finds them and `marked_times_s` returns the marked
+times; `wire_run` draws those of lesson 04.
 """
 
 from collections import defaultdict
@@ -23,9 +23,10 @@ OUR_RING, BUILT_IN, MESSAGE = "all_reduce, our ring", "all_reduce", "there and b
 
 
 def last_run(exercise: str) -> list[RunRecord]:
-    """The records of the newest run of an exercise that was brought home, such as 04_collectives.
+    """Return the records of the newest collected run of an exercise, such as 04_collectives.
 
-    It is looked for in `runs`, here and in the folders above. If there is none, says what to type.
+    It is searched for in `runs`, here and in the folders above. If there is none, the list is empty
+    and a line says what to type.
     """
     here = Path.cwd()
     homes = [home for top in (here, *here.parents) for home in top.glob(f"runs/{exercise}-*")]
@@ -38,20 +39,20 @@ def last_run(exercise: str) -> list[RunRecord]:
 
 
 def marked_times_s(records: Sequence[RunRecord]) -> dict[str, dict[int, list[float]]]:
-    """Seconds of what was marked, by name and size: each time that of the slowest rank.
+    """Return the marked times in seconds by name and size, each that of the slowest rank.
 
-    The first time of each, which warms up, is left out.
+    The first of each, which warms up, is left out.
     """
     marked = [[one for one in record.events if one.kind == "compute"] for record in records]
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for at_once in zip(*marked, strict=False):  # of a rank that stopped early, what there is
+    for at_once in zip(*marked, strict=False):  # a rank may have stopped early
         slowest_s = max(one.duration_s for one in at_once)
         found[at_once[0].label][at_once[0].num_bytes].append(slowest_s)
     return {name: {n: s[1:] for n, s in by_size.items()} for name, by_size in found.items()}
 
 
 def wire_run(records: Sequence[RunRecord]) -> tuple[Figure, str]:
-    """Lesson 04's run: both all-reduces beside the formula, with the alpha and beta of that run.
+    """Draw lesson 04's run: both all-reduces and the formula, with that run's alpha and beta.
 
     Raises: CourseError for a run of one rank, and where times do not grow with the size
     """

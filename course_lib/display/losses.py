@@ -1,4 +1,4 @@
-"""Loss curves: of runs that ought to be one curve, and of runs that come down at their own pace."""
+"""Loss curves: of runs that should coincide, and of runs that converge at different speeds."""
 
 from collections.abc import Mapping, Sequence
 
@@ -41,13 +41,13 @@ def descents(
     target_words: str,
     note: str = "",
 ) -> Figure:
-    """Draw how losses come down: a colour for the first word of a name, a dash for the second.
+    """Draw how losses decrease: a color for the first word of a name, a dash for the second.
 
-    Of each name the first curve is a line, the others dots on it.
+    Of each name the first curve is a line, the others are dots.
 
-    target   a loss that all of them want to reach: a dotted line
+    target   a loss for all of them to reach: a dotted line
 
-    Raises: CourseError without a curve, or with more words than can be told apart
+    Raises: CourseError without a curve, or with more words than colors or dashes
     """
     colours = dict(zip(dict.fromkeys(first for first, _ in curves), SERIES, strict=False))
     dashes = dict(zip(dict.fromkeys(second for _, second in curves), DASHES, strict=False))

@@ -1,6 +1,6 @@
-"""Where the bytes of a rank are: by kind over time, or side by side at each one's fullest moment.
+"""Memory of ranks by kind: over time, or as bars at each ledger's peak.
 
-A dashed line is what the device holds. What goes past it is crossed out and said in words.
+A dashed line is the memory of the device. What exceeds it is crossed out and printed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from course_lib.display.page import (
     time_unit,
 )
 
-_WORDS_IN = 1.2  # room beside the longest bar for what is said of it
+_WORDS_IN = 1.2  # free space next to the longest bar for its label
 _OVER: dict[str, Any] = {"facecolor": "none", "edgecolor": BLACK, "hatch": "xx", "linewidth": 0.0}
 
 
@@ -41,8 +41,12 @@ def memory(
     """Draw bytes by memory kind: one ledger over its time, several as bars at their peaks.
 
     Several ledgers are named by their keys, or by their ranks in a plain list. A ledger with a
-    single moment is drawn as a bar. The axis has room for `scale_bytes`, so that pictures below
-    each other have the same scale.
+    single time is drawn as a bar.
+
+    limit_bytes   the memory of the device: a dashed line
+    scale_bytes   the axis reaches at least that far, so that several pictures share one scale
+
+    Raises: CourseError for a plain list with two ledgers of one rank
     """
     named = _named(ledgers)
     kinds = [k for k in MEMORY_KINDS if any(any(one.bytes_by_kind[k]) for one in named.values())]
@@ -75,7 +79,7 @@ def _over_time(
     most: float,
     limit_bytes: float | None,
 ) -> Figure:
-    """Stacked steps: each moment holds until the next one."""
+    """Draw stacked steps: the bytes of each time hold until the next one."""
     figure, (axes,) = page(title, [2.6], legend=legend, margins=Margins(left=0.75))
     unit, word = _unit(most)
     factor, time_word = time_unit(ledger.times_s[-1])
@@ -114,7 +118,7 @@ def _bars(
     most: float,
     limit_bytes: float | None,
 ) -> Figure:
-    """One bar a ledger, from the left, at the moment it holds most."""
+    """Draw one bar per ledger, at the time of its peak."""
     longest = max((len(name) for name in named), default=0)
     margins = Margins(left=min(2.4, 0.3 + 0.085 * longest), right=0.3)
     above = 0.3 if limit_bytes is not None else 0.0
@@ -181,7 +185,7 @@ def _bar(
 
 
 def _clear_of(limit: float | None, start: float, end: float) -> tuple[float, float]:
-    """The larger piece of a part of a bar, if the limit cuts it in two."""
+    """Return the larger piece of a part of a bar that the limit cuts in two."""
     if limit is None or not start < limit < end:
         return start, end
     return (start, limit) if limit - start >= end - limit else (limit, end)
@@ -201,7 +205,7 @@ def _say_limit(axes: Axes, limit_bytes: float, where: tuple[float, float], side:
 
 
 def _unit(most: float) -> tuple[float, str]:
-    """The largest unit that keeps the numbers on the axis above one."""
+    """Return the largest unit in which the peak is at least 1."""
     for size, word in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if most >= size:
             return size, word

@@ -1,7 +1,7 @@
-"""The page every picture is drawn on: its width, its title as a sentence, notes, legend, axes.
+"""The page of every picture: its width, its title as a sentence, notes, legend, axes.
 
-Margins are counted in inches, not searched for, so that a picture is drawn in milliseconds and
-comes out the same every time.
+Margins are given in inches instead of computed by a layout engine, so that a picture is drawn in
+milliseconds and is the same every time.
 """
 
 import math
@@ -49,9 +49,9 @@ def page(
     legend: Sequence[Artist] = (),
     margins: Margins | None = None,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with one axes a height, from top to bottom, under a title that is the finding.
+    """Return a figure with one axes per height, from top to bottom, under a title: the finding.
 
-    Raises: CourseError without a title.
+    Raises: CourseError without a title
     """
     if not title.strip():
         raise CourseError("picture: need a title that says the finding; got none. Try one sentence")
@@ -75,7 +75,7 @@ def page(
 
 
 def plain(axes: Axes, *, x_label: str = "", y_label: str = "", grid: str = "x") -> None:
-    """The look of every axes: two thin lines, a pale grid along one axis, labels with units."""
+    """Style an axes: two thin lines, a pale grid along one axis, labels with units."""
     axes.set_xlabel(x_label, fontsize=TEXT_PT)
     axes.set_ylabel(y_label, fontsize=TEXT_PT)
     axes.tick_params(labelsize=TEXT_PT, length=3, color=QUIET, which="major")
@@ -102,19 +102,19 @@ def _at_power(axis: Axis, value: float, _position: int) -> str:
 
 
 def _is_short(axis: Axis) -> bool:
-    """Whether an axis has numbers of everyday size, which are easier to read written out."""
+    """Return whether an axis has numbers that are easier to read written out."""
     low, high = sorted(axis.get_view_interval())
     return low > 0.009 and high < 10_000 and high < 200 * low
 
 
 def _power(value: float) -> str:
-    """`1e-3 -> '10\u207b\u00b3'`; plain letters, which are drawn ten times faster than formulas."""
+    """Format a power: `1e-3 -> '10\u207b\u00b3'`; plain text draws ten times faster."""
     exponent = math.log10(value)
     return f"10{str(round(exponent)).translate(_RAISED)}" if abs(exponent % 1) < 1e-9 else ""
 
 
 def _between_powers(axis: Axis, value: float, _position: int) -> str:
-    """`2e-3 -> '2\u00b710\u207b\u00b3'` where an axis is too short for two powers; else nothing."""
+    """Format `2e-3 -> '2\u00b710\u207b\u00b3'` where an axis is too short for two powers."""
     low, high = (math.log10(end) for end in sorted(axis.get_view_interval()))
     power = 10.0 ** math.floor(math.log10(value))
     digit = round(value / power)
@@ -125,7 +125,7 @@ def _between_powers(axis: Axis, value: float, _position: int) -> str:
 
 
 def swatches(inks: Sequence[Ink], names: Sequence[str] = ()) -> list[Artist]:
-    """One legend entry an ink, in the given order, each once."""
+    """Return one legend entry per ink, in the given order, each once."""
     labels = names or [ink.name for ink in inks]
     return [
         Patch(
@@ -136,7 +136,7 @@ def swatches(inks: Sequence[Ink], names: Sequence[str] = ()) -> list[Artist]:
 
 
 def empty(axes: Axes, sentence: str) -> None:
-    """Say in the middle of an axes why there is nothing to see."""
+    """Print in the middle of an axes why it is empty."""
     axes.text(
         0.5,
         0.5,
@@ -150,7 +150,7 @@ def empty(axes: Axes, sentence: str) -> None:
 
 
 def time_unit(span_s: float, unit: str = "") -> tuple[float, str]:
-    """Factor from seconds to the unit that suits the span, and its name; other words pass."""
+    """Return the factor from seconds to a fitting unit, and its name; other words pass."""
     factors = {"s": 1.0, "ms": 1e3, "us": 1e6}
     if not unit:
         unit = "s" if span_s >= 1 else "ms" if span_s >= 1e-3 else "us"
@@ -177,7 +177,7 @@ def _axes(figure: Figure, top: float, heights_in: Sequence[float], margins: Marg
 
 
 def _legend_rows(legend: Sequence[Artist]) -> list[list[Artist]]:
-    """The entries in rows that fit the page."""
+    """Split the entries into rows that fit the page."""
     rows: list[list[Artist]] = []
     free_in = 0.0
     for entry in legend:

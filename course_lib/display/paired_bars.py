@@ -1,6 +1,4 @@
-"""Measured beside predicted, a pair of bars a line: solid is what was measured, hollow what a
-formula said before.
-"""
+"""Pairs of bars: measured (solid) and predicted by a formula (hollow)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +14,12 @@ from course_lib.display.colours import BLACK, QUIET, SERIES, WHITE
 from course_lib.display.page import SMALL_PT, Margins, page, plain
 
 _LINE_IN = 0.36
-_ROOM = 0.12  # of the axis, for the number behind the longest bar
+_FREE = 0.12  # of the axis, for the number behind the longest bar
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One line: its name, what was measured, what was predicted, and the ideal; None: not known."""
+    """One pair: its name, measured and predicted value, and the ideal; None: not known."""
 
     name: str
     measured: float | None = None
@@ -29,7 +27,7 @@ class Pair:
     ideal: float | None = None
 
 
-def beside(
+def paired_bars(
     pairs: Sequence[Pair],
     title: str,
     *,
@@ -41,14 +39,14 @@ def beside(
 ) -> Figure:
     """Draw the pairs from top to bottom. `limit` is a dashed line through all of them.
 
-    words   how the number behind a bar is written
+    words   formats the number behind a bar
 
     Raises: CourseError without a number to draw
     """
     numbers = [one for pair in pairs for one in (pair.measured, pair.predicted, pair.ideal)]
     known = [one for one in numbers if one is not None]
     if not known:
-        raise CourseError("beside: need a number in one pair at least; got none.")
+        raise CourseError("paired_bars: need a number in one pair at least; got none.")
     longest = max(len(pair.name) for pair in pairs)
     figure, (axes,) = page(
         title,
@@ -59,8 +57,8 @@ def beside(
     )
     plain(axes, x_label=x_label)
     low, high = min(0.0, *known), max(0.0, limit or 0.0, *known)
-    room = (high - low or 1.0) * _ROOM
-    axes.set_xlim(low - room * (low < 0), high + room)
+    free = (high - low or 1.0) * _FREE
+    axes.set_xlim(low - free * (low < 0), high + free)
     axes.set_ylim(len(pairs) - 0.5, -0.5 - (0.3 / _LINE_IN if limit is not None else 0))
     axes.set_yticks(range(len(pairs)), [pair.name for pair in pairs])
     axes.tick_params(axis="y", length=0)

@@ -1,7 +1,7 @@
-"""Commit to a number before the truth is shown.
+"""Predictions: commit to a number before the result is shown.
 
-A learner who has written down a guess looks at the true number with different eyes. Nothing here
-ever stops a notebook: whoever commits to nothing is asked politely, and reads on.
+Learners remember a result better once they have predicted it. Nothing here stops a notebook: who
+has not committed to a prediction is asked for one, and can read on.
 """
 
 import html
@@ -27,7 +27,7 @@ _JS = Path(__file__).with_name("predict.js").read_text(encoding="utf-8")
 
 @dataclass
 class Prediction:
-    """A question, and what the learner committed to: a number, one of `choices`, or nothing yet."""
+    """A question, and the learner's prediction: a number, one of `choices`, or None so far."""
 
     question: str
     unit: str = ""
@@ -36,15 +36,15 @@ class Prediction:
     name: str = "guess"
 
     def commit(self, value: object) -> None:
-        """Write down the prediction; a later one replaces it.
+        """Set the prediction; a later one replaces it.
 
-        Raises: CourseError when it is no number, or none of the choices.
+        Raises: CourseError when it is no number, or none of the choices
         """
         self.value = self._read(value)
         put({"text/plain": f"Committed: {self.words(self.value)}"})
 
     def words(self, value: object) -> str:
-        """A value with its unit."""
+        """Return a value with its unit."""
         return f"{_number(value)} {self.unit}".strip() if not self.choices else str(value)
 
     def _read(self, value: object) -> float | str:
@@ -68,10 +68,12 @@ class Prediction:
 def predict(
     question: str, unit: str = "", value: object = None, *, choices: Sequence[str] = ()
 ) -> Prediction:
-    """Ask for a prediction: a small form in a notebook, else a line that says how to commit.
+    """Ask for a prediction: a form in a notebook, else a line that says how to commit.
 
-    `choices=YES_NO` (or other words) asks for a word in place of a number. A `value` commits at
+    `choices=YES_NO` (or other words) asks for a word instead of a number. A `value` commits at
     once.
+
+    Raises: CourseError for a `value` that is no number, or none of the choices
     """
     prediction = Prediction(question, unit, tuple(choices), name=_name_in_caller())
     if value is not None:
@@ -86,7 +88,7 @@ def predict(
 
 
 def reveal(prediction: Prediction, truth: object) -> None:
-    """Show the prediction, the truth and their ratio; ask politely where nothing was committed."""
+    """Show the prediction, the truth and their ratio; without a prediction, ask for one."""
     if prediction.choices:
         truth = _word(truth)
     cells = {"true": prediction.words(truth)}
@@ -102,7 +104,7 @@ def reveal(prediction: Prediction, truth: object) -> None:
 
 
 class Form(anywidget.AnyWidget):
-    """A question, a field or choices, and a button that commits; `answer` is what it then says."""
+    """Form with a question, a field or choices, and a button that commits; `answer` shows it."""
 
     _esm = _JS
     question = traitlets.Unicode().tag(sync=True)
@@ -130,7 +132,7 @@ class Form(anywidget.AnyWidget):
 
 
 def _name_in_caller() -> str:
-    """What the caller of `predict` calls its result: `guess` if that cannot be read."""
+    """Return the variable to which the caller of `predict` assigns its result, or `guess`."""
     frame = sys._getframe(2)
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     match = re.match(r"\s*(\w+) *= *predict\(", line)
@@ -147,7 +149,7 @@ def _invitation(prediction: Prediction) -> str:
 
 
 def _verdict(prediction: Prediction, truth: object) -> dict[str, str]:
-    """Right or not for words, the ratio for numbers, the difference where a ratio has no sense."""
+    """Return right or not for words, the ratio of numbers, or their difference for 0 and signs."""
     if prediction.choices:
         return {"so you are": "right" if prediction.value == truth else "not right this time"}
     yours, true = _float(prediction.value), _float(truth)
@@ -172,7 +174,7 @@ def _word(value: object) -> str:
 
 
 def _float(value: Any, unit: str = "") -> float:
-    """A number out of a number or of what people type: `12`, `1.5e9`, `3/4`, `12 GiB`."""
+    """Convert a number, or what people type: `12`, `1.5e9`, `3/4`, `12 GiB`."""
     if isinstance(value, str):
         return float(Fraction(value.strip().removesuffix(unit).strip()))
     if isinstance(value, bool) or value is None or not math.isfinite(value):
@@ -181,7 +183,7 @@ def _float(value: Any, unit: str = "") -> float:
 
 
 def _number(value: Any) -> str:
-    """Four digits that matter: `1234567 -> '1,235,000'`, `0.8125 -> '0.8125'`."""
+    """Format four significant digits: `1234567 -> '1,235,000'`, `0.8125 -> '0.8125'`."""
     number = float(value)
     if number == 0 or not 1e-3 <= abs(number) < 1e15:
         return f"{number:.4g}"

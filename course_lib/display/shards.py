@@ -1,7 +1,7 @@
-"""Frames of moving shards as SVG: a row a rank, a column a shard, an arrow a message.
+"""Frames of a collective as SVG: one row per rank, one column per shard, one arrow per message.
 
-A cell is striped in the colours of the ranks whose numbers are in it. Downward messages leave on
-the right of their column, upward ones on the left, so that arrows never cross a cell.
+A cell is striped in the colors of the ranks whose values are in it. Downward messages leave on the
+right of their column, upward ones on the left, so that arrows never cross a cell.
 """
 
 import html
@@ -23,20 +23,20 @@ _FONT = 'font-family="DejaVu Sans, Verdana, sans-serif"'
 
 
 def frame_size(frame: Frame) -> tuple[int, int]:
-    """Width and height of a frame's picture."""
+    """Return width and height of a frame's picture, in pixels."""
     ranks, shards = len(frame.cells), len(frame.cells[0])
     return LEFT + shards * (CELL_W + GAP_X), TOP + ranks * (CELL_H + GAP_Y) + 4
 
 
 def frame_svg(frame: Frame, title: str) -> str:
-    """One frame as a picture of its own, with its words as the text for screen readers."""
+    """Return one frame as an SVG, with its words as the text for screen readers."""
     width, height = frame_size(frame)
     label = html.escape(f"{title}: {frame.text}")
     return f"{_open(width, height, label)}{frame_shapes(frame)}</svg>"
 
 
 def all_frames_svg(frames: Sequence[Frame], title: str) -> str:
-    """All frames in one still picture, as many beside one another as fit."""
+    """Return all frames in one static SVG, as many next to each other as fit."""
     full_width, full_height = frame_size(frames[0])
     scale = 1.0 if full_width <= _STILL_WIDTH // 2 else 0.56
     width, height = round(full_width * scale), round(full_height * scale) + _CAPTION
@@ -54,7 +54,7 @@ def all_frames_svg(frames: Sequence[Frame], title: str) -> str:
 
 
 def frame_shapes(frame: Frame, *, moving: bool = True) -> str:
-    """The shapes of a frame: headings, cells, arrows, and the shards that can travel on them."""
+    """Return the shapes of a frame: headings, cells, arrows, and the shards that move."""
     ranks, shards = len(frame.cells), len(frame.cells[0])
     parts = [
         _text(_x(shard) + CELL_W // 2, TOP - 9, f"shard {shard}", 11, "middle", colour=QUIET)
@@ -92,7 +92,7 @@ class _Box:
 
 
 def _drawn(boxes: Sequence[_Box], world_size: int) -> str:
-    """Stripes, edges and labels of many cells, with one path for all that look alike.
+    """Draw stripes, edges and labels of many cells, with one path for all of one style.
 
     An edge is heavy where the cell just changed and dashed where it is empty.
     """
@@ -113,7 +113,7 @@ def _drawn(boxes: Sequence[_Box], world_size: int) -> str:
 
 
 def _stripes(box: _Box) -> list[tuple[int, int, int]]:
-    """Left end, width and rank of each stripe of a cell."""
+    """Return left end, width and rank of each stripe of a cell."""
     count = len(box.cell.ranks)
     ends = [box.x + round(index * CELL_W / count) for index in range(count + 1)] if count else [0]
     return [
@@ -134,13 +134,14 @@ def _label(box: _Box) -> str:
 
 
 def _arrow(move: Message) -> str:
-    """From the side of one cell to the side of another, bulging into the gap between columns."""
+    """Draw an arrow from one cell to another, through the gap between the columns."""
     down = move.receiver > move.sender
-    side = 1 if (down if move.place == move.shard else move.place > move.shard) else -1
+    below = down if move.target_shard == move.shard else move.target_shard > move.shard
+    side = 1 if below else -1
     edge = CELL_W if side > 0 else 0
     x1, y1 = _x(move.shard) + edge, _y(move.sender) + CELL_H / 2
-    x2, y2 = _x(move.place) + edge, _y(move.receiver) + CELL_H / 2
-    if move.place != move.shard:  # into the facing side of another column
+    x2, y2 = _x(move.target_shard) + edge, _y(move.receiver) + CELL_H / 2
+    if move.target_shard != move.shard:  # into the facing side of another column
         y1, y2 = (y1 + 6, y2 + 6) if down else (y1 - 6, y2 - 6)
         x2 += -side * CELL_W
         bulge_end = -side * 18
@@ -158,7 +159,7 @@ def _arrow(move: Message) -> str:
 
 
 def _traveller(cell: Cell, move: Message, world_size: int) -> str:
-    """The shard that an animation moves along the arrow of the same number; unseen until then."""
+    """Draw the shard that the animation moves along the arrow of the same index."""
     shapes = _drawn([_Box(Cell(cell.ranks), -CELL_W // 2, -CELL_H // 2)], world_size)
     x, y = _x(move.shard) + CELL_W // 2, _y(move.sender) + CELL_H // 2
     return (

@@ -1,7 +1,7 @@
-"""The one way out: every picture leaves with a text that says what it shows.
+"""Display of figures: each with an alt text that says what it shows.
 
-JupyterLab draws the HTML, whose `<img>` carries the text; converters that want a bare PNG find one,
-with the same text beside it; a screen reader or a plain terminal reads the text alone.
+JupyterLab shows the HTML, whose `<img>` has the alt text; converters that need a PNG find one, with
+the same text in its metadata; a screen reader or a plain terminal reads the text alone.
 """
 
 import base64
@@ -28,7 +28,7 @@ _COLOURS = 96
 def show(fig: Figure, alt: str = "") -> None:
     """Display a figure with its alt text: the finding and one number.
 
-    Raises: CourseError without alt text.
+    Raises: CourseError without alt text
     """
     put(*picture(fig, alt))
     if "matplotlib.pyplot" in sys.modules:  # else the notebook would draw it a second time
@@ -36,7 +36,7 @@ def show(fig: Figure, alt: str = "") -> None:
 
 
 def picture(fig: Figure, alt: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """What `show` displays: data and metadata by mime type."""
+    """Return what `show` displays: data and metadata by MIME type."""
     png = base64.b64encode(png_bytes(fig)).decode("ascii")
     width = css_width(fig)
     data = {
@@ -48,12 +48,15 @@ def picture(fig: Figure, alt: str) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def css_width(fig: Figure) -> int:
-    """How wide a figure stands on a page, in the pixels of style sheets."""
+    """Return the width of a figure on a page, in CSS pixels."""
     return round(fig.get_figwidth() * _CSS_PIXELS_PER_INCH)
 
 
 def image_html(source: str, alt: str, width: int) -> str:
-    """An `<img>` that has an alt text and never grows wider than its place."""
+    """Return an `<img>` with an alt text, never wider than the page.
+
+    Raises: CourseError without alt text
+    """
     if not isinstance(alt, str) or not alt.strip():
         raise CourseError(
             "show: need alt text, the finding and one number in a sentence; got none. "
@@ -64,7 +67,7 @@ def image_html(source: str, alt: str, width: int) -> str:
 
 
 def png_bytes(fig: Figure) -> bytes:
-    """The figure as a PNG: few colours, no date, no program's name, the same every time."""
+    """Return the figure as a PNG: few colors, no date, no program's name, the same every time."""
     fig.set_dpi(DPI)
     canvas = FigureCanvasAgg(fig)
     canvas.draw()
@@ -77,7 +80,7 @@ def png_bytes(fig: Figure) -> bytes:
 
 
 def _restore_white(few: Image.Image) -> None:
-    """Make the lightest colour white again, which sorting into few colours has dulled a little."""
+    """Make the lightest color white again, which the quantization has darkened a little."""
     flat = few.getpalette() or []
     colours = [flat[at : at + 3] for at in range(0, len(flat), 3)]
     lightest = max(range(len(colours)), key=lambda index: sum(colours[index]))
@@ -86,14 +89,14 @@ def _restore_white(few: Image.Image) -> None:
 
 
 def has_widgets() -> bool:
-    """True in a notebook's kernel, unless COURSE_NO_WIDGETS=1 asks for text and still pictures."""
+    """Return whether to show widgets: in a notebook's kernel, unless COURSE_NO_WIDGETS=1."""
     shell = get_ipython()
     wanted = os.environ.get("COURSE_NO_WIDGETS", "0") in ("", "0")
     return wanted and hasattr(shell, "kernel")
 
 
 def put(data: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
-    """Display data by mime type; outside IPython print its text."""
+    """Display data by MIME type; outside IPython print its text."""
     if get_ipython() is None:
         print(data["text/plain"])
     else:
@@ -101,7 +104,7 @@ def put(data: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
 
 
 def widget_data(widget: Any) -> dict[str, Any]:
-    """What a widget displays as, by mime type, without its technical text."""
+    """Return the data of a widget by MIME type, without its technical text."""
     bundle = widget._repr_mimebundle_()
     data = dict(bundle[0] if isinstance(bundle, tuple) else bundle or {})
     data.pop("text/plain", None)

@@ -1,6 +1,7 @@
-"""Step through a collective and watch the shards move from rank to rank.
+"""A collective step by step: the shards move from rank to rank.
 
-Live it plays; saved, printed or read aloud it is one picture of all steps and one sentence a step.
+In a live notebook it plays; saved, printed or read aloud, it is one picture of all steps and one
+sentence per step.
 """
 
 import base64
@@ -21,7 +22,7 @@ _JS = Path(__file__).with_name("stepper.js").read_text(encoding="utf-8")
 
 
 class Player(anywidget.AnyWidget):
-    """Play, step, back and a slider over drawn frames; `frames` is a list of {svg, text}."""
+    """Player with play, step, back and a slider; `frames` is a list of {svg, text}."""
 
     _esm = _JS
     title = traitlets.Unicode().tag(sync=True)
@@ -29,7 +30,7 @@ class Player(anywidget.AnyWidget):
 
 
 class Stepper:
-    """What `stepper` returns; a notebook displays it."""
+    """Collective step by step, which a notebook displays; `svg` and `text` hold all steps."""
 
     def __init__(self, frames: Sequence[Frame], title: str) -> None:
         self.frames, self.title = list(frames), title
@@ -44,7 +45,7 @@ class Stepper:
         return data
 
     def _still(self) -> str:
-        """The picture of all steps with its text, for a page on which nothing can play."""
+        """Return the picture of all steps with its text as HTML, for a page without widgets."""
         source = base64.b64encode(self.svg.encode("utf-8")).decode("ascii")
         width = int(self.svg.split('width="', 1)[1].split('"', 1)[0])
         image = image_html(f"data:image/svg+xml;base64,{source}", self.title, width)
@@ -53,9 +54,9 @@ class Stepper:
 
 
 def stepper(frames: Sequence[Frame], title: str) -> Stepper:
-    """Play frames of moving shards, as `frames_from_messages` makes them, under a title.
+    """Return a player of frames, as `frames_from_messages` returns them, under a title.
 
-    Raises: CourseError without frames or title.
+    Raises: CourseError without frames or title
     """
     if not frames or not title.strip():
         raise CourseError(

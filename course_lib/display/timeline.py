@@ -1,7 +1,7 @@
-"""Who did what when: one row a rank, time from left to right, for events of any origin.
+"""Timelines: one row per rank, time from left to right, for events of any origin.
 
-A simulated run, a measured one and a cluster's are drawn by the same function, and side by side on
-the same scale of time, so that a prediction can be held against a measurement.
+The same function draws a simulated run, a measured one and one of a cluster, and several of them on
+one scale of time, so that a prediction can be compared with a measurement.
 """
 
 import re
@@ -19,7 +19,7 @@ from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.records import COMMUNICATION_KINDS, KINDS, Event
 from course_lib.display.colours import KIND, Ink
 from course_lib.display.labels import Label, stamp
-from course_lib.display.lanes import Slot, places, visible
+from course_lib.display.lanes import Slot, assign_slots, visible
 from course_lib.display.page import TEXT_PT, Margins, empty, page, plain, swatches, time_unit
 
 _MAIN, _MAIN_ABOVE, _BENEATH = (-0.38, 0.38), (-0.42, 0.12), (0.17, 0.42)
@@ -44,8 +44,9 @@ def timeline(
 ) -> Figure:
     """Draw what every rank did: rank 0 on top, time from the left, starting at 0.
 
-    `link` is said on the picture (it was measured on an emulated wire). `unit` is found by itself
-    among s, ms and us; any other word ("steps") is printed and the numbers are left alone.
+    link   printed on the picture: the emulated link on which it was measured
+    unit   by default the fitting one of s, ms and us; any other word ("steps") is printed and the
+           numbers stay as they are
     """
     return timelines({"": events}, title, link=link, unit=unit)
 
@@ -59,7 +60,7 @@ def timelines(
 ) -> Figure:
     """Draw several runs under one another on one scale of time.
 
-    `runs` gives each its name: {"predicted": ..., "measured": ...}; the rest is as in `timeline`.
+    `runs` are events by name: {"predicted": ..., "measured": ...}; the rest is as in `timeline`.
     """
     by_run = {name: visible(events) for name, events in runs.items()}
     everything = [event for events in by_run.values() for event in events]
@@ -90,7 +91,10 @@ def draw_events(
     ranks: Sequence[int],
     time: tuple[float, float],
 ) -> None:
-    """One run: boxes, their labels, the names of the ranks."""
+    """Draw one run: boxes, their labels, the names of the ranks.
+
+    `time` is the width of the axis in its unit, and the factor from seconds to that unit.
+    """
     span, scale = time
     plain(axes)
     axes.set_xlim(0, span * 1.005)
@@ -115,25 +119,25 @@ def _boxes(
     for event in events:
         by_rank[event.rank].append(event)
     for row, rank in enumerate(ranks):
-        here = places(by_rank[rank])
-        split = any(place.beneath for place in here)
-        for place in here:
-            top, bottom = _heights(place, split)
-            start, end = place.event.start_s * scale, place.event.end_s * scale
-            box = _Box(start, max(end, start + narrowest), row + top, row + bottom, place.event)
+        slots = assign_slots(by_rank[rank])
+        split = any(slot.beneath for slot in slots)
+        for slot in slots:
+            top, bottom = _heights(slot, split)
+            start, end = slot.event.start_s * scale, slot.event.end_s * scale
+            box = _Box(start, max(end, start + narrowest), row + top, row + bottom, slot.event)
             found.append(box)
     return found
 
 
-def _heights(place: Slot, split: bool) -> tuple[float, float]:
-    """Top and bottom of a place within its row, in parts of a row."""
-    top, bottom = _BENEATH if place.beneath else _MAIN_ABOVE if split else _MAIN
-    part = (bottom - top) / place.count
-    return top + part * place.index, top + part * (place.index + 1)
+def _heights(slot: Slot, split: bool) -> tuple[float, float]:
+    """Return top and bottom of a slot within its row, in parts of a row."""
+    top, bottom = _BENEATH if slot.beneath else _MAIN_ABOVE if split else _MAIN
+    part = (bottom - top) / slot.count
+    return top + part * slot.index, top + part * (slot.index + 1)
 
 
 def _draw(axes: Axes, ink: Ink, boxes: Sequence[_Box], edged: float) -> None:
-    """All boxes of one ink as one shape; the narrow ones without edges, which would hide them."""
+    """Draw all boxes of one ink as one shape; narrow ones without edges, which would hide them."""
     for narrow, line_pt in ((False, 0.7), (True, 0.0)):
         sides = [
             (box.start, box.end, box.top, box.bottom)
@@ -155,7 +159,7 @@ def _draw(axes: Axes, ink: Ink, boxes: Sequence[_Box], edged: float) -> None:
 
 
 def _label(box: _Box) -> Label:
-    """What a box says when it is wide enough."""
+    """Return the label of a box."""
     return Label(
         texts=_texts(box.event),
         x=(box.start + box.end) / 2,
@@ -167,9 +171,9 @@ def _label(box: _Box) -> Label:
 
 
 def _texts(event: Event) -> tuple[str, ...]:
-    """The label, or something shorter: the call and its other rank, the number in F3, the letter.
+    """Return the label and shorter ones: the call and its peer, the number in F3, the letter.
 
-    A wait says nothing: what is waited for stands beside or upon it.
+    A wait has none: the call that is waited for is drawn next to it or on it.
     """
     if event.kind == "wait":
         return ()
@@ -181,13 +185,13 @@ def _texts(event: Event) -> tuple[str, ...]:
         words.append(event.kind)
     elif not event.label:
         words.append(KIND[event.kind].letter)
-    elif re.fullmatch(r"[A-Z][0-9.]+", event.label):  # the colour says the letter
+    elif re.fullmatch(r"[A-Z][0-9.]+", event.label):  # the color stands for the letter
         words += [event.label[1:], event.label[1:].partition(".")[0]]
     return tuple(word for word in words if word)
 
 
 def event_legend(events: Sequence[Event]) -> list[Artist]:
-    """The kinds that are there, in their usual order; communication names its calls."""
+    """Return the legend of the kinds that occur; communication names its calls."""
     present = [kind for kind in KINDS if any(event.kind == kind for event in events)]
     calls = [kind for kind in present if kind in COMMUNICATION_KINDS]
     names = {KIND[kind]: KIND[kind].name for kind in present}
@@ -198,5 +202,5 @@ def event_legend(events: Sequence[Event]) -> list[Artist]:
 
 
 def link_note(link: Link | TwoLevelLink | str | None) -> str:
-    """What a picture says of the wire it was measured on."""
+    """Return the note on the link on which a picture was measured."""
     return "" if link is None else link if isinstance(link, str) else f"emulated {link}"

@@ -1,6 +1,7 @@
-"""Who waits for whom when nothing moves any more: ranks in a circle, an arrow for each wait.
+"""The wait-for graph of a hang: ranks around a circle, an arrow from each to those it waits for.
 
-A hang is a circle of waiting, or a wait for a rank that will never come. Both are seen at once.
+A hang is a deadlock (a cycle of ranks that wait for each other) or a wait for a rank that never
+makes the call. The picture shows which.
 """
 
 import math
@@ -12,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch
 
+from course_lib.core.cycles import shortest_cycle
 from course_lib.display.colours import BLACK, QUIET, RANK_GREY, WHITE, rank_colour
 from course_lib.display.page import SMALL_PT, TEXT_PT, Margins, page
 
@@ -19,7 +21,7 @@ _NODE = 0.17
 
 
 class Waiting(Protocol):
-    """What has to be known about one rank that waits."""
+    """Wait of one rank, as in `RankError.waits`: call, ranks waited for, the learner's line."""
 
     rank: int
     kind: str
@@ -29,16 +31,16 @@ class Waiting(Protocol):
 
 
 def waiting(waits: Iterable[Waiting], world_size: int, title: str = "") -> Figure:
-    """Draw who waits for whom; the circle of waiting thick, ranks that do not wait in grey.
+    """Draw which rank waits for which: a cycle thick, ranks that do not wait in gray.
 
-    Without a title the finding is worked out from the waits.
+    Without a title, the finding is derived from the waits.
     """
     by_rank = {wait.rank: wait for wait in waits}
     edges = {rank: wait.waits_for for rank, wait in by_rank.items()}
-    circle = circle_of_waiting(edges)
+    cycle = shortest_cycle(edges)
     note = "grey: finished, or still computing" if len(by_rank) < world_size else ""
     figure, (axes,) = page(
-        title or _finding(edges, circle),
+        title or _finding(edges, cycle),
         [3.5],
         note=note,
         margins=Margins(left=0.2, right=0.2, bottom=0.15),
@@ -49,7 +51,7 @@ def waiting(waits: Iterable[Waiting], world_size: int, title: str = "") -> Figur
     axes.set_xlim(-half, half)
     axes.set_ylim(-1.65, 1.65)
     spots = _spots(world_size)
-    inside = set(zip(circle, circle[1:] + circle[:1], strict=True)) if circle else set()
+    inside = set(zip(cycle, cycle[1:] + cycle[:1], strict=True))
     for rank, others in edges.items():
         for other in others:
             if rank != other and 0 <= other < world_size:
@@ -59,34 +61,9 @@ def waiting(waits: Iterable[Waiting], world_size: int, title: str = "") -> Figur
     return figure
 
 
-def circle_of_waiting(edges: Mapping[int, Sequence[int]]) -> list[int]:
-    """The shortest circle of ranks that wait for one another; empty when there is none."""
-    found: list[int] = []
-    for start in sorted(edges):
-        path = _way_back(edges, start)
-        if path and (not found or len(path) < len(found)):
-            found = path
-    return found
-
-
-def _way_back(edges: Mapping[int, Sequence[int]], start: int) -> list[int]:
-    """The shortest way from a rank along the waits back to itself."""
-    paths = [[start]]
-    seen: set[int] = set()
-    while paths:
-        path = paths.pop(0)
-        for other in edges.get(path[-1], ()):
-            if other == start:
-                return path
-            if other not in seen:
-                seen.add(other)
-                paths.append([*path, other])
-    return []
-
-
-def _finding(edges: Mapping[int, Sequence[int]], circle: Sequence[int]) -> str:
-    if circle:
-        way = " \u2192 ".join(map(str, [*circle, circle[0]]))
+def _finding(edges: Mapping[int, Sequence[int]], cycle: Sequence[int]) -> str:
+    if cycle:
+        way = " \u2192 ".join(map(str, [*cycle, cycle[0]]))
         return f"A circle of waiting, {way}: none of these ranks can go on"
     missing = sorted({other for others in edges.values() for other in others} - set(edges))
     if not missing:
@@ -107,7 +84,7 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def _spots(world_size: int) -> list[tuple[float, float]]:
-    """Places on a circle, rank 0 on top, then clockwise."""
+    """Return positions on a circle, rank 0 on top, then clockwise."""
     if world_size == 1:
         return [(0.0, 0.0)]
     turns = [2 * math.pi * rank / world_size for rank in range(world_size)]
@@ -137,7 +114,7 @@ def _arrow(
 def _node(
     axes: Axes, spot: tuple[float, float], rank: int, world_size: int, wait: Waiting | None
 ) -> None:
-    """The rank's number in its colour, and beside it what it waits in."""
+    """Draw the rank's number in its color, and next to it the call it waits in."""
     x, y = spot
     fill = rank_colour(rank, world_size) if wait else RANK_GREY
     edge = BLACK if wait else QUIET
@@ -162,8 +139,8 @@ def _node(
 
 
 def _where(wait: Waiting) -> str:
-    """In which call, on which line, and the start of that line."""
-    place = f"in {wait.kind}"
+    """Return the call, the number of its line, and the start of that line."""
+    where = f"in {wait.kind}"
     if wait.line and f"line {wait.line}" not in wait.where:
-        place += f", line {wait.line}"
-    return "\n".join([place, *textwrap.wrap(wait.where, 34, max_lines=2, placeholder=" ...")])
+        where += f", line {wait.line}"
+    return "\n".join([where, *textwrap.wrap(wait.where, 34, max_lines=2, placeholder=" ...")])

@@ -1,7 +1,12 @@
-"""The real frameworks behind one handle, to compare a lesson's own method with them.
+"""DeepSpeed, Accelerate and PyTorch's fully_shard behind one interface, for comparisons.
 
 engine = deepspeed_engine(model, partial(torch.optim.SGD, lr=0.1), stage=2)
 engine.step(loss_of(engine.model(inputs)))
+
+    engine              `Engine`: the interface that all share; read this first
+    deepspeed_engine    DeepSpeed's ZeRO, stages 0 to 3, and offload
+    accelerate_engine   Accelerate's DDP, DeepSpeed and FSDP plugins
+    fully_sharded       PyTorch's own FSDP (`fully_shard`)
 """
 
 from course_lib.frameworks.accelerate_engine import (
@@ -14,7 +19,7 @@ from course_lib.frameworks.deepspeed_engine import (
     deepspeed_config,
     deepspeed_engine,
 )
-from course_lib.frameworks.engine import Engine, alive_bytes, missing
+from course_lib.frameworks.engine import Engine, alive_bytes, alive_storages, missing
 from course_lib.frameworks.fully_sharded import fully_sharded
 
 __all__ = [
@@ -24,6 +29,7 @@ __all__ = [
     "accelerate_deepspeed",
     "accelerate_fsdp",
     "alive_bytes",
+    "alive_storages",
     "deepspeed_config",
     "deepspeed_engine",
     "fully_sharded",

@@ -1,7 +1,7 @@
 """Accelerate on the ranks of the course: its DDP, its DeepSpeed plugin, its FSDP plugin.
 
-On CPUs Accelerate leaves plugins out without a word and trains with plain DDP, so each of these
-looks at what really runs. Notebook 10_fsdp.
+On CPUs Accelerate silently leaves plugins out and trains with plain DDP, so each of these functions
+checks what really runs. Notebook 10_fsdp.
 """
 
 import os
@@ -24,7 +24,7 @@ from course_lib.ranks.world import rank_device
 
 
 def accelerate_ddp(model: nn.Module, make_optimizer: MakeOptimizer) -> Engine:
-    """The model under Accelerate as it is by itself: PyTorch's DDP.
+    """Return the model under Accelerate without plugins: PyTorch's DDP.
 
     Raises: CourseError where Accelerate is not installed, or runs something else
     """
@@ -40,9 +40,10 @@ def accelerate_ddp(model: nn.Module, make_optimizer: MakeOptimizer) -> Engine:
 def accelerate_deepspeed(
     model: nn.Module, make_optimizer: MakeOptimizer, *, stage: int, **zero: Any
 ) -> Engine:
-    """The model under Accelerate's DeepSpeed plugin.
+    """Return the model under Accelerate's DeepSpeed plugin.
 
-    The plugin counts only where Accelerate is *not* told to use the CPU, and the group is gloo's.
+    The plugin takes effect only where Accelerate is *not* told to use the CPU; the process group
+    is gloo's.
 
     Raises: CourseError where a package is not installed, or something else runs
     """
@@ -64,12 +65,12 @@ def accelerate_deepspeed(
 def accelerate_fsdp(
     model: nn.Module, make_optimizer: MakeOptimizer, *, unit: type[nn.Module]
 ) -> Engine:
-    """The model under Accelerate's FSDP plugin, version 2, which calls `fully_shard`.
+    """Return the model under Accelerate's FSDP plugin, version 2, which calls `fully_shard`.
 
-    unit   modules of this type are gathered one by one; what is left is a unit of its own
+    unit   modules of this type are gathered one by one; the rest is a unit of its own
 
-    Accelerate takes the plugin for accelerators only. On CPUs it is told that there is one of a
-    kind that its FSDP treats like a CPU: for comparisons, not for work.
+    Accelerate supports the plugin on accelerators only. On CPUs it is told that there is one of a
+    kind that its FSDP treats like a CPU: for comparisons, not for real training.
 
     Raises: CourseError where Accelerate is not installed, or something else runs
     """
@@ -94,7 +95,7 @@ def accelerate_fsdp(
 
 
 def _fresh(where: str) -> Any:
-    """Accelerate, without what an engine before this one has left in its shared state."""
+    """Import Accelerate, and reset the shared state that an earlier engine has left."""
     in_world(where)
     choose_device()
     accelerate = needed("accelerate", where)

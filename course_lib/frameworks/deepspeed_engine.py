@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO on the ranks of the course: on CPUs, without a compiler, without MPI.
 
-DeepSpeed would compile three operators when it is first used: one of messages in shared memory and
-two optimizers. It does without them if it is told so. Notebook 09_zero.
+When it is first used, DeepSpeed would compile three operators: communication in shared memory, and
+two optimizers. Its configuration can do without them. Notebook 09_zero.
 """
 
 import logging
@@ -26,7 +26,7 @@ AS_IN_THE_PAPER = {
     "stage3_param_persistence_threshold": 0,
     "stage3_prefetch_bucket_size": 0,
 }
-BUCKET = 5_000_000  # numbers; DeepSpeed's own 500 million would reserve 2 GB on every rank
+BUCKET = 5_000_000  # elements; DeepSpeed's own 500 million would reserve 2 GB on every rank
 
 
 def deepspeed_config(
@@ -37,14 +37,15 @@ def deepspeed_config(
     micro_batch: int = 1,
     **zero: Any,
 ) -> dict[str, Any]:
-    """What DeepSpeed is told, so that its numbers are those of PyTorch's own optimizer.
+    """Return a configuration with which DeepSpeed computes the same as PyTorch's own optimizer.
 
-    offload   the optimizer's state, and its step, on the CPU (stages 1 to 3)
+    offload   optimizer state and optimizer step on the CPU (stages 1 to 3)
     zero      more settings of "zero_optimization": reduce_bucket_size, overlap_comm, ...
 
-    No clipping, whose default in other places is 1; any optimizer of PyTorch's, also with offload.
+    Gradients are not clipped (elsewhere the default is a norm of 1), and each of PyTorch's
+    optimizers is accepted, also with offload.
 
-    Raises: CourseError for a stage that there is not
+    Raises: CourseError for a stage that does not exist
     """
     if stage not in STAGES or (offload and stage == 0):
         least = 1 if offload else 0
@@ -72,21 +73,22 @@ def deepspeed_engine(
     num_micro_batches: int = 1,
     **zero: Any,
 ) -> Engine:
-    """The model under DeepSpeed's ZeRO of a stage, on all ranks of the running world.
+    """Return the model under DeepSpeed's ZeRO at a stage, on all ranks of the running world.
 
     engine = deepspeed_engine(model, partial(torch.optim.SGD, lr=0.1), stage=2)
 
     make_optimizer   parameters -> optimizer; any of PyTorch's
     num_micro_batches   calls of `step` for one update, with the mean of their gradients
 
-    DeepSpeed is made for models of billions. Left alone, stage 3 keeps a small model gathered once
-    it has it, and stages 1 and 2 send each gradient to all ranks instead of to its owner. With
-    **AS_IN_THE_PAPER, only owners get gradients, and parameters are freed after each use.
+    DeepSpeed is made for models of billions of parameters. By default, stage 3 keeps a small model
+    gathered after its first use, and stages 1 and 2 send each gradient to all ranks instead of to
+    its owner. With **AS_IN_THE_PAPER, only owners receive gradients, and parameters are freed
+    after each use.
 
-    Cost:    a step carries, in the bytes of all parameters: all_reduce (in the paper reduce) 1 and
-             all_gather 1 at stages 1 and 2; reduce_scatter 1 and all_gather 1 (in the paper 2, and
-             more for a matrix that is used twice) at stage 3. Gradients travel in float32
-    Raises:  CourseError where DeepSpeed is not installed, or runs otherwise than it was told;
+    Cost:    per step, in units of the bytes of all parameters: all_reduce 1 (in the paper reduce)
+             and all_gather 1 at stages 1 and 2; reduce_scatter 1 and all_gather 1 (in the paper 2,
+             and more for a matrix that is used twice) at stage 3. Gradients are sent in float32
+    Raises:  CourseError where DeepSpeed is not installed, or runs otherwise than configured;
              MeshError outside of a world
     """
     where = "deepspeed_engine"
@@ -110,7 +112,7 @@ def deepspeed_engine(
 
 
 def quiet_deepspeed(where: str) -> Any:
-    """DeepSpeed, without its compiler and without its warnings.
+    """Import DeepSpeed, without its compiler and without its warnings.
 
     Raises: MeshError outside of a world; CourseError where it is not installed
     """
@@ -128,9 +130,9 @@ def quiet_deepspeed(where: str) -> Any:
 
 
 def choose_device() -> bool:
-    """Does this rank compute on the CPU? Then DeepSpeed need not look for a device when imported.
+    """Return whether this rank computes on the CPU; if so, DeepSpeed is told before its import.
 
-    Accelerate imports it too, where it is installed.
+    Accelerate imports DeepSpeed too, where it is installed.
     """
     on_cpu = rank_device().type == "cpu"
     if on_cpu:
@@ -139,7 +141,10 @@ def choose_device() -> bool:
 
 
 def check_deepspeed(where: str, engine: Any, stage: int, offload: bool = False) -> None:
-    """Raises: CourseError unless this engine shards at that stage, over all ranks."""
+    """Check that an engine shards at that stage over all ranks.
+
+    Raises: CourseError where it does not
+    """
     must_be(where, "the stage", stage, engine.zero_optimization_stage())
     must_be(where, "offload", offload, bool(engine.zero_offload_optimizer()))
     must_be(where, "the number of ranks", dist.get_world_size(), engine.dp_world_size)
@@ -147,7 +152,7 @@ def check_deepspeed(where: str, engine: Any, stage: int, offload: bool = False) 
 
 
 def gathered_weights(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of the whole weights, on every rank; at stage 3 they are gathered for that."""
+    """Return a copy of the whole weights on every rank; at stage 3 they are gathered first."""
     zero = needed("deepspeed", "gathered_weights").zero
     params: Iterable[nn.Parameter] = list(module.parameters())
     with zero.GatheredParameters(params):

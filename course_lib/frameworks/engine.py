@@ -1,11 +1,12 @@
-"""What all frameworks have in common: a model to call, a step to make, weights to compare.
+"""`Engine`, the interface to all frameworks: a model to call, a step, weights to compare.
 
 Notebooks 09_zero and 10_fsdp.
 """
 
 import gc
 import importlib
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from course_lib.core.errors import CourseError, MeshError
+from course_lib.models.storages import storage_bytes
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 VERSIONS = {"deepspeed": "0.19.8", "accelerate": "1.15.0", "transformers": "5.23.0"}
@@ -25,14 +28,14 @@ EXTRAS = {"deepspeed": "deepspeed", "accelerate": "accelerate", "transformers": 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """A model in the hands of a framework, on every rank of the world.
+    """A model under a framework, on every rank of the world.
 
     loss = loss_of(engine.model(inputs)); engine.step(loss)
 
     model      to be called; its loss is the mean over this rank's part of the batch
-    backward   the framework's own, with all that it sends
-    update     the optimizer's step, then no gradients
-    weights    the whole weights under the names of the plain model; every rank has to call it
+    backward   the framework's own backward pass, with its communication
+    update     the optimizer step, then clearing of the gradients
+    weights    returns the whole weights under the plain model's names; every rank has to call it
     """
 
     name: str
@@ -42,7 +45,7 @@ class Engine:
     weights: Callable[[], dict[str, Tensor]]
 
     def step(self, loss: Tensor) -> float:
-        """Backward and update; return the loss."""
+        """Run backward and update; return the loss."""
         self.backward(loss)
         self.update()
         return loss.item()
@@ -52,14 +55,18 @@ def missing(package: str) -> str | None:
     """How to install a package that is not here, in one sentence; None where it is."""
     if find_spec(package):
         return None
+    what = "." if sys.platform == "linux" else f"'.[{EXTRAS[package]}]'"
     return (
         f"need {package} {VERSIONS[package]}; it is not installed here. "
-        f"Try pip install -e '.[{EXTRAS[package]}]' in the course's folder."
+        f"Try pip install -e {what} in the course's folder."
     )
 
 
 def in_world(where: str) -> None:
-    """Raises: MeshError unless this process is one of the ranks of a world."""
+    """Check that this process is a rank of a world.
+
+    Raises: MeshError where it is not
+    """
     if not dist.is_initialized():
         raise MeshError(
             f"{where}: need ranks that form a world; there is none in this process. "
@@ -68,7 +75,7 @@ def in_world(where: str) -> None:
 
 
 def needed(package: str, where: str) -> ModuleType:
-    """The package, imported now and not before: most lessons go without it.
+    """Import a package now and not before, because most lessons do without it.
 
     Raises: CourseError where it is not installed
     """
@@ -78,7 +85,7 @@ def needed(package: str, where: str) -> ModuleType:
 
 
 def must_be(where: str, what: str, wanted: object, got: object) -> None:
-    """What is compared has to be what runs: frameworks fall back on less without a word.
+    """Check that what runs is what was asked for: frameworks silently fall back on less.
 
     Raises: CourseError where it is not
     """
@@ -88,24 +95,36 @@ def must_be(where: str, what: str, wanted: object, got: object) -> None:
         )
 
 
-def alive_bytes() -> int:
-    """Bytes of all tensors that this process holds, each storage once, gradients too.
+def alive_bytes(besides: Iterable[StorageWeakRef] = ()) -> int:
+    """Return the bytes of all tensors that this process holds, each storage once, gradients too.
+
+    besides   storages that do not count, such as those that `alive_storages` found earlier
 
     Buffers inside C++ (messages under way, what autograd saved) have no Python object: not counted.
     """
+    return storage_bytes(_alive_tensors(), {storage.cdata for storage in besides})
+
+
+def alive_storages() -> set[StorageWeakRef]:
+    """Return a weak reference to the storage of every tensor that this process holds.
+
+    The references keep no bytes alive. A difference of two `alive_bytes` is wrong once an earlier
+    tensor is freed in between; `alive_bytes(besides=alive_storages())` stays right.
+    """
+    return {
+        StorageWeakRef(getattr(tensor, "_local_tensor", tensor).untyped_storage())
+        for tensor in _alive_tensors()
+    }
+
+
+def _alive_tensors() -> Iterator[Tensor]:
     gc.collect()
-    storages: dict[int, int] = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor):  # isinstance would wake objects that warn
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
-                storages |= _storages(tensor)
-    return sum(storages.values())
+            yield from filter(_has_memory, (thing, thing.grad if thing.is_leaf else None))
 
 
-def _storages(tensor: Tensor | None) -> dict[int, int]:
-    """Address and bytes of a tensor's storage; of a sharded one, of the part that is here."""
+def _has_memory(tensor: Tensor | None) -> bool:
+    """Return whether a tensor, or the local shard of a sharded one, has a storage with bytes."""
     local = getattr(tensor, "_local_tensor", tensor)
-    if local is None or local.layout != torch.strided or local.is_meta:
-        return {}
-    storage = local.untyped_storage()
-    return {storage.data_ptr(): storage.nbytes()} if storage.nbytes() else {}
+    return local is not None and local.layout == torch.strided and not local.is_meta

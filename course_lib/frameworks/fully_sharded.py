@@ -23,9 +23,9 @@ def fully_sharded(
     unit: type[nn.Module],
     reshard_after_forward: bool = True,
 ) -> Engine:
-    """The model under `fully_shard`, on all ranks of the running world.
+    """Return the model under `fully_shard`, on all ranks of the running world.
 
-    unit   modules of this type are gathered one by one; what is left is a unit of its own
+    unit   modules of this type are gathered one by one; the rest is a unit of its own
 
     Raises: CourseError where no module is of that type, or a parameter is not sharded;
             MeshError outside of a world
@@ -57,7 +57,10 @@ def fully_sharded(
 
 
 def check_sharded(where: str, model: nn.Module) -> None:
-    """Raises: CourseError unless each parameter lies in shards over all ranks."""
+    """Check that each parameter is sharded over all ranks.
+
+    Raises: CourseError where one is not
+    """
     for name, param in model.named_parameters():
         if not isinstance(param, DTensor) or param.device_mesh.size() != dist.get_world_size():
             raise CourseError(
@@ -67,7 +70,7 @@ def check_sharded(where: str, model: nn.Module) -> None:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of the whole weights, on every rank, gathered one by one."""
+    """Return a copy of the whole weights on every rank, gathered one by one."""
     return {
         name: param.full_tensor().detach().clone()
         for name, param in model.named_parameters()

@@ -1,9 +1,9 @@
 """Fully sharded data parallel: gather a unit, use it, free it (notebook 10_fsdp).
 
-`fsdp.py` is the method; `units.py` decides what is gathered together and when the next unit is
-prefetched; `param_group.py` holds a unit's shards; `state.py` saves and loads; `cost.py` predicts
-memory and a step's timeline, `lab.py` measures them, and `beside_frameworks.py` runs PyTorch's,
-Accelerate's and DeepSpeed's FSDP.
+`fsdp.py` is the method; `units.py` decides what is gathered together; `prefetch.py` knows which
+unit comes next; `param_group.py` gathers, frees and reduce-scatters a unit's parameters; `state.py`
+saves and loads. `cost.py` predicts memory and a step's timeline, `lab.py` measures them, and
+`beside_frameworks.py` runs PyTorch's, Accelerate's and DeepSpeed's FSDP.
 """
 
 from course_lib.fsdp.fsdp import FSDP

@@ -1,15 +1,14 @@
-"""Our FSDP beside the real ones, and the two models of a study of FSDP in a size for notebooks.
+"""Compare our FSDP with PyTorch's, Accelerate's and DeepSpeed's on two small tasks.
 
-The study trained a GPT-2 of characters and a BERT on dialogues, on one card and on two.
-`some_steps` runs a task under one of the frameworks; `train_alike` trains one under our FSDP, to
-hold its losses against one process. Notebook 10_fsdp.
+The tasks are those of a study that trained a GPT-2 on characters and a BERT on dialogues, on one
+GPU and on two. `run_framework` runs a task under one of the frameworks; `train_alike` trains one
+under our FSDP, to compare its losses with those of one process. Notebook 10_fsdp.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +27,12 @@ from course_lib.models.dialogues import MASK, SPECIAL, Dialogues, generated_dial
 from course_lib.models.gpt import Block
 from course_lib.models.text import Text, generated_text
 from course_lib.ranks import record
+from course_lib.zero.beside_frameworks import take_steps
 
 if TYPE_CHECKING:
     from course_lib.frameworks import Engine
 
-# the study: parameters in millions, seconds of an epoch on one card and on two
+# the study: parameters in millions, seconds of an epoch on one GPU and on two
 STUDY = {"GPT-2": (27.32, 55.7, 31.2), "BERT": (46.7, 318.0, 246.0)}
 TOGETHER, SEQ = 16, 32  # sequences in a batch, tokens in a sequence
 ADAMW = partial(torch.optim.AdamW, lr=3e-3)
@@ -41,7 +41,7 @@ FRAMEWORKS = ("ours", "PyTorch", "Accelerate", "DeepSpeed")
 
 @dataclass(frozen=True)
 class Task:
-    """A model and its data: batch n, on one rank or all."""
+    """A model, the batches it trains on by number, and the module that is a unit."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Tensor, Tensor]]
@@ -50,7 +50,7 @@ class Task:
 
 @cache
 def characters() -> Task:
-    """The next character of generated speeches, for a small GPT."""
+    """Return the task of a small GPT: predict the next character of generated speeches."""
     text = Text.of(generated_text())
     spec = replace(MODELS["tiny"], vocab=text.vocab, num_layers=4)
     return Task(
@@ -60,7 +60,7 @@ def characters() -> Task:
 
 @cache
 def dialogues() -> Task:
-    """The hidden words of generated dialogues, for a small BERT."""
+    """Return the task of a small BERT: predict masked words of generated dialogues."""
     spec = ENCODERS["bert-tiny"]
     words = Dialogues.of(generated_dialogues(), "generated", spec.vocab)
 
@@ -75,20 +75,20 @@ TASKS = {"GPT-2": characters, "BERT": dialogues}
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What a framework did on one rank."""
+class FrameworkRun:
+    """A few steps under a framework, measured on one rank."""
 
     losses: list[float]
     step_ms: float  # the median
-    kept: float  # bytes between two steps, for each parameter of the model
-    sent: float  # bytes of a step, for each parameter
-    weights: Tensor  # all of them, by name
+    kept: float  # bytes between two steps, per parameter of the model
+    sent: float  # bytes of a step, per parameter
+    weights: Tensor  # all of them, sorted by name
 
 
-def some_steps(rank: int, name: str, task: str = "GPT-2", steps: int = 5) -> Beside:
-    """On a rank: the same few steps under one of FRAMEWORKS.
+def run_framework(rank: int, name: str, task: str = "GPT-2", steps: int = 5) -> FrameworkRun:
+    """On a rank: take the same few steps under one of FRAMEWORKS.
 
-    Raises: CourseError where it is not installed
+    Raises:  CourseError where it is not installed
     """
     from course_lib.frameworks import alive_bytes  # slow to import
 
@@ -98,23 +98,17 @@ def some_steps(rank: int, name: str, task: str = "GPT-2", steps: int = 5) -> Bes
     model = job.build()
     numel = sum(param.numel() for param in model.parameters())
     engine = _engine(name, model, job.unit)
-    losses, times_s = [], []
-    for n in range(steps):
-        inputs, targets = (whole[rank::p] for whole in job.batch(n))
-        start_s = time.perf_counter()
-        with record() as log:
-            losses.append(engine.step(token_loss(engine.model(inputs), targets)))
-        times_s.append(time.perf_counter() - start_s)
+    taken = take_steps(engine, (job.batch(n) for n in range(steps)))
     kept = (alive_bytes() - before) / numel
-    calls = [event for event in log.events if event.kind in COMMUNICATION_KINDS]
+    calls = [event for event in taken.last_events if event.kind in COMMUNICATION_KINDS]
     sent = sum(bus_factor(call.kind, p) * call.num_bytes for call in calls) / numel
     weights = engine.weights()
     flat = torch.cat([weights[key].detach().flatten() for key in sorted(weights)])
-    return Beside(losses, 1e3 * median(times_s), kept, sent, flat)
+    return FrameworkRun(taken.losses, taken.median_ms, kept, sent, flat)
 
 
 def _engine(name: str, model: nn.Module, unit: type[nn.Module]) -> "Engine":
-    """A framework by its name."""
+    """Return the engine of a framework by its name."""
     from course_lib import frameworks
 
     if name == "ours":
@@ -126,7 +120,7 @@ def _engine(name: str, model: nn.Module, unit: type[nn.Module]) -> "Engine":
     if name == "DeepSpeed":
         paper: dict[str, Any] = {**frameworks.AS_IN_THE_PAPER, "reduce_bucket_size": 2**16}
         return frameworks.deepspeed_engine(model, ADAMW, stage=3, **paper)
-    raise CourseError(f"some_steps: need one of {', '.join(FRAMEWORKS)}; got {name!r}.")
+    raise CourseError(f"run_framework: need one of {', '.join(FRAMEWORKS)}; got {name!r}.")
 
 
 def _ours(model: nn.Module, unit: type[nn.Module]) -> "Engine":
@@ -147,9 +141,9 @@ def _ours(model: nn.Module, unit: type[nn.Module]) -> "Engine":
 
 
 def train_alike(rank: int, task: str, steps: int = 60) -> tuple[list[float], float]:
-    """On a rank: the losses of whole batches under our FSDP, and the seconds of all steps.
+    """On a rank: return the losses of whole batches under our FSDP, and the seconds of all steps.
 
-    A batch is dealt over the ranks, so that any number of them computes the same.
+    A batch is split over the ranks, so that any number of them computes the same.
     """
     p, job = dist.get_world_size(), TASKS[task]()
     torch.manual_seed(0)
@@ -160,7 +154,7 @@ def train_alike(rank: int, task: str, steps: int = 60) -> tuple[list[float], flo
     for n in range(steps):
         inputs, targets = (whole[rank::p] for whole in job.batch(n))
         optimizer.zero_grad()
-        count = int((targets != IGNORED).sum())  # of what is to be guessed on this rank
+        count = int((targets != IGNORED).sum())  # targets on this rank
         loss = weighted_loss(token_loss(model(inputs), targets), count)
         loss.backward()
         optimizer.step()
@@ -173,7 +167,7 @@ def train_alike(rank: int, task: str, steps: int = 60) -> tuple[list[float], flo
 def torchs_calls(
     rank: int, spec: ModelSpec, batch: tuple[Tensor, Tensor], reshard_after_forward: bool
 ) -> list[Event]:
-    """On a rank: the messages of the second step of a GPT under PyTorch's `fully_shard`."""
+    """On a rank: return the collectives of a GPT's second step under PyTorch's `fully_shard`."""
     from torch.distributed.fsdp import fully_shard  # slow to import
 
     model, p = GPT(spec), dist.get_world_size()
@@ -193,7 +187,7 @@ def in_precision(
     options: Mapping[str, Any],
     steps: int = 30,
 ) -> tuple[Tensor, list[float]]:
-    """On a rank: its part of the first gradient under FSDP(**options), and its losses."""
+    """On a rank: return its shards of the first gradient under FSDP(**options), and its losses."""
     torch.manual_seed(0)
     model, p, losses = FSDP(GPT(spec), **options), dist.get_world_size(), list[float]()
     optimizer, grads = ADAMW(model.parameters()), torch.empty(0)

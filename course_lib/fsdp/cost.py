@@ -1,9 +1,9 @@
-"""One step of FSDP on paper: who is gathered, used, freed and reduced, in which order.
+"""Predict a step of FSDP: traffic, memory and timeline, from the order of its operations.
 
-`fsdp_moves` lists what a rank does; the rest only reads that list. Counting its messages gives the
-traffic, adding up what it gathers and frees gives the memory (a sawtooth), and
-`cost.fsdp_overlap` plays it on a wire. Unit 0 is the root: it stays whole from forward to backward,
-computes first and last, and the units are used in order. Everything is trained. Notebook 10_fsdp.
+`fsdp_moves` lists what a rank does in a step; the other functions read that list. Its messages give
+the traffic, what it gathers and frees gives the memory (a sawtooth), and `fsdp_step` simulates it
+on a link. Unit 0 is the root: it stays gathered from forward to backward, and computes first and
+last; the other units are used in order. All parameters are trained. Notebook 10_fsdp.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from course_lib.zero.cost import padded_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSizes:
-    """How many parameters lie in each unit, the root's first, and the bytes of a number.
+    """The number of parameters of each unit, the root's first, and bytes per number.
 
     param_bytes     of a shard and its gradient
-    compute_bytes   of what is gathered, and of the gradients that backward makes
-    reduce_bytes    of the gradients that are sent
+    compute_bytes   of gathered parameters, and of the gradients that backward computes
+    reduce_bytes    of the gradients in the reduce_scatter
     """
 
     numels: tuple[int, ...]
@@ -39,30 +39,32 @@ class UnitSizes:
             )
 
     def shard_numel(self, unit: int) -> int:
-        """Parameters that a rank owns of a unit: ceil(numel / p)."""
+        """Return how many parameters of a unit a rank owns: ceil(numel / p)."""
         return -(-self.numels[unit] // self.p)
 
     def whole_bytes(self, unit: int) -> int:
-        """Bytes of a gathered unit: its all_gather."""
+        """Return the bytes of a gathered unit, which are those of its all_gather."""
         return padded_bytes(self.numels[unit], self.p, self.compute_bytes)
 
     def grad_bytes(self, unit: int) -> int:
-        """Bytes of a unit's reduce_scatter."""
+        """Return the bytes of a unit's reduce_scatter."""
         return padded_bytes(self.numels[unit], self.p, self.reduce_bytes)
 
     def shard_bytes(self) -> int:
-        """Bytes of all shards that a rank owns."""
+        """Return the bytes of all shards that a rank owns."""
         return sum(map(self.shard_numel, range(len(self.numels)))) * self.param_bytes
 
 
 @dataclass(frozen=True)
 class Move:
-    """One thing a rank does: `kind` says what, with which unit.
+    """One operation of a rank: `kind` says which, `unit` on which unit.
 
-    gather, reduce              a message leaves          wait_gather, wait_reduce   it is there
-    first, forward, last        computing in forward      free                       bytes go back
-    last_back, backward, first_back   computing in backward
-    collect, drop               gradients are copied into one row; the parameters' own go
+    gather, reduce                    launch an all_gather or a reduce_scatter
+    wait_gather, wait_reduce          wait for it
+    first, forward, last              compute in forward (first and last: the root)
+    last_back, backward, first_back   compute in backward
+    collect, drop                     copy the gradients into one flat tensor; free the parameters'
+    free                              free the gathered parameters
     """
 
     kind: str
@@ -72,7 +74,7 @@ class Move:
 def fsdp_moves(
     num_units: int, *, reshard_after_forward: bool = True, prefetch: bool = True, sync: bool = True
 ) -> Iterator[Move]:
-    """What a rank does from forward to the end of backward; num_units counts the root."""
+    """Yield what a rank does from forward to the end of backward; num_units counts the root."""
     gathered = set()
 
     def use(unit: int, following: int | None) -> Iterator[Move]:
@@ -101,7 +103,7 @@ def fsdp_moves(
         yield Move("backward" if unit else "first_back", unit)
         yield from (Move("collect", unit), Move("drop", unit))
         if sync:
-            if unit < last:  # one message of gradients at a time
+            if unit < last:  # one reduce_scatter at a time
                 yield Move("wait_reduce", unit + 1)
             yield Move("reduce", unit)
         yield from free(unit)
@@ -117,9 +119,9 @@ def fsdp_traffic(
     num_micro_batches: int = 1,
     sync: bool = True,
 ) -> list[CollectiveCall]:
-    """The collectives of one step in the order in which they leave; `part` is the unit's number.
+    """Return the collectives of a step in the order of their launch; `part` is the unit's number.
 
-    With `sync` every micro-batch sends its gradients, without it only the last one does.
+    With `sync` every micro-batch reduces its gradients, without it only the last one does.
     """
     calls = []
     for number in range(num_micro_batches):
@@ -141,7 +143,7 @@ def fsdp_traffic(
 def fsdp_ledger(
     sizes: UnitSizes, *, reshard_after_forward: bool = True, prefetch: bool = True
 ) -> Ledger:
-    """Bytes of parameters and gradients after each move of a step; the moves are the clock."""
+    """Return bytes of parameters and gradients after each move; times are numbers of moves."""
     params, grads, sent = sizes.shard_bytes(), 0, 0
     ledger = Ledger()
     ledger.add(0.0, params=params, grads=grads)
@@ -167,9 +169,9 @@ def fsdp_ledger(
 def peak_param_bytes(
     sizes: UnitSizes, *, reshard_after_forward: bool = True, prefetch: bool = True
 ) -> int:
-    """The most bytes of parameters at any time: shards, root, and the largest unit.
+    """Return the peak bytes of parameters: shards, the root, and the largest unit.
 
-    With prefetch the next unit counts with it: the largest pair. Without resharding all units do.
+    With prefetch it is the largest pair of consecutive units; without resharding, all units.
     """
     root, *units = map(sizes.whole_bytes, range(len(sizes.numels)))
     pairs = zip(units, [*units[1:], 0] if prefetch else [0] * len(units), strict=False)
@@ -179,7 +181,7 @@ def peak_param_bytes(
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """What a rank computes in a step, in seconds.
+    """The seconds of a step's computation on a rank.
 
     forward_s, backward_s   of each unit but the root, in the order of forward
     first_s, last_s         of the root before the units (an embedding) and after them (a head),
@@ -193,7 +195,7 @@ class UnitTimes:
     optimizer_s: float = 0.0
 
     def of(self, move: Move) -> float:
-        """Seconds that a move computes: 0 for all that is no computing."""
+        """Return the seconds that a move computes: 0 for communication and freeing."""
         seconds = {
             "first": self.first_s[0],
             "last": self.last_s[0],
@@ -206,7 +208,7 @@ class UnitTimes:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of a step that has nobody to talk to."""
+        """Seconds of a step without communication."""
         parts = (self.forward_s, self.backward_s, self.first_s, self.last_s)
         return sum(map(sum, parts)) + self.optimizer_s
 
@@ -220,9 +222,9 @@ def fsdp_step(
     reshard_after_forward: bool = True,
     prefetch: bool = True,
 ) -> list[Event]:
-    """The events of one step, the same on every rank: computing, messages, the wait for them.
+    """Return the events of one step, the same on every rank: compute, collectives, waits.
 
-    A message lasts from when the wire is free for it until it has arrived; see `on_the_wire`.
+    A collective lasts from when the link is free for it until it completes; see `on_the_wire`.
 
     Raises:  CourseError unless sizes and times are of equally many units and ranks
     """
@@ -235,11 +237,11 @@ def fsdp_step(
             f"{len(ranks)} ranks. Try forward_s=(0.01,) * {num_units - 1}."
         )
     options = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-    player = _Player(times, sizes, ranks, link)
+    clock = _Clock(times, sizes, ranks, link)
     for move in fsdp_moves(num_units, **options):
-        player.play(move)
-    player.compute("optimizer", times.optimizer_s)
-    return [replace(event, rank=rank) for rank in ranks for event in player.events]
+        clock.simulate(move)
+    clock.compute("optimizer", times.optimizer_s)
+    return [replace(event, rank=rank) for rank in ranks for event in clock.events]
 
 
 def fsdp_step_s(
@@ -251,26 +253,26 @@ def fsdp_step_s(
     reshard_after_forward: bool = True,
     prefetch: bool = True,
 ) -> float:
-    """Seconds of the step that `fsdp_step` plays."""
+    """Return the seconds of the step that `fsdp_step` simulates."""
     options = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
     return max(event.end_s for event in fsdp_step(times, sizes, group, link, **options))
 
 
-class _Player:
-    """A rank's clock and the wire's, while moves are played."""
+class _Clock:
+    """The times of a rank and of its link while moves are simulated."""
 
     def __init__(
         self, times: UnitTimes, sizes: UnitSizes, ranks: tuple[int, ...], link: AnyLink
     ) -> None:
         self.times, self.sizes, self.ranks, self.link = times, sizes, ranks, link
-        self.now_s = self.wire_free_s = 0.0
-        self.arrives_s: dict[tuple[str, int], float] = {}
+        self.now_s = self.link_free_s = 0.0
+        self.completes_s: dict[tuple[str, int], float] = {}
         self.events: list[Event] = []
 
-    def play(self, move: Move) -> None:
-        """Do one move."""
+    def simulate(self, move: Move) -> None:
+        """Advance the times by one move."""
         if move.kind in ("gather", "reduce"):
-            self.send(move)
+            self.launch(move)
         elif move.kind.startswith("wait_"):
             self.wait(move)
         elif seconds := self.times.of(move):
@@ -278,31 +280,31 @@ class _Player:
             self.compute(kind, seconds, f"{kind[0].upper()}{move.unit}")
 
     def compute(self, kind: str, seconds: float, label: str = "") -> None:
-        """Compute for so long."""
+        """Compute for some seconds."""
         self._add(kind, self.now_s, self.now_s + seconds, label)
         self.now_s += seconds
 
-    def send(self, move: Move) -> None:
-        """Put a message in line; nobody waits."""
+    def launch(self, move: Move) -> None:
+        """Queue a collective on the link; the rank does not wait."""
         gathers = move.kind == "gather"
         kind = "all_gather" if gathers else "reduce_scatter"
         num_bytes = (self.sizes.whole_bytes if gathers else self.sizes.grad_bytes)(move.unit)
         if not num_bytes:
             return
-        start_s = max(self.now_s, self.wire_free_s)
-        self.wire_free_s = start_s + collective_s(kind, num_bytes, self.ranks, self.link)
-        self.arrives_s[move.kind, move.unit] = self.wire_free_s
+        start_s = max(self.now_s, self.link_free_s)
+        self.link_free_s = start_s + collective_s(kind, num_bytes, self.ranks, self.link)
+        self.completes_s[move.kind, move.unit] = self.link_free_s
         label = f"{move.kind} {move.unit or 'root'}"
-        self._add(kind, start_s, self.wire_free_s, label, num_bytes)
+        self._add(kind, start_s, self.link_free_s, label, num_bytes)
 
     def wait(self, move: Move) -> None:
-        """Wait until the message is there."""
+        """Wait until the collective completes."""
         kind = move.kind.removeprefix("wait_")
-        arrives_s = self.arrives_s.get((kind, move.unit), 0.0)
-        if arrives_s > self.now_s:
+        completes_s = self.completes_s.get((kind, move.unit), 0.0)
+        if completes_s > self.now_s:
             label = "all_gather" if kind == "gather" else "reduce_scatter"
-            self._add("wait", self.now_s, arrives_s, label)
-            self.now_s = arrives_s
+            self._add("wait", self.now_s, completes_s, label)
+            self.now_s = completes_s
 
     def _add(self, kind: str, start_s: float, end_s: float, label: str, size: int = 0) -> None:
         group = self.ranks if size else ()

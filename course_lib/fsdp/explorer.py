@@ -1,4 +1,4 @@
-"""The explorer of notebook 10_fsdp: how a step of a large model goes in larger or smaller units."""
+"""The explorer of notebook 10_fsdp: the timeline of a step with larger or smaller units."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ _LINKS = {link.name: link for link in (NVLINK, INFINIBAND, ETHERNET)}
 
 
 def fsdp_explorer() -> Explore:
-    """A rank's step on paper, with sliders for units, link, prefetch, freeing after forward."""
+    """Return a rank's predicted step, with sliders for units, link, prefetch and resharding."""
     return explore(
         draw_step,
         step_alt,
@@ -30,14 +30,14 @@ def fsdp_explorer() -> Explore:
 
 
 def draw_step(units: int, link: str, prefetch: bool, free_after_forward: bool) -> Figure:
-    """What rank 0 does."""
+    """Draw the timeline of rank 0."""
     events, _ = _step(units, link, prefetch, free_after_forward)
     title = step_alt(units, link, prefetch, free_after_forward)
-    return timelines({"": events}, title, link=f"on paper: {_LINKS[link]}, {P} ranks")
+    return timelines({"": events}, title, link=f"predicted: {_LINKS[link]}, {P} ranks")
 
 
 def step_alt(units: int, link: str, prefetch: bool, free_after_forward: bool) -> str:
-    """Seconds of the step, and the most parameters on a rank, as a sentence."""
+    """Return the finding as a sentence: seconds of the step, peak bytes of parameters."""
     events, peak_bytes = _step(units, link, prefetch, free_after_forward)
     step_s = max(event.end_s for event in events)
     how = f"{units} unit{'s' * (units > 1)}, 8 billion parameters"
@@ -57,5 +57,5 @@ def _step(
 
 
 def _short(event: Event) -> Event:
-    """`gather 3` as `3`, which fits into a narrow box."""
+    """Shorten `gather 3` to `3`, which fits into a narrow box."""
     return replace(event, label=event.label.rpartition(" ")[2])

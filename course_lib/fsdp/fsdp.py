@@ -1,14 +1,12 @@
 """Fully sharded data parallelism: gather a unit, use it, free it.
 
-Nobody owns more than its shard. A hook gathers a unit's whole parameters before its forward, and
-frees them after; another gathers them again before its backward, and when its gradients are there,
-they leave as one reduce_scatter. Meanwhile the next unit's parameters are already on their way. An
-optimizer steps the shards, which are all that `parameters()` gives. Notebook 10_fsdp.
+Every rank owns a shard of each unit. A hook gathers a unit's whole parameters before its forward,
+and frees them after; another gathers them again before its backward, and when its gradients are
+complete, one reduce_scatter is launched. Meanwhile the next unit is prefetched. An optimizer steps
+the shards: `parameters()` returns nothing else. Notebook 10_fsdp.
 """
 
-import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,31 +17,36 @@ from torch.utils._pytree import tree_map_only
 
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
+from course_lib.data_parallel.gradients import NoSync, call_when_accumulated
 from course_lib.fsdp.param_group import FSDPParamGroup
+from course_lib.fsdp.prefetch import UnitOrder
 from course_lib.fsdp.state import full_state, load_full, load_sharded, sharded_state
-from course_lib.fsdp.units import Choice, Order, Unit, check_wrappable, make_units, share_buffers
+from course_lib.fsdp.units import Choice, Unit, check_wrappable, make_units, share_buffers
+from course_lib.zero.clip import clip_shards
 
 
-class FSDP(nn.Module):
-    """`module` dealt out over a group; after backward, each rank's shards have their mean gradient.
+class FSDP(NoSync, nn.Module):
+    """`module` sharded over a group; after backward, each rank's shards have their mean gradient.
 
     model = FSDP(module); optimizer = AdamW(model.parameters())
     loss_of(model(inputs)).backward(); model.clip_grad_norm_(1.0); optimizer.step()
 
-    units                  modules that are gathered and freed as one, or a test for them; the
-                           rest is the root, which stays whole from forward to backward.
+    units                  modules to gather and free as one, or a test for them; the rest is the
+                           root, which stays gathered from forward to backward.
                            None: the members of every ModuleList
     compute_dtype          to gather, compute and cast floating inputs in; the shards keep theirs
     reduce_dtype           to sum gradients in; None: the parameters' own
     reshard_after_forward  free a unit between its forward and its backward
-    prefetch               let the next unit's gather leave before a unit computes, in the order of
-                           the last pass; the first step learns it
+    prefetch               launch the next unit's all_gather before a unit computes, in the order of
+                           the last pass; the first step records it
 
-    All ranks begin with the weights and buffers of the group's first one; on the others the module
-    may be on the meta device. Every rank has to use the same units in a step. A parameter that a
-    step does not use counts as zero, if others of its unit are used.
+    All ranks start from the weights and buffers of the group's first one; on the others the module
+    may be on the meta device. Every rank has to use the same units in a step. The gradient of a
+    parameter that a step does not use counts as zero, if others of its unit are used. Inside
+    `no_sync()` backward keeps whole gradients on the rank, and the next backward outside reduces
+    them.
 
-    Cost:    per step an all_gather a unit, and one more if it was freed; a reduce_scatter a unit
+    Cost:    per step and unit one all_gather, another one if it was freed, and one reduce_scatter
     Raises:  CourseError, MeshError for another's group
     Source:  Zhao et al. 2023 (PyTorch FSDP), sections 3.2 and 3.3
     """
@@ -64,113 +67,88 @@ class FSDP(nn.Module):
         self.module, self.group, self.compute_dtype = module, group, compute_dtype
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
         self.units = make_units(module, units, member, compute_dtype, reduce_dtype)
-        self.param_groups = [
-            param_group for unit in self.units for param_group in unit.param_groups
-        ]
+        self.param_groups = [group for unit in self.units for group in unit.param_groups]
         share_buffers(module, member)
-        self.forward_order, self.backward_order = Order(), Order()
-        self._reducing: FSDPParamGroup | None = None  # one message of gradients at a time
-        self._sync, self._trains, self._in_backward = True, False, False
+        self.forward_order, self.backward_order = UnitOrder(), UnitOrder()
+        self._reducing: FSDPParamGroup | None = None  # one reduce_scatter at a time
+        self._trains, self._in_backward = False, False
         for unit in self.units:
             hook = partial(self._before_forward, unit)
             unit.module.register_forward_pre_hook(hook, with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
-        this = weakref.ref(self)  # a hook lives as long as its parameter: it must not keep us
         for param_group in self.param_groups:
             for index, param in enumerate(param_group.params):
                 if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(
-                        partial(_arrived, this, param_group, index)
-                    )
+                    call_when_accumulated(param, self._mark_ready, param_group, index)
 
     @property
     def root(self) -> Unit:
-        """The unit of all that lies in no other."""
+        """The unit of all parameters outside of other units."""
         return self.units[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
-        if self._in_backward:  # which broke off
-            self._forget_backward()
+        """Return the module's output."""
+        if self._in_backward:  # the last backward raised an error
+            self._reset()
         self._trains = torch.is_grad_enabled()
         self.forward_order.visits = []
         output = self.module(*args, **kwargs)
-        self.forward_order.close()
+        self.forward_order.end_pass()
         return output
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward in here sends nothing: every rank adds up whole gradients, which stay."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce what is left, wait for all, free everything. Backward calls it at its end."""
+        """Reduce the remaining gradients, wait, free everything; called at the end of backward."""
         for param_group in self.param_groups:
-            if param_group.has_grads() or (self._sync and param_group.kept_grad is not None):
+            if param_group.has_grads() or (self._syncs and param_group.kept_grad is not None):
                 self._reduce(param_group)
             param_group.free()
         self._wait_reduce()
-        self.backward_order.close()
+        self.backward_order.end_pass()
         self._in_backward = False
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients down if their norm, over all ranks' shards, is above; return it.
+        """Scale the gradient so that its norm over all shards is at most max_norm; return it.
 
         Cost:    one all_reduce of one number
         """
-        grads = [
-            param_group.shard.grad
-            for param_group in self.param_groups
-            if param_group.shard.grad is not None
-        ]
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
-        device = self.param_groups[0].shard.device if self.param_groups else None
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        total = sum((norm**2 for norm in norms), total)
-        dist.all_reduce(total, group=self.group)
-        norm = total.sqrt()
-        for grad in grads:
-            grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+        shards = [group.shard for group in self.param_groups]
+        grads = [shard.grad for shard in shards if shard.grad is not None]
+        return clip_shards(grads, max_norm, self.group, shards[0].device if shards else None)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards, one a param_group."""
+        """Yield this rank's shards, one per parameter group."""
         yield from ((param_group.name, param_group.shard) for param_group in self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the shards' gradients, and whole ones that no_sync has kept."""
+        """Clear the shards' gradients, and whole ones that no_sync has kept."""
         super().zero_grad(set_to_none)
         for param_group in self.param_groups:
             param_group.kept_grad = None
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
-        """What the plain module's state_dict() would be, on one rank or on all; all have to call.
+        """Return the plain module's state_dict(), on one rank or on all; all ranks have to call it.
 
-        Cost:    one all_gather a param_group
+        Cost:    one all_gather per parameter group
         """
         return full_state(self.module, self.param_groups, rank in (None, dist.get_rank()))
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a plain module's state_dict; every rank takes its shards out of it."""
+        """Load a plain module's state_dict; every rank copies its shards from it."""
         load_full(self.module, self.param_groups, state)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """This rank's shards and the buffers. `fsdp_state.merge_shards` puts them together."""
+        """Return this rank's shards and the buffers; `merge_shards` joins those of all ranks."""
         return sharded_state(self.module, self.param_groups)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Go on from `state_dict()` of the same rank of a group of the same size."""
+        """Load `state_dict()` of the same rank of an equally large group."""
         load_sharded(self.module, self.param_groups, state)
 
-    # --- what the hooks do
+    # --- hooks
 
-    def _use(self, unit: Unit, order: Order) -> None:
-        """Have a unit's parameters, and let those of the next one leave meanwhile."""
+    def _use(self, unit: Unit, order: UnitOrder) -> None:
+        """Gather a unit's parameters, and prefetch those of the next unit."""
         unit.start_gather()
         following = order.visit(unit)
         if self.prefetch and following is not None:
@@ -191,7 +169,7 @@ class FSDP(nn.Module):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, unit))
         keep = self._trains and (unit is self.root or not self.reshard_after_forward)
-        if not keep and not self._in_backward:  # there, what was recomputed is needed at once
+        if not keep and not self._in_backward:  # recomputation in backward needs them at once
             unit.free()
 
     def _before_backward(self, unit: Unit, _grad: Tensor) -> None:
@@ -201,21 +179,21 @@ class FSDP(nn.Module):
         unit.check_unchanged()
         self._use(unit, self.backward_order)
 
-    def _arrive(self, param_group: FSDPParamGroup, index: int) -> None:
-        """A gradient is there; with the last one of its param_group, the param_group is done."""
+    def _mark_ready(self, param_group: FSDPParamGroup, index: int) -> None:
+        """Note a complete gradient; with the last one of its group, reduce and free the group."""
         param_group.missing.discard(index)
         if not param_group.missing:
             self._reduce(param_group)
             param_group.free()
 
     def _reduce(self, param_group: FSDPParamGroup) -> None:
-        """Send a param_group's gradients, or keep them."""
+        """Launch the reduce_scatter of a group's gradients, or keep them inside no_sync."""
         param_group.collect()
         param_group.drop_grads()
-        if not self._sync:
+        if not self._syncs:
             param_group.keep()
             return
-        self._wait_reduce()  # so that no more than two param_groups of gradients lie about
+        self._wait_reduce()  # so that whole gradients of at most two groups exist
         param_group.start_reduce()
         self._reducing = param_group
 
@@ -224,7 +202,7 @@ class FSDP(nn.Module):
             self._reducing.wait_reduce()
             self._reducing = None
 
-    def _forget_backward(self) -> None:
+    def _reset(self) -> None:
         self._wait_reduce()
         for param_group in self.param_groups:
             param_group.drop_grads()
@@ -233,19 +211,9 @@ class FSDP(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         raise CourseError(
-            "FSDP: need dtype and device before the weights are dealt out; got .to() or the like "
+            "FSDP: need dtype and device before the weights are sharded; got .to() or the like "
             "after. Try FSDP(module.to(...))."
         )
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
-
-
-def _arrived(
-    this: "weakref.ref[FSDP]", param_group: FSDPParamGroup, index: int, _param: Tensor
-) -> None:
-    """The hook of one parameter, called each time backward has added to its `grad`."""
-    model = this()
-    if model is not None:
-        with torch.no_grad():
-            model._arrive(param_group, index)

@@ -1,8 +1,9 @@
-"""The flat buffer of FSDP: parameters side by side, of which a rank owns a shard.
+"""FSDP's parameter group: parameters of one kind, gathered and reduce-scattered together.
 
-The whole param_group has bytes only while it is needed: an all_gather fills it, and `free` gives the bytes
-back. The tensors that look at it stay, so what autograd has saved is right again as soon as the param_group
-is. Gradients go the other way: one reduce_scatter a param_group. Notebook 10_fsdp.
+The whole parameters have memory only while they are needed: an all_gather fills it, and `free`
+releases it (reshards). Tensors that autograd has saved are views of that memory, so they are valid
+again after the next gather. Gradients are reduced by one reduce_scatter per parameter group.
+Notebook 10_fsdp.
 """
 
 from collections.abc import Sequence
@@ -19,31 +20,35 @@ from course_lib.zero.flat_layout import FlatLayout
 
 
 @dataclass(eq=False)
-class Found:
-    """A parameter, and every module that holds it: tied ones have several names."""
+class FoundParam:
+    """A parameter with its unit and every module that owns it; tied ones have several names."""
 
     param: nn.Parameter
     unit: str
-    places: list[tuple[str, nn.Module, str]] = field(default_factory=list)
+    owners: list[tuple[str, nn.Module, str]] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
-        """Its names in the model, the first one first."""
-        return [name for name, _, _ in self.places]
+        """Its names in the model, in the order of the modules."""
+        return [name for name, _, _ in self.owners]
 
 
 class FSDPParamGroup:
     """Parameters of one kind (dtype, trained or frozen) side by side; this rank owns a shard.
 
-    shard    this rank's numbers, in the parameters' own dtype: what the optimizer steps
-    whole    the numbers of all ranks in compute_dtype, or no bytes at all
-    params   what the modules compute with: views of `whole` while it is there, else empty
+    shard      this rank's part in the parameters' own dtype, which the optimizer steps
+               [padded_numel / p]
+    whole      the parameters of all ranks in compute_dtype [padded_numel]; has no memory when freed
+    params     what the modules compute with: views of `whole` while it is gathered, else empty
+    flat_grad  all gradients side by side, during their reduce_scatter [padded_numel]
+    kept_grad  whole gradients that no_sync has accumulated [padded_numel]
+    missing    indices of the parameters whose gradient is not complete yet
     """
 
     def __init__(
         self,
         name: str,
-        found: Sequence[Found],
+        found: Sequence[FoundParam],
         member: GroupMember,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
@@ -54,7 +59,8 @@ class FSDPParamGroup:
         first = found[0].param
         self.layout = FlatLayout.of([one.param for one in found], member.size)
         self.shard = nn.Parameter(
-            _dealt([one.param for one in found], self.layout, member, device), first.requires_grad
+            _scatter_shard([one.param for one in found], self.layout, member, device),
+            first.requires_grad,
         )
         casts = compute_dtype is not None and first.is_floating_point()
         dtype = compute_dtype if casts else first.dtype
@@ -62,38 +68,42 @@ class FSDPParamGroup:
         self.whole = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
         self.views = self.layout.views(self.whole)
         self.whole_bytes = self.whole.nbytes
-        self.nothing = self.whole.new_empty(0)
-        self.params = [nn.Parameter(self.nothing, first.requires_grad) for _ in found]
+        self.empty = self.whole.new_empty(0)
+        self.params = [nn.Parameter(self.empty, first.requires_grad) for _ in found]
         for one, param in zip(found, self.params, strict=True):
-            for _, module, attribute in one.places:
+            for _, module, attribute in one.owners:
                 setattr(module, attribute, param)
-        self.missing = set(range(len(found)))  # whose gradients backward has not brought yet
+        self.missing = set(range(len(found)))
         self.gathering: Any = None
         self.reducing: tuple[Any, Tensor] | None = None
-        self.flat_grad: Tensor | None = None  # all gradients in one param_group, on their way
-        self.kept_grad: Tensor | None = None  # those of micro-batches that were not sent
-        self.version = -1
+        self.flat_grad: Tensor | None = None
+        self.kept_grad: Tensor | None = None
+        self.version = -1  # of the shard when it was gathered
         self.free()
 
     @property
     def is_whole(self) -> bool:
-        """Has `whole` its bytes, or are they on their way?"""
+        """Whether `whole` has memory: it is gathered, or its all_gather is in flight."""
         return self.whole.untyped_storage().nbytes() > 0
 
     def start_gather(self) -> None:
-        """Let the all_gather leave, unless everything is there and no shard has changed since."""
+        """Launch the all_gather, unless `whole` is gathered and the shard has not changed since.
+
+        Shapes:  [padded_numel / p] -> [padded_numel]
+        Cost:    one all_gather: (p-1)/p * whole bytes sent per rank
+        """
         if self.is_whole and self.version == self.shard._version:
             return
         self.wait_gather()
         self.whole.untyped_storage().resize_(self.whole_bytes)
         whole = self.whole.data  # for autograd nothing changes: the same numbers come back
-        mine = whole[self.layout.shard_slice(self.member.rank)]
-        mine.copy_(self.shard.detach())  # and rounds to compute_dtype
-        self.gathering = dist.all_gather_single(whole, mine, self.member.group, async_op=True)
+        own = whole[self.layout.shard_slice(self.member.rank)]  # [padded_numel / p]
+        own.copy_(self.shard.detach())  # rounds to compute_dtype
+        self.gathering = dist.all_gather_single(whole, own, self.member.group, async_op=True)
         self.version = self.shard._version
 
     def wait_gather(self) -> None:
-        """Wait for what is under way, and show the parameters."""
+        """Wait for the all_gather; the parameters are then views of `whole`."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
@@ -101,14 +111,14 @@ class FSDPParamGroup:
                 param.data = view
 
     def free(self) -> None:
-        """Give the bytes of the whole param_group back; the parameters are empty until the next gather."""
+        """Free (reshard) `whole`; the parameters are empty until the next gather."""
         self.wait_gather()
         for param in self.params:
-            param.data = self.nothing
+            param.data = self.empty
         self.whole.untyped_storage().resize_(0)
 
     def collect(self) -> None:
-        """Copy all gradients side by side; what has none counts as zero, and so does the tail."""
+        """Copy all gradients side by side; missing ones and the padding are zero."""
         flat = self.whole.new_empty(self.layout.padded_numel, dtype=self.reduce_dtype)
         flat[self.layout.numel :] = 0
         for index, view in enumerate(self.layout.views(flat)):
@@ -118,17 +128,21 @@ class FSDPParamGroup:
         self.flat_grad, self.kept_grad = flat, None
 
     def drop_grads(self) -> None:
-        """The parameters' own gradients are in the param_group now; the next ones are awaited."""
+        """Free the parameters' own gradients, and wait for the next ones."""
         self.missing = set(range(len(self.params)))
         for param in self.params:
             param.grad = None
 
     def keep(self) -> None:
-        """Hold the whole gradient here, for a later backward that sends it along."""
+        """Keep the whole gradient on this rank until a later backward reduces it."""
         self.kept_grad, self.flat_grad = self.flat_grad, None
 
     def start_reduce(self) -> None:
-        """Let the gradients leave: every rank gets its shard of their sum."""
+        """Launch the reduce_scatter of the gradients: every rank receives its shard of the sum.
+
+        Shapes:  [padded_numel] -> [padded_numel / p]
+        Cost:    one reduce_scatter: (p-1)/p * bytes in reduce_dtype sent per rank
+        """
         flat, group = self.flat_grad, self.member.group
         if flat is not None:
             out = flat.new_empty(self.layout.shard_numel)
@@ -147,7 +161,7 @@ class FSDPParamGroup:
             self.reducing = self.flat_grad = None
 
     def has_grads(self) -> bool:
-        """Has backward brought any gradient that is not in the param_group yet?"""
+        """Return whether a parameter has a gradient that has not been collected."""
         return any(param.grad is not None for param in self.params)
 
     def _copy_grad(self, index: int, view: Tensor) -> None:
@@ -160,10 +174,13 @@ class FSDPParamGroup:
         view.zero_() if grad is None else view.copy_(grad)
 
 
-def _dealt(
+def _scatter_shard(
     params: Sequence[Tensor], layout: FlatLayout, member: GroupMember, device: torch.device
 ) -> Tensor:
-    """This rank's shard of the values that the group's first rank has."""
+    """Return this rank's shard of the parameters of the group's first rank.
+
+    Shapes:  those of the layout -> [padded_numel / p]
+    """
     shard = torch.empty(layout.shard_numel, dtype=params[0].dtype, device=device)
     first = member.global_rank(0)
     if member.rank != 0:

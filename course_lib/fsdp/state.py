@@ -1,10 +1,11 @@
-"""Saving what FSDP has dealt out: every rank its shards, or all ranks together the whole.
+"""Save and load the state of an FSDP model: sharded (this rank's part) or full (as one process).
 
-Shards are saved without a word between the ranks, and fit a group of the same size only. The whole
-state is that of the plain module, so it fits every group, and no group at all. Notebook 10_fsdp.
+Saving shards needs no communication, and they fit a group of the same size only. The full state is
+that of the plain module, so it fits a group of any size, and a single process. Notebook 10_fsdp.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -13,15 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from course_lib.core.errors import CourseError
+from course_lib.data_parallel.gradients import some_names
 from course_lib.fsdp.param_group import FSDPParamGroup
 from course_lib.zero.flat_layout import FlatLayout
+from course_lib.zero.state import COUNTERS, cut_into_shard
 
 StateDict = dict[str, Any]
 
 
-def whole_of(param_group: FSDPParamGroup, shard: Tensor) -> list[Tensor]:
-    """What all ranks' shards of a param_group hold, parameter by parameter.
+def gather_whole(param_group: FSDPParamGroup, shard: Tensor) -> list[Tensor]:
+    """Return the whole tensors of a parameter group from all ranks' shards.
 
+    Shapes:  [padded_numel / p] -> those of the parameters
     Cost:    one all_gather
     """
     flat = shard.new_empty(param_group.layout.padded_numel)
@@ -29,19 +33,13 @@ def whole_of(param_group: FSDPParamGroup, shard: Tensor) -> list[Tensor]:
     return [view.clone() for view in param_group.layout.views(flat)]
 
 
-def shard_of(param_group: FSDPParamGroup, shard: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy this rank's part of whole parameters into a shard; nobody communicates."""
-    for piece in param_group.layout.pieces(param_group.member.rank):
-        piece.within(shard).copy_(piece.of(tensors[piece.index]))
-
-
 @torch.no_grad()
 def full_state(module: nn.Module, param_groups: Sequence[FSDPParamGroup], keep: bool) -> StateDict:
-    """The plain module's state_dict; without `keep` this rank only helps, and gets nothing."""
+    """Return the plain module's state_dict; without `keep` this rank only takes part."""
     tensors: StateDict = {}
     for param_group in param_groups:
         for names, tensor in zip(
-            param_group.names, whole_of(param_group, param_group.shard), strict=True
+            param_group.names, gather_whole(param_group, param_group.shard), strict=True
         ):
             tensors |= dict.fromkeys(names, tensor) if keep else {}
     state = module.state_dict()
@@ -52,29 +50,30 @@ def full_state(module: nn.Module, param_groups: Sequence[FSDPParamGroup], keep: 
 def load_full(
     module: nn.Module, param_groups: Sequence[FSDPParamGroup], state: Mapping[str, Any]
 ) -> None:
-    """Take this rank's shards, and the buffers, out of a plain module's state_dict."""
+    """Load this rank's shards, and the buffers, from a plain module's state_dict."""
     ours, theirs = set(module.state_dict()), set(state)
     if ours != theirs:
         raise CourseError(
-            f"FSDP.load_full_state_dict: need the names of the model; got {_some(theirs - ours)} "
-            f"too many and {_some(ours - theirs)} too few. Try the state_dict of the same model."
+            f"FSDP.load_full_state_dict: need the names of the model; got "
+            f"{some_names(sorted(theirs - ours))} too many and "
+            f"{some_names(sorted(ours - theirs))} too few. Try the state_dict of the same model."
         )
     for param_group in param_groups:
         tensors = [state[names[0]] for names in param_group.names]
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         if shapes != param_group.layout.shapes:
             raise CourseError(
-                f"FSDP.load_full_state_dict: need the shapes {param_group.layout.shapes} for {param_group.name}; "
-                f"got {shapes}. Try a model of the same sizes."
+                f"FSDP.load_full_state_dict: need the shapes {param_group.layout.shapes} for "
+                f"{param_group.name}; got {shapes}. Try a model of the same sizes."
             )
-        shard_of(param_group, param_group.shard, tensors)
+        cut_into_shard(param_group.layout, param_group.member.rank, tensors, param_group.shard)
     for name, buffer in module.named_buffers():
         if name in state:
             buffer.copy_(state[name])
 
 
 def sharded_state(module: nn.Module, param_groups: Sequence[FSDPParamGroup]) -> StateDict:
-    """This rank's shards, with all that is needed to put them together again, and the buffers."""
+    """Return this rank's shards, with what `merge_shards` needs to join them, and the buffers."""
     params = {name for param_group in param_groups for names in param_group.names for name in names}
     state = module.state_dict()
     return {
@@ -96,10 +95,10 @@ def sharded_state(module: nn.Module, param_groups: Sequence[FSDPParamGroup]) -> 
 def load_sharded(
     module: nn.Module, param_groups: Sequence[FSDPParamGroup], state: Mapping[str, Any]
 ) -> None:
-    """Go on from `sharded_state` of the same rank of an equal group."""
+    """Load `sharded_state` of the same rank of an equally large group."""
     ours = sharded_state(module, param_groups)
     same = all(ours[key] == state[key] for key in ("rank", "group_size"))
-    if not same or _kinds(ours) != _kinds(state):
+    if not same or _layouts(ours) != _layouts(state):
         raise CourseError(
             f"FSDP.load_state_dict: need the shards of rank {ours['rank']} of "
             f"{ours['group_size']}, for the same units; got rank {state['rank']} of "
@@ -113,9 +112,9 @@ def load_sharded(
 
 
 def merge_shards(states: Sequence[StateDict]) -> StateDict:
-    """The plain module's state_dict out of the `state_dict()` of every rank, in any order.
+    """Return the plain module's state_dict from the `state_dict()` of every rank, in any order.
 
-    Raises: CourseError unless all ranks of the group are there
+    Raises:  CourseError unless there is one of every rank of the group
     """
     by_rank = {state["rank"]: state for state in states}
     size = states[0]["group_size"] if states else 0
@@ -137,16 +136,17 @@ def merge_shards(states: Sequence[StateDict]) -> StateDict:
 def full_optim_state(
     param_groups: Sequence[FSDPParamGroup], optimizer: Optimizer
 ) -> dict[str, StateDict]:
-    """What an optimizer of the shards remembers of each parameter, put together, by name.
+    """Return the optimizer state of whole parameters by name, from an optimizer of the shards.
 
-    Cost:    an all_gather a param_group for each thing it remembers of a number
+    Cost:    an all_gather per parameter group and sharded tensor of its state
     """
     found: dict[str, StateDict] = {}
     for param_group in param_groups:
         kept = optimizer.state.get(param_group.shard, {})
         for key, value in kept.items():
             sharded = isinstance(value, Tensor) and value.shape == param_group.shard.shape
-            values = whole_of(param_group, value) if sharded else [value] * len(param_group.names)
+            count = len(param_group.names)
+            values = gather_whole(param_group, value) if sharded else [value] * count
             for names, one in zip(param_group.names, values, strict=True):
                 found.setdefault(names[0], {})[key] = one
     return found
@@ -158,25 +158,21 @@ def load_full_optim(
     optimizer: Optimizer,
     state: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Let an optimizer of the shards go on from `full_optim_state`, at any size of the group."""
+    """Load `full_optim_state` into an optimizer of the shards, at any size of the group."""
     for param_group in param_groups:
         kept = [state.get(names[0], {}) for names in param_group.names]
         for key, value in kept[0].items():
-            if key == "step" or not isinstance(value, Tensor):
-                optimizer.state[param_group.shard][key] = value.clone() if key == "step" else value
+            if key in COUNTERS or not isinstance(value, Tensor):
+                optimizer.state[param_group.shard][key] = deepcopy(value)
                 continue
             shard = torch.zeros_like(param_group.shard, dtype=value.dtype)
-            shard_of(param_group, shard, [one[key] for one in kept])
+            whole = [one[key] for one in kept]
+            cut_into_shard(param_group.layout, param_group.member.rank, whole, shard)
             optimizer.state[param_group.shard][key] = shard
 
 
-def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
+def _layouts(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: (param_group["names"], param_group["shapes"])
         for name, param_group in state["param_groups"].items()
     }
-
-
-def _some(names: set[str]) -> str:
-    shown = sorted(names)[:3]
-    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"

@@ -1,12 +1,12 @@
-"""Which parameters FSDP gathers and frees together: the units of a model.
+"""The units of a model: the modules whose parameters FSDP gathers and frees together.
 
-A unit is a module, usually a block; its parameters lie in one flat buffer (one a kind, if it has
-several dtypes or frozen parameters). What no unit holds belongs to the root. Notebook 10_fsdp.
+A unit is a module, usually a block. Its parameters form one parameter group (or one for each dtype,
+and for trained and frozen ones). Parameters outside of all units belong to the root.
+Notebook 10_fsdp.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from course_lib.collectives.group import GroupMember
 from course_lib.core.errors import CourseError
-from course_lib.fsdp.param_group import Found, FSDPParamGroup
+from course_lib.fsdp.param_group import FoundParam, FSDPParamGroup
 
 Choice = Iterable[nn.Module] | Callable[[nn.Module], bool] | None
 
 
 @dataclass(eq=False)
 class Unit:
-    """A module whose parameters come and go together; most have one param_group."""
+    """A module whose parameters are gathered and freed together; most have one parameter group."""
 
     name: str
     module: nn.Module
@@ -32,30 +32,31 @@ class Unit:
     has_units: bool  # other units lie within it
 
     def start_gather(self) -> None:
-        """Let all_gathers leave for what is not there."""
+        """Launch the all_gathers of what is not gathered yet."""
         for param_group in self.param_groups:
             param_group.start_gather()
 
     def wait_gather(self) -> None:
-        """Wait until everything is there."""
+        """Wait until all parameters are gathered."""
         for param_group in self.param_groups:
             param_group.wait_gather()
 
     def free(self, *, frozen_only: bool = False) -> None:
-        """Give bytes back, of all param_groups or of those that backward brings no gradient for."""
+        """Free (reshard) all parameter groups, or only the frozen ones."""
         for param_group in self.param_groups:
             if not (frozen_only and param_group.shard.requires_grad):
                 param_group.free()
 
     @property
     def has_frozen(self) -> bool:
-        """Is there a param_group without gradients?"""
+        """Whether a parameter group is frozen: it gets no gradient."""
         return any(not param_group.shard.requires_grad for param_group in self.param_groups)
 
     def free_behind(self, inputs: Any) -> Any:
-        """Free frozen param_groups when backward has come through to the inputs: no gradient tells it.
+        """Free frozen parameter groups when backward has computed the gradients of the inputs.
 
-        The inputs become views of themselves, so that this comes before what waits for them.
+        A frozen parameter has no gradient whose hook could tell. The inputs become views of
+        themselves, so that this happens before anything that waits for their gradients.
         """
         views: list[Tensor] = []
 
@@ -70,7 +71,10 @@ class Unit:
         return inputs
 
     def check_unchanged(self) -> None:
-        """Raises: CourseError if the shards are not those that forward has gathered."""
+        """Check that the shards have not changed since forward gathered them.
+
+        Raises:  CourseError if one has
+        """
         if any(
             param_group.version != param_group.shard._version for param_group in self.param_groups
         ):
@@ -80,9 +84,9 @@ class Unit:
             )
 
     def tensors_in(self, output: Any) -> list[Tensor]:
-        """The tensors of an output: backward comes in through them.
+        """Return the tensors of an output: backward begins with their gradients.
 
-        Raises: CourseError for an object that hides them
+        Raises:  CourseError for an object that hides them
         """
         leaves = tree_leaves(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -97,37 +101,19 @@ class Unit:
         return tensors
 
 
-class Order:
-    """Which unit comes after which: learned in one pass, used in the next."""
-
-    def __init__(self) -> None:
-        self.after: dict[Unit, Unit] = {}
-        self.visits: list[Unit] = []
-
-    def visit(self, unit: Unit) -> Unit | None:
-        """Take note of a unit; return the one that came after it in the last pass, if known."""
-        if self.visits and self.visits[-1] is unit:
-            return None
-        self.visits.append(unit)
-        return self.after.get(unit)
-
-    def close(self) -> None:
-        """The pass is over."""
-        if self.visits:
-            self.after = dict(pairwise(self.visits))
-        self.visits = []
-
-
 def check_wrappable(
     module: nn.Module,
     wrapper: type[nn.Module],
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> None:
-    """Raises: CourseError for a wrapped module, or a dtype that is no floating one."""
+    """Check that a module can be wrapped.
+
+    Raises:  CourseError for one that is wrapped already, or a dtype that is not floating
+    """
     if any(isinstance(part, wrapper) for part in module.modules()):
         raise CourseError(
-            "FSDP: need a module whose weights are not dealt out yet; got one with an FSDP in it. "
+            "FSDP: need a module whose weights are not sharded yet; got one with an FSDP in it. "
             "Try one FSDP around everything, and units=[...]."
         )
     for dtype in (compute_dtype, reduce_dtype):
@@ -145,13 +131,13 @@ def make_units(
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> list[Unit]:
-    """Deal a module's parameters over the ranks, unit by unit: the root first, then in order."""
+    """Shard a module's parameters unit by unit; return the root first, then the units in order."""
     chosen = choose(module, choice)
     device = _device(module)
     found = find_params(module, chosen)
     units = []
     for name, part in chosen.items():
-        kinds: dict[Any, list[Found]] = {}
+        kinds: dict[Any, list[FoundParam]] = {}
         for one in found:
             if one.unit == name:
                 kinds.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
@@ -167,9 +153,9 @@ def make_units(
 
 
 def choose(module: nn.Module, choice: Choice) -> dict[str, nn.Module]:
-    """The modules that become units, by name; "" is the module itself, for all that is left.
+    """Return the modules that become units, by name; "" is the root, for all other parameters.
 
-    Raises: CourseError for a module that is not there, or has no forward to gather for
+    Raises:  CourseError for a module that is not in the model, or without a forward of its own
     """
     named = dict(module.named_modules())
     if choice is None:
@@ -190,21 +176,21 @@ def choose(module: nn.Module, choice: Choice) -> dict[str, nn.Module]:
     return {"": module} | {name: named[name] for name in ordered}
 
 
-def find_params(module: nn.Module, chosen: dict[str, nn.Module]) -> list[Found]:
-    """Every parameter once, with its unit: the innermost one around it.
+def find_params(module: nn.Module, chosen: dict[str, nn.Module]) -> list[FoundParam]:
+    """Return every parameter once, with its unit: the innermost one around it.
 
-    Raises: CourseError for a parameter in two units
+    Raises:  CourseError for a parameter in two units
     """
     names = {part: name for name, part in chosen.items()}
-    found: dict[Tensor, Found] = {}
+    found: dict[Tensor, FoundParam] = {}
 
     def search(part: nn.Module, path: str, unit: str) -> None:
         unit = names.get(part, unit)
         for attribute, param in part._parameters.items():
             if param is None:
                 continue
-            one = found.setdefault(param, Found(param, unit))
-            one.places.append((f"{path}{attribute}", part, attribute))
+            one = found.setdefault(param, FoundParam(param, unit))
+            one.owners.append((f"{path}{attribute}", part, attribute))
             if one.unit != unit:
                 raise CourseError(
                     f"FSDP: need tied parameters in one unit; got {one.names[0]} in "
@@ -220,7 +206,7 @@ def find_params(module: nn.Module, chosen: dict[str, nn.Module]) -> list[Found]:
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, member: GroupMember) -> None:
-    """Give all ranks the buffers of the group's first one; from shapes only, make them."""
+    """Broadcast the buffers of the group's first rank; replace meta tensors by real ones."""
     device = _device(module)
     for part in module.modules():
         for name, buffer in part._buffers.items():
@@ -232,7 +218,7 @@ def share_buffers(module: nn.Module, member: GroupMember) -> None:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost members of lists: what a model calls its blocks or layers."""
+    """Yield the outermost members of ModuleLists: what a model calls its blocks or layers."""
     for child in module.children():
         if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList):
             yield child
@@ -241,7 +227,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _device(module: nn.Module) -> torch.device:
-    """Where the weights are; where they are only shapes, where the group can talk."""
+    """Return the device of the weights; if all are on meta, one the group can communicate on."""
     tensors = [*module.parameters(), *module.buffers()]
     real = [tensor.device for tensor in tensors if not tensor.is_meta]
     fallback = "cuda" if torch.cuda.is_available() else "cpu"

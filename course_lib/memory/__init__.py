@@ -1,8 +1,9 @@
 """Memory accounting: parameters, gradients, optimizer state, activations (notebook 01_memory).
 
-`formulas.py` predicts and imports no torch; `layer_bytes.py` lists what one layer keeps for
-backward; `saved_tensors.py` measures it; `calculator.py` answers "will it fit?" and `explorer.py`
-draws that; `estimators.py` asks other tools the same question.
+`formulas.py` predicts, without torch; `layer_bytes.py` lists the tensors that one layer saves for
+backward; `saved_tensors.py` measures what autograd saves; `calculator.py` computes whether a
+training run fits into a GPU and `explorer.py` draws that; `estimators.py` compares with other
+tools.
 """
 
 from course_lib.cost.params import count_params, param_parts, params_on_rank

@@ -1,7 +1,7 @@
-"""Will it fit? One setup (model, card, recipe, batch, parallelism) in, its whole accounting out.
+"""Memory calculator: does a training run fit? Setup in, accounting of its bytes and FLOP out.
 
-A setup is also a line of text, `--model llama-8b --gpu h100 --dp 8 --zero 2`: the same words as on
-the command line, `course memory ...`, so that a state can be sent to somebody else.
+A setup is model, GPU, recipe, batch and parallelism. It is also a line of text, the options of
+`course memory`, such as `--model llama-8b --gpu h100 --dp 8 --zero 2`, so that it can be shared.
 Notebook 01_memory.
 """
 
@@ -30,14 +30,14 @@ SWITCHES = ("unfused", "dropout", "sequence_parallel")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A training run on one kind of card, in the words of the command line.
+    """Configuration of a training run on one kind of GPU; the fields are command-line options.
 
     model          a preset, or the path of a config.json
-    batch          sequences in a micro-batch; micro_batches of them are one step of a rank
-    unfused        attention written out: scores and softmax are kept
-    step_time_s    measured seconds a step, for the MFU; 0 when unknown
+    batch          sequences per micro-batch; a step of a rank has `micro_batches` of them
+    unfused        attention without a fused kernel: scores and softmax are saved
+    step_time_s    measured seconds per step, for the MFU; 0 if unknown
 
-    Raises: CourseError, one sentence, for whatever does not fit
+    Raises: CourseError for values that do not go together
     """
 
     model: str = "llama-8b"
@@ -68,23 +68,23 @@ class Setup:
                 f"setup: need seq of at most {self.spec.max_seq}, the learned positions of "
                 f"{self.spec.name}; got {self.seq}. Try --seq {self.spec.max_seq}."
             )
-        self.ledger(num_steps=1)  # raises for whatever does not fit
+        self.ledger(num_steps=1)  # raises for values that do not go together
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model's sizes."""
+        """Sizes of the model."""
         if Path(self.model).suffix == ".json":
             return read_config(self.model)
         return find_model(self.model)
 
     @cached_property
     def device(self) -> Device:
-        """The card."""
+        """Memory and peak rates of the GPU."""
         return find_device(self.gpu)
 
     @cached_property
     def parallelism(self) -> Parallelism:
-        """How it is split."""
+        """Sizes of the parallel axes."""
         return Parallelism(
             dp=self.dp,
             tp=self.tp,
@@ -95,7 +95,7 @@ class Setup:
         )
 
     def ledger(self, *, stage: int = 0, num_steps: int = 2) -> Ledger:
-        """What a rank of a stage holds through its first steps."""
+        """Return the memory of a rank of a pipeline stage through its first steps."""
         return step_ledger(
             self.spec,
             self.batch,
@@ -113,26 +113,28 @@ class Setup:
 
     @cached_property
     def fullest(self) -> Ledger:
-        """The ledger of the fullest rank: the first stage holds most micro-batches, the last the
-        logits.
+        """Ledger of the rank with the highest peak.
+
+        It is on the first stage, which has most micro-batches in flight, or the last, which has
+        the logits.
         """
         stages = {0, self.pp - 1}
         return max((self.ledger(stage=stage) for stage in stages), key=Ledger.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that any rank holds."""
+        """Peak bytes of the fullest rank."""
         return self.fullest.peak_bytes()
 
     @property
     def fits(self) -> bool:
-        """Whether that is not more than the card has."""
+        """True if the peak is at most the GPU's memory."""
         return self.peak_bytes <= self.device.memory_bytes
 
     def largest_batch(self) -> int:
-        """The most sequences in a micro-batch that fit; 0 when not even one does.
+        """Return the largest micro-batch that fits, in sequences; 0 if not even one fits.
 
-        Every moment of a ledger is a line in the batch, so two batches tell them all.
+        Bytes at each time of a ledger are linear in the batch, so two batches determine them.
         """
         limit, most = self.device.memory_bytes, []
         one, two = replace(self, batch=1), replace(self, batch=2)
@@ -148,11 +150,11 @@ class Setup:
         return self.batch * self.micro_batches * self.dp
 
     def step_flop(self) -> int:
-        """FLOP of the model itself in one step of all ranks, nothing recomputed."""
+        """Return the model FLOP of one step of all ranks, without recomputation."""
         return train_step_flop(self.spec, self.global_batch, self.seq)
 
     def mfu(self) -> float:
-        """The share of the dense peak that `step_time_s` means; 0 where no time is known."""
+        """Return the model FLOP utilization at `step_time_s`; 0 if that is unknown."""
         if not self.step_time_s:
             return 0.0
         peak = self.device.peak("fp32" if self.recipe == "fp32" else "bf16")
@@ -160,7 +162,7 @@ class Setup:
         return mfu(self.step_flop(), self.step_time_s, peak, world_size=world_size)
 
     def text(self) -> str:
-        """The setup as one line; `read_setup` reads it back."""
+        """Return the setup as one line of options, which `read_setup` reads back."""
         words = []
         for name, value in changed(self).items():
             words.append("--" + name.replace("_", "-"))
@@ -168,9 +170,9 @@ class Setup:
         return " ".join(words)
 
     def accounting(self) -> dict[str, Any]:
-        """Everything about the setup as plain numbers, for JSON."""
+        """Return all derived numbers of the setup, ready for JSON."""
         ledger = self.fullest
-        held, at = ledger.bytes_by_kind, ledger.totals().index(ledger.peak_bytes())
+        by_kind, at = ledger.bytes_by_kind, ledger.totals().index(ledger.peak_bytes())
         kept = activations(
             self.spec,
             self.batch,
@@ -187,8 +189,8 @@ class Setup:
             "model": self.spec.name,
             "num_params": num_params,
             "world_size": self.parallelism.world_size,
-            "peak_bytes": {kind: held[kind][at] for kind in KINDS},
-            "most_bytes": {kind: max(held[kind]) for kind in KINDS},
+            "peak_bytes": {kind: by_kind[kind][at] for kind in KINDS},
+            "most_bytes": {kind: max(by_kind[kind]) for kind in KINDS},
             "total_bytes": ledger.peak_bytes(),
             "limit_bytes": self.device.memory_bytes,
             "fits": self.fits,
@@ -203,7 +205,7 @@ class Setup:
 
 
 def changed(setup: Setup) -> dict[str, Any]:
-    """The fields by which a setup differs from the default; model and card are always told."""
+    """Return the fields of a setup that differ from the default; always with model and GPU."""
     fields = Setup.__dataclass_fields__
     return {
         name: getattr(setup, name)
@@ -213,9 +215,9 @@ def changed(setup: Setup) -> dict[str, Any]:
 
 
 def read_setup(text: str | Sequence[str]) -> Setup:
-    """The setup that a line of text, or its words, describe.
+    """Parse a setup from a line of options, or from its words.
 
-    Raises: CourseError for a word that means nothing, or a number that is none
+    Raises: CourseError for an unknown option, or a value of the wrong kind
     """
     words = shlex.split(text.removeprefix("course memory")) if isinstance(text, str) else [*text]
     given: dict[str, str | bool] = {}
@@ -236,7 +238,7 @@ def read_setup(text: str | Sequence[str]) -> Setup:
 
 
 def _typed(given: Mapping[str, str | bool]) -> dict[str, Any]:
-    """Values as the fields want them."""
+    """Convert the values to the types of their fields."""
     typed: dict[str, Any] = {}
     for name, value in given.items():
         kind: Callable[[Any], Any] = type(vars(Setup)[name])

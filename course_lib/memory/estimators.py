@@ -1,7 +1,7 @@
-"""What other tools say the same training run takes, beside what is counted here.
+"""Memory estimates of other tools for the same training run, to compare with this course's.
 
-Accelerate and DeepSpeed need not be installed: whoever is missing says so in one line. PyTorch's
-tracker follows every tensor of real steps, here on fake tensors. Notebook 01_memory.
+Accelerate and DeepSpeed need not be installed: for a missing tool one line says so. PyTorch's
+MemTracker follows every tensor of real steps, here on fake tensors. Notebook 01_memory.
 """
 
 import logging
@@ -24,10 +24,10 @@ from course_lib.models import GPT, token_loss
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What one tool says one rank takes; `counts` and `why` explain it in words.
+    """Estimate of one tool for one rank; `counts` and `why` explain in words what it includes.
 
-    states_bytes        parameters, gradients, optimizer state; None when not told apart
-    activations_bytes   None when the tool leaves them out
+    states_bytes        parameters, gradients, optimizer state; None if the tool has no such number
+    activations_bytes   None if the tool leaves them out
     """
 
     who: str
@@ -39,7 +39,7 @@ class Estimate:
 
 
 def ours(spec: ModelSpec, batch: int, seq: int, recipe: str = "fp32") -> Estimate:
-    """The peak of the second step, to the byte as PyTorch keeps it on a CPU."""
+    """Return this course's peak of the second step, exact to the byte for PyTorch on a CPU."""
     ledger = step_ledger(spec, batch, seq, recipe=recipe, kernels=TORCH_CPU, num_steps=2)
     at = ledger.totals().index(ledger.peak_bytes())
     activations = ledger.bytes_by_kind["activations"][at]
@@ -54,7 +54,7 @@ def ours(spec: ModelSpec, batch: int, seq: int, recipe: str = "fp32") -> Estimat
 
 
 def sum_of_states(spec: ModelSpec, recipe: str = "fp32") -> Estimate:
-    """Parameters, gradients and optimizer state added up: the rule of 16 bytes a parameter."""
+    """Return the sum of the model states: the rule of 16 bytes per parameter."""
     total_bytes = sum(model_states(count_params(spec), recipe).values())
     return Estimate(
         who=f"states added up, {recipe}",
@@ -66,7 +66,7 @@ def sum_of_states(spec: ModelSpec, recipe: str = "fp32") -> Estimate:
 
 
 def pytorch_tracker(spec: ModelSpec, batch: int, seq: int) -> Estimate:
-    """What PyTorch's MemTracker sees in the second of two fp32 steps with AdamW.
+    """Return the peak that PyTorch's MemTracker sees in the second of two fp32 steps with AdamW.
 
     Source:  torch.distributed._tools.mem_tracker, an internal module of PyTorch
     """
@@ -96,9 +96,9 @@ def pytorch_tracker(spec: ModelSpec, batch: int, seq: int) -> Estimate:
 
 
 def accelerate_estimate(spec: ModelSpec, dtype: str = "float32") -> Estimate:
-    """What `accelerate estimate-memory` prints under "Training using Adam".
+    """Return what `accelerate estimate-memory` prints under "Training using Adam".
 
-    Raises: CourseError where Accelerate is not installed
+    Raises:  CourseError if Accelerate is not installed
     Source:  accelerate.commands.estimate, estimate_training_usage and estimate_command
     """
     try:
@@ -117,9 +117,9 @@ def accelerate_estimate(spec: ModelSpec, dtype: str = "float32") -> Estimate:
 
 
 def deepspeed_estimate(spec: ModelSpec, zero: int = 2, ranks: int = 1) -> Estimate:
-    """What DeepSpeed's estimator of model states says of one GPU, without offload.
+    """Return the estimate of DeepSpeed for the model states of one GPU, without offload.
 
-    Raises: CourseError where DeepSpeed is not installed
+    Raises:  CourseError if DeepSpeed is not installed
     Source:  deepspeed.runtime.zero, estimate_zero2_model_states_mem_needs and stage3's
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -144,7 +144,7 @@ def deepspeed_estimate(spec: ModelSpec, zero: int = 2, ranks: int = 1) -> Estima
 
 
 def estimates_text(found: Iterable[Estimate]) -> str:
-    """The estimates as lines of text, one a tool, with what it counts."""
+    """Return the estimates as a table in text, with what each tool counts."""
     lines = [f"{'who':<26}{'total':>10}{'states':>10}{'activ.':>10}  counts"]
     for one in found:
         sizes = (one.total_bytes, one.states_bytes, one.activations_bytes)
@@ -154,7 +154,7 @@ def estimates_text(found: Iterable[Estimate]) -> str:
 
 
 def all_estimates(spec: ModelSpec, batch: int, seq: int) -> tuple[list[Estimate], list[str]]:
-    """Every tool's word on one model, and a sentence for each tool that is not installed."""
+    """Return all tools' estimates of one model, and a sentence for each tool not installed."""
     tools: list[Callable[[], Estimate]] = [
         lambda: ours(spec, batch, seq),
         lambda: pytorch_tracker(spec, batch, seq),
@@ -178,9 +178,10 @@ def _missing(name: str) -> CourseError:
 
 
 def tracker_gap(spec: ModelSpec, batch: int, seq: int) -> dict[str, int]:
-    """What PyTorch's tracker counts and the ledger leaves out, by name; it explains every byte.
+    """Return the bytes that PyTorch's tracker counts and the ledger leaves out, by name.
 
-    The loss itself, the batch (tokens and targets), and the gradients of log-softmax and logits.
+    They are the loss, the batch (tokens and targets), and the gradients of log-softmax and logits;
+    together they explain every byte of the difference.
     """
     return {
         "the loss": 4,

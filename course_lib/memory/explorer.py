@@ -1,4 +1,4 @@
-"""A setup's bytes as a table for terminals, and as a picture with sliders for notebooks."""
+"""Memory of a setup as a table for terminals, and as a picture with sliders for notebooks."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,13 +20,13 @@ from course_lib.display.memory import memory
 from course_lib.display.show import has_widgets, widget_data
 from course_lib.memory.calculator import KINDS, Setup, read_setup
 
-_DEGREES = [1, 2, 4, 8, 16, 32, 64]
+_SIZES = [1, 2, 4, 8, 16, 32, 64]  # of a parallel axis
 _BATCHES = [2**n for n in range(11)]
 _SEQS = [2**n for n in range(6, 18)]
 
 
 def accounting_table(setup: Setup) -> Group:
-    """What `course memory` prints: bytes by kind on the fullest rank, then what follows."""
+    """Return what `course memory` prints: bytes by kind on the fullest rank, then a summary."""
     told = setup.accounting()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("on the fullest rank")
@@ -48,7 +48,7 @@ def _sentences(setup: Setup, told: dict[str, Any]) -> list[str]:
     ranks, batch = told["world_size"], told["global_batch"]
     lines = [
         f"{setup.spec.name}: {told['num_params']:,} parameters on {ranks} rank{'s' * (ranks > 1)}.",
-        f"It {'fits' if told['fits'] else 'does not fit'}: {share:.0%} of the card.",
+        f"It {'fits' if told['fits'] else 'does not fit'}: {share:.0%} of the GPU's memory.",
         f"Largest micro-batch that fits: {told['largest_batch']}.",
         f"A step is {told['tokens_a_step']:,} tokens (global batch {batch}) and "
         f"{told['step_flop']:.4g} FLOP; 6ND says {told['six_n_d_flop']:.4g}.",
@@ -59,7 +59,7 @@ def _sentences(setup: Setup, told: dict[str, Any]) -> list[str]:
 
 
 def draw_setup(setup: Setup) -> Figure:
-    """The stacked bar of the fullest rank at its peak, against what the card holds."""
+    """Draw the stacked bar of the fullest rank at its peak, with the GPU's memory as the limit."""
     ledger = setup.fullest
     peak, limit = ledger.peak_bytes(), setup.device.memory_bytes
     words = f"{peak / limit:.0%} of" if peak <= limit else f"{peak / limit:.3g} times"
@@ -71,7 +71,7 @@ def draw_setup(setup: Setup) -> Figure:
 
 
 def setup_alt(setup: Setup) -> str:
-    """The finding in words, ending in the line that gives the same setup again."""
+    """Return the finding in words, ending with the options of the setup."""
     peak, limit = setup.peak_bytes, setup.device.memory_bytes
     verb = "fits in" if peak <= limit else "does not fit in"
     used = f", MFU {setup.mfu():.1%}" if setup.step_time_s else ""
@@ -82,7 +82,7 @@ def setup_alt(setup: Setup) -> str:
 
 
 class Calculator(Explore):
-    """What `calculator` returns; a notebook displays it. `setup` is what its sliders stand at."""
+    """Interactive calculator for a notebook; `setup` holds the current values of its sliders."""
 
     def __init__(self, setup: Setup) -> None:
         self._own = setup
@@ -105,11 +105,11 @@ class Calculator(Explore):
 
     @property
     def setup(self) -> Setup:
-        """The setup that the sliders stand at."""
+        """Setup with the sliders' current values."""
         return self._at(self.values())
 
     def _at(self, values: dict[str, Any]) -> Setup:
-        """The own setup with other values; the same object again for the same values."""
+        """Return the setup with these values; for unchanged values the same object."""
         made = replace(self._own, **values)
         if made != self._own:
             self._own = made
@@ -123,7 +123,7 @@ class Calculator(Explore):
             self.line.observe(self._read_line, "value")
 
     def _read_line(self, change: Any) -> None:
-        """Move every slider to what the line says; a line that means nothing is answered below."""
+        """Move the sliders to the setup of the line; show the error if it cannot be parsed."""
         try:
             setup = read_setup(change["new"])
         except CourseError as problem:
@@ -151,11 +151,11 @@ class Calculator(Explore):
 
 
 def calculator(setup: str = "--model llama-8b --gpu h100") -> Calculator:
-    """Sliders for a whole setup, its bytes against the card's limit, and the line that says it.
+    """Return sliders for a setup, its bytes against the GPU's limit, and its line of options.
 
-    setup   the words of `course memory`; a line that was copied from another calculator
+    setup   options of `course memory`, such as the line of another calculator
 
-    Raises: CourseError for a line that means nothing
+    Raises: CourseError for a line that cannot be parsed
     """
     return Calculator(read_setup(setup))
 
@@ -175,11 +175,11 @@ def _controls(setup: Setup) -> dict[str, Any]:
         "seq": choose("seq", _SEQS),
         "micro_batches": choose("micro_batches", _BATCHES),
         "recompute": choose("recompute", list(RECOMPUTE)),
-        "dp": choose("dp", _DEGREES),
+        "dp": choose("dp", _SIZES),
         "zero": choose("zero", [0, 1, 2, 3]),
-        "tp": choose("tp", _DEGREES[:4]),
-        "pp": choose("pp", _DEGREES),
-        "cp": choose("cp", _DEGREES[:4]),
+        "tp": choose("tp", _SIZES[:4]),
+        "pp": choose("pp", _SIZES),
+        "cp": choose("cp", _SIZES[:4]),
         "sequence_parallel": setup.sequence_parallel,
         "unfused": setup.unfused,
         "step_time_s": ipywidgets.FloatText(value=setup.step_time_s, step=0.1),

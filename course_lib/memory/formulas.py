@@ -1,8 +1,8 @@
-"""Where the bytes of training go: parameters, gradients, optimizer state, activations.
+"""Formulas for the memory of training: parameters, gradients, optimizer state, activations.
 
-Everything here is arithmetic on a ModelSpec, so a model of any size is weighed in microseconds.
-The tests hold it against instantiated models, against what autograd truly keeps, and against the
-published tables. Notebook 01_memory.
+Everything is arithmetic on a ModelSpec, so a model of any size takes microseconds. The tests
+compare with instantiated models, with what autograd saves, and with published tables.
+Notebook 01_memory.
 """
 
 from collections.abc import Iterable
@@ -27,10 +27,11 @@ from course_lib.memory.layer_bytes import PAPER, PARTS, Kept, Kernels, Pass, tot
 def model_states(
     num_params: int, recipe: Recipe | str = BF16, *, parallelism: Parallelism = ONE
 ) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer state on one rank.
+    """Return the bytes of parameters, gradients and optimizer state on one rank.
 
     num_params   parameters that the rank computes with (count_params, or params_on_rank)
 
+    Raises:  CourseError for a negative number of parameters
     Source:  Rajbhandari et al. 2020 (ZeRO), section 5, figure 1
     """
     if isinstance(num_params, bool) or not num_params >= 0:
@@ -59,16 +60,17 @@ def activations(
     num_model_chunks: int = 1,
     kernels: Kernels = PAPER,
 ) -> dict[str, int]:
-    """Bytes kept for backward on one rank when forward has ended, by part of the model.
+    """Return the bytes saved for backward on one rank at the end of forward, by part of the model.
 
-    batch             sequences in a micro-batch
-    recompute         "none", "selective" (what attention keeps of the scores) or "full" (all but
-                      the inputs of the layers)
-    stage             of the pipeline: the first has most micro-batches in flight, pp of them
-    num_model_chunks  more than 1: interleaved stages, which hold 1 + (pp - 1) / (pp * chunks)
-    kernels           PAPER as the papers count, TORCH_CPU to the byte as autograd keeps it
+    batch             sequences per micro-batch
+    recompute         "none", "selective" (attention scores are recomputed) or "full" (only the
+                      inputs of the layers are saved)
+    stage             pipeline stage: stage s has pp - s micro-batches in flight
+    num_model_chunks  more than 1: interleaved 1F1B, 1 + (pp - 1) / (pp * chunks) times as much
+    kernels           PAPER: as the papers count; TORCH_CPU: as autograd on a CPU, to the byte
 
-    Source:  Korthikanti et al. 2022, equations 1 to 6: sbh(34 + 5as/h) bytes a layer
+    Raises:  CourseError for another `recompute`; ShapeError for sizes that do not divide
+    Source:  Korthikanti et al. 2022, equations 1 to 6: sbh(34 + 5as/h) bytes per layer
     """
     one = Pass(
         spec=spec,
@@ -82,13 +84,13 @@ def activations(
     )
     layers, in_flight = layers_on_stage(spec, parallelism, stage), parallelism.pp - stage
     chunks = num_model_chunks
-    held = {
+    saved = {
         part: size * layers * (in_flight * chunks + (parallelism.pp - 1) * (chunks > 1)) // chunks
         for part, size in by_part(one.kept_layer(recompute)).items()
     }
     ends = one.embedding() * in_flight if stage == 0 else []
     ends += one.head() if stage == parallelism.pp - 1 else []
-    return {part: held[part] + size for part, size in by_part(ends).items()}
+    return {part: saved[part] + size for part, size in by_part(ends).items()}
 
 
 def step_ledger(
@@ -107,13 +109,13 @@ def step_ledger(
     kernels: Kernels = PAPER,
     flop_per_s: float = 400e12,
 ) -> Ledger:
-    """What one rank holds through its first steps, layer by layer: a moment after each layer.
+    """Return the memory of one rank through its first steps, with an entry after each layer.
 
-    Activations climb in forward and fall in backward, gradients appear in backward and go after the
-    step, Adam's moments appear at the end of the first step and stay. `peak_bytes()` of what comes
-    back is what has to fit. With pp > 1 each stage runs 1F1B.
+    Activations grow in forward and shrink in backward; gradients appear in backward and are freed
+    after the step; Adam's moments appear at the end of the first step and stay. `peak_bytes()` of
+    the ledger has to fit. With pp > 1 each stage runs 1F1B.
 
-    flop_per_s   what the rank computes a second, which gives the moments their times
+    flop_per_s   compute rate of the rank, which determines the times of the entries
     """
     one = Pass(
         spec=spec,
@@ -132,7 +134,7 @@ def step_ledger(
 
 
 class _Steps:
-    """The state of one rank while its ledger is written."""
+    """Simulation of one rank's steps, which writes its ledger; numbers are bytes per layer."""
 
     def __init__(
         self, one: Pass, recipe: Recipe, recompute: str, stage: int, flop_per_s: float
@@ -144,9 +146,9 @@ class _Steps:
         self.in_flight = parallelism.pp - stage
         self.layers = layers_on_stage(spec, parallelism, stage)
         self.layer = total(one.kept_layer(recompute))
-        self.again = total(one.layer()) - self.layer
-        # backward comes through the MLP before it comes to the scores that are made again
-        self.gone_first = (
+        self.recomputed = total(one.layer()) - self.layer
+        # backward passes the MLP, and frees what it saved, before it recomputes the scores
+        self.freed_before = (
             total([row for row in one.layer() if row.part == "mlp"])
             if recompute == "selective"
             else 0
@@ -155,7 +157,7 @@ class _Steps:
         self.head = total(one.head()) if self.last else 0
         self.params = params_on_rank(spec, parallelism, stage)
         self.layer_params = layer_params(spec, parallelism)
-        # the tied gradient is summed in the embedding: autograd holds it from the head on
+        # a tied gradient is finished in the embedding: autograd holds it from the head on
         self.head_params = norm_params(spec) if self.last else 0
         if self.last and (not spec.tied or parallelism.pp > 1):
             self.head_params += -(-spec.vocab * spec.hidden // parallelism.tp)
@@ -163,14 +165,14 @@ class _Steps:
         share = spec.num_layers * parallelism.tp * parallelism.cp * flop_per_s
         self.head_s = forward.pop("logits") / (parallelism.tp * parallelism.cp * flop_per_s)
         self.layer_s = sum(forward.values()) / share
-        self.again_s = recompute_flop({**forward, "logits": 0}, recompute) / share
+        self.recompute_s = recompute_flop({**forward, "logits": 0}, recompute) / share
         self.activations = self.grad_params = 0
         self.moments = 0
         self.counters = 4 * count_tensors(spec) * one.kernels.statistics  # Adam's, one a tensor
         self._note()
 
     def run(self, num_micro_batches: int) -> None:
-        """One optimizer step: 1F1B over the micro-batches, then the optimizer."""
+        """Simulate one step: 1F1B over the micro-batches, then the optimizer."""
         warmup = min(self.in_flight, num_micro_batches)
         for _ in range(warmup):
             self._forward()
@@ -196,12 +198,12 @@ class _Steps:
         if self.last:
             self._after(2 * self.head_s, -self.head, done)
         for _ in range(self.layers):
-            if self.again:
-                self.activations -= self.gone_first
-                self._after(self.again_s, self.again)
+            if self.recomputed:
+                self.activations -= self.freed_before
+                self._after(self.recompute_s, self.recomputed)
             done += self.layer_params
-            gone = self.layer + self.again - self.gone_first
-            self._after(2 * self.layer_s, -gone, done)
+            freed = self.layer + self.recomputed - self.freed_before
+            self._after(2 * self.layer_s, -freed, done)
         self._after(0.0, -self.embedding, self.params)  # before the optimizer's step
 
     def _after(self, seconds: float, more: int, grad_params: int = 0) -> None:
@@ -227,8 +229,8 @@ class _Steps:
 
 
 def by_part(rows: Iterable[Kept]) -> dict[str, int]:
-    """Bytes of rows by part of the model."""
-    held = dict.fromkeys(PARTS, 0)
+    """Sum the bytes of rows by part of the model."""
+    sums = dict.fromkeys(PARTS, 0)
     for row in rows:
-        held[row.part] += row.num_bytes
-    return held
+        sums[row.part] += row.num_bytes
+    return sums

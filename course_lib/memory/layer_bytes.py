@@ -1,8 +1,8 @@
-"""Every tensor that the forward pass of a transformer keeps for backward, one row a tensor.
+"""Tensors that the forward pass of a transformer saves for backward, one row per tensor.
 
-The rows follow the operations: a matrix product keeps its inputs, softmax its output, dropout its
-mask, a norm its input. Summed up they are the formulas of the papers; with the few numbers that
-kernels keep besides (`TORCH_CPU`) they are what autograd holds, byte by byte. Notebook 01_memory.
+The rows follow the operations: a matrix product saves its inputs, softmax its output, dropout its
+mask, a norm its input. Their sum gives the formulas of the papers; with the few numbers that
+kernels save besides (`TORCH_CPU`) it is what autograd holds, byte by byte. Notebook 01_memory.
 """
 
 from collections.abc import Iterable
@@ -19,12 +19,12 @@ PARTS = ("attention", "mlp", "norms", "dropout masks", "embedding", "logits")
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """How much operations keep beside what the mathematics needs.
+    """Properties of kernels that decide what they save beyond what the mathematics needs.
 
-    statistics     norms keep one or two numbers a token, fused attention one fp32 number a query,
-                   the loss one number, learned positions their indices
-    fused_rms      False: an RMSNorm keeps two fp32 copies of its input
-    loss_bytes     a number of the softmax under the loss; 0: of the activations' size
+    statistics     norms save one or two numbers per token, fused attention one fp32 number per
+                   query, the loss one number, learned positions their indices
+    fused_rms      False: an RMSNorm saves two fp32 copies of its input
+    loss_bytes     bytes per number of the loss's softmax; 0: as the activations
     """
 
     statistics: bool = False
@@ -32,15 +32,14 @@ class Kernels:
     loss_bytes: int = 4
 
 
-PAPER = (
-    Kernels()
-)  # Korthikanti et al. 2022, section 4: "small" terms are left out, the loss is fp32
+# Korthikanti et al. 2022, section 4: "small" terms are left out, the loss is fp32
+PAPER = Kernels()
 TORCH_CPU = Kernels(statistics=True, fused_rms=False, loss_bytes=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """One tensor that is kept, on one rank."""
+    """Row of the list: one tensor that is saved for backward on one rank."""
 
     name: str
     part: str
@@ -49,10 +48,12 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One micro-batch of a model on its way through one rank: the sizes all rows are made from.
+    """Forward pass of one micro-batch on one rank: the sizes from which all rows follow.
 
     flash     fused attention, without dropout on its weights
-    dropout   there are dropout masks, one byte a number
+    dropout   there are dropout masks, one byte per number
+
+    Raises: ShapeError for sizes that do not divide or are below 1
     """
 
     spec: ModelSpec
@@ -84,16 +85,16 @@ class Pass:
 
     @property
     def norm_split(self) -> int:
-        """Over how many ranks norms, masks and the inputs of the linear layers are split."""
+        """Number of ranks over which norms, masks and the linear layers' inputs are split."""
         return self.parallelism.tp if self.parallelism.sequence_parallel else 1
 
     def layer(self) -> list[Kept]:
-        """What one layer keeps."""
+        """Return what one layer saves."""
         parts = (self._norm("first"), self._attention(), self._norm("second"), self._mlp())
         return [row for rows in parts for row in rows] + self._masks("two masks", 2)
 
     def scores(self) -> list[Kept]:
-        """What attention keeps between q, k, v and its output: selective recompute drops it."""
+        """Return what attention saves between q, k, v and its output; "selective" drops it."""
         s, tp = self.spec, self.parallelism.tp
         queries = self.tokens * s.num_heads
         if self.flash:
@@ -105,7 +106,10 @@ class Pass:
         return _rows("attention", ("softmax", size * self._b, tp), *dropped[: 2 * self.dropout])
 
     def kept_layer(self, recompute: str = "none") -> list[Kept]:
-        """What one layer keeps until its backward: all, all but the scores, or its input only."""
+        """Return what one layer keeps until its backward: all, all but the scores, or its input.
+
+        Raises: CourseError for another `recompute`
+        """
         if recompute not in RECOMPUTE:
             raise CourseError(f"recompute: need one of {', '.join(RECOMPUTE)}; got {recompute!r}.")
         if recompute == "full":
@@ -114,11 +118,11 @@ class Pass:
         return [row for row in self.layer() if row not in dropped]
 
     def layer_input(self) -> list[Kept]:
-        """What one layer keeps under full recompute: the tensor that came in."""
+        """Return the one tensor that a layer keeps under full recompute: its input."""
         return _rows("norms", ("layer's input", self._hidden, self.norm_split))
 
     def embedding(self) -> list[Kept]:
-        """What the embedding keeps: a mask, and the indices of learned positions."""
+        """Return what the embedding saves: a mask, and the indices of learned positions."""
         indices = self.seq * 8 * (self.kernels.statistics and self.spec.positions == "learned")
         return [
             *_rows("embedding", ("mask", self._mask, self.norm_split))[: int(self.dropout)],
@@ -126,7 +130,7 @@ class Pass:
         ]
 
     def head(self) -> list[Kept]:
-        """What the last norm, the output projection and the loss keep."""
+        """Return what the last norm, the output projection and the loss save."""
         loss_bytes = self.kernels.loss_bytes or self.number_bytes
         logits = self.tokens * self.spec.vocab * loss_bytes
         return [
@@ -191,5 +195,5 @@ def _rows(part: str, *sizes: tuple[str, int, int]) -> list[Kept]:
 
 
 def total(rows: Iterable[Kept]) -> int:
-    """Bytes of all rows."""
+    """Return the bytes of all rows."""
     return sum(row.num_bytes for row in rows)

@@ -1,8 +1,8 @@
-"""What autograd keeps for backward, weighed: every tensor, every storage once, byte by byte.
+"""Measurement of the tensors that autograd saves for backward: each storage once, to the byte.
 
-`measure_saved` weighs one forward; `LiveLedger` follows whole steps, and sees a tensor go when
-backward lets go of it. Both work under fake tensors, so models that do not fit can be weighed too.
-Notebook 01_memory.
+`measure_saved` measures one forward pass; `activation_ledger` and `LiveLedger` follow memory over
+time and see when backward frees a tensor. All work under `fake_tensors`, so models that do not fit
+into memory can be measured too. Notebook 01_memory.
 """
 
 import time
@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from course_lib.core.records import Ledger
+from course_lib.models.storages import storage_bytes, storage_key
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """One storage that autograd keeps: the first tensor that was saved of it, and its size."""
+    """Saved storage: shape and dtype of the first tensor that was saved of it, and its bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -33,20 +34,20 @@ class Saved:
 
 
 def measure_saved(fn: Callable[[], Any], *, given: Iterable[Tensor] = ()) -> list[Saved]:
-    """Call `fn` and return what autograd kept for a backward pass, each storage once.
+    """Call `fn` and return what autograd saved for backward, each storage once.
 
-    given   tensors that would be there anyway (parameters, buffers, the batch): not counted
+    given   tensors that exist anyway (parameters, buffers, the batch): not counted
 
-    `sum(one.num_bytes for one in measure_saved(...))` is what the formulas of `memory` predict.
+    `sum(one.num_bytes for one in measure_saved(...))` is what `memory.activations` predicts.
     """
-    there = {_storage(tensor) for tensor in given}
+    excluded = {storage_key(tensor) for tensor in given}
     kept: dict[int, Saved] = {}
-    alive = []  # a freed storage's address could be taken by the next one
+    alive = []  # the key of a freed storage could be reused by the next one
 
     def pack(tensor: Tensor) -> Tensor:
-        key = _storage(tensor)
-        if key not in there and key not in kept:
-            kept[key] = _weigh(tensor)
+        key = storage_key(tensor)
+        if key not in excluded and key not in kept:
+            kept[key] = _saved(tensor)
             alive.append(tensor)
         return tensor
 
@@ -56,13 +57,16 @@ def measure_saved(fn: Callable[[], Any], *, given: Iterable[Tensor] = ()) -> lis
 
 
 def tensors_of(*modules: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of modules: what is there before a step begins."""
+    """Return the parameters and buffers of modules: the tensors that exist before a step."""
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
 @contextmanager
 def fake_tensors(dtype: torch.dtype = torch.float32) -> Iterator[FakeTensorMode]:
-    """Tensors made in here have shapes and dtypes and no numbers: a 70B model takes seconds."""
+    """Create only fake tensors in this context: shapes and dtypes without data.
+
+    dtype   default dtype inside
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -73,12 +77,12 @@ def fake_tensors(dtype: torch.dtype = torch.float32) -> Iterator[FakeTensorMode]
 
 
 class LiveLedger:
-    """Follow a model's steps: with LiveLedger(model, optimizer) as live: train(); live.ledger.
+    """Memory of a model's steps over time: with LiveLedger(model, optimizer) as live: train().
 
-    A moment is noted when the model begins a forward pass, when a block ends its forward or is
-    reached by backward, when backward lets go of its first tensor, and around the optimizer's step.
-    `activations` are the bytes autograd holds at that moment, each storage once; the tensors in
-    `given` (the batch) are not counted.
+    `live.ledger` gets an entry when the model's forward starts, when a block's forward ends or its
+    backward starts, when backward frees its first tensor, and around the optimizer's step. Its
+    `activations` are the bytes that autograd holds, each storage once; the tensors in `given` (the
+    batch) are not counted.
     """
 
     def __init__(
@@ -95,18 +99,14 @@ class LiveLedger:
         self._growing = False
 
     def note(self, *_: Any) -> None:
-        """Write down what is held now."""
+        """Add an entry with the bytes that are held now."""
         params = list(self.model.parameters())
+        state = self.optimizer.state.values()
         self.ledger.add(
             time.perf_counter() - self._start_s,
-            params=sum(map(_num_bytes, params)),
-            grads=sum(_num_bytes(param.grad) for param in params if param.grad is not None),
-            optim_state=sum(
-                _num_bytes(value)
-                for state in self.optimizer.state.values()
-                for value in state.values()
-                if isinstance(value, Tensor)
-            ),
+            params=storage_bytes(params),
+            grads=storage_bytes(param.grad for param in params),
+            optim_state=storage_bytes(value for values in state for value in values.values()),
             activations=self._saved.num_bytes,
         )
 
@@ -140,17 +140,17 @@ class LiveLedger:
         self._growing = True
 
     def _shrinks(self) -> None:
-        if self._growing:  # the most there was since forward, or a recomputed block, began
+        if self._growing:  # the peak since the forward, or a recomputed block, started
             self._growing = False
             self.note()
 
 
 def activation_ledger(fn: Callable[[], Any], *, given: Iterable[Tensor] = ()) -> Ledger:
-    """Call `fn` (forward and backward, say); return the bytes that autograd held, all along.
+    """Call `fn` (forward and backward, say); return the bytes of saved activations over time.
 
-    given   tensors that are there anyway, such as parameters and the batch: not counted
+    given   tensors that exist anyway, such as parameters and the batch: not counted
 
-    `ledger.peak_bytes()` is what activations need; `memory(ledger, title)` draws it.
+    `ledger.peak_bytes()` is the peak of the activations; `memory(ledger, title)` draws them.
     """
     ledger, start_s = Ledger(), time.perf_counter()
 
@@ -166,9 +166,10 @@ def activation_ledger(fn: Callable[[], Any], *, given: Iterable[Tensor] = ()) ->
 
 
 class _SavedStorages:
-    """The storages that autograd holds, each once: how often it is saved, and their bytes.
+    """Storages that autograd holds, with reference counts; `num_bytes` counts each storage once.
 
-    grew, shrinks, shrank   called after a storage came, before a tensor goes, after a storage went
+    grew, shrank   called after a storage was added, after one was removed
+    shrinks        called before a saved tensor is freed
     """
 
     def __init__(
@@ -179,23 +180,23 @@ class _SavedStorages:
         shrank: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_bytes = 0
-        self._given = {_storage(tensor) for tensor in given}
+        self._given = {storage_key(tensor) for tensor in given}
         self._times_saved: dict[int, int] = {}
         self._grew, self._shrinks, self._shrank = grew, shrinks, shrank
 
     def hooks(self) -> saved_tensors_hooks:
-        """The context in which autograd saves its tensors here."""
-        return saved_tensors_hooks(self._pack, lambda held: held.tensor)
+        """Return the context in which the tensors that autograd saves are counted here."""
+        return saved_tensors_hooks(self._pack, lambda holder: holder.tensor)
 
-    def _pack(self, tensor: Tensor) -> "_Held":
-        held, key, num_bytes = _Held(tensor), _storage(tensor), _num_bytes(tensor)
+    def _pack(self, tensor: Tensor) -> "_Holder":
+        holder, key, num_bytes = _Holder(tensor), storage_key(tensor), storage_bytes([tensor])
         if key not in self._given:
             self._times_saved[key] = self._times_saved.get(key, 0) + 1
             if self._times_saved[key] == 1:
                 self.num_bytes += num_bytes
                 self._grew()
-            weakref.finalize(held, self._release, key, num_bytes)
-        return held
+            weakref.finalize(holder, self._release, key, num_bytes)
+        return holder
 
     def _release(self, key: int, num_bytes: int) -> None:
         self._shrinks()
@@ -206,20 +207,12 @@ class _SavedStorages:
             self._shrank()
 
 
-class _Held:
-    """What autograd holds in place of a tensor, so that its end can be seen."""
+class _Holder:
+    """Object that autograd saves in place of a tensor: its finalizer tells when it is freed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
-def _weigh(tensor: Tensor) -> Saved:
-    return Saved(shape=tuple(tensor.shape), dtype=tensor.dtype, num_bytes=_num_bytes(tensor))
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+def _saved(tensor: Tensor) -> Saved:
+    return Saved(shape=tuple(tensor.shape), dtype=tensor.dtype, num_bytes=storage_bytes([tensor]))

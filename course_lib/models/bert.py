@@ -1,8 +1,8 @@
-"""A BERT: every token sees all the others, and some that were hidden have to be guessed.
+"""A BERT: every token attends to all others, and masked tokens are predicted.
 
-The attention and the MLP are those of `gpt.py`; the norms come after each part instead of before.
-There is one kind of segment and no task of next sentences, so a BERT has just the parameters of the
-GPT of the same spec. Notebook 10_fsdp.
+The attention and the MLP are those of `gpt.py`; the norms come after each of them instead of
+before. There is one kind of segment and no next-sentence task, so a BERT has exactly the parameters
+of the GPT of the same spec. Notebook 10_fsdp.
 """
 
 import torch
@@ -13,11 +13,11 @@ from course_lib.core.specs import ModelSpec
 from course_lib.models.data import IGNORED
 from course_lib.models.gpt import Block, Dropout, make_norm, start_linear
 
-RATIO, MASKED, RANDOM = 0.15, 0.8, 0.1  # of all tokens; of those: hidden, exchanged
+RATIO, MASKED, RANDOM = 0.15, 0.8, 0.1  # of all tokens; of those: masked, replaced
 
 
 class BERT(nn.Module):
-    """Logits of the true token at every place, from the tokens on both sides of it.
+    """Encoder that returns the logits of the true token at every position, from both sides of it.
 
     Shapes:  tokens [batch, seq] -> [batch, seq, vocab]
     Raises:  ShapeError for a sequence longer than spec.max_seq; CourseError for a spec with rope
@@ -51,7 +51,11 @@ class BERT(nn.Module):
         return self.head(x)  # [batch, seq, vocab]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Shapes: [batch, seq] -> [batch, seq, hidden]."""
+        """Add token and position embeddings.
+
+        Shapes:  [batch, seq] -> [batch, seq, hidden]
+        Raises:  ShapeError for a sequence longer than spec.max_seq
+        """
         seq = tokens.shape[-1]
         if seq > self.spec.max_seq:
             raise ShapeError(
@@ -63,7 +67,7 @@ class BERT(nn.Module):
 
 
 class EncoderBlock(Block):
-    """norm(x + attention(x)), then norm(x + mlp(x)): GPT's block with the norms after its parts.
+    """Post-norm block: norm(x + attention(x)), then norm(x + mlp(x)).
 
     Shapes:  [batch, seq, hidden] -> the same
     """
@@ -76,11 +80,11 @@ class EncoderBlock(Block):
 def mask_tokens(
     tokens: Tensor, random: torch.Generator, *, vocab: int, mask: int, num_special: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Hide tokens: what the model reads, and what it has to guess; `IGNORED` where nothing.
+    """Mask tokens; return the inputs, and the targets: the true token, or `IGNORED`.
 
-    In each sequence 15 % of the tokens are to be guessed, at least one. Of these, 80 % are replaced
-    by `mask`, 10 % by any word, and 10 % stay as they are. The ids below `num_special` are no
-    words: they are never chosen, nor put in a word's place.
+    In each sequence 15 % of the tokens are to be predicted, at least one. Of these, 80 % are
+    replaced by `mask`, 10 % by a random word, and 10 % stay as they are. The ids below
+    `num_special` are no words: they are never chosen, nor used as a replacement.
 
     Shapes:  [batch, seq] -> inputs and targets, both [batch, seq]
     Raises:  ShapeError for a vocabulary without words, or tokens that are no [batch, seq]
@@ -104,7 +108,7 @@ def mask_tokens(
 
 
 def right_and_asked(logits: Tensor, targets: Tensor) -> Tensor:
-    """How many hidden tokens were guessed, and how many there are: add these up over ranks.
+    """Return [correctly predicted, all] masked tokens; add them up over the ranks.
 
     Shapes:  [batch, seq, vocab] and [batch, seq] -> [2]
     """
@@ -114,6 +118,6 @@ def right_and_asked(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def masked_accuracy(logits: Tensor, targets: Tensor) -> float:
-    """The part of the hidden tokens whose most likely guess is right; 0 where none is hidden."""
+    """Return the accuracy on the masked tokens, from 0 to 1; 0 where none is masked."""
     right, asked = right_and_asked(logits, targets).tolist()
     return right / max(asked, 1)

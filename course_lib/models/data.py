@@ -1,8 +1,8 @@
-"""Tokens made from a seed: batch n is a function of (seed, n) and nothing else.
+"""Tokens generated from a seed: batch n is a function of (seed, n) and nothing else.
 
-So any number of ranks can read the same stream without talking, a restarted run goes on where it
-was, and a test knows what it got. The next token follows from the one before with three rules out
-of four, so that a small model has something to learn.
+So any number of ranks can read the same batches without communicating, a restarted run continues
+where it stopped, and a test knows its input. With probability 3/4 a token follows from the one
+before by a fixed rule, so that a small model has something to learn.
 """
 
 import torch
@@ -14,9 +14,10 @@ IGNORED = -100  # the target of a token that has no loss, as torch's cross_entro
 
 
 def token_batch(n: int, *, batch: int, seq: int, vocab: int, seed: int = 0) -> Tensor:
-    """The n-th batch of tokens.
+    """Return the n-th batch of tokens.
 
-    Shapes:  -> [batch, seq + 1]; the targets are the tokens, one further (see `next_tokens`)
+    Shapes:  -> [batch, seq + 1]; the targets are the inputs shifted by one (see `next_tokens`)
+    Raises:  ShapeError for a size below 1, or a negative n
     """
     if min(batch, seq, vocab) < 1 or n < 0:
         raise ShapeError(
@@ -32,17 +33,22 @@ def token_batch(n: int, *, batch: int, seq: int, vocab: int, seed: int = 0) -> T
 
 
 def next_tokens(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and targets: [batch, seq + 1] -> [batch, seq] twice."""
+    """Split tokens into inputs and targets, which are shifted by one.
+
+    Shapes:  [batch, seq + 1] -> [batch, seq] twice
+    """
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def padded_batch(
     n: int, *, batch: int, seq: int, vocab: int, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of sequences that end early: targets after an end are `IGNORED`.
+    """Return inputs and targets of sequences that end early: targets after the end are `IGNORED`.
 
-    Lengths are 1 ... seq, another one for each sequence, so parts of a batch hold different
-    numbers of tokens.
+    Lengths are random from 1 to seq, so parts of a batch hold different numbers of tokens.
+
+    Shapes:  -> [batch, seq] twice
+    Raises:  ShapeError for a size below 1, or a negative n
     """
     inputs, targets = next_tokens(token_batch(n, batch=batch, seq=seq, vocab=vocab, seed=seed))
     random = torch.Generator().manual_seed(mixed_seed(seed + 1, n))
@@ -51,5 +57,5 @@ def padded_batch(
 
 
 def mixed_seed(seed: int, n: int) -> int:
-    """One number out of two, so that (seed, n) and (seed + 1, n - 1) are different streams."""
+    """Return one seed from two numbers; (seed, n) and (seed + 1, n - 1) give different ones."""
     return (seed * 1_000_003 + n * 7919 + 17) % 2**63

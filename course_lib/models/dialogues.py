@@ -1,8 +1,8 @@
-"""Dialogues of films as tokens, one a word: the Cornell movie-dialogs corpus, or generated ones.
+"""Film dialogues, one token per word: the Cornell movie-dialogs corpus, or generated ones.
 
-304,713 utterances of 617 films (Danescu-Niculescu-Mizil and Lee 2011). The corpus names no licence,
-so it is loaded into the learner's own cache and no line of it is part of this course. Batch n is a
-function of (seed, n) and nothing else, as for `Text`. Notebook 10_fsdp.
+304,713 utterances of 617 films (Danescu-Niculescu-Mizil and Lee 2011). The corpus names no license,
+so it is downloaded into the learner's own cache, and no line of it is part of this course. Batch n
+is a function of (seed, n) and nothing else, as for `Text`. Notebook 10_fsdp.
 """
 
 import hashlib
@@ -42,10 +42,10 @@ Conversation = list[str]  # its utterances, in order
 
 @dataclass(frozen=True)
 class Dialogues:
-    """Conversations as a stream of tokens: [CLS] a conversation, [SEP] after each utterance.
+    """Conversations as one sequence of tokens: [CLS] before each, [SEP] after each utterance.
 
-    Token i is `words[i]`: first the special ones, then words by how often they come. A word that is
-    not among them is [UNK].
+    Token i is `words[i]`: first the special ones, then words by descending frequency. A word that
+    is not among them is [UNK].
     """
 
     name: str
@@ -58,7 +58,7 @@ class Dialogues:
     def of(
         cls, conversations: Iterable[Conversation], name: str = "own", vocab: int = VOCAB
     ) -> "Dialogues":
-        """The tokens of conversations, of at most `vocab` kinds.
+        """Tokenize conversations, with a vocabulary of at most `vocab` tokens.
 
         Raises: CourseError without an utterance; ShapeError for a vocabulary without a word
         """
@@ -74,27 +74,28 @@ class Dialogues:
         tokens: list[int] = []
         starts: list[int] = []
         for one in split:
-            for place, utterance in enumerate(filter(None, one)):
+            for index, utterance in enumerate(filter(None, one)):
                 starts.append(len(tokens))
-                tokens += [CLS] * (place == 0)
+                tokens += [CLS] * (index == 0)
                 tokens += [number.get(word, UNK) for word in utterance] + [SEP]
         digest = hashlib.sha256(repr(split).encode()).hexdigest()[:12]
         return cls(name, digest, words, torch.tensor(tokens), torch.tensor(starts))
 
     @property
     def identity(self) -> str:
-        """Which dialogues they are, and that they are still the same."""
+        """Name and digest, by which a restarted run recognizes the same data."""
         return f"{self.name} {self.digest}"
 
     @property
     def vocab(self) -> int:
-        """How many kinds of tokens there are."""
+        """Size of the vocabulary."""
         return len(self.words)
 
     def batch(self, n: int, *, batch: int, seq: int, seed: int = 0) -> Tensor:
-        """The n-th batch: pieces that begin with any utterance; the next ones fill them up.
+        """Return the n-th batch: sequences that begin at random utterances.
 
-        Shapes:  -> [batch, seq]; what to guess of them says `mask_tokens`
+        Shapes:  -> [batch, seq]; `mask_tokens` chooses what to predict
+        Raises:  ShapeError for a size below 1, a negative n, or fewer than seq tokens in all
         """
         if min(batch, seq) < 1 or n < 0:
             raise ShapeError(
@@ -111,12 +112,12 @@ class Dialogues:
         return self.tokens[first + torch.arange(seq)]
 
     def decode(self, tokens: Tensor) -> str:
-        """The words of tokens [length]."""
+        """Return the words of tokens [length]."""
         return " ".join(self.words[token] for token in tokens.tolist())
 
 
 def words_of(utterance: str) -> list[str]:
-    """Words, numbers and signs, in small letters: "Don't, Zoë!" has don't , zoë !."""
+    """Split into lower-case words, numbers and signs: "Don't, Zoë!" has don't , zoë !."""
     plain = re.sub(r"</?\w+>", "", utterance).lower()  # a few lines hold <i> and </i>
     return re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|\d+|[^\w\s]|_+", plain)
 
@@ -129,9 +130,9 @@ def load_dialogues(
     folder: Path | None = None,
     tell: Tell = lambda *_: None,
 ) -> Dialogues:
-    """The corpus; without a network generated dialogues, which `say` is told in one line.
+    """Load the corpus; without a network generate dialogues, and tell `say` so in one line.
 
-    `tell(bytes that are there, bytes in all)` is called while it loads.
+    `tell(bytes so far, bytes in all)` is called during the download.
     """
     try:
         path = fetch(file, folder=folder, tell=tell)
@@ -142,16 +143,16 @@ def load_dialogues(
 
 
 def read_corpus(path: Path) -> list[Conversation]:
-    """The conversations of the corpus' zip file, in its order.
+    """Read the conversations in the corpus' zip file, in its order.
 
-    Raises: CourseError for a file of another form
+    Raises: CourseError for a file of another format
     """
     try:
         with zipfile.ZipFile(path) as corpus:
-            lines = _rows(corpus, "movie_lines.txt", num_fields=5)
-            talks = _rows(corpus, "movie_conversations.txt", num_fields=4)
+            lines = _fields(corpus, "movie_lines.txt", num_fields=5)
+            exchanges = _fields(corpus, "movie_conversations.txt", num_fields=4)
         text = {line[0]: line[4] for line in lines}
-        return [[text[number] for number in re.findall(r"L\d+", talk[3])] for talk in talks]
+        return [[text[number] for number in re.findall(r"L\d+", one[3])] for one in exchanges]
     except (OSError, zipfile.BadZipFile) as problem:
         raise CourseError(f"{path}: need a zip file that can be read ({problem}).") from problem
     except KeyError as missing:
@@ -160,8 +161,8 @@ def read_corpus(path: Path) -> list[Conversation]:
         ) from missing
 
 
-def _rows(corpus: zipfile.ZipFile, name: str, num_fields: int) -> list[list[str]]:
-    """The fields of each line of a file in the corpus; the last one may hold a separator."""
+def _fields(corpus: zipfile.ZipFile, name: str, num_fields: int) -> list[list[str]]:
+    """Split each line of a file in the corpus into fields; the last may hold a separator."""
     if f"{FOLDER}/{name}" not in corpus.namelist():
         raise CourseError(
             f"{corpus.filename}: need {FOLDER}/{name} in it; it is not there. "
@@ -186,17 +187,17 @@ _WHY = ("because it rains", "for the money", "to see the sea", "because i asked"
 
 
 def generated_dialogues(num_conversations: int = 4000, seed: int = 0) -> list[Conversation]:
-    """Questions and answers out of a handful of words, always the same ones.
+    """Generate questions and answers from a few words; one seed always gives the same ones.
 
-    An answer names whom and what the question names, so there is something to learn on both sides
-    of a hidden word.
+    An answer repeats the person and the place of its question, so both sides of a masked word tell
+    something about it.
     """
     random = Random(seed)
     found = []
     for _ in range(num_conversations):
         who, where, why = random.choice(_WHO), random.choice(_WHERE), random.choice(_WHY)
-        talk = [f"Where is {who}?", f"{who.capitalize()} is {where}."]
+        utterances = [f"Where is {who}?", f"{who.capitalize()} is {where}."]
         if random.random() < 0.7:
-            talk += [f"Why {where}?", f"{who.capitalize()} went there {why}."]
-        found.append(talk)
+            utterances += [f"Why {where}?", f"{who.capitalize()} went there {why}."]
+        found.append(utterances)
     return found

@@ -1,7 +1,7 @@
-"""A file from the web, once: checked by size and SHA-256, kept in a cache, never half there.
+"""Download of a file from the web: checked by size and SHA-256, cached, whole or not at all.
 
-What had come before a connection broke stays in `NAME.part`, and the next try goes on from there.
-A file in the cache is checked each time it is used, and loaded again if it has changed.
+The part that arrived before a connection broke stays in `NAME.part`; the next attempt resumes from
+it. A file in the cache is checked each time it is used, and downloaded again if it has changed.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 
 from course_lib.core.errors import CourseError
 
-Tell = Callable[[int, int], None]  # bytes that are there, bytes in all
+Tell = Callable[[int, int], None]  # bytes so far, bytes in all
 
 TRIES = 3
 PAUSE_S = 0.5  # before the second try, twice as long before the third
@@ -28,7 +28,7 @@ CHUNK_BYTES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class WebFile:
-    """A file, the places that have it, and what it must be."""
+    """A file on the web: the addresses that serve it, its size in bytes and its SHA-256."""
 
     name: str
     urls: tuple[str, ...]
@@ -36,7 +36,7 @@ class WebFile:
     sha256: str
 
     def problem(self, path: Path) -> str | None:
-        """What is wrong with the file at `path`, or None."""
+        """Describe what is wrong with the file at `path`; None if nothing is."""
         if not path.is_file():
             return "it is not there"
         if path.stat().st_size != self.num_bytes:
@@ -46,7 +46,7 @@ class WebFile:
 
 
 def cache_folder() -> Path:
-    """Where files from the web are kept: COURSE_CACHE, or a folder in the user's own cache."""
+    """Return the folder of downloaded files: COURSE_CACHE, or one in the user's own cache."""
     if own := os.environ.get("COURSE_CACHE"):
         return Path(own)
     above = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -54,12 +54,12 @@ def cache_folder() -> Path:
 
 
 def fetch(file: WebFile, *, folder: Path | None = None, tell: Tell = lambda *_: None) -> Path:
-    """The path of the file in the cache; downloaded if it is not there or damaged.
+    """Return the path of the file in the cache; download it if it is missing or damaged.
 
-    Tries each place up to 3 times, and goes on where the last try broke off; a place that cannot
-    be found or does not have the file is tried once.
+    Each address is tried up to 3 times and resumes where the last attempt broke off; one that
+    cannot be found, or does not have the file, is tried once.
 
-    Raises: CourseError that says why the file cannot be had
+    Raises: CourseError that says why the file cannot be downloaded
     """
     path = (folder or cache_folder()) / file.name
     reason = "there is no place"
@@ -68,7 +68,7 @@ def fetch(file: WebFile, *, folder: Path | None = None, tell: Tell = lambda *_: 
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         for url in file.urls:
-            problem = _from_place(file, url, path, tell)
+            problem = _from_address(file, url, path, tell)
             if problem is None:
                 return path
             reason = problem
@@ -77,8 +77,8 @@ def fetch(file: WebFile, *, folder: Path | None = None, tell: Tell = lambda *_: 
     raise CourseError(f"{file.name}: need a download; {reason}.")
 
 
-def _from_place(file: WebFile, url: str, path: Path, tell: Tell) -> str | None:
-    """Download from one place; None when the whole file is there, else why it is not."""
+def _from_address(file: WebFile, url: str, path: Path, tell: Tell) -> str | None:
+    """Download from one address; return None when the file is whole, else why it is not."""
     part, where, reason = path.with_name(path.name + ".part"), urlsplit(url).netloc, ""
     for attempt in range(TRIES):
         time.sleep(attempt * PAUSE_S)
@@ -106,7 +106,7 @@ def _from_place(file: WebFile, url: str, path: Path, tell: Tell) -> str | None:
 
 
 def _download(file: WebFile, url: str, part: Path, tell: Tell) -> None:
-    """Add to `part` what is missing; start again where a server sends only whole files."""
+    """Append what is missing to `part`; start again where a server sends only whole files."""
     there = part.stat().st_size if part.is_file() else 0
     if there >= file.num_bytes:
         there = 0

@@ -1,6 +1,6 @@
-"""Layers that take a given time without using a processor, as those of an accelerator would.
+"""Emulated layers: they take a given time without using a processor, as on an accelerator.
 
-On a laptop the ranks share the processors, so overlap cannot be seen with real layers.
+On a laptop the ranks share the processors, so overlap cannot be measured with real layers.
 """
 
 import time
@@ -16,19 +16,19 @@ def emulated_model(
     backward_s: float = 0.01,
     forward_s: float = 0.005,
 ) -> nn.Module:
-    """Layers that take given seconds each, without a processor, and have float32 gradients."""
+    """Return layers that sleep for the given seconds and have float32 gradients of given bytes."""
     return nn.Sequential(
         *(EmulatedLayer(layer_bytes, forward_s, backward_s) for _ in range(num_layers))
     )
 
 
 def emulated_loss(model: nn.Module, rank: int) -> Tensor:
-    """A loss for `emulated_model`."""
+    """Return a loss for `emulated_model`, the same on every rank."""
     return model(torch.ones(1)).sum()
 
 
 class EmulatedLayer(nn.Module):
-    """x + weight[0], which sleeps as long as a real layer would compute."""
+    """Layer that returns x + weight[0] and sleeps as long as a real layer would compute."""
 
     def __init__(self, num_bytes: int, forward_s: float, backward_s: float) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""A GPT from a ModelSpec, written so that what autograd saves can be counted by hand.
+"""A GPT from a ModelSpec, written so that the tensors autograd saves can be counted by hand.
 
-Queries, keys and values have a linear layer each, the mask of a dropout takes one byte a number,
-and the causal mask is added rather than filled in: so no operation keeps more than it needs, and
-the bytes of notebook 01_memory come out exactly. Attention is fused (flash) or written out. The two
-methods that `course_lib.recompute` exchanges are `GPT.run_blocks` and `Attention.attend`.
+Queries, keys and values have a linear layer each, a dropout mask takes one byte per element, and
+the causal mask is added rather than filled in: no operation saves more than it needs, so the
+formulas of notebook 01_memory hold to the byte. Attention is fused (flash) or written out. The two
+methods that `course_lib.recompute` replaces are `GPT.run_blocks` and `Attention.attend`.
 """
 
 import math
@@ -17,12 +17,12 @@ from course_lib.core.specs import ModelSpec
 
 
 class GPT(nn.Module):
-    """Logits of the next token for every token: the model that a `ModelSpec` describes.
+    """Decoder described by a `ModelSpec`; returns the logits of the next token for every token.
 
     Shapes:  tokens [batch, seq] -> [batch, seq, vocab]
     Saves:   tokens, one mask if dropout, the blocks, then the input of the norm and of the head
 
-    flash     fused attention, which keeps q, k, v, its output and one number a query; it has no
+    flash     fused attention, which saves q, k, v, its output and one number per query; it has no
               dropout on the attention weights. False: scores, softmax and dropout written out
     dropout   after the embedding, attention and MLP, and on unfused attention weights
 
@@ -50,7 +50,11 @@ class GPT(nn.Module):
         return self.head(self.norm(x))  # [batch, seq, vocab]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Shapes: [batch, seq] -> [batch, seq, hidden]."""
+        """Embed tokens; add learned positions if the spec has them.
+
+        Shapes:  [batch, seq] -> [batch, seq, hidden]
+        Raises:  ShapeError for a sequence longer than spec.max_seq
+        """
         seq = tokens.shape[-1]
         if seq > self.spec.max_seq:
             raise ShapeError(
@@ -63,23 +67,23 @@ class GPT(nn.Module):
         return self.dropout(x)
 
     def run_blocks(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
-        """All blocks, one after another: the method that recomputing in segments exchanges."""
+        """Apply all blocks in order; `recompute_segments` replaces this method."""
         for block in blocks:
             x = block(x)
         return x
 
     def _init(self, module: nn.Module) -> None:
-        """GPT-2's start: normal with 0.02, the layers that add to the stream scaled down."""
+        """Initialize as GPT-2: normal, std 0.02; layers that add to the residual stream smaller."""
         start_linear(module)
         if isinstance(module, Attention | MLP):
             nn.init.normal_(module.out.weight, std=0.02 / math.sqrt(2 * self.spec.num_layers))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)).
 
     Shapes:  [batch, seq, hidden] -> the same
-    Saves:   per norm its input, its output and a few numbers a token; what its two parts save
+    Saves:   per norm its input, its output and a few numbers per token; what attention and MLP save
     """
 
     def __init__(
@@ -98,9 +102,9 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention with heads; with fewer heads for keys and values they are shared.
+    """Multi-head attention; grouped-query attention with fewer heads for keys and values.
 
-    causal   a token sees itself and those before it; False: all of them, as in BERT
+    causal   a token attends to itself and those before it; False: to all, as in BERT
 
     Shapes:  [batch, seq, hidden] -> the same
     Saves:   x, q, k, v, the input of `out`; in between, what `attend` saves
@@ -124,14 +128,20 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Shapes: q [batch, heads, seq, head_dim], k and v [batch, kv_heads, ...] -> q's."""
+        """Mix the values by the attention weights; `recompute_selective` replaces this method.
+
+        Shapes:  q [batch, heads, seq, head_dim], k and v [batch, kv_heads, ...] -> q's
+        """
         if self.flash:
             shared = self.spec.kv_heads < self.spec.num_heads
             return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=shared)
         return self._written_out(q, k, v)
 
     def _written_out(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Saves: q, k, v, softmax's output; with dropout also its mask and its output."""
+        """Compute attention step by step.
+
+        Saves:   q, k, v, softmax's output; with dropout also its mask and its output
+        """
         batch, heads, seq, head_dim = q.shape
         grouped = q.reshape(batch, k.shape[1], -1, head_dim)  # the queries that share a key
         scores = grouped @ k.transpose(-2, -1) / math.sqrt(head_dim)
@@ -146,7 +156,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers around GELU, or SwiGLU's three.
+    """MLP of two linear layers around GELU, or of SwiGLU's three.
 
     Shapes:  [batch, seq, hidden] -> the same
     Saves:   x, GELU's input and output [batch, seq, ffn_hidden]; SwiGLU: four of them
@@ -165,7 +175,10 @@ class MLP(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Zero numbers with probability p and scale up the others; the mask takes one byte a number."""
+    """Dropout with probability p; its mask takes one byte per element.
+
+    Raises: CourseError for a probability below 0 or not below 1
+    """
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -181,11 +194,12 @@ class Dropout(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary positions: the pair (i, i + head_dim / 2) turned by position * 10000**(-2i/head_dim).
+    """Rotary positions: rotate pair (i, i + head_dim / 2) by position * 10000**(-2i/head_dim).
 
-    Angles keep their own precision; what was turned is rounded once, to that of x.
+    Angles keep their own precision; the result is rounded once, to that of x.
 
     Shapes:  [batch, heads, seq, head_dim] -> the same
+    Raises:  ShapeError for an odd head_dim
     Source:  Su et al. 2021 (RoFormer), section 3.2.2, with the pairs of Llama's own code
     """
 
@@ -209,7 +223,7 @@ class Rotary(nn.Module):
 
 
 def start_linear(module: nn.Module) -> None:
-    """The start of linear layers and tables: normal with 0.02, biases zero."""
+    """Initialize linear layers and embeddings: normal, std 0.02; biases zero."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
@@ -217,14 +231,14 @@ def start_linear(module: nn.Module) -> None:
 
 
 def make_norm(spec: ModelSpec) -> nn.Module:
-    """The norm that the spec asks for, over the last dim."""
+    """Return the norm of the spec, over the last dim."""
     if spec.norm == "rms":
         return nn.RMSNorm(spec.hidden, eps=1e-5)
     return nn.LayerNorm(spec.hidden, bias=spec.bias)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy over all targets that are not `IGNORED` (-100).
+    """Return the mean cross-entropy over all targets that are not `IGNORED` (-100).
 
     Shapes:  [batch, seq, vocab] and [batch, seq] -> []
     """

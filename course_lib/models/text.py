@@ -1,8 +1,8 @@
-"""Text as tokens, one a character: Shakespeare's plays from the web, or any text file.
+"""Text, one token per character: Shakespeare's plays from the web, or any text file.
 
 Batch n is a function of (seed, n) and nothing else, as for `token_batch`: any number of ranks reads
-the same stream, and a run that was stopped goes on exactly where it was. Without a network there
-is generated text instead, and `load_shakespeare` says so.
+the same batches, and a restarted run continues exactly where it stopped. Without a network,
+`load_shakespeare` generates text instead, and says so.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ SHAKESPEARE = WebFile(
 
 @dataclass(frozen=True)
 class Text:
-    """A text as a stream of batches of tokens; token i is the i-th of its sorted characters."""
+    """A text from which batches are drawn; token i is the i-th of its sorted characters."""
 
     name: str
     digest: str  # the first digits of its SHA-256
@@ -44,7 +44,7 @@ class Text:
 
     @classmethod
     def of(cls, text: str, name: str = "text") -> "Text":
-        """The tokens of a text.
+        """Tokenize a text.
 
         Raises: CourseError for an empty text
         """
@@ -57,18 +57,19 @@ class Text:
 
     @property
     def identity(self) -> str:
-        """Which text it is, and that it is still the same."""
+        """Name and digest, by which a restarted run recognizes the same text."""
         return f"{self.name} {self.digest}"
 
     @property
     def vocab(self) -> int:
-        """How many characters there are."""
+        """Number of different characters."""
         return len(self.characters)
 
     def batch(self, n: int, *, batch: int, seq: int, seed: int = 0) -> Tensor:
-        """The n-th batch: pieces of the text that start anywhere.
+        """Return the n-th batch: sequences that start at random characters of the text.
 
-        Shapes:  -> [batch, seq + 1]; the targets are the tokens, one further (see `next_tokens`)
+        Shapes:  -> [batch, seq + 1]; the targets are the inputs shifted by one (see `next_tokens`)
+        Raises:  ShapeError for a size below 1, a negative n, or a text of seq characters or less
         """
         if min(batch, seq) < 1 or n < 0:
             raise ShapeError(
@@ -85,24 +86,28 @@ class Text:
         return self.tokens[first + torch.arange(seq + 1)]
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of tokens [length]."""
+        """Return the text of tokens [length]."""
         return "".join(self.characters[token] for token in tokens.tolist())
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """`token_batch` with the methods of a `Text`."""
+    """Generated tokens (`token_batch`) with the methods of a `Text`."""
 
     vocab: int
     identity: str = "synthetic"
 
     def batch(self, n: int, *, batch: int, seq: int, seed: int = 0) -> Tensor:
-        """The n-th batch [batch, seq + 1]."""
+        """Return the n-th batch of tokens.
+
+        Shapes:  -> [batch, seq + 1]
+        Raises:  ShapeError for a size below 1, or a negative n
+        """
         return token_batch(n, batch=batch, seq=seq, vocab=self.vocab, seed=seed)
 
 
 def read_text(path: str | Path) -> Text:
-    """The tokens of a text file in UTF-8.
+    """Read and tokenize a text file in UTF-8.
 
     Raises: CourseError for a file that cannot be read
     """
@@ -121,9 +126,9 @@ def load_shakespeare(
     folder: Path | None = None,
     tell: Tell = lambda *_: None,
 ) -> Text:
-    """The plays; without a network generated text, which `say` is told in one line.
+    """Load the plays; without a network generate text, and tell `say` so in one line.
 
-    `tell(bytes that are there, bytes in all)` is called while it loads.
+    `tell(bytes so far, bytes in all)` is called during the download.
     """
     try:
         path = fetch(file, folder=folder, tell=tell)
@@ -140,7 +145,7 @@ _SPEAKERS = ("FIRST CLERK", "SECOND CLERK", "OLD MAN", "MESSENGER")
 
 
 def generated_text(num_speeches: int = 4000, seed: int = 0) -> str:
-    """Speeches out of a handful of words, about 80 characters each: always the same text."""
+    """Generate speeches from a few words, about 80 characters each; one seed, one text."""
     random = Random(seed)
     speeches = []
     for _ in range(num_speeches):

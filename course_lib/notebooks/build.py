@@ -41,7 +41,7 @@ CELL_TIMEOUT_S = 120
 
 
 def read_lesson(lesson: Lesson) -> list[SourceCell]:
-    """The proven cells of a lesson's source.
+    """Read the cells of a lesson's source and check them.
 
     Raises: CourseError with one line for each thing that is wrong.
     """
@@ -55,12 +55,12 @@ def read_lesson(lesson: Lesson) -> list[SourceCell]:
 
 
 def student_notebook(lesson: Lesson, cells: list[SourceCell]) -> NotebookNode:
-    """What a learner opens: stubs, no outputs; the exercise checks let Run All go on."""
+    """Return the student's notebook: stubs, no outputs; the exercise checks let Run All go on."""
     return _notebook(lesson, cells, [_student_cell(cell) for cell in for_students(cells)])
 
 
 def solved_notebook(lesson: Lesson, cells: list[SourceCell]) -> NotebookNode:
-    """The lesson with its solutions, not yet executed; nbval compares its check cells."""
+    """Return the lesson with its solutions, not yet executed; nbval compares its check cells."""
     return _notebook(lesson, cells, [_solved_cell(cell) for cell in cells])
 
 
@@ -104,7 +104,7 @@ def _notebook(lesson: Lesson, source: list[SourceCell], cells: list[NotebookNode
 
 
 def student_is_stale(new: NotebookNode, path: Path) -> bool:
-    """Whether a student notebook has to be written again.
+    """Return whether a student notebook has to be written again.
 
     A learner may change what they like; as long as nobody has worked in it, every cell counts.
     """
@@ -116,7 +116,7 @@ def student_is_stale(new: NotebookNode, path: Path) -> bool:
 
 
 def solved_is_stale(new: NotebookNode, path: Path) -> bool:
-    """Whether the solved notebook has other cells than its source, or a check that never ran."""
+    """Return whether the solved notebook differs from its source, or has a check that never ran."""
     try:
         old = read_notebook(path)
     except CourseError:
@@ -128,7 +128,7 @@ def solved_is_stale(new: NotebookNode, path: Path) -> bool:
 
 
 def write_student(lesson: Lesson, new: NotebookNode) -> list[str]:
-    """Write a student notebook and carry over the work in the old one; return what to tell."""
+    """Write a student notebook and carry over the work in the old one; return messages about it."""
     told: list[str] = []
     if lesson.student.exists():
         try:
@@ -208,7 +208,7 @@ def build(lesson: Lesson, console: Console, *, force: bool = False, check: bool 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m course_lib.notebooks.build", description=__doc__
     )

@@ -1,4 +1,4 @@
-"""Run a notebook in a fresh kernel of this Python, cell after cell, and keep what it shows."""
+"""Execute a notebook in a fresh kernel of this Python, cell after cell, and keep the outputs."""
 
 import os
 import re
@@ -20,7 +20,7 @@ STILL_PICTURES = {**os.environ, "COURSE_NO_WIDGETS": "1"}
 
 
 class CellStopped(CourseError):
-    """A cell raised, ran too long, or ended the kernel; `index` is its place in the notebook."""
+    """A cell raised, timed out, or ended the kernel; `index` is its place in the notebook."""
 
     def __init__(self, index: int, what: str) -> None:
         super().__init__(what)
@@ -28,7 +28,7 @@ class CellStopped(CourseError):
 
 
 def execute(notebook: NotebookNode, timeout_s: int, ended: CellEnded) -> None:
-    """Run all cells in place, in a scratch folder; `ended(done, all)` is told after each.
+    """Run all cells in place, in a temporary folder; `ended(done, all)` is called after each.
 
     Cells tagged raises-exception must raise. The kernel is gone afterwards, also after Ctrl-C.
     Raises: CellStopped.
@@ -66,7 +66,7 @@ def _run_cell(client: NotebookClient, cell: NotebookNode, index: int) -> None:
 
 
 def _join_streams(cell: NotebookNode) -> None:
-    """Join what was printed in a row: a kernel sends it in pieces, cut by the clock."""
+    """Join consecutive stream outputs: a kernel sends them in pieces, cut by the clock."""
     joined: list[NotebookNode] = []
     for output in cell.outputs:
         before = joined[-1] if joined else {}
@@ -78,7 +78,7 @@ def _join_streams(cell: NotebookNode) -> None:
 
 
 def _without_paths(cell: NotebookNode, scratch: str) -> None:
-    """Take this machine's folders out of what a cell shows."""
+    """Remove this machine's folders from a cell's output."""
     course = str(Path(__file__).parents[2])
     pattern = re.compile(
         r"/\S*/ipykernel_\d+/\d+\.py"

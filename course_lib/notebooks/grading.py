@@ -31,7 +31,7 @@ SHOWN_LINES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of one exercise.
+    """The verdict on one exercise.
 
     `status` is one of right, wrong, not done, missing, twice, not judged; `detail` says why in a
     few lines; `note` tells of a check cell that was changed.
@@ -45,7 +45,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class GradeReport:
-    """The verdicts on one notebook, in the order of its exercises, and what else to tell."""
+    """The verdicts on one notebook, in the order of its exercises, and further messages."""
 
     lesson: str
     path: str
@@ -58,7 +58,7 @@ class GradeReport:
 
 
 def grade(path: Path, folder: Path, timeout_s: float, ended: CellEnded) -> GradeReport:
-    """The verdict on every exercise of the notebook in `path`, a lesson of the course in `folder`.
+    """Return the verdict on every exercise of a notebook, a lesson of the course in `folder`.
 
     Each cell may run for `timeout_s`; `ended(done, all)` is told of progress.
     Raises: CourseError where the file is no notebook of this course, or the lesson is not built.
@@ -85,7 +85,7 @@ def grade(path: Path, folder: Path, timeout_s: float, ended: CellEnded) -> Grade
 
 
 def lesson_of(notebook: NotebookNode, path: Path, folder: Path) -> Lesson:
-    """The lesson a notebook was built for.
+    """Return the lesson that a notebook was built for.
 
     Raises: CourseError where it names none, or another one than its file does.
     """
@@ -101,7 +101,7 @@ def lesson_of(notebook: NotebookNode, path: Path, folder: Path) -> Lesson:
 
 
 def read_reference(lesson: Lesson) -> NotebookNode:
-    """The solved notebook of a lesson, with the outputs to compare with."""
+    """Read the solved notebook of a lesson, with the outputs to compare with."""
     if not lesson.solved.exists():
         raise CourseError(f"{lesson.name}: there is no solved notebook yet. Try make notebooks.")
     reference = read_notebook(lesson.solved)
@@ -115,7 +115,7 @@ def read_reference(lesson: Lesson) -> NotebookNode:
 
 
 def _first_look(key: str, learner: NotebookNode, built: dict) -> Verdict:
-    """What can be said without running: status `open` where it has to run."""
+    """Return the verdict that needs no run; status `open` where the cells have to run."""
     cells = exercise_cells(learner).get(key, [])
     if not cells:
         detail = (
@@ -132,7 +132,7 @@ def _first_look(key: str, learner: NotebookNode, built: dict) -> Verdict:
 
 
 def _verdict(key: str, outcomes: dict[str, Outcome], timeout_s: float) -> Verdict:
-    """What the two cells of an exercise say about it."""
+    """Return the verdict from the outcomes of an exercise's two cells."""
     cell, check = outcomes.get(f"exercise-{key}"), outcomes.get(f"check-{key}")
     first = cell if cell and cell.how != "passed" else check
     if first is None:
@@ -160,7 +160,7 @@ def _what_went_wrong(key: str, outcome: Outcome, timeout_s: float) -> str:
 
 
 def _told(key: str, text: str) -> str:
-    """The first lines of a check's text, without what the table says already."""
+    """Return the first lines of a check's text, without what the table says already."""
     for opening in (f"{key}: ", "right. ", f"{key} is not done yet: "):
         text = text.strip().removeprefix(opening)
     lines = text.splitlines()
@@ -169,7 +169,7 @@ def _told(key: str, text: str) -> str:
 
 
 def _check_note(key: str, learner: NotebookNode, reference: NotebookNode) -> str:
-    """A word about a check cell that is not as it was; the verdict comes from the original."""
+    """Return a note on a check cell that was changed; the verdict comes from the original."""
     right = exercise_cells(reference, "check")[key][0].source.strip()
     found = [cell.source.strip() for cell in exercise_cells(learner, "check").get(key, [])]
     if found == [right]:
@@ -179,7 +179,7 @@ def _check_note(key: str, learner: NotebookNode, reference: NotebookNode) -> str
 
 
 def _lesson_notes(reference: NotebookNode, outcomes: dict[str, Outcome]) -> list[str]:
-    """What to tell of cells of the lesson itself that failed, and of none but those."""
+    """Return notes on cells of the lesson itself that failed, and on those only."""
     allowed = ("passed", "raised")
     return [
         f"The lesson's own cell `{cell.source.splitlines()[0]}` failed "
@@ -192,7 +192,7 @@ def _lesson_notes(reference: NotebookNode, outcomes: dict[str, Outcome]) -> list
 
 
 def _strangers(learner: NotebookNode, reference: NotebookNode) -> list[str]:
-    """What to tell of exercise cells whose key the lesson does not know."""
+    """Return notes on exercise cells whose key the lesson does not know."""
     unknown = exercise_cells(learner).keys() - exercise_cells(reference).keys()
     return [
         f"A cell carries the key {key}, which is no exercise of this lesson."

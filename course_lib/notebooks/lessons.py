@@ -1,7 +1,6 @@
 """Where a lesson's files are, and how notebooks are read and written: whole or not at all."""
 
 import hashlib
-import os
 import warnings
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +10,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from course_lib.core import CourseError
+from course_lib.core.files import whole_file
 
 
 @dataclass(frozen=True)
@@ -96,26 +96,21 @@ def _with_ids(notebook: NotebookNode) -> NotebookNode:
 
 
 def write_notebook(notebook: NotebookNode, path: Path) -> None:
-    """Write a notebook beside its place and move it there, so that no half of one is ever seen."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        scratch.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    """Write a notebook whole or not at all."""
+    with whole_file(path, sync=True) as file:
+        file.write((nbformat.writes(notebook) + "\n").encode())
 
 
 def back_up(path: Path) -> Path:
     """Copy a notebook into `.backup` beside it, under a name with the time; return the copy."""
     folder = path.parent / ".backup"
-    folder.mkdir(exist_ok=True)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     copy, count = folder / f"{path.stem}-{stamp}{path.suffix}", 1
     while copy.exists():
         count += 1
         copy = folder / f"{path.stem}-{stamp}-{count}{path.suffix}"
-    copy.write_bytes(path.read_bytes())
+    with whole_file(copy, sync=True) as file:
+        file.write(path.read_bytes())
     return copy
 
 

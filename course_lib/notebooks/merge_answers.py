@@ -1,4 +1,4 @@
-"""A learner's exercise cells in the solved notebook, and what becomes of them there."""
+"""Merge a learner's exercise cells into the solved notebook, and run them there."""
 
 import copy
 import tempfile
@@ -20,7 +20,7 @@ def run_exercises(
     timeout_s: float,
     ended: CellEnded,
 ) -> dict[str, Outcome]:
-    """How the cells of the exercises end, by cell id.
+    """Run the exercises; return their cells' outcomes by cell id.
 
     An exercise that ends the kernel is left out when those behind it run in a second round.
     """
@@ -38,7 +38,7 @@ def run_exercises(
 
 
 def merge(reference: NotebookNode, learner: NotebookNode, keys: list[str]) -> NotebookNode:
-    """The solved notebook with the learner's cells for `keys`, up to the last of their checks.
+    """Return the solved notebook with the learner's cells for `keys`, up to their last check.
 
     The other exercises, and what is for instructors, are left out.
     """

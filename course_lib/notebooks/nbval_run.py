@@ -1,4 +1,4 @@
-"""Let nbval run a notebook, and say of each cell how it ended."""
+"""Run a notebook under nbval, and report the outcome of each cell."""
 
 import contextlib
 import gc
@@ -20,7 +20,7 @@ POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell ended: `passed`, `raised`, `differs` (its output), `timeout` or `died`.
+    """The outcome of a cell: `passed`, `raised`, `differs` (its output), `timeout` or `died`.
 
     `name` and `message` are of the exception it raised; `printed` is what it wrote to stdout.
     """
@@ -32,7 +32,7 @@ class Outcome:
 
 
 def run_nbval(path: Path, timeout_s: float, ended: CellEnded) -> dict[str, Outcome]:
-    """Run the cells of a notebook under nbval; return how each ended, by cell id.
+    """Run the cells of a notebook under nbval; return their outcomes by cell id.
 
     Only cells tagged nbval-check-output are compared with their saved output. `ended(done, all)`
     is told after every cell. Each cell may take `timeout_s`; a cell that ends the kernel ends the
@@ -58,7 +58,7 @@ def run_nbval(path: Path, timeout_s: float, ended: CellEnded) -> dict[str, Outco
 
 @contextlib.contextmanager
 def _no_warnings() -> Iterator[None]:
-    """Keep quiet about the file that nbval leaves open for each kernel."""
+    """Suppress the warning about the file that nbval leaves open for each kernel."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -66,7 +66,7 @@ def _no_warnings() -> Iterator[None]:
 
 
 class _Watcher:
-    """A pytest plugin that notes outcomes and sees at once when the kernel is gone."""
+    """A pytest plugin that records outcomes and notices at once when the kernel has died."""
 
     def __init__(self, ended: CellEnded) -> None:
         self.ended = ended
@@ -104,7 +104,7 @@ class _KernelDied(RuntimeError):
 
 
 def _impatient(kernel: Any, get_message: Callable[..., Any]) -> Callable[..., Any]:
-    """Wait for a message of the kernel as long as asked, but not when the kernel is gone."""
+    """Wait for a message of the kernel up to its timeout, but not when the kernel has died."""
 
     def wait(stream: str, timeout: float) -> Any:
         left_s = timeout

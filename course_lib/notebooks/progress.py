@@ -1,4 +1,4 @@
-"""How far a learner has come: from the notebooks and the last verdicts, without running anything.
+"""A learner's progress, from the notebooks and the last verdicts, without running anything.
 
 The verdicts of `course check` on the lesson's own notebook are kept in `.progress.json` beside it,
 each with a hash of the answer, so that an answer that was changed since is known to be unchecked.
@@ -12,6 +12,7 @@ from typing import Any
 from nbformat import NotebookNode
 
 from course_lib.core import CourseError
+from course_lib.core.files import write_whole
 from course_lib.notebooks.build import read_lesson, student_notebook
 from course_lib.notebooks.grading import GradeReport
 from course_lib.notebooks.learner_work import built_from, filled_in
@@ -32,14 +33,11 @@ def remember(report: GradeReport, lesson: Lesson) -> None:
     for verdict in report.verdicts:
         written = [short_hash(cell.source) for cell in cells.get(verdict.key, [])]
         kept[verdict.key] = {"status": verdict.status, "written": written}
-    path = _kept_path(lesson.folder)
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(kept, indent=1, sort_keys=True), encoding="utf-8")
-    scratch.replace(path)
+    write_whole(_kept_path(lesson.folder), json.dumps(kept, indent=1, sort_keys=True))
 
 
 def progress(lesson: Lesson) -> dict[str, str]:
-    """The status of every exercise of a lesson, by key; see `Verdict`, and `not checked`.
+    """Return the status of every exercise of a lesson, by key; see `Verdict`, and `not checked`.
 
     Raises: CourseError where the lesson's notebook is missing or none.
     """
@@ -60,7 +58,7 @@ def progress(lesson: Lesson) -> dict[str, str]:
 
 
 def stub_of(lesson: Lesson, key: str) -> NotebookNode:
-    """The empty cell of an exercise. Raises: CourseError where the lesson has no such exercise."""
+    """Return the empty cell of an exercise. Raises: CourseError for an unknown exercise"""
     built = student_notebook(lesson, read_lesson(lesson))
     stubs = {key: cells[0] for key, cells in exercise_cells(built).items()}
     if key not in stubs:
@@ -95,7 +93,7 @@ def _kept_path(folder: Path) -> Path:
 
 
 def _read_kept(folder: Path) -> dict[str, Any]:
-    """What was kept; nothing when the file is missing or spoiled, for a check makes it anew."""
+    """Return the kept verdicts; none when the file is missing or damaged: a check renews it."""
     try:
         kept = json.loads(_kept_path(folder).read_text(encoding="utf-8"))
     except (OSError, ValueError):

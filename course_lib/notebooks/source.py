@@ -33,7 +33,7 @@ LINE_WIDTH = 100
 
 @dataclass(frozen=True, kw_only=True)
 class SourceCell:
-    """One cell of a source: what it says, its tags, its exercise, its line in the file."""
+    """One cell of a source: its text, its tags, its exercise, its line in the file."""
 
     kind: str
     text: str
@@ -52,7 +52,7 @@ class SourceCell:
 
 
 def read_source(path: Path) -> list[SourceCell]:
-    """The cells of a source file."""
+    """Return the cells of a source file."""
     text = path.read_text(encoding="utf-8")
     numbered = enumerate(text.splitlines(), start=1)
     starts = [number for number, line in numbered if CELL_START.match(line)]
@@ -80,7 +80,7 @@ def _cell(cell: dict, line: int) -> SourceCell:
 
 @dataclass(frozen=True)
 class Solution:
-    """A solution between markers: where it stands in its cell, and what the markers say."""
+    """A solution between markers: its lines in the cell, and the text of the markers."""
 
     begin: int
     end: int
@@ -91,7 +91,7 @@ class Solution:
 
 
 def solutions(cell: SourceCell) -> list[Solution]:
-    """The solutions of an exercise cell, by their markers."""
+    """Return the solutions of an exercise cell, by their markers."""
     found: list[Solution] = []
     begin: tuple[int, re.Match[str]] | None = None
     for index, line in enumerate(cell.text.splitlines()):
@@ -110,7 +110,7 @@ def solutions(cell: SourceCell) -> list[Solution]:
 
 
 class Misplaced(CourseError):
-    """Something is wrong at one line of a cell."""
+    """An error at one line of a cell."""
 
     def __init__(self, what: str, index: int) -> None:
         super().__init__(what)
@@ -118,7 +118,7 @@ class Misplaced(CourseError):
 
 
 def stub(cell: SourceCell) -> str:
-    """The cell as a learner gets it: each solution replaced by a NotImplementedError."""
+    """Return the learner's version of the cell: each solution replaced by a NotImplementedError."""
     lines = cell.text.splitlines()
     for solution in reversed(solutions(cell)):
         message = json.dumps(f"exercise {cell.exercise}: {solution.hint}", ensure_ascii=False)
@@ -131,7 +131,7 @@ def stub(cell: SourceCell) -> str:
 
 
 def solved(cell: SourceCell) -> str:
-    """The cell with its solutions; those that stand in the library are taken from there."""
+    """Return the cell with its solutions; those in the library are taken from there."""
     lines = cell.text.splitlines()
     for solution in reversed(solutions(cell)):
         body = lines[solution.begin + 1 : solution.end]
@@ -144,7 +144,7 @@ def solved(cell: SourceCell) -> str:
 
 
 def _parameters(cell: SourceCell, solution: Solution) -> list[str] | None:
-    """Parameter names of the function of a cell that holds a solution."""
+    """Return the parameter names of the function of a cell that holds a solution."""
     number = solution.begin + 1
     inside = [
         node
@@ -155,7 +155,7 @@ def _parameters(cell: SourceCell, solution: Solution) -> list[str] | None:
 
 
 def stub_for_parsing(cell: SourceCell) -> str:
-    """The cell with `raise` in place of every line of a solution, so that lines keep numbers."""
+    """Return the cell with `raise` in place of every line of a solution, so line numbers stay."""
     lines = cell.text.splitlines()
     for solution in solutions(cell):
         count = solution.end + 1 - solution.begin
@@ -164,7 +164,7 @@ def stub_for_parsing(cell: SourceCell) -> str:
 
 
 def library_body(solution: Solution, parameters: list[str] | None) -> str:
-    """The body of a library function, without its docstring, read from the file as text.
+    """Return the body of a library function, without its docstring, read from the file as text.
 
     Raises: Misplaced where there is no such function, or it has other parameters.
     """
@@ -187,7 +187,7 @@ def library_body(solution: Solution, parameters: list[str] | None) -> str:
 
 
 def _library_text(solution: Solution) -> str:
-    """The text of the library module that holds a solution; it is found, not imported."""
+    """Return the text of the library module that holds a solution; it is found, not imported."""
     try:
         spec = importlib.util.find_spec(solution.module)
     except ModuleNotFoundError:
@@ -198,7 +198,7 @@ def _library_text(solution: Solution) -> str:
 
 
 def _body(node: ast.FunctionDef, text: str) -> str:
-    """The lines of a function after its docstring, dedented, with the comments among them."""
+    """Return the lines of a function after its docstring, dedented, with their comments."""
     has_docstring = ast.get_docstring(node) is not None
     first = (node.body[0].end_lineno or 0) if has_docstring else node.body[0].lineno - 1
     return textwrap.dedent("\n".join(text.splitlines()[first : node.end_lineno])).strip("\n")
@@ -211,7 +211,7 @@ def _names(node: ast.FunctionDef) -> list[str]:
 
 
 def for_students(cells: list[SourceCell]) -> list[SourceCell]:
-    """What a learner opens: without what is for instructors, stubs in place of solutions."""
+    """Return the student's cells: without those for instructors, stubs in place of solutions."""
     return [
         replace(cell, text=stub(cell)) if cell.is_exercise else cell
         for cell in cells

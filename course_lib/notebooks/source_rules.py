@@ -1,4 +1,4 @@
-"""What a source must be before it is built: one sentence, with its line, for each thing wrong."""
+"""Rules for a lesson's source, checked before it is built: a sentence for each breach."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ Problem = tuple[int, str]
 
 
 def problems(cells: list[SourceCell], word: str) -> list[Problem]:
-    """Everything wrong with the source of the lesson `word`, as (line, sentence), by line."""
+    """Return everything wrong with the source of lesson `word`, as (line, sentence), by line."""
     found = list(chain(_opening(cells), _labels(cells), _exercises(cells, word), _pairs(cells)))
     if not found:
         found = list(_sizes(for_students(cells)))
@@ -38,7 +38,7 @@ def _opening(cells: list[SourceCell]) -> Iterator[Problem]:
 
 
 def _labels(cells: list[SourceCell]) -> Iterator[Problem]:
-    """Tags and metadata that mean nothing: most likely a slip of the pen."""
+    """Find tags and metadata that mean nothing, most likely typos."""
     for cell in cells:
         unknown = [tag for tag in cell.tags if tag not in TAGS]
         if unknown:
@@ -86,7 +86,7 @@ def _exercise(cell: SourceCell, word: str) -> Iterator[Problem]:
 
 
 def _pairs(cells: list[SourceCell]) -> Iterator[Problem]:
-    """Each exercise stands once, and has one check after it that says what the key says."""
+    """Check that each exercise appears once, followed by one check of its key."""
     exercises: dict[str, SourceCell] = {}
     checked: dict[str, int] = {}
     for cell in cells:
@@ -115,7 +115,7 @@ def _check_line(cell: SourceCell, exercise: SourceCell) -> Iterator[Problem]:
 
 
 def _sizes(cells: list[SourceCell]) -> Iterator[Problem]:
-    """The limits of a lesson, measured on what a learner opens."""
+    """Check the size limits of a lesson, measured on the student's version."""
     code = [cell for cell in cells if cell.kind == "code"]
     for cell in code:
         limit = MAX_STUB_LINES if cell.is_exercise else MAX_CELL_LINES
@@ -132,11 +132,11 @@ def _sizes(cells: list[SourceCell]) -> Iterator[Problem]:
 
 
 def num_lines(cell: SourceCell) -> int:
-    """Lines of a cell that are not blank."""
+    """Count the lines of a cell that are not blank."""
     return sum(bool(line.strip()) for line in cell.text.splitlines())
 
 
 def num_words(cell: SourceCell) -> int:
-    """Words of a markdown cell, without HTML tags, link targets and table rules."""
+    """Count the words of a markdown cell, without HTML tags, link targets and table rules."""
     text = re.sub(r"<[^>]+>|\]\([^)]*\)", " ", cell.text)
     return len(re.findall(r"[^\W_]\S*", text))

@@ -1,4 +1,4 @@
-"""Verdicts as files, one row or one test case an exercise, for the tools of an instructor."""
+"""Write verdicts to files, one row or one test case per exercise, for an instructor's tools."""
 
 import csv
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from course_lib.notebooks.grading import GradeReport
 
 
 def write_csv(reports: Sequence[GradeReport], path: Path) -> None:
-    """Write one row an exercise, with a header."""
+    """Write a header and one row per exercise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -21,7 +21,7 @@ def write_csv(reports: Sequence[GradeReport], path: Path) -> None:
 
 
 def write_junit(reports: Sequence[GradeReport], path: Path) -> None:
-    """Write a suite for every notebook; an exercise that is not right is a failure."""
+    """Write a test suite per notebook; an exercise that is not right is a failure."""
     suites = ElementTree.Element("testsuites")
     for report in reports:
         failed = sum(verdict.status != "right" for verdict in report.verdicts)

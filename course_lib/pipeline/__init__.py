@@ -1,10 +1,20 @@
 """Pipeline parallelism: layers split over ranks (notebook 08_pipeline).
 
-Where is 1F1B? Its order: `schedules.py` (GPipe, 1F1B, interleaved, ZB-H1), a list of actions
-(`actions.py`) for each rank, checked by `schedule_rules.py`. Executed: `engine.py`, with
-`stage.py`, the point-to-point messages of `p2p.py`, and `split_backward.py`. Simulated:
-`simulation.py`. Predicted: `cost.py`. Measured: `lab.py`. Besides, `balance.py` cuts a model into
-stages, `token_pipeline.py` is TeraPipe, `pictures.py` and `explorer.py` draw.
+Follow 1F1B through the files:
+
+    schedules.py        its order: for each rank a list of actions (`actions.py`); GPipe, ZB-H1, ...
+    schedule_rules.py   checks any schedule: each action once, no deadlock, few in flight
+    engine.py           executes it on real ranks: `Pipeline` and `StageExecutor`
+    p2p.py              sends activations and gradients between stages: `StageComm`
+    split_backward.py   splits backward into input and weight gradients, for ZB-H1
+    simulation.py       simulates it: step time, bubble, activations in flight
+    cost.py             predicts the same by formula
+    lab.py              measures it on real ranks
+    stage.py            cuts a model into stages, balanced by `balance.py`
+    token_pipeline.py   pipelines the tokens of one sequence (TeraPipe)
+    pictures.py, explorer.py   draw steps
+
+The exercise that checks a learner's 1F1B is `course_lib/checks/pipeline/order.py`.
 """
 
 from course_lib.pipeline.actions import Action, Schedule, ScheduleError

@@ -1,8 +1,8 @@
-"""What a pipeline schedule is made of, and what can be read off any schedule.
+"""Actions and schedules of a pipeline: the data structures, and what follows from them.
 
-An action is what one stage does with one micro-batch; a schedule is a list of actions for each
-rank. Which rank an action waits for, and whom it sends to, follows from where its layers lie.
-Notebook 08_pipeline.
+An action is one step of work of a stage on one micro-batch, such as its forward; a schedule is a
+list of actions for each rank. From which rank an action receives, and to which it sends, follows
+from the position of its layers in the model. Notebook 08_pipeline.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_wei
 
 
 class ScheduleError(CourseError, ValueError):
-    """A schedule that cannot be made, or that breaks a law of schedules."""
+    """Error: a schedule that cannot be built, or that breaks a rule of schedules."""
 
 
 class Action(NamedTuple):
-    """What a stage does with one micro-batch; with interleaving, in one of its model chunks.
+    """Work of a stage on one micro-batch; with interleaving, in one of its model chunks.
 
-    `kind` is forward, backward (the whole), backward_input or backward_weight (its halves). Rank r
-    runs stage r. The layers lie in the order of `depth`: with p stages, chunk 0 of stages 0 to
-    p - 1, then chunk 1 of stages 0 to p - 1, and so on.
+    `kind` is forward, backward (the whole), or backward_input and backward_weight (its two parts,
+    in papers also B and W, or dgrad and wgrad). Rank r runs stage r. The layers are in the order
+    of `depth`: with p stages, chunk 0 of stages 0 to p - 1, then chunk 1 of stages 0 to p - 1, ...
     """
 
     kind: str
@@ -32,12 +32,12 @@ class Action(NamedTuple):
 
     @property
     def label(self) -> str:
-        """F3, B3, I3, W3; chunk 1 of the same micro-batch is F3.1."""
+        """Short name: F3, B3, I3, W3; chunk 1 of the same micro-batch is F3.1."""
         chunk = f".{self.model_chunk}" if self.model_chunk else ""
         return f"{LETTERS.get(self.kind, self.kind)}{self.micro_batch}{chunk}"
 
     def depth(self, num_stages: int) -> int:
-        """Where its layers lie in the model: 0 holds the embedding, the last one the loss."""
+        """Return the position of its layers in the model, 0 being the chunk with the embedding."""
         return self.model_chunk * num_stages + self.stage
 
 
@@ -45,15 +45,15 @@ Schedule = list[list[Action]]
 
 
 def num_model_chunks_of(schedule: Schedule) -> int:
-    """How many model chunks each rank holds."""
+    """Return the number of model chunks on each rank."""
     return 1 + max((action.model_chunk for actions in schedule for action in actions), default=0)
 
 
 def source_of(action: Action, num_stages: int, num_model_chunks: int = 1) -> int | None:
-    """The rank whose output the action waits for; None at the ends of the model.
+    """Return the rank whose output the action waits for; None at the ends of the model.
 
-    A forward takes the output of the layers before, a backward the gradient of those after; a
-    backward_weight needs nothing from elsewhere.
+    A forward needs the output of the layers before it, a backward the gradient from the layers
+    after it; a backward_weight needs no message.
     """
     depth = action.depth(num_stages)
     if action.kind == "forward":
@@ -64,7 +64,7 @@ def source_of(action: Action, num_stages: int, num_model_chunks: int = 1) -> int
 
 
 def target_of(action: Action, num_stages: int, num_model_chunks: int = 1) -> int | None:
-    """The rank that takes what the action puts out; None at the ends of the model."""
+    """Return the rank that receives the action's output; None at the ends of the model."""
     depth = action.depth(num_stages)
     if action.kind == "forward":
         last = depth == num_stages * num_model_chunks - 1
@@ -75,10 +75,10 @@ def target_of(action: Action, num_stages: int, num_model_chunks: int = 1) -> int
 
 
 def sent_from_to(schedule: Schedule, sender: int, receiver: int) -> list[Action]:
-    """The sender's actions whose output goes to the receiver, in the order in which it leaves.
+    """Return the sender's actions whose output goes to the receiver, in the order of the sends.
 
-    Messages between two ranks match by their order where there are no tags: the receiver has to
-    take them in this order. All schedules of `schedules.py` need them in this order too.
+    Without tags, messages between two ranks match by their order, so the receiver has to receive
+    them in this order. All schedules of `schedules.py` also need them in this order.
     """
     num_model_chunks = num_model_chunks_of(schedule)
     return [
@@ -89,20 +89,20 @@ def sent_from_to(schedule: Schedule, sender: int, receiver: int) -> list[Action]
 
 
 def in_flight(actions: Sequence[Action]) -> list[int]:
-    """How many micro-batches a rank holds activations of, after each of its actions.
+    """Return the number of micro-batches in flight on a rank after each of its actions.
 
-    One comes with a forward and goes with the backward, or with its weight half. With model chunks
-    each chunk of a micro-batch counts.
+    A micro-batch is in flight from its forward until its backward, or its backward_weight: so long
+    the rank holds its activations. With several model chunks, each chunk of it counts.
     """
-    counts, held = [], 0
+    counts, count = [], 0
     for action in actions:
-        held += {"forward": 1, "backward_input": 0}.get(action.kind, -1)
-        counts.append(held)
+        count += {"forward": 1, "backward_input": 0}.get(action.kind, -1)
+        counts.append(count)
     return counts
 
 
 def as_text(schedule: Schedule) -> str:
-    """The schedule as lines: `rank 0  F0 F1 B0 F2 B1 B2`."""
+    """Return the schedule as lines of text: `rank 0  F0 F1 B0 F2 B1 B2`."""
     return "\n".join(
         f"rank {rank}  " + " ".join(action.label for action in actions)
         for rank, actions in enumerate(schedule)

@@ -1,7 +1,7 @@
-"""Cut a row of things into contiguous parts whose slowest is as fast as it can be.
+"""Load balancing: partition items into contiguous parts so that the slowest is as fast as possible.
 
-Layers into stages, so that no stage holds up the pipeline; tokens into pieces. Notebook
-08_pipeline.
+Layers into stages, because the slowest stage sets the pace of the pipeline; or the tokens of a
+sequence into pieces. Notebook 08_pipeline.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from course_lib.core.errors import CourseError
 
 
 def balance_stages(layer_times: Sequence[float], num_stages: int) -> list[int]:
-    """How many layers each stage gets, so that the slowest stage is as fast as it can be.
+    """Return the number of layers of each stage that makes the slowest stage as fast as possible.
 
-    Layers stay in order and no stage is empty. Put the embedding's time in front of the layers' and
-    the head's behind. The answer is exact.
+    Layers stay in order and no stage is empty. Put the embedding's time before the layers' times
+    and the head's after them. The answer is optimal.
 
     Raises: CourseError if there are fewer layers than stages, or a time below 0
     """
@@ -22,10 +22,12 @@ def balance_stages(layer_times: Sequence[float], num_stages: int) -> list[int]:
 
 
 def balanced_cuts(times: Sequence[float], most: int) -> list[list[int]]:
-    """The best cut into 1, 2, ... `most` contiguous parts, each as the number of things a part.
+    """Return the best cut into 1, 2, ... `most` contiguous parts, each as a list of part sizes.
 
-    Dynamic programming: the best cut of the first n things into k parts ends with a part behind the
-    best cut of fewer things into k - 1.
+    Dynamic programming: the best cut of the first n items into k parts is the best cut of fewer
+    items into k - 1 parts, and one more part.
+
+    Raises: CourseError if `most` is not 1 to the number of items, or a time is below 0
     """
     if not 1 <= most <= len(times):
         raise CourseError(
@@ -34,7 +36,7 @@ def balanced_cuts(times: Sequence[float], most: int) -> list[list[int]]:
         )
     if min(times) < 0:
         raise CourseError(f"balanced_cuts: need times >= 0; got {min(times)}.")
-    until = list(accumulate(times, initial=0.0))  # [n]: the time of the first n things
+    until = list(accumulate(times, initial=0.0))  # [n]: the time of the first n items
     slowest = until
     last_begins = [[0] * len(until)]
     for num_before in range(1, most):
@@ -46,10 +48,10 @@ def balanced_cuts(times: Sequence[float], most: int) -> list[list[int]]:
 def _one_more_part(
     until: Sequence[float], slowest: Sequence[float], num_before: int
 ) -> tuple[list[float], list[int]]:
-    """The slowest part of the best cut of the first n things, and where its last part begins.
+    """Return, for the first n items, the slowest part of the best cut and the last part's start.
 
-    A last part that begins later is faster, and those before it are slower: the best place is where
-    the two meet, or one further. With more things that place only moves to the right.
+    The later the last part starts, the shorter it is and the longer are those before it: the best
+    start is where the two times cross, or one further. As n grows, it only moves to the right.
     """
     best, begins = [0.0] * len(until), [0] * len(until)
     meet = num_before
@@ -57,21 +59,21 @@ def _one_more_part(
         while meet + 1 < end and slowest[meet + 1] <= until[end] - until[meet + 1]:
             meet += 1
         best[end], begins[end] = min(
-            (max(slowest[place], until[end] - until[place]), place)
-            for place in range(meet, min(meet + 2, end))
+            (max(slowest[start], until[end] - until[start]), start)
+            for start in range(meet, min(meet + 2, end))
         )
     return best, begins
 
 
-def _read_back(last_begins: Sequence[Sequence[int]], num_things: int) -> list[int]:
-    """The number of things in each part, from where the last part of each cut begins."""
-    ends = [num_things]
+def _read_back(last_begins: Sequence[Sequence[int]], num_items: int) -> list[int]:
+    """Return the number of items in each part, from where the last part of each cut starts."""
+    ends = [num_items]
     for begins in reversed(last_begins):
         ends.append(begins[ends[-1]])
     return [after - before for before, after in pairwise(reversed(ends))]
 
 
 def stage_times(layer_times: Sequence[float], num_layers: Sequence[int]) -> list[float]:
-    """The time of each stage, when stage r has `num_layers[r]` of the layers."""
+    """Return the time of each stage, when stage r has `num_layers[r]` of the layers."""
     ends = list(accumulate(num_layers, initial=0))
     return [sum(layer_times[before:after]) for before, after in pairwise(ends)]

@@ -1,8 +1,8 @@
-"""What a pipeline wastes and holds, in formulas: p stages, m micro-batches, v model chunks.
+"""Cost of a pipeline in formulas: bubble and activations in flight; p stages, m micro-batches.
 
-The bubble is the time in which a rank has nothing to do. As an overhead it is counted in parts of
-the time that a rank computes; as a fraction, in parts of the whole step. All stages are equally
-long here; `schedule_simulation` plays the cases that have no formula. Notebook 08_pipeline.
+The bubble is the time in which a rank is idle. The overhead is bubble / compute time, the fraction
+is bubble / step time; v is the number of model chunks per rank. The formulas assume that all stages
+take equally long; `simulation.py` covers the other cases. Notebook 08_pipeline.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,11 @@ from course_lib.pipeline.actions import Schedule
 from course_lib.pipeline.schedules import one_f_one_b
 from course_lib.pipeline.simulation import INSTANT, PipelineTimes, SimulatedStep, simulate
 
-NUM_STAGES = 8
-
 
 def bubble_overhead(num_stages: int, num_micro_batches: int, num_model_chunks: int = 1) -> float:
-    """(p - 1) / (v m): seconds idle for each second computed, for GPipe, 1F1B and interleaved.
+    """Return (p - 1) / (v m): idle time / compute time, for GPipe, 1F1B and interleaved 1F1B.
 
-    With v > 1 it is exact where each round of the schedule has p micro-batches.
+    For v > 1 it is exact if each round of the schedule has p micro-batches.
 
     Source: Narayanan et al. 2021, sections 2.2.1 and 2.2.2
     """
@@ -28,19 +26,14 @@ def bubble_overhead(num_stages: int, num_micro_batches: int, num_model_chunks: i
 
 
 def bubble_fraction(num_stages: int, num_micro_batches: int, num_model_chunks: int = 1) -> float:
-    """(p - 1) / (v m + p - 1): the same bubble as a part of the whole step."""
+    """Return (p - 1) / (v m + p - 1): the same bubble divided by the step time."""
     return (num_stages - 1) / (num_model_chunks * num_micro_batches + num_stages - 1)
-
-
-def naive_idle_fraction(num_stages: int) -> float:
-    """(p - 1) / p: one rank works while the others wait, however many micro-batches there are."""
-    return (num_stages - 1) / num_stages
 
 
 def one_f_one_b_bubble_s(
     num_stages: int, forward_s: float, backward_input_s: float, backward_weight_s: float
 ) -> float:
-    """(p - 1)(F + I + W): seconds that every rank is idle in a step of 1F1B, or of GPipe.
+    """Return (p - 1)(F + I + W): seconds that each rank is idle in a step of 1F1B, or of GPipe.
 
     Source: Qi et al. 2024 (Zero bubble pipeline parallelism), table 2
     """
@@ -54,10 +47,10 @@ def zero_bubble_h1_bubble_s(
     backward_input_s: float,
     backward_weight_s: float,
 ) -> float:
-    """(p - 1)(F + I) - (min(p, m) - 1) W: seconds that every rank is idle in a step of ZB-H1.
+    """Return (p - 1)(F + I) - (min(p, m) - 1) W: seconds that each rank is idle with ZB-H1.
 
-    For W no longer than F and I. With m >= p it is (p - 1)(F + I - W), and a third of the bubble of
-    1F1B when the three are equal.
+    It holds if W is at most F and at most I. For m >= p it is (p - 1)(F + I - W), a third of the
+    bubble of 1F1B when the three are equal.
 
     Source: Qi et al. 2024 (Zero bubble pipeline parallelism), table 2; m <= p: appendix H
     """
@@ -66,59 +59,27 @@ def zero_bubble_h1_bubble_s(
     return unfilled_s - num_filled * backward_weight_s
 
 
-def one_f_one_b_wire_s(num_stages: int, num_micro_batches: int, message_s: float) -> float:
-    """What messages of `message_s` each add to a step of 1F1B, for m a multiple of p.
-
-    In every p micro-batches, 2 (p - 1) messages have nothing to hide behind: what leaves stage i
-    is what stage i + 1 waits for. Once more for the pipeline to fill and to empty.
-    """
-    if num_stages == 1:
-        return 0.0
-    rounds = num_micro_batches // num_stages
-    return (2 * (num_stages - 1) * (rounds + 1) - 2) * message_s
-
-
-# --- micro-batches in flight, that is, whose activations a rank holds
-
-
-def gpipe_in_flight(num_micro_batches: int) -> int:
-    """m: every micro-batch waits for all the others."""
-    return num_micro_batches
+# --- micro-batches in flight: those whose activations a rank holds
 
 
 def one_f_one_b_in_flight(num_stages: int, num_micro_batches: int, rank: int) -> int:
-    """min(p - rank, m): a rank runs ahead only by what the ranks behind it need.
+    """Return min(p - rank, m): a rank runs ahead only as far as the stages after it need.
 
     Source: Narayanan et al. 2021, section 2.2.1 (at most p)
     """
     return min(num_stages - rank, num_micro_batches)
 
 
-def zero_bubble_h1_in_flight(num_stages: int, num_micro_batches: int) -> int:
-    """min(p, m) on every rank, as the weight halves that are put off hold activations too.
-
-    Source: Qi et al. 2024 (Zero bubble pipeline parallelism), section 2.1
-    """
-    return min(num_stages, num_micro_batches)
-
-
-def interleaved_in_flight(
-    num_stages: int, num_micro_batches: int, num_model_chunks: int, rank: int
-) -> int:
-    """Model chunks in flight for v > 1, each 1/v of a stage, where a round has p micro-batches.
-
-    min((v - 1) p + 2 (p - 1 - rank) + 1, v m): with v = 2, rank 0 holds 3 p - 1 halves.
-    """
-    ahead = (num_model_chunks - 1) * num_stages + 2 * (num_stages - 1 - rank)
-    return min(ahead + 1, num_model_chunks * num_micro_batches)
+# --- where the time of a step goes
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchCost:
-    """One rank's part of a whole batch, before it is cut into micro-batches.
+    """Cost of a whole batch on one stage, before it is divided into micro-batches.
 
-    `forward_s` and `backward_s` are seconds of one stage, `message_bytes` what it sends forward.
-    `start_s` is what every forward and every backward costs besides, however small it is.
+    forward_s, backward_s   seconds of one stage for the batch
+    message_bytes           bytes that the stage sends forward for the batch
+    start_s                 fixed seconds of each forward and each backward, whatever its size
     """
 
     forward_s: float
@@ -127,7 +88,7 @@ class BatchCost:
     start_s: float = 0.0
 
     def times(self, num_micro_batches: int, link: Link | TwoLevelLink = INSTANT) -> PipelineTimes:
-        """The times of one micro-batch out of `num_micro_batches`."""
+        """Return the times of one micro-batch out of `num_micro_batches`."""
         half_s = (self.backward_s / num_micro_batches + self.start_s) / 2
         return PipelineTimes(
             forward_s=self.forward_s / num_micro_batches + self.start_s,
@@ -140,10 +101,13 @@ class BatchCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """Where a step's time goes, for one number of micro-batches; the parts add up to `step_s`.
+    """Decomposition of a step's seconds for one number of micro-batches; the sum is `step_s`.
 
-    `compute_s` is there at any number; `start_s` is the fixed price of all micro-batches;
-    `bubble_s` is idle even if messages took no time; `wire_s` is what the messages add to that.
+    compute_s   the batch itself, the same for any number of micro-batches
+    start_s     fixed costs of all forwards and backwards
+    bubble_s    idle time if messages took no time
+    wire_s      exposed communication: what the messages add to that
+    played      the simulated step, messages included
     """
 
     num_micro_batches: int
@@ -155,7 +119,7 @@ class StepParts:
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.played.step_s
 
 
@@ -166,7 +130,7 @@ def step_parts(
     link: Link | TwoLevelLink,
     schedule: Callable[[int, int], Schedule] = one_f_one_b,
 ) -> StepParts:
-    """Play the step over the link and over a wire that takes no time, and tell the parts."""
+    """Simulate the step over the link and over an instant one; return the parts of its time."""
     actions = schedule(num_stages, num_micro_batches)
     played = simulate(actions, batch.times(num_micro_batches, link))
     ideal = simulate(actions, batch.times(num_micro_batches))
@@ -182,7 +146,7 @@ def step_parts(
 
 
 class Published(NamedTuple):
-    """One model on 8 stages: milliseconds of F, I, W and of a message, and two bubble rates."""
+    """Published measurement on 8 stages: milliseconds of F, I, W and a message; bubble rates."""
 
     model: str
     num_micro_batches: int
@@ -195,7 +159,7 @@ class Published(NamedTuple):
 
     @property
     def times(self) -> PipelineTimes:
-        """The same, for the simulation."""
+        """Measured times in seconds, as input of `simulate`."""
         return PipelineTimes(
             forward_s=self.forward_ms / 1e3,
             backward_input_s=self.backward_input_ms / 1e3,

@@ -1,8 +1,10 @@
-"""Pipeline parallelism: one small engine that runs any schedule on real ranks.
+"""Pipeline engine: executes any schedule, one stage per rank, on real ranks.
 
-A rank goes through its list of actions: it waits for what the action needs, computes, lets the
-outcome leave, and goes on. Gradients add up over the micro-batches, each counted by its share of
-the batch, so a step gives the numbers of one process on the whole batch. Notebook 08_pipeline.
+A rank goes through its list of actions. For each one it receives the input (an activation or a
+gradient), computes, and sends the output. Three classes share the work: `Pipeline` runs the loop,
+`StageExecutor` computes, and `StageComm` of `p2p.py` communicates. Gradients accumulate over the
+micro-batches, each weighted by its share of the batch, so a step gives the gradients that one
+process computes from the whole batch. Notebook 08_pipeline.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
 class Pipeline:
-    """This rank's stage, and the engine that runs schedules on it.
+    """Pipeline engine of one rank: holds its stage and executes schedules on it.
 
     pipeline = Pipeline(split_model(spec, p, rank), token_loss)
     pipeline.step(one_f_one_b(p, m), inputs, targets); optimizer.step()
@@ -38,9 +40,9 @@ class Pipeline:
     loss_fn   (output, targets) of a micro-batch -> the mean over its targets
     group     the ranks of this pipeline, stage 0 first; all ranks by default
 
-    peak_in_flight   the most micro-batches whose activations were held in the last step
+    peak_in_flight   largest number of micro-batches in flight during the last step
 
-    Raises: MeshError for another's group
+    Raises: MeshError unless this rank belongs to the group
     """
 
     def __init__(
@@ -61,16 +63,16 @@ class Pipeline:
         targets: Sequence[Tensor] | None = None,
         weights: Sequence[float] | None = None,
     ) -> Tensor | None:
-        """Run the schedule once; gradients of the whole batch's mean loss add to `param.grad`.
+        """Execute the schedule once; add the gradients of the batch's mean loss to `param.grad`.
 
-        inputs    one tensor a micro-batch, on every rank: the first stage reads them, the others
-                  only look at their shapes (so device="meta" will do)
-        targets   one tensor a micro-batch; only the last stage needs them
+        inputs    one tensor per micro-batch, on every rank: the first stage reads the values, the
+                  others only the shapes (so device="meta" will do)
+        targets   one tensor per micro-batch; only the last stage needs them
         weights   each micro-batch's share of the loss; by default its share of all targets
 
         Returns the mean loss on the last stage, None on the others.
 
-        Cost:    an activation and a gradient sent per micro-batch and border between pieces
+        Cost:    one activation and one gradient sent per micro-batch and boundary between stages
         Raises:  ScheduleError before anything is sent; CourseError
         """
         plan = self._plan(schedule, len(inputs))
@@ -78,25 +80,25 @@ class Pipeline:
         shapes = tuple((tuple(x.shape), x.dtype) for x in inputs)
         comm = StageComm(self.member, plan, self._metas.get(shapes, {}), self.device)
         batch = (inputs, targets or (), weights)
-        run = StageExecutor(self.stage, self.loss_fn, plan, batch)
+        executor = StageExecutor(self.stage, self.loss_fn, plan, batch)
         with tied_summed(self.stage, self.member):
             for action in schedule[self.member.rank]:
                 received = comm.receive(action)
                 with span(action.kind, action.label):
-                    made = run.do(action, received)
-                if made is not None:
-                    comm.send(action, made)
+                    output = executor.execute(action, received)
+                if output is not None:
+                    comm.send(action, output)
             comm.finish()
-        self._metas[shapes], self.peak_in_flight = comm.metas, run.peak
-        return run.loss
+        self._metas[shapes], self.peak_in_flight = comm.metas, executor.peak
+        return executor.loss
 
     @property
     def is_last(self) -> bool:
-        """Is this the stage that has the loss?"""
+        """True on the stage that computes the loss."""
         return self.member.rank == self.member.size - 1
 
     def _plan(self, schedule: Schedule, num_micro_batches: int) -> CommPlan:
-        """This rank's part of a schedule, which is checked when it is new."""
+        """Return this rank's communication plan; check a schedule the first time it is used."""
         if self._checked is None or self._checked[:2] != (schedule, num_micro_batches):
             check_schedule(schedule, num_micro_batches=num_micro_batches)
             self._check_sizes(schedule)
@@ -121,7 +123,7 @@ class Pipeline:
     def _check_batch(
         self, inputs: Sequence[Tensor], targets: Sequence[Tensor] | None, weights: Any
     ) -> Sequence[float]:
-        """The micro-batches' shares of the loss, on the last stage; targets for all of them."""
+        """On the last stage: check targets and weights, and return the weights."""
         if not self.is_last:
             return ()
         for name, given in (("targets", targets), ("weights", weights)):
@@ -142,7 +144,7 @@ def run_schedule(
     loss_fn: LossFn,
     group: Group = None,
 ) -> Tensor | None:
-    """One step of `Pipeline(stage, loss_fn, group)`: the mean loss on the last stage, else None."""
+    """Execute one step of a new `Pipeline`; return the mean loss on the last stage, else None."""
     return Pipeline(stage, loss_fn, group).step(schedule, inputs, targets)
 
 
@@ -154,16 +156,21 @@ def _as_stage(stage: Stage | nn.Module | Sequence[nn.Module]) -> Stage:
 
 @dataclass
 class InFlight:
-    """What a rank keeps of a micro-batch in a model chunk, from its forward to its backward."""
+    """State of a micro-batch in a model chunk between its forward and its backward."""
 
-    x: Tensor | None  # the input, if its gradient is wanted
-    edge: Any  # where backward begins; the output itself may go once it has arrived
-    grad: Tensor | None  # the gradient there, where none comes from the next stage
-    split: SplitBackward | None
+    x: Tensor | None  # the input, if its gradient has to be sent back
+    edge: Any  # autograd edge where backward starts; the output itself may be freed once sent
+    grad: Tensor | None  # gradient to start from on the last stage; elsewhere it is received
+    split: SplitBackward | None  # set if the schedule splits this backward into I and W
 
 
 class StageExecutor:
-    """One step of one rank: does actions, whose messages somebody else receives and sends."""
+    """Executor of one step on one rank: computes actions; receiving and sending are `StageComm`'s.
+
+    in_flight   what each micro-batch of each model chunk needs for its backward
+    peak        largest number of them at one time
+    loss        mean loss of the batch so far; None except on the last stage
+    """
 
     def __init__(
         self,
@@ -174,68 +181,71 @@ class StageExecutor:
     ) -> None:
         self.stage, self.loss_fn, self.plan = stage, loss_fn, plan
         self.inputs, self.targets, self.weights = batch
-        self.held: dict[tuple[int, int], InFlight] = {}
+        self.in_flight: dict[tuple[int, int], InFlight] = {}
         self.loss: Tensor | None = None
         self.peak = 0
 
-    def do(self, action: Action, received: Tensor | None) -> Tensor | None:
-        """Compute an action from what was received; return what has to be sent."""
-        part = (action.model_chunk, action.micro_batch)
+    def execute(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Compute an action from what was received; return what has to be sent, if anything."""
+        key = (action.model_chunk, action.micro_batch)
         if action.kind == "forward":
             return self._forward(action, received)
         if action.kind == "backward_input":
-            return self._backward(self.held[part], received)
-        held = self.held.pop(part)
+            return self._backward(self.in_flight[key], received)
+        saved = self.in_flight.pop(key)
         if action.kind == "backward":
-            return self._backward(held, received)
-        if held.split:
-            held.split.backward_weight()
+            return self._backward(saved, received)
+        if saved.split:
+            saved.split.backward_weight()
         return None
 
     def _forward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Run the model chunk, and on the last stage the loss; keep what backward needs."""
+        key = (action.model_chunk, action.micro_batch)
+        chunk = self.stage.chunks[action.model_chunk]
         x = self.inputs[action.micro_batch] if received is None else received.requires_grad_()
-        part, chunk = (
-            (action.model_chunk, action.micro_batch),
-            self.stage.chunks[action.model_chunk],
-        )
-        split = SplitBackward(chunk) if part in self.plan.halved else None
+        split = SplitBackward(chunk) if key in self.plan.split_backwards else None
         with split or nullcontext():
-            out = self._called(chunk, x, action)
+            output = self._call_chunk(chunk, x, action)
         grad = None
-        if last := self.plan.is_last(action):
-            out, grad = self._mean_loss(out, action.micro_batch)
-        edge = get_gradient_edge(out) if out.requires_grad else None
-        self.held[part] = InFlight(received, edge, grad, split)
-        self.peak = max(self.peak, len(self.held))
-        return None if last else out
+        if is_last := self.plan.is_last(action):
+            output, grad = self._mean_loss(output, action.micro_batch)
+        edge = get_gradient_edge(output) if output.requires_grad else None
+        self.in_flight[key] = InFlight(received, edge, grad, split)
+        self.peak = max(self.peak, len(self.in_flight))
+        return None if is_last else output
 
-    def _backward(self, held: InFlight, received: Tensor | None) -> Tensor | None:
-        """Backward, or its first half; return the gradient of what was received in forward."""
-        x_grad, grad = None, held.grad if received is None else received
-        if held.edge and held.split:
-            x_grad = held.split.backward_input(held.edge, grad, held.x)
-        elif held.edge:
-            torch.autograd.backward((held.edge,), (grad,))
-            x_grad = None if held.x is None else held.x.grad
-        if held.x is not None and x_grad is None:  # the stage does not use it
-            x_grad = torch.zeros_like(held.x)
-        held.x = held.edge = held.grad = None
+    def _backward(self, saved: InFlight, received: Tensor | None) -> Tensor | None:
+        """Run the backward, or only its input half; return the gradient of forward's input."""
+        x_grad, grad = None, saved.grad if received is None else received
+        if saved.edge and saved.split:
+            x_grad = saved.split.backward_input(saved.edge, grad, saved.x)
+        elif saved.edge:
+            torch.autograd.backward((saved.edge,), (grad,))
+            x_grad = None if saved.x is None else saved.x.grad
+        if saved.x is not None and x_grad is None:  # the stage does not use its input
+            x_grad = torch.zeros_like(saved.x)
+        saved.x = saved.edge = saved.grad = None
         return x_grad
 
-    def _mean_loss(self, out: Tensor, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """The micro-batch's mean loss, and its share of the batch's: the gradient to begin with."""
+    def _mean_loss(self, output: Tensor, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """Return the micro-batch's mean loss, and the gradient that backward starts from.
+
+        That gradient is the micro-batch's weight, its share of the mean over the whole batch.
+        """
         weight = self.weights[micro_batch]
-        loss = (out * 0).sum()  # the mean of no targets is not a number
+        loss = (output * 0).sum()  # the mean over no targets would be nan
         if weight:
-            loss = self.loss_fn(out, self.targets[micro_batch])
+            loss = self.loss_fn(output, self.targets[micro_batch])
         share = (loss.detach() * weight).clone()
         self.loss = share if self.loss is None else self.loss + share
         return loss, torch.full_like(loss, weight)
 
-    def _called(self, chunk: nn.Module, x: Tensor, action: Action) -> Tensor:
+    def _call_chunk(self, chunk: nn.Module, x: Tensor, action: Action) -> Tensor:
+        """Call a model chunk; explain a shape or dtype that it cannot take."""
         where = f"rank {dist.get_rank()}, Pipeline, {action.label}"
         try:
-            out = chunk(x)
+            output = chunk(x)
         except RuntimeError as error:
             if not any(word in str(error) for word in ("shape", "size", "dtype")):
                 raise
@@ -243,16 +253,19 @@ class StageExecutor:
                 f"{where}: need a stage that takes what the one before puts out; got "
                 f"{describe(x)}, and {error}. Try split_model on every rank, with the same numbers."
             ) from error
-        if not isinstance(out, Tensor):
+        if not isinstance(output, Tensor):
             raise ShapeError(
-                f"{where}: need a stage with one tensor as its output; got {describe(out)}. "
+                f"{where}: need a stage with one tensor as its output; got {describe(output)}. "
                 "Try to cut the model elsewhere."
             )
-        return out
+        return output
 
 
 def shares(targets: Sequence[Tensor]) -> list[float]:
-    """Each micro-batch's part of all targets; those that are `IGNORED` do not count."""
+    """Return each micro-batch's share of all targets; `IGNORED` targets do not count.
+
+    Raises: CourseError if no target counts
+    """
     counts = [
         t.numel() if t.is_floating_point() else int((t != IGNORED).sum().item()) for t in targets
     ]

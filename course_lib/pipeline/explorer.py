@@ -1,6 +1,6 @@
-"""Sliders for a pipeline schedule: its lanes of time and memory, its bubble, what it holds.
+"""Interactive picture of a pipeline schedule: timeline, memory, bubble, micro-batches in flight.
 
-Everything is played on paper, so that a slider answers at once. Notebook 08_pipeline.
+Everything is simulated, so a slider responds at once. Notebook 08_pipeline.
 """
 
 import math
@@ -26,13 +26,13 @@ SCHEDULES = ["naive", "GPipe", "1F1B", "interleaved", "ZB-H1"]
 
 
 def schedule_explorer() -> Explore:
-    """A picture with sliders: schedule, p, m, chunks, seconds of I and W (F takes 1), the wire.
+    """Return a picture with sliders for schedule, p, m, chunks, and times relative to a forward.
 
-    `chunks` counts for interleaved alone. `message` is what any message takes, in parts of F.
+    `chunks` applies to interleaved only; `message` is the time of any message.
     """
     return explore(
         _draw,
-        lambda **values: _finding(_played(**values), values["schedule"]),
+        lambda **values: _finding(_simulated(**values), values["schedule"]),
         schedule=(SCHEDULES, "1F1B"),
         p=(2, 8, 4),
         m=(1, 16, 6),
@@ -43,7 +43,7 @@ def schedule_explorer() -> Explore:
     )
 
 
-def _played(
+def _simulated(
     *,
     schedule: str,
     p: int,
@@ -65,12 +65,12 @@ def _played(
 
 
 def _draw(**values: Any) -> Figure:
-    played, name = _played(**values), values["schedule"]
-    return pipelines({name: played.events()}, _finding(played, name), unit="F")
+    step, name = _simulated(**values), values["schedule"]
+    return pipelines({name: step.events()}, _finding(step, name), unit="F")
 
 
-def _finding(played: SimulatedStep, name: str) -> str:
-    overhead, peak = played.bubble_overhead, max(played.peak_in_flight())
-    parts = max(action.model_chunk for action in played.schedule[0]) + 1
-    held = f"{peak} parts of 1/{parts}" if parts > 1 else f"{peak} micro-batches"
-    return f"{name}: a bubble of {overhead:.0%} of the compute, {held} in flight at most"
+def _finding(step: SimulatedStep, name: str) -> str:
+    overhead, peak = step.bubble_overhead, max(step.peak_in_flight())
+    parts = max(action.model_chunk for action in step.schedule[0]) + 1
+    in_flight = f"{peak} parts of 1/{parts}" if parts > 1 else f"{peak} micro-batches"
+    return f"{name}: a bubble of {overhead:.0%} of the compute, {in_flight} in flight at most"

@@ -1,10 +1,9 @@
-"""Measuring pipeline steps on real ranks, to hold them against simulated ones.
+"""Measurement of pipeline steps on real ranks, to compare with simulated ones.
 
-`emulated(schedule, times)` is a step whose stages take the times that `simulate` plays, without
-using a processor, as ranks with accelerators of their own would; its gradients are real.
-`measure` times such steps, or those of any model, in turns, so that whatever else the machine does
-falls on all of them. `measure_times` finds the times of a model to simulate with. Notebook
-08_pipeline.
+`measure` times the steps of any model or schedule; runs take turns, so that a disturbance by other
+processes affects all of them. `measure_times` finds the durations of a model's actions, to simulate
+with. `emulated(schedule, times)` makes steps whose stages sleep for given durations, as if each
+rank had an accelerator of its own; their gradients are real. Notebook 08_pipeline.
 """
 
 import time
@@ -26,16 +25,15 @@ from course_lib.pipeline.engine import LossFn, Pipeline
 from course_lib.pipeline.simulation import INSTANT, PipelineTimes
 from course_lib.pipeline.stage import Stage
 from course_lib.ranks import Ranks, record
-from course_lib.ranks.timing import Measured
+from course_lib.ranks.timing import Measured, from_zero, median_turn
 
-BuildStage = Callable[
-    [int, int], Stage | nn.Module | Sequence[nn.Module]
-]  # (stage, num_stages) -> it
+# (stage, num_stages) -> what the rank of that stage holds
+BuildStage = Callable[[int, int], Stage | nn.Module | Sequence[nn.Module]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRun:
-    """What to measure: `build(stage, num_stages)` on every rank, and steps of one schedule."""
+    """Configuration of a measurement: `build(stage, num_stages)` on each rank, and one schedule."""
 
     build: BuildStage
     schedule: Schedule
@@ -46,13 +44,13 @@ class PipelineRun:
 
 @dataclass(frozen=True)
 class MeasuredPipeline(Measured):
-    """Turns of one schedule: seconds, the median step's events, micro-batches held by each rank."""
+    """Measured turns of one run, and each rank's peak of micro-batches in flight."""
 
     peak_in_flight: tuple[int, ...]
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all ranks' time, in the median step, in which they do not compute."""
+        """Idle time of all ranks divided by their total time, in the median step."""
         computed = [event for event in self.events if event.kind in COMPUTE_KINDS]
         length_s = max(e.end_s for e in computed) - min(e.start_s for e in computed)
         return 1 - sum(e.duration_s for e in computed) / (len(self.peak_in_flight) * length_s)
@@ -61,18 +59,19 @@ class MeasuredPipeline(Measured):
 def measure(
     ranks: Ranks, runs: Mapping[Any, PipelineRun], turns: int = 5
 ) -> dict[Any, MeasuredPipeline]:
-    """Time steps of all runs, taking turns.
+    """Time steps of all runs, which take turns.
 
-    A step lasts from the moment when the last rank begins until the last one has ended.
+    A step lasts from when the last rank starts until the last rank has finished computing.
     """
     by_rank = ranks.run(_record_steps, dict(runs), turns)
-    return {name: measured_of([found[name] for found in by_rank]) for name in runs}
+    return {name: _measured([found[name] for found in by_rank]) for name in runs}
 
 
 def measure_times(ranks: Ranks, run: PipelineRun, turns: int = 3) -> PipelineTimes:
-    """Seconds of the run's actions while only one rank computes at a time: medians by model chunk.
+    """Measure the median seconds of each model chunk's actions, one rank computing at a time.
 
-    Whole backwards are counted half and half; a run whose schedule cuts them has both measured.
+    If the schedule has whole backwards, their time is divided equally between input and weight
+    gradients; if it splits them, both parts are measured.
     """
     alone = replace(run, schedule=_one_by_one(run.schedule))
     events = measure(ranks, {"": alone}, turns)[""].events
@@ -88,37 +87,37 @@ def measure_times(ranks: Ranks, run: PipelineRun, turns: int = 3) -> PipelineTim
         return [median(seconds[kind, d]) / parts for d in range(num_stages * num_model_chunks)]
 
     if ("backward", 0) in seconds:
-        halves = {"backward_input_s": by_depth("backward", 2)}
-        halves["backward_weight_s"] = halves["backward_input_s"]
+        backward = {"backward_input_s": by_depth("backward", 2)}
+        backward["backward_weight_s"] = backward["backward_input_s"]
     else:
-        halves = {f"{kind}_s": by_depth(kind) for kind in ("backward_input", "backward_weight")}
+        backward = {f"{kind}_s": by_depth(kind) for kind in ("backward_input", "backward_weight")}
     sizes = [event.num_bytes for event in events if event.kind == "send"]
     return PipelineTimes(
         forward_s=by_depth("forward"),
-        **halves,
+        **backward,
         link=ranks.link or INSTANT,
         message_bytes=median(sizes) if sizes else 0.0,
     )
 
 
 def _one_by_one(schedule: Schedule) -> Schedule:
-    """The same actions, one micro-batch after the other."""
+    """Return the same actions, ordered so that one micro-batch follows the other."""
     order = list(LETTERS)
 
-    def place(action: Action) -> tuple[int, int, int]:
+    def position(action: Action) -> tuple[int, int, int]:
         chunk = action.model_chunk if action.kind == "forward" else -action.model_chunk
         return action.micro_batch, order.index(action.kind), chunk
 
-    return [sorted(actions, key=place) for actions in schedule]
+    return [sorted(actions, key=position) for actions in schedule]
 
 
-# --- stages that only take their time
+# --- emulated stages
 
 
 def emulated(schedule: Schedule, times: PipelineTimes) -> PipelineRun:
-    """Steps that take what `simulate(schedule, times)` plays, on ranks with `times.link`.
+    """Return a run whose actions take the durations of `times`, on ranks with `times.link`.
 
-    The length of a micro-batch comes from `times.micro_batch_scale`; messages have their size.
+    Micro-batches are scaled by `times.micro_batch_scale`; messages have `times.message_bytes`.
     """
     num_micro_batches = 1 + max(action.micro_batch for action in schedule[0])
     inputs = [
@@ -148,9 +147,9 @@ def _first_number(output: Tensor, target: Tensor) -> Tensor:
 
 
 class TimedLayer(nn.Module):
-    """x + weight, which takes given seconds for forward and for each half of backward.
+    """Layer x + weight that sleeps for given seconds in forward and in each part of backward.
 
-    The first number of x says how long its micro-batch is, in parts of an ordinary one.
+    The first number of x is the factor on these seconds for its micro-batch.
     """
 
     def __init__(self, forward_s: float, backward_input_s: float, backward_weight_s: float) -> None:
@@ -159,19 +158,22 @@ class TimedLayer(nn.Module):
         self.seconds = (forward_s, backward_input_s, backward_weight_s)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Sleep, then add."""
         forward_s, input_s, weight_s = (seconds * x[0].item() for seconds in self.seconds)
         time.sleep(forward_s)
         return _SlowGrad.apply(_add(x, self.weight, weight_s), input_s)
 
 
 def _add(x: Tensor, weight: Tensor, weight_s: float) -> Tensor:
-    """x + weight; the weight's gradient takes its time. One operation for whoever watches."""
+    """Return x + weight; the weight's gradient sleeps. `SplitBackward` sees a single operation."""
     if has_torch_function_variadic(x, weight):
         return handle_torch_function(_add, (x, weight), x, weight, weight_s)
     return x + _SlowGrad.apply(weight, weight_s)
 
 
 class _SlowGrad(torch.autograd.Function):
+    """Identity whose backward sleeps."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
@@ -188,13 +190,15 @@ class _SlowGrad(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Turn:
+    """Recorded step of one rank."""
+
     start_s: float
     events: list[Event]
     peak_in_flight: int
 
 
 def _record_steps(rank: int, runs: Mapping[Any, PipelineRun], turns: int) -> dict[Any, list[_Turn]]:
-    """On a rank: what happened in each turn of each run; the first ones agree on shapes."""
+    """On a rank: record each turn of each run; a first turn, which exchanges shapes, is dropped."""
     num_stages = dist.get_world_size()
     pipelines = {n: Pipeline(run.build(rank, num_stages), run.loss_fn) for n, run in runs.items()}
     found: dict[Any, list[_Turn]] = {name: [] for name in runs}
@@ -210,18 +214,16 @@ def _record_steps(rank: int, runs: Mapping[Any, PipelineRun], turns: int) -> dic
     return {name: each[1:] for name, each in found.items()}
 
 
-def measured_of(by_rank: Sequence[Sequence[_Turn]]) -> MeasuredPipeline:
-    """Put the ranks' events of each turn together."""
+def _measured(by_rank: Sequence[Sequence[_Turn]]) -> MeasuredPipeline:
+    """Combine the ranks' turns: seconds of all, events and peaks of the median one."""
     turns = list(zip(*by_rank, strict=True))
     seconds = tuple(map(_step_s, turns))
-    middle = turns[sorted(range(len(turns)), key=seconds.__getitem__)[len(turns) // 2]]
-    events = sorted((e for turn in middle for e in turn.events), key=lambda event: event.start_s)
-    zero_s = min(event.start_s for event in events)
-    shifted = [
-        replace(event, start_s=event.start_s - zero_s, end_s=event.end_s - zero_s)
-        for event in events
-    ]
-    return MeasuredPipeline(seconds, shifted, tuple(turn.peak_in_flight for turn in middle))
+    median_ranks = turns[median_turn(seconds)]
+    return MeasuredPipeline(
+        seconds=seconds,
+        events=from_zero(event for turn in median_ranks for event in turn.events),
+        peak_in_flight=tuple(turn.peak_in_flight for turn in median_ranks),
+    )
 
 
 def _step_s(turn: Sequence[_Turn]) -> float:

@@ -1,8 +1,9 @@
-"""What the stages of a pipeline send to one another, without tags and without standing in the way.
+"""Point-to-point communication between pipeline stages: no tags, no deadlock, no blocking sends.
 
-Messages between two ranks match by their order, so a rank posts its receives in the order in which
-the other one sends, which the schedule tells, and one ahead of its need. Sends do not block; what
-was sent is kept until a message of the receiver shows that it has arrived. Notebook 08_pipeline.
+Messages between two ranks match by their order. So a rank posts its receives in the order in which
+the other rank sends, which follows from the schedule (`CommPlan`), and it posts each receive one
+message early. Sends are asynchronous: `StageComm` keeps a sent tensor alive until a later message
+from the receiver proves that it has arrived. Notebook 08_pipeline.
 """
 
 from collections import defaultdict, deque
@@ -29,7 +30,7 @@ MAX_DIMS = 8
 
 
 class StageMessage(NamedTuple):
-    """An activation or a gradient of a micro-batch, to the model chunk at some depth."""
+    """Identity of a message: activation or gradient, depth of the receiving chunk, micro-batch."""
 
     forward: bool
     depth: int
@@ -37,76 +38,84 @@ class StageMessage(NamedTuple):
 
     @property
     def border(self) -> tuple[int, int]:
-        """A gradient has the shape of the activation that crossed the same border before."""
+        """Key of its shape: a gradient has the shape of the activation that came the other way."""
         return (self.depth if self.forward else self.depth + 1, self.micro_batch)
 
 
 class TensorMeta(NamedTuple):
-    """The shape and dtype of a message."""
+    """Shape and dtype of a message."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class _Sent(NamedTuple):
+    """Asynchronous send that may still be in progress."""
+
     message: StageMessage
     work: dist.Work
-    tensor: Tensor  # has to live until it has left
+    tensor: Tensor  # kept alive until the send has completed
 
 
 class CommPlan:
-    """One rank's part of a schedule: whom it hears in which order, and when it is heard."""
+    """Communication plan of one rank for a schedule: computed once, used in every step.
+
+    from_rank         by neighboring rank: the messages it sends here, in order
+    sent_at           by received message: position of the sending action in its rank's list
+    needed_at         by sent message: position of the action that needs it in its rank's list
+    split_backwards   (model chunk, micro-batch) of each backward that is split into I and W
+    """
 
     def __init__(self, schedule: Schedule, me: int) -> None:
         self.num_stages, self.num_model_chunks = len(schedule), num_model_chunks_of(schedule)
-        neighbours = {(me + 1) % self.num_stages, (me - 1) % self.num_stages} - {me}
+        neighbors = {(me + 1) % self.num_stages, (me - 1) % self.num_stages} - {me}
         self.from_rank = {
             rank: [self.sends(action) for action in sent_from_to(schedule, rank, me)]
-            for rank in neighbours
+            for rank in neighbors
         }
-        self.made_at: dict[StageMessage, int] = {}  # the position in its sender's list of actions
-        self.taken_at: dict[StageMessage, int] = {}  # and in its receiver's
-        self.halved = {
+        self.sent_at: dict[StageMessage, int] = {}
+        self.needed_at: dict[StageMessage, int] = {}
+        self.split_backwards = {
             (action.model_chunk, action.micro_batch)
             for action in schedule[me]
             if action.kind == "backward_weight"
-        }  # whose backward comes in two halves
-        for rank in neighbours:
+        }
+        for rank in neighbors:
             for position, action in enumerate(schedule[rank]):
                 if self.source(action) == me:
-                    self.taken_at[self.takes(action)] = position
+                    self.needed_at[self.needs(action)] = position
                 if self.target(action) == me:
-                    self.made_at[self.sends(action)] = position
+                    self.sent_at[self.sends(action)] = position
 
     def source(self, action: Action) -> int | None:
-        """The rank whose message the action needs."""
+        """Return the rank whose message the action needs; None if it needs none."""
         return source_of(action, self.num_stages, self.num_model_chunks)
 
     def target(self, action: Action) -> int | None:
-        """The rank to which the action sends."""
+        """Return the rank to which the action sends; None if it sends nothing."""
         return target_of(action, self.num_stages, self.num_model_chunks)
 
     def is_last(self, action: Action) -> bool:
-        """Does the action stand at the end of the model, where the loss is?"""
+        """Return whether the action's layers are the last ones, where the loss is computed."""
         return action.depth(self.num_stages) == self.num_stages * self.num_model_chunks - 1
 
-    def takes(self, action: Action) -> StageMessage:
-        """The message that an action needs."""
+    def needs(self, action: Action) -> StageMessage:
+        """Return the message that an action receives."""
         depth = action.depth(self.num_stages)
         return StageMessage(action.kind == "forward", depth, action.micro_batch)
 
     def sends(self, action: Action) -> StageMessage:
-        """The message that an action makes."""
+        """Return the message that an action sends."""
         forward = action.kind == "forward"
         depth = action.depth(self.num_stages) + (1 if forward else -1)
         return StageMessage(forward, depth, action.micro_batch)
 
 
 class StageComm:
-    """The messages of one rank during one step.
+    """Communication of one rank with its neighbors during one step.
 
-    metas   what is known of the messages' shapes, by border; an activation that is not yet in it
-            travels behind a header that tells its shape, and is noted here
+    metas   shape and dtype by border. In the first step with inputs of new shapes it is empty:
+            then a header with its shape precedes each activation, and `metas` is filled in
     """
 
     def __init__(
@@ -118,36 +127,36 @@ class StageComm:
     ) -> None:
         self.member, self.plan, self.metas, self.device = member, plan, metas, device
         self.headers = not metas
-        self._to_come = {rank: deque(order) for rank, order in plan.from_rank.items()}
+        self._unposted = {rank: deque(order) for rank, order in plan.from_rank.items()}
         self._posted: dict[StageMessage, tuple[dist.Work, Tensor]] = {}
         self._sent: dict[int, list[_Sent]] = defaultdict(list)
-        self._at_home: dict[StageMessage, Tensor] = {}  # from one chunk of this rank to its next
+        self._local: dict[StageMessage, Tensor] = {}  # from one chunk of this rank to its next
 
     def receive(self, action: Action) -> Tensor | None:
-        """Wait for what the action needs; None if it needs nothing from elsewhere."""
+        """Wait for the action's input and return it; None if it needs no message."""
         source = self.plan.source(action)
         if source is None:
             return None
-        message = self.plan.takes(action)
+        message = self.plan.needs(action)
         if source == self.member.rank:
-            return self._at_home.pop(message)
+            return self._local.pop(message)
         while message not in self._posted:
             self._post(source)
-        if not self.headers and self._to_come[source]:
-            self._post(source)
+        if not self.headers and self._unposted[source]:
+            self._post(source)  # one message early, so that it can arrive while this rank computes
         work, tensor = self._posted.pop(message)
         work.wait()
-        self._free_sent(source, self.plan.made_at[message])
+        self._free_sent(source, self.plan.sent_at[message])
         return tensor
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Let the outcome of an action leave, if anybody waits for it."""
+        """Start to send the output of an action, if another action needs it."""
         target = self.plan.target(action)
         if target is None:
             return
         message, tensor = self.plan.sends(action), tensor.detach().contiguous()
         if target == self.member.rank:
-            self._at_home[message] = tensor
+            self._local[message] = tensor
             return
         self._check_meta(message, tensor, action)
         if message.forward and self.headers:
@@ -156,7 +165,7 @@ class StageComm:
         self._isend(message, tensor, target)
 
     def finish(self) -> None:
-        """Wait until everything has arrived."""
+        """Wait until all sends have completed."""
         for sent in self._sent.values():
             for one in sent:
                 one.work.wait()
@@ -166,8 +175,8 @@ class StageComm:
         self._sent[target].append(_Sent(message, self.member.isend(tensor, target), tensor))
 
     def _post(self, source: int) -> None:
-        """Post the receive of the next message that comes from a rank."""
-        message = self._to_come[source].popleft()
+        """Post the receive of the next message from a rank; in a first step, read its header."""
+        message = self._unposted[source].popleft()
         if message.forward and self.headers:
             header = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self.device)
             self.member.irecv(header, source).wait()
@@ -177,17 +186,17 @@ class StageComm:
         self._posted[message] = self.member.irecv(tensor, source), tensor
 
     def _free_sent(self, rank: int, position: int) -> None:
-        """The rank has come to `position` in its actions: what it has taken by then has arrived."""
-        kept = []
+        """Free what the rank needed for its actions up to `position`: it has received all that."""
+        in_progress = []
         for sent in self._sent[rank]:
-            if self.plan.taken_at[sent.message] <= position:
+            if self.plan.needed_at[sent.message] <= position:
                 sent.work.wait()
             else:
-                kept.append(sent)
-        self._sent[rank] = kept
+                in_progress.append(sent)
+        self._sent[rank] = in_progress
 
     def _check_meta(self, message: StageMessage, tensor: Tensor, action: Action) -> None:
-        """Every message has the meta that its receiver has made room for."""
+        """Check that a message has the shape and dtype for which its receiver allocates memory."""
         meta = TensorMeta(tuple(tensor.shape), tensor.dtype)
         where = f"rank {dist.get_rank()}, Pipeline, {action.label}"
         if meta.dtype not in DTYPES or len(meta.shape) > MAX_DIMS:
@@ -207,11 +216,12 @@ class StageComm:
 
 
 def _header(meta: TensorMeta) -> Tensor:
-    """The meta as whole numbers: the dtype, how many dims, the dims."""
+    """Encode shape and dtype as integers: index of the dtype, number of dims, dims."""
     rest = [0] * (MAX_DIMS - len(meta.shape))
     return torch.tensor([DTYPES.index(meta.dtype), len(meta.shape), *meta.shape, *rest])
 
 
 def _meta_of(header: Sequence[int]) -> TensorMeta:
+    """Decode a header."""
     dtype, num_dims, *dims = header
     return TensorMeta(tuple(dims[:num_dims]), DTYPES[dtype])

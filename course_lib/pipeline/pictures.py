@@ -1,8 +1,8 @@
-"""Pipelines: who computes what when, and under it what every rank holds meanwhile.
+"""Pictures of pipeline steps: a timeline of all ranks, and under it their micro-batches in flight.
 
-Both lanes are read off the same events, whether a schedule was played on paper or run on real
-ranks: a forward begins to hold the activations of its micro-batch, its backward (or the weight's
-half of it) lets them go. Notebook 08_pipeline.
+Both are drawn from the same events, whether the schedule was simulated or executed on real ranks:
+a micro-batch is in flight from the start of its forward to the end of its backward (of its
+backward_weight, if that is split). Notebook 08_pipeline.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,39 +24,40 @@ PIPELINE_KINDS = ("forward", "backward", "backward_input", "backward_weight")
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """The events of one step, and what can be read off them."""
+    """Events of one step, and the quantities derived from them."""
 
     events: list[Event]
 
     @property
     def step_s(self) -> float:
-        """Seconds until the last rank has computed what it has to."""
+        """Seconds until the last rank has finished computing."""
         return max((event.end_s for event in self.computed()), default=0.0)
 
     @property
     def ranks(self) -> list[int]:
+        """Ranks that have events."""
         return sorted({event.rank for event in self.events})
 
     def computed(self, rank: int | None = None) -> list[Event]:
-        """What a rank computed, or all of them, from the first to the last."""
+        """Return the compute events of one rank, or of all, sorted by start."""
         found = [e for e in self.events if e.kind in PIPELINE_KINDS and rank in (None, e.rank)]
         return sorted(found, key=lambda event: event.start_s)
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all ranks' time in which they do not compute."""
+        """Idle time of all ranks divided by their total time."""
         busy_s = sum(event.duration_s for event in self.computed())
         return 1 - busy_s / (len(self.ranks) * self.step_s or 1.0)
 
     @property
     def num_model_chunks(self) -> int:
-        """Read off the labels: F3.1 is in chunk 1."""
+        """Number of model chunks, from the labels: F3.1 is in chunk 1."""
         return 1 + max((int(e.label.partition(".")[2] or 0) for e in self.computed()), default=0)
 
     def in_flight(self, rank: int) -> tuple[list[float], list[float]]:
-        """Moments, and how many micro-batches' activations the rank holds from each of them on.
+        """Return times of change (s), and the micro-batches in flight from each of them on.
 
-        With model chunks, what one of them holds is a part of a micro-batch.
+        With v model chunks, a micro-batch in one of them counts 1/v.
         """
         part = 1 / self.num_model_chunks
         changes = [(0.0, 0.0)]
@@ -66,14 +67,14 @@ class DrawnRun:
             elif event.kind != "backward_input":
                 changes.append((event.end_s, -part))
         changes.sort()
-        held, counts = 0.0, []
+        count, counts = 0.0, []
         for _, change in changes:
-            held += change
-            counts.append(held)
-        return [moment for moment, _ in changes] + [self.step_s], [*counts, held]
+            count += change
+            counts.append(count)
+        return [time_s for time_s, _ in changes] + [self.step_s], [*counts, count]
 
     def peak_in_flight(self, rank: int) -> float:
-        """The most that a rank holds at once, in micro-batches."""
+        """Return the largest number of micro-batches in flight on a rank."""
         return max(self.in_flight(rank)[1])
 
 
@@ -84,11 +85,10 @@ def pipelines(
     link: Link | TwoLevelLink | str | None = None,
     unit: str = "",
 ) -> Figure:
-    """Draw steps of a pipeline under one another: for each a lane of time, and one of memory.
+    """Draw pipeline steps below one another: for each a timeline and the micro-batches in flight.
 
-    `runs` gives each its name: {"GPipe": ..., "1F1B": ...}. Over the time stands what part of it
-    the ranks are idle; beside the memory, how many micro-batches each rank holds at most. The rest
-    is as in `timelines`.
+    `runs` maps names to events: {"GPipe": ..., "1F1B": ...}. The idle fraction is printed above
+    each timeline, each rank's peak beside its memory. `link` and `unit` are those of `timelines`.
     """
     by_run = {name: DrawnRun(visible(events)) for name, events in runs.items()}
     everything = [event for run in by_run.values() for event in run.events]
@@ -106,7 +106,7 @@ def pipelines(
         above, beneath = panels[2 * number : 2 * number + 2]
         idle = f"{name}: {run.bubble_fraction:.0%} of the time idle" if run.events else name
         draw_events(above, idle, run.events, ranks, (span_s * scale, scale))
-        _draw_held(beneath, run, ranks, (span_s * scale, scale), most or 1)
+        _draw_in_flight(beneath, run, ranks, (span_s * scale, scale), most or 1)
     for axes in panels[:-1]:
         axes.tick_params(axis="x", labelbottom=False)
     panels[-1].set_xlabel(f"time ({word})", fontsize=TEXT_PT)
@@ -114,17 +114,17 @@ def pipelines(
 
 
 def _legend(events: Sequence[Event]) -> list[Artist]:
-    """Forward and the activations it leaves share a colour, and so an entry."""
+    """Return the legend; forward and the activations it saves share a colour, so one entry."""
     entries = event_legend(events)
     if entries and entries[0].get_label() == "forward":
         entries[0].set_label("forward (beneath: activations held)")
     return entries
 
 
-def _draw_held(
+def _draw_in_flight(
     axes: Axes, run: DrawnRun, ranks: Sequence[int], time: tuple[float, float], most: float
 ) -> None:
-    """One row a rank, as high as what it holds; all rows on one scale."""
+    """Draw one row per rank, as high as its number in flight; all rows have the same scale."""
     span, scale = time
     plain(axes)
     axes.set_xlim(0, span * 1.005)
@@ -133,10 +133,10 @@ def _draw_held(
     axes.tick_params(axis="y", length=0)
     axes.set_title("micro-batches in flight (right: the most)", loc="left", fontsize=TEXT_PT, pad=5)
     for row, rank in enumerate(ranks):
-        moments, counts = run.in_flight(rank)
+        times_s, counts = run.in_flight(rank)
         floor = row + 0.44
         tops = [floor - 0.84 * count / most for count in counts]
-        at = [moment * scale for moment in moments]
+        at = [time_s * scale for time_s in times_s]
         axes.fill_between(at, floor, tops, step="post", color=KIND["activations"].fill, lw=0)
         axes.plot([0, span], [floor, floor], color=QUIET, linewidth=0.5)
         axes.annotate(

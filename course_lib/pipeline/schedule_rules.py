@@ -1,8 +1,8 @@
-"""The laws of schedules, and a check that names the first one that is broken.
+"""Rules of schedules, and `check_schedule`, which names the first rule that is broken.
 
-Each action once; a backward after its forward; no rank waiting for what cannot come; no more
-micro-batches in flight than allowed. With sends that block until they are received, a schedule
-that is sound otherwise can still stand still. Notebook 08_pipeline.
+Each action occurs once; a backward comes after its forward; no deadlock; no more micro-batches in
+flight than allowed. With sends that block until they are received, a schedule that is valid
+otherwise can still deadlock. Notebook 08_pipeline.
 """
 
 from collections import defaultdict
@@ -29,10 +29,10 @@ def check_schedule(
     max_in_flight: int | Sequence[int] | None = None,
     blocking_sends: bool = False,
 ) -> None:
-    """Say which law the schedule breaks first; say nothing if it keeps them all.
+    """Check a schedule against the rules; return silently if it keeps them all.
 
-    `max_in_flight` is one bound, or one a rank. `blocking_sends` asks whether it would also run if
-    every send waited for its receive.
+    max_in_flight    largest number of micro-batches in flight: for all ranks, or one for each
+    blocking_sends   also check that it runs to its end if every send waits for its receive
 
     Raises: ScheduleError that names the ranks and the actions
     """
@@ -60,7 +60,7 @@ def _check_stages(schedule: Schedule) -> None:
 
 
 def _check_each_once_in_order(schedule: Schedule, num_micro_batches: int | None) -> None:
-    """A forward, then the whole backward or its two halves, once for each micro-batch."""
+    """Check that each micro-batch has one forward, then one whole or one split backward."""
     highest = max((action.micro_batch for actions in schedule for action in actions), default=-1)
     num_micro_batches = highest + 1 if num_micro_batches is None else num_micro_batches
     expected = set(product(range(num_model_chunks_of(schedule)), range(num_micro_batches)))
@@ -85,10 +85,10 @@ def _not_once(rank: int, part: tuple[int, int], letters: str, num_micro_batches:
 def _check_in_flight(schedule: Schedule, max_in_flight: int | Sequence[int]) -> None:
     for rank, actions in enumerate(schedule):
         bound = max_in_flight if isinstance(max_in_flight, int) else max_in_flight[rank]
-        for action, held in zip(actions, in_flight(actions), strict=True):
-            if held > bound:
+        for action, count in zip(actions, in_flight(actions), strict=True):
+            if count > bound:
                 raise ScheduleError(
-                    f"rank {rank}: need at most {bound} micro-batches in flight; got {held} with "
+                    f"rank {rank}: need at most {bound} micro-batches in flight; got {count} with "
                     f"{action.label}. Try a backward before it."
                 )
 
@@ -97,7 +97,7 @@ def _check_in_flight(schedule: Schedule, max_in_flight: int | Sequence[int]) -> 
 
 
 class _Step(NamedTuple):
-    """A send or a receive of a rank's program, for the action it belongs to."""
+    """Send or receive of a rank, for the action it belongs to."""
 
     sends: bool
     peer: int
@@ -112,7 +112,7 @@ class _Step(NamedTuple):
 
 
 def _program(schedule: Schedule, rank: int) -> Iterator[_Step]:
-    """The receives and sends of a rank, in order."""
+    """Yield the receives and sends of a rank, in order."""
     num_stages, num_model_chunks = len(schedule), num_model_chunks_of(schedule)
     for action in schedule[rank]:
         forward, depth = action.kind == "forward", action.depth(num_stages)
@@ -125,8 +125,8 @@ def _program(schedule: Schedule, rank: int) -> Iterator[_Step]:
             yield _Step(True, target, action, (forward, after, action.micro_batch))
 
 
-def _standing(schedule: Schedule, blocking_sends: bool) -> dict[int, _Step]:
-    """Where each rank stands when nothing moves any more; empty if all come to their end."""
+def _stuck_at(schedule: Schedule, blocking_sends: bool) -> dict[int, _Step]:
+    """Return the step at which each rank waits forever; empty if all ranks reach their end."""
     programs = [_program(schedule, rank) for rank in range(len(schedule))]
     at = {rank: step for rank, program in enumerate(programs) if (step := next(program, None))}
     sent: set[tuple[bool, int, int]] = set()
@@ -137,35 +137,36 @@ def _standing(schedule: Schedule, blocking_sends: bool) -> dict[int, _Step]:
         if step:
             at[rank] = step
 
-    may_go = _meets if blocking_sends else _arrived
-    moving = list(at)
-    while moving:
-        rank = moving.pop()
-        while rank in at and may_go(at[rank], at, sent):
+    can_proceed = _is_met if blocking_sends else _has_arrived
+    runnable = list(at)
+    while runnable:
+        rank = runnable.pop()
+        while rank in at and can_proceed(at[rank], at, sent):
             step = at[rank]
             if step.sends:
                 sent.add(step.message)
             if blocking_sends and step.peer != rank:
                 advance(step.peer)
             advance(rank)
-            moving.append(step.peer)
+            runnable.append(step.peer)
     return at
 
 
-def _arrived(step: _Step, at: dict[int, _Step], sent: set[tuple[bool, int, int]]) -> bool:
+def _has_arrived(step: _Step, at: dict[int, _Step], sent: set[tuple[bool, int, int]]) -> bool:
+    """Return whether a step can proceed when sends do not block."""
     return step.sends or step.message in sent
 
 
-def _meets(step: _Step, at: dict[int, _Step], sent: set[tuple[bool, int, int]]) -> bool:
-    """Does the other rank stand at the other end of this message?"""
+def _is_met(step: _Step, at: dict[int, _Step], sent: set[tuple[bool, int, int]]) -> bool:
+    """Return whether a step can proceed when sends block: the peer is at its other end."""
     if step.peer == step.action.stage:  # from one of its chunks to the next: nothing is sent
-        return _arrived(step, at, sent)
+        return _has_arrived(step, at, sent)
     other = at.get(step.peer)
     return other is not None and other.message == step.message and other.sends != step.sends
 
 
 def _circle(at: dict[int, _Step]) -> list[int]:
-    """Ranks of which each waits for the next, and the last for the first."""
+    """Return ranks of which each waits for the next, and the last for the first."""
     rank, path = min(at), []
     while rank not in path:
         path.append(rank)
@@ -174,7 +175,7 @@ def _circle(at: dict[int, _Step]) -> list[int]:
 
 
 def _check_no_circle(schedule: Schedule) -> None:
-    if at := _standing(schedule, blocking_sends=False):
+    if at := _stuck_at(schedule, blocking_sends=False):
         told = ", ".join(f"rank {rank} {at[rank]}" for rank in _circle(at))
         raise ScheduleError(
             f"schedule: need an order in which all inputs can come; got a circle: {told}. "
@@ -183,7 +184,7 @@ def _check_no_circle(schedule: Schedule) -> None:
 
 
 def _check_blocking_sends(schedule: Schedule) -> None:
-    if at := _standing(schedule, blocking_sends=True):
+    if at := _stuck_at(schedule, blocking_sends=True):
         told = ", ".join(f"rank {rank} {at[rank]}" for rank in _circle(at))
         raise ScheduleError(
             f"schedule: need a receive for every send that blocks; got a circle: {told}. "

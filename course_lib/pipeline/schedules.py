@@ -1,8 +1,9 @@
-"""Pipeline schedules: in which order each rank runs its forwards and backwards.
+"""Pipeline schedules: the order of forwards and backwards on each rank (GPipe, 1F1B, ...).
 
-A schedule is a plain list: for each rank, the actions it runs, one after another. It says nothing
-of time: a rank starts an action as soon as the one before is done and its input has arrived. So
-one simulator can play any schedule, and one engine can run it. Notebook 08_pipeline.
+A schedule is a plain list: for each rank, its actions one after another. It contains no times: a
+rank starts an action as soon as the previous one has finished and its input has arrived. So one
+engine can execute any schedule (`engine.py`), and one simulator can time it (`simulation.py`).
+Notebook 08_pipeline.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,10 @@ from course_lib.pipeline.actions import Action, Schedule, ScheduleError
 
 
 def naive(num_stages: int, num_micro_batches: int) -> Schedule:
-    """One micro-batch at a time, through all stages and back: one rank works, the others wait."""
+    """Return the naive schedule: one micro-batch at a time through all stages, forward and back.
+
+    One rank computes while the others wait.
+    """
     _check_counts("naive", num_stages, num_micro_batches)
     return [
         [
@@ -24,7 +28,7 @@ def naive(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
-    """All forwards, then all backwards: every micro-batch is in flight at once.
+    """Return the GPipe schedule: all forwards, then all backwards; m micro-batches in flight.
 
     Source: Narayanan et al. 2021, section 2.2.1
     """
@@ -37,7 +41,7 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
-    """As few forwards as the pipeline needs, then one forward and one backward in turn.
+    """Return the 1F1B schedule: warmup forwards, then one forward and one backward alternately.
 
     The bubble of `gpipe`, but at most num_stages - rank micro-batches in flight.
 
@@ -45,7 +49,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     """
     _check_counts("one_f_one_b", num_stages, num_micro_batches)
     return [
-        _in_turn(
+        _warmup_steady_cooldown(
             _actions("forward", stage, num_micro_batches),
             _actions("backward", stage, num_micro_batches),
             num_warmup=num_stages - 1 - stage,
@@ -55,13 +59,13 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def interleaved(num_stages: int, num_micro_batches: int, num_model_chunks: int) -> Schedule:
-    """1F1B where each rank holds several model chunks: the bubble divided by their number.
+    """Return interleaved 1F1B: several model chunks per rank, the bubble divided by their number.
 
-    The micro-batches go in rounds: a whole round through one chunk, then through the next one. A
-    round takes num_stages micro-batches, or a few more or fewer so that all are equally long. With
-    one chunk this is `one_f_one_b`.
+    Micro-batches are processed in rounds: a whole round passes one chunk, then the next. A round
+    has num_stages micro-batches, or a few more or fewer so that all rounds are equal. With one
+    chunk this is `one_f_one_b`.
 
-    Raises: ScheduleError if the micro-batches cannot be cut into equal rounds
+    Raises: ScheduleError if the micro-batches cannot be divided into equal rounds
     Source: Narayanan et al. 2021, section 2.2.2 (rounds of exactly num_stages)
     """
     _check_counts("interleaved", num_stages, num_micro_batches)
@@ -73,7 +77,7 @@ def interleaved(num_stages: int, num_micro_batches: int, num_model_chunks: int) 
         return one_f_one_b(num_stages, num_micro_batches)
     per_round = _round_length(num_stages, num_micro_batches)
     return [
-        _in_turn(
+        _warmup_steady_cooldown(
             _in_rounds("forward", stage, num_micro_batches, per_round, range(num_model_chunks)),
             _in_rounds(
                 "backward", stage, num_micro_batches, per_round, range(num_model_chunks)[::-1]
@@ -85,15 +89,16 @@ def interleaved(num_stages: int, num_micro_batches: int, num_model_chunks: int) 
 
 
 def zero_bubble_h1(num_stages: int, num_micro_batches: int) -> Schedule:
-    """1F1B with backward cut in two: the input's half at once, the weights' half where it fits.
+    """Return ZB-H1: 1F1B with each backward split into backward_input and backward_weight.
 
-    Stage r puts its weight halves off by r micro-batches, and fills the end of the step with them.
-    Every rank so holds as much as rank 0 does in 1F1B, and the bubble is a third with equal times.
+    Stage r defers each backward_weight by r micro-batches, so that the last ones fill the bubble at
+    the end of the step. Every rank then holds as many activations as rank 0 does in 1F1B, and with
+    equal times the bubble is a third of 1F1B's.
 
     Source: Qi et al. 2024 (Zero bubble pipeline parallelism), section 2.1
     """
     return [
-        list(_halves(actions, num_deferred=stage))
+        list(_split_backwards(actions, num_deferred=stage))
         for stage, actions in enumerate(one_f_one_b(num_stages, num_micro_batches))
     ]
 
@@ -102,10 +107,10 @@ def _actions(kind: str, stage: int, num_micro_batches: int) -> list[Action]:
     return [Action(kind, stage, micro_batch) for micro_batch in range(num_micro_batches)]
 
 
-def _in_turn(
+def _warmup_steady_cooldown(
     forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int
 ) -> list[Action]:
-    """Warmup: forwards only; steady: one forward, one backward; cooldown: backwards only."""
+    """Order actions: warmup (forwards only), steady (alternating), cooldown (backwards only)."""
     num_warmup = min(num_warmup, len(forwards))
     actions = list(forwards[:num_warmup])
     for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
@@ -116,7 +121,7 @@ def _in_turn(
 def _in_rounds(
     kind: str, stage: int, num_micro_batches: int, per_round: int, chunks: Sequence[int]
 ) -> list[Action]:
-    """Each round of micro-batches through every chunk, in the order of `chunks`."""
+    """Return the actions round by round: each round passes every chunk, in the order given."""
     return [
         Action(kind, stage, micro_batch, chunk)
         for first in range(0, num_micro_batches, per_round)
@@ -137,18 +142,18 @@ def _round_length(num_stages: int, num_micro_batches: int) -> int:
     return num_micro_batches // num_rounds
 
 
-def _halves(actions: Sequence[Action], num_deferred: int) -> Iterator[Action]:
-    """Cut each backward in two; the weight half comes `num_deferred` backwards later."""
-    waiting: list[Action] = []
+def _split_backwards(actions: Sequence[Action], num_deferred: int) -> Iterator[Action]:
+    """Split each backward; its backward_weight comes `num_deferred` backwards later."""
+    deferred: list[Action] = []
     for action in actions:
         if action.kind != "backward":
             yield action
             continue
         yield action._replace(kind="backward_input")
-        waiting.append(action._replace(kind="backward_weight"))
-        if len(waiting) > num_deferred:
-            yield waiting.pop(0)
-    yield from waiting
+        deferred.append(action._replace(kind="backward_weight"))
+        if len(deferred) > num_deferred:
+            yield deferred.pop(0)
+    yield from deferred
 
 
 def _check_counts(where: str, num_stages: int, num_micro_batches: int) -> None:

@@ -1,8 +1,9 @@
-"""Play a pipeline schedule on paper: when every rank does what, and what it holds meanwhile.
+"""Simulation of a pipeline schedule: start and end of every action, without running anything.
 
-Each rank runs its actions in order, each as soon as its input is there; what it puts out leaves at
-once, and the rank goes on. From the start and end of every action follow the length of the step,
-the bubble, and the activations held at any moment. Notebook 08_pipeline.
+`simulate(schedule, times)` is the entry. Each rank executes its actions in order, each as soon as
+its input has arrived; sends do not block. `PipelineTimes` holds the assumed durations,
+`SchedulePlayer` computes the clock times, and `SimulatedStep` derives step time, bubble, events and
+activation memory from them. `engine.py` executes the same schedules. Notebook 08_pipeline.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,21 +16,26 @@ from course_lib.core.records import Event, Ledger
 from course_lib.pipeline.actions import LETTERS, Action, Schedule, num_model_chunks_of, target_of
 from course_lib.pipeline.schedule_rules import check_schedule
 
-_HELD = {"forward": 1, "backward": -1, "backward_input": 0, "backward_weight": -1}
-Arrivals = list[float | None]
+_IN_FLIGHT = {"forward": 1, "backward": -1, "backward_input": 0, "backward_weight": -1}
+Arrivals = list[float | None]  # seconds at which inputs arrive; None: not known yet
 INSTANT = Link(name="instant", latency_s=0.0, bytes_per_s=float("inf"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTimes:
-    """Seconds of the actions of one micro-batch on one stage, and the wire between stages.
+    """Seconds of the actions of one micro-batch on one stage, and the link between stages.
 
-    The three times are one number for all stages; or one for each stage, which its model chunks
-    share evenly; or one for each model chunk, in the order of the layers. A whole backward takes
-    both halves. `message_bytes` is the size of an activation, and of its gradient: one number, or
-    one for each micro-batch. `micro_batch_scale` makes micro-batches longer or shorter than that.
+    forward_s, backward_input_s, backward_weight_s
+                        one number for all stages; or one for each stage, which its model chunks
+                        share evenly; or one for each model chunk, in the order of the layers. A
+                        whole backward takes the sum of its two parts
+    message_bytes       size of an activation and of its gradient: one number, or one for each
+                        micro-batch
+    micro_batch_scale   factor on the seconds of each micro-batch; empty: all 1
 
-    A wire that takes t seconds for any message is Link(latency_s=t, bytes_per_s=math.inf).
+    A link that takes t seconds for any message is Link(latency_s=t, bytes_per_s=math.inf).
+
+    Raises: CourseError for a number below 0
     """
 
     forward_s: float | Sequence[float] = 1.0
@@ -46,7 +52,10 @@ class PipelineTimes:
                 raise CourseError(f"PipelineTimes: need {name} >= 0; got {value}. Try 1.0.")
 
     def by_depth(self, num_stages: int, num_model_chunks: int) -> dict[str, list[float]]:
-        """Seconds of each kind of action, for each model chunk in the order of the layers."""
+        """Return seconds by kind of action, for each model chunk in the order of the layers.
+
+        Raises: CourseError if the number of times fits neither the stages nor the model chunks
+        """
         spread = {
             kind: _spread(kind, value, num_stages, num_model_chunks)
             for kind, value in (
@@ -55,24 +64,25 @@ class PipelineTimes:
                 ("backward_weight", self.backward_weight_s),
             )
         }
-        halves = zip(spread["backward_input"], spread["backward_weight"], strict=True)
-        return {**spread, "backward": [one + other for one, other in halves]}
+        parts = zip(spread["backward_input"], spread["backward_weight"], strict=True)
+        return {**spread, "backward": [input_s + weight_s for input_s, weight_s in parts]}
 
     def scale(self, micro_batch: int) -> float:
-        """How long a micro-batch is, in parts of an ordinary one."""
+        """Return the factor on the seconds of a micro-batch."""
         return self.micro_batch_scale[micro_batch] if self.micro_batch_scale else 1
 
     def bytes_of(self, micro_batch: int) -> float:
-        """The size of the messages of a micro-batch."""
+        """Return the size of a micro-batch's messages, in bytes."""
         sizes = self.message_bytes
         return sizes[micro_batch] if isinstance(sizes, Sequence) else sizes
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A schedule that was played, with times for each action in the schedule's places.
+    """Result of a simulation: clock times in seconds, indexed [rank][position in its actions].
 
-    `left_s` and `arrived_s` say when an action's output left and arrived; None if it has none.
+    `left_s` and `arrived_s` are the times at which an action's output was sent and arrived; None
+    if it sends nothing.
     """
 
     schedule: Schedule
@@ -84,7 +94,7 @@ class SimulatedStep:
 
     @property
     def step_s(self) -> float:
-        """Seconds until the last rank is done."""
+        """Seconds until the last rank has finished."""
         return max((ends[-1] for ends in self.ends_s if ends), default=0.0)
 
     @property
@@ -102,17 +112,17 @@ class SimulatedStep:
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all ranks' time, until the step ends, in which they do not compute."""
+        """Idle time of all ranks divided by their total time, p * step_s."""
         return sum(self.idle_s) / (len(self.schedule) * self.step_s or 1.0)
 
     @property
     def bubble_overhead(self) -> float:
-        """Seconds not computed for each second computed: (p - 1)/m for 1F1B with equal times."""
+        """Idle time divided by compute time: (p - 1)/m for 1F1B with equal times."""
         return sum(self.idle_s) / (sum(self.busy_s) or 1.0)
 
     @property
     def bubble_rate(self) -> float:
-        """The largest part that a rank is idle between its own first start and last end.
+        """Largest idle fraction of a rank, from its first action's start to its last one's end.
 
         Source: Qi et al. 2024 (Zero bubble pipeline parallelism), section 5.3
         """
@@ -122,7 +132,7 @@ class SimulatedStep:
         )
 
     def events(self) -> list[Event]:
-        """What a recorder would have seen: compute of each rank, and sends that take time."""
+        """Return events as a recorder would: compute of each rank, and sends that take time."""
         return [*self._computed(), *self._sent()]
 
     def _computed(self) -> Iterator[Event]:
@@ -154,17 +164,17 @@ class SimulatedStep:
                 )
 
     def in_flight(self, rank: int) -> list[tuple[float, int]]:
-        """How many micro-batches the rank holds activations of, from each moment it changes."""
-        held, history = 0, [(0.0, 0)]
+        """Return (seconds, micro-batches in flight on the rank from then on) at every change."""
+        count, history = 0, [(0.0, 0)]
         for action, start_s, end_s in self._timed(rank):
-            change = _HELD[action.kind]
+            change = _IN_FLIGHT[action.kind]
             if change:
-                held += change
-                history.append((start_s if change > 0 else end_s, held))
+                count += change
+                history.append((start_s if change > 0 else end_s, count))
         return history
 
     def peak_in_flight(self) -> list[int]:
-        """The most micro-batches each rank holds; with model chunks, each chunk counts."""
+        """Return each rank's largest number in flight; with model chunks, each chunk counts."""
         return [
             max(count for _, count in self.in_flight(rank)) for rank in range(len(self.schedule))
         ]
@@ -172,21 +182,21 @@ class SimulatedStep:
     def ledger(
         self, rank: int, activation_bytes: int, weight_bytes: int | None = None, params: int = 0
     ) -> Ledger:
-        """Bytes of activations over time, for a lane of memory under the lane of time.
+        """Return a rank's bytes of activations over time, and the constant bytes of `params`.
 
         A micro-batch, in each model chunk, holds `activation_bytes` from its forward on, and
-        `weight_bytes` of them (else all) from its backward_input until its backward_weight.
+        `weight_bytes` of them (by default all) from its backward_input until its backward_weight.
         """
         kept_bytes = activation_bytes if weight_bytes is None else weight_bytes
         change = {"forward": activation_bytes, "backward": -activation_bytes}
         change |= {"backward_input": kept_bytes - activation_bytes, "backward_weight": -kept_bytes}
-        ledger, held = Ledger(rank=rank), 0
+        ledger, num_bytes = Ledger(rank=rank), 0
         ledger.add(0.0, params=params)
         for action, start_s, end_s in self._timed(rank):
-            held += change[action.kind]
-            moment_s = start_s if action.kind == "forward" else end_s
-            ledger.add(moment_s, activations=held, params=params)
-        ledger.add(self.step_s, activations=held, params=params)
+            num_bytes += change[action.kind]
+            change_s = start_s if action.kind == "forward" else end_s
+            ledger.add(change_s, activations=num_bytes, params=params)
+        ledger.add(self.step_s, activations=num_bytes, params=params)
         return ledger
 
     def _timed(self, rank: int) -> Iterator[tuple[Action, float, float]]:
@@ -194,13 +204,14 @@ class SimulatedStep:
 
 
 def simulate(schedule: Schedule, times: PipelineTimes | None = None) -> SimulatedStep:
-    """Play a schedule; without `times`, forward and both halves of backward take 1 s each.
+    """Simulate a step; without `times`, forward, backward_input and backward_weight take 1 s each.
 
-    Sends do not block. A rank has one port a kind of link: what it sends leaves one message after
-    the other, each taking bytes / beta, and arrives after alpha + bytes / beta.
+    Sends do not block. A rank has one port per kind of link: it sends one message after another,
+    each of which occupies the port for bytes / beta and arrives after alpha + bytes / beta (alpha:
+    latency in s, beta: bandwidth in bytes/s).
 
-    Raises: ScheduleError, naming the first broken law, if the schedule cannot be played to its end;
-            one that can may still leave something out, which `check_schedule` says
+    Raises: ScheduleError, naming the first broken rule, if the schedule cannot reach its end; one
+            that can may still leave something out, which `check_schedule` finds
     """
     times = times or PipelineTimes()
     try:
@@ -217,23 +228,23 @@ def simulate(schedule: Schedule, times: PipelineTimes | None = None) -> Simulate
 
 @dataclass
 class _Port:
-    """Where a rank's messages over one kind of link leave, one after the other."""
+    """Sending port of a rank for one kind of link; messages leave one after another."""
 
-    free_s: float = 0
+    free_s: float = 0  # when the last message has left
 
 
 @dataclass(frozen=True)
 class _Route:
-    """The way of a stage's output: the receiver's inbox, the port, seconds by micro-batch."""
+    """Path of the outputs of one model chunk: sender's port, receiver's inbox, seconds."""
 
     inbox: Arrivals
-    first: int  # place of micro-batch 0 in the inbox
+    first: int  # index of micro-batch 0 in the inbox
     port: _Port
-    occupied_s: list[float]
-    travel_s: list[float]
+    occupied_s: list[float]  # by micro-batch: seconds on the port
+    travel_s: list[float]  # by micro-batch: seconds until it arrives
 
     def send(self, micro_batch: int, now_s: float) -> tuple[float, float]:
-        """Put a message on the wire; return when it leaves and when it arrives."""
+        """Send as soon as the port is free; return when the message leaves and when it arrives."""
         start_s = now_s if now_s > self.port.free_s else self.port.free_s
         self.port.free_s = start_s + self.occupied_s[micro_batch]
         arrival_s = start_s + self.travel_s[micro_batch]
@@ -242,19 +253,19 @@ class _Route:
 
 
 class _Work(NamedTuple):
-    """An action of one kind on one model chunk: its time, its input's place, its output's way."""
+    """Actions of one kind on one model chunk: their duration, inbox and route."""
 
     duration_s: float
     inbox: Arrivals
-    first: int  # place of micro-batch 0 in the inbox
+    first: int  # index of micro-batch 0 in the inbox
     route: _Route | None
 
 
 class SchedulePlayer:
-    """Plays the ranks in turn, each as far as its inputs have come.
+    """Simulator of one step: runs each rank until it needs an input that has not been sent yet.
 
-    `inbox[kind]` says when the input of an action arrives, None before that is known; it has a
-    place for each depth and micro-batch. What needs no input has its input from the start.
+    inbox   by kind of action: arrival time of each input, indexed depth * num_micro_batches +
+            micro_batch; 0 for what needs no message, None until the message has been sent
     """
 
     def __init__(self, schedule: Schedule, times: PipelineTimes) -> None:
@@ -274,6 +285,7 @@ class SchedulePlayer:
         self._seconds: dict[Link, tuple[list[float], list[float]]] = {}
 
     def _inboxes(self) -> dict[str, Arrivals]:
+        """Return empty inboxes; both kinds of backward share one, of gradients."""
         here: Arrivals = [0] * self.num_micro_batches
         num_depths = self.num_stages * self.num_model_chunks
         later: Arrivals = [None] * (self.num_micro_batches * (num_depths - 1))
@@ -286,7 +298,7 @@ class SchedulePlayer:
         }
 
     def _route(self, kind: str, depth: int) -> _Route | None:
-        """The way of what an action puts out; None if nobody waits for it."""
+        """Return the route of an action's output; None if no other action needs it."""
         chunk, stage = divmod(depth, self.num_stages)
         receiver = target_of(Action(kind, stage, 0, chunk), self.num_stages, self.num_model_chunks)
         if receiver is None:
@@ -306,21 +318,21 @@ class SchedulePlayer:
         return _Work(self.duration_s[kind][depth], self.inbox[kind], first, route)
 
     def play(self) -> None:
-        """Play until nothing moves any more."""
+        """Run ranks until all have finished or every remaining one waits for another."""
         ranks = [self._run(rank) for rank in range(self.num_stages)]
         waits_for: list[tuple[Arrivals, int] | None] = [None] * self.num_stages
-        to_play = list(range(self.num_stages))
-        while to_play:
-            rank = to_play.pop()
+        runnable = list(range(self.num_stages))
+        while runnable:
+            rank = runnable.pop()
             waits_for[rank] = next(ranks[rank], None)
             for other in ((rank - 1) % self.num_stages, (rank + 1) % self.num_stages):
                 wanted = waits_for[other]
                 if wanted and wanted[0][wanted[1]] is not None:
                     waits_for[other] = None
-                    to_play.append(other)
+                    runnable.append(other)
 
     def _run(self, rank: int) -> Iterator[tuple[Arrivals, int]]:
-        """Play one rank; whenever an input is missing, yield which: its inbox, the place there."""
+        """Run one rank; whenever an input is missing, yield where it will be: inbox and index."""
         starts, ends = self.starts_s[rank], self.ends_s[rank]
         left, arrived = self.left_s[rank], self.arrived_s[rank]
         depths = range(rank, self.num_stages * self.num_model_chunks, self.num_stages)
@@ -343,7 +355,7 @@ class SchedulePlayer:
 def _spread(
     kind: str, value: float | Sequence[float], num_stages: int, num_model_chunks: int
 ) -> list[float]:
-    """One number for each depth."""
+    """Return one number for each depth."""
     num_depths = num_stages * num_model_chunks
     if not isinstance(value, Sequence):
         value = [value] * num_stages

@@ -1,9 +1,9 @@
-"""Backward in two halves: first the input's gradient, for which another rank waits; the weights'
-gradients later, when there is time.
+"""Split backward: the gradient of the input first (I), the gradients of the weights later (W).
 
-While a stage runs forward, every operation that takes a parameter is given a stand-in for it, and
-its output is noted. The first half asks autograd for the gradients of the input and of these
-outputs, which never touches a weight; the second half asks each operation by itself for the
+Another rank waits for the input's gradient; the weights' gradients can fill bubbles. During the
+forward pass every operation that takes a parameter gets a detached stand-in for it, and its output
+is recorded. `backward_input` asks autograd for the gradients of the input and of these outputs,
+without computing any weight gradient; `backward_weight` asks each recorded operation for the
 gradient of its stand-ins. Notebook 08_pipeline.
 """
 
@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-Pairs = list[tuple[nn.Parameter, Tensor]]  # parameters, and what stands for each
+Pairs = list[tuple[nn.Parameter, Tensor]]  # parameters with their stand-ins
 
 
 @dataclass
 class _Use:
-    """One operation that took parameters: its output, their stand-ins, the output's gradient."""
+    """Recorded operation that took parameters: its output, their stand-ins, its output's gradient.
+
+    version   of the output when it was recorded: a later in-place change raises it
+    """
 
     out: Tensor
     version: int
@@ -30,24 +33,24 @@ class _Use:
 
 
 class SplitBackward(TorchFunctionMode):
-    """Watches one forward: with SplitBackward(module) as split: out = module(x).
+    """Backward of one forward pass in two parts: with SplitBackward(module) as split: module(x).
 
-    Then `backward_input` gives the gradient of x, and `backward_weight` adds to every `param.grad`.
+    Then `backward_input` returns the gradient of x, and `backward_weight` adds to `param.grad`.
 
-    Cost:    together the products of one backward, and some 50 us for each operation that takes
-             parameters. All activations live until `backward_weight`
+    Cost:    together the matrix products of one backward, and some 50 us for each operation that
+             takes parameters. All activations stay in memory until `backward_weight`
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.params = [param for param in module.parameters() if param.requires_grad]
         self._uses: list[_Use] = []
-        self._others: Pairs = [(param, param) for param in self.params]  # no use of them was noted
+        self._others: Pairs = [(param, param) for param in self.params]  # uses not recorded
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Called by PyTorch in place of each operation."""
+        """Run an operation in PyTorch's place, with stand-ins, and record it."""
         stand_ins: Pairs = []
 
         def stand_in(value: Any) -> Any:
@@ -66,32 +69,32 @@ class SplitBackward(TorchFunctionMode):
         if own and out.requires_grad:
             self._uses.append(_Use(out, out._version, stand_ins))
         else:
-            self._others += stand_ins  # several outputs, or changed in place: with the first half
+            self._others += stand_ins  # several outputs, or in-place: done in backward_input
         return out
 
     def backward_input(
         self, output: Any, grad: Tensor | None, x: Tensor | None = None
     ) -> Tensor | None:
-        """The gradient of `x`, from the gradient of the output (a tensor or its edge)."""
-        noted = [use for use in self._uses if use.out._version == use.version]
+        """Return the gradient of `x`, given that of the output (a tensor or its autograd edge)."""
+        intact = [use for use in self._uses if use.out._version == use.version]
         changed = [use for use in self._uses if use.out._version != use.version]
         pairs = self._others + [pair for use in changed for pair in use.stand_ins]
         inputs = [] if x is None else [x]
-        wanted = [*inputs, *(use.out for use in noted), *(stand_in for _, stand_in in pairs)]
+        wanted = [*inputs, *(use.out for use in intact), *(stand_in for _, stand_in in pairs)]
         if not wanted:
             return None
         grads = list(
             torch.autograd.grad((output,), wanted, (grad,), retain_graph=True, allow_unused=True)
         )
         x_grad = grads.pop(0) if inputs else None
-        for use, out_grad in zip(noted, grads, strict=False):
+        for use, out_grad in zip(intact, grads, strict=False):
             use.grad = out_grad
-        _accumulate(pairs, grads[len(noted) :])
-        self._uses, self._others = [use for use in noted if use.grad is not None], []
+        _accumulate(pairs, grads[len(intact) :])
+        self._uses, self._others = [use for use in intact if use.grad is not None], []
         return x_grad
 
     def backward_weight(self) -> None:
-        """Add the weights' gradients to `param.grad`, and let the activations go."""
+        """Add the weights' gradients to `param.grad`, and free the activations."""
         while self._uses:
             use = self._uses.pop()
             stand_ins = [stand_in for _, stand_in in use.stand_ins]
@@ -100,7 +103,7 @@ class SplitBackward(TorchFunctionMode):
 
 
 def _accumulate(pairs: Pairs, grads: Iterable[Tensor | None]) -> None:
-    """Add to `param.grad` as backward does, hooks included."""
+    """Add gradients to `param.grad` as backward does, hooks included."""
     found = [(pair[0], g) for pair, g in zip(pairs, grads, strict=True) if g is not None]
     if found:
         torch.autograd.backward([param for param, _ in found], [grad for _, grad in found])

@@ -1,8 +1,9 @@
-"""Cut a model into stages: which layers each rank of a pipeline holds.
+"""Stages of a pipeline: `split_model` decides which layers each rank holds.
 
-Layers stay in order. With p stages and v model chunks a rank, the model is cut into p v pieces, and
-rank r holds pieces r, r + p, r + 2p and so on. A parameter that layers on several stages share has
-a copy on each; their gradients are summed, so that the copies stay equal. Notebook 08_pipeline.
+Layers stay in order. With p stages and v model chunks per rank, the model is cut into p v chunks,
+and rank r holds chunks r, r + p, r + 2p and so on. A tied parameter whose layers are on several
+stages has a copy on each; their gradients are summed, so that the copies stay equal.
+Notebook 08_pipeline.
 """
 
 from collections import OrderedDict
@@ -26,14 +27,14 @@ Model = ModelSpec | GPT | Sequence[nn.Module] | nn.Sequential
 
 @dataclass(frozen=True)
 class Tied:
-    """A parameter of which several stages hold a copy."""
+    """Tied parameter of which several stages hold a copy."""
 
     param: nn.Parameter
     stages: tuple[int, ...]
 
 
 class Stage(nn.Module):
-    """What one rank of a pipeline holds: its model chunks, and what of them others hold too."""
+    """Model chunks of one rank, in the order of the layers, and the parameters tied to others'."""
 
     def __init__(self, chunks: Sequence[nn.Module], tied: Sequence[Tied] = ()) -> None:
         super().__init__()
@@ -42,15 +43,15 @@ class Stage(nn.Module):
 
 
 class GPTChunk(GPT):
-    """Consecutive layers of a GPT, under the names that they have in the whole model.
+    """Consecutive layers of a GPT, with the parameter names of the whole model.
 
-    Layer 0 is the embedding, then come the blocks, the last one is the norm with the head.
+    Layer 0 is the embedding, then come the blocks; the last layer is the norm with the head.
 
     Shapes:  tokens [batch, seq] or [batch, seq, hidden] -> [batch, seq, hidden] or logits
     """
 
     def __init__(self, whole: GPT, first: int, end: int) -> None:
-        nn.Module.__init__(self)  # GPT's own would make all layers anew
+        nn.Module.__init__(self)  # GPT.__init__ would build all layers again
         self.spec = whole.spec
         self.begins, self.ends = first == 0, end == len(whole.blocks) + 2
         if self.begins:
@@ -64,6 +65,7 @@ class GPTChunk(GPT):
             self.norm, self.head = whole.norm, whole.head
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply these layers to tokens (first chunk) or to activations."""
         x = self.run_blocks(self.blocks, self.embed(x) if self.begins else x)
         return self.head(self.norm(x)) if self.ends else x
 
@@ -77,15 +79,15 @@ def split_model(
     layer_times: Sequence[float] | None = None,
     num_model_chunks: int = 1,
 ) -> Stage:
-    """This rank's stage of a model that all ranks have built from the same seed.
+    """Return one stage of a model that all ranks have built from the same seed.
 
     model        a ModelSpec or GPT, whose layers are embedding, blocks, head; or a list of layers
-    num_layers   how many layers each of the p v pieces gets, in the order of the layers
-    layer_times  without num_layers: cut so that the slowest piece is as fast as it can be. Else a
-                 GPT's layers count with their FLOP, other layers as equally long
+    num_layers   number of layers in each of the p v model chunks, in the order of the layers
+    layer_times  used without num_layers: time of each layer; the slowest chunk is made as fast as
+                 possible. By default a GPT's layers count by their FLOP, other layers equally
 
-    Cost:    the whole model once; what is not of this stage goes when the caller lets `model` go
-    Raises:  CourseError if the pieces do not fit the layers
+    Cost:    the whole model once; the other stages' layers are freed when the caller frees `model`
+    Raises:  CourseError if the chunks do not fit the layers
     """
     if not 0 <= stage < num_stages:
         raise CourseError(
@@ -113,7 +115,7 @@ def _num_layers(whole: GPT | Sequence[nn.Module] | nn.Sequential) -> int:
 
 
 def _layer_times(whole: GPT | Sequence[nn.Module] | nn.Sequential) -> list[float]:
-    """The FLOP of each layer of a GPT; 1 for others."""
+    """Return the forward FLOP of each layer of a GPT; 1 per layer for other models."""
     if not isinstance(whole, GPT):
         return [1.0] * len(whole)
     spec = whole.spec
@@ -129,7 +131,7 @@ def _piece(whole: GPT | Sequence[nn.Module] | nn.Sequential, first: int, end: in
 
 
 def _tied(pieces: Sequence[nn.Module], num_stages: int) -> list[Tied]:
-    """Parameters of several stages, in one order on every rank."""
+    """Return the parameters that several stages share, in the same order on every rank."""
     holders: dict[nn.Parameter, list[int]] = {}
     for depth, piece in enumerate(pieces):
         for param in piece.parameters():
@@ -150,7 +152,7 @@ def _check_layers(got: int, wanted: int, what: str) -> None:
 
 @torch.no_grad()
 def share_tied(stage: Stage, member: GroupMember) -> None:
-    """Give all copies of a tied parameter the values of the first stage that holds it."""
+    """Broadcast each tied parameter from the first stage that holds it to the others."""
     for tied in stage.tied:
         root, *others = tied.stages
         if member.rank == root:
@@ -163,9 +165,11 @@ def share_tied(stage: Stage, member: GroupMember) -> None:
 
 @contextmanager
 def tied_summed(stage: Stage, member: GroupMember) -> Iterator[None]:
-    """At the end, every copy of a tied parameter has the gradient that all of them got in here.
+    """Sum the gradients that the copies of a tied parameter get inside this context.
 
-    Gradients from before are put aside meanwhile, as they have been summed already.
+    Gradients from before are set aside and added again, as they have been summed already.
+
+    Cost:    at the end, one message each way between any two stages that hold a copy
     """
     tied_params = [tied for tied in stage.tied if tied.param.requires_grad]
     before = [tied.param.grad for tied in tied_params]
@@ -178,7 +182,7 @@ def tied_summed(stage: Stage, member: GroupMember) -> Iterator[None]:
 
 
 def _sum_of_copies(tied: Tied, member: GroupMember) -> Tensor:
-    """Exchange the gradients, and sum them in the order of the stages: the same bits everywhere."""
+    """Exchange the copies' gradients and sum them in stage order: the same bits on every rank."""
     grad = tied.param.grad
     mine = (torch.zeros_like(tied.param) if grad is None else grad).detach().contiguous()
     grads = {to: mine if to == member.rank else torch.empty_like(mine) for to in tied.stages}

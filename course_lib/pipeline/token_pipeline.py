@@ -1,8 +1,9 @@
-"""Pipelining inside one sequence: its tokens are cut into pieces that follow one another.
+"""Token-level pipelining (TeraPipe): the pieces of one sequence fill the pipeline.
 
-A causal model may compute the first tokens of a sequence without the later ones. So the pieces of
-a single sequence can fill a pipeline. A later piece attends to more, and takes longer: the cut that
-makes all pieces equally long has ever shorter ones. Notebook 08_pipeline.
+A causal model can compute the first tokens of a sequence without the later ones, so pieces of a
+single sequence can follow one another through the stages. A later piece attends to more tokens and
+takes longer: a cut into pieces of equal time has fewer and fewer tokens per piece.
+Notebook 08_pipeline.
 """
 
 from collections.abc import Sequence
@@ -19,20 +20,26 @@ from course_lib.pipeline.simulation import INSTANT, PipelineTimes
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCost:
-    """Seconds of a forward on one stage: for each piece, each token, each pair that attends."""
+    """Seconds of a forward on one stage: per piece, per token, per pair of attending tokens."""
 
     piece_s: float = 0.0
     token_s: float = 1.0
     pair_s: float = 0.0
 
     def of(self, first: int, num_tokens: int) -> float:
-        """A piece that begins with token `first`; each token attends to itself and all before."""
+        """Return the seconds of a piece; each token attends to itself and all before it.
+
+        first   index of the piece's first token in the sequence
+        """
         num_pairs = num_tokens * first + num_tokens * (num_tokens + 1) / 2
         return self.piece_s + self.token_s * num_tokens + self.pair_s * num_pairs
 
 
 def even_cut(num_tokens: int, num_pieces: int) -> list[int]:
-    """Pieces of equally many tokens; the first ones take one more where it does not come out."""
+    """Return pieces of equally many tokens; the first ones have one more if they do not divide.
+
+    Raises: CourseError unless num_pieces is 1 to num_tokens
+    """
     if not 1 <= num_pieces <= num_tokens:
         raise CourseError(f"even_cut: need 1 to {num_tokens} pieces; got {num_pieces}. Try 4.")
     fewest, over = divmod(num_tokens, num_pieces)
@@ -40,18 +47,8 @@ def even_cut(num_tokens: int, num_pieces: int) -> list[int]:
 
 
 def balanced_cut(num_tokens: int, num_pieces: int, cost: TokenCost) -> list[int]:
-    """Pieces whose longest is as short as it can be; later pieces have fewer tokens."""
+    """Return the pieces whose slowest is as fast as possible; later pieces have fewer tokens."""
     return balanced_cuts(_token_times(num_tokens, cost), num_pieces)[-1]
-
-
-def best_cut(num_tokens: int, num_stages: int, cost: TokenCost, most: int = 64) -> list[int]:
-    """The cut with the shortest forward, of up to `most` pieces.
-
-    All cuts into n pieces compute equally long in all, so the balanced one is the best of them;
-    only n has to be tried.
-    """
-    cuts = balanced_cuts(_token_times(num_tokens, cost), min(most, num_tokens))
-    return min(cuts, key=lambda cut: token_forward_s(cut, num_stages, cost))
 
 
 def _token_times(num_tokens: int, cost: TokenCost) -> list[float]:
@@ -59,13 +56,13 @@ def _token_times(num_tokens: int, cost: TokenCost) -> list[float]:
 
 
 def piece_times(cut: Sequence[int], cost: TokenCost) -> list[float]:
-    """Seconds of each piece's forward on one stage."""
+    """Return the seconds of each piece's forward on one stage."""
     ends = accumulate(cut, initial=0)
     return [cost.of(first, end - first) for first, end in pairwise(ends)]
 
 
 def token_forward_s(cut: Sequence[int], num_stages: int, cost: TokenCost) -> float:
-    """Seconds of the whole forward: all pieces, and p - 1 times the longest of them.
+    """Return the seconds of the whole forward: all pieces, and p - 1 times the slowest of them.
 
     Source: Li et al. 2021 (TeraPipe), section 3.3, equation 5
     """
@@ -74,9 +71,9 @@ def token_forward_s(cut: Sequence[int], num_stages: int, cost: TokenCost) -> flo
 
 
 def token_schedule(num_stages: int, num_pieces: int) -> Schedule:
-    """Forwards in the order of the tokens; backwards from the last piece to the first.
+    """Return a schedule: forwards in the order of the tokens, backwards from the last piece on.
 
-    The keys and values of a piece get gradients from all later pieces, so these come before it.
+    The keys and values of a piece receive gradients from all later pieces, so those go first.
     """
     return [
         actions[:num_pieces] + actions[num_pieces:][::-1]
@@ -91,7 +88,7 @@ def token_times(
     link: Link | TwoLevelLink = INSTANT,
     bytes_per_token: float = 0.0,
 ) -> PipelineTimes:
-    """Times to play `token_schedule` with: a backward takes twice as long as its forward."""
+    """Return times to simulate `token_schedule` with; a backward takes twice its forward's time."""
     return PipelineTimes(
         link=link,
         message_bytes=[bytes_per_token * num_tokens for num_tokens in cut],

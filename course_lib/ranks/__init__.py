@@ -1,7 +1,35 @@
-"""Real ranks: real processes, real collectives, in a notebook or under torchrun.
+"""Real ranks: processes with real collectives, in a notebook or under torchrun. Notebook 00_ranks.
 
 ranks = Ranks(4)
 ranks.run(lambda rank: rank * 10)        # [0, 10, 20, 30]
+
+In the notebook's process:
+
+    pool             `Ranks`: starts the ranks, sends them functions and cells; read this first
+    fork_server      the process that has imported torch and from which ranks are forked
+    magic            the cell magic `%%ranks`
+    job              runs one job on the ranks and detects failures
+    output           the ranks' printed output, in rank order
+    report           `RankError`: what failed, on which line, which rank waits for which
+
+In each rank:
+
+    rank_process     the main loop of a rank, and its heartbeat
+    launch           the same outside of notebooks, under torchrun
+    world            joins the world: gloo (and NCCL) behind the tracing process group
+    process_group    `TracedGroup`: PyTorch's collectives, send and recv, announced to the tracer
+    tracer           `CallTracer`: posts every call, compares it with the other ranks', records it
+    work_handle      the handle of an asynchronous call: `wait()`
+    emulated_links   `LinkEmulator`: delays calls as a slower link would
+    recorder         `record` and `span`: calls and computation as events
+
+What both sides use:
+
+    call_board       `CallBoard`: the shared-memory log of calls (a flight recorder)
+    hangs            finds hangs, lost messages and swapped collectives on the call board
+    source_lines     the learner's line that made a call
+    timing           measures several versions in turns: seconds, events, differences
+    machine          the cores, memory, GPUs and tools of this machine; `course doctor`
 """
 # ruff: noqa: E402
 

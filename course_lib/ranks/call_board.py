@@ -1,13 +1,13 @@
-"""The notice board: a small shared file on which every rank writes what it is doing.
+"""The call board: a log of all ranks' calls in a small shared file, like a flight recorder's.
 
 Each rank posts every collective, send and recv *before* it starts, with the learner's line. So a
 rank can compare its call with the others' before anything is sent, an emulated link knows when a
-message left, and the notebook can see who waits for whom without asking anyone.
+message left, and the notebook can see which rank waits for which without asking any of them.
 
-A slot is found by (channel, seq): the channel is the group (or the pair and tag of a send), seq
-counts the calls on it, so matching calls of all ranks stand under the same pair of numbers. A call
-may stand in one of several slots, and takes the oldest one's place: so the calls of two channels,
-of which many may be under way, do not wipe each other out.
+A slot is found by (channel, seq): the channel is the process group (or the pair and tag of a send),
+seq counts the calls on it, so matching calls of all ranks have the same pair of numbers. A call may
+be in one of 8 slots and overwrites the oldest call in them, so that two channels with many calls
+under way do not overwrite each other's.
 """
 
 import mmap
@@ -22,9 +22,9 @@ from course_lib.core.records import KINDS
 from course_lib.ranks.source_lines import Line
 
 NUM_SLOTS = 1024
-NUM_CHOICES = 8  # slots in which one call may stand
+NUM_CHOICES = 8  # slots in which one call may be
 SLOT = struct.Struct("<Q II dd QQ hBB I 80s 40s 160s Q")
-NUMBER = struct.Struct(f"<Q{SLOT.size - 8}x")  # of a slot, without all that stands behind it
+NUMBER = struct.Struct(f"<Q{SLOT.size - 8}x")  # of a slot, without the fields behind it
 SIGNATURE_AT, SIGNATURE_BYTES = struct.calcsize("<Q II dd QQ hBB I"), 80
 STATE = struct.Struct("<Q II d I 160s 40s II")
 RANK_BYTES = 512 + NUM_SLOTS * SLOT.size
@@ -33,11 +33,11 @@ MAX_RANKS = 64
 
 
 class Flag(IntFlag):
-    """Marks on a posted call."""
+    """Flags of a posted call."""
 
     DONE = 1
     REFUSED = 2
-    DROPPED = 4  # nobody held its handle any more, so gloo has forgotten the message
+    DROPPED = 4  # its handle was garbage-collected, so gloo has forgotten the message
     ARRIVED = 8  # its bytes are here; an emulated link still holds them back
 
 
@@ -46,7 +46,11 @@ NO_FLAGS = Flag(0)
 
 @dataclass(frozen=True)
 class Post:
-    """One call as a rank announced it. `arrive_s` is when an emulated link delivers a message."""
+    """One call as a rank announced it.
+
+    `post_s` is when, and `arrive_s` when an emulated link delivers the message: both in seconds of
+    `time.perf_counter()`. `members` are the ranks that take part, by global rank.
+    """
 
     number: int
     channel: int
@@ -63,16 +67,16 @@ class Post:
 
     @property
     def call(self) -> str:
-        """The call in words: `all_reduce(sum) float32 [4]`, `send float32 [4] 0->1`."""
+        """Description of the call: `all_reduce(sum) float32 [4]`, `send float32 [4] 0->1`."""
         return f"{self.kind} {self.signature}" if self.kind in ("send", "recv") else self.signature
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank is doing now.
+    """Present state of a rank, as its heartbeat last wrote it.
 
-    `blocked` is the (channel, seq) its main thread waits on, `oldest` its oldest call that has not
-    come to an end, `idle_s` for how long it has used no CPU while inside PyTorch.
+    `blocked` is the (channel, seq) that its main thread waits on, `oldest` its oldest call that has
+    not completed, `idle_s` the seconds for which it has used no CPU while inside PyTorch.
     """
 
     num_posts: int
@@ -83,12 +87,12 @@ class RankState:
 
 
 def channel_of(*parts: object) -> int:
-    """A number that all ranks compute alike for the same group, or the same pair and tag."""
+    """Return a number that all ranks compute alike for the same group, or the same pair and tag."""
     return zlib.crc32("|".join(map(str, parts)).encode()) or 1
 
 
 class CallBoard:
-    """The shared file. Each rank writes its own part only; everyone reads all parts."""
+    """The shared file, memory-mapped: each rank writes only its own part and reads all parts."""
 
     def __init__(self, path: str, world_size: int) -> None:
         size = world_size * RANK_BYTES
@@ -104,10 +108,10 @@ class CallBoard:
     # -- written by the rank itself ---------------------------------------------------------
 
     def post(self, rank: int, post: Post) -> None:
-        """Announce a call (or announce it again, with other flags)."""
+        """Write a call of this rank into its slot."""
         SLOT.pack_into(
             self._map,
-            self._room(rank, post.channel, post.seq),
+            self._slot_to_write(rank, post.channel, post.seq),
             post.number,
             post.channel,
             post.seq,
@@ -127,17 +131,17 @@ class CallBoard:
         self._write(rank, 0, "<Q", post.number)
 
     def mark(self, rank: int, post: Post, flags: Flag) -> None:
-        """Set the flags of a call that is on the board."""
+        """Set the flags of a call that is still on the call board."""
         at = self._slot(rank, post.channel, post.seq)
         if at is not None:
             struct.pack_into("<B", self._map, at + 51, flags)
 
     def block(self, rank: int, channel: int, seq: int) -> None:
-        """Say that the rank's main thread waits on a call; (0, 0) says that it moves again."""
+        """Note the call that the rank's main thread waits on; (0, 0) when it no longer waits."""
         self._write(rank, 8, "<II", channel, seq)
 
     def beat(self, rank: int, idle_s: float, line: Line, oldest: tuple[int, int]) -> None:
-        """Say, a few times a second, where the rank is and for how long it has been idle."""
+        """Note the rank's present line, seconds of idling, and oldest incomplete call."""
         file, function = line.file.encode()[:160], line.function.encode()[:40]
         self._write(rank, 16, "<d I 160s 40s II", idle_s, line.number, file, function, *oldest)
 
@@ -147,7 +151,7 @@ class CallBoard:
     # -- read by everyone -------------------------------------------------------------------
 
     def state(self, rank: int) -> RankState:
-        """What a rank is doing now."""
+        """Return the present state of a rank."""
         posts, channel, seq, idle_s, number, file, function, old, old_seq = STATE.unpack_from(
             self._map, rank * RANK_BYTES
         )
@@ -160,13 +164,16 @@ class CallBoard:
         )
 
     def find(self, rank: int, channel: int, seq: int) -> Post | None:
-        """A rank's call with this channel and number, or None if it has not come so far."""
+        """Return a rank's call with this channel and number, or None if it was not made."""
         at = self._slot(rank, channel, seq)
         post = None if at is None else self._read(at)
         return post if post and (post.channel, post.seq) == (channel, seq) else None
 
     def arrival_s(self, rank: int, channel: int, seq: int) -> float | None:
-        """When a rank posted a call (collectives), or when its message arrives (sends)."""
+        """Return when a message arrives (sends) or a call was posted (collectives), in seconds.
+
+        None if the rank has not made the call so far.
+        """
         at = self._slot(rank, channel, seq)
         if at is None:
             return None
@@ -177,14 +184,14 @@ class CallBoard:
         return arrive_s or post_s
 
     def history(self, rank: int) -> list[Post]:
-        """The calls of a rank that the board still holds, in the order they were made."""
+        """Return the calls of a rank that are still on the call board, oldest first."""
         start, end = rank * RANK_BYTES + 512, (rank + 1) * RANK_BYTES
         numbers = NUMBER.iter_unpack(self._map[start:end])
         found = (self._read(start + i * SLOT.size) for i, (n,) in enumerate(numbers) if n)
         return sorted((post for post in found if post), key=lambda post: post.number)
 
     def agrees(self, rank: int, post: Post) -> bool:
-        """Did a rank announce the same call in the same words, or nothing so far?"""
+        """Return whether a rank announced a call with the same signature, or none so far."""
         at = self._slot(rank, post.channel, post.seq)
         if at is None:
             return True
@@ -192,7 +199,7 @@ class CallBoard:
         return words.rstrip(b"\0") == post.signature.encode()[:SIGNATURE_BYTES]
 
     def matching(self, post: Post) -> Iterator[tuple[int, Post]]:
-        """The same call as the other members announced it, as far as they have come."""
+        """Yield (rank, call) for each member that has announced the same call."""
         for member in post.members:
             other = self.find(member, post.channel, post.seq)
             if other is not None:
@@ -204,14 +211,14 @@ class CallBoard:
         return [first + choice * apart * SLOT.size for choice in range(NUM_CHOICES)]
 
     def _slot(self, rank: int, channel: int, seq: int) -> int | None:
-        """Where a call stands, or None if it has not come or is long gone."""
+        """Return the offset of a call's slot, or None if it was not made or is overwritten."""
         for at in self._choices(rank, channel, seq):
             if struct.unpack_from("<II", self._map, at + 8) == (channel, seq):
                 return at
         return None
 
-    def _room(self, rank: int, channel: int, seq: int) -> int:
-        """Where to write a call: where it stands already, or over the oldest one."""
+    def _slot_to_write(self, rank: int, channel: int, seq: int) -> int:
+        """Return the offset at which to write a call: its own slot, or that of the oldest call."""
         at = self._slot(rank, channel, seq)
         if at is not None:
             return at

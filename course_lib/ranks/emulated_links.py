@@ -1,9 +1,9 @@
-"""Emulated links: a call ends when a wire of that latency and bandwidth would have delivered it.
+"""Emulated links: a call ends when a link of that latency and bandwidth would have delivered it.
 
-The bytes really travel, over gloo; then the receiver sleeps until alpha + bytes / beta have passed
-since the message left. Nobody uses the CPU while a message is on its way, so overlap can be felt
-even on two cores. A rank has one port a kind of wire: what it sends leaves one message after the
-other. A link cannot be made faster than the machine itself.
+The bytes are really sent, over gloo; then the receiver sleeps until alpha + bytes / beta seconds
+have passed since the message left. No rank uses the CPU while a message is on its way, so overlap
+can be measured even on two cores. A rank has one port per kind of link, through which its messages
+leave one after another. A link cannot be made faster than the machine itself.
 """
 
 import threading
@@ -18,36 +18,36 @@ POLL_S = 0.0005
 
 
 class LinkEmulator:
-    """Says for one rank when its messages arrive, and waits for them."""
+    """Emulator of a link on one rank: computes when its messages arrive, and waits until then."""
 
-    def __init__(self, rank: int, board: CallBoard, link: Link | TwoLevelLink) -> None:
-        self.rank, self.board, self.link = rank, board, link
+    def __init__(self, rank: int, call_board: CallBoard, link: Link | TwoLevelLink) -> None:
+        self.rank, self.call_board, self.link = rank, call_board, link
         self._port_free_s: dict[Link, float] = defaultdict(float)
         self._due_s: dict[int, float] = {}
         self._queue: list[Post] = []
         self._lock = threading.Lock()
 
     def message_arrival_s(self, now_s: float, num_bytes: int, receiver: int) -> float:
-        """When a message that is sent now arrives: behind those sent before it."""
+        """Return when a message sent at `now_s` arrives, after those sent before it (seconds)."""
         link = self.link.between(self.rank, receiver)
         start_s = max(now_s, self._port_free_s[link])
         self._port_free_s[link] = start_s + num_bytes / link.bytes_per_s
         return start_s + link.time_s(num_bytes)
 
     def enqueue(self, post: Post) -> None:
-        """Take note of a call; collectives leave in the order in which the rank makes them."""
+        """Queue a collective; collectives leave in the order in which the rank calls them."""
         if post.kind not in ("send", "recv", "new_group"):
             self._queue.append(post)
 
     def delivery_s(self, post: Post) -> float | None:
-        """When the call ends, or None while another rank has not made it yet."""
+        """Return when the call ends in seconds, or None while another rank has not made it yet."""
         if post.kind == "send":
             return post.arrive_s
         if post.kind == "recv":
             if post.peer < 0:
                 return post.post_s
-            return self.board.arrival_s(post.peer, post.channel, post.seq)
-        with self._lock:  # DDP's buckets are waited for by a thread each
+            return self.call_board.arrival_s(post.peer, post.channel, post.seq)
+        with self._lock:  # a thread waits for each of DDP's buckets
             while self._queue and post.number not in self._due_s:
                 if not self._schedule(self._queue[0]):
                     return None
@@ -55,7 +55,7 @@ class LinkEmulator:
             return self._due_s.get(post.number, post.post_s)
 
     def deliver(self, post: Post) -> float:
-        """Sleep until the call ends; return the moment when it was due."""
+        """Sleep until the call ends; return the time at which it was due, in seconds."""
         while (due_s := self.delivery_s(post)) is None:
             time.sleep(POLL_S)
         self._due_s.pop(post.number, None)
@@ -63,9 +63,9 @@ class LinkEmulator:
         return due_s
 
     def _schedule(self, post: Post) -> bool:
-        """Put the oldest collective on the wire, if every member has called it."""
-        arrivals = [self.board.arrival_s(r, post.channel, post.seq) for r in post.members]
-        called = [moment for moment in arrivals if moment is not None]
+        """Schedule the oldest collective if every member has called it; return whether it is."""
+        arrivals = [self.call_board.arrival_s(r, post.channel, post.seq) for r in post.members]
+        called = [time_s for time_s in arrivals if time_s is not None]
         if len(called) < len(arrivals):
             return False
         link = self._slowest_link(post.members)

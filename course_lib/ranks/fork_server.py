@@ -1,7 +1,7 @@
-"""The fork server: one process that has imported torch, from which ranks are forked in no time.
+"""The fork server: one process that has imported torch; forking a rank from it takes milliseconds.
 
-It needs a second or two to import, so it starts as soon as `course_lib.ranks` is imported, beside
-the notebook's own imports, and ends with the process that started it.
+Importing torch takes a second or two, so the server starts as soon as `course_lib.ranks` is
+imported, in parallel with the notebook's own imports, and ends with the process that started it.
 """
 
 import atexit
@@ -23,7 +23,7 @@ INSIDE = ("COURSE_FORK_SERVER", "RANK")  # the server itself, a rank, a job unde
 
 
 def start_method() -> Any:
-    """The way ranks are started: forked from the server, or spawned where there is no fork."""
+    """Return the multiprocessing context of the ranks: fork server, or spawn without fork."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -32,7 +32,7 @@ def start_method() -> Any:
 
 
 def warm_up() -> None:
-    """Start the server, unless this process is the server, a rank, or another one's child."""
+    """Start the server, unless this process is the server, a rank or another child process."""
     if multiprocessing.parent_process() or any(name in os.environ for name in INSIDE):
         return
     if start_method().get_start_method() == "forkserver":
@@ -47,4 +47,5 @@ def warm_up() -> None:
 def _end() -> None:
     """End the server with this process: one that is still importing would keep our output open."""
     with suppress(ProcessLookupError):
-        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGTERM)  # type: ignore[attr-defined]
+        pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        os.kill(pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""One job on the ranks, watched from the notebook until all have answered or nothing can move."""
+"""One job on the ranks, watched from the notebook until all have answered or none can proceed."""
 
 import os
 import signal
@@ -24,12 +24,12 @@ from course_lib.ranks.rank_process import RankFailure
 from course_lib.ranks.report import RankError, Report, find_mismatch
 
 TICK_S = 0.1
-GRACE_S = 2.0  # how long the others may go on when one rank has failed
+GRACE_S = 2.0  # for which the other ranks may continue when one has failed
 
 
 @dataclass(frozen=True)
 class Member:
-    """The notebook's ends of one rank: its process, its jobs, and the pipe it lives by."""
+    """The notebook's handles of one rank: its process, the pipe of jobs, and the lifeline pipe."""
 
     rank: int
     process: BaseProcess
@@ -37,7 +37,7 @@ class Member:
     lifeline: connection.Connection
 
     def kill(self) -> None:
-        """End the rank and everything it started."""
+        """Kill the rank and every process it started."""
         if self.process.pid is None or not self.process.is_alive():
             return
         try:
@@ -47,17 +47,20 @@ class Member:
 
 
 class RankJob:
-    """Sends a job, shows the output, notices failures; `lost`: the ranks cannot be used again."""
+    """Runner of one job: sends it, shows output, detects failures; `lost`: restart the ranks."""
 
-    def __init__(self, board: CallBoard, members: list[Member], outputs: list[Output]) -> None:
-        self.board, self.members, self.outputs = board, members, outputs
+    def __init__(self, call_board: CallBoard, members: list[Member], outputs: list[Output]) -> None:
+        self.call_board, self.members, self.outputs = call_board, members, outputs
         self.lost = False
         self._results: dict[int, bytes] = {}
         self._failures: dict[int, RankFailure] = {}
         self._start_s = time.perf_counter()
 
     def run(self, kind: str, blob: bytes) -> list[Any]:
-        """Run the job on all ranks; return their results by rank. Raises: RankError."""
+        """Run the job on all ranks; return their results in rank order.
+
+        Raises: RankError with a report if a rank raises, dies, hangs or is stopped
+        """
         try:
             for member in self.members:
                 member.jobs.send((kind, blob))
@@ -80,7 +83,7 @@ class RankJob:
         return [member.rank for member in self.members if member.rank not in done]
 
     def _watch(self) -> None:
-        hang, failed_since_s = HangWatch(self.board), None
+        hang, failed_since_s = HangWatch(self.call_board), None
         while self._unfinished:
             self._collect(TICK_S)
             self.outputs[0].follow()
@@ -126,8 +129,8 @@ class RankJob:
         gone = sorted(r for r, failure in self._failures.items() if failure.name == "RankDied")
         lost = [r for r, f in self._failures.items() if f.name == "ConnectionLostError"]
         waits = [
-            *(find_wait(self.board, rank) for rank in unfinished),
-            *(find_lost_wait(self.board, rank, gone) for rank in lost),
+            *(find_wait(self.call_board, rank) for rank in unfinished),
+            *(find_lost_wait(self.call_board, rank, gone) for rank in lost),
         ]
         found = sorted((wait for wait in waits if wait), key=lambda wait: wait.rank)
         waiting = {wait.rank for wait in found}
@@ -135,10 +138,10 @@ class RankJob:
         return Report(
             failures=self._failures,
             waits=found,
-            computing={r: self.board.state(r).line for r in unfinished if r not in waiting},
+            computing={r: self.call_board.state(r).line for r in unfinished if r not in waiting},
             returned=sorted(self._results),
-            mismatch=find_mismatch(self.board, len(self.members)) if mismatched else (),
-            dropped=find_dropped(self.board, found),
+            mismatch=find_mismatch(self.call_board, len(self.members)) if mismatched else (),
+            dropped=find_dropped(self.call_board, found),
             note=note,
             restarted=self.lost,
             stopped=stopped,
@@ -149,24 +152,25 @@ class RankJob:
             output.finish()
 
     def _is_spoilt(self) -> bool:
-        """After a failure: has a rank died, or is a call left that its partners never made?"""
+        """Return whether, after a failure, a rank has died or a call is left unmatched."""
         names = {failure.name for failure in self._failures.values()}
         if names & {"RankDied", "ConnectionLostError", "MismatchError"}:
             return True
-        mine = [post for m in self.members for post in self.board.history(m.rank)]
-        calls = [post for post in mine if post.post_s >= self._start_s]
+        history = [post for m in self.members for post in self.call_board.history(m.rank)]
+        calls = [post for post in history if post.post_s >= self._start_s]
         return any(
-            Flag.DONE not in post.flags or len(list(self.board.matching(post))) < len(post.members)
+            Flag.DONE not in post.flags
+            or len(list(self.call_board.matching(post))) < len(post.members)
             for post in calls
         )
 
     def _warn(self) -> None:
-        """After a job that seems to have gone well: say what went wrong without a sound."""
+        """Print what went wrong silently in a job that did not fail: swaps and orphans."""
         ranks = [member.rank for member in self.members]
-        swap = find_swap(self.board, ranks, self._start_s)
+        swap = find_swap(self.call_board, ranks, self._start_s)
         if swap:
             print(swap)
-        orphans = find_orphans(self.board, ranks, self._start_s)
+        orphans = find_orphans(self.call_board, ranks, self._start_s)
         for rank, post in orphans:
             print(f"orphan: rank {rank} calls {post.call}, and the other end never came")
             print(f"    {post.line}")

@@ -1,7 +1,7 @@
-"""The same function outside of notebooks: `torchrun script.py` with `launch(fn)` at its end.
+"""Run a function on ranks outside of notebooks: `torchrun script.py` with `launch(fn)` at its end.
 
 torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR; `launch` joins the world with them and
-calls fn(rank). The ranks of one machine share a notice board here too, so a mismatch or a hang is
+calls fn(rank). The ranks of one machine share a call board here too, so a mismatch or a hang is
 reported as in a notebook.
 """
 
@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,31 +34,33 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": 
 
 
 def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> Any:
-    """Join the world torchrun describes, return `fn(rank, *args)`, and leave the world.
+    """Join the world that torchrun describes, return `fn(rank, *args)`, and leave the world.
 
-    Without torchrun the world is this one process. With `record_to`, each rank leaves its run
-    record in that folder, or in that of this attempt within a job of `course submit`.
+    Without torchrun the world is this one process. With `record_to`, each rank writes its run
+    record to that folder, or to that of this attempt within a job of `course submit`.
+
+    Raises: SystemExit with a report where the ranks' calls do not match
     """
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with _shared_board(world_size) as board, tempfile.TemporaryDirectory() as folder:
-        tracer = CallTracer(rank, board)
+    with _shared_call_board(world_size) as call_board, tempfile.TemporaryDirectory() as folder:
+        tracer = CallTracer(rank, call_board)
         alone = "MASTER_ADDR" not in os.environ
         join_world(tracer, f"file://{folder}/store" if alone else "env://", rank, world_size)
         Heartbeat(tracer).start()
         zero_s = common_zero_s()
         tracer.recorder.events = []
         if int(os.environ["LOCAL_WORLD_SIZE"]) == world_size and rank == 0:
-            threading.Thread(target=_watch, args=(board,), daemon=True).start()
+            threading.Thread(target=_watch, args=(call_board,), daemon=True).start()
         try:
             result = fn(rank, *args)
             if record_to:
                 _leave_record(tracer, world_size, attempt_folder(record_to), zero_s)
             dist.barrier()
         except MismatchError:
-            report = Report(mismatch=find_mismatch(board, world_size), restarted=False)
+            report = Report(mismatch=find_mismatch(call_board, world_size), restarted=False)
             sys.exit(str(report))
         dist.destroy_process_group()
     gc.collect()  # what still holds a group keeps gloo's threads, and they may not outlive Python
@@ -67,8 +68,8 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
 
 
 @contextlib.contextmanager
-def _shared_board(world_size: int) -> Any:
-    """One file for all ranks of a job on this machine, gone when the first of them leaves."""
+def _shared_call_board(world_size: int) -> Any:
+    """Open one file for all ranks of a job on this machine; the first rank to leave deletes it."""
     names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     job = "-".join(os.environ.get(name, "") for name in names) or str(os.getpid())
     path = Path(tempfile.gettempdir()) / f"ranks-board-{os.getuid()}-{job}"
@@ -79,9 +80,11 @@ def _shared_board(world_size: int) -> Any:
 
 
 def common_zero_s() -> float:
-    """When the job began, on this rank's clock: the same moment on all ranks.
+    """Return the start of the job in seconds on this rank's clock, the same instant on all ranks.
 
-    Machines do not share a clock; there the end of a barrier has to do.
+    Machines do not share a clock; between them the end of a barrier is taken.
+
+    Cost:    a barrier, and on one machine an all_reduce of one number
     """
     dist.barrier()
     now_s = torch.tensor(time.perf_counter(), dtype=torch.float64)
@@ -91,10 +94,11 @@ def common_zero_s() -> float:
 
 
 def attempt_folder(wanted: str) -> Path:
-    """Where this process leaves its record. `course submit` gives each job a RUN_FOLDER.
+    """Return the folder for this process's record: `wanted`, or one within RUN_FOLDER.
 
-    In it every element of an array, and every attempt of a job that is started again, has a folder
-    of its own, so that no record takes the place of another; `course collect` knows which count.
+    `course submit` gives each job a RUN_FOLDER. In it every element of a job array, and every
+    attempt of a job that is restarted, has its own folder, so that no record overwrites another;
+    `course collect` knows which ones count.
     """
     if "RUN_FOLDER" not in os.environ:
         return Path(wanted)
@@ -110,17 +114,17 @@ def _leave_record(tracer: CallTracer, world_size: int, folder: Path, zero_s: flo
         world_size=world_size,
         run={"script": os.path.basename(sys.argv[0])},
         machine=describe_machine(),
-        events=[replace(e, start_s=e.start_s - zero_s, end_s=e.end_s - zero_s) for e in events],
+        events=[event.since(zero_s) for event in events],
     )
     record.write(folder / f"rank{tracer.rank}.jsonl")
 
 
-def _watch(board: CallBoard) -> None:
-    """On rank 0: report a hang and end the job; torchrun then ends the other ranks."""
-    everyone, hang = range(board.world_size), HangWatch(board)
+def _watch(call_board: CallBoard) -> None:
+    """Watch for a hang on rank 0: report it and exit; torchrun then ends the other ranks."""
+    everyone, hang = range(call_board.world_size), HangWatch(call_board)
     while not hang.is_certain(everyone):
         time.sleep(TICK_S)
-    waits = find_hang(board, everyone) or ()
-    report = Report(waits=waits, dropped=find_dropped(board, waits), restarted=False)
+    waits = find_hang(call_board, everyone) or ()
+    report = Report(waits=waits, dropped=find_dropped(call_board, waits), restarted=False)
     print(report, file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,7 +1,7 @@
-"""What this machine has for ranks to run on, and what to do about what is missing.
+"""Description of this machine: cores, memory, GPUs, links, backends, tools. Notebook 00_ranks.
 
-`describe_machine` looks; `doctor_report` puts it in words for `course doctor`. The description is
-made of plain values, so that a run record can carry it. Notebook 00_ranks shows it.
+`describe_machine` collects it as plain values, so that a run record can hold it; `doctor_report`
+puts it in words for `course doctor`, with what to do about what is missing.
 """
 
 import importlib.metadata
@@ -35,14 +35,14 @@ LINK_WORDS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report: `state` is `ok`, `missing` (optional) or `problem`."""
+    """Line of the doctor's report: `state` is `ok`, `missing` (optional) or `problem`."""
 
     state: str
     text: str
 
 
 def run_command(command: Sequence[str]) -> str | None:
-    """What a command prints, or None if it is missing, fails, or takes longer than 10 seconds."""
+    """Return what a command prints; None if it is missing, fails, or takes more than 10 seconds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -51,7 +51,7 @@ def run_command(command: Sequence[str]) -> str | None:
 
 
 def describe_machine(run: _Run = run_command, root: Path = Path("/")) -> dict[str, Any]:
-    """Look at the cores, memory, GPUs, links, backends and tools of this machine.
+    """Describe the cores, memory, GPUs, links, backends and tools of this machine.
 
     `run` runs a command and `root` is where the system's files start; tests replace both.
     """
@@ -77,7 +77,7 @@ def describe_machine(run: _Run = run_command, root: Path = Path("/")) -> dict[st
 
 
 def installed_version(package: str) -> str | None:
-    """Version of an installed package, or None."""
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -85,7 +85,7 @@ def installed_version(package: str) -> str | None:
 
 
 def usable_cores(root: Path) -> float:
-    """Cores this process may use: those it is bound to, or the container's share if smaller."""
+    """Return the cores this process may use: its affinity, or the container's limit if smaller."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     words = read_words(root / "sys/fs/cgroup/cpu.max")  # "max 100000" or "150000 100000"
@@ -95,14 +95,14 @@ def usable_cores(root: Path) -> float:
 
 
 def usable_memory_bytes(root: Path) -> int:
-    """Memory of the machine, or the container's share if smaller."""
+    """Return the bytes of the machine's memory, or the container's limit if smaller."""
     total = int(psutil.virtual_memory().total)
     words = read_words(root / "sys/fs/cgroup/memory.max")  # "max" or a number of bytes
     return min(total, int(words[0])) if words and words[0] != "max" else total
 
 
 def read_words(path: Path) -> list[str]:
-    """Words of a small system file; none if there is no such file."""
+    """Return the words of a small system file; none if it cannot be read."""
     try:
         return path.read_text().split()
     except OSError:
@@ -110,7 +110,7 @@ def read_words(path: Path) -> list[str]:
 
 
 def describe_gpus(run: _Run) -> list[dict[str, Any]]:
-    """Name and memory of each NVIDIA GPU; empty without a driver."""
+    """Return name and memory in bytes of each NVIDIA GPU; empty without a driver."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     gpus = []
     for line in (run(query) or "").splitlines():
@@ -123,15 +123,15 @@ def describe_gpus(run: _Run) -> list[dict[str, Any]]:
 
 
 def parse_links(text: str) -> list[list[str]]:
-    """The link matrix of `nvidia-smi topo -m`: row i, column j says how GPU i reaches GPU j."""
+    """Read the link matrix of `nvidia-smi topo -m`: row i, column j is how GPU i reaches GPU j."""
     rows = [
         [cell.strip() for cell in line.split("\t")]
         for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     ]
     header = next((row for row in rows if not row[0] and "GPU0" in row), [])
-    columns = [place for place, cell in enumerate(header) if re.fullmatch(r"GPU\d+", cell)]
+    columns = [index for index, cell in enumerate(header) if re.fullmatch(r"GPU\d+", cell)]
     links = [
-        [row[place] for place in columns]
+        [row[index] for index in columns]
         for row in rows
         if re.fullmatch(r"GPU\d+", row[0]) and len(row) > max(columns, default=0)
     ]
@@ -139,7 +139,7 @@ def parse_links(text: str) -> list[list[str]]:
 
 
 def describe_slurm(run: _Run) -> dict[str, Any] | None:
-    """Slurm's version and partitions; partitions are None where its controller does not answer."""
+    """Return Slurm's version and partitions, or None; no partitions if its controller is silent."""
     version = run(["sinfo", "--version"])
     if version is None:
         return None
@@ -152,7 +152,7 @@ def describe_slurm(run: _Run) -> dict[str, Any] | None:
 
 
 def findings(machine: dict[str, Any]) -> Iterator[Finding]:
-    """What works here, what does not, and what to do, line by line."""
+    """Yield what works here, what does not, and what to do about it."""
     yield _cores(machine)
     yield _memory(machine)
     yield _torch(machine)
@@ -183,13 +183,13 @@ def _torch(machine: dict[str, Any]) -> Finding:
     text = f"Python {machine['python']}, torch {machine['torch']}"
     if machine["torch"].startswith(TORCH + "."):
         return Finding("ok", text)
-    return Finding("problem", f"{text}: the lessons are proven with {TORCH}. _Run make lab")
+    return Finding("problem", f"{text}: the lessons are proven with {TORCH}. Run make lab")
 
 
 def _gloo(machine: dict[str, Any]) -> Finding:
     if machine["gloo"]:
-        return Finding("ok", "gloo: ranks talk on the CPU")
-    return Finding("problem", "this torch has no gloo, so no rank can talk. _Run make lab")
+        return Finding("ok", "gloo: ranks communicate on the CPU")
+    return Finding("problem", "this torch has no gloo, so no rank can communicate. Run make lab")
 
 
 def _gpus(machine: dict[str, Any]) -> Finding:
@@ -230,7 +230,7 @@ def _tool(machine: dict[str, Any], key: str, name: str, otherwise: str, why: str
 
 
 def doctor_report(machine: dict[str, Any]) -> str:
-    """The findings as lines to read, and the GPUs' link matrix where there is one."""
+    """Return the findings as lines to read, with the GPUs' link matrix where there is one."""
     lines = [f"{finding.state:8} {finding.text}" for finding in findings(machine)]
     return "\n".join([*lines, *_link_lines(machine["gpu_links"])])
 

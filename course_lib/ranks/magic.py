@@ -9,13 +9,13 @@ from course_lib.ranks.pool import Ranks
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext course_lib.ranks`: gives the notebook `%%ranks`, and `ranks = Ranks(4)`."""
+    """Define `%%ranks` and `ranks = Ranks(4)` in the notebook: `%load_ext course_lib.ranks`."""
     counter = itertools.count(1)
     if not isinstance(shell.user_ns.get("ranks"), Ranks):
         shell.user_ns["ranks"] = Ranks(4)
 
     def run_cell(line: str, cell: str) -> None:
-        """`%%ranks` or `%%ranks NAME`: run the cell on all ranks of `ranks`, or of `NAME`."""
+        """Run the cell on all ranks of `ranks`; after `%%ranks NAME`, on those of `NAME`."""
         name = line.strip() or "ranks"
         pool = shell.user_ns.get(name)
         if not isinstance(pool, Ranks):

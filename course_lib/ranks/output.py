@@ -1,4 +1,4 @@
-"""What the ranks print, shown in rank order, and folded where it is too much."""
+"""The ranks' printed output: shown rank by rank, and folded where it is too long."""
 
 import os
 from collections.abc import Callable
@@ -8,7 +8,7 @@ MAX_OUTPUT_BYTES = 50 * 2**20
 
 
 class Output:
-    """The output of one rank: a file that the rank appends to and the notebook reads."""
+    """Output of one rank: a file that the rank appends to and the notebook reads."""
 
     def __init__(self, path: str, rank: int) -> None:
         self.path, self.rank = path, rank
@@ -17,15 +17,15 @@ class Output:
         os.truncate(path, 0)  # a new job; the rank only ever appends
 
     def text(self) -> str:
-        """All that was printed since this job began."""
+        """Return everything that was printed since this job began."""
         return self._read(0).decode("utf-8", "replace")
 
     def num_bytes(self) -> int:
-        """How much was printed since this job began."""
+        """Return the number of bytes that were printed since this job began."""
         return os.path.getsize(self.path)
 
     def follow(self, write: Callable[[str], object] = print) -> None:
-        """Show the whole lines that are new, up to the fold."""
+        """Show the new complete lines, up to the fold."""
         new = self._read(self._end)
         self._end += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
@@ -33,7 +33,7 @@ class Output:
             self._show(line, write)
 
     def finish(self, write: Callable[[str], object] = print) -> None:
-        """Show what is left, the fold with its last lines at the end."""
+        """Show the rest: an incomplete line, then the fold and the last lines."""
         self.follow(write)
         if self._rest:
             self._show(self._rest, write)

@@ -1,8 +1,8 @@
-"""A pool of real ranks for notebooks: processes that stay, take job after job, and may be lost.
+"""A pool of real ranks for notebooks: processes that run job after job and restart after a failure.
 
 `Ranks(4)` starts four processes that form one torch.distributed world; `run` sends them a function.
-Whatever they do, raise, die, hang or answer wrong, the notebook's own process only ever reads from
-pipes, files and the board.
+Whether they return, raise, die or hang, the notebook's own process only reads from pipes, files and
+the call board, so it cannot hang with them.
 """
 
 import os
@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -31,10 +30,10 @@ START_TIMEOUT_S = 60.0
 
 
 class Ranks:
-    """`world_size` ranks, started at once; restarted by themselves after a failure.
+    """A world of `world_size` ranks, started at once and restarted after a failure.
 
-    `link` emulates tracer between them (`Link`, `TwoLevelLink`); without one they talk as fast as
-    this machine can.
+    `link` emulates a link between them (`Link` or `TwoLevelLink`); without one they communicate as
+    fast as this machine can.
 
     Raises: MeshError for a world size below 1 or above 64.
     """
@@ -52,9 +51,10 @@ class Ranks:
     # -- what a learner calls ---------------------------------------------------------------
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `fn(rank, *args, **kwargs)` on every rank; return the results, by rank.
+        """Call `fn(rank, *args, **kwargs)` on every rank; return the results in rank order.
 
-        Raises: RankError with a readable report if a rank raises, dies, hangs or is stopped.
+        Raises: RankError with a readable report if a rank raises, dies, hangs or is stopped;
+                CourseError if the function or its arguments cannot be sent
         """
         try:
             blob = cloudpickle.dumps((fn, args, kwargs))
@@ -75,17 +75,20 @@ class Ranks:
 
     @property
     def events(self) -> list[Event]:
-        """What the ranks did in the last job: all calls, spans and waits; the first starts at 0."""
+        """Events of the last job, sorted by start: calls, spans, waits; the first starts at 0 s."""
         if not self._ready or not self._all_alive():
             return []
         for member in self._members:
             member.jobs.send(("events", b""))
         events = [event for member in self._members for event in member.jobs.recv()[1]]
-        zero = min((event.start_s for event in events), default=0.0)
-        return [_shifted(event, zero) for event in sorted(events, key=lambda e: e.start_s)]
+        zero_s = min((event.start_s for event in events), default=0.0)
+        return [event.since(zero_s) for event in sorted(events, key=lambda e: e.start_s)]
 
     def output(self, rank: int) -> str:
-        """All that one rank printed in the last job, also what was folded away."""
+        """Return everything that one rank printed in the last job, folded lines included.
+
+        Raises: MeshError for a rank that is not in the world
+        """
         if not 0 <= rank < self.world_size:
             raise MeshError(
                 f"Ranks.output: need a rank from 0 to {self.world_size - 1}; got {rank}."
@@ -93,7 +96,7 @@ class Ranks:
         return self._outputs[rank].text() if self._outputs else ""
 
     def restart(self) -> None:
-        """Start afresh: new processes, nothing kept."""
+        """Start new processes; everything that the ranks held is lost."""
         if not self._end.alive:
             return self._open()
         _stop(self._members)
@@ -101,7 +104,7 @@ class Ranks:
         self._start()
 
     def close(self) -> None:
-        """End all ranks. They start again when they are needed."""
+        """End all ranks; the next job starts new ones."""
         self._end()
         self._ready = False
 
@@ -121,22 +124,22 @@ class Ranks:
     # -- starting and stopping --------------------------------------------------------------
 
     def _open(self) -> None:
-        """Make a home for files, and see to it that all ends with this object, or the kernel."""
+        """Make a folder for files; it and the ranks end with this object, or with the kernel."""
         self._home = tempfile.mkdtemp(prefix="ranks-")
         self._end = weakref.finalize(self, _end_everything, self._members, self._home)
         self._start()
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="world-", dir=self._home)
-        self._board = CallBoard(os.path.join(self._folder, "board"), self.world_size)
+        self._call_board = CallBoard(os.path.join(self._folder, "board"), self.world_size)
         self._ready = False
         context = start_method()
         with _without_main_script():
             for rank in range(self.world_size):
                 output = self._output_file(rank)
                 open(output, "a").close()
-                place = WorkerConfig(rank, self.world_size, self._folder, output, self.link)
-                self._members.append(_start_rank(context, place))
+                config = WorkerConfig(rank, self.world_size, self._folder, output, self.link)
+                self._members.append(_start_rank(context, config))
 
     def _wait_until_ready(self) -> None:
         if not self._all_alive():
@@ -167,7 +170,7 @@ class Ranks:
     def _do(self, kind: str, blob: bytes) -> list[Any]:
         self._wait_until_ready()
         self._outputs = [Output(self._output_file(r), r) for r in range(self.world_size)]
-        job = RankJob(self._board, self._members, self._outputs)
+        job = RankJob(self._call_board, self._members, self._outputs)
         try:
             return job.run(kind, blob)
         finally:
@@ -190,16 +193,16 @@ def _end_everything(members: list[Member], home: str) -> None:
     shutil.rmtree(home, ignore_errors=True)
 
 
-def _start_rank(context: Any, place: WorkerConfig) -> Member:
+def _start_rank(context: Any, config: WorkerConfig) -> Member:
     jobs, jobs_there = context.Pipe()
     lifeline_there, lifeline = context.Pipe(duplex=False)
     process = context.Process(
-        target=live, args=(place, jobs_there, lifeline_there), name=f"rank {place.rank}"
+        target=live, args=(config, jobs_there, lifeline_there), name=f"rank {config.rank}"
     )
     process.start()
     jobs_there.close()
     lifeline_there.close()
-    return Member(place.rank, process, jobs, lifeline)
+    return Member(config.rank, process, jobs, lifeline)
 
 
 @contextmanager
@@ -225,7 +228,3 @@ def _did_not_start(output_file: str) -> str:
         f"Ranks: need ranks that start within {START_TIMEOUT_S:.0f} s; one did not, and said: "
         f"{said}. Try `course doctor`, which shows what this machine has."
     )
-
-
-def _shifted(event: Event, zero_s: float) -> Event:
-    return replace(event, start_s=event.start_s - zero_s, end_s=event.end_s - zero_s)

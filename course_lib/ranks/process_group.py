@@ -1,4 +1,4 @@
-"""A process group on the tracer: PyTorch's calls, announced under the course's names for them."""
+"""The tracing process group: announces PyTorch's calls to the tracer under the course's names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from course_lib.ranks.work_handle import TrackedWork
 
 @dataclass(frozen=True)
 class CallSignature:
-    """How to read the arguments of one of PyTorch's collective methods.
+    """Description of one of PyTorch's collective methods: its kind and the role of its arguments.
 
-    `agree` is the argument whose dtype and shape have to be the same on every rank, `whole` the one
-    that is the whole tensor; `times_p`: it is only one shard of p.
+    `agree` is the index of the argument whose dtype and shape have to be the same on every rank,
+    `whole` that of the whole tensor; with `times_p` that argument is only one of p shards.
     """
 
     kind: str
@@ -59,7 +59,7 @@ COLLECTIVES = {
 
 
 class FromAnyone(TrackedWork):
-    """A receive from whoever sends first; in the end that sender's message is counted."""
+    """Handle of a receive from any source; when it ends, the sender's message is counted."""
 
     def __init__(
         self, inner: Any, post: Post, tracer: CallTracer, count_from: Callable[[int], None]
@@ -72,7 +72,7 @@ class FromAnyone(TrackedWork):
 
 
 class TracedGroup(dist.ProcessGroup):
-    """Stands in front of `inner`; `members` are its ranks by their number in the world."""
+    """Process group that traces every call of `inner`; `members` are its global ranks."""
 
     def __init__(
         self, inner: dist.ProcessGroup, tracer: CallTracer, members: tuple[int, ...], key: str
@@ -82,11 +82,11 @@ class TracedGroup(dist.ProcessGroup):
 
     @property
     def recorder(self) -> Recorder:
-        """The events of this rank."""
+        """Recorder of this rank's events."""
         return self.tracer.recorder
 
     def collective(self, method: str, args: tuple[Any, ...], kwargs: Any) -> TrackedWork:
-        """Announce a collective, start it, and give its handle."""
+        """Announce a collective, start it, and return its handle."""
         call = COLLECTIVES[method]
         options = kwargs.get("opts", args[-1] if args else None)
         root = getattr(options, "rootRank", -1)
@@ -115,35 +115,41 @@ class TracedGroup(dist.ProcessGroup):
         return name
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> TrackedWork:
-        """Send to the group's rank `dst`."""
+        """Send to the group's rank `dst`.
+
+        Raises: MeshError for a rank that is not in the group, or this rank itself
+        """
         return self._message("send", tensors, self._member(dst, "send"), dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> TrackedWork:
-        """Receive from the group's rank `src`."""
+        """Receive from the group's rank `src`.
+
+        Raises: MeshError for a rank that is not in the group, or this rank itself
+        """
         return self._message("recv", tensors, self._member(src, "recv"), src, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> TrackedWork:
-        """Receive from whoever sends first; nothing to compare it with."""
-        me = self.tracer.rank
+        """Receive from whichever rank sends first; there is no call to compare it with."""
+        own = self.tracer.rank
         post = self.tracer.post(
             "recv", self.members, f"{_message_words(tensors)} from anyone",
-            channel=(self.key, "any", me, tag), num_bytes=num_bytes_of(tensors),
+            channel=(self.key, "any", own, tag), num_bytes=num_bytes_of(tensors),
         )  # fmt: skip
         work = self.inner.recv_anysource(tensors, tag)
         return FromAnyone(work, post, self.tracer, partial(self._count_from, tag))
 
     def _count_from(self, tag: int, source: int) -> None:
-        """A message of this rank of the group has come: the next one is another."""
+        """Count a message from this rank of the group, so that the next one has another number."""
         sender = self.members[source]
         self.tracer.count(channel_of(self.key, sender, self.tracer.rank, tag))
 
     def _message(
         self, kind: str, tensors: list[torch.Tensor], peer: int, peer_in_group: int, tag: int
     ) -> TrackedWork:
-        me = self.tracer.rank
-        sender, receiver = (me, peer) if kind == "send" else (peer, me)
+        own = self.tracer.rank
+        sender, receiver = (own, peer) if kind == "send" else (peer, own)
         post = self.tracer.post(
-            kind, tuple(sorted((me, peer))), f"{_message_words(tensors)} {sender}->{receiver}",
+            kind, tuple(sorted((own, peer))), f"{_message_words(tensors)} {sender}->{receiver}",
             channel=(self.key, sender, receiver, tag), num_bytes=num_bytes_of(tensors), peer=peer,
         )  # fmt: skip
         work = getattr(self.inner, kind)(tensors, peer_in_group, tag)
@@ -158,7 +164,7 @@ class TracedGroup(dist.ProcessGroup):
         if self.members[rank_in_group] == self.tracer.rank:
             raise MeshError(
                 f"rank {self.tracer.rank}, {kind}: need another rank; got itself. "
-                "Try to keep your own tensor; on 1 rank there is nobody to talk to."
+                "Try to keep your own tensor; with 1 rank there is no other to communicate with."
             )
         return self.members[rank_in_group]
 
@@ -175,14 +181,14 @@ for _method in COLLECTIVES:
 
 
 def num_bytes_of(tensors: Any) -> int:
-    """Bytes of a tensor, or of all tensors in nested lists."""
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
     return sum(map(num_bytes_of, tensors))
 
 
 def describe(tensors: Any) -> str:
-    """`float32 [4, 2]`; of a list the first tensor, and how many there are."""
+    """Return `float32 [4, 2]`; for a list, its first tensor and their number."""
     if isinstance(tensors, torch.Tensor):
         return f"{str(tensors.dtype).removeprefix('torch.')} {list(tensors.shape)}"
     many = f" x{len(tensors)}" if len(tensors) > 1 else ""
@@ -190,5 +196,5 @@ def describe(tensors: Any) -> str:
 
 
 def _message_words(tensors: list[torch.Tensor]) -> str:
-    """`float32 [4]`: a message has a size, but its shape is the receiver's affair."""
+    """Return `float32 [4]`: sender and receiver agree on the size; their shapes may differ."""
     return f"{str(tensors[0].dtype).removeprefix('torch.')} [{tensors[0].numel()}]"

@@ -1,4 +1,4 @@
-"""The life of one rank: joins its world, then runs the jobs that the notebook sends, one by one."""
+"""The process of one rank: joins its world, then runs the jobs that the notebook sends."""
 
 import ast
 import faulthandler
@@ -31,7 +31,7 @@ HEARTBEAT_S = 0.2
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Where a rank belongs: its number, its world, the folder the world shares, its output."""
+    """Arguments of a rank's process: rank, world size, the world's folder, output file, link."""
 
     rank: int
     world_size: int
@@ -42,7 +42,7 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a rank's job did not end well, in a form that can always be sent."""
+    """Failure of a job on one rank, in plain values that can always be pickled."""
 
     name: str
     message: str
@@ -51,11 +51,11 @@ class RankFailure:
 
 
 def live(config: WorkerConfig, jobs: Connection, kernel_alive: Connection) -> None:
-    """What a rank's process does from its start to its end."""
+    """Run the process of a rank from start to end: set up, join the world, run job after job."""
     _set_up_process(config)
     die_with(kernel_alive)
-    board = CallBoard(os.path.join(config.folder, "board"), config.world_size)
-    tracer = CallTracer(config.rank, board, config.link)
+    call_board = CallBoard(os.path.join(config.folder, "board"), config.world_size)
+    tracer = CallTracer(config.rank, call_board, config.link)
     store = "file://" + os.path.join(config.folder, "store")
     join_world(tracer, store, config.rank, config.world_size)
     Heartbeat(tracer).start()
@@ -104,9 +104,9 @@ def die_with(kernel_alive: Connection) -> None:
 
 
 class Heartbeat(threading.Thread):
-    """Says a few times a second on which line the rank is, and whether it idles inside PyTorch.
+    """Thread that reports, 5 times per second, the rank's line and whether it idles inside PyTorch.
 
-    A wait that happens deep in C++ (DDP's backward) is seen only in this way.
+    Only so can a wait deep in C++ (in DDP's backward, for example) be seen.
     """
 
     def __init__(self, tracer: CallTracer) -> None:
@@ -115,7 +115,7 @@ class Heartbeat(threading.Thread):
         self._main = threading.main_thread().ident
 
     def run(self) -> None:
-        """Beat for ever."""
+        """Write the state to the call board until the process ends."""
         idle_s, cpu_s = 0.0, time.process_time()
         while True:
             time.sleep(HEARTBEAT_S)
@@ -125,12 +125,12 @@ class Heartbeat(threading.Thread):
             idle_s = idle_s + HEARTBEAT_S if in_torch and used_s < 0.1 * HEARTBEAT_S else 0.0
             waiting = list(self._tracer.outstanding.values())
             oldest = (waiting[0].channel, waiting[0].seq) if waiting else (0, 0)
-            self._tracer.board.beat(self._tracer.rank, idle_s, line_of(frame), oldest)
+            self._tracer.call_board.beat(self._tracer.rank, idle_s, line_of(frame), oldest)
             del frame  # the tensors in it would live until the next beat
 
 
 class Worker:
-    """Runs jobs and keeps the names that the learner's cells leave behind."""
+    """Runner of jobs on one rank; it keeps the names that the learner's cells define."""
 
     def __init__(self, config: WorkerConfig, tracer: CallTracer) -> None:
         self.config, self.tracer = config, tracer
@@ -147,7 +147,7 @@ class Worker:
         }
 
     def do(self, kind: str, blob: bytes) -> tuple[str, Any]:
-        """Run one job; return what to tell the notebook: `done` and the result, or `failed`."""
+        """Run one job; return `("done", pickled result)` or `("failed", RankFailure)`."""
         if kind == "events":
             return "events", self.tracer.recorder.events
         jobs: dict[str, Callable[[bytes], Any]] = {

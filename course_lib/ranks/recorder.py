@@ -1,8 +1,8 @@
-"""The recorder: what this rank did, as events, whoever asked for it.
+"""The recorder: calls and computation of one rank as events.
 
-Every rank keeps the events of the job it runs; `ranks.events` fetches them. `span` marks a
-stretch of computing by name, `record` looks at a stretch of the learner's own choosing. Both work
-in a notebook and under torchrun.
+Every rank keeps the events of the job it runs; `ranks.events` fetches them. `span` records the
+computation in a block under a name, `record` returns the events of a block. Both work in a notebook
+and under torchrun.
 """
 
 import time
@@ -19,7 +19,7 @@ MAX_EVENTS = 200_000
 
 
 class Recorder:
-    """Keeps a rank's events; times are `time.perf_counter()`, one clock for a whole machine."""
+    """Events of one rank; times are `time.perf_counter()`, one clock for a whole machine."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -36,7 +36,7 @@ class Recorder:
         peer: int | None = None,
         group: tuple[int, ...] = (),
     ) -> None:
-        """Keep one event; past 200,000 the rest is dropped, to save the memory."""
+        """Add one event; after 200,000 further ones are dropped, to save memory."""
         if len(self.events) < MAX_EVENTS:
             event = Event(
                 rank=self.rank,
@@ -53,13 +53,13 @@ class Recorder:
 
 @dataclass
 class Recording:
-    """The events between the start and the end of a `record()` block."""
+    """Events between the start and the end of a `record()` block."""
 
     events: list[Event] = field(default_factory=list)
 
 
 def current_recorder() -> Recorder | None:
-    """The recorder of the world this process belongs to, or None outside of one."""
+    """Return the recorder of the world this process belongs to, or None outside of one."""
     if not dist.is_initialized():
         return None
     return getattr(dist.group.WORLD, "recorder", None)
@@ -67,7 +67,10 @@ def current_recorder() -> Recorder | None:
 
 @contextmanager
 def span(kind: str, label: str = "", num_bytes: int = 0) -> Iterator[None]:
-    """Mark what runs inside as an event of this kind: `with span("forward", "F0"): ...`."""
+    """Record the block as one event of this kind: `with span("forward", "F0"): ...`.
+
+    Raises: CourseError for a kind that is not in `KINDS`
+    """
     recorder = current_recorder()
     start_s = time.perf_counter()
     try:
@@ -79,9 +82,9 @@ def span(kind: str, label: str = "", num_bytes: int = 0) -> Iterator[None]:
 
 @contextmanager
 def record() -> Iterator[Recording]:
-    """Give this rank's events of the block: `with record() as log: ...`, then `log.events`.
+    """Record this rank's events in the block: `with record() as log: ...`, then `log.events`.
 
-    Raises: CourseError outside of ranks; there is nobody to record.
+    Raises: CourseError where the process is no rank of a world
     """
     recorder = current_recorder()
     if recorder is None:

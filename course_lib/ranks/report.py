@@ -1,11 +1,12 @@
-"""What a learner reads when ranks fail: who, why, on which line, who waits for whom."""
+"""The report of failed ranks: what failed, why, on which line, and which rank waits for which."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from course_lib.core.cycles import shortest_cycle
 from course_lib.core.errors import CourseError
 from course_lib.ranks.call_board import CallBoard, Flag, Post
-from course_lib.ranks.hangs import Wait, find_circle
+from course_lib.ranks.hangs import Wait
 from course_lib.ranks.rank_process import RankFailure
 from course_lib.ranks.source_lines import Line
 
@@ -13,10 +14,11 @@ CONSEQUENCES = {"ConnectionLostError", "MismatchError"}  # reported as a wait, o
 
 
 class RankError(CourseError):
-    """A job on the ranks did not end well; `str(error)` is the whole report.
+    """A job on the ranks failed; `str(error)` is the whole report.
 
     `kind` is what happened: `raised`, `died`, `hang`, `mismatch` or `stopped`. `failures` has
-    (exception name, message) by rank, `waits` who waits for whom, `tracebacks` whole tracebacks.
+    (exception name, message) by rank, `waits` one `Wait` per waiting rank, `tracebacks` the whole
+    tracebacks by rank.
     """
 
     def __init__(self, report: "Report") -> None:
@@ -28,13 +30,13 @@ class RankError(CourseError):
         super().__init__(str(report))
 
     def _render_traceback_(self) -> list[str]:
-        """Notebooks show the report, not the way it came about."""
+        """Return what a notebook shows: the report instead of a traceback."""
         return [f"RankError ({self.kind})", *str(self).splitlines()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything known about a job that did not end well."""
+    """Facts about a failed job; `str(report)` puts them in words."""
 
     failures: Mapping[int, RankFailure] = field(default_factory=dict)
     waits: Sequence[Wait] = ()
@@ -48,7 +50,7 @@ class Report:
 
     @property
     def kind(self) -> str:
-        """The one word for what happened, the root cause first."""
+        """One word for what happened; the root cause wins over its consequences."""
         names = {failure.name for failure in self.failures.values()}
         if self.stopped:
             return "stopped"
@@ -99,18 +101,18 @@ class Report:
             for wait in self.waits
         ]
         said = [f"{_ranks(who)} {_verb('wait', who)} {text}" for text, who in _grouped(waits)]
-        circle = find_circle(self.waits)
-        if circle:
-            said.append("circle of waiting: " + " -> ".join(map(str, circle)))
+        cycle = shortest_cycle({wait.rank: wait.waits_for for wait in self.waits})
+        if cycle:
+            said.append("circle of waiting: " + " -> ".join(map(str, [*cycle, cycle[0]])))
         return [*title, *said]
 
 
-def find_mismatch(board: CallBoard, world_size: int) -> list[tuple[int, Post]]:
-    """The calls that do not fit, by rank, if a rank refused to go on with one."""
+def find_mismatch(call_board: CallBoard, world_size: int) -> list[tuple[int, Post]]:
+    """Return (rank, call) of the calls that do not match, if a rank refused to make one."""
     for rank in range(world_size):
-        for post in reversed(board.history(rank)):
+        for post in reversed(call_board.history(rank)):
             if Flag.REFUSED in post.flags:
-                return sorted(board.matching(post), key=lambda pair: pair[0])
+                return sorted(call_board.matching(post), key=lambda pair: pair[0])
     return []
 
 
@@ -130,7 +132,7 @@ def _verb(verb: str, ranks: Sequence[int]) -> str:
 
 
 def _grouped(texts: Iterable[tuple[int, str]]) -> list[tuple[str, list[int]]]:
-    """What several ranks have to say in the same words is said once."""
+    """Return each text once, with the ranks it is about."""
     groups: dict[str, list[int]] = {}
     for rank, text in texts:
         groups.setdefault(text, []).append(rank)

@@ -1,7 +1,7 @@
-"""Whose line is it? Finds the learner's own line in a stack of frames.
+"""Source lines: find the learner's own line in a stack of frames.
 
-A collective is called through several layers of PyTorch and of this package; what helps is the line
-the learner wrote.
+A collective is called through several layers of PyTorch and of this package; the line that helps is
+the one the learner wrote.
 """
 
 import linecache
@@ -13,14 +13,14 @@ from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 
-HERE = str(Path(__file__).resolve().parents[1])
-WIRES = str(Path(__file__).resolve().parent)
+COURSE_LIB = str(Path(__file__).resolve().parents[1])
+RANKS_PACKAGE = str(Path(__file__).resolve().parent)
 PYTHON = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of source: where it is, and in which function."""
+    """One line of source: file, line number, and function."""
 
     file: str = ""
     number: int = 0
@@ -28,38 +28,38 @@ class Line:
 
     @property
     def text(self) -> str:
-        """The source text of the line, or nothing where it cannot be read."""
+        """Source text of the line; empty where it cannot be read."""
         return linecache.getline(self.file, self.number).strip()
 
     def __str__(self) -> str:
         if not self.file:
             return "a line that is not known"
-        place = f"cell line {self.number}" if is_cell(self.file) else self._file_line()
+        where = f"cell line {self.number}" if is_cell(self.file) else self._file_line()
         text = f": {self.text}" if self.text else ""
-        return f"{place}{text}"
+        return f"{where}{text}"
 
     def _file_line(self) -> str:
         return f"{os.path.basename(self.file)} line {self.number}"
 
 
 def is_cell(file: str) -> bool:
-    """Does this file name stand for a notebook cell?"""
+    """Return whether this file name denotes a notebook cell."""
     return file.startswith("<") or "ipykernel_" in file
 
 
 @cache
 def owner(file: str) -> str:
-    """Who wrote a file: `learner`, `course`, its `tracer`, `torch`, or `python` and its packages."""
+    """Return the owner of a file: `learner`, `course`, its `tracer`, `torch` or `python`."""
     if f"{os.sep}torch{os.sep}" in file:
         return "torch"
-    if file.startswith(HERE):
-        return "tracer" if file.startswith(WIRES) else "course"
+    if file.startswith(COURSE_LIB):
+        return "tracer" if file.startswith(RANKS_PACKAGE) else "course"
     frozen = file.startswith("<frozen") or file == "<string>"
     return "python" if frozen or file.startswith(PYTHON) else "learner"
 
 
 def line_of(frame: FrameType | None) -> Line:
-    """The learner's innermost line of a stack; the course's, where no learner's line is in it."""
+    """Return the learner's innermost line of a stack, or the course's where there is none."""
     fallback = None
     while frame is not None:
         who = owner(frame.f_code.co_filename)
@@ -72,12 +72,12 @@ def line_of(frame: FrameType | None) -> Line:
 
 
 def caller() -> Line:
-    """The learner's line that is running now."""
+    """Return the learner's line that is running now."""
     return line_of(sys._getframe(1))
 
 
 def lines_of(traceback: TracebackType | None) -> list[Line]:
-    """The learner's lines of a traceback, outermost first; the innermost where there is none."""
+    """Return the learner's lines of a traceback, outermost first, or the innermost other line."""
     by_owner: dict[str, list[Line]] = {}
     while traceback is not None:
         code, number = traceback.tb_frame.f_code, traceback.tb_lineno

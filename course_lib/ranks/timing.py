@@ -1,13 +1,14 @@
-"""Time several ways to do the same in turns, so that whatever else the machine does falls on all.
+"""Measure several versions of a step in turns, so that disturbances affect all of them alike.
 
-`time_interleaved` returns seconds; `record_interleaved` records the events of training steps, which `Measured`
-sums up. `largest_difference` compares results, `communication_s` adds up communication.
+`time_interleaved` returns the seconds of each version; `record_interleaved` records the events of
+training steps, which `measured_of` puts together over the ranks. `largest_difference` compares
+results, `communication_s` adds up the time of communication.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -27,11 +28,11 @@ def time_interleaved(
     turns: int = 5,
     of: Callable[[list[float]], float] = median,
 ) -> dict[str, float]:
-    """Median seconds of each step on this rank; all ranks begin together.
+    """Return the median seconds of each step on this rank; all ranks begin together.
 
-    steps   by name, whose gradients are cleared before a step, and the step; a first turn of each
-            is not counted
-    of      what is made of the turns' seconds; min: the least disturbed turn
+    steps   (module, step) by name; the module's gradients are cleared before each step
+    turns   timed steps of each; a first turn, which warms up, is not counted
+    of      reduces the seconds of the turns to one number; min: the least disturbed turn
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for name in list(steps) * (turns + 1):
@@ -45,9 +46,10 @@ def time_interleaved(
 
 
 def largest_difference(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
-    """How far apart two rows of tensors are at most, on any rank; infinitely where one is nan.
+    """Return the largest absolute difference of two lists of tensors, over all ranks; inf for nan.
 
     Cost:    one all_reduce of one number
+    Raises:  ValueError where the lists differ in length
     """
     pairs = zip(ours, theirs, strict=True)
     apart = torch.stack([(one - other).detach().abs().max() for one, other in pairs]).max()
@@ -57,7 +59,7 @@ def largest_difference(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> floa
 
 
 def communication_s(events: Iterable[Event]) -> float:
-    """Seconds in which at least one message is under way: several at a time count once."""
+    """Return the seconds in which at least one call is under way; simultaneous ones count once."""
     calls = [event for event in events if event.kind in COMMUNICATION_KINDS]
     total_s, until_s = 0.0, -math.inf
     for call in sorted(calls, key=lambda call: call.start_s):
@@ -68,19 +70,19 @@ def communication_s(events: Iterable[Event]) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """Turns of one kind of step: seconds of each, and the events of all ranks in the median one."""
+    """Measured turns of one step: seconds of each, and all ranks' events of the median turn."""
 
     seconds: tuple[float, ...]
     events: list[Event]
 
     @property
     def step_s(self) -> float:
-        """The median."""
+        """Median seconds of the turns."""
         return median(self.seconds)
 
     @property
     def least_s(self) -> float:
-        """The turn that was disturbed least."""
+        """Seconds of the fastest turn, which was disturbed least."""
         return min(self.seconds)
 
 
@@ -93,10 +95,12 @@ def record_interleaved(
     ahead: int = 1,
     finish: Callable[[Any], object] = lambda model: None,
 ) -> dict[Any, list[list[Event]]]:
-    """On a rank: the events of each turn of each model, which step one after the other.
+    """Train the models in turns on this rank; return the events of each turn by model.
 
-    ahead   steps that do not count
-    finish  what a model needs between its backward and its step
+    ahead   first steps of each model that are not counted
+    finish  called with the model between its backward pass and the optimizer's step
+
+    Cost:   a barrier per step, so that all ranks begin together
     """
     found: dict[Any, list[list[Event]]] = {name: [] for name in models}
     for _ in range(turns + ahead):
@@ -117,18 +121,24 @@ def record_interleaved(
 
 
 def measured_of(by_rank: Sequence[Sequence[list[Event]]]) -> Measured:
-    """Put the ranks' events of each turn together."""
+    """Put together what `record_interleaved` returned on each rank."""
     turns = [
         [event for events in ranks for event in events] for ranks in zip(*by_rank, strict=True)
     ]
     seconds = tuple(map(_step_s, turns))
-    middle = sorted(range(len(turns)), key=seconds.__getitem__)[len(turns) // 2]
-    zero_s = min(event.start_s for event in turns[middle])
-    shifted = [
-        replace(event, start_s=event.start_s - zero_s, end_s=event.end_s - zero_s)
-        for event in turns[middle]
-    ]
-    return Measured(seconds, sorted(shifted, key=lambda event: event.start_s))
+    return Measured(seconds, from_zero(turns[median_turn(seconds)]))
+
+
+def median_turn(seconds: Sequence[float]) -> int:
+    """Return the index of the turn that took the median time; of two, the slower one."""
+    return sorted(range(len(seconds)), key=seconds.__getitem__)[len(seconds) // 2]
+
+
+def from_zero(events: Iterable[Event]) -> list[Event]:
+    """Return the events sorted by start, on a clock that shows 0 s when the first one starts."""
+    ordered = sorted(events, key=lambda event: event.start_s)
+    zero_s = ordered[0].start_s
+    return [event.since(zero_s) for event in ordered]
 
 
 def _step_s(events: Sequence[Event]) -> float:

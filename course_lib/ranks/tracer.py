@@ -1,9 +1,9 @@
-"""The tracer: a process group that announces, records and, if asked, slows down every call.
+"""The call tracer: announces, compares, records and, on an emulated link, delays every call.
 
-It stands in front of gloo (and NCCL where each rank has a GPU). PyTorch sends every call through
-it, whoever makes it: the learner, this course, DDP's C++ reducer, FSDP, DTensor. A call is posted
-on the board with the learner's line, compared with what the other ranks posted, handed on, and
-recorded when it ends.
+`TracedGroup` (process_group.py) wraps gloo, and NCCL where each rank has a GPU. PyTorch sends every
+call through it, whoever makes it: the learner, this course, DDP's C++ reducer, FSDP, DTensor. The
+tracer posts the call on the call board with the learner's line, compares it with the calls of the
+other ranks, and records it when it ends.
 """
 
 import threading
@@ -24,26 +24,26 @@ from course_lib.ranks.source_lines import caller
 
 
 class MismatchError(CourseError):
-    """Two ranks made calls that do not fit together."""
+    """Two ranks made calls that do not match."""
 
 
 class CallTracer:
-    """What all process groups of one rank share: its board, recorder, and emulated link."""
+    """Tracer of one rank, shared by all its process groups: call board, recorder, emulated link."""
 
     def __init__(
-        self, rank: int, board: CallBoard, link: Link | TwoLevelLink | None = None
+        self, rank: int, call_board: CallBoard, link: Link | TwoLevelLink | None = None
     ) -> None:
         self.rank = rank
-        self.board = board
+        self.call_board = call_board
         self.recorder = Recorder(rank)
-        self.link_emulator = LinkEmulator(rank, board, link) if link else None
+        self.link_emulator = LinkEmulator(rank, call_board, link) if link else None
         self.outstanding: dict[int, Post] = {}
         self.noting = threading.Lock()
         self._next_seq: dict[int, int] = defaultdict(int)
         self._num_posts = 0
 
     def announce_new_groups(self) -> None:
-        """Put `new_group`, which all ranks have to call, on the board like any collective."""
+        """Announce `new_group`, which all ranks have to call, like any collective."""
         core = dist.distributed_c10d
         make_group = core._new_group_with_tag
 
@@ -70,9 +70,9 @@ class CallTracer:
         num_bytes: int = 0,
         peer: int = -1,
     ) -> Post:
-        """Announce a call on the board and compare it with what the others announced.
+        """Announce a call on the call board and compare it with the other ranks' calls.
 
-        Raises: MismatchError, before anything is sent, if another rank's call does not fit.
+        Raises: MismatchError, before anything is sent, if another rank's call does not match.
         """
         number = channel_of(*(channel or (kind, members)))
         seq = self.count(number)
@@ -93,7 +93,7 @@ class CallTracer:
             num_bytes=num_bytes,
             peer=peer,
         )
-        self.board.post(self.rank, post)
+        self.call_board.post(self.rank, post)
         self._compare(post)
         self.outstanding[post.number] = post
         if self.link_emulator is not None:
@@ -101,18 +101,20 @@ class CallTracer:
         return post
 
     def count(self, channel: int) -> int:
-        """The number of this call among the rank's calls on a channel."""
+        """Return the number of this call among the rank's calls on a channel, and count it."""
         self._next_seq[channel] += 1
         return self._next_seq[channel] - 1
 
     def _compare(self, post: Post) -> None:
-        """Refuse a call that does not fit what another rank has announced."""
+        """Raise MismatchError for a call that does not match one another rank has announced."""
         others = [rank for rank in post.members if rank != self.rank]
-        if all(self.board.agrees(rank, post) for rank in others):
+        if all(self.call_board.agrees(rank, post) for rank in others):
             return
-        for rank, other in self.board.matching(post):  # read again, now that it is surely whole
+        for rank, other in self.call_board.matching(
+            post
+        ):  # read again, now that it is surely whole
             if other.signature != post.signature:
-                self.board.mark(self.rank, post, Flag.REFUSED)
+                self.call_board.mark(self.rank, post, Flag.REFUSED)
                 raise MismatchError(
                     f"rank {self.rank} calls {post.call} ({post.line}), but rank {rank} calls "
                     f"{other.call} ({other.line}). All ranks have to make the same calls in "
@@ -121,24 +123,24 @@ class CallTracer:
 
     @contextmanager
     def blocked(self, post: Post) -> Iterator[None]:
-        """Say on the board that the main thread waits for this call to end."""
+        """Mark on the call board that the main thread waits for this call."""
         on_main = threading.current_thread() is threading.main_thread()
         if on_main:
-            self.board.block(self.rank, post.channel, post.seq)
+            self.call_board.block(self.rank, post.channel, post.seq)
         try:
             yield
         finally:
             if on_main:
-                self.board.block(self.rank, 0, 0)
+                self.call_board.block(self.rank, 0, 0)
 
     def finish(self, post: Post) -> bool:
-        """Note that a call has come to its end; False if somebody noted it before."""
+        """Mark a call as completed; return False if it was marked before."""
         if self.outstanding.pop(post.number, None) is None:
             return False
-        self.board.mark(self.rank, post, Flag.DONE)
+        self.call_board.mark(self.rank, post, Flag.DONE)
         return True
 
     def drop(self, post: Post) -> None:
-        """Note that the handle of a message is gone: what has not left by now, never will."""
+        """Mark a message whose handle was garbage-collected: if it has not left yet, it is lost."""
         if self.outstanding.pop(post.number, None) is not None:
-            self.board.mark(self.rank, post, Flag.DROPPED)
+            self.call_board.mark(self.rank, post, Flag.DROPPED)

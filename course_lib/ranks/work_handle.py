@@ -1,4 +1,4 @@
-"""The handle of one call under way: waits for it, says so, and records it when it ends."""
+"""Handle of an asynchronous call: `wait()` blocks until it completes, and records the event."""
 
 import threading
 import time
@@ -14,16 +14,16 @@ from course_lib.ranks.call_board import Flag, Post
 if TYPE_CHECKING:
     from course_lib.ranks.tracer import CallTracer
 
-TRANSPORTS = ("gloo/transport", "NCCL")  # whose errors name their source; they mean: it has gone
-WORTH_SHOWING_S = 20e-6  # a shorter wait is the price of asking
+TRANSPORTS = ("gloo/transport", "NCCL")  # their errors mean that the other end is gone
+WORTH_SHOWING_S = 20e-6  # a shorter wait is the overhead of the call itself
 
 
 class ConnectionLostError(CourseError):
-    """The other end of a call has gone."""
+    """The rank at the other end of a call is gone."""
 
 
 class TrackedWork(dist.Work):
-    """What an asynchronous call returns, with the interface of PyTorch's own `Work`."""
+    """Handle that an asynchronous call returns, with the interface of PyTorch's own `Work`."""
 
     def __init__(self, inner: Any, post: Post, tracer: "CallTracer", watch_end: bool) -> None:
         super().__init__()
@@ -37,12 +37,15 @@ class TrackedWork(dist.Work):
             self._tracer.drop(self._post)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the call has ended (and an emulated link has delivered it)."""
+        """Block until the call has completed and an emulated link has delivered it; return True.
+
+        Raises: ConnectionLostError if the rank at the other end is gone
+        """
         start_s = time.perf_counter()
         if self._post.number in self._tracer.outstanding:
             with self._tracer.blocked(self._post):
                 self._wait_for_inner()
-                self._tracer.board.mark(self._tracer.rank, self._post, Flag.ARRIVED)
+                self._tracer.call_board.mark(self._tracer.rank, self._post, Flag.ARRIVED)
                 self._note_end(self._deliver())
         else:
             self._wait_for_inner()
@@ -52,7 +55,7 @@ class TrackedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Has the call ended? Never blocks."""
+        """Return whether the call has completed, without blocking."""
         if not self._inner.is_completed():
             return False
         link_emulator = self._tracer.link_emulator
@@ -64,9 +67,9 @@ class TrackedWork(dist.Work):
         return due_s is not None and due_s <= time.perf_counter()
 
     def get_future(self) -> Future:
-        """A future of the same end, complete only when the end is on record.
+        """Return a future that completes once the call has completed and is recorded.
 
-        An emulated link completes it from a thread of its own.
+        With an emulated link, a separate thread completes it.
         """
         if self._tracer.link_emulator is None:
             return self._inner.get_future().then(self._on_arrival)
@@ -76,26 +79,26 @@ class TrackedWork(dist.Work):
             try:
                 self.wait()
                 future.set_result(self._inner.get_future().value())
-            except Exception as error:  # the waiting side has to learn of it
+            except Exception as error:  # raised where the future is waited for
                 future.set_exception(error)
 
         threading.Thread(target=complete, daemon=True).start()
         return future
 
     def is_success(self) -> bool:
-        """Has the call ended without an error?"""
+        """Return whether the call has completed without an error."""
         return self.is_completed() and not self._failed
 
     def result(self) -> Any:
-        """The tensors of the call."""
+        """Return the output tensors of the call."""
         return self._inner.result()
 
     def _source_rank(self) -> int:
-        """Whom a receive from anyone has heard; `dist.recv` without a source asks for it."""
+        """Return the sender of a receive from any source; `dist.recv` without a source needs it."""
         return self._inner._source_rank()
 
     def synchronize(self) -> None:
-        """For devices with streams: order what follows behind the call."""
+        """Make the current CUDA stream wait for the call; without streams, wait for it."""
         self._inner.synchronize()
 
     def _wait_for_inner(self) -> None:
@@ -104,21 +107,21 @@ class TrackedWork(dist.Work):
         except RuntimeError as error:
             self._failed = True
             if not any(transport in str(error) for transport in TRANSPORTS):
-                raise  # the call itself cannot be done: autograd follows its tensor, for example
+                raise  # the call itself failed: autograd tracks its tensor, for example
             raise ConnectionLostError(
                 f"rank {self._tracer.rank}, {self._post.kind}: need the rank at the other end; it "
                 "has gone, and the connection with it."
             ) from error
 
     def _deliver(self) -> float:
-        """Sleep until an emulated link has delivered; return when the call ended."""
+        """Sleep until an emulated link has delivered; return when the call ended, in seconds."""
         link_emulator = self._tracer.link_emulator
         if link_emulator is None:
             return time.perf_counter()
         return max(link_emulator.deliver(self._post), self._arrived_s)
 
     def _watch(self) -> bool:
-        """Learn of the end as it comes; False where gloo cannot tell, as of reduce_scatter."""
+        """Ask to be notified of the end; return False where gloo cannot, as for reduce_scatter."""
         try:
             self._inner.get_future().add_done_callback(self._on_arrival)
         except RuntimeError:
@@ -132,11 +135,11 @@ class TrackedWork(dist.Work):
         return arrived.value() if arrived else None
 
     def _has_ended(self) -> None:
-        """Called once, at the end of the call."""
+        """Run once, when the call has completed; subclasses override it."""
 
     def _note_end(self, end_s: float) -> None:
         post = self._post
-        with self._tracer.noting:  # gloo's thread and the waiting one may both have learned of it
+        with self._tracer.noting:  # gloo's thread and the waiting one may both have noticed it
             if self._tracer.finish(post):
                 self._has_ended()
                 self._tracer.recorder.add(

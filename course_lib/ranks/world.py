@@ -1,4 +1,4 @@
-"""Joining a world: the process group of one rank, on its tracer."""
+"""Joining a world: torch.distributed's process groups, each behind a `TracedGroup`."""
 
 import os
 from datetime import timedelta
@@ -12,12 +12,12 @@ from course_lib.ranks.process_group import TracedGroup
 from course_lib.ranks.tracer import CallTracer
 
 BACKEND = "course"
-NEVER = timedelta(days=365)  # a hang is found by looking at the board, not by waiting for gloo
+NEVER = timedelta(days=365)  # hangs are found on the call board, not by a timeout of gloo
 GroupBackend = dist.ProcessGroup.BackendType
 
 
 def join_world(tracer: CallTracer, init_method: str, rank: int, world_size: int) -> None:
-    """Make this process rank `rank`: all groups, also later ones, stand on `tracer`."""
+    """Make this process rank `rank`; `tracer` traces all process groups, later ones too."""
 
     def create(options: Any, _: Any) -> TracedGroup:
         return _make_group(tracer, options)
@@ -47,7 +47,7 @@ def _make_group(tracer: CallTracer, options: Any) -> TracedGroup:
 
 
 def _gpu_backend(gloo: Any, store: Any, rank: int, size: int) -> tuple[Any, Any]:
-    """CUDA tensors go over NCCL where every rank has a GPU of its own, else over gloo."""
+    """Return NCCL for CUDA tensors where every rank has its own GPU, else gloo."""
     if not dist.is_nccl_available() or not one_gpu_each():
         return GroupBackend.GLOO, gloo
     return GroupBackend.NCCL, c10d.ProcessGroupNCCL(
@@ -56,12 +56,12 @@ def _gpu_backend(gloo: Any, store: Any, rank: int, size: int) -> tuple[Any, Any]
 
 
 def one_gpu_each() -> bool:
-    """Has every rank of this node a GPU of its own?"""
+    """Return whether every rank of this node has its own GPU."""
     return 0 < int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
 
 
 def rank_device() -> torch.device:
-    """Where this rank computes: its own GPU, or the CPU."""
+    """Return the device this rank computes on: its own GPU, or the CPU."""
     return (
         torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         if one_gpu_each()

@@ -1,6 +1,6 @@
 """Activation recomputation and mixed precision (notebook 03_recompute).
 
-`activations.py` recomputes parts of a model during backward; `mixed_precision.py` holds 16-bit
+`activations.py` recomputes parts of a model during backward; `mixed_precision.py` trains 16-bit
 weights with fp32 master weights and loss scaling.
 """
 

@@ -1,9 +1,9 @@
-"""Trade compute for memory: keep what goes into a piece of the model, and redo the rest.
+"""Activation recomputation: save the inputs of a part of the model, recompute the rest in backward.
 
-A recomputed piece keeps its inputs and the state of the random numbers; backward runs it again and
-then walks back through it. Full recompute keeps one tensor a block and runs forward twice;
-selective recompute redoes only the attention scores, which are large and cheap. Mixed precision,
-the other way to save bytes, is in `course_lib.recompute.mixed_precision`. Notebook 03_recompute.
+It trades compute for memory. A recomputed part saves its inputs and the random state; backward runs
+its forward again and then its backward. Full recompute saves one tensor per block and runs forward
+twice; selective recompute repeats only the attention scores, which are large and cheap. Mixed
+precision, the other way to save bytes, is in `mixed_precision.py`. Notebook 03_recompute.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +21,11 @@ from course_lib.models.gpt import GPT, Attention
 
 
 def recompute(fn: Callable[..., Any], *args: Any) -> Any:
-    """Return fn(*args), keeping only args for backward, which calls fn a second time.
+    """Return fn(*args), saving only args for backward, which calls fn a second time.
 
-    Same numbers as fn(*args) to the last bit, dropout and autocast included. `fn` returns a tensor
-    or a tuple with tensors in it; its parameters get their gradients as usual. Tensors that need a
-    gradient have to be args themselves: not in a list, not caught by fn from outside.
+    The numbers are those of fn(*args) to the last bit, dropout and autocast included. `fn` returns
+    a tensor or a tuple with tensors in it; its parameters get their gradients as usual. Tensors
+    that need a gradient have to be args themselves: not in a list, not captured by fn.
 
     Saves:   the tensors among args and 5 KB of random state
     Cost:    one more forward of fn, during backward
@@ -41,19 +41,21 @@ def recompute(fn: Callable[..., Any], *args: Any) -> Any:
             )
     if not torch.is_grad_enabled():
         return fn(*args)
-    anchor = torch.empty(0, requires_grad=True)  # backward comes by even if no arg needs a gradient
+    anchor = torch.empty(0, requires_grad=True)  # so that backward runs even if no arg needs a grad
     return _Recompute.apply(fn, anchor, *args)
 
 
 class _Recompute(torch.autograd.Function):
+    """Call of fn whose graph is built only in backward."""
+
     @staticmethod
     def forward(ctx: Any, fn: Callable[..., Any], _anchor: Tensor, *args: Any) -> Any:
-        """Autograd records nothing in here: what fn makes is gone when it returns."""
+        """Call fn without recording: its intermediate tensors are freed when it returns."""
         is_tensor = [isinstance(arg, Tensor) for arg in args]
         tensors = [arg for arg, one in zip(args, is_tensor, strict=True) if one]
         ctx.fn, ctx.is_tensor = fn, is_tensor
         ctx.others = [arg for arg, one in zip(args, is_tensor, strict=True) if not one]
-        ctx.save_for_backward(*tensors)  # which notices when somebody changes them in place
+        ctx.save_for_backward(*tensors)  # which detects in-place changes
         ctx.set_materialize_grads(False)  # None, not zeros, for an output that nobody used
         ctx.surroundings = _Surroundings.now(tensors)
         with ctx.surroundings.autocast(keep_casts=False):
@@ -62,6 +64,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Call fn again, now recording, and run the backward of what it recorded."""
         if not torch.autograd._is_checkpoint_valid():
             raise CourseError(
                 "recompute: need loss.backward(); got torch.autograd.grad, which cannot reach "
@@ -83,7 +86,7 @@ class _Recompute(torch.autograd.Function):
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """The same numbers, cut off from the graph they came from."""
+    """Return the same numbers as a leaf of a new graph."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -99,7 +102,7 @@ def _checked(outputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """What a function's numbers depend on besides its arguments: random state and autocast."""
+    """Random state and autocast: what a function's result depends on besides its arguments."""
 
     cpu_random: Tensor
     gpu_random: dict[int, Tensor]
@@ -107,6 +110,7 @@ class _Surroundings:
 
     @classmethod
     def now(cls, tensors: Iterable[Tensor]) -> "_Surroundings":
+        """Record the current state, of the CPU and of the tensors' GPUs."""
         devices = {tensor.device for tensor in tensors}
         gpus = sorted({device.index for device in devices if device.type == "cuda"})
         return cls(
@@ -121,10 +125,10 @@ class _Surroundings:
 
     @contextmanager
     def autocast(self, *, keep_casts: bool) -> Iterator[None]:
-        """The same autocast again.
+        """Restore autocast.
 
-        Casts that are made while nothing is recorded must not be kept (`keep_casts=False`): the
-        next use of the same weight would find a copy that leads back to nowhere.
+        Casts of weights that are made while autograd records nothing must not be cached
+        (`keep_casts=False`): the next use of the weight would get a copy without a gradient.
         """
         with ExitStack() as stack:
             for kind, was in self.autocasts.items():
@@ -135,7 +139,7 @@ class _Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Random numbers as they were then; afterwards they go on as if nothing had happened."""
+        """Restore random state and autocast; afterwards the random state is as it was before."""
         with torch.random.fork_rng(devices=list(self.gpu_random)):
             torch.set_rng_state(self.cpu_random)
             for gpu, state in self.gpu_random.items():
@@ -153,7 +157,7 @@ def _autocast_of(kind: str) -> dict[str, Any]:
 
 
 def recompute_none(model: GPT) -> None:
-    """Keep everything: take back what the functions below did."""
+    """Save all activations: undo the effect of the functions below."""
     vars(model).pop("run_blocks", None)
     for module in model.modules():
         if isinstance(module, Attention):
@@ -161,7 +165,7 @@ def recompute_none(model: GPT) -> None:
 
 
 def recompute_selective(model: GPT) -> None:
-    """Redo only `Attention.attend` (scores, softmax, its dropout): large to keep, cheap to redo.
+    """Recompute only `Attention.attend` (scores, softmax, dropout): large to save, cheap to redo.
 
     Source:  Korthikanti et al. 2022 (Reducing Activation Recomputation), section 5
     """
@@ -172,9 +176,10 @@ def recompute_selective(model: GPT) -> None:
 
 
 def recompute_segments(model: GPT, num_blocks: int) -> None:
-    """Keep the input of every num_blocks-th block only, and redo those blocks together.
+    """Save only the input of every num_blocks-th block, and recompute these blocks together.
 
-    Saves:   ceil(num_layers / num_blocks) block inputs, and for a moment num_blocks whole blocks
+    Saves:   ceil(num_layers / num_blocks) block inputs; in backward also num_blocks whole blocks
+    Raises:  CourseError if num_blocks is below 1
     """
     _check_every("recompute_segments", num_blocks)
     recompute_none(model)
@@ -182,13 +187,14 @@ def recompute_segments(model: GPT, num_blocks: int) -> None:
 
 
 def recompute_full(model: GPT) -> None:
-    """Redo each block by itself: keep one tensor a block."""
+    """Recompute each block by itself: save one tensor per block."""
     recompute_segments(model, 1)
 
 
 def recompute_some(model: GPT, every: int) -> None:
-    """Redo every `every`-th block and keep all of the others: a part of the memory for a part
-    of the time.
+    """Recompute every `every`-th block and save the activations of the others.
+
+    Raises: CourseError if `every` is below 1
     """
     _check_every("recompute_some", every)
     recompute_none(model)

@@ -1,9 +1,9 @@
-"""Train in 16 bits and remember in 32: master weights, and a loss that is scaled up.
+"""Mixed precision: compute in 16 bits with fp32 master weights and loss scaling.
 
-The model computes in bf16 or fp16. A step of the optimizer is often smaller than half the distance
-to the next 16-bit number and would be lost, so an fp32 copy of the weights takes the steps. And
-fp16 has no numbers below 6e-8: small gradients survive only if the loss is multiplied before
-backward and divided out afterwards. Notebook 03_recompute.
+The model computes in bf16 or fp16. An optimizer step is often smaller than half the distance to the
+next 16-bit number and would be lost, so it is applied to an fp32 copy of the weights, the masters.
+And fp16 has no numbers below 6e-8: small gradients survive only if the loss is multiplied by a
+scale before backward, which is divided out afterwards. Notebook 03_recompute.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ from course_lib.core.errors import CourseError
 
 @dataclass
 class LossScale:
-    """The factor on the loss: halved when a gradient overflows, doubled after a long calm.
+    """Dynamic loss scale: halved when a gradient overflows, doubled after `interval` good steps.
 
     Source:  Micikevicius et al. 2018 (Mixed Precision Training), section 3.2
     """
@@ -30,7 +30,7 @@ class LossScale:
     num_good_steps: int = 0
 
     def update(self, finite: bool) -> None:
-        """Take note of a step whose gradients were finite, or not."""
+        """Adapt the scale after a step whose gradients were all finite, or not."""
         self.num_good_steps = self.num_good_steps + 1 if finite else 0
         if not finite:
             self.scale *= self.backoff
@@ -40,16 +40,18 @@ class LossScale:
 
 
 class MixedPrecisionOptimizer:
-    """An optimizer of fp32 masters for parameters in bf16 or fp16.
+    """Optimizer of fp32 masters for parameters in bf16 or fp16.
 
         optimizer = MixedPrecisionOptimizer(model.parameters(), partial(AdamW, lr=1e-3))
         optimizer.scale(loss).backward()
         optimizer.step(max_norm=1.0)
         optimizer.zero_grad()
 
-    `make` gets the list `masters` and returns the optimizer that is then `inner`. A parameter in
-    fp32 is its own master; one without requires_grad has none. `loss_scale=None`: no scaling,
-    which is enough for bf16.
+    make         builds the optimizer `inner` from the list `masters`; a parameter in fp32 is its
+                 own master, one without requires_grad has none
+    loss_scale   None: no scaling, which is enough for bf16
+
+    Raises: CourseError if no parameter requires a gradient
     """
 
     def __init__(
@@ -73,20 +75,22 @@ class MixedPrecisionOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the inner optimizer: a learning-rate schedule changes them."""
+        """Parameter groups of the inner optimizer, for learning-rate schedules."""
         return self.inner.param_groups
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
+        """Return the scaled loss, to call backward on."""
         return loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
 
     def collect(self) -> None:
-        """Move gradients into the masters' fp32 ones, which add them up.
+        """Add the parameters' gradients to the masters' fp32 gradients, and clear them.
 
-        `step` does it by itself. Call it after each micro-batch's backward and the sum is kept in
-        fp32, so that small micro-batches are not rounded away.
+        `step` calls it. Call it after each micro-batch's backward to accumulate in fp32, so that
+        small contributions are not rounded away.
+
+        Raises: CourseError between `step` and `zero_grad`
         """
-        for param, master in self._halves():
+        for param, master in self._pairs():
             if param.grad is None:
                 continue
             if self._unscaled:
@@ -99,10 +103,10 @@ class MixedPrecisionOptimizer:
             param.grad = None
 
     def unscale(self) -> bool:
-        """Divide the scale out of the masters' gradients, once a step; are all finite?
+        """Divide the masters' gradients by the scale, once a step; return whether all are finite.
 
-        Between `unscale` and `step` the masters' gradients are the true ones: look at or clip them
-        there.
+        Between `unscale` and `step` the masters' gradients are the true ones and can be inspected
+        or clipped.
         """
         self.collect()
         if not self._unscaled:
@@ -115,29 +119,29 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def step(self, max_norm: float | None = None) -> bool:
-        """Unscale, clip, step the masters, round them into the parameters; True if it stepped.
+        """Unscale, clip, step the masters, round them into the parameters; return True if stepped.
 
-        A step with gradients that are not finite is left out, and the scale goes down.
+        If a gradient is not finite, the step is skipped and the scale is reduced.
         """
         finite = self.unscale()
         if finite:
             if max_norm is not None:
                 nn.utils.clip_grad_norm_(self.masters, max_norm)
             self.inner.step()
-            for param, master in self._halves():
+            for param, master in self._pairs():
                 param.copy_(master)  # rounds to the nearest 16-bit number
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         return finite
 
     def zero_grad(self) -> None:
-        """Forget all gradients, of parameters and of masters."""
+        """Clear all gradients, of parameters and of masters."""
         for tensor in [*self.params, *self.masters]:
             tensor.grad = None
         self._unscaled, self._finite = False, True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a restart needs: the masters (the parameters are too coarse), inner state, scale."""
+        """Return masters (the parameters are too coarse), inner state and scale, for a restart."""
         return {
             "masters": [master.detach().clone() for master in self.masters],
             "inner": self.inner.state_dict(),
@@ -146,7 +150,10 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; the parameters become the rounded masters."""
+        """Load `state_dict()`; the parameters become the rounded masters.
+
+        Raises: CourseError for the state of another number of parameters
+        """
         if len(state["masters"]) != len(self.masters):
             raise CourseError(
                 f"MixedPrecisionOptimizer: need the state of {len(self.masters)} parameters; got "
@@ -154,13 +161,13 @@ class MixedPrecisionOptimizer:
             )
         for master, saved in zip(self.masters, state["masters"], strict=True):
             master.copy_(saved)
-        for param, master in self._halves():
+        for param, master in self._pairs():
             param.copy_(master)
         self.inner.load_state_dict(state["inner"])
         self.loss_scale = None if state["loss_scale"] is None else LossScale(**state["loss_scale"])
 
-    def _halves(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The parameters that are not their own master, each with its master."""
+    def _pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return (16-bit parameter, master) for all parameters that are not their own master."""
         pairs = zip(self.params, self.masters, strict=True)
         return [(param, master) for param, master in pairs if param is not master]
 

@@ -1,1 +1,1 @@
-"""The scaling study: what is run, what it costs, what came out, with the prediction beside."""
+"""The scaling study: planned runs, their predicted cost, and their results beside it."""

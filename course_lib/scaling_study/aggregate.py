@@ -1,4 +1,4 @@
-"""From run records to experiments: each rank's steps become totals, all ranks' totals one line.
+"""Aggregate run records: each rank's steps into totals, all ranks' totals into an experiment.
 
 A step counts in one place, the training loop. Its first quarter is warm-up, in every process that
 took part, and is left out. Time is that of the slowest rank; tokens are those of each copy of the
@@ -26,7 +26,7 @@ STATES = ("params", "grads", "optim_state")
 
 @dataclass(frozen=True, kw_only=True)
 class RankTotals:
-    """What one rank did in a run after the warm-up.
+    """Totals of one rank of a run after the warm-up steps.
 
     mean_bytes, utilisation   means over the steps; None where nobody looked
     held                      bytes by kind, when the last backward had ended
@@ -44,7 +44,7 @@ class RankTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What all ranks of one run did together.
+    """The aggregated run of all ranks.
 
     mean_bytes, sum_bytes   mean and sum, over the ranks, of what each held on average
     peak_bytes              the most that any rank held at any moment
@@ -77,7 +77,7 @@ class Experiment:
 
     @property
     def rank_flop_per_s(self) -> float:
-        """What the model itself needs to be computed, by each rank in a second."""
+        """Model FLOP per second of one rank, without recomputation."""
         run = self.run
         step_flop = train_step_flop(run.spec, run.global_batch, run.seq)
         return step_flop / self.step_s / run.ranks
@@ -85,7 +85,7 @@ class Experiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """An experiment beside the run of one rank with the same model and the same batch.
+    """An experiment compared with the run of one rank on the same model and batch.
 
     overhead_percent     how much longer a step takes: (T_multi / T_single - 1) * 100
     throughput_factor    how many times as many tokens a second
@@ -102,7 +102,7 @@ class Comparison:
 
 
 def rank_totals(records: Sequence[RunRecord]) -> RankTotals:
-    """The totals of one rank out of its records: one for each process that took part in the run.
+    """Return the totals of one rank from its records, one for each process of the run.
 
     Raises: CourseError where no step is left after the warm-up
     """
@@ -127,7 +127,7 @@ def rank_totals(records: Sequence[RunRecord]) -> RankTotals:
 
 
 def aggregate(records: Sequence[RunRecord]) -> Experiment:
-    """The experiment that the records of all ranks of one run make together.
+    """Return the experiment of one run from the records of all its ranks.
 
     Raises: CourseError for records that are not those of one whole run
     """
@@ -151,7 +151,7 @@ def aggregate(records: Sequence[RunRecord]) -> Experiment:
 
 
 def count_tokens(totals: Sequence[RankTotals], tp: int = 1, pp: int = 1) -> int:
-    """Tokens of a run: of each copy of the model those of its last stage, once for all of tp.
+    """Count the tokens of a run: of each copy those of its last stage, once for all of tp.
 
     The ranks are counted with tp innermost, then pp. So DP and ZeRO sum over all ranks, PP takes
     the last stage's number, and TP the largest.
@@ -165,7 +165,7 @@ def count_tokens(totals: Sequence[RankTotals], tp: int = 1, pp: int = 1) -> int:
 
 
 def against(experiment: Experiment, baseline: Experiment) -> Comparison:
-    """Compare with the run of one rank. A step of both is the same batch."""
+    """Compare an experiment with the run of one rank; a step of both is the same batch."""
     factor = experiment.tokens_per_s / baseline.tokens_per_s
     return Comparison(
         overhead_percent=(experiment.step_s / baseline.step_s - 1) * 100,
@@ -178,7 +178,7 @@ def against(experiment: Experiment, baseline: Experiment) -> Comparison:
 
 
 def find_baseline(run: StudyRun, among: Iterable[Experiment]) -> Experiment | None:
-    """The run of one rank with the same batch of the same model, accumulated alike; None without.
+    """Return the one-rank run with the same model, batch and accumulation; None without one.
 
     A pipeline cuts its batch anyway: it is compared with the whole batch at once.
     """
@@ -187,7 +187,7 @@ def find_baseline(run: StudyRun, among: Iterable[Experiment]) -> Experiment | No
 
 
 def read_experiments(folder: str | Path) -> tuple[list[Experiment], dict[str, str]]:
-    """Every whole run below a folder; and why the others are left out, by their folders."""
+    """Read every complete run below a folder; and why the others are left out, by folder."""
     found, left_out = [], {}
     for inside in sorted({path.parent for path in Path(folder).rglob("rank*.jsonl")}):
         try:
@@ -198,7 +198,7 @@ def read_experiments(folder: str | Path) -> tuple[list[Experiment], dict[str, st
 
 
 def read_experiment(folder: Path) -> Experiment:
-    """The run whose records lie in this folder.
+    """Read the run whose records are in this folder.
 
     Raises: CourseError where a rank, a step or the folder is missing
     """
@@ -208,7 +208,7 @@ def read_experiment(folder: Path) -> Experiment:
 
 
 def _by_rank(records: Sequence[RunRecord]) -> dict[int, list[RunRecord]]:
-    """The records of each rank in the order of their steps.
+    """Return the records of each rank in the order of their steps.
 
     Raises: CourseError unless every rank has every step once
     """

@@ -1,4 +1,4 @@
-"""One run of a study, as an element of a job array: the element's number picks it from a list.
+"""One run of a study as a task of a job array: the task id picks it from a list.
 
 torchrun ... -m course_lib.scaling_study.array_element runs/study/lists/4-ranks.json
 """
@@ -13,7 +13,7 @@ from course_lib.train.launcher import work
 
 
 def main() -> None:
-    """Be a rank of the run in this element's line."""
+    """Run one rank of the run in this array task's line."""
     lines = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     line = lines[int(os.environ["SLURM_ARRAY_TASK_ID"])]
     work(read_run(line["run"]).config(line["out"]))

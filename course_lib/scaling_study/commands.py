@@ -70,7 +70,7 @@ def run(
 
 
 def add_study_commands(app: typer.Typer) -> None:
-    """Make `study` and `report` commands of an app."""
+    """Add the `study` and `report` commands to an app."""
     app.add_typer(study_app, name="study")
     app.command()(report)
 

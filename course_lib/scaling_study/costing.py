@@ -1,4 +1,4 @@
-"""A study with its price tag: what is done, what is left, what that costs, what does not fit."""
+"""The cost of a study: finished runs, remaining runs, their price, and what does not fit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ HEADERS = ("strategy", "ranks", "a step", "a run", "peak a rank", "")
 
 @dataclass(frozen=True)
 class Costing:
-    """A study, where it runs, and the records that lie in its folder."""
+    """A study, the machine it runs on, and the records in its folder."""
 
     study: Study
     profile: Profile
@@ -36,17 +36,17 @@ class Costing:
 
     @cached_property
     def predictions(self) -> list[PredictedRun]:
-        """What every run does on paper; a run of one rank that is done tells the speed."""
+        """The prediction of every run; a finished run of one rank supplies the speed."""
         return [predict(run, self._machine(run)) for run in self.study.runs]
 
     @property
     def left(self) -> list[PredictedRun]:
-        """What is still to be run, and fits."""
+        """The predictions of runs that remain and fit."""
         return [p for p in self.predictions if p.run not in self.done and not p.missing_bytes]
 
     @property
     def too_large(self) -> list[PredictedRun]:
-        """What does not fit, so that it will not be started."""
+        """The runs that do not fit, so that they are not started."""
         return [p for p in self.predictions if p.run not in self.done and p.missing_bytes]
 
     def tables(self) -> list[Table]:
@@ -66,7 +66,7 @@ class Costing:
         return list(found.values())
 
     def sentences(self) -> list[str]:
-        """What is done and left, what it costs, and what does not fit."""
+        """Sentences on finished and remaining runs, their cost, and what does not fit."""
         wall, of_ranks = hours(self.left)
         unit = "GPU" if self.machine.has_gpus else "rank"
         said = [
@@ -92,14 +92,14 @@ class Costing:
 
 
 def cost_study(study: Study, profile: Profile, folder: Path, *, resume: bool = True) -> Costing:
-    """Look what is done, and put a price on the rest. Without `resume`, nothing counts as done."""
+    """Find the finished runs and price the rest; without `resume`, no run counts as finished."""
     machine = machine_of_profile(profile, describe_machine())
     done = find_done(study.runs, folder) if resume else {}
     return Costing(study, profile, folder, machine, done)
 
 
 def find_done(runs: Iterable[StudyRun], folder: Path) -> dict[StudyRun, Experiment]:
-    """Which of these runs have a whole record in the study's folder, and what it says.
+    """Return the experiments of these runs that have complete records in the study's folder.
 
     Whole is what has all ranks with all their steps; all else is started again from its first.
     """

@@ -1,4 +1,4 @@
-"""Losses over the steps of a run: smoothed, compared, and how soon one has come down.
+"""Loss curves of runs: smoothed, compared, and the steps to a target loss.
 
 Lesson 13_scaling_study.
 """
@@ -10,15 +10,15 @@ SMOOTHED = 10  # steps
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """The mean of each loss and those before it, SMOOTHED steps in all: one batch is luck."""
+    """Return the moving average of the losses over SMOOTHED steps: single batches vary."""
     return [fmean(losses[max(0, n - SMOOTHED) : n]) for n in range(1, len(losses) + 1)]
 
 
 def steps_to(target: float, losses: Sequence[float]) -> int | None:
-    """After how many steps the loss is at the target; None if it never is."""
+    """Return the number of steps until the loss reaches the target; None if it never does."""
     return next((n for n, loss in enumerate(losses, start=1) if loss <= target), None)
 
 
 def spread(curves: Iterable[Sequence[float]]) -> float:
-    """How far apart the curves are at most, over the steps that all of them have."""
+    """Return the largest difference between the curves, over the steps that all of them have."""
     return max((max(at) - min(at) for at in zip(*curves, strict=False)), default=0.0)

@@ -1,4 +1,4 @@
-"""What the cost model says of the cluster study before anybody has a cluster, with sliders.
+"""Predictions of the cost model for the cluster study, with sliders.
 
 Lesson 13_scaling_study.
 """
@@ -11,7 +11,7 @@ from course_lib.core.links import ETHERNET, INFINIBAND, NVLINK, PCIE, Link
 from course_lib.core.units import GIB
 from course_lib.cost.hardware import find_device
 from course_lib.display.explore import Explore, explore
-from course_lib.display.paired_bars import Pair, beside
+from course_lib.display.paired_bars import Pair, paired_bars
 from course_lib.scaling_study.lab import PUBLISHED
 from course_lib.scaling_study.machines import Machine
 from course_lib.scaling_study.pictures import efficiency_bars
@@ -22,34 +22,34 @@ from course_lib.scaling_study.study_run import StudyRun
 STRATEGIES = ("ddp", "tp", "pp", "zero1", "zero2", "zero3")
 BRIDGES = Link(name="PCIe, several bridges", latency_s=20e-6, bytes_per_s=4e9)  # a round figure
 LINKS = {link.name: link for link in (NVLINK, INFINIBAND, PCIE, BRIDGES, ETHERNET)}
-CARDS = ["rtx2080ti", "a6000", "a100-80", "h100"]
+DEVICES = ["rtx2080ti", "a6000", "a100-80", "h100"]
 SHOWS = ["efficiency", "memory"]
-NOTE = "measured: a published study, on other cards; predicted: by formulas alone"
+NOTE = "measured: a published study, on other GPUs; predicted: by formulas alone"
 _Rows = dict[str, tuple[PredictedRun, float]]  # with the efficiency in per cent
 
 
 def study_explorer() -> Explore:
-    """The cluster study on paper, with sliders for model, GPUs, link, card, and what is shown."""
+    """Show the predicted cluster study with sliders for model, GPUs, link, GPU type and metric."""
     return explore(
         draw_study,
         study_alt,
         model=([*SIZES], "study-500m"),
         gpus=([2, 4], 2),
         link=([*LINKS], "PCIe"),
-        card=(CARDS, "a6000"),
+        device=(DEVICES, "a6000"),
         show=(SHOWS, "efficiency"),
     )
 
 
-def draw_study(model: str, gpus: int, link: str, card: str, show: str) -> Figure:
-    """A bar for each strategy, beside what others measured on two GPUs over PCIe."""
-    rows, title = rows_of(model, gpus, link, card), study_alt(model, gpus, link, card, show)
+def draw_study(model: str, gpus: int, link: str, device: str, show: str) -> Figure:
+    """Draw a bar for each strategy, beside measurements by others on two GPUs over PCIe."""
+    rows, title = rows_of(model, gpus, link, device), study_alt(model, gpus, link, device, show)
     if show == "memory":
         pairs = [Pair(name=name, predicted=one.peak_bytes / GIB) for name, (one, _) in rows.items()]
-        there = find_device(card).memory_bytes / GIB
+        there = find_device(device).memory_bytes / GIB
         limit = there if there < 3 * max(pair.predicted or 0 for pair in pairs) else None
         x_label = "peak memory of the fullest rank (GiB)"
-        return beside(pairs, title, x_label=x_label, limit=limit, limit_words=card)
+        return paired_bars(pairs, title, x_label=x_label, limit=limit, limit_words=device)
     found = PUBLISHED if (gpus, link) == (2, PCIE.name) else {}
     pairs = [
         Pair(name=name, measured=found.get(name), predicted=percent)
@@ -58,10 +58,10 @@ def draw_study(model: str, gpus: int, link: str, card: str, show: str) -> Figure
     return efficiency_bars(pairs, title, NOTE if found else "by formulas alone")
 
 
-def study_alt(model: str, gpus: int, link: str, card: str, show: str) -> str:
-    """The finding: which strategy is best, and its number."""
-    rows = rows_of(model, gpus, link, card)
-    where = f"{model}, {gpus} x {card}, {link}"
+def study_alt(model: str, gpus: int, link: str, device: str, show: str) -> str:
+    """Return the finding in words: the best strategy and its value."""
+    rows = rows_of(model, gpus, link, device)
+    where = f"{model}, {gpus} x {device}, {link}"
     if show == "memory":
         name, (least, _) = min(rows.items(), key=lambda row: row[1][0].peak_bytes)
         return f"{where}: {name} needs least, {least.peak_bytes / GIB:.1f} GiB a rank"
@@ -70,9 +70,9 @@ def study_alt(model: str, gpus: int, link: str, card: str, show: str) -> str:
 
 
 @cache
-def rows_of(model: str, gpus: int, link: str, card: str) -> _Rows:
-    """What each strategy does on paper, and how efficient it is beside one GPU."""
-    machine = Machine(device=find_device(card), link=LINKS[link])
+def rows_of(model: str, gpus: int, link: str, device: str) -> _Rows:
+    """Return the prediction of each strategy, and its efficiency relative to one GPU."""
+    machine = Machine(device=find_device(device), link=LINKS[link])
     study = find_study("cluster").only(models=[model], ranks=[gpus]).runs
     alone = {run.work: predict(run, machine) for run in study if run.ranks == 1}
     rows = {}
@@ -84,6 +84,6 @@ def rows_of(model: str, gpus: int, link: str, card: str) -> _Rows:
 
 
 def _pick(study: tuple[StudyRun, ...], strategy: str) -> StudyRun:
-    """The strategy's run with the most micro-batches, and buckets of the usual size."""
+    """Return the strategy's run with the most micro-batches, and buckets of the usual size."""
     found = [run for run in study if run.label == strategy]
     return max(found, key=lambda run: (run.num_micro_batches, -abs(run.bucket_mib - 25)))

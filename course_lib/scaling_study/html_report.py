@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else: tables, pictures, notes."""
+"""The report as one self-contained HTML file: tables, pictures, notes."""
 
 import html
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ figure { margin: 1.5rem 0; }
 
 
 def write_page(results: Results, path: str | Path, title: str = "Scaling study") -> Path:
-    """Write the report; return where it is."""
+    """Write the report; return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(_lines(results, title)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What notebook 13_scaling_study plays with: a device, planned runs, a broken script, findings.
+"""Tools of notebook 13_scaling_study: an emulated device, planned runs, a broken script, findings.
 
 The device has a clock of its own, so that what it shows is the same on every machine.
 """
@@ -13,7 +13,7 @@ LAUNCH_S = 1e-5
 
 
 class EmulatedDevice:
-    """Takes orders at once and works on them later, one after the other, as a GPU does.
+    """An asynchronous device: queues work at once and completes it later, in order, as a GPU does.
 
     orders   what it was told to do: "backward" and "step", in order
     """
@@ -24,21 +24,21 @@ class EmulatedDevice:
         self._now_s = self._free_s = 0.0
 
     def backward(self, num_tokens: int) -> None:
-        """Order forward and backward of one micro-batch; do not wait."""
+        """Launch forward and backward of one micro-batch without waiting."""
         if num_tokens < 1:
             raise CourseError(f"Device.backward: need tokens; got {num_tokens}. Try 512.")
         self._order("backward", self.backward_s)
 
     def step(self) -> None:
-        """Order a step of the optimizer; do not wait."""
+        """Launch an optimizer step without waiting."""
         self._order("step", self.step_s)
 
     def synchronize(self) -> None:
-        """Wait until all that was ordered is done."""
+        """Wait until all launched work is done."""
         self._now_s = max(self._now_s, self._free_s)
 
     def now_s(self) -> float:
-        """What the clock says, whatever the device still works on."""
+        """Return the time of the clock, whatever the device is still working on."""
         return self._now_s
 
     def _order(self, name: str, takes_s: float) -> None:
@@ -49,7 +49,7 @@ class EmulatedDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A run before it is handed in: what it holds on to, and for how long."""
+    """A run before it is submitted: the resources it occupies, and for how long."""
 
     nodes: int = 1
     gpus_per_node: int

@@ -1,4 +1,4 @@
-"""What a study runs on, as the cost model wants it: speed, memory and links of a rank.
+"""Machines for the cost model: speed, memory and links of a rank.
 
 Speeds are those of data sheets times the share of them that training reaches, which a run of one
 rank corrects as soon as there is one.
@@ -23,7 +23,7 @@ HOST_BYTES_PER_S = 50e9
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A kind of device for each rank, and how ranks reach each other.
+    """The kind of device that each rank has, and the links between ranks.
 
     cores     that the ranks share where there are no GPUs; None: a GPU each
     reached   the share of the device's peak that computing reaches
@@ -41,28 +41,28 @@ class Machine:
 
     @property
     def words(self) -> str:
-        """What it is, for people."""
+        """A short description, for people."""
         return self.device.name if self.cores is None else f"{self.cores:g} CPU cores"
 
     def flop_per_s(self, dtype: str, ranks: int) -> float:
-        """What a rank computes a second when so many of them run."""
+        """Return the FLOP per second of a rank when that many of them run."""
         peak = self.device.peak(DTYPES[dtype]) / (1 if self.cores is None else LAPTOP_CORES)
         return self.reached * peak * self._share(ranks)
 
     def bytes_per_s(self, ranks: int) -> float:
-        """What a rank reads or writes of its memory in a second."""
+        """Return the memory bandwidth of a rank when that many of them run."""
         return self.device.bytes_per_s / (1 if self.cores is None else max(ranks, 1))
 
     def rank_bytes(self, ranks: int) -> int:
-        """Memory of a rank: its card's, or its part of the machine's."""
+        """Return the memory of a rank: its GPU's, or its share of the machine's."""
         return self.device.memory_bytes // (1 if self.cores is None else ranks)
 
     def start_s(self, ranks: int) -> float:
-        """Seconds until ranks have started; on a cluster each of them reads PyTorch first."""
+        """Return the seconds until ranks have started; on a cluster each loads PyTorch first."""
         return 30.0 if self.cores is None else 2.0 * max(1.0, ranks / self.cores)
 
     def link_between_copies(self, one_copy: int) -> AnyLink:
-        """The link between ranks that are so far apart."""
+        """Return the link between ranks that are that far apart."""
         link = self.link
         if isinstance(link, TwoLevelLink) and one_copy >= link.ranks_per_node:
             return link.outside
@@ -70,12 +70,12 @@ class Machine:
 
     @property
     def host_bytes_per_s(self) -> float:
-        """What the optimizer reads or writes of the host's memory in a second."""
+        """Return the bandwidth of the host's memory for the optimizer."""
         return HOST_BYTES_PER_S
 
     @property
     def host_link_bytes_per_s(self) -> float:
-        """Between a GPU and its host's memory; a copy where they are the same."""
+        """Bandwidth between a GPU and its host's memory; of a copy where they are the same."""
         return PCIE.bytes_per_s if self.has_gpus else self.device.bytes_per_s / 2
 
     def _share(self, ranks: int) -> float:
@@ -83,7 +83,7 @@ class Machine:
 
 
 def machine_of_profile(profile: Profile, here: Mapping[str, Any]) -> Machine:
-    """What a profile's jobs run on; `here`, as `describe_machine` tells it, where that is local."""
+    """Return the machine of a profile's jobs; of a local profile, `here`."""
     if profile.scheduler == "local":
         return machine_of_record(here, 1)
     if not profile.gpus_per_node:
@@ -94,7 +94,7 @@ def machine_of_profile(profile: Profile, here: Mapping[str, Any]) -> Machine:
 
 
 def machine_of_record(machine: Mapping[str, Any], ranks: int) -> Machine:
-    """What a record was made on, by what its machine says of itself."""
+    """Return the machine on which a record was made, from its own description."""
     gpus = machine.get("gpus") or []
     if not machine.get("usable_gpus") or len(gpus) == 0:
         return _cpu(machine.get("usable_cores", 1), machine.get("memory_bytes", 16 * GIB))
@@ -108,7 +108,7 @@ def machine_of_record(machine: Mapping[str, Any], ranks: int) -> Machine:
 
 
 def with_link(machine: Machine, links: Mapping[int, Link], ranks: int) -> Machine:
-    """The machine with the link that was measured between so many ranks, where one was."""
+    """Return the machine with the link measured between that many ranks, where there is one."""
     return replace(machine, link=links[ranks]) if ranks in links else machine
 
 

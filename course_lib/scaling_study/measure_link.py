@@ -1,4 +1,4 @@
-"""How fast ranks reach each other here, measured once for a study, so that it need not be guessed.
+"""Measure the link between ranks of this machine, once per study.
 
 A reduce-scatter and an all-gather of the same numbers, as ZeRO and FSDP call them, are the
 2 (p - 1) messages of a ring all-reduce. Lessons 04_collectives, 13_scaling_study.
@@ -25,7 +25,7 @@ TURNS = 7
 
 
 def on_ranks(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call a function on so many ranks that live as long as the call; return results by rank.
+    """Call a function on that many ranks, started for this call only; return the results by rank.
 
     Raises: RankError; KeyboardInterrupt on Ctrl-C, when the ranks have ended
     """
@@ -39,7 +39,7 @@ def on_ranks(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def measure_link(ranks: int) -> Link:
-    """The link that so many ranks of this machine seem to have: some seconds.
+    """Return the measured link between that many ranks of this machine; takes some seconds.
 
     Raises: CourseError for times that do not grow with the size
     """
@@ -47,14 +47,14 @@ def measure_link(ranks: int) -> Link:
 
 
 def link_of(ranks: int, by_size: Mapping[int, float]) -> Link:
-    """The link that fits what `round_trips` found among so many ranks."""
+    """Fit a link to what `round_trips` measured among that many ranks."""
     messages = 2 * (ranks - 1)
     sizes, times_s = by_size.keys(), by_size.values()
     return fit_link([n / ranks for n in sizes], [t / messages for t in times_s], "measured here")
 
 
 def round_trips(rank: int) -> dict[int, float]:
-    """Median seconds of both collectives, by the slowest rank; the first turn is warm-up."""
+    """Return the median seconds of both collectives on the slowest rank, after a warm-up round."""
     times: dict[int, list[float]] = {n: [] for n in SIZES}
     for _ in range(TURNS + 1):
         for n in SIZES:
@@ -77,7 +77,7 @@ def _seconds(num_bytes: int) -> float:
 
 
 def note_link(folder: Path, ranks: int) -> None:
-    """Measure the link of so many ranks, unless it is known, and keep it in the study's folder."""
+    """Measure the link between so many ranks, unless the study's folder has it, and keep it."""
     links = read_links(folder)
     if ranks == 1 or ranks in links:
         return
@@ -87,18 +87,18 @@ def note_link(folder: Path, ranks: int) -> None:
 
 
 def read_links(folder: Path) -> dict[int, Link]:
-    """The links that were measured for the study in this folder, by the number of ranks."""
+    """Return the links measured for the study in this folder, by the number of ranks."""
     path = folder / FILE
     return links_of(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def plain_links(links: Mapping[int, Link]) -> dict[str, list[float]]:
-    """Latency and bytes a second of each, as JSON can hold them."""
+    """Return latency and bytes per second of each link, for JSON."""
     return {str(p): [link.latency_s, link.bytes_per_s] for p, link in links.items()}
 
 
 def links_of(plain: Mapping[str, Any]) -> dict[int, Link]:
-    """The links that `plain_links` wrote down."""
+    """Return the links that `plain_links` converted."""
     return {
         int(p): Link(latency_s=alpha, bytes_per_s=beta, name="measured")
         for p, (alpha, beta) in plain.items()

@@ -1,4 +1,4 @@
-"""The pictures of a study. Each comes with a sentence that says what it shows and one number."""
+"""Pictures of a study, each with a sentence that states the finding and one number."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -9,7 +9,7 @@ from course_lib.core.units import GIB, MIB, format_bytes
 from course_lib.display.gpu_links import links
 from course_lib.display.losses import descents, losses
 from course_lib.display.memory import memory
-from course_lib.display.paired_bars import Pair, beside
+from course_lib.display.paired_bars import Pair, paired_bars
 from course_lib.scaling_study.aggregate import GOOD, STATES, Comparison
 from course_lib.scaling_study.curves import SMOOTHED, smooth, spread, steps_to
 from course_lib.scaling_study.prediction import states_of
@@ -21,7 +21,7 @@ Draw = Callable[[Sequence[Result], str], _Picture | None]
 
 
 def throughput(results: Sequence[Result], name: str) -> _Picture | None:
-    """Tokens a second, with as many times those of one rank as there are ranks for an ideal."""
+    """Draw tokens per second beside the ideal, the one-rank throughput times the ranks."""
     pairs = [
         Pair(
             name=_line(result),
@@ -33,11 +33,11 @@ def throughput(results: Sequence[Result], name: str) -> _Picture | None:
     ]
     best = max(results, key=lambda result: result.experiment.tokens_per_s)
     title = f"{_line(best)}: the fastest of {name}, {best.experiment.tokens_per_s:,.0f} tokens/s"
-    return beside(pairs, title, x_label="throughput (thousand tokens/s)"), f"{title}."
+    return paired_bars(pairs, title, x_label="throughput (thousand tokens/s)"), f"{title}."
 
 
 def efficiency(results: Sequence[Result], name: str) -> _Picture | None:
-    """Throughput factor in per cent of the number of ranks; about 80 is good."""
+    """Draw the scaling efficiency, throughput factor divided by ranks; about 80 % is good."""
     pairs = _compared(results, lambda beside: beside.efficiency_percent, lambda f, p: f / p * 100)
     if not pairs:
         return None
@@ -47,8 +47,8 @@ def efficiency(results: Sequence[Result], name: str) -> _Picture | None:
 
 
 def efficiency_bars(pairs: Sequence[Pair], title: str, note: str = "") -> Figure:
-    """Pairs of efficiencies in per cent, with the ideal as a line."""
-    return beside(
+    """Draw pairs of efficiencies in per cent, with the ideal as a line."""
+    return paired_bars(
         pairs,
         title,
         x_label="efficiency (% of one rank's throughput, a rank)",
@@ -60,7 +60,7 @@ def efficiency_bars(pairs: Sequence[Pair], title: str, note: str = "") -> Figure
 
 
 def overhead(results: Sequence[Result], name: str) -> _Picture | None:
-    """How much longer a step takes than on one rank; below 0 it is shorter."""
+    """Draw how much longer a step takes than on one rank, in per cent; negative is shorter."""
     pairs = _compared(
         results, lambda beside: beside.overhead_percent, lambda f, _: (1 / f - 1) * 100
     )
@@ -69,11 +69,11 @@ def overhead(results: Sequence[Result], name: str) -> _Picture | None:
     slower = sum((pair.measured or 0) > 0 for pair in pairs)
     title = f"Ways to split {name} that take longer than one rank: {slower} of {len(pairs)}"
     x_label = "relative overhead of a step (%)"
-    return beside(pairs, title, x_label=x_label, words="{:+.0f}".format), f"{title}."
+    return paired_bars(pairs, title, x_label=x_label, words="{:+.0f}".format), f"{title}."
 
 
 def peak_memory(results: Sequence[Result], name: str) -> _Picture | None:
-    """The most that any rank holds, beside what the formulas count."""
+    """Draw the peak memory of any rank beside the prediction."""
     known = [result for result in results if result.experiment.peak_bytes is not None]
     if not known:
         return None
@@ -90,11 +90,13 @@ def peak_memory(results: Sequence[Result], name: str) -> _Picture | None:
     ]
     held = format_bytes(least.experiment.peak_bytes or 0)
     title = f"{_line(least)}: the fewest bytes of {name}, {held} a rank"
-    return beside(pairs, title, x_label=f"peak memory of the fullest rank ({word})"), f"{title}."
+    return paired_bars(
+        pairs, title, x_label=f"peak memory of the fullest rank ({word})"
+    ), f"{title}."
 
 
 def states(results: Sequence[Result], name: str) -> _Picture | None:
-    """What a rank holds of parameters, gradients and optimizer state: the stages of ZeRO."""
+    """Draw the bytes of parameters, gradients and optimizer state per rank: the stages of ZeRO."""
     found = [result for result in in_order(results) if any(result.experiment.held.values())]
     if not any(result.experiment.run.parallelism.zero for result in found):
         return None
@@ -109,7 +111,7 @@ def states(results: Sequence[Result], name: str) -> _Picture | None:
 
 
 def loss_curves(results: Sequence[Result], name: str) -> _Picture | None:
-    """All curves of one batch, which ought to be one."""
+    """Draw all loss curves of one batch, which should coincide."""
     curves = {
         _line(one): one.experiment.losses for one in in_order(results) if one.experiment.losses
     }
@@ -121,7 +123,7 @@ def loss_curves(results: Sequence[Result], name: str) -> _Picture | None:
 
 
 def topology(results: Results) -> _Picture | None:
-    """How the GPUs reach each other, of the machine with most of them."""
+    """Draw the links between GPUs of the machine with most of them."""
     found = [one.machine.get("gpu_links") or [] for one in results.experiments]
     matrix = max(found, key=len, default=[])
     if len(matrix) < 2:
@@ -132,7 +134,7 @@ def topology(results: Results) -> _Picture | None:
 
 
 def convergence(results: Results) -> _Picture | None:
-    """Losses of one model where the batch grows, and the warm-up shrinks: who is down first?"""
+    """Draw losses of one model as the batch grows and the warm-up shrinks: which falls first?"""
     found = [one for one in in_order(results.judged()) if one.experiment.run.warmup]
     if len(found) < 2 or found[0].experiment.run.ranks > 1:
         return None
@@ -158,7 +160,7 @@ OF_ALL = (convergence, topology)
 
 
 def pictures(results: Results) -> Iterator[_Picture]:
-    """All pictures of a study: those of each model and batch, then the links."""
+    """Yield all pictures of a study: those of each model and batch, then the links."""
     for name, found in results.sets().items():
         yield from filter(None, (draw(found, name) for draw in BY_SET))
     yield from filter(None, (draw(results) for draw in OF_ALL))
@@ -169,7 +171,7 @@ def _compared(
     measured: Callable[[Comparison], float],
     predicted: Callable[[float, int], float],
 ) -> list[Pair]:
-    """A pair for each run of several ranks with one of one rank beside it.
+    """Return a pair for each run of several ranks, with the run of one rank beside it.
 
     predicted   from the throughput factor that the cost model says, and the number of ranks
     """
@@ -190,7 +192,7 @@ def _line(result: Result) -> str:
 
 
 def _unless_alone(result: Result, value: float) -> float | None:
-    """The run of one rank has no prediction where the prediction has its speed from it."""
+    """Return the prediction, but for the run of one rank from which its speed was taken."""
     return None if result.experiment is result.baseline else value
 
 

@@ -1,4 +1,4 @@
-"""What a scaling study runs: model x strategy x world size, one list for laptops, one for clusters.
+"""The runs of a scaling study: model x strategy x world size, for laptops and for clusters.
 
 Within a model the global batch, the tokens and the number of steps stay the same, so that only the
 strategy and the number of ranks differ. The study of convergence is about what happens if the batch
@@ -31,7 +31,7 @@ ZERO = ("zero1", "zero2", "zero3")
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A named list of runs, each there once."""
+    """A named list of runs, without repetition."""
 
     name: str
     runs: tuple[StudyRun, ...]
@@ -39,7 +39,7 @@ class Study:
     def only(
         self, models: Sequence[str] = (), strategies: Sequence[str] = (), ranks: Sequence[int] = ()
     ) -> "Study":
-        """The part with these models, strategies and world sizes; empty: all of them.
+        """Return the part with these models, strategies and world sizes; empty: all of them.
 
         The runs of one rank stay: the others are compared with them.
         Raises: CourseError for a word that no run has
@@ -66,14 +66,14 @@ class Study:
 
 
 def find_study(name: str) -> Study:
-    """The study of that name. Raises: CourseError that names them."""
+    """Return the study of that name. Raises: CourseError that lists the names"""
     if name not in STUDIES:
         raise CourseError(f"study: need {' or '.join(STUDIES)}; got {name!r}.")
     return Study(name=name, runs=tuple(dict.fromkeys(STUDIES[name]())))
 
 
 def laptop() -> Iterator[StudyRun]:
-    """Small models on 1 to 4 ranks of one machine: some minutes on two cores."""
+    """Return the laptop study: small models on 1 to 4 ranks, some minutes on two cores."""
     tiny = partial(StudyRun, spec=find_model("tiny"), global_batch=16, seq=64, steps=12)
     yield tiny()
     yield tiny(strategy="ddp", ranks=2)
@@ -88,7 +88,7 @@ def laptop() -> Iterator[StudyRun]:
 
 
 def cluster() -> Iterator[StudyRun]:
-    """Five models from 10 million parameters to a billion, on 1, 2 and 4 GPUs."""
+    """Return the cluster study: models from 10 million to a billion parameters, 1 to 4 GPUs."""
     for name, (seq, batch) in SIZES.items():
         dtype = "float32" if name == "study-10m" else "bfloat16"
         alone = StudyRun(spec=find_model(name), global_batch=batch, seq=seq, dtype=dtype, steps=200)
@@ -109,7 +109,7 @@ def cluster() -> Iterator[StudyRun]:
 
 
 def convergence() -> Iterator[StudyRun]:
-    """A batch that grows with the copies of a model, and then a warm-up that is shorter."""
+    """Return the convergence study: the batch grows with the copies, then less warm-up."""
     alone = StudyRun(spec=find_model("tiny"), global_batch=8, seq=64, steps=150, warmup=100)
     yield alone
     yield replace(alone, ranks=2, tp=2)
@@ -123,7 +123,7 @@ STUDIES = {"laptop": laptop, "cluster": cluster, "convergence": convergence}
 
 
 def _base_set(alone: StudyRun) -> Iterator[StudyRun]:
-    """One rank, DP, TP, and PP with as many micro-batches as stages and with four times that."""
+    """Return one rank, DP, TP, and PP with p and with 4 p micro-batches."""
     yield alone
     yield from _copies(alone, "ddp")
     yield from (replace(alone, ranks=p, tp=p) for p in WORLD_SIZES[1:])

@@ -1,4 +1,4 @@
-"""What a run of the study will cost, before it is started: seconds, hours, bytes, on paper.
+"""Predict a run of the study before it starts: seconds, hours and bytes from formulas.
 
 A step is computing, shared out over the ranks; what of the messages nothing hides; the bubble of a
 pipeline; and the optimizer, which reads and writes its state once. Gradients of DP overlap with
@@ -22,7 +22,7 @@ from course_lib.scaling_study.aggregate import Experiment
 from course_lib.scaling_study.machines import Machine
 from course_lib.scaling_study.study_run import StudyRun
 from course_lib.tensor_parallel.cost import tensor_traffic
-from course_lib.zero.cost import RowTraffic, offload_trips, zero_traffic
+from course_lib.zero.cost import ParamTraffic, offload_bytes, zero_traffic
 
 RECIPES = {
     "float32": FP32,
@@ -34,7 +34,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedRun:
-    """A run on paper.
+    """The prediction for one run.
 
     wire_s       what of the messages no computing hides
     bubble_s     what a rank idles because its pipeline fills and empties
@@ -61,22 +61,22 @@ class PredictedRun:
 
     @property
     def run_s(self) -> float:
-        """Seconds of the whole run, with the time it takes to start."""
+        """Seconds of the whole run, including the start."""
         return self.machine.start_s(self.run.ranks) + self.run.steps * self.step_s
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a rank holds."""
+        """Peak memory of a rank."""
         return sum(self.held.values())
 
     @property
     def missing_bytes(self) -> int:
-        """What a rank needs and does not have; 0 if it fits."""
+        """Bytes that a rank needs beyond its memory; 0 if the run fits."""
         return max(0, self.peak_bytes - self.machine.rank_bytes(self.run.ranks))
 
 
 def predict(run: StudyRun, machine: Machine) -> PredictedRun:
-    """What one run does on this machine, by the formulas of `course_lib.cost`."""
+    """Predict one run on this machine, with the formulas of `course_lib.cost`."""
     flop = train_step_flop(run.spec, run.global_batch, run.seq)
     compute_s = flop / run.ranks / machine.flop_per_s(run.dtype, run.ranks)
     bubble_s, wire_s = _pipeline_s(run, machine, compute_s)
@@ -93,13 +93,13 @@ def predict(run: StudyRun, machine: Machine) -> PredictedRun:
 
 
 def states_of(run: StudyRun) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer state on the fullest rank, on its device."""
+    """Return the bytes of parameters, gradients and optimizer state on the fullest device."""
     params = max(params_on_rank(run.spec, run.parallelism, stage) for stage in (0, run.pp - 1))
     return model_states(params, _recipe(run), parallelism=run.parallelism)
 
 
 def fit_machine(machine: Machine, baseline: Experiment) -> Machine:
-    """The machine with the speed that the run of one rank reached: then only splitting is guessed.
+    """Return the machine with the speed of the one-rank run: only the rest is predicted.
 
     What the optimizer takes is left as it is, so that the prediction of that run is its own time.
     """
@@ -109,7 +109,7 @@ def fit_machine(machine: Machine, baseline: Experiment) -> Machine:
 
 
 def hours(predictions: Iterable[PredictedRun]) -> tuple[float, float]:
-    """Hours of all these runs one after the other, and the same times the ranks of each."""
+    """Return the hours of all these runs in sequence, and the same weighted by their ranks."""
     times = [(one.run_s, one.run_s * one.run.ranks) for one in predictions]
     return sum(wall for wall, _ in times) / 3600, sum(of_ranks for _, of_ranks in times) / 3600
 
@@ -120,7 +120,7 @@ def _recipe(run: StudyRun) -> Recipe:
 
 
 def _pipeline_s(run: StudyRun, machine: Machine, compute_s: float) -> tuple[float, float]:
-    """Bubble and wire of 1F1B. Ranks that share cores leave them to others while they idle."""
+    """Return bubble and communication of 1F1B; idle ranks leave shared cores to the others."""
     if run.pp == 1:
         return 0.0, 0.0
     alone_s = (
@@ -137,7 +137,7 @@ def _pipeline_s(run: StudyRun, machine: Machine, compute_s: float) -> tuple[floa
 
 
 def _tensor_s(run: StudyRun, machine: Machine) -> float:
-    """What the all-reduces of tensor parallelism take: every matrix waits for its own."""
+    """Return the time of tensor parallelism's all-reduces, which are fully exposed."""
     if run.tp == 1:
         return 0.0
     number_bytes = RECIPES[run.dtype].activation_bytes
@@ -146,7 +146,7 @@ def _tensor_s(run: StudyRun, machine: Machine) -> float:
 
 
 def _gradients_s(run: StudyRun, machine: Machine, compute_s: float) -> float:
-    """What copies of the model, or their shards, say to each other besides computing."""
+    """Return the exposed communication between copies of the model, or between their shards."""
     parallelism = run.parallelism
     if parallelism.dp == 1:
         return 0.0
@@ -166,7 +166,7 @@ def _gradients_s(run: StudyRun, machine: Machine, compute_s: float) -> float:
 
 
 def _row_bytes(run: StudyRun) -> list[int]:
-    """Bytes of the gradients in backward's order, layer by layer; the tied embedding is last."""
+    """Return the gradients' bytes in backward's order; the tied embedding is last."""
     number_bytes = RECIPES[run.dtype].grad_bytes
     layer = layer_params(run.spec, run.parallelism)
     rest = params_on_rank(run.spec, run.parallelism) % layer or layer
@@ -174,19 +174,19 @@ def _row_bytes(run: StudyRun) -> list[int]:
     return [layer * number_bytes] * num_layers + [rest * number_bytes]
 
 
-def _sent_together(run: StudyRun, num_bytes: int) -> list[RowTraffic]:
-    """A layer as it travels: whole with FSDP, else in buckets, and with ZeRO-3 module by module."""
+def _sent_together(run: StudyRun, num_bytes: int) -> list[ParamTraffic]:
+    """Return a layer's messages: whole with FSDP, buckets, or with ZeRO-3 modules."""
     if run.strategy in ("fsdp", "torch-fsdp"):
-        return [RowTraffic(num_bytes=num_bytes)]
+        return [ParamTraffic(num_bytes=num_bytes)]
     modules = (
         (7 if run.spec.gated else 6) + 2 if run.parallelism.zero == 3 else 1
     )  # matrices, norms
     parts = max(modules, -(-num_bytes // int(run.bucket_mib * MIB)))
-    return [RowTraffic(num_bytes=num_bytes // parts)] * parts
+    return [ParamTraffic(num_bytes=num_bytes // parts)] * parts
 
 
 def _optimizer_s(run: StudyRun, machine: Machine) -> float:
-    """AdamW reads parameters, gradients and two moments, and writes all but the gradients."""
+    """Return AdamW's time: it reads 4 values per parameter, and writes all but the gradient."""
     recipe = RECIPES[run.dtype]
     touched = 2 * recipe.weight_bytes + recipe.grad_bytes + 4 * recipe.moment_bytes
     params = max(params_on_rank(run.spec, run.parallelism, stage) for stage in (0, run.pp - 1))
@@ -196,18 +196,18 @@ def _optimizer_s(run: StudyRun, machine: Machine) -> float:
 
 
 def _offload_s(run: StudyRun, machine: Machine) -> float:
-    """The trips of gradients to the host, and of parameters back."""
+    """Return the time to copy gradients to the host, and parameters back."""
     if not run.offload:
         return 0.0
-    rows = [RowTraffic(num_bytes=size) for size in _row_bytes(run)]
-    there, back = offload_trips(
+    rows = [ParamTraffic(num_bytes=size) for size in _row_bytes(run)]
+    there, back = offload_bytes(
         run.parallelism.zero, rows, run.parallelism.dp, run.num_micro_batches
     )
     return (there + back) / machine.host_link_bytes_per_s
 
 
 def _held(run: StudyRun, machine: Machine) -> dict[str, int]:
-    """Bytes by kind of the fullest stage at its fullest moment."""
+    """Return the bytes by kind on the fullest stage at its peak."""
     ledgers = [_ledger(run, machine, stage) for stage in {0, run.pp - 1}]
     fullest = max(ledgers, key=Ledger.peak_bytes)
     at = fullest.totals().index(fullest.peak_bytes())

@@ -1,4 +1,4 @@
-"""The results of a study as tables: on a terminal, and as rows for a page."""
+"""The results of a study as tables, on a terminal and as rows for an HTML page."""
 
 from collections.abc import Iterator, Sequence
 
@@ -33,7 +33,7 @@ MEMORY = (0, 1, 8, 9, 10, 11, 12, 13)
 
 
 def name_of(run: StudyRun) -> str:
-    """What a run is called within its set: the strategy, and what else tells it apart."""
+    """Return the name of a run within its set: the strategy, and what else distinguishes it."""
     words = [run.label]
     words += [f"m = {run.num_micro_batches}"] if run.pp > 1 else []
     words += [f"{run.bucket_mib:g} MiB"] if run.bucket_mib != 25 else []
@@ -42,7 +42,7 @@ def name_of(run: StudyRun) -> str:
 
 
 def cells_of(result: Result) -> list[str]:
-    """One line of the table, as words under `HEADERS`."""
+    """Return one line of the table, as words under `HEADERS`."""
     experiment, told, beside = result.experiment, result.prediction, result.comparison
     alone = experiment is result.baseline
     peak, factor = experiment.peak_bytes, beside.peak_memory_factor if beside else None
@@ -65,7 +65,7 @@ def cells_of(result: Result) -> list[str]:
 
 
 def tables(results: Results) -> Iterator[Table]:
-    """Two tables for each model and batch, as a terminal is not wide enough for one."""
+    """Return two tables for each model and batch, as a terminal is not wide enough for one."""
     for name, found in results.sets().items():
         for what, columns in (("speed", SPEED), ("memory, busy, loss", MEMORY)):
             table = new_table(f"{name}: {what}", [HEADERS[column] for column in columns])
@@ -78,7 +78,7 @@ def tables(results: Results) -> Iterator[Table]:
 
 
 def new_table(title: str, headers: Sequence[str]) -> Table:
-    """A table without lines; the first column is words, the others are numbers."""
+    """Return a table without lines; the first column is words, the others are numbers."""
     table = Table(
         box=None, padding=(0, 1, 0, 0), header_style="bold", title=title, title_justify="left"
     )
@@ -88,7 +88,7 @@ def new_table(title: str, headers: Sequence[str]) -> Table:
 
 
 def style_of(result: Result) -> str:
-    """Green for an efficiency that is good, red for a poor one."""
+    """Return green for a good efficiency, red for a poor one."""
     beside = result.comparison
     if beside is None or result.experiment.run.ranks == 1:
         return ""
@@ -97,7 +97,7 @@ def style_of(result: Result) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """What has to be said beside the tables."""
+    """Return the notes that go with the tables."""
     said = [results.made] if results.made else []
     machines = {_machine_words(result) for result in results.judged()}
     said += [f"Made on {' and on '.join(sorted(machines))}."]
@@ -125,7 +125,7 @@ def notes(results: Results) -> list[str]:
 
 
 def _share(result: Result) -> float:
-    """How busy the device was; on a GPU, or where nobody looked, all the time."""
+    """Return the device's utilization; 1 on a GPU without a reading, and where none was taken."""
     on_cpu = result.prediction.machine.cores is not None
     return result.experiment.utilisation or 1.0 if on_cpu else 1.0
 

@@ -1,4 +1,4 @@
-"""What came out of a study, read from a folder of run records or from one small file.
+"""Results of a study, read from a folder of run records or from one small file.
 
 The file holds the experiments only, without the records they were made of: results that somebody
 else measured, to look at before one has a cluster. It says where and when they were made.
@@ -31,7 +31,7 @@ NAMES = ("cluster", "laptop")
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One experiment, the run of one rank beside it, and what the cost model says of it.
+    """One experiment, the run of one rank to compare it with, and the cost model's prediction.
 
     The cost model takes its speed of computing from that run of one rank, where there is one.
     """
@@ -57,7 +57,7 @@ class Results:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def judged(self) -> list[Result]:
-        """Each experiment with what it is compared with."""
+        """Each experiment with its baseline and its prediction."""
         return [self._judge(one) for one in self.experiments]
 
     def sets(self) -> dict[str, list[Result]]:
@@ -82,7 +82,7 @@ class Results:
 
 
 def set_of(run: StudyRun) -> str:
-    """The model and the batch: what runs have to share to be compared."""
+    """Return the model and the batch: what runs have to share to be compared."""
     accumulated = run.num_micro_batches > 1 and run.pp == 1
     words = f" in {run.num_micro_batches} parts" if accumulated else ""
     words += f", {run.warmup} steps of warm-up" if run.warmup else ""
@@ -90,7 +90,7 @@ def set_of(run: StudyRun) -> str:
 
 
 def read_results(path: str | Path) -> Results:
-    """The results in a folder of run records, or in a file that `save_results` wrote.
+    """Read the results in a folder of run records, or in a file that `save_results` wrote.
 
     Raises: CourseError where there are none
     """
@@ -112,7 +112,7 @@ def read_results(path: str | Path) -> Results:
 
 
 def sample_results(study: str = "laptop") -> Results:
-    """A study as it was once recorded: `laptop` or `convergence`."""
+    """Return a recorded study: `laptop` or `convergence`."""
     return read_results(SAMPLES / f"{study}_study.json")
 
 
@@ -139,7 +139,7 @@ def _plain(experiment: Experiment) -> dict[str, Any]:
 
 
 def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
-    """Six digits tell more than a measurement knows."""
+    """Round to six digits, which is more than the precision of a measurement."""
     return {
         name: float(f"{value:.6g}") if isinstance(value, float) else value
         for name, value in fields.items()
@@ -164,7 +164,7 @@ def _experiment(plain: dict[str, Any]) -> Experiment:
 
 
 def in_order(results: Sequence[Result]) -> list[Result]:
-    """The run of one rank first, then strategy by strategy, with growing numbers of ranks."""
+    """Sort: the run of one rank first, then strategy by strategy, with growing numbers of ranks."""
     labels = list(dict.fromkeys(result.experiment.run.label for result in results))
     labels.sort(key=lambda label: label != "single")
 
@@ -176,7 +176,7 @@ def in_order(results: Sequence[Result]) -> list[Result]:
 
 
 def own_or_sample(start: Path | None = None) -> tuple[Results, str]:
-    """Results in `runs` here or above, those of the cluster first, else the sample; and a sentence.
+    """Return results in `runs`, those of the cluster first, else the sample; and a sentence.
 
     A study that has just begun has no whole run yet: then the next one is looked at.
     """

@@ -1,4 +1,4 @@
-"""Runs what is left of a study on this machine, one run after the other, and tells how far it is.
+"""Run the rest of a study on this machine, one run after another, and report progress.
 
 Every run has processes of its own, forked from one that has PyTorch ready.
 """
@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from course_lib.cluster.slurm_time import write_time
 from course_lib.core.errors import CourseError
@@ -17,6 +16,7 @@ from course_lib.ranks import RankError
 from course_lib.scaling_study.costing import Costing
 from course_lib.scaling_study.measure_link import note_link, on_ranks
 from course_lib.scaling_study.study_run import StudyRun
+from course_lib.train.progress import terminal_bar
 from course_lib.train.trainer import train
 
 FAILED, CTRL_C = 1, 130
@@ -25,7 +25,7 @@ LOG = "log.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class RunFailure:
-    """A run that ended badly: why, and where the whole report stands."""
+    """A failed run: the reason, and the path of its full log."""
 
     run: StudyRun
     said: str
@@ -33,7 +33,7 @@ class RunFailure:
 
 
 def run_all(costing: Costing) -> int:
-    """Run what is left on this machine; return an exit code. What fails does not stop the rest."""
+    """Run the rest of a study; return an exit code. A failed run does not stop the others."""
     try:
         failures = _run_left(costing)
     except KeyboardInterrupt:
@@ -49,7 +49,7 @@ def run_all(costing: Costing) -> int:
 
 
 def run_here(run: StudyRun, folder: Path) -> RunFailure | None:
-    """Run it, and wait for it; what went wrong is told, and written into its folder.
+    """Run it and wait for it; an error is returned, and written into its folder.
 
     Raises: KeyboardInterrupt on Ctrl-C, when its ranks have ended
     """
@@ -71,14 +71,14 @@ def _failure(run: StudyRun, problem: CourseError, out: Path) -> RunFailure:
 
 
 def _run_left(costing: Costing) -> list[RunFailure]:
-    console, failures = Console(file=sys.stderr), []
-    left_s = sum(one.run_s for one in costing.left)
-    with _bar(console) as bar:
+    failures, left_s = [], sum(one.run_s for one in costing.left)
+    columns = (MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
+    with terminal_bar(*columns, TextColumn("{task.fields[left]}")) as bar:
         task = bar.add_task("", total=len(costing.left), left="")
         for number, one in enumerate(costing.left, start=1):
             note = f"{one.run.name}, about {write_time(left_s)} left"
             bar.update(task, left=note)
-            if not console.is_terminal:
+            if not bar.console.is_terminal:
                 print(f"{number}/{len(costing.left)}  {note}", flush=True)
             with suppress(CourseError):  # without a measured link, that of a data sheet has to do
                 note_link(costing.folder, one.run.ranks)
@@ -87,15 +87,3 @@ def _run_left(costing: Costing) -> list[RunFailure]:
             left_s -= one.run_s
             bar.advance(task)
     return failures
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        MofNCompleteColumn(),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )

@@ -1,4 +1,4 @@
-"""One run of a scaling study: what is trained, and how it is split.
+"""One run of a scaling study: the model, the batch and the parallelism.
 
 A run that is planned and a run that was recorded are the same thing, so a study knows what it has.
 """
@@ -65,7 +65,7 @@ class StudyRun:
 
     @property
     def parallelism(self) -> Parallelism:
-        """How many ways it is split."""
+        """The sizes of its parallel axes."""
         return Parallelism(
             dp=self.ranks // (self.tp * self.pp),
             tp=self.tp,
@@ -75,7 +75,7 @@ class StudyRun:
 
     @property
     def offload(self) -> bool:
-        """Is the optimizer's state on the host?"""
+        """Whether the optimizer's state is on the host."""
         return self.strategy.endswith(OFFLOAD)
 
     @property
@@ -90,7 +90,7 @@ class StudyRun:
 
     @property
     def work(self) -> tuple[Any, ...]:
-        """What runs need to have in common to be compared."""
+        """The settings that runs must share to be compared."""
         accumulated = self.num_micro_batches if self.pp == 1 else 1
         return self.spec, self.global_batch, self.seq, self.dtype, accumulated, self.warmup
 
@@ -106,7 +106,7 @@ class StudyRun:
 
     @property
     def name(self) -> str:
-        """Where it lies in its study's folder: strategy, model, and what tells runs apart."""
+        """Its path in the study's folder: strategy, model, and what distinguishes the runs."""
         words = [f"r{self.ranks}", f"batch{self.global_batch}", f"seq{self.seq}"]
         words += [f"m{self.num_micro_batches}"] if self.num_micro_batches > 1 else []
         words += [f"bucket{self.bucket_mib:g}"] if self.bucket_mib != 25 else []
@@ -114,23 +114,23 @@ class StudyRun:
         return f"{self.label.replace(' ', '-')}/{self.spec.name}/{'-'.join(words)}"
 
     def config(self, out: str) -> TrainConfig:
-        """What the training loop is asked to do; its records go into the folder `out`."""
+        """Return the training settings; records go into the folder `out`."""
         given = {name: getattr(self, name) for name in RECORDED if name != "num_micro_batches"}
         return TrainConfig(model=self.spec, micro_batch=self.micro_batch, every=0, out=out, **given)
 
     def plain(self) -> dict[str, Any]:
-        """All fields in plain words; `read_run` makes the run of them again."""
+        """All fields as plain values; `read_run` rebuilds the run from them."""
         fields = {name: getattr(self, name) for name in RECORDED}
         return {"spec": spec_fields(self.spec), "ranks": self.ranks, **fields}
 
 
 def read_run(plain: Mapping[str, Any]) -> StudyRun:
-    """The run that was written down with `plain`."""
+    """Rebuild the run that `plain` described."""
     return StudyRun(**{**plain, "spec": ModelSpec(**plain["spec"])})
 
 
 def run_of(record: RunRecord) -> StudyRun:
-    """What a record of the training script is the record of."""
+    """Return the run that a record of the training script belongs to."""
     run = record.run
     spec = {"name": "own", **run["model"]}
     return StudyRun(

@@ -1,6 +1,6 @@
-"""Hands in what is left of a study as job arrays: one for each number of ranks, an element a run.
+"""Submit the rest of a study as job arrays: one for each number of ranks, an array task per run.
 
-What waits or runs already is not handed in again.
+What waits or runs already is not submitted again.
 """
 
 import json
@@ -12,18 +12,18 @@ from course_lib.cluster.job import Job
 from course_lib.cluster.profile import Profile
 from course_lib.cluster.slurm_time import read_time_s, write_time
 from course_lib.cluster.submissions import FOLDER, Submission, find_home, read_submissions, refresh
-from course_lib.cluster.submit import hand_in
+from course_lib.cluster.submit import submit_job
 from course_lib.core.errors import CourseError
 from course_lib.scaling_study.costing import Costing
 from course_lib.scaling_study.prediction import PredictedRun
 
-ELEMENT = "course_lib.scaling_study.array_element"
+ARRAY_TASK = "course_lib.scaling_study.array_element"
 SLOWER = 3  # how many times longer than predicted a run may take before it is ended
 SPARE_S = 300
 
 
 def submit_all(costing: Costing) -> int:
-    """Hand in what is left; return an exit code. What a limit refuses does not stop the rest."""
+    """Submit the remaining runs; return an exit code. A reached limit does not stop the others."""
     submissions = find_home() / FOLDER
     before = [refresh(one, submissions) for one in read_submissions(submissions)]
     places = waiting(before)
@@ -40,18 +40,18 @@ def submit_all(costing: Costing) -> int:
 
 
 def _taken(job: Job, profile: Profile, submissions: Path) -> bool:
-    """Hand a job in, or say why not."""
+    """Submit a job, or say why not."""
     try:
-        one = hand_in(job, profile, submissions)
+        one = submit_job(job, profile, submissions)
     except CourseError as problem:
         print(problem, file=sys.stderr)
         return False
-    print(f"{one.id}: {len(job.elements)} runs are handed in, as job {one.job_id}.")
+    print(f"{one.id}: {len(job.array_tasks)} runs are handed in, as job {one.job_id}.")
     return True
 
 
 def make_jobs(left: Sequence[PredictedRun], folder: Path, profile: Profile) -> list[Job]:
-    """Job arrays for these runs; together they take no more places than the profile allows.
+    """Return job arrays for these runs; together they take no more places than the profile allows.
 
     Raises: CourseError for more ranks than the nodes of the profile hold
     """
@@ -63,20 +63,20 @@ def make_jobs(left: Sequence[PredictedRun], folder: Path, profile: Profile) -> l
 
 
 def waiting(submissions: Iterable[Submission]) -> set[str]:
-    """The folders of all runs that were handed in and have not ended."""
+    """Return the folders of all runs that were submitted and have not ended."""
     found = set()
     for one in submissions:
-        if one.job.program != ELEMENT or one.is_over:
+        if one.job.program != ARRAY_TASK or one.is_over:
             continue
-        ended = {state.element for state in one.seen if state.is_final}
-        for element, line in enumerate(json.loads(Path(one.job.arguments[0]).read_text())):
-            if element not in ended:
+        ended = {state.array_task for state in one.seen if state.is_final}
+        for array_task, line in enumerate(json.loads(Path(one.job.arguments[0]).read_text())):
+            if array_task not in ended:
                 found.add(line["out"])
     return found
 
 
 def out_of(one: PredictedRun, folder: Path) -> Path:
-    """Where a run leaves its records, from wherever it is started."""
+    """Return the folder of a run's records, the same from wherever it is started."""
     return (folder / one.run.name).resolve()
 
 
@@ -86,7 +86,7 @@ def _job(runs: Sequence[PredictedRun], folder: Path, profile: Profile, at_once: 
     longest_s = max(one.run_s for one in runs) * SLOWER + SPARE_S
     return Job(
         script="sweep",
-        program=ELEMENT,
+        program=ARRAY_TASK,
         arguments=(str(_list(runs, folder)),),
         name=f"study-{ranks}-ranks",
         nodes=nodes,
@@ -99,7 +99,7 @@ def _job(runs: Sequence[PredictedRun], folder: Path, profile: Profile, at_once: 
 
 
 def _list(runs: Sequence[PredictedRun], folder: Path) -> Path:
-    """Write what each element is to do into a file of its own."""
+    """Write what each array task is to do into a file of its own."""
     lists = folder.resolve() / "lists"
     lists.mkdir(parents=True, exist_ok=True)
     each = [{"out": str(out_of(one, folder)), "run": one.run.plain()} for one in runs]

@@ -1,8 +1,9 @@
 """Tensor parallelism: matrices split over the ranks of a group (notebook 07_tensor_parallel).
 
 `tensor_parallel.py` splits a whole GPT; `layers.py` holds the split layers, `regions.py` the
-conjugate functions f and g around them, `cross_entropy.py` the loss over a split vocabulary,
-`state.py` saves and loads; `cost.py` lists what a step communicates, `pictures.py` draws matrices.
+conjugate functions f, g, f-bar, g-bar at the boundaries of a parallel region, `cross_entropy.py`
+the loss over a split vocabulary; `state.py` gathers and shards state dicts; `cost.py` lists what a
+step communicates, `pictures.py` draws matrices.
 """
 
 from course_lib.tensor_parallel.cross_entropy import (

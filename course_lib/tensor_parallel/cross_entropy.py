@@ -1,9 +1,9 @@
-"""The vocabulary split over ranks: embedding, output projection and loss.
+"""Cross-entropy of logits whose vocabulary is split over ranks, without gathering the logits.
 
-A rank holds the rows of its tokens. It looks up those, and a sum brings in the others'. It computes
-the logits of those, and the loss needs three numbers a token from all ranks: the largest logit, the
-sum of the exponentials, the target's logit. The logits, the largest tensor of a step, never travel.
-Notebook 07_tensor_parallel.
+Each rank has the logits of its part of the vocabulary. The loss needs three numbers per token from
+all ranks: the largest logit, the sum of the exponentials, and the target's logit. The logits, the
+largest tensor of a step, are not communicated. The embedding and the output projection are in
+`layers.py`. Notebook 07_tensor_parallel.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from course_lib.tensor_parallel.layers import _check_tokens, own_tokens
 
 
 def parallel_token_loss(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor:
-    """Mean cross-entropy over all targets that are not `IGNORED`: `token_loss` of split logits.
+    """Return the mean cross-entropy over all targets that are not `IGNORED`, as `token_loss` does.
 
     Shapes:  [batch, seq, vocab/tp] and [batch, seq] -> [], the same on every rank
     Cost:    see vocab_parallel_cross_entropy
@@ -30,14 +30,12 @@ def parallel_token_loss(logits: Tensor, targets: Tensor, group: Group = None) ->
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor:
-    """Cross-entropy of each token, from logits of which every rank has its share of the vocabulary.
-
-    0 where the target is `IGNORED` (-100).
+    """Return each token's cross-entropy from split logits; 0 where the target is `IGNORED` (-100).
 
     Shapes:  [..., vocab/tp] and [...] -> [...], the same on every rank
-    Cost:    two all_reduces in forward, of one number and of two numbers a token (fp32 at least);
-             nothing in backward
-    Saves:   softmax's share [..., vocab/tp]
+    Cost:    two all_reduces in forward, of one and of two numbers per token (fp32 or wider); no
+             communication in backward
+    Saves:   this rank's shard of the softmax, [..., vocab/tp]
     Raises:  ShapeError for a target outside the vocabulary, or targets of another shape
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3
     """
@@ -72,7 +70,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """softmax - 1 at the target, on the rank that has it: nobody has to ask anybody."""
+        """Return softmax - 1 at the target, which needs no communication."""
         softmax, index, mine, targets = ctx.saved_tensors
         one = mine.to(softmax.dtype).unsqueeze(-1)
         grad_logits = softmax.scatter_add(-1, index.unsqueeze(-1), -one)

@@ -1,10 +1,11 @@
-"""A linear layer whose matrix is split over ranks, by columns or by rows.
+"""Layers whose matrices are split over ranks: column- and row-parallel linear, embedding, head.
 
-Split by columns, each rank computes some of the outputs from the whole input; split by rows, each
-takes some of the inputs and computes a part of every output, and the parts are added up. Columns
-first and rows after it need nothing in between, whatever is done to each number there. (A linear
-layer keeps its weight transposed, [out, in]: its columns are the rows of `weight`.) Sizes that p
-does not divide are filled up with zeros, which stay zero. Notebook 07_tensor_parallel.
+Split by columns, each rank computes some of the outputs from the whole input. Split by rows, each
+rank takes some of the inputs and computes a partial sum of every output; the partial sums are added
+up. A column-parallel layer followed by a row-parallel one needs no communication in between, if
+what happens there is elementwise. (nn.Linear stores its weight as [out, in]: the columns of the
+matrix are the rows of `weight`.) Sizes that p does not divide are padded with zeros, which stay
+zero. Notebook 07_tensor_parallel.
 """
 
 import math
@@ -29,9 +30,9 @@ from course_lib.tensor_parallel.regions import (
 
 
 class ShardedLayer(nn.Module):
-    """A layer that holds this rank's shard of some of its parameters.
+    """Base class of layers that hold this rank's shard of some of their parameters.
 
-    shards   for each of them, by name: the dim it is split along, and that dim's whole size
+    shards   by parameter name: the dim that is split, and its whole size
     """
 
     weight: nn.Parameter
@@ -44,7 +45,7 @@ class ShardedLayer(nn.Module):
         self.shards: dict[str, tuple[int, int]] = {}
 
     def take_shard(self, name: str, whole: Tensor | None, dim: int) -> None:
-        """Keep this rank's shard of a whole parameter, trainable if that one is."""
+        """Register this rank's shard of a whole parameter, trainable if that one is."""
         shard = None
         if whole is not None:
             self.shards[name] = (dim, whole.shape[dim])
@@ -52,16 +53,16 @@ class ShardedLayer(nn.Module):
         self.register_parameter(name, shard)
 
     def enter(self, x: Tensor) -> Tensor:
-        """The way into the region where ranks differ: whole sequences on every rank."""
+        """Enter the parallel region: every rank gets the whole sequences."""
         return (gather_sequence if self.sequence_parallel else copy_to_region)(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The way out: the sum over the ranks, of all tokens or of this rank's."""
+        """Leave the parallel region: sum over the ranks, of all tokens or of this rank's tokens."""
         return (scatter_sequence if self.sequence_parallel else reduce_from_region)(x, self.group)
 
 
 class ColumnParallelLinear(ShardedLayer):
-    """nn.Linear split by columns: this rank computes its share of the outputs.
+    """nn.Linear split by columns: each rank computes its share of the outputs.
 
     Shapes:  [batch, seq, in] -> [batch, seq, out/tp]; sequence parallel: from [batch, seq/tp, in]
     Cost:    all_reduce of the input in backward; sequence parallel: all_gather of it in forward,
@@ -69,8 +70,8 @@ class ColumnParallelLinear(ShardedLayer):
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3
 
     gather_output  gather the outputs of all ranks: [..., out], for one more all_gather
-    enters         False: the input has gone through the boundary already, as q, k and v share one
-    whole          take its weights; None: those that nn.Linear would begin with
+    enters         False: the input is already inside the region, as q, k and v share one boundary
+    whole          layer whose weights are taken; None: initialized as nn.Linear does
     """
 
     def __init__(
@@ -92,13 +93,14 @@ class ColumnParallelLinear(ShardedLayer):
         self.take_shard("bias", whole.bias, dim=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Its share of the outputs."""
-        out = F.linear(self.enter(x) if self.enters else x, self.weight, self.bias)
+        """Return this rank's outputs, [..., out/tp]; all of them with gather_output."""
+        x = self.enter(x) if self.enters else x  # [batch, seq, in]
+        out = F.linear(x, self.weight, self.bias)  # [batch, seq, out/tp]
         return gather_columns(out, self.out_features, self.group) if self.gather_output else out
 
 
 class RowParallelLinear(ShardedLayer):
-    """nn.Linear split by rows: this rank adds what its share of the inputs gives.
+    """nn.Linear split by rows: each rank contributes the partial sum of its share of the inputs.
 
     Shapes:  [batch, seq, in/tp] -> [batch, seq, out]; sequence parallel: to [batch, seq/tp, out]
     Cost:    all_reduce of the output in forward; sequence parallel: reduce_scatter of it in
@@ -106,7 +108,7 @@ class RowParallelLinear(ShardedLayer):
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3
 
     input_is_split  False: every rank has the whole input, and takes its share itself
-    whole           take its weights; None: those that nn.Linear would begin with
+    whole           layer whose weights are taken; None: initialized as nn.Linear does
     """
 
     def __init__(
@@ -127,14 +129,14 @@ class RowParallelLinear(ShardedLayer):
         self.bias = whole.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum over the ranks; every rank has the whole bias, and adds it after the sum."""
-        x = x if self.input_is_split else split_columns(x, self.group)
-        out = self.leave(F.linear(x, self.weight))
+        """Return the sum over the ranks; each rank has the whole bias and adds it after the sum."""
+        x = x if self.input_is_split else split_columns(x, self.group)  # [batch, seq, in/tp]
+        out = self.leave(F.linear(x, self.weight))  # [batch, seq, out], or [batch, seq/tp, out]
         return out if self.bias is None else out + self.bias
 
 
 class VocabParallelEmbedding(ShardedLayer):
-    """nn.Embedding split by tokens: this rank looks up its own, and the sum has them all.
+    """nn.Embedding with the vocabulary split: each rank looks up its tokens, a sum combines them.
 
     Shapes:  [batch, seq] -> [batch, seq, hidden]; sequence parallel: to [batch, seq/tp, hidden]
     Cost:    all_reduce of the output in forward; sequence parallel: reduce_scatter of it in
@@ -157,22 +159,22 @@ class VocabParallelEmbedding(ShardedLayer):
         self.take_shard("weight", (whole or nn.Embedding(vocab, hidden)).weight, dim=0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Each token's row."""
+        """Return each token's row of the embedding: look up own tokens, sum over the ranks."""
         _check_tokens(tokens, self.vocab, "VocabParallelEmbedding")
         index, mine = own_tokens(tokens, len(self.weight), self.group)
-        rows = F.embedding(index, self.weight)
+        rows = F.embedding(index, self.weight)  # [batch, seq, hidden]
         return self.leave(rows.masked_fill(~mine.unsqueeze(-1), 0))
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """The output projection split by tokens; tokens that only fill up the shard get logit -inf.
+    """Output projection with the vocabulary split over ranks; padding tokens get logit -inf.
 
-    So they have probability 0 and no gradient, and any vocabulary can be split.
+    So padding has probability 0 and no gradient, and a vocabulary of any size can be split.
 
     Shapes:  [batch, seq, hidden] -> [batch, seq, vocab/tp], rounded up
     """
 
-    filled_up: Tensor | None
+    padding: Tensor | None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -181,18 +183,23 @@ class VocabParallelHead(ColumnParallelLinear):
         none = torch.zeros(size, dtype=self.weight.dtype, device=self.weight.device)
         minus_inf = none.masked_fill(token >= self.out_features, -math.inf)
         any_filled = minus_inf.isinf().any()
-        self.register_buffer("filled_up", minus_inf if any_filled else None, persistent=False)
+        self.register_buffer("padding", minus_inf if any_filled else None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits of this rank's tokens."""
-        logits = F.linear(self.enter(x), self.weight, self.filled_up)
+        """Return the logits of this rank's tokens, [..., vocab/tp]; all with gather_output."""
+        logits = F.linear(self.enter(x), self.weight, self.padding)  # [batch, seq, vocab/tp]
         if self.gather_output:
             return gather_columns(logits, self.out_features, self.group)
         return logits
 
 
 def own_tokens(tokens: Tensor, size: int, group: Group = None) -> tuple[Tensor, Tensor]:
-    """Where each token stands in this rank's shard of `size` (0 if elsewhere), and if it does."""
+    """Return each token's index in this rank's shard of `size` rows, and whether it is in there.
+
+    The index is 0 for tokens of other ranks.
+
+    Shapes:  [...] -> [...] int64 and [...] bool
+    """
     index = tokens - dist.get_rank(group) * size
     mine = (index >= 0) & (index < size)
     return index.masked_fill(~mine, 0), mine

@@ -1,7 +1,8 @@
-"""A product of matrices that ranks share: whole, or cut by columns or rows, or a sum of parts.
+"""Pictures of matrix products on several ranks: replicated, split by columns or rows, partial sums.
 
-A piece has the pale colour and the number of the rank that holds it; what is white is whole on
-every rank. Sheets behind one another are parts of a sum: each rank has one number for every place.
+A shard has the pale color and the number of the rank that holds it; white is whole on every rank.
+Sheets behind one another are partial sums: each rank has a tensor of the full shape.
+Notebook 07_tensor_parallel.
 """
 
 from collections.abc import Sequence
@@ -27,9 +28,11 @@ _SIDE_IN, _WORD_IN, _CHARACTER_IN, _SHEET_IN = 0.5, 0.12, 0.08, 0.07
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """One matrix of a product: its name, its sizes as numbers and in words, how it is cut.
+    """Matrix of a product: name, drawn size, its size in words, and how it is split.
 
-    split   "" (whole on every rank), "columns", "rows", or "sum" (each rank has a part of each sum)
+    split   "" (whole on every rank), "columns", "rows", or "sum" (each rank has a partial sum)
+
+    Raises: CourseError for a size of 0 or less, or another split
     """
 
     name: str
@@ -48,7 +51,10 @@ class Matrix:
 
 
 def matrices(row: Sequence[Matrix | str], title: str, *, ranks: int, note: str = "") -> Figure:
-    """Draw matrices, and the words between them (a times sign, GELU), from left to right."""
+    """Draw matrices, and the words between them (a times sign, GELU), from left to right.
+
+    Raises: CourseError without a matrix or a rank
+    """
     drawn = [item for item in row if isinstance(item, Matrix)]
     if not drawn or ranks < 1:
         raise CourseError(f"matrices: need a matrix and a rank; got {len(drawn)} and {ranks}.")
@@ -87,8 +93,8 @@ def _matrix(
         fill = WHITE if rank is None else rank_colour(rank, ranks)
         axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=QUIET, lw=0.9))
         if rank is not None and matrix.split != "sum":
-            place = x + width / 2, y + height / 2
-            axes.text(*place, str(rank), ha="center", va="center", fontsize=TEXT_PT)
+            center = x + width / 2, y + height / 2
+            axes.text(*center, str(rank), ha="center", va="center", fontsize=TEXT_PT)
     (x, y), look = corner, dict[str, Any](ha="center", fontsize=SMALL_PT)
     if matrix.split == "sum":
         parts = "+".join(map(str, range(ranks))) if ranks <= 4 else f"0+...+{ranks - 1}"
@@ -101,7 +107,7 @@ def _matrix(
 def _pieces(
     split: str, ranks: int, box: tuple[float, float, float, float]
 ) -> list[tuple[int | None, tuple[float, float, float, float]]]:
-    """Who holds which part of a box, the last drawn on top; None: everybody all of it."""
+    """Return (rank, part of the box) in drawing order; rank None: all ranks hold the whole."""
     x, y, wide, tall = box
     if split == "columns":
         part = wide / ranks
@@ -116,7 +122,7 @@ def _pieces(
 
 
 def split_mlp(ranks: int, title: str) -> Figure:
-    """Draw GELU(XA)B with A cut by columns and B by rows: the ranks meet in one sum, at the end."""
+    """Draw GELU(XA)B with A split by columns and B by rows: one sum over the ranks, at the end."""
     row: list[Matrix | str] = [
         *(Matrix(name="X", words="[tokens, h]", height=3, width=2), "×"),
         *(Matrix(name="A", words="[h, f]", height=2, width=6, split="columns"), "→ GELU →"),

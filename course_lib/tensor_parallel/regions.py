@@ -1,11 +1,11 @@
-"""The boundaries of a region where ranks compute different things, each with its way in and back.
+"""Boundaries of a parallel region: the conjugate functions f, g, f-bar and g-bar.
 
-In front of a split matrix all ranks hold the same tensor, or (sequence parallelism) each its own
-tokens of every sequence; behind it each holds a part of a sum. A boundary is a collective in forward
-and its adjoint in backward: what adds up on one way only hands through on the other. And one rule
-for shards: all of equal size, the last ones filled up with zeros. Notebook 07_tensor_parallel.
+Before a region of split matrices all ranks hold the same tensor, or (with sequence parallelism)
+each its own tokens of every sequence; at its end each holds a partial sum. A boundary is a
+collective in forward and its adjoint in backward: where one direction sums, the other copies.
+Shards are all of equal size; the last ones are padded with zeros. Notebook 07_tensor_parallel.
 
-    boundary               forward          backward         on paper
+    boundary           forward          backward         in the papers
     copy_to_region     -                all_reduce       f (Shoeybi), f (Korthikanti)
     reduce_from_region all_reduce       -                g (Shoeybi), f-bar (Korthikanti)
     gather_sequence    all_gather       reduce_scatter   g (Korthikanti)
@@ -27,25 +27,25 @@ from course_lib.collectives.group import Group
 from course_lib.core.errors import ShapeError
 
 SEQUENCE = 1  # the dim of the tokens in [batch, seq, hidden]
-Way = Callable[[Tensor], Tensor]
+TensorFn = Callable[[Tensor], Tensor]
 
 
 class _Boundary(torch.autograd.Function):
-    """`there` in forward, `back` in backward."""
+    """Boundary of a parallel region: one function of x in forward, its adjoint in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Way, back: Way) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: Tensor, fn: TensorFn, adjoint: TensorFn) -> Tensor:
+        ctx.adjoint = adjoint
+        return fn(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.back(grad), None, None
+        return ctx.adjoint(grad), None, None
 
 
 def copy_to_region(x: Tensor, group: Group = None) -> Tensor:
-    """f: the same x on all ranks; backward adds up what each rank's part of the region says of it.
+    """f: return x, which all ranks hold; backward sums the ranks' gradients of it.
 
     Cost:    nothing forward, one all_reduce of x backward
     Adjoint: reduce_from_region
@@ -55,7 +55,7 @@ def copy_to_region(x: Tensor, group: Group = None) -> Tensor:
 
 
 def reduce_from_region(x: Tensor, group: Group = None) -> Tensor:
-    """g: the sum of all ranks' x; backward hands the gradient through.
+    """g: sum x over the ranks; backward passes the gradient on unchanged.
 
     Cost:    one all_reduce of x forward, nothing backward
     Adjoint: copy_to_region
@@ -65,22 +65,22 @@ def reduce_from_region(x: Tensor, group: Group = None) -> Tensor:
 
 
 def gather_sequence(x: Tensor, group: Group = None) -> Tensor:
-    """All tokens out of each rank's; backward adds up, and each rank gets its own tokens' part.
+    """Gather the tokens of all ranks; backward sums the gradients and keeps the own tokens' part.
 
-    The matrix behind it keeps all tokens for its backward. Megatron keeps this rank's only, and
-    gathers the others again: tp times less memory, one all_gather more.
+    The next matrix saves all tokens for its backward. Megatron saves only this rank's tokens and
+    gathers the others again: tp times less memory, one more all_gather.
 
     Shapes:  [batch, seq/tp, hidden] -> [batch, seq, hidden]
     Cost:    one all_gather forward, one reduce_scatter backward, (p-1)/p * output bytes each
     Adjoint: scatter_sequence
     Source:  Korthikanti et al. 2022, section 4
     """
-    ways = partial(all_gather, dim=SEQUENCE, group=group), partial(_own_sum, group=group)
-    return _Boundary.apply(x, *ways)
+    gather = partial(all_gather, dim=SEQUENCE, group=group)
+    return _Boundary.apply(x, gather, partial(_reduce_scatter, group=group))
 
 
 def scatter_sequence(x: Tensor, group: Group = None) -> Tensor:
-    """Each rank's tokens of the sum of all ranks' x; backward gathers the gradient.
+    """Sum x over the ranks and keep this rank's tokens; backward gathers the gradient.
 
     Shapes:  [batch, seq, hidden] -> [batch, seq/tp, hidden]
     Cost:    one reduce_scatter forward, one all_gather backward, (p-1)/p * input bytes each
@@ -94,12 +94,12 @@ def scatter_sequence(x: Tensor, group: Group = None) -> Tensor:
             f"rank {dist.get_rank()}, sequence parallel: need seq divisible by tp; got {seq} and "
             f"{p}. Try seq={seq + p - seq % p}, or sequence_parallel=False."
         )
-    ways = partial(_own_sum, group=group), partial(all_gather, dim=SEQUENCE, group=group)
-    return _Boundary.apply(x, *ways)
+    gather = partial(all_gather, dim=SEQUENCE, group=group)
+    return _Boundary.apply(x, partial(_reduce_scatter, group=group), gather)
 
 
 def gather_columns(x: Tensor, num_columns: int, group: Group = None) -> Tensor:
-    """The whole rows out of each rank's columns; what filled them up is left out.
+    """Gather the columns of all ranks, without padding; backward keeps the own columns.
 
     Shapes:  [..., columns/tp] -> [..., num_columns]
     Cost:    one all_gather forward, nothing backward
@@ -110,7 +110,7 @@ def gather_columns(x: Tensor, num_columns: int, group: Group = None) -> Tensor:
 
 
 def split_columns(x: Tensor, group: Group = None) -> Tensor:
-    """This rank's columns of an x that all ranks hold; backward gathers the gradient.
+    """Keep this rank's columns of an x that all ranks hold; backward gathers the gradient.
 
     Shapes:  [..., columns] -> [..., columns/tp]
     Cost:    nothing forward, one all_gather backward
@@ -124,7 +124,10 @@ def split_columns(x: Tensor, group: Group = None) -> Tensor:
 
 
 def own_shard(whole: Tensor, dim: int, group: Group = None) -> Tensor:
-    """A copy of this rank's shard: ceil(n/p) of dim's n, filled up with zeros where n ends."""
+    """Return a copy of this rank's shard along `dim`: ceil(n/p) of its n, padded with zeros.
+
+    Shapes:  [..., n, ...] -> [..., ceil(n/p), ...]
+    """
     n, size = whole.shape[dim], -(-whole.shape[dim] // dist.get_world_size(group))
     start = min(dist.get_rank(group) * size, n)
     part = whole.narrow(dim, start, min(size, n - start))
@@ -136,20 +139,23 @@ def own_shard(whole: Tensor, dim: int, group: Group = None) -> Tensor:
 
 
 def gather_whole(shard: Tensor, dim: int, size: int, group: Group = None) -> Tensor:
-    """What `own_shard` has cut: the shards side by side, without what filled them up."""
+    """Gather the shards that `own_shard` has cut; return the whole tensor without the padding.
+
+    Shapes:  [..., ceil(size/p), ...] -> [..., size, ...]
+    """
     return all_gather(shard, dim, group).narrow(dim, 0, size)
 
 
 def all_gather(shard: Tensor, dim: int, group: Group = None) -> Tensor:
-    """The shards of all ranks side by side along `dim`."""
+    """Gather the shards of all ranks and concatenate them along `dim`."""
     p = dist.get_world_size(group)
     shards = shard.new_empty(p * len(shard), *shard.shape[1:])
     dist.all_gather_single(shards, shard.contiguous(), group=group)
     return torch.cat(shards.chunk(p), dim)
 
 
-def _own_sum(x: Tensor, group: Group) -> Tensor:
-    """This rank's tokens of the sum over the group: a reduce_scatter."""
+def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group and keep this rank's tokens: [batch, seq, ...] -> [batch, seq/tp, ...]."""
     parts = x.chunk(dist.get_world_size(group), SEQUENCE)
     out = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
     dist.reduce_scatter_single(out, torch.cat(parts), group=group)
@@ -157,7 +163,7 @@ def _own_sum(x: Tensor, group: Group) -> Tensor:
 
 
 def _sum(x: Tensor, group: Group) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)  # x may be somebody else's too
+    total = x.clone(memory_format=torch.contiguous_format)  # others may use x
     dist.all_reduce(total, group=group)
     return total
 

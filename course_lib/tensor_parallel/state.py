@@ -1,8 +1,7 @@
-"""What belongs to a split model, whole again: gradients after backward, states to save and load.
+"""State of a split model: finish its gradients, gather its shards to save them, shard to load.
 
-Shards are gathered by their parameter's name, so weights, gradients and an optimizer's momenta go
-the same way; the whole tensors fit a model that is split otherwise, or not at all.
-Notebook 07_tensor_parallel.
+Shards are gathered by parameter name, so weights, gradients and optimizer state are treated alike;
+the whole tensors fit a model that is split otherwise, or not at all. Notebook 07_tensor_parallel.
 """
 
 from collections.abc import Mapping
@@ -18,10 +17,10 @@ from course_lib.tensor_parallel.regions import gather_whole, own_shard
 
 @torch.no_grad()
 def finish_gradients(model: nn.Module) -> None:
-    """Add up what ranks know in part: call it once a step, after the last backward.
+    """Sum the gradients of replicated parameters over the ranks, once a step after backward.
 
     With sequence parallelism a norm, a position or the bias of a row-parallel layer has seen only
-    this rank's tokens, so its gradient is one part of a sum. Without, there is nothing to do.
+    this rank's tokens, so its gradient is a partial sum. Without it there is nothing to do.
 
     Cost:    sequence parallel: one all_reduce of these gradients
     Raises:  CourseError for a model that is not split
@@ -44,16 +43,16 @@ def finish_gradients(model: nn.Module) -> None:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the unsplit model, on every rank: load it into any GPT of the same spec.
+    """Return the state dict of the unsplit model, on every rank; any GPT of the spec can load it.
 
-    Cost:    one all_gather a split parameter; a tied one travels once and stays tied
+    Cost:    one all_gather per split parameter; a tied one is gathered once and stays tied
     Raises:  CourseError for a model that is not split
     """
     return gather_tensors(model, model.state_dict(keep_vars=True))
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give a split model this rank's shards of an unsplit model's state dict; nothing is sent.
+    """Load this rank's shards of an unsplit model's state dict; no communication.
 
     Raises:  CourseError for a model that is not split; ShapeError for another model's tensors
     """
@@ -62,9 +61,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def gather_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors out of every rank's shards: of weights, gradients or momenta, by name.
+    """Gather whole tensors from the ranks' shards: weights, gradients or moments, by name.
 
     All ranks need the same names in the same order. One tensor under two names is gathered once.
+
+    Cost:    one all_gather per split tensor
+    Raises:  CourseError for a model that is not split
     """
     sharded_dims, wholes = _sharded_dims(model), dict[int, Tensor]()
     for name, tensor in tensors.items():
@@ -77,7 +79,10 @@ def gather_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 
 @torch.no_grad()
 def shard_tensors(model: nn.Module, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's shards of whole tensors, by name: the way back from `gather_tensors`."""
+    """Return this rank's shards of whole tensors, by name: the inverse of `gather_tensors`.
+
+    Raises:  CourseError for a model that is not split; ShapeError for another model's tensors
+    """
     sharded_dims, shards = _sharded_dims(model), {}
     for name, whole in wholes.items():
         if name not in sharded_dims:
@@ -94,7 +99,7 @@ def shard_tensors(model: nn.Module, wholes: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _sharded_dims(model: nn.Module) -> dict[str, tuple[dist.ProcessGroup | None, int, int]]:
-    """For each name of a split parameter: over which group, along which dim, and its whole size."""
+    """Return by name of each split parameter: its group, the dim that is split, its whole size."""
     return {
         f"{path}.{name}".lstrip("."): (layer.group, dim, size)
         for path, layer in _sharded_layers(model).items()

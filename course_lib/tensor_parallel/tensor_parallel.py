@@ -1,9 +1,10 @@
-"""Tensor parallelism: one model whose matrices are split over the ranks of a group.
+"""Tensor parallelism: `parallelize` splits the matrices of a GPT over the ranks of a group.
 
 Of each pair of matrices the first is split by columns and the second by rows: attention by whole
-heads, the MLP by its inner numbers. All ranks get the same tokens, and each block costs two
-all_reduces forward and two backward; or, sequence parallel, an all_gather and a reduce_scatter
-instead of each, while norms and dropout see only this rank's tokens. Notebook 07_tensor_parallel.
+heads, the MLP by its hidden units. All ranks get the same tokens, and each block costs two
+all_reduces forward and two backward; or, with sequence parallelism, an all_gather and a
+reduce_scatter instead of each, while norms and dropout see only this rank's tokens.
+Notebook 07_tensor_parallel.
 """
 
 import zlib
@@ -30,14 +31,15 @@ from course_lib.tensor_parallel.regions import all_gather
 
 
 class ShardedDropout(Dropout):
-    """Dropout of a tensor whose dim 1 (heads, or tokens) is split over the group: own masks.
+    """Dropout of a tensor whose dim 1 (heads or tokens) is split over the group.
 
     Every rank draws the mask of the whole tensor and keeps its own part. So the parts differ, the
-    random states of all ranks stay the same, as replicated dropout needs it, and the mask is the
-    one of the unsplit model. Megatron draws its own part only, from a second state that is seeded
-    with the rank: p times less to draw, and masks that no unsplit model has.
+    random states of all ranks stay equal, as replicated dropout needs, and the mask is the one of
+    the unsplit model. Megatron draws only its own part, from a second random state that is seeded
+    with the rank: p times fewer random numbers, but masks that no unsplit model has.
 
-    Cost:    p times the random numbers, and the whole mask (1 byte a number) for a moment
+    Shapes:  [batch, heads/tp or seq/tp, ...] -> the same
+    Cost:    p times the random numbers, and temporarily the whole mask (1 byte per number)
     Source:  NVIDIA Megatron-LM, megatron/core/tensor_parallel/random.py (the second state)
     """
 
@@ -46,13 +48,13 @@ class ShardedDropout(Dropout):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Zero numbers with probability p and scale up the others."""
+        """Set numbers to zero with probability p and scale the others by 1 / (1 - p)."""
         if not self.training or self.p == 0:
             return x
         batch, part, *rest = x.shape
-        ranks, me = dist.get_world_size(self.group), dist.get_rank(self.group)
-        whole = torch.empty(batch, part * ranks, *rest, dtype=torch.bool, device=x.device)
-        keep = whole.bernoulli_(1 - self.p).narrow(1, me * part, part).clone()
+        p, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        whole = torch.empty(batch, part * p, *rest, dtype=torch.bool, device=x.device)
+        keep = whole.bernoulli_(1 - self.p).narrow(1, rank * part, part).clone()  # own part
         return x * keep / (1 - self.p)
 
 
@@ -62,17 +64,17 @@ class ShardedDropout(Dropout):
 def parallelize(
     model: GPT, mesh: DeviceMesh, sequence_parallel: bool = False, *, gather_output: bool = False
 ) -> GPT:
-    """Split a GPT over the ranks of a mesh of one axis, in place; all begin with the same weights.
+    """Split a GPT in place over the ranks of a mesh with one axis; all start with equal weights.
 
     logits = parallelize(model, mesh)(tokens)
     parallel_token_loss(logits, targets, mesh.get_group()).backward()
     finish_gradients(model)
 
-    sequence_parallel  norms, dropout and the stream between blocks hold seq/tp tokens a rank
+    sequence_parallel  norms, dropout and the residual stream hold seq/tp tokens per rank
     gather_output      logits [batch, seq, vocab] on every rank, for `token_loss`
 
     Shapes:  tokens [batch, seq] -> [batch, seq, vocab/tp], rounded up
-    Cost:    `cost.tensor_traffic` lists every collective; here one small all_gather, as a check
+    Cost:    here one small all_gather, as a check; `tensor_traffic` lists those of a step
     Raises:  MeshError for more than one axis, heads that tp does not divide, and ranks whose
              weights or random states differ; CourseError for a model that is split already
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022, section 4
@@ -96,7 +98,7 @@ def parallelize(
 
 
 def _split_ends(model: GPT, gather_output: bool, options: Mapping[str, Any]) -> None:
-    """Split embedding and head by tokens; what was tied stays tied."""
+    """Split embedding and head along the vocabulary; tied weights stay tied."""
     tied = model.head.weight is model.embedding.weight
     sizes = model.spec.vocab, model.spec.hidden
     embedding = VocabParallelEmbedding(*sizes, whole=model.embedding, **options)
@@ -111,7 +113,7 @@ def _split_ends(model: GPT, gather_output: bool, options: Mapping[str, Any]) -> 
 def _split_pair(
     module: Attention | MLP, names: tuple[str, ...], options: Mapping[str, Any]
 ) -> None:
-    """Split the named matrices by columns, `out` by rows; the input enters once for all of them."""
+    """Split the named matrices by columns and `out` by rows; they share one entry boundary."""
     for name in names:
         linear = getattr(module, name)
         if linear is not None:  # an MLP without a gate
@@ -127,20 +129,20 @@ def _sizes(linear: nn.Linear) -> tuple[int, int, bool]:
 
 
 def _enter(layer: ShardedLayer, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-    """The one boundary of all matrices that share this input."""
+    """Apply the boundary that all matrices with this input share."""
     return (layer.enter(args[0]),)
 
 
 def _own_rows(group: Group, positions: nn.Module, args: Any, rows: Tensor) -> Tensor:
-    """The position rows of this rank's tokens: [seq, hidden] -> [seq/tp, hidden]."""
+    """Return the position rows of this rank's tokens: [seq, hidden] -> [seq/tp, hidden]."""
     return rows.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
-# --- what is refused
+# --- checks
 
 
 def _group_for(model: GPT, mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of the mesh's one axis, if the model can be split over it."""
+    """Return the group of the mesh's one axis, if the model can be split over it."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         got = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
         raise MeshError(
@@ -163,15 +165,15 @@ def _group_for(model: GPT, mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _check_same_start(model: GPT, group: Group) -> None:
-    """Do all ranks hold the same weights, and will dropout draw the same random numbers?"""
+    """Check that all ranks hold equal weights and, if there is dropout, equal random states."""
     device = model.head.weight.device
     random = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
     draws = any(module.p for module in model.modules() if isinstance(module, Dropout))
-    marks = _checksum(model.parameters()), _checksum([random] if draws else [])
-    mine = torch.tensor(marks, device=device)
-    for number, others in enumerate(all_gather(mine, 0, group).view(-1, 2).tolist()):
-        for what, mark, other in zip(("weights", "random state"), marks, others, strict=True):
-            if other != mark:
+    own = _checksum(model.parameters()), _checksum([random] if draws else [])
+    gathered = all_gather(torch.tensor(own, device=device), 0, group).view(-1, 2)
+    for number, others in enumerate(gathered.tolist()):
+        for what, mine, other in zip(("weights", "random state"), own, others, strict=True):
+            if other != mine:
                 raise MeshError(
                     f"rank {dist.get_rank()}, parallelize: need the same {what} on all ranks of "
                     f"the group; number {number} of it has another. Try torch.manual_seed(seed) "
@@ -180,9 +182,9 @@ def _check_same_start(model: GPT, group: Group) -> None:
 
 
 def _checksum(tensors: Iterable[Tensor]) -> int:
-    """A number that differs as soon as one bit does."""
-    mark = 0
+    """Return a CRC-32 of all bits of the tensors."""
+    checksum = 0
     for tensor in tensors:
-        row = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        mark = zlib.crc32(row.numpy().tobytes(), mark)
-    return mark
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        checksum = zlib.crc32(data.numpy().tobytes(), checksum)
+    return checksum

@@ -1,6 +1,6 @@
 """Train a GPT or a BERT: `python -m course_lib.train --help`, also under torchrun.
 
-Here is only the command line; `course_lib.train` knows what is trained, and how ranks agree.
+This file holds the command line only; `trainer.py` has the training loop.
 """
 
 import os
@@ -127,7 +127,7 @@ def run(options: dict[str, Any], arguments: Sequence[str]) -> int:
 
 
 def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
-    """The run that the options ask for, and on how many ranks.
+    """Return the run that the options ask for, and the number of ranks.
 
     Raises: CourseError for what cannot be trained
     """
@@ -163,7 +163,7 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
 
 
 def _model(options: dict[str, Any]) -> ModelSpec:
-    """The preset, with the sizes that are given instead of its own."""
+    """Return the preset's specification, with the sizes that are given in place of its own."""
     sizes = {
         "num_layers": options.pop("layers"),
         "hidden": options.pop("hidden"),
@@ -179,7 +179,7 @@ def _model(options: dict[str, Any]) -> ModelSpec:
 
 
 def _refuse(sentence: str) -> int:
-    """Say once what cannot be trained: under torchrun every rank finds it, and rank 0 says it."""
+    """Print why the run cannot start: under torchrun every rank finds out, only rank 0 prints."""
     if os.environ.get("RANK", "0") == "0":
         _say(sentence)
     else:

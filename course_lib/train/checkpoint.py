@@ -1,13 +1,13 @@
-"""Where a run is, and the file from which it can go on: the checkpoint of `course_lib.train`.
+"""Save and read the checkpoint of a training run, and check that it belongs to the run.
 
-Rank 0 writes and reads it, whole or not at all, so the ranks and parallelism may change in between.
-Random numbers need no place in it: those of a step are a function of (seed, step, rank).
+Rank 0 writes and reads it, whole or not at all, and it holds the state of one process, so a run can
+resume with other ranks and parallelism. It needs no random state: a step's random numbers are a
+function of (seed, step, rank).
 """
 
-import os
 import pickle
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,26 +15,15 @@ import torch
 import torch.distributed as dist
 
 from course_lib.core.errors import CourseError
+from course_lib.core.files import whole_file
 from course_lib.core.records import RunRecord
+from course_lib.train.progress import Progress
 
 T = TypeVar("T")
 
 
-@dataclass
-class Progress:
-    """How far a run is. The one place that counts: bar, record and checkpoint read it."""
-
-    step: int = 0  # optimizer steps done
-    tokens: int = 0  # tokens trained on, all ranks together
-
-    def step_done(self, num_tokens: int) -> None:
-        """Count one step of that many tokens."""
-        self.step += 1
-        self.tokens += num_tokens
-
-
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What `make()` gives on rank 0, on every rank; a CourseError is raised on every rank too."""
+    """Return on every rank what `make()` returns on rank 0; a CourseError is raised on all."""
     box: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -48,22 +37,17 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 def save(path: Path, identity: dict[str, Any], progress: Progress, whole: dict[str, Any]) -> None:
-    """Write a checkpoint: the old one stays until the new one is whole and on disk.
+    """Write a checkpoint; the old one stays until the new one is complete and on disk.
 
     whole   the state dicts of `model` and `optimizer`, not of a rank's part of them
     """
     state = {"identity": identity, "progress": asdict(progress), **whole}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".tmp")
-    with scratch.open("wb") as file:
+    with whole_file(path, sync=True, one_writer=True) as file:
         torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A checkpoint, on the CPU.
+    """Return the content of a checkpoint file, on the CPU.
 
     Raises: CourseError for a file that cannot be read
     """
@@ -79,7 +63,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def forget_records(folder: Path, step: int) -> None:
-    """Take out of a folder's run records what a run that begins at `step` will do again."""
+    """Drop from a folder's run records the steps that a run beginning at `step` will repeat."""
     for path in folder.glob("rank*.jsonl"):
         record = RunRecord.read(path) if step else None
         kept = [line for line in record.steps if line["step"] < step] if record else []
@@ -91,7 +75,10 @@ def forget_records(folder: Path, step: int) -> None:
 
 
 def check_identity(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises: CourseError, with the first difference, for a checkpoint of another run."""
+    """Check that a checkpoint belongs to the wanted run.
+
+    Raises: CourseError, with the first difference, for a checkpoint of another run
+    """
     for name, value in wanted.items():
         before = saved.get(name)
         if before == value:

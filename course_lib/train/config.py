@@ -1,6 +1,6 @@
-"""The settings of a training run, `python -m course_lib.train`, and what they must keep.
+"""The settings of a training run, `python -m course_lib.train`, and the checks they must pass.
 
-Everything that is wrong with a run and can be known before it starts is said here, in one sentence.
+Every mistake that can be found before a run starts is reported here, in one sentence.
 """
 
 import difflib
@@ -33,7 +33,7 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run. `global_batch = micro_batch * num_micro_batches * dp`.
+    """The settings of a training run; `global_batch = micro_batch * num_micro_batches * dp`.
 
     masked        the model is a BERT, which guesses hidden tokens; else a GPT
     epochs        how often all tokens of the data are read; None: as often as `steps` says
@@ -123,15 +123,15 @@ class TrainConfig:
 
     @property
     def checkpoint(self) -> Path | None:
-        """Where the checkpoint is, or would be."""
+        """The path of the checkpoint, whether it exists or not; None without `out`."""
         return Path(self.out) / CHECKPOINT if self.out else None
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         return float(self.lr or 0) * min(1.0, (step + 1) / max(self.warmup, 1))
 
     def num_micro_batches(self, dp: int) -> int:
-        """How many micro-batches each of dp copies of the model takes in a step.
+        """Return the number of micro-batches of each of the dp copies of the model in a step.
 
         Raises: ShapeError for a batch that they cannot share
         """
@@ -152,11 +152,11 @@ class TrainConfig:
         return self.global_batch // together
 
     def parallelism(self, num_ranks: int) -> Parallelism:
-        """How many ways so many ranks split the run. Raises: MeshError if they cannot."""
+        """Return the sizes of the parallel axes for that many ranks. Raises: MeshError"""
         return parallelism_of(self, num_ranks)
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises: MeshError or ShapeError for what so many ranks cannot train together."""
+        """Check that this many ranks can train the run together. Raises: MeshError or ShapeError"""
         dp = self.parallelism(num_ranks).dp
         if self.strategy == "single" and dp > 1:
             raise MeshError(
@@ -168,7 +168,7 @@ class TrainConfig:
             schedule_of(self, num_micro_batches)
 
     def check_memory(self, num_ranks: int) -> None:
-        """Raises: CourseError if so many ranks of this machine need more than it has."""
+        """Check that this machine has the memory for that many ranks. Raises: CourseError"""
         params_bytes = count_params(self.model) * DTYPES[self.dtype]  # whole, before it is split
         state_bytes = params_bytes * COPIES[self.optimizer]
         shares = num_ranks if self.strategy in SHARE_ALL else self.tp * self.pp
@@ -182,7 +182,10 @@ class TrainConfig:
             )
 
     def check_files(self) -> None:
-        """Raises: CourseError unless text and folder, and a checkpoint to go on from, are there."""
+        """Check the text file, the output folder, and the checkpoint to resume from.
+
+        Raises: CourseError for one that is missing, or in the way
+        """
         if self.data not in SOURCES and not Path(self.data).is_file():
             raise CourseError(
                 f"--data: need {', '.join(SOURCES)} or the path of a text file; got {self.data!r}."
@@ -208,7 +211,7 @@ class TrainConfig:
                 ) from problem
 
     def identity(self, model: ModelSpec, data: str) -> dict[str, Any]:
-        """What must stay as it is when a run goes on: all that its numbers depend on."""
+        """Return the settings on which the results depend: a resumed run must keep them."""
         spec = {**asdict(model), "name": ""}
         names = ("optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch")
         same = {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
@@ -217,13 +220,13 @@ class TrainConfig:
         return same | {name: getattr(self, name) for name in later}
 
     def plain(self, model: ModelSpec, data: str, dp: int) -> dict[str, Any]:
-        """The run in plain words, for its record."""
+        """Return the settings as plain values, for the run record."""
         counts = {"dp": dp, "num_micro_batches": self.num_micro_batches(dp)}
         return {**asdict(self), "model": spec_fields(model), "data": data, **counts}
 
 
 def one_of(name: str, word: str, words: Sequence[str]) -> None:
-    """Raises: CourseError unless the word is one of them."""
+    """Check that the word is one of the words. Raises: CourseError"""
     if word not in words:
         near = difflib.get_close_matches(word.lower(), words, n=1)
         hint = f" Try {near[0]}." if near else ""
@@ -231,14 +234,14 @@ def one_of(name: str, word: str, words: Sequence[str]) -> None:
 
 
 def positive(name: str, number: float | None, *, or_zero: bool = False) -> None:
-    """Raises: CourseError unless the number is above 0 (or 0); None is let through."""
+    """Check that the number is above 0 (or is 0); None passes. Raises: CourseError"""
     if number is not None and not (number > 0 or (or_zero and number == 0)):
         need = "0 or more" if or_zero else "more than 0"
         raise CourseError(f"--{name.replace('_', '-')}: need {need}; got {number}.")
 
 
 def schedule_of(config: TrainConfig, num_micro_batches: int) -> "Schedule":
-    """The schedule of a run with --pp.
+    """Return the pipeline schedule of a run with --pp.
 
     Raises: ScheduleError for a number of micro-batches that it cannot take
     """
@@ -262,7 +265,7 @@ def schedule_of(config: TrainConfig, num_micro_batches: int) -> "Schedule":
 
 
 def parallelism_of(config: TrainConfig, num_ranks: int) -> Parallelism:
-    """How many ways so many ranks split data, tensors and layers.
+    """Return how that many ranks split data, tensors and layers.
 
     Raises: MeshError if they make no whole number of copies of the model
     """

@@ -1,4 +1,4 @@
-"""What a run reads: inputs and targets, from the data and for the model that were asked for.
+"""Batches of a training run: inputs and targets for a GPT or a BERT, from the chosen data.
 
 Batch n is a function of (seed, n) and nothing else, hidden tokens too, so every rank makes the same
 whole batch and takes its part of it.
@@ -27,49 +27,49 @@ class Examples(Protocol):
 
     @property
     def identity(self) -> str:
-        """Which data they are, and what is asked of them."""
+        """A description of the data and of the training task."""
 
     @property
     def vocab(self) -> int:
-        """How many kinds of tokens there are."""
+        """The size of the vocabulary."""
 
     @property
     def num_tokens(self) -> int | None:
-        """How many tokens an epoch has; None for data without an end."""
+        """Tokens in an epoch; None for data without an end."""
 
     def batch(self, n: int, *, batch: int, seq: int, seed: int = 0) -> Batch:
-        """Inputs and targets of the n-th batch."""
+        """Return the inputs and targets of batch n. Shapes: [batch, seq] each"""
 
 
 @dataclass(frozen=True)
 class NextTokens:
-    """Each token is asked for after those before it: for a GPT."""
+    """Next-token prediction, for a GPT: the target of each token is the one after it."""
 
     source: Text | Synthetic
 
     @property
     def identity(self) -> str:
-        """Which data they are."""
+        """A description of the data."""
         return self.source.identity
 
     @property
     def vocab(self) -> int:
-        """How many kinds of tokens there are."""
+        """The size of the vocabulary."""
         return self.source.vocab
 
     @property
     def num_tokens(self) -> int | None:
-        """How many tokens the text has."""
+        """Tokens in the text; None for synthetic data."""
         return None if isinstance(self.source, Synthetic) else len(self.source.tokens)
 
     def batch(self, n: int, *, batch: int, seq: int, seed: int = 0) -> Batch:
-        """Inputs and targets of the n-th batch."""
+        """Return the inputs and targets of batch n. Shapes: [batch, seq] each"""
         return next_tokens(self.source.batch(n, batch=batch, seq=seq, seed=seed))
 
 
 @dataclass(frozen=True)
 class HiddenTokens:
-    """Some tokens are hidden, and asked for: for a BERT.
+    """Masked-token prediction, for a BERT: some tokens are hidden, and are the targets.
 
     Dialogues have a token that hides others; other data get one more for that, the last one.
     """
@@ -78,21 +78,21 @@ class HiddenTokens:
 
     @property
     def identity(self) -> str:
-        """Which data they are, and that some of them are hidden."""
+        """A description of the data, with the word `masked`."""
         return f"{self.source.identity}, masked"
 
     @property
     def vocab(self) -> int:
-        """How many kinds of tokens there are, with the one that hides others."""
+        """The size of the vocabulary, including the mask token."""
         return self.source.vocab + (not isinstance(self.source, Dialogues))
 
     @property
     def num_tokens(self) -> int | None:
-        """How many tokens the data have."""
+        """Tokens in the data; None for synthetic data."""
         return None if isinstance(self.source, Synthetic) else len(self.source.tokens)
 
     def batch(self, n: int, *, batch: int, seq: int, seed: int = 0) -> Batch:
-        """Inputs and targets of the n-th batch."""
+        """Return the inputs and targets of batch n. Shapes: [batch, seq] each"""
         has_mask = isinstance(self.source, Dialogues)
         tokens = self.source.batch(n, batch=batch, seq=seq, seed=seed)[:, :seq]
         return mask_tokens(
@@ -105,7 +105,7 @@ class HiddenTokens:
 
 
 def open_data(config: TrainConfig) -> Examples:
-    """The stream of batches that a run reads.
+    """Open the data of a run as a stream of batches.
 
     Raises: CourseError for a text that cannot be read, or is too short; ShapeError
     """
@@ -132,7 +132,7 @@ def open_data(config: TrainConfig) -> Examples:
 
 
 def steps_of_an_epoch(examples: Examples, config: TrainConfig) -> int | None:
-    """OptimizerAdapter until a run has read as many tokens as there are; None for data without an end."""
+    """Return the optimizer steps that read as many tokens as the data hold; None without an end."""
     if examples.num_tokens is None:
         return None
     return max(1, round(examples.num_tokens / (config.global_batch * config.seq)))

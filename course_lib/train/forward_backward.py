@@ -1,7 +1,8 @@
-"""A step's forward and backward passes: one micro-batch after the other, or through a pipeline.
+"""Forward and backward passes of a step: one micro-batch after another, or through a pipeline.
 
-Either way a micro-batch's loss counts for its share, and what comes back is three sums of all of
-them: the loss, and for a BERT how many hidden tokens were guessed, and how many there are.
+Either way a micro-batch's loss is weighted by its share, and the result is three sums over all
+micro-batches: the loss and, for a BERT, the hidden tokens that were predicted right, and all
+hidden.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ GradientPass = Callable[[_MicroBatches, Sequence[float]], Tensor]
 def make_pass(
     part: ModelPart, wrapped: Wrapped, config: TrainConfig, mesh: TrainMesh
 ) -> GradientPass:
-    """What leaves a step's gradient in every `param.grad`, up to `wrapped.finish()`.
+    """Return the function that computes a step's gradients, up to `wrapped.finish()`.
 
     Call it with the micro-batches and their shares.
 
@@ -75,7 +76,7 @@ def _through_stages(
     micro_batches: _MicroBatches,
     shares: Sequence[float],
 ) -> Tensor:
-    """All gradients leave after the last backward: a tied one is whole only then."""
+    """Run the pipeline; gradients are sent after the last backward, when a tied one is complete."""
     inputs, targets = zip(*micro_batches, strict=True)
     with wrapped.no_sync():
         loss = pipeline.step(schedule, inputs, targets, shares)

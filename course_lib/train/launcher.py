@@ -1,8 +1,8 @@
-"""Starts the ranks of `course_lib.train`, and sees to it that they end: all of them, and quietly.
+"""Launch the ranks of `course_lib.train`, and make sure that all of them end.
 
-`run_ranks` is torchrun without its pages of output: one process a rank, none of which outlives the
-others or the one that started them. `work` is what each of these processes does; it is the same
-under torchrun and, with one rank, alone. What went wrong is told once, by whoever started the rank.
+`run_ranks` is torchrun without its pages of output: one process per rank, none of which outlives
+the others or the process that started them. `work` runs in each of these processes, the same under
+torchrun and, with one rank, alone. An error is reported once, by the process that started the rank.
 """
 
 import json
@@ -30,11 +30,11 @@ WATCH_S = 0.5
 
 
 class BadInputError(CourseError):
-    """What was asked for cannot be trained."""
+    """The requested run cannot be trained."""
 
 
 def world_size_from_torchrun() -> int | None:
-    """How many ranks torchrun (or run_ranks) started, or None if this process is no rank."""
+    """Return the number of ranks that torchrun started; None if this process is no rank."""
     return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
 
 
@@ -82,7 +82,7 @@ def _set_up_environment(folder: str) -> None:
 
 
 def _tell(failures: dict[int, Any]) -> int:
-    """Say which rank failed first and why; return the exit code for it."""
+    """Print which rank failed first and why; return the exit code for it."""
     Console(file=sys.stderr).show_cursor()  # a rank that was stopped could not
     told = {
         rank: failure for rank, failure in failures.items() if isinstance(failure.message, dict)
@@ -98,7 +98,7 @@ def _tell(failures: dict[int, Any]) -> int:
 
 
 def work(config: TrainConfig) -> None:
-    """Be one rank: train, and if it fails say why to whoever started this process.
+    """Run one rank: train, and on failure report why to the process that started this one.
 
     Raises: CourseError, or what the training raised, where this process is the only one
     """
@@ -133,7 +133,7 @@ def _train(rank: int, config: TrainConfig) -> None:
 
 
 def _leave(error: Exception) -> NoReturn:
-    """End this rank. Its error goes into the file that torchrun shows, or to stderr."""
+    """End this rank. Its error goes into the file that torchrun prints, or to stderr."""
     if _only_lost_the_others(error):
         time.sleep(LATE_S)
         os._exit(FAILED)
@@ -151,7 +151,7 @@ def _leave(error: Exception) -> NoReturn:
 
 
 def _only_lost_the_others(error: BaseException | None) -> bool:
-    """Is this only what a rank notices of another one's end?"""
+    """Return whether the error only says that another rank has ended."""
     from course_lib.ranks.work_handle import ConnectionLostError
 
     while error is not None:
@@ -165,7 +165,7 @@ def _only_lost_the_others(error: BaseException | None) -> bool:
 
 
 def _end_with(parent: int) -> None:
-    """End this process as soon as its parent is gone, however that went."""
+    """End this process as soon as its parent process has ended, for whatever reason."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,7 +1,7 @@
-"""Where a rank stands among the axes of a run: in which copy of the model, with what part of it.
+"""The mesh of ranks of a training run, with the axes dp, pp and tp.
 
-The ranks are counted with tp innermost, as it talks most: ranks 0 and 1 share layers, then come the
-stages of the same copy, then the next copy.
+The tp axis is innermost, as it communicates most: ranks 0 and 1 share layers, then come the stages
+of the same copy of the model, then the next copy.
 """
 
 import torch
@@ -26,14 +26,14 @@ class TrainMesh:
         self._names = names
 
     def number(self, name: str) -> int:
-        """This rank's number along an axis."""
+        """Return this rank's index along an axis."""
         return self.device_mesh.get_local_rank(name) if name in self._names else 0
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one along that axis only."""
+        """Return the process group of the ranks that differ from this one along that axis only."""
         return self.device_mesh.get_group(name)
 
     @property
     def reports(self) -> bool:
-        """Does this rank tell its copy's loss and count its tokens? One rank of each copy does."""
+        """Whether this rank reports its copy's loss and tokens: one rank of each copy does."""
         return self.number("pp") == self.parallelism.pp - 1 and self.number("tp") == 0

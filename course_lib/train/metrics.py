@@ -1,4 +1,4 @@
-"""What a run tells of itself, in its record and its summary: losses of all ranks, times, memory."""
+"""Metrics of a training run for its record and summary: losses of all ranks, times, memory."""
 
 import math
 import resource
@@ -17,15 +17,15 @@ from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
 from course_lib.core.units import format_bytes, format_seconds
 from course_lib.ranks.recorder import current_recorder
-from course_lib.train.checkpoint import Progress
+from course_lib.train.progress import Progress
 
 KEEP_STEPS = 3  # the record holds the events of the last ones
 
 
 class Metrics:
-    """The record of a run on this rank, and what of it is not known before all ranks tell theirs.
+    """The run record of this rank, and the sums that need the losses of all ranks.
 
-    dp   copies of the model: each tells its loss as its share times dp
+    dp   copies of the model: each reports its loss times its share times dp
     lr   the learning rate, for the sentence about a loss that is not a number
     """
 
@@ -36,12 +36,12 @@ class Metrics:
         self.monitor = ResourceMonitor()
 
     def step_done(self, found: Tensor, **step: Any) -> None:
-        """Note a step; `found` is what `make_pass` gave."""
+        """Record a step; `found` is the result of the step's gradient pass."""
         self._open.append(found)
         self.record.steps.append(step | self.monitor.read())
 
     def sum_losses(self) -> tuple[float, float | None]:
-        """Learn what the last steps found from all ranks, in one call: mean loss, accuracy.
+        """Sum the last steps' losses over all ranks; return their mean and the accuracy.
 
         Raises: CourseError for a loss that is not a number
         """
@@ -63,7 +63,7 @@ class Metrics:
         return statistics.fmean(losses), right / asked if asked else None
 
     def forget_old_events(self) -> None:
-        """Keep the events of the last steps only: long runs must not fill the memory."""
+        """Keep the events of the last steps only, so that long runs do not fill the memory."""
         recorder = current_recorder()
         if recorder is None:
             return
@@ -73,16 +73,16 @@ class Metrics:
             del recorder.events[:old]
             self._marks = [mark - old for mark in self._marks[-KEEP_STEPS:]]
 
-    def note_memory(self, held: dict[str, int]) -> None:
-        """What this rank holds when backward has ended, in bytes by kind, and the most so far.
+    def note_memory(self, held_bytes: dict[str, int]) -> None:
+        """Record this rank's bytes by kind when the last backward has ended, and the peak so far.
 
-        peak   of tensors on a GPU; where a rank computes on the CPU, what its process has grown by
+        peak   of tensors on a GPU; on the CPU, how much the process has grown
         """
-        peak = max(self.monitor.peak_bytes(), sum(held.values()))
-        self.record.run["memory"] = {**held, "peak": peak}
+        peak = max(self.monitor.peak_bytes(), sum(held_bytes.values()))
+        self.record.run["memory"] = {**held_bytes, "peak": peak}
 
     def close(self, progress: Progress, zero_s: float) -> None:
-        """Make the record whole."""
+        """Complete the record."""
         if self._open:
             self.sum_losses()
         self.record.run["progress"] = asdict(progress)
@@ -95,12 +95,12 @@ class Metrics:
             ]
 
     def write(self, folder: str, first: int) -> None:
-        """Write the record; one that goes on from step `first` has a name of its own."""
+        """Write the record; a run that resumed from step `first` gets a file name of its own."""
         name = f"rank{self.record.rank}" + (f"-from{first}" if first else "")
         self.record.write(Path(folder) / f"{name}.jsonl")
 
     def summary(self, progress: Progress, tokens_per_s: float) -> str:
-        """The run in a few lines, its result in the last one."""
+        """Return the run in a few lines, with its result in the last one."""
         steps, run = self.record.steps, self.record.run
         if not steps:
             return f"Nothing to do: step {progress.step} of {run['steps']} is done."
@@ -120,7 +120,7 @@ class Metrics:
 
 
 class ResourceMonitor:
-    """Looks at this process from now on: `peak_bytes` and `read` count from here."""
+    """Memory and utilization of this process; all counts start when it is created."""
 
     def __init__(self) -> None:
         self._on_gpu = torch.cuda.is_available()
@@ -132,13 +132,13 @@ class ResourceMonitor:
             torch.cuda.reset_peak_memory_stats()
 
     def read(self) -> dict[str, float]:
-        """Bytes that are held now and, where that is known, how busy it was: 1 is all the time."""
+        """Return the bytes in use now and, where it is known, the utilization between 0 and 1."""
         found: dict[str, float] = {"memory_bytes": self._held_bytes()}
         busy = self._busy()
         return found if busy is None else found | {"utilisation": busy}
 
     def peak_bytes(self) -> int:
-        """The most that was held so far."""
+        """Return the peak bytes so far."""
         if self._on_gpu:
             return torch.cuda.max_memory_allocated()
         unit = 1 if sys.platform == "darwin" else 1024
@@ -157,7 +157,7 @@ class ResourceMonitor:
 
 
 def gpu_utilisation() -> float | None:
-    """The share of the last moments in which this process's GPU computed; None without NVML."""
+    """Return the recent utilization of this process's GPU between 0 and 1; None without NVML."""
     try:
         return torch.cuda.utilization() / 100
     except (ModuleNotFoundError, RuntimeError, OSError):

@@ -1,6 +1,6 @@
-"""What a rank holds of the model, and how it becomes whole again for a checkpoint.
+"""This rank's part of the model, and how checkpoints of the whole model are gathered and loaded.
 
-A checkpoint is what one rank with the whole model would write, so a run can go on with any other
+A checkpoint equals that of one rank with the whole model, so a run can resume with any other
 parallelism: the shards of a layer are gathered over tp, the layers of the stages over pp.
 """
 
@@ -51,7 +51,7 @@ class ModelPart:
 
     @torch.no_grad()
     def gather(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """The state dicts of the whole model and its optimizer, on rank 0's CPU; elsewhere None.
+        """Return the whole state dicts `model` and `optimizer` on rank 0's CPU; elsewhere None.
 
         Cost: in the first copy of the model, an all_gather a tensor over tp; then each stage's
               tensors to rank 0
@@ -81,7 +81,7 @@ class ModelPart:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-        """Take this rank's part of what `gather` gave; nothing is sent."""
+        """Load this rank's part of a state that `gather` returned; no communication."""
         model = {name: state["model"][name] for name in self.params}
         for name, tensor in self._changed(shard_tensors, model).items():
             self.params[name].copy_(tensor)
@@ -101,7 +101,7 @@ class ModelPart:
     def _changed(
         self, change: Callable[[nn.Module, Tensors], dict[str, Tensor]], tensors: Tensors
     ) -> dict[str, Tensor]:
-        """Shards to whole tensors or back; a single number, such as a count of steps, stays."""
+        """Gather shards into whole tensors or the reverse; scalars, such as step counts, stay."""
         changed = dict(tensors)
         for chunk, names in self._chunks if self.mesh.parallelism.tp > 1 else ():
             paths = {path: tensors[name] for path, name in names.items() if tensors[name].dim()}
@@ -109,7 +109,7 @@ class ModelPart:
         return changed
 
     def _of_all_stages(self, mine: Any) -> list[Any]:
-        """What each stage has, on rank 0; nothing elsewhere."""
+        """Gather every stage's part on rank 0; elsewhere the list holds None."""
         if self.mesh.parallelism.pp == 1 or self.mesh.number("tp"):
             return [mine]
         stages: list[Any] = [None] * self.mesh.parallelism.pp
@@ -119,5 +119,5 @@ class ModelPart:
 
 
 def groups_of(state: Mapping[str, Any], num_params: int) -> list[dict[str, Any]]:
-    """An optimizer's settings, for so many parameters."""
+    """Return an optimizer's parameter groups for that many parameters."""
     return [{**group, "params": list(range(num_params))} for group in state["param_groups"]]

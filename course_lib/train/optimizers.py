@@ -1,23 +1,25 @@
-"""The end of a step, and what a checkpoint holds, by who has the optimizer's state.
+"""Adapters that give every strategy's optimizer one interface: step, clip, save and load.
 
-Every class here does the same five things: forget gradients, clip them, step, put the whole state
-together on rank 0, and go on from it. The whole state is always that of one process, so a run can
-go on with another strategy and another number of ranks.
+Every adapter does the same five things: reset gradients, clip them, step, gather the whole state on
+rank 0, and load it. The whole state is always that of one process, so a run can resume with another
+strategy and another number of ranks.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from course_lib.core.errors import CourseError
 from course_lib.frameworks import Engine, alive_bytes
 from course_lib.fsdp.fsdp import FSDP
 from course_lib.fsdp.state import StateDict, full_optim_state, load_full_optim
+from course_lib.models.storages import storage_bytes
 from course_lib.train.config import TrainConfig
 from course_lib.train.model_part import ModelPart, groups_of
 from course_lib.zero.lab import owned_bytes
@@ -27,108 +29,108 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch
 
 
 class OptimizerAdapter(Protocol):
-    """What the loop asks for after the backward passes of a step."""
+    """The interface that the training loop uses after a step's backward passes."""
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Where the learning rate is set; None: a framework keeps it to itself."""
+        """The optimizer whose learning rate is set; None where a framework keeps its own."""
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step before."""
+        """Reset the gradients of the previous step."""
 
     def clip(self, max_norm: float) -> None:
-        """Make the norm of the whole gradient max_norm at most."""
+        """Scale the whole gradient so that its norm is at most max_norm."""
 
     def step(self) -> None:
-        """Step the parameters; every rank can compute with them afterwards."""
+        """Update the parameters; afterwards every rank can compute with them."""
 
     def gather(self) -> StateDict | None:
-        """The state dicts `model` and `optimizer` of one process, on rank 0; elsewhere None."""
+        """Return the state dicts `model` and `optimizer` of one process on rank 0, else None."""
 
     def load(self, state: StateDict) -> None:
-        """Take this rank's part of what `gather` gave."""
+        """Load this rank's part of a state that `gather` returned."""
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes that this rank holds, by kind."""
+        """Return the bytes that this rank holds, by kind."""
 
 
 def optimizer_of(config: TrainConfig, params: Iterable[nn.Parameter]) -> Optimizer:
-    """The optimizer that a run asks for, of these parameters."""
+    """Return the optimizer of a run for these parameters."""
     return OPTIMIZERS[config.optimizer](params, **settings_of(config))
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """What an optimizer is told besides its parameters."""
+    """Return the optimizer's keyword arguments."""
     return {"lr": config.lr} | ({"momentum": config.momentum} if config.momentum else {})
 
 
 class PlainAdapter:
-    """An optimizer of all that this rank has of the model."""
+    """Adapter for a PyTorch optimizer of all parameters that this rank has."""
 
     def __init__(self, part: ModelPart, config: TrainConfig) -> None:
         self.part = part
         self.optimizer = optimizer_of(config, part.module.parameters())
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
         self.optimizer.zero_grad()
 
     def clip(self, max_norm: float) -> None:
-        """Every rank has the whole gradient, and finds the same norm."""
+        """Clip the gradient: every rank has all of it, and finds the same norm."""
         nn.utils.clip_grad_norm_(self.part.module.parameters(), max_norm)
 
     def step(self) -> None:
-        """Every rank steps all that it has."""
+        """Update all parameters of this rank."""
         self.optimizer.step()
 
     def gather(self) -> StateDict | None:
-        """As `ModelPart.gather`."""
+        """Return the whole state on rank 0; see `ModelPart.gather`."""
         return self.part.gather(self.optimizer)
 
     def load(self, state: StateDict) -> None:
-        """As `ModelPart.load`."""
+        """Load this rank's part; see `ModelPart.load`."""
         self.part.load(state, self.optimizer)
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes by kind."""
+        """Return the bytes on this rank by kind."""
         return state_bytes(self.part.module.parameters(), self.optimizer)
 
 
 class ZeROAdapter:
-    """An engine of notebook 09_zero, which has its own optimizer."""
+    """Adapter for a ZeRO engine of notebook 09_zero, which has its own optimizer."""
 
     def __init__(self, engine: ZeRO1) -> None:
         self.engine = engine
         self.optimizer = engine.optimizer
 
     def zero_grad(self) -> None:
-        """Forget whole gradients and shards."""
+        """Reset whole gradients and shards."""
         self.engine.zero_grad()
 
     def clip(self, max_norm: float) -> None:
-        """The shards' squares add up."""
+        """Clip by the norm of the whole gradient: the squares of all shards are summed."""
         self.engine.clip_grad_norm_(max_norm)
 
     def step(self) -> None:
-        """Step the shard, gather the parameters."""
+        """Update this rank's shard and gather the parameters."""
         self.engine.step()
 
     def gather(self) -> StateDict | None:
-        """Rows are put together one by one, on every rank."""
+        """Gather the whole state, one flat parameter at a time, on every rank."""
         state = self.engine.full_state_dict()
         return None if dist.get_rank() else state
 
     def load(self, state: StateDict) -> None:
-        """Cut out this rank's shards."""
+        """Load this rank's shards of a whole state."""
         self.engine.load_full_state_dict(state)
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes by kind."""
+        """Return the bytes on this rank by kind."""
         return owned_bytes(self.engine)
 
 
 class FSDPAdapter:
-    """The FSDP of notebook 10_fsdp, and an optimizer of its shards.
+    """Adapter for the FSDP of notebook 10_fsdp and an optimizer of its shards.
 
     names   of the plain model's parameters, in their order
     """
@@ -138,60 +140,60 @@ class FSDPAdapter:
         self.optimizer = optimizer_of(config, model.parameters())
 
     def zero_grad(self) -> None:
-        """Forget the shards' gradients."""
+        """Reset the shards' gradients."""
         self.model.zero_grad()
 
     def clip(self, max_norm: float) -> None:
-        """The shards' squares add up."""
+        """Clip by the norm of the whole gradient: the squares of all shards are summed."""
         self.model.clip_grad_norm_(max_norm)
 
     def step(self) -> None:
-        """Step the shards; the next forward gathers them."""
+        """Update the shards; the next forward gathers them."""
         self.optimizer.step()
 
     def gather(self) -> StateDict | None:
-        """Rows are put together one by one."""
+        """Gather the whole state on rank 0, one parameter group at a time."""
         model = self.model.full_state_dict(rank=0)
-        kept = full_optim_state(self.model.param_groups, self.optimizer)
-        return whole_state(model, self.names, kept, self.optimizer)
+        saved = full_optim_state(self.model.param_groups, self.optimizer)
+        return whole_state(model, self.names, saved, self.optimizer)
 
     def load(self, state: StateDict) -> None:
-        """Every rank takes its shards."""
+        """Load this rank's shards of a whole state."""
         self.model.load_full_state_dict(state["model"])
         load_full_optim(self.model.param_groups, self.optimizer, by_name(state, self.names))
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes by kind; what a unit is gathered into counts while it is there."""
-        rows = self.model.param_groups
-        held = state_bytes([row.shard for row in rows], self.optimizer)
+        """Return the bytes by kind; a unit's gathered parameters count while they are allocated."""
+        groups = self.model.param_groups
+        found = state_bytes([group.shard for group in groups], self.optimizer)
         return {
-            **held,
-            "params": held["params"] + sum(row.whole.untyped_storage().nbytes() for row in rows),
+            **found,
+            "params": found["params"] + storage_bytes(group.whole for group in groups),
         }
 
 
 class TorchFSDPAdapter:
-    """PyTorch's `fully_shard`, and an optimizer of its DTensors."""
+    """Adapter for PyTorch's `fully_shard` and an optimizer of its DTensors."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.params = dict(model.named_parameters())
 
     def zero_grad(self) -> None:
-        """Forget the shards' gradients."""
+        """Reset the shards' gradients."""
         self.optimizer.zero_grad()
 
     def clip(self, max_norm: float) -> None:
-        """DTensors know the norm of the whole."""
+        """Clip by the norm of the whole gradient, which DTensors compute."""
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def step(self) -> None:
-        """Step the shards; the next forward gathers them."""
+        """Update the shards; the next forward gathers them."""
         self.optimizer.step()
 
     @torch.no_grad()
     def gather(self) -> StateDict | None:
-        """Tensors are put together one by one, on every rank."""
+        """Gather the whole state, one tensor at a time, on every rank."""
         model = {key: _full(value) for key, value in self.model.state_dict().items()}
         kept = {
             name: {kind: _full(value) for kind, value in self.optimizer.state[param].items()}
@@ -201,7 +203,7 @@ class TorchFSDPAdapter:
 
     @torch.no_grad()
     def load(self, state: StateDict) -> None:
-        """Every rank cuts its shards out of its own copy."""
+        """Load this rank's shards, cut from its own copy of the whole state."""
         for key, value in self.model.state_dict().items():
             value.copy_(_like(value, state["model"][key]))
         for name, kept in by_name(state, list(self.params)).items():
@@ -209,39 +211,42 @@ class TorchFSDPAdapter:
             self.optimizer.state[param] = {kind: _like(param, x) for kind, x in kept.items()}
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of shards by kind."""
+        """Return the bytes of this rank's shards by kind."""
         return state_bytes(self.model.parameters(), self.optimizer)
 
 
 class FrameworkAdapter:
-    """A framework, which keeps its optimizer and its state to itself."""
+    """Adapter for a framework, which keeps its optimizer and its state to itself.
 
-    def __init__(self, engine: Engine, before: int) -> None:
-        self.engine, self.before = engine, before
+    earlier   storages that were alive before the model and do not belong to this run
+    """
+
+    def __init__(self, engine: Engine, earlier: Set[StorageWeakRef]) -> None:
+        self.engine, self.earlier = engine, earlier
         self.optimizer: Optimizer | None = None
 
     def zero_grad(self) -> None:
-        """It has forgotten them after its last step."""
+        """Do nothing: the framework resets the gradients after its step."""
 
     def clip(self, max_norm: float) -> None:
-        """Raises: CourseError; the settings do not let it come here."""
+        """Refuse to clip; the settings do not allow it. Raises: CourseError"""
         raise CourseError(f"{self.engine.name}: need no clipping; got {max_norm}.")
 
     def step(self) -> None:
-        """The framework's own."""
+        """Run the framework's own update."""
         self.engine.update()
 
     def gather(self) -> StateDict | None:
-        """Nothing: no checkpoint is asked for."""
+        """Return None: the settings allow no checkpoint."""
         return None
 
     def load(self, state: StateDict) -> None:
-        """Raises: CourseError; the settings do not let it come here."""
+        """Refuse to load; the settings do not allow it. Raises: CourseError"""
         raise CourseError(f"{self.engine.name}: need a start from the seed; got a checkpoint.")
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of all tensors since there is a model; which kind they are is not told."""
-        return {"tensors": alive_bytes() - self.before}
+        """Return the bytes of all tensors of this run; their kinds are not known."""
+        return {"tensors": alive_bytes(besides=self.earlier)}
 
 
 def _full(value: Any) -> Any:
@@ -249,7 +254,7 @@ def _full(value: Any) -> Any:
 
 
 def _like(wanted: Tensor, value: Any) -> Any:
-    """A whole tensor dealt out like `wanted`; a count of steps stays as it is."""
+    """Distribute a whole tensor like `wanted`; a step count stays as it is."""
     if not (isinstance(wanted, DTensor) and isinstance(value, Tensor) and value.dim()):
         return value
     value = value.to(wanted.device)
@@ -257,20 +262,14 @@ def _like(wanted: Tensor, value: Any) -> Any:
 
 
 def state_bytes(params: Iterable[nn.Parameter], optimizer: Optimizer) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer state on this rank, each storage once."""
+    """Return the bytes of parameters, gradients and optimizer state here, each storage once."""
     params = list(params)
     state = [value for kept in optimizer.state.values() for value in kept.values()]
     return {
-        "params": _bytes(params),
-        "grads": _bytes([param.grad for param in params]),
-        "optim_state": _bytes([x for x in state if isinstance(x, Tensor) and x.dim()]),
+        "params": storage_bytes(params),
+        "grads": storage_bytes(param.grad for param in params),
+        "optim_state": storage_bytes(x for x in state if isinstance(x, Tensor) and x.dim()),
     }
-
-
-def _bytes(tensors: Iterable[Tensor | None]) -> int:
-    local = [getattr(x, "_local_tensor", x) for x in tensors if x is not None]  # of a DTensor
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}
-    return sum(storages.values())
 
 
 def whole_state(
@@ -279,7 +278,7 @@ def whole_state(
     kept: Mapping[str, Mapping[str, Any]],
     optimizer: Optimizer,
 ) -> StateDict | None:
-    """State dicts of one process out of whole tensors by name."""
+    """Return one process's state dicts, from whole tensors by name, on rank 0; else None."""
     if dist.get_rank():
         return None
     state = {n: _on_host(kept[name]) for n, name in enumerate(names) if kept.get(name)}
@@ -288,7 +287,7 @@ def whole_state(
 
 
 def _on_host(values: Mapping[str, Any]) -> StateDict:
-    """Copies: a count of steps that parameters share would be counted up by each of them."""
+    """Copy all values to the CPU: each parameter would increment a step count that they share."""
     return {
         key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
         for key, value in values.items()
@@ -296,5 +295,5 @@ def _on_host(values: Mapping[str, Any]) -> StateDict:
 
 
 def by_name(state: StateDict, names: list[str]) -> dict[str, StateDict]:
-    """What a saved optimizer remembers of each parameter, by its name."""
+    """Return the saved optimizer state of each parameter by its name."""
     return {names[number]: kept for number, kept in state["optimizer"]["state"].items()}

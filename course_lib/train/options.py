@@ -1,4 +1,4 @@
-"""The options of `python -m course_lib.train`, and what its help says of each."""
+"""The command-line options of `python -m course_lib.train`, with their help texts."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,18 +1,30 @@
-"""How a run tells how far it is: a bar on a terminal, plain lines anywhere else, on rank 0 only."""
+"""Progress of a run on rank 0: a bar on a terminal, plain lines anywhere else."""
 
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import rich.progress
 from rich.console import Console
 
-from course_lib.train.checkpoint import Progress
+
+@dataclass
+class Progress:
+    """Steps and tokens of a run so far: the one count that bar, record and checkpoint read."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # tokens trained on, all ranks together
+
+    def step_done(self, num_tokens: int) -> None:
+        """Count one step of that many tokens."""
+        self.step += 1
+        self.tokens += num_tokens
 
 
 class ProgressBar:
-    """Shows progress while it is open: `with ProgressBar(...) as tell: tell.step(progress)`.
+    """Shows progress while it is open: `with ProgressBar(...) as bar: bar.step()`.
 
     every   steps between two lines where there is no terminal; 0: says nothing at all
     """
@@ -20,10 +32,9 @@ class ProgressBar:
     def __init__(self, progress: Progress, num_steps: int, every: int) -> None:
         self.progress, self.num_steps, self.every = progress, num_steps, every
         self._first, self._start_s = Progress(**vars(progress)), time.perf_counter()
-        console = Console(file=sys.stderr)
         self._bar: rich.progress.Progress | None = None
-        if every and console.is_terminal:
-            self._bar = _bar(console)
+        if every and (bar := _step_bar()).console.is_terminal:
+            self._bar = bar
             self._task = self._bar.add_task("", total=num_steps, completed=progress.step, note="")
 
     def __enter__(self) -> "ProgressBar":
@@ -36,12 +47,12 @@ class ProgressBar:
             self._bar.stop()
 
     def step(self) -> None:
-        """One more step is done."""
+        """Show one more step."""
         if self._bar:
             self._bar.update(self._task, completed=self.progress.step)
 
     def loss(self, loss: float, accuracy: float | None = None) -> None:
-        """The mean loss of the steps since the last call is known, and how many were guessed."""
+        """Show the mean loss since the last call, the accuracy if any, and the throughput."""
         guessed = "" if accuracy is None else f"accuracy {accuracy:.1%}  "
         note = f"loss {loss:.4f}  {guessed}{self.tokens_per_s():,.0f} tokens/s"
         if self._bar:
@@ -51,38 +62,40 @@ class ProgressBar:
             print(f"step {self.progress.step:{width}}/{self.num_steps}  {note}", flush=True)
 
     def tokens_per_s(self) -> float:
-        """Tokens of all ranks per second of this process, everything included."""
+        """Return the tokens of all ranks per second of this process, everything included."""
         return (self.progress.tokens - self._first.tokens) / self.elapsed_s()
 
     def elapsed_s(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.perf_counter() - self._start_s
 
 
-def _bar(console: Console) -> rich.progress.Progress:
+def terminal_bar(*columns: rich.progress.ProgressColumn) -> rich.progress.Progress:
+    """Return a progress bar of these columns on stderr, which vanishes when it ends.
+
+    It shows nothing where stderr is no terminal.
+    """
+    console = Console(file=sys.stderr)
     return rich.progress.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    )
+
+
+def _step_bar() -> rich.progress.Progress:
+    return terminal_bar(
         rich.progress.TextColumn("step"),
         rich.progress.MofNCompleteColumn(),
         rich.progress.BarColumn(),
         rich.progress.TextColumn("{task.fields[note]}"),
         rich.progress.TextColumn("left"),
         rich.progress.TimeRemainingColumn(),
-        console=console,
-        transient=True,
     )
 
 
 @contextmanager
 def download_bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar for a file on its way: call what it yields with (bytes there, bytes in all)."""
-    console = Console(file=sys.stderr)
-    with rich.progress.Progress(
-        rich.progress.TextColumn(name),
-        rich.progress.DownloadColumn(),
-        rich.progress.BarColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bar:
+    """Show a bar for a download: call what it yields with (bytes so far, bytes in all)."""
+    columns = (rich.progress.DownloadColumn(), rich.progress.BarColumn())
+    with terminal_bar(rich.progress.TextColumn(name), *columns) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,7 +1,7 @@
-"""What the options of a run must keep, one rule after another, each broken one told in a sentence.
+"""Rules for the options of a run; each broken one is reported in a sentence.
 
-`dp = ranks / (tp * pp)`: so many copies of the model are trained, each by tp * pp ranks. `config`
-is a TrainConfig, which asks these rules when it is made.
+`dp = ranks / (tp * pp)` is the number of copies of the model, each trained by tp * pp ranks.
+`config` is a TrainConfig, which applies these rules when it is created.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ COMPUTE_DTYPES = ("bfloat16",)
 
 
 def check_split(config: Any) -> None:
-    """Raises: MeshError or ShapeError for a model that cannot be split that way."""
+    """Check that the model can be split that way. Raises: MeshError or ShapeError"""
     _check_tensors(config)
     _check_stages(config)
     if config.strategy == "torch-ddp" and config.pp > 1:
@@ -62,7 +62,7 @@ def _check_stages(config: Any) -> None:
 
 
 def check_fits(config: Any) -> None:
-    """Raises: CourseError or MeshError for an option that does not fit the others."""
+    """Check that the options fit each other. Raises: CourseError or MeshError"""
     name = config.strategy
     framework = name.startswith(("deepspeed", "accelerate"))
     if (framework or name.startswith(("zero", "fsdp", "torch-fsdp"))) and config.tp * config.pp > 1:

@@ -1,9 +1,9 @@
-"""The ways to train: a function each, which wraps the model and says what ends a backward pass.
+"""Training strategies: a function each, which wraps the model and says how a backward pass ends.
 
 The group holds the ranks whose gradients are averaged: those with the same part of the model.
 A new strategy is one more function and one more line in `STRATEGIES`. Every one of them must give
-the losses and the weights of `single` on the whole batch: tests/test_train.py proves it for copies
-of the model, tests/test_train_sharded.py for shards and frameworks.
+the losses and the weights of `single` on the whole batch: tests/train/test_train.py proves it for
+copies of the model, tests/train/test_sharded.py for shards and frameworks.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,35 +25,35 @@ if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for tor
 
 
 def plain_backward(loss: "Tensor") -> None:
-    """Autograd's own."""
+    """Run autograd's own backward."""
     loss.backward()
 
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A model as a strategy trains it.
+    """A model wrapped by a strategy.
 
     model     what is called in the forward pass
-    steps     the optimizer and its state; None: a plain optimizer of all that the rank has
+    adapter   the optimizer and its state; None: a plain optimizer of all parameters of the rank
     backward  of a micro-batch's loss
     finish    called after the step's last backward: then every gradient is the ranks' mean
     no_sync   a context for the forward and backward of all micro-batches but the last
     """
 
     model: Callable[..., Any]
-    steps: "OptimizerAdapter | None" = None
+    adapter: "OptimizerAdapter | None" = None
     backward: Callable[["Tensor"], object] = plain_backward
     finish: Callable[[], None] = lambda: None
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def single(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """One copy of the model, the whole batch: what all others must agree with."""
+    """One copy of the model on the whole batch: the reference for all others."""
     return Wrapped(model)
 
 
 def naive_dp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """Data parallel: one all-reduce a parameter, after backward. Notebook 05_data_parallel."""
+    """Data parallel: one all-reduce per parameter after backward. Notebook 05_data_parallel."""
     from course_lib.data_parallel.naive_ddp import NaiveDDP
 
     wrapped = NaiveDDP(model, group)
@@ -61,7 +61,7 @@ def naive_dp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup"
 
 
 def ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """Data parallel: buckets that leave while backward still runs. Notebook 06_ddp."""
+    """Data parallel: buckets are all-reduced while backward still runs. Notebook 06_ddp."""
     from course_lib.ddp.ddp import DDP
 
     wrapped = DDP(model, bucket_bytes=int(config.bucket_mib * MIB), group=group)
@@ -69,7 +69,7 @@ def ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> 
 
 
 def torch_ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """PyTorch's own: its backward waits for the last bucket, so there is nothing to finish."""
+    """PyTorch's DDP: its backward waits for the last bucket, so there is nothing to finish."""
     from torch.nn.parallel import DistributedDataParallel
 
     wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=config.bucket_mib)
@@ -84,7 +84,7 @@ def zero(
     stage: int,
     offload: bool = False,
 ) -> Wrapped:
-    """Shards of what a stage says; every micro-batch's gradients leave. Notebook 09_zero."""
+    """ZeRO of a stage; every micro-batch's gradients are reduced. Notebook 09_zero."""
     from course_lib.train.optimizers import OPTIMIZERS, ZeROAdapter, settings_of
     from course_lib.zero.zero import ZeRO1, ZeRO2, ZeRO3
 
@@ -100,7 +100,7 @@ def zero(
 
 
 def fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """Shards of everything, a block at a time gathered; backward reduces. Notebook 10_fsdp."""
+    """FSDP: everything is sharded, one block at a time is gathered. Notebook 10_fsdp."""
     import torch
 
     from course_lib.fsdp.fsdp import FSDP
@@ -113,7 +113,7 @@ def fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") ->
 
 
 def torch_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """PyTorch's own, `fully_shard` on every block."""
+    """PyTorch's FSDP: `fully_shard` on every block."""
     from course_lib.frameworks import fully_sharded
     from course_lib.models.gpt import Block
     from course_lib.train.optimizers import TorchFSDPAdapter, optimizer_of
@@ -136,7 +136,7 @@ def deepspeed(
     stage: int,
     offload: bool = False,
 ) -> Wrapped:
-    """DeepSpeed, which counts micro-batches itself, and means over them."""
+    """DeepSpeed, which counts micro-batches itself and averages over them."""
     from course_lib.frameworks import deepspeed_engine
 
     count = config.num_micro_batches(group.size())
@@ -145,14 +145,14 @@ def deepspeed(
 
 
 def accelerate_ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """Accelerate as it is by itself."""
+    """Accelerate without a plugin, which is PyTorch's DDP."""
     from course_lib import frameworks
 
     return _framework(frameworks.accelerate_ddp, model, config)
 
 
 def accelerate_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
-    """Accelerate's FSDP plugin."""
+    """Accelerate with its FSDP plugin."""
     from course_lib import frameworks
     from course_lib.models.gpt import Block
 
@@ -162,25 +162,28 @@ def accelerate_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.Proces
 def accelerate_deepspeed(
     model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup"
 ) -> Wrapped:
-    """Accelerate's DeepSpeed plugin, stage 3: its backward steps too, so there is one a step."""
+    """Accelerate with its DeepSpeed plugin, stage 3; its backward steps, too."""
     from course_lib import frameworks
 
     return _framework(partial(frameworks.accelerate_deepspeed, stage=3), model, config)
 
 
 def _kind(model: "nn.Module", kind: "type[nn.Module]") -> "type[nn.Module]":
-    """The model's own kind of such modules: some compare types by their name."""
+    """Return the model's own class of such modules: some frameworks compare classes by name."""
     return next(type(module) for module in model.modules() if isinstance(module, kind))
 
 
 def _framework(
     make: "Callable[..., Engine]", model: "nn.Module", config: TrainConfig, count: int = 1
 ) -> Wrapped:
-    """An engine whose gradient is the mean over `count` calls of backward; ours is their sum."""
-    from course_lib.frameworks import alive_bytes
+    """Wrap an engine whose gradient is the mean over `count` backward calls; ours is their sum."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from course_lib.frameworks import alive_storages
     from course_lib.train.optimizers import FrameworkAdapter, optimizer_of
 
-    before = alive_bytes() - sum(param.nbytes for param in model.parameters())
+    own = {StorageWeakRef(param.untyped_storage()) for param in model.parameters()}
+    earlier = alive_storages() - own
     engine = make(model, partial(optimizer_of, config))
 
     @contextmanager
@@ -191,7 +194,7 @@ def _framework(
 
     return Wrapped(
         engine.model,
-        FrameworkAdapter(engine, before),
+        FrameworkAdapter(engine, earlier),
         backward=lambda loss: engine.backward(loss * count),
         no_sync=no_sync,
     )

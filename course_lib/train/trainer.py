@@ -1,11 +1,11 @@
-"""The training loop: one for every strategy, on one rank and on many, in a notebook or torchrun.
+"""The training loop: one for every strategy, any number of ranks, a notebook or torchrun.
 
     ranks.run(train, TrainConfig(model=find_model("tiny"), strategy="ddp"))
 
-Every copy of the model reads its part of the same stream of batches; all ranks that hold a part of
-the copy read it together. A loss counts for its part of the whole batch, times the number of
-copies, since `finish()` leaves the mean over them: so uneven parts and any number of micro-batches
-give the step of one rank with the whole batch.
+Every copy of the model reads its part of the same stream of batches; all ranks with a part of the
+copy read the same data. A loss is weighted by its share of the whole batch times the number of
+copies, since `finish()` averages over them: so uneven shares and any number of micro-batches give
+the step of one rank with the whole batch.
 """
 
 import time
@@ -27,7 +27,6 @@ from course_lib.ranks.recorder import current_recorder, span
 from course_lib.ranks.world import rank_device
 from course_lib.tensor_parallel.state import finish_gradients
 from course_lib.train.checkpoint import (
-    Progress,
     check_identity,
     forget_records,
     from_rank_0,
@@ -41,7 +40,7 @@ from course_lib.train.mesh import TrainMesh
 from course_lib.train.metrics import Metrics
 from course_lib.train.model_part import ModelPart
 from course_lib.train.optimizers import PlainAdapter
-from course_lib.train.progress import ProgressBar
+from course_lib.train.progress import Progress, ProgressBar
 from course_lib.train.strategies import STRATEGIES
 
 
@@ -54,10 +53,10 @@ def train(rank: int, config: TrainConfig) -> RunRecord:
 
 
 class Trainer:
-    """A run on this rank: its model and optimizer, where it is, and the loop.
+    """One run on this rank: its model and optimizer, its progress, and the loop.
 
-    `model` is what this rank holds of the whole one, `wrapped` what the strategy made of it, and
-    `steps` has the optimizer.
+    `model` is this rank's part of the whole one, `wrapped` the strategy's wrapper of it, and
+    `adapter` holds the optimizer.
     """
 
     def __init__(self, rank: int, config: TrainConfig) -> None:
@@ -78,7 +77,7 @@ class Trainer:
         self.part = ModelPart(self._whole_model(), config, self.mesh)
         self.model = self.part.module
         self.wrapped = STRATEGIES[config.strategy](self.model, config, self.mesh.group("dp"))
-        self.steps = self.wrapped.steps or PlainAdapter(self.part, config)
+        self.adapter = self.wrapped.adapter or PlainAdapter(self.part, config)
         self.progress = Progress()
         from_rank_0(config.check_files)
         if config.resume:
@@ -101,17 +100,17 @@ class Trainer:
         if recorder := current_recorder():
             recorder.events.clear()  # what it took to get ready
         every = self.config.every if self.rank == 0 else 0
-        with ProgressBar(self.progress, self.config.steps, every) as tell:
+        with ProgressBar(self.progress, self.config.steps, every) as bar:
             while not self._is_done():
                 self._step()
-                tell.step()
+                bar.step()
                 if self._is_time(self.config.every):
-                    tell.loss(*self.metrics.sum_losses())
+                    bar.loss(*self.metrics.sum_losses())
                 if self._is_time(self.config.save_every) and not self._is_done():
                     self.save()
             self.save()
         if every:
-            print(self.metrics.summary(self.progress, tell.tokens_per_s()), flush=True)
+            print(self.metrics.summary(self.progress, bar.tokens_per_s()), flush=True)
         return self.record
 
     def _step(self) -> None:
@@ -121,14 +120,14 @@ class Trainer:
         draws = self.rank // config.tp  # for dropout: the ranks of a tp group draw alike
         torch.manual_seed(mixed_seed(mixed_seed(config.seed, n), draws))
         batch = self.data.batch(n, batch=config.global_batch, seq=config.seq, seed=config.seed)
-        self.steps.zero_grad()
+        self.adapter.zero_grad()
         found = self._gradients(batch)
         with span("optimizer"):
             if config.clip_norm:
-                self.steps.clip(config.clip_norm)
-            for group in self.steps.optimizer.param_groups if self.steps.optimizer else ():
+                self.adapter.clip(config.clip_norm)
+            for group in self.adapter.optimizer.param_groups if self.adapter.optimizer else ():
                 group["lr"] = config.lr_at(n)
-            self.steps.step()
+            self.adapter.step()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.progress.step_done(config.global_batch * config.seq)
@@ -137,21 +136,21 @@ class Trainer:
         self.metrics.step_done(found, step=n, num_tokens=num_tokens, **times)
 
     def _gradients(self, batch: Batch) -> Tensor:
-        """Leave the whole batch's gradient where the optimizer takes it; return what was found."""
+        """Compute the whole batch's gradient; return the loss sums of `make_pass`."""
         count = self.config.num_micro_batches(self.dp)
         part = tuple(self._part(tensor).to(self.device) for tensor in batch)
         micro_batches = split_micro_batches(part, count)
         shares = [by_tokens(asked, batch[1]) * self.dp for _, asked in micro_batches]
         found = self._pass(micro_batches, shares)
         if self.progress.step + 1 == self.config.steps:
-            self.metrics.note_memory(self.steps.state_bytes())
+            self.metrics.note_memory(self.adapter.state_bytes())
         self.wrapped.finish()
         if self.config.sequence_parallel:
             finish_gradients(self.model)
         return found * self.mesh.reports
 
     def _part(self, whole: Tensor) -> Tensor:
-        """This copy's part of a batch."""
+        """Return this copy's part of a batch."""
         return whole.tensor_split(self.dp)[self.mesh.number("dp")]
 
     def _is_done(self) -> bool:
@@ -163,21 +162,21 @@ class Trainer:
     # -- the folder -------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write this rank's record; on rank 0, where checkpoints are asked for, one of those."""
+        """Write this rank's record and, on rank 0, a checkpoint if the run keeps them."""
         self.metrics.close(self.progress, self._zero_s)
         if self.config.out is None:
             return
         self.metrics.write(self.config.out, self._first)
         if self.config.save_every and self.config.checkpoint:
             dist.barrier()  # a checkpoint is no further than the record of any rank
-            whole = self.steps.gather()
+            whole = self.adapter.gather()
             if whole:
                 save(self.config.checkpoint, self.identity, self.progress, whole)
 
     def _load(self) -> None:
         path = self.config.checkpoint
         state = from_rank_0(lambda: self._read_checkpoint(path))
-        self.steps.load(state)
+        self.adapter.load(state)
         self.progress = Progress(**state["progress"])
 
     def _read_checkpoint(self, path: Path | None) -> dict[str, Any]:

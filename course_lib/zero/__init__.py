@@ -1,9 +1,11 @@
 """ZeRO: shard optimizer state, gradients and parameters (notebook 09_zero).
 
-`sharded_optimizer.py` is stage 1 for any model; `zero.py` holds the three stages as engines;
-`reducer.py` is the reduce-scatter of stage 2, `gather_hooks.py` the all-gathers of stage 3;
-`flat_param.py` and `flat_layout.py` are the flat parameter and where each tensor lies in it;
-`offload.py` keeps state on the host. `cost.py` predicts traffic, `lab.py` measures memory and time.
+`zero.py` holds the three stages as engines; `sharded_optimizer.py` is the sharded step of stage 1;
+`reducer.py` launches the reduce-scatters of stage 2 and `flat_param.py` holds what they reduce;
+`gather_hooks.py` all-gathers and frees parameters for stage 3; `flat_layout.py` says where each
+tensor lies in a flat parameter. `clip.py` clips sharded gradients, `state.py` cuts and joins saved
+state, `offload.py` keeps state on the host. `cost.py` predicts traffic, `lab.py` measures memory,
+and `beside_frameworks.py` runs DeepSpeed's stages.
 """
 
 from course_lib.zero.flat_layout import FlatLayout, Piece

@@ -1,4 +1,4 @@
-"""The explorer of notebook 09_zero: what each stage leaves on a rank, how long its ranks talk."""
+"""The explorer of notebook 09_zero: memory per rank and communication time of each stage."""
 
 from matplotlib.figure import Figure
 
@@ -14,15 +14,15 @@ from course_lib.cost.traffic import traffic_s
 from course_lib.display.explore import Explore, explore
 from course_lib.display.memory import memory
 from course_lib.memory.formulas import model_states
-from course_lib.zero.cost import RowTraffic, zero_traffic
+from course_lib.zero.cost import ParamTraffic, zero_traffic
 
 _LINKS = {link.name: link for link in (NVLINK, INFINIBAND, ETHERNET)}
 _MODELS = ["gpt2-xl", "llama-3b", "llama-8b", "llama-70b"]
-_CARD = find_device("h100")
+_DEVICE = find_device("h100")
 
 
 def zero_explorer() -> Explore:
-    """Bars by stage against a card, with sliders for model, recipe, ranks, link, micro-batches."""
+    """Return bars by stage, with sliders for model, recipe, ranks, link and micro-batches."""
     return explore(
         draw_stages,
         stages_alt,
@@ -35,25 +35,24 @@ def zero_explorer() -> Explore:
 
 
 def draw_stages(model: str, recipe: str, p: int, link: str, micro_batches: int) -> Figure:
-    """A bar for plain data parallelism and each stage."""
+    """Draw a bar for plain data parallelism and for each stage, beside the device's memory."""
     named = {}
     for zero, ledger in _ledgers(model, recipe, p).items():
-        rows = [
-            RowTraffic(num_bytes=count_params(MODELS[model]) * find_recipe(recipe).weight_bytes)
-        ]
-        talk_s = traffic_s(zero_traffic(zero, rows, micro_batches), p, _LINKS[link])
-        named[f"{_name(zero)}, talks {format_seconds(talk_s)}"] = ledger
-    return memory(named, stages_alt(model, recipe, p), limit_bytes=_CARD.memory_bytes)
+        num_bytes = count_params(MODELS[model]) * find_recipe(recipe).weight_bytes
+        calls = zero_traffic(zero, [ParamTraffic(num_bytes=num_bytes)], micro_batches)
+        communication_s = traffic_s(calls, p, _LINKS[link])
+        named[f"{_name(zero)}, sends {format_seconds(communication_s)}"] = ledger
+    return memory(named, stages_alt(model, recipe, p), limit_bytes=_DEVICE.memory_bytes)
 
 
 def stages_alt(model: str, recipe: str, p: int, **_others: object) -> str:
-    """The lowest stage that fits, as a sentence."""
+    """Return the finding as a sentence: the lowest stage that fits."""
     ledgers = _ledgers(model, recipe, p).items()
-    fitting = [zero for zero, one in ledgers if one.peak_bytes() <= _CARD.memory_bytes]
+    fitting = [zero for zero, one in ledgers if one.peak_bytes() <= _DEVICE.memory_bytes]
     who = f"The states of {model} on {p} rank{'s' * (p > 1)}"
     if not fitting:
-        return f"{who} fit into the {_CARD.name} at no stage"
-    return f"{who} fit into the {_CARD.name} with {_name(fitting[0])}"
+        return f"{who} fit into the {_DEVICE.name} at no stage"
+    return f"{who} fit into the {_DEVICE.name} with {_name(fitting[0])}"
 
 
 def _name(zero: int) -> str:

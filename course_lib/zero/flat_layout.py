@@ -1,8 +1,8 @@
-"""Tensors side by side in one flat row, which a group of ranks cuts into equal shards.
+"""The layout of a flat parameter: tensors side by side, cut into equal shards, one per rank.
 
-A row is filled up with zeros until the ranks can share it evenly: at most group_size - 1 numbers.
-Where a shard begins has nothing to do with where a tensor begins, so a rank owns pieces of tensors.
-Everything here is arithmetic on shapes; nobody communicates. Notebooks 09_zero and 10_fsdp.
+The flat tensor is padded with zeros until the group can share it evenly: at most group_size - 1
+numbers. Shards do not begin where tensors begin, so a rank owns pieces of tensors. Everything here
+is arithmetic on shapes, without communication. Notebooks 09_zero and 10_fsdp.
 """
 
 import math
@@ -19,7 +19,7 @@ from course_lib.core.errors import MeshError, ShapeError
 
 @dataclass(frozen=True)
 class Piece:
-    """What a shard holds of one tensor: its numbers start .. stop - 1, counted row by row.
+    """The part of a tensor in a shard: its numbers start .. stop - 1 in row-major order.
 
     index    the tensor's number in the layout
     offset   where the piece begins in the shard
@@ -31,21 +31,21 @@ class Piece:
     offset: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The piece of the whole tensor; a view where the tensor lies row by row."""
+        """Return the piece of the whole tensor: a view if the tensor is contiguous."""
         return tensor.reshape(-1)[self.start : self.stop]
 
     def within(self, shard: Tensor) -> Tensor:
-        """The piece as a view of the shard."""
+        """Return the piece as a view of the shard."""
         return shard[self.offset : self.offset + self.stop - self.start]
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where tensors of these shapes lie in a row that `group_size` ranks share.
+    """The places of tensors of these shapes in a flat tensor that `group_size` ranks share.
 
     layout = FlatLayout.of(tensors, group_size)
     flat = layout.flatten(tensors)               # [padded_numel]
-    mine = flat[layout.shard_slice(rank)]        # [shard_numel], the same length on every rank
+    shard = flat[layout.shard_slice(rank)]       # [padded_numel / group_size]
     tensors = layout.views(flat)
 
     Raises: MeshError for a group of no ranks
@@ -63,36 +63,36 @@ class FlatLayout:
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], group_size: int) -> "FlatLayout":
-        """The layout of these tensors."""
+        """Return the layout of these tensors."""
         return cls(tuple(tuple(tensor.shape) for tensor in tensors), group_size)
 
     @cached_property
     def numels(self) -> list[int]:
-        """Numbers in each tensor."""
+        """Number of elements of each tensor."""
         return [math.prod(shape) for shape in self.shapes]
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each tensor begins in the row, and at last where the zeros begin."""
+        """Offset of each tensor in the flat tensor, and last of the padding."""
         return list(accumulate(self.numels, initial=0))
 
     @property
     def numel(self) -> int:
-        """Numbers in all tensors, without what fills the row up."""
+        """Number of elements of all tensors, without the padding."""
         return self.starts[-1]
 
     @property
     def shard_numel(self) -> int:
-        """Numbers in one rank's shard: ceil(numel / group_size)."""
+        """Number of elements of one rank's shard: ceil(numel / group_size)."""
         return -(-self.numel // self.group_size)
 
     @property
     def padded_numel(self) -> int:
-        """Numbers in the whole row."""
+        """Number of elements of the flat tensor, with the padding."""
         return self.shard_numel * self.group_size
 
     def shard_slice(self, rank: int) -> slice:
-        """Where the shard of the group's rank number `rank` lies in the row.
+        """Return where the shard of a rank of the group lies in the flat tensor.
 
         Raises: MeshError for a rank outside of the group
         """
@@ -104,7 +104,7 @@ class FlatLayout:
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A new row with copies of the tensors, and zeros at its end.
+        """Return a new flat tensor with copies of the tensors and zeros at its end.
 
         Shapes:  those of the layout -> [padded_numel]
         Raises:  ShapeError for other shapes than the layout's
@@ -115,25 +115,25 @@ class FlatLayout:
                 f"FlatLayout.flatten: need tensors of shapes {_short(self.shapes)}; got "
                 f"{_short(shapes)}. Try the tensors that the layout was made of, in their order."
             )
-        rows = [tensor.detach().reshape(-1) for tensor in tensors]
+        parts = [tensor.detach().reshape(-1) for tensor in tensors]
         padding = self.padded_numel - self.numel
-        return torch.cat([*rows, rows[0].new_zeros(padding)]) if rows else torch.zeros(0)
+        return torch.cat([*parts, parts[0].new_zeros(padding)]) if parts else torch.zeros(0)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors, as views of the row: what is written to one is written to the other.
+        """Return the tensors as views of the flat tensor: both share their memory.
 
         Raises:  ShapeError if flat is not [padded_numel]
         """
         if flat.shape != (self.padded_numel,):
             raise ShapeError(
-                f"FlatLayout.views: need a row of [{self.padded_numel}]; got {list(flat.shape)}. "
-                "Try all shards, one behind the other."
+                f"FlatLayout.views: need a flat tensor of [{self.padded_numel}]; got "
+                f"{list(flat.shape)}. Try all shards, concatenated."
             )
         parts = flat[: self.numel].split(self.numels) if self.shapes else []
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What the shard of a rank holds: a piece of each tensor that reaches into it, in order."""
+        """Return a rank's pieces: one of each tensor that overlaps its shard, in order."""
         shard = self.shard_slice(rank)
         found = []
         for index, (start, numel) in enumerate(zip(self.starts, self.numels, strict=False)):
@@ -144,6 +144,6 @@ class FlatLayout:
 
 
 def _short(shapes: Sequence[tuple[int, ...]]) -> str:
-    """`[[3, 2], [3]]`, of many the first three."""
+    """Return `[[3, 2], [3]]`; of many shapes the first three and how many more."""
     rest = f" and {len(shapes) - 3} more" if len(shapes) > 4 else ""
     return str([list(shape) for shape in shapes[: 3 if rest else None]]) + rest

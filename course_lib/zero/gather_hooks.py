@@ -1,9 +1,9 @@
-"""Parameters that are there only while their module computes: gather, use, free.
+"""ZeRO-3's all-gathers: hooks that gather a module's parameters, and free them after its use.
 
-Each module with parameters of its own gets hooks. Forward gathers its flat_params and frees them again;
-what autograd keeps of them are views of the flat_params, so it keeps no memory. Backward gathers them
-when the gradient of the module's output is there, and frees them when that of its input is, or
-when all of the flat_param's own gradients are. Notebook 09_zero.
+Every module with parameters of its own gets hooks. Forward gathers its flat parameters and frees
+them again; autograd saves views of the flat tensors only, which keep no memory. Backward gathers
+them when the gradient of the module's output is complete, and frees them when that of its input is,
+or when all gradients of the flat parameter are. Notebook 09_zero.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ from course_lib.zero.offload import Offload
 
 
 class GatherHooks:
-    """The flat_params of all modules, of up to most_bytes each; only this rank's shards are kept.
+    """Gathers and frees the flat parameters of all modules, of up to most_bytes each.
 
-    A parameter that several modules share lies in the first one's flat_param, which they all gather. A
-    module can compute with its own parameters only: another one's are away.
+    A parameter that several modules share belongs to the first one's flat parameter, which they all
+    gather. A module can compute with its own parameters only: those of others are freed.
 
     Raises: CourseError for a parameter shared by a module and another one inside it, and for
             PyTorch's nn.MultiheadAttention, which reads the parameters of its child
@@ -49,11 +49,12 @@ class GatherHooks:
             }
             if own:
                 flat_params = list(own.values())
-                part.register_forward_pre_hook(partial(_before, flat_params), with_kwargs=True)
-                part.register_forward_hook(partial(_after, flat_params))
+                before = partial(_before_forward, flat_params)
+                part.register_forward_pre_hook(before, with_kwargs=True)
+                part.register_forward_hook(partial(_after_forward, flat_params))
 
     def free(self) -> None:
-        """Free what is still there: say, after a backward that did not come by."""
+        """Free everything still gathered, for example where backward did not reach a module."""
         _free(self.flat_params)
 
 
@@ -64,7 +65,7 @@ def _flat_params_of(
     group: Group,
     most_bytes: float,
 ) -> list[FlatParam]:
-    """Rows for the module's own parameters that have none yet; frozen ones lie apart."""
+    """Return flat parameters for the module's own parameters not yet in one; frozen ones apart."""
     flat_params = []
     for trained in (True, False):
         named = [
@@ -79,8 +80,8 @@ def _flat_params_of(
     return flat_params
 
 
-def _before(flat_params: list[FlatParam], part: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Forward begins: gather. The inputs' gradients will tell the end of backward."""
+def _before_forward(flat_params: list[FlatParam], part: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Gather before forward; backward ends, and frees, when the inputs' gradients are complete."""
     _gather(flat_params)
     if not torch.is_grad_enabled():
         return None
@@ -93,8 +94,8 @@ def _before(flat_params: list[FlatParam], part: nn.Module, args: Any, kwargs: An
     return tree_unflatten(leaves, tree)
 
 
-def _after(flat_params: list[FlatParam], part: nn.Module, args: Any, output: Any) -> None:
-    """Forward ends: free. The output's gradient will tell that backward begins."""
+def _after_forward(flat_params: list[FlatParam], part: nn.Module, args: Any, output: Any) -> None:
+    """Free after forward; gather again when the output's gradient is complete."""
     _free(flat_params)
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if not tensors and torch.is_grad_enabled():
@@ -108,18 +109,18 @@ def _after(flat_params: list[FlatParam], part: nn.Module, args: Any, output: Any
 
 
 class _BackwardEnd(torch.autograd.Function):
-    """Hands tensors through; in backward calls `leave` when the gradients of all are there."""
+    """Identity; its backward calls `free` when the gradients of all tensors are complete."""
 
     @staticmethod
-    def forward(ctx: Any, leave: Callable[[], None], *tensors: Tensor) -> Any:
-        ctx.leave = leave
+    def forward(ctx: Any, free: Callable[[], None], *tensors: Tensor) -> Any:
+        ctx.free = free
         ctx.set_materialize_grads(False)
         return tensors
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.leave()
+        ctx.free()
         return None, *grads
 
 
@@ -137,7 +138,7 @@ def _free(flat_params: Sequence[FlatParam]) -> None:
 
 
 def _check(module: nn.Module) -> None:
-    """Does every module compute with parameters that nobody else frees meanwhile?"""
+    """Check that no module frees parameters while another one computes with them."""
     owners: dict[nn.Parameter, list[str]] = {}
     for path, part in module.named_modules():
         if isinstance(part, nn.MultiheadAttention):
@@ -151,7 +152,7 @@ def _check(module: nn.Module) -> None:
 
 
 def _need_apart(name: str, owners: list[str], path: str) -> None:
-    """An inner module would free what the outer one still uses."""
+    """Check that an inner module does not free what the outer one still uses."""
     for owner in owners:
         if path.startswith(f"{owner}." if owner else ""):
             raise CourseError(

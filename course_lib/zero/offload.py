@@ -1,9 +1,9 @@
-"""Offload: state that only the optimizer needs waits in the host's memory, and pays for trips.
+"""Offload: keep the optimizer state in the host's memory, and count the bytes of every transfer.
 
-Gradients travel to the host, the optimizer steps there, and new parameters travel back. Each trip
-is an event of the recorder, with its bytes. Where the ranks compute on the CPU there is no other
-memory: a second buffer stands for it, so copies and bytes are real, and their time is not that of
-PCIe. Notebook 09_zero.
+Gradients are copied to the host, the optimizer steps there, and new parameters are copied back.
+Each transfer is recorded as an event with its bytes. Where the ranks compute on the CPU there is no
+other memory: a second buffer emulates it, so copies and bytes are real, but their time is not that
+of PCIe. Notebook 09_zero.
 """
 
 import time
@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 class Offload:
-    """The host's memory for one rank, and the bytes that have travelled.
+    """The host's memory as used by one rank.
 
     emulated   True where the device is the CPU itself
-    num_bytes  of all trips so far
+    num_bytes  bytes of all transfers so far
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,8 +26,8 @@ class Offload:
         self.num_bytes = 0
 
     @contextmanager
-    def trip(self, what: str, num_bytes: int) -> Iterator[None]:
-        """What is copied in here is one trip: an event `offload: what`, of so many bytes."""
+    def transfer(self, what: str, num_bytes: int) -> Iterator[None]:
+        """Count and record what is copied in the block as one event `offload: what`."""
         from course_lib.ranks.recorder import current_recorder  # not above: it starts a server
 
         start_s = time.perf_counter()
@@ -37,6 +37,6 @@ class Offload:
             label = f"offload: {what}"
             recorder.add("compute", start_s, time.perf_counter(), num_bytes=num_bytes, label=label)
 
-    def hold(self, tensor: Tensor) -> Tensor:
-        """A copy that lies in the host's memory."""
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of the tensor in the host's memory."""
         return tensor.detach().to("cpu", copy=True)

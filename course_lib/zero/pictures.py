@@ -1,7 +1,7 @@
-"""Tensors side by side in one row, and under it the equal shards that the ranks own.
+"""Draw a flat parameter: its tensors side by side, and below them the equal shards of the ranks.
 
-Above stands where each tensor lies, below whose it is, in the pale colours of the ranks; what only
-fills the row up is hatched.
+The upper bar shows where each tensor lies, the lower one who owns it, in the pale colours of the
+ranks; padding is hatched. Notebook 09_zero.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from course_lib.zero.flat_layout import FlatLayout
 _HIGH, _LETTER_IN = 0.8, 0.078
 
 
-def flat_row(layout: FlatLayout, names: Sequence[str], title: str) -> Figure:
-    """Draw a layout: its tensors by name and size, and the shards of its ranks."""
+def flat_param_shards(layout: FlatLayout, names: Sequence[str], title: str) -> Figure:
+    """Draw the tensors of a layout by name and size, and the shards of its ranks."""
     if len(names) != len(layout.numels) or not layout.numel:
         raise CourseError(
-            f"flat_row: need a name for each of {len(layout.numels)} tensors, and numbers in them; "
-            f"got {len(names)} names."
+            f"flat_param_shards: need a name for each of {len(layout.numels)} tensors, and numbers "
+            f"in them; got {len(names)} names."
         )
     margins = Margins(left=0.85, right=0.3)
     figure, (axes,) = page(title, [1.25], margins=margins)
-    plain(axes, x_label="place in the row (numbers)", grid="")
+    plain(axes, x_label="place in the flat parameter (numbers)", grid="")
     axes.set_xlim(0, layout.padded_numel)
     axes.set_ylim(0, 2)
     axes.set_yticks([1.5, 0.5], ["tensors", "ranks"])
@@ -56,7 +56,7 @@ def _box(
     fill: str,
     letter: float,
 ) -> None:
-    """A box with the longest words that fit into it."""
+    """Draw a box with the longest label that fits into it."""
     x, y = at
     corner = x, y - _HIGH / 2
     axes.add_patch(Rectangle(corner, width, _HIGH, facecolor=fill, edgecolor=QUIET, lw=0.9))

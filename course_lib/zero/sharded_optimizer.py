@@ -1,7 +1,7 @@
-"""ZeRO stage 1: every rank keeps the optimizer's state of its shard, and steps only that.
+"""ZeRO stage 1: every rank keeps the optimizer state of its shard, and steps only that shard.
 
-After a step the parameters are gathered, so all ranks have them all. Gradients come from where they
-always came from: `ShardedOptimizer` is an optimizer to put behind DDP. Notebook 09_zero.
+After a step the parameters are all-gathered, so every rank has all of them. Gradients have to be
+averaged before: `ShardedOptimizer` is an optimizer to use with DDP. Notebook 09_zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,12 +16,13 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from course_lib.collectives.coalesced import group_alike
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
+from course_lib.zero.clip import clip_shards
 from course_lib.zero.flat_layout import Piece
 from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.offload import Offload
+from course_lib.zero.state import cut_state, join_state, numbered_groups, on_host
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop)
-COUNTERS = ("step",)  # what the state counts once a parameter, and not once a number
 
 
 class ShardedOptimizer(Optimizer):
@@ -29,16 +30,16 @@ class ShardedOptimizer(Optimizer):
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
-    Gradients have to be means over the group already, as DDP leaves them. Its all_reduce and our
-    all_gather are 1.5 times the bytes of DDP alone; `ZeRO1` needs only a reduce_scatter before. A
-    parameter without a gradient is left out, as PyTorch does. Parameters in 16 bits have fp32
-    masters in the shard. Schedules of the learning rate change `param_groups`, as ever.
+    Gradients have to be means over the group already, as DDP computes them. DDP's all_reduce and
+    this all_gather send 1.5 times the bytes of DDP alone; `ZeRO1` replaces the all_reduce by a
+    reduce_scatter. A parameter without a gradient is skipped, as in PyTorch. Parameters in 16 bits
+    have fp32 masters of this rank's shard. Learning-rate schedulers change `param_groups` as usual.
 
-    offload   the state, and the step, are in the host's memory
-    flat_params      how the parameters lie; one flat parameter for each dtype if not given
+    offload       keep the state, and compute the step, in the host's memory
+    flat_params   the flat parameters to use; default: one for each dtype and device
 
-    Cost:    one all_gather a flat_param and step, of all parameters' bytes together
-    Raises:  CourseError for an optimizer whose step looks at whole tensors; MeshError
+    Cost:    one all_gather per flat parameter and step, of all parameters' bytes together
+    Raises:  CourseError for an optimizer whose step needs whole tensors; MeshError
     Source:  Rajbhandari et al. 2020 (ZeRO), section 5.1
     """
 
@@ -69,7 +70,7 @@ class ShardedOptimizer(Optimizer):
         self.inner = self._shard(optimizer_cls, defaults)
 
     def _shard(self, optimizer_cls: type[Optimizer], defaults: dict[str, Any]) -> Optimizer:
-        """The optimizer of this rank's pieces, in the same parameter groups."""
+        """Return the optimizer of this rank's pieces, in the same parameter groups."""
         number_of = {
             param: number
             for number, group in enumerate(self.param_groups)
@@ -88,7 +89,7 @@ class ShardedOptimizer(Optimizer):
         return optimizer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only for the constructor: later the shards are cut."""
+        """Add a parameter group; possible only in the constructor, before the shards are cut."""
         if hasattr(self, "inner"):
             raise CourseError(
                 "ShardedOptimizer: need all parameters at once; got a group after the shards were "
@@ -104,7 +105,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for flat_param in self.flat_params:
-            flat_param.check_place()
+            flat_param.check_views()
             flat_param.copy_grads_to_masters()
         self.share_settings()
         self.inner.step()
@@ -113,49 +114,42 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def share_settings(self) -> None:
-        """What a schedule has changed here holds for the shards."""
+        """Copy the settings that a scheduler has changed here to the optimizer of the shards."""
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({key: value for key, value in ours.items() if key != "params"})
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Make the norm of the whole gradient max_norm at most; return what it was.
+        """Scale the whole gradient so that its norm is at most max_norm; return the norm before.
 
-        Cost:    one all_reduce of one number: the shards' squares add up
+        Cost:    one all_reduce of one number
         """
-        squares = self.flat_params[0].flat.new_zeros((), dtype=torch.float64)
-        for flat_param in self.flat_params:
-            for _, grad in flat_param.grads():
-                squares += torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2
-        dist.all_reduce(squares, group=self.process_group)
-        norm = squares.sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as nn.utils.clip_grad_norm_
-        for flat_param in self.flat_params:
-            for grad in flat_param.all_grads():
-                grad.mul_(factor.to(grad.dtype))
-        return norm
+        shards = [grad for one in self.flat_params for _, grad in one.grads()]
+        grads = [grad for one in self.flat_params for grad in one.all_grads()]
+        device = self.flat_params[0].flat.device
+        return clip_shards(shards, max_norm, self.process_group, device, scaled=grads)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, whole ones and shards."""
+        """Clear the gradients, whole ones and shards."""
         super().zero_grad(set_to_none)
         for flat_param in self.flat_params:
             flat_param.clear_grads()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard of the state: for the same rank of a group of the same size."""
+        """Return this rank's shard of the state: for the same rank of an equally large group."""
         self.share_settings()
         return {
             "rank": dist.get_rank(self.process_group),
             "group_size": dist.get_world_size(self.process_group),
             "inner": deepcopy(self.inner.state_dict()),
-            "masters": [
-                flat_param.master.clone() for flat_param in self.flat_params if has_copy(flat_param)
-            ],
+            "masters": [one.master.clone() for one in self.flat_params if one.has_fp32_master],
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from this rank's `state_dict()`. Raises: CourseError for another rank's."""
+        """Load this rank's `state_dict()`.
+
+        Raises:  CourseError for that of another rank or of another group size
+        """
         group = self.process_group
         mine = (dist.get_rank(group), dist.get_world_size(group))
         saved = (state_dict.get("rank"), state_dict.get("group_size"))
@@ -166,29 +160,25 @@ class ShardedOptimizer(Optimizer):
                 "Try full_state_dict() and load_full_state_dict(), which fit any number of ranks."
             )
         self.inner.load_state_dict(state_dict["inner"])
-        self._take_settings(self.inner.param_groups)
+        self._load_settings(self.inner.param_groups)
         for flat_param in self.flat_params:
-            flat_param.refresh()
-        copies = [flat_param for flat_param in self.flat_params if has_copy(flat_param)]
+            flat_param.copy_params_to_masters()
+        copies = [flat_param for flat_param in self.flat_params if flat_param.has_fp32_master]
         for flat_param, master in zip(copies, state_dict["masters"], strict=True):
             flat_param.master.copy_(master)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """What `optimizer_cls` would save in one process, on every rank, in the host's memory.
+        """Return on every rank what `optimizer_cls` would save in one process, on the host.
 
-        With parameters in 16 bits also `masters`, the fp32 ones.
+        With parameters in 16 bits it has one more entry, `masters`: the fp32 values by number.
 
         Cost:    one all_gather_object of the state
         """
         mine: dict[int, tuple[int, dict[str, Any]]] = {}
         for number, flat_param, piece, master in self._owned():
-            values = {"master": master} if has_copy(flat_param) else {}
+            values = {"master": master} if flat_param.has_fp32_master else {}
             values |= self.inner.state.get(master, {})
-            on_host = {
-                key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
-                for key, value in values.items()
-            }
-            mine[number] = (piece.start, on_host)
+            mine[number] = (piece.start, {key: on_host(value) for key, value in values.items()})
         shards: list[Any] = [None] * dist.get_world_size(self.process_group)
         dist.all_gather_object(shards, mine, group=self.process_group)
         shapes = {
@@ -196,46 +186,46 @@ class ShardedOptimizer(Optimizer):
             for number, flat_param, index in self._numbered()
         }
         state = {
-            number: _together([shard[number] for shard in shards if number in shard], shape)
+            number: join_state([shard[number] for shard in shards if number in shard], shape)
             for number, shape in sorted(shapes.items())
         }
         masters = {n: values.pop("master") for n, values in state.items() if "master" in values}
         full = {
             "state": {n: values for n, values in state.items() if values},
-            "param_groups": self._settings(),
+            "param_groups": numbered_groups(self.param_groups),
         }
         return {**full, "masters": masters} if masters else full
 
     @torch.no_grad()
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `full_state_dict()` of any world size, or the plain optimizer's state."""
+        """Load a `full_state_dict()` of any world size, or the state of the plain optimizer."""
         numbers = [[*group["params"]] for group in state_dict["param_groups"]]
-        wanted = [group["params"] for group in self._settings()]
+        wanted = [group["params"] for group in numbered_groups(self.param_groups)]
         if numbers != wanted:
             raise CourseError(
                 "ShardedOptimizer.load_full_state_dict: need the state of parameter groups of "
                 f"{[*map(len, wanted)]} parameters; got {[*map(len, numbers)]}. "
                 "Try the same model and the same groups."
             )
-        self._take_settings(state_dict["param_groups"])
+        self._load_settings(state_dict["param_groups"])
         self.share_settings()
         self.inner.state.clear()
         for flat_param in self.flat_params:
-            flat_param.refresh()
+            flat_param.copy_params_to_masters()
         for number, flat_param, piece, master in self._owned():
-            if has_copy(flat_param) and number in state_dict.get("masters", {}):
+            if flat_param.has_fp32_master and number in state_dict.get("masters", {}):
                 master.copy_(piece.of(state_dict["masters"][number]))
             if number in state_dict["state"]:
                 self.inner.state[master] = {
-                    key: _cut(key, value, piece, master)
+                    key: cut_state(key, value, piece, master)
                     for key, value in state_dict["state"][number].items()
                 }
         for flat_param in self.flat_params:
-            if has_copy(flat_param) and state_dict.get("masters"):
+            if flat_param.has_fp32_master and state_dict.get("masters"):
                 flat_param.copy_masters_to_params()
 
     def _numbered(self) -> Iterator[tuple[int, FlatParam, int]]:
-        """Each parameter: its number in the plain optimizer's state, its flat_param, its index there."""
+        """Yield each parameter's number in a plain optimizer, flat parameter and index in it."""
         params = [param for group in self.param_groups for param in group["params"]]
         number_of = {param: number for number, param in enumerate(params)}
         for flat_param in self.flat_params:
@@ -243,7 +233,7 @@ class ShardedOptimizer(Optimizer):
                 yield number_of[param], flat_param, index
 
     def _owned(self) -> Iterator[tuple[int, FlatParam, Piece, Tensor]]:
-        """Each piece that this rank owns: the parameter's number, flat_param, piece and master."""
+        """Yield this rank's pieces: the parameter's number, flat parameter, piece and master."""
         number_of = {
             (id(flat_param), index): number for number, flat_param, index in self._numbered()
         }
@@ -251,29 +241,23 @@ class ShardedOptimizer(Optimizer):
             for piece, master in zip(flat_param.pieces, flat_param.masters, strict=True):
                 yield number_of[id(flat_param), piece.index], flat_param, piece, master
 
-    def _take_settings(self, groups: list[dict[str, Any]]) -> None:
-        """Learning rate and so on out of saved groups."""
+    def _load_settings(self, groups: list[dict[str, Any]]) -> None:
+        """Copy learning rate and other settings from saved parameter groups."""
         for ours, saved in zip(self.param_groups, groups, strict=True):
             ours.update({**saved, "params": ours["params"]})
 
-    def _settings(self) -> list[dict[str, Any]]:
-        """The parameter groups as a plain optimizer saves them: parameters by number."""
-        found, first = [], 0
-        for group in self.param_groups:
-            last = first + len(group["params"])
-            found.append({**group, "params": list(range(first, last))})
-            first = last
-        return found
-
 
 def _flat_params_of(params: Sequence[nn.Parameter], group: Group) -> list[FlatParam]:
-    """One flat_param for each dtype and device."""
+    """Return one flat parameter for each dtype and device."""
     named = [(f"parameter {number}", param) for number, param in enumerate(params)]
     return [FlatParam([named[number] for number in part], group) for part in group_alike(params)]
 
 
 def need_elementwise(optimizer_cls: type[Optimizer]) -> None:
-    """Raises: CourseError for an optimizer whose step looks at whole tensors."""
+    """Check that an optimizer steps each number by itself.
+
+    Raises:  CourseError for one whose step needs whole tensors
+    """
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, ELEMENTWISE)):
         raise CourseError(
             "ShardedOptimizer: need an optimizer that steps each number by itself, one of "
@@ -298,33 +282,12 @@ def _need_groups(flat_params: Sequence[FlatParam], number_of: Mapping[nn.Paramet
 
 
 def need_some(params: Sequence[Any]) -> None:
-    """Raises: CourseError for a model without anything to train."""
+    """Check that there is something to train.
+
+    Raises:  CourseError without any parameters
+    """
     if not params:
         raise CourseError(
             "ShardedOptimizer: need parameters with floating numbers to train; got none. "
             "Try model.parameters()."
         )
-
-
-def has_copy(flat_param: FlatParam) -> bool:
-    """Do the masters say more than the parameters: are they fp32 copies?"""
-    return flat_param.master.dtype != flat_param.flat.dtype
-
-
-def _together(pieces: list[tuple[int, dict[str, Any]]], shape: tuple[int, ...]) -> dict[str, Any]:
-    """The state of a whole parameter out of its pieces: (start, values)."""
-    pieces.sort(key=lambda piece: piece[0])
-    whole: dict[str, Any] = dict(pieces[0][1]) if pieces else {}
-    for key, value in whole.items():
-        if isinstance(value, Tensor) and key not in COUNTERS:
-            whole[key] = torch.cat([values[key] for _, values in pieces]).view(shape)
-    return whole
-
-
-def _cut(key: str, value: Any, piece: Piece, master: Tensor) -> Any:
-    """The part of a parameter's saved state that belongs to a piece."""
-    if not isinstance(value, Tensor):
-        return value
-    if key in COUNTERS:
-        return value.clone()
-    return piece.of(value).to(master, copy=True)

@@ -357,8 +357,8 @@ check("accumulation-4", add_token_gradients)
 # ## 5 What it saves, and what it costs
 #
 # Why all this? A GPT with a batch of 16 sequences, in 1, 2, 4, 8 or 16 parts. Lesson 01 knows what
-# activations need; `activation_ledger` weighs what autograd truly holds, at every moment. At the peak,
-# what part of the full batch's bytes do 8 micro-batches need?
+# activations need; `activation_ledger` weighs what autograd truly holds, at every moment. At the
+# peak, what part of the full batch's bytes do 8 micro-batches need?
 
 # %%
 from course_lib.memory.layer_bytes import TORCH_CPU

@@ -10,7 +10,7 @@
 # | $p$ | `p` | ranks that share the work, each with its part of the batch |
 # | $N$ | `N` | parameters of the model |
 # | stage | `zero` | what is cut: 1 optimizer state, 2 gradients too, 3 parameters too |
-# | shard | `shard` | the part that a rank owns: $1/p$ of a row of numbers |
+# | shard | `shard` | the part that a rank owns: $1/p$ of a flat parameter |
 # | $m$ | `m` | micro-batches: backward passes before a step (lesson 02) |
 
 # %%
@@ -116,15 +116,15 @@ show(compare([*worlds], curves, title, **axes), alt=f"{title}; measured: on the 
 # %% [markdown]
 # **Most of what a rank holds only the optimizer needs; one owner for each number is enough.**
 #
-# ## 2 One row, equal shards
+# ## 2 One flat parameter, equal shards
 #
 # Collectives want equal shards, and tensors come in all sizes. So they are laid side by side in one
-# **flat row**, filled up with zeros, and *the row* is cut. Where a shard begins has nothing to do
+# **flat parameter**, padded with zeros, and *that* is cut. Where a shard begins has nothing to do
 # with where a tensor begins. This matters for optimizers: SGD and Adam step each number by itself,
 # so they can work on pieces. One that looks at whole matrices could not.
 
 # %% tags=["picture"]
-from course_lib.zero.pictures import flat_row
+from course_lib.zero.pictures import flat_param_shards
 
 names, shapes = ("weight", "bias", "scale", "shift"), ((3, 4), (4,), (1,), (6,))
 
@@ -133,7 +133,7 @@ def row_for(p):
     layout = FlatLayout(shapes, p)
     left = layout.padded_numel - layout.numel
     title = f"{layout.numel} numbers on {p} ranks: {layout.shard_numel} each, {left} filled up"
-    return flat_row(layout, names, title)
+    return flat_param_shards(layout, names, title)
 
 
 explore(row_for, "23 numbers in 4 tensors, cut into equal shards for {p} ranks", p=(1, 6, 4))
@@ -155,7 +155,7 @@ explore(row_for, "23 numbers in 4 tensors, cut into equal shards for {p} ranks",
 # %% tags=["exercise"] exercise="zero-1"
 def pieces_of(sizes, p, rank):
     """A list of (index, start, stop): this rank's numbers start .. stop - 1 of tensor index."""
-    pieces, begin = [], 0  # begin: where the next tensor lies in the row
+    pieces, begin = [], 0  # begin: where the next tensor begins in the flat parameter
     ### BEGIN SOLUTION: where does each tensor overlap with the shard?
     n = -(-sum(sizes) // p)
     for index, size in enumerate(sizes):
@@ -171,10 +171,11 @@ def pieces_of(sizes, p, rank):
 check("zero-1", pieces_of)
 
 # %% [markdown]
-# From here on `FlatLayout` does it: `flatten(tensors)` gives the row, `shard_slice(rank)` a rank's
-# place in it, `views(row)` the tensors again, `shard_numel` and `padded_numel` their lengths.
+# From here on `FlatLayout` does it: `flatten(tensors)` gives the flat tensor, `shard_slice(rank)` a
+# rank's part of it, `views(flat)` the tensors again, `shard_numel` and `padded_numel` their
+# lengths.
 #
-# **Cut the row, not the tensors: each number has one owner.**
+# **Cut the flat parameter, not the tensors: each number has one owner.**
 #
 # ## 3 Stage 1: own a shard of the state
 #
@@ -184,14 +185,14 @@ check("zero-1", pieces_of)
 # ### Exercise 2: step your own shard
 #
 # Gradients are means already. `make_optimizer([tensor])` gives an optimizer for a tensor;
-# `dist.all_gather_single(row, shard)` puts all ranks' shards together. Budget: one all-gather a
+# `dist.all_gather_single(flat, shard)` puts all ranks' shards together. Budget: one all-gather a
 # step; a rank keeps its shard, its gradient, its state. About 8 lines, 15 minutes.
 #
 # <details><summary>Hint: nothing changes</summary>
 # <code>param = view</code> gives a name to another tensor. <code>param.copy_(view)</code> writes.
 # </details>
 # <details><summary>Hint: too many bytes are alive</summary>
-# A slice is a view, and keeps the whole row alive: <code>row[self.mine].clone()</code>. For the
+# A slice is a view, and keeps the whole buffer alive: <code>flat[self.mine].clone()</code>. For the
 # gradient, too.
 # </details>
 # <details><summary>Hint: the ranks are one step apart</summary>
@@ -218,9 +219,9 @@ class ShardedStep:
         grads = [param.grad for param in self.params]
         self.shard.grad = self.layout.flatten(grads)[self.mine].clone()
         self.optimizer.step()
-        row = self.shard.new_empty(self.layout.padded_numel)
-        dist.all_gather_single(row, self.shard)
-        for param, view in zip(self.params, self.layout.views(row), strict=True):
+        flat = self.shard.new_empty(self.layout.padded_numel)
+        dist.all_gather_single(flat, self.shard)
+        for param, view in zip(self.params, self.layout.views(flat), strict=True):
             param.copy_(view)
         ### END SOLUTION
 
@@ -256,8 +257,8 @@ check("zero-2", ShardedStep)
 # out of <code>ready</code>: the next backward begins anew.
 # </details>
 # <details><summary>Hint: the call</summary>
-# <code>dist.reduce_scatter_single(shard, row)</code> leaves the sum of this rank's part of all
-# rows in <code>shard</code>, of <code>layout.shard_numel</code> numbers.
+# <code>dist.reduce_scatter_single(shard, flat)</code> leaves the sum of this rank's part of all
+# flat gradients in <code>shard</code>, of <code>layout.shard_numel</code> numbers.
 # </details>
 
 
@@ -278,9 +279,9 @@ class ShardedGrads:
         self.ready.add(param)
         for n, (bucket, layout) in enumerate(zip(self.buckets, self.layouts, strict=True)):
             if self.ready.issuperset(bucket):
-                row = layout.flatten([param.grad for param in bucket])
-                shard = row.new_empty(layout.shard_numel)
-                dist.reduce_scatter_single(shard, row)
+                flat = layout.flatten([param.grad for param in bucket])
+                shard = flat.new_empty(layout.shard_numel)
+                dist.reduce_scatter_single(shard, flat)
                 mean = shard / dist.get_world_size()
                 self.shards[n] = mean if self.shards[n] is None else self.shards[n] + mean
                 for param in bucket:
@@ -356,9 +357,9 @@ show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets co
 # %% tags=["exercise"] exercise="zero-4"
 def whole(shard, layout):
     """The tensors, put together out of all ranks' shards."""
-    row = shard.new_empty(layout.padded_numel)
-    dist.all_gather_single(row, shard.detach())
-    return layout.views(row)
+    flat = shard.new_empty(layout.padded_numel)
+    dist.all_gather_single(flat, shard.detach())
+    return layout.views(flat)
 
 
 class ShardedLinear(torch.autograd.Function):
@@ -376,9 +377,9 @@ class ShardedLinear(torch.autograd.Function):
         ### BEGIN SOLUTION: gather again; gradients for x and the shard, None for layout
         x, shard = ctx.saved_tensors
         weight, _ = whole(shard, ctx.layout)
-        row = ctx.layout.flatten([grad.T @ x, grad.sum(0)])
+        flat = ctx.layout.flatten([grad.T @ x, grad.sum(0)])
         mean = torch.empty_like(shard)
-        dist.reduce_scatter_single(mean, row)
+        dist.reduce_scatter_single(mean, flat)
         return grad @ weight, mean / dist.get_world_size(), None
         ### END SOLUTION
 
@@ -456,30 +457,30 @@ guess_three = predict("bytes of stage 3, as a multiple of DDP's")
 guess_four = predict("the same, with 4 micro-batches")
 
 # %%
-from course_lib.zero.cost import RowTraffic, offload_trips, zero_traffic
+from course_lib.zero.cost import ParamTraffic, offload_bytes, zero_traffic
 from course_lib.cost.traffic import sent_bytes
 
 
 def step_of(rank, p, stage, m):
-    """The collectives of m micro-batches, and the rows; untied, so that each has one module."""
+    """The collectives of m micro-batches, and the flat parameters; untied: one module each."""
     engine = stage(GPT(replace(tiny, tied=False)), torch.optim.SGD, lr=0.1)
     with record() as log:
         for _ in range(m):
             (loss_on(engine, rank, p) / m).backward()
         engine.step()
-    rows = [RowTraffic(num_bytes=one.layout.padded_numel * 4) for one in engine.all_flat_params]
-    return [event for event in log.events if event.kind in COMMUNICATION_KINDS], rows
+    flats = [ParamTraffic(num_bytes=one.layout.padded_numel * 4) for one in engine.all_flat_params]
+    return [event for event in log.events if event.kind in COMMUNICATION_KINDS], flats
 
 
-def by_ddp(calls, rows):  # bytes sent, as a multiple of DDP's
-    return sent_bytes(calls, 2) / sent_bytes(zero_traffic(0, rows), 2)
+def by_ddp(calls, flats):  # bytes sent, as a multiple of DDP's
+    return sent_bytes(calls, 2) / sent_bytes(zero_traffic(0, flats), 2)
 
 
 # %% tags=["picture"]
 counts, curves, pair = [1, 2, 4], {}, worlds[2]
 for zero, stage in enumerate(stages, start=1):
     steps = {m: pair.run(step_of, 2, stage, m)[0] for m in counts}
-    paper = [by_ddp(zero_traffic(zero, rows, m), rows) for m, (_, rows) in steps.items()]
+    paper = [by_ddp(zero_traffic(zero, flats, m), flats) for m, (_, flats) in steps.items()]
     measured = [by_ddp(*step) for step in steps.values()]
     curves[f"stage {zero}"] = Voices(formula=paper, measurement=measured)
 reveal(guess_one, curves["stage 1"].measurement[0])
@@ -540,7 +541,7 @@ check("zero-5", clip_shards)
 # at 12 GB/s?
 
 # %% tags=["predict"]
-guess_trip = predict("trips of one step, over PCIe", unit="s")
+guess_transfer = predict("transfers of one step, over PCIe", unit="s")
 
 
 # %%
@@ -548,20 +549,20 @@ def offloaded(rank, p):
     engine = ZeRO2(GPT(tiny).bfloat16(), torch.optim.AdamW, lr=1e-3, offload=True)
     loss_on(engine, rank, p).backward()
     engine.step()
-    rows = [RowTraffic(num_bytes=one.layout.padded_numel * 2) for one in engine.all_flat_params]
-    return engine.offload.num_bytes, sum(offload_trips(2, rows, p))
+    flats = [ParamTraffic(num_bytes=one.layout.padded_numel * 2) for one in engine.all_flat_params]
+    return engine.offload.num_bytes, sum(offload_bytes(2, flats, p))
 
 
 counted, on_paper = ranks.run(offloaded, 4)[0]
-print(f"the tiny GPT, stage 2: {counted} bytes of trips counted, {on_paper} on paper")
-there, back = offload_trips(2, [RowTraffic(num_bytes=2 * 7_500_000_000)], p=4)
+print(f"the tiny GPT, stage 2: {counted} bytes of transfers counted, {on_paper} on paper")
+there, back = offload_bytes(2, [ParamTraffic(num_bytes=2 * 7_500_000_000)], p=4)
 print(f"7.5 billion parameters on 4 ranks: {12 * 7.5 / 4} GB of the card are free")
-reveal(guess_trip, PCIE.time_s(there) + PCIE.time_s(back))
+reveal(guess_transfer, PCIE.time_s(there) + PCIE.time_s(back))
 
 # %% [markdown]
 # (Our ranks compute on the CPU, so the host is emulated by a second buffer: bytes are counted, the
 # seconds are PCIe's on paper.) Add the CPU's own step. Under stage 3 the parameters may wait there
-# too; then every gather begins with a trip.
+# too; then every gather begins with a transfer.
 #
 # **Offload buys memory with PCIe: it pays where a step is long.**
 #
@@ -661,11 +662,12 @@ show(compare(range(4), curves, title, **axes), alt=f"{title}; a quarter would be
 
 # %%
 from course_lib.frameworks import missing
+from course_lib.zero import beside_frameworks as beside
 
 print("DeepSpeed:", missing("deepspeed") or "installed.")
 for zero in (1, 2, 3):
     for name in ["ours", "DeepSpeed"][: 1 if missing("deepspeed") else 2]:
-        steps = pair.run(lab.some_steps, tiny, BATCH, zero, name == "ours")[0]
+        steps = pair.run(beside.run_stage, tiny, BATCH, zero, name == "ours")[0]
         words = "third loss {:.4f}, {:.0f} ms a step, {:.0f} KiB alive".format(*steps)
         print(f"stage {zero}, {name:9}: {words}")
 
@@ -690,7 +692,8 @@ zero_explorer()
 # ## What to keep
 #
 # - 16 bytes a parameter, $p$ times. Stage 1 cuts 12 of them, stage 2 two more, stage 3 the rest.
-# - Flat rows, equal shards: a number has one owner, and pieces of tensors are enough for Adam.
+# - Flat parameters, equal shards: a number has one owner, and pieces of tensors are enough for
+# Adam.
 # - Stages 1 and 2 send what DDP sends, stage 3 1.5 times as much; every micro-batch counts from
 #   stage 2 on.
 # - Freed means: nobody holds it, nor a view of it. Look at the storages.

@@ -49,7 +49,7 @@ from course_lib.ranks import RankError, Ranks, record
 # %% [markdown]
 # ## 1 Units
 #
-# A unit's parameters lie in one **flat row**, cut into $p$ equal shards (lesson 09). A row is
+# A unit's parameters lie in one **flat parameter**, cut into $p$ equal shards (lesson 09). It is
 # gathered before its block computes, and freed after. One message a block, not one a parameter.
 #
 # What is the most that a rank holds of the parameters? Its shards; the root, which stays whole from
@@ -73,7 +73,7 @@ print(f"all in one unit: {cost.peak_param_bytes(one_unit) / 1e6:.0f} MB, more th
 
 # %% [markdown]
 # Now real ranks and a small GPT with four blocks. `lab.resident_over_time` reads the storages
-# whenever something is gathered or freed; `fsdp_plan` has the same step on paper.
+# whenever something is gathered or freed; `cost.fsdp_ledger` has the same step on paper.
 
 # %%
 four = Ranks(4)
@@ -118,19 +118,20 @@ show(figure, alt=f"{title}; each dot lies on the line")
 #
 # ### Exercise 1: a unit
 #
-# `self.shard` is this rank's part. `gather()` fills the row, and makes the parameters views of it:
-# `param.data = view`. `free()` makes them empty (`row.new_empty(0)`), and gives the bytes back.
+# `self.shard` is this rank's part. `gather()` fills the flat parameter, and makes the parameters
+# views: `param.data = view`. `free()` makes them empty (`flat.new_empty(0)`), and gives the bytes
+# back.
 #
-# How? Between forward and backward, autograd holds views of the row, so dropping it frees nothing.
-# But its storage can be emptied and filled again: `row.untyped_storage().resize_(0)`, later
+# How? Between forward and backward, autograd holds views of it, so dropping it frees nothing.
+# But its storage can be emptied and filled again: `flat.untyped_storage().resize_(0)`, later
 # `.resize_(num_bytes)`. Budget: one all-gather. About 11 lines, 20 minutes.
 #
 # <details><summary>Hint: the shard has no storage</summary>
-# A slice is a view of the row, and goes with it: <code>.clone()</code>.
+# A slice is a view of the flat parameter, and goes with it: <code>.clone()</code>.
 # </details>
 # <details><summary>Hint: where are the views from?</summary>
-# <code>self.layout.flatten(params)</code> makes the row, <code>self.layout.views(row)</code> looks
-# at it.
+# <code>self.layout.flatten(params)</code> makes the flat parameter,
+# <code>self.layout.views(flat)</code> looks at it.
 # </details>
 # <details><summary>Hint: originals are alive</summary>
 # They live until <code>param.data</code> is something else. <code>__init__</code> may end with
@@ -140,31 +141,31 @@ show(figure, alt=f"{title}; each dot lies on the line")
 
 # %% tags=["exercise"] exercise="fsdp-1"
 class FlatUnit:
-    """A module's parameters: a shard of them always, the whole row from gather() to free()."""
+    """A module's parameters: a shard of them always, all of them from gather() to free()."""
 
     def __init__(self, module):
         self.params = list(module.parameters())
         self.layout = FlatLayout.of(self.params, dist.get_world_size())
-        ### BEGIN SOLUTION: the row, self.shard, and nothing else that is large
-        self.row = self.layout.flatten(self.params)
-        self.row_bytes = self.row.nbytes
-        self.shard = self.row[self.layout.shard_slice(dist.get_rank())].clone()
+        ### BEGIN SOLUTION: the flat parameter, self.shard, and nothing else that is large
+        self.flat = self.layout.flatten(self.params)
+        self.flat_bytes = self.flat.nbytes
+        self.shard = self.flat[self.layout.shard_slice(dist.get_rank())].clone()
         self.free()
         ### END SOLUTION
 
     def gather(self):
         ### BEGIN SOLUTION: bytes, numbers, views
-        self.row.untyped_storage().resize_(self.row_bytes)
-        dist.all_gather_single(self.row, self.shard)
-        for param, view in zip(self.params, self.layout.views(self.row), strict=True):
+        self.flat.untyped_storage().resize_(self.flat_bytes)
+        dist.all_gather_single(self.flat, self.shard)
+        for param, view in zip(self.params, self.layout.views(self.flat), strict=True):
             param.data = view
         ### END SOLUTION
 
     def free(self):
         ### BEGIN SOLUTION: no views, no bytes
         for param in self.params:
-            param.data = self.row.new_empty(0)
-        self.row.untyped_storage().resize_(0)
+            param.data = self.flat.new_empty(0)
+        self.flat.untyped_storage().resize_(0)
         ### END SOLUTION
 
 
@@ -178,15 +179,15 @@ check("fsdp-1", FlatUnit)
 #
 # The block is empty again when backward comes. So a hook on the *output* gathers it once more, the
 # moment the output's gradient is there. Then the block's own gradients arrive, one by one
-# (lesson 06); with the last one, the row of gradients leaves as **one reduce-scatter**, and each
+# (lesson 06); with the last one, the flat gradient leaves as **one reduce-scatter**, and each
 # rank keeps its shard of the mean. How many whole blocks lie between forward and backward?
 #
 # ### Exercise 2: the hooks of a unit
 #
 # `unit` has `params`, `layout`, `shard`, `gather()` and `free()`. After backward, the mean is in
-# `unit.shard.grad` (added to what is there), and nothing whole is left: no row, no `param.grad`.
-# Budget: a gather and a free in forward; a gather, a reduce-scatter and a free in backward. About
-# 13 lines, 25 minutes.
+# `unit.shard.grad` (added to what is there), and nothing whole is left: no flat gradient, no
+# `param.grad`. Budget: a gather and a free in forward; a gather, a reduce-scatter and a free in
+# backward. About 13 lines, 25 minutes.
 #
 # <details><summary>Hint: a hook on a tensor</summary>
 # <code>output.register_hook(f)</code> calls <code>f(grad)</code>. What f returns replaces the
@@ -197,7 +198,8 @@ check("fsdp-1", FlatUnit)
 # <code>missing</code> has to be full again.
 # </details>
 # <details><summary>Hint: the tail</summary>
-# The row is longer than the gradients. <code>unit.layout.flatten(grads)</code> puts zeros there.
+# The flat gradient is longer than the gradients. <code>unit.layout.flatten(grads)</code> puts zeros
+# there.
 # </details>
 
 
@@ -229,9 +231,9 @@ class Hooks:
         self.missing.discard(param)
         if not self.missing:
             unit = self.unit
-            row = unit.layout.flatten([param.grad for param in unit.params])
+            flat = unit.layout.flatten([param.grad for param in unit.params])
             mean = torch.empty_like(unit.shard)
-            dist.reduce_scatter_single(mean, row)
+            dist.reduce_scatter_single(mean, flat)
             mean = mean / dist.get_world_size()
             unit.shard.grad = mean if unit.shard.grad is None else unit.shard.grad + mean
             for param in unit.params:
@@ -246,8 +248,8 @@ check("fsdp-2", Hooks)
 
 # %% [markdown]
 # The course's `FSDP(module)` does this for every member of a `ModuleList`, and for the root. Its
-# `parameters()` are the shards, so any optimizer steps them. (What is frozen has a row of its own,
-# without a reduce-scatter.) Does it compute what one process does?
+# `parameters()` are the shards, so any optimizer steps them. (What is frozen has a flat parameter
+# of its own, without a reduce-scatter.) Does it compute what one process does?
 
 
 # %%
@@ -430,17 +432,17 @@ class Mixed:
         """All parameters in bf16, a list of tensors."""
         ### BEGIN SOLUTION: convert, then send
         mine = self.shard.detach().bfloat16()
-        row = mine.new_empty(self.layout.padded_numel)
-        dist.all_gather_single(row, mine)
-        return self.layout.views(row)
+        flat = mine.new_empty(self.layout.padded_numel)
+        dist.all_gather_single(flat, mine)
+        return self.layout.views(flat)
         ### END SOLUTION
 
     def reduce(self, grads):
         """Leave the mean in self.shard.grad."""
         ### BEGIN SOLUTION: convert, then add up, then divide
-        row = self.layout.flatten([grad.float() for grad in grads])
-        mean = row.new_empty(self.layout.shard_numel)
-        dist.reduce_scatter_single(mean, row)
+        flat = self.layout.flatten([grad.float() for grad in grads])
+        mean = flat.new_empty(self.layout.shard_numel)
+        dist.reduce_scatter_single(mean, flat)
         self.shard.grad = mean / dist.get_world_size()
         ### END SOLUTION
 
@@ -563,8 +565,9 @@ except RankError:
 
 # %% [markdown]
 # Blocks have equal sizes: the *gather* of block 2 on rank 1 fits that of block 1 on rank 0, and for
-# a while both compute with rows that are half one block and half another. Only because the counts
-# differ in the end does somebody notice. So all ranks roll the *same* dice, or use every unit.
+# a while both compute with parameters that are half one block and half another. Only because the
+# counts differ in the end does somebody notice. So all ranks roll the *same* dice, or use every
+# unit.
 #
 # **A unit is a promise: every rank, every unit, in one order.**
 #
@@ -581,7 +584,7 @@ guess_kept = predict("bytes for each parameter, on each of 2 ranks, between step
 results = {}
 for name in beside.FRAMEWORKS:
     try:
-        results[name] = pair.run(beside.some_steps, name)[0]
+        results[name] = pair.run(beside.run_framework, name)[0]
     except RankError as missing:
         print(next(line for line in str(missing).splitlines() if "need " in line).strip())
 for name, one in results.items():

@@ -190,8 +190,8 @@ print(f"your two ranks: {words}, efficiency {found.efficiency_percent:.0f} %")
 #
 # With 4 micro-batches a step, the first version of a published study ran 800 steps where 200 were
 # meant. Count in one place. And a clock has its own trap: a GPU takes orders, and works on them
-# later. `lab.EmulatedDevice` does so too, with a clock that is not real. A backward takes it 30 ms. After
-# 100 of them, what does the clock say?
+# later. `lab.EmulatedDevice` does so too, with a clock that is not real. A backward takes it 30 ms.
+# After 100 of them, what does the clock say?
 
 # %% tags=["predict"]
 guess_clock = predict("the clock after 100 times backward", unit="s")

@@ -34,7 +34,7 @@ from course_lib.pipeline import (
     zero_bubble_h1,
 )
 from course_lib.pipeline.cost import BatchCost, step_parts
-from course_lib.pipeline.split_backward import Halves
+from course_lib.pipeline.split_backward import SplitBackward
 from tests.benchmarks.worlds import bare_processes, recorded_ranks
 
 SPEC = ModelSpec(
@@ -158,7 +158,7 @@ def print_halves(num_turns: int) -> None:
         return [time.perf_counter() - start_s]
 
     def halves() -> list[float]:
-        with Halves(model) as watched:
+        with SplitBackward(model) as watched:
             out = model(tokens)
         start_s = time.perf_counter()
         watched.backward_input(out, torch.ones_like(out))
@@ -190,7 +190,7 @@ def print_bubbles(num_turns: int) -> None:
     busy_s = m * 0.06
     zb_s = cost.zero_bubble_h1_bubble_s(p, m, 0.02, 0.02, 0.02)
     schedules = {
-        "naive": (naive(p, m), cost.naive_idle_fraction(p)),
+        "naive": (naive(p, m), (p - 1) / p),
         "gpipe": (gpipe(p, m), cost.bubble_fraction(p, m)),
         "1f1b": (one_f_one_b(p, m), cost.bubble_fraction(p, m)),
         "interleaved": (interleaved(p, m, 2), cost.bubble_fraction(p, m, 2)),

@@ -244,7 +244,7 @@ class SlurmBox:
         self.run("scancel", *options, "-u", pwd.getpwuid(os.getuid()).pw_name, check=False)
 
     def show(self, job_id: str) -> list[dict[str, str]]:
-        """What Slurm knows of a job: one dictionary for each of its elements."""
+        """What Slurm knows of a job: one dictionary for each of its array tasks."""
         lines = self.run("scontrol", "show", "job", "-o", job_id).stdout.splitlines()
         return [dict(re.findall(r"(\w[\w/:]*)=(\S*)", line)) for line in lines if line.strip()]
 

@@ -219,11 +219,11 @@ def test_a_module_is_run_by_its_name():
 
 
 @pytest.mark.parametrize(
-    ("text", "elements"),
+    ("text", "array_tasks"),
     [("3", (3,)), ("0-3", (0, 1, 2, 3)), ("1,3,5", (1, 3, 5)), ("0-6:3%2", (0, 3, 6))],
 )
-def test_an_array_has_the_elements_that_slurm_means(text, elements):
-    assert read_array(text) == elements
+def test_an_array_has_the_tasks_that_slurm_means(text, array_tasks):
+    assert read_array(text) == array_tasks
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def played(script: str, folder: Path, *words: str, **variables: str) -> tuple[in
     return done.returncode, done.stdout + done.stderr
 
 
-def test_an_element_of_a_sweep_adds_the_words_of_its_line(tmp_path):
+def test_an_array_task_of_a_sweep_adds_the_words_of_its_line(tmp_path):
     (tmp_path / "list").write_text("--size 1\n--size 2 --name 'a b $(touch trap)'\n\n")
     sweep = {"SWEEP": "list", "SLURM_GPUS_ON_NODE": "3"}
     code, told = played("sweep", tmp_path, "x.py", SLURM_ARRAY_TASK_ID="2", **sweep)
@@ -273,12 +273,12 @@ def test_an_element_of_a_sweep_adds_the_words_of_its_line(tmp_path):
     assert "--nproc-per-node=3" in told
     assert "--rdzv-endpoint=node1:20007" in told
     assert not (tmp_path / "trap").exists()
-    for element in ("3", "4"):
-        code, told = played("sweep", tmp_path, "x.py", SLURM_ARRAY_TASK_ID=element, **sweep)
-        assert (code, told) == (2, f"list: need a line {element} with words; there is none.\n")
+    for array_task in ("3", "4"):
+        code, told = played("sweep", tmp_path, "x.py", SLURM_ARRAY_TASK_ID=array_task, **sweep)
+        assert (code, told) == (2, f"list: need a line {array_task} with words; there is none.\n")
 
 
-def test_a_line_with_an_open_quote_ends_the_element(tmp_path):
+def test_a_line_with_an_open_quote_ends_the_array_task(tmp_path):
     (tmp_path / "list").write_text("--name 'open\n")
     code, told = played("sweep", tmp_path, "x.py", SLURM_ARRAY_TASK_ID="1", SWEEP="list")
     assert code != 0

@@ -96,12 +96,12 @@ def test_exit_codes_are_kept(scheduler, hand_in, body, code):
 
 
 @BOTH
-def test_every_element_of_an_array_has_a_state_and_a_log(scheduler, hand_in):
+def test_every_task_of_an_array_has_a_state_and_a_log(scheduler, hand_in):
     body = (
         "echo $SLURM_ARRAY_TASK_ID of $SLURM_ARRAY_TASK_COUNT; exit $((SLURM_ARRAY_TASK_ID == 3))"
     )
     jobs = ended(scheduler, hand_in(body, array="1,3-4%1"))
-    assert [(job.element, job.state) for job in jobs] == [
+    assert [(job.array_task, job.state) for job in jobs] == [
         (1, "COMPLETED"),
         (3, "FAILED"),
         (4, "COMPLETED"),
@@ -122,7 +122,7 @@ def test_a_cancelled_job_leaves_no_process(scheduler, hand_in, tmp_path):
 
 
 @BOTH
-def test_one_element_is_cancelled_and_the_others_go_on(scheduler, hand_in, tmp_path):
+def test_one_array_task_is_cancelled_and_the_others_go_on(scheduler, hand_in, tmp_path):
     body = "until [ -e go ]; do sleep 0.1; done; echo went"
     job_id = hand_in(body, array="0-2")
     until(lambda: any(one.state == "RUNNING" for one in scheduler.states(job_id)), "it runs")
@@ -228,12 +228,12 @@ def test_what_the_controller_forgot_the_accounting_knows(pretended):
     pretended("scontrol", err="slurm_load_jobs error: Invalid job id specified\n", code=1)
     pretended("sacct", ACCOUNTED)
     found = Slurm().states("17")
-    assert [(one.element, one.state, one.exit_code, one.seconds) for one in found] == [
+    assert [(one.array_task, one.state, one.exit_code, one.seconds) for one in found] == [
         (1, "COMPLETED", 0, 12.0),
         (3, "CANCELLED", None, 3.0),
         (4, "FAILED", 7, 0.0),
     ]
-    assert [one.element for one in Slurm().states("17_3")] == [3]
+    assert [one.array_task for one in Slurm().states("17_3")] == [3]
     pretended("sacct", err="Slurm accounting storage is disabled\n", code=1)
     assert [one.state for one in Slurm().states("17")] == [GONE]
 

@@ -30,11 +30,11 @@ RECORD = """
 import os, sys
 from pathlib import Path
 from course_lib.core.records import RunRecord
-element = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
+array_task = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
 attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
-folder = Path(os.environ["RUN_FOLDER"]) / "records" / f"{element}.{attempt}"
+folder = Path(os.environ["RUN_FOLDER"]) / "records" / f"{array_task}.{attempt}"
 for rank in range(int(sys.argv[1])):
-    run = {"element": int(element), "attempt": int(attempt)}
+    run = {"array_task": int(array_task), "attempt": int(attempt)}
     RunRecord(rank=rank, world_size=2, run=run).write(folder / f"rank{rank}.jsonl")
 """
 
@@ -116,20 +116,20 @@ def test_ctrl_c_ends_the_reading_and_not_the_job(tmp_path, monkeypatch, plain, c
 
 
 @BOTH
-def test_every_element_is_collected_once(place, plain, course, until):
-    text = program(RECORD + "sys.exit(element == '2')\n")
+def test_every_array_task_is_collected_once(place, plain, course, until):
+    text = program(RECORD + "sys.exit(array_task == '2')\n")
     course("submit", "--script", plain, "--profile", place, "--array", "1-3%2", text, "2")
     until(lambda: "RUNNING" not in (now := course("status")) and "PENDING" not in now, "it ended")
     assert "2 COMPLETED, 1 FAILED (exit code 1)" in course("status")
-    elements = [line.split()[0] for line in course("status", "program-1").splitlines()[1:]]
-    assert elements == ["program-1_1", "program-1_2", "program-1_3"]
+    array_tasks = [line.split()[0] for line in course("status", "program-1").splitlines()[1:]]
+    assert array_tasks == ["program-1_1", "program-1_2", "program-1_3"]
     told = course("collect", "program-1")
     assert [line.partition(" in ")[0] for line in told.splitlines()] == [
         "program-1: records of 2 of 2 ranks"
     ] * 3
-    found = {(record.run["element"], record.rank) for record in read_runs("runs")}
+    found = {(record.run["array_task"], record.rank) for record in read_runs("runs")}
     assert len(read_runs("runs")) == 6
-    assert found == {(element, rank) for element in (1, 2, 3) for rank in (0, 1)}
+    assert found == {(array_task, rank) for array_task in (1, 2, 3) for rank in (0, 1)}
     assert course("collect") == told
     assert len(read_runs("runs")) == 6
 
@@ -222,10 +222,10 @@ def test_of_two_submits_at_once_only_one_gets_the_last_place(place, plain, cours
     course("logs", "-f", one.id)
 
 
-# ---- one element, and ids ---------------------------------------------------------------------
+# ---- one array task, and ids ---------------------------------------------------------------------
 
 
-def test_one_element_is_cancelled_by_its_id(slurm, tmp_path, monkeypatch, plain, course, until):
+def test_one_array_task_is_cancelled_by_its_id(slurm, tmp_path, monkeypatch, plain, course, until):
     monkeypatch.chdir(tmp_path)
     text = program(
         "import os, time\n"
@@ -237,9 +237,9 @@ def test_one_element_is_cancelled_by_its_id(slurm, tmp_path, monkeypatch, plain,
     Path("go").touch()
     assert course("logs", "-f", "program-1_0") == "went\n"
     until(lambda: "1 COMPLETED, 1 CANCELLED" in course("status"), "both ended")
-    one, element = find_submission("program-1_0")
+    one, array_task = find_submission("program-1_0")
     by_job, same = find_submission(f"{one.job_id}_0")
-    assert (by_job.id, element, same) == ("program-1", 0, 0)
+    assert (by_job.id, array_task, same) == ("program-1", 0, 0)
 
 
 def test_an_unknown_id_is_told_with_those_there_are(tmp_path, monkeypatch, course):

@@ -14,7 +14,7 @@ from course_lib.cluster.logs import STRANGE, Tail
 from course_lib.cluster.profile import find_cluster_folder, read_profile
 from course_lib.cluster.scheduler import GONE, JobState, NoAnswerError, SchedulerError
 from course_lib.cluster.submissions import Submission, find_submission, read_submissions, refresh
-from course_lib.cluster.submit import hand_in, limits_of
+from course_lib.cluster.submit import limits_of, submit_job
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord, read_runs
 from course_lib.ranks.launch import attempt_folder
@@ -32,7 +32,7 @@ DONE, FAILED, RUNNING = "COMPLETED", "FAILED", "RUNNING"
 
 @pytest.fixture
 def submission(tmp_path, monkeypatch):
-    """A submission, as it lies on disk, with states for its elements."""
+    """A submission, as it lies on disk, with states for its array tasks."""
     monkeypatch.chdir(tmp_path)
 
     def make(*states: str, array: str = "", restarts: int = 0, **words) -> Submission:
@@ -50,8 +50,8 @@ def submission(tmp_path, monkeypatch):
             token="a",
             job_id="17",
             seen=tuple(
-                JobState(element=element, state=state, restarts=restarts, seconds=360)
-                for element, state in zip(job.elements, states, strict=False)
+                JobState(array_task=array_task, state=state, restarts=restarts, seconds=360)
+                for array_task, state in zip(job.array_tasks, states, strict=False)
             ),
         )
         one.write()
@@ -83,7 +83,7 @@ def counted(folder: str = "runs") -> list[tuple[str, int]]:
         ({"0.2": 2, "0.10": 2}, "0.10"),
     ],
 )
-def test_of_each_element_one_attempt_counts(submission, attempts, counts):
+def test_of_each_array_task_one_attempt_counts(submission, attempts, counts):
     one = submission(DONE, restarts=10)
     for attempt, ranks in attempts.items():
         leave(one, attempt, ranks)
@@ -112,7 +112,7 @@ def test_what_runs_is_left_alone(submission):
     one = submission(DONE, RUNNING, array="0-1")
     leave(one, "0.0")
     leave(one, "1.0", ranks=1)
-    assert [found.element for found in collect(one)] == [0]
+    assert [found.array_task for found in collect(one)] == [0]
     assert (one.folder / "records" / "1.0" / "rank0.jsonl").exists()
     assert counted("runs/ddp-1") == [("0.0", 0), ("0.0", 1)]
 
@@ -163,7 +163,7 @@ def test_records_that_a_program_leaves_in_the_run_folder_come_along(submission):
     assert (found.is_whole, counted("runs/ddp-1")) == (True, [("second", 0), ("first", 0)])
 
 
-def test_each_attempt_of_each_element_has_a_folder(monkeypatch):
+def test_each_attempt_of_each_array_task_has_a_folder(monkeypatch):
     for name in ("RUN_FOLDER", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     assert attempt_folder("runs/mine") == Path("runs/mine")
@@ -180,7 +180,7 @@ def test_each_attempt_of_each_element_has_a_folder(monkeypatch):
 @pytest.mark.parametrize(
     ("states", "jobs", "hours"),
     [
-        ((), 2, 4.0),  # 2 GPUs, 4 elements of half an hour, two at a time
+        ((), 2, 4.0),  # 2 GPUs, 4 array tasks of half an hour, two at a time
         ((RUNNING,) * 4, 2, 4.0),
         ((DONE, FAILED, DONE, RUNNING), 1, 3 * 0.2 + 1.0),  # 6 minutes with 2 GPUs each
         ((DONE, FAILED, DONE, DONE), 0, 4 * 0.2),
@@ -215,7 +215,7 @@ class Deaf:
         return self.found
 
     def states(self, job_id: str) -> list[JobState]:
-        return [JobState(element=0, state=RUNNING)]
+        return [JobState(array_task=0, state=RUNNING)]
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def deaf(tmp_path, monkeypatch):
             )
         job = Job(name="ddp", program="ddp.py", run_folder="runs")
         with pytest.raises(CourseError) as error:
-            hand_in(job, read_profile("laptop"))
+            submit_job(job, read_profile("laptop"))
         return str(error.value)
 
     return do
@@ -268,8 +268,8 @@ def test_a_file_that_nobody_wrote_is_told(submission):
 
 def test_ids_are_those_of_the_course_or_of_the_scheduler(submission):
     one = submission(DONE, DONE, array="3-4")
-    for text, element in (("ddp-1", None), ("17", None), ("ddp-1_4", 4), ("17_3", 3)):
-        assert find_submission(text) == (one, element)
+    for text, array_task in (("ddp-1", None), ("17", None), ("ddp-1_4", 4), ("17_3", 3)):
+        assert find_submission(text) == (one, array_task)
     for text in ("ddp-2", "ddp", "1", "ddp-1_5", "ddp-1_x", ""):
         with pytest.raises(CourseError, match=r"There are: ddp-1\."):
             find_submission(text)
@@ -320,3 +320,10 @@ def test_a_log_that_begins_anew_is_read_anew(tmp_path):
     assert tail.read() == "first attempt, and a long line\n"
     log.write_text("second\n")
     assert tail.read() == "second\n"
+
+
+def test_a_submission_of_an_earlier_version_is_read(submission):
+    one = submission("COMPLETED", "RUNNING", array="0-1")
+    path = one.folder / "submission.json"
+    path.write_text(path.read_text().replace('"array_task"', '"element"'))
+    assert read_submissions() == [one]

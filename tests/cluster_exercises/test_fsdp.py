@@ -135,7 +135,7 @@ def test_a_forgotten_return_is_told(number):
 @pytest.mark.parametrize("task", beside.TASKS)
 def test_pytorch_beside_ours_computes_the_same_and_sends_no_less(pools, task):
     ours, theirs = (
-        pools(2).run(beside.some_steps, name, task, 2)[0] for name in ("ours", "PyTorch")
+        pools(2).run(beside.run_framework, name, task, 2)[0] for name in ("ours", "PyTorch")
     )
     torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-4, atol=1e-5)
     assert ours.sent <= 1.01 * theirs.sent, "PyTorch is told to free the root, too"
@@ -152,7 +152,7 @@ def test_two_ranks_learn_what_one_learns(pools, task):
 
 def test_an_engine_that_nobody_knows_is_told(pools):
     with pytest.raises(RankError, match="need one of ours, PyTorch"):
-        pools(1).run(partial(beside.some_steps, name="Torch"))
+        pools(1).run(partial(beside.run_framework, name="Torch"))
 
 
 @pytest.fixture(scope="module")

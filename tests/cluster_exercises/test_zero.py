@@ -22,7 +22,7 @@ from course_lib.memory import model_states
 from course_lib.zero import FlatLayout, ZeRO1, ZeRO2, ZeRO3
 from course_lib.zero.explorer import draw_stages, stages_alt
 from course_lib.zero.lab import owned_after_backward, owned_over_time
-from course_lib.zero.pictures import flat_row
+from course_lib.zero.pictures import flat_param_shards
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -192,10 +192,10 @@ def test_ownership_over_time_ends_where_the_formula_is(pools):
 
 def test_a_flat_row_needs_its_names():
     layout = FlatLayout(((2, 2), (3,)), 2)
-    title = flat_row(layout, ("a", "b"), "7 numbers").texts[0].get_text()
+    title = flat_param_shards(layout, ("a", "b"), "7 numbers").texts[0].get_text()
     assert title == "7 numbers"
     with pytest.raises(CourseError, match="need a name for each of 2 tensors"):
-        flat_row(layout, ("a",), "7 numbers")
+        flat_param_shards(layout, ("a",), "7 numbers")
 
 
 @pytest.mark.parametrize(

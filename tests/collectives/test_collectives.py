@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from course_lib import collectives as c
-from course_lib.collectives import messages, ring_all_reduce
+from course_lib.collectives import messages, ring, ring_all_reduce
 from course_lib.collectives.collectives import SMALL_BYTES
-from course_lib.collectives.group import Place, shard_of
+from course_lib.collectives.group import GroupMember, shard_of
 from course_lib.core import Link
 from course_lib.cost import network
 from course_lib.ranks import RankError, Ranks
+from tests.collectives import message_lists
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -153,9 +154,9 @@ def transposed(rank):
 
 def test_tensors_that_are_not_contiguous(pools):
     wanted = (torch.arange(6.0).view(2, 3).t() + 1) * 1111
-    for whole, ring, doubling, strided in pools(4).run(transposed):
+    for whole, summed, doubling, strided in pools(4).run(transposed):
         assert torch.equal(whole, wanted)
-        assert torch.equal(ring, wanted)
+        assert torch.equal(summed, wanted)
         assert torch.equal(doubling, wanted)
         assert strided.tolist() == [10.0] * 5
 
@@ -228,8 +229,8 @@ def test_all_ranks_hold_the_same_bits_after_doubling(pools):
 
 @given(n=st.integers(0, 50), p=st.integers(1, 9))
 def test_shards_are_those_of_tensor_split(n, p):
-    place = Place(0, tuple(range(p)), None)
-    shards = [shard_of(torch.arange(n), place, r, "") for r in range(p)]
+    member = GroupMember(0, tuple(range(p)), None)
+    shards = [shard_of(torch.arange(n), member, r, "") for r in range(p)]
     assert torch.equal(torch.cat(shards), torch.arange(n))
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
@@ -242,9 +243,9 @@ PAPER = {
     c.reduce_scatter: messages.ring_reduce_scatter_messages,
     c.broadcast: messages.tree_broadcast_messages,
     c.star_broadcast: messages.star_broadcast_messages,
-    c.reduce: messages.tree_reduce_messages,
+    c.reduce: message_lists.tree_reduce_messages,
     c.recursive_doubling_all_reduce: messages.recursive_doubling_messages,
-    c.all_to_all: messages.all_to_all_messages,
+    c.all_to_all: message_lists.all_to_all_messages,
 }
 
 
@@ -275,6 +276,58 @@ def test_pieces_change_the_messages_and_not_the_bytes(pools):
     sent = [event.num_bytes for event in ranks.events if (event.kind, event.rank) == ("send", 0)]
     assert (len(sent), sum(sent)) == (2 * 3 * 4, 2 * 3 * 1000)  # 250 numbers a shard in 4 pieces
     assert max(sent) <= 256
+
+
+STEPS = {
+    ring.reduce_scatter_steps: messages.ring_reduce_scatter_messages,
+    ring.all_gather_steps: messages.ring_all_gather_messages,
+    lambda rank, p: ring.reduce_scatter_steps(rank, p) + ring.all_gather_steps(rank, p): (
+        messages.ring_all_reduce_messages
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+def test_the_steps_of_the_ring_are_the_messages_on_paper(steps, p):
+    paper = STEPS[steps](p)
+    for rank in range(p):
+        took = steps(rank, p)
+        sent = [(m.shard, m.adds) for m in paper if m.sender == rank]
+        received = [(m.shard, m.adds) for m in paper if m.receiver == rank]
+        assert [(step.send, step.adds) for step in took] == sent
+        assert [(step.receive, step.adds) for step in took] == received
+
+
+def in_pairs(rank, n):
+    """The ring as NCCL needs it: who starts what together, and the sums."""
+    together, start_exchange = [], ring.start_exchange
+
+    def noted(member, out, to, into, source):
+        together.append((to - rank, rank - source, out.numel(), into.numel()))
+        return start_exchange(member, out, to, into, source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "needs_pairs", lambda tensor: True)
+        patch.setattr(ring, "start_exchange", noted)
+        patch.setattr(ring.GroupMember, "irecv", None)  # nothing starts alone
+        patch.setattr(ring.GroupMember, "isend", None)
+        x = torch.full((n,), 10.0**rank)
+        shard, whole = c.reduce_scatter(x, "mean"), c.all_gather(x)
+        return ring_all_reduce(x.clone(), piece_bytes=8), shard, whole, together
+
+
+@pytest.mark.parametrize("p", SIZES)
+def test_for_nccl_each_receive_starts_together_with_a_send(pools, p):
+    n = 10
+    total = sum(10.0**rank for rank in range(p))
+    for reduced, shard, whole, together in pools(p).run(in_pairs, n):
+        assert torch.equal(reduced, torch.full((n,), total))
+        assert (shard == total / p).all()
+        assert whole.view(p, n).unique_consecutive(dim=1).flatten().tolist() == [
+            10.0**rank for rank in range(p)
+        ]
+        assert [pair[:2] for pair in together] == [(1, 1)] * (4 * (p - 1))  # whole shards
 
 
 def test_small_tensors_take_doubling_and_large_ones_the_ring(pools):

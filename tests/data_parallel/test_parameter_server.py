@@ -285,7 +285,7 @@ def waits_for_nobody(rank):
     weight = nn.Linear(1, 1)
     server = ParameterServer(weight, torch.optim.SGD(weight.parameters(), lr=1.0))
     if rank == 0:
-        server._next_knock()
+        server._next_request()
 
 
 def test_a_server_that_waits_for_nobody_is_a_hang(pools):

@@ -225,7 +225,7 @@ class Sums(Mean):
 
 
 class ForgetsTheLastBucket(DDP):
-    def _send(self):
+    def _launch(self):
         last = len(self._works) == len(self.buckets) - 1
         self._works.append(Done() if last else Mean(self.buckets[len(self._works)].flat, None))
 

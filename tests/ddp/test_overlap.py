@@ -161,7 +161,7 @@ def test_shares_of_backward_add_up():
     ("ready_s", "grad_bytes"), [((1.0,), (1, 2)), ((), ()), ((2.0, 1.0), (1, 2)), ((-1.0,), (1,))]
 )
 def test_a_step_that_cannot_be_is_told(ready_s, grad_bytes):
-    with pytest.raises(CourseError, match="StepCost: need one moment a gradient"):
+    with pytest.raises(CourseError, match="StepCost: need one time per gradient"):
         StepCost(forward_s=0.0, ready_s=ready_s, grad_bytes=grad_bytes)
 
 

@@ -66,7 +66,7 @@ def ciede2000(one: np.ndarray, other: np.ndarray) -> float:
     chroma = (np.hypot(a1, b1) + np.hypot(a2, b2)) / 2
     grow = 1.5 - 0.5 * np.sqrt(chroma**7 / (chroma**7 + 25**7))
     c1, c2 = np.hypot(a1 * grow, b1), np.hypot(a2 * grow, b2)
-    h1, h2 = (np.parallelism(np.arctan2(b, a * grow)) % 360 for a, b in ((a1, b1), (a2, b2)))
+    h1, h2 = (np.degrees(np.arctan2(b, a * grow)) % 360 for a, b in ((a1, b1), (a2, b2)))
     turn = (h2 - h1 + 180) % 360 - 180
     mean_h = (h1 + turn / 2) % 360
     mean_l, mean_c = (l1 + l2) / 2, (c1 + c2) / 2

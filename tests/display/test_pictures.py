@@ -12,9 +12,8 @@ from course_lib.core.records import COMMUNICATION_KINDS, KINDS
 from course_lib.core.units import GIB, MIB
 from course_lib.display import Voices, compare, memory, timeline, timelines, waiting
 from course_lib.display.colours import KIND
-from course_lib.display.lanes import places
+from course_lib.display.lanes import assign_slots
 from course_lib.display.show import png_bytes
-from course_lib.display.waiting import circle_of_waiting
 
 
 def event(rank: int, kind: str, start_s: float, end_s: float, label: str = "") -> Event:
@@ -117,19 +116,19 @@ def test_predicted_and_measured_share_one_scale_of_time() -> None:
 
 
 def test_a_message_under_way_during_work_goes_beneath_the_rank() -> None:
-    found = {place.event.kind: place for place in places(busy(1, 1))}
+    found = {slot.event.kind: slot for slot in assign_slots(busy(1, 1))}
     assert found["all_reduce"].beneath
     assert not found["forward"].beneath
 
 
 def test_a_message_with_nothing_beside_it_fills_the_lane() -> None:
     work, send = event(0, "forward", 0, 1), event(0, "send", 1, 2)
-    assert not any(place.beneath for place in places([work, send]))
+    assert not any(slot.beneath for slot in assign_slots([work, send]))
 
 
 def test_a_message_that_is_only_waited_for_fills_the_lane_over_the_wait() -> None:
     wait, reduce = event(0, "wait", 0, 3), event(0, "all_reduce", 0, 2)
-    assert [(place.event, place.beneath) for place in places([reduce, wait])] == [
+    assert [(slot.event, slot.beneath) for slot in assign_slots([reduce, wait])] == [
         (wait, False),
         (reduce, False),
     ]
@@ -138,13 +137,14 @@ def test_a_message_that_is_only_waited_for_fills_the_lane_over_the_wait() -> Non
 def test_messages_at_the_same_time_share_the_height() -> None:
     send, recv, later = (event(0, kind, *at) for kind, at in
         (("send", (0, 2)), ("recv", (1, 3)), ("send", (3, 4))))  # fmt: skip
-    found = {place.event: (place.index, place.count) for place in places([later, recv, send])}
+    slots = assign_slots([later, recv, send])
+    found = {slot.event: (slot.index, slot.count) for slot in slots}
     assert found == {send: (0, 2), recv: (1, 2), later: (0, 1)}
 
 
 def test_every_event_gets_exactly_one_place() -> None:
     events = busy(1, 5) + [event(0, kind, 0.5, 7) for kind in COMMUNICATION_KINDS]
-    assert sorted(map(str, events)) == sorted(str(place.event) for place in places(events))
+    assert sorted(map(str, events)) == sorted(str(slot.event) for slot in assign_slots(events))
 
 
 def test_a_picture_needs_a_title() -> None:
@@ -294,12 +294,6 @@ class Wait:
     kind: str = "recv"
     where: str = "dist.recv(x, src=rank - 1)"
     line: int = 4
-
-
-def test_waiting_finds_the_shortest_circle() -> None:
-    assert circle_of_waiting({0: (3,), 1: (0,), 2: (1,), 3: (2,)}) == [0, 3, 2, 1]
-    assert circle_of_waiting({0: (1, 2, 3), 1: (2,), 2: (1,), 3: ()}) == [1, 2]
-    assert circle_of_waiting({0: (1,), 1: (2,)}) == []
 
 
 def test_waiting_titles_say_the_finding() -> None:

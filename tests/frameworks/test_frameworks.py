@@ -21,8 +21,10 @@ from course_lib.frameworks import (
     accelerate_deepspeed,
     accelerate_fsdp,
     alive_bytes,
+    alive_storages,
     deepspeed_config,
     deepspeed_engine,
+    engine,
     fully_sharded,
     missing,
 )
@@ -193,7 +195,7 @@ def test_a_framework_that_is_not_installed_is_one_sentence(pools, name):
     package = name.partition(",")[0]
     for said in pools(2).run(without, package, MAKES[name]):
         assert f"need {package} {VERSIONS[package]}; it is not installed here" in said
-        assert said.endswith(f"Try pip install -e '.[{package}]' in the course's folder.")
+        assert said.endswith("in the course's folder.")
         assert len(said.splitlines()) == 1
 
 
@@ -203,12 +205,27 @@ def test_a_process_that_is_no_rank_is_told(make):
         make(seeded(GPT), SGD)
 
 
-def test_the_extras_are_the_versions_that_are_asked_for():
+@pytest.mark.parametrize("package", VERSIONS)
+@pytest.mark.parametrize(
+    ("system", "what"), [("linux", "."), ("darwin", "'.[{}]'"), ("win32", "'.[{}]'")]
+)
+def test_what_to_install_is_the_course_on_linux_and_an_extra_elsewhere(
+    monkeypatch, system, what, package
+):
+    monkeypatch.setattr(engine.sys, "platform", system)
+    monkeypatch.setattr(engine, "find_spec", lambda name: None)
+    said = missing(package)
+    assert f"Try pip install -e {what.format(EXTRAS[package])} in the course's folder." in said
+
+
+@pytest.mark.parametrize("package", VERSIONS)
+def test_the_course_and_its_extras_list_the_versions_that_are_asked_for(package):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    for package, version in VERSIONS.items():
-        listed = {one.name: str(one.specifier) for one in map(Requirement, extras[EXTRAS[package]])}
-        assert listed[package] == f"=={version}"
+    extra = project["optional-dependencies"][EXTRAS[package]]
+    for lines, system in ((project["dependencies"], "linux"), (extra, "darwin")):
+        (found,) = [one for one in map(Requirement, lines) if one.name == package]
+        assert str(found.specifier) == f"=={VERSIONS[package]}"
+        assert found.marker is None or found.marker.evaluate({"sys_platform": system})
 
 
 def test_a_package_that_is_there_is_the_package():
@@ -349,3 +366,14 @@ def test_deepspeed_under_torchrun_equals_one_process(tmp_path):
     )  # fmt: skip
     _, weights = one_process(GPT, gpt_batch)
     torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), weights, **TOLERANCE)
+
+
+def test_bytes_besides_earlier_storages_stay_right_when_an_earlier_tensor_is_freed():
+    earlier_tensor = torch.ones(1000)
+    earlier = alive_storages()
+    later = torch.ones(7)
+    assert alive_bytes(besides=earlier) == later.nbytes
+    del earlier_tensor
+    assert alive_bytes(besides=earlier) == later.nbytes
+    again = [torch.ones(1000) for _ in range(8)]  # at the address that is free now
+    assert alive_bytes(besides=earlier) == later.nbytes + sum(one.nbytes for one in again)

@@ -293,7 +293,7 @@ def together(
             model.clip_grad_norm_(clip)
         optimizer.step()
         found.append(model.full_state_dict())
-        assert not any(row.is_whole for row in model.param_groups), "something was not freed"
+        assert not any(group.is_whole for group in model.param_groups), "something was not freed"
     return found
 
 
@@ -382,71 +382,71 @@ def test_a_group_within_the_world(pools):
 
 
 class Broken(FSDP):
-    """An FSDP with one fault in all its rows."""
+    """An FSDP with one fault in all its parameter groups."""
 
     def __init__(self, module, fault, **options):
         super().__init__(module, **options)
-        for row in self.rows:
-            if row.shard.requires_grad:
-                FAULTS[fault](row, self)
+        for group in self.param_groups:
+            if group.shard.requires_grad:
+                FAULTS[fault](group, self)
 
 
-def wrong_dtype(row, model):
+def wrong_dtype(group, model):
     def start_gather():
-        kept = row.shard.detach().clone()
-        row.shard.data.copy_(kept.bfloat16())
-        FSDPParamGroup.start_gather(row)
-        row.wait_gather()
-        row.shard.data.copy_(kept)
+        kept = group.shard.detach().clone()
+        group.shard.data.copy_(kept.bfloat16())
+        FSDPParamGroup.start_gather(group)
+        group.wait_gather()
+        group.shard.data.copy_(kept)
 
-    row.start_gather = start_gather
-
-
-def never_freed(row, model):
-    row.free = row.wait_gather
+    group.start_gather = start_gather
 
 
-def no_mean(row, model):
+def never_freed(group, model):
+    group.free = group.wait_gather
+
+
+def no_mean(group, model):
     def wait_reduce():
-        arrives = row.reducing is not None
-        FSDPParamGroup.wait_reduce(row)
-        if arrives:
-            row.shard.grad.mul_(row.place.p)
+        reduces = group.reducing is not None
+        FSDPParamGroup.wait_reduce(group)
+        if reduces:
+            group.shard.grad.mul_(group.member.size)
 
-    row.wait_reduce = wait_reduce
+    group.wait_reduce = wait_reduce
 
 
-def padded_tail(row, model):
+def padded_tail(group, model):
     def collect():
-        FSDPParamGroup.collect(row)
-        row.flat_grad[row.layout.numel :] = 1
+        FSDPParamGroup.collect(group)
+        group.flat_grad[group.layout.numel :] = 1
 
-    row.collect = collect
+    group.collect = collect
 
 
-def not_gathered_again(row, model):
+def not_gathered_again(group, model):
     def start_gather():
-        if model._in_backward and not row.is_whole:
-            row.whole.untyped_storage().resize_(row.whole_bytes)  # some numbers, or none
-            row.whole.data.zero_()
-            row.gathering = dist.barrier(async_op=True)
+        if model._in_backward and not group.is_whole:
+            group.whole.untyped_storage().resize_(group.whole_bytes)  # some numbers, or none
+            group.whole.data.zero_()
+            group.gathering = dist.barrier(async_op=True)
         else:
-            FSDPParamGroup.start_gather(row)
+            FSDPParamGroup.start_gather(group)
 
-    row.start_gather = start_gather
+    group.start_gather = start_gather
 
 
-def stale(row, model):
-    first = row.shard.detach().clone()
+def stale(group, model):
+    first = group.shard.detach().clone()
 
     def start_gather():
-        kept = row.shard.detach().clone()
-        row.shard.data.copy_(first)
-        FSDPParamGroup.start_gather(row)
-        row.wait_gather()
-        row.shard.data.copy_(kept)
+        kept = group.shard.detach().clone()
+        group.shard.data.copy_(first)
+        FSDPParamGroup.start_gather(group)
+        group.wait_gather()
+        group.shard.data.copy_(kept)
 
-    row.start_gather = start_gather
+    group.start_gather = start_gather
 
 
 FAULTS = {
@@ -614,22 +614,25 @@ def frozen_traffic(rank, name):
     for _ in range(2):
         with resident_over_time(model) as ledger, record() as log:
             BUILDS[name][2](model(x), y).backward()
-    shards = sum(row.shard.nbytes for row in model.param_groups)
-    rows = [(row.name, row.whole_bytes, row.shard.requires_grad) for row in model.param_groups]
-    return calls_of(log.events), max(ledger.bytes_by_kind["params"]) - shards, rows
+    shards = sum(group.shard.nbytes for group in model.param_groups)
+    groups = [
+        (group.name, group.whole_bytes, group.shard.requires_grad) for group in model.param_groups
+    ]
+    return calls_of(log.events), max(ledger.bytes_by_kind["params"]) - shards, groups
 
 
 @pytest.mark.parametrize("name", ["frozen blocks", "adapted"])
 def test_frozen_weights_are_gathered_and_freed_and_send_no_gradient(pools, name):
-    for calls, peak, rows in pools(2).run(frozen_traffic, name):
+    for calls, peak, groups in pools(2).run(frozen_traffic, name):
         reduced = [size for kind, size in calls if kind == "reduce_scatter"]
-        assert sorted(reduced) == sorted(size for _, size, trained in rows if trained)
+        assert sorted(reduced) == sorted(size for _, size, trained in groups if trained)
         gathered = sum(size for kind, size in calls if kind == "all_gather")
-        root = sum(size for name, size, _ in rows if not name.startswith("blocks"))
-        blocks = sum(size for name, size, _ in rows if name.startswith("blocks"))
+        root = sum(size for name, size, _ in groups if not name.startswith("blocks"))
+        blocks = sum(size for name, size, _ in groups if name.startswith("blocks"))
         assert gathered == root + 2 * blocks
         largest = max(
-            sum(size for name, size, _ in rows if name.startswith(f"blocks.{n}")) for n in range(2)
+            sum(size for name, size, _ in groups if name.startswith(f"blocks.{n}"))
+            for n in range(2)
         )
         assert peak == root + 2 * largest
 
@@ -673,10 +676,10 @@ def test_the_whole_weights_are_gone_and_no_step_brings_them_back(pools):
         for training in (True, False):
             with torch.set_grad_enabled(training):
                 loss = token_loss(model(tokens(4)[0]), tokens(4)[1])
-                seen.append(sum(row.is_whole for row in model.param_groups))
+                seen.append(sum(group.is_whole for group in model.param_groups))
             if training:
                 loss.backward()
-            seen.append(sum(row.is_whole for row in model.param_groups))
+            seen.append(sum(group.is_whole for group in model.param_groups))
         shapes = {tuple(param.shape) for param in module.parameters()}
         return len(alive), seen, shapes, len(list(model.parameters()))
 
@@ -716,8 +719,8 @@ def test_shards_go_back_where_they_came_from(pools):
         model = FSDP(gpt())
         saved, whole = model.state_dict(), model.full_state_dict()
         with torch.no_grad():
-            for row in model.param_groups:
-                row.shard.zero_()
+            for group in model.param_groups:
+                group.shard.zero_()
         model.load_state_dict(saved)
         return whole, model.full_state_dict()
 
@@ -787,7 +790,7 @@ REFUSED = {
     "need tied parameters in one unit; got blocks.0.layer.weight in blocks.0 and blocks.1": (
         lambda rank: FSDP(tied_across())
     ),
-    "whose weights are not dealt out yet": lambda rank: FSDP(nn.Sequential(FSDP(blocks()))),
+    "whose weights are not sharded yet": lambda rank: FSDP(nn.Sequential(FSDP(blocks()))),
     "need floating dtypes": lambda rank: FSDP(blocks(), compute_dtype=torch.int8),
     "need dtype and device before": lambda rank: FSDP(blocks()).double(),
     "need weights on the group's first rank": lambda rank: FSDP(nn.Linear(2, 2, device="meta")),
@@ -828,7 +831,7 @@ def test_a_missing_shard_is_told():
 
 
 class FailsOnce(nn.Module):
-    """A block whose first backward breaks off."""
+    """A block whose first backward raises an error."""
 
     class Fault(torch.autograd.Function):
         @staticmethod
@@ -851,7 +854,7 @@ class FailsOnce(nn.Module):
         return self.Fault.apply(self.layer(x), self.left)
 
 
-def test_a_backward_that_broke_off_is_forgotten(pools):
+def test_a_backward_that_raised_an_error_is_reset(pools):
     def grads(rank, fails):
         torch.manual_seed(0)
         model = FSDP(Blocks(FailsOnce(), Residual()).double())
@@ -861,7 +864,7 @@ def test_a_backward_that_broke_off_is_forgotten(pools):
         for _ in range(1 + fails):
             with suppress(ZeroDivisionError):
                 F.mse_loss(model(x), y).backward()
-        return [row.shard.grad for row in model.param_groups]
+        return [group.shard.grad for group in model.param_groups]
 
     broken, whole = (pools(2).run(grads, fails) for fails in (1, 0))
     torch.testing.assert_close(broken[0][:2], whole[0][:2], rtol=0, atol=0)

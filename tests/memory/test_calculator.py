@@ -1,4 +1,4 @@
-"""The calculator: its line, its largest batch, its sliders, `course memory`, other tools' words."""
+"""The memory calculator: option lines, largest batch, sliders, `course memory`, other tools."""
 
 import json
 import subprocess

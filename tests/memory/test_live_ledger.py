@@ -1,4 +1,4 @@
-"""What autograd holds over time: every rise, every fall, each storage once."""
+"""Saved activations over time: every rise, every fall, each storage once."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What autograd keeps equals the formula, byte by byte; models that do not fit are weighed too."""
+"""Saved tensors equal the formula, byte by byte; models that do not fit can be measured too."""
 
 import time
 from dataclasses import replace

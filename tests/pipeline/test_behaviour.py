@@ -1,4 +1,4 @@
-"""What the pipeline engine does besides its numbers: messages, events, memory, and what it says."""
+"""Behavior of the pipeline engine besides its numbers: messages, events, memory, errors."""
 
 import gc
 import re

@@ -1,4 +1,4 @@
-"""The pipeline's lab: emulated stages take what the simulator plays, and have real gradients."""
+"""Measured pipelines: emulated stages take the simulated times, and have real gradients."""
 
 import sys
 
@@ -54,9 +54,9 @@ def test_emulated_steps_do_what_is_simulated_and_are_never_faster(pools):
         assert 0 < step.bubble_fraction < 1
 
 
-def test_times_are_found_for_each_piece_and_each_half(pools):
+def test_times_are_found_for_each_chunk_and_each_part_of_backward(pools):
     whole = measure_times(pools(2), emulated(SCHEDULES["interleaved"], TIMES))
-    halves = measure_times(pools(2), emulated(SCHEDULES["zb-h1"], TIMES))
+    split = measure_times(pools(2), emulated(SCHEDULES["zb-h1"], TIMES))
     given = TIMES.by_depth(2, 2)
     assert whole.backward_input_s == whole.backward_weight_s
     assert len(whole.forward_s) == 4
@@ -66,9 +66,9 @@ def test_times_are_found_for_each_piece_and_each_half(pools):
         assert got >= wanted / 2
     given = TIMES.by_depth(2, 1)
     for kind in ("forward", "backward_input", "backward_weight"):
-        for got, wanted in zip(getattr(halves, f"{kind}_s"), given[kind], strict=True):
+        for got, wanted in zip(getattr(split, f"{kind}_s"), given[kind], strict=True):
             assert got >= wanted
-    assert halves.message_bytes == 4
+    assert split.message_bytes == 4
 
 
 def test_messages_have_the_size_and_the_time_of_the_emulated_wire():

@@ -1,4 +1,4 @@
-"""Pipelines are drawn with a lane of time and a lane of memory, read off any events."""
+"""Pictures of pipelines: a timeline and the micro-batches in flight, drawn from any events."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The pipeline engine: the numbers of one process with any schedule; what it holds and says."""
+"""The pipeline engine gives the numbers of one process with any schedule."""
 
 import random
 import sys
@@ -204,7 +204,7 @@ def test_uneven_stages_have_the_numbers_of_one_process(pools, p):
 
 
 def random_schedule(p, m, v, seed):
-    """Actions in an order that dice choose, out of those whose input has come; some in halves."""
+    """A random order in which every input has arrived; some backwards are split."""
     dice = random.Random(seed)
     halved = {part for part in product(range(p * v), range(m)) if dice.random() < 0.4}
     programs = [[] for _ in range(p)]
@@ -270,23 +270,23 @@ class DropsWeights(Pipeline):
     """The weight half of the last micro-batch is forgotten."""
 
     def step(self, schedule, inputs, targets):
-        whole, last = StageExecutor.do, len(inputs) - 1
+        whole, last = StageExecutor.execute, len(inputs) - 1
         forgets = {("backward_weight", last)}
-        StageExecutor.do = lambda run, action, received: (
-            None if action[::2] in forgets else whole(run, action, received)
+        StageExecutor.execute = lambda executor, action, received: (
+            None if action[::2] in forgets else whole(executor, action, received)
         )
         try:
             return super().step(schedule, inputs, targets)
         finally:
-            StageExecutor.do = whole
+            StageExecutor.execute = whole
 
 
 class InputsWithoutGradient(Pipeline):
     def step(self, *args):
         whole = StageExecutor._backward
-        StageExecutor._backward = lambda run, held, received: (
-            None if held.x is None else torch.zeros_like(held.x),
-            whole(run, held, received),
+        StageExecutor._backward = lambda executor, saved, received: (
+            None if saved.x is None else torch.zeros_like(saved.x),
+            whole(executor, saved, received),
         )[0]
         try:
             return super().step(*args)

@@ -1,4 +1,4 @@
-"""Schedules on paper: orders as torch runs them, laws, bubbles as formulas and papers say."""
+"""Schedules, simulated: the orders of torch, the rules, the bubbles of formulas and papers."""
 
 import csv
 import itertools
@@ -19,7 +19,7 @@ from course_lib.pipeline import cost as b
 from course_lib.pipeline import schedules as s
 from course_lib.pipeline import token_pipeline as tp
 from course_lib.pipeline.balance import balance_stages, stage_times
-from course_lib.pipeline.cost import NUM_STAGES, PUBLISHED, BatchCost, step_parts
+from course_lib.pipeline.cost import PUBLISHED, BatchCost, step_parts
 from course_lib.pipeline.schedule_rules import check_schedule
 
 DATA = Path(__file__).parents[1] / "data"
@@ -187,17 +187,18 @@ def test_peak_in_flight_is_the_formula():
     for p, m in SIZES:
         peaks = {name: simulate(make(p, m)).peak_in_flight() for name, make in PLAIN.items()}
         assert peaks["naive"] == [1] * p
-        assert peaks["gpipe"] == [b.gpipe_in_flight(m)] * p
+        assert peaks["gpipe"] == [m] * p
         assert peaks["1f1b"] == [b.one_f_one_b_in_flight(p, m, rank) for rank in range(p)]
-        assert peaks["zb-h1"] == [b.zero_bubble_h1_in_flight(p, m)] * p
+        assert peaks["zb-h1"] == [min(p, m)] * p
     for p, m, v in interleaved_sizes():
         if m % p == 0:
-            formula = [b.interleaved_in_flight(p, m, v, rank) for rank in range(p)]
+            ahead = [(v - 1) * p + 2 * (p - 1 - rank) for rank in range(p)]
+            formula = [min(chunks + 1, v * m) for chunks in ahead]
             assert simulate(s.interleaved(p, m, v)).peak_in_flight() == formula
 
 
 def moved(schedule, rank, label, to):
-    """The schedule with one action of a rank moved to another place."""
+    """The schedule with one action of a rank moved to another position."""
     changed = [list(actions) for actions in schedule]
     (action,) = [one for one in changed[rank] if one.label == label]
     changed[rank].remove(action)
@@ -297,7 +298,7 @@ def test_with_equal_times_the_bubble_is_the_formula_exactly():
         assert step.bubble_fraction == b.bubble_fraction(p, m)
         assert step.idle_s == [b.one_f_one_b_bubble_s(p, 1, 1, 1)] * p
     for p, m in SIZES:
-        assert simulate(s.naive(p, m)).bubble_fraction == b.naive_idle_fraction(p)
+        assert simulate(s.naive(p, m)).bubble_fraction == (p - 1) / p
     for p, m, v in interleaved_sizes():
         if m % p == 0:
             chunk_of_1_s = PipelineTimes(forward_s=v, backward_input_s=v, backward_weight_s=v)
@@ -346,7 +347,8 @@ def test_what_messages_add_to_1f1b_and_gpipe_is_the_formula_exactly(p, rounds, t
     )
     without_s = (m + p - 1) * sum(times)
     added_s = simulate(s.one_f_one_b(p, m), over_wire).step_s - without_s
-    assert added_s == b.one_f_one_b_wire_s(p, m, message_s)
+    num_exposed = 2 * (p - 1) * (rounds + 1) - 2 if p > 1 else 0
+    assert added_s == num_exposed * message_s
     assert simulate(s.gpipe(p, m), over_wire).step_s - without_s == 2 * (p - 1) * message_s
 
 
@@ -395,7 +397,7 @@ def test_the_published_bubbles_of_the_course_are_those_of_the_tables():
         )
         assert one.one_f_one_b == float(row["bubble_rate"])
         assert one.zero_bubble_h1 == float(rows[*key, "ZB-H1"]["bubble_rate"])
-        played = simulate(s.one_f_one_b(NUM_STAGES, one.num_micro_batches), one.times)
+        played = simulate(s.one_f_one_b(8, one.num_micro_batches), one.times)
         assert played.bubble_rate == pytest.approx(one.one_f_one_b, rel=6e-4)
     assert len(PUBLISHED) == len({key[:2] for key in rows}) == 6
 
@@ -566,7 +568,7 @@ def test_the_last_piece_goes_back_first():
     assert a.as_text(tp.token_schedule(1, 3)) == "rank 0  F0 F1 F2 B2 B1 B0"
 
 
-def test_the_best_cut_is_the_best_of_all_cuts():
+def test_the_best_balanced_cut_is_the_best_of_all_cuts():
     cost = tp.TokenCost(piece_s=3, token_s=1, pair_s=0.25)
     everything = [
         [j - i for i, j in itertools.pairwise((0, *inner, 10))]
@@ -575,8 +577,8 @@ def test_the_best_cut_is_the_best_of_all_cuts():
     ]
     for p in (1, 2, 4, 8):
         fastest_s = min(tp.token_forward_s(cut, p, cost) for cut in everything)
-        assert tp.token_forward_s(tp.best_cut(10, p, cost), p, cost) == fastest_s
-    assert tp.best_cut(10, 1, cost) == [10]
+        balanced = [tp.balanced_cut(10, n, cost) for n in range(1, 11)]
+        assert min(tp.token_forward_s(cut, p, cost) for cut in balanced) == fastest_s
 
 
 def test_pieces_fill_the_pipeline_and_the_balanced_cut_fills_it_best():

@@ -1,4 +1,4 @@
-"""Backward in two halves gives the gradients of one backward, for whatever a module does."""
+"""A split backward gives the gradients of one backward, for whatever a module does."""
 
 import pytest
 import torch

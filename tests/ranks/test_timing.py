@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from course_lib.core import Event
-from course_lib.ranks.timing import communication_s, largest_difference, time_interleaved
+from course_lib.ranks.timing import (
+    communication_s,
+    from_zero,
+    largest_difference,
+    median_turn,
+    time_interleaved,
+)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -76,3 +82,16 @@ def test_messages_at_the_same_time_are_talking_once():
     events = [Event(rank=0, kind=kind, start_s=a, end_s=b) for kind, a, b in moments[::-1]]
     assert communication_s(events) == (6 - 1) + (100 - 10)
     assert communication_s([]) == 0
+
+
+def test_the_median_turn_is_that_of_the_middle_time():
+    assert median_turn([3.0, 1.0, 2.0]) == 2
+    assert median_turn([4.0, 1.0, 3.0, 2.0]) == 2  # of the two in the middle, the slower one
+
+
+def test_events_from_zero_are_sorted_and_keep_their_distances():
+    later, first = (
+        Event(rank=0, kind="forward", start_s=start_s, end_s=start_s + 2, label="F0")
+        for start_s in (105, 101)
+    )
+    assert [(one.start_s, one.end_s) for one in from_zero([later, first])] == [(0, 2), (4, 6)]

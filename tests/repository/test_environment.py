@@ -21,8 +21,14 @@ def wanted() -> dict[str, set[str]]:
     found = {"python": {project["requires-python"]}, "pip": set()}
     for requirement in map(Requirement, lines):
         name = canonicalize_name(requirement.name)
-        found[CONDA_NAMES.get(name, name)] = {str(bound) for bound in requirement.specifier}
+        found[CONDA_NAMES.get(name, name)] = conditions(requirement)
     return found
+
+
+def conditions(requirement: Requirement) -> set[str]:
+    """Bounds of the version and, where it is for some systems only, which ones."""
+    marker = {str(requirement.marker)} if requirement.marker else set()
+    return {str(bound) for bound in requirement.specifier} | marker
 
 
 def read(text: str) -> dict[str, set[str]]:
@@ -44,7 +50,7 @@ def read(text: str) -> dict[str, set[str]]:
 def read_pip(lines: list[str]) -> dict[str, set[str]]:
     """The part that pip installs, without the course itself."""
     requirements = [Requirement(line) for line in lines if line != "--editable ."]
-    return {one.name: {str(bound) for bound in one.specifier} for one in requirements}
+    return {one.name: conditions(one) for one in requirements}
 
 
 def test_environment_yml_lists_what_pyproject_lists():
@@ -80,3 +86,6 @@ def test_a_forgotten_or_changed_package_is_seen():
     text = (ROOT / "environment.yml").read_text()
     assert read(text.replace("  - rich >=14\n", "")) != wanted()
     assert read(text.replace("ruff >=0.14", "ruff >=0.15")) != wanted()
+    assert read(
+        text.replace("deepspeed==0.19.8; sys_platform == 'linux'", "deepspeed==0.19.8")
+    ) != (wanted())

@@ -15,7 +15,7 @@ from course_lib.cost.flops import train_step_flop
 from course_lib.cost.params import count_params
 from course_lib.display.gpu_links import links
 from course_lib.display.losses import descents, losses
-from course_lib.display.paired_bars import Pair, beside
+from course_lib.display.paired_bars import Pair, paired_bars
 from course_lib.scaling_study import pictures as drawing
 from course_lib.scaling_study.aggregate import Experiment
 from course_lib.scaling_study.commands import report
@@ -185,8 +185,8 @@ def test_the_links_of_the_machine_are_drawn_where_there_are_some():
 
 
 def test_pictures_without_anything_to_draw_are_refused():
-    with pytest.raises(CourseError, match="beside: need a number"):
-        beside([Pair(name="x")], "nothing", x_label="x")
+    with pytest.raises(CourseError, match="paired_bars: need a number"):
+        paired_bars([Pair(name="x")], "nothing", x_label="x")
     with pytest.raises(CourseError, match="losses: need one curve"):
         losses({}, "nothing")
     with pytest.raises(CourseError, match="links: need a row and a column"):

@@ -62,7 +62,7 @@ def test_no_registry_is_said_and_nothing_counts_as_ready(make, project, environm
     done = make("lab", PIP_RETRIES="1", PYTHON=sys.executable)
     assert sentence(done).startswith("The package registry cannot be reached.")
     assert "making .venv" in done.stdout
-    assert "installing the packages (1.7 GB, 1 to 3 minutes)" in done.stdout
+    assert "installing the packages (2 GB, 1 to 3 minutes)" in done.stdout
     assert environment.stamp_of(project / ".venv") == environment.BUILDING
 
 
@@ -72,6 +72,15 @@ def test_a_full_disk_is_said_before_anything_is_written(environment, project, mo
     with pytest.raises(environment.Problem, match=r"needs 3 GB of disk; 0\.1 GB are free"):
         environment.build(project, project / ".venv")
     assert not (project / ".venv").exists()
+
+
+def test_the_gpu_build_needs_more_disk(environment, project, monkeypatch):
+    room = shutil.disk_usage(project)._replace(free=5 * 10**9)
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda folder: room)
+    environment.check_disk(project / ".venv", "cpu")
+    with pytest.raises(environment.Problem, match=r"12 GB of disk; 5\.0 GB .*make lab TORCH=cpu"):
+        environment.check_disk(project / ".venv", "gpu")
+    assert "Free 12 GB" in environment.explain(["Errno 28"], "3.11.0", build="gpu")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +95,10 @@ def test_a_full_disk_is_said_before_anything_is_written(environment, project, mo
          "'NewConnectionError'", "registry cannot be reached"),
         ("ReadTimeoutError: HTTPSConnectionPool(host='h', port=443): Read timed out.",
          "registry cannot be reached"),
+        ("WARNING: Retrying (Retry(total=4, connect=None)) after connection broken by "
+         "'NewConnectionError': /whl/cpu/torch/", "index of PyTorch's CPU builds"),
+        ("ReadTimeoutError: HTTPSConnectionPool(host='download.pytorch.org', port=443): Read "
+         "timed out.", "make lab TORCH=gpu"),
         ("SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]",
          "PIP_CERT"),
         ("ERROR: No matching distribution found for torch==2.13.0",

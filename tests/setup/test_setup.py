@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def finished(environment, root: Path, venv: Path) -> None:
+def finished(environment, root: Path, venv: Path, torch: str = "") -> None:
     """Make a folder look as after a finished build."""
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(sys.executable)
-    (venv / environment.STAMP).write_text(environment.fingerprint(root, venv))
+    environment.write_stamp(venv, environment.fingerprint(root, venv), torch)
+
+
+def add_a_line(path: Path) -> None:
+    """Change a file a little."""
+    path.write_text(path.read_text() + "# more\n")
 
 
 @pytest.fixture
@@ -26,8 +32,10 @@ def steps(environment, project, monkeypatch):
     """Run `build` with the steps noted instead of done; returns the notes."""
     notes: list[str] = []
     monkeypatch.setattr(environment, "stands", lambda venv, python: (venv / "bin").exists())
-    monkeypatch.setattr(environment, "create", lambda root, venv, python: notes.append("create"))
-    monkeypatch.setattr(environment, "update", lambda root, venv: notes.append("update"))
+    monkeypatch.setattr(environment, "choose_build", lambda asked, remembered: asked or remembered)
+    for name in ("create", "update"):
+        note = partial(notes.append, name)
+        monkeypatch.setattr(environment, name, lambda *given, note=note: note())
     return notes
 
 
@@ -51,8 +59,7 @@ def test_a_ready_environment_is_left_alone(environment, project, steps):
 
 def test_another_content_of_pyproject_updates(environment, project, steps):
     finished(environment, project, project / ".venv")
-    with (project / "pyproject.toml").open("a") as file:
-        file.write("# more\n")
+    add_a_line(project / "pyproject.toml")
     environment.build(project, project / ".venv")
     assert steps == ["update"]
 
@@ -117,6 +124,56 @@ def test_the_environment_of_another_course_is_not_touched(environment, tmp_path)
     assert environment.stamp_of(venv) == environment.BUILDING
 
 
+# ---- which build of PyTorch it has -----------------------------------------------------------
+
+
+def test_the_build_of_pytorch_is_remembered_and_another_one_makes_all_anew(
+    environment, project, steps
+):
+    venv = project / ".venv"
+    finished(environment, project, venv, "cpu")
+    for asked in ("", "cpu", "gpu", "", "gpu"):
+        environment.build(project, venv, asked=asked)
+    assert steps == ["create"]
+    assert environment.read_stamp(venv) == (environment.fingerprint(project, venv), "gpu")
+
+
+def test_an_update_keeps_the_build_of_pytorch(environment, project, steps):
+    venv = project / ".venv"
+    finished(environment, project, venv, "cpu")
+    add_a_line(project / "pyproject.toml")
+    environment.build(project, venv)
+    assert steps == ["update"]
+    assert environment.read_stamp(venv)[1] == "cpu"
+
+
+def test_an_environment_from_before_the_question_is_asked_once_and_made_anew(
+    environment, project, steps, monkeypatch
+):
+    venv = project / ".venv"
+    finished(environment, project, venv)
+    environment.build(project, venv)
+    assert steps == []  # ready is ready: no question
+    add_a_line(project / "pyproject.toml")
+    monkeypatch.setattr(environment, "choose_build", lambda asked, remembered: remembered or "cpu")
+    environment.build(project, venv)
+    environment.build(project, venv)
+    assert steps == ["create"]
+
+
+def test_what_stops_the_build_is_said_before_anything_is_asked(environment, project, monkeypatch):
+    monkeypatch.setattr(environment, "choose_build", lambda *given: pytest.fail("asked"))
+    venv = project / ".venv"
+    with pytest.raises(environment.Problem, match="Expected TORCH=cpu or TORCH=gpu; got mps"):
+        environment.build(project, venv, asked="mps")
+    with pytest.raises(environment.Problem, match=r"3\.11 or newer"):
+        environment.build(project, venv, "/no/such/python")
+    venv.mkdir()
+    (venv / "mine").touch()
+    with pytest.raises(environment.Problem, match="was not made by make"):
+        environment.build(project, venv)
+
+
 # ---- what a failed update leaves -------------------------------------------------------------
 
 
@@ -125,7 +182,7 @@ def test_a_failed_update_keeps_the_old_packages_only_if_none_was_touched(
     environment, project, monkeypatch, line, kept
 ):
     venv = project / ".venv"
-    finished(environment, project, venv)
+    finished(environment, project, venv, "gpu")
     before = environment.stamp_of(venv)
 
     def install(root, venv, title, lines):
@@ -134,8 +191,10 @@ def test_a_failed_update_keeps_the_old_packages_only_if_none_was_touched(
 
     monkeypatch.setattr(environment, "install", install)
     with pytest.raises(environment.Problem):
-        environment.update(project, venv)
-    assert environment.stamp_of(venv) == (before if kept else environment.BUILDING)
+        environment.update(project, venv, "cpu")
+    assert environment.read_stamp(venv) == (
+        (before, "gpu") if kept else (environment.BUILDING, "cpu")
+    )
 
 
 # ---- Ctrl-C ----------------------------------------------------------------------------------
@@ -180,7 +239,17 @@ def test_the_second_make_starts_within_three_seconds(environment):
 
 
 def test_help_lists_every_target():
-    targets = ["help", "lab", "test", "test-cluster", "cluster", "check", "format", "notebooks"]
+    targets = [
+        "help",
+        "environment",
+        "lab",
+        "test",
+        "test-cluster",
+        "cluster",
+        "check",
+        "format",
+        "notebooks",
+    ]
     targets += ["slides", "bench", "clean"]
     said = subprocess.check_output(["make"], cwd=ROOT, text=True).splitlines()
     assert [line.split()[1] for line in said] == targets

@@ -1,4 +1,4 @@
-"""The picture of shared matrices: each rank has an equal piece, and what is wrong is said."""
+"""Pictures of split matrices: each rank has an equal shard, and bad input is named."""
 
 import pytest
 from matplotlib.colors import to_hex

@@ -35,7 +35,7 @@ def trained(rank, configs):
         trainer = Trainer(rank, config)
         record = trainer.run()
         size = sum(param.numel() for param in trainer.model.parameters())
-        found.append((record, size, trainer.steps.gather()))
+        found.append((record, size, trainer.adapter.gather()))
     return found
 
 

@@ -19,8 +19,8 @@ from course_lib.models.data import mixed_seed
 from course_lib.models.dialogues import MASK, SPECIAL, Dialogues, generated_dialogues
 from course_lib.models.text import generated_text
 from course_lib.train import data, trainer
-from course_lib.train.checkpoint import Progress
 from course_lib.train.config import TrainConfig
+from course_lib.train.progress import Progress
 from course_lib.train.trainer import Trainer, train
 from tests.train.training_runs import losses, refused, same_state
 
@@ -49,7 +49,7 @@ def trained(rank, configs):
     for config in configs:
         trainer = Trainer(rank, config)
         record = trainer.run()
-        found.append((record, trainer.steps.gather(), trainer.progress))
+        found.append((record, trainer.adapter.gather(), trainer.progress))
     return found
 
 
@@ -212,7 +212,7 @@ def went_on(rank, configs):
         never_stopped.config = replace(config, out=None, save_every=0)
         resumed = Trainer(rank, replace(config, resume=True))
         both = (never_stopped, resumed)
-        found += [(one.run(), one.steps.gather(), one.progress) for one in both]
+        found += [(one.run(), one.adapter.gather(), one.progress) for one in both]
     return found
 
 

@@ -22,9 +22,8 @@ from course_lib.models import GPT
 from course_lib.models.text import generated_text
 from course_lib.train import __main__ as command_line
 from course_lib.train import progress as train_progress
-from course_lib.train.checkpoint import Progress
 from course_lib.train.config import TrainConfig
-from course_lib.train.progress import ProgressBar
+from course_lib.train.progress import Progress, ProgressBar
 from course_lib.train.trainer import Trainer, train
 from tests.train.training_runs import losses, refused
 
@@ -42,7 +41,7 @@ def trained(rank, config):
     """What a rank has after training: its record, weights and optimizer state."""
     trainer = Trainer(rank, config)
     record = trainer.run()
-    moments = trainer.steps.optimizer.state_dict()["state"]
+    moments = trainer.adapter.optimizer.state_dict()["state"]
     return record, trainer.model.state_dict(), moments, trainer.progress
 
 

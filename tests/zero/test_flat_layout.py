@@ -1,4 +1,4 @@
-"""Flat rows: nothing is lost, nothing is owned twice, and shards are equal, whatever the shapes."""
+"""Flat layouts: nothing is lost, nothing is owned twice, and shards are equal for any shapes."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_shards_are_equal_and_hold_every_number_once(shapes, group_size):
 
 
 @given(SHAPES, SIZES)
-def test_views_are_the_tensors_and_share_their_memory_with_the_row(shapes, group_size):
+def test_views_are_the_tensors_and_share_their_memory_with_the_flat_tensor(shapes, group_size):
     tensors = numbered(shapes)
     layout = FlatLayout.of(tensors, group_size)
     flat = layout.flatten(tensors)
@@ -64,7 +64,7 @@ def test_pieces_are_where_the_shard_says_and_cover_all(shapes, group_size):
     assert all(torch.equal(a, b.view(-1)) for a, b in zip(rebuilt, tensors, strict=True))
 
 
-def test_pieces_of_an_uneven_row():
+def test_pieces_of_an_uneven_layout():
     layout = FlatLayout(((2, 3), (), (5,)), 4)  # 12 numbers: 3 a rank
     assert layout.pieces(0) == [Piece(0, 0, 3, 0)]
     assert layout.pieces(2) == [Piece(1, 0, 1, 0), Piece(2, 0, 2, 1)]
@@ -77,7 +77,7 @@ def test_fewer_numbers_than_ranks():
     assert [len(layout.pieces(rank)) for rank in range(4)] == [1, 1, 0, 0]
 
 
-def test_a_tensor_that_does_not_lie_row_by_row_is_laid_out_row_by_row():
+def test_a_tensor_that_is_not_contiguous_is_laid_out_in_row_major_order():
     turned = torch.arange(6.0).view(3, 2).t()
     layout = FlatLayout.of([turned], 2)
     assert layout.flatten([turned]).tolist() == [0, 2, 4, 1, 3, 5]
@@ -85,7 +85,7 @@ def test_a_tensor_that_does_not_lie_row_by_row_is_laid_out_row_by_row():
     assert layout.pieces(1)[0].of(turned).tolist() == [1, 3, 5]
 
 
-def test_a_row_has_one_dtype_and_takes_what_fits():
+def test_tensors_are_grouped_by_dtype_up_to_a_size():
     tensors = [torch.zeros(4), torch.zeros(4).bfloat16(), torch.zeros(2), torch.zeros(9)]
     assert group_alike(tensors) == [[0, 2, 3], [1]]
     assert group_alike(tensors, 24) == [[0, 2], [3], [1]]
@@ -105,7 +105,7 @@ def test_a_row_has_one_dtype_and_takes_what_fits():
         (
             lambda: FlatLayout(((5,),), 2).views(torch.zeros(5)),
             ShapeError,
-            r"need a row of \[6\]; got \[5\]",
+            r"need a flat tensor of \[6\]; got \[5\]",
         ),
     ],
 )

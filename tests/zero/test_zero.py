@@ -1,4 +1,4 @@
-"""ZeRO: the numbers of one process, in shards that are owned once, by as many bytes as on paper."""
+"""ZeRO: the numbers of one process, in shards that are owned once, with the predicted bytes."""
 
 import gc
 import re
@@ -24,7 +24,7 @@ from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import RankError, record
 from course_lib.recompute import MixedPrecisionOptimizer
 from course_lib.zero import FlatLayout, ShardedOptimizer, ZeRO1, ZeRO2, ZeRO3, gather_hooks
-from course_lib.zero.cost import RowTraffic, offload_trips, padded_bytes, zero_traffic
+from course_lib.zero.cost import ParamTraffic, offload_bytes, padded_bytes, zero_traffic
 from course_lib.zero.flat_param import FlatParam
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -166,12 +166,12 @@ def alone(name, optimizer="sgd", items=24, clip=None, grouped=False, schedule=Fa
 
 def whole(engine):
     """The parameters, gathered where they are sharded."""
-    for row in engine.all_flat_params:
-        if row.is_free:
-            row.gather()
+    for flat_param in engine.all_flat_params:
+        if flat_param.is_free:
+            flat_param.gather()
     found = [param.detach().clone() for param in engine.module.parameters()]
-    for row in engine.all_flat_params:
-        row.free()
+    for flat_param in engine.all_flat_params:
+        flat_param.free()
     return found
 
 
@@ -237,18 +237,18 @@ def test_zero_matches_one_process(pools, wanted, world_size):
         for stage, found in zip(STAGES, stages, strict=True):
             for case, got, want in zip(CASES, found, wanted, strict=True):
                 assert_law(got, want, f"{stage.__name__}, {case}: ")
-        assert torch.equal(row_of(stages), row_of(by_rank[0])), "ranks differ"
+        assert torch.equal(numbers_of(stages), numbers_of(by_rank[0])), "ranks differ"
 
 
 def assert_law(got, want, where=""):
     torch.testing.assert_close(got, want, **TOLERANCE, msg=lambda words: where + words)
 
 
-def row_of(nested):
+def numbers_of(nested):
     """All numbers of tensors in lists."""
     if isinstance(nested, torch.Tensor):
         return nested.reshape(-1)
-    return torch.cat([row_of(part) for part in nested])
+    return torch.cat([numbers_of(part) for part in nested])
 
 
 def in_float32(rank):
@@ -330,9 +330,9 @@ def test_masters_remember_what_16_bits_round_away(pools):
     assert not torch.equal(plain.masters[0], plain.masters[0].bfloat16().float())
     for by_stage in [[(alone_state, alone_weights), *others], *pools(2).run(in_bfloat16)]:
         for state, weights in by_stage:  # all stages, offloaded or not: the same bits
-            assert torch.equal(row_of(weights), row_of(by_stage[0][1]))
+            assert torch.equal(numbers_of(weights), numbers_of(by_stage[0][1]))
             masters = [[*one["optimizer"]["masters"].values()] for one in (state, by_stage[0][0])]
-            assert torch.equal(*map(row_of, masters))
+            assert torch.equal(*map(numbers_of, masters))
 
 
 # --- beside PyTorch's
@@ -379,16 +379,16 @@ def counted(log):
 
 
 def on_paper(stage, p, micro_batches, module, **options):
-    """The same by formula: a row a module in stage 3, else one for all."""
+    """The same by formula: a flat parameter per module in stage 3, else one for all."""
     trained = [param.numel() for param in module.parameters() if param.requires_grad]
-    rows = [RowTraffic(num_bytes=padded_bytes(sum(trained), p, 8))]
+    params = [ParamTraffic(num_bytes=padded_bytes(sum(trained), p, 8))]
     if stage == 3:
-        rows = [row for part in module.modules() for row in rows_of_module(part, p)]
-    calls = zero_traffic(stage, rows, micro_batches, **options)
+        params = [one for part in module.modules() for one in traffic_of_module(part, p)]
+    calls = zero_traffic(stage, params, micro_batches, **options)
     return calls, sorted((call.kind, call.num_bytes) for call in calls)
 
 
-def rows_of_module(part, p):
+def traffic_of_module(part, p):
     """The head of a tied model has none of its own: the embedding's is needed twice."""
     own = [*part.parameters(recurse=False)]
     if not own or (isinstance(part, nn.Linear) and part.out_features == SPEC.vocab):
@@ -396,7 +396,7 @@ def rows_of_module(part, p):
     times = 2 if isinstance(part, nn.Embedding) and len(own[0]) == SPEC.vocab else 1
     num_bytes = padded_bytes(sum(param.numel() for param in own), p, 8)
     trained = own[0].requires_grad
-    return [RowTraffic(num_bytes=num_bytes, forward=times, backward=times, trained=trained)]
+    return [ParamTraffic(num_bytes=num_bytes, forward=times, backward=times, trained=trained)]
 
 
 TRAFFIC = [{"micro_batches": 1}, {"micro_batches": 2, "clips": True, "find_unused": True}]
@@ -433,19 +433,19 @@ def test_traffic_is_what_the_formula_says(pools, world_size):
 
 
 def test_stages_1_and_2_send_what_plain_data_parallelism_sends_and_stage_3_half_more():
-    rows = [RowTraffic(num_bytes=1200), RowTraffic(num_bytes=240)]
-    sent = [sent_bytes(zero_traffic(zero, rows), 4) for zero in range(4)]
+    params = [ParamTraffic(num_bytes=1200), ParamTraffic(num_bytes=240)]
+    sent = [sent_bytes(zero_traffic(zero, params), 4) for zero in range(4)]
     assert [number / sent[0] for number in sent] == [1, 1, 1, 1.5]
-    assert sent_bytes(zero_traffic(1, rows, all_reduce=True), 4) == 1.5 * sent[0]
-    many = [sent_bytes(zero_traffic(zero, rows, 4), 4) / sent[0] for zero in range(4)]
+    assert sent_bytes(zero_traffic(1, params, all_reduce=True), 4) == 1.5 * sent[0]
+    many = [sent_bytes(zero_traffic(zero, params, 4), 4) / sent[0] for zero in range(4)]
     assert many == [1, 1, 2.5, 6]  # stages 2 and 3 pay for each micro-batch
     with pytest.raises(CourseError, match="need zero as 0, 1, 2 or 3"):
-        zero_traffic(4, rows)
+        zero_traffic(4, params)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_offload_makes_the_trips_that_the_formula_says(pools, micro_batches):
-    def trips(rank):
+def test_offload_transfers_the_bytes_that_the_formula_says(pools, micro_batches):
+    def transfers(rank):
         found = []
         for stage, dtype in [(stage, dtype) for dtype in DTYPES.values() for stage in STAGES]:
             engine = stage(even_mlp().to(dtype), torch.optim.AdamW, lr=1e-3, offload=True)
@@ -460,11 +460,11 @@ def test_offload_makes_the_trips_that_the_formula_says(pools, micro_batches):
             )
         return found
 
-    for found in pools(2).run(trips):
+    for found in pools(2).run(transfers):
         numels, want = [312, 300], []
         for dtype in DTYPES.values():
-            rows = [RowTraffic(num_bytes=padded_bytes(n, 2, dtype.itemsize)) for n in numels]
-            want += [list(offload_trips(zero, rows, 2, micro_batches)) for zero in (1, 2, 3)]
+            params = [ParamTraffic(num_bytes=padded_bytes(n, 2, dtype.itemsize)) for n in numels]
+            want += [list(offload_bytes(zero, params, 2, micro_batches)) for zero in (1, 2, 3)]
         assert found == want
 
 
@@ -496,11 +496,11 @@ def storage_bytes(tensors, seen):
 
 def owned_bytes(engine):
     """Bytes of parameters, gradients and optimizer state on this rank, each storage once."""
-    seen, rows = set(), engine.all_flat_params
-    params = [*engine.module.parameters(), *(t for row in rows for t in (row.flat, row.shard))]
+    seen, flat_params = set(), engine.all_flat_params
+    params = [*engine.module.parameters(), *(t for x in flat_params for t in (x.flat, x.shard))]
     grads = [param.grad for param in engine.module.parameters()]
-    grads += [t for row in rows for t in (row.grad_shard, row.buffer)]
-    state = [row.master for row in engine.flat_params]
+    grads += [t for x in flat_params for t in (x.grad_shard, x.buffer)]
+    state = [flat_param.master for flat_param in engine.flat_params]
     for values in engine.optimizer.inner.state.values():
         state += [value for key, value in values.items() if key != "step"]
     return {
@@ -555,7 +555,7 @@ def test_a_rank_holds_no_other_tensor(pools):
         assert owned == alive > 0
 
 
-def test_an_uneven_shard_is_at_most_one_number_a_row_larger_than_its_part(pools):
+def test_an_uneven_shard_is_at_most_one_number_per_flat_param_larger_than_its_part(pools):
     def owned(rank):
         found = []
         for stage in STAGES:
@@ -569,15 +569,15 @@ def test_an_uneven_shard_is_at_most_one_number_a_row_larger_than_its_part(pools)
     by_rank = pools(4).run(owned)
     for stages in zip(*by_rank, strict=True):
         assert sum(state for state, _ in stages) == 2 * 8 * numel, "each number has one owner"
-        assert all(state <= 2 * 8 * (numel / 4 + rows) for state, rows in stages)
+        assert all(state <= 2 * 8 * (numel / 4 + count) for state, count in stages)
 
 
-def most_rows(rank, name):
-    """The most rows whose parameters are there at once, in three steps with two micro-batches."""
+def most_gathered(rank, name):
+    """The most flat parameters gathered at once, in three steps with two micro-batches."""
     most, gather = [], FlatParam.gather
 
-    def counting(row):
-        gather(row)
+    def counting(flat_param):
+        gather(flat_param)
         most.append(sum(not other.is_free for other in engine.all_flat_params))
 
     with planted(FlatParam, gather=counting):
@@ -587,9 +587,9 @@ def most_rows(rank, name):
             engine.zero_grad()
             for _ in range(2):
                 BUILDS[name][2](engine(x), y).backward()
-                free = [row.is_free for row in engine.all_flat_params]
+                free = [one.is_free for one in engine.all_flat_params]
             engine.step()
-    return max(most), free, [row.is_free for row in engine.all_flat_params]
+    return max(most), free, [one.is_free for one in engine.all_flat_params]
 
 
 @contextmanager
@@ -606,8 +606,8 @@ def planted(cls, **methods):
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
-def test_one_modules_parameters_are_there_at_a_time(pools, name):
-    for most, after_backward, after_step in pools(2).run(most_rows, name):
+def test_one_modules_parameters_are_gathered_at_a_time(pools, name):
+    for most, after_backward, after_step in pools(2).run(most_gathered, name):
         assert most == 1
         assert all(after_backward)
         assert all(after_step)
@@ -618,11 +618,11 @@ def test_a_whole_gradient_does_not_outlive_its_bucket(pools):
         class Watched(ZeRO2):
             most = 0
 
-            def _arrive(self, number, index):
-                super()._arrive(number, index)
-                under_way = [row.sending.leaving for row in self.rows if row.sending]
-                filling = [row.buffer for row in self.rows if row.buffer is not None]
-                self.most = max(self.most, len(under_way) + len(filling))
+            def _mark_ready(self, number, index):
+                super()._mark_ready(number, index)
+                in_flight = [one.pending.input for one in self.flat_params if one.pending]
+                filling = [one.buffer for one in self.flat_params if one.buffer is not None]
+                self.most = max(self.most, len(in_flight) + len(filling))
                 assert all(param.grad is None for param in self.module.parameters())
 
         layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
@@ -632,44 +632,45 @@ def test_a_whole_gradient_does_not_outlive_its_bucket(pools):
         engine.finish()
         return engine.most, len(engine.flat_params), counted(log)
 
-    for most, num_rows, sent in pools(2).run(step):
-        assert (most, num_rows) == (2, 6), "one is under way, and one is being filled"
-        assert len(sent) == 5, "all but the last have arrived before backward ends"
+    for most, count, sent in pools(2).run(step):
+        assert (most, count) == (2, 6), "one is in flight, and one is being filled"
+        assert len(sent) == 5, "all but the last are complete before backward ends"
 
 
 # --- planted mistakes
 
 
-def not_gathered(row):
-    row.shard.copy_(row.master)
+def not_gathered(flat_param):
+    flat_param.shard.copy_(flat_param.master)
 
 
-def stale(row):
-    row.gather()
+def stale(flat_param):
+    flat_param.gather()
 
 
-def averaged_twice(row, settle=FlatParam.settle):
-    settle(row)
-    row.grad_shard.div_(row.p)
+def averaged_twice(flat_param, wait=FlatParam.wait_reduce_scatter):
+    wait(flat_param)
+    flat_param.grad_shard.div_(flat_param.p)
 
 
 def local_norm(optimizer, max_norm):
-    squares = sum((grad**2).sum() for row in optimizer.flat_params for _, grad in row.grads())
-    for row in optimizer.flat_params:
-        for grad in row.all_grads():
+    squares = sum((grad**2).sum() for one in optimizer.flat_params for _, grad in one.grads())
+    for flat_param in optimizer.flat_params:
+        for grad in flat_param.all_grads():
             grad.mul_(min(1.0, max_norm / squares.sqrt()))
 
 
-def kept_whole(row, named, group, init=FlatParam.__init__):
-    init(row, named, group)
-    row.shard, row.pieces = row.flat, FlatLayout.of(row.params, 1).pieces(0)
-    row.gather = lambda: None
+def kept_whole(flat_param, named, group, init=FlatParam.__init__):
+    init(flat_param, named, group)
+    flat_param.shard = flat_param.flat
+    flat_param.pieces = FlatLayout.of(flat_param.params, 1).pieces(0)
+    flat_param.gather = lambda: None
 
 
 PLANTED = {
     "not gathered": (FlatParam, {"copy_masters_to_params": not_gathered}, {}),
     "stale shard": (FlatParam, {"copy_masters_to_params": stale}, {"offload": True}),
-    "averaged twice": (FlatParam, {"settle": averaged_twice}, {}),
+    "averaged twice": (FlatParam, {"wait_reduce_scatter": averaged_twice}, {}),
     "local norm": (ShardedOptimizer, {"clip_grad_norm_": local_norm}, {"clip": 0.01}),
 }
 
@@ -714,8 +715,8 @@ def test_state_that_is_kept_whole_has_the_right_numbers_and_too_many_bytes(pools
 
 def test_parameters_that_are_not_freed_are_seen(pools):
     def broken(rank):
-        with planted(gather_hooks, _free=lambda rows: None):
-            return most_rows(rank, "mlp")
+        with planted(gather_hooks, _free=lambda flat_params: None):
+            return most_gathered(rank, "mlp")
 
     assert [most for most, *_ in pools(2).run(broken)] == [2, 2]
 
@@ -769,7 +770,7 @@ def test_a_shard_goes_on_to_the_bit_on_its_own_rank(pools):
         found = pools(2).run(saved, stage, full=False)
         states, ((*_, third, fourth), _) = zip(*found, strict=True)
         for got in pools(2).run(resumed, stage, states, full=False):
-            assert torch.equal(row_of(got), row_of([third, fourth]))
+            assert torch.equal(numbers_of(got), numbers_of([third, fourth]))
     with pytest.raises(RankError, match="need the shard of rank 0 of 2; got rank 1 of 2"):
         pools(2).run(resumed, ZeRO3, states[::-1], full=False)
     with pytest.raises(RankError, match=r"need shards of \[\[26\]\]; got \[\[8\]"):
@@ -898,7 +899,7 @@ WRONG = {
             nn.Sequential(nn.TransformerEncoderLayer(4, 2, batch_first=True)), torch.optim.SGD
         )
     ),
-    "need parameters that stay in their flat row; parameter 0 has moved": moved,
+    "need parameters that stay views of their flat parameter; parameter 0 has moved": moved,
     "need all parameters at once; got a group after": late_group,
     "need the state of the same model; got one that differs in 0.bias": other_model,
     r"need the state of parameter groups of \[1, 1, 1, 1\] parameters; got \[4\]": other_groups,

@@ -8,7 +8,7 @@ from course_lib.checks.expect import Cause, expect_equal, on_ranks
 
 
 def check_count(answer: Callable[..., int]) -> str:
-    """4 Mi tokens on 128 and 512 ranks, and batches that do not come out even."""
+    """Check 4 Mi tokens on 128 and 512 ranks, and batches that do not divide evenly."""
     for num_tokens, seq, micro, dp in (
         (64, 8, 2, 1),
         (64, 8, 2, 4),

@@ -1,4 +1,4 @@
-"""What the checks of 02 and 03 are written with: small models, their gradients, one step of SGD."""
+"""Tools for the checks of 02 and 03: small models, their gradients, one step of SGD."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ OLD = 1000.0  # what every gradient holds before a step
 def one_step(
     answer: Callable[..., Any], where: str, batch: tuple[Tensor, Tensor], *more: Any
 ) -> tuple[Any, Tensor]:
-    """What the answer returns, and the gradient that its one optimizer step used."""
+    """Return the answer's result, and the gradient that its one optimizer step used."""
     model, steps = line(), list[int]()
     for param in model.parameters():
         param.grad = torch.full_like(param, OLD)
@@ -32,7 +32,7 @@ def one_step(
 
 
 def expect_low_peak(answer: Callable[..., Any]) -> None:
-    """Four micro-batches may hold what one of them holds, and no more."""
+    """Demand that four micro-batches keep no more memory than one of them."""
 
     def peak(items: int, count: int) -> int:
         torch.manual_seed(0)
@@ -56,7 +56,7 @@ def expect_low_peak(answer: Callable[..., Any]) -> None:
 def expect_near(
     got: Any, expected: Tensor, where: str, causes: Sequence[Cause], look: str = ""
 ) -> None:
-    """expect_equal with a tolerance of 1e-9: the sums run in another order."""
+    """Demand equality within 1e-9: the sums run in another order."""
     if isinstance(got, float | int):
         got = torch.tensor(float(got)).double()
     if isinstance(got, Tensor):
@@ -70,29 +70,29 @@ FULL_BATCH = "Compare with one backward of the full batch."
 
 
 def parts_of(items: int, count: int) -> str:
-    """Where a check is: `2 items in 1 micro-batch`."""
+    """Describe a check's case: `2 items in 1 micro-batch`."""
     return f"{items} items in {count} micro-batch{'es' if count > 1 else ''}"
 
 
 def near(wrong: Any) -> Callable[[Any], bool]:
-    """A cause: what came back is this value, up to rounding."""
+    """Return a cause: the result is this value, up to rounding."""
     return lambda got: bool(torch.allclose(got, wrong, rtol=1e-5, atol=1e-9))
 
 
 def batch_of(items: int) -> tuple[Tensor, Tensor]:
-    """Inputs [items, 2] and targets [items, 1], the same every time."""
+    """Return inputs [items, 2] and targets [items, 1], the same every time."""
     random = torch.Generator().manual_seed(items)
     x = torch.randint(1, 6, (items, 2), generator=random).double()
     return x, torch.randint(-20, 20, (items, 1), generator=random).double()
 
 
 def split(batch: tuple[Tensor, Tensor], count: int) -> list[tuple[Tensor, Tensor]]:
-    """The batch in `count` parts."""
+    """Split the batch into `count` parts."""
     return list(zip(*(tensor.tensor_split(count) for tensor in batch), strict=True))
 
 
 def line() -> nn.Linear:
-    """A linear model with known weights, in float64."""
+    """Return a linear model with known weights, in float64."""
     model = nn.Linear(2, 1).double()
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, -2.0]]))
@@ -101,24 +101,24 @@ def line() -> nn.Linear:
 
 
 def gradient(batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The gradient of a whole batch's mean squared error on `line()`."""
+    """Return the gradient of a whole batch's mean squared error on `line()`."""
     model = line()
     F.mse_loss(model(batch[0]), batch[1]).backward()
     return flat_grads(model)
 
 
 def clip(gradient: Tensor, max_norm: float) -> Tensor:
-    """The gradient, shortened to max_norm if it is longer."""
+    """Return the gradient, shortened to max_norm if it is longer."""
     return gradient * min(1.0, max_norm / (gradient.norm().item() + 1e-6))
 
 
 def flat(tensors: Any) -> Tensor:
-    """All numbers of some tensors in one."""
+    """Return all numbers of some tensors in one tensor."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 def flat_grads(model: nn.Module) -> Tensor:
-    """All gradients of a model in one tensor."""
+    """Return all gradients of a model in one tensor."""
     if all(param.grad is None for param in model.parameters()):
         raise CheckFailed("No parameter has a gradient. Call backward on the loss of each part.")
     return flat(param.grad for param in model.parameters())

@@ -33,7 +33,7 @@ _Parts = Sequence[tuple[Tensor, Tensor]]
 
 
 def check_step(answer: Callable[..., Any]) -> str:
-    """One SGD step with lr 1 moves the parameters by the gradient that the optimizer used."""
+    """Check one SGD step with lr 1, which moves the parameters by the gradient that it used."""
     for items, count in ((2, 1), (4, 2), (6, 3), (8, 8)):
         batch, where = batch_of(items), parts_of(items, count)
         expected, last = gradient(batch), gradient(split(batch, count)[-1])
@@ -67,7 +67,7 @@ def check_step(answer: Callable[..., Any]) -> str:
 
 
 def check_uneven(answer: Callable[..., Any]) -> str:
-    """Parts of any lengths: the gradient of the mean over all items."""
+    """Check micro-batches of any lengths: the gradient of the mean over all items."""
     for lengths in ([3], [2, 2], [2, 1], [3, 2, 2], [1, 5]):
         inputs, targets = batch_of(sum(lengths))
         parts = list(zip(inputs.split(lengths), targets.split(lengths), strict=True))
@@ -99,7 +99,7 @@ def check_uneven(answer: Callable[..., Any]) -> str:
 
 
 def check_tokens(answer: Callable[..., Any]) -> str:
-    """Padded sequences: the gradient of the mean over the tokens that have a loss."""
+    """Check padded sequences: the gradient of the mean over the tokens that have a loss."""
     for batch, count, padded in ((2, 1, 0), (3, 2, 0), (5, 3, 0), (4, 2, 2)):
         inputs, targets = padded_batch(3, batch=batch, seq=6, vocab=11)
         targets[batch - padded :] = IGNORED
@@ -126,7 +126,7 @@ def check_tokens(answer: Callable[..., Any]) -> str:
 
 
 def check_clipped(answer: Callable[..., Any]) -> str:
-    """The whole gradient, clipped once, just before the step."""
+    """Check that the whole gradient is clipped once, just before the step."""
     for items, count, max_norm in ((2, 1, 0.5), (4, 2, 1e3), (4, 2, 0.5), (6, 3, 0.1)):
         batch = batch_of(items)
         where = f"{parts_of(items, count)}, max_norm {max_norm:g}"

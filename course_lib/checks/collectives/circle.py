@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.collectives.parts import (
-    TALK,
+    SENDS,
     WORLD_SIZES,
     brings,
     everyones,
     me,
+    run_answer,
     shared_cause,
     swap,
-    talk,
 )
 from course_lib.checks.exercise import Exercise, Mistake
 from course_lib.checks.expect import expect_equal, expect_only, expect_traffic
@@ -24,7 +24,7 @@ from course_lib.ranks import Ranks
 
 
 def pass_right(x: Tensor) -> Tensor:
-    """The course's own answer: one exchange."""
+    """Pass a tensor to the right in one exchange, as the course does."""
     place, incoming = member_of(None, "pass_right"), torch.empty_like(x)
     exchange(place, x, place.rank + 1, incoming, place.rank - 1)
     return incoming
@@ -36,15 +36,15 @@ def _passed(rank: int, answer: Callable[..., Any]) -> tuple[Any, bool]:
 
 
 def check_pass_right(answer: Callable[..., Any]) -> str:
-    """2, 3 and 4 ranks: the left neighbour's tensor, with one message a rank."""
+    """Check 2, 3 and 4 ranks: the left neighbor's tensor, with one message per rank."""
     for p in WORLD_SIZES[:-1]:
         with Ranks(p) as ranks:
-            got = talk(ranks, _passed, answer)
+            got = run_answer(ranks, _passed, answer)
             events = ranks.events
         says = shared_cause([incoming for incoming, _ in got], _passed_causes(p))
         for rank, (incoming, untouched) in enumerate(got):
             _expect_passed(incoming, untouched, rank, p, says)
-        expect_only(events, *TALK, says="Build it from isend and irecv.")
+        expect_only(events, *SENDS, says="Build it from isend and irecv.")
         expect_traffic(events, p, max_messages=1, says="Only the left neighbour's x is needed.")
     return "2, 3 and 4 ranks, one message each, no circle."
 

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from course_lib import collectives
 from course_lib.checks.collectives.parts import (
-    TALK,
+    SENDS,
     WORLD_SIZES,
     brings,
     everyones,
     me,
     rounded,
+    run_answer,
     shared_cause,
     swap,
-    talk,
     total,
 )
 from course_lib.checks.exercise import Exercise, Mistake
@@ -34,15 +34,15 @@ def _averaged(rank: int, answer: Callable[..., Any], n: int) -> tuple[Any, Tenso
 
 
 def check_mean_all_reduce(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks and lengths that p does and does not divide: the mean, in place."""
+    """Check 1 to 4 ranks and lengths that p does and does not divide: the mean, in place."""
     uneven = "p does not divide this length, so shards differ: pass out=x to the all-gather."
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             for n in (p, p + 1, 2 * p - 1):
                 raised = uneven if n % p else ""
-                got = talk(ranks, _averaged, answer, n, raised=raised)
+                got = run_answer(ranks, _averaged, answer, n, raised=raised)
                 _expect_mean(got, n)
-                expect_only(ranks.events, *TALK, says="Call the two halves: they send shards.")
+                expect_only(ranks.events, *SENDS, says="Call the two halves: they send shards.")
                 max_bytes = 2 * (p - 1) * -(-n // p) * 8
                 says = "Send shards, not the whole tensor: reduce-scatter, then all-gather."
                 expect_traffic(
@@ -82,7 +82,7 @@ def _mean_causes(p: int, n: int) -> Causes:
 
 
 def _hops(p: int, n: int, by: int) -> Tensor:
-    """What comes out if a sum is divided at every hop on its way from rank s + 1 to rank s."""
+    """Return the result if a sum is divided at every hop on its way from rank s + 1 to rank s."""
     shards = []
     for s in range(p):
         parts = [brings((s + 1 + hop) % p, n).tensor_split(p)[s] for hop in range(p)]

@@ -1,4 +1,4 @@
-"""What the checks of 04_collectives share, and what their planted wrong answers are made of."""
+"""Tools for the checks of 04_collectives, and for their planted wrong answers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from course_lib.checks.expect import told
 from course_lib.ranks import RankError, Ranks
 
 WORLD_SIZES = (4, 3, 2, 1)  # on few ranks, wrong answers look alike
-TALK = ("send", "recv")
+SENDS = ("send", "recv")
 SENDS_FIRST = (
     "All of you send first, and every receiver is busy sending: a circle. Start both with isend "
     "and irecv, then wait for both."
@@ -24,10 +24,10 @@ ROUNDING = 1e-12
 SHOWN = 1e-5  # numbers closer than this may print alike
 
 
-def talk(
+def run_answer(
     ranks: Ranks, fn: Callable[..., Any], *args: Any, raised: str | Callable[[RankError], str] = ""
 ) -> list[Any]:
-    """`ranks.run(fn, *args)`; trouble becomes CheckFailed or NotDone, a hang with its cause.
+    """Run `ranks.run(fn, *args)`; errors become CheckFailed or NotDone, a hang with its cause.
 
     `raised` is what to say when an answer raised an error, or its calls did not fit.
     """
@@ -41,7 +41,7 @@ def talk(
 
 
 def _why_stuck(error: RankError, p: int) -> str:
-    """What a hang shows, and no more than that: only a blocking send proves that all send first."""
+    """Return what a hang proves: only a blocking send proves that all ranks send first."""
     if error.report.dropped:
         return DROPPED
     kinds = {wait.kind for wait in error.waits}
@@ -58,7 +58,7 @@ def _why_stuck(error: RankError, p: int) -> str:
 
 
 def rounded(got: Any, wanted: Tensor, where: str) -> Any:
-    """`wanted` itself where `got` differs by rounding only; less than what prints is told."""
+    """Return `wanted` itself where `got` differs by rounding only; smaller than what prints."""
     alike = isinstance(got, Tensor) and (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
     if not alike or not torch.allclose(got, wanted, rtol=SHOWN, atol=0):
         return got
@@ -69,7 +69,7 @@ def rounded(got: Any, wanted: Tensor, where: str) -> Any:
 
 
 def shared_cause(got: Sequence[Any], causes: Sequence[Sequence[tuple[Any, str]]]) -> str:
-    """The first sentence whose wrong answer is what every rank got; nothing if none is.
+    """Return the first sentence whose wrong answer is what every rank got; None if none is.
 
     `causes[rank]` are pairs of a wrong answer (a tensor or a predicate) and its sentence.
     """
@@ -89,17 +89,17 @@ def _fits(wrong: Any, got: Any) -> bool:
 
 
 def brings(rank: int, n: int) -> Tensor:
-    """What a rank contributes: 1, 2, 3 ... times 10**rank; sums and means of these are exact."""
+    """Return a rank's contribution: 1, 2, 3 ... times 10**rank, whose sums and means are exact."""
     return torch.arange(1, n + 1, dtype=torch.float64) * 10**rank
 
 
 def total(p: int, n: int) -> Tensor:
-    """The sum of what p ranks bring."""
+    """Return the sum of the contributions of p ranks."""
     return brings(0, n) * sum(10**rank for rank in range(p))
 
 
 def me() -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Return this rank, and the number of ranks."""
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -111,7 +111,7 @@ def swap(out: Tensor, to: int, incoming: Tensor, source: int) -> None:
 
 
 def everyones(x: Tensor) -> list[Tensor]:
-    """The x of all ranks, each sent to everyone by its owner: right, and far too much traffic."""
+    """Return the x of all ranks, each sent to every rank by its owner: far too much traffic."""
     rank, p = me()
     came = [x.clone() for _ in range(p)]
     for step in range(1, p):

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from course_lib import collectives
 from course_lib.checks.collectives.parts import (
-    TALK,
+    SENDS,
     WORLD_SIZES,
     everyones,
     me,
+    run_answer,
     shared_cause,
     swap,
-    talk,
 )
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.expect import expect_equal, expect_only, expect_traffic
@@ -71,7 +71,7 @@ WRONG_PRICES: tuple[tuple[str, Callable[[float, int, Link], float], str], ...] =
 
 
 def check_ring_all_reduce_s(answer: Callable[..., Any]) -> str:
-    """Many sizes, numbers of ranks and links, against the course's formula."""
+    """Check many sizes, numbers of ranks and links against the course's formula."""
     slow = Link(name="slow wire", latency_s=0.3, bytes_per_s=1e6)
     cases = list(product((1e6, 8.0), (4, 2, 9), (slow, PCIE, INFINIBAND)))
     got = [answer(*case) for case in cases]
@@ -88,7 +88,7 @@ def check_ring_all_reduce_s(answer: Callable[..., Any]) -> str:
 
 
 def _why_priced(cases: Sequence[tuple[float, int, Link]], got: Sequence[Any]) -> str:
-    """The cause that fits every case."""
+    """Return the cause that fits every case."""
     if any(seconds is None for seconds in got):
         return "Does your function return its result?"
     for _, price, says in WRONG_PRICES:
@@ -121,16 +121,16 @@ def _delivered(rank: int, answer: Callable[..., Any], p: int) -> Any:
 
 
 def check_all_to_all(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks: shard r of every rank, in the order of the senders, p - 1 messages."""
+    """Check 1 to 4 ranks: shard r of every rank, in the order of the senders, p - 1 messages."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
-            got = talk(ranks, _delivered, answer, p)
+            got = run_answer(ranks, _delivered, answer, p)
             events = ranks.events
         look = shared_cause(got, [_filed_causes(rank, p) for rank in range(p)]) or FILE_IT
         for rank, filed in enumerate(got):
             wanted = _all_letters(p)[:, rank].flatten()
             expect_equal(filed, wanted, where=f"rank {rank} of {p}", look=look)
-        expect_only(events, *TALK, says="Build it from exchange.")
+        expect_only(events, *SENDS, says="Build it from exchange.")
         says = "Send each rank its own shard only."
         expect_traffic(events, p, max_messages=p - 1, max_bytes=16 * (p - 1), says=says)
     return "1 to 4 ranks, one letter to each other rank."
@@ -185,7 +185,7 @@ def _letters(x: Tensor, *, own: bool = True, late: bool = False, same: bool = Fa
 
 
 def _by_step(x: Tensor, *, file_by: str = "source") -> Tensor:
-    """Sends shard `step`, or files by `step` or `to`."""
+    """Send shard `step`, or store by `step` or `to`."""
     rank, p = me()
     shards, filed = x.tensor_split(p), torch.zeros_like(x)
     places = filed.tensor_split(p)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from course_lib import collectives
 from course_lib.checks.collectives.parts import (
-    TALK,
+    SENDS,
     WORLD_SIZES,
     brings,
     everyones,
     me,
+    run_answer,
     shared_cause,
     swap,
-    talk,
 )
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.expect import (
@@ -43,10 +43,10 @@ def _gathered(rank: int, answer: Callable[..., Any]) -> tuple[Any, int]:
 
 
 def check_ring_all_gather(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks: all shards in order, p - 1 messages of one shard to the right."""
+    """Check 1 to 4 ranks: all shards in order, p - 1 messages of one shard to the right."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
-            got = talk(ranks, _gathered, answer, raised=_why_raised)
+            got = run_answer(ranks, _gathered, answer, raised=_why_raised)
             events = ranks.events
         wanted = torch.cat([brings(rank, 2) for rank in range(p)])
         found = [whole for whole, _ in got]
@@ -54,7 +54,7 @@ def check_ring_all_gather(answer: Callable[..., Any]) -> str:
         for rank, (whole, held) in enumerate(got):
             expect_equal(whole, wanted, where=f"rank {rank} of {p}", look=look)
             expect_held(held, 16 * p, where=f"rank {rank} of {p}")
-        expect_only(events, *TALK, says="Build it from exchange.")
+        expect_only(events, *SENDS, says="Build it from exchange.")
         expect_traffic(events, p, max_messages=p - 1, max_bytes=16 * (p - 1), says=ONE_SHARD)
         _expect_ring(events, p)
     return "1 to 4 ranks, p - 1 messages of one shard to the right."
@@ -95,7 +95,7 @@ def _expect_ring(events: Sequence[Event], p: int) -> None:
 
 
 def _gather(shard: Tensor, num_steps: int, late: int = 0) -> Tensor:
-    """An all-gather with `num_steps` steps whose received shards are filed `late` places off."""
+    """Run an all-gather of `num_steps` steps that stores received shards `late` indices off."""
     rank, p = me()
     whole = shard.new_zeros(p, len(shard))
     whole[rank] = shard

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib import collectives
-from course_lib.checks.collectives.parts import TALK, WORLD_SIZES, brings, me, talk, total
+from course_lib.checks.collectives.parts import SENDS, WORLD_SIZES, brings, me, run_answer, total
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.expect import expect_equal, expect_only
 from course_lib.core import Event
@@ -32,11 +32,11 @@ def _reduced(rank: int, answer: Callable[..., Any], root: int) -> tuple[Any, boo
 
 
 def check_tree_reduce(answer: Callable[..., Any]) -> str:
-    """Every root of 1 to 4 ranks: the sum on the root, None elsewhere, and few messages."""
+    """Check every root of 1 to 4 ranks: the sum on the root, None elsewhere, and few messages."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             for root in range(p):
-                got = talk(ranks, _reduced, answer, root)
+                got = run_answer(ranks, _reduced, answer, root)
                 _expect_reduced(got, root)
                 _expect_tree(ranks.events, p, root)
     return "Any root of 1 to 4 ranks; nobody receives more than log2(p) times."
@@ -66,12 +66,12 @@ def _reduce_causes(p: int, root: int) -> tuple[tuple[Any, str], ...]:
 
 
 def _without(late: Sequence[int], root: int, p: int) -> Tensor:
-    """The sum without some ranks, counted from the root."""
+    """Return the sum without some ranks, counted from the root."""
     return total(p, 3) - sum(brings((root + mine) % p, 3) for mine in late)
 
 
 def _below(rank: int, p: int) -> Tensor:
-    """What a rank holds in the tree that ends in rank 0: the ranks that handed in to it."""
+    """Return the ranks whose sum a rank holds in the tree with root 0: those that sent to it."""
     held = [brings(r, 3) for r in range(p)]
     for k in reversed(range(num_doublings(p))):
         for sender in range(2**k, min(2 ** (k + 1), p)):
@@ -80,7 +80,7 @@ def _below(rank: int, p: int) -> Tensor:
 
 
 def _expect_tree(events: Sequence[Event], p: int, root: int) -> None:
-    expect_only(events, *TALK, says="Build it from send and recv.")
+    expect_only(events, *SENDS, says="Build it from send and recv.")
     rounds = num_doublings(p)
     for rank in range(p):
         kinds = [event.kind for event in events if event.rank == rank]
@@ -101,7 +101,7 @@ def _expect_tree(events: Sequence[Event], p: int, root: int) -> None:
 
 
 def _num_rounds(events: Sequence[Event], p: int, root: int) -> int:
-    """Rounds that the messages need at least, if a rank receives one at a time.
+    """Return the least number of rounds for the messages if a rank receives one at a time.
 
     The sum is right and nobody sends twice, so a rank sends after all that it receives.
     """
@@ -118,7 +118,7 @@ def _num_rounds(events: Sequence[Event], p: int, root: int) -> int:
 
 
 def _tree(x: Tensor, root: int, rounds: range, sums: Tensor) -> Tensor:
-    """The right tree, over the given rounds."""
+    """Run the right tree over the given rounds."""
     rank, p = me()
     mine, incoming = (rank - root) % p, torch.empty_like(x)
     for k in rounds:

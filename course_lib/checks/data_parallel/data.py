@@ -1,4 +1,4 @@
-"""Exercises 3 and 4 of 05_data_parallel: which items a rank reads, and what its batch weighs.
+"""Exercises 3 and 4 of 05_data_parallel: the items that a rank reads, and its batch's weight.
 
 The first is arithmetic; the weight is checked on ranks, where rank r's loss is a multiple of 10**r,
 one of them without any items.
@@ -25,7 +25,7 @@ Indices = Callable[[int, int, int, int], list[int]]
 
 
 def check_indices(answer: Indices) -> str:
-    """Any lengths: everything read, as often on every rank, in another order each epoch."""
+    """Check any lengths: everything read, as often on every rank, in another order each epoch."""
     for n, p in ((12, 4), (10, 4), (7, 3), (9, 1), (3, 4), (1, 4)):
         for epoch in (0, 1):
             dealt = [_list_of(answer(n, rank, p, epoch)) for rank in range(p)]
@@ -52,7 +52,7 @@ def check_indices(answer: Indices) -> str:
 
 
 def _expect_filled(dealt: Sequence[list[int]], n: int) -> None:
-    """The first items of the order come again, dealt out round and round or in one piece each."""
+    """Demand that the first items of the order are repeated, dealt out in turn or in blocks."""
     rounds = [item for row in zip(*dealt, strict=True) for item in row]
     pieces = [item for items in dealt for item in items]
     if not any(len(set(x[:n])) == n and x[n:] == x[: len(x) - n] for x in (rounds, pieces)):
@@ -99,7 +99,7 @@ def _expect_dealt(dealt: Sequence[list[int]], n: int, where: str) -> None:
 
 
 def torchs_indices(n: int, rank: int, p: int, epoch: int) -> list[int]:
-    """The course's own answer, and PyTorch's."""
+    """Return the course's own answer, and PyTorch's."""
     sampler = RankSampler(n, rank, p)
     sampler.set_epoch(epoch)
     return list(sampler)
@@ -146,7 +146,7 @@ def _weighted(
 
 
 def check_weighted(answer: Callable[..., Any]) -> str:
-    """Value and gradient of the weighted loss, one small all-reduce, also without any items."""
+    """Check value and gradient of the weighted loss, one small all-reduce, also without items."""
     for sizes in SIZES:
         p = len(sizes)
         with Ranks(p) as ranks:
@@ -184,7 +184,7 @@ def _expect_weights(
 
 
 def _why(weights: Sequence[float], sizes: Sequence[int]) -> str:
-    """What the weights of all ranks together tell."""
+    """Return the cause that the weights of all ranks together show."""
     p, total = len(sizes), sum(sizes)
     first, most = max(1, sizes[0]), max(sizes)
     causes: list[tuple[Sequence[float], str]] = [

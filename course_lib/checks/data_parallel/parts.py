@@ -1,4 +1,4 @@
-"""What the checks of 05_data_parallel share: a small module that has everything, and its numbers.
+"""Tools for the checks of 05_data_parallel: a small module of every kind of state, and its numbers.
 
 State tensor i of rank r is filled with (i + 1) * 10**r, so a wrong number tells whose it is.
 """
@@ -15,7 +15,7 @@ WORLD_SIZES = (4, 3, 2, 1)  # on few ranks, wrong answers look alike
 
 
 class Everything(nn.Module):
-    """Tied and frozen parameters, buffers of whole and of other numbers; nobody calls it."""
+    """A module, never called, with tied and frozen parameters, and buffers of all dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Everything(nn.Module):
 
 
 def module_of(rank: int) -> nn.Module:
-    """The module, every tensor of its state filled with a number of its own."""
+    """Return the module, with every tensor of its state filled with a number of its own."""
     module = Everything()
     for index, tensor in enumerate(state_of(module).values()):
         tensor.fill_((index + 1) * 10**rank)
@@ -36,7 +36,7 @@ def module_of(rank: int) -> nn.Module:
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, detached; what is tied stands in it once."""
+    """Return parameters and buffers by name, detached; a tied one only once."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor.detach() for name, tensor in named}
 
@@ -59,7 +59,7 @@ def expect_calls(
 
 
 def words(value: Tensor) -> float:
-    """The one number that a tensor is filled with, up to rounding; nan if there are several."""
+    """Return the number that a tensor is filled with, up to rounding; nan if there are several."""
     numbers = value.flatten().double()
     alike = (numbers - numbers[0]).abs() <= 1e-12 * numbers[0].abs()
     return numbers[0].item() if bool(alike.all()) else float("nan")

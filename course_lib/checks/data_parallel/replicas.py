@@ -33,7 +33,7 @@ LAST = "Let rank 0 send, not another one: src=0 on every rank."
 def _made_equal(
     rank: int, answer: Callable[[nn.Module], Any]
 ) -> tuple[dict[str, Tensor], bool, bool]:
-    """What the answer left, whether it lies where it lay, and whether autograd looked on."""
+    """Return the result, whether tensors stayed in place, and whether autograd recorded it."""
     module = module_of(rank)
     before = {name: tensor.data_ptr() for name, tensor in state_of(module).items()}
     answer(module)
@@ -46,7 +46,7 @@ def _made_equal(
 
 
 def check_make_equal(answer: Callable[[nn.Module], Any]) -> str:
-    """All of rank 0's state on 1 to 4 ranks, in the tensors the optimizer knows, sent once."""
+    """Check rank 0's state on 1 to 4 ranks, in the tensors the optimizer knows, sent once."""
     sizes = [tensor.nbytes for tensor in state_of(module_of(0)).values()]
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
@@ -152,7 +152,7 @@ def _averaged(
 
 
 def check_average_gradients(answer: Callable[[nn.Module], Any]) -> str:
-    """The mean of every gradient on 1 to 4 ranks, one all-reduce each, parameters untouched."""
+    """Check the mean gradients on 1 to 4 ranks, one all-reduce each, parameters untouched."""
     trained = [param for param in module_of(0).parameters() if param.requires_grad]
     sizes = [param.nbytes for param in trained]
     for p in WORLD_SIZES:
@@ -188,7 +188,7 @@ def _expect_mean_gradients(grads: Sequence[Tensor | None], same: bool, rank: int
 
 
 def _why(ratio: float, same: bool, rank: int, p: int) -> str:
-    """What a gradient that is `ratio` times the right one tells."""
+    """Return the cause of a gradient that is `ratio` times the right one."""
     if math.isnan(ratio):
         return "Its numbers are not all alike: who touched it while the sum was still under way?"
     if abs(ratio - 1) < 1e-6:

@@ -1,4 +1,4 @@
-"""Exercises 1 and 2 of 05_data_parallel: a right answer, and wrong ones that must be named."""
+"""Exercises 1 and 2 of 05_data_parallel: a right answer, and wrong ones to be named."""
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ def watched(module: nn.Module) -> None:
 
 
 def order_of_a_set(module: nn.Module) -> None:
-    """A set of tensors goes by their addresses: another order on every rank."""
+    """Return tensors in the order of a set, which goes by address: another order on every rank."""
     tensors = list(state_of(module).values())
     alike = [tensor for tensor in tensors if tensor.shape == tensors[1].shape]
     others = [tensor for tensor in tensors if tensor.shape != tensors[1].shape]
@@ -78,7 +78,7 @@ def only_buffers(module: nn.Module) -> None:
 
 
 def average_gradients(module: nn.Module) -> None:
-    """The course's own answer."""
+    """Average gradients as the course does."""
     for param in module.parameters():
         if param.grad is not None:
             dist.all_reduce(param.grad)
@@ -178,7 +178,7 @@ def in_float32(module: nn.Module) -> None:
 
 
 def not_waiting(module: nn.Module) -> None:
-    """Divides part of it before the sum is there, as a late wait() would have it."""
+    """Divide part of the sum before it is complete, as a late wait() would."""
     for grad in _grads(module):
         dist.all_reduce(grad)
         grad.flatten()[:1].mul_(0.5)

@@ -1,4 +1,4 @@
-"""Exercise 5 of 05_data_parallel, with its planted mistakes: how stale is each update?"""
+"""Exercise 5 of 05_data_parallel, with its planted mistakes: the staleness of each update."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ LOOK = "Take one update: where did its worker pull last? Count the updates after
 
 
 def check_staleness(answer: Callable[[Sequence[int]], Any]) -> str:
-    """The updates between a worker's pull and its push, for any order of workers."""
+    """Check the updates between a worker's pull and its push, for any order of workers."""
     for order in ORDERS:
         right = staleness_of(order)
         causes = [

@@ -47,7 +47,7 @@ LOST = (
 
 
 def _accumulate(rank: int, answer: Callable[..., Any]) -> list[Step]:
-    """For each number of micro-batches: what the answer left and sent."""
+    """Return the result and the traffic of the answer for each number of micro-batches."""
     steps: list[Step] = []
     for count in COUNTS:
         module = Bag(SIZES)
@@ -72,7 +72,7 @@ def _accumulate(rank: int, answer: Callable[..., Any]) -> list[Step]:
 
 @contextmanager
 def _watched(module: Bag, moments: list[float]) -> Iterator[None]:
-    """Note when the parameter that is ready last has its gradient; each forward must have one."""
+    """Record when the last parameter has its gradient; each forward must have one."""
     waiting = [0, 0]  # forward passes without a backward: now, and at most
 
     def begin(*_args: Any) -> None:
@@ -99,7 +99,7 @@ def _watched(module: Bag, moments: list[float]) -> Iterator[None]:
 
 
 def _micro_batches(rank: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Micro-batch k has the gradient (k + 1) * 10**rank."""
+    """Return micro-batches of which the k-th has the gradient (k + 1) * 10**rank."""
     return [
         (torch.tensor(10.0**rank).double(), torch.tensor(k + 1.0).double()) for k in range(count)
     ]
@@ -110,7 +110,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def check_accumulate(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks, 1 to 4 micro-batches: the mean over all, each bucket sent once."""
+    """Check 1 to 4 ranks, 1 to 4 micro-batches: the mean over all, each bucket sent once."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             by_rank = run(ranks, _accumulate, answer, on={"hang": LOST})

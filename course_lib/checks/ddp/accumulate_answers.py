@@ -12,7 +12,7 @@ _MicroBatches = Sequence[tuple[Tensor, Tensor]]
 
 
 def accumulate(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> None:
-    """The right answer: everything but the last micro-batch inside no_sync."""
+    """Accumulate all micro-batches but the last inside no_sync: the right answer."""
     *early, last = micro_batches
     with model.no_sync():
         for x, y in early:
@@ -83,7 +83,7 @@ def cleared(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> None:
 
 
 def times(factor: Callable[[int], float]) -> Callable[..., None]:
-    """The right answer, with a loss that is scaled by a function of the number of parts."""
+    """Return the right answer, its loss scaled by a function of the number of micro-batches."""
 
     def scaled(model: DDP, loss_fn: Loss, micro_batches: _MicroBatches) -> None:
         by = factor(len(micro_batches))

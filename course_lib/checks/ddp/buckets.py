@@ -1,4 +1,4 @@
-"""Exercise 1 of 06_ddp: which parameter goes into which bucket.
+"""Exercise 1 of 06_ddp: the bucket of each parameter.
 
 The planted mistakes are in `buckets_answers.py`.
 """
@@ -16,7 +16,7 @@ from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 
 
 class Tower(nn.Module):
-    """Parameters of these sizes; some frozen, and the first one tied to the end under two names."""
+    """A model with parameters of these sizes; some frozen, the first tied to the end."""
 
     def __init__(
         self, sizes: Iterable[int], *, frozen: Iterable[int] = (), tied: bool = False
@@ -46,7 +46,7 @@ def _cases() -> list[tuple[str, nn.Module, int]]:
 
 
 def check_buckets(answer: Callable[..., Any]) -> str:
-    """Small models with all that can be uneven, frozen, tied, or larger than the limit."""
+    """Check small models with parameters that are uneven, frozen, tied, or above the limit."""
     cases = _cases()
     got = [_named(answer(module, limit), module) for _, module, limit in cases]
     for (what, module, limit), is_now in zip(cases, got, strict=True):
@@ -60,7 +60,7 @@ def check_buckets(answer: Callable[..., Any]) -> str:
 
 
 def _why(got: list[str]) -> str:
-    """The cause that fits every case."""
+    """Return the cause that fits every case."""
     for _, wrong, says in WRONG:
         if got == [_named(wrong(module, limit), module) for _, module, limit in _cases()]:
             return says
@@ -68,7 +68,7 @@ def _why(got: list[str]) -> str:
 
 
 def _named(buckets: Any, module: nn.Module) -> str:
-    """The numbers of the parameters, bucket by bucket: `4 3 | 2 1 | 0`."""
+    """Return the numbers of the parameters, bucket by bucket: `4 3 | 2 1 | 0`."""
     if buckets is None:
         raise CheckFailed("need a list of buckets; got None. Does your function return it?")
     names = {id(param): str(i) for i, param in enumerate(module.parameters())}

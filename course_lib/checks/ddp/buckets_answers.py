@@ -8,7 +8,7 @@ Buckets = list[list[nn.Parameter]]
 
 
 def buckets_of(module: nn.Module, bucket_bytes: int) -> Buckets:
-    """The right answer: trainable parameters from the last to the first, packed in this order."""
+    """Pack trainable parameters from the last to the first, in this order: the right answer."""
     trainable = [param for param in module.parameters() if param.requires_grad]
     return _packed(reversed(trainable), bucket_bytes)
 
@@ -135,7 +135,7 @@ def _empty_at_the_end(module: nn.Module, bucket_bytes: int) -> Buckets:
 
 
 def _with_empties(module: nn.Module, bucket_bytes: int) -> Buckets:
-    """What comes out if the list starts with an empty bucket, and one too large follows it."""
+    """Return the buckets if the list starts with an empty one, and one too large follows it."""
     buckets: Buckets = [[]]
     filled = 0
     for param in reversed(_trainable(module)):

@@ -26,7 +26,7 @@ OWN = (
 
 
 class HalfTheBytes:
-    """The right answer: a bfloat16 copy travels; wait() brings its mean back into flat."""
+    """The right answer: all-reduces a bfloat16 copy; wait() copies its mean back into flat."""
 
     def __init__(self, flat: Tensor, group: Any) -> None:
         self.flat, self.p = flat, dist.get_world_size(group)
@@ -43,7 +43,7 @@ class HalfTheBytes:
 
 @dataclass
 class Sent:
-    """What one use of the hook left and sent on one rank."""
+    """The result and traffic of one use of the hook on one rank."""
 
     flat: Tensor
     calls: list[Event]
@@ -76,7 +76,7 @@ def _use(rank: int, answer: Callable[..., Any], pairs: bool) -> list[Sent]:
 
 
 def check_half(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks, all of them or in pairs: the mean, from half the bytes, without waiting."""
+    """Check 1 to 4 ranks, all or in pairs: the mean, with half the bytes, without waiting."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             _judge(run(ranks, _use, answer, False), p, list(range(p)))

@@ -1,4 +1,4 @@
-"""Exercise 2 of 06_ddp: a hook that sends a bucket as soon as it is full, and a finish that waits.
+"""Exercise 2 of 06_ddp: a hook that all-reduces a bucket once it is full, and a finish that waits.
 
 The planted mistakes are in `overlap_answers.py`.
 """
@@ -54,7 +54,7 @@ NOT_WRITTEN = "That is this rank's own gradient: copy the mean from the bucket i
 
 
 def _train(rank: int, answer: Callable[..., Any], order: Sequence[int] = ()) -> list[Step]:
-    """Three steps of backward and finish, on gradients 10**rank, 2 * 10**rank ..."""
+    """Run three steps of backward and finish, on gradients 10**rank, 2 * 10**rank ..."""
     module = Bag(SIZES, order=order if rank % 2 else ())
     model = answer(module, buckets_of(module, LIMIT))
     steps = []
@@ -85,7 +85,7 @@ def _seen(module: Bag, model: Any, events: Sequence[Any]) -> Step:
 
 
 def check_overlap(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks, three steps: means, one all_reduce a bucket, sent while backward runs."""
+    """Check 1 to 4 ranks, three steps: means, one all_reduce per bucket, during backward."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             _judge(_run(ranks, answer), p)
@@ -159,7 +159,7 @@ def _expect_means(
 def _why(
     step: Step, got: Any, one: Tensor, p: int, rank: int, number: int, num_buckets: int
 ) -> str:
-    """The misconception behind a wrong mean."""
+    """Return the misconception behind a wrong mean."""
     if not isinstance(got, Tensor):
         return "finish has to leave a gradient in every param.grad."
     own, total, left = one * 10**rank, one * digits(p), len(step.calls)
@@ -183,13 +183,13 @@ def _why(
 
 
 def _of_another(got: Tensor, unit: float) -> bool:
-    """Whether these are right numbers, but of other gradients: all slopes are whole numbers."""
+    """Return whether these are right numbers of other gradients: all slopes are whole numbers."""
     times = got / unit
     return bool(((times - times.round()).abs() < 1e-9).all() and (times > 0.5).all())
 
 
 def _expect_overlap(step: Step, where: str) -> None:
-    """The first bucket leaves while backward runs, and nobody waits before backward is done."""
+    """Demand that the first bucket is sent during backward, and no wait before its end."""
     if step.calls[0].start_s > step.backward_end_s:
         raise CheckFailed(
             f"{where}: nothing left before backward had ended: no overlap. Send a bucket in "

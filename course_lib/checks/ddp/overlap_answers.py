@@ -11,7 +11,7 @@ Buckets = list[list[nn.Parameter]]
 
 
 class Overlapped:
-    """Data parallelism for `module`: buckets leave during backward, finish() comes after it."""
+    """Data parallelism for `module`: buckets are launched in backward, finish() is after it."""
 
     def __init__(self, module: nn.Module, buckets: Buckets) -> None:
         self.module, self.buckets = module, buckets
@@ -52,7 +52,7 @@ class Overlapped:
 
 
 def pieces(bucket: list[nn.Parameter], flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each parameter of a bucket, with its part of the flat tensor."""
+    """Yield each parameter of a bucket with its part of the flat tensor."""
     parts = flat.split([param.numel() for param in bucket])
     for param, part in zip(bucket, parts, strict=True):
         yield param, part.view_as(param)
@@ -69,7 +69,7 @@ class NotWaiting(Overlapped):
 
 
 class LastNeverLeaves(Overlapped):
-    """Sends when so many bytes are there, which the last bucket never has."""
+    """Sends when a number of bytes is reached, which the last bucket never does."""
 
     def on_grad(self, param: Any) -> None:
         self.ready.add(param)
@@ -172,7 +172,7 @@ class NotWritten(Overlapped):
 
 
 class WorksOnce(Overlapped):
-    """Parameters stay ready for ever: the next step sends buckets that are not full."""
+    """Parameters stay ready for good: the next step sends buckets that are not full."""
 
     def clear(self) -> None:
         self.in_flight.clear()
@@ -186,7 +186,7 @@ class NextNotReset(Overlapped):
 
 
 class KeepsAll(Overlapped):
-    """Drops nothing of what was in flight."""
+    """Keeps everything that was in flight."""
 
     def finish(self) -> None:
         for bucket, (work, flat) in zip(self.buckets, self.in_flight[-self.next :], strict=True):
@@ -197,7 +197,7 @@ class KeepsAll(Overlapped):
 
 
 class WaitsForLast(Overlapped):
-    """Takes the last handle for the end of all: in gloo they may end in any order."""
+    """Waits for the last handle only: in gloo they may complete in any order."""
 
     def finish(self) -> None:
         self.in_flight[-1][0].wait()

@@ -1,4 +1,4 @@
-"""What the checks of 06_ddp share: a model whose gradients are known, and who sent what when.
+"""Tools for the checks of 06_ddp: a model with known gradients, and a log of messages.
 
 Rank r's gradient is a multiple of 10**r, so that a wrong mean tells which ranks are in it. In the
 first step the last rank comes late: until then nothing can have been added up on the others, and
@@ -48,22 +48,22 @@ class Bag(nn.Module):
         return (sum(terms[1:], terms[0]) + self.tied.sum()) * scale
 
     def pattern(self, i: int) -> Tensor:
-        """1, 2, 3 ... + i"""
+        """Return 1, 2, 3 ... + i."""
         return torch.arange(1, self.weights[i].numel() + 1).double().view_as(self.weights[i]) + i
 
     def slope(self, i: int) -> Tensor:
-        """The gradient for a scale of 1; the first parameter is used twice."""
+        """Return the gradient for a scale of 1; the first parameter is used twice."""
         return self.pattern(i) + (i == 0)
 
     @property
     def trained(self) -> list[int]:
-        """The numbers of the parameters that get a gradient."""
+        """Return the numbers of the parameters that get a gradient."""
         return [i for i, param in enumerate(self.weights) if param.requires_grad]
 
 
 @dataclass
 class Step:
-    """What one step left on one rank."""
+    """The result of one step on one rank."""
 
     grads: list[Any]
     calls: list[Event] = field(default_factory=list)
@@ -75,14 +75,14 @@ class Step:
 
 
 def come_late(rank: int) -> None:
-    """Hold up the last rank, if there are several."""
+    """Delay the last rank, if there are several."""
     if rank == dist.get_world_size() - 1 > 0:
         time.sleep(LATE_S)
 
 
 @contextmanager
 def watched_handles() -> Iterator[set[int]]:
-    """The numbers of the all_reduces that were started and have not been waited for."""
+    """Yield the numbers of the all_reduces that were launched and not waited for."""
     all_reduce, started, open_ones = dist.all_reduce, list[Any](), set[int]()
 
     def watching(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def watched_handles() -> Iterator[set[int]]:
 
 
 def kept_bytes(holder: Any) -> int:
-    """Bytes of all tensors in the attributes of an object, except parameters and modules."""
+    """Return the bytes of all tensors in an object's attributes, except parameters and modules."""
     stack, sizes = list(vars(holder).values()), dict[int, int]()
     while stack:
         thing = stack.pop()
@@ -118,26 +118,26 @@ def kept_bytes(holder: Any) -> int:
 
 
 def digits(p: int) -> int:
-    """1, 11, 111, 1111: every rank once."""
+    """Return 1, 11, 111, 1111: every rank once."""
     return sum(10**rank for rank in range(p))
 
 
 def close(got: Any, wanted: Tensor) -> bool:
-    """Equal up to the rounding of sums in another order."""
+    """Return whether they are equal up to the rounding of sums in another order."""
     if not isinstance(got, Tensor) or got.shape != wanted.shape or got.dtype != wanted.dtype:
         return False
     return torch.allclose(got, wanted, rtol=ROUNDING, atol=0)
 
 
 def row(tensor: Any) -> str:
-    """`[1, 2.5]`"""
+    """Format numbers: `[1, 2.5]`."""
     if not isinstance(tensor, Tensor):
         return repr(tensor)
     return f"[{', '.join(f'{number:g}' for number in tensor.flatten().tolist())}]"
 
 
 def expect_all_reduces(where: str, calls: Sequence[Event], sizes: Sequence[int]) -> None:
-    """Demand one all_reduce a bucket, of its bytes, in order."""
+    """Demand one all_reduce per bucket, of its bytes, in order."""
     other = [call for call in calls if call.kind != "all_reduce"]
     if other:
         raise CheckFailed(f"{where} calls {other[0].kind}; this exercise is for all_reduce.")

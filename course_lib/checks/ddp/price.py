@@ -1,4 +1,4 @@
-"""Exercise 3 of 06_ddp, with its planted mistakes: how long a step with overlap takes."""
+"""Exercise 3 of 06_ddp, with its planted mistakes: the time of a step with overlap."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -10,7 +10,7 @@ Times = Sequence[float]
 
 
 def overlapped_step_s(forward_s: float, backward_s: Times, all_reduce_s: Times) -> float:
-    """The right answer: a bucket starts when it is ready and the one before it has arrived."""
+    """Start a bucket when it is ready and the one before it has arrived: the right answer."""
     ready_s = done_s = forward_s
     for compute_s, wire_s in zip(backward_s, all_reduce_s, strict=True):
         ready_s += compute_s
@@ -137,7 +137,7 @@ CASES: tuple[tuple[float, Times, Times], ...] = (
 
 
 def check_price(answer: Callable[..., Any]) -> str:
-    """Wires that keep up, wires that do not, and both in one step."""
+    """Check links that keep up, links that do not, and both in one step."""
     got = [answer(*case) for case in CASES]
     for case, seconds in zip(CASES, got, strict=True):
         right = overlapped_step_s(*case)
@@ -156,7 +156,7 @@ def _row(times: Times) -> str:
 
 
 def _why(got: Sequence[Any]) -> str:
-    """The cause that fits every case."""
+    """Return the cause that fits every case."""
     if any(seconds is None for seconds in got):
         return "Does your function return its result?"
     for _, price, says in WRONG:

@@ -61,7 +61,7 @@ TAIL = (
 
 
 class _Unit:
-    """What the answer is given: params, shard, layout, gather() and free()."""
+    """The unit that the answer is given: params, shard, layout, gather() and free()."""
 
     def __init__(self, module: nn.Module) -> None:
         self.params = list(module.parameters())
@@ -75,12 +75,12 @@ class _Unit:
         self.free()
 
     def gather(self) -> None:
-        """Fill the row."""
+        """Fill the flat parameter."""
         dist.all_gather_single(self.row.data, self.shard.detach())
         self.is_whole = True
 
     def free(self) -> None:
-        """Make the row useless."""
+        """Make the flat parameter useless."""
         self.row.data.fill_(torch.nan)
         self.is_whole = False
 
@@ -155,7 +155,7 @@ def _pass(
 
 
 def check_hooks(answer: Callable[..., Any]) -> str:
-    """1 to 3 ranks, two passes that add up, a third one after a step, one without gradients."""
+    """Check 1 to 3 ranks, two passes that add up, a third after a step, one without gradients."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             found = run(ranks, _passes, answer, p, on={"raised": RAISED})
@@ -178,7 +178,7 @@ HOOKS = Exercise(
 
 
 def judge(got: UnitPass, kind: type[nn.Module], number: int, rank: int, p: int) -> None:
-    """Demand what one process has, the calls of the budget, and nothing whole that is left."""
+    """Demand the results of one process, the calls of the budget, and no whole tensors left."""
     numbers = "1 number" if kind is Small else "23 numbers"
     where = f"rank {rank} of {p}, {numbers}, pass {number + 1}"
     outs, x_grads, _ = _whole(kind, number, p)
@@ -236,7 +236,7 @@ def judge_evaluation(evaluated: Any, kind: type[nn.Module], rank: int, p: int) -
 
 
 def _whole(kind: type[nn.Module], number: int, p: int) -> tuple[list[Tensor], ...]:
-    """One process: each rank's output, gradient of its input, and flat gradient."""
+    """Compute on one process: each rank's output, gradient of its input, and flat gradient."""
     outs, x_grads, rows = [], [], []
     for rank in range(p):
         module, (x, above) = kind(), batch(rank, number)

@@ -231,5 +231,5 @@ WRONG: tuple[tuple[str, type[Hooks], str], ...] = (
 
 
 def mistakes(make: Callable[..., Any]) -> tuple[Any, ...]:
-    """All of them, as `make(name, answer, says)`."""
+    """Return all wrong answers, as `make(name, answer, says)`."""
     return tuple(make(name, answer, says) for name, answer, says in WRONG)

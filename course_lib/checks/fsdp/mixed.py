@@ -1,4 +1,4 @@
-"""Exercise 4 of 10_fsdp: bf16 on the wire and in the layers, fp32 to keep and to add up.
+"""Exercise 4 of 10_fsdp: bf16 for messages and computation, fp32 for storage and sums.
 
 The planted mistakes are in `mixed_answers.py`.
 """
@@ -30,7 +30,7 @@ RAISED = (
 
 @dataclass
 class Used:
-    """What one rank saw: first, and after a small step of the shard."""
+    """The results of one rank: at first, and after a small step of the shard."""
 
     params: list[Any]
     shards: list[Tensor]
@@ -40,12 +40,12 @@ class Used:
 
 
 def _row(step: int = 0) -> Tensor:
-    """The master's numbers, none of which bf16 has; after some steps."""
+    """Return the master's numbers, none of which bf16 has; after some steps."""
     return torch.arange(1, NUMEL + 1) * 1.003 + step * (SMALL_STEP + 0.5)
 
 
 def _grads(rank: int, number: int) -> list[Tensor]:
-    """Gradients in bf16 whose sum bf16 does not have."""
+    """Return gradients in bf16 whose sum bf16 does not have."""
     flat = (torch.arange(1, NUMEL + 1) * 1.7 + number) * (1.0 if rank == 0 else 0.0071 * rank)
     parts = flat.bfloat16().split([torch.Size(shape).numel() for shape in SHAPES])
     return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
@@ -77,7 +77,7 @@ def _use(rank: int, answer: Callable[..., Any], p: int) -> Used:
 
 
 def check_mixed(answer: Callable[..., Any]) -> str:
-    """1 to 3 ranks, before and after a small step: values, dtypes, bytes of both messages."""
+    """Check 1 to 3 ranks, before and after a small step: values, dtypes, bytes of both messages."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             for rank, used in enumerate(run(ranks, _use, answer, p, on={"raised": RAISED})):
@@ -127,7 +127,7 @@ def _expect_params(used: Used, number: int, where: str) -> None:
 
 
 def _near(got: Any, wanted: Tensor) -> bool:
-    """Up to the rounding of fp32 sums in another order."""
+    """Return whether they are equal up to the rounding of fp32 sums in another order."""
     if not isinstance(got, Tensor) or got.shape != wanted.shape or got.dtype != torch.float32:
         return False
     return torch.allclose(got, wanted, rtol=1e-6, atol=1e-7)

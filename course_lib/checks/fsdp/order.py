@@ -1,4 +1,4 @@
-"""Exercise 3 of 10_fsdp: what a rank does in a step, in order.
+"""Exercise 3 of 10_fsdp: the actions of a rank in a step, in order.
 
 Needs no ranks. The planted mistakes are in `order_answers.py`.
 """
@@ -19,7 +19,7 @@ CASES = [
 
 
 def check_order(answer: Callable[..., Any]) -> str:
-    """1 to 4 units, both options: the moves one by one."""
+    """Check 1 to 4 units with both options, action by action."""
     got = [_read(answer(*case), case) for case in CASES]
     for case, is_now in zip(CASES, got, strict=True):
         wanted = planted.order_of(*case)
@@ -46,7 +46,7 @@ def _read(moves: Any, case: tuple[int, bool, bool]) -> list[_Move]:
 
 
 def _differ(got: Sequence[_Move], wanted: Sequence[_Move]) -> int:
-    """How many moves are the same from the beginning."""
+    """Return how many actions are the same from the beginning."""
     same = 0
     while same < min(len(got), len(wanted)) and got[same] == wanted[same]:
         same += 1
@@ -54,7 +54,7 @@ def _differ(got: Sequence[_Move], wanted: Sequence[_Move]) -> int:
 
 
 def _first(got: Sequence[_Move], wanted: Sequence[_Move]) -> str:
-    """The first move that differs."""
+    """Return the first action that differs."""
     same = _differ(got, wanted)
     words = [
         f"{moves[same][0]} {moves[same][1]}" if same < len(moves) else "the end"
@@ -64,13 +64,13 @@ def _first(got: Sequence[_Move], wanted: Sequence[_Move]) -> str:
 
 
 def _why(got: Sequence[Sequence[_Move]]) -> str:
-    """The cause that fits every case, if one does."""
+    """Return the cause that fits every case, if one does."""
     fits = (says for _, wrong, says in planted.WRONG if got == [wrong(*case) for case in CASES])
     return next(fits, "")
 
 
 def _by_hand(got: Sequence[_Move], wanted: Sequence[_Move], num_units: int) -> str:
-    """What to look at, from the first move that differs."""
+    """Return what to look at, from the first action that differs."""
     same = _differ(got, wanted)
     needed, found = (dict(enumerate(moves)).get(same, ("the end", 0)) for moves in (wanted, got))
     if found[1] not in range(num_units):

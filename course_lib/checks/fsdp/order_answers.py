@@ -9,7 +9,7 @@ BEYOND = "There are units 0 to num_units - 1: the last one has no next, and in b
 
 
 def order_of(num_units: int, reshard_after_forward: bool, prefetch: bool) -> list[_Move]:
-    """The right answer: who is not there is gathered, the next one before this one computes."""
+    """Gather units that are missing, the next one before this one computes: the right answer."""
     return _played(num_units, reshard_after_forward, prefetch)
 
 
@@ -28,7 +28,7 @@ def _played(
     next_first: bool = False,
     bounded: bool = True,
 ) -> list[_Move]:
-    """The right answer, and by its options the wrong ones."""
+    """Return the right answer and, depending on the options, the wrong ones."""
     moves: list[_Move] = []
     there: set[int] = set()
 
@@ -174,5 +174,5 @@ WRONG: tuple[tuple[str, Callable[..., list[_Move]], str], ...] = (
 
 
 def mistakes(make: Callable[..., Any]) -> tuple[Any, ...]:
-    """All of them, as `make(name, answer, says)`."""
+    """Return all wrong answers, as `make(name, answer, says)`."""
     return tuple(make(name, answer, says) for name, answer, says in WRONG)

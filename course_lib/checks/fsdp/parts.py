@@ -1,4 +1,4 @@
-"""What the checks of 10_fsdp share: a module with a tied weight, and one smaller than its group."""
+"""Tools for the checks of 10_fsdp: a module with a tied weight, and one smaller than its group."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class TiedModel(nn.Module):
 
 
 class Small(nn.Module):
-    """One number: fewer than there are ranks."""
+    """A module with one number: fewer than there are ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ MODULES: tuple[type[nn.Module], ...] = (TiedModel, Small)
 
 @contextmanager
 def not_followed(where: object) -> Iterator[None]:
-    """Around gather(): a message whose tensors autograd follows fails when it is waited for."""
+    """Wrap gather(): a message whose tensors autograd records fails when it is waited for."""
     try:
         yield
     except RuntimeError as error:
@@ -61,7 +61,7 @@ def not_followed(where: object) -> Iterator[None]:
 
 
 def numbered(module: nn.Module) -> None:
-    """Float64, and a value of its own for each number, the same on all ranks."""
+    """Fill a module in float64 with a different value for each number, the same on all ranks."""
     module.double()
     random = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -70,31 +70,31 @@ def numbered(module: nn.Module) -> None:
 
 
 def batch(rank: int, number: int = 0) -> tuple[Tensor, Tensor]:
-    """x of a rank, and the gradient from above for three numbers a token."""
+    """Return x of a rank, and the gradient from above for three numbers per token."""
     random = torch.Generator().manual_seed(100 + 10 * number + rank)
     x, above = torch.randn(2, TOKENS, WIDTH, generator=random, dtype=torch.double)
     return x, above
 
 
 def row_of(kind: type[nn.Module]) -> Tensor:
-    """All numbers of a module side by side."""
+    """Return all numbers of a module in one flat tensor."""
     return flat(list(kind().parameters()))
 
 
 def row_bytes(numel: int, p: int) -> int:
-    """Bytes of a row in float64, filled up for p ranks."""
+    """Return the bytes of a module's flat parameter in float64, padded for p ranks."""
     return shard_numel(numel, p) * p * NUMBER_BYTES
 
 
 def grad_of(tensor: Tensor) -> Tensor:
-    """Its gradient, which has to be there."""
+    """Return its gradient, which must not be None."""
     if tensor.grad is None:
         raise CourseError("grad_of: need a tensor with a gradient; got one without.")
     return tensor.grad
 
 
 def expect_near(got: object, wanted: Tensor, where: str, says: str) -> None:
-    """Demand a tensor up to rounding."""
+    """Demand that a tensor is equal up to rounding."""
     if not isinstance(got, Tensor):
         raise CheckFailed(f"{where}: need a tensor; got {got!r}. {says}")
     if not close(got, wanted):

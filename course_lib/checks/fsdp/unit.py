@@ -1,4 +1,4 @@
-"""Exercise 1 of 10_fsdp: a module's parameters in one row, which has bytes only while it is used.
+"""Exercise 1 of 10_fsdp: a module's parameters in one flat parameter, allocated only while used.
 
 The planted mistakes are in `unit_answers.py`.
 """
@@ -63,17 +63,17 @@ class SampleLayout:
 
     @property
     def row(self) -> Tensor:
-        """The module's numbers side by side."""
+        """Return the module's numbers in one flat tensor."""
         return row_of(self.kind)
 
     @property
     def own_bytes(self) -> int:
-        """Of a shard."""
+        """Return the bytes of a shard."""
         return shard_numel(self.row.numel(), self.p) * NUMBER_BYTES
 
     @property
     def whole_bytes(self) -> int:
-        """Of a row."""
+        """Return the bytes of the whole flat parameter."""
         return row_bytes(self.row.numel(), self.p)
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ def _use(rank: int, answer: Callable[..., Any], p: int) -> None:
 
 
 def _watch(at: SampleLayout, answer: Callable[..., Any]) -> None:
-    """Everything a unit goes through, judged where it happens: what comes after would crash."""
+    """Take a unit through all its phases and judge each at once: what comes after would crash."""
     module = at.kind()
     params = list(module.parameters())
     unit = answer(module)
@@ -116,7 +116,7 @@ def _watch(at: SampleLayout, answer: Callable[..., Any]) -> None:
 def _backward(
     rank: int, unit: Any, module: nn.Module, params: list[nn.Parameter]
 ) -> tuple[int, list[Tensor]]:
-    """Bytes of the row that forward has saved while it is freed; gradients after backward."""
+    """Return the flat parameter's bytes that forward saved, and the gradients after backward."""
     rows = {param.untyped_storage()._cdata for param in params}
     saved: list[Tensor] = []
 
@@ -141,7 +141,7 @@ def _backward(
 
 
 def check_unit(answer: Callable[..., Any]) -> str:
-    """1 to 3 ranks, a tied weight, fewer numbers than ranks: values, messages, bytes, gradients."""
+    """Check 1 to 3 ranks, a tied weight, few numbers: values, messages, bytes, gradients."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             run(ranks, _use, answer, p, on={"raised": RAISED})

@@ -29,7 +29,7 @@ ODD = Recipe(
 
 
 def check_count(answer: Callable[..., int]) -> str:
-    """Wide layers, where no two mistakes cost the same; then narrow ones, tied and untied."""
+    """Check wide layers, where no two mistakes cost the same; then narrow ones, tied and untied."""
     wide = replace(SPEC, hidden=12, num_layers=3, ffn_hidden=50)
     for spec in (wide, replace(SPEC, num_layers=1), SPEC, replace(SPEC, tied=False)):
         parts, right = param_parts(spec), count_params(spec)
@@ -66,7 +66,7 @@ def _four_times(spec: ModelSpec) -> int:
 
 
 def check_states(answer: Callable[..., int]) -> str:
-    """Made-up recipes, in which every part can be told apart, then the usual ones."""
+    """Check made-up recipes, in which every part can be told apart, then the usual ones."""
     one_moment = replace(ODD, name="a made-up recipe with one moment", num_moments=1)
     for recipe in (ODD, one_moment, FP32, BF16, BF16_ACCUMULATED, PURE_BF16):
         for num_params in (1, 1000):
@@ -101,7 +101,7 @@ def check_states(answer: Callable[..., int]) -> str:
 
 
 def check_layer(answer: Callable[..., int]) -> str:
-    """A layer of unfused attention with dropout in bf16, at several sizes."""
+    """Check a layer of unfused attention with dropout in bf16, at several sizes."""
     for heads, batch, seq in ((1, 1, 2), (3, 1, 4), (3, 3, 4), (3, 2, 8)):
         spec = replace(SPEC, num_heads=heads, ffn_hidden=4 * SPEC.hidden, max_seq=8)
         right, h = _layer(spec, batch, seq), spec.hidden
@@ -132,7 +132,7 @@ def _layer(spec: ModelSpec, batch: int, seq: int) -> int:
 
 
 def check_fit(answer: Callable[..., int]) -> str:
-    """A card that is large, exact, and too small."""
+    """Check a GPU that is large, exact, and too small."""
     for states, each, card_gib in (
         (10 * GIB, 2 * GIB, 80),
         (112 * 10**9, GIB, 80),
@@ -161,7 +161,7 @@ def check_fit(answer: Callable[..., int]) -> str:
 
 
 def check_mfu(answer: Callable[..., float]) -> str:
-    """Runs whose MFU is known, from the number on the data sheet's first page."""
+    """Check runs whose MFU is known, from the number on the data sheet's first page."""
     for num_params, tokens_per_s, sheet, ranks in (
         (10**9, 50_000.0, 1979e12, 1),
         (8 * 10**9, 50_000.0, 1979e12, 8),

@@ -1,4 +1,4 @@
-"""Right and wrong answers to the exercises of 01_memory: what the checks are proven with.
+"""Right and wrong answers to the exercises of 01_memory, with which a test proves the checks.
 
 Each tuple holds (name, answer, words that the check must say).
 """
@@ -10,7 +10,7 @@ from course_lib.core.recipes import Recipe
 
 
 def count_gpt(spec: ModelSpec) -> int:
-    """Parameters of a GPT-2: biases everywhere, learned positions, tied or not."""
+    """Return the parameters of a GPT-2: biases everywhere, learned positions, tied or not."""
     h, f = spec.hidden, spec.ffn_hidden
     attention = 4 * h * h + 4 * h
     mlp = 2 * h * f + f + h
@@ -73,7 +73,7 @@ COUNT = (
 
 
 def states_bytes(num_params: int, recipe: Recipe) -> int:
-    """Bytes of parameters, gradients and optimizer state."""
+    """Return the bytes of parameters, gradients and optimizer state."""
     weights_and_grads = recipe.weight_bytes + recipe.grad_bytes + recipe.accumulator_bytes
     adam = recipe.master_bytes + recipe.num_moments * recipe.moment_bytes
     return num_params * (weights_and_grads + adam)
@@ -114,7 +114,7 @@ STATES = (
 
 
 def layer_bytes(batch: int, seq: int, hidden: int, num_heads: int) -> int:
-    """Bytes one layer keeps in bf16: attention written out, dropout, an MLP of 4 * hidden."""
+    """Return the bytes one layer keeps in bf16: unfused attention, dropout, MLP of 4 * hidden."""
     sbh, square = seq * batch * hidden, num_heads * seq * seq * batch
     return 34 * sbh + 5 * square
 
@@ -159,7 +159,7 @@ LAYER = (
 
 
 def largest_batch(states: int, each: int, card_gib: int) -> int:
-    """Sequences that fit beside the states on a card of card_gib GiB."""
+    """Return the sequences that fit beside the states on a GPU of card_gib GiB."""
     return max(0, (card_gib * 2**30 - states) // each)
 
 
@@ -193,7 +193,7 @@ FIT = (
 
 
 def mfu_of(num_params: int, tokens_per_s: float, sheet_flop_per_s: float, world_size: int) -> float:
-    """The share of the dense peak that training uses; the sheet's number is with sparsity."""
+    """Return the share of the dense peak that training uses; the sheet's peak is with sparsity."""
     return 6 * num_params * tokens_per_s / (world_size * sheet_flop_per_s / 2)
 
 

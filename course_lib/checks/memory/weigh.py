@@ -1,4 +1,4 @@
-"""Exercise 3 of 01_memory, weighing what autograd keeps: its check and its planted mistakes."""
+"""Exercise 3 of 01_memory, measuring what autograd saves: its check and its planted mistakes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ Case = tuple[str, Callable[[], Any], list[Any], int, list[Cause]]
 
 
 def check_weigh(answer: Callable[..., int]) -> str:
-    """Views, parameters, dtypes and a matrix product."""
+    """Check views, parameters, dtypes and a matrix product."""
     for where, fn, params, right, causes in [*_plain_cases(), *_view_cases()]:
         outputs: list[Tensor] = []
         got = answer(lambda fn=fn, to=outputs: to.append(fn()), params)
@@ -25,7 +25,7 @@ def check_weigh(answer: Callable[..., int]) -> str:
 
 
 def _expect_backward(outputs: list[Tensor], where: str) -> None:
-    """Backward gets what pack returned."""
+    """Demand that backward gets what pack returned."""
     if not outputs:
         raise CheckFailed(f"{where}: fn was never called.")
     try:
@@ -41,7 +41,7 @@ def _parameter() -> Tensor:
 
 
 def _plain_cases() -> list[Case]:
-    """What is kept whole: numbers of two bytes, and what a matrix product keeps."""
+    """Check tensors that are saved whole: two bytes per number, and a matrix product."""
     x, weight = _parameter(), torch.ones(4, 2, requires_grad=True)
     there = "The parameter is there anyway: leave it out."
     return [
@@ -66,7 +66,7 @@ def _plain_cases() -> list[Case]:
 
 
 def _view_cases() -> list[Case]:
-    """Storages behind several tensors, several storages of one size, views of a parameter."""
+    """Check storages behind several tensors, several of one size, views of a parameter."""
     x = _parameter()
     alive = "A view keeps its whole storage alive: weigh untyped_storage()."
     sizes = "They are two storages: an address tells them apart, a size or an id may not."
@@ -96,7 +96,7 @@ def _view_cases() -> list[Case]:
 
 
 def weigh(fn: Callable[[], Any], params: list[Tensor]) -> int:
-    """Bytes that autograd keeps when fn() runs; params are there anyway."""
+    """Return the bytes that autograd saves when fn() runs; params do not count."""
     return _weigh(fn, params, lambda tensor: tensor.untyped_storage().nbytes())
 
 
@@ -155,7 +155,7 @@ def _by_size(fn: Callable[[], Any], params: list[Tensor]) -> int:
 
 
 def _views_of_params(fn: Callable[[], Any], params: list[Tensor]) -> int:
-    """Leaves out what begins where a parameter begins."""
+    """Leave out tensors that begin where a parameter begins."""
     kept: dict[int, int] = {}
     skip = {param.data_ptr() for param in params}
 

@@ -1,4 +1,4 @@
-"""Exercise 4 of 08_pipeline, with its planted mistakes: how many layers each stage gets."""
+"""Exercise 4 of 08_pipeline, with its planted mistakes: the number of layers of each stage."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, pairwise
@@ -13,12 +13,12 @@ Answer = Callable[[list[float], int], Any]
 
 
 def cut_layers(layer_times: Times, p: int) -> list[int]:
-    """The right answer: of all cuts, the one whose slowest stage is the fastest."""
+    """Return the cut whose slowest stage is the fastest: the right answer."""
     return min(_cuts(len(layer_times), p), key=lambda cut: max(stage_times(layer_times, cut)))
 
 
 def _cuts(num_layers: int, p: int) -> list[list[int]]:
-    """All ways to give each of p stages at least one layer."""
+    """Yield all ways to give each of p stages at least one layer."""
     return [
         [end - start for start, end in pairwise((0, *cut, num_layers))]
         for cut in combinations(range(1, num_layers), p - 1)
@@ -34,7 +34,7 @@ def _equal_counts(layer_times: Times, p: int) -> list[int]:
 
 
 def _greedy(layer_times: Times, p: int) -> list[int]:
-    """Fills each stage until it has its share of the time."""
+    """Fill each stage until it has its share of the time."""
     share, counts, filled = sum(layer_times) / p, [0], 0.0
     for number, time_s in enumerate(layer_times):
         left = len(layer_times) - number
@@ -48,7 +48,7 @@ def _greedy(layer_times: Times, p: int) -> list[int]:
 
 
 def _slowest_first(layer_times: Times, p: int) -> list[int]:
-    """Deals the layers out, the slowest first: the stages are then not consecutive."""
+    """Deal the layers out, the slowest first: the stages are then not consecutive."""
     loads, counts = [0.0] * p, [0] * p
     for time_s in sorted(layer_times, reverse=True):
         stage = loads.index(min(loads))
@@ -58,7 +58,7 @@ def _slowest_first(layer_times: Times, p: int) -> list[int]:
 
 
 def _fastest_slowest(layer_times: Times, p: int) -> list[int]:
-    """The largest smallest stage: nobody is idle for long, but somebody is too slow."""
+    """Maximize the smallest stage: no rank is idle for long, but one is too slow."""
     return max(_cuts(len(layer_times), p), key=lambda cut: min(stage_times(layer_times, cut)))
 
 
@@ -67,7 +67,7 @@ def _slowest_slowest(layer_times: Times, p: int) -> list[int]:
 
 
 def _most_alike(layer_times: Times, p: int) -> list[int]:
-    """The least difference between the slowest stage and the fastest."""
+    """Minimize the difference between the slowest stage and the fastest."""
 
     def spread(cut: list[int]) -> float:
         times_s = stage_times(layer_times, cut)
@@ -77,7 +77,7 @@ def _most_alike(layer_times: Times, p: int) -> list[int]:
 
 
 def _nearest_shares(layer_times: Times, p: int) -> list[int]:
-    """Cuts where the time so far comes nearest to 1/p, 2/p and so on of the whole."""
+    """Cut where the time so far comes nearest to 1/p, 2/p and so on of the whole."""
     until_s, cut = [0.0, *accumulate(layer_times)], [0]
     for stage in range(1, p):
         share_s, still_free = until_s[-1] * stage / p, range(cut[-1] + 1, len(layer_times))
@@ -94,13 +94,13 @@ def _places(layer_times: Times, p: int) -> list[int]:
 
 
 def _ends(layer_times: Times, p: int) -> list[int]:
-    """Where the stages end, not how many layers they have."""
+    """Return the indices where stages end, not their numbers of layers."""
     counts = cut_layers(layer_times, p)
     return [sum(counts[: stage + 1]) for stage in range(p)]
 
 
 def _without_the_ends(layer_times: Times, p: int) -> list[int]:
-    """Weighs the layers between embedding and head only."""
+    """Count only the layers between embedding and head."""
     if len(layer_times) - 2 < p:
         return cut_layers(layer_times, p)
     counts = cut_layers(layer_times[1:-1], p)
@@ -189,7 +189,7 @@ CASES: tuple[tuple[list[float], int], ...] = (
 
 
 def check_balance(answer: Answer) -> str:
-    """Slow heads, slow embeddings, as many stages as layers, one stage."""
+    """Check slow heads, slow embeddings, as many stages as layers, one stage."""
     got = [answer(list(layer_times), p) for layer_times, p in CASES]
     for (layer_times, p), counts in zip(CASES, got, strict=True):
         problem = _problem(counts, layer_times, p)
@@ -200,7 +200,7 @@ def check_balance(answer: Answer) -> str:
 
 
 def _problem(counts: Any, layer_times: Times, p: int) -> str:
-    """What is wrong with an answer, in one sentence; any best cut is right."""
+    """Return what is wrong with an answer, in one sentence; any best cut is right."""
     whole = isinstance(counts, list | tuple) and all(isinstance(n, Integral) for n in counts)
     if not whole or len(counts) != p or sum(counts) != len(layer_times) or min(counts) < 1:
         return (
@@ -216,7 +216,7 @@ def _problem(counts: Any, layer_times: Times, p: int) -> str:
 
 
 def _why(got: Sequence[Any]) -> str:
-    """The cause that fits every case."""
+    """Return the cause that fits every case."""
     if any(counts is None for counts in got):
         return "Does your function return its result?"
     for _, wrong, says in WRONG:

@@ -44,7 +44,7 @@ NOT_NUMBERED = (
 
 @dataclass
 class Seen:
-    """What one step left on one rank."""
+    """The results of one step on one rank."""
 
     grads: Grads
     order: str
@@ -75,7 +75,7 @@ def _steps(rank: int, answer: Callable[..., Any], p: int) -> list[Seen]:
 
 
 def check_engine(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks, three schedules: gradients, messages, what is kept alive."""
+    """Check 1 to 4 ranks, three schedules: gradients, messages, what is kept alive."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             try:
@@ -126,7 +126,7 @@ def _expect_gradients(where: str, got: Sequence[Grads], p: int, m: int) -> None:
 
 
 def _why(got: Sequence[Grads], right: Sequence[Grads], p: int, m: int) -> str:
-    """The misconception behind wrong gradients."""
+    """Return the misconception behind wrong gradients."""
     if any(bool(grad.isnan().any()) for grads in got for grad in grads):
         return (
             "NaN: x holds numbers on the first stage only, target on the last one only. The "
@@ -145,7 +145,7 @@ def _why(got: Sequence[Grads], right: Sequence[Grads], p: int, m: int) -> str:
 
 
 def _times(got: Grads, right: Grads) -> float | None:
-    """The number that makes one out of the other, if there is one."""
+    """Return the factor between the two, if there is one."""
     number = (got[0].flatten()[0] / right[0].flatten()[0]).item()
     return number if _same([got], [[number * grad for grad in right]]) else None
 
@@ -245,7 +245,7 @@ ENGINE = Exercise(
 
 
 class SampleStage(nn.Module):
-    """tanh of a linear layer, which logs when it is run and how many of its graphs are alive."""
+    """A stage, tanh of a linear layer, that logs its calls and how many of its graphs are alive."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -261,13 +261,13 @@ class SampleStage(nn.Module):
         return _Watched.apply((x @ self.weight + self.bias).tanh(), self)
 
     def grads(self) -> Grads:
-        """What is in param.grad; zeros where nothing is."""
+        """Return param.grad; zeros where it is None."""
         trained = [param for param in self.parameters() if param.requires_grad]
         return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained]
 
 
 class _Token:
-    """Lives as long as the graph of one forward."""
+    """An object that lives as long as the graph of one forward."""
 
 
 class _Watched(torch.autograd.Function):
@@ -286,12 +286,12 @@ class _Watched(torch.autograd.Function):
 
 
 def loss_fn(y: Tensor, target: Tensor) -> Tensor:
-    """The mean over one micro-batch."""
+    """Return the mean over one micro-batch."""
     return ((y - target) ** 2).mean()
 
 
 def batch_of(m: int) -> list[tuple[Tensor, Tensor]]:
-    """m micro-batches with numbers of their own."""
+    """Return m micro-batches with different numbers."""
     random = torch.Generator().manual_seed(m)
     made = torch.randn(m, 2, ITEMS, WIDTH, generator=random).double()
     return [(x.clone(), target.clone()) for x, target in made]
@@ -310,7 +310,7 @@ def gradients(
     target_of: Callable[[int], int] = lambda i: i,
     last_only: bool = False,
 ) -> list[Grads]:
-    """Gradients of each stage, in an engine that may be wrong."""
+    """Return the gradients of each stage, in an engine that may be wrong."""
     stages, batch = [SampleStage(rank) for rank in range(p)], batch_of(m)
     for i, (x, _) in enumerate(batch):
         kept, grad = list[tuple[Tensor, Tensor]](), None

@@ -15,7 +15,7 @@ _MicroBatches = Sequence[tuple[Tensor, Tensor]]
 
 
 class ActionRunner:
-    """What an answer does, step by step, so that a mistake can change one of them."""
+    """The right answer, step by step, so that a mistake can change one of the steps."""
 
     def __init__(self, stage: nn.Module, micro_batches: _MicroBatches, loss_fn: _LossFn) -> None:
         self.stage, self.micro_batches, self.loss_fn = stage, micro_batches, loss_fn
@@ -83,7 +83,7 @@ class ActionRunner:
 
 
 def answer(made: type[ActionRunner]) -> Callable[..., None]:
-    """An answer to the exercise that works like an engine of this kind."""
+    """Return an answer to the exercise that works like an engine of this kind."""
 
     def run_actions(
         actions: Sequence[Action], stage: nn.Module, micro_batches: _MicroBatches, loss_fn: _LossFn

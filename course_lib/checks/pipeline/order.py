@@ -18,7 +18,7 @@ KINDS = ("forward", "backward")
 
 
 def check_order(answer: Answer) -> str:
-    """For many p and m: each action once, nobody waits for ever, short and small enough."""
+    """Check many p and m: each action once, no deadlock, short and small enough."""
     made = [_read(answer(p, m), p, m) for p, m in SIZES]
     for (p, m), schedule in zip(SIZES, made, strict=True):
         problem = _problem(schedule, p, m)
@@ -30,7 +30,7 @@ def check_order(answer: Answer) -> str:
 
 
 def _read(made: Any, p: int, m: int) -> Schedule:
-    """The answer's lists as a schedule, of whatever kind of lists it is made."""
+    """Return the answer's lists as a schedule, of whatever kind of lists it is made."""
     if made is None:
         raise CheckFailed(f"p = {p}, m = {m}: got None. Does your function return the schedule?")
     try:
@@ -44,7 +44,7 @@ def _read(made: Any, p: int, m: int) -> Schedule:
 
 
 def _problem(schedule: Schedule, p: int, m: int) -> str:
-    """The first thing that is wrong, in one sentence."""
+    """Return the first problem, in one sentence."""
     if len(schedule) != p:
         return f"need {p} lists, one a rank; got {len(schedule)}."
     for rank, actions in enumerate(schedule):
@@ -66,7 +66,7 @@ def _problem(schedule: Schedule, p: int, m: int) -> str:
 
 
 def _foreign(actions: Sequence[Action], rank: int, m: int) -> str:
-    """What does not belong into the list of a rank, or is missing there."""
+    """Return what does not belong into the list of a rank, or is missing there."""
     for action in actions:
         if action.kind not in KINDS:
             return f"need the kinds 'forward' and 'backward'; got {action.kind!r}."
@@ -80,7 +80,7 @@ def _foreign(actions: Sequence[Action], rank: int, m: int) -> str:
 
 
 def _why(made: Sequence[Schedule]) -> str:
-    """The cause that fits every case."""
+    """Return the cause that fits every case."""
     for _, wrong, says in WRONG:
         if made == [wrong(p, m) for p, m in SIZES]:
             return says

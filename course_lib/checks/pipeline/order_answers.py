@@ -8,7 +8,7 @@ from course_lib.pipeline.actions import Action, Schedule
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """The right answer: warm up, then one forward and one backward in turn, then cool down."""
+    """Return warm-up, one forward and one backward in turn, then cool-down: the right answer."""
     return _with_warmup(p, m, lambda rank: min(p - 1 - rank, m))
 
 
@@ -22,7 +22,7 @@ def _with_warmup(p: int, m: int, warmup_of: Callable[[int], int]) -> Schedule:
 
 
 def _actions(rank: int, letters: Iterable[str]) -> list[Action]:
-    """`FFBB` as F0 F1 B0 B1."""
+    """Return the actions of `FFBB`: F0 F1 B0 B1."""
     kinds, done = {"F": "forward", "B": "backward"}, {"F": 0, "B": 0}
     actions = []
     for letter in letters:
@@ -71,7 +71,7 @@ def _no_cooldown(p: int, m: int) -> Schedule:
 
 
 def _steady_from_0(p: int, m: int) -> Schedule:
-    """The steady phase numbers its forwards anew."""
+    """Number the forwards of the steady phase from 0."""
     made = []
     for rank, actions in enumerate(one_f_one_b(p, m)):
         warmup, order = min(p - 1 - rank, m), list[Action]()
@@ -84,7 +84,7 @@ def _steady_from_0(p: int, m: int) -> Schedule:
 
 
 def _cooldown_from_0(p: int, m: int) -> Schedule:
-    """The last backwards are numbered anew."""
+    """Number the last backwards from 0."""
     made = []
     for rank, actions in enumerate(one_f_one_b(p, m)):
         warmup = min(p - 1 - rank, m)
@@ -94,7 +94,7 @@ def _cooldown_from_0(p: int, m: int) -> Schedule:
 
 
 def _no_forwards_left(p: int, m: int) -> Schedule:
-    """Runs ahead as far as it may, and forgets that the batch has an end."""
+    """Run ahead as far as allowed, without regard to the end of the batch."""
     made = []
     for rank in range(p):
         order, forwards, backwards = list[Action](), 0, 0

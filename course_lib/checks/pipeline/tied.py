@@ -20,7 +20,7 @@ WORLD_SIZES = (3, 2, 4, 1)
 
 @dataclass
 class Seen:
-    """What one rank has after one call."""
+    """The results of one rank after one call."""
 
     grad: Tensor | None
     changed: bool
@@ -28,7 +28,7 @@ class Seen:
 
 
 def _sums(rank: int, answer: Callable[..., Any], p: int) -> list[Seen]:
-    """A trained weight in two steps, then a frozen one."""
+    """Check a trained weight in two steps, then a frozen one."""
     members = sorted({0, p - 1})
     ends = dist.new_group(members)
     weight = nn.Parameter(_numbers()) if rank in members else None
@@ -36,7 +36,7 @@ def _sums(rank: int, answer: Callable[..., Any], p: int) -> list[Seen]:
 
 
 def _numbers() -> Tensor:
-    """1, 2, 3 and so on, and a little more than float32 can hold."""
+    """Return 1, 2, 3 and so on, and a little more than float32 can hold."""
     return torch.arange(1.0, NUM_NUMBERS + 1).double() * (1 + 1e-9)
 
 
@@ -55,7 +55,7 @@ def _one(answer: Callable[..., Any], weight: Weight, ends: Any, slope: float | N
 
 
 def check_tied(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks: the sum on both ends, nothing in the middle, a frozen weight left alone."""
+    """Check 1 to 4 ranks: the sum on both ends, nothing between, a frozen weight unchanged."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             try:

@@ -13,7 +13,7 @@ Weight = nn.Parameter | None
 
 
 def sum_tied(weight: Weight, ends: Any) -> None:
-    """The right answer: the two ranks that hold a copy add up their gradients."""
+    """Sum the gradients of the two ranks that hold a copy: the right answer."""
     if weight is not None and weight.grad is not None:
         dist.all_reduce(weight.grad, group=ends)
 
@@ -36,7 +36,7 @@ def _no_group(weight: Weight, ends: Any) -> None:
 
 
 def _one_way(weight: Weight, ends: Any) -> None:
-    """To the last stage, and not back."""
+    """Send to the last stage, and not back."""
     last = dist.get_world_size() - 1
     if weight is not None and weight.grad is not None and last > 0:
         if dist.get_rank() == 0:
@@ -48,7 +48,7 @@ def _one_way(weight: Weight, ends: Any) -> None:
 
 
 def _copied(weight: Weight, ends: Any) -> None:
-    """The first stage's gradient in place of the last one's."""
+    """Put the first stage's gradient in place of the last one's."""
     if weight is not None and weight.grad is not None:
         dist.broadcast(weight.grad, src=0, group=ends)
 
@@ -59,7 +59,7 @@ def _weights(weight: Weight, ends: Any) -> None:
 
 
 def _weights_mean(weight: Weight, ends: Any) -> None:
-    """Makes the copies equal after the step by their mean."""
+    """Make the copies equal after the step by averaging them."""
     if weight is not None:
         dist.all_reduce(weight.data, group=ends)
         weight.data /= dist.get_world_size(ends)
@@ -82,7 +82,7 @@ def _middle_forgotten(weight: Weight, ends: Any) -> None:
 
 
 def _doubled(weight: Weight, ends: Any) -> None:
-    """Right where there are two copies; with one process there is one."""
+    """Double the gradient, which is right for two copies; with one process there is one."""
     sum_tied(weight, ends)
     if weight is not None and weight.grad is not None and dist.get_world_size() == 1:
         weight.grad *= 2

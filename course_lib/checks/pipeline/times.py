@@ -1,4 +1,4 @@
-"""Exercise 2 of 08_pipeline: when each action ends; mistakes in `times_answers.py`."""
+"""Exercise 2 of 08_pipeline: the end of each action; mistakes in `times_answers.py`."""
 
 import contextlib
 import math
@@ -39,7 +39,7 @@ def _cases() -> list[tuple[str, Schedule, Seconds, float]]:
 
 
 def check_times(answer: Answer) -> str:
-    """Schedules of 1 to 4 ranks, fast and slow wires, m < p: every action's end."""
+    """Check schedules of 1 to 4 ranks, fast and slow links, m < p: every action's end."""
     cases = _cases()
     made = []
     for what, schedule, seconds, message_s in cases:
@@ -55,7 +55,7 @@ def check_times(answer: Answer) -> str:
 
 @contextlib.contextmanager
 def _no_endless_loop(what: str) -> Iterator[None]:
-    """Stop an answer that goes round for ever: after ENDLESS_CPU_S of the process's own time."""
+    """Stop an answer that never ends, after ENDLESS_CPU_S of the process's CPU time."""
     if threading.current_thread() is not threading.main_thread():  # only there a signal can raise
         yield
         return
@@ -104,7 +104,7 @@ def _expect(
 
 
 def _why(made: Sequence[Any]) -> str:
-    """The cause that fits every case."""
+    """Return the cause that fits every case."""
     for _, wrong, says in WRONG:
         if all(_same(got, wrong(*case[1:])) for got, case in zip(made, _cases(), strict=True)):
             return says

@@ -12,7 +12,7 @@ Rule = Callable[[float, float, float], float]
 
 
 def finish_times(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    """The right answer: an action starts when its rank is free and its input is there."""
+    """Start an action when its rank is free and its input has arrived: the right answer."""
     return _play(schedule, seconds, message_s)
 
 
@@ -62,7 +62,7 @@ def _starts(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
 
 
 def _sender_waits(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    """What leaves keeps its rank busy while it travels."""
+    """Keep the sender busy while its message travels."""
 
     def busy(_free_s: float, end_s: float, action: Action) -> float:
         last = len(schedule) - 1
@@ -87,7 +87,7 @@ def _wire_everywhere(schedule: Schedule, seconds: Seconds, message_s: float) -> 
 
 
 def _wire_in_the_end(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    """Ends when the message has arrived, not when the computation is done."""
+    """End when the message has arrived, not when the computation is done."""
     right, p = finish_times(schedule, seconds, message_s), len(schedule)
     return {
         action: end_s + message_s * (target_of(action, p) is not None)
@@ -96,7 +96,7 @@ def _wire_in_the_end(schedule: Schedule, seconds: Seconds, message_s: float) -> 
 
 
 def _waiting_forgotten(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    """The rank's clock counts its work only, not the time for which it stood still."""
+    """Count only the work in a rank's clock, not the time for which it was idle."""
 
     def busy(free_s: float, _end_s: float, action: Action) -> float:
         return free_s + seconds[action.kind]
@@ -105,7 +105,7 @@ def _waiting_forgotten(schedule: Schedule, seconds: Seconds, message_s: float) -
 
 
 def _not_there_yet(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    """One action of each rank in turn; an input that has not been made yet is there at 0 s."""
+    """Run one action of each rank in turn; an input that is not ready counts as ready at 0 s."""
     ends: Ends = {}
     free_s, left = [0.0] * len(schedule), [list(actions) for actions in schedule]
     while any(left):
@@ -119,7 +119,7 @@ def _not_there_yet(schedule: Schedule, seconds: Seconds, message_s: float) -> En
 
 
 def _backward_needs_nothing(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    """Only forwards wait for an input."""
+    """Let only forwards wait for an input."""
     ends: Ends = {}
     free_s = [0.0] * len(schedule)
     for rank, actions in enumerate(schedule):
@@ -135,7 +135,7 @@ def _one_length(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
 
 
 def _in_one_row(schedule: Schedule, seconds: Seconds, message_s: float) -> Ends:
-    """Everything in a row: no two ranks work at the same time."""
+    """Run everything in sequence: no two ranks work at the same time."""
     order = sorted(finish_times(schedule, seconds, message_s).items(), key=lambda item: item[1])
     now_s, ends = 0.0, {}
     for action, _ in order:
@@ -152,7 +152,7 @@ def empties_the_schedule(schedule: Schedule, seconds: Seconds, message_s: float)
 
 
 def never_ends(schedule: Schedule, _seconds: Seconds, _message_s: float) -> Ends:
-    """Waits for the action itself, in place of the same one of the stage before."""
+    """Wait for the action itself, in place of the same one of the stage before."""
     ends: Ends = {}
     left = [list(actions) for actions in schedule]
     while any(left):

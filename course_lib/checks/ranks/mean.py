@@ -21,12 +21,12 @@ RTOL = 5e-7  # 1/3 is no float32: the 8 roundings of `x * (1 / p)` on 4 ranks, 6
 
 
 def calls_of(events: Iterable[Event], rank: int) -> list[Event]:
-    """The calls with which one rank communicates."""
+    """Return the calls with which one rank communicates."""
     return [event for event in events if event.rank == rank and event.kind in COMMUNICATION_KINDS]
 
 
 def expect_one_call(events: Sequence[Event], p: int, num_bytes: int, says: str) -> None:
-    """Demand that each rank makes at most one call, about at most so many bytes."""
+    """Demand that each rank makes at most one call, with at most about that many bytes."""
     for rank in range(p):
         calls = calls_of(events, rank)
         for call in calls:
@@ -39,7 +39,7 @@ def expect_one_call(events: Sequence[Event], p: int, num_bytes: int, says: str) 
 
 
 def mean_over_ranks(x: Tensor) -> Tensor:
-    """The mean of x over all ranks, on every rank; x stays as it is."""
+    """Return the mean of x over all ranks, on every rank; x stays as it is."""
     mean = x.clone()
     dist.all_reduce(mean)
     return mean / dist.get_world_size()
@@ -52,7 +52,7 @@ def _mean(rank: int, answer: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor
 
 
 def check_mean_over_ranks(answer: Callable[[Tensor], Tensor]) -> str:
-    """Value, x untouched, one call of the size of x, nothing kept alive besides the result."""
+    """Check value, x untouched, one call of the size of x, only the result kept alive."""
     budget = "all_reduce brings the sum to every rank; nobody needs a copy of everybody's tensor."
     for p in WORLD_SIZES:
         total = ONE * sum(10.0**rank for rank in range(p))

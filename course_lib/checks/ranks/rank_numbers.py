@@ -1,4 +1,4 @@
-"""The exercises of notebook 00_ranks: who am I, and whose turn is it?
+"""The exercises of notebook 00_ranks: global rank, and taking turns.
 
 A right answer comes first, then its check, then the planted mistakes. The other three exercises are
 in `mean.py`, `ring.py` and `report.py`.
@@ -25,7 +25,7 @@ from course_lib.ranks import Ranks, span
 
 
 def global_rank(node: int, local_rank: int, ranks_per_node: int) -> int:
-    """The rank of the process with this local rank on this node."""
+    """Return the rank of the process with this local rank on this node."""
     return node * ranks_per_node + local_rank
 
 
@@ -59,7 +59,7 @@ WRONG_NUMBERS: tuple[tuple[str, Callable[[int, int, int], int], str], ...] = (
 
 
 def check_global_rank(answer: Callable[[int, int, int], int]) -> str:
-    """Ask for every rank of worlds of 1 to 4 ranks, and of one of 12."""
+    """Check every rank of worlds of 1 to 4 ranks, and of one of 12."""
     worlds = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (3, 4)]
     places = [
         (n, local, size) for nodes, size in worlds for n in range(nodes) for local in range(size)
@@ -75,7 +75,7 @@ def check_global_rank(answer: Callable[[int, int, int], int]) -> str:
 
 
 def _whole(number: Any) -> Any:
-    """A whole number of any kind as an int: an element of an integer tensor is one, too."""
+    """Return a whole number of any kind as an int: an entry of an integer tensor is one, too."""
     if isinstance(number, torch.Tensor) and number.dim():
         return number
     try:
@@ -111,7 +111,7 @@ def _turns(rank: int, answer: Callable[..., None], world_size: int) -> None:
 
 
 def check_take_turns(answer: Callable[..., None]) -> str:
-    """Let slow ranks speak before quick ones, and read from the events who spoke when."""
+    """Check, from the events, that ranks speak in order when slow ranks come before quick ones."""
     stuck = "A rank waits for a turn that nobody ends. Every rank has to come to every barrier."
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:

@@ -36,7 +36,7 @@ def _report(rank: int, answer: Callable[..., None]) -> list[float]:
 
 
 def check_report_loss(answer: Callable[..., None]) -> str:
-    """Rank 0 logs, once, the sum that it has at that moment; the others stay silent."""
+    """Check that rank 0 logs once, the sum that it has then, and the others are silent."""
     on = {
         "hang": "A collective stands where only some ranks come: all of them have to call it.",
         "mismatch": "A collective is one call that all ranks make: take it out of the branch, so "

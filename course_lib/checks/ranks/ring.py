@@ -32,7 +32,7 @@ def _ring(rank: int, answer: Callable[..., Tensor], p: int) -> tuple[Tensor, Ten
 
 
 def check_pass_right(answer: Callable[..., Tensor]) -> str:
-    """On 2, 3 and 4 ranks: no circle of waiting, the left neighbour's message, one message sent."""
+    """Check 2, 3 and 4 ranks: no circular wait, the left neighbor's message, one message sent."""
     for p in (2, 3, 4):
         with Ranks(p) as ranks:
             try:

@@ -14,7 +14,7 @@ from course_lib.recompute.mixed_precision import LossScale
 
 
 def check_half_step(answer: Callable[..., Any]) -> str:
-    """One step of fp32 masters for fp16 parameters, with the gradients of a scaled loss."""
+    """Check one step of fp32 masters for fp16 parameters, with the gradients of a scaled loss."""
     for start, half, scale, max_norm in (
         (1.0, 0.5, 1.0, 9.0),
         (1.0, 64.0, 128.0, 9.0),
@@ -58,7 +58,7 @@ def _still(gradient: float) -> str:
 
 
 def _plain_bool(stepped: Any) -> Any:
-    """`isfinite().all()` is a tensor, and says the same."""
+    """Return a bool: `isfinite().all()` is a tensor."""
     is_bool = isinstance(stepped, Tensor) and stepped.dtype == torch.bool and stepped.numel() == 1
     return bool(stepped) if is_bool else stepped
 
@@ -78,7 +78,7 @@ def _half_step(
 
 
 def check_scale(answer: Callable[..., Any]) -> str:
-    """Halve after an overflow, double after three good steps in a row."""
+    """Check that the scale halves after an overflow, and doubles after three good steps."""
     scale, good = 8.0, 0
     right, right_good, seen = 8.0, 0, ""
     for step, finite in enumerate([True, False, *[True] * 8, *[False] * 6, True]):
@@ -109,7 +109,7 @@ def next_scale(scale: float, num_good: int, finite: bool) -> tuple[float, int]:
 
 
 def forgets_overflow(scale: float, num_good: int, finite: bool) -> tuple[float, int]:
-    """An overflow halves the scale and leaves the count as it is."""
+    """Halve the scale at an overflow and leave the count as it is."""
     if not finite:
         return scale / 2, num_good
     return (scale * 2, 0) if num_good == 2 else (scale, num_good + 1)
@@ -124,7 +124,7 @@ def never_grows(scale: float, num_good: int, finite: bool) -> tuple[float, int]:
 
 
 def grows_once(scale: float, num_good: int, finite: bool) -> tuple[float, int]:
-    """Counts on after the third good step, and so never comes to three again."""
+    """Continue counting after the third good step, and so never reach three again."""
     if not finite:
         return scale / 2, 0
     return (scale * 2 if num_good == 2 else scale), num_good + 1

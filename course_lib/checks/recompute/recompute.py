@@ -18,7 +18,7 @@ from course_lib.memory.saved_tensors import activation_ledger
 
 
 def check_redo(answer: Callable[..., Any]) -> str:
-    """The backward half of recompute: gradients of x and of parameters, random numbers."""
+    """Check the backward half of recompute: gradients of x and of parameters, random numbers."""
     for where, layer in (("a linear layer", nn.Linear(4, 4)), ("dropout", nn.Dropout(0.5))):
         grad, x = torch.arange(8.0).view(2, 4), torch.ones(2, 4, requires_grad=True)
         random = torch.random.manual_seed(3).get_state()
@@ -83,7 +83,7 @@ BEST = (
 
 
 def check_best(answer: Callable[..., Any]) -> str:
-    """The number of blocks a segment that needs least memory."""
+    """Check the number of blocks per segment that needs least memory."""
     for layers, block_input, block in BEST:
         sizes = [(math.ceil(layers / k) * block_input + k * block, k) for k in range(1, layers + 1)]
         least, best = min(sizes)
@@ -112,7 +112,7 @@ def check_best(answer: Callable[..., Any]) -> str:
 
 
 def check_segments(answer: Callable[..., Any]) -> str:
-    """Blocks in segments: numbers, calls, and what is held."""
+    """Check blocks in segments: numbers, calls, and saved bytes."""
     for layers, k in ((1, 1), (4, 2), (6, 3), (5, 2), (4, 1)):
         where, calls = f"num_layers {layers}, k {k}", list[int]()
         torch.manual_seed(0)

@@ -174,7 +174,7 @@ def half_step(
 def _step(
     param: nn.Parameter, master: Tensor, optimizer: SGD, grad: Tensor, max_norm: float
 ) -> bool:
-    """What the wrong answers have in common: all but how they come to the gradient."""
+    """Return the common part of the wrong answers: all but how they compute the gradient."""
     master.grad = grad
     if not grad.isfinite().all():
         return False

@@ -1,5 +1,4 @@
-"""The exercises of notebook 13_scaling_study: ranks to a run, a run beside one rank, steps, the
-bill, a batch script.
+"""The exercises of notebook 13_scaling_study: ranks, one rank beside, steps, bill, script.
 
 Each stands with its check and its planted mistakes in a file of its own: `ranks`, `beside`,
 `steps`, `bill`, `script`.

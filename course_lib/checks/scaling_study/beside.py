@@ -1,4 +1,4 @@
-"""Exercise 2 of 13_scaling_study, with its planted mistakes: a run beside one rank."""
+"""Exercise 2 of 13_scaling_study, with its planted mistakes: a run compared with one rank."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ Alone = Sequence[Experiment]
 
 
 def beside_one(experiment: Experiment, alone: Alone) -> dict[str, float]:
-    """The right answer."""
+    """Compare a run with the run of one rank: the right answer."""
     one = _same_work(experiment, alone)
     factor = experiment.tokens_per_s / one.tokens_per_s
     return {
@@ -40,7 +40,7 @@ def _factor(e: Experiment, alone: Alone) -> float:
 
 
 def _at(place: int) -> Any:
-    """What comes out beside the run at this place of the list, whatever its batch."""
+    """Return the comparison with the run at this index of the list, whatever its batch."""
     return lambda experiment, alone: beside_one(
         experiment, [replace(alone[place], run=experiment.run)]
     )
@@ -114,7 +114,7 @@ CASES: dict[str, tuple[Experiment, Alone]] = {
 
 
 def check_beside(answer: Any) -> str:
-    """Faster and slower than one rank, with several runs of one rank to choose from."""
+    """Check runs faster and slower than one rank, with several runs of one rank to choose from."""
     got = [answer(*case) for case in CASES.values()]
     for place in range(len(ALONE)):
         rule = _at(place)

@@ -1,4 +1,4 @@
-"""Exercise 4 of 13_scaling_study, with its planted mistakes: the bill before the job."""
+"""Exercise 4 of 13_scaling_study, with its planted mistakes: the cost before the job."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ Bill = tuple[float, int]
 
 
 def bill(runs: Runs, allowed: float) -> Bill:
-    """The right answer."""
+    """Compute the cost of runs: the right answer."""
     hours = [_hours(run) for run in runs]
     fits = [number for number in range(len(hours) + 1) if sum(hours[:number]) <= allowed]
     return sum(hours), max(fits)
@@ -27,7 +27,7 @@ def _hours(run: PlannedRun) -> float:
 
 
 def _priced(price: Callable[[PlannedRun], float]) -> Callable[[Runs, float], Bill]:
-    """The bill with another price for one run: a run of one GPU that takes as many hours."""
+    """Return the bill with another price per run: a run of one GPU that takes as many hours."""
 
     def answer(runs: Runs, allowed: float) -> Bill:
         alike = PlannedRun(gpus_per_node=1, start_s=0, steps=1, step_s=0)
@@ -161,7 +161,7 @@ CASES: tuple[tuple[Runs, float], ...] = (
 
 
 def check_bill(answer: Any) -> str:
-    """Runs on one node and on several; limits in the middle, above all and below all."""
+    """Check runs on one node and on several; limits in the middle, above all and below all."""
     got = [answer(*case) for case in CASES]
     for (runs, allowed), one in zip(CASES, got, strict=True):
         where = f"{len(runs)} runs, {allowed:g} GPU-hours allowed"
@@ -178,7 +178,7 @@ def check_bill(answer: Any) -> str:
 
 
 def _why(place: int, got: Sequence[Any], wrong: Sequence[tuple[str, Any, str]]) -> str:
-    """What the first mistake that fits every case says."""
+    """Return the sentence of the first mistake that fits every case."""
     for _, rule, says in wrong:
         told = zip(got, CASES, strict=True)
         if all(near(one[place], rule(*case)[place]) for one, case in told):

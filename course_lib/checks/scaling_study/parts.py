@@ -1,4 +1,4 @@
-"""What the checks of 13_scaling_study share: answers that are dictionaries, and why one is wrong.
+"""Tools for the checks of 13_scaling_study: answers that are dictionaries, and why one is wrong.
 
 A wrong answer differs from the right one in one name, and a rule for that name tells what went
 wrong: the first rule that fits every case is told.
@@ -16,7 +16,7 @@ Rule = Callable[..., float]
 
 @dataclass(frozen=True)
 class Wrong:
-    """A planted mistake: what somebody computes in place of the number `key`, and what it means."""
+    """A planted mistake: the wrong value for the number `key`, and its meaning."""
 
     name: str
     key: str
@@ -24,7 +24,7 @@ class Wrong:
     says: str
 
     def planted(self, right: Callable[..., Mapping[str, float]]) -> Mistake:
-        """The right answer with this one number wrong."""
+        """Return the right answer with this one number wrong."""
 
         def answer(*case: Any) -> dict[str, float]:
             return {**right(*case), self.key: self.rule(*case)}
@@ -64,7 +64,7 @@ def _number(name: str, key: str, found: Any, wanted: Mapping[str, float]) -> flo
 def _why(
     key: str, values: Sequence[Any], cases: Sequence[tuple[Any, ...]], wrongs: Sequence[Wrong]
 ) -> str:
-    """What the first mistake that fits every case says; nothing where none does."""
+    """Return the sentence of the first mistake that fits every case; None where none does."""
     for wrong in wrongs:
         told = zip(values, cases, strict=True)
         if wrong.key == key and all(near(value, wrong.rule(*case)) for value, case in told):
@@ -73,11 +73,11 @@ def _why(
 
 
 def shown(value: Any) -> str:
-    """An answer as a message writes it: a number without its rounding."""
+    """Format an answer for a message: a number without its rounding."""
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
 def near(value: Any, wanted: float, rel: float = 1e-6) -> bool:
-    """Is it this number, but for rounding?"""
+    """Return whether they are equal but for rounding."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and math.isclose(value, wanted, rel_tol=rel, abs_tol=1e-12)

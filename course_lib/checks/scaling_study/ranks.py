@@ -1,4 +1,4 @@
-"""Exercise 1 of 13_scaling_study, with its mistakes: what all ranks of a run did together."""
+"""Exercise 1 of 13_scaling_study, with its mistakes: the totals of all ranks of a run."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -13,7 +13,7 @@ Case = tuple[Records, int, int, int]  # records, tp, pp, warmup
 
 
 def experiment_of(records: Records, tp: int, pp: int, warmup: int) -> dict[str, float]:
-    """The right answer."""
+    """Aggregate the records of a run: the right answer."""
     means, peaks = _means(records, warmup), _peaks(records)
     return {
         "time_s": max(_times(records, warmup)),
@@ -46,7 +46,7 @@ def _peaks(records: Records) -> list[int]:
 
 
 def _counted(records: Records, tp: int, pp: int, warmup: int) -> int:
-    """Of each copy the last stage, of that the rank which counted most."""
+    """Count of each copy the last stage, of that the rank which counted most."""
     tokens, one_copy = _tokens(records, warmup), tp * pp
     ends = range(one_copy, len(tokens) + 1, one_copy)
     return sum(max(tokens[end - tp : end]) for end in ends)
@@ -123,7 +123,7 @@ def _most_between(records: Records) -> int:
 
 
 def _record(rank: int, tokens: Sequence[int], step_s: float, held: int) -> RunRecord:
-    """Six steps of a rank: the first two are slow, and hold less."""
+    """Return six steps of a rank: the first two are slow, and hold less."""
     steps, now_s = [], 0.5 * rank
     for number in range(6):
         takes_s = step_s * (4 if number == 0 else 2 if number == 1 else 1)
@@ -142,7 +142,7 @@ def _record(rank: int, tokens: Sequence[int], step_s: float, held: int) -> RunRe
 
 
 def _run(*tokens: int) -> Records:
-    """A record for each number of tokens; rank 1 is the slowest, and holds most."""
+    """Return a record for each number of tokens; rank 1 is the slowest, and holds most."""
     step_s, held = (1.25, 1.75, 1.0, 1.5), (10, 40, 20, 30)
     return [_record(rank, tokens, step_s[rank], held[rank]) for rank in range(len(tokens))]
 
@@ -161,7 +161,7 @@ CASES: dict[str, Case] = {
 
 
 def check_ranks(answer: Any) -> str:
-    """Every way to split, with ranks that differ in time, tokens and bytes."""
+    """Check every way to split, with ranks that differ in time, tokens and bytes."""
     got = [answer(*case) for case in CASES.values()]
     expect_numbers(got, CASES, experiment_of, WRONG)
     return "Time, tokens and bytes of DP, TP, PP and what is between them."

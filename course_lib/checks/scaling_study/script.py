@@ -26,7 +26,7 @@ EDITS = {
 
 
 def mended(script: str) -> str:
-    """The right answer."""
+    """Mend the script: the right answer."""
     return _edited(script, EDITS)
 
 
@@ -40,7 +40,7 @@ def _edited(script: str, edits: dict[str, tuple[str, str]]) -> str:
 
 
 def check_script(answer: Any) -> str:
-    """No finding is left, and the job still asks for the same and runs the same."""
+    """Check that no finding is left, and that the job still requests the same and runs the same."""
     text = answer(BROKEN_SCRIPT)
     if not isinstance(text, str):
         raise CheckFailed(f"need the script as a text; got {text!r}. Does your function return it?")
@@ -56,7 +56,7 @@ def check_script(answer: Any) -> str:
 
 
 def _missing(script: Script) -> Iterator[str]:
-    """What the script no longer does, though it was asked for."""
+    """Return what the script no longer does, though it was requested."""
     started = [one for one in script.running(TORCHRUN) if PROGRAM in script.spelt_out(one.text)]
     if not started:
         yield f"the script no longer starts torchrun with {PROGRAM}: mend its lines, keep its work."
@@ -79,7 +79,7 @@ def _missing(script: Script) -> Iterator[str]:
 
 
 def _time_s(text: str) -> int | None:
-    """Seconds; None for what is no time, which is lint's to tell, as is 2:00."""
+    """Return seconds; None for text that is not a time, which is lint's to report, as is 2:00."""
     try:
         return read_time_s(text)
     except CourseError:
@@ -87,7 +87,7 @@ def _time_s(text: str) -> int | None:
 
 
 def _gpus(script: Script) -> Iterator[str]:
-    """GPUs that are not asked for; the comment that was meant to is lint's to tell."""
+    """Return GPUs that are not requested; the comment that was meant to is lint's to report."""
     asked = script.option("gpus-per-node", "gres", "gpus", "gpus-per-task")
     number = re.search(r"\d+$", asked.value) if asked else None
     if asked is None and "# SBATCH --gpus" not in script.text:
@@ -100,13 +100,13 @@ def _gpus(script: Script) -> Iterator[str]:
 
 
 def _without(name: str) -> Callable[[str], str]:
-    """All mended but one."""
+    """Mend all mistakes but one."""
     edits = {key: edit for key, edit in EDITS.items() if key != name}
     return lambda script: _edited(script, edits)
 
 
 def _besides(wrong: str, right: str) -> Callable[[str], str]:
-    """All mended, and something else lost on the way."""
+    """Mend all mistakes, and lose something else."""
     return lambda script: mended(script).replace(wrong, right)
 
 

@@ -15,7 +15,7 @@ Totals = tuple[float, int]
 def timed_loop(
     device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
 ) -> Totals:
-    """The right answer."""
+    """Train with a timed loop: the right answer."""
     start_s, num_tokens = 0.0, 0
     for step in range(steps):
         if step == warmup:
@@ -33,7 +33,7 @@ def timed_loop(
 
 
 def _one_step(device: EmulatedDevice, micro_batches: Tokens, accumulated: int) -> int:
-    """A step of accumulated micro-batches; returns their tokens."""
+    """Run a step of accumulated micro-batches; return their tokens."""
     tokens = [*islice(micro_batches, accumulated)]
     for number in tokens:
         device.backward(number)
@@ -77,7 +77,7 @@ def _one_micro_batch(
 
 
 def _timed(before: bool, after: bool) -> Callable[..., Totals]:
-    """A loop that waits for the device before its clock starts, after its last step, or not."""
+    """Return a loop that waits for the device before and after the timed steps, or not."""
 
     def loop(
         device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
@@ -147,7 +147,7 @@ CASES = ((8, 2, 4), (6, 1, 2), (4, 1, 1))  # steps, warmup, accumulated
 
 
 class _Watched(EmulatedDevice):
-    """Notes how many orders it had when its clock was read while it still worked."""
+    """A device that records how many orders it had when its clock was read too early."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class _Watched(EmulatedDevice):
 
 
 def check_steps(answer: Any) -> str:
-    """Orders that the device got, then the tokens, then the time."""
+    """Check the orders that the device got, then the tokens, then the time."""
     for steps, warmup, accumulated in CASES:
         device, batches = _Watched(), (100 + n for n in count())
         got = answer(device, batches, steps, warmup, accumulated)

@@ -1,4 +1,4 @@
-"""Exercise 3 of 07_tensor_parallel: whole heads for every rank.
+"""Exercise 3 of 07_tensor_parallel: whole attention heads for every rank.
 
 Needs no ranks: the check plays them one after another, and sums up what they would send. The
 planted mistakes are in `heads_answers.py`.
@@ -22,7 +22,7 @@ SEQ = 5
 
 @dataclass(frozen=True)
 class Case:
-    """p ranks share the heads of an attention whose q, k and v lie in one tall matrix."""
+    """An attention whose heads p ranks share, with q, k and v in one tall matrix."""
 
     p: int
     num_heads: int
@@ -42,7 +42,7 @@ class Case:
         return self.hidden + 2 * self.kv_hidden
 
     def head_of(self, row: int) -> tuple[str, int]:
-        """`("k", 1)`: to which head of which of the three matrices a row belongs."""
+        """Return `("k", 1)`: the matrix and the head that a row belongs to."""
         starts = {"v": self.hidden + self.kv_hidden, "k": self.hidden, "q": 0}
         name = next(name for name, start in starts.items() if row >= start)
         return name, (row - starts[name]) // self.head_dim
@@ -65,7 +65,7 @@ CASES = (
 
 
 def check_heads(answer: _Rows) -> str:
-    """Counts, whole heads, queries beside their keys; then attention itself, summed over ranks."""
+    """Check counts, whole heads, queries beside their keys; then attention, summed over ranks."""
     for case in CASES:
         sizes = (case.num_heads, case.num_kv_heads, case.head_dim)
         by_rank = [_numbers(answer(rank, case.p, *sizes)) for rank in range(case.p)]
@@ -152,7 +152,7 @@ def _why_count(name: str, counts: dict[str, int], case: Case) -> str:
 
 
 def _judge_shares(by_rank: list[list[int]], case: Case) -> None:
-    """Each row once, in the order q, k, v; a query's keys on the same rank."""
+    """Demand each row once, in the order q, k, v; a query's keys on the same rank."""
     taken = sorted(row for rows in by_rank for row in rows)
     if taken != list(range(case.num_rows)):
         twice = next(row for row in range(case.num_rows) if taken.count(row) != 1)
@@ -196,7 +196,7 @@ def _judge_values(by_rank: list[list[int]], case: Case) -> None:
 
 
 def _attend(mixed: Tensor, case: Case, p: int) -> Tensor:
-    """Attention on a part of the heads. Shapes: [seq, rows/p] -> [seq, hidden/p]."""
+    """Run attention on a part of the heads. Shapes: [seq, rows/p] -> [seq, hidden/p]"""
     sizes = [case.hidden // p, case.kv_hidden // p, case.kv_hidden // p]
     q, k, v = (
         part.unflatten(-1, (-1, case.head_dim)).transpose(0, 1) for part in mixed.split(sizes, -1)

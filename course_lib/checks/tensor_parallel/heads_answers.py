@@ -2,7 +2,7 @@
 
 
 def rows_of(rank: int, p: int, num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:
-    """This rank's heads of q, then of k, then of v."""
+    """Return this rank's heads of q, then of k, then of v."""
     rows, start = list[int](), 0
     for heads in (num_heads, num_kv_heads, num_kv_heads):
         n = heads // p * head_dim
@@ -49,7 +49,7 @@ def keys_twice(rank: int, p: int, num_heads: int, num_kv_heads: int, head_dim: i
 
 
 def dealt_queries(rank: int, p: int, num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:
-    """Heads of q dealt out like cards, those of k and v in neighbours."""
+    """Deal heads of q out in turn, those of k and v in blocks of neighbors."""
     heads = range(rank, num_heads, p)
     queries = [head * head_dim + i for head in heads for i in range(head_dim)]
     return queries + rows_of(rank, p, num_heads, num_kv_heads, head_dim)[len(queries) :]

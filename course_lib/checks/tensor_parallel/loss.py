@@ -1,4 +1,4 @@
-"""Exercise 4 of 07_tensor_parallel: a loss over logits of which every rank has a part.
+"""Exercise 4 of 07_tensor_parallel: a loss over logits that are split over the ranks.
 
 The planted mistakes are in `loss_answers.py`.
 """
@@ -66,7 +66,7 @@ WHOSE = (
 
 @dataclass
 class Used:
-    """What one loss left on one rank."""
+    """The results of one loss on one rank."""
 
     loss: Any
     grad: Tensor | None
@@ -95,7 +95,7 @@ def _use(rank: int, answer: Loss) -> list[Used]:
 
 
 def check_loss(answer: Loss) -> str:
-    """1 to 4 ranks: the loss of one process, its gradient, and three numbers a token sent."""
+    """Check 1 to 4 ranks: the loss of one process, its gradient, three numbers sent per token."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             found = run(ranks, _use, answer, on={"mismatch": ALIKE})
@@ -250,7 +250,7 @@ def loss_causes(case: Case, rank: int, p: int) -> list[Cause]:
 
 
 def through_maximum(case: Case, mine: Tensor) -> Tensor:
-    """What a maximum that is not detached adds to the gradient on its rank."""
+    """Return the gradient that a maximum which is not detached adds on its rank."""
     counted, own = case.targets != IGNORED, case.logits[:, mine]
     here = torch.isin(case.targets, mine).double()
     share = case.logits.softmax(-1)[:, mine].sum(-1)
@@ -259,6 +259,6 @@ def through_maximum(case: Case, mine: Tensor) -> Tensor:
 
 
 def is_rows_of(got: Tensor, grad: Tensor, targets: Tensor, mine: Tensor) -> bool:
-    """Whether the sums have their gradient only where the target is on this rank."""
+    """Return whether the sums have their gradient only where the target is on this rank."""
     here = torch.isin(targets, mine)
     return not here.all() and not got[~here].any() and close_to(grad[here])(got[here])

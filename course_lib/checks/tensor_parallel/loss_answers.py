@@ -14,7 +14,7 @@ VOCAB = 23
 
 
 def split_loss(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """One maximum, one sum of exponentials, one logit a token."""
+    """Compute the loss with one maximum, one sum of exponentials, and one logit per token."""
     top = summed(logits.max(dim=-1).values, dist.ReduceOp.MAX)
     shifted = logits - top[:, None]
     total = reduce_from_region(shifted.exp().sum(-1))
@@ -22,7 +22,7 @@ def split_loss(logits: Tensor, targets: Tensor, first: int) -> Tensor:
 
 
 def own_logit(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """The target's logit, where it is on this rank; else 0."""
+    """Return the target's logit, where it is on this rank; else 0."""
     local = targets - first
     here = (local >= 0) & (local < logits.shape[-1])
     return logits.gather(-1, local.where(here, 0)[:, None])[:, 0] * here
@@ -34,7 +34,7 @@ def mean_loss(each: Tensor, targets: Tensor) -> Tensor:
 
 
 def _parts(logits: Tensor, targets: Tensor, first: int, **other: Any) -> Tensor:
-    """The right answer with some parts exchanged."""
+    """Return the right answer with some parts exchanged."""
     top = other.get("top")
     if top is None:
         top = summed(logits.max(dim=-1).values, dist.ReduceOp.MAX)
@@ -93,7 +93,7 @@ def summed_tokens(logits: Tensor, targets: Tensor, first: int) -> Tensor:
 
 
 def back_through_f(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """Sums the gradient of each token's sums, too: within the budget, and p times too large."""
+    """Sum the gradient of each token's sums, too: within the budget, and p times too large."""
     top = summed(logits.detach().max(dim=-1).values, dist.ReduceOp.MAX)
     shifted = logits - top[:, None]
     both = torch.stack([shifted.exp().sum(-1), own_logit(shifted, targets, first)])
@@ -150,7 +150,7 @@ def _is_here(logits: Tensor, targets: Tensor, first: int) -> Tensor:
 
 
 def own_tokens(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """Leaves the others' tokens out, and never sums the logits of targets."""
+    """Leave the others' tokens out, and never sum the logits of targets."""
 
     def mean(each: Tensor, targets: Tensor) -> Tensor:
         return (each * _is_here(logits, targets, first)).sum() / (targets != IGNORED).sum()
@@ -159,7 +159,7 @@ def own_tokens(logits: Tensor, targets: Tensor, first: int) -> Tensor:
 
 
 def summed_losses(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """The right loss; but the sum of exponentials has the gradient of this rank's tokens only."""
+    """Return the right loss, with this rank's gradient only in the sum of exponentials."""
     return reduce_from_region(own_tokens(logits, targets, first))
 
 
@@ -180,7 +180,7 @@ def logits_through_f(logits: Tensor, targets: Tensor, first: int) -> Tensor:
 
 
 def in_the_graph(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """Backward passes the sums by, which is what g does; PyTorch warns of it."""
+    """Let backward skip the sums, which is what g does; PyTorch warns of it."""
 
     def total(parts: Tensor) -> Tensor:
         out = parts * 1.0

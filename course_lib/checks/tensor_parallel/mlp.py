@@ -1,4 +1,4 @@
-"""Exercise 2 of 07_tensor_parallel: an MLP of which every rank has a part.
+"""Exercise 2 of 07_tensor_parallel: an MLP that is split over the ranks.
 
 The planted mistakes are in `mlp_answers.py`.
 """
@@ -63,7 +63,7 @@ NO_F = (
 
 @dataclass
 class Used:
-    """What one MLP left on one rank."""
+    """The results of one MLP on one rank."""
 
     shapes: dict[str, Any]
     values: dict[str, Tensor]
@@ -103,7 +103,7 @@ def _kind(param: Any) -> str:
 
 
 def check_mlp(answer: Callable[..., nn.Module]) -> str:
-    """1 to 4 ranks, even and uneven: values, gradients, one sum each way, parts and no more."""
+    """Check 1 to 4 ranks, even and uneven: values, gradients, one sum each way, only parts."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             for width in WIDTHS:
@@ -225,7 +225,7 @@ MLP = Exercise(
 
 
 def layers(width: int) -> tuple[nn.Linear, nn.Linear]:
-    """The whole MLP, the same on every rank."""
+    """Return the whole MLP, the same on every rank."""
     random = torch.Generator().manual_seed(width)
     up, down = nn.Linear(HIDDEN, width).double(), nn.Linear(width, HIDDEN).double()
     with torch.no_grad():
@@ -235,14 +235,14 @@ def layers(width: int) -> tuple[nn.Linear, nn.Linear]:
 
 
 def batch(width: int) -> tuple[Tensor, Tensor]:
-    """x and the gradient from above, [2, 3, hidden]."""
+    """Return x and the gradient from above, [2, 3, hidden]."""
     random = torch.Generator().manual_seed(100 + width)
     x, above = torch.randn(2, 2, 3, HIDDEN, generator=random, dtype=torch.double)
     return x, above
 
 
 def whole(width: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """What one process has: the output, the gradients by name, the gradient of x."""
+    """Compute on one process: the output, the gradients by name, the gradient of x."""
     up, down = layers(width)
     x, above = batch(width)
     x.requires_grad_()
@@ -293,7 +293,7 @@ def output_causes(
 
 
 def value_causes(name: str, part: Tensor, p: int) -> list[Cause]:
-    """Why a parameter of the right shape holds other numbers than this rank's part."""
+    """Return causes for a parameter of the right shape with other numbers than this rank's part."""
     if name == "down_bias":
         return [
             (close_to(part / p), BIAS_WHOLE.format(what="1 / p of it")),

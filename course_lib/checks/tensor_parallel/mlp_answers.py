@@ -94,7 +94,7 @@ class MeanOfParts(SplitMLP):
 
 
 class Gathers(SplitMLP):
-    """Brings the whole hidden layer to every rank, which then takes its own part of it again."""
+    """Gathers the whole hidden layer on every rank, which then takes its own part of it again."""
 
     def __init__(self, up: nn.Linear, down: nn.Linear) -> None:
         super().__init__(up, down)

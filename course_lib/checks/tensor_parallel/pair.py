@@ -49,7 +49,7 @@ SHARED = (
 
 @dataclass
 class Used:
-    """What one use left on one rank."""
+    """The results of one use on one rank."""
 
     inside: Tensor
     out: Tensor
@@ -100,14 +100,14 @@ def _use(rank: int, answer: Callable[[Tensor, Part], Tensor]) -> Used:
 
 
 def _around(answer: Callable[[Tensor, Part], Tensor]) -> Tensor | None:
-    """The gradient of x + together(x, nothing at all), where both ways share their tensors."""
+    """Return the gradient of x + together(x, nothing), where both ways share their tensors."""
     x = X.clone().requires_grad_()
     (x + answer(x, lambda inside: inside.view_as(inside))).backward(UP.clone())
     return x.grad
 
 
 def check_pair(answer: Callable[[Tensor, Part], Tensor]) -> str:
-    """1 to 4 ranks: values and gradients on both sides, one all_reduce each way, no clobbering."""
+    """Check 1 to 4 ranks: values and gradients on both sides, one all_reduce each way."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             for rank, used in enumerate(run(ranks, _use, answer)):

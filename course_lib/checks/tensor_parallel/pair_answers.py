@@ -19,12 +19,12 @@ Part = Callable[[Tensor], Tensor]
 
 
 def together(x: Tensor, part: Part) -> Tensor:
-    """The sum of part(x) over the ranks."""
+    """Return the sum of part(x) over the ranks."""
     return reduce_from_region(part(copy_to_region(x)))
 
 
 def pair(f_backward: Any = summed, g_forward: Any = summed, g_backward: Any = None) -> Any:
-    """An answer with other insides."""
+    """Return an answer with other insides."""
 
     class Copy(CopyToRegion):
         @staticmethod

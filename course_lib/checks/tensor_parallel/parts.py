@@ -1,4 +1,4 @@
-"""What the checks of 07_tensor_parallel share: f and g, what a rank sent, what it keeps."""
+"""Tools for the checks of 07_tensor_parallel: f and g, a rank's traffic, and its memory."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -45,38 +45,38 @@ class ReduceFromRegion(torch.autograd.Function):
 
 
 def copy_to_region(x: Tensor) -> Tensor:
-    """f as a function."""
+    """Apply f as a function."""
     out: Tensor = CopyToRegion.apply(x)
     return out
 
 
 def reduce_from_region(x: Tensor) -> Tensor:
-    """g as a function."""
+    """Apply g as a function."""
     out: Tensor = ReduceFromRegion.apply(x)
     return out
 
 
 def summed(x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """The sum (or maximum) over all ranks; x stays as it is, and autograd sees nothing."""
+    """Return the sum (or maximum) over all ranks; x stays as it is, autograd records nothing."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, op)
     return total
 
 
 def mine_of(size: int) -> Tensor:
-    """The numbers out of 0 ... size - 1 that are this rank's: the first ranks get one more."""
+    """Return this rank's numbers out of 0 ... size - 1: the first ranks get one more."""
     return torch.arange(size).tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
 def calls_in(events: Iterable[Event]) -> list[Event]:
-    """The communication among some events, in order."""
+    """Return the communication among some events, in order."""
     return sorted(
         (event for event in events if event.kind in COMMUNICATION_KINDS), key=lambda e: e.start_s
     )
 
 
 def close_to(wrong: Tensor) -> Callable[[Any], bool]:
-    """A cause: what came back is this value, up to rounding."""
+    """Return a cause: the result is this value, up to rounding."""
     return lambda got: (
         got.shape == wrong.shape and bool(torch.allclose(got, wrong, rtol=ROUNDING, atol=ROUNDING))
     )
@@ -85,7 +85,7 @@ def close_to(wrong: Tensor) -> Callable[[Any], bool]:
 def expect_close(
     got: Any, expected: Tensor, where: str, causes: Sequence[Cause] = (), look: str = ""
 ) -> None:
-    """expect_equal for float64, up to the rounding of sums in another order."""
+    """Demand equality in float64, up to the rounding of sums in another order."""
     if isinstance(got, Tensor):
         got = got.detach()
         if got.dtype == expected.dtype and got.shape == expected.shape:
@@ -95,7 +95,7 @@ def expect_close(
 
 
 def is_outside(backward: Callable[[], Any]) -> bool:
-    """Run a backward; whether PyTorch warns of a collective on its way that it knows nothing of."""
+    """Run a backward; return whether PyTorch warns of a collective that autograd does not know."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         backward()
@@ -103,7 +103,7 @@ def is_outside(backward: Callable[[], Any]) -> bool:
 
 
 def expect_one_sum(where: str, calls: Sequence[Event], num_bytes: int, says: str) -> None:
-    """Demand exactly one all_reduce of so many bytes."""
+    """Demand exactly one all_reduce of that many bytes."""
     if [(call.kind, call.num_bytes) for call in calls] == [("all_reduce", num_bytes)]:
         return
     made = ", ".join(f"{call.kind} of {call.num_bytes} bytes" for call in calls) or "no call"
@@ -111,7 +111,7 @@ def expect_one_sum(where: str, calls: Sequence[Event], num_bytes: int, says: str
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """Bytes of all storages that a module and the lists in it keep alive; indices are free."""
+    """Return the bytes of all storages that a module and its lists keep alive, but indices."""
     stack: list[Any] = [model]
     sizes, seen = dict[int, int](), set[int]()
     while stack:

@@ -1,4 +1,4 @@
-"""Exercise 5 of 07_tensor_parallel, with its planted mistakes: the price of a split layer."""
+"""Exercise 5 of 07_tensor_parallel, with its planted mistakes: the cost of a split layer."""
 
 from collections.abc import Callable
 
@@ -19,14 +19,14 @@ Price = Callable[[float, int, int, int, int, Link], float]
 
 
 def layer_s(compute_s: float, batch: int, seq: int, hidden: int, p: int, link: Link) -> float:
-    """The right answer: a part of the computing, and four all-reduces of the layer's output."""
+    """Add a part of the computation and four all-reduces of the output: the right answer."""
     num_bytes = 2 * batch * seq * hidden
     all_reduce_s = 2 * (p - 1) * (link.latency_s + num_bytes / p / link.bytes_per_s)
     return compute_s / p + 4 * all_reduce_s
 
 
 def check_price(answer: Price) -> str:
-    """Slow and fast links, 1 to 16 ranks."""
+    """Check slow and fast links, 1 to 16 ranks."""
     found = [_number(answer(*case)) for case in CASES]
     for case, got in zip(CASES, found, strict=True):
         if not _near(got, layer_s(*case)):
@@ -49,7 +49,7 @@ def _near(got: float, need: float) -> bool:
 
 
 def _why(found: list[float]) -> str:
-    """The first misconception that explains all the numbers."""
+    """Return the first misconception that explains all the numbers."""
     for wrong, says in WRONG:
         if all(_near(got, wrong(*case)) for case, got in zip(CASES, found, strict=True)):
             return says
@@ -59,7 +59,7 @@ def _why(found: list[float]) -> str:
 
 
 def _with(num_calls: float = 4, scale: float = 1.0, steps: float = 2.0) -> Price:
-    """The price with other numbers of all-reduces, bytes, or steps of a ring."""
+    """Return the cost with other numbers of all-reduces, bytes, or steps of a ring."""
 
     def price(compute_s: float, batch: int, seq: int, hidden: int, p: int, link: Link) -> float:
         num_bytes = 2 * batch * seq * hidden * scale
@@ -114,7 +114,7 @@ def _all_shared(compute_s: float, batch: int, seq: int, hidden: int, p: int, lin
 
 
 def _hidden_only(compute_s: float, batch: int, seq: int, hidden: int, p: int, link: Link) -> float:
-    """The bytes of the weights' gradient, as in data parallelism, instead of an activation's."""
+    """Send the bytes of the weights' gradient, as in data parallelism, not an activation's."""
     num_bytes = 2 * hidden * hidden
     return compute_s / p + 8 * (p - 1) * (link.latency_s + num_bytes / p / link.bytes_per_s)
 

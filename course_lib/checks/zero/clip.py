@@ -26,7 +26,7 @@ HANG = (
 
 @dataclass
 class Clipped:
-    """What one call left on one rank."""
+    """The results of one call on one rank."""
 
     norm: Any
     grads: list[Tensor]
@@ -34,7 +34,7 @@ class Clipped:
 
 
 def shards(rank: int) -> list[Tensor]:
-    """Some shards of gradients, different on every rank; one of zeros is what a row is filled with.
+    """Return shards of gradients, different on every rank; one of zeros is padding.
 
     Rank 0's own norm is below the limit that clips.
     """
@@ -53,7 +53,7 @@ def _clip(rank: int, answer: Callable[..., Any]) -> list[Clipped]:
 
 
 def check_clip(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks, a limit that clips and one that does not; a single number travels."""
+    """Check 1 to 4 ranks, a limit that clips and one that does not; a single number is sent."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             by_rank = run(ranks, _clip, answer, on={"hang": HANG, "mismatch": HANG})
@@ -65,7 +65,7 @@ def check_clip(answer: Callable[..., Any]) -> str:
 
 
 def norms(p: int) -> list[float]:
-    """Every rank's own norm."""
+    """Return every rank's own norm."""
     return [torch.cat([g.flatten() for g in shards(rank)]).norm().item() for rank in range(p)]
 
 

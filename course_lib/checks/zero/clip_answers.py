@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def clip_shards(grads: list[Tensor], max_norm: float) -> Tensor:
-    """The right answer: the squares of all shards of all ranks, one root, one factor."""
+    """Sum the squares of all shards of all ranks; one root, one factor: the right answer."""
     return _scaled(grads, max_norm, _global(_squares(grads)).sqrt())
 
 
@@ -108,7 +108,7 @@ def _call_a_shard(grads: list[Tensor], max_norm: float) -> Tensor:
 
 
 def mistakes(mistake: Any) -> tuple[Any, ...]:
-    """All of them, with words of the sentence that names them."""
+    """Return all wrong answers, with words of the sentence that names them."""
     return (
         mistake("local norm", _local, says="this rank's own norm"),
         mistake("local factor", _local_factor, says="Scaled by this rank's own norm"),

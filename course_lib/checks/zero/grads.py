@@ -1,4 +1,4 @@
-"""Exercise 3 of 09_zero: gradients leave in buckets during backward, and only shards stay.
+"""Exercise 3 of 09_zero: gradients are reduced in buckets during backward, and only shards stay.
 
 The planted mistakes are in `grads_answers.py`.
 """
@@ -48,7 +48,7 @@ REFERENCED = (
 
 @dataclass
 class GradsPass:
-    """What one backward pass left on one rank."""
+    """The results of one backward pass on one rank."""
 
     shards: list[Any]
     calls: list[tuple[str, int]]
@@ -90,12 +90,12 @@ def _watched(rank: int, answer: Callable[..., Any], module: Bag) -> list[GradsPa
 
 
 def _own_bytes(p: int) -> int:
-    """Bytes of the shards of all buckets."""
+    """Return the bytes of the shards of all buckets."""
     return sum(shard_numel(sum(SIZES[i] for i in one), p) for one in BUCKETS) * NUMBER_BYTES
 
 
 class _Watch:
-    """Looks after each gradient, behind the answer's hooks: which ones are whole, and when."""
+    """A hook after the answer's own, which records the gradients that are whole, and when."""
 
     def __init__(self, module: Bag) -> None:
         self.module = module
@@ -121,7 +121,7 @@ class _Watch:
 
 
 def check_grads(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks, two passes that add up and a third one: shards, bytes, and what is alive."""
+    """Check 1 to 4 ranks, two passes that add up, a third one: shards, bytes, what is alive."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             by_rank = run(ranks, _passes, answer)

@@ -166,7 +166,7 @@ class WholeMean(ShardedGrads):
 
 
 def mistakes(mistake: Any) -> tuple[Any, ...]:
-    """All of them, with words of the sentence that names them."""
+    """Return all wrong answers, with words of the sentence that names them."""
     return (
         mistake("whole gradients kept", KeptWhole, says="outlive their bucket"),
         mistake("zeros in place of None", Zeroed, says="zero_() keeps the memory"),

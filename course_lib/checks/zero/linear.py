@@ -1,4 +1,4 @@
-"""Exercise 4 of 09_zero: a linear layer whose weights are there only while it computes.
+"""Exercise 4 of 09_zero: a linear layer whose weights are allocated only while it computes.
 
 The planted mistakes are in `linear_answers.py`.
 """
@@ -38,7 +38,7 @@ KEEPS = (
 
 @dataclass
 class Used:
-    """What one use of the layer left on one rank."""
+    """The results of one use of the layer on one rank."""
 
     out: Tensor
     x_grad: Tensor | None
@@ -50,7 +50,7 @@ class Used:
 
 
 def _layer() -> nn.Linear:
-    """The whole layer, the same on every rank."""
+    """Return the whole layer, the same on every rank."""
     random = torch.Generator().manual_seed(5)
     layer = nn.Linear(WIDTH, WIDTH).double()
     with torch.no_grad():
@@ -60,7 +60,7 @@ def _layer() -> nn.Linear:
 
 
 def _batch(rank: int) -> tuple[Tensor, Tensor]:
-    """x of a rank, and the gradient from above."""
+    """Return x of a rank, and the gradient from above."""
     random = torch.Generator().manual_seed(100 + rank)
     x, above = torch.randn(2, TOKENS, WIDTH, generator=random, dtype=torch.double)
     return x, above
@@ -104,7 +104,7 @@ def _watched(
 
 
 def check_linear(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks, used once and twice: values, gradients, calls, and what is alive between."""
+    """Check 1 to 4 ranks, used once and twice: values, gradients, calls, what is alive."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             for times in (1, 2):
@@ -134,7 +134,7 @@ def _run(ranks: Ranks, answer: Any, p: int, times: int) -> list[Used]:
 
 
 def _whole(p: int, times: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """What one process has: the output and gradient of x of each rank, and the mean gradient."""
+    """Compute on one process: the output and gradient of x of each rank, and the mean gradient."""
     layer, outs, x_grads = _layer(), [], []
     for rank in range(p):
         x, above = _batch(rank)
@@ -182,7 +182,7 @@ def _judge(used: Used, rank: int, p: int, times: int) -> None:
 
 
 def _expect_freed(used: Used, where: str, times: int) -> None:
-    """Between the layers x is kept; and the shard, by the parameter."""
+    """Demand that only x, and the shard by the parameter, are kept between the layers."""
     between = OUT_BYTES * times  # the outputs: of the layer, and under way
     if used.alive_bytes > between:
         raise CheckFailed(

@@ -12,7 +12,7 @@ from course_lib.zero.flat_layout import FlatLayout
 
 
 def whole(shard: Tensor, layout: FlatLayout) -> list[Tensor]:
-    """The weight and the bias, put together out of all ranks' shards."""
+    """Return the weight and the bias, gathered from all ranks' shards."""
     flat = shard.new_empty(layout.padded_numel)
     dist.all_gather_single(flat, shard.detach())
     return layout.views(flat)
@@ -190,7 +190,7 @@ class NoShardGradient(ShardedLinear):
 
 
 def mistakes(mistake: Any) -> tuple[Any, ...]:
-    """All of them, with words of the sentence that names them."""
+    """Return all wrong answers, with words of the sentence that names them."""
     return (
         mistake("saves the weight", SavesWeight, says="Never freed"),
         mistake("weight on ctx", OnContext, says="Never freed"),

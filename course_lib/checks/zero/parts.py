@@ -1,4 +1,4 @@
-"""What the checks of 09_zero share: a module whose numbers are all different, what stays alive."""
+"""Tools for the checks of 09_zero: a module whose numbers are all different, and bytes alive."""
 
 import gc
 import time
@@ -21,7 +21,7 @@ ALONE = "rank 0 of 1,"
 
 
 def uneven(sizes: Sequence[int]) -> Bag:
-    """Parameters of different sizes and numbers; the first is tied, the second frozen."""
+    """Return parameters of different sizes and numbers; the first is tied, the second frozen."""
     module = Bag(sizes)
     with torch.no_grad():
         for i, param in enumerate(module.weights):
@@ -30,24 +30,24 @@ def uneven(sizes: Sequence[int]) -> Bag:
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """All numbers side by side, copied."""
+    """Return all numbers in one flat tensor, copied."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def shard_numel(numel: int, p: int) -> int:
-    """Numbers in an equal shard."""
+    """Return the numbers in an equal shard."""
     return -(-numel // p)
 
 
 def shard_of(row: Tensor, rank: int, p: int) -> Tensor:
-    """A rank's shard of a row that is filled up with zeros."""
+    """Return a rank's shard of a flat tensor that is padded with zeros."""
     n = shard_numel(row.numel(), p)
     return torch.cat([row, row.new_zeros(n * p - row.numel())])[rank * n : (rank + 1) * n]
 
 
 @contextmanager
 def only_new() -> Iterator[None]:
-    """`alive_bytes` counts what is made from here on: all other objects are hidden from it."""
+    """Let `alive_bytes` count only what is made from here on: all else is hidden from it."""
     gc.freeze()  # what is there is not even looked through, which takes a rank 0.3 s
     try:
         yield
@@ -56,7 +56,7 @@ def only_new() -> Iterator[None]:
 
 
 def alive_bytes(*besides: nn.Module | Tensor, enough: int) -> int:
-    """Bytes of the storages that tensors of some dims keep alive, but for those of `besides`.
+    """Return the bytes of the storages that tensors keep alive, but for those of `besides`.
 
     A thread of gloo lets go of a call's tensors a moment after the call has returned: where there
     are more bytes than `enough`, look again until that moment has passed.
@@ -73,7 +73,7 @@ def alive_bytes(*besides: nn.Module | Tensor, enough: int) -> int:
 
 
 def _storages() -> dict[int, int]:
-    """Address and bytes of the storages with floating numbers that objects refer to."""
+    """Return address and bytes of the floating-point storages that objects refer to."""
     gc.collect()
     found: dict[int, int] = {}
     for thing in gc.get_objects():
@@ -87,7 +87,7 @@ def _storages() -> dict[int, int]:
 
 
 def calls_in(events: Sequence[Event]) -> list[tuple[str, int]]:
-    """Kind and bytes of the communication, in order."""
+    """Return kind and bytes of the communication, in order."""
     made = sorted((e for e in events if e.kind in COMMUNICATION_KINDS), key=lambda e: e.start_s)
     return [(call.kind, call.num_bytes) for call in made]
 
@@ -95,7 +95,7 @@ def calls_in(events: Sequence[Event]) -> list[tuple[str, int]]:
 def expect_calls(
     where: str, got: Sequence[tuple[str, int]], needed: Sequence[tuple[str, int]], says: str
 ) -> None:
-    """Demand these calls, in this order; a rank that is alone may do without."""
+    """Demand these calls, in this order; a single rank may do without."""
     if list(got) != list(needed) and (got or not where.startswith(ALONE)):
         raise CheckFailed(f"{where}: need {_listed(needed)}; got {_listed(got)}. {says}")
 
@@ -105,7 +105,7 @@ def _listed(calls: Sequence[tuple[str, int]]) -> str:
 
 
 def close(got: Any, wanted: Tensor) -> bool:
-    """Equal up to the rounding of sums in another order."""
+    """Return whether they are equal up to the rounding of sums in another order."""
     if not isinstance(got, Tensor) or got.shape != wanted.shape or got.dtype != wanted.dtype:
         return False
     return torch.allclose(got, wanted, rtol=ROUNDING, atol=ROUNDING)

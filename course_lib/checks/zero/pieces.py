@@ -1,4 +1,4 @@
-"""Exercise 1 of 09_zero: what a rank's shard holds of each tensor.
+"""Exercise 1 of 09_zero: the pieces of each tensor in a rank's shard.
 
 Needs no ranks. The planted mistakes are in `pieces_answers.py`.
 """
@@ -15,7 +15,7 @@ CASES = [(sizes, p, rank) for sizes in SIZES for p in (3, 2, 4, 1) for rank in r
 
 
 def check_pieces(answer: Callable[..., Any]) -> str:
-    """Tensors of all sizes on 1 to 4 ranks, also fewer numbers than ranks."""
+    """Check tensors of all sizes on 1 to 4 ranks, also fewer numbers than ranks."""
     got = [_read(answer([*sizes], p, rank), sizes) for sizes, p, rank in CASES]
     for (sizes, p, rank), is_now in zip(CASES, got, strict=True):
         wanted = pieces_of(sizes, p, rank)
@@ -43,7 +43,7 @@ def _read(pieces: Any, sizes: Sequence[int]) -> Pieces:
 
 
 def _why(got: Sequence[Pieces]) -> str:
-    """The cause that fits every case."""
+    """Return the cause that fits every case."""
     for _, wrong, says in WRONG:
         if got == [wrong(*case) for case in CASES]:
             return says

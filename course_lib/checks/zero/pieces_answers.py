@@ -7,7 +7,7 @@ Sizes = Sequence[int]
 
 
 def pieces_of(sizes: Sizes, p: int, rank: int) -> Pieces:
-    """The right answer: where tensor and shard overlap."""
+    """Return the overlap of tensor and shard: the right answer."""
     return _overlaps(sizes, *_shard(sizes, p, rank))
 
 
@@ -28,7 +28,7 @@ def _overlaps(sizes: Sizes, low: int, high: int, *, in_row: bool = False) -> Pie
 
 
 def not_rounded(sizes: Sizes, p: int, rank: int) -> list[tuple[int, float, float]]:
-    """n is a float, so that pieces begin between two numbers."""
+    """Compute n as a float, so that pieces begin between two numbers."""
     n, found, begin = sum(sizes) / p, [], 0
     for index, size in enumerate(sizes):
         first, last = max(rank * n, begin), min((rank + 1) * n, begin + size)

@@ -44,7 +44,7 @@ REFERENCED = (
 
 @dataclass
 class Stepped:
-    """What one rank has after some steps."""
+    """The state of one rank after some steps."""
 
     rows: list[Tensor]  # the trained numbers after each step
     calls: list[list[tuple[str, int]]]
@@ -98,7 +98,7 @@ def _shard_bytes(numel: int) -> int:
 
 
 def _is_slope(module: Bag, i: int, times: int) -> bool:
-    """Whether a gradient is as it was before the step, or gone."""
+    """Return whether a gradient is as it was before the step, or gone."""
     grad = module.weights[i].grad
     return grad is None or close(grad, module.slope(i) * times)
 
@@ -112,7 +112,7 @@ def _tensors(nested: Any) -> Iterator[Tensor]:
 
 
 def check_step(answer: Callable[..., Any]) -> str:
-    """1 to 4 ranks, uneven, with fewer numbers than ranks: values, state, one all_gather."""
+    """Check 1 to 4 ranks, uneven, with fewer numbers than ranks: values, state, one all_gather."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             by_rank = run(ranks, _steps, answer)
@@ -156,7 +156,7 @@ def _judge(got: Stepped, where: str, rank: int, p: int, module: Bag) -> None:
 def _rows(
     module: Bag, *, momentum: float = MOMENTUM, times: Sequence[float] = (1, 2, 3)
 ) -> list[Tensor]:
-    """The trained numbers of one process after each step, with so many times the slopes."""
+    """Return the trained numbers of one process after each step, with `times` the slopes."""
     values = flat([module.weights[i] for i in module.trained])
     slopes, moved, rows = flat([module.slope(i) for i in module.trained]), 0 * values, []
     for number in range(STEPS):
@@ -178,7 +178,7 @@ MEANS = "they are means already."
 
 
 def _why(got: Stepped, rank: int, p: int, module: Bag) -> str:
-    """The last step tells most: after the first one, several mistakes look alike."""
+    """Return the cause, from the last step: after the first one, several mistakes look alike."""
     start, (*_, behind, wanted) = flat([module.weights[i] for i in module.trained]), _rows(module)
     n = shard_numel(start.numel(), p)
     mine = slice(rank * n, (rank + 1) * n)

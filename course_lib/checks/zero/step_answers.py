@@ -209,7 +209,7 @@ class InPlace(ShardedStep):
 
 
 def mistakes(mistake: Any) -> tuple[Any, ...]:
-    """All of them, with words of the sentence that names them."""
+    """Return all wrong answers, with words of the sentence that names them."""
     return (
         mistake("keeps everything", KeepsEverything, says="Everyone keeps everything"),
         mistake("all state, own shard", AllState, says="Everyone keeps everything"),

@@ -1,4 +1,4 @@
-"""Finds what is wrong with a batch script before Slurm does, or where Slurm never would.
+"""Check a batch script for mistakes before Slurm finds them, or where Slurm never would.
 
 A job waits in the queue for hours and then fails in its first second, or runs and computes
 something else. What can be seen in the script itself is told here: the line, why it bites, the fix.
@@ -35,7 +35,7 @@ GPUS = ("gpus-per-node", "gres", "gpus")  # that say how many a node needs
 def lint_job(
     text: str, folder: str | os.PathLike[str] = ".", profile: Profile | None = None
 ) -> list[LintFinding]:
-    """What is wrong with a batch script that is handed in from this folder, line by line.
+    """Return the findings on a batch script that is submitted from this folder, line by line.
 
     With a profile, also what asks for more than the site has.
     """
@@ -47,7 +47,7 @@ def lint_job(
 
 
 def _beyond(script: Script, profile: Profile) -> Iterator[LintFinding]:
-    """What the site of this profile does not have."""
+    """Return findings on what the site of this profile does not have."""
     longest_s = read_time_s(profile.time_limit)
     for one in script.directives:
         gpus = rules_asked.gpus_on_a_node(script, one) if one.option in GPUS else None
@@ -77,7 +77,7 @@ def _too_much(asked: Directive, most: str, profile: Profile) -> LintFinding:
 
 
 def findings_text(name: str, findings: list[LintFinding]) -> str:
-    """The findings to read: where and what, why it bites, what to write instead."""
+    """Return the findings as text: the place, why it is wrong, and the fix."""
     parts = [
         f"{name}:{one.line}: {one.what}  [{one.rule}]\n    why: {one.why}.\n    fix: {one.fix}"
         for one in findings

@@ -1,4 +1,4 @@
-"""The `#SBATCH` lines of a batch script, read as sbatch reads them.
+"""Read the `#SBATCH` lines of a batch script as sbatch does.
 
 A directive starts at the first column; sbatch stops looking at the first command. A `#` after it
 begins a comment, and a long name may be cut short as long as it means one option only.
@@ -51,12 +51,12 @@ class Directive:
 
     @property
     def is_known(self) -> bool:
-        """Does sbatch know it, by itself or through a plugin that many sites have?"""
+        """Whether sbatch knows the option, by itself or through a plugin that many sites have."""
         return self.option in NAMES or bool(PLUGINS.fullmatch(self.option))
 
 
 def head_lines(text: str) -> list[tuple[int, str]]:
-    """The numbered lines in which sbatch looks for directives: those before the first command."""
+    """Yield the numbered lines before the first command, where sbatch looks for directives."""
     head = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
@@ -66,7 +66,7 @@ def head_lines(text: str) -> list[tuple[int, str]]:
 
 
 def read_directives(text: str) -> list[Directive]:
-    """All options of the directives, in their order; of two alike, the later one counts."""
+    """Return all options of the directives in order; of two alike, the later one counts."""
     found: list[Directive] = []
     for number, line in head_lines(text):
         if line.startswith(PREFIX):
@@ -75,7 +75,7 @@ def read_directives(text: str) -> list[Directive]:
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a directive up to a comment; a quote that never ends takes in the rest."""
+    """Return the words of a directive up to a comment; an unclosed quote takes in the rest."""
     text = text.rstrip().removesuffix("\\")
     try:
         return shlex.split(text, comments=True)
@@ -84,7 +84,7 @@ def split_words(text: str) -> list[str]:
 
 
 def options_of(line: int, words: Sequence[str]) -> Iterator[Directive]:
-    """What the words of one directive, or of an srun command, ask for."""
+    """Return the options in the words of one directive, or of an srun command."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -103,7 +103,7 @@ def options_of(line: int, words: Sequence[str]) -> Iterator[Directive]:
 
 
 def full_name(name: str) -> str:
-    """The option that a long name, perhaps cut short, means; with its dashes if none or several."""
+    """Return the option that a shortened long name means; with its dashes if none or several."""
     if name.startswith("task") and "tasks-per-node".startswith(name):
         return "ntasks-per-node"  # which it is another name of
     meant = [name] if name in NAMES else [known for known in NAMES if known.startswith(name)]

@@ -1,4 +1,4 @@
-"""Rules about what is asked for: values that Slurm takes, and that mean something else."""
+"""Rules about requested resources: values that Slurm accepts, and that mean something else."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ FIVE_MINUTES_S = 300  # that people do mean, for a job that tries something out
 
 
 def missing_folder(script: Script) -> Iterator[LintFinding]:
-    """Logs in a folder that is not there."""
+    """Find logs in a folder that does not exist."""
     for name in ("output", "error"):
         one = script.option(name)
         if not one or re.search(r"[$~`]", one.value) or "/" not in one.value:
@@ -36,13 +36,13 @@ def missing_folder(script: Script) -> Iterator[LintFinding]:
 
 
 def _is_known_here(folder: Path) -> bool:
-    """A path of the cluster may be missing on the machine that looks: only /top/... can tell."""
+    """Return whether this machine can tell that a path of the cluster is missing."""
     top = Path(*folder.absolute().parts[:2])
     return top.is_dir()
 
 
 def short_time(script: Script) -> Iterator[LintFinding]:
-    """Hours that are minutes, and times that are none."""
+    """Find hours that are minutes, and times that are not times."""
     one = script.option("time")
     if not one or one.value.upper() in NO_END or re.search(r"[$~`=]", one.value):
         return
@@ -75,7 +75,7 @@ def short_time(script: Script) -> Iterator[LintFinding]:
 
 
 def no_gpus(script: Script) -> Iterator[LintFinding]:
-    """Ranks that want a GPU each in a job that has none."""
+    """Find ranks that want a GPU each in a job without GPUs."""
     if script.asks_for_gpus:
         return
     for command in script.running(TORCHRUN):
@@ -92,7 +92,7 @@ def no_gpus(script: Script) -> Iterator[LintFinding]:
 
 
 def too_few_gpus(script: Script) -> Iterator[LintFinding]:
-    """More ranks on a node than GPUs."""
+    """Find nodes with more ranks than GPUs."""
     asked = script.option("gpus-per-node", "gres", "gpus")
     gpus = gpus_on_a_node(script, asked) if asked else None
     if not asked or not gpus:
@@ -112,7 +112,7 @@ def too_few_gpus(script: Script) -> Iterator[LintFinding]:
 
 
 def gpus_on_a_node(script: Script, asked: Directive) -> int | None:
-    """How many GPUs a directive gives each node, if that can be seen: gpu:a100 is one."""
+    """Return the GPUs per node of a directive, if they can be read from it: gpu:a100 is one."""
     found = re.fullmatch(r"(gpu:?)?([A-Za-z][\w.-]*)?:?(\d+)?", asked.value)
     if not found or (asked.option == "gres" and not found[1]):
         return None
@@ -121,21 +121,21 @@ def gpus_on_a_node(script: Script, asked: Directive) -> int | None:
 
 
 def one_log_for_all(script: Script) -> Iterator[LintFinding]:
-    """The elements of an array that write into one file."""
+    """Find array tasks that write into one file."""
     output = script.option("output")
     shared = output and not re.search(r"%\d*[ajJ]|^/dev/", output.value)
     if script.option("array") and output and shared:
         yield LintFinding(
             output.line,
             "one-log",
-            f"--output={output.value}: all elements of the array write into this file",
+            f"--output={output.value}: all tasks of the array write into this file",
             "they run at the same time, and write over each other",
-            "Use %A_%a, the number of the array and of the element.",
+            "Use %A_%a, the number of the array and of the task.",
         )
 
 
 def log_cut_off(script: Script) -> Iterator[LintFinding]:
-    """A job that starts again and empties its log."""
+    """Find jobs that are requeued and then empty their log."""
     requeue, mode = script.option("requeue"), script.option("open-mode")
     if requeue and (not mode or mode.value != "append"):
         yield _log_cut_off(requeue)

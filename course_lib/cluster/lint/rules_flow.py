@@ -1,4 +1,4 @@
-"""Rules about what ends when: lost work, lost exit codes, signals that nobody hears."""
+"""Rules about the order of ends: lost work, lost exit codes, signals without a handler."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ NUMBERS = {"10": "USR1", "12": "USR2", "15": "TERM"}
 
 
 def nobody_waits(script: Script) -> Iterator[LintFinding]:
-    """Work in the background, and a script that ends before it."""
+    """Find work in the background of a script that ends before it."""
     works = {*script.sruns, *script.running(LAUNCHERS)}
     works |= {one for one in script.commands if one.name.startswith("python")}
     stays = [one.line for one in script.commands if one.end != "&" and one.name not in QUICK]
@@ -27,7 +27,7 @@ def nobody_waits(script: Script) -> Iterator[LintFinding]:
 
 
 def lost_exit_code(script: Script) -> Iterator[LintFinding]:
-    """`srun ... | tee log` reports tee's success."""
+    """Find `srun ... | tee log`, which reports the exit code of tee."""
     safe = [
         one.line
         for one in script.commands
@@ -51,12 +51,12 @@ def lost_exit_code(script: Script) -> Iterator[LintFinding]:
 
 
 def _is_work(script: Script, text: str) -> bool:
-    """A look at hosts or versions may be piped anywhere."""
+    """Return whether the command computes; a list of hosts or versions may be piped anywhere."""
     return not re.match(r"srun( -\S+)* (hostname|nvidia-smi|env|echo|lscpu)|python\S* -c", text)
 
 
 def signal_unheard(script: Script) -> Iterator[LintFinding]:
-    """`--signal` that nobody is ready for."""
+    """Find a `--signal` without a handler."""
     one = script.option("signal")
     if not one:
         return
@@ -107,7 +107,7 @@ def _ends_torchrun(script: Script, name: str, line: int) -> Iterator[LintFinding
 
 
 def cores_not_handed_on(script: Script) -> Iterator[LintFinding]:
-    """Steps that take exactly what they ask for, and ask for no cores."""
+    """Find steps that get exactly the cores they request, and request none."""
     if script.number("cpus-per-task", 1) < 2 or "SRUN_CPUS_PER_TASK" in script.text:
         return
     for command in script.sruns:

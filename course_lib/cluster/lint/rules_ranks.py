@@ -1,4 +1,4 @@
-"""Rules about ranks: how many there are, on which nodes, and in which shell they learn it."""
+"""Rules about ranks: how many there are, on which nodes, and who gives them their numbers."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ NODELIST = re.compile(r"\$\{?SLURM_(JOB_)?NODELIST\}?(:|$)")
 
 
 def no_srun(script: Script) -> Iterator[LintFinding]:
-    """torchrun on the first node only."""
+    """Find torchrun started on the first node only."""
     if script.nodes < 2:
         return
     for command in script.running(LAUNCHERS):
@@ -36,7 +36,7 @@ def _runs_alone(script: Script, command: Command) -> bool:
 
 
 def idle_nodes(script: Script) -> Iterator[LintFinding]:
-    """Nodes or tasks that are asked for and never used."""
+    """Find nodes or tasks that are requested and never used."""
     if any(script.reaches_nodes(command) for command in script.commands):
         return
     pythons = [one for one in script.commands if re.fullmatch(r"python[\d.]*", one.name)]
@@ -51,7 +51,7 @@ def idle_nodes(script: Script) -> Iterator[LintFinding]:
 
 
 def ranks_twice(script: Script) -> Iterator[LintFinding]:
-    """A launcher for each rank, each of which starts all ranks."""
+    """Find a launcher for each rank, each of which starts all ranks."""
     for command in script.running(LAUNCHERS):
         tasks = script.tasks_of(command)
         per_node = re.search(
@@ -69,7 +69,7 @@ def ranks_twice(script: Script) -> Iterator[LintFinding]:
 
 
 def alone_on_each_node(script: Script) -> Iterator[LintFinding]:
-    """A torchrun on each of several nodes, and no place where they meet."""
+    """Find a torchrun on each of several nodes without a rendezvous endpoint."""
     for command in script.running(TORCHRUN):
         text = script.spelt_out(command.text)
         is_alone = "--standalone" in text
@@ -86,7 +86,7 @@ def alone_on_each_node(script: Script) -> Iterator[LintFinding]:
 
 
 def no_backend(script: Script) -> Iterator[LintFinding]:
-    """`--rdzv-endpoint` alone: what meets there is said by `--rdzv-backend`."""
+    """Find `--rdzv-endpoint` without `--rdzv-backend`."""
     for command in script.running(TORCHRUN):
         text = script.spelt_out(command.text)
         is_told = re.search(r"rdzv[-_]backend|node[-_]rank|\[[@*]\]|--nnodes[= ]1\b", text)
@@ -111,7 +111,7 @@ def _is_on_all_nodes(script: Script, command: Command) -> bool:
 
 
 def other_number_of_nodes(script: Script) -> Iterator[LintFinding]:
-    """`--nnodes` that is not the job's."""
+    """Find `--nnodes` that differs from the job's number of nodes."""
     for command in script.running(TORCHRUN):
         found = re.search(r"--nnodes[= ]+(\d+)(?![\d:])", script.spelt_out(command.text))
         is_one_of_all = _is_on_all_nodes(script, command) and "--standalone" not in command.text
@@ -126,7 +126,7 @@ def other_number_of_nodes(script: Script) -> Iterator[LintFinding]:
 
 
 def meets_itself(script: Script) -> Iterator[LintFinding]:
-    """A meeting point that is another machine for each node, or none at all."""
+    """Find a rendezvous endpoint that is another machine on each node, or none at all."""
     if script.nodes < 2:
         return
     for command in script.commands:
@@ -150,7 +150,7 @@ def meets_itself(script: Script) -> Iterator[LintFinding]:
 
 
 def _is_known_before(script: Script) -> bool:
-    """Are the nodes named in the script, or is the meeting point a server beside the job?"""
+    """Return whether the script names its nodes, or the endpoint is a server outside the job."""
     on = [
         script.option("nodelist"),
         *(script.srun_options(one).get("nodelist") for one in script.sruns),
@@ -159,7 +159,7 @@ def _is_known_before(script: Script) -> bool:
 
 
 def each_names_itself(script: Script) -> Iterator[LintFinding]:
-    """A meeting point that each task works out for itself."""
+    """Find a rendezvous endpoint that each task computes for itself."""
     for command in script.sruns if script.nodes > 1 else ():
         for word in command.words:
             found = OWN_ADDRESS.search(word.text)
@@ -174,7 +174,7 @@ def each_names_itself(script: Script) -> Iterator[LintFinding]:
 
 
 def _meeting_points(command: Command) -> Iterator[tuple[str, str, int]]:
-    """Name, value and line of each word that says where ranks meet: `--name=value`, or apart."""
+    """Yield name, value and line of each rendezvous option: `--name=value`, or in two words."""
     for before, word in pairwise((command.words[0], *command.words)):
         name, equals, value = word.text.partition("=")
         if equals and MEETING.fullmatch(name):

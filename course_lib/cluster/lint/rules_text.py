@@ -1,4 +1,4 @@
-"""Rules about the text itself: what sbatch refuses, or worse, passes over without a word."""
+"""Rules about the text itself: what sbatch refuses or, worse, silently ignores."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ LOOK_ALIKES = {
 
 
 def carriage_returns(script: Script) -> Iterator[LintFinding]:
-    """Lines that end as Windows ends them."""
+    """Find lines with Windows line ends."""
     if "\r\n" in script.text:
         yield LintFinding(
             script.text[: script.text.index("\r\n")].count("\n") + 1,
@@ -32,7 +32,7 @@ def carriage_returns(script: Script) -> Iterator[LintFinding]:
 
 
 def shebang(script: Script) -> Iterator[LintFinding]:
-    """A first line that names no shell, or one that knows less than the script wants."""
+    """Find a first line that names no shell, or a shell that lacks what the script uses."""
     first = script.lines[0]
     if script.text.startswith("\ufeff") or not first.startswith("#!"):
         marked = "an invisible mark stands before #!, as some editors put it there"
@@ -65,7 +65,7 @@ def shebang(script: Script) -> Iterator[LintFinding]:
 
 
 def unknown_options(script: Script) -> Iterator[LintFinding]:
-    """Directives that sbatch cannot read; of several in a line, the first."""
+    """Find directives that sbatch cannot read; of several in a line, the first."""
     unknown = {
         one.line: one.option
         for one in reversed(script.directives)
@@ -85,7 +85,7 @@ def unknown_options(script: Script) -> Iterator[LintFinding]:
 
 
 def short_equals(script: Script) -> Iterator[LintFinding]:
-    """`-t=1:00:00`: what is = after a long name is part of the value after a short one."""
+    """Find `-t=1:00:00`: the = after a long name is part of the value after a short one."""
     for number, line in head_lines("\n".join(script.lines)):
         if line.startswith(PREFIX) and (found := re.search(r"\s(-[A-Za-z])=(\S*)", line)):
             yield LintFinding(
@@ -98,7 +98,7 @@ def short_equals(script: Script) -> Iterator[LintFinding]:
 
 
 def continued_directives(script: Script) -> Iterator[LintFinding]:
-    """A directive that should go on in the next line."""
+    """Find directives that should continue in the next line."""
     for number, line in head_lines("\n".join(script.lines)):
         following = "".join(script.lines[number : number + 1])
         is_cut = line.startswith(PREFIX) and line.rstrip().endswith("\\")
@@ -113,7 +113,7 @@ def continued_directives(script: Script) -> Iterator[LintFinding]:
 
 
 def look_alikes(script: Script) -> Iterator[LintFinding]:
-    """Signs that look like others: they come along when text is copied from a page."""
+    """Find characters that look like others, as text copied from a web page has."""
     for number, line in enumerate(script.lines, start=1):
         if line.lstrip().startswith("#") and not line.startswith(PREFIX):
             continue
@@ -129,19 +129,19 @@ def look_alikes(script: Script) -> Iterator[LintFinding]:
 
 
 def _stands_in_for(sign: str, line: str) -> bool:
-    """Does it stand where bash would read the sign that it looks like?"""
+    """Return whether bash would read the character that it looks like in this place."""
     is_there = re.search(rf"(^|[\s=#H]){sign}|{sign}\s*$|{sign}\w", line)
     return bool(is_there) and not _is_quoted(line, sign)
 
 
 def _is_quoted(line: str, sign: str) -> bool:
-    """Does it stand in quotes or after a comment's sign, where any sign may stand?"""
+    """Return whether it is in quotes or in a comment, where any character may be."""
     before = line[: line.index(sign)]
     return before.count('"') % 2 == 1 or before.count("'") % 2 == 1 or " #" in before
 
 
 def almost_directives(script: Script) -> Iterator[LintFinding]:
-    """Comments that were meant as directives."""
+    """Find comments that were meant as directives."""
     for number, line in head_lines("\n".join(script.lines)):
         if (found := NOT_QUITE.match(line)) and not _is_on_purpose(script, line[found.end() - 1 :]):
             yield LintFinding(
@@ -155,13 +155,13 @@ def almost_directives(script: Script) -> Iterator[LintFinding]:
 
 
 def _is_on_purpose(script: Script, text: str) -> bool:
-    """Is it how to call sbatch, or a directive beside the one that counts?"""
+    """Return whether it shows how to call sbatch, or is an alternative directive."""
     options = [one.option for one in options_of(0, split_words(text))]
     return bool(re.fullmatch(r"\S+\.\w+", options[-1])) or all(map(script.option, options))
 
 
 def late_directives(script: Script) -> Iterator[LintFinding]:
-    """Directives after the first command."""
+    """Find directives after the first command."""
     head = head_lines("\n".join(script.lines))
     if not script.commands:
         return
@@ -178,7 +178,7 @@ def late_directives(script: Script) -> Iterator[LintFinding]:
 
 
 def blank_after_backslash(script: Script) -> Iterator[LintFinding]:
-    """A line that only seems to go on."""
+    """Find lines that only seem to continue."""
     for number, line in enumerate(script.lines, start=1):
         if re.search(r"(?<!\\)\\[ \t]+$", line) and not line.lstrip().startswith("#"):
             yield LintFinding(
@@ -191,7 +191,7 @@ def blank_after_backslash(script: Script) -> Iterator[LintFinding]:
 
 
 def bash_syntax(script: Script) -> Iterator[LintFinding]:
-    """What bash itself cannot read."""
+    """Find syntax errors that bash reports."""
     bash = shutil.which("bash")
     if not bash or not script.is_bash or "\r\n" in script.text:
         return

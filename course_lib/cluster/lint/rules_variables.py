@@ -1,4 +1,4 @@
-"""Rules about variables: who fills them in, when, and whether there is anything in them."""
+"""Rules about variables: who sets them, when, and whether they have a value at all."""
 
 import re
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ C10D = re.compile(r"--rdzv[-_]backend[= ]+c10d")
 
 
 def not_filled_in(script: Script) -> Iterator[LintFinding]:
-    """Variables in directives: sbatch is no shell."""
+    """Find variables in directives: sbatch does not expand them."""
     for one in script.directives:
         home = one.option in PATHS and one.value.startswith("~")
         if home or re.search(r"\$\{?\w|\$\(|`", one.value):
@@ -54,12 +54,12 @@ def not_filled_in(script: Script) -> Iterator[LintFinding]:
                 "the text is taken as it stands; a log then has no folder, and the job fails "
                 "without any output",
                 f"Write it out, or use Slurm's own signs, here {number}: %j is the job, %x its "
-                "name, %u the user, %A and %a array and element.",
+                "name, %u the user, %A and %a array and task.",
             )
 
 
 def nothing_in_it(script: Script) -> Iterator[LintFinding]:
-    """Variables that Slurm does not set in this job, or never."""
+    """Find variables that Slurm does not set in this job, or never sets."""
     tested = " ".join(one.text for one in script.commands if one.name in ("[", "[[", "test"))
     for command in script.commands:
         for word in command.words:
@@ -92,7 +92,7 @@ def _not_set(script: Script, name: str, line: int) -> Iterator[LintFinding]:
 
 
 def never_set(script: Script) -> Iterator[LintFinding]:
-    """Variables in a launcher's options that nobody fills.
+    """Find variables in a launcher's options that are never set.
 
     Names in capitals may come from where sbatch is called; the host where ranks meet cannot.
     """
@@ -127,7 +127,7 @@ def _never_set(name: str, line: int, is_host: bool) -> LintFinding:
 
 
 def wrong_shell(script: Script) -> Iterator[LintFinding]:
-    """A rank's own number, worked out once for all of them."""
+    """Find a rank's own number that one shell computes for all of them."""
     if script.nodes < 2 and script.tasks_per_node < 2:
         return
     for command in script.commands:
@@ -145,7 +145,7 @@ def wrong_shell(script: Script) -> Iterator[LintFinding]:
 
 
 def _own_number(script: Script, command: Command, word: Word) -> re.Match[str] | None:
-    """Where a word that is handed to tasks has a number that differs between them."""
+    """Return where a word for several tasks holds a number that differs between them."""
     found = OWN.search(word.text) if OWN.search(word.live) else None
     is_address = ADDRESS.search(word.text) and not RANK_OPTION.search(word.text)
     if not found or (is_address and "PROCID" not in found[0]):
@@ -163,7 +163,7 @@ def _own_number(script: Script, command: Command, word: Word) -> re.Match[str] |
 
 
 def unquoted_arguments(script: Script) -> Iterator[LintFinding]:
-    """`$@` without quotes."""
+    """Find `$@` without quotes."""
     for command in script.commands:
         for word in command.words:
             found = re.search(r"\$[@*]|\$\{[@*]\}", re.sub(r'"[^"]*"', "", word.bare))

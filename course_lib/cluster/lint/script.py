@@ -1,4 +1,4 @@
-"""What a batch script asks Slurm for, and what it then runs: what the rules of `lint` look at."""
+"""The structure of a batch script, for the rules of `lint`: its directives and its commands."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gre
 
 @dataclass(frozen=True)
 class LintFinding:
-    """What is wrong in a line: what stands there, why it bites, and what to write instead."""
+    """A mistake in a line: what is written, why it is wrong, and what to write instead."""
 
     line: int
     rule: str
@@ -42,29 +42,29 @@ class Script:
 
     @cached_property
     def lines(self) -> list[str]:
-        """All lines, here-documents left empty; line 1 is `lines[0]`."""
+        """All lines, with here-documents left empty; line 1 is `lines[0]`."""
         text = self.text.removeprefix("\ufeff").replace("\r\n", "\n")
         return without_here_documents(text).split("\n")
 
     @property
     def is_bash(self) -> bool:
-        """Is it for bash or a shell like it? sbatch also takes scripts for Python and others."""
+        """Whether it is for bash or a similar shell; sbatch also takes scripts for Python."""
         first = self.lines[0]
         return not first.startswith("#!") or bool(SHELL.search(first))
 
     @cached_property
     def directives(self) -> list[Directive]:
-        """What sbatch reads."""
+        """The directives that sbatch reads."""
         return read_directives("\n".join(self.lines))
 
     @cached_property
     def commands(self) -> list[Command]:
-        """What bash runs; nothing in a script for something else."""
+        """The commands that bash runs; none in a script for something else."""
         return read_commands(self.text.replace("\r\n", "\n")) if self.is_bash else []
 
     @cached_property
     def variables(self) -> dict[str, str]:
-        """What variables are set to, as it is written; of several, the first."""
+        """The values of variables as written; of several, the first."""
         found: dict[str, str] = {}
         for command in self.commands:
             for name, word in command.assigned.items():
@@ -73,7 +73,7 @@ class Script:
 
     @cached_property
     def filled(self) -> set[str]:
-        """The variables that the script puts something into, or looks at whether they are there."""
+        """The variables that the script sets, or tests for a value."""
         found = set(self.variables) | set(re.findall(r"\$\{(\w+):?[-=?+]", self.text))
         for command in self.commands:
             words = [word.text for word in command.called]
@@ -87,7 +87,7 @@ class Script:
 
     @property
     def reads_others(self) -> bool:
-        """Does it run a file in its own shell that may fill in variables?"""
+        """Whether it sources a file, which may set variables."""
         return any(
             (command.name in ("source", ".") or command.words[0].text == "eval")
             and not HARMLESS.search(command.text)
@@ -95,29 +95,29 @@ class Script:
         )
 
     def option(self, *names: str) -> Directive | None:
-        """The directive that counts, of those with one of these names."""
+        """Return the directive that counts, of those with one of these names."""
         return next((one for one in reversed(self.directives) if one.option in names), None)
 
     def number(self, name: str, default: int) -> int:
-        """The value of a directive as a number; of a range, its least."""
+        """Return the value of a directive as a number; of a range, its least."""
         one = self.option(name)
         found = re.match(r"\d+", one.value) if one else None
         return int(found[0]) if found else default
 
     @property
     def nodes(self) -> int:
-        """Nodes that are asked for, as far as the script says."""
+        """The requested nodes, as far as the script tells."""
         tasks, per_node = self.number("ntasks", 0), self.number("ntasks-per-node", 0)
         return self.number("nodes", -(-tasks // per_node) if tasks and per_node else 1)
 
     @property
     def tasks_per_node(self) -> int:
-        """What srun starts on each node if its own options say nothing else."""
+        """The tasks that srun starts on each node unless its own options say otherwise."""
         return self.number("ntasks-per-node", -(-self.number("ntasks", 1) // self.nodes))
 
     @property
     def asks_for_gpus(self) -> bool:
-        """Is there a directive for GPUs, for whole nodes, or for a place named after GPUs?"""
+        """Whether a directive requests GPUs, whole nodes, or a partition named after GPUs."""
         asked = (self.option(*GPU_OPTIONS), self.option("exclusive"))
         places = map(self.option, ("partition", "constraint", "qos", "account", "nodelist"))
         return any(one and (one.option != "gres" or "gpu" in one.value) for one in asked) or any(
@@ -125,7 +125,7 @@ class Script:
         )
 
     def spelt_out(self, text: str) -> str:
-        """The text with the script's own variables filled in."""
+        """Return the text with the script's own variables expanded."""
         for _ in range(3):
             text = re.sub(
                 r"\$\{?(\w+)\}?", lambda found: self.variables.get(found[1], found[0]), text
@@ -133,7 +133,7 @@ class Script:
         return text
 
     def running(self, program: re.Pattern[str]) -> Iterator[Command]:
-        """The commands that run this program, by themselves or through srun."""
+        """Return the commands that run this program, directly or through srun."""
         for command in self.commands:
             words = [word.text for word in command.called]
             runs = words and words[0] not in TELLS_ONLY
@@ -141,7 +141,7 @@ class Script:
                 yield command
 
     def reaches_nodes(self, command: Command) -> bool:
-        """Does it start something on other nodes than the first?"""
+        """Whether it starts anything on nodes other than the first."""
         called = self.spelt_out(" ".join(word.text for word in command.called[:2]))
         return any(Path(word).name in REACH_NODES for word in called.split()[:2])
 
@@ -155,7 +155,7 @@ class Script:
         ]
 
     def srun_options(self, command: Command) -> dict[str, str]:
-        """The options of an srun, by their long names."""
+        """Return the options of an srun, by their long names."""
         found = {}
         for one in options_of(command.line, [word.text for word in command.called[1:]]):
             if not one.is_known and not one.option.startswith("-"):
@@ -164,7 +164,7 @@ class Script:
         return found
 
     def tasks_of(self, command: Command) -> int:
-        """How many tasks this srun starts on each node."""
+        """Return the number of tasks that this srun starts on each node."""
         options = self.srun_options(command)
         nodes = options.get("nodes", "")
         on = int(nodes) if nodes.isdigit() and int(nodes) else self.nodes
@@ -178,5 +178,5 @@ class Script:
 
 
 def place(word: Word, found: re.Match[str]) -> int:
-    """The line in which something was found in a word."""
+    """Return the line of something that was found in a word."""
     return word.line + word.text.count("\n", 0, found.start())

@@ -1,4 +1,4 @@
-"""A batch script as commands and words: enough of bash to see who runs what, and where.
+"""A parser for batch scripts: enough of bash to know which command runs what, and where.
 
 Quotes matter: what stands in single quotes is left for the task, everything else this shell fills
 in before anything is started. A word knows both readings.
@@ -50,12 +50,12 @@ class Command:
 
     @property
     def line(self) -> int:
-        """Where it begins."""
+        """The line where it begins."""
         return self.words[0].line
 
     @property
     def assigned(self) -> dict[str, Word]:
-        """The variables it sets, with or without export."""
+        """The variables that it sets, with or without export."""
         found = {}
         for word in self.words:
             if match := ASSIGNMENT.fullmatch(word.text):
@@ -66,7 +66,7 @@ class Command:
 
     @property
     def called(self) -> tuple[Word, ...]:
-        """What it runs: its words without `if`, `time` or variables set before it."""
+        """The words that it runs: without `if`, `time` or variables set before it."""
         words = list(self.words)
         while words and (words[0].text in BEFORE or ASSIGNMENT.fullmatch(words[0].text)):
             words.pop(0)
@@ -74,22 +74,22 @@ class Command:
 
     @property
     def name(self) -> str:
-        """The program it runs, without its folder; empty if it only sets variables."""
+        """The program that it runs, without its folder; empty if it only sets variables."""
         return self.called[0].text.rpartition("/")[2] if self.called else ""
 
     @property
     def text(self) -> str:
-        """All words with a blank between them."""
+        """All words, separated by blanks."""
         return " ".join(word.text for word in self.words)
 
 
 def read_commands(text: str) -> list[Command]:
-    """The commands of a script in their order; comments and here-documents are left out."""
+    """Return the commands of a script in order; comments and here-documents are left out."""
     return list(_Reader(text).commands())
 
 
 def without_here_documents(text: str) -> str:
-    """The script with its here-documents empty: they are data, whatever stands in them."""
+    """Return the script with its here-documents empty: they are data, whatever they contain."""
     reader = _Reader(text)
     for _ in reader.commands():
         pass

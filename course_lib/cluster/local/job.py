@@ -1,7 +1,7 @@
-"""A job of this machine: the folder it lies in, the lock its process holds, what is left of it.
+"""A job on this machine: its folder, the lock that its process holds, and its state.
 
-`job.json` says what to run, `elements/3.json` how the element 3 is. The process that works the job
-off holds the lock as long as it lives, so nobody has to believe a process id.
+`job.json` says what to run, `elements/3.json` holds the state of array task 3. The process that
+runs the job holds the lock as long as it lives: a process id alone would prove nothing.
 """
 
 import fcntl
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from course_lib.cluster.scheduler import FINAL, JobState
+from course_lib.core.files import whole_file
 
 if TYPE_CHECKING:  # imported where it is used: `course --help` should not wait for it
     import psutil
@@ -25,14 +26,15 @@ START = "import sys; sys.path.insert(0, sys.argv.pop(1)); import course_lib.clus
 START += "; m.main()"
 MARK = "COURSE_LOCAL_JOB"
 RUNNING = "RUNNING"
-NO_ELEMENT = "4294967294"  # what Slurm writes for %a where there is no array
+TASKS = "elements"  # the folder of the array tasks' states
+NO_ARRAY_TASK = "4294967294"  # what Slurm writes for %a where there is no array
 KILL_WAIT_S = 5.0
 POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalJob:
-    """What `runner.py` has to know, as it lies in the job's folder."""
+    """The description of a job that `runner.py` reads from the job's folder."""
 
     job_id: str
     name: str
@@ -46,17 +48,18 @@ class LocalJob:
     cpus_per_task: int
     time_limit_s: float
     is_array: bool
-    elements: tuple[int, ...]
+    array_tasks: tuple[int, ...]
 
     @classmethod
     def read(cls, folder: Path) -> "LocalJob":
-        """The job of this folder."""
+        """Read the job of this folder."""
         words = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-        return cls(**{**words, "elements": tuple(words["elements"])})
+        tasks = words.pop("elements", None) or words.pop("array_tasks")  # elements: old files
+        return cls(**words, array_tasks=tuple(tasks))
 
-    def log_of(self, element: int) -> Path:
-        """Where an element's output goes: the directive with Slurm's % fields filled in."""
-        task = str(element) if self.is_array else NO_ELEMENT
+    def log_of(self, array_task: int) -> Path:
+        """Return the path of an array task's log: the directive with Slurm's % fields filled in."""
+        task = str(array_task) if self.is_array else NO_ARRAY_TASK
         fields = {"%": "%", "x": self.name, "j": self.job_id, "A": self.job_id, "a": task, "N": "0"}
         first, *rest = self.log.replace("%%", "%\0").split("%")
         parts = [fields.get(part[:1], "%" + part[:1]) + part[1:] for part in rest]
@@ -64,12 +67,12 @@ class LocalJob:
 
 
 def python_of(module: str) -> list[str]:
-    """The command that runs a module of this room, from any folder, with nothing installed."""
+    """Return the command that runs a module of this package from any folder, uninstalled."""
     return [sys.executable, "-c", START.format(module), str(ROOT)]
 
 
 def end_processes(mark: str) -> None:
-    """End what still runs of an element, wherever it went: first politely, then not."""
+    """End all remaining processes of an array task: first with SIGTERM, then with SIGKILL."""
     import psutil
 
     give_up = time.monotonic() + KILL_WAIT_S
@@ -85,7 +88,7 @@ def end_processes(mark: str) -> None:
 
 
 def _marked(mark: str) -> "list[psutil.Process]":
-    """torchrun starts its ranks in sessions of their own: only the environment tells whose."""
+    """Return the processes with this mark: torchrun starts its ranks in new sessions."""
     import psutil
 
     found = []
@@ -97,28 +100,20 @@ def _marked(mark: str) -> "list[psutil.Process]":
     return found
 
 
-def mark_of(folder: Path, element: int) -> str:
-    """What the environment of an element's processes holds as COURSE_LOCAL_JOB."""
-    return str(folder / "elements" / str(element))
+def mark_of(folder: Path, array_task: int) -> str:
+    """Return the value of COURSE_LOCAL_JOB in the environment of an array task's processes."""
+    return str(folder / TASKS / str(array_task))
 
 
 def write_json(path: Path, words: object) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with scratch.open("w", encoding="utf-8") as file:
-            json.dump(words, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    """Write JSON to a file, whole or not at all, and wait until it is on disk."""
+    with whole_file(path, sync=True) as file:
+        file.write(json.dumps(words, indent=1).encode())
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Hold the lock of a file, waiting for it; gives its file descriptor."""
+    """Hold the lock of a file, after waiting for it; yields its file descriptor."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -128,7 +123,7 @@ def locked(path: Path) -> Iterator[int]:
 
 
 def is_locked(path: Path) -> bool:
-    """Does a process that lives hold this lock?"""
+    """Return whether a live process holds this lock."""
     if not path.exists():
         return False
     with path.open("rb") as file:
@@ -139,18 +134,20 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def state_of(folder: Path, job: LocalJob, element: int, lives: bool) -> JobState:
-    """How an element is, where the process that works the job off lives or not."""
-    path, log = folder / "elements" / f"{element}.json", str(job.log_of(element))
+def state_of(folder: Path, job: LocalJob, array_task: int, lives: bool) -> JobState:
+    """Return the state of an array task; `lives` says whether the job's process is alive."""
+    path, log = folder / TASKS / f"{array_task}.json", str(job.log_of(array_task))
     if path.exists():
-        state = JobState(**json.loads(path.read_text(encoding="utf-8")), element=element, log=log)
+        state = JobState(
+            **json.loads(path.read_text(encoding="utf-8")), array_task=array_task, log=log
+        )
         if state.state == RUNNING:
             state = replace(state, seconds=time.time() - path.stat().st_mtime)
     else:
-        state = JobState(element=element, state="PENDING", log=log)
+        state = JobState(array_task=array_task, state="PENDING", log=log)
     if lives or state.state in FINAL:
         return state
     reason = "the process that ran it was ended"
     return JobState(
-        element=element, state="NODE_FAIL", restarts=state.restarts, reason=reason, log=log
+        array_task=array_task, state="NODE_FAIL", restarts=state.restarts, reason=reason, log=log
     )

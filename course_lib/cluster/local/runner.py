@@ -1,8 +1,8 @@
-"""The process that works one local job off: its elements one after another, and their end.
+"""The process that runs one local job: its array tasks one after another, and their end.
 
 It waits until the jobs before it are done, runs the script with what Slurm would have put into the
 environment, and writes down how it ended. Cancelling, the time limit and `scontrol requeue` end
-every process of an element, whatever session it went into.
+every process of an array task, whatever session it went into.
 """
 
 import os
@@ -17,6 +17,7 @@ from course_lib.cluster.local.job import (
     MARK,
     POLL_S,
     RUNNING,
+    TASKS,
     LocalJob,
     end_processes,
     is_locked,
@@ -31,55 +32,55 @@ TOOLS = ("srun", "scontrol")
 
 
 class LocalRun:
-    """A job of the folder `folder`, with its state on disk."""
+    """A run of the job in `folder`, with its state on disk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._job = folder, LocalJob.read(folder)
 
     def run(self) -> None:
-        """Work off all elements."""
+        """Run all array tasks."""
         self._write_tools()
         while self._is_behind():
             if self._is_asked("cancel"):
                 break
             time.sleep(POLL_S)
-        for element in self._job.elements:
-            self._run_element(element)
+        for array_task in self._job.array_tasks:
+            self._run_array_task(array_task)
 
     def _is_behind(self) -> bool:
-        """Is a job that came before still there?"""
+        """Return whether an earlier job has not ended."""
         others = [path for path in self._folder.parent.iterdir() if path.name.isdigit()]
         before = [path for path in others if int(path.name) < int(self._folder.name)]
         return any(is_locked(path / "lock") for path in before)
 
-    def _is_asked(self, what: str, element: int | None = None) -> bool:
-        name = what if element is None else f"{what}-{element}"
+    def _is_asked(self, what: str, array_task: int | None = None) -> bool:
+        name = what if array_task is None else f"{what}-{array_task}"
         return (self._folder / name).exists()
 
-    def _is_cancelled(self, element: int) -> bool:
-        return self._is_asked("cancel") or self._is_asked("cancel", element)
+    def _is_cancelled(self, array_task: int) -> bool:
+        return self._is_asked("cancel") or self._is_asked("cancel", array_task)
 
-    def _note(self, element: int, **words: object) -> None:
-        write_json(self._folder / "elements" / f"{element}.json", words)
+    def _note(self, array_task: int, **words: object) -> None:
+        write_json(self._folder / TASKS / f"{array_task}.json", words)
 
-    def _run_element(self, element: int) -> None:
+    def _run_array_task(self, array_task: int) -> None:
         restarts, state = 0, "REQUEUED"
         while state == "REQUEUED":
-            if self._is_cancelled(element):
-                self._note(element, state="CANCELLED", restarts=restarts)
+            if self._is_cancelled(array_task):
+                self._note(array_task, state="CANCELLED", restarts=restarts)
                 return
-            (self._folder / f"requeue-{element}").unlink(missing_ok=True)
-            self._note(element, state=RUNNING, restarts=restarts)
+            (self._folder / f"requeue-{array_task}").unlink(missing_ok=True)
+            self._note(array_task, state=RUNNING, restarts=restarts)
             begin_s = time.monotonic()
-            state, code = self._run_script(element, restarts)
+            state, code = self._run_script(array_task, restarts)
             seconds = round(time.monotonic() - begin_s, 3)
             restarts += state == "REQUEUED"
         exit_code = code if state in ("COMPLETED", "FAILED") else None
-        self._note(element, state=state, exit_code=exit_code, restarts=restarts, seconds=seconds)
+        self._note(array_task, state=state, exit_code=exit_code, restarts=restarts, seconds=seconds)
 
-    def _run_script(self, element: int, restarts: int) -> tuple[str, int]:
-        """Run the script once; return a state and its exit code."""
-        path = self._job.log_of(element)
+    def _run_script(self, array_task: int, restarts: int) -> tuple[str, int]:
+        """Run the script once; return its state and exit code."""
+        path = self._job.log_of(array_task)
         try:
             log = path.open("ab" if self._job.append else "wb")
         except OSError:
@@ -88,34 +89,34 @@ class LocalRun:
             process = subprocess.Popen(
                 ["bash", str(self._folder / "script")],
                 cwd=self._job.cwd,
-                env=self._environment(element, restarts),
+                env=self._environment(array_task, restarts),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-            why = self._watch(process, element)
-            end_processes(mark_of(self._folder, element))
+            why = self._watch(process, array_task)
+            end_processes(mark_of(self._folder, array_task))
             code = process.wait()
         return why or ("FAILED" if code else "COMPLETED"), code if code >= 0 else 128 - code
 
-    def _watch(self, process: "subprocess.Popen[bytes]", element: int) -> str | None:
-        """Why the script has to end; None when it ended by itself."""
+    def _watch(self, process: "subprocess.Popen[bytes]", array_task: int) -> str | None:
+        """Return why the script has to end; None when it ended by itself."""
         give_up = time.monotonic() + self._job.time_limit_s
         while process.poll() is None:
-            if self._is_cancelled(element):
+            if self._is_cancelled(array_task):
                 return "CANCELLED"
             if time.monotonic() > give_up:
                 return "TIMEOUT"
-            if self._is_asked("requeue", element):
+            if self._is_asked("requeue", array_task):
                 break
             time.sleep(POLL_S)
-        return "REQUEUED" if self._is_asked("requeue", element) else None
+        return "REQUEUED" if self._is_asked("requeue", array_task) else None
 
     # -- what the script finds ---------------------------------------------------------------
 
     def _write_tools(self) -> None:
-        """Put `srun` and `scontrol` into a folder that the script has first in its PATH."""
+        """Put `srun` and `scontrol` into a folder that comes first in the script's PATH."""
         for tool in TOOLS:
             path = self._folder / "bin" / tool
             path.parent.mkdir(exist_ok=True)
@@ -123,7 +124,7 @@ class LocalRun:
             path.write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
             path.chmod(0o755)
 
-    def _environment(self, element: int, restarts: int) -> dict[str, str]:
+    def _environment(self, array_task: int, restarts: int) -> dict[str, str]:
         job = self._job
         outside = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
         nodes = ",".join(["127.0.0.1"] * job.nodes)
@@ -151,18 +152,18 @@ class LocalRun:
         if job.is_array:
             known |= {
                 "ARRAY_JOB_ID": job.job_id,
-                "ARRAY_TASK_ID": element,
-                "ARRAY_TASK_COUNT": len(job.elements),
-                "ARRAY_TASK_MIN": min(job.elements),
-                "ARRAY_TASK_MAX": max(job.elements),
+                "ARRAY_TASK_ID": array_task,
+                "ARRAY_TASK_COUNT": len(job.array_tasks),
+                "ARRAY_TASK_MIN": min(job.array_tasks),
+                "ARRAY_TASK_MAX": max(job.array_tasks),
             }
         tools = {"PATH": f"{self._folder / 'bin'}{os.pathsep}{python_first()}"}
         slurm = {f"SLURM_{name}": str(value) for name, value in known.items()}
-        return outside | slurm | tools | {MARK: mark_of(self._folder, element)}
+        return outside | slurm | tools | {MARK: mark_of(self._folder, array_task)}
 
 
 def main() -> None:
-    """Run the job of the folder that is named. A closed terminal is nothing to it."""
+    """Run the job of the named folder; closing the terminal does not stop it."""
     for of_the_terminal in (signal.SIGINT, signal.SIGQUIT):  # a shell ignores them for what it left
         signal.signal(of_the_terminal, signal.SIG_DFL)
     LocalRun(Path(sys.argv[1])).run()

@@ -1,4 +1,4 @@
-"""This machine as a scheduler: the same batch scripts, one job at a time, without Slurm.
+"""A scheduler for this machine: the same batch scripts, one job at a time, without Slurm.
 
 A process of its own (`runner.py`) works a job off, so it goes on when the terminal is closed.
 """
@@ -28,13 +28,13 @@ NUM_FIRST_IDS = 20_000  # scripts make ports of ids: those of two folders should
 
 
 class LocalRunner:
-    """Runs jobs on this machine, in the order in which they came. They lie in `folder`."""
+    """Runs jobs on this machine in the order of submission; `folder` holds them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
 
     def check(self, script: Path) -> None:
-        """Let bash read the script.
+        """Check the script's syntax with bash.
 
         Raises: SchedulerError for what it does not understand
         """
@@ -45,7 +45,7 @@ class LocalRunner:
             raise SchedulerError(f"bash cannot read the script: {answer.stderr.strip()}")
 
     def submit(self, script: Path, job: Job, token: str) -> str:
-        """Start a process that runs the script when the jobs before it have ended."""
+        """Start a process that runs the script when the earlier jobs have ended."""
         text = script.read_text(encoding="utf-8")
         folder = self._new_folder()
         (folder / "script").write_text(text, encoding="utf-8")
@@ -79,31 +79,31 @@ class LocalRunner:
                 return self._folder / str(number)
 
     def find(self, token: str) -> str | None:
-        """The job with this token."""
+        """Return the id of the job with this token."""
         for path in self._folder.glob("*/job.json"):
             if LocalJob.read(path.parent).token == token:
                 return path.parent.name
         return None
 
     def states(self, job_id: str) -> list[JobState]:
-        """From the job's folder. What a lost process left running is NODE_FAIL."""
+        """Return the states from the job's folder; processes without their runner are NODE_FAIL."""
         whole, wanted = split_id(job_id)
         folder = self._folder / whole
         if not (folder / "job.json").exists():
-            return [JobState(element=wanted or 0, state=GONE)]
+            return [JobState(array_task=wanted or 0, state=GONE)]
         job, lives = LocalJob.read(folder), is_locked(folder / "lock")
-        found = [state_of(folder, job, element, lives) for element in job.elements]
-        return [one for one in found if wanted in (None, one.element)]
+        found = [state_of(folder, job, array_task, lives) for array_task in job.array_tasks]
+        return [one for one in found if wanted in (None, one.array_task)]
 
     def cancel(self, job_id: str) -> None:
         """Ask the job's process to end it; where that process is lost, end what it started."""
-        whole, element = split_id(job_id)
+        whole, array_task = split_id(job_id)
         folder = self._folder / whole
         if not (folder / "job.json").exists():
             return
-        (folder / ("cancel" if element is None else f"cancel-{element}")).touch()
+        (folder / ("cancel" if array_task is None else f"cancel-{array_task}")).touch()
         if not is_locked(folder / "lock"):
-            for one in LocalJob.read(folder).elements if element is None else [element]:
+            for one in LocalJob.read(folder).array_tasks if array_task is None else [array_task]:
                 end_processes(mark_of(folder, one))
 
 
@@ -121,5 +121,5 @@ def _local(job: Job, options: dict[str, str], job_id: str, token: str) -> LocalJ
         cpus_per_task=int(options.get("cpus-per-task", 1)),
         time_limit_s=read_time_s(job.time_limit),
         is_array=bool(job.array),
-        elements=job.elements,
+        array_tasks=job.array_tasks,
     )

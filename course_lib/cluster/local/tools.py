@@ -1,4 +1,4 @@
-"""What batch scripts call of Slurm, for jobs on this machine: `srun` and a little of `scontrol`.
+"""The Slurm commands that batch scripts call, for local jobs: `srun`, and some of `scontrol`.
 
 The nodes of a local job are played: `srun` starts their tasks side by side on this machine, with
 the variables by which each finds its place.
@@ -17,13 +17,13 @@ WITH_VALUE = {"-n": "--ntasks", "-N": "--nodes", "-c": "--cpus-per-task", "-w": 
 
 
 def main() -> None:
-    """Be the tool that is named first."""
+    """Run the tool that is named first."""
     tool, *words = sys.argv[1:]
     sys.exit(srun(words) if tool == "srun" else scontrol(words))
 
 
 def read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """srun's options and the command after them."""
+    """Return srun's options and the command after them."""
     options, rest = {}, list(words)
     while rest and rest[0].startswith("-"):
         word = rest.pop(0)
@@ -40,7 +40,7 @@ def read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def srun(words: list[str]) -> int:
-    """Run a command once a task; the exit code is the highest of all tasks."""
+    """Run a command once per task; return the highest exit code of all tasks."""
     options, command = read_options(words)
     nodes = int(options.get("--nodes", os.environ["SLURM_NNODES"]))
     per_node = int(options.get("--ntasks-per-node", os.environ["SLURM_NTASKS_PER_NODE"]))
@@ -68,14 +68,14 @@ def _task(command: list[str], k: int, num_tasks: int, nodes: int) -> "subprocess
 
 
 def scontrol(words: list[str]) -> int:
-    """`show hostnames [LIST]` and `requeue ID`."""
+    """Run `show hostnames [LIST]` or `requeue ID`."""
     if words[:2] == ["show", "hostnames"]:
         names = (words[2:] or [os.environ["SLURM_JOB_NODELIST"]])[0].split(",")
         os.write(1, "".join(f"{name}\n" for name in names).encode())  # at once: head may not wait
         return 0
     if words[:1] == ["requeue"]:
-        element = Path(os.environ[MARK])
-        (element.parents[1] / f"requeue-{element.name}").touch()
+        array_task = Path(os.environ[MARK])
+        (array_task.parents[1] / f"requeue-{array_task.name}").touch()
         return 0
     print(f"scontrol: a local job knows show hostnames and requeue; got {words}.", file=sys.stderr)
     return 1

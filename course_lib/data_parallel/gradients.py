@@ -1,0 +1,81 @@
+"""Shared by every data-parallel wrapper: `no_sync`, hooks on gradients, parameters without one.
+
+NaiveDDP, DDP, ZeRO and FSDP all wait for gradients, may skip their communication, and must name the
+parameters that got none. Notebooks 05_data_parallel to 10_fsdp.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.collectives.group import Group
+from course_lib.core.errors import CourseError
+
+
+class NoSync:
+    """Mixin: inside `with model.no_sync():` gradients only accumulate on this rank.
+
+    The wrapper reads `_syncs` before it communicates.
+    """
+
+    _syncs = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication until the block ends."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+
+def call_when_accumulated(param: nn.Parameter, method: Callable[..., None], *args: Any) -> None:
+    """Call `method(*args)` each time backward has accumulated into `param.grad`.
+
+    A hook lives as long as its parameter. It holds the object of the bound method weakly, so that
+    the parameter does not keep its wrapper alive.
+    """
+    weak_method = weakref.WeakMethod(method)
+
+    def hook(_param: Tensor) -> None:
+        method = weak_method()
+        if method is not None:
+            with torch.no_grad():
+                method(*args)
+
+    param.register_post_accumulate_grad_hook(hook)
+
+
+def require_gradients(missing: Sequence[str], where: str, attempt: str) -> None:
+    """Check that no parameter lacks a gradient; `attempt` is what the message proposes.
+
+    Raises:  CourseError that names the missing ones
+    """
+    if missing:
+        raise CourseError(
+            f"rank {dist.get_rank()}, {where}: need a gradient for every parameter; got none for "
+            f"{some_names(missing)}. Try {attempt}."
+        )
+
+
+def used_on_any_rank(used: Sequence[bool], device: torch.device | None, group: Group) -> list[bool]:
+    """Return, for each parameter, whether any rank of the group has a gradient for it.
+
+    Cost:    one all_reduce of 1 byte per parameter
+    """
+    flags = torch.tensor(used, dtype=torch.uint8, device=device)  # [num_params]
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in flags.tolist()]
+
+
+def some_names(names: Sequence[str]) -> str:
+    """Return the names for an error message: all of up to five, else four and how many more."""
+    if len(names) <= 5:
+        return ", ".join(names) or "none"
+    return f"{', '.join(names[:4])} and {len(names) - 4} more"

@@ -1,0 +1,93 @@
+"""Run ZeRO's stages in this course and in DeepSpeed on the same model and batch.
+
+`take_steps` times any framework's engine; the FSDP lesson uses it too. Notebook 09_zero.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from course_lib.core.records import Event
+from course_lib.core.specs import ModelSpec
+from course_lib.models import GPT, token_loss
+from course_lib.ranks import record
+from course_lib.zero.zero import ZeRO1, ZeRO2, ZeRO3
+
+if TYPE_CHECKING:
+    from course_lib.frameworks import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsTaken:
+    """Steps of an engine on one rank: losses, seconds, and the events of the last step."""
+
+    losses: list[float]
+    seconds: list[float]
+    last_events: list[Event]
+
+    @property
+    def median_ms(self) -> float:
+        """The median step, in milliseconds."""
+        return 1e3 * median(self.seconds)
+
+
+def take_steps(engine: "Engine", batches: Iterable[tuple[Tensor, Tensor]]) -> StepsTaken:
+    """On a rank: take one step per batch, each on this rank's part of it."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    losses, seconds, events = list[float](), list[float](), list[Event]()
+    for inputs, targets in batches:
+        start_s = time.perf_counter()
+        with record() as log:
+            loss = token_loss(engine.model(inputs[rank::p]), targets[rank::p])
+            losses.append(engine.step(loss))
+        seconds.append(time.perf_counter() - start_s)
+        events = log.events
+    return StepsTaken(losses=losses, seconds=seconds, last_events=events)
+
+
+def run_stage(
+    rank: int, spec: ModelSpec, batch: tuple[Tensor, Tensor], zero: int, is_ours: bool
+) -> tuple[float, float, float]:
+    """On a rank: return the third loss, median ms of three steps, and KiB of live tensors.
+
+    Raises:  CourseError where DeepSpeed is asked for and not installed
+    """
+    from course_lib.frameworks import alive_bytes, deepspeed_engine  # slow to import
+
+    before, adam = alive_bytes(), partial(torch.optim.AdamW, lr=1e-3)
+    torch.manual_seed(0)
+    model = GPT(spec)
+    engine = (
+        _ours(model, zero)
+        if is_ours
+        else deepspeed_engine(model, adam, stage=zero, reduce_bucket_size=2**14)
+    )
+    steps = take_steps(engine, [batch] * 3)
+    return steps.losses[-1], steps.median_ms, (alive_bytes() - before) / 2**10
+
+
+def _ours(model: GPT, zero: int) -> "Engine":
+    """Return our engine of a stage behind the handle of the frameworks."""
+    from course_lib.frameworks import Engine
+
+    stage = (ZeRO1, ZeRO2, ZeRO3)[zero - 1]
+    engine = stage(model, torch.optim.AdamW, lr=1e-3, bucket_bytes=2**16)
+
+    def update() -> None:
+        engine.step()
+        engine.zero_grad()
+
+    return Engine(
+        name=stage.__name__,
+        model=engine,  # type: ignore[arg-type]
+        backward=Tensor.backward,
+        update=update,
+        weights=lambda: engine.full_state_dict()["model"],
+    )

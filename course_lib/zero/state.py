@@ -1,0 +1,59 @@
+"""Cut the state of whole parameters into pieces and join it again, to save and load it.
+
+ZeRO and FSDP save two kinds of state: this rank's shard, for the same rank of an equal group, and
+the full state of one process, which fits any number of ranks. Each writes its own, as their flat
+layouts differ; what is the same stands here. Notebooks 09_zero and 10_fsdp.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_lib.zero.flat_layout import FlatLayout, Piece
+
+COUNTERS = ("step",)  # optimizer state that is one number per parameter: never cut or joined
+
+
+def on_host(value: Any) -> Any:
+    """Return a copy of a tensor in the host's memory, and any other value as it is."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def numbered_groups(param_groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return parameter groups as a plain optimizer saves them: parameters by number."""
+    numbered, first = [], 0
+    for group in param_groups:
+        last = first + len(group["params"])
+        numbered.append({**group, "params": list(range(first, last))})
+        first = last
+    return numbered
+
+
+def cut_into_shard(layout: FlatLayout, rank: int, tensors: Sequence[Tensor], shard: Tensor) -> None:
+    """Copy a rank's pieces of whole tensors into its shard; no communication.
+
+    Shapes:  those of the layout -> [padded_numel / p]
+    """
+    for piece in layout.pieces(rank):
+        piece.within(shard).copy_(piece.of(tensors[piece.index]))
+
+
+def cut_state(key: str, value: Any, piece: Piece, like: Tensor) -> Any:
+    """Return the part of a parameter's saved optimizer state that belongs to a piece."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if key in COUNTERS else piece.of(value).to(like, copy=True)
+
+
+def join_state(
+    pieces: Sequence[tuple[int, dict[str, Any]]], shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return the optimizer state of a whole parameter from (start, state) of each of its pieces."""
+    ordered = [state for _, state in sorted(pieces, key=lambda piece: piece[0])]
+    whole: dict[str, Any] = dict(ordered[0]) if ordered else {}
+    for key, value in whole.items():
+        if isinstance(value, Tensor) and key not in COUNTERS:
+            whole[key] = torch.cat([state[key] for state in ordered]).view(shape)
+    return whole
