@@ -27,7 +27,7 @@ lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_col
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m jupyterlab --allow-root \
 		--ServerApp.root_dir="$(CURDIR)" $(LAB_ARGS) "$(LESSON)"
 
-test: environment ## run every test (TEST_ARGS=tests/collectives/test_collectives.py: those of one lesson)
+test: environment ## run every test (TEST_ARGS=tests/collectives: those of one lesson)
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 4 --dist loadgroup \
 		--no-loadscope-reorder $(TEST_ARGS)
 

@@ -1,7 +1,7 @@
 """Distributed training of language models: built by hand, broken on purpose, measured.
 
-The lessons, in the order of the course. Each package opens with a docstring that says which file
-holds the method, what predicts it, what measures it and what draws it.
+The lessons, in the order of the course. Each package opens with a docstring that says what its
+files are for: the method, and where the lesson has them, what predicts, measures and draws it.
 
     ranks              00  real processes in a notebook, their calls traced, hangs explained
     memory             01  parameters, gradients, optimizer state, activations: predicted, weighed

@@ -73,22 +73,22 @@ def curves():
 
 def memory():
     """What a rank of Llama-8B holds, by degree."""
-    spec, parallelism = MODELS["llama-8b"], [1, 2, 4, 8]
+    spec, degrees = MODELS["llama-8b"], [1, 2, 4, 8]
 
     def kept(p, sequence_parallel):
         one = Parallelism(tp=p, sequence_parallel=sequence_parallel)
         return sum(activations(spec, 1, 8192, parallelism=one).values()) / 2**30
 
-    params = [params_on_rank(spec, Parallelism(tp=p)) * 2 / 2**30 for p in parallelism]
+    params = [params_on_rank(spec, Parallelism(tp=p)) * 2 / 2**30 for p in degrees]
     voices = {
         "parameters, bf16": Voices(formula=params),
-        "activations": Voices(formula=[kept(p, False) for p in parallelism]),
-        "activations, sequence parallel": Voices(formula=[kept(p, True) for p in parallelism]),
+        "activations": Voices(formula=[kept(p, False) for p in degrees]),
+        "activations, sequence parallel": Voices(formula=[kept(p, True) for p in degrees]),
     }
     title = f"{kept(1, False):.0f} GiB of activations become {kept(8, False):.0f} on 8 ranks, "
     title += f"and {kept(8, True):.0f} with the tokens split"
     labels = {"x_label": "ranks p", "y_label": "on a rank (GiB)"}
-    return compare(parallelism, voices, title, note="Llama-8B, 8192 tokens, bf16", **labels)
+    return compare(degrees, voices, title, note="Llama-8B, 8192 tokens, bf16", **labels)
 
 
 def wires():
@@ -121,7 +121,7 @@ def published():
 
 def batch():
     """The share of a step that computes, for one sequence and for one a rank."""
-    spec, parallelism, seq = MODELS["llama-8b"], [1, 2, 4, 8, 16, 32], 512
+    spec, degrees, seq = MODELS["llama-8b"], [1, 2, 4, 8, 16, 32], 512
     outside = replace(INFINIBAND, bytes_per_s=8 * INFINIBAND.bytes_per_s)
     link = TwoLevelLink(inside=NVLINK, outside=outside, ranks_per_node=8)
 
@@ -131,13 +131,13 @@ def batch():
         return 100 * compute_s / (compute_s + talk_s)
 
     voices = {
-        "1 sequence": Voices(formula=[share(p, 1) for p in parallelism]),
-        "p sequences": Voices(formula=[share(p, p) for p in parallelism]),
+        "1 sequence": Voices(formula=[share(p, 1) for p in degrees]),
+        "p sequences": Voices(formula=[share(p, p) for p in degrees]),
     }
     title = f"8 ranks compute for {share(8, 1):.0f} % of the time, with 8 sequences "
     title += f"{share(8, 8):.0f} %"
     labels = {"x_label": "ranks p, 8 to a node", "y_label": "computing (% of the time)"}
-    return compare(parallelism, voices, title, note=f"Llama-8B, {seq} tokens", **labels)
+    return compare(degrees, voices, title, note=f"Llama-8B, {seq} tokens", **labels)
 
 
 def pictures():

@@ -37,14 +37,14 @@ def table():
 
 
 def row():
-    """Four tensors in a row, cut for four ranks."""
+    """Draw a flat parameter of four tensors, cut for four ranks."""
     layout = FlatLayout(((3, 4), (4,), (1,), (6,)), 4)
     names = ("weight", "bias", "scale", "shift")
-    return flat_param_shards(layout, names, "23 numbers on 4 ranks: 6 each, 1 filled up")
+    return flat_param_shards(layout, names, "23 numbers on 4 ranks: 6 each, 1 of padding")
 
 
 def over_time(rank, stage):
-    """What rank 0 owns in the second step."""
+    """Record what rank 0 owns in the second step."""
     tiny = replace(MODELS["tiny"], vocab=320)  # the notebook's
     engine = stage(GPT(tiny), torch.optim.AdamW, lr=1e-3, bucket_bytes=2**16)
     inputs, targets = next_tokens(token_batch(rank, batch=2, seq=16, vocab=256))
@@ -78,11 +78,11 @@ def stage3():
 
 def traffic():
     """Bytes sent by micro-batches, as a multiple of DDP's."""
-    counts, rows = [1, 2, 4, 8], [ParamTraffic(num_bytes=2**20)]
-    ddp = sent_bytes(zero_traffic(0, rows), 4)
+    counts, flat = [1, 2, 4, 8], [ParamTraffic(num_bytes=2**20)]
+    ddp = sent_bytes(zero_traffic(0, flat), 4)
     voices = {
         f"stage {zero}": Voices(
-            formula=[sent_bytes(zero_traffic(zero, rows, m), 4) / ddp for m in counts]
+            formula=[sent_bytes(zero_traffic(zero, flat, m), 4) / ddp for m in counts]
         )
         for zero in (1, 2, 3)
     }

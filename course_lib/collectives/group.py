@@ -117,9 +117,10 @@ def check_op(op: str, tensor: Tensor, where: str) -> None:
         )
 
 
-def combine(mine: Tensor, theirs: Tensor, op: str) -> Tensor:
-    """Add `theirs` to `mine`, in place, or take the maximum. A mean is a sum until `finish`."""
-    return torch.maximum(mine, theirs, out=mine) if op == "max" else mine.add_(theirs)
+def combine(mine: Tensor, theirs: Tensor, op: str, out: Tensor | None = None) -> Tensor:
+    """Add `theirs` to `mine`, in place or in `out`, or take the maximum. `finish` makes a mean."""
+    operator = torch.maximum if op == "max" else torch.add
+    return operator(mine, theirs, out=mine if out is None else out)
 
 
 def finish(total: Tensor, op: str, p: int) -> Tensor:

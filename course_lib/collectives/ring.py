@@ -35,17 +35,20 @@ def ring_reduce_scatter(tensor: Tensor, op: str = "sum", group: Group = None) ->
     """Sum over the group; rank r gets shard r. The input stays as it is.
 
     Shapes:  x [n, ...] -> [n/p, ...], split by torch.tensor_split: any n
-    Cost:    (p-1)/p * x bytes sent per rank, p-1 steps; a copy of x in memory
+    Cost:    (p-1)/p * x bytes sent per rank, p-1 steps; (p-1)/p * x in memory
     Adjoint: ring_all_gather (of op="sum")
     Raises:  MeshError, ShapeError, ValueError (op)
     Source:  MPICH, src/mpi/coll/allreduce/allreduce_intra_ring.c, "Phase 2"
     """
     member = member_of(group, "ring_reduce_scatter")
     check_op(op, tensor, "ring_reduce_scatter")
-    sums = tensor.detach().clone(memory_format=torch.contiguous_format)
-    shards = shards_of(sums, member, "ring_reduce_scatter")  # p views of [n/p, ...]
-    _run(reduce_scatter_steps(member.rank, member.size), shards, op, member)
-    return shards[member.rank].clone()
+    shards = shards_of(tensor, member, "ring_reduce_scatter")  # p views of [n/p, ...]
+    shards = tuple(shard.contiguous() for shard in shards)
+    if member.size == 1:
+        return shards[0].clone()
+    totals = [torch.empty_like(shard) for shard in shards]
+    _run(reduce_scatter_steps(member.rank, member.size), shards, totals, op, member)
+    return totals[member.rank]
 
 
 def ring_all_gather(shard: Tensor, out: Tensor | None = None, group: Group = None) -> Tensor:
@@ -65,7 +68,8 @@ def ring_all_gather(shard: Tensor, out: Tensor | None = None, group: Group = Non
     whole = out.detach().contiguous()
     shards = whole.tensor_split(member.size)  # p views of [n/p, ...]
     shards[member.rank].copy_(shard.detach())
-    _run(all_gather_steps(member.rank, member.size), shards, "sum", member)
+    steps = all_gather_steps(member.rank, member.size)
+    _run(steps, shards, shards, "sum", member, piece_bytes=max(1, whole.nbytes))  # no pieces
     return out if whole.data_ptr() == out.data_ptr() else out.copy_(whole)
 
 
@@ -86,7 +90,7 @@ def ring_all_reduce(
     with flat_view(tensor) as flat:  # [numel]
         shards = flat.tensor_split(p)  # p views of [numel/p]
         steps = reduce_scatter_steps(rank, p) + all_gather_steps(rank, p)
-        _run(steps, shards, op, member, piece_bytes)
+        _run(steps, shards, shards, op, member, piece_bytes)
     return tensor
 
 
@@ -121,40 +125,49 @@ def all_gather_steps(rank: int, p: int) -> list[RingStep]:
 def _run(
     steps: list[RingStep],
     shards: Sequence[Tensor],
+    totals: Sequence[Tensor],
     op: str,
     member: GroupMember,
     piece_bytes: int = PIECE_BYTES,
 ) -> None:
-    """Take the steps, in place: what a rank receives in one step it sends on in the next one.
+    """Take the steps: what a rank receives in one step it sends on in the next one.
 
-    A large shard travels in pieces, so that one is added while the next ones are on their way. Each
-    receive is posted a few pieces ahead, so that the sender never has to wait for it.
+    Sums of what it receives and its own `shards`, or what it only stores, go to `totals`, which may
+    be the same tensors. A large shard that is added travels in pieces: one is added while the next
+    ones are on their way. Each receive is posted ahead, so that its sender does not wait for it.
     """
     if not steps:
         return
     num_pieces, ahead = _pipelining(shards[0], piece_bytes)
-    pieces = [shard.view(-1).tensor_split(num_pieces) for shard in shards]
-    outs = [piece for step in steps for piece in pieces[step.send]]
-    sums = [piece for step in steps for piece in pieces[step.receive]]
+    mine, sums = (_pieces(tensors, steps, num_pieces) for tensors in (shards, totals))
     num_adds = num_pieces * sum(step.adds for step in steps)
-    scratch = outs[0].new_empty(min(ahead, num_adds), pieces[0][0].numel())
+    longest = -(-shards[0].numel() // num_pieces)
+    scratch = shards[0].new_empty(min(ahead, num_adds), longest)
     into = [
         scratch[i % ahead][: piece.numel()] if i < num_adds else piece
         for i, piece in enumerate(sums)
     ]
-    receives, sends = _post(member, into[:ahead], outs[:num_pieces])
+    first = shards[steps[0].send].view(-1).tensor_split(num_pieces)
+    receives, sends = _post(member, into[:ahead], first)
     for i, piece in enumerate(sums):
         receives[i].wait()
         if i < num_adds:
-            combine(piece, into[i], op)
+            combine(mine[i], into[i], op, out=piece)
         if num_adds - num_pieces <= i < num_adds:  # the rank's own shard, summed over all ranks
             finish(piece, op, member.size)
-        next_in, next_out = i + ahead, i + num_pieces  # this piece is the one to send on
-        posted = _post(member, into[next_in : next_in + 1], outs[next_out : next_out + 1])
+        send_on = [piece] if i + num_pieces < len(sums) else []
+        posted = _post(member, into[i + ahead : i + ahead + 1], send_on)
         receives += posted[0]
         sends += posted[1]
     for send in sends:
         send.wait()
+
+
+def _pieces(shards: Sequence[Tensor], steps: list[RingStep], num_pieces: int) -> list[Tensor]:
+    """List the pieces of the shards that a rank receives, in their order."""
+    return [
+        piece for step in steps for piece in shards[step.receive].view(-1).tensor_split(num_pieces)
+    ]
 
 
 def _pipelining(shard: Tensor, piece_bytes: int) -> tuple[int, int]:
@@ -165,7 +178,7 @@ def _pipelining(shard: Tensor, piece_bytes: int) -> tuple[int, int]:
 
 
 def _post(
-    member: GroupMember, into: list[Tensor], outs: list[Tensor]
+    member: GroupMember, into: Sequence[Tensor], outs: Sequence[Tensor]
 ) -> tuple[list[dist.Work], list[dist.Work]]:
     """Start to receive from the left, then to send to the right; return the handles of both."""
     left, right = member.rank - 1, member.rank + 1

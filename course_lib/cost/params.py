@@ -1,7 +1,7 @@
 """Number of parameters of a model, whole and on one rank.
 
 Matrices and vectors are counted from the sizes of a ModelSpec; the tests count instantiated models.
-Read it as `course_lib.memory.formulas.count_params`. Notebook 01_memory.
+Lessons import it as `course_lib.memory.count_params`. Notebook 01_memory.
 """
 
 from course_lib.core.parallelism import Parallelism

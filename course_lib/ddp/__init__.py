@@ -1,7 +1,8 @@
 """Distributed data parallel with buckets and overlap (notebook 06_ddp).
 
 `ddp.py` is the method; `buckets.py` decides which gradients share a message; `comm_hooks.py`
-compresses them; `cost.py` predicts a step's timeline and `lab.py` measures it on real ranks.
+compresses them; `cost.py` predicts a step's timeline and `lab.py` measures it on real ranks. The
+timelines of `display` draw both.
 """
 
 from course_lib.ddp.buckets import Bucket, make_buckets

@@ -2,7 +2,7 @@
 
 show          `show(figure, alt=...)`: displays a figure with its alt text; read this first
 page          the page of every figure: width, title, note, legend, axes
-colors       the colors of kinds (forward, communication, ...) and of ranks
+colours       the colors of kinds (forward, communication, ...) and of ranks
 timeline      events of ranks over time; lanes places the boxes, labels prints their text
 memory        bytes by memory kind, over time or as bars
 compare       formula, simulation and measurement on the same axes

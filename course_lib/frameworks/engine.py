@@ -52,7 +52,7 @@ class Engine:
 
 
 def missing(package: str) -> str | None:
-    """How to install a package that is not here, in one sentence; None where it is."""
+    """Return how to install a missing package, in one sentence; None where it is installed."""
     if find_spec(package):
         return None
     what = "." if sys.platform == "linux" else f"'.[{EXTRAS[package]}]'"

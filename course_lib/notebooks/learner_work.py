@@ -1,4 +1,4 @@
-"""What a learner has written into a student notebook, and how it outlives every rebuild."""
+"""Find what a learner has written into a student notebook, and carry it over to every rebuild."""
 
 import ast
 import copy
@@ -39,7 +39,7 @@ def _is_changed(cell: NotebookNode) -> bool:
 
 
 def filled_in(notebook: NotebookNode) -> dict[str, list[NotebookNode]]:
-    """The exercise cells whose text is no longer the stub they were built with, by key."""
+    """Return the exercise cells whose text is no longer the stub they were built with, by key."""
     stubs = built_from(notebook).get("stubs", {})
     filled = {
         key: [cell for cell in cells if short_hash(cell.source) != stubs.get(key)]
@@ -55,13 +55,13 @@ def work_in(notebook: NotebookNode) -> set[str]:
 
 
 def built_from(notebook: NotebookNode) -> dict[str, Any]:
-    """What the build noted in a notebook: `lesson`, `build` (a hash) and `stubs` (hashes)."""
+    """Return what the build noted in a notebook: `lesson`, `build` (a hash), `stubs` (hashes)."""
     noted = notebook.metadata.get("course", {})
     return noted if isinstance(noted, dict) else {}
 
 
 def carry_over(new: NotebookNode, old: NotebookNode) -> tuple[NotebookNode, list[str]]:
-    """The new student notebook with the work of the old one, and sentences on what was done.
+    """Return the new student notebook with the work of the old one, and sentences on what was done.
 
     Filled-in exercises keep their text under their key; the learner's own cells stay behind the
     cell they stood behind; what has no place any more goes to the end, under a heading.
@@ -111,7 +111,7 @@ def _put_at_end(notebook: NotebookNode, cells: list[NotebookNode]) -> None:
 
 
 def _fresh(cell: NotebookNode) -> NotebookNode:
-    """A copy of a cell without what it once printed."""
+    """Return a copy of a cell without its outputs."""
     cell = copy.deepcopy(cell)
     if cell.cell_type == "code":
         cell.outputs, cell.execution_count = [], None

@@ -1,4 +1,4 @@
-"""Where a lesson's files are, and how notebooks are read and written: whole or not at all."""
+"""Find a lesson's files; read notebooks, and write them whole or not at all."""
 
 import hashlib
 import warnings
@@ -39,7 +39,7 @@ class Lesson:
 
 
 def find_folder() -> Path:
-    """The `notebooks` folder of the course: below the current folder, else beside course_lib."""
+    """Return the course's folder `notebooks`: below the current folder, else beside course_lib."""
     here = Path.cwd()
     for parent in (here, *here.parents):
         if (parent / "notebooks" / "source").is_dir():
@@ -48,12 +48,12 @@ def find_folder() -> Path:
 
 
 def all_lessons(folder: Path) -> list[Lesson]:
-    """Every lesson that has a source, in the order of their numbers."""
+    """Return every lesson that has a source, in the order of their numbers."""
     return [Lesson(path.stem, folder) for path in sorted((folder / "source").glob("[0-9]*_*.py"))]
 
 
 def find_lesson(name: str, folder: Path) -> Lesson:
-    """The lesson that `04`, `4`, `collectives` or `04_collectives` means.
+    """Return the lesson that `04`, `4`, `collectives` or `04_collectives` means.
 
     Raises: CourseError that lists the lessons there are.
     """
@@ -67,7 +67,7 @@ def find_lesson(name: str, folder: Path) -> Lesson:
 
 
 def read_notebook(path: Path) -> NotebookNode:
-    """The notebook in a file, as format 4.5.
+    """Return the notebook in a file, as format 4.5.
 
     Raises: CourseError where the file is missing, empty or no notebook.
     """
@@ -88,7 +88,7 @@ def read_notebook(path: Path) -> NotebookNode:
 
 
 def _with_ids(notebook: NotebookNode) -> NotebookNode:
-    """A notebook whose cells all have an id; other tools leave them out."""
+    """Give every cell an id; other tools leave them out."""
     for number, cell in enumerate(notebook.cells):
         cell.setdefault("id", f"lesson-{short_hash(cell.source)}-{number}")
     notebook.nbformat_minor = 5
@@ -115,18 +115,18 @@ def back_up(path: Path) -> Path:
 
 
 def short_hash(text: str) -> str:
-    """Eight characters that stand for a text; blanks around it do not matter."""
+    """Return eight characters that stand for a text; blanks around it do not matter."""
     return hashlib.sha256(text.strip().encode()).hexdigest()[:8]
 
 
 def key_of(cell: NotebookNode) -> str:
-    """The exercise a code cell belongs to, by its metadata; empty for all other cells."""
+    """Return the exercise a code cell belongs to, by its metadata; empty for all other cells."""
     key = cell.metadata.get("exercise", "") if cell.cell_type == "code" else ""
     return key if isinstance(key, str) else ""
 
 
 def tags_of(cell: NotebookNode) -> list[str]:
-    """The tags of a cell."""
+    """Return the tags of a cell."""
     tags = cell.metadata.get("tags", [])
     return tags if isinstance(tags, list) else []
 

@@ -6,8 +6,9 @@ exercise="collectives-1"`, and holds its solution between markers inside a funct
     ### BEGIN SOLUTION: the hint that the stub will show
     ### END SOLUTION
 
-`### BEGIN SOLUTION FROM course_lib.collectives:ring_all_reduce: hint` takes the body of that
-function instead, so that no solution is written twice.
+`### BEGIN SOLUTION FROM course_lib.collectives.ring:ring_all_reduce: hint` takes the body of that
+function instead, so that no solution is written twice. It names the file that defines the function,
+not a package that offers it: the text is read, nothing is imported.
 """
 
 import ast
@@ -190,7 +191,7 @@ def _library_text(solution: Solution) -> str:
     """Return the text of the library module that holds a solution; it is found, not imported."""
     try:
         spec = importlib.util.find_spec(solution.module)
-    except ModuleNotFoundError:
+    except ImportError:  # in a package that is not there, or that has moved (course_lib.moved)
         spec = None
     if spec is None or spec.origin is None:
         raise Misplaced(f"there is no module {solution.module}", solution.begin)

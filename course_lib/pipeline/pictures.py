@@ -114,7 +114,7 @@ def pipelines(
 
 
 def _legend(events: Sequence[Event]) -> list[Artist]:
-    """Return the legend; forward and the activations it saves share a colour, so one entry."""
+    """Return the legend; forward and the activations it saves share a color, so one entry."""
     entries = event_legend(events)
     if entries and entries[0].get_label() == "forward":
         entries[0].set_label("forward (beneath: activations held)")

@@ -151,7 +151,7 @@ def _gradients_s(run: StudyRun, machine: Machine, compute_s: float) -> float:
     if parallelism.dp == 1:
         return 0.0
     link = machine.link_between_copies(run.tp * run.pp)
-    sizes = _row_bytes(run)
+    sizes = _gradient_bytes(run)
     if parallelism.zero:
         rows = [row for size in sizes for row in _sent_together(run, size)]
         calls = zero_traffic(parallelism.zero, rows, run.num_micro_batches)
@@ -165,7 +165,7 @@ def _gradients_s(run: StudyRun, machine: Machine, compute_s: float) -> float:
     return exposed_s(cost, run.bucket_mib * MIB, parallelism.dp, link)
 
 
-def _row_bytes(run: StudyRun) -> list[int]:
+def _gradient_bytes(run: StudyRun) -> list[int]:
     """Return the gradients' bytes in backward's order; the tied embedding is last."""
     number_bytes = RECIPES[run.dtype].grad_bytes
     layer = layer_params(run.spec, run.parallelism)
@@ -178,9 +178,8 @@ def _sent_together(run: StudyRun, num_bytes: int) -> list[ParamTraffic]:
     """Return a layer's messages: whole with FSDP, buckets, or with ZeRO-3 modules."""
     if run.strategy in ("fsdp", "torch-fsdp"):
         return [ParamTraffic(num_bytes=num_bytes)]
-    modules = (
-        (7 if run.spec.gated else 6) + 2 if run.parallelism.zero == 3 else 1
-    )  # matrices, norms
+    matrices, norms = 7 if run.spec.gated else 6, 2
+    modules = matrices + norms if run.parallelism.zero == 3 else 1
     parts = max(modules, -(-num_bytes // int(run.bucket_mib * MIB)))
     return [ParamTraffic(num_bytes=num_bytes // parts)] * parts
 
@@ -199,9 +198,9 @@ def _offload_s(run: StudyRun, machine: Machine) -> float:
     """Return the time to copy gradients to the host, and parameters back."""
     if not run.offload:
         return 0.0
-    rows = [ParamTraffic(num_bytes=size) for size in _row_bytes(run)]
+    flat_params = [ParamTraffic(num_bytes=size) for size in _gradient_bytes(run)]
     there, back = offload_bytes(
-        run.parallelism.zero, rows, run.parallelism.dp, run.num_micro_batches
+        run.parallelism.zero, flat_params, run.parallelism.dp, run.num_micro_batches
     )
     return (there + back) / machine.host_link_bytes_per_s
 

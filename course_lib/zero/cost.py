@@ -1,8 +1,9 @@
 """Predict the traffic of ZeRO's stages: every collective of a step, by flat parameter.
 
 Plain data parallelism all-reduces the gradients, which on a ring is a reduce_scatter followed by an
-all_gather. Stages 1 and 2 put the optimizer's step between the two, so they send as many bytes.
-Stage 3 gathers the parameters twice, for forward and for backward: 1.5 times as many.
+all_gather. Stages 1 and 2 put the optimizer's step between the two, so with one micro-batch they
+send as many bytes; stage 2 reduce-scatters once per micro-batch. Stage 3 gathers the parameters
+twice, for forward and for backward: 1.5 times as many.
 Notebooks 09_zero and 10_fsdp.
 """
 

@@ -1,10 +1,10 @@
-"""Measure the bytes of ZeRO's state on a rank: at one time, and over the course of a step.
+"""Measure ZeRO on a rank: the bytes of its state, over a step too, and what a step communicates.
 
 Notebook 09_zero.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -12,8 +12,9 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.core.records import Ledger
+from course_lib.core.records import COMMUNICATION_KINDS, Event, Ledger
 from course_lib.models.storages import storage_bytes
+from course_lib.ranks import record
 from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.sharded_optimizer import ShardedOptimizer
 from course_lib.zero.zero import ZeRO1, ZeRO2
@@ -106,3 +107,15 @@ def _then(method: Callable[..., Any], note: Callable[[], None]) -> Callable[...,
         return result
 
     return noting
+
+
+def step_calls(engine: ZeRO1, losses: Iterable[Callable[[], Tensor]]) -> list[Event]:
+    """Take one step, with a backward for each loss; return the collectives that this rank called.
+
+    `cost.zero_traffic` predicts them.
+    """
+    with record() as log:
+        for loss in losses:
+            loss().backward()
+        engine.step()
+    return [event for event in log.events if event.kind in COMMUNICATION_KINDS]

@@ -1,6 +1,6 @@
 """Draw a flat parameter: its tensors side by side, and below them the equal shards of the ranks.
 
-The upper bar shows where each tensor lies, the lower one who owns it, in the pale colours of the
+The upper bar shows where each tensor lies, the lower one who owns it, in the pale colors of the
 ranks; padding is hatched. Notebook 09_zero.
 """
 

@@ -39,16 +39,7 @@ import course_lib
 from course_lib.checks import check
 from course_lib.core import Link
 from course_lib.core.records import read_runs
-from course_lib.display import (
-    YES_NO,
-    Voices,
-    compare,
-    predict,
-    reveal,
-    show,
-    timeline,
-    waiting,
-)
+from course_lib.display import YES_NO, Voices, compare, predict, reveal, show, timeline, waiting
 from course_lib.ranks import RankError, Ranks, span
 from course_lib.ranks.machine import describe_machine, doctor_report
 
@@ -155,7 +146,7 @@ for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
 # %% tags=["exercise"] exercise="ranks-1"
 def global_rank(node, local_rank, ranks_per_node):
     """The rank of the process with this local rank on this node."""
-    ### BEGIN SOLUTION FROM course_lib.checks.ranks:global_rank: count the ranks before this one
+    ### BEGIN SOLUTION FROM course_lib.checks.ranks.rank_numbers:global_rank: count ranks before you
     ### END SOLUTION
 
 
@@ -214,7 +205,7 @@ show(timeline(ranks.events, title), alt=f"{title}; the printed lines are sorted 
 # %% tags=["exercise"] exercise="ranks-2"
 def take_turns(rank, world_size, say):
     """Call say() on rank 0, then on rank 1, and so on, each when the one before has ended."""
-    ### BEGIN SOLUTION FROM course_lib.checks.ranks:take_turns: one turn a rank, a barrier ends it
+    ### BEGIN SOLUTION FROM course_lib.checks.ranks.rank_numbers:take_turns: a barrier a turn
     ### END SOLUTION
 
 

@@ -29,28 +29,9 @@ from course_lib.core import MODELS, Ledger
 from course_lib.core.recipes import RECIPES
 from course_lib.core.units import GIB, format_bytes
 from course_lib.cost.hardware import DEVICES
-from course_lib.display import (
-    YES_NO,
-    Voices,
-    compare,
-    memory,
-    predict,
-    reveal,
-    show,
-)
-from course_lib.memory import (
-    activations,
-    count_params,
-    model_states,
-    param_parts,
-    step_ledger,
-)
-from course_lib.models import (
-    GPT,
-    next_tokens,
-    token_batch,
-    token_loss,
-)
+from course_lib.display import YES_NO, Voices, compare, memory, predict, reveal, show
+from course_lib.memory import activations, count_params, model_states, param_parts, step_ledger
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
 
 torch.set_num_threads(1)  # the models here are small
 
@@ -278,7 +259,7 @@ check("memory-4", layer_bytes)
 
 
 # %%
-from course_lib.memory.layer_bytes import TORCH_CPU
+from course_lib.memory import TORCH_CPU
 from course_lib.memory.saved_tensors import fake_tensors
 
 
@@ -469,12 +450,7 @@ calculator("--model llama-8b --gpu h100 --seq 4096")
 # and two in backward (4): $6ND$ for $D$ tokens. Exact counts go through every product:
 
 # %%
-from course_lib.cost.flops import (
-    forward_flop,
-    mfu,
-    six_n_d,
-    train_step_flop,
-)
+from course_lib.cost.flops import forward_flop, mfu, six_n_d, train_step_flop
 
 for seq in (2048, 8192, 32768, 131072):
     exact, rule = train_step_flop(llama, 1, seq), six_n_d(count_params(llama), seq)
@@ -530,11 +506,7 @@ check("memory-6", mfu_of)
 # small model, two sequences of 256 tokens. A tool that is not installed says so.
 
 # %%
-from course_lib.memory.estimators import (
-    all_estimates,
-    estimates_text,
-    tracker_gap,
-)
+from course_lib.memory.estimators import all_estimates, estimates_text, tracker_gap
 
 found, missing = all_estimates(MODELS["small"], 2, 256)
 print(estimates_text(found), *missing, sep="\n")

@@ -24,24 +24,8 @@ from torch.nn import functional as F
 from course_lib.accumulation import split_micro_batches
 from course_lib.checks import check
 from course_lib.core.specs import ModelSpec
-from course_lib.display import (
-    YES_NO,
-    Voices,
-    compare,
-    explore,
-    memory,
-    predict,
-    reveal,
-    show,
-)
-from course_lib.models import (
-    GPT,
-    IGNORED,
-    next_tokens,
-    padded_batch,
-    token_batch,
-    token_loss,
-)
+from course_lib.display import YES_NO, Voices, compare, explore, memory, predict, reveal, show
+from course_lib.models import GPT, IGNORED, next_tokens, padded_batch, token_batch, token_loss
 
 torch.set_num_threads(1)  # quiet measurements
 
@@ -182,11 +166,7 @@ guess = predict("does AdamW's loss show that the division is missing?", choices=
 
 
 # %% tags=["failure"]
-from course_lib.accumulation import (
-    accumulated_step,
-    as_sum,
-    by_items,
-)
+from course_lib.accumulation import accumulated_step, as_sum, by_items
 
 tiny = ModelSpec(hidden=32, num_layers=1, num_heads=2, ffn_hidden=64, vocab=32, max_seq=16)
 
@@ -305,10 +285,7 @@ print("tokens that count, by sequence:", tokens)
 guess = predict("wrong gradient: its distance from the right one", unit="% of its length")
 
 # %%
-from course_lib.accumulation import (
-    accumulate_gradients,
-    by_tokens,
-)
+from course_lib.accumulation import accumulate_gradients, by_tokens
 
 
 def token_gradient(share, m=8):
@@ -361,9 +338,8 @@ check("accumulation-4", add_token_gradients)
 # peak, what part of the full batch's bytes do 8 micro-batches need?
 
 # %%
-from course_lib.memory.layer_bytes import TORCH_CPU
+from course_lib.memory import TORCH_CPU, activations
 from course_lib.memory.saved_tensors import activation_ledger
-from course_lib.memory import activations
 
 spec = ModelSpec(hidden=128, num_layers=4, num_heads=4, ffn_hidden=512, vocab=256, max_seq=128)
 gpt, big = GPT(spec), next_tokens(token_batch(0, batch=16, seq=128, vocab=256))

@@ -23,22 +23,9 @@ from torch.nn import functional as F
 from course_lib.checks import check
 from course_lib.core import Ledger
 from course_lib.core.specs import ModelSpec
-from course_lib.display import (
-    YES_NO,
-    Voices,
-    compare,
-    memory,
-    predict,
-    reveal,
-    show,
-)
+from course_lib.display import YES_NO, Voices, compare, memory, predict, reveal, show
 from course_lib.memory.saved_tensors import activation_ledger
-from course_lib.models import (
-    GPT,
-    next_tokens,
-    token_batch,
-    token_loss,
-)
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
 
 torch.set_num_threads(1)  # quiet measurements
 
@@ -472,10 +459,7 @@ check("recompute-5", next_scale)
 # %%
 from functools import partial
 
-from course_lib.recompute import (
-    LossScale,
-    MixedPrecisionOptimizer,
-)
+from course_lib.recompute import LossScale, MixedPrecisionOptimizer
 
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 data = [(torch.randn(8, 6).half().float(), torch.randn(8, 3)) for _ in range(6)]

@@ -24,19 +24,10 @@ import torch
 import torch.distributed as dist
 
 from course_lib.checks import check
+from course_lib.collectives import messages
 from course_lib.core import Link
 from course_lib.cost import bandwidth, network
-from course_lib.collectives import messages
-from course_lib.display import (
-    YES_NO,
-    Voices,
-    compare,
-    explore,
-    predict,
-    reveal,
-    show,
-    stepper,
-)
+from course_lib.display import YES_NO, Voices, compare, explore, predict, reveal, show, stepper
 from course_lib.ranks import RankError, Ranks
 
 # %% [markdown]
@@ -310,10 +301,7 @@ check("collectives-3", gather_on_ring)
 guess_growth = predict("p from 4 to 4,000: the bytes of each rank grow by a factor of")
 
 # %%
-from course_lib.collectives import (
-    ring_all_gather,
-    ring_reduce_scatter,
-)
+from course_lib.collectives import ring_all_gather, ring_reduce_scatter
 
 
 def ring_all_reduce(x):

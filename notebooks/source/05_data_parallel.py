@@ -28,21 +28,8 @@ from torch import nn
 from course_lib.checks import check
 from course_lib.core.specs import ModelSpec
 from course_lib.data_parallel import cost
-from course_lib.display import (
-    YES_NO,
-    Voices,
-    compare,
-    predict,
-    reveal,
-    show,
-    timelines,
-)
-from course_lib.models import (
-    GPT,
-    next_tokens,
-    token_batch,
-    token_loss,
-)
+from course_lib.display import YES_NO, Voices, compare, predict, reveal, show, timelines
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import Ranks
 
 torch.set_num_threads(1)  # one replica, one core
@@ -62,10 +49,7 @@ guess_processes = predict("speed-up by 2 processes")
 # %%
 from concurrent.futures import ThreadPoolExecutor
 
-from course_lib.data_parallel import (
-    DataParallel,
-    replica_of,
-)
+from course_lib.data_parallel import DataParallel, replica_of
 
 
 def threads_forward(model, x, p):
@@ -83,12 +67,7 @@ one, four = (torch.autograd.grad(y.square().mean(), model[0].weight)[0] for y in
 print("four threads give the gradient of one process:", torch.allclose(one, four, rtol=1e-11))
 
 # %%
-from course_lib.data_parallel import (
-    NaiveDDP,
-    fingerprint,
-    weighted_loss,
-)
-from course_lib.data_parallel import RankSampler
+from course_lib.data_parallel import NaiveDDP, RankSampler, fingerprint, weighted_loss
 
 
 def step_times(wrap, p=1, rank=0):
@@ -412,11 +391,7 @@ guess_round = predict("a round of three workers, one of them 8 times as slow", u
 guess_stale = predict("mean staleness with 3 equal workers")
 
 # %%
-from course_lib.data_parallel import (
-    ParameterServer,
-    loss_at,
-    smoothed,
-)
+from course_lib.data_parallel import ParameterServer, loss_at, smoothed
 
 
 def serve(rank, method, count, slowdown=1, step_s=0.02, build=lambda: nn.Embedding(32, 32)):

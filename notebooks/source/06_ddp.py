@@ -26,26 +26,11 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.checks import check
-from course_lib.core import Link
-from course_lib.core.presets import MODELS
-from course_lib.cost import bandwidth, network
-from course_lib.ddp import cost
-from course_lib.display import (
-    Voices,
-    compare,
-    explore,
-    predict,
-    reveal,
-    show,
-    timelines,
-    waiting,
-)
-from course_lib.models import (
-    GPT,
-    next_tokens,
-    token_batch,
-    token_loss,
-)
+from course_lib.core import MODELS, Link
+from course_lib.cost import bandwidth, network, packing
+from course_lib.ddp.cost import best_bucket_bytes, ddp_step, exposed_s, on_the_wire, step_s
+from course_lib.display import Voices, compare, explore, predict, reveal, show, timelines, waiting
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import RankError, Ranks, record, span
 
 # %% [markdown]
@@ -104,7 +89,7 @@ print(f"{sum(sizes) / 2**20:.0f} MiB, of which the embedding {sizes[0] / 2**20:.
 guess_messages = predict("messages for GPT-2, in buckets of 25 MiB")
 
 # %%
-buckets = cost.fill_buckets(sizes[::-1], 25 * 2**20)
+buckets = packing.fill_buckets(sizes[::-1], 25 * 2**20)
 reveal(guess_messages, len(buckets))
 
 # %% [markdown]
@@ -240,7 +225,7 @@ check("ddp-2", Overlapped)
 
 
 # %%
-from course_lib.ddp import DDP
+from course_lib.ddp import DDP, lab
 
 
 def train(rank, p):
@@ -270,17 +255,17 @@ print("as one process, within 1e-12:", bool((together[0] - alone).abs().max() < 
 # are *emulated*, like the wire: real gradients, but their compute time is slept.
 
 # %%
-from course_lib.ddp import lab
+from course_lib.models import emulated_loss, emulated_model
 
 wire = Link(name="slow Ethernet", latency_s=2e-3, bytes_per_s=60e6)
 slow, num_layers, layer_bytes = Ranks(2, link=wire), 12, 2**18
 
 
 def build():
-    return lab.emulated_model(num_layers, layer_bytes, forward_s=3e-3, backward_s=6e-3)
+    return emulated_model(num_layers, layer_bytes, forward_s=3e-3, backward_s=6e-3)
 
 
-cost = lab.measure_cost(slow, build, lab.emulated_loss)  # both ranks compute, nobody talks
+cost = lab.measure_cost(slow, build, emulated_loss)  # both ranks compute, nobody talks
 n, k = num_layers * layer_bytes, 6
 wire_s = k * network.ring_all_reduce_s(n / k, 2, wire)
 print(f"compute {cost.compute_s * 1e3:.0f} ms, then {k} messages {wire_s * 1e3:.0f} ms")
@@ -293,12 +278,12 @@ guess_step = predict("a step with overlap, in 6 buckets, on paper", unit="ms")
 
 # %% tags=["picture"]
 runs = {late: {"bucket_bytes": n / k, "overlap": not late} for late in (True, False)}
-late, early = lab.measure_steps(slow, build, lab.emulated_loss, runs, turns=5).values()
-reveal(guess_step, cost.step_s(cost, n / k, 2, wire) * 1e3)
+late, early = lab.measure_steps(slow, build, emulated_loss, runs, turns=5).values()
+reveal(guess_step, step_s(cost, n / k, 2, wire) * 1e3)
 rows = {
-    "measured, all sent after backward": cost.on_the_wire(late.events),
-    "predicted, with overlap": cost.ddp_step(cost, n / k, 2, wire),
-    "measured, with overlap": cost.on_the_wire(early.events),
+    "measured, all sent after backward": on_the_wire(late.events),
+    "predicted, with overlap": ddp_step(cost, n / k, 2, wire),
+    "measured, with overlap": on_the_wire(early.events),
 }
 title = f"Overlap: {early.step_s * 1e3:.0f} ms in place of {late.step_s * 1e3:.0f} ms"
 show(timelines(rows, title, link=wire), alt=f"{title}; the first bucket leaves early in backward")
@@ -351,33 +336,33 @@ def formula_s(bucket_bytes):
 
 
 sizes = [n // k for k in (12, 6, 4, 3, 2, 1)]
-swept = lab.measure_sweep(slow, build, lab.emulated_loss, sizes, turns=5)
+swept = lab.measure_sweep(slow, build, emulated_loss, sizes, turns=5)
 
 # %% tags=["picture"]
-best = cost.best_bucket_bytes(cost, 2, wire, sizes)
+best = best_bucket_bytes(cost, 2, wire, sizes)
 reveal(guess_best, best / 2**10)
 voices = Voices(
     formula=lambda kib: formula_s(kib * 2**10) * 1e3,
-    simulation=[cost.step_s(cost, size, 2, wire) * 1e3 for size in sizes],
+    simulation=[step_s(cost, size, 2, wire) * 1e3 for size in sizes],
     measurement=[[second * 1e3 for second in swept[size].seconds] for size in sizes],
 )
 title = f"The best of {n // 2**20} MiB: {n // best} buckets of {best // 2**10} KiB"
 axes = {"x_label": "bucket (KiB)", "y_label": "step (ms)", "note": f"emulated {wire} and layers"}
 figure = compare([size / 2**10 for size in sizes], voices, title, **axes)
-off = max(abs(swept[size].step_s / cost.step_s(cost, size, 2, wire) - 1) for size in sizes)
+off = max(abs(swept[size].step_s / step_s(cost, size, 2, wire) - 1) for size in sizes)
 show(figure, alt=f"{title}; both ends are slower; measured within {100 * off:.0f} % of the model")
 print("wire keeps up, k =", round((cost.backward_s - n / wire.bytes_per_s) / 2 / wire.latency_s, 1))
 
 
 # %% tags=["picture"]
 def finding(num_buckets):
-    shown_s = cost.exposed_s(cost, n / num_buckets, 2, wire)
+    shown_s = exposed_s(cost, n / num_buckets, 2, wire)
     return f"k = {num_buckets}: {shown_s * 1e3:.0f} ms of talking do not hide"
 
 
 def one_size(num_buckets):
-    both = {"predicted": cost.ddp_step(cost, n / num_buckets, 2, wire)}
-    both["measured"] = cost.on_the_wire(swept[n // num_buckets].events)
+    both = {"predicted": ddp_step(cost, n / num_buckets, 2, wire)}
+    both["measured"] = on_the_wire(swept[n // num_buckets].events)
     return timelines(both, finding(num_buckets), link=wire)
 
 
@@ -544,11 +529,7 @@ check("ddp-5", HalfTheBytes)
 guess_power = predict("bytes of PowerSGD, of 100 in float32")
 
 # %%
-from course_lib.ddp import (
-    PowerSGD,
-    TopK,
-    bf16_hook,
-)
+from course_lib.ddp import PowerSGD, TopK, bf16_hook
 
 hooks = {"float32": None, "bf16": bf16_hook, "top 1 %": TopK(0.01), "PowerSGD": PowerSGD(2)}
 moments = [1, 2, 4, 8, 16, 32, 64]

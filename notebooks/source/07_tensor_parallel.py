@@ -24,35 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from course_lib.checks import check
-from course_lib.core import (
-    COMMUNICATION_KINDS,
-    INFINIBAND,
-    MODELS,
-    NVLINK,
-    Link,
-    TwoLevelLink,
-)
-from course_lib.display import (
-    Voices,
-    compare,
-    explore,
-    predict,
-    reveal,
-    show,
-)
-from course_lib.tensor_parallel.pictures import split_mlp
-from course_lib.models import (
-    GPT,
-    next_tokens,
-    token_batch,
-    token_loss,
-)
+from course_lib.core import COMMUNICATION_KINDS, INFINIBAND, MODELS, NVLINK, Link, TwoLevelLink
+from course_lib.display import Voices, compare, explore, predict, reveal, show
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import Ranks, record
-from course_lib.tensor_parallel import (
-    copy_to_region,
-    parallel_token_loss,
-    reduce_from_region,
-)
+from course_lib.tensor_parallel import copy_to_region, pictures, reduce_from_region
 
 # %% [markdown]
 # ## 1 Two ways to cut a matrix
@@ -85,7 +61,7 @@ reveal(guess_message, 4096 * llama.hidden * 2 / 2**20)
 
 # %% tags=["picture"]
 title = "Columns, then rows: what a rank needs for B it has computed itself"
-show(split_mlp(4, title), alt=f"{title}; 1 sum over 4 ranks at the end")
+show(pictures.split_mlp(4, title), alt=f"{title}; 1 sum over 4 ranks at the end")
 
 # %% [markdown]
 # The columns of a rank's $A$ are the rows of its $B$. And the other way round? **Break it**: cut
@@ -330,10 +306,7 @@ check("tensor_parallel-4", split_cross_entropy)
 # you have just written. Does it train like one process?
 
 # %%
-from course_lib.tensor_parallel import (
-    gather_tensors,
-    parallelize,
-)
+from course_lib.tensor_parallel import gather_tensors, parallel_token_loss, parallelize
 
 
 def split_gpt(spec, sequence_parallel=False, **more):
@@ -453,11 +426,7 @@ guess_bytes = predict("bytes sent with sequence parallelism, by bytes without")
 
 # %%
 from course_lib.core.parallelism import Parallelism
-from course_lib.memory.layer_bytes import TORCH_CPU
-from course_lib.memory import (
-    activations,
-    params_on_rank,
-)
+from course_lib.memory import TORCH_CPU, activations, params_on_rank
 from course_lib.memory.saved_tensors import measure_saved, tensors_of
 
 
@@ -645,14 +614,12 @@ def efficiency(model, seq, cards, p, batch):
     return 100 * compute_s / (compute_s + talk_s)
 
 
-def by_degree(parallelism=(1, 2, 4, 8, 16, 32), **at):
-    one = [efficiency(**at, p=p, batch=1) for p in parallelism]
-    more = [efficiency(**at, p=p, batch=p) for p in parallelism]
+def by_degree(tp_values=(1, 2, 4, 8, 16, 32), **at):
+    one = [efficiency(**at, p=p, batch=1) for p in tp_values]
+    more = [efficiency(**at, p=p, batch=p) for p in tp_values]
     title = f"8 ranks compute for {one[3]:.0f} % of the time, with 8 sequences {more[3]:.0f} %"
     curves = {"1 sequence": Voices(formula=one), "p sequences": Voices(formula=more)}
-    return compare(
-        parallelism, curves, title, x_label="ranks p", y_label="computing (% of the time)"
-    )
+    return compare(tp_values, curves, title, x_label="ranks p", y_label="computing (% of the time)")
 
 
 models, seqs = ["gpt2", "llama-1b", "llama-8b", "llama-70b"], [128, 512, 2048, 8192]

@@ -21,34 +21,15 @@ from itertools import combinations, count, pairwise
 import torch
 import torch.distributed as dist
 
-from course_lib.pipeline import lab
 from course_lib.checks import check
 from course_lib.core.presets import MODELS
 from course_lib.core.records import COMPUTE_KINDS
-from course_lib.pipeline import balance, cost, schedules
-from course_lib.pipeline import Action
-from course_lib.pipeline.actions import (
-    as_text,
-    source_of,
-    target_of,
-)
+from course_lib.display import Voices, compare, predict, reveal, show, timeline
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.pipeline import Action, balance, cost, lab, schedules, simulate
+from course_lib.pipeline.actions import as_text, source_of, target_of
 from course_lib.pipeline.cost import BatchCost, step_parts
-from course_lib.pipeline import simulate
-from course_lib.display import (
-    Voices,
-    compare,
-    predict,
-    reveal,
-    show,
-    timeline,
-)
 from course_lib.pipeline.pictures import pipelines
-from course_lib.models import (
-    GPT,
-    next_tokens,
-    token_batch,
-    token_loss,
-)
 from course_lib.ranks import RankError, Ranks
 
 # %% [markdown]
@@ -285,10 +266,7 @@ check("pipeline-3", run_actions)
 # below. `split_model` leaves each rank its own layers. The same numbers as one process?
 
 # %%
-from course_lib.pipeline import (
-    Pipeline,
-    split_model,
-)
+from course_lib.pipeline import Pipeline, split_model
 
 
 def train(rank, schedule, m):

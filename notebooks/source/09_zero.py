@@ -21,34 +21,14 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from course_lib.zero import lab
 from course_lib.checks import check
-from course_lib.core import COMMUNICATION_KINDS, MODELS, PCIE
+from course_lib.core import MODELS, PCIE
 from course_lib.core.parallelism import Parallelism
-from course_lib.display import (
-    Voices,
-    compare,
-    explore,
-    memory,
-    predict,
-    reveal,
-    show,
-    waiting,
-)
-from course_lib.zero import FlatLayout
+from course_lib.display import Voices, compare, explore, memory, predict, reveal, show, waiting
 from course_lib.memory import model_states
-from course_lib.models import (
-    GPT,
-    next_tokens,
-    token_batch,
-    token_loss,
-)
-from course_lib.ranks import RankError, Ranks, record
-from course_lib.zero import (
-    ZeRO1,
-    ZeRO2,
-    ZeRO3,
-)
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.ranks import RankError, Ranks
+from course_lib.zero import FlatLayout, ZeRO1, ZeRO2, ZeRO3, lab
 
 # %% [markdown]
 # ## 1 What is there $p$ times?
@@ -457,19 +437,15 @@ guess_three = predict("bytes of stage 3, as a multiple of DDP's")
 guess_four = predict("the same, with 4 micro-batches")
 
 # %%
-from course_lib.zero.cost import ParamTraffic, offload_bytes, zero_traffic
 from course_lib.cost.traffic import sent_bytes
+from course_lib.zero.cost import ParamTraffic, offload_bytes, zero_traffic
 
 
 def step_of(rank, p, stage, m):
     """The collectives of m micro-batches, and the flat parameters; untied: one module each."""
     engine = stage(GPT(replace(tiny, tied=False)), torch.optim.SGD, lr=0.1)
-    with record() as log:
-        for _ in range(m):
-            (loss_on(engine, rank, p) / m).backward()
-        engine.step()
     flats = [ParamTraffic(num_bytes=one.layout.padded_numel * 4) for one in engine.all_flat_params]
-    return [event for event in log.events if event.kind in COMMUNICATION_KINDS], flats
+    return lab.step_calls(engine, [lambda: loss_on(engine, rank, p) / m] * m), flats
 
 
 def by_ddp(calls, flats):  # bytes sent, as a multiple of DDP's

@@ -22,29 +22,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from course_lib.fsdp import lab
 from course_lib.checks import check
 from course_lib.core import COMMUNICATION_KINDS, MODELS, Link
-from course_lib.fsdp import cost
 from course_lib.cost.traffic import sent_bytes
-from course_lib.display import (
-    Voices,
-    compare,
-    memory,
-    predict,
-    reveal,
-    show,
-    timelines,
-)
-from course_lib.zero import FlatLayout
-from course_lib.fsdp import FSDP
-from course_lib.models import (
-    GPT,
-    next_tokens,
-    token_batch,
-    token_loss,
-)
+from course_lib.display import Voices, compare, memory, predict, reveal, show, timelines
+from course_lib.fsdp import FSDP, cost, lab
+from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import RankError, Ranks, record
+from course_lib.zero import FlatLayout
 
 # %% [markdown]
 # ## 1 Units

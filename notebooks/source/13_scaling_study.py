@@ -18,18 +18,17 @@
 import tempfile
 from pathlib import Path
 
-from course_lib.scaling_study import lab
 from course_lib.checks import check
 from course_lib.cluster.profile import read_profile
 from course_lib.core.records import read_runs
 from course_lib.display import Voices, compare, predict, reveal, show
 from course_lib.ranks import Ranks
-from course_lib.scaling_study import pictures
+from course_lib.scaling_study import lab, pictures
 from course_lib.scaling_study.aggregate import against, aggregate
 from course_lib.scaling_study.costing import cost_study
-from course_lib.scaling_study.run_local import run_all
 from course_lib.scaling_study.plan import find_study
 from course_lib.scaling_study.results import in_order, sample_results
+from course_lib.scaling_study.run_local import run_all
 
 # %% [markdown]
 # ## 1 What a run leaves
@@ -564,8 +563,8 @@ check("scaling_study-5", mended)
 # %%
 from rich.console import Console
 
-from course_lib.scaling_study.results import own_or_sample
 from course_lib.scaling_study.report import notes, tables
+from course_lib.scaling_study.results import own_or_sample
 
 mine, whose = own_or_sample()
 print(whose)

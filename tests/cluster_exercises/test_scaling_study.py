@@ -10,7 +10,7 @@ from course_lib.cluster.lint.check import lint_job
 from course_lib.core import CourseError
 from course_lib.scaling_study import results as own
 from course_lib.scaling_study.aggregate import count_tokens, rank_totals
-from course_lib.scaling_study.explorer import CARDS, LINKS, SHOWS, STRATEGIES, draw_study, rows_of
+from course_lib.scaling_study.explorer import DEVICES, LINKS, SHOWS, STRATEGIES, draw_study, rows_of
 from course_lib.scaling_study.lab import BROKEN_SCRIPT, EmulatedDevice
 from course_lib.scaling_study.plan import SIZES
 from course_lib.scaling_study.results import Results, sample_results
@@ -167,10 +167,10 @@ def test_the_device_works_on_when_its_orders_are_given():
 @pytest.mark.parametrize("show", SHOWS)
 def test_the_explorer_draws_every_end_of_its_sliders(show):
     models = list(SIZES)
-    for model, gpus, link, card in itertools.product(
-        (models[0], models[-1]), (2, 4), LINKS, CARDS[:1]
+    for model, gpus, link, device in itertools.product(
+        (models[0], models[-1]), (2, 4), LINKS, DEVICES[:1]
     ):
-        assert draw_study(model, gpus, link, card, show).axes
+        assert draw_study(model, gpus, link, device, show).axes
 
 
 def test_a_slower_link_never_helps_on_paper():

@@ -128,7 +128,7 @@ def test_recipes_cost_what_the_papers_say():
         Recipe(weight_bytes=2, grad_bytes=-2)
 
 
-def test_degrees_refuse_what_cannot_be_split():
+def test_parallelism_refuses_what_cannot_be_split():
     assert Parallelism(dp=2, tp=4, pp=3, cp=2).world_size == 48
     for wrong, words in (({"tp": 0}, "need tp"), ({"zero": 4}, "need zero as 0, 1, 2 or 3")):
         with pytest.raises(MeshError, match=words):

@@ -310,7 +310,7 @@ def test_only_a_whole_record_of_the_same_run_is_done(tmp_path):
     assert find_done([two], tmp_path) == {}
 
 
-def test_job_arrays_have_an_element_a_run_and_the_nodes_they_need(tmp_path, monkeypatch):
+def test_job_arrays_have_a_task_per_run_and_the_nodes_they_need(tmp_path, monkeypatch):
     runs = [replace(ALONE, strategy="ddp", ranks=p) for p in (2, 4, 1)]
     runs.append(replace(ALONE, ranks=4, tp=4))
     jobs = make_jobs([predict(run, GPUS) for run in runs], tmp_path, SITE)

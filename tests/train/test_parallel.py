@@ -67,7 +67,7 @@ def runs(pools):
 
 
 @pytest.mark.parametrize("p", [2, 4])
-def test_any_degrees_give_the_losses_and_weights_of_one_process(runs, by_hand, p):
+def test_any_parallelism_gives_the_losses_and_weights_of_one_process(runs, by_hand, p):
     configs, by_rank = runs(p)
     wanted = {spec: by_hand(replace(EXACT, model=spec)) for spec in (SPEC, UNTIED)}
     for number, config in enumerate(configs):
@@ -141,7 +141,7 @@ def test_gradients_leave_once_to_the_ranks_with_the_same_part(pools, by_hand):
         assert computed == 3 * [action.label for action in schedule_of(config, 4)[rank % 2]]
 
 
-def test_the_record_tells_the_degrees(pools, tmp_path):
+def test_the_record_tells_the_parallelism(pools, tmp_path):
     pools(2).run(train, replace(EXACT, pp=2, out=str(tmp_path), steps=1))
     records = read_runs(tmp_path)
     assert [record.world_size for record in records] == [2, 2]
@@ -154,7 +154,7 @@ def test_the_record_tells_the_degrees(pools, tmp_path):
 # -- going on ------------------------------------------------------------------------------------
 
 
-def test_a_run_can_go_on_with_other_degrees(alone, pools, by_hand, tmp_path):
+def test_a_run_can_go_on_with_another_parallelism(alone, pools, by_hand, tmp_path):
     config = replace(EXACT, steps=4, out=str(tmp_path), save_every=1)
     expected, state = by_hand(config)
     parallelism = [

@@ -48,15 +48,15 @@ RAISED = (
 )
 EVALUATION = "In evaluation, too, gather once, and free; but hook nothing: output.requires_grad."
 AGAIN = (
-    "Backward computed with a freed row (the check fills it with NaN): gather again when the "
-    "output's gradient is there, with output.register_hook; free after the last gradient, not "
-    "before."
+    "Backward computed with a freed flat parameter (the check fills it with NaN): gather again "
+    "when the output's gradient is there, with output.register_hook; free after the last "
+    "gradient, not before."
 )
 ANEW = "begins anew with each backward: fill it again when the gradients have been sent."
 OWN = "Only this rank's own tokens are in it: the others' come with a reduce_scatter."
 TAIL = (
-    "The numbers are right, but what fills the row up has a gradient: zeros there, or the norm "
-    "for clipping is too large. layout.flatten does it."
+    "The numbers are right, but the padding has a gradient: zeros there, or the norm for "
+    "clipping is too large. layout.flatten does it."
 )
 
 
@@ -221,8 +221,8 @@ def _expect_nothing_left(got: UnitPass, where: str, whole: int) -> None:
         )
     if got.alive_bytes >= whole:
         raise CheckFailed(
-            f"{where}: {got.alive_bytes} bytes are alive that nobody needs: who holds a whole row "
-            "of gradients?"
+            f"{where}: {got.alive_bytes} bytes are alive that nobody needs: who holds a whole "
+            "flat gradient?"
         )
 
 
@@ -287,7 +287,7 @@ def _why(
 
 def _why_calls(kinds: list[str]) -> str:
     if kinds.count("all_reduce") + kinds.count("reduce_scatter") > 1:
-        return "All gradients of a unit travel as one reduce_scatter of its flat row."
+        return "All gradients of a unit travel as one reduce_scatter of its flat gradient."
     if "all_reduce" in kinds:
         return "An all_reduce sends twice the bytes: nobody needs the others' part of the mean."
     if "all_gather" not in kinds:

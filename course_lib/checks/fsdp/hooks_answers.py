@@ -214,7 +214,7 @@ WRONG: tuple[tuple[str, type[Hooks], str], ...] = (
     ("averaged twice", _MeanTwice, "Averaged twice"),
     ("own gradient only", _OwnOnly, "own tokens"),
     ("all_reduce", _AllReduce, "twice the bytes"),
-    ("gradient of the padded tail", _PaddedTail, "what fills the row up"),
+    ("gradient of the padded tail", _PaddedTail, "the padding has a gradient"),
     ("overwritten", _Overwritten, "adds up"),
     ("gradients kept", _GradsKept, "param.grad = None"),
     ("not reset", _NotReset, "begin anew"),
@@ -225,7 +225,7 @@ WRONG: tuple[tuple[str, type[Hooks], str], ...] = (
     ("not freed in evaluation", _FreedInTraining, "in after_forward, always"),
     ("the whole mean", _WholeMean, "as long as the shard"),
     ("a hook without a gradient", _AlwaysHook, "no gradient is wanted"),
-    ("rows kept", _RowKept, "whole row of gradients"),
+    ("flat gradients kept", _RowKept, "whole flat gradient"),
     ("a message a parameter", _AMessageEach, "one reduce_scatter"),
 )
 

@@ -23,8 +23,8 @@ NUMEL = 11
 SMALL_STEP = 2.0**-12  # an update that bf16 cannot show: it keeps 8 bits
 MOST_ROUNDING = 0.02  # of a gradient: more than bf16 can be the cause of
 RAISED = (
-    "A row is as long as layout.padded_numel, and layout.flatten makes it; shard.grad is as long "
-    "as the shard, and in fp32."
+    "A flat tensor is as long as layout.padded_numel, and layout.flatten makes it; shard.grad is "
+    "as long as the shard, and in fp32."
 )
 
 
@@ -111,7 +111,7 @@ def _expect_params(used: Used, number: int, where: str) -> None:
     if not isinstance(params, list) or len(params) != len(SHAPES):
         raise CheckFailed(
             f"{where}: need a list of {len(SHAPES)} tensors from gather(); got "
-            f"{type(params).__name__}. Does it return layout.views(row)?"
+            f"{type(params).__name__}. Does it return layout.views(flat)?"
         )
     rows = [(_row() + step * (SMALL_STEP + 0.5)).bfloat16() for step in range(number + 1)]
     flat = torch.cat([param.flatten() for param in params])
@@ -122,7 +122,7 @@ def _expect_params(used: Used, number: int, where: str) -> None:
     if [tuple(param.shape) for param in params] != list(SHAPES) or not torch.equal(flat, rows[-1]):
         raise CheckFailed(
             f"{where}: need all ranks' numbers, rounded to bfloat16, in their shapes; got others. "
-            "Try layout.views(row)."
+            "Try layout.views(flat)."
         )
 
 

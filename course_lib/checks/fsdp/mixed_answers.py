@@ -184,7 +184,7 @@ WRONG: tuple[tuple[str, type[Mixed], str], ...] = (
     ("not filled up", _NotFilledUp, "layout.padded_numel"),
     ("a gradient in bf16", _KeptBf16, "in fp32"),
     ("sent with autograd", _Followed, "self.shard.detach()"),
-    ("the row itself", _TheRow, "return layout.views(row)"),
+    ("the flat tensor itself", _TheRow, "return layout.views(flat)"),
     ("gradient lost", _Lost, "self.shard.grad"),
 )
 

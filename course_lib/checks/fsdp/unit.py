@@ -38,18 +38,18 @@ from course_lib.checks.zero.parts import (
 from course_lib.ranks import Ranks, record
 
 FREE = (
-    "Never freed: the row's storage still has its bytes. Point each parameter at something empty, "
-    "then row.untyped_storage().resize_(0)."
+    "Never freed: the flat parameter's storage still has its bytes. Point each parameter at "
+    "something empty, then flat.untyped_storage().resize_(0)."
 )
 SAME = (
-    "Autograd has saved views of the row, and they keep its memory alive, or read what is no "
-    "longer there: fill the same row again, after resize_, and never make a new one."
+    "Autograd has saved views of the flat parameter, and they keep its memory alive, or read what "
+    "is no longer there: fill the same tensor again, after resize_, and never make a new one."
 )
 HOLDS = "Somebody holds the originals: an attribute, a list, or the parameters themselves."
 STALE = "That is what the shard was before the optimizer's step: gather self.shard, each time."
 RAISED = (
-    "Before it is filled, the row needs its bytes again: row.untyped_storage().resize_, in bytes, "
-    "not in numbers."
+    "Before it is filled, the flat parameter needs its bytes again: "
+    "flat.untyped_storage().resize_, in bytes, not in numbers."
 )
 
 
@@ -97,13 +97,13 @@ def _watch(at: SampleLayout, answer: Callable[..., Any]) -> None:
     with record() as log, not_followed(at):
         unit.gather()
     _expect_params(params, at)
-    says = "One all_gather of the whole row, into it, from self.shard."
+    says = "One all_gather of the flat parameter, into it, from self.shard."
     expect_calls(f"{at}, gather()", calls_in(log.events), [("all_gather", at.whole_bytes)], says)
     _expect_alive(at, "while gathered", at.own_bytes + at.whole_bytes)
     kept, grads = _backward(at.rank, unit, module, params)
     if kept:
         why = FREE if alive_bytes(*grads, enough=at.own_bytes) > at.own_bytes else SAME
-        raise CheckFailed(f"{at}: free() after forward leaves {kept} bytes of the row. {why}")
+        raise CheckFailed(f"{at}: free() after forward leaves {kept} bytes of it. {why}")
     _expect_grads(grads, at)
     del grads
     unit.shard.data.add_(1)
@@ -145,7 +145,7 @@ def check_unit(answer: Callable[..., Any]) -> str:
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             run(ranks, _use, answer, p, on={"raised": RAISED})
-    return "Equal shards, one all_gather, the same row; between uses it has no bytes."
+    return "Equal shards, one all_gather, the same tensor; between uses it has no bytes."
 
 
 def _expect_shard(unit: Any, at: SampleLayout) -> None:
@@ -156,9 +156,9 @@ def _expect_shard(unit: Any, at: SampleLayout) -> None:
     if held != shard.nbytes:
         raise CheckFailed(
             f"{at}: the shard is {shard.nbytes} bytes, and lies in {held}: a slice is a view of "
-            "the row, whose bytes free() takes away. Try clone()."
+            "the flat parameter, whose bytes free() takes away. Try clone()."
         )
-    says = "Numbers shard_slice(rank) of the row; a shard rounds up, and zeros fill the last one."
+    says = "Numbers shard_slice(rank) of the flat parameter; a shard rounds up, then zeros."
     expect_near(shard.detach(), shard_of(at.row, at.rank, at.p), f"{at}, self.shard", says)
 
 
@@ -183,10 +183,10 @@ def _why(got: Tensor, step: int, at: SampleLayout) -> str:
     if close(got, own):
         return "Only this rank's own part is in it: the others' come with an all_gather."
     if close(got, row):
-        return "Each parameter in its own shape: layout.views(row) has them."
+        return "Each parameter in its own shape: layout.views(flat) has them."
     return (
-        "What is sent is self.shard: a row that was freed has lost its numbers. Then "
-        "layout.views(row) gives the parameters, in their order."
+        "What is sent is self.shard: a flat parameter that was freed has lost its numbers. Then "
+        "layout.views(flat) gives the parameters, in their order."
     )
 
 
@@ -195,7 +195,7 @@ def _expect_alive(at: SampleLayout, when: str, most: int) -> None:
     if found <= most:
         return
     if most > at.own_bytes:
-        says = "Views of the row need no memory of their own: no clone()."
+        says = "Views of the flat parameter need no memory of their own: no clone()."
     elif found >= at.own_bytes + 2 * at.whole_bytes - NUMBER_BYTES * at.p or "last" in when:
         says = FREE
     else:

@@ -179,7 +179,7 @@ def _why(got: Any, one: Tensor, number: int, rank: int, p: int) -> str:
     if got is None:
         return LOST
     if not isinstance(got, Tensor) or got.shape != (shard_numel(one.numel(), p),):
-        return "A shard is [shard_numel]: this rank's part of the bucket's row, and no more."
+        return "A shard is [shard_numel]: this rank's part of the flat gradient, and no more."
     total, mine = sum(ROUNDS[number]), shard_of(one, rank, p)
     mean = mine * digits(p) / p
     causes = [

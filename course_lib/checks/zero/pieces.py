@@ -24,7 +24,7 @@ def check_pieces(answer: Callable[..., Any]) -> str:
                 f"tensors of {', '.join(map(str, sizes))} numbers, rank {rank} of {p}: need "
                 f"{wanted}; got {is_now}. {_why(got)}"
             )
-    return "Equal shards of one row: each number has one owner, also with fewer numbers than ranks."
+    return "Equal shards: each number has one owner, also with fewer numbers than ranks."
 
 
 def _read(pieces: Any, sizes: Sequence[int]) -> Pieces:
@@ -47,7 +47,7 @@ def _why(got: Sequence[Pieces]) -> str:
     for _, wrong, says in WRONG:
         if got == [wrong(*case) for case in CASES]:
             return says
-    return "Draw the row: where does each tensor begin and end, and where does the shard?"
+    return "Draw the flat parameter: where do each tensor and the shard begin and end?"
 
 
 PIECES = Exercise(

@@ -155,9 +155,9 @@ WRONG: tuple[tuple[str, Callable[[Sizes, int, int], Pieces], str], ...] = (
         "rank, and let the last one be filled up with zeros.",
     ),
     (
-        "counted in the row",
+        "counted in the flat parameter",
         _in_the_row,
-        "Those are places in the row: count from where the tensor begins.",
+        "Those are indices into the flat parameter: count from where the tensor begins.",
     ),
     (
         "counted in the shard",
@@ -189,8 +189,7 @@ WRONG: tuple[tuple[str, Callable[[Sizes, int, int], Pieces], str], ...] = (
     (
         "padding",
         _with_padding,
-        "The zeros at the end of the row belong to no tensor: the last piece stops where its "
-        "tensor does.",
+        "The padding at the end belongs to no tensor: the last piece stops where its tensor does.",
     ),
     (
         "whole tensors",
@@ -201,7 +200,7 @@ WRONG: tuple[tuple[str, Callable[[Sizes, int, int], Pieces], str], ...] = (
     (
         "each tensor by itself",
         _each_tensor_cut,
-        "You cut each tensor by itself; here one row of all tensors is cut, once.",
+        "You cut each tensor by itself; here the flat parameter of all tensors is cut, once.",
     ),
     (
         "one piece only",

@@ -37,8 +37,8 @@ EVERYTHING = (
     "has state for 1/p of the numbers."
 )
 REFERENCED = (
-    "Freed, but still referenced: a slice is a view, and keeps the whole row that it was cut from; "
-    "so does an attribute that holds the row. Clone what you keep, the shard and its gradient."
+    "Freed, but still referenced: a slice is a view, and keeps the whole flat tensor that it was "
+    "cut from; so does an attribute that holds it. Clone what you keep, the shard and its gradient."
 )
 
 
@@ -210,7 +210,7 @@ def _why(got: Stepped, rank: int, p: int, module: Bag) -> str:
         return "The right numbers in the wrong places: rank r has to step shard r."
     return (
         "Are this rank's numbers, this rank's gradients and the place where they go back the same "
-        "slice of the row?"
+        "slice of the flat parameter?"
     )
 
 
@@ -223,7 +223,7 @@ def _why_calls(calls: Sequence[tuple[str, int]]) -> str:
     if kinds > {"all_gather"} and kinds & {"all_reduce", "reduce_scatter"}:
         return "Behind DDP the gradients are means already, and every rank knows all of them."
     if kinds == {"all_gather"} and len(calls) > 1:
-        return "One call for the whole row, not one a parameter."
+        return "One call for the whole flat parameter, not one per parameter."
     return "One all_gather puts all shards together: dist.all_gather_single(flat, shard)."
 
 

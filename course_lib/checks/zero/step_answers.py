@@ -216,7 +216,7 @@ def mistakes(mistake: Any) -> tuple[Any, ...]:
         mistake("not gathered", NotGathered, says="Only this rank's own shard is new"),
         mistake("gathered first", GatheredFirst, says="gather after the optimizer's step"),
         mistake("stale shard", Stale, says="from before the step: stale"),
-        mistake("a view of the row", ViewOfRow, says="a slice is a view"),
+        mistake("a view of the flat tensor", ViewOfRow, says="a slice is a view"),
         mistake("a view of the gradients", ViewOfGrads, says="the shard and its gradient"),
         mistake("names another tensor", Renames, says="only names another tensor"),
         mistake("no gradient", NoGradient, says="the shard had no gradient"),
@@ -229,7 +229,7 @@ def mistakes(mistake: Any) -> tuple[Any, ...]:
         mistake("sums shards", SumsShards, says="twice the bytes"),
         mistake("the next rank's shard", NextRanks, says="in the wrong places"),
         mistake("frozen too", FrozenToo, says="your code raised"),
-        mistake("a call a parameter", CallAParameter, says="not one a parameter"),
+        mistake("a call a parameter", CallAParameter, says="not one per parameter"),
         mistake("broadcasts", Broadcasts, says="One all_gather puts all shards together"),
         mistake("gradients scaled in place", InPlace, says="has changed param.grad"),
     )
