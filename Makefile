@@ -1,11 +1,15 @@
 # Everything a person does here. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help environment lab test test-cluster cluster check format notebooks slides bench clean
+.PHONY: help environment lab test test-all test-cluster cluster check format notebooks slides bench clean
 
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes start sooner where modules are compiled
 VENV ?= .venv
 BIN = $(abspath $(VENV))/bin
 LESSON ?= notebooks/00_ranks.ipynb
+PYTEST = "$(BIN)/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# what starts the real things and takes the other half of the time: `make test-all` runs it too
+LIVE = tests/lab tests/setup tests/cluster tests/cluster_exercises tests/frameworks tests/train \
+	tests/repository/test_readme.py
 FAULTS ?= $(wildcard tests/cluster/faults_*.py)
 BENCHMARKS ?= $(wildcard tests/benchmarks/bench_*.py)
 
@@ -27,9 +31,11 @@ lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_col
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m jupyterlab --allow-root \
 		--ServerApp.root_dir="$(CURDIR)" $(LAB_ARGS) "$(LESSON)"
 
-test: environment ## run every test (TEST_ARGS=tests/collectives: those of one lesson)
-	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest -n 4 --dist loadgroup \
-		--no-loadscope-reorder $(TEST_ARGS)
+test: environment ## the laws, the checks, the notebooks (TEST_ARGS=tests/collectives: only those)
+	@PATH="$(BIN):$$PATH" $(PYTEST) $(if $(findstring tests/,$(TEST_ARGS)),,$(LIVE:%=--ignore=%)) $(TEST_ARGS)
+
+test-all: environment ## every test: also the browser, Slurm, torchrun, frameworks, set-up, README
+	@PATH="$(BIN):$$PATH" $(PYTEST) $(TEST_ARGS)
 
 test-cluster: environment ## what takes minutes on a live Slurm: nodes that go, preemption, time limits
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest $(FAULTS) $(TEST_ARGS)

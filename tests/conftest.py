@@ -4,6 +4,7 @@ import gc
 import io
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -18,6 +19,8 @@ import psutil
 import pytest
 from nbformat import NotebookNode
 from rich.console import Console
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from course_lib.notebooks.build import build
 from course_lib.notebooks.lessons import Lesson
@@ -90,28 +93,32 @@ LONGEST = (
 )
 
 
-def group_of(item: pytest.Item) -> str:
-    """Tests that one worker runs after one another: a file's, or, of the longest, a part's.
+class ByGroup(LoadScopeScheduling):
+    """Give a worker a whole group at a time: what its tests make once, they make once.
 
-    Those of a group share what their file makes once (a notebook that has run, worlds of ranks).
+    A group is a file; of the longest files a part: a lesson's notebook, which all its tests look
+    at, a lesson's planted mistakes, a command of the README.
     """
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    part = ""
-    if item.path.name == "test_notebooks.py":
-        part = params["lesson"].name
-    elif item.path.name == "test_planted_mistakes.py" and "one" in params:
-        part = params["one"].key.rpartition("-")[0]
-    elif item.path.name == "test_readme.py":
-        part = item.name
-    return f"{item.path.relative_to(item.config.rootpath)} {part}".strip()
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        name = file.rpartition("/")[2]
+        lesson = re.search(r"\[([a-z_]+)-\d", test)
+        if name in ("test_notebooks.py", "test_readme.py"):
+            return f"{file} {test[test.find('[') :] if name == 'test_notebooks.py' else test}"
+        if name == "test_planted_mistakes.py" and lesson:
+            return f"{file} {lesson[1]}"
+        return file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByGroup:
+    return ByGroup(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every test its group, and begin with the longest files."""
+    """Begin with the longest files."""
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
 
 
 class Toy:
