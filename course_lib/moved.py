@@ -75,6 +75,7 @@ pipeline.simulation < cost.schedule_player cost.schedule_simulation cost.schedul
 pipeline.split_backward < backward_halves backward_halves:Halves=SplitBackward
 pipeline.stage < stages
 pipeline.token_pipeline < cost.token_pipeline
+zero.beside_frameworks < zero_lab:some_steps=run_stage
 zero.cost < cost.sharded_traffic cost.sharded_traffic:RowTraffic=ParamTraffic
     cost.sharded_traffic:offload_trips=offload_bytes
 zero.explorer < display.zero_explorer
@@ -120,6 +121,7 @@ scaling_study < study
 scaling_study.array_element < study.element
 scaling_study.html_report < study.page
 scaling_study.lab < scaling_lab scaling_lab:Device=EmulatedDevice
+scaling_study.explorer < study.explorer:CARDS=DEVICES
 scaling_study.measure_link < study.link
 scaling_study.prediction < study.prediction:Prediction=PredictedRun
 scaling_study.results < study.own

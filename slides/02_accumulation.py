@@ -6,8 +6,7 @@ from matplotlib.figure import Figure
 from course_lib.accumulation import accumulate_gradients, accumulated_step, as_sum, by_items
 from course_lib.accumulation.pictures import graph
 from course_lib.accumulation.worked_graph import moments
-from course_lib.core import Ledger
-from course_lib.core.specs import ModelSpec
+from course_lib.core import Ledger, ModelSpec
 from course_lib.display import Voices, compare, memory
 from course_lib.memory import activations
 from course_lib.memory.layer_bytes import TORCH_CPU

@@ -7,8 +7,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from course_lib.core import Ledger
-from course_lib.core.specs import ModelSpec
+from course_lib.core import Ledger, ModelSpec
 from course_lib.display import Voices, compare, memory
 from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, next_tokens, token_batch, token_loss

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from course_lib.core import Link
-from course_lib.core.presets import MODELS
+from course_lib.core import MODELS, Link
 from course_lib.cost import network
 from course_lib.ddp import cost
 from course_lib.display import Voices, compare, timelines, waiting

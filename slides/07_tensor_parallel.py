@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from course_lib.core import INFINIBAND, MODELS, NVLINK, TwoLevelLink
-from course_lib.core.parallelism import Parallelism
+from course_lib.core import INFINIBAND, MODELS, NVLINK, Parallelism, TwoLevelLink
 from course_lib.cost.flops import train_step_flop
 from course_lib.cost.traffic import sent_bytes, traffic_s
 from course_lib.display import Voices, compare

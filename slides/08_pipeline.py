@@ -3,8 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from course_lib.core import Link
-from course_lib.core.presets import MODELS
+from course_lib.core import MODELS, Link
 from course_lib.cost.flops import forward_flop
 from course_lib.display import Voices, compare, timeline, timelines, waiting
 from course_lib.pipeline import PipelineTimes, balance, cost, schedules, simulate

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from course_lib.core import MODELS
-from course_lib.core.parallelism import Parallelism
+from course_lib.core import MODELS, Parallelism
 from course_lib.cost.traffic import sent_bytes
 from course_lib.display import Voices, compare
 from course_lib.display import memory as draw_memory

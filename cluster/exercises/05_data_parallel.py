@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.core import CourseError
-from course_lib.core.presets import find_model
+from course_lib.core import CourseError, find_model
 from course_lib.data_parallel import LocalSGD, NaiveDDP, broadcast_state, fingerprint
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import launch, span

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.core import CourseError
-from course_lib.core.presets import find_model
+from course_lib.core import CourseError, find_model
 from course_lib.ddp import DDP
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import launch, record, span

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
-from course_lib.core import COMMUNICATION_KINDS, CourseError, ModelSpec
-from course_lib.core.presets import find_model
+from course_lib.core import COMMUNICATION_KINDS, CourseError, ModelSpec, find_model
 from course_lib.cost.traffic import sent_bytes
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import launch, record, span

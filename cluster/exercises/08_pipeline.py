@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from course_lib.core import CourseError
-from course_lib.core.presets import find_model
+from course_lib.core import CourseError, find_model
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.pipeline import (
     Pipeline,

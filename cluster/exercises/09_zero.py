@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.core import COMMUNICATION_KINDS, CourseError
-from course_lib.core.presets import find_model
+from course_lib.core import COMMUNICATION_KINDS, CourseError, find_model
 from course_lib.core.units import format_bytes
 from course_lib.cost.traffic import sent_bytes
 from course_lib.frameworks import Engine, alive_bytes, deepspeed_engine, fully_sharded, missing

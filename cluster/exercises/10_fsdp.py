@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.core import COMMUNICATION_KINDS, CourseError
+from course_lib.core import COMMUNICATION_KINDS, CourseError, ModelSpec
 from course_lib.core.presets import ENCODERS, find_model
-from course_lib.core.specs import ModelSpec
 from course_lib.core.units import format_bytes
 from course_lib.cost.traffic import sent_bytes
 from course_lib.frameworks import fully_sharded

@@ -14,6 +14,7 @@ errors        `CourseError`, `ShapeError`, `MeshError`
 
 from course_lib.core.errors import CourseError, MeshError, ShapeError
 from course_lib.core.links import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, TwoLevelLink
+from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import MODELS, find_model
 from course_lib.core.records import COMMUNICATION_KINDS, KINDS, Event, Ledger, RunRecord
 from course_lib.core.specs import ModelSpec, read_config
@@ -32,6 +33,7 @@ __all__ = [
     "Link",
     "MeshError",
     "ModelSpec",
+    "Parallelism",
     "RunRecord",
     "ShapeError",
     "TwoLevelLink",

@@ -23,6 +23,7 @@ from course_lib.models.storages import storage_bytes
 from course_lib.train.config import TrainConfig
 from course_lib.train.model_part import ModelPart, groups_of
 from course_lib.zero.lab import owned_bytes
+from course_lib.zero.state import on_host
 from course_lib.zero.zero import ZeRO1
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
@@ -281,19 +282,16 @@ def whole_state(
     """Return one process's state dicts, from whole tensors by name, on rank 0; else None."""
     if dist.get_rank():
         return None
-    state = {n: _on_host(kept[name]) for n, name in enumerate(names) if kept.get(name)}
+    state = {n: _copies(kept[name]) for n, name in enumerate(names) if kept.get(name)}
     groups = groups_of(optimizer.state_dict(), len(names))
-    return {"model": _on_host(model), "optimizer": {"state": state, "param_groups": groups}}
-
-
-def _on_host(values: Mapping[str, Any]) -> StateDict:
-    """Copy all values to the CPU: each parameter would increment a step count that they share."""
-    return {
-        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-        for key, value in values.items()
-    }
+    return {"model": _copies(model), "optimizer": {"state": state, "param_groups": groups}}
 
 
 def by_name(state: StateDict, names: list[str]) -> dict[str, StateDict]:
     """Return the saved optimizer state of each parameter by its name."""
     return {names[number]: kept for number, kept in state["optimizer"]["state"].items()}
+
+
+def _copies(values: Mapping[str, Any]) -> StateDict:
+    """Copy all values to the CPU: each parameter would increment a step count that they share."""
+    return {key: on_host(value) for key, value in values.items()}
