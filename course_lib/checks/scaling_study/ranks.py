@@ -70,12 +70,18 @@ WRONG = (
           "One step too many is left out: with warmup = 2, the third step counts."),
     Wrong("clocks subtracted", "time_s", lambda r, tp, pp, w: _across_clocks(r, w),
           "Each rank has a clock of its own: add up its steps first, then take the longest."),
+    Wrong("slowest of each step", "time_s", lambda r, tp, pp, w: _step_by_step(r, w),
+          "Another rank may be the slowest in each step: total each rank, then take the longest."),
     Wrong("all ranks summed", "num_tokens", lambda r, tp, pp, w: sum(_tokens(r, w)),
           "Ranks that share a copy of the model (TP, PP) see the same tokens: count a copy once."),
     Wrong("most of any rank", "num_tokens", lambda r, tp, pp, w: max(_tokens(r, w)),
           "Copies of the model see tokens of their own, under DP and ZeRO: sum over the copies."),
     Wrong("first stage counted", "num_tokens", lambda r, tp, pp, w: _first_stages(r, tp, pp, w),
           "Those are the first stages' tokens: only what has reached the last one is computed."),
+    Wrong("most of a copy", "num_tokens", lambda r, tp, pp, w: _most_of_copies(r, tp, pp, w),
+          "An earlier stage may count more than has reached the last: look at the last tp ranks."),
+    Wrong("first of tp", "num_tokens", lambda r, tp, pp, w: _first_of_tp(r, tp, pp, w),
+          "The first of the ranks that share the last stage may count nothing: take the most."),
     Wrong("one of tp", "num_tokens", lambda r, tp, pp, w: _last_ranks(r, tp, pp, w),
           "Under TP not every rank may count: take the most of those that share a stage."),
     Wrong("copies as neighbours", "num_tokens", lambda r, tp, pp, w: _strided(r, tp, pp, w),
@@ -110,6 +116,20 @@ def _last_ranks(records: Records, tp: int, pp: int, warmup: int) -> int:
     return sum(_tokens(records, warmup)[tp * pp - 1 :: tp * pp])
 
 
+def _step_by_step(records: Records, warmup: int) -> float:
+    steps = zip(*(one.steps[warmup:] for one in records), strict=True)
+    return sum(max(step["end_s"] - step["start_s"] for step in ranks) for ranks in steps)
+
+
+def _most_of_copies(records: Records, tp: int, pp: int, warmup: int) -> int:
+    tokens, one_copy = _tokens(records, warmup), tp * pp
+    return sum(max(tokens[at : at + one_copy]) for at in range(0, len(tokens), one_copy))
+
+
+def _first_of_tp(records: Records, tp: int, pp: int, warmup: int) -> int:
+    return sum(_tokens(records, warmup)[tp * (pp - 1) :: tp * pp])
+
+
 def _strided(records: Records, tp: int, pp: int, warmup: int) -> int:
     tokens, copies = _tokens(records, warmup), len(records) // (tp * pp)
     return sum(max(tokens[copy::copies][-tp:]) for copy in range(copies))
@@ -123,10 +143,12 @@ def _most_between(records: Records) -> int:
 
 
 def _record(rank: int, tokens: Sequence[int], step_s: float, held: int) -> RunRecord:
-    """Return six steps of a rank: the first two are slow, and hold less."""
+    """Return six steps of a rank: the first two are slow, and hold less; one later is its own."""
     steps, now_s = [], 0.5 * rank
     for number in range(6):
-        takes_s = step_s * (4 if number == 0 else 2 if number == 1 else 1)
+        takes_s = step_s * (4 if number == 0 else 2 if number == 1 else 1) + (
+            number == 2 + rank % 4
+        )
         steps.append(
             {
                 "step": number,
@@ -143,7 +165,7 @@ def _record(rank: int, tokens: Sequence[int], step_s: float, held: int) -> RunRe
 
 def _run(*tokens: int) -> Records:
     """Return a record for each number of tokens; rank 1 is the slowest, and holds most."""
-    step_s, held = (1.25, 1.75, 1.0, 1.5), (10, 40, 20, 30)
+    step_s, held = (1.25, 1.75, 1.0, 1.5, 1.1, 1.3), (10, 40, 20, 30, 15, 25)
     return [_record(rank, tokens, step_s[rank], held[rank]) for rank in range(len(tokens))]
 
 
@@ -154,6 +176,9 @@ CASES: dict[str, Case] = {
     "PP on 2 ranks, where the first stage counts nothing": (_run(0, 50), 1, 2, 1),
     "TP on 2 ranks": (_run(70, 70), 2, 1, 2),
     "TP on 2 ranks, where rank 1 counts nothing": (_run(70, 0), 2, 1, 2),
+    "TP on 2 ranks, where rank 0 counts nothing, and no warm-up": (_run(0, 70), 2, 1, 0),
+    "PP on 2 ranks, where the first stage counts more": (_run(80, 50), 1, 2, 2),
+    "TP 3 x PP 2, where one of each three counts": (_run(90, 0, 0, 0, 60, 0), 3, 2, 1),
     "DP 2 x PP 2": (_run(3, 5, 30, 50), 1, 2, 2),
     "DP 2 x TP 2": (_run(5, 5, 50, 50), 2, 1, 1),
     "TP 2 x PP 2": (_run(0, 0, 90, 90), 2, 2, 2),

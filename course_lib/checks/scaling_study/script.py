@@ -65,12 +65,13 @@ def _missing(script: Script) -> Iterator[str]:
     if script.nodes != 2:
         yield f"the job asks for {script.nodes} nodes: two of them were to work."
     yield from _gpus(script)
+    yield from _endpoint(script)
     time = script.option("time")
     if time is None:
         yield "the job no longer says how long it takes: two hours were meant."
-    elif _time_s(time.value) not in (None, 120, 7200):
+    elif time.value != "2:00" and _time_s(time.value) not in (None, 7200):
         yield f"--time={time.value}: two hours were meant, 2:00:00."
-    if "node7" not in script.text:
+    if not re.search(r"^#SBATCH\s+(--exclude[= ]|-x *)\S*\bnode7\b", script.text, re.M):
         yield "node7 is no longer left out: move the directive up, do not delete it."
     if script.option("output") is None:
         yield "the log has no name any more: study- and the number of the job, %j."
@@ -84,6 +85,28 @@ def _time_s(text: str) -> int | None:
         return read_time_s(text)
     except CourseError:
         return None
+
+
+def _endpoint(script: Script) -> Iterator[str]:
+    """Return what keeps the ranks from the head node's name; lint reports a name never set."""
+    text = re.sub(r"\\\n\s*", " ", script.text)  # [one command a line]
+    start = re.search(r"^.*\btorchrun\b.*$", text, re.M)
+    endpoint = re.search(r"--rdzv[-_]endpoint[= ](\S+)", start[0]) if start else None
+    if not (start and endpoint):
+        return
+    if re.match(r"'[^']*\$", endpoint[1]):
+        yield (
+            f"--rdzv-endpoint={endpoint[1]}: single quotes keep $ and the name as they are, so "
+            "torchrun looks for a node of that name. Use double quotes."
+        )
+    name = re.match(r"[\"']?\$\{?(\w+)", endpoint[1])
+    sets = rf"(\bread\b[^#\n]*\b|^\s*(?:export +)?){name[1]}\b(?=\s*[=<]|$)" if name else ""
+    if (
+        name
+        and re.search(sets, text[start.end() :], re.M)
+        and not re.search(sets, text[: start.start()], re.M)
+    ):
+        yield f"${name[1]} is set after torchrun has started with it: set it before."
 
 
 def _gpus(script: Script) -> Iterator[str]:
@@ -110,6 +133,10 @@ def _besides(wrong: str, right: str) -> Callable[[str], str]:
     return lambda script: mended(script).replace(wrong, right)
 
 
+def _head_last(script: str) -> str:
+    return mended(script).replace(HEAD + "\n", "") + HEAD + "\n"
+
+
 SCRIPT = Exercise(
     key="scaling_study-5",
     title="a batch script to mend",
@@ -134,6 +161,10 @@ SCRIPT = Exercise(
             "one GPU", _besides("gpus-per-node=2", "gpus-per-node=1"), "two GPUs on each of two"
         ),
         Mistake("time deleted", _besides("#SBATCH --time", "## --time"), "how long it takes"),
+        Mistake("two minutes, spelled out", _besides("2:00:00", "0:02:00"), "two hours were meant"),
+        Mistake("exclude in a comment", _besides("#SBATCH --exc", "##SBATCH --exc"), "node7 is no"),
+        Mistake("head read too late", _head_last, "is set after torchrun has started"),
+        Mistake("single quotes", _besides('"$head:29500"', "'$head:29500'"), "Use double quotes"),
         Mistake("too long", _besides("2:00:00", "2-00:00:00"), "two hours were meant"),
         Mistake("two days", _besides("2:00:00", "2-0"), "two hours were meant"),
         Mistake("exclude deleted", _besides("#SBATCH --exclude=node7\n", ""), "node7 is no longer"),
