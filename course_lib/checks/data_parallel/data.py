@@ -5,6 +5,7 @@ one of them without any items.
 """
 
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +49,14 @@ def check_indices(answer: Indices) -> str:
         )
     for n, p in ((10, 4), (7, 3), (13, 5)):
         _expect_filled([_list_of(answer(n, rank, p, 1)) for rank in range(p)], n)
+    before = torch.get_rng_state(), random.getstate()
+    answer(10, 1, 4, 2)
+    if not (torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()):
+        raise CheckFailed(
+            "Your function changes the global random state, so dropout and weights drawn after it "
+            "differ, and are alike where they should not be. Draw from a generator of your own: "
+            "torch.Generator().manual_seed(...)."
+        )
     return "Each item read, as many on every rank, another order every epoch."
 
 
@@ -123,6 +132,7 @@ SAMPLER = Exercise(
         Mistake("filled with the last", planted.last_fill, says="Fill up the common order"),
         Mistake("filled once", planted.filled_once, says="again and again if they are few"),
         Mistake("an iterator", planted.iterator, says="need a list of items"),
+        Mistake("global seed", planted.global_seed, says="the global random state"),
         Mistake("by chance", planted.by_chance, says="items are never read"),
     ),
 )

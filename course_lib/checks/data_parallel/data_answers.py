@@ -45,6 +45,11 @@ def by_chance(n: int, rank: int, p: int, epoch: int) -> list[int]:
     return _dealt(torch.randperm(n).tolist(), rank, p)
 
 
+def global_seed(n: int, rank: int, p: int, epoch: int) -> list[int]:
+    torch.manual_seed(epoch)
+    return _dealt(torch.randperm(n).tolist(), rank, p)
+
+
 def own_part(n: int, rank: int, p: int, epoch: int) -> list[int]:
     part = _dealt(list(range(n)), rank, p)
     return [part[i] for i in _shuffled(len(part), epoch)]
