@@ -337,7 +337,8 @@ guess_counts = predict("weight of the lonely item, as a multiple of the others'"
 # Budget: one `all_reduce` of one number. About 4 lines.
 #
 # <details><summary>Hint: nan times 0 is nan</summary>
-# <code>loss.nan_to_num()</code> is a number, and 0 times it is a zero that backward can follow.
+# <code>loss.nan_to_num()</code> is a number, and 0 times it is a zero that backward can follow. Use
+# it only where there are no items: a nan of real items is an error that everybody should see.
 # </details>
 #
 # <details><summary>Hint: the others wait for ever</summary>

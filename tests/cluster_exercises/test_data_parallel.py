@@ -46,7 +46,8 @@ def with_where(loss, num_items):
     total = torch.tensor([float(num_items)])
     dist.all_reduce(total)
     share = dist.get_world_size() / total.item()
-    return torch.where(loss.isnan(), 0.0 * loss.nan_to_num(), loss * num_items * share)
+    none = torch.tensor(num_items == 0)
+    return torch.where(none, 0.0 * loss.nan_to_num(), loss * num_items * share)
 
 
 def by_looking_back(order):

@@ -143,10 +143,10 @@ SIZES = ([3, 3, 3, 1], [2, 0, 4], [1, 5], [4])
 
 
 def _weighted(
-    rank: int, answer: Callable[..., Any], sizes: Sequence[int]
+    rank: int, answer: Callable[..., Any], sizes: Sequence[int], diverged: bool = False
 ) -> tuple[float, float | None]:
     mean = torch.tensor(2.0 * 10**rank, dtype=torch.float64, requires_grad=True)
-    loss = mean * 1 if sizes[rank] else mean * 0 + float("nan")
+    loss = mean * 0 + math.nan if diverged or not sizes[rank] else mean * 1
     got = answer(loss, sizes[rank])
     if not isinstance(got, torch.Tensor):
         raise CheckFailed(f"need the scaled loss, a tensor; got {type(got).__name__}.")
@@ -167,6 +167,12 @@ def check_weighted(answer: Callable[..., Any]) -> str:
         _expect_weights(weights, [slope for _, slope in found], sizes)
         says = "One number is enough: the sum of all num_items."
         expect_calls(events, p, [8], "all_reduce", says)
+    with Ranks(2) as ranks:
+        if not all(math.isnan(got) for got, _ in run(ranks, _weighted, answer, [2, 3], True)):
+            raise CheckFailed(
+                "Losses of 2 and 3 items are nan, as of a model that has diverged, and you return "
+                "a number: nobody would notice. Only a rank without items counts zero."
+            )
     return "Each item counts the same in batches of any length, for 8 bytes."
 
 
@@ -246,6 +252,7 @@ WEIGHT = Exercise(
         Mistake("total forgotten", planted.times_items, says="divide by the items of all ranks"),
         Mistake("mean of all", planted.sums_the_losses, says="Scale this rank's own loss"),
         Mistake("nan of no items", planted.nan_of_no_items, says="0/0"),
+        Mistake("hides every nan", planted.hides_nan, says="nobody would notice"),
         Mistake("skips no items", planted.skips_no_items, says="all ranks call all_reduce"),
         Mistake("detached", planted.detached, says="there is no gradient"),
         Mistake("like the first", planted.items_of_the_first, says="rank 0's or the longest"),
