@@ -167,6 +167,15 @@ class SumsShards(ShardedStep):
         return flat
 
 
+class InFloat32(ShardedStep):
+    def begin(self) -> None:
+        self.shard = self.layout.flatten(self.params)[self.mine].float()
+        self.optimizer = self.make_optimizer([self.shard])
+
+    def grad_shard(self) -> Tensor:
+        return super().grad_shard().float()
+
+
 class NextRanks(ShardedStep):
     def begin(self) -> None:
         self.mine = self.layout.shard_slice((dist.get_rank() + 1) % dist.get_world_size())
@@ -227,6 +236,7 @@ def mistakes(mistake: Any) -> tuple[Any, ...]:
         mistake("talks too much", AveragesAgain, says="every rank knows all of them"),
         mistake("reduce-scatters again", ReduceScatters, says="every rank knows all of them"),
         mistake("sums shards", SumsShards, says="twice the bytes"),
+        mistake("in float32", InFloat32, says="go through float32"),
         mistake("the next rank's shard", NextRanks, says="in the wrong places"),
         mistake("frozen too", FrozenToo, says="your code raised"),
         mistake("a call a parameter", CallAParameter, says="not one per parameter"),
