@@ -244,6 +244,7 @@ def test_help_lists_every_target():
         "environment",
         "lab",
         "test",
+        "test-all",
         "test-cluster",
         "cluster",
         "check",
