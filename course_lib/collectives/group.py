@@ -1,4 +1,4 @@
-"""What every collective uses: the rank within its process group, and point-to-point messages.
+"""Shared parts of the collectives: a rank within its process group, point-to-point messages.
 
 Ranks within a group are 0 .. p-1 and are taken modulo p, so that rank p is rank 0 and rank -1 is
 the last one: a ring needs no special case. An exchange posts its receive and its send before it
