@@ -1,10 +1,25 @@
 """Checks of the exercises, which name the misconception behind a wrong answer.
 
-One module a lesson holds its exercises, each with its planted mistakes: `EXERCISES`, a tuple of
-`Exercise`. A notebook calls `check("collectives-1", answer)`. The tools that the modules are
-written with are in `course_lib.checks.expect`.
+    exercise         `Exercise`, `Cause`, `CheckFailed`, and `check`, the call in the notebooks
+    cases            `Cases`: an answer of plain values, against a table of cases
+    on_ranks         `OnRanks`: an answer that runs on ranks, and what to expect of it
+    edits            `Edit`, `Own`: planted wrong answers
+    right_answer     the right answer: the solution in the lesson's source
+    lesson_source    the source of a lesson as cells, with its solutions
+    expect           how a value differs from the right one, in words
+    ddp, ...         a package a lesson: its `EXERCISES`, a tuple of `Exercise`
+
+A notebook calls `check("collectives-1", answer)`. docs/authoring.md tells how to write one.
 """
 
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake, NotDone, check, find_exercise
+from course_lib.checks.exercise import (
+    Cause,
+    CheckFailed,
+    Exercise,
+    Mistake,
+    NotDone,
+    check,
+    find_exercise,
+)
 
-__all__ = ["CheckFailed", "Exercise", "Mistake", "NotDone", "check", "find_exercise"]
+__all__ = ["Cause", "CheckFailed", "Exercise", "Mistake", "NotDone", "check", "find_exercise"]

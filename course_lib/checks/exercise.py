@@ -1,9 +1,10 @@
 """An exercise, the mistakes it must name, and the one call a notebook makes: `check(key, answer)`.
 
 The key says where to look: `collectives-1` is in `course_lib.checks.collectives`, in the tuple
-`EXERCISES`, and that module is imported only then. A check is a plain function of the learner's
-answer: it returns one line about what is right, or raises CheckFailed with a sentence that goes
-from the symptom to the misconception to what to look at.
+`EXERCISES`, and that module is imported only then. A check first observes: it runs the learner's
+answer and notes plain data. Then it judges that data, in this process or in another one: it
+returns one line about what is right, or raises CheckFailed with a sentence that goes from the
+symptom to the misconception (its `Cause`) to what to look at.
 """
 
 import contextlib
@@ -11,13 +12,18 @@ import difflib
 import importlib
 import importlib.util
 import io
+import signal
+import threading
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
+from course_lib.checks.right_answer import right_answer
 from course_lib.core import CourseError
+
+LIMIT_S = 180  # for one check: on two quiet cores, the slowest takes 5 s
 
 
 class _ShortError(CourseError):
@@ -27,12 +33,75 @@ class _ShortError(CourseError):
         return str(self).splitlines()
 
 
+@dataclass(frozen=True)
+class Cause:
+    """A misconception, as the sentence that a learner reads: what it is, and what to look at.
+
+    Values of the moment stand in braces: `SUMMED = Cause("{p} times too large: summed.")`, and
+    `SUMMED.of(p=4)` fills them in. Two causes are equal if their sentences with braces are.
+    """
+
+    sentence: str
+    values: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def of(self, **values: Any) -> "Cause":
+        """Return this cause with values for the names in its braces."""
+        return replace(self, values={**self.values, **values})
+
+    def __str__(self) -> str:
+        return self.sentence.format_map(self.values) if self.values else self.sentence
+
+
 class CheckFailed(_ShortError, AssertionError):
-    """The answer is wrong; the text names what it shows and what to look at."""
+    """The answer is wrong; the text names what it shows and what to look at.
+
+    `cause` is the misconception behind it, or None where no known one fits.
+    """
+
+    def __init__(self, text: str, cause: Cause | None = None) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+
+def failed(what: str, cause: Cause | None = None, **values: Any) -> CheckFailed:
+    """Return the error that says what was seen, then its cause: `raise failed(where, SUMMED)`."""
+    cause = cause.of(**values) if cause else None
+    end = "" if what.endswith((".", "?", ":")) else "."
+    return CheckFailed(f"{what}{end} {cause or ''}".rstrip(), cause)
 
 
 class NotDone(_ShortError):
     """The exercise still raises the NotImplementedError of its stub."""
+
+
+class TooLong(_ShortError):
+    """The check ran into its limit."""
+
+
+@runtime_checkable
+class Check(Protocol):
+    """What judges an exercise: `Cases` for plain values, `OnRanks` for what runs on ranks."""
+
+    def observe(self, answer: Any) -> Iterator[Any]:
+        """Run the answer; yield plain data, piece by piece."""
+
+    def judge(self, observed: Iterable[Any], exercise: "Exercise") -> str:
+        """Return one line about what is right, or raise CheckFailed; runs no learner's code."""
+
+
+class Wrong(Protocol):
+    """A planted wrong answer: `Edit` or `Own`."""
+
+    @property
+    def name(self) -> str:
+        """A few words for tables."""
+
+    @property
+    def cause(self) -> Cause:
+        """The misconception that the check has to name."""
+
+    def answer(self, exercise: "Exercise", /) -> Any:
+        """Return the wrong answer."""
 
 
 @dataclass(frozen=True)
@@ -46,35 +115,77 @@ class Mistake:
 
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """One exercise: its check, a right answer, and wrong ones that a test sends through the check.
+    """One exercise: its check, and the wrong answers that a test sends through the check.
 
-    `check(answer)` returns the detail of success (one line, the same on every run and machine) or
-    raises CheckFailed. `title` is a few words for tables.
+    The right answer, `right`, is the one that the lesson's source shows. `title` is a few words
+    for tables. Exercises whose check is still a plain function bring their right answer along,
+    `reference`, and list their wrong ones in `mistakes`.
     """
 
     key: str
     title: str
-    check: Callable[[Any], str]
-    reference: Any
+    check: Check | Callable[[Any], str]
+    wrong: tuple[Wrong, ...] = ()
+    reference: Any = None
     mistakes: tuple[Mistake, ...] = ()
 
+    @property
+    def right(self) -> Any:
+        """The right answer: what the solved notebook shows."""
+        return right_answer(self.key) if self.reference is None else self.reference
 
-def check(key: str, answer: Any) -> None:
+    def verdict(self, answer: Any) -> str:
+        """Return one line about a right answer.
+
+        Raises: CheckFailed for a wrong one, NotDone for a stub
+        """
+        if isinstance(self.check, Check):
+            return self.check.judge(self.check.observe(answer), self)
+        return self.check(answer)
+
+
+def check(key: str, answer: Any, *, limit_s: float = LIMIT_S) -> None:
     """Check an answer; print `KEY: right. ...` or raise CheckFailed or NotDone with a short text.
 
     What the answer itself prints is shown only when it is wrong, so that a right one always prints
-    the same single line.
+    the same single line. After `limit_s` seconds the check is ended, and the ranks with it.
     """
     exercise = find_exercise(key)
     _demand_own(key, answer)
     printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            detail = exercise.check(answer)
+        with (
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
+            _limited(key, limit_s),
+        ):
+            detail = exercise.verdict(answer)
     except Exception as error:
         print(printed.getvalue(), end="")
         _explain(key, error)
     print(f"{key}: right. {detail}")
+
+
+@contextlib.contextmanager
+def _limited(key: str, limit_s: float) -> Iterator[None]:
+    """Raise TooLong after some seconds; in a thread, where no signal arrives, there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def strike(*_: Any) -> NoReturn:
+        raise TooLong(
+            f"{key}: ended after {limit_s:g} s; a right answer needs a few. Does a loop never end, "
+            "or a wait never return? On a slow machine, give it more: check(..., limit_s=600)."
+        )
+
+    before = signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def find_exercise(key: str) -> Exercise:
@@ -118,12 +229,14 @@ def _explain(key: str, error: Exception) -> NoReturn:
     if isinstance(error, NotDone | NotImplementedError):
         raise NotDone(not_done(key, str(error))) from None
     if isinstance(error, CheckFailed):
-        raise CheckFailed(f"{key}: {error}") from None
+        raise CheckFailed(f"{key}: {error}", error.cause) from None
+    if isinstance(error, TooLong):
+        raise error from None
     if "Ranks live in the notebook" in str(error):
         raise CheckFailed(
             f"{key}: `ranks` lives in the notebook; on a rank, use dist.get_world_size()."
         ) from None
-    where = _own_line(error.__traceback__)
+    where = own_line(error.__traceback__)
     what = f"{type(error).__name__}: {error}"
     if where:
         raise CheckFailed(f"{key}: your code raised {what}\n    {where}") from error
@@ -139,7 +252,7 @@ def not_done(key: str, hint: str) -> str:
     return f"{key} is not done yet" + (f": {hint}" if hint else ".")
 
 
-def _own_line(trace: TracebackType | None) -> str:
+def own_line(trace: TracebackType | None) -> str:
     """Return the innermost line of the learner's own code in a traceback, or an empty text."""
     frames = [
         frame

@@ -60,48 +60,64 @@ def on_ranks(world_size: int) -> str:
 def expect_equal(
     got: Any, expected: Any, *, where: str, causes: Iterable[Cause] = (), look: str = ""
 ) -> None:
-    """Demand that `got` equals `expected` (value, shape and dtype for tensors).
+    """Demand that `got` equals `expected` (value, shape, dtype and device for tensors).
 
     The message shows the first difference, then the first cause that fits, else `look`: what to
     look at when no known misconception does.
     """
-    difference = _difference(got, expected)
-    if difference:
+    kind, words = difference(got, expected)
+    if kind:
         says = next((says for wrong, says in causes if _fits(wrong, got)), look)
-        stop = "" if difference.endswith("?") else "."
-        raise CheckFailed(f"{where}: {difference}{stop} {says}".rstrip())
+        stop = "" if words.endswith("?") else "."
+        asks = "Does your function return its result? " if kind == "none" else ""
+        raise CheckFailed(f"{where}: {words}{stop} {asks}{says}".rstrip())
 
 
 def _fits(wrong: Any, got: Any) -> bool:
     """Return whether a cause's wrong answer is the result; a predicate that cannot tell says no."""
     if not callable(wrong):
-        return not _difference(got, wrong)
+        return not difference(got, wrong)[0]
     try:
         return bool(wrong(got))
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
         return False
 
 
-def _difference(got: Any, expected: Any) -> str:
-    """Describe in a few words how `got` differs from `expected`; empty when it does not."""
+SHOWN = 1e-5  # numbers closer than this may print alike
+
+
+def difference(got: Any, expected: Any, rtol: float = 0.0) -> tuple[str, str]:
+    """Return the kind and the words of the first difference; two empty texts where there is none.
+
+    The kinds, in the order in which they are judged: `none`, `type`, `shape`, `dtype`, `device`,
+    `numbers`, `digits` (equal to the eye, but not within the relative difference `rtol`).
+    """
     if got is None and expected is not None:
-        return f"need {_short(expected)}; got None. Does your function return its result?"
+        return "none", f"need {_short(expected)}; got None"
     if not isinstance(expected, torch.Tensor):
         same = type(got) is type(expected) and got == expected
-        return "" if same else f"need {_short(expected)}; got {_short(got)}"
+        return ("", "") if same else ("type", f"need {_short(expected)}; got {_short(got)}")
     if not isinstance(got, torch.Tensor):
-        return f"need a tensor; got {_short(got)}"
-    for what in ("shape", "dtype"):
+        return "type", f"need a tensor; got {_short(got)}"
+    for what in ("shape", "dtype", "device"):
         need, is_now = getattr(expected, what), getattr(got, what)
         if need != is_now:
-            return f"need {what} {_plain(need)}; got {_plain(is_now)}"
-    wrong = (got != expected).flatten().nonzero().flatten().tolist()
+            return what, f"need {what} {_plain(need)}; got {_plain(is_now)}"
+    return _unequal(got.detach(), expected, rtol)
+
+
+def _unequal(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> tuple[str, str]:
+    apart = ~torch.isclose(got, expected, rtol=rtol, atol=0, equal_nan=True)
+    wrong = apart.flatten().nonzero().flatten().tolist()
     if not wrong:
-        return ""
+        return "", ""
+    if got.is_floating_point() and torch.allclose(got, expected, rtol=SHOWN, atol=0):
+        off = (got - expected).abs().max().item()
+        return "digits", f"need {_short(expected)}; got numbers that are off by {off:.1g}"
     if expected.numel() <= 8:
-        return f"need {_short(expected)}; got {_short(got)}"
+        return "numbers", f"need {_short(expected)}; got {_short(got)}"
     need, is_now = (tensor.flatten()[wrong[0]].item() for tensor in (expected, got))
-    return (
+    return "numbers", (
         f"need {need:g} at index {wrong[0]}; got {is_now:g} "
         f"({len(wrong)} of {expected.numel()} numbers are wrong)"
     )
@@ -117,7 +133,7 @@ def _short(value: Any) -> str:
     return f"[{', '.join(numbers)}]" if value.dim() else numbers[0]
 
 
-def _plain(value: torch.Size | torch.dtype) -> str:
+def _plain(value: Any) -> str:
     return str(list(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
 
 

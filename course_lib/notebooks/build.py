@@ -17,6 +17,7 @@ import nbformat
 from nbformat import NotebookNode
 from rich.console import Console
 
+from course_lib.checks.lesson_source import SourceCell, for_students, read_source, solved
 from course_lib.core import CourseError
 from course_lib.notebooks.execute import CellStopped, execute
 from course_lib.notebooks.learner_work import built_from, carry_over, is_own, is_touched
@@ -33,7 +34,6 @@ from course_lib.notebooks.lessons import (
     write_notebook,
 )
 from course_lib.notebooks.progress_bar import CellEnded, cell_bar
-from course_lib.notebooks.source import SourceCell, for_students, read_source, solved
 from course_lib.notebooks.source_rules import problems
 
 MAX_BYTES = 500_000

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 
-from course_lib.notebooks.source import (
+from course_lib.checks.lesson_source import (
     LINE_WIDTH,
     Misplaced,
     SourceCell,

@@ -6,7 +6,15 @@ import pkgutil
 import pytest
 
 import course_lib.checks
-from course_lib.checks import CheckFailed, Exercise, NotDone, check, exercise, find_exercise
+from course_lib.checks import (
+    CheckFailed,
+    Exercise,
+    Mistake,
+    NotDone,
+    check,
+    exercise,
+    find_exercise,
+)
 from course_lib.checks.expect import counted
 from course_lib.core import CourseError
 
@@ -19,31 +27,37 @@ def all_exercises() -> list[Exercise]:
 
 
 EXERCISES = all_exercises()
-MISTAKES = [
-    pytest.param(one, mistake, id=f"{one.key}-{mistake.name}")
+WRONG = [
+    pytest.param(one, wrong, id=f"{one.key}-{wrong.name}")
     for one in EXERCISES
-    for mistake in one.mistakes
+    for wrong in (*one.wrong, *one.mistakes)
 ]
 
 
 @pytest.mark.parametrize("one", EXERCISES, ids=lambda one: one.key)
-def test_the_reference_passes_with_one_line(one):
-    detail = one.check(one.reference)
+def test_the_right_answer_passes_with_one_line(one):
+    detail = one.verdict(one.right)
     assert detail.strip()
     assert len(detail.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("one", "mistake"), MISTAKES)
-def test_every_planted_mistake_is_rejected_and_named(one, mistake):
-    with pytest.raises(CheckFailed) as caught:
-        one.check(mistake.answer)
-    assert mistake.says in str(caught.value)
+@pytest.mark.parametrize(("one", "wrong"), WRONG)
+def test_every_planted_mistake_is_rejected_and_named(one, wrong):
+    if isinstance(wrong, Mistake):
+        with pytest.raises(CheckFailed) as caught:
+            one.verdict(wrong.answer)
+        assert wrong.says in str(caught.value)
+    else:
+        with pytest.raises(CheckFailed) as caught:
+            one.verdict(wrong.answer(one))
+        assert caught.value.cause == wrong.cause
+        assert str(caught.value.cause) in str(caught.value)
 
 
 @pytest.mark.parametrize("one", EXERCISES, ids=lambda one: one.key)
 def test_an_exercise_has_its_mistakes_and_one_key(one):
-    assert len(one.mistakes) >= 3
-    assert len({mistake.says for mistake in one.mistakes}) >= 3
+    causes = {getattr(wrong, "cause", None) or wrong.says for wrong in (*one.wrong, *one.mistakes)}
+    assert len(causes) >= 3
     assert [other.key for other in EXERCISES].count(one.key) == 1
     assert find_exercise(one.key) is one
 

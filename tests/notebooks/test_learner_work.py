@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from course_lib.checks.lesson_source import read_source
 from course_lib.notebooks.build import student_notebook
 from course_lib.notebooks.learner_work import filled_in, is_own, new_imports
 from course_lib.notebooks.lessons import Lesson, read_notebook, write_notebook
-from course_lib.notebooks.source import read_source
 from course_lib.notebooks.update import update
 from tests.notebooks.test_update import git
 

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from course_lib.checks.exercise import exercises_of
+from course_lib.checks.lesson_source import read_source
 from course_lib.notebooks.build import build, read_lesson, student_notebook
 from course_lib.notebooks.lessons import all_lessons, find_folder, tags_of, write_notebook
 from course_lib.notebooks.nbval_run import run_nbval
-from course_lib.notebooks.source import read_source
 
 FOLDER = find_folder()
 CELL_TIMEOUT_S = 120

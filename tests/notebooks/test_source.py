@@ -2,8 +2,8 @@
 
 import pytest
 
+from course_lib.checks.lesson_source import for_students, read_source, solved
 from course_lib.core import CourseError
-from course_lib.notebooks.source import for_students, read_source, solved
 from course_lib.notebooks.source_rules import problems
 
 OPENING = """\

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.notebooks.source import read_source
+from course_lib.checks.lesson_source import read_source
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "notebooks/source").glob("*.py"))

@@ -1,7 +1,7 @@
 """The exercises of notebook 06_ddp: buckets, a hook, a price, accumulation, half the bytes.
 
-Each stands with its check in a file of its own: `buckets`, `overlap`, `price`, `accumulate` and
-`half`; the planted mistakes are beside it, in `..._answers`.
+Each stands with its planted mistakes in a file of its own: `buckets`, `overlap`, `price`,
+`accumulate` and `half`. `parts` holds what they share.
 """
 
 from course_lib.checks.ddp.accumulate import ACCUMULATE

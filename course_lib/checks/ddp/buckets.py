@@ -1,18 +1,16 @@
-"""Exercise 1 of 06_ddp: the bucket of each parameter.
+"""Exercise 1 of 06_ddp: the bucket of each parameter."""
 
-The planted mistakes are in `buckets_answers.py`.
-"""
-
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from course_lib.checks.ddp.buckets_answers import WRONG, buckets_of
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
+from course_lib.checks.cases import Case, Cases
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, Exercise, failed
 
-# --- the check
+Buckets = list[list[nn.Parameter]]
 
 
 class Tower(nn.Module):
@@ -30,9 +28,9 @@ class Tower(nn.Module):
             self.head = nn.ParameterList(params[:1])
 
 
-def _cases() -> list[tuple[str, nn.Module, int]]:
+def _cases() -> list[Case]:
     plain = Tower((6, 2, 3, 1, 4))
-    return [
+    models = [
         ("5 parameters of 24, 8, 12, 4 and 16 bytes", plain, 24),
         ("5 parameters of 24, 8, 12, 4 and 16 bytes", plain, 20),
         ("5 parameters of 24, 8, 12, 4 and 16 bytes", plain, 1),
@@ -43,50 +41,144 @@ def _cases() -> list[tuple[str, nn.Module, int]]:
         ("the first weight tied to the last one", Tower((2, 1, 3), tied=True), 16),
         ("nothing but frozen parameters", Tower((2, 1), frozen=[0, 1]), 16),
     ]
+    return [(f"{what}, {limit} bytes a bucket", (module, limit)) for what, module, limit in models]
 
 
-def check_buckets(answer: Callable[..., Any]) -> str:
-    """Check small models with parameters that are uneven, frozen, tied, or above the limit."""
-    cases = _cases()
-    got = [_named(answer(module, limit), module) for _, module, limit in cases]
-    for (what, module, limit), is_now in zip(cases, got, strict=True):
-        wanted = _named(buckets_of(module, limit), module)
-        if is_now != wanted:
-            raise CheckFailed(
-                f"{what}, {limit} bytes a bucket: need the parameters {wanted or 'in no bucket'}; "
-                f"got {is_now or 'no bucket'}. {_why(got)}"
-            )
-    return "From the last parameter to the first, never over the limit unless alone."
+NO_PARAMETER = Cause("Put in the parameters themselves: no names, no copies.")
+NO_LISTS = Cause("Return a list of buckets, each a list of parameters.")
 
 
-def _why(got: list[str]) -> str:
-    """Return the cause that fits every case."""
-    for _, wrong, says in WRONG:
-        if got == [_named(wrong(module, limit), module) for _, module, limit in _cases()]:
-            return says
-    return "Go through it by hand: which parameter comes first, and does the next one fit?"
-
-
-def _named(buckets: Any, module: nn.Module) -> str:
+def _numbers(buckets: Any, module: nn.Module, _limit: int) -> str:
     """Return the numbers of the parameters, bucket by bucket: `4 3 | 2 1 | 0`."""
-    if buckets is None:
-        raise CheckFailed("need a list of buckets; got None. Does your function return it?")
     names = {id(param): str(i) for i, param in enumerate(module.parameters())}
+    if not isinstance(buckets, list | tuple):
+        raise failed(f"got {type(buckets).__name__}", NO_LISTS)
     if not all(isinstance(bucket, list | tuple) for bucket in buckets):
-        raise CheckFailed("need a list of buckets, each a list of parameters; got something else.")
+        raise failed("some bucket is no list", NO_LISTS)
     if any(id(param) not in names for bucket in buckets for param in bucket):
-        raise CheckFailed(
-            "a bucket holds something that is no parameter of the module. Put in the parameters "
-            "themselves: no names, no copies."
-        )
-    rows = (" ".join(names[id(param)] for param in bucket) for bucket in buckets)
-    return " | ".join(row or "(none)" for row in rows)
+        raise failed("a bucket holds something that is no parameter of the module", NO_PARAMETER)
+    lists = (" ".join(names[id(param)] for param in bucket) for bucket in buckets)
+    return " | ".join(one or "(empty)" for one in lists) or "no bucket"
 
+
+def _into_any_bucket(module: nn.Module, bucket_bytes: int) -> Buckets:
+    buckets: Buckets = []
+    for param in reversed([param for param in module.parameters() if param.requires_grad]):
+        room = bucket_bytes - param.nbytes
+        fits = [bucket for bucket in buckets if sum(each.nbytes for each in bucket) <= room]
+        if not fits:
+            fits = [[]]
+            buckets.append(fits[0])
+        fits[0].append(param)
+    return buckets
+
+
+TRAINED = "[param for param in module.parameters() if param.requires_grad]"
+OPENS = "if not buckets or filled + num_bytes > bucket_bytes:"
+RESET = "buckets.append([])\n            filled = 0"
 
 BUCKETS = Exercise(
     key="ddp-1",
     title="which bucket",
-    check=check_buckets,
-    reference=buckets_of,
-    mistakes=tuple(Mistake(name, wrong, says[:40]) for name, wrong, says in WRONG),
+    check=Cases(
+        cases=_cases,
+        show=_numbers,
+        look="Go through it by hand: which parameter comes first, and does the next one fit?",
+        success="From the last parameter to the first, never over the limit unless alone.",
+    ),
+    wrong=(
+        Edit("reversed", "list", Cause("Backward begins at the end: last parameter first.")),
+        Edit(
+            "reversed",
+            "list",
+            Cause(
+                "Packed from the first parameter on, and the list turned around: the bucket that "
+                "is not full has to be the last one to leave. Reverse the parameters, then pack."
+            ),
+            also=(("return buckets", "return buckets[::-1]"),),
+        ),
+        Edit(
+            "return buckets",
+            "return [bucket[::-1] for bucket in buckets]",
+            Cause("Inside a bucket, too, the parameter that is ready first comes first."),
+        ),
+        Edit(
+            TRAINED,
+            "list(module.parameters())",
+            Cause(
+                "A frozen parameter never gets a gradient, and its bucket would wait for ever: "
+                "leave out what does not require one."
+            ),
+        ),
+        Edit(
+            TRAINED,
+            "[p for _, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]",
+            Cause(
+                "A tied weight has two names, and one gradient: it would be reduced twice. "
+                "module.parameters() gives it once."
+            ),
+        ),
+        Edit(
+            "filled + num_bytes > bucket_bytes",
+            "filled >= bucket_bytes",
+            Cause("Over the limit: open a new bucket before a parameter that does not fit."),
+        ),
+        Edit("num_bytes > b", "num_bytes >= b", Cause("A bucket may be exactly full.")),
+        Edit(
+            " * param.element_size()", "", Cause("Those are elements: multiply by element_size().")
+        ),
+        Edit(
+            "param.element_size()",
+            "4",
+            Cause("Not every number has 4 bytes: ask element_size()."),
+        ),
+        Edit(
+            "return buckets",
+            "return buckets[:-1]",
+            Cause(
+                "The last bucket, which is not full, is missing: its gradients would never be sent."
+            ),
+        ),
+        Edit(
+            "buckets, filled = [], 0",
+            "buckets, filled = [[]], 0",
+            Cause("There is an empty bucket: open one only when there is something to put in."),
+        ),
+        Edit(
+            TRAINED,
+            "[p for p in module.parameters() if p.requires_grad and p.nbytes <= bucket_bytes]",
+            Cause("A parameter larger than the limit travels alone, but it has to travel."),
+        ),
+        Edit(
+            "return buckets",
+            "return buckets or [[]]",
+            Cause(
+                "Where nothing is trained there is no bucket: append the last one only if it holds "
+                "one."
+            ),
+        ),
+        Edit(RESET, "buckets.append([])", Cause("A new bucket is empty: count its bytes from 0.")),
+        Edit(
+            RESET,
+            "buckets.append([])\n            filled = -num_bytes",
+            Cause("The parameter that opens a bucket fills it, too: count its bytes."),
+        ),
+        Own(
+            _into_any_bucket,
+            Cause(
+                "A parameter went back into an earlier bucket, which then has to wait for it: only "
+                "the newest bucket takes more."
+            ),
+        ),
+        Edit(
+            TRAINED,
+            "list(dict.fromkeys(p for _, p in list(module.named_parameters(remove_duplicate=False))"
+            "[::-1] if p.requires_grad))[::-1]",
+            Cause(
+                "A tied weight is complete with its first use, which backward reaches last: it "
+                "belongs where its first name is."
+            ),
+        ),
+        Edit(OPENS, "if True:", Cause("A bucket a parameter: what fits shares a bucket.")),
+    ),
 )

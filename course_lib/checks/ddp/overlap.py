@@ -1,236 +1,327 @@
 """Exercise 2 of 06_ddp: a hook that all-reduces a bucket once it is full, and a finish that waits.
 
-The planted mistakes are in `overlap_answers.py`.
+Whether a bucket leaves in time is an order, not a duration: it has to start between the beginning
+and the end of the hook that filled it.
 """
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from course_lib.checks.ddp import overlap_answers as planted
-from course_lib.checks.ddp.buckets import buckets_of
 from course_lib.checks.ddp.parts import (
-    LATE_S,
-    NOT_WAITED,
-    WORLD_SIZES,
+    ONE_EACH,
+    ROUNDING,
     Bag,
-    Step,
-    close,
     come_late,
+    copied_grads,
     digits,
-    expect_all_reduces,
     kept_bytes,
-    row,
+    one_a_bucket,
     watched_handles,
 )
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.expect import told
-from course_lib.core import COMMUNICATION_KINDS
-from course_lib.ranks import RankError, Ranks, record, span
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.on_ranks import At, Demand, Numbers, OnRanks, calls_of
+from course_lib.core import Event
+from course_lib.ddp.buckets import make_buckets
+from course_lib.ranks import record, span
 
-SIZES, LIMIT = (4, 2, 2, 1, 4), 40  # buckets of 40, 16 and 32 bytes
-NUM_STEPS = 3
+SIZES, LIMIT, BUCKET_BYTES = (4, 2, 2, 1, 4), 40, (40, 16, 32)
+OTHER_ORDER = (4, 0, 2, 1, 3)  # gradients become ready in another order on odd ranks
 
-ORDER = (
+ORDER = Cause(
     "Gradients become ready in another order on another rank. Bucket i may leave only after bucket "
     "i - 1 has: keep the number of the next bucket, and send while that one is full."
 )
-SOME_RANKS = (
+SOME_RANKS = Cause(
     "A bucket was sent on some ranks only: the others never made that call. Every rank has to send "
     "every bucket, whatever its gradients are."
 )
-NEVER_LEFT = (
+NEVER_LEFT = Cause(
     "A bucket never left. Is one full when all of its gradients are there, also the last one, "
     "which holds fewer bytes than the limit?"
 )
-NOT_RESET = "The first step was right: clear at the end of finish what was kept for one step."
-DIGITS = (
+NOT_RESET = Cause(
+    "The first step was right: clear at the end of finish what was kept for one step."
+)
+DIGITS = Cause(
     "Which ranks are in it, and how often? Read digits. (Between all_reduce and wait() nobody may "
     "touch the bucket.)"
 )
-NOT_WRITTEN = "That is this rank's own gradient: copy the mean from the bucket into param.grad."
+FLATTEN = Cause(
+    "Gradients have shapes: flatten each one before you put it into the bucket, and bring its part "
+    "back with view_as(param)."
+)
+PAST_THE_END = Cause("After the last bucket there is no next one: stop there.")
+EARLY = Cause(
+    "A bucket was sent before all of its gradients had come, in this step: note in on_grad which "
+    "parameters have come, and clear that in finish. (`param.grad is not None` proves nothing: "
+    "zero_grad(set_to_none=False) leaves zeros.)"
+)
+NOT_WAITED = Cause(
+    "Divided, but not added up: this rank read the bucket before the others' gradients were in it. "
+    "Call wait() on what all_reduce returned, first."
+)
+NOT_WRITTEN = Cause("That is this rank's own gradient: copy the mean back into param.grad.")
+SUMMED = Cause("{p} times too large: summed, not averaged.")
+MEAN_TWICE = Cause("{p} times too small: the mean was taken twice.")
+BY_FOUR = Cause("Divided by 4: divide by the number of ranks, whatever it is.")
+ADDED = Cause("The mean was added to this rank's own gradient: put it in its place.")
+REDUCES_PARAM = Cause("That is the parameter: a hook gets the parameter; reduce param.grad.")
+CHANGES_PARAM = Cause("A hook gets the parameter: what has to be reduced is param.grad.")
+OTHER_GRADIENT = Cause(
+    "Numbers of another gradient: split the bucket in the order in which it was filled."
+)
+NOT_ALL_WAITED = Cause(
+    "Some came in time by luck. Call wait() on every handle: one says nothing about the others."
+)
+NO_OVERLAP = Cause("No overlap: send a bucket in on_grad, as soon as its last gradient is there.")
+LATE = Cause(
+    "It leaves later than it could: send a bucket in the very call of on_grad that fills it, each "
+    "of them, also the last one."
+)
+WAITS_IN_HOOK = Cause("No overlap: start the all_reduce with async_op=True, and wait in finish.")
+KEEPS = Cause("Clear in finish what was in flight.")
 
 
-def _train(rank: int, answer: Callable[..., Any], order: Sequence[int] = ()) -> list[Step]:
+@dataclass
+class Step:
+    """One step on one rank; `filled_s`: when the hook that filled a bucket began and ended."""
+
+    grads: list[Any]
+    calls: list[Event]
+    waits: list[Event]
+    filled_s: list[tuple[float, float]]
+    backward_end_s: float
+    kept_bytes: int
+    params_changed: bool
+    never_waited: int
+
+
+def _train(rank: int, answer: Callable[..., Any], order: Sequence[int] = ()) -> dict[str, Step]:
     """Run three steps of backward and finish, on gradients 10**rank, 2 * 10**rank ..."""
     module = Bag(SIZES, order=order if rank % 2 else ())
-    model = answer(module, buckets_of(module, LIMIT))
-    steps = []
-    for number in range(NUM_STEPS):
-        module.zero_grad()
-        if number == 0:
+    buckets = [bucket.params for bucket in make_buckets(module, LIMIT)]
+    began_s, ended_s = dict[Tensor, float](), dict[Tensor, float]()
+    params = [param for bucket in buckets for param in bucket]
+    note = [param.register_post_accumulate_grad_hook(_clock(began_s)) for param in params]
+    model = answer(module, [list(bucket) for bucket in buckets])
+    note += [param.register_post_accumulate_grad_hook(_clock(ended_s)) for param in params]
+    steps = {}
+    for number in (1, 2, 3):
+        module.zero_grad(set_to_none=number != 3)
+        if number == 1:
             come_late(rank)
         with record() as log, watched_handles() as open_ones:
-            loss = module((number + 1.0) * 10**rank)
+            loss = module(number * 10.0**rank)
             with span("backward"):
                 loss.backward()
             model.finish()
-        steps.append(_seen(module, model, log.events))
-        steps[-1].never_waited = len(open_ones)
+        steps[f"step {number}"] = Step(
+            grads=copied_grads(module),
+            calls=calls_of(log.events),
+            waits=[event for event in log.events if event.kind == "wait"],
+            filled_s=[
+                (
+                    max(began_s[p] for p in buckets[k]),
+                    max(ended_s[p] for b in buckets[: k + 1] for p in b),
+                )
+                for k in range(len(buckets))
+            ],
+            backward_end_s=next(e.end_s for e in log.events if e.kind == "backward"),
+            kept_bytes=kept_bytes(model),
+            params_changed=any(bool((param != 7.0).any()) for param in module.weights),
+            never_waited=len(open_ones),
+        )
     return steps
 
 
-def _seen(module: Bag, model: Any, events: Sequence[Any]) -> Step:
-    grads = [module.weights[i].grad for i in module.trained]
-    return Step(
-        grads=[grad.clone() if isinstance(grad, Tensor) else grad for grad in grads],
-        calls=sorted((e for e in events if e.kind in COMMUNICATION_KINDS), key=lambda e: e.start_s),
-        waits=[event for event in events if event.kind == "wait"],
-        backward_end_s=next(event.end_s for event in events if event.kind == "backward"),
-        kept_bytes=kept_bytes(model),
-        params_changed=any(bool((param != 7.0).any()) for param in module.weights),
-    )
+def _clock(times_s: dict[Tensor, float]) -> Callable[[Tensor], None]:
+    return lambda param: times_s.__setitem__(param, time.perf_counter())
 
 
-def check_overlap(answer: Callable[..., Any]) -> str:
-    """Check 1 to 4 ranks, three steps: means, one all_reduce per bucket, during backward."""
-    for p in WORLD_SIZES:
-        with Ranks(p) as ranks:
-            _judge(_run(ranks, answer), p)
-            _judge(_run(ranks, answer, order=(4, 0, 2, 1, 3)), p)
-    return "Means on 1 to 4 ranks; one all_reduce a bucket, in order, while backward runs."
-
-
-def _run(ranks: Ranks, answer: Callable[..., Any], **more: Any) -> list[list[Step]]:
-    try:
-        return ranks.run(_train, answer, **more)
-    except RankError as error:
-        says = {"hang": SOME_RANKS, "mismatch": ORDER}.get(error.kind, "")
-        raised = " ".join(message for _, message in error.failures.values())
-        if "shape" in raised or "dimensions" in raised or "size" in raised:
-            says = (
-                "Gradients have shapes: flatten each one before you put it into the bucket, and "
-                "bring its part back with view_as(param)."
-            )
-        if "list index out of range" in raised:
-            says = "After the last bucket there is no next one: stop there."
-        if "NoneType" in raised:
-            says = (
-                "A bucket was sent before all of its gradients were there: wait until each has "
-                "come, in every step anew (what does finish have to clear?)."
-            )
-        raise told(error, ranks.world_size, says) from None
-
-
-def _judge(by_rank: Sequence[Sequence[Step]], p: int) -> None:
+def _ones(at: At) -> list[Tensor]:
+    """Return the gradients for a scale of 1 in this step."""
     module = Bag(SIZES)
-    buckets = buckets_of(module, LIMIT)
-    sizes = [sum(8 * param.numel() for param in bucket) for bucket in buckets]
-    for number in range(NUM_STEPS):
-        for rank, steps in enumerate(by_rank):
-            step, where = steps[number], f"rank {rank} of {p}, step {number + 1}"
-            _expect_means(step, where, module, p, rank, number, len(sizes))
-            if step.never_waited:
-                raise CheckFailed(
-                    f"{where}: {step.never_waited} of {len(sizes)} all_reduces were never waited "
-                    "for, and came in time by luck. Call wait() on every handle: one says nothing "
-                    "about the others."
-                )
-            expect_all_reduces(where, step.calls, sizes)
-            _expect_overlap(step, where)
-            if step.kept_bytes > max(steps[0].kept_bytes, 0):
-                raise CheckFailed(
-                    f"{where}: it keeps {step.kept_bytes} bytes, after step 1 it kept "
-                    f"{steps[0].kept_bytes}. Clear in finish what was in flight."
-                )
+    return [module.slope(i) * (at.number + 1) for i in module.trained]
 
 
-def _expect_means(
-    step: Step, where: str, module: Bag, p: int, rank: int, number: int, num_buckets: int
-) -> None:
-    if step.params_changed:
-        raise CheckFailed(
-            f"{where}: the parameters have changed. A hook gets the parameter: what has to be "
-            "reduced is param.grad."
-        )
-    for i, got in zip(module.trained, step.grads, strict=True):
-        one = module.slope(i) * (number + 1)
-        mean = one * digits(p) / p
-        if not close(got, mean):
-            says = _why(step, got, one, p, rank, number, num_buckets)
-            raise CheckFailed(
-                f"{where}, parameter {i}: need the mean gradient {row(mean)}; got {row(got)}. "
-                f"{says}"
-            )
+def _times(factor: Callable[[At], float]) -> Callable[[At], list[Tensor]]:
+    return lambda at: [one * factor(at) for one in _ones(at)]
 
 
-def _why(
-    step: Step, got: Any, one: Tensor, p: int, rank: int, number: int, num_buckets: int
-) -> str:
-    """Return the misconception behind a wrong mean."""
-    if not isinstance(got, Tensor):
-        return "finish has to leave a gradient in every param.grad."
-    own, total, left = one * 10**rank, one * digits(p), len(step.calls)
-    seven = torch.full_like(one, 7.0)
-    if left < num_buckets and close(got, own):
-        return NOT_RESET if number else NEVER_LEFT
-    causes = [
-        (total, f"{p} times too large: summed, not averaged."),
-        (total / p / p, f"{p} times too small: the mean was taken twice."),
-        (total / 4, "Divided by 4: divide by the number of ranks, whatever it is."),
-        (own / p, NOT_WAITED),
-        (own, NOT_WRITTEN),
-        (own + total / p, "The mean was added to this rank's own gradient: put it in its place."),
-        (seven, "That is the parameter: a hook gets the parameter, and you want param.grad."),
-        (seven * p, "That is the parameter, summed: a hook gets the parameter, take param.grad."),
-    ]
-    says = next((says for wrong, says in causes if close(got, wrong)), "")
-    if not says and _of_another(got, (number + 1) * digits(p) / p):
-        return "Numbers of another gradient: split the bucket in the order in which it was filled."
-    return says or (NOT_RESET if number else DIGITS)
+def _mean(at: At) -> float:
+    return digits(at.world_size) / at.world_size
 
 
-def _of_another(got: Tensor, unit: float) -> bool:
+def _own(at: At) -> float:
+    return 10.0**at.rank
+
+
+def _param(at: At) -> list[Tensor]:
+    return [torch.full_like(one, 7.0) for one in _ones(at)]
+
+
+def _is_own(at: At, got: Tensor, item: int) -> bool:
+    fewer = len(at.seen.calls) < len(BUCKET_BYTES)
+    return fewer and torch.allclose(got, _times(_own)(at)[item], rtol=ROUNDING)
+
+
+def _of_another(at: At, got: Tensor, _item: int) -> bool:
     """Return whether these are right numbers of other gradients: all slopes are whole numbers."""
-    times = got / unit
+    times = got / (_mean(at) * (at.number + 1))
     return bool(((times - times.round()).abs() < 1e-9).all() and (times > 0.5).all())
 
 
-def _expect_overlap(step: Step, where: str) -> None:
-    """Demand that the first bucket is sent during backward, and no wait before its end."""
-    if step.calls[0].start_s > step.backward_end_s:
-        raise CheckFailed(
-            f"{where}: nothing left before backward had ended: no overlap. Send a bucket in "
-            "on_grad, as soon as its last gradient is there."
-        )
-    waited_s = sum(e.duration_s for e in step.waits if e.end_s <= step.backward_end_s)
-    if waited_s > LATE_S / 2:
-        raise CheckFailed(
-            f"{where}: {waited_s:.2f} s of waiting inside backward: no overlap. Start the "
-            "all_reduce with async_op=True, and wait in finish."
-        )
+def _early(at: At) -> bool:
+    """Return whether a bucket started before the hook that filled it."""
+    starts_s = [call.start_s for call in at.seen.calls]
+    return len(starts_s) == len(at.seen.filled_s) and any(
+        start_s < began_s for start_s, (began_s, _) in zip(starts_s, at.seen.filled_s, strict=True)
+    )
 
+
+def _late(at: At) -> list[int]:
+    """Return the numbers of the buckets that started after the hook that filled them."""
+    pairs = zip(at.seen.calls, at.seen.filled_s, strict=True)
+    return [number for number, (call, (_, end_s)) in enumerate(pairs) if call.start_s > end_s]
+
+
+NEXT_FULL = "self.ready.issuperset(self.buckets[self.next])"
+LOOP = f"while self.next < len(self.buckets) and {NEXT_FULL}:"
+SENDS = "self.in_flight.append((dist.all_reduce(flat, async_op=True), flat))"
+DIVIDES = "flat / dist.get_world_size()"
+LENIENT = ("self.in_flight, strict=True", "self.in_flight, strict=False")
+ALL_READY = "len(self.ready) == sum(map(len, self.buckets))"
 
 OVERLAP = Exercise(
     key="ddp-2",
     title="hook and finish",
-    check=check_overlap,
-    reference=planted.Overlapped,
-    mistakes=(
-        Mistake("not waiting", planted.NotWaiting, says="Call wait()"),
-        Mistake("last bucket never leaves", planted.LastNeverLeaves, says="A bucket never left"),
-        Mistake("sum for mean", planted.Summed, says="summed, not averaged"),
-        Mistake("mean twice", planted.MeanTwice, says="the mean was taken twice"),
-        Mistake("always by 4", planted.ByFour, says="Divided by 4"),
-        Mistake("reduces the parameter", planted.ReducesParam, says="That is the parameter"),
-        Mistake("changes the parameter", planted.ChangesParam, says="the parameters have changed"),
-        Mistake("own order", planted.OwnOrder, says="in another order on another rank"),
-        Mistake("some ranks only", planted.SomeRanks, says="sent on some ranks only"),
-        Mistake("waits in the hook", planted.WaitsInHook, says="inside backward"),
-        Mistake("all in finish", planted.AllInFinish, says="nothing left before backward"),
-        Mistake("one a parameter", planted.OneEach, says="not one a parameter"),
-        Mistake("not written back", planted.NotWritten, says="copy the mean"),
-        Mistake("waits for the last", planted.WaitsForLast, says="Call wait() on"),
-        Mistake("full by its last one", planted.FullByLast, says="before all of its gradients"),
-        Mistake("no view_as", planted.NoViewAs, says="bring its part back with view_as"),
-        Mistake("no flatten", planted.NoFlatten, says="flatten each one"),
-        Mistake("past the end", planted.PastTheEnd, says="there is no next one"),
-        Mistake("added", planted.Added, says="put it in its place"),
-        Mistake("split in another order", planted.SplitReversed, says="order in which it was"),
-        Mistake("works once", planted.WorksOnce, says="what does finish have to clear"),
-        Mistake("next not reset", planted.NextNotReset, says="clear at the end of finish"),
-        Mistake("keeps all", planted.KeepsAll, says="Clear in finish what was in flight"),
+    check=OnRanks(
+        observe_on_rank=_train,
+        runs=lambda _p: ({}, {"order": OTHER_ORDER}),
+        trouble=(
+            ("hang", "", SOME_RANKS),
+            ("mismatch", "", ORDER),
+            ("raised", "NoneType", EARLY),
+            ("raised", "list index out of range", PAST_THE_END),
+            ("raised", "shape|dimensions|size", FLATTEN),
+        ),
+        expect=(
+            Demand(
+                lambda at: not at.seen.params_changed, "the parameters have changed", CHANGES_PARAM
+            ),
+            Demand(lambda at: not _early(at), "a bucket left too early", EARLY),
+            Numbers(
+                "grads",
+                _times(_mean),
+                rtol=ROUNDING,
+                what="the mean gradient",
+                names=lambda _at: [f"parameter {i}" for i in Bag(SIZES).trained],
+                predicates=(
+                    (lambda at, got, i: at.number > 0 and _is_own(at, got, i), NOT_RESET),
+                    (_is_own, NEVER_LEFT),
+                ),
+                causes=(
+                    (SUMMED, _times(lambda at: digits(at.world_size))),
+                    (MEAN_TWICE, _times(lambda at: _mean(at) / at.world_size)),
+                    (BY_FOUR, _times(lambda at: digits(at.world_size) / 4)),
+                    (NOT_WAITED, _times(lambda at: _own(at) / at.world_size)),
+                    (NOT_WRITTEN, _times(_own)),
+                    (ADDED, _times(lambda at: _own(at) + _mean(at))),
+                    (REDUCES_PARAM, _param),
+                ),
+                otherwise=((_of_another, OTHER_GRADIENT),),
+                look=lambda at: NOT_RESET if at.number else DIGITS,
+            ),
+            Demand(
+                lambda at: not at.seen.never_waited,
+                lambda at: f"{at.seen.never_waited} all_reduces were never waited for",
+                NOT_ALL_WAITED,
+            ),
+            one_a_bucket(BUCKET_BYTES),
+            Demand(
+                lambda at: at.seen.calls[0].start_s < at.seen.backward_end_s,
+                "nothing left before backward had ended",
+                NO_OVERLAP,
+            ),
+            Demand(
+                lambda at: not _late(at),
+                lambda at: f"bucket {_late(at)[0]} left after the hook that filled it",
+                LATE,
+            ),
+            Demand(
+                lambda at: all(w.start_s > at.seen.backward_end_s for w in at.seen.waits),
+                "it waits inside backward",
+                WAITS_IN_HOOK,
+            ),
+            Demand(
+                lambda at: at.seen.kept_bytes <= at.run.by_rank[at.rank]["step 1"].kept_bytes,
+                lambda at: f"it keeps {at.seen.kept_bytes} bytes, more than after step 1",
+                KEEPS,
+            ),
+        ),
+        success="Means on 1 to 4 ranks; one all_reduce a bucket, in order, while backward runs.",
+    ),
+    wrong=(
+        Edit("work.wait()", "pass", NOT_WAITED),
+        Edit("len(self.buckets) and", "len(self.buckets) - 1 and", NEVER_LEFT, also=(LENIENT,)),
+        Edit(DIVIDES, "flat", SUMMED),
+        Edit(DIVIDES, "flat / dist.get_world_size() ** 2", MEAN_TWICE),
+        Edit(DIVIDES, "flat / 4", BY_FOUR),
+        Edit("param.grad.flatten()", "param.detach().flatten()", REDUCES_PARAM),
+        Edit("param.grad.copy_(", "param.data.copy_(", CHANGES_PARAM),
+        Edit(
+            LOOP,
+            "full = [b for b in self.buckets if self.ready.issuperset(b)]\n"
+            "for bucket in [b for b in full if any(param is p for p in b)]:",
+            ORDER,
+            also=(("for param in self.buckets[self.next]]", "for param in bucket]"),),
+        ),
+        Edit(SENDS, f"if dist.get_rank() == 0:\n    {SENDS}", SOME_RANKS, also=(LENIENT,)),
+        Edit("self.next += 1", "self.in_flight[-1][0].wait()\nself.next += 1", WAITS_IN_HOOK),
+        Edit(
+            "def on_grad(self, param):",
+            "def on_grad(self, param):\n    self.ready.add(param)\n\ndef leave(self):",
+            NO_OVERLAP,
+            also=(
+                ("self.ready.add(param)\n        while", "while"),
+                ("for bucket, (work", "self.leave()\nfor bucket, (work"),
+            ),
+        ),
+        Edit(LOOP, f"while {ALL_READY} and self.next < len(self.buckets):", LATE),
+        Edit(NEXT_FULL, f"({NEXT_FULL} if self.next == 0 else {ALL_READY})", LATE),
+        Edit(
+            NEXT_FULL,
+            "self.ready.issuperset(p for b in self.buckets[: self.next + 2] for p in b)",
+            LATE,
+        ),
+        Edit(NEXT_FULL, "all(p.grad is not None for p in self.buckets[self.next])", EARLY),
+        Edit(
+            SENDS,
+            "works = [dist.all_reduce(part, async_op=True) for part in flat.split(1)]\n"
+            "for work in works[:-1]:\n    work.wait()\nself.in_flight.append((works[-1], flat))",
+            ONE_EACH,
+        ),
+        Edit("param.grad.copy_(part.view_as(param))", "part.view_as(param)", NOT_WRITTEN),
+        Edit("work.wait()", "self.in_flight[-1][0].wait()", NOT_ALL_WAITED),
+        Edit(NEXT_FULL, "self.buckets[self.next][-1] in self.ready", EARLY),
+        Edit("param.grad.copy_(part.view_as(param))", "param.grad = part", FLATTEN),
+        Edit("param.grad.flatten()", "param.grad", FLATTEN),
+        Edit("self.next < len(self.buckets) and ", "", PAST_THE_END),
+        Edit("param.grad.copy_(", "param.grad.add_(", ADDED),
+        Edit("zip(self.buckets,", "zip([b[::-1] for b in self.buckets],", OTHER_GRADIENT),
+        Edit("self.ready.clear()", "pass", EARLY),
+        Edit("self.next = 0", "pass", NOT_RESET, also=(LENIENT,)),
+        Edit(
+            "self.in_flight.clear()",
+            "pass",
+            KEEPS,
+            also=(("self.in_flight, strict", "self.in_flight[-self.next :], strict"),),
+        ),
     ),
 )

@@ -8,7 +8,6 @@ whoever does not wait reads what is surely wrong.
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -16,16 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.checks.exercise import CheckFailed
-from course_lib.core import Event
+from course_lib.checks.exercise import Cause
+from course_lib.checks.on_ranks import Calls
 
-WORLD_SIZES = (3, 2, 4, 1)  # on 2 ranks, wrong answers look alike
 LATE_S = 0.12
 ROUNDING = 1e-12
-NOT_WAITED = (
-    "Divided, but not added up: this rank read the bucket before the others' gradients were in it. "
-    "Call wait() on what all_reduce returned, first."
-)
 
 
 class Bag(nn.Module):
@@ -59,19 +53,6 @@ class Bag(nn.Module):
     def trained(self) -> list[int]:
         """Return the numbers of the parameters that get a gradient."""
         return [i for i, param in enumerate(self.weights) if param.requires_grad]
-
-
-@dataclass
-class Step:
-    """The result of one step on one rank."""
-
-    grads: list[Any]
-    calls: list[Event] = field(default_factory=list)
-    waits: list[Event] = field(default_factory=list)
-    backward_end_s: float = 0.0
-    kept_bytes: int = 0
-    params_changed: bool = False
-    never_waited: int = 0
 
 
 def come_late(rank: int) -> None:
@@ -122,11 +103,34 @@ def digits(p: int) -> int:
     return sum(10**rank for rank in range(p))
 
 
-def close(got: Any, wanted: Tensor) -> bool:
-    """Return whether they are equal up to the rounding of sums in another order."""
-    if not isinstance(got, Tensor) or got.shape != wanted.shape or got.dtype != wanted.dtype:
-        return False
-    return torch.allclose(got, wanted, rtol=ROUNDING, atol=0)
+def copied_grads(module: Bag) -> list[Any]:
+    """Return copies of the gradients of what is trained; None where there is none."""
+    grads = [module.weights[i].grad for i in module.trained]
+    return [grad.clone() if isinstance(grad, Tensor) else grad for grad in grads]
+
+
+OTHER_KIND = Cause("This exercise is for all_reduce: one for each bucket.")
+ONE_EACH = Cause("One all_reduce a bucket, not one a parameter: put its gradients into one tensor.")
+NOT_IN_ORDER = Cause("Send the buckets in their order, the first one first.")
+HALF_DIGITS = Cause("Half of the bytes, and of the digits: send in the dtype of the gradients.")
+TOO_MUCH = Cause("Send what is in the bucket and nothing else, in the dtype of the gradients.")
+TWICE = Cause("Each bucket travels once a step: what is sent already?")
+
+
+def one_a_bucket(bucket_bytes: Sequence[int]) -> Calls:
+    """Demand one all_reduce per bucket, of its bytes, in order."""
+    return Calls(
+        lambda _at: [("all_reduce", num_bytes) for num_bytes in bucket_bytes],
+        other_kind=OTHER_KIND,
+        symptoms=(
+            (lambda got, need: sum(got) == sum(need) and len(got) > len(need), ONE_EACH),
+            (lambda got, need: sorted(got) == sorted(need), NOT_IN_ORDER),
+            (lambda got, need: got == [size // 2 for size in need], HALF_DIGITS),
+            (lambda got, need: len(got) == len(need) and sum(got) > sum(need), TOO_MUCH),
+            (lambda got, need: set(got) == set(need) and len(got) > len(need), TWICE),
+        ),
+        look=Cause("One all_reduce a bucket, of all its gradients and nothing else."),
+    )
 
 
 def row(tensor: Any) -> str:
@@ -134,30 +138,3 @@ def row(tensor: Any) -> str:
     if not isinstance(tensor, Tensor):
         return repr(tensor)
     return f"[{', '.join(f'{number:g}' for number in tensor.flatten().tolist())}]"
-
-
-def expect_all_reduces(where: str, calls: Sequence[Event], sizes: Sequence[int]) -> None:
-    """Demand one all_reduce per bucket, of its bytes, in order."""
-    other = [call for call in calls if call.kind != "all_reduce"]
-    if other:
-        raise CheckFailed(f"{where} calls {other[0].kind}; this exercise is for all_reduce.")
-    got, needed = [call.num_bytes for call in calls], list(sizes)
-    if got == needed:
-        return
-    if sum(got) == sum(needed) and len(got) > len(needed):
-        says = "One all_reduce a bucket, not one a parameter: put its gradients into one tensor."
-    elif sorted(got) == sorted(needed):
-        says = "Send the buckets in their order, the first one first."
-    elif got == [num_bytes // 2 for num_bytes in needed]:
-        says = "Half of the bytes, and of the digits: send in the dtype of the gradients."
-    elif len(got) == len(needed) and sum(got) > sum(needed):
-        says = "Send what is in the bucket and nothing else, in the dtype of the gradients."
-    elif set(got) == set(needed) and len(got) > len(needed):
-        says = "Each bucket travels once a step: what is sent already?"
-    else:
-        says = "One all_reduce a bucket, of all its gradients and nothing else."
-    raise CheckFailed(f"{where} sends {_listed(got)} bytes; need {_listed(needed)}. {says}")
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes)) or "no"

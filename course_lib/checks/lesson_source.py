@@ -19,8 +19,6 @@ import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jupytext
-
 from course_lib.core import CourseError
 
 CELL_START = re.compile(r"^\s*# ?%%+( |$)")
@@ -54,6 +52,8 @@ class SourceCell:
 
 def read_source(path: Path) -> list[SourceCell]:
     """Return the cells of a source file."""
+    import jupytext  # takes half a second, which no check needs
+
     text = path.read_text(encoding="utf-8")
     numbered = enumerate(text.splitlines(), start=1)
     starts = [number for number, line in numbered if CELL_START.match(line)]

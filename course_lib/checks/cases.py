@@ -1,0 +1,128 @@
+"""Judge an answer of plain values against a table of cases; tell the cause that fits every case.
+
+    Cases(cases=models, show=names_by_bucket, look="Go through it by hand: ...", success="...")
+
+The right values come from the right answer. What a planted wrong answer returns for all the cases
+is compared with what the learner's returned: if they are equal, its cause is told.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed, own_line
+
+NO_RESULT = Cause("Does your function return its result?")
+Case = tuple[str, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error that an answer raised in one case: its type, its text, the learner's line."""
+
+    name: str
+    text: str = field(compare=False)
+    line: str = field(compare=False)
+
+
+def as_it_is(value: Any, *_arguments: Any) -> Any:
+    """Return the value: what `Cases` compares where nothing has to be made plain."""
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cases:
+    """A check of a function that needs no ranks.
+
+    `cases()` returns what to call the answer with, new at each call: a text that describes the case
+    ("5 parameters of 24 bytes, 20 bytes a bucket"), and the arguments. `show(result, *arguments)`
+    makes the result plain: numbers, texts, lists and dicts of them. It may raise
+    `failed("need a list of ...", CAUSE)` for a result that cannot be read. Numbers are equal
+    within `rtol`, the relative difference. `unit` follows them in the message. `look` is told
+    where no known cause fits; `symptoms` are causes with a predicate of all values, shown in the
+    order of the cases: `(lambda got, need: ..., CAUSE)`.
+    """
+
+    cases: Callable[[], Sequence[Case]]
+    success: str
+    look: str
+    show: Callable[..., Any] = as_it_is
+    rtol: float = 1e-9
+    unit: str = ""
+    symptoms: tuple[tuple[Callable[[Sequence[Any], Sequence[Any]], bool], Cause], ...] = ()
+
+    def observe(self, answer: Callable[..., Any]) -> Iterator[Any]:
+        """Call the answer for each case; yield the plain results, or what it raised."""
+        for _, arguments in self.cases():
+            yield self._result(answer, arguments)
+
+    def _result(self, answer: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        try:
+            result = answer(*arguments)
+            return None if result is None else self.show(result, *arguments)
+        except (NotImplementedError, NotDone):
+            raise
+        except CheckFailed as error:
+            return error
+        except Exception as error:
+            return Raised(type(error).__name__, str(error), own_line(error.__traceback__))
+
+    def judge(self, observed: Iterable[Any], exercise: Exercise) -> str:
+        """Compare with the right values; raise CheckFailed for the first case that differs."""
+        got = list(observed)
+        need = list(self.observe(exercise.right))
+        for (what, _), wanted, found in zip(self.cases(), need, got, strict=True):
+            if isinstance(found, CheckFailed):
+                raise CheckFailed(f"{what}: {found}", found.cause)
+            if not self._equal(found, wanted):
+                raise failed(self._seen(what, wanted, found), self._cause(got, need, exercise))
+        return self.success
+
+    def _seen(self, what: str, wanted: Any, found: Any) -> str:
+        if isinstance(found, Raised):
+            where = f" ({found.line})" if found.line else ""
+            return f"{what}: your code raised {found.name}: {found.text}{where}"
+        return f"{what}: need {plain(wanted)}{self.unit}; got {plain(found)}{self.unit}"
+
+    def _cause(self, got: list[Any], need: list[Any], exercise: Exercise) -> Cause:
+        for fits, cause in self.symptoms:
+            if fits(got, need):
+                return cause
+        for wrong in exercise.wrong:
+            values = list(self.observe(wrong.answer(exercise)))
+            if all(map(self._equal, got, values)):
+                return wrong.cause
+        return NO_RESULT if None in got else Cause(self.look)
+
+    def _equal(self, found: Any, wanted: Any) -> bool:
+        return alike(found, wanted, self.rtol)
+
+
+def alike(found: Any, wanted: Any, rtol: float) -> bool:
+    """Return whether plain values are equal, numbers within a relative difference."""
+    if isinstance(wanted, bool) or isinstance(found, bool):
+        return found is wanted
+    if isinstance(wanted, Real) and isinstance(found, Real):
+        return found == wanted or math.isclose(found, wanted, rel_tol=rtol)
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        return found.keys() == wanted.keys() and all(
+            alike(found[key], wanted[key], rtol) for key in wanted
+        )
+    if isinstance(wanted, list | tuple) and isinstance(found, list | tuple):
+        return len(found) == len(wanted) and all(
+            alike(one, other, rtol) for one, other in zip(found, wanted, strict=True)
+        )
+    return type(found) is type(wanted) and bool(found == wanted)
+
+
+def plain(value: Any) -> str:
+    """Format a value for a reader: `12.5`, `[1, 2]`, `4 3 | 2 1`."""
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, Real):
+        return f"{value:,}" if isinstance(value, int) else f"{float(value):.6g}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(plain, value))}]"
+    return value if isinstance(value, str) else repr(value)
