@@ -71,7 +71,7 @@ def run_cell(key: str, text: str) -> Any:
     file = f"<cell {key} {abs(hash(text)):x}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     tree = ast.parse(text)
-    exec(compile(_needed_above(key, tree), file, "exec"), names)
+    exec(compile(_needed_above(key, tree), f"<above {key}>", "exec"), names)
     exec(compile(tree, file, "exec"), names)
     return names[_bound(tree.body[-1])[-1]]
 
@@ -84,17 +84,16 @@ def _needed_above(key: str, tree: ast.Module) -> ast.Module:
             break
         with contextlib.suppress(SyntaxError):  # a cell with a magic
             above += ast.parse(solved(cell) if cell.is_exercise else cell.text).body
-    used, found = _used(tree), list[ast.stmt]()
-    for statement in reversed(above):
+    used, needed = _used(tree), list[ast.stmt]()
+    while True:
+        found = [stmt for stmt in above if not used.isdisjoint(_bound(stmt))]
+        if len(found) == len(needed):
+            break
+        needed, used = found, used.union(*map(_used, found))
+    for statement in needed:
         if isinstance(statement, ast.Import | ast.ImportFrom):
             statement.names = [a for a in statement.names if _alias(a) in used]
-            wanted = bool(statement.names)
-        else:
-            wanted = not used.isdisjoint(_bound(statement))
-        if wanted:
-            found.append(statement)
-            used |= _used(statement)
-    return ast.Module(body=found[::-1], type_ignores=[])
+    return ast.Module(body=needed, type_ignores=[])
 
 
 def _used(tree: ast.Module | ast.stmt) -> set[str]:
@@ -111,7 +110,9 @@ def _used(tree: ast.Module | ast.stmt) -> set[str]:
 
 
 def _bound(statement: ast.stmt) -> list[str]:
-    """Return the names that a definition or an assignment binds."""
+    """Return the names that a definition, an import or an assignment binds."""
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return [_alias(alias) for alias in statement.names]
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return [statement.name]
     if isinstance(statement, ast.Assign | ast.AnnAssign):

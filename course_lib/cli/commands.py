@@ -162,6 +162,29 @@ def reset(
 
 
 @app.command()
+def new_exercise(
+    notebook: Annotated[str, typer.Argument(metavar="NB", help="A lesson, 04 or 04_collectives.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Its key: collectives-7.")],
+    name: Annotated[
+        str, typer.Option("--name", help="The function that a learner writes: mean_of_ranks.")
+    ] = "",
+    on_ranks: Annotated[bool, typer.Option("--on-ranks", help="It runs on ranks.")] = False,
+) -> None:
+    """Begin an exercise: cells, check, planted mistakes and test, which fail until filled in."""
+    from course_lib.notebooks.lessons import find_folder, find_lesson
+    from course_lib.notebooks.new_exercise import new_exercise as begin
+
+    made = begin(find_lesson(notebook, find_folder()), key, name or key.replace("-", "_"), on_ranks)
+    print(
+        f"Fill in, from FILL IN to FILL IN (docs/authoring.md has an example):\n\n  {made.source}"
+    )
+    print(f"  {made.check}\n  {made.test}\n")
+    print(f"Prove it:    python -m course_lib.checks {key} --show")
+    print(f'             python -m pytest tests/checks -k "{key}- or {made.test.stem}"')
+    print(f"Then:        make notebooks NOTEBOOKS_ARGS={notebook}")
+
+
+@app.command()
 def update() -> None:
     """Get the newest version of the course. What you wrote into notebooks stays, with a backup."""
     from course_lib.notebooks.lessons import find_folder

@@ -49,7 +49,7 @@ NO_LISTS = Cause("Return a list of buckets, each a list of parameters.")
 
 
 def _numbers(buckets: Any, module: nn.Module, _limit: int) -> str:
-    """Return the numbers of the parameters, bucket by bucket: `4 3 | 2 1 | 0`."""
+    """Return the numbers of the parameters, bucket by bucket: `the parameters 4 3 | 2 1 | 0`."""
     names = {id(param): str(i) for i, param in enumerate(module.parameters())}
     if not isinstance(buckets, list | tuple):
         raise failed(f"got {type(buckets).__name__}", NO_LISTS)
@@ -58,7 +58,8 @@ def _numbers(buckets: Any, module: nn.Module, _limit: int) -> str:
     if any(id(param) not in names for bucket in buckets for param in bucket):
         raise failed("a bucket holds something that is no parameter of the module", NO_PARAMETER)
     lists = (" ".join(names[id(param)] for param in bucket) for bucket in buckets)
-    return " | ".join(one or "(empty)" for one in lists) or "no bucket"
+    shown = " | ".join(one or "(empty)" for one in lists)
+    return f"the parameters {shown}" if shown else "no bucket"
 
 
 def _into_any_bucket(module: nn.Module, bucket_bytes: int) -> Buckets:

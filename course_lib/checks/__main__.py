@@ -1,0 +1,71 @@
+"""Prove a check: `python -m course_lib.checks ddp-2` sends the right answer and every wrong one.
+
+A lesson's name (`ddp`) means all its exercises; `--table` prints one line an exercise, `--show` the
+messages that a learner reads.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from course_lib.checks.exercise import (
+    CheckFailed,
+    Exercise,
+    Mistake,
+    NotDone,
+    Wrong,
+    exercises_of,
+    find_exercise,
+)
+from course_lib.core import CourseError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prove the exercises that are named; return 0 if every check does what it should."""
+    parser = argparse.ArgumentParser(prog="python -m course_lib.checks", description=__doc__)
+    parser.add_argument("keys", nargs="+", metavar="KEY", help="ddp-2, or ddp for all of a lesson")
+    parser.add_argument("--show", action="store_true", help="print the messages")
+    parser.add_argument("--table", action="store_true", help="right answers only, with seconds")
+    options = parser.parse_args(arguments)
+    found = [one for key in options.keys for one in exercises_of(key) or (find_exercise(key),)]
+    return int(sum(not _prove(one, options.show, options.table) for one in found) > 0)
+
+
+def _prove(exercise: Exercise, show: bool, table: bool) -> bool:
+    start_s = time.perf_counter()
+    try:
+        detail = exercise.verdict(exercise.right)
+    except (CheckFailed, NotDone, NotImplementedError) as error:
+        print(f"{exercise.key}: the right answer is rejected: {error}")
+        return False
+    count = len(exercise.wrong) + len(exercise.mistakes)
+    seconds = time.perf_counter() - start_s
+    print(f"{exercise.key}: {count} planted mistakes; {seconds:.1f} s; right: {detail}")
+    if table:
+        return True
+    every: tuple[Wrong | Mistake, ...] = (*exercise.wrong, *exercise.mistakes)
+    return sum(not _is_named(exercise, wrong, show) for wrong in every) == 0
+
+
+def _is_named(exercise: Exercise, wrong: Wrong | Mistake, show: bool) -> bool:
+    """Send a planted mistake through the check; say so if it is not named."""
+    where = f"{exercise.key}, {wrong.name}"
+    try:
+        exercise.verdict(wrong.answer if isinstance(wrong, Mistake) else wrong.answer(exercise))
+    except CheckFailed as error:
+        is_named = (
+            wrong.says in str(error) if isinstance(wrong, Mistake) else error.cause == wrong.cause
+        )
+        if show or not is_named:
+            print(f"{where}{'' if is_named else ' is rejected, but not named'}:\n    {error}")
+        return is_named
+    except CourseError as error:
+        print(f"{where}: {error}")
+        return False
+    print(f"{where} passes.")
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

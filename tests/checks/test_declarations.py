@@ -1,0 +1,331 @@
+"""Cases, OnRanks, Edit: what they accept, what they reject, and which cause they tell."""
+
+import pickle
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib.checks import Cause, CheckFailed, Exercise, NotDone, check, exercise, right_answer
+from course_lib.checks.cases import Cases, alike, plain
+from course_lib.checks.edits import Own, edited
+from course_lib.checks.exercise import TooLong, failed
+from course_lib.checks.on_ranks import (
+    DIGITS_LOST,
+    DTYPE,
+    NO_RESULT,
+    SHAPE,
+    Calls,
+    Numbers,
+    OnlyKinds,
+    OnRanks,
+    Traffic,
+    Untouched,
+    watch,
+)
+from course_lib.core import CourseError
+
+SUMMED = Cause("{p} times too large: summed.")
+OVERWRITTEN = Cause("It belongs to the caller: work on a clone.")
+HUNG = Cause("Not every rank makes the call.")
+
+
+# --- causes and edits
+
+
+def test_a_cause_is_the_same_with_and_without_its_values():
+    assert SUMMED.of(p=4) == SUMMED
+    assert str(SUMMED.of(p=4)) == "4 times too large: summed."
+    assert failed("rank 0: got 8", SUMMED, p=4).cause == SUMMED
+    assert str(failed("rank 0: got 8", SUMMED, p=4)) == "rank 0: got 8. 4 times too large: summed."
+    assert str(failed("Why?")) == "Why?"
+
+
+@pytest.mark.parametrize("old", ["no such text", "x"])
+def test_an_edit_whose_text_does_not_stand_exactly_once_is_an_error(old):
+    with pytest.raises(CourseError, match=f"need '{old}' exactly once; it stands"):
+        edited("x = 1\ny = x\n", old, "z")
+
+
+def test_the_lines_of_an_edit_are_indented_like_the_one_that_they_replace():
+    text = "def f():\n    first()\n    second()\n"
+    assert edited(text, "first()", "a()\nb()") == "def f():\n    a()\n    b()\n    second()\n"
+    assert edited(text, "    first()\n", "") == "def f():\n    second()\n"
+
+
+# --- the right answer
+
+
+SOURCE = '''
+# %%
+import math
+import torch.distributed as dist
+raise ValueError("a cell that nothing needs is not run")
+
+# %%
+def half(x):
+    return math.floor(x / TWO)
+
+TWO = 2
+
+# %% tags=["exercise"] exercise="toy-1"
+def quarter(x):
+    """A quarter."""
+    ### BEGIN SOLUTION: twice the half
+    math_of_mine = half(half(x))
+    return math_of_mine
+    ### END SOLUTION
+'''
+
+
+@pytest.fixture
+def toy_source(tmp_path, monkeypatch):
+    source = tmp_path / "01_toy.py"
+    source.write_text(SOURCE)
+    monkeypatch.setattr(right_answer, "lesson_of", lambda _key: source)
+    return source
+
+
+@pytest.mark.usefixtures("toy_source")
+def test_the_right_answer_runs_with_what_it_needs_of_the_cells_above_and_nothing_else():
+    right = right_answer.run_cell("toy-1", right_answer.solved_cell("toy-1"))
+    assert right(9) == 2
+    assert "dist" not in right.__globals__
+    assert "### " not in right_answer.solved_cell("toy-1")
+
+
+@pytest.mark.usefixtures("toy_source")
+def test_an_exercise_that_is_not_there_is_one_sentence():
+    with pytest.raises(CourseError, match=r"01_toy\.py has no such exercise"):
+        right_answer.solved_cell("toy-2")
+
+
+def test_a_lesson_that_is_not_there_is_one_sentence():
+    with pytest.raises(CourseError, match="need its lesson's source"):
+        right_answer.lesson_of("nothing-1")
+
+
+# --- cases
+
+DOUBLED = Cause("Doubled twice.")
+AN_ERROR = Cause("Divided by nothing.")
+
+
+def twice(**more):
+    """An exercise whose right answer doubles a number."""
+    return Exercise(
+        key="toy-1",
+        title="twice",
+        reference=lambda x: 2 * x,
+        check=Cases(
+            cases=lambda: [("1 apple", (1,)), ("0 apples", (0,)), ("2.5 apples", (2.5,))],
+            success="Twice.",
+            look="Count.",
+            **more,
+        ),
+        wrong=(Own(lambda x: 4 * x, DOUBLED), Own(lambda x: 2 / x * x * x, AN_ERROR)),
+    )
+
+
+@pytest.mark.parametrize("answer", [lambda x: x + x, lambda x: float(2 * x)])
+def test_cases_accept_equal_numbers(answer):
+    assert twice().verdict(answer) == "Twice."
+
+
+@pytest.mark.parametrize(
+    ("answer", "says", "cause"),
+    [
+        (lambda x: x * 4, "1 apple: need 2 kg; got 4 kg. Doubled twice.", DOUBLED),
+        (lambda x: x, "1 apple: need 2 kg; got 1 kg. Count.", Cause("Count.")),
+        (lambda x: 2 * x or 7, "0 apples: need 0 kg; got 7 kg. Count.", Cause("Count.")),
+        (lambda x: 4 * x or 7, "1 apple: need 2 kg; got 4 kg. Count.", Cause("Count.")),
+        (lambda x: None, "got None kg. Does your function return", NO_RESULT),
+        (lambda x: 2 * x / x * x, "0 apples: your code raised ZeroDivisionError", AN_ERROR),
+        (lambda x: "2", "need 2 kg; got 2 kg. Count.", Cause("Count.")),
+        (lambda x: True, "got True kg. Count.", Cause("Count.")),
+    ],
+)
+def test_cases_tell_the_cause_that_fits_every_case(answer, says, cause):
+    with pytest.raises(CheckFailed) as caught:
+        twice(unit=" kg").verdict(answer)
+    assert says in str(caught.value)
+    assert caught.value.cause == cause
+
+
+def test_what_show_cannot_read_is_told_with_its_case():
+    def show(_result, _x):
+        raise failed("got a text", NO_RESULT)
+
+    with pytest.raises(CheckFailed, match="1 apple: got a text") as caught:
+        twice(show=show).verdict(lambda x: 3 * x)
+    assert caught.value.cause == NO_RESULT
+
+
+def test_what_was_observed_is_plain_data_that_another_process_can_judge():
+    one = twice()
+    observed = pickle.loads(pickle.dumps(list(one.check.observe(lambda x: x * 4))))
+    with pytest.raises(CheckFailed, match="Doubled twice"):
+        one.check.judge(observed, one)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "equal"),
+    [
+        (1, 1.0, True),
+        (1 + 1e-12, 1, True),
+        (1.001, 1, False),
+        (True, 1, False),
+        ([1, 2], (1, 2), True),
+        ([1], [1, 2], False),
+        ({"a": 1.0}, {"a": 1}, True),
+        ({"b": 1}, {"a": 1}, False),
+        ("1", 1, False),
+        (float("nan"), 1.0, False),
+        (float("inf"), 1.0, False),
+    ],
+)
+def test_plain_values_are_compared(found, wanted, equal):
+    assert alike(found, wanted, 1e-9) is equal
+
+
+def test_plain_values_are_shown():
+    assert plain([1000, 0.25, "a", None, True]) == "[1,000, 0.25, a, None, True]"
+
+
+# --- on ranks
+
+
+def observe(rank, answer, shift=0.0):
+    x = torch.arange(3.0).double() + 10**rank + shift
+    return {"3 numbers": watch(answer, x, x=x)}
+
+
+def total(at):
+    shift = at.options.get("shift", 0.0)
+    return sum(torch.arange(3.0).double() + 10**rank + shift for rank in range(at.world_size))
+
+
+MEAN = Exercise(
+    key="toy-2",
+    title="mean",
+    reference=None,
+    check=OnRanks(
+        observe_on_rank=observe,
+        worlds=(2,),
+        runs=lambda _p: ({}, {"shift": 1.0}),
+        trouble=(("hang", "", HUNG),),
+        expect=(
+            Untouched(OVERWRITTEN),
+            Numbers(
+                "value",
+                lambda at: total(at) / at.world_size,
+                rtol=1e-12,
+                causes=((SUMMED, total),),
+                look=Cause("Count."),
+            ),
+            OnlyKinds(("all_reduce",), HUNG),
+            Calls(lambda at: [("all_reduce", 24)], other_kind=HUNG, look=Cause("One call.")),
+            Traffic(HUNG, max_messages=lambda at: 0),
+        ),
+        success="The mean.",
+    ),
+)
+
+
+def mean(x, then=lambda y: y):
+    y = x.clone()
+    dist.all_reduce(y)
+    return then(y / dist.get_world_size())
+
+
+def test_a_right_answer_passes_on_ranks():
+    assert MEAN.verdict(mean) == "The mean."
+
+
+def overwrites(x):
+    dist.all_reduce(x)
+    return x / dist.get_world_size()
+
+
+def hangs(x):
+    return mean(x) if dist.get_rank() else x
+
+
+def calls_twice(x):
+    mean(x)
+    return mean(x)
+
+
+def gathers(x):
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return torch.stack(parts).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause", "says"),
+    [
+        (overwrites, OVERWRITTEN, "rank 0 of 2, 3 numbers: x has changed"),
+        (lambda x: mean(x) * 2, SUMMED, "2 times too large: summed."),
+        (lambda x: mean(x).float(), DTYPE, "need dtype float64; got float32"),
+        (lambda x: mean(x)[:2], SHAPE, "need shape [3]; got [2]"),
+        (lambda x: mean(x).float().double() + 1e-7, DIGITS_LOST, "off by"),
+        (lambda x: mean(x) and None, NO_RESULT, "got None"),
+        (lambda x: mean(x) + 1, Cause("Count."), "Count."),
+        (hangs, HUNG, "on 2 ranks, your ranks wait for each other. Not every rank"),
+        (
+            calls_twice,
+            Cause("One call."),
+            "calls all_reduce of 24, 24 bytes; need all_reduce of 24",
+        ),
+        (gathers, HUNG, "calls all_gather; this exercise is for all_reduce"),
+    ],
+)
+def test_a_wrong_answer_is_named_on_ranks(answer, cause, says):
+    def then_none(x):
+        mean(x)
+
+    with pytest.raises(CheckFailed) as caught:
+        MEAN.verdict(then_none if "got None" in says else answer)
+    assert says in str(caught.value)
+    assert caught.value.cause == cause
+
+
+def test_a_stub_on_ranks_is_not_done():
+    def stub(x):
+        raise NotImplementedError("exercise toy-2: sum, then divide")
+
+    with pytest.raises(NotDone, match="sum, then divide"):
+        MEAN.verdict(stub)
+
+
+def test_what_ranks_observed_can_be_judged_in_another_process():
+    observed = pickle.loads(pickle.dumps(list(MEAN.check.observe(lambda x: mean(x) * 2))))
+    with pytest.raises(CheckFailed, match="2 times too large"):
+        MEAN.check.judge(observed, MEAN)
+
+
+# --- the limit
+
+
+def test_a_check_that_never_ends_is_ended(monkeypatch):
+    def endless(_answer):
+        while True:
+            time.sleep(0.01)
+
+    one = Exercise(key="toy-1", title="endless", check=endless, reference=0)
+    monkeypatch.setattr(exercise, "exercises_of", lambda _lesson: (one,))
+    with pytest.raises(TooLong, match=r"toy-1: ended after 0\.2 s.*Does a loop never end"):
+        check("toy-1", lambda: 3, limit_s=0.2)
+
+
+def test_the_limit_also_ends_ranks(monkeypatch):
+    def spins(x):
+        while True:
+            x = x + 1
+
+    monkeypatch.setattr(exercise, "exercises_of", lambda _lesson: (MEAN,))
+    with pytest.raises(TooLong, match="ended after 3 s"):
+        check("toy-2", spins, limit_s=3)
+    assert MEAN.verdict(mean) == "The mean."
