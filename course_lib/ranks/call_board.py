@@ -23,9 +23,11 @@ from course_lib.ranks.source_lines import Line
 
 NUM_SLOTS = 1024
 NUM_CHOICES = 8  # slots in which one call may be
-SLOT = struct.Struct("<Q II dd QQ hBB I 80s 40s 160s Q")
-NUMBER = struct.Struct(f"<Q{SLOT.size - 8}x")  # of a slot, without the fields behind it
-SIGNATURE_AT, SIGNATURE_BYTES = struct.calcsize("<Q II dd QQ hBB I"), 80
+SLOT = struct.Struct("<Q II ddd QQ hBB I 80s 40s 160s Q")
+NUMBER = struct.Struct("<Q")  # the first field of a slot
+DROP_AT, FLAGS_AT = struct.calcsize("<Q II dd"), struct.calcsize("<Q II ddd QQ hB")
+NUMBER_AND_FLAGS = struct.Struct(f"<Q{FLAGS_AT - 8}xB{SLOT.size - FLAGS_AT - 1}x")  # of a slot
+SIGNATURE_AT, SIGNATURE_BYTES = struct.calcsize("<Q II ddd QQ hBB I"), 80
 STATE = struct.Struct("<Q II d I 160s 40s II")
 RANK_BYTES = 512 + NUM_SLOTS * SLOT.size
 POST_KINDS = (*KINDS, "new_group")
@@ -37,7 +39,7 @@ class Flag(IntFlag):
 
     DONE = 1
     REFUSED = 2
-    DROPPED = 4  # its handle was garbage-collected, so gloo has forgotten the message
+    DROPPED = 4  # its handle was garbage-collected: gloo forgets a send, the tracer keeps a receive
     ARRIVED = 8  # its bytes are here; an emulated link still holds them back
 
 
@@ -48,8 +50,9 @@ NO_FLAGS = Flag(0)
 class Post:
     """One call as a rank announced it.
 
-    `post_s` is when, and `arrive_s` when an emulated link delivers the message: both in seconds of
-    `time.perf_counter()`. `members` are the ranks that take part, by global rank.
+    `post_s` is when, `arrive_s` when an emulated link delivers the message, and `drop_s` when its
+    handle was garbage-collected before the call completed: all in seconds of `time.perf_counter()`.
+    `members` are the ranks that take part, by global rank.
     """
 
     number: int
@@ -61,6 +64,7 @@ class Post:
     line: Line
     post_s: float
     arrive_s: float = 0.0
+    drop_s: float = 0.0
     num_bytes: int = 0
     peer: int = -1
     flags: Flag = NO_FLAGS
@@ -117,6 +121,7 @@ class CallBoard:
             post.seq,
             post.post_s,
             post.arrive_s,
+            post.drop_s,
             post.num_bytes,
             sum(1 << member for member in post.members),
             post.peer,
@@ -134,7 +139,14 @@ class CallBoard:
         """Set the flags of a call that is still on the call board."""
         at = self._slot(rank, post.channel, post.seq)
         if at is not None:
-            struct.pack_into("<B", self._map, at + 51, flags)
+            struct.pack_into("<B", self._map, at + FLAGS_AT, flags)
+
+    def drop(self, rank: int, post: Post, drop_s: float) -> None:
+        """Note that the handle of a call was garbage-collected before the call completed."""
+        at = self._slot(rank, post.channel, post.seq)
+        if at is not None:
+            struct.pack_into("<d", self._map, at + DROP_AT, drop_s)
+        self.mark(rank, post, Flag.DROPPED)
 
     def block(self, rank: int, channel: int, seq: int) -> None:
         """Note the call that the rank's main thread waits on; (0, 0) when it no longer waits."""
@@ -183,11 +195,12 @@ class CallBoard:
             return None
         return arrive_s or post_s
 
-    def history(self, rank: int) -> list[Post]:
-        """Return the calls of a rank that are still on the call board, oldest first."""
+    def history(self, rank: int, having: Flag = NO_FLAGS) -> list[Post]:
+        """Return a rank's calls that are still on the call board and have these flags, in order."""
         start, end = rank * RANK_BYTES + 512, (rank + 1) * RANK_BYTES
-        numbers = NUMBER.iter_unpack(self._map[start:end])
-        found = (self._read(start + i * SLOT.size) for i, (n,) in enumerate(numbers) if n)
+        slots = enumerate(NUMBER_AND_FLAGS.iter_unpack(self._map[start:end]))
+        wanted = (i for i, (number, flags) in slots if number and flags & having == having)
+        found = (self._read(start + i * SLOT.size) for i in wanted)
         return sorted((post for post in found if post), key=lambda post: post.number)
 
     def agrees(self, rank: int, post: Post) -> bool:
@@ -228,23 +241,24 @@ class CallBoard:
     def _read(self, at: int) -> Post | None:
         """Read a slot while others may write it: last field, whole slot, first field again."""
         (stamp,) = struct.unpack_from("<Q", self._map, at + SLOT.size - 8)
-        _, channel, seq, post_s, arrive_s, size, bits, peer, kind, flags, line, *text, _ = (
+        _, channel, seq, *times, size, bits, peer, kind, flags, line, call, function, file, _ = (
             SLOT.unpack_from(self._map, at)
         )
         (number,) = struct.unpack_from("<Q", self._map, at)
         if number == 0 or number != stamp:
             return None
-        signature, function, file = map(_text, text)
+        post_s, arrive_s, drop_s = times
         return Post(
             number=number,
             channel=channel,
             seq=seq,
             kind=POST_KINDS[kind],
             members=tuple(rank for rank in range(MAX_RANKS) if bits >> rank & 1),
-            signature=signature,
-            line=Line(file, line, function),
+            signature=_text(call),
+            line=Line(_text(file), line, _text(function)),
             post_s=post_s,
             arrive_s=arrive_s,
+            drop_s=drop_s,
             num_bytes=size,
             peer=peer,
             flags=Flag(flags),

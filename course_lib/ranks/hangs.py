@@ -47,7 +47,8 @@ def find_wait(call_board: CallBoard, rank: int) -> Wait | None:
     if post is None or Flag.ARRIVED in post.flags:
         return None
     missing = tuple(other for other in post.members if not _has_called(call_board, other, post))
-    return _wait(rank, post, missing) if missing else None
+    waits_for = missing or _cut_off(call_board, rank, post)
+    return _wait(rank, post, waits_for) if waits_for else None
 
 
 def find_lost_wait(call_board: CallBoard, rank: int, gone: Iterable[int]) -> Wait | None:
@@ -70,19 +71,44 @@ def find_hang(call_board: CallBoard, unfinished: Iterable[int]) -> list[Wait] | 
 
 def _has_called(call_board: CallBoard, rank: int, post: Post) -> bool:
     found = call_board.find(rank, post.channel, post.seq)
-    return found is not None and not found.flags & (Flag.REFUSED | Flag.DROPPED)
+    if found is None or Flag.REFUSED in found.flags:
+        return False
+    return found.kind == "recv" or Flag.DROPPED not in found.flags
+
+
+def _cut_off(call_board: CallBoard, rank: int, post: Post) -> tuple[int, ...]:
+    """Return the members between which nothing moves any more, as gloo still looks for a send."""
+    pairs = [
+        {sender, lost.peer} for sender in post.members for lost in _in_doubt(call_board, sender)
+    ]
+    stuck = set().union(*(pair for pair in pairs if pair <= set(post.members)))
+    return tuple(sorted(stuck - {rank}))
+
+
+def _in_doubt(call_board: CallBoard, rank: int) -> list[Post]:
+    """Return the sends whose handle was not kept and whose receive, though posted, has not ended.
+
+    They may have left before their handle was garbage-collected. If not, gloo's thread looks for
+    them for ever, at full load.
+    """
+    sends = (p for p in call_board.history(rank, Flag.DROPPED) if p.kind == "send")
+    ends = ((send, call_board.find(send.peer, send.channel, send.seq)) for send in sends)
+    return [send for send, end in ends if end and not end.flags & (Flag.DONE | Flag.ARRIVED)]
 
 
 def find_dropped(call_board: CallBoard, waits: Iterable[Wait]) -> list[tuple[int, Post]]:
-    """Return (rank, call) of messages that are waited for but were lost with their handle."""
-    pairs = {
-        (other, tuple(sorted((wait.rank, other)))) for wait in waits for other in wait.waits_for
-    }
+    """Return (rank, call) of messages that may explain the waits, as their handle was not kept.
+
+    They are sends to a rank that waits, which were lost, and receives on either side, which took
+    the message that another receive waits for.
+    """
+    pairs = {(wait.rank, other) for wait in waits for other in wait.waits_for}
+    sides = {(rank, tuple(sorted(pair))) for pair in pairs for rank in pair}
     return [
         (rank, post)
-        for rank, members in sorted(pairs)
-        for post in call_board.history(rank)
-        if Flag.DROPPED in post.flags and post.members == members
+        for rank, members in sorted(sides)
+        for post in call_board.history(rank, Flag.DROPPED)
+        if post.members == members and (post.kind == "recv" or (post.peer, rank) in pairs)
     ]
 
 
@@ -91,16 +117,36 @@ def find_orphans(
 ) -> list[tuple[int, Post]]:
     """Return (rank, call) of messages that were never received, or receives never sent to.
 
-    They have to be reported: the next message of the same pair would be taken for them.
+    They have to be reported: the next message of the same pair would be taken for them. Their
+    handles were garbage-collected since `since_s`; they may have been called in an earlier job.
     """
     return [
         (rank, post)
         for rank in ranks
-        for post in call_board.history(rank)
-        if Flag.DROPPED in post.flags
-        and post.post_s >= since_s
-        and len(list(call_board.matching(post))) < len(post.members)
+        for post in call_board.history(rank, Flag.DROPPED)
+        if post.drop_s >= since_s and not _has_met(call_board, post)
     ]
+
+
+def find_unkept(
+    call_board: CallBoard, ranks: Iterable[int], since_s: float
+) -> list[tuple[int, Post]]:
+    """Return (rank, call) of messages of which both sides were called, but a handle was not kept.
+
+    They are receives that nothing waited for, and sends that may be lost.
+    """
+    received = [
+        (rank, post)
+        for rank in ranks
+        for post in call_board.history(rank, Flag.DROPPED)
+        if post.kind == "recv" and post.drop_s >= since_s and _has_met(call_board, post)
+    ]
+    return received + [(rank, post) for rank in ranks for post in _in_doubt(call_board, rank)]
+
+
+def _has_met(call_board: CallBoard, post: Post) -> bool:
+    """Return whether a call has completed, or every member has made its side of it."""
+    return Flag.DONE in post.flags or len(list(call_board.matching(post))) == len(post.members)
 
 
 @dataclass(frozen=True)

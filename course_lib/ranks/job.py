@@ -17,11 +17,19 @@ from course_lib.ranks.hangs import (
     find_lost_wait,
     find_orphans,
     find_swap,
+    find_unkept,
     find_wait,
 )
 from course_lib.ranks.output import MAX_OUTPUT_BYTES, Output
 from course_lib.ranks.rank_process import RankFailure
-from course_lib.ranks.report import RankError, Report, find_mismatch
+from course_lib.ranks.report import (
+    RankError,
+    Report,
+    dropped_words,
+    find_mismatch,
+    orphan_words,
+    told_once,
+)
 
 TICK_S = 0.1
 GRACE_S = 2.0  # for which the other ranks may continue when one has failed
@@ -165,16 +173,16 @@ class RankJob:
         )
 
     def _warn(self) -> None:
-        """Print what went wrong silently in a job that did not fail: swaps and orphans."""
+        """Print what went wrong silently in a job that did not fail: swaps, and lost messages."""
         ranks = [member.rank for member in self.members]
         swap = find_swap(self.call_board, ranks, self._start_s)
         if swap:
             print(swap)
+        unkept = find_unkept(self.call_board, ranks, self._start_s)
         orphans = find_orphans(self.call_board, ranks, self._start_s)
-        for rank, post in orphans:
-            print(f"orphan: rank {rank} calls {post.call}, and the other end never came")
-            print(f"    {post.line}")
-        if orphans:
+        for said in [*told_once(dropped_words, unkept), *told_once(orphan_words, orphans)]:
+            print(said)
+        if orphans or any(post.kind == "send" for _, post in unkept):
             self.lost = True
             print("The ranks were restarted; what they held is gone.")
 

@@ -22,11 +22,11 @@ import torch.distributed.nn.functional  # later, its default arguments would kee
 
 from course_lib.core.records import RunRecord
 from course_lib.ranks.call_board import CallBoard
-from course_lib.ranks.hangs import HangWatch, find_dropped, find_hang
+from course_lib.ranks.hangs import HangWatch, find_dropped, find_hang, find_orphans, find_unkept
 from course_lib.ranks.job import TICK_S
 from course_lib.ranks.machine import describe_machine
 from course_lib.ranks.rank_process import Heartbeat
-from course_lib.ranks.report import Report, find_mismatch
+from course_lib.ranks.report import Report, dropped_words, find_mismatch, orphan_words, told_once
 from course_lib.ranks.tracer import CallTracer, MismatchError
 from course_lib.ranks.world import join_world
 
@@ -52,7 +52,8 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
         Heartbeat(tracer).start()
         zero_s = common_zero_s()
         tracer.recorder.events = []
-        if int(os.environ["LOCAL_WORLD_SIZE"]) == world_size and rank == 0:
+        sees_all = int(os.environ["LOCAL_WORLD_SIZE"]) == world_size and rank == 0
+        if sees_all:
             threading.Thread(target=_watch, args=(call_board,), daemon=True).start()
         try:
             result = fn(rank, *args)
@@ -62,6 +63,9 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
         except MismatchError:
             report = Report(mismatch=find_mismatch(call_board, world_size), restarted=False)
             sys.exit(str(report))
+        if sees_all:
+            _warn(call_board, zero_s)
+        tracer.forget_unkept()
         dist.destroy_process_group()
     gc.collect()  # what still holds a group keeps gloo's threads, and they may not outlive Python
     return result
@@ -117,6 +121,15 @@ def _leave_record(tracer: CallTracer, world_size: int, folder: Path, zero_s: flo
         events=[event.since(zero_s) for event in events],
     )
     record.write(folder / f"rank{tracer.rank}.jsonl")
+
+
+def _warn(call_board: CallBoard, zero_s: float) -> None:
+    """Print the messages whose handle was not kept, once all ranks have returned."""
+    everyone = range(call_board.world_size)
+    unkept = find_unkept(call_board, everyone, zero_s)
+    orphans = find_orphans(call_board, everyone, zero_s)
+    for said in [*told_once(dropped_words, unkept), *told_once(orphan_words, orphans)]:
+        print(said, file=sys.stderr, flush=True)
 
 
 def _watch(call_board: CallBoard) -> None:

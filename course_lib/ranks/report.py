@@ -1,6 +1,6 @@
 """The report of failed ranks: what failed, why, on which line, and which rank waits for which."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from course_lib.core.cycles import shortest_cycle
@@ -66,7 +66,7 @@ class Report:
             *self._mismatch(),
             *self._failures(),
             *self._waits(),
-            *(_dropped(rank, post) for rank, post in self.dropped),
+            *told_once(dropped_words, self.dropped),
             *(f"rank {r} was computing\n    {line}" for r, line in sorted(self.computing.items())),
             f"{_ranks(self.returned)} had returned" if self.returned else "",
             "The ranks were restarted; what they held is gone." if self.restarted else "",
@@ -116,11 +116,26 @@ def find_mismatch(call_board: CallBoard, world_size: int) -> list[tuple[int, Pos
     return []
 
 
-def _dropped(rank: int, post: Post) -> str:
+def told_once(words: Callable[[int, Post], str], calls: Iterable[tuple[int, Post]]) -> list[str]:
+    """Return the words for these calls in order; calls of a loop, which read alike, once."""
+    return list(dict.fromkeys(words(rank, post) for rank, post in calls))
+
+
+def dropped_words(rank: int, post: Post) -> str:
+    """Return the sentence for a message whose handle was not kept."""
+    if post.kind == "recv":
+        what, so = "not waited for", "so nothing can wait for it"
+    else:
+        what, so = "lost", "and the message may have gone with it"
     return (
-        f"lost: rank {rank} did not keep the handle of its {post.kind}, and the message went with "
-        f"it; keep it, and call wait()\n    {post.line}"
+        f"{what}: rank {rank} did not keep the handle of its {post.kind}, {so}; "
+        f"keep it, and call wait()\n    {post.line}"
     )
+
+
+def orphan_words(rank: int, post: Post) -> str:
+    """Return the sentence for a message of which only one rank made its side."""
+    return f"orphan: rank {rank} calls {post.call}, and the other end never came\n    {post.line}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -21,6 +21,9 @@ from course_lib.ranks.call_board import CallBoard, Flag, Post, channel_of
 from course_lib.ranks.emulated_links import LinkEmulator
 from course_lib.ranks.recorder import Recorder
 from course_lib.ranks.source_lines import caller
+
+if TYPE_CHECKING:
+    from course_lib.ranks.work_handle import TrackedWork
 
 
 class MismatchError(CourseError):
@@ -39,6 +42,8 @@ class CallTracer:
         self.link_emulator = LinkEmulator(rank, call_board, link) if link else None
         self.outstanding: dict[int, Post] = {}
         self.noting = threading.Lock()
+        self._unkept: dict[int, TrackedWork] = {}
+        self._settling = threading.Lock()
         self._next_seq: dict[int, int] = defaultdict(int)
         self._num_posts = 0
 
@@ -135,12 +140,42 @@ class CallTracer:
 
     def finish(self, post: Post) -> bool:
         """Mark a call as completed; return False if it was marked before."""
-        if self.outstanding.pop(post.number, None) is None:
+        if self.outstanding.pop(post.number, None) is not None:
+            flags = Flag.DONE
+        elif self._unkept.pop(post.number, None) is not None:
+            flags = Flag.DONE | Flag.DROPPED
+        else:
             return False
-        self.call_board.mark(self.rank, post, Flag.DONE)
+        self.call_board.mark(self.rank, post, flags)
         return True
 
-    def drop(self, post: Post) -> None:
-        """Mark a message whose handle was garbage-collected: if it has not left yet, it is lost."""
-        if self.outstanding.pop(post.number, None) is not None:
-            self.call_board.mark(self.rank, post, Flag.DROPPED)
+    def drop(self, work: "TrackedWork") -> None:
+        """Mark a message whose handle was garbage-collected.
+
+        A send that has not left yet is lost. A receive is kept under way: gloo's thread would use
+        all of a core for ever if a message arrived for a receive whose handle is gone.
+        """
+        post = work.post
+        if self.outstanding.pop(post.number, None) is None or work.failed:
+            return
+        self.call_board.drop(self.rank, post, time.perf_counter())
+        if post.kind == "recv":
+            self._unkept[post.number] = work
+
+    def settle(self, last: Post) -> None:
+        """Record the receives before `last` on its channel although their handles were not kept.
+
+        Messages arrive in order, so those of the receives before `last`, which has completed, are
+        here.
+        """
+        with self._settling:  # a thread that waits for a future may come here too
+            for number in sorted(self._unkept):
+                work = self._unkept[number]
+                if work.post.channel == last.channel and work.post.seq < last.seq:
+                    with self.blocked(work.post):
+                        work.settle()
+                    self._unkept.pop(number, None)
+
+    def forget_unkept(self) -> None:
+        """Let go of the receives that never arrived, before their process group ends."""
+        self._unkept.clear()

@@ -1,5 +1,6 @@
 """Handle of an asynchronous call: `wait()` blocks until it completes, and records the event."""
 
+import contextlib
 import threading
 import time
 from datetime import timedelta
@@ -34,7 +35,17 @@ class TrackedWork(dist.Work):
 
     def __del__(self) -> None:
         if self._post.kind in ("send", "recv"):
-            self._tracer.drop(self._post)
+            self._tracer.drop(self)  # may keep this object; Python calls __del__ only once
+
+    @property
+    def post(self) -> Post:
+        """Announcement of the call on the call board."""
+        return self._post
+
+    @property
+    def failed(self) -> bool:
+        """Whether waiting for the call has raised an error."""
+        return self._failed
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the call has completed and an emulated link has delivered it; return True.
@@ -47,12 +58,24 @@ class TrackedWork(dist.Work):
                 self._wait_for_inner()
                 self._tracer.call_board.mark(self._tracer.rank, self._post, Flag.ARRIVED)
                 self._note_end(self._deliver())
+            self._tracer.settle(self._post)
         else:
             self._wait_for_inner()
         end_s = time.perf_counter()
         if end_s - start_s > WORTH_SHOWING_S:
             self._tracer.recorder.add("wait", start_s, end_s, label=self._post.kind)
         return True
+
+    def settle(self) -> None:
+        """Record a receive whose message has arrived, but whose handle was not kept.
+
+        It raises no error, as nothing waits for this call.
+        """
+        link_emulator = self._tracer.link_emulator
+        with contextlib.suppress(ConnectionLostError, RuntimeError):
+            self._wait_for_inner()
+            due_s = link_emulator.delivery_s(self._post) if link_emulator else None
+            self._note_end(due_s or time.perf_counter())
 
     def is_completed(self) -> bool:
         """Return whether the call has completed, without blocking."""

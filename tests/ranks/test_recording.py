@@ -216,6 +216,8 @@ def main(rank, *args):
         dist.recv(torch.ones(1), 1)
     if mode == "mismatch":
         dist.all_reduce(torch.ones(4 + rank))
+    if mode == "drop" and rank == 1:
+        dist.irecv(torch.ones(1), 0)
     x = torch.tensor([10.0 ** rank])
     dist.all_reduce(x)
     print(f"sum {x.item():.0f}", flush=True)
@@ -268,6 +270,14 @@ def test_a_mismatch_under_torchrun_is_named(tmp_path):
     assert done.returncode != 0
     assert "all_reduce(sum) float32 [4]" in done.stderr
     assert "all_reduce(sum) float32 [5]" in done.stderr
+
+
+def test_a_receive_that_never_arrives_under_torchrun_is_told_and_holds_no_rank_back(tmp_path):
+    done = run_script(tmp_path, "drop", 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("threads of gloo: 0") == 2
+    assert "orphan: rank 1 calls recv float32 [1] 0->1, and the other end" in done.stderr
+    assert "dist.irecv(torch.ones(1), 0)" in done.stderr
 
 
 # -- the cell magic -----------------------------------------------------------------------------
