@@ -21,8 +21,8 @@ from course_lib.display.page import Margins, page, plain, powers_of_ten
 
 _SHAPES, _DASHES = ("o", "s", "^", "D"), ("-", "--", "-.", ":")
 
-Numbers = Sequence[float] | np.ndarray
-Repeated = Numbers | Sequence[Sequence[float]]
+Series = Sequence[float] | np.ndarray
+Repeated = Series | Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class Voices:
     Raises: CourseError without any of them
     """
 
-    formula: Callable[[float], float] | Numbers | None = None
-    simulation: Numbers | None = None
+    formula: Callable[[float], float] | Series | None = None
+    simulation: Series | None = None
     measurement: Repeated | None = None
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Voices:
 
 
 def compare(
-    x: Numbers,
+    x: Series,
     voices: Voices | Mapping[str, Voices],
     title: str,
     *,
@@ -132,7 +132,7 @@ def _where(name: str) -> str:
 
 
 def _line(
-    x: np.ndarray, name: str, formula: Callable[[float], float] | Numbers, log: bool
+    x: np.ndarray, name: str, formula: Callable[[float], float] | Series, log: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the points of the formula; a function is evaluated at 100 more x in between."""
     if not callable(formula):
