@@ -153,7 +153,8 @@ class TracedGroup(dist.ProcessGroup):
             channel=(self.key, sender, receiver, tag), num_bytes=num_bytes_of(tensors), peer=peer,
         )  # fmt: skip
         work = getattr(self.inner, kind)(tensors, peer_in_group, tag)
-        return TrackedWork(work, post, self.tracer, watch_end=False)
+        on_gloo = not tensors[0].is_cuda
+        return TrackedWork(work, post, self.tracer, watch_end=False, ends_once=on_gloo)
 
     def _member(self, rank_in_group: int, kind: str) -> int:
         if not 0 <= rank_in_group < len(self.members):

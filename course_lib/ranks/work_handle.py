@@ -26,8 +26,17 @@ class ConnectionLostError(CourseError):
 class TrackedWork(dist.Work):
     """Handle that an asynchronous call returns, with the interface of PyTorch's own `Work`."""
 
-    def __init__(self, inner: Any, post: Post, tracer: "CallTracer", watch_end: bool) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        post: Post,
+        tracer: "CallTracer",
+        watch_end: bool,
+        *,
+        ends_once: bool = False,  # gloo's messages: a second wait() there would never return
+    ) -> None:
         super().__init__()
+        self._ends_once = ends_once
         self._inner, self._post, self._tracer = inner, post, tracer
         self._failed = False
         self._arrived_s = 0.0
@@ -59,7 +68,7 @@ class TrackedWork(dist.Work):
                 self._tracer.call_board.mark(self._tracer.rank, self._post, Flag.ARRIVED)
                 self._note_end(self._deliver())
             self._tracer.settle(self._post)
-        else:
+        elif not self._ends_once:
             self._wait_for_inner()
         end_s = time.perf_counter()
         if end_s - start_s > WORTH_SHOWING_S:

@@ -264,3 +264,13 @@ def test_a_rank_that_dies_is_not_blamed_for_its_handles():
         ranks.run(die)
     assert caught.value.kind == "died"
     assert "did not keep" not in str(caught.value)
+
+
+def test_a_handle_can_be_waited_for_again():
+    def waits_twice(rank):
+        x = torch.full((2,), float(rank))
+        work = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
+        return [work.wait() and work.wait(), x.tolist()]
+
+    with Ranks(2) as ranks:
+        assert ranks.run(waits_twice) == [[True, [0.0, 0.0]]] * 2
