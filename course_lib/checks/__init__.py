@@ -2,7 +2,8 @@
 
     exercise         `Exercise`, `Cause`, `CheckFailed`, and `check`, the call in the notebooks
     cases            `Cases`: an answer of plain values, against a table of cases
-    on_ranks         `OnRanks`: an answer that runs on ranks, and what to expect of it
+    on_ranks         `OnRanks`: an answer that runs on ranks, and what was observed there
+    expectations     `Numbers`, `Calls`, `Demand`, ...: what to expect of that
     edits            `Edit`, `Own`: planted wrong answers
     right_answer     the right answer: the solution in the lesson's source
     lesson_source    the source of a lesson as cells, with its solutions

@@ -7,14 +7,21 @@ is compared with what the learner's returned: if they are equal, its cause is to
 """
 
 import math
+import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from numbers import Real
+from types import FrameType
 from typing import Any
 
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed, own_line
 
+MOST_LINES = 1_000_000
 NO_RESULT = Cause("Does your function return its result?")
+A_FLOAT = Cause("A whole number is needed, and that is a float: `/` makes one, `//` does not.")
 Case = tuple[str, tuple[Any, ...]]
 
 
@@ -26,10 +33,30 @@ class Raised:
     text: str = field(compare=False)
     line: str = field(compare=False)
 
+    @classmethod
+    def of(cls, error: Exception) -> "Raised":
+        """Return what is known about an error, as plain data."""
+        return cls(type(error).__name__, str(error), own_line(error.__traceback__))
+
 
 def as_it_is(value: Any, *_arguments: Any) -> Any:
     """Return the value: what `Cases` compares where nothing has to be made plain."""
     return value
+
+
+def whole(number: Any, *_arguments: Any) -> Any:
+    """Return a whole number of any kind as an int: an entry of an integer tensor is one, too.
+
+    What is no number comes back as a text. Raises: CheckFailed for a float
+    """
+    if hasattr(number, "tolist"):  # of a tensor or an array
+        number = number.tolist()
+    if isinstance(number, float):
+        raise failed(f"got {number!r}", A_FLOAT)
+    try:
+        return int(operator.index(number))
+    except TypeError:
+        return repr(number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +69,8 @@ class Cases:
     `failed("need a list of ...", CAUSE)` for a result that cannot be read. Numbers are equal
     within `rtol`, the relative difference. `unit` follows them in the message. `look` is told
     where no known cause fits; `symptoms` are causes with a predicate of all values, shown in the
-    order of the cases: `(lambda got, need: ..., CAUSE)`.
+    order of the cases: `(lambda got, need: ..., CAUSE)`. `unchanged` is told where the arguments
+    are no longer equal to new ones, `endless` where the answer runs MOST_LINES lines.
     """
 
     cases: Callable[[], Sequence[Case]]
@@ -52,22 +80,27 @@ class Cases:
     rtol: float = 1e-9
     unit: str = ""
     symptoms: tuple[tuple[Callable[[Sequence[Any], Sequence[Any]], bool], Cause], ...] = ()
+    unchanged: Cause | None = None
+    endless: Cause | None = None
 
     def observe(self, answer: Callable[..., Any]) -> Iterator[Any]:
         """Call the answer for each case; yield the plain results, or what it raised."""
-        for _, arguments in self.cases():
-            yield self._result(answer, arguments)
+        for (_, arguments), (_, fresh) in zip(self.cases(), self.cases(), strict=True):
+            result = self._result(answer, arguments)
+            changed = self.unchanged and arguments != fresh
+            yield failed("what you were given has changed", self.unchanged) if changed else result
 
     def _result(self, answer: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         try:
-            result = answer(*arguments)
+            with lines_at_most(MOST_LINES, self.endless) if self.endless else nullcontext():
+                result = answer(*arguments)
             return None if result is None else self.show(result, *arguments)
         except (NotImplementedError, NotDone):
             raise
         except CheckFailed as error:
             return error
         except Exception as error:
-            return Raised(type(error).__name__, str(error), own_line(error.__traceback__))
+            return Raised.of(error)
 
     def judge(self, observed: Iterable[Any], exercise: Exercise) -> str:
         """Compare with the right values; raise CheckFailed for the first case that differs."""
@@ -84,7 +117,19 @@ class Cases:
         if isinstance(found, Raised):
             where = f" ({found.line})" if found.line else ""
             return f"{what}: your code raised {found.name}: {found.text}{where}"
-        return f"{what}: need {plain(wanted)}{self.unit}; got {plain(found)}{self.unit}"
+        if isinstance(wanted, dict) and isinstance(found, dict):
+            name, wanted, found = self._first_difference(wanted, found)
+            what = f"{what}: {name}"
+        if isinstance(found, str) and not isinstance(wanted, str):
+            found = repr(found)
+        unit = self.unit if isinstance(found, Real) else ""
+        return f"{what}: need {plain(wanted)}{self.unit}; got {plain(found)}{unit}"
+
+    def _first_difference(self, wanted: dict[Any, Any], found: dict[Any, Any]) -> tuple[Any, ...]:
+        """Return the first key whose values differ, and both values."""
+        keys = {**wanted, **found}
+        pairs = ((key, wanted.get(key, "nothing"), found.get(key, "nothing")) for key in keys)
+        return next(pair for pair in pairs if not self._equal(pair[2], pair[1]))
 
     def _cause(self, got: list[Any], need: list[Any], exercise: Exercise) -> Cause:
         for fits, cause in self.symptoms:
@@ -98,6 +143,23 @@ class Cases:
 
     def _equal(self, found: Any, wanted: Any) -> bool:
         return alike(found, wanted, self.rtol)
+
+
+@contextmanager
+def lines_at_most(most: int, cause: Cause) -> Iterator[None]:
+    """Raise CheckFailed with this cause once the code in the block has run more lines."""
+    numbers, before = count(1), sys.gettrace()
+
+    def trace(_frame: FrameType, event: str, _argument: Any) -> Any:
+        if event == "line" and next(numbers) > most:
+            raise failed(f"it has run {most:,} lines, and goes on", cause)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def alike(found: Any, wanted: Any, rtol: float) -> bool:

@@ -70,7 +70,8 @@ import torch
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.on_ranks import At, Numbers, Observed, OnRanks, Untouched, watch
+from course_lib.checks.expectations import Numbers, Untouched
+from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
 
 
 def _observe(rank: int, answer: Callable[..., Any]) -> dict[str, Observed]:

@@ -146,7 +146,8 @@ for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
 # %% tags=["exercise"] exercise="ranks-1"
 def global_rank(node, local_rank, ranks_per_node):
     """The rank of the process with this local rank on this node."""
-    ### BEGIN SOLUTION FROM course_lib.checks.ranks.rank_numbers:global_rank: count ranks before you
+    ### BEGIN SOLUTION: how many ranks come before you?
+    return node * ranks_per_node + local_rank
     ### END SOLUTION
 
 
@@ -205,7 +206,11 @@ show(timeline(ranks.events, title), alt=f"{title}; the printed lines are sorted 
 # %% tags=["exercise"] exercise="ranks-2"
 def take_turns(rank, world_size, say):
     """Call say() on rank 0, then on rank 1, and so on, each when the one before has ended."""
-    ### BEGIN SOLUTION FROM course_lib.checks.ranks.rank_numbers:take_turns: a barrier a turn
+    ### BEGIN SOLUTION: a barrier after each turn
+    for turn in range(world_size):
+        if turn == rank:
+            say()
+        dist.barrier()
     ### END SOLUTION
 
 
@@ -321,8 +326,9 @@ print(x)
 #
 # ### Exercise 3: the mean of all ranks
 #
-# Give every rank the mean of all `x`, and leave `x` as it is. Budget: one call, of the size of `x`.
-# It has to work on any number of ranks: `dist.get_world_size()` says how many. About 3 lines.
+# Give every rank the mean of all `x`, and leave `x` as it is. Budget: one call, of the size of `x`,
+# and a result that keeps no more memory than `x`. It has to work on any number of ranks:
+# `dist.get_world_size()` says how many. About 3 lines.
 #
 # <details><summary>Hint: x has changed</summary>
 # <code>x.clone()</code> is a tensor of its own.
@@ -332,7 +338,10 @@ print(x)
 # %% tags=["exercise"] exercise="ranks-3"
 def mean_over_ranks(x):
     """The mean of x over all ranks, on every rank; x stays as it is."""
-    ### BEGIN SOLUTION FROM course_lib.checks.ranks.mean:mean_over_ranks: sum a copy, then divide
+    ### BEGIN SOLUTION: sum a copy, then divide
+    mean = x.clone()
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
     ### END SOLUTION
 
 
@@ -392,7 +401,8 @@ show(waiting(hang.waits, 4), alt=alt)
 # ### Exercise 4: break the circle
 #
 # Same task, no deadlock: send `x` to the rank `right`, return what the rank `left` sent. `rank` is
-# your own number. It is tried on 2, 3 and 4 ranks. Budget: one message a rank; about 6 lines.
+# your own number. It is tried on 2, 3 and 4 ranks. Budget: one message a rank, and none under way
+# when you return: whoever uses `isend` or `irecv` calls `wait()` on the handle. About 6 lines.
 #
 # <details><summary>Hint: it is stuck in send, or in recv</summary>
 # If all ranks do the same thing first, nobody does the other thing. Let <code>rank</code> decide:
@@ -406,7 +416,15 @@ show(waiting(hang.waits, 4), alt=alt)
 # %% tags=["exercise"] exercise="ranks-4"
 def pass_right(x, rank, left, right):
     """Send x to the rank on the right; return what the rank on the left sent."""
-    ### BEGIN SOLUTION FROM course_lib.checks.ranks.ring:pass_right: some ranks receive first
+    ### BEGIN SOLUTION: some ranks receive first
+    received = torch.empty_like(x)
+    if rank % 2 == 0:
+        dist.send(x, right)
+        dist.recv(received, left)
+    else:
+        dist.recv(received, left)
+        dist.send(x, right)
+    return received
     ### END SOLUTION
 
 
@@ -488,7 +506,10 @@ show(waiting(hang.waits, 4), alt=f"{len(hang.waits)} of 4 ranks waits, for ranks
 # %% tags=["exercise"] exercise="ranks-5"
 def report_loss(rank, loss, log):
     """Call log(total) once, on rank 0, with the sum of the losses of all ranks."""
-    ### BEGIN SOLUTION FROM course_lib.checks.ranks.report:report_loss: all sum, rank 0 logs
+    ### BEGIN SOLUTION: all sum, rank 0 logs
+    dist.all_reduce(loss)
+    if rank == 0:
+        log(loss.item())
     ### END SOLUTION
 
 

@@ -206,9 +206,9 @@ reveal(guess, "no")
 #
 # ### Exercise 2: the whole step
 #
-# Gradients as from the full batch, one step, and never more than one micro-batch in memory. Return
-# the mean loss of the whole batch. $m$ divides the batch here; `split_micro_batches` cuts it, as
-# above. About 7 lines, 10 minutes.
+# Gradients as from the full batch, one step, and never more than one micro-batch in memory: the
+# model sees each of them once. Return the mean loss of the whole batch. $m$ divides the batch here;
+# `split_micro_batches` cuts it, as above. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: memory grows with the number of micro-batches</summary>
 # Every loss that you keep keeps its graph. Call backward in the loop, and keep

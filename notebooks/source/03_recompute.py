@@ -84,13 +84,19 @@ reveal(guess, "no")
 # Write `backward` again, as a function. `random_state` is what `torch.get_rng_state()` gave before
 # the first run; `torch.set_rng_state` restores it. The random numbers *after* backward have to go
 # on as if nothing had happened: the end of `with torch.random.fork_rng():` puts the state back as
-# it was. Autograd is off when `redo` is called. About 6 lines, 10 minutes.
+# it was. Autograd is off when `redo` is called. Run `fn` once. About 6 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-1"
 def redo(fn, x, random_state, grad):
     """Run fn(x) again, go back through it from grad; return the gradient of x."""
-    ### BEGIN SOLUTION FROM course_lib.checks.recompute.recompute_answers:redo: restore, run
+    ### BEGIN SOLUTION: restore the random state, run, go back
+    x = x.detach().requires_grad_()
+    with torch.random.fork_rng(), torch.enable_grad():
+        torch.set_rng_state(random_state)
+        y = fn(x)
+    torch.autograd.backward(y, grad)
+    return x.grad
     ### END SOLUTION
 
 
@@ -180,7 +186,10 @@ show(compare(ks, voices, title, **labels), alt=f"{title}: the valley lies at the
 # %% tags=["exercise"] exercise="recompute-2"
 def best_segment(num_layers, input_bytes, block_bytes):
     """The number of blocks a segment for which the peak is lowest (the smallest such number)."""
-    ### BEGIN SOLUTION FROM course_lib.checks.recompute.recompute_answers:best: the peak of each k
+    ### BEGIN SOLUTION: the peak of each k
+    ks = range(1, num_layers + 1)
+    peaks = [-(-num_layers // k) * input_bytes + k * block_bytes for k in ks]
+    return ks[peaks.index(min(peaks))]
     ### END SOLUTION
 
 

@@ -14,6 +14,7 @@
 # | $r$ | `rank` | which rank am I, $0 \dots p-1$ |
 #
 # One message of $n$ bytes takes $\alpha + n/\beta$ seconds. That is all the theory there is.
+# (A message is a contiguous tensor, and so are all the tensors that you get here.)
 
 # %%
 # %load_ext course_lib.ranks
@@ -99,7 +100,8 @@ print("equal to torch.distributed:", ranks.run(same_as_torch))
 #
 # Run the film backwards and you have a **reduce**: ranks hand in their sums, and the root ends up
 # with the total. Budget: every rank sends at most once, nobody receives more than
-# $\lceil\log_2 p\rceil$ times. About 7 lines, 10 minutes.
+# $\lceil\log_2 p\rceil$ times, and all is done in as many rounds. x has any shape and dtype.
+# About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: a rank is missing in my sum</summary>
 # The last round of the broadcast is the first one here: start with the largest <code>have</code>,
@@ -163,8 +165,9 @@ except RankError as hang:
 #
 # ### Exercise 2: break the circle
 #
-# Pass x to the right with one message a rank, on any number of ranks, odd or even. `dist.isend` and
-# `dist.irecv` start a message and return at once; `.wait()` waits for its end. About 4 lines.
+# Pass x to the right, on two or more ranks, odd or even. Budget: one message a rank, all of them in
+# one round, so no rank waits for one of its messages before it has started the other. `dist.isend`
+# and `dist.irecv` start a message and return at once; `.wait()` waits for its end. About 4 lines.
 #
 # <details><summary>Hint: it hangs all the same</summary>
 # Start <em>both</em> messages before the first <code>.wait()</code>, and keep both handles: a
@@ -263,7 +266,7 @@ for rank, shards in enumerate(ranks.run(off_by_one)):
 #
 # Now every rank owns one shard and all want all of them, in the order of the ranks. Same ring, same
 # bytes, but what arrives is stored, not added, and passed on in the next step. Budget: $p-1$
-# messages of one shard, to the right neighbour only. About 4 lines.
+# messages a rank, one shard each, to the right neighbour only, in $p-1$ rounds. About 4 lines.
 #
 # <details><summary>Hint: zeros are left over</summary>
 # In step 1 you send your own shard. What you send in step 2 is what came in step 1.
@@ -272,7 +275,7 @@ for rank, shards in enumerate(ranks.run(off_by_one)):
 
 # %% tags=["exercise"] exercise="collectives-3"
 def gather_on_ring(shard):
-    """Return the shards of all ranks, one after another: p * len(shard) numbers."""
+    """Return the shards of all ranks, one after another: p * len(shard) numbers, a new tensor."""
     rank, p = dist.get_rank(), dist.get_world_size()
     whole = torch.zeros(p * len(shard), dtype=shard.dtype)
     shards = whole.tensor_split(p)  # views: what is written to shards[i] is in whole
@@ -336,7 +339,7 @@ show(figure, alt=f"{title}: {measured[-1]:.2f} n on {p_values[-1]} ranks; the vo
 # %% [markdown]
 # ### Exercise 4: the mean
 #
-# What data parallelism needs is the *mean*, in place, for tensors of any length (10 numbers on 4
+# What data parallelism needs is the *mean*, in place, for floats of any length (10 numbers on 4
 # ranks are shards of 3, 3, 2 and 2). Call the two halves; `out=x` tells the all-gather where the
 # shards belong. Budget: $2(p-1)$ messages, $2\frac{p-1}{p}n$ bytes. About 2 lines.
 #
@@ -548,8 +551,8 @@ print(f"n / t is {n / time_s / 1e9:.0f} GB/s; the factor is {factor}")
 # ### Exercise 6: all-to-all
 #
 # Everyone has a letter for everyone: shard $s$ of rank $r$ goes to rank $s$, which files it under
-# $r$. Mixture-of-experts models route their tokens this way. Budget: $p-1$ messages, one shard
-# each. About 4 lines.
+# $r$. Mixture-of-experts models route their tokens this way. Budget: $p-1$ messages a rank, one
+# shard each, in $p-1$ rounds. About 4 lines.
 #
 # <details><summary>Hint: who sends to whom, and when?</summary>
 # In step 1 everyone sends to the neighbour one to the right and receives from the one to the left;
@@ -559,7 +562,7 @@ print(f"n / t is {n / time_s / 1e9:.0f} GB/s; the factor is {factor}")
 
 # %% tags=["exercise"] exercise="collectives-6"
 def all_to_all(x):
-    """Send shard s to rank s; return what came, in the order of the senders."""
+    """Send shard s to rank s; return what came, in the order of the senders, a new tensor."""
     rank, p = dist.get_rank(), dist.get_world_size()
     letters = x.tensor_split(p)  # len(x) is a multiple of p
     filed = torch.zeros_like(x)

@@ -133,9 +133,10 @@ reveal(guess_weight, round(weights[0], 6))
 #
 # ### Exercise 1: an equal start
 #
-# A module has more than weights: buffers (batch norm's statistics), frozen parameters. Give every
-# rank rank 0's, **in place**, each tensor once. `module.parameters()` gives tied ones once.
-# About 3 lines.
+# A module has more than weights: buffers (batch norm's statistics; `state_dict()` may leave some
+# out), and frozen parameters, which stay frozen. Give every rank rank 0's, **in place**: the same
+# tensors in the same memory. Budget: one `broadcast` a tensor, and no other call.
+# `module.parameters()` gives tied ones once. About 3 lines.
 #
 # <details><summary>Hint: the check says that autograd looks on</summary>
 # Broadcast <code>tensor.data</code> (or <code>tensor.detach()</code>): the same memory, without
@@ -159,7 +160,8 @@ check("data_parallel-1", make_equal)
 # ### Exercise 2: the mean gradient
 #
 # After `backward`, replace each `param.grad` by its mean over all ranks. Budget: one `all_reduce`
-# a trained parameter. About 4 lines.
+# a trained parameter, and no other call. Each gradient stays a tensor of its own, not a view into
+# a larger one. About 4 lines.
 #
 # <details><summary>Hint: None has no all_reduce</summary>
 # A frozen parameter has no gradient: skip it.
@@ -274,9 +276,10 @@ guess_twice = predict("items read twice, 10 items on 4 ranks")
 # ### Exercise 3: the sampler
 #
 # Shuffle all items in an order that depends on the epoch and **not** on the rank, then deal them
-# out, as many to each rank. If cards are missing at the end, go on with the first ones of the
-# order, again and again if they are few. `torch.randperm(n, generator=...)` shuffles; seed the
-# generator. About 3 lines.
+# out, in turn or in blocks, as many to each rank. If cards are missing at the end, go on with the
+# first ones of the order, again and again if they are few. `torch.randperm(n, generator=...)`
+# shuffles; seed the generator, and leave the global random state alone. The same call gives the
+# same list. About 3 lines.
 #
 # <details><summary>Hint: some items are never read</summary>
 # If each rank shuffles in its own way, they do not deal out the same pack.
@@ -333,8 +336,9 @@ guess_counts = predict("weight of the lonely item, as a multiple of the others'"
 # ### Exercise 4: the weight
 #
 # Scale a rank's mean loss so that the *mean over ranks* is the mean over all items. A rank may have
-# no items at all: its loss is `nan`, and it has to count zero (as a tensor that keeps its graph).
-# Budget: one `all_reduce` of one number. About 4 lines.
+# no items at all: its loss is `nan`, and it has to count zero (as a tensor that keeps its graph). A
+# `nan` of real items stays one. Leave `loss` itself as it is, and `backward` to the caller.
+# Budget: one `all_reduce` of one number (8 bytes), and no other call. About 4 lines.
 #
 # <details><summary>Hint: nan times 0 is nan</summary>
 # <code>loss.nan_to_num()</code> is a number, and 0 times it is a zero that backward can follow. Use
@@ -420,8 +424,9 @@ show(timelines(runs, title), alt=f"{title}; asynchronous workers never wait for 
 # %% [markdown]
 # ### Exercise 5: how stale?
 #
-# The server knows the worker of every update, such as `[1, 2, 1, 1, 2]`. A worker pulls right after
-# its own update, and all have pulled before the first one. About 5 lines.
+# The server knows the worker of every update, such as `[1, 2, 1, 1, 2]`; there may be more workers.
+# A worker pulls right after its own update, and all have pulled before the first one. About 5
+# lines.
 #
 # <details><summary>Hint: everything is one too large</summary>
 # Its own update is in what it pulls. Count those that came after it.

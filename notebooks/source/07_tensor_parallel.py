@@ -108,7 +108,8 @@ reveal(guess_grad, found[2])
 # ### Exercise 1: f and g
 #
 # An `autograd.Function` says what its backward is. Clone before you sum: the tensor you get may be
-# somebody else's. Return the one you summed. About 7 lines, 10 minutes.
+# somebody else's. Return the one you summed. One all-reduce in forward and one in backward, on
+# every rank, in the dtype of x. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: p times too large</summary>
 # $y = y_0 + y_1 + \dots$: the derivative of $y$ by $y_1$ is 1. Behind g, all ranks go on alike with
@@ -160,9 +161,10 @@ check("tensor_parallel-1", together)
 #
 # ### Exercise 2: a split MLP
 #
-# Keep this rank's part of two `nn.Linear`, under the names in the docstring. Careful: `weight` is
-# stored as `[out, in]`, so *columns of A are rows of* `up.weight`. A width need not divide by $p$;
-# `tensor_split` copes. About 8 lines, 15 minutes.
+# Keep this rank's part of two `nn.Linear` and nothing else, under the names in the docstring, and
+# leave both layers and x as they are. Careful: `weight` is stored as `[out, in]`, so *columns of A
+# are rows of* `up.weight`. A width need not divide by $p$; `tensor_split` copes. One all-reduce in
+# forward and one in backward, of an activation each. About 8 lines, 15 minutes.
 #
 # <details><summary>Hint: the output is off by a constant</summary>
 # Whatever is added before the sum is added $p$ times. Where does the bias of <code>down</code>
@@ -212,8 +214,8 @@ check("tensor_parallel-2", SplitMLP)
 #
 # ### Exercise 3: which rows?
 #
-# The rows of that matrix for one rank, in order, as a list. $p$ divides both numbers of heads.
-# About 5 lines.
+# The rows of that matrix for one rank, in order, as a list: of each of the three, rank 0 takes the
+# first heads, rank 1 the next ones. $p$ divides both numbers of heads. About 5 lines.
 #
 # <details><summary>Hint: rank 0 has no values</summary>
 # It is three matrices under one another. Cut each of them into $p$ parts.
@@ -260,8 +262,9 @@ reveal(guess_fewer, llama.vocab / 3)
 # ### Exercise 4: the loss, without the logits
 #
 # This rank has the logits of the tokens `first`, `first + 1` ... Targets of -100 have no loss.
-# Return the mean over the others, the same on every rank. Budget: 3 all-reduces of a number a
-# token. About 10 lines, 20 minutes.
+# Return the mean over the others, the same on every rank, in the dtype of the logits or a wider
+# one; write to neither argument. Budget, forward and backward: 3 all-reduces, of 3 numbers a token
+# in all. About 10 lines, 20 minutes.
 #
 # <details><summary>Hint: the maximum</summary>
 # <code>dist.all_reduce(top, dist.ReduceOp.MAX)</code>, on a detached tensor; one for each token,

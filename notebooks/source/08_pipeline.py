@@ -209,8 +209,11 @@ schedule_explorer()
 # ### Exercise 3: run a schedule
 #
 # One rank's part of a step. `isend` returns at once, with a handle to wait for. The batch's `x`
-# is there on the first rank, the target on the last; all messages have the shape of `x`. Leave in
-# every `param.grad` the gradient of the *mean* over all micro-batches. About 17 lines, 25 minutes.
+# holds the input on the first rank only (there it may be integer tokens), the target is there on
+# the last one; elsewhere they only have the shape and the dtype of a message. The last micro-batch
+# may be smaller. Add to every `param.grad`, as `backward()` does, the gradient of the *mean* of the
+# $m$ losses; leave the batch as it is. Budget: one message per micro-batch and direction; with
+# 1F1B, what is kept alive does not grow with $m$. About 17 lines, 25 minutes.
 #
 # <details><summary>Hint: x.grad is None</summary>
 # To autograd, what came over the wire is a number like any other: ask for its gradient with
@@ -220,7 +223,8 @@ schedule_explorer()
 # <code>loss_fn</code> is a mean over one micro-batch. Divide it once, where the loss is.
 # </details>
 # <details><summary>Hint: too much is kept alive</summary>
-# <code>kept.pop(i)</code> takes out; a message is <code>y.detach()</code>, without the graph.
+# <code>kept.pop(i)</code> takes out; a message is <code>y.detach()</code>, without the graph. A
+# handle holds its message, even after <code>wait()</code>: put it into <code>sent</code> only.
 # </details>
 
 
@@ -254,6 +258,8 @@ def run_actions(actions, stage, micro_batches, loss_fn):
             if rank > 0:
                 sent.append(dist.isend(x.grad, rank - 1))
             ### END SOLUTION
+        if len(sent) > 2 * p:  # a handle holds its message; the oldest one has arrived long ago
+            sent.pop(0).wait()
     for work in sent:
         work.wait()
 
@@ -537,7 +543,8 @@ show(figure, alt=f"{title}; everybody waits for the output layer")
 # ### Exercise 5: a tied weight
 #
 # After backward, leave in both copies the gradient of *both* uses. `ends` is the group of first and
-# last stage. A frozen weight has no gradient. About 2 lines.
+# last stage, wherever they are in the world. A frozen weight has no gradient. Budget: one message
+# each way, nothing from the middle. About 2 lines.
 #
 # <details><summary>Hint: rank 1 fails</summary>
 # In the middle <code>weight</code> is None: these ranks have nothing to do.

@@ -164,9 +164,10 @@ check("zero-1", pieces_of)
 #
 # ### Exercise 2: step your own shard
 #
-# Gradients are means already. `make_optimizer([tensor])` gives an optimizer for a tensor;
-# `dist.all_gather_single(flat, shard)` puts all ranks' shards together. Budget: one all-gather a
-# step; a rank keeps its shard, its gradient, its state. About 8 lines, 15 minutes.
+# Gradients are means already: only read them. `make_optimizer([tensor])` gives an optimizer for a
+# tensor; `dist.all_gather_single(flat, shard)` puts all ranks' shards together. Budget: one
+# all-gather a step; a rank keeps its shard, its gradient and its state, all in the parameters'
+# dtype. About 8 lines, 15 minutes.
 #
 # <details><summary>Hint: nothing changes</summary>
 # <code>param = view</code> gives a name to another tensor. <code>param.copy_(view)</code> writes.
@@ -224,9 +225,10 @@ check("zero-2", ShardedStep)
 # ### Exercise 3: shards of gradients
 #
 # `on_grad` is called when `param.grad` is complete. If that fills a bucket, send it at once, and
-# wait; parameters of other buckets may come in between. Backward may run several times before a
-# step: shards add up. Budget: one reduce-scatter a bucket, no whole gradient afterwards. About 10
-# lines, 20 minutes.
+# wait. Inside a bucket, the order may differ from rank to rank; parameters of other buckets may
+# come in between. Backward may run several times before a step: shards add up, until the step sets
+# the items of `shards` to `None` again. Budget: one reduce-scatter a bucket, in the gradients'
+# dtype; afterwards only the shards are alive. About 10 lines, 20 minutes.
 #
 # <details><summary>Hint: gradients are still there</summary>
 # <code>param.grad = None</code> for each parameter of the bucket; zeros need as much memory. And
@@ -318,9 +320,10 @@ show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets co
 #
 # ### Exercise 4: a linear layer that owns a shard
 #
-# `whole(shard, layout)` gathers `weight` and `bias`. Write forward and backward. Budget: one
-# gather forward; one gather and one reduce-scatter backward; no whole weight is alive in between.
-# About 9 lines, 20 minutes.
+# `whole(shard, layout)` gathers `weight` and `bias`. Write forward and backward; both only read
+# what they get. Budget: one gather forward; one gather and one reduce-scatter backward. In between,
+# `x` and the shard are alive, afterwards the two gradients: nothing whole. About 9 lines, 20
+# minutes.
 #
 # <details><summary>Hint: never freed</summary>
 # What <code>ctx</code> keeps, lives. Save <code>x</code> and <code>shard</code>, and gather again.
@@ -479,8 +482,8 @@ show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the
 #
 # ### Exercise 5: one norm for all
 #
-# Scale the shards in place, and return what the norm was. Budget: one all-reduce of one number.
-# About 5 lines.
+# Scale the shards in place, and return what the norm was. A gradient whose norm is below `max_norm`,
+# or 0, stays as it is. Budget: one all-reduce of one number. About 6 lines.
 #
 # <details><summary>Hint: it hangs</summary>
 # Whether to clip is known only after the all-reduce: every rank makes the call.
@@ -490,12 +493,13 @@ show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the
 # %% tags=["exercise"] exercise="zero-5"
 def clip_shards(grads, max_norm):
     """Clip by the norm over all shards of all ranks; grads is a list of tensors."""
-    ### BEGIN SOLUTION: what adds up? And when is the factor 1?
+    ### BEGIN SOLUTION: what adds up? And when does nothing change?
     squares = torch.stack([(grad**2).sum() for grad in grads]).sum()
     dist.all_reduce(squares)
     norm = squares.sqrt()
-    for grad in grads:
-        grad.mul_(min(1.0, max_norm / norm.item()))
+    if norm > max_norm:
+        for grad in grads:
+            grad.mul_(max_norm / norm)
     return norm
     ### END SOLUTION
 

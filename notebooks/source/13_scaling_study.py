@@ -81,7 +81,7 @@ show(compare(range(1, len(alone_ms) + 1), curves, title, **axes), alt=f"{title};
 #
 # ### Exercise 1: from ranks to a run
 #
-# You get the records of all ranks, in order, and make one line of them:
+# You get the records of all ranks, in order, and make one line of them; they stay as they are:
 #
 # - `time_s`: the seconds of the rank that took longest in all.
 # - `num_tokens`: those of each copy of the model, once. The ranks of a copy are neighbours, tp
@@ -208,7 +208,8 @@ print(f"after synchronize(): {device.now_s():.2f} s")
 #
 # A step is `accumulated` micro-batches, each `device.backward(next(micro_batches))`, where a
 # micro-batch here is just its number of tokens; then `device.step()`. Run `steps` of them, of which
-# the first `warmup` do not count. Return seconds and tokens of the others. About 10 lines.
+# the first `warmup` (0 or more) do not count. Return seconds and tokens of the others. About 10
+# lines.
 #
 # <details><summary>Hint: a few thousandths of the right time</summary>
 # That is how long giving orders takes. <code>device.synchronize()</code> waits, twice: before the
@@ -467,7 +468,8 @@ print(f"a learner may have {site.limits.gpu_hours:g} GPU-hours, {site.limits.max
 #
 # A run has `nodes`, `gpus_per_node`, `start_s` (once), `steps` and `step_s`. Return the GPU-hours
 # of all runs, and how many of them may be handed in: in their order, until one goes over `allowed`;
-# there it ends, even if a smaller one comes later. Exactly `allowed` still fits. About 8 lines.
+# there it ends, even if a smaller one comes later. Exactly `allowed` still fits. `runs` stays as it
+# is. About 8 lines.
 
 
 # %% tags=["exercise"] exercise="scaling_study-4"

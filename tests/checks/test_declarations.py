@@ -11,7 +11,7 @@ from course_lib.checks import Cause, CheckFailed, Exercise, NotDone, check, exer
 from course_lib.checks.cases import Cases, alike, plain
 from course_lib.checks.edits import Own, edited
 from course_lib.checks.exercise import TooLong, failed
-from course_lib.checks.on_ranks import (
+from course_lib.checks.expectations import (
     DIGITS_LOST,
     DTYPE,
     NO_RESULT,
@@ -19,11 +19,10 @@ from course_lib.checks.on_ranks import (
     Calls,
     Numbers,
     OnlyKinds,
-    OnRanks,
     Traffic,
     Untouched,
-    watch,
 )
+from course_lib.checks.on_ranks import OnRanks, watch
 from course_lib.core import CourseError
 
 SUMMED = Cause("{p} times too large: summed.")
@@ -140,9 +139,9 @@ def test_cases_accept_equal_numbers(answer):
         (lambda x: x, "1 apple: need 2 kg; got 1 kg. Count.", Cause("Count.")),
         (lambda x: 2 * x or 7, "0 apples: need 0 kg; got 7 kg. Count.", Cause("Count.")),
         (lambda x: 4 * x or 7, "1 apple: need 2 kg; got 4 kg. Count.", Cause("Count.")),
-        (lambda x: None, "got None kg. Does your function return", NO_RESULT),
+        (lambda x: None, "got None. Does your function return", NO_RESULT),
         (lambda x: 2 * x / x * x, "0 apples: your code raised ZeroDivisionError", AN_ERROR),
-        (lambda x: "2", "need 2 kg; got 2 kg. Count.", Cause("Count.")),
+        (lambda x: "2", "need 2 kg; got '2'. Count.", Cause("Count.")),
         (lambda x: True, "got True kg. Count.", Cause("Count.")),
     ],
 )

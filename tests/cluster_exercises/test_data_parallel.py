@@ -10,6 +10,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 from course_lib.checks import CheckFailed, find_exercise
 from course_lib.core.presets import find_model
@@ -29,11 +30,36 @@ def broadcast_then_copy(module):
             tensor.copy_(mine)
 
 
+def one_message_a_dtype(module):
+    everything = [tensor.data for tensor in [*module.parameters(), *module.buffers()]]
+    for dtype in (torch.int64, torch.float64):
+        some = [tensor for tensor in everything if tensor.dtype == dtype]
+        flat = torch.cat([tensor.flatten() for tensor in some])
+        dist.broadcast(flat, 0)
+        parts = flat.split([tensor.numel() for tensor in some])
+        for tensor, part in zip(some, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def all_under_way_at_once(module):
+    tensors = [*module.parameters(), *module.buffers()]
+    for work in [dist.broadcast(tensor.detach(), 0, async_op=True) for tensor in tensors]:
+        work.wait()
+
+
 def divide_first(module):
     for param in module.parameters():
         if param.grad is not None:
             param.grad = param.grad / dist.get_world_size()
             dist.all_reduce(param.grad)
+
+
+def one_bucket(module):
+    trained = [param for param in module.parameters() if param.requires_grad]
+    flat = torch.cat([param.grad.flatten() for param in trained])
+    dist.all_reduce(flat, async_op=True).wait()
+    for param, part in zip(trained, flat.split([x.numel() for x in trained]), strict=True):
+        param.grad.copy_(part.view(param.shape) / dist.get_world_size())
 
 
 def in_blocks(n, rank, p, epoch):
@@ -42,12 +68,31 @@ def in_blocks(n, rank, p, epoch):
     return order[rank * -(-n // p) : (rank + 1) * -(-n // p)]
 
 
+def global_state_put_back(n, rank, p, epoch):
+    with torch.random.fork_rng():
+        torch.manual_seed(epoch)
+        order = torch.randperm(n).tolist()
+    return tuple(order[i % n] for i in range(rank, -(-n // p) * p, p))
+
+
+def by_pytorch(n, rank, p, epoch):
+    sampler = DistributedSampler(range(n), p, rank)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
 def with_where(loss, num_items):
     total = torch.tensor([float(num_items)])
     dist.all_reduce(total)
     share = dist.get_world_size() / total.item()
     none = torch.tensor(num_items == 0)
     return torch.where(none, 0.0 * loss.nan_to_num(), loss * num_items * share)
+
+
+def divides_tensors(loss, num_items):
+    total = torch.tensor(num_items, dtype=torch.int32)
+    dist.all_reduce(total, async_op=True).wait()
+    return (loss if num_items else loss.nansum()) * num_items * dist.get_world_size() / total
 
 
 def by_looking_back(order):
@@ -60,24 +105,52 @@ def by_looking_back(order):
     return found
 
 
+def by_using_up_the_order(order):
+    ages, found = {}, []
+    while order:
+        worker = order.pop(0)
+        found.append(ages.get(worker, len(found)))
+        ages = {other: age + 1 for other, age in ages.items()} | {worker: 0}
+    return torch.tensor(found)
+
+
 @pytest.mark.parametrize(
     ("key", "answer"),
     [
         ("data_parallel-1", broadcast_then_copy),
+        ("data_parallel-1", one_message_a_dtype),
+        ("data_parallel-1", all_under_way_at_once),
         ("data_parallel-2", divide_first),
+        ("data_parallel-2", one_bucket),
         ("data_parallel-3", in_blocks),
+        ("data_parallel-3", global_state_put_back),
+        ("data_parallel-3", by_pytorch),
         ("data_parallel-4", with_where),
+        ("data_parallel-4", divides_tensors),
         ("data_parallel-5", by_looking_back),
+        ("data_parallel-5", by_using_up_the_order),
     ],
 )
 def test_another_right_answer_passes(key, answer):
-    assert find_exercise(key).check(answer)
+    assert find_exercise(key).verdict(answer)
 
 
 def test_a_forgotten_return_is_told():
     for key in ("data_parallel-3", "data_parallel-4", "data_parallel-5"):
-        with pytest.raises(CheckFailed):
-            find_exercise(key).check(lambda *args: None)
+        with pytest.raises(CheckFailed, match="Does your function return its result"):
+            find_exercise(key).verdict(lambda *args: None)
+
+
+def freezes_all(module):
+    module.requires_grad_(False)
+    broadcast_then_copy(module)
+
+
+def test_nothing_of_the_check_itself_is_shown_as_the_learners():
+    with pytest.raises(CheckFailed) as caught:
+        find_exercise("data_parallel-1").verdict(freezes_all)
+    assert "requires_grad has changed" in str(caught.value)
+    assert "line" not in str(caught.value)
 
 
 @pytest.fixture(scope="module")

@@ -62,4 +62,4 @@ def by_using_up_the_lists(forward_s, backward_s, all_reduce_s):
 
 def test_lists_are_lists():
     """What the exercise calls lists can be copied and used up, and the check goes on."""
-    assert find_exercise("ddp-3").check(by_using_up_the_lists)
+    assert find_exercise("ddp-3").verdict(by_using_up_the_lists)

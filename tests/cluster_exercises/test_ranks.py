@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from course_lib.checks import CheckFailed, check, find_exercise
-from course_lib.checks.ranks.rank_numbers import take_turns
 from course_lib.core.records import read_runs
 from course_lib.ranks import Ranks
 
@@ -34,6 +33,13 @@ def no_last_barrier(rank, world_size, say):
         dist.barrier()
 
 
+def broadcast_after_each_turn(rank, world_size, say):
+    for turn in range(world_size):
+        if turn == rank:
+            say()
+        dist.broadcast(torch.zeros(1), src=turn)
+
+
 def divide_first(x):
     mean = x / dist.get_world_size()
     dist.all_reduce(mean)
@@ -52,6 +58,14 @@ def start_both(x, rank, left, right):
     received = torch.empty_like(x)
     started = [dist.irecv(received, left), dist.isend(x, right)]
     for one in started:
+        one.wait()
+    return received
+
+
+def batch_both(x, rank, left, right):
+    received = torch.empty_like(x)
+    both = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, received, left)]
+    for one in dist.batch_isend_irecv(both):
         one.wait()
     return received
 
@@ -107,25 +121,40 @@ def all_gather_and_sum(rank, loss, log):
         ("ranks-5", all_gather_and_sum),
         ("ranks-2", pass_a_token),
         ("ranks-2", no_last_barrier),
+        ("ranks-2", broadcast_after_each_turn),
         ("ranks-3", divide_first),
         ("ranks-4", isend_and_wait),
         ("ranks-4", start_both),
         ("ranks-4", rank_0_sends_first),
+        ("ranks-4", batch_both),
         ("ranks-5", reduce_to_rank_0),
     ],
 )
 def test_another_right_answer_passes(key, answer):
-    assert find_exercise(key).check(answer)
+    assert find_exercise(key).verdict(answer)
 
 
 def test_a_number_that_is_no_whole_number_is_told():
-    with pytest.raises(CheckFailed, match=r"need 0; got 0\.0\. That is a float: `/`"):
-        find_exercise("ranks-1").check(lambda node, local_rank, size: node / 1 * size + local_rank)
+    with pytest.raises(CheckFailed, match=r"got 0\.0\. .* that is a float: `/`"):
+        find_exercise("ranks-1").verdict(
+            lambda node, local_rank, size: node / 1 * size + local_rank
+        )
+
+
+def test_a_rooted_collective_orders_only_those_it_tells():
+    def reduce_after_each_turn(rank, world_size, say):
+        for turn in range(world_size):
+            if turn == rank:
+                say()
+            dist.reduce(torch.zeros(1), dst=turn)
+
+    with pytest.raises(CheckFailed, match="speaks before it can know"):
+        find_exercise("ranks-2").verdict(reduce_after_each_turn)
 
 
 def test_a_forgotten_return_is_told():
     with pytest.raises(CheckFailed, match="Does your function return its result"):
-        find_exercise("ranks-3").check(lambda x: None)
+        find_exercise("ranks-3").verdict(lambda x: None)
 
 
 def test_the_notebooks_own_ranks_do_not_travel():
@@ -134,8 +163,8 @@ def test_the_notebooks_own_ranks_do_not_travel():
 
 
 def test_what_a_reduction_returns_is_nothing():
-    with pytest.raises(CheckFailed, match="log got None"):
-        find_exercise("ranks-5").check(lambda rank, loss, log: log(dist.all_reduce(loss)))
+    with pytest.raises(CheckFailed, match=r"got None\. all_reduce and reduce return nothing"):
+        find_exercise("ranks-5").verdict(lambda rank, loss, log: log(dist.all_reduce(loss)))
 
 
 def test_another_error_on_a_ring_gets_no_hint():
@@ -143,17 +172,18 @@ def test_another_error_on_a_ring_gets_no_hint():
         return x / len(())[0]
 
     with pytest.raises(CheckFailed, match=r"raised TypeError") as caught:
-        find_exercise("ranks-4").check(divides)
+        find_exercise("ranks-4").verdict(divides)
     assert "neighbours" not in str(caught.value)
 
 
 def test_one_rank_is_singular():
-    def one_barrier_more(rank, world_size, say):
-        take_turns(rank, world_size, say)
-        dist.barrier()
+    def one_barrier_more_if_alone(rank, world_size, say):
+        no_last_barrier(rank, world_size, say)
+        for _ in range(2 // world_size):
+            dist.barrier()
 
     with pytest.raises(CheckFailed, match="on 1 rank, a rank makes 2 calls; 1 is enough"):
-        find_exercise("ranks-2").check(one_barrier_more)
+        find_exercise("ranks-2").verdict(one_barrier_more_if_alone)
 
 
 def test_two_calls_are_over_the_budget():
@@ -163,8 +193,8 @@ def test_two_calls_are_over_the_budget():
         dist.broadcast(total, src=0)
         return total / dist.get_world_size()
 
-    with pytest.raises(CheckFailed, match="makes 2 calls, the first reduce of 12 bytes"):
-        find_exercise("ranks-3").check(twice)
+    with pytest.raises(CheckFailed, match="makes 2 calls, reduce of 12 bytes and broadcast"):
+        find_exercise("ranks-3").verdict(twice)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -1,6 +1,7 @@
 """Lesson 13: other right answers pass as well, the explorer draws, own results come first."""
 
 import itertools
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -18,10 +19,8 @@ from course_lib.scaling_study.results import Results, sample_results
 
 def by_the_library(records, tp, pp, warmup):
     """With the study's own functions, whose warm-up is a quarter of the steps."""
-    quarters = [{**record.run, "steps": 4 * warmup} for record in records]
-    for record, run in zip(records, quarters, strict=True):
-        record.run = run
-    totals = [rank_totals([record]) for record in records]
+    quarters = [replace(one, run={**one.run, "steps": 4 * warmup}) for one in records]
+    totals = [rank_totals([record]) for record in quarters]
     return {
         "time_s": max(total.time_s for total in totals),
         "num_tokens": count_tokens(totals, tp, pp),
@@ -118,13 +117,13 @@ ANSWERS = (
     ("number", "answer"), ANSWERS, ids=lambda one: getattr(one, "__name__", None)
 )
 def test_another_right_answer_passes(number, answer):
-    assert find_exercise(f"scaling_study-{number}").check(answer)
+    assert find_exercise(f"scaling_study-{number}").verdict(answer)
 
 
 @pytest.mark.parametrize("number", range(1, 6))
 def test_a_forgotten_return_is_told(number):
     with pytest.raises(CheckFailed):
-        find_exercise(f"scaling_study-{number}").check(lambda *args: None)
+        find_exercise(f"scaling_study-{number}").verdict(lambda *args: None)
 
 
 def test_a_clock_that_starts_on_a_busy_device_is_told_that_alone():
@@ -142,7 +141,7 @@ def test_a_clock_that_starts_on_a_busy_device_is_told_that_alone():
         return device.now_s() - start_s, num_tokens
 
     with pytest.raises(CheckFailed, match="still works on the warm-up") as told:
-        find_exercise("scaling_study-3").check(waits_at_the_end_only)
+        find_exercise("scaling_study-3").verdict(waits_at_the_end_only)
     assert "start the clock when" not in str(told.value)
 
 

@@ -1,5 +1,11 @@
-"""The exercises of notebook 02_accumulation: counts, a step, uneven parts, tokens, clipping."""
+"""The exercises of notebook 02_accumulation: counts, a step, uneven parts, tokens, clipping.
 
-from course_lib.checks.accumulation.steps import EXERCISES
+They stand with their planted mistakes in `count`, `step` (also the clipped one) and `uneven` (also
+the tokens). `effects` holds what they share.
+"""
 
-__all__ = ["EXERCISES"]
+from course_lib.checks.accumulation.count import COUNT_PARTS
+from course_lib.checks.accumulation.step import ACCUMULATE, CLIPPED
+from course_lib.checks.accumulation.uneven import TOKENS, UNEVEN
+
+EXERCISES = (COUNT_PARTS, ACCUMULATE, UNEVEN, TOKENS, CLIPPED)

@@ -1,9 +1,13 @@
-"""The exercises of notebook 04_collectives: a tree, a circle, a ring, a mean, a price, letters."""
+"""The exercises of notebook 04_collectives: a tree, a circle, a ring, a mean, a price, letters.
+
+Each stands with its planted mistakes in a file of its own; `parts` holds what they share.
+"""
 
 from course_lib.checks.collectives.circle import CIRCLE
+from course_lib.checks.collectives.gather import GATHER
+from course_lib.checks.collectives.letters import LETTERS
 from course_lib.checks.collectives.mean import MEAN
-from course_lib.checks.collectives.price_and_letters import LETTERS, PRICE
-from course_lib.checks.collectives.ring import GATHER
+from course_lib.checks.collectives.price import PRICE
 from course_lib.checks.collectives.tree import TREE
 
 EXERCISES = (TREE, CIRCLE, GATHER, MEAN, PRICE, LETTERS)

@@ -1,111 +1,152 @@
-"""Exercise 2 of 04_collectives, with its planted mistakes: break the circle."""
+"""Exercise 2 of 04_collectives: break the circle."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.collectives.parts import (
-    SENDS,
-    WORLD_SIZES,
-    brings,
-    everyones,
+    ALL_WAITED,
+    DROPPED,
+    MESSAGES,
+    NOT_A_TENSOR,
+    ONE_TENSOR,
+    OUTSIDE,
+    SENDS_FIRST,
+    TROUBLE,
+    UNLIKE,
+    WORLDS,
+    WRITES,
+    Given,
+    given,
     me,
-    run_answer,
-    shared_cause,
+    rounds,
     swap,
+    waited_for,
 )
-from course_lib.checks.exercise import Exercise, Mistake
-from course_lib.checks.expect import expect_equal, expect_only, expect_traffic
-from course_lib.collectives.group import exchange, member_of
-from course_lib.ranks import Ranks
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import Numbers, OnlyKinds, Traffic, Untouched
+from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
+
+OWN = Cause("That is your own tensor: return what came in.")
+FROM_RIGHT = Cause("That is the right neighbour's: receive from rank - 1.")
+ONE_MESSAGE = Cause("Only the left neighbour's x is needed.")
+ONE_ROUND = Cause(
+    "A rank waits for one of its messages before it has started the other, and its neighbours wait "
+    "for that rank. Start both, then wait for both."
+)
+DTYPE = Cause("Receive into a tensor of the dtype of x, as torch.empty_like(x) is.")
+FROM_MESSAGES = Cause("Build it from isend and irecv.")
 
 
-def pass_right(x: Tensor) -> Tensor:
-    """Pass a tensor to the right in one exchange, as the course does."""
-    place, incoming = member_of(None, "pass_right"), torch.empty_like(x)
-    exchange(place, x, place.rank + 1, incoming, place.rank - 1)
-    return incoming
+def _pass(rank: int, answer: Callable[..., Any], given: Given) -> dict[str, Observed]:
+    x = given.of(rank)
+    return {str(given): watch(answer, x, x=x)}
 
 
-def _passed(rank: int, answer: Callable[..., Any]) -> tuple[Any, bool]:
-    x = brings(rank, 3)
-    return answer(x), torch.equal(x, brings(rank, 3))
-
-
-def check_pass_right(answer: Callable[..., Any]) -> str:
-    """Check 2, 3 and 4 ranks: the left neighbor's tensor, with one message per rank."""
-    for p in WORLD_SIZES[:-1]:
-        with Ranks(p) as ranks:
-            got = run_answer(ranks, _passed, answer)
-            events = ranks.events
-        says = shared_cause([incoming for incoming, _ in got], _passed_causes(p))
-        for rank, (incoming, untouched) in enumerate(got):
-            _expect_passed(incoming, untouched, rank, p, says)
-        expect_only(events, *SENDS, says="Build it from isend and irecv.")
-        expect_traffic(events, p, max_messages=1, says="Only the left neighbour's x is needed.")
-    return "2, 3 and 4 ranks, one message each, no circle."
-
-
-def _passed_causes(p: int) -> list[list[tuple[Any, str]]]:
-    own = "That is your own tensor: return what came in."
-    right = "That is the right neighbour's: receive from rank - 1."
-    return [[(brings(r, 3), own), (brings((r + 1) % p, 3), right)] for r in range(p)]
-
-
-def _expect_passed(incoming: Any, untouched: bool, rank: int, p: int, says: str) -> None:
-    where = f"rank {rank} of {p}"
-    look = says or "Did you wait for the receive before you returned?"
-    left = brings((rank - 1) % p, 3)
-    expect_equal(incoming, left, where=where, look=look)
-    look = "Receive into another tensor: this one is still being sent."
-    expect_equal(untouched, True, where=f"{where}, x is as before", look=look)
-
-
-def _send_then_receive(x: Tensor) -> Tensor:
-    rank, p = me()
-    incoming = torch.empty_like(x)
-    dist.send(x, (rank + 1) % p)
-    dist.recv(incoming, (rank - 1) % p)
-    return incoming
-
-
-def _from_the_right(x: Tensor) -> Tensor:
-    rank, p = me()
-    incoming = torch.empty_like(x)
-    swap(x, (rank - 1) % p, incoming, (rank + 1) % p)
-    return incoming
-
-
-def _own(x: Tensor) -> Tensor:
-    rank, p = me()
-    swap(x, (rank + 1) % p, torch.empty_like(x), (rank - 1) % p)
-    return x
-
-
-def _into_x(x: Tensor) -> Tensor:
-    rank, p = me()
-    swap(x.clone(), (rank + 1) % p, x, (rank - 1) % p)
-    return x
+def _of(distance: int) -> Callable[[At], Tensor]:
+    """Return a function that returns what the rank so far to the right was given."""
+    return lambda at: given(at).of((at.rank + distance) % at.world_size)
 
 
 def _to_everyone(x: Tensor) -> Tensor:
     rank, p = me()
-    return everyones(x)[(rank - 1) % p]
+    came = {0: x}
+    for distance in range(1, p):
+        came[distance] = torch.empty_like(x)
+        swap(x, (rank + distance) % p, came[distance], (rank - distance) % p)
+    return came[1]
 
 
 CIRCLE = Exercise(
     key="collectives-2",
     title="break the circle",
-    check=check_pass_right,
-    reference=pass_right,
-    mistakes=(
-        Mistake("blocking send on all ranks", _send_then_receive, says="All of you send first"),
-        Mistake("from the right", _from_the_right, says="receive from rank - 1"),
-        Mistake("returns its own", _own, says="That is your own tensor"),
-        Mistake("receives into x", _into_x, says="this one is still being sent"),
-        Mistake("sends to everyone", _to_everyone, says="Only the left neighbour's"),
+    check=OnRanks(
+        observe_on_rank=_pass,
+        worlds=WORLDS[:-1],
+        runs=lambda _p: (
+            {"given": Given()},
+            {"given": Given((2, 3), torch.int64)},
+            {"given": Given(dtype=torch.float32, rank_1=True)},
+        ),
+        trouble=TROUBLE,
+        expect=(
+            ALL_WAITED,
+            Numbers(
+                "value",
+                _of(-1),
+                causes=((OWN, _of(0)), (FROM_RIGHT, _of(1))),
+                dtype=DTYPE,
+                predicates=(NOT_A_TENSOR,),
+                look=DROPPED,
+            ),
+            Untouched(WRITES),
+            OnlyKinds(MESSAGES, FROM_MESSAGES),
+            waited_for(lambda _p: 1),
+            Traffic(ONE_MESSAGE, max_messages=lambda _at: 1),
+            rounds(lambda _p: 1, ONE_ROUND),
+        ),
+        success="2 to 5 ranks, one message each, all at once: no circle.",
+    ),
+    wrong=(
+        Edit(
+            "sending = dist.isend",
+            "dist.send",
+            SENDS_FIRST,
+            also=(
+                ("receiving = dist.irecv", "dist.recv"),
+                ("sending.wait()", "pass"),
+                ("receiving.wait()", "pass"),
+            ),
+        ),
+        Edit(
+            "isend(x, (rank + 1)",
+            "isend(x, (rank - 1)",
+            FROM_RIGHT,
+            also=(("irecv(incoming, (rank - 1)", "irecv(incoming, (rank + 1)"),),
+        ),
+        Edit("return incoming", "return x", OWN),
+        Edit(
+            "incoming = torch.empty_like(x)",
+            "incoming = x",
+            WRITES,
+            also=(("isend(x", "isend(x.clone()"),),
+        ),
+        Own(_to_everyone, ONE_MESSAGE),
+        Edit(
+            "sending.wait()",
+            "rank % 2 and sending.wait()",
+            ONE_ROUND,
+            also=(("receiving = ", "if rank % 2 == 0:\n    sending.wait()\nreceiving = "),),
+        ),
+        Edit(
+            "sending = ",
+            "if rank:\n    dist.recv(incoming, (rank - 1) % p)\nsending = ",
+            ONE_ROUND,
+            also=(
+                ("receiving = dist.irecv", "if rank == 0:\n    dist.recv"),
+                ("receiving.wait()", "pass"),
+            ),
+        ),
+        Edit("sending.wait()", "pass", DROPPED),
+        Edit("receiving.wait()", "pass", DROPPED),
+        Edit("    sending.wait()\n    receiving.wait()", "    pass", DROPPED),
+        Edit("sending = dist.isend", "dist.isend", DROPPED, also=(("sending.wait()", "pass"),)),
+        Edit("torch.empty_like(x)", "torch.empty(x.shape)", UNLIKE),
+        Edit("return incoming", "return incoming.float()", DTYPE),
+        Edit("return incoming", "return incoming, x", ONE_TENSOR),
+        Edit(
+            "(rank + 1) % p",
+            "(rank + 1) % 4",
+            OUTSIDE,
+            also=(("(rank - 1) % p", "(rank - 1) % 4"),),
+        ),
+        Edit(
+            "return incoming",
+            "return dist.all_reduce(x.clone()) or incoming",
+            FROM_MESSAGES,
+        ),
     ),
 )

@@ -1,112 +1,120 @@
-"""Exercise 4 of 04_collectives, with its planted mistakes: the mean."""
+"""Exercise 4 of 04_collectives: the mean."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from course_lib import collectives
 from course_lib.checks.collectives.parts import (
-    SENDS,
-    WORLD_SIZES,
-    brings,
-    everyones,
+    ALL_WAITED,
+    MESSAGES,
+    NOT_A_TENSOR,
+    TROUBLE,
+    WORLDS,
+    Given,
+    given,
     me,
-    rounded,
-    run_answer,
-    shared_cause,
     swap,
-    total,
 )
-from course_lib.checks.exercise import Exercise, Mistake
-from course_lib.checks.expect import expect_equal, expect_only, expect_traffic
-from course_lib.ranks import Ranks
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expect import difference
+from course_lib.checks.expectations import (
+    DIGITS_LOST,
+    Demand,
+    Numbers,
+    OnlyKinds,
+    Traffic,
+)
+from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
+from course_lib.collectives import ring_all_gather
 
-SHRINKS = "Ranks count differently: divided at every hop, the first ones shrink on the way."
-Causes = tuple[tuple[Any, str], ...]
+ROUNDING = 1e-12  # dividing before or after the sum may round the last digits differently
 
-
-def _averaged(rank: int, answer: Callable[..., Any], n: int) -> tuple[Any, Tensor]:
-    x = brings(rank, n)
-    return answer(x), x
-
-
-def check_mean_all_reduce(answer: Callable[..., Any]) -> str:
-    """Check 1 to 4 ranks and lengths that p does and does not divide: the mean, in place."""
-    uneven = "p does not divide this length, so shards differ: pass out=x to the all-gather."
-    for p in WORLD_SIZES:
-        with Ranks(p) as ranks:
-            for n in (p, p + 1, 2 * p - 1):
-                raised = uneven if n % p else ""
-                got = run_answer(ranks, _averaged, answer, n, raised=raised)
-                _expect_mean(got, n)
-                expect_only(ranks.events, *SENDS, says="Call the two halves: they send shards.")
-                max_bytes = 2 * (p - 1) * -(-n // p) * 8
-                says = "Send shards, not the whole tensor: reduce-scatter, then all-gather."
-                expect_traffic(
-                    ranks.events, p, max_messages=2 * (p - 1), max_bytes=max_bytes, says=says
-                )
-    return "The mean in place on 1 to 4 ranks, any length, 2 (p - 1) shards sent."
-
-
-def _expect_mean(got: Sequence[tuple[Any, Tensor]], n: int) -> None:
-    p = len(got)
-    mean = total(p, n) / p
-    says = shared_cause([returned for returned, _ in got], [_mean_causes(p, n)] * p)
-    for rank, (returned, x) in enumerate(got):
-        where = f"rank {rank} of {p}, {n} numbers"
-        found = rounded(returned, mean, where)
-        expect_equal(found, mean, where=where, look=says)
-        look = "x itself has to become the mean."
-        where = f"{where}, in place"
-        expect_equal(rounded(x, mean, where), mean, where=where, look=look)
+SUM = Cause("{p} times too large: that is the sum. Divide by the number of ranks.")
+TWICE = Cause("{p} times too small: divided in both halves. Once is enough.")
+TAIL = Cause("The tail is not done: p does not divide the length, so shards differ.")
+BY_FOUR = Cause("Divide by the number of ranks, whatever it is, not by 4.")
+BY_LENGTH = Cause("Divide by the number of ranks, not of numbers.")
+FLOORED = Cause("// drops the fraction: divide with /.")
+SHRINKS = Cause("Ranks count differently: divided at every hop, the first ones shrink on the way.")
+UNEVEN = Cause("p does not divide this length, so shards differ: pass out=x to the all-gather.")
+OWN = Cause("That is this rank's own: pass out=x, so that what is gathered gets into x.")
+OTHER_SHARD = Cause("The all-gather writes into x: hand it this rank's shard of x, in its dtype.")
+IN_PLACE = Cause("x itself has to become the mean.")
+OTHER_MEMORY = Cause(
+    "Who holds a view of x still sees the old numbers, as in DDP, where gradients are views of a "
+    "bucket: write into x."
+)
+RETURN_X = Cause("Return x itself, not a copy.")
+HALVES = Cause("Call the two halves: they send shards.")
+STEPS = Cause("Each half takes p - 1 steps: call each once.")
+SHARDS = Cause("Send shards, not the whole tensor: reduce-scatter, then all-gather.")
 
 
-def _mean_causes(p: int, n: int) -> Causes:
-    sums, even = total(p, n), n // p * p
-    return (
-        (sums, f"{p} times too large: that is the sum. Divide by the number of ranks."),
-        (sums / p**2, f"{p} times too small: divided in both halves. Once is enough."),
-        (
-            lambda t: (
-                even < n and t.shape == sums.shape and torch.equal(t[:even], (sums / p)[:even])
-            ),
-            "The tail is not done: p does not divide the length, so shards differ.",
-        ),
-        (sums / 4, "Divide by the number of ranks, whatever it is, not by 4."),
-        ((sums / p).floor(), "// drops the fraction: divide with /."),
-        *((_hops(p, n, by), SHRINKS) for by in (2, p)),
-    )
+def _num_bytes(at: At) -> int:
+    """Return the bytes of 2 (p - 1) shards, of the longer ones where they differ."""
+    x, p = given(at).of(0), at.world_size
+    return 2 * (p - 1) * -(-len(x) // p) * x.itemsize
 
 
-def _hops(p: int, n: int, by: int) -> Tensor:
+@dataclass
+class Averaged(Observed):
+    """One use of the answer: what x holds after it, and whether x has kept its memory."""
+
+    x: Any = None
+    same_memory: bool = True
+
+
+def _average(rank: int, answer: Callable[..., Any], given: Given) -> dict[str, Averaged]:
+    x = given.of(rank)
+    memory = x.data_ptr()
+    seen = watch(answer, x, x=x)
+    same_memory = x.data_ptr() == memory
+    return {str(given): Averaged(**vars(seen), x=x.clone(), same_memory=same_memory)}
+
+
+def _runs(p: int) -> list[dict[str, Given]]:
+    """Return lengths that p divides or not, one that leaves shards empty, and other inputs."""
+    cases = [Given((n,)) for n in (p, p + 1, 2 * p - 1, 1)]
+    cases.append(Given((2 * p,), rank_1=True))
+    if p in (1, 2, 4):  # where every way of dividing is exact
+        cases.append(Given((p + 1,), torch.float32))
+    return [{"given": case} for case in dict.fromkeys(cases)]
+
+
+def _sum_by(divisor: Callable[[At], int]) -> Callable[[At], Tensor]:
+    return lambda at: given(at).total(at.world_size) / divisor(at)
+
+
+_mean = _sum_by(lambda at: at.world_size)
+
+
+def _hops(divisor: Callable[[At], int]) -> Callable[[At], Tensor]:
     """Return the result if a sum is divided at every hop on its way from rank s + 1 to rank s."""
-    shards = []
-    for s in range(p):
-        parts = [brings((s + 1 + hop) % p, n).tensor_split(p)[s] for hop in range(p)]
-        shard = parts[0]
-        for part in parts[1:]:
-            shard = (shard + part) / by
-        shards.append(shard)
-    return torch.cat(shards)
+
+    def value(at: At) -> Tensor:
+        p, shards = at.world_size, list[Tensor]()
+        for s in range(p):
+            parts = [given(at).of((s + 1 + hop) % p).tensor_split(p)[s] for hop in range(p)]
+            shards.append(parts[0])
+            for part in parts[1:]:
+                shards[s] = (shards[s] + part) / divisor(at)
+        return torch.cat(shards)
+
+    return value
 
 
-def _sum_only(x: Tensor) -> Tensor:
-    return collectives.ring_all_reduce(x)
+def _roughly(at: At, got: Any, _item: None) -> bool:
+    return torch.allclose(got, _mean(at), rtol=0.02, atol=0)
 
 
-def _by_4(x: Tensor) -> Tensor:
-    return collectives.ring_all_reduce(x).div_(4)
-
-
-def _floored(x: Tensor) -> Tensor:
-    return collectives.ring_all_reduce(x).floor_divide_(dist.get_world_size())
-
-
-def _divided_twice(x: Tensor) -> Tensor:
-    return collectives.ring_all_reduce(x, "mean").div_(dist.get_world_size())
+def _tail_is_wrong(at: At, got: Any, _item: None) -> bool:
+    n, p = len(given(at).of(0)), at.world_size
+    even = n // p * p
+    return 0 < even < n and torch.allclose(got[:even], _mean(at)[:even], rtol=ROUNDING, atol=0)
 
 
 def _divided_at_every_hop(x: Tensor) -> Tensor:
@@ -117,48 +125,98 @@ def _divided_at_every_hop(x: Tensor) -> Tensor:
         incoming = torch.empty_like(mine)
         swap(shards[(rank - step) % p], (rank + 1) % p, incoming, (rank - 1) % p)
         mine.add_(incoming).div_(2)
-    return collectives.ring_all_gather(shards[rank], out=x)
+    return ring_all_gather(shards[rank], out=x)
 
 
-def _drops_the_tail(x: Tensor) -> Tensor:
-    even = len(x) // dist.get_world_size() * dist.get_world_size()
-    collectives.ring_all_reduce(x[:even], "mean")
-    return x
-
-
-def _without_out(x: Tensor) -> Tensor:
-    shard = collectives.ring_reduce_scatter(x, "mean")
-    return x.copy_(collectives.ring_all_gather(shard))
-
-
-def _not_in_place(x: Tensor) -> Tensor:
-    return collectives.ring_all_reduce(x.clone(), "mean")
-
-
-def _built_in(x: Tensor) -> Tensor:
-    dist.all_reduce(x)
-    return x.div_(dist.get_world_size())
-
-
-def _whole_tensors(x: Tensor) -> Tensor:
-    return x.copy_(torch.stack(everyones(x)).mean(0))
-
+SCATTERS = "shard = ring_reduce_scatter(x)"
+DIVIDED = "shard / dist.get_world_size()"
+GATHERS = f"ring_all_gather({DIVIDED}, out=x)"
 
 MEAN = Exercise(
     key="collectives-4",
     title="the mean",
-    check=check_mean_all_reduce,
-    reference=lambda x: collectives.ring_all_reduce(x, "mean"),
-    mistakes=(
-        Mistake("sum for mean", _sum_only, says="that is the sum"),
-        Mistake("divided twice", _divided_twice, says="divided in both halves"),
-        Mistake("mean divided at every hop", _divided_at_every_hop, says="divided at every hop"),
-        Mistake("always by 4", _by_4, says="not by 4"),
-        Mistake("whole numbers only", _floored, says="drops the fraction"),
-        Mistake("drops the tail", _drops_the_tail, says="The tail is not done"),
-        Mistake("gathers without out", _without_out, says="pass out=x to the all-gather"),
-        Mistake("not in place", _not_in_place, says="x itself has to become the mean"),
-        Mistake("the built-in one", _built_in, says="Call the two halves"),
-        Mistake("sends whole tensors", _whole_tensors, says="Send shards, not the whole tensor"),
+    check=OnRanks(
+        observe_on_rank=_average,
+        worlds=WORLDS,
+        runs=_runs,
+        trouble=(
+            ("mismatch", "", UNEVEN),
+            ("raised", "need a shard like shard", OTHER_SHARD),
+            ("raised", "must match the size|broadcast", UNEVEN),
+            *TROUBLE,
+        ),
+        expect=(
+            ALL_WAITED,
+            Numbers(
+                "value",
+                _mean,
+                rtol=ROUNDING,
+                predicates=(NOT_A_TENSOR,),
+                causes=(
+                    (SUM, _sum_by(lambda _at: 1)),
+                    (TWICE, _sum_by(lambda at: at.world_size**2)),
+                    (BY_FOUR, _sum_by(lambda _at: 4)),
+                    (BY_LENGTH, _sum_by(lambda at: len(given(at).of(0)))),
+                    (FLOORED, lambda at: _mean(at).floor()),
+                    (SHRINKS, _hops(lambda _at: 2)),
+                    (SHRINKS, _hops(lambda at: at.world_size)),
+                    (OWN, lambda at: given(at).of(at.rank)),
+                ),
+                otherwise=((_roughly, DIGITS_LOST), (_tail_is_wrong, TAIL)),
+                look=Cause("Read the digits: which ranks are in it, and how often?"),
+            ),
+            Demand(lambda at: at.seen.same_memory, "x has got other memory", OTHER_MEMORY),
+            Demand(
+                lambda at: not difference(at.seen.x, _mean(at), ROUNDING)[0],
+                "what it returns is the mean, but x does not hold it",
+                IN_PLACE,
+            ),
+            Demand(lambda at: at.seen.aliased, "it returns another tensor than x", RETURN_X),
+            OnlyKinds(MESSAGES, HALVES),
+            Traffic(STEPS, max_messages=lambda at: 2 * (at.world_size - 1)),
+            Traffic(SHARDS, max_bytes=_num_bytes),
+        ),
+        success="The mean in place on 1 to 5 ranks, any length, 2 (p - 1) shards sent.",
+    ),
+    wrong=(
+        Edit(DIVIDED, "shard", SUM),
+        Edit(DIVIDED, "shard / 4", BY_FOUR),
+        Edit(DIVIDED, "shard / len(x)", BY_LENGTH),
+        Edit(DIVIDED, "shard // dist.get_world_size()", FLOORED),
+        Edit(SCATTERS, 'shard = ring_reduce_scatter(x, "mean")', TWICE),
+        Own(_divided_at_every_hop, SHRINKS),
+        Edit(
+            SCATTERS,
+            "p = dist.get_world_size()\n"
+            "even = x[: len(x) // p * p]\n"
+            "shard = ring_reduce_scatter(even)",
+            TAIL,
+            also=(("out=x", "out=even"),),
+        ),
+        Edit(GATHERS, f"x.copy_(ring_all_gather({DIVIDED}))", UNEVEN),
+        Edit(SCATTERS, f"x = x.clone()\n{SCATTERS}", IN_PLACE),
+        Edit(GATHERS, f"x.data = ring_all_gather({DIVIDED}, out=x.clone())", OTHER_MEMORY),
+        Edit(GATHERS, f"{GATHERS}\nx = x.clone()", RETURN_X),
+        Edit(GATHERS, f"ring_all_gather({DIVIDED})", OWN),
+        Edit(
+            SCATTERS,
+            "dist.all_reduce(x)",
+            HALVES,
+            also=((GATHERS, "x /= dist.get_world_size()"),),
+        ),
+        Edit(
+            SCATTERS,
+            "every = ring_all_gather(x).view(-1, len(x))",
+            SHARDS,
+            also=((GATHERS, "x.copy_(every.mean(0))"),),
+        ),
+        Edit(SCATTERS, f"{SCATTERS}\n{SCATTERS}", STEPS),
+        Edit(
+            SCATTERS,
+            "shard = ring_reduce_scatter(x.float()).double()",
+            DIGITS_LOST,
+        ),
+        Edit(SCATTERS, "shard = ring_reduce_scatter(x.bfloat16()).double()", DIGITS_LOST),
+        Edit(DIVIDED, "(shard / dist.get_world_size()).double()", OTHER_SHARD),
     ),
 )

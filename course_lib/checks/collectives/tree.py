@@ -1,184 +1,106 @@
-"""Exercise 1 of 04_collectives, with its planted mistakes: the tree, backwards."""
+"""Exercise 1 of 04_collectives: the tree, backwards."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib import collectives
-from course_lib.checks.collectives.parts import SENDS, WORLD_SIZES, brings, me, run_answer, total
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.expect import expect_equal, expect_only
-from course_lib.core import Event
-from course_lib.cost.network import num_doublings
-from course_lib.ranks import Ranks
-
-FROM_0 = "The tree ends in rank 0: count with `mine`, not with `rank`."
-OVERWRITTEN = "Another rank's number alone: what came replaced your sum. Receive, then add."
-MISSING = (  # on so many ranks, who is not in the sum (counted from the root), and why
-    (4, (1, 3), "The ranks 1 away never came: the last round is missing."),
-    (4, (3,), "The farthest came too late: hand in after adding, so the farthest go first."),
-    (4, (2, 3), "The ranks 2 away never came: start with the largest `have`."),
-    (3, (2,), "Number 2 never came: `have` starts at a power of two, and p is none here."),
+from course_lib.checks.collectives.parts import (
+    ALIASED,
+    ALL_WAITED,
+    DROPPED,
+    MESSAGES,
+    NOT_A_TENSOR,
+    NOT_ALIASED,
+    TROUBLE,
+    UNLIKE,
+    WORLDS,
+    Given,
+    count,
+    given,
+    me,
+    rounds,
 )
-WENT_TO_0 = "The sum went to rank 0: count `mine` from the root."
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import (
+    DIGITS_LOST,
+    Demand,
+    Numbers,
+    OnlyKinds,
+    Untouched,
+)
+from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
+from course_lib.cost.network import num_doublings
+
+FROM_0 = Cause("The tree ends in rank 0: count with `mine`, not with `rank`.")
+WENT_TO_0 = Cause("The sum went to rank 0: count `mine` from the root.")
+OVERWRITTEN = Cause("Another rank's number alone: what came replaced your sum. Receive, then add.")
+LAST_ROUND = Cause("The ranks 1 away never came: the last round is missing.")
+TOO_LATE = Cause("The farthest came too late: hand in after adding, so the farthest go first.")
+FIRST_ROUND = Cause("The ranks 2 away never came: start with the largest `have`.")
+STARTS_LOW = Cause("Number 2 never came: `have` starts at a power of two, and p is none here.")
+FOUR_RANKS = Cause("Number 4 never came: the number of rounds follows from p, whatever it is.")
+ONLY_ROOT = Cause("Only the root returns the sum, whatever it is: all others return None.")
+ADDS_TO_X = Cause("Add to a copy of x.")
+ZEROS = Cause("Zeros have a sum, too: the root returns it, whatever the numbers are.")
+KEEP_DTYPE = Cause("Add up in the dtype of x: x.clone() and torch.empty_like(x) have it.")
+STAR = Cause("That is a star: let ranks add for each other on the way to the root.")
+ONE_BY_ONE = Cause("Let ranks that do not wait for each other send in the same round.")
+FROM_MESSAGES = Cause("Build it from send and recv.")
 
 
-def _reduced(rank: int, answer: Callable[..., Any], root: int) -> tuple[Any, bool]:
-    x = brings(rank, 3)
-    return answer(x, root), torch.equal(x, brings(rank, 3))
+def _reduce(rank: int, answer: Callable[..., Any], given: Given, root: int) -> dict[str, Observed]:
+    """Call the answer; root 0 is the default."""
+    x, roots = given.of(rank), [root] if root else []
+    return {f"root {root}, {given}": watch(answer, x, *roots, x=x)}
 
 
-def check_tree_reduce(answer: Callable[..., Any]) -> str:
-    """Check every root of 1 to 4 ranks: the sum on the root, None elsewhere, and few messages."""
-    for p in WORLD_SIZES:
-        with Ranks(p) as ranks:
-            for root in range(p):
-                got = run_answer(ranks, _reduced, answer, root)
-                _expect_reduced(got, root)
-                _expect_tree(ranks.events, p, root)
-    return "Any root of 1 to 4 ranks; nobody receives more than log2(p) times."
+def _runs(p: int) -> list[dict[str, Any]]:
+    others = Given((2, 3), torch.int64), Given(dtype=torch.float32, rank_1=True)
+    return [
+        *({"given": Given(), "root": root} for root in range(p)),
+        *({"given": given, "root": p - 1} for given in others),
+    ]
 
 
-def _expect_reduced(got: Sequence[tuple[Any, bool]], root: int) -> None:
-    p = len(got)
-    for rank, (result, untouched) in enumerate(got):
-        where = f"rank {rank} of {p}, root {root}"
-        if rank == root:
-            expect_equal(result, total(p, 3), where=where, causes=_reduce_causes(p, root))
-        else:
-            gone = (lambda t, r=rank: r == 0 and torch.equal(t, total(len(got), 3)), WENT_TO_0)
-            look = "Only the root returns the sum."
-            expect_equal(result, None, where=where, causes=[gone], look=look)
-        look = "Add to a copy of x."
-        expect_equal(untouched, True, where=f"{where}, x is as before", look=look)
+def _on_root(value: Callable[[At], Tensor]) -> Callable[[At], Tensor | None]:
+    return lambda at: value(at) if at.rank == at.options["root"] else None
 
 
-def _reduce_causes(p: int, root: int) -> tuple[tuple[Any, str], ...]:
-    return (
-        (lambda t: t is None and root > 0, WENT_TO_0),
-        (lambda t: root > 0 and torch.equal(t, _below(root, p)), FROM_0),
-        (lambda t: any(torch.equal(t, brings(r, 3)) for r in range(p) if r != root), OVERWRITTEN),
-        *((_without(late, root, p), says) for size, late, says in MISSING if size == p),
-    )
+def _total(at: At) -> Tensor:
+    return given(at).total(at.world_size)
 
 
-def _without(late: Sequence[int], root: int, p: int) -> Tensor:
-    """Return the sum without some ranks, counted from the root."""
-    return total(p, 3) - sum(brings((root + mine) % p, 3) for mine in late)
+def _without(p: int, *late: int) -> Callable[[At], Any]:
+    """Return the sum on p ranks without some, counted from the root."""
+
+    def value(at: At) -> Tensor:
+        late_ranks = [(at.options["root"] + mine) % p for mine in late]
+        missing = [given(at).of(rank) for rank in late_ranks]
+        return _total(at) - sum(missing) if at.world_size == p else torch.empty(0)
+
+    return _on_root(value)
 
 
-def _below(rank: int, p: int) -> Tensor:
-    """Return the ranks whose sum a rank holds in the tree with root 0: those that sent to it."""
-    held = [brings(r, 3) for r in range(p)]
-    for k in reversed(range(num_doublings(p))):
-        for sender in range(2**k, min(2 ** (k + 1), p)):
+def _held(at: At) -> Tensor:
+    """Return what a rank holds in the tree with root 0: its own, and what was sent to it."""
+    held = [given(at).of(rank) for rank in range(at.world_size)]
+    for k in reversed(range(num_doublings(at.world_size))):
+        for sender in range(2**k, min(2 ** (k + 1), at.world_size)):
             held[sender - 2**k] += held[sender]
-    return held[rank]
+    return held[at.rank]
 
 
-def _expect_tree(events: Sequence[Event], p: int, root: int) -> None:
-    expect_only(events, *SENDS, says="Build it from send and recv.")
-    rounds = num_doublings(p)
-    for rank in range(p):
-        kinds = [event.kind for event in events if event.rank == rank]
-        sends, receives = kinds.count("send"), kinds.count("recv")
-        if sends > 1 or receives > rounds:
-            raise CheckFailed(
-                f"rank {rank} of {p}, root {root}: sends {sends} and receives {receives} messages; "
-                f"the budget is 1 and {rounds}. That is a star: let ranks add for each other on "
-                "the way to the root."
-            )
-    needed = _num_rounds(events, p, root)
-    if needed > rounds:
-        raise CheckFailed(
-            f"{p} ranks, root {root}: your messages need {needed} rounds, one after another; a "
-            f"tree needs {rounds}. Let ranks that do not wait for each other send in the same "
-            "round."
-        )
+def _of_another(at: At, got: Any, _item: None) -> bool:
+    others = set(range(at.world_size)) - {at.rank}
+    return any(torch.equal(got, given(at).of(rank)) for rank in others)
 
 
-def _num_rounds(events: Sequence[Event], p: int, root: int) -> int:
-    """Return the least number of rounds for the messages if a rank receives one at a time.
-
-    The sum is right and nobody sends twice, so a rank sends after all that it receives.
-    """
-    senders = {(event.rank, event.peer) for event in events if event.kind == "send"}
-
-    def ready(rank: int, hops: int) -> int:
-        """The round after which a rank holds all that is handed to it."""
-        now, below = 0, [sender for sender, to in senders if to == rank and sender != root]
-        for other in sorted(ready(sender, hops + 1) for sender in below if hops < p):
-            now = max(now, other) + 1
-        return now
-
-    return ready(root, 0)
-
-
-def _tree(x: Tensor, root: int, rounds: range, sums: Tensor) -> Tensor:
-    """Run the right tree over the given rounds."""
-    rank, p = me()
-    mine, incoming = (rank - root) % p, torch.empty_like(x)
-    for k in rounds:
-        have = 2**k
-        if have <= mine < 2 * have:
-            dist.send(sums, (rank - have) % p)
-        elif mine < have and mine + have < p:
-            dist.recv(incoming, (rank + have) % p)
-            sums += incoming
-    return sums
-
-
-def _rounds() -> range:
-    return range(num_doublings(dist.get_world_size()))
-
-
-def _root_is_0(x: Tensor, root: int = 0) -> Tensor | None:
-    sums = _tree(x, 0, _rounds()[::-1], x.clone())
-    return sums if dist.get_rank() == 0 else None
-
-
-def _without_last_round(x: Tensor, root: int = 0) -> Tensor | None:
-    sums = _tree(x, root, _rounds()[:0:-1], x.clone())
-    return sums if dist.get_rank() == root else None
-
-
-def _nearest_first(x: Tensor, root: int = 0) -> Tensor | None:
-    sums = _tree(x, root, _rounds(), x.clone())
-    return sums if dist.get_rank() == root else None
-
-
-def _all_return(x: Tensor, root: int = 0) -> Tensor:
-    return _tree(x, root, _rounds()[::-1], x.clone())
-
-
-def _adds_to_x(x: Tensor, root: int = 0) -> Tensor | None:
-    sums = _tree(x, root, _rounds()[::-1], x)
-    return sums.clone() if dist.get_rank() == root else None
-
-
-def _overwrites(x: Tensor, root: int = 0) -> Tensor | None:
-    rank, p = me()
-    mine, sums = (rank - root) % p, x.clone()
-    for k in _rounds()[::-1]:
-        have = 2**k
-        if have <= mine < 2 * have:
-            dist.send(sums, (rank - have) % p)
-        elif mine < have and mine + have < p:
-            dist.recv(sums, (rank + have) % p)
-    return sums if rank == root else None
-
-
-def _counts_from_0(x: Tensor, root: int = 0) -> Tensor | None:
-    sums = _tree(x, 0, _rounds()[::-1], x.clone())
-    return sums if dist.get_rank() == root else None
-
-
-def _starts_too_low(x: Tensor, root: int = 0) -> Tensor | None:
-    sums = _tree(x, root, range(dist.get_world_size().bit_length() - 1)[::-1], x.clone())
-    return sums if dist.get_rank() == root else None
+def _none_for_zeros(at: At, got: Any, _item: None) -> bool:
+    return got is None and given(at).rank_1
 
 
 def _star(x: Tensor, root: int = 0) -> Tensor | None:
@@ -205,21 +127,78 @@ def _chain(x: Tensor, root: int = 0) -> Tensor | None:
     return sums if rank == root else None
 
 
+ROUNDS = "(p - 1).bit_length()"
+FROM_ROOT = "mine = (rank - root) % p"
+RESULT = "total if rank == root else None"
+
 TREE = Exercise(
     key="collectives-1",
     title="the tree, backwards",
-    check=check_tree_reduce,
-    reference=collectives.tree_reduce,
-    mistakes=(
-        Mistake("root assumed 0", _root_is_0, says="The sum went to rank 0"),
-        Mistake("forgets the last round", _without_last_round, says="the last round is missing"),
-        Mistake("nearest ranks first", _nearest_first, says="the farthest go first"),
-        Mistake("everyone returns something", _all_return, says="Only the root returns the sum"),
-        Mistake("adds to x", _adds_to_x, says="Add to a copy of x"),
-        Mistake("overwrites", _overwrites, says="what came replaced your sum"),
-        Mistake("rank for mine", _counts_from_0, says="not with `rank`"),
-        Mistake("starts too low", _starts_too_low, says="starts at a power of two"),
-        Mistake("everyone sends to the root", _star, says="That is a star"),
-        Mistake("a chain", _chain, says="in the same round"),
+    check=OnRanks(
+        observe_on_rank=_reduce,
+        worlds=WORLDS,
+        runs=_runs,
+        trouble=TROUBLE,
+        expect=(
+            ALL_WAITED,
+            Numbers(
+                "value",
+                _on_root(_total),
+                dtype=KEEP_DTYPE,
+                causes=(
+                    (WENT_TO_0, lambda at: None if at.rank else _total(at)),
+                    (FROM_0, _on_root(_held)),
+                    (LAST_ROUND, _without(4, 1, 3)),
+                    (TOO_LATE, _without(4, 3)),
+                    (FIRST_ROUND, _without(4, 2, 3)),
+                    (STARTS_LOW, _without(3, 2)),
+                    (FOUR_RANKS, _without(5, 4)),
+                ),
+                predicates=(NOT_A_TENSOR, (_none_for_zeros, ZEROS)),
+                otherwise=(
+                    (lambda at, _got, _item: at.rank != at.options["root"], ONLY_ROOT),
+                    (_of_another, OVERWRITTEN),
+                ),
+                look=Cause("Read the digits: which ranks are in the sum, and how often?"),
+            ),
+            Untouched(ADDS_TO_X),
+            NOT_ALIASED,
+            OnlyKinds(MESSAGES, FROM_MESSAGES),
+            Demand(
+                lambda at: count(at) <= 1 and count(at, "recv") <= num_doublings(at.world_size),
+                lambda at: (
+                    f"sends {count(at)} and receives {count(at, 'recv')} messages; "
+                    f"the budget is 1 and {num_doublings(at.world_size)}"
+                ),
+                STAR,
+            ),
+            rounds(num_doublings, ONE_BY_ONE),
+        ),
+        success="Any root of 1 to 5 ranks, in log2(p) rounds.",
+    ),
+    wrong=(
+        Edit(FROM_ROOT, "mine = rank", WENT_TO_0, also=(("rank == root", "rank == 0"),)),
+        Edit(ROUNDS, f"1, {ROUNDS}", LAST_ROUND),
+        Edit(f"reversed(range({ROUNDS}))", f"range({ROUNDS})", TOO_LATE),
+        Edit(f"reversed(range({ROUNDS}))", f"list(range({ROUNDS}))[-2::-1]", FIRST_ROUND),
+        Edit(RESULT, "total", ONLY_ROOT),
+        Edit("x.clone()", "x", ADDS_TO_X),
+        Edit("x.clone()", "x.clone() if p > 1 else x", ALIASED),
+        Edit("total += incoming", "total = incoming.clone()", OVERWRITTEN),
+        Edit(FROM_ROOT, "mine = rank", FROM_0),
+        Edit(ROUNDS, "p.bit_length() - 1", STARTS_LOW),
+        Edit(f"reversed(range({ROUNDS}))", "(1, 0)", FOUR_RANKS),
+        Own(_star, STAR),
+        Own(_chain, ONE_BY_ONE),
+        Edit("x.clone()", "x.clone().double()", UNLIKE),
+        Edit(
+            "x.clone(), torch.empty_like(x)",
+            "x.float(), torch.empty_like(x.float())",
+            DIGITS_LOST,
+            also=((RESULT, "total.to(x.dtype) if rank == root else None"),),
+        ),
+        Edit(RESULT, "total.double() if rank == root else None", KEEP_DTYPE),
+        Edit("dist.send", "dist.isend", DROPPED),
+        Edit(RESULT, "total if rank == root and total.all() else None", ZEROS),
     ),
 )

@@ -1,7 +1,9 @@
 """The exercises of notebook 05_data_parallel: equal start, mean gradient, sampler, weight, age."""
 
-from course_lib.checks.data_parallel.data import SAMPLER, WEIGHT
-from course_lib.checks.data_parallel.replicas import EQUAL, MEAN
+from course_lib.checks.data_parallel.equal import EQUAL
+from course_lib.checks.data_parallel.mean import MEAN
+from course_lib.checks.data_parallel.sampler import SAMPLER
 from course_lib.checks.data_parallel.staleness import STALENESS
+from course_lib.checks.data_parallel.weight import WEIGHT
 
 EXERCISES = (EQUAL, MEAN, SAMPLER, WEIGHT, STALENESS)

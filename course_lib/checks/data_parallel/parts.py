@@ -1,37 +1,47 @@
-"""Tools for the checks of 05_data_parallel: a small module of every kind of state, and its numbers.
+"""Tools for the checks of 05_data_parallel: a module with every kind of state, and a budget.
 
-State tensor i of rank r is filled with (i + 1) * 10**r, so a wrong number tells whose it is.
+Tensor i of its state holds i + 1 and a little more at each place, times 10**r on rank r: a wrong
+number tells which rank and which tensor it comes from.
 """
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
-from course_lib.checks.exercise import CheckFailed
-from course_lib.checks.ranks.mean import calls_of
-from course_lib.core import Event
+from course_lib.checks.exercise import Cause
+from course_lib.checks.expectations import Demand, OnlyKinds
+from course_lib.checks.on_ranks import At
 
-WORLD_SIZES = (4, 3, 2, 1)  # on few ranks, wrong answers look alike
+FINE = 1 + 2**-30  # what float32 loses
+
+OTHER_CALL = Cause("Use the call that the text names, and no other one.")
 
 
 class Everything(nn.Module):
-    """A module, never called, with tied and frozen parameters, and buffers of all dtypes."""
+    """A module, never called, with state of all kinds at several depths.
+
+    A weight is tied, a layer is frozen, another one's weight is a transposed tensor, and `mask` is
+    a buffer that `state_dict()` leaves out.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("mask", torch.zeros(3), persistent=False)
         self.embedding = nn.Embedding(3, 2)
-        self.norm = nn.BatchNorm1d(2)
+        self.inner = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 3, bias=False))
         self.frozen = nn.Linear(2, 2).requires_grad_(False)
-        self.head = nn.Linear(2, 3, bias=False)
+        self.transposed = nn.Linear(4, 2, bias=False)
+        self.transposed.weight.data = torch.zeros(4, 2).t()
         self.double()
-        self.head.weight = self.embedding.weight
+        self.inner[1].weight = self.embedding.weight
 
 
 def module_of(rank: int) -> nn.Module:
-    """Return the module, with every tensor of its state filled with a number of its own."""
+    """Return the module with the numbers of a rank."""
     module = Everything()
     for index, tensor in enumerate(state_of(module).values()):
-        tensor.fill_((index + 1) * 10**rank)
+        tensor.copy_(pattern(index, tensor) * 10**rank)
     return module
 
 
@@ -41,25 +51,29 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named}
 
 
-def expect_calls(
-    events: Sequence[Event], p: int, sizes: Sequence[int], kind: str, says: str
-) -> None:
-    """Demand at most one call of a kind for each of these sizes in bytes, and no bytes more."""
-    for rank in range(p):
-        calls = calls_of(events, rank)
-        other = next((call.kind for call in calls if call.kind != kind), "")
-        if other:
-            raise CheckFailed(f"rank {rank} of {p} calls {other}; the exercise is for {kind}.")
-        num_bytes = sum(call.num_bytes for call in calls)
-        if len(calls) > len(sizes) or num_bytes > sum(sizes):
-            raise CheckFailed(
-                f"rank {rank} of {p} makes {len(calls)} calls of {num_bytes} bytes in all; the "
-                f"budget is {len(sizes)} calls of {sum(sizes)} bytes. {says}"
-            )
+def pattern(index: int, tensor: Tensor) -> Tensor:
+    """Return the numbers of rank 0's tensor `index`, whose sums over ranks are exact."""
+    if not tensor.is_floating_point():
+        return torch.full_like(tensor, index + 1)
+    places = torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+    return (index + 1 + places / 8) * FINE
 
 
-def words(value: Tensor) -> float:
-    """Return the number that a tensor is filled with, up to rounding; nan if there are several."""
-    numbers = value.flatten().double()
-    alike = (numbers - numbers[0]).abs() <= 1e-12 * numbers[0].abs()
-    return numbers[0].item() if bool(alike.all()) else float("nan")
+def budget(kind: str, sizes: Sequence[int], cause: Cause) -> tuple[OnlyKinds, Demand]:
+    """Demand calls of one kind: at most one for each of these sizes in bytes, and no byte more."""
+    return (
+        OnlyKinds((kind,), OTHER_CALL),
+        Demand(
+            lambda at: len(_sizes(at)) <= len(sizes) and sum(_sizes(at)) <= sum(sizes),
+            lambda at: f"{_in_calls(_sizes(at))}; the budget is {_in_calls(sizes)}",
+            cause,
+        ),
+    )
+
+
+def _sizes(at: At) -> list[int]:
+    return [call.num_bytes for call in at.seen.calls]
+
+
+def _in_calls(sizes: Sequence[int]) -> str:
+    return f"{sum(sizes)} bytes in {len(sizes)} call{'s' if len(sizes) > 1 else ''}"

@@ -1,89 +1,127 @@
-"""Exercise 5 of 05_data_parallel, with its planted mistakes: the staleness of each update."""
+"""Exercise 5 of 05_data_parallel: the staleness of each update."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from course_lib.checks.data_parallel import data_answers as planted
-from course_lib.checks.exercise import Exercise, Mistake
-from course_lib.checks.expect import expect_equal
-from course_lib.data_parallel.cost import staleness_of
+from course_lib.checks.cases import Case, Cases
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, Exercise, failed
 
 ORDERS: tuple[list[int], ...] = (
     [1, 2, 3, 1, 2, 3],
     [1, 1, 1],
     [2, 2, 2, 1, 2, 1],
     [3, 1, 1, 2, 1, 1, 3, 2],
+    [1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1],
+    [5, 7, 6, 4, 4, 7, 5, 6],
+    [30, 8],
     [],
 )
+NO_NUMBERS = Cause("Return a list of whole numbers, one for each update.")
 
-LOOK = "Take one update: where did its worker pull last? Count the updates after that."
+
+def _cases() -> list[Case]:
+    return [(f"order {order}", ([*order],)) for order in ORDERS]
 
 
-def check_staleness(answer: Callable[[Sequence[int]], Any]) -> str:
-    """Check the updates between a worker's pull and its push, for any order of workers."""
-    for order in ORDERS:
-        right = staleness_of(order)
-        causes = [
-            (
-                planted.own_counted(order),
-                "One too many: a worker pulls after its own update, which is in what it gets.",
-            ),
-            (planted.never_pulls_again(order), "After each push a worker pulls again."),
-            (
-                planted.always_the_others(order),
-                "w - 1 is the mean. Count how many updates really came in between.",
-            ),
-            (
-                planted.different_others(order),
-                "Count updates, not workers: a fast one makes several in between.",
-            ),
-            (
-                planted.first_is_fresh(order),
-                "A first push may be stale too: everyone pulled before the first update.",
-            ),
-            (planted.own_steps(order), "That counts a worker's own steps: count the others'."),
-            (
-                planted.all_earlier(order),
-                "All updates of the others so far: count those since this worker's last pull.",
-            ),
-            (
-                planted.until_the_next(order),
-                "That looks ahead: what counts came before the update, since its worker's pull.",
-            ),
-            (
-                planted.first_one_too_few(order),
-                "A worker's first update misses one more: it pulled before update 0.",
-            ),
-            (
-                planted.own_push_counted(order),
-                "One too many after the first: a worker's own update is in what it pulls.",
-            ),
-        ]
-        got = answer(list(order))
-        got = got.tolist() if isinstance(got, torch.Tensor) else got
-        got = list(got) if isinstance(got, tuple) else got
-        expect_equal(got, right, where=f"order {order}", causes=causes, look=LOOK)
-    return "Updates between pull and push, for any order."
+def _numbers(found: Any, _order: list[int]) -> list[int]:
+    """Return the numbers as a list; a tensor, an array and a tuple will do."""
+    found = found.tolist() if isinstance(found, torch.Tensor | np.ndarray) else found
+    if not isinstance(found, list | tuple):
+        raise failed(f"got {type(found).__name__}", NO_NUMBERS)
+    return list(found)
 
+
+def _each(missed: Callable[[int, list[int]], int]) -> Callable[[Sequence[int]], list[int]]:
+    """Return the answer that says `missed(number, order)` of each update."""
+    return lambda order: [missed(number, list(order)) for number in range(len(order))]
+
+
+def _workers_between(number: int, order: list[int]) -> int:
+    before = order[:number][::-1]
+    since = before.index(order[number]) if order[number] in before else number
+    return len({*before[:since]})
+
+
+def _until_the_next(number: int, order: list[int]) -> int:
+    later = order[number + 1 :]
+    return later.index(order[number]) if order[number] in later else len(later)
+
+
+AGE, PULLS = "number - pulled_at.get(worker, 0)", "pulled_at[worker] = number + 1"
 
 STALENESS = Exercise(
     key="data_parallel-5",
     title="staleness",
-    check=check_staleness,
-    reference=staleness_of,
-    mistakes=(
-        Mistake("own counted", planted.own_counted, says="One too many"),
-        Mistake("never pulls again", planted.never_pulls_again, says="a worker pulls again"),
-        Mistake("always w - 1", planted.always_the_others, says="w - 1 is the mean"),
-        Mistake("counts workers", planted.different_others, says="Count updates, not workers"),
-        Mistake("first is fresh", planted.first_is_fresh, says="A first push may be stale too"),
-        Mistake("all earlier ones", planted.all_earlier, says="since this worker's last pull"),
-        Mistake("looks ahead", planted.until_the_next, says="That looks ahead"),
-        Mistake("first one too few", planted.first_one_too_few, says="misses one more"),
-        Mistake("own push counted", planted.own_push_counted, says="One too many after the first"),
-        Mistake("never stale", lambda order: [0] * len(order), says="where did its worker pull"),
-        Mistake("own steps", planted.own_steps, says="a worker's own steps"),
+    check=Cases(
+        cases=_cases,
+        show=_numbers,
+        look="Take one update: where did its worker pull last? Count the updates after that.",
+        success="Updates between pull and push, for any order.",
+    ),
+    wrong=(
+        Edit(
+            AGE,
+            "number - pulled_at.get(worker, 0) + 1",
+            Cause("One too many: a worker pulls after its own update, which is in what it gets."),
+        ),
+        Edit(PULLS, "pass", Cause("After each push a worker pulls again.")),
+        Edit(
+            AGE,
+            "len(set(order)) - 1",
+            Cause("w - 1 is the mean. Count how many updates really came in between."),
+        ),
+        Own(
+            _each(_workers_between),
+            Cause("Count updates, not workers: a fast one makes several in between."),
+        ),
+        Edit(
+            "(worker, 0)",
+            "(worker, number)",
+            Cause("A first push may be stale too: everyone pulled before the first update."),
+        ),
+        Edit(
+            AGE,
+            "list(order[:number]).count(worker)",
+            Cause("That counts a worker's own steps: count the others'."),
+        ),
+        Edit(
+            AGE,
+            "number - list(order[:number]).count(worker)",
+            Cause("All updates of the others so far: count those since this worker's last pull."),
+        ),
+        Own(
+            _each(_until_the_next),
+            Cause("That looks ahead: what counts came before the update, since its worker's pull."),
+        ),
+        Edit(
+            AGE,
+            "max(0, number - pulled_at.get(worker, 1))",
+            Cause("A worker's first update misses one more: it pulled before update 0."),
+        ),
+        Edit(
+            "number + 1",
+            "number",
+            Cause("One too many after the first: a worker's own update is in what it pulls."),
+        ),
+        Edit(
+            AGE,
+            "0",
+            Cause("0 is right where all push together; here others push between pull and push."),
+        ),
+        Edit(
+            "pulled_at: dict[int, int] = {}",
+            "pulled_at = [0] * 4",
+            Cause("There may be more than 3 workers, of any numbers: keep the pulls in a dict."),
+            also=((".get(worker, 0)", "[worker]"),),
+        ),
+        Edit(
+            AGE,
+            "min(number - pulled_at.get(worker, 0), 8)",
+            Cause("The staleness has no upper limit: a slow worker misses every update meanwhile."),
+        ),
     ),
 )

@@ -19,7 +19,8 @@ from course_lib.checks.ddp.parts import (
 )
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.on_ranks import At, Demand, Numbers, OnRanks, calls_of
+from course_lib.checks.expectations import Demand, Numbers
+from course_lib.checks.on_ranks import At, OnRanks, calls_of
 from course_lib.core import Event
 from course_lib.ddp.ddp import DDP
 from course_lib.ranks import record

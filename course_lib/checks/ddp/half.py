@@ -12,7 +12,8 @@ from torch import Tensor
 from course_lib.checks.ddp.parts import come_late, digits
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.on_ranks import At, Calls, Demand, Numbers, OnRanks, calls_of
+from course_lib.checks.expectations import Calls, Demand, Numbers
+from course_lib.checks.on_ranks import At, OnRanks, calls_of
 from course_lib.core import Event
 from course_lib.ranks import record
 

@@ -25,7 +25,8 @@ from course_lib.checks.ddp.parts import (
 )
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.on_ranks import At, Demand, Numbers, OnRanks, calls_of
+from course_lib.checks.expectations import Demand, Numbers
+from course_lib.checks.on_ranks import At, OnRanks, calls_of
 from course_lib.core import Event
 from course_lib.ddp.buckets import make_buckets
 from course_lib.ranks import record, span
@@ -63,8 +64,8 @@ EARLY = Cause(
     "zero_grad(set_to_none=False) leaves zeros.)"
 )
 NOT_WAITED = Cause(
-    "Divided, but not added up: this rank read the bucket before the others' gradients were in it. "
-    "Call wait() on what all_reduce returned, first."
+    "A bucket is read before the others' gradients are in it. Call wait() on what all_reduce "
+    "returned, first."
 )
 NOT_WRITTEN = Cause("That is this rank's own gradient: copy the mean back into param.grad.")
 SUMMED = Cause("{p} times too large: summed, not averaged.")
@@ -216,6 +217,16 @@ OVERLAP = Exercise(
                 lambda at: not at.seen.params_changed, "the parameters have changed", CHANGES_PARAM
             ),
             Demand(lambda at: not _early(at), "a bucket left too early", EARLY),
+            Demand(
+                lambda at: not at.seen.never_waited or at.seen.never_waited < len(at.seen.calls),
+                "no all_reduce was waited for",
+                NOT_WAITED,
+            ),
+            Demand(
+                lambda at: not at.seen.never_waited,
+                lambda at: f"{at.seen.never_waited} all_reduces were never waited for",
+                NOT_ALL_WAITED,
+            ),
             Numbers(
                 "grads",
                 _times(_mean),
@@ -230,18 +241,12 @@ OVERLAP = Exercise(
                     (SUMMED, _times(lambda at: digits(at.world_size))),
                     (MEAN_TWICE, _times(lambda at: _mean(at) / at.world_size)),
                     (BY_FOUR, _times(lambda at: digits(at.world_size) / 4)),
-                    (NOT_WAITED, _times(lambda at: _own(at) / at.world_size)),
                     (NOT_WRITTEN, _times(_own)),
                     (ADDED, _times(lambda at: _own(at) + _mean(at))),
                     (REDUCES_PARAM, _param),
                 ),
                 otherwise=((_of_another, OTHER_GRADIENT),),
                 look=lambda at: NOT_RESET if at.number else DIGITS,
-            ),
-            Demand(
-                lambda at: not at.seen.never_waited,
-                lambda at: f"{at.seen.never_waited} all_reduces were never waited for",
-                NOT_ALL_WAITED,
             ),
             one_a_bucket(BUCKET_BYTES),
             Demand(

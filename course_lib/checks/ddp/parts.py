@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.checks.exercise import Cause
-from course_lib.checks.on_ranks import Calls
+from course_lib.checks.expectations import Calls
 
 LATE_S = 0.12
 ROUNDING = 1e-12
@@ -62,12 +62,12 @@ def come_late(rank: int) -> None:
 
 
 @contextmanager
-def watched_handles() -> Iterator[set[int]]:
-    """Yield the numbers of the all_reduces that were launched and not waited for."""
-    all_reduce, started, open_ones = dist.all_reduce, list[Any](), set[int]()
+def watched_handles(kind: str = "all_reduce") -> Iterator[set[int]]:
+    """Yield the numbers of the calls of a kind that were launched and not waited for."""
+    call, started, open_ones = getattr(dist, kind), list[Any](), set[int]()
 
     def watching(*args: Any, **kwargs: Any) -> Any:
-        work = all_reduce(*args, **kwargs)
+        work = call(*args, **kwargs)
         if work is not None:
             number, wait = len(started), work.wait
             started.append(work)
@@ -80,7 +80,7 @@ def watched_handles() -> Iterator[set[int]]:
             work.wait = note_and_wait
         return work
 
-    with patch.object(dist, "all_reduce", watching):
+    with patch.object(dist, kind, watching):
         yield open_ones
 
 

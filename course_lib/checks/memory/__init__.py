@@ -1,5 +1,12 @@
-"""The exercises of notebook 01_memory: parameters, states, weighing, a layer, what fits, MFU."""
+"""The exercises of notebook 01_memory: parameters, states, weighing, a layer, what fits, MFU.
 
-from course_lib.checks.memory.formulas import EXERCISES
+Each of the first three stands with its planted mistakes in a file of its own: `count`, `states`
+and `weigh`. The others are in `formulas`.
+"""
 
-__all__ = ["EXERCISES"]
+from course_lib.checks.memory.count import COUNT
+from course_lib.checks.memory.formulas import EXERCISES as FORMULAS
+from course_lib.checks.memory.states import STATES
+from course_lib.checks.memory.weigh import WEIGH
+
+EXERCISES = (COUNT, STATES, WEIGH, *FORMULAS)

@@ -1,7 +1,7 @@
 """The exercises of notebook 08_pipeline: an order, a clock, an engine, a cut, a tied weight.
 
-Each stands with its check in a file of its own: `order`, `times`, `engine`, `tied`, `balance`; the
-planted mistakes are beside it, in `..._answers`.
+Each stands with its planted mistakes in a file of its own: `order`, `times`, `engine`, `balance`
+and `tied`. `stages` and `gradients` hold what the engine's check runs and compares with.
 """
 
 from course_lib.checks.pipeline.balance import BALANCE

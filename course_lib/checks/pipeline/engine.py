@@ -1,42 +1,82 @@
-"""Exercise 3 of 08_pipeline: one rank of an engine that runs any schedule.
+"""Exercise 3 of 08_pipeline: one rank of an engine that runs any schedule."""
 
-The planted mistakes are in `engine_answers.py`. The batch holds numbers on the first rank
-only, the targets on the last one only: whoever looks elsewhere computes NaN.
-"""
-
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
 
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.expect import told
-from course_lib.checks.pipeline import engine_answers as planted
-from course_lib.core import COMMUNICATION_KINDS, Event
-from course_lib.pipeline.actions import Schedule, in_flight
-from course_lib.pipeline.schedules import gpipe, naive, one_f_one_b
-from course_lib.ranks import RankError, Ranks, record
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import Demand, OnlyKinds, Untouched
+from course_lib.checks.on_ranks import At, OnRanks, Trouble, calls_of
+from course_lib.checks.pipeline import gradients
+from course_lib.checks.pipeline.stages import (
+    LONG,
+    SETUPS,
+    SHORT,
+    Grads,
+    Memory,
+    SampleStage,
+    StepSetup,
+    batch_of,
+    changed_in,
+    loss_fn,
+)
+from course_lib.core import Event
+from course_lib.pipeline.actions import LETTERS, Action, in_flight
+from course_lib.ranks import record
 
-WORLD_SIZES = (3, 2, 4, 1)
-CASES: tuple[tuple[str, Callable[[int, int], Schedule], int], ...] = (
-    ("1F1B", one_f_one_b, 4),
-    ("1F1B", one_f_one_b, 8),
-    ("GPipe", gpipe, 3),
-    ("naive", naive, 2),
-    ("1F1B", one_f_one_b, 1),
+SPARE = 2  # graphs: the names of the last forward and of the last backward may still hold theirs
+
+CALLERS = Cause(
+    "The batch, the list of actions and the stage's weights are the caller's. Receive into a "
+    "tensor of its own, torch.empty_like(x), and ask only what was received for its gradient."
 )
-# the micro-batch before may still have its name; whoever watches a rank looks at its names, too
-SPARE = 3
-HANDLE = "Keep what isend returns in a list, and call wait() on each before you return."
-ITEMS, WIDTH = 2, 3
-Grads = list[Tensor]
-NOT_NUMBERED = (
-    "Is every gradient used with the activations of its own micro-batch? Keep x and y under the "
-    "number i, and take them out by it."
+TOKENS = Cause(
+    "Tokens are integers: they have no gradient, and nobody needs one on the first rank. Only what "
+    "was received gets x.requires_grad_()."
 )
+NO_GRAD = Cause(
+    "x.grad is None: what was received is a plain tensor. Call x.requires_grad_() on it before the "
+    "stage computes."
+)
+SAME_SHAPE = Cause(
+    "A message and the tensor for it need the same dtype and shape, those of its own micro-batch: "
+    "torch.empty_like(x) for an activation, torch.empty_like(y) for a gradient."
+)
+HANDLES = Cause(
+    "Keep every handle that isend or irecv returns, and call wait() on each before you return: "
+    "without, nobody knows whether the message has left, or is there."
+)
+NOBODY = Cause(
+    "The last stage sends its output to nobody, and the first one its gradient to nobody: look at "
+    "rank > 0 and rank < p - 1."
+)
+BLOCKING = Cause(
+    "Two neighbors are in a send, and a send waits until somebody receives. isend returns at "
+    "once: wait() for it at the end of the step."
+)
+WHO_SENDS = Cause(
+    "Who sends what they wait for? A forward's output goes to rank + 1, x.grad to rank - 1; "
+    "receive a message in the action that needs it, not before."
+)
+NOT_ARRIVED = Cause(
+    "The message need not have arrived: irecv returns at once, so wait() for its handle, each one, "
+    "before the stage computes (or use recv)."
+)
+ORDER = Cause("Go through the list of actions in its order.")
+GRAPHS = Cause(
+    "Take x and y out when they go backward (pop), keep no list of them, and send y.detach()."
+)
+GROWS = Cause(
+    "Something is kept for every micro-batch. Keep no list of what was sent or received; a handle "
+    "holds its message, even after wait(): drop the oldest ones on the way."
+)
+ONE_MESSAGE = Cause("One message a micro-batch and direction.")
+SENDS_ONLY = Cause("Use sends and receives between neighbors.")
 
 
 # --- on the ranks
@@ -44,321 +84,303 @@ NOT_NUMBERED = (
 
 @dataclass
 class Seen:
-    """The results of one step on one rank."""
+    """The results of one step on one rank; `graphs` and `peak_bytes` are of what was alive."""
 
     grads: Grads
+    changed: tuple[str, ...]
     order: str
-    most_alive: int
-    changed: bool
-    events: list[Event] = field(default_factory=list)
+    starts_s: list[float]
+    graphs: list[int]
+    peak_bytes: int
+    calls: list[Event]
 
 
-def _steps(rank: int, answer: Callable[..., Any], p: int) -> list[Seen]:
-    found = []
-    for _, make, m in CASES:
-        stage, batch = SampleStage(rank), batch_of(m)
-        for x, target in batch:
-            x.mul_(1 if rank == 0 else torch.nan)
-            target.mul_(1 if rank == p - 1 else torch.nan)
-        before = [(x.clone(), target.clone()) for x, target in batch]
-        with record() as log:
-            answer(make(p, m)[rank], stage, batch, loss_fn)
-        changed = not all(
-            torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))
-            for now, then in zip(batch, before, strict=True)
-            for x, y in zip(now, then, strict=True)
-        )
-        grads, order = stage.grads(), stage.order
-        events = [event for event in log.events if event.kind in COMMUNICATION_KINDS]
-        found.append(Seen(grads, order, stage.most_alive, changed, events))
-    return found
+def _steps(rank: int, answer: Callable[..., Any]) -> dict[str, Seen]:
+    """Run the answer with each setup."""
+    return {label: _step(rank, answer, setup) for label, setup in SETUPS.items()}
 
 
-def check_engine(answer: Callable[..., Any]) -> str:
-    """Check 1 to 4 ranks, three schedules: gradients, messages, what is kept alive."""
-    for p in WORLD_SIZES:
-        with Ranks(p) as ranks:
-            try:
-                by_rank = ranks.run(_steps, answer, p)
-            except RankError as error:
-                raise told(error, p, _why_stuck(error, p)) from None
-        for at, (name, make, m) in enumerate(CASES):
-            seen = [steps[at] for steps in by_rank]
-            _judge(f"{name} on {p} rank{'s' * (p > 1)}, {m} micro-batches", seen, make(p, m))
-    return "The gradients of one process on 1 to 4 ranks; no message and no activation too many."
-
-
-def _judge(where: str, seen: Sequence[Seen], schedule: Schedule) -> None:
-    p, m = len(schedule), len(schedule[0]) // 2
-    for rank, one in enumerate(seen):
-        if one.changed:
-            raise CheckFailed(
-                f"{where}: the batch of rank {rank} has changed. Receive into a tensor of its "
-                "own: torch.empty_like(x)."
-            )
-    _expect_gradients(where, [one.grads for one in seen], p, m)
-    for rank, (one, actions) in enumerate(zip(seen, schedule, strict=True)):
-        wanted = "".join(action.label[0] for action in actions)
-        if one.order != wanted:
-            raise CheckFailed(
-                f"{where}: rank {rank} has to run {wanted}; it ran {one.order}. Go through the "
-                "list of actions in its order."
-            )
-        held = max(in_flight(actions))
-        if one.most_alive > held + SPARE:
-            raise CheckFailed(
-                f"{where}: rank {rank} keeps the activations of {one.most_alive} micro-batches "
-                f"alive; the schedule needs {held}. Take them out when they go backward (pop), "
-                "and send y.detach()."
-            )
-        _expect_messages(where, one.events, rank, p, m)
-
-
-def _expect_gradients(where: str, got: Sequence[Grads], p: int, m: int) -> None:
-    right = gradients(p, m)
-    for rank in range(p):
-        if not _same(got[rank : rank + 1], right[rank : rank + 1]):
-            need, is_now = (grads[0].flatten()[0].item() for grads in (right[rank], got[rank]))
-            raise CheckFailed(
-                f"{where}: rank {rank} needs a gradient that begins with {need:.4g}; "
-                f"got {is_now:.4g}. {_why(got, right, p, m)}"
-            )
-
-
-def _why(got: Sequence[Grads], right: Sequence[Grads], p: int, m: int) -> str:
-    """Return the misconception behind wrong gradients."""
-    if any(bool(grad.isnan().any()) for grads in got for grad in grads):
-        return (
-            "NaN: x holds numbers on the first stage only, target on the last one only. The "
-            "other stages get what they need by recv."
-        )
-    if not all(any(bool(grad.any()) for grad in grads) for grads in got):
-        return "There a gradient is missing: who calls backward, on every rank?"
-    for change, says in causes(p, m):
-        if _same(got, gradients(p, m, **change)):
-            return says
-    times = [_times(grads, others) for grads, others in zip(got, right, strict=True)]
-    if all(times):
-        each = ", ".join(f"{number:.4g}" for number in times if number)
-        return f"By rank, the gradients are {each} times what they should be. Who divides the loss?"
-    return NOT_NUMBERED
-
-
-def _times(got: Grads, right: Grads) -> float | None:
-    """Return the factor between the two, if there is one."""
-    number = (got[0].flatten()[0] / right[0].flatten()[0]).item()
-    return number if _same([got], [[number * grad for grad in right]]) else None
-
-
-def _same(got: Sequence[Grads], wanted: Sequence[Grads]) -> bool:
-    return all(
-        torch.allclose(one, other, rtol=1e-10, atol=1e-14)
-        for grads, others in zip(got, wanted, strict=True)
-        for one, other in zip(grads, others, strict=True)
+def _step(rank: int, answer: Callable[..., Any], setup: StepSetup) -> Seen:
+    p = dist.get_world_size()
+    stage, actions = SampleStage(rank, setup), setup.make(p, setup.m)[rank]
+    batch, fresh = (batch_of(setup, first=rank == 0, last=rank == p - 1) for _ in range(2))
+    given, tensors = list(actions), [tensor for pair in batch for tensor in pair]
+    before = [param.grad for param in stage.trained if param.grad is not None]
+    with record() as log, Memory([*tensors, *stage.parameters(), *before]) as stage.memory:
+        answer(given, stage, batch, loss_fn)
+    return Seen(
+        grads=stage.grads(),
+        changed=("the list of actions",) * (given != actions)
+        + ("the stage",) * (not stage.as_made(rank, setup))
+        + changed_in(batch, fresh),
+        order=stage.order,
+        starts_s=stage.starts_s,
+        graphs=stage.graphs,
+        peak_bytes=stage.peak,
+        calls=calls_of(log.events),
     )
 
 
-def _expect_messages(where: str, events: Sequence[Event], rank: int, p: int, m: int) -> None:
-    other = [event for event in events if event.kind not in ("send", "recv")]
-    if other:
-        raise CheckFailed(f"{where}: rank {rank} calls {other[0].kind}; use sends and receives.")
-    for kind in ("recv", "send"):
-        ahead, behind = ((rank > 0), (rank < p - 1)) if kind == "recv" else (rank < p - 1, rank > 0)
-        need, sizes = (ahead + behind) * m, [e.num_bytes for e in events if e.kind == kind]
-        if len(sizes) < need:
-            raise CheckFailed(
-                f"{where}: rank {rank} returns without knowing whether {need - len(sizes)} of its "
-                f"messages have arrived. {HANDLE}"
-            )
-        if len(sizes) > need or any(size != ITEMS * WIDTH * 8 for size in sizes):
-            raise CheckFailed(
-                f"{where}: rank {rank} has {len(sizes)} {kind}s of {sum(sizes)} bytes; need {need} "
-                f"of {need * ITEMS * WIDTH * 8}. One message a micro-batch and direction."
-            )
+# --- what is expected
 
 
-def _why_stuck(error: RankError, p: int) -> str:
-    raised = " ".join(message for _, message in error.failures.values())
-    if "NoneType" in raised or "does not require grad" in raised:
-        return (
-            "x.grad is None: what was received is a plain tensor. Call x.requires_grad_() on it "
-            "before the stage computes."
-        )
-    if "second time" in raised:
-        return f"The same graph went backward twice. {NOT_NUMBERED}"
-    if error.kind == "mismatch":
-        return "A message and the tensor for it need the same dtype and shape: torch.empty_like."
-    if error.kind != "hang":
-        return ""
-    if error.report.dropped:
-        return HANDLE
-    for wait in error.waits:
-        if wait.kind == "send" and any(abs(wait.rank - to) != 1 for to in wait.waits_for):
-            return (
-                "The last stage sends its output to nobody, and the first one its gradient to "
-                "nobody: look at rank > 0 and rank < p - 1."
-            )
-    if any(wait.kind == "send" for wait in error.waits):
-        return (
-            "Two neighbours are in a send, and a send waits until somebody receives. isend "
-            "returns at once: wait() for it at the end of the step."
-        )
-    return "Who sends what they wait for? A forward's output goes to rank + 1, x.grad to rank - 1."
+def _setup(at: At) -> StepSetup:
+    return SETUPS[at.label]
+
+
+def _actions(at: At) -> list[Action]:
+    return _setup(at).make(at.world_size, _setup(at).m)[at.rank]
+
+
+def _order(at: At) -> str:
+    return "".join(LETTERS[action.kind] for action in _actions(at))
+
+
+def _too_early(at: At) -> list[str]:
+    """Return the actions, on any rank, that computed before their receive had ended."""
+    return [
+        f"{kind} number {number} of rank {one.rank}"
+        for one in at.everyone
+        for kind, peer in (("forward", one.rank - 1), ("backward", one.rank + 1))
+        if 0 <= peer < at.world_size and one.seen.order == _order(one)
+        for number, start_s in enumerate(_starts_s(one, kind), 1)
+        if sum(end_s <= start_s for end_s in _received_s(one, peer)) < number
+    ]
+
+
+def _starts_s(at: At, kind: str) -> list[float]:
+    pairs = zip(at.seen.order, at.seen.starts_s, strict=True)
+    return [start_s for letter, start_s in pairs if letter == LETTERS[kind]]
+
+
+def _received_s(at: At, peer: int) -> list[float]:
+    """Return when each receive from a rank had ended; one that was not waited for is missing."""
+    calls = (call for call in at.seen.calls if call.kind == "recv" and call.peer == peer)
+    return [call.end_s for call in calls]
+
+
+def _too_many_graphs(at: At) -> list[tuple[int, int]]:
+    """Return how many graphs were alive before a forward, and how many may be, where it is more."""
+    counts = [0, *in_flight(_actions(at))]
+    may_be = [before for before, now in pairwise(counts) if now > before]
+    return [
+        (alive, most)
+        for alive, most in zip(at.seen.graphs, may_be, strict=True)
+        if alive > most + SPARE
+    ]
+
+
+def _growth_bytes(at: At) -> int:
+    """Return how much more is alive at most with more micro-batches."""
+    if at.label != LONG:
+        return 0
+    return at.seen.peak_bytes - at.run.by_rank[at.rank][SHORT].peak_bytes
+
+
+def _may_grow_bytes(at: At) -> int:
+    """Return the bytes of a message for half of the additional micro-batches."""
+    return (SETUPS[LONG].m - SETUPS[SHORT].m) // 2 * SETUPS[LONG].num_bytes(0)
+
+
+def _sizes(at: At, kind: str) -> list[int]:
+    return [call.num_bytes for call in at.seen.calls if call.kind == kind]
+
+
+def _needed_sizes(at: At) -> list[int]:
+    """Return the bytes of the messages that a rank sends, and as many that it receives."""
+    setup, neighbors = _setup(at), (at.rank > 0) + (at.rank < at.world_size - 1)
+    return [setup.num_bytes(i) for i in range(setup.m)] * neighbors
+
+
+def _unknown(at: At) -> int:
+    needed = len(_needed_sizes(at))
+    return sum(max(0, needed - len(_sizes(at, kind))) for kind in ("send", "recv"))
+
+
+def _messages(kind: str) -> Demand:
+    """Demand one message of this kind for each micro-batch and neighbor, of its bytes."""
+    return Demand(
+        lambda at: sorted(_sizes(at, kind)) == sorted(_needed_sizes(at)),
+        lambda at: (
+            f"{len(_sizes(at, kind))} {kind}s of {sum(_sizes(at, kind))} bytes; need "
+            f"{len(_needed_sizes(at))} of {sum(_needed_sizes(at))}"
+        ),
+        ONE_MESSAGE,
+    )
+
+
+def _sends_afar(trouble: Trouble) -> bool:
+    return any(
+        wait.kind == "send" and any(abs(wait.rank - to) != 1 for to in wait.waits_for)
+        for wait in trouble.waits
+    )
 
 
 def _does_nothing(*_given: Any) -> None:
     pass
 
 
+AHEAD, BACK = "dist.isend(y.detach(), rank + 1)", "dist.isend(x.grad, rank - 1)"
+RECEIVES, MAKES, ASKS = "dist.recv(x, rank - 1)", "x = torch.empty_like(x)", "x.requires_grad_()"
+COMPUTES, KEEPS, TAKES = "y = stage(x)", "kept[i] = x, y", "x, y = kept.pop(i)"
+STARTS, LOOP = "kept, sent = {}, []", "for kind, _, i, _ in actions:"
+FINISH, WINDOW = "for work in sent:", "if len(sent) > 2 * p:"
+
+
+def _keeps(what: str) -> str:
+    """Return code that keeps a list."""
+    return f'kept.setdefault("list", []).append({what})'
+
+
+def _both(ahead: str, back: str, cause: Cause) -> Edit:
+    """Return the right answer with other sends."""
+    return Edit(f"sent.append({AHEAD})", ahead, cause, also=((f"sent.append({BACK})", back),))
+
+
+def _divides_at_the_end(who: str, cause: Cause) -> Edit:
+    """Return the right answer with param.grad divided in place of the loss."""
+    params = f"[param for param in stage.parameters() if param.grad is not None and {who}]"
+    divides = f"for param in {params}:\n    param.grad /= m\n{FINISH}"
+    return Edit(" / m)", ")", cause, also=((FINISH, divides),))
+
+
+def _received_before(how: str, then: str, cause: Cause) -> Edit:
+    """Return the right answer with all inputs received before the first action."""
+    ahead = "inputs = [torch.empty_like(x) for x, _ in micro_batches]\nfor x in inputs[: m * rank]:"
+    before = f"{ahead}\n    {how}\n{LOOP}"
+    return Edit(RECEIVES, then, cause, also=((MAKES, "x = inputs[i]"), (LOOP, before)))
+
+
 ENGINE = Exercise(
     key="pipeline-3",
     title="run a schedule",
-    check=check_engine,
-    reference=planted.run_actions,
-    mistakes=(
-        Mistake("loss not divided", planted.answer(planted.NotDivided), "times too large"),
-        Mistake("divided by ranks", planted.answer(planted.DividedByRanks), "number of ranks"),
-        Mistake("divided by each stage", planted.answer(planted.DividedByEach), "every stage anew"),
-        Mistake("divided at the end", planted.answer(planted.DividedAtTheEnd), "Who divides"),
-        Mistake("does nothing", _does_nothing, "who calls backward"),
-        Mistake("sends that block", planted.answer(planted.SendBlocks), "isend"),
-        Mistake("waits at once", planted.answer(planted.WaitsAtOnce), "at the end of the step"),
-        Mistake("no requires_grad", planted.answer(planted.NoRequiresGrad), "requires_grad_()"),
-        Mistake("kept for ever", planted.answer(planted.KeptForEver), "Take them out"),
-        Mistake("graphs kept", planted.answer(planted.GraphsKept), "send y.detach()"),
-        Mistake("sends the input", planted.answer(planted.SendsInput), "is the activation x"),
-        Mistake("sends the output", planted.answer(planted.SendsOutput), "is the output y"),
-        Mistake("passes on", planted.answer(planted.PassesOn), "hands on the gradient it got"),
-        Mistake("never waits", planted.answer(planted.NeverWaits), "call wait() on each"),
-        Mistake("keeps one", planted.answer(planted.KeepsOne), "under the number i"),
-        Mistake("newest first", planted.answer(planted.NewestFirst), "under the number i"),
-        Mistake("from the batch", planted.answer(planted.FromTheBatch), "by recv"),
-        Mistake("into the batch", planted.answer(planted.IntoTheBatch), "torch.empty_like(x)"),
-        Mistake("the first target", planted.answer(planted.FirstTarget), "first one's target"),
-        Mistake("the last one only", planted.answer(planted.LastOnly), "have to add up"),
-        Mistake("an order of its own", planted.answer(planted.OwnOrder), "in its order"),
-        Mistake("a circle", planted.answer(planted.Circle), "to nobody"),
-        Mistake("the first sends back", planted.answer(planted.FirstSendsBack), "to nobody"),
-        Mistake("half of the digits", planted.answer(planted.HalfPrecision), "same dtype"),
+    check=OnRanks(
+        observe_on_rank=_steps,
+        trouble=(
+            ("raised", "floating point|used as indices", TOKENS),
+            ("raised", "NoneType|does not require grad", NO_GRAD),
+            ("raised", "second time", gradients.NOT_NUMBERED),
+            ("mismatch", "", SAME_SHAPE),
+            ("hang", lambda trouble: bool(trouble.dropped), HANDLES),
+            ("hang", _sends_afar, NOBODY),
+            ("hang", lambda trouble: any(w.kind == "send" for w in trouble.waits), BLOCKING),
+            ("hang", "", WHO_SENDS),
+        ),
+        expect=(
+            Untouched(CALLERS),
+            OnlyKinds(("send", "recv"), SENDS_ONLY),
+            Demand(
+                lambda at: not _too_early(at),
+                lambda at: f"{_too_early(at)[0]} began before its receive had ended",
+                NOT_ARRIVED,
+            ),
+            gradients.demanded(torch.float64, 1e-10),
+            gradients.demanded(torch.float32, 1e-4),
+            Demand(
+                lambda at: at.seen.order == _order(at),
+                lambda at: f"need {_order(at)}; it ran {at.seen.order}",
+                ORDER,
+            ),
+            Demand(
+                lambda at: not _too_many_graphs(at),
+                lambda at: (
+                    "before a forward, the activations of {} micro-batches are alive; "
+                    "{} are in flight".format(*_too_many_graphs(at)[0])
+                ),
+                GRAPHS,
+            ),
+            Demand(
+                lambda at: _growth_bytes(at) <= _may_grow_bytes(at),
+                lambda at: (
+                    f"{at.seen.peak_bytes} bytes are alive, {_growth_bytes(at)} more than with "
+                    f"{SETUPS[SHORT].m}"
+                ),
+                GROWS,
+            ),
+            Demand(
+                lambda at: not _unknown(at),
+                lambda at: (
+                    f"it returns without knowing whether {_unknown(at)} of its messages have "
+                    "arrived"
+                ),
+                HANDLES,
+            ),
+            _messages("recv"),
+            _messages("send"),
+        ),
+        success=(
+            "The gradients of one process on 1 to 4 ranks; no message and no activation too many."
+        ),
+    ),
+    wrong=(
+        Edit(" / m)", ")", gradients.NOT_DIVIDED),
+        Edit(" / m)", " / p)", gradients.BY_RANKS),
+        Edit(" / m)", " / m / m)", gradients.DIVIDED_TWICE),
+        Edit(" / m)", " / 4)", gradients.WHO_DIVIDES),
+        Edit(
+            " / m)",
+            " * len(target) / sum(len(each) for _, each in micro_batches))",
+            gradients.BY_ITEMS,
+        ),
+        Edit("y.backward(grad)", "y.backward(grad / m)", gradients.ON_EACH),
+        _divides_at_the_end("rank == p - 1", gradients.NOT_HANDED_ON),
+        _divides_at_the_end("True", gradients.PARAM_DIVIDED),
+        Own(_does_nothing, gradients.MISSING),
+        _both(AHEAD.replace("isend", "send"), BACK.replace("isend", "send"), BLOCKING),
+        _both(f"{AHEAD}.wait()", f"{BACK}.wait()", BLOCKING),
+        Edit(ASKS, "pass", NO_GRAD),
+        Edit(COMPUTES, f"{ASKS}\n{COMPUTES}", TOKENS),
+        Edit(COMPUTES, f"x = x.detach().requires_grad_()\n{COMPUTES}", TOKENS),
+        Edit(COMPUTES, f"x = x if rank else x.double().requires_grad_()\n{COMPUTES}", TOKENS),
+        Edit(COMPUTES, f"if x.is_floating_point():\n    {ASKS}\n{COMPUTES}", CALLERS),
+        Edit(MAKES, "pass", CALLERS),
+        Edit(LOOP, "while actions:\n    kind, _, i, _ = actions.pop(0)", CALLERS),
+        Edit(FINISH, f"for w in stage.parameters():\n    w.data -= 0.1\n{FINISH}", CALLERS),
+        Edit("kept.pop(i)", "kept[i]", GRAPHS),
+        Edit(KEEPS, f"{KEEPS}\nkept[-1 - i] = y", GRAPHS),
+        Edit("y.detach()", "y", GRAPHS),
+        Edit("kept.pop(i)", "kept[i]\nkept.pop(i - p, None)", GRAPHS),
+        Edit(KEEPS, f"{KEEPS}\n{_keeps('y.detach()')}", GROWS),
+        Edit(KEEPS, f"{KEEPS}\n{_keeps('x.detach()')}", GROWS),
+        Edit(f"sent.append({BACK})", f"sent.append({BACK})\n{_keeps('x.grad')}", GROWS),
+        Edit(WINDOW, "if False:", GROWS),
+        Edit("isend(x.grad,", "isend(x.detach(),", gradients.SENDS_X),
+        Edit("isend(x.grad,", "isend(y.detach(),", gradients.SENDS_Y),
+        Edit("isend(x.grad,", "isend(x.grad if rank == p - 1 else grad,", gradients.PASSES_ON),
+        Edit("sent.pop(0).wait()", "sent.pop(0)", HANDLES, also=(("    work.wait()", "    pass"),)),
+        Edit(KEEPS, "kept[0] = x, y", gradients.NOT_NUMBERED, also=((TAKES, "x, y = kept[0]"),)),
+        Edit("kept.pop(i)", "kept.popitem()[1]", gradients.NOT_NUMBERED),
+        Edit(ASKS, "x = micro_batches[i][0].clone().requires_grad_()", gradients.ELSEWHERE),
+        Edit("(y, target)", "(y, micro_batches[0][1])", gradients.FIRST_TARGET),
+        Edit(TAKES, f"stage.zero_grad()\n{TAKES}", gradients.LAST_ONLY),
+        Edit(STARTS, f"{STARTS}\nstage.zero_grad()", gradients.REPLACED),
+        Edit(TAKES, f"{TAKES}\ny = stage(x)", ORDER),
+        Edit("in actions:", 'in sorted(actions, key=lambda a: a.kind == "backward"):', ORDER),
+        Edit("if rank < p - 1:", "if True:", NOBODY, also=(("rank + 1))", "(rank + 1) % p))"),)),
+        Edit(
+            f"if rank > 0:\n                sent.append({BACK})",
+            "if True:\n"
+            "                back = x.grad if rank > 0 else y.detach()\n"
+            "                sent.append(dist.isend(back, (rank - 1) % p))",
+            NOBODY,
+        ),
+        Edit(
+            "y.detach()", "y.detach().float()", SAME_SHAPE, also=(("x.grad,", "x.grad.float(),"),)
+        ),
+        Edit("empty_like(x)", "empty_like(micro_batches[0][0])", SAME_SHAPE),
+        Edit("torch.empty_like(x)", "torch.empty(x.shape, dtype=torch.float64)", SAME_SHAPE),
+        Edit("torch.empty_like(y)", "torch.empty_like(x)", SAME_SHAPE),
+        Edit("dist.recv(x,", "dist.irecv(x,", NOT_ARRIVED),
+        Edit("dist.recv(grad,", "work = dist.irecv(grad,", NOT_ARRIVED),
+        Edit(RECEIVES, "sent.append(dist.irecv(x, rank - 1))", NOT_ARRIVED),
+        _received_before(RECEIVES, "pass", WHO_SENDS),
+        Edit(FINISH, f"dist.barrier()\n{FINISH}", SENDS_ONLY),
+        Edit(
+            RECEIVES,
+            "for row in x:\n    dist.recv(row, rank - 1)",
+            ONE_MESSAGE,
+            also=((f"sent.append({AHEAD})", f"sent += [{AHEAD} for y in y.split(1)]"),),
+        ),
+        _received_before(f"work = dist.i{RECEIVES[5:]}", "work.wait()", HANDLES),
     ),
 )
-
-
-class SampleStage(nn.Module):
-    """A stage, tanh of a linear layer, that logs its calls and how many of its graphs are alive."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        random = torch.Generator().manual_seed(rank)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=random).double())
-        self.bias = nn.Parameter(torch.randn(WIDTH, generator=random).double())
-        if rank < 2:  # a frozen parameter in a stage that has another one
-            (self.bias if rank == 0 else self.weight).requires_grad_(False)
-        self.order, self.most_alive = "", 0
-        self.alive: weakref.WeakSet[_Token] = weakref.WeakSet()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Watched.apply((x @ self.weight + self.bias).tanh(), self)
-
-    def grads(self) -> Grads:
-        """Return param.grad; zeros where it is None."""
-        trained = [param for param in self.parameters() if param.requires_grad]
-        return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained]
-
-
-class _Token:
-    """An object that lives as long as the graph of one forward."""
-
-
-class _Watched(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, stage: SampleStage) -> Tensor:
-        ctx.token, ctx.stage = _Token(), stage
-        stage.alive.add(ctx.token)
-        stage.order += "F"
-        stage.most_alive = max(stage.most_alive, len(stage.alive))
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.stage.order += "B"
-        return grad, None
-
-
-def loss_fn(y: Tensor, target: Tensor) -> Tensor:
-    """Return the mean over one micro-batch."""
-    return ((y - target) ** 2).mean()
-
-
-def batch_of(m: int) -> list[tuple[Tensor, Tensor]]:
-    """Return m micro-batches with different numbers."""
-    random = torch.Generator().manual_seed(m)
-    made = torch.randn(m, 2, ITEMS, WIDTH, generator=random).double()
-    return [(x.clone(), target.clone()) for x, target in made]
-
-
-# --- on one process: the right gradients, and wrong ones to compare with
-
-
-def gradients(
-    p: int,
-    m: int,
-    *,
-    loss_scale: float = 1.0,
-    passed_on: Callable[[Tensor, Tensor, Tensor | None], Any] = lambda x, y, grad: x.grad,
-    scaled: float = 1.0,
-    target_of: Callable[[int], int] = lambda i: i,
-    last_only: bool = False,
-) -> list[Grads]:
-    """Return the gradients of each stage, in an engine that may be wrong."""
-    stages, batch = [SampleStage(rank) for rank in range(p)], batch_of(m)
-    for i, (x, _) in enumerate(batch):
-        kept, grad = list[tuple[Tensor, Tensor]](), None
-        for stage in stages:
-            x = x.detach().requires_grad_()
-            kept.append((x, stage(x)))
-            x = kept[-1][1]
-        for stage, (x, y) in reversed(list(zip(stages, kept, strict=True))):
-            if last_only:
-                stage.zero_grad()
-            if stage is stages[-1]:
-                (loss_fn(y, batch[target_of(i)][1]) / m * loss_scale).backward()
-            elif grad is not None:
-                y.backward(grad * scaled)
-            grad = passed_on(x, y, grad)
-    return [stage.grads() for stage in stages]
-
-
-def causes(p: int, m: int) -> list[tuple[Mapping[str, Any], str]]:
-    return [
-        (
-            {"loss_scale": m},
-            f"{m} times too large: divide each loss by the number of micro-batches.",
-        ),
-        (
-            {"loss_scale": m / p},
-            "Divided by the number of ranks: it is the number of micro-batches.",
-        ),
-        ({"loss_scale": 1 / m}, "Divided by the number of micro-batches twice."),
-        (
-            {"scaled": 1 / m},
-            "Divided on every stage anew: only the last stage divides, the others hand on.",
-        ),
-        (
-            {"passed_on": lambda x, y, grad: x.detach()},
-            "What goes back is the activation x: send its gradient, x.grad.",
-        ),
-        (
-            {"passed_on": lambda x, y, grad: y.detach()},
-            "What goes back is the output y: send the gradient of the input, x.grad.",
-        ),
-        (
-            {"passed_on": lambda x, y, grad: x.grad if grad is None else grad},
-            "A stage hands on the gradient it got: it was for y; send the one for x, x.grad.",
-        ),
-        (
-            {"target_of": lambda i: 0},
-            "All micro-batches have the first one's target: use number i.",
-        ),
-        ({"last_only": True}, "Only the last micro-batch is in it: gradients have to add up."),
-    ]

@@ -1,96 +1,162 @@
-"""Exercise 1 of 08_pipeline: the order of 1F1B; mistakes in `order_answers.py`."""
+"""Exercise 1 of 08_pipeline: the order of 1F1B."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.pipeline.order_answers import WRONG, Answer, one_f_one_b
-from course_lib.pipeline import schedules
-from course_lib.pipeline.actions import Action, Schedule, ScheduleError, as_text, in_flight
-from course_lib.pipeline.cost import one_f_one_b_in_flight
-from course_lib.pipeline.schedule_rules import check_schedule
-from course_lib.pipeline.simulation import simulate
+from course_lib.checks.cases import Case, Cases
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.pipeline.actions import Action
 
-SIZES = [(p, m) for p in (3, 4, 1, 2, 5) for m in (4, 8, 1, 2, 3, 7)]
-
-
+SIZES = [(p, m) for p in (2, 3, 4, 1, 6) for m in (3, 4, 8, 1, 2, 7)]
 KINDS = ("forward", "backward")
 
-
-def check_order(answer: Answer) -> str:
-    """Check many p and m: each action once, no deadlock, short and small enough."""
-    made = [_read(answer(p, m), p, m) for p, m in SIZES]
-    for (p, m), schedule in zip(SIZES, made, strict=True):
-        problem = _problem(schedule, p, m)
-        if problem:
-            text = as_text(schedule) if p * m <= 16 else ""
-            says = f"p = {p}, m = {m}: {problem} {_why(made)}".rstrip()
-            raise CheckFailed(f"{says}\n{text}".rstrip())
-    return "No longer than GPipe, at most p - rank micro-batches in flight, and m < p works."
+ACTIONS = Cause("Return a list of Action(kind, stage, micro_batch) for each rank.")
+KIND = Cause('The kinds are "forward" and "backward".')
+STAGE = Cause("Rank r runs stage r: Action(kind, rank, micro_batch).")
 
 
-def _read(made: Any, p: int, m: int) -> Schedule:
-    """Return the answer's lists as a schedule, of whatever kind of lists it is made."""
-    if made is None:
-        raise CheckFailed(f"p = {p}, m = {m}: got None. Does your function return the schedule?")
+def _cases() -> list[Case]:
+    return [(f"p = {p}, m = {m}", (p, m)) for p, m in SIZES]
+
+
+def _by_rank(schedule: Any, _p: int, _m: int) -> dict[str, str]:
+    """Return the actions of each rank as text: `F0 F1 B0 B1`."""
     try:
-        schedule = [[Action(*action) for action in actions] for actions in made]
+        ranks = [[Action(*action) for action in actions] for actions in schedule]
     except TypeError:
-        raise CheckFailed(
-            f"p = {p}, m = {m}: need a list of Action(kind, stage, micro_batch) for each rank; "
-            f"got {str(made)[:80]}."
-        ) from None
-    return schedule
+        raise failed(f"got {str(schedule)[:80]}", ACTIONS) from None
+    for rank, actions in enumerate(ranks):
+        for action in actions:
+            if action.kind not in KINDS:
+                raise failed(f"rank {rank} has an action of the kind {action.kind!r}", KIND)
+            if action.stage != rank:
+                raise failed(f"rank {rank} has the action {tuple(action[:3])}", STAGE)
+    return {
+        f"rank {rank}": " ".join(action.label for action in actions)
+        for rank, actions in enumerate(ranks)
+    }
 
 
-def _problem(schedule: Schedule, p: int, m: int) -> str:
-    """Return the first problem, in one sentence."""
-    if len(schedule) != p:
-        return f"need {p} lists, one a rank; got {len(schedule)}."
-    for rank, actions in enumerate(schedule):
-        problem = _foreign(actions, rank, m)
-        if problem:
-            return f"rank {rank}: {problem}"
-    try:
-        check_schedule(schedule, num_micro_batches=m)
-    except ScheduleError as broken:
-        return str(broken)
-    for rank, actions in enumerate(schedule):
-        held, bound = max(in_flight(actions)), one_f_one_b_in_flight(p, m, rank)
-        if held > bound:
-            return f"rank {rank} has {held} micro-batches in flight; need at most {bound}."
-    took_s, least_s = simulate(schedule).step_s, simulate(schedules.gpipe(p, m)).step_s
-    if took_s > least_s:
-        return f"forward 1 s, backward 2 s: need a step of {least_s:g} s; got {took_s:g} s."
-    return ""
+WARMUP = "min(p - 1 - rank, m)"
+STEADY = '["forward", "backward"] * (m - warmup)'
+COOLDOWN = 'kinds += ["backward"] * warmup'
+NUMBER = "next(next_of[kind])"
+EACH = "for kind in kinds]"
 
 
-def _foreign(actions: Sequence[Action], rank: int, m: int) -> str:
-    """Return what does not belong into the list of a rank, or is missing there."""
-    for action in actions:
-        if action.kind not in KINDS:
-            return f"need the kinds 'forward' and 'backward'; got {action.kind!r}."
-        if action.stage != rank:
-            return f"need stage {rank}; got {tuple(action[:3])}. The order is kind, stage, number."
-    for kind in KINDS:
-        numbers = [action.micro_batch for action in actions if action.kind == kind]
-        if sorted(numbers) != list(range(m)):
-            return f"need each {kind} from 0 to {m - 1} once; got {numbers or 'none'}."
-    return ""
-
-
-def _why(made: Sequence[Schedule]) -> str:
-    """Return the cause that fits every case."""
-    for _, wrong, says in WRONG:
-        if made == [wrong(p, m) for p, m in SIZES]:
-            return says
-    return "Play it by hand for p = 2: rank 0 is one forward ahead."
+def _warmup(length: str, cause: str) -> Edit:
+    """Return the right answer with a warm-up of another length."""
+    return Edit(WARMUP, length, Cause(cause))
 
 
 ORDER = Exercise(
     key="pipeline-1",
     title="the order of 1F1B",
-    check=check_order,
-    reference=one_f_one_b,
-    mistakes=tuple(Mistake(name, wrong, says[:45]) for name, wrong, says in WRONG),
+    check=Cases(
+        cases=_cases,
+        show=_by_rank,
+        look="Play it by hand for p = 2: rank 0 is one forward ahead.",
+        success="Warm-up, steady phase and cool-down of 1 to 6 ranks; m < p works, too.",
+    ),
+    wrong=(
+        _warmup(
+            "m",
+            "That is GPipe: as soon as a backward can run, it comes in turn with the forwards.",
+        ),
+        _warmup(
+            "min(max(p - 2 - rank, 0), m)",
+            "One forward too few in the warm-up: a rank then waits for a backward that is not "
+            "there yet. How many ranks are behind it?",
+        ),
+        _warmup(
+            "min(p - rank, m)",
+            "One forward too many in the warm-up: the last rank needs none. The steady phase "
+            "begins with a forward, too.",
+        ),
+        _warmup(
+            "min(max(p - 1 - rank, 1), m)",
+            "A warm-up on the last rank: it has nobody behind it, and goes backward after its "
+            "first forward.",
+        ),
+        _warmup(
+            "min(p - 1, m)",
+            "All ranks warm up alike; but the last one can go backward after its first forward.",
+        ),
+        _warmup(
+            "min(rank, m)",
+            "The warm-up is the other way round: rank 0 runs ahead the most, the last rank not "
+            "at all.",
+        ),
+        _warmup(
+            "p - 1 - rank",
+            "Right for m >= p. With few micro-batches there are not enough for a whole warm-up.",
+        ),
+        _warmup(
+            "0",
+            "Without a warm-up only one micro-batch is on its way: one rank works, the others "
+            "wait.",
+        ),
+        Edit(
+            STEADY,
+            '["backward", "forward"] * (m - warmup)',
+            Cause(
+                "In the steady phase the forward comes first: on the last rank, nothing is there "
+                "to go backward with."
+            ),
+        ),
+        Edit(
+            COOLDOWN,
+            "pass",
+            Cause(
+                "The backwards of the warm-up's micro-batches are missing: they are the cool-down."
+            ),
+        ),
+        Edit(
+            NUMBER,
+            f'{NUMBER} - warmup * (kind == "forward" and at >= warmup)',
+            Cause(
+                "The warm-up has forwarded the first micro-batches already: the steady phase goes "
+                "on with the next one."
+            ),
+            also=((EACH, "for at, kind in enumerate(kinds)]"),),
+        ),
+        Edit(
+            NUMBER,
+            f"{NUMBER} - (m - warmup) * (at >= 2 * m - warmup)",
+            Cause(
+                "The cool-down begins with micro-batch 0 again: it goes on where the steady phase "
+                "ended."
+            ),
+            also=((EACH, "for at, kind in enumerate(kinds)]"),),
+        ),
+        Edit(
+            WARMUP,
+            "p - 1 - rank",
+            Cause("There are m forwards on each rank and no more: then only backwards are left."),
+            also=((STEADY, '["forward", "backward"] * m'), (COOLDOWN, "pass")),
+        ),
+        Edit(
+            'next_of = {"forward": count(), "backward": count()}',
+            "numbers, waiting = count(), []",
+            Cause(
+                "Backwards go in the order of the forwards, the oldest micro-batch first: its "
+                "gradient comes first, and its activations wait the longest."
+            ),
+            also=(
+                (
+                    f"[Action(kind, rank, {NUMBER}) {EACH}",
+                    "[\n"
+                    '    Action(kind, rank, waiting.pop()) if kind == "backward" else\n'
+                    "    waiting.append(next(numbers)) or Action(kind, rank, waiting[-1])\n"
+                    f"    {EACH}",
+                ),
+            ),
+        ),
+        Edit("Action(kind, rank,", "Action(kind, 0,", STAGE),
+        Edit(f"rank, {NUMBER}", f"{NUMBER}, rank", STAGE),
+        Edit("Action(kind,", "Action(kind[0].upper(),", KIND),
+        Edit(NUMBER, f"{NUMBER} + 1", Cause("Micro-batches are counted from 0.")),
+        Edit("schedule = []", "p, schedule = 4, []", Cause("That is right for 4 ranks only.")),
+        Edit("schedule = []", "m, schedule = 4, []", Cause("Right for 4 micro-batches only.")),
+    ),
 )

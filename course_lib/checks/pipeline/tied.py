@@ -1,6 +1,6 @@
-"""Exercise 5 of 08_pipeline: one weight on two stages; mistakes in `tied_answers.py`."""
+"""Exercise 5 of 08_pipeline: one weight on the first and on the last stage."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,130 +8,289 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.checks.ddp.parts import row
-from course_lib.checks.exercise import CheckFailed, Exercise
-from course_lib.checks.expect import told
-from course_lib.checks.pipeline.tied_answers import MISTAKES, NUM_NUMBERS, Weight, sum_tied
-from course_lib.core import COMMUNICATION_KINDS, Event
-from course_lib.ranks import RankError, Ranks, record
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import DIGITS_LOST, Demand, Numbers, Untouched
+from course_lib.checks.on_ranks import At, OnRanks, Trouble, calls_of
+from course_lib.core import Event
+from course_lib.ranks import record
 
-WORLD_SIZES = (3, 2, 4, 1)
+Weight = nn.Parameter | None
+
+GROUP = Cause("Only the ranks of `ends` hold a copy: give the call group=ends.")
+NOT_THE_WORLD = Cause(
+    "Here the world holds two pipelines, and `ends` is not its first and its last rank: ask the "
+    "group `ends` who is in it, or leave it to a collective."
+)
+SKIPPED = Cause(
+    "One end makes the call, the other one does not: a gradient of zeros is one, too. Ask whether "
+    "there is a gradient, not for its numbers."
+)
+NOTHING_TO_ADD = Cause(
+    "In the middle weight is None, and a frozen weight has no gradient (grad is None): both have "
+    "nothing to add."
+)
+WEIGHTS = Cause(
+    "Add up the gradients: then the optimizer takes the same step on both copies, and they stay "
+    "equal by themselves."
+)
+MIDDLE = Cause("It holds no copy. Only the group `ends` communicates.")
+FROZEN = Cause(
+    "With a gradient, an optimizer steps, and weight decay or momentum moves what is frozen: leave "
+    "weight.grad None, and send nothing."
+)
+IN_PLACE = Cause("weight.grad is gone: all_reduce works in place, and returns None.")
+ONE_COPY = Cause("With one stage there is one copy, and its gradient is whole.")
+MEAN = Cause("That is the mean: the two uses of one weight add up.")
+OTHER_HALF = Cause(
+    "That is this rank's own half: where is the other one's? It has to be in weight.grad itself "
+    "when you return."
+)
+FIRST_ALONE = Cause("That is the first stage's half alone: the two have to be added.")
+LAST_ALONE = Cause("That is the last stage's half alone: the two have to be added.")
+TWICE = Cause("Added twice: once is enough.")
+BOTH_ENDS = Cause(
+    "Both ends need the sum: the collective that leaves it on all members of a group?"
+)
+ONE_MESSAGE = Cause("The whole gradient travels in one message each way.")
+
+
+# --- on the ranks
+
+
+ZEROS, FROZEN_WEIGHT, MATRIX = "zeros on the first stage", "a frozen weight", "a bfloat16 matrix"
+STEPS = ("step 1", "step 2", ZEROS)
 
 
 @dataclass
 class Seen:
-    """The results of one rank after one call."""
+    """The results of one call on one rank, which belongs to the pipeline of the ranks `ends`."""
 
-    grad: Tensor | None
-    changed: bool
+    ends: tuple[int, int]
+    grad: Any
+    changed: tuple[str, ...]
     calls: list[Event]
 
 
-def _sums(rank: int, answer: Callable[..., Any], p: int) -> list[Seen]:
-    """Check a trained weight in two steps, then a frozen one."""
-    members = sorted({0, p - 1})
-    ends = dist.new_group(members)
-    weight = nn.Parameter(_numbers()) if rank in members else None
-    return [_one(answer, weight, ends, slope) for slope in (10.0**rank, 2 * 10.0**rank, None)]
+def _sums(
+    rank: int, answer: Callable[..., Any], labels: Sequence[str] = STEPS, pipelines: int = 1
+) -> dict[str, Seen]:
+    """Call the answer with each of these weights, in a world of one or more pipelines."""
+    p = dist.get_world_size() // pipelines
+    all_ends = [(first, first + p - 1) for first in range(0, p * pipelines, p)]
+    groups = [dist.new_group(sorted(set(ends))) for ends in all_ends]
+    mine, group = all_ends[rank // p], groups[rank // p]
+    return {label: _one(answer, rank, mine, group, label) for label in labels}
 
 
-def _numbers() -> Tensor:
-    """Return 1, 2, 3 and so on, and a little more than float32 can hold."""
-    return torch.arange(1.0, NUM_NUMBERS + 1).double() * (1 + 1e-9)
-
-
-def _one(answer: Callable[..., Any], weight: Weight, ends: Any, slope: float | None) -> Seen:
-    """Call the answer once, with a gradient of `slope` times the weight, or with none."""
-    before = torch.empty(0) if weight is None else weight.detach().clone()
-    if weight is not None:
-        weight.requires_grad_(slope is not None)
-        weight.grad = None if slope is None else before * slope
+def _one(
+    answer: Callable[..., Any], rank: int, ends: tuple[int, int], group: Any, label: str
+) -> Seen:
+    weight = nn.Parameter(_numbers(label)) if rank in ends else None
+    if weight is not None and label == FROZEN_WEIGHT:
+        weight.requires_grad_(False)
+    elif weight is not None:
+        weight.grad = _half(rank, ends, label)
     with record() as log:
-        answer(weight, ends)
-    calls = [event for event in log.events if event.kind in COMMUNICATION_KINDS]
-    if weight is None:
-        return Seen(None, False, calls)
-    return Seen(weight.grad, not torch.equal(weight.detach(), before), calls)
+        answer(weight, group)
+    changed = weight is not None and not torch.equal(weight, _numbers(label))
+    grad = None if weight is None or weight.grad is None else weight.grad.clone()
+    return Seen(ends, grad, ("the weight",) * changed, calls_of(log.events))
 
 
-def check_tied(answer: Callable[..., Any]) -> str:
-    """Check 1 to 4 ranks: the sum on both ends, nothing between, a frozen weight unchanged."""
-    for p in WORLD_SIZES:
-        with Ranks(p) as ranks:
-            try:
-                by_rank = ranks.run(_sums, answer, p)
-            except RankError as error:
-                raise told(error, p, _why_stuck(error, p)) from None
-        for step in range(3):
-            for rank, steps in enumerate(by_rank):
-                _judge(steps[step], rank, p, step)
-    return "The gradient of both uses, on both ends, with one message each; the middle is silent."
+def _numbers(label: str) -> Tensor:
+    """Return 1 to 6, and a little more than float32 can hold; or a matrix of 1 to 6."""
+    if label == MATRIX:
+        return torch.arange(1, 7).bfloat16().view(2, 3)
+    return torch.arange(1, 7).double() * (1 + 1e-9)
 
 
-def _judge(seen: Seen, rank: int, p: int, step: int) -> None:
-    where = f"rank {rank} of {p}" + (", a frozen weight" if step == 2 else f", step {step + 1}")
-    if seen.changed:
-        raise CheckFailed(
-            f"{where}: the weight has changed. Add up the gradients: then the optimizer takes the "
-            "same step on both copies, and they stay equal by themselves."
-        )
-    if 0 < rank < p - 1 and seen.calls:
-        raise CheckFailed(
-            f"{where} calls {seen.calls[0].kind}; it holds no copy. Only the group `ends` talks."
-        )
-    if step == 2 and seen.grad is not None:
-        raise CheckFailed(
-            f"{where}: need no gradient; got {row(seen.grad)}. With one, an optimizer steps, and "
-            "weight decay or momentum moves what is frozen: leave weight.grad None."
-        )
-    if step < 2 and rank in (0, p - 1):
-        _expect_sum(where, seen.grad, rank, p, 1.0 + step)
-    budget = 0 if step == 2 else 2 * 8 * NUM_NUMBERS
-    num_bytes = sum(call.num_bytes for call in seen.calls)
-    if num_bytes > budget:
-        raise CheckFailed(f"{where}: {num_bytes} bytes in messages; need at most {budget}.")
+def _half(rank: int, ends: tuple[int, int], label: str) -> Tensor:
+    """Return the gradient that backward left on a rank."""
+    times = {"step 2": 2, ZEROS: int(rank != ends[0])}.get(label, 1)
+    return _numbers(label) * times * 10**rank
 
 
-def _expect_sum(where: str, got: Tensor | None, rank: int, p: int, turn: float) -> None:
-    one = _numbers() * turn
-    first, last = one, one * 10.0 ** (p - 1)
-    total = first if p == 1 else first + last
-    if isinstance(got, Tensor) and torch.allclose(got, total, rtol=1e-12):
-        return
-    causes = [
-        (total / 2, "That is the mean: the two uses of one weight add up."),
-        (first if rank == 0 else last, f"That is this rank's own half: {OTHER_HALF}"),
-        (first, "That is the first stage's half alone: the two have to be added."),
-        (last, "That is the last stage's half alone: the two have to be added."),
-        (2 * total, "Added twice: once is enough."),
-        (total, "Its last digits are lost: add in the gradient's own dtype."),
-    ]
-    says = "With one stage there is one copy, and its gradient is whole." if p == 1 else ""
-    if not says and isinstance(got, Tensor):
-        says = next((why for wrong, why in causes if torch.allclose(got, wrong)), BOTH_ENDS)
-    raise CheckFailed(f"{where}: need the gradient {row(total)}; got {row(got)}. {says}".rstrip())
+def _runs(p: int) -> list[Mapping[str, Any]]:
+    two = [{"pipelines": 2}] if p == 4 else []
+    return [{}, {"labels": [FROZEN_WEIGHT]}, {"labels": [MATRIX]}, *two]
 
 
-OTHER_HALF = "where is the other one's? It has to be in weight.grad itself when you return."
-BOTH_ENDS = "Both ends need the sum: the collective that leaves it on all members of a group?"
+# --- what is expected
 
 
-def _why_stuck(error: RankError, p: int) -> str:
-    raised = " ".join(message for _, message in error.failures.values())
-    if error.kind == "hang":
-        return "Only the ranks of `ends` hold a copy: give the call group=ends."
-    if "NoneType" in raised or "None" in raised:
-        return (
-            "In the middle weight is None, and a frozen weight has no gradient (grad is None): "
-            "both have nothing to add."
-        )
-    return ""
+def _sum_of(*factors: float) -> Callable[[At], Tensor | None]:
+    """Return first * factors[0] + last * factors[1]; None where there is no gradient."""
 
+    def value(at: At) -> Tensor | None:
+        ends = at.seen.ends
+        if at.rank not in ends or at.label == FROZEN_WEIGHT:
+            return None
+        pairs = zip(dict.fromkeys(ends), factors, strict=False)
+        halves = [_half(end, ends, at.label) * factor for end, factor in pairs]
+        return sum(halves[1:], halves[0])
+
+    return value
+
+
+def _with_mirrored(at: At) -> Tensor:
+    """Return the sum with the gradient of rank p - 1 - rank."""
+    other = at.world_size - 1 - at.rank
+    ends = next(one.seen.ends for one in at.everyone if one.rank == other)
+    return _half(at.rank, at.seen.ends, at.label) + _half(other, ends, at.label)
+
+
+def _at_two_places(trouble: Trouble) -> bool:
+    return len({wait.waits_for for wait in trouble.waits}) > 1
+
+
+def _for_the_first(trouble: Trouble) -> bool:
+    return all(wait.waits_for == (0,) for wait in trouble.waits)
+
+
+# --- wrong answers that are no edit of the right one
+
+
+def _everybody(weight: Weight, ends: Any) -> None:
+    grad = torch.zeros(6).double() if weight is None else weight.grad
+    if grad is not None:
+        dist.all_reduce(grad)
+
+
+def _one_way(weight: Weight, ends: Any) -> None:
+    """Send to the last stage, and not back."""
+    last = dist.get_world_size() - 1
+    if weight is not None and weight.grad is not None and last > 0:
+        if dist.get_rank() == 0:
+            dist.send(weight.grad, last)
+        else:
+            half = torch.empty_like(weight.grad)
+            dist.recv(half, 0)
+            weight.grad += half
+
+
+def _by_ranks_of_the_world(weight: Weight, ends: Any) -> None:
+    """Exchange with the other end of the world."""
+    other = dist.get_world_size() - 1 - dist.get_rank()
+    if weight is not None and weight.grad is not None and other != dist.get_rank():
+        theirs, sending = torch.empty_like(weight.grad), dist.isend(weight.grad.clone(), other)
+        dist.recv(theirs, other)
+        if sending:
+            sending.wait()
+        weight.grad += theirs
+
+
+SUMS = "dist.all_reduce(weight.grad, group=ends)"
+ASKS = "if weight is not None and weight.grad is not None:"
 
 TIED = Exercise(
     key="pipeline-5",
     title="add up a tied weight",
-    check=check_tied,
-    reference=sum_tied,
-    mistakes=MISTAKES,
+    check=OnRanks(
+        observe_on_rank=_sums,
+        runs=_runs,
+        trouble=(
+            ("raised", "None", NOTHING_TO_ADD),
+            ("hang", _at_two_places, NOT_THE_WORLD),
+            ("hang", _for_the_first, SKIPPED),
+            ("hang", "", GROUP),
+        ),
+        expect=(
+            Untouched(WEIGHTS),
+            Demand(
+                lambda at: at.rank in at.seen.ends or not at.seen.calls,
+                lambda at: f"calls {at.seen.calls[0].kind}",
+                MIDDLE,
+            ),
+            Numbers(
+                "grad",
+                _sum_of(1, 1),
+                rtol=1e-12,
+                what="the gradient",
+                predicates=(
+                    (lambda at, _got, _i: at.label == FROZEN_WEIGHT, FROZEN),
+                    (lambda _at, got, _i: got is None, IN_PLACE),
+                    (lambda at, _got, _i: at.seen.ends[0] == at.seen.ends[1], ONE_COPY),
+                ),
+                causes=(
+                    (MEAN, _sum_of(0.5, 0.5)),
+                    (OTHER_HALF, lambda at: _half(at.rank, at.seen.ends, at.label)),
+                    (FIRST_ALONE, _sum_of(1, 0)),
+                    (LAST_ALONE, _sum_of(0, 1)),
+                    (TWICE, _sum_of(2, 2)),
+                    (NOT_THE_WORLD, _with_mirrored),
+                ),
+                look=BOTH_ENDS,
+            ),
+            Demand(
+                lambda at: at.label != FROZEN_WEIGHT or not at.seen.calls,
+                lambda at: f"calls {at.seen.calls[0].kind}",
+                FROZEN,
+            ),
+            Demand(
+                lambda at: (
+                    len(at.seen.calls) <= 2
+                    and sum(call.num_bytes for call in at.seen.calls)
+                    <= 2 * _numbers(at.label).nbytes
+                ),
+                lambda at: (
+                    f"{len(at.seen.calls)} messages of "
+                    f"{sum(call.num_bytes for call in at.seen.calls)} bytes; need 2 of "
+                    f"{2 * _numbers(at.label).nbytes}, or one all-reduce"
+                ),
+                ONE_MESSAGE,
+            ),
+        ),
+        success="The gradient of both uses, on both ends, one message each; the middle is silent.",
+    ),
+    wrong=(
+        Edit(SUMS, f"{SUMS}\nweight.grad /= dist.get_world_size(ends)", MEAN),
+        Own(_everybody, MIDDLE),
+        Edit(", group=ends", "", GROUP),
+        Own(_one_way, OTHER_HALF),
+        Own(_by_ranks_of_the_world, NOT_THE_WORLD),
+        Edit(
+            ASKS,
+            f"{ASKS[:-1]} and dist.get_rank() in (0, dist.get_world_size() - 1):",
+            NOT_THE_WORLD,
+        ),
+        Edit(SUMS, "dist.broadcast(weight.grad, group=ends, group_src=0)", FIRST_ALONE),
+        Edit(
+            SUMS, "dist.broadcast(weight.grad, group=ends, group_src=ends.size() - 1)", LAST_ALONE
+        ),
+        Edit(SUMS, "dist.all_reduce(weight.data, group=ends)", WEIGHTS),
+        Edit(
+            SUMS,
+            "dist.all_reduce(weight.data, group=ends)\nweight.data /= dist.get_world_size(ends)",
+            OTHER_HALF,
+        ),
+        Edit(SUMS, "pass", OTHER_HALF),
+        Edit(ASKS, "if weight is not None:", NOTHING_TO_ADD),
+        Edit(ASKS, "if weight.grad is not None:", NOTHING_TO_ADD),
+        Edit(SUMS, f"{SUMS}\nif dist.get_world_size() == 1:\n    weight.grad *= 2", ONE_COPY),
+        Edit(SUMS, f"{SUMS}\n{SUMS}", TWICE),
+        Edit(
+            ASKS,
+            "if weight is not None:\n"
+            "    if weight.grad is None:\n"
+            "        weight.grad = torch.zeros_like(weight)",
+            FROZEN,
+        ),
+        Edit(ASKS, f"{ASKS[:-1]} and weight.grad.any():", SKIPPED),
+        Edit(
+            SUMS,
+            "grad = weight.grad.float()\n"
+            "dist.all_reduce(grad, group=ends)\n"
+            "weight.grad.copy_(grad)",
+            DIGITS_LOST,
+        ),
+        Edit("weight.grad, group", "weight.grad.clone(), group", OTHER_HALF),
+        Edit(SUMS, f"weight.grad = {SUMS}", IN_PLACE),
+        Edit(SUMS, "dist.reduce(weight.grad, group=ends, group_dst=0)", BOTH_ENDS),
+        Edit(
+            SUMS,
+            "for part in weight.grad.view(-1).split(1):\n    dist.all_reduce(part, group=ends)",
+            ONE_MESSAGE,
+        ),
+    ),
 )

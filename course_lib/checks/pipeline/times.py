@@ -1,132 +1,223 @@
-"""Exercise 2 of 08_pipeline: the end of each action; mistakes in `times_answers.py`."""
+"""Exercise 2 of 08_pipeline: when each action of a schedule ends."""
 
-import contextlib
-import math
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.pipeline.times_answers import (
-    WRONG,
-    Answer,
-    Ends,
-    Seconds,
-    empties_the_schedule,
-    finish_times,
-    never_ends,
+from course_lib.checks.cases import Case, Cases
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.pipeline.actions import Action, Schedule, source_of
+from course_lib.pipeline.schedules import gpipe, naive, one_f_one_b
+
+Seconds = Mapping[str, float]
+
+DICTIONARY = Cause("Return a dictionary: the actions of the schedule, and when each ends.")
+SCHEDULE = Cause("The schedule is the caller's: work on a copy of its lists.")
+ENDLESS = Cause(
+    "Your loop never ends. Whatever has its input must run and leave its list; the input is the "
+    "same action of the stage source_of, in ends once it has run."
 )
-from course_lib.core.links import Link
-from course_lib.pipeline import schedules
-from course_lib.pipeline.actions import Schedule
-from course_lib.pipeline.simulation import PipelineTimes, simulate
-
-ENDLESS_CPU_S = 2.0  # right answers need some ms
+ONE_CLOCK = Cause("Only one rank works at a time in it: each rank has a clock of its own.")
 
 
-def _cases() -> list[tuple[str, Schedule, Seconds, float]]:
+def _cases() -> list[Case]:
     plain, uneven = {"forward": 1.0, "backward": 2.0}, {"forward": 2.0, "backward": 1.5}
+    schedules: list[tuple[str, Schedule, Seconds, float]] = [
+        ("1F1B, p = 2, m = 2", one_f_one_b(2, 2), plain, 0.5),
+        ("1F1B, p = 3, m = 4", one_f_one_b(3, 4), plain, 0.25),
+        ("GPipe, p = 4, m = 3", gpipe(4, 3), uneven, 0.0),
+        ("GPipe, backwards from the newest on, p = 3, m = 4", _newest_first(3, 4), uneven, 0.75),
+        ("naive, p = 3, m = 2", naive(3, 2), uneven, 1.0),
+        ("1F1B, p = 4, m = 8", one_f_one_b(4, 8), plain, 3.0),
+        ("1F1B, p = 1, m = 3", one_f_one_b(1, 3), plain, 1.0),
+        ("1F1B, p = 6, m = 2", one_f_one_b(6, 2), uneven, 0.5),
+    ]
     return [
-        ("1F1B, p = 2, m = 2", schedules.one_f_one_b(2, 2), plain, 0.5),
-        ("1F1B, p = 3, m = 4", schedules.one_f_one_b(3, 4), plain, 0.25),
-        ("GPipe, p = 4, m = 3", schedules.gpipe(4, 3), uneven, 0.0),
-        ("naive, p = 3, m = 2", schedules.naive(3, 2), uneven, 1.0),
-        ("1F1B, p = 4, m = 8", schedules.one_f_one_b(4, 8), plain, 3.0),
-        ("1F1B, p = 1, m = 3", schedules.one_f_one_b(1, 3), plain, 1.0),
-        ("1F1B, p = 4, m = 2", schedules.one_f_one_b(4, 2), uneven, 0.5),
+        (
+            f"{what}, forward {seconds['forward']:g} s, backward {seconds['backward']:g} s, "
+            f"messages {message_s:g} s",
+            (schedule, dict(seconds), message_s),
+        )
+        for what, schedule, seconds, message_s in schedules
     ]
 
 
-def check_times(answer: Answer) -> str:
-    """Check schedules of 1 to 4 ranks, fast and slow links, m < p: every action's end."""
-    cases = _cases()
-    made = []
-    for what, schedule, seconds, message_s in cases:
-        given = [list(actions) for actions in schedule]
-        with _no_endless_loop(what):
-            made.append(answer(given, dict(seconds), message_s))
-        if given != schedule:
-            raise CheckFailed(f"{what}: the schedule has changed: work on a copy of its lists.")
-    for (what, schedule, seconds, message_s), got in zip(cases, made, strict=True):
-        _expect(what, schedule, (seconds, message_s), got, made)
-    return "Every action of seven schedules ends when it does in the course's simulator."
+def _newest_first(p: int, m: int) -> Schedule:
+    return [actions[:m] + actions[m:][::-1] for actions in gpipe(p, m)]
 
 
-@contextlib.contextmanager
-def _no_endless_loop(what: str) -> Iterator[None]:
-    """Stop an answer that never ends, after ENDLESS_CPU_S of the process's CPU time."""
-    if threading.current_thread() is not threading.main_thread():  # only there a signal can raise
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise CheckFailed(
-            f"{what}: your loop never ends. Whatever has its input must run and leave its list; "
-            "the input is the same action of the stage source_of, in ends once it has run."
-        )
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, ENDLESS_CPU_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+def _by_action(ends: Any, schedule: Schedule, *_costs: Any) -> dict[str, Any]:
+    """Return the seconds of each action of the schedule: `{"B0 on rank 1": 5.5}`."""
+    if not isinstance(ends, dict):
+        raise failed(f"got {str(ends)[:60]}", DICTIONARY)
+    if not any(action in ends for actions in schedule for action in actions):
+        raise failed(f"got the keys {[*ends][:2]}", DICTIONARY)
+    return {
+        f"{action.label} on rank {action.stage}": ends[action]
+        for actions in schedule
+        for action in actions
+        if action in ends
+    }
 
 
-def _expect(
-    what: str, schedule: Schedule, costs: tuple[Seconds, float], got: Any, made: Sequence[Any]
-) -> None:
-    seconds, message_s = costs
-    half_s = seconds["backward"] / 2
-    played = simulate(
-        schedule,
-        PipelineTimes(
-            forward_s=seconds["forward"],
-            backward_input_s=half_s,
-            backward_weight_s=half_s,
-            link=Link(latency_s=message_s, bytes_per_s=math.inf),
-        ),
-    )
-    if not isinstance(got, dict):
-        raise CheckFailed(f"{what}: need a dictionary, action: seconds; got {str(got)[:60]}.")
-    for rank, actions in enumerate(schedule):
-        for action, end_s in zip(actions, played.ends_s[rank], strict=True):
-            is_now = got.get(action)
-            if not isinstance(is_now, int | float) or abs(is_now - end_s) > 1e-9:
-                shown = f"{is_now:g} s" if isinstance(is_now, int | float) else is_now
-                raise CheckFailed(
-                    f"{what}, forward {seconds['forward']:g} s, backward {seconds['backward']:g} "
-                    f"s, messages {message_s:g} s: {action.label} on rank {rank} ends after "
-                    f"{end_s:g} s; got {shown}. {_why(made)}"
-                )
+def _not_in_order(schedule: Schedule, seconds: Seconds, message_s: float) -> dict[Action, float]:
+    """Let a rank run whatever has its input, whichever action is next in its list."""
+    p, ends, free_s = len(schedule), dict[Action, float](), [0.0] * len(schedule)
+    left = [list(actions) for actions in schedule]
+    while any(left):
+        for rank, actions in enumerate(left):
+            for action in list(actions):
+                source = source_of(action, p)
+                sent = action if source is None else action._replace(stage=source)
+                own = action._replace(kind="forward")
+                ready = source is None or sent in ends
+                if ready and (action.kind == "forward" or own in ends):
+                    input_s = 0.0 if source is None else ends[sent] + message_s
+                    ends[action] = free_s[rank] = max(free_s[rank], input_s) + seconds[action.kind]
+                    actions.remove(action)
+    return ends
 
 
-def _why(made: Sequence[Any]) -> str:
-    """Return the cause that fits every case."""
-    for _, wrong, says in WRONG:
-        if all(_same(got, wrong(*case[1:])) for got, case in zip(made, _cases(), strict=True)):
-            return says
-    return "Draw it for p = 2: when is the rank free, and when is the input there?"
-
-
-def _same(got: Any, wrong: Ends) -> bool:
-    return (
-        isinstance(got, dict)
-        and got.keys() == wrong.keys()
-        and all(abs(got[action] - wrong[action]) < 1e-9 for action in wrong)
-    )
-
+LATER = "max(free_s[rank], input_s)"
+TAKES = "seconds[actions[0].kind]"
+STARTS = f"free_s[rank] = {LATER} + {TAKES}"
+ENDS = "ends[actions.pop(0)] = free_s[rank]"
+ARRIVES = "ends[sent] + message_s"
+SOURCE = "source_of(actions[0], p)"
+RETURNS = "return ends"
 
 TIMES = Exercise(
     key="pipeline-2",
     title="when each action ends",
-    check=check_times,
-    reference=finish_times,
-    mistakes=(
-        *(Mistake(name, wrong, says[:45]) for name, wrong, says in WRONG),
-        Mistake("empties the schedule", empties_the_schedule, "work on a copy of its lists"),
-        Mistake("never ends", never_ends, "your loop never ends"),
+    check=Cases(
+        cases=_cases,
+        show=_by_action,
+        unit=" s",
+        unchanged=SCHEDULE,
+        endless=ENDLESS,
+        look="Draw it for p = 2: when is the rank free, and when is the input there?",
+        success="Every action ends when it has to: eight schedules, 1 to 6 ranks, any link.",
+    ),
+    wrong=(
+        Edit(
+            ARRIVES,
+            "ends[sent]",
+            Cause("The wire takes no time in it: the input comes message_s after its end."),
+        ),
+        Edit(
+            LATER,
+            "input_s",
+            Cause(
+                "Two actions of one rank overlap: it does one at a time, so its own clock counts, "
+                "too."
+            ),
+        ),
+        Edit(
+            LATER,
+            "free_s[rank]",
+            Cause(
+                "Nobody waits for an input: take the later of the two clocks, the rank's and the "
+                "input's."
+            ),
+        ),
+        Edit(
+            LATER,
+            "free_s[rank] + input_s",
+            Cause("The two clocks are added: a rank waits for the later of them."),
+        ),
+        Edit(
+            RETURNS,
+            "return {action: end_s - seconds[action.kind] for action, end_s in ends.items()}",
+            Cause("These are the times when the actions start: add their duration."),
+        ),
+        Edit(
+            ENDS,
+            "action = actions.pop(0)\n"
+            "ends[action] = free_s[rank]\n"
+            "free_s[rank] += message_s * (target_of(action, p) is not None)",
+            Cause("The sender is idle while its message travels: sends do not block, it goes on."),
+        ),
+        Edit(
+            LATER,
+            f"{LATER} + message_s * (source is not None)",
+            Cause(
+                "A message travels while its receiver computes: add message_s to the sender's "
+                "end, and only then take the later clock."
+            ),
+            also=((ARRIVES, "ends[sent]"),),
+        ),
+        Edit(
+            "0.0 if source is None",
+            "message_s if source is None",
+            Cause(
+                "The first stage's forward and the last stage's backward wait for no message "
+                "(source_of says None)."
+            ),
+        ),
+        Edit(
+            ARRIVES,
+            'ends[sent] + message_s * (actions[0].kind == "forward")',
+            Cause("Only activations take time on the wire in it: so do gradients."),
+        ),
+        Edit(
+            "if source is None else",
+            "if not source else",
+            Cause("Stage 0 is a stage, too, but `if source` is False for it: ask `is None`."),
+        ),
+        Edit(
+            RETURNS,
+            "return {a: s + message_s * (target_of(a, p) is not None) for a, s in ends.items()}",
+            Cause(
+                "In it an action ends when its message has arrived: add message_s where the input "
+                "is taken."
+            ),
+        ),
+        Edit(
+            STARTS,
+            f"end_s = {LATER} + {TAKES}\nfree_s[rank] += {TAKES}",
+            Cause(
+                "The rank's clock counts work only: after a wait, too, it is free when the action "
+                "ends."
+            ),
+            also=((ENDS, "ends[actions.pop(0)] = end_s"),),
+        ),
+        Edit(
+            "while actions:",
+            "if actions:",
+            Cause(
+                "Actions run before their input is made: leave them until it is in ends, and go "
+                "on with the next rank."
+            ),
+            also=(("sent not in ends", "False"), (ARRIVES, "ends.get(sent, 0.0) + message_s")),
+        ),
+        Edit(
+            SOURCE,
+            f'{SOURCE} if actions[0].kind == "forward" else None',
+            Cause(
+                "Only forwards wait in it: a backward waits for the gradient from the stage behind."
+            ),
+        ),
+        Own(
+            _not_in_order,
+            Cause(
+                "A rank runs what is ready, in another order than its list: only the first action "
+                "of a list may run next."
+            ),
+        ),
+        Edit(
+            TAKES,
+            'seconds["forward"]',
+            Cause("All actions take equally long in it: seconds[action.kind]."),
+        ),
+        Edit(STARTS, f"free_s[:] = [max(free_s[rank], input_s) + {TAKES}] * p", ONE_CLOCK),
+        Edit(
+            RETURNS,
+            "order, now_s = sorted(ends, key=ends.get), 0.0\n"
+            "return {a: (now_s := now_s + seconds[a.kind]) for a in order}",
+            ONE_CLOCK,
+        ),
+        Edit("[list(actions) for actions in schedule]", "schedule", SCHEDULE),
+        Edit("sent not in ends", "actions[0] not in ends", ENDLESS),
+        Edit(RETURNS, "return {action.label: ends[action] for action in ends}", DICTIONARY),
     ),
 )

@@ -1,5 +1,13 @@
-"""The exercises of notebook 00_ranks: who am I, whose turn is it, a mean, a ring, a report."""
+"""The exercises of notebook 00_ranks: who am I, whose turn is it, a mean, a ring, a report.
 
-from course_lib.checks.ranks.rank_numbers import EXERCISES
+Each stands with its planted mistakes in a file of its own: `number`, `turns`, `mean`, `ring` and
+`report`.
+"""
 
-__all__ = ["EXERCISES"]
+from course_lib.checks.ranks.mean import MEAN
+from course_lib.checks.ranks.number import NUMBER
+from course_lib.checks.ranks.report import REPORT
+from course_lib.checks.ranks.ring import RING
+from course_lib.checks.ranks.turns import TURNS
+
+EXERCISES = (NUMBER, TURNS, MEAN, RING, REPORT)

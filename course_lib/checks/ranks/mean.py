@@ -1,135 +1,101 @@
-"""Exercise ranks-3 of notebook 00_ranks: the mean over all ranks, the first collective.
+"""Exercise 3 of 00_ranks: the mean over all ranks, the first collective.
 
-Rank r contributes ONE * 10**r. Every sum, and every third or quarter of one, is exact in float32,
-and no mean is a whole number.
+Rank r contributes one * 10**r. Every sum, and every third or quarter of one, is exact, and no mean
+is a whole number.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.expect import Cause, expect_equal, expect_held, held_bytes, run
-from course_lib.core import COMMUNICATION_KINDS, Event
-from course_lib.ranks import Ranks
+from course_lib.checks.ddp.parts import watched_handles
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import (
+    DIGITS_LOST,
+    Bytes,
+    Demand,
+    Numbers,
+    Untouched,
+)
+from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
 
-Tensor = torch.Tensor
-WORLD_SIZES = (1, 2, 3, 4)
-ONE = torch.tensor([1.5, 3.75, 8.25])
-RTOL = 5e-7  # 1/3 is no float32: the 8 roundings of `x * (1 / p)` on 4 ranks, 6e-8 each
+INPUTS = {
+    "3 numbers": torch.tensor([1.5, 3.75, 8.25]),
+    "a matrix of float64": torch.tensor([[1.5, 2.25], [-3.75, 0.1]]).double(),
+    "1 number": torch.tensor([2.5]),
+    "zeros": torch.zeros(2),
+}
 
-
-def calls_of(events: Iterable[Event], rank: int) -> list[Event]:
-    """Return the calls with which one rank communicates."""
-    return [event for event in events if event.rank == rank and event.kind in COMMUNICATION_KINDS]
-
-
-def expect_one_call(events: Sequence[Event], p: int, num_bytes: int, says: str) -> None:
-    """Demand that each rank makes at most one call, with at most about that many bytes."""
-    for rank in range(p):
-        calls = calls_of(events, rank)
-        for call in calls:
-            if len(calls) > 1 or call.num_bytes > num_bytes:
-                many = f"{len(calls)} calls, the first" if len(calls) > 1 else "one call:"
-                raise CheckFailed(
-                    f"rank {rank} of {p} makes {many} {call.kind} of {call.num_bytes} bytes; "
-                    f"the budget is one call of {num_bytes} bytes. {says}"
-                )
-
-
-def mean_over_ranks(x: Tensor) -> Tensor:
-    """Return the mean of x over all ranks, on every rank; x stays as it is."""
-    mean = x.clone()
-    dist.all_reduce(mean)
-    return mean / dist.get_world_size()
-
-
-def _mean(rank: int, answer: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, int]:
-    x = ONE * 10.0**rank
-    mean = answer(x)
-    return mean, x, held_bytes(mean) if isinstance(mean, Tensor) else 0
+SUMMED = Cause("That is the sum; for the mean, divide it by the number of ranks.")
+CHANGED = Cause("all_reduce works in place: give it a clone of x.")
+ALWAYS_4 = Cause("You divide by 4, which is right on 4 ranks only: use dist.get_world_size().")
+ROUNDED = Cause("`//` rounds down to a whole number; divide with `/`.")
+TWICE = Cause("That is divided by the number of ranks twice.")
+NOTHING_CAME = Cause("That is this rank's own x, divided or not: nothing came from the others.")
+ON_RANK_0 = Cause("Rank 0 is right and this one is not: every rank has to end with the mean.")
+ONE_CALL = Cause(
+    "all_reduce brings the sum to every rank; nobody needs a copy of everybody's tensor, or a "
+    "second call."
+)
+A_VIEW = Cause("A view keeps the whole tensor it was cut from: return a clone.")
+DTYPE = Cause("The mean has the dtype of x: make every tensor like x, for example with x.clone().")
+NOT_WAITED = Cause(
+    "async_op=True gives a handle: the sum is there when its wait() returns, not before."
+)
+LOOK = Cause("Print what you have before and after the all_reduce.")
 
 
-def check_mean_over_ranks(answer: Callable[[Tensor], Tensor]) -> str:
-    """Check value, x untouched, one call of the size of x, only the result kept alive."""
-    budget = "all_reduce brings the sum to every rank; nobody needs a copy of everybody's tensor."
-    for p in WORLD_SIZES:
-        total = ONE * sum(10.0**rank for rank in range(p))
-        with Ranks(p) as ranks:
-            found = run(ranks, _mean, answer)
-            events = ranks.events
-        for rank, (mean, x, held) in enumerate(found):
-            where = f"rank {rank} of {p}"
-            look = "Print what you have before and after the all_reduce."
-            own = ONE * 10.0**rank
-            if not _close(mean, total / p):
-                causes = _mean_causes(total, p, rank, own)
-                expect_equal(mean, total / p, where=where, causes=causes, look=look)
-            changed = "all_reduce works in place: give it a clone of x."
-            expect_equal(x, own, where=f"{where}, x afterwards", look=changed)
-            expect_held(held, mean.numel() * mean.element_size(), where=where)
-        expect_one_call(events, p, 12, budget)
-    return "The same mean on 1 to 4 ranks, in one call of 12 bytes; x stays as it was."
+@dataclass
+class MeanSeen(Observed):
+    """What `watch` noted, and how many calls were started and not waited for."""
+
+    never_waited: int = 0
 
 
-def _close(mean: object, expected: Tensor) -> bool:
-    if not isinstance(mean, Tensor) or (mean.dtype, mean.shape) != (expected.dtype, expected.shape):
-        return False
-    return torch.allclose(mean, expected, rtol=RTOL, atol=0)
+def _mean(rank: int, answer: Callable[[Tensor], Tensor]) -> dict[str, MeanSeen]:
+    means = {}
+    for label, one in INPUTS.items():
+        x = one * 10.0**rank
+        with watched_handles() as open_ones:
+            seen = watch(answer, x, x=x)
+        means[label] = MeanSeen(**vars(seen), never_waited=len(open_ones))
+    return means
 
 
-def _mean_causes(total: Tensor, p: int, rank: int, own: Tensor) -> list[Cause]:
-    rounds = "`//` rounds down to a whole number; divide with `/`."
-    rounded_first = ONE * 0 + sum(ONE * 10.0**other // p for other in range(p))
-    causes: list[Cause] = [
-        (total // p, rounds),
-        (rounded_first, rounds),
-        (total / p / p, "That is divided by the number of ranks twice."),
-        (total, "That is the sum; for the mean, divide it by the number of ranks."),
-        (own, "That is this rank's own x: nothing came from the others."),
-        (own / p, "That is this rank's own x, divided: nothing came from the others."),
-    ]
-    if p == 1:
-        always_4 = "You divide by 4, which is right on 4 ranks only: use dist.get_world_size()."
-        causes.append((total / 4, always_4))
-    if rank > 0:
-        only_one = "Rank 0 is right and this one is not: every rank has to end with the mean."
-        causes.append((lambda mean: mean.shape == total.shape, only_one))
-    return causes
+def _times(factor: Callable[[At], float]) -> Callable[[At], Tensor]:
+    return lambda at: INPUTS[at.label] * factor(at)
 
 
-def _sum(x: Tensor) -> Tensor:
-    total = x.clone()
-    dist.all_reduce(total)
-    return total
+def _rounding(at: At) -> float:
+    """Return what the 8 roundings of `x * (1 / p)` on 4 ranks amount to: 1/3 is no float32."""
+    return 4 * torch.finfo(INPUTS[at.label].dtype).eps
 
 
-def _in_place(x: Tensor) -> Tensor:
-    dist.all_reduce(x)
-    return x / dist.get_world_size()
+def _sum(at: At) -> float:
+    return sum(10.0**rank for rank in range(at.world_size))
 
 
-def _divides_by_four(x: Tensor) -> Tensor:
-    return _sum(x) / 4
+def _own(at: At) -> float:
+    return 10.0**at.rank
 
 
-def _rounds_down(x: Tensor) -> Tensor:
-    return _sum(x) // dist.get_world_size()
+def _each_rounded(at: At) -> Tensor:
+    parts = [INPUTS[at.label] * 10.0**rank // at.world_size for rank in range(at.world_size)]
+    return torch.stack(parts).sum(0)
 
 
-def _divides_twice(x: Tensor) -> Tensor:
-    return mean_over_ranks(x) / dist.get_world_size()
+def _right_on_rank_0(at: At, got: Any, _item: None) -> bool:
+    others = [other.seen.value for other in at.everyone]
+    return at.rank > 0 and got.shape == others[0].shape and not torch.equal(got, others[0])
 
 
-def _nothing_sent(x: Tensor) -> Tensor:
-    return x / dist.get_world_size()
-
-
-def _on_rank_0_only(x: Tensor) -> Tensor:
-    total = x.clone()
-    dist.reduce(total, dst=0)
-    return total / dist.get_world_size()
+def _sizes(calls: Sequence[Any]) -> str:
+    return " and ".join(f"{call.kind} of {call.num_bytes} bytes" for call in calls)
 
 
 def _gathers_everything(x: Tensor) -> Tensor:
@@ -138,19 +104,68 @@ def _gathers_everything(x: Tensor) -> Tensor:
     return torch.stack(everybody).mean(0)
 
 
+COPY, CALL, DIVIDE = "x.clone()", "dist.all_reduce(mean)", "mean / dist.get_world_size()"
+
 MEAN = Exercise(
     key="ranks-3",
     title="the mean over all ranks",
-    check=check_mean_over_ranks,
-    reference=mean_over_ranks,
-    mistakes=(
-        Mistake("the sum", _sum, "That is the sum; for the mean, divide"),
-        Mistake("x is overwritten", _in_place, "all_reduce works in place"),
-        Mistake("divides by 4", _divides_by_four, "right on 4 ranks only"),
-        Mistake("rounds down", _rounds_down, "`//` rounds down"),
-        Mistake("divides twice", _divides_twice, "divided by the number of ranks twice"),
-        Mistake("nothing is sent", _nothing_sent, "nothing came from the others"),
-        Mistake("on rank 0 only", _on_rank_0_only, "Rank 0 is right and this one is not"),
-        Mistake("gathers everything", _gathers_everything, "a copy of everybody's tensor"),
+    check=OnRanks(
+        observe_on_rank=_mean,
+        expect=(
+            Demand(lambda at: not at.seen.never_waited, "returns before its call ends", NOT_WAITED),
+            Numbers(
+                "value",
+                _times(lambda at: _sum(at) / at.world_size),
+                rtol=_rounding,
+                dtype=DTYPE,
+                causes=(
+                    (ROUNDED, lambda at: _times(_sum)(at) // at.world_size),
+                    (ROUNDED, _each_rounded),
+                    (TWICE, _times(lambda at: _sum(at) / at.world_size**2)),
+                    (SUMMED, _times(_sum)),
+                    (NOTHING_CAME, _times(_own)),
+                    (NOTHING_CAME, _times(lambda at: _own(at) / at.world_size)),
+                    (ALWAYS_4, _times(lambda at: _sum(at) / 4)),
+                ),
+                otherwise=((_right_on_rank_0, ON_RANK_0),),
+                look=LOOK,
+            ),
+            Untouched(CHANGED),
+            Demand(
+                lambda at: (
+                    len(at.seen.calls) <= 1
+                    and all(call.num_bytes <= INPUTS[at.label].nbytes for call in at.seen.calls)
+                ),
+                lambda at: (
+                    f"makes {len(at.seen.calls)} call{'s' * (len(at.seen.calls) > 1)}, "
+                    f"{_sizes(at.seen.calls)}; the budget is one call of "
+                    f"{INPUTS[at.label].nbytes} bytes"
+                ),
+                ONE_CALL,
+            ),
+            Bytes("held_bytes", lambda at: INPUTS[at.label].nbytes, A_VIEW),
+        ),
+        success="The same mean on 1 to 4 ranks, in one call of the size of x; x stays as it was.",
+    ),
+    wrong=(
+        Edit(DIVIDE, "mean", SUMMED),
+        Edit(COPY, "x", CHANGED),
+        Edit(DIVIDE, "mean / 4", ALWAYS_4),
+        Edit(DIVIDE, "mean // dist.get_world_size()", ROUNDED),
+        Edit(COPY, "x // dist.get_world_size()", ROUNDED, also=((DIVIDE, "mean"),)),
+        Edit(DIVIDE, "mean / dist.get_world_size() ** 2", TWICE),
+        Edit(CALL, "pass", NOTHING_CAME),
+        Edit(CALL, "dist.reduce(mean, dst=0)", ON_RANK_0),
+        Edit(CALL, CALL.replace(")", ", async_op=True)"), NOT_WAITED),
+        Own(_gathers_everything, ONE_CALL),
+        Edit(CALL, "dist.reduce(mean, dst=0)\ndist.broadcast(mean, src=0)", ONE_CALL),
+        Edit(COPY, "x.clone().float()", DTYPE),
+        Edit(COPY, "x.clone().float()", DIGITS_LOST, also=((DIVIDE, f"({DIVIDE}).to(x)"),)),
+        Edit(
+            COPY,
+            "torch.stack([x, x])[0]",
+            A_VIEW,
+            also=((DIVIDE, "mean.div_(dist.get_world_size())"),),
+        ),
     ),
 )

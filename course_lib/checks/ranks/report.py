@@ -1,130 +1,147 @@
-"""Exercise ranks-5 of notebook 00_ranks: a collective out of `if rank == 0`."""
+"""Exercise 5 of 00_ranks: a collective out of `if rank == 0`."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.expect import Cause, expect_equal, run
-from course_lib.checks.ranks.mean import WORLD_SIZES, calls_of
-from course_lib.ranks import Ranks
+from course_lib.checks.ddp.parts import watched_handles
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import Demand, Numbers
+from course_lib.checks.on_ranks import At, OnRanks, calls_of, copied
+from course_lib.core import Event
+from course_lib.ranks import record
 
-Tensor = torch.Tensor
+LOSSES = {"step 1": torch.tensor(1.0), "step 2": torch.tensor(2.5).double()}
 
-
-def report_loss(rank: int, loss: Tensor, log: Callable[[float], None]) -> None:
-    """Call log(total) once, on rank 0, with the sum of the losses of all ranks."""
-    dist.all_reduce(loss)
-    if rank == 0:
-        log(loss.item())
-
-
-def _report(rank: int, answer: Callable[..., None]) -> list[float]:
-    lines: list[float] = []
-
-    def log(total: Any) -> None:
-        if total is None:
-            raise CheckFailed(
-                "log got None: all_reduce and reduce return nothing, they change the tensor itself."
-            )
-        lines.append(float(total))  # at this moment: a later sum must not change it
-
-    answer(rank, torch.tensor(10.0**rank), log)
-    return lines
-
-
-def check_report_loss(answer: Callable[..., None]) -> str:
-    """Check that rank 0 logs once, the sum that it has then, and the others are silent."""
-    on = {
-        "hang": "A collective stands where only some ranks come: all of them have to call it.",
-        "mismatch": "A collective is one call that all ranks make: take it out of the branch, so "
-        "that no rank needs another call in its place.",
-    }
-    for p in WORLD_SIZES:
-        with Ranks(p) as ranks:
-            logged = run(ranks, _report, answer, on=on)
-            events = ranks.events
-        total = sum(10.0**rank for rank in range(p))
-        for rank, lines in enumerate(logged):
-            expect_equal(
-                lines,
-                [total] if rank == 0 else [],
-                where=f"what rank {rank} of {p} logged",
-                causes=_report_causes(rank, calls=bool(calls_of(events, rank))),
-                look="Rank 0 calls log once, with the sum.",
-            )
-    return "Rank 0 logs the sum of 1 to 4 ranks, once, and no rank is left waiting."
+SOME_RANKS = Cause("A collective stands where only some ranks come: all of them have to call it.")
+OTHER_CALL = Cause(
+    "A collective is one call that all ranks make: take it out of the branch, so that no rank "
+    "needs another call in its place."
+)
+ONLY_RANK_0 = Cause("Only rank 0 logs; the others take part in the sum and stay silent.")
+LOG_ONCE = Cause("Log once.")
+SILENT = Cause("Rank 0 is the one that logs; it said nothing.")
+RETURNS_NOTHING = Cause("all_reduce and reduce return nothing: they change the tensor itself.")
+NOTHING_CAME = Cause("That is rank 0's own loss: nothing came from the others.")
+BEFORE_THE_SUM = Cause("That is rank 0's own loss: log what is there after the sum.")
+NOT_WAITED = Cause(
+    "async_op=True gives a handle: the sum is there when its wait() returns, not before."
+)
+SUMMED_TWICE = Cause("Summed twice: a second all_reduce adds up the sums. One is enough.")
+THE_MEAN = Cause("That is the mean; the sum of the losses is asked for.")
 
 
-def _report_causes(rank: int, *, calls: bool) -> list[Cause]:
-    if rank > 0:
-        return [(bool, "Only rank 0 logs; the others take part in the sum and stay silent.")]
-    own = "That is rank 0's own loss: "
-    own += "log what is there after the sum." if calls else "nothing came from the others."
-    return [
-        (lambda lines: len(lines) > 1, "Log once."),
-        ([], "Rank 0 is the one that logs; it said nothing."),
-        ([1.0], own),
-    ]
+@dataclass
+class Logged:
+    """What one rank gave to log, each as it was at that moment, its calls, those left open."""
+
+    totals: list[Any]
+    calls: list[Event]
+    never_waited: int
 
 
-def _collective_inside_if(rank: int, loss: Tensor, log: Callable[[float], None]) -> None:
-    if rank == 0:
-        dist.all_reduce(loss)
-        log(loss.item())
+def _report(rank: int, answer: Callable[..., Any]) -> dict[str, Logged]:
+    logged = {}
+    for label, loss in LOSSES.items():
+        totals = list[Any]()
+        with record() as log, watched_handles() as open_ones:
+            answer(rank, loss * 10.0**rank, lambda total, to=totals: to.append(copied(total)))
+        logged[label] = Logged(totals, calls_of(log.events), len(open_ones))
+    return logged
 
 
-def _early_return(rank: int, loss: Tensor, log: Callable[[float], None]) -> None:
-    if rank != 0:
-        return
-    dist.reduce(loss, dst=0)
-    log(loss.item())
+def _as_number(at: At) -> Any:
+    """Return what was logged, in float64 where it is one number."""
+    total = at.seen.totals[0]
+    one = total.numel() == 1 if isinstance(total, Tensor) else isinstance(total, int | float)
+    return torch.tensor(float(total)).double() if one else total
 
 
-def _barrier_for_the_others(rank: int, loss: Tensor, log: Callable[[float], None]) -> None:
-    if rank == 0:
-        dist.all_reduce(loss)
-        log(loss.item())
-    else:
-        dist.barrier()
+def _times(factor: Callable[[At], float]) -> Callable[[At], Tensor]:
+    return lambda at: LOSSES[at.label].double() * factor(at)
 
 
-def _everybody_logs(rank: int, loss: Tensor, log: Callable[[float], None]) -> None:
-    dist.all_reduce(loss)
-    log(loss.item())
+def _sum(at: At) -> float:
+    return sum(10.0**rank for rank in range(at.world_size))
 
 
-def _own_loss(rank: int, loss: Tensor, log: Callable[[float], None]) -> None:
-    if rank == 0:
-        log(loss.item())
+def _logged(holds: Callable[[int, int], bool], cause: Cause) -> Demand:
+    """Demand something of (the rank, how many times it logged)."""
+    return Demand(
+        lambda at: holds(at.rank, len(at.seen.totals)),
+        lambda at: (
+            f"called log {len(at.seen.totals)} time{'s' * (len(at.seen.totals) != 1)}; "
+            f"need {int(at.rank == 0)}"
+        ),
+        cause,
+    )
 
 
-def _logged_before_the_sum(rank: int, loss: Tensor, log: Callable[[Any], None]) -> None:
-    if rank == 0:
-        log(loss)
-    dist.all_reduce(loss)
+def _on_rank_0(at: At) -> None:
+    """Demand the sum on rank 0, which is the one that logs."""
+    if at.rank == 0:
+        TOTAL(at)
 
 
-def _last_rank_logs(rank: int, loss: Tensor, log: Callable[[float], None]) -> None:
-    dist.all_reduce(loss)
-    if rank == dist.get_world_size() - 1:
-        log(loss.item())
+TOTAL = Numbers(
+    _as_number,
+    _times(_sum),
+    predicates=(
+        (lambda _at, got, _item: got is None, RETURNS_NOTHING),
+        (lambda at, _got, _item: not at.seen.calls, NOTHING_CAME),
+    ),
+    causes=(
+        (BEFORE_THE_SUM, _times(lambda _at: 1.0)),
+        (SUMMED_TWICE, _times(lambda at: _sum(at) * at.world_size)),
+        (THE_MEAN, _times(lambda at: _sum(at) / at.world_size)),
+    ),
+    look=Cause("Rank 0 calls log once, with the sum."),
+)
 
+CALL, IF_0 = "dist.all_reduce(loss)", "if rank == 0:"
 
 REPORT = Exercise(
     key="ranks-5",
     title="one report of what all ranks have",
-    check=check_report_loss,
-    reference=report_loss,
-    mistakes=(
-        Mistake("a collective inside if rank == 0", _collective_inside_if, "only some ranks come"),
-        Mistake("an early return", _early_return, "only some ranks come"),
-        Mistake("a barrier for the others", _barrier_for_the_others, "take it out of the branch"),
-        Mistake("everybody logs", _everybody_logs, "Only rank 0 logs"),
-        Mistake("its own loss", _own_loss, "nothing came from the others"),
-        Mistake("logged before the sum", _logged_before_the_sum, "log what is there after the sum"),
-        Mistake("the last rank logs", _last_rank_logs, "Rank 0 is the one that logs"),
+    check=OnRanks(
+        observe_on_rank=_report,
+        trouble=(("hang", "", SOME_RANKS), ("mismatch", "", OTHER_CALL)),
+        expect=(
+            Demand(lambda at: not at.seen.never_waited, "goes on before its call ends", NOT_WAITED),
+            _logged(lambda rank, times: rank == 0 or not times, ONLY_RANK_0),
+            _logged(lambda rank, times: rank > 0 or times > 0, SILENT),
+            _logged(lambda rank, times: rank > 0 or times == 1, LOG_ONCE),
+            _on_rank_0,
+        ),
+        success="Rank 0 logs the sum of 1 to 4 ranks, once, and no rank is left waiting.",
+    ),
+    wrong=(
+        Edit(f"{CALL}\n    {IF_0}\n", f"{IF_0}\n        {CALL}\n", SOME_RANKS),
+        Edit(CALL, "if rank != 0:\n    return\ndist.reduce(loss, dst=0)", SOME_RANKS),
+        Edit(
+            f"{CALL}\n    {IF_0}\n",
+            f"if rank > 0:\n        dist.barrier()\n    else:\n        {CALL}\n",
+            OTHER_CALL,
+        ),
+        Edit(IF_0, "if True:", ONLY_RANK_0),
+        Edit(CALL, "pass", NOTHING_CAME),
+        Edit(CALL, "dist.all_reduce(loss, async_op=True)", NOT_WAITED),
+        Edit(CALL, f"{CALL}\n{CALL}", SUMMED_TWICE),
+        Edit(
+            CALL,
+            "if rank == 0:\n    log(loss)\ndist.all_reduce(loss)",
+            BEFORE_THE_SUM,
+            also=(("if rank == 0:\n        log(loss.item())", "pass"),),
+        ),
+        Edit(IF_0, "if rank == dist.get_world_size() - 1:", SILENT),
+        Edit("log(loss.item())", "log(loss.item())\nlog(loss.item())", LOG_ONCE),
+        Edit("loss.item()", "loss.item() / dist.get_world_size()", THE_MEAN),
+        Edit(
+            CALL, "total = dist.all_reduce(loss)", RETURNS_NOTHING, also=(("loss.item()", "total"),)
+        ),
     ),
 )

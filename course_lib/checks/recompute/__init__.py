@@ -1,5 +1,11 @@
-"""The exercises of notebook 03_recompute: recompute, segments, 16-bit steps, the loss scale."""
+"""The exercises of notebook 03_recompute: recompute, segments, 16-bit steps, the loss scale.
 
-from course_lib.checks.recompute.recompute import EXERCISES
+They stand with their planted mistakes in `redo`, `segments`, `half_step` and `scale`.
+"""
 
-__all__ = ["EXERCISES"]
+from course_lib.checks.recompute.half_step import HALF_STEP
+from course_lib.checks.recompute.redo import REDO
+from course_lib.checks.recompute.scale import NEXT_SCALE
+from course_lib.checks.recompute.segments import BEST_SEGMENT, SEGMENTS
+
+EXERCISES = (REDO, BEST_SEGMENT, SEGMENTS, HALF_STEP, NEXT_SCALE)

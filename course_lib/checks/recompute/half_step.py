@@ -1,130 +1,156 @@
-"""The checks of 03_recompute about 16 bits: one step of fp32 masters, and the loss scale."""
+"""Exercise 4 of 03_recompute: one step of an fp32 master for an fp16 parameter."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from course_lib.checks.accumulation.parts import expect_near, near
-from course_lib.checks.exercise import CheckFailed
-from course_lib.checks.expect import Cause, expect_equal
-from course_lib.recompute.mixed_precision import LossScale
+from course_lib.checks.accumulation.effects import OLD, EffectCase, Effects
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+
+STEPPED, MASTER, PARAMETER = "returned", "master", "parameter"
+STEPS, MEMORY = "optimizer.step() calls", "memory of the parameter"
+
+CLIPPED_SCALED = Cause("Clipped before the scale was out.")
+SCALED = Cause("The scale is still in it.")
+IN_HALF = Cause("Nothing moved: too small for 16 bits. Divide and step in fp32.")
+ROUNDED = Cause("The master was rounded to 16 bits: keep fp32.")
+STEPS_ANYWAY = Cause("Not every number is finite: the step must be left out.")
+ONLY_NAN = Cause("An inf is no nan, and no better: look for both, with isfinite().")
+ONLY_INF = Cause("A nan is no inf, and no better: look for both, with isfinite().")
+SUM_OVERFLOWS = Cause(
+    "Finite numbers may have a sum that is not: look at each of them, isfinite().all()."
+)
+STALE = Cause("Copy the master into the parameter, in place: param.copy_ under no_grad.")
+OTHER_MEMORY = Cause(
+    "The parameter got other memory, and whoever looks into the old one (a view, a bucket) sees no "
+    "step. Write into it: param.copy_(master) under no_grad."
+)
+NO_STEP = Cause("The master did not move: give it a .grad, then call optimizer.step().")
+BY_HAND = Cause("That is a step of SGD by hand: the step is the optimizer's, whichever it is.")
+NOT_CLIPPED = Cause("Nothing was clipped.")
+CUT_OFF = Cause("Numbers were cut off: scale the gradient.")
+NOT_SET = Cause("The last step's gradient is still in master.grad: set it, do not add to it.")
+SAYS_NOT = Cause("Return True if it stepped, False if the step was left out.")
+LOOK = Cause("Go through it in fp32: unscale, look, clip, step, copy.")
 
 
-def check_half_step(answer: Callable[..., Any]) -> str:
-    """Check one step of fp32 masters for fp16 parameters, with the gradients of a scaled loss."""
-    for start, half, scale, max_norm in (
+def _step(
+    answer: Callable[..., Any],
+    start: float,
+    numbers: Sequence[float],
+    scale: float,
+    max_norm: float,
+    lr: float = 1.0,
+    again: bool = False,
+) -> dict[str, Any]:
+    """Take a step; where it is not the first, the master still has the gradient of the last one."""
+    param = nn.Parameter(torch.full((4,), start, dtype=torch.float16))
+    param.grad = torch.tensor(numbers, dtype=torch.float16)
+    master = torch.full((4,), start, requires_grad=True)
+    master.grad = torch.full((4,), OLD) if again else None
+    optimizer, steps, memory = torch.optim.SGD([master], lr=lr), list[int](), param.data_ptr()
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    stepped = answer(param, master, optimizer, scale, max_norm)
+    return {
+        MASTER: master.detach().clone(),
+        STEPS: len(steps),
+        PARAMETER: param.detach().clone(),
+        MEMORY: "the same" if param.data_ptr() == memory else "another",
+        STEPPED: bool(stepped) if _is_truth(stepped) else stepped,
+    }
+
+
+def _is_truth(stepped: Any) -> bool:
+    """Return whether this is a tensor of one bool, such as `isfinite().all()`."""
+    return isinstance(stepped, Tensor) and stepped.dtype == torch.bool and stepped.numel() == 1
+
+
+def _cases() -> list[EffectCase]:
+    finite: tuple[tuple[float, float, float, float], ...] = (
         (1.0, 0.5, 1.0, 9.0),
         (1.0, 64.0, 128.0, 9.0),
         (1.0, 11 / 128, 128.0, 9.0),
         (0.0, 2**-14, 2.0**12, 9.0),
         (1.0, 256.0, 128.0, 0.5),
-    ):
-        where = f"gradient {half:g} of a loss times {scale:g}, max_norm {max_norm:g}"
-        stepped, param, master = _half_step(answer, start, half, scale, max_norm)
-
-        def after(gradient: float, start: float = start) -> Tensor:
-            return start - torch.full((4,), gradient)
-
-        true = half / scale * min(1.0, max_norm / (2 * half / scale + 1e-6))
-        causes: list[Cause] = [
-            (near(after(min(half, max_norm / 2) / scale)), "Clipped before the scale was out."),
-            (near(after(min(half, max_norm / 2))), "The scale is still in it."),
-            (near(after(0.0)), _still(half / scale)),
-            (near(after(half / scale)), "Nothing was clipped."),
-            (near(after(true).half().float()), "The master was rounded to 16 bits: keep fp32."),
-        ]
-        expect_near(master, after(true), f"{where}, master", causes)
-        says = "Copy the master into the parameter, in place: param.copy_ under no_grad."
-        stale: list[Cause] = [(near(after(0.0).half()), says)]
-        expect_near(param, master.half(), f"{where}, parameter", stale)
-        expect_equal(_plain_bool(stepped), True, where=where)
-    for bad in (math.inf, math.nan):
-        for numbers in ([bad] * 4, [1.0, bad, 1.0, 1.0]):
-            where = f"gradient {numbers}"
-            stepped, _, master = _half_step(answer, 1.0, numbers, 128.0, 9.0)
-            if not torch.equal(master, torch.ones(4)):
-                raise CheckFailed(f"{where}: the step must be left out; the master changed.")
-            expect_equal(_plain_bool(stepped), False, where=where)
-    return "Unscaled in fp32, then clipped, stepped in fp32, rounded once."
-
-
-def _still(gradient: float) -> str:
-    if gradient < 2.0**-24:
-        return "Nothing moved: too small for 16 bits. Divide and step in fp32."
-    return "The master did not move: give it a .grad, then call optimizer.step()."
+        (1.0, 60000.0, 2.0**14, 100.0),
+        (1.0, 0.0, 128.0, 0.5),
+    )
+    cases: list[EffectCase] = [
+        (
+            f"gradient {half:g} of a loss times {scale:g}, max_norm {max_norm:g}",
+            partial(_step, start=start, numbers=[half] * 4, scale=scale, max_norm=max_norm),
+        )
+        for start, half, scale, max_norm in finite
+    ]
+    usual = partial(_step, start=1.0, numbers=[1.0, 2.0, -4.0, 8.0], scale=2.0, max_norm=3.0)
+    inf, nan = math.inf, math.nan
+    not_finite = (
+        [inf] * 4,
+        [nan] * 4,
+        [1.0, inf, 1.0, 1.0],
+        [1.0, 1.0, nan, 1.0],
+        [1.0, -inf, 1.0, inf],
+    )
+    return [
+        *cases,
+        ("a second step", partial(usual, again=True)),
+        ("lr 0.25", partial(usual, lr=0.25)),
+        *(
+            (f"gradient {numbers}", partial(usual, numbers=numbers, scale=128.0))
+            for numbers in not_finite
+        ),
+    ]
 
 
-def _plain_bool(stepped: Any) -> Any:
-    """Return a bool: `isfinite().all()` is a tensor."""
-    is_bool = isinstance(stepped, Tensor) and stepped.dtype == torch.bool and stepped.numel() == 1
-    return bool(stepped) if is_bool else stepped
+UNSCALED = "param.grad.float() / scale"
+FINITE, CLIP = (
+    "if not master.grad.isfinite().all():",
+    "nn.utils.clip_grad_norm_([master], max_norm)",
+)
+STEP, COPY = "optimizer.step()", "param.copy_(master)"
 
-
-def _half_step(
-    answer: Callable[..., Any],
-    start: float,
-    grad: float | list[float],
-    scale: float,
-    max_norm: float,
-) -> tuple[Any, Tensor, Tensor]:
-    param = nn.Parameter(torch.full((4,), start, dtype=torch.float16))
-    master = torch.full((4,), start, requires_grad=True)
-    param.grad = torch.tensor(grad, dtype=torch.float16).expand(4).clone()
-    stepped = answer(param, master, torch.optim.SGD([master], lr=1.0), scale, max_norm)
-    return stepped, param.detach(), master.detach()
-
-
-def check_scale(answer: Callable[..., Any]) -> str:
-    """Check that the scale halves after an overflow, and doubles after three good steps."""
-    scale, good = 8.0, 0
-    right, right_good, seen = 8.0, 0, ""
-    for step, finite in enumerate([True, False, *[True] * 8, *[False] * 6, True]):
-        right_good = right_good + 1 if finite else 0
-        previous, seen = right, seen + (" good" if finite else " overflow")
-        right = right * 2 if right_good == 3 else right if finite else right / 2
-        right_good %= 3
-        scale, good = answer(scale, good, finite)
-        causes: list[Cause] = [
-            (lambda got, f=finite, p=previous: not f and got >= p, "An overflow halves the scale."),
-            (lambda got, p=previous: got > p, "Too early: only after 3 good steps in a row."),
-            (
-                lambda got, p=previous: got == p,
-                "Three good steps in a row double it; num_good are those before this one.",
-            ),
-            (lambda got, f=finite: f and got < 4, "Return the scale first, then the count."),
-            (0.0, "Halve with /: a scale may go below 1."),
-        ]
-        where = f"step {step}, after{seen}: scale"
-        expect_equal(float(scale), right, where=where, causes=causes)
-    return "Down at once, up after a long calm."
-
-
-def next_scale(scale: float, num_good: int, finite: bool) -> tuple[float, int]:
-    state = LossScale(scale, interval=3, num_good_steps=num_good)
-    state.update(finite)
-    return state.scale, state.num_good_steps
-
-
-def forgets_overflow(scale: float, num_good: int, finite: bool) -> tuple[float, int]:
-    """Halve the scale at an overflow and leave the count as it is."""
-    if not finite:
-        return scale / 2, num_good
-    return (scale * 2, 0) if num_good == 2 else (scale, num_good + 1)
-
-
-def only_grows(scale: float, num_good: int, finite: bool) -> tuple[float, int]:
-    return next_scale(scale, num_good, True) if finite else (scale, 0)
-
-
-def never_grows(scale: float, num_good: int, finite: bool) -> tuple[float, int]:
-    return (scale, num_good + 1) if finite else (scale / 2, 0)
-
-
-def grows_once(scale: float, num_good: int, finite: bool) -> tuple[float, int]:
-    """Continue counting after the third good step, and so never reach three again."""
-    if not finite:
-        return scale / 2, 0
-    return (scale * 2 if num_good == 2 else scale), num_good + 1
+HALF_STEP = Exercise(
+    key="recompute-4",
+    title="a 16-bit step",
+    check=Effects(
+        cases=_cases,
+        looks={STEPS: STEPS_ANYWAY, MEMORY: OTHER_MEMORY, STEPPED: SAYS_NOT, PARAMETER: STALE},
+        look=LOOK,
+        rtol=1e-5,
+        success="Unscaled in fp32, then clipped, stepped in fp32, rounded once.",
+    ),
+    wrong=(
+        Edit(
+            UNSCALED,
+            "param.grad.float()",
+            CLIPPED_SCALED,
+            also=((CLIP, f"{CLIP}\nmaster.grad /= scale"),),
+        ),
+        Edit(UNSCALED, "param.grad.float()", SCALED),
+        Edit(UNSCALED, "(param.grad / scale).float()", IN_HALF),
+        Edit(COPY, f"{COPY}\nmaster.copy_(param)", ROUNDED),
+        Edit("return False", "pass", STEPS_ANYWAY),
+        Edit("return False", "master.grad.nan_to_num_()", STEPS_ANYWAY),
+        Edit(".all()", ".any()", STEPS_ANYWAY),
+        Edit(FINITE, "if master.grad.isnan().any():", ONLY_NAN),
+        Edit(FINITE, "if master.grad.isinf().any():", ONLY_INF),
+        Edit(FINITE, "if not param.grad.sum().isfinite():", SUM_OVERFLOWS),
+        Edit(COPY, "pass", STALE),
+        Edit(COPY, "param.data = master.detach().half()", OTHER_MEMORY),
+        Edit(STEP, "pass", NO_STEP),
+        Edit(STEP, "master.data -= master.grad", BY_HAND),
+        Edit(CLIP, "pass", NOT_CLIPPED),
+        Edit(CLIP, CLIP.replace("norm_(", "value_("), CUT_OFF),
+        Edit(
+            f"master.grad = {UNSCALED}",
+            f"master.grad = {UNSCALED} + (0 if master.grad is None else master.grad)",
+            NOT_SET,
+        ),
+        Edit("return False", "return True", SAYS_NOT),
+    ),
+)

@@ -1,195 +1,185 @@
-"""Exercise 4 of 13_scaling_study, with its planted mistakes: the cost before the job."""
+"""Exercise 4 of 13_scaling_study: the cost before the job."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from numbers import Real
 from typing import Any
 
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.scaling_study.parts import near, shown
+from course_lib.checks.cases import A_FLOAT, Case, whole
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.checks.scaling_study.parts import CHANGED, Part, Parts
 from course_lib.scaling_study.lab import PlannedRun
 
-Runs = Sequence[PlannedRun]
-Bill = tuple[float, int]
-
-
-def bill(runs: Runs, allowed: float) -> Bill:
-    """Compute the cost of runs: the right answer."""
-    hours = [_hours(run) for run in runs]
-    fits = [number for number in range(len(hours) + 1) if sum(hours[:number]) <= allowed]
-    return sum(hours), max(fits)
-
-
-def _hours(run: PlannedRun) -> float:
-    return run.nodes * run.gpus_per_node * (run.start_s + run.steps * run.step_s) / 3600
-
-
-# --- planted mistakes, which are also what the check compares a wrong answer with
-
-
-def _priced(price: Callable[[PlannedRun], float]) -> Callable[[Runs, float], Bill]:
-    """Return the bill with another price per run: a run of one GPU that takes as many hours."""
-
-    def answer(runs: Runs, allowed: float) -> Bill:
-        alike = PlannedRun(gpus_per_node=1, start_s=0, steps=1, step_s=0)
-        return bill([replace(alike, step_s=3600 * price(run)) for run in runs], allowed)
-
-    return answer
-
-
-def _longest(runs: Runs, allowed: float) -> Bill:
-    return max(map(_hours, runs), default=0.0), bill(runs, allowed)[1]
-
-
-def _each_alone(runs: Runs, allowed: float) -> Bill:
-    return bill(runs, allowed)[0], sum(_hours(run) <= allowed for run in runs)
-
-
-def _one_too_many(runs: Runs, allowed: float) -> Bill:
-    total, number = bill(runs, allowed)
-    return total, min(len(runs), number + 1)
-
-
-def _below_only(runs: Runs, allowed: float) -> Bill:
-    hours = [_hours(run) for run in runs]
-    fits = [number for number in range(len(hours) + 1) if sum(hours[:number]) < allowed]
-    return sum(hours), max(fits)
-
-
-def _later_ones(runs: Runs, allowed: float) -> Bill:
-    used, number = 0.0, 0
-    for run in runs:
-        if used + _hours(run) <= allowed:
-            used, number = used + _hours(run), number + 1
-    return bill(runs, allowed)[0], number
-
-
-def _whole_or_nothing(runs: Runs, allowed: float) -> Bill:
-    total, _ = bill(runs, allowed)
-    return total, len(runs) if total <= allowed else 0
-
-
-WRONG: tuple[tuple[str, Callable[[Runs, float], Bill], str], ...] = (
-    (
-        "ranks forgotten",
-        _priced(lambda run: (run.start_s + run.steps * run.step_s) / 3600),
-        "Those are hours on the wall: every GPU of a run is paid for as long as it lasts.",
-    ),
-    (
-        "nodes forgotten",
-        _priced(lambda run: _hours(run) / run.nodes),
-        "Those are the GPUs of one node: a run on two nodes holds twice as many.",
-    ),
-    (
-        "nodes twice",
-        _priced(lambda run: _hours(run) * run.nodes),
-        "The nodes are counted twice: GPUs are nodes times gpus_per_node, once.",
-    ),
-    (
-        "start forgotten",
-        _priced(lambda run: _hours(replace(run, start_s=0))),
-        "The start is missing: while ranks start and PyTorch is read, the GPUs are yours already.",
-    ),
-    (
-        "a start for each step",
-        _priced(lambda run: _hours(replace(run, step_s=run.step_s + run.start_s, start_s=0))),
-        "A run starts once, not before each step.",
-    ),
-    (
-        "start on one GPU",
-        _priced(
-            lambda run: (
-                run.start_s + run.nodes * run.gpus_per_node * run.steps * run.step_s
-            ) / 3600
-        ),
-        "The start counts for one GPU only: all of them wait for it.",
-    ),
-    (
-        "minutes",
-        _priced(lambda run: 60 * _hours(run)),
-        "Those are minutes: an hour has 3,600 seconds.",
-    ),
-    (
-        "one step",
-        _priced(lambda run: _hours(replace(run, steps=1))),
-        "That is one step of each run: step_s is a step's, and a run has `steps` of them.",
-    ),
-    (
-        "the longest only",
-        _longest,
-        "That is the dearest run: hours of all runs add up, also of runs at the same time.",
-    ),
-)  # fmt: skip
-FITS: tuple[tuple[str, Callable[[Runs, float], Bill], str], ...] = (
-    ("each by itself", _each_alone, "Each run fits by itself; the limit is for all together."),
-    ("one too many", _one_too_many, "The last of them goes over the limit: leave it out."),
-    ("below only", _below_only, "A sum that is exactly the limit fits, too: <=, not <."),
-    (
-        "later ones",
-        _later_ones,
-        "After the first run that is refused, a smaller one is counted: stop at the first.",
-    ),
-    (
-        "all or nothing",
-        _whole_or_nothing,
-        "Those are all or none: the first ones may fit where the whole list does not.",
-    ),
-)
-
-
-# --- the check
-
-_RUNS = (
+RUNS = (
     PlannedRun(gpus_per_node=1, start_s=30, steps=200, step_s=1.5),
     PlannedRun(gpus_per_node=4, start_s=45, steps=200, step_s=0.5),
     PlannedRun(nodes=2, gpus_per_node=4, start_s=60, steps=1000, step_s=0.9),
     PlannedRun(nodes=3, gpus_per_node=2, start_s=20, steps=100, step_s=0.25),
 )
-_HALF_HOURS = (  # 0.5 GPU-hours each, to the last bit
+HALF_HOURS = (  # 0.5 GPU-hours each, to the last bit
     PlannedRun(gpus_per_node=1, start_s=900, steps=100, step_s=9.0),
     PlannedRun(gpus_per_node=2, start_s=450, steps=100, step_s=4.5),
     PlannedRun(nodes=2, gpus_per_node=1, start_s=450, steps=50, step_s=9.0),
 )
-CASES: tuple[tuple[Runs, float], ...] = (
-    (_RUNS, 0.5),
-    (_RUNS, 0.2),
-    (_RUNS, 0.05),
-    (_RUNS, 8.0),
-    (_RUNS[2:], 2.2),
-    (_HALF_HOURS, 1.0),
-    ((), 1.0),
-)
 
 
-def check_bill(answer: Any) -> str:
-    """Check runs on one node and on several; limits in the middle, above all and below all."""
-    got = [answer(*case) for case in CASES]
-    for (runs, allowed), one in zip(CASES, got, strict=True):
-        where = f"{len(runs)} runs, {allowed:g} GPU-hours allowed"
-        if not isinstance(one, tuple | list) or len(one) != 2:
-            raise CheckFailed(f"{where}: need GPU-hours and a number of runs; got {one!r}.")
-        total, number = bill(runs, allowed)
-        if not near(one[0], total):
-            says = _why(0, got, WRONG)
-            raise CheckFailed(f"{where}: need {total:.3f} GPU-hours; got {shown(one[0])}. {says}")
-        if one[1] != number:
-            says = _why(1, got, FITS)
-            raise CheckFailed(f"{where}: {number} of them fit; got {shown(one[1])}. {says}")
-    return "GPU-hours of all runs, and how many of them a limit lets through."
+def _cases() -> list[Case]:
+    """Return limits in the middle, above all and below all; runs that use them up exactly; none."""
+    cases = (
+        *((RUNS, allowed) for allowed in (0.5, 0.2, 0.05, 8.0)),
+        (RUNS[2:], 2.2),
+        ((RUNS[1], RUNS[0], RUNS[3]), 0.2),
+        (HALF_HOURS, 1.0),
+        (HALF_HOURS, 1.5),
+        (RUNS[:1], 0.0),
+        ((), 1.0),
+    )
+    return [
+        (f"{len(runs)} runs, {allowed:g} GPU-hours allowed", ([*runs], allowed))
+        for runs, allowed in cases
+    ]
 
 
-def _why(place: int, got: Sequence[Any], wrong: Sequence[tuple[str, Any, str]]) -> str:
-    """Return the sentence of the first mistake that fits every case."""
-    for _, rule, says in wrong:
-        told = zip(got, CASES, strict=True)
-        if all(near(one[place], rule(*case)[place]) for one, case in told):
-            return says
-    return "Try one run by hand."
+BILL_PART, FIT_PART = "the bill", "those that fit"
+PAIR = Cause("Return two numbers: the GPU-hours of all runs, and how many of the first ones fit.")
 
+SWAPPED = Cause("GPU-hours first, then the number of runs.")
+
+
+def _bill_and_fit(result: Any, *_case: Any) -> dict[str, Any]:
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise failed(f"need GPU-hours and a number of runs; got {result!r}", PAIR)
+    if any(isinstance(one, bool) or not isinstance(one, Real) for one in result):
+        raise failed(f"need GPU-hours and a number of runs; got {result!r}", PAIR)
+    if isinstance(result[0], int) and isinstance(result[1], float):
+        raise failed(f"got {result!r}", SWAPPED)
+    return {BILL_PART: result[0], FIT_PART: whole(result[1])}
+
+
+GPUS, START, STEPS = "run.nodes * run.gpus_per_node * ", "run.start_s + ", "run.steps * run.step_s"
+BOTH = "return sum(hours_of), fit"
+LOOP = """\
+    while fit < len(runs) and sum(hours_of[: fit + 1]) <= allowed:
+        fit += 1"""
+LATER_ONES = """\
+    used = 0.0
+    for hours in hours_of:
+        if used + hours <= allowed:
+            used, fit = used + hours, fit + 1"""
 
 BILL = Exercise(
     key="scaling_study-4",
     title="the bill before the job",
-    check=check_bill,
-    reference=bill,
-    mistakes=tuple(Mistake(name, wrong, says[:40]) for name, wrong, says in (*WRONG, *FITS)),
+    check=Parts(
+        cases=_cases,
+        show=_bill_and_fit,
+        keeps=lambda runs, _allowed: runs,
+        parts={
+            BILL_PART: Part(
+                unit=" GPU-hours",
+                look="Try one run by hand: its GPUs, times the seconds that it holds them, / 3600.",
+            ),
+            FIT_PART: Part(
+                unit=" runs",
+                look="Add up the GPU-hours run by run: how many are in when one would go over?",
+            ),
+        },
+        success="GPU-hours of all runs, and how many of them a limit lets through.",
+    ),
+    wrong=(
+        Edit(
+            GPUS,
+            "",
+            Cause(
+                "Those are hours on the wall: every GPU of a run is paid for as long as it lasts."
+            ),
+        ),
+        Edit(
+            "run.nodes * ",
+            "",
+            Cause("Those are the GPUs of one node: a run on two nodes holds twice as many."),
+        ),
+        Edit(
+            "run.nodes * ",
+            "run.nodes * run.nodes * ",
+            Cause("The nodes are counted twice: GPUs are nodes times gpus_per_node, once."),
+        ),
+        Edit(
+            START,
+            "",
+            Cause(
+                "The start is missing: while ranks start and PyTorch is read, the GPUs are yours "
+                "already."
+            ),
+        ),
+        Edit(
+            START + STEPS,
+            "run.steps * (run.start_s + run.step_s)",
+            Cause("A run starts once, not before each step."),
+        ),
+        Edit(
+            f"{GPUS}({START}{STEPS})",
+            f"({START}{GPUS}{STEPS})",
+            Cause("The start counts for one GPU only: all of them wait for it."),
+        ),
+        Edit("/ 3600", "/ 60", Cause("Those are minutes: an hour has 3,600 seconds.")),
+        Edit("/ 3600", "", Cause("Those are seconds: an hour has 3,600 of them.")),
+        Edit("/ 3600", "// 3600", Cause("An hour that is not full costs, too: divide with /.")),
+        Edit(
+            "run.steps * ",
+            "",
+            Cause(
+                "That is one step of each run: step_s is a step's, and a run has `steps` of them."
+            ),
+        ),
+        Edit(
+            BOTH,
+            "return max(hours_of, default=0.0), fit",
+            Cause(
+                "That is the dearest run: hours of all runs add up, also of runs at the same time."
+            ),
+        ),
+        Edit(
+            BOTH,
+            "return sum(hours_of[:fit]), fit",
+            Cause("Those are the GPU-hours of the runs that fit: the bill is for all of them."),
+        ),
+        Edit(BOTH, "return fit, sum(hours_of)", SWAPPED),
+        Edit(BOTH, "return sum(hours_of)", PAIR),
+        Edit(BOTH, "return sum(hours_of), runs[:fit]", PAIR),
+        Edit(BOTH, "return sum(hours_of), float(fit)", A_FLOAT),
+        Edit(
+            BOTH,
+            "return sum(hours_of), sum(hours <= allowed for hours in hours_of)",
+            Cause("Each run fits by itself; the limit is for all together."),
+        ),
+        Edit(
+            BOTH,
+            "return sum(hours_of), min(len(runs), fit + 1)",
+            Cause("The last of them goes over the limit: leave it out."),
+        ),
+        Edit(
+            BOTH,
+            "return sum(hours_of), fit - 1",
+            Cause("That is the index of the last one that fits: how many are they?"),
+        ),
+        Edit("<=", "<", Cause("A sum that is exactly the limit fits, too: <=, not <.")),
+        Edit(
+            LOOP,
+            LATER_ONES,
+            Cause(
+                "After the first run that is refused, a smaller one is counted: stop at the first."
+            ),
+        ),
+        Edit(
+            "sum(hours_of[",
+            "sum(sorted(hours_of)[",
+            Cause("Those are the smallest runs: take them in their order."),
+        ),
+        Edit(
+            BOTH,
+            "return sum(hours_of), len(runs) if sum(hours_of) <= allowed else 0",
+            Cause("Those are all or none: the first ones may fit where the whole list does not."),
+        ),
+        Edit("fit = 0", "runs.reverse()\nfit = 0", CHANGED),
+    ),
 )

@@ -1,83 +1,81 @@
-"""Tools for the checks of 13_scaling_study: answers that are dictionaries, and why one is wrong.
+"""A check for the exercises of 13_scaling_study: answers of several numbers, each judged by itself.
 
-A wrong answer differs from the right one in one name, and a rule for that name tells what went
-wrong: the first rule that fits every case is told.
+So an answer that is wrong in one number is told about that number alone, by its name.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from course_lib.checks.exercise import CheckFailed, Mistake
+from course_lib.checks.cases import Case, Cases
+from course_lib.checks.exercise import Cause, CheckFailed, Exercise, failed
 
-Rule = Callable[..., float]
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """A planted mistake: the wrong value for the number `key`, and its meaning."""
-
-    name: str
-    key: str
-    rule: Rule
-    says: str
-
-    def planted(self, right: Callable[..., Mapping[str, float]]) -> Mistake:
-        """Return the right answer with this one number wrong."""
-
-        def answer(*case: Any) -> dict[str, float]:
-            return {**right(*case), self.key: self.rule(*case)}
-
-        return Mistake(self.name, answer, self.says[:40])
+CHANGED = Cause(
+    "What your function is given belongs to the caller, who needs it again: make lists of your own."
+)
 
 
-def expect_numbers(
-    got: Sequence[Any],
-    cases: Mapping[str, tuple[Any, ...]],
-    right: Callable[..., Mapping[str, float]],
-    wrongs: Sequence[Wrong],
-) -> None:
-    """Demand that every case has all numbers, under their names."""
-    wanted = [right(*case) for case in cases.values()]
-    for key in wanted[0]:
-        for name, found, numbers in zip(cases, got, wanted, strict=True):
-            value = _number(name, key, found, numbers)
-            if not near(value, numbers[key]):
-                says = _why(key, [one.get(key) for one in got], list(cases.values()), wrongs)
-                raise CheckFailed(
-                    f"{name}, {key}: need {numbers[key]:g}; got {value:g}. {says}".rstrip()
-                )
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One number of an answer, as in Cases; predicates of `symptoms` get all parts of all cases."""
+
+    look: str
+    unit: str = ""
+    rtol: float = 1e-9
+    symptoms: tuple[tuple[Callable[[Sequence[Any], Sequence[Any]], bool], Cause], ...] = ()
 
 
-def _number(name: str, key: str, found: Any, wanted: Mapping[str, float]) -> float:
-    if found is None:
-        raise CheckFailed(f"{name}: got None. Does your function return its result?")
-    if not isinstance(found, Mapping) or key not in found:
-        raise CheckFailed(f"{name}: need a dictionary with {', '.join(wanted)}; got {found!r}.")
-    value = found[key]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckFailed(f"{name}, {key}: need a number; got {value!r}.")
-    return float(value)
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A check like `Cases`, whose results `show` turns into a dictionary with the names of `parts`.
 
+    Each part is judged in all cases before the next one is, and the cause is that of the planted
+    answer that is wrong in this part alike. `keeps(*arguments)` is what an answer must not change.
+    """
 
-def _why(
-    key: str, values: Sequence[Any], cases: Sequence[tuple[Any, ...]], wrongs: Sequence[Wrong]
-) -> str:
-    """Return the sentence of the first mistake that fits every case; None where none does."""
-    for wrong in wrongs:
-        told = zip(values, cases, strict=True)
-        if wrong.key == key and all(near(value, wrong.rule(*case)) for value, case in told):
-            return wrong.says
-    return ""
+    cases: Callable[[], Sequence[Case]]
+    show: Callable[..., dict[str, Any]]
+    parts: Mapping[str, Part]
+    success: str
+    keeps: Callable[..., Any] = lambda *_arguments: None
 
+    def observe(self, answer: Callable[..., Any]) -> Iterator[Any]:
+        """Call the answer for each case; yield its parts, or what it raised."""
 
-def shown(value: Any) -> str:
-    """Format an answer for a message: a number without its rounding."""
-    return f"{value:.6g}" if isinstance(value, float) else repr(value)
+        def watched(*arguments: Any) -> Any:
+            before = deepcopy(self.keeps(*arguments))
+            result = answer(*arguments)
+            if self.keeps(*arguments) != before:
+                raise failed("your function has changed what it was given", CHANGED)
+            return result
 
+        return Cases(cases=self.cases, show=self.show, look="", success="").observe(watched)
 
-def near(value: Any, wanted: float, rel: float = 1e-6) -> bool:
-    """Return whether they are equal but for rounding."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isclose(value, wanted, rel_tol=rel, abs_tol=1e-12)
+    def judge(self, observed: Iterable[Any], exercise: Exercise) -> str:
+        """Compare each part with the right one; raise CheckFailed for the first that differs."""
+        got, need = list(observed), list(self.observe(exercise.right))
+        for (what, _), one in zip(self.cases(), got, strict=True):
+            if isinstance(one, CheckFailed):
+                raise CheckFailed(f"{what}: {one}", one.cause)
+        for name in self.parts:
+            values = [one[name] if isinstance(one, dict) else one for one in got]
+            self._only(name, got, need).judge(values, exercise)
+        return self.success
+
+    def _only(self, name: str, got: list[Any], need: list[Any]) -> Cases:
+        """Return the check of one part."""
+        part = self.parts[name]
+        return Cases(
+            cases=lambda: [(f"{what}, {name}", arguments) for what, arguments in self.cases()],
+            show=lambda result, *arguments: self.show(result, *arguments)[name],
+            rtol=part.rtol,
+            unit=part.unit,
+            symptoms=tuple(
+                (partial(lambda fits, *_: fits(got, need), fits), cause)
+                for fits, cause in part.symptoms
+            ),
+            look=part.look,
+            success="",
+        )

@@ -57,13 +57,11 @@ def check_script(answer: Any) -> str:
 
 def _missing(script: Script) -> Iterator[str]:
     """Return what the script no longer does, though it was requested."""
-    started = [one for one in script.running(TORCHRUN) if PROGRAM in script.spelt_out(one.text)]
-    if not started:
-        yield f"the script no longer starts torchrun with {PROGRAM}: mend its lines, keep its work."
-    elif not re.search(r"--nproc[-_]per[-_]node[= ]2\b", script.spelt_out(started[0].text)):
-        yield "torchrun no longer starts 2 ranks on each node: --nproc-per-node=2."
-    if script.nodes != 2:
-        yield f"the job asks for {script.nodes} nodes: two of them were to work."
+    yield from _launch(script)
+    asked = script.option("nodes")
+    if script.nodes != 2 or (asked and asked.value not in ("2", "2-2")):
+        nodes = asked.value if asked else script.nodes
+        yield f"the job asks for {nodes} nodes: two of them were to work."
     yield from _gpus(script)
     yield from _endpoint(script)
     time = script.option("time")
@@ -73,10 +71,37 @@ def _missing(script: Script) -> Iterator[str]:
         yield f"--time={time.value}: two hours were meant, 2:00:00."
     if not re.search(r"^#SBATCH\s+(--exclude[= ]|-x *)\S*\bnode7\b", script.text, re.M):
         yield "node7 is no longer left out: move the directive up, do not delete it."
-    if script.option("output") is None:
+    log = script.option("output")
+    if log is None:
         yield "the log has no name any more: study- and the number of the job, %j."
-    if not any("pipefail" in command.text for command in script.commands):
+    elif not re.search(r"%\d*[jA]|SLURM_JOB_ID", log.value):
+        yield f"--output={log.value}: the next job writes over it; its number belongs in, %j."
+    if not any(re.match(r"set\b.*\bpipefail", command.text) for command in script.commands):
         yield "set -euo pipefail is gone: a job that failed would be called COMPLETED."
+
+
+def _launch(script: Script) -> Iterator[str]:
+    """Return what is wrong with the start of the ranks, as far as lint does not tell."""
+    program = re.compile(rf"{re.escape(PROGRAM)}(?!\S|\s+-)")
+    started = [
+        one for one in script.running(TORCHRUN) if program.search(script.spelt_out(one.text))
+    ]
+    if not started:
+        yield f"the script no longer starts torchrun with {PROGRAM}: mend its lines, keep its work."
+        return
+    launch, text = started[0], script.spelt_out(started[0].text)
+    if len(started) > 1:
+        yield f"the script starts torchrun {len(started)} times: its work was to be done once."
+    if not re.search(r"--nproc[-_]per[-_]node[= ]2\b", text):
+        yield "torchrun no longer starts 2 ranks on each node: --nproc-per-node=2."
+    if not re.search(r"--nnodes\b", text):
+        yield 'torchrun no longer knows that there are two nodes: --nnodes="$SLURM_NNODES".'
+    options = script.srun_options(launch) if launch in script.sruns else {}
+    if "1" in (options.get("nodes"), options.get("ntasks")):
+        yield "srun starts torchrun on one node only: without options, it does so on both."
+    after = script.commands[script.commands.index(launch) + 1 :]
+    if launch.end == "||" and after and after[0].name in ("true", ":"):
+        yield f"|| {after[0].name} hides that torchrun failed: the job would be called COMPLETED."
 
 
 def _time_s(text: str) -> int | None:
@@ -170,6 +195,20 @@ SCRIPT = Exercise(
         Mistake("exclude deleted", _besides("#SBATCH --exclude=node7\n", ""), "node7 is no longer"),
         Mistake("log deleted", _besides("#SBATCH --output=study-%j.out", ""), "has no name"),
         Mistake("program deleted", _besides(PROGRAM, "--version"), "no longer starts torchrun"),
+        Mistake("30 turns", _besides("--turns 3", "--turns 30"), "no longer starts torchrun with"),
+        Mistake(
+            "more options", _besides("--turns 3", "--turns 3 --lr 1"), "no longer starts torch"
+        ),
+        Mistake("log without number", _besides("study-%j", "study"), "writes over it"),
+        Mistake("twice", lambda script: mended(script) * 2, "torchrun 2 times"),
+        Mistake("no --nnodes", _besides('--nnodes="$SLURM_NNODES" ', ""), "there are two nodes"),
+        Mistake("srun -N 1", _besides("srun t", "srun -N 1 t"), "on one node only"),
+        Mistake("srun -n 1", _besides("srun t", "srun --ntasks=1 t"), "on one node only"),
+        Mistake("failure hidden", _besides("--turns 3", "--turns 3 || true"), "hides that"),
+        Mistake("two to four nodes", _besides("--nodes=2", "--nodes=2-4"), "two of them were to"),
+        Mistake(
+            "pipefail said", _besides("set -euo", "echo set -euo"), "set -euo pipefail is gone"
+        ),
         Mistake("one rank a node", _besides("node=2 \\", "node=1 \\"), "2 ranks on each node"),
         Mistake("pipefail deleted", _besides("set -euo pipefail", ""), "set -euo pipefail is gone"),
         Mistake("nothing returned", lambda script: None, "Does your function return it?"),

@@ -1,249 +1,255 @@
-"""Exercise 3 of 13_scaling_study, with its planted mistakes: steps are counted in one place."""
+"""Exercise 3 of 13_scaling_study: steps are counted in one place, and a clock is read in time."""
 
-from collections.abc import Callable, Iterator
-from itertools import count, islice
+from collections.abc import Callable
+from itertools import count, groupby
+from math import isclose
+from numbers import Real
 from typing import Any
 
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.scaling_study.parts import near, shown
+from course_lib.checks.cases import Case
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.checks.scaling_study.parts import Part, Parts
 from course_lib.scaling_study.lab import EmulatedDevice
 
-Tokens = Iterator[int]
-Totals = tuple[float, int]
 
+class Watched(EmulatedDevice):
+    """A device that is not new, slows down a little, and records what it does.
 
-def timed_loop(
-    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
-) -> Totals:
-    """Train with a timed loop: the right answer."""
-    start_s, num_tokens = 0.0, 0
-    for step in range(steps):
-        if step == warmup:
-            device.synchronize()
-            start_s, num_tokens = device.now_s(), 0
-        for tokens in islice(micro_batches, accumulated):
-            device.backward(tokens)
-            num_tokens += tokens
-        device.step()
-    device.synchronize()
-    return device.now_s() - start_s, num_tokens
+    steps       the tokens of the micro-batches before each step
+    unfinished  those after the last step
+    read_busy   after how many steps the clock was read while the device was working
+    """
 
+    def __init__(self, backward_s: float, step_s: float) -> None:
+        super().__init__(backward_s, step_s)
+        self.steps, self.unfinished, self.read_busy = list[list[int]](), list[int](), set[int]()
+        self.step()
+        self.synchronize()
+        self.steps.clear()
 
-# --- planted mistakes
+    def backward(self, num_tokens: int) -> None:
+        super().backward(num_tokens)
+        self.unfinished.append(num_tokens)
 
-
-def _one_step(device: EmulatedDevice, micro_batches: Tokens, accumulated: int) -> int:
-    """Run a step of accumulated micro-batches; return their tokens."""
-    tokens = [*islice(micro_batches, accumulated)]
-    for number in tokens:
-        device.backward(number)
-    device.step()
-    return sum(tokens)
-
-
-def _every_micro_batch_steps(
-    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
-) -> Totals:
-    return timed_loop(device, micro_batches, steps * accumulated, warmup * accumulated, 1)
-
-
-def _counts_micro_batches(
-    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
-) -> Totals:
-    return timed_loop(device, micro_batches, steps // accumulated, warmup, accumulated)
-
-
-def _warmup_besides(
-    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
-) -> Totals:
-    return timed_loop(device, micro_batches, steps + warmup, warmup, accumulated)
-
-
-def _never_steps(
-    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
-) -> Totals:
-    tokens = [*islice(micro_batches, steps * accumulated)]
-    for number in tokens:
-        device.backward(number)
-    device.step()
-    device.synchronize()
-    return device.now_s(), sum(tokens[warmup * accumulated :])
-
-
-def _one_micro_batch(
-    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
-) -> Totals:
-    return timed_loop(device, micro_batches, steps, warmup, 1)
-
-
-def _timed(before: bool, after: bool) -> Callable[..., Totals]:
-    """Return a loop that waits for the device before and after the timed steps, or not."""
-
-    def loop(
-        device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
-    ) -> Totals:
-        for _ in range(warmup):
-            _one_step(device, micro_batches, accumulated)
-        if before:
-            device.synchronize()
-        start_s = device.now_s()
-        tokens = [_one_step(device, micro_batches, accumulated) for _ in range(steps - warmup)]
-        if after:
-            device.synchronize()
-        return device.now_s() - start_s, sum(tokens)
-
-    return loop
-
-
-def _clock_from_the_start(
-    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
-) -> Totals:
-    _, tokens = timed_loop(device, micro_batches, steps, warmup, accumulated)
-    return device.now_s(), tokens
-
-
-def _tokens_of_the_warmup(
-    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
-) -> Totals:
-    counted: list[int] = []
-
-    def noting() -> Tokens:
-        for number in micro_batches:
-            counted.append(number)
-            yield number
-
-    time_s, _ = timed_loop(device, noting(), steps, warmup, accumulated)
-    return time_s, sum(counted)
-
-
-def _warmup_by_micro_batch(
-    device: EmulatedDevice, micro_batches: Tokens, steps: int, warmup: int, accumulated: int
-) -> Totals:
-    start_s, num_tokens, seen = 0.0, 0, 0
-    for _ in range(steps):
-        for tokens in islice(micro_batches, accumulated):
-            if seen == warmup:
-                device.synchronize()
-                start_s = device.now_s()
-            device.backward(tokens)
-            num_tokens += tokens * (seen >= warmup)
-            seen += 1
-        device.step()
-    device.synchronize()
-    return device.now_s() - start_s, num_tokens
-
-
-# --- the check
-
-LAUNCHED = (
-    "That is how long it took to give orders: the device works on. synchronize() before the clock "
-    "is read."
-)
-STARTED = (
-    "The clock starts while the device still works on the warm-up: synchronize() before it, too."
-)
-WHOLE = "The warm-up's seconds are in it: start the clock when `warmup` steps are done."
-CASES = ((8, 2, 4), (6, 1, 2), (4, 1, 1))  # steps, warmup, accumulated
-
-
-class _Watched(EmulatedDevice):
-    """A device that records how many orders it had when its clock was read too early."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read_busy: list[int] = []
+    def step(self) -> None:
+        super().step()
+        self.steps.append(self.unfinished)
+        self.unfinished = []
+        self.step_s *= 1.2
 
     def now_s(self) -> float:
         if self._now_s < self._free_s:
-            self.read_busy.append(len(self.orders))
+            self.read_busy.add(len(self.steps))
         return super().now_s()
 
 
-def check_steps(answer: Any) -> str:
-    """Check the orders that the device got, then the tokens, then the time."""
-    for steps, warmup, accumulated in CASES:
-        device, batches = _Watched(), (100 + n for n in count())
-        got = answer(device, batches, steps, warmup, accumulated)
-        where = f"{steps} steps of {accumulated} micro-batches, warm-up {warmup}"
-        _expect_orders(device.orders, steps, warmup, accumulated, where)
-        if not isinstance(got, tuple | list) or len(got) != 2:
-            raise CheckFailed(f"{where}: need seconds and tokens; got {got!r}.")
-        _expect_tokens(got[1], steps, warmup, accumulated, where)
-        _expect_time(got[0], steps, warmup, accumulated, device, where)
-    return "Steps, warm-up and tokens by the step, and a clock that waits for the device."
+def _cases() -> list[Case]:
+    return [
+        (
+            f"{steps} steps of {accumulated} micro-batches, warm-up {warmup}",
+            (Watched(*device), (100 + n for n in count()), steps, warmup, accumulated),
+        )
+        for device, steps, warmup, accumulated in (
+            ((0.03, 0.02), 6, 1, 2),
+            ((0.03, 0.02), 8, 2, 4),
+            ((0.01, 0.2), 4, 1, 1),
+            ((0.05, 0.02), 4, 0, 2),
+        )
+    ]
 
 
-def _expect_orders(orders: list[str], steps: int, warmup: int, accumulated: int, at: str) -> None:
-    done, passes = orders.count("step"), orders.count("backward")
-    if orders == (["backward"] * accumulated + ["step"]) * steps:
-        return
-    says = "A step is `accumulated` backward passes, then one step of the optimizer."
-    if done == steps * accumulated > steps:
-        says = "The optimizer steps after each micro-batch: once after `accumulated` of them."
-    elif done == steps // accumulated < steps:
-        says = "`steps` counts steps of the optimizer, and you count micro-batches."
-    elif done == steps + warmup:
-        says = "The warm-up is the first of the steps, not more of them."
-    elif passes == steps < steps * accumulated:
-        says = "One micro-batch a step: it needs `accumulated` of them."
-    elif done == 1 < steps:
-        says = "The optimizer steps once in the whole run: once after `accumulated` micro-batches."
-    raise CheckFailed(
-        f"{at}: need {steps} optimizer steps and {steps * accumulated} backward passes; got "
-        f"{done} and {passes}. {says}"
+ROUGHLY = 0.02  # the time that giving orders takes
+PAIR = Cause("Return two numbers, the seconds and the tokens of the steps after the warm-up.")
+WORK, BATCHES, TOKENS, SECONDS = "the work", "backward's tokens", "tokens", "time"
+
+
+def _work_and_totals(result: Any, device: Watched, *case: Any) -> dict[str, Any]:
+    """Return what the device did and what the answer returned; `busy` is no part of the answer."""
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise failed(f"need seconds and tokens; got {result!r}", PAIR)
+    if any(isinstance(one, bool) or not isinstance(one, Real) for one in result):
+        raise failed(f"need seconds and tokens; got {result!r}", PAIR)
+    sizes = groupby(map(len, device.steps))
+    work = [f"{len([*steps])} steps of {size} micro-batches" for size, steps in sizes]
+    if device.unfinished:
+        work.append(f"{len(device.unfinished)} micro-batches without a step")
+    _, _, warmup, _ = case
+    return {
+        WORK: ", then ".join(work),
+        BATCHES: [number for step in device.steps for number in step],
+        TOKENS: result[1],
+        SECONDS: result[0],
+        "busy": warmup in device.read_busy,
+    }
+
+
+def _any(fits: Callable[[dict[str, Any], float], bool]) -> Callable[..., bool]:
+    """Return whether a case fits, by what was got in it and the seconds that are right."""
+    return lambda got, need: any(
+        fits(one, right[SECONDS])
+        for one, right in zip(got, need, strict=True)
+        if isinstance(one, dict)
     )
 
 
-def _sum_from(first: int, last: int) -> int:
-    return sum(100 + number for number in range(first, last))
+EARLY = Cause(
+    "That is how long it took to give orders: the device works on. synchronize() before the clock "
+    "is read."
+)
+STARTED = Cause(
+    "The clock starts while the device still works on the warm-up: synchronize() before it, too."
+)
+SWAPPED = Cause("Seconds first, then tokens.")
+FROM_THE_FIRST = Cause(
+    "With a warm-up of 0 the clock starts before the first step: no step has ended then."
+)
+START = "start_s, num_tokens = device.now_s(), 0"
+WAIT_1, WAIT_2 = f"device.synchronize()\n            {START}", "device.synchronize()\n    return"
+AT_THE_BEGINNING = f"""\
+        if step == warmup:
+            {WAIT_1}
+"""
+AT_THE_END = AT_THE_BEGINNING.replace("step ==", "step + 1 ==")
+STEP = "        device.step()\n"
 
 
-def _expect_tokens(got: Any, steps: int, warmup: int, accumulated: int, at: str) -> None:
-    last = steps * accumulated
-    wanted = _sum_from(warmup * accumulated, last)
-    if near(got, wanted):
-        return
-    says = ""
-    if near(got, _sum_from(0, last)):
-        says = "The warm-up's tokens are counted: its seconds are not."
-    elif near(got, _sum_from(warmup, last)):
-        says = "The warm-up ends in the middle of a step: count it by steps, not by micro-batches."
-    raise CheckFailed(f"{at}: need {wanted} tokens; got {got}. {says}".rstrip())
-
-
-def _expect_time(
-    got: Any, steps: int, warmup: int, accumulated: int, device: _Watched, at: str
-) -> None:
-    one_s = accumulated * device.backward_s + device.step_s
-    wanted = (steps - warmup) * one_s
-    if near(got, wanted, rel=0.02):
-        return
-    says = ""
-    if isinstance(got, int | float):
-        is_short = got < 0.05 * wanted or near(got, -warmup * one_s, rel=0.05)
-        is_whole = near(got, steps * one_s, rel=0.02)
-        too_early = warmup * (accumulated + 1) in device.read_busy
-        whole = STARTED if too_early else WHOLE
-        says = LAUNCHED if is_short else whole if is_whole else ""
-    raise CheckFailed(f"{at}: need {wanted:.2f} s; got {shown(got)}. {says}".rstrip())
+def _before_the_loop(line: str) -> tuple[str, str]:
+    return "for step in", f"{line}\nfor step in"
 
 
 STEPS = Exercise(
     key="scaling_study-3",
     title="steps in one place",
-    check=check_steps,
-    reference=timed_loop,
-    mistakes=(
-        Mistake("a step each micro-batch", _every_micro_batch_steps, "steps after each micro"),
-        Mistake("counts micro-batches", _counts_micro_batches, "you count micro-batches"),
-        Mistake("warm-up besides", _warmup_besides, "not more of them"),
-        Mistake("one micro-batch a step", _one_micro_batch, "One micro-batch a step"),
-        Mistake("never steps", _never_steps, "once in the whole run"),
-        Mistake("never waits", _timed(False, False), "how long it took to give orders"),
-        Mistake("waits before only", _timed(True, False), "how long it took to give orders"),
-        Mistake("waits after only", _timed(False, True), "still works on the warm-up"),
-        Mistake("clock from the start", _clock_from_the_start, "start the clock when"),
-        Mistake("tokens of the warm-up", _tokens_of_the_warmup, "warm-up's tokens are counted"),
-        Mistake("warm-up by micro-batch", _warmup_by_micro_batch, "in the middle of a step"),
+    check=Parts(
+        cases=_cases,
+        show=_work_and_totals,
+        parts={
+            WORK: Part(
+                look="A step is `accumulated` backward passes, then one step of the optimizer."
+            ),
+            BATCHES: Part(
+                look="backward gets the micro-batch that was drawn, and each is drawn once: "
+                "device.backward(next(micro_batches)).",
+            ),
+            TOKENS: Part(
+                unit=" tokens",
+                symptoms=(
+                    (
+                        _any(lambda one, right: isclose(one[TOKENS], right, rel_tol=ROUGHLY)),
+                        SWAPPED,
+                    ),
+                ),
+                look="Print step and num_tokens in the loop: from which step on do they count?",
+            ),
+            SECONDS: Part(
+                unit=" s",
+                rtol=ROUGHLY,
+                symptoms=(
+                    (_any(lambda one, right: one[SECONDS] < right / 20), EARLY),
+                    (_any(lambda one, right: one["busy"] and one[SECONDS] > right), STARTED),
+                ),
+                look="Read the clock twice, each time after synchronize(): when `warmup` steps are "
+                "done, and after the last step.",
+            ),
+        },
+        success="Steps, warm-up and tokens by the step, and a clock that waits for the device.",
+    ),
+    wrong=(
+        Edit(
+            f"tokens\n{STEP}",
+            f"tokens\n    {STEP}",
+            Cause("The optimizer steps after each micro-batch: once after `accumulated` of them."),
+        ),
+        Edit(
+            "range(steps)",
+            "range(steps // accumulated)",
+            Cause("`steps` counts steps of the optimizer, and you count micro-batches."),
+            also=(_before_the_loop("start_s = num_tokens = 0"),),
+        ),
+        Edit(
+            "range(steps)",
+            "range(steps + warmup)",
+            Cause("The warm-up is the first of the steps, not more of them."),
+        ),
+        Edit(
+            "range(accumulated)",
+            "range(1)",
+            Cause("One micro-batch a step: it needs `accumulated` of them."),
+        ),
+        Edit(
+            STEP,
+            STEP[4:],
+            Cause(
+                "The optimizer steps once in the whole run: once after `accumulated` micro-batches."
+            ),
+        ),
+        Edit(STEP, "", Cause("The optimizer never steps: device.step() ends each step.")),
+        Edit(
+            "device.backward(tokens)",
+            "device.backward(next(micro_batches))",
+            Cause("Each micro-batch is drawn once: keep what next() returns, and use it twice."),
+        ),
+        Edit(
+            "if step >= warmup:",
+            "if True:",
+            Cause("The warm-up's tokens are counted: its seconds are not."),
+            also=((START, "start_s = device.now_s()"), _before_the_loop("num_tokens = 0")),
+        ),
+        Edit(
+            "if step >= warmup:",
+            "if step * accumulated + number >= warmup:",
+            Cause(
+                "The warm-up ends in the middle of a step: count it by steps, not by micro-batches."
+            ),
+            also=(
+                ("for _ in", "for number in"),
+                (START, "start_s = device.now_s()"),
+                _before_the_loop("num_tokens = 0"),
+            ),
+        ),
+        Edit(
+            "+= tokens",
+            "+= 1",
+            Cause("Those are micro-batches: here each is just its number of tokens."),
+        ),
+        Edit(
+            "return device.now_s() - start_s, num_tokens",
+            "return num_tokens, device.now_s() - start_s",
+            SWAPPED,
+        ),
+        Edit("return device.now_s() - start_s, num", "return num", PAIR),
+        Edit(WAIT_1, START, EARLY, also=((WAIT_2, "return"),)),
+        Edit(WAIT_2, "return", EARLY),
+        Edit(
+            START,
+            "num_tokens = 0",
+            Cause("The warm-up's seconds are in it: start the clock when `warmup` steps are done."),
+            also=(_before_the_loop("start_s = device.now_s()"),),
+        ),
+        Edit(WAIT_1, START, STARTED),
+        Edit(
+            " - start_s",
+            "",
+            Cause("That is what the clock says at the end: subtract what it said at the start."),
+        ),
+        Edit(
+            " - start_s,",
+            " - start_s) / (steps - warmup),",
+            Cause("That is the time of one step: return the time of all of them."),
+            also=(("return ", "return ("),),
+        ),
+        Edit(AT_THE_BEGINNING, "", FROM_THE_FIRST, also=((STEP, STEP + AT_THE_END),)),
+        Edit(
+            AT_THE_BEGINNING,
+            "",
+            FROM_THE_FIRST,
+            also=((STEP, STEP + AT_THE_END), _before_the_loop("start_s = num_tokens = 0")),
+        ),
+        Edit(
+            "device.now_s() - start_s",
+            "(steps - warmup) * (accumulated * device.backward_s + device.step_s)",
+            Cause("Read the clock: no formula knows how long a device takes in truth."),
+        ),
     ),
 )

@@ -1,7 +1,7 @@
 """The exercises of notebook 07_tensor_parallel: f and g, a split MLP, whole heads, a loss, a price.
 
-Each stands with its check in a file of its own: `pair` (f and g), `mlp`, `heads`, `loss`, `price`;
-the planted mistakes are beside it, in `..._answers`.
+Each stands with its check in a file of its own: `pair` (f and g), `mlp`, `heads`, `loss`, `price`.
+What one process computes, with which the ranks are compared, is in `whole_mlp` and `whole_logits`.
 """
 
 from course_lib.checks.tensor_parallel.heads import HEADS

@@ -1,0 +1,120 @@
+"""Exercise 1 of 02_accumulation: the batch arithmetic."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from course_lib.checks.accumulation.effects import EffectCase, Effects
+from course_lib.checks.cases import A_FLOAT, whole
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.checks.expect import on_ranks
+
+EVEN = (
+    (64, 8, 2, 1),
+    (64, 8, 2, 4),
+    (30, 5, 1, 3),
+    (2**22, 2**12, 2, 128),
+    (2**22, 2**12, 2, 512),
+)
+UNEVEN = ((96, 8, 8, 1), (96, 8, 4, 2), (100, 8, 2, 3), (48, 6, 4, 4))
+NOT_EVEN = "what does not come out even"
+ROUNDED = Cause("Rounding would change the batch without a word: raise a ValueError.")
+RETURNED = Cause("The error came back as a result: raise it.")
+
+
+def _cases() -> list[EffectCase]:
+    return [
+        (
+            f"{num_tokens} tokens in sequences of {seq}, {micro_batch} at a time {on_ranks(dp)}",
+            partial(_count, sizes=(num_tokens, seq, micro_batch, dp)),
+        )
+        for num_tokens, seq, micro_batch, dp in (*EVEN, *UNEVEN)
+    ]
+
+
+def _count(answer: Callable[..., Any], sizes: tuple[int, ...]) -> dict[str, Any]:
+    label = "micro-batches" if sizes in EVEN else NOT_EVEN
+    try:
+        result = answer(*sizes)
+    except (ValueError, AssertionError) as error:
+        return {label: "a ValueError" if isinstance(error, ValueError) else "an AssertionError"}
+    if isinstance(result, BaseException):
+        raise failed(f"got {result!r}", RETURNED)
+    return {label: whole(result)}
+
+
+RAISE = 'raise ValueError(f"{num_tokens} is no multiple of {seq} * {micro_batch} * {dp}")'
+IF = "if num_tokens % (seq * micro_batch * dp):"
+COUNT = "return num_tokens // (seq * micro_batch * dp)"
+
+COUNT_PARTS = Exercise(
+    key="accumulation-1",
+    title="how many micro-batches",
+    check=Effects(
+        cases=_cases,
+        looks={NOT_EVEN: ROUNDED},
+        look=Cause(
+            "Go through it by hand: how many sequences, how many on a rank, how many at a time?"
+        ),
+        success="512 ranks run 1 micro-batch each; what does not come out even is an error.",
+    ),
+    wrong=(
+        Edit(
+            COUNT,
+            "return num_tokens // (micro_batch * dp)",
+            Cause("Those are tokens; a micro-batch holds sequences."),
+        ),
+        Edit(
+            COUNT,
+            "return num_tokens // (seq * micro_batch)",
+            Cause("The ranks share the work: each does 1/dp of it."),
+        ),
+        Edit(
+            COUNT,
+            "return num_tokens // (seq * dp)",
+            Cause("That is in sequences; need it in micro-batches."),
+        ),
+        Edit(
+            COUNT,
+            "return num_tokens // (seq * micro_batch) * dp",
+            Cause("More ranks run fewer: divide by dp."),
+        ),
+        Edit(COUNT, "return num_tokens / (seq * micro_batch * dp)", A_FLOAT),
+        Edit(IF, "if False:", ROUNDED),
+        Edit(
+            IF,
+            "if False:",
+            Cause("Rounded up, the batch grows without a word: raise a ValueError."),
+            also=((COUNT, "return -(-num_tokens // (seq * micro_batch * dp))"),),
+        ),
+        Edit(
+            IF,
+            "if num_tokens % (seq * micro_batch):",
+            Cause("The ranks, too, have to get equal numbers of micro-batches: divide by dp."),
+        ),
+        Edit(
+            IF,
+            "if num_tokens // seq % (micro_batch * dp):",
+            Cause("The tokens, too, have to come out even: 100 are no whole sequences of 8."),
+        ),
+        Edit(
+            IF,
+            "if num_tokens // seq // micro_batch % dp:",
+            Cause("`//` rounds before `%` sees it: look at the remainder of the whole division."),
+        ),
+        Edit(
+            IF,
+            "if num_tokens // (seq * micro_batch * dp) == 0:",
+            Cause("A remainder is wrong even if there is a whole micro-batch before it."),
+        ),
+        Edit(
+            RAISE,
+            f"assert False, {RAISE[17:-1]}",
+            Cause(
+                "A ValueError is needed: raise it; `assert` raises an AssertionError, or nothing."
+            ),
+        ),
+        Edit(RAISE, f"return {RAISE[6:]}", RETURNED),
+    ),
+)

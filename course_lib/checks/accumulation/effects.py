@@ -1,0 +1,192 @@
+"""Tools for the checks of 02 and 03: what an answer does in this process, judged label by label."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.checks.cases import NO_RESULT, Raised
+from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed
+from course_lib.checks.expect import difference
+from course_lib.checks.expectations import CALLERS, DTYPE, SHAPE
+from course_lib.memory.saved_tensors import activation_ledger
+
+EffectCase = tuple[str, Callable[[Callable[..., Any]], dict[str, Any]]]
+Done = Sequence[Any]  # what an answer did in each case, by label; or what it raised
+OLD = 1000.0  # what gradients hold before a step
+WRITTEN, HELD = "written to", "held for backward at once"
+NO_GRADIENT = Cause("No parameter has a gradient. Call backward on the loss of each part.")
+ALIVE = Cause("The graphs of all micro-batches are alive at once: call backward in the loop.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effects:
+    """A check of what an answer does in this process: gradients, calls, bytes, each under a label.
+
+    `cases()` returns pairs of a text and `observe`: `observe(answer)` calls the answer and returns
+    plain data by label, floats as tensors; it may raise `failed("need ...", CAUSE)`. One label
+    after the other is judged, in all cases: type, shape and dtype, then the numbers, which may
+    differ by `rtol`, the relative difference. Its cause is that of the planted answer that first
+    differs there, too, and does the same there in every case; where none does, the one that `looks`
+    has for the label, else `look`.
+    """
+
+    cases: Callable[[], Sequence[EffectCase]]
+    success: str
+    look: Cause
+    looks: Mapping[str, Cause] = field(default_factory=dict)
+    rtol: float = 1e-6
+
+    def observe(self, answer: Callable[..., Any]) -> Iterator[Any]:
+        """Observe the answer in each case; yield what it did, or what it raised."""
+        for _, observe in self.cases():
+            try:
+                yield observe(answer)
+            except (NotImplementedError, NotDone):
+                raise
+            except CheckFailed as error:
+                yield error
+            except Exception as error:
+                yield Raised.of(error)
+
+    def judge(self, observed: Iterable[Any], exercise: Exercise) -> str:
+        """Compare with what the right answer does; raise CheckFailed for the first difference."""
+        got, need = list(observed), list(self.observe(exercise.right))
+        end = next((n for n, done in enumerate(got) if not isinstance(done, dict)), len(got))
+        if found := self._first_difference(got[:end], need[:end]):
+            number, label, kind, words = found
+            cause = self._why(kind, label, got[:end], need[:end], exercise)
+            raise failed(f"{self.cases()[number][0]}, {label}: {words}", cause)
+        if end < len(got):
+            raise self._ended(self.cases()[end][0], got[end], end, exercise)
+        return self.success
+
+    def _ended(self, text: str, done: Any, number: int, exercise: Exercise) -> CheckFailed:
+        """Return the error for a case that ended with one; planted answers may raise the same."""
+        if isinstance(done, CheckFailed):
+            return CheckFailed(f"{text}: {done}", done.cause)
+        line = f" ({done.line})" if done.line else ""
+        seen = f"{text}: your code raised {done.name}: {done.text}{line}"
+        for wrong in exercise.wrong:
+            value = list(self.observe(wrong.answer(exercise)))[number]
+            if value == done and value.text == done.text:
+                return failed(seen, wrong.cause)
+        return failed(seen)
+
+    def _first_difference(self, got: Done, need: Done) -> tuple[int, str, str, str] | None:
+        """Return the case, the label, the kind and the words of the first difference."""
+        for label in dict.fromkeys(label for done in need for label in done):
+            for number, pair in enumerate(zip(got, need, strict=True)):
+                kind, words = self._differ(*pair, label)
+                if kind:
+                    return number, label, kind, words
+        return None
+
+    def _differ(self, found: Any, wanted: Any, label: str) -> tuple[str, str]:
+        if not isinstance(found, dict) or not isinstance(wanted, dict):
+            return "raised", ""
+        if label not in wanted:
+            return "", ""
+        return difference(found[label], wanted[label], self.rtol)
+
+    def _why(self, kind: str, label: str, got: Done, need: Done, exercise: Exercise) -> Cause:
+        for wrong in exercise.wrong:
+            values = list(self.observe(wrong.answer(exercise)))[: len(got)]
+            first = self._first_difference(values, need)
+            same = not any(self._differ(*p, label)[0] for p in zip(got, values, strict=True))
+            if same and first and first[1] == label:
+                return wrong.cause
+        known = {"none": NO_RESULT, "shape": SHAPE, "dtype": DTYPE}
+        return known.get(kind) or self.looks.get(label) or self.look
+
+
+LOOKS = {WRITTEN: CALLERS, HELD: ALIVE}
+
+
+@contextmanager
+def watched(**tensors: Tensor) -> Iterator[dict[str, Any]]:
+    """Yield a dict that gets, at the end, the names of the tensors that were written to."""
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    seen: dict[str, Any] = {}
+    yield seen
+    changed = (name for name, old in before.items() if not torch.equal(tensors[name], old))
+    seen[WRITTEN] = " and ".join(changed) or "nothing"
+
+
+def calls_of(model: nn.Module) -> list[int]:
+    """Return a list that gets the number of items in each call of the model."""
+    lengths = list[int]()
+    model.register_forward_pre_hook(lambda _module, inputs: lengths.append(len(inputs[0])))
+    return lengths
+
+
+def held_at_once(
+    step: Callable[[int, int], tuple[Callable[[], Any], Iterable[Tensor]]],
+) -> dict[str, str]:
+    """Compare the memory of 4 micro-batches with that of one of them.
+
+    `step(items, count)` returns the call to measure, with so many items in so many micro-batches,
+    and the tensors that are there anyway.
+    """
+
+    def peak_bytes(count: int) -> int:
+        call, given = step(4 * count, count)
+        return activation_ledger(call, given=given).peak_bytes()
+
+    one, four = peak_bytes(1), peak_bytes(4)
+    more = f"{four} bytes for 4 micro-batches, {one} for one"
+    return {HELD: "one micro-batch" if four <= one else more}
+
+
+def parts_of(items: int, count: int) -> str:
+    """Describe a case: `2 items in 1 micro-batch`."""
+    return f"{items} items in {count} micro-batch{'es' if count > 1 else ''}"
+
+
+def batch_of(items: int) -> tuple[Tensor, Tensor]:
+    """Return inputs [items, 2] and targets [items, 1], the same every time."""
+    random = torch.Generator().manual_seed(items)
+    x = torch.randint(1, 6, (items, 2), generator=random).double()
+    return x, torch.randint(-20, 20, (items, 1), generator=random).double()
+
+
+def line() -> nn.Linear:
+    """Return a linear model with known weights, in float64."""
+    model = nn.Linear(2, 1).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -2.0]]))
+        model.bias.fill_(0.5)
+    return model
+
+
+def thick() -> nn.Module:
+    """Return a model that keeps many bytes for backward."""
+    return nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def with_old_grads(model: nn.Module) -> nn.Module:
+    """Return the model with OLD in every gradient."""
+    for param in model.parameters():
+        param.grad = torch.full_like(param, OLD)
+    return model
+
+
+def as_number(value: Any) -> Any:
+    """Return a number, or a tensor of one, as a tensor in float64; everything else as it is."""
+    if isinstance(value, int | float):
+        return torch.tensor(float(value)).double()
+    return value.detach().clone().double() if isinstance(value, Tensor) else value
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Return all numbers of some tensors in one tensor; an empty one where there are none."""
+    return torch.cat([torch.zeros(0), *(tensor.detach().flatten() for tensor in tensors)])
+
+
+def flat_grads(model: nn.Module) -> Tensor:
+    """Return all gradients of a model in one tensor; one that is not there counts as zeros."""
+    pairs = ((param, param.grad) for param in model.parameters())
+    return flat(torch.zeros_like(p) if grad is None else grad for p, grad in pairs)

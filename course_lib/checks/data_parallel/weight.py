@@ -1,0 +1,269 @@
+"""Exercise 4 of 05_data_parallel: the weight of a batch among batches of other sizes.
+
+Rank r's loss is 2 * 10**r, so that a wrong number tells whose loss and which weight are in it.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from course_lib.checks.data_parallel.parts import OTHER_CALL, budget
+from course_lib.checks.ddp.parts import come_late, watched_handles
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import Demand, Numbers
+from course_lib.checks.on_ranks import At, OnRanks, calls_of
+from course_lib.core import Event
+from course_lib.ranks import record
+
+SIZES: dict[int, tuple[Sequence[int], ...]] = {
+    4: ((3, 3, 3, 1), (0, 0, 5, 0)),
+    3: ((2, 0, 4), (0, 7, 2)),
+    2: ((1, 5), (70_000, 3_000)),
+    1: ((4,),),
+}
+LOSSES = {"": (2.0, 20.0, 200.0, 2000.0), "zero": (0.0,) * 4, "diverged": (math.inf, math.nan)}
+ROUNDING = 1e-6  # the weight may be a number in float32
+
+EQUAL = Cause("Every rank counts the same: an item of a short batch weighs more.")
+NOT_TIMES_P = Cause("The mean over ranks divides by p once more: multiply by p.")
+TIMES_ITEMS = Cause("Times its items: now divide by the items of all ranks.")
+ONE_BATCH = Cause(
+    "Divided by the items of one batch, rank 0's or the longest: take the sum over all ranks."
+)
+OWN_ITEMS = Cause("Divided by this rank's own items: all_reduce brings the sum of all.")
+UPSIDE_DOWN = Cause("Upside down: b_r is above, the mean batch below.")
+TIMES_FOUR = Cause("Times 4: take the number of ranks, whatever it is.")
+ROUNDED = Cause("Rounded down: divide with /, not with //.")
+NOT_TIMES_ITEMS = Cause(
+    "Divided by all items; times this rank's own ones is forgotten, and times p."
+)
+COUNT_ROUNDED = Cause(
+    "Right for few items only: count them in whole numbers (bfloat16 has all of them up to 256)."
+)
+LOOK = Cause("Scale this rank's own loss, by b_r * p / (the sum of all b_r).")
+NAN_OF_NONE = Cause("The mean over no items is 0/0, and 0 * nan is nan: return a zero.")
+HIDDEN = Cause(
+    "The loss of real items is nan or infinite, as of a model that has diverged, and you return "
+    "a number: nobody would notice. Only a rank without items counts zero."
+)
+NO_TENSOR = Cause("Return a tensor that backward can follow, also where there are no items.")
+ONE_NUMBER = Cause(
+    "A loss has no dimensions: divide by total.item(), or by a total without brackets."
+)
+NO_GRAPH = Cause(
+    "Keep the graph of the loss: no detach(), no item(), no new tensor, and "
+    "leave backward() to the caller."
+)
+OTHER_SLOPE = Cause("The value is right, its gradient is not: scale the loss itself.")
+EVERY_RANK = Cause(
+    "A rank without items still has to count: all ranks call all_reduce, whatever they have."
+)
+NOT_WAITED = Cause("With async_op=True the sum has only begun: call wait() on what it returns.")
+CALLERS = Cause(
+    "loss belongs to the caller, who prints it: return a new tensor, and leave backward() to them."
+)
+ONCE = Cause("One number is enough: the sum of all num_items.")
+
+
+@dataclass
+class Weighed:
+    """What a rank got for its loss: the scaled loss, and `slope`, its gradient by the loss."""
+
+    sizes: Sequence[int]
+    losses: Sequence[float]
+    scaled: Any
+    slope: Any
+    touched: str
+    calls: list[Event]
+    never_waited: int
+
+
+def _weigh(rank: int, answer: Callable[..., Any]) -> dict[str, Weighed]:
+    """Weigh batches of several sizes, of losses that are numbers, zero, nan and infinite."""
+    p, cases = dist.get_world_size(), dict[str, Weighed]()
+    kinds = [("", sizes) for sizes in SIZES[p]] + [("zero", SIZES[p][0])]
+    for kind, sizes in kinds + ([("diverged", (2, 3))] if p == 2 else []):
+        if not cases:
+            come_late(rank)
+        losses = LOSSES[kind]
+        words = [f"{loss:g}" if n else "nan" for loss, n in zip(losses, sizes, strict=False)]
+        where = f"losses {', '.join(words)} of {', '.join(map(str, sizes))} items"
+        cases[where] = _one(answer, rank, sizes, losses)
+    return cases
+
+
+def _one(
+    answer: Callable[..., Any], rank: int, sizes: Sequence[int], losses: Sequence[float]
+) -> Weighed:
+    leaf = torch.tensor(losses[rank], dtype=torch.float64, requires_grad=True)
+    loss = (leaf * torch.ones(sizes[rank], dtype=leaf.dtype)).mean()
+    before = loss.detach().clone()
+    with record() as log, watched_handles() as open_ones:
+        got = answer(loss, sizes[rank])
+    touched = "" if leaf.grad is None else "backward has been called"
+    if not loss.isclose(before, 0, 0, equal_nan=True):
+        touched = "loss has changed"
+    slope = None
+    if isinstance(got, Tensor) and got.requires_grad:
+        with contextlib.suppress(RuntimeError):  # the answer has used up the graph
+            (slope,) = torch.autograd.grad(got.sum(), leaf, allow_unused=True)
+    got = got.detach().clone() if isinstance(got, Tensor) else got
+    return Weighed(sizes, losses, got, slope, touched, calls_of(log.events), len(open_ones))
+
+
+def _loss(at: At) -> float:
+    return at.seen.losses[at.rank] if _mine(at) else 0.0
+
+
+def _mine(at: At) -> int:
+    return at.seen.sizes[at.rank]
+
+
+def _share(at: At) -> float:
+    return _mine(at) / sum(at.seen.sizes)
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _times(factor: Callable[[At], float]) -> Callable[[At], Tensor]:
+    return lambda at: _number(_loss(at) * factor(at))
+
+
+def _hides(at: At, got: Tensor, _item: Any) -> bool:
+    return not math.isfinite(_loss(at)) and bool(got.isfinite())
+
+
+def _mean_of_all(loss: Tensor, num_items: int) -> Tensor:
+    both = torch.stack([loss.nan_to_num() * num_items, torch.tensor(float(num_items))])
+    total = both.detach().clone()
+    dist.all_reduce(total)
+    return total[0] / total[1] + 0 * both[0]
+
+
+FACTOR = "num_items * dist.get_world_size() / total.item()"
+SUMS, ZERO = "dist.all_reduce(total)", "loss.nan_to_num() * 0"
+
+WEIGHT = Exercise(
+    key="data_parallel-4",
+    title="uneven batch",
+    check=OnRanks(
+        observe_on_rank=_weigh,
+        worlds=(4, 3, 2, 1),
+        trouble=(("hang", "", EVERY_RANK),),
+        expect=(
+            Demand(
+                lambda at: not at.seen.never_waited, "an all-reduce was not waited for", NOT_WAITED
+            ),
+            Numbers(
+                "scaled",
+                _times(lambda at: _share(at) * at.world_size),
+                rtol=ROUNDING,
+                what="the scaled loss",
+                shape=ONE_NUMBER,
+                predicates=(
+                    (
+                        lambda _at, got, _item: got is not None and not torch.is_tensor(got),
+                        NO_TENSOR,
+                    ),
+                    (lambda at, got, _item: not _mine(at) and bool(got.isnan()), NAN_OF_NONE),
+                    (_hides, HIDDEN),
+                ),
+                causes=(
+                    (EQUAL, _times(lambda at: min(1, _mine(at)))),
+                    (NOT_TIMES_P, _times(_share)),
+                    (TIMES_ITEMS, _times(_mine)),
+                    (ONE_BATCH, _times(lambda at: _mine(at) / max(1, at.seen.sizes[0]))),
+                    (ONE_BATCH, _times(lambda at: _mine(at) / max(at.seen.sizes))),
+                    (
+                        ONE_BATCH,
+                        _times(lambda at: at.world_size * _mine(at) / max(at.seen.sizes)),
+                    ),
+                    (OWN_ITEMS, _times(lambda at: at.world_size * min(1, _mine(at)))),
+                    (
+                        UPSIDE_DOWN,
+                        _times(lambda at: sum(at.seen.sizes) / max(1, _mine(at) * at.world_size)),
+                    ),
+                    (TIMES_FOUR, _times(lambda at: 4 * _share(at))),
+                    (ROUNDED, _times(lambda at: _share(at) * at.world_size // 1)),
+                    (NOT_TIMES_ITEMS, _times(lambda at: 1 / sum(at.seen.sizes))),
+                ),
+                otherwise=((lambda at, _got, _item: max(at.seen.sizes) > 256, COUNT_ROUNDED),),
+                look=LOOK,
+            ),
+            Demand(lambda at: at.seen.slope is not None, "no gradient comes to the loss", NO_GRAPH),
+            Numbers(
+                "slope",
+                lambda at: _number(_share(at) * at.world_size),
+                rtol=ROUNDING,
+                what="the gradient by the loss",
+                look=OTHER_SLOPE,
+            ),
+            Demand(lambda at: not at.seen.touched, lambda at: at.seen.touched, CALLERS),
+            *budget("all_reduce", [8], ONCE),
+        ),
+        success="Each item counts the same in batches of any length, for 8 bytes.",
+    ),
+    wrong=(
+        Edit(FACTOR, "1", EQUAL),
+        Edit(" * dist.get_world_size()", "", NOT_TIMES_P),
+        Edit(FACTOR, "num_items", TIMES_ITEMS),
+        Own(_mean_of_all, LOOK),
+        Edit("num_items == 0", "False", NAN_OF_NONE),
+        Edit("loss * (", "loss.nan_to_num() * (", HIDDEN),
+        Edit("loss * (", "loss.clamp(max=1e9) * (", HIDDEN),
+        Edit(SUMS, f"if num_items:\n    {SUMS}", EVERY_RANK),
+        Edit("loss * (", "loss.detach() * (", NO_GRAPH),
+        Edit(ZERO, "loss.new_zeros((), requires_grad=True)", NO_GRAPH),
+        Edit(ZERO, "0.0", NO_TENSOR),
+        Edit(
+            SUMS,
+            "dist.broadcast(total, src=0)\ntotal.clamp_(min=1)",
+            ONE_BATCH,
+            also=((" * dist.get_world_size()", ""),),
+        ),
+        Edit(
+            SUMS,
+            "dist.all_reduce(total, op=dist.ReduceOp.MAX)",
+            ONE_BATCH,
+            also=((" * dist.get_world_size()", ""),),
+        ),
+        Edit("(total)", "(total, op=dist.ReduceOp.MAX)", ONE_BATCH),
+        Edit(SUMS, "pass", OWN_ITEMS),
+        Edit("dist.get_world_size()", "4", TIMES_FOUR),
+        Edit(" / total", " // total", ROUNDED),
+        Edit(FACTOR, "total.item() / num_items / dist.get_world_size()", UPSIDE_DOWN),
+        Edit(FACTOR, "1 / total.item()", NOT_TIMES_ITEMS),
+        Edit(
+            SUMS,
+            "counts = [torch.zeros_like(total) for _ in range(dist.get_world_size())]\n"
+            "dist.all_gather(counts, total)\ntotal = sum(counts)",
+            OTHER_CALL,
+        ),
+        Edit(
+            "torch.tensor(num_items)",
+            "torch.tensor([num_items] * 8)",
+            ONCE,
+            also=(("total.item", "total[0].item"),),
+        ),
+        Edit("(num_items)", "(num_items, dtype=torch.bfloat16)", COUNT_ROUNDED),
+        Edit("(total)", "(total, async_op=True)", NOT_WAITED),
+        Edit("loss * (", "loss.mul_(", CALLERS),
+        Edit(".item())", ")", ONE_NUMBER, also=(("tensor(num_items)", "tensor([num_items])"),)),
+        Edit("num_items == 0", "num_items == 0 or loss == 0", OTHER_SLOPE),
+        Edit(
+            "return loss * (",
+            "scaled = loss * (",
+            CALLERS,
+            also=((".item())", ".item())\nscaled.backward(retain_graph=True)\nreturn scaled"),),
+        ),
+    ),
+)

@@ -1,0 +1,113 @@
+"""Exercise 1 of 01_memory: the parameters of a GPT."""
+
+from dataclasses import replace
+
+from course_lib.checks.cases import A_FLOAT, Case, Cases, whole
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.core import MODELS, ModelSpec
+
+# no two of its numbers are equal, and ffn_hidden is not 4 * hidden
+WIDE = ModelSpec(hidden=12, num_layers=3, num_heads=3, ffn_hidden=50, vocab=17, max_seq=5)
+
+
+def _cases() -> list[Case]:
+    narrow = replace(WIDE, hidden=6, num_layers=2, ffn_hidden=10)
+    specs = (
+        WIDE,
+        replace(narrow, num_layers=1),
+        narrow,
+        replace(narrow, tied=False),
+        replace(narrow, num_heads=2, vocab=19, max_seq=23, tied=False),
+        MODELS["gpt2"],
+    )
+    return [
+        (f"hidden {s.hidden}, {s.num_layers} layers, {'tied' if s.tied else 'untied'}", (s,))
+        for s in specs
+    ]
+
+
+BIASES = Cause(
+    "The linear layers have biases: 4 * hidden a layer in attention, ffn_hidden + hidden in the "
+    "MLP, one for each number that comes out."
+)
+ATTENTION = Cause("Attention has four matrices: q, k, v and the one after.")
+MLP = Cause("The MLP has two matrices: one to ffn_hidden, one back to hidden.")
+NORM = Cause("A norm has a weight and a bias.")
+HEAD_BIAS = Cause("The head has no bias, tied or not.")
+LAYER, HEAD = "(attention + mlp + 4 * h)", "(0 if spec.tied else spec.vocab * h)"
+TOTAL = f"spec.num_layers * {LAYER} + 2 * h + tables"
+
+COUNT = Exercise(
+    key="memory-1",
+    title="count parameters",
+    check=Cases(
+        cases=_cases,
+        show=whole,
+        rtol=0.0,
+        unit=" parameters",
+        look="Print your parts beside those of param_parts(spec).",
+        success="Tied and untied, every matrix, bias and norm once.",
+    ),
+    wrong=(
+        Edit(
+            HEAD,
+            "spec.vocab * h",
+            Cause("The tied head is the embedding's own matrix: count it once."),
+        ),
+        Edit(HEAD, "0", Cause("An untied head has a matrix of its own: look at spec.tied.")),
+        Edit("h * h + 4 * h", "h * h", BIASES, also=(("2 * h * f + f + h", "2 * h * f"),)),
+        Edit("h * h + 4 * h", "h * h", BIASES),
+        Edit("2 * h * f + f + h", "2 * h * f", BIASES),
+        Edit("f + f + h", "f + 2 * h", BIASES),
+        Edit(
+            " + 2 * h + tables",
+            " + tables",
+            Cause("The last norm, after all layers, is missing."),
+        ),
+        Edit(
+            f"{LAYER} + 2 * h",
+            "(attention + mlp + 6 * h)",
+            Cause("The last norm stands after all layers: count it once, not in each of them."),
+        ),
+        Edit(
+            "(spec.vocab + spec.max_seq)",
+            "spec.vocab",
+            Cause("The table of positions is missing: max_seq * hidden."),
+        ),
+        Edit(
+            LAYER,
+            "(attention + mlp)",
+            Cause("The norms are missing: a weight and a bias each."),
+            also=((" + 2 * h + tables", " + tables"),),
+        ),
+        Edit(LAYER, "(attention + mlp + 2 * h)", NORM, also=(("2 * h + tables", "h + tables"),)),
+        Edit(
+            LAYER,
+            "(attention + mlp + 2 * h)",
+            Cause("A layer has two norms: one before attention, one before the MLP."),
+        ),
+        Edit("4 * h * h + 4 * h", "3 * h * h + 3 * h", ATTENTION),
+        Edit("4 * h * h + 4 * h", "3 * h * h + 4 * h", ATTENTION),
+        Edit("2 * h * f + f + h", "h * f + f", MLP),
+        Edit("2 * h * f + f + h", "h * f + f + h", MLP),
+        Edit(
+            TOTAL,
+            "12 * spec.num_layers * h * h + spec.vocab * h",
+            Cause("That is the rule of thumb: here biases, norms and positions count, too."),
+        ),
+        Edit(HEAD, "(0 if spec.tied else spec.vocab * (h + 1))", HEAD_BIAS),
+        Edit(HEAD, f"{HEAD} + spec.vocab", HEAD_BIAS),
+        Edit(
+            "spec.ffn_hidden",
+            "4 * spec.hidden",
+            Cause("ffn_hidden is a size of its own: 4 * hidden is only usual."),
+        ),
+        Edit(
+            TOTAL,
+            f"4 * ({TOTAL})",
+            Cause("Those are bytes in fp32: parameters are counted in numbers."),
+        ),
+        Edit("+ tables", "+ tables / 1", A_FLOAT),
+    ),
+)

@@ -1,0 +1,99 @@
+"""Exercise 2 of 01_memory: the bytes of parameters, gradients and optimizer state."""
+
+from dataclasses import replace
+
+from course_lib.checks.cases import A_FLOAT, Case, Cases, whole
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.core.recipes import RECIPES, Recipe
+
+# powers of 3, so that a sum tells which size is missing, or is in it twice
+ODD = Recipe(
+    name="a made-up recipe",
+    weight_bytes=1,
+    grad_bytes=3,
+    accumulator_bytes=9,
+    master_bytes=27,
+    moment_bytes=81,
+    activation_bytes=243,
+)
+
+
+def _cases() -> list[Case]:
+    recipes = (
+        ODD,
+        replace(ODD, name="a made-up recipe with one moment", num_moments=1),
+        replace(ODD, name="a made-up recipe without moments", num_moments=0),
+        *RECIPES.values(),
+    )
+    return [
+        (f"{number:,} parameter{'s' if number > 1 else ''} in {recipe.name}", (number, recipe))
+        for recipe in recipes
+        for number in (1, 1000)
+    ]
+
+
+GRADS, MOMENTS = "+ recipe.grad_bytes", "recipe.num_moments * recipe.moment_bytes"
+TOTAL = "num_params * (weights_and_grads + adam)"
+TWO_MOMENTS = Cause("Not every optimizer has two moments: look at num_moments.")
+
+STATES = Exercise(
+    key="memory-2",
+    title="model states",
+    check=Cases(
+        cases=_cases,
+        show=whole,
+        rtol=0.0,
+        unit=" bytes",
+        look="Which of its sizes is missing? The moments count num_moments times.",
+        success="8, 16 and 20 bytes a parameter, and whatever else a recipe says.",
+    ),
+    wrong=(
+        Edit(
+            "recipe.num_moments *",
+            "",
+            Cause("Adam has a second moment: moment_bytes counts num_moments times."),
+        ),
+        Edit(f" + {MOMENTS}", "", Cause("Adam's moments are missing.")),
+        Edit(
+            "recipe.num_moments", "3", Cause("Adam has two moments, not three: read num_moments.")
+        ),
+        Edit("recipe.num_moments", "2", TWO_MOMENTS),
+        Edit("recipe.num_moments", "(recipe.num_moments or 2)", TWO_MOMENTS),
+        Edit(
+            "recipe.moment_bytes",
+            "4",
+            Cause("Moments need not be in fp32: each has moment_bytes."),
+        ),
+        Edit(
+            " + recipe.accumulator_bytes",
+            "",
+            Cause("The fp32 gradient accumulator is missing."),
+        ),
+        Edit(
+            f"{GRADS} + recipe.accumulator_bytes",
+            "+ (recipe.accumulator_bytes or recipe.grad_bytes)",
+            Cause("The accumulator is kept beside the gradients, not in their place."),
+        ),
+        Edit("recipe.master_bytes + ", "", Cause("The fp32 master copy is missing.")),
+        Edit(
+            TOTAL,
+            "num_params * 16",
+            Cause("16 is one recipe: add up the sizes of the one you are given."),
+        ),
+        Edit("recipe.weight_bytes +", "", Cause("The weights are missing.")),
+        Edit(
+            "recipe.weight_bytes",
+            "recipe.activation_bytes",
+            Cause("activation_bytes is for activations: a weight has weight_bytes."),
+        ),
+        Edit(TOTAL, f"{TOTAL} / 1", A_FLOAT),
+        Edit(TOTAL, "num_params * 4", Cause("Those are numbers, not bytes: each has its size.")),
+        Edit(f" {GRADS}", "", Cause("The gradients are missing.")),
+        Edit(
+            TOTAL,
+            "weights_and_grads + adam",
+            Cause("That is one parameter: there are num_params of them."),
+        ),
+    ),
+)

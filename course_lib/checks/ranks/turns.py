@@ -1,0 +1,155 @@
+"""Exercise 2 of 00_ranks: one rank after another.
+
+Nothing is timed. A rank may begin when a chain of calls has told it that the one before has ended:
+what a rank knew when it entered a call, the others know when they leave that call.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.checks.expect import on_ranks
+from course_lib.checks.on_ranks import At, OnRanks, Run, calls_of
+from course_lib.core import Event
+from course_lib.ranks import record, span
+
+STUCK = Cause("A rank waits for a turn that nobody ends. Every rank has to come to every barrier.")
+SPEAK_ONCE = Cause("Speak once, in your own turn.")
+NOBODY_WAITS = Cause(
+    "Nobody waits: no rank knows how far the others are without a barrier or a message. (Sleeping "
+    "is guessing: on a busy machine the order will be another one.)"
+)
+TURNED_ROUND = Cause("That is the order turned round: rank 0 goes first.")
+ONE_BARRIER = Cause(
+    "One barrier makes no turns: ranks that speak on the same side of it do not wait for each "
+    "other. Each turn has to end with a barrier."
+)
+ITS_TURN = Cause("In turn t only rank t speaks; the others wait until it has ended.")
+TOO_MANY = Cause("Count the turns: world_size of them, with one barrier each.")
+
+
+@dataclass
+class Turn:
+    """What one rank did: each time it spoke, and its calls."""
+
+    spoke: list[Event]
+    calls: list[Event]
+
+
+def _take_turns(rank: int, answer: Callable[..., Any]) -> dict[str, Turn]:
+    def say() -> None:
+        with span("compute"):
+            pass
+
+    with record() as log:
+        answer(rank, dist.get_world_size(), say)
+    return {"": Turn([e for e in log.events if e.kind == "compute"], calls_of(log.events))}
+
+
+def _meetings(run: Run) -> list[dict[int, Event]]:
+    """Return which calls of the ranks belong together: each rank's nth of a kind, or of a pair."""
+    met = defaultdict[Any, list[dict[int, Event]]](list)
+    for rank in range(run.world_size):
+        counts = defaultdict[Any, int](int)
+        for call in run.by_rank[rank][""].calls:
+            kind: Any = (call.kind, call.group)
+            if call.kind in ("send", "recv"):
+                kind = (rank, call.peer) if call.kind == "send" else (call.peer, rank)
+            if counts[kind] == len(met[kind]):
+                met[kind].append({})
+            met[kind][counts[kind]][rank] = call
+            counts[kind] += 1
+    return [meeting for meetings in met.values() for meeting in meetings]
+
+
+def _tells(teller: int, rank: int, call: Event) -> bool:
+    """Return whether a rank that leaves this call knows what the teller knew when it came."""
+    if call.kind in ("broadcast", "scatter"):
+        return call.peer == teller
+    return call.peer == rank if call.kind in ("reduce", "gather") else True
+
+
+def _heard(run: Run) -> list[set[int]]:
+    """Return of whom each rank knew, when it spoke, that they had spoken."""
+    meetings, turns = _meetings(run), [seen[""] for seen in run.by_rank]
+
+    @cache
+    def known(rank: int, by_s: float) -> frozenset[int]:
+        who = {rank} if turns[rank].spoke[0].end_s <= by_s else set[int]()
+        for meeting in meetings:
+            if rank in meeting and meeting[rank].end_s <= by_s:
+                for other, call in meeting.items():
+                    if _tells(other, rank, call) and call.start_s < by_s:
+                        who |= known(other, call.start_s)
+        return frozenset(who)
+
+    return [set(known(rank, turns[rank].spoke[0].start_s)) for rank in range(run.world_size)]
+
+
+def _one_after_another(at: At) -> None:
+    """Demand that each rank spoke once, after it had heard that the one before had."""
+    for other in at.everyone:
+        if len(other.seen.spoke) != 1:
+            other.fail(f"calls say() {len(other.seen.spoke)} times; need once", SPEAK_ONCE)
+    heard, where = _heard(at.run), on_ranks(at.world_size)
+    for rank in range(1, at.world_size):
+        if rank - 1 not in heard[rank]:
+            says = f"{where}, rank {rank} speaks before it can know that rank {rank - 1} has spoken"
+            raise failed(says, _why(at, heard))
+    most = max(len(other.seen.calls) for other in at.everyone)
+    if most > at.world_size:
+        enough = "1 is enough" if at.world_size == 1 else f"{at.world_size} are enough"
+        raise failed(f"{where}, a rank makes {most} calls; {enough}", TOO_MANY)
+
+
+def _why(at: At, heard: list[set[int]]) -> Cause:
+    kinds = [[call.kind for call in other.seen.calls] for other in at.everyone]
+    if not any(kinds):
+        return NOBODY_WAITS
+    if all(rank + 1 in heard[rank] for rank in range(at.world_size - 1)):
+        return TURNED_ROUND
+    return ONE_BARRIER if all(mine == ["barrier"] for mine in kinds) else ITS_TURN
+
+
+SLEEPS = ("    say()", "    time.sleep(0.05 * rank)\nsay()")
+
+TURNS = Exercise(
+    key="ranks-2",
+    title="whose turn to speak",
+    check=OnRanks(
+        observe_on_rank=_take_turns,
+        trouble=(("hang", "", STUCK), ("mismatch", "", STUCK)),
+        expect=(_one_after_another,),
+        success="Ranks 1 to 4 speak one after another, in order, and wait for each other.",
+    ),
+    wrong=(
+        Edit("dist.barrier()", "pass", NOBODY_WAITS),
+        Edit(
+            "dist.barrier()",
+            "pass",
+            NOBODY_WAITS,
+            also=(SLEEPS,),
+        ),
+        Edit(
+            "for turn in",
+            "dist.barrier()\nfor turn in",
+            ONE_BARRIER,
+            also=(
+                ("\n        dist.barrier()", ""),
+                SLEEPS,
+            ),
+        ),
+        Edit("    dist.barrier()", "        dist.barrier()", ONE_BARRIER),
+        Edit("turn == rank", "turn == world_size - 1 - rank", TURNED_ROUND),
+        Edit("range(world_size)", "range(rank + 1)", STUCK),
+        Edit("turn == rank", "True", SPEAK_ONCE),
+        Edit("turn == rank", "turn == 0", ITS_TURN),
+        Edit("range(world_size)", "range(4)", TOO_MANY),
+    ),
+)

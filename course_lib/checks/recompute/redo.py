@@ -1,0 +1,122 @@
+"""Exercise 1 of 03_recompute: the backward half of recompute."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.checks.accumulation.effects import (
+    LOOKS,
+    OLD,
+    EffectCase,
+    Effects,
+    flat_grads,
+    watched,
+    with_old_grads,
+)
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import CALLERS
+
+RUNS, BEFORE_X, RANDOM = "runs of fn", "what came before x", "the random numbers afterwards"
+OF_X, OF_PARAMETERS = "gradient of x", "what it adds to the parameters' gradients"
+
+NOT_RECORDED = Cause(
+    "There is nothing to go back through. Inside backward autograd is off: what is to be recorded "
+    "has to run under torch.enable_grad(), on an x that requires_grad_()."
+)
+DETACH = Cause(
+    "backward went on to what came before x. Detach the saved x and let it require a gradient: "
+    "only a leaf has a .grad, and what came before it is not yours to walk."
+)
+MASKS = Cause("Other masks: restore the random state.")
+ONLY_X = Cause(
+    "Its parameters get no gradient: torch.autograd.grad reaches x only; torch.autograd.backward "
+    "reaches everything."
+)
+MOVED_ON = Cause("backward moved the random numbers on. Use fork_rng.")
+FROM_GRAD = Cause("Go back from grad, the gradient of what fn returned, not from ones.")
+ONCE = Cause("Run fn once, and where it is recorded: each run costs a whole forward.")
+LOOK = Cause(
+    "Go back from grad, through what fn made of x; return the gradient of x. Is it right without "
+    "dropout? Then restore the random state before fn runs."
+)
+
+
+def _redo(answer: Callable[..., Any], layer: Callable[[], nn.Module]) -> dict[str, Any]:
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of asking for the .grad of what is no leaf
+        torch.manual_seed(0)
+        module = with_old_grads(layer())
+        dtype = next((param.dtype for param in module.parameters()), torch.float32)
+        grad, runs = torch.arange(8.0, dtype=dtype).view(2, 4), list[Tensor]()
+        state = torch.manual_seed(3).get_state()
+        now = torch.manual_seed(7).get_state()
+        with torch.enable_grad():
+            earlier = torch.ones(2, 4, dtype=dtype, requires_grad=True)
+            x = earlier * 1  # came out of something, as in a model
+
+        def fn(tensor: Tensor) -> Tensor:
+            runs.append(tensor)
+            return module(tensor)
+
+        with watched(x=x, grad=grad, random_state=state) as seen:
+            of_x = answer(fn, x, state, grad)
+        moved = not torch.equal(now, torch.get_rng_state())
+        return {
+            BEFORE_X: "untouched" if earlier.grad is None else "got a gradient",
+            OF_X: of_x,
+            OF_PARAMETERS: flat_grads(module) - OLD,
+            RANDOM: "moved on" if moved else "as before",
+            RUNS: len(runs),
+            **seen,
+        }
+
+
+def _cases() -> list[EffectCase]:
+    both = lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))  # noqa: E731
+    layers: tuple[tuple[str, Callable[[], nn.Module]], ...] = (
+        ("a linear layer", lambda: nn.Linear(4, 4)),
+        ("a linear layer of float64", lambda: nn.Linear(4, 4).double()),
+        ("dropout", lambda: nn.Dropout(0.5)),
+        ("dropout, a linear layer, dropout", both),
+    )
+    return [(what, partial(_redo, layer=layer)) for what, layer in layers]
+
+
+LEAF, RUN = "x.detach().requires_grad_()", "y = fn(x)"
+WITH, RESTORE = "torch.random.fork_rng(), torch.enable_grad()", "torch.set_rng_state(random_state)"
+BACK = "torch.autograd.backward(y, grad)"
+
+REDO = Exercise(
+    key="recompute-1",
+    title="run again in backward",
+    check=Effects(
+        cases=_cases,
+        looks={**LOOKS, BEFORE_X: DETACH, RANDOM: MOVED_ON, RUNS: ONCE},
+        look=LOOK,
+        success="The same gradients, the same masks, and the random numbers go on as they were.",
+    ),
+    wrong=(
+        Edit(RESTORE, "pass", MASKS),
+        Edit(RESTORE, "torch.manual_seed(0)", MASKS),
+        Edit(RESTORE, "y = fn(x)", MASKS, also=((f"\n        {RUN}\n    torch", "\n    torch"),)),
+        Edit(WITH, "torch.random.fork_rng()", NOT_RECORDED),
+        Edit(LEAF, "x.detach()", NOT_RECORDED),
+        Edit(
+            "return x.grad",
+            "return of_x",
+            ONLY_X,
+            also=((BACK, "(of_x,) = torch.autograd.grad(y, x, grad)"),),
+        ),
+        Edit(WITH, "torch.enable_grad()", MOVED_ON),
+        Edit(LEAF, "x", DETACH),
+        Edit(f"x = {LEAF}", "x.retain_grad()", DETACH),
+        Edit(BACK, "torch.autograd.backward(y, torch.ones_like(y))", FROM_GRAD),
+        Edit(RUN, f"fn(x)\n{RESTORE}\n{RUN}", ONCE),
+        Edit("return x.grad", "grad.zero_()\nreturn x.grad", CALLERS),
+    ),
+)

@@ -1,0 +1,78 @@
+"""Exercise 5 of 03_recompute: the loss scale."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from course_lib.checks.accumulation.effects import EffectCase, Effects, as_number
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise, failed
+
+SCALE, COUNT = "scale", "good steps in a row"
+
+A_PAIR = Cause("Return both, the scale first: `return scale, num_good`.")
+HALVES = Cause("An overflow halves the scale.")
+DOUBLES = Cause("Three good steps in a row double it; num_good are those before this one.")
+TOO_EARLY = Cause("Too early: only after 3 good steps in a row.")
+SWAPPED = Cause("Return the scale first, then the count.")
+BELOW_1 = Cause("Halve with /: a scale may go below 1.")
+ROW_BROKEN = Cause("An overflow ends the row: the count begins anew, from 0.")
+BEGINS_ANEW = Cause("After it has doubled, the count begins anew, from 0.")
+COUNTS = Cause("A good step is one more in the row.")
+LOOK = Cause("Go through it by hand: what does this step do to the scale, and to the count?")
+
+
+def _next(answer: Callable[..., Any], scale: float, num_good: int, finite: bool) -> dict[str, Any]:
+    result = answer(scale, num_good, finite)
+    if result is not None and (not isinstance(result, list | tuple) or len(result) != 2):
+        raise failed(f"got {result!r}", A_PAIR)
+    new_scale, count = (None, None) if result is None else result
+    return {SCALE: as_number(new_scale), COUNT: as_number(count)}
+
+
+def _cases() -> list[EffectCase]:
+    return [
+        (
+            f"scale {scale:g}, {num_good} good steps before, {'good' if finite else 'an overflow'}",
+            partial(_next, scale=scale, num_good=num_good, finite=finite),
+        )
+        for scale in (8.0, 1.0, 2.0**16)
+        for num_good in (0, 1, 2)
+        for finite in (True, False)
+    ]
+
+
+AFTER_OVERFLOW, AFTER_GROWTH, ELSE = "scale / 2, 0", "scale * 2, 0", "return scale, num_good + 1"
+
+NEXT_SCALE = Exercise(
+    key="recompute-5",
+    title="the loss scale",
+    check=Effects(
+        cases=_cases,
+        look=LOOK,
+        success="Down at once, up after a long calm.",
+    ),
+    wrong=(
+        Edit(AFTER_OVERFLOW, "scale / 2, num_good", ROW_BROKEN),
+        Edit(AFTER_OVERFLOW, "scale / 2, num_good + 1", ROW_BROKEN),
+        Edit(AFTER_OVERFLOW, "scale, 0", HALVES),
+        Edit(AFTER_GROWTH, "scale, num_good + 1", DOUBLES),
+        Edit("num_good + 1 == 3", "num_good == 3", DOUBLES),
+        Edit(AFTER_GROWTH, "scale * 2, num_good + 1", BEGINS_ANEW),
+        Edit("== 3", "== 2", TOO_EARLY),
+        Edit("== 3", ">= 1", TOO_EARLY),
+        Edit(AFTER_OVERFLOW, "scale // 2, 0", BELOW_1),
+        Edit(AFTER_OVERFLOW, "max(scale / 2, 1.0), 0", BELOW_1),
+        Edit(ELSE, "return scale, num_good", COUNTS),
+        Edit(
+            "return scale / 2, 0",
+            "return 0, scale / 2",
+            SWAPPED,
+            also=(
+                ("return scale * 2, 0", "return 0, scale * 2"),
+                (ELSE, "return num_good + 1, scale"),
+            ),
+        ),
+        Edit(AFTER_OVERFLOW, "scale / 2", A_PAIR),
+    ),
+)

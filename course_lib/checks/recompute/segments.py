@@ -1,0 +1,203 @@
+"""Exercises 2 and 3 of 03_recompute: the best segment, and blocks in segments."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.checks.accumulation.effects import LOOKS, EffectCase, Effects, flat, watched
+from course_lib.checks.cases import A_FLOAT, Case, Cases, whole
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import CALLERS
+from course_lib.checks.on_ranks import copied
+from course_lib.memory.saved_tensors import activation_ledger
+
+# --- recompute-2
+
+# (24, 1, 1) has three best k; in (24, 6, 6) and (24, 4, 24) an input is more than one byte
+SIZES = (
+    (1, 1, 1), (16, 1, 1), (64, 1, 1), (24, 1, 6), (24, 1, 17), (24, 1, 1), (24, 6, 6), (24, 4, 24),
+    (7, 2, 3), (2, 1, 1), (9, 12, 1)
+)  # fmt: skip
+
+ROOT = Cause(
+    "That is the root of the layers. It holds if a block keeps as much as its input; here it keeps "
+    "more, or less."
+)
+
+
+def _cases() -> list[Case]:
+    names = "num_layers {}, input_bytes {}, block_bytes {}"
+    return [(names.format(*sizes), sizes) for sizes in SIZES]
+
+
+BEST, BYTES = "ks[peaks.index(min(peaks))]", "-(-num_layers // k) * input_bytes + k * block_bytes"
+
+BEST_SEGMENT = Exercise(
+    key="recompute-2",
+    title="the best segment",
+    check=Cases(
+        cases=_cases,
+        show=whole,
+        look="Try every k from 1 to num_layers, and keep the first one with the lowest peak.",
+        success="The root of the layers for thin blocks, 1 for those of a transformer.",
+    ),
+    wrong=(
+        Edit(BEST, "max(1, int(num_layers ** 0.5))", ROOT),
+        Edit(BEST, "max(1, round(num_layers ** 0.5))", ROOT),
+        Edit(BEST, "min(peaks)", Cause("Those are the bytes: return the number of blocks.")),
+        Edit(
+            BEST,
+            "num_layers",
+            Cause("One segment recomputes everything at once: as large as no recompute."),
+        ),
+        Edit(BEST, "(num_layers * input_bytes / block_bytes) ** 0.5", A_FLOAT),
+        Edit(
+            BEST,
+            "max(1, round((num_layers * input_bytes / block_bytes) ** 0.5 + 0.1))",
+            Cause(
+                "The formula of the minimum knows neither ties nor that the last segment is "
+                "rounded up: try every k."
+            ),
+        ),
+        Edit(
+            "-(-num_layers // k)",
+            "num_layers // k",
+            Cause("Round up: the last segment may be shorter, and has an input too."),
+        ),
+        Edit(
+            "-(-num_layers // k)",
+            "num_layers / k",
+            Cause("Round up: there is no half of an input, the last segment has a whole one."),
+        ),
+        Edit(
+            BEST,
+            "peaks.index(min(peaks))",
+            Cause("An index begins at 0, a segment at 1 block."),
+        ),
+        Edit("* input_bytes", "* 1", Cause("An input is not 1 byte: times input_bytes.")),
+        Edit(
+            BEST,
+            "len(ks) - peaks[::-1].index(min(peaks))",
+            Cause("As low: where several k are best, return the smallest."),
+        ),
+        Edit(
+            "num_layers + 1",
+            "num_layers",
+            Cause("range stops before its end: one segment of all layers is possible, too."),
+        ),
+        Edit(
+            BYTES,
+            "-(-num_layers // k) * block_bytes + k * input_bytes",
+            Cause("Swapped: forward keeps inputs, backward redoes k blocks."),
+        ),
+    ),
+)
+
+# --- recompute-3
+
+FORWARD, BACKWARD = "blocks run in forward", "blocks run in backward"
+OUTPUT, HELD, GRADIENTS = "output", "tensors held after forward", "gradients"
+
+SHORTER = Cause("Not every block ran: the last segment may be shorter.")
+WHOLE_SEGMENTS = Cause(
+    "Need the input of each segment, and nothing else. Recompute whole segments of k blocks."
+)
+EACH_BLOCK = Cause("Every block is a segment of its own here: recompute k blocks together.")
+ONE_SEGMENT = Cause("All blocks are one segment here: recompute them k by k.")
+LATE_NAMES = Cause(
+    "A lambda looks its names up when it is called, in backward: hand the blocks over as an "
+    "argument."
+)
+SEGMENT_BY_SEGMENT = Cause(
+    "It goes back segment by segment, the last one first, k blocks each, every block once."
+)
+CHAIN = Cause("Each segment's output is the next one's input.")
+CUT = Cause("The output has no graph: the gradients have to find their way back through it.")
+NOT_RECOMPUTED = Cause("Nothing is recomputed: call recompute(run_all, ...) for each segment.")
+
+
+def _run(answer: Callable[..., Any], num_layers: int, k: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(num_layers)]
+    params = [param for block in blocks for param in block.parameters()]
+    x, calls, outputs = torch.ones(4, 8, requires_grad=True), list[int](), list[Tensor]()
+    for index, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+    with watched(x=x) as seen:
+        ledger = activation_ledger(lambda: outputs.append(answer(blocks, k, x)), given=params)
+    forward, output = calls.copy(), outputs[0]
+    done = {FORWARD: forward, OUTPUT: copied(output), **seen}
+    if not isinstance(output, Tensor):
+        return done
+    held = ledger.totals()[-1] // x.nbytes
+    output.sum().backward()
+    grads = [torch.zeros(1) if each.grad is None else each.grad for each in (x, *params)]
+    return {**done, BACKWARD: calls[len(forward) :], HELD: held, GRADIENTS: flat(grads)}
+
+
+def _run_cases() -> list[EffectCase]:
+    sizes = ((1, 1), (4, 2), (6, 3), (5, 2), (4, 1), (7, 3), (3, 5), (0, 2))
+    return [
+        (f"num_layers {num_layers}, k {k}", partial(_run, num_layers=num_layers, k=k))
+        for num_layers, k in sizes
+    ]
+
+
+STEPS, RECOMPUTE = "range(0, len(blocks), k)", "recompute(run_all, blocks[start : start + k], x)"
+
+SEGMENTS = Exercise(
+    key="recompute-3",
+    title="every k-th input",
+    check=Effects(
+        cases=_run_cases,
+        looks={
+            **LOOKS,
+            FORWARD: SHORTER,
+            HELD: WHOLE_SEGMENTS,
+            BACKWARD: SEGMENT_BY_SEGMENT,
+            OUTPUT: CHAIN,
+        },
+        look=Cause("Compare with run_all(blocks, x)."),
+        success="One tensor a segment, and every block runs twice.",
+    ),
+    wrong=(
+        Edit(
+            f"{STEPS}:",
+            "range(len(blocks)):",
+            EACH_BLOCK,
+            also=((RECOMPUTE, "recompute(blocks[start], x)"),),
+        ),
+        Edit(
+            f"{STEPS}:",
+            "range(len(blocks)):",
+            WHOLE_SEGMENTS,
+            also=(
+                (RECOMPUTE, "recompute(blocks[start], x) if start % k == 0 else blocks[start](x)"),
+            ),
+        ),
+        Edit(
+            RECOMPUTE, "recompute(lambda x: run_all(blocks[start : start + k], x), x)", LATE_NAMES
+        ),
+        Edit(
+            RECOMPUTE,
+            "x\nx = recompute(run_all, blocks, x)",
+            ONE_SEGMENT,
+            also=((STEPS, "blocks[:1]"),),
+        ),
+        Edit("len(blocks), k", "len(blocks) // k * k, k", SHORTER),
+        Edit(RECOMPUTE, "run_all(blocks[start : start + k], x)", NOT_RECOMPUTED),
+        Edit(
+            f"x = {RECOMPUTE}",
+            f"y = {RECOMPUTE}",
+            CHAIN,
+            also=(("for start", "y = x\nfor start"), ("return x", "return y")),
+        ),
+        Edit(RECOMPUTE, RECOMPUTE.replace("x)", "x.detach())"), CUT),
+        Edit("return x", "x = x.detach()\nreturn x", CUT),
+        Edit(f"x = {RECOMPUTE}", f"x.copy_({RECOMPUTE})", CALLERS),
+    ),
+)
