@@ -482,8 +482,8 @@ show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the
 #
 # ### Exercise 5: one norm for all
 #
-# Scale the shards in place, and return what the norm was. A gradient whose norm is below `max_norm`,
-# or 0, stays as it is. Budget: one all-reduce of one number. About 6 lines.
+# Scale the shards in place, and return what the norm was. If that is below `max_norm`, or 0, the
+# gradient stays as it is. Budget: one all-reduce of one number. About 6 lines.
 #
 # <details><summary>Hint: it hangs</summary>
 # Whether to clip is known only after the all-reduce: every rank makes the call.

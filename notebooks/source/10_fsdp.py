@@ -399,7 +399,8 @@ fsdp_explorer()
 #
 # `shard` is an fp32 parameter. `gather()` returns all parameters in bf16; `reduce(grads)` takes
 # bf16 gradients of this rank, and leaves their fp32 mean over the ranks in `shard.grad`. Budget: 2
-# bytes a number to gather, 4 to reduce. About 8 lines.
+# bytes a number to gather, 4 to reduce. Besides the shard, only these 2 bytes a number are alive
+# after `gather()`, and only `shard.grad` after `reduce()`. About 8 lines.
 #
 # <details><summary>Hint: half the bytes</summary>
 # Convert, then send: <code>self.shard.detach().bfloat16()</code>.

@@ -20,6 +20,9 @@ from course_lib.checks.fsdp.parts import (
     WORLD_SIZES,
     Small,
     batch,
+    calls_in,
+    close,
+    expect_calls,
     expect_near,
     grad_of,
     row_bytes,
@@ -27,9 +30,6 @@ from course_lib.checks.fsdp.parts import (
 )
 from course_lib.checks.zero.parts import (
     alive_bytes,
-    calls_in,
-    close,
-    expect_calls,
     flat,
     only_new,
     shard_numel,

@@ -13,8 +13,14 @@ from torch import Tensor, nn
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
 from course_lib.checks.expect import run
 from course_lib.checks.fsdp import mixed_answers as planted
-from course_lib.checks.fsdp.parts import WORLD_SIZES, expect_near, not_followed
-from course_lib.checks.zero.parts import calls_in, expect_calls, shard_numel, shard_of
+from course_lib.checks.fsdp.parts import (
+    WORLD_SIZES,
+    calls_in,
+    expect_calls,
+    expect_near,
+    not_followed,
+)
+from course_lib.checks.zero.parts import alive_bytes, only_new, shard_numel, shard_of
 from course_lib.ranks import Ranks, record
 from course_lib.zero.flat_layout import FlatLayout
 
@@ -22,6 +28,10 @@ SHAPES = ((2, 3), (1,), (2, 2))  # 11 numbers
 NUMEL = 11
 SMALL_STEP = 2.0**-12  # an update that bf16 cannot show: it keeps 8 bits
 MOST_ROUNDING = 0.02  # of a gradient: more than bf16 can be the cause of
+KEEPS = {
+    "gather()": "2 bytes a number: who keeps an fp32 copy, a list, a buffer, a view of one?",
+    "reduce()": "Only shard.grad is left: who keeps the flat gradient, or a view of it?",
+}
 RAISED = (
     "A flat tensor is as long as layout.padded_numel, and layout.flatten makes it; shard.grad is "
     "as long as the shard, and in fp32."
@@ -37,6 +47,14 @@ class Used:
     grads: list[Any]
     gathers: list[list[tuple[str, int]]]
     reduces: list[list[tuple[str, int]]]
+    gathered_bytes: list[int]
+    left_bytes: list[int]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return the copies that are kept here."""
+        params = [one for each in self.params if isinstance(each, list) for one in each]
+        return [one for one in (*params, *self.shards, *self.grads) if isinstance(one, Tensor)]
 
 
 def _row(step: int = 0) -> Tensor:
@@ -58,22 +76,31 @@ def _flat_grads(rank: int, number: int) -> Tensor:
 def _use(rank: int, answer: Callable[..., Any], p: int) -> Used:
     layout = FlatLayout(SHAPES, p)
     shard = nn.Parameter(shard_of(_row(), rank, p))
-    unit, used = answer(shard, layout), Used([], [], [], [], [])
+    used = Used([], [], [], [], [], [], [])
+    with only_new():
+        _watch(rank, p, answer(shard, layout), shard, used)
+    return used
+
+
+def _watch(rank: int, p: int, unit: Any, shard: nn.Parameter, used: Used) -> None:
+    n = shard_numel(NUMEL, p)
     for number in range(2):
         with record() as gather, not_followed(f"rank {rank} of {p}"):
             params = unit.gather()
+        used.gathered_bytes.append(alive_bytes(shard, *used.tensors, enough=2 * n * p))
         copies = isinstance(params, list | tuple)
         used.params.append([one.detach().clone() for one in params] if copies else params)
-        shard.grad = None
+        del params
         with record() as reduce:
             unit.reduce(_grads(rank, number))
+        used.left_bytes.append(alive_bytes(shard, *used.tensors, enough=4 * n))
         used.gathers.append(calls_in(gather.events))
         used.reduces.append(calls_in(reduce.events))
         used.shards.append(shard.detach().clone())
         grad = shard.grad
         used.grads.append(grad.clone() if isinstance(grad, Tensor) else grad)
+        shard.grad = grad = None
         shard.data.add_(SMALL_STEP + 0.5)
-    return used
 
 
 def check_mixed(answer: Callable[..., Any]) -> str:
@@ -83,6 +110,7 @@ def check_mixed(answer: Callable[..., Any]) -> str:
             for rank, used in enumerate(run(ranks, _use, answer, p, on={"raised": RAISED})):
                 for number in range(2):
                     _judge(used, number, rank, p)
+                _expect_alive(used, rank, p)
     return "Half the bytes to gather; fp32 to add up, and a master that keeps its small steps."
 
 
@@ -104,6 +132,18 @@ def _judge(used: Used, number: int, rank: int, p: int) -> None:
         )
     says = "Convert to fp32 before it is sent, then one reduce_scatter leaves a shard of the sum."
     expect_calls(f"{where}, reduce()", used.reduces[number], [("reduce_scatter", 4 * n)], says)
+
+
+def _expect_alive(used: Used, rank: int, p: int) -> None:
+    """Demand that only the gathered parameters are alive, and later the gradient of the shard."""
+    n = shard_numel(NUMEL, p)
+    budgets = ("gather()", 2 * n * p, used.gathered_bytes), ("reduce()", 4 * n, used.left_bytes)
+    for call, most, found in budgets:
+        if max(found) > most:
+            raise CheckFailed(
+                f"rank {rank} of {p}, {call}: besides the shard, {max(found)} bytes are alive "
+                f"afterwards; need {most}. {KEEPS[call]}"
+            )
 
 
 def _expect_params(used: Used, number: int, where: str) -> None:

@@ -161,6 +161,20 @@ class _TheRow(Mixed):
         return row
 
 
+class _KeepsFp32(Mixed):
+    def gather(self) -> list[Tensor]:
+        views = super().gather()
+        self.whole = [view.float() for view in views]
+        return views
+
+
+class _KeepsFlatGradient(Mixed):
+    def mean(self, row: Tensor) -> Tensor:
+        mean = row[self.layout.shard_slice(dist.get_rank())]
+        dist.reduce_scatter_single(mean, row.clone())
+        return mean.div_(dist.get_world_size())
+
+
 class _Lost(Mixed):
     def keep(self, mean: Tensor) -> None:
         self.grad = mean
@@ -185,6 +199,8 @@ WRONG: tuple[tuple[str, type[Mixed], str], ...] = (
     ("a gradient in bf16", _KeptBf16, "in fp32"),
     ("sent with autograd", _Followed, "self.shard.detach()"),
     ("the flat tensor itself", _TheRow, "return layout.views(flat)"),
+    ("fp32 parameters kept", _KeepsFp32, "who keeps an fp32 copy"),
+    ("a view of the flat gradient", _KeepsFlatGradient, "or a view of it"),
     ("gradient lost", _Lost, "self.shard.grad"),
 )
 

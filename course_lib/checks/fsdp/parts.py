@@ -1,17 +1,22 @@
 """Tools for the checks of 10_fsdp: a module with a tied weight, and one smaller than its group."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from course_lib.checks.exercise import CheckFailed
-from course_lib.checks.zero.parts import NUMBER_BYTES, close, flat, shard_numel
+from course_lib.checks.zero.parts import flat, shard_numel
+from course_lib.core import COMMUNICATION_KINDS, Event
 from course_lib.core.errors import CourseError
 
 WIDTH, TOKENS = 3, 2
 WORLD_SIZES = (3, 2, 1)  # on 2 ranks, wrong answers look alike
+NUMBER_BYTES = 8  # in float64
+ROUNDING = 1e-12
+ALONE = "rank 0 of 1,"
 
 
 class TiedModel(nn.Module):
@@ -107,3 +112,28 @@ def expect_near(got: object, wanted: Tensor, where: str, says: str) -> None:
             most = (got - wanted).abs().max().item()
             off = f"off by up to {most:.3g}. "
         raise CheckFailed(f"{where}: {off}{says}")
+
+
+def calls_in(events: Sequence[Event]) -> list[tuple[str, int]]:
+    """Return kind and bytes of the communication, in order."""
+    made = sorted((e for e in events if e.kind in COMMUNICATION_KINDS), key=lambda e: e.start_s)
+    return [(call.kind, call.num_bytes) for call in made]
+
+
+def expect_calls(
+    where: str, got: Sequence[tuple[str, int]], needed: Sequence[tuple[str, int]], says: str
+) -> None:
+    """Demand these calls, in this order; a single rank may do without."""
+    if list(got) != list(needed) and (got or not where.startswith(ALONE)):
+        raise CheckFailed(f"{where}: need {_listed(needed)}; got {_listed(got)}. {says}")
+
+
+def _listed(calls: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(f"{kind} of {size} bytes" for kind, size in calls) or "no call at all"
+
+
+def close(got: Any, wanted: Tensor) -> bool:
+    """Return whether they are equal up to the rounding of sums in another order."""
+    if not isinstance(got, Tensor) or got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return False
+    return torch.allclose(got, wanted, rtol=ROUNDING, atol=ROUNDING)

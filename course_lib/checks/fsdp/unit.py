@@ -16,8 +16,12 @@ from course_lib.checks.expect import held_bytes, run
 from course_lib.checks.fsdp import unit_answers as planted
 from course_lib.checks.fsdp.parts import (
     MODULES,
+    NUMBER_BYTES,
     WORLD_SIZES,
     batch,
+    calls_in,
+    close,
+    expect_calls,
     expect_near,
     grad_of,
     not_followed,
@@ -25,15 +29,12 @@ from course_lib.checks.fsdp.parts import (
     row_of,
 )
 from course_lib.checks.zero.parts import (
-    NUMBER_BYTES,
     alive_bytes,
-    calls_in,
-    close,
-    expect_calls,
     flat,
     only_new,
     shard_numel,
     shard_of,
+    unwaited_calls,
 )
 from course_lib.ranks import Ranks, record
 
@@ -47,6 +48,7 @@ SAME = (
 )
 HOLDS = "Somebody holds the originals: an attribute, a list, or the parameters themselves."
 STALE = "That is what the shard was before the optimizer's step: gather self.shard, each time."
+NOT_WAITED = "The numbers may come after gather() has returned: call wait() on the handle, in it."
 RAISED = (
     "Before it is filled, the flat parameter needs its bytes again: "
     "flat.untyped_storage().resize_, in bytes, not in numbers."
@@ -94,8 +96,10 @@ def _watch(at: SampleLayout, answer: Callable[..., Any]) -> None:
     unit = answer(module)
     _expect_shard(unit, at)
     _expect_alive(at, "before the first gather()", at.own_bytes)
-    with record() as log, not_followed(at):
+    with record() as log, not_followed(at), unwaited_calls() as unwaited:
         unit.gather()
+    if unwaited:
+        raise CheckFailed(f"{at}: gather() has started {unwaited.popitem()[1]}. {NOT_WAITED}")
     _expect_params(params, at)
     says = "One all_gather of the flat parameter, into it, from self.shard."
     expect_calls(f"{at}, gather()", calls_in(log.events), [("all_gather", at.whole_bytes)], says)

@@ -157,6 +157,11 @@ class _Followed(FlatUnit):
         return nn.Parameter(super().cut())
 
 
+class _NotWaited(FlatUnit):
+    def fill(self) -> None:
+        dist.all_gather_single(self.row, self.shard, async_op=True)
+
+
 class _NotShown(FlatUnit):
     def show(self) -> None:
         pass
@@ -187,6 +192,7 @@ WRONG: tuple[tuple[str, type[FlatUnit], str], ...] = (
     ("numbers, not bytes", _NumbersNotBytes, "in bytes"),
     ("a shard in fp32", _Float32, "need torch.float64"),
     ("sent with autograd", _Followed, "self.shard.detach()"),
+    ("not waited for", _NotWaited, "call wait()"),
     ("parameters not shown", _NotShown, "param.data = view"),
     ("flat parameters", _WrongShapes, "in its own shape"),
 )

@@ -1,7 +1,7 @@
 """The exercises of notebook 09_zero: pieces of a shard, and what stages 1, 2 and 3 do; clipping.
 
-Each stands with its check in a file of its own: `pieces`, `step`, `grads`, `linear`, `clip`; the
-planted mistakes are beside it, in `..._answers`.
+Each stands with its planted mistakes in a file of its own: `pieces`, `step`, `grads`, `linear` and
+`clip`. `parts` holds what they share.
 """
 
 from course_lib.checks.zero.clip import CLIP

@@ -1,138 +1,264 @@
-"""Exercise 5 of 09_zero: clip by the norm of the whole gradient.
+"""Exercise 5 of 09_zero: clip by the norm of the whole gradient."""
 
-The planted mistakes are in `clip_answers.py`.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.expect import run
-from course_lib.checks.zero import clip_answers as planted
-from course_lib.checks.zero.parts import WORLD_SIZES, calls_in
-from course_lib.ranks import Ranks, record
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import NO_RESULT, Demand, Numbers
+from course_lib.checks.on_ranks import At, OnRanks, calls_of, copied
+from course_lib.checks.zero.parts import ALL_WAITED, NOT_WAITED, unwaited_calls
+from course_lib.core import Event
+from course_lib.ranks import record
 
-LIMITS = (6.0, 1e6)  # the first one clips
-NEAR = 1e-5  # PyTorch adds 1e-6 to the norm it divides by
-HANG = (
-    "A rank that sees a small norm of its own must take part, too: call all_reduce on every rank, "
-    "before you decide."
+NEAR = {torch.float64: 1e-5, torch.bfloat16: 0.02}  # PyTorch adds 1e-6 to what it divides by
+
+
+@dataclass(frozen=True)
+class Case:
+    """Gradients, `scale[rank]` times the same numbers, and a limit for their norm."""
+
+    name: str
+    max_norm: float
+    scale: tuple[float, ...] = (1, 10, 100, 1000)
+    dtype: torch.dtype = torch.float64
+
+    def shards(self, rank: int) -> list[Tensor]:
+        """Return the shards of a rank; one of zeros is padding."""
+        parts = torch.tensor([3.0, -4.0, 0.0]), torch.tensor([[2.0], [2.0]]), torch.zeros(2)
+        return [(part.double() * self.scale[rank]).to(self.dtype) for part in parts]
+
+
+CASES = (
+    Case("max_norm 6", 6.0),  # rank 0's own norm is below
+    Case("max_norm 1e6", 1e6),
+    Case("nothing but padding on rank 0, max_norm 6", 6.0, (0, 10, 100, 1000)),
+    Case("bfloat16, max_norm 6", 6.0, dtype=torch.bfloat16),
+    Case("all gradients 0, max_norm 6", 6.0, (0, 0, 0, 0)),
 )
+
+EVERY_RANK = Cause(
+    "A rank that sees a small norm of its own, or 0, must take part, too: call all_reduce on every "
+    "rank, before you decide."
+)
+NORM_0 = Cause("Divided by a norm of 0: divide only where the norm is above max_norm.")
+NOT_A_NUMBER = Cause("Return the norm: one number, or a tensor of one.")
+NORMS_SUMMED = Cause("Norms do not add up, their squares do: take the root after the all_reduce.")
+MEAN_OF_NORMS = Cause("That is a mean of norms: the squares add up, and then comes the root.")
+MEAN_OF_SQUARES = Cause("A mean of the squares: they are parts of one sum. Do not divide by {p}.")
+NO_ROOT = Cause("The root is missing.")
+OWN_NORM = Cause("That is this rank's own norm: each rank would scale by another factor.")
+LARGEST = Cause("That is the largest norm of a rank: the squares add up.")
+AFTER = Cause("That is the norm after clipping: return what it was before.")
+SQUARES = Cause(
+    "The squares of all numbers of all shards add up, on every rank; then comes the root."
+)
+ONE_NUMBER = Cause(
+    "One all_reduce of one number will do: the squares of the shards add up, so sum them first."
+)
+NOT_CHANGED = Cause("Nothing has changed: scale in place, with mul_.")
+SCALED_UP = Cause("A small gradient is scaled up: the factor is 1 at most.")
+OWN_FACTOR = Cause("Scaled by this rank's own norm: the ranks drift apart.")
+INVERTED = Cause("The wrong way round: the factor is max_norm / norm.")
+BY_SQUARE = Cause("Divided by the square of the norm: take the root first.")
+TO_ONE = Cause("Scaled to a norm of 1, not of max_norm.")
+VALUES = Cause("Each number is clipped by itself, which turns the gradient: scale all of them.")
+ONE_FACTOR = Cause("One factor for all shards on all ranks: min(1, max_norm / norm).")
 
 
 @dataclass
 class Clipped:
-    """The results of one call on one rank."""
+    """One call on one rank."""
 
     norm: Any
     grads: list[Tensor]
-    calls: list[tuple[str, int]]
+    calls: list[Event]
+    unwaited: list[str]
 
 
-def shards(rank: int) -> list[Tensor]:
-    """Return shards of gradients, different on every rank; one of zeros is padding.
-
-    Rank 0's own norm is below the limit that clips.
-    """
-    one = torch.tensor([3.0, -4.0, 0.0]).double() * 10**rank
-    return [one, torch.tensor([[2.0], [1.0]]).double() * 10**rank, torch.zeros(2).double()]
-
-
-def _clip(rank: int, answer: Callable[..., Any]) -> list[Clipped]:
-    found = []
-    for limit in LIMITS:
-        grads = shards(rank)
-        with record() as log:
-            norm = answer([*grads], limit)  # a list of its own: who rebinds in it scales nothing
-        found.append(Clipped(norm, grads, calls_in(log.events)))
-    return found
+def _clip(rank: int, answer: Callable[..., Any], case: Case) -> dict[str, Clipped]:
+    grads = case.shards(rank)
+    with record() as log, unwaited_calls() as unwaited:
+        norm = answer(
+            [*grads], case.max_norm
+        )  # a list of its own: who rebinds in it scales nothing
+    return {case.name: Clipped(copied(norm), grads, calls_of(log.events), list(unwaited.values()))}
 
 
-def check_clip(answer: Callable[..., Any]) -> str:
-    """Check 1 to 4 ranks, a limit that clips and one that does not; a single number is sent."""
-    for p in WORLD_SIZES:
-        with Ranks(p) as ranks:
-            by_rank = run(ranks, _clip, answer, on={"hang": HANG, "mismatch": HANG})
-        for number, limit in enumerate(LIMITS):
-            for rank, clipped in sorted(enumerate(by_rank), key=lambda one: -(one[0] == p // 2)):
-                where = f"rank {rank} of {p}, max_norm {limit:g}"
-                _judge(clipped[number], where, rank, p, limit)
-    return "One norm for all shards, one number on the wire, and nothing is scaled up."
+def _told(at: At) -> Tensor | None:
+    """Return the norm that the answer returned as a tensor, or None where it is no number."""
+    norm = at.seen.norm
+    is_number = norm.numel() == 1 if isinstance(norm, Tensor) else isinstance(norm, float | int)
+    return torch.tensor(float(norm)).double() if is_number else None
 
 
-def norms(p: int) -> list[float]:
+def _norms(at: At) -> Tensor:
     """Return every rank's own norm."""
-    return [torch.cat([g.flatten() for g in shards(rank)]).norm().item() for rank in range(p)]
+    shards = [at.options["case"].shards(rank) for rank in range(at.world_size)]
+    return torch.stack([torch.cat([x.double().flatten() for x in each]).norm() for each in shards])
 
 
-def _judge(got: Clipped, where: str, rank: int, p: int, limit: float) -> None:
-    own = norms(p)
-    norm = sum(one**2 for one in own) ** 0.5
-    wanted = [grad * min(1.0, limit / norm) for grad in shards(rank)]
-    if got.norm is None:
-        raise CheckFailed(f"{where}: need the norm; got None. Does your function return it?")
-    told = float(got.norm)
-    if abs(told / norm - 1) > 1e-5:
-        raise CheckFailed(
-            f"{where}: the whole gradient has a norm of {norm:g}; got {told:g}. "
-            f"{_why_norm(told, own, rank, norm, limit)}"
-        )
-    big = [call for call in got.calls if call[1] > 8]
-    if big or len(got.calls) > 1:
-        raise CheckFailed(
-            f"{where}: {len(got.calls)} call{'s' * (len(got.calls) > 1)} of "
-            f"{sum(size for _, size in got.calls)} bytes; need "
-            "one all_reduce of one number. The squares of the shards add up: sum them first."
-        )
-    for is_now, need in zip(got.grads, wanted, strict=True):
-        if not torch.allclose(is_now, need, rtol=NEAR):
-            raise CheckFailed(
-                f"{where}: need the shard {need.flatten().tolist()}; got "
-                f"{is_now.flatten().tolist()}. {_why_grads(got, rank, norm, own, limit)}"
-            )
+def _norm(at: At) -> Tensor:
+    return _norms(at).norm()
 
 
-def _why_norm(told: float, own: Sequence[float], rank: int, norm: float, limit: float) -> str:
-    p = len(own)
-    causes = [
-        (sum(own), "Norms do not add up, their squares do: take the root after the all_reduce."),
-        (sum(own) / p, "That is a mean of norms: the squares add up, and then comes the root."),
-        (norm / p**0.5, "A mean of the squares: they are parts of one sum. Do not divide by p."),
-        (norm**2, "The root is missing."),
-        (own[rank], "That is this rank's own norm: each rank would scale by another factor."),
-        (max(own), "That is the largest norm of a rank: the squares add up."),
-        (min(norm, limit), "That is the norm after clipping: return what it was before."),
-    ]
-    look = "The squares of all numbers of all shards add up, on every rank; then comes the root."
-    return next((says for wrong, says in causes if abs(told / wrong - 1) < 1e-5), look)
+def _limit(at: At) -> float:
+    return at.options["case"].max_norm
 
 
-def _why_grads(got: Clipped, rank: int, norm: float, own: Sequence[float], limit: float) -> str:
-    before = shards(rank)
-    causes = [
-        (1.0, "Nothing has changed: scale in place, with mul_."),
-        (limit / norm, "A small gradient is scaled up: the factor is 1 at most."),
-        (min(1.0, limit / own[rank]), "Scaled by this rank's own norm: the ranks drift apart."),
-        (norm / limit, "The wrong way round: the factor is max_norm / norm."),
-        (min(1.0, limit / norm**2), "Divided by the square of the norm: take the root first."),
-        (1 / norm, "Scaled to a norm of 1, not of max_norm."),
-    ]
-    for factor, says in causes:
-        if all(
-            torch.allclose(a, b * factor, rtol=NEAR) for a, b in zip(got.grads, before, strict=True)
-        ):
-            return says
-    return "One factor for all shards on all ranks: min(1, max_norm / norm)."
+def _times(factor: Callable[[At], Any]) -> Callable[[At], list[Tensor]]:
+    def scaled(at: At) -> list[Tensor]:
+        case: Case = at.options["case"]
+        return [(x.double() * factor(at)).to(case.dtype) for x in case.shards(at.rank)]
 
+    return scaled
+
+
+def _at_most_1(norm: Callable[[At], Tensor]) -> Callable[[At], list[Tensor]]:
+    """Return the shards, scaled where this norm is above the limit."""
+    return _times(lambda at: (_limit(at) / norm(at)).clamp(max=1.0))
+
+
+def _clamped(at: At) -> list[Tensor]:
+    return [shard.clamp(-_limit(at), _limit(at)) for shard in at.options["case"].shards(at.rank)]
+
+
+def _near(at: At) -> float:
+    return NEAR[at.options["case"].dtype]
+
+
+def _is_one_number(at: At) -> bool:
+    kinds = [call.kind for call in at.seen.calls]
+    return kinds == ["all_reduce"] and at.seen.calls[0].num_bytes <= 8
+
+
+SQUARED = "torch.stack([(grad**2).sum() for grad in grads]).sum()"
+SENDS = "dist.all_reduce(squares)"
+ROOT = "squares.sqrt()"
+SENDS_ROOT = f"{SENDS}\n    norm = {ROOT}"
+SCALES = "grad.mul_(max_norm / norm)"
+IF_ABOVE = f"if norm > max_norm:\n        for grad in grads:\n            {SCALES}"
+EACH = "for grad in grads:\n        "
 
 CLIP = Exercise(
     key="zero-5",
     title="clip by the whole norm",
-    check=check_clip,
-    reference=planted.clip_shards,
-    mistakes=planted.mistakes(Mistake),
+    check=OnRanks(
+        observe_on_rank=_clip,
+        runs=lambda _p: [{"case": case} for case in CASES],
+        trouble=(
+            ("hang", "", EVERY_RANK),
+            ("mismatch", "", EVERY_RANK),
+            ("raised", "ZeroDivisionError", NORM_0),
+        ),
+        expect=(
+            ALL_WAITED,
+            Demand(
+                lambda at: at.seen.norm is None or _told(at) is not None,
+                lambda at: f"returns a {type(at.seen.norm).__name__}",
+                NOT_A_NUMBER,
+            ),
+            Numbers(
+                _told,
+                _norm,
+                rtol=_near,
+                what="the norm of the whole gradient",
+                causes=(
+                    (NORMS_SUMMED, lambda at: _norms(at).sum()),
+                    (MEAN_OF_NORMS, lambda at: _norms(at).mean()),
+                    (MEAN_OF_SQUARES, lambda at: _norm(at) / at.world_size**0.5),
+                    (NO_ROOT, lambda at: _norm(at) ** 2),
+                    (OWN_NORM, lambda at: _norms(at)[at.rank]),
+                    (LARGEST, lambda at: _norms(at).max()),
+                    (AFTER, lambda at: _norm(at).clamp(max=_limit(at))),
+                ),
+                look=SQUARES,
+            ),
+            Demand(
+                lambda at: _is_one_number(at) or (at.world_size == 1 and not at.seen.calls),
+                lambda at: (
+                    f"calls {', '.join(call.kind for call in at.seen.calls) or 'nothing'}, of "
+                    f"{sum(call.num_bytes for call in at.seen.calls)} bytes together"
+                ),
+                ONE_NUMBER,
+            ),
+            Numbers(
+                "grads",
+                _at_most_1(_norm),
+                rtol=_near,
+                what="the shard",
+                names=lambda _at: ["shard 0", "shard 1", "shard 2"],
+                predicates=((lambda _at, got, _i: got.isnan().any(), NORM_0),),
+                causes=(
+                    (VALUES, _clamped),
+                    (NOT_CHANGED, _times(lambda _at: 1.0)),
+                    (SCALED_UP, _times(lambda at: _limit(at) / _norm(at))),
+                    (OWN_FACTOR, _at_most_1(lambda at: _norms(at)[at.rank])),
+                    (INVERTED, _times(lambda at: _norm(at) / _limit(at))),
+                    (BY_SQUARE, _at_most_1(lambda at: _norm(at) ** 2)),
+                    (TO_ONE, _times(lambda at: 1 / _norm(at))),
+                ),
+                look=ONE_FACTOR,
+            ),
+        ),
+        success="One norm for all shards, one number sent, and nothing is scaled up.",
+    ),
+    wrong=(
+        Edit(SENDS, "pass", OWN_NORM),
+        Edit(
+            SENDS,
+            f"own = {ROOT}\n{SENDS}",
+            OWN_FACTOR,
+            also=((SCALES, "grad.mul_((max_norm / own).clamp(max=1))"),),
+        ),
+        Edit(SENDS_ROOT, f"norm = {ROOT}\n    dist.all_reduce(norm)", NORMS_SUMMED),
+        Edit(SENDS_ROOT, f"norm = {ROOT}\n    dist.all_reduce(norm, dist.ReduceOp.MAX)", LARGEST),
+        Edit(
+            SENDS_ROOT,
+            f"norm = {ROOT} / dist.get_world_size()\n    dist.all_reduce(norm)",
+            MEAN_OF_NORMS,
+        ),
+        Edit(ROOT, "(squares / dist.get_world_size()).sqrt()", MEAN_OF_SQUARES),
+        Edit(ROOT, "squares", NO_ROOT),
+        Edit("dist.all_reduce(squares)", "dist.all_reduce(squares, async_op=True)", NOT_WAITED),
+        Edit("if norm > max_norm:", "if norm > 0:", SCALED_UP),
+        Edit(SCALES, "grad = grad * (max_norm / norm)", NOT_CHANGED),
+        Edit(
+            IF_ABOVE,
+            "grads[:] = [grad * (max_norm / norm).clamp(max=1) for grad in grads]",
+            NOT_CHANGED,
+        ),
+        Edit(SCALES, "grad.mul_(max_norm / squares)", BY_SQUARE),
+        Edit(SCALES, "grad.mul_(norm / max_norm)", INVERTED),
+        Edit(SCALES, "grad.div_(norm)", TO_ONE),
+        Edit(SCALES, "grad.clamp_(-max_norm, max_norm)", VALUES),
+        Edit(SCALES, "grad.mul_(max_norm / grad.norm())", ONE_FACTOR),
+        Edit(IF_ABOVE, f"{EACH}grad.mul_(norm.clamp(max=max_norm) / norm)", NORM_0),
+        Edit(IF_ABOVE, f"{EACH}grad.mul_(min(1.0, max_norm / norm.item()))", NORM_0),
+        Edit("return norm", "return norm.clamp(max=max_norm)", AFTER),
+        Edit("return norm", "pass", NO_RESULT),
+        Edit("return norm", "return grads", NOT_A_NUMBER),
+        Edit(SENDS, f"if {ROOT} <= max_norm:\n    return {ROOT}\n{SENDS}", EVERY_RANK),
+        Edit(SENDS, f"if squares == 0:\n    return squares\n{SENDS}", EVERY_RANK),
+        Edit(
+            SENDS,
+            "flat = torch.cat([grad.flatten() for grad in grads])\n"
+            "every = flat.new_empty(dist.get_world_size() * flat.numel())\n"
+            "dist.all_gather_single(every, flat)\nsquares = (every**2).sum()",
+            ONE_NUMBER,
+        ),
+        Edit(
+            SQUARED,
+            "0\nfor part in [(grad**2).sum() for grad in grads]:\n"
+            "    dist.all_reduce(part)\n    squares = squares + part",
+            ONE_NUMBER,
+            also=((f"{SENDS}\n    norm", "norm"),),
+        ),
+        Edit("[(grad**2).sum()", "[grad.sum() ** 2", SQUARES),
+        Edit("[(grad**2).sum() for grad in grads]", "[(grads[0] ** 2).sum()]", SQUARES),
+    ),
 )

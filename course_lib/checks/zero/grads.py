@@ -1,237 +1,392 @@
 """Exercise 3 of 09_zero: gradients are reduced in buckets during backward, and only shards stay.
 
-The planted mistakes are in `grads_answers.py`.
+On odd ranks, gradients become ready in another order; buckets are full in the same order. One is
+sent at once if its call starts before the hook that filled it ends.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import truediv
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.ddp.parts import Bag, digits, row
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.expect import run
-from course_lib.checks.zero import grads_answers as planted
+from course_lib.checks.ddp.parts import Bag, digits
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import Bytes, Calls, Demand, Numbers
+from course_lib.checks.on_ranks import At, OnRanks, calls_of, copied
 from course_lib.checks.zero.parts import (
-    NUMBER_BYTES,
-    WORLD_SIZES,
+    ALL_WAITED,
+    DTYPE,
+    LENGTHS,
+    NOT_WAITED,
+    ROUNDING,
+    WRONG_BUFFER,
     alive_bytes,
-    calls_in,
-    close,
-    expect_calls,
     flat,
+    named,
     only_new,
     shard_numel,
     shard_of,
+    unless_alone,
+    unwaited_calls,
 )
-from course_lib.core import COMMUNICATION_KINDS
-from course_lib.ranks import Ranks, record
+from course_lib.core import Event
+from course_lib.ranks import record
 
 SIZES = (4, 2, 2, 1, 5)
 BUCKETS = ((4, 2), (3,), (0,))  # numbers of parameters; the second one is frozen
+NUMELS = [sum(SIZES[i] for i in bucket) for bucket in BUCKETS]
 FULL = (1, 0, 2)  # in this order they become full: backward goes from 4 to 0
-# the numbers of backward passes that are in the shards after each pass; they are cleared before
-# the third
-ROUNDS = ((1,), (1, 2), (3,))
-WHOLE = (
+OTHER_ORDER = (0, 1, 4, 2, 3)  # of forward; on odd ranks, backward goes from 3 to 2, 4 and 0
+ROUNDS = ((1,), (1, 2), (3,))  # backward passes in the shards; cleared before the third one
+
+NO_LIST = Cause("`shards` is a list with one item a bucket: None, or this rank's shard of it.")
+AT_ONCE = Cause("Send it in the hook of its last gradient: that is when the memory is needed.")
+LOST = Cause("No shard: was this bucket sent, and its part kept in `shards`?")
+OTHER_BUCKETS = Cause(
+    "Not every rank sends the same buckets: gradients become ready in different orders. A bucket "
+    "that is sent takes only its own parameters out of `ready`: others may have come already."
+)
+FIRST = Cause(
+    "An item of `shards` is None until its bucket is sent: keep the first shard as it is."
+)
+LENGTH = Cause("A shard is this rank's part of the flat gradient, and no more.")
+EARLY = Cause(
+    "A bucket was sent before all of its gradients had come in this backward. Their order may "
+    "differ from rank to rank: note each parameter that comes, send when none is missing, and then "
+    "take them out of `ready`, for the next backward begins anew."
+)
+AVERAGED_TWICE = Cause("Averaged twice: divide each new shard by the number of ranks once.")
+SUMMED = Cause("{p} times too large: summed, not averaged. Divide by the number of ranks.")
+SUM_DIVIDED = Cause("The sum so far is divided again: only divide what is new.")
+HALVED = Cause("The shards add up; there is no mean of backward passes.")
+OVERWRITTEN = Cause(
+    "Only the last backward is in it: a shard that is there already has to be added to, as "
+    "backward adds to param.grad."
+)
+OWN = Cause("Only this rank's own gradient is in it: the others' come with a reduce_scatter.")
+NOT_CLEARED = Cause(
+    "Gradients of the step before are in it: where an item of `shards` is None again, begin anew."
+)
+FACTOR = Cause("Only the factor is wrong: divide each new shard by the number of ranks, once.")
+OTHER_RANK = Cause("That is the shard of another rank.")
+FLATTEN = Cause(
+    "The bucket's gradients in the order of its parameters, then zeros: layout.flatten(grads)."
+)
+WHOLE_MEAN = Cause(
+    "An all_reduce leaves the whole mean on every rank: twice the bytes, and memory for all of it. "
+    "reduce_scatter leaves a shard."
+)
+ONE_EACH = Cause("One message a bucket, when it is full: flatten its gradients into one tensor.")
+IN_TURN = Cause(
+    "One reduce_scatter a bucket, of its flat gradient, in the order in which they become full."
+)
+WHOLE = Cause(
     "Whole gradients outlive their bucket: set param.grad = None for each of its parameters as "
     "soon as it is sent. (zero_() keeps the memory.)"
 )
-REFERENCED = (
-    "Freed, but still referenced: something else keeps the whole gradients, such as a list of flat "
+REFERENCED = Cause(
+    "Freed, but still referenced: something else keeps whole gradients, such as a list of flat "
     "buckets, or a shard that is a view of one."
 )
 
 
 @dataclass
-class GradsPass:
-    """The results of one backward pass on one rank."""
+class Backward:
+    """One backward pass on one rank; `filled_s`: when the hook that filled a bucket ran."""
 
-    shards: list[Any]
-    calls: list[tuple[str, int]]
-    starts_s: list[float] = field(default_factory=list)  # of the calls
-    full_s: list[float] = field(default_factory=list)  # when a bucket had been full, and seen to
-    kept: list[tuple[int, list[int]]] = field(default_factory=list)  # by bucket, too long
-    whole: list[int] = field(default_factory=list)  # parameters with a gradient afterwards
-    alive_bytes: int = 0
-
-
-def _passes(rank: int, answer: Callable[..., Any]) -> list[GradsPass]:
-    module = Bag(SIZES)
-    with only_new():
-        return _watched(rank, answer, module)
-
-
-def _watched(rank: int, answer: Callable[..., Any], module: Bag) -> list[GradsPass]:
-    buckets = [[module.weights[i] for i in bucket] for bucket in BUCKETS]
-    sharded, found = answer(buckets), list[GradsPass]()
-    watch = _Watch(module)
-    for number in range(len(ROUNDS)):
-        if number == 2:
-            sharded.shards = [None] * len(BUCKETS)
-        with record() as log:
-            watch.begin()
-            module(10.0**rank * (number + 1)).backward()
-        shards = [x.detach().clone() if isinstance(x, Tensor) else x for x in sharded.shards]
-        whole = [i for i in module.trained if module.weights[i].grad is not None]
-        starts_s = sorted(e.start_s for e in log.events if e.kind in COMMUNICATION_KINDS)
-        one = GradsPass(shards, calls_in(log.events), starts_s, watch.full_s, watch.kept, whole)
-        known = [tensor for each in [*found, one] for tensor in each.shards if tensor is not None]
-        one.alive_bytes = (
-            alive_bytes(module, *known, enough=_own_bytes(dist.get_world_size()))
-            if not whole
-            else 0
-        )
-        found.append(one)
-    return found
-
-
-def _own_bytes(p: int) -> int:
-    """Return the bytes of the shards of all buckets."""
-    return sum(shard_numel(sum(SIZES[i] for i in one), p) for one in BUCKETS) * NUMBER_BYTES
+    shards: Any
+    calls: list[Event]
+    unwaited: list[str]
+    filled_s: list[tuple[float, float]]
+    num_kept: int  # whole gradients that outlive their bucket
+    alive_bytes: int
 
 
 class _Watch:
-    """A hook after the answer's own, which records the gradients that are whole, and when."""
+    """Hooks before and after the answer's own: when a gradient came, and what was left then."""
 
     def __init__(self, module: Bag) -> None:
         self.module = module
-        for i in module.trained:
-            module.weights[i].register_post_accumulate_grad_hook(self._look_for(i))
+        self.begin()
 
     def begin(self) -> None:
-        self.arrived, self.full_s = set[int](), list[float]()
-        self.kept = list[tuple[int, list[int]]]()
+        self.began_s, self.ended_s, self.num_kept = dict[int, float](), dict[int, float](), 0
 
-    def _look_for(self, i: int) -> Callable[[Tensor], None]:
-        def look(_param: Tensor) -> None:
-            self.arrived.add(i)
-            full = [n for n, bucket in enumerate(BUCKETS) if self.arrived.issuperset(bucket)]
-            for n in full:
-                whole = [one for one in BUCKETS[n] if self.module.weights[one].grad is not None]
-                if whole:
-                    self.kept.append((n, whole))
-            if len(full) > len(self.full_s):
-                self.full_s.append(time.perf_counter())
+    def register(self, note: Callable[[int, Tensor], None]) -> None:
+        for i in self.module.trained:
+            self.module.weights[i].register_post_accumulate_grad_hook(partial(note, i))
 
-        return look
+    def before(self, i: int, _param: Tensor) -> None:
+        self.began_s[i] = time.perf_counter()
+
+    def after(self, i: int, _param: Tensor) -> None:
+        self.ended_s[i] = time.perf_counter()
+        bucket = next(bucket for bucket in BUCKETS if i in bucket)
+        if self.ended_s.keys() >= set(bucket):
+            self.num_kept += sum(self.module.weights[k].grad is not None for k in bucket)
+
+    def filled_s(self) -> list[tuple[float, float]]:
+        return [
+            (max(self.began_s[i] for i in BUCKETS[n]), max(self.ended_s[i] for i in BUCKETS[n]))
+            for n in FULL
+        ]
 
 
-def check_grads(answer: Callable[..., Any]) -> str:
-    """Check 1 to 4 ranks, two passes that add up, a third one: shards, bytes, what is alive."""
-    for p in WORLD_SIZES:
-        with Ranks(p) as ranks:
-            by_rank = run(ranks, _passes, answer)
+def _train(rank: int, answer: Callable[..., Any], dtype: torch.dtype) -> dict[str, Backward]:
+    """Run three backward passes; the shards of the first two are added up."""
+    module = Bag(SIZES, order=OTHER_ORDER if rank % 2 else ()).to(dtype)
+    enough = _shard_bytes(dist.get_world_size(), dtype)
+    watch, passes = _Watch(module), dict[str, Backward]()
+    with only_new():
+        watch.register(watch.before)
+        sharded = answer([[module.weights[i] for i in bucket] for bucket in BUCKETS])
+        watch.register(watch.after)
         for number in range(len(ROUNDS)):
-            for rank, passes in enumerate(by_rank):
-                _judge(passes, number, rank, p)
-    return (
-        "Shards of the mean, added up over backward passes; no whole gradient outlives its bucket."
-    )
-
-
-def _judge(passes: Sequence[GradsPass], number: int, rank: int, p: int) -> None:
-    got, where = passes[number], f"rank {rank} of {p}, backward {number + 1}"
-    module = Bag(SIZES)
-    rows = [flat([module.slope(i) for i in bucket]) for bucket in BUCKETS]
-    if len(got.shards) != len(BUCKETS):
-        raise CheckFailed(f"{where}: need a shard for each of {len(BUCKETS)} buckets in `shards`.")
-    row_bytes = [shard_numel(one.numel(), p) * p * NUMBER_BYTES for one in rows]
-    needed = [("reduce_scatter", row_bytes[n]) for n in FULL]
-    if p > 1 and not got.calls:
-        raise CheckFailed(
-            f"{where}: nothing was sent and waited for. When is a bucket full? {SEND}"
-        )
-    for n, one in enumerate(rows):
-        wanted = shard_of(one, rank, p) * digits(p) / p * sum(ROUNDS[number])
-        if not close(got.shards[n], wanted):
-            raise CheckFailed(
-                f"{where}, bucket {n}: need the shard {row(wanted)}; got {row(got.shards[n])}. "
-                f"{_why(got.shards[n], one, number, rank, p)}"
+            if number == 2 and isinstance(getattr(sharded, "shards", None), list):
+                sharded.shards[:] = [None] * len(BUCKETS)
+            watch.begin()
+            with record() as log, unwaited_calls() as unwaited:
+                module(10.0**rank * (number + 1)).backward()
+            whole = sum(module.weights[i].grad is not None for i in module.trained)
+            one = passes[f"{named(dtype)}, backward {number + 1}"] = Backward(
+                copied(getattr(sharded, "shards", None)),
+                calls_of(log.events),
+                list(unwaited.values()),
+                watch.filled_s(),
+                max(watch.num_kept, whole),
+                0,
             )
-    for n, start_s, full_s in zip(FULL, got.starts_s, got.full_s, strict=False):
-        if start_s > full_s:
-            raise CheckFailed(
-                f"{where}: bucket {n} is full, and backward goes on before it is sent. {SEND}"
-            )
-    expect_calls(where, got.calls, needed, _why_calls(got.calls, needed))
-    if got.kept or got.whole:
-        n, names = got.kept[0] if got.kept else (len(BUCKETS) - 1, got.whole)
-        raise CheckFailed(
-            f"{where}: bucket {n} is sent, and param.grad of {len(names)} of its parameters is "
-            f"still there. {WHOLE}"
-        )
-    own = _own_bytes(p)
-    if got.alive_bytes > own:
-        raise CheckFailed(
-            f"{where}: the shards are {own} bytes; {got.alive_bytes} are alive after backward. "
-            f"{REFERENCED}"
-        )
+            if not whole:
+                lists = [each.shards for each in passes.values() if isinstance(each.shards, list)]
+                known = [shard for each in lists for shard in each if shard is not None]
+                one.alive_bytes = alive_bytes(module, *known, enough=enough)
+    return passes
 
 
-SEND = "Send in the hook of its last gradient: that is when the memory is needed."
+def _shard_bytes(p: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the shards of all buckets."""
+    return sum(shard_numel(NUMELS[n], p) for n in FULL) * dtype.itemsize
 
 
-def _why(got: Any, one: Tensor, number: int, rank: int, p: int) -> str:
-    if got is None:
-        return LOST
-    if not isinstance(got, Tensor) or got.shape != (shard_numel(one.numel(), p),):
-        return "A shard is [shard_numel]: this rank's part of the flat gradient, and no more."
-    total, mine = sum(ROUNDS[number]), shard_of(one, rank, p)
-    mean = mine * digits(p) / p
-    causes = [
-        (mean * total / p, "Averaged twice: divide by the number of ranks once."),
-        (mean * total * p, "Summed, not averaged: divide by the number of ranks."),
-        (mine * 10**rank * total / p, "Only this rank's own gradient is in it."),
-        (mine * 10**rank * total, "Only this rank's own gradient is in it."),
-        (mean * ROUNDS[number][-1], OVERWRITTEN),
-    ]
-    for other in range(p):
-        theirs = shard_of(one, other, p) * digits(p) / p * total
-        causes.append((theirs, f"That is the shard of rank {other}."))
-    if number == 1:
-        again = (mean / p + mean * 2 / p, "Averaged twice: divide each new shard once.")
-        first_again = (
-            mean / p + mean * 2,
-            "The sum so far is divided again: only divide what is new.",
-        )
-        half = (mean * 3 / 2, "The shards add up; there is no mean of backward passes.")
-        causes += [again, first_again, half]
-    return next(
-        (says for wrong, says in causes if close(got, wrong)),
-        "The bucket's gradients in the order of its parameters, filled up with zeros: flatten.",
-    )
+def _times(
+    factor: Callable[[At], float], owner: Callable[[At], int] = lambda at: at.rank
+) -> Callable[[At], list[Tensor]]:
+    """Return the shards of an owner, with `factor` times the gradients for a scale of 1."""
+
+    def shards(at: At) -> list[Tensor]:
+        module = Bag(SIZES)
+        rows = [flat([module.slope(i) for i in bucket]) for bucket in BUCKETS]
+        parts = [shard_of(row, owner(at), at.world_size) * factor(at) for row in rows]
+        return [part.to(at.options["dtype"]) for part in parts]
+
+    return shards
 
 
-LOST = (
-    "No shard: was this bucket sent, and its part kept? A bucket that is sent takes only its own "
-    "parameters out of `ready`: those of others may have come already."
-)
-OVERWRITTEN = (
-    "Only the last backward is in it: a shard that is there already has to be added to, as "
-    "backward adds to param.grad."
-)
+def _of_another(k: int) -> Callable[[At], list[Tensor]]:
+    return _times(_mean, lambda at: (at.rank + k) % at.world_size)
 
 
-def _why_calls(calls: Sequence[tuple[str, int]], needed: Sequence[tuple[str, int]]) -> str:
-    kinds = {kind for kind, _ in calls}
-    if "all_reduce" in kinds:
-        return (
-            "An all_reduce leaves the whole mean on every rank: twice the bytes, and memory for "
-            "all of it. reduce_scatter leaves a shard."
-        )
-    if kinds == {"reduce_scatter"} and len(calls) > len(needed):
-        return "One message a bucket, when it is full; then forget what was ready."
-    return "One reduce_scatter a bucket, in the order in which they become full."
+def _mean(at: At) -> float:
+    return _of_ranks(at) * sum(ROUNDS[at.number])
 
+
+def _of_ranks(at: At) -> float:
+    return digits(at.world_size) / at.world_size
+
+
+def _own(at: At) -> float:
+    return 10.0**at.rank * sum(ROUNDS[at.number])
+
+
+def _pairs(at: At) -> list[tuple[float, tuple[float, float]]]:
+    """Return when each call started, and when the hook that filled its bucket ran."""
+    return list(zip((call.start_s for call in at.seen.calls), at.seen.filled_s, strict=False))
+
+
+def _is_multiple(at: At, got: Tensor, n: int) -> bool:
+    need = _times(_mean)(at)[n]
+    return torch.allclose(got * need.sum(), need * got.sum())
+
+
+def _is_early(at: At) -> bool:
+    return any(start_s < filled_s for start_s, (filled_s, _) in _pairs(at))
+
+
+def _needed(at: At) -> list[tuple[str, int]]:
+    p, itemsize = at.world_size, at.options["dtype"].itemsize
+    return [("reduce_scatter", shard_numel(NUMELS[n], p) * p * itemsize) for n in FULL]
+
+
+IS_FULL = "self.ready.issuperset(bucket)"
+MEAN = "mean = shard / dist.get_world_size()"
+SENDS = "dist.reduce_scatter_single(shard, flat)"
+KEEPS = "self.shards[n] = mean if self.shards[n] is None else self.shards[n] + mean"
+FREES = "param.grad = None"
+ADDS = "self.shards[n] + mean"
+CLEARS = "self.ready.difference_update(bucket)"
+FLATTENS = "layout.flatten([param.grad for param in bucket])"
+ALL_GRADS = "[param.grad for param in bucket]"
 
 GRADS = Exercise(
     key="zero-3",
     title="shards of gradients",
-    check=check_grads,
-    reference=planted.ShardedGrads,
-    mistakes=planted.mistakes(Mistake),
+    check=OnRanks(
+        observe_on_rank=_train,
+        runs=lambda _p: [{"dtype": torch.float64}, {"dtype": torch.bfloat16}],
+        trouble=(
+            ("raised", r"for \+|NoneType.*'(add_|copy_)'", FIRST),
+            ("raised", "NoneType.*'(shape|detach|flatten|reshape)'", EARLY),
+            *WRONG_BUFFER,
+            *((kind, "", OTHER_BUCKETS) for kind in ("mismatch", "hang")),
+        ),
+        expect=(
+            Demand(
+                lambda at: isinstance(at.seen.shards, list) and len(at.seen.shards) == len(BUCKETS),
+                lambda at: f"need {len(BUCKETS)} items in `shards`; got {at.seen.shards!r}",
+                NO_LIST,
+            ),
+            ALL_WAITED,
+            Numbers(
+                "shards",
+                _times(_mean),
+                rtol=lambda at: ROUNDING[at.options["dtype"]],
+                what="the shard",
+                names=lambda _at: [f"bucket {n}" for n in range(len(BUCKETS))],
+                shape=LENGTH,
+                dtype=DTYPE,
+                predicates=(
+                    (lambda at, got, _n: got is None and not at.seen.calls, AT_ONCE),
+                    (lambda _at, got, _n: got is None, LOST),
+                    (lambda at, _got, _n: any(map(_is_early, at.everyone)), EARLY),
+                ),
+                causes=(
+                    (AVERAGED_TWICE, _times(lambda at: _mean(at) / at.world_size)),
+                    (SUMMED, _times(lambda at: _mean(at) * at.world_size)),
+                    (SUM_DIVIDED, _times(lambda at: _of_ranks(at) * (1 / at.world_size + 2))),
+                    (HALVED, _times(lambda at: _mean(at) / 2)),
+                    (OVERWRITTEN, _times(lambda at: _of_ranks(at) * ROUNDS[at.number][-1])),
+                    (NOT_CLEARED, _times(lambda at: _of_ranks(at) * (1 + 2 + 3))),
+                    (OWN, _times(lambda at: _own(at) / at.world_size)),
+                    (OWN, _times(_own)),
+                    *((OTHER_RANK, _of_another(k)) for k in (1, 2, 3)),
+                ),
+                otherwise=((_is_multiple, FACTOR),),
+                look=FLATTEN,
+            ),
+            Demand(
+                lambda at: all(start <= end for start, (_, end) in _pairs(at)),
+                "a bucket is full, and backward goes on before it is sent",
+                AT_ONCE,
+            ),
+            Demand(
+                lambda at: all(call.kind != "all_reduce" for call in at.seen.calls),
+                "calls all_reduce",
+                WHOLE_MEAN,
+            ),
+            Calls(
+                unless_alone(_needed),
+                other_kind=IN_TURN,
+                symptoms=(
+                    (lambda got, need: len(got) > len(need), ONE_EACH),
+                    (lambda got, need: len(set(map(truediv, got, need))) == 1, DTYPE),
+                ),
+                look=IN_TURN,
+            ),
+            Demand(
+                lambda at: not at.seen.num_kept,
+                lambda at: f"a bucket is sent, and {at.seen.num_kept} param.grad are still there",
+                WHOLE,
+            ),
+            Bytes(
+                "alive_bytes",
+                lambda at: _shard_bytes(at.world_size, at.options["dtype"]),
+                REFERENCED,
+                what="besides the parameters, it keeps",
+            ),
+        ),
+        success="Shards of the mean, added up over passes; no whole gradient outlives its bucket.",
+    ),
+    wrong=(
+        Edit(FREES, "pass", WHOLE),
+        Edit(FREES, "param.grad.zero_()", WHOLE),
+        Edit(SENDS, f"{SENDS}\nself.sent = [*getattr(self, 'sent', []), flat]", REFERENCED),
+        Edit(
+            SENDS,
+            "dist.all_reduce(flat)\nshard = flat[layout.shard_slice(dist.get_rank())]",
+            WHOLE_MEAN,
+        ),
+        Edit(
+            "shard = flat.new_empty(layout.shard_numel)",
+            "shard = flat[layout.shard_slice(dist.get_rank())]",
+            REFERENCED,
+            also=(
+                (MEAN, "mean = shard.div_(dist.get_world_size())"),
+                (ADDS, "self.shards[n].add_(mean)"),
+            ),
+        ),
+        Edit(SENDS, "dist.reduce_scatter_single(shard, flat, async_op=True)", NOT_WAITED),
+        Edit(MEAN, f"{MEAN} ** 2", AVERAGED_TWICE),
+        Edit(MEAN, "mean = shard", SUMMED),
+        Edit(MEAN, "mean = shard / 3", FACTOR),
+        Edit(KEEPS, "self.shards[n] = mean", OVERWRITTEN),
+        Edit(
+            KEEPS,
+            "self.sums = getattr(self, 'sums', {})\nself.sums[n] = self.sums.get(n, 0) + mean\n"
+            "self.shards[n] = self.sums[n]",
+            NOT_CLEARED,
+        ),
+        Edit(ADDS, "(self.shards[n] + shard) / dist.get_world_size()", SUM_DIVIDED),
+        Edit(ADDS, f"({ADDS}) / 2", HALVED),
+        Edit(SENDS, "shard = flat[layout.shard_slice(dist.get_rank())].clone()", OWN),
+        Edit(SENDS, f"{SENDS}\nfor _ in bucket[1:]:\n    {SENDS}", ONE_EACH),
+        Edit(CLEARS, "pass", EARLY),
+        Edit(CLEARS, "self.ready.clear()", OTHER_BUCKETS),
+        Edit(KEEPS, "self.mean = mean", LOST),
+        Edit(KEEPS, "self.shards[n] += mean", FIRST),
+        Edit(IS_FULL, "bucket[-1] in self.ready", EARLY),
+        Edit(
+            IS_FULL,
+            "bucket[-1] in self.ready",
+            EARLY,
+            also=(
+                (ALL_GRADS, "[torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]"),
+            ),
+        ),
+        Edit(
+            IS_FULL,
+            "len(self.ready) == sum(map(len, self.buckets))",
+            AT_ONCE,
+            also=((CLEARS, "if n == len(self.buckets) - 1:\n    self.ready.clear()"),),
+        ),
+        Edit(
+            IS_FULL,
+            f"{IS_FULL} and (param not in set(bucket) or self.ready == set(bucket))",
+            AT_ONCE,
+        ),
+        Edit(IS_FULL, "False", AT_ONCE),
+        Edit(SENDS, "dist.all_reduce(flat)\nshard = flat", LENGTH),
+        Edit(FLATTENS, f"{FLATTENS}.float()", DTYPE),
+        Edit("flat.new_empty(", "torch.empty(", DTYPE),
+        Edit("flat.new_empty(layout.shard_numel)", "flat.new_empty(layout.numel)", LENGTHS),
+        Edit(
+            FLATTENS,
+            f"{FLATTENS}.float()",
+            DTYPE,
+            also=((MEAN, "mean = shard.to(param.dtype) / dist.get_world_size()"),),
+        ),
+        Edit(SENDS, "dist.reduce_scatter_single(shard, flat.roll(layout.shard_numel))", OTHER_RANK),
+        Edit(
+            FLATTENS,
+            "torch.cat([param.grad.flatten() for param in bucket[::-1]])\n"
+            "flat = F.pad(flat, (0, layout.padded_numel - layout.numel))",
+            FLATTEN,
+        ),
+    ),
 )

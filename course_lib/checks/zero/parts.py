@@ -1,32 +1,42 @@
-"""Tools for the checks of 09_zero: a module whose numbers are all different, and bytes alive."""
+"""Tools for the checks of 09_zero: a module whose numbers are all different, and bytes alive.
+
+`alive_bytes` counts storages, not the memory of the process: a view counts as all that it keeps.
+"""
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from course_lib.checks.ddp.parts import Bag
-from course_lib.checks.exercise import CheckFailed
-from course_lib.core import COMMUNICATION_KINDS, Event
+from course_lib.checks.exercise import Cause
+from course_lib.checks.expectations import Demand, Value, read
+from course_lib.checks.on_ranks import At
+from course_lib.ranks.work_handle import TrackedWork
 
-WORLD_SIZES = (3, 2, 4, 1)  # on 2 ranks, wrong answers look alike
-ROUNDING = 1e-12
-NUMBER_BYTES = 8  # everything is float64
 LETS_GO_S = 1.0
-ALONE = "rank 0 of 1,"
+ROUNDING = {torch.float64: 1e-12, torch.bfloat16: 0.02}  # bfloat16 keeps 8 bits
+NOT_WAITED = Cause(
+    "With async_op=True the call returns before the numbers are there: call wait() on the handle "
+    "that it returns before you read them."
+)
+DTYPE = Cause(
+    "Keep the dtype of the parameters: make buffers with new_empty or empty_like, convert nothing."
+)
+LENGTHS = Cause(
+    "The tensors of a call do not fit together: p shards of layout.shard_numel numbers make one "
+    "flat tensor of layout.padded_numel."
+)
+WRONG_BUFFER = (("raised", "dtype", DTYPE), ("raised", "outputShape|tensor size", LENGTHS))
 
 
-def uneven(sizes: Sequence[int]) -> Bag:
-    """Return parameters of different sizes and numbers; the first is tied, the second frozen."""
-    module = Bag(sizes)
-    with torch.no_grad():
-        for i, param in enumerate(module.weights):
-            param.copy_(module.pattern(i) + 10 * i)
-    return module
+def named(dtype: torch.dtype) -> str:
+    """Return the name of a dtype: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -86,26 +96,39 @@ def _storages() -> dict[int, int]:
     return found
 
 
-def calls_in(events: Sequence[Event]) -> list[tuple[str, int]]:
-    """Return kind and bytes of the communication, in order."""
-    made = sorted((e for e in events if e.kind in COMMUNICATION_KINDS), key=lambda e: e.start_s)
-    return [(call.kind, call.num_bytes) for call in made]
+@contextmanager
+def unwaited_calls() -> Iterator[dict[int, str]]:
+    """Yield the kinds of the calls that were started and that nobody has waited for, by number."""
+    begin, unwaited = TrackedWork.__init__, dict[int, str]()
+
+    def note_begin(work: TrackedWork, *args: Any, **kwargs: Any) -> None:
+        begin(work, *args, **kwargs)
+        unwaited[work.post.number] = work.post.kind
+
+    def noting(ends: Callable[..., Any]) -> Callable[..., Any]:
+        def note_end(work: TrackedWork, *args: Any) -> Any:
+            unwaited.pop(work.post.number, None)
+            return ends(work, *args)
+
+        return note_end
+
+    with (
+        patch.object(TrackedWork, "__init__", note_begin),
+        patch.object(TrackedWork, "wait", noting(TrackedWork.wait)),
+        patch.object(TrackedWork, "get_future", noting(TrackedWork.get_future)),
+    ):
+        yield unwaited
 
 
-def expect_calls(
-    where: str, got: Sequence[tuple[str, int]], needed: Sequence[tuple[str, int]], says: str
-) -> None:
-    """Demand these calls, in this order; a single rank may do without."""
-    if list(got) != list(needed) and (got or not where.startswith(ALONE)):
-        raise CheckFailed(f"{where}: need {_listed(needed)}; got {_listed(got)}. {says}")
+ALL_WAITED = Demand(
+    lambda at: not at.seen.unwaited,
+    lambda at: f"nothing waits for {' and '.join(sorted(set(at.seen.unwaited)))}",
+    NOT_WAITED,
+)
 
 
-def _listed(calls: Sequence[tuple[str, int]]) -> str:
-    return ", ".join(f"{kind} of {size} bytes" for kind, size in calls) or "no call at all"
-
-
-def close(got: Any, wanted: Tensor) -> bool:
-    """Return whether they are equal up to the rounding of sums in another order."""
-    if not isinstance(got, Tensor) or got.shape != wanted.shape or got.dtype != wanted.dtype:
-        return False
-    return torch.allclose(got, wanted, rtol=ROUNDING, atol=ROUNDING)
+def unless_alone(
+    needed: Callable[[At], list[tuple[str, int]]], value: Value = "calls"
+) -> Callable[[At], list[tuple[str, int]]]:
+    """Return the calls that are needed; a single rank may do without."""
+    return lambda at: needed(at) if at.world_size > 1 or read(at, value) else []

@@ -1,242 +1,400 @@
-"""Exercise 2 of 09_zero: each rank steps its own shard, and the parameters are gathered.
+"""Exercise 2 of 09_zero: each rank steps its own shard, and the parameters are gathered."""
 
-The planted mistakes are in `step_answers.py`.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from course_lib.checks.ddp.parts import Bag, row
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.expect import run
-from course_lib.checks.zero import step_answers as planted
+from course_lib.checks.ddp.parts import Bag
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import Bytes, Calls, Demand, Numbers
+from course_lib.checks.on_ranks import At, OnRanks, calls_of
 from course_lib.checks.zero.parts import (
-    NUMBER_BYTES,
-    WORLD_SIZES,
+    ALL_WAITED,
+    DTYPE,
+    LENGTHS,
+    NOT_WAITED,
+    ROUNDING,
+    WRONG_BUFFER,
     alive_bytes,
-    calls_in,
-    close,
-    expect_calls,
     flat,
+    named,
     only_new,
     shard_numel,
-    uneven,
+    unless_alone,
+    unwaited_calls,
 )
-from course_lib.ranks import Ranks, record
+from course_lib.core import Event
+from course_lib.ranks import record
 
-MODELS = ((3, 4, 1, 5, 2), (1, 2, 1))  # the second one is frozen; then fewer numbers than ranks
-LR, MOMENTUM, STEPS = 0.5, 0.9, 3
-EVERYTHING = (
-    "Everyone keeps everything: give the optimizer this rank's shard and nothing else, so that it "
-    "has state for 1/p of the numbers."
+LR, MOMENTUM, TIMES = 0.5, 0.9, (1.0, 2.0, 3.0)  # the gradients of a step are its times the slopes
+
+
+@dataclass(frozen=True)
+class PlainModel:
+    """What is trained: the second parameter is frozen, the first one tied."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def made(self) -> Bag:
+        """Return the model, whose numbers are all different."""
+        module = Bag(self.sizes)
+        with torch.no_grad():
+            for i, param in enumerate(module.weights):
+                param.copy_(module.pattern(i) + 10 * i)
+        return module.to(self.dtype)
+
+    @property
+    def numel(self) -> int:
+        """Return how many numbers are trained."""
+        return sum(self.sizes) - self.sizes[1]
+
+
+MODELS = (
+    PlainModel((3, 4, 1, 5, 2), torch.float64),
+    PlainModel((1, 2, 1), torch.float64),  # fewer numbers than ranks
+    PlainModel((3, 4, 1, 5, 2), torch.bfloat16),
 )
-REFERENCED = (
+
+FROZEN = Cause(
+    "A frozen parameter has no gradient, and nobody steps it: lay out only what is trained, and "
+    "write back into that."
+)
+PARAMS_DTYPE = Cause(
+    "Keep the shard in the parameters' dtype: then its gradient, its state and what is sent have "
+    "it, too."
+)
+RENAMED = Cause(
+    "Nothing has changed: `param = ...` only names another tensor. Write the new numbers into the "
+    "parameters with copy_."
+)
+NO_GRADIENT = Cause(
+    "Nothing has changed, and the optimizer has no state: the shard had no gradient when the "
+    "optimizer stepped. Give it one, self.shard.grad, before each step."
+)
+UNSET = Cause("self.shard.grad is None until you assign it a tensor.")
+GATHERED_FIRST = Cause("The numbers before this step: step first, then gather.")
+NOT_GATHERED = Cause(
+    "Only this rank's own shard is new: after the step, all_gather what the others have stepped."
+)
+STALE = Cause("The others' shards are from before the step: stale. Step first, then gather.")
+NO_MOMENTUM = Cause("The momentum is lost: make one optimizer, in __init__.")
+SUMMED = Cause("The gradients are summed once more, {p} times too large: they are means already.")
+DIVIDED = Cause("The gradients are divided by {p} once more: they are means already.")
+ADDED_UP = Cause("Gradients of earlier steps are in it: do not add them up.")
+MOVED = Cause("The right numbers in the wrong places: rank r has to step shard r.")
+SAME_SLICE = Cause(
+    "Are this rank's numbers, this rank's gradients and the place where they go back the same "
+    "slice of the flat parameter?"
+)
+EVERYTHING = Cause(
+    "Nothing is saved: give the optimizer this rank's shard of the trained parameters and nothing "
+    "else, so that it has state for 1/p of the numbers."
+)
+SUMS_SHARDS = Cause("A sum of shards among zeros sends twice the bytes of an all_gather.")
+ONE_GATHER = Cause(
+    "One all_gather puts all shards together: dist.all_gather_single(flat, shard). Nothing else is "
+    "sent: behind DDP, every rank knows all gradients, and they are means already."
+)
+A_CALL_EACH = Cause("One call a step, for the whole flat parameter: not one per parameter.")
+ONLY_READ = Cause("Others may still read param.grad: work on a copy.")
+REFERENCED = Cause(
     "Freed, but still referenced: a slice is a view, and keeps the whole flat tensor that it was "
-    "cut from; so does an attribute that holds it. Clone what you keep, the shard and its gradient."
+    "cut from; so does an attribute. Clone what you keep: the shard and its gradient."
 )
 
 
 @dataclass
-class Stepped:
-    """The state of one rank after some steps."""
+class Trained:
+    """The training of one model on one rank; `rows` are the trained numbers, also at the start."""
 
-    rows: list[Tensor]  # the trained numbers after each step
-    calls: list[list[tuple[str, int]]]
+    model: PlainModel
+    rows: list[Tensor]
+    calls: list[Event]
+    unwaited: list[str]
     frozen_changed: bool
+    grads_changed: bool
+    stepped: list[torch.dtype]
     num_state: int
     alive_bytes: int
-    grads_changed: bool
 
 
-def _steps(rank: int, answer: Callable[..., Any]) -> list[Stepped]:
-    found = []
-    for sizes in MODELS:
-        module = uneven(sizes)
-        with only_new():
-            found.append(_one(answer, module))
-    return found
-
-
-def _one(answer: Callable[..., Any], module: Bag) -> Stepped:
-    made, frozen = list[Optimizer](), module.weights[1].detach().clone()
+def _train(_rank: int, answer: Callable[..., Any], model: PlainModel) -> dict[str, Trained]:
+    """Take three steps; then look at what is alive, without the whole gradients."""
+    module, made, grads_changed = model.made(), list[Optimizer](), False
+    trained, frozen = [module.weights[i] for i in module.trained], module.weights[1]
+    before = frozen.detach().clone()
 
     def make_optimizer(params: Any) -> Optimizer:
         made.append(torch.optim.SGD(params, lr=LR, momentum=MOMENTUM))
         return made[-1]
 
-    stepper, rows, calls = answer(module, make_optimizer), list[Tensor](), []
-    grads_changed = False
-    for number in range(STEPS):
-        for i in module.trained:
-            module.weights[i].grad = module.slope(i) * (number + 1)
-        with record() as log:
+    with only_new(), record() as log, unwaited_calls() as unwaited:
+        stepper = answer(module, make_optimizer)
+        rows = [flat(trained)]
+        for times in TIMES:
+            grads = [(module.slope(i) * times).to(model.dtype) for i in module.trained]
+            for param, grad in zip(trained, grads, strict=True):
+                param.grad = grad.clone()
             stepper.step()
-        grads_changed |= not all(_is_slope(module, i, number + 1) for i in module.trained)
-        rows.append(flat([module.weights[i] for i in module.trained]))
-        calls.append(calls_in(log.events))
-    for param in module.parameters():
-        param.grad = None
-    state = [x for one in made for x in _tensors(list(one.state.values())) if x.dim()]
-    return Stepped(
+            grads_changed |= any(map(_has_changed, trained, grads))
+            rows.append(flat(trained))
+        del grads, grad
+        module.zero_grad()
+        enough = 3 * _shard_bytes(model, dist.get_world_size())
+        alive = alive_bytes(module, *rows, before, enough=enough)
+    groups = [group for optimizer in made for group in optimizer.param_groups]
+    states = [state for optimizer in made for state in optimizer.state.values()]
+    seen = Trained(
+        model,
         rows,
-        calls,
-        not torch.equal(frozen, module.weights[1].detach()),
-        sum(x.numel() for x in state),
-        alive_bytes(module, *rows, frozen, enough=3 * _shard_bytes(rows[0].numel())),
+        calls_of(log.events),
+        list(unwaited.values()),
+        not torch.equal(before, frozen.detach()),
         grads_changed,
+        [param.dtype for group in groups for param in group["params"]],
+        sum(one.numel() for state in states for one in state.values() if one is not None),
+        alive,
     )
+    return {f"{model.numel} trained numbers in {named(model.dtype)}": seen}
 
 
-def _shard_bytes(numel: int) -> int:
-    return shard_numel(numel, dist.get_world_size()) * NUMBER_BYTES
+def _has_changed(param: Tensor, grad: Tensor) -> bool:
+    return param.grad is not None and not torch.equal(param.grad, grad)
 
 
-def _is_slope(module: Bag, i: int, times: int) -> bool:
-    """Return whether a gradient is as it was before the step, or gone."""
-    grad = module.weights[i].grad
-    return grad is None or close(grad, module.slope(i) * times)
+def _shard_bytes(model: PlainModel, p: int) -> int:
+    return shard_numel(model.numel, p) * model.dtype.itemsize
 
 
-def _tensors(nested: Any) -> Iterator[Tensor]:
-    for thing in nested.values() if isinstance(nested, dict) else nested:
-        if isinstance(thing, Tensor):
-            yield thing
-        elif isinstance(thing, dict | list):
-            yield from _tensors(thing)
-
-
-def check_step(answer: Callable[..., Any]) -> str:
-    """Check 1 to 4 ranks, uneven, with fewer numbers than ranks: values, state, one all_gather."""
-    for p in WORLD_SIZES:
-        with Ranks(p) as ranks:
-            by_rank = run(ranks, _steps, answer)
-        for number, sizes in enumerate(MODELS):
-            for rank, stepped in enumerate(by_rank):
-                where = f"rank {rank} of {p}, {sum(sizes) - sizes[1]} trained numbers"
-                _judge(stepped[number], where, rank, p, uneven(sizes))
-    return "As one process after every step; 1/p of the state, and one all_gather a step."
-
-
-def _judge(got: Stepped, where: str, rank: int, p: int, module: Bag) -> None:
-    if got.frozen_changed:
-        raise CheckFailed(f"{where}: a frozen parameter has changed. Lay out only what is trained.")
-    wanted = _rows(module)
-    for number in range(STEPS):
-        if not close(got.rows[number], wanted[number]):
-            raise CheckFailed(
-                f"{where}, after step {number + 1}: need {row(wanted[number])}; got "
-                f"{row(got.rows[number])}. {_why(got, rank, p, module)}"
-            )
-    n = shard_numel(wanted[0].numel(), p)
-    if got.num_state > n:
-        raise CheckFailed(
-            f"{where}: the optimizer has state for {got.num_state} numbers; the shard has {n}. "
-            f"{EVERYTHING}"
-        )
-    for calls in got.calls:
-        needed = [("all_gather", n * p * NUMBER_BYTES)]
-        expect_calls(where, calls, needed, _why_calls(calls))
-    if got.grads_changed:
-        raise CheckFailed(
-            f"{where}: step() has changed param.grad, which others may still read. Copy first."
-        )
-    if got.alive_bytes > 3 * n * NUMBER_BYTES:
-        raise CheckFailed(
-            f"{where}: the shard, its gradient and its state are {3 * n * NUMBER_BYTES} bytes; "
-            f"{got.alive_bytes} are alive after the step. {REFERENCED}"
-        )
-
-
-def _rows(
-    module: Bag, *, momentum: float = MOMENTUM, times: Sequence[float] = (1, 2, 3)
-) -> list[Tensor]:
-    """Return the trained numbers of one process after each step, with `times` the slopes."""
-    values = flat([module.weights[i] for i in module.trained])
-    slopes, moved, rows = flat([module.slope(i) for i in module.trained]), 0 * values, []
-    for number in range(STEPS):
-        moved = momentum * moved + slopes * times[number]
-        values = values - LR * moved
-        rows.append(values)
+def _rows(at: At, *, momentum: float = MOMENTUM, times: Sequence[float] = TIMES) -> list[Tensor]:
+    """Return the trained numbers of one process, at the start and after each step."""
+    module = at.seen.model.made()
+    row = nn.Parameter(flat([module.weights[i] for i in module.trained]))
+    slopes = flat([module.slope(i) for i in module.trained])
+    optimizer, rows = torch.optim.SGD([row], lr=LR, momentum=momentum), [row.detach().clone()]
+    for each in times:
+        row.grad = (slopes * each).to(row.dtype)
+        optimizer.step()
+        rows.append(row.detach().clone())
     return rows
 
 
-RENAMED = (
-    "Nothing has changed: `param = ...` only names another tensor. Write the new numbers into the "
-    "parameters with copy_."
-)
-NO_GRADIENT = (
-    "Nothing has changed, and the optimizer has no state: the shard had no gradient when it "
-    "stepped. Give it one, self.shard.grad, before each step."
-)
-IN_FLOAT32 = (
-    "Right up to rounding: your numbers go through float32. Keep the shard, its gradient and what "
-    "is sent in the parameters' dtype, here float64."
-)
-MEANS = "they are means already."
+def _start(at: At) -> list[Tensor]:
+    return [_rows(at)[0]] * len(_rows(at))
 
 
-def _why(got: Stepped, rank: int, p: int, module: Bag) -> str:
-    """Return the cause, from the last step: after the first one, several mistakes look alike."""
-    start, (*_, behind, wanted) = flat([module.weights[i] for i in module.trained]), _rows(module)
-    n = shard_numel(start.numel(), p)
-    mine = slice(rank * n, (rank + 1) * n)
-    is_now = got.rows[-1]
-    if is_now.shape == wanted.shape and torch.allclose(is_now, wanted, rtol=1e-5, atol=1e-5):
-        return IN_FLOAT32
-    if close(is_now, start):
-        return RENAMED if got.num_state else NO_GRADIENT
-    if close(is_now, behind):
-        return "The numbers before this step: gather after the optimizer's step, not before it."
-    others = torch.ones(start.numel(), dtype=torch.bool)
-    others[mine] = False
-    if close(is_now[mine], wanted[mine]):
-        if close(is_now[others], start[others]):
-            return (
-                "Only this rank's own shard is new: after the step, all_gather what the others "
-                "have stepped."
-            )
-        if close(is_now[others], behind[others]):
-            return "The others' shards are from before the step: stale. Step first, then gather."
-    causes = [
-        (_rows(module, momentum=0.0), "The momentum is lost: make one optimizer, in __init__."),
-        (_rows(module, times=(p, 2 * p, 3 * p)), "The gradients are summed once more: " + MEANS),
-        (_rows(module, times=(1 / p, 2 / p, 3 / p)), "Divided by p once more: " + MEANS),
-        (_rows(module, times=(1, 3, 6)), "Gradients of earlier steps are in it: do not add them."),
-    ]
-    for rows, says in causes:
-        if close(is_now, rows[-1]):
-            return says
-    if any(close(is_now[:n], wanted[k * n : (k + 1) * n]) for k in range(1, p)):
-        return "The right numbers in the wrong places: rank r has to step shard r."
-    return (
-        "Are this rank's numbers, this rank's gradients and the place where they go back the same "
-        "slice of the flat parameter?"
-    )
+def _behind(at: At) -> list[Tensor]:
+    return [_rows(at)[0], *_rows(at)[:-1]]
 
 
-def _why_calls(calls: Sequence[tuple[str, int]]) -> str:
-    kinds = {kind for kind, _ in calls}
-    if not calls:
-        return "If nobody talks, everyone has stepped everything: that shards no work."
-    if kinds == {"all_reduce"}:
-        return "A sum of shards among zeros sends twice the bytes of an all_gather."
-    if kinds > {"all_gather"} and kinds & {"all_reduce", "reduce_scatter"}:
-        return "Behind DDP the gradients are means already, and every rank knows all of them."
-    if kinds == {"all_gather"} and len(calls) > 1:
-        return "One call for the whole flat parameter, not one per parameter."
-    return "One all_gather puts all shards together: dist.all_gather_single(flat, shard)."
+def _own_and(others: Callable[[At], list[Tensor]]) -> Callable[[At], list[Tensor]]:
+    """Return rows that are right in this rank's shard, and those of `others` elsewhere."""
 
+    def rows(at: At) -> list[Tensor]:
+        numel = at.seen.model.numel
+        mine = torch.arange(numel) // shard_numel(numel, at.world_size) == at.rank
+        return [torch.where(mine, *two) for two in zip(_rows(at), others(at), strict=True)]
+
+    return rows
+
+
+def _always(wrong: Callable[[At], list[Tensor]]) -> Callable[..., bool]:
+    """Return whether these are the numbers after every step: after the first, many look alike."""
+
+    def fits(at: At, _got: Tensor, _item: int) -> bool:
+        pairs = zip(at.seen.rows, wrong(at), strict=True)
+        return all(torch.allclose(is_now, row, rtol=ROUNDING[row.dtype]) for is_now, row in pairs)
+
+    return fits
+
+
+def _times(factor: Callable[[At], float]) -> Callable[..., bool]:
+    return _always(lambda at: _rows(at, times=[each * factor(at) for each in TIMES]))
+
+
+def _has_moved(at: At, got: Tensor, item: int) -> bool:
+    right = _rows(at)[item]
+    return bool(((got != right) & torch.isin(got, right)).double().mean() > 0.7)
+
+
+def _bytes(at: At) -> int:
+    return _shard_bytes(at.seen.model, at.world_size)
+
+
+def _share(at: At) -> int:
+    return shard_numel(at.seen.model.numel, at.world_size)
+
+
+STEPS = "self.optimizer.step()\n        flat"
+GATHERS = "dist.all_gather_single(flat, self.shard)"
+GRADIENT = "self.layout.flatten(grads)[self.mine].clone()"
+FLAT = "self.layout.flatten(self.params)"
+SHARD = f"{FLAT}[self.mine].clone()"
+GRADS = "[param.grad for param in self.params]"
+GRADS_OR = "[torch.{}(p) if p.grad is None else p.grad for p in self.params]"
+ALL = "list(module.parameters())"
+TRAINED = "[param for param in module.parameters() if param.requires_grad]"
+LAST = "param.copy_(view)"
 
 STEP = Exercise(
     key="zero-2",
     title="step your own shard",
-    check=check_step,
-    reference=planted.ShardedStep,
-    mistakes=planted.mistakes(Mistake),
+    check=OnRanks(
+        observe_on_rank=_train,
+        runs=lambda _p: [{"model": model} for model in MODELS],
+        trouble=(
+            ("raised", r"NoneType.*'(copy_|zero_|add_)'|for \+", UNSET),
+            ("raised", "NoneType.*'(shape|detach|flatten|reshape)'", FROZEN),
+            *WRONG_BUFFER,
+        ),
+        expect=(
+            ALL_WAITED,
+            Demand(
+                lambda at: set(at.seen.stepped) <= {at.seen.model.dtype},
+                lambda at: f"the optimizer steps a tensor of {at.seen.stepped[0]}",
+                PARAMS_DTYPE,
+            ),
+            Demand(lambda at: not at.seen.frozen_changed, "a frozen parameter has changed", FROZEN),
+            Numbers(
+                "rows",
+                _rows,
+                rtol=lambda at: ROUNDING[at.seen.model.dtype],
+                what="the flat parameter",
+                names=lambda _at: [
+                    "before the first step",
+                    *(f"after step {k}" for k in (1, 2, 3)),
+                ],
+                predicates=(
+                    (lambda at, *got: at.seen.num_state and _always(_start)(at, *got), RENAMED),
+                    (_always(_start), NO_GRADIENT),
+                    (_always(_behind), GATHERED_FIRST),
+                    (_always(_own_and(_start)), NOT_GATHERED),
+                    (_always(_own_and(_behind)), STALE),
+                    (_always(lambda at: _rows(at, momentum=0.0)), NO_MOMENTUM),
+                    (_times(lambda at: at.world_size), SUMMED),
+                    (_times(lambda at: 1 / at.world_size), DIVIDED),
+                    (_always(lambda at: _rows(at, times=(1, 3, 6))), ADDED_UP),
+                    (_has_moved, MOVED),
+                ),
+                look=SAME_SLICE,
+            ),
+            Demand(
+                lambda at: at.seen.num_state <= _share(at),
+                lambda at: f"it has state for {at.seen.num_state} numbers; need {_share(at)}",
+                EVERYTHING,
+            ),
+            Demand(
+                lambda at: {call.kind for call in at.seen.calls} != {"all_reduce"},
+                "calls all_reduce",
+                SUMS_SHARDS,
+            ),
+            Calls(
+                unless_alone(lambda at: [("all_gather", at.world_size * _bytes(at))] * len(TIMES)),
+                other_kind=ONE_GATHER,
+                symptoms=((lambda got, need: len(got) > len(need), A_CALL_EACH),),
+                look=ONE_GATHER,
+            ),
+            Demand(lambda at: not at.seen.grads_changed, "step() changes param.grad", ONLY_READ),
+            Bytes(
+                "alive_bytes",
+                lambda at: 3 * _bytes(at),
+                REFERENCED,
+                what="besides the parameters, it keeps",
+            ),
+        ),
+        success="As one process after every step; 1/p of the state, and one all_gather a step.",
+    ),
+    wrong=(
+        Edit(
+            f"self.shard = {SHARD}",
+            "self.whole = self.layout.flatten(self.params)\nself.shard = self.whole[self.mine]",
+            EVERYTHING,
+            also=(
+                ("[self.shard]", "[self.whole]"),
+                (f"self.shard.grad = {GRADIENT}", "self.whole.grad = self.layout.flatten(grads)"),
+            ),
+        ),
+        Edit(
+            "[self.shard]",
+            "self.params",
+            EVERYTHING,
+            also=((GATHERS, f"self.shard.copy_({SHARD})\n{GATHERS}"),),
+        ),
+        Edit(GATHERS, f"flat = {FLAT}\nflat[self.mine] = self.shard", NOT_GATHERED),
+        Edit(STEPS, "flat", GATHERED_FIRST, also=((GATHERS, f"{GATHERS}\nself.optimizer.step()"),)),
+        Edit(
+            STEPS,
+            "flat",
+            STALE,
+            also=((GATHERS, f"{GATHERS}\nself.optimizer.step()\nflat[self.mine] = self.shard"),),
+        ),
+        Edit("(flat, self.shard)", "(flat, self.shard, async_op=True)", NOT_WAITED),
+        Edit(SHARD, SHARD.removesuffix(".clone()"), REFERENCED),
+        Edit(GRADIENT, GRADIENT.removesuffix(".clone()"), REFERENCED),
+        Edit("flat = self.shard", "flat = self.flat = self.shard", REFERENCED),
+        Edit(LAST, "param = view", RENAMED),
+        Edit("self.shard.grad = ", "self.grad = ", NO_GRADIENT),
+        Edit("self.shard.grad = ", "self.shard.grad += ", UNSET),
+        Edit(f"self.shard.grad = {GRADIENT}", f"self.shard.grad.copy_({GRADIENT})", UNSET),
+        Edit(
+            "self.shard.grad = ",
+            "self.shard.grad = (0 if self.shard.grad is None else self.shard.grad) + ",
+            ADDED_UP,
+        ),
+        Edit(
+            "self.optimizer = make_optimizer([self.shard])",
+            "self.make = make_optimizer",
+            NO_MOMENTUM,
+            also=(("self.optimizer.step()", "self.make([self.shard]).step()"),),
+        ),
+        Edit(GRADIENT, f"{GRADIENT} / dist.get_world_size()", DIVIDED),
+        Edit(GRADS, f"{GRADS}\nfor grad in grads:\n    dist.all_reduce(grad)", SUMMED),
+        Edit(
+            GRADIENT,
+            "torch.empty_like(self.shard)\n"
+            "dist.reduce_scatter_single(self.shard.grad, self.layout.flatten(grads))\n"
+            "self.shard.grad /= dist.get_world_size()",
+            ONE_GATHER,
+        ),
+        Edit(
+            GRADS,
+            f"{GRADS}\nfor grad in grads:\n    grad /= dist.get_world_size()\n"
+            "    dist.all_reduce(grad)",
+            ONE_GATHER,
+        ),
+        Edit(
+            "new_empty",
+            "new_zeros",
+            SUMS_SHARDS,
+            also=((GATHERS, "flat[self.mine] = self.shard\ndist.all_reduce(flat)"),),
+        ),
+        Edit(SHARD, f"{SHARD}.float()", PARAMS_DTYPE, also=((GRADIENT, f"{GRADIENT}.float()"),)),
+        Edit("self.shard.new_empty(", "torch.empty(", DTYPE),
+        Edit("self.layout.padded_numel", "self.layout.numel", LENGTHS),
+        Edit("(dist.get_rank())", "((dist.get_rank() + 1) % dist.get_world_size())", MOVED),
+        Edit(f"{FLAT}[self.mine]", f"{FLAT}[: self.layout.shard_numel]", SAME_SLICE),
+        Edit(TRAINED, ALL, FROZEN),
+        Edit(TRAINED, ALL, FROZEN, also=((GRADS, GRADS_OR.format("ones_like")),)),
+        Edit(TRAINED, ALL, EVERYTHING, also=((GRADS, GRADS_OR.format("zeros_like")),)),
+        Edit(
+            LAST,
+            f"{LAST}\nflat = param.new_empty(dist.get_world_size() * param.numel())\n"
+            "dist.all_gather_single(flat, param.reshape(-1))",
+            A_CALL_EACH,
+        ),
+        Edit(
+            GATHERS,
+            "for rank, part in enumerate(flat.chunk(dist.get_world_size())):\n"
+            "    part.copy_(self.shard)\n    dist.broadcast(part, rank)",
+            ONE_GATHER,
+        ),
+        Edit(LAST, f"{LAST}\nparam.grad.mul_(0.5)", ONLY_READ),
+    ),
 )
