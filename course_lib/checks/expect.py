@@ -1,18 +1,17 @@
-"""Tools to write checks with: run an answer on ranks, compare, count traffic and memory.
+"""How a value differs from the right one, in words; and what checks that are plain functions use.
 
-Every tool passes silently or raises CheckFailed. `where` opens the sentence ("rank 1 of 2"); a
-cause is a pair of a wrong answer and the sentence that names its misconception: the wrong answer
-is a value to compare with, or a predicate of what came back. The first cause that fits is told.
+`difference` serves all checks. `run` and `expect_equal` serve those that are still functions: they
+pass silently or raise CheckFailed. `where` opens the sentence ("rank 1 of 2"); a cause is a pair of
+a wrong answer (a value, or a predicate of what came back) and the sentence that names it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from course_lib.checks.exercise import CheckFailed, NotDone
-from course_lib.core import COMMUNICATION_KINDS, Event
 from course_lib.ranks import RankError, Ranks
 
 Cause = tuple[Any, str]
@@ -137,62 +136,6 @@ def _plain(value: Any) -> str:
     return str(list(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
 
 
-def counted(value: float, world_size: int) -> str:
-    """Describe the ranks in a sum of 10**rank: `1211 -> 'rank 2 twice'`; empty when each once."""
-    digits = [int(value) // 10**rank % 10 for rank in range(world_size)]
-    words = {0: "not at all", 2: "twice"}
-    return ", ".join(
-        f"rank {rank} {words.get(times, f'{times} times')}"
-        for rank, times in enumerate(digits)
-        if times != 1
-    )
-
-
-def sent(events: Iterable[Event], rank: int) -> tuple[int, int]:
-    """Return how many messages a rank sent, and their bytes together."""
-    sizes = [event.num_bytes for event in events if (event.kind, event.rank) == ("send", rank)]
-    return len(sizes), sum(sizes)
-
-
-def expect_traffic(
-    events: Sequence[Event],
-    world_size: int,
-    *,
-    max_messages: int | None = None,
-    max_bytes: int | None = None,
-    says: str = "",
-) -> None:
-    """Demand that no rank sends more messages or bytes than the budget."""
-    for rank in range(world_size):
-        for is_now, budget, unit in zip(
-            sent(events, rank), (max_messages, max_bytes), ("messages", "bytes"), strict=True
-        ):
-            if budget is not None and is_now > budget:
-                raise CheckFailed(
-                    f"rank {rank} of {world_size} sends {is_now} {unit}; the budget is {budget}. "
-                    f"{says}".rstrip()
-                )
-
-
-def expect_only(events: Iterable[Event], *kinds: str, says: str = "") -> None:
-    """Demand that the ranks communicate with the named kinds of calls only."""
-    for event in events:
-        if event.kind in COMMUNICATION_KINDS and event.kind not in kinds:
-            raise CheckFailed(
-                f"rank {event.rank} calls {event.kind}; this exercise is for "
-                f"{' and '.join(kinds) or 'no communication at all'}. {says}".rstrip()
-            )
-
-
 def held_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes a tensor keeps alive: its whole storage, even of a view. Use on a rank."""
     return tensor.untyped_storage().nbytes()
-
-
-def expect_held(held: int, needed: int, *, where: str, says: str = "") -> None:
-    """Demand that a result keeps no more bytes alive than it needs (see `held_bytes`)."""
-    if held > needed:
-        raise CheckFailed(
-            f"{where}: what you return needs {needed} bytes; it keeps {held} alive. "
-            f"{says or 'A view keeps the whole tensor it was cut from: return a clone.'}"
-        )

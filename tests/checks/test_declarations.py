@@ -2,6 +2,7 @@
 
 import pickle
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,14 +17,16 @@ from course_lib.checks.expectations import (
     DTYPE,
     NO_RESULT,
     SHAPE,
+    Bytes,
     Calls,
+    Demand,
     Numbers,
     OnlyKinds,
     Traffic,
     Untouched,
 )
-from course_lib.checks.on_ranks import OnRanks, watch
-from course_lib.core import CourseError
+from course_lib.checks.on_ranks import At, OnRanks, Run, watch
+from course_lib.core import CourseError, Event
 
 SUMMED = Cause("{p} times too large: summed.")
 OVERWRITTEN = Cause("It belongs to the caller: work on a clone.")
@@ -303,6 +306,48 @@ def test_what_ranks_observed_can_be_judged_in_another_process():
     observed = pickle.loads(pickle.dumps(list(MEAN.check.observe(lambda x: mean(x) * 2))))
     with pytest.raises(CheckFailed, match="2 times too large"):
         MEAN.check.judge(observed, MEAN)
+
+
+def seen_once(**seen):
+    """One rank's observation, without a run."""
+    return At(Run(1, {}, [{"step 1": SimpleNamespace(**seen)}]), 0, "step 1")
+
+
+def call(kind, num_bytes):
+    return Event(kind=kind, rank=0, num_bytes=num_bytes, start_s=0, end_s=1)
+
+
+@pytest.mark.parametrize(
+    ("expectation", "right", "wrong", "says"),
+    [
+        (
+            Traffic(HUNG, max_messages=lambda at: 1),
+            {"events": [call("send", 8), call("recv", 8)]},
+            {"events": [call("send", 4), call("send", 4)]},
+            "rank 0 of 1, step 1: sends 2 messages; the budget is 1. Not every rank",
+        ),
+        (
+            Traffic(HUNG, max_bytes=lambda at: 8),
+            {"events": [call("send", 8)]},
+            {"events": [call("send", 9)]},
+            "sends 9 bytes; the budget is 8",
+        ),
+        (Bytes("kept", lambda at: 8, HUNG), {"kept": 8}, {"kept": 9}, "it keeps 9 bytes; need at"),
+        (
+            Demand(lambda at: at.seen.early, lambda at: f"late at {at.rank}", HUNG),
+            {"early": True},
+            {"early": False},
+            "late at 0. Not every rank",
+        ),
+        (Untouched(), {"changed": ()}, {"changed": ("x", "y")}, "x and y has changed"),
+    ],
+)
+def test_an_expectation_holds_at_its_bound_and_not_beyond(expectation, right, wrong, says):
+    expectation(seen_once(**right))
+    with pytest.raises(CheckFailed) as caught:
+        expectation(seen_once(**wrong))
+    assert says in str(caught.value)
+    assert caught.value.cause == expectation.cause
 
 
 # --- the limit

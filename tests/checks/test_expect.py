@@ -9,16 +9,10 @@ import torch.distributed as dist
 
 from course_lib.checks import CheckFailed, NotDone
 from course_lib.checks.expect import (
-    counted,
     expect_equal,
-    expect_held,
-    expect_only,
-    expect_traffic,
     held_bytes,
     run,
-    sent,
 )
-from course_lib.core import Event
 from course_lib.ranks import Ranks
 
 ONE = torch.tensor([1.0, 10.0])
@@ -66,36 +60,10 @@ def test_true_is_not_one():
         expect_equal(True, 1, where="here")
 
 
-@pytest.mark.parametrize(
-    ("total", "says"),
-    [(1111, ""), (1211, "rank 2 twice"), (301, "rank 1 not at all, rank 2 3 times, rank 3 not")],
-)
-def test_a_sum_of_powers_of_ten_says_whose_number_is_in_it(total, says):
-    assert counted(total, 4).startswith(says)
-    assert bool(counted(total, 4)) == bool(says)
-
-
-def test_traffic_is_counted_by_rank():
-    def event(kind, rank, num_bytes):
-        return Event(kind=kind, rank=rank, num_bytes=num_bytes, start_s=0, end_s=1)
-
-    events = [event("send", 0, 8), event("send", 1, 4), event("send", 1, 4), event("recv", 0, 4)]
-    assert sent(events, 1) == (2, 8)
-    expect_traffic(events, 2, max_messages=2, max_bytes=8)
-    with pytest.raises(CheckFailed, match=r"rank 1 of 2 sends 2 messages; the budget is 1\. Why"):
-        expect_traffic(events, 2, max_messages=1, says="Why?")
-    with pytest.raises(CheckFailed, match="rank 0 of 2 sends 8 bytes; the budget is 4"):
-        expect_traffic(events, 2, max_bytes=4)
-    expect_only(events, "send", "recv")
-    with pytest.raises(CheckFailed, match="rank 0 calls all_reduce; this exercise is for send"):
-        expect_only([event("all_reduce", 0, 4)], "send", "recv")
-
-
 def test_a_view_holds_what_it_was_cut_from():
     whole = torch.zeros(100)
-    expect_held(held_bytes(whole[:2].clone()), 8, where="rank 0")
-    with pytest.raises(CheckFailed, match=r"needs 8 bytes; it keeps 400 alive.*return a clone"):
-        expect_held(held_bytes(whole[:2]), 8, where="rank 0")
+    assert held_bytes(whole[:2]) == 400
+    assert held_bytes(whole[:2].clone()) == 8
 
 
 def raises_on_one(rank):

@@ -15,7 +15,7 @@ from course_lib.checks import (
     exercise,
     find_exercise,
 )
-from course_lib.checks.expect import counted
+from course_lib.checks.expect import on_ranks
 from course_lib.core import CourseError
 
 
@@ -126,8 +126,8 @@ class TestCheck:
             check("toy-1", 3)
 
     def test_the_courses_own_function_is_sent_back(self):
-        with pytest.raises(CheckFailed, match="the course's own counted, not yours"):
-            check("toy-1", counted)
+        with pytest.raises(CheckFailed, match="the course's own on_ranks, not yours"):
+            check("toy-1", on_ranks)
 
     @pytest.mark.parametrize(
         ("key", "says"),
