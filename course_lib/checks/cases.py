@@ -22,6 +22,10 @@ from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, fa
 MOST_LINES = 1_000_000
 NO_RESULT = Cause("Does your function return its result?")
 A_FLOAT = Cause("A whole number is needed, and that is a float: `/` makes one, `//` does not.")
+TOO_NARROW = Cause(
+    "float32 keeps 7 digits, and int32 ends at 2**31 - 1: real models have more. Count with int "
+    "and float of Python, or in int64 and float64."
+)
 Case = tuple[str, tuple[Any, ...]]
 
 
@@ -123,7 +127,10 @@ class Cases:
         if isinstance(found, str) and not isinstance(wanted, str):
             found = repr(found)
         unit = self.unit if isinstance(found, Real) else ""
-        return f"{what}: need {plain(wanted)}{self.unit}; got {plain(found)}{unit}"
+        words, seen = plain(wanted), f"{plain(found)}{unit}"
+        if words == plain(found) and (off := apart(found, wanted)):
+            seen += f", off by {off:.1g}: digits were lost"
+        return f"{what}: need {words}{self.unit}; got {seen}"
 
     def _first_difference(self, wanted: dict[Any, Any], found: dict[Any, Any]) -> tuple[Any, ...]:
         """Return the first key whose values differ, and both values."""
@@ -177,6 +184,15 @@ def alike(found: Any, wanted: Any, rtol: float) -> bool:
             alike(one, other, rtol) for one, other in zip(found, wanted, strict=True)
         )
     return type(found) is type(wanted) and bool(found == wanted)
+
+
+def apart(found: Any, wanted: Any) -> float:
+    """Return the largest difference between the numbers of two values; 0 where there are none."""
+    if isinstance(found, Real) and isinstance(wanted, Real):
+        return abs(float(found) - float(wanted))
+    if isinstance(found, list | tuple) and isinstance(wanted, list | tuple):
+        return max(map(apart, found, wanted), default=0.0)
+    return 0.0
 
 
 def plain(value: Any) -> str:

@@ -181,8 +181,9 @@ print("kept:", *kept)
 #
 # `saved_tensors_hooks(pack, unpack)` calls `pack` with every tensor that autograd keeps. Weigh each
 # **storage** once: two views lie in the same memory, and a small view keeps all of it alive. Leave
-# `params` out. `tensor.untyped_storage()` has `data_ptr()`, its address, and `nbytes()`. What
-# `pack` returns is what autograd keeps: return the tensor. About 4 lines.
+# `params` out, which may be an iterator: read it once. `tensor.untyped_storage()` has `data_ptr()`,
+# its address, and `nbytes()`. What `pack` returns is what autograd keeps: return the tensor. About
+# 4 lines.
 #
 # <details><summary>Hint: I count a tensor twice, or a parameter that should be left out</summary>
 # A view has an address of its own. Which address do all views of one tensor share?</details>

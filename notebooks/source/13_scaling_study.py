@@ -83,7 +83,7 @@ show(compare(range(1, len(alone_ms) + 1), curves, title, **axes), alt=f"{title};
 #
 # You get the records of all ranks, in order, and make one line of them; they stay as they are:
 #
-# - `time_s`: the seconds of the rank that took longest in all.
+# - `time_s`: what the steps of a rank took, added up; of the rank where that is most.
 # - `num_tokens`: those of each copy of the model, once. The ranks of a copy are neighbours, tp
 #   innermost, then pp. Only what reached the last *stage* counts, and some of the tp ranks there
 #   may count nothing: take the largest number.
@@ -208,7 +208,8 @@ print(f"after synchronize(): {device.now_s():.2f} s")
 #
 # A step is `accumulated` micro-batches, each `device.backward(next(micro_batches))`, where a
 # micro-batch here is just its number of tokens; then `device.step()`. Run `steps` of them, of which
-# the first `warmup` (0 or more) do not count. Return seconds and tokens of the others. About 10
+# the first `warmup` (0 or more) do not count, and draw no more micro-batches than that. Return
+# seconds and tokens of the other steps, not rounded. The device may be busy at first. About 10
 # lines.
 #
 # <details><summary>Hint: a few thousandths of the right time</summary>

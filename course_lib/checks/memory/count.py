@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from course_lib.checks.cases import A_FLOAT, Case, Cases, whole
+from course_lib.checks.cases import A_FLOAT, TOO_NARROW, Case, Cases, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.core import MODELS, ModelSpec
@@ -20,6 +20,7 @@ def _cases() -> list[Case]:
         replace(narrow, tied=False),
         replace(narrow, num_heads=2, vocab=19, max_seq=23, tied=False),
         MODELS["gpt2"],
+        MODELS["megatron-175b"],
     )
     return [
         (f"hidden {s.hidden}, {s.num_layers} layers, {'tied' if s.tied else 'untied'}", (s,))
@@ -109,5 +110,11 @@ COUNT = Exercise(
             Cause("Those are bytes in fp32: parameters are counted in numbers."),
         ),
         Edit("+ tables", "+ tables / 1", A_FLOAT),
+        Edit(TOTAL, f"int(torch.tensor([{TOTAL}], dtype=torch.float32).sum())", TOO_NARROW),
+        Edit(
+            "spec.hidden, spec.ffn_hidden",
+            "torch.tensor([spec.hidden, spec.ffn_hidden], dtype=torch.int32)",
+            TOO_NARROW,
+        ),
     ),
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from course_lib.checks.cases import A_FLOAT, Case, Cases, whole
+from course_lib.checks.cases import A_FLOAT, TOO_NARROW, Case, Cases, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.core.recipes import RECIPES, Recipe
@@ -22,19 +22,24 @@ ODD = Recipe(
 def _cases() -> list[Case]:
     recipes = (
         ODD,
+        replace(ODD, name="a made-up recipe without a master copy", master_bytes=0),
         replace(ODD, name="a made-up recipe with one moment", num_moments=1),
         replace(ODD, name="a made-up recipe without moments", num_moments=0),
         *RECIPES.values(),
     )
+    pairs = [(number, recipe) for recipe in recipes for number in (1, 1000)]
     return [
         (f"{number:,} parameter{'s' if number > 1 else ''} in {recipe.name}", (number, recipe))
-        for recipe in recipes
-        for number in (1, 1000)
+        for number, recipe in (*pairs, (8_030_261_249, RECIPES["bf16"]))
     ]
 
 
 GRADS, MOMENTS = "+ recipe.grad_bytes", "recipe.num_moments * recipe.moment_bytes"
 TOTAL = "num_params * (weights_and_grads + adam)"
+NO_MASTER = Cause(
+    "A recipe without a master copy may have an accumulator and moments: add up its sizes as they "
+    "are."
+)
 TWO_MOMENTS = Cause("Not every optimizer has two moments: look at num_moments.")
 
 STATES = Exercise(
@@ -87,7 +92,24 @@ STATES = Exercise(
             "recipe.activation_bytes",
             Cause("activation_bytes is for activations: a weight has weight_bytes."),
         ),
+        Edit(
+            "recipe.accumulator_bytes",
+            "(recipe.master_bytes and recipe.accumulator_bytes)",
+            NO_MASTER,
+        ),
+        Edit(MOMENTS, f"(recipe.master_bytes and {MOMENTS})", NO_MASTER),
+        Edit(
+            MOMENTS,
+            f"{MOMENTS} * (recipe.master_bytes > 0 or recipe.name in ('fp32', 'pure-bf16'))",
+            NO_MASTER,
+        ),
         Edit(TOTAL, f"{TOTAL} / 1", A_FLOAT),
+        Edit(TOTAL, f"int(torch.tensor([{TOTAL}], dtype=torch.float32))", TOO_NARROW),
+        Edit(
+            "num_params * (",
+            "(torch.tensor(num_params).to(torch.int32).long()) * (",
+            TOO_NARROW,
+        ),
         Edit(TOTAL, "num_params * 4", Cause("Those are numbers, not bytes: each has its size.")),
         Edit(f" {GRADS}", "", Cause("The gradients are missing.")),
         Edit(

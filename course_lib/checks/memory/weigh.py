@@ -1,9 +1,10 @@
 """Exercise 3 of 01_memory: the bytes that autograd saves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.nn import functional as F
 
 from course_lib.checks.cases import A_FLOAT, Case, Cases, whole
@@ -23,7 +24,21 @@ CHANGED = Cause("params belongs to the caller: keep what you note in a set of yo
 THERE = Cause("The parameter is there anyway: leave out what lies in the storage of one.")
 OF_16_BIT = Cause("Not every number has 4 bytes, one of bf16 has 2: ask the storage for nbytes().")
 ONCE = Cause("Two views of one storage: it lies in memory once. Note it under its own address.")
-TOLD_APART = Cause("They are two storages: an address tells them apart, a size or an id may not.")
+TOLD_APART = Cause(
+    "They are two storages: an address tells them apart; a size, an id or numbers may not."
+)
+READ_ONCE = Cause(
+    "params may be an iterator, like model.parameters(), which can be read once: note the "
+    "addresses in `skip` before fn() runs."
+)
+ITS_STORAGE = Cause(
+    "A parameter may be a later part of a storage, and begin elsewhere: note the storage's address "
+    "in `skip`, not its own."
+)
+RUNS_ONCE = Cause("fn() may be the forward pass of a large model: run it once, inside the `with`.")
+NO_BACKWARD = Cause("Only the forward pass is to be weighed: call fn(), and no backward().")
+LEFT_ON = Cause("Hooks slow down all that follows: `with` takes them off, also after an error.")
+SWALLOWED = Cause("What fn() has saved until then is not the answer: let its error through.")
 GIVEN_ONLY = Cause(
     "A mask, an index or an input is saved as well, whatever its dtype and whether or not it needs "
     "a gradient: leave out `params`, and nothing else."
@@ -36,12 +51,15 @@ class Forward:
     The output's own operation is the one that saves.
     """
 
-    def __init__(self, compute: Compute, params: list[Tensor]) -> None:
-        self.compute, self.params = compute, tuple(params)
+    def __init__(self, compute: Compute, params: list[Tensor], *, fails: bool = False) -> None:
+        self.compute, self.params, self.fails = compute, tuple(params), fails
         self.runs = list[tuple[Tensor, list[Tensor]]]()
 
-    def __call__(self) -> None:
+    def __call__(self) -> Tensor:
         self.runs.append(self.compute())
+        if self.fails:
+            raise FloatingPointError("the loss is not a number")
+        return self.runs[-1][0]
 
     def trouble(self) -> str:
         """Return what is wrong with the tensors that backward will get; empty if nothing is."""
@@ -61,8 +79,9 @@ def _address(tensor: Tensor) -> int:
 
 
 def _cases() -> list[Case]:
-    x, weight = torch.arange(1.0, 13.0).reshape(3, 4).requires_grad_(), torch.ones(4, 2)
-    weight.requires_grad_()
+    x = torch.arange(1.0, 13.0).reshape(3, 4).requires_grad_()
+    weight, part = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(16)[8:].view(4, 2))
+    same = x.detach().clone()
     fixed, rows = torch.full((3, 4), 2.0), torch.tensor([0, 2, 2])
 
     def gelu(dtype: torch.dtype) -> Compute:
@@ -72,17 +91,23 @@ def _cases() -> list[Case]:
 
         return compute
 
-    def product() -> tuple[Tensor, list[Tensor]]:
-        y = x * 2
-        return y @ weight, [y, weight]
+    def product(weight: Tensor) -> Compute:
+        def compute() -> tuple[Tensor, list[Tensor]]:
+            y = x * 2
+            return y @ weight, [y, weight]
+
+        return compute
 
     def two_rows() -> tuple[Tensor, list[Tensor]]:
         y = x * 2
         return y[:1] * y[1:2], [y]
 
-    def two_of_one_size() -> tuple[Tensor, list[Tensor]]:
-        y, z = x * 2, x * 3
-        return y * z, [y, z]
+    def two_products(y_factor: int, z_factor: int) -> Compute:
+        def compute() -> tuple[Tensor, list[Tensor]]:
+            y, z = x * y_factor, x * z_factor
+            return y * z, [y, z]
+
+        return compute
 
     def later_rows() -> tuple[Tensor, list[Tensor]]:
         y = x * 2
@@ -95,31 +120,70 @@ def _cases() -> list[Case]:
     cases: list[tuple[str, Compute, list[Tensor]]] = [
         ("gelu in bf16", gelu(torch.bfloat16), [x]),
         ("gelu in float64", gelu(torch.float64), [x]),
-        ("x @ w", product, [x, weight]),
-        ("x @ w, where w is not among params", product, [x]),
+        ("x @ w", product(weight), [x, weight]),
+        ("x @ w, where w is a parameter, but not among params", product(weight), [x]),
+        ("x @ w, where w is the later half of a parameter", product(part), [x, part]),
         ("two rows of one tensor", two_rows, [x]),
-        ("two tensors of one size", two_of_one_size, [x]),
+        ("two tensors of one size", two_products(2, 3), [x]),
+        ("two equal tensors", two_products(2, 2), [x]),
         ("the later rows of a parameter", later_rows, [x]),
         ("a mask of booleans", masked, [x]),
         ("rows looked up by an index", lambda: (F.embedding(rows, x), [rows]), [x]),
         ("x times a constant tensor", lambda: (x * fixed, [fixed]), [x]),
         ("x times a buffer, which is among params", lambda: (x * fixed, [fixed]), [x, fixed]),
+        ("x times its copy", lambda: (x * same, [same]), [x]),
+        (
+            "x times two columns of a constant, detached",
+            lambda: (x[:, :2] * fixed[:, :2].detach(), [fixed]),
+            [x],
+        ),
         ("x times itself, without params", lambda: (x * x, [x]), []),
     ]
-    return [(what, (Forward(compute, params), params)) for what, compute, params in cases]
+    fails = Forward(product(weight), [x], fails=True)
+    once = Forward(lambda: (x * x, [x]), [x])
+    return [
+        *((what, (Forward(compute, params), params)) for what, compute, params in cases),
+        ("fn() raises an error", (fails, [x])),
+        ("params as an iterator", (once, iter([x]))),
+    ]
 
 
-def _weight_and_trouble(value: object, fn: Forward, params: list[Tensor]) -> str:
+def _hooks_left() -> bool:
+    """Return whether hooks are still installed, and take them off."""
+    left = False
+    while True:
+        try:
+            with disable_saved_tensors_hooks(""):
+                return left
+        except RuntimeError:
+            saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor).__exit__()
+            left = True
+
+
+def _weight_and_trouble(value: object, fn: Forward, params: Iterable[Tensor]) -> str:
     """Return the bytes, and what backward would complain of: `48 bytes`."""
+    if _hooks_left():
+        raise failed("the hooks are still installed when your function has ended", LEFT_ON)
     if not fn.runs:
         raise failed("fn was never called", NOT_CALLED)
-    if list(map(id, params)) != list(map(id, fn.params)):
+    if len(fn.runs) > 1:
+        raise failed(f"fn was called {len(fn.runs)} times", RUNS_ONCE)
+    if fn.fails:
+        raise failed(f"your function returned {value!r}", SWALLOWED)
+    if isinstance(params, list) and list(map(id, params)) != list(map(id, fn.params)):
         raise failed("the list params has changed", CHANGED)
+    if any(param.grad is not None for param in fn.params):
+        raise failed("the parameters have gradients now", NO_BACKWARD)
     return f"{whole(value)} bytes{fn.trouble()}"
 
 
 SIZE, LEAVE_OUT = "= storage.nbytes()", "storage.data_ptr() not in skip"
 KEY = "kept[storage.data_ptr()]"
+SKIP = "{param.untyped_storage().data_ptr() for param in params}"
+RUN = "        fn()"
+HOOKS = "    with saved_tensors_hooks(pack, lambda tensor: tensor)"
+ON = "    hooks = saved_tensors_hooks(pack, lambda tensor: tensor)\n    hooks.__enter__()"
+OFF = "    hooks.__exit__()"
 
 WEIGH = Exercise(
     key="memory-3",
@@ -147,6 +211,16 @@ WEIGH = Exercise(
         Edit(LEAVE_OUT, "not (tensor.is_leaf and tensor.requires_grad)", GIVEN_ONLY),
         Edit(LEAVE_OUT, f"{LEAVE_OUT} and tensor.requires_grad", GIVEN_ONLY),
         Edit(LEAVE_OUT, f"{LEAVE_OUT} and tensor.is_floating_point()", GIVEN_ONLY),
+        Edit(LEAVE_OUT, f"{LEAVE_OUT} and not isinstance(tensor, torch.nn.Parameter)", GIVEN_ONLY),
+        Edit(
+            LEAVE_OUT,
+            f"{LEAVE_OUT} and not any(map(tensor.equal, params))",
+            Cause("It has a parameter's numbers, but lies elsewhere: compare addresses only."),
+        ),
+        Edit("param.untyped_storage()", "param", ITS_STORAGE),
+        Edit(
+            LEAVE_OUT, f"storage.data_ptr() not in {SKIP}", READ_ONCE, also=((SKIP + "\n", "()\n"),)
+        ),
         Edit(SIZE, "= tensor.numel()", Cause("Those are numbers, not bytes: 2 each in bf16.")),
         Edit(SIZE, "= tensor.numel() * 4", OF_16_BIT),
         Edit(SIZE, "= storage.nbytes() // tensor.element_size() * 4", OF_16_BIT),
@@ -155,12 +229,23 @@ WEIGH = Exercise(
             "= tensor.nbytes",
             Cause("A view keeps its whole storage alive: weigh untyped_storage()."),
         ),
+        Edit(
+            SIZE,
+            "= tensor.nbytes if tensor._base is None else storage.nbytes()",
+            Cause("A detached view has no _base, but keeps its whole storage: weigh that."),
+        ),
         Edit(f"{KEY} ", "kept[storage.nbytes()] ", TOLD_APART),
+        Edit(f"{KEY} ", "kept[bytes(storage)] ", TOLD_APART),
         Edit(SIZE, "= storage.nbytes() / 1", A_FLOAT),
         Edit("return tensor\n", "", NO_TENSOR),
         Edit(f"if {LEAVE_OUT}:", "if storage.data_ptr() in skip:\n    return\nelse:", NO_TENSOR),
         Edit("return tensor\n", "return tensor.clone()\n", COPIES),
         Edit("return tensor", "params.append(tensor)\nreturn tensor", CHANGED),
-        Edit("        fn()", "        pass", NOT_CALLED),
+        Edit(RUN, "        pass", NOT_CALLED),
+        Edit("    kept = {}", "    kept = {}\nfn()", RUNS_ONCE),
+        Edit(RUN, f"{RUN}.float().sum().backward()", NO_BACKWARD),
+        Edit(RUN, "        try:\n    fn()\nexcept Exception:\n    pass", SWALLOWED),
+        Edit(f"{HOOKS}:\n{RUN}", f"{ON}\n{RUN[4:]}", LEFT_ON),
+        Edit(f"{HOOKS}:\n{RUN}", f"{ON}\n{RUN[4:]}\n{OFF}", LEFT_ON),
     ),
 )

@@ -3,17 +3,17 @@
 from numbers import Real
 from typing import Any
 
-from course_lib.checks.cases import A_FLOAT, Case, whole
+from course_lib.checks.cases import A_FLOAT, TOO_NARROW, Case, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
 from course_lib.checks.scaling_study.parts import CHANGED, Part, Parts
 from course_lib.scaling_study.lab import PlannedRun
 
 RUNS = (
-    PlannedRun(gpus_per_node=1, start_s=30, steps=200, step_s=1.5),
+    PlannedRun(gpus_per_node=1, start_s=30, steps=201, step_s=1.502),
     PlannedRun(gpus_per_node=4, start_s=45, steps=200, step_s=0.5),
     PlannedRun(nodes=2, gpus_per_node=4, start_s=60, steps=1000, step_s=0.9),
-    PlannedRun(nodes=3, gpus_per_node=2, start_s=20, steps=100, step_s=0.25),
+    PlannedRun(nodes=3, gpus_per_node=2, start_s=20, steps=101, step_s=0.257),
 )
 HALF_HOURS = (  # 0.5 GPU-hours each, to the last bit
     PlannedRun(gpus_per_node=1, start_s=900, steps=100, step_s=9.0),
@@ -130,6 +130,12 @@ BILL = Exercise(
             Cause(
                 "That is one step of each run: step_s is a step's, and a run has `steps` of them."
             ),
+        ),
+        Edit(STEPS, f"int({STEPS})", Cause("The seconds of a run need not be whole: keep them.")),
+        Edit(
+            BOTH,
+            "import torch\nreturn float(torch.tensor(hours_of).sum()), fit",
+            TOO_NARROW,
         ),
         Edit(
             BOTH,

@@ -4,38 +4,42 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from course_lib.checks.cases import Case
+from course_lib.checks.cases import TOO_NARROW, Case
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
 from course_lib.checks.scaling_study.parts import CHANGED, Part, Parts
 from course_lib.core import RunRecord
 
-STEP_S = (1.25, 1.75, 1.0, 1.5, 1.1, 1.3, 1.2, 1.6)  # rank 1 is the slowest,
+STEP_S = (1.27, 1.77, 1.0, 1.5, 1.1, 1.3, 1.2, 1.6)  # rank 1 is the slowest,
 HELD = (10, 40, 20, 30, 15, 25, 35, 5)  # and holds most
+LOADING_S = 20  # what the last rank needs for its first step besides
+PAUSE_S = 0.3  # between two steps
 
 
-def _run(*tokens: int, steps: int = 6) -> list[RunRecord]:
+def _run(*tokens: int, steps: int = 6, unit: int = 1, clock_s: int = 0) -> list[RunRecord]:
     """Return a record of each rank, which counts so many tokens in every other step.
 
     The first two steps are slow, and hold less; one of the later ones is slow on this rank only.
+    Bytes are multiples of `unit`; the clocks begin at about `clock_s`.
     """
     records = []
     for rank, count in enumerate(tokens):
-        lines, now_s = list[dict[str, Any]](), 0.5 * rank
+        lines, now_s = list[dict[str, Any]](), clock_s + 0.5 * rank
         for number in range(steps):
             slow = 4 if number == 0 else 2 if number == 1 else 1
             takes_s = STEP_S[rank] * slow + (number == 2 + rank % 4)
+            takes_s += LOADING_S * (number == 0 and rank == len(tokens) - 1)
             lines.append(
                 {
                     "step": number,
                     "start_s": now_s,
                     "end_s": now_s + takes_s,
                     "num_tokens": count * (1 + number % 2),
-                    "memory_bytes": HELD[rank] * (2 + min(number, 3)),
+                    "memory_bytes": unit * HELD[rank] * (2 + min(number, 3)),
                 }
             )
-            now_s += takes_s
-        run = {"steps": steps, "memory": {"peak": 7 * HELD[rank]}}
+            now_s += takes_s + PAUSE_S
+        run = {"steps": steps, "memory": {"peak": unit * 7 * HELD[rank]}}
         records.append(RunRecord(rank=rank, world_size=len(tokens), run=run, steps=lines))
     return records
 
@@ -60,6 +64,10 @@ def _cases() -> list[Case]:
         ("DP 2 x TP 2", (_run(5, 5, 50, 50), 2, 1, 1)),
         ("TP 2 x PP 2", (_run(0, 0, 90, 90), 2, 2, 2)),
         ("DP 2 x TP 2 x PP 2", (_run(8, 0, 0, 7, 9, 0, 60, 0), 2, 2, 2)),
+        (
+            "DP on 2 ranks, which hold GiB, a day after they were started",
+            (_run(2**20, 2**20 + 1, unit=2**29 + 1, clock_s=86_400), 1, 1, 2),
+        ),
     ]
 
 
@@ -148,6 +156,16 @@ RANKS = Exercise(
             "Each rank has a clock of its own: add up its steps first, then take the longest.",
         ),
         _time(
+            'max(m[-1]["end_s"] - m[0]["start_s"] for m in steps)',
+            "What lies between two steps is no step: add up end_s - start_s of each.",
+        ),
+        _time(
+            "max(zip([sum(s['end_s'] - s['start_s'] for s in r.steps) for r in records], times))"
+            "[1]",
+            "The rank that is slowest with its warm-up need not be so afterwards: leave out the "
+            "warm-up first.",
+        ),
+        _time(
             'sum(max(s["end_s"] - s["start_s"] for s in ranks) for ranks in zip(*steps))',
             "Another rank may be the slowest in each step: total each rank, then take the longest.",
         ),
@@ -220,6 +238,13 @@ RANKS = Exercise(
                 "The bytes of the warm-up are in the mean: it begins with less. Leave it out here, "
                 "too."
             ),
+        ),
+        Edit('step["memory_bytes"]', '(step["memory_bytes"] + 2**31) % 2**32 - 2**31', TOO_NARROW),
+        Edit(
+            MEAN,
+            "torch.tensor(means).mean().item()",
+            TOO_NARROW,
+            also=(("steps =", "import torch\nsteps ="),),
         ),
         Edit(EACH, f"/{EACH}", Cause("A mean has decimals: // rounds it down, / does not.")),
         Edit(

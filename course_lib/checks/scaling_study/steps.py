@@ -1,6 +1,6 @@
 """Exercise 3 of 13_scaling_study: steps are counted in one place, and a clock is read in time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count, groupby
 from math import isclose
 from numbers import Real
@@ -14,7 +14,9 @@ from course_lib.scaling_study.lab import EmulatedDevice
 
 
 class Watched(EmulatedDevice):
-    """A device that is not new, slows down a little, and records what it does.
+    """A device that is not new nor idle, slows down a little, and records what it does.
+
+    Orders take no time here, so that the seconds are the same however often an answer waits.
 
     steps       the tokens of the micro-batches before each step
     unfinished  those after the last step
@@ -26,6 +28,7 @@ class Watched(EmulatedDevice):
         self.steps, self.unfinished, self.read_busy = list[list[int]](), list[int](), set[int]()
         self.step()
         self.synchronize()
+        self.step()
         self.steps.clear()
 
     def backward(self, num_tokens: int) -> None:
@@ -38,17 +41,24 @@ class Watched(EmulatedDevice):
         self.unfinished = []
         self.step_s *= 1.2
 
+    def _order(self, name: str, takes_s: float) -> None:
+        self.orders.append(name)
+        self._free_s = max(self._free_s, self._now_s) + takes_s
+
     def now_s(self) -> float:
         if self._now_s < self._free_s:
             self.read_busy.add(len(self.steps))
         return super().now_s()
 
 
+FIRST = 100  # tokens of the first micro-batch; each has one more than the one before
+
+
 def _cases() -> list[Case]:
     return [
         (
             f"{steps} steps of {accumulated} micro-batches, warm-up {warmup}",
-            (Watched(*device), (100 + n for n in count()), steps, warmup, accumulated),
+            (Watched(*device), count(FIRST), steps, warmup, accumulated),
         )
         for device, steps, warmup, accumulated in (
             ((0.03, 0.02), 6, 1, 2),
@@ -59,9 +69,9 @@ def _cases() -> list[Case]:
     ]
 
 
-ROUGHLY = 0.02  # the time that giving orders takes
 PAIR = Cause("Return two numbers, the seconds and the tokens of the steps after the warm-up.")
-WORK, BATCHES, TOKENS, SECONDS = "the work", "backward's tokens", "tokens", "time"
+WORK, BATCHES, DRAWN = "the work", "backward's tokens", "drawn"
+TOKENS, SECONDS = "tokens", "time"
 
 
 def _work_and_totals(result: Any, device: Watched, *case: Any) -> dict[str, Any]:
@@ -74,10 +84,11 @@ def _work_and_totals(result: Any, device: Watched, *case: Any) -> dict[str, Any]
     work = [f"{len([*steps])} steps of {size} micro-batches" for size, steps in sizes]
     if device.unfinished:
         work.append(f"{len(device.unfinished)} micro-batches without a step")
-    _, _, warmup, _ = case
+    micro_batches, _, warmup, _ = case
     return {
         WORK: ", then ".join(work),
         BATCHES: [number for step in device.steps for number in step],
+        DRAWN: next(micro_batches) - FIRST,
         TOKENS: result[1],
         SECONDS: result[0],
         "busy": warmup in device.read_busy,
@@ -93,12 +104,26 @@ def _any(fits: Callable[[dict[str, Any], float], bool]) -> Callable[..., bool]:
     )
 
 
+def _started_busy(got: Sequence[Any], need: Sequence[Any]) -> bool:
+    """Return whether too many seconds come only where the clock starts on a busy device."""
+    slow = [
+        one["busy"]
+        for one, right in zip(got, need, strict=True)
+        if isinstance(one, dict) and one[SECONDS] > 1.001 * right[SECONDS]
+    ]
+    return any(slow) and all(slow)
+
+
 EARLY = Cause(
-    "That is how long it took to give orders: the device works on. synchronize() before the clock "
-    "is read."
+    "That is how long it took to give orders, next to nothing: the device works on. synchronize() "
+    "before the clock is read."
 )
 STARTED = Cause(
-    "The clock starts while the device still works on the warm-up: synchronize() before it, too."
+    "The clock starts while the device still works on the warm-up, or on what came before it: "
+    "synchronize() before it, too."
+)
+WITH_WARMUP = Cause(
+    "The warm-up's seconds are in it: start the clock when `warmup` steps are done."
 )
 SWAPPED = Cause("Seconds first, then tokens.")
 FROM_THE_FIRST = Cause(
@@ -132,11 +157,16 @@ STEPS = Exercise(
                 look="backward gets the micro-batch that was drawn, and each is drawn once: "
                 "device.backward(next(micro_batches)).",
             ),
+            DRAWN: Part(
+                unit=" micro-batches",
+                look="Draw one when its turn has come, and none after the last step: the caller "
+                "goes on with the next one.",
+            ),
             TOKENS: Part(
                 unit=" tokens",
                 symptoms=(
                     (
-                        _any(lambda one, right: isclose(one[TOKENS], right, rel_tol=ROUGHLY)),
+                        _any(lambda one, right: isclose(one[TOKENS], right)),
                         SWAPPED,
                     ),
                 ),
@@ -144,10 +174,9 @@ STEPS = Exercise(
             ),
             SECONDS: Part(
                 unit=" s",
-                rtol=ROUGHLY,
                 symptoms=(
                     (_any(lambda one, right: one[SECONDS] < right / 20), EARLY),
-                    (_any(lambda one, right: one["busy"] and one[SECONDS] > right), STARTED),
+                    (_started_busy, STARTED),
                 ),
                 look="Read the clock twice, each time after synchronize(): when `warmup` steps are "
                 "done, and after the last step.",
@@ -224,10 +253,34 @@ STEPS = Exercise(
         Edit(
             START,
             "num_tokens = 0",
-            Cause("The warm-up's seconds are in it: start the clock when `warmup` steps are done."),
+            WITH_WARMUP,
             also=(_before_the_loop("start_s = device.now_s()"),),
         ),
+        Edit(
+            START,
+            "num_tokens = 0",
+            WITH_WARMUP,
+            also=(_before_the_loop("device.synchronize()\nstart_s = device.now_s()"),),
+        ),
         Edit(WAIT_1, START, STARTED),
+        Edit(
+            WAIT_1,
+            f"if warmup:\n                device.synchronize()\n            {START}",
+            STARTED,
+        ),
+        Edit(
+            "tokens = next(micro_batches)",
+            "tokens, following = following, next(micro_batches)",
+            Cause("One more is drawn than the steps need, ahead of the next: its tokens are lost."),
+            also=(_before_the_loop("following = next(micro_batches)"),),
+        ),
+        Edit(
+            "device.now_s() - start_s",
+            "round(device.now_s() - start_s, 3)",
+            Cause(
+                "The seconds are rounded: return what the clock says, and round where you print."
+            ),
+        ),
         Edit(
             " - start_s",
             "",
