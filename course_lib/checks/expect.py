@@ -112,7 +112,7 @@ def _unequal(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> tuple[st
         return "", ""
     if got.is_floating_point() and torch.allclose(got, expected, rtol=SHOWN, atol=0):
         off = (got - expected).abs().max().item()
-        return "digits", f"need {_short(expected)}; got numbers that are off by {off:.1g}"
+        return "digits", f"right but for the last digits of {_plain(got.dtype)} (off by {off:.1g})"
     if expected.numel() <= 8:
         return "numbers", f"need {_short(expected)}; got {_short(got)}"
     need, is_now = (tensor.flatten()[wrong[0]].item() for tensor in (expected, got))
@@ -128,7 +128,7 @@ def _short(value: Any) -> str:
         return repr(value)
     if value.numel() > 8:
         return f"a tensor of shape {_plain(value.shape)}"
-    numbers = [f"{number:g}" for number in value.flatten().tolist()]
+    numbers = [f"{n:g}" if isinstance(n, float) else f"{n}" for n in value.flatten().tolist()]
     return f"[{', '.join(numbers)}]" if value.dim() else numbers[0]
 
 

@@ -16,7 +16,7 @@ CALLERS = Cause("It belongs to the caller: work on a clone.")
 Value = str | Callable[[At], Any]
 SHAPE = Cause("Compare the shapes before the numbers: print .shape of what you return.")
 DTYPE = Cause("Keep the dtype of what you were given: nothing else is wrong yet.")
-DIGITS_LOST = Cause("Digits were lost on the way: compute in the dtype of what you were given.")
+DIGITS_LOST = Cause("Something on the way had fewer digits: use the dtype of what you were given.")
 LENGTH = Cause("Count them: one is missing, or one is too many.")
 NO_RESULT = Cause("Does your function return its result?")
 

@@ -100,8 +100,8 @@ print("equal to torch.distributed:", ranks.run(same_as_torch))
 #
 # Run the film backwards and you have a **reduce**: ranks hand in their sums, and the root ends up
 # with the total. Budget: every rank sends at most once, nobody receives more than
-# $\lceil\log_2 p\rceil$ times, and all is done in as many rounds. x has any shape and dtype.
-# About 7 lines, 10 minutes.
+# $\lceil\log_2 p\rceil$ times, and all is done in as many rounds. x has any shape (also `[]`) and
+# dtype, and stays as it is; the sum is a new tensor, in every call. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: a rank is missing in my sum</summary>
 # The last round of the broadcast is the first one here: start with the largest <code>have</code>,
@@ -111,7 +111,7 @@ print("equal to torch.distributed:", ranks.run(same_as_torch))
 
 # %% tags=["exercise"] exercise="collectives-1"
 def tree_reduce(x, root=0):
-    """Return the sum of x over all ranks on the root, None elsewhere; x stays as it is."""
+    """Return the sum of x over all ranks, a new tensor, on the root; None elsewhere."""
     rank, p = dist.get_rank(), dist.get_world_size()
     mine = (rank - root) % p  # my number, counted from the root
     total, incoming = x.clone(), torch.empty_like(x)
@@ -165,9 +165,10 @@ except RankError as hang:
 #
 # ### Exercise 2: break the circle
 #
-# Pass x to the right, on two or more ranks, odd or even. Budget: one message a rank, all of them in
-# one round, so no rank waits for one of its messages before it has started the other. `dist.isend`
-# and `dist.irecv` start a message and return at once; `.wait()` waits for its end. About 4 lines.
+# Pass x to the right, on two or more ranks, odd or even; x stays as it is. Budget: one message a
+# rank, all of them in one round, so no rank waits for one of its messages before it has started
+# the other. `dist.isend` and `dist.irecv` start a message and return at once; `.wait()` waits for
+# its end. About 4 lines.
 #
 # <details><summary>Hint: it hangs all the same</summary>
 # Start <em>both</em> messages before the first <code>.wait()</code>, and keep both handles: a
@@ -177,7 +178,7 @@ except RankError as hang:
 
 # %% tags=["exercise"] exercise="collectives-2"
 def pass_right(x):
-    """Send x to the right neighbour; return the tensor of the left one. x stays as it is."""
+    """Send x to the right neighbour; return the tensor of the left one, a new tensor."""
     rank, p = dist.get_rank(), dist.get_world_size()
     incoming = torch.empty_like(x)
     ### BEGIN SOLUTION: start both messages, then wait for both
@@ -341,7 +342,8 @@ show(figure, alt=f"{title}: {measured[-1]:.2f} n on {p_values[-1]} ranks; the vo
 #
 # What data parallelism needs is the *mean*, in place, for floats of any length (10 numbers on 4
 # ranks are shards of 3, 3, 2 and 2). Call the two halves; `out=x` tells the all-gather where the
-# shards belong. Budget: $2(p-1)$ messages, $2\frac{p-1}{p}n$ bytes. About 2 lines.
+# shards belong. Budget: $2(p-1)$ messages, $2\frac{p-1}{p}n$ bytes; where shards differ, that is
+# the mean over the ranks, and each sends the shards' own bytes, no padding. About 2 lines.
 #
 # <details><summary>Hint: where does the division belong?</summary>
 # Where the sum is complete and still small: between the two halves, on one shard.
@@ -551,8 +553,8 @@ print(f"n / t is {n / time_s / 1e9:.0f} GB/s; the factor is {factor}")
 # ### Exercise 6: all-to-all
 #
 # Everyone has a letter for everyone: shard $s$ of rank $r$ goes to rank $s$, which files it under
-# $r$. Mixture-of-experts models route their tokens this way. Budget: $p-1$ messages a rank, one
-# shard each, in $p-1$ rounds. About 4 lines.
+# $r$. Mixture-of-experts models route their tokens this way, so x is `[n]`
+# or `[n, d]`. Budget: $p-1$ messages a rank, one shard each, in $p-1$ rounds. About 4 lines.
 #
 # <details><summary>Hint: who sends to whom, and when?</summary>
 # In step 1 everyone sends to the neighbour one to the right and receives from the one to the left;

@@ -55,8 +55,8 @@ print(f"the cost model said {on_paper[1] / on_paper[0]:.2f}, before it had seen 
 print(f"a line of a record: {records[-1].steps[0]}")
 
 # %% [markdown]
-# Each rank left one file: what was run, on which machine, and a line for each step. Every number
-# of a study is made of these lines.
+# Each rank left one file: the run, its machine, and a line for each step. All numbers of a study
+# come from these lines.
 
 
 # %% tags=["picture"]
@@ -560,8 +560,7 @@ check("scaling_study-5", mended)
 # course report runs/study-cluster
 # ```
 #
-# For one exercise of another lesson: `course submit 06 --nodes 2`, then `course collect`. Whatever
-# is there already, this cell shows it:
+# This cell shows what is there already:
 
 # %%
 from rich.console import Console
@@ -585,7 +584,7 @@ for note in notes(mine):
 #   read.
 # - Efficiency needs a baseline with the same batch.
 # - Equal losses first: a wrong run can be fast.
-# - A prediction beside each bar: where they part, there is something to learn.
-# - Know the bill, and let a program read your script, before you hand it in.
+# - A prediction beside each bar: where they part, something can be learned.
+# - Know the bill, and let a program read your script first.
 #
-# You can now plan a study, price it, run it, and say which of its numbers you believe.
+# You can now plan, price, run and judge a study.

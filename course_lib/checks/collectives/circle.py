@@ -9,26 +9,31 @@ from torch import Tensor
 from course_lib.checks.collectives.parts import (
     ALL_WAITED,
     DROPPED,
+    KEEPS,
     MESSAGES,
     NOT_A_TENSOR,
+    NOT_AFRESH,
     ONE_TENSOR,
     OUTSIDE,
     SENDS_FIRST,
+    STILL_THERE,
     TROUBLE,
     UNLIKE,
     WORLDS,
     WRITES,
     Given,
+    both_calls,
     given,
     me,
     rounds,
     swap,
     waited_for,
+    watch_call,
 )
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Numbers, OnlyKinds, Traffic, Untouched
-from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
+from course_lib.checks.on_ranks import At, Observed, OnRanks
 
 OWN = Cause("That is your own tensor: return what came in.")
 FROM_RIGHT = Cause("That is the right neighbour's: receive from rank - 1.")
@@ -43,7 +48,7 @@ FROM_MESSAGES = Cause("Build it from isend and irecv.")
 
 def _pass(rank: int, answer: Callable[..., Any], given: Given) -> dict[str, Observed]:
     x = given.of(rank)
-    return {str(given): watch(answer, x, x=x)}
+    return {str(given): watch_call(given.call, answer, x, x=x)}
 
 
 def _of(distance: int) -> Callable[[At], Tensor]:
@@ -60,16 +65,33 @@ def _to_everyone(x: Tensor) -> Tensor:
     return came[1]
 
 
+def _one_buffer(x: Tensor, buffers: dict[Any, Tensor] = {}) -> Tensor:  # noqa: B006
+    rank, p = me()
+    incoming = buffers.setdefault((x.shape, x.dtype), torch.empty_like(x))
+    swap(x, (rank + 1) % p, incoming, (rank - 1) % p)
+    return incoming
+
+
+def _one_message(x: Tensor, messages: dict[Any, Tensor] = {}) -> Tensor:  # noqa: B006
+    rank, p = me()
+    incoming = torch.empty_like(x)
+    out = messages.setdefault((x.shape, x.dtype), x.clone())
+    swap(out, (rank + 1) % p, incoming, (rank - 1) % p)
+    return incoming
+
+
 CIRCLE = Exercise(
     key="collectives-2",
     title="break the circle",
     check=OnRanks(
         observe_on_rank=_pass,
         worlds=WORLDS[:-1],
-        runs=lambda _p: (
-            {"given": Given()},
-            {"given": Given((2, 3), torch.int64)},
-            {"given": Given(dtype=torch.float32, rank_1=True)},
+        runs=both_calls(
+            lambda _p: (
+                {"given": Given()},
+                {"given": Given((2, 3), torch.int64)},
+                {"given": Given(dtype=torch.float32, rank_1=True)},
+            )
         ),
         trouble=TROUBLE,
         expect=(
@@ -79,16 +101,17 @@ CIRCLE = Exercise(
                 _of(-1),
                 causes=((OWN, _of(0)), (FROM_RIGHT, _of(1))),
                 dtype=DTYPE,
-                predicates=(NOT_A_TENSOR,),
+                predicates=(NOT_AFRESH, NOT_A_TENSOR),
                 look=DROPPED,
             ),
+            STILL_THERE,
             Untouched(WRITES),
             OnlyKinds(MESSAGES, FROM_MESSAGES),
             waited_for(lambda _p: 1),
             Traffic(ONE_MESSAGE, max_messages=lambda _at: 1),
             rounds(lambda _p: 1, ONE_ROUND),
         ),
-        success="2 to 5 ranks, one message each, all at once: no circle.",
+        success="2 to 6 ranks, one message each, all at once: no circle.",
     ),
     wrong=(
         Edit(
@@ -137,6 +160,8 @@ CIRCLE = Exercise(
         Edit("torch.empty_like(x)", "torch.empty(x.shape)", UNLIKE),
         Edit("return incoming", "return incoming.float()", DTYPE),
         Edit("return incoming", "return incoming, x", ONE_TENSOR),
+        Own(_one_buffer, KEEPS),
+        Own(_one_message, KEEPS),
         Edit(
             "(rank + 1) % p",
             "(rank + 1) % 4",

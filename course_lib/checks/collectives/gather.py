@@ -9,19 +9,24 @@ from torch import Tensor
 from course_lib.checks.collectives.parts import (
     ALIASED,
     ALL_WAITED,
+    KEEPS,
     MESSAGES,
     NOT_A_TENSOR,
+    NOT_AFRESH,
     NOT_ALIASED,
     ONE_TENSOR,
     SENDS_FIRST,
+    STILL_THERE,
     STUCK,
     TROUBLE,
     WORLDS,
     WRITES,
     Given,
+    both_calls,
     given,
     rounds,
     waited_for,
+    watch_call,
 )
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
@@ -34,9 +39,13 @@ from course_lib.checks.expectations import (
     Traffic,
     Untouched,
 )
-from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
+from course_lib.checks.on_ranks import At, Observed, OnRanks
 
-OFF_BY_ONE = Cause("A shard is in the wrong place, or left before it came: is an index off by one?")
+OFF_BY_ONE = Cause("A shard is in the wrong place: is an index off by one?")
+TOO_EARLY = Cause(
+    "A shard of zeros: it was sent on before it had come. wait() for a receive before you send "
+    "what it brings (or a step is missing)."
+)
 INTO_WHOLE = (
     "Receive into shards[i], or shards[i].copy_() it: shards[i] = ... writes nothing there."
 )
@@ -59,7 +68,7 @@ FROM_MESSAGES = Cause("Build it from exchange.")
 
 def _gather(rank: int, answer: Callable[..., Any], given: Given) -> dict[str, Observed]:
     shard = given.of(rank)
-    return {f"shards {given}": watch(answer, shard, shard=shard)}
+    return {f"shards {given}": watch_call(given.call, answer, shard, shard=shard)}
 
 
 def _whole(place: Callable[[At, int], int | None]) -> Callable[[At], Tensor]:
@@ -71,6 +80,17 @@ def _whole(place: Callable[[At, int], int | None]) -> Callable[[At], Tensor]:
         return torch.cat([own * 0 if r is None else given(at).of(r % len(ranks)) for r in ranks])
 
     return value
+
+
+_right = _whole(lambda _at, i: i)
+
+
+def _zeros_left(at: At, got: Any, _item: None) -> bool:
+    """Return whether each shard is the right one, or zeros."""
+    pairs = zip(
+        got.tensor_split(at.world_size), _right(at).tensor_split(at.world_size), strict=True
+    )
+    return all(torch.equal(shard, right) or not shard.any() for shard, right in pairs)
 
 
 def _to(at: At, distance: int) -> bool:
@@ -90,20 +110,22 @@ GATHER = Exercise(
     check=OnRanks(
         observe_on_rank=_gather,
         worlds=WORLDS,
-        runs=lambda _p: (
-            {"given": Given((2,))},
-            {"given": Given((3,), torch.int64)},
-            {"given": Given((1,), torch.float32, rank_1=True)},
+        runs=both_calls(
+            lambda _p: (
+                {"given": Given((2,))},
+                {"given": Given((3,), torch.int64)},
+                {"given": Given((1,), torch.float32, rank_1=True)},
+            )
         ),
         trouble=(("raised", "'tuple' object does not support item", ASSIGNED), *TROUBLE),
         expect=(
             ALL_WAITED,
             Numbers(
                 "value",
-                _whole(lambda _at, i: i),
+                _right,
                 shape=FLAT,
                 dtype=DTYPE,
-                predicates=(NOT_A_TENSOR,),
+                predicates=(NOT_AFRESH, NOT_A_TENSOR),
                 causes=(
                     (OWN_FIRST, _whole(lambda at, i: at.rank + i)),
                     (OWN_FIRST, _whole(lambda at, i: at.rank - i)),
@@ -113,8 +135,10 @@ GATHER = Exercise(
                     ),
                     (NOT_WRITTEN, _whole(lambda at, i: i if i == at.rank else None)),
                 ),
+                otherwise=((_zeros_left, TOO_EARLY),),
                 look=OFF_BY_ONE,
             ),
+            STILL_THERE,
             Untouched(WRITES),
             NOT_ALIASED,
             Bytes(
@@ -131,7 +155,7 @@ GATHER = Exercise(
             Traffic(ONE_SHARD, max_bytes=lambda at: _num_bytes(at) * (at.world_size - 1)),
             rounds(lambda p: p - 1, ONE_ROUND),
         ),
-        success="1 to 5 ranks, p - 1 messages of one shard to the right.",
+        success="1 to 4 and 6 ranks, p - 1 messages of one shard to the right.",
     ),
     wrong=(
         Edit(
@@ -140,6 +164,32 @@ GATHER = Exercise(
             OFF_BY_ONE,
         ),
         Edit("range(p - 1)", "range(p - 2)", LAST_STEP),
+        Edit(
+            "for step in",
+            "early = [each.clone() for each in shards]\nfor step in",
+            TOO_EARLY,
+            also=(("out, incoming = shards[", "out, incoming = early["),),
+        ),
+        Edit(
+            "shard):",
+            "shard, buffers={}):",
+            KEEPS,
+            also=(
+                ("whole = torch", "whole = buffers.setdefault((len(shard), shard.dtype), torch"),
+                ("dtype=shard.dtype)", "dtype=shard.dtype))"),
+            ),
+        ),
+        Edit(
+            "shard):",
+            "shard, before={}):",
+            KEEPS,
+            also=(
+                (
+                    "whole = ",
+                    "shard = before.setdefault((len(shard), shard.dtype), shard)\nwhole = ",
+                ),
+            ),
+        ),
         Edit(
             EXCHANGE,
             "into = torch.empty_like(whole)\n"

@@ -15,18 +15,24 @@ from course_lib.checks.collectives.parts import (
     ALIASED,
     ALL_WAITED,
     DIGITS,
+    KEEPS,
     MESSAGES,
     NOT_A_TENSOR,
+    NOT_AFRESH,
     NOT_ALIASED,
     ONE_TENSOR,
     OUTSIDE,
     SENDS_FIRST,
+    STILL_THERE,
     STUCK,
     TROUBLE,
     WORLDS,
     WRITES,
+    Numbered,
+    both_calls,
     rounds,
     waited_for,
+    watch_call,
 )
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
@@ -37,7 +43,7 @@ from course_lib.checks.expectations import (
     Traffic,
     Untouched,
 )
-from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
+from course_lib.checks.on_ranks import At, Observed, OnRanks
 
 FILE_IT = Cause("Rank s needs your shard s, and you file its letter under s.")
 OWN_LOST = Cause("The letter to yourself is lost: copy your own shard.")
@@ -56,31 +62,41 @@ ONE_BY_ONE = Cause(
     "either, and give all ranks the same distance."
 )
 DTYPE = Cause("Return letters of the dtype of x, as torch.zeros_like(x) is.")
+SHAPE = Cause("Return a tensor of the shape of x, which may be [n, d]: n tokens of d numbers.")
+NO_SUCH_RANK = Cause(
+    "There is no such rank: `^` pairs ranks only if p is a power of two. Use (rank + step) % p and "
+    "(rank - step) % p."
+)
 FROM_MESSAGES = Cause("Build it from exchange.")
 
 
 @dataclass(frozen=True)
-class Mail:
-    """Letters of `length` numbers; with `rank_1`, those of all ranks but that one are zeros."""
+class Mail(Numbered):
+    """Letters of a shape; with `rank_1`, those of all ranks but that one are zeros."""
 
-    length: int = 2
+    shape: tuple[int, ...] = (2,)
     dtype: torch.dtype = torch.int64
     rank_1: bool = False
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"{name} letters [{self.length}]" + (", zeros but from rank 1" * self.rank_1)
+        return (
+            f"{name} letters {list(self.shape)}"
+            + (", zeros but from rank 1" * self.rank_1)
+            + self.which
+        )
 
     def of(self, rank: int, p: int) -> Tensor:
-        """Return the letters that a rank writes, [to, length]."""
-        written = 100 * (rank + 1) + torch.arange(p * self.length).view(p, self.length)
+        """Return the letters that a rank writes, [to, *shape]."""
+        places = torch.arange(p * torch.Size(self.shape).numel()).view(p, *self.shape)
+        written = 100 * (rank + 1) + 50 * self.call + places
         letters = (written * (rank == 1 or not self.rank_1)).to(self.dtype)
         return letters * DIGITS if self.dtype == torch.float64 else letters
 
 
 def _deliver(rank: int, answer: Callable[..., Any], mail: Mail) -> dict[str, Observed]:
-    x = mail.of(rank, dist.get_world_size()).flatten()
-    return {str(mail): watch(answer, x, x=x)}
+    x = mail.of(rank, dist.get_world_size()).flatten(0, 1)
+    return {str(mail): watch_call(mail.call, answer, x, x=x)}
 
 
 def _filed(letter: Callable[[int, int, int], tuple[int, int] | None]) -> Callable[[At], Tensor]:
@@ -92,7 +108,7 @@ def _filed(letter: Callable[[int, int, int], tuple[int, int] | None]) -> Callabl
     def value(at: At) -> Tensor:
         mail, p = at.options["mail"], at.world_size
         letters = [letter(at.rank, place, p) for place in range(p)]
-        empty = torch.zeros(mail.length, dtype=mail.dtype)
+        empty = torch.zeros(mail.shape, dtype=mail.dtype)
         return torch.cat([mail.of(one[0] % p, p)[one[1] % p] if one else empty for one in letters])
 
     return value
@@ -103,8 +119,7 @@ def _own(rank: int, place: int) -> tuple[int, int] | None:
 
 
 def _num_bytes(at: At) -> int:
-    mail = at.options["mail"]
-    return mail.length * mail.dtype.itemsize
+    return at.options["mail"].of(0, 1).nbytes
 
 
 EXCHANGE = "exchange(letters[to], to, places[source], source)"
@@ -116,19 +131,26 @@ LETTERS = Exercise(
     check=OnRanks(
         observe_on_rank=_deliver,
         worlds=WORLDS,
-        runs=lambda _p: (
-            {"mail": Mail()},
-            {"mail": Mail(3, torch.float64)},
-            {"mail": Mail(1, torch.float32, rank_1=True)},
+        runs=both_calls(
+            lambda _p: (
+                {"mail": Mail()},
+                {"mail": Mail((3, 2), torch.float64)},
+                {"mail": Mail((1,), torch.float32, rank_1=True)},
+            )
         ),
-        trouble=TROUBLE,
+        trouble=(
+            ("raised", "index out of range", NO_SUCH_RANK),
+            ("raised", "must match", SHAPE),
+            *TROUBLE,
+        ),
         expect=(
             ALL_WAITED,
             Numbers(
                 "value",
                 _filed(lambda rank, place, p: (place, rank)),
                 dtype=DTYPE,
-                predicates=(NOT_A_TENSOR,),
+                shape=SHAPE,
+                predicates=(NOT_AFRESH, NOT_A_TENSOR),
                 causes=(
                     (OWN_LOST, _filed(lambda r, s, p: None if s == r else (s, r))),
                     (LAST_DISTANCE, _filed(lambda r, s, p: None if s == (r + 1) % p else (s, r))),
@@ -141,6 +163,7 @@ LETTERS = Exercise(
                 ),
                 look=FILE_IT,
             ),
+            STILL_THERE,
             Untouched(WRITES),
             NOT_ALIASED,
             OnlyKinds(MESSAGES, FROM_MESSAGES),
@@ -149,7 +172,7 @@ LETTERS = Exercise(
             Traffic(ONE_LETTER, max_bytes=lambda at: (at.world_size - 1) * _num_bytes(at)),
             rounds(lambda p: p - 1, ONE_BY_ONE),
         ),
-        success="1 to 5 ranks, one letter to each other rank, in p - 1 rounds.",
+        success="1 to 4 and 6 ranks, one letter to each other rank, in p - 1 rounds.",
     ),
     wrong=(
         Edit(OWN_COPIED, "pass", OWN_LOST),
@@ -196,6 +219,30 @@ LETTERS = Exercise(
             ),
         ),
         Edit("range(1, p)", "range(1, 4)", OUTSIDE),
+        Edit(
+            "to, source = (rank + step) % p, (rank - step) % p",
+            "to = source = rank ^ step",
+            NO_SUCH_RANK,
+        ),
+        Edit("zeros_like(x)", "zeros(x.numel(), dtype=x.dtype)", SHAPE),
+        Edit("return filed", "return filed.flatten()", SHAPE),
+        Edit(
+            "(x):",
+            "(x, buffers={}):",
+            KEEPS,
+            also=(
+                (
+                    "torch.zeros_like(x)",
+                    "buffers.setdefault((x.shape, x.dtype), torch.zeros_like(x))",
+                ),
+            ),
+        ),
+        Edit(
+            "(x):",
+            "(x, before={}):",
+            KEEPS,
+            also=(("x.tensor_split", "before.setdefault((x.shape, x.dtype), x).tensor_split"),),
+        ),
         Edit(EXCHANGE, f"if letters[to].any():\n    {EXCHANGE}", STUCK),
         Edit(
             "for step in range(1, p):",

@@ -9,14 +9,19 @@ from torch import Tensor
 
 from course_lib.checks.collectives.parts import (
     ALL_WAITED,
+    KEEPS,
     MESSAGES,
     NOT_A_TENSOR,
+    NOT_AFRESH,
+    STILL_THERE,
     TROUBLE,
     WORLDS,
     Given,
+    both_calls,
     given,
     me,
     swap,
+    watch_call,
 )
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
@@ -25,10 +30,9 @@ from course_lib.checks.expectations import (
     DIGITS_LOST,
     Demand,
     Numbers,
-    OnlyKinds,
     Traffic,
 )
-from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
+from course_lib.checks.on_ranks import At, Observed, OnRanks
 from course_lib.collectives import ring_all_gather
 
 ROUNDING = 1e-12  # dividing before or after the sum may round the last digits differently
@@ -37,6 +41,7 @@ SUM = Cause("{p} times too large: that is the sum. Divide by the number of ranks
 TWICE = Cause("{p} times too small: divided in both halves. Once is enough.")
 TAIL = Cause("The tail is not done: p does not divide the length, so shards differ.")
 BY_FOUR = Cause("Divide by the number of ranks, whatever it is, not by 4.")
+AT_MOST = Cause("The divisor stops short of p: divide by the number of ranks, whatever it is.")
 BY_LENGTH = Cause("Divide by the number of ranks, not of numbers.")
 FLOORED = Cause("// drops the fraction: divide with /.")
 SHRINKS = Cause("Ranks count differently: divided at every hop, the first ones shrink on the way.")
@@ -49,15 +54,34 @@ OTHER_MEMORY = Cause(
     "bucket: write into x."
 )
 RETURN_X = Cause("Return x itself, not a copy.")
-HALVES = Cause("Call the two halves: they send shards.")
+HALVES = Cause("Here, call ring_reduce_scatter and ring_all_gather: they send shards.")
 STEPS = Cause("Each half takes p - 1 steps: call each once.")
-SHARDS = Cause("Send shards, not the whole tensor: reduce-scatter, then all-gather.")
+SHARDS = Cause(
+    "You send the whole tensor, or you send a wider dtype than x's: shards of x are enough, first "
+    "reduce-scatter, then all-gather."
+)
+PADDED = Cause("Shards may differ in length: send their own bytes, without padding.")
 
 
 def _num_bytes(at: At) -> int:
     """Return the bytes of 2 (p - 1) shards, of the longer ones where they differ."""
     x, p = given(at).of(0), at.world_size
     return 2 * (p - 1) * -(-len(x) // p) * x.itemsize
+
+
+def _all_shards(at: At) -> int:
+    """Return the bytes of all shards on their way to all other ranks, in both halves."""
+    return 2 * (at.world_size - 1) * given(at).of(0).nbytes
+
+
+def _num_sent(at: At) -> int:
+    """Return the bytes that all ranks together send."""
+    events = (event for each in at.everyone for event in each.seen.events)
+    return sum(event.num_bytes for event in events if event.kind == "send")
+
+
+def _other_calls(at: At) -> list[str]:
+    return [call.kind for call in at.seen.calls if call.kind not in MESSAGES]
 
 
 @dataclass
@@ -71,7 +95,7 @@ class Averaged(Observed):
 def _average(rank: int, answer: Callable[..., Any], given: Given) -> dict[str, Averaged]:
     x = given.of(rank)
     memory = x.data_ptr()
-    seen = watch(answer, x, x=x)
+    seen = watch_call(given.call, answer, x, x=x)
     same_memory = x.data_ptr() == memory
     return {str(given): Averaged(**vars(seen), x=x.clone(), same_memory=same_memory)}
 
@@ -138,7 +162,7 @@ MEAN = Exercise(
     check=OnRanks(
         observe_on_rank=_average,
         worlds=WORLDS,
-        runs=_runs,
+        runs=both_calls(_runs),
         trouble=(
             ("mismatch", "", UNEVEN),
             ("raised", "need a shard like shard", OTHER_SHARD),
@@ -151,11 +175,12 @@ MEAN = Exercise(
                 "value",
                 _mean,
                 rtol=ROUNDING,
-                predicates=(NOT_A_TENSOR,),
+                predicates=(NOT_AFRESH, NOT_A_TENSOR),
                 causes=(
                     (SUM, _sum_by(lambda _at: 1)),
                     (TWICE, _sum_by(lambda at: at.world_size**2)),
                     (BY_FOUR, _sum_by(lambda _at: 4)),
+                    (AT_MOST, _sum_by(lambda at: at.world_size - 1)),
                     (BY_LENGTH, _sum_by(lambda at: len(given(at).of(0)))),
                     (FLOORED, lambda at: _mean(at).floor()),
                     (SHRINKS, _hops(lambda _at: 2)),
@@ -172,11 +197,24 @@ MEAN = Exercise(
                 IN_PLACE,
             ),
             Demand(lambda at: at.seen.aliased, "it returns another tensor than x", RETURN_X),
-            OnlyKinds(MESSAGES, HALVES),
+            STILL_THERE,
+            Demand(
+                lambda at: not _other_calls(at),
+                lambda at: f"calls dist.{_other_calls(at)[0]}",
+                HALVES,
+            ),
             Traffic(STEPS, max_messages=lambda at: 2 * (at.world_size - 1)),
             Traffic(SHARDS, max_bytes=_num_bytes),
+            Demand(
+                lambda at: _num_sent(at) <= _all_shards(at),
+                lambda at: (
+                    f"all ranks together send {_num_sent(at)} bytes; the shards have "
+                    f"{_all_shards(at)}"
+                ),
+                PADDED,
+            ),
         ),
-        success="The mean in place on 1 to 5 ranks, any length, 2 (p - 1) shards sent.",
+        success="The mean in place on 1 to 4 and 6 ranks, any length, 2 (p - 1) shards sent.",
     ),
     wrong=(
         Edit(DIVIDED, "shard", SUM),
@@ -211,6 +249,36 @@ MEAN = Exercise(
             also=((GATHERS, "x.copy_(every.mean(0))"),),
         ),
         Edit(SCATTERS, f"{SCATTERS}\n{SCATTERS}", STEPS),
+        Edit(
+            SCATTERS,
+            "p = dist.get_world_size()\n"
+            "padded = torch.zeros(-(-len(x) // p) * p, dtype=x.dtype)\n"
+            "padded[: len(x)] = x\n"
+            "shard = ring_reduce_scatter(padded)",
+            PADDED,
+            also=((GATHERS, f"x.copy_(ring_all_gather({DIVIDED}, out=padded)[: len(x)])"),),
+        ),
+        Edit(
+            SCATTERS,
+            "wide = x.double()\nshard = ring_reduce_scatter(wide)",
+            SHARDS,
+            also=((GATHERS, f"x.copy_(ring_all_gather({DIVIDED}, out=wide))"),),
+        ),
+        Edit(DIVIDED, "shard / min(5, dist.get_world_size())", AT_MOST),
+        Edit(
+            "(x):",
+            "(x, done=[]):",
+            KEEPS,
+            also=(
+                (SCATTERS, f"if len(x) in done:\n    return x\ndone.append(len(x))\n{SCATTERS}"),
+            ),
+        ),
+        Edit(
+            "(x):",
+            "(x, sums={}):",
+            KEEPS,
+            also=((SCATTERS, f"{SCATTERS}\nshard += sums.get(len(x), 0)\nsums[len(x)] = shard"),),
+        ),
         Edit(
             SCATTERS,
             "shard = ring_reduce_scatter(x.float()).double()",

@@ -4,9 +4,10 @@ Rank r is given a multiple of 10**r, so that a wrong sum tells which ranks are i
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from course_lib.checks.exercise import Cause
 from course_lib.checks.expectations import Demand
-from course_lib.checks.on_ranks import At, Trouble
+from course_lib.checks.on_ranks import At, Observed, Trouble, watch
 from course_lib.core import Event
 
-WORLDS = (4, 3, 5, 2, 1)  # on few ranks, wrong answers look alike; the lesson shows 4
+WORLDS = (4, 3, 6, 2, 1)  # on few ranks, wrong answers look alike; the lesson shows 4
 DIGITS = 1 + 2.0**-30  # times this, numbers need more digits than float32 has
+LARGE = 10**17  # with this added, they need more than float64 has
 MESSAGES = ("send", "recv")
 Key = tuple[int | None, int | None, int]  # of a message: sender, receiver, number
 
@@ -27,9 +29,11 @@ SENDS_FIRST = Cause(
     "and irecv, then wait for both."
 )
 DROPPED = Cause(
-    "isend and irecv return before the message has moved: keep the handle of each, and wait() for "
-    "it before you return."
+    "{seen}: keep the handle of each, and call wait() on both, the send's and the receive's, "
+    "before you return.",
+    {"seen": "isend and irecv return before the message has moved"},
 )
+RETURNED = DROPPED.of(seen="A rank returned before its send was taken")
 ARROWS = "Follow the arrows: who waits for whom?"
 ALL_RECEIVE = Cause(f"{ARROWS} All of them wait to receive: does your source send to you?")
 ALL_SEND = Cause(
@@ -49,15 +53,33 @@ ALIASED = Cause(
     "Return a new tensor, also on 1 rank: whoever writes into the result must not change the input."
 )
 ONE_TENSOR = Cause("Return one tensor, in one piece: no list, no tuple, no number.")
+SECOND = ", second call"
+KEEPS = Cause(
+    "The first call was right: keep nothing for the next one, no numbers and no buffer. Every call "
+    "starts afresh, with new tensors."
+)
+NOT_AFRESH = (lambda at, _got, _item: SECOND in at.label, KEEPS)
 NOT_A_TENSOR = (lambda _at, got, _item: not isinstance(got, Tensor | None), ONE_TENSOR)
 
 
 @dataclass(frozen=True)
-class Given:
+class Numbered:
+    """What the ranks are given in a `call`: the second, 1, has other numbers than the first, 0."""
+
+    call: int = field(default=0, kw_only=True)
+
+    @property
+    def which(self) -> str:
+        """A few words for labels, if this is the second call."""
+        return SECOND * self.call
+
+
+@dataclass(frozen=True)
+class Given(Numbered):
     """What the ranks are given: 1, 2, 3 ... times 10**rank, whose sums are exact.
 
-    In float64 they have more digits than float32 keeps. With `rank_1`, all ranks but that one are
-    given zeros.
+    In float64 they have more digits than float32 keeps, in int64 more than float64 does. With
+    `rank_1`, all ranks but that one are given zeros.
     """
 
     shape: tuple[int, ...] = (3,)
@@ -66,12 +88,14 @@ class Given:
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"{name} {list(self.shape)}" + ", zeros but on rank 1" * self.rank_1
+        return f"{name} {list(self.shape)}" + ", zeros but on rank 1" * self.rank_1 + self.which
 
     def of(self, rank: int) -> Tensor:
         """Return what a rank is given."""
-        count = torch.arange(1, torch.Size(self.shape).numel() + 1).view(self.shape)
+        count = torch.arange(1, torch.Size(self.shape).numel() + 1).view(self.shape) + 5 * self.call
         times = (count * 10**rank * (rank == 1 or not self.rank_1)).to(self.dtype)
+        if self.dtype == torch.int64:
+            return times + LARGE
         return times * DIGITS if self.dtype == torch.float64 else times
 
     def total(self, p: int) -> Tensor:
@@ -82,6 +106,50 @@ class Given:
 def given(at: At) -> Given:
     """Return what the ranks of this run were given."""
     return at.options["given"]
+
+
+def both_calls(
+    runs: Callable[[int], Sequence[dict[str, Any]]],
+) -> Callable[[int], list[dict[str, Any]]]:
+    """Return these runs, each followed by one with other numbers of the same shape and dtype."""
+
+    def doubled(p: int) -> list[dict[str, Any]]:
+        return [
+            {
+                name: replace(o, call=call) if isinstance(o, Numbered) else o
+                for name, o in run.items()
+            }
+            for run in runs(p)
+            for call in (0, 1)
+        ]
+
+    return doubled
+
+
+FIRST = "what the first call returned"
+STILL_THERE = Demand(lambda at: FIRST not in at.seen.changed, f"{FIRST} has changed", KEEPS)
+_kept: dict[str, Any] = {}  # on a rank: the answer, what it returned last, and a copy of that
+
+
+def watch_call(
+    call: int, answer: Callable[..., Any], *arguments: Any, **inputs: Tensor
+) -> Observed:
+    """Watch one of two calls, in runs of their own; the second is of the answer of the first run.
+
+    So it finds all that the first call has kept. If it changes what that has returned, this is
+    among what it changed.
+    """
+    answer, results = _kept["answer"] if call else answer, list[Any]()
+
+    def noted(*arguments: Any) -> Any:
+        results.append(answer(*arguments))
+        return results[-1]
+
+    seen = watch(noted, *arguments, **inputs)
+    if call and isinstance(_kept["result"], Tensor):
+        seen.changed += (FIRST,) * (not torch.equal(_kept["result"], _kept["copy"]))
+    _kept.update(answer=answer, result=results[0], copy=seen.value)
+    return seen
 
 
 # --- what a hang and an error prove
@@ -100,7 +168,14 @@ def _circle_of(kind: str, where: str = "") -> Callable[[Trouble], bool]:
     return fits
 
 
+def _returned(trouble: Trouble) -> bool:
+    """Return whether all whose message was lost have returned."""
+    lost = {rank for rank, _ in trouble.dropped}
+    return bool(lost) and lost.issubset(trouble.returned)
+
+
 TROUBLE = (
+    ("hang", _returned, RETURNED),
     ("hang", lambda trouble: bool(trouble.dropped), DROPPED),
     ("hang", _circle_of("send", "dist.send("), SENDS_FIRST),
     ("hang", _circle_of("recv"), ALL_RECEIVE),
@@ -142,7 +217,13 @@ NOT_ALIASED = Demand(
     lambda at: f"what it returns is the memory of {' and '.join(at.seen.aliased)}",
     ALIASED,
 )
-ALL_WAITED = Demand(_both_waited, "one end of a message did not wait for it", DROPPED)
+ALL_WAITED = Demand(
+    _both_waited,
+    lambda at: "all ranks together wait for {} sends, and for {} receives".format(
+        *(sum(count(each, kind) for each in at.everyone) for kind in MESSAGES)
+    ),
+    DROPPED,
+)
 
 
 def waited_for(num_messages: Callable[[int], int]) -> Demand:

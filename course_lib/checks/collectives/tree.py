@@ -11,17 +11,21 @@ from course_lib.checks.collectives.parts import (
     ALIASED,
     ALL_WAITED,
     DROPPED,
+    KEEPS,
     MESSAGES,
     NOT_A_TENSOR,
+    NOT_AFRESH,
     NOT_ALIASED,
+    STILL_THERE,
     TROUBLE,
     UNLIKE,
-    WORLDS,
     Given,
+    both_calls,
     count,
     given,
     me,
     rounds,
+    watch_call,
 )
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
@@ -32,8 +36,10 @@ from course_lib.checks.expectations import (
     OnlyKinds,
     Untouched,
 )
-from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
+from course_lib.checks.on_ranks import At, Observed, OnRanks
 from course_lib.cost.network import num_doublings
+
+WORLDS = (4, 3, 9, 2, 1)  # 9: more rounds than 4 to 8 ranks need
 
 FROM_0 = Cause("The tree ends in rank 0: count with `mine`, not with `rank`.")
 WENT_TO_0 = Cause("The sum went to rank 0: count `mine` from the root.")
@@ -42,11 +48,13 @@ LAST_ROUND = Cause("The ranks 1 away never came: the last round is missing.")
 TOO_LATE = Cause("The farthest came too late: hand in after adding, so the farthest go first.")
 FIRST_ROUND = Cause("The ranks 2 away never came: start with the largest `have`.")
 STARTS_LOW = Cause("Number 2 never came: `have` starts at a power of two, and p is none here.")
-FOUR_RANKS = Cause("Number 4 never came: the number of rounds follows from p, whatever it is.")
+FIXED = Cause("Some never came: the number of rounds follows from p, whatever it is.")
 ONLY_ROOT = Cause("Only the root returns the sum, whatever it is: all others return None.")
 ADDS_TO_X = Cause("Add to a copy of x.")
 ZEROS = Cause("Zeros have a sum, too: the root returns it, whatever the numbers are.")
 KEEP_DTYPE = Cause("Add up in the dtype of x: x.clone() and torch.empty_like(x) have it.")
+ANY_SHAPE = Cause("x has any shape, also one without dims: torch.empty_like(x) has the same.")
+NO_NUMPY = Cause("NumPy does not know every dtype of torch: stay in torch.")
 STAR = Cause("That is a star: let ranks add for each other on the way to the root.")
 ONE_BY_ONE = Cause("Let ranks that do not wait for each other send in the same round.")
 FROM_MESSAGES = Cause("Build it from send and recv.")
@@ -55,13 +63,14 @@ FROM_MESSAGES = Cause("Build it from send and recv.")
 def _reduce(rank: int, answer: Callable[..., Any], given: Given, root: int) -> dict[str, Observed]:
     """Call the answer; root 0 is the default."""
     x, roots = given.of(rank), [root] if root else []
-    return {f"root {root}, {given}": watch(answer, x, *roots, x=x)}
+    return {f"root {root}, {given}": watch_call(given.call, answer, x, *roots, x=x)}
 
 
 def _runs(p: int) -> list[dict[str, Any]]:
-    others = Given((2, 3), torch.int64), Given(dtype=torch.float32, rank_1=True)
+    """Return every root, and numbers of other kinds; on the most ranks only these."""
+    others = Given((2, 3), torch.int64), Given((), torch.bfloat16, rank_1=True)
     return [
-        *({"given": Given(), "root": root} for root in range(p)),
+        *({"given": Given(), "root": root} for root in range(p) if p < max(WORLDS)),
         *({"given": given, "root": p - 1} for given in others),
     ]
 
@@ -99,8 +108,25 @@ def _of_another(at: At, got: Any, _item: None) -> bool:
     return any(torch.equal(got, given(at).of(rank)) for rank in others)
 
 
+def _rounded(at: At, got: Any, _item: None) -> bool:
+    return torch.allclose(got.double(), _total(at).double(), rtol=1e-12, atol=0)
+
+
 def _none_for_zeros(at: At, got: Any, _item: None) -> bool:
     return got is None and given(at).rank_1
+
+
+def _below_a_chain(x: Tensor, root: int = 0) -> Tensor | None:
+    """Hand in from the last to number 2, one by one; 1 and 2 hand in to the root."""
+    rank, p = me()
+    mine, sums, incoming = (rank - root) % p, x.clone(), torch.empty_like(x)
+    from_numbers = [n for n in ((1, 2) if mine == 0 else (mine + 1,)) if n < p and mine != 1]
+    for number in from_numbers:
+        dist.recv(incoming, (root + number) % p)
+        sums += incoming
+    if mine:
+        dist.send(sums, root if mine <= 2 else (rank - 1) % p)
+    return sums if rank == root else None
 
 
 def _star(x: Tensor, root: int = 0) -> Tensor | None:
@@ -137,13 +163,18 @@ TREE = Exercise(
     check=OnRanks(
         observe_on_rank=_reduce,
         worlds=WORLDS,
-        runs=_runs,
-        trouble=TROUBLE,
+        runs=both_calls(_runs),
+        trouble=(
+            ("raised", "0-d tensor|must match|broadcast", ANY_SHAPE),
+            ("raised", "unsupported ScalarType", NO_NUMPY),
+            *TROUBLE,
+        ),
         expect=(
             ALL_WAITED,
             Numbers(
                 "value",
                 _on_root(_total),
+                shape=ANY_SHAPE,
                 dtype=KEEP_DTYPE,
                 causes=(
                     (WENT_TO_0, lambda at: None if at.rank else _total(at)),
@@ -152,15 +183,18 @@ TREE = Exercise(
                     (TOO_LATE, _without(4, 3)),
                     (FIRST_ROUND, _without(4, 2, 3)),
                     (STARTS_LOW, _without(3, 2)),
-                    (FOUR_RANKS, _without(5, 4)),
+                    (FIXED, _without(9, 4, 5, 6, 7, 8)),
+                    (FIXED, _without(9, 8)),
                 ),
-                predicates=(NOT_A_TENSOR, (_none_for_zeros, ZEROS)),
+                predicates=(NOT_AFRESH, NOT_A_TENSOR, (_none_for_zeros, ZEROS)),
                 otherwise=(
                     (lambda at, _got, _item: at.rank != at.options["root"], ONLY_ROOT),
                     (_of_another, OVERWRITTEN),
+                    (_rounded, DIGITS_LOST),
                 ),
                 look=Cause("Read the digits: which ranks are in the sum, and how often?"),
             ),
+            STILL_THERE,
             Untouched(ADDS_TO_X),
             NOT_ALIASED,
             OnlyKinds(MESSAGES, FROM_MESSAGES),
@@ -174,7 +208,7 @@ TREE = Exercise(
             ),
             rounds(num_doublings, ONE_BY_ONE),
         ),
-        success="Any root of 1 to 5 ranks, in log2(p) rounds.",
+        success="Any root of 1 to 4 ranks, and 9 ranks, in log2(p) rounds.",
     ),
     wrong=(
         Edit(FROM_ROOT, "mine = rank", WENT_TO_0, also=(("rank == root", "rank == 0"),)),
@@ -187,9 +221,11 @@ TREE = Exercise(
         Edit("total += incoming", "total = incoming.clone()", OVERWRITTEN),
         Edit(FROM_ROOT, "mine = rank", FROM_0),
         Edit(ROUNDS, "p.bit_length() - 1", STARTS_LOW),
-        Edit(f"reversed(range({ROUNDS}))", "(1, 0)", FOUR_RANKS),
+        Edit(f"reversed(range({ROUNDS}))", "(1, 0)", FIXED),
+        Edit(f"reversed(range({ROUNDS}))", "(2, 1, 0)", FIXED),
         Own(_star, STAR),
         Own(_chain, ONE_BY_ONE),
+        Own(_below_a_chain, ONE_BY_ONE),
         Edit("x.clone()", "x.clone().double()", UNLIKE),
         Edit(
             "x.clone(), torch.empty_like(x)",
@@ -198,6 +234,34 @@ TREE = Exercise(
             also=((RESULT, "total.to(x.dtype) if rank == root else None"),),
         ),
         Edit(RESULT, "total.double() if rank == root else None", KEEP_DTYPE),
+        Edit(
+            "x.clone(), torch.empty_like(x)",
+            "x.double().clone(), torch.empty_like(x.double())",
+            DIGITS_LOST,
+            also=((RESULT, "total.to(x.dtype) if rank == root else None"),),
+        ),
+        Edit("torch.empty_like(x)", "torch.empty(x.numel(), dtype=x.dtype)", ANY_SHAPE),
+        Edit(
+            "x.clone(), torch.empty_like(x)",
+            "torch.atleast_1d(x).clone(), torch.empty_like(torch.atleast_1d(x))",
+            ANY_SHAPE,
+        ),
+        Edit("torch.empty_like(x)", "torch.from_numpy(x.numpy().copy())", NO_NUMPY),
+        Edit(
+            "x, root=0):",
+            "x, root=0, sums={}):",
+            KEEPS,
+            also=(("x.clone()", "sums.setdefault((x.shape, x.dtype), x.clone()).copy_(x)"),),
+        ),
+        Edit(
+            "x, root=0):",
+            "x, root=0, sums={}):",
+            KEEPS,
+            also=(
+                ("x.clone()", "sums.setdefault((x.shape, x.dtype), torch.zeros_like(x)).add_(x)"),
+                (RESULT, "total.clone() if rank == root else None"),
+            ),
+        ),
         Edit("dist.send", "dist.isend", DROPPED),
         Edit(RESULT, "total if rank == root and total.all() else None", ZEROS),
     ),
