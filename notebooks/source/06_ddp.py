@@ -164,7 +164,9 @@ reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 # Now with buckets. In `on_grad`, send a bucket when *all* its gradients are there, but never bucket
 # $i$ before bucket $i-1$: another rank may have another ready order. In `finish`, wait, and
 # leave the mean in every `param.grad`. `ready` is for parameters whose gradient is there,
-# `in_flight` for what was sent. Budget: one all_reduce a bucket. About 15 lines, 20 minutes.
+# `in_flight` for what was sent. Budget: one all_reduce a bucket, in the dtype of its gradients.
+# Other models may be in the process; gradients may lie transposed, and be zeros on a rank. inf and
+# nan stay what they are. About 15 lines, 20 minutes.
 #
 # <details><summary>Hint: the ranks make different calls</summary>
 # Do not send the bucket of this <code>param</code>, but bucket <code>self.next</code>, and go on
@@ -179,6 +181,8 @@ reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 # </details>
 # <details><summary>Hint: from one flat tensor back to gradients</summary>
 # <code>flat.split([param.numel() for param in bucket])</code>, then <code>view_as(param)</code>.
+# Write into <code>param.grad</code> itself: if it lies transposed, its <code>flatten()</code> is a
+# copy.
 # </details>
 
 
@@ -378,8 +382,9 @@ explore(one_size, finding, num_buckets=([1, 2, 3, 4, 6, 12], 6))
 # ## 6 Accumulate without talking
 #
 # With four micro-batches (lesson 02) backward runs four times. Gradients add up on each rank; one
-# conversation at the end is enough. Inside `with model.no_sync():` backward only adds (in PyTorch
-# the forward has to be in it, too). How many times as many bytes does a rank send if you forget it?
+# conversation at the end is enough. Inside `with model.no_sync():` backward only adds. The forward
+# belongs in it, too: outside, ours sends the buffers, PyTorch the gradients. How many times as many
+# bytes does a rank send if you forget it?
 
 # %% tags=["predict"]
 guess_bytes = predict("bytes without no_sync, as a multiple of those with it")
@@ -406,7 +411,8 @@ print(f"{len(often)} messages of {sum(often)} bytes; with no_sync {len(once)} of
 # ### Exercise 4: one conversation
 #
 # Leave in `param.grad` the gradient of the mean over all micro-batches *and* ranks. Each bucket
-# leaves once, during the last backward. One micro-batch's graph at a time. About 6 lines.
+# leaves once, during the last backward. Each micro-batch counts the same, however many items it
+# has. Keep one graph and its output at a time, and the model as it is. About 6 lines.
 #
 # <details><summary>Hint: right numbers, but no overlap</summary>
 # Inside <code>no_sync()</code> nothing leaves. The last micro-batch belongs outside of it.
@@ -490,7 +496,7 @@ for which in ([0, 1], [0, 0]):
 # ### Exercise 5: half the bytes
 #
 # Send bfloat16. Start in `__init__`; in `wait`, bring the mean back into `flat`, which stays
-# float32. About 4 lines.
+# float32, and is the same on all ranks. Several buckets are in flight at once. About 4 lines.
 #
 # <details><summary>Hint: flat has not changed</summary>
 # <code>self.flat = ...</code> gives a name to another tensor; <code>self.flat.copy_(...)</code>

@@ -14,14 +14,25 @@ Buckets = list[list[nn.Parameter]]
 
 
 class Tower(nn.Module):
-    """A model with parameters of these sizes; some frozen, the first tied to the end."""
+    """A model with parameters of these shapes, all of them parts of one tensor.
+
+    Some are frozen; the first may be tied to the end, or belong to the model itself, to no layer.
+    """
 
     def __init__(
-        self, sizes: Iterable[int], *, frozen: Iterable[int] = (), tied: bool = False
+        self,
+        *shapes: int | tuple[int, ...],
+        frozen: Iterable[int] = (),
+        tied: bool = False,
+        own: bool = False,
     ) -> None:
         super().__init__()
-        params = [nn.Parameter(torch.ones(size)) for size in sizes]
-        self.layers = nn.ParameterList(params)
+        like = [torch.empty(shape) for shape in shapes]
+        parts = torch.ones(sum(x.numel() for x in like)).split([x.numel() for x in like])
+        params = [nn.Parameter(part.view_as(x)) for part, x in zip(parts, like, strict=True)]
+        if own:
+            self.scale = params[0]
+        self.layers = nn.ParameterList(params[own:])
         for index in frozen:
             params[index].requires_grad_(False)
         if tied:
@@ -29,17 +40,22 @@ class Tower(nn.Module):
 
 
 def _cases() -> list[Case]:
-    plain = Tower((6, 2, 3, 1, 4))
+    plain, mixed = Tower(6, 2, 3, 1, 4), Tower(1, 3, 2, 2)
+    mixed.layers[2:].bfloat16()
     models = [
         ("5 parameters of 24, 8, 12, 4 and 16 bytes", plain, 24),
         ("5 parameters of 24, 8, 12, 4 and 16 bytes", plain, 20),
         ("5 parameters of 24, 8, 12, 4 and 16 bytes", plain, 1),
         ("5 parameters of 24, 8, 12, 4 and 16 bytes", plain, 1000),
-        ("3 parameters of 4, 12 and 16 bytes", Tower((1, 3, 4)), 20),
-        ("4 parameters in float64", Tower((3, 3, 2, 2)).double(), 33),
-        ("a frozen parameter in the middle", Tower((2, 1, 2), frozen=[1]), 16),
-        ("the first weight tied to the last one", Tower((2, 1, 3), tied=True), 16),
-        ("nothing but frozen parameters", Tower((2, 1), frozen=[0, 1]), 16),
+        ("3 parameters of 4, 12 and 16 bytes", Tower(1, 3, 4), 20),
+        ("4 parameters in float64", Tower(3, 3, 2, 2).double(), 33),
+        ("a frozen parameter in the middle", Tower(2, 1, 2, frozen=[1]), 16),
+        ("the first weight tied to the last one", Tower(2, 1, 3, tied=True), 16),
+        ("nothing but frozen parameters", Tower(2, 1, frozen=[0, 1]), 16),
+        ("5 parameters of 4, 8, 36, 4 and 8 bytes", Tower(1, 2, 9, 1, 2), 16),
+        ("4 and 12 bytes of float32, then 4 and 4 of bfloat16", mixed, 8),
+        ("a matrix of 16 bytes, a number without a dimension", Tower((2, 2), (), 2), 20),
+        ("the first parameter is the model's own", Tower(1, 2, 3, own=True), 16),
     ]
     return [(f"{what}, {limit} bytes a bucket", (module, limit)) for what, module, limit in models]
 
@@ -179,6 +195,39 @@ BUCKETS = Exercise(
                 "A tied weight is complete with its first use, which backward reaches last: it "
                 "belongs where its first name is."
             ),
+        ),
+        Edit(
+            "filled += num_bytes",
+            "filled += num_bytes if num_bytes <= bucket_bytes else 0",
+            Cause("A parameter larger than the limit travels alone: nothing may join it."),
+        ),
+        Edit(
+            "return buckets",
+            "return sorted(buckets, key=lambda b: b[0].nbytes > bucket_bytes)",
+            Cause("A parameter larger than the limit keeps its place: send it in its turn."),
+        ),
+        Edit(
+            "param.element_size()",
+            "next(reversed([*module.parameters()])).element_size()",
+            Cause("One model may hold several dtypes: ask each parameter for its element_size()."),
+        ),
+        Edit(
+            "param.numel() * param.element_size()",
+            "param.untyped_storage().nbytes()",
+            Cause(
+                "Those are the bytes of the memory it lies in, which others share: count its "
+                "numbers, numel(), times element_size()."
+            ),
+        ),
+        Edit(
+            "param.numel()",
+            "param.shape[:1].numel()",
+            Cause("A matrix has more numbers than rows: numel() counts all of them."),
+        ),
+        Edit(
+            "module.parameters()",
+            "nn.ModuleList(module.children()).parameters()",
+            Cause("The model itself may have parameters, too: ask module.parameters() for all."),
         ),
         Edit(OPENS, "if True:", Cause("A bucket a parameter: what fits shares a bucket.")),
     ),

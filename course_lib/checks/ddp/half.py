@@ -1,7 +1,8 @@
 """Exercise 5 of 06_ddp: a hook that sends half the bytes."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.ddp.parts import come_late, digits
+from course_lib.checks.ddp.parts import come_late
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Calls, Demand, Numbers
@@ -17,10 +18,63 @@ from course_lib.checks.on_ranks import At, OnRanks, calls_of
 from course_lib.core import Event
 from course_lib.ranks import record
 
-LENGTHS = (3, 1, 8)
 SCALE = 300.0  # sums of 10**rank times this do not fit into float16
 TOLERANCE = 0.02  # bfloat16 keeps 8 bits: each rounding is off by at most 0.4 %
 
+
+@dataclass(frozen=True)
+class Bucket:
+    """Numbers to send: 1, 2, 3 ... times `factor`, times 10**rank; on rank 0 times `first`."""
+
+    label: str
+    length: int
+    factor: float = SCALE
+    first: float = 1.0
+
+    def on(self, rank: int) -> Tensor:
+        """Return the numbers of a rank."""
+        return self.ones() * self.of(rank)
+
+    def ones(self) -> Tensor:
+        """Return 1, 2, 3 ..."""
+        return torch.arange(1.0, self.length + 1)
+
+    def of(self, rank: int) -> float:
+        """Return what the numbers of a rank are multiplied with."""
+        return self.factor * 10.0**rank * (1.0 if rank else self.first)
+
+
+ROUNDS = (
+    (Bucket("a bucket of 3 numbers", 3),),
+    (Bucket("a bucket of 1 number", 1),),
+    (Bucket("a bucket of 8 numbers", 8),),
+    (Bucket("the same memory with the next step's numbers, of 1e-7", 8, 1e-7 / 3),),
+    (
+        Bucket("the first of two buckets in flight", 8, -SCALE),
+        Bucket("the second of two buckets in flight", 8, SCALE / 3),
+    ),
+    (Bucket("a bucket with nan on rank 0", 3, first=float("nan")),),
+    (Bucket("a bucket with zeros on rank 0", 3, first=0.0),),
+)
+BUCKETS = [bucket for together in ROUNDS for bucket in together]
+
+LATER = 3  # from this one on, there was a bucket of the same length before
+
+EQUAL = Cause(
+    "The ranks differ in the last digits, and so would their weights: on every rank the mean is "
+    "what came back, and nothing of its own."
+)
+STALE = Cause(
+    "The first buckets were right: these are numbers of another bucket, or of the step before. "
+    "Convert flat in every call, into memory of its own."
+)
+TINY = Cause("Small numbers got lost: bfloat16 keeps 1e-8, too, so send them as they are.")
+HIDES = Cause(
+    "nan has to stay: it tells that a step went wrong. Convert, divide, and change nothing else."
+)
+EVERY_BUCKET = Cause("Every rank sends every bucket, also one of zeros: the others wait for it.")
+DIVISOR = Cause("{x:.3g} times the mean: divided by something else than the size of the group.")
+LEFT_OUT = Cause("Some of the numbers are right: send all of them, whatever their count is.")
 OWN = Cause(
     "That is this rank's own gradient: flat is not what was sent. Wait, then copy what came back "
     "into flat; copy_ converts to float32."
@@ -50,7 +104,12 @@ class Sent:
     flat: Tensor
     events: list[Event]
     returned_s: float
-    same_memory: bool
+    windows: tuple[tuple[float, float], ...] = ()
+    same_memory: bool = True
+
+    def made(self, event: Event) -> bool:
+        """Return whether this hook was running when the event began."""
+        return any(start_s <= event.start_s <= end_s for start_s, end_s in self.windows)
 
     @property
     def calls(self) -> list[Event]:
@@ -59,7 +118,7 @@ class Sent:
 
 
 def _use(rank: int, answer: Callable[..., Any], grouped: bool = False) -> dict[str, Sent]:
-    """Send a bucket of each length, the last rank late in the first; in two groups, or all."""
+    """Send the buckets, the last rank late in the first one; in two groups, three of them."""
     p, group = dist.get_world_size(), dist.group.WORLD
     members, half = list(range(p)), p // 2
     if grouped:
@@ -67,31 +126,48 @@ def _use(rank: int, answer: Callable[..., Any], grouped: bool = False) -> dict[s
         groups = [dist.new_group(part) for part in parts]
         members, group = parts[rank >= half], groups[rank >= half]
     used: dict[str, Sent] = {}
-    for n in LENGTHS:
-        flat = _one(n) * 10.0**rank
-        memory = flat.data_ptr()
+    memory: dict[int, Tensor] = {}
+    for together in ROUNDS[:3] if grouped else ROUNDS:
+        launched = []
         with record() as log:
-            if not used:
-                come_late(rank)
-            handle = answer(flat, group)
-            returned_s = time.perf_counter()
-            handle.wait()
-        where = f"a bucket of {n} numbers" + (", in a group" if grouped else "")
-        same = flat.data_ptr() == memory
-        used[where] = Sent(members, flat, list(log.events), returned_s, same)
+            for bucket in together:
+                flat = memory.setdefault(bucket.length, torch.empty(bucket.length))
+                flat = (flat if len(together) == 1 else flat.clone()).copy_(bucket.on(rank))
+                address, began_s = flat.data_ptr(), time.perf_counter()
+                if not used:
+                    come_late(rank)
+                handle = answer(flat, group)
+                sent = Sent(members, flat, [], time.perf_counter())
+                launched.append((bucket, sent, handle, address, began_s))
+            for bucket, sent, handle, address, began_s in launched:
+                waits_s = time.perf_counter()
+                handle.wait()
+                sent.windows = ((began_s, sent.returned_s), (waits_s, time.perf_counter()))
+                sent.same_memory, sent.flat = sent.flat.data_ptr() == address, sent.flat.clone()
+                used[bucket.label + (", in a group" if grouped else "")] = sent
+        for _, sent, *_ in launched:
+            sent.events = [event for event in log.events if sent.made(event)]
     return used
 
 
-def _one(n: int) -> Tensor:
-    return torch.arange(1, n + 1) * SCALE
-
-
 def _times(factor: Callable[[At], float]) -> Callable[[At], Tensor]:
-    return lambda at: _one(LENGTHS[at.number]) * factor(at)
+    return lambda at: BUCKETS[at.number].ones() * factor(at)
+
+
+def _sum(at: At, ranks: Iterable[int]) -> float:
+    return sum(BUCKETS[at.number].of(rank) for rank in ranks)
 
 
 def _total(at: At) -> float:
-    return sum(10.0**rank for rank in at.seen.members)
+    return _sum(at, at.seen.members)
+
+
+def _everyone(at: At) -> float:
+    return _sum(at, range(at.world_size))
+
+
+def _own(at: At) -> float:
+    return BUCKETS[at.number].of(at.rank)
 
 
 def _mean(at: At) -> float:
@@ -103,6 +179,44 @@ def _grouped(factor: Callable[[At], float]) -> Callable[[At], Tensor]:
     return _times(lambda at: factor(at) if len(at.seen.members) < at.world_size else float("nan"))
 
 
+def _loses_small_ones(at: At, got: Tensor, _item: int | None) -> bool:
+    right = _times(_mean)(at)
+    return BUCKETS[at.number].factor < 1e-6 and bool((got.abs() <= right * (1 + TOLERANCE)).all())
+
+
+def _is_bounded(at: At, got: Tensor, _item: int | None) -> bool:
+    return not math.isfinite(_mean(at)) and bool(got.isfinite().all())
+
+
+def _overflows(at: At, got: Tensor, _item: int | None) -> bool:
+    return math.isfinite(_mean(at)) and not got.isfinite().all()
+
+
+def _unknown(at: At) -> Cause:
+    """Return what to say about numbers that no known mistake leads to."""
+    times = at.seen.flat / _times(_mean)(at)
+    if at.number >= LATER:
+        return STALE
+    if ((times / times[0] - 1).abs() < TOLERANCE).all():
+        return DIVISOR.of(x=times[0].item())
+    right = (times - 1).abs() < TOLERANCE
+    return LEFT_OUT if right.any() else Cause("Print flat before and after: what is in it?")
+
+
+def _calls(at: At) -> list[tuple[str, int]]:
+    """Return the calls that are needed: alone in its group, a rank may do without any."""
+    alone = len(at.seen.members) == 1 and not at.seen.calls
+    return [] if alone else [("all_reduce", 2 * BUCKETS[at.number].length)]
+
+
+def _all_equal(at: At) -> bool:
+    same = [other.seen.flat for other in at.everyone if other.seen.members == at.seen.members]
+    return all(torch.allclose(at.seen.flat, x, rtol=0, atol=0, equal_nan=True) for x in same)
+
+
+SMALL, COPY = "self.small = flat.bfloat16()", "self.flat.copy_(self.small)"
+KEPT = ("def __init__(self, flat, group):", "kept = {}\n\ndef __init__(self, flat, group):")
+
 HALF = Exercise(
     key="ddp-5",
     title="half the bytes",
@@ -110,6 +224,7 @@ HALF = Exercise(
         observe_on_rank=_use,
         worlds=(3, 4, 2, 1),
         runs=lambda p: ({}, {"grouped": True}) if p > 2 else ({},),
+        trouble=(("hang", "", EVERY_BUCKET), ("mismatch", "", EVERY_BUCKET)),
         expect=(
             Numbers(
                 "flat",
@@ -117,23 +232,20 @@ HALF = Exercise(
                 rtol=TOLERANCE,
                 what="the mean",
                 dtype=STAYS,
-                predicates=((lambda _at, got, _item: not got.isfinite().all(), RANGE),),
+                predicates=((_overflows, RANGE), (_is_bounded, HIDES), (_loses_small_ones, TINY)),
                 causes=(
-                    (WHOLE_WORLD, _grouped(lambda at: digits(at.world_size) / at.world_size)),
-                    (
-                        WHOLE_WORLD,
-                        _grouped(lambda at: digits(at.world_size) / len(at.seen.members)),
-                    ),
+                    (WHOLE_WORLD, _grouped(lambda at: _everyone(at) / at.world_size)),
+                    (WHOLE_WORLD, _grouped(lambda at: _everyone(at) / len(at.seen.members))),
                     (WORLD_SIZE, _grouped(lambda at: _total(at) / at.world_size)),
-                    (OWN, _times(lambda at: 10.0**at.rank)),
+                    (OWN, _times(_own)),
                     (SUMMED, _times(_total)),
                     (MEAN_TWICE, _times(lambda at: _mean(at) / len(at.seen.members))),
-                    (NOT_WAITED, _times(lambda at: 10.0**at.rank / len(at.seen.members))),
+                    (NOT_WAITED, _times(lambda at: _own(at) / len(at.seen.members))),
                 ),
-                look=Cause("Which digits are lost?"),
+                look=_unknown,
             ),
             Calls(
-                lambda at: [("all_reduce", 2 * LENGTHS[at.number])],
+                _calls,
                 other_kind=ALL_REDUCE,
                 symptoms=(
                     (lambda got, need: got == [2 * need[0]], FLOAT32),
@@ -142,10 +254,11 @@ HALF = Exercise(
                 look=ALL_REDUCE,
             ),
             Demand(
-                lambda at: at.seen.calls[0].start_s < at.seen.returned_s,
+                lambda at: all(call.start_s < at.seen.returned_s for call in at.seen.calls),
                 "nothing is sent before wait() is called",
                 AT_THE_END,
             ),
+            Demand(_all_equal, "the mean is near, but not equal on all ranks", EQUAL),
             Demand(lambda at: at.seen.same_memory, "flat has got other memory", OTHER_MEMORY),
             Demand(
                 lambda at: (
@@ -185,6 +298,39 @@ HALF = Exercise(
             also=(("self.work.wait()", "dist.all_reduce(self.small, group=self.group)"),),
         ),
         Edit("flat.bfloat16()", "flat.half()", RANGE),
+        Edit(
+            SMALL,
+            f"{SMALL}\nself.mine = flat - self.small",
+            EQUAL,
+            also=((COPY, f"{COPY}.add_(self.mine)"),),
+        ),
+        Edit(
+            SMALL,
+            "self.small = self.kept.setdefault(flat.data_ptr(), flat.bfloat16())",
+            STALE,
+            also=(KEPT,),
+        ),
+        Edit(
+            SMALL,
+            "self.small = self.kept.setdefault(len(flat), flat.bfloat16()).copy_(flat)",
+            STALE,
+            also=(KEPT,),
+        ),
+        Edit("flat.bfloat16()", "flat.where(flat.abs() > 1e-6, 0).bfloat16()", TINY),
+        Edit("flat.bfloat16()", "flat.nan_to_num().bfloat16()", HIDES),
+        Edit(
+            "self.work = dist",
+            "self.work = flat.any() and dist",
+            EVERY_BUCKET,
+            also=(("self.work.wait()", "self.work and self.work.wait()"),),
+        ),
+        Edit("div_(self.p)", "div_(2)", DIVISOR),
+        Edit(
+            "flat.bfloat16()",
+            "flat[: len(flat) // 2 * 2].bfloat16()",
+            LEFT_OUT,
+            also=((COPY, "self.flat[: len(self.small)].copy_(self.small)"),),
+        ),
         Edit("group=group, ", "", WHOLE_WORLD),
         Edit("dist.get_world_size(group)", "dist.get_world_size()", WORLD_SIZE),
     ),

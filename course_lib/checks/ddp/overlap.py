@@ -4,34 +4,31 @@ Whether a bucket leaves in time is an order, not a duration: it has to start bet
 and the end of the hook that filled it.
 """
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from course_lib.checks.ddp.parts import (
-    ONE_EACH,
-    ROUNDING,
-    Bag,
-    come_late,
-    copied_grads,
-    digits,
-    kept_bytes,
-    one_a_bucket,
-    watched_handles,
+from course_lib.checks.ddp.overlap_steps import (
+    SIZES,
+    bucket_bytes,
+    four_steps,
+    has_fewer_digits,
+    is_of_another,
+    is_of_another_model,
+    is_own,
+    left_early,
+    left_late,
+    mean_of,
+    own_of,
+    parameters_of,
+    rounding_of,
+    times,
+    total_of,
 )
+from course_lib.checks.ddp.parts import ONE_EACH, TOO_MUCH, Bag, one_a_bucket
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import Demand, Numbers
-from course_lib.checks.on_ranks import At, OnRanks, calls_of
-from course_lib.core import Event
-from course_lib.ddp.buckets import make_buckets
-from course_lib.ranks import record, span
+from course_lib.checks.expectations import DIGITS_LOST, Demand, Numbers
+from course_lib.checks.on_ranks import OnRanks
 
-SIZES, LIMIT, BUCKET_BYTES = (4, 2, 2, 1, 4), 40, (40, 16, 32)
 OTHER_ORDER = (4, 0, 2, 1, 3)  # gradients become ready in another order on odd ranks
 
 ORDER = Cause(
@@ -46,6 +43,25 @@ NEVER_LEFT = Cause(
     "A bucket never left. Is one full when all of its gradients are there, also the last one, "
     "which holds fewer bytes than the limit?"
 )
+NEXT_STAYS = Cause(
+    "`next` still stands behind the last bucket: at the end of finish everything has to be as in "
+    "__init__."
+)
+STAYS_IN_FLIGHT = Cause(
+    "More is in flight than was sent in this step: clear in_flight at the end of finish, and keep "
+    "in self, not in the class, what belongs to one model."
+)
+OTHER_MODEL = Cause(
+    "Those are the gradients of another model: what belongs to one model stands in self, not in "
+    "the class."
+)
+HIDES = Cause(
+    "inf and nan have to stay what they are: they tell that a step went wrong. Divide, and change "
+    "nothing else."
+)
+HALF_DIGITS = Cause("Fewer bytes, and fewer digits: send in the dtype of the gradients.")
+NO_DIMENSION = Cause("A parameter may be one number without a dimension: copy_ brings it back.")
+NO_VIEW = Cause("A transposed gradient has no flat view: flatten() copies where it has to.")
 NOT_RESET = Cause(
     "The first step was right: clear at the end of finish what was kept for one step."
 )
@@ -67,7 +83,10 @@ NOT_WAITED = Cause(
     "A bucket is read before the others' gradients are in it. Call wait() on what all_reduce "
     "returned, first."
 )
-NOT_WRITTEN = Cause("That is this rank's own gradient: copy the mean back into param.grad.")
+NOT_WRITTEN = Cause(
+    "That is this rank's own gradient: copy the mean back into param.grad itself. (flatten() of a "
+    "transposed one is a copy.)"
+)
 SUMMED = Cause("{p} times too large: summed, not averaged.")
 MEAN_TWICE = Cause("{p} times too small: the mean was taken twice.")
 BY_FOUR = Cause("Divided by 4: divide by the number of ranks, whatever it is.")
@@ -88,135 +107,51 @@ LATE = Cause(
 WAITS_IN_HOOK = Cause("No overlap: start the all_reduce with async_op=True, and wait in finish.")
 KEEPS = Cause("Clear in finish what was in flight.")
 
-
-@dataclass
-class Step:
-    """One step on one rank; `filled_s`: when the hook that filled a bucket began and ended."""
-
-    grads: list[Any]
-    calls: list[Event]
-    waits: list[Event]
-    filled_s: list[tuple[float, float]]
-    backward_end_s: float
-    kept_bytes: int
-    params_changed: bool
-    never_waited: int
-
-
-def _train(rank: int, answer: Callable[..., Any], order: Sequence[int] = ()) -> dict[str, Step]:
-    """Run three steps of backward and finish, on gradients 10**rank, 2 * 10**rank ..."""
-    module = Bag(SIZES, order=order if rank % 2 else ())
-    buckets = [bucket.params for bucket in make_buckets(module, LIMIT)]
-    began_s, ended_s = dict[Tensor, float](), dict[Tensor, float]()
-    params = [param for bucket in buckets for param in bucket]
-    note = [param.register_post_accumulate_grad_hook(_clock(began_s)) for param in params]
-    model = answer(module, [list(bucket) for bucket in buckets])
-    note += [param.register_post_accumulate_grad_hook(_clock(ended_s)) for param in params]
-    steps = {}
-    for number in (1, 2, 3):
-        module.zero_grad(set_to_none=number != 3)
-        if number == 1:
-            come_late(rank)
-        with record() as log, watched_handles() as open_ones:
-            loss = module(number * 10.0**rank)
-            with span("backward"):
-                loss.backward()
-            model.finish()
-        steps[f"step {number}"] = Step(
-            grads=copied_grads(module),
-            calls=calls_of(log.events),
-            waits=[event for event in log.events if event.kind == "wait"],
-            filled_s=[
-                (
-                    max(began_s[p] for p in buckets[k]),
-                    max(ended_s[p] for b in buckets[: k + 1] for p in b),
-                )
-                for k in range(len(buckets))
-            ],
-            backward_end_s=next(e.end_s for e in log.events if e.kind == "backward"),
-            kept_bytes=kept_bytes(model),
-            params_changed=any(bool((param != 7.0).any()) for param in module.weights),
-            never_waited=len(open_ones),
-        )
-    return steps
-
-
-def _clock(times_s: dict[Tensor, float]) -> Callable[[Tensor], None]:
-    return lambda param: times_s.__setitem__(param, time.perf_counter())
-
-
-def _ones(at: At) -> list[Tensor]:
-    """Return the gradients for a scale of 1 in this step."""
-    module = Bag(SIZES)
-    return [module.slope(i) * (at.number + 1) for i in module.trained]
-
-
-def _times(factor: Callable[[At], float]) -> Callable[[At], list[Tensor]]:
-    return lambda at: [one * factor(at) for one in _ones(at)]
-
-
-def _mean(at: At) -> float:
-    return digits(at.world_size) / at.world_size
-
-
-def _own(at: At) -> float:
-    return 10.0**at.rank
-
-
-def _param(at: At) -> list[Tensor]:
-    return [torch.full_like(one, 7.0) for one in _ones(at)]
-
-
-def _is_own(at: At, got: Tensor, item: int) -> bool:
-    fewer = len(at.seen.calls) < len(BUCKET_BYTES)
-    return fewer and torch.allclose(got, _times(_own)(at)[item], rtol=ROUNDING)
-
-
-def _of_another(at: At, got: Tensor, _item: int) -> bool:
-    """Return whether these are right numbers of other gradients: all slopes are whole numbers."""
-    times = got / (_mean(at) * (at.number + 1))
-    return bool(((times - times.round()).abs() < 1e-9).all() and (times > 0.5).all())
-
-
-def _early(at: At) -> bool:
-    """Return whether a bucket started before the hook that filled it."""
-    starts_s = [call.start_s for call in at.seen.calls]
-    return len(starts_s) == len(at.seen.filled_s) and any(
-        start_s < began_s for start_s, (began_s, _) in zip(starts_s, at.seen.filled_s, strict=True)
-    )
-
-
-def _late(at: At) -> list[int]:
-    """Return the numbers of the buckets that started after the hook that filled them."""
-    pairs = zip(at.seen.calls, at.seen.filled_s, strict=True)
-    return [number for number, (call, (_, end_s)) in enumerate(pairs) if call.start_s > end_s]
-
-
 NEXT_FULL = "self.ready.issuperset(self.buckets[self.next])"
 LOOP = f"while self.next < len(self.buckets) and {NEXT_FULL}:"
 SENDS = "self.in_flight.append((dist.all_reduce(flat, async_op=True), flat))"
 DIVIDES = "flat / dist.get_world_size()"
 LENIENT = ("self.in_flight, strict=True", "self.in_flight, strict=False")
+CLOSES = ("for param in self.buckets[self.next]])", "for param in self.buckets[self.next]]))")
 ALL_READY = "len(self.ready) == sum(map(len, self.buckets))"
 
 OVERLAP = Exercise(
     key="ddp-2",
     title="hook and finish",
     check=OnRanks(
-        observe_on_rank=_train,
-        runs=lambda _p: ({}, {"order": OTHER_ORDER}),
+        observe_on_rank=four_steps,
+        runs=lambda _p: ({}, {"order": OTHER_ORDER, "dtype": torch.float32}),
         trouble=(
             ("hang", "", SOME_RANKS),
             ("mismatch", "", ORDER),
+            ("raised", "'wait'", WAITS_IN_HOOK),
             ("raised", "NoneType", EARLY),
+            ("raised", "argument 2 is longer", STAYS_IN_FLIGHT),
+            ("raised", "0-dim", NO_DIMENSION),
+            ("raised", "view size", NO_VIEW),
             ("raised", "list index out of range", PAST_THE_END),
-            ("raised", "shape|dimensions|size", FLATTEN),
+            ("raised", "shape|dimension|size", FLATTEN),
         ),
         expect=(
             Demand(
                 lambda at: not at.seen.params_changed, "the parameters have changed", CHANGES_PARAM
             ),
-            Demand(lambda at: not _early(at), "a bucket left too early", EARLY),
+            Demand(
+                lambda at: not at.seen.stopped or not at.number,
+                lambda at: f"nothing was sent in {at.label}: {at.seen.stopped}",
+                NEXT_STAYS,
+            ),
+            Demand(
+                lambda at: not at.seen.stopped,
+                lambda at: f"fewer buckets were sent than there are: {at.seen.stopped}",
+                NEVER_LEFT,
+            ),
+            Demand(
+                lambda at: not is_of_another_model(at),
+                "two models are trained at the same time, and the first one gets the other's mean",
+                OTHER_MODEL,
+            ),
+            Demand(lambda at: not left_early(at), "a bucket left too early", EARLY),
             Demand(
                 lambda at: not at.seen.never_waited or at.seen.never_waited < len(at.seen.calls),
                 "no all_reduce was waited for",
@@ -227,36 +162,42 @@ OVERLAP = Exercise(
                 lambda at: f"{at.seen.never_waited} all_reduces were never waited for",
                 NOT_ALL_WAITED,
             ),
+            Demand(
+                lambda at: not has_fewer_digits(at),
+                lambda at: f"it sends {at.seen.calls[0].num_bytes} bytes of {bucket_bytes(at)[0]}",
+                HALF_DIGITS,
+            ),
             Numbers(
                 "grads",
-                _times(_mean),
-                rtol=ROUNDING,
+                times(mean_of),
+                rtol=rounding_of,
                 what="the mean gradient",
                 names=lambda _at: [f"parameter {i}" for i in Bag(SIZES).trained],
                 predicates=(
-                    (lambda at, got, i: at.number > 0 and _is_own(at, got, i), NOT_RESET),
-                    (_is_own, NEVER_LEFT),
+                    (lambda at, got, i: at.number > 0 and is_own(at, got, i), NOT_RESET),
+                    (is_own, NEVER_LEFT),
+                    (lambda at, got, _i: at.number == 3 and bool(got.isfinite().all()), HIDES),
                 ),
                 causes=(
-                    (SUMMED, _times(lambda at: digits(at.world_size))),
-                    (MEAN_TWICE, _times(lambda at: _mean(at) / at.world_size)),
-                    (BY_FOUR, _times(lambda at: digits(at.world_size) / 4)),
-                    (NOT_WRITTEN, _times(_own)),
-                    (ADDED, _times(lambda at: _own(at) + _mean(at))),
-                    (REDUCES_PARAM, _param),
+                    (SUMMED, times(total_of)),
+                    (MEAN_TWICE, times(lambda at: mean_of(at) / at.world_size)),
+                    (BY_FOUR, times(lambda at: total_of(at) / 4)),
+                    (NOT_WRITTEN, times(own_of)),
+                    (ADDED, times(lambda at: own_of(at) + mean_of(at))),
+                    (REDUCES_PARAM, parameters_of),
                 ),
-                otherwise=((_of_another, OTHER_GRADIENT),),
+                otherwise=((is_of_another, OTHER_GRADIENT),),
                 look=lambda at: NOT_RESET if at.number else DIGITS,
             ),
-            one_a_bucket(BUCKET_BYTES),
+            one_a_bucket(bucket_bytes),
             Demand(
                 lambda at: at.seen.calls[0].start_s < at.seen.backward_end_s,
                 "nothing left before backward had ended",
                 NO_OVERLAP,
             ),
             Demand(
-                lambda at: not _late(at),
-                lambda at: f"bucket {_late(at)[0]} left after the hook that filled it",
+                lambda at: not left_late(at),
+                lambda at: f"bucket {left_late(at)[0]} left after the hook that filled it",
                 LATE,
             ),
             Demand(
@@ -322,6 +263,36 @@ OVERLAP = Exercise(
         Edit("zip(self.buckets,", "zip([b[::-1] for b in self.buckets],", OTHER_GRADIENT),
         Edit("self.ready.clear()", "pass", EARLY),
         Edit("self.next = 0", "pass", NOT_RESET, also=(LENIENT,)),
+        Edit("self.next = 0", "pass", NEXT_STAYS),
+        Edit("self.in_flight.clear()", "pass", STAYS_IN_FLIGHT),
+        Edit(
+            "def __init__(self, module, buckets):",
+            "in_flight = []\n\ndef __init__(self, module, buckets):",
+            STAYS_IN_FLIGHT,
+            also=(("self.ready, self.in_flight = set(), []", "self.ready = set()"),),
+        ),
+        Edit(
+            "def __init__(self, module, buckets):",
+            "in_flight = []\n\ndef __init__(self, module, buckets):",
+            OTHER_MODEL,
+            also=(
+                ("self.ready, self.in_flight = set(), []", "self.ready = set()"),
+                LENIENT,
+            ),
+        ),
+        Edit(SENDS, f"if flat.any():\n    {SENDS}", SOME_RANKS, also=(LENIENT,)),
+        Edit(DIVIDES, f"({DIVIDES}).clamp(-1e6, 1e6)", HIDES),
+        Edit("flat = torch.cat(", "flat = torch.nan_to_num(torch.cat(", HIDES, also=(CLOSES,)),
+        Edit(DIVIDES, "(flat.float() / dist.get_world_size()).to(flat.dtype)", DIGITS_LOST),
+        Edit(
+            "flat = torch.cat(", "flat = torch.Tensor.bfloat16(torch.cat(", HALF_DIGITS, (CLOSES,)
+        ),
+        Edit("flat = torch.cat(", "flat = torch.Tensor.double(torch.cat(", TOO_MUCH, (CLOSES,)),
+        Edit(
+            "param.grad.copy_(part.view_as(param))", "param.grad.flatten().copy_(part)", NOT_WRITTEN
+        ),
+        Edit("param.grad.copy_(part", "param.grad[:] = (part", NO_DIMENSION),
+        Edit("param.grad.flatten()", "param.grad.view(-1)", NO_VIEW),
         Edit(
             "self.in_flight.clear()",
             "pass",

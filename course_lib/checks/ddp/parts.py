@@ -6,7 +6,7 @@ whoever does not wait reads what is surely wrong.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from course_lib.checks.exercise import Cause
 from course_lib.checks.expectations import Calls
+from course_lib.checks.on_ranks import At
 
 LATE_S = 0.12
 ROUNDING = 1e-12
@@ -25,15 +26,24 @@ ROUNDING = 1e-12
 class Bag(nn.Module):
     """Parameters whose gradients are known: `pattern(i)` times what forward is called with.
 
-    Those of 4 numbers are matrices.
+    Those of 4 numbers are matrices; `odd`: transposed ones, and one number has no dimension.
     The second one is frozen, the first one is tied: it has two names, and is used twice.
     """
 
-    def __init__(self, sizes: Iterable[int], *, order: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        sizes: Iterable[int],
+        *,
+        order: Sequence[int] = (),
+        odd: bool = False,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         super().__init__()
-        shapes = [(2, 2) if size == 4 else (size,) for size in sizes]
-        params = [nn.Parameter(torch.full(shape, 7.0).double()) for shape in shapes]
+        shapes = {4: (2, 2), 1: ()} if odd else {4: (2, 2)}
+        full = [torch.full(shapes.get(size, (size,)), 7.0, dtype=dtype) for size in sizes]
+        params = [nn.Parameter(x.t() if odd and x.dim() == 2 else x) for x in full]
         self.weights, self.order = nn.ParameterList(params), order or range(len(params))
+        self.trained = [i for i in range(len(params)) if i != 1]  # those that get a gradient
         params[1].requires_grad_(False)
         self.tied = params[0]
 
@@ -49,11 +59,6 @@ class Bag(nn.Module):
         """Return the gradient for a scale of 1; the first parameter is used twice."""
         return self.pattern(i) + (i == 0)
 
-    @property
-    def trained(self) -> list[int]:
-        """Return the numbers of the parameters that get a gradient."""
-        return [i for i, param in enumerate(self.weights) if param.requires_grad]
-
 
 def come_late(rank: int) -> None:
     """Delay the last rank, if there are several."""
@@ -63,21 +68,27 @@ def come_late(rank: int) -> None:
 
 @contextmanager
 def watched_handles(kind: str = "all_reduce") -> Iterator[set[int]]:
-    """Yield the numbers of the calls of a kind that were launched and not waited for."""
+    """Yield the numbers of the calls of a kind that were launched and not waited for.
+
+    Whoever asks for a handle's future has waited: the numbers tell whether it did.
+    """
     call, started, open_ones = getattr(dist, kind), list[Any](), set[int]()
 
     def watching(*args: Any, **kwargs: Any) -> Any:
         work = call(*args, **kwargs)
         if work is not None:
-            number, wait = len(started), work.wait
+            number = len(started)
             started.append(work)
             open_ones.add(number)
 
-            def note_and_wait(*args: Any, **kwargs: Any) -> Any:
-                open_ones.discard(number)
-                return wait(*args, **kwargs)
+            def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+                def note_and_call(*args: Any, **kwargs: Any) -> Any:
+                    open_ones.discard(number)
+                    return method(*args, **kwargs)
 
-            work.wait = note_and_wait
+                return note_and_call
+
+            work.wait, work.get_future = noting(work.wait), noting(work.get_future)
         return work
 
     with patch.object(dist, kind, watching):
@@ -112,20 +123,18 @@ def copied_grads(module: Bag) -> list[Any]:
 OTHER_KIND = Cause("This exercise is for all_reduce: one for each bucket.")
 ONE_EACH = Cause("One all_reduce a bucket, not one a parameter: put its gradients into one tensor.")
 NOT_IN_ORDER = Cause("Send the buckets in their order, the first one first.")
-HALF_DIGITS = Cause("Half of the bytes, and of the digits: send in the dtype of the gradients.")
 TOO_MUCH = Cause("Send what is in the bucket and nothing else, in the dtype of the gradients.")
 TWICE = Cause("Each bucket travels once a step: what is sent already?")
 
 
-def one_a_bucket(bucket_bytes: Sequence[int]) -> Calls:
+def one_a_bucket(bucket_bytes: Callable[[At], Sequence[int]]) -> Calls:
     """Demand one all_reduce per bucket, of its bytes, in order."""
     return Calls(
-        lambda _at: [("all_reduce", num_bytes) for num_bytes in bucket_bytes],
+        lambda at: [("all_reduce", num_bytes) for num_bytes in bucket_bytes(at)],
         other_kind=OTHER_KIND,
         symptoms=(
             (lambda got, need: sum(got) == sum(need) and len(got) > len(need), ONE_EACH),
             (lambda got, need: sorted(got) == sorted(need), NOT_IN_ORDER),
-            (lambda got, need: got == [size // 2 for size in need], HALF_DIGITS),
             (lambda got, need: len(got) == len(need) and sum(got) > sum(need), TOO_MUCH),
             (lambda got, need: set(got) == set(need) and len(got) > len(need), TWICE),
         ),

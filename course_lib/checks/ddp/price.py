@@ -15,6 +15,8 @@ STEPS: tuple[tuple[float, Times, Times], ...] = (
     (0.5, (2.0,), (1.5,)),
     (1.0, (1.0, 5.0, 1.0, 1.0), (2.0, 1.0, 4.0, 0.5)),
     (3.0, (2.0, 2.0), (0.0, 0.0)),
+    (0.0, (1.0, 2.0, 2.0), (5.0, 0.5, 0.5)),
+    (0.003, (0.0062, 0.0012), (0.0013, 0.0004)),
 )
 
 
@@ -45,11 +47,20 @@ def _bucket_by_bucket(forward_s: float, backward_s: Times, all_reduce_s: Times) 
     return forward_s + sum(map(max, backward_s, all_reduce_s))
 
 
+def _two_buckets_behind(forward_s: float, backward_s: Times, all_reduce_s: Times) -> float:
+    ready_s = before_s = done_s = forward_s
+    for compute_s, wire_s in zip(backward_s, all_reduce_s, strict=True):
+        ready_s = max(ready_s, before_s) + compute_s
+        before_s, done_s = done_s, max(ready_s, done_s) + wire_s
+    return done_s
+
+
 def _own_wire_each(forward_s: float, backward_s: Times, all_reduce_s: Times) -> float:
     ready = accumulate(backward_s)
     return forward_s + max(map(sum, zip(ready, all_reduce_s, strict=True)))
 
 
+WAITS = Cause("Backward never waits for the wire; only the wire waits: max() is for its clock.")
 WIRE = "max(ready_s, done_s) + wire_s"
 
 PRICE = Exercise(
@@ -89,9 +100,12 @@ PRICE = Exercise(
             _first_one_hides_nothing,
             Cause("Right for a slow wire only: on a fast one, a bucket is waited for."),
         ),
-        Own(
-            _bucket_by_bucket,
-            Cause("max() bucket by bucket makes backward wait for the wire; only the wire waits."),
+        Own(_bucket_by_bucket, WAITS),
+        Own(_two_buckets_behind, WAITS),
+        Edit(
+            "return done_s",
+            "return round(done_s, 3)",
+            Cause("Rounded: a step may take a few milliseconds; return the seconds as they are."),
         ),
         Own(
             _own_wire_each,
