@@ -109,7 +109,8 @@ reveal(guess_grad, found[2])
 #
 # An `autograd.Function` says what its backward is. Clone before you sum: the tensor you get may be
 # somebody else's. Return the one you summed. One all-reduce in forward and one in backward, on
-# every rank, in the dtype of x. About 7 lines, 10 minutes.
+# every rank, in the dtype of what is summed; x has any shape, and what `part` returns may have
+# another one. The same sum is needed where no gradient is. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: p times too large</summary>
 # $y = y_0 + y_1 + \dots$: the derivative of $y$ by $y_1$ is 1. Behind g, all ranks go on alike with
@@ -162,9 +163,10 @@ check("tensor_parallel-1", together)
 # ### Exercise 2: a split MLP
 #
 # Keep this rank's part of two `nn.Linear` and nothing else, under the names in the docstring, and
-# leave both layers and x as they are. Careful: `weight` is stored as `[out, in]`, so *columns of A
-# are rows of* `up.weight`. A width need not divide by $p$; `tensor_split` copes. One all-reduce in
-# forward and one in backward, of an activation each. About 8 lines, 15 minutes.
+# leave both layers and x as they are (only the bias of `down` may be shared); x has any shape
+# `[..., hidden]`. Careful: `weight` is stored as `[out, in]`, so *columns of A are rows of*
+# `up.weight`. A width need not divide by $p$; `tensor_split` copes. One all-reduce in forward and
+# one in backward, of an activation each. About 8 lines, 15 minutes.
 #
 # <details><summary>Hint: the output is off by a constant</summary>
 # Whatever is added before the sum is added $p$ times. Where does the bias of <code>down</code>

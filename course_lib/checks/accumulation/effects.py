@@ -1,5 +1,6 @@
 """Tools for the checks of 02 and 03: what an answer does in this process, judged label by label."""
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -7,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from course_lib.checks.cases import NO_RESULT, Raised
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed
@@ -19,7 +23,15 @@ Done = Sequence[Any]  # what an answer did in each case, by label; or what it ra
 OLD = 1000.0  # what gradients hold before a step
 WRITTEN, HELD = "written to", "held for backward at once"
 NO_GRADIENT = Cause("No parameter has a gradient. Call backward on the loss of each part.")
-ALIVE = Cause("The graphs of all micro-batches are alive at once: call backward in the loop.")
+ALIVE = Cause(
+    "The graphs of all micro-batches are alive at once: call backward in the loop, without "
+    "retain_graph, and keep nothing that has a graph."
+)
+GRAPH = "graph of the loss"
+WITH_GRAPH = Cause("The loss that you return has a graph, and keeps it alive: add loss.detach().")
+MODE, TRAINED = "training, in each call and afterwards", "parameters that need a gradient"
+IN_EVAL = Cause("eval() turns dropout off: leave the model as it is, which is in training.")
+FROZEN = Cause("A frozen parameter stays frozen: leave requires_grad as it is.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +115,79 @@ class Effects:
         return known.get(kind) or self.looks.get(label) or self.look
 
 
-LOOKS = {WRITTEN: CALLERS, HELD: ALIVE}
+LOOKS = {
+    WRITTEN: CALLERS,
+    HELD: ALIVE,
+    GRAPH: WITH_GRAPH,
+    MODE: IN_EVAL,
+    TRAINED: FROZEN,
+}
 
 
 @contextmanager
-def watched(**tensors: Tensor) -> Iterator[dict[str, Any]]:
-    """Yield a dict that gets, at the end, the names of the tensors that were written to."""
-    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    seen: dict[str, Any] = {}
+def watched(
+    model: nn.Module | None = None, **inputs: Tensor | list[Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield a dict that gets, at the end, the names of the tensors and lists that have changed.
+
+    Of a model, it gets the mode of each call and afterwards, and which parameters need a gradient.
+    """
+    before = {name: _state(value) for name, value in inputs.items()}
+    modes, seen = list[bool](), dict[str, Any]()
+    flags = [param.requires_grad for param in model.parameters()] if model else []
+    if model:
+        model.register_forward_pre_hook(lambda *_: modes.append(_trains(model)))
     yield seen
-    changed = (name for name, old in before.items() if not torch.equal(tensors[name], old))
+    changed = (name for name, old in before.items() if not _as_before(inputs[name], old))
     seen[WRITTEN] = " and ".join(changed) or "nothing"
+    if model:
+        seen[MODE] = "on" if all(modes) and _trains(model) else "off"
+        same = flags == [param.requires_grad for param in model.parameters()]
+        seen[TRAINED] = "the same" if same else "others"
+
+
+def _state(value: Tensor | list[Any]) -> Any:
+    return (value.detach().clone(), value.requires_grad) if isinstance(value, Tensor) else [*value]
+
+
+def _as_before(value: Tensor | list[Any], old: Any) -> bool:
+    if isinstance(value, Tensor):
+        return torch.equal(value, old[0]) and value.requires_grad == old[1]
+    return len(value) == len(old) and all(map(lambda one, other: one is other, value, old))
+
+
+def _trains(model: nn.Module) -> bool:
+    return all(module.training for module in model.modules())
+
+
+class LiveStorages(TorchDispatchMode):
+    """The memory that operations in this context made, and how much of it is still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation; note the storages of the tensors of floats that it returns."""
+        result = func(*args, **(kwargs or {}))
+        given = {StorageWeakRef(t.untyped_storage()) for t in _floats((args, kwargs))}
+        for tensor in _floats(result):
+            storage = tensor.untyped_storage()
+            if (ref := StorageWeakRef(storage)) not in given:
+                self._sizes[ref] = storage.nbytes()
+        return result
+
+    def num_bytes(self) -> int:
+        """Return the bytes that are still alive."""
+        gc.collect(1)  # what a cycle of young objects keeps alive
+        return sum(size for ref, size in self._sizes.items() if not ref.expired())
+
+
+def _floats(tree: Any) -> list[Tensor]:
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves if leaf.is_floating_point()]
 
 
 def calls_of(model: nn.Module) -> list[int]:
@@ -172,6 +246,11 @@ def with_old_grads(model: nn.Module) -> nn.Module:
     for param in model.parameters():
         param.grad = torch.full_like(param, OLD)
     return model
+
+
+def graph_of(loss: Any) -> str:
+    """Return whether a loss carries a graph: `there` or `none`."""
+    return "there" if isinstance(loss, Tensor) and loss.requires_grad else "none"
 
 
 def as_number(value: Any) -> Any:

@@ -11,13 +11,18 @@ from torch.nn import functional as F
 from course_lib.accumulation import split_micro_batches
 from course_lib.checks.accumulation.effects import (
     ALIVE,
+    GRAPH,
+    IN_EVAL,
     LOOKS,
+    WITH_GRAPH,
     EffectCase,
     Effects,
     as_number,
     batch_of,
     calls_of,
     flat,
+    flat_grads,
+    graph_of,
     held_at_once,
     line,
     parts_of,
@@ -31,6 +36,7 @@ from course_lib.checks.expectations import CALLERS
 
 LR = 0.5
 STEPS, USED, LOSS, CALLS = "optimizer.step() calls", "gradient used", "loss", "items in each call"
+MOVED = "movement of the parameters"
 
 STEP_INSIDE = Cause("optimizer.step() stands inside the loop: step once, when all are in.")
 NO_STEP = Cause("Did you forget optimizer.step()?")
@@ -81,19 +87,19 @@ def _step(
     target: float | None = None,
 ) -> dict[str, Any]:
     """Take a step; return what it did. In the `first` one, nothing has a gradient yet."""
-    (x, y), model, steps = batch_of(items), line(), list[int]()
+    (x, y), model, steps = batch_of(items), line(), list[Tensor]()
     if target is not None:
         y = model(x).detach() + target
     if not first:
         with_old_grads(model)
     optimizer, calls = torch.optim.SGD(model.parameters(), lr=LR), calls_of(model)
-    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    optimizer.register_step_pre_hook(lambda *_: steps.append(flat_grads(model)))
     before = flat(model.parameters())
-    with watched(inputs=x, targets=y) as seen:
+    with watched(model, inputs=x, targets=y) as seen:
         loss = answer(model, loss_fn, optimizer, (x, y), count, *more)
-    used = (before - flat(model.parameters())) / LR
-    done = {STEPS: len(steps), USED: used, CALLS: calls, **seen}
-    return done if more else {**done, LOSS: as_number(loss)}
+    used, moved = steps[-1] if steps else None, before - flat(model.parameters())
+    done = {STEPS: len(steps), USED: used, CALLS: calls, MOVED: moved, **seen}
+    return done if more else {**done, LOSS: as_number(loss), GRAPH: graph_of(loss)}
 
 
 def _held(answer: Callable[..., Any], *more: float) -> dict[str, str]:
@@ -178,6 +184,10 @@ BACK, ADD, STEP = "loss.backward()", "total += loss.detach()", "optimizer.step()
 CLIP = "nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
 ZERO_BY_HAND = "for param in model.parameters():\n    param.grad.zero_()"
 
+SMALLER_LR = """for group in optimizer.param_groups:
+    group["lr"] /= num_micro_batches
+optimizer.step()"""
+
 CLIP_PARAMETERS = """for param in model.parameters():
     nn.utils.clip_grad_norm_([param], max_norm)"""
 
@@ -214,7 +224,26 @@ ACCUMULATE = Exercise(
         Edit(STEP, "pass", NO_STEP),
         Edit(ZERO, "pass", CLEARED, also=((STEP, f"{ZERO}\n{STEP}"),)),
         Edit(
-            BACK, "pass", ALIVE, also=((ADD, "total += loss"), (STEP, f"total.backward()\n{STEP}"))
+            BACK,
+            "pass",
+            ALIVE,
+            also=(
+                (ADD, "total += loss"),
+                (STEP, f"total.backward()\n{STEP}\ntotal = total.detach()"),
+            ),
+        ),
+        Edit(
+            BACK,
+            "loss.backward(retain_graph=True)\nmodel.kept = [*getattr(model, 'kept', []), loss]",
+            ALIVE,
+        ),
+        Edit(ADD, "total += loss", WITH_GRAPH),
+        Edit(ZERO, f"{ZERO}\nmodel.eval()", IN_EVAL),
+        Edit(
+            DIVIDED,
+            MEAN,
+            SUMMED,
+            also=((ADD, "total += loss.detach() / num_micro_batches"), (STEP, SMALLER_LR)),
         ),
         Edit(SPLIT, "[batch]", WHOLE_BATCH, also=((DIVIDED, MEAN),)),
         Edit("return total", "return total * num_micro_batches", SUM_OF_LOSSES),
@@ -255,6 +284,7 @@ CLIPPED = Exercise(
         Edit(CLIP, "nn.utils.clip_grad_norm_([model.weight], max_norm)", SOME_PARAMETERS),
         Edit(CLIP, f"{BY_OWN_NORM}\n    param.grad *= max_norm / (norm + 1e-6)", STRETCHED),
         Edit(CLIP, f"{BY_OWN_NORM}\n    param.grad *= min(1.0, max_norm / norm.item())", ZERO_NORM),
+        Edit(ZERO, f"{ZERO}\nmodel.eval()", IN_EVAL),
         Edit(CLIP, "pass", NOT_CLIPPED, also=((ZERO, f"{CLIP}\n{ZERO}"),)),
     ),
 )

@@ -10,9 +10,12 @@ from torch.nn import functional as F
 
 from course_lib.checks.accumulation.effects import (
     ALIVE,
+    GRAPH,
+    IN_EVAL,
     LOOKS,
     NO_GRADIENT,
     OLD,
+    WITH_GRAPH,
     EffectCase,
     Effects,
     as_number,
@@ -20,6 +23,7 @@ from course_lib.checks.accumulation.effects import (
     calls_of,
     flat,
     flat_grads,
+    graph_of,
     held_at_once,
     line,
     thick,
@@ -71,8 +75,9 @@ def _add(
     calls, before = calls_of(model), flat(line().parameters())
     if again:
         with_old_grads(model)
-    with watched(inputs=x, targets=y) as seen:
-        answer(model, loss_fn, list(zip(x.split(lengths), y.split(lengths), strict=True)))
+    parts = list(zip(x.split(lengths), y.split(lengths), strict=True))
+    with watched(model, inputs=x, targets=y, parts=parts) as seen:
+        answer(model, loss_fn, parts)
     moved = not torch.equal(before, flat(model.parameters()))
     grads = {ADDED: flat_grads(model) - OLD} if again else {GRADIENT: flat_grads(model)}
     return {MOVED: moved, **grads, CALLS: sorted(calls), **seen}
@@ -112,10 +117,11 @@ def _add_tokens(
     calls = calls_of(model)
     if again:
         with_old_grads(model)
-    with watched(inputs=x, targets=y) as seen:
+    with watched(model, inputs=x, targets=y, parts=parts) as seen:
         loss = answer(model, parts)
     grads = {ADDED: flat_grads(model) - OLD} if again else {GRADIENT: flat_grads(model)}
-    return {**grads, LOSS: as_number(loss), CALLS: max(calls, default=0), **seen}
+    done = {**grads, LOSS: as_number(loss), GRAPH: graph_of(loss)}
+    return {**done, CALLS: max(calls, default=0), **seen}
 
 
 def _tiny(width: int = 2) -> nn.Module:
@@ -192,6 +198,13 @@ UNEVEN = Exercise(
             also=((LOOP, f"total = 0.0\n{LOOP}"),),
         ),
         Edit(ADD, f"{ADD}\ntargets.zero_()", CALLERS),
+        Edit(LOOP, f"model.eval()\n{LOOP}", IN_EVAL),
+        Edit(
+            ADD,
+            f"{ADD}\nparts.clear()",
+            CALLERS,
+            also=((LOOP, "for inputs, targets in list(parts):"),),
+        ),
         Edit(ADD, MEAN, NO_GRADIENT),
         Edit(ADD, f"{ADD}\nfor p in model.parameters():\n    p.data -= 0.1 * p.grad", STEPPED),
     ),
@@ -234,6 +247,9 @@ TOKENS = Exercise(
                 ("return total", "total.backward()\nreturn total.detach()"),
             ),
         ),
+        Edit("return total", "parts.clear()\nreturn total", CALLERS),
+        Edit("return total", "model.eval()\nreturn total", IN_EVAL),
+        Edit("loss.detach()", "loss", WITH_GRAPH),
         Edit("return total", "parts[0][1].clamp_(min=0)\nreturn total", CALLERS),
     ),
 )

@@ -14,6 +14,7 @@ from course_lib.checks.exercise import Cause, Exercise
 
 STEPPED, MASTER, PARAMETER = "returned", "master", "parameter"
 STEPS, MEMORY = "optimizer.step() calls", "memory of the parameter"
+STEPS_NOT_FINITE, TRAINS = f"{STEPS} where not all is finite", "param.requires_grad"
 
 CLIPPED_SCALED = Cause("Clipped before the scale was out.")
 SCALED = Cause("The scale is still in it.")
@@ -31,7 +32,15 @@ OTHER_MEMORY = Cause(
     "step. Write into it: param.copy_(master) under no_grad."
 )
 NO_STEP = Cause("The master did not move: give it a .grad, then call optimizer.step().")
-BY_HAND = Cause("That is a step of SGD by hand: the step is the optimizer's, whichever it is.")
+NOT_CALLED = Cause(
+    "The gradient is finite, and optimizer.step() was not called: let the optimizer step the "
+    "master; it may have momentum."
+)
+FROM_PARAM = Cause(
+    "The master begins each step as the rounded parameter, so that small steps are lost: param "
+    "follows the master, never the other way round."
+)
+FROZEN = Cause("The parameter does not learn any more: leave its requires_grad as it is.")
 NOT_CLIPPED = Cause("Nothing was clipped.")
 CUT_OFF = Cause("Numbers were cut off: scale the gradient.")
 NOT_SET = Cause("The last step's gradient is still in master.grad: set it, do not add to it.")
@@ -47,20 +56,24 @@ def _step(
     max_norm: float,
     lr: float = 1.0,
     again: bool = False,
+    num_steps: int = 1,
 ) -> dict[str, Any]:
-    """Take a step; where it is not the first, the master still has the gradient of the last one."""
+    """Take steps; `again`: as after an earlier one, whose gradient the master still has."""
     param = nn.Parameter(torch.full((4,), start, dtype=torch.float16))
-    param.grad = torch.tensor(numbers, dtype=torch.float16)
     master = torch.full((4,), start, requires_grad=True)
     master.grad = torch.full((4,), OLD) if again else None
     optimizer, steps, memory = torch.optim.SGD([master], lr=lr), list[int](), param.data_ptr()
     optimizer.register_step_pre_hook(lambda *_: steps.append(1))
-    stepped = answer(param, master, optimizer, scale, max_norm)
+    for _ in range(num_steps):
+        param.grad = torch.tensor(numbers, dtype=torch.float16)
+        stepped = answer(param, master, optimizer, scale, max_norm)
+    finite = all(map(math.isfinite, numbers))
     return {
         MASTER: master.detach().clone(),
-        STEPS: len(steps),
+        (STEPS if finite else STEPS_NOT_FINITE): len(steps),
         PARAMETER: param.detach().clone(),
         MEMORY: "the same" if param.data_ptr() == memory else "another",
+        TRAINS: param.requires_grad,
         STEPPED: bool(stepped) if _is_truth(stepped) else stepped,
     }
 
@@ -100,6 +113,7 @@ def _cases() -> list[EffectCase]:
         *cases,
         ("a second step", partial(usual, again=True)),
         ("lr 0.25", partial(usual, lr=0.25)),
+        ("8 small steps", partial(usual, numbers=[2.0**-12] * 4, num_steps=8)),
         *(
             (f"gradient {numbers}", partial(usual, numbers=numbers, scale=128.0))
             for numbers in not_finite
@@ -119,7 +133,14 @@ HALF_STEP = Exercise(
     title="a 16-bit step",
     check=Effects(
         cases=_cases,
-        looks={STEPS: STEPS_ANYWAY, MEMORY: OTHER_MEMORY, STEPPED: SAYS_NOT, PARAMETER: STALE},
+        looks={
+            STEPS: NOT_CALLED,
+            STEPS_NOT_FINITE: STEPS_ANYWAY,
+            MEMORY: OTHER_MEMORY,
+            STEPPED: SAYS_NOT,
+            PARAMETER: STALE,
+            TRAINS: FROZEN,
+        },
         look=LOOK,
         rtol=1e-5,
         success="Unscaled in fp32, then clipped, stepped in fp32, rounded once.",
@@ -143,7 +164,10 @@ HALF_STEP = Exercise(
         Edit(COPY, "pass", STALE),
         Edit(COPY, "param.data = master.detach().half()", OTHER_MEMORY),
         Edit(STEP, "pass", NO_STEP),
-        Edit(STEP, "master.data -= master.grad", BY_HAND),
+        Edit(STEP, "master.data -= master.grad", NOT_CALLED),
+        Edit(STEP, 'master.data -= optimizer.param_groups[0]["lr"] * master.grad', NOT_CALLED),
+        Edit(STEP, f"master.data.copy_(param)\n{STEP}", FROM_PARAM),
+        Edit(COPY, f"param.requires_grad_(False)\n{COPY}", FROZEN),
         Edit(CLIP, "pass", NOT_CLIPPED),
         Edit(CLIP, CLIP.replace("norm_(", "value_("), CUT_OFF),
         Edit(

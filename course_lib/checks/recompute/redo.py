@@ -22,6 +22,7 @@ from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import CALLERS
 
 RUNS, BEFORE_X, RANDOM = "runs of fn", "what came before x", "the random numbers afterwards"
+GRAPHS, MODE = "gradients that have a graph", "autograd afterwards"
 OF_X, OF_PARAMETERS = "gradient of x", "what it adds to the parameters' gradients"
 
 NOT_RECORDED = Cause(
@@ -40,13 +41,19 @@ ONLY_X = Cause(
 MOVED_ON = Cause("backward moved the random numbers on. Use fork_rng.")
 FROM_GRAD = Cause("Go back from grad, the gradient of what fn returned, not from ones.")
 ONCE = Cause("Run fn once, and where it is recorded: each run costs a whole forward.")
+WITH_GRAPH = Cause("A gradient that has a graph keeps all of it alive: no create_graph here.")
+LEFT_ON = Cause("Autograd stays on: use `with torch.enable_grad():`, whose end turns it off again.")
+ZEROED = Cause("What was in the parameters' gradients before is gone: backward adds to it.")
 LOOK = Cause(
     "Go back from grad, through what fn made of x; return the gradient of x. Is it right without "
     "dropout? Then restore the random state before fn runs."
 )
 
 
-def _redo(answer: Callable[..., Any], layer: Callable[[], nn.Module]) -> dict[str, Any]:
+def _redo(
+    answer: Callable[..., Any], layer: Callable[[], nn.Module], as_module: bool = False
+) -> dict[str, Any]:
+    """Let the answer redo a layer, as a function or `as_module`; return what it did."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of asking for the .grad of what is no leaf
         torch.manual_seed(0)
@@ -60,11 +67,14 @@ def _redo(answer: Callable[..., Any], layer: Callable[[], nn.Module]) -> dict[st
             x = earlier * 1  # came out of something, as in a model
 
         def fn(tensor: Tensor) -> Tensor:
-            runs.append(tensor)
             return module(tensor)
 
+        module.register_forward_pre_hook(lambda _module, inputs: runs.append(inputs[0]))
         with watched(x=x, grad=grad, random_state=state) as seen:
-            of_x = answer(fn, x, state, grad)
+            of_x = answer(module if as_module else fn, x, state, grad)
+            is_on = torch.is_grad_enabled()
+        grads = (of_x, *(param.grad for param in module.parameters()))
+        graphs = sum(isinstance(each, Tensor) and each.requires_grad for each in grads)
         moved = not torch.equal(now, torch.get_rng_state())
         return {
             BEFORE_X: "untouched" if earlier.grad is None else "got a gradient",
@@ -72,6 +82,8 @@ def _redo(answer: Callable[..., Any], layer: Callable[[], nn.Module]) -> dict[st
             OF_PARAMETERS: flat_grads(module) - OLD,
             RANDOM: "moved on" if moved else "as before",
             RUNS: len(runs),
+            GRAPHS: graphs,
+            MODE: "on" if is_on else "off",
             **seen,
         }
 
@@ -84,7 +96,8 @@ def _cases() -> list[EffectCase]:
         ("dropout", lambda: nn.Dropout(0.5)),
         ("dropout, a linear layer, dropout", both),
     )
-    return [(what, partial(_redo, layer=layer)) for what, layer in layers]
+    cases: list[EffectCase] = [(what, partial(_redo, layer=layer)) for what, layer in layers]
+    return [*cases, ("fn is a module", partial(_redo, layer=both, as_module=True))]
 
 
 LEAF, RUN = "x.detach().requires_grad_()", "y = fn(x)"
@@ -96,7 +109,14 @@ REDO = Exercise(
     title="run again in backward",
     check=Effects(
         cases=_cases,
-        looks={**LOOKS, BEFORE_X: DETACH, RANDOM: MOVED_ON, RUNS: ONCE},
+        looks={
+            **LOOKS,
+            BEFORE_X: DETACH,
+            RANDOM: MOVED_ON,
+            RUNS: ONCE,
+            GRAPHS: WITH_GRAPH,
+            MODE: LEFT_ON,
+        },
         look=LOOK,
         success="The same gradients, the same masks, and the random numbers go on as they were.",
     ),
@@ -118,5 +138,12 @@ REDO = Exercise(
         Edit(BACK, "torch.autograd.backward(y, torch.ones_like(y))", FROM_GRAD),
         Edit(RUN, f"fn(x)\n{RESTORE}\n{RUN}", ONCE),
         Edit("return x.grad", "grad.zero_()\nreturn x.grad", CALLERS),
+        Edit(
+            f"    {BACK}",
+            "        torch.autograd.backward(y, grad.requires_grad_(), create_graph=True)",
+            WITH_GRAPH,
+        ),
+        Edit(f"    {BACK}", f"    torch.set_grad_enabled(True)\n{BACK}", LEFT_ON),
+        Edit(f"    {BACK}", f"    getattr(fn, 'zero_grad', lambda: None)()\n{BACK}", ZEROED),
     ),
 )

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from course_lib.checks.accumulation.effects import EffectCase, Effects, as_number
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
@@ -16,13 +18,17 @@ DOUBLES = Cause("Three good steps in a row double it; num_good are those before 
 TOO_EARLY = Cause("Too early: only after 3 good steps in a row.")
 SWAPPED = Cause("Return the scale first, then the count.")
 BELOW_1 = Cause("Halve with /: a scale may go below 1.")
+NO_LIMITS = Cause("There is no floor and no cap here: halve and double any scale.")
+IS_FALSE = Cause(
+    "`finite` need not be Python's own False: isfinite().all() gives a tensor. Use `if not finite`."
+)
 ROW_BROKEN = Cause("An overflow ends the row: the count begins anew, from 0.")
 BEGINS_ANEW = Cause("After it has doubled, the count begins anew, from 0.")
 COUNTS = Cause("A good step is one more in the row.")
 LOOK = Cause("Go through it by hand: what does this step do to the scale, and to the count?")
 
 
-def _next(answer: Callable[..., Any], scale: float, num_good: int, finite: bool) -> dict[str, Any]:
+def _next(answer: Callable[..., Any], scale: float, num_good: int, finite: Any) -> dict[str, Any]:
     result = answer(scale, num_good, finite)
     if result is not None and (not isinstance(result, list | tuple) or len(result) != 2):
         raise failed(f"got {result!r}", A_PAIR)
@@ -31,14 +37,22 @@ def _next(answer: Callable[..., Any], scale: float, num_good: int, finite: bool)
 
 
 def _cases() -> list[EffectCase]:
-    return [
+    cases: list[EffectCase] = [
         (
             f"scale {scale:g}, {num_good} good steps before, {'good' if finite else 'an overflow'}",
             partial(_next, scale=scale, num_good=num_good, finite=finite),
         )
-        for scale in (8.0, 1.0, 2.0**16)
+        for scale in (8.0, 1.0, 2.0**16, 2.0**60, 2.0**-60)
         for num_good in (0, 1, 2)
         for finite in (True, False)
+    ]
+    tensors = (torch.tensor(True), torch.tensor(False))
+    return [
+        *cases,
+        *(
+            (f"finite is {finite}", partial(_next, scale=8.0, num_good=2, finite=finite))
+            for finite in tensors
+        ),
     ]
 
 
@@ -63,6 +77,10 @@ NEXT_SCALE = Exercise(
         Edit("== 3", ">= 1", TOO_EARLY),
         Edit(AFTER_OVERFLOW, "scale // 2, 0", BELOW_1),
         Edit(AFTER_OVERFLOW, "max(scale / 2, 1.0), 0", BELOW_1),
+        Edit(AFTER_OVERFLOW, "max(scale / 2, 2.0**-14), 0", NO_LIMITS),
+        Edit(AFTER_GROWTH, "min(scale * 2, 2.0**16), 0", NO_LIMITS),
+        Edit(AFTER_GROWTH, "min(scale * 2, 2.0**32), 0", NO_LIMITS),
+        Edit("if not finite", "if finite is False", IS_FALSE),
         Edit(ELSE, "return scale, num_good", COUNTS),
         Edit(
             "return scale / 2, 0",

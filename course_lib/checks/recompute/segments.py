@@ -1,31 +1,48 @@
 """Exercises 2 and 3 of 03_recompute: the best segment, and blocks in segments."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from course_lib.checks.accumulation.effects import LOOKS, EffectCase, Effects, flat, watched
-from course_lib.checks.cases import A_FLOAT, Case, Cases, whole
-from course_lib.checks.edits import Edit
+from course_lib.checks.accumulation.effects import (
+    LOOKS,
+    EffectCase,
+    Effects,
+    LiveStorages,
+    flat,
+    watched,
+)
+from course_lib.checks.cases import A_FLOAT, TOO_NARROW, Case, Cases, whole
+from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import CALLERS
 from course_lib.checks.on_ranks import copied
 from course_lib.memory.saved_tensors import activation_ledger
+from course_lib.recompute import recompute
 
 # --- recompute-2
 
-# (24, 1, 1) has three best k; in (24, 6, 6) and (24, 4, 24) an input is more than one byte
+# (24, 1, 1) has three best k; in (24, 6, 6) and (24, 4, 24) an input is more than one byte; below,
+# the ratio is no whole number, many layers fit into a segment, and real bytes have 9 digits
 SIZES = (
     (1, 1, 1), (16, 1, 1), (64, 1, 1), (24, 1, 6), (24, 1, 17), (24, 1, 1), (24, 6, 6), (24, 4, 24),
-    (7, 2, 3), (2, 1, 1), (9, 12, 1)
+    (7, 2, 3), (2, 1, 1), (9, 12, 1),
+    (25, 2, 3), (97, 7, 3), (200, 1000, 1), (125, 2**26, 2**26), (48, 2**26 + 1, 2**26)
 )  # fmt: skip
 
 ROOT = Cause(
     "That is the root of the layers. It holds if a block keeps as much as its input; here it keeps "
     "more, or less."
+)
+RATIO = Cause("block_bytes / input_bytes was rounded: it need not be a whole number.")
+UP_TO_100 = Cause("More than 100 layers may fit into a segment: try every k up to num_layers.")
+NEAR_THE_MINIMUM = Cause(
+    "Rounding up moves the lowest peak away from the formula's minimum: try every k."
 )
 
 
@@ -35,6 +52,11 @@ def _cases() -> list[Case]:
 
 
 BEST, BYTES = "ks[peaks.index(min(peaks))]", "-(-num_layers // k) * input_bytes + k * block_bytes"
+
+NEAR = """[
+    k for k in range(1, num_layers + 1)
+    if abs(k - min(num_layers, (num_layers * input_bytes / block_bytes) ** 0.5)) < 2
+]"""
 
 BEST_SEGMENT = Exercise(
     key="recompute-2",
@@ -78,6 +100,15 @@ BEST_SEGMENT = Exercise(
             "peaks.index(min(peaks))",
             Cause("An index begins at 0, a segment at 1 block."),
         ),
+        Edit(
+            BYTES,
+            "-(-num_layers // k) + k * round(block_bytes / input_bytes)",
+            RATIO,
+        ),
+        Edit(BYTES, "-(-num_layers // k) + k * (block_bytes // input_bytes)", RATIO),
+        Edit("num_layers + 1", "min(num_layers, 100) + 1", UP_TO_100),
+        Edit("range(1, num_layers + 1)", NEAR, NEAR_THE_MINIMUM),
+        Edit(BYTES, f"torch.tensor({BYTES}, dtype=torch.float32)", TOO_NARROW),
         Edit("* input_bytes", "* 1", Cause("An input is not 1 byte: times input_bytes.")),
         Edit(
             BEST,
@@ -101,6 +132,7 @@ BEST_SEGMENT = Exercise(
 
 FORWARD, BACKWARD = "blocks run in forward", "blocks run in backward"
 OUTPUT, HELD, GRADIENTS = "output", "tensors held after forward", "gradients"
+GRAPH, X_LEARNS, ALIVE = "graph of the output", "gradient of x", "tensors alive after forward"
 
 SHORTER = Cause("Not every block ran: the last segment may be shorter.")
 WHOLE_SEGMENTS = Cause(
@@ -116,35 +148,90 @@ SEGMENT_BY_SEGMENT = Cause(
     "It goes back segment by segment, the last one first, k blocks each, every block once."
 )
 CHAIN = Cause("Each segment's output is the next one's input.")
+DETACHED = Cause("x got no gradient: do not detach it; what came before x has to learn, too.")
+NO_X_GRADIENT = Cause(
+    "x needs no gradient here, but the parameters do: use_reentrant=True cuts them off. Use the "
+    "course's recompute, or use_reentrant=False."
+)
+OTHER_MASKS = Cause("Other masks in backward: leave preserve_rng_state on, as recompute does.")
+KEPT = Cause("A list keeps what the blocks return: then nothing is saved by recomputing it.")
+CALLERS_BLOCKS = Cause("`blocks` belongs to the caller: slice it, and leave the list as it is.")
 CUT = Cause("The output has no graph: the gradients have to find their way back through it.")
 NOT_RECOMPUTED = Cause("Nothing is recomputed: call recompute(run_all, ...) for each segment.")
 
 
-def _run(answer: Callable[..., Any], num_layers: int, k: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(num_layers)]
-    params = [param for block in blocks for param in block.parameters()]
-    x, calls, outputs = torch.ones(4, 8, requires_grad=True), list[int](), list[Tensor]()
-    for index, block in enumerate(blocks):
-        block.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
-    with watched(x=x) as seen:
-        ledger = activation_ledger(lambda: outputs.append(answer(blocks, k, x)), given=params)
-    forward, output = calls.copy(), outputs[0]
-    done = {FORWARD: forward, OUTPUT: copied(output), **seen}
-    if not isinstance(output, Tensor):
-        return done
-    held = ledger.totals()[-1] // x.nbytes
-    output.sum().backward()
-    grads = [torch.zeros(1) if each.grad is None else each.grad for each in (x, *params)]
-    return {**done, BACKWARD: calls[len(forward) :], HELD: held, GRADIENTS: flat(grads)}
+def _run(
+    answer: Callable[..., Any], num_layers: int, k: int, drop: float = 0.0, learns: bool = True
+) -> dict[str, Any]:
+    """Run blocks with dropout; where x `learns`, it needs a gradient."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an x that became no leaf, and of use_reentrant=True
+        torch.manual_seed(0)
+        blocks = [_block(drop) for _ in range(num_layers)]
+        params = [param for block in blocks for param in block.parameters()]
+        x, calls, outputs = torch.ones(4, 8, requires_grad=learns), list[int](), list[Tensor]()
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+        with watched(x=x, blocks=blocks) as seen, LiveStorages() as live:
+            ledger = activation_ledger(lambda: outputs.append(answer(blocks, k, x)), given=params)
+        forward, output, num_segments = calls.copy(), outputs[0], -(-num_layers // k)
+        done = {FORWARD: forward, OUTPUT: copied(output), **seen}
+        if not isinstance(output, Tensor):
+            return done
+        done[GRAPH] = "there" if output.requires_grad else "missing"
+        if not output.requires_grad:
+            return done
+        held, alive = ledger.totals()[-1] // x.nbytes, live.num_bytes() // x.nbytes
+        output.sum().backward()
+        learns_now = "none" if x.grad is None else "there"
+        grads = [torch.zeros(1) if each.grad is None else each.grad for each in (x, *params)]
+    return {
+        **done,
+        X_LEARNS: learns_now,
+        BACKWARD: calls[len(forward) :],
+        HELD: held,
+        ALIVE: "one a segment" if alive <= num_segments else f"{alive} in {num_segments} segments",
+        GRADIENTS: flat(grads),
+    }
+
+
+def _block(drop: float) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(drop), nn.Tanh())
 
 
 def _run_cases() -> list[EffectCase]:
     sizes = ((1, 1), (4, 2), (6, 3), (5, 2), (4, 1), (7, 3), (3, 5), (0, 2))
     return [
-        (f"num_layers {num_layers}, k {k}", partial(_run, num_layers=num_layers, k=k))
-        for num_layers, k in sizes
+        *(
+            (f"num_layers {num_layers}, k {k}", partial(_run, num_layers=num_layers, k=k))
+            for num_layers, k in sizes
+        ),
+        ("dropout", partial(_run, num_layers=5, k=2, drop=0.5)),
+        ("x needs no gradient", partial(_run, num_layers=5, k=2, learns=False)),
     ]
+
+
+def _keeps_outputs(blocks: list[nn.Module], k: int, x: Tensor) -> Tensor:
+    kept = []
+
+    def run(segment: list[nn.Module], y: Tensor) -> Tensor:
+        for block in segment:
+            y = block(y)
+            kept.append(y)
+        return y
+
+    for start in range(0, len(blocks), k):
+        x = recompute(run, blocks[start : start + k], x)
+    return x
+
+
+def _checkpoints(
+    blocks: list[nn.Module], k: int, x: Tensor, reentrant: bool, preserve: bool = True
+) -> Tensor:
+    for start in range(0, len(blocks), k):
+        run = nn.Sequential(*blocks[start : start + k])
+        x = checkpoint(run, x, use_reentrant=reentrant, preserve_rng_state=preserve)
+    return x
 
 
 STEPS, RECOMPUTE = "range(0, len(blocks), k)", "recompute(run_all, blocks[start : start + k], x)"
@@ -160,9 +247,12 @@ SEGMENTS = Exercise(
             HELD: WHOLE_SEGMENTS,
             BACKWARD: SEGMENT_BY_SEGMENT,
             OUTPUT: CHAIN,
+            GRAPH: CUT,
+            X_LEARNS: DETACHED,
+            ALIVE: KEPT,
         },
         look=Cause("Compare with run_all(blocks, x)."),
-        success="One tensor a segment, and every block runs twice.",
+        success="One tensor a segment, and every block runs twice, with the same masks.",
     ),
     wrong=(
         Edit(
@@ -196,7 +286,17 @@ SEGMENTS = Exercise(
             CHAIN,
             also=(("for start", "y = x\nfor start"), ("return x", "return y")),
         ),
-        Edit(RECOMPUTE, RECOMPUTE.replace("x)", "x.detach())"), CUT),
+        Edit(RECOMPUTE, RECOMPUTE.replace("x)", "x.detach())"), DETACHED),
+        Edit("for start", "x = x.detach()\nfor start", DETACHED),
+        Edit("for start", "x.requires_grad_()\nfor start", CALLERS),
+        Edit(
+            "for start",
+            "blocks, rest = list(blocks), blocks\nrest.clear()\nfor start",
+            CALLERS_BLOCKS,
+        ),
+        Own(_keeps_outputs, KEPT),
+        Own(partial(_checkpoints, reentrant=True), NO_X_GRADIENT),
+        Own(partial(_checkpoints, reentrant=False, preserve=False), OTHER_MASKS),
         Edit("return x", "x = x.detach()\nreturn x", CUT),
         Edit(f"x = {RECOMPUTE}", f"x.copy_({RECOMPUTE})", CALLERS),
     ),

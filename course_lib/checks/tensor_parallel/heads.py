@@ -10,7 +10,15 @@ from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise, failed
 
 # p, num_heads, num_kv_heads, head_dim
-ATTENTIONS = ((2, 4, 4, 3), (3, 6, 6, 2), (2, 8, 4, 2), (4, 8, 4, 3), (1, 3, 1, 2), (5, 15, 5, 1))
+ATTENTIONS = (
+    (2, 4, 4, 3),
+    (3, 6, 6, 2),
+    (2, 8, 4, 2),
+    (4, 8, 4, 3),
+    (1, 3, 1, 2),
+    (5, 15, 5, 1),
+    (16, 32, 16, 1),
+)
 
 FLAT = Cause("`rows += range(...)` or rows.extend adds the numbers themselves: one flat list.")
 

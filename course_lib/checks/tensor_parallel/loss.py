@@ -2,32 +2,33 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from course_lib.checks.ddp.parts import come_late, watched_handles
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Demand, Untouched
-from course_lib.checks.on_ranks import At, OnRanks, Trouble, calls_of, copied
+from course_lib.checks.on_ranks import At, OnRanks, Trouble
 from course_lib.checks.tensor_parallel.parts import (
+    APART,
+    NEARLY,
+    NOT_TRAINING,
     NOT_WAITED,
     OUTSIDE,
-    changed,
     close,
-    is_outside,
+    same_bits,
 )
+from course_lib.checks.tensor_parallel.seen_loss import use
 from course_lib.checks.tensor_parallel.whole_logits import (
     SCALE,
     case_of,
-    cases,
+    from_last_call,
     from_rank,
     grad_of,
     is_own_tokens,
+    is_unmasked,
     loss_of,
     mean_maximum,
     nearest,
@@ -38,7 +39,6 @@ from course_lib.checks.tensor_parallel.whole_logits import (
     through_maximum,
 )
 from course_lib.core import Event
-from course_lib.ranks import record
 
 NUM_CALLS = NUMBERS_PER_TOKEN = 3
 
@@ -71,7 +71,9 @@ NEAREST = Cause(
 )
 OWN_LOGIT = Cause("The target's logit is missing on the ranks that do not have it: sum it, too.")
 NO_TOKEN = Cause("-100 is no token: leave those targets out.")
-FROM_RANK = Cause("This rank's part begins at the token `first`, wherever that is: use it.")
+FROM_RANK = Cause(
+    "This rank's part begins at the token `first`, wherever that is: use the `first` of this call."
+)
 WHOSE = Cause(
     "Is each target's logit in it once, from the rank that has it? Is the sum of exponentials "
     "that of all ranks? And does every rank subtract the same maximum?"
@@ -90,6 +92,14 @@ IN_GRAPH = Cause(
 SOFTMAX = Cause(
     "It is softmax - 1 at the target: does the gradient flow through the sum, and the logit?"
 )
+UNMASKED = Cause(
+    "This token's target is -100: it has no loss, so its whole row has gradient 0. Is the mask "
+    "missing in backward?"
+)
+KEPT = Cause(
+    "Each alone is right, so a call left something behind that the next one wrote over or used "
+    "again: softmax, gradient, count. What a call keeps for backward belongs to it alone (ctx)."
+)
 STAY = Cause("Logits stay where they are: only sums and maxima over the vocabulary travel.")
 ENOUGH = Cause(
     "What has to travel: the largest, the sum of exponentials, the target's logit. From them every "
@@ -107,53 +117,13 @@ SOME_RANKS = Cause(
 SIZES = Cause("Was a size taken for granted? Ask logits.shape and len(targets) for it.")
 
 
-@dataclass
-class Used:
-    """What one rank saw of one loss."""
-
-    loss: Any
-    grad: Any
-    forward: list[Event]
-    backward: list[Event]
-    changed: tuple[str, ...]
-    never_waited: int
-    outside: bool
-
-
-def _use(rank: int, answer: Callable[[Tensor, Tensor, int], Any]) -> dict[str, Used]:
-    """Compute each case's loss and its gradient; in the first one, the last rank comes late."""
-    used = dict[str, Used]()
-    for name, case in cases().items():
-        mine, outside = case.shard(torch.distributed.get_world_size(), rank), False
-        logits, targets = case.logits[:, mine].clone().requires_grad_(), case.targets.clone()
-        if not used:
-            come_late(rank)
-        with record() as forward, watched_handles() as open_ones:
-            loss = answer(logits, targets, int(mine[0]))
-        kept = copied(loss)
-        above = torch.full_like(kept if isinstance(kept, Tensor) else logits, SCALE)
-        with record() as backward:
-            if isinstance(loss, Tensor) and loss.requires_grad and not loss.dim():
-                outside = is_outside(partial(loss.backward, above))
-        used[name] = Used(
-            loss=kept,
-            grad=logits.grad,
-            forward=calls_of(forward.events),
-            backward=calls_of(backward.events),
-            changed=changed(
-                logits=(logits, case.logits[:, mine]),
-                targets=(targets, case.targets),
-                the_gradient_from_above=(above, torch.full_like(above, SCALE)),
-            ),
-            never_waited=len(open_ones),
-            outside=outside,
-        )
-    return used
-
-
 def _budget(at: At) -> int:
     """Return the bytes of three numbers a token, of 8 bytes at most."""
-    return NUMBERS_PER_TOKEN * 8 * len(case_of(at).targets)
+    return NUMBERS_PER_TOKEN * 8 * len(case_of(at).targets) * case_of(at).num_losses
+
+
+def _num_calls(at: At) -> int:
+    return NUM_CALLS * case_of(at).num_losses
 
 
 def _few(calls_of_rank: Callable[[At], list[Event]]) -> Demand:
@@ -164,10 +134,10 @@ def _few(calls_of_rank: Callable[[At], list[Event]]) -> Demand:
         return len(calls), sum(call.num_bytes for call in calls)
 
     return Demand(
-        lambda at: sent(at)[0] <= NUM_CALLS and sent(at)[1] <= _budget(at),
+        lambda at: sent(at)[0] <= _num_calls(at) and sent(at)[1] <= _budget(at),
         lambda at: (
-            f"{sent(at)[0]} calls of {sent(at)[1]} bytes in all; the budget is {NUM_CALLS} calls "
-            f"of {_budget(at)} bytes, {NUMBERS_PER_TOKEN} numbers a token"
+            f"{sent(at)[0]} calls of {sent(at)[1]} bytes in all; the budget is {_num_calls(at)} "
+            f"calls of {_budget(at)} bytes, {NUMBERS_PER_TOKEN} numbers a token"
         ),
         ENOUGH,
     )
@@ -196,12 +166,14 @@ TOTAL = "reduce_from_region(shifted.exp().sum(-1))"
 LOSSES = "losses = total.log() - reduce_from_region(own)"
 MEAN = "(losses * counts).sum() / counts.sum()"
 RETURN = f"return {MEAN}"
+IF_FROZEN = "if not logits.requires_grad:"
+REMEMBERED = "vars(split_cross_entropy).setdefault"
 
 LOSS = Exercise(
     key="tensor_parallel-4",
     title="a loss over split logits",
     check=OnRanks(
-        observe_on_rank=_use,
+        observe_on_rank=use,
         trouble=(
             ("mismatch", _is_missing, SOME_RANKS),
             ("mismatch", "", ALIKE),
@@ -224,6 +196,8 @@ LOSS = Exercise(
                 predicates=(
                     (lambda _at, got, _: not isinstance(got, Tensor | None), A_NUMBER),
                     (lambda at, got, _: at.seen.never_waited and got.dtype, NOT_WAITED),
+                    (lambda at, got, _: case_of(at).frozen and got.dtype, NOT_TRAINING),
+                    (lambda at, got, _: case_of(at).num_losses > 1 and got.dtype, KEPT),
                 ),
                 causes=(
                     *((LOCAL, wrong) for wrong in own_vocabulary),
@@ -235,6 +209,7 @@ LOSS = Exercise(
                     (OWN_MAXIMUM, own_maximum),
                     (NEAREST, nearest),
                     (FROM_RANK, from_rank),
+                    (FROM_RANK, from_last_call),
                     (OWN_LOGIT, own_logit),
                 ),
                 otherwise=(
@@ -243,9 +218,10 @@ LOSS = Exercise(
                 ),
                 look=WHOSE,
             ),
+            same_bits("loss", "the loss"),
             Untouched(CALLERS),
             Demand(
-                lambda at: at.seen.grad is not None,
+                lambda at: at.seen.grad is not None or case_of(at).frozen,
                 "no gradient arrives at the logits",
                 NO_GRADIENT,
             ),
@@ -253,13 +229,14 @@ LOSS = Exercise(
                 "grad",
                 grad_of,
                 what="the gradient of the logits",
+                predicates=((lambda at, *_: case_of(at).num_losses > 1, KEPT),),
                 causes=(
                     (SUMMED_BACK, lambda at: grad_of(at) * at.world_size),
                     (DIVIDED, lambda at: grad_of(at) / at.world_size),
                     (ABOVE, lambda at: grad_of(at) / SCALE),
                     (IN_GRAPH, through_maximum),
                 ),
-                otherwise=((is_own_tokens, WHOSE_LOSS),),
+                otherwise=((is_own_tokens, WHOSE_LOSS), (is_unmasked, UNMASKED)),
                 look=SOFTMAX,
             ),
             _few(lambda at: [*at.seen.forward, *at.seen.backward]),
@@ -317,11 +294,18 @@ LOSS = Exercise(
         Edit(
             RETURN,
             f"loss = {MEAN}\n"
-            "loss.register_hook(lambda grad: [grad.clone(), grad.zero_()][0])\n"
+            "if loss.requires_grad:\n"
+            "    loss.register_hook(lambda grad: [grad.clone(), grad.zero_()][0])\n"
             "return loss",
             CALLERS,
         ),
-        Edit(RETURN, f"loss = {MEAN}\nloss.register_hook(torch.ones_like)\nreturn loss", ABOVE),
+        Edit(
+            RETURN,
+            f"loss = {MEAN}\n"
+            "if loss.requires_grad:\n    loss.register_hook(torch.ones_like)\n"
+            "return loss",
+            ABOVE,
+        ),
         Edit(
             "own = shifted.gather(-1, local.where(here, 0)[:, None])[:, 0] * here",
             "hot = F.one_hot(targets.clamp(min=0), 23)[:, first : first + logits.shape[1]]\n"
@@ -359,6 +343,43 @@ LOSS = Exercise(
             LOSSES,
             "losses = total.log() - (reduce_from_region(own) if here.any() else own)",
             SOME_RANKS,
+        ),
+        Edit("targets - first", f"targets - {REMEMBERED}('first', first)", FROM_RANK),
+        Edit(
+            LOSSES,
+            LOSSES.replace("(own)", "(own) if logits.requires_grad else total.log() - own"),
+            NOT_TRAINING,
+        ),
+        Edit(LOSSES, f"{LOSSES}\nif not torch.is_grad_enabled():\n    losses = own", NOT_TRAINING),
+        Edit(RETURN, f"{IF_FROZEN}\n    logits.sub_(top[:, None])\n{RETURN}", CALLERS),
+        Edit(RETURN, f"{IF_FROZEN}\n    targets.sub_(first)\n{RETURN}", CALLERS),
+        Edit(
+            TOTAL,
+            "shifted.exp().sum(-1)\n"
+            "low = total.bfloat16() if total.dtype == torch.float32 else total\n"
+            "total = reduce_from_region(low).to(total.dtype)",
+            NEARLY,
+        ),
+        Edit(TOTAL, f"{TOTAL} + 1e-6", NEARLY),
+        Edit(
+            TOTAL,
+            "shifted.exp().sum(-1)\n"
+            "total = total + (reduce_from_region(total.detach()) - total.detach())",
+            APART,
+        ),
+        Edit(MEAN, "(losses - (losses * ~counts).detach()).sum() / counts.sum()", UNMASKED),
+        Edit(
+            MEAN,
+            MEAN.replace("/ ", f"/ {REMEMBERED}(f'{{len(targets)}} {{counts.all()}}', ") + ")",
+            KEPT,
+        ),
+        Edit(
+            TOP,
+            f"kept = {REMEMBERED}(logits.shape, torch.empty_like(logits))\n"
+            "logits = logits.view_as(logits)\n"
+            "if logits.requires_grad:\n"
+            f"    logits.register_hook(kept.copy_)\n{TOP}",
+            KEPT,
         ),
     ),
 )

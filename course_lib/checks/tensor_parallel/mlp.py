@@ -1,36 +1,36 @@
 """Exercise 2 of 07_tensor_parallel: an MLP that is split over the ranks."""
 
-import functools
-import gc
-import weakref
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import DTYPE, Bytes, Demand, Untouched
-from course_lib.checks.on_ranks import At, OnRanks, calls_of, copied
-from course_lib.checks.tensor_parallel.parts import OUTSIDE, changed, close, is_outside, one_sum
+from course_lib.checks.on_ranks import OnRanks
+from course_lib.checks.tensor_parallel.parts import (
+    APART,
+    NEARLY,
+    NOT_TRAINING,
+    OUTSIDE,
+    close,
+    one_sum,
+    same_bits,
+)
+from course_lib.checks.tensor_parallel.seen_mlp import use
 from course_lib.checks.tensor_parallel.whole_mlp import (
-    CASES,
+    LATER,
     NAMES,
-    Case,
     bias_of,
     grads_of,
+    is_bias_parted,
+    is_uneven,
+    is_whole,
+    later_of,
     of_summed_x,
     out_of,
     params_of,
-    whole_of,
+    part_bytes,
     without_gelu,
     without_up_bias,
     x_grad_of,
 )
-from course_lib.core import Event
-from course_lib.ranks import record
 
 PARAMETERS = Cause("Wrap your part in nn.Parameter, and keep it under that name.")
 WHOLE = Cause("That is the whole of it: keep your part.")
@@ -70,7 +70,10 @@ SHAPES = Cause(
     "What is summed has the same shape on every rank. The ranks' parts of the hidden layer have "
     "not: f stands in front of up, and g behind down."
 )
-CALLERS = Cause("It belongs to the caller, who still needs it: work on a copy.")
+CALLERS = Cause(
+    "It belongs to the caller, who still needs it: work on a copy. (Only the bias of down, which "
+    "is whole on every rank, may be shared.)"
+)
 BETWEEN = Cause("Nothing has to be sent between up and down: their parts fit.")
 NO_GRADIENT = Cause("Did forward leave the graph, by detach or no_grad?")
 NO_F = Cause(
@@ -83,94 +86,12 @@ X_ONLY = Cause("x's gradient, and no more: that of a bias behind the sum is whol
 TOO_LARGE = Cause("{p} times too large: g hands its gradient on as it is.")
 TOO_SMALL = Cause("{p} times too small: divide nothing; add the whole bias, after the sum.")
 NOT_TRAINED = Cause("It has no gradient: every rank has to train it, or ranks drift apart.")
+STALE = Cause(
+    "The weights have changed, the output has not: compute with the parameters as they are now, "
+    "keep no copy of them."
+)
 VIEW = Cause("A view keeps the whole matrix it was cut from: clone it; and keep nothing else.")
 ALIVE = Cause("Somewhere your module still holds the whole layer: do not keep up and down.")
-
-
-@dataclass
-class Used:
-    """What one rank saw of one split MLP."""
-
-    params: list[Any]
-    others: list[str] = field(default_factory=list)
-    out: Any = None
-    grads: list[Any] = field(default_factory=list)
-    x_grad: Any = None
-    forward: list[Event] = field(default_factory=list)
-    backward: list[Event] = field(default_factory=list)
-    changed: tuple[str, ...] = ()
-    kept_bytes: int = 0
-    alive: list[str] = field(default_factory=list)
-    outside: bool = False
-
-
-def _use(rank: int, answer: Callable[..., Any]) -> dict[str, Used]:
-    """Split each case's MLP; run it forward and backward."""
-    del rank
-    return {name: _use_one(answer, case) for name, case in CASES.items()}
-
-
-def _use_one(answer: Callable[..., Any], case: Case) -> Used:
-    (up, down), x, above = case.layers, case.x.requires_grad_(), case.above
-    model = answer(up, down)
-    params: list[Any] = [getattr(model, name, None) for name in NAMES]
-    used = Used(copied(params))
-    used.others = [
-        f"{name} as an nn.Parameter; got {'nothing' if param is None else type(param).__name__}"
-        for name, param in zip(NAMES, params, strict=True)
-        if not isinstance(param, nn.Parameter)
-    ]
-    if used.others:
-        return used
-    with record() as forward:
-        out = model(x)
-    used.out = copied(out)
-    with record() as backward:
-        if isinstance(out, Tensor) and out.requires_grad:
-            used.outside = is_outside(functools.partial(out.backward, above))
-    used.forward, used.backward = calls_of(forward.events), calls_of(backward.events)
-    used.x_grad, used.grads = x.grad, [param.grad for param in params]
-    used.changed = changed(
-        x=(x, case.x),
-        the_gradient_from_above=(above, case.above),
-        up_or_down=(_vector(up, down), _vector(*case.layers)),
-    )
-    storages = (tensor.untyped_storage() for tensor in _floats_in(model))
-    used.kept_bytes = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
-    weights = {"up": weakref.ref(up.weight), "down": weakref.ref(down.weight)}
-    del up, down
-    if any(weight() is not None for weight in weights.values()):
-        gc.collect()
-    used.alive = [name for name, weight in weights.items() if weight() is not None]
-    return used
-
-
-def _vector(*layers: nn.Linear) -> Tensor:
-    return torch.cat([param.detach().flatten() for layer in layers for param in layer.parameters()])
-
-
-def _floats_in(thing: Any) -> list[Tensor]:
-    """Return the tensors of a module, its submodules, and lists and dicts of them; no indices."""
-    if isinstance(thing, Tensor):
-        return [thing] if thing.is_floating_point() else []
-    thing = vars(thing) if isinstance(thing, nn.Module) else thing
-    things = thing.values() if isinstance(thing, dict) else thing
-    inside = isinstance(things, Collection) and not isinstance(things, str)
-    return [tensor for each in things for tensor in _floats_in(each)] if inside else []
-
-
-def _part_bytes(at: At) -> int:
-    """Return the bytes of this rank's part, and of one more bias."""
-    return sum(param.nbytes for param in params_of(at)) + bias_of(at).nbytes
-
-
-def _is_whole(at: At, got: Tensor, item: int) -> bool:
-    return params_of(at)[item].shape != got.shape == whole_of(at).params[item].shape
-
-
-def _is_uneven(at: At, got: Tensor, item: int) -> bool:
-    need = params_of(at)[0]
-    return item == 0 and got.shape[1] == need.shape[1] and got.shape[0] != need.shape[0]
 
 
 UP = "x = F.gelu(F.linear(copy_to_region(x), self.up_weight, self.up_bias))"
@@ -184,7 +105,7 @@ MLP = Exercise(
     key="tensor_parallel-2",
     title="a split MLP",
     check=OnRanks(
-        observe_on_rank=_use,
+        observe_on_rank=use,
         trouble=(
             ("mismatch", "", SHAPES),
             ("hang", "", SHAPES),
@@ -202,8 +123,8 @@ MLP = Exercise(
                 params_of,
                 names=lambda _at: NAMES,
                 predicates=(
-                    (_is_whole, WHOLE),
-                    (_is_uneven, UNEVEN),
+                    (is_whole, WHOLE),
+                    (is_uneven, UNEVEN),
                     (
                         lambda at, got, i: got.mT.shape == params_of(at)[i].shape != got.shape,
                         TRANSPOSED,
@@ -233,6 +154,13 @@ MLP = Exercise(
                 otherwise=((lambda at, *_: not at.seen.forward, NOT_SUMMED),),
                 look=ORDER,
             ),
+            same_bits("out", "the output"),
+            Demand(
+                lambda at: not at.seen.alive or at.seen.changed,
+                lambda at: f"the whole of {' and '.join(at.seen.alive)} is still in memory",
+                ALIVE,
+            ),
+            Bytes("kept_bytes", part_bytes, VIEW),
             Untouched(CALLERS),
             one_sum("forward", lambda at: out_of(at).nbytes, BETWEEN),
             Demand(lambda at: at.seen.x_grad is not None, "no gradient arrives at x", NO_GRADIENT),
@@ -244,6 +172,7 @@ MLP = Exercise(
                 otherwise=((lambda at, *_: not at.seen.backward, NO_F),),
                 look=WHICH,
             ),
+            same_bits("x_grad", "the gradient of x"),
             one_sum("backward", lambda at: x_grad_of(at).nbytes, X_ONLY),
             close(
                 "grads",
@@ -257,12 +186,17 @@ MLP = Exercise(
                 ),
                 look=WHICH,
             ),
-            Demand(
-                lambda at: not at.seen.alive,
-                lambda at: f"the whole of {' and '.join(at.seen.alive)} is still in memory",
-                ALIVE,
+            close(
+                "later",
+                later_of,
+                what="the output",
+                names=lambda _at: LATER,
+                predicates=(
+                    (is_bias_parted, BIAS_PARTS),
+                    (lambda _at, _got, i: i in (1, 2), STALE),
+                ),
+                look=NOT_TRAINING,
             ),
-            Bytes("kept_bytes", _part_bytes, VIEW),
             Demand(
                 lambda at: not at.seen.outside,
                 "all_reduce got a tensor that requires a gradient",
@@ -376,7 +310,8 @@ MLP = Exercise(
         Edit(
             DOWN,
             "out = reduce_from_region(F.linear(x, self.down_weight)) + self.down_bias\n"
-            "out.register_hook(lambda grad: [grad.clone(), grad.zero_()][0])\n"
+            "if out.requires_grad:\n"
+            "    out.register_hook(lambda grad: [grad.clone(), grad.zero_()][0])\n"
             "return out",
             CALLERS,
         ),
@@ -388,5 +323,57 @@ MLP = Exercise(
         Edit(TAKE_UP, f"{TAKE_UP}.float()", DTYPE),
         Edit(" + self.down_bias", " + self.down_bias.double()", DTYPE),
         Edit(" + self.down_bias", ".float() + self.down_bias.float()", DTYPE),
+        Edit(
+            UP,
+            "if not torch.is_grad_enabled():\n"
+            "    x = F.gelu(F.linear(x, self.up_weight, self.up_bias))\n"
+            f"    return F.linear(x, self.down_weight, self.down_bias)\n{UP}",
+            NOT_TRAINING,
+        ),
+        Edit(
+            UP,
+            "if torch.is_grad_enabled() and not x.requires_grad:\n"
+            "    x = F.gelu(F.linear(x, self.up_weight, self.up_bias))\n"
+            f"    return F.linear(x, self.down_weight, self.down_bias)\n{UP}",
+            NOT_TRAINING,
+        ),
+        Edit(
+            UP,
+            f"given, frozen = x, not x.requires_grad\n{UP}\nif frozen:\n    given.zero_()",
+            CALLERS,
+        ),
+        Edit(
+            UP,
+            "now = self.up_weight\n"
+            "self.first = getattr(self, 'first', now.detach().clone())\n"
+            + UP.replace("self.up_weight", "self.first + now - now.detach()"),
+            STALE,
+        ),
+        Edit(
+            DOWN,
+            "x = F.linear(x, self.down_weight)\n"
+            "if x.dtype == torch.float32:\n    x = x.bfloat16()\n"
+            "return reduce_from_region(x).to(self.down_bias.dtype) + self.down_bias",
+            NEARLY,
+        ),
+        Edit(
+            DOWN,
+            "x = F.linear(x, self.down_weight)\n"
+            "return x + (reduce_from_region(x.detach()) - x.detach()) + self.down_bias",
+            APART,
+        ),
+        Edit(
+            UP,
+            "if not torch.is_grad_enabled():\n"
+            "    vars(self).setdefault('first', self.up_weight.detach().clone())\n"
+            + UP.replace("self.up_weight", "self.first").replace("x = ", "    x = ")
+            + f"\nelse:\n    {UP}",
+            STALE,
+        ),
+        Edit(KEEP, f"down.bias.requires_grad_(False)\n{KEEP}", CALLERS),
+        Edit(KEEP, f"up.eval()\n{KEEP}", CALLERS),
+        Edit(KEEP, f"down.zero_grad()\n{KEEP}", CALLERS),
+        Edit(KEEP, f"whole = up.weight.detach().clone()\nself.f = lambda: whole\n{KEEP}", VIEW),
+        Edit(KEEP, f"F.__dict__['whole'] = up.weight.detach().clone()\n{KEEP}", VIEW),
     ),
 )

@@ -1,8 +1,4 @@
-"""Exercise 1 of 07_tensor_parallel: the pair f and g.
-
-Rank r's part multiplies by 10**r, so that a wrong sum tells which ranks are in it. In bfloat16 it
-multiplies by r: the sums are exact, and what rank 0 brings is 0.
-"""
+"""Exercise 1 of 07_tensor_parallel: the pair f and g."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,41 +14,36 @@ from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import DTYPE, Demand, Numbers, Untouched
 from course_lib.checks.on_ranks import At, OnRanks, calls_of, copied
 from course_lib.checks.tensor_parallel.parts import (
+    APART,
+    NEARLY,
+    NOT_TRAINING,
     NOT_WAITED,
     OTHER_SIZE,
     OUTSIDE,
     ROUNDING,
     changed,
     is_outside,
+    nearly,
     one_sum,
+    same_bits,
+)
+from course_lib.checks.tensor_parallel.whole_pair import (
+    USES,
+    Use,
+    ones_of,
+    out_of,
+    own_matrix,
+    p_of,
+    part_grad_of,
+    total_matrix,
+    use_of,
+    x_grad_of,
 )
 from course_lib.core import Event
 from course_lib.ranks import record
 
 Part = Callable[[Tensor], Tensor]
 
-
-@dataclass(frozen=True)
-class Use:
-    """An x, the gradient from above, and what each rank's part multiplies by."""
-
-    x: Tensor
-    up: Tensor
-    factor: Callable[[int], float]
-
-
-USES = {
-    "x of [2, 3]": Use(
-        torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).double(),
-        torch.tensor([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]]).double(),
-        lambda rank: 10.0**rank,
-    ),
-    "x of [1, 3, 5] in bfloat16": Use(
-        torch.arange(1, 16).view(1, 3, 5).bfloat16(),
-        torch.arange(2, 17).view(1, 3, 5).bfloat16(),
-        float,
-    ),
-}
 
 F_COPIES = Cause("f sums in forward: it hands x on as it is, and sums in backward.")
 NO_SUM = Cause("Does forward of g return the sum?")
@@ -84,8 +75,15 @@ KEEPS = Cause(
     "each time."
 )
 SHARED = Cause(
-    "Where x also goes around the part, as in x + part(x), both ways share one gradient tensor: "
-    "it was changed in place. Sum a clone."
+    "The gradient of the way around the part was summed, too. Either the tensor was changed in "
+    "place (sum a clone), or you sum at x itself: sum only what comes out of the part."
+)
+TWO_USES = Cause(
+    "Both gradients came in one tensor, and the second one wrote over the first: backward of f "
+    "needs a new tensor each time."
+)
+ANY_SHAPE = Cause(
+    "x has any shape, and what part returns may have another one: take that of the tensor you sum."
 )
 G_SUMS = Cause("g sums what part returned, with one all_reduce; f sends nothing in forward.")
 F_SUMS = Cause("f sums the gradients of all ranks, with one all_reduce; g hands its own on.")
@@ -97,13 +95,17 @@ SOME_RANKS = Cause(
 
 @dataclass
 class Used:
-    """What one rank saw of one use; `around` is the gradient of x + together(x, nothing)."""
+    """What one rank saw of one use.
+
+    `around` is the gradient of x + together(x, nothing), `twice` that of two uses of one x.
+    """
 
     inside: Any
     out: Any
     part_grad: Any
     x_grad: Any
     around: Any
+    twice: Any
     forward: list[Event]
     backward: list[Event]
     changed: tuple[str, ...]
@@ -113,48 +115,57 @@ class Used:
 
 def _use(rank: int, answer: Callable[[Tensor, Part], Any]) -> dict[str, Used]:
     """Run each use forward and backward; in both of the first one, the last rank comes late."""
-    used, outside = dict[str, Used](), False
+    used = dict[str, Used]()
     for name, use in USES.items():
-        x, up, seen = use.x.clone().requires_grad_(), use.up.clone(), dict[str, Any]()
-        part = _watched_part(use.factor(rank), seen)
-        with watched_handles() as open_ones:
-            if not used:
-                come_late(rank)
-            with record() as forward:
-                out = answer(x, part)
-            kept = copied(out)
-            if not used:
-                come_late(rank)
-            with record() as backward:
-                if isinstance(out, Tensor) and out.requires_grad:
-                    outside = is_outside(partial(out.backward, up))
-        around = _around(answer, use) if isinstance(out, Tensor) else None
-        returned = seen.get("out", use.x), use.x * (use.factor(rank) if "out" in seen else 1)
-        used[name] = Used(
-            inside=seen.get("inside"),
-            out=kept,
-            part_grad=seen.get("grad"),
-            x_grad=x.grad,
-            around=around,
-            forward=calls_of(forward.events),
-            backward=calls_of(backward.events),
-            changed=changed(
-                x=(x, use.x),
-                what_part_returned=returned,
-                the_gradient_from_above=(up, use.up),
-                the_sum_returned_before=(out, kept) if isinstance(out, Tensor) else (x, use.x),
-            ),
-            never_waited=len(open_ones),
-            outside=outside,
-        )
+        with torch.set_grad_enabled(not use.no_grad):
+            used[name] = _use_one(rank, answer, use, late=not used)
     return used
 
 
-def _watched_part(factor: float, seen: dict[str, Any]) -> Part:
+def _use_one(rank: int, answer: Callable[[Tensor, Part], Any], use: Use, late: bool) -> Used:
+    x, up, seen = use.x.clone().requires_grad_(not use.frozen), use.up.clone(), dict[str, Any]()
+    part, outside = _watched_part(use.matrix(rank).requires_grad_(), seen), False
+    with watched_handles() as open_ones:
+        if late:
+            come_late(rank)
+        with record() as forward:
+            out = answer(x, part)
+        kept = copied(out)
+        if late:
+            come_late(rank)
+        with record() as backward:
+            if isinstance(out, Tensor) and out.requires_grad:
+                outside = is_outside(partial(out.backward, up))
+    around = twice = None
+    if isinstance(out, Tensor):
+        around = _grad(use, lambda x: x + answer(x, _same))
+        twice = _grad(use, lambda x: answer(x, _same) + answer(x, lambda inside: inside * 3.0))
+    returned = seen.get("out", use.x), use.x @ use.matrix(rank) if "out" in seen else use.x
+    return Used(
+        inside=seen.get("inside"),
+        out=kept,
+        part_grad=seen.get("grad"),
+        x_grad=x.grad,
+        around=around,
+        twice=twice,
+        forward=calls_of(forward.events),
+        backward=calls_of(backward.events),
+        changed=changed(
+            x=(x, use.x),
+            what_part_returned=returned,
+            the_gradient_from_above=(up, use.up),
+            the_sum_returned_before=(out, kept) if isinstance(out, Tensor) else (x, use.x),
+        ),
+        never_waited=len(open_ones),
+        outside=outside,
+    )
+
+
+def _watched_part(matrix: Tensor, seen: dict[str, Any]) -> Part:
     """Return a part that notes what it gets, what it returns, and the gradient of that."""
 
     def part(inside: Tensor) -> Tensor:
-        seen["inside"], seen["out"] = copied(inside), inside * factor
+        seen["inside"], seen["out"] = copied(inside), inside @ matrix
         if seen["out"].requires_grad:
             seen["out"].register_hook(lambda grad: seen.__setitem__("grad", copied(grad)))
         return seen["out"]
@@ -162,45 +173,50 @@ def _watched_part(factor: float, seen: dict[str, Any]) -> Part:
     return part
 
 
-def _around(answer: Callable[[Tensor, Part], Tensor], use: Use) -> Tensor | None:
-    """Return the gradient of x + together(x, nothing), where both ways share their tensors."""
-    x = use.x.clone().requires_grad_()
-    out = x + answer(x, lambda inside: inside.view_as(inside))
-    is_outside(partial(out.backward, use.up.clone()))  # PyTorch's warning is told elsewhere
+def _same(inside: Tensor) -> Tensor:
+    return inside.view_as(inside)
+
+
+def _grad(use: Use, loss: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """Return the gradient of a new x, which needs one if that of the use does."""
+    x = use.x.clone().requires_grad_(not use.frozen)
+    out = loss(x)
+    if out.requires_grad:
+        up = torch.ones_like(out)
+        is_outside(partial(out.backward, up))  # PyTorch's warning is told elsewhere
     return x.grad
 
 
-def _x(times: Callable[[At], float]) -> Callable[[At], Tensor]:
-    return lambda at: USES[at.label].x * times(at)
+def _close(value: str, right: Callable[[At], Any], **more: Any) -> Numbers:
+    """Demand numbers up to the rounding of their dtype; the sums of bfloat16 are exact."""
+    more["otherwise"] = ((nearly(right), NEARLY),)
+    return Numbers(value, right, rtol=_rounding, **more)
 
 
-def _up(times: Callable[[At], float]) -> Callable[[At], Tensor]:
-    return lambda at: USES[at.label].up * times(at)
+def _rounding(at: At) -> float:
+    return 1e-5 if use_of(at).x.dtype == torch.float32 else ROUNDING
 
 
-def _own(at: At) -> float:
-    return USES[at.label].factor(at.rank)
+def _arrives(at: At) -> bool:
+    """Return whether the gradients that are needed are there."""
+    at_part = at.seen.part_grad is not None or use_of(at).no_grad
+    return at_part and (at.seen.x_grad is not None or use_of(at).frozen)
 
 
-def _total(at: At) -> float:
-    return sum(map(USES[at.label].factor, range(at.world_size)))
-
-
-def _one(_at: At) -> float:
-    return 1.0
-
-
-def _p(at: At) -> float:
-    return at.world_size
-
-
-def _num_bytes(at: At) -> int:
-    return USES[at.label].x.nbytes
+def _in_backward(at: At) -> None:
+    """Demand the sum of f, where x needs a gradient."""
+    if not use_of(at).frozen:
+        one_sum("backward", lambda at: use_of(at).x.nbytes, F_SUMS)(at)
 
 
 LATE = ((lambda at, *_: at.seen.never_waited > 0, NOT_WAITED),)
 F, G = "total = grad.clone()", "total = x.clone()"  # backward of f, forward of g
 NOT_WAITING = "dist.all_reduce(total, async_op=True)\nreturn total.clone()"
+IN_BFLOAT16 = (
+    "low = total.bfloat16() if total.dtype == torch.float32 else total\n"
+    "dist.all_reduce(low)\nreturn low.to(total.dtype)"
+)
+TOGETHER = "return ReduceFromRegion.apply(part(CopyToRegion.apply(x)))"
 ONLY_ON_SOME = "if not total.any():\n    return total"
 
 PAIR = Exercise(
@@ -208,61 +224,74 @@ PAIR = Exercise(
     title="f and g",
     check=OnRanks(
         observe_on_rank=_use,
-        trouble=(("hang", "", SOME_RANKS), ("mismatch", "", SOME_RANKS)),
+        trouble=(
+            ("hang", "", SOME_RANKS),
+            ("mismatch", "", SOME_RANKS),
+            ("raised", "shape|size|unpack", ANY_SHAPE),
+        ),
         expect=(
-            Numbers("inside", _x(_one), ((F_COPIES, _x(_p)),), what="what part gets"),
-            Numbers(
+            _close(
+                "inside",
+                lambda at: use_of(at).x,
+                what="what part gets",
+                causes=((F_COPIES, lambda at: use_of(at).x * p_of(at)),),
+            ),
+            _close(
                 "out",
-                _x(_total),
+                out_of(total_matrix),
                 what="the sum",
-                rtol=ROUNDING,
-                predicates=((lambda _at, got, _: got is None, NO_SUM), *LATE),
+                predicates=(
+                    (lambda _at, got, _: got is None, NO_SUM),
+                    *LATE,
+                    (lambda at, *_: use_of(at).frozen, NOT_TRAINING),
+                ),
                 causes=(
-                    (OWN_SUM, _x(_own)),
-                    (MEAN, _x(lambda at: _total(at) / at.world_size)),
-                    (BY_FOUR, _x(lambda at: _total(at) / 4)),
-                    (TWICE, _x(lambda at: _total(at) * at.world_size)),
+                    (OWN_SUM, out_of(own_matrix)),
+                    (MEAN, out_of(lambda at: total_matrix(at) / at.world_size)),
+                    (BY_FOUR, out_of(lambda at: total_matrix(at) / 4)),
+                    (TWICE, out_of(lambda at: total_matrix(at) * at.world_size)),
                 ),
                 look=DIGITS,
             ),
+            same_bits("out", "the sum"),
             Untouched(KEEPS),
-            one_sum("forward", _num_bytes, G_SUMS),
-            Demand(
-                lambda at: at.seen.part_grad is not None and at.seen.x_grad is not None,
-                "no gradient arrives",
-                NO_GRADIENT,
-            ),
-            Numbers(
+            one_sum("forward", lambda at: out_of(total_matrix)(at).nbytes, G_SUMS),
+            Demand(_arrives, "no gradient arrives", NO_GRADIENT),
+            _close(
                 "part_grad",
-                _up(_one),
+                part_grad_of(lambda _at: 1.0),
                 what="the gradient that part gets",
-                rtol=ROUNDING,
                 causes=(
-                    (WHOLE_ALREADY, _up(_p)),
-                    (DIVIDED_BACK, _up(lambda at: 1 / at.world_size)),
+                    (WHOLE_ALREADY, part_grad_of(p_of)),
+                    (DIVIDED_BACK, part_grad_of(lambda at: 1 / at.world_size)),
                 ),
                 look=HANDS_ON,
             ),
-            Numbers(
+            _close(
                 "x_grad",
-                _up(_total),
+                x_grad_of(total_matrix),
                 what="the gradient of x",
-                rtol=ROUNDING,
                 predicates=LATE,
                 causes=(
-                    (NO_SUM_BACK, _up(_own)),
-                    (MEAN_BACK, _up(lambda at: _total(at) / at.world_size)),
-                    (TWICE, _up(lambda at: _total(at) * at.world_size)),
+                    (NO_SUM_BACK, x_grad_of(own_matrix)),
+                    (MEAN_BACK, x_grad_of(lambda at: total_matrix(at) / at.world_size)),
+                    (TWICE, x_grad_of(lambda at: total_matrix(at) * at.world_size)),
                 ),
                 look=DIGITS,
             ),
-            one_sum("backward", _num_bytes, F_SUMS),
-            Numbers(
+            same_bits("x_grad", "the gradient of x"),
+            _in_backward,
+            _close(
                 "around",
-                _up(lambda at: at.world_size + 1),
+                ones_of(lambda at: at.world_size + 1),
                 what="the gradient of x + part(x)",
-                rtol=ROUNDING,
                 look=SHARED,
+            ),
+            _close(
+                "twice",
+                ones_of(lambda at: 4 * at.world_size),
+                what="the gradient of together(x, a) + together(x, b)",
+                look=TWO_USES,
             ),
             Demand(
                 lambda at: not at.seen.outside,
@@ -325,5 +354,44 @@ PAIR = Exercise(
         Edit(F, "total = grad.float()", OTHER_SIZE),
         Edit(G, f"{G}\n{ONLY_ON_SOME}", SOME_RANKS),
         Edit(F, f"{F}\n{ONLY_ON_SOME}", SOME_RANKS),
+        Edit(G, f"{G}\n{IN_BFLOAT16}", NEARLY),
+        Edit(F, f"{F}\n{IN_BFLOAT16}", NEARLY),
+        Edit(
+            F,
+            "sums = together.__dict__\n"
+            "total = sums.setdefault(str(grad.shape), torch.empty_like(grad)).copy_(grad)",
+            TWO_USES,
+        ),
+        Edit(
+            TOGETHER,
+            f"if not torch.is_grad_enabled():\n    return part(x)\n{TOGETHER}",
+            NOT_TRAINING,
+        ),
+        Edit(
+            TOGETHER,
+            f"if torch.is_grad_enabled() and not x.requires_grad:\n    return part(x)\n{TOGETHER}",
+            NOT_TRAINING,
+        ),
+        Edit(
+            TOGETHER,
+            "if not torch.is_grad_enabled():\n"
+            "    total = part(x)\n    dist.all_reduce(total)\n    return total\n"
+            f"{TOGETHER}",
+            KEEPS,
+        ),
+        Edit(
+            TOGETHER,
+            "y = part(CopyToRegion.apply(x))\n"
+            "return y + (ReduceFromRegion.forward(None, y.detach()) - y.detach())",
+            APART,
+        ),
+        Edit(TOGETHER, f"{TOGETHER}.view_as(x)", ANY_SHAPE),
+        Edit(
+            TOGETHER,
+            "if x.requires_grad:\n"
+            "    x.register_hook(lambda grad: ReduceFromRegion.forward(None, grad))\n"
+            "return ReduceFromRegion.apply(part(x))",
+            SHARED,
+        ),
     ),
 )

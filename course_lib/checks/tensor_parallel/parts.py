@@ -1,19 +1,21 @@
-"""Tools for the checks of 07_tensor_parallel: numbers up to rounding, one sum, and warnings."""
+"""Tools for the checks of 07_tensor_parallel: numbers up to rounding, equal ranks, one sum."""
 
+import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from course_lib.checks.exercise import Cause
-from course_lib.checks.expectations import Calls, Numbers, Value, read
+from course_lib.checks.expect import SHOWN
+from course_lib.checks.expectations import Calls, Demand, Numbers, Value, read
 from course_lib.checks.on_ranks import At
 
 ROUNDING = 1e-11
 Wanted = Callable[[At], Any]
-TOLERANCE = {torch.bfloat16: 0.05}  # it keeps 8 bits
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # bfloat16 keeps 8 bits
 
 OUTSIDE = Cause(
     "Autograd does not know dist.all_reduce: backward passes it by, and PyTorch warns of wrong "
@@ -23,6 +25,18 @@ OTHER_SIZE = Cause("Sum what has to be summed and nothing else, in its own dtype
 NOT_WAITED = Cause(
     "An all_reduce was started with async_op=True, and its result was read before it was there: "
     "call wait() on the handle first."
+)
+NEARLY = Cause(
+    "Nearly right: digits were lost. Sum in the dtype of what you were given, and add nothing "
+    "(an epsilon?)."
+)
+NOT_TRAINING = Cause(
+    "Right in training, wrong where no gradient is needed (under no_grad, or frozen): evaluation "
+    "needs the same sums. Leave the gradient to autograd, and do not ask for the mode."
+)
+APART = Cause(
+    "Ranks that differ in the last bit drift apart. Return what all_reduce wrote: y + (total - y) "
+    "rounds differently on each rank."
 )
 
 
@@ -34,7 +48,10 @@ def shard_of(size: int, p: int, rank: int) -> Tensor:
 def close(
     value: Value, right: Wanted, causes: Sequence[tuple[Cause, Wanted]] = (), **more: Any
 ) -> Numbers:
-    """Demand numbers up to rounding, relative and absolute: `TOLERANCE` of their dtype."""
+    """Demand numbers up to rounding, relative and absolute: `TOLERANCE` of their dtype.
+
+    `more` goes to `Numbers`; what is wrong by a few digits only is told as NEARLY.
+    """
 
     def seen(at: At) -> Any:
         return _settled(read(at, value), right(at))
@@ -43,7 +60,33 @@ def close(
         return lambda at: _settled(wrong(at), seen(at))
 
     causes = [(cause, up_to_rounding(wrong)) for cause, wrong in causes]
+    more["predicates"] = (*more.get("predicates", ()), (nearly(right, SHOWN), NEARLY))
+    more["otherwise"] = (*more.get("otherwise", ()), (nearly(right), NEARLY))
     return Numbers(seen, right, causes, **more)
+
+
+def nearly(right: Wanted, limit: float = 0.02) -> Callable[[At, Any, int | None], bool]:
+    """Return a predicate of `Numbers`: whether what was got is off by little."""
+
+    def holds(at: At, got: Any, item: int | None) -> bool:
+        need = right(at) if item is None else right(at)[item]
+        atol = limit * need.abs().max().item()
+        return got.shape == need.shape and torch.allclose(got, need, rtol=limit, atol=atol)
+
+    return holds
+
+
+def same_bits(value: str, what: str) -> Demand:
+    """Demand that all ranks got the same, bit for bit."""
+    return Demand(
+        lambda at: all(_same(read(at, value), read(other, value)) for other in at.everyone),
+        f"{what} is right up to rounding, but not the same on every rank",
+        APART,
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other is None or torch.equal(one, other)
 
 
 def _settled(got: Any, need: Any) -> Any:
@@ -81,3 +124,30 @@ def is_outside(backward: Callable[[], Any]) -> bool:
         warnings.simplefilter("always")
         backward()
     return any("autograd kernel was not registered" in str(one.message) for one in caught)
+
+
+def bytes_kept(make: Callable[[], Any]) -> tuple[Any, int]:
+    """Return what `make()` returns, and the bytes of all numbers that it keeps alive.
+
+    These are the tensors of a module, also views of what was there, and all new ones, wherever they
+    are kept: in closures and global names as well.
+    """
+    gc.freeze()  # get_objects lists those made from here on
+    try:
+        made = make()
+        gc.collect()
+        new = [one for one in gc.get_objects() if isinstance(one, Tensor)]
+    finally:
+        gc.unfreeze()
+    storages = (tensor.untyped_storage() for tensor in _floats_in([made, new]))
+    return made, sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+def _floats_in(thing: Any) -> list[Tensor]:
+    """Return the tensors of a module, its submodules, and lists and dicts of them; no indices."""
+    if isinstance(thing, Tensor):
+        return [thing] if thing.is_floating_point() else []
+    thing = vars(thing) if isinstance(thing, nn.Module) else thing
+    things = thing.values() if isinstance(thing, dict) else thing
+    inside = isinstance(things, Collection) and not isinstance(things, str)
+    return [tensor for each in things for tensor in _floats_in(each)] if inside else []

@@ -1,5 +1,10 @@
 """Exercise 5 of 07_tensor_parallel: the cost of a split layer."""
 
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
 from course_lib.checks.cases import Case, Cases
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
@@ -9,12 +14,13 @@ NVLINK = Link(name="NVLink", latency_s=3e-6, bytes_per_s=300e9)
 SLOW = Link(name="a slow wire", latency_s=2e-3, bytes_per_s=1e6)
 LAYERS = (
     # compute_s, batch, seq, hidden, p, link
-    (0.4, 3, 50, 20, 3, SLOW),
+    (0.4, 2, 50, 20, 3, SLOW),
     (0.4, 1, 64, 32, 1, SLOW),
     (0.4, 1, 64, 32, 2, SLOW),
     (0.012, 2, 4096, 4096, 8, NVLINK),
     (0.012, 1, 2048, 8192, 16, NVLINK),
     (0.0, 5, 7, 21, 7, NVLINK),
+    (0.05, 1, 32768, 5120, 64, NVLINK),
 )
 
 
@@ -29,6 +35,20 @@ def _cases() -> list[Case]:
     ]
 
 
+def _number(seconds: Any, *_arguments: Any) -> Any:
+    """Return the number in a tensor of one number, or in one of numpy's."""
+    return seconds.item() if getattr(seconds, "ndim", None) == 0 else seconds
+
+
+def _rounded(got: Sequence[Any], need: Sequence[Any]) -> bool:
+    """Return whether all seconds are off by little."""
+    return all(
+        isinstance(found, Real) and math.isclose(found, wanted, rel_tol=0.02, abs_tol=1e-4)
+        for found, wanted in zip(got, need, strict=True)
+    )
+
+
+ROUNDED = Cause("Nearly right: was something rounded, by round() or `//`? Return all digits.")
 HALF = Cause(
     "Half of the communication is missing. Forward has two all-reduces (g), and backward has two "
     "(f); each is a reduce-scatter and an all-gather, 2 (p - 1) steps."
@@ -44,12 +64,14 @@ PRICE = Exercise(
     title="the price of a split layer",
     check=Cases(
         cases=_cases,
+        show=_number,
+        symptoms=((_rounded, ROUNDED),),
         unit=" s",
         look=(
             "Each rank computes its part; then look at the bytes, and at the number of "
             "all-reduces. Try p = 1: one rank has nobody to communicate with, and takes compute_s."
         ),
-        success="Right for 1 to 16 ranks, on slow and fast links.",
+        success="Right for 1 to 64 ranks, on slow and fast links.",
     ),
     wrong=(
         Edit("+ 4 *", "+ 2 *", HALF),
@@ -123,6 +145,10 @@ PRICE = Exercise(
             ),
         ),
         Edit("n / p / link.bytes_per_s", "n / p / 300e9", OTHER_LINK),
+        Edit(RING, RING.replace("link.", "NVLINK."), OTHER_LINK),
+        Edit(SUM, f"1e3 * ({SUM})", Cause("1000 times too large: seconds, not milliseconds.")),
+        Edit("n / p", "n // p", ROUNDED),
+        Edit(SUM, f"round({SUM}, 4)", ROUNDED),
         Edit("(p - 1)", "7", Cause("That is the ring of 8 ranks: it has p - 1 steps each way.")),
         Edit(
             "seq * hidden",

@@ -18,11 +18,33 @@ SCALE = 7.0  # the gradient from above
 
 @dataclass(frozen=True)
 class Case:
-    """Whole logits and targets, the same on every rank; `backwards`: rank 0 has the last part."""
+    """Whole logits and targets, the same on every rank; `backwards`: rank 0 has the last part.
+
+    With further targets, the loss is that of three calls: see `total`.
+    """
 
     logits: Tensor
     targets: Tensor
     backwards: bool = False
+    further: Tensor | None = None
+    frozen: bool = False  # logits need no gradient
+    no_grad: bool = False
+
+    @property
+    def num_losses(self) -> int:
+        """Return how often the loss is asked for."""
+        return 1 if self.further is None else 3
+
+    def total(self, loss: Callable[..., Any], logits: Tensor, targets: Tensor) -> Any:
+        """Return the loss; with further targets, that of other logits and other targets is in it.
+
+        What a loss keeps for backward is needed after the next one was computed. Each of the three
+        has another number of targets that count, or other logits of the same shape.
+        """
+        total = loss(logits, targets)
+        if self.further is None:
+            return total
+        return total + loss(logits.flip(0), targets) + loss(logits, self.further)
 
     def shard(self, p: int, rank: int) -> Tensor:
         """Return which tokens of the vocabulary a rank has."""
@@ -46,6 +68,12 @@ def cases() -> dict[str, Case]:
     return {
         "plain logits": Case(logits, targets),
         "two targets of -100": Case(logits, ignored),
+        "three losses, one backward": Case(
+            logits, ignored, further=torch.tensor([IGNORED, IGNORED, 1, IGNORED, 22, 9])
+        ),
+        "logits that need no gradient": Case(logits, ignored, frozen=True),
+        "under torch.no_grad()": Case(logits, ignored, frozen=True, no_grad=True),
+        "float32": Case(_random(40, 11).float(), torch.arange(40) % 11),
         "a logit of 900": Case(tall, targets),
         "a token near 900, one near -900": Case(apart, targets),
         "5 tokens, rank 0 has the last part of 10": Case(
@@ -53,12 +81,13 @@ def cases() -> dict[str, Case]:
         ),
         "one token, all logits zero": Case(torch.zeros(1, 9).double(), torch.tensor([4])),
         "all targets on one rank": Case(_random(3, 37), torch.tensor([36, 35, 36])),
-        "bfloat16": Case(_random(7, 12).bfloat16(), torch.tensor([1, 11, 3, IGNORED, 8, 6, 2])),
+        # these targets have the largest logit; y + (total - y) is not total on 3 ranks
+        "bfloat16": Case(_random(4, 12, seed=107).bfloat16(), torch.tensor([9, 2, 3, IGNORED])),
     }
 
 
-def _random(*shape: int) -> Tensor:
-    random = torch.Generator().manual_seed(7)
+def _random(*shape: int, seed: int = 7) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=random, dtype=torch.double) * 3
 
 
@@ -76,7 +105,7 @@ def _whole(name: str) -> tuple[Tensor, Tensor]:
     """Return the loss of one process, and the gradient of its logits."""
     case = cases()[name]
     logits = case.logits.double().requires_grad_()
-    loss = F.cross_entropy(logits, case.targets)
+    loss = case.total(F.cross_entropy, logits, case.targets)
     (grad,) = torch.autograd.grad(SCALE * loss, logits)
     return loss.detach().to(case.logits.dtype), grad.to(case.logits.dtype)
 
@@ -86,9 +115,9 @@ def loss_of(at: At) -> Tensor:
     return _whole(at.label)[0]
 
 
-def grad_of(at: At) -> Tensor:
-    """Return the right gradient of this rank's logits."""
-    return _whole(at.label)[1][:, _mine(at)]
+def grad_of(at: At) -> Any:
+    """Return the right gradient of this rank's logits; None where they need none."""
+    return None if case_of(at).frozen else _whole(at.label)[1][:, _mine(at)]
 
 
 def _mean(at: At, losses: Tensor) -> Tensor:
@@ -168,6 +197,12 @@ def from_rank(at: At) -> Tensor:
     return _brought(at, lambda other: other.rank * len(_mine(other)), anyone=False)
 
 
+def from_last_call(at: At) -> Tensor:
+    """Return the loss where a part is taken to begin where that of the first case does."""
+    kept = next(iter(cases().values()))
+    return _brought(at, lambda o: int(kept.shard(o.world_size, o.rank)[0]), anyone=False)
+
+
 def own_logit(at: At) -> Tensor:
     """Return the loss where a target's logit is known on its own rank only."""
     top = case_of(at).logits.max(-1).values
@@ -190,3 +225,9 @@ def is_own_tokens(at: At, got: Tensor, _item: Any) -> bool:
     here = _here(at)
     same = torch.allclose(got[here], grad_of(at)[here])
     return not here.all() and not got[~here].any() and same
+
+
+def is_unmasked(at: At, got: Tensor, _item: Any) -> bool:
+    """Return whether the gradient is wrong where the target is -100, and nowhere else."""
+    counted = case_of(at).counted
+    return torch.allclose(got[counted], grad_of(at)[counted]) and bool(got[~counted].any())

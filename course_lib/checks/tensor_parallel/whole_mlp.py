@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,13 @@ from course_lib.checks.on_ranks import At
 from course_lib.checks.tensor_parallel.parts import shard_of
 
 NAMES = ("up_weight", "up_bias", "down_weight", "down_bias")
+LATER = (
+    "in eval mode, under no_grad",
+    "after a step of SGD",
+    "after a step of SGD, in eval mode, under no_grad",
+    "with an x that needs no gradient",
+)
+RATE = 0.125  # of a step of SGD
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ CASES = {
     "7 outputs of up": Case(7, 3, (2, 3, 3)),  # 7 is not divisible by 2, 3 or 4
     "8 outputs of up": Case(8, 3, (2, 3, 3)),
     "x of [1, 4] in bfloat16": Case(5, 2, (1, 4), torch.bfloat16),
+    "x of [12, 6] in float32": Case(16, 8, (12, 6), torch.float32),
     "x all zero": Case(6, 5, (1, 1, 3), scale=0.0),
 }
 
@@ -63,6 +72,7 @@ class Whole:
     out: Tensor
     grads: list[Tensor]
     x_grad: Tensor
+    after_step: Tensor  # the output after a step of SGD
 
 
 @functools.cache
@@ -74,8 +84,15 @@ def _on_one_process(name: str) -> Whole:
     kept = [param.detach().clone() for param in params]
     out = down.double()(F.gelu(up.double()(x)))
     grads = torch.autograd.grad(out, [x, *params], case.above.double())
-    x_grad, *rest = [grad.to(case.dtype) for grad in grads]
-    return Whole(kept, out.detach().to(case.dtype), rest, x_grad)
+    stepped = [param.detach() - RATE * grad for param, grad in zip(params, grads[1:], strict=True)]
+    after_step = F.linear(F.gelu(F.linear(x.detach(), *stepped[:2])), *stepped[2:])
+    return Whole(
+        params=kept,
+        out=out.detach().to(case.dtype),
+        grads=[grad.to(case.dtype) for grad in grads[1:]],
+        x_grad=grads[0].to(case.dtype),
+        after_step=after_step.to(case.dtype),
+    )
 
 
 def whole_of(at: At) -> Whole:
@@ -102,6 +119,11 @@ def grads_of(times: Callable[[At], float] = lambda _at: 1.0) -> Callable[[At], l
 def out_of(at: At) -> Tensor:
     """Return the right output."""
     return whole_of(at).out
+
+
+def later_of(at: At) -> list[Tensor]:
+    """Return the right outputs of LATER."""
+    return [out_of(at), *[whole_of(at).after_step] * (len(LATER) - 1)]
 
 
 def x_grad_of(at: At) -> Tensor:
@@ -132,3 +154,24 @@ def without_up_bias(at: At) -> Tensor:
     """Return the output without the bias of up."""
     w1, _, w2, b2 = whole_of(at).params
     return F.linear(F.gelu(F.linear(CASES[at.label].x, w1)), w2, b2)
+
+
+def is_bias_parted(at: At, *_: Any) -> bool:
+    """Return whether some rank keeps another bias of down than the whole one."""
+    return any(not torch.allclose(o.seen.params[3], bias_of(o)) for o in at.everyone)
+
+
+def part_bytes(at: At) -> int:
+    """Return the bytes of this rank's part, and of one more bias."""
+    return sum(param.nbytes for param in params_of(at)) + bias_of(at).nbytes
+
+
+def is_whole(at: At, got: Tensor, item: int) -> bool:
+    """Return whether this has the shape of the whole of it."""
+    return params_of(at)[item].shape != got.shape == whole_of(at).params[item].shape
+
+
+def is_uneven(at: At, got: Tensor, item: int) -> bool:
+    """Return whether another number of the outputs of up was taken."""
+    need = params_of(at)[0]
+    return item == 0 and got.shape[1] == need.shape[1] and got.shape[0] != need.shape[0]
