@@ -207,8 +207,8 @@ reveal(guess, "no")
 # ### Exercise 2: the whole step
 #
 # Gradients as from the full batch, one step, and never more than one micro-batch in memory: the
-# model sees each of them once. Return the mean loss of the whole batch. $m$ divides the batch here;
-# `split_micro_batches` cuts it, as above. About 7 lines, 10 minutes.
+# model sees each of them once. Return the mean loss of the whole batch, detached. $m$ divides the
+# batch here; `split_micro_batches` cuts it, as above. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: memory grows with the number of micro-batches</summary>
 # Every loss that you keep keeps its graph. Call backward in the loop, and keep
@@ -307,7 +307,7 @@ print(f"weighed by tokens: off by {(right - one).abs().max() / one.abs().max():.
 # ### Exercise 4: tokens that count
 #
 # As exercise 3, but the mean runs over the tokens whose target is not `IGNORED`. Return the loss,
-# too. A part may hold no such token at all; `token_loss` is then 0/0. About 7 lines.
+# too, detached. A part may hold no such token at all; `token_loss` is then 0/0. About 7 lines.
 
 
 # %% tags=["exercise"] exercise="accumulation-4"

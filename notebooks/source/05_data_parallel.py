@@ -279,7 +279,7 @@ guess_twice = predict("items read twice, 10 items on 4 ranks")
 # out, in turn or in blocks, as many to each rank. If cards are missing at the end, go on with the
 # first ones of the order, again and again if they are few. `torch.randperm(n, generator=...)`
 # shuffles; seed the generator, and leave the global random state alone. The same call gives the
-# same list. About 3 lines.
+# same numbers in every process, in a new list. About 3 lines.
 #
 # <details><summary>Hint: some items are never read</summary>
 # If each rank shuffles in its own way, they do not deal out the same pack.
@@ -425,8 +425,8 @@ show(timelines(runs, title), alt=f"{title}; asynchronous workers never wait for 
 # ### Exercise 5: how stale?
 #
 # The server knows the worker of every update, such as `[1, 2, 1, 1, 2]`; there may be more workers.
-# A worker pulls right after its own update, and all have pulled before the first one. About 5
-# lines.
+# A worker pulls right after its own update, and all have pulled before the first one. Leave the
+# list as it is. About 5 lines.
 #
 # <details><summary>Hint: everything is one too large</summary>
 # Its own update is in what it pulls. Count those that came after it.

@@ -109,8 +109,8 @@ guess_held = predict("micro-batches in flight on rank 0 with 1F1B")
 # %% [markdown]
 # ### Exercise 1: the order of 1F1B
 #
-# `Action(kind, stage, micro_batch)`, with the kinds `"forward"` and `"backward"`. It has to work
-# for $m < p$, too. About 5 lines.
+# Lists of `Action(kind, stage, micro_batch)`, with the kinds `"forward"` and `"backward"`. It has
+# to work for $m < p$, too. About 5 lines.
 #
 # <details><summary>Hint: how long is the warm-up?</summary>
 # The last rank needs none; each rank before it one forward more than the next.
@@ -208,12 +208,13 @@ schedule_explorer()
 #
 # ### Exercise 3: run a schedule
 #
-# One rank's part of a step. `isend` returns at once, with a handle to wait for. The batch's `x`
+# One rank's part of a step; backwards may come in any order, `i` says which. `isend` returns at
+# once, with a handle to wait for; until then, its tensor has to stay as it is. The batch's `x`
 # holds the input on the first rank only (there it may be integer tokens), the target is there on
 # the last one; elsewhere they only have the shape and the dtype of a message. The last micro-batch
 # may be smaller. Add to every `param.grad`, as `backward()` does, the gradient of the *mean* of the
-# $m$ losses; leave the batch as it is. Budget: one message per micro-batch and direction; with
-# 1F1B, what is kept alive does not grow with $m$. About 17 lines, 25 minutes.
+# $m$ losses; leave the batch and the stage's mode as they are. Budget: one message per micro-batch
+# and direction; with 1F1B, what is kept alive does not grow with $m$. About 17 lines, 25 minutes.
 #
 # <details><summary>Hint: x.grad is None</summary>
 # To autograd, what came over the wire is a number like any other: ask for its gradient with
@@ -543,8 +544,9 @@ show(figure, alt=f"{title}; everybody waits for the output layer")
 # ### Exercise 5: a tied weight
 #
 # After backward, leave in both copies the gradient of *both* uses. `ends` is the group of first and
-# last stage, wherever they are in the world. A frozen weight has no gradient. Budget: one message
-# each way, nothing from the middle. About 2 lines.
+# last stage, wherever they are in the world; with one stage, `ends` has one member. A frozen weight
+# has no gradient; that of another one may be transposed. Budget: one message each way, nothing from
+# the middle. About 2 lines.
 #
 # <details><summary>Hint: rank 1 fails</summary>
 # In the middle <code>weight</code> is None: these ranks have nothing to do.

@@ -105,8 +105,8 @@ def by_looking_back(order):
     return found
 
 
-def by_using_up_the_order(order):
-    ages, found = {}, []
+def by_using_up_a_copy(order):
+    order, ages, found = [*order], {}, []
     while order:
         worker = order.pop(0)
         found.append(ages.get(worker, len(found)))
@@ -128,7 +128,7 @@ def by_using_up_the_order(order):
         ("data_parallel-4", with_where),
         ("data_parallel-4", divides_tensors),
         ("data_parallel-5", by_looking_back),
-        ("data_parallel-5", by_using_up_the_order),
+        ("data_parallel-5", by_using_up_a_copy),
     ],
 )
 def test_another_right_answer_passes(key, answer):

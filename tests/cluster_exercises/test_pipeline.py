@@ -29,16 +29,16 @@ SCRIPT = Path(__file__).parents[2] / "cluster/exercises/08_pipeline.py"
 
 
 def by_turns(p, m):
-    """Tuples, and a loop that asks at each turn what may come."""
+    """Tuples of actions, and a loop that asks at each turn what may come."""
     schedule = []
     for rank in range(p):
         actions, forwards, backwards = [], 0, 0
         while backwards < m:
             if forwards < m and forwards - backwards < p - rank:
-                actions.append(("forward", rank, forwards))
+                actions.append(Action("forward", rank, forwards))
                 forwards += 1
             else:
-                actions.append(("backward", rank, backwards))
+                actions.append(Action("backward", rank, backwards))
                 backwards += 1
         schedule.append(tuple(actions))
     return tuple(schedule)
@@ -122,12 +122,12 @@ def posted_ahead(actions, stage, micro_batches, loss_fn):
 
 
 class _Runner:
-    """The engine as a class, with what it keeps in lists that it empties from the front."""
+    """The engine as a class, with what it keeps in dictionaries."""
 
     def __init__(self, stage, micro_batches, loss_fn):
         self.stage, self.micro_batches, self.loss_fn = stage, micro_batches, loss_fn
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
-        self.inputs, self.outputs, self.ahead, self.back = [], [], [], []
+        self.inputs, self.outputs, self.ahead, self.back = {}, {}, [], []
 
     def receive(self, shape, source):
         """A tensor of the dtype of the stage, from a neighbor."""
@@ -141,21 +141,21 @@ class _Runner:
         x, _ = self.micro_batches[i]
         if self.rank:
             x = self.receive(x.shape, self.rank - 1).requires_grad_()
-        self.inputs.append(x)
-        self.outputs.append(self.stage(x))
+        self.inputs[i] = x
+        self.outputs[i] = self.stage(x)
         if self.rank < self.last:
-            self.ahead.append(dist.isend(self.outputs[-1].detach(), self.rank + 1))
+            self.ahead.append(dist.isend(self.outputs[i].detach(), self.rank + 1))
 
     def backward(self, i):
-        """The oldest micro-batch comes out."""
-        grad = torch.tensor(1 / len(self.micro_batches), dtype=self.outputs[0].dtype)
+        """A micro-batch comes out."""
+        grad = torch.tensor(1 / len(self.micro_batches), dtype=self.outputs[i].dtype)
         if self.rank < self.last:
-            grad = self.receive(self.outputs[0].shape, self.rank + 1)
+            grad = self.receive(self.outputs[i].shape, self.rank + 1)
             self.ahead.pop(0).wait()
         else:
-            self.outputs[0] = self.loss_fn(self.outputs[0], self.micro_batches[i][1])
-        torch.autograd.backward([self.outputs.pop(0)], [grad])
-        x = self.inputs.pop(0)
+            self.outputs[i] = self.loss_fn(self.outputs[i], self.micro_batches[i][1])
+        torch.autograd.backward([self.outputs.pop(i)], [grad])
+        x = self.inputs.pop(i)
         if self.rank:
             while self.back:
                 self.back.pop().wait()

@@ -21,6 +21,7 @@ from course_lib.ranks import record
 RIGHT = state_of(module_of(0))
 NAMES = list(RIGHT)
 PARAMS = [name for name, _ in module_of(0).named_parameters()]
+SECOND = "a second module"
 FROZEN = [name for name in NAMES if name.startswith("frozen.")]
 
 NOTHING_CAME = Cause("Nothing came: every rank starts from weights of its own.")
@@ -74,6 +75,14 @@ EVERY_RANK = Cause(
     "Every rank has to make the same calls: rank 0 sends in them, the others receive."
 )
 ONE_SOURCE = Cause("All name the same source, and bring their tensors in one order.")
+FIRST_ONLY = Cause(
+    "The first module was made equal, and this one is not: something is left over from the first "
+    "call, such as a list that is a default. Every call gets a module of its own."
+)
+DISTURBED = Cause(
+    "Only the numbers of parameters and buffers come from rank 0: leave the rest as it is (train "
+    "and eval mode, gradients, the global random state)."
+)
 ONCE = Cause("One broadcast a tensor, in its own dtype; what is tied is one tensor.")
 
 
@@ -88,19 +97,27 @@ class Start:
     replaced: list[str]
     moved: list[str]
     switched: list[str]
+    disturbed: list[str]
 
 
 def _start(rank: int, answer: Callable[[nn.Module], Any]) -> dict[str, Start]:
+    """Run the answer on two modules."""
+    return {label: _one(rank, answer) for label in ("", SECOND)}
+
+
+def _one(rank: int, answer: Callable[[nn.Module], Any]) -> Start:
     """Run the answer on a module of this rank's numbers; a backward tells if autograd saw it."""
     module = module_of(rank)
-    before = _named(module)
+    for param in module.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    before, around = _named(module), _around(module)
     memory = {name: tensor.data_ptr() for name, tensor in before.items()}
     trained = {name: tensor.requires_grad for name, tensor in before.items()}
     with record() as log, watched_handles("broadcast") as open_ones:
         answer(module)
-    after, state = _named(module), state_of(module)
+    after, state, around_after = _named(module), state_of(module), _around(module)
     kept = [name for name in before if after.get(name) is before[name]]
-    seen = Start(
+    return Start(
         state=[state[name].clone() if name in state else None for name in NAMES],
         calls=calls_of(log.events),
         never_waited=len(open_ones),
@@ -108,8 +125,18 @@ def _start(rank: int, answer: Callable[[nn.Module], Any]) -> dict[str, Start]:
         replaced=[name for name in before if name not in kept],
         moved=[name for name in kept if before[name].data_ptr() != memory[name]],
         switched=[name for name in kept if before[name].requires_grad != trained[name]],
+        disturbed=[what for what in around if around_after[what] != around[what]],
     )
-    return {"": seen}
+
+
+def _around(module: nn.Module) -> dict[str, Any]:
+    """Return what is around the numbers of a module, as plain data."""
+    grads = [param.grad for param in module.parameters()]
+    return {
+        "train or eval mode": [part.training for part in module.modules()],
+        "a gradient": [None if grad is None else grad.tolist() for grad in grads],
+        "the global random state": torch.get_rng_state().tolist(),
+    }
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:
@@ -185,6 +212,10 @@ EQUAL = Exercise(
                 names=lambda _at: NAMES,
                 predicates=(
                     (lambda _at, got, _item: got is None, GONE),
+                    (
+                        lambda at, *item: at.label == SECOND and _left_alone(NAMES)(at, *item),
+                        FIRST_ONLY,
+                    ),
                     (_left_alone(NAMES), NOTHING_CAME),
                     (_left_alone([n for n in NAMES if n not in PARAMS]), NO_BUFFERS),
                     (_left_alone(PARAMS), NO_PARAMS),
@@ -218,6 +249,11 @@ EQUAL = Exercise(
                 lambda at: not at.seen.switched,
                 lambda at: f"{_few(at.seen.switched)}: requires_grad has changed",
                 SWITCHED,
+            ),
+            Demand(
+                lambda at: not at.seen.disturbed,
+                lambda at: f"{at.seen.disturbed[0]} has changed",
+                DISTURBED,
             ),
             *budget("broadcast", [x.nbytes for x in RIGHT.values()], ONCE),
         ),
@@ -269,6 +305,21 @@ EQUAL = Exercise(
         Edit("dist.b", "tensor.requires_grad_(False)\ndist.b", SWITCHED),
         Edit("src=0)", "src=0)\ntensor.requires_grad_(tensor.is_floating_point())", SWITCHED),
         Edit(TENSORS, "module.state_dict().values()", ONCE),
+        Edit(
+            TENSORS,
+            "[*module.parameters(), *dict(module.named_buffers(remove_duplicate=False)).values()]",
+            ONCE,
+        ),
+        Edit(
+            "(module):",
+            "(module, done=[]):",
+            FIRST_ONLY,
+            also=((SENDS, f"if len(done) < {len(NAMES)}:\n    {SENDS}\n    done.append(1)"),),
+        ),
+        Edit(SENDS, f"{SENDS}\nmodule.eval()", DISTURBED),
+        Edit(SENDS, f"{SENDS}\nmodule.train()", DISTURBED),
+        Edit(SENDS, f"{SENDS}\nmodule.zero_grad()", DISTURBED),
+        Edit(SENDS, f"{SENDS}\ntorch.manual_seed(0)", DISTURBED),
         Edit(
             SENDS,
             "small = tensor.data.float()\ndist.broadcast(small, 0)\ntensor.data.copy_(small)",

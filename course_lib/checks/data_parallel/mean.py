@@ -1,8 +1,9 @@
 """Exercise 2 of 05_data_parallel: the mean of every gradient over the ranks.
 
-In the second step every gradient of the last rank is zero.
+In the second step every gradient of the last rank is zero, in the third one it is nan.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,10 @@ NOT_WAITED = Cause(
 HAS_NONE = Cause("A frozen parameter has no gradient, its grad is None: leave it out.")
 GIVEN_ONE = Cause("A frozen parameter has got a gradient: leave None as it is.")
 TAKEN_AWAY = Cause("The gradient is gone: a trained parameter keeps one, the mean.")
+HIDDEN = Cause(
+    "A rank's gradient is nan, as of a model that has diverged, and you return a number: nobody "
+    "would notice. Leave nan as it is."
+)
 VIEW = Cause(
     "A view keeps the whole tensor it was cut from: copy each mean into the gradient that is there."
 )
@@ -69,11 +74,11 @@ class Step:
 
 
 def _average(rank: int, answer: Callable[[nn.Module], Any]) -> dict[str, Step]:
-    """Run the answer on two steps' gradients, of this rank's numbers."""
+    """Run the answer on three steps' gradients, of this rank's numbers."""
     module, p = module_of(rank), dist.get_world_size()
     params = dict(module.named_parameters())
     steps = {}
-    for number in range(2):
+    for number in range(3):
         for index, (name, param) in enumerate(params.items()):
             if name in NAMES:
                 numbers = pattern(index, param) * _scale(rank, p, number)
@@ -95,15 +100,17 @@ def _average(rank: int, answer: Callable[[nn.Module], Any]) -> dict[str, Step]:
     return steps
 
 
-def _scale(rank: int, p: int, number: int) -> int:
-    return 0 if number and rank == p - 1 else (number + 2) * 10**rank
+def _scale(rank: int, p: int, number: int) -> float:
+    if rank == p - 1 and number:
+        return (0, math.nan)[number - 1]
+    return (number + 2) * 10**rank
 
 
-def _own(at: At) -> int:
+def _own(at: At) -> float:
     return _scale(at.rank, at.world_size, at.number)
 
 
-def _all(at: At) -> list[int]:
+def _all(at: At) -> list[float]:
     return [_scale(rank, at.world_size, at.number) for rank in range(at.world_size)]
 
 
@@ -162,6 +169,7 @@ MEAN = Exercise(
                 names=lambda _at: NAMES,
                 predicates=(
                     (lambda _at, got, _item: got is None, TAKEN_AWAY),
+                    (lambda at, got, _item: at.number == 2 and got.isfinite().all(), HIDDEN),
                     (
                         lambda at, got, i: NAMES[i] == "transposed.weight" and _is_own(at, got, i),
                         COPY_SENT,
@@ -249,6 +257,8 @@ MEAN = Exercise(
             also=((DIVIDES, "param.grad += mean"),),
         ),
         Edit(DIVIDES, "param.grad = None", TAKEN_AWAY),
+        Edit(SUMS, f"param.grad.nan_to_num_()\n{SUMS}", HIDDEN),
+        Edit(DIVIDES, f"{DIVIDES}\nparam.grad.nan_to_num_()", HIDDEN),
         Own(_views_of_one, VIEW),
     ),
 )

@@ -22,7 +22,7 @@ class Everything(nn.Module):
     """A module, never called, with state of all kinds at several depths.
 
     A weight is tied, a layer is frozen, another one's weight is a transposed tensor, and `mask` is
-    a buffer that `state_dict()` leaves out.
+    a tied buffer that `state_dict()` leaves out. Batch norm is in eval mode, the others are not.
     """
 
     def __init__(self) -> None:
@@ -35,6 +35,8 @@ class Everything(nn.Module):
         self.transposed.weight.data = torch.zeros(4, 2).t()
         self.double()
         self.inner[1].weight = self.embedding.weight
+        self.frozen.register_buffer("tied_mask", self.get_buffer("mask"), persistent=False)
+        self.inner[0].eval()
 
 
 def module_of(rank: int) -> nn.Module:

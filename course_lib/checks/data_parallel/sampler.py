@@ -6,25 +6,32 @@ of a world, and demands what has to hold for every order.
 
 import pickle
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, combinations
+from dataclasses import dataclass, replace
+from itertools import chain
 from operator import index
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from course_lib.checks.cases import NO_RESULT, Raised
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, NotDone, failed, own_line
+from course_lib.ranks import Ranks
 
 WORLDS = ((12, 4), (10, 4), (7, 3), (13, 5), (9, 1), (3, 4), (1, 4), (2, 5), (100, 2))
 EPOCHS = (0, 1, 2, 3, 10, 1000)
 MANY = 100  # so many items are never in the order of the data by chance
+MANY_EPOCHS = (*range(130), 1000)
+LARGE, START = 70_000, 100  # more items than 16 bits can number; the first ones that a rank reads
 
 NO_LIST = Cause("Return a list of whole numbers: list(...), or .tolist() of a tensor.")
+OF_TENSORS = Cause("list(tensor) holds tensors, and numbers are needed: tensor.tolist().")
 NO_ITEM = Cause("Items are numbered from 0 to n - 1.")
 SAME_ITEMS = Cause("p ranks then do the work of one: give each its own part.")
 WAITS = Cause(
@@ -43,6 +50,22 @@ BY_LUCK = Cause(
     "Draw from the epoch's seed, not by luck, and not from what an earlier call has left: a run "
     "that goes on from a checkpoint has made no earlier calls."
 )
+OTHER_PROCESS = Cause(
+    "Seed from the epoch alone: os.getpid(), time.time() and hash() of a text differ from process "
+    "to process, and every rank is one."
+)
+CACHED = Cause(
+    "A cache hands out the same list again, and whoever got it first has emptied it: return a new "
+    "list in every call."
+)
+NARROW = Cause(
+    "Right for few items only: the numbers of the items need more digits than their dtype has "
+    "(uint8 ends at 255, int16 at 32767, float16 has all whole numbers up to 2048)."
+)
+IN_WINDOWS = Cause(
+    "Items are shuffled with their neighbors only, and data is often sorted: shuffle all of them "
+    "at once."
+)
 OTHER_FILL = Cause(
     "Others than the first items of the order are read twice. Fill up the common order, then deal "
     "it out."
@@ -58,12 +81,15 @@ OWN_PART = Cause(
     "and not the other way round."
 )
 
+TENSORS = "a list of tensors"
 Fault = tuple[str, Cause | None]
 
 
 @dataclass(frozen=True)
 class Deal:
     """The items of each rank, those of a second call, and whether the global state was left alone.
+
+    If `of_processes`, `by_rank` is what a process for each rank returned, and `again` is from here.
 
     Items are a list of numbers; else `Raised`, or the name of what the answer returned.
     """
@@ -74,6 +100,7 @@ class Deal:
     by_rank: Sequence[Any]
     again: Sequence[Any]
     left_alone: bool
+    of_processes: bool = False
 
     def seen(self, what: str) -> str:
         """Format where something was seen: `10 items on 4 ranks, epoch 0: ...`."""
@@ -88,20 +115,43 @@ class Dealing:
     def observe(self, answer: Callable[..., Any]) -> Iterator[Deal]:
         """Call the answer for every rank of every world, in every epoch, twice."""
         for n, p in WORLDS:
-            for epoch in EPOCHS:
-                calls = [_call(answer, seed, n, seed % p, p, epoch) for seed in range(2 * p)]
-                items = [found for found, _ in calls]
-                yield Deal(n, p, epoch, items[:p], items[p:], all(alone for _, alone in calls))
+            for epoch in MANY_EPOCHS if n == MANY else EPOCHS:
+                yield _deal(answer, n, p, epoch)
+        yield _deal(answer, LARGE, 2, 0)
+        here = _deal(answer, MANY, 2, 1)
+        with Ranks(2) as ranks:
+            each = ranks.run(_on_a_rank, answer, MANY, 1)
+        yield replace(here, by_rank=each, of_processes=True)
 
     def judge(self, observed: Iterable[Deal], exercise: Exercise) -> str:
         """Raise CheckFailed at the first rule that is broken."""
         del exercise  # there are many right orders
         deals = list(observed)
-        many = [deal for deal in deals if deal.n == MANY]
-        faults = chain(map(_in_deal, deals), map(_in_epochs, [many]), map(_in_fill, deals))
+        many = [deal for deal in deals if deal.n == MANY and not deal.of_processes]
+        large, others = [x for x in deals if x.n == LARGE], [x for x in deals if x.n != LARGE]
+        faults = chain(
+            map(_in_deal, deals),
+            map(_in_epochs, [many]),
+            map(_in_halves, large),
+            map(_in_fill, others),
+        )
         if fault := next(filter(None, faults), None):
             raise failed(*fault)
         return "Each item read, as many on every rank, another order every epoch."
+
+
+def _deal(answer: Callable[..., Any], n: int, p: int, epoch: int) -> Deal:
+    """Call the answer for every rank, twice."""
+    calls = [_call(answer, seed, n, seed % p, p, epoch) for seed in range(2 * p)]
+    items = [found for found, _ in calls]
+    return Deal(n, p, epoch, items[:p], items[p:], all(alone for _, alone in calls))
+
+
+def _on_a_rank(rank: int, answer: Callable[..., Any], n: int, epoch: int) -> Any:
+    """Call the answer in a process of its own, at another time on each rank."""
+    now_s = time.time()
+    with patch.object(time, "time", lambda: now_s + rank * 1e6):
+        return _call(answer, 0, n, rank, dist.get_world_size(), epoch)[0]
 
 
 def _call(answer: Callable[..., Any], seed: int, *arguments: int) -> tuple[Any, bool]:
@@ -112,7 +162,11 @@ def _call(answer: Callable[..., Any], seed: int, *arguments: int) -> tuple[Any, 
     np.random.seed(seed)
     before = _random_bytes()
     try:
-        return _plain(answer(*arguments)), before == _random_bytes()
+        got = answer(*arguments)
+        items, left_alone = _plain(got), before == _random_bytes()
+        if isinstance(got, list):
+            got.clear()  # it belongs to whoever asked for it
+        return items, left_alone
     except (NotImplementedError, NotDone):
         raise
     except Exception as error:
@@ -130,6 +184,8 @@ def _random_bytes() -> bytes:
 def _plain(got: Any) -> Any:
     """Return a list of whole numbers, or the name of what it is instead."""
     got = got.tolist() if isinstance(got, torch.Tensor | np.ndarray) else got
+    if isinstance(got, Sequence) and any(isinstance(item, torch.Tensor) for item in got):
+        return TENSORS
     try:
         return [index(item) for item in got] if isinstance(got, Sequence) else type(got).__name__
     except TypeError:
@@ -144,14 +200,24 @@ def _in_deal(deal: Deal) -> Fault | None:
             where = f" ({items.line})" if items.line else ""
             return deal.seen(f"your code raised {items.name}: {items.text}{where}"), None
         if isinstance(items, str):
-            cause = NO_RESULT if items == "NoneType" else NO_LIST
+            cause = {"NoneType": NO_RESULT, TENSORS: OF_TENSORS}.get(items, NO_LIST)
             return deal.seen(f"need a list of items; got {items}"), cause
     times, each = Counter(item for items in dealt for item in items), -(-n // p)
     missing, lengths = [item for item in range(n) if item not in times], [*map(len, dealt)]
     strange = sorted(item for item in times if not 0 <= item < n)
     twice = times.total() - len(times)
     rules: list[tuple[bool, str, Cause]] = [
-        (bool(strange), f"ranks read {strange}, which are not there", NO_ITEM),
+        (
+            deal.of_processes and deal.again != dealt,
+            "a process of its own for each rank gives other items",
+            OTHER_PROCESS,
+        ),
+        (
+            n == LARGE and bool(missing or strange),
+            f"{len(missing)} items are never read",
+            NARROW,
+        ),
+        (bool(strange), f"ranks read {strange[:9]}, which are not there", NO_ITEM),
         (
             min(n, p) > 1 and any(dealt[0]) and len({(*sorted(items),) for items in dealt}) == 1,
             "every rank reads the same items",
@@ -165,6 +231,11 @@ def _in_deal(deal: Deal) -> Fault | None:
             f"{len(missing)} items are never read, and others twice",
             OTHER_ORDERS,
         ),
+        (
+            not any(deal.again) and any(dealt),
+            "a second call gives an empty list",
+            CACHED,
+        ),
         (deal.again != dealt, "a second call gives other items", BY_LUCK),
         (not deal.left_alone, "the global random state changes", GLOBAL_STATE),
     ]
@@ -176,12 +247,22 @@ def _in_epochs(deals: Sequence[Deal]) -> Fault | None:
     for deal in deals:
         if any(items == sorted(items) for items in deal.by_rank):
             return deal.seen("a rank reads its items in the order of the data"), NOT_SHUFFLED
-    for one, other in combinations(deals, 2):
-        if one.by_rank == other.by_rank:
-            return other.seen(f"the same as in epoch {one.epoch}"), SAME_EPOCH
-        if {*map(frozenset, one.by_rank)} == {*map(frozenset, other.by_rank)}:
-            return other.seen(f"the same parts as in epoch {one.epoch}"), OWN_PART
+    epoch_of: dict[Any, int] = {}
+    for deal in deals:
+        order, parts = tuple(map(tuple, deal.by_rank)), frozenset(map(frozenset, deal.by_rank))
+        for key, same, cause in ((order, "", SAME_EPOCH), (parts, " parts", OWN_PART)):
+            if (earlier := epoch_of.setdefault(key, deal.epoch)) != deal.epoch:
+                return deal.seen(f"the same{same} as in epoch {earlier}"), cause
     return None
+
+
+def _in_halves(deal: Deal) -> Fault | None:
+    """Demand that the first items of each rank come from both halves of the data."""
+    halves = [{item < deal.n // 2 for item in items[:START]} for items in deal.by_rank]
+    if all(len(half) == 2 for half in halves):
+        return None
+    what = f"the first {START} items that a rank reads are all from one half of the data"
+    return deal.seen(what), IN_WINDOWS
 
 
 def _in_fill(deal: Deal) -> Fault | None:
@@ -191,7 +272,10 @@ def _in_fill(deal: Deal) -> Fault | None:
     n = deal.n
     if any(len({*x[:n]}) == n and x[n:] == x[: len(x) - n] for x in (rounds, blocks)):
         return None
-    return deal.seen(f"ranks read {list(deal.by_rank)}"), OTHER_FILL
+    item, times = Counter(blocks).most_common(1)[0]
+    most = -(-len(blocks) // n)
+    much = f"; item {item} is read {times} times, need at most {most}" if times > most else ""
+    return deal.seen(f"ranks read {list(deal.by_rank)}{much}"), OTHER_FILL
 
 
 SEED = "manual_seed(epoch)"
@@ -229,6 +313,33 @@ SAMPLER = Exercise(
         Edit(MINE, f"iter({MINE})", NO_LIST),
         Edit("[i % n]", "[i % n] + 1", NO_ITEM),
         Edit("random.manual_seed", "torch.manual_seed", GLOBAL_STATE),
+        Edit(SEED, "manual_seed(epoch % 13)", SAME_EPOCH),
+        Edit(SEED, "manual_seed(epoch % 64)", SAME_EPOCH),
+        Edit(MINE, "(order + order[:1] * (-n % p))[rank::p]", OTHER_FILL),
+        Edit(".tolist()", "", OF_TENSORS),
+        *(
+            Edit(".tolist()", f".to(torch.{dtype}).long().tolist()", NARROW)
+            for dtype in ("uint8", "int16", "float16")
+        ),
+        Edit(
+            ORDER,
+            "[\n"
+            "    at + i for at in range(0, n, 32) for i in\n"
+            f"    {ORDER.replace('(n,', '(min(32, n - at),')}\n"
+            "]",
+            IN_WINDOWS,
+        ),
+        Edit(SEED, 'manual_seed(hash(f"epoch {epoch}") % 2**32)', OTHER_PROCESS),
+        Edit(SEED, "manual_seed(__import__('os').getpid() + epoch)", OTHER_PROCESS),
+        Edit(SEED, "manual_seed(int(__import__('time').time() // 600) + epoch)", OTHER_PROCESS),
+        Edit(
+            f"return {MINE}",
+            f"if (n, rank, p, epoch) not in cache:\n"
+            f"    cache[n, rank, p, epoch] = {MINE}\n"
+            f"return cache[n, rank, p, epoch]",
+            CACHED,
+            also=(("epoch):", "epoch, cache={}):"),),
+        ),
         Edit(
             "epoch):",
             "epoch, calls=[]):",

@@ -19,6 +19,12 @@ ORDERS: tuple[list[int], ...] = (
     [5, 7, 6, 4, 4, 7, 5, 6],
     [30, 8],
     [],
+    [1, 2, 3, 1, 2, 3],  # the first one again
+)
+CALLERS = Cause("The order is the caller's: read it, and take nothing out (or work on a copy).")
+LEFT_OVER = Cause(
+    "The same order gives another result in a later call: something is left over from the earlier "
+    "ones. A default such as pulled_at={} is made once for all calls: make it inside the function."
 )
 NO_NUMBERS = Cause("Return a list of whole numbers, one for each update.")
 
@@ -59,6 +65,8 @@ STALENESS = Exercise(
     check=Cases(
         cases=_cases,
         show=_numbers,
+        symptoms=((lambda got, _need: got[0] != got[-1], LEFT_OVER),),
+        unchanged=CALLERS,
         look="Take one update: where did its worker pull last? Count the updates after that.",
         success="Updates between pull and push, for any order.",
     ),
@@ -67,6 +75,17 @@ STALENESS = Exercise(
             AGE,
             "number - pulled_at.get(worker, 0) + 1",
             Cause("One too many: a worker pulls after its own update, which is in what it gets."),
+        ),
+        Edit(
+            "staleness_of(order",
+            "staleness_of(order, pulled_at={}",
+            LEFT_OVER,
+            also=(("pulled_at: dict[int, int] = {}", "pass"),),
+        ),
+        Edit(
+            "for number, worker in enumerate(order):",
+            "for number in range(len(order)):\n    worker = order.pop(0)",
+            CALLERS,
         ),
         Edit(PULLS, "pass", Cause("After each push a worker pulls again.")),
         Edit(

@@ -22,14 +22,27 @@ from course_lib.checks.on_ranks import At, OnRanks, calls_of
 from course_lib.core import Event
 from course_lib.ranks import record
 
-SIZES: dict[int, tuple[Sequence[int], ...]] = {
-    4: ((3, 3, 3, 1), (0, 0, 5, 0)),
-    3: ((2, 0, 4), (0, 7, 2)),
-    2: ((1, 5), (70_000, 3_000)),
-    1: ((4,),),
+PLAIN, ZERO_LOSS, DIVERGED, HALF = "losses", "zero losses", "diverged losses", "float16 losses"
+LOSSES = {
+    PLAIN: (2.0, 20.0, 200.0, 2000.0),
+    ZERO_LOSS: (0.0,) * 4,
+    DIVERGED: (math.inf, math.nan),
+    HALF: (0.0625, 0.125),  # times 60,000 items they still fit
 }
-LOSSES = {"": (2.0, 20.0, 200.0, 2000.0), "zero": (0.0,) * 4, "diverged": (math.inf, math.nan)}
-ROUNDING = 1e-6  # the weight may be a number in float32
+SIZES: dict[int, tuple[tuple[str, Sequence[int]], ...]] = {
+    4: ((PLAIN, (3, 3, 3, 1)), (PLAIN, (0, 0, 5, 0)), (ZERO_LOSS, (3, 3, 3, 1))),
+    3: ((PLAIN, (2, 0, 4)), (PLAIN, (0, 7, 2)), (ZERO_LOSS, (2, 0, 4))),
+    2: (
+        (PLAIN, (3, 5)),
+        (PLAIN, (70_000, 3_000)),
+        (ZERO_LOSS, (3, 5)),
+        (DIVERGED, (1, 1)),
+        (PLAIN, (3, 1)),  # each number of items has come before, with another total
+        (HALF, (60_000, 40_000)),
+    ),
+    1: ((PLAIN, (4,)), (ZERO_LOSS, (4,))),
+}
+ROUNDING, HALF_ROUNDING = 1e-6, 1e-2  # the weight may be a number in float32
 
 EQUAL = Cause("Every rank counts the same: an item of a short batch weighs more.")
 NOT_TIMES_P = Cause("The mean over ranks divides by p once more: multiply by p.")
@@ -45,7 +58,12 @@ NOT_TIMES_ITEMS = Cause(
     "Divided by all items; times this rank's own ones is forgotten, and times p."
 )
 COUNT_ROUNDED = Cause(
-    "Right for few items only: count them in whole numbers (bfloat16 has all of them up to 256)."
+    "Right for few items only: count them in whole numbers, not in the dtype of the loss (bfloat16 "
+    "has all whole numbers up to 256, float16 up to 2048)."
+)
+CACHED = Cause(
+    "That is the total of an earlier call: this rank had as many items then, the others had not. "
+    "Count anew in every call."
 )
 LOOK = Cause("Scale this rank's own loss, by b_r * p / (the sum of all b_r).")
 NAN_OF_NONE = Cause("The mean over no items is 0/0, and 0 * nan is nan: return a zero.")
@@ -78,6 +96,7 @@ class Weighed:
 
     sizes: Sequence[int]
     losses: Sequence[float]
+    dtype: torch.dtype
     scaled: Any
     slope: Any
     touched: str
@@ -87,23 +106,27 @@ class Weighed:
 
 def _weigh(rank: int, answer: Callable[..., Any]) -> dict[str, Weighed]:
     """Weigh batches of several sizes, of losses that are numbers, zero, nan and infinite."""
-    p, cases = dist.get_world_size(), dict[str, Weighed]()
-    kinds = [("", sizes) for sizes in SIZES[p]] + [("zero", SIZES[p][0])]
-    for kind, sizes in kinds + ([("diverged", (2, 3))] if p == 2 else []):
+    cases = dict[str, Weighed]()
+    for kind, sizes in SIZES[dist.get_world_size()]:
         if not cases:
             come_late(rank)
-        losses = LOSSES[kind]
+        losses, dtype = LOSSES[kind], torch.float16 if kind == HALF else torch.float64
         words = [f"{loss:g}" if n else "nan" for loss, n in zip(losses, sizes, strict=False)]
-        where = f"losses {', '.join(words)} of {', '.join(map(str, sizes))} items"
-        cases[where] = _one(answer, rank, sizes, losses)
+        name = kind if kind == HALF else PLAIN
+        where = f"{name} {', '.join(words)} of {', '.join(map(str, sizes))} items"
+        cases[where] = _one(answer, rank, sizes, losses, dtype)
     return cases
 
 
 def _one(
-    answer: Callable[..., Any], rank: int, sizes: Sequence[int], losses: Sequence[float]
+    answer: Callable[..., Any],
+    rank: int,
+    sizes: Sequence[int],
+    losses: Sequence[float],
+    dtype: torch.dtype,
 ) -> Weighed:
-    leaf = torch.tensor(losses[rank], dtype=torch.float64, requires_grad=True)
-    loss = (leaf * torch.ones(sizes[rank], dtype=leaf.dtype)).mean()
+    leaf = torch.tensor(losses[rank], dtype=dtype, requires_grad=True)
+    loss = (leaf * torch.ones(min(sizes[rank], 8), dtype=dtype)).mean()
     before = loss.detach().clone()
     with record() as log, watched_handles() as open_ones:
         got = answer(loss, sizes[rank])
@@ -115,7 +138,7 @@ def _one(
         with contextlib.suppress(RuntimeError):  # the answer has used up the graph
             (slope,) = torch.autograd.grad(got.sum(), leaf, allow_unused=True)
     got = got.detach().clone() if isinstance(got, Tensor) else got
-    return Weighed(sizes, losses, got, slope, touched, calls_of(log.events), len(open_ones))
+    return Weighed(sizes, losses, dtype, got, slope, touched, calls_of(log.events), len(open_ones))
 
 
 def _loss(at: At) -> float:
@@ -130,12 +153,22 @@ def _share(at: At) -> float:
     return _mine(at) / sum(at.seen.sizes)
 
 
-def _number(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
+def _number(at: At, value: float) -> Tensor:
+    return torch.tensor(value, dtype=at.seen.dtype)
+
+
+def _rounding(at: At) -> float:
+    return HALF_ROUNDING if at.seen.dtype == torch.float16 else ROUNDING
+
+
+def _earlier_share(at: At) -> float:
+    """Return the share by the total of the first call in which the rank had as many items."""
+    cases = (sizes for _, sizes in SIZES[at.world_size])
+    return _mine(at) / sum(next(sizes for sizes in cases if sizes[at.rank] == _mine(at)))
 
 
 def _times(factor: Callable[[At], float]) -> Callable[[At], Tensor]:
-    return lambda at: _number(_loss(at) * factor(at))
+    return lambda at: _number(at, _loss(at) * factor(at))
 
 
 def _hides(at: At, got: Tensor, _item: Any) -> bool:
@@ -166,7 +199,7 @@ WEIGHT = Exercise(
             Numbers(
                 "scaled",
                 _times(lambda at: _share(at) * at.world_size),
-                rtol=ROUNDING,
+                rtol=_rounding,
                 what="the scaled loss",
                 shape=ONE_NUMBER,
                 predicates=(
@@ -179,6 +212,7 @@ WEIGHT = Exercise(
                 ),
                 causes=(
                     (EQUAL, _times(lambda at: min(1, _mine(at)))),
+                    (CACHED, _times(lambda at: _earlier_share(at) * at.world_size)),
                     (NOT_TIMES_P, _times(_share)),
                     (TIMES_ITEMS, _times(_mine)),
                     (ONE_BATCH, _times(lambda at: _mine(at) / max(1, at.seen.sizes[0]))),
@@ -202,8 +236,8 @@ WEIGHT = Exercise(
             Demand(lambda at: at.seen.slope is not None, "no gradient comes to the loss", NO_GRAPH),
             Numbers(
                 "slope",
-                lambda at: _number(_share(at) * at.world_size),
-                rtol=ROUNDING,
+                lambda at: _number(at, _share(at) * at.world_size),
+                rtol=_rounding,
                 what="the gradient by the loss",
                 look=OTHER_SLOPE,
             ),
@@ -219,7 +253,7 @@ WEIGHT = Exercise(
         Own(_mean_of_all, LOOK),
         Edit("num_items == 0", "False", NAN_OF_NONE),
         Edit("loss * (", "loss.nan_to_num() * (", HIDDEN),
-        Edit("loss * (", "loss.clamp(max=1e9) * (", HIDDEN),
+        Edit("loss * (", "loss.clamp(max=6e4) * (", HIDDEN),
         Edit(SUMS, f"if num_items:\n    {SUMS}", EVERY_RANK),
         Edit("loss * (", "loss.detach() * (", NO_GRAPH),
         Edit(ZERO, "loss.new_zeros((), requires_grad=True)", NO_GRAPH),
@@ -255,6 +289,17 @@ WEIGHT = Exercise(
             also=(("total.item", "total[0].item"),),
         ),
         Edit("(num_items)", "(num_items, dtype=torch.bfloat16)", COUNT_ROUNDED),
+        Edit("(num_items)", "(num_items, dtype=loss.dtype)", COUNT_ROUNDED),
+        Edit(
+            "loss, num_items):",
+            "loss, num_items, totals={}):",
+            CACHED,
+            also=(
+                (SUMS, f"if num_items not in totals:\n    {SUMS}\n    totals[num_items] = total"),
+                ("/ total", "/ totals[num_items]"),
+            ),
+        ),
+        Edit("num_items == 0", "num_items <= 1 and loss.isnan()", HIDDEN),
         Edit("(total)", "(total, async_op=True)", NOT_WAITED),
         Edit("loss * (", "loss.mul_(", CALLERS),
         Edit(".item())", ")", ONE_NUMBER, also=(("tensor(num_items)", "tensor([num_items])"),)),

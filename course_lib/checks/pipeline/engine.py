@@ -1,39 +1,26 @@
 """Exercise 3 of 08_pipeline: one rank of an engine that runs any schedule."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Demand, OnlyKinds, Untouched
-from course_lib.checks.on_ranks import At, OnRanks, Trouble, calls_of
+from course_lib.checks.on_ranks import At, OnRanks, Trouble
 from course_lib.checks.pipeline import gradients
-from course_lib.checks.pipeline.stages import (
-    LONG,
-    SETUPS,
-    SHORT,
-    Grads,
-    Memory,
-    SampleStage,
-    StepSetup,
-    batch_of,
-    changed_in,
-    loss_fn,
-)
-from course_lib.core import Event
+from course_lib.checks.pipeline.sends import NOT_CHANGED_UNDER_WAY, UNDER_WAY
+from course_lib.checks.pipeline.stages import LONG, SETUPS, SHORT, StepSetup
+from course_lib.checks.pipeline.steps import run_steps, runs_of
 from course_lib.pipeline.actions import LETTERS, Action, in_flight
-from course_lib.ranks import record
 
 SPARE = 2  # graphs: the names of the last forward and of the last backward may still hold theirs
 
 CALLERS = Cause(
-    "The batch, the list of actions and the stage's weights are the caller's. Receive into a "
-    "tensor of its own, torch.empty_like(x), and ask only what was received for its gradient."
+    "The batch, the list of actions, the stage (its weights and mode) and the global random state "
+    "are the caller's. Receive into a tensor of its own, torch.empty_like(x), and ask only what "
+    "was received for its gradient."
 )
 TOKENS = Cause(
     "Tokens are integers: they have no gradient, and nobody needs one on the first rank. Only what "
@@ -68,6 +55,11 @@ NOT_ARRIVED = Cause(
     "before the stage computes (or use recv)."
 )
 ORDER = Cause("Go through the list of actions in its order.")
+LOST = Cause(
+    "Backward needs what the stage computed with. A buffer may take the next message only after "
+    "the backward of its own micro-batch: receive each into a new torch.empty_like(x)."
+)
+ONCE = Cause("Call it once for each, and keep x and y for the backward.")
 GRAPHS = Cause(
     "Take x and y out when they go backward (pop), keep no list of them, and send y.detach()."
 )
@@ -77,48 +69,6 @@ GROWS = Cause(
 )
 ONE_MESSAGE = Cause("One message a micro-batch and direction.")
 SENDS_ONLY = Cause("Use sends and receives between neighbors.")
-
-
-# --- on the ranks
-
-
-@dataclass
-class Seen:
-    """The results of one step on one rank; `graphs` and `peak_bytes` are of what was alive."""
-
-    grads: Grads
-    changed: tuple[str, ...]
-    order: str
-    starts_s: list[float]
-    graphs: list[int]
-    peak_bytes: int
-    calls: list[Event]
-
-
-def _steps(rank: int, answer: Callable[..., Any]) -> dict[str, Seen]:
-    """Run the answer with each setup."""
-    return {label: _step(rank, answer, setup) for label, setup in SETUPS.items()}
-
-
-def _step(rank: int, answer: Callable[..., Any], setup: StepSetup) -> Seen:
-    p = dist.get_world_size()
-    stage, actions = SampleStage(rank, setup), setup.make(p, setup.m)[rank]
-    batch, fresh = (batch_of(setup, first=rank == 0, last=rank == p - 1) for _ in range(2))
-    given, tensors = list(actions), [tensor for pair in batch for tensor in pair]
-    before = [param.grad for param in stage.trained if param.grad is not None]
-    with record() as log, Memory([*tensors, *stage.parameters(), *before]) as stage.memory:
-        answer(given, stage, batch, loss_fn)
-    return Seen(
-        grads=stage.grads(),
-        changed=("the list of actions",) * (given != actions)
-        + ("the stage",) * (not stage.as_made(rank, setup))
-        + changed_in(batch, fresh),
-        order=stage.order,
-        starts_s=stage.starts_s,
-        graphs=stage.graphs,
-        peak_bytes=stage.peak,
-        calls=calls_of(log.events),
-    )
 
 
 # --- what is expected
@@ -134,6 +84,10 @@ def _actions(at: At) -> list[Action]:
 
 def _order(at: At) -> str:
     return "".join(LETTERS[action.kind] for action in _actions(at))
+
+
+def _backwards(at: At) -> list[int]:
+    return [action.micro_batch for action in _actions(at) if action.kind == "backward"]
 
 
 def _too_early(at: At) -> list[str]:
@@ -223,6 +177,7 @@ def _does_nothing(*_given: Any) -> None:
 AHEAD, BACK = "dist.isend(y.detach(), rank + 1)", "dist.isend(x.grad, rank - 1)"
 RECEIVES, MAKES, ASKS = "dist.recv(x, rank - 1)", "x = torch.empty_like(x)", "x.requires_grad_()"
 COMPUTES, KEEPS, TAKES = "y = stage(x)", "kept[i] = x, y", "x, y = kept.pop(i)"
+EMPTY = "torch.empty_like(x)"
 STARTS, LOOP = "kept, sent = {}, []", "for kind, _, i, _ in actions:"
 FINISH, WINDOW = "for work in sent:", "if len(sent) > 2 * p:"
 
@@ -255,7 +210,8 @@ ENGINE = Exercise(
     key="pipeline-3",
     title="run a schedule",
     check=OnRanks(
-        observe_on_rank=_steps,
+        observe_on_rank=run_steps,
+        runs=runs_of,
         trouble=(
             ("raised", "floating point|used as indices", TOKENS),
             ("raised", "NoneType|does not require grad", NO_GRAD),
@@ -274,12 +230,37 @@ ENGINE = Exercise(
                 lambda at: f"{_too_early(at)[0]} began before its receive had ended",
                 NOT_ARRIVED,
             ),
+            NOT_CHANGED_UNDER_WAY,
+            Demand(
+                lambda at: not at.seen.lost,
+                lambda at: (
+                    f"the inputs of {at.seen.lost} micro-batches hold other numbers in backward "
+                    "than in forward"
+                ),
+                LOST,
+            ),
             gradients.demanded(torch.float64, 1e-10),
             gradients.demanded(torch.float32, 1e-4),
+            Demand(
+                lambda at: at.seen.order.count("F") <= _setup(at).m,
+                lambda at: (
+                    f"the stage computed {at.seen.order.count('F')} forwards for {_setup(at).m} "
+                    f"micro-batch{'es' if _setup(at).m > 1 else ''}"
+                ),
+                ONCE,
+            ),
             Demand(
                 lambda at: at.seen.order == _order(at),
                 lambda at: f"need {_order(at)}; it ran {at.seen.order}",
                 ORDER,
+            ),
+            Demand(
+                lambda at: at.seen.backwards == _backwards(at),
+                lambda at: (
+                    f"need the backwards of micro-batches {_backwards(at)}; "
+                    f"it ran those of {at.seen.backwards}"
+                ),
+                gradients.NOT_NUMBERED,
             ),
             Demand(
                 lambda at: not _too_many_graphs(at),
@@ -354,7 +335,26 @@ ENGINE = Exercise(
         Edit("(y, target)", "(y, micro_batches[0][1])", gradients.FIRST_TARGET),
         Edit(TAKES, f"stage.zero_grad()\n{TAKES}", gradients.LAST_ONLY),
         Edit(STARTS, f"{STARTS}\nstage.zero_grad()", gradients.REPLACED),
-        Edit(TAKES, f"{TAKES}\ny = stage(x)", ORDER),
+        Edit(TAKES, f"{TAKES}\ny = stage(x)", ONCE),
+        *(
+            Edit(MAKES, f"x = kept.setdefault((x.shape, i % ({n})), {EMPTY}).detach()", LOST)
+            for n in ("p", "p - rank + 1", "2 * p")
+        ),
+        Edit("kept.pop(i)", "kept.pop(next(iter(kept)))", gradients.NOT_NUMBERED),
+        Edit(
+            TAKES,
+            f"i = min(kept)\ntarget = micro_batches[i][1]\n{TAKES}",
+            gradients.NOT_NUMBERED,
+        ),
+        Edit(
+            f"sent.append({BACK})",
+            "back = kept.setdefault(('back', x.shape), torch.empty_like(x)).copy_(x.grad)\n"
+            "sent.append(dist.isend(back, rank - 1))",
+            UNDER_WAY,
+        ),
+        Edit(FINISH, f"stage.train()\n{FINISH}", CALLERS),
+        Edit(STARTS, f"{STARTS}\nstage.eval()", CALLERS),
+        Edit(STARTS, f"{STARTS}\ntorch.manual_seed(0)", CALLERS),
         Edit("in actions:", 'in sorted(actions, key=lambda a: a.kind == "backward"):', ORDER),
         Edit("if rank < p - 1:", "if True:", NOBODY, also=(("rank + 1))", "(rank + 1) % p))"),)),
         Edit(

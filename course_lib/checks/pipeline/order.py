@@ -1,5 +1,6 @@
 """Exercise 1 of 08_pipeline: the order of 1F1B."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from course_lib.checks.cases import Case, Cases
@@ -13,6 +14,10 @@ KINDS = ("forward", "backward")
 ACTIONS = Cause("Return a list of Action(kind, stage, micro_batch) for each rank.")
 KIND = Cause('The kinds are "forward" and "backward".')
 STAGE = Cause("Rank r runs stage r: Action(kind, rank, micro_batch).")
+OLDEST_FIRST = Cause(
+    "Backwards go in the order of the forwards, the oldest micro-batch first: its gradient comes "
+    "first, and its activations wait the longest."
+)
 
 
 def _cases() -> list[Case]:
@@ -22,9 +27,11 @@ def _cases() -> list[Case]:
 def _by_rank(schedule: Any, _p: int, _m: int) -> dict[str, str]:
     """Return the actions of each rank as text: `F0 F1 B0 B1`."""
     try:
-        ranks = [[Action(*action) for action in actions] for actions in schedule]
+        ranks = [list(actions) for actions in schedule]
     except TypeError:
         raise failed(f"got {str(schedule)[:80]}", ACTIONS) from None
+    if other := [each for actions in ranks for each in actions if not isinstance(each, Action)]:
+        raise failed(f"got {other[0]!r} for an action", ACTIONS)
     for rank, actions in enumerate(ranks):
         for action in actions:
             if action.kind not in KINDS:
@@ -35,6 +42,22 @@ def _by_rank(schedule: Any, _p: int, _m: int) -> dict[str, str]:
         f"rank {rank}": " ".join(action.label for action in actions)
         for rank, actions in enumerate(ranks)
     }
+
+
+def _newer_before_older(got: Sequence[Any], need: Sequence[Any]) -> bool:
+    """Return whether all is right but the order among the backwards."""
+    return got != need and [_with_sorted_backwards(case) for case in got] == need
+
+
+def _with_sorted_backwards(case: Any) -> Any:
+    if not isinstance(case, dict):
+        return case
+    return {rank: _sorted_backwards(text.split()) for rank, text in case.items()}
+
+
+def _sorted_backwards(labels: list[str]) -> str:
+    backwards = iter(sorted((x for x in labels if x[0] == "B"), key=lambda x: int(x[1:])))
+    return " ".join(next(backwards) if label[0] == "B" else label for label in labels)
 
 
 WARMUP = "min(p - 1 - rank, m)"
@@ -55,7 +78,11 @@ ORDER = Exercise(
     check=Cases(
         cases=_cases,
         show=_by_rank,
-        look="Play it by hand for p = 2: rank 0 is one forward ahead.",
+        look=(
+            "Each rank: min(p - 1 - rank, m) forwards first, then forward and backward in turn, "
+            "then the backwards that are left; both in the order of the micro-batches."
+        ),
+        symptoms=((_newer_before_older, OLDEST_FIRST),),
         success="Warm-up, steady phase and cool-down of 1 to 6 ranks; m < p works, too.",
     ),
     wrong=(
@@ -138,10 +165,7 @@ ORDER = Exercise(
         Edit(
             'next_of = {"forward": count(), "backward": count()}',
             "numbers, waiting = count(), []",
-            Cause(
-                "Backwards go in the order of the forwards, the oldest micro-batch first: its "
-                "gradient comes first, and its activations wait the longest."
-            ),
+            OLDEST_FIRST,
             also=(
                 (
                     f"[Action(kind, rank, {NUMBER}) {EACH}",
@@ -152,7 +176,18 @@ ORDER = Exercise(
                 ),
             ),
         ),
+        Edit(
+            NUMBER,
+            f"{NUMBER} if at < 2 * m - warmup else 2 * m - 1 - at + m - warmup",
+            OLDEST_FIRST,
+            also=((EACH, "for at, kind in enumerate(kinds)]"),),
+        ),
         Edit("Action(kind, rank,", "Action(kind, 0,", STAGE),
+        Edit(
+            "[Action(kind, rank, next(next_of[kind]))",
+            "[(kind, rank, next(next_of[kind]))",
+            ACTIONS,
+        ),
         Edit(f"rank, {NUMBER}", f"{NUMBER}, rank", STAGE),
         Edit("Action(kind,", "Action(kind[0].upper(),", KIND),
         Edit(NUMBER, f"{NUMBER} + 1", Cause("Micro-batches are counted from 0.")),

@@ -45,6 +45,11 @@ class StepSetup:
         return self.items(i) * WIDTH * self.dtype.itemsize
 
 
+def gpipe_newest_first(p: int, m: int) -> Schedule:
+    """Return GPipe with its backwards in the other order: a schedule that needs the numbers."""
+    return [actions[:m] + actions[m:][::-1] for actions in gpipe(p, m)]
+
+
 SHORT, LONG = "1F1B, 12 micro-batches, on top of earlier gradients", "1F1B, 32 micro-batches"
 SETUPS = {
     "1F1B, 4 micro-batches": StepSetup(one_f_one_b, 4),
@@ -55,6 +60,8 @@ SETUPS = {
     "1F1B, 1 micro-batch": StepSetup(one_f_one_b, 1),
     SHORT: StepSetup(one_f_one_b, 12, earlier=True),
     LONG: StepSetup(one_f_one_b, 32),
+    "GPipe, 9 micro-batches": StepSetup(gpipe, 9),
+    "GPipe, 5 micro-batches, backwards from the newest on": StepSetup(gpipe_newest_first, 5),
 }
 
 
@@ -96,6 +103,8 @@ class SampleStage(nn.Module):
     graphs    how many of its graphs were alive before each forward
     memory    what the block around the step has made, if it is noted
     peak      most bytes of it alive at the start of an action
+    backwards the micro-batch of each backward, by the order of the forwards
+    lost      how many inputs held other numbers in backward than in forward
     """
 
     def __init__(self, rank: int, setup: StepSetup) -> None:
@@ -114,14 +123,16 @@ class SampleStage(nn.Module):
         self.order, self.starts_s, self.graphs = "", list[float](), list[int]()
         self.alive: weakref.WeakSet[_Token] = weakref.WeakSet()
         self.memory: Memory | None = None
-        self.peak = 0
+        self.peak = self.lost = 0
+        self.backwards = list[int]()
+        self.train(not setup.tokens)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute one micro-batch."""
         self.graphs.append(len(self.alive))
         self.note("F")
         x = x if self.table is None else self.table[x]
-        y: Tensor = _Watched.apply((x @ self.weight + self.bias).tanh(), self)
+        y: Tensor = _Watched.apply((x @ self.weight + self.bias).tanh(), x.detach(), self)
         return y
 
     def note(self, letter: str) -> None:
@@ -142,9 +153,10 @@ class SampleStage(nn.Module):
         return [name for name, param in self.named_parameters() if param.requires_grad]
 
     def as_made(self, rank: int, setup: StepSetup) -> bool:
-        """Return whether the parameters are still what they were, and frozen ones frozen."""
+        """Return whether parameters, what is frozen, and train or eval mode are as they were."""
         fresh = SampleStage(rank, setup)
-        return self.names == fresh.names and all(
+        same = self.names == fresh.names and self.training == fresh.training
+        return same and all(
             torch.equal(now, old) and (old.requires_grad or now.grad is None)
             for now, old in zip(self.parameters(), fresh.parameters(), strict=True)
         )
@@ -160,15 +172,18 @@ class _Token:
 
 class _Watched(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, stage: SampleStage) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, stage: SampleStage) -> Tensor:
         ctx.token, ctx.stage = _Token(), stage
+        ctx.x, ctx.numbers, ctx.i = x, x.tolist(), len(stage.graphs) - 1
         stage.alive.add(ctx.token)
         return y.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.stage.note("B")
-        return grad, None
+        ctx.stage.backwards.append(ctx.i)
+        ctx.stage.lost += ctx.x.tolist() != ctx.numbers
+        return grad, None, None
 
 
 class Memory(TorchDispatchMode):

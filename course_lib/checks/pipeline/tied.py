@@ -1,5 +1,6 @@
 """Exercise 5 of 08_pipeline: one weight on the first and on the last stage."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import DIGITS_LOST, Demand, Numbers, Untouched
 from course_lib.checks.on_ranks import At, OnRanks, Trouble, calls_of
+from course_lib.checks.pipeline.sends import NOT_CHANGED_UNDER_WAY, UNDER_WAY, watched_sends
 from course_lib.core import Event
 from course_lib.ranks import record
 
@@ -49,6 +51,14 @@ OTHER_HALF = Cause(
 FIRST_ALONE = Cause("That is the first stage's half alone: the two have to be added.")
 LAST_ALONE = Cause("That is the last stage's half alone: the two have to be added.")
 TWICE = Cause("Added twice: once is enough.")
+COPY_SENT = Cause(
+    "contiguous(), reshape() and flatten() copy a transposed gradient, and the sum went into the "
+    "copy: write it back into weight.grad."
+)
+HIDDEN = Cause(
+    "One half is nan, as of a model that has diverged, and the sum is a number: nobody would "
+    "notice. Leave nan as it is."
+)
 BOTH_ENDS = Cause(
     "Both ends need the sum: the collective that leaves it on all members of a group?"
 )
@@ -59,7 +69,8 @@ ONE_MESSAGE = Cause("The whole gradient travels in one message each way.")
 
 
 ZEROS, FROZEN_WEIGHT, MATRIX = "zeros on the first stage", "a frozen weight", "a bfloat16 matrix"
-STEPS = ("step 1", "step 2", ZEROS)
+TRANSPOSED, NAN = "a transposed weight", "nan on the first stage"
+STEPS = ("step 1", "step 2", ZEROS, NAN)
 
 
 @dataclass
@@ -69,6 +80,7 @@ class Seen:
     ends: tuple[int, int]
     grad: Any
     changed: tuple[str, ...]
+    sends_changed: list[list[int]]
     calls: list[Event]
 
 
@@ -80,40 +92,50 @@ def _sums(
     all_ends = [(first, first + p - 1) for first in range(0, p * pipelines, p)]
     groups = [dist.new_group(sorted(set(ends))) for ends in all_ends]
     mine, group = all_ends[rank // p], groups[rank // p]
-    return {label: _one(answer, rank, mine, group, label) for label in labels}
+    seen = {label: _one(answer, rank, mine, group, label) for label in labels}
+    return {label: each for label, each in seen.items() if each}
 
 
 def _one(
     answer: Callable[..., Any], rank: int, ends: tuple[int, int], group: Any, label: str
-) -> Seen:
+) -> Seen | None:
+    """Call the answer once; return None where a transposed tensor was refused, not lost."""
     weight = nn.Parameter(_numbers(label)) if rank in ends else None
     if weight is not None and label == FROZEN_WEIGHT:
         weight.requires_grad_(False)
     elif weight is not None:
         weight.grad = _half(rank, ends, label)
-    with record() as log:
-        answer(weight, group)
+    with record() as log, watched_sends() as sends_changed:
+        try:
+            answer(weight, group)
+        except (RuntimeError, ValueError) as error:
+            if label == TRANSPOSED and "contiguous" in str(error):
+                return None
+            raise
     changed = weight is not None and not torch.equal(weight, _numbers(label))
     grad = None if weight is None or weight.grad is None else weight.grad.clone()
-    return Seen(ends, grad, ("the weight",) * changed, calls_of(log.events))
+    return Seen(ends, grad, ("the weight",) * changed, sends_changed, calls_of(log.events))
 
 
 def _numbers(label: str) -> Tensor:
     """Return 1 to 6, and a little more than float32 can hold; or a matrix of 1 to 6."""
     if label == MATRIX:
         return torch.arange(1, 7).bfloat16().view(2, 3)
+    if label == TRANSPOSED:
+        return torch.arange(1, 7).double().view(2, 3).t()
     return torch.arange(1, 7).double() * (1 + 1e-9)
 
 
 def _half(rank: int, ends: tuple[int, int], label: str) -> Tensor:
     """Return the gradient that backward left on a rank."""
-    times = {"step 2": 2, ZEROS: int(rank != ends[0])}.get(label, 1)
+    first = rank == ends[0]
+    times = {"step 2": 2.0, ZEROS: float(not first), NAN: math.nan if first else 1.0}.get(label, 1)
     return _numbers(label) * times * 10**rank
 
 
 def _runs(p: int) -> list[Mapping[str, Any]]:
     two = [{"pipelines": 2}] if p == 4 else []
-    return [{}, {"labels": [FROZEN_WEIGHT]}, {"labels": [MATRIX]}, *two]
+    return [{}, {"labels": [FROZEN_WEIGHT]}, {"labels": [MATRIX]}, *two, {"labels": [TRANSPOSED]}]
 
 
 # --- what is expected
@@ -138,6 +160,17 @@ def _with_mirrored(at: At) -> Tensor:
     other = at.world_size - 1 - at.rank
     ends = next(one.seen.ends for one in at.everyone if one.rank == other)
     return _half(at.rank, at.seen.ends, at.label) + _half(other, ends, at.label)
+
+
+def _is_own_half_of_a_transposed(at: At, got: Tensor, _item: Any) -> bool:
+    own = at.label == TRANSPOSED and _half(at.rank, at.seen.ends, at.label)
+    return isinstance(own, Tensor) and torch.equal(got, own)
+
+
+def _near(at: At, got: Tensor, _item: Any) -> bool:
+    """Return whether about two digits are right: what bfloat16 keeps."""
+    need = _sum_of(1, 1)(at)
+    return need is not None and torch.allclose(got.double(), need.double(), rtol=5e-3)
 
 
 def _at_two_places(trouble: Trouble) -> bool:
@@ -180,6 +213,18 @@ def _by_ranks_of_the_world(weight: Weight, ends: Any) -> None:
         weight.grad += theirs
 
 
+def _adds_too_early(weight: Weight, ends: Any) -> None:
+    """Exchange the halves, and add while the own one is still being sent."""
+    if weight is not None and weight.grad is not None and dist.get_world_size(ends) > 1:
+        members = dist.get_process_group_ranks(ends)
+        other = members[dist.get_rank() == members[0]]
+        theirs, sending = torch.empty_like(weight.grad), dist.isend(weight.grad, other)
+        dist.recv(theirs, other)
+        weight.grad += theirs
+        if sending:
+            sending.wait()
+
+
 SUMS = "dist.all_reduce(weight.grad, group=ends)"
 ASKS = "if weight is not None and weight.grad is not None:"
 
@@ -202,6 +247,7 @@ TIED = Exercise(
                 lambda at: f"calls {at.seen.calls[0].kind}",
                 MIDDLE,
             ),
+            NOT_CHANGED_UNDER_WAY,
             Numbers(
                 "grad",
                 _sum_of(1, 1),
@@ -210,6 +256,8 @@ TIED = Exercise(
                 predicates=(
                     (lambda at, _got, _i: at.label == FROZEN_WEIGHT, FROZEN),
                     (lambda _at, got, _i: got is None, IN_PLACE),
+                    (lambda at, got, _i: at.label == NAN and got.isfinite().all(), HIDDEN),
+                    (_is_own_half_of_a_transposed, COPY_SENT),
                     (lambda at, _got, _i: at.seen.ends[0] == at.seen.ends[1], ONE_COPY),
                 ),
                 causes=(
@@ -220,6 +268,7 @@ TIED = Exercise(
                     (TWICE, _sum_of(2, 2)),
                     (NOT_THE_WORLD, _with_mirrored),
                 ),
+                otherwise=((_near, DIGITS_LOST),),
                 look=BOTH_ENDS,
             ),
             Demand(
@@ -284,6 +333,18 @@ TIED = Exercise(
             "weight.grad.copy_(grad)",
             DIGITS_LOST,
         ),
+        Edit(
+            SUMS,
+            "grad = weight.grad.bfloat16()\n"
+            "dist.all_reduce(grad, group=ends)\n"
+            "weight.grad.copy_(grad)",
+            DIGITS_LOST,
+        ),
+        Edit("weight.grad, group", "weight.grad.contiguous(), group", COPY_SENT),
+        Edit("weight.grad, group", "weight.grad.reshape(-1), group", COPY_SENT),
+        Edit(SUMS, f"weight.grad.nan_to_num_()\n{SUMS}", HIDDEN),
+        Edit(SUMS, f"{SUMS}\nweight.grad.nan_to_num_()", HIDDEN),
+        Own(_adds_too_early, UNDER_WAY),
         Edit("weight.grad, group", "weight.grad.clone(), group", OTHER_HALF),
         Edit(SUMS, f"weight.grad = {SUMS}", IN_PLACE),
         Edit(SUMS, "dist.reduce(weight.grad, group=ends, group_dst=0)", BOTH_ENDS),

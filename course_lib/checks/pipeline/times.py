@@ -31,6 +31,7 @@ def _cases() -> list[Case]:
         ("1F1B, p = 4, m = 8", one_f_one_b(4, 8), plain, 3.0),
         ("1F1B, p = 1, m = 3", one_f_one_b(1, 3), plain, 1.0),
         ("1F1B, p = 6, m = 2", one_f_one_b(6, 2), uneven, 0.5),
+        ("1F1B, p = 2, m = 3", one_f_one_b(2, 3), {"forward": 3.1e-4, "backward": 6.7e-4}, 2.3e-5),
     ]
     return [
         (
@@ -96,7 +97,7 @@ TIMES = Exercise(
         unchanged=SCHEDULE,
         endless=ENDLESS,
         look="Draw it for p = 2: when is the rank free, and when is the input there?",
-        success="Every action ends when it has to: eight schedules, 1 to 6 ranks, any link.",
+        success="Every action ends when it has to: nine schedules, 1 to 6 ranks, any link.",
     ),
     wrong=(
         Edit(
@@ -215,6 +216,11 @@ TIMES = Exercise(
             "order, now_s = sorted(ends, key=ends.get), 0.0\n"
             "return {a: (now_s := now_s + seconds[a.kind]) for a in order}",
             ONE_CLOCK,
+        ),
+        Edit(
+            RETURNS,
+            "return {action: round(end_s, 3) for action, end_s in ends.items()}",
+            Cause("Rounded to milliseconds: an action may take less than one. Leave the numbers."),
         ),
         Edit("[list(actions) for actions in schedule]", "schedule", SCHEDULE),
         Edit("sent not in ends", "actions[0] not in ends", ENDLESS),
