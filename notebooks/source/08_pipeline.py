@@ -370,11 +370,8 @@ apart = max(abs(a - b) for a, b in zip(curves[names[2]], curves[names[3]], stric
 reveal(guess_adam, "yes" if apart > 0.05 else "no")
 title = f"Adam hides a gradient that is 8 times too large: the losses are {apart:.0e} apart"
 voices = {name: Voices(measurement=losses[::3]) for name, losses in curves.items()}
-axes = {"x_label": "step", "y_label": "loss"}
-show(
-    compare(range(0, 30, 3), voices, title, **axes),
-    alt=f"{title}; with SGD the loss falls more slowly",
-)
+figure = compare(range(0, 30, 3), voices, title, x_label="step", y_label="loss")
+show(figure, alt=f"{title}; with SGD the loss falls more slowly")
 
 # %% [markdown]
 # SGD's curve shows it, though it may pass for a bad learning rate. Adam divides by the gradient's

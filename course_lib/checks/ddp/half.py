@@ -23,7 +23,7 @@ TOLERANCE = 0.02  # bfloat16 keeps 8 bits: each rounding is off by at most 0.4 %
 
 
 @dataclass(frozen=True)
-class Bucket:
+class OneBucket:
     """Numbers to send: 1, 2, 3 ... times `factor`, times 10**rank; on rank 0 times `first`."""
 
     label: str
@@ -45,16 +45,16 @@ class Bucket:
 
 
 ROUNDS = (
-    (Bucket("a bucket of 3 numbers", 3),),
-    (Bucket("a bucket of 1 number", 1),),
-    (Bucket("a bucket of 8 numbers", 8),),
-    (Bucket("the same memory with the next step's numbers, of 1e-7", 8, 1e-7 / 3),),
+    (OneBucket("a bucket of 3 numbers", 3),),
+    (OneBucket("a bucket of 1 number", 1),),
+    (OneBucket("a bucket of 8 numbers", 8),),
+    (OneBucket("the same memory with the next step's numbers, of 1e-7", 8, 1e-7 / 3),),
     (
-        Bucket("the first of two buckets in flight", 8, -SCALE),
-        Bucket("the second of two buckets in flight", 8, SCALE / 3),
+        OneBucket("the first of two buckets in flight", 8, -SCALE),
+        OneBucket("the second of two buckets in flight", 8, SCALE / 3),
     ),
-    (Bucket("a bucket with nan on rank 0", 3, first=float("nan")),),
-    (Bucket("a bucket with zeros on rank 0", 3, first=0.0),),
+    (OneBucket("a bucket with nan on rank 0", 3, first=float("nan")),),
+    (OneBucket("a bucket with zeros on rank 0", 3, first=0.0),),
 )
 BUCKETS = [bucket for together in ROUNDS for bucket in together]
 

@@ -94,13 +94,7 @@ def four_steps(
             grads=copied_grads(module),
             calls=[call for call in calls_of(log.events) if call.start_s > since_s],
             waits=[event for event in log.events if event.kind == "wait"],
-            filled_s=[
-                (
-                    max(began_s[p] for p in buckets[k]),
-                    max(ended_s[p] for b in buckets[: k + 1] for p in b),
-                )
-                for k in range(len(buckets))
-            ],
+            filled_s=_filled_s(buckets, began_s, ended_s),
             backward_end_s=next(e.end_s for e in log.events if e.kind == "backward"),
             kept_bytes=kept_bytes(model),
             params_changed=any(bool((param != 7.0).any()) for param in module.weights),
@@ -109,6 +103,16 @@ def four_steps(
         if stopped:
             break
     return steps
+
+
+def _filled_s(
+    buckets: list[list[Any]], began_s: dict[Tensor, float], ended_s: dict[Tensor, float]
+) -> list[tuple[float, float]]:
+    """Return the start and the end of the hook that filled each bucket."""
+    return [
+        (max(began_s[p] for p in bucket), max(ended_s[p] for b in buckets[: k + 1] for p in b))
+        for k, bucket in enumerate(buckets)
+    ]
 
 
 def _buckets(module: Bag, dtype: torch.dtype) -> list[list[Any]]:

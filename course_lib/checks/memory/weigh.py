@@ -78,25 +78,35 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _gelu(x: Tensor, dtype: torch.dtype) -> Compute:
+    def compute() -> tuple[Tensor, list[Tensor]]:
+        y = (x * 2).to(dtype)
+        return F.gelu(y), [y]
+
+    return compute
+
+
+def _product(x: Tensor, weight: Tensor) -> Compute:
+    def compute() -> tuple[Tensor, list[Tensor]]:
+        y = x * 2
+        return y @ weight, [y, weight]
+
+    return compute
+
+
+def _masked(x: Tensor) -> Compute:
+    def compute() -> tuple[Tensor, list[Tensor]]:
+        mask = x > 2
+        return torch.where(mask, x * 2, x), [mask]
+
+    return compute
+
+
 def _cases() -> list[Case]:
     x = torch.arange(1.0, 13.0).reshape(3, 4).requires_grad_()
     weight, part = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(16)[8:].view(4, 2))
     same = x.detach().clone()
     fixed, rows = torch.full((3, 4), 2.0), torch.tensor([0, 2, 2])
-
-    def gelu(dtype: torch.dtype) -> Compute:
-        def compute() -> tuple[Tensor, list[Tensor]]:
-            y = (x * 2).to(dtype)
-            return F.gelu(y), [y]
-
-        return compute
-
-    def product(weight: Tensor) -> Compute:
-        def compute() -> tuple[Tensor, list[Tensor]]:
-            y = x * 2
-            return y @ weight, [y, weight]
-
-        return compute
 
     def two_rows() -> tuple[Tensor, list[Tensor]]:
         y = x * 2
@@ -113,21 +123,17 @@ def _cases() -> list[Case]:
         y = x * 2
         return x[1:] * y[1:], [x, y]
 
-    def masked() -> tuple[Tensor, list[Tensor]]:
-        mask = x > 2
-        return torch.where(mask, x * 2, x), [mask]
-
     cases: list[tuple[str, Compute, list[Tensor]]] = [
-        ("gelu in bf16", gelu(torch.bfloat16), [x]),
-        ("gelu in float64", gelu(torch.float64), [x]),
-        ("x @ w", product(weight), [x, weight]),
-        ("x @ w, where w is a parameter, but not among params", product(weight), [x]),
-        ("x @ w, where w is the later half of a parameter", product(part), [x, part]),
+        ("gelu in bf16", _gelu(x, torch.bfloat16), [x]),
+        ("gelu in float64", _gelu(x, torch.float64), [x]),
+        ("x @ w", _product(x, weight), [x, weight]),
+        ("x @ w, where w is a parameter, but not among params", _product(x, weight), [x]),
+        ("x @ w, where w is the later half of a parameter", _product(x, part), [x, part]),
         ("two rows of one tensor", two_rows, [x]),
         ("two tensors of one size", two_products(2, 3), [x]),
         ("two equal tensors", two_products(2, 2), [x]),
         ("the later rows of a parameter", later_rows, [x]),
-        ("a mask of booleans", masked, [x]),
+        ("a mask of booleans", _masked(x), [x]),
         ("rows looked up by an index", lambda: (F.embedding(rows, x), [rows]), [x]),
         ("x times a constant tensor", lambda: (x * fixed, [fixed]), [x]),
         ("x times a buffer, which is among params", lambda: (x * fixed, [fixed]), [x, fixed]),
@@ -139,13 +145,17 @@ def _cases() -> list[Case]:
         ),
         ("x times itself, without params", lambda: (x * x, [x]), []),
     ]
-    fails = Forward(product(weight), [x], fails=True)
-    once = Forward(lambda: (x * x, [x]), [x])
     return [
         *((what, (Forward(compute, params), params)) for what, compute, params in cases),
-        ("fn() raises an error", (fails, [x])),
-        ("params as an iterator", (once, iter([x]))),
+        *_other_calls(),
     ]
+
+
+def _other_calls() -> list[Case]:
+    """Return the cases in which fn or params is unusual."""
+    x = torch.arange(1.0, 13.0).reshape(3, 4).requires_grad_()
+    fails, once = (Forward(lambda: (x * x, [x]), [x], fails=fails) for fails in (True, False))
+    return [("fn() raises an error", (fails, [x])), ("params as an iterator", (once, iter([x])))]
 
 
 def _hooks_left() -> bool:

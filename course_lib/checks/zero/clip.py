@@ -1,7 +1,8 @@
 """Exercise 5 of 09_zero: clip by the norm of the whole gradient."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,11 +12,20 @@ from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import NO_RESULT, Demand, Numbers
 from course_lib.checks.on_ranks import At, OnRanks, calls_of, copied
-from course_lib.checks.zero.parts import ALL_WAITED, NOT_WAITED, unwaited_calls
+from course_lib.checks.zero.parts import (
+    ALL_WAITED,
+    NOT_A_NAN,
+    NOT_WAITED,
+    ROUNDED,
+    lost_nan,
+    nearly,
+    unwaited_calls,
+)
 from course_lib.core import Event
 from course_lib.ranks import record
 
-NEAR = {torch.float64: 1e-5, torch.bfloat16: 0.02}  # PyTorch adds 1e-6 to what it divides by
+NEAR = {torch.float64: 1e-12, torch.bfloat16: 0.02}
+NEAR_SCALED = {torch.float64: 1e-7, torch.bfloat16: 0.02}  # PyTorch divides by norm + 1e-6
 
 
 @dataclass(frozen=True)
@@ -28,17 +38,21 @@ class Case:
     dtype: torch.dtype = torch.float64
 
     def shards(self, rank: int) -> list[Tensor]:
-        """Return the shards of a rank; one of zeros is padding."""
-        parts = torch.tensor([3.0, -4.0, 0.0]), torch.tensor([[2.0], [2.0]]), torch.zeros(2)
+        """Return the shards of a rank: one is transposed, one a single number, one padding."""
+        matrix = torch.tensor([[2.0, -1.0], [2.0, 3.0]]).t()
+        parts = torch.tensor([3.0, -4.0, 0.0]), matrix, torch.tensor(2.0), torch.zeros(2)
         return [(part.double() * self.scale[rank]).to(self.dtype) for part in parts]
 
 
 CASES = (
-    Case("max_norm 6", 6.0),  # rank 0's own norm is below
+    Case("max_norm 6", 6.0, (10, 100, 1000, 1)),
+    Case("a smaller gradient, max_norm 6", 6.0, (0.01, 2, 3, 20)),  # rank 0's own norm is below
     Case("max_norm 1e6", 1e6),
     Case("nothing but padding on rank 0, max_norm 6", 6.0, (0, 10, 100, 1000)),
     Case("bfloat16, max_norm 6", 6.0, dtype=torch.bfloat16),
     Case("all gradients 0, max_norm 6", 6.0, (0, 0, 0, 0)),
+    Case("all gradients 0, max_norm 0", 0.0, (0, 0, 0, 0)),
+    Case("nan on rank 0, max_norm 6", 6.0, (math.nan, 10, 100, 1000)),
 )
 
 EVERY_RANK = Cause(
@@ -60,13 +74,17 @@ SQUARES = Cause(
 ONE_NUMBER = Cause(
     "One all_reduce of one number will do: the squares of the shards add up, so sum them first."
 )
-NOT_CHANGED = Cause("Nothing has changed: scale in place, with mul_.")
+NOT_CHANGED = Cause(
+    "Nothing has changed: scale each shard in place, with mul_, also where a rank's own norm is "
+    "small. (A reshape of a transposed tensor is a copy.)"
+)
 SCALED_UP = Cause("A small gradient is scaled up: the factor is 1 at most.")
 OWN_FACTOR = Cause("Scaled by this rank's own norm: the ranks drift apart.")
 INVERTED = Cause("The wrong way round: the factor is max_norm / norm.")
 BY_SQUARE = Cause("Divided by the square of the norm: take the root first.")
 TO_ONE = Cause("Scaled to a norm of 1, not of max_norm.")
 VALUES = Cause("Each number is clipped by itself, which turns the gradient: scale all of them.")
+OF_BEFORE = Cause("Scaled by the norm of an earlier call: each call has its own norm.")
 ONE_FACTOR = Cause("One factor for all shards on all ranks: min(1, max_norm / norm).")
 
 
@@ -74,32 +92,42 @@ ONE_FACTOR = Cause("One factor for all shards on all ranks: min(1, max_norm / no
 class Clipped:
     """One call on one rank."""
 
+    case: Case
     norm: Any
     grads: list[Tensor]
     calls: list[Event]
     unwaited: list[str]
 
 
-def _clip(rank: int, answer: Callable[..., Any], case: Case) -> dict[str, Clipped]:
-    grads = case.shards(rank)
-    with record() as log, unwaited_calls() as unwaited:
-        norm = answer(
-            [*grads], case.max_norm
-        )  # a list of its own: who rebinds in it scales nothing
-    return {case.name: Clipped(copied(norm), grads, calls_of(log.events), list(unwaited.values()))}
+def _clip(rank: int, answer: Callable[..., Any]) -> dict[str, Clipped]:
+    """Clip one gradient after the other, in one process."""
+    seen = dict[str, Clipped]()
+    for case in CASES:
+        grads = case.shards(rank)
+        given = [*grads]  # a list of its own: who rebinds in it scales nothing
+        with record() as log, unwaited_calls() as unwaited:
+            norm = answer(given, case.max_norm)
+        calls = calls_of(log.events)
+        seen[case.name] = Clipped(case, copied(norm), grads, calls, list(unwaited.values()))
+    return seen
 
 
 def _told(at: At) -> Tensor | None:
     """Return the norm that the answer returned as a tensor, or None where it is no number."""
     norm = at.seen.norm
     is_number = norm.numel() == 1 if isinstance(norm, Tensor) else isinstance(norm, float | int)
-    return torch.tensor(float(norm)).double() if is_number else None
+    return torch.tensor(float(norm), dtype=torch.float64) if is_number else None
 
 
 def _norms(at: At) -> Tensor:
     """Return every rank's own norm."""
-    shards = [at.options["case"].shards(rank) for rank in range(at.world_size)]
+    shards = [at.seen.case.shards(rank) for rank in range(at.world_size)]
     return torch.stack([torch.cat([x.double().flatten() for x in each]).norm() for each in shards])
+
+
+def _first_norm(at: At) -> Tensor:
+    """Return the norm of the call before, which was larger."""
+    return _norm(replace(at, label=CASES[0].name))
 
 
 def _norm(at: At) -> Tensor:
@@ -107,12 +135,12 @@ def _norm(at: At) -> Tensor:
 
 
 def _limit(at: At) -> float:
-    return at.options["case"].max_norm
+    return at.seen.case.max_norm
 
 
 def _times(factor: Callable[[At], Any]) -> Callable[[At], list[Tensor]]:
     def scaled(at: At) -> list[Tensor]:
-        case: Case = at.options["case"]
+        case: Case = at.seen.case
         return [(x.double() * factor(at)).to(case.dtype) for x in case.shards(at.rank)]
 
     return scaled
@@ -120,15 +148,19 @@ def _times(factor: Callable[[At], Any]) -> Callable[[At], list[Tensor]]:
 
 def _at_most_1(norm: Callable[[At], Tensor]) -> Callable[[At], list[Tensor]]:
     """Return the shards, scaled where this norm is above the limit."""
-    return _times(lambda at: (_limit(at) / norm(at)).clamp(max=1.0))
+    return _times(lambda at: _limit(at) / norm(at) if norm(at) > _limit(at) else 1.0)
 
 
 def _clamped(at: At) -> list[Tensor]:
-    return [shard.clamp(-_limit(at), _limit(at)) for shard in at.options["case"].shards(at.rank)]
+    return [shard.clamp(-_limit(at), _limit(at)) for shard in at.seen.case.shards(at.rank)]
 
 
-def _near(at: At) -> float:
-    return NEAR[at.options["case"].dtype]
+def _scaled(at: At) -> Any:
+    """Return the shards; those of a norm of nan may be anything."""
+    return _right(at) if _norm(at).isnan() else at.seen.grads
+
+
+_right = _at_most_1(_norm)
 
 
 def _is_one_number(at: At) -> bool:
@@ -149,7 +181,6 @@ CLIP = Exercise(
     title="clip by the whole norm",
     check=OnRanks(
         observe_on_rank=_clip,
-        runs=lambda _p: [{"case": case} for case in CASES],
         trouble=(
             ("hang", "", EVERY_RANK),
             ("mismatch", "", EVERY_RANK),
@@ -165,8 +196,9 @@ CLIP = Exercise(
             Numbers(
                 _told,
                 _norm,
-                rtol=_near,
+                rtol=lambda at: NEAR[at.seen.case.dtype],
                 what="the norm of the whole gradient",
+                predicates=((lambda at, got, _i: lost_nan(got, _norm(at)), NOT_A_NAN),),
                 causes=(
                     (NORMS_SUMMED, lambda at: _norms(at).sum()),
                     (MEAN_OF_NORMS, lambda at: _norms(at).mean()),
@@ -176,6 +208,7 @@ CLIP = Exercise(
                     (LARGEST, lambda at: _norms(at).max()),
                     (AFTER, lambda at: _norm(at).clamp(max=_limit(at))),
                 ),
+                otherwise=((lambda at, got, _i: nearly(got, _norm(at)), ROUNDED),),
                 look=SQUARES,
             ),
             Demand(
@@ -187,21 +220,23 @@ CLIP = Exercise(
                 ONE_NUMBER,
             ),
             Numbers(
-                "grads",
-                _at_most_1(_norm),
-                rtol=_near,
+                _scaled,
+                _right,
+                rtol=lambda at: NEAR_SCALED[at.seen.case.dtype],
                 what="the shard",
-                names=lambda _at: ["shard 0", "shard 1", "shard 2"],
+                names=lambda at: [f"shard {k}" for k in range(len(at.seen.grads))],
                 predicates=((lambda _at, got, _i: got.isnan().any(), NORM_0),),
                 causes=(
-                    (VALUES, _clamped),
                     (NOT_CHANGED, _times(lambda _at: 1.0)),
+                    (VALUES, _clamped),
                     (SCALED_UP, _times(lambda at: _limit(at) / _norm(at))),
                     (OWN_FACTOR, _at_most_1(lambda at: _norms(at)[at.rank])),
                     (INVERTED, _times(lambda at: _norm(at) / _limit(at))),
                     (BY_SQUARE, _at_most_1(lambda at: _norm(at) ** 2)),
+                    (OF_BEFORE, _times(lambda at: _limit(at) / _first_norm(at))),
                     (TO_ONE, _times(lambda at: 1 / _norm(at))),
                 ),
+                otherwise=((lambda at, got, i: nearly(got, _right(at)[i]), ROUNDED),),
                 look=ONE_FACTOR,
             ),
         ),
@@ -259,6 +294,36 @@ CLIP = Exercise(
             also=((f"{SENDS}\n    norm", "norm"),),
         ),
         Edit("[(grad**2).sum()", "[grad.sum() ** 2", SQUARES),
+        Edit(
+            "[(grad**2).sum() for grad in grads]",
+            "[torch.linalg.norm(grad.double(), 2 "
+            "if grad.dim() == 2 and grad.isfinite().all() else None)"
+            " ** 2 "
+            "for grad in grads]",
+            SQUARES,
+        ),
+        Edit("[(grad**2).sum()", "[(grad**2).nansum()", NOT_A_NAN),
+        Edit(SENDS, f"squares = squares.bfloat16().float()\n{SENDS}", ROUNDED),
+        Edit(
+            "if norm > max_norm:",
+            "clip_shards.most = max(norm, getattr(clip_shards, 'most', norm))\n"
+            "if clip_shards.most > max_norm:",
+            OF_BEFORE,
+            also=((SCALES, "grad.mul_(max_norm / clip_shards.most)"),),
+        ),
+        Edit(
+            IF_ABOVE,
+            f"{EACH}grad.mul_((max_norm / norm).clamp(max=1))",
+            NORM_0,
+        ),
+        Edit(SCALES, "grad.reshape(-1).mul_(max_norm / norm)", NOT_CHANGED),
+        Edit(SCALES, f"if grad.numel() > 1:\n    {SCALES}", NOT_CHANGED),
+        Edit(
+            SENDS,
+            f"own = {ROOT}\n{SENDS}",
+            NOT_CHANGED,
+            also=(("if norm > max_norm:", "if norm > max_norm and own > max_norm:"),),
+        ),
         Edit("[(grad**2).sum() for grad in grads]", "[(grads[0] ** 2).sum()]", SQUARES),
     ),
 )

@@ -4,54 +4,52 @@ On odd ranks, gradients become ready in another order; buckets are full in the s
 sent at once if its call starts before the hook that filled it ends.
 """
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from operator import truediv
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.ddp.parts import Bag, digits
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Bytes, Calls, Demand, Numbers
-from course_lib.checks.on_ranks import At, OnRanks, calls_of, copied
+from course_lib.checks.on_ranks import At, OnRanks
+from course_lib.checks.zero.grads_train import (
+    BUCKETS,
+    FULL,
+    NUMELS,
+    ROUNDS,
+    SIZES,
+    scale,
+    shard_bytes,
+    train,
+)
 from course_lib.checks.zero.parts import (
     ALL_WAITED,
     DTYPE,
     LENGTHS,
+    NOT_A_NAN,
     NOT_WAITED,
+    OF_THE_CLASS,
+    ROUNDED,
     ROUNDING,
     WRONG_BUFFER,
-    alive_bytes,
     flat,
-    named,
-    only_new,
+    lost_nan,
+    nearly,
     shard_numel,
     shard_of,
     unless_alone,
-    unwaited_calls,
 )
-from course_lib.core import Event
-from course_lib.ranks import record
-
-SIZES = (4, 2, 2, 1, 5)
-BUCKETS = ((4, 2), (3,), (0,))  # numbers of parameters; the second one is frozen
-NUMELS = [sum(SIZES[i] for i in bucket) for bucket in BUCKETS]
-FULL = (1, 0, 2)  # in this order they become full: backward goes from 4 to 0
-OTHER_ORDER = (0, 1, 4, 2, 3)  # of forward; on odd ranks, backward goes from 3 to 2, 4 and 0
-ROUNDS = ((1,), (1, 2), (3,))  # backward passes in the shards; cleared before the third one
 
 NO_LIST = Cause("`shards` is a list with one item a bucket: None, or this rank's shard of it.")
 AT_ONCE = Cause("Send it in the hook of its last gradient: that is when the memory is needed.")
 LOST = Cause("No shard: was this bucket sent, and its part kept in `shards`?")
 OTHER_BUCKETS = Cause(
     "Not every rank sends the same buckets: gradients become ready in different orders. A bucket "
-    "that is sent takes only its own parameters out of `ready`: others may have come already."
+    "that is sent takes only its own parameters out of `ready`: others may have come already. "
+    "One of zeros is sent, too."
 )
 FIRST = Cause(
     "An item of `shards` is None until its bucket is sent: keep the first shard as it is."
@@ -74,6 +72,7 @@ OWN = Cause("Only this rank's own gradient is in it: the others' come with a red
 NOT_CLEARED = Cause(
     "Gradients of the step before are in it: where an item of `shards` is None again, begin anew."
 )
+PADDING = Cause("The end of the flat gradient is padding: fill it with zeros.")
 FACTOR = Cause("Only the factor is wrong: divide each new shard by the number of ranks, once.")
 OTHER_RANK = Cause("That is the shard of another rank.")
 FLATTEN = Cause(
@@ -97,84 +96,6 @@ REFERENCED = Cause(
 )
 
 
-@dataclass
-class Backward:
-    """One backward pass on one rank; `filled_s`: when the hook that filled a bucket ran."""
-
-    shards: Any
-    calls: list[Event]
-    unwaited: list[str]
-    filled_s: list[tuple[float, float]]
-    num_kept: int  # whole gradients that outlive their bucket
-    alive_bytes: int
-
-
-class _Watch:
-    """Hooks before and after the answer's own: when a gradient came, and what was left then."""
-
-    def __init__(self, module: Bag) -> None:
-        self.module = module
-        self.begin()
-
-    def begin(self) -> None:
-        self.began_s, self.ended_s, self.num_kept = dict[int, float](), dict[int, float](), 0
-
-    def register(self, note: Callable[[int, Tensor], None]) -> None:
-        for i in self.module.trained:
-            self.module.weights[i].register_post_accumulate_grad_hook(partial(note, i))
-
-    def before(self, i: int, _param: Tensor) -> None:
-        self.began_s[i] = time.perf_counter()
-
-    def after(self, i: int, _param: Tensor) -> None:
-        self.ended_s[i] = time.perf_counter()
-        bucket = next(bucket for bucket in BUCKETS if i in bucket)
-        if self.ended_s.keys() >= set(bucket):
-            self.num_kept += sum(self.module.weights[k].grad is not None for k in bucket)
-
-    def filled_s(self) -> list[tuple[float, float]]:
-        return [
-            (max(self.began_s[i] for i in BUCKETS[n]), max(self.ended_s[i] for i in BUCKETS[n]))
-            for n in FULL
-        ]
-
-
-def _train(rank: int, answer: Callable[..., Any], dtype: torch.dtype) -> dict[str, Backward]:
-    """Run three backward passes; the shards of the first two are added up."""
-    module = Bag(SIZES, order=OTHER_ORDER if rank % 2 else ()).to(dtype)
-    enough = _shard_bytes(dist.get_world_size(), dtype)
-    watch, passes = _Watch(module), dict[str, Backward]()
-    with only_new():
-        watch.register(watch.before)
-        sharded = answer([[module.weights[i] for i in bucket] for bucket in BUCKETS])
-        watch.register(watch.after)
-        for number in range(len(ROUNDS)):
-            if number == 2 and isinstance(getattr(sharded, "shards", None), list):
-                sharded.shards[:] = [None] * len(BUCKETS)
-            watch.begin()
-            with record() as log, unwaited_calls() as unwaited:
-                module(10.0**rank * (number + 1)).backward()
-            whole = sum(module.weights[i].grad is not None for i in module.trained)
-            one = passes[f"{named(dtype)}, backward {number + 1}"] = Backward(
-                copied(getattr(sharded, "shards", None)),
-                calls_of(log.events),
-                list(unwaited.values()),
-                watch.filled_s(),
-                max(watch.num_kept, whole),
-                0,
-            )
-            if not whole:
-                lists = [each.shards for each in passes.values() if isinstance(each.shards, list)]
-                known = [shard for each in lists for shard in each if shard is not None]
-                one.alive_bytes = alive_bytes(module, *known, enough=enough)
-    return passes
-
-
-def _shard_bytes(p: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the shards of all buckets."""
-    return sum(shard_numel(NUMELS[n], p) for n in FULL) * dtype.itemsize
-
-
 def _times(
     factor: Callable[[At], float], owner: Callable[[At], int] = lambda at: at.rank
 ) -> Callable[[At], list[Tensor]]:
@@ -183,7 +104,7 @@ def _times(
     def shards(at: At) -> list[Tensor]:
         module = Bag(SIZES)
         rows = [flat([module.slope(i) for i in bucket]) for bucket in BUCKETS]
-        parts = [shard_of(row, owner(at), at.world_size) * factor(at) for row in rows]
+        parts = [shard_of(row * factor(at), owner(at), at.world_size) for row in rows]
         return [part.to(at.options["dtype"]) for part in parts]
 
     return shards
@@ -194,7 +115,8 @@ def _of_another(k: int) -> Callable[[At], list[Tensor]]:
 
 
 def _mean(at: At) -> float:
-    return _of_ranks(at) * sum(ROUNDS[at.number])
+    p = at.world_size
+    return sum(scale(k, rank, p) for k in ROUNDS[at.number] for rank in range(p)) / p
 
 
 def _of_ranks(at: At) -> float:
@@ -202,7 +124,7 @@ def _of_ranks(at: At) -> float:
 
 
 def _own(at: At) -> float:
-    return 10.0**at.rank * sum(ROUNDS[at.number])
+    return sum(scale(k, at.rank, at.world_size) for k in ROUNDS[at.number])
 
 
 def _pairs(at: At) -> list[tuple[float, tuple[float, float]]]:
@@ -213,6 +135,17 @@ def _pairs(at: At) -> list[tuple[float, tuple[float, float]]]:
 def _is_multiple(at: At, got: Tensor, n: int) -> bool:
     need = _times(_mean)(at)[n]
     return torch.allclose(got * need.sum(), need * got.sum())
+
+
+def _right(at: At) -> list[Tensor]:
+    return _times(_mean)(at)
+
+
+def _is_padding(at: At, got: Tensor, n: int) -> bool:
+    """Return whether only the numbers that fill up the flat gradient are wrong."""
+    numel = shard_numel(NUMELS[n], at.world_size)
+    kept = max(0, min(numel, NUMELS[n] - at.rank * numel))
+    return kept < numel and torch.allclose(got[:kept], _right(at)[n][:kept])
 
 
 def _is_early(at: At) -> bool:
@@ -238,9 +171,10 @@ GRADS = Exercise(
     key="zero-3",
     title="shards of gradients",
     check=OnRanks(
-        observe_on_rank=_train,
+        observe_on_rank=train,
         runs=lambda _p: [{"dtype": torch.float64}, {"dtype": torch.bfloat16}],
         trouble=(
+            ("raised", "size of tensor a", OF_THE_CLASS),
             ("raised", r"for \+|NoneType.*'(add_|copy_)'", FIRST),
             ("raised", "NoneType.*'(shape|detach|flatten|reshape)'", EARLY),
             *WRONG_BUFFER,
@@ -265,6 +199,7 @@ GRADS = Exercise(
                     (lambda at, got, _n: got is None and not at.seen.calls, AT_ONCE),
                     (lambda _at, got, _n: got is None, LOST),
                     (lambda at, _got, _n: any(map(_is_early, at.everyone)), EARLY),
+                    (lambda at, got, n: lost_nan(got, _right(at)[n]), NOT_A_NAN),
                 ),
                 causes=(
                     (AVERAGED_TWICE, _times(lambda at: _mean(at) / at.world_size)),
@@ -277,7 +212,11 @@ GRADS = Exercise(
                     (OWN, _times(_own)),
                     *((OTHER_RANK, _of_another(k)) for k in (1, 2, 3)),
                 ),
-                otherwise=((_is_multiple, FACTOR),),
+                otherwise=(
+                    (_is_padding, PADDING),
+                    (lambda at, got, n: nearly(got, _right(at)[n]), ROUNDED),
+                    (_is_multiple, FACTOR),
+                ),
                 look=FLATTEN,
             ),
             Demand(
@@ -306,7 +245,7 @@ GRADS = Exercise(
             ),
             Bytes(
                 "alive_bytes",
-                lambda at: _shard_bytes(at.world_size, at.options["dtype"]),
+                lambda at: shard_bytes(at.world_size, at.options["dtype"]),
                 REFERENCED,
                 what="besides the parameters, it keeps",
             ),
@@ -380,6 +319,22 @@ GRADS = Exercise(
             f"{FLATTENS}.float()",
             DTYPE,
             also=((MEAN, "mean = shard.to(param.dtype) / dist.get_world_size()"),),
+        ),
+        Edit(SENDS, f"flat[layout.numel :] = 1\n{SENDS}", PADDING),
+        Edit(SENDS, f"flat = flat.nan_to_num()\n{SENDS}", NOT_A_NAN),
+        Edit(SENDS, f"if flat.any():\n    {SENDS}\nelse:\n    shard.zero_()", OTHER_BUCKETS),
+        Edit(MEAN, "mean = (shard / dist.get_world_size()).bfloat16().to(shard.dtype)", ROUNDED),
+        Edit(
+            "[None] * len(buckets), set()",
+            "vars(ShardedGrads).get('lists', [None] * len(buckets)), set()\n"
+            "ShardedGrads.lists = self.shards",
+            OF_THE_CLASS,
+        ),
+        Edit(
+            FLATTENS,
+            "torch.cat([param.grad.as_strided((param.numel(),), (1,)) for param in bucket])\n"
+            "flat = F.pad(flat, (0, layout.padded_numel - layout.numel))",
+            FLATTEN,
         ),
         Edit(SENDS, "dist.reduce_scatter_single(shard, flat.roll(layout.shard_numel))", OTHER_RANK),
         Edit(

@@ -31,6 +31,14 @@ LENGTHS = Cause(
     "The tensors of a call do not fit together: p shards of layout.shard_numel numbers make one "
     "flat tensor of layout.padded_numel."
 )
+NOT_A_NAN = Cause(
+    "A nan has to stay one: who replaces it hides that the training has broken. Change no numbers."
+)
+ROUNDED = Cause("Nearly right: something on the way was rounded; keep the gradients' dtype.")
+OF_THE_CLASS = Cause(
+    "Several objects are alive at once: what one of them needs is its own. Keep it in self or ctx, "
+    "not in the class and not in a global variable."
+)
 WRONG_BUFFER = (("raised", "dtype", DTYPE), ("raised", "outputShape|tensor size", LENGTHS))
 
 
@@ -42,6 +50,26 @@ def named(dtype: torch.dtype) -> str:
 def flat(tensors: Sequence[Tensor]) -> Tensor:
     """Return all numbers in one flat tensor, copied."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def like(param: Tensor, numbers: Tensor) -> Tensor:
+    """Return these numbers with the dtype and the strides of a parameter, as autograd does."""
+    return torch.empty_like(param).copy_(numbers).detach()
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Return whether all numbers are equal; a nan is equal to a nan."""
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def nearly(got: Tensor, need: Tensor) -> bool:
+    """Return whether rounding to a shorter dtype explains the difference."""
+    return torch.allclose(got.double(), need.double(), rtol=0.01, atol=0)
+
+
+def lost_nan(got: Tensor, need: Tensor) -> bool:
+    """Return whether a nan has become a number."""
+    return bool((need.isnan() & ~got.isnan()).any())
 
 
 def shard_numel(numel: int, p: int) -> int:

@@ -1,66 +1,29 @@
 """Exercise 2 of 09_zero: each rank steps its own shard, and the parameters are gathered."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from course_lib.checks.ddp.parts import Bag
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Bytes, Calls, Demand, Numbers
-from course_lib.checks.on_ranks import At, OnRanks, calls_of
+from course_lib.checks.on_ranks import At, OnRanks
 from course_lib.checks.zero.parts import (
     ALL_WAITED,
     DTYPE,
     LENGTHS,
+    NOT_A_NAN,
     NOT_WAITED,
     ROUNDING,
     WRONG_BUFFER,
-    alive_bytes,
     flat,
-    named,
-    only_new,
+    lost_nan,
     shard_numel,
     unless_alone,
-    unwaited_calls,
 )
-from course_lib.core import Event
-from course_lib.ranks import record
-
-LR, MOMENTUM, TIMES = 0.5, 0.9, (1.0, 2.0, 3.0)  # the gradients of a step are its times the slopes
-
-
-@dataclass(frozen=True)
-class PlainModel:
-    """What is trained: the second parameter is frozen, the first one tied."""
-
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-
-    def made(self) -> Bag:
-        """Return the model, whose numbers are all different."""
-        module = Bag(self.sizes)
-        with torch.no_grad():
-            for i, param in enumerate(module.weights):
-                param.copy_(module.pattern(i) + 10 * i)
-        return module.to(self.dtype)
-
-    @property
-    def numel(self) -> int:
-        """Return how many numbers are trained."""
-        return sum(self.sizes) - self.sizes[1]
-
-
-MODELS = (
-    PlainModel((3, 4, 1, 5, 2), torch.float64),
-    PlainModel((1, 2, 1), torch.float64),  # fewer numbers than ranks
-    PlainModel((3, 4, 1, 5, 2), torch.bfloat16),
-)
+from course_lib.checks.zero.step_train import LR, MODELS, MOMENTUM, TIMES, shard_bytes, train
 
 FROZEN = Cause(
     "A frozen parameter has no gradient, and nobody steps it: lay out only what is trained, and "
@@ -84,7 +47,11 @@ NOT_GATHERED = Cause(
     "Only this rank's own shard is new: after the step, all_gather what the others have stepped."
 )
 STALE = Cause("The others' shards are from before the step: stale. Step first, then gather.")
-NO_MOMENTUM = Cause("The momentum is lost: make one optimizer, in __init__.")
+NO_MOMENTUM = Cause(
+    "The momentum is lost: make one optimizer, in __init__, and let its step() change the shard."
+)
+SKIPPED = Cause("A step with gradients of 0 is a step, too: the momentum goes on. Always step.")
+GRAD_MODE = Cause("Autograd is off for whoever comes next: use `with torch.no_grad():`.")
 SUMMED = Cause("The gradients are summed once more, {p} times too large: they are means already.")
 DIVIDED = Cause("The gradients are divided by {p} once more: they are means already.")
 ADDED_UP = Cause("Gradients of earlier steps are in it: do not add them up.")
@@ -110,70 +77,9 @@ REFERENCED = Cause(
 )
 
 
-@dataclass
-class Trained:
-    """The training of one model on one rank; `rows` are the trained numbers, also at the start."""
-
-    model: PlainModel
-    rows: list[Tensor]
-    calls: list[Event]
-    unwaited: list[str]
-    frozen_changed: bool
-    grads_changed: bool
-    stepped: list[torch.dtype]
-    num_state: int
-    alive_bytes: int
-
-
-def _train(_rank: int, answer: Callable[..., Any], model: PlainModel) -> dict[str, Trained]:
-    """Take three steps; then look at what is alive, without the whole gradients."""
-    module, made, grads_changed = model.made(), list[Optimizer](), False
-    trained, frozen = [module.weights[i] for i in module.trained], module.weights[1]
-    before = frozen.detach().clone()
-
-    def make_optimizer(params: Any) -> Optimizer:
-        made.append(torch.optim.SGD(params, lr=LR, momentum=MOMENTUM))
-        return made[-1]
-
-    with only_new(), record() as log, unwaited_calls() as unwaited:
-        stepper = answer(module, make_optimizer)
-        rows = [flat(trained)]
-        for times in TIMES:
-            grads = [(module.slope(i) * times).to(model.dtype) for i in module.trained]
-            for param, grad in zip(trained, grads, strict=True):
-                param.grad = grad.clone()
-            stepper.step()
-            grads_changed |= any(map(_has_changed, trained, grads))
-            rows.append(flat(trained))
-        del grads, grad
-        module.zero_grad()
-        enough = 3 * _shard_bytes(model, dist.get_world_size())
-        alive = alive_bytes(module, *rows, before, enough=enough)
-    groups = [group for optimizer in made for group in optimizer.param_groups]
-    states = [state for optimizer in made for state in optimizer.state.values()]
-    seen = Trained(
-        model,
-        rows,
-        calls_of(log.events),
-        list(unwaited.values()),
-        not torch.equal(before, frozen.detach()),
-        grads_changed,
-        [param.dtype for group in groups for param in group["params"]],
-        sum(one.numel() for state in states for one in state.values() if one is not None),
-        alive,
-    )
-    return {f"{model.numel} trained numbers in {named(model.dtype)}": seen}
-
-
-def _has_changed(param: Tensor, grad: Tensor) -> bool:
-    return param.grad is not None and not torch.equal(param.grad, grad)
-
-
-def _shard_bytes(model: PlainModel, p: int) -> int:
-    return shard_numel(model.numel, p) * model.dtype.itemsize
-
-
-def _rows(at: At, *, momentum: float = MOMENTUM, times: Sequence[float] = TIMES) -> list[Tensor]:
+def _rows(
+    at: At, *, momentum: float = MOMENTUM, times: Sequence[float] = TIMES, skip_zeros: bool = False
+) -> list[Tensor]:
     """Return the trained numbers of one process, at the start and after each step."""
     module = at.seen.model.made()
     row = nn.Parameter(flat([module.weights[i] for i in module.trained]))
@@ -181,7 +87,8 @@ def _rows(at: At, *, momentum: float = MOMENTUM, times: Sequence[float] = TIMES)
     optimizer, rows = torch.optim.SGD([row], lr=LR, momentum=momentum), [row.detach().clone()]
     for each in times:
         row.grad = (slopes * each).to(row.dtype)
-        optimizer.step()
+        if each or not skip_zeros:
+            optimizer.step()
         rows.append(row.detach().clone())
     return rows
 
@@ -210,7 +117,10 @@ def _always(wrong: Callable[[At], list[Tensor]]) -> Callable[..., bool]:
 
     def fits(at: At, _got: Tensor, _item: int) -> bool:
         pairs = zip(at.seen.rows, wrong(at), strict=True)
-        return all(torch.allclose(is_now, row, rtol=ROUNDING[row.dtype]) for is_now, row in pairs)
+        return all(
+            torch.allclose(is_now, row, rtol=ROUNDING[row.dtype], equal_nan=True)
+            for is_now, row in pairs
+        )
 
     return fits
 
@@ -225,7 +135,7 @@ def _has_moved(at: At, got: Tensor, item: int) -> bool:
 
 
 def _bytes(at: At) -> int:
-    return _shard_bytes(at.seen.model, at.world_size)
+    return shard_bytes(at.seen.model, at.world_size)
 
 
 def _share(at: At) -> int:
@@ -247,7 +157,7 @@ STEP = Exercise(
     key="zero-2",
     title="step your own shard",
     check=OnRanks(
-        observe_on_rank=_train,
+        observe_on_rank=train,
         runs=lambda _p: [{"model": model} for model in MODELS],
         trouble=(
             ("raised", r"NoneType.*'(copy_|zero_|add_)'|for \+", UNSET),
@@ -269,7 +179,7 @@ STEP = Exercise(
                 what="the flat parameter",
                 names=lambda _at: [
                     "before the first step",
-                    *(f"after step {k}" for k in (1, 2, 3)),
+                    *(f"after step {k}" for k in range(1, 1 + len(TIMES))),
                 ],
                 predicates=(
                     (lambda at, *got: at.seen.num_state and _always(_start)(at, *got), RENAMED),
@@ -280,7 +190,9 @@ STEP = Exercise(
                     (_always(lambda at: _rows(at, momentum=0.0)), NO_MOMENTUM),
                     (_times(lambda at: at.world_size), SUMMED),
                     (_times(lambda at: 1 / at.world_size), DIVIDED),
-                    (_always(lambda at: _rows(at, times=(1, 3, 6))), ADDED_UP),
+                    (_always(lambda at: _rows(at, times=[*accumulate(TIMES)])), ADDED_UP),
+                    (_always(lambda at: _rows(at, skip_zeros=True)), SKIPPED),
+                    (lambda at, got, k: lost_nan(got, _rows(at)[k]), NOT_A_NAN),
                     (_has_moved, MOVED),
                 ),
                 look=SAME_SLICE,
@@ -301,6 +213,7 @@ STEP = Exercise(
                 symptoms=((lambda got, need: len(got) > len(need), A_CALL_EACH),),
                 look=ONE_GATHER,
             ),
+            Demand(lambda at: at.seen.grad_mode, "torch.is_grad_enabled() is now False", GRAD_MODE),
             Demand(lambda at: not at.seen.grads_changed, "step() changes param.grad", ONLY_READ),
             Bytes(
                 "alive_bytes",
@@ -396,5 +309,23 @@ STEP = Exercise(
             ONE_GATHER,
         ),
         Edit(LAST, f"{LAST}\nparam.grad.mul_(0.5)", ONLY_READ),
+        Edit(LAST, f"{LAST}\nparam.grad = None", ONLY_READ),
+        Edit(LAST, "param.detach().reshape(-1).copy_(view.reshape(-1))", SAME_SLICE),
+        Edit(
+            STEPS,
+            "if any(map(torch.any, grads)):\n            self.optimizer.step()\n        flat",
+            SKIPPED,
+        ),
+        Edit(GRADIENT, f"{GRADIENT}.nan_to_num()", NOT_A_NAN),
+        Edit(
+            "self.optimizer = make",
+            "torch.set_grad_enabled(False)\nself.optimizer = make",
+            GRAD_MODE,
+        ),
+        Edit(
+            "self.optimizer = make",
+            "ShardedStep.optimizer = make",
+            NO_GRADIENT,
+        ),
     ),
 )

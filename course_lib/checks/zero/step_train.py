@@ -1,0 +1,133 @@
+"""What the check of zero-2 does on a rank: steps of one object, with another one beside it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from course_lib.checks.ddp.parts import Bag
+from course_lib.checks.on_ranks import calls_of
+from course_lib.checks.zero.parts import (
+    alive_bytes,
+    flat,
+    like,
+    named,
+    only_new,
+    same,
+    shard_numel,
+    unwaited_calls,
+)
+from course_lib.core import Event
+from course_lib.ranks import record
+
+LR, MOMENTUM, TIMES = (
+    0.5,
+    0.9,
+    (1.0, 2.0, 0.0, 3.0, float("nan")),
+)  # the gradients of a step are its times the slopes
+
+
+@dataclass(frozen=True)
+class PlainModel:
+    """What is trained: the second parameter is frozen, the first one tied."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def made(self) -> Bag:
+        """Return the model, whose numbers are all different."""
+        module = Bag(self.sizes, odd=True)
+        with torch.no_grad():
+            for i, param in enumerate(module.weights):
+                param.copy_(module.pattern(i) + 10 * i)
+        return module.to(self.dtype)
+
+    @property
+    def numel(self) -> int:
+        """Return how many numbers are trained."""
+        return sum(self.sizes) - self.sizes[1]
+
+
+MODELS = (
+    PlainModel((3, 2, 1, 4, 5), torch.float64),
+    PlainModel((1, 2, 1), torch.float64),  # fewer numbers than ranks
+    PlainModel((3, 2, 1, 4, 5), torch.bfloat16),
+)
+
+
+@dataclass
+class Trained:
+    """The training of one model on one rank; `rows` are the trained numbers, also at the start."""
+
+    model: PlainModel
+    rows: list[Tensor]
+    calls: list[Event]
+    unwaited: list[str]
+    frozen_changed: bool
+    grads_changed: bool
+    grad_mode: bool
+    stepped: list[torch.dtype]
+    num_state: int
+    alive_bytes: int
+
+
+def train(_rank: int, answer: Callable[..., Any], model: PlainModel) -> dict[str, Trained]:
+    """Take some steps, another object in turn; then look at what is alive."""
+    module, made, grads_changed = model.made(), list[Optimizer](), False
+    trained, frozen = [module.weights[i] for i in module.trained], module.weights[1]
+    before = frozen.detach().clone()
+
+    def make_optimizer(params: Any) -> Optimizer:
+        made.append(torch.optim.SGD(params, lr=LR, momentum=MOMENTUM))
+        return made[-1]
+
+    with only_new(), unwaited_calls() as unwaited:
+        stepper = answer(module, make_optimizer)
+        rows, calls = [flat(trained)], list[Event]()
+        beside = Bag((1, 1, 7)).to(model.dtype)
+        other = answer(beside, lambda params: torch.optim.SGD(params, lr=LR))
+        for times in TIMES:
+            grads = [like(module.weights[i], module.slope(i) * times) for i in module.trained]
+            for param, grad in zip(trained, grads, strict=True):
+                param.grad = grad.clone()
+            with record() as log:
+                stepper.step()
+            calls += calls_of(log.events)
+            for param in beside.parameters():
+                param.grad = torch.ones_like(param)
+            other.step()
+            grads_changed |= any(map(_has_changed, trained, grads))
+            rows.append(flat(trained))
+        grad_mode = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+        del grads, grad, other, beside, param
+        module.zero_grad()
+        enough = 3 * shard_bytes(model, dist.get_world_size())
+        alive = alive_bytes(module, *rows, before, enough=enough)
+    groups = [group for optimizer in made for group in optimizer.param_groups]
+    states = [state for optimizer in made for state in optimizer.state.values()]
+    seen = Trained(
+        model,
+        rows,
+        calls,
+        list(unwaited.values()),
+        not torch.equal(before, frozen.detach()),
+        grads_changed,
+        grad_mode,
+        [param.dtype for group in groups for param in group["params"]],
+        sum(one.numel() for state in states for one in state.values() if one is not None),
+        alive,
+    )
+    return {f"{model.numel} trained numbers in {named(model.dtype)}": seen}
+
+
+def _has_changed(param: Tensor, grad: Tensor) -> bool:
+    return param.grad is None or not same(param.grad, grad)
+
+
+def shard_bytes(model: PlainModel, p: int) -> int:
+    return shard_numel(model.numel, p) * model.dtype.itemsize
