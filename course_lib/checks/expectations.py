@@ -214,6 +214,6 @@ class Untouched:
     cause: Cause = CALLERS
 
     def __call__(self, at: At) -> None:
-        """Raise CheckFailed where an input was written to, or is returned itself."""
+        """Raise CheckFailed where an input was written to."""
         if at.seen.changed:
             at.fail(f"{' and '.join(at.seen.changed)} has changed", self.cause)

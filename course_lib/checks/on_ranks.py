@@ -85,7 +85,7 @@ def watch(answer: Callable[..., Any], *arguments: Any, **inputs: Tensor) -> Obse
     with record() as log:
         value = answer(*arguments)
     seen = Observed(copied(value), list(log.events))
-    seen.changed = tuple(n for n, old in before.items() if not torch.equal(inputs[n], old))
+    seen.changed = tuple(n for n, old in before.items() if not _same(inputs[n], old))
     if isinstance(value, Tensor):
         memory = value.untyped_storage().data_ptr()
         seen.held_bytes = value.untyped_storage().nbytes()
@@ -93,6 +93,13 @@ def watch(answer: Callable[..., Any], *arguments: Any, **inputs: Tensor) -> Obse
             n for n, t in inputs.items() if memory and t.untyped_storage().data_ptr() == memory
         )
     return seen
+
+
+def _same(tensor: Tensor, old: Tensor) -> bool:
+    """Return whether a tensor still holds the same numbers; nan is nan."""
+    if (tensor.shape, tensor.dtype) != (old.shape, old.dtype):
+        return False
+    return bool(((tensor == old) | ((tensor != tensor) & (old != old))).all())
 
 
 def copied(value: Any) -> Any:
