@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed
