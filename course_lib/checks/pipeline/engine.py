@@ -346,12 +346,6 @@ ENGINE = Exercise(
             f"i = min(kept)\ntarget = micro_batches[i][1]\n{TAKES}",
             gradients.NOT_NUMBERED,
         ),
-        Edit(
-            f"sent.append({BACK})",
-            "back = kept.setdefault(('back', x.shape), torch.empty_like(x)).copy_(x.grad)\n"
-            "sent.append(dist.isend(back, rank - 1))",
-            UNDER_WAY,
-        ),
         Edit(FINISH, f"stage.train()\n{FINISH}", CALLERS),
         Edit(STARTS, f"{STARTS}\nstage.eval()", CALLERS),
         Edit(STARTS, f"{STARTS}\ntorch.manual_seed(0)", CALLERS),
