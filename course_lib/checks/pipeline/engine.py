@@ -10,7 +10,7 @@ from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Demand, OnlyKinds, Untouched
 from course_lib.checks.on_ranks import At, OnRanks, Trouble
 from course_lib.checks.pipeline import gradients
-from course_lib.checks.pipeline.sends import NOT_CHANGED_UNDER_WAY, UNDER_WAY
+from course_lib.checks.pipeline.sends import NOT_CHANGED_UNDER_WAY
 from course_lib.checks.pipeline.stages import LONG, SETUPS, SHORT, StepSetup
 from course_lib.checks.pipeline.steps import run_steps, runs_of
 from course_lib.pipeline.actions import LETTERS, Action, in_flight
