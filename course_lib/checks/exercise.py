@@ -80,7 +80,7 @@ class TooLong(_ShortError):
 
 @runtime_checkable
 class Check(Protocol):
-    """What judges an exercise: `Cases` for plain values, `OnRanks` for what runs on ranks."""
+    """Observes and judges an answer: `Cases` for plain values, `OnRanks` for what runs on ranks."""
 
     def observe(self, answer: Any) -> Iterator[Any]:
         """Run the answer; yield plain data, piece by piece."""

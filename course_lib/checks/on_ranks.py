@@ -28,7 +28,7 @@ WORLDS = (3, 2, 4, 1)  # three ranks first: on two, wrong answers look alike
 
 @dataclass(frozen=True)
 class Trouble:
-    """What went wrong on the ranks, as plain data: see RankError.
+    """Failure of a run on the ranks, as plain data: see RankError.
 
     `returned` are the ranks that had returned, `mismatched` the kinds of the calls that disagree.
     """
@@ -60,7 +60,7 @@ class Run:
 
 @dataclass
 class Observed:
-    """What `watch` noted about one call of an answer, on one rank.
+    """Observation of `watch` about one call of an answer, on one rank.
 
     `value` is a copy of what it returned, `changed` and `aliased` name the inputs that it wrote to
     and whose memory it returned, `held_bytes` is what the returned tensor keeps alive.
@@ -191,7 +191,7 @@ def _fits(trouble: Trouble, kind: str, fits: str | Callable[[Trouble], bool]) ->
 
 @dataclass(frozen=True)
 class At:
-    """Where an expectation looks: at what one rank observed under one label of one run."""
+    """Observation that an expectation judges: one rank, one label, one run."""
 
     run: Run
     rank: int
@@ -200,12 +200,12 @@ class At:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.run.world_size
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What the run was started with."""
+        """Options that the run was started with."""
         return self.run.options
 
     @property

@@ -64,7 +64,7 @@ NOT_A_TENSOR = (lambda _at, got, _item: not isinstance(got, Tensor | None), ONE_
 
 @dataclass(frozen=True)
 class Numbered:
-    """What the ranks are given in a `call`: the second, 1, has other numbers than the first, 0."""
+    """Input of the ranks in a `call`: the second, 1, has other numbers than the first, 0."""
 
     call: int = field(default=0, kw_only=True)
 
@@ -76,7 +76,7 @@ class Numbered:
 
 @dataclass(frozen=True)
 class Given(Numbered):
-    """What the ranks are given: 1, 2, 3 ... times 10**rank, whose sums are exact.
+    """Input of the ranks: 1, 2, 3 ... times 10**rank, whose sums are exact.
 
     In float64 they have more digits than float32 keeps, in int64 more than float64 does. With
     `rank_1`, all ranks but that one are given zeros.

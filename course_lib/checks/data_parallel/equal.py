@@ -88,7 +88,7 @@ ONCE = Cause("One broadcast a tensor, in its own dtype; what is tied is one tens
 
 @dataclass
 class Start:
-    """What an answer did to the module of one rank."""
+    """Effects of an answer on the module of one rank."""
 
     state: list[Any]
     calls: list[Event]

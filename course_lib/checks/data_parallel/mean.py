@@ -63,7 +63,7 @@ LOOK = Cause("Is every parameter in your loop, and only once?")
 
 @dataclass
 class Step:
-    """What an answer left on one rank; `views` are gradients that keep more memory than theirs."""
+    """State that an answer left on one rank; `views` are gradients that keep more memory than theirs."""
 
     grads: list[Any]
     calls: list[Event]

@@ -92,7 +92,7 @@ ONCE = Cause("One number is enough: the sum of all num_items.")
 
 @dataclass
 class Weighed:
-    """What a rank got for its loss: the scaled loss, and `slope`, its gradient by the loss."""
+    """Result for the loss of one rank: the scaled loss, and `slope`, its gradient by the loss."""
 
     sizes: Sequence[int]
     losses: Sequence[float]

@@ -119,7 +119,7 @@ def _accumulate(rank: int, answer: Callable[..., Any]) -> dict[str, Step]:
 
 
 class _Saved:
-    """What a graph saves for backward: as long as it is there, so is the graph."""
+    """Tensor that a graph saves for backward: as long as it is there, so is the graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -1,4 +1,4 @@
-"""What the check of exercise 2 of 06_ddp sees of an answer on ranks: four steps, and two models.
+"""Observe an answer to exercise 2 of 06_ddp on ranks: four steps, and two models.
 
 Step 1: the last rank is late. Step 2: the same again. Step 3: rank 0 has zeros, gradients are not
 None before it, and another model is between its backward and its finish. Step 4: rank 0 has inf or

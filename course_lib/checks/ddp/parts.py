@@ -140,10 +140,3 @@ def one_a_bucket(bucket_bytes: Callable[[At], Sequence[int]]) -> Calls:
         ),
         look=Cause("One all_reduce a bucket, of all its gradients and nothing else."),
     )
-
-
-def row(tensor: Any) -> str:
-    """Format numbers: `[1, 2.5]`."""
-    if not isinstance(tensor, Tensor):
-        return repr(tensor)
-    return f"[{', '.join(f'{number:g}' for number in tensor.flatten().tolist())}]"

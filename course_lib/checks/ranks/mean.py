@@ -52,7 +52,7 @@ LOOK = Cause("Print what you have before and after the all_reduce.")
 
 @dataclass
 class MeanSeen(Observed):
-    """What `watch` noted, and how many calls were started and not waited for."""
+    """Observation of `watch`, and the number of calls that were never waited for."""
 
     never_waited: int = 0
 

@@ -37,7 +37,7 @@ THE_MEAN = Cause("That is the mean; the sum of the losses is asked for.")
 
 @dataclass
 class Logged:
-    """What one rank gave to log, each as it was at that moment, its calls, those left open."""
+    """Values that one rank logged, copied at once; its calls, and those left open."""
 
     totals: list[Any]
     calls: list[Event]

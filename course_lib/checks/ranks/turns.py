@@ -36,7 +36,7 @@ TOO_MANY = Cause("Count the turns: world_size of them, with one barrier each.")
 
 @dataclass
 class Turn:
-    """What one rank did: each time it spoke, and its calls."""
+    """Actions of one rank: each time it spoke, and its calls."""
 
     spoke: list[Event]
     calls: list[Event]

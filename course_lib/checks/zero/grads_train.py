@@ -1,4 +1,4 @@
-"""What the check of zero-3 does on a rank: backward passes, with hooks around the answer's own."""
+"""Run zero-3 on a rank: backward passes, with hooks around the answer's own."""
 
 import math
 import time

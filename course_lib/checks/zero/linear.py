@@ -35,7 +35,7 @@ from course_lib.zero.flat_layout import FlatLayout
 
 @dataclass(frozen=True)
 class Use:
-    """How a layer is used: tokens of `num_in` numbers go through it `times` times."""
+    """Use of a layer: tokens of `num_in` numbers go through it `times` times."""
 
     num_in: int
     num_out: int

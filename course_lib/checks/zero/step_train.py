@@ -1,4 +1,4 @@
-"""What the check of zero-2 does on a rank: steps of one object, with another one beside it."""
+"""Run zero-2 on a rank: steps of one object, with another one beside it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ LR, MOMENTUM, TIMES = (
 
 @dataclass(frozen=True)
 class PlainModel:
-    """What is trained: the second parameter is frozen, the first one tied."""
+    """Model that is trained: the second parameter is frozen, the first one tied."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
