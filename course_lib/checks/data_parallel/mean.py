@@ -63,7 +63,7 @@ LOOK = Cause("Is every parameter in your loop, and only once?")
 
 @dataclass
 class Step:
-    """State that an answer left on one rank; `views` are gradients that keep more memory than theirs."""
+    """Gradients left on one rank; `views` are those that keep more memory than theirs."""
 
     grads: list[Any]
     calls: list[Event]
