@@ -5,9 +5,11 @@ messages that a learner reads.
 """
 
 import argparse
+import contextlib
+import io
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from course_lib.checks.exercise import (
     CheckFailed,
@@ -35,24 +37,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _prove(exercise: Exercise, show: bool, table: bool) -> bool:
     start_s = time.perf_counter()
     try:
-        detail = exercise.verdict(exercise.right)
+        with _quiet():
+            detail = exercise.verdict(exercise.right)
     except (CheckFailed, NotDone, NotImplementedError) as error:
         print(f"{exercise.key}: the right answer is rejected: {error}")
         return False
-    count = len(exercise.wrong) + len(exercise.mistakes)
-    seconds = time.perf_counter() - start_s
-    print(f"{exercise.key}: {count} planted mistakes; {seconds:.1f} s; right: {detail}")
+    print(f"{exercise.key}: right in {time.perf_counter() - start_s:.1f} s. {detail}")
+    every: tuple[Wrong | Mistake, ...] = (*exercise.wrong, *exercise.mistakes)
     if table:
         return True
-    every: tuple[Wrong | Mistake, ...] = (*exercise.wrong, *exercise.mistakes)
-    return sum(not _is_named(exercise, wrong, show) for wrong in every) == 0
+    named = sum(_is_named(exercise, wrong, show) for wrong in every)
+    count = "all" if named == len(every) else f"{named} of"
+    print(f"{exercise.key}: {count} {len(every)} planted mistakes are rejected and named.")
+    return named == len(every)
 
 
 def _is_named(exercise: Exercise, wrong: Wrong | Mistake, show: bool) -> bool:
     """Send a planted mistake through the check; say so if it is not named."""
     where = f"{exercise.key}, {wrong.name}"
     try:
-        exercise.verdict(wrong.answer if isinstance(wrong, Mistake) else wrong.answer(exercise))
+        with _quiet():
+            exercise.verdict(wrong.answer if isinstance(wrong, Mistake) else wrong.answer(exercise))
     except CheckFailed as error:
         is_named = (
             wrong.says in str(error) if isinstance(wrong, Mistake) else error.cause == wrong.cause
@@ -65,6 +70,13 @@ def _is_named(exercise: Exercise, wrong: Wrong | Mistake, show: bool) -> bool:
         return False
     print(f"{where} passes.")
     return False
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Swallow what an answer prints, here and on its ranks."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
 
 
 if __name__ == "__main__":

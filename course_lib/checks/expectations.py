@@ -16,6 +16,10 @@ CALLERS = Cause("It belongs to the caller: work on a clone.")
 Value = str | Callable[[At], Any]
 SHAPE = Cause("Compare the shapes before the numbers: print .shape of what you return.")
 DTYPE = Cause("Keep the dtype of what you were given: nothing else is wrong yet.")
+KEEPS = Cause(
+    "The first call was right; keep nothing for the next one, no numbers and no buffer: every call "
+    "returns new tensors."
+)
 DIGITS_LOST = Cause("Something on the way had fewer digits: use the dtype of what you were given.")
 LENGTH = Cause("Count them: one is missing, or one is too many.")
 NO_RESULT = Cause("Does your function return its result?")
@@ -217,3 +221,23 @@ class Untouched:
         """Raise CheckFailed where an input was written to."""
         if at.seen.changed:
             at.fail(f"{' and '.join(at.seen.changed)} has changed", self.cause)
+
+
+@dataclass(frozen=True)
+class Lasting:
+    """Demand that what a call returned is left as it was by the calls that follow it."""
+
+    cause: Cause = KEEPS
+
+    def __call__(self, at: At) -> None:
+        """Raise CheckFailed where it has other numbers at the end of the run."""
+        pairs = zip(_flat(at.seen.at_the_end), _flat(at.seen.value), strict=True)
+        if any(difference(now, before)[0] for now, before in pairs):
+            at.fail("what this call returned has changed by the end", self.cause)
+
+
+def _flat(value: Any) -> list[Any]:
+    """Return the values in lists and dicts, one after another."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [x for each in value for x in _flat(each)] if isinstance(value, list) else [value]

@@ -62,11 +62,13 @@ class Run:
 class Observed:
     """Observation of `watch` about one call of an answer, on one rank.
 
-    `value` is a copy of what it returned, `changed` and `aliased` name the inputs that it wrote to
-    and whose memory it returned, `held_bytes` is what the returned tensor keeps alive.
+    `value` is a copy of what it returned, `at_the_end` what had become of that at the end of the
+    run: another call may have written to it. `changed` and `aliased` name the inputs that it wrote
+    to and whose memory it returned, `held_bytes` is what the returned tensor keeps alive.
     """
 
     value: Any
+    at_the_end: Any = None
     events: list[Event] = field(default_factory=list)
     changed: tuple[str, ...] = ()
     aliased: tuple[str, ...] = ()
@@ -83,7 +85,7 @@ def watch(answer: Callable[..., Any], *arguments: Any, **inputs: Tensor) -> Obse
     before = {name: tensor.detach().clone() for name, tensor in inputs.items()}
     with record() as log:
         value = answer(*arguments)
-    seen = Observed(copied(value), list(log.events))
+    seen = Observed(copied(value), _detached(value), list(log.events))
     seen.changed = tuple(n for n, old in before.items() if not _same(inputs[n], old))
     if isinstance(value, Tensor):
         memory = value.untyped_storage().data_ptr()
@@ -103,11 +105,22 @@ def _same(tensor: Tensor, old: Tensor) -> bool:
 
 def copied(value: Any) -> Any:
     """Return a copy of the tensors in lists, tuples and dicts; everything else as it is."""
+    return _each_tensor(value, lambda tensor: tensor.detach().clone())
+
+
+def _detached(value: Any) -> Any:
+    """Return the tensors themselves, without their graphs."""
+    return _each_tensor(value, Tensor.detach)
+
+
+def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return change(value)
     if isinstance(value, list | tuple):
-        return [copied(each) for each in value]
-    return {k: copied(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return [_each_tensor(each, change) for each in value]
+    if isinstance(value, dict):
+        return {key: _each_tensor(each, change) for key, each in value.items()}
+    return value
 
 
 def calls_of(events: Iterable[Event]) -> list[Event]:

@@ -172,6 +172,9 @@ def _with_exercise(path: Path, word: str, name: str) -> str:
     listed = re.search(r"^EXERCISES = \(([^)]*?),?\s*\)", text, re.MULTILINE)
     if not listed:
         raise CourseError(f"{path}: need a line EXERCISES = (FIRST, SECOND); found none.")
-    line = f"from course_lib.checks.{word}.{name} import {constant}\n"
-    tuple_text = f"EXERCISES = ({listed[1].strip()}, {constant})"
-    return text[: listed.start()].rstrip("\n") + f"\n{line}\n" + tuple_text + text[listed.end() :]
+    before, after = text[: listed.start()].splitlines(), text[listed.end() :]
+    line = f"from course_lib.checks.{word}.{name} import {constant}"
+    imports = [at for at, old in enumerate(before) if old.startswith("from course_lib.checks.")]
+    place = next((at for at in imports if before[at] > line), imports[-1] + 1 if imports else -1)
+    before.insert(place, line)
+    return "\n".join([*before, f"EXERCISES = ({listed[1].strip()}, {constant}){after}"])
