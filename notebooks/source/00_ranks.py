@@ -326,9 +326,9 @@ print(x)
 #
 # ### Exercise 3: the mean of all ranks
 #
-# Give every rank the mean of all `x`, and leave `x` as it is. Budget: one call, of the size of `x`,
-# and a result that keeps no more memory than `x`. It has to work on any number of ranks:
-# `dist.get_world_size()` says how many. About 3 lines.
+# Give every rank the mean of all `x`, in a new tensor at each call, and leave `x` as it is. Budget:
+# one call, of the size of `x`, and a result that keeps no more memory than `x`. It has to work on
+# any number of ranks: `dist.get_world_size()` says how many. About 3 lines.
 #
 # <details><summary>Hint: x has changed</summary>
 # <code>x.clone()</code> is a tensor of its own.
@@ -400,9 +400,11 @@ show(waiting(hang.waits, 4), alt=alt)
 #
 # ### Exercise 4: break the circle
 #
-# Same task, no deadlock: send `x` to the rank `right`, return what the rank `left` sent. `rank` is
-# your own number. It is tried on 2, 3 and 4 ranks. Budget: one message a rank, and none under way
-# when you return: whoever uses `isend` or `irecv` calls `wait()` on the handle. About 6 lines.
+# Same task, no deadlock: send `x` to the rank `right`, return what the rank `left` sent, in a new
+# tensor at each call. `rank` is your own number. The ranks may stand in any order in the circle, so
+# only `left` and `right` say who the neighbours are. It is tried on 2, 3 and 4 ranks. Budget: one
+# message a rank, and none under way when you return: whoever uses `isend` or `irecv` calls `wait()`
+# on the handle. About 6 lines.
 #
 # <details><summary>Hint: it is stuck in send, or in recv</summary>
 # If all ranks do the same thing first, nobody does the other thing. Let <code>rank</code> decide:
@@ -496,7 +498,7 @@ show(waiting(hang.waits, 4), alt=f"{len(hang.waits)} of 4 ranks waits, for ranks
 # ### Exercise 5: a report that does not hang
 #
 # Each rank has its own `loss`. Call `log(total)` **once, on rank 0**, with the sum of the losses of
-# all ranks. About 3 lines.
+# all ranks: the number itself, not rounded and no text, also when it is nan. About 3 lines.
 #
 # <details><summary>Hint: it hangs, or the ranks make different calls</summary>
 # Which lines have to run on every rank, and which on rank 0 only?

@@ -1,18 +1,16 @@
 """Exercise 3 of 00_ranks: the mean over all ranks, the first collective.
 
-Rank r contributes one * 10**r. Every sum, and every third or quarter of one, is exact, and no mean
-is a whole number.
+Rank r contributes one * 10**r. In float32 every sum, and every third or quarter of one, is exact,
+and no mean is a whole number.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.ddp.parts import watched_handles
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import (
@@ -22,11 +20,14 @@ from course_lib.checks.expectations import (
     Numbers,
     Untouched,
 )
-from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
+from course_lib.checks.on_ranks import At, OnRanks
+from course_lib.checks.ranks.parts import ELSEWHERE, KEEPS, STILL_THERE, Returned, watch_in_turn
 
+FIRST, SECOND = "3 numbers", "3 other numbers"
 INPUTS = {
-    "3 numbers": torch.tensor([1.5, 3.75, 8.25]),
-    "a matrix of float64": torch.tensor([[1.5, 2.25], [-3.75, 0.1]]).double(),
+    FIRST: torch.tensor([1.5, 3.75, 8.25]),
+    SECOND: torch.tensor([2.25, -4.5, 0.75]),
+    "a matrix of float64": torch.tensor([[1.5, 2.25], [-3.75, 0.1234567]]).double(),
     "1 number": torch.tensor([2.5]),
     "zeros": torch.zeros(2),
 }
@@ -43,6 +44,9 @@ ONE_CALL = Cause(
     "second call."
 )
 A_VIEW = Cause("A view keeps the whole tensor it was cut from: return a clone.")
+ALIASED = Cause(
+    "Return a new tensor, also on 1 rank: whoever writes into the mean must not change x."
+)
 DTYPE = Cause("The mean has the dtype of x: make every tensor like x, for example with x.clone().")
 NOT_WAITED = Cause(
     "async_op=True gives a handle: the sum is there when its wait() returns, not before."
@@ -50,21 +54,8 @@ NOT_WAITED = Cause(
 LOOK = Cause("Print what you have before and after the all_reduce.")
 
 
-@dataclass
-class MeanSeen(Observed):
-    """Observation of `watch`, and the number of calls that were never waited for."""
-
-    never_waited: int = 0
-
-
-def _mean(rank: int, answer: Callable[[Tensor], Tensor]) -> dict[str, MeanSeen]:
-    means = {}
-    for label, one in INPUTS.items():
-        x = one * 10.0**rank
-        with watched_handles() as open_ones:
-            seen = watch(answer, x, x=x)
-        means[label] = MeanSeen(**vars(seen), never_waited=len(open_ones))
-    return means
+def _mean(rank: int, answer: Callable[[Tensor], Tensor]) -> dict[str, Returned]:
+    return watch_in_turn(answer, {label: [one * 10.0**rank] for label, one in INPUTS.items()})
 
 
 def _times(factor: Callable[[At], float]) -> Callable[[At], Tensor]:
@@ -82,6 +73,10 @@ def _sum(at: At) -> float:
 
 def _own(at: At) -> float:
     return 10.0**at.rank
+
+
+def _of_the_first_call(at: At) -> Tensor | str:
+    return INPUTS[FIRST] * (_sum(at) / at.world_size) if at.label == SECOND else ELSEWHERE
 
 
 def _each_rounded(at: At) -> Tensor:
@@ -104,6 +99,20 @@ def _gathers_everything(x: Tensor) -> Tensor:
     return torch.stack(everybody).mean(0)
 
 
+def _keeps_a_buffer(x: Tensor) -> Tensor:
+    mean = _buffers.setdefault((x.shape, x.dtype), torch.empty_like(x)).copy_(x)
+    dist.all_reduce(mean)
+    return mean.div_(dist.get_world_size())
+
+
+def _keeps_the_mean(x: Tensor) -> Tensor:
+    mean = x.clone()
+    dist.all_reduce(mean)
+    return _means.setdefault((x.shape, x.dtype), mean / dist.get_world_size())
+
+
+_buffers: dict[Any, Tensor] = {}
+_means: dict[Any, Tensor] = {}
 COPY, CALL, DIVIDE = "x.clone()", "dist.all_reduce(mean)", "mean / dist.get_world_size()"
 
 MEAN = Exercise(
@@ -119,6 +128,7 @@ MEAN = Exercise(
                 rtol=_rounding,
                 dtype=DTYPE,
                 causes=(
+                    (KEEPS, _of_the_first_call),
                     (ROUNDED, lambda at: _times(_sum)(at) // at.world_size),
                     (ROUNDED, _each_rounded),
                     (TWICE, _times(lambda at: _sum(at) / at.world_size**2)),
@@ -143,13 +153,16 @@ MEAN = Exercise(
                 ),
                 ONE_CALL,
             ),
+            Demand(lambda at: not at.seen.aliased, "returns x itself, or a view of it", ALIASED),
             Bytes("held_bytes", lambda at: INPUTS[at.label].nbytes, A_VIEW),
+            STILL_THERE,
         ),
         success="The same mean on 1 to 4 ranks, in one call of the size of x; x stays as it was.",
     ),
     wrong=(
         Edit(DIVIDE, "mean", SUMMED),
         Edit(COPY, "x", CHANGED),
+        Edit("mean = x", "if dist.get_world_size() == 1:\n    return x\nmean = x", ALIASED),
         Edit(DIVIDE, "mean / 4", ALWAYS_4),
         Edit(DIVIDE, "mean // dist.get_world_size()", ROUNDED),
         Edit(COPY, "x // dist.get_world_size()", ROUNDED, also=((DIVIDE, "mean"),)),
@@ -158,6 +171,9 @@ MEAN = Exercise(
         Edit(CALL, "dist.reduce(mean, dst=0)", ON_RANK_0),
         Edit(CALL, CALL.replace(")", ", async_op=True)"), NOT_WAITED),
         Own(_gathers_everything, ONE_CALL),
+        Own(_keeps_a_buffer, KEEPS),
+        Own(_keeps_the_mean, KEEPS),
+        Edit(DIVIDE, f"({DIVIDE}).round(decimals=4)", DIGITS_LOST),
         Edit(CALL, "dist.reduce(mean, dst=0)\ndist.broadcast(mean, src=0)", ONE_CALL),
         Edit(COPY, "x.clone().float()", DTYPE),
         Edit(COPY, "x.clone().float()", DIGITS_LOST, also=((DIVIDE, f"({DIVIDE}).to(x)"),)),

@@ -4,7 +4,7 @@ from course_lib.checks.cases import A_FLOAT, Case, Cases, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 
-WORLDS = ((1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (3, 4), (5, 8))
+WORLDS = ((1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (3, 4), (3, 6), (5, 8))
 RULE = "node * ranks_per_node + local_rank"
 
 
@@ -63,6 +63,11 @@ NUMBER = Exercise(
             RULE,
             RULE.replace("ranks_per_node", "4"),
             Cause("A node need not have 4 ranks: use ranks_per_node."),
+        ),
+        Edit(
+            RULE,
+            RULE.replace("+", "|"),
+            Cause("`|` joins bits, which is the sum only where no bit is set in both: use `+`."),
         ),
     ),
 )

@@ -1,10 +1,13 @@
 """Exercise 5 of 00_ranks: a collective out of `if rank == 0`."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.ddp.parts import watched_handles
@@ -15,7 +18,16 @@ from course_lib.checks.on_ranks import At, OnRanks, calls_of, copied
 from course_lib.core import Event
 from course_lib.ranks import record
 
-LOSSES = {"step 1": torch.tensor(1.0), "step 2": torch.tensor(2.5).double()}
+A_NAN = "a step whose last loss is nan"
+LOSSES = {
+    "step 1": torch.tensor(1.0),
+    "step 2": torch.tensor(2.5).double(),
+    "step 3": torch.tensor(0.0001234567),
+    A_NAN: torch.tensor(1.0),
+}
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # of 4 numbers added up in any order
+
+KINDS = "all_reduce", "reduce", "all_gather", "gather"
 
 SOME_RANKS = Cause("A collective stands where only some ranks come: all of them have to call it.")
 OTHER_CALL = Cause(
@@ -30,6 +42,13 @@ NOTHING_CAME = Cause("That is rank 0's own loss: nothing came from the others.")
 BEFORE_THE_SUM = Cause("That is rank 0's own loss: log what is there after the sum.")
 NOT_WAITED = Cause(
     "async_op=True gives a handle: the sum is there when its wait() returns, not before."
+)
+A_TEXT = Cause("log takes the number itself, not a text: what prints it decides how it looks.")
+ONE_NUMBER = Cause("log takes one number, the sum: a tensor of one number, or what its item() is.")
+ROUNDED = Cause("That is rounded: log the sum with all its digits.")
+HIDDEN = Cause(
+    "The loss of a rank is nan, and so is the sum: log it as it is. Whoever leaves it out hides "
+    "what the report is for."
 )
 SUMMED_TWICE = Cause("Summed twice: a second all_reduce adds up the sums. One is enough.")
 THE_MEAN = Cause("That is the mean; the sum of the losses is asked for.")
@@ -46,19 +65,32 @@ class Logged:
 
 def _report(rank: int, answer: Callable[..., Any]) -> dict[str, Logged]:
     logged = {}
-    for label, loss in LOSSES.items():
-        totals = list[Any]()
-        with record() as log, watched_handles() as open_ones:
-            answer(rank, loss * 10.0**rank, lambda total, to=totals: to.append(copied(total)))
-        logged[label] = Logged(totals, calls_of(log.events), len(open_ones))
+    for label in LOSSES:
+        totals, loss = list[Any](), _loss(label, rank, dist.get_world_size())
+        with ExitStack() as stack:
+            log = stack.enter_context(record())
+            open_ones = [stack.enter_context(watched_handles(kind)) for kind in KINDS]
+            answer(rank, loss, lambda total, to=totals: to.append(copied(total)))
+        logged[label] = Logged(totals, calls_of(log.events), sum(map(len, open_ones)))
     return logged
+
+
+def _loss(label: str, rank: int, p: int) -> Tensor:
+    """Return the loss of a rank."""
+    return LOSSES[label] * (nan if label == A_NAN and rank == p - 1 else 10.0**rank)
 
 
 def _as_number(at: At) -> Any:
     """Return what was logged, in float64 where it is one number."""
     total = at.seen.totals[0]
-    one = total.numel() == 1 if isinstance(total, Tensor) else isinstance(total, int | float)
-    return torch.tensor(float(total)).double() if one else total
+    return torch.tensor(float(total), dtype=torch.float64) if _is_number(total) else total
+
+
+def _is_number(total: Any) -> bool:
+    try:
+        return not isinstance(total, str) and bool(float(total) or True)
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _times(factor: Callable[[At], float]) -> Callable[[At], Tensor]:
@@ -66,7 +98,13 @@ def _times(factor: Callable[[At], float]) -> Callable[[At], Tensor]:
 
 
 def _sum(at: At) -> float:
-    return sum(10.0**rank for rank in range(at.world_size))
+    ranks = range(at.world_size - (at.label == A_NAN))
+    return sum(10.0**rank for rank in ranks)
+
+
+def _rounded(at: At, got: Tensor, _item: None) -> bool:
+    need = TOTAL.right(at).item()
+    return got.item() in (int(need), *(round(need, digits) for digits in range(9)))
 
 
 def _logged(holds: Callable[[int, int], bool], cause: Cause) -> Demand:
@@ -83,22 +121,30 @@ def _logged(holds: Callable[[int, int], bool], cause: Cause) -> Demand:
 
 def _on_rank_0(at: At) -> None:
     """Demand the sum on rank 0, which is the one that logs."""
-    if at.rank == 0:
-        TOTAL(at)
+    if at.rank > 0:
+        return
+    total = at.seen.totals[0]
+    if total is not None and not _is_number(total):
+        shown = repr(total) if len(repr(total)) < 60 else f"a {type(total).__name__}"
+        at.fail(f"logs {shown}; need one number", A_TEXT if isinstance(total, str) else ONE_NUMBER)
+    TOTAL(at)
 
 
 TOTAL = Numbers(
     _as_number,
-    _times(_sum),
+    lambda at: torch.tensor(nan).double() if at.label == A_NAN else _times(_sum)(at),
+    rtol=ROUNDING,
     predicates=(
         (lambda _at, got, _item: got is None, RETURNS_NOTHING),
         (lambda at, _got, _item: not at.seen.calls, NOTHING_CAME),
+        (lambda at, _got, _item: at.label == A_NAN, HIDDEN),
     ),
     causes=(
         (BEFORE_THE_SUM, _times(lambda _at: 1.0)),
         (SUMMED_TWICE, _times(lambda at: _sum(at) * at.world_size)),
         (THE_MEAN, _times(lambda at: _sum(at) / at.world_size)),
     ),
+    otherwise=((_rounded, ROUNDED),),
     look=Cause("Rank 0 calls log once, with the sum."),
 )
 
@@ -109,10 +155,19 @@ REPORT = Exercise(
     title="one report of what all ranks have",
     check=OnRanks(
         observe_on_rank=_report,
-        trouble=(("hang", "", SOME_RANKS), ("mismatch", "", OTHER_CALL)),
+        trouble=(
+            ("hang", "", SOME_RANKS),
+            ("mismatch", "", OTHER_CALL),
+            ("raised", "NaN to integer", ROUNDED),
+        ),
         expect=(
             Demand(lambda at: not at.seen.never_waited, "goes on before its call ends", NOT_WAITED),
             _logged(lambda rank, times: rank == 0 or not times, ONLY_RANK_0),
+            Demand(
+                lambda at: at.rank > 0 or at.label != A_NAN or bool(at.seen.totals),
+                "called log 0 times; need 1",
+                HIDDEN,
+            ),
             _logged(lambda rank, times: rank > 0 or times > 0, SILENT),
             _logged(lambda rank, times: rank > 0 or times == 1, LOG_ONCE),
             _on_rank_0,
@@ -140,6 +195,15 @@ REPORT = Exercise(
         Edit(IF_0, "if rank == dist.get_world_size() - 1:", SILENT),
         Edit("log(loss.item())", "log(loss.item())\nlog(loss.item())", LOG_ONCE),
         Edit("loss.item()", "loss.item() / dist.get_world_size()", THE_MEAN),
+        Edit("loss.item()", "round(loss.item(), 2)", ROUNDED),
+        Edit("loss.item()", "int(loss.item())", ROUNDED),
+        Edit("loss.item()", "float(f'{loss.item():.6f}')", ROUNDED),
+        Edit("loss.item()", "str(loss.item())", A_TEXT),
+        Edit("loss.item()", "[loss.item()]", ONE_NUMBER),
+        Edit(CALL, f"loss = loss.nan_to_num()\n{CALL}", HIDDEN),
+        Edit(IF_0, "if rank == 0 and loss == loss:", HIDDEN),
+        Edit(CALL, f"if loss == loss:\n    {CALL}", SOME_RANKS),
+        Edit(CALL, "dist.reduce(loss, 0, async_op=True)", NOT_WAITED),
         Edit(
             CALL, "total = dist.all_reduce(loss)", RETURNS_NOTHING, also=(("loss.item()", "total"),)
         ),

@@ -1,6 +1,8 @@
 """Exercise 4 of 00_ranks: pass a message to the right without a deadlock."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -9,32 +11,47 @@ from torch import Tensor
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import (
+    DIGITS_LOST,
     Demand,
     Numbers,
     OnlyKinds,
     Traffic,
     Untouched,
 )
-from course_lib.checks.on_ranks import At, Observed, OnRanks, Trouble, watch
+from course_lib.checks.on_ranks import At, OnRanks, Trouble
+from course_lib.checks.ranks.parts import ELSEWHERE, KEEPS, STILL_THERE, Returned, watch_in_turn
 
+FIRST, SECOND = "3 numbers", "3 other numbers"
+OTHER_CIRCLE = "another circle of ranks"
 INPUTS = {
-    "3 numbers": torch.ones(3),
-    "a matrix of float64": torch.tensor([[1.5, 2.0], [2.5, 3.0]]).double(),
+    FIRST: torch.ones(3),
+    SECOND: torch.tensor([2.0, 3.0, 5.0]),
+    "a matrix of float64": torch.tensor([[1.5, 2.0], [0.1234567, 3.0]]).double() / 3,
     "1 integer": torch.tensor([2]),
+    OTHER_CIRCLE: torch.tensor([3.0]),
 }
+CIRCLES = (0, 1, 2, 3), (1, 0, 2, 3)  # ranks from left to right; the second in OTHER_CIRCLE
 
 ALL_SEND = Cause("Everybody is in a send, and a send waits until somebody receives.")
-ALL_RECEIVE = Cause("Everybody is in a recv, and a recv waits until somebody sends.")
+ALL_RECEIVE = Cause(
+    "Everybody is in a recv, and a recv waits until somebody sends: some ranks have to send first, "
+    "and nobody receives twice."
+)
 GONE = Cause(
-    "A rank returned without receiving what another one sends it, or without sending what another "
-    "one waits for: every rank does both."
+    "A rank waits for one that has returned: either that one left out its send or its recv, or "
+    "this one makes one too many. Every rank sends once and receives once."
+)
+NOTHING_CAME = Cause(
+    "Nothing can come from the left without a receive: make a tensor with torch.empty_like(x), and "
+    "receive from `left` into it."
 )
 WRONG_PARTNER = Cause("A rank has the wrong partner: send to `right`, receive from `left`.")
 FOLLOW = Cause("Follow the arrows: each rank's call needs its partner's call at the same time.")
 TWO_NEIGHBORS = Cause("Every rank has two neighbours, `left` and `right`, also in a world of 3.")
 P2P_ONLY = Cause("Use send and recv, or isend and irecv.")
 ANOTHER_SIZE = Cause(
-    "The tensors sent and received differ in size or dtype: use torch.empty_like(x)."
+    "The tensors sent and received differ in size or dtype: use torch.empty_like(x). If that "
+    "is what you use, a rank has sent or received once too often, and meets the next call."
 )
 KEEP_SENDING = Cause(
     "isend gives a handle: keep it, and call wait() on it before you return, or the message may be "
@@ -46,6 +63,10 @@ KEEP_RECEIVING = Cause(
 )
 OVERWRITTEN = Cause("Receive into a tensor of its own: torch.empty_like(x).")
 OWN = Cause("That is its own x: return the tensor that was received into.")
+FROM_RANK = Cause(
+    "That is from rank - 1, which stands elsewhere in this circle: use `left` and `right`, and do "
+    "not compute the neighbours from `rank`."
+)
 FROM_THE_RIGHT = Cause("That is the right neighbour's: send to `right`, receive from `left`.")
 THE_SENDER = Cause(
     "That is a rank: dist.recv returns who sent. Return the tensor it received into."
@@ -57,18 +78,60 @@ NOBODY_SENT = Cause(
 ONE_MESSAGE = Cause("One message is enough: each rank sends its x once, and nothing else.")
 
 
-def _pass_on(rank: int, answer: Callable[..., Tensor]) -> dict[str, Observed]:
+@dataclass
+class Passed(Returned):
+    """Observation of one call, and how many receives it started, ended or not."""
+
+    receives: int = 0
+
+
+def _neighbor(circle: Sequence[int], rank: int, step: int, p: int) -> int:
+    """Return the rank that is so many steps further to the right, in a circle of p ranks."""
+    ranks = [each for each in circle if each < p]
+    return ranks[(ranks.index(rank) + step) % p]
+
+
+def _circle(label: str) -> Sequence[int]:
+    return CIRCLES[label == OTHER_CIRCLE]
+
+
+def _pass_on(rank: int, answer: Callable[..., Tensor]) -> dict[str, Passed]:
     p = dist.get_world_size()
-    return {
-        label: watch(answer, x, rank, (rank - 1) % p, (rank + 1) % p, x=x)
+    call_board = cast(Any, dist.group.WORLD).tracer.call_board
+    started = list[int]()
+
+    def counted(*given: Any) -> Any:
+        before = sum(post.kind == "recv" for post in call_board.history(rank))
+        result = answer(*given)
+        started.append(sum(post.kind == "recv" for post in call_board.history(rank)) - before)
+        return result
+
+    arguments = {
+        label: (one * 10**rank, rank, *(_neighbor(_circle(label), rank, s, p) for s in (-1, 1)))
         for label, one in INPUTS.items()
-        for x in [one * 10**rank]
+    }
+    seen = watch_in_turn(counted, arguments)
+    return {
+        label: Passed(**vars(one), receives=count)
+        for (label, one), count in zip(seen.items(), started, strict=True)
     }
 
 
 def _of(step: int) -> Callable[[At], Tensor]:
     """Return the x of the rank that is so many steps further to the right."""
-    return lambda at: INPUTS[at.label] * 10 ** ((at.rank + step) % at.world_size)
+    return lambda at: (
+        INPUTS[at.label] * 10 ** _neighbor(_circle(at.label), at.rank, step, at.world_size)
+    )
+
+
+def _of_rank_before(at: At) -> Tensor | str:
+    in_other = at.label == OTHER_CIRCLE
+    return INPUTS[at.label] * 10 ** ((at.rank - 1) % at.world_size) if in_other else ELSEWHERE
+
+
+def _of_the_first_call(at: At) -> Tensor | str:
+    first = At(at.run, at.rank, FIRST)
+    return _of(-1)(first) if at.label == SECOND else ELSEWHERE
 
 
 def _nobodys(at: At, got: Tensor, _item: None) -> bool:
@@ -93,11 +156,15 @@ def _waits_for_one_that_returned(trouble: Trouble) -> bool:
 
 
 def _wrong_partner(trouble: Trouble) -> bool:
-    """Return whether a rank sends to another one than its right, or receives from another one."""
+    """Return whether no circle has all these sends go right and receives come from left."""
     step, p = {"send": 1, "recv": -1}, len(trouble.waits) + len(trouble.returned)
-    return any(
-        wait.kind in step and tuple(wait.waits_for) != ((wait.rank + step[wait.kind]) % p,)
-        for wait in trouble.waits
+    return all(
+        any(
+            wait.kind in step
+            and tuple(wait.waits_for) != (_neighbor(circle, wait.rank, step[wait.kind], p),)
+            for wait in trouble.waits
+        )
+        for circle in CIRCLES
     )
 
 
@@ -119,6 +186,28 @@ def _returns_too_early(x: Tensor, rank: int, left: int, right: int) -> Tensor:
     if sending:
         sending.wait()
     return received if receiving else x
+
+
+def _receives_nothing(x: Tensor, rank: int, left: int, right: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keeps_a_buffer(x: Tensor, rank: int, left: int, right: int) -> Tensor:
+    received = _buffers.setdefault((x.shape, x.dtype), torch.empty_like(x))
+    sending = dist.isend(x, right)
+    dist.recv(received, left)
+    if sending:
+        sending.wait()
+    return received
+
+
+def _sends_float32(x: Tensor, rank: int, left: int, right: int) -> Tensor:
+    received = torch.empty(x.shape)
+    sending = dist.isend(x.float(), right)
+    dist.recv(received, left)
+    if sending:
+        sending.wait()
+    return received.to(x.dtype)
 
 
 def _returns_the_sender(x: Tensor, rank: int, left: int, right: int) -> int | None:
@@ -159,6 +248,9 @@ def _there_and_back(x: Tensor, rank: int, left: int, right: int) -> Tensor:
     return received
 
 
+_buffers: dict[Any, Tensor] = {}
+AGAIN = "if rank == 0:\n    dist.recv(received, left)\n"
+COMPUTED = "p = dist.get_world_size()\nleft, right = (rank - 1) % p, (rank + 1) % p\n"
 EVEN = "rank % 2 == 0"
 SEND_FIRST = f"{EVEN}:\n        dist.send(x, "
 
@@ -183,6 +275,7 @@ RING = Exercise(
         expect=(
             OnlyKinds(("send", "recv"), P2P_ONLY),
             Untouched(OVERWRITTEN),
+            Demand(lambda at: at.seen.receives > 0, "calls neither recv nor irecv", NOTHING_CAME),
             Demand(
                 _has_ended("recv"),
                 "returns without knowing whether its message has come",
@@ -192,7 +285,12 @@ RING = Exercise(
                 "value",
                 _of(-1),
                 predicates=((lambda _at, got, _item: isinstance(got, int), THE_SENDER),),
-                causes=((OWN, _of(0)), (FROM_THE_RIGHT, _of(1))),
+                causes=(
+                    (KEEPS, _of_the_first_call),
+                    (OWN, _of(0)),
+                    (FROM_RANK, _of_rank_before),
+                    (FROM_THE_RIGHT, _of(1)),
+                ),
                 otherwise=((_nobodys, NOBODY_SENT),),
                 look=Cause("Who sent this number?"),
             ),
@@ -202,6 +300,7 @@ RING = Exercise(
                 "returns without knowing whether its message has left",
                 KEEP_SENDING,
             ),
+            STILL_THERE,
         ),
         success="The left neighbour's message on 2, 3 and 4 ranks, one message sent by each.",
     ),
@@ -221,6 +320,17 @@ RING = Exercise(
         Edit("received = ", "if rank == 0:\n    return x\nreceived = ", GONE),
         Edit("received = ", "if rank == 1:\n    return x\nreceived = ", GONE),
         Edit(f"{SEND_FIRST}right", f"{SEND_FIRST}left", WRONG_PARTNER),
+        Edit("received = ", f"{COMPUTED}received = ", FROM_RANK),
+        Edit(
+            "received = ",
+            "left = (rank - 1) % dist.get_world_size()\nreceived = ",
+            WRONG_PARTNER,
+        ),
+        Edit("return received", "dist.recv(received, left)\nreturn received", ALL_RECEIVE),
+        Edit("return received", f"{AGAIN}return received", ANOTHER_SIZE),
+        Own(_sends_float32, DIGITS_LOST),
+        Own(_receives_nothing, NOTHING_CAME),
+        Own(_keeps_a_buffer, KEEPS),
         Own(_drops_the_handle, KEEP_SENDING),
         Own(_never_waits, KEEP_SENDING),
         Own(_gathers, P2P_ONLY),

@@ -1,9 +1,12 @@
 """Exercise 2 of 00_ranks: one rank after another.
 
-Nothing is timed. A rank may begin when a chain of calls has told it that the one before has ended:
-what a rank knew when it entered a call, the others know when they leave that call.
+No duration is judged. A rank may begin when a chain of calls has told it that the one before has
+ended: what a rank knew when it entered a call, the others know when they leave that call. In a
+thread of its own, say() takes so long that a rank which does not wait for it goes on.
 """
 
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from course_lib.checks.ddp.parts import watched_handles
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
 from course_lib.checks.expect import on_ranks
@@ -19,6 +23,7 @@ from course_lib.checks.on_ranks import At, OnRanks, Run, calls_of
 from course_lib.core import Event
 from course_lib.ranks import record, span
 
+IN_THREAD_S = 0.02
 STUCK = Cause("A rank waits for a turn that nobody ends. Every rank has to come to every barrier.")
 SPEAK_ONCE = Cause("Speak once, in your own turn.")
 NOBODY_WAITS = Cause(
@@ -32,24 +37,48 @@ ONE_BARRIER = Cause(
 )
 ITS_TURN = Cause("In turn t only rank t speaks; the others wait until it has ended.")
 TOO_MANY = Cause("Count the turns: world_size of them, with one barrier each.")
+NOT_WAITED = Cause(
+    "async_op=True gives a handle: all ranks have come when its wait() returns, not before."
+)
+IN_A_THREAD = Cause(
+    "A thread speaks, and the rank goes on before that has ended. Call say() itself: when it "
+    "returns, the turn has ended."
+)
 
 
 @dataclass
 class Turn:
-    """Actions of one rank: each time it spoke, and its calls."""
+    """Actions of one rank: each time it spoke, its calls, and whether it spoke in a thread.
+
+    `open` says whether it returned before say() did, `never_waited` is the number of its barriers
+    that were never waited for.
+    """
 
     spoke: list[Event]
     calls: list[Event]
+    in_thread: bool
+    open: bool
+    never_waited: int
 
 
 def _take_turns(rank: int, answer: Callable[..., Any]) -> dict[str, Turn]:
+    own, before = threading.current_thread(), set(threading.enumerate())
+    threads = set[threading.Thread]()
+
     def say() -> None:
         with span("compute"):
-            pass
+            if threading.current_thread() is not own:
+                threads.add(threading.current_thread())
+                time.sleep(IN_THREAD_S)
 
-    with record() as log:
+    with record() as log, watched_handles("barrier") as open_ones:
         answer(rank, dist.get_world_size(), say)
-    return {"": Turn([e for e in log.events if e.kind == "compute"], calls_of(log.events))}
+        returned_s = time.perf_counter()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(timeout=1.0)  # the one of a pool does not end
+    spoke = [e for e in log.events if e.kind == "compute"]
+    is_open = any(event.end_s > returned_s for event in spoke)
+    return {"": Turn(spoke, calls_of(log.events), bool(threads), is_open, len(open_ones))}
 
 
 def _meetings(run: Run) -> list[dict[int, Event]]:
@@ -97,10 +126,14 @@ def _one_after_another(at: At) -> None:
     for other in at.everyone:
         if len(other.seen.spoke) != 1:
             other.fail(f"calls say() {len(other.seen.spoke)} times; need once", SPEAK_ONCE)
+        if other.seen.never_waited:
+            other.fail("goes on before its barrier ends", NOT_WAITED)
+        if other.seen.open:
+            other.fail("returns before its say() has ended", IN_A_THREAD)
     heard, where = _heard(at.run), on_ranks(at.world_size)
     for rank in range(1, at.world_size):
         if rank - 1 not in heard[rank]:
-            says = f"{where}, rank {rank} speaks before it can know that rank {rank - 1} has spoken"
+            says = f"{where}, rank {rank} speaks before it can know that rank {rank - 1} has ended"
             raise failed(says, _why(at, heard))
     most = max(len(other.seen.calls) for other in at.everyone)
     if most > at.world_size:
@@ -112,6 +145,8 @@ def _why(at: At, heard: list[set[int]]) -> Cause:
     kinds = [[call.kind for call in other.seen.calls] for other in at.everyone]
     if not any(kinds):
         return NOBODY_WAITS
+    if any(other.seen.in_thread for other in at.everyone):
+        return IN_A_THREAD
     if all(rank + 1 in heard[rank] for rank in range(at.world_size - 1)):
         return TURNED_ROUND
     return ONE_BARRIER if all(mine == ["barrier"] for mine in kinds) else ITS_TURN
@@ -130,6 +165,7 @@ TURNS = Exercise(
     ),
     wrong=(
         Edit("dist.barrier()", "pass", NOBODY_WAITS),
+        Edit("dist.barrier()", "dist.barrier(async_op=True)", NOT_WAITED),
         Edit(
             "dist.barrier()",
             "pass",
@@ -151,5 +187,10 @@ TURNS = Exercise(
         Edit("turn == rank", "True", SPEAK_ONCE),
         Edit("turn == rank", "turn == 0", ITS_TURN),
         Edit("range(world_size)", "range(4)", TOO_MANY),
+        Edit(
+            "    say()",
+            "    from threading import Thread\nThread(target=say).start()",
+            IN_A_THREAD,
+        ),
     ),
 )
