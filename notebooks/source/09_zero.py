@@ -165,9 +165,9 @@ check("zero-1", pieces_of)
 # ### Exercise 2: step your own shard
 #
 # Gradients are means already: only read them. `make_optimizer([tensor])` gives an optimizer for a
-# tensor; `dist.all_gather_single(flat, shard)` puts all ranks' shards together. Budget: one
-# all-gather a step; a rank keeps its shard, its gradient and its state, all in the parameters'
-# dtype. About 8 lines, 15 minutes.
+# tensor; `dist.all_gather_single(flat, shard)` puts all ranks' shards together. Several of these
+# objects may be alive at once. Budget: one all-gather a step; a rank keeps its shard, its gradient
+# and its state, all in the parameters' dtype. About 8 lines, 15 minutes.
 #
 # <details><summary>Hint: nothing changes</summary>
 # <code>param = view</code> gives a name to another tensor. <code>param.copy_(view)</code> writes.
@@ -322,8 +322,8 @@ show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets co
 #
 # `whole(shard, layout)` gathers `weight` and `bias`. Write forward and backward; both only read
 # what they get. Budget: one gather forward; one gather and one reduce-scatter backward. In between,
-# `x` and the shard are alive, afterwards the two gradients: nothing whole. About 9 lines, 20
-# minutes.
+# `x` and the shard are alive, afterwards the two gradients: nothing whole. Several layers may be
+# alive at once; `x` may be transposed, or without tokens on one rank. About 9 lines, 20 minutes.
 #
 # <details><summary>Hint: never freed</summary>
 # What <code>ctx</code> keeps, lives. Save <code>x</code> and <code>shard</code>, and gather again.

@@ -398,7 +398,7 @@ fsdp_explorer()
 # ### Exercise 4: bf16 to compute, fp32 to keep
 #
 # `shard` is an fp32 parameter. `gather()` returns all parameters in bf16; `reduce(grads)` takes
-# bf16 gradients of this rank, and leaves their fp32 mean over the ranks in `shard.grad`. Budget: 2
+# bf16 gradients of this rank, and sets `shard.grad` to their fp32 mean over the ranks. Budget: 2
 # bytes a number to gather, 4 to reduce. Besides the shard, only these 2 bytes a number are alive
 # after `gather()`, and only `shard.grad` after `reduce()`. About 8 lines.
 #

@@ -3,11 +3,13 @@
 The planted mistakes are in `mixed_answers.py`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
@@ -27,11 +29,18 @@ from course_lib.zero.flat_layout import FlatLayout
 SHAPES = ((2, 3), (1,), (2, 2))  # 11 numbers
 NUMEL = 11
 SMALL_STEP = 2.0**-12  # an update that bf16 cannot show: it keeps 8 bits
+NUM_STEPS = 3  # in the second one another unit is used, too; in the third one there is a nan
+APART = 100.0  # of the other unit's numbers
+BEFORE = 1.0  # what shard.grad is before the second reduce()
 MOST_ROUNDING = 0.02  # of a gradient: more than bf16 can be the cause of
 KEEPS = {
     "gather()": "2 bytes a number: who keeps an fp32 copy, a list, a buffer, a view of one?",
     "reduce()": "Only shard.grad is left: who keeps the flat gradient, or a view of it?",
 }
+SHARED = (
+    "That belongs to another unit, alive at the same time: what a unit keeps or returns is its "
+    "own, in self, not in the class and not in a buffer that units share."
+)
 RAISED = (
     "A flat tensor is as long as layout.padded_numel, and layout.flatten makes it; shard.grad is "
     "as long as the shard, and in fp32."
@@ -40,7 +49,7 @@ RAISED = (
 
 @dataclass
 class Used:
-    """The results of one rank: at first, and after a small step of the shard."""
+    """The results of one rank: at first, and after each small step of the shard."""
 
     params: list[Any]
     shards: list[Tensor]
@@ -65,6 +74,8 @@ def _row(step: int = 0) -> Tensor:
 def _grads(rank: int, number: int) -> list[Tensor]:
     """Return gradients in bf16 whose sum bf16 does not have."""
     flat = (torch.arange(1, NUMEL + 1) * 1.7 + number) * (1.0 if rank == 0 else 0.0071 * rank)
+    if number == NUM_STEPS - 1 and rank == 0:
+        flat[0] = math.nan
     parts = flat.bfloat16().split([torch.Size(shape).numel() for shape in SHAPES])
     return [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
 
@@ -78,44 +89,60 @@ def _use(rank: int, answer: Callable[..., Any], p: int) -> Used:
     shard = nn.Parameter(shard_of(_row(), rank, p))
     used = Used([], [], [], [], [], [], [])
     with only_new():
-        _watch(rank, p, answer(shard, layout), shard, used)
+        unit = answer(shard, layout)
+        for number in range(NUM_STEPS):
+            with_other = number == 1
+            beside = nn.Parameter(shard.detach() + APART) if with_other else None
+            other = answer(beside, layout) if with_other else None
+            _step(rank, number, (unit, shard), (other, beside), used)
+            unit.gather()  # nobody computes with it before the shard changes
+            shard.data.add_(SMALL_STEP + 0.5)
     return used
 
 
-def _watch(rank: int, p: int, unit: Any, shard: nn.Parameter, used: Used) -> None:
-    n = shard_numel(NUMEL, p)
-    for number in range(2):
-        with record() as gather, not_followed(f"rank {rank} of {p}"):
-            params = unit.gather()
-        used.gathered_bytes.append(alive_bytes(shard, *used.tensors, enough=2 * n * p))
-        copies = isinstance(params, list | tuple)
-        used.params.append([one.detach().clone() for one in params] if copies else params)
-        del params
-        with record() as reduce:
-            unit.reduce(_grads(rank, number))
-        used.left_bytes.append(alive_bytes(shard, *used.tensors, enough=4 * n))
-        used.gathers.append(calls_in(gather.events))
-        used.reduces.append(calls_in(reduce.events))
-        used.shards.append(shard.detach().clone())
-        grad = shard.grad
-        used.grads.append(grad.clone() if isinstance(grad, Tensor) else grad)
-        shard.grad = grad = None
-        shard.data.add_(SMALL_STEP + 0.5)
+def _step(
+    rank: int, number: int, mine: tuple[Any, Tensor], others: tuple[Any, Any], used: Used
+) -> None:
+    """Gather and reduce; then do it with the other unit, if there is one, and look at the first."""
+    (unit, shard), (other, beside) = mine, others
+    known = [shard, *used.tensors, *([] if beside is None else [beside])]
+    p, n = dist.get_world_size(), shard.numel()
+    with record() as gather, not_followed(f"rank {rank} of {p}"):
+        params = unit.gather()
+    used.gathered_bytes.append(alive_bytes(*known, enough=2 * n * p))
+    gathered = other and other.gather()
+    copies = isinstance(params, list | tuple)
+    used.params.append([one.detach().clone() for one in params] if copies else params)
+    del params, gathered
+    if other:
+        shard.grad = torch.full_like(shard, BEFORE)
+    with record() as reduce:
+        unit.reduce(_grads(rank, number))
+    used.left_bytes.append(alive_bytes(*known, *used.tensors, enough=4 * n))
+    if other:
+        other.reduce(_grads(rank, number + 1))
+        beside.grad = None
+    used.gathers.append(calls_in(gather.events))
+    used.reduces.append(calls_in(reduce.events))
+    used.shards.append(shard.detach().clone())
+    grad = shard.grad
+    used.grads.append(grad.clone() if isinstance(grad, Tensor) else grad)
+    shard.grad = None
 
 
 def check_mixed(answer: Callable[..., Any]) -> str:
-    """Check 1 to 3 ranks, before and after a small step: values, dtypes, bytes of both messages."""
+    """Check 1 to 3 ranks, before and after small steps: values, dtypes, bytes of both messages."""
     for p in WORLD_SIZES:
         with Ranks(p) as ranks:
             for rank, used in enumerate(run(ranks, _use, answer, p, on={"raised": RAISED})):
-                for number in range(2):
+                for number in range(NUM_STEPS):
                     _judge(used, number, rank, p)
                 _expect_alive(used, rank, p)
     return "Half the bytes to gather; fp32 to add up, and a master that keeps its small steps."
 
 
 def _judge(used: Used, number: int, rank: int, p: int) -> None:
-    where = f"rank {rank} of {p}{', after a step' * number}"
+    where = f"rank {rank} of {p}{', after a step' * (number > 0)}"
     n = shard_numel(NUMEL, p) * p
     _expect_params(used, number, where)
     says = "Convert first, then send: 2 bytes a number."
@@ -128,7 +155,7 @@ def _judge(used: Used, number: int, rank: int, p: int) -> None:
     if not _near(grad, mean):
         raise CheckFailed(
             f"{where}, the gradient of the shard: {_off(grad, mean)} "
-            f"{_why(grad, mean, rows, rank, p)}"
+            f"{_why_here(grad, mean, number, rank, p) or _why(grad, mean, rows, rank, p)}"
         )
     says = "Convert to fp32 before it is sent, then one reduce_scatter leaves a shard of the sum."
     expect_calls(f"{where}, reduce()", used.reduces[number], [("reduce_scatter", 4 * n)], says)
@@ -155,9 +182,11 @@ def _expect_params(used: Used, number: int, where: str) -> None:
         )
     rows = [(_row() + step * (SMALL_STEP + 0.5)).bfloat16() for step in range(number + 1)]
     flat = torch.cat([param.flatten() for param in params])
+    if number == 1 and torch.equal(flat, (_row(1) + APART).bfloat16()):
+        raise CheckFailed(f"{where}, the parameters of gather(): {SHARED}")
     if flat.dtype != torch.bfloat16:
         raise CheckFailed(f"{where}: gather() gives {flat.dtype}; the unit computes in bfloat16.")
-    if number and torch.equal(flat, rows[0]):
+    if any(torch.equal(flat, row) for row in rows[:-1]):
         raise CheckFailed(f"{where}: gather() gives what the shard was; send it as it is now.")
     if [tuple(param.shape) for param in params] != list(SHAPES) or not torch.equal(flat, rows[-1]):
         raise CheckFailed(
@@ -170,7 +199,7 @@ def _near(got: Any, wanted: Tensor) -> bool:
     """Return whether they are equal up to the rounding of fp32 sums in another order."""
     if not isinstance(got, Tensor) or got.shape != wanted.shape or got.dtype != torch.float32:
         return False
-    return torch.allclose(got, wanted, rtol=1e-6, atol=1e-7)
+    return torch.allclose(got, wanted, rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
 def _off(grad: Any, mean: Tensor) -> str:
@@ -183,6 +212,18 @@ def _off(grad: Any, mean: Tensor) -> str:
 
 def _error(grad: Tensor, mean: Tensor) -> float:
     return ((grad - mean).norm() / mean.norm()).item() if mean.norm() else 0.0
+
+
+def _why_here(grad: Any, mean: Tensor, number: int, rank: int, p: int) -> str:
+    """Return the cause of what is wrong in one of the steps only, or an empty text."""
+    others = torch.stack([_flat_grads(one, number + 1) for one in range(p)]).sum(0) / p
+    if number == 1 and _near(grad, shard_of(others, rank, p)):
+        return SHARED
+    if number == 1 and _near(grad, mean + BEFORE):
+        return "Something was in shard.grad before: set it to the new mean, do not add to it."
+    if isinstance(grad, Tensor) and mean.isnan().any() and not grad.isnan().any():
+        return "A nan has to stay one: who replaces it hides that the training has broken."
+    return ""
 
 
 def _why(grad: Any, mean: Tensor, rows: list[Tensor], rank: int, p: int) -> str:

@@ -175,6 +175,53 @@ class _KeepsFlatGradient(Mixed):
         return mean.div_(dist.get_world_size())
 
 
+class _CachedUntilReduce(Mixed):
+    views: list[Tensor] | None = None
+
+    def gather(self) -> list[Tensor]:
+        self.views = self.views or super().gather()
+        return self.views
+
+    def reduce(self, grads: Sequence[Tensor]) -> None:
+        self.views = None
+        super().reduce(grads)
+
+
+class _SharedBuffer(Mixed):
+    buffer: Tensor
+
+    def gather(self) -> list[Tensor]:
+        buffer = vars(type(self)).get("buffer")
+        if buffer is None:
+            buffer = self.shard.new_empty(self.layout.padded_numel, dtype=torch.bfloat16)
+            _SharedBuffer.buffer = buffer
+        buffer.untyped_storage().resize_(2 * self.layout.padded_numel)
+        dist.all_gather_single(buffer, self.shard.detach().bfloat16())
+        return self.layout.views(buffer)
+
+    def reduce(self, grads: Sequence[Tensor]) -> None:
+        super().reduce(grads)
+        _SharedBuffer.buffer.untyped_storage().resize_(0)
+
+
+class _SharedGradient(Mixed):
+    kept: Tensor
+
+    def keep(self, mean: Tensor) -> None:
+        _SharedGradient.kept = vars(_SharedGradient).get("kept", mean)
+        self.shard.grad = _SharedGradient.kept.copy_(mean)
+
+
+class _Adds(Mixed):
+    def keep(self, mean: Tensor) -> None:
+        self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
+
+
+class _HidesNan(Mixed):
+    def row(self, grads: Sequence[Tensor]) -> Tensor:
+        return super().row(grads).nan_to_num()
+
+
 class _Lost(Mixed):
     def keep(self, mean: Tensor) -> None:
         self.grad = mean
@@ -201,6 +248,11 @@ WRONG: tuple[tuple[str, type[Mixed], str], ...] = (
     ("the flat tensor itself", _TheRow, "return layout.views(flat)"),
     ("fp32 parameters kept", _KeepsFp32, "who keeps an fp32 copy"),
     ("a view of the flat gradient", _KeepsFlatGradient, "or a view of it"),
+    ("kept until reduce", _CachedUntilReduce, "as it is now"),
+    ("a buffer of all units", _SharedBuffer, "another unit"),
+    ("a gradient of all units", _SharedGradient, "another unit"),
+    ("adds to the gradient", _Adds, "do not add"),
+    ("hides a nan", _HidesNan, "A nan has to stay"),
     ("gradient lost", _Lost, "self.shard.grad"),
 )
 

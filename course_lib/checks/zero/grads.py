@@ -6,6 +6,7 @@ sent at once if its call starts before the hook that filled it ends.
 
 from collections.abc import Callable
 from operator import truediv
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,15 @@ from torch import Tensor
 from course_lib.checks.ddp.parts import Bag, digits
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expect import difference
 from course_lib.checks.expectations import Bytes, Calls, Demand, Numbers
 from course_lib.checks.on_ranks import At, OnRanks
 from course_lib.checks.zero.grads_train import (
     BUCKETS,
     FULL,
     NUMELS,
+    OTHER_BUCKETS_OF,
+    OTHER_SIZES,
     ROUNDS,
     SIZES,
     scale,
@@ -27,6 +31,7 @@ from course_lib.checks.zero.grads_train import (
 )
 from course_lib.checks.zero.parts import (
     ALL_WAITED,
+    BESIDE,
     DTYPE,
     LENGTHS,
     NOT_A_NAN,
@@ -34,6 +39,7 @@ from course_lib.checks.zero.parts import (
     OF_THE_CLASS,
     ROUNDED,
     ROUNDING,
+    UNEQUAL,
     WRONG_BUFFER,
     flat,
     lost_nan,
@@ -96,6 +102,12 @@ REFERENCED = Cause(
 )
 
 
+def _runs(p: int) -> list[dict[str, Any]]:
+    """Return the runs on p ranks: three ranks are enough for a second object."""
+    runs = [(torch.float64, False), (torch.float64, True), (torch.bfloat16, False)]
+    return [{"dtype": dtype, "beside": two} for dtype, two in runs if p == 3 or not two]
+
+
 def _times(
     factor: Callable[[At], float], owner: Callable[[At], int] = lambda at: at.rank
 ) -> Callable[[At], list[Tensor]]:
@@ -148,6 +160,17 @@ def _is_padding(at: At, got: Tensor, n: int) -> bool:
     return kept < numel and torch.allclose(got[:kept], _right(at)[n][:kept])
 
 
+def _beside_is_right(at: At) -> bool:
+    """Return whether the shards of the other object, if there is one, have all of its passes."""
+    if not at.options["beside"]:
+        return True
+    got, module, times = at.seen.beside, Bag(OTHER_SIZES), at.number + 1
+    rows = [flat([module.slope(i) for i in bucket]) * times for bucket in OTHER_BUCKETS_OF]
+    need = [shard_of(row, at.rank, at.world_size) for row in rows]
+    is_list = isinstance(got, list) and len(got) == len(need)
+    return is_list and not any(difference(*two, 1e-12)[0] for two in zip(got, need, strict=True))
+
+
 def _is_early(at: At) -> bool:
     return any(start_s < filled_s for start_s, (filled_s, _) in _pairs(at))
 
@@ -172,9 +195,9 @@ GRADS = Exercise(
     title="shards of gradients",
     check=OnRanks(
         observe_on_rank=train,
-        runs=lambda _p: [{"dtype": torch.float64}, {"dtype": torch.bfloat16}],
+        runs=_runs,
         trouble=(
-            ("raised", "size of tensor a", OF_THE_CLASS),
+            ("raised", BESIDE, OF_THE_CLASS),
             ("raised", r"for \+|NoneType.*'(add_|copy_)'", FIRST),
             ("raised", "NoneType.*'(shape|detach|flatten|reshape)'", EARLY),
             *WRONG_BUFFER,
@@ -196,6 +219,7 @@ GRADS = Exercise(
                 shape=LENGTH,
                 dtype=DTYPE,
                 predicates=(
+                    (lambda at, *_: at.options["beside"], OF_THE_CLASS),
                     (lambda at, got, _n: got is None and not at.seen.calls, AT_ONCE),
                     (lambda _at, got, _n: got is None, LOST),
                     (lambda at, _got, _n: any(map(_is_early, at.everyone)), EARLY),
@@ -219,6 +243,7 @@ GRADS = Exercise(
                 ),
                 look=FLATTEN,
             ),
+            Demand(_beside_is_right, "the shards of the other one are wrong", OF_THE_CLASS),
             Demand(
                 lambda at: all(start <= end for start, (_, end) in _pairs(at)),
                 "a bucket is full, and backward goes on before it is sent",
@@ -283,6 +308,7 @@ GRADS = Exercise(
         ),
         Edit(ADDS, "(self.shards[n] + shard) / dist.get_world_size()", SUM_DIVIDED),
         Edit(ADDS, f"({ADDS}) / 2", HALVED),
+        Edit(ADDS, "self.shards[n] + flat / dist.get_world_size()", UNEQUAL),
         Edit(SENDS, "shard = flat[layout.shard_slice(dist.get_rank())].clone()", OWN),
         Edit(SENDS, f"{SENDS}\nfor _ in bucket[1:]:\n    {SENDS}", ONE_EACH),
         Edit(CLEARS, "pass", EARLY),

@@ -14,10 +14,12 @@ from torch import Tensor
 from course_lib.checks.ddp.parts import Bag
 from course_lib.checks.on_ranks import calls_of, copied
 from course_lib.checks.zero.parts import (
+    BESIDE,
     alive_bytes,
     named,
     only_new,
     shard_numel,
+    telling,
     unwaited_calls,
 )
 from course_lib.core import Event
@@ -42,6 +44,7 @@ class Backward:
     filled_s: list[tuple[float, float]]
     num_kept: int  # whole gradients that outlive their bucket
     alive_bytes: int
+    beside: Any  # the shards of the other object, if there is one
 
 
 def scale(number: int, rank: int, p: int) -> float:
@@ -80,17 +83,21 @@ class _Watch:
         ]
 
 
-def train(rank: int, answer: Callable[..., Any], dtype: torch.dtype) -> dict[str, Backward]:
-    """Run the backward passes, of another module in between; clear before the third one."""
+def train(
+    rank: int, answer: Callable[..., Any], dtype: torch.dtype, beside: bool
+) -> dict[str, Backward]:
+    """Run the backward passes, of another module in between or not; clear before the third one."""
     p = dist.get_world_size()
     module = Bag(SIZES, order=OTHER_ORDER if rank % 2 else (), odd=True).to(dtype)
-    beside, enough = Bag(OTHER_SIZES).to(dtype), shard_bytes(p, dtype)
+    second, enough = Bag(OTHER_SIZES).to(dtype), shard_bytes(p, dtype)
     watch, passes = _Watch(module), dict[str, Backward]()
-    with only_new():
+    where = f"{named(dtype)}, {BESIDE}" if beside else named(dtype)
+    with telling(where), only_new():
         watch.register(watch.before)
         sharded = answer([[module.weights[i] for i in bucket] for bucket in BUCKETS])
         watch.register(watch.after)
-        other = answer([[beside.weights[i] for i in bucket] for bucket in OTHER_BUCKETS_OF])
+        params = [[second.weights[i] for i in bucket] for bucket in OTHER_BUCKETS_OF]
+        other = answer(params) if beside else None
         for number in range(len(ROUNDS)):
             if number == 2 and isinstance(getattr(sharded, "shards", None), list):
                 sharded.shards[:] = [None] * len(BUCKETS)
@@ -98,21 +105,24 @@ def train(rank: int, answer: Callable[..., Any], dtype: torch.dtype) -> dict[str
             with record() as log, unwaited_calls() as unwaited:
                 module(scale(number + 1, rank, p)).backward()
             whole = sum(module.weights[i].grad is not None for i in module.trained)
-            one = passes[f"{named(dtype)}, backward {number + 1}"] = Backward(
+            one = passes[f"{where}, backward {number + 1}"] = Backward(
                 copied(getattr(sharded, "shards", None)),
                 calls_of(log.events),
                 list(unwaited.values()),
                 watch.filled_s(),
                 max(watch.num_kept, whole),
                 0,
+                None,
             )
             if not whole:
-                shards = [each.shards for each in passes.values()]
+                shards = [each for seen in passes.values() for each in (seen.shards, seen.beside)]
                 shards.append(getattr(other, "shards", None))
                 lists = [each for each in shards if isinstance(each, list)]
                 known = [shard for each in lists for shard in each if shard is not None]
-                one.alive_bytes = alive_bytes(module, beside, *known, enough=enough)
-            beside(1.0).backward()
+                one.alive_bytes = alive_bytes(module, second, *known, enough=enough)
+            if beside:
+                second(1.0).backward()
+                one.beside = copied(getattr(other, "shards", None))
     return passes
 
 

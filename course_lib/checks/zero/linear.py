@@ -1,82 +1,39 @@
 """Exercise 4 of 09_zero: a linear layer whose weights are allocated only while it computes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Bytes, Calls, Demand, Numbers
-from course_lib.checks.on_ranks import At, OnRanks, calls_of, copied
+from course_lib.checks.on_ranks import At, OnRanks
+from course_lib.checks.zero.linear_use import (
+    IDLE,
+    ODD_USES,
+    TRANSPOSED_INPUTS,
+    USES,
+    Use,
+    Whole,
+    use_layer,
+    whole_layer,
+)
 from course_lib.checks.zero.parts import (
     ALL_WAITED,
+    BESIDE,
     DTYPE,
     LENGTHS,
+    NOT_A_NAN,
     NOT_WAITED,
+    OF_THE_CLASS,
     ROUNDING,
     WRONG_BUFFER,
-    alive_bytes,
-    flat,
-    named,
-    only_new,
+    lost_nan,
     shard_of,
     unless_alone,
-    unwaited_calls,
 )
 from course_lib.core import Event
-from course_lib.ranks import record
-from course_lib.zero.flat_layout import FlatLayout
-
-
-@dataclass(frozen=True)
-class Use:
-    """Use of a layer: tokens of `num_in` numbers go through it `times` times."""
-
-    num_in: int
-    num_out: int
-    tokens: int
-    times: int
-    dtype: torch.dtype
-
-    def layer(self) -> nn.Linear:
-        """Return the whole layer, the same on every rank."""
-        layer = nn.Linear(self.num_in, self.num_out)
-        with torch.no_grad():
-            for param in layer.parameters():
-                param.copy_(_numbers(5, *param.shape))
-        return layer.to(self.dtype)
-
-    def layout(self, p: int) -> FlatLayout:
-        """Return the layout of its weight and bias on p ranks."""
-        return FlatLayout(((self.num_out, self.num_in), (self.num_out,)), p)
-
-    def batch(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return x of a rank, and the gradient from above."""
-        x = _numbers(100 + rank, self.tokens, self.num_in)
-        above = _numbers(200 + rank, self.tokens, self.num_out)
-        return x.to(self.dtype).requires_grad_(), above.to(self.dtype)
-
-    def __str__(self) -> str:
-        times = {1: "once", 2: "twice"}[self.times]
-        sizes = f"{self.num_in} to {self.num_out} numbers"
-        return f"a layer of {sizes} in {named(self.dtype)}, used {times}"
-
-
-def _numbers(seed: int, *shape: int) -> Tensor:
-    """Return numbers between 1 and 2, so that no sum cancels and rounding stays small."""
-    return 1 + torch.rand(shape, generator=torch.Generator().manual_seed(seed)).double()
-
-
-USES = (
-    Use(5, 5, 2, 1, torch.float64),  # 30 numbers: uneven on 4 ranks
-    Use(5, 5, 2, 2, torch.float64),
-    Use(2, 5, 3, 1, torch.bfloat16),
-)
 
 INPUT_ORDER = Cause(
     "The gradient for x has another shape than x: backward returns gradients in the order in which "
@@ -115,80 +72,36 @@ VIEW = Cause(
     "The gradient of the shard is a view, and keeps the whole flat gradient that it was cut from."
 )
 READ_ONLY = Cause("backward and forward only read what they get: others may need it.")
+STRIDES = Cause(
+    "The numbers of a transposed tensor do not lie in memory one after the other: use reshape in "
+    "place of view, and no as_strided."
+)
+NO_TOKENS = Cause(
+    "A rank without tokens does what the others do: all sums over its tokens are 0, also in the "
+    "mean over all {p} ranks. Divide by no number of tokens, nor by that of the ranks with tokens."
+)
+EVERY_RANK = Cause(
+    "Not every rank makes the same calls: also without tokens, or with a gradient of 0, a rank has "
+    "a shard that the others need. Make each call on every rank, whatever its numbers are."
+)
+STALE = Cause(
+    "Those are the weights from before the shard was changed, as an optimizer does: gather each "
+    "time, also without autograd, and keep nothing of it."
+)
 
 
-@dataclass
-class Used:
-    """One use of the layer on one rank."""
-
-    out: Any
-    x_grad: Any
-    shard_grad: Any
-    forward: list[Event]
-    backward: list[Event]
-    unwaited: list[str]
-    alive_bytes: int
-    left_bytes: int
-    grad_bytes: int  # that the gradient of the shard keeps
-    changed: bool
+def _runs(p: int) -> list[dict[str, Use]]:
+    """Return the uses on p ranks, a plain one first; three ranks are enough for the odd ones."""
+    first, *more = USES
+    return [{"use": use} for use in (first, *(ODD_USES if p == 3 else ()), *more)]
 
 
-def _use(rank: int, answer: Any, use: Use) -> dict[str, Used]:
-    p = dist.get_world_size()
-    layout, (x, above) = use.layout(p), use.batch(rank)
-    shard = nn.Parameter(shard_of(flat([*use.layer().parameters()]), rank, p))
-    given = [tensor.detach().clone() for tensor in (x, shard, above)]
-    apply = getattr(answer, "apply", answer)
-    with only_new(), unwaited_calls() as unwaited:
-        with record() as forward:
-            out = x
-            for _ in range(use.times):
-                out = apply(out, shard, layout)
-        result = copied(out)
-        results = [result] if isinstance(result, Tensor) else []
-        between = alive_bytes(x, shard, *results, enough=_out_bytes(use))
-        with record() as backward:
-            if isinstance(out, Tensor) and out.requires_grad:
-                out.backward(above)
-        del out
-        x_grad, shard_grad = copied([x.grad, shard.grad])
-        grad_bytes = 0 if shard.grad is None else shard.grad.untyped_storage().nbytes()
-        x.grad = shard.grad = None
-        grads = [grad for grad in (x_grad, shard_grad) if grad is not None]
-        left = alive_bytes(x, shard, *results, *grads, enough=0)
-    changed = not all(map(torch.equal, given, (x, shard, above)))
-    calls = calls_of(forward.events), calls_of(backward.events)
-    unwaited_kinds = list(unwaited.values())
-    return {
-        str(use): Used(
-            result, x_grad, shard_grad, *calls, unwaited_kinds, between, left, grad_bytes, changed
-        )
-    }
-
-
-def _out_bytes(use: Use) -> int:
-    """Return the bytes of the outputs: of the layer, and under way."""
-    return use.tokens * use.num_out * use.dtype.itemsize * use.times
-
-
-@cache
-def _whole(use: Use, p: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return each rank's output, gradient of x, and flat gradient, computed in one process."""
-    outs, x_grads, grads = list[Tensor](), list[Tensor](), list[Tensor]()
-    for rank in range(p):
-        layer, (x, above) = use.layer(), use.batch(rank)
-        out = x
-        for _ in range(use.times):
-            out = layer(out)
-        out.backward(above)
-        outs.append(out.detach())
-        x_grads.append(copied(x.grad))
-        grads.append(flat([copied(param.grad) for param in layer.parameters()]))
-    return outs, x_grads, grads
+def _whole(at: At) -> Whole:
+    return whole_layer(at.options["use"], at.world_size)
 
 
 def _grads(at: At) -> Tensor:
-    return torch.stack(_whole(at.options["use"], at.world_size)[2])
+    return torch.stack(_whole(at).grads)
 
 
 def _mean(at: At) -> Tensor:
@@ -204,7 +117,7 @@ def _computed_by(layer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[
 
     def out(at: At) -> Tensor:
         use: Use = at.options["use"]
-        whole, x = use.layer(), use.batch(at.rank)[0].detach()
+        whole, x = use.layer(), use.batch(at.rank, at.world_size)[0].detach()
         for _ in range(use.times):
             x = layer(x, whole.weight.detach(), whole.bias.detach())
         return x
@@ -226,15 +139,43 @@ def _by_kind(at: At) -> list[Event]:
     return sorted(at.seen.backward, key=lambda call: call.kind)
 
 
+def _out(at: At) -> Tensor:
+    return _whole(at).outs[at.rank]
+
+
+def _x_grad(at: At) -> Tensor:
+    return _whole(at).x_grads[at.rank]
+
+
+def _once(at: At) -> Tensor:
+    return _whole(at).once[at.rank]
+
+
+def _doubled(at: At) -> Tensor:
+    return 2 * _once(at)
+
+
+def _only_if(right: Callable[[At], Tensor]) -> tuple[tuple[Callable[..., bool], Cause], ...]:
+    """Return causes of what is wrong in one of `ODD_USES` only: a plain use goes before."""
+    return (
+        (lambda at, got, _item: lost_nan(got, right(at)), NOT_A_NAN),
+        (lambda at, *_: at.options["use"].beside is not None, OF_THE_CLASS),
+        (lambda at, *_: at.options["use"].transposed, STRIDES),
+        (lambda at, *_: at.options["use"].idle, NO_TOKENS),
+    )
+
+
 def _rtol(at: At) -> float:
     return ROUNDING[at.options["use"].dtype]
 
 
 GATHERS = "weight, bias = whole(shard, layout)"
 COMPUTES = "F.linear(x, weight, bias)"
-FORWARD = f"ctx.save_for_backward(x, shard)\n        ctx.layout = layout\n        {GATHERS}"
+SAVES, SAVED = "ctx.save_for_backward(x, shard)", "x, shard = ctx.saved_tensors"
+KEPT = "ShardedLinear.kept"
+FORWARD = f"{SAVES}\n        ctx.layout = layout\n        {GATHERS}"
 KEEPING = f"{GATHERS}\n        ctx.layout = layout\n        ctx.save_for_backward(x, shard, weight)"
-AGAIN = "x, shard = ctx.saved_tensors\n        weight, _ = whole(shard, ctx.layout)"
+AGAIN = f"{SAVED}\n        weight, _ = whole(shard, ctx.layout)"
 FLATTENS = "ctx.layout.flatten([grad.T @ x, grad.sum(0)])"
 SENDS = "dist.reduce_scatter_single(mean, flat)"
 MINE = "flat[ctx.layout.shard_slice(dist.get_rank())]"
@@ -245,21 +186,26 @@ LINEAR = Exercise(
     key="zero-4",
     title="gather, use, free",
     check=OnRanks(
-        observe_on_rank=_use,
-        runs=lambda _p: [{"use": use} for use in USES],
+        observe_on_rank=use_layer,
+        runs=_runs,
         trouble=(
+            ("raised", BESIDE, OF_THE_CLASS),
+            ("raised", f"{TRANSPOSED_INPUTS}|view size is not compatible", STRIDES),
+            ("raised", IDLE, NO_TOKENS),
             ("raised", "invalid gradient at index 0", INPUT_ORDER),
             ("raised", "invalid gradient at index 1", NO_SHARD),
             ("raised", "not allocated|of storage|setStorage", FREED),
             *WRONG_BUFFER,
+            *((kind, "", EVERY_RANK) for kind in ("mismatch", "hang")),
         ),
         expect=(
             ALL_WAITED,
             Numbers(
                 "out",
-                lambda at: _whole(at.options["use"], at.world_size)[0][at.rank],
+                _out,
                 rtol=_rtol,
                 what="the output",
+                predicates=_only_if(_out),
                 causes=(
                     (TRANSPOSED, _computed_by(lambda x, weight, bias: x @ weight + bias)),
                     (NO_BIAS, _computed_by(lambda x, weight, _bias: x @ weight.T)),
@@ -274,7 +220,7 @@ LINEAR = Exercise(
             ),
             Bytes(
                 "alive_bytes",
-                lambda at: _out_bytes(at.options["use"]),
+                lambda at: at.options["use"].out_bytes(at.rank),
                 KEEPS,
                 what="besides x and the shard, after forward it keeps",
             ),
@@ -286,9 +232,10 @@ LINEAR = Exercise(
             ),
             Numbers(
                 "x_grad",
-                lambda at: _whole(at.options["use"], at.world_size)[1][at.rank],
+                _x_grad,
                 rtol=_rtol,
                 what="the gradient of x",
+                predicates=_only_if(_x_grad),
                 look=TOKENS,
             ),
             Numbers(
@@ -296,6 +243,7 @@ LINEAR = Exercise(
                 _mean,
                 rtol=_rtol,
                 what="the gradient of the shard",
+                predicates=_only_if(_mean),
                 causes=(
                     (SUMMED, lambda at: _mean(at) * at.world_size),
                     (AVERAGED_TWICE, lambda at: _mean(at) / at.world_size),
@@ -303,6 +251,15 @@ LINEAR = Exercise(
                     (OWN, lambda at: _own(at) / at.world_size),
                 ),
                 look=SHARD_GRADIENT,
+            ),
+            Numbers(
+                "again",
+                _doubled,
+                rtol=_rtol,
+                what="the output without autograd",
+                predicates=_only_if(_doubled),
+                causes=((STALE, _once),),
+                look=STALE,
             ),
             Calls(
                 unless_alone(_needed("all_gather", "reduce_scatter"), _by_kind),
@@ -319,7 +276,7 @@ LINEAR = Exercise(
                 what="the gradient of the shard keeps",
             ),
         ),
-        success="As one process, once and twice; the whole weights are gone after each use.",
+        success="As one process, also twice, transposed and without tokens; no whole weights stay.",
     ),
     wrong=(
         Edit(FORWARD, KEEPING, KEEPS, also=((AGAIN, "x, shard, weight = ctx.saved_tensors"),)),
@@ -393,5 +350,44 @@ LINEAR = Exercise(
             READ_ONLY,
         ),
         Edit(SENDS, f"{SENDS}\nctx.layout.__dict__['flat'] = flat", LEFT),
+        Edit(
+            SAVES,
+            "ShardedLinear.kept = x, shard",
+            OF_THE_CLASS,
+            also=((SAVED, f"x, shard = {KEPT}"),),
+        ),
+        Edit(
+            SAVES,
+            "ctx.save_for_backward(x)\nShardedLinear.kept = shard",
+            OF_THE_CLASS,
+            also=((SAVED, f"(x,), shard = ctx.saved_tensors, {KEPT}"),),
+        ),
+        Edit(
+            "ctx.layout = layout",
+            "ShardedLinear.layout = layout",
+            OF_THE_CLASS,
+            also=(
+                ("whole(shard, ctx.layout)", "whole(shard, ShardedLinear.layout)"),
+                ("ctx.layout.flatten", "ShardedLinear.layout.flatten"),
+            ),
+        ),
+        Edit("grad.T @ x", "grad.as_strided(grad.T.shape, (1, len(grad.T))) @ x", STRIDES),
+        Edit("grad.sum(0)", "grad.view(-1).view(grad.shape).sum(0)", STRIDES),
+        Edit(COMPUTES, "F.linear(x.as_strided(x.shape, (x.shape[1], 1)), weight, bias)", STRIDES),
+        Edit(FLATTENS, f"{FLATTENS} / len(grad)\nflat *= len(grad)", NO_TOKENS),
+        Edit(GATHERS, f"if not len(x):\n    return x.new_zeros(0, 5)\n{GATHERS}", EVERY_RANK),
+        Edit(SENDS, f"if grad.any():\n    {SENDS}\nelse:\n    mean.zero_()", EVERY_RANK),
+        Edit(FLATTENS, f"{FLATTENS}.nan_to_num()", NOT_A_NAN),
+        Edit("return grad @ weight", "return (grad @ weight).nan_to_num()", NOT_A_NAN),
+        Edit(COMPUTES, f"{COMPUTES}.nan_to_num()", NOT_A_NAN),
+        Edit(
+            "return ShardedLinear",
+            "if not torch.is_grad_enabled():\n"
+            "    kept = [each.tolist() for each in whole(shard, layout)]\n"
+            "    kept = vars(layout).setdefault('kept', kept)\n"
+            "    return F.linear(x, *map(x.new_tensor, kept))\n"
+            "return ShardedLinear",
+            STALE,
+        ),
     ),
 )

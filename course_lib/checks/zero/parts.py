@@ -39,7 +39,16 @@ OF_THE_CLASS = Cause(
     "Several objects are alive at once: what one of them needs is its own. Keep it in self or ctx, "
     "not in the class and not in a global variable."
 )
-WRONG_BUFFER = (("raised", "dtype", DTYPE), ("raised", "outputShape|tensor size", LENGTHS))
+BESIDE = "beside another one"  # where several objects are alive, what is told says so
+UNEQUAL = Cause(
+    "Two tensors whose shapes do not fit are added or copied: print both shapes. A shard has "
+    "layout.shard_numel numbers, a flat tensor layout.padded_numel; views have the tensors' shapes."
+)
+WRONG_BUFFER = (
+    ("raised", "dtype", DTYPE),
+    ("raised", "outputShape|tensor size", LENGTHS),
+    ("raised", "size of tensor a", UNEQUAL),
+)
 
 
 def named(dtype: torch.dtype) -> str:
@@ -81,6 +90,18 @@ def shard_of(row: Tensor, rank: int, p: int) -> Tensor:
     """Return a rank's shard of a flat tensor that is padded with zeros."""
     n = shard_numel(row.numel(), p)
     return torch.cat([row, row.new_zeros(n * p - row.numel())])[rank * n : (rank + 1) * n]
+
+
+@contextmanager
+def telling(where: str) -> Iterator[None]:
+    """Put the place before the text of an error of the answer: `used twice: ...`."""
+    try:
+        yield
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        error.args = (f"{where}: {error}",)
+        raise
 
 
 @contextmanager

@@ -12,10 +12,12 @@ from course_lib.checks.expectations import Bytes, Calls, Demand, Numbers
 from course_lib.checks.on_ranks import At, OnRanks
 from course_lib.checks.zero.parts import (
     ALL_WAITED,
+    BESIDE,
     DTYPE,
     LENGTHS,
     NOT_A_NAN,
     NOT_WAITED,
+    OF_THE_CLASS,
     ROUNDING,
     WRONG_BUFFER,
     flat,
@@ -23,7 +25,15 @@ from course_lib.checks.zero.parts import (
     shard_numel,
     unless_alone,
 )
-from course_lib.checks.zero.step_train import LR, MODELS, MOMENTUM, TIMES, shard_bytes, train
+from course_lib.checks.zero.step_train import (
+    BESIDE_END,
+    LR,
+    MODELS,
+    MOMENTUM,
+    TIMES,
+    shard_bytes,
+    train,
+)
 
 FROZEN = Cause(
     "A frozen parameter has no gradient, and nobody steps it: lay out only what is trained, and "
@@ -142,6 +152,10 @@ def _share(at: At) -> int:
     return shard_numel(at.seen.model.numel, at.world_size)
 
 
+def _beside_is_right(at: At) -> bool:
+    return at.seen.beside is None or bool((at.seen.beside == BESIDE_END).all())
+
+
 STEPS = "self.optimizer.step()\n        flat"
 GATHERS = "dist.all_gather_single(flat, self.shard)"
 GRADIENT = "self.layout.flatten(grads)[self.mine].clone()"
@@ -158,8 +172,9 @@ STEP = Exercise(
     title="step your own shard",
     check=OnRanks(
         observe_on_rank=train,
-        runs=lambda _p: [{"model": model} for model in MODELS],
+        runs=lambda p: [{"model": model} for model in MODELS if p == 3 or not model.beside],
         trouble=(
+            ("raised", BESIDE, OF_THE_CLASS),
             ("raised", r"NoneType.*'(copy_|zero_|add_)'|for \+", UNSET),
             ("raised", "NoneType.*'(shape|detach|flatten|reshape)'", FROZEN),
             *WRONG_BUFFER,
@@ -182,6 +197,7 @@ STEP = Exercise(
                     *(f"after step {k}" for k in range(1, 1 + len(TIMES))),
                 ],
                 predicates=(
+                    (lambda at, *_: at.seen.model.beside, OF_THE_CLASS),
                     (lambda at, *got: at.seen.num_state and _always(_start)(at, *got), RENAMED),
                     (_always(_start), NO_GRADIENT),
                     (_always(_behind), GATHERED_FIRST),
@@ -197,6 +213,7 @@ STEP = Exercise(
                 ),
                 look=SAME_SLICE,
             ),
+            Demand(_beside_is_right, "the parameters of the other one are wrong", OF_THE_CLASS),
             Demand(
                 lambda at: at.seen.num_state <= _share(at),
                 lambda at: f"it has state for {at.seen.num_state} numbers; need {_share(at)}",
@@ -325,7 +342,18 @@ STEP = Exercise(
         Edit(
             "self.optimizer = make",
             "ShardedStep.optimizer = make",
-            NO_GRADIENT,
+            OF_THE_CLASS,
+        ),
+        Edit(
+            "self.optimizer = make_optimizer([self.shard])",
+            "made = vars(ShardedStep).get('made') or make_optimizer([self.shard])\n"
+            "self.optimizer = ShardedStep.made = made",
+            OF_THE_CLASS,
+        ),
+        Edit(
+            f"self.shard = {SHARD}",
+            f"ShardedStep.shard = {SHARD}",
+            OF_THE_CLASS,
         ),
     ),
 )

@@ -1,5 +1,6 @@
-"""Run zero-2 on a rank: steps of one object, with another one beside it."""
+"""Run zero-2 on a rank: steps of one object, alone or with another one beside it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from course_lib.checks.ddp.parts import Bag
 from course_lib.checks.on_ranks import calls_of
 from course_lib.checks.zero.parts import (
+    BESIDE,
     alive_bytes,
     flat,
     like,
@@ -19,16 +21,15 @@ from course_lib.checks.zero.parts import (
     only_new,
     same,
     shard_numel,
+    telling,
     unwaited_calls,
 )
 from course_lib.core import Event
 from course_lib.ranks import record
 
-LR, MOMENTUM, TIMES = (
-    0.5,
-    0.9,
-    (1.0, 2.0, 0.0, 3.0, float("nan")),
-)  # the gradients of a step are its times the slopes
+LR, MOMENTUM = 0.5, 0.9
+TIMES = (1.0, 2.0, 0.0, 3.0, math.nan)  # the gradients of a step are its times the slopes
+BESIDE_END = 7.0 - LR * len(TIMES)  # each number of the other one: its gradient is 1
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class PlainModel:
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
+    beside: bool = False  # another one is trained in turn
 
     def made(self) -> Bag:
         """Return the model, whose numbers are all different."""
@@ -51,9 +53,14 @@ class PlainModel:
         """Return how many numbers are trained."""
         return sum(self.sizes) - self.sizes[1]
 
+    def __str__(self) -> str:
+        words = f"{self.numel} trained numbers in {named(self.dtype)}"
+        return f"{words}, {BESIDE}" if self.beside else words
+
 
 MODELS = (
     PlainModel((3, 2, 1, 4, 5), torch.float64),
+    PlainModel((3, 2, 1, 4, 5), torch.float64, beside=True),
     PlainModel((1, 2, 1), torch.float64),  # fewer numbers than ranks
     PlainModel((3, 2, 1, 4, 5), torch.bfloat16),
 )
@@ -73,10 +80,11 @@ class Trained:
     stepped: list[torch.dtype]
     num_state: int
     alive_bytes: int
+    beside: Tensor | None  # the numbers of the other one, if there is one
 
 
 def train(_rank: int, answer: Callable[..., Any], model: PlainModel) -> dict[str, Trained]:
-    """Take some steps, another object in turn; then look at what is alive."""
+    """Take some steps, those of another object in turn; then look at what is alive."""
     module, made, grads_changed = model.made(), list[Optimizer](), False
     trained, frozen = [module.weights[i] for i in module.trained], module.weights[1]
     before = frozen.detach().clone()
@@ -85,11 +93,11 @@ def train(_rank: int, answer: Callable[..., Any], model: PlainModel) -> dict[str
         made.append(torch.optim.SGD(params, lr=LR, momentum=MOMENTUM))
         return made[-1]
 
-    with only_new(), unwaited_calls() as unwaited:
+    with telling(str(model)), only_new(), unwaited_calls() as unwaited:
         stepper = answer(module, make_optimizer)
         rows, calls = [flat(trained)], list[Event]()
-        beside = Bag((1, 1, 7)).to(model.dtype)
-        other = answer(beside, lambda params: torch.optim.SGD(params, lr=LR))
+        beside = Bag((1, 1, 7)).to(model.dtype) if model.beside else None
+        other = beside and answer(beside, lambda params: torch.optim.SGD(params, lr=LR))
         for times in TIMES:
             grads = [like(module.weights[i], module.slope(i) * times) for i in module.trained]
             for param, grad in zip(trained, grads, strict=True):
@@ -97,17 +105,20 @@ def train(_rank: int, answer: Callable[..., Any], model: PlainModel) -> dict[str
             with record() as log:
                 stepper.step()
             calls += calls_of(log.events)
-            for param in beside.parameters():
+            for param in beside.parameters() if beside else ():
                 param.grad = torch.ones_like(param)
-            other.step()
+            if other:
+                other.step()
             grads_changed |= any(map(_has_changed, trained, grads))
             rows.append(flat(trained))
         grad_mode = torch.is_grad_enabled()
         torch.set_grad_enabled(True)
+        numbers = flat([beside.weights[i] for i in beside.trained]) if beside else None
         del grads, grad, other, beside, param
         module.zero_grad()
+        known = [] if numbers is None else [numbers]
         enough = 3 * shard_bytes(model, dist.get_world_size())
-        alive = alive_bytes(module, *rows, before, enough=enough)
+        alive = alive_bytes(module, *rows, before, *known, enough=enough)
     groups = [group for optimizer in made for group in optimizer.param_groups]
     states = [state for optimizer in made for state in optimizer.state.values()]
     seen = Trained(
@@ -121,8 +132,9 @@ def train(_rank: int, answer: Callable[..., Any], model: PlainModel) -> dict[str
         [param.dtype for group in groups for param in group["params"]],
         sum(one.numel() for state in states for one in state.values() if one is not None),
         alive,
+        numbers,
     )
-    return {f"{model.numel} trained numbers in {named(model.dtype)}": seen}
+    return {str(model): seen}
 
 
 def _has_changed(param: Tensor, grad: Tensor) -> bool:
