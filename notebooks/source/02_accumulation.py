@@ -307,7 +307,8 @@ print(f"weighed by tokens: off by {(right - one).abs().max() / one.abs().max():.
 # ### Exercise 4: tokens that count
 #
 # As exercise 3, but the mean runs over the tokens whose target is not `IGNORED`. Return the loss,
-# too, detached. A part may hold no such token at all; `token_loss` is then 0/0. About 7 lines.
+# too, detached. A part may hold no such token at all; `token_loss` is then 0/0: skip that part. A
+# nan that the model itself makes has to show in the loss and the gradient. About 7 lines.
 
 
 # %% tags=["exercise"] exercise="accumulation-4"

@@ -17,9 +17,10 @@ EVEN = (
     (2**22, 2**12, 2, 128),
     (2**22, 2**12, 2, 512),
 )
-UNEVEN = ((96, 8, 8, 1), (96, 8, 4, 2), (100, 8, 2, 3), (48, 6, 4, 4))
+UNEVEN = ((96, 8, 8, 1), (96, 8, 4, 2), (100, 8, 2, 3), (48, 6, 4, 4), (100, 4, 2, 1))
 NOT_EVEN = "what does not come out even"
 ROUNDED = Cause("Rounding would change the batch without a word: raise a ValueError.")
+NOT_ALL_EVEN = Cause("A remainder is wrong even if there is a whole micro-batch before it.")
 RETURNED = Cause("The error came back as a result: raise it.")
 
 
@@ -103,11 +104,8 @@ COUNT_PARTS = Exercise(
             "if num_tokens // seq // micro_batch % dp:",
             Cause("`//` rounds before `%` sees it: look at the remainder of the whole division."),
         ),
-        Edit(
-            IF,
-            "if num_tokens // (seq * micro_batch * dp) == 0:",
-            Cause("A remainder is wrong even if there is a whole micro-batch before it."),
-        ),
+        Edit(IF, "if num_tokens // (seq * micro_batch * dp) == 0:", NOT_ALL_EVEN),
+        Edit(IF, f"{IF[:-1]} and num_tokens < 3 * seq * micro_batch * dp:", NOT_ALL_EVEN),
         Edit(
             RAISE,
             f"assert False, {RAISE[17:-1]}",

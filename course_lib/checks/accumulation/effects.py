@@ -22,16 +22,36 @@ EffectCase = tuple[str, Callable[[Callable[..., Any]], dict[str, Any]]]
 Done = Sequence[Any]  # what an answer did in each case, by label; or what it raised
 OLD = 1000.0  # what gradients hold before a step
 WRITTEN, HELD = "written to", "held for backward at once"
+LEFT = "what a micro-batch leaves in memory"
+NUMBERS_BYTES = 256  # for a few losses
 NO_GRADIENT = Cause("No parameter has a gradient. Call backward on the loss of each part.")
 ALIVE = Cause(
     "The graphs of all micro-batches are alive at once: call backward in the loop, without "
     "retain_graph, and keep nothing that has a graph."
 )
+LEFTOVERS = Cause(
+    "Backward freed the graphs, but something of every micro-batch, its logits or gradients, stays "
+    "in memory to the end: keep numbers only, such as loss.detach()."
+)
 GRAPH = "graph of the loss"
 WITH_GRAPH = Cause("The loss that you return has a graph, and keeps it alive: add loss.detach().")
+RANDOM = "random numbers that come next"
+SEEDED = Cause(
+    "A seed was set: dropout would draw the same masks for every micro-batch, or in every step. "
+    "Leave the random numbers alone."
+)
 MODE, TRAINED = "training, in each call and afterwards", "parameters that need a gradient"
 IN_EVAL = Cause("eval() turns dropout off: leave the model as it is, which is in training.")
 FROZEN = Cause("A frozen parameter stays frozen: leave requires_grad as it is.")
+TIED = Cause(
+    "Two layers of a model may share a weight, and it was counted once for each of them: "
+    "model.parameters() returns every parameter once."
+)
+NO_GRAD_STAYS = Cause(
+    "A parameter that is frozen, or that no output depends on, has no gradient: its .grad is None. "
+    "Leave it None; with zeros there, the optimizer's weight decay moves the parameter."
+)
+OTHER_LOSS = Cause("That is the gradient of another loss: use loss_fn, whatever it is.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +138,11 @@ class Effects:
 LOOKS = {
     WRITTEN: CALLERS,
     HELD: ALIVE,
+    LEFT: LEFTOVERS,
     GRAPH: WITH_GRAPH,
     MODE: IN_EVAL,
     TRAINED: FROZEN,
+    RANDOM: SEEDED,
 }
 
 
@@ -130,10 +152,12 @@ def watched(
 ) -> Iterator[dict[str, Any]]:
     """Yield a dict that gets, at the end, the names of the tensors and lists that have changed.
 
-    Of a model, it gets the mode of each call and afterwards, and which parameters need a gradient.
+    Of a model that draws no random numbers, it gets the mode of each call and afterwards, which
+    parameters need a gradient, and which random numbers come next.
     """
     before = {name: _state(value) for name, value in inputs.items()}
     modes, seen = list[bool](), dict[str, Any]()
+    random = torch.get_rng_state()
     flags = [param.requires_grad for param in model.parameters()] if model else []
     if model:
         model.register_forward_pre_hook(lambda *_: modes.append(_trains(model)))
@@ -144,6 +168,7 @@ def watched(
         seen[MODE] = "on" if all(modes) and _trains(model) else "off"
         same = flags == [param.requires_grad for param in model.parameters()]
         seen[TRAINED] = "the same" if same else "others"
+        seen[RANDOM] = "the same" if torch.equal(random, torch.get_rng_state()) else "others"
 
 
 def _state(value: Tensor | list[Any]) -> Any:
@@ -190,55 +215,55 @@ def _floats(tree: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf.is_floating_point()]
 
 
-def calls_of(model: nn.Module) -> list[int]:
-    """Return a list that gets the number of items in each call of the model."""
-    lengths = list[int]()
-    model.register_forward_pre_hook(lambda _module, inputs: lengths.append(len(inputs[0])))
-    return lengths
+def called(
+    answer: Callable[..., Any],
+    model: nn.Module,
+    *arguments: Any,
+    **inputs: Tensor | list[Any],
+) -> tuple[dict[str, Any], list[int], Any]:
+    """Call the answer; return what `watched` saw, the items in each call of the model, the result.
+
+    `inputs` are tensors and lists in the arguments that should not change.
+    """
+    calls = list[int]()
+    model.register_forward_pre_hook(lambda _module, given: calls.append(len(given[0])))
+    with watched(model, **inputs) as seen:
+        result = answer(model, *arguments)
+    return seen, calls, result
 
 
 def held_at_once(
-    step: Callable[[int, int], tuple[Callable[[], Any], Iterable[Tensor]]],
+    make: Callable[[int], tuple[nn.Module, Tensor, Tensor]],
+    run: Callable[[nn.Module, Tensor, Tensor, int], Any],
 ) -> dict[str, str]:
-    """Compare the memory of 4 micro-batches with that of one of them.
+    """Compare the memory of 4 micro-batches with that of one, and with what they leave behind.
 
-    `step(items, count)` returns the call to measure, with so many items in so many micro-batches,
-    and the tensors that are there anyway.
+    `make(items)` returns a model, inputs and targets; `run` gets them, and into how many
+    micro-batches they are to be cut.
     """
 
-    def peak_bytes(count: int) -> int:
-        call, given = step(4 * count, count)
-        return activation_ledger(call, given=given).peak_bytes()
+    def measured(count: int) -> tuple[int, list[int]]:
+        model, x, y = make(4 * count)
+        alive = list[int]()  # at the start of each forward
+        with LiveStorages() as live:
+            model.register_forward_pre_hook(lambda *_: alive.append(live.num_bytes()))
+            ledger = activation_ledger(
+                lambda: run(model, x, y, count), given=[*model.parameters(), x, y]
+            )
+        return ledger.peak_bytes(), alive
 
-    one, four = peak_bytes(1), peak_bytes(4)
+    (one, _), (four, alive) = measured(1), measured(4)
     more = f"{four} bytes for 4 micro-batches, {one} for one"
-    return {HELD: "one micro-batch" if four <= one else more}
+    grows = alive[-1] - alive[-2] if len(alive) > 3 else 0  # gradients and sums are there by then
+    return {
+        HELD: "one micro-batch" if four <= one else more,
+        LEFT: "numbers at most" if grows <= NUMBERS_BYTES else "more with each micro-batch",
+    }
 
 
 def parts_of(items: int, count: int) -> str:
     """Describe a case: `2 items in 1 micro-batch`."""
     return f"{items} items in {count} micro-batch{'es' if count > 1 else ''}"
-
-
-def batch_of(items: int) -> tuple[Tensor, Tensor]:
-    """Return inputs [items, 2] and targets [items, 1], the same every time."""
-    random = torch.Generator().manual_seed(items)
-    x = torch.randint(1, 6, (items, 2), generator=random).double()
-    return x, torch.randint(-20, 20, (items, 1), generator=random).double()
-
-
-def line() -> nn.Linear:
-    """Return a linear model with known weights, in float64."""
-    model = nn.Linear(2, 1).double()
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[1.0, -2.0]]))
-        model.bias.fill_(0.5)
-    return model
-
-
-def thick() -> nn.Module:
-    """Return a model that keeps many bytes for backward."""
-    return nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
 def with_old_grads(model: nn.Module) -> nn.Module:

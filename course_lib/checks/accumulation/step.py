@@ -11,24 +11,35 @@ from torch.nn import functional as F
 from course_lib.accumulation import split_micro_batches
 from course_lib.checks.accumulation.effects import (
     ALIVE,
+    FROZEN,
     GRAPH,
     IN_EVAL,
+    LEFTOVERS,
     LOOKS,
+    NO_GRAD_STAYS,
+    OTHER_LOSS,
+    SEEDED,
+    TIED,
     WITH_GRAPH,
     EffectCase,
     Effects,
     as_number,
-    batch_of,
-    calls_of,
+    called,
     flat,
     flat_grads,
     graph_of,
     held_at_once,
-    line,
     parts_of,
-    thick,
-    watched,
     with_old_grads,
+)
+from course_lib.checks.accumulation.models import (
+    ODD,
+    Odd,
+    batch_of,
+    line,
+    mean_square,
+    thick,
+    two_groups,
 )
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
@@ -50,7 +61,6 @@ ONLY_LAST = Cause(
 )
 CLEARED = Cause("No gradient is left: zero_grad stands between backward and step.")
 BY_ITEMS = Cause("Divided by the items: each loss is a mean already. Divide by num_micro_batches.")
-OTHER_LOSS = Cause("That is the gradient of another loss: use loss_fn, whatever it is.")
 WHOLE_BATCH = Cause(
     "The model saw more than one micro-batch at once, or an item twice: call it on each "
     "micro-batch, once, and put the loss together from theirs."
@@ -72,6 +82,13 @@ CLIPS_SUM = Cause(
     "Clipped to max_norm / num_micro_batches: the gradient that is clipped has to be the mean "
     "already, and max_norm as it is."
 )
+CLIPS_GROUPS = Cause(
+    "Each group of the optimizer was clipped by itself: the norm is that of all parameters."
+)
+TIED_NORM = Cause(
+    "A weight that two layers share counts once in the norm: remove_duplicate=False counts it for "
+    "each of them."
+)
 SOME_PARAMETERS = Cause("Some parameters were left out: clip all of them in one call.")
 STRETCHED = Cause("A gradient shorter than max_norm stays as it is: clipping only shortens.")
 LOOK = Cause("Compare with one backward of the full batch, and one step.")
@@ -87,29 +104,46 @@ def _step(
     target: float | None = None,
 ) -> dict[str, Any]:
     """Take a step; return what it did. In the `first` one, nothing has a gradient yet."""
-    (x, y), model, steps = batch_of(items), line(), list[Tensor]()
+    (x, y), model = batch_of(items), line()
     if target is not None:
         y = model(x).detach() + target
     if not first:
         with_old_grads(model)
-    optimizer, calls = torch.optim.SGD(model.parameters(), lr=LR), calls_of(model)
-    optimizer.register_step_pre_hook(lambda *_: steps.append(flat_grads(model)))
-    before = flat(model.parameters())
-    with watched(model, inputs=x, targets=y) as seen:
-        loss = answer(model, loss_fn, optimizer, (x, y), count, *more)
-    used, moved = steps[-1] if steps else None, before - flat(model.parameters())
-    done = {STEPS: len(steps), USED: used, CALLS: calls, MOVED: moved, **seen}
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    return _observed(answer, model, loss_fn, optimizer, (x, y), count, *more)
+
+
+def _odd_step(answer: Callable[..., Any], *more: float) -> dict[str, Any]:
+    model, batch = Odd(nn.Linear(2, 3), nn.Linear(3, 2)), batch_of(6, width=2)
+    return _observed(answer, model, F.mse_loss, two_groups(model, LR), batch, 3, *more)
+
+
+def _observed(
+    answer: Callable[..., Any],
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Tensor, Tensor],
+    count: int,
+    *more: float,
+) -> dict[str, Any]:
+    """Call the answer, and return what it did; with `more`, max_norm, it need return no loss."""
+    (x, y), used, before = batch, list[Tensor](), flat(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: used.append(flat_grads(model)))
+    arguments = (loss_fn, optimizer, batch, count, *more)
+    seen, calls, loss = called(answer, model, *arguments, inputs=x, targets=y)
+    moved = before - flat(model.parameters())
+    last = used[-1] if used else None
+    done = {STEPS: len(used), USED: last, CALLS: calls, MOVED: moved, **seen}
     return done if more else {**done, LOSS: as_number(loss), GRAPH: graph_of(loss)}
 
 
 def _held(answer: Callable[..., Any], *more: float) -> dict[str, str]:
-    def step(items: int, count: int) -> tuple[Callable[[], Any], list[Tensor]]:
-        model, x = thick(), torch.ones(items, 2)
+    def run(model: nn.Module, x: Tensor, y: Tensor, count: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        call = partial(answer, model, F.mse_loss, optimizer, (x, x[:, :1]), count, *more)
-        return call, [*model.parameters(), x]
+        answer(model, mean_square, optimizer, (x, y), count, *more)
 
-    return held_at_once(step)
+    return held_at_once(thick, run)
 
 
 def _cases() -> list[EffectCase]:
@@ -121,6 +155,7 @@ def _cases() -> list[EffectCase]:
         *cases,
         ("the first step of all", partial(_step, items=6, count=2, first=True)),
         ("another loss_fn", partial(_step, items=6, count=2, loss_fn=F.l1_loss)),
+        (f"a model {ODD}", _odd_step),
         ("16 items in 4 micro-batches", _held),
     ]
 
@@ -135,6 +170,7 @@ def _clip_cases() -> list[EffectCase]:
         ("a gradient of zeros", _clipped(4, 2, 0.5, target=0.0)),
         ("a short gradient", _clipped(4, 2, 1.0, target=0.01)),
         ("another loss_fn", _clipped(6, 2, 1.0, loss_fn=F.l1_loss)),
+        (f"a model {ODD}, max_norm 0.5", lambda answer: _odd_step(answer, 0.5)),
         ("16 items in 4 micro-batches", lambda answer: _held(answer, 1e3)),
     ]
 
@@ -182,11 +218,41 @@ ZERO, SPLIT = "optimizer.zero_grad()", "split_micro_batches(batch, num_micro_bat
 MEAN, DIVIDED = "loss_fn(model(x), y)", "loss_fn(model(x), y) / num_micro_batches"
 BACK, ADD, STEP = "loss.backward()", "total += loss.detach()", "optimizer.step()"
 CLIP = "nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+FIRST_GROUP = 'optimizer.param_groups[0]["params"]'
 ZERO_BY_HAND = "for param in model.parameters():\n    param.grad.zero_()"
 
 SMALLER_LR = """for group in optimizer.param_groups:
     group["lr"] /= num_micro_batches
 optimizer.step()"""
+
+MEAN_LOSS = "total += loss.detach() / num_micro_batches"
+
+DIVIDE_LAYERS = """for module in model.modules():
+    for param in module.parameters(recurse=False):
+        if param.grad is not None:
+            param.grad /= num_micro_batches
+optimizer.step()"""
+
+DIVIDE_ALL = """for param in model.parameters():
+    param.grad /= num_micro_batches
+optimizer.step()"""
+
+FILL = """for param in model.parameters():
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+optimizer.step()"""
+
+CLIP_GROUPS = """for group in optimizer.param_groups:
+    nn.utils.clip_grad_norm_(group["params"], max_norm)"""
+
+CLIP_TIED = """named = model.named_parameters(remove_duplicate=False)
+nn.utils.clip_grad_norm_([param for _, param in named], max_norm)"""
+
+BY_TIED_NORM = """named = model.named_parameters(remove_duplicate=False)
+norm = torch.stack([param.grad.norm() for _, param in named if param.grad is not None]).norm()
+for param in model.parameters():
+    if param.grad is not None:
+        param.grad *= min(1.0, max_norm / (norm + 1e-6))"""
 
 CLIP_PARAMETERS = """for param in model.parameters():
     nn.utils.clip_grad_norm_([param], max_norm)"""
@@ -243,7 +309,7 @@ ACCUMULATE = Exercise(
             DIVIDED,
             MEAN,
             SUMMED,
-            also=((ADD, "total += loss.detach() / num_micro_batches"), (STEP, SMALLER_LR)),
+            also=((ADD, MEAN_LOSS), (STEP, SMALLER_LR)),
         ),
         Edit(SPLIT, "[batch]", WHOLE_BATCH, also=((DIVIDED, MEAN),)),
         Edit("return total", "return total * num_micro_batches", SUM_OF_LOSSES),
@@ -254,6 +320,17 @@ ACCUMULATE = Exercise(
         Edit(ZERO, ZERO_BY_HAND, BY_HAND),
         Edit(ZERO, f"{ZERO}\nbatch[1].neg_()", CALLERS),
         Own(_loss_of_another_forward, WHOLE_BATCH),
+        Edit(
+            "loss = loss_fn(model(x), y)",
+            "outputs.append(model(x))\nloss = loss_fn(outputs[-1], y)",
+            LEFTOVERS,
+            also=(("total = 0.0", "total, outputs = 0.0, []"),),
+        ),
+        Edit(DIVIDED, MEAN, TIED, also=((ADD, MEAN_LOSS), (STEP, DIVIDE_LAYERS))),
+        Edit(DIVIDED, MEAN, NO_GRAD_STAYS, also=((ADD, MEAN_LOSS), (STEP, DIVIDE_ALL))),
+        Edit(STEP, FILL, NO_GRAD_STAYS),
+        Edit(ZERO, f"{ZERO}\nmodel.requires_grad_(True)", FROZEN),
+        Edit(BACK, f"{BACK}\ntorch.manual_seed(0)", SEEDED),
     ),
 )
 
@@ -285,6 +362,12 @@ CLIPPED = Exercise(
         Edit(CLIP, f"{BY_OWN_NORM}\n    param.grad *= max_norm / (norm + 1e-6)", STRETCHED),
         Edit(CLIP, f"{BY_OWN_NORM}\n    param.grad *= min(1.0, max_norm / norm.item())", ZERO_NORM),
         Edit(ZERO, f"{ZERO}\nmodel.eval()", IN_EVAL),
+        Edit(CLIP, CLIP_GROUPS, CLIPS_GROUPS),
+        Edit(CLIP, CLIP_TIED, TIED_NORM),
+        Edit(CLIP, BY_TIED_NORM, TIED_NORM),
+        Edit(STEP, FILL, NO_GRAD_STAYS),
+        Edit(ZERO, f"{ZERO}\nmodel.requires_grad_(True)", FROZEN),
+        Edit(CLIP, CLIP.replace("model.parameters()", FIRST_GROUP), SOME_PARAMETERS),
         Edit(CLIP, "pass", NOT_CLIPPED, also=((ZERO, f"{CLIP}\n{ZERO}"),)),
     ),
 )

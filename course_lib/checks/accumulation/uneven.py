@@ -10,25 +10,33 @@ from torch.nn import functional as F
 
 from course_lib.checks.accumulation.effects import (
     ALIVE,
+    FROZEN,
     GRAPH,
     IN_EVAL,
+    LEFTOVERS,
     LOOKS,
     NO_GRADIENT,
     OLD,
+    OTHER_LOSS,
+    TIED,
     WITH_GRAPH,
     EffectCase,
     Effects,
     as_number,
-    batch_of,
-    calls_of,
+    called,
     flat,
     flat_grads,
     graph_of,
     held_at_once,
-    line,
-    thick,
-    watched,
     with_old_grads,
+)
+from course_lib.checks.accumulation.models import (
+    ODD,
+    Odd,
+    batch_of,
+    line,
+    mean_square,
+    thick,
 )
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
@@ -37,7 +45,7 @@ from course_lib.models import IGNORED, padded_batch, token_loss
 
 VOCAB = 11
 GRADIENT, ADDED, LOSS, CALLS = "gradient", "what it adds to a gradient", "loss", "items at once"
-MOVED = "parameters have moved"
+MOVED, SHOWN = "parameters have moved", "where the nan shows"
 
 MEAN_OF_MEANS = Cause("A mean of means: an item of a short part counts for more.")
 SUMMED = Cause("Summed: each part needs its share of the items.")
@@ -48,7 +56,6 @@ ONLY_LAST = Cause("Only the last part is left: zero_grad is in the loop, or back
 CLEARED = Cause(
     "What was in param.grad before is gone: add to it. Clearing is for whoever begins a step."
 )
-OTHER_LOSS = Cause("That is the gradient of another loss: use loss_fn, whatever it is.")
 STEPPED = Cause("The parameters have moved: only add to param.grad, and leave the step to others.")
 TOO_MANY = Cause("The model saw more than one part at once: call it on each part by itself.")
 TOKEN_MEANS = Cause("A mean of means: count the tokens.")
@@ -61,7 +68,34 @@ STOPPED = Cause("A part without tokens ended the loop: go on with the next part.
 LOSS_OF_LAST = Cause("That is the last part's loss: add up the losses of all parts.")
 ONE_NUMBER = Cause("Return one number, the mean over all tokens that count.")
 MEAN_LOSS = Cause("The gradient is right, the loss a mean of means: give it the same shares.")
+NAN_HIDDEN = Cause(
+    "A nan that the model makes is hidden: find the parts without tokens by their targets, and let "
+    "every other nan show."
+)
+TO_THE_FIRST_IGNORED = Cause(
+    "Padding need not stand at the end: count the targets that are not IGNORED, wherever they are."
+)
+NOT_NUMEL = Cause("A target may hold several numbers: count the items, len(targets).")
+ASKS_ALL = Cause(
+    "Not every parameter needs a gradient, and autograd.grad refuses those that do not: "
+    "loss.backward() passes them by."
+)
 LOOK = Cause("Compare with one backward of the full batch.")
+
+
+def _observed(
+    answer: Callable[..., Any],
+    model: nn.Module,
+    *arguments: Any,
+    again: bool,
+    **inputs: Tensor | list[Any],
+) -> tuple[dict[str, Any], list[int], Any]:
+    """Call the answer; return what it did to gradients and inputs, the model's calls, the loss."""
+    if again:
+        with_old_grads(model)
+    seen, calls, loss = called(answer, model, *arguments, **inputs)
+    grads = {ADDED: flat_grads(model) - OLD} if again else {GRADIENT: flat_grads(model)}
+    return {**grads, **seen}, calls, loss
 
 
 def _add(
@@ -69,27 +103,24 @@ def _add(
     lengths: Sequence[int],
     loss_fn: Callable[..., Tensor] = F.mse_loss,
     again: bool = False,
+    odd: bool = False,
 ) -> dict[str, Any]:
     """Add the gradient of parts of these lengths to nothing, or `again`, to what is there."""
-    (x, y), model = batch_of(sum(lengths)), line()
-    calls, before = calls_of(model), flat(line().parameters())
-    if again:
-        with_old_grads(model)
+    model = Odd(nn.Linear(2, 3), nn.Linear(3, 2)) if odd else line()
+    (x, y), before = batch_of(sum(lengths), width=2 if odd else 1), flat(model.parameters())
     parts = list(zip(x.split(lengths), y.split(lengths), strict=True))
-    with watched(model, inputs=x, targets=y, parts=parts) as seen:
-        answer(model, loss_fn, parts)
+    done, calls, _ = _observed(
+        answer, model, loss_fn, parts, again=again, inputs=x, targets=y, parts=parts
+    )
     moved = not torch.equal(before, flat(model.parameters()))
-    grads = {ADDED: flat_grads(model) - OLD} if again else {GRADIENT: flat_grads(model)}
-    return {MOVED: moved, **grads, CALLS: sorted(calls), **seen}
+    return {MOVED: moved, **done, CALLS: sorted(calls)}
 
 
 def _held(answer: Callable[..., Any]) -> dict[str, str]:
-    def step(items: int, count: int) -> tuple[Callable[[], Any], list[Tensor]]:
-        model, x = thick(), torch.ones(items, 2)
-        parts = [(part, part[:, :1]) for part in x.chunk(count)]
-        return partial(answer, model, F.mse_loss, parts), [*model.parameters(), x]
+    def run(model: nn.Module, x: Tensor, y: Tensor, count: int) -> None:
+        answer(model, mean_square, list(zip(x.chunk(count), y.chunk(count), strict=True)))
 
-    return held_at_once(step)
+    return held_at_once(thick, run)
 
 
 def _cases() -> list[EffectCase]:
@@ -98,6 +129,8 @@ def _cases() -> list[EffectCase]:
         *((f"parts of {each} items", partial(_add, lengths=each)) for each in lengths),
         ("gradients are there already", partial(_add, lengths=[3, 2], again=True)),
         ("another loss_fn", partial(_add, lengths=[4, 1], loss_fn=F.l1_loss)),
+        (f"a model {ODD}", partial(_add, lengths=[3, 2], odd=True)),
+        (f"gradients are there, {ODD}", partial(_add, lengths=[3, 2], odd=True, again=True)),
         ("4 parts of 4 items", _held),
     ]
 
@@ -107,21 +140,43 @@ def _add_tokens(
     counts: Sequence[int],
     empty: Sequence[int] = (),
     again: bool = False,
+    in_front: bool = False,
+    odd: bool = False,
 ) -> dict[str, Any]:
-    """Add the gradient of parts of so many sequences; those in `empty` hold no token."""
-    x, y = padded_batch(3, batch=sum(counts), seq=6, vocab=VOCAB)
-    parts = list(zip(x.split(counts), y.split(counts), strict=True))
+    """Add the gradient of parts of so many sequences; those in `empty` hold no token.
+
+    `in_front`: the targets that do not count are the first ones, and one in the middle.
+    """
+    x, y, parts = _token_parts(counts)
     for number in empty:
         parts[number][1].fill_(IGNORED)
-    model = _tiny()
-    calls = calls_of(model)
-    if again:
-        with_old_grads(model)
-    with watched(model, inputs=x, targets=y, parts=parts) as seen:
-        loss = answer(model, parts)
-    grads = {ADDED: flat_grads(model) - OLD} if again else {GRADIENT: flat_grads(model)}
-    done = {**grads, LOSS: as_number(loss), GRAPH: graph_of(loss)}
-    return {**done, CALLS: max(calls, default=0), **seen}
+    if in_front:
+        y.copy_(y.flip(1))
+        y[:, -2] = IGNORED
+    model = Odd(nn.Embedding(VOCAB, 3), nn.Linear(3, VOCAB)) if odd else _tiny()
+    done, calls, loss = _observed(
+        answer, model, parts, again=again, inputs=x, targets=y, parts=parts
+    )
+    return {**done, LOSS: as_number(loss), GRAPH: graph_of(loss), CALLS: max(calls, default=0)}
+
+
+def _token_parts(counts: Sequence[int]) -> tuple[Tensor, Tensor, list[Any]]:
+    x, y = padded_batch(3, batch=sum(counts), seq=6, vocab=VOCAB)
+    return x, y, list(zip(x.split(counts), y.split(counts), strict=True))
+
+
+def _makes_nan(answer: Callable[..., Any]) -> dict[str, Any]:
+    """Add the gradient of a model that makes a nan of the first token."""
+    model, (x, _, parts) = _tiny(), _token_parts([1, 1])
+    model.get_parameter("0.weight").data[x[0, 0]] = torch.nan
+    loss = as_number(answer(model, parts))
+    found = {"the loss": loss, "the gradient": flat_grads(model)}
+    shown = [what for what, value in found.items() if not _is_finite(value)]
+    return {SHOWN: " and ".join(shown) or "nowhere"}
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, Tensor) or bool(value.isfinite().all())
 
 
 def _tiny(width: int = 2) -> nn.Module:
@@ -130,12 +185,14 @@ def _tiny(width: int = 2) -> nn.Module:
 
 
 def _held_tokens(answer: Callable[..., Any]) -> dict[str, str]:
-    def step(items: int, count: int) -> tuple[Callable[[], Any], list[Tensor]]:
-        model, tokens = _tiny(64), torch.ones(items, 6, dtype=torch.long)
-        parts = [(part, part) for part in tokens.chunk(count)]
-        return partial(answer, model, parts), [*model.parameters(), tokens]
+    def make(items: int) -> tuple[nn.Module, Tensor, Tensor]:
+        tokens = torch.ones(items, 6, dtype=torch.long)
+        return _tiny(64), tokens, tokens
 
-    return held_at_once(step)
+    def run(model: nn.Module, x: Tensor, y: Tensor, count: int) -> None:
+        answer(model, list(zip(x.chunk(count), y.chunk(count), strict=True)))
+
+    return held_at_once(make, run)
 
 
 def _token_cases() -> list[EffectCase]:
@@ -146,6 +203,10 @@ def _token_cases() -> list[EffectCase]:
         ("no tokens in the last part", partial(_add_tokens, counts=[2, 2], empty=[1])),
         ("all tokens in the last of 3 parts", partial(_add_tokens, counts=[1, 1, 2], empty=[0, 1])),
         ("gradients are there already", partial(_add_tokens, counts=[2, 1], again=True)),
+        ("padding in front", partial(_add_tokens, counts=[2, 2, 1], in_front=True)),
+        ("no tokens in the middle part", partial(_add_tokens, counts=[2, 1, 1], empty=[1])),
+        (f"a model {ODD}", partial(_add_tokens, counts=[2, 1], odd=True)),
+        ("a model that makes a nan", _makes_nan),
         ("4 parts of 4 sequences", _held_tokens),
     ]
 
@@ -167,6 +228,28 @@ def _tokens_together(model: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -
 LOOP, WEIGHED = "for inputs, targets in parts:", "* len(targets) / num_items"
 MEAN = "loss_fn(model(inputs), targets)"
 ADD = f"({MEAN} {WEIGHED}).backward()"
+
+DIVIDE_LAYERS = f"""{ADD.replace(WEIGHED, "* len(targets)")}
+if targets is parts[-1][1]:
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            if param.grad is not None:
+                param.grad /= num_items"""
+
+SET_ASIDE = """old = {param: param.grad for param in model.parameters()}
+model.zero_grad()"""
+
+OLD_LATER = f"""{ADD}
+if targets is parts[-1][1]:
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            if old[param] is not None:
+                param.grad = old[param] if param.grad is None else param.grad + old[param]"""
+
+ASK = f"""params = list(model.parameters())
+grads = torch.autograd.grad({MEAN} {WEIGHED}, params)
+for param, grad in zip(params, grads, strict=True):
+    param.grad = grad if param.grad is None else param.grad + grad"""
 
 UNEVEN = Exercise(
     key="accumulation-3",
@@ -207,6 +290,18 @@ UNEVEN = Exercise(
         ),
         Edit(ADD, MEAN, NO_GRADIENT),
         Edit(ADD, f"{ADD}\nfor p in model.parameters():\n    p.data -= 0.1 * p.grad", STEPPED),
+        Edit(LOOP, f"model.requires_grad_(True)\n{LOOP}", FROZEN),
+        Edit(ADD, DIVIDE_LAYERS, TIED),
+        Edit(ADD, OLD_LATER, TIED, also=((LOOP, f"{SET_ASIDE}\n{LOOP}"),)),
+        Edit(ADD, ASK, ASKS_ALL),
+        Edit("sum(len(targets)", "sum(targets.numel()", NOT_NUMEL),
+        Edit(WEIGHED, "* targets.numel() / num_items", NOT_NUMEL),
+        Edit(
+            ADD,
+            f"outputs.append(model(inputs))\n{ADD.replace('model(inputs)', 'outputs[-1]')}",
+            LEFTOVERS,
+            also=((LOOP, f"outputs = []\n{LOOP}"),),
+        ),
     ),
 )
 
@@ -217,7 +312,7 @@ TOKENS = Exercise(
     title="tokens that count",
     check=Effects(
         cases=_token_cases,
-        looks={**LOOKS, CALLS: TOO_MANY, LOSS: ONE_NUMBER},
+        looks={**LOOKS, CALLS: TOO_MANY, LOSS: ONE_NUMBER, SHOWN: NAN_HIDDEN},
         look=LOOK,
         success="Every token counts the same, padding counts nothing.",
     ),
@@ -251,5 +346,21 @@ TOKENS = Exercise(
         Edit("return total", "model.eval()\nreturn total", IN_EVAL),
         Edit("loss.detach()", "loss", WITH_GRAPH),
         Edit("return total", "parts[0][1].clamp_(min=0)\nreturn total", CALLERS),
+        Edit(COUNTS, "int((targets != IGNORED).cumprod(1).sum())", TO_THE_FIRST_IGNORED),
+        Edit("if count:", "if targets[0, 0] != IGNORED:", TO_THE_FIRST_IGNORED),
+        Edit(
+            SHARE,
+            f"{SHARE}\nloss = loss.nan_to_num()",
+            NAN_HIDDEN,
+            also=(("if count:", "if True:"),),
+        ),
+        Edit("loss.backward()", "if loss.isnan():\n    continue\nloss.backward()", NAN_HIDDEN),
+        Edit("total = 0.0", "total = 0.0\nmodel.requires_grad_(True)", FROZEN),
+        Edit(
+            "loss = token_loss(model(inputs), targets)",
+            "outputs.append(model(inputs))\nloss = token_loss(outputs[-1], targets)",
+            LEFTOVERS,
+            also=(("total = 0.0", "total, outputs = 0.0, []"),),
+        ),
     ),
 )

@@ -10,21 +10,21 @@ from course_lib.checks.accumulation.effects import EffectCase, Effects, as_numbe
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
 
-SCALE, COUNT = "scale", "good steps in a row"
+SCALE, COUNT = "scale", "consecutive good steps"
 
 A_PAIR = Cause("Return both, the scale first: `return scale, num_good`.")
 HALVES = Cause("An overflow halves the scale.")
-DOUBLES = Cause("Three good steps in a row double it; num_good are those before this one.")
-TOO_EARLY = Cause("Too early: only after 3 good steps in a row.")
+DOUBLES = Cause("Three consecutive good steps double it; num_good are those before this one.")
+TOO_EARLY = Cause("Too early: only after 3 consecutive good steps.")
 SWAPPED = Cause("Return the scale first, then the count.")
 BELOW_1 = Cause("Halve with /: a scale may go below 1.")
 NO_LIMITS = Cause("There is no floor and no cap here: halve and double any scale.")
 IS_FALSE = Cause(
     "`finite` need not be Python's own False: isfinite().all() gives a tensor. Use `if not finite`."
 )
-ROW_BROKEN = Cause("An overflow ends the row: the count begins anew, from 0.")
+RUN_BROKEN = Cause("An overflow ends the run of good steps: the count begins anew, from 0.")
 BEGINS_ANEW = Cause("After it has doubled, the count begins anew, from 0.")
-COUNTS = Cause("A good step is one more in the row.")
+COUNTS = Cause("A good step adds 1 to the count.")
 LOOK = Cause("Go through it by hand: what does this step do to the scale, and to the count?")
 
 
@@ -67,8 +67,8 @@ NEXT_SCALE = Exercise(
         success="Down at once, up after a long calm.",
     ),
     wrong=(
-        Edit(AFTER_OVERFLOW, "scale / 2, num_good", ROW_BROKEN),
-        Edit(AFTER_OVERFLOW, "scale / 2, num_good + 1", ROW_BROKEN),
+        Edit(AFTER_OVERFLOW, "scale / 2, num_good", RUN_BROKEN),
+        Edit(AFTER_OVERFLOW, "scale / 2, num_good + 1", RUN_BROKEN),
         Edit(AFTER_OVERFLOW, "scale, 0", HALVES),
         Edit(AFTER_GROWTH, "scale, num_good + 1", DOUBLES),
         Edit("num_good + 1 == 3", "num_good == 3", DOUBLES),
