@@ -7,6 +7,7 @@ In the notebook's process:
 
     pool             `Ranks`: starts the ranks, sends them functions and cells; read this first
     fork_server      the process that has imported torch and from which ranks are forked
+    scratch          folders for temporary files, removed once their owner is gone
     magic            the cell magic `%%ranks`
     job              runs one job on the ranks and detects failures
     output           the ranks' printed output, in rank order
@@ -25,6 +26,7 @@ In each rank:
 
 What both sides use:
 
+    process_tree     ends a process with all that it has started
     call_board       `CallBoard`: the shared-memory log of calls (a flight recorder)
     hangs            finds hangs, lost messages and swapped collectives on the call board
     source_lines     the learner's line that made a call

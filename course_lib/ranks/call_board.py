@@ -14,11 +14,13 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import IntFlag
+from itertools import permutations
 
 from course_lib.core.records import KINDS
+from course_lib.ranks.scratch import no_room
 from course_lib.ranks.source_lines import Line
 
 NUM_SLOTS = 1024
@@ -29,9 +31,13 @@ DROP_AT, FLAGS_AT = struct.calcsize("<Q II dd"), struct.calcsize("<Q II ddd QQ h
 NUMBER_AND_FLAGS = struct.Struct(f"<Q{FLAGS_AT - 8}xB{SLOT.size - FLAGS_AT - 1}x")  # of a slot
 SIGNATURE_AT, SIGNATURE_BYTES = struct.calcsize("<Q II ddd QQ hBB I"), 80
 STATE = struct.Struct("<Q II d I 160s 40s II")
-RANK_BYTES = 512 + NUM_SLOTS * SLOT.size
 POST_KINDS = (*KINDS, "new_group")
 MAX_RANKS = 64
+NUM_SPLITS = 64  # calls of all_to_all whose sizes are kept
+SPLITS = struct.Struct(f"<II {2 * MAX_RANKS}Q")
+SPLITS_AT = 512 + NUM_SLOTS * SLOT.size
+RANK_BYTES = SPLITS_AT + NUM_SPLITS * SPLITS.size
+ROOM_BYTES = 2**20  # for what else is written into the folder
 
 
 class Flag(IntFlag):
@@ -52,7 +58,8 @@ class Post:
 
     `post_s` is when, `arrive_s` when an emulated link delivers the message, and `drop_s` when its
     handle was garbage-collected before the call completed: all in seconds of `time.perf_counter()`.
-    `members` are the ranks that take part, by global rank.
+    `members` are the ranks that take part, by global rank. `sends` and `expects` are the elements
+    that an all_to_all sends to each of them, and expects from each.
     """
 
     number: int
@@ -68,11 +75,19 @@ class Post:
     num_bytes: int = 0
     peer: int = -1
     flags: Flag = NO_FLAGS
+    sends: tuple[int, ...] = ()
+    expects: tuple[int, ...] = ()
 
     @property
     def call(self) -> str:
         """Description of the call: `all_reduce(sum) float32 [4]`, `send float32 [4] 0->1`."""
         return f"{self.kind} {self.signature}" if self.kind in ("send", "recv") else self.signature
+
+    @property
+    def sizes(self) -> str:
+        """Description of the elements of an all_to_all by rank; empty for other calls."""
+        sends, expects = (", ".join(map(str, sizes)) for sizes in (self.sends, self.expects))
+        return f" that sends [{sends}] and expects [{expects}] elements" if self.sends else ""
 
 
 @dataclass(frozen=True)
@@ -100,19 +115,24 @@ class CallBoard:
 
     def __init__(self, path: str, world_size: int) -> None:
         size = world_size * RANK_BYTES
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            if os.fstat(handle).st_size < size:
-                os.truncate(path, size)
-            self._map = mmap.mmap(handle, size)
-        finally:
-            os.close(handle)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                if os.fstat(handle).st_size < size:
+                    _reserve(handle, size)
+                self._map = mmap.mmap(handle, size)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise no_room(os.path.dirname(path), size + ROOM_BYTES, error) from error
         self.world_size = world_size
 
     # -- written by the rank itself ---------------------------------------------------------
 
     def post(self, rank: int, post: Post) -> None:
         """Write a call of this rank into its slot."""
+        if post.sends:
+            self._write_splits(rank, post)  # first: whoever sees the call sees its sizes
         SLOT.pack_into(
             self._map,
             self._slot_to_write(rank, post.channel, post.seq),
@@ -157,6 +177,13 @@ class CallBoard:
         file, function = line.file.encode()[:160], line.function.encode()[:40]
         self._write(rank, 16, "<d I 160s 40s II", idle_s, line.number, file, function, *oldest)
 
+    def _write_splits(self, rank: int, post: Post) -> None:
+        padding = (0,) * (MAX_RANKS - len(post.members))
+        sizes = (*post.sends, *padding, *post.expects, *padding)
+        SPLITS.pack_into(
+            self._map, self._splits_at(rank, post.channel, post.seq), post.channel, post.seq, *sizes
+        )
+
     def _write(self, rank: int, offset: int, layout: str, *values: object) -> None:
         struct.pack_into(layout, self._map, rank * RANK_BYTES + offset, *values)
 
@@ -179,7 +206,9 @@ class CallBoard:
         """Return a rank's call with this channel and number, or None if it was not made."""
         at = self._slot(rank, channel, seq)
         post = None if at is None else self._read(at)
-        return post if post and (post.channel, post.seq) == (channel, seq) else None
+        if post is None or (post.channel, post.seq) != (channel, seq):
+            return None
+        return self._with_splits(rank, post) if post.kind == "all_to_all" else post
 
     def arrival_s(self, rank: int, channel: int, seq: int) -> float | None:
         """Return when a message arrives (sends) or a call was posted (collectives), in seconds.
@@ -197,7 +226,7 @@ class CallBoard:
 
     def history(self, rank: int, having: Flag = NO_FLAGS) -> list[Post]:
         """Return a rank's calls that are still on the call board and have these flags, in order."""
-        start, end = rank * RANK_BYTES + 512, (rank + 1) * RANK_BYTES
+        start, end = rank * RANK_BYTES + 512, rank * RANK_BYTES + SPLITS_AT
         slots = enumerate(NUMBER_AND_FLAGS.iter_unpack(self._map[start:end]))
         wanted = (i for i, (number, flags) in slots if number and flags & having == having)
         found = (self._read(start + i * SLOT.size) for i in wanted)
@@ -217,6 +246,18 @@ class CallBoard:
             other = self.find(member, post.channel, post.seq)
             if other is not None:
                 yield member, other
+
+    def _splits_at(self, rank: int, channel: int, seq: int) -> int:
+        return rank * RANK_BYTES + SPLITS_AT + (channel + seq) % NUM_SPLITS * SPLITS.size
+
+    def _with_splits(self, rank: int, post: Post) -> Post:
+        """Return the call with its sizes, unless those of a later call have overwritten them."""
+        at = self._splits_at(rank, post.channel, post.seq)
+        channel, seq, *sizes = SPLITS.unpack_from(self._map, at)
+        if (channel, seq) != (post.channel, post.seq):
+            return post
+        sends, expects = sizes[: len(post.members)], sizes[MAX_RANKS:][: len(post.members)]
+        return replace(post, sends=tuple(sends), expects=tuple(expects))
 
     def _choices(self, rank: int, channel: int, seq: int) -> list[int]:
         apart = NUM_SLOTS // NUM_CHOICES
@@ -263,6 +304,26 @@ class CallBoard:
             peer=peer,
             flags=Flag(flags),
         )
+
+
+def unfit_split(calls: Iterable[tuple[int, Post]]) -> str:
+    """Return the sentence for a size in an all_to_all that its two ranks see differently, or ''."""
+    made = [(rank, post) for rank, post in calls if post.sends]
+    for (rank, post), (peer, other) in permutations(made, 2):
+        sent, expected = (
+            post.sends[post.members.index(peer)],
+            other.expects[post.members.index(rank)],
+        )
+        if sent != expected:
+            return f"rank {rank} sends {sent} elements to rank {peer}, which expects {expected}"
+    return ""
+
+
+def _reserve(handle: int, size: int) -> None:
+    """Give a file its blocks on disk now: with a full disk, writing to its memory map kills."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        os.posix_fallocate(handle, 0, size + ROOM_BYTES)
+    os.truncate(handle, size)
 
 
 def _text(raw: bytes) -> str:

@@ -1,14 +1,16 @@
 """One job on the ranks, watched from the notebook until all have answered or none can proceed."""
 
-import os
 import signal
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import cloudpickle
+import psutil
 
 from course_lib.ranks.call_board import CallBoard, Flag
 from course_lib.ranks.hangs import (
@@ -21,6 +23,7 @@ from course_lib.ranks.hangs import (
     find_wait,
 )
 from course_lib.ranks.output import MAX_OUTPUT_BYTES, Output
+from course_lib.ranks.process_tree import end_trees
 from course_lib.ranks.rank_process import RankFailure
 from course_lib.ranks.report import (
     RankError,
@@ -33,6 +36,14 @@ from course_lib.ranks.report import (
 
 TICK_S = 0.1
 GRACE_S = 2.0  # for which the other ranks may continue when one has failed
+STOPPED = (
+    "died: its process is stopped by a signal (SIGSTOP), and nothing continues it. "
+    "Try time.sleep() for a rank that is to be late"
+)
+REPLACED = (
+    "died: its process runs another program now (os.exec...), so it is no rank any more. "
+    "Try subprocess.run()"
+)
 
 
 @dataclass(frozen=True)
@@ -44,14 +55,17 @@ class Member:
     jobs: connection.Connection
     lifeline: connection.Connection
 
-    def kill(self) -> None:
-        """Kill the rank and every process it started."""
-        if self.process.pid is None or not self.process.is_alive():
-            return
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # not in a group of its own so far
-            self.process.kill()
+    def is_stopped(self) -> bool:
+        """Return whether a signal such as SIGSTOP has halted the rank."""
+        with suppress(psutil.Error):
+            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+        return False
+
+
+def kill_all(members: Sequence[Member]) -> None:
+    """Kill the ranks and every process they started."""
+    alive = [member.process.pid for member in members if member.process.is_alive()]
+    end_trees([pid for pid in alive if pid is not None])
 
 
 class RankJob:
@@ -63,6 +77,7 @@ class RankJob:
         self._results: dict[int, bytes] = {}
         self._failures: dict[int, RankFailure] = {}
         self._start_s = time.perf_counter()
+        self._stopped_since_s: dict[int, float] = {}
 
     def run(self, kind: str, blob: bytes) -> list[Any]:
         """Run the job on all ranks; return their results in rank order.
@@ -94,8 +109,9 @@ class RankJob:
         hang, failed_since_s = HangWatch(self.call_board), None
         while self._unfinished:
             self._collect(TICK_S)
-            self.outputs[0].follow()
             self._check_output()
+            self._check_stopped()
+            self.outputs[0].follow()
             if self._failures and failed_since_s is None:
                 failed_since_s = time.perf_counter()
             out_of_grace = failed_since_s and time.perf_counter() - failed_since_s > GRACE_S
@@ -104,10 +120,14 @@ class RankJob:
 
     def _collect(self, timeout_s: float) -> None:
         unfinished = [self.members[rank] for rank in self._unfinished]
-        ready = connection.wait([member.jobs for member in unfinished], timeout_s)
+        pipes: list[Any] = [member.jobs for member in unfinished]
+        ends = [member.process.sentinel for member in unfinished]  # a child may hold the pipe open
+        ready = connection.wait([*pipes, *ends], timeout_s)
         for member in unfinished:
-            if member.jobs in ready:
+            if member.jobs in ready or member.jobs.poll():
                 self._take_answer(member)
+            elif member.process.sentinel in ready:
+                self._failures[member.rank] = _death(member.process)
 
     def _take_answer(self, member: Member) -> None:
         try:
@@ -126,8 +146,21 @@ class RankJob:
                 limit = MAX_OUTPUT_BYTES // 2**20
                 self._give_up(f"rank {output.rank} printed more than {limit} MiB; is it in a loop?")
 
+    def _check_stopped(self) -> None:
+        """Take ranks that have been stopped for a while for failed: nothing will continue them."""
+        now_s = time.perf_counter()
+        stopped = [rank for rank in self._unfinished if self.members[rank].is_stopped()]
+        self._stopped_since_s = {r: self._stopped_since_s.get(r, now_s) for r in stopped}
+        for rank, since_s in self._stopped_since_s.items():
+            if now_s - since_s > GRACE_S:
+                line = self.call_board.state(rank).line
+                self._failures[rank] = RankFailure(
+                    "RankDied", STOPPED, (line,) if line.file else ()
+                )
+
     def _give_up(self, note: str, *, stopped: bool = False) -> None:
         self.lost = True
+        kill_all(self.members)  # first: a rank in a loop prints gigabytes while others are shown
         report = self._report(note, stopped=stopped)
         self._show_rest()
         raise RankError(report) from None
@@ -190,7 +223,9 @@ class RankJob:
 def _death(process: BaseProcess) -> RankFailure:
     process.join(2)
     code = process.exitcode
-    if code is None or code >= 0:
+    if code is None:
+        return RankFailure("RankDied", REPLACED)
+    if code >= 0:
         return RankFailure("RankDied", f"died: its process ended with exit code {code}")
     name = signal.Signals(-code).name
     because = " (by hand, or because memory ran out)" if name == "SIGKILL" else " (a crash in C++)"

@@ -9,10 +9,12 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import cloudpickle
@@ -21,10 +23,11 @@ from course_lib.core.errors import CourseError, MeshError
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.records import Event
 from course_lib.ranks.call_board import MAX_RANKS, CallBoard
-from course_lib.ranks.fork_server import start_method
-from course_lib.ranks.job import Member, RankJob
+from course_lib.ranks.fork_server import end_orphans, start_method
+from course_lib.ranks.job import Member, RankJob, kill_all
 from course_lib.ranks.output import Output
 from course_lib.ranks.rank_process import WorkerConfig, live
+from course_lib.ranks.scratch import ScratchFolder, make_folder
 
 START_TIMEOUT_S = 60.0
 
@@ -33,17 +36,21 @@ class Ranks:
     """A world of `world_size` ranks, started at once and restarted after a failure.
 
     `link` emulates a link between them (`Link` or `TwoLevelLink`); without one they communicate as
-    fast as this machine can.
+    fast as this machine can. Calls from several threads take turns: each waits for the others.
 
-    Raises: MeshError for a world size below 1 or above 64.
+    Raises: MeshError for a world size that is no whole number from 1 to 64; CourseError where the
+            temporary folder has no room
     """
 
     def __init__(self, world_size: int = 4, *, link: Link | TwoLevelLink | None = None) -> None:
-        if not 1 <= world_size <= MAX_RANKS:
+        whole = isinstance(world_size, Integral) and not isinstance(world_size, bool)
+        if not whole or not 1 <= world_size <= MAX_RANKS:
             raise MeshError(
-                f"Ranks: need a world size from 1 to {MAX_RANKS}; got {world_size}. Try Ranks(4)."
+                f"Ranks: need a whole number of ranks from 1 to {MAX_RANKS}; got {world_size!r}. "
+                "Try Ranks(4)."
             )
-        self.world_size, self.link = world_size, link
+        self.world_size, self.link = int(world_size), link
+        self._turn = threading.RLock()
         self._members: list[Member] = []
         self._outputs: list[Output] = []
         self._open()
@@ -76,11 +83,12 @@ class Ranks:
     @property
     def events(self) -> list[Event]:
         """Events of the last job, sorted by start: calls, spans, waits; the first starts at 0 s."""
-        if not self._ready or not self._all_alive():
-            return []
-        for member in self._members:
-            member.jobs.send(("events", b""))
-        events = [event for member in self._members for event in member.jobs.recv()[1]]
+        with self._turn:
+            if not self._ready or not self._all_alive():
+                return []
+            for member in self._members:
+                member.jobs.send(("events", b""))
+            events = [event for member in self._members for event in member.jobs.recv()[1]]
         zero_s = min((event.start_s for event in events), default=0.0)
         return [event.since(zero_s) for event in sorted(events, key=lambda e: e.start_s)]
 
@@ -97,16 +105,18 @@ class Ranks:
 
     def restart(self) -> None:
         """Start new processes; everything that the ranks held is lost."""
-        if not self._end.alive:
-            return self._open()
-        _stop(self._members)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._start()
+        with self._turn:
+            if not self._end.alive:
+                return self._open()
+            _stop(self._members)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._start()
 
     def close(self) -> None:
-        """End all ranks; the next job starts new ones."""
-        self._end()
-        self._ready = False
+        """End all ranks and all that they have started; the next job starts new ranks."""
+        with self._turn:
+            self._end()
+            self._ready = False
 
     def __enter__(self) -> "Ranks":
         return self
@@ -125,14 +135,22 @@ class Ranks:
 
     def _open(self) -> None:
         """Make a folder for files; it and the ranks end with this object, or with the kernel."""
-        self._home = tempfile.mkdtemp(prefix="ranks-")
-        self._end = weakref.finalize(self, _end_everything, self._members, self._home)
+        scratch = make_folder()
+        self._home = scratch.path
+        self._end = weakref.finalize(self, _end_everything, self._members, scratch)
         self._start()
 
     def _start(self) -> None:
+        self._ready = False
+        try:
+            self._start_ranks()
+        except BaseException:
+            self._end()
+            raise
+
+    def _start_ranks(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="world-", dir=self._home)
         self._call_board = CallBoard(os.path.join(self._folder, "board"), self.world_size)
-        self._ready = False
         context = start_method()
         with _without_main_script():
             for rank in range(self.world_size):
@@ -168,29 +186,30 @@ class Ranks:
     # -- one job ----------------------------------------------------------------------------
 
     def _do(self, kind: str, blob: bytes) -> list[Any]:
-        self._wait_until_ready()
-        self._outputs = [Output(self._output_file(r), r) for r in range(self.world_size)]
-        job = RankJob(self._call_board, self._members, self._outputs)
-        try:
-            return job.run(kind, blob)
-        finally:
-            if job.lost:
-                self.restart()
+        with self._turn:
+            self._wait_until_ready()
+            self._outputs = [Output(self._output_file(r), r) for r in range(self.world_size)]
+            job = RankJob(self._call_board, self._members, self._outputs)
+            try:
+                return job.run(kind, blob)
+            finally:
+                if job.lost:
+                    self.restart()
 
 
 def _stop(members: list[Member]) -> None:
-    for member in members:
-        member.kill()
+    kill_all(members)
     for member in members:
         member.process.join(5)
         member.jobs.close()
         member.lifeline.close()
     members.clear()
+    end_orphans()
 
 
-def _end_everything(members: list[Member], home: str) -> None:
+def _end_everything(members: list[Member], scratch: ScratchFolder) -> None:
     _stop(members)
-    shutil.rmtree(home, ignore_errors=True)
+    scratch.remove()
 
 
 def _start_rank(context: Any, config: WorkerConfig) -> Member:

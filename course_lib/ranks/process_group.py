@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from course_lib.core.errors import MeshError
+from course_lib.core.errors import MeshError, ShapeError
 from course_lib.ranks.call_board import Post, channel_of
 from course_lib.ranks.recorder import Recorder
 from course_lib.ranks.tracer import CallTracer
@@ -90,6 +90,7 @@ class TracedGroup(dist.ProcessGroup):
         call = COLLECTIVES[method]
         options = kwargs.get("opts", args[-1] if args else None)
         root = getattr(options, "rootRank", -1)
+        sends, expects = self._sizes(method, args) if call is ALL_TO_ALL else ((), ())
         whole = 0 if call.whole is None else num_bytes_of(args[call.whole])
         post = self.tracer.post(
             call.kind,
@@ -98,9 +99,49 @@ class TracedGroup(dist.ProcessGroup):
             channel=(self.key, self.members),
             num_bytes=whole * (len(self.members) if call.times_p else 1),
             peer=self.members[root] if root >= 0 else -1,
+            sends=sends,
+            expects=expects,
         )
         work = getattr(self.inner, method)(*args, **kwargs)
         return TrackedWork(work, post, self.tracer, watch_end=getattr(options, "asyncOp", False))
+
+    def _sizes(self, method: str, args: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the elements that an all_to_all sends to each member, and expects from each.
+
+        Raises: ShapeError where this rank's own tensors and split sizes do not fit together
+        """
+        outputs, inputs = args[:2]
+        if method == "alltoall":
+            self._check_list(outputs, inputs)
+            return tuple(t.numel() for t in inputs), tuple(t.numel() for t in outputs)
+        output_splits, input_splits = args[2:4]
+        sends = self._elements("input", inputs, input_splits)
+        return sends, self._elements("output", outputs, output_splits)
+
+    def _check_list(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        where, p = f"rank {self.tracer.rank}, all_to_all", len(self.members)
+        if not len(outputs) == len(inputs) == p:
+            raise ShapeError(
+                f"{where}: need lists of {p} tensors, one for each rank; got {len(outputs)} "
+                f"outputs and {len(inputs)} inputs."
+            )
+        sizes = [t.numel() for t in (*outputs, *inputs)]
+        if len(set(sizes)) > 1 and not inputs[0].is_cuda:
+            raise ShapeError(
+                f"{where}: gloo needs tensors of one size; got outputs of {sizes[:p]} and inputs "
+                f"of {sizes[p:]} elements. Try all_to_all_single with split sizes."
+            )
+
+    def _elements(self, name: str, tensor: torch.Tensor, splits: list[int]) -> tuple[int, ...]:
+        rows, p = len(tensor) if tensor.dim() else 0, len(self.members)
+        sizes = splits or [rows // p] * p
+        if len(sizes) != p or sum(sizes) != rows or min(sizes) < 0:
+            raise ShapeError(
+                f"rank {self.tracer.rank}, all_to_all: need {p} {name} splits that add up to the "
+                f"{rows} rows of the {name}; got {splits or 'none'}. "
+                f"Try {name}_split_sizes={_even_split(rows, p)}."
+            )
+        return tuple(size * (tensor.numel() // max(rows, 1)) for size in sizes)
 
     def _signature(
         self, call: CallSignature, args: tuple[Any, ...], options: Any, root: int
@@ -110,6 +151,8 @@ class TracedGroup(dist.ProcessGroup):
         name = f"{call.kind}({str(op).rsplit('.', 1)[-1].lower()})" if reduces else call.kind
         if root >= 0:
             name += f" root {self.members[root]}"
+        if call is ALL_TO_ALL:
+            name += f" {describe(args[1]).partition(' ')[0]}"  # the sizes may differ
         if call.agree is not None:
             name += f" {describe(args[call.agree])}"
         return name
@@ -194,6 +237,10 @@ def describe(tensors: Any) -> str:
         return f"{str(tensors.dtype).removeprefix('torch.')} {list(tensors.shape)}"
     many = f" x{len(tensors)}" if len(tensors) > 1 else ""
     return describe(tensors[0]) + many if len(tensors) else "nothing"
+
+
+def _even_split(rows: int, p: int) -> list[int]:
+    return [rows // p + (rank < rows % p) for rank in range(p)]
 
 
 def _message_words(tensors: list[torch.Tensor]) -> str:

@@ -1,6 +1,7 @@
 """The process of one rank: joins its world, then runs the jobs that the notebook sends."""
 
 import ast
+import errno
 import faulthandler
 import linecache
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from multiprocessing.connection import Connection
@@ -21,7 +23,9 @@ import torch.distributed as dist
 
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.ranks.call_board import CallBoard
+from course_lib.ranks.process_tree import adopt_orphans, end_descendants
 from course_lib.ranks.recorder import record, span
+from course_lib.ranks.scratch import no_room
 from course_lib.ranks.source_lines import Line, line_of, lines_of, owner
 from course_lib.ranks.tracer import CallTracer
 from course_lib.ranks.world import join_world, rank_device
@@ -53,6 +57,8 @@ class RankFailure:
 def live(config: WorkerConfig, jobs: Connection, kernel_alive: Connection) -> None:
     """Run the process of a rank from start to end: set up, join the world, run job after job."""
     _set_up_process(config)
+    for pipe in (jobs, kernel_alive):
+        os.set_inheritable(pipe.fileno(), False)  # closed when another program takes this over
     die_with(kernel_alive)
     call_board = CallBoard(os.path.join(config.folder, "board"), config.world_size)
     tracer = CallTracer(config.rank, call_board, config.link)
@@ -70,7 +76,8 @@ def live(config: WorkerConfig, jobs: Connection, kernel_alive: Connection) -> No
 
 
 def _set_up_process(config: WorkerConfig) -> None:
-    os.setsid()  # a group of its own: what the learner starts in here ends with the rank
+    os.setsid()  # a group of its own: a terminal's signals go to the notebook only
+    adopt_orphans()  # what the learner starts in here ends with the rank
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the notebook decides what Stop means
     output = os.open(config.output_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
@@ -98,7 +105,8 @@ def die_with(kernel_alive: Connection) -> None:
         try:
             kernel_alive.recv_bytes()
         except (EOFError, OSError):
-            os.killpg(os.getpid(), signal.SIGKILL)
+            end_descendants([os.getpid()])
+            os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -156,12 +164,16 @@ class Worker:
             "push": self._push,
         }
         self.tracer.recorder.events = []
+        self.tracer.call_board.beat(
+            self.config.rank, 0.0, Line(), (0, 0)
+        )  # not the last job's line
         try:
             result = jobs[kind](blob)
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too: the rank lives on
-            return "failed", _failure(error)
-        finally:
             sys.stdout.flush()
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: the rank lives on
+            with suppress(OSError):
+                sys.stdout.flush()
+            return "failed", _failure(error, self.config.folder)
         return _pack(result)
 
     def _call(self, blob: bytes) -> Any:
@@ -194,9 +206,11 @@ def _pack(result: Any) -> tuple[str, Any]:
         return "failed", RankFailure("CannotSendError", message)
 
 
-def _failure(error: BaseException) -> RankFailure:
+def _failure(error: BaseException, folder: str) -> RankFailure:
     try:
         message = str(error)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
+            message = str(no_room(folder, 0, error))  # for the file that holds what it printed
     except Exception:
         message = "(its message cannot be read)"
     text = "".join(traceback.format_exception(error))

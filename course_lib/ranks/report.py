@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from course_lib.core.cycles import shortest_cycle
 from course_lib.core.errors import CourseError
-from course_lib.ranks.call_board import CallBoard, Flag, Post
+from course_lib.ranks.call_board import CallBoard, Flag, Post, unfit_split
 from course_lib.ranks.hangs import Wait
 from course_lib.ranks.rank_process import RankFailure
 from course_lib.ranks.source_lines import Line
@@ -78,7 +78,8 @@ class Report:
             return []
         p2p = self.mismatch[0][1].kind in ("send", "recv")
         what = "a send and its recv do not fit" if p2p else "the ranks made different calls"
-        calls = [(rank, f"{post.call}\n    {post.line}") for rank, post in self.mismatch]
+        what = unfit_split(self.mismatch) or what
+        calls = [(r, f"{post.call}{post.sizes}\n    {post.line}") for r, post in self.mismatch]
         said = (f"{_ranks(who)} {_verb('call', who)} {call}" for call, who in _grouped(calls))
         return [f"mismatch: {what}; nothing was sent", *said]
 

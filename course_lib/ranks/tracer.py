@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from course_lib.core.errors import CourseError
 from course_lib.core.links import Link, TwoLevelLink
-from course_lib.ranks.call_board import CallBoard, Flag, Post, channel_of
+from course_lib.ranks.call_board import CallBoard, Flag, Post, channel_of, unfit_split
 from course_lib.ranks.emulated_links import LinkEmulator
 from course_lib.ranks.recorder import Recorder
 from course_lib.ranks.source_lines import caller
@@ -74,6 +74,8 @@ class CallTracer:
         channel: tuple[object, ...] | None = None,
         num_bytes: int = 0,
         peer: int = -1,
+        sends: tuple[int, ...] = (),
+        expects: tuple[int, ...] = (),
     ) -> Post:
         """Announce a call on the call board and compare it with the other ranks' calls.
 
@@ -97,6 +99,8 @@ class CallTracer:
             arrive_s=arrive_s,
             num_bytes=num_bytes,
             peer=peer,
+            sends=sends,
+            expects=expects,
         )
         self.call_board.post(self.rank, post)
         self._compare(post)
@@ -113,17 +117,19 @@ class CallTracer:
     def _compare(self, post: Post) -> None:
         """Raise MismatchError for a call that does not match one another rank has announced."""
         others = [rank for rank in post.members if rank != self.rank]
-        if all(self.call_board.agrees(rank, post) for rank in others):
+        if not post.sends and all(self.call_board.agrees(rank, post) for rank in others):
             return
         for rank, other in self.call_board.matching(
             post
         ):  # read again, now that it is surely whole
-            if other.signature != post.signature:
+            sizes = unfit_split([(self.rank, post), (rank, other)]) if rank != self.rank else ""
+            if other.signature != post.signature or sizes:
                 self.call_board.mark(self.rank, post, Flag.REFUSED)
                 raise MismatchError(
-                    f"rank {self.rank} calls {post.call} ({post.line}), but rank {rank} calls "
-                    f"{other.call} ({other.line}). All ranks have to make the same calls in "
-                    "the same order."
+                    f"rank {self.rank} calls {post.call}{post.sizes} ({post.line}), but rank "
+                    f"{rank} calls {other.call}{other.sizes} ({other.line}). "
+                    + (sizes or "All ranks have to make the same calls in the same order")
+                    + "."
                 )
 
     @contextmanager

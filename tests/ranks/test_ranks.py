@@ -15,26 +15,13 @@ import torch.distributed as dist
 
 from course_lib.core import CourseError, MeshError
 from course_lib.ranks import RankError, Ranks
+from tests.ranks.pools import fails, is_running, sum_of_powers
 
 
 @pytest.fixture(scope="module")
 def ranks():
     with Ranks(4) as four:
         yield four
-
-
-def sum_of_powers(rank):
-    tensor = torch.tensor([10.0**rank])
-    dist.all_reduce(tensor)
-    return tensor.item()
-
-
-def fails(ranks, fn, *args) -> RankError:
-    """Run a function that has to fail; prove that the ranks still work afterwards."""
-    with pytest.raises(RankError) as caught:
-        ranks.run(fn, *args)
-    assert ranks.run(sum_of_powers) == [1111.0] * 4
-    return caught.value
 
 
 # -- jobs ---------------------------------------------------------------------------------------
@@ -53,9 +40,12 @@ def test_results_come_back_by_rank_with_arguments_and_closures(ranks):
     ]
 
 
-def test_world_size_has_to_be_sensible():
-    with pytest.raises(MeshError, match="Ranks: need a world size from 1 to 64; got 0"):
-        Ranks(0)
+@pytest.mark.parametrize("world_size", [0, -1, 65, 10**6, 1.5, 2.0, "2", True, None])
+def test_world_size_has_to_be_a_whole_number_in_range(world_size):
+    says = f"Ranks: need a whole number of ranks from 1 to 64; got {world_size!r}. Try Ranks(4)."
+    with pytest.raises(MeshError) as caught:
+        Ranks(world_size)
+    assert str(caught.value) == says
 
 
 def test_environment_is_what_torchrun_sets(ranks):
@@ -236,99 +226,6 @@ def test_a_hang_is_reported_with_who_waits_for_whom(ranks, hang, says):
     assert "had returned" in str(error)
 
 
-def other_kind(rank):
-    dist.broadcast(torch.ones(4), 0) if rank == 1 else dist.all_reduce(torch.ones(4))
-
-
-def other_shape(rank):
-    dist.all_reduce(torch.ones(5 if rank == 1 else 4))
-
-
-def other_dtype(rank):
-    dist.all_reduce(torch.ones(4, dtype=torch.float64 if rank == 1 else torch.float32))
-
-
-def other_root(rank):
-    dist.broadcast(torch.ones(4), 1 if rank == 1 else 0)
-
-
-def other_op(rank):
-    dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
-
-
-def other_order(rank):
-    gathered = [torch.ones(4)] * 4
-    calls = [
-        lambda: dist.all_reduce(torch.ones(4)),
-        lambda: dist.all_gather(gathered, torch.ones(4)),
-    ]
-    for call in reversed(calls) if rank == 1 else calls:
-        call()
-
-
-def other_size_sent(rank):
-    if rank == 0:
-        dist.send(torch.ones(4), 1)
-    if rank == 1:
-        dist.recv(torch.ones(5), 0)
-
-
-@pytest.mark.parametrize(
-    ("mismatch", "one", "other"),
-    [
-        (other_kind, "all_reduce(sum) float32 [4]", "broadcast root 0 float32 [4]"),
-        (other_shape, "all_reduce(sum) float32 [4]", "all_reduce(sum) float32 [5]"),
-        (other_dtype, "all_reduce(sum) float32 [4]", "all_reduce(sum) float64 [4]"),
-        (other_root, "broadcast root 0 float32 [4]", "broadcast root 1 float32 [4]"),
-        (other_op, "all_reduce(sum) float32 [4]", "all_reduce(max) float32 [4]"),
-        (other_order, "all_reduce(sum) float32 [4]", "all_gather float32 [4]"),
-        (other_size_sent, "send float32 [4] 0->1", "recv float32 [5] 0->1"),
-    ],
-)
-def test_a_mismatch_is_named_before_anything_is_sent(ranks, mismatch, one, other):
-    error = fails(ranks, mismatch)
-    assert error.kind == "mismatch"
-    assert str(error).startswith("mismatch: ")
-    assert one in str(error)
-    assert f"rank 1 calls {other}" in str(error)
-    assert str(error).count("test_ranks.py line") >= 2
-
-
-def test_swapped_calls_that_fail_nowhere_are_told(ranks, capsys):
-    def swapped(rank):
-        first, second = torch.ones(1), torch.ones(1)
-        if rank == 1:
-            dist.all_reduce(second)
-            dist.all_reduce(first)
-        else:
-            dist.all_reduce(first)
-            dist.all_reduce(second)
-
-    ranks.run(swapped)
-    out = capsys.readouterr().out
-    assert "swapped: ranks 0 and 1 made two calls of all_reduce in opposite orders" in out
-    assert "dist.all_reduce(first)" in out
-
-
-def test_same_calls_in_the_same_order_are_not_called_swapped(ranks, capsys):
-    def fine(rank):
-        for _ in range(3):
-            dist.all_reduce(torch.ones(1))
-            dist.all_reduce(torch.ones(1))
-
-    ranks.run(fine)
-    assert capsys.readouterr().out == ""
-
-
-def test_many_calls_are_never_taken_for_a_mismatch(ranks):
-    def many(rank):
-        for _ in range(1500):
-            dist.all_reduce(torch.ones(3))
-        return True
-
-    assert all(ranks.run(many))
-
-
 def test_results_and_exceptions_that_cannot_be_sent_say_so(ranks):
     class StubbornError(Exception):
         def __reduce__(self):
@@ -372,14 +269,6 @@ def test_stop_names_every_rank_and_the_ranks_live_on(ranks):
     assert error.kind == "stopped"
     assert "rank 0 waits in recv for rank 1" in str(error)
     assert "rank 3 was computing" in str(error)
-
-
-def is_running(pid):
-    """Is there such a process, and has it not ended already (and waits to be counted out)?"""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_no_rank_outlives_a_killed_kernel():
