@@ -27,6 +27,7 @@ What they stand on, and what serves them:
     cluster                job scripts, schedulers, run records brought home
     checks                 what the exercises call: checks that name the misconception
     notebooks              building, running, checking and updating the notebooks
+    grading                assignments, and a class graded in a sandbox
     cli                    the `course` command
 """
 

@@ -14,10 +14,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from numbers import Real
+from random import Random
 from types import FrameType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed, own_line
+from course_lib.core import CourseError
 
 MOST_LINES = 1_000_000
 NO_RESULT = Cause("Does your function return its result?")
@@ -75,6 +80,7 @@ class Cases:
     where no known cause fits; `symptoms` are causes with a predicate of all values, shown in the
     order of the cases: `(lambda got, need: ..., CAUSE)`. `unchanged` is told where the arguments
     are no longer equal to new ones, `endless` where the answer runs MOST_LINES lines.
+    `drawn(random)` returns more cases for a student's own assignment, drawn from its `seed`.
     """
 
     cases: Callable[[], Sequence[Case]]
@@ -86,10 +92,17 @@ class Cases:
     symptoms: tuple[tuple[Callable[[Sequence[Any], Sequence[Any]], bool], Cause], ...] = ()
     unchanged: Cause | None = None
     endless: Cause | None = None
+    drawn: Callable[[Random], Sequence[Case]] | None = None
+    seed: str = ""
+
+    def table(self) -> list[Case]:
+        """Return the cases, new at each call; with a seed, also those that are drawn from it."""
+        more = self.drawn(Random(self.seed)) if self.drawn and self.seed else ()
+        return [*self.cases(), *more]
 
     def observe(self, answer: Callable[..., Any]) -> Iterator[Any]:
         """Call the answer for each case; yield the plain results, or what it raised."""
-        for (_, arguments), (_, fresh) in zip(self.cases(), self.cases(), strict=True):
+        for (_, arguments), (_, fresh) in zip(self.table(), self.table(), strict=True):
             result = self._result(answer, arguments)
             changed = self.unchanged and arguments != fresh
             yield failed("what you were given has changed", self.unchanged) if changed else result
@@ -108,13 +121,23 @@ class Cases:
 
     def judge(self, observed: Iterable[Any], exercise: Exercise) -> str:
         """Compare with the right values; raise CheckFailed for the first case that differs."""
-        got = list(observed)
-        need = list(self.observe(exercise.right))
-        for (what, _), wanted, found in zip(self.cases(), need, got, strict=True):
+        return self.compare(list(observed), exercise.right_values(), exercise.wrong_values())
+
+    def compare(
+        self, got: list[Any], need: list[Any], wrong: Iterable[tuple[Cause, list[Any]]]
+    ) -> str:
+        """Compare values with the right ones; `wrong` is pairs of a cause and what it leads to."""
+        texts = [what for what, _ in self.table()]
+        if len(need) != len(texts):
+            raise CourseError(
+                f"need the right values of {len(texts)} cases; the assignment's folder has "
+                f"{len(need)}: they are of another version of the course. Try make lab there."
+            )
+        for what, wanted, found in zip(texts, need, got, strict=True):
             if isinstance(found, CheckFailed):
                 raise CheckFailed(f"{what}: {found}", found.cause)
             if not self._equal(found, wanted):
-                raise failed(self._seen(what, wanted, found), self._cause(got, need, exercise))
+                raise failed(self._seen(what, wanted, found), self._cause(got, need, wrong))
         return self.success
 
     def _seen(self, what: str, wanted: Any, found: Any) -> str:
@@ -138,18 +161,57 @@ class Cases:
         pairs = ((key, wanted.get(key, "nothing"), found.get(key, "nothing")) for key in keys)
         return next(pair for pair in pairs if not self._equal(pair[2], pair[1]))
 
-    def _cause(self, got: list[Any], need: list[Any], exercise: Exercise) -> Cause:
+    def _cause(
+        self, got: list[Any], need: list[Any], wrong: Iterable[tuple[Cause, list[Any]]]
+    ) -> Cause:
         for fits, cause in self.symptoms:
             if fits(got, need):
                 return cause
-        for wrong in exercise.wrong:
-            values = list(self.observe(wrong.answer(exercise)))
+        for cause, values in wrong:
             if all(map(self._equal, got, values)):
-                return wrong.cause
+                return cause
         return NO_RESULT if None in got else Cause(self.look)
 
     def _equal(self, found: Any, wanted: Any) -> bool:
         return alike(found, wanted, self.rtol)
+
+
+def to_json(value: Any) -> Any:
+    """Return what a check observed as plain JSON.
+
+    Raises: TypeError for a value that is no plain data
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [to_json(each) for each in value]
+    if isinstance(value, dict):
+        return {"dict": [[to_json(key), to_json(each)] for key, each in value.items()]}
+    if isinstance(value, Raised):
+        return {"raised": [value.name, value.text, ""]}  # a line would show the answer's own
+    if isinstance(value, CheckFailed):
+        return {"failed": [str(value), value.cause and str(value.cause)]}
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": [dtype, list(value.shape), value.detach().flatten().tolist()]}
+    raise TypeError(f"need plain data; got {type(value).__name__}.")
+
+
+def from_json(data: Any) -> Any:
+    """Return the value that `to_json` was given; tuples come back as lists, which are alike."""
+    if isinstance(data, list):
+        return [from_json(each) for each in data]
+    if not isinstance(data, dict):
+        return data
+    ((kind, content),) = data.items()
+    if kind == "dict":
+        return {from_json(key): from_json(each) for key, each in content}
+    if kind == "raised":
+        return Raised(*content)
+    if kind == "failed":
+        return CheckFailed(content[0], content[1] and Cause(content[1]))
+    dtype, shape, numbers = content
+    return torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)
 
 
 @contextmanager

@@ -13,14 +13,19 @@ import importlib
 import importlib.util
 import io
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
-from course_lib.checks.right_answer import right_answer
+import cloudpickle
+
+from course_lib.checks.right_answer import assignment_here, frozen_values, right_answer
 from course_lib.core import CourseError
 
 LIMIT_S = 180  # for one check: on two quiet cores, the slowest takes 5 s
@@ -118,14 +123,16 @@ class Exercise:
     """One exercise: its check, and the wrong answers that a test sends through the check.
 
     The right answer, `right`, is the one that the lesson's source shows. `title` is a few words
-    for tables. Exercises whose check is still a plain function bring their right answer along,
-    `reference`, and list their wrong ones in `mistakes`.
+    for tables. `library` names what the library has of it, `course_lib.ddp.buckets:assign_buckets`:
+    in the sandbox that grades an answer, this raises. Exercises whose check is still a plain
+    function bring their right answer along, `reference`, and list their wrong ones in `mistakes`.
     """
 
     key: str
     title: str
     check: Check | Callable[[Any], str]
     wrong: tuple[Wrong, ...] = ()
+    library: tuple[str, ...] = ()
     reference: Any = None
     mistakes: tuple[Mistake, ...] = ()
 
@@ -133,6 +140,37 @@ class Exercise:
     def right(self) -> Any:
         """The right answer: what the solved notebook shows."""
         return right_answer(self.key) if self.reference is None else self.reference
+
+    def seeded(self, seed: str) -> "Exercise":
+        """Return this exercise with a student's own cases, where its check draws some."""
+        if not seed or getattr(self.check, "drawn", None) is None:
+            return self
+        return replace(self, check=replace(self.check, seed=seed))  # type: ignore[type-var]
+
+    def right_values(self) -> list[Any]:
+        """Return what the check observes of the right answer.
+
+        In a student's assignment, which has no right answer, it is read from a file.
+        """
+        frozen = frozen_values(self.key)
+        return self._read(frozen["right"]) if frozen else self._observed(self.right)
+
+    def wrong_values(self) -> Iterator[tuple[Cause, list[Any]]]:
+        """Yield the cause of each planted mistake, and what the check observes of the mistake."""
+        if frozen := frozen_values(self.key):
+            for sentence, values in frozen["wrong"]:
+                yield Cause(sentence), self._read(values)
+            return
+        for wrong in self.wrong:
+            yield wrong.cause, self._observed(wrong.answer(self))
+
+    def _observed(self, answer: Any) -> list[Any]:
+        return list(self.check.observe(answer)) if isinstance(self.check, Check) else []
+
+    def _read(self, values: list[Any]) -> list[Any]:
+        from course_lib.checks.cases import from_json  # which imports this module
+
+        return list(map(from_json, values))
 
     def verdict(self, answer: Any) -> str:
         """Return one line about a right answer.
@@ -151,6 +189,18 @@ def check(key: str, answer: Any, *, limit_s: float = LIMIT_S) -> None:
     the same single line. After `limit_s` seconds the check is ended, and the ranks with it.
     """
     exercise = find_exercise(key)
+    with explained(key, answer, limit_s):
+        detail = exercise.verdict(answer)
+    print(f"{key}: right. {detail}")
+
+
+@contextlib.contextmanager
+def explained(key: str, answer: Any, limit_s: float = LIMIT_S) -> Iterator[None]:
+    """Turn whatever goes wrong in the block, which runs an answer, into a short text.
+
+    What is printed in it is shown only then; after `limit_s` seconds it is ended.
+    Raises: CheckFailed or NotDone that begin with the key, TooLong
+    """
     _demand_own(key, answer)
     printed = io.StringIO()
     try:
@@ -159,11 +209,10 @@ def check(key: str, answer: Any, *, limit_s: float = LIMIT_S) -> None:
             contextlib.redirect_stderr(printed),
             _limited(key, limit_s),
         ):
-            detail = exercise.verdict(answer)
+            yield
     except Exception as error:
         print(printed.getvalue(), end="")
         _explain(key, error)
-    print(f"{key}: right. {detail}")
 
 
 @contextlib.contextmanager
@@ -191,13 +240,16 @@ def _limited(key: str, limit_s: float) -> Iterator[None]:
 def find_exercise(key: str) -> Exercise:
     """Return the exercise of a key, from its lesson's package.
 
+    In a student's assignment it has the student's own cases.
+
     Raises: CourseError that lists the keys that come nearest.
     """
     lesson = key.rpartition("-")[0]
     exercises = exercises_of(lesson)
     for exercise in exercises:
         if exercise.key == key:
-            return exercise
+            here = assignment_here()
+            return exercise.seeded(here.seed) if here else exercise
     known = [exercise.key for exercise in exercises]
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.0)
     raise _ShortError(
@@ -207,11 +259,39 @@ def find_exercise(key: str) -> Exercise:
 
 
 def exercises_of(lesson: str) -> tuple[Exercise, ...]:
-    """Return all exercises of a lesson (`collectives`), in order; none for a lesson without any."""
+    """Return all exercises of a lesson (`collectives`), in order; none for a lesson without any.
+
+    Those of an assignment (`hw1`) are in the package `checks` of its folder, which is imported as
+    `course_lib.checks.hw1`.
+    """
     name = f"course_lib.checks.{lesson}"
-    if not lesson.isidentifier() or importlib.util.find_spec(name) is None:
+    here = assignment_here()
+    if here and here.name == lesson and (here.folder / "checks" / "__init__.py").is_file():
+        _import_from(here.folder / "checks", name)
+    elif PathFinder.find_spec(name, importlib.import_module("course_lib.checks").__path__) is None:
         return ()
     return getattr(importlib.import_module(name), "EXERCISES", ())
+
+
+def _import_from(package: Path, name: str) -> None:
+    """Import the package in a folder under this name, once; ranks get what is in it by value."""
+    file = str(package / "__init__.py")
+    if getattr(sys.modules.get(name), "__file__", "") == file:
+        return
+    for old in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
+        del sys.modules[old]
+    spec = importlib.util.spec_from_file_location(
+        name, file, submodule_search_locations=[str(package)]
+    )
+    if spec is None or spec.loader is None:
+        raise _ShortError(f"{file}: need a Python package of checks; it cannot be imported.")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    cloudpickle.register_pickle_by_value(module)
 
 
 def _demand_own(key: str, answer: Any) -> None:

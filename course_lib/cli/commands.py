@@ -1,6 +1,7 @@
 """The `course` command: check a notebook, see how far you are, start an exercise again."""
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -14,8 +15,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from course_lib.cli.class_commands import add_class_commands
+from course_lib.cli.grade_command import add_grade_command
 from course_lib.cluster.commands import add_commands, plain_table
 from course_lib.core import CourseError
+from course_lib.core.files import check_result_path
+from course_lib.core.plain_text import one_line, printable
 from course_lib.notebooks.progress_bar import cell_bar
 from course_lib.scaling_study.commands import add_study_commands
 
@@ -40,7 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=arguments)
     except CourseError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
+        sys.exit(1)
+    except OSError as problem:
+        place = one_line(str(problem.filename or "a file"))
+        print(
+            f"course: need to read or write {place}; got: {problem.strerror or problem}. Try in a "
+            "folder of yours, and with room on the disk.",
+            file=sys.stderr,
+        )
         sys.exit(1)
 
 
@@ -64,63 +77,30 @@ def check(
     junitxml: JUnit = None,
 ) -> None:
     """Check the exercises of a notebook as it is saved. Exit code 0 when all are right."""
-    from course_lib.notebooks.grading import grade
-    from course_lib.notebooks.lessons import find_lesson
+    from course_lib.notebooks.grading import grade, lesson_of
+    from course_lib.notebooks.lessons import find_lesson, read_notebook
     from course_lib.notebooks.progress import remember
     from course_lib.notebooks.verdict_files import write_junit
 
+    check_result_path(junitxml)
     folder = _own_folder()
     is_path = notebook.endswith(".ipynb") or "/" in notebook
     path = Path(notebook) if is_path else find_lesson(notebook, folder).student
     with cell_bar(path.stem) as ended:
         report = grade(path, folder, timeout_s, ended)
-    lesson = find_lesson(report.lesson, folder)
-    if path.resolve() == lesson.student.resolve():
-        remember(report, lesson)
-    if junitxml:
-        write_junit([report], junitxml)
     if as_json:
         print(json.dumps(asdict(report), indent=1))
     else:
         _show(report, path)
-    raise typer.Exit(0 if report.all_right else 1)
-
-
-@app.command()
-def grade(
-    paths: Annotated[list[Path], typer.Argument(help="Notebooks, or folders of notebooks.")],
-    timeout_s: Timeout = 60,
-    csv_path: Annotated[
-        Path | None, typer.Option("--csv", metavar="PATH", help="Write one row an exercise.")
-    ] = None,
-    junitxml: JUnit = None,
-) -> None:
-    """Check the notebooks of a class. Exit code 0 when every notebook could be judged."""
-    from course_lib.notebooks.grading import grade as grade_one
-    from course_lib.notebooks.lessons import find_folder
-    from course_lib.notebooks.verdict_files import write_csv, write_junit
-
-    reports, unread = [], []
-    for path in _notebooks(paths):
+    lesson = lesson_of(read_notebook(path), path, folder)
+    if os.path.realpath(path) == os.path.realpath(lesson.student):
         try:
-            with cell_bar(str(path)) as ended:
-                reports.append(grade_one(path, find_folder(), timeout_s, ended))
-        except CourseError as error:
-            unread.append(str(error))
-    table = plain_table("notebook", "lesson", "right", "exercises")
-    for report in reports:
-        right = sum(verdict.status == "right" for verdict in report.verdicts)
-        statuses = {verdict.key: verdict.status for verdict in report.verdicts}
-        share = f"{right} of {len(statuses)}"
-        table.add_row(report.path, report.lesson, share, _in_words(statuses))
-    Console().print(table)
-    for sentence in unread:
-        print(f"not judged: {sentence}")
-    if csv_path:
-        write_csv(reports, csv_path)
+            remember(report, lesson)
+        except CourseError as error:  # the verdicts count all the same
+            print(printable(str(error)), file=sys.stderr)
     if junitxml:
-        write_junit(reports, junitxml)
-    raise typer.Exit(1 if unread or not reports else 0)
+        write_junit([report], junitxml)
+    raise typer.Exit(0 if report.all_right else 1)
 
 
 @app.command()
@@ -129,18 +109,20 @@ def progress() -> None:
     from course_lib.notebooks.lessons import all_lessons
     from course_lib.notebooks.progress import progress as progress_of
 
-    table, total = plain_table("lesson", "right", "exercises"), Counter[str]()
+    table, total, unread = plain_table("lesson", "right", "exercises"), Counter[str](), 0
     for lesson in all_lessons(_own_folder()):
         try:
             statuses = progress_of(lesson)
         except CourseError as error:
-            table.add_row(lesson.name, "", Text(str(error), style="red"))
+            table.add_row(lesson.name, "", Text(f"not judged: {one_line(str(error))}", "red"))
+            unread += 1
             continue
         total.update(statuses.values())
         right = sum(status == "right" for status in statuses.values())
         table.add_row(lesson.name, f"{right} of {len(statuses)}", _in_words(statuses))
     Console().print(table)
     print(f"{total['right']} of {total.total()} exercises are right.")
+    raise typer.Exit(1 if unread else 0)
 
 
 @app.command()
@@ -241,37 +223,28 @@ def _own_folder() -> Path:
 def _show(report: "GradeReport", path: Path) -> None:
     """Print the verdicts as a table, then further messages."""
     minutes = (time.time() - path.stat().st_mtime) / 60
-    print(f"{path}, saved {f'{minutes:.0f} min ago' if minutes >= 1 else 'just now'}\n")
+    when = f"{minutes:.0f} min ago" if minutes >= 1 else "just now"
+    print(f"{one_line(str(path))}, saved {when}\n")
     table = plain_table("exercise", "verdict", "")
     for verdict in report.verdicts:
         status = Text(verdict.status, style=STYLES.get(verdict.status, ""))
-        table.add_row(verdict.key, status, Text(f"{verdict.detail}\n{verdict.note}".strip()))
+        told = printable(f"{verdict.detail}\n{verdict.note}".strip())
+        table.add_row(Text(one_line(verdict.key)), status, Text(told))
     Console().print(table)
     right = sum(verdict.status == "right" for verdict in report.verdicts)
     print(f"\n{right} of {len(report.verdicts)} exercises are right.")
     for note in report.notes:
-        print(note)
+        print(one_line(note))
 
 
 def _in_words(statuses: dict[str, str]) -> Text:
     """Return `1 right, 2 not done` for the exercises of one lesson."""
-    return Text(", ").join(Text(f"{k} {s}", STYLES.get(s, "")) for k, s in statuses.items())
+    return Text(", ").join(
+        Text(f"{one_line(k)} {s}", STYLES.get(s, "")) for k, s in statuses.items()
+    )
 
 
-def _notebooks(paths: Sequence[Path]) -> list[Path]:
-    """Return the notebooks that are named, and those in the named folders; never hidden ones."""
-    found: list[Path] = []
-    for path in paths:
-        inside = sorted(path.rglob("*.ipynb")) if path.is_dir() else [path]
-        found += [one for one in inside if not _is_hidden(one.relative_to(path))]
-    return found
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part == "solved" for part in path.parts)
-
-
-for add in (add_commands, add_study_commands):
+for add in (add_commands, add_study_commands, add_class_commands, add_grade_command):
     add(app)
 
 if __name__ == "__main__":

@@ -6,15 +6,18 @@ The others stay where they are, under a name that no reader takes for a record's
 moved, so after an interruption the same command completes the work.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from course_lib.cluster.local.job import locked
 from course_lib.cluster.submissions import Submission
+from course_lib.core.files import not_one, read_text
 from course_lib.core.records import RunRecord
 
 RUNS = Path("runs")
 SET_ASIDE = ".superseded"
+WHOSE = "the number of an array task and of an attempt, as in 0.0"
 MARK = "attempt"  # in the folder that was brought home: whose it is
 
 
@@ -52,7 +55,7 @@ def _bring(one: Submission, array_task: int, runs: Path) -> Attempt | None:
         _take_in(one, records / f"0.{max(state.restarts for state in one.seen)}")
     new = [folder for folder in records.glob(f"{array_task}.*") if any(folder.glob("*.jsonl"))]
     if new and home.exists():  # an attempt that was brought home before this one ended
-        home.rename(records / (home / MARK).read_text(encoding="utf-8"))
+        home.rename(records / _attempt_of(home))
         new = [folder for folder in records.glob(f"{array_task}.*") if any(folder.glob("*.jsonl"))]
     if not new:
         return _read(home, array_task) if home.exists() else None
@@ -75,10 +78,17 @@ def _take_in(one: Submission, latest: Path) -> None:
         path.rename(latest / path.name)
 
 
+def _attempt_of(home: Path) -> str:
+    """Return the name that a folder of records had before it was brought home."""
+    name = read_text(home / MARK, WHOSE)
+    if not re.fullmatch(r"\d{1,9}\.\d{1,9}", name, re.ASCII):
+        raise not_one(home / MARK, WHOSE, f"got {name[:20]!r}", "Try to write 0.0 into it.")
+    return name
+
+
 def _read(folder: Path, array_task: int) -> Attempt:
     """Return the attempt whose records are in this folder: `records/3.1`, or where it was moved."""
-    mark = folder / MARK
-    name = mark.read_text(encoding="utf-8") if mark.exists() else folder.name
+    name = _attempt_of(folder) if (folder / MARK).exists() else folder.name
     records = [RunRecord.read(path) for path in sorted(folder.glob("*.jsonl"))]
     return Attempt(
         array_task=array_task,

@@ -60,7 +60,7 @@ def submit(
     course submit cluster/exercises/06_ddp.py --turns 3 --gpus 2 --time 0:10:00
     course submit -m course_lib.train -- --strategy fsdp --out runs/fsdp
     """
-    words = (find_program(program), *context.args)
+    words = (find_program(program, *context.args[:1]), *context.args)
     job = Job(
         name=name_of(words),
         program=words[0],

@@ -1,8 +1,12 @@
 """A job as a learner describes it: a program, its nodes, GPUs and time limit."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 
 from course_lib.cluster.profile import Profile, find_cluster_folder
@@ -12,7 +16,7 @@ from course_lib.core.errors import CourseError
 CPU_RANKS = 2  # on each node, where there are no GPUs to count
 NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 MODULE = r"[A-Za-z_]\w*(\.(?!py$)[A-Za-z_]\w*)+"
-RANGE = r"(?P<first>\d+)(-(?P<last>\d+)(:(?P<step>[1-9]\d*))?)?"
+RANGE = r"(?P<first>\d{1,9})(-(?P<last>\d{1,9})(:(?P<step>[1-9]\d{0,8}))?)?"
 LAST_ARRAY_TASK = 1000  # the highest number that Slurm takes unless a site raised MaxArraySize
 
 
@@ -98,7 +102,7 @@ def read_array(text: str) -> tuple[int, ...]:
         if int(last or first) < int(first) or int(last or first) > LAST_ARRAY_TASK:
             raise _bad_array(text)
         array_tasks.update(range(int(first), int(last or first) + 1, int(step or 1)))
-    if "%" in text and not re.fullmatch(r"[1-9]\d*", at_once, re.ASCII):
+    if "%" in text and not re.fullmatch(r"[1-9]\d{0,8}", at_once, re.ASCII):
         raise _bad_array(text)
     return tuple(sorted(array_tasks))
 
@@ -138,12 +142,19 @@ def _too_much(job: Job, profile: Profile, most: str, got: str) -> CourseError:
     )
 
 
-def find_program(text: str) -> str:
+def find_program(text: str, module: str = "") -> str:
     """Return the path of an exercise from its lesson's number or name; other words unchanged.
 
-    Raises: CourseError where there is no such file
+    `module` is the word behind `-m`, and is looked for without being run.
+
+    Raises: CourseError where there is no such file, or no such module
     """
-    if text == "-m" or Path(text).is_file():
+    if text == "-m" and not _is_module(module):
+        raise CourseError(
+            f"course submit: need a module that `python -m` finds from this folder; got {module!r}."
+            " Try course_lib.train, or the path of a Python file."
+        )
+    if text == "-m" or os.path.isfile(text):
         return text
     exercises = sorted((find_cluster_folder() / "exercises").glob("[0-9]*.py"))
     lesson = text.zfill(2) if text.isdigit() else text
@@ -155,6 +166,26 @@ def find_program(text: str) -> str:
         f"course submit: need a program that is there; got {text!r}. Try a lesson that "
         f"has a script ({lessons}), the path of a Python file, or -m and the name of a module."
     )
+
+
+def _is_module(name: str) -> bool:
+    """Return whether `python -m name` finds something to run, from the current folder or installed.
+
+    Nothing is imported: a package may want a GPU for that.
+    """
+    words = name.split(".")
+    if not all(map(str.isidentifier, words)) or words[0] == "__main__":
+        return False
+    found = PathFinder.find_spec(words[0], [os.getcwd()]) or find_spec(words[0])
+    for full_name in list(accumulate(words, "{}.{}".format))[1:]:
+        found = _inside(found, full_name)
+    is_package = found is not None and found.submodule_search_locations is not None
+    return (_inside(found, f"{name}.__main__") if is_package else found) is not None
+
+
+def _inside(package: ModuleSpec | None, full_name: str) -> ModuleSpec | None:
+    places = package.submodule_search_locations if package else None
+    return None if places is None else PathFinder.find_spec(full_name, places)
 
 
 def name_of(words: Sequence[str]) -> str:

@@ -1,17 +1,15 @@
 """Read and follow the logs of jobs, with characters that could control the terminal replaced."""
 
 import codecs
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from course_lib.cluster.submissions import FOLDER, Submission, refresh
+from course_lib.core.plain_text import printable
 
 PAUSE_S = 0.5
 MOST_S = 5.0  # a class that follows should not keep the scheduler busy
-STRANGE = "\N{REPLACEMENT CHARACTER}"
-COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class Tail:
@@ -41,12 +39,6 @@ class Tail:
         if last:
             whole, end, self._rest = text, "\n" if self._rest else "", ""
         return printable(whole + end)
-
-
-def printable(text: str) -> str:
-    """Return the text without colors, and with a mark for each control character."""
-    letters = COLOUR.sub("", text)
-    return "".join(c if c.isprintable() or c in "\n\t" else STRANGE for c in letters)
 
 
 def follow(

@@ -15,7 +15,7 @@ from typing import Any
 
 from course_lib.cluster.slurm_time import read_time_s
 from course_lib.core.errors import CourseError
-from course_lib.core.files import write_whole
+from course_lib.core.files import read_text, write_whole
 
 SCHEDULERS = ("slurm", "local")
 OWN = "site"  # the profile that `course cluster init` writes
@@ -28,6 +28,7 @@ COMMENTS = {
     "gpus_per_node": "that a job can have; 0: ranks run on the CPU",
     "gpu_type": "h100, a100, ... where a partition has several",
     "cpus_per_gpu": "CPU cores that each rank gets",
+    "node_memory_gib": "GiB of memory that jobs can have on a node",
     "time_limit": "the longest that a job may take: hours:minutes:seconds",
     "max_nodes": "that one job may have",
     "modules": "that are loaded, in this order",
@@ -67,6 +68,7 @@ class Profile:
     scheduler          "slurm", or "local": this machine, without a queue
     gpus_per_node      that a job can have; 0: there are none, ranks run on the CPU
     cpus_per_gpu       CPU cores that each rank gets, also where there are no GPUs
+    node_memory_gib    memory that jobs can have on a node, in GiB
     time_limit         the longest that a job may take, as hours:minutes:seconds
     modules            that `module load` loads, in this order
     environment        lines of shell, after the modules: activate an environment, set variables
@@ -84,6 +86,7 @@ class Profile:
     gpus_per_node: int = 0
     gpu_type: str = ""
     cpus_per_gpu: int = 0
+    node_memory_gib: int = 0
     time_limit: str = "1:00:00"
     max_nodes: int = 1
     modules: tuple[str, ...] = ()
@@ -99,7 +102,12 @@ class Profile:
         for name in ("partition", "account", "qos", "gpu_type", "network_interface"):
             is_word = re.fullmatch(f"({WORD})?", getattr(self, name))
             self._need(name, is_word, "one word", "Ask your site how it is written.")
-        for name, least in (("gpus_per_node", 0), ("cpus_per_gpu", 0), ("max_nodes", 1)):
+        for name, least in (
+            ("gpus_per_node", 0),
+            ("cpus_per_gpu", 0),
+            ("node_memory_gib", 0),
+            ("max_nodes", 1),
+        ):
             is_right = _is_count(getattr(self, name), least)
             self._need(name, is_right, f"a whole number from {least}", "Try 1.")
         is_long = self.time_limit.count(":") == 2 and read_time_s(self.time_limit)
@@ -154,16 +162,15 @@ def read_profile(name: str | os.PathLike[str]) -> Profile:
     path = Path(name)
     if path.suffix != ".toml":
         path = find_cluster_folder() / "profiles" / f"{name}.toml"
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as problem:
+    if not os.path.lexists(path):
         raise CourseError(
             f"profile: need one of {', '.join(profile_names())}, or the path of a .toml; got "
             f"{os.fspath(name)!r}. Try course cluster init, which writes the profile {OWN}."
-        ) from problem
-    except OSError as problem:
-        raise CourseError(f"profile {path}: need to read it; {problem.strerror}.") from problem
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        )
+    text = read_text(path, "a profile")
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as problem:
         raise CourseError(
             f'profile {path}: need TOML, lines like partition = "gpu"; {problem}.'
         ) from problem

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from course_lib.cluster.job import Job
 from course_lib.core.errors import CourseError
+from course_lib.core.plain_values import build
 
 OLD_NAMES = {"element": "array_task"}  # of fields, in submissions of earlier versions
 DONE = "COMPLETED"
@@ -65,7 +66,8 @@ class JobState:
 
 def read_state(words: Mapping[str, Any]) -> JobState:
     """Rebuild a state from its fields, also as older versions of the course wrote them."""
-    return JobState(**{OLD_NAMES.get(name, name): value for name, value in words.items()})
+    plain = {OLD_NAMES.get(name, name): value for name, value in words.items()}
+    return build(JobState, plain, "state")
 
 
 class Scheduler(Protocol):

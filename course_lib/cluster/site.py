@@ -16,7 +16,7 @@ from course_lib.ranks.machine import describe_gpus, run_command
 
 _Run = Callable[[Sequence[str]], str | None]
 DAY = "1-00:00:00"  # where a site has no limit, a course still needs one
-SINFO = ("sinfo", "--noheader", "--format=%P|%c|%G")
+SINFO = ("sinfo", "--noheader", "--format=%P|%c|%m|%G")
 PARTITIONS = ("scontrol", "show", "partition", "--oneliner")
 
 
@@ -27,6 +27,7 @@ class Partition:
     name: str
     is_default: bool = False
     cores: int = 0
+    memory_gib: int = 0
     gpus: int = 0
     gpu_type: str = ""
     max_nodes: int = 1
@@ -46,16 +47,17 @@ def find_partitions(run: _Run = run_command) -> list[Partition]:
 
 
 def _partition(line: str) -> Partition | None:
-    """Parse `gpu*|64|gpu:h100:4(S:0-1)`: the default partition, of 64 cores and 4 GPUs a node."""
+    """Parse `gpu*|64|515000|gpu:h100:4(S:0-1)`: default, 64 cores, 515000 MiB, 4 GPUs a node."""
     parts = line.strip().split("|")
-    if len(parts) != 3:
+    if len(parts) != 4:
         return None
-    name, cores, devices = parts
+    name, cores, memory, devices = parts
     gpu = re.search(r"gpu(?::(?P<type>[A-Za-z][\w.-]*))?:(?P<count>\d+)", devices)
     return Partition(
         name=name.rstrip("*"),
         is_default=name.endswith("*"),
         cores=int(re.sub(r"\D.*", "", cores) or 0),
+        memory_gib=int(re.sub(r"\D.*", "", memory) or 0) // 1024,
         gpus=int(gpu["count"]) if gpu else 0,
         gpu_type=(gpu["type"] or "") if gpu else "",
     )
@@ -88,6 +90,7 @@ def profile_of(partition: Partition) -> Profile:
         gpus_per_node=partition.gpus,
         gpu_type=partition.gpu_type,
         cpus_per_gpu=partition.cores // ranks,
+        node_memory_gib=partition.memory_gib,
         time_limit=partition.time_limit,
         max_nodes=partition.max_nodes,
         scratch="$SCRATCH" if os.environ.get("SCRATCH") else "",

@@ -9,11 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from course_lib.core.errors import CourseError
+from course_lib.core.files import read_text
+from course_lib.core.plain_text import printable
+from course_lib.core.units import KIB
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should stay fast
     from course_lib.cluster.profile import Profile
     from course_lib.cluster.site import Partition
 
+LONGEST = 256 * KIB  # bytes of a batch script
 cluster_app = typer.Typer(
     rich_markup_mode=None, no_args_is_help=True, help="Profiles: where jobs run."
 )
@@ -38,15 +42,12 @@ def lint_job(
     from course_lib.cluster.lint.check import lint_job as lint
     from course_lib.cluster.profile import read_profile
 
-    try:
-        text = path.read_bytes().decode()  # read_text would take carriage returns away
-    except (OSError, UnicodeDecodeError) as problem:
-        raise CourseError(f"{path}: need a text in UTF-8; {problem}.") from problem
+    text = read_text(path, "a batch script", hint="Try to save it as UTF-8.", most_bytes=LONGEST)
     found = lint(text, Path.cwd(), read_profile(profile_name) if profile_name else None)
     if not found:
         print(f"{path.name}: nothing found.")
         return
-    print(findings_text(str(path), found))
+    print(printable(findings_text(str(path), found)))
     print(f"\n{len(found)} {'finding' if len(found) == 1 else 'findings'}.")
     raise typer.Exit(1)
 

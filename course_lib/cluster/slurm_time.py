@@ -5,12 +5,12 @@ import re
 from course_lib.core.errors import CourseError
 
 FORMS = (  # days, hours, minutes, seconds; the first form that matches the whole text
-    r"(?P<m>\d+)",
-    r"(?P<m>\d+):(?P<s>\d+)",
-    r"(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)",
-    r"(?P<d>\d+)-(?P<h>\d+)",
-    r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+)",
-    r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)",
+    r"(?P<m>\d{1,9})",
+    r"(?P<m>\d{1,9}):(?P<s>\d{1,9})",
+    r"(?P<h>\d{1,9}):(?P<m>\d{1,9}):(?P<s>\d{1,9})",
+    r"(?P<d>\d{1,9})-(?P<h>\d{1,9})",
+    r"(?P<d>\d{1,9})-(?P<h>\d{1,9}):(?P<m>\d{1,9})",
+    r"(?P<d>\d{1,9})-(?P<h>\d{1,9}):(?P<m>\d{1,9}):(?P<s>\d{1,9})",
 )
 UNIT_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 

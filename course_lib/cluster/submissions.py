@@ -8,12 +8,12 @@ The folder is there before anything is submitted, and the scheduler is told a to
 cut short in between is found again. Files are written whole or not at all.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from course_lib.cluster.job import Job
 from course_lib.cluster.local.job import locked, write_json
@@ -23,7 +23,10 @@ from course_lib.cluster.scheduler import GONE, JobState, Scheduler, read_state
 from course_lib.cluster.slurm import Slurm
 from course_lib.cluster.slurm_time import read_time_s
 from course_lib.core.errors import CourseError
+from course_lib.core.files import not_one, read_json
+from course_lib.core.plain_values import build
 
+ASKED = "what `course submit` wrote"
 FOLDER = Path("runs") / "cluster"
 LOCAL_JOBS = "local"
 ID = r"(?P<id>.+-\d+|\d+)(?:_(?P<array_task>\d+))?"
@@ -105,17 +108,16 @@ def read_submission(folder: Path) -> Submission:
 
     Raises: CourseError where its file cannot be read
     """
-    path = folder / "submission.json"
+    path, hint = folder / "submission.json", f"Try to delete {folder}."
+    words = read_json(path, ASKED, hint=hint)
+    if not isinstance(words, dict):
+        raise not_one(path, ASKED, "there are no names with values", hint)
     try:
-        words = json.loads(path.read_text(encoding="utf-8"))
-        asked = words.pop("job")
-        job = Job(**{**asked, "arguments": tuple(asked["arguments"])})
-        seen = tuple(read_state(one) for one in words.pop("seen"))
-        return Submission(**words, folder=folder.resolve(), job=job, seen=seen)
-    except (OSError, ValueError, KeyError, TypeError, CourseError) as problem:
-        raise CourseError(
-            f"{path}: need what `course submit` wrote; got {problem}. Try to delete {folder}."
-        ) from problem
+        seen = build(list[dict[str, Any]], words.get("seen"), "seen")
+        states = tuple(read_state(one) for one in seen)
+        return build(Submission, {**words, "folder": folder.resolve(), "seen": states}, "words")
+    except CourseError as problem:
+        raise not_one(path, ASKED, str(problem), hint) from problem
 
 
 def read_submissions(folder: Path = FOLDER) -> list[Submission]:

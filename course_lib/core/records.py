@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.core.errors import CourseError
-from course_lib.core.files import whole_file
+from course_lib.core.files import read_text, whole_file
+from course_lib.core.plain_values import build
+from course_lib.core.units import GIB
 
+AGAIN = "Try to run it again, or delete the file."
 COMMUNICATION_KINDS = (
     "all_reduce",
     "all_gather",
@@ -163,13 +166,13 @@ class RunRecord:
         Raises: CourseError, with the line's number, for any other line that cannot be read.
         """
         path = Path(path)
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, "a run record", hint=AGAIN, most_bytes=GIB).splitlines()
         record: RunRecord | None = None
         for number, text in enumerate(lines, start=1):
             try:
                 line = json.loads(text)
                 record = _take(record, line)
-            except (ValueError, KeyError, TypeError, CourseError) as problem:
+            except (ValueError, RecursionError, CourseError) as problem:
                 if number == len(lines) and record is not None:
                     warnings.warn(
                         f"{path.name}: the last line was cut short and is left out", stacklevel=2
@@ -177,28 +180,32 @@ class RunRecord:
                     break
                 raise CourseError(
                     f"{path.name}, line {number}: need a line of a run record; got {text[:60]!r} "
-                    f"({problem}). Try to run it again, or delete the file."
+                    f"({problem}). {AGAIN}"
                 ) from problem
         if record is None:
-            raise CourseError(f"{path.name}: need a run record; the file is empty.")
+            raise CourseError(f"{path.name}: need a run record; the file is empty. {AGAIN}")
         return record
 
 
-def _take(record: RunRecord | None, line: dict[str, Any]) -> RunRecord:
-    """Add one line of a file to the record it belongs to."""
-    what = line.pop("line")
+def _take(record: RunRecord | None, plain: Any) -> RunRecord:
+    """Add one line of a file to the record it belongs to. Raises: CourseError for another line"""
+    line = build(dict[str, Any], plain, "line")
+    what = line.pop("line", None)
     if what == "run":
-        return RunRecord(**line)
+        return build(RunRecord, line, "run")
     if record is None:
         raise CourseError("the first line has to be the run's")
     if what == "step":
         record.steps.append(line)
     elif what == "event":
-        record.events.append(Event(**{**line, "group": tuple(line["group"])}))
+        record.events.append(build(Event, line, "event"))
     elif what == "ledger":
-        record.ledger = Ledger(**line)
+        record.ledger = build(Ledger, line, "ledger")
+        held = record.ledger.bytes_by_kind.values()
+        if any(len(one) != len(record.ledger.times_s) for one in held):
+            raise CourseError("ledger: need a number of bytes for each time")
     else:
-        raise CourseError(f"unknown line {what!r}")
+        raise CourseError(f"unknown line {repr(what)[:60]}")
     return record
 
 

@@ -4,15 +4,18 @@
 `course_lib.core.presets`. Notebook 01_memory.
 """
 
-import json
+import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from course_lib.core.errors import CourseError, ShapeError
+from course_lib.core.files import read_json
+from course_lib.core.plain_values import build
 
 SIZES = ("hidden", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden", "vocab", "max_seq")
+MOST, MOST_OF_OTHERS = {"num_layers": 10**5}, 10**9  # a larger one comes from a spoilt file
 NORMS = ("layer", "rms")
 POSITIONS = ("learned", "rope")
 
@@ -50,6 +53,8 @@ class ModelSpec:
             self._check_size(field, getattr(self, field))
         self._check_divides("num_heads", self.num_heads, "hidden", self.hidden)
         self._check_divides("num_kv_heads", self.kv_heads, "num_heads", self.num_heads)
+        for field in ("tied", "gated", "bias"):
+            self._check_switch(field, getattr(self, field))
         self._check_word("norm", NORMS)
         self._check_word("positions", POSITIONS)
 
@@ -73,15 +78,27 @@ class ModelSpec:
             return
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ShapeError(
-                f"model {self.name}: need {field} as a whole number above 0; got {size!r}."
+                f"model {self.name}: need {field} as a whole number above 0; got {repr(size)[:60]}."
+            )
+        if size > MOST.get(field, MOST_OF_OTHERS):
+            raise ShapeError(
+                f"model {self.name}: need {field} of at most "
+                f"{MOST.get(field, MOST_OF_OTHERS):,}; got {repr(size)[:60]}."
             )
 
     def _check_divides(self, parts: str, count: int, whole: str, size: int) -> None:
         if size % count:
-            near = next(n for n in range(count, 0, -1) if size % n == 0)
+            low = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+            near = max(n for one in low for n in (one, size // one) if n <= count)
             raise ShapeError(
                 f"model {self.name}: need {whole} divisible by {parts}; got {size} and {count}. "
                 f"Try {parts}={near}."
+            )
+
+    def _check_switch(self, field: str, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise CourseError(
+                f"model {self.name}: need {field} as true or false; got {repr(value)[:60]}."
             )
 
     def _check_word(self, field: str, words: tuple[str, ...]) -> None:
@@ -115,15 +132,12 @@ def read_config(path: str | os.PathLike[str]) -> ModelSpec:
     Raises: CourseError for a file that cannot be read, or a model of another architecture
     """
     path = Path(path)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise CourseError(f"{path}: need a config.json that can be read ({problem}).") from problem
+    config = read_json(path, "a config.json")
     kind = config.get("model_type") if isinstance(config, dict) else None
     readers = {"gpt2": _gpt2, "llama": _llama, "mistral": _llama}
-    if kind not in readers:
+    if not isinstance(kind, str) or kind not in readers:
         raise CourseError(
-            f"{path}: need model_type {', '.join(readers)}; got {kind!r}. "
+            f"{path}: need model_type {', '.join(readers)}; got {repr(kind)[:60]}. "
             "Try ModelSpec(...) with the sizes yourself."
         )
     try:
@@ -132,18 +146,22 @@ def read_config(path: str | os.PathLike[str]) -> ModelSpec:
         raise CourseError(f"{path}: need the field {missing}; it is not there.") from missing
 
 
+def _sizes(config: dict[str, Any], keys: dict[str, str]) -> dict[str, Any]:
+    return {field: build(int, config[key], f"config.json, {key}") for field, key in keys.items()}
+
+
 def _gpt2(name: str, config: dict[str, Any]) -> ModelSpec:
-    sizes = {field: config[key] for field, key in _GPT2.items()}
+    sizes = _sizes(config, _GPT2)
     return ModelSpec(
         name=name,
         **sizes,
-        ffn_hidden=config.get("n_inner") or 4 * config["n_embd"],
+        ffn_hidden=config.get("n_inner") or 4 * sizes["hidden"],
         tied=config.get("tie_word_embeddings", True),
     )
 
 
 def _llama(name: str, config: dict[str, Any]) -> ModelSpec:
-    sizes = {field: config[key] for field, key in _LLAMA.items()}
+    sizes = _sizes(config, _LLAMA)
     spec = ModelSpec(
         name=name,
         **sizes,
@@ -152,14 +170,14 @@ def _llama(name: str, config: dict[str, Any]) -> ModelSpec:
         gated=True,
         norm="rms",
         positions="rope",
-        bias=config.get("attention_bias", False) and config.get("mlp_bias", False),
+        bias=config.get("attention_bias", False) is True and config.get("mlp_bias") is True,
     )
     head_dim = config.get("head_dim") or spec.head_dim
     if head_dim != spec.head_dim or config.get("attention_bias", False) != spec.bias:
         raise CourseError(
             f"model {name}: need heads of hidden / num_heads = {spec.head_dim} and biases "
-            f"everywhere or nowhere; got heads of {head_dim} and attention_bias "
-            f"{config.get('attention_bias', False)}. This build is not counted here."
+            f"everywhere or nowhere; got heads of {repr(head_dim)[:60]} and attention_bias "
+            f"{repr(config.get('attention_bias', False))[:60]}. This build is not counted here."
         )
     return spec
 

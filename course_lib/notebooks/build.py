@@ -10,7 +10,8 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
@@ -18,6 +19,7 @@ from nbformat import NotebookNode
 from rich.console import Console
 
 from course_lib.checks.lesson_source import SourceCell, for_students, read_source, solved
+from course_lib.checks.right_answer import FOLDER, SETTINGS
 from course_lib.core import CourseError
 from course_lib.notebooks.execute import CellStopped, execute
 from course_lib.notebooks.learner_work import built_from, carry_over, is_own, is_touched
@@ -156,7 +158,8 @@ def write_solved(
 ) -> None:
     """Execute the solved notebook and write it."""
     try:
-        execute(new, CELL_TIMEOUT_S, ended)
+        with _told_where(lesson, new):
+            execute(new, CELL_TIMEOUT_S, ended)
     except CellStopped as error:
         line = cells[error.index].line
         raise CourseError(
@@ -167,6 +170,19 @@ def write_solved(
             raise CourseError(f"{lesson.name}: a check cell prints nothing: {key_of(cell)}")
     _demand_small(lesson, new)
     write_notebook(new, lesson.solved)
+
+
+@contextmanager
+def _told_where(lesson: Lesson, notebook: NotebookNode) -> Iterator[None]:
+    """Tell an assignment's kernel, which runs in a temporary folder, where the assignment is."""
+    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    text = first.source
+    if (lesson.folder / SETTINGS).is_file():
+        first.source = f"import os; os.environ[{FOLDER!r}] = {str(lesson.folder)!r}\n{text}"
+    try:
+        yield
+    finally:
+        first.source = text
 
 
 def _demand_small(lesson: Lesson, notebook: NotebookNode) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nbformat import NotebookNode
 
+from course_lib.checks.right_answer import SETTINGS, at_work_in
 from course_lib.core import CourseError
 from course_lib.notebooks.learner_work import built_from
 from course_lib.notebooks.lessons import (
@@ -67,12 +68,13 @@ def grade(path: Path, folder: Path, timeout_s: float, ended: CellEnded) -> Grade
     lesson = lesson_of(learner, path, folder)
     reference = read_reference(lesson)
     verdicts = {
-        key: _first_look(key, learner, built_from(reference)) for key in exercise_cells(reference)
+        key: first_look(key, learner, built_from(reference)) for key in exercise_cells(reference)
     }
     open_keys = [key for key, verdict in verdicts.items() if verdict.status == "open"]
-    outcomes = run_exercises(reference, learner, open_keys, timeout_s, ended)
+    with at_work_in(lesson.folder):
+        outcomes = run_exercises(reference, learner, open_keys, timeout_s, ended)
     for key in open_keys:
-        verdicts[key] = _verdict(key, outcomes, timeout_s)
+        verdicts[key] = verdict_of(key, outcomes, timeout_s)
     notes = _lesson_notes(reference, outcomes)
     notes += _strangers(learner, reference)
     if all(verdict.status == "not done" for verdict in verdicts.values()):
@@ -85,7 +87,7 @@ def grade(path: Path, folder: Path, timeout_s: float, ended: CellEnded) -> Grade
 
 
 def lesson_of(notebook: NotebookNode, path: Path, folder: Path) -> Lesson:
-    """Return the lesson that a notebook was built for.
+    """Return the lesson, or the assignment in its folder, that a notebook was built for.
 
     Raises: CourseError where it names none, or another one than its file does.
     """
@@ -94,6 +96,10 @@ def lesson_of(notebook: NotebookNode, path: Path, folder: Path) -> Lesson:
         raise CourseError(
             f"{path}: need a notebook of this course; this one does not say of which lesson it is."
         )
+    here = Lesson(name, path.parent.resolve())
+    known = here.solved.exists() or _original(here.folder, name).exists()
+    if known and (here.folder / SETTINGS).is_file():
+        return here
     named = [lesson.name for lesson in all_lessons(folder) if path.stem == lesson.name]
     if named and named != [name]:
         raise CourseError(f"{path}: need the lesson {named[0]}; the notebook in it is {name}.")
@@ -101,7 +107,18 @@ def lesson_of(notebook: NotebookNode, path: Path, folder: Path) -> Lesson:
 
 
 def read_reference(lesson: Lesson) -> NotebookNode:
-    """Read the solved notebook of a lesson, with the outputs to compare with."""
+    """Read the solved notebook of a lesson, with the outputs to compare with.
+
+    A student's assignment has none: there it is the notebook as it was handed out, in which a check
+    that raises fails.
+    """
+    original = _original(lesson.folder, lesson.name)
+    if original.exists() and not lesson.solved.exists():
+        reference = read_notebook(original)
+        for cells in exercise_cells(reference, "check").values():
+            for cell in cells:
+                cell.metadata.tags = [tag for tag in tags_of(cell) if tag != "raises-exception"]
+        return reference
     if not lesson.solved.exists():
         raise CourseError(f"{lesson.name}: there is no solved notebook yet. Try make notebooks.")
     reference = read_notebook(lesson.solved)
@@ -114,7 +131,12 @@ def read_reference(lesson: Lesson) -> NotebookNode:
     return reference
 
 
-def _first_look(key: str, learner: NotebookNode, built: dict) -> Verdict:
+def _original(folder: Path, name: str) -> Path:
+    """Return the path of an assignment's notebook as it was handed out."""
+    return folder / f".{name}.original.ipynb"
+
+
+def first_look(key: str, learner: NotebookNode, built: dict) -> Verdict:
     """Return the verdict that needs no run; status `open` where the cells have to run."""
     cells = exercise_cells(learner).get(key, [])
     if not cells:
@@ -131,35 +153,39 @@ def _first_look(key: str, learner: NotebookNode, built: dict) -> Verdict:
     return Verdict(key=key, status="not done" if is_stub or not cells[0].source.strip() else "open")
 
 
-def _verdict(key: str, outcomes: dict[str, Outcome], timeout_s: float) -> Verdict:
+def verdict_of(key: str, outcomes: dict[str, Outcome], timeout_s: float) -> Verdict:
     """Return the verdict from the outcomes of an exercise's two cells."""
     cell, check = outcomes.get(f"exercise-{key}"), outcomes.get(f"check-{key}")
     first = cell if cell and cell.how != "passed" else check
     if first is None:
         return Verdict(key=key, status="not judged", detail="The run ended before this exercise.")
-    if first.how == "passed":
-        return Verdict(key=key, status="right", detail=_told(key, first.printed))
+    if first.how == "passed" and f"\n{key}: right." in f"\n{first.printed}":
+        return Verdict(key=key, status="right", detail=told(key, first.printed))
     if first.name in ("NotDone", "NotImplementedError"):
-        return Verdict(key=key, status="not done", detail=_told(key, first.message))
+        return Verdict(key=key, status="not done", detail=told(key, first.message))
     return Verdict(key=key, status="wrong", detail=_what_went_wrong(key, first, timeout_s))
 
 
 def _what_went_wrong(key: str, outcome: Outcome, timeout_s: float) -> str:
     if outcome.how == "timeout":
         _, _, where = outcome.message.partition("\n")  # the ranks' report, where there is one
-        return _told(key, f"It ran for more than {timeout_s:g} s and was stopped.\n{where}")
+        return told(key, f"It ran for more than {timeout_s:g} s and was stopped.\n{where}")
     if outcome.how == "died":
         return "Your code ended the Python process."
-    if outcome.how == "differs":
+    if outcome.how == "printing":
+        return f"It printed without end:\n{outcome.printed[:200]}"
+    if outcome.how == "memory":
+        return "It took more than 4 GiB of memory. Does it print, or append, without end?"
+    if outcome.how in ("differs", "passed"):
         return f"The check printed something else than expected:\n{outcome.printed.strip()}"
     if outcome.name == "CheckFailed":
-        return _told(key, outcome.message)
+        return told(key, outcome.message)
     if outcome.name == "NameError":
         return f"The name is missing, or spelled in another way: {outcome.message}."
-    return _told(key, f"Your code raised {outcome.name}: {outcome.message}")
+    return told(key, f"Your code raised {outcome.name}: {outcome.message}")
 
 
-def _told(key: str, text: str) -> str:
+def told(key: str, text: str) -> str:
     """Return the first lines of a check's text, without what the table says already."""
     for opening in (f"{key}: ", "right. ", f"{key} is not done yet: "):
         text = text.strip().removeprefix(opening)

@@ -57,7 +57,9 @@ def work_in(notebook: NotebookNode) -> set[str]:
 def built_from(notebook: NotebookNode) -> dict[str, Any]:
     """Return what the build noted in a notebook: `lesson`, `build` (a hash), `stubs` (hashes)."""
     noted = notebook.metadata.get("course", {})
-    return noted if isinstance(noted, dict) else {}
+    kinds = {"lesson": str, "build": str, "stubs": dict}
+    noted = noted if isinstance(noted, dict) else {}
+    return {name: noted[name] for name in kinds if isinstance(noted.get(name), kinds[name])}
 
 
 def carry_over(new: NotebookNode, old: NotebookNode) -> tuple[NotebookNode, list[str]]:
@@ -140,7 +142,10 @@ def new_imports(source: str) -> str:
     else stays as it is, and so does a cell that is not Python.
     """
     tree = _parsed(source)
-    edits = sorted(_edits(tree), key=lambda edit: _span(edit[0]), reverse=True) if tree else []
+    try:
+        edits = sorted(_edits(tree), key=lambda edit: _span(edit[0]), reverse=True) if tree else []
+    except RecursionError:  # an expression as deep as only a program writes one
+        return source
     lines = [line.encode() for line in source.split("\n")]  # ast counts columns in bytes
     for node, news in edits:
         first, start, last, end = _span(node)
@@ -165,7 +170,12 @@ def _parsed(source: str) -> ast.Module | None:
     for text in (source, without_magic, "\n".join(masked)):
         try:
             return ast.parse(text)
-        except (SyntaxError, ValueError):
+        except (
+            SyntaxError,
+            ValueError,
+            RecursionError,
+            MemoryError,
+        ):  # the last: too many brackets
             continue
     return None
 

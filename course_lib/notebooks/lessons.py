@@ -1,16 +1,23 @@
 """Find a lesson's files; read notebooks, and write them whole or not at all."""
 
 import hashlib
-import warnings
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbformat import NotebookNode
+from nbformat.v4.rwbase import rejoin_lines
 
 from course_lib.core import CourseError
-from course_lib.core.files import whole_file
+from course_lib.core.files import not_one, parse_json, read_text, whole_file
+
+NOTEBOOK = "a notebook"
+HINT = "Try Edit, Clear Outputs of All Cells, or an older copy of it."
+CELL_TYPES = ("code", "markdown", "raw")
+CELL_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -67,38 +74,82 @@ def find_lesson(name: str, folder: Path) -> Lesson:
 
 
 def read_notebook(path: Path) -> NotebookNode:
-    """Return the notebook in a file, as format 4.5.
+    """Return the notebook in a file, as format 4.5: every cell has an id that no other cell has.
 
-    Raises: CourseError where the file is missing, empty or no notebook.
+    Outputs that Jupyter could not show are left out; nobody wrote them.
+
+    Raises: CourseError where the file is missing, too large, empty or no notebook.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise CourseError(f"{path}: need a notebook; it cannot be read ({reason}).") from None
+    text = read_text(path, NOTEBOOK, hint=HINT)
     if not text.strip():
         raise CourseError(f"{path}: the file is empty. Save the notebook in JupyterLab (Ctrl+S).")
+    plain = parse_json(text, path, NOTEBOOK, hint=HINT)
+    if why := _is_no_notebook(plain):
+        raise not_one(path, NOTEBOOK, why, HINT)
+    notebook = nbformat.from_dict(plain)
+    for cell in notebook.cells:
+        cell.source = "".join(cell.source)  # a text, or a list of its lines
+        cell.setdefault("metadata", NotebookNode())
+        if cell.cell_type == "code":
+            found = cell.get("outputs")
+            cell.outputs = list(filter(_is_output, found)) if isinstance(found, list) else []
+            count = cell.get("execution_count")
+            cell.execution_count = count if isinstance(count, int) else None
+        attached = cell.pop("attachments", {})
+        if (
+            attached
+            and isinstance(attached, dict)
+            and all(isinstance(one, dict) for one in attached.values())
+        ):
+            cell.attachments = attached
+    return _with_ids(rejoin_lines(notebook))
+
+
+def _is_no_notebook(plain: Any) -> str:
+    """Return why a JSON value is no notebook; empty for a notebook."""
+    if not isinstance(plain, dict) or plain.get("nbformat") != 4:
+        return "there is no nbformat 4 in it"
+    if not isinstance(plain.get("metadata"), dict) or not isinstance(plain.get("cells"), list):
+        return "there are no cells or no metadata in it"
+    for number, cell in enumerate(plain["cells"], start=1):
+        if not isinstance(cell, dict) or cell.get("cell_type") not in CELL_TYPES:
+            return f"cell {number} is no {', '.join(CELL_TYPES)} cell"
+        source = cell.get("source")
+        lines = source if isinstance(source, list) else [source]
+        if not all(isinstance(line, str) for line in lines):
+            return f"cell {number} has no text"
+        if not isinstance(cell.get("metadata", {}), dict):
+            return f"cell {number} has no metadata"
+    return ""
+
+
+def _is_output(output: Any) -> bool:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about cells without an id
-            return _with_ids(nbformat.reads(text, as_version=4))
-    except (ValueError, AttributeError, KeyError, TypeError, nbformat.ValidationError) as error:
-        first = f"{error}\n".splitlines()[0][:80] or type(error).__name__
-        raise CourseError(f"{path}: need a notebook; this is none ({first}).") from None
+        nbformat.validate(output, ref="output", version=4, relax_add_props=True)
+    except (nbformat.ValidationError, ValueError, TypeError, AttributeError):
+        return False
+    return True
 
 
 def _with_ids(notebook: NotebookNode) -> NotebookNode:
-    """Give every cell an id; other tools leave them out."""
+    """Give every cell an id of its own; other tools leave them out, or copy them with the cell."""
+    seen = set[str]()
     for number, cell in enumerate(notebook.cells):
-        cell.setdefault("id", f"lesson-{short_hash(cell.source)}-{number}")
-    notebook.nbformat_minor = 5
+        if "id" not in cell:
+            cell.id = f"lesson-{short_hash(cell.source)}-{number}"
+        if not isinstance(cell.id, str) or not CELL_ID.fullmatch(cell.id) or cell.id in seen:
+            cell.id = f"own-{short_hash(cell.source)}-{number}"
+        while cell.id in seen:
+            cell.id = f"own-{short_hash(cell.id)}-{number}"
+        seen.add(cell.id)
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
     return notebook
 
 
 def write_notebook(notebook: NotebookNode, path: Path) -> None:
     """Write a notebook whole or not at all."""
     with whole_file(path, sync=True) as file:
-        file.write((nbformat.writes(notebook) + "\n").encode())
+        file.write((nbformat.v4.writes(notebook) + "\n").encode())
 
 
 def back_up(path: Path) -> Path:

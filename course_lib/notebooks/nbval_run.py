@@ -3,24 +3,33 @@
 import contextlib
 import gc
 import io
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
-from typing import Any
+from typing import Any, NoReturn
 
+import psutil
 import pytest
 from nbval.plugin import IPyNbCell
 
 from course_lib.notebooks.progress_bar import CellEnded
 
 POLL_S = 0.5
+STOPPED_S = 10  # for a cell that is stopped to end, and its ranks with it
+MOST_OUTPUT = 20_000_000  # characters of one cell
+MOST_BYTES = 4 * 2**30  # of the kernel; one that prints without end keeps most of it to itself
+SHOWN = 10_000
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a cell: `passed`, `raised`, `differs` (its output), `timeout` or `died`.
+    """The outcome of a cell: `passed`, `raised`, `differs` (its output), `timeout`, `died`,
+    `printing` (without end) or `memory` (too much of it).
 
     `name` and `message` are of the exception it raised; `printed` is what it wrote to stdout.
     """
@@ -31,15 +40,17 @@ class Outcome:
     printed: str = ""
 
 
-def run_nbval(path: Path, timeout_s: float, ended: CellEnded) -> dict[str, Outcome]:
+def run_nbval(
+    path: Path, timeout_s: float, ended: CellEnded, outcomes: dict[str, Outcome] | None = None
+) -> dict[str, Outcome]:
     """Run the cells of a notebook under nbval; return their outcomes by cell id.
 
     Only cells tagged nbval-check-output are compared with their saved output. `ended(done, all)`
-    is told after every cell. Each cell may take `timeout_s`; a cell that ends the kernel ends the
-    run, and the cells behind it are left out.
+    is told after every cell, when its outcome is in the dict `outcomes` already. Each cell may take
+    `timeout_s`; a cell that ends the kernel ends the run, and the cells behind it are left out.
     """
     (path.parent / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    watcher = _Watcher(ended)
+    watcher = _Watcher(ended, {} if outcomes is None else outcomes)
     arguments = (
         *("-c", str(path.parent / "pytest.ini"), "--rootdir", str(path.parent)),
         *("--disable-plugin-autoload", "-p", "nbval.plugin", "-p", "no:cacheprovider"),
@@ -68,9 +79,9 @@ def _no_warnings() -> Iterator[None]:
 class _Watcher:
     """A pytest plugin that records outcomes and notices at once when the kernel has died."""
 
-    def __init__(self, ended: CellEnded) -> None:
+    def __init__(self, ended: CellEnded, outcomes: dict[str, Outcome]) -> None:
         self.ended = ended
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes = outcomes
         self.died = False
 
     @pytest.hookimpl(tryfirst=True)
@@ -80,7 +91,7 @@ class _Watcher:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: IPyNbCell) -> Iterator[None]:
         kernel = item.parent.kernel
-        kernel.get_message = _impatient(kernel, type(kernel).get_message)
+        kernel.get_message = _Messages(kernel, item.config.option.nbval_cell_timeout).get
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -103,22 +114,64 @@ class _KernelDied(RuntimeError):
     """The kernel ended while a cell ran in it."""
 
 
-def _impatient(kernel: Any, get_message: Callable[..., Any]) -> Callable[..., Any]:
-    """Wait for a message of the kernel up to its timeout, but not when the kernel has died."""
+class _TooMuch(RuntimeError):
+    """A cell printed more than MOST_OUTPUT, or took more memory than MOST_BYTES."""
 
-    def wait(stream: str, timeout: float) -> Any:
+
+class _Messages:
+    """The kernel's messages while one cell runs, read as they come: neither time nor memory slip.
+
+    A cell that goes on printing is stopped like any other; one that goes on after that, or prints
+    more than MOST_OUTPUT, ends its kernel.
+    """
+
+    def __init__(self, kernel: Any, timeout_s: float) -> None:
+        self.kernel = kernel
+        self.read = type(kernel).get_message
+        self.last_s = time.monotonic() + timeout_s + STOPPED_S
+        self.waiting: deque[Any] = deque()
+        self.num_characters = 0
+
+    def get(self, stream: str, timeout: float) -> Any:
+        """Return the next message. Raises: Empty after `timeout` seconds without one"""
         left_s = timeout
         while True:
+            if stream == "iopub" and self.waiting:
+                return self.waiting.popleft()
+            start_s = time.monotonic()
+            if stream == "shell":
+                self._drain()
+            if start_s > self.last_s:
+                raise Empty
             try:
-                return get_message(kernel, stream, timeout=min(POLL_S, left_s))
+                message = self.read(self.kernel, stream, timeout=max(0, min(POLL_S, left_s)))
+                self._count(message)
+                return message
             except Empty:
-                left_s -= POLL_S
-                if not kernel.is_alive():
+                left_s -= time.monotonic() - start_s
+                if not self.kernel.is_alive():
                     raise _KernelDied from None
+                if psutil.Process(self.kernel.km.provisioner.pid).memory_info().rss > MOST_BYTES:
+                    self._end("memory")
                 if left_s <= 0:
                     raise
 
-    return wait
+    def _drain(self) -> None:
+        """Read what the cell has printed so far; nbval itself reads it when the cell has ended."""
+        with suppress(Empty):
+            while True:
+                message = self.read(self.kernel, "iopub", timeout=0)
+                self._count(message)
+                self.waiting.append(message)
+
+    def _count(self, message: Any) -> None:
+        self.num_characters += len(str(message["content"]))
+        if self.num_characters > MOST_OUTPUT:
+            self._end("printing")
+
+    def _end(self, how: str) -> NoReturn:
+        self.kernel.km.shutdown_kernel(now=True)
+        raise _TooMuch(how)
 
 
 def _outcome(item: IPyNbCell, call: pytest.CallInfo[None]) -> Outcome:
@@ -130,6 +183,8 @@ def _outcome(item: IPyNbCell, call: pytest.CallInfo[None]) -> Outcome:
     name, message = error.get("ename", ""), error.get("evalue", "")
     if isinstance(call.excinfo.value, _KernelDied):
         return Outcome("died", printed=printed)
+    if isinstance(call.excinfo.value, _TooMuch):
+        return Outcome(str(call.excinfo.value), printed=printed[:SHOWN])
     if item.parent.timed_out:
         return Outcome("timeout", name, message, printed)
     if error:

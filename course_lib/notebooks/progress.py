@@ -12,7 +12,7 @@ from typing import Any
 from nbformat import NotebookNode
 
 from course_lib.core import CourseError
-from course_lib.core.files import write_whole
+from course_lib.core.files import read_json, write_whole
 from course_lib.notebooks.build import read_lesson, student_notebook
 from course_lib.notebooks.grading import GradeReport
 from course_lib.notebooks.learner_work import built_from, filled_in
@@ -25,15 +25,26 @@ from course_lib.notebooks.lessons import (
     write_notebook,
 )
 
+STATUSES = ("right", "wrong", "not done", "missing", "twice", "not judged")
+
 
 def remember(report: GradeReport, lesson: Lesson) -> None:
-    """Keep the verdicts on the lesson's own notebook for `progress`."""
+    """Keep the verdicts on the lesson's own notebook for `progress`.
+
+    Raises: CourseError where they cannot be kept; they count all the same.
+    """
     cells = exercise_cells(read_notebook(lesson.student))
     kept = _read_kept(lesson.folder)
     for verdict in report.verdicts:
         written = [short_hash(cell.source) for cell in cells.get(verdict.key, [])]
         kept[verdict.key] = {"status": verdict.status, "written": written}
-    write_whole(_kept_path(lesson.folder), json.dumps(kept, indent=1, sort_keys=True))
+    try:
+        write_whole(_kept_path(lesson.folder), json.dumps(kept, indent=1, sort_keys=True))
+    except OSError as problem:
+        raise CourseError(
+            f"{_kept_path(lesson.folder)}: need to keep these verdicts for course progress; got: "
+            f"{problem.strerror}. They count all the same. Try in a folder that you may write to."
+        ) from None
 
 
 def progress(lesson: Lesson) -> dict[str, str]:
@@ -85,7 +96,7 @@ def reset(lesson: Lesson, key: str) -> Path:
 
 
 def _number(key: str) -> list[str | int]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", key)]
 
 
 def _kept_path(folder: Path) -> Path:
@@ -95,7 +106,12 @@ def _kept_path(folder: Path) -> Path:
 def _read_kept(folder: Path) -> dict[str, Any]:
     """Return the kept verdicts; none when the file is missing or damaged: a check renews it."""
     try:
-        kept = json.loads(_kept_path(folder).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        kept = read_json(_kept_path(folder), "verdicts")
+    except CourseError:
         return {}
-    return kept if isinstance(kept, dict) else {}
+    kept = kept if isinstance(kept, dict) else {}
+    return {key: one for key, one in kept.items() if _is_kept(one)}
+
+
+def _is_kept(one: Any) -> bool:
+    return isinstance(one, dict) and one.get("status") in STATUSES and "written" in one

@@ -24,9 +24,12 @@ Problem = tuple[int, str]
 
 
 def problems(cells: list[SourceCell], word: str) -> list[Problem]:
-    """Return everything wrong with the source of lesson `word`, as (line, sentence), by line."""
+    """Return everything wrong with the source of lesson `word`, as (line, sentence), by line.
+
+    An assignment has no word: its exercises are of any lessons, and as many as its author likes.
+    """
     found = list(chain(_opening(cells), _labels(cells), _exercises(cells, word), _pairs(cells)))
-    if not found:
+    if not found and word:
         found = list(_sizes(for_students(cells)))
     return sorted(found)
 
@@ -62,8 +65,10 @@ def _exercises(cells: list[SourceCell], word: str) -> Iterator[Problem]:
 
 def _exercise(cell: SourceCell, word: str) -> Iterator[Problem]:
     key = cell.exercise or "this exercise"
-    if cell.kind != "code" or not re.fullmatch(rf"{re.escape(word)}-[1-9]\d*", cell.exercise):
-        yield cell.line, f'need a code cell with a key like exercise="{word}-1"; got {key!r}'
+    words = re.escape(word) if word else r"[a-z]\w*"
+    if cell.kind != "code" or not re.fullmatch(rf"{words}-[1-9]\d*", cell.exercise):
+        like = f"{word or 'ddp'}-1"
+        yield cell.line, f'need a code cell with a key like exercise="{like}"; got {key!r}'
         return
     try:
         found = solutions(cell)

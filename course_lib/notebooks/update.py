@@ -18,7 +18,7 @@ from pathlib import Path
 from nbformat import NotebookNode
 
 from course_lib.core import CourseError
-from course_lib.core.files import whole_file
+from course_lib.core.files import not_one, read_json, whole_file
 from course_lib.notebooks.learner_work import (
     bring_imports,
     built_from,
@@ -36,6 +36,7 @@ from course_lib.notebooks.lessons import (
 )
 
 CUT_OFF = "An update of the course was cut off; it is finished now, and no work is lost."
+JOURNAL = "the journal of an update that was cut off"
 NO_GC = ("-c", "maintenance.auto=false", "-c", "gc.auto=0")  # it would outlive the command
 
 
@@ -137,7 +138,7 @@ def _finish(folder: Path, first: Sequence[str] = ()) -> list[str]:
     journal = _journal(folder)
     if not journal.exists():
         return []
-    names = json.loads(journal.read_text(encoding="utf-8"))["backups"]
+    names = _read_journal(journal)
     backups = {Lesson(name, folder): journal.parent / names[name] for name in names}
     told = [*first]
     for lesson, backup in backups.items():
@@ -150,16 +151,35 @@ def _finish(folder: Path, first: Sequence[str] = ()) -> list[str]:
             ) from None
     journal.unlink()
     for lesson, backup in backups.items():
-        if backup.exists() and backup.read_bytes() == lesson.student.read_bytes():
+        are_there = backup.is_file() and lesson.student.is_file()
+        if are_there and backup.read_bytes() == lesson.student.read_bytes():
             backup.unlink()  # nothing came of it
     return told
+
+
+def _read_journal(journal: Path) -> dict[str, str]:
+    """Return the name of the backup of each lesson. Raises: CourseError for a spoilt journal"""
+    hint = f"Your work is safe beside it. Put it back by hand, then delete {journal.name}."
+    found = read_json(journal, JOURNAL, hint=hint)
+    names = found.get("backups") if isinstance(found, dict) else None
+    if not isinstance(names, dict) or not all(map(_is_name, (*names, *names.values()))):
+        raise not_one(journal, JOURNAL, "there are no names of backups in it", hint)
+    return names
+
+
+def _is_name(name: object) -> bool:
+    """Return whether it names a file in a folder, and nothing outside of it."""
+    return isinstance(name, str) and name.isprintable() and Path(name).name == name
 
 
 def _give_back(lesson: Lesson, backup: Path) -> list[str]:
     """Put the work of a backup into a notebook, unless it is there; return what to tell."""
     if not backup.exists():
         return [f"{lesson.name}: its backup {backup} is gone, so the notebook stays as it is"]
-    mine = read_notebook(backup)
+    try:
+        mine = read_notebook(backup)
+    except CourseError as problem:
+        return [f"{lesson.name}: the notebook stays as it is, and so does its backup. {problem}"]
     try:
         now = read_notebook(lesson.student)
     except CourseError:  # the lesson has left the course, or git was stopped while it wrote

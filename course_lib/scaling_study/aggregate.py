@@ -15,12 +15,23 @@ from statistics import fmean
 from typing import Any
 
 from course_lib.core.errors import CourseError
+from course_lib.core.plain_values import build
 from course_lib.core.records import RunRecord
 from course_lib.cost.flops import train_step_flop
+from course_lib.scaling_study.machines import check_machine
 from course_lib.scaling_study.study_run import RECORDED, StudyRun, run_of
 
 WARMUP = 4  # one step of so many
 GOOD, POOR = 80, 70  # per cent of efficiency: about good, and poor below
+SHORTEST_S, LONGEST_S = 1e-6, 1e9  # of all steps together; a spoilt file says anything
+STEP = {
+    "step": int,
+    "start_s": float,
+    "end_s": float,
+    "num_tokens": int,
+    "memory_bytes": float | None,
+    "utilisation": float | None,
+}
 STATES = ("params", "grads", "optim_state")
 
 
@@ -64,6 +75,18 @@ class Experiment:
     held: Mapping[str, int]
     losses: tuple[float, ...] = ()
     machine: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        build(dict[str, int], self.held, "experiment.held")
+        check_machine(self.machine)
+        memory = (self.mean_bytes, self.sum_bytes, self.peak_bytes, self.utilisation)
+        counts = (self.num_steps, self.num_tokens)
+        least = min(*counts, *(known for known in memory if known is not None), *self.held.values())
+        if least < 0 or not all(counts) or not SHORTEST_S <= self.time_s <= LONGEST_S:
+            raise CourseError(
+                f"experiment {self.run.name}: need steps, tokens and seconds above 0, and bytes "
+                f"from 0; got {counts}, {self.time_s:g} s, and {least:g} as the least."
+            )
 
     @property
     def tokens_per_s(self) -> float:
@@ -113,7 +136,7 @@ def rank_totals(records: Sequence[RunRecord]) -> RankTotals:
         raise CourseError(
             f"rank {last.rank}: need a step after {warmup} of warm-up; got none. Try more steps."
         )
-    held = dict(last.run.get("memory", {}))
+    held = build(dict[str, int], last.run.get("memory", {}), f"rank {last.rank}, memory")
     return RankTotals(
         rank=last.rank,
         num_steps=len(steps),
@@ -207,6 +230,16 @@ def read_experiment(folder: Path) -> Experiment:
         return aggregate([RunRecord.read(path) for path in sorted(folder.glob("rank*.jsonl"))])
 
 
+def _check_steps(record: RunRecord) -> None:
+    """Check that the steps of a record are numbers. Raises: CourseError"""
+    for step in record.steps:
+        for name, kind in STEP.items():
+            build(kind, step.get(name), f"rank {record.rank}, a step's {name}")
+        loss = step.get("loss", 0.0)
+        if not isinstance(loss, float):  # which may be nan: a run that diverged
+            build(float, loss, f"rank {record.rank}, a step's loss")
+
+
 def _by_rank(records: Sequence[RunRecord]) -> dict[int, list[RunRecord]]:
     """Return the records of each rank in the order of their steps.
 
@@ -216,7 +249,7 @@ def _by_rank(records: Sequence[RunRecord]) -> dict[int, list[RunRecord]]:
     for record in records:
         found[record.rank].append(record)
     sizes = {record.world_size for record in records}
-    if len(sizes) != 1 or sorted(found) != list(range(*sizes)):
+    if len(sizes) != 1 or {len(found)} != sizes or min(found) < 0 or max(found) >= len(found):
         raise CourseError(
             f"records: need one of each of {' or '.join(map(str, sorted(sizes)))} ranks; got "
             f"those of {len(found)} ranks. The run has not ended, or others are mixed in."
@@ -224,9 +257,11 @@ def _by_rank(records: Sequence[RunRecord]) -> dict[int, list[RunRecord]]:
     for rank, mine in found.items():
         if not mine[0].run.keys() >= {*RECORDED, "model"}:
             raise CourseError("records: need those of course_lib.train; got another program's.")
+        for record in mine:
+            _check_steps(record)
         mine.sort(key=lambda record: record.steps[0]["step"] if record.steps else -1)
         steps = [step["step"] for record in mine for step in record.steps]
-        if steps != list(range(mine[-1].run["steps"])):
+        if steps != list(range(len(steps))) or len(steps) != mine[-1].run["steps"]:
             raise CourseError(
                 f"rank {rank}: need {mine[-1].run['steps']} steps, each once; got {len(steps)} "
                 "lines. The run has not ended, or others are mixed in."

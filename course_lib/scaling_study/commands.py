@@ -5,6 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
+
+from course_lib.core.files import check_result_path
+from course_lib.core.plain_text import printable
 
 if TYPE_CHECKING:  # imported where it is used: `course --help` should not wait for PyTorch
     from course_lib.scaling_study.costing import Costing
@@ -85,12 +89,13 @@ def report(
     from course_lib.scaling_study.report import notes, tables
     from course_lib.scaling_study.results import read_results
 
+    check_result_path(page)
     results = read_results(runs)
     console = Console()
     for table in tables(results):
         console.print(table, "")
     for note in notes(results):
-        console.print(note, highlight=False)
+        console.print(Text(printable(note)))
     if page:
         from course_lib.scaling_study.html_report import write_page
 

@@ -4,6 +4,7 @@ import html
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from course_lib.core.files import write_result
 from course_lib.display.show import picture
 from course_lib.scaling_study.pictures import BY_SET, OF_ALL, _Picture
 from course_lib.scaling_study.report import HEADERS, cells_of, notes
@@ -21,11 +22,9 @@ figure { margin: 1.5rem 0; }
 
 
 def write_page(results: Results, path: str | Path, title: str = "Scaling study") -> Path:
-    """Write the report; return its path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(_lines(results, title)), encoding="utf-8")
-    return path
+    """Write the report; return its path. Raises: CourseError where it cannot be written"""
+    write_result(Path(path), "\n".join(_lines(results, title)))
+    return Path(path)
 
 
 def _lines(results: Results, title: str) -> Iterator[str]:

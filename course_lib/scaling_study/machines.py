@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from course_lib.cluster.profile import Profile
+from course_lib.core.errors import CourseError
 from course_lib.core.links import INFINIBAND, NVLINK, PCIE, Link, TwoLevelLink
+from course_lib.core.plain_values import build
 from course_lib.core.units import GIB
 from course_lib.cost.hardware import DEVICES, LAPTOP, Device, find_device
 from course_lib.cost.network import AnyLink
@@ -18,6 +20,15 @@ REACHED = 0.4  # of the peak, by large models; small ones reach less
 LAPTOP_CORES = 4  # that LAPTOP's peak and bandwidth are of
 LOOPBACK = Link(name="gloo on one machine", latency_s=300e-6, bytes_per_s=1e9)
 DTYPES = {"float32": "fp32", "float64": "fp32", "bfloat16": "bf16"}
+DESCRIBED: dict[str, Any] = {
+    "cores": int,
+    "usable_cores": float,
+    "memory_bytes": int,
+    "torch": str,
+    "usable_gpus": int,
+    "gpus": list[dict[str, Any]],
+    "gpu_links": list[list[str]],
+}
 HOST_BYTES_PER_S = 50e9
 
 
@@ -91,6 +102,19 @@ def machine_of_profile(profile: Profile, here: Mapping[str, Any]) -> Machine:
     name = next((name for name in DEVICES if name == profile.gpu_type.lower()), "")
     device = find_device(name or profile.gpu_type.lower() or "a100-80")
     return _gpus(device, "NVLink" in device.links, profile.gpus_per_node)
+
+
+def check_machine(machine: Mapping[str, Any]) -> None:
+    """Check a record's description of its machine. Raises: CourseError for a value of no machine"""
+    build(dict[str, Any], machine, "machine")
+    for name, kind in DESCRIBED.items():
+        if name in machine:
+            build(kind, machine[name], f"machine.{name}")
+    for name in ("cores", "usable_cores", "memory_bytes"):
+        if not machine.get(name, 1) > 0:
+            raise CourseError(f"machine.{name}: need more than 0; got {machine[name]}.")
+    for gpu in machine.get("gpus", ()):
+        build(str, gpu.get("name"), "machine.gpus, name")
 
 
 def machine_of_record(machine: Mapping[str, Any], ranks: int) -> Machine:

@@ -5,6 +5,8 @@ A reduce-scatter and an all-gather of the same numbers, as ZeRO and FSDP call th
 """
 
 import json
+import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from course_lib.core.errors import CourseError
+from course_lib.core.files import read_json
 from course_lib.core.links import Link
+from course_lib.core.plain_values import build
 from course_lib.cost.bandwidth import fit_link
 from course_lib.ranks import RankError, Ranks
 from course_lib.ranks.world import rank_device
@@ -89,7 +94,10 @@ def note_link(folder: Path, ranks: int) -> None:
 def read_links(folder: Path) -> dict[int, Link]:
     """Return the links measured for the study in this folder, by the number of ranks."""
     path = folder / FILE
-    return links_of(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    if not os.path.lexists(path):
+        return {}
+    hint = "Try to delete it: the next run measures again."
+    return links_of(read_json(path, "measured links", hint=hint), str(path))
 
 
 def plain_links(links: Mapping[int, Link]) -> dict[str, list[float]]:
@@ -97,9 +105,19 @@ def plain_links(links: Mapping[int, Link]) -> dict[str, list[float]]:
     return {str(p): [link.latency_s, link.bytes_per_s] for p, link in links.items()}
 
 
-def links_of(plain: Mapping[str, Any]) -> dict[int, Link]:
-    """Return the links that `plain_links` converted."""
+def links_of(plain: Any, where: str) -> dict[int, Link]:
+    """Return the links that `plain_links` converted.
+
+    Raises: CourseError, which begins with `where`, for values that are no links
+    """
+    found = build(dict[str, list[float]], plain, where)
+    for p, numbers in found.items():
+        if not re.fullmatch(r"[1-9][0-9]{0,8}", p) or len(numbers) != 2:
+            raise CourseError(
+                f"{where}: need latency and bytes per second by the number of ranks; got "
+                f"{len(numbers)} numbers for {p[:20]!r}. Try to delete it and to measure again."
+            )
     return {
         int(p): Link(latency_s=alpha, bytes_per_s=beta, name="measured")
-        for p, (alpha, beta) in plain.items()
+        for p, (alpha, beta) in found.items()
     }

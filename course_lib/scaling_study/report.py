@@ -80,7 +80,7 @@ def tables(results: Results) -> Iterator[Table]:
 def new_table(title: str, headers: Sequence[str]) -> Table:
     """Return a table without lines; the first column is words, the others are numbers."""
     table = Table(
-        box=None, padding=(0, 1, 0, 0), header_style="bold", title=title, title_justify="left"
+        box=None, padding=(0, 1, 0, 0), header_style="bold", title=Text(title), title_justify="left"
     )
     for number, header in enumerate(headers):
         table.add_column(header, justify="right" if number else "left", no_wrap=True)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.core.errors import CourseError
+from course_lib.core.files import not_one, read_json
 from course_lib.core.links import Link
+from course_lib.core.plain_values import build
 from course_lib.scaling_study.aggregate import (
     Comparison,
     Experiment,
@@ -22,10 +24,11 @@ from course_lib.scaling_study.aggregate import (
 from course_lib.scaling_study.machines import machine_of_record, with_link
 from course_lib.scaling_study.measure_link import links_of, plain_links, read_links
 from course_lib.scaling_study.prediction import PredictedRun, fit_machine, predict
-from course_lib.scaling_study.study_run import StudyRun, read_run
+from course_lib.scaling_study.study_run import StudyRun
 
 SAMPLES = Path(__file__).parent / "data"  # NAME_study.json
 MACHINE = ("system", "cores", "usable_cores", "memory_bytes", "torch", "usable_gpus", "gpus")
+RESULTS = "run records in a folder, or results in a file"
 NAMES = ("cluster", "laptop")
 
 
@@ -147,20 +150,18 @@ def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> Results:
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        experiments = [_experiment(one) for one in told["experiments"]]
-        links = links_of(told["links"])
-    except (ValueError, KeyError, TypeError) as problem:
-        raise CourseError(
-            f"{path}: need run records in a folder, or results in a file; got ({problem!r})."
-        ) from problem
-    return Results(experiments=tuple(experiments), made=told["made"], links=links)
-
-
-def _experiment(plain: dict[str, Any]) -> Experiment:
-    run, losses = read_run(plain["run"]), tuple(plain["losses"])
-    return Experiment(**{**plain, "run": run, "losses": losses})
+    told = read_json(path, RESULTS)
+    if not isinstance(told, dict) or not isinstance(told.get("experiments"), list):
+        raise not_one(path, RESULTS, "there are no experiments in it")
+    experiments = [
+        build(Experiment, one, f"{path}: experiments[{n}]")
+        for n, one in enumerate(told["experiments"])
+    ]
+    return Results(
+        experiments=tuple(experiments),
+        made=build(str, told.get("made"), f"{path}: made"),
+        links=links_of(told.get("links"), f"{path}: links"),
+    )
 
 
 def in_order(results: Sequence[Result]) -> list[Result]:

@@ -3,15 +3,22 @@
 A run that is planned and a run that was recorded are the same thing, so a study knows what it has.
 """
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from course_lib.core.errors import ShapeError
+from course_lib.core.errors import CourseError, ShapeError
+from course_lib.core.files import read_json
 from course_lib.core.parallelism import Parallelism
+from course_lib.core.plain_values import build
 from course_lib.core.records import RunRecord
 from course_lib.core.specs import ModelSpec, spec_fields
-from course_lib.train.config import TrainConfig
+from course_lib.core.units import KIB, MIB
+from course_lib.cost.params import count_params
+from course_lib.train.config import DTYPES, TrainConfig
 
 RECORDED: tuple[str, ...] = (
     "strategy",
@@ -25,6 +32,18 @@ RECORDED: tuple[str, ...] = (
     "steps",
     "warmup",
 )
+LEAST = {
+    "ranks": 1,
+    "tp": 1,
+    "pp": 1,
+    "global_batch": 1,
+    "num_micro_batches": 1,
+    "seq": 1,
+    "steps": 1,
+    "warmup": 0,
+}
+MOST, MOST_PARAMS = 10**6, 10**13  # what is beyond them is a spoilt file
+NAME = r"[A-Za-z0-9][A-Za-z0-9 ._+()-]{0,60}"  # as a folder may be called
 ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "torch-fsdp": 3}
 OFFLOAD = "-offload"  # the end of a strategy's name: the optimizer is on the host
 
@@ -38,7 +57,8 @@ class StudyRun:
     num_micro_batches  of each copy of the model
     warmup             steps in which the learning rate grows
 
-    Raises: ShapeError for a batch that cannot be cut evenly; MeshError
+    Raises: ShapeError for a batch that cannot be cut evenly; MeshError; CourseError for a number
+        that no run has
     """
 
     spec: ModelSpec
@@ -55,6 +75,14 @@ class StudyRun:
     warmup: int = 0
 
     def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            self._need(name, least <= getattr(self, name) <= MOST, f"{least} to {MOST:,}")
+        for words in (self.strategy, self.spec.name):
+            self._need("strategy and spec.name", re.fullmatch(NAME, words), "a short name each")
+        self._need("dtype", self.dtype in DTYPES, " or ".join(DTYPES))
+        self._need("bucket_mib", self.bucket_mib * MIB >= KIB, "at least 1 KiB")
+        self._need("spec", count_params(self.spec) <= MOST_PARAMS, f"{MOST_PARAMS:.0e} parameters")
+        self.parallelism.check(self.spec)
         parts = self.parallelism.dp * self.num_micro_batches
         if self.ranks != self.parallelism.world_size or self.global_batch % parts:
             raise ShapeError(
@@ -62,6 +90,10 @@ class StudyRun:
                 f"micro-batches; got {self.ranks} ranks, tp {self.tp}, pp {self.pp}, and "
                 f"{self.global_batch} sequences for {parts} parts."
             )
+
+    def _need(self, name: str, is_right: object, need: str) -> None:
+        if not is_right:
+            raise CourseError(f"StudyRun, {name}: need {need}; got {repr(self)[:300]}.")
 
     @property
     def parallelism(self) -> Parallelism:
@@ -125,16 +157,30 @@ class StudyRun:
 
 
 def read_run(plain: Mapping[str, Any]) -> StudyRun:
-    """Rebuild the run that `plain` described."""
-    return StudyRun(**{**plain, "spec": ModelSpec(**plain["spec"])})
+    """Rebuild the run that `plain` described. Raises: CourseError for values that are no run's"""
+    return build(StudyRun, plain, "run")
 
 
 def run_of(record: RunRecord) -> StudyRun:
     """Return the run that a record of the training script belongs to."""
     run = record.run
-    spec = {"name": "own", **run["model"]}
-    return StudyRun(
-        spec=ModelSpec(**spec),
-        ranks=record.world_size,
-        **{name: run[name] for name in RECORDED},
+    return read_run(
+        {
+            "spec": run["model"],
+            "ranks": record.world_size,
+            **{name: run[name] for name in RECORDED},
+        }
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedRun:
+    """What one task of a job array is to do: the run, and the folder of its records."""
+
+    out: str
+    run: StudyRun
+
+
+def read_list(path: str | Path) -> list[ListedRun]:
+    """Return the runs of a job array, by task. Raises: CourseError for a file that has none"""
+    return build(list[ListedRun], read_json(path, "a list of runs"), os.fspath(path))

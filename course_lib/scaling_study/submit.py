@@ -16,6 +16,7 @@ from course_lib.cluster.submit import submit_job
 from course_lib.core.errors import CourseError
 from course_lib.scaling_study.costing import Costing
 from course_lib.scaling_study.prediction import PredictedRun
+from course_lib.scaling_study.study_run import read_list
 
 ARRAY_TASK = "course_lib.scaling_study.array_element"
 SLOWER = 3  # how many times longer than predicted a run may take before it is ended
@@ -69,9 +70,9 @@ def waiting(submissions: Iterable[Submission]) -> set[str]:
         if one.job.program != ARRAY_TASK or one.is_over:
             continue
         ended = {state.array_task for state in one.seen if state.is_final}
-        for array_task, line in enumerate(json.loads(Path(one.job.arguments[0]).read_text())):
+        for array_task, listed in enumerate(read_list(one.job.arguments[0])):
             if array_task not in ended:
-                found.add(line["out"])
+                found.add(listed.out)
     return found
 
 

@@ -95,6 +95,41 @@ def test_a_profile_counts_the_gpus_of_a_node_however_they_are_asked_for(asked):
 
 
 @pytest.mark.parametrize(
+    ("asked", "fits"),
+    [
+        ("--mem=65G", "--mem=64G"),
+        ("--mem=70000", "--mem=65536M"),
+        ("--mem=1T", "--mem=0"),
+        ("--mem-per-cpu=5G -c 4 --ntasks-per-node=4", "--mem-per-cpu=4G -c 4 --ntasks-per-node=4"),
+        ("--mem-per-gpu=33G --gpus-per-node=2", "--mem-per-gpu=32G --gpus-per-node=2"),
+        ("--mem-per-gpu=33G -G 4 -N 2", "--mem-per-gpu=33G"),
+    ],
+)
+def test_a_profile_knows_the_memory_of_a_node(asked, fits):
+    profile = Profile(name="small", gpus_per_node=4, max_nodes=2, node_memory_gib=64)
+    text = f"#!/bin/bash\n#SBATCH {asked}\nsrun date\n"
+    (found,) = lint_job(text, JOBS, profile)
+    assert (found.line, found.rule) == (2, "too-much")
+    assert found.what.endswith("and profile small has at most 64 GiB on a node")
+    assert found_in(text.replace(asked, fits), profile=profile) == []
+    unknown = Profile(name="any", gpus_per_node=4, max_nodes=2)
+    assert found_in(text, profile=unknown) == []
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "²", "٣"])
+def test_numbers_that_no_job_has_are_no_numbers(number):
+    options = ("nodes", "time", "mem", "ntasks", "gpus-per-node", "array", "cpus-per-task")
+    head = "".join(f"#SBATCH --{name}={number}\n" for name in options)
+    run = f"srun --nodes={number} --ntasks={number} torchrun --nproc-per-node={number} a.py\n"
+    assert found_in(f"#!/bin/bash\n{head}{run}", profile=Profile(name="x", node_memory_gib=1))
+
+
+def test_a_variable_that_grows_is_not_spelt_out_for_ever():
+    text = "#!/bin/bash\n" + "\n".join(f'{a}="{f"${b}" * 1000}"' for a, b in ("ab", "bc", "ca"))
+    assert found_in(f"{text}\ntorchrun $a\n") == found_in("#!/bin/bash\n\n\n\ntorchrun x\n")
+
+
+@pytest.mark.parametrize(
     ("asked", "fix"),
     [("120   # two hours", ""), ("120:00", ""), ("2 # h", "2:00:00"), ("0:30", "0:30:00")],
 )

@@ -29,6 +29,7 @@ FULL = Profile(
     gpus_per_node=8,
     gpu_type="h100",
     cpus_per_gpu=12,
+    node_memory_gib=480,
     time_limit="2-00:00:00",
     max_nodes=16,
     modules=("gcc/12.2", "cuda/12.6"),
@@ -94,7 +95,7 @@ def test_a_wrong_line_is_told_in_a_sentence(text, told, tmp_path):
 
 def test_a_profile_that_nobody_can_read_or_write_is_one_sentence(tmp_path):
     (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(CourseError, match=r"folder\.toml: need to read it"):
+    with pytest.raises(CourseError, match=r"folder\.toml: need a profile; it cannot be read"):
         read_profile(tmp_path / "folder.toml")
     (tmp_path / "file").write_text("")
     with pytest.raises(CourseError, match=r"site\.toml: need to write it"):
@@ -167,10 +168,10 @@ def test_no_other_time_is_read(text):
 
 
 SINFO = """\
-cpu*|32|(null)
-gpu|64|gpu:h100:4(S:0-1)
-gpu|48|gpu:2
-old|16+|gpu:8,shard:80
+cpu*|32|191000|(null)
+gpu|64|515000|gpu:h100:4(S:0-1)
+gpu|48|257000|gpu:2
+old|16+|128000+|gpu:8,shard:80
 """
 PARTITIONS = """\
 PartitionName=cpu Default=YES MaxNodes=UNLIMITED MaxTime=UNLIMITED TotalNodes=10
@@ -191,6 +192,7 @@ def no_slurm(command):
 def test_a_site_shows_its_partitions():
     gpu, old, cpu = site.find_partitions(a_site)
     assert (gpu.name, gpu.cores, gpu.gpus, gpu.gpu_type) == ("gpu", 64, 4, "h100")
+    assert (gpu.memory_gib, old.memory_gib, cpu.memory_gib) == (502, 125, 186)
     assert (gpu.max_nodes, gpu.time_limit) == (3, "1-12:00:00")
     assert (old.name, old.cores, old.gpus, old.gpu_type) == ("old", 16, 8, "")
     assert (old.max_nodes, old.time_limit) == (2, "0:30:00")
@@ -202,6 +204,7 @@ def test_a_partition_becomes_a_profile():
     gpu, _, cpu = map(site.profile_of, site.find_partitions(a_site))
     assert (gpu.name, gpu.partition, gpu.gpus_per_node, gpu.cpus_per_gpu) == ("site", "gpu", 4, 16)
     assert (cpu.gpus_per_node, cpu.cpus_per_gpu) == (0, 16)
+    assert (gpu.node_memory_gib, cpu.node_memory_gib) == (502, 186)
 
 
 def test_without_slurm_a_profile_is_of_this_machine():

@@ -1,6 +1,7 @@
 """What is handed in: a script's own lines with job and profile filled in, and nothing run by it."""
 
 import os
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -209,6 +210,25 @@ def test_a_program_is_a_lesson_that_has_a_script_or_a_path():
     for text in ("3", "03", "1", "4_", "", "none.py"):
         with pytest.raises(CourseError, match=rf"got '{text}'. Try a lesson .*\(00, 04, 05, 06"):
             find_program(text)
+
+
+def test_a_module_is_looked_for_and_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("own/part.py", "own/__main__.py", "own/sub/__init__.py", "bad.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("raise RuntimeError('it was run')")
+    for name in ("course_lib.train", "torch.distributed.run", "timeit", "own", "own.part", "bad"):
+        assert find_program("-m", name) == "-m"
+    wrong = ("", "no.such.module", "own.nothing", "own.sub", "own.part.x", "a b", "__main__", "..")
+    for name in wrong:
+        with pytest.raises(CourseError, match=rf"need a module .*; got {re.escape(repr(name))}"):
+            find_program("-m", name)
+
+
+def test_submit_says_that_there_is_no_such_module(course):
+    told = course("submit", "-m", "no.such.module", "--dry-run", fails=True)
+    assert "need a module that `python -m` finds from this folder; got 'no.such.module'." in told
+    assert len(told.splitlines()) == 1
 
 
 def test_a_module_is_run_by_its_name():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.cluster.logs import STRANGE
 from course_lib.cluster.submissions import find_submission, read_submissions
+from course_lib.core.plain_text import STRANGE
 from course_lib.core.records import read_runs
 
 BOTH = pytest.mark.parametrize("place", ["test", "laptop"], indirect=True)

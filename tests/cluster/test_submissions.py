@@ -10,12 +10,13 @@ import pytest
 
 from course_lib.cluster.collect import collect
 from course_lib.cluster.job import Job, fitted
-from course_lib.cluster.logs import STRANGE, Tail
+from course_lib.cluster.logs import Tail
 from course_lib.cluster.profile import find_cluster_folder, read_profile
 from course_lib.cluster.scheduler import GONE, JobState, NoAnswerError, SchedulerError
 from course_lib.cluster.submissions import Submission, find_submission, read_submissions, refresh
 from course_lib.cluster.submit import limits_of, submit_job
 from course_lib.core.errors import CourseError
+from course_lib.core.plain_text import STRANGE
 from course_lib.core.records import RunRecord, read_runs
 from course_lib.ranks.launch import attempt_folder
 
@@ -264,6 +265,17 @@ def test_a_file_that_nobody_wrote_is_told(submission):
     one.file.write_text(json.dumps({"id": "ddp-1"}))
     with pytest.raises(CourseError, match="need what `course submit` wrote"):
         read_submissions()
+
+
+def test_a_spoilt_mark_of_an_attempt_is_told(submission):
+    one = submission(DONE)
+    leave(one, "0.0")
+    collect(one)
+    (mark,) = Path("runs").rglob("attempt")
+    for spoilt in ("", "x", "../..", "0.9999999999"):
+        mark.write_text(spoilt)
+        with pytest.raises(CourseError, match="attempt: need the number of an array task"):
+            collect(one)
 
 
 def test_ids_are_those_of_the_course_or_of_the_scheduler(submission):

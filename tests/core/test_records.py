@@ -98,6 +98,39 @@ def test_any_other_unreadable_line_is_named(tmp_path):
         RunRecord.read(path)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1]",
+        "7",
+        "null",
+        "[" * 100_000,
+        '{"line": ["run"]}',
+        '{"line": "event"}',
+        '{"line": "event", "rank": 0, "kind": "send", "start_s": NaN, "end_s": 1}',
+        '{"line": "event", "rank": "0", "kind": "send", "start_s": 0, "end_s": 1}',
+        '{"line": "event", "rank": 0, "kind": ["send"], "start_s": 0, "end_s": 1}',
+        '{"line": "ledger", "times_s": [0.5], "bytes_by_kind": {"params": [1, 2]}}',
+        '{"line": "run", "rank": 1e400, "world_size": 2}',
+    ],
+)
+def test_a_line_of_another_kind_is_named(tmp_path, line):
+    path = small_record().write(tmp_path / "rank.jsonl")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], line, lines[2]]))
+    with pytest.raises(CourseError, match=r"rank\.jsonl, line 2: ") as told:
+        RunRecord.read(path)
+    assert len(str(told.value).splitlines()) == 1
+
+
+def test_a_record_that_is_no_file_or_no_text_is_named(tmp_path):
+    (tmp_path / "a.jsonl").mkdir()
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe")
+    for name in ("a", "b", "c"):
+        with pytest.raises(CourseError, match=rf"{name}\.jsonl: need a run record; it cannot be"):
+            RunRecord.read(tmp_path / f"{name}.jsonl")
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"line": "event"}\n{"line": "event"}'])
 def test_a_file_without_a_run_is_refused(tmp_path, text):
     path = tmp_path / "rank.jsonl"

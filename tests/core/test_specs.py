@@ -52,6 +52,10 @@ def write(folder, config):
         ({"num_kv_heads": 2}, "need num_heads divisible by num_kv_heads; got 3 and 2"),
         ({"hidden": -12}, "need hidden as a whole number above 0; got -12"),
         ({"vocab": 7.5}, "need vocab as a whole number above 0; got 7.5"),
+        ({"vocab": 10**12}, "need vocab of at most 1,000,000,000; got 1000000000000"),
+        ({"num_layers": 10**6}, "need num_layers of at most 100,000; got 1000000"),
+        ({"num_heads": 10**9 - 63}, "need hidden divisible by num_heads"),
+        ({"tied": "no"}, "need tied as true or false; got 'no'"),
         ({"num_layers": True}, "need num_layers as a whole number above 0; got True"),
         ({"norm": "batch"}, "need norm out of layer, rms; got 'batch'"),
     ],
@@ -94,7 +98,7 @@ def test_configs_that_are_not_counted_say_so(tmp_path, change, words):
 
 
 def test_configs_that_cannot_be_read_say_so(tmp_path):
-    with pytest.raises(CourseError, match="can be read"):
+    with pytest.raises(CourseError, match="cannot be read"):
         read_config(tmp_path / "nothing.json")
     path = write(tmp_path, {key: LLAMA[key] for key in LLAMA if key != "hidden_size"})
     with pytest.raises(CourseError, match="need the field 'hidden_size'"):

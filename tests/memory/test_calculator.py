@@ -69,7 +69,7 @@ def test_mfu_of_a_known_run():
         ("--model gpt2 --seq 5000", "at most 1024, the learned positions of gpt2; got 5000"),
         ("--micro-batches 0", "need micro_batches of at least 1"),
         ("--gpu tpu", "need one of laptop"),
-        ("--model nowhere/config.json", "can be read"),
+        ("--model nowhere/config.json", "cannot be read"),
     ],
 )
 def test_nonsense_is_one_sentence(line, words):

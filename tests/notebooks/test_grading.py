@@ -203,3 +203,27 @@ def test_a_lesson_that_is_not_built_says_so(toy):
     toy.lesson.solved.unlink()
     with pytest.raises(CourseError, match="make notebooks"):
         judge(toy)
+
+
+@pytest.mark.parametrize(
+    ("body", "timeout_s", "says"),
+    [
+        ("    while True:\n        print('x', flush=True)\n", 2, "more than 2 s"),
+        ("    for _ in range(99999):\n        print('x' * 9999)\n", 60, "without end"),
+        (
+            "    while True:\n        try:\n            while True:\n"
+            "                print(1, flush=True)\n        except KeyboardInterrupt:\n"
+            "            pass\n",
+            2,
+            "more than 2 s",
+        ),
+    ],
+)
+def test_a_cell_that_prints_without_end_ends_and_does_not_spoil_the_others(
+    toy, body, timeout_s, says
+):
+    toy.fill(1, add(1, body))
+    toy.fill(2, add(2))
+    report = judge(toy, timeout_s)
+    assert statuses(report) == ["wrong", "right", "not done", "not done"]
+    assert says in report.verdicts[0].detail

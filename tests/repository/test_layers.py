@@ -15,7 +15,7 @@ LAYERS = (  # a package imports only from what stands before it
     *("core", "cost", "models", "ranks", "frameworks", "collectives", "display"),
     *("memory", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
     *("pipeline", "zero", "fsdp"),
-    *("train", "cluster", "scaling_study", "checks", "notebooks", "cli"),
+    *("train", "cluster", "scaling_study", "checks", "notebooks", "grading", "cli"),
 )
 NO_TORCH = (  # formulas and simulations, by path or by the name of the file
     *("moved.py", "core/", "cost/", "cost.py", "collectives/messages.py"),

@@ -124,7 +124,7 @@ def course_grade(command, course, tmp_path):
     (course / "submissions" / "ada").mkdir(parents=True)
     shutil.copy(course / "notebooks/00_ranks.ipynb", course / "submissions/ada")
     run(command, course)
-    assert "ranks-1" in (course / "grades.csv").read_text()
+    assert "ranks-1" in (course / "grades/gradebook.csv").read_text()
 
 
 def train_on_text(command, course, tmp_path):
@@ -165,7 +165,7 @@ RUNS = {
     "course reset 00 ranks-1": course_reset,
     "course update": course_update,
     "course doctor": course_doctor,
-    "course grade submissions --csv grades.csv": course_grade,
+    "course grade submissions --out grades": course_grade,
     "python -m course_lib.train --ranks 2 --data shakespeare": train_on_text,
     "torchrun --nproc-per-node 4 -m course_lib.train --tp 2 --strategy torch-ddp "
     "--out runs/train": train_under_torchrun,

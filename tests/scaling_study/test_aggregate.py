@@ -206,3 +206,77 @@ def test_real_runs_come_to_the_same_tokens_and_losses_under_every_strategy(pools
         assert one.utilisation is not None
         assert one.utilisation >= 0
         assert find_baseline(one.run, found) is found[-1]
+
+
+def step_with(**values):
+    def spoil(records):
+        records[1].steps[3] |= values
+
+    return spoil
+
+
+def run_with(**values):
+    def spoil(records):
+        for one in records:
+            one.run = one.run | values
+
+    return spoil
+
+
+def machine_with(**values):
+    def spoil(records):
+        records[0].machine = values
+
+    return spoil
+
+
+def instant(records):
+    for one in records:
+        for step in one.steps:
+            step["end_s"] = step["start_s"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (step_with(end_s="later"), "rank 1, a step's end_s: need a number; got 'later'."),
+        (step_with(end_s=float("nan")), "a step's end_s: need a number; got nan."),
+        (step_with(num_tokens=10**30), "num_tokens: need a whole number; got a number beyond"),
+        (step_with(num_tokens=True), "num_tokens: need a whole number; got True."),
+        (step_with(step=None), "a step's step: need a whole number; got None."),
+        (step_with(loss="low"), "a step's loss: need a number; got 'low'."),
+        (step_with(memory_bytes=-(10**9)), "and bytes from 0; got"),
+        (run_with(steps=2**62), "need 4611686018427387904 steps, each once; got 8"),
+        (run_with(steps="8"), "need 8 steps, each once; got 8"),
+        (run_with(seq=0), "seq: need 1 to 1,000,000"),
+        (run_with(num_micro_batches=2**60), "num_micro_batches: need 1 to 1,000,000"),
+        (run_with(tp=[2]), "run.tp: need a whole number; got list."),
+        (run_with(dtype="int3"), "dtype: need float32 or float64 or bfloat16"),
+        (run_with(bucket_mib=1e-12), "bucket_mib: need at least 1 KiB"),
+        (run_with(strategy="../../etc"), "need a short name each"),
+        (run_with(model=[1]), "run.spec: need names with values; got list."),
+        (run_with(model=RUN["model"] | {"x": 1}), "run.spec: need name, hidden"),
+        (run_with(memory={"params": "3"}), "memory.params: need a whole number; got '3'."),
+        (machine_with(usable_cores=0), "machine.usable_cores: need more than 0; got 0."),
+        (machine_with(usable_gpus=1, gpus=[{}]), "machine.gpus, name: need a text; got None."),
+        (instant, "need steps, tokens and seconds above 0"),
+    ],
+)
+def test_a_spoilt_record_is_left_out_and_says_why(tmp_path, spoil, says):
+    for folder in ("spoilt", "whole"):
+        records = two_ranks()
+        if folder == "spoilt":
+            spoil(records)
+        for one in records:
+            one.write(tmp_path / folder / f"rank{one.rank}.jsonl")
+    found, left_out = read_experiments(tmp_path)
+    assert len(found) == 1
+    assert list(left_out) == [str(tmp_path / "spoilt")]
+    assert says in left_out[str(tmp_path / "spoilt")]
+    assert len(left_out[str(tmp_path / "spoilt")].splitlines()) == 1
+
+
+def test_a_loss_that_diverged_is_no_spoilt_file():
+    records = two_ranks()
+    records[0].steps[7]["loss"] = float("nan")
+    assert repr(aggregate(records).losses[-1]) == "nan"

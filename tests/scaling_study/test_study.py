@@ -256,7 +256,12 @@ def test_a_measured_link_is_kept_and_predicts(tmp_path):
     alone = predict(replace(ALONE, strategy="ddp", ranks=2, bucket_mib=1e6), GPUS)
     (tmp_path / "links.json").write_text('{"2": [1e-5, 1e9]}')
     links = read_links(tmp_path)
-    assert links_of(plain_links(links)) == links
+    assert links_of(plain_links(links), "links") == links
+    for spoilt in ("[", "7", '{"2": 3}', '{"2": [1]}', '{"x": [1, 2]}', '{"2": [NaN, 1]}'):
+        (tmp_path / "other" / "links.json").parent.mkdir(exist_ok=True)
+        (tmp_path / "other" / "links.json").write_text(spoilt)
+        with pytest.raises(CourseError, match=r"links\.json"):
+            read_links(tmp_path / "other")
     two = with_link(GPUS, links, 2)
     assert with_link(GPUS, links, 4) is GPUS
     told = predict(alone.run, two)

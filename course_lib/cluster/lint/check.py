@@ -32,6 +32,9 @@ RULES = (
 GPUS = ("gpus-per-node", "gres", "gpus")  # that say how many a node needs
 
 
+MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+
+
 def lint_job(
     text: str, folder: str | os.PathLike[str] = ".", profile: Profile | None = None
 ) -> list[LintFinding]:
@@ -57,6 +60,10 @@ def _beyond(script: Script, profile: Profile) -> Iterator[LintFinding]:
             yield _too_much(one, str(profile.max_nodes), profile)
         elif gpus and gpus > profile.gpus_per_node:
             yield _too_much(one, f"{profile.gpus_per_node} GPUs on a node", profile)
+        elif one.option in MEMORY and profile.node_memory_gib:
+            asked_gib = rules_asked.memory_on_a_node(script, one) or 0
+            if asked_gib > profile.node_memory_gib:
+                yield _too_much(one, f"{profile.node_memory_gib} GiB on a node", profile)
 
 
 def _time_s(text: str) -> int:

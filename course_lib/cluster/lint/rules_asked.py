@@ -13,6 +13,7 @@ COUNTS_GPUS = re.compile(r"(^|nproc[-_]per[-_]node[= ]+)(gpu|\$\{?SLURM_GPUS_(ON
 HOURS = {12, 24, 36, 48, 72, 96}  # that look like hours, and are minutes
 NO_END = {"UNLIMITED", "INFINITE", "-1"}
 HOUR_S = 3600
+GIB_OF = {"": 2**-10, "K": 2**-20, "M": 2**-10, "G": 1, "T": 2**10}  # as Slurm counts
 FIVE_MINUTES_S = 300  # that people do mean, for a job that tries something out
 
 
@@ -99,7 +100,7 @@ def too_few_gpus(script: Script) -> Iterator[LintFinding]:
         return
     for command in script.running(TORCHRUN):
         text = script.spelt_out(command.text)
-        ranks = re.search(r"nproc[-_]per[-_]node[= ]+(\d+)\b", text)
+        ranks = re.search(r"nproc[-_]per[-_]node[= ]+(\d{1,9})\b", text)
         if ranks and int(ranks[1]) > gpus:
             yield LintFinding(
                 command.line,
@@ -113,11 +114,23 @@ def too_few_gpus(script: Script) -> Iterator[LintFinding]:
 
 def gpus_on_a_node(script: Script, asked: Directive) -> int | None:
     """Return the GPUs per node of a directive, if they can be read from it: gpu:a100 is one."""
-    found = re.fullmatch(r"(gpu:?)?([A-Za-z][\w.-]*)?:?(\d+)?", asked.value)
+    found = re.fullmatch(r"(gpu:?)?([A-Za-z][\w.-]*)?:?(\d{1,9})?", asked.value)
     if not found or (asked.option == "gres" and not found[1]):
         return None
     count = int(found[3] or 1)
     return -(-count // script.nodes) if asked.option == "gpus" else count
+
+
+def memory_on_a_node(script: Script, asked: Directive) -> float | None:
+    """Return the GiB of memory on a node that a directive asks for, if they can be read from it."""
+    found = re.fullmatch(r"(\d{1,12})([KMGT]?)", asked.value, re.ASCII | re.IGNORECASE)
+    times: int | None = 1
+    if asked.option == "mem-per-cpu":
+        times = script.tasks_per_node * script.number("cpus-per-task", 1)
+    if asked.option == "mem-per-gpu":
+        gpus = script.option("gpus-per-node", "gres", "gpus")
+        times = gpus_on_a_node(script, gpus) if gpus else None
+    return int(found[1]) * GIB_OF[found[2].upper()] * times if found and times else None
 
 
 def one_log_for_all(script: Script) -> Iterator[LintFinding]:

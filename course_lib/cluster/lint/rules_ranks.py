@@ -113,7 +113,7 @@ def _is_on_all_nodes(script: Script, command: Command) -> bool:
 def other_number_of_nodes(script: Script) -> Iterator[LintFinding]:
     """Find `--nnodes` that differs from the job's number of nodes."""
     for command in script.running(TORCHRUN):
-        found = re.search(r"--nnodes[= ]+(\d+)(?![\d:])", script.spelt_out(command.text))
+        found = re.search(r"--nnodes[= ]+(\d{1,9})(?![\d:])", script.spelt_out(command.text))
         is_one_of_all = _is_on_all_nodes(script, command) and "--standalone" not in command.text
         if found and is_one_of_all and int(found[1]) != script.nodes:
             yield LintFinding(

@@ -196,7 +196,12 @@ def bash_syntax(script: Script) -> Iterator[LintFinding]:
     if not bash or not script.is_bash or "\r\n" in script.text:
         return
     done = subprocess.run(
-        [bash, "-n", "-s"], input=script.text, capture_output=True, text=True, timeout=10
+        [bash, "-n", "-s"],
+        input=script.text,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=10,
     )
     found = re.search(r"line (\d+): (.+)", done.stderr)
     if done.returncode and found:

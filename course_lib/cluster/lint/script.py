@@ -18,6 +18,7 @@ FILLS = {"declare", "export", "for", "getopts", "local", "mapfile", "read", "rea
 FILLS |= {"readonly", "select", "typeset"}
 HARMLESS = re.compile(r"activate|profile|bashrc|conda|mamba|module")  # set nothing of the job
 TELLS_ONLY = {"echo", "export", "printf", "which", "type", "[", "[["}
+LONGEST = 2000  # characters of a command, and of a value, that are looked at in full
 GPU_NAME = re.compile(r"gpu|dgx|[avhbl]\d{2,3}\b|gh200|mi\d{3}|[-_]g$", re.IGNORECASE)
 GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "tres-per-task")
 
@@ -101,7 +102,7 @@ class Script:
     def number(self, name: str, default: int) -> int:
         """Return the value of a directive as a number; of a range, its least."""
         one = self.option(name)
-        found = re.match(r"\d+", one.value) if one else None
+        found = re.match(r"[0-9]{1,9}", one.value) if one else None
         return int(found[0]) if found else default
 
     @property
@@ -127,10 +128,12 @@ class Script:
     def spelt_out(self, text: str) -> str:
         """Return the text with the script's own variables expanded."""
         for _ in range(3):
-            text = re.sub(
-                r"\$\{?(\w+)\}?", lambda found: self.variables.get(found[1], found[0]), text
-            )
+            if len(text) < LONGEST:  # a variable may have itself in it, many times
+                text = re.sub(r"\$\{?(\w+)\}?", self._value_of, text)
         return text
+
+    def _value_of(self, name: re.Match[str]) -> str:
+        return self.variables.get(name[1], name[0])[:LONGEST]
 
     def running(self, program: re.Pattern[str]) -> Iterator[Command]:
         """Return the commands that run this program, directly or through srun."""
@@ -167,14 +170,19 @@ class Script:
         """Return the number of tasks that this srun starts on each node."""
         options = self.srun_options(command)
         nodes = options.get("nodes", "")
-        on = int(nodes) if nodes.isdigit() and int(nodes) else self.nodes
+        on = _count(nodes) or self.nodes
         for name, share in (("ntasks-per-node", 1), ("ntasks", on)):
             value = self.spelt_out(options.get(name, ""))
-            if value.isdigit():
-                return -(-int(value) // share)
+            if (count := _count(value)) is not None:
+                return -(-count // share)
             if value.lstrip("$").strip("{}") == "SLURM_NNODES":
                 return 1
         return self.tasks_per_node
+
+
+def _count(text: str) -> int | None:
+    """Return the whole number that a text is, or None; of a very long one, the first digits."""
+    return int(text[:9]) if re.fullmatch(r"[0-9]+", text) else None
 
 
 def place(word: Word, found: re.Match[str]) -> int:

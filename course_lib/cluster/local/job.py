@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from course_lib.cluster.scheduler import FINAL, JobState
-from course_lib.core.files import whole_file
+from course_lib.core.files import read_json, whole_file
+from course_lib.core.plain_values import build
 
 if TYPE_CHECKING:  # imported where it is used: `course --help` should not wait for it
     import psutil
@@ -52,10 +53,12 @@ class LocalJob:
 
     @classmethod
     def read(cls, folder: Path) -> "LocalJob":
-        """Read the job of this folder."""
-        words = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-        tasks = words.pop("elements", None) or words.pop("array_tasks")  # elements: old files
-        return cls(**words, array_tasks=tuple(tasks))
+        """Read the job of this folder. Raises: CourseError where its file cannot be read"""
+        path = folder / "job.json"
+        words = build(dict[str, Any], read_json(path, "a job"), str(path))
+        if "elements" in words:  # in old files
+            words["array_tasks"] = words.pop("elements")
+        return build(cls, words, str(path))
 
     def log_of(self, array_task: int) -> Path:
         """Return the path of an array task's log: the directive with Slurm's % fields filled in."""
@@ -138,9 +141,8 @@ def state_of(folder: Path, job: LocalJob, array_task: int, lives: bool) -> JobSt
     """Return the state of an array task; `lives` says whether the job's process is alive."""
     path, log = folder / TASKS / f"{array_task}.json", str(job.log_of(array_task))
     if path.exists():
-        state = JobState(
-            **json.loads(path.read_text(encoding="utf-8")), array_task=array_task, log=log
-        )
+        words = build(dict[str, Any], read_json(path, "a state"), str(path))
+        state = build(JobState, {**words, "array_task": array_task, "log": log}, str(path))
         if state.state == RUNNING:
             state = replace(state, seconds=time.time() - path.stat().st_mtime)
     else:

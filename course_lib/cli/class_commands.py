@@ -1,0 +1,153 @@
+"""The commands of `course` for a class: compose an assignment, hand it out, pack the answers."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from course_lib.cluster.site_commands import plain_table
+from course_lib.core import CourseError
+
+assignment_app = typer.Typer(
+    help="Compose an assignment from exercises, and hand it out.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+AssignmentName = Annotated[
+    str, typer.Argument(metavar="NAME", help="Its name, hw1, or its folder.")
+]
+
+
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Small letters and digits: hw1.")],
+    more: Annotated[list[str] | None, typer.Argument(metavar="[LESSON...]", hidden=True)] = None,
+    lessons: Annotated[
+        list[str] | None,
+        typer.Option("--from", metavar="LESSON", help="06_ddp, or 04:collectives-2,collectives-3."),
+    ] = None,
+    own: Annotated[bool, typer.Option("--own", help="Begin an exercise of your own.")] = False,
+    points: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=N", help="collectives-2=10; else 1 each.")
+    ] = None,
+    due: Annotated[str, typer.Option(metavar="TIME", help="2026-12-01T18:00, your time.")] = "",
+    title: Annotated[str, typer.Option(help="As the notebook's title.")] = "",
+    seeded: Annotated[bool, typer.Option("--seeded", help="Own cases for each student.")] = False,
+    folder: Annotated[Path, typer.Option(help="Where assignments are.")] = Path("assignments"),
+) -> None:
+    """Compose an assignment from exercises of lessons, and of your own.
+
+    \b
+    course assignment new hw1 --from 04_collectives:collectives-2,collectives-3 06_ddp
+    course assignment new hw1 --from 00:ranks-1 --own --points ranks-1=5 --due 2026-12-01T18:00
+    """
+    from course_lib.grading.assignment import Assignment, due_time, kit_version
+    from course_lib.grading.compose import buildable, chosen, compose
+    from course_lib.notebooks.build import build
+    from course_lib.notebooks.lessons import find_folder
+
+    exercises = chosen([*(lessons or ()), *(more or ())], find_folder())
+    keys = [key for _, key in exercises] + ([f"{name}-1"] if own else [])
+    given = _points(points or (), keys)
+    assignment = Assignment(
+        name=name,
+        title=title or f"Assignment {name}",
+        due=due_time(due) if due else None,
+        items=tuple((key, given.get(key, 1.0)) for key in keys),
+        seeded=seeded,
+        kit=kit_version(),
+    )
+    made = compose(assignment, exercises, folder / name, own=own)
+    if own:
+        print("Fill in, from FILL IN to FILL IN (docs/authoring.md has an example):\n")
+    else:
+        build(buildable(folder / name), Console(highlight=False))
+    for path in made:
+        print(f"  {path}")
+    print(f"\nHidden cases, if you like: {folder / name / 'hidden.py'}, HIDDEN = {{key: check}}.")
+    print(f"Hand out:    course assignment release {folder / name}")
+
+
+def _points(words: list[str] | tuple[()], keys: list[str]) -> dict[str, float]:
+    """Return the points in `collectives-2=10`, `ddp-1=5,ddp-2=5`."""
+    found = {}
+    for word in ",".join(words).split(",") if words else ():
+        key, _, value = word.partition("=")
+        if key not in keys:
+            raise CourseError(f"--points: need one of {', '.join(keys)}; got {key!r}.")
+        try:
+            found[key] = float(value)
+        except ValueError:
+            raise CourseError(f"--points: need a number for {key}; got {value!r}.") from None
+    return found
+
+
+def release(
+    name: AssignmentName,
+    students: Annotated[
+        Path | None,
+        typer.Option(metavar="CSV", help="The class, under `student`: where it is seeded."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Else the assignment's folder release.")
+    ] = None,
+) -> None:
+    """Write the zip to hand out, with what is needed to check at home; no solution is in it."""
+    from course_lib.grading.assignment import find_assignment
+    from course_lib.grading.release import read_class, release
+
+    folder = find_assignment(name)
+    there = out or folder / "release"
+    listed = read_class(students) if students else []
+    for path in release(folder, there, listed, Console(highlight=False)):
+        print(f"{path}, {path.stat().st_size / 1e6:.1f} MB")
+
+
+def show(name: AssignmentName) -> None:
+    """Show an assignment: its exercises, points and due time, and what it has besides."""
+    from course_lib.checks.right_answer import at_work_in
+    from course_lib.grading.assignment import (
+        find_assignment,
+        hidden_exercises,
+        number,
+        read_assignment,
+    )
+    from course_lib.grading.compose import buildable
+    from course_lib.grading.release import stale_notebooks
+
+    folder = find_assignment(name)
+    assignment, lesson = read_assignment(folder), buildable(folder)
+    with at_work_in(folder):
+        hidden = hidden_exercises(folder)
+    table = plain_table("exercise", "points", "")
+    for key, points in assignment.items:
+        table.add_row(key, number(points), "and hidden cases" if key in hidden else "")
+    print(f"{assignment.title}, {folder}, due {assignment.due or 'at no time'}")
+    print("Each student has cases of their own.\n" if assignment.seeded else "")
+    Console().print(table)
+    for sentence in stale_notebooks(lesson):
+        print(sentence)
+
+
+def pack(
+    notebook: Annotated[
+        Path | None, typer.Argument(metavar="[NOTEBOOK]", help="Else the assignment's in here.")
+    ] = None,
+    student: Annotated[str, typer.Option(help="Whose it is.")] = "",
+) -> None:
+    """Make the file to hand in, from the notebook as it is saved, and say what is missing."""
+    from course_lib.core.plain_text import printable
+    from course_lib.grading.pack import notebook_here, pack
+
+    path, told = pack(notebook or notebook_here(), student)
+    print(f"{path} is what you hand in.")
+    for sentence in told:
+        print(printable(f"- {sentence}"))
+
+
+def add_class_commands(app: typer.Typer) -> None:
+    """Add all commands of this file to the command line."""
+    for command in (new, release, show):
+        assignment_app.command()(command)
+    app.add_typer(assignment_app, name="assignment")
+    app.command()(pack)

@@ -1,0 +1,144 @@
+"""`course grade`: the submissions of a class, each judged in a sandbox of its own."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from course_lib.cluster.commands import plain_table
+from course_lib.core import CourseError
+from course_lib.core.plain_text import one_line
+from course_lib.train.progress import terminal_bar
+
+if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for Jupyter
+    from course_lib.grading.graded import Graded
+    from course_lib.grading.sandbox import Sandbox
+    from course_lib.grading.submission import HandedIn
+    from course_lib.grading.task import GradingTask
+
+KINDS = "bubblewrap, namespaces, other uid or same uid"
+
+
+def add_grade_command(app: typer.Typer) -> None:
+    """Add `grade` to the command line."""
+    app.command()(grade)
+
+
+def grade(
+    folder: Annotated[Path, typer.Argument(help="The submissions: notebooks, zips, folders.")],
+    name: Annotated[
+        str,
+        typer.Option(
+            "--assignment", metavar="NAME", help="hw1, its folder, or a lesson. Else what most are."
+        ),
+    ] = "",
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="The gradebook and all reports.")
+    ] = Path("grades"),
+    jobs: Annotated[
+        int, typer.Option(min=0, help="Submissions at a time; 0: one per CPU core.")
+    ] = 0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=1, help="Seconds that a cell may run.")
+    ] = 60,
+    kind: Annotated[
+        str, typer.Option("--sandbox", metavar="KIND", help=f"{KINDS}; else the best there is.")
+    ] = "",
+) -> None:
+    """Grade the submissions of a class. Exit code 0 when every one could be judged.
+
+    What was graded by an earlier run and is unchanged is not run again.
+    """
+    from course_lib.grading.class_run import grade_class, graders, num_jobs, write_reports
+    from course_lib.grading.gradebook import Gradebook
+    from course_lib.grading.submission import find_submissions
+
+    task = _task(name, folder)
+    submissions = find_submissions(folder, task.name)
+    if not submissions:
+        raise CourseError(f"{folder}: need notebooks (.ipynb) or zips of them; found none.")
+    sandbox = _sandbox(kind)
+    with (
+        Gradebook(out, task.points) as book,
+        graders(task, sandbox, jobs or num_jobs(), timeout_s) as made,
+        _bar(f"{task.name}, submissions", len(submissions)) as one_more,
+    ):
+        grade_class(made, submissions, book, lambda _: one_more())
+    overview = write_reports(task, book)
+    _show(task, book.rows)
+    print(f"\n{book.folder / 'gradebook.csv'}, feedback for each student, and {overview}")
+    raise typer.Exit(0 if all(graded.is_judged for graded in book.rows) else 1)
+
+
+def _sandbox(kind: str) -> "Sandbox":
+    """Return the sandbox of a kind, or the best; tell what it does not protect."""
+    from course_lib.grading.sandbox import find_sandbox
+
+    try:
+        sandbox = find_sandbox(kind)
+    except (ValueError, RuntimeError) as error:
+        raise CourseError(str(error)) from None
+    if sandbox.warning:
+        print(f"{sandbox.kind}: {sandbox.warning}", file=sys.stderr)
+    return sandbox
+
+
+@contextmanager
+def _bar(what: str, count: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on stderr while the block runs; call what it yields when one more is done."""
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn())
+    with terminal_bar(*columns, TimeRemainingColumn()) as bar:
+        shown = bar.add_task(what, total=count)
+        yield lambda: bar.advance(shown)
+
+
+def _task(name: str, folder: Path) -> "GradingTask":
+    """Return what is graded: the assignment or lesson of this name, else what most notebooks are.
+
+    Raises: CourseError where there is none
+    """
+    from course_lib.grading.assignment import find_assignment
+    from course_lib.grading.submission import find_submissions
+    from course_lib.grading.task import task_of_assignment, task_of_lesson
+    from course_lib.notebooks.lessons import find_folder, find_lesson
+
+    if not folder.is_dir():
+        raise CourseError(f"{folder}: need a folder of submissions; there is none.")
+    name = name or _most_common(find_submissions(folder, ""))
+    try:
+        return task_of_lesson(find_lesson(name, find_folder()))
+    except CourseError as no_lesson:
+        with suppress(CourseError):
+            return task_of_assignment(find_assignment(name))
+        raise CourseError(f"{no_lesson} Or an assignment: --assignment assignments/hw1.") from None
+
+
+def _most_common(submissions: "list[HandedIn]") -> str:
+    from course_lib.notebooks.learner_work import built_from
+
+    names = Counter[str]()
+    for submission in submissions:
+        with suppress(CourseError):
+            names[str(built_from(submission.notebook()).get("lesson", ""))] += 1
+    if not names:
+        raise CourseError("need notebooks of this course to see what they are. Try --assignment.")
+    return names.most_common(1)[0][0]
+
+
+def _show(task: "GradingTask", rows: "list[Graded]") -> None:
+    """Print a row a submission."""
+    table = plain_table("student", "points", "exercises")
+    for graded in rows:
+        counts = Counter(graded.status(key) for key in task.points)
+        words = ", ".join(f"{count} {status}" for status, count in counts.items())
+        words = one_line(graded.problem) if graded.problem else words
+        points = f"{graded.points(task.points):g} of {sum(task.points.values()):g}"
+        table.add_row(Text(one_line(graded.student)), points, Text(words))
+    Console().print(table)

@@ -1,0 +1,33 @@
+"""Text from elsewhere, made harmless: for a terminal, an XML file, a row of a spreadsheet.
+
+File names, exercise keys, messages and printed output come from notebooks that somebody else wrote.
+"""
+
+import re
+
+STRANGE = "\N{REPLACEMENT CHARACTER}"
+FORMULA = "=+-@\t\r"  # a spreadsheet computes what begins with one of these
+COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def printable(text: str) -> str:
+    """Return the text without colors, and with a mark for each character that is not printable.
+
+    Line feeds and tabs stay. What is left cannot control a terminal, and is allowed in XML 1.0.
+    """
+    letters = COLOUR.sub("", text).replace("\r\n", "\n")
+    if letters.isprintable():
+        return letters
+    return "".join(c if c.isprintable() or c in "\n\t" else STRANGE for c in letters)
+
+
+def one_line(text: str) -> str:
+    """Return the printable text on one line, for a name or a sentence."""
+    return " ".join(printable(text).split())
+
+
+def csv_field(text: str) -> str:
+    """Return the printable text; an apostrophe before what a spreadsheet would compute."""
+    plain = printable(text)
+    first = text[:1] + plain[:1]
+    return f"'{plain}" if first.strip(FORMULA) != first else plain

@@ -1,0 +1,127 @@
+"""Copy the course without what answers its exercises: what a graded submission may import.
+
+In the copy, the library's own objects for the judged exercises raise; the checks keep what observes
+an answer, and lose what judges it: right numbers, planted mistakes, causes. `notebooks/`, with the
+solutions, is not copied.
+"""
+
+import ast
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from course_lib.checks.right_answer import bound_names
+from course_lib.core import CourseError
+from course_lib.core.files import write_whole
+
+NOTHING = ast.Tuple([], ast.Load())
+JUDGING: dict[
+    str, dict[str, ast.expr | None]
+] = {  # the arguments that only judge, by the class that takes them, and what replaces them
+    "Exercise": {"wrong": NOTHING, "reference": None, "mistakes": NOTHING},
+    "OnRanks": {"expect": NOTHING, "trouble": NOTHING},
+    "Cases": {"symptoms": NOTHING},
+}
+RAISES = "this is the library's own; it is not there while your answer to its exercise is graded"
+Modules = dict[str, ast.Module]
+
+
+def copy_bare(
+    course: Path, to: Path, hidden: Iterable[str] = (), own: tuple[str, Path] | None = None
+) -> None:
+    """Copy the package `course` (course_lib) to `to/course_lib`.
+
+    hidden  the library's objects that raise in the copy: `course_lib.collectives.ring:ring`
+    own     an assignment's name, and its package of checks, which comes to `to/checks`
+    """
+    ignored = shutil.ignore_patterns("__pycache__", "cli")
+    shutil.copytree(course, to / "course_lib", ignore=ignored)
+    modules = {
+        ".".join(path.relative_to(to).with_suffix("").parts): path
+        for path in sorted(to.glob("course_lib/checks/*/*.py"))
+    }
+    if own and own[1].is_dir():
+        shutil.copytree(own[1], to / "checks", ignore=ignored)
+        modules |= {
+            f"course_lib.checks.{own[0]}.{path.stem}": path for path in to.glob("checks/*.py")
+        }
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules.items()}
+    bare_checks(trees)
+    for name, path in modules.items():
+        write_whole(path, ast.unparse(ast.fix_missing_locations(trees[name])) + "\n")
+    for place in hidden:
+        module, _, name = place.partition(":")
+        path = to.joinpath(*module.split(".")).with_suffix(".py")
+        write_whole(path, without(path.read_text(encoding="utf-8"), name))
+
+
+def without(text: str, name: str) -> str:
+    """Return a module's text in which a function, or every method of a class, raises."""
+    tree = ast.parse(text)
+    for node in tree.body:
+        if getattr(node, "name", "") == name:
+            inside = node.body if isinstance(node, ast.ClassDef) else [node]
+            for each in inside:
+                if isinstance(each, ast.FunctionDef):
+                    each.body = ast.parse(f"raise RuntimeError({f'{name}: {RAISES}.'!r})").body
+    return ast.unparse(tree) + "\n"
+
+
+def library_text(place: str) -> str:
+    """Return the text of an object of the library: `course_lib.ddp.buckets:assign_buckets`.
+
+    Raises: CourseError where there is none
+    """
+    module, _, name = place.partition(":")
+    path = Path(__file__).parents[2].joinpath(*module.split(".")).with_suffix(".py")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    for node in ast.parse(text).body:
+        if getattr(node, "name", "") == name:
+            return ast.get_source_segment(text, node) or ""
+    raise CourseError(f"the library: need {place}; there is no such object.")
+
+
+def bare_checks(trees: Modules) -> None:
+    """Take out of the checks what judges, and then what nothing uses any more."""
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                judging = JUDGING.get(node.func.id, {})
+                for argument in node.keywords:
+                    if argument.arg in judging:
+                        argument.value = judging[argument.arg] or ast.Constant(None)
+    dropped = True
+    while dropped:
+        asked = _imported(trees)
+        dropped = (
+            sum(_drop_unused(tree, asked.get(name, set())) for name, tree in trees.items()) > 0
+        )
+
+
+def _imported(trees: Modules) -> dict[str, set[str]]:
+    """Return by module the names that other modules import from it."""
+    asked: dict[str, set[str]] = {}
+    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.ImportFrom):
+            asked.setdefault(str(node.module), set()).update(alias.name for alias in node.names)
+    return asked
+
+
+def _drop_unused(tree: ast.Module, asked: set[str]) -> bool:
+    """Drop the definitions and imports of a module that nothing reads; return whether any was."""
+    used = {"EXERCISES", *asked}
+    for statement in tree.body:
+        reads = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+        used |= reads.difference(bound_names(statement))
+    kept, count = list[ast.stmt](), len(used)
+    for statement in tree.body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            names = [a for a in statement.names if (a.asname or a.name.partition(".")[0]) in used]
+            count += len(statement.names) - len(names)
+            statement.names = names
+            kept += [statement] if names else []
+        elif not bound_names(statement) or not used.isdisjoint(bound_names(statement)):
+            kept.append(statement)
+    count += len(tree.body) - len(kept)
+    tree.body = kept
+    return count > len(used)

@@ -1,0 +1,131 @@
+"""Grade a class: all submissions in a folder, several at a time, each row written at once.
+
+A run that is cut off goes on where it was, and a later run grades only what has changed.
+"""
+
+import os
+import queue
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+
+import course_lib
+from course_lib.core import CourseError
+from course_lib.grading.bare_course import copy_bare
+from course_lib.grading.feedback import write_feedback
+from course_lib.grading.gradebook import Gradebook
+from course_lib.grading.graded import Graded
+from course_lib.grading.grader import Grader
+from course_lib.grading.sandbox import Sandbox
+from course_lib.grading.similarity import similar
+from course_lib.grading.similarity_report import write_similarity
+from course_lib.grading.submission import HandedIn
+from course_lib.grading.task import GradingTask
+
+Told = Callable[[Graded], None]
+
+
+@contextmanager
+def graders(
+    task: GradingTask, sandbox: Sandbox, count: int, timeout_s: float
+) -> Iterator[list[Grader]]:
+    """Make graders that share one bare copy of the course; end them with the block."""
+    with tempfile.TemporaryDirectory(prefix="grading-") as name:
+        course = Path(name)
+        course.chmod(0o755)  # the sandbox reads it as another user
+        package = Path(course_lib.__file__).parent
+        own = None if task.is_lesson else (task.name, task.lesson.folder / "checks")
+        copy_bare(package, course, task.library, own)
+        made = [Grader(task, sandbox, course, timeout_s) for _ in range(count)]
+        try:
+            yield made
+        finally:
+            for grader in made:
+                grader.close()
+
+
+def prove(grader: Grader) -> None:
+    """Grade the task's own solutions, so that a machine that cannot judge is never anybody's fault.
+
+    Raises: CourseError where they are not all right
+    """
+    found = grader.verdicts(grader.task.solutions(), "")
+    wrong = [f"{key} ({one.status}: {one.detail})" for key, one in found.items() if not _right(one)]
+    if wrong:
+        raise CourseError(
+            f"{grader.task.name}: need right answers to be right before a class is judged; on this "
+            f"machine these are not: {'; '.join(wrong)}. Is it too slow? Try --timeout or --jobs 1."
+        )
+
+
+def _right(verdict: object) -> bool:
+    return getattr(verdict, "status", "") == "right"
+
+
+def grade_class(
+    made: Sequence[Grader], submissions: Sequence[HandedIn], book: Gradebook, told: Told
+) -> list[Graded]:
+    """Grade the submissions that the gradebook does not know yet; return all, in their order.
+
+    `told` is called with each as soon as it is in the gradebook. On Ctrl-C, everything that was
+    started has ended, and what was judged is kept.
+    """
+    task = made[0].task.digest
+    digests = {one: one.digest(task) for one in submissions}
+    found = {one: known for one in submissions if (known := _known(book, one, digests[one]))}
+    for graded in found.values():
+        book.add(graded)
+        told(graded)
+    waiting = [one for one in submissions if one not in found]
+    if waiting:
+        prove(made[0])
+    free: queue.Queue[Grader] = queue.Queue()
+    for grader in made:
+        free.put(grader)
+
+    def grade(submission: HandedIn) -> Graded:
+        grader = free.get()
+        try:
+            return grader.grade(submission, digests[submission])
+        finally:
+            free.put(grader)
+
+    with ThreadPoolExecutor(len(made)) as pool:
+        running = {pool.submit(grade, one): one for one in waiting}
+        try:
+            for ended in as_completed(running):
+                found[running[ended]] = ended.result()
+                book.add(ended.result())
+                told(ended.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            made[0].sandbox.stop()
+            raise
+    return [found[one] for one in submissions]
+
+
+def _known(book: Gradebook, submission: HandedIn, digest: str) -> Graded | None:
+    """Return the verdicts of an earlier run, where it judged the same file for the same task."""
+    known = book.known(digest)
+    same = known is not None and known.is_judged and known.path == str(submission.path)
+    return known if same else None
+
+
+def num_jobs() -> int:
+    """Return how many submissions are graded at a time when nobody says it."""
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+def write_reports(task: GradingTask, book: Gradebook) -> Path:
+    """Write what is beside the gradebook: a page a student, and what is alike; return the overview.
+
+    Raises: CourseError where a file cannot be written
+    """
+    judged = [graded for graded in book.rows if graded.code]
+    submissions = {f"{one.student} ({Path(one.path).name})": one.code for one in judged}
+    sources = {"the course's solution": task.solutions(), "the library": task.library_code()}
+    pairs = similar(submissions, sources, task.stubs)
+    write_similarity(book.folder, pairs)
+    return write_feedback(book.folder, book.rows, task.points)

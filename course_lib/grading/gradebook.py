@@ -1,0 +1,209 @@
+"""The grades of a class as files: two tables, a JUnit report, and the state for going on later.
+
+A row is on disk as soon as a submission is judged. Fields of submissions are cut, kept on one line
+and made harmless for spreadsheets, so that a table is never more than its rows and columns.
+"""
+
+import csv
+import io
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from xml.etree import ElementTree
+
+from course_lib.core import CourseError
+from course_lib.core.files import check_result_path, write_result
+from course_lib.core.plain_text import csv_field, one_line, printable
+from course_lib.grading.graded import Graded
+
+GRADEBOOK, EXERCISES, JUNIT = "gradebook.csv", "exercises.csv", "junit.xml"
+STATE = ".graded.jsonl"
+LONGEST = 2000  # characters of one field; a spreadsheet's cell takes 32,767
+INNER_FORMULA = re.compile(r"(;\s*)(?=[=+\-@])")  # where `;` separates, a cell would begin here
+
+
+class Gradebook:
+    """The results of one run over a class, in `folder`; also a context manager that closes it.
+
+    `points` are the points of each exercise of the assignment, by key, in its order. Each
+    submission is given to `add`, also one that an earlier run has judged (`known`).
+
+    Raises: CourseError where the folder or a file in it cannot be written
+    """
+
+    def __init__(self, folder: Path, points: Mapping[str, float]) -> None:
+        self.folder, self.points = folder, dict(points)
+        for name in (GRADEBOOK, EXERCISES, JUNIT, STATE):
+            check_result_path(folder / name)
+        self._rows: dict[str, Graded] = {}  # by path
+        self._known = {one.digest: one for one in _read_state(folder / STATE)}
+        self._lock = threading.Lock()
+        lines = "".join(f"{one.to_line()}\n" for one in self._known.values())
+        write_result(folder / STATE, lines)
+        write_result(folder / GRADEBOOK, csv_text([self._header()]))
+        self._state = (folder / STATE).open("ab", buffering=0)
+        self._table = (folder / GRADEBOOK).open("ab", buffering=0)
+
+    def __enter__(self) -> "Gradebook":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def rows(self) -> list[Graded]:
+        """What was added, sorted by student; the last of each file."""
+        in_order = sorted(self._rows.values(), key=lambda one: (one.student, one.path))
+        return sorted(in_order, key=lambda one: one.student.casefold())
+
+    def known(self, digest: str) -> Graded | None:
+        """Return what a run, this or an earlier one, added for the same digest."""
+        return self._known.get(digest)
+
+    def add(self, graded: Graded) -> None:
+        """Append the row of a submission; it is on disk when this returns.
+
+        Raises: CourseError where it cannot be written
+        """
+        with self._lock:
+            if self._known.get(graded.digest) != graded:
+                _append(self._state, f"{graded.to_line()}\n")
+            _append(self._table, csv_text([self._row(graded)]))
+            self._known[graded.digest] = self._rows[graded.path] = graded
+
+    def close(self) -> None:
+        """Write the tables whole, sorted by student, one row per file, and the JUnit report.
+
+        Raises: CourseError where they cannot be written
+        """
+        self._state.close()
+        self._table.close()
+        rows = self.rows
+        write_result(self.folder / GRADEBOOK, csv_text([self._header(), *map(self._row, rows)]))
+        write_result(self.folder / EXERCISES, csv_text(self._exercise_rows(rows)))
+        write_result(self.folder / JUNIT, junit_text(rows))
+
+    def _header(self) -> list[str]:
+        keys = [name for key in self.points for name in (key, f"{key} status")]
+        return ["student", "total", "out of", *keys, "note", "path"]
+
+    def _row(self, graded: Graded) -> list[str | float]:
+        """Return the row; what is not judged has no points yet, and the total none either."""
+        cells: list[str | float] = [graded.student]
+        cells += [graded.points(self.points) if graded.is_judged else "", sum(self.points.values())]
+        for key in self.points:
+            status = graded.status(key)
+            known = "" if status == "not judged" else graded.points_of(key, self.points)
+            cells += [known, status]
+        notes = (f"{one.key}: {one.note}" for one in graded.verdicts if one.note)
+        return [
+            *cells,
+            " ".join(filter(None, [graded.problem, *notes, *graded.notes])),
+            graded.path,
+        ]
+
+    def _exercise_rows(self, rows: Iterable[Graded]) -> Iterator[list[str | float]]:
+        yield ["student", "exercise", "status", "points", "out of", "detail", "note", "path"]
+        for graded in rows:
+            found = {verdict.key: verdict for verdict in graded.verdicts}
+            for key, most in self.points.items():
+                status = graded.status(key)
+                known = "" if status == "not judged" else graded.points_of(key, self.points)
+                told = [found[key].detail, found[key].note] if key in found else ["", ""]
+                told[0] = graded.problem or told[0]
+                yield [graded.student, key, status, known, most, *told, graded.path]
+
+
+def csv_text(rows: Iterable[Iterable[str | float]]) -> str:
+    """Return rows as CSV; numbers stay numbers, text is made harmless and cut."""
+    file = io.StringIO(newline="")
+    writer = csv.writer(file)
+    writer.writerows([_cell(value) for value in row] for row in rows)
+    return file.getvalue()
+
+
+def number_text(value: float) -> str:
+    """Return points with at most six decimals, and none that say nothing: 2.5, 10."""
+    whole, _, decimals = f"{value:.6f}".partition(".")
+    return f"{whole}.{decimals}".rstrip("0").rstrip(".")
+
+
+def cut(text: str) -> str:
+    """Return the beginning of a text that is longer than a field may be."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} (cut)"
+
+
+def junit_text(rows: Iterable[Graded]) -> str:
+    """Return a JUnit report: a suite per student's file, a case per exercise.
+
+    What is not right is a failure, what is not judged an error.
+    """
+    suites = ElementTree.Element("testsuites")
+    for graded in rows:
+        suite = ElementTree.SubElement(suites, "testsuite", name=_attribute(graded.student))
+        cases = [
+            (verdict.key, graded.status(verdict.key), f"{verdict.detail}\n{verdict.note}")
+            for verdict in graded.verdicts
+        ]
+        if graded.problem:
+            cases = [("the file", "not judged", graded.problem)]
+        statuses = [status for _, status, _ in cases]
+        suite.set("tests", str(len(cases)))
+        suite.set("errors", str(statuses.count("not judged")))
+        failures = sum(status not in ("right", "not judged") for status in statuses)
+        suite.set("failures", str(failures))
+        suite.set("time", f"{graded.seconds:.3f}")
+        for key, status, text in cases:
+            case = ElementTree.SubElement(suite, "testcase", name=_attribute(key))
+            case.set("classname", _attribute(f"{graded.assignment}.{graded.student}"))
+            if status != "right":
+                tag = "error" if status == "not judged" else "failure"
+                element = ElementTree.SubElement(case, tag, message=_attribute(status))
+                element.text = printable(cut(text)).strip()
+    ElementTree.indent(suites)
+    text = ElementTree.tostring(suites, encoding="unicode")
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'
+
+
+def _cell(value: str | float) -> str:
+    if not isinstance(value, str):
+        return number_text(value)
+    return INNER_FORMULA.sub(r"\1'", csv_field(one_line(cut(value))))
+
+
+def _attribute(text: str) -> str:
+    return one_line(cut(text))
+
+
+def _append(file: FileIO, text: str) -> None:
+    try:
+        left = memoryview(text.encode())
+        while left:
+            left = left[file.write(left) :]
+        os.fsync(file.fileno())
+    except OSError as problem:
+        raise CourseError(
+            f"{file.name}: need room for one more row; got: {problem.strerror}. Free some disk "
+            "space and grade again: what is judged already is kept."
+        ) from None
+
+
+def _read_state(path: Path) -> Iterator[Graded]:
+    """Yield what earlier runs judged; a line that is spoilt, or half written, is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                yield Graded.from_line(line.decode())
+            except (CourseError, UnicodeDecodeError):
+                continue

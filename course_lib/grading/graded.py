@@ -1,0 +1,101 @@
+"""One graded submission as plain data: what the judge says, for every report on the class."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from course_lib.core import CourseError
+from course_lib.core.files import not_one, parse_json
+from course_lib.notebooks.grading import Verdict
+
+NEED = "one graded submission"
+AGAIN = "It will be graded again."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graded:
+    """The verdicts on one submission.
+
+    digest   sha256 of what was graded: the submission, the assignment, the kit
+    problem  why the whole file was not judged ("not judged: ..."), else empty
+    code     the learner's text of each exercise, for the similarity report
+    """
+
+    student: str
+    path: str
+    assignment: str
+    verdicts: tuple[Verdict, ...]
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    digest: str
+    problem: str = ""
+    code: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether every exercise has a verdict, so that the total is final."""
+        return not self.problem and all(one.status != "not judged" for one in self.verdicts)
+
+    def status(self, key: str) -> str:
+        """Return the status of an exercise; `not judged` where it has none or several."""
+        found = [one.status for one in self.verdicts if one.key == key]
+        return found[0] if len(found) == 1 and not self.problem else "not judged"
+
+    def points_of(self, key: str, by_key: Mapping[str, float]) -> float:
+        """Return the points of one exercise: all of them where it is right, else none."""
+        return by_key[key] if self.status(key) == "right" else 0.0
+
+    def points(self, by_key: Mapping[str, float]) -> float:
+        """Return the sum of the points of all exercises of the assignment."""
+        return math.fsum(self.points_of(key, by_key) for key in by_key)
+
+    def to_line(self) -> str:
+        """Return it as JSON on one line of ASCII; half a surrogate pair becomes `?`."""
+        value = {**asdict(self), "seconds": float(self.seconds), "code": dict(self.code)}
+        whole = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+        return json.dumps(json.loads(whole))
+
+    @classmethod
+    def from_line(cls, line: str) -> "Graded":
+        """Read what `to_line` wrote. Raises: CourseError for anything else."""
+        match parse_json(line, "the line", NEED, hint=AGAIN):
+            case {
+                "student": str(student),
+                "path": str(path),
+                "assignment": str(assignment),
+                "verdicts": list(verdicts),
+                "notes": list(notes),
+                "seconds": float(seconds),
+                "digest": str(digest),
+                "problem": str(problem),
+                "code": dict(code),
+            } if _are_texts([*notes, *code.values()]) and math.isfinite(seconds):
+                return cls(
+                    student=student,
+                    path=path,
+                    assignment=assignment,
+                    verdicts=tuple(map(_verdict, verdicts)),
+                    notes=tuple(notes),
+                    seconds=seconds,
+                    digest=digest,
+                    problem=problem,
+                    code=code,
+                )
+        raise _spoilt()
+
+
+def _verdict(value: Any) -> Verdict:
+    match value:
+        case {"key": str(key), "status": str(status), "detail": str(detail), "note": str(note)}:
+            return Verdict(key=key, status=status, detail=detail, note=note)
+    raise _spoilt()
+
+
+def _are_texts(values: list[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _spoilt() -> CourseError:
+    return not_one("the line", NEED, "a field is missing, or of another type", AGAIN)

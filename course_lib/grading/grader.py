@@ -1,0 +1,191 @@
+"""Grade one submission: run its answers in the sandbox, judge what was observed outside of it."""
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from nbformat import NotebookNode
+
+from course_lib.core import CourseError
+from course_lib.grading.graded import Graded
+from course_lib.grading.inside import FOLDER as OUT_FOLDER
+from course_lib.grading.inside import OUTCOMES
+from course_lib.grading.judge import HIDDEN, Judge
+from course_lib.grading.sandbox import Ended, Sandbox
+from course_lib.grading.submission import HandedIn
+from course_lib.grading.task import GIVEN, GradingTask
+from course_lib.grading.watchdog import RunLimits
+from course_lib.notebooks.grading import Verdict, first_look, verdict_of
+from course_lib.notebooks.lessons import exercise_cells, short_hash, write_notebook
+from course_lib.notebooks.nbval_run import STOPPED_S, Outcome
+
+START_S = 90  # for Python, nbval and the kernel to start, on a busy machine
+ENDED_BY = {
+    "time": "It ran for more than {timeout_s:g} s and was stopped.",
+    "memory": "It took more memory than the {gib:g} GiB that an answer may take.",
+    "processes": "It started more processes than the {processes} that an answer may start.",
+    "output": "It printed without end.",
+    "disk": "It wrote more than the {mib:g} MiB that an answer may write.",
+}
+ENDED_ITSELF = "Your code ended the Python process."
+NO_VALUES = "The check in the notebook saw no values: it was not run, or what it saw was removed."
+MACHINE = "the lesson's own cells failed on this machine ({why})"
+
+
+@dataclass
+class Grader:
+    """Grades submissions of one task, one after the other; `close` ends its judge.
+
+    course     the folder with the bare copy of the course
+    timeout_s  seconds that a cell may run
+    """
+
+    task: GradingTask
+    sandbox: Sandbox
+    course: Path
+    timeout_s: float
+    limits: RunLimits = field(default_factory=RunLimits)
+    judge: Judge = field(default_factory=Judge)
+
+    def grade(self, submission: HandedIn, digest: str) -> Graded:
+        """Return the verdicts on a submission; one that cannot be read has a problem instead."""
+        start_s = time.monotonic()
+        graded = Graded(
+            student=submission.student,
+            path=str(submission.path),
+            assignment=self.task.name,
+            verdicts=(),
+            digest=digest,
+        )
+        try:
+            notebook = submission.notebook()
+            self.task.demand_own(notebook, submission.path)
+            graded = self.grade_notebook(notebook, graded)
+        except CourseError as error:
+            graded = replace(graded, problem=f"not judged: {error}")
+        return replace(graded, seconds=round(time.monotonic() - start_s, 2))
+
+    def grade_notebook(self, notebook: NotebookNode, graded: Graded) -> Graded:
+        """Return the verdicts on the exercises of a notebook."""
+        stubs = {key: short_hash(text) for key, text in self.task.stubs.items()}
+        built = {"lesson": self.task.name, "stubs": stubs}
+        verdicts = {key: first_look(key, notebook, built) for key in self.task.checks}
+        cells = exercise_cells(notebook)
+        written = {k: cells[k][0].source for k, v in verdicts.items() if v.status == "open"}
+        verdicts |= self.verdicts(written, graded.student)
+        notes = self.task.check_notes(notebook)
+        told = (replace(one, note=notes.get(key, "")) for key, one in verdicts.items())
+        return replace(graded, verdicts=tuple(told), code=written)
+
+    def verdicts(self, written: Mapping[str, str], student: str) -> dict[str, Verdict]:
+        """Return the verdicts on these answers.
+
+        An answer that ends the run is left out when those behind it run in another one.
+
+        Raises: CourseError where the lesson's own cells fail
+        """
+        found: dict[str, Verdict] = {}
+        while left := {key: text for key, text in written.items() if key not in found}:
+            found |= self._one_run(left, student)
+        return found
+
+    def _one_run(self, written: Mapping[str, str], student: str) -> dict[str, Verdict]:
+        with (
+            self.task.folder_of(student) as folder,
+            tempfile.TemporaryDirectory(prefix="grading-") as name,
+        ):
+            work, out = Path(name, "work"), Path(name, "out")
+            out.mkdir()
+            self._fill(work, folder, written)
+            ended = self._run(work, out, len(written))
+            outcomes = _outcomes(out)
+            if GIVEN not in outcomes or outcomes[GIVEN].how != "passed":
+                raise CourseError(MACHINE.format(why=_why(outcomes.get(GIVEN), ended)))
+            seen = {key: self._seen(key, folder, out, outcomes) for key in written}
+        verdicts = {key: one for key, one in seen.items() if one}
+        culprit = next((key for key in written if key not in verdicts), None)
+        if culprit:
+            detail = self._ended_by(ended)
+            verdicts[culprit] = Verdict(key=culprit, status="wrong", detail=detail)
+        return verdicts
+
+    def _fill(self, work: Path, folder: Path, written: Mapping[str, str]) -> None:
+        """Make the folder that the sandbox shows to the submission: nothing in it judges."""
+        work.mkdir(mode=0o755)
+        write_notebook(self.task.merged(written), work / "merged.ipynb")
+        for name in ("assignment.toml", "hidden.py"):
+            if (folder / name).exists():
+                shutil.copy(folder / name, work / name)
+        own = self.course / "checks"
+        if own.exists():
+            shutil.copytree(own, work / "checks")
+
+    def _run(self, work: Path, out: Path, num_exercises: int) -> Ended:
+        wall_s = START_S + (2 * num_exercises + 1) * (self.timeout_s + STOPPED_S)
+        words = ["-m", "course_lib.grading.inside", "/work/merged.ipynb", f"{self.timeout_s:g}"]
+        return self.sandbox.run(
+            [sys.executable, *words],
+            work=work,
+            out=out,
+            read_only={self.course / "course_lib": Path("/course/course_lib")},
+            limits=replace(self.limits, wall_s=wall_s),
+            env={"PYTHONPATH": "/course", OUT_FOLDER: "/out", "COURSE_ASSIGNMENT": "/work"},
+        )
+
+    def _seen(
+        self, key: str, folder: Path, out: Path, outcomes: Mapping[str, Outcome]
+    ) -> Verdict | None:
+        """Return the verdict on an exercise; None where the run ended before its check did."""
+        if not (out / f"{key}.pt").exists():
+            if {f"exercise-{key}", f"check-{key}"}.isdisjoint(outcomes):
+                return None
+            if f"check-{key}" not in outcomes and outcomes[f"exercise-{key}"].how == "passed":
+                return None
+            verdict = verdict_of(key, dict(outcomes), self.timeout_s)
+            if verdict.status == "right":
+                return Verdict(key=key, status="wrong", detail=NO_VALUES)
+            return verdict
+        verdict = self.judge.verdict(key, folder, out)
+        if verdict.status != "right" or key not in self.task.hidden:
+            return verdict
+        if not (out / f"{HIDDEN}{key}.pt").exists():
+            return Verdict(key=key, status="wrong", detail=NO_VALUES)
+        hidden = self.judge.verdict(key, folder, out, hidden=True)
+        return hidden if hidden.status == "right" else replace(hidden, detail=_hidden(hidden))
+
+    def _ended_by(self, ended: Ended) -> str:
+        gib, mib = self.limits.memory_bytes / 2**30, self.limits.disk_bytes / 2**20
+        return ENDED_BY.get(ended.how, ENDED_ITSELF).format(
+            timeout_s=self.timeout_s, gib=gib, mib=mib, processes=self.limits.processes
+        )
+
+    def close(self) -> None:
+        """End the judge."""
+        self.judge.close()
+
+
+def _hidden(verdict: Verdict) -> str:
+    return f"In a case that the notebook does not show: {verdict.detail}"
+
+
+def _outcomes(out: Path) -> dict[str, Outcome]:
+    """Return the outcomes that the run wrote down; what is not one of these is left out."""
+    try:
+        found = json.loads((out / OUTCOMES).read_text(encoding="utf-8"))
+        return {
+            str(name): Outcome(**{word: str(text) for word, text in values.items()})
+            for name, values in found.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _why(outcome: Outcome | None, ended: Ended) -> str:
+    if outcome is None:
+        return f"the run ended before them: {ended.how}, exit code {ended.code}"
+    return f"{outcome.name or outcome.how}: {outcome.message[:200]}".rstrip(": ")

@@ -1,0 +1,190 @@
+"""What submissions are graded for: an assignment, or a lesson as it is; and what is run for it."""
+
+import ast
+import hashlib
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+
+import course_lib
+from course_lib.checks.exercise import exercises_of, find_exercise
+from course_lib.checks.lesson_source import SourceCell, solved, stub
+from course_lib.checks.right_answer import at_work_in, code_cells, names_used, needed_of
+from course_lib.core import CourseError
+from course_lib.grading.assignment import (
+    STUDENT,
+    Assignment,
+    hidden_exercises,
+    read_assignment,
+    write_assignment,
+)
+from course_lib.grading.bare_course import library_text
+from course_lib.notebooks.learner_work import built_from
+from course_lib.notebooks.lessons import Lesson, exercise_cells, short_hash
+
+GIVEN = "given"
+OBSERVING = "from course_lib.grading.observing import check\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradingTask:
+    """An assignment or a lesson, read once for a whole class.
+
+    cells     of the source, with the exercises' cells
+    checks    the text of each check cell, by key, in the order of the notebook
+    stubs     what each exercise hands out, by key
+    hidden    the keys that have hidden cases
+    """
+
+    lesson: Lesson
+    assignment: Assignment
+    cells: tuple[SourceCell, ...]
+    checks: Mapping[str, str]
+    stubs: Mapping[str, str]
+    hidden: frozenset[str]
+
+    @property
+    def is_lesson(self) -> bool:
+        """Whether it is a lesson as it is."""
+        return self.lesson.name != self.assignment.name
+
+    @property
+    def name(self) -> str:
+        """The name that its notebooks carry."""
+        return self.lesson.name
+
+    @property
+    def points(self) -> Mapping[str, float]:
+        """The points of each exercise, by key."""
+        return self.assignment.points
+
+    @property
+    def digest(self) -> str:
+        """A hash of all that decides about a grade, but for the submission."""
+        parts = [repr(self.cells), repr(self.assignment)]
+        folder = Path(course_lib.__file__).parent
+        sources = sorted(folder.rglob("*.py"))
+        if not self.is_lesson:
+            sources += sorted(self.lesson.folder.glob("checks/*.py"))
+            sources += filter(Path.is_file, [self.lesson.folder / "hidden.py"])
+        parts += [path.read_text(encoding="utf-8") for path in sources]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @property
+    def library(self) -> list[str]:
+        """What the library has of its exercises, and may not be called while they are graded."""
+        with at_work_in(self.lesson.folder):
+            return [place for key in self.checks for place in find_exercise(key).library]
+
+    def library_code(self) -> dict[str, str]:
+        """Return the text of what the library has of each exercise."""
+        found = dict[str, str]()
+        with at_work_in(self.lesson.folder):
+            for key in self.checks:
+                texts = map(library_text, find_exercise(key).library)
+                found |= {key: "\n\n".join(texts)} if find_exercise(key).library else {}
+        return found
+
+    def solutions(self) -> dict[str, str]:
+        """Return the right answer of each exercise, as its cell."""
+        own = {cell.exercise: solved(cell) for cell in self.cells if cell.is_exercise}
+        return {key: own[key] for key in self.checks}
+
+    def merged(self, written: Mapping[str, str]) -> NotebookNode:
+        """Return the notebook that is run for these exercises: what is given, answers, checks.
+
+        Of the lesson's own cells it has only what the answers use.
+        """
+        texts = [*written.values(), *(self.checks[key] for key in written)]
+        given = [cell for cell in self.cells if cell.kind == "code" and not cell.exercise]
+        needed = needed_of(given, set().union(*map(_names, texts)))
+        cells = [_cell(GIVEN, "\n".join(ast.unparse(statement) for _, statement in needed))]
+        for key, text in written.items():
+            cells += [_cell(f"exercise-{key}", text)]
+            cells += [_cell(f"check-{key}", OBSERVING + self.checks[key])]
+        return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNEL})
+
+    @contextmanager
+    def folder_of(self, student: str) -> Iterator[Path]:
+        """Make the assignment's folder as it is for a student, with all that judges."""
+        with tempfile.TemporaryDirectory(prefix="grading-") as name:
+            folder = Path(name)
+            if not self.is_lesson:
+                is_id = bool(STUDENT.fullmatch(student))
+                whose = student if is_id else short_hash(student)
+                write_assignment(self.assignment.for_student(whose), folder)
+                for part in ("source", "checks", "hidden.py"):
+                    if (self.lesson.folder / part).exists():
+                        (folder / part).symlink_to(self.lesson.folder / part)
+            yield folder
+
+    def demand_own(self, notebook: NotebookNode, path: Path) -> None:
+        """Check that a notebook is one of this task. Raises: CourseError for another one's"""
+        name = built_from(notebook).get("lesson")
+        if name != self.name:
+            what = f"the notebook of {name}" if isinstance(name, str) else "no notebook of it"
+            raise CourseError(f"{path}: need the notebook of {self.name}; this is {what[:80]}.")
+
+    def check_notes(self, notebook: NotebookNode) -> dict[str, str]:
+        """Return by key a note on a check cell that is not the task's own."""
+        found = exercise_cells(notebook, "check")
+        notes = {}
+        for key, text in self.checks.items():
+            texts = [cell.source.strip() for cell in found.get(key, [])]
+            if texts != [text.strip()]:
+                what = "was changed" if texts else "is missing"
+                notes[key] = f"The check cell {what}; the original was used."
+        return notes
+
+
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+def _cell(name: str, text: str) -> NotebookNode:
+    return nbformat.v4.new_code_cell(text, id=name)
+
+
+def _names(text: str) -> set[str]:
+    """Return the names that a cell may use; all its words where it is not Python."""
+    try:
+        return names_used(ast.parse(text))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set(re.findall(r"[^\W\d]\w*", text))
+
+
+def task_of_assignment(folder: Path) -> GradingTask:
+    """Return what submissions of an assignment are graded for.
+
+    Raises: CourseError where it cannot be read
+    """
+    assignment = read_assignment(folder)
+    return _task(Lesson(assignment.name, folder.resolve()), assignment)
+
+
+def task_of_lesson(lesson: Lesson) -> GradingTask:
+    """Return what submissions of a whole lesson are graded for: a point an exercise."""
+    items = tuple((exercise.key, 1.0) for exercise in exercises_of(lesson.word))
+    return _task(lesson, Assignment(name="lesson", title=lesson.name, items=items))
+
+
+def _task(lesson: Lesson, assignment: Assignment) -> GradingTask:
+    cells = code_cells(lesson.source)
+    checks = {cell.exercise: cell.text for cell in cells if cell.exercise and not cell.is_exercise}
+    if missing := [key for key in assignment.keys if key not in checks]:
+        raise CourseError(f"{lesson.source}: need the cells of {', '.join(missing)}; found none.")
+    with at_work_in(lesson.folder):
+        hidden = frozenset() if lesson.name != assignment.name else hidden_exercises(lesson.folder)
+    return GradingTask(
+        hidden=frozenset(hidden),
+        lesson=lesson,
+        assignment=assignment,
+        cells=cells,
+        checks={key: checks[key] for key in assignment.keys},
+        stubs={cell.exercise: stub(cell) for cell in cells if cell.is_exercise},
+    )
