@@ -1,0 +1,193 @@
+"""A small class: an assignment of three exercises of its own, and what students hand in."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from course_lib.grading.assignment import Assignment, write_assignment
+from course_lib.grading.class_run import grade_class, graders
+from course_lib.grading.gradebook import Gradebook
+from course_lib.grading.sandbox import find_sandbox
+from course_lib.grading.submission import find_submissions
+from course_lib.grading.task import GradingTask, task_of_assignment
+
+KEYS = ("toy-1", "toy-2", "toy-3")
+CHECKS = '''
+"""The checks of the toy assignment: a sum, a product, a mean over ranks."""
+
+import torch
+import torch.distributed as dist
+
+from course_lib.checks.cases import Cases
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import Calls, Numbers, Traffic
+from course_lib.checks.on_ranks import OnRanks, watch
+
+DIFFERENCE = Cause("Subtracted, not added.")
+SUMMED = Cause("Those are sums: divide by the number of ranks.")
+
+
+def _plain():
+    return [("1 and 2", (1, 2)), ("3 and 0", (3, 0))]
+
+
+def _observe(rank, answer):
+    x = torch.full((4,), 10.0**rank)
+    return {"4 numbers": watch(answer, x, x=x)}
+
+
+def _sum(at):
+    return torch.full((4,), sum(10.0**rank for rank in range(at.world_size)))
+
+
+EXERCISES = (
+    Exercise(
+        key="toy-1",
+        title="sum",
+        check=Cases(
+            cases=_plain,
+            drawn=lambda random: [("drawn", (random.randint(5, 99), random.randint(5, 99)))],
+            look="Add by hand.",
+            success="Sums are right.",
+        ),
+        wrong=(Edit("x + y", "x - y", DIFFERENCE),),
+    ),
+    Exercise(
+        key="toy-2",
+        title="product",
+        check=Cases(cases=_plain, look="Multiply by hand.", success="Products are right."),
+        wrong=(Edit("x * y", "x - y", DIFFERENCE),),
+    ),
+    Exercise(
+        key="toy-3",
+        title="mean",
+        check=OnRanks(
+            observe_on_rank=_observe,
+            worlds=(2,),
+            expect=(
+                Numbers("value", lambda at: _sum(at) / at.world_size, causes=((SUMMED, _sum),)),
+                Calls(lambda at: [("all_reduce", 16)], other_kind=Cause("One all_reduce does it.")),
+                Traffic(Cause("No messages are needed."), max_messages=lambda at: 0),
+            ),
+            success="The mean over 2 ranks.",
+        ),
+        wrong=(Edit(" / dist.get_world_size()", "", SUMMED),),
+    ),
+)
+'''
+SOURCE = '''
+# %% [markdown]
+# # Toy
+
+# %%
+import torch
+import torch.distributed as dist
+
+from course_lib.checks import check
+
+OFFSET = 0
+
+# %% tags=["exercise"] exercise="toy-1"
+def add(x, y):
+    """The sum."""
+    ### BEGIN SOLUTION: add
+    return x + y + OFFSET
+    ### END SOLUTION
+
+# %% tags=["check"] exercise="toy-1"
+check("toy-1", add)
+
+# %% tags=["exercise"] exercise="toy-2"
+def times(x, y):
+    """The product."""
+    ### BEGIN SOLUTION: multiply
+    return x * y
+    ### END SOLUTION
+
+# %% tags=["check"] exercise="toy-2"
+check("toy-2", times)
+
+# %% tags=["exercise"] exercise="toy-3"
+def mean(x):
+    """The mean over the ranks."""
+    ### BEGIN SOLUTION: reduce
+    x = x.clone()
+    dist.all_reduce(x)
+    return x / dist.get_world_size()
+    ### END SOLUTION
+
+# %% tags=["check"] exercise="toy-3"
+check("toy-3", mean)
+'''
+HIDDEN = """
+from dataclasses import replace
+
+from course_lib.checks import find_exercise
+
+check = find_exercise("toy-2").check
+HIDDEN = {"toy-2": replace(check, cases=lambda: [("7 and 8", (7, 8))], drawn=None)}
+"""
+RIGHT = {
+    "toy-1": "def add(x, y):\n    return x + y\n",
+    "toy-2": "def times(x, y):\n    return x * y\n",
+    "toy-3": (
+        "def mean(x):\n    x = x / dist.get_world_size()\n    dist.all_reduce(x)\n    return x\n"
+    ),
+}
+
+
+class Class:
+    """The toy assignment in `folder`, and the submissions of its class."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.submissions = folder / "submissions"
+        self.submissions.mkdir()
+        self.home = folder / "toy"
+        for name, text in (
+            ("source/toy.py", SOURCE),
+            ("checks/__init__.py", CHECKS.lstrip()),
+            ("hidden.py", HIDDEN),
+        ):
+            path = self.home / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        items = tuple((key, 10.0) for key in KEYS)
+        write_assignment(Assignment(name="toy", title="Toy", items=items, seeded=True), self.home)
+
+    def task(self) -> GradingTask:
+        return task_of_assignment(self.home)
+
+    def hand_in(self, name: str, **answers: str) -> Path:
+        """Write a submission; exercises that are not given have right answers."""
+        texts = {**RIGHT, **{key.replace("_", "-"): text for key, text in answers.items()}}
+        checks = {"toy-1": "add", "toy-2": "times", "toy-3": "mean"}
+        cells = []
+        for key, text in texts.items():
+            tagged = {"tags": ["exercise"], "exercise": key}
+            cells.append(nbformat.v4.new_code_cell(text, metadata=tagged))
+            told = {"tags": ["check"], "exercise": key}
+            checked = f'check("{key}", {checks[key]})'
+            cells.append(nbformat.v4.new_code_cell(checked, metadata=told))
+        notebook = nbformat.v4.new_notebook(cells=cells, metadata={"course": {"lesson": "toy"}})
+        path = self.submissions / name
+        path.parent.mkdir(exist_ok=True)
+        nbformat.write(notebook, path)
+        return path
+
+    def grade(self, out: Path, timeout_s: float = 60, jobs: int = 2, told=lambda one: None):
+        """Grade all that was handed in; return it by student."""
+        task = self.task()
+        with (
+            Gradebook(out, task.points) as book,
+            graders(task, find_sandbox(), jobs, timeout_s) as made,
+        ):
+            found = grade_class(made, find_submissions(self.submissions, "toy"), book, told)
+        return {graded.student: graded for graded in found}
+
+
+@pytest.fixture
+def small_class(tmp_path) -> Class:
+    return Class(tmp_path)

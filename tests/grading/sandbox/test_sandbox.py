@@ -1,0 +1,172 @@
+"""What a run in a sandbox gets, what comes back from it, and which kind of sandbox is found."""
+
+import shutil
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+
+from course_lib.grading.sandbox import WARNINGS, RunLimits, Sandbox, find_sandbox
+from course_lib.grading.staged import StagedRoot, free_uid, may_use_uids
+from tests.grading.sandbox.guests import GUESTS, ROOT, running
+
+MiB = 2**20
+
+
+RESULTS = """
+import os
+os.chdir(os.environ["OUT"])
+open("plain.json", "w").write("[1]")
+os.symlink("/etc/passwd", "link")
+os.mkfifo("fifo")
+os.mkdir("folder")
+open("folder/inner", "w").write("x")
+open("two\\nlines", "w").write("x")
+open(b"\\xff", "w").write("x")
+open("unreadable", "w").write("x")
+os.chmod("unreadable", 0)
+"""
+
+
+def test_only_plain_files_come_back(guest):
+    ended = guest.act(RESULTS)
+    assert (ended.how, ended.code, ended.told) == ("ended", 0, "")
+    found = {path.name: path.read_text() for path in (guest.folder / "out").iterdir()}
+    assert found.pop("unreadable", "x") == "x"  # root can read it
+    assert found == {"plain.json": "[1]"}
+
+
+@pytest.mark.parametrize("many", ["files", "bytes"])
+def test_too_many_results_are_left_out(guest, many):
+    num, size = (1200, 0) if many == "files" else (4, 15 * MiB)
+    code = (
+        "import os\n"
+        + f"[open(os.environ['OUT'] + f'/{{n}}', 'wb').truncate({size}) for n in range({num})]"
+    )
+    assert guest.act(code, limits={"disk_bytes": 32 * MiB}).how == "disk"
+    came = [path.stat().st_size for path in (guest.folder / "out").iterdir()]
+    assert len(came) <= 1000
+    assert sum(came) <= 32 * MiB
+
+
+def test_the_submission_is_at_its_inner_path_and_the_environment_is_small(guest):
+    (guest.folder / "work" / "notebook.txt").write_text("cells")
+    code = (
+        "import os, sys\nprint(open(sys.argv[1]).read(), sorted(os.environ))\n"
+        "assert os.listdir(os.environ['HOME']) == os.listdir(os.environ['TMPDIR']) == []\n"
+        "assert os.getcwd() == os.path.realpath(os.environ['TMPDIR'])\n"
+        "sys.exit(3)"
+    )
+    ended = guest.act(code, "/work/notebook.txt", env={"LC_ALL": "C"})
+    known = "HOME IPYTHONDIR LANG LC_ALL OMP_NUM_THREADS OUT PATH TMPDIR USER"
+    assert (ended.code, ended.told) == (3, f"cells {sorted(known.split())}\n")
+
+
+RANKS = """
+import os, sys
+import torch
+import torch.distributed as dist
+import course_lib
+from course_lib.ranks import Ranks
+
+def total(rank):
+    x = torch.tensor([10.0**rank])
+    dist.all_reduce(x)
+    return x.item()
+
+if __name__ == "__main__":
+    ranks = Ranks(2)
+    print(ranks.run(total), course_lib.__file__, os.path.exists(sys.argv[1]))
+    ranks.close()
+"""
+
+
+@pytest.mark.parametrize("guest", GUESTS[:2], indirect=True, ids=lambda guest: guest[0])
+def test_two_ranks_communicate_inside(guest):
+    (guest.folder / "work" / "lesson.py").write_text(RANKS)
+    ended = guest.run(
+        *("python", "/work/lesson.py", str(ROOT / "course_lib")),
+        read_only={str(ROOT / "course_lib"): "/course/course_lib"},
+        env={"PYTHONPATH": "/course"},
+    )
+    assert ended.told.splitlines()[-1:] == ["[11.0, 11.0] /course/course_lib/__init__.py False"]
+
+
+def test_stop_ends_a_run_of_another_thread(here, until):
+    sandbox, found = find_sandbox(), []
+    mark = f"1{uuid.uuid4().int % 10**9}"
+    thread = threading.Thread(target=lambda: found.append(sandbox.run(["sleep", mark], **here)))
+    thread.start()
+    until(lambda: running(mark), "the command runs")
+    sandbox.stop()
+    thread.join()
+    assert (found[0].how, running(mark)) == ("killed", [])
+
+
+def test_a_command_that_does_not_exist_is_its_own_failure(here):
+    ended = find_sandbox().run(["no-such-command"], **here)
+    assert (ended.code, ended.told) == (1, "no-such-command: No such file or directory\n")
+
+
+def test_the_strongest_kind_that_works_is_found():
+    works = []
+    for kind in WARNINGS:
+        try:
+            works.append(find_sandbox(kind).kind)
+        except RuntimeError:
+            continue
+    assert find_sandbox().kind == works[0]
+
+
+def test_without_bubblewrap_the_next_kind_is_taken(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert find_sandbox().kind != "bubblewrap"
+    with pytest.raises(RuntimeError, match="bwrap"):
+        find_sandbox("bubblewrap")
+
+
+def test_a_kind_that_is_unknown_or_unfit_is_refused():
+    with pytest.raises(ValueError, match="expected a kind of bubblewrap"):
+        find_sandbox("jail")
+    with pytest.raises(RuntimeError, match="not for this user"):
+        find_sandbox("same uid" if may_use_uids() else "other uid")
+
+
+def test_what_could_not_be_right_is_refused(here):
+    with pytest.raises(ValueError, match="expected wall_s above 0; got 0"):
+        RunLimits(wall_s=0)
+    (here["out"] / "old").touch()
+    with pytest.raises(ValueError, match="expected an empty folder"):
+        Sandbox("bubblewrap").run(["true"], **here)
+    (here["out"] / "old").unlink()
+    (here["work"] / "link").symlink_to("/etc/shadow")
+    with pytest.raises(ValueError, match=r"got a link, .*link\."):
+        Sandbox("bubblewrap").run(["true"], **here)
+
+
+@pytest.mark.skipif(not may_use_uids(), reason="only root takes another uid")
+def test_files_that_the_other_uid_cannot_read_are_named(here):
+    (here["work"] / "private").write_text("x")
+    (here["work"] / "private").chmod(0o600)
+    with pytest.raises(ValueError, match=r"chmod -R a\+rX .*private"):
+        find_sandbox().run(["true"], **here)
+
+
+@pytest.mark.skipif(not may_use_uids(), reason="only root takes another uid")
+def test_each_run_has_a_uid_of_its_own(monkeypatch):
+    monkeypatch.setattr("course_lib.grading.staged.FREE_UIDS", range(20_000, 20_003))
+    with free_uid() as first, free_uid() as second, free_uid() as third:
+        assert {first, second, third} == {20_000, 20_001, 20_002}
+
+
+def test_inner_paths_are_translated_where_they_are_paths():
+    stage = StagedRoot(Path("/s"), 0, ("course", "out", "work"))
+    told = {
+        "/work": "/s/work",
+        "/work/a:/course:/usr": "/s/work/a:/s/course:/usr",
+        "--to=/out/x": "--to=/s/out/x",
+        "/workshop": "/workshop",
+        "/usr/work": "/usr/work",
+    }
+    assert {text: stage.translated(text) for text in told} == told

@@ -1,0 +1,116 @@
+"""A class is graded: each answer by what it does, and nothing is run twice."""
+
+import csv
+
+import pytest
+
+from course_lib.core import CourseError
+from course_lib.grading.class_run import prove
+from course_lib.grading.grader import Grader
+
+STUB = 'def add(x, y):\n    """The sum."""\n    raise NotImplementedError("exercise toy-1: add")'
+
+
+def statuses(graded):
+    return [verdict.status for verdict in graded.verdicts]
+
+
+def details(graded):
+    return [verdict.detail for verdict in graded.verdicts]
+
+
+def test_every_submission_gets_what_it_earned(small_class, tmp_path):
+    small_class.hand_in("ann.ipynb")
+    small_class.hand_in("bob/toy.ipynb", toy_1="def add(x, y):\n    return x - y\n")
+    small_class.hand_in("toy-cem.ipynb", toy_1=STUB, toy_2="def times(x, y)\n    return x * y\n")
+    small_class.hand_in("dora.ipynb", toy_2="def times(x, y):\n    return {1: 2, 3: 0}[x]\n")
+    small_class.hand_in("eve.ipynb", toy_3="def mean(x):\n    dist.all_reduce(x)\n    return x\n")
+    small_class.hand_in("finn.ipynb", toy_1="def add(x, y):\n    return {1: 3, 3: 3}[x]\n")
+    (small_class.submissions / "gus.ipynb").write_text("[" * 200_000)
+    found = small_class.grade(tmp_path / "grades")
+    assert statuses(found["ann"]) == ["right"] * 3
+    assert details(found["ann"])[2] == "The mean over 2 ranks."
+    assert statuses(found["bob"]) == ["wrong", "right", "right"]
+    assert details(found["bob"])[0] == "1 and 2: need 3; got -1. Subtracted, not added."
+    assert statuses(found["cem"]) == ["not done", "wrong", "right"]
+    assert "SyntaxError" in details(found["cem"])[1]
+    assert statuses(found["dora"]) == ["right", "wrong", "right"]
+    assert "In a case that the notebook does not show: 7 and 8" in details(found["dora"])[1]
+    assert statuses(found["eve"]) == ["right", "right", "wrong"]
+    assert "divide by the number of ranks" in details(found["eve"])[2]
+    assert statuses(found["finn"]) == ["wrong", "right", "right"]  # his own case, drawn
+    assert found["gus"].problem.startswith("not judged: ")
+    with (tmp_path / "grades/gradebook.csv").open(newline="") as file:
+        table = {row["student"]: row["total"] for row in csv.DictReader(file)}
+    assert table == {
+        **{"ann": "30", "bob": "20", "cem": "10", "dora": "20", "eve": "20", "finn": "20"},
+        "gus": "",
+    }
+
+
+def test_what_is_known_and_unchanged_is_not_run_again(small_class, tmp_path, monkeypatch):
+    small_class.hand_in("ann.ipynb")
+    small_class.hand_in("bob.ipynb", toy_1="def add(x, y):\n    return x - y\n")
+    first = small_class.grade(tmp_path / "grades")
+    small_class.hand_in("bob.ipynb", toy_1="def add(x, y):\n    return y + x\n")
+    ran = []
+    grade = Grader.grade
+
+    def noted(self, submission, digest):
+        ran.append(submission.student)
+        return grade(self, submission, digest)
+
+    monkeypatch.setattr(Grader, "grade", noted)
+    second = small_class.grade(tmp_path / "grades")
+    assert ran == ["bob"]
+    assert second["ann"] == first["ann"]
+    assert statuses(second["bob"]) == ["right"] * 3
+
+
+def test_a_run_that_is_cut_off_keeps_what_it_judged(small_class, tmp_path):
+    for name in ("ann", "bob", "cem"):
+        small_class.hand_in(f"{name}.ipynb")
+
+    def stop(graded):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        small_class.grade(tmp_path / "grades", jobs=1, told=stop)
+    rows = (tmp_path / "grades/gradebook.csv").read_text().splitlines()
+    assert len(rows) == 2
+    told = []
+    found = small_class.grade(tmp_path / "grades", told=told.append)
+    assert sorted(found) == ["ann", "bob", "cem"]
+    assert told[0].student == rows[1].split(",")[0]  # known, so told before anything runs
+
+
+def test_a_machine_that_cannot_judge_judges_nobody(small_class, tmp_path):
+    source = small_class.home / "source/toy.py"
+    differs = "import os\n\nOFFSET = int('COURSE_OUT' in os.environ)"
+    source.write_text(source.read_text().replace("OFFSET = 0", differs))
+    small_class.hand_in("ann.ipynb")
+    with pytest.raises(CourseError, match=r"need right answers to be right.*toy-1"):
+        small_class.grade(tmp_path / "grades")
+
+
+def test_cells_of_the_lesson_that_fail_are_never_the_students_fault(small_class, tmp_path):
+    small_class.hand_in("ann.ipynb", toy_1="def add(x, y):\n    return x + y + OFFSET\n")
+    small_class.hand_in("bob.ipynb", toy_1="def add(x, y):\n    return x + y + BROKEN\n")
+    source = small_class.home / "source/toy.py"
+    source.write_text(source.read_text().replace("OFFSET = 0", "OFFSET = 0\nBROKEN = 1 / 0"))
+    found = small_class.grade(tmp_path / "grades")
+    assert statuses(found["ann"]) == ["right"] * 3
+    assert (
+        "the lesson's own cells failed on this machine (ZeroDivisionError" in found["bob"].problem
+    )
+
+
+def test_right_answers_prove_the_machine_first(small_class):
+    class NoJudge:
+        task = small_class.task()
+
+        def verdicts(self, written, student):
+            assert list(written) == ["toy-1", "toy-2", "toy-3"]
+            return {}
+
+    assert prove(NoJudge()) is None
