@@ -7,23 +7,24 @@ solutions, is not copied.
 
 import ast
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from course_lib.checks.right_answer import bound_names
 from course_lib.core import CourseError
 from course_lib.core.files import write_whole
 
+Modules = dict[str, ast.Module]
+Arguments = Mapping[str, Mapping[str, ast.expr | None]]
 NOTHING = ast.Tuple([], ast.Load())
-JUDGING: dict[
-    str, dict[str, ast.expr | None]
-] = {  # the arguments that only judge, by the class that takes them, and what replaces them
+# the arguments that only judge, by the class that takes them, and what replaces them
+JUDGING: Arguments = {
     "Exercise": {"wrong": NOTHING, "reference": None, "mistakes": NOTHING},
     "OnRanks": {"expect": NOTHING, "trouble": NOTHING},
     "Cases": {"symptoms": NOTHING},
 }
+ANSWERS = {"Exercise": JUDGING["Exercise"]}  # of these, what a student's copy has not
 RAISES = "this is the library's own; it is not there while your answer to its exercise is graded"
-Modules = dict[str, ast.Module]
 
 
 def copy_bare(
@@ -42,9 +43,7 @@ def copy_bare(
     }
     if own and own[1].is_dir():
         shutil.copytree(own[1], to / "checks", ignore=ignored)
-        modules |= {
-            f"course_lib.checks.{own[0]}.{path.stem}": path for path in to.glob("checks/*.py")
-        }
+        modules |= {module_of(own[0], path): path for path in to.glob("checks/*.py")}
     trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules.items()}
     bare_checks(trees)
     for name, path in modules.items():
@@ -81,14 +80,20 @@ def library_text(place: str) -> str:
     raise CourseError(f"the library: need {place}; there is no such object.")
 
 
-def bare_checks(trees: Modules) -> None:
-    """Take out of the checks what judges, and then what nothing uses any more."""
+def module_of(assignment: str, path: Path) -> str:
+    """Return the name of a module of an assignment's own checks."""
+    name = f"course_lib.checks.{assignment}"
+    return name if path.stem == "__init__" else f"{name}.{path.stem}"
+
+
+def bare_checks(trees: Modules, arguments: Arguments = JUDGING) -> None:
+    """Take these arguments out of modules of checks, and then what nothing uses any more."""
     for tree in trees.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                judging = JUDGING.get(node.func.id, {})
+                judging = arguments.get(node.func.id, {})
                 for argument in node.keywords:
-                    if argument.arg in judging:
+                    if argument.arg and argument.arg in judging:
                         argument.value = judging[argument.arg] or ast.Constant(None)
     dropped = True
     while dropped:

@@ -11,7 +11,7 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +21,9 @@ from rich.console import Console
 
 import course_lib
 from course_lib.checks.cases import Raised, to_json
-from course_lib.checks.exercise import Check, CheckFailed, Exercise, find_exercise
+from course_lib.checks.exercise import Check, CheckFailed, find_exercise
 from course_lib.checks.lesson_source import read_source, solutions
-from course_lib.checks.right_answer import SETTINGS, VALUES, at_work_in, bound_names
+from course_lib.checks.right_answer import SETTINGS, VALUES, at_work_in
 from course_lib.core import CourseError
 from course_lib.core.files import read_text, whole_file
 from course_lib.grading.assignment import (
@@ -35,6 +35,7 @@ from course_lib.grading.assignment import (
     read_assignment,
     to_toml,
 )
+from course_lib.grading.bare_course import ANSWERS, bare_checks, module_of
 from course_lib.grading.compose import buildable
 from course_lib.notebooks.build import build
 from course_lib.notebooks.lessons import Lesson, read_notebook
@@ -43,7 +44,6 @@ COURSE = Path(course_lib.__file__).parents[1]
 TOOLS = ("environment", "progress", "symptoms", "torch_build")  # what `make lab` runs
 UNUSED = re.compile(r"^(# what starts|(PYTEST|LIVE|FAULTS|BENCHMARKS)\b).*\n(\t.*\n)*", re.M)
 TARGETS = ("help", "environment", "lab")  # of the course's Makefile
-PLANTED = ("wrong", "mistakes", "reference")  # what an Exercise has of answers
 MIDNIGHT = (1980, 1, 1, 0, 0, 0)  # the first time that a zip knows: the same zip at any time
 SHORTEST = 12  # letters of a solution that are looked for: `return x` stands everywhere
 Files = dict[str, bytes]
@@ -198,46 +198,13 @@ def _shared_files(lesson: Lesson, assignment: Assignment) -> Files:
         parts = path.relative_to(COURSE).parts
         if path.is_file() and not any(part.startswith((".", "__pycache__")) for part in parts):
             files["/".join(parts)] = path.read_bytes()
-    checks = {
-        path.relative_to(lesson.folder).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for path in sorted((lesson.folder / "checks").rglob("*.py"))
+    texts = {path: path.read_text(encoding="utf-8") for path in lesson.folder.glob("checks/*.py")}
+    trees = {module_of(lesson.name, path): ast.parse(text) for path, text in texts.items()}
+    bare_checks(trees, ANSWERS)
+    return files | {
+        f"checks/{path.name}": f"{ast.unparse(trees[module_of(lesson.name, path)])}\n".encode()
+        for path in sorted(texts)
     }
-    drop_answers(list(checks.values()))
-    return files | {name: f"{ast.unparse(tree)}\n".encode() for name, tree in checks.items()}
-
-
-def drop_answers(trees: Sequence[ast.Module]) -> None:
-    """Take the planted mistakes out of modules of checks, and what nothing else in them uses."""
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == Exercise.__name__:
-            node.keywords = [each for each in node.keywords if each.arg not in PLANTED]
-    while True:
-        read = {"EXERCISES", *(name for tree in trees for name in _names_read(tree))}
-        if not sum(_drop_unread(tree, read) for tree in trees):
-            return
-
-
-def _names_read(tree: ast.Module) -> Iterator[str]:
-    """Yield the names that a module's statements read, but for what they define themselves."""
-    for statement in tree.body:
-        if isinstance(statement, ast.ImportFrom) and "checks" in (statement.module or ""):
-            yield from (alias.name for alias in statement.names)
-        reads = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-        yield from reads.difference(bound_names(statement))
-
-
-def _drop_unread(tree: ast.Module, read: set[str]) -> bool:
-    """Drop the definitions that nothing reads; return whether there were any."""
-    kept = [
-        statement
-        for statement in tree.body
-        if isinstance(statement, ast.Import | ast.ImportFrom)
-        or not bound_names(statement)
-        or not read.isdisjoint(bound_names(statement))
-    ]
-    dropped = len(kept) < len(tree.body)
-    tree.body = kept
-    return dropped
 
 
 def _readme(assignment: Assignment) -> str:
