@@ -26,7 +26,10 @@ from course_lib.core import CourseError
 
 MOST_LINES = 1_000_000
 NO_RESULT = Cause("Does your function return its result?")
-A_FLOAT = Cause("A whole number is needed, and that is a float: `/` makes one, `//` does not.")
+A_FLOAT = Cause(
+    "An int is needed, and that is a float, which keeps 16 digits: count with int, and with // in "
+    "place of /."
+)
 TOO_NARROW = Cause(
     "float32 keeps 7 digits, and int32 ends at 2**31 - 1: real models have more. Count with int "
     "and float of Python, or in int64 and float64."

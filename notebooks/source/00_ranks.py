@@ -192,7 +192,8 @@ show(timeline(ranks.events, title), alt=f"{title}; the printed lines are sorted 
 # ### Exercise 2: one after another
 #
 # Call `say()` on rank 0, then on rank 1, and so on. A rank may begin only when the one before has
-# ended. At most `world_size` barriers; about 4 lines, 10 minutes.
+# ended. It has to work again when it is called again. At most `world_size` barriers; about 4 lines,
+# 10 minutes.
 #
 # <details><summary>Hint: all speak at once</summary>
 # If the barrier stands inside your <code>if</code>, each rank calls it once, and these calls meet.
@@ -400,9 +401,10 @@ show(waiting(hang.waits, 4), alt=alt)
 #
 # ### Exercise 4: break the circle
 #
-# Same task, no deadlock: send `x` to the rank `right`, return what the rank `left` sent, in a new
-# tensor at each call. `rank` is your own number. The ranks may stand in any order in the circle, so
-# only `left` and `right` say who the neighbours are. It is tried on 2, 3 and 4 ranks. Budget: one
+# Same task, no deadlock: send `x` to the rank `right`, receive from the rank `left` (from no other,
+# and not from anyone), and return what came, as it came, in a new tensor at each call. `rank` is
+# your own number. The ranks may stand in any order in the circle, another one at each call, so only
+# `left` and `right` say who the neighbours are. It is tried on 2, 3 and 4 ranks. Budget: one
 # message a rank, and none under way when you return: whoever uses `isend` or `irecv` calls `wait()`
 # on the handle. About 6 lines.
 #
@@ -498,7 +500,8 @@ show(waiting(hang.waits, 4), alt=f"{len(hang.waits)} of 4 ranks waits, for ranks
 # ### Exercise 5: a report that does not hang
 #
 # Each rank has its own `loss`. Call `log(total)` **once, on rank 0**, with the sum of the losses of
-# all ranks: the number itself, not rounded and no text, also when it is nan. About 3 lines.
+# all ranks: the number itself (a tensor of one number will do), not rounded and no text, also when
+# it is 0, inf or nan. About 3 lines.
 #
 # <details><summary>Hint: it hangs, or the ranks make different calls</summary>
 # Which lines have to run on every rank, and which on rank 0 only?

@@ -67,7 +67,7 @@ for name, model in built.items():
 # Each matrix of attention and MLP has a bias ($f$ numbers if it goes from $h$ to $f$). Norms have a
 # weight and a bias: two norms a layer, one at the end. There is a vector for each of `spec.vocab`
 # tokens and `spec.max_seq` positions. An untied head (`spec.tied` is False) adds its matrix,
-# without a bias. `spec.ffn_hidden` need not be $4h$. About 5 lines.
+# without a bias. `spec.ffn_hidden` need not be $4h$. Return an int. About 5 lines.
 
 
 # %% tags=["exercise"] exercise="memory-1"
@@ -135,7 +135,7 @@ show(
 #
 # A recipe has `weight_bytes`, `grad_bytes`, `accumulator_bytes`, `master_bytes` and `moment_bytes`,
 # each for one number of that kind (0 if there is none), and `num_moments`. Return the bytes of all
-# parameters. About 3 lines.
+# parameters, an int. About 3 lines.
 
 
 # %% tags=["exercise"] exercise="memory-2"

@@ -50,8 +50,8 @@ print(f"{sequences} sequences a step, {at_once} at once")
 #
 # ### Exercise 1: the quiz
 #
-# The same for any numbers; and what about 512 ranks? What does not come out even has to be a
-# `ValueError`: rounding would change the batch without a word. About 3 lines.
+# The same for any numbers, an int; and what about 512 ranks? What does not come out even has to be
+# a `ValueError`: rounding would change the batch without a word. About 3 lines.
 
 
 # %% tags=["exercise"] exercise="accumulation-1"
@@ -206,9 +206,10 @@ reveal(guess, "no")
 #
 # ### Exercise 2: the whole step
 #
-# Gradients as from the full batch, one step, and never more than one micro-batch in memory: the
-# model sees each of them once. Return the mean loss of the whole batch, detached. $m$ divides the
-# batch here; `split_micro_batches` cuts it, as above. About 7 lines, 10 minutes.
+# Gradients as from the full batch (a nan, too), one step, and never more than one micro-batch in
+# memory: the model sees each of them once, in the mode in which you get it. Return the mean loss of
+# the whole batch, detached, with the losses' digits. $m$ divides the batch here;
+# `split_micro_batches` cuts it, as above. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: memory grows with the number of micro-batches</summary>
 # Every loss that you keep keeps its graph. Call backward in the loop, and keep
@@ -307,8 +308,9 @@ print(f"weighed by tokens: off by {(right - one).abs().max() / one.abs().max():.
 # ### Exercise 4: tokens that count
 #
 # As exercise 3, but the mean runs over the tokens whose target is not `IGNORED`. Return the loss,
-# too, detached. A part may hold no such token at all; `token_loss` is then 0/0: skip that part. A
-# nan that the model itself makes has to show in the loss and the gradient. About 7 lines.
+# too, as in exercise 2. A part may hold no such token at all; `token_loss` is then 0/0: skip that
+# part, the model too. A nan that the model itself makes has to show in the loss and the gradient.
+# About 7 lines.
 
 
 # %% tags=["exercise"] exercise="accumulation-4"

@@ -84,7 +84,8 @@ reveal(guess, "no")
 # Write `backward` again, as a function. `random_state` is what `torch.get_rng_state()` gave before
 # the first run; `torch.set_rng_state` restores it. The random numbers *after* backward have to go
 # on as if nothing had happened: the end of `with torch.random.fork_rng():` puts the state back as
-# it was. Autograd is off when `redo` is called. Run `fn` once. About 6 lines, 10 minutes.
+# it was. Autograd is off when `redo` is called. Run `fn` once, in the training or eval mode that it
+# is in, and leave nothing in memory but gradients. About 6 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-1"

@@ -410,9 +410,11 @@ print(f"{len(often)} messages of {sum(often)} bytes; with no_sync {len(once)} of
 # %% [markdown]
 # ### Exercise 4: one conversation
 #
-# Leave in `param.grad` the gradient of the mean over all micro-batches *and* ranks. Each bucket
-# leaves once, during the last backward. Each micro-batch counts the same, however many items it
-# has. Keep one graph and its output at a time, and the model as it is. About 6 lines.
+# Leave in `param.grad`, which is None before, the gradient of the mean over all micro-batches *and*
+# ranks; inf and nan stay what they are. Each bucket leaves once, during the last backward. Each
+# micro-batch counts the same, however many items it has. Keep one graph at a time (a name may hold
+# the last output). Leave the batch, the random state and the model as they are: its parts' modes,
+# what is frozen, its hooks. About 6 lines.
 #
 # <details><summary>Hint: right numbers, but no overlap</summary>
 # Inside <code>no_sync()</code> nothing leaves. The last micro-batch belongs outside of it.

@@ -109,8 +109,9 @@ reveal(guess_grad, found[2])
 #
 # An `autograd.Function` says what its backward is. Clone before you sum: the tensor you get may be
 # somebody else's. Return the one you summed. One all-reduce in forward and one in backward, on
-# every rank, in the dtype of what is summed; x has any shape, and what `part` returns may have
-# another one. The same sum is needed where no gradient is. About 7 lines, 10 minutes.
+# every rank, in the dtype of what is summed; x has any shape (also `[]`), and what `part` returns
+# may have another one. `part` runs once; inf and nan stay. The same sum is needed where no
+# gradient is. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: p times too large</summary>
 # $y = y_0 + y_1 + \dots$: the derivative of $y$ by $y_1$ is 1. Behind g, all ranks go on alike with
@@ -216,8 +217,8 @@ check("tensor_parallel-2", SplitMLP)
 #
 # ### Exercise 3: which rows?
 #
-# The rows of that matrix for one rank, in order, as a list: of each of the three, rank 0 takes the
-# first heads, rank 1 the next ones. $p$ divides both numbers of heads. About 5 lines.
+# The rows of that matrix for one rank, in order, as a new list: of each of the three, rank 0 takes
+# the first heads, rank 1 the next ones. $p$ divides both numbers of heads. About 5 lines.
 #
 # <details><summary>Hint: rank 0 has no values</summary>
 # It is three matrices under one another. Cut each of them into $p$ parts.

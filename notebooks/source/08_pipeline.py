@@ -213,8 +213,9 @@ schedule_explorer()
 # holds the input on the first rank only (there it may be integer tokens), the target is there on
 # the last one; elsewhere they only have the shape and the dtype of a message. The last micro-batch
 # may be smaller. Add to every `param.grad`, as `backward()` does, the gradient of the *mean* of the
-# $m$ losses; leave the batch and the stage's mode as they are. Budget: one message per micro-batch
-# and direction; with 1F1B, what is kept alive does not grow with $m$. About 17 lines, 25 minutes.
+# $m$ losses, nan where it is nan. Leave lists, batch, stage (modes, hooks, what is frozen) and the
+# random state as they are. Budget: one message per micro-batch and direction; with 1F1B, what is
+# kept alive does not grow with $m$. About 17 lines, 25 minutes.
 #
 # <details><summary>Hint: x.grad is None</summary>
 # To autograd, what came over the wire is a number like any other: ask for its gradient with

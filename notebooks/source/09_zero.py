@@ -164,10 +164,10 @@ check("zero-1", pieces_of)
 #
 # ### Exercise 2: step your own shard
 #
-# Gradients are means already: only read them. `make_optimizer([tensor])` gives an optimizer for a
-# tensor; `dist.all_gather_single(flat, shard)` puts all ranks' shards together. Several of these
-# objects may be alive at once. Budget: one all-gather a step; a rank keeps its shard, its gradient
-# and its state, all in the parameters' dtype. About 8 lines, 15 minutes.
+# Gradients are means already: only read them, in each step. `make_optimizer([tensor])` gives an
+# optimizer for a tensor; `dist.all_gather_single(flat, shard)` puts all ranks' shards together.
+# Several of these objects may be alive at once. Budget: one all-gather a step; a rank keeps its
+# shard, its gradient and its state, all in the parameters' dtype. About 8 lines, 15 minutes.
 #
 # <details><summary>Hint: nothing changes</summary>
 # <code>param = view</code> gives a name to another tensor. <code>param.copy_(view)</code> writes.

@@ -91,7 +91,8 @@ show(compare(range(1, len(alone_ms) + 1), curves, title, **axes), alt=f"{title};
 #   these means, and the most that any rank ever held.
 #
 # A step has `start_s`, `end_s`, `num_tokens`, `memory_bytes`; the peak is in
-# `record.run["memory"]["peak"]`. About 9 lines, 15 minutes.
+# `record.run["memory"]["peak"]`. A rank may have a step more than another. About 9 lines,
+# 15 minutes.
 #
 # <details><summary>Hint: DP is right, TP is twice too much</summary>
 # One copy has <code>tp * pp</code> ranks. For each copy: its last <code>tp</code> numbers, of them

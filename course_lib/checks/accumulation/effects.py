@@ -40,8 +40,11 @@ SEEDED = Cause(
     "A seed was set: dropout would draw the same masks for every micro-batch, or in every step. "
     "Leave the random numbers alone."
 )
-MODE, TRAINED = "training, in each call and afterwards", "parameters that need a gradient"
-IN_EVAL = Cause("eval() turns dropout off: leave the model as it is, which is in training.")
+MODE, TRAINED = "mode of the model, in each call and afterwards", "parameters that need a gradient"
+SWITCHED = Cause(
+    "train() and eval() switch dropout and batch norm on and off, in every part of a model, and "
+    "its owner may keep a part in eval mode. Call neither."
+)
 FROZEN = Cause("A frozen parameter stays frozen: leave requires_grad as it is.")
 TIED = Cause(
     "Two layers of a model may share a weight, and it was counted once for each of them: "
@@ -52,6 +55,15 @@ NO_GRAD_STAYS = Cause(
     "Leave it None; with zeros there, the optimizer's weight decay moves the parameter."
 )
 OTHER_LOSS = Cause("That is the gradient of another loss: use loss_fn, whatever it is.")
+LOSS, LOSS_BITS = "loss", "bits of a number of the loss"
+FEWER_BITS = Cause(
+    "The losses have more digits than their sum: a tensor in float32 keeps 7. Begin with 0.0, as "
+    "you were given it, or with a tensor of the losses' dtype."
+)
+NAN_LEFT_OUT = Cause(
+    "A nan in one part is a nan in the mean of all: who leaves it out, or replaces it, hides that "
+    "the training has broken. Change no numbers."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +152,8 @@ LOOKS = {
     HELD: ALIVE,
     LEFT: LEFTOVERS,
     GRAPH: WITH_GRAPH,
-    MODE: IN_EVAL,
+    LOSS_BITS: FEWER_BITS,
+    MODE: SWITCHED,
     TRAINED: FROZEN,
     RANDOM: SEEDED,
 }
@@ -152,20 +165,21 @@ def watched(
 ) -> Iterator[dict[str, Any]]:
     """Yield a dict that gets, at the end, the names of the tensors and lists that have changed.
 
-    Of a model that draws no random numbers, it gets the mode of each call and afterwards, which
-    parameters need a gradient, and which random numbers come next.
+    Of a model that draws no random numbers, it gets whether its mode is as before, in each call
+    and afterwards, which parameters need a gradient, and which random numbers come next.
     """
     before = {name: _state(value) for name, value in inputs.items()}
-    modes, seen = list[bool](), dict[str, Any]()
+    modes, seen = [_modes(model)], dict[str, Any]()
     random = torch.get_rng_state()
     flags = [param.requires_grad for param in model.parameters()] if model else []
     if model:
-        model.register_forward_pre_hook(lambda *_: modes.append(_trains(model)))
+        model.register_forward_pre_hook(lambda *_: modes.append(_modes(model)))
     yield seen
     changed = (name for name, old in before.items() if not _as_before(inputs[name], old))
     seen[WRITTEN] = " and ".join(changed) or "nothing"
     if model:
-        seen[MODE] = "on" if all(modes) and _trains(model) else "off"
+        modes.append(_modes(model))
+        seen[MODE] = "as before" if all(each == modes[0] for each in modes) else "another"
         same = flags == [param.requires_grad for param in model.parameters()]
         seen[TRAINED] = "the same" if same else "others"
         seen[RANDOM] = "the same" if torch.equal(random, torch.get_rng_state()) else "others"
@@ -181,8 +195,9 @@ def _as_before(value: Tensor | list[Any], old: Any) -> bool:
     return len(value) == len(old) and all(map(lambda one, other: one is other, value, old))
 
 
-def _trains(model: nn.Module) -> bool:
-    return all(module.training for module in model.modules())
+def _modes(model: nn.Module | None) -> list[bool]:
+    """Return of each part whether it is in training."""
+    return [module.training for module in model.modules()] if model else []
 
 
 class LiveStorages(TorchDispatchMode):
@@ -276,6 +291,12 @@ def with_old_grads(model: nn.Module) -> nn.Module:
 def graph_of(loss: Any) -> str:
     """Return whether a loss carries a graph: `there` or `none`."""
     return "there" if isinstance(loss, Tensor) and loss.requires_grad else "none"
+
+
+def about_loss(loss: Any) -> dict[str, Any]:
+    """Return what is known about a loss: the number, its bits (64 in Python), if it has a graph."""
+    bits = 8 * loss.dtype.itemsize if isinstance(loss, Tensor) else 64
+    return {LOSS: as_number(loss), GRAPH: graph_of(loss), LOSS_BITS: bits}
 
 
 def as_number(value: Any) -> Any:

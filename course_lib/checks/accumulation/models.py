@@ -5,14 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ODD = "with tied, frozen and unused parameters"
+ODD = "with tied, frozen and unused parameters, a part in eval mode"
 
 
 class Odd(nn.Module):
     """A model whose parameters are not alike: `last(two(one(first(x))) * frozen)`, in float64.
 
-    The two layers in the middle share their weight. `frozen` needs no gradient, and `unused` gets
-    none, as no output depends on it. The numbers are the same every time.
+    The two layers in the middle share their weight, and the second one is in eval mode. `frozen`
+    needs no gradient, and `unused` gets none, as no output depends on it. The numbers are the same
+    every time.
     """
 
     def __init__(self, first: nn.Module, last: nn.Module) -> None:
@@ -20,6 +21,7 @@ class Odd(nn.Module):
         self.first, self.last = first, last
         self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
         self.two.weight = self.one.weight
+        self.two.eval()
         self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
         self.unused = nn.Parameter(torch.full((3,), 0.25))
         self.double()

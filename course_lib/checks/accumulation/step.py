@@ -11,23 +11,24 @@ from torch.nn import functional as F
 from course_lib.accumulation import split_micro_batches
 from course_lib.checks.accumulation.effects import (
     ALIVE,
+    FEWER_BITS,
     FROZEN,
-    GRAPH,
-    IN_EVAL,
     LEFTOVERS,
     LOOKS,
+    LOSS,
+    NAN_LEFT_OUT,
     NO_GRAD_STAYS,
     OTHER_LOSS,
     SEEDED,
+    SWITCHED,
     TIED,
     WITH_GRAPH,
     EffectCase,
     Effects,
-    as_number,
+    about_loss,
     called,
     flat,
     flat_grads,
-    graph_of,
     held_at_once,
     parts_of,
     with_old_grads,
@@ -46,8 +47,8 @@ from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import CALLERS
 
 LR = 0.5
-STEPS, USED, LOSS, CALLS = "optimizer.step() calls", "gradient used", "loss", "items in each call"
-MOVED = "movement of the parameters"
+STEPS, USED, CALLS = "optimizer.step() calls", "gradient used", "items in each call"
+MOVED, NAN = "movement of the parameters", "a nan in the first of 3 micro-batches"
 
 STEP_INSIDE = Cause("optimizer.step() stands inside the loop: step once, when all are in.")
 NO_STEP = Cause("Did you forget optimizer.step()?")
@@ -102,9 +103,12 @@ def _step(
     loss_fn: Callable[..., Tensor] = F.mse_loss,
     first: bool = False,
     target: float | None = None,
+    nan: bool = False,
 ) -> dict[str, Any]:
     """Take a step; return what it did. In the `first` one, nothing has a gradient yet."""
     (x, y), model = batch_of(items), line()
+    if nan:
+        x[0] = torch.nan
     if target is not None:
         y = model(x).detach() + target
     if not first:
@@ -135,7 +139,7 @@ def _observed(
     moved = before - flat(model.parameters())
     last = used[-1] if used else None
     done = {STEPS: len(used), USED: last, CALLS: calls, MOVED: moved, **seen}
-    return done if more else {**done, LOSS: as_number(loss), GRAPH: graph_of(loss)}
+    return done if more else {**done, **about_loss(loss)}
 
 
 def _held(answer: Callable[..., Any], *more: float) -> dict[str, str]:
@@ -156,6 +160,7 @@ def _cases() -> list[EffectCase]:
         ("the first step of all", partial(_step, items=6, count=2, first=True)),
         ("another loss_fn", partial(_step, items=6, count=2, loss_fn=F.l1_loss)),
         (f"a model {ODD}", _odd_step),
+        (NAN, partial(_step, items=6, count=3, nan=True)),
         ("16 items in 4 micro-batches", _held),
     ]
 
@@ -170,6 +175,7 @@ def _clip_cases() -> list[EffectCase]:
         ("a gradient of zeros", _clipped(4, 2, 0.5, target=0.0)),
         ("a short gradient", _clipped(4, 2, 1.0, target=0.01)),
         ("another loss_fn", _clipped(6, 2, 1.0, loss_fn=F.l1_loss)),
+        (f"{NAN}, max_norm 0.5", _clipped(6, 3, 0.5, nan=True)),
         (f"a model {ODD}, max_norm 0.5", lambda answer: _odd_step(answer, 0.5)),
         ("16 items in 4 micro-batches", lambda answer: _held(answer, 1e3)),
     ]
@@ -257,6 +263,12 @@ for param in model.parameters():
 CLIP_PARAMETERS = """for param in model.parameters():
     nn.utils.clip_grad_norm_([param], max_norm)"""
 
+SKIP_NAN = f"loss = {DIVIDED}\nif loss.isfinite():\n    loss.backward()"
+
+REPLACE_NAN = """for param in model.parameters():
+    if param.grad is not None:
+        torch.nan_to_num_(param.grad)"""
+
 BY_OWN_NORM = """norm = torch.cat([param.grad.flatten() for param in model.parameters()]).norm()
 for param in model.parameters():"""
 
@@ -304,7 +316,7 @@ ACCUMULATE = Exercise(
             ALIVE,
         ),
         Edit(ADD, "total += loss", WITH_GRAPH),
-        Edit(ZERO, f"{ZERO}\nmodel.eval()", IN_EVAL),
+        Edit(ZERO, f"{ZERO}\nmodel.eval()", SWITCHED),
         Edit(
             DIVIDED,
             MEAN,
@@ -331,6 +343,9 @@ ACCUMULATE = Exercise(
         Edit(STEP, FILL, NO_GRAD_STAYS),
         Edit(ZERO, f"{ZERO}\nmodel.requires_grad_(True)", FROZEN),
         Edit(BACK, f"{BACK}\ntorch.manual_seed(0)", SEEDED),
+        Edit(BACK, f"if not loss.isfinite():\n    continue\n{BACK}", NAN_LEFT_OUT),
+        Edit(ZERO, f"{ZERO}\nmodel.train()", SWITCHED),
+        Edit("total = 0.0", "total = torch.zeros(())", FEWER_BITS),
     ),
 )
 
@@ -361,7 +376,7 @@ CLIPPED = Exercise(
         Edit(CLIP, "nn.utils.clip_grad_norm_([model.weight], max_norm)", SOME_PARAMETERS),
         Edit(CLIP, f"{BY_OWN_NORM}\n    param.grad *= max_norm / (norm + 1e-6)", STRETCHED),
         Edit(CLIP, f"{BY_OWN_NORM}\n    param.grad *= min(1.0, max_norm / norm.item())", ZERO_NORM),
-        Edit(ZERO, f"{ZERO}\nmodel.eval()", IN_EVAL),
+        Edit(ZERO, f"{ZERO}\nmodel.eval()", SWITCHED),
         Edit(CLIP, CLIP_GROUPS, CLIPS_GROUPS),
         Edit(CLIP, CLIP_TIED, TIED_NORM),
         Edit(CLIP, BY_TIED_NORM, TIED_NORM),
@@ -369,5 +384,8 @@ CLIPPED = Exercise(
         Edit(ZERO, f"{ZERO}\nmodel.requires_grad_(True)", FROZEN),
         Edit(CLIP, CLIP.replace("model.parameters()", FIRST_GROUP), SOME_PARAMETERS),
         Edit(CLIP, "pass", NOT_CLIPPED, also=((ZERO, f"{CLIP}\n{ZERO}"),)),
+        Edit(f"({DIVIDED}).backward()", SKIP_NAN, NAN_LEFT_OUT),
+        Edit(CLIP, f"{REPLACE_NAN}\n{CLIP}", NAN_LEFT_OUT),
+        Edit(ZERO, f"{ZERO}\nmodel.train()", SWITCHED),
     ),
 )

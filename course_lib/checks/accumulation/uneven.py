@@ -10,23 +10,25 @@ from torch.nn import functional as F
 
 from course_lib.checks.accumulation.effects import (
     ALIVE,
+    FEWER_BITS,
     FROZEN,
-    GRAPH,
-    IN_EVAL,
     LEFTOVERS,
     LOOKS,
+    LOSS,
+    NAN_LEFT_OUT,
     NO_GRADIENT,
     OLD,
     OTHER_LOSS,
+    SWITCHED,
     TIED,
     WITH_GRAPH,
     EffectCase,
     Effects,
+    about_loss,
     as_number,
     called,
     flat,
     flat_grads,
-    graph_of,
     held_at_once,
     with_old_grads,
 )
@@ -44,8 +46,9 @@ from course_lib.checks.expectations import CALLERS
 from course_lib.models import IGNORED, padded_batch, token_loss
 
 VOCAB = 11
-GRADIENT, ADDED, LOSS, CALLS = "gradient", "what it adds to a gradient", "loss", "items at once"
+GRADIENT, ADDED, CALLS = "gradient", "what it adds to a gradient", "items at once"
 MOVED, SHOWN = "parameters have moved", "where the nan shows"
+EMPTY = "a part without tokens"
 
 MEAN_OF_MEANS = Cause("A mean of means: an item of a short part counts for more.")
 SUMMED = Cause("Summed: each part needs its share of the items.")
@@ -64,6 +67,10 @@ TOKENS_SUMMED = Cause("Summed: each part needs its share of the tokens.")
 PADDING = Cause("Padding is in the total: leave out -100.")
 TOKEN_0 = Cause("Token 0 is a token like any other: compare with IGNORED.")
 NAN = Cause("The mean over no tokens is 0/0: leave that part out.")
+NOT_SKIPPED = Cause(
+    "The model ran on a part without tokens, which costs a forward, and moves its buffers and "
+    "random numbers: look at the targets before you call it."
+)
 STOPPED = Cause("A part without tokens ended the loop: go on with the next part.")
 LOSS_OF_LAST = Cause("That is the last part's loss: add up the losses of all parts.")
 ONE_NUMBER = Cause("Return one number, the mean over all tokens that count.")
@@ -104,10 +111,13 @@ def _add(
     loss_fn: Callable[..., Tensor] = F.mse_loss,
     again: bool = False,
     odd: bool = False,
+    nan: bool = False,
 ) -> dict[str, Any]:
     """Add the gradient of parts of these lengths to nothing, or `again`, to what is there."""
     model = Odd(nn.Linear(2, 3), nn.Linear(3, 2)) if odd else line()
     (x, y), before = batch_of(sum(lengths), width=2 if odd else 1), flat(model.parameters())
+    if nan:
+        x[0] = torch.nan
     parts = list(zip(x.split(lengths), y.split(lengths), strict=True))
     done, calls, _ = _observed(
         answer, model, loss_fn, parts, again=again, inputs=x, targets=y, parts=parts
@@ -129,6 +139,7 @@ def _cases() -> list[EffectCase]:
         *((f"parts of {each} items", partial(_add, lengths=each)) for each in lengths),
         ("gradients are there already", partial(_add, lengths=[3, 2], again=True)),
         ("another loss_fn", partial(_add, lengths=[4, 1], loss_fn=F.l1_loss)),
+        ("a nan in the first part", partial(_add, lengths=[3, 2], nan=True)),
         (f"a model {ODD}", partial(_add, lengths=[3, 2], odd=True)),
         (f"gradients are there, {ODD}", partial(_add, lengths=[3, 2], odd=True, again=True)),
         ("4 parts of 4 items", _held),
@@ -157,7 +168,7 @@ def _add_tokens(
     done, calls, loss = _observed(
         answer, model, parts, again=again, inputs=x, targets=y, parts=parts
     )
-    return {**done, LOSS: as_number(loss), GRAPH: graph_of(loss), CALLS: max(calls, default=0)}
+    return {**done, **about_loss(loss), CALLS: max(calls, default=0)}
 
 
 def _token_parts(counts: Sequence[int]) -> tuple[Tensor, Tensor, list[Any]]:
@@ -173,6 +184,16 @@ def _makes_nan(answer: Callable[..., Any]) -> dict[str, Any]:
     found = {"the loss": loss, "the gradient": flat_grads(model)}
     shown = [what for what, value in found.items() if not _is_finite(value)]
     return {SHOWN: " and ".join(shown) or "nowhere"}
+
+
+def _skips(answer: Callable[..., Any]) -> dict[str, Any]:
+    """Add the gradient of three parts, of which the second one holds no token."""
+    model, (_, _, parts), seen = _tiny(), _token_parts([1, 1, 1]), list[Tensor]()
+    parts[1][1].fill_(IGNORED)
+    model.register_forward_pre_hook(lambda _module, given: seen.append(given[0]))
+    answer(model, parts)
+    ran = any(torch.equal(parts[1][0], inputs) for inputs in seen)
+    return {EMPTY: "seen by the model" if ran else "skipped"}
 
 
 def _is_finite(value: Any) -> bool:
@@ -207,6 +228,7 @@ def _token_cases() -> list[EffectCase]:
         ("no tokens in the middle part", partial(_add_tokens, counts=[2, 1, 1], empty=[1])),
         (f"a model {ODD}", partial(_add_tokens, counts=[2, 1], odd=True)),
         ("a model that makes a nan", _makes_nan),
+        ("no tokens in the second part", _skips),
         ("4 parts of 4 sequences", _held_tokens),
     ]
 
@@ -235,6 +257,8 @@ if targets is parts[-1][1]:
         for param in module.parameters(recurse=False):
             if param.grad is not None:
                 param.grad /= num_items"""
+
+SKIP_NAN = f"loss = {MEAN} {WEIGHED}\nif loss.isfinite():\n    loss.backward()"
 
 SET_ASIDE = """old = {param: param.grad for param in model.parameters()}
 model.zero_grad()"""
@@ -281,7 +305,7 @@ UNEVEN = Exercise(
             also=((LOOP, f"total = 0.0\n{LOOP}"),),
         ),
         Edit(ADD, f"{ADD}\ntargets.zero_()", CALLERS),
-        Edit(LOOP, f"model.eval()\n{LOOP}", IN_EVAL),
+        Edit(LOOP, f"model.eval()\n{LOOP}", SWITCHED),
         Edit(
             ADD,
             f"{ADD}\nparts.clear()",
@@ -294,6 +318,8 @@ UNEVEN = Exercise(
         Edit(ADD, DIVIDE_LAYERS, TIED),
         Edit(ADD, OLD_LATER, TIED, also=((LOOP, f"{SET_ASIDE}\n{LOOP}"),)),
         Edit(ADD, ASK, ASKS_ALL),
+        Edit(LOOP, f"model.train()\n{LOOP}", SWITCHED),
+        Edit(ADD, SKIP_NAN, NAN_LEFT_OUT),
         Edit("sum(len(targets)", "sum(targets.numel()", NOT_NUMEL),
         Edit(WEIGHED, "* targets.numel() / num_items", NOT_NUMEL),
         Edit(
@@ -312,7 +338,7 @@ TOKENS = Exercise(
     title="tokens that count",
     check=Effects(
         cases=_token_cases,
-        looks={**LOOKS, CALLS: TOO_MANY, LOSS: ONE_NUMBER, SHOWN: NAN_HIDDEN},
+        looks={**LOOKS, CALLS: TOO_MANY, LOSS: ONE_NUMBER, SHOWN: NAN_HIDDEN, EMPTY: NOT_SKIPPED},
         look=LOOK,
         success="Every token counts the same, padding counts nothing.",
     ),
@@ -324,6 +350,14 @@ TOKENS = Exercise(
         Edit(COUNTS, "targets.numel()", BY_SEQUENCES),
         Edit("loss.backward()", "pass", NO_GRADIENT),
         Edit("if count:", "if True:", NAN),
+        Edit(
+            "if count:",
+            "outputs = model(inputs)\nif count:",
+            NOT_SKIPPED,
+            also=(("token_loss(model(inputs), targets) *", "token_loss(outputs, targets) *"),),
+        ),
+        Edit("total = 0.0", "total = 0.0\nmodel.train()", SWITCHED),
+        Edit("total = 0.0", "total = torch.zeros(())", FEWER_BITS),
         Edit(SHARE, "", TOKENS_SUMMED),
         Edit(COUNTS, "int((targets > 0).sum())", TOKEN_0),
         Edit("if count:", "if not count:\n    break\nelse:", STOPPED),
@@ -343,7 +377,7 @@ TOKENS = Exercise(
             ),
         ),
         Edit("return total", "parts.clear()\nreturn total", CALLERS),
-        Edit("return total", "model.eval()\nreturn total", IN_EVAL),
+        Edit("return total", "model.eval()\nreturn total", SWITCHED),
         Edit("loss.detach()", "loss", WITH_GRAPH),
         Edit("return total", "parts[0][1].clamp_(min=0)\nreturn total", CALLERS),
         Edit(COUNTS, "int((targets != IGNORED).cumprod(1).sum())", TO_THE_FIRST_IGNORED),

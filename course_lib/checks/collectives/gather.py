@@ -107,6 +107,7 @@ EXCHANGE = "exchange(out, (rank + 1) % p, incoming, (rank - 1) % p)"
 GATHER = Exercise(
     key="collectives-3",
     title="all-gather",
+    library=("course_lib.collectives.ring:ring_all_gather",),
     check=OnRanks(
         observe_on_rank=_gather,
         worlds=WORLDS,

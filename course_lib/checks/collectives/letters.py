@@ -128,6 +128,7 @@ OWN_COPIED = "places[rank].copy_(letters[rank])"
 LETTERS = Exercise(
     key="collectives-6",
     title="all-to-all",
+    library=("course_lib.collectives.collectives:all_to_all",),
     check=OnRanks(
         observe_on_rank=_deliver,
         worlds=WORLDS,

@@ -159,6 +159,10 @@ GATHERS = f"ring_all_gather({DIVIDED}, out=x)"
 MEAN = Exercise(
     key="collectives-4",
     title="the mean",
+    library=(
+        "course_lib.collectives.ring:ring_all_reduce",
+        "course_lib.collectives.collectives:all_reduce",
+    ),
     check=OnRanks(
         observe_on_rank=_average,
         worlds=WORLDS,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.exercise import Cause
+from course_lib.checks.expect import difference
 from course_lib.checks.expectations import Demand
 from course_lib.checks.on_ranks import At, Observed, Trouble, watch
 from course_lib.core import Event
@@ -79,21 +80,25 @@ class Given(Numbered):
     """Input of the ranks: 1, 2, 3 ... times 10**rank, whose sums are exact.
 
     In float64 they have more digits than float32 keeps, in int64 more than float64 does. With
-    `rank_1`, all ranks but that one are given zeros.
+    `rank_1`, all ranks but that one are given zeros; with `nan`, rank 0's last number is none.
     """
 
     shape: tuple[int, ...] = (3,)
     dtype: torch.dtype = torch.float64
     rank_1: bool = False
+    nan: bool = False
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"{name} {list(self.shape)}" + ", zeros but on rank 1" * self.rank_1 + self.which
+        which = ", zeros but on rank 1" * self.rank_1 + ", a nan on rank 0" * self.nan
+        return f"{name} {list(self.shape)}{which}{self.which}"
 
     def of(self, rank: int) -> Tensor:
         """Return what a rank is given."""
         count = torch.arange(1, torch.Size(self.shape).numel() + 1).view(self.shape) + 5 * self.call
         times = (count * 10**rank * (rank == 1 or not self.rank_1)).to(self.dtype)
+        if self.nan and rank == 0:
+            times[..., -1] = torch.nan
         if self.dtype == torch.int64:
             return times + LARGE
         return times * DIGITS if self.dtype == torch.float64 else times
@@ -147,7 +152,7 @@ def watch_call(
 
     seen = watch(noted, *arguments, **inputs)
     if call and isinstance(_kept["result"], Tensor):
-        seen.changed += (FIRST,) * (not torch.equal(_kept["result"], _kept["copy"]))
+        seen.changed += (FIRST,) * bool(difference(_kept["result"], _kept["copy"])[0])
     _kept.update(answer=answer, result=results[0], copy=seen.value)
     return seen
 

@@ -39,7 +39,7 @@ from course_lib.checks.expectations import (
 from course_lib.checks.on_ranks import At, Observed, OnRanks
 from course_lib.cost.network import num_doublings
 
-WORLDS = (4, 3, 9, 2, 1)  # 9: more rounds than 4 to 8 ranks need
+WORLDS = (4, 3, 17, 2, 1)  # 17: more rounds than 4 to 16 ranks need
 
 FROM_0 = Cause("The tree ends in rank 0: count with `mine`, not with `rank`.")
 WENT_TO_0 = Cause("The sum went to rank 0: count `mine` from the root.")
@@ -53,6 +53,7 @@ ONLY_ROOT = Cause("Only the root returns the sum, whatever it is: all others ret
 ADDS_TO_X = Cause("Add to a copy of x.")
 ZEROS = Cause("Zeros have a sum, too: the root returns it, whatever the numbers are.")
 KEEP_DTYPE = Cause("Add up in the dtype of x: x.clone() and torch.empty_like(x) have it.")
+NAN_STAYS = Cause("A sum with a nan is nan: whoever looks for errors in the numbers has to see it.")
 ANY_SHAPE = Cause("x has any shape, also one without dims: torch.empty_like(x) has the same.")
 NO_NUMPY = Cause("NumPy does not know every dtype of torch: stay in torch.")
 STAR = Cause("That is a star: let ranks add for each other on the way to the root.")
@@ -67,12 +68,15 @@ def _reduce(rank: int, answer: Callable[..., Any], given: Given, root: int) -> d
 
 
 def _runs(p: int) -> list[dict[str, Any]]:
-    """Return every root, and numbers of other kinds; on the most ranks only these."""
-    others = Given((2, 3), torch.int64), Given((), torch.bfloat16, rank_1=True)
-    return [
-        *({"given": Given(), "root": root} for root in range(p) if p < max(WORLDS)),
-        *({"given": given, "root": p - 1} for given in others),
+    """Return every root, and numbers of other kinds; on the most ranks only one of these."""
+    others = [
+        {"given": Given((2, 3), torch.int64), "root": p - 1},
+        {"given": Given((), torch.bfloat16, rank_1=True), "root": p - 1},
+        {"given": Given((2,), torch.float32, rank_1=True, nan=True), "root": p - 1},
     ]
+    if p == max(WORLDS):
+        return others[:1]
+    return [*({"given": Given(), "root": root} for root in range(p)), *others]
 
 
 def _on_root(value: Callable[[At], Tensor]) -> Callable[[At], Tensor | None]:
@@ -114,6 +118,10 @@ def _rounded(at: At, got: Any, _item: None) -> bool:
 
 def _none_for_zeros(at: At, got: Any, _item: None) -> bool:
     return got is None and given(at).rank_1
+
+
+def _nan_is_lost(at: At, got: Any, _item: None) -> bool:
+    return given(at).nan and not got[-1].isnan().item()
 
 
 def _below_a_chain(x: Tensor, root: int = 0) -> Tensor | None:
@@ -160,6 +168,7 @@ RESULT = "total if rank == root else None"
 TREE = Exercise(
     key="collectives-1",
     title="the tree, backwards",
+    library=("course_lib.collectives.tree:tree_reduce",),
     check=OnRanks(
         observe_on_rank=_reduce,
         worlds=WORLDS,
@@ -183,10 +192,14 @@ TREE = Exercise(
                     (TOO_LATE, _without(4, 3)),
                     (FIRST_ROUND, _without(4, 2, 3)),
                     (STARTS_LOW, _without(3, 2)),
-                    (FIXED, _without(9, 4, 5, 6, 7, 8)),
-                    (FIXED, _without(9, 8)),
+                    *((FIXED, _without(17, *range(late, 17))) for late in (4, 8, 16)),
                 ),
-                predicates=(NOT_AFRESH, NOT_A_TENSOR, (_none_for_zeros, ZEROS)),
+                predicates=(
+                    NOT_AFRESH,
+                    NOT_A_TENSOR,
+                    (_none_for_zeros, ZEROS),
+                    (_nan_is_lost, NAN_STAYS),
+                ),
                 otherwise=(
                     (lambda at, _got, _item: at.rank != at.options["root"], ONLY_ROOT),
                     (_of_another, OVERWRITTEN),
@@ -208,7 +221,7 @@ TREE = Exercise(
             ),
             rounds(num_doublings, ONE_BY_ONE),
         ),
-        success="Any root of 1 to 4 ranks, and 9 ranks, in log2(p) rounds.",
+        success="Any root of 1 to 4 ranks, and 17 ranks, in log2(p) rounds.",
     ),
     wrong=(
         Edit(FROM_ROOT, "mine = rank", WENT_TO_0, also=(("rank == root", "rank == 0"),)),
@@ -222,6 +235,9 @@ TREE = Exercise(
         Edit(FROM_ROOT, "mine = rank", FROM_0),
         Edit(ROUNDS, "p.bit_length() - 1", STARTS_LOW),
         Edit(f"reversed(range({ROUNDS}))", "(1, 0)", FIXED),
+        Edit(f"reversed(range({ROUNDS}))", "(3, 2, 1, 0)", FIXED),
+        Edit("total += incoming", "total = torch.stack([total, incoming]).nansum(0)", NAN_STAYS),
+        Edit("x.clone()", "torch.nan_to_num(x)", NAN_STAYS),
         Edit(f"reversed(range({ROUNDS}))", "(2, 1, 0)", FIXED),
         Own(_star, STAR),
         Own(_chain, ONE_BY_ONE),

@@ -22,6 +22,8 @@ RIGHT = state_of(module_of(0))
 NAMES = list(RIGHT)
 PARAMS = [name for name, _ in module_of(0).named_parameters()]
 SECOND = "a second module"
+STATE_DICT_SIZES = sorted(tensor.nbytes for tensor in module_of(0).state_dict().values())
+SINGLE = [name for name, tensor in RIGHT.items() if not tensor.dim()]
 FROZEN = [name for name in NAMES if name.startswith("frozen.")]
 
 NOTHING_CAME = Cause("Nothing came: every rank starts from weights of its own.")
@@ -33,6 +35,17 @@ NO_FROZEN = Cause(
 NO_UNSAVED = Cause(
     "state_dict() leaves out buffers that are not saved (persistent=False); module.buffers() has "
     "them."
+)
+NO_SINGLE = Cause(
+    "This buffer was not sent; it is a single integer. Buffers of every dtype and shape belong to "
+    "the module."
+)
+STATE_DICT = Cause(
+    "A tied tensor was sent twice, and a buffer not at all: state_dict() lists a tied tensor under "
+    "each name, and leaves out buffers that are not saved."
+)
+CLEANED = Cause(
+    "An -inf in a mask is right where it stands (so may a nan be): send what is there, as it is."
 )
 COPY_SENT = Cause(
     "contiguous(), flatten() and reshape() copy a transposed tensor, and the copy was sent: write "
@@ -173,6 +186,10 @@ def _left_alone(names: list[str]) -> Callable[..., bool]:
     return fits
 
 
+def _cleaned(_at: At, got: Tensor, item: int) -> bool:
+    return bool((got.isfinite() & ~RIGHT[NAMES[item]].isfinite()).any())
+
+
 def _of_another(_at: At, got: Tensor, _item: int) -> bool:
     return any(other.equal(got) for other in RIGHT.values())
 
@@ -220,7 +237,9 @@ EQUAL = Exercise(
                     (_left_alone([n for n in NAMES if n not in PARAMS]), NO_BUFFERS),
                     (_left_alone(PARAMS), NO_PARAMS),
                     (_left_alone(FROZEN), NO_FROZEN),
+                    (_left_alone(SINGLE), NO_SINGLE),
                     (_left_alone(["mask"]), NO_UNSAVED),
+                    (_cleaned, CLEANED),
                     (_left_alone(["transposed.weight"]), COPY_SENT),
                 ),
                 causes=(
@@ -254,6 +273,11 @@ EQUAL = Exercise(
                 lambda at: not at.seen.disturbed,
                 lambda at: f"{at.seen.disturbed[0]} has changed",
                 DISTURBED,
+            ),
+            Demand(
+                lambda at: sorted(c.num_bytes for c in at.seen.calls) != STATE_DICT_SIZES,
+                "sends what state_dict() lists",
+                STATE_DICT,
             ),
             *budget("broadcast", [x.nbytes for x in RIGHT.values()], ONCE),
         ),
@@ -304,7 +328,10 @@ EQUAL = Exercise(
         Own(_new_parameters, NEW_OBJECTS),
         Edit("dist.b", "tensor.requires_grad_(False)\ndist.b", SWITCHED),
         Edit("src=0)", "src=0)\ntensor.requires_grad_(tensor.is_floating_point())", SWITCHED),
-        Edit(TENSORS, "module.state_dict().values()", ONCE),
+        Edit(TENSORS, "module.state_dict().values()", STATE_DICT),
+        Edit(TENSORS, f"[t for t in {TENSORS} if t.is_floating_point()]", NO_SINGLE),
+        Edit(TENSORS, f"[t for t in {TENSORS} if t.dim()]", NO_SINGLE),
+        Edit("tensor.data, ", "tensor.data.nan_to_num_(), ", CLEANED),
         Edit(
             TENSORS,
             "[*module.parameters(), *dict(module.named_buffers(remove_duplicate=False)).values()]",

@@ -5,6 +5,7 @@ number tells which rank and which tensor it comes from.
 """
 
 from collections.abc import Sequence
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,15 @@ OTHER_CALL = Cause("Use the call that the text names, and no other one.")
 class Everything(nn.Module):
     """A module, never called, with state of all kinds at several depths.
 
-    A weight is tied, a layer is frozen, another one's weight is a transposed tensor, and `mask` is
-    a tied buffer that `state_dict()` leaves out. Batch norm is in eval mode, the others are not.
+    A weight is tied, a layer is frozen, another one's weight is a transposed tensor, `mask` is a
+    tied buffer that `state_dict()` leaves out, and `causal` holds an -inf, as masks of attention
+    do. Batch norm is in eval mode, the others are not.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mask", torch.zeros(3), persistent=False)
+        self.register_buffer("causal", torch.tensor([0.0, -inf]))
         self.embedding = nn.Embedding(3, 2)
         self.inner = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 3, bias=False))
         self.frozen = nn.Linear(2, 2).requires_grad_(False)
@@ -54,11 +57,14 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def pattern(index: int, tensor: Tensor) -> Tensor:
-    """Return the numbers of rank 0's tensor `index`, whose sums over ranks are exact."""
+    """Return the numbers of rank 0's tensor `index`, whose sums over ranks are exact.
+
+    What is -inf in the tensor is so in its pattern, on every rank.
+    """
     if not tensor.is_floating_point():
         return torch.full_like(tensor, index + 1)
     places = torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
-    return (index + 1 + places / 8) * FINE
+    return ((index + 1 + places / 8) * FINE).where(tensor.isfinite(), tensor)
 
 
 def budget(kind: str, sizes: Sequence[int], cause: Cause) -> tuple[OnlyKinds, Demand]:

@@ -1,7 +1,8 @@
 """The exercises of notebook 06_ddp: buckets, a hook, a price, accumulation, half the bytes.
 
 Each stands with its planted mistakes in a file of its own: `buckets`, `overlap`, `price`,
-`accumulate` and `half`. `parts` holds what they share, `overlap_steps` what `overlap` looks at.
+`accumulate` and `half`. `parts` holds what they share, `overlap_steps` and
+`accumulate_steps` what runs on the ranks of `overlap` and `accumulate`.
 """
 
 from course_lib.checks.ddp.accumulate import ACCUMULATE

@@ -1,35 +1,29 @@
 """Exercise 4 of 06_ddp: micro-batches with one synchronization."""
 
-import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from course_lib.checks.ddp.parts import (
-    ROUNDING,
-    Bag,
-    come_late,
-    copied_grads,
-    digits,
-    one_a_bucket,
+from course_lib.checks.ddp.accumulate_steps import (
+    AGAIN,
+    BUCKET_BYTES,
+    INFINITE,
+    ITEMS,
+    SIZES,
+    accumulate_on_rank,
+    runs_of,
 )
+from course_lib.checks.ddp.parts import ROUNDING, Bag, digits, one_a_bucket
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Demand, Numbers
-from course_lib.checks.on_ranks import At, OnRanks, calls_of
-from course_lib.core import Event
+from course_lib.checks.on_ranks import At, OnRanks
 from course_lib.ddp.ddp import DDP
-from course_lib.ranks import record
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
-SIZES, LIMIT, BUCKET_BYTES = (4, 2, 2, 1, 4), 40, (40, 16, 32)
-COUNTS, ITEMS = (4, 2, 1, 3), (2, 1, 3, 1)  # micro-batches, and how many items each one has
 
 ONCE = Cause(
     "Only the last backward may send: put all the others inside `with model.no_sync():`, and call "
@@ -53,7 +47,22 @@ ONE_NOT_DIVIDED = Cause(
 WEIGHTED = Cause(
     "A micro-batch with more items weighs more: the mean over micro-batches counts each one once."
 )
-FROZEN = Cause("A frozen parameter got a gradient: leave requires_grad as it is.")
+UNFROZEN = Cause("The caller froze it: leave requires_grad as it is.")
+FROZEN = Cause("Nobody asks a frozen parameter for a gradient: its grad stays None.")
+BATCH = Cause(
+    "The batch is the caller's: index the list rather than pop from it, and ask no x for its "
+    "gradient."
+)
+RANDOM = Cause("Dropout draws from the random state, with other numbers each time: do not seed it.")
+HOOKED = Cause(
+    "What you register on a model or a parameter acts in all later steps, too: divide the loss, "
+    "that needs no hook."
+)
+LEFT_BEHIND = Cause(
+    "The first call was right, this one is not: keep nothing from one call to the next, on the "
+    "model or elsewhere."
+)
+HIDDEN = Cause("inf and nan have to show: they tell that a step went wrong. Leave them.")
 BYPASSED = Cause(
     "Call model(x): model.module(x) goes past DDP, which sends the buffers before a forward."
 )
@@ -65,114 +74,15 @@ LAST_INSIDE = Cause(
     "The last forward belongs outside of no_sync(), like its backward: it notes that buffers have "
     "to be sent in the next step."
 )
-MODE = Cause("eval() switches dropout and BatchNorm off: leave the mode as it is.")
+MODE = Cause(
+    "train() and eval() switch dropout and BatchNorm, in every part; the caller may keep a part in "
+    "eval mode. Call neither."
+)
 STAYS_ON = Cause("Use no_sync() in a `with` block: it ends with the block.")
 SUMMED = Cause("Summed over the micro-batches, not averaged: divide each loss.")
 BY_RANKS = Cause("Divided by the number of ranks once more: finish() has done that.")
 TWICE = Cause("Divided by the number of micro-batches twice.")
 NO_OVERLAP = Cause("No overlap: call the last backward outside of no_sync().")
-
-
-@dataclass
-class Step:
-    """The accumulation of `count` micro-batches on one rank.
-
-    `forwards` and `backwards` tell of each whether DDP would have synchronized; `most_alive` is
-    how many micro-batches' graphs or outputs there were at once.
-    """
-
-    count: int
-    grads: list[Any]
-    calls: list[Event]
-    frozen_changed: bool
-    training_after: bool
-    syncs_after: bool
-    backward_end_s: float = 0.0
-    most_alive: int = 0
-    bypassed: int = 0
-    in_eval: int = 0
-    forwards: list[bool] = field(default_factory=list)
-    backwards: list[bool] = field(default_factory=list)
-
-
-def _accumulate(rank: int, answer: Callable[..., Any]) -> dict[str, Step]:
-    """Return the result and the traffic of the answer for each number of micro-batches."""
-    steps: dict[str, Step] = {}
-    for count in COUNTS:
-        module = Bag(SIZES)
-        model = DDP(module, bucket_bytes=LIMIT)
-        with record() as log, _watched(model) as seen:
-            if not steps:
-                come_late(rank)
-            answer(model, lambda output, y: (output * y).mean(), _micro_batches(rank, count))
-        frozen = module.weights[1]
-        steps[f"{count} micro-batch{'es' if count > 1 else ''}"] = Step(
-            count,
-            copied_grads(module),
-            [call for call in calls_of(log.events) if call.kind != "broadcast"],
-            frozen.requires_grad or frozen.grad is not None,
-            model.training,
-            model._syncs,
-            **seen,
-        )
-    return steps
-
-
-class _Saved:
-    """Tensor that a graph saves for backward: as long as it is there, so is the graph."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-@contextmanager
-def _watched(model: Any) -> Iterator[dict[str, Any]]:
-    """Yield what the forwards and backwards of a model tell, under the names in `Step`."""
-    seen: dict[str, Any] = {"forwards": [], "backwards": [], "bypassed": 0, "in_eval": 0}
-    seen |= {"backward_end_s": 0.0, "most_alive": 0}
-    saved, outputs = list[tuple[int, Any]](), list[Any]()
-
-    def save(tensor: Tensor) -> _Saved:
-        kept = _Saved(tensor)
-        saved.append((seen["bypassed"], weakref.ref(kept)))
-        return kept
-
-    def begin(module: Any, _inputs: Any) -> None:
-        seen["bypassed"] += 1
-        seen["in_eval"] += not module.training
-        graphs = {number for number, kept in saved if kept() is not None}
-        alive = sum(output() is not None for output in outputs)  # one may have a name still
-        seen["most_alive"] = max(seen["most_alive"], 1 + len(graphs), alive)
-
-    def enter(model: Any, _inputs: Any) -> None:
-        seen["forwards"].append(model._syncs)
-
-    def leave(_module: Any, _inputs: Any, output: Tensor) -> None:
-        outputs.append(weakref.ref(output))
-
-    def end(_param: Tensor) -> None:
-        seen["backward_end_s"] = time.perf_counter()
-        seen["backwards"].append(model._syncs)
-
-    hooks = [
-        model.module.register_forward_pre_hook(begin),
-        model.module.register_forward_hook(leave),
-        model.register_forward_pre_hook(enter),
-        model.module.weights[0].register_post_accumulate_grad_hook(end),
-    ]
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda kept: kept.tensor):
-            yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-        seen["bypassed"] -= len(seen["forwards"])
-
-
-def _micro_batches(rank: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return micro-batches of which the k-th has the gradient (k + 1) * 10**rank."""
-    ones = [torch.ones(ITEMS[k]).double() for k in range(count)]
-    return [(one * 10.0**rank, one * (k + 1)) for k, one in enumerate(ones)]
 
 
 def _times(factor: Callable[[At], float]) -> Callable[[At], list[Tensor]]:
@@ -182,6 +92,8 @@ def _times(factor: Callable[[At], float]) -> Callable[[At], list[Tensor]]:
 
 def _total(at: At) -> float:
     """Return the mean over the ranks of the sum over the micro-batches."""
+    if at.label == INFINITE:
+        return float("inf")
     return digits(at.world_size) / at.world_size * sum(range(1, at.seen.count + 1))
 
 
@@ -194,6 +106,10 @@ def _weighted(at: At) -> float:
     items = ITEMS[: at.seen.count]
     total = sum(n * (k + 1) for k, n in enumerate(items)) / sum(items)
     return digits(at.world_size) / at.world_size * total
+
+
+def _is_finite(grad: Tensor | None) -> bool:
+    return grad is not None and bool(grad.isfinite().any())
 
 
 def _own(at: At) -> float:
@@ -248,6 +164,7 @@ def _by_items(model: DDP, loss_fn: Loss, micro_batches: MicroBatches) -> None:
 
 
 EARLY, LAST = "in early:\n            (loss_fn(model(x), y)", "= last\n    (loss_fn(model(x), y)"
+BY = " / len(micro_batches)"
 INSIDE = (LAST, "= last\n    with model.no_sync():\n        (loss_fn(model(x), y)")
 
 
@@ -256,23 +173,50 @@ def _scaled(by: str, cause: Cause) -> Edit:
     return Edit(EARLY, f"{EARLY} {by}", cause, also=((LAST, f"{LAST} {by}"),))
 
 
+def _at_the_end(does: str, cause: Cause) -> Edit:
+    """Return the right answer with something done to every parameter at the end."""
+    each = f"for param in model.parameters():\n    {does}"
+    return Edit("model.finish()", f"model.finish()\n{each}", cause)
+
+
 ACCUMULATE = Exercise(
     key="ddp-4",
     title="accumulate, then synchronize once",
     check=OnRanks(
-        observe_on_rank=_accumulate,
+        observe_on_rank=accumulate_on_rank,
+        runs=runs_of,
         trouble=(("hang", "", LOST),),
         expect=(
-            Demand(lambda at: not at.seen.in_eval, "a forward in eval mode", MODE),
+            Demand(
+                lambda at: at.label != INFINITE or not any(map(_is_finite, at.seen.grads)),
+                "the gradients are finite",
+                HIDDEN,
+            ),
+            Demand(
+                lambda at: not at.seen.other_modes,
+                "a forward in another mode than the caller's",
+                MODE,
+            ),
             Demand(
                 lambda at: not at.seen.bypassed,
                 lambda at: f"{at.seen.bypassed} forwards past DDP",
                 BYPASSED,
             ),
+            Demand(lambda at: not at.seen.unfrozen, "parameter 1 is no longer frozen", UNFROZEN),
             Demand(
-                lambda at: not at.seen.frozen_changed,
-                "parameter 1 is no longer frozen",
+                lambda at: not at.seen.frozen_grad,
+                "parameter 1 is frozen, and has a gradient",
                 FROZEN,
+            ),
+            Demand(
+                lambda at: not at.seen.changed,
+                lambda at: at.seen.changed[0],
+                BATCH,
+            ),
+            Demand(
+                lambda at: not at.seen.random_changed,
+                "the global random state has changed",
+                RANDOM,
             ),
             Demand(
                 lambda at: at.seen.most_alive <= 1,
@@ -294,6 +238,7 @@ ACCUMULATE = Exercise(
                 rtol=ROUNDING,
                 what="the mean gradient",
                 names=lambda _at: [f"parameter {i}" for i in Bag(SIZES).trained],
+                predicates=((lambda at, _got, _i: at.label == AGAIN, LEFT_BEHIND),),
                 causes=(
                     (SUMMED, _times(_total)),
                     (WEIGHTED, _times(_weighted)),
@@ -324,7 +269,15 @@ ACCUMULATE = Exercise(
                 "the numbers are right, but the last forward was inside no_sync()",
                 LAST_INSIDE,
             ),
-            Demand(lambda at: at.seen.training_after, "the model is left in eval mode", MODE),
+            Demand(lambda at: at.seen.modes_after, "a part is left in another mode", MODE),
+            Demand(
+                lambda at: not at.seen.hooks,
+                lambda at: (
+                    f"the numbers are right, but {at.seen.hooks} more "
+                    f"hook{'s stay' if at.seen.hooks > 1 else ' stays'} on the model"
+                ),
+                HOOKED,
+            ),
             Demand(lambda at: at.seen.syncs_after, "no_sync() is still on afterwards", STAYS_ON),
         ),
         success=(
@@ -385,7 +338,41 @@ ACCUMULATE = Exercise(
             "model.finish()\nmodel.on = model.no_sync()\nmodel.on.__enter__()",
             STAYS_ON,
         ),
-        Edit("*early, last", "model.requires_grad_()\n*early, last", FROZEN),
+        Edit("*early, last", "model.train()\n*early, last", MODE),
+        Edit("model.finish()", "model.finish()\nmodel.train(False).train()", MODE),
+        Edit("*early, last", "model.requires_grad_()\n*early, last", UNFROZEN),
+        _at_the_end(
+            "param.grad = torch.zeros_like(param) if param.grad is None else param.grad", FROZEN
+        ),
+        _at_the_end(
+            "param.grad = None if param.grad is None else param.grad.nan_to_num_()", HIDDEN
+        ),
+        Edit(
+            "*early, last = micro_batches",
+            "last = micro_batches.pop()\nearly, m = micro_batches, len(micro_batches) + 1",
+            BATCH,
+            also=((f"{EARLY}{BY}", f"{EARLY} / m"), (f"{LAST}{BY}", f"{LAST} / m")),
+        ),
+        Edit(EARLY, EARLY.replace("model(x)", "model(x.requires_grad_())"), BATCH),
+        Edit("*early, last", "torch.manual_seed(0)\n*early, last", RANDOM),
+        Edit(
+            "*early, last",
+            "for param in model.buckets[0].params:\n"
+            "    param.register_hook(lambda grad: grad / 1)\n"
+            "*early, last",
+            HOOKED,
+        ),
+        Edit(
+            "*early, last",
+            "model.register_forward_hook(lambda *_: None)\n*early, last",
+            HOOKED,
+        ),
+        Edit(
+            "*early, last",
+            'model.m = getattr(model, "m", len(micro_batches))\n*early, last',
+            LEFT_BEHIND,
+            also=((f"{EARLY}{BY}", f"{EARLY} / model.m"), (f"{LAST}{BY}", f"{LAST} / model.m")),
+        ),
         _scaled("* len(micro_batches)", SUMMED),
         _scaled("/ len(micro_batches)", TWICE),
         _scaled("/ dist.get_world_size()", BY_RANKS),

@@ -1,12 +1,13 @@
 """Exercise 1 of 06_ddp: the bucket of each parameter."""
 
 from collections.abc import Iterable
+from random import Random
 from typing import Any
 
 import torch
 from torch import nn
 
-from course_lib.checks.cases import Case, Cases
+from course_lib.checks.cases import TOO_NARROW, Case, Cases
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise, failed
 
@@ -16,13 +17,15 @@ Buckets = list[list[nn.Parameter]]
 class Tower(nn.Module):
     """A model with parameters of these shapes, all of them parts of one tensor.
 
-    Some are frozen; the first may be tied to the end, or belong to the model itself, to no layer.
+    Some are frozen, others will be `later`: once buckets were made. The first may be tied to the
+    end, or belong to the model itself, to no layer.
     """
 
     def __init__(
         self,
         *shapes: int | tuple[int, ...],
         frozen: Iterable[int] = (),
+        later: Iterable[int] = (),
         tied: bool = False,
         own: bool = False,
     ) -> None:
@@ -37,11 +40,20 @@ class Tower(nn.Module):
             params[index].requires_grad_(False)
         if tied:
             self.head = nn.ParameterList(params[:1])
+        self.frozen_later = [params[index] for index in later]
+
+    def freeze(self) -> None:
+        """Freeze what is frozen later."""
+        for param in self.frozen_later:
+            param.requires_grad_(False)
 
 
 def _cases() -> list[Case]:
     plain, mixed = Tower(6, 2, 3, 1, 4), Tower(1, 3, 2, 2)
     mixed.layers[2:].bfloat16()
+    twice = Tower(2, 1, 3, later=[1])
+    with torch.device("meta"):  # shapes without memory
+        huge = Tower(1, 2**24)
     models = [
         ("5 parameters of 24, 8, 12, 4 and 16 bytes", plain, 24),
         ("5 parameters of 24, 8, 12, 4 and 16 bytes", plain, 20),
@@ -55,17 +67,33 @@ def _cases() -> list[Case]:
         ("5 parameters of 4, 8, 36, 4 and 8 bytes", Tower(1, 2, 9, 1, 2), 16),
         ("4 and 12 bytes of float32, then 4 and 4 of bfloat16", mixed, 8),
         ("a matrix of 16 bytes, a number without a dimension", Tower((2, 2), (), 2), 20),
+        ("3 parameters of 8, 4 and 12 bytes", twice, 16),
+        ("the same model, its second parameter frozen since", twice, 16),
+        ("2 parameters of 4 and 67,108,864 bytes", huge, 2**26),
         ("the first parameter is the model's own", Tower(1, 2, 3, own=True), 16),
     ]
     return [(f"{what}, {limit} bytes a bucket", (module, limit)) for what, module, limit in models]
+
+
+def _drawn(random: Random) -> list[Case]:
+    def one(count: int) -> Case:
+        sizes, limit = [random.randint(1, 12) for _ in range(count)], 4 * random.randint(4, 20)
+        what = f"{count} parameters of {', '.join(str(4 * size) for size in sizes)} bytes"
+        return f"{what}, {limit} bytes a bucket", (Tower(*sizes), limit)
+
+    return [one(count) for count in (4, 6, 9)]
 
 
 NO_PARAMETER = Cause("Put in the parameters themselves: no names, no copies.")
 NO_LISTS = Cause("Return a list of buckets, each a list of parameters.")
 
 
-def _numbers(buckets: Any, module: nn.Module, _limit: int) -> str:
-    """Return the numbers of the parameters, bucket by bucket: `the parameters 4 3 | 2 1 | 0`."""
+def _numbers(buckets: Any, module: Tower, _limit: int) -> str:
+    """Return the numbers of the parameters, bucket by bucket: `the parameters 4 3 | 2 1 | 0`.
+
+    The buckets are made: freezes what the module freezes after that.
+    """
+    module.freeze()
     names = {id(param): str(i) for i, param in enumerate(module.parameters())}
     if not isinstance(buckets, list | tuple):
         raise failed(f"got {type(buckets).__name__}", NO_LISTS)
@@ -97,8 +125,13 @@ RESET = "buckets.append([])\n            filled = 0"
 BUCKETS = Exercise(
     key="ddp-1",
     title="which bucket",
+    library=(
+        "course_lib.ddp.buckets:make_buckets",
+        "course_lib.cost.packing:fill_buckets",
+    ),
     check=Cases(
         cases=_cases,
+        drawn=_drawn,
         show=_numbers,
         look="Go through it by hand: which parameter comes first, and does the next one fit?",
         success="From the last parameter to the first, never over the limit unless alone.",
@@ -228,6 +261,22 @@ BUCKETS = Exercise(
             "module.parameters()",
             "nn.ModuleList(module.children()).parameters()",
             Cause("The model itself may have parameters, too: ask module.parameters() for all."),
+        ),
+        Edit(
+            "buckets, filled = [], 0",
+            "kept = vars(module).setdefault((module, bucket_bytes), [])\n"
+            "if kept:\n"
+            "    return kept\n"
+            "buckets, filled = kept, 0",
+            Cause(
+                "Those are the buckets of the call before: since then a layer may have been frozen "
+                "or added. Keep nothing, make them anew."
+            ),
+        ),
+        Edit(
+            "filled + num_bytes > bucket_bytes",
+            "torch.tensor(float(filled + num_bytes)) > bucket_bytes",
+            TOO_NARROW,
         ),
         Edit(OPENS, "if True:", Cause("A bucket a parameter: what fits shares a bucket.")),
     ),

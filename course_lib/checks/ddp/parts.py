@@ -120,6 +120,21 @@ def copied_grads(module: Bag) -> list[Any]:
     return [grad.clone() if isinstance(grad, Tensor) else grad for grad in grads]
 
 
+def modes_of(model: nn.Module) -> list[bool]:
+    """Return of every part of a model whether it is in train mode."""
+    return [part.training for part in model.modules()]
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def count_hooks(model: nn.Module) -> int:
+    """Return how many hooks there are on the parts and the parameters of a model."""
+    holders = [*model.modules(), *model.parameters()]
+    names = (*HOOKS, "_post_accumulate_grad_hooks")
+    return sum(len(getattr(holder, name, None) or ()) for holder in holders for name in names)
+
+
 OTHER_KIND = Cause("This exercise is for all_reduce: one for each bucket.")
 ONE_EACH = Cause("One all_reduce a bucket, not one a parameter: put its gradients into one tensor.")
 NOT_IN_ORDER = Cause("Send the buckets in their order, the first one first.")

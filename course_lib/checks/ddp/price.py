@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from random import Random
 
 from course_lib.checks.cases import Case, Cases
 from course_lib.checks.edits import Edit, Own
@@ -20,15 +21,22 @@ STEPS: tuple[tuple[float, Times, Times], ...] = (
 )
 
 
-def _cases() -> list[Case]:
+def _cases(steps: Sequence[tuple[float, Times, Times]] = STEPS) -> list[Case]:
     return [
         (
             f"forward {forward_s:g} s, backward {_listed(backward_s)} s, all-reduces "
             f"{_listed(all_reduce_s)} s",
             (forward_s, [*backward_s], [*all_reduce_s]),
         )
-        for forward_s, backward_s, all_reduce_s in STEPS
+        for forward_s, backward_s, all_reduce_s in steps
     ]
+
+
+def _drawn(random: Random) -> list[Case]:
+    def some_s(count: int) -> list[float]:
+        return [random.randint(1, 60) / 10 for _ in range(count)]
+
+    return _cases([(random.randint(1, 30) / 10, some_s(n), some_s(n)) for n in (2, 3, 5)])
 
 
 def _listed(times: Times) -> str:
@@ -68,6 +76,7 @@ PRICE = Exercise(
     title="the time of a step with overlap",
     check=Cases(
         cases=_cases,
+        drawn=_drawn,
         unit=" s",
         look="Go through it with two clocks: when is a bucket ready, when is the wire free?",
         success="Right for fast wires, slow wires, and what is between them.",

@@ -1,6 +1,8 @@
 """Exercise 1 of 01_memory: the parameters of a GPT."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from random import Random
 
 from course_lib.checks.cases import A_FLOAT, TOO_NARROW, Case, Cases, whole
 from course_lib.checks.edits import Edit
@@ -22,10 +24,22 @@ def _cases() -> list[Case]:
         MODELS["gpt2"],
         MODELS["megatron-175b"],
     )
+    return _described(specs)
+
+
+def _described(specs: Iterable[ModelSpec]) -> list[Case]:
     return [
         (f"hidden {s.hidden}, {s.num_layers} layers, {'tied' if s.tied else 'untied'}", (s,))
         for s in specs
     ]
+
+
+def _drawn(random: Random) -> list[Case]:
+    def one() -> ModelSpec:
+        hidden, ffn_hidden, layers = (random.randint(3, 90) for _ in range(3))
+        return replace(WIDE, hidden=hidden, ffn_hidden=ffn_hidden, num_layers=layers, num_heads=1)
+
+    return _described(one() for _ in range(3))
 
 
 BIASES = Cause(
@@ -44,6 +58,7 @@ COUNT = Exercise(
     title="count parameters",
     check=Cases(
         cases=_cases,
+        drawn=_drawn,
         show=whole,
         rtol=0.0,
         unit=" parameters",

@@ -1,6 +1,7 @@
 """Exercise 2 of 01_memory: the bytes of parameters, gradients and optimizer state."""
 
 from dataclasses import replace
+from random import Random
 
 from course_lib.checks.cases import A_FLOAT, TOO_NARROW, Case, Cases, whole
 from course_lib.checks.edits import Edit
@@ -34,6 +35,11 @@ def _cases() -> list[Case]:
     ]
 
 
+def _drawn(random: Random) -> list[Case]:
+    numbers = [random.randint(2, 10**6) for _ in range(3)]
+    return [(f"{number:,} parameters in {ODD.name}", (number, ODD)) for number in numbers]
+
+
 GRADS, MOMENTS = "+ recipe.grad_bytes", "recipe.num_moments * recipe.moment_bytes"
 TOTAL = "num_params * (weights_and_grads + adam)"
 NO_MASTER = Cause(
@@ -47,6 +53,7 @@ STATES = Exercise(
     title="model states",
     check=Cases(
         cases=_cases,
+        drawn=_drawn,
         show=whole,
         rtol=0.0,
         unit=" bytes",

@@ -1,8 +1,8 @@
 """The exercises of notebook 08_pipeline: an order, a clock, an engine, a cut, a tied weight.
 
 Each stands with its planted mistakes in a file of its own: `order`, `times`, `engine`, `balance`
-and `tied`. `stages`, `steps` and `gradients` hold what the engine's check runs and compares with,
-`sends` watches messages under way.
+and `tied`. `stages`, `steps`, `callers` and `gradients` hold what the engine's check runs and
+compares with, `sends` watches messages under way.
 """
 
 from course_lib.checks.pipeline.balance import BALANCE

@@ -7,9 +7,9 @@ import torch
 
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import Demand, OnlyKinds, Untouched
+from course_lib.checks.expectations import Demand, OnlyKinds
 from course_lib.checks.on_ranks import At, OnRanks, Trouble
-from course_lib.checks.pipeline import gradients
+from course_lib.checks.pipeline import callers, gradients
 from course_lib.checks.pipeline.sends import NOT_CHANGED_UNDER_WAY
 from course_lib.checks.pipeline.stages import LONG, SETUPS, SHORT, StepSetup
 from course_lib.checks.pipeline.steps import run_steps, runs_of
@@ -17,11 +17,6 @@ from course_lib.pipeline.actions import LETTERS, Action, in_flight
 
 SPARE = 2  # graphs: the names of the last forward and of the last backward may still hold theirs
 
-CALLERS = Cause(
-    "The batch, the list of actions, the stage (its weights and mode) and the global random state "
-    "are the caller's. Receive into a tensor of its own, torch.empty_like(x), and ask only what "
-    "was received for its gradient."
-)
 TOKENS = Cause(
     "Tokens are integers: they have no gradient, and nobody needs one on the first rank. Only what "
     "was received gets x.requires_grad_()."
@@ -223,7 +218,7 @@ ENGINE = Exercise(
             ("hang", "", WHO_SENDS),
         ),
         expect=(
-            Untouched(CALLERS),
+            callers.untouched,
             OnlyKinds(("send", "recv"), SENDS_ONLY),
             Demand(
                 lambda at: not _too_early(at),
@@ -313,10 +308,10 @@ ENGINE = Exercise(
         Edit(COMPUTES, f"{ASKS}\n{COMPUTES}", TOKENS),
         Edit(COMPUTES, f"x = x.detach().requires_grad_()\n{COMPUTES}", TOKENS),
         Edit(COMPUTES, f"x = x if rank else x.double().requires_grad_()\n{COMPUTES}", TOKENS),
-        Edit(COMPUTES, f"if x.is_floating_point():\n    {ASKS}\n{COMPUTES}", CALLERS),
-        Edit(MAKES, "pass", CALLERS),
-        Edit(LOOP, "while actions:\n    kind, _, i, _ = actions.pop(0)", CALLERS),
-        Edit(FINISH, f"for w in stage.parameters():\n    w.data -= 0.1\n{FINISH}", CALLERS),
+        Edit(COMPUTES, f"if x.is_floating_point():\n    {ASKS}\n{COMPUTES}", callers.BATCH),
+        Edit(MAKES, "pass", callers.BATCH),
+        Edit(LOOP, "while actions:\n    kind, _, i, _ = actions.pop(0)", callers.ACTIONS),
+        Edit(FINISH, f"for w in stage.parameters():\n    w.data -= 0.1\n{FINISH}", callers.WEIGHTS),
         Edit("kept.pop(i)", "kept[i]", GRAPHS),
         Edit(KEEPS, f"{KEEPS}\nkept[-1 - i] = y", GRAPHS),
         Edit("y.detach()", "y", GRAPHS),
@@ -346,9 +341,26 @@ ENGINE = Exercise(
             f"i = min(kept)\ntarget = micro_batches[i][1]\n{TAKES}",
             gradients.NOT_NUMBERED,
         ),
-        Edit(FINISH, f"stage.train()\n{FINISH}", CALLERS),
-        Edit(STARTS, f"{STARTS}\nstage.eval()", CALLERS),
-        Edit(STARTS, f"{STARTS}\ntorch.manual_seed(0)", CALLERS),
+        Edit(FINISH, f"stage.train()\n{FINISH}", callers.MODE),
+        Edit(STARTS, f"{STARTS}\nstage.eval()", callers.MODE),
+        Edit(STARTS, f"{STARTS}\nstage.train(stage.training)", callers.MODE),
+        Edit(
+            STARTS,
+            f"{STARTS}\nwas = stage.training\nstage.eval()",
+            callers.MODE,
+            also=((FINISH, f"stage.train(was)\nstage.part.eval()\n{FINISH}"),),
+        ),
+        Edit(STARTS, f"{STARTS}\nstage.requires_grad_()", callers.FROZEN),
+        Edit(
+            FINISH,
+            "for w in stage.parameters():\n"
+            f"    w.grad = torch.zeros_like(w) if w.grad is None else w.grad\n{FINISH}",
+            callers.FROZEN,
+        ),
+        Edit(STARTS, f"{STARTS}\nstage.register_forward_hook(lambda *_: None)", callers.HOOKED),
+        Edit(TAKES, f"{TAKES}\nmicro_batches[i] = None", callers.PAIRS),
+        Edit("y.backward(grad)", "y.backward(grad.nan_to_num())", gradients.HIDDEN),
+        Edit(STARTS, f"{STARTS}\ntorch.manual_seed(0)", callers.RANDOM),
         Edit("in actions:", 'in sorted(actions, key=lambda a: a.kind == "backward"):', ORDER),
         Edit("if rank < p - 1:", "if True:", NOBODY, also=(("rank + 1))", "(rank + 1) % p))"),)),
         Edit(

@@ -15,6 +15,7 @@ from course_lib.checks.exercise import Cause
 from course_lib.checks.expectations import Numbers
 from course_lib.checks.on_ranks import At
 from course_lib.checks.pipeline.stages import (
+    NAN,
     SETUPS,
     Grads,
     SampleStage,
@@ -30,6 +31,9 @@ NOT_NUMBERED = Cause(
 ELSEWHERE = Cause(
     "NaN: x holds numbers on the first stage only, target on the last one only. The other stages "
     "get what they need by recv."
+)
+HIDDEN = Cause(
+    "nan has to reach every stage: it tells that a step went wrong. Hand on what came as it is."
 )
 MISSING = Cause("There a gradient is missing: who calls backward, on every rank?")
 NOT_DIVIDED = Cause("m times too large: divide each loss by the number of micro-batches.")
@@ -159,6 +163,7 @@ def demanded(dtype: torch.dtype, rtol: float) -> Numbers:
         what="the gradient",
         names=lambda at: SampleStage(at.rank, SETUPS[at.label]).names,
         predicates=(
+            (lambda at, got, _item: at.label == NAN and got is not None, HIDDEN),
             (lambda _at, got, _item: got is None or not got.any(), MISSING),
             (lambda _at, got, _item: got.isnan().any(), ELSEWHERE),
         ),

@@ -9,6 +9,7 @@ from course_lib.checks.exercise import Cause, Exercise, failed
 from course_lib.pipeline.actions import Action
 
 SIZES = [(p, m) for p in (2, 3, 4, 1, 6) for m in (3, 4, 8, 1, 2, 7)]
+SIZES += [(4, 8), (9, 12), (17, 20)]  # one for the second time; more ranks than one counts on
 KINDS = ("forward", "backward")
 
 ACTIONS = Cause("Return a list of Action(kind, stage, micro_batch) for each rank.")
@@ -63,6 +64,7 @@ def _sorted_backwards(labels: list[str]) -> str:
 WARMUP = "min(p - 1 - rank, m)"
 STEADY = '["forward", "backward"] * (m - warmup)'
 COOLDOWN = 'kinds += ["backward"] * warmup'
+COUNTERS = 'next_of = {"forward": count(), "backward": count()}'
 NUMBER = "next(next_of[kind])"
 EACH = "for kind in kinds]"
 
@@ -75,6 +77,7 @@ def _warmup(length: str, cause: str) -> Edit:
 ORDER = Exercise(
     key="pipeline-1",
     title="the order of 1F1B",
+    library=("course_lib.pipeline.schedules:one_f_one_b",),
     check=Cases(
         cases=_cases,
         show=_by_rank,
@@ -83,7 +86,7 @@ ORDER = Exercise(
             "then the backwards that are left; both in the order of the micro-batches."
         ),
         symptoms=((_newer_before_older, OLDEST_FIRST),),
-        success="Warm-up, steady phase and cool-down of 1 to 6 ranks; m < p works, too.",
+        success="Warm-up, steady phase and cool-down of 1 to 17 ranks; m < p works, too.",
     ),
     wrong=(
         _warmup(
@@ -122,6 +125,19 @@ ORDER = Exercise(
             "0",
             "Without a warm-up only one micro-batch is on its way: one rank works, the others "
             "wait.",
+        ),
+        _warmup(
+            "min(p - 1 - rank, m, 7)",
+            "Right for up to 8 ranks: the warm-up has an end at m, and at no other number.",
+        ),
+        Edit(
+            "def one_f_one_b(p, m):",
+            "def one_f_one_b(p, m, kept={}):",
+            Cause(
+                "The second call with the same p and m goes on counting: keep no counters from one "
+                "call to the next."
+            ),
+            also=((COUNTERS, f"next_of = kept.setdefault((p, m, rank), {COUNTERS[10:]})"),),
         ),
         Edit(
             STEADY,
@@ -163,7 +179,7 @@ ORDER = Exercise(
             also=((STEADY, '["forward", "backward"] * m'), (COOLDOWN, "pass")),
         ),
         Edit(
-            'next_of = {"forward": count(), "backward": count()}',
+            COUNTERS,
             "numbers, waiting = count(), []",
             OLDEST_FIRST,
             also=(

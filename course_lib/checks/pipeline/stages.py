@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from course_lib.checks.ddp.parts import modes_of
 from course_lib.pipeline.actions import Schedule
 from course_lib.pipeline.schedules import gpipe, naive, one_f_one_b
 
@@ -35,6 +36,7 @@ class StepSetup:
     tokens: bool = False
     dtype: torch.dtype = torch.float64
     earlier: bool = False
+    nan: bool = False
 
     def items(self, i: int) -> int:
         """Return how many rows micro-batch `i` has."""
@@ -51,6 +53,7 @@ def gpipe_newest_first(p: int, m: int) -> Schedule:
 
 
 SHORT, LONG = "1F1B, 12 micro-batches, on top of earlier gradients", "1F1B, 32 micro-batches"
+NAN = "1F1B, 3 micro-batches, a target of nan"
 SETUPS = {
     "1F1B, 4 micro-batches": StepSetup(one_f_one_b, 4),
     "GPipe, 3 micro-batches, the last one smaller": StepSetup(gpipe, 3, last_items=1),
@@ -62,6 +65,7 @@ SETUPS = {
     LONG: StepSetup(one_f_one_b, 32),
     "GPipe, 9 micro-batches": StepSetup(gpipe, 9),
     "GPipe, 5 micro-batches, backwards from the newest on": StepSetup(gpipe_newest_first, 5),
+    NAN: StepSetup(one_f_one_b, 3, nan=True),
 }
 
 
@@ -74,20 +78,10 @@ def batch_of(setup: StepSetup, *, first: bool = True, last: bool = True) -> Micr
         tokens = torch.randint(VOCAB, shape, generator=random)
         empty = torch.full(shape, torch.nan, dtype=setup.dtype)
         x = tokens if setup.tokens else x.clone()
+        if setup.nan and i == 1:
+            target.fill_(torch.nan)
         batch.append((x if first else empty, target.clone() if last else empty.clone()))
     return batch
-
-
-def changed_in(batch: MicroBatches, fresh: MicroBatches) -> tuple[str, ...]:
-    """Name the first tensor of the batch that was written to, or asked for its gradient."""
-    if len(batch) != len(fresh):
-        return ("the list of micro-batches",)
-    for i, (pair, old_pair) in enumerate(zip(batch, fresh, strict=True)):
-        for name, now, old in zip(("x", "target"), pair, old_pair, strict=True):
-            same = torch.equal(now.detach().nan_to_num(9.0), old.nan_to_num(9.0))
-            if not same or now.requires_grad:
-                return (f"{name} of micro-batch {i}",)
-    return ()
 
 
 def loss_fn(y: Tensor, target: Tensor) -> Tensor:
@@ -105,6 +99,8 @@ class SampleStage(nn.Module):
     peak      most bytes of it alive at the start of an action
     backwards the micro-batch of each backward, by the order of the forwards
     lost      how many inputs held other numbers in backward than in forward
+    modes     of each part whether it is in train mode; one of them never is
+    other_modes  how many forwards found other modes
     """
 
     def __init__(self, rank: int, setup: StepSetup) -> None:
@@ -125,12 +121,16 @@ class SampleStage(nn.Module):
         self.memory: Memory | None = None
         self.peak = self.lost = 0
         self.backwards = list[int]()
+        self.part = nn.Identity()
         self.train(not setup.tokens)
+        self.part.eval()
+        self.modes, self.other_modes = modes_of(self), 0
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute one micro-batch."""
         self.graphs.append(len(self.alive))
         self.note("F")
+        self.other_modes += modes_of(self) != self.modes
         x = x if self.table is None else self.table[x]
         y: Tensor = _Watched.apply((x @ self.weight + self.bias).tanh(), x.detach(), self)
         return y
@@ -151,15 +151,6 @@ class SampleStage(nn.Module):
     def names(self) -> list[str]:
         """Return their names."""
         return [name for name, param in self.named_parameters() if param.requires_grad]
-
-    def as_made(self, rank: int, setup: StepSetup) -> bool:
-        """Return whether parameters, what is frozen, and train or eval mode are as they were."""
-        fresh = SampleStage(rank, setup)
-        same = self.names == fresh.names and self.training == fresh.training
-        return same and all(
-            torch.equal(now, old) and (old.requires_grad or now.grad is None)
-            for now, old in zip(self.parameters(), fresh.parameters(), strict=True)
-        )
 
     def grads(self) -> Grads:
         """Return copies of param.grad."""

@@ -4,19 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from course_lib.checks.on_ranks import calls_of
+from course_lib.checks.pipeline.callers import Belongings, Change
 from course_lib.checks.pipeline.sends import watched_sends
 from course_lib.checks.pipeline.stages import (
     SETUPS,
     Grads,
     Memory,
-    SampleStage,
     StepSetup,
-    batch_of,
-    changed_in,
     loss_fn,
 )
 from course_lib.core import Event
@@ -28,7 +25,7 @@ class Seen:
     """The results of one step on one rank; `graphs` and `peak_bytes` are of what was alive."""
 
     grads: Grads
-    changed: tuple[str, ...]
+    changed: list[Change]
     order: str
     backwards: list[int]
     starts_s: list[float]
@@ -45,26 +42,20 @@ def run_steps(rank: int, answer: Callable[..., Any], labels: Sequence[str]) -> d
 
 
 def runs_of(_p: int) -> list[Mapping[str, Any]]:
-    """Run the setups that need the number of each micro-batch only once the others are right."""
-    return [{"labels": [*SETUPS][:-1]}, {"labels": [*SETUPS][-1:]}]
+    """Run the setups that need each micro-batch's number, or nan, once the others are right."""
+    return [{"labels": [*SETUPS][:-2]}, {"labels": [*SETUPS][-2:]}]
 
 
 def _step(rank: int, answer: Callable[..., Any], setup: StepSetup) -> Seen:
-    p = dist.get_world_size()
-    stage, actions = SampleStage(rank, setup), setup.make(p, setup.m)[rank]
-    batch, fresh = (batch_of(setup, first=rank == 0, last=rank == p - 1) for _ in range(2))
-    given, tensors = list(actions), [tensor for pair in batch for tensor in pair]
+    given = Belongings(rank, dist.get_world_size(), setup)
+    stage, tensors = given.stage, [tensor for pair in given.batch for tensor in pair]
     before = [param.grad for param in stage.trained if param.grad is not None]
-    random_state = torch.get_rng_state()
     memory = Memory([*tensors, *stage.parameters(), *before])
     with record() as log, watched_sends() as sends_changed, memory as stage.memory:
-        answer(given, stage, batch, loss_fn)
+        answer(given.actions, stage, given.batch, loss_fn)
     return Seen(
         grads=stage.grads(),
-        changed=("the list of actions",) * (given != actions)
-        + ("the stage",) * (not stage.as_made(rank, setup))
-        + ("the global random state",) * (not random_state.equal(torch.get_rng_state()))
-        + changed_in(batch, fresh),
+        changed=given.changes(),
         order=stage.order,
         backwards=stage.backwards,
         starts_s=stage.starts_s,

@@ -231,6 +231,7 @@ ASKS = "if weight is not None and weight.grad is not None:"
 TIED = Exercise(
     key="pipeline-5",
     title="add up a tied weight",
+    library=("course_lib.pipeline.stage:tied_summed",),
     check=OnRanks(
         observe_on_rank=_sums,
         runs=_runs,

@@ -10,7 +10,7 @@ from course_lib.checks.ddp.parts import watched_handles
 from course_lib.checks.exercise import Cause
 from course_lib.checks.expect import difference
 from course_lib.checks.expectations import Demand
-from course_lib.checks.on_ranks import Observed, watch
+from course_lib.checks.on_ranks import Observed, Trouble, watch
 
 KEEPS = Cause(
     "Keep nothing from one call to the next, no numbers and no buffer: make a new tensor in each."
@@ -19,6 +19,11 @@ ELSEWHERE = "of another call"  # stands for a wrong value that this call cannot 
 STILL_THERE = Demand(
     lambda at: not at.seen.overwritten, "a later call changes what this one returned", KEEPS
 )
+
+
+def dropped(kind: str) -> Callable[[Trouble], bool]:
+    """Return a predicate: whether the handle of a call of this kind was not kept."""
+    return lambda trouble: any(post.kind == kind for _, post in trouble.dropped)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import torch
@@ -11,21 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.checks.ddp.parts import watched_handles
-from course_lib.checks.edits import Edit
+from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import Demand, Numbers
+from course_lib.checks.expectations import DIGITS_LOST, Demand, Numbers
 from course_lib.checks.on_ranks import At, OnRanks, calls_of, copied
 from course_lib.core import Event
 from course_lib.ranks import record
 
-A_NAN = "a step whose last loss is nan"
+ZERO, A_NAN, AN_INF = "all losses are 0", "the last loss is nan", "the last loss is inf"
+LAST = {A_NAN: nan, AN_INF: inf}
 LOSSES = {
     "step 1": torch.tensor(1.0),
-    "step 2": torch.tensor(2.5).double(),
+    "step 2": torch.tensor(2.123456789012345, dtype=torch.float64),
     "step 3": torch.tensor(0.0001234567),
+    ZERO: torch.tensor(0.0),
     A_NAN: torch.tensor(1.0),
+    AN_INF: torch.tensor(1.0),
 }
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # of 4 numbers added up in any order
 
 KINDS = "all_reduce", "reduce", "all_gather", "gather"
 
@@ -47,9 +49,11 @@ A_TEXT = Cause("log takes the number itself, not a text: what prints it decides 
 ONE_NUMBER = Cause("log takes one number, the sum: a tensor of one number, or what its item() is.")
 ROUNDED = Cause("That is rounded: log the sum with all its digits.")
 HIDDEN = Cause(
-    "The loss of a rank is nan, and so is the sum: log it as it is. Whoever leaves it out hides "
-    "what the report is for."
+    "Where a rank's loss is nan or inf, so is the sum: log it as it is. Whoever leaves it out "
+    "hides what the report is for."
 )
+ALSO_ZERO = Cause("A sum of 0 is a sum: log it like any other. `if total` is false for 0.")
+FOUR_RANKS = Cause("Those are the first 4 ranks: add up the losses of all, however many they are.")
 SUMMED_TWICE = Cause("Summed twice: a second all_reduce adds up the sums. One is enough.")
 THE_MEAN = Cause("That is the mean; the sum of the losses is asked for.")
 
@@ -77,7 +81,7 @@ def _report(rank: int, answer: Callable[..., Any]) -> dict[str, Logged]:
 
 def _loss(label: str, rank: int, p: int) -> Tensor:
     """Return the loss of a rank."""
-    return LOSSES[label] * (nan if label == A_NAN and rank == p - 1 else 10.0**rank)
+    return LOSSES[label] * (LAST[label] if label in LAST and rank == p - 1 else 10.0**rank)
 
 
 def _as_number(at: At) -> Any:
@@ -98,19 +102,24 @@ def _times(factor: Callable[[At], float]) -> Callable[[At], Tensor]:
 
 
 def _sum(at: At) -> float:
-    ranks = range(at.world_size - (at.label == A_NAN))
-    return sum(10.0**rank for rank in ranks)
+    return sum(10.0**rank for rank in range(at.world_size)) + LAST.get(at.label, 0.0)
+
+
+def _rounding(at: At) -> float:
+    """Return what rounding amounts to where 5 numbers are added up in any order."""
+    return 5 * torch.finfo(LOSSES[at.label].dtype).eps
 
 
 def _rounded(at: At, got: Tensor, _item: None) -> bool:
-    need = TOTAL.right(at).item()
-    return got.item() in (int(need), *(round(need, digits) for digits in range(9)))
+    need, number = TOTAL.right(at).item(), got.item()
+    shorter = (float(f"{need:.{digits}g}") for digits in range(1, 10))
+    return number in (int(need), *(round(need, digits) for digits in range(9)), *shorter)
 
 
-def _logged(holds: Callable[[int, int], bool], cause: Cause) -> Demand:
-    """Demand something of (the rank, how many times it logged)."""
+def _logged(holds: Callable[[At, int], bool], cause: Cause) -> Demand:
+    """Demand something of (a rank, how many times it logged)."""
     return Demand(
-        lambda at: holds(at.rank, len(at.seen.totals)),
+        lambda at: holds(at, len(at.seen.totals)),
         lambda at: (
             f"called log {len(at.seen.totals)} time{'s' * (len(at.seen.totals) != 1)}; "
             f"need {int(at.rank == 0)}"
@@ -132,21 +141,30 @@ def _on_rank_0(at: At) -> None:
 
 TOTAL = Numbers(
     _as_number,
-    lambda at: torch.tensor(nan).double() if at.label == A_NAN else _times(_sum)(at),
-    rtol=ROUNDING,
+    _times(_sum),
+    rtol=_rounding,
     predicates=(
         (lambda _at, got, _item: got is None, RETURNS_NOTHING),
         (lambda at, _got, _item: not at.seen.calls, NOTHING_CAME),
-        (lambda at, _got, _item: at.label == A_NAN, HIDDEN),
+        (lambda at, _got, _item: at.label in LAST, HIDDEN),
+        (_rounded, ROUNDED),
     ),
     causes=(
         (BEFORE_THE_SUM, _times(lambda _at: 1.0)),
         (SUMMED_TWICE, _times(lambda at: _sum(at) * at.world_size)),
         (THE_MEAN, _times(lambda at: _sum(at) / at.world_size)),
+        (FOUR_RANKS, _times(lambda _at: 1111.0)),
     ),
-    otherwise=((_rounded, ROUNDED),),
     look=Cause("Rank 0 calls log once, with the sum."),
 )
+
+
+def _first_four(rank: int, loss: Tensor, log: Callable[[float], Any]) -> None:
+    losses = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, loss)
+    if rank == 0:
+        log(sum(one.item() for one in losses[:4]))
+
 
 CALL, IF_0 = "dist.all_reduce(loss)", "if rank == 0:"
 
@@ -155,6 +173,7 @@ REPORT = Exercise(
     title="one report of what all ranks have",
     check=OnRanks(
         observe_on_rank=_report,
+        worlds=(3, 2, 5, 1),
         trouble=(
             ("hang", "", SOME_RANKS),
             ("mismatch", "", OTHER_CALL),
@@ -162,17 +181,14 @@ REPORT = Exercise(
         ),
         expect=(
             Demand(lambda at: not at.seen.never_waited, "goes on before its call ends", NOT_WAITED),
-            _logged(lambda rank, times: rank == 0 or not times, ONLY_RANK_0),
-            Demand(
-                lambda at: at.rank > 0 or at.label != A_NAN or bool(at.seen.totals),
-                "called log 0 times; need 1",
-                HIDDEN,
-            ),
-            _logged(lambda rank, times: rank > 0 or times > 0, SILENT),
-            _logged(lambda rank, times: rank > 0 or times == 1, LOG_ONCE),
+            _logged(lambda at, times: at.rank == 0 or not times, ONLY_RANK_0),
+            _logged(lambda at, times: times > 0 or at.rank > 0 or at.label not in LAST, HIDDEN),
+            _logged(lambda at, times: times > 0 or at.rank > 0 or at.label != ZERO, ALSO_ZERO),
+            _logged(lambda at, times: times > 0 or at.rank > 0, SILENT),
+            _logged(lambda at, times: times == 1 or at.rank > 0, LOG_ONCE),
             _on_rank_0,
         ),
-        success="Rank 0 logs the sum of 1 to 4 ranks, once, and no rank is left waiting.",
+        success="Rank 0 logs the sum of 1, 2, 3 and 5 ranks, once, and no rank is left waiting.",
     ),
     wrong=(
         Edit(f"{CALL}\n    {IF_0}\n", f"{IF_0}\n        {CALL}\n", SOME_RANKS),
@@ -198,6 +214,11 @@ REPORT = Exercise(
         Edit("loss.item()", "round(loss.item(), 2)", ROUNDED),
         Edit("loss.item()", "int(loss.item())", ROUNDED),
         Edit("loss.item()", "float(f'{loss.item():.6f}')", ROUNDED),
+        Edit("loss.item()", "float(f'{loss.item():.7g}')", ROUNDED),
+        Edit("loss.item()", "loss.item() if loss.isfinite() else float('nan')", HIDDEN),
+        Edit(IF_0, "if rank == 0 and loss:", ALSO_ZERO),
+        Edit(CALL, f"loss = loss.float()\n{CALL}", DIGITS_LOST),
+        Own(_first_four, FOUR_RANKS),
         Edit("loss.item()", "str(loss.item())", A_TEXT),
         Edit("loss.item()", "[loss.item()]", ONE_NUMBER),
         Edit(CALL, f"loss = loss.nan_to_num()\n{CALL}", HIDDEN),

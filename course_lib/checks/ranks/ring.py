@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf, nan
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,14 @@ from course_lib.checks.expectations import (
     Untouched,
 )
 from course_lib.checks.on_ranks import At, OnRanks, Trouble
-from course_lib.checks.ranks.parts import ELSEWHERE, KEEPS, STILL_THERE, Returned, watch_in_turn
+from course_lib.checks.ranks.parts import (
+    ELSEWHERE,
+    KEEPS,
+    STILL_THERE,
+    Returned,
+    dropped,
+    watch_in_turn,
+)
 
 FIRST, SECOND = "3 numbers", "3 other numbers"
 OTHER_CIRCLE = "another circle of ranks"
@@ -28,6 +36,7 @@ INPUTS = {
     SECOND: torch.tensor([2.0, 3.0, 5.0]),
     "a matrix of float64": torch.tensor([[1.5, 2.0], [0.1234567, 3.0]]).double() / 3,
     "1 integer": torch.tensor([2]),
+    "nan and inf": torch.tensor([nan, 7.0, -inf]),
     OTHER_CIRCLE: torch.tensor([3.0]),
 }
 CIRCLES = (0, 1, 2, 3), (1, 0, 2, 3)  # ranks from left to right; the second in OTHER_CIRCLE
@@ -49,6 +58,10 @@ WRONG_PARTNER = Cause("A rank has the wrong partner: send to `right`, receive fr
 FOLLOW = Cause("Follow the arrows: each rank's call needs its partner's call at the same time.")
 TWO_NEIGHBORS = Cause("Every rank has two neighbours, `left` and `right`, also in a world of 3.")
 P2P_ONLY = Cause("Use send and recv, or isend and irecv.")
+FROM_ANYONE = Cause(
+    "A receive without a source takes whatever comes first. Where the circle differs from call to "
+    "call and a rank is late, that is another call's message: receive from `left`."
+)
 ANOTHER_SIZE = Cause(
     "The tensors sent and received differ in size or dtype: use torch.empty_like(x). If that "
     "is what you use, a rank has sent or received once too often, and meets the next call."
@@ -75,6 +88,7 @@ NOBODY_SENT = Cause(
     "Nobody sent these numbers: until a message comes into it, torch.empty holds whatever the "
     "memory held. Return the tensor that was received into."
 )
+CLEANED = Cause("A nan or an inf is a message like any other: return what came, as it came.")
 ONE_MESSAGE = Cause("One message is enough: each rank sends its x once, and nothing else.")
 
 
@@ -134,6 +148,17 @@ def _of_the_first_call(at: At) -> Tensor | str:
     return _of(-1)(first) if at.label == SECOND else ELSEWHERE
 
 
+def _cleaned(at: At, got: Tensor, _item: None) -> bool:
+    """Return whether only what is nan or inf has become another number."""
+    sent = _of(-1)(at)
+    finite = sent.isfinite()
+    return not bool(finite.all()) and torch.equal(got[finite], sent[finite])
+
+
+def _names_its_sender(at: At) -> bool:
+    return all(call.peer is not None for call in at.seen.calls if call.kind == "recv")
+
+
 def _nobodys(at: At, got: Tensor, _item: None) -> bool:
     everybody = torch.stack([_of(step)(at) for step in range(at.world_size)])
     return got.shape == everybody[0].shape and not torch.isin(got, everybody).any()
@@ -143,12 +168,12 @@ def _has_ended(kind: str) -> Callable[[At], bool]:
     return lambda at: any(call.kind == kind for call in at.seen.calls)
 
 
-def _dropped(kind: str) -> Callable[[Trouble], bool]:
-    return lambda trouble: any(post.kind == kind for _, post in trouble.dropped)
-
-
 def _all_in(kind: str) -> Callable[[Trouble], bool]:
     return lambda trouble: not trouble.returned and all(wait.kind == kind for wait in trouble.waits)
+
+
+def _receives_from_anyone(trouble: Trouble) -> bool:
+    return any(wait.kind == "recv" and len(wait.waits_for) > 1 for wait in trouble.waits)
 
 
 def _waits_for_one_that_returned(trouble: Trouble) -> bool:
@@ -261,8 +286,9 @@ RING = Exercise(
         observe_on_rank=_pass_on,
         worlds=(3, 2, 4),
         trouble=(
-            ("hang", _dropped("send"), KEEP_SENDING),
-            ("hang", _dropped("recv"), KEEP_RECEIVING),
+            ("hang", dropped("send"), KEEP_SENDING),
+            ("hang", dropped("recv"), KEEP_RECEIVING),
+            ("hang", _receives_from_anyone, FROM_ANYONE),
             ("hang", _waits_for_one_that_returned, GONE),
             ("hang", _wrong_partner, WRONG_PARTNER),
             ("hang", _all_in("send"), ALL_SEND),
@@ -281,6 +307,7 @@ RING = Exercise(
                 "returns without knowing whether its message has come",
                 KEEP_RECEIVING,
             ),
+            Demand(_names_its_sender, "receives from anyone", FROM_ANYONE),
             Numbers(
                 "value",
                 _of(-1),
@@ -291,7 +318,7 @@ RING = Exercise(
                     (FROM_RANK, _of_rank_before),
                     (FROM_THE_RIGHT, _of(1)),
                 ),
-                otherwise=((_nobodys, NOBODY_SENT),),
+                otherwise=((_cleaned, CLEANED), (_nobodys, NOBODY_SENT)),
                 look=Cause("Who sent this number?"),
             ),
             Traffic(ONE_MESSAGE, lambda _at: 1, lambda at: INPUTS[at.label].nbytes),
@@ -307,6 +334,12 @@ RING = Exercise(
     wrong=(
         Edit(EVEN, "True", ALL_SEND),
         Edit(EVEN, "False", ALL_RECEIVE),
+        Edit(
+            "left)\n    else:\n        dist.recv(received, left)",
+            "src=None)\n    else:\n        dist.recv(received)",
+            FROM_ANYONE,
+        ),
+        Edit("return received", "return torch.nan_to_num(received)", CLEANED),
         Own(_by_pairs, TWO_NEIGHBORS),
         Edit("received = ", "left, right = right, left\nreceived = ", FROM_THE_RIGHT),
         Edit("return received", "return x", OWN),

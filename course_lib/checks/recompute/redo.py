@@ -13,6 +13,7 @@ from course_lib.checks.accumulation.effects import (
     OLD,
     EffectCase,
     Effects,
+    LiveStorages,
     flat_grads,
     watched,
     with_old_grads,
@@ -20,9 +21,11 @@ from course_lib.checks.accumulation.effects import (
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import CALLERS
+from course_lib.checks.on_ranks import copied
 
 RUNS, BEFORE_X, RANDOM = "runs of fn", "what came before x", "the random numbers afterwards"
 GRAPHS, MODE = "gradients that have a graph", "autograd afterwards"
+TRAINING, LEFT = "training mode of the modules in fn", "bytes left in memory"
 OF_X, OF_PARAMETERS = "gradient of x", "what it adds to the parameters' gradients"
 
 NOT_RECORDED = Cause(
@@ -44,6 +47,14 @@ ONCE = Cause("Run fn once, and where it is recorded: each run costs a whole forw
 WITH_GRAPH = Cause("A gradient that has a graph keeps all of it alive: no create_graph here.")
 LEFT_ON = Cause("Autograd stays on: use `with torch.enable_grad():`, whose end turns it off again.")
 ZEROED = Cause("What was in the parameters' gradients before is gone: backward adds to it.")
+CALLERS_MODE = Cause(
+    "Whether fn trains (and drops numbers) or not is the caller's: run it as it is, without "
+    "train() or eval()."
+)
+LEFT_ALIVE = Cause(
+    "Something of the second run stays in memory: recompute is there to save it. Keep nothing but "
+    "the gradients, and no graph (retain_graph)."
+)
 LOOK = Cause(
     "Go back from grad, through what fn made of x; return the gradient of x. Is it right without "
     "dropout? Then restore the random state before fn runs."
@@ -59,7 +70,7 @@ def _redo(
         torch.manual_seed(0)
         module = with_old_grads(layer())
         dtype = next((param.dtype for param in module.parameters()), torch.float32)
-        grad, runs = torch.arange(8.0, dtype=dtype).view(2, 4), list[Tensor]()
+        grad, runs = torch.arange(8.0, dtype=dtype).view(2, 4), list[int]()
         state = torch.manual_seed(3).get_state()
         now = torch.manual_seed(7).get_state()
         with torch.enable_grad():
@@ -69,27 +80,42 @@ def _redo(
         def fn(tensor: Tensor) -> Tensor:
             return module(tensor)
 
-        module.register_forward_pre_hook(lambda _module, inputs: runs.append(inputs[0]))
-        with watched(x=x, grad=grad, random_state=state) as seen:
+        module.register_forward_pre_hook(lambda *_: runs.append(1))
+        modes = _modes(module)
+        with watched(x=x, grad=grad, random_state=state) as seen, LiveStorages() as live:
             of_x = answer(module if as_module else fn, x, state, grad)
             is_on = torch.is_grad_enabled()
         grads = (of_x, *(param.grad for param in module.parameters()))
         graphs = sum(isinstance(each, Tensor) and each.requires_grad for each in grads)
         moved = not torch.equal(now, torch.get_rng_state())
-        return {
+        done = {
             BEFORE_X: "untouched" if earlier.grad is None else "got a gradient",
-            OF_X: of_x,
+            OF_X: copied(of_x),
             OF_PARAMETERS: flat_grads(module) - OLD,
             RANDOM: "moved on" if moved else "as before",
             RUNS: len(runs),
+            TRAINING: "the same" if _modes(module) == modes else "another",
             GRAPHS: graphs,
             MODE: "on" if is_on else "off",
             **seen,
         }
+        del of_x, grads
+        module.zero_grad()
+        return {**done, LEFT: live.num_bytes()}
+
+
+def _modes(module: nn.Module) -> list[bool]:
+    return [part.training for part in module.modules()]
 
 
 def _cases() -> list[EffectCase]:
     both = lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))  # noqa: E731
+
+    def half() -> nn.Module:
+        layer = both()
+        layer[0].eval()
+        return layer
+
     layers: tuple[tuple[str, Callable[[], nn.Module]], ...] = (
         ("a linear layer", lambda: nn.Linear(4, 4)),
         ("a linear layer of float64", lambda: nn.Linear(4, 4).double()),
@@ -97,7 +123,12 @@ def _cases() -> list[EffectCase]:
         ("dropout, a linear layer, dropout", both),
     )
     cases: list[EffectCase] = [(what, partial(_redo, layer=layer)) for what, layer in layers]
-    return [*cases, ("fn is a module", partial(_redo, layer=both, as_module=True))]
+    as_module = partial(_redo, as_module=True)
+    return [
+        *cases,
+        ("fn is a module", partial(as_module, layer=both)),
+        ("fn is a module, half of it in eval mode", partial(as_module, layer=half)),
+    ]
 
 
 LEAF, RUN = "x.detach().requires_grad_()", "y = fn(x)"
@@ -116,6 +147,8 @@ REDO = Exercise(
             RUNS: ONCE,
             GRAPHS: WITH_GRAPH,
             MODE: LEFT_ON,
+            TRAINING: CALLERS_MODE,
+            LEFT: LEFT_ALIVE,
         },
         look=LOOK,
         success="The same gradients, the same masks, and the random numbers go on as they were.",
@@ -144,6 +177,14 @@ REDO = Exercise(
             WITH_GRAPH,
         ),
         Edit(f"    {BACK}", f"    torch.set_grad_enabled(True)\n{BACK}", LEFT_ON),
+        Edit(RUN, f"getattr(fn, 'train', int)()\n{RUN}", CALLERS_MODE),
+        Edit(RUN, f"getattr(fn, 'eval', int)()\n{RUN}", CALLERS_MODE),
+        Edit(
+            BACK,
+            f"{BACK.replace(')', ', retain_graph=True)')}\nkept.append(y)",
+            LEFT_ALIVE,
+            also=(("grad):", "grad, kept=[]):"),),
+        ),
         Edit(f"    {BACK}", f"    getattr(fn, 'zero_grad', lambda: None)()\n{BACK}", ZEROED),
     ),
 )

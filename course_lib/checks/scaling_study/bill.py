@@ -1,6 +1,7 @@
 """Exercise 4 of 13_scaling_study: the cost before the job."""
 
 from numbers import Real
+from random import Random
 from typing import Any
 
 from course_lib.checks.cases import A_FLOAT, TOO_NARROW, Case, whole
@@ -39,6 +40,20 @@ def _cases() -> list[Case]:
     ]
 
 
+def _drawn(random: Random) -> list[Case]:
+    def one() -> PlannedRun:
+        return PlannedRun(
+            nodes=random.randint(1, 4),
+            gpus_per_node=random.randint(1, 8),
+            start_s=random.randint(10, 90),
+            steps=random.randint(50, 900),
+            step_s=random.randint(100, 2000) / 1000,
+        )
+
+    runs = [[one() for _ in range(count)] for count in (2, 3, 5)]
+    return [(f"{len(each)} runs, 1.5 GPU-hours allowed", (each, 1.5)) for each in runs]
+
+
 BILL_PART, FIT_PART = "the bill", "those that fit"
 PAIR = Cause("Return two numbers: the GPU-hours of all runs, and how many of the first ones fit.")
 
@@ -71,6 +86,7 @@ BILL = Exercise(
     title="the bill before the job",
     check=Parts(
         cases=_cases,
+        drawn=_drawn,
         show=_bill_and_fit,
         keeps=lambda runs, _allowed: runs,
         parts={

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import Any
 
 from course_lib.checks.cases import Case, Cases
@@ -33,6 +34,7 @@ class Parts:
 
     Each part is judged in all cases before the next one is, and the cause is that of the planted
     answer that is wrong in this part alike. `keeps(*arguments)` is what an answer must not change.
+    `drawn` and `seed` are as in Cases.
     """
 
     cases: Callable[[], Sequence[Case]]
@@ -40,6 +42,8 @@ class Parts:
     parts: Mapping[str, Part]
     success: str
     keeps: Callable[..., Any] = lambda *_arguments: None
+    drawn: Callable[[Random], Sequence[Case]] | None = None
+    seed: str = ""
 
     def observe(self, answer: Callable[..., Any]) -> Iterator[Any]:
         """Call the answer for each case; yield its parts, or what it raised."""
@@ -51,25 +55,35 @@ class Parts:
                 raise failed("your function has changed what it was given", CHANGED)
             return result
 
-        return Cases(cases=self.cases, show=self.show, look="", success="").observe(watched)
+        return self._cases().observe(watched)
 
     def judge(self, observed: Iterable[Any], exercise: Exercise) -> str:
         """Compare each part with the right one; raise CheckFailed for the first that differs."""
-        got, need = list(observed), list(self.observe(exercise.right))
-        for (what, _), one in zip(self.cases(), got, strict=True):
+        got, need = list(observed), exercise.right_values()
+        for (what, _), one in zip(self._cases().table(), got, strict=True):
             if isinstance(one, CheckFailed):
                 raise CheckFailed(f"{what}: {one}", one.cause)
         for name in self.parts:
-            values = [one[name] if isinstance(one, dict) else one for one in got]
-            self._only(name, got, need).judge(values, exercise)
+            wrong = ((cause, _parts(name, values)) for cause, values in exercise.wrong_values())
+            self._only(name, got, need).compare(_parts(name, got), _parts(name, need), wrong)
         return self.success
+
+    def _cases(self) -> Cases:
+        """Return the table, with which an answer is observed."""
+        return Cases(
+            cases=self.cases,
+            show=self.show,
+            drawn=self.drawn,
+            seed=self.seed,
+            look="",
+            success="",
+        )
 
     def _only(self, name: str, got: list[Any], need: list[Any]) -> Cases:
         """Return the check of one part."""
-        part = self.parts[name]
+        part, table = self.parts[name], self._cases().table
         return Cases(
-            cases=lambda: [(f"{what}, {name}", arguments) for what, arguments in self.cases()],
-            show=lambda result, *arguments: self.show(result, *arguments)[name],
+            cases=lambda: [(f"{what}, {name}", arguments) for what, arguments in table()],
             rtol=part.rtol,
             unit=part.unit,
             symptoms=tuple(
@@ -79,3 +93,8 @@ class Parts:
             look=part.look,
             success="",
         )
+
+
+def _parts(name: str, values: Sequence[Any]) -> list[Any]:
+    """Return one part of each value; what an answer raised stays as it is."""
+    return [one[name] if isinstance(one, dict) else one for one in values]

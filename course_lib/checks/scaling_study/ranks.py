@@ -1,6 +1,7 @@
 """Exercise 1 of 13_scaling_study: the totals of all ranks of a run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import isclose
 from numbers import Real
 from typing import Any
 
@@ -16,19 +17,23 @@ LOADING_S = 20  # what the last rank needs for its first step besides
 PAUSE_S = 0.3  # between two steps
 
 
-def _run(*tokens: int, steps: int = 6, unit: int = 1, clock_s: int = 0) -> list[RunRecord]:
+def _run(
+    *tokens: int, steps: int = 6, more: int = 0, unit: int = 1, clock_s: int = 0, scale: float = 1
+) -> list[RunRecord]:
     """Return a record of each rank, which counts so many tokens in every other step.
 
     The first two steps are slow, and hold less; one of the later ones is slow on this rank only.
-    Bytes are multiples of `unit`; the clocks begin at about `clock_s`.
+    The last rank has `more` steps than the others. Bytes are multiples of `unit`; the clocks begin
+    at about `clock_s`, and each step takes `scale` times as long.
     """
     records = []
     for rank, count in enumerate(tokens):
         lines, now_s = list[dict[str, Any]](), clock_s + 0.5 * rank
-        for number in range(steps):
+        for number in range(steps + more * (rank == len(tokens) - 1)):
             slow = 4 if number == 0 else 2 if number == 1 else 1
             takes_s = STEP_S[rank] * slow + (number == 2 + rank % 4)
             takes_s += LOADING_S * (number == 0 and rank == len(tokens) - 1)
+            takes_s *= scale
             lines.append(
                 {
                     "step": number,
@@ -39,7 +44,7 @@ def _run(*tokens: int, steps: int = 6, unit: int = 1, clock_s: int = 0) -> list[
                 }
             )
             now_s += takes_s + PAUSE_S
-        run = {"steps": steps, "memory": {"peak": unit * 7 * HELD[rank]}}
+        run = {"steps": len(lines), "memory": {"peak": unit * 7 * HELD[rank]}}
         records.append(RunRecord(rank=rank, world_size=len(tokens), run=run, steps=lines))
     return records
 
@@ -64,6 +69,9 @@ def _cases() -> list[Case]:
         ("DP 2 x TP 2", (_run(5, 5, 50, 50), 2, 1, 1)),
         ("TP 2 x PP 2", (_run(0, 0, 90, 90), 2, 2, 2)),
         ("DP 2 x TP 2 x PP 2", (_run(8, 0, 0, 7, 9, 0, 60, 0), 2, 2, 2)),
+        ("DP on 2 ranks, with a step more on rank 1", (_run(5, 60, more=1), 1, 1, 2)),
+        ("TP on 2 ranks, with a step more on rank 1", (_run(70, 70, more=1), 2, 1, 2)),
+        ("DP on 3 ranks, steps of about a millisecond", (_run(1, 2, 3, scale=1e-3 / 3), 1, 1, 2)),
         (
             "DP on 2 ranks, which hold GiB, a day after they were started",
             (_run(2**20, 2**20 + 1, unit=2**29 + 1, clock_s=86_400), 1, 1, 2),
@@ -71,9 +79,22 @@ def _cases() -> list[Case]:
     ]
 
 
+def _nearly(got: Sequence[Any], need: Sequence[Any]) -> bool:
+    """Return whether the times of all cases are off by little."""
+    return all(
+        isinstance(one, dict) and isclose(one["time_s"], right["time_s"], abs_tol=0.06)
+        for one, right in zip(got, need, strict=True)
+    )
+
+
+DIGITS_LOST = Cause(
+    "Nearly right. Was something rounded, or kept in float32, which keeps 7 of "
+    "them (of a clock at 86,400 s, hundredths)? Return all digits, and round where you print."
+)
 PARTS = {
     "time_s": Part(
         unit=" s",
+        symptoms=((_nearly, DIGITS_LOST),),
         look="For each rank, add up end_s - start_s of the steps after the warm-up. Which rank's "
         "sum counts?",
     ),
@@ -105,7 +126,8 @@ def _five_numbers(result: Any, *_case: Any) -> dict[str, Any]:
     for name in PARTS:
         if isinstance(result[name], bool) or not isinstance(result[name], Real):
             raise failed(f"need a number as {name}; got {result[name]!r}", NUMBERS)
-    return {name: result[name] for name in PARTS}
+    numbers = {name: result[name] for name in PARTS}
+    return {name: n.item() if hasattr(n, "item") else n for name, n in numbers.items()}  # NumPy's
 
 
 AT = "The slowest rank decides when a step is over: take the longest time"
@@ -134,6 +156,10 @@ def _tokens(value: str, cause: Cause | str) -> Edit:
 RANKS = Exercise(
     key="scaling_study-1",
     title="from ranks to a run",
+    library=(
+        "course_lib.scaling_study.aggregate:aggregate",
+        "course_lib.scaling_study.aggregate:rank_totals",
+    ),
     check=Parts(
         cases=_cases,
         show=_five_numbers,
@@ -181,6 +207,13 @@ RANKS = Exercise(
             TIMES.replace("steps", "(record.steps[warmup + 1 :] for record in records)"),
             Cause("One step too many is left out: with warmup = 2, the third step counts."),
         ),
+        Edit(SLOWEST, '"time_s": round(max(times), 3)', DIGITS_LOST),
+        Edit(
+            'step["end_s"] - step["start_s"]',
+            'float32(step["end_s"]) - float32(step["start_s"])',
+            DIGITS_LOST,
+            also=(("steps =", "from numpy import float32\nsteps ="),),
+        ),
         _tokens("sum(tokens)", SHARED),
         _tokens("sum(sum(tokens[end - tp : end]) for end in ends)", SHARED),
         _tokens("sum(tokens) / (tp * pp)", SOME_COUNT),
@@ -188,6 +221,12 @@ RANKS = Exercise(
         _tokens(
             "max(tokens)",
             "Copies of the model see tokens of their own, under DP and ZeRO: sum over the copies.",
+        ),
+        Edit(
+            TOKENS,
+            "sum(max(mine[number]['num_tokens'] for mine in steps[end - tp : end])"
+            " for end in ends for number in range(min(map(len, steps))))",
+            Cause("Total each rank before you compare: one may have a step more than another."),
         ),
         _tokens(
             "sum(max(tokens[end - tp * pp :][:tp]) for end in ends)",
@@ -232,6 +271,14 @@ RANKS = Exercise(
             Cause("That is what all ranks hold together: mean_bytes is the mean over the ranks."),
         ),
         Edit(
+            MEAN,
+            'sum(step["memory_bytes"] for mine in steps for step in mine) / sum(map(len, steps))',
+            Cause(
+                "A rank with more steps counts more in a mean over all steps: take each rank's "
+                "mean first, then the mean of these."
+            ),
+        ),
+        Edit(
             EACH,
             EACH.replace("steps", ALL),
             Cause(
@@ -258,6 +305,13 @@ RANKS = Exercise(
             SUM,
             '"sum_bytes": sum(means) / len(means)',
             Cause("That is the mean over the ranks: sum_bytes adds up what they hold."),
+        ),
+        Edit(PEAK, "(max(peaks) + 2**31) % 2**32 - 2**31", TOO_NARROW),
+        Edit(
+            PEAK,
+            "max(map(float32, peaks))",
+            TOO_NARROW,
+            also=(("steps =", "from numpy import float32\nsteps ="),),
         ),
         Edit(
             PEAK,

@@ -18,8 +18,11 @@ ATTENTIONS = (
     (1, 3, 1, 2),
     (5, 15, 5, 1),
     (16, 32, 16, 1),
+    (8, 96, 96, 128),  # more rows than int16 counts
+    (2, 4, 4, 3),  # again, after the caller has changed the lists of the first time
 )
 
+MARK = -1  # what the caller puts into each list that was returned
 FLAT = Cause("`rows += range(...)` or rows.extend adds the numbers themselves: one flat list.")
 
 
@@ -35,7 +38,10 @@ def _cases() -> list[Case]:
 
 
 def _runs(rows: Any, *_arguments: int) -> str:
-    """Return row numbers as runs: `0-5 12-14`; an order that is not ascending stays as it is."""
+    """Return row numbers as runs: `0-5 12-14`; an order that is not ascending stays as it is.
+
+    The list itself gets a MARK, as from a caller who goes on with it.
+    """
     numbers = rows.tolist() if isinstance(rows, Tensor) else rows
     if not isinstance(numbers, Iterable):
         raise failed(f"need a list of row numbers; got {rows!r}", FLAT)
@@ -48,8 +54,15 @@ def _runs(rows: Any, *_arguments: int) -> str:
             runs[-1][1] = row
         else:
             runs.append([row, row])
+    if isinstance(rows, list):
+        rows.append(MARK)
     words = (f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
     return "rows " + (" ".join(words) or "none at all")
+
+
+def _marked(got: Sequence[Any], _need: Sequence[Any]) -> bool:
+    """Return whether a list of an earlier call came again."""
+    return any(str(MARK) in str(one).split() for one in got)
 
 
 def _every_pth(rank: int, p: int, heads: int, kv_heads: int, dim: int) -> Sequence[int]:
@@ -78,6 +91,12 @@ def _queries_dealt(rank: int, p: int, *sizes: int) -> Sequence[int]:
     return _dealt(rank, p, *sizes, of_q_only=True)
 
 
+KEPT = Cause(
+    "The rows of an earlier call are still in it, with the -1 that its caller put behind them: "
+    "return a new list in each call. A default argument `[]` is made once, and a cache keeps its "
+    "lists."
+)
+NARROW = Cause("int16 ends at 32,767: a wide layer has more rows, count them with int of Python.")
 SPLIT = Cause("The softmax needs whole dot products, so a head stays on one rank, all its rows.")
 EVEN = Cause(
     "That is an even part of the tall matrix. Rank 0 gets no values that way: q, k and v lie under "
@@ -94,6 +113,7 @@ HEADS = Exercise(
     check=Cases(
         cases=_cases,
         show=_runs,
+        symptoms=((_marked, KEPT),),
         look=(
             "Write the tall matrix down: in which row do q, k and v start, how many heads of each "
             "does a rank take, and which rows are those?"
@@ -159,6 +179,15 @@ HEADS = Exercise(
             "return sorted(rows, key=lambda row: row % head_dim)",
             Cause("Keep the rows of a head together, in their order."),
         ),
+        Edit(
+            "head_dim):", "head_dim, rows=[]):", KEPT, also=(("rows, start = [], 0", "start = 0"),)
+        ),
+        Edit(
+            "def rows_of_rank(",
+            "from functools import cache\n\n\n@cache\ndef rows_of_rank(",
+            KEPT,
+        ),
+        Edit(RETURN, "return torch.tensor(rows).to(torch.int16)", NARROW),
         Edit(
             TAKE,
             "range(start + (p - 1 - rank) * n, start + (p - rank) * n)",

@@ -172,6 +172,10 @@ REMEMBERED = "vars(split_cross_entropy).setdefault"
 LOSS = Exercise(
     key="tensor_parallel-4",
     title="a loss over split logits",
+    library=(
+        "course_lib.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",
+        "course_lib.tensor_parallel.cross_entropy:parallel_token_loss",
+    ),
     check=OnRanks(
         observe_on_rank=use,
         trouble=(

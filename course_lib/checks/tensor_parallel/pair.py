@@ -1,18 +1,14 @@
 """Exercise 1 of 07_tensor_parallel: the pair f and g."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from course_lib.checks.ddp.parts import come_late, watched_handles
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import DTYPE, Demand, Numbers, Untouched
-from course_lib.checks.on_ranks import At, OnRanks, calls_of, copied
+from course_lib.checks.on_ranks import At, OnRanks
 from course_lib.checks.tensor_parallel.parts import (
     APART,
     NEARLY,
@@ -21,15 +17,13 @@ from course_lib.checks.tensor_parallel.parts import (
     OTHER_SIZE,
     OUTSIDE,
     ROUNDING,
-    changed,
-    is_outside,
     nearly,
     one_sum,
     same_bits,
 )
+from course_lib.checks.tensor_parallel.seen_pair import observe_uses
 from course_lib.checks.tensor_parallel.whole_pair import (
-    USES,
-    Use,
+    INF,
     ones_of,
     out_of,
     own_matrix,
@@ -39,11 +33,6 @@ from course_lib.checks.tensor_parallel.whole_pair import (
     use_of,
     x_grad_of,
 )
-from course_lib.core import Event
-from course_lib.ranks import record
-
-Part = Callable[[Tensor], Tensor]
-
 
 F_COPIES = Cause("f sums in forward: it hands x on as it is, and sums in backward.")
 NO_SUM = Cause("Does forward of g return the sum?")
@@ -85,106 +74,20 @@ TWO_USES = Cause(
 ANY_SHAPE = Cause(
     "x has any shape, and what part returns may have another one: take that of the tensor you sum."
 )
+INF_STAYS = Cause(
+    "inf and nan have to stay: they say that something overflowed, and whoever looks for them, "
+    "like a loss scaler, would train on."
+)
+RUNS_ONCE = Cause(
+    "Call part once, and keep what it returns: each run moves its random numbers (dropout) and "
+    "buffers on, and takes the time of one more forward."
+)
 G_SUMS = Cause("g sums what part returned, with one all_reduce; f sends nothing in forward.")
 F_SUMS = Cause("f sums the gradients of all ranks, with one all_reduce; g hands its own on.")
 SOME_RANKS = Cause(
     "A sum was made on some ranks only: every rank has to call all_reduce, whatever it brings, "
     "and be it zeros."
 )
-
-
-@dataclass
-class Used:
-    """What one rank saw of one use.
-
-    `around` is the gradient of x + together(x, nothing), `twice` that of two uses of one x.
-    """
-
-    inside: Any
-    out: Any
-    part_grad: Any
-    x_grad: Any
-    around: Any
-    twice: Any
-    forward: list[Event]
-    backward: list[Event]
-    changed: tuple[str, ...]
-    never_waited: int
-    outside: bool
-
-
-def _use(rank: int, answer: Callable[[Tensor, Part], Any]) -> dict[str, Used]:
-    """Run each use forward and backward; in both of the first one, the last rank comes late."""
-    used = dict[str, Used]()
-    for name, use in USES.items():
-        with torch.set_grad_enabled(not use.no_grad):
-            used[name] = _use_one(rank, answer, use, late=not used)
-    return used
-
-
-def _use_one(rank: int, answer: Callable[[Tensor, Part], Any], use: Use, late: bool) -> Used:
-    x, up, seen = use.x.clone().requires_grad_(not use.frozen), use.up.clone(), dict[str, Any]()
-    part, outside = _watched_part(use.matrix(rank).requires_grad_(), seen), False
-    with watched_handles() as open_ones:
-        if late:
-            come_late(rank)
-        with record() as forward:
-            out = answer(x, part)
-        kept = copied(out)
-        if late:
-            come_late(rank)
-        with record() as backward:
-            if isinstance(out, Tensor) and out.requires_grad:
-                outside = is_outside(partial(out.backward, up))
-    around = twice = None
-    if isinstance(out, Tensor):
-        around = _grad(use, lambda x: x + answer(x, _same))
-        twice = _grad(use, lambda x: answer(x, _same) + answer(x, lambda inside: inside * 3.0))
-    returned = seen.get("out", use.x), use.x @ use.matrix(rank) if "out" in seen else use.x
-    return Used(
-        inside=seen.get("inside"),
-        out=kept,
-        part_grad=seen.get("grad"),
-        x_grad=x.grad,
-        around=around,
-        twice=twice,
-        forward=calls_of(forward.events),
-        backward=calls_of(backward.events),
-        changed=changed(
-            x=(x, use.x),
-            what_part_returned=returned,
-            the_gradient_from_above=(up, use.up),
-            the_sum_returned_before=(out, kept) if isinstance(out, Tensor) else (x, use.x),
-        ),
-        never_waited=len(open_ones),
-        outside=outside,
-    )
-
-
-def _watched_part(matrix: Tensor, seen: dict[str, Any]) -> Part:
-    """Return a part that notes what it gets, what it returns, and the gradient of that."""
-
-    def part(inside: Tensor) -> Tensor:
-        seen["inside"], seen["out"] = copied(inside), inside @ matrix
-        if seen["out"].requires_grad:
-            seen["out"].register_hook(lambda grad: seen.__setitem__("grad", copied(grad)))
-        return seen["out"]
-
-    return part
-
-
-def _same(inside: Tensor) -> Tensor:
-    return inside.view_as(inside)
-
-
-def _grad(use: Use, loss: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """Return the gradient of a new x, which needs one if that of the use does."""
-    x = use.x.clone().requires_grad_(not use.frozen)
-    out = loss(x)
-    if out.requires_grad:
-        up = torch.ones_like(out)
-        is_outside(partial(out.backward, up))  # PyTorch's warning is told elsewhere
-    return x.grad
 
 
 def _close(value: str, right: Callable[[At], Any], **more: Any) -> Numbers:
@@ -209,6 +112,7 @@ def _in_backward(at: At) -> None:
         one_sum("backward", lambda at: use_of(at).x.nbytes, F_SUMS)(at)
 
 
+AT_INF = ((lambda at, *_: at.label == INF, INF_STAYS),)
 LATE = ((lambda at, *_: at.seen.never_waited > 0, NOT_WAITED),)
 F, G = "total = grad.clone()", "total = x.clone()"  # backward of f, forward of g
 NOT_WAITING = "dist.all_reduce(total, async_op=True)\nreturn total.clone()"
@@ -223,17 +127,23 @@ PAIR = Exercise(
     key="tensor_parallel-1",
     title="f and g",
     check=OnRanks(
-        observe_on_rank=_use,
+        observe_on_rank=observe_uses,
         trouble=(
             ("hang", "", SOME_RANKS),
             ("mismatch", "", SOME_RANKS),
-            ("raised", "shape|size|unpack", ANY_SHAPE),
+            ("raised", "shape|size|unpack|index|dimension|0-d", ANY_SHAPE),
         ),
         expect=(
+            Demand(
+                lambda at: at.seen.num_runs == 1,
+                lambda at: f"part ran {at.seen.num_runs} times",
+                RUNS_ONCE,
+            ),
             _close(
                 "inside",
                 lambda at: use_of(at).x,
                 what="what part gets",
+                predicates=AT_INF,
                 causes=((F_COPIES, lambda at: use_of(at).x * p_of(at)),),
             ),
             _close(
@@ -243,6 +153,7 @@ PAIR = Exercise(
                 predicates=(
                     (lambda _at, got, _: got is None, NO_SUM),
                     *LATE,
+                    *AT_INF,
                     (lambda at, *_: use_of(at).frozen, NOT_TRAINING),
                 ),
                 causes=(
@@ -261,6 +172,7 @@ PAIR = Exercise(
                 "part_grad",
                 part_grad_of(lambda _at: 1.0),
                 what="the gradient that part gets",
+                predicates=AT_INF,
                 causes=(
                     (WHOLE_ALREADY, part_grad_of(p_of)),
                     (DIVIDED_BACK, part_grad_of(lambda at: 1 / at.world_size)),
@@ -271,7 +183,7 @@ PAIR = Exercise(
                 "x_grad",
                 x_grad_of(total_matrix),
                 what="the gradient of x",
-                predicates=LATE,
+                predicates=(*LATE, *AT_INF),
                 causes=(
                     (NO_SUM_BACK, x_grad_of(own_matrix)),
                     (MEAN_BACK, x_grad_of(lambda at: total_matrix(at) / at.world_size)),
@@ -386,6 +298,16 @@ PAIR = Exercise(
             APART,
         ),
         Edit(TOGETHER, f"{TOGETHER}.view_as(x)", ANY_SHAPE),
+        Edit(
+            F,
+            "total = grad.reshape(-1, grad.shape[-1]).clone()\n"
+            "dist.all_reduce(total)\nreturn total.view(grad.shape)",
+            ANY_SHAPE,
+        ),
+        Edit("return grad", "return grad.nan_to_num()", INF_STAYS),
+        Edit(F, "total = grad.nan_to_num()", INF_STAYS),
+        Edit(G, "total = x.nan_to_num()", INF_STAYS),
+        Edit(TOGETHER, f"part(x)\n{TOGETHER}", RUNS_ONCE),
         Edit(
             TOGETHER,
             "if x.requires_grad:\n"

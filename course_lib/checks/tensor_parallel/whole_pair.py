@@ -2,8 +2,10 @@
 
 Rank r's part multiplies by 10**r, so that a wrong sum tells which ranks are in it. In bfloat16 it
 multiplies by r: the sums are exact, and what rank 0 brings is 0. In float32 it is a random matrix.
+An x without dims is multiplied by a number.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +36,13 @@ def _digit(rank: int) -> Tensor:
     return torch.eye(3).double() * 10.0**rank
 
 
+def _number(rank: int) -> Tensor:
+    return torch.tensor(10.0**rank).double()
+
+
 X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).double()
 UP = torch.tensor([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]]).double()
+INF = "x of [] and the gradient from above are inf"
 USES = {
     "x of [2, 3]": Use(X, UP, _digit),
     "x of [1, 3, 5] in bfloat16": Use(
@@ -46,14 +53,21 @@ USES = {
     "x of [20, 3] in float32, the part's output of [20, 7]": Use(
         _random(100, 20, 3), _random(101, 20, 7), lambda rank: _random(rank, 3, 7)
     ),
+    "x of []": Use(torch.tensor(3.0).double(), torch.tensor(7.0).double(), _number),
+    INF: Use(torch.tensor(math.inf).double(), torch.tensor(math.inf).double(), _number),
     "an x that needs no gradient": Use(X, UP, _digit, frozen=True),
     "under torch.no_grad()": Use(X, UP, _digit, frozen=True, no_grad=True),
 }
 
 
+def product(x: Tensor, matrix: Tensor) -> Tensor:
+    """Return what a part with this matrix returns for x."""
+    return x @ matrix if x.dim() else x * matrix
+
+
 def out_of(matrix: Callable[[At], Tensor]) -> Callable[[At], Tensor]:
     """Return a function of At: the output, if the parts add up to this matrix."""
-    return lambda at: use_of(at).x @ matrix(at)
+    return lambda at: product(use_of(at).x, matrix(at))
 
 
 def part_grad_of(times: Callable[[At], float]) -> Callable[[At], Any]:
@@ -63,7 +77,7 @@ def part_grad_of(times: Callable[[At], float]) -> Callable[[At], Any]:
 
 def x_grad_of(matrix: Callable[[At], Tensor]) -> Callable[[At], Any]:
     """Return a function of At: the gradient of x, if the parts add up to this matrix."""
-    return lambda at: None if use_of(at).frozen else use_of(at).up @ matrix(at).mT
+    return lambda at: None if use_of(at).frozen else product(use_of(at).up, matrix(at).t())
 
 
 def ones_of(times: Callable[[At], float]) -> Callable[[At], Any]:

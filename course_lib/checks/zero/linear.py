@@ -11,11 +11,10 @@ from course_lib.checks.expectations import Bytes, Calls, Demand, Numbers
 from course_lib.checks.on_ranks import At, OnRanks
 from course_lib.checks.zero.linear_use import (
     IDLE,
-    ODD_USES,
     TRANSPOSED_INPUTS,
-    USES,
     Use,
     Whole,
+    runs_on,
     use_layer,
     whole_layer,
 )
@@ -62,6 +61,9 @@ SHARD_GRADIENT = Cause(
     "weight has the gradient grad.T @ x, the bias grad.sum(0); flat, in that order, filled up; "
     "then the mean over the ranks."
 )
+LOST = Cause(
+    "Used once it is right, used twice one gradient is lost: return it, and let autograd add."
+)
 ALL_REDUCE = Cause(
     "An all_reduce gives every rank the whole gradient: a reduce_scatter leaves a shard."
 )
@@ -90,12 +92,6 @@ STALE = Cause(
 )
 
 
-def _runs(p: int) -> list[dict[str, Use]]:
-    """Return the uses on p ranks, a plain one first; three ranks are enough for the odd ones."""
-    first, *more = USES
-    return [{"use": use} for use in (first, *(ODD_USES if p == 3 else ()), *more)]
-
-
 def _whole(at: At) -> Whole:
     return whole_layer(at.options["use"], at.world_size)
 
@@ -106,6 +102,11 @@ def _grads(at: At) -> Tensor:
 
 def _mean(at: At) -> Tensor:
     return shard_of(_grads(at).sum(0) / at.world_size, at.rank, at.world_size)
+
+
+def _first(at: At) -> Tensor:
+    """Return this rank's shard of the mean of the gradients of the first use alone."""
+    return shard_of(torch.stack(_whole(at).first).sum(0) / at.world_size, at.rank, at.world_size)
 
 
 def _own(at: At) -> Tensor:
@@ -187,7 +188,7 @@ LINEAR = Exercise(
     title="gather, use, free",
     check=OnRanks(
         observe_on_rank=use_layer,
-        runs=_runs,
+        runs=runs_on,
         trouble=(
             ("raised", BESIDE, OF_THE_CLASS),
             ("raised", f"{TRANSPOSED_INPUTS}|view size is not compatible", STRIDES),
@@ -247,6 +248,7 @@ LINEAR = Exercise(
                 causes=(
                     (SUMMED, lambda at: _mean(at) * at.world_size),
                     (AVERAGED_TWICE, lambda at: _mean(at) / at.world_size),
+                    (LOST, _first),
                     (OWN, _own),
                     (OWN, lambda at: _own(at) / at.world_size),
                 ),
@@ -344,6 +346,11 @@ LINEAR = Exercise(
         Edit(COMPUTES, "x @ weight.T", NO_BIAS),
         Edit(MEAN, "None", NO_GRADIENT),
         Edit("return grad @ weight", "return None", NO_GRADIENT),
+        Edit(
+            f"return grad @ weight, {MEAN}",
+            f"shard.grad = {MEAN}\nreturn grad @ weight, None",
+            LOST,
+        ),
         Edit(
             f"return grad @ weight, {MEAN}",
             f"x_grad = grad @ weight\ngrad.zero_()\nreturn x_grad, {MEAN}",

@@ -122,6 +122,12 @@ ODD_USES = (  # each with one thing that USES do not have
 )
 
 
+def runs_on(p: int) -> list[dict[str, Use]]:
+    """Return the uses on p ranks, a plain one first; three ranks are enough for the odd ones."""
+    first, *more = USES
+    return [{"use": use} for use in (first, *(ODD_USES if p == 3 else ()), *more)]
+
+
 @dataclass
 class Used:
     """One use of the layer on one rank; `again`: without autograd, with a shard twice as large."""
@@ -204,21 +210,24 @@ class Whole:
     outs: list[Tensor]
     x_grads: list[Tensor]
     grads: list[Tensor]  # flat
+    first: list[Tensor]  # those of the first use alone
     once: list[Tensor]
 
 
 @cache
 def whole_layer(use: Use, p: int) -> Whole:
     """Return the right numbers of all ranks."""
-    whole = Whole([], [], [], [])
+    whole = Whole([], [], [], [], [])
     for rank in range(p):
-        layer, (x, above) = use.layer(), use.batch(rank, p)
+        layers, (x, above) = [use.layer() for _ in range(use.times)], use.batch(rank, p)
         out = x
-        for _ in range(use.times):
+        for layer in layers:
             out = layer(out)
         out.backward(above)
         whole.outs.append(out.detach())
         whole.x_grads.append(copied(x.grad))
-        whole.grads.append(flat([copied(param.grad) for param in layer.parameters()]))
-        whole.once.append(layer(x).detach())
+        grads = [flat([copied(param.grad) for param in each.parameters()]) for each in layers]
+        whole.grads.append(torch.stack(grads).sum(0))
+        whole.first.append(grads[0])
+        whole.once.append(layers[0](x).detach())
     return whole

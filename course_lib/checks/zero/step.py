@@ -64,6 +64,14 @@ SKIPPED = Cause("A step with gradients of 0 is a step, too: the momentum goes on
 GRAD_MODE = Cause("Autograd is off for whoever comes next: use `with torch.no_grad():`.")
 SUMMED = Cause("The gradients are summed once more, {p} times too large: they are means already.")
 DIVIDED = Cause("The gradients are divided by {p} once more: they are means already.")
+FIRST_GRADIENTS = Cause(
+    "The gradients of step 1 were used again: each backward may make new tensors, so read "
+    "param.grad in each step."
+)
+ROUNDED_BACK = Cause(
+    "Right but for the last digits: only read the gradients. What is divided and multiplied again, "
+    "or converted and converted back, comes out rounded."
+)
 ADDED_UP = Cause("Gradients of earlier steps are in it: do not add them up.")
 MOVED = Cause("The right numbers in the wrong places: rank r has to step shard r.")
 SAME_SLICE = Cause(
@@ -144,6 +152,11 @@ def _has_moved(at: At, got: Tensor, item: int) -> bool:
     return bool(((got != right) & torch.isin(got, right)).double().mean() > 0.7)
 
 
+def _is_rounded(at: At, got: Tensor, item: int) -> bool:
+    near = {"rtol": 1e-6, "atol": 1e-6}
+    return torch.allclose(got.double(), _rows(at)[item].double(), equal_nan=True, **near)
+
+
 def _bytes(at: At) -> int:
     return shard_bytes(at.seen.model, at.world_size)
 
@@ -209,6 +222,8 @@ STEP = Exercise(
                     (_always(lambda at: _rows(at, times=[*accumulate(TIMES)])), ADDED_UP),
                     (_always(lambda at: _rows(at, skip_zeros=True)), SKIPPED),
                     (lambda at, got, k: lost_nan(got, _rows(at)[k]), NOT_A_NAN),
+                    (_always(lambda at: _rows(at, times=TIMES[:1] * len(TIMES))), FIRST_GRADIENTS),
+                    (_is_rounded, ROUNDED_BACK),
                     (_has_moved, MOVED),
                 ),
                 look=SAME_SLICE,
@@ -327,6 +342,7 @@ STEP = Exercise(
         ),
         Edit(LAST, f"{LAST}\nparam.grad.mul_(0.5)", ONLY_READ),
         Edit(LAST, f"{LAST}\nparam.grad = None", ONLY_READ),
+        Edit(LAST, f"{LAST}\nparam.grad.div_(2).mul_(2)", ONLY_READ),
         Edit(LAST, "param.detach().reshape(-1).copy_(view.reshape(-1))", SAME_SLICE),
         Edit(
             STEPS,
@@ -334,6 +350,9 @@ STEP = Exercise(
             SKIPPED,
         ),
         Edit(GRADIENT, f"{GRADIENT}.nan_to_num()", NOT_A_NAN),
+        Edit(GRADS, f"self.__dict__.setdefault('grads', {GRADS})", FIRST_GRADIENTS),
+        Edit(GRADIENT, f"{GRADIENT}.div(49).mul(49)", ROUNDED_BACK),
+        Edit(GRADIENT, f"{GRADIENT}.float().to(self.shard.dtype)", ROUNDED_BACK),
         Edit(
             "self.optimizer = make",
             "torch.set_grad_enabled(False)\nself.optimizer = make",
