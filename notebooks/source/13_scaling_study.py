@@ -55,8 +55,8 @@ print(f"the cost model said {on_paper[1] / on_paper[0]:.2f}, before it had seen 
 print(f"a line of a record: {records[-1].steps[0]}")
 
 # %% [markdown]
-# Each rank left one file: the run, its machine, and a line for each step. All numbers of a study
-# come from these lines.
+# Each rank left one file: the run, its machine, and a line for each step. All of a study's numbers
+# come from these.
 
 
 # %% tags=["picture"]
@@ -91,7 +91,7 @@ show(compare(range(1, len(alone_ms) + 1), curves, title, **axes), alt=f"{title};
 #   these means, and the most that any rank ever held.
 #
 # A step has `start_s`, `end_s`, `num_tokens`, `memory_bytes`; the peak is in
-# `record.run["memory"]["peak"]`. A rank may have a step more than another. About 9 lines,
+# `record.run["memory"]["peak"]`. Ranks may differ in steps. 9 lines,
 # 15 minutes.
 #
 # <details><summary>Hint: DP is right, TP is twice too much</summary>
@@ -246,7 +246,7 @@ check("scaling_study-3", timed_loop)
 #
 # ## 4 A recorded study
 #
-# The whole laptop study takes some minutes, so here is one that was recorded. It had so few cores
+# Here is a recorded laptop study (a new one takes some minutes). It had so few cores
 # that four ranks shared them. If messages cost nothing at all, how efficient can four ranks be at
 # most? And which split is the best one on two ranks?
 
@@ -362,7 +362,7 @@ show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far
 
 # %% [markdown]
 # A curve that comes down looks right. Digits do not lie (8: the same to the last one): the same
-# batch, the same start, the same numbers, or the run is left out of the study.
+# batch, the same start, the same numbers, or the run is left out.
 #
 # **First the losses, then the bytes, then the speed; and each beside a prediction.**
 #

@@ -52,6 +52,7 @@ COUNT = "return num_tokens // (seq * micro_batch * dp)"
 COUNT_PARTS = Exercise(
     key="accumulation-1",
     title="how many micro-batches",
+    library=("course_lib.accumulation.accumulation:count_micro_batches",),
     check=Effects(
         cases=_cases,
         looks={NOT_EVEN: ROUNDED},

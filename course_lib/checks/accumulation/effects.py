@@ -98,7 +98,7 @@ class Effects:
 
     def judge(self, observed: Iterable[Any], exercise: Exercise) -> str:
         """Compare with what the right answer does; raise CheckFailed for the first difference."""
-        got, need = list(observed), list(self.observe(exercise.right))
+        got, need = list(observed), exercise.right_values()
         end = next((n for n, done in enumerate(got) if not isinstance(done, dict)), len(got))
         if found := self._first_difference(got[:end], need[:end]):
             number, label, kind, words = found
@@ -114,10 +114,10 @@ class Effects:
             return CheckFailed(f"{text}: {done}", done.cause)
         line = f" ({done.line})" if done.line else ""
         seen = f"{text}: your code raised {done.name}: {done.text}{line}"
-        for wrong in exercise.wrong:
-            value = list(self.observe(wrong.answer(exercise)))[number]
+        for cause, values in exercise.wrong_values():
+            value = values[number]
             if value == done and value.text == done.text:
-                return failed(seen, wrong.cause)
+                return failed(seen, cause)
         return failed(seen)
 
     def _first_difference(self, got: Done, need: Done) -> tuple[int, str, str, str] | None:
@@ -137,12 +137,12 @@ class Effects:
         return difference(found[label], wanted[label], self.rtol)
 
     def _why(self, kind: str, label: str, got: Done, need: Done, exercise: Exercise) -> Cause:
-        for wrong in exercise.wrong:
-            values = list(self.observe(wrong.answer(exercise)))[: len(got)]
+        for cause, all_values in exercise.wrong_values():
+            values = all_values[: len(got)]
             first = self._first_difference(values, need)
             same = not any(self._differ(*p, label)[0] for p in zip(got, values, strict=True))
             if same and first and first[1] == label:
-                return wrong.cause
+                return cause
         known = {"none": NO_RESULT, "shape": SHAPE, "dtype": DTYPE}
         return known.get(kind) or self.looks.get(label) or self.look
 

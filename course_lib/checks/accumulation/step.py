@@ -275,6 +275,10 @@ for param in model.parameters():"""
 ACCUMULATE = Exercise(
     key="accumulation-2",
     title="one step from micro-batches",
+    library=(
+        "course_lib.accumulation.accumulation:accumulated_step",
+        "course_lib.accumulation.accumulation:accumulate_gradients",
+    ),
     check=Effects(
         cases=_cases,
         looks={**LOOKS, STEPS: ONE_STEP, CALLS: WHOLE_BATCH, LOSS: ONE_NUMBER},

@@ -212,6 +212,7 @@ SENDS = "dist.broadcast(tensor.data, src=0)"
 EQUAL = Exercise(
     key="data_parallel-1",
     title="equal start",
+    library=("course_lib.data_parallel.naive_ddp:broadcast_state",),
     check=OnRanks(
         observe_on_rank=_start,
         trouble=(

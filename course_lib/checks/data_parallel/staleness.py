@@ -62,6 +62,7 @@ AGE, PULLS = "number - pulled_at.get(worker, 0)", "pulled_at[worker] = number + 
 STALENESS = Exercise(
     key="data_parallel-5",
     title="staleness",
+    library=("course_lib.data_parallel.cost:staleness_of",),
     check=Cases(
         cases=_cases,
         show=_numbers,

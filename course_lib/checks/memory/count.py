@@ -56,6 +56,10 @@ TOTAL = f"spec.num_layers * {LAYER} + 2 * h + tables"
 COUNT = Exercise(
     key="memory-1",
     title="count parameters",
+    library=(
+        "course_lib.cost.params:count_params",
+        "course_lib.cost.params:params_on_rank",
+    ),
     check=Cases(
         cases=_cases,
         drawn=_drawn,

@@ -101,10 +101,6 @@ UNWEIGHED = Cause(
 BALANCE = Exercise(
     key="pipeline-4",
     title="cut the layers into stages",
-    library=(
-        "course_lib.pipeline.balance:balance_stages",
-        "course_lib.pipeline.balance:balanced_cuts",
-    ),
     check=Cases(
         cases=_cases,
         show=_cut,

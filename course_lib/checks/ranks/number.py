@@ -1,5 +1,8 @@
 """Exercise 1 of 00_ranks: the rank from the node and the local rank."""
 
+from collections.abc import Sequence
+from random import Random
+
 from course_lib.checks.cases import A_FLOAT, Case, Cases, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
@@ -8,16 +11,20 @@ WORLDS = ((1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (3, 4)
 RULE = "node * ranks_per_node + local_rank"
 
 
-def _cases() -> list[Case]:
+def _cases(worlds: Sequence[tuple[int, int]] = WORLDS) -> list[Case]:
     return [
         (
             f"node {node}, local_rank {local_rank}, ranks_per_node {size}",
             (node, local_rank, size),
         )
-        for num_nodes, size in WORLDS
+        for num_nodes, size in worlds
         for node in range(num_nodes)
         for local_rank in range(size)
     ]
+
+
+def _drawn(random: Random) -> list[Case]:
+    return _cases([(random.randint(2, 4), random.randint(3, 9))])
 
 
 NUMBER = Exercise(
@@ -25,6 +32,7 @@ NUMBER = Exercise(
     title="global rank from node and local rank",
     check=Cases(
         cases=_cases,
+        drawn=_drawn,
         show=whole,
         look="Count the ranks on the nodes before yours, then those before you on yours.",
         success="Each rank has a number of its own, on 1 to 5 nodes.",

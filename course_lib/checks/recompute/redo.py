@@ -138,6 +138,7 @@ BACK = "torch.autograd.backward(y, grad)"
 REDO = Exercise(
     key="recompute-1",
     title="run again in backward",
+    library=("course_lib.recompute.activations:recompute",),
     check=Effects(
         cases=_cases,
         looks={

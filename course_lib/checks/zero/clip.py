@@ -179,6 +179,7 @@ EACH = "for grad in grads:\n        "
 CLIP = Exercise(
     key="zero-5",
     title="clip by the whole norm",
+    library=("course_lib.zero.clip:clip_shards",),
     check=OnRanks(
         observe_on_rank=_clip,
         trouble=(
