@@ -1,7 +1,7 @@
 """Run zero-2 on a rank: steps of one object, alone or with another one beside it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,10 +106,7 @@ def train(_rank: int, answer: Callable[..., Any], model: PlainModel) -> dict[str
             with record() as log:
                 stepper.step()
             calls += calls_of(log.events)
-            for param in beside.parameters() if beside else ():
-                param.grad = torch.ones_like(param)
-            if other:
-                other.step()
+            _step_beside(beside, other)
             grads_changed |= any(map(_has_changed, trained, grads))
             rows.append(flat(trained))
         grad_mode = torch.is_grad_enabled()
@@ -120,8 +117,7 @@ def train(_rank: int, answer: Callable[..., Any], model: PlainModel) -> dict[str
         known = [] if numbers is None else [numbers]
         enough = 3 * shard_bytes(model, dist.get_world_size())
         alive = alive_bytes(module, *rows, before, *known, enough=enough)
-    groups = [group for optimizer in made for group in optimizer.param_groups]
-    states = [state for optimizer in made for state in optimizer.state.values()]
+    dtypes, num_states = _held(made)
     seen = Trained(
         model,
         rows,
@@ -130,12 +126,28 @@ def train(_rank: int, answer: Callable[..., Any], model: PlainModel) -> dict[str
         not torch.equal(before, frozen.detach()),
         grads_changed,
         grad_mode,
-        [param.dtype for group in groups for param in group["params"]],
-        sum(one.numel() for state in states for one in state.values() if one is not None),
+        dtypes,
+        num_states,
         alive,
         numbers,
     )
     return {str(model): seen}
+
+
+def _step_beside(beside: Bag | None, other: Any) -> None:
+    """Take a step of the other object, with gradients of 1."""
+    for param in beside.parameters() if beside else ():
+        param.grad = torch.ones_like(param)
+    if other:
+        other.step()
+
+
+def _held(made: Sequence[Optimizer]) -> tuple[list[torch.dtype], int]:
+    """Return the dtypes of what the optimizers step, and how many numbers they keep of it."""
+    groups = [group for optimizer in made for group in optimizer.param_groups]
+    states = [state for optimizer in made for state in optimizer.state.values()]
+    num_states = sum(one.numel() for state in states for one in state.values() if one is not None)
+    return [param.dtype for group in groups for param in group["params"]], num_states
 
 
 def _has_changed(param: Tensor, grad: Tensor) -> bool:
