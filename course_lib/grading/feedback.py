@@ -16,12 +16,11 @@ from urllib.parse import quote
 
 from course_lib.core.files import write_result
 from course_lib.grading.gradebook import EXERCISES, GRADEBOOK, number_text
-from course_lib.grading.graded import Graded
+from course_lib.grading.graded import STATUSES, Graded
 from course_lib.grading.html_page import block, html_page, line, table
 from course_lib.notebooks.grading import Verdict
 
 FOLDER, OVERVIEW, SIMILARITY = "feedback", "index.html", "similarity.html"
-STATUSES = ("right", "wrong", "not done", "missing", "twice", "not judged")
 NEXT = {
     "wrong": "Read what the check said, change your code, and run the check cell under it again. "
     "If the exercise has hints, unfold the one that fits what you see.",
@@ -70,10 +69,12 @@ def page_names(students: Iterable[str]) -> dict[str, str]:
     names = {}
     for student in students:
         letters = unicodedata.normalize("NFKD", student[:1000]).encode("ascii", "ignore").decode()
-        name = UNSAFE.sub("_", letters)[:NAME_LENGTH].strip("._")
-        if name != student or count[student.casefold()] > 1 or DEVICES.match(name):
+        name = UNSAFE.sub("_", letters)[:NAME_LENGTH].strip("._-")
+        if not name or name != student or count[student.casefold()] > 1 or DEVICES.match(name):
             digest = hashlib.sha256(student.encode(errors="surrogatepass")).hexdigest()[:12]
-            name = f"{name or 'student'}~{digest}"  # no name that is kept holds a ~
+            name = (
+                f"{name.replace('.', '_') or 'student'}~{digest}"  # no name that is kept holds a ~
+            )
         names[student] = f"{name}.html"
     return names
 
@@ -134,7 +135,7 @@ def _one_file(graded: Graded, points: Mapping[str, float]) -> Iterator[str]:
     """Yield the parts on one file: points, what comes next, exercises, notes."""
     out_of = number_text(math.fsum(points.values()))
     reached = number_text(graded.points(points))
-    later = "" if graded.is_judged else f"; an exercise is {NOT_YET}"
+    later = f"; an exercise is {NOT_YET}" if graded.total(points) is None else ""
     if graded.problem:
         yield f'<p class="score">This file is {NOT_YET}</p>'
         yield f'<p class="said">{block(graded.problem)}</p>'
@@ -172,14 +173,15 @@ def _points(graded: Graded, key: str, points: Mapping[str, float]) -> tuple[str,
 
 
 def _look_next(shown: Sequence[Verdict]) -> Iterator[str]:
-    """Yield where to go on: what is wrong first, because there the check has said why."""
+    """Yield where to go on: with what is wrong, because there the check has said why."""
     yield "<h2>What to look at next</h2>"
-    for status in ("wrong", "twice", "missing", "not done", "not judged"):
-        keys = [verdict.key for verdict in shown if verdict.status == status]
-        if keys:
-            yield f"<p>Begin with <strong>{line(keys[0])}</strong> ({status}). {NEXT[status]}</p>"
-            return
-    yield "<p>Everything is right. Compare your code with the solution when it is out.</p>"
+    left = [one for status in NEXT for one in shown if one.status == status]
+    if left:
+        first, *later = (f"<strong>{line(one.key)}</strong> ({line(one.status)})" for one in left)
+        then = f" Then go on with {', '.join(later)}." if later else ""
+        yield f"<p>Begin with {first}; what to do about it stands below.{then}</p>"
+    else:
+        yield "<p>Everything is right. Compare your code with the solution when it is out.</p>"
 
 
 def _exercise(verdict: Verdict) -> Iterator[str]:
@@ -199,7 +201,8 @@ def _status(status: str) -> str:
 
 
 def _average(rows: Sequence[Graded], points: Mapping[str, float]) -> str:
-    totals = [graded.points(points) for graded in rows if graded.is_judged]
+    found = (graded.total(points) for graded in rows)
+    totals = [total for total in found if total is not None]
     if not totals:
         return "Nothing is judged yet"
     out_of = number_text(math.fsum(points.values()))
@@ -260,10 +263,11 @@ def _student_table(
     def row(graded: Graded) -> tuple[str, ...]:
         link = f"{FOLDER}/{quote(names[graded.student])}"
         student = f'<a href="{link}"><bdi>{line(graded.student) or "(no name)"}</bdi></a>'
-        total = number_text(graded.points(points)) if graded.is_judged else "–"
+        total = graded.total(points)
+        reached = "–" if total is None else number_text(total)
         statuses = (_status(graded.status(key)) for key in points)
         notes = " ".join(filter(None, (graded.problem, *graded.notes)))
-        return student, total, *statuses, line(notes)
+        return student, reached, *statuses, line(notes)
 
     headers = ("Student", "Total", *map(line, points), "Note")
     return table("Each submission; a name leads to its page", headers, map(row, rows), numbers=(1,))

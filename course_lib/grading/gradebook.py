@@ -6,6 +6,7 @@ and made harmless for spreadsheets, so that a table is never more than its rows 
 
 import csv
 import io
+import math
 import os
 import re
 import threading
@@ -98,8 +99,9 @@ class Gradebook:
 
     def _row(self, graded: Graded) -> list[str | float]:
         """Return the row; what is not judged has no points yet, and the total none either."""
-        cells: list[str | float] = [graded.student]
-        cells += [graded.points(self.points) if graded.is_judged else "", sum(self.points.values())]
+        total = graded.total(self.points)
+        out_of = math.fsum(self.points.values())
+        cells: list[str | float] = [graded.student, "" if total is None else total, out_of]
         for key in self.points:
             status = graded.status(key)
             known = "" if status == "not judged" else graded.points_of(key, self.points)

@@ -10,6 +10,7 @@ from course_lib.core import CourseError
 from course_lib.core.files import not_one, parse_json
 from course_lib.notebooks.grading import Verdict
 
+STATUSES = ("right", "wrong", "not done", "missing", "twice", "not judged")
 NEED = "one graded submission"
 AGAIN = "It will be graded again."
 
@@ -35,7 +36,7 @@ class Graded:
 
     @property
     def is_judged(self) -> bool:
-        """Whether every exercise has a verdict, so that the total is final."""
+        """Whether the file was judged, and each of its verdicts is one."""
         return not self.problem and all(one.status != "not judged" for one in self.verdicts)
 
     def status(self, key: str) -> str:
@@ -50,6 +51,11 @@ class Graded:
     def points(self, by_key: Mapping[str, float]) -> float:
         """Return the sum of the points of all exercises of the assignment."""
         return math.fsum(self.points_of(key, by_key) for key in by_key)
+
+    def total(self, by_key: Mapping[str, float]) -> float | None:
+        """Return the sum of the points, or None where an exercise has no verdict yet."""
+        is_final = self.is_judged and all(self.status(key) != "not judged" for key in by_key)
+        return self.points(by_key) if is_final else None
 
     def to_line(self) -> str:
         """Return it as JSON on one line of ASCII; half a surrogate pair becomes `?`."""
@@ -88,7 +94,12 @@ class Graded:
 
 def _verdict(value: Any) -> Verdict:
     match value:
-        case {"key": str(key), "status": str(status), "detail": str(detail), "note": str(note)}:
+        case {
+            "key": str(key),
+            "status": str(status),
+            "detail": str(detail),
+            "note": str(note),
+        } if status in STATUSES:
             return Verdict(key=key, status=status, detail=detail, note=note)
     raise _spoilt()
 

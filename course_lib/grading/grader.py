@@ -1,6 +1,5 @@
 """Grade one submission: run its answers in the sandbox, judge what was observed outside of it."""
 
-import json
 import shutil
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 from nbformat import NotebookNode
 
 from course_lib.core import CourseError
+from course_lib.core.files import parse_json, read_text
 from course_lib.grading.graded import Graded
 from course_lib.grading.inside import FOLDER as OUT_FOLDER
 from course_lib.grading.inside import OUTCOMES
@@ -24,7 +24,10 @@ from course_lib.notebooks.grading import Verdict, first_look, verdict_of
 from course_lib.notebooks.lessons import exercise_cells, short_hash, write_notebook
 from course_lib.notebooks.nbval_run import STOPPED_S, Outcome
 
+MOST_TEXT = 100_000  # characters of an answer
+MOST_OUTCOMES = 8 * 2**20
 START_S = 90  # for Python, nbval and the kernel to start, on a busy machine
+ENDS_RUN = ("died", "printing", "memory")  # outcomes of a cell behind which none runs
 ENDED_BY = {
     "time": "It ran for more than {timeout_s:g} s and was stopped.",
     "memory": "It took more memory than the {gib:g} GiB that an answer may take.",
@@ -33,6 +36,7 @@ ENDED_BY = {
     "disk": "It wrote more than the {mib:g} MiB that an answer may write.",
 }
 ENDED_ITSELF = "Your code ended the Python process."
+TOO_LONG = f"It has more than the {MOST_TEXT:,} characters that an answer may have."
 NO_VALUES = "The check in the notebook saw no values: it was not run, or what it saw was removed."
 MACHINE = "the lesson's own cells failed on this machine ({why})"
 
@@ -41,7 +45,8 @@ MACHINE = "the lesson's own cells failed on this machine ({why})"
 class Grader:
     """Grades submissions of one task, one after the other; `close` ends its judge.
 
-    course     the folder with the bare copy of the course
+    course     the folder with the bare copy of the course; what was observed of right answers
+               comes to `right` in it, which no answer can read
     timeout_s  seconds that a cell may run
     """
 
@@ -68,6 +73,8 @@ class Grader:
             graded = self.grade_notebook(notebook, graded)
         except CourseError as error:
             graded = replace(graded, problem=f"not judged: {error}")
+        except Exception as error:  # no file may end the grading of the others
+            graded = replace(graded, problem=f"not judged: {type(error).__name__}: {error}")
         return replace(graded, seconds=round(time.monotonic() - start_s, 2))
 
     def grade_notebook(self, notebook: NotebookNode, graded: Graded) -> Graded:
@@ -77,6 +84,9 @@ class Grader:
         verdicts = {key: first_look(key, notebook, built) for key in self.task.checks}
         cells = exercise_cells(notebook)
         written = {k: cells[k][0].source for k, v in verdicts.items() if v.status == "open"}
+        for key in [key for key, text in written.items() if len(text) > MOST_TEXT]:
+            del written[key]
+            verdicts[key] = Verdict(key=key, status="wrong", detail=TOO_LONG)
         verdicts |= self.verdicts(written, graded.student)
         notes = self.task.check_notes(notebook)
         told = (replace(one, note=notes.get(key, "")) for key, one in verdicts.items())
@@ -85,7 +95,8 @@ class Grader:
     def verdicts(self, written: Mapping[str, str], student: str) -> dict[str, Verdict]:
         """Return the verdicts on these answers.
 
-        An answer that ends the run is left out when those behind it run in another one.
+        An answer that ends the run is left out when those behind it run in another one. Without a
+        student, they are the task's own solutions, and what is observed of them is kept.
 
         Raises: CourseError where the lesson's own cells fail
         """
@@ -94,30 +105,55 @@ class Grader:
             found |= self._one_run(left, student)
         return found
 
-    def _one_run(self, written: Mapping[str, str], student: str) -> dict[str, Verdict]:
+    def _one_run(
+        self, written: Mapping[str, str], student: str, *, is_first: bool = True
+    ) -> dict[str, Verdict]:
         with (
             self.task.folder_of(student) as folder,
             tempfile.TemporaryDirectory(prefix="grading-") as name,
         ):
             work, out = Path(name, "work"), Path(name, "out")
             out.mkdir()
-            self._fill(work, folder, written)
+            self._fill(work, folder, self.task.merged(written))
             ended = self._run(work, out, len(written))
             outcomes = _outcomes(out)
-            if GIVEN not in outcomes or outcomes[GIVEN].how != "passed":
-                raise CourseError(MACHINE.format(why=_why(outcomes.get(GIVEN), ended)))
+            if is_first and _why(outcomes, ended):
+                self._demand_given(written, folder)
+                return self._one_run(written, student, is_first=False)
+            if not student:
+                shutil.copytree(out, self._right, dirs_exist_ok=True)
             seen = {key: self._seen(key, folder, out, outcomes) for key in written}
         verdicts = {key: one for key, one in seen.items() if one}
         culprit = next((key for key in written if key not in verdicts), None)
-        if culprit:
+        is_known = verdicts and any(one.how in ENDS_RUN for one in outcomes.values())
+        if culprit and not is_known:
             detail = self._ended_by(ended)
             verdicts[culprit] = Verdict(key=culprit, status="wrong", detail=detail)
         return verdicts
 
-    def _fill(self, work: Path, folder: Path, written: Mapping[str, str]) -> None:
+    def _demand_given(self, written: Mapping[str, str], folder: Path) -> None:
+        """Run the lesson's own cells without the answers, which could have made them fail.
+
+        Raises: CourseError where they fail
+        """
+        with tempfile.TemporaryDirectory(prefix="grading-") as name:
+            work, out = Path(name, "work"), Path(name, "out")
+            out.mkdir()
+            notebook = self.task.merged(written)
+            notebook.cells = notebook.cells[:1]
+            self._fill(work, folder, notebook)
+            ended = self._run(work, out, 0)
+            if why := _why(_outcomes(out), ended):
+                raise CourseError(MACHINE.format(why=why))
+
+    @property
+    def _right(self) -> Path:
+        return self.course / "right"
+
+    def _fill(self, work: Path, folder: Path, notebook: NotebookNode) -> None:
         """Make the folder that the sandbox shows to the submission: nothing in it judges."""
         work.mkdir(mode=0o755)
-        write_notebook(self.task.merged(written), work / "merged.ipynb")
+        write_notebook(notebook, work / "merged.ipynb")
         for name in ("assignment.toml", "hidden.py"):
             if (folder / name).exists():
                 shutil.copy(folder / name, work / name)
@@ -150,12 +186,12 @@ class Grader:
             if verdict.status == "right":
                 return Verdict(key=key, status="wrong", detail=NO_VALUES)
             return verdict
-        verdict = self.judge.verdict(key, folder, out)
+        verdict = self.judge.verdict(key, folder, out, self._right)
         if verdict.status != "right" or key not in self.task.hidden:
             return verdict
         if not (out / f"{HIDDEN}{key}.pt").exists():
             return Verdict(key=key, status="wrong", detail=NO_VALUES)
-        hidden = self.judge.verdict(key, folder, out, hidden=True)
+        hidden = self.judge.verdict(key, folder, out, self._right, hidden=True)
         return hidden if hidden.status == "right" else replace(hidden, detail=_hidden(hidden))
 
     def _ended_by(self, ended: Ended) -> str:
@@ -175,17 +211,21 @@ def _hidden(verdict: Verdict) -> str:
 
 def _outcomes(out: Path) -> dict[str, Outcome]:
     """Return the outcomes that the run wrote down; what is not one of these is left out."""
+    path, need = out / OUTCOMES, "the outcomes of a run"
     try:
-        found = json.loads((out / OUTCOMES).read_text(encoding="utf-8"))
+        found = parse_json(read_text(path, need, most_bytes=MOST_OUTCOMES), path, need)
         return {
-            str(name): Outcome(**{word: str(text) for word, text in values.items()})
+            name: Outcome(**{word: str(text) for word, text in values.items()})
             for name, values in found.items()
         }
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (CourseError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _why(outcome: Outcome | None, ended: Ended) -> str:
+def _why(outcomes: Mapping[str, Outcome], ended: Ended) -> str:
+    """Return why the lesson's own cells failed; empty where they did not."""
+    outcome = outcomes.get(GIVEN)
     if outcome is None:
         return f"the run ended before them: {ended.how}, exit code {ended.code}"
-    return f"{outcome.name or outcome.how}: {outcome.message[:200]}".rstrip(": ")
+    why = f"{outcome.name or outcome.how}: {outcome.message[:200]}".rstrip(": ")
+    return "" if outcome.how == "passed" else why

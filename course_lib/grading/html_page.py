@@ -26,6 +26,7 @@ body.wide { max-width: 88rem; }
 h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .25rem; }
 h2 { font-size: 1.25rem; margin: 2.25rem 0 .5rem; }
 h3 { font-size: 1.05rem; margin: 0 0 .4rem; }
+.box > h2 { margin-top: 0; }
 p, ul, ol { margin: .4rem 0; }
 a { color: var(--link); }
 .quiet, caption { color: var(--quiet); }
@@ -35,7 +36,7 @@ caption { text-align: left; padding-bottom: .4rem; }
 th, td { text-align: left; padding: .4rem .7rem .4rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top; }
 thead th { font-size: .9rem; color: var(--quiet); vertical-align: bottom; }
-th.number, td.number { text-align: right; white-space: nowrap; }
+th.number, td.number { text-align: right; white-space: nowrap; padding-right: 1.6rem; }
 .scroll { overflow-x: auto; }
 .scroll td, .scroll th { overflow-wrap: normal; }
 .box { background: var(--box); border: 1px solid var(--line); border-radius: 6px;

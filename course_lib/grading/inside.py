@@ -9,11 +9,11 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from course_lib.core.files import write_whole
-from course_lib.notebooks.nbval_run import Outcome, run_nbval
+from course_lib.notebooks.nbval_run import SHOWN, Outcome, run_nbval
 
 FOLDER = "COURSE_OUT"
 OUTCOMES = "outcomes.json"
@@ -25,12 +25,18 @@ def main(notebook: str, timeout_s: str) -> None:
     path = Path(os.environ[FOLDER], OUTCOMES)
 
     def write(*_: int) -> None:
-        told = {name: asdict(outcome) for name, outcome in outcomes.items()}
+        told = {name: asdict(cut(outcome)) for name, outcome in outcomes.items()}
         write_whole(path, json.dumps(told))
 
     write()
     with tempfile.TemporaryDirectory() as scratch:
         run_nbval(Path(shutil.copy(notebook, scratch)), float(timeout_s), write, outcomes)
+
+
+def cut(outcome: Outcome) -> Outcome:
+    """Return an outcome with the beginning of its texts."""
+    message, printed = outcome.message[:SHOWN], outcome.printed[:SHOWN]
+    return replace(outcome, message=message, printed=printed)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,25 @@
 """Judge what was observed in the sandbox, in a process that never runs the learner's code.
 
 `python -m course_lib.grading.judge` reads a question a line from stdin, {"key": ..., "folder": ...,
-"out": ..., "hidden": ...}, and answers each with a line, {"status": ..., "detail": ...}. `Judge`
-keeps one such process, and starts another where it hangs or ends.
+"out": ..., "right": ..., "hidden": ...}, and answers each with a line, {"status": ...,
+"detail": ...}. `Judge` keeps one such process, and starts another where it hangs or ends.
 """
 
 import json
 import os
+import re
+import resource
 import select
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from course_lib.checks.cases import Cases
 from course_lib.checks.exercise import Check, CheckFailed, NotDone, find_exercise
+from course_lib.checks.on_ranks import Run
 from course_lib.checks.right_answer import at_work_in
 from course_lib.core import CourseError
 from course_lib.grading.assignment import hidden_exercises
@@ -25,45 +29,76 @@ from course_lib.notebooks.grading import Verdict, told
 HIDDEN = "hidden-"  # before the key, in the name of the file
 LIMIT_S = 120.0  # the slowest takes 3 s
 ENDED = "What it returned cannot be judged: the judge ended, or took too long."
+MOST_BYTES = 4 * 2**30  # of memory: a small file may name values that take any amount of it
+MOST_TEXT = 10_000
 SHOWN = 300
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def judge(key: str, folder: Path, out: Path, *, hidden: bool = False) -> Verdict:
+def judge(key: str, folder: Path, out: Path, right: Path, *, hidden: bool = False) -> Verdict:
     """Return the verdict on what was observed of an exercise, which lies in the folder `out`.
 
     folder  the assignment as it is for the student
+    right   where what was observed of the right answer lies
     hidden  judge the hidden cases
     """
     try:
         with at_work_in(folder):
-            detail = _judged(key, folder, out, hidden=hidden)
-        return Verdict(key=key, status="right", detail=told(key, detail))
+            detail = _judged(key, folder, out, right, hidden=hidden)
+        return Verdict(key=key, status="right", detail=_cut(told(key, detail)))
     except NotDone as error:
-        return Verdict(key=key, status="not done", detail=told(key, str(error)))
+        return Verdict(key=key, status="not done", detail=_cut(told(key, str(error))))
     except CheckFailed as error:
-        return Verdict(key=key, status="wrong", detail=told(key, str(error)))
+        return Verdict(key=key, status="wrong", detail=_cut(told(key, str(error))))
     except Exception as error:
         what = str(error) if isinstance(error, CourseError) else f"{type(error).__name__}: {error}"
         detail = f"The check cannot use what your code returned ({what[:SHOWN]})."
         return Verdict(key=key, status="wrong", detail=detail)
 
 
-def _judged(key: str, folder: Path, out: Path, *, hidden: bool) -> str:
+def _judged(key: str, folder: Path, out: Path, right: Path, *, hidden: bool) -> str:
     exercise = hidden_exercises(folder)[key] if hidden else find_exercise(key)
-    seen = read_data(out / f"{HIDDEN if hidden else ''}{key}.pt")
-    if isinstance(exercise.check, Check):
-        return exercise.check.judge(seen, exercise)
-    if not isinstance(seen, str):
-        raise CourseError("need one line of text")
-    return seen
+    name = f"{HIDDEN if hidden else ''}{key}.pt"
+    seen = read_data(out / name)
+    if not isinstance(exercise.check, Check):
+        if not isinstance(seen, str):
+            raise CourseError("need one line of text")
+        return seen
+    detail = exercise.check.judge(seen, exercise)
+    whole = (right / name).exists() and not isinstance(exercise.check, Cases)
+    if whole and runs_of(seen) != runs_of(read_data(right / name)):
+        raise CourseError("need what every run shows; some of it is missing, or of another run")
+    return detail
+
+
+def runs_of(seen: list[Any]) -> list[Any]:
+    """Return what has to be the same for every right answer: which runs, and their labels."""
+    found = list[Any]()
+    for one in seen:
+        if isinstance(one, Run):
+            ranks = [[(label, _kind(it)) for label, it in rank.items()] for rank in one.by_rank]
+            found.append((one.world_size, ADDRESS.sub("", repr(one.options)), ranks))
+        else:
+            found.append(_kind(one))
+    return found
+
+
+def _kind(seen: Any) -> str:
+    """Return the class of a record; numbers may be of several kinds in right answers."""
+    return type(seen).__name__ if is_dataclass(seen) else ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} (cut)"
 
 
 def main() -> None:
     """Answer one question a line until stdin ends."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     for line in sys.stdin:
         asked = json.loads(line)
-        folder, out = Path(asked["folder"]), Path(asked["out"])
-        verdict = judge(asked["key"], folder, out, hidden=asked["hidden"])
+        folder, out, right = (Path(asked[name]) for name in ("folder", "out", "right"))
+        verdict = judge(asked["key"], folder, out, right, hidden=asked["hidden"])
         print(json.dumps({"status": verdict.status, "detail": verdict.detail}), flush=True)
 
 
@@ -73,9 +108,12 @@ class Judge:
 
     process: subprocess.Popen[str] | None = None
 
-    def verdict(self, key: str, folder: Path, out: Path, *, hidden: bool = False) -> Verdict:
+    def verdict(
+        self, key: str, folder: Path, out: Path, right: Path, *, hidden: bool = False
+    ) -> Verdict:
         """Ask for a verdict; one that takes LIMIT_S, or ends the process, is `wrong`."""
-        asked = {"key": key, "folder": str(folder), "out": str(out), "hidden": hidden}
+        places = {"folder": str(folder), "out": str(out), "right": str(right)}
+        asked = {"key": key, **places, "hidden": hidden}
         stdin, stdout = self._pipes()
         try:
             stdin.write(json.dumps(asked) + "\n")

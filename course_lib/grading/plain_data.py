@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from course_lib.core import CourseError
 from course_lib.core.files import write_whole
 
 MOST_BYTES = 256 * 2**20  # of one exercise; the largest right answer's have 20 MiB
+VALUE_BYTES = 64  # what a value takes besides its content, about
 DEEPEST = 50
+SHOWN = 200
 COLLECTIONS = (list, tuple, set, frozenset, deque)
 PLAIN = (bool, int, float, complex, str, bytes)
 
@@ -59,11 +62,12 @@ def to_plain(value: Any, depth: int = 0) -> Any:
         content = [list(pair) for pair in value.items()]
         return _kind("Counter" if isinstance(value, Counter) else "dict", to_plain(content, depth))
     elif isinstance(value, COLLECTIONS):
-        content = list(value)
+        content = [*value]
         if type(value) is list:
             return [to_plain(each, depth + 1) for each in content]
-        if type(value) in COLLECTIONS:
-            return _kind(type(value).__name__, to_plain(content, depth))
+        if not _class_name(value).startswith("course_lib."):  # torch.Size is a tuple
+            base = next(kind for kind in COLLECTIONS if isinstance(value, kind))
+            return _kind(base.__name__, to_plain(content, depth))
     else:
         return _scalar(value)
     if isinstance(content, dict):
@@ -81,7 +85,7 @@ def _scalar(value: Any) -> Any:
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    return _kind("other", [type(value).__name__, repr(value)[:200]])
+    return _kind("other", [type(value).__name__, repr(value)[:SHOWN]])
 
 
 def _kind(name: str, content: Any) -> dict[str, Any]:
@@ -92,39 +96,86 @@ def _class_name(value: Any) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
+@dataclass
+class _Reader:
+    """Makes values of plain data; counts them, since a list may contain another one many times."""
+
+    left: int = MOST_BYTES
+
+    def count(self, num_bytes: int) -> None:
+        self.left -= num_bytes
+        if self.left < 0:
+            raise CourseError(f"need at most {MOST_BYTES // 2**20} MiB of values; there are more.")
+
+    def value(self, data: Any) -> Any:
+        self.count(VALUE_BYTES)
+        if isinstance(data, Tensor):
+            return self.tensor(data)
+        if isinstance(data, list):
+            return [self.value(each) for each in data]
+        if not isinstance(data, dict):
+            return data
+        name, content = data.get("kind"), data.get("of")
+        try:
+            return self.made(str(name), content)
+        except CourseError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            what = f"{str(name)[:SHOWN]} cannot be read"
+            raise CourseError(f"{what} ({type(error).__name__}: {str(error)[:SHOWN]}).") from None
+
+    def tensor(self, data: Tensor) -> Tensor:
+        """Return a plain tensor; a small file may name one of any size, whose numbers repeat."""
+        self.count(data.numel() * data.element_size())
+        if type(data) is not Tensor or data.layout != torch.strided or data.device.type != "cpu":
+            raise CourseError("need plain tensors; there is another kind.")
+        return data
+
+    def made(self, name: str, content: Any) -> Any:
+        if name in ("dict", "Counter"):
+            pairs = {self.value(key): self.value(each) for key, each in content}
+            return Counter(pairs) if name == "Counter" else pairs
+        by_name = {kind.__name__: kind for kind in COLLECTIONS}
+        if name in by_name:
+            return by_name[name](map(self.value, content))
+        if name == "dtype":
+            return _dtype(content)
+        if name == "device":
+            return torch.device(content)
+        if name == "CheckFailed":
+            text, cause = self.value(content)
+            return CheckFailed(str(text), cause and Cause(str(cause[0])))
+        if name == "other":
+            return Other(*map(str, content))
+        return self.of_course(name, content)
+
+    def of_course(self, name: str, content: Any) -> Any:
+        """Return an object of a dataclass, a NamedTuple or an Enum of the course; else a text."""
+        module, _, path = name.partition(":")
+        found: Any = sys.modules.get(module) if module.partition(".")[0] == "course_lib" else None
+        for part in path.split("."):
+            found = vars(found).get(part) if isinstance(found, type | ModuleType) else None
+        kind = found if isinstance(found, type) and found.__module__ == module else object
+        if issubclass(kind, Enum):
+            return kind[content]
+        if issubclass(kind, tuple) and isinstance(content, list):
+            return kind(*map(self.value, content))
+        if not is_dataclass(kind) or issubclass(kind, Cause) or not isinstance(content, dict):
+            return Other(path, f"{path}(...)")
+        made = object.__new__(kind)
+        for each in fields(kind):
+            object.__setattr__(made, each.name, self.value(content[each.name]))
+        return made
+
+
 def from_plain(data: Any) -> Any:
     """Return the value that `to_plain` was given; course classes have to be imported already.
 
-    Raises: CourseError for data that `to_plain` does not make
+    A cause keeps its sentence and loses its values, since to fill these in could run their code.
+
+    Raises: CourseError for data that `to_plain` does not make, or that are too many
     """
-    if isinstance(data, list):
-        return [from_plain(each) for each in data]
-    if not isinstance(data, dict):
-        return data
-    name, content = data.get("kind"), data.get("of")
-    try:
-        return _made(str(name), content)
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CourseError(f"{name} cannot be read ({type(error).__name__}: {error}).") from None
-
-
-def _made(name: str, content: Any) -> Any:
-    if name in ("dict", "Counter"):
-        pairs = {from_plain(key): from_plain(each) for key, each in content}
-        return Counter(pairs) if name == "Counter" else pairs
-    by_name = {kind.__name__: kind for kind in COLLECTIONS}
-    if name in by_name:
-        return by_name[name](map(from_plain, content))
-    if name == "dtype":
-        return _dtype(content)
-    if name == "device":
-        return torch.device(content)
-    if name == "CheckFailed":
-        text, cause = from_plain(content)
-        return CheckFailed(text, cause and Cause(*cause))
-    if name == "other":
-        return Other(*content)
-    return _of_course(name, content)
+    return _Reader().value(data)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -132,24 +183,6 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name} is no dtype")
     return found
-
-
-def _of_course(name: str, content: Any) -> Any:
-    """Return an object of a dataclass, a NamedTuple or an Enum of the course; others as a text."""
-    module, _, path = name.partition(":")
-    kind: Any = sys.modules.get(module) if module.partition(".")[0] == "course_lib" else None
-    for part in path.split("."):
-        kind = getattr(kind, part, None)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind[content]
-    if isinstance(kind, type) and issubclass(kind, tuple) and isinstance(content, list):
-        return kind(*map(from_plain, content))
-    if isinstance(kind, type) and is_dataclass(kind) and isinstance(content, dict):
-        made = object.__new__(kind)
-        for each in fields(kind):
-            object.__setattr__(made, each.name, from_plain(content[each.name]))
-        return made
-    return Other(path, f"{path}(...)")
 
 
 def write_data(value: Any, path: Path) -> None:

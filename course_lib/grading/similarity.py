@@ -14,18 +14,18 @@ import keyword
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median_low
 
 RUN, WINDOW = 8, 4  # tokens in a run, runs in a window
-SHORT = 25  # tokens beyond the stub; what has fewer has few ways to be written
+SHORT = 40  # tokens beyond the stub; what has fewer has few ways to be written
 FEW = 4  # fingerprints; fewer are no basis for a share
 OWN_WORDS = 12  # different words and signs that a short text adds to the stub, to be compared
 SEVERAL = 3  # in a small class, what so many wrote is not yet common
 MOST_CHARACTERS = 50_000  # of one text; an answer has some thousand
-KEPT = {*keyword.kwlist, *dir(builtins)}
+COMMON = {*keyword.kwlist, *dir(builtins)}
 DROPPED = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
@@ -191,14 +191,13 @@ class _Given:
     """What an exercise hands out: names that are kept, runs of tokens that do not count."""
 
     def __init__(self, stub: str) -> None:
-        self.names = KEPT | set(WORDS.findall(stub))
         self.words = set(WORDS.findall(stub))
-        self.runs = set(_runs(tokens(stub, self.names)))
+        self.runs = set(_runs(tokens(stub, self.words)))
 
     def answer(self, who: str, code: str) -> _Answer:
         """Return the fingerprints of a text, beyond what is handed out."""
         code = code[:MOST_CHARACTERS].replace("\r\n", "\n").replace("\r", "\n")
-        found = tokens(code, self.names)
+        found = tokens(code, self.words)
         runs = _runs(found)
         covered = {i + k for i, run in enumerate(runs) if run in self.runs for k in range(RUN)}
         prints = {
@@ -216,19 +215,19 @@ class _Given:
         )
 
 
-def tokens(code: str, kept: Iterable[str] = KEPT) -> list[_Token]:
+def tokens(code: str, given: Collection[str] = ()) -> list[_Token]:
     """Return the tokens of Python code, without what a change of form changes.
 
     Comments, docstrings, line ends, parentheses that only group, and commas before a closing
-    bracket are dropped. A name that is not in `kept` is replaced, unless it is an attribute that
-    the text does not define itself (`dist.all_reduce`); so is every string. Text that Python cannot
-    split into tokens is split line by line.
+    bracket are dropped. A name that is not `given` is replaced, unless it is Python's own, or an
+    attribute that the text does not define itself (`dist.all_reduce`); so is every string. Text
+    that Python cannot split into tokens is split line by line.
     """
     try:
         raw = list(_python_tokens(code))
     except (tokenize.TokenError, SyntaxError, ValueError, RecursionError):
         raw = list(_pieces_of_lines(code))
-    return _without_form(list(_renamed(raw, set(kept))))
+    return _without_form(list(_renamed(raw, given)))
 
 
 def _python_tokens(code: str) -> Iterator[_Token]:
@@ -261,7 +260,7 @@ def _pieces_of_lines(code: str) -> Iterator[_Token]:
                 yield _Token(TEXT if string else numeral or name or sign, number)
 
 
-def _renamed(raw: Sequence[_Token], kept: set[str]) -> Iterator[_Token]:
+def _renamed(raw: Sequence[_Token], given: Collection[str]) -> Iterator[_Token]:
     """Yield the tokens with one word for all names that the author chose."""
     padded = [_Token("", 0), *raw, _Token("", 0)]
     defined = {
@@ -270,11 +269,11 @@ def _renamed(raw: Sequence[_Token], kept: set[str]) -> Iterator[_Token]:
         if before.text in ("def", "class") or (before.text == "." and after.text == "=")
     }
     for before, token in zip(padded, raw, strict=False):
-        is_foreign = before.text == "." and token.text not in defined
-        if token.text.isidentifier() and token.text not in kept and not is_foreign:
-            yield _Token(NAME, token.line)
-        else:
+        is_others = token.text not in defined if before.text == "." else token.text in COMMON
+        if is_others or token.text in given or not token.text.isidentifier():
             yield token
+        else:
+            yield _Token(NAME, token.line)
 
 
 def _without_form(found: Sequence[_Token]) -> list[_Token]:

@@ -63,7 +63,7 @@ def _page(pairs: Sequence[SimilarPair]) -> Iterator[str]:
         for number, pair in enumerate(pairs[:MOST_SHOWN], start=1)
     ]
     headers = (
-        "SimilarPair",
+        "Pair",
         "Exercise",
         "Student",
         "Other",
@@ -97,7 +97,7 @@ def _side_by_side(number: int, pair: SimilarPair) -> Iterator[str]:
 
 def _code(code: str, alike: Collection[int]) -> str:
     """Return the code; lines that hold what is shared are marked."""
-    lines = printable(code).split("\n")
+    lines = printable(code).rstrip().split("\n")
     shown = "".join(
         f"<mark>{block(text[:MOST_IN_LINE])}</mark>"
         if number in alike

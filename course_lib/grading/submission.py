@@ -38,8 +38,10 @@ class HandedIn:
     def notebook(self) -> NotebookNode:
         """Return the notebook in it.
 
-        Raises: CourseError where it cannot be read, or a zip has none or several
+        Raises: CourseError where it cannot be read, is a link, or a zip has none or several
         """
+        if self.path.is_symlink():
+            raise CourseError(f"{self.path}: need a file; this is a link, maybe to another's work.")
         if self.path.suffix.lower() != ".zip":
             return read_notebook(self.path)
         with tempfile.TemporaryDirectory(prefix="grading-") as scratch:
