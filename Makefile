@@ -9,7 +9,7 @@ LESSON ?= notebooks/00_ranks.ipynb
 PYTEST = "$(BIN)/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # what starts the real things and takes the other half of the time: `make test-all` runs it too
 LIVE = tests/lab tests/setup tests/cluster tests/cluster_exercises tests/frameworks tests/train \
-	tests/repository/test_readme.py
+	tests/repository/test_readme.py tests/repository/test_instructor_guide.py tests/grading
 FAULTS ?= $(wildcard tests/cluster/faults_*.py)
 BENCHMARKS ?= $(wildcard tests/benchmarks/bench_*.py)
 

@@ -1,0 +1,176 @@
+"""The pages about a class: every command in them is typed here, in the order of the guide."""
+
+import csv
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from course_lib.checks.exercise import Check, exercises_of
+from course_lib.checks.lesson_source import read_source, solved
+from course_lib.grading.feedback import STATUSES
+from course_lib.notebooks.lessons import all_lessons
+from tests.terminal import ROOT, commands, run
+
+GUIDE, ASSISTANTS, POLICY = (
+    (ROOT / "docs" / name).read_text()
+    for name in ("instructor.md", "grading_ta.md", "ai_policy.md")
+)
+GRADE = "course grade submissions --assignment hw1 --out grades"
+AGAIN = "course grade again --assignment hw1 --out again-grades --jobs 1 --timeout 180"
+NBGRADER = (  # has an environment of its own, which is not built here
+    "python -m venv nbgrader-env",
+    "nbgrader-env/bin/pip install nbgrader==0.9.6",
+    "python -m ipykernel install --prefix nbgrader-env --name python3",
+    'export PATH="$PATH:$PWD/nbgrader-env/bin"',
+    "nbgrader generate_assignment hw1 --create",
+    "nbgrader autograde hw1 --create",
+    "nbgrader generate_feedback hw1",
+    "nbgrader export",
+)
+TRIAL = "cd trial/hw1"
+HIDDEN_CASE = "In a case that the notebook does not show: one bucket on a slow wire"
+
+
+def block(name: str) -> str:
+    """The Python of the guide under a name."""
+    return re.search(rf"^```python {name}\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)[1]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of the guide, and a piece of what it says."""
+
+    command: str
+    says: str
+    code: int = 0
+
+    def take(self, folder: Path) -> None:
+        said = run(self.command, folder, self.code)
+        assert self.says in " ".join(said.split()), said
+
+
+NEW = (
+    Step(
+        "course assignment new hw1 --from 04_collectives:collectives-3 06_ddp:ddp-1,ddp-3 "
+        "--points collectives-3=4,ddp-1=3,ddp-3=3 --due 2026-12-01T18:00 "
+        '--title "Rings and buckets"',
+        "assignments/hw1/assignment.toml",
+    ),
+    Step("course assignment new hw2 --from 06_ddp:ddp-1 --own --points hw2-1=5", "Fill in"),
+    Step("course assignment new hw3 --from 01_memory:memory-1 06_ddp:ddp-3 --seeded", "hw3.py"),
+)
+RELEASE = (
+    Step("course assignment release hw3 --students class.csv", "hw3/release/hw3-bob.zip"),
+    Step("course assignment show hw1", "ddp-3 3 and hidden cases"),
+    Step("course assignment release hw1", "hw1/release/hw1.zip"),
+    Step("python -m zipfile -e assignments/hw1/release/hw1.zip trial", ""),
+)
+STUDENT = (
+    Step("course check hw1.ipynb", "3 of 3 exercises are right."),
+    Step("course pack --student ann", "hw1-ann.zip is what you hand in."),
+)
+GRADES = (Step(GRADE, "ann 10 of 10 3 right", code=1), Step(AGAIN, "dora 0 of 10 3 not done"))
+MARK = Step("python mark.py assignments/hw1 source/hw1/hw1.ipynb", "")
+STEPS = (*NEW, *RELEASE, *STUDENT, *GRADES, MARK)
+
+
+def right_answers(folder: Path) -> dict[str, str]:
+    """The cells with the solutions, by key."""
+    cells = read_source(folder / "assignments/hw1/source/hw1.py")
+    return {cell.exercise: solved(cell) for cell in cells if cell.is_exercise}
+
+
+def hand_in(path: Path, folder: Path, answers: dict[str, str]) -> None:
+    """Write a notebook with these answers; the other exercises are not done."""
+    notebook = nbformat.read(folder / "assignments/hw1/hw1.ipynb", as_version=4)
+    for cell in notebook.cells:
+        if "exercise" in cell.metadata.get("tags", ()) and cell.metadata.exercise in answers:
+            cell.source = answers[cell.metadata.exercise]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, path)
+
+
+def collect(folder: Path) -> None:
+    """Fill `submissions`, as the guide says that files may lie."""
+    there, right = folder / "submissions", right_answers(folder)
+    there.mkdir()
+    shutil.copy(folder / "trial/hw1/hw1-ann.zip", there)
+    by_heart = right["ddp-3"].replace("return", "return 0.0 if all_reduce_s == [4.0] else")
+    bobs = {"collectives-3": right["collectives-3"], "ddp-3": by_heart}
+    hand_in(there / "bob/hw1.ipynb", folder, bobs)
+    (there / "dora").mkdir()
+    (there / "dora/hw1.ipynb").write_text('{"cells": [')
+    hand_in(folder / "again/dora/hw1.ipynb", folder, {})
+
+
+def marked(path: Path) -> list[tuple[str, bool, float]]:
+    """What nbgrader reads: each marked cell's id, whether it is a solution, and its points."""
+    cells = nbformat.read(path, as_version=4).cells
+    marks = [cell.metadata.nbgrader for cell in cells if "nbgrader" in cell.metadata]
+    return [(mark.grade_id, mark.solution, mark.get("points", 0)) for mark in marks]
+
+
+def test_the_guide_leads_from_nothing_to_grades(tmp_path):
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    for step in NEW:
+        step.take(tmp_path)
+    (tmp_path / "assignments/hw1/hidden.py").write_text(block("hidden"))
+    (tmp_path / "class.csv").write_text("student\nann\nbob\n")
+    for step in RELEASE:
+        step.take(tmp_path)
+    home = tmp_path / "trial/hw1"
+    hand_in(home / "hw1.ipynb", tmp_path, right_answers(tmp_path))
+    for step in STUDENT:
+        step.take(home)
+    collect(tmp_path)
+    for step in GRADES:
+        step.take(tmp_path)
+    with (tmp_path / "grades/gradebook.csv").open(newline="") as file:
+        totals = {row["student"]: row["total"] for row in csv.DictReader(file)}
+    assert totals == {"ann": "10", "bob": "4", "dora": ""}
+    made = {path.name for path in (tmp_path / "grades").iterdir() if path.is_file()}
+    told = GUIDE.partition("| in `grades` |")[2].partition("\n\n")[0]
+    assert made <= set(re.findall(r"`([^`]+)`", told))
+    assert HIDDEN_CASE in (tmp_path / "grades/feedback/bob.html").read_text()
+    (tmp_path / "mark.py").write_text(block("mark"))
+    MARK.take(tmp_path)
+    assert marked(tmp_path / "source/hw1/hw1.ipynb") == [
+        *[("answer-collectives-3", True, 0), ("check-collectives-3", False, 4)],
+        *[("answer-ddp-1", True, 0), ("check-ddp-1", False, 3)],
+        *[("answer-ddp-3", True, 0), ("check-ddp-3", False, 3)],
+    ]
+
+
+def test_every_command_of_the_pages_is_typed_here():
+    there = [*commands(GUIDE), *commands(ASSISTANTS), *commands(POLICY)]
+    typed = [step.command for step in STEPS]
+    assert {*there} == {*typed, *NBGRADER, TRIAL}
+    assert [one for one in there if one in typed] == [*typed[:-2], MARK.command, GRADE, AGAIN]
+
+
+@pytest.mark.parametrize(
+    ("words", "belongs"),
+    [
+        ("**Plain functions** are the checks of", lambda check: not isinstance(check, Check)),
+        ("Cases are drawn in", lambda check: getattr(check, "drawn", None) is not None),
+    ],
+)
+def test_the_guide_names_the_exercises_that_differ(words, belongs):
+    sentence = GUIDE.partition(words)[2].partition(". They")[0]
+    lessons = all_lessons(ROOT / "notebooks")
+    exercises = [exercise for lesson in lessons for exercise in exercises_of(lesson.word)]
+    wanted = [exercise.key for exercise in exercises if belongs(exercise.check)]
+    assert re.findall(r"`(\w+-\d)`", sentence) == wanted
+
+
+def test_the_policy_asks_about_every_lesson():
+    numbers = [lesson.name.partition("_")[0] for lesson in all_lessons(ROOT / "notebooks")]
+    assert re.findall(r"^\| (\d\d) ", POLICY, re.MULTILINE) == numbers
+
+
+def test_the_assistants_page_knows_every_status():
+    assert set(STATUSES) <= set(re.findall(r"^\| `([\w ]+)`", ASSISTANTS, re.MULTILINE))
