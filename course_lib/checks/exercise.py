@@ -126,6 +126,7 @@ class Exercise:
     for tables. `library` names what the library has of it, `course_lib.ddp.buckets:assign_buckets`:
     in the sandbox that grades an answer, this raises. Exercises whose check is still a plain
     function bring their right answer along, `reference`, and list their wrong ones in `mistakes`.
+    `seen` keeps what was observed of its own answers, with which others are compared.
     """
 
     key: str
@@ -135,6 +136,7 @@ class Exercise:
     library: tuple[str, ...] = ()
     reference: Any = None
     mistakes: tuple[Mistake, ...] = ()
+    seen: dict[int, list[Any]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def right(self) -> Any:
@@ -153,7 +155,7 @@ class Exercise:
         In a student's assignment, which has no right answer, it is read from a file.
         """
         frozen = frozen_values(self.key)
-        return self._read(frozen["right"]) if frozen else self._observed(self.right)
+        return self._read(frozen["right"]) if frozen else self._observed()
 
     def wrong_values(self) -> Iterator[tuple[Cause, list[Any]]]:
         """Yield the cause of each planted mistake, and what the check observes of the mistake."""
@@ -162,10 +164,16 @@ class Exercise:
                 yield Cause(sentence), self._read(values)
             return
         for wrong in self.wrong:
-            yield wrong.cause, self._observed(wrong.answer(self))
+            yield wrong.cause, self._observed(wrong)
 
-    def _observed(self, answer: Any) -> list[Any]:
-        return list(self.check.observe(answer)) if isinstance(self.check, Check) else []
+    def _observed(self, wrong: Wrong | None = None) -> list[Any]:
+        """Return what the check observes of a planted mistake, or of the right answer; once."""
+        if not isinstance(self.check, Check):
+            return []
+        if id(wrong) not in self.seen:
+            answer = wrong.answer(self) if wrong else self.right
+            self.seen[id(wrong)] = list(self.check.observe(answer))
+        return self.seen[id(wrong)]
 
     def _read(self, values: list[Any]) -> list[Any]:
         from course_lib.checks.cases import from_json  # which imports this module

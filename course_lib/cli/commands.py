@@ -220,11 +220,17 @@ def _own_folder() -> Path:
     return folder
 
 
+def _ago(seconds: float) -> str:
+    """Format a time that has passed: `just now`, `5 min ago`, `3 days ago`."""
+    minutes, days = round(seconds / 60), round(seconds / 86_400)
+    if days > 3650:
+        return "by whoever handed it out"  # a zip's own time
+    return f"{days} days ago" if days > 1 else f"{minutes} min ago" if minutes else "just now"
+
+
 def _show(report: "GradeReport", path: Path) -> None:
     """Print the verdicts as a table, then further messages."""
-    minutes = (time.time() - path.stat().st_mtime) / 60
-    when = f"{minutes:.0f} min ago" if minutes >= 1 else "just now"
-    print(f"{one_line(str(path))}, saved {when}\n")
+    print(f"{one_line(str(path))}, saved {_ago(time.time() - path.stat().st_mtime)}\n")
     table = plain_table("exercise", "verdict", "")
     for verdict in report.verdicts:
         status = Text(verdict.status, style=STYLES.get(verdict.status, ""))

@@ -113,11 +113,14 @@ def _task(name: str, folder: Path) -> "GradingTask":
         raise CourseError(f"{folder}: need a folder of submissions; there is none.")
     name = name or _most_common(find_submissions(folder, ""))
     try:
-        return task_of_lesson(find_lesson(name, find_folder()))
+        lesson = find_lesson(name, find_folder())
     except CourseError as no_lesson:
-        with suppress(CourseError):
-            return task_of_assignment(find_assignment(name))
-        raise CourseError(f"{no_lesson} Or an assignment: --assignment assignments/hw1.") from None
+        try:
+            assignment = find_assignment(name)
+        except CourseError as none:
+            raise CourseError(f"{none} Or a lesson: {no_lesson}") from None
+        return task_of_assignment(assignment)
+    return task_of_lesson(lesson)
 
 
 def _most_common(submissions: "list[HandedIn]") -> str:
@@ -139,6 +142,7 @@ def _show(task: "GradingTask", rows: "list[Graded]") -> None:
         counts = Counter(graded.status(key) for key in task.points)
         words = ", ".join(f"{count} {status}" for status, count in counts.items())
         words = one_line(graded.problem) if graded.problem else words
-        points = f"{graded.points(task.points):g} of {sum(task.points.values()):g}"
+        total = graded.total(task.points)
+        points = "" if total is None else f"{total:g} of {sum(task.points.values()):g}"
         table.add_row(Text(one_line(graded.student)), points, Text(words))
     Console().print(table)

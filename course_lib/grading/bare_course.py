@@ -13,6 +13,7 @@ from pathlib import Path
 from course_lib.checks.right_answer import bound_names
 from course_lib.core import CourseError
 from course_lib.core.files import write_whole
+from course_lib.notebooks.lessons import Lesson
 
 Modules = dict[str, ast.Module]
 Arguments = Mapping[str, Mapping[str, ast.expr | None]]
@@ -28,12 +29,12 @@ RAISES = "this is the library's own; it is not there while your answer to its ex
 
 
 def copy_bare(
-    course: Path, to: Path, hidden: Iterable[str] = (), own: tuple[str, Path] | None = None
+    course: Path, to: Path, library: Iterable[str] = (), own: Lesson | None = None
 ) -> None:
     """Copy the package `course` (course_lib) to `to/course_lib`.
 
-    hidden  the library's objects that raise in the copy: `course_lib.collectives.ring:ring`
-    own     an assignment's name, and its package of checks, which comes to `to/checks`
+    library  objects of it that raise in the copy: `course_lib.collectives.ring:ring_all_gather`
+    own      an assignment, whose checks come to `to/checks`, and its hidden cases to `to/hidden.py`
     """
     ignored = shutil.ignore_patterns("__pycache__", "cli")
     shutil.copytree(course, to / "course_lib", ignore=ignored)
@@ -41,14 +42,16 @@ def copy_bare(
         ".".join(path.relative_to(to).with_suffix("").parts): path
         for path in sorted(to.glob("course_lib/checks/*/*.py"))
     }
-    if own and own[1].is_dir():
-        shutil.copytree(own[1], to / "checks", ignore=ignored)
-        modules |= {module_of(own[0], path): path for path in to.glob("checks/*.py")}
+    if own and (own.folder / "checks").is_dir():
+        shutil.copytree(own.folder / "checks", to / "checks", ignore=ignored)
+        modules |= {module_of(own.name, path): path for path in to.glob("checks/*.py")}
+    if own and (own.folder / "hidden.py").is_file():
+        modules["hidden"] = Path(shutil.copy(own.folder / "hidden.py", to))
     trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules.items()}
     bare_checks(trees)
     for name, path in modules.items():
         write_whole(path, ast.unparse(ast.fix_missing_locations(trees[name])) + "\n")
-    for place in hidden:
+    for place in library:
         module, _, name = place.partition(":")
         path = to.joinpath(*module.split(".")).with_suffix(".py")
         write_whole(path, without(path.read_text(encoding="utf-8"), name))
@@ -114,7 +117,7 @@ def _imported(trees: Modules) -> dict[str, set[str]]:
 
 def _drop_unused(tree: ast.Module, asked: set[str]) -> bool:
     """Drop the definitions and imports of a module that nothing reads; return whether any was."""
-    used = {"EXERCISES", *asked}
+    used = {"EXERCISES", "HIDDEN", *asked}
     for statement in tree.body:
         reads = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
         used |= reads.difference(bound_names(statement))

@@ -6,9 +6,9 @@ A run that is cut off goes on where it was, and a later run grades only what has
 import os
 import queue
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import course_lib
@@ -17,12 +17,13 @@ from course_lib.grading.bare_course import copy_bare
 from course_lib.grading.feedback import write_feedback
 from course_lib.grading.gradebook import Gradebook
 from course_lib.grading.graded import Graded
-from course_lib.grading.grader import Grader
+from course_lib.grading.grader import Grader, Group
 from course_lib.grading.sandbox import Sandbox
 from course_lib.grading.similarity import similar
 from course_lib.grading.similarity_report import write_similarity
 from course_lib.grading.submission import HandedIn
 from course_lib.grading.task import GradingTask
+from course_lib.notebooks.grading import Verdict
 
 Told = Callable[[Graded], None]
 
@@ -31,37 +32,64 @@ Told = Callable[[Graded], None]
 def graders(
     task: GradingTask, sandbox: Sandbox, count: int, timeout_s: float
 ) -> Iterator[list[Grader]]:
-    """Make graders that share one bare copy of the course; end them with the block."""
-    with tempfile.TemporaryDirectory(prefix="grading-") as name:
-        course = Path(name)
-        course.chmod(0o755)  # the sandbox reads it as another user
-        package = Path(course_lib.__file__).parent
-        own = None if task.is_lesson else (task.name, task.lesson.folder / "checks")
-        copy_bare(package, course, task.library, own)
-        made = [Grader(task, sandbox, course, timeout_s) for _ in range(count)]
-        try:
-            yield made
-        finally:
-            for grader in made:
-                grader.close()
+    """Make graders of one task; end them with the block."""
+    groups: list[Group] = []
+    made = [Grader(task, sandbox, groups, timeout_s) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for grader in made:
+            grader.close()
 
 
-def prove(grader: Grader) -> None:
-    """Grade the task's own solutions, so that a machine that cannot judge is never anybody's fault.
+@contextmanager
+def proved(grader: Grader) -> Iterator[None]:
+    """Put the exercises into groups whose right answers are right; copies of the course for each.
 
-    Raises: CourseError where they are not all right
+    So a machine that cannot judge is never anybody's fault. In a copy, what the library has of its
+    exercises raises; an exercise whose own check needs that comes into a later group.
+
+    Raises: CourseError where right answers are not right
     """
-    found = grader.verdicts(grader.task.solutions(), "")
-    wrong = [f"{key} ({one.status}: {one.detail})" for key, one in found.items() if not _right(one)]
-    if wrong:
-        raise CourseError(
-            f"{grader.task.name}: need right answers to be right before a class is judged; on this "
-            f"machine these are not: {'; '.join(wrong)}. Is it too slow? Try --timeout or --jobs 1."
-        )
+    task, groups = grader.task, list[Group]()
+    with tempfile.TemporaryDirectory(prefix="grading-") as name:
+        Path(name).chmod(0o755)  # the sandbox reads it as another user
+        while left := [key for key in task.checks if all(key not in one.keys for one in groups)]:
+            groups.append(_first_group(grader, left, Path(name, str(len(groups)))))
+        grader.groups[:] = groups  # which all graders share
+        yield
 
 
-def _right(verdict: object) -> bool:
-    return getattr(verdict, "status", "") == "right"
+def _first_group(grader: Grader, left: Sequence[str], scratch: Path) -> Group:
+    """Return a group of these exercises whose right answers are right together.
+
+    Raises: CourseError where there is none
+    """
+    task, problems = grader.task, list[CourseError]()
+    plain = [key for key in left if not task.library([key])]
+    tries = dict.fromkeys(tuple(keys) for keys in (left, plain, left[:1]) if keys)
+    for number, keys in enumerate(tries):
+        course = scratch / str(number)
+        package = Path(course_lib.__file__).parent
+        copy_bare(package, course, task.library(keys), None if task.is_lesson else task.lesson)
+        own = {key: text for key, text in task.solutions().items() if key in keys}
+        try:
+            found = grader.verdicts_in(Group(keys, course), own, "")
+        except CourseError as error:  # where a lesson's own cells need what the copy has not
+            problems.append(error)
+            continue
+        if right := tuple(key for key in keys if found[key].status == "right"):
+            return Group(right, course)
+        problems.append(CourseError(_not_right(task, list(found.values()))))
+    raise problems[0]
+
+
+def _not_right(task: GradingTask, found: Sequence[Verdict]) -> str:
+    wrong = "; ".join(f"{one.key} ({one.status}: {one.detail})" for one in found)
+    return (
+        f"{task.name}: need right answers to be right before a class is judged; on this machine "
+        f"these are not: {wrong}. Is it too slow? Try --timeout or --jobs 1."
+    )
 
 
 def grade_class(
@@ -79,8 +107,20 @@ def grade_class(
         book.add(graded)
         told(graded)
     waiting = [one for one in submissions if one not in found]
-    if waiting:
-        prove(made[0])
+    with proved(made[0]) if waiting else nullcontext():
+        found |= _graded(made, waiting, digests, book, told)
+    return [found[one] for one in submissions]
+
+
+def _graded(
+    made: Sequence[Grader],
+    waiting: Sequence[HandedIn],
+    digests: Mapping[HandedIn, str],
+    book: Gradebook,
+    told: Told,
+) -> dict[HandedIn, Graded]:
+    """Grade submissions, as many at a time as there are graders."""
+    found: dict[HandedIn, Graded] = {}
     free: queue.Queue[Grader] = queue.Queue()
     for grader in made:
         free.put(grader)
@@ -103,7 +143,7 @@ def grade_class(
             pool.shutdown(wait=False, cancel_futures=True)
             made[0].sandbox.stop()
             raise
-    return [found[one] for one in submissions]
+    return found
 
 
 def _known(book: Gradebook, submission: HandedIn, digest: str) -> Graded | None:

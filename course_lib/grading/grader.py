@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nbformat import NotebookNode
 
+from course_lib.checks.right_answer import SETTINGS
 from course_lib.core import CourseError
 from course_lib.core.files import parse_json, read_text
 from course_lib.grading.graded import Graded
@@ -36,23 +37,39 @@ ENDED_BY = {
     "disk": "It wrote more than the {mib:g} MiB that an answer may write.",
 }
 ENDED_ITSELF = "Your code ended the Python process."
+TOO_SLOW, NO_RANKS = "It ran for more than", "need ranks that start within"
 TOO_LONG = f"It has more than the {MOST_TEXT:,} characters that an answer may have."
 NO_VALUES = "The check in the notebook saw no values: it was not run, or what it saw was removed."
 MACHINE = "the lesson's own cells failed on this machine ({why})"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Exercises that run together, and the folder with their bare copy of the course.
+
+    What was observed of right answers comes to `right` in it, which no answer can read.
+    """
+
+    keys: tuple[str, ...]
+    course: Path
+
+    @property
+    def right(self) -> Path:
+        """The folder with what was observed of right answers."""
+        return self.course / "right"
 
 
 @dataclass
 class Grader:
     """Grades submissions of one task, one after the other; `close` ends its judge.
 
-    course     the folder with the bare copy of the course; what was observed of right answers
-               comes to `right` in it, which no answer can read
+    groups     the exercises in groups; several graders share the list (class_run.prove fills it)
     timeout_s  seconds that a cell may run
     """
 
     task: GradingTask
     sandbox: Sandbox
-    course: Path
+    groups: list[Group]
     timeout_s: float
     limits: RunLimits = field(default_factory=RunLimits)
     judge: Judge = field(default_factory=Judge)
@@ -95,6 +112,26 @@ class Grader:
     def verdicts(self, written: Mapping[str, str], student: str) -> dict[str, Verdict]:
         """Return the verdicts on these answers.
 
+        One that seems to have ended, or to have waited too long, is run once more, alone: it may
+        have been the machine.
+
+        Raises: CourseError where the lesson's own cells fail
+        """
+        found: dict[str, Verdict] = {}
+        for group in self.groups:
+            own = {key: text for key, text in written.items() if key in group.keys}
+            found |= self.verdicts_in(group, own, student)
+            for key in [key for key in own if _may_be_the_machine(found[key])]:
+                again = self.verdicts_in(group, {key: own[key]}, student)[key]
+                is_machine = NO_RANKS in again.detail and again.status == "wrong"
+                found[key] = replace(again, status="not judged") if is_machine else again
+        return found
+
+    def verdicts_in(
+        self, group: Group, written: Mapping[str, str], student: str
+    ) -> dict[str, Verdict]:
+        """Return the verdicts on answers of one group.
+
         An answer that ends the run is left out when those behind it run in another one. Without a
         student, they are the task's own solutions, and what is observed of them is kept.
 
@@ -102,27 +139,25 @@ class Grader:
         """
         found: dict[str, Verdict] = {}
         while left := {key: text for key, text in written.items() if key not in found}:
-            found |= self._one_run(left, student)
+            found |= self._one_run(group, left, student)
         return found
 
     def _one_run(
-        self, written: Mapping[str, str], student: str, *, is_first: bool = True
+        self, group: Group, written: Mapping[str, str], student: str, *, is_first: bool = True
     ) -> dict[str, Verdict]:
         with (
             self.task.folder_of(student) as folder,
             tempfile.TemporaryDirectory(prefix="grading-") as name,
         ):
-            work, out = Path(name, "work"), Path(name, "out")
-            out.mkdir()
-            self._fill(work, folder, self.task.merged(written))
-            ended = self._run(work, out, len(written))
+            out = Path(name, "out")
+            ended = self._run(group, self.task.merged(written), folder, Path(name))
             outcomes = _outcomes(out)
             if is_first and _why(outcomes, ended):
-                self._demand_given(written, folder)
-                return self._one_run(written, student, is_first=False)
+                self._demand_given(group, written, folder)
+                return self._one_run(group, written, student, is_first=False)
             if not student:
-                shutil.copytree(out, self._right, dirs_exist_ok=True)
-            seen = {key: self._seen(key, folder, out, outcomes) for key in written}
+                shutil.copytree(out, group.right, dirs_exist_ok=True)
+            seen = {key: self._seen(key, folder, out, group.right, outcomes) for key in written}
         verdicts = {key: one for key, one in seen.items() if one}
         culprit = next((key for key in written if key not in verdicts), None)
         is_known = verdicts and any(one.how in ENDS_RUN for one in outcomes.values())
@@ -131,50 +166,44 @@ class Grader:
             verdicts[culprit] = Verdict(key=culprit, status="wrong", detail=detail)
         return verdicts
 
-    def _demand_given(self, written: Mapping[str, str], folder: Path) -> None:
+    def _demand_given(self, group: Group, written: Mapping[str, str], folder: Path) -> None:
         """Run the lesson's own cells without the answers, which could have made them fail.
 
         Raises: CourseError where they fail
         """
         with tempfile.TemporaryDirectory(prefix="grading-") as name:
-            work, out = Path(name, "work"), Path(name, "out")
-            out.mkdir()
             notebook = self.task.merged(written)
             notebook.cells = notebook.cells[:1]
-            self._fill(work, folder, notebook)
-            ended = self._run(work, out, 0)
-            if why := _why(_outcomes(out), ended):
+            ended = self._run(group, notebook, folder, Path(name))
+            if why := _why(_outcomes(Path(name, "out")), ended):
                 raise CourseError(MACHINE.format(why=why))
 
-    @property
-    def _right(self) -> Path:
-        return self.course / "right"
-
-    def _fill(self, work: Path, folder: Path, notebook: NotebookNode) -> None:
-        """Make the folder that the sandbox shows to the submission: nothing in it judges."""
+    def _run(self, group: Group, notebook: NotebookNode, folder: Path, scratch: Path) -> Ended:
+        """Run a notebook in the sandbox, which shows it nothing that judges; fill scratch/out."""
+        work, out = scratch / "work", scratch / "out"
+        out.mkdir()
         work.mkdir(mode=0o755)
         write_notebook(notebook, work / "merged.ipynb")
-        for name in ("assignment.toml", "hidden.py"):
-            if (folder / name).exists():
-                shutil.copy(folder / name, work / name)
-        own = self.course / "checks"
-        if own.exists():
-            shutil.copytree(own, work / "checks")
-
-    def _run(self, work: Path, out: Path, num_exercises: int) -> Ended:
-        wall_s = START_S + (2 * num_exercises + 1) * (self.timeout_s + STOPPED_S)
+        if (folder / SETTINGS).exists():
+            shutil.copy(folder / SETTINGS, work)
+        for part in ("hidden.py", "checks"):
+            if (group.course / part).is_dir():
+                shutil.copytree(group.course / part, work / part)
+            elif (group.course / part).exists():
+                shutil.copy(group.course / part, work)
+        wall_s = START_S + len(notebook.cells) * (self.timeout_s + STOPPED_S)
         words = ["-m", "course_lib.grading.inside", "/work/merged.ipynb", f"{self.timeout_s:g}"]
         return self.sandbox.run(
             [sys.executable, *words],
             work=work,
             out=out,
-            read_only={self.course / "course_lib": Path("/course/course_lib")},
+            read_only={group.course / "course_lib": Path("/course/course_lib")},
             limits=replace(self.limits, wall_s=wall_s),
             env={"PYTHONPATH": "/course", OUT_FOLDER: "/out", "COURSE_ASSIGNMENT": "/work"},
         )
 
     def _seen(
-        self, key: str, folder: Path, out: Path, outcomes: Mapping[str, Outcome]
+        self, key: str, folder: Path, out: Path, right: Path, outcomes: Mapping[str, Outcome]
     ) -> Verdict | None:
         """Return the verdict on an exercise; None where the run ended before its check did."""
         if not (out / f"{key}.pt").exists():
@@ -186,12 +215,12 @@ class Grader:
             if verdict.status == "right":
                 return Verdict(key=key, status="wrong", detail=NO_VALUES)
             return verdict
-        verdict = self.judge.verdict(key, folder, out, self._right)
+        verdict = self.judge.verdict(key, folder, out, right)
         if verdict.status != "right" or key not in self.task.hidden:
             return verdict
         if not (out / f"{HIDDEN}{key}.pt").exists():
             return Verdict(key=key, status="wrong", detail=NO_VALUES)
-        hidden = self.judge.verdict(key, folder, out, self._right, hidden=True)
+        hidden = self.judge.verdict(key, folder, out, right, hidden=True)
         return hidden if hidden.status == "right" else replace(hidden, detail=_hidden(hidden))
 
     def _ended_by(self, ended: Ended) -> str:
@@ -203,6 +232,12 @@ class Grader:
     def close(self) -> None:
         """End the judge."""
         self.judge.close()
+
+
+def _may_be_the_machine(verdict: Verdict) -> bool:
+    """Return whether an honest answer may get this verdict on a machine that has too much to do."""
+    seems = any(text in verdict.detail for text in (ENDED_ITSELF, TOO_SLOW, NO_RANKS))
+    return verdict.status == "wrong" and seems
 
 
 def _hidden(verdict: Verdict) -> str:

@@ -17,6 +17,7 @@ from course_lib.notebooks.lessons import Lesson, back_up
 from course_lib.notebooks.progress import progress
 
 SUBMISSION = "submission.json"
+LONG_AGO = 3650  # days: the time in the zip of an assignment, which nobody has saved since
 SAYS = {
     "not done": "{key} is not done yet.",
     "missing": "{key}: its cell is gone.",
@@ -94,7 +95,7 @@ def _missing(notebook: Path) -> list[str]:
 
 def _times(saved: float, assignment: Assignment | None, now: datetime) -> list[str]:
     told = []
-    if (days := int((now.timestamp() - saved) / 86_400)) >= 1:
+    if 1 <= (days := int((now.timestamp() - saved) / 86_400)) < LONG_AGO:
         told.append(f"The notebook was saved {days} day{'s' if days > 1 else ''} ago (Ctrl+S).")
     if assignment and assignment.due and now > assignment.due:
         hours = (now - assignment.due).total_seconds() / 3600

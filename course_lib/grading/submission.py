@@ -88,13 +88,20 @@ def find_submissions(folder: Path, assignment: str) -> list[HandedIn]:
 
 def _is_hidden(path: Path, folder: Path) -> bool:
     parts: Sequence[str] = path.relative_to(folder).parts
-    return any(part.startswith(".") or part == "solved" for part in parts)
+    return any(part.startswith((".", "__MACOSX")) or part == "solved" for part in parts)
 
 
 def _student(path: Path, folder: Path, assignment: str) -> str:
-    """Return whose a file is: its first folder's name, else its own without the assignment's."""
+    """Return whose a file is: its first folder's name, else its own without what is no name.
+
+    `hw1-ann.zip` and `ann.ipynb` are ann's, `hw1-ann (1).zip` too, and so is Canvas's
+    `ann_LATE_12_345_hw1.ipynb`.
+    """
     parts = path.relative_to(folder).parts
     if len(parts) > 1:
         return parts[0]
-    name = re.sub(rf"^{re.escape(assignment)}[-_ ]|[-_ ]{re.escape(assignment)}$", "", path.stem)
-    return name or path.stem
+    stem = re.sub(r" \(\d+\)$", "", path.stem)
+    if canvas := re.match(r"([^_]+)_(?:LATE_)?\d+_\d+_.", stem):
+        return canvas[1]
+    name = re.escape(assignment)
+    return re.sub(rf"^{name}[-_ ]+|[-_ ]+{name}$", "", stem) or stem

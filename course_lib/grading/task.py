@@ -4,7 +4,7 @@ import ast
 import hashlib
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +76,10 @@ class GradingTask:
         parts += [path.read_text(encoding="utf-8") for path in sources]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
-    @property
-    def library(self) -> list[str]:
-        """What the library has of its exercises, and may not be called while they are graded."""
+    def library(self, keys: Iterable[str]) -> list[str]:
+        """Return what the library has of these exercises: it may not answer them."""
         with at_work_in(self.lesson.folder):
-            return [place for key in self.checks for place in find_exercise(key).library]
+            return [place for key in keys for place in find_exercise(key).library]
 
     def library_code(self) -> dict[str, str]:
         """Return the text of what the library has of each exercise."""

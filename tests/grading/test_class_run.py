@@ -5,8 +5,8 @@ import csv
 import pytest
 
 from course_lib.core import CourseError
-from course_lib.grading.class_run import prove
 from course_lib.grading.grader import Grader
+from course_lib.grading.submission import find_submissions
 
 STUB = 'def add(x, y):\n    """The sum."""\n    raise NotImplementedError("exercise toy-1: add")'
 
@@ -105,12 +105,24 @@ def test_cells_of_the_lesson_that_fail_are_never_the_students_fault(small_class,
     )
 
 
-def test_right_answers_prove_the_machine_first(small_class):
-    class NoJudge:
-        task = small_class.task()
-
-        def verdicts(self, written, student):
-            assert list(written) == ["toy-1", "toy-2", "toy-3"]
-            return {}
-
-    assert prove(NoJudge()) is None
+@pytest.mark.parametrize(
+    ("file", "student"),
+    [
+        ("ann.ipynb", "ann"),
+        ("toy-ann.zip", "ann"),
+        ("toy-ann (2).zip", "ann"),
+        ("ann/toy.ipynb", "ann"),
+        ("ann/week 1/toy-1.ipynb", "ann"),
+        ("leeann_LATE_12_345_toy-1.ipynb", "leeann"),
+        ("leeann_12_345_toy.zip", "leeann"),
+        ("toy.ipynb", "toy"),
+        ("O'Neill-van der Meer_toy.ipynb", "O'Neill-van der Meer"),
+    ],
+)
+def test_a_files_place_says_whose_it_is(tmp_path, file, student):
+    for name in (file, "__MACOSX/._toy.ipynb", ".hidden/toy.ipynb", "solved/toy.ipynb", "a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert [(one.student, one.path) for one in find_submissions(tmp_path, "toy")] == [
+        (student, tmp_path / file)
+    ]

@@ -138,7 +138,14 @@ def test_a_long_path_of_the_temporary_folder_works(tmp_path):
     assert list(home.glob("ranks-*")) == []
 
 
-def test_what_a_killed_kernel_leaves_is_removed_at_the_next_start(tmp_path):
+@pytest.fixture
+def short_path():
+    """A temporary folder whose path is short enough for a socket in it."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def test_what_a_killed_kernel_leaves_is_removed_at_the_next_start(short_path):
     script = """
         import os, signal
         from course_lib.ranks import Ranks
@@ -147,18 +154,18 @@ def test_what_a_killed_kernel_leaves_is_removed_at_the_next_start(tmp_path):
         print(sum("ranks-" in name for name in os.listdir(os.environ["TMPDIR"])), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    precious = tmp_path / "ranks-of-my-own"
+    precious = short_path / "ranks-of-my-own"
     precious.mkdir()
-    with_owner = scratch.make_folder(str(tmp_path))
-    said, status = run_script(script, TMPDIR=str(tmp_path))
+    with_owner = scratch.make_folder(str(short_path))
+    said, status = run_script(script, TMPDIR=str(short_path))
     assert said.splitlines()[-1] == "4"  # these two, one for sockets and one of the pool
     assert status == -signal.SIGKILL
-    mine = scratch.make_folder(str(tmp_path))
-    left = {str(path) for path in tmp_path.glob("*-*")}  # ranks-*, pymp-*
+    mine = scratch.make_folder(str(short_path))
+    left = {str(path) for path in short_path.glob("*-*")}  # ranks-*, pymp-*
     assert left == {str(precious), with_owner.path, mine.path}
     with_owner.remove()
     mine.remove()
-    assert list(tmp_path.glob("*-*")) == [precious]
+    assert list(short_path.glob("*-*")) == [precious]
 
 
 def test_a_folder_that_is_taken_for_a_leftover_when_it_is_made_is_made_again(monkeypatch, tmp_path):
