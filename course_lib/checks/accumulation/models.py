@@ -64,6 +64,20 @@ def thick(items: int) -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.ones(items, 2), torch.ones(items, 64)
 
 
+def mean_of_items(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean over the items of each one's mean square error: [items, length, 1]."""
+    return (outputs - targets).square().mean((1, 2)).mean()
+
+
+def of_two_lengths() -> list[tuple[Tensor, Tensor]]:
+    """Return two parts whose items are sequences: 3 of 5 tokens, 2 of 2."""
+    parts = []
+    for items, length in ((3, 5), (2, 2)):
+        x, y = batch_of(items * length)
+        parts.append((x.view(items, length, 2), y.view(items, length, 1)))
+    return parts
+
+
 def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean square error, in memory of one number.
 

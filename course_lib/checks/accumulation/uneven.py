@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from course_lib.checks.accumulation import models
 from course_lib.checks.accumulation.effects import (
     ALIVE,
     FEWER_BITS,
@@ -31,14 +32,6 @@ from course_lib.checks.accumulation.effects import (
     flat_grads,
     held_at_once,
     with_old_grads,
-)
-from course_lib.checks.accumulation.models import (
-    ODD,
-    Odd,
-    batch_of,
-    line,
-    mean_square,
-    thick,
 )
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
@@ -114,11 +107,12 @@ def _add(
     nan: bool = False,
 ) -> dict[str, Any]:
     """Add the gradient of parts of these lengths to nothing, or `again`, to what is there."""
-    model = Odd(nn.Linear(2, 3), nn.Linear(3, 2)) if odd else line()
-    (x, y), before = batch_of(sum(lengths), width=2 if odd else 1), flat(model.parameters())
+    model = models.Odd(nn.Linear(2, 3), nn.Linear(3, 2)) if odd else models.line()
+    (x, y), before = models.batch_of(sum(lengths), width=2 if odd else 1), flat(model.parameters())
     if nan:
         x[0] = torch.nan
     parts = list(zip(x.split(lengths), y.split(lengths), strict=True))
+    parts = models.of_two_lengths() if loss_fn is models.mean_of_items else parts
     done, calls, _ = _observed(
         answer, model, loss_fn, parts, again=again, inputs=x, targets=y, parts=parts
     )
@@ -128,9 +122,9 @@ def _add(
 
 def _held(answer: Callable[..., Any]) -> dict[str, str]:
     def run(model: nn.Module, x: Tensor, y: Tensor, count: int) -> None:
-        answer(model, mean_square, list(zip(x.chunk(count), y.chunk(count), strict=True)))
+        answer(model, models.mean_square, list(zip(x.chunk(count), y.chunk(count), strict=True)))
 
-    return held_at_once(thick, run)
+    return held_at_once(models.thick, run)
 
 
 def _cases() -> list[EffectCase]:
@@ -140,8 +134,12 @@ def _cases() -> list[EffectCase]:
         ("gradients are there already", partial(_add, lengths=[3, 2], again=True)),
         ("another loss_fn", partial(_add, lengths=[4, 1], loss_fn=F.l1_loss)),
         ("a nan in the first part", partial(_add, lengths=[3, 2], nan=True)),
-        (f"a model {ODD}", partial(_add, lengths=[3, 2], odd=True)),
-        (f"gradients are there, {ODD}", partial(_add, lengths=[3, 2], odd=True, again=True)),
+        (
+            "3 items of 5 tokens, 2 of 2",
+            partial(_add, lengths=[3, 2], loss_fn=models.mean_of_items),
+        ),
+        (f"a model {models.ODD}", partial(_add, lengths=[3, 2], odd=True)),
+        (f"gradients are there, {models.ODD}", partial(_add, lengths=[3, 2], odd=True, again=True)),
         ("4 parts of 4 items", _held),
     ]
 
@@ -164,7 +162,7 @@ def _add_tokens(
     if in_front:
         y.copy_(y.flip(1))
         y[:, -2] = IGNORED
-    model = Odd(nn.Embedding(VOCAB, 3), nn.Linear(3, VOCAB)) if odd else _tiny()
+    model = models.Odd(nn.Embedding(VOCAB, 3), nn.Linear(3, VOCAB)) if odd else _tiny()
     done, calls, loss = _observed(
         answer, model, parts, again=again, inputs=x, targets=y, parts=parts
     )
@@ -226,7 +224,7 @@ def _token_cases() -> list[EffectCase]:
         ("gradients are there already", partial(_add_tokens, counts=[2, 1], again=True)),
         ("padding in front", partial(_add_tokens, counts=[2, 2, 1], in_front=True)),
         ("no tokens in the middle part", partial(_add_tokens, counts=[2, 1, 1], empty=[1])),
-        (f"a model {ODD}", partial(_add_tokens, counts=[2, 1], odd=True)),
+        (f"a model {models.ODD}", partial(_add_tokens, counts=[2, 1], odd=True)),
         ("a model that makes a nan", _makes_nan),
         ("no tokens in the second part", _skips),
         ("4 parts of 4 sequences", _held_tokens),
@@ -248,7 +246,7 @@ def _tokens_together(model: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -
 
 
 LOOP, WEIGHED = "for inputs, targets in parts:", "* len(targets) / num_items"
-MEAN = "loss_fn(model(inputs), targets)"
+MEAN, BY_NUMEL = "loss_fn(model(inputs), targets)", "* targets.numel() / num_items"
 ADD = f"({MEAN} {WEIGHED}).backward()"
 
 DIVIDE_LAYERS = f"""{ADD.replace(WEIGHED, "* len(targets)")}
@@ -321,7 +319,8 @@ UNEVEN = Exercise(
         Edit(LOOP, f"model.train()\n{LOOP}", SWITCHED),
         Edit(ADD, SKIP_NAN, NAN_LEFT_OUT),
         Edit("sum(len(targets)", "sum(targets.numel()", NOT_NUMEL),
-        Edit(WEIGHED, "* targets.numel() / num_items", NOT_NUMEL),
+        Edit(WEIGHED, BY_NUMEL, NOT_NUMEL),
+        Edit("sum(len(targets)", "sum(targets.numel()", NOT_NUMEL, also=((WEIGHED, BY_NUMEL),)),
         Edit(
             ADD,
             f"outputs.append(model(inputs))\n{ADD.replace('model(inputs)', 'outputs[-1]')}",

@@ -5,6 +5,7 @@ and the end of the hook that filled it.
 """
 
 import torch
+from torch import Tensor
 
 from course_lib.checks.ddp.overlap_steps import (
     SIZES,
@@ -27,7 +28,7 @@ from course_lib.checks.ddp.parts import ONE_EACH, TOO_MUCH, Bag, one_a_bucket
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import DIGITS_LOST, Demand, Numbers
-from course_lib.checks.on_ranks import OnRanks
+from course_lib.checks.on_ranks import At, OnRanks
 
 OTHER_ORDER = (4, 0, 2, 1, 3)  # gradients become ready in another order on odd ranks
 
@@ -61,6 +62,10 @@ HIDES = Cause(
 )
 HALF_DIGITS = Cause("Fewer bytes, and fewer digits: send in the dtype of the gradients.")
 NO_DIMENSION = Cause("A parameter may be one number without a dimension: copy_ brings it back.")
+IN_MEMORY_ORDER = Cause(
+    "In the order of the memory, ranks whose gradients lie otherwise add other numbers: flatten() "
+    "has the order of the indices, whatever lies where."
+)
 NO_VIEW = Cause("A transposed gradient has no flat view: flatten() copies where it has to.")
 NOT_RESET = Cause(
     "The first step was right: clear at the end of finish what was kept for one step."
@@ -114,6 +119,14 @@ DIVIDES = "flat / dist.get_world_size()"
 LENIENT = ("self.in_flight, strict=True", "self.in_flight, strict=False")
 CLOSES = ("for param in self.buckets[self.next]])", "for param in self.buckets[self.next]]))")
 ALL_READY = "len(self.ready) == sum(map(len, self.buckets))"
+
+
+def _is_right_on_the_diagonal(at: At, got: Tensor, item: int) -> bool:
+    need = times(mean_of)(at)[item]
+    return got.shape == need.shape == (2, 2) and torch.allclose(got.diag(), need.diag())
+
+
+AS_IT_LIES = "(param.grad if param.grad.is_contiguous() else param.grad.t())"
 
 OVERLAP = Exercise(
     key="ddp-2",
@@ -186,7 +199,10 @@ OVERLAP = Exercise(
                     (ADDED, times(lambda at: own_of(at) + mean_of(at))),
                     (REDUCES_PARAM, parameters_of),
                 ),
-                otherwise=((is_of_another, OTHER_GRADIENT),),
+                otherwise=(
+                    (_is_right_on_the_diagonal, IN_MEMORY_ORDER),
+                    (is_of_another, OTHER_GRADIENT),
+                ),
                 look=lambda at: NOT_RESET if at.number else DIGITS,
             ),
             one_a_bucket(bucket_bytes),
@@ -293,6 +309,17 @@ OVERLAP = Exercise(
         ),
         Edit("param.grad.copy_(part", "param.grad[:] = (part", NO_DIMENSION),
         Edit("param.grad.flatten()", "param.grad.view(-1)", NO_VIEW),
+        Edit(
+            "param.grad.flatten()",
+            f"{AS_IT_LIES}.flatten()",
+            IN_MEMORY_ORDER,
+            also=(
+                (
+                    "param.grad.copy_(part.view_as(param))",
+                    f"{AS_IT_LIES}.copy_(part.view_as(param))",
+                ),
+            ),
+        ),
         Edit(
             "self.in_flight.clear()",
             "pass",

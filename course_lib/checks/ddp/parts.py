@@ -26,7 +26,8 @@ ROUNDING = 1e-12
 class Bag(nn.Module):
     """Parameters whose gradients are known: `pattern(i)` times what forward is called with.
 
-    Those of 4 numbers are matrices; `odd`: transposed ones, and one number has no dimension.
+    Those of 4 numbers are matrices; `odd`: transposed ones, if they `lie`, and one number has no
+    dimension.
     The second one is frozen, the first one is tied: it has two names, and is used twice.
     """
 
@@ -36,12 +37,13 @@ class Bag(nn.Module):
         *,
         order: Sequence[int] = (),
         odd: bool = False,
+        lies: bool = True,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
         shapes = {4: (2, 2), 1: ()} if odd else {4: (2, 2)}
         full = [torch.full(shapes.get(size, (size,)), 7.0, dtype=dtype) for size in sizes]
-        params = [nn.Parameter(x.t() if odd and x.dim() == 2 else x) for x in full]
+        params = [nn.Parameter(x.t() if odd and lies and x.dim() == 2 else x) for x in full]
         self.weights, self.order = nn.ParameterList(params), order or range(len(params))
         self.trained = [i for i in range(len(params)) if i != 1]  # those that get a gradient
         params[1].requires_grad_(False)

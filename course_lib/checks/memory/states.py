@@ -20,10 +20,14 @@ ODD = Recipe(
 )
 
 
+ODD_NUMBERS = (15, 30, 60, 63, 8_030_261_249)  # in billions, as a float, they have no last digit
+
+
 def _cases() -> list[Case]:
     recipes = (
         ODD,
         replace(ODD, name="a made-up recipe without a master copy", master_bytes=0),
+        replace(ODD, name="a made-up recipe with weights of 4 bytes", weight_bytes=4),
         replace(ODD, name="a made-up recipe with one moment", num_moments=1),
         replace(ODD, name="a made-up recipe without moments", num_moments=0),
         *RECIPES.values(),
@@ -31,7 +35,7 @@ def _cases() -> list[Case]:
     pairs = [(number, recipe) for recipe in recipes for number in (1, 1000)]
     return [
         (f"{number:,} parameter{'s' if number > 1 else ''} in {recipe.name}", (number, recipe))
-        for number, recipe in (*pairs, (8_030_261_249, RECIPES["bf16"]))
+        for number, recipe in (*pairs, *((number, RECIPES["bf16"]) for number in ODD_NUMBERS))
     ]
 
 
@@ -42,6 +46,7 @@ def _drawn(random: Random) -> list[Case]:
 
 GRADS, MOMENTS = "+ recipe.grad_bytes", "recipe.num_moments * recipe.moment_bytes"
 TOTAL = "num_params * (weights_and_grads + adam)"
+CUT_OFF = Cause("A float has 16 digits, and int() cuts off: multiply whole numbers, to the end.")
 NO_MASTER = Cause(
     "A recipe without a master copy may have an accumulator and moments: add up its sizes as they "
     "are."
@@ -111,6 +116,8 @@ STATES = Exercise(
             NO_MASTER,
         ),
         Edit(TOTAL, f"{TOTAL} / 1", A_FLOAT),
+        Edit(TOTAL, "int(num_params / 1e9 * (weights_and_grads + adam) * 1e9)", CUT_OFF),
+        Edit("recipe.master_bytes", "(recipe.weight_bytes < 4) * recipe.master_bytes", NO_MASTER),
         Edit(TOTAL, f"int(torch.tensor([{TOTAL}], dtype=torch.float32))", TOO_NARROW),
         Edit(
             "num_params * (",

@@ -30,6 +30,7 @@ INPUTS = {
     "a matrix of float64": torch.tensor([[1.5, 2.25], [-3.75, 0.1234567]]).double(),
     "1 number": torch.tensor([2.5]),
     "zeros": torch.zeros(2),
+    "4 numbers of bfloat16": torch.tensor([1.5, 3.0, -2.5, 8.0]).bfloat16(),
 }
 
 SUMMED = Cause("That is the sum; for the mean, divide it by the number of ranks.")
@@ -40,8 +41,8 @@ TWICE = Cause("That is divided by the number of ranks twice.")
 NOTHING_CAME = Cause("That is this rank's own x, divided or not: nothing came from the others.")
 ON_RANK_0 = Cause("Rank 0 is right and this one is not: every rank has to end with the mean.")
 ONE_CALL = Cause(
-    "all_reduce brings the sum to every rank; nobody needs a copy of everybody's tensor, or a "
-    "second call."
+    "all_reduce brings the sum to every rank: give it a tensor of x's shape and dtype, once. "
+    "Nobody needs padding, another dtype, or a copy of everybody's tensor."
 )
 A_VIEW = Cause("A view keeps the whole tensor it was cut from: return a clone.")
 ALIASED = Cause(
@@ -164,6 +165,12 @@ MEAN = Exercise(
         Edit(COPY, "x", CHANGED),
         Edit("mean = x", "if dist.get_world_size() == 1:\n    return x\nmean = x", ALIASED),
         Edit(DIVIDE, "mean / 4", ALWAYS_4),
+        Edit(
+            COPY,
+            "x.float() if x.dtype == torch.bfloat16 else x.clone()",
+            ONE_CALL,
+            also=((DIVIDE, "(mean / dist.get_world_size()).to(x.dtype)"),),
+        ),
         Edit(DIVIDE, "mean // dist.get_world_size()", ROUNDED),
         Edit(COPY, "x // dist.get_world_size()", ROUNDED, also=((DIVIDE, "mean"),)),
         Edit(DIVIDE, "mean / dist.get_world_size() ** 2", TWICE),

@@ -36,11 +36,14 @@ class Case:
     max_norm: float
     scale: tuple[float, ...] = (1, 10, 100, 1000)
     dtype: torch.dtype = torch.float64
+    small: int = 0  # so many small shards beside a large one, in place of the others
 
     def shards(self, rank: int) -> list[Tensor]:
         """Return the shards of a rank: one is transposed, one a single number, one padding."""
         matrix = torch.tensor([[2.0, -1.0], [2.0, 3.0]]).t()
-        parts = torch.tensor([3.0, -4.0, 0.0]), matrix, torch.tensor(2.0), torch.zeros(2)
+        parts = [torch.tensor([3.0, -4.0, 0.0]), matrix, torch.tensor(2.0), torch.zeros(2)]
+        if self.small:
+            parts = [torch.full((16,), 4.0), *[torch.full((16,), 0.2371)] * self.small]
         return [(part.double() * self.scale[rank]).to(self.dtype) for part in parts]
 
 
@@ -50,6 +53,7 @@ CASES = (
     Case("max_norm 1e6", 1e6),
     Case("nothing but padding on rank 0, max_norm 6", 6.0, (0, 10, 100, 1000)),
     Case("bfloat16, max_norm 6", 6.0, dtype=torch.bfloat16),
+    Case("30 small shards in bfloat16, max_norm 6", 6.0, (1,) * 4, torch.bfloat16, 30),
     Case("all gradients 0, max_norm 6", 6.0, (0, 0, 0, 0)),
     Case("all gradients 0, max_norm 0", 0.0, (0, 0, 0, 0)),
     Case("nan on rank 0, max_norm 6", 6.0, (math.nan, 10, 100, 1000)),
@@ -58,6 +62,10 @@ CASES = (
 EVERY_RANK = Cause(
     "A rank that sees a small norm of its own, or 0, must take part, too: call all_reduce on every "
     "rank, before you decide."
+)
+STALLS = Cause(
+    "Added up one by one in bfloat16, small squares are lost beside a large sum: sum them in one "
+    "go, or in float32."
 )
 NORM_0 = Cause("Divided by a norm of 0: divide only where the norm is above max_norm.")
 NOT_A_NUMBER = Cause("Return the norm: one number, or a tensor of one.")
@@ -134,6 +142,17 @@ def _norm(at: At) -> Tensor:
     return _norms(at).norm()
 
 
+def _stalled(at: At) -> Tensor:
+    """Return the norm where each rank adds up its squares one by one, in their dtype."""
+    squares = [sum(shard.square().sum() for shard in _shards(at, r)) for r in range(at.world_size)]
+    return torch.as_tensor(sum(squares)).double().sqrt()
+
+
+def _shards(at: At, rank: int) -> list[Tensor]:
+    shards: list[Tensor] = at.seen.case.shards(rank)
+    return shards
+
+
 def _limit(at: At) -> float:
     return at.seen.case.max_norm
 
@@ -171,6 +190,8 @@ def _is_one_number(at: At) -> bool:
 SQUARED = "torch.stack([(grad**2).sum() for grad in grads]).sum()"
 SENDS = "dist.all_reduce(squares)"
 ROOT = "squares.sqrt()"
+SUMS = "squares = torch.stack([(grad**2).sum() for grad in grads]).sum()"
+ONE_BY_ONE = "squares = grads[0].new_zeros(())\nfor grad in grads:\n    squares += (grad**2).sum()"
 SENDS_ROOT = f"{SENDS}\n    norm = {ROOT}"
 SCALES = "grad.mul_(max_norm / norm)"
 IF_ABOVE = f"if norm > max_norm:\n        for grad in grads:\n            {SCALES}"
@@ -206,6 +227,7 @@ CLIP = Exercise(
                     (MEAN_OF_SQUARES, lambda at: _norm(at) / at.world_size**0.5),
                     (NO_ROOT, lambda at: _norm(at) ** 2),
                     (OWN_NORM, lambda at: _norms(at)[at.rank]),
+                    (STALLS, _stalled),
                     (LARGEST, lambda at: _norms(at).max()),
                     (AFTER, lambda at: _norm(at).clamp(max=_limit(at))),
                 ),
@@ -259,6 +281,7 @@ CLIP = Exercise(
             MEAN_OF_NORMS,
         ),
         Edit(ROOT, "(squares / dist.get_world_size()).sqrt()", MEAN_OF_SQUARES),
+        Edit(SUMS, ONE_BY_ONE, STALLS),
         Edit(ROOT, "squares", NO_ROOT),
         Edit("dist.all_reduce(squares)", "dist.all_reduce(squares, async_op=True)", NOT_WAITED),
         Edit("if norm > max_norm:", "if norm > 0:", SCALED_UP),
