@@ -60,9 +60,7 @@ def four_steps(
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Step]:
     """Run four steps of backward and finish; in step 3, another model is between the two."""
-    order = order if rank % 2 else ()
-    lies = rank != 1  # on rank 1, gradients lie otherwise: the order is that of the numbers
-    module, other = (Bag(SIZES, order=order, odd=True, lies=lies, dtype=dtype) for _ in range(2))
+    module, other = (_model(rank, order, dtype) for _ in range(2))
     buckets, beside = (_buckets(each, dtype) for each in (module, other))
     began_s, ended_s = dict[Tensor, float](), dict[Tensor, float]()
     params = [param for bucket in buckets for param in bucket]
@@ -104,6 +102,11 @@ def four_steps(
         if stopped:
             break
     return steps
+
+
+def _model(rank: int, order: Sequence[int], dtype: torch.dtype) -> Bag:
+    """Return the model of a rank: on odd ones gradients come in another order, on 1 they lie so."""
+    return Bag(SIZES, order=order if rank % 2 else (), odd=True, lies=rank != 1, dtype=dtype)
 
 
 def _filled_s(
