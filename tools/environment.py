@@ -7,6 +7,7 @@ Standard library only, and in old syntax, so that an old Python can say that it 
 import argparse
 import contextlib
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ COMPLETE = (
     "import sys; from importlib.util import find_spec; "
     "sys.exit(not all(map(find_spec, ['torch', 'jupyterlab', 'pytest', 'course_lib'])))"
 )
+BUTTONS = "distributed-training-course"  # the name in the package.json of the buttons
 CALM_LAB = """{
   "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false},
   "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": true}
@@ -222,6 +224,22 @@ def pip_install(root, venv, title, lines, arguments):
         raise Problem(explain(said, version, log, read_stamp(venv)[1]))
 
 
+def link_buttons(root, venv):
+    """Let the environment's JupyterLab find the course's buttons; without them it works as well.
+
+    A link, because pip does not copy data files where it installs `--editable`.
+    """
+    source = root / "course_lib" / "notebooks" / "lab_extension"
+    link = venv / "share" / "jupyter" / "labextensions" / BUTTONS
+    if link.is_symlink() and os.readlink(str(link)) == str(source):
+        return
+    with contextlib.suppress(OSError):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if link.is_symlink():
+            link.unlink()
+        link.symlink_to(source)
+
+
 def check_disk(venv, torch):
     """Stop before anything is written if the disk has no room."""
     folder = next(parent for parent in venv.parents if parent.exists())
@@ -244,6 +262,7 @@ def main():
     root = Path(__file__).resolve().parent.parent
     try:
         build(root, root / options.venv, options.python, options.torch)
+        link_buttons(root, root / options.venv)
     except Problem as problem:
         sys.exit(f"\n{problem}\n")
     except OSError as problem:

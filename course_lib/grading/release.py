@@ -70,15 +70,15 @@ Run the check below an exercise as often as you like. All of them, as saved:
 
     make check
 
-(or `course check {name}.ipynb` in a terminal of JupyterLab). Your answers are graded with further
-cases, too: an answer that fits only the cases of the check is not right.
+(or the button Check in JupyterLab, or `course check {name}.ipynb`). Your answers are graded with
+further cases, too: an answer that fits only the cases of the check is not right.
 
 ## Hand in
 
     make pack
 
-(or `course pack {name}.ipynb`) writes `{name}-STUDENT.zip`, and says what is missing. You can hand
-in what is not finished. Keep the folder: the zip is a copy.
+(or the button Hand in, or `course pack {name}.ipynb`) writes `{name}-STUDENT.zip`, and says what is
+missing. You can hand in what is not finished. Keep the folder: the zip is a copy.
 """
 
 MAKE = """\

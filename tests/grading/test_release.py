@@ -105,6 +105,7 @@ def test_what_make_lab_needs_is_in_it(bundle):
     assert [line.split()[1] for line in help_text.splitlines()] == [
         *("help", "environment", "lab", "check", "pack")
     ]
+    assert (bundle / "course_lib/notebooks/lab_extension/static/remoteEntry.js").is_file()
     check = "import sys; sys.path.insert(0, 'tools'); import environment"
     subprocess.run([sys.executable, "-S", "-c", check], check=True, env={})
     readme = (bundle / "README.md").read_text()

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from urllib.request import ProxyHandler, Request, build_opener
 
 import psutil
 
 TOKEN = "lab-under-test"
+BUTTONS = Path(__file__).resolve().parents[2] / "course_lib" / "notebooks" / "lab_extension"
 START_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 60.0
 _ANNOUNCEMENTS = "@jupyterlab/apputils-extension:announcements"
@@ -31,7 +33,7 @@ class Lab:
 
     def page(self, notebook: str) -> str:
         """The address that opens a notebook and no other tab."""
-        return f"{self.url}lab/tree/{notebook}?reset&token={TOKEN}"
+        return f"{self.url}lab/tree/{quote(notebook)}?reset&token={TOKEN}"
 
     def api(self, path: str, method: str = "GET") -> Any:
         """Ask the server itself."""
@@ -48,14 +50,17 @@ class Lab:
 
 
 @contextmanager
-def started(folder: Path) -> Iterator[Lab]:
+def started(folder: Path, *options: str) -> Iterator[Lab]:
     """JupyterLab on `folder/notebooks`; afterwards nothing that it started is left."""
     log = folder / "lab.log"
+    extensions = folder / "data" / "labextensions"
+    extensions.mkdir(parents=True)
+    (extensions / "distributed-training-course").symlink_to(BUTTONS)
     with log.open("w") as file:
         process = psutil.Popen(
-            _command(folder),
+            [*_command(folder), *options],
             cwd=folder / "notebooks",
-            env=_environment(folder),
+            env=environment(folder),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -82,7 +87,7 @@ def _command(folder: Path) -> list[str]:
     ]
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def environment(folder: Path) -> dict[str, str]:
     """Ours, without what would make Jupyter, pytest or the course behave in another way."""
     ours = ("JUPYTER", "PYTEST", "IPYTHON", "COURSE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}

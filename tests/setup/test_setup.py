@@ -1,5 +1,6 @@
 """`make` builds the environment once, and says in one sentence what keeps it from doing so."""
 
+import json
 import os
 import shutil
 import signal
@@ -122,6 +123,25 @@ def test_the_environment_of_another_course_is_not_touched(environment, tmp_path)
     shutil.rmtree(theirs)  # moved away, or deleted
     environment.clear(mine, venv)
     assert environment.stamp_of(venv) == environment.BUILDING
+
+
+# ---- the buttons of JupyterLab ---------------------------------------------------------------
+
+
+def test_the_buttons_are_linked_under_their_name_and_follow_the_course(environment, tmp_path):
+    venv, mine = tmp_path / "venv", ROOT / "course_lib" / "notebooks" / "lab_extension"
+    for root in (tmp_path / "moved away", ROOT, ROOT):
+        environment.link_buttons(root, venv)
+    (link,) = (venv / "share" / "jupyter" / "labextensions").iterdir()
+    assert link.resolve() == mine
+    package = json.loads((link / "package.json").read_text())
+    assert package["name"] == link.name
+    assert (link / package["jupyterlab"]["_build"]["load"]).is_file()
+
+
+def test_an_environment_without_links_has_no_buttons_and_no_failure(environment, tmp_path):
+    (tmp_path / "share").touch()  # no folder can be made
+    environment.link_buttons(ROOT, tmp_path)
 
 
 # ---- which build of PyTorch it has -----------------------------------------------------------
