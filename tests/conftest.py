@@ -97,7 +97,8 @@ class ByGroup(LoadScopeScheduling):
     """Give a worker a whole group at a time: what its tests make once, they make once.
 
     A group is a file; of the longest files a part: a lesson's notebook, which all its tests look
-    at, a lesson's planted mistakes, a command of the README.
+    at, a lesson's planted mistakes, a command of the README. All tests of the grading are one: they
+    look at what is left on the machine.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -108,7 +109,7 @@ class ByGroup(LoadScopeScheduling):
             return f"{file} {test[test.find('[') :] if name == 'test_notebooks.py' else test}"
         if name == "test_planted_mistakes.py" and lesson:
             return f"{file} {lesson[1]}"
-        return file
+        return "tests/grading" if file.startswith("tests/grading/") else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByGroup:

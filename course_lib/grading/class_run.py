@@ -17,7 +17,7 @@ from course_lib.grading.bare_course import copy_bare
 from course_lib.grading.feedback import write_feedback
 from course_lib.grading.gradebook import Gradebook
 from course_lib.grading.graded import Graded
-from course_lib.grading.grader import Grader, Group
+from course_lib.grading.grader import Grader, RunGroup
 from course_lib.grading.sandbox import Sandbox
 from course_lib.grading.similarity import similar
 from course_lib.grading.similarity_report import write_similarity
@@ -33,7 +33,7 @@ def graders(
     task: GradingTask, sandbox: Sandbox, count: int, timeout_s: float
 ) -> Iterator[list[Grader]]:
     """Make graders of one task; end them with the block."""
-    groups: list[Group] = []
+    groups: list[RunGroup] = []
     made = [Grader(task, sandbox, groups, timeout_s) for _ in range(count)]
     try:
         yield made
@@ -51,7 +51,7 @@ def proved(grader: Grader) -> Iterator[None]:
 
     Raises: CourseError where right answers are not right
     """
-    task, groups = grader.task, list[Group]()
+    task, groups = grader.task, list[RunGroup]()
     with tempfile.TemporaryDirectory(prefix="grading-") as name:
         Path(name).chmod(0o755)  # the sandbox reads it as another user
         while left := [key for key in task.checks if all(key not in one.keys for one in groups)]:
@@ -60,7 +60,7 @@ def proved(grader: Grader) -> Iterator[None]:
         yield
 
 
-def _first_group(grader: Grader, left: Sequence[str], scratch: Path) -> Group:
+def _first_group(grader: Grader, left: Sequence[str], scratch: Path) -> RunGroup:
     """Return a group of these exercises whose right answers are right together.
 
     Raises: CourseError where there is none
@@ -74,12 +74,12 @@ def _first_group(grader: Grader, left: Sequence[str], scratch: Path) -> Group:
         copy_bare(package, course, task.library(keys), None if task.is_lesson else task.lesson)
         own = {key: text for key, text in task.solutions().items() if key in keys}
         try:
-            found = grader.verdicts_in(Group(keys, course), own, "")
+            found = grader.verdicts_in(RunGroup(keys, course), own, "")
         except CourseError as error:  # where a lesson's own cells need what the copy has not
             problems.append(error)
             continue
         if right := tuple(key for key in keys if found[key].status == "right"):
-            return Group(right, course)
+            return RunGroup(right, course)
         problems.append(CourseError(_not_right(task, list(found.values()))))
     raise problems[0]
 

@@ -44,7 +44,7 @@ MACHINE = "the lesson's own cells failed on this machine ({why})"
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Exercises that run together, and the folder with their bare copy of the course.
 
     What was observed of right answers comes to `right` in it, which no answer can read.
@@ -69,7 +69,7 @@ class Grader:
 
     task: GradingTask
     sandbox: Sandbox
-    groups: list[Group]
+    groups: list[RunGroup]
     timeout_s: float
     limits: RunLimits = field(default_factory=RunLimits)
     judge: Judge = field(default_factory=Judge)
@@ -128,7 +128,7 @@ class Grader:
         return found
 
     def verdicts_in(
-        self, group: Group, written: Mapping[str, str], student: str
+        self, group: RunGroup, written: Mapping[str, str], student: str
     ) -> dict[str, Verdict]:
         """Return the verdicts on answers of one group.
 
@@ -143,7 +143,7 @@ class Grader:
         return found
 
     def _one_run(
-        self, group: Group, written: Mapping[str, str], student: str, *, is_first: bool = True
+        self, group: RunGroup, written: Mapping[str, str], student: str, *, is_first: bool = True
     ) -> dict[str, Verdict]:
         with (
             self.task.folder_of(student) as folder,
@@ -166,7 +166,7 @@ class Grader:
             verdicts[culprit] = Verdict(key=culprit, status="wrong", detail=detail)
         return verdicts
 
-    def _demand_given(self, group: Group, written: Mapping[str, str], folder: Path) -> None:
+    def _demand_given(self, group: RunGroup, written: Mapping[str, str], folder: Path) -> None:
         """Run the lesson's own cells without the answers, which could have made them fail.
 
         Raises: CourseError where they fail
@@ -178,7 +178,7 @@ class Grader:
             if why := _why(_outcomes(Path(name, "out")), ended):
                 raise CourseError(MACHINE.format(why=why))
 
-    def _run(self, group: Group, notebook: NotebookNode, folder: Path, scratch: Path) -> Ended:
+    def _run(self, group: RunGroup, notebook: NotebookNode, folder: Path, scratch: Path) -> Ended:
         """Run a notebook in the sandbox, which shows it nothing that judges; fill scratch/out."""
         work, out = scratch / "work", scratch / "out"
         out.mkdir()

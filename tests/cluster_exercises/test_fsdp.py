@@ -95,30 +95,7 @@ def by_the_plan(num_units, reshard_after_forward, prefetch):
     return tuple((m.kind, m.unit - 1) for m in moves if m.unit and m.kind in kinds)
 
 
-class Adding:
-    """Divides by the ranks before the sum, in fp32; adds to a gradient that is there."""
-
-    def __init__(self, shard, layout):
-        self.shard, self.layout, self.p = shard, layout, dist.get_world_size()
-
-    def gather(self):
-        row = torch.zeros(self.layout.padded_numel, dtype=torch.bfloat16)
-        mine = row[self.layout.shard_slice(dist.get_rank())]
-        with torch.no_grad():
-            mine.copy_(self.shard)
-        dist.all_gather_single(row, mine.clone())
-        return [view.clone() for view in self.layout.views(row)]
-
-    def reduce(self, grads):
-        row = self.layout.flatten([grad.to(torch.float32) for grad in grads]) / self.p
-        shards = [*row.chunk(self.p)]
-        mean = torch.empty_like(shards[0])
-        dist.reduce_scatter(mean, shards)
-        grad = self.shard.grad
-        self.shard.grad = mean if grad is None else grad + mean
-
-
-ANSWERS = (Storage, Counting, by_the_plan, Adding)
+ANSWERS = (Storage, Counting, by_the_plan)
 
 
 @pytest.mark.parametrize(("number", "answer"), list(enumerate(ANSWERS, start=1)))

@@ -297,7 +297,7 @@ def say(capsys, monkeypatch, tmp_path):
         ("--optimizer adam", "--optimizer: need one of sgd, adamw; got 'adam'"),
         ("--dtype half", "--dtype: need one of float32, float64, bfloat16; got 'half'"),
         ("--model tinny", "got 'tinny'. Try tiny"),
-        ("--model nowhere.json", "need a config.json that can be read"),
+        ("--model nowhere.json", "need a config.json; it cannot be read"),
         ("--model llama-405b", "this machine has"),
         ("--heads 3", "need hidden divisible by num_heads"),
         ("--data nowhere.txt", "--data: need synthetic, shakespeare, dialogues or the path"),
