@@ -123,7 +123,7 @@ class Exercise:
     """One exercise: its check, and the wrong answers that a test sends through the check.
 
     The right answer, `right`, is the one that the lesson's source shows. `title` is a few words
-    for tables. `library` names what the library has of it, `course_lib.ddp.buckets:assign_buckets`:
+    for tables. `library` names what the library has of it, `course_lib.ddp.buckets:make_buckets`:
     in the sandbox that grades an answer, this raises. Exercises whose check is still a plain
     function bring their right answer along, `reference`, and list their wrong ones in `mistakes`.
     `seen` keeps what was observed of its own answers, with which others are compared.

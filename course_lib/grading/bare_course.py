@@ -70,7 +70,7 @@ def without(text: str, name: str) -> str:
 
 
 def library_text(place: str) -> str:
-    """Return the text of an object of the library: `course_lib.ddp.buckets:assign_buckets`.
+    """Return the text of an object of the library: `course_lib.ddp.buckets:make_buckets`.
 
     Raises: CourseError where there is none
     """

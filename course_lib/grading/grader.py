@@ -16,6 +16,7 @@ from course_lib.core.files import parse_json, read_text
 from course_lib.grading.graded import Graded
 from course_lib.grading.inside import FOLDER as OUT_FOLDER
 from course_lib.grading.inside import OUTCOMES
+from course_lib.grading.judge import ENDED as JUDGE_ENDED
 from course_lib.grading.judge import HIDDEN, Judge
 from course_lib.grading.sandbox import Ended, Sandbox
 from course_lib.grading.submission import HandedIn
@@ -63,7 +64,7 @@ class RunGroup:
 class Grader:
     """Grades submissions of one task, one after the other; `close` ends its judge.
 
-    groups     the exercises in groups; several graders share the list (class_run.prove fills it)
+    groups     the exercises in groups; several graders share the list (`class_run.proved` fills it)
     timeout_s  seconds that a cell may run
     """
 
@@ -236,8 +237,8 @@ class Grader:
 
 def _may_be_the_machine(verdict: Verdict) -> bool:
     """Return whether an honest answer may get this verdict on a machine that has too much to do."""
-    seems = any(text in verdict.detail for text in (ENDED_ITSELF, TOO_SLOW, NO_RANKS))
-    return verdict.status == "wrong" and seems
+    seems = (ENDED_ITSELF, TOO_SLOW, NO_RANKS, JUDGE_ENDED)
+    return verdict.status == "wrong" and any(text in verdict.detail for text in seems)
 
 
 def _hidden(verdict: Verdict) -> str:

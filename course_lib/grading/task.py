@@ -83,12 +83,8 @@ class GradingTask:
 
     def library_code(self) -> dict[str, str]:
         """Return the text of what the library has of each exercise."""
-        found = dict[str, str]()
-        with at_work_in(self.lesson.folder):
-            for key in self.checks:
-                texts = map(library_text, find_exercise(key).library)
-                found |= {key: "\n\n".join(texts)} if find_exercise(key).library else {}
-        return found
+        places = {key: self.library([key]) for key in self.checks}
+        return {key: "\n\n".join(map(library_text, own)) for key, own in places.items() if own}
 
     def solutions(self) -> dict[str, str]:
         """Return the right answer of each exercise, as its cell."""
@@ -178,7 +174,7 @@ def _task(lesson: Lesson, assignment: Assignment) -> GradingTask:
     if missing := [key for key in assignment.keys if key not in checks]:
         raise CourseError(f"{lesson.source}: need the cells of {', '.join(missing)}; found none.")
     with at_work_in(lesson.folder):
-        hidden = frozenset() if lesson.name != assignment.name else hidden_exercises(lesson.folder)
+        hidden = hidden_exercises(lesson.folder)
     return GradingTask(
         hidden=frozenset(hidden),
         lesson=lesson,

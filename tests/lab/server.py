@@ -98,7 +98,8 @@ def environment(folder: Path) -> dict[str, str]:
         "IPYTHONDIR": folder / "ipython",
     }
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return kept | {name: str(place) for name, place in places.items()} | {"PATH": path}
+    own = {"PATH": path, "SHELL": "/bin/bash"}  # sh has no line editor: a terminal shows less
+    return kept | {name: str(place) for name, place in places.items()} | own
 
 
 def _url(runtime: Path, process: psutil.Popen, log: Path) -> str:
