@@ -86,9 +86,15 @@ raise ValueError("broken on purpose")
 """
 
 
+IN_SANDBOXES = (
+    *("test_hostile_acts.py", "test_sandbox.py", "test_hostile_runs.py", "test_hostile_answers.py"),
+    *("test_class_run.py", "test_instructor_guide.py"),
+)
 # The longest first: begun last, they would keep one worker busy and the others idle.
 LONGEST = (
-    *("test_notebooks.py", "test_readme.py", "test_planted_mistakes.py", "test_lab_lessons.py"),
+    *IN_SANDBOXES,
+    *("test_notebooks.py", "test_readme.py", "test_planted_mistakes.py"),
+    "test_lab_lessons.py",
     *("test_train.py", "test_sharded.py", "test_tensor_parallel.py", "test_frameworks.py"),
 )
 
@@ -97,8 +103,8 @@ class ByGroup(LoadScopeScheduling):
     """Give a worker a whole group at a time: what its tests make once, they make once.
 
     A group is a file; of the longest files a part: a lesson's notebook, which all its tests look
-    at, a lesson's planted mistakes, a command of the README. All tests of the grading are one: they
-    look at what is left on the machine.
+    at, a lesson's planted mistakes, a command of the README. All tests that grade in a sandbox are
+    one: they look at what is left on the machine.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -109,7 +115,7 @@ class ByGroup(LoadScopeScheduling):
             return f"{file} {test[test.find('[') :] if name == 'test_notebooks.py' else test}"
         if name == "test_planted_mistakes.py" and lesson:
             return f"{file} {lesson[1]}"
-        return "tests/grading" if file.startswith("tests/grading/") else file
+        return "sandboxes" if name in IN_SANDBOXES else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByGroup:

@@ -7,6 +7,7 @@ import re
 
 STRANGE = "\N{REPLACEMENT CHARACTER}"
 FORMULA = "=+-@\t\r"  # a spreadsheet computes what begins with one of these
+INNER_FORMULA = re.compile(r"(;\s*)(?=[=+\-@])")  # where `;` separates, a cell would begin here
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -30,4 +31,5 @@ def csv_field(text: str) -> str:
     """Return the printable text; an apostrophe before what a spreadsheet would compute."""
     plain = printable(text)
     first = text[:1] + plain[:1]
-    return f"'{plain}" if first.strip(FORMULA) != first else plain
+    begun = f"'{plain}" if first.strip(FORMULA) != first else plain
+    return INNER_FORMULA.sub(r"\1'", begun)

@@ -5,10 +5,10 @@ and made harmless for spreadsheets, so that a table is never more than its rows 
 """
 
 import csv
+import fcntl
 import io
 import math
 import os
-import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
@@ -22,9 +22,8 @@ from course_lib.core.plain_text import csv_field, one_line, printable
 from course_lib.grading.graded import Graded
 
 GRADEBOOK, EXERCISES, JUNIT = "gradebook.csv", "exercises.csv", "junit.xml"
-STATE = ".graded.jsonl"
+STATE, LOCK = ".graded.jsonl", ".lock"
 LONGEST = 2000  # characters of one field; a spreadsheet's cell takes 32,767
-INNER_FORMULA = re.compile(r"(;\s*)(?=[=+\-@])")  # where `;` separates, a cell would begin here
 
 
 class Gradebook:
@@ -33,13 +32,15 @@ class Gradebook:
     `points` are the points of each exercise of the assignment, by key, in its order. Each
     submission is given to `add`, also one that an earlier run has judged (`known`).
 
-    Raises: CourseError where the folder or a file in it cannot be written
+    Raises: CourseError where the folder or a file in it cannot be written, and while another run
+        writes into the folder
     """
 
     def __init__(self, folder: Path, points: Mapping[str, float]) -> None:
         self.folder, self.points = folder, dict(points)
         for name in (GRADEBOOK, EXERCISES, JUNIT, STATE):
             check_result_path(folder / name)
+        self._lock_file = _only_one_in(folder)
         self._rows: dict[str, Graded] = {}  # by path
         self._known = {one.digest: one for one in _read_state(folder / STATE)}
         self._lock = threading.Lock()
@@ -89,9 +90,10 @@ class Gradebook:
         self._state.close()
         self._table.close()
         rows = self.rows
-        write_result(self.folder / GRADEBOOK, csv_text([self._header(), *map(self._row, rows)]))
-        write_result(self.folder / EXERCISES, csv_text(self._exercise_rows(rows)))
-        write_result(self.folder / JUNIT, junit_text(rows))
+        with self._lock_file:
+            write_result(self.folder / GRADEBOOK, csv_text([self._header(), *map(self._row, rows)]))
+            write_result(self.folder / EXERCISES, csv_text(self._exercise_rows(rows)))
+            write_result(self.folder / JUNIT, junit_text(rows))
 
     def _header(self) -> list[str]:
         keys = [name for key in self.points for name in (key, f"{key} status")]
@@ -179,11 +181,25 @@ def junit_text(rows: Iterable[Graded]) -> str:
 def _cell(value: str | float) -> str:
     if not isinstance(value, str):
         return number_text(value)
-    return INNER_FORMULA.sub(r"\1'", csv_field(one_line(cut(value))))
+    return csv_field(one_line(cut(value)))
 
 
 def _attribute(text: str) -> str:
     return one_line(cut(text))
+
+
+def _only_one_in(folder: Path) -> FileIO:
+    """Return an open file that is locked until it is closed, or until this process ends."""
+    file = (folder / LOCK).open("ab", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise CourseError(
+            f"{folder}: need a folder that one run writes into; another run is grading into it. "
+            "Wait until that has ended, or try another --out."
+        ) from None
+    return file
 
 
 def _append(file: FileIO, text: str) -> None:

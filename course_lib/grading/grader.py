@@ -28,10 +28,10 @@ from course_lib.notebooks.nbval_run import STOPPED_S, Outcome
 
 MOST_TEXT = 100_000  # characters of an answer
 MOST_OUTCOMES = 8 * 2**20
-START_S = 90  # for Python, nbval and the kernel to start, on a busy machine
+START_S = 45  # for Python, nbval and the kernel to start, on a busy machine
 ENDS_RUN = ("died", "printing", "memory")  # outcomes of a cell behind which none runs
 ENDED_BY = {
-    "time": "It ran for more than {timeout_s:g} s and was stopped.",
+    "time": "It could not be stopped after {timeout_s:g} s: the whole run was ended.",
     "memory": "It took more memory than the {gib:g} GiB that an answer may take.",
     "processes": "It started more processes than the {processes} that an answer may start.",
     "output": "It printed without end.",
@@ -42,6 +42,7 @@ TOO_SLOW, NO_RANKS = "It ran for more than", "need ranks that start within"
 TOO_LONG = f"It has more than the {MOST_TEXT:,} characters that an answer may have."
 NO_VALUES = "The check in the notebook saw no values: it was not run, or what it saw was removed."
 MACHINE = "the lesson's own cells failed on this machine ({why})"
+SLOW_CELLS = "they ran for longer than a cell may. Is it too slow? Try --timeout or --jobs 1"
 
 
 @dataclass(frozen=True)
@@ -263,5 +264,7 @@ def _why(outcomes: Mapping[str, Outcome], ended: Ended) -> str:
     outcome = outcomes.get(GIVEN)
     if outcome is None:
         return f"the run ended before them: {ended.how}, exit code {ended.code}"
+    if outcome.how == "timeout":
+        return SLOW_CELLS
     why = f"{outcome.name or outcome.how}: {outcome.message[:200]}".rstrip(": ")
     return "" if outcome.how == "passed" else why

@@ -93,6 +93,15 @@ def test_a_machine_that_cannot_judge_judges_nobody(small_class, tmp_path):
         small_class.grade(tmp_path / "grades")
 
 
+def test_a_lesson_too_slow_for_the_machine_judges_nobody(small_class, tmp_path):
+    source = small_class.home / "source/toy.py"
+    slow = "import os, time\n\nOFFSET = 0\n'COURSE_OUT' in os.environ and time.sleep(600)"
+    source.write_text(source.read_text().replace("OFFSET = 0", slow))
+    small_class.hand_in("ann.ipynb")
+    with pytest.raises(CourseError, match=r"Is it too slow\? Try --timeout"):
+        small_class.grade(tmp_path / "grades", timeout_s=1)
+
+
 def test_cells_of_the_lesson_that_fail_are_never_the_students_fault(small_class, tmp_path):
     small_class.hand_in("ann.ipynb", toy_1="def add(x, y):\n    return x + y + OFFSET\n")
     small_class.hand_in("bob.ipynb", toy_1="def add(x, y):\n    return x + y + BROKEN\n")

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -181,9 +182,12 @@ def test_one_row_per_file_the_last_one(tmp_path):
 
 
 def test_a_later_run_knows_what_an_earlier_one_judged(tmp_path):
-    book = Gradebook(tmp_path, POINTS)
-    book.add(graded("ann"))
-    book.add(graded("bob"))  # and no close: the run was killed
+    if (pid := os.fork()) == 0:
+        book = Gradebook(tmp_path, POINTS)
+        book.add(graded("ann"))
+        book.add(graded("bob"))
+        os.kill(os.getpid(), signal.SIGKILL)  # and no close
+    os.waitpid(pid, 0)
     with Gradebook(tmp_path, POINTS) as later:
         assert later.known("of ann") == graded("ann")
         assert later.known("of eve") is None
@@ -191,7 +195,6 @@ def test_a_later_run_knows_what_an_earlier_one_judged(tmp_path):
         later.add(graded("ann"))
         assert (tmp_path / STATE).stat().st_size == size
     assert [row["student"] for row in rows_of(tmp_path / GRADEBOOK)] == ["ann"]
-    book.close()
 
 
 @pytest.mark.parametrize(
@@ -232,6 +235,15 @@ def test_a_file_in_place_of_the_folder_is_one_sentence(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(CourseError, match="can be written"):
         Gradebook(tmp_path / "out", POINTS)
+
+
+def test_one_run_at_a_time_writes_into_a_folder(tmp_path):
+    with Gradebook(tmp_path, POINTS) as book:
+        book.add(graded("ann"))
+        with pytest.raises(CourseError, match="another run is grading into it"):
+            Gradebook(tmp_path, POINTS)
+    assert [row["student"] for row in rows_of(tmp_path / GRADEBOOK)] == ["ann"]
+    Gradebook(tmp_path, POINTS).close()
 
 
 def test_a_full_disk_is_one_sentence_and_the_rows_before_are_kept(tmp_path, monkeypatch):
