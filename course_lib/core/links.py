@@ -67,6 +67,8 @@ class TwoLevelLink:
         return f"{self.ranks_per_node} ranks a node: {self.inside} inside, {self.outside} outside"
 
 
+# The links of a node of A100 GPUs, as in `course_lib.cost.hardware` (later ones are faster there),
+# and of older and simpler machines: PCIe 3, of which about 12 of 16 GB/s arrive, and 10 Gb/s.
 NVLINK = Link(name="NVLink", latency_s=3e-6, bytes_per_s=300e9)
 PCIE = Link(name="PCIe", latency_s=10e-6, bytes_per_s=12e9)
 INFINIBAND = Link(name="InfiniBand", latency_s=5e-6, bytes_per_s=25e9)

@@ -3,6 +3,11 @@
 A matrix product of [m, k] and [k, n] is 2mkn FLOP, and only matrix products are counted: norms,
 softmax and dropout take time, but hardly any FLOP. For each product of the forward pass, the
 backward pass has two: the gradient of each factor.
+
+A causal mask makes half of the attention scores superfluous. There are two conventions: count all
+scores (`causal=False`, the default here), as Megatron (Narayanan et al. 2021, appendix) and PaLM
+(Chowdhery et al. 2022, appendix B) do, or half of them, which is what a causal kernel computes, as
+FlashAttention-2 does (Dao 2023, section 4.1). Compare MFUs of one convention only.
 Notebook 01_memory.
 """
 
@@ -15,7 +20,7 @@ RECOMPUTE = ("none", "selective", "full")
 def forward_flop(spec: ModelSpec, batch: int, seq: int, *, causal: bool = False) -> dict[str, int]:
     """Return the FLOP of one forward pass by operation, all layers together.
 
-    causal   count only the half of the scores that a causal kernel computes
+    causal   count only the half of the scores that a causal kernel computes; False: all scores
 
     Source:  Narayanan et al. 2021 (Megatron-LM), appendix: 24Bsh² + 4Bs²h per layer, 2BshV
     """

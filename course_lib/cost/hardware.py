@@ -85,7 +85,7 @@ A100_40 = Device(
     bytes_per_s=1555e9,
     peak_flop_per_s=_A100_PEAKS,
     skips_zeros=True,
-    links={"NVLink": 300e9, "PCIe 4": 32e9},
+    links={"NVLink": 300e9, "PCIe 4": 32e9, "InfiniBand HDR": 25e9},
     source=f"{_A100_SHEET}; SXM, 40 GB, 1555 GB/s",
 )
 A100_80 = Device(
@@ -94,8 +94,8 @@ A100_80 = Device(
     bytes_per_s=2039e9,
     peak_flop_per_s=_A100_PEAKS,
     skips_zeros=True,
-    links={"NVLink": 300e9, "PCIe 4": 32e9},
-    source=f"{_A100_SHEET}; SXM, 80 GB, 2039 GB/s",
+    links={"NVLink": 300e9, "PCIe 4": 32e9, "InfiniBand HDR": 25e9},
+    source=f"{_A100_SHEET}; SXM, 80 GB, 2039 GB/s; DGX A100: one 200 Gb/s adapter per GPU",
 )
 _H100_PEAKS = {"fp32": 67e12, "tf32": 494.5e12, "fp16": 989.5e12, "bf16": 989.5e12}
 _H100_SHEET = "1,979 TFLOPS bf16 and 989 tf32 with sparsity, NVLink 900 GB/s"
@@ -105,8 +105,9 @@ H100 = Device(
     bytes_per_s=3.35e12,
     peak_flop_per_s=_H100_PEAKS,
     skips_zeros=True,
-    links={"NVLink": 450e9, "PCIe 5": 64e9},
-    source=f"NVIDIA H100 data sheet, SXM: 80 GB, 3.35 TB/s, {_H100_SHEET}",
+    links={"NVLink": 450e9, "PCIe 5": 64e9, "InfiniBand NDR": 50e9},
+    source=f"NVIDIA H100 data sheet, SXM: 80 GB, 3.35 TB/s, {_H100_SHEET}; DGX H100: one 400 Gb/s "
+    "adapter per GPU",
 )
 H200 = Device(
     name="h200",
@@ -114,8 +115,20 @@ H200 = Device(
     bytes_per_s=4.8e12,
     peak_flop_per_s=_H100_PEAKS,
     skips_zeros=True,
-    links={"NVLink": 450e9, "PCIe 5": 64e9},
-    source=f"NVIDIA H200 data sheet, SXM: 141 GB, 4.8 TB/s, {_H100_SHEET}",
+    links={"NVLink": 450e9, "PCIe 5": 64e9, "InfiniBand NDR": 50e9},
+    source=f"NVIDIA H200 data sheet, SXM: 141 GB, 4.8 TB/s, {_H100_SHEET}; DGX H200: one 400 Gb/s "
+    "adapter per GPU",
+)
+B200 = Device(
+    name="b200",
+    memory_bytes=180 * GIB,
+    bytes_per_s=8e12,
+    peak_flop_per_s={"fp32": 75e12, "tf32": 1.125e15, "fp16": 2.25e15, "bf16": 2.25e15},
+    skips_zeros=True,
+    links={"NVLink": 900e9, "PCIe 5": 64e9, "InfiniBand NDR": 50e9},
+    source="NVIDIA DGX B200 data sheet, divided by its 8 GPUs: 1,440 GB, 64 TB/s, NVLink 14.4 TB/s,"
+    " one 400 Gb/s adapter per GPU; HGX B200: 36 PFLOPS bf16 and 18 tf32 with sparsity, 600 TFLOPS"
+    " fp32",
 )
 LAPTOP = Device(
     name="laptop",
@@ -126,7 +139,8 @@ LAPTOP = Device(
 )
 
 DEVICES = {
-    device.name: device for device in (LAPTOP, RTX_2080_TI, A6000, A100_40, A100_80, H100, H200)
+    device.name: device
+    for device in (LAPTOP, RTX_2080_TI, A6000, A100_40, A100_80, H100, H200, B200)
 }
 
 

@@ -70,7 +70,7 @@ def _ring_s(num_bytes: float, ranks: Sequence[int], link: AnyLink) -> float:
     return (p - 1) * slowest_s(num_bytes / p, neighbours, link)
 
 
-# --- trees and doubling: about log2(p) rounds, in each of them whole tensors are sent
+# --- trees, doubling and halving: about log2(p) rounds, of whole tensors or of halves
 
 
 def tree_broadcast_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
@@ -109,6 +109,42 @@ def recursive_doubling_all_reduce_s(num_bytes: float, group: RankGroup, link: An
         pairs = [(ranks[i], ranks[i ^ (1 << k)]) for i in range(core)]
         total += slowest_s(num_bytes, pairs, link)
     return total
+
+
+def halving_doubling_all_reduce_s(num_bytes: float, group: RankGroup, link: AnyLink) -> float:
+    """Return the seconds of a halving-doubling all-reduce: 2 log2(p) alpha + 2 (p-1)/p n/beta.
+
+    Round k of the halving moves n / 2**(k+1) bytes between ranks 2**k apart, and the doubling moves
+    them back. Both halves add up to the bytes of the ring, in fewer messages. If p is no power of
+    two, the ranks beyond the next lower one cost two rounds of the whole tensor more.
+
+    Source: MPICH, src/mpi/coll/allreduce/allreduce_intra_reduce_scatter_allgather.c, Cost
+    """
+    ranks = ranks_of(group)
+    core = 1 << (len(ranks).bit_length() - 1)
+    fold = list(zip(ranks[core:], ranks, strict=False))
+    total = 2 * slowest_s(num_bytes, fold, link) if fold else 0.0
+    for k in range(num_doublings(core)):
+        pairs = [(ranks[i], ranks[i ^ (1 << k)]) for i in range(core)]
+        total += 2 * slowest_s(num_bytes / (2 << k), pairs, link)
+    return total
+
+
+def hierarchical_all_reduce_s(
+    num_bytes: float, group: RankGroup, link: AnyLink, *, ranks_per_node: int
+) -> float:
+    """Return the seconds of an all-reduce in two levels, m ranks in each of p/m nodes.
+
+    2 (m-1) (alpha + n/m / beta) inside, then 2 (p/m-1) (alpha + n/p / beta) outside, each with the
+    latency and bandwidth of its own links: a reduce-scatter inside each node, an all-reduce of one
+    part in m across nodes, an all-gather inside. Every rank sends across nodes through a port of
+    its own. Need p to be a multiple of m.
+    """
+    ranks, m = ranks_of(group), ranks_per_node
+    inside = [ranks[first : first + m] for first in range(0, len(ranks), m)]
+    across = [ranks[local::m] for local in range(m)]
+    node_s = max(ring_all_reduce_s(num_bytes, node, link) for node in inside)
+    return node_s + max(ring_all_reduce_s(num_bytes / m, ring, link) for ring in across)
 
 
 def barrier_s(group: RankGroup, link: AnyLink) -> float:
@@ -198,15 +234,20 @@ def collective_s(kind: str, num_bytes: float, group: RankGroup, link: AnyLink) -
     return _COSTS[kind](num_bytes, group, link)
 
 
-def crossover_bytes(p: int, link: Link) -> float:
-    """Return the bytes from which a ring all-reduce beats recursive doubling; inf for p <= 2.
+def crossover_bytes(
+    p: int,
+    link: Link,
+    rival: Callable[[float, RankGroup, AnyLink], float] = ring_all_reduce_s,
+) -> float:
+    """Return the bytes from which a rival all-reduce beats recursive doubling; inf for p <= 2.
 
-    Both times are linear in the size, so two sizes determine each.
+    The rival is the ring, unless you name another function of this module. All times are linear in
+    the size, so two sizes determine each.
     """
 
     def gain_s(num_bytes: float) -> float:
         doubling_s = recursive_doubling_all_reduce_s(num_bytes, p, link)
-        return doubling_s - ring_all_reduce_s(num_bytes, p, link)
+        return doubling_s - rival(num_bytes, p, link)
 
     slope = gain_s(link.bytes_per_s) - gain_s(0)
     return abs(gain_s(0) / slope * link.bytes_per_s) if p > 2 else float("inf")

@@ -62,6 +62,21 @@ def test_6nd_and_its_error():
     assert rule / train_step_flop(spec, 1, 8192) == pytest.approx(0.832, abs=0.001)
 
 
+@pytest.mark.parametrize(
+    ("causal", "error_at_8k", "share_at_131k"), [(False, -0.168, 0.821), (True, -0.064, 0.696)]
+)
+def test_what_lesson_01_says_of_6nd_and_the_scores(causal, error_at_8k, share_at_131k):
+    spec, long = MODELS["llama-8b"], 131072
+    rule = six_n_d(count_params(spec), 8192)
+    assert rule / train_step_flop(spec, 1, 8192, causal=causal) - 1 == pytest.approx(
+        error_at_8k, abs=5e-4
+    )
+    scores = 3 * forward_flop(spec, 1, long, causal=causal)["attention scores"]
+    assert scores / train_step_flop(spec, 1, long, causal=causal) == pytest.approx(
+        share_at_131k, abs=5e-4
+    )
+
+
 def test_recompute_overheads_of_korthikanti_table_4():
     """FLOP explain a third of what full recompute costs; time is longer, the paper says why.
 
@@ -116,7 +131,7 @@ def test_peaks_are_dense_and_the_data_sheets_number_is_twice_as_high():
     assert find_device("a6000").sparse_flop_per_s() == pytest.approx(309.7e12, rel=1e-3)
 
 
-def test_cards_without_bf16_compute_in_what_they_have():
+def test_gpus_without_bf16_compute_in_what_they_have():
     turing = find_device("rtx2080ti")
     assert turing.peak("bf16") == turing.peak("fp16") == turing.sparse_flop_per_s("fp16")
     assert find_device("laptop").peak("bf16") == find_device("laptop").peak("fp32")
@@ -124,7 +139,7 @@ def test_cards_without_bf16_compute_in_what_they_have():
         turing.peak("int8")
 
 
-def test_every_card_says_where_its_numbers_were_read():
+def test_every_device_says_where_its_numbers_were_read():
     assert all(device.source for device in DEVICES.values())
     with pytest.raises(CourseError, match=r"got 'h10'.* Try h100"):
         find_device("h10")

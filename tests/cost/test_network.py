@@ -24,6 +24,7 @@ PAIRS = {
     "tree_broadcast": (n.tree_broadcast_s, m.tree_broadcast_messages),
     "tree_reduce": (n.tree_reduce_s, lists.tree_reduce_messages),
     "recursive_doubling": (n.recursive_doubling_all_reduce_s, m.recursive_doubling_messages),
+    "halving_doubling": (n.halving_doubling_all_reduce_s, m.halving_doubling_messages),
     "scatter": (n.scatter_s, m.scatter_messages),
     "gather": (n.gather_s, lists.gather_messages),
     "all_to_all": (n.all_to_all_s, lists.all_to_all_messages),
@@ -79,6 +80,29 @@ def test_messages_end_with_each_rank_counted_once(p):
     held = [[10**rank] for rank in range(p)]
     _play(lists.tree_reduce_messages(p, root=p - 1), held)
     assert held[p - 1] == [whole]
+    held = [[10**rank] * p for rank in range(p)]
+    _play(_one_by_one(m.halving_doubling_messages(p)), held)
+    core = 1 << (p.bit_length() - 1)  # shards, where p is no power of two
+    assert [row[:core] for row in held] == [[whole] * core] * p
+
+
+def _one_by_one(messages):
+    return [one for message in messages for one in message.one_by_one()]
+
+
+@pytest.mark.parametrize(("p", "ranks_per_node"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (8, 4)])
+def test_two_levels_count_each_rank_once_and_take_what_the_formula_says(p, ranks_per_node):
+    link = TwoLevelLink(inside=LINK, outside=SLOW, ranks_per_node=ranks_per_node)
+    messages = m.hierarchical_all_reduce_messages(p, 1e6, ranks_per_node=ranks_per_node)
+    held = [[10**rank] * p for rank in range(p)]
+    _play(_one_by_one(messages), held)
+    assert held == [[sum(10**rank for rank in range(p))] * p] * p
+    formula_s = n.hierarchical_all_reduce_s(1e6, p, link, ranks_per_node=ranks_per_node)
+    assert m.end_of(m.simulate(messages, link)) == pytest.approx(formula_s)
+    inside, nodes = ranks_per_node, p // ranks_per_node
+    by_hand = 2 * (inside - 1) * LINK.time_s(1e6 / inside) + 2 * (nodes - 1) * SLOW.time_s(1e6 / p)
+    assert formula_s == pytest.approx(by_hand)
+    assert formula_s <= n.ring_all_reduce_s(1e6, p, link) * (1 + 1e-9)
 
 
 def test_all_to_all_is_a_transpose():
@@ -154,6 +178,49 @@ def test_at_the_crossover_ring_and_doubling_take_as_long(p, link):
     assert n.ring_all_reduce_s(4 * size, p, link) < n.recursive_doubling_all_reduce_s(
         4 * size, p, link
     )
+
+
+@given(
+    k=st.integers(2, 12),
+    num_bytes=st.floats(0, 1e12),
+    link=links.filter(lambda link: link.latency_s > 1e-6),
+)
+def test_halving_doubling_beats_the_ring_at_every_size(k, num_bytes, link):
+    """For p = 4, 8, 16 ...: the same bytes, 2 log2(p) latencies in place of 2 (p-1)."""
+    p = 2**k
+    ring_s = n.ring_all_reduce_s(num_bytes, p, link)
+    halving_s = n.halving_doubling_all_reduce_s(num_bytes, p, link)
+    saved_s = 2 * (p - 1 - k) * link.latency_s
+    assert ring_s - halving_s == pytest.approx(saved_s, rel=1e-6, abs=1e-9 * ring_s)
+    assert saved_s > 0
+
+
+@given(num_bytes=st.floats(0, 1e12), link=links)
+def test_on_two_ranks_halving_doubling_is_the_ring(num_bytes, link):
+    ring_s = n.ring_all_reduce_s(num_bytes, 2, link)
+    assert n.halving_doubling_all_reduce_s(num_bytes, 2, link) == pytest.approx(ring_s)
+
+
+@given(k=st.integers(2, 8), link=links.filter(lambda link: link.latency_s > 1e-6))
+def test_doubling_beats_halving_doubling_for_small_tensors(k, link):
+    p = 2**k
+    size = n.crossover_bytes(p, link, n.halving_doubling_all_reduce_s)
+    assert 0 < size < n.crossover_bytes(p, link)
+    for bytes_, doubling_wins in ((size / 2, True), (size * 2, False)):
+        doubling_s = n.recursive_doubling_all_reduce_s(bytes_, p, link)
+        assert (doubling_s < n.halving_doubling_all_reduce_s(bytes_, p, link)) == doubling_wins
+
+
+@pytest.mark.parametrize("p", [2, 4, 8, 16, 64])
+def test_if_the_ranks_stand_in_a_circle_only_the_ring_shares_no_wire(p):
+    """Bytes over the busiest wire, in n: those of a rank on the ring, log2(p), and p - 1."""
+
+    def busiest(build):
+        return m.busiest_wire_bytes(build(p, 1.0), p)
+
+    assert busiest(m.ring_all_reduce_messages) == pytest.approx(2 * (p - 1) / p)
+    assert busiest(m.halving_doubling_messages) == pytest.approx(math.log2(p))
+    assert busiest(m.recursive_doubling_messages) == pytest.approx(p - 1)
 
 
 def test_two_ranks_have_no_crossover():
