@@ -9,6 +9,9 @@ exercise="collectives-1"`, and holds its solution between markers inside a funct
 `### BEGIN SOLUTION FROM course_lib.collectives.ring:ring_all_reduce: hint` takes the body of that
 function instead, so that no solution is written twice. It names the file that defines the function,
 not a package that offers it: the text is read, nothing is imported.
+
+In a cell tagged predict, the line `### GUESS guess_steps.commit(40)` is a statement of the solved
+notebook; the student's notebook, where the learner commits to a number, leaves it out.
 """
 
 import ast
@@ -27,12 +30,17 @@ BEGIN = re.compile(
     r"(?:: *(?P<hint>.*?))?\s*$"
 )
 END = re.compile(r"^ *### END SOLUTION\s*$")
+GUESS = re.compile(r"^### GUESS (?P<statement>(?P<name>\w+)\.commit\(.+\))\s*$")
+LOOKS_LIKE_GUESS = re.compile(r"^\s*#+ *GUESS\b")
 LINE_WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceCell:
-    """One cell of a source: its text, its tags, its exercise, its line in the file."""
+    """One cell of a source: its text, its tags, its exercise, its line in the file.
+
+    guesses   the lines of the text that only the solved notebook has, counted from 0
+    """
 
     kind: str
     text: str
@@ -40,6 +48,7 @@ class SourceCell:
     tags: tuple[str, ...] = ()
     exercise: str = ""
     unknown: tuple[str, ...] = ()
+    guesses: tuple[int, ...] = ()
 
     @property
     def is_exercise(self) -> bool:
@@ -51,7 +60,10 @@ class SourceCell:
 
 
 def read_source(path: Path) -> list[SourceCell]:
-    """Return the cells of a source file."""
+    """Return the cells of a source file; a guess is the statement that the solved notebook shows.
+
+    Raises: CourseError for a first cell without `# %%`, or a guess that is none
+    """
     import jupytext  # takes half a second, which no check needs
 
     text = path.read_text(encoding="utf-8")
@@ -63,7 +75,8 @@ def read_source(path: Path) -> list[SourceCell]:
             f"{path}: need every cell to start with `# %%`, also the first one; "
             f"got {len(starts)} such lines and {len(cells)} cells."
         )
-    return [_cell(cell, line) for cell, line in zip(cells, starts, strict=True)]
+    read = [_cell(cell, line) for cell, line in zip(cells, starts, strict=True)]
+    return [_with_guesses(cell, path) for cell in read]
 
 
 def _cell(cell: dict, line: int) -> SourceCell:
@@ -77,6 +90,35 @@ def _cell(cell: dict, line: int) -> SourceCell:
         exercise=str(metadata.pop("exercise", "")),
         unknown=tuple(metadata),
     )
+
+
+def _with_guesses(cell: SourceCell, path: Path) -> SourceCell:
+    """Return a cell with its guesses as plain statements."""
+    lines = cell.text.splitlines()
+    found = [at for at, line in enumerate(lines) if LOOKS_LIKE_GUESS.match(line)]
+    for at in found:
+        match = GUESS.match(lines[at])
+        asked = rf"^{match['name']} *= *predict\(" if match else ""
+        above = "\n".join(lines[:at])
+        if cell.kind != "code" or "predict" not in cell.tags:
+            wrong = 'a guess stands outside of a code cell with tags=["predict"]'
+        elif match is None or not _is_python(match["statement"]):
+            wrong = f"need `### GUESS name.commit(value)`; got `{lines[at].strip()}`"
+        elif not re.search(asked, above, re.MULTILINE):
+            wrong = f"need `{match['name']} = predict(...)` above its guess, in the same cell"
+        else:
+            lines[at] = match["statement"]
+            continue
+        raise CourseError(f"{path.name}, line {cell.line + 1 + at}: {wrong}.")
+    return replace(cell, text="\n".join(lines), guesses=tuple(found)) if found else cell
+
+
+def _is_python(statement: str) -> bool:
+    try:
+        ast.parse(statement)
+    except SyntaxError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -212,9 +254,13 @@ def _names(node: ast.FunctionDef) -> list[str]:
 
 
 def for_students(cells: list[SourceCell]) -> list[SourceCell]:
-    """Return the student's cells: without those for instructors, stubs in place of solutions."""
-    return [
-        replace(cell, text=stub(cell)) if cell.is_exercise else cell
-        for cell in cells
-        if "instructor-only" not in cell.tags
-    ]
+    """Return the student's cells: stubs in place of solutions, and nothing for instructors."""
+    return [_for_student(cell) for cell in cells if "instructor-only" not in cell.tags]
+
+
+def _for_student(cell: SourceCell) -> SourceCell:
+    if cell.is_exercise:
+        return replace(cell, text=stub(cell))
+    lines = cell.text.splitlines()
+    kept = [line for at, line in enumerate(lines) if at not in cell.guesses]
+    return replace(cell, text="\n".join(kept).strip("\n"), guesses=()) if cell.guesses else cell

@@ -5,18 +5,20 @@ page          the page of every figure: width, title, note, legend, axes
 colours       the colors of kinds (forward, communication, ...) and of ranks
 timeline      events of ranks over time; lanes places the boxes, labels prints their text
 memory        bytes by memory kind, over time or as bars
-compare       formula, simulation and measurement on the same axes
+compare       formula, simulation, measurement and published values on the same axes
 paired_bars   pairs of bars: measured and predicted
 losses        loss curves
 waiting       the wait-for graph of a hang
 gpu_links     the link matrix of a machine's GPUs
 last_run      the records of an exercise's newest run on a cluster; lesson 04's picture of it
 predict       `predict` and `reveal`: commit to a number before the result is shown
+claim         `claim(sentence, holds)`: a sentence about a measurement, beside its condition
 explore       a figure with sliders
 stepper       a collective step by step; frames computes the steps, shards draws them
 """
 
 from course_lib.collectives.messages import Message
+from course_lib.display.claim import claim
 from course_lib.display.colours import KIND, RANK, rank_colour
 from course_lib.display.compare import Voices, compare
 from course_lib.display.explore import Explore, explore
@@ -47,6 +49,7 @@ __all__ = [
     "Prediction",
     "Stepper",
     "Voices",
+    "claim",
     "compare",
     "explore",
     "frames_from_messages",

@@ -59,6 +59,7 @@ RANK_GREY = "#D9D9D9"
 
 # Curves that are neither a kind nor a rank, such as two algorithms side by side.
 SERIES = ("#222222", "#A81818", "#6000A8", "#607878")
+PALE = "#FFE08A"  # inside the stars of published values, whose edge has the curve's color
 
 
 def rank_colour(rank: int, world_size: int) -> str:

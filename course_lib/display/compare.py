@@ -1,11 +1,14 @@
-"""Predict, run, compare: a formula, a simulation and a measurement on the same axes.
+"""Predict, run, compare: formula, simulation, measurement and published values on the same axes.
 
 The formula is a line, the simulation open markers, the measurement dots with error bars over its
-repetitions. Dots on the line mean that the formula predicts this machine.
+repetitions, and what others have published are stars. Dots on the line mean that the formula
+predicts this machine; stars on the line, that it predicts theirs.
 """
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,13 +16,23 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from course_lib.core.errors import CourseError
-from course_lib.display.colours import QUIET, SERIES
-from course_lib.display.page import Margins, page, plain, powers_of_ten
+from course_lib.display.colours import PALE, QUIET, SERIES
+from course_lib.display.page import SMALL_PT, WIDTH_IN, Margins, page, plain, powers_of_ten, short
 
+VOICES = ("formula", "simulation", "measurement", "published")
+MOST_TICKS = 8  # on a logarithmic axis, at the values of x
 _SHAPES, _DASHES = ("o", "s", "^", "D"), ("-", "--", "-.", ":")
+_STAR: dict[str, Any] = {
+    "marker": "*",
+    "markersize": 13,
+    "markerfacecolor": PALE,
+    "markeredgewidth": 1.1,
+}
+_CROSS: dict[str, Any] = {"marker": "x", "markersize": 7, "markeredgewidth": 1.8}
+_MARGINS, _SOURCE_LINE_IN = Margins(left=0.85), 0.17
 
 Series = Sequence[float] | np.ndarray
 Repeated = Series | Sequence[Sequence[float]]
@@ -27,11 +40,12 @@ Repeated = Series | Sequence[Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Voices:
-    """Values of one curve from up to three sources; at least one of the three.
+    """Values of one curve from up to four sources; at least one of them. NaN: there is no value.
 
     formula      a function of x (drawn between the points too), or one number per x
     simulation   one number per x
     measurement  one number per x, or a list of repetitions per x
+    published    (xs, ys): what others have measured, at values of x of their own
 
     Raises: CourseError without any of them
     """
@@ -39,12 +53,13 @@ class Voices:
     formula: Callable[[float], float] | Series | None = None
     simulation: Series | None = None
     measurement: Repeated | None = None
+    published: tuple[Series, Series] | None = None
 
     def __post_init__(self) -> None:
-        if self.formula is None and self.simulation is None and self.measurement is None:
+        if all(getattr(self, voice) is None for voice in VOICES):
             raise CourseError(
-                "Voices: need formula, simulation or measurement; got none of them. "
-                "Try Voices(formula=link.time_s, measurement=times_s)."
+                "Voices: need formula, simulation, measurement or published; got none of "
+                "them. Try Voices(formula=link.time_s, measurement=times_s)."
             )
 
 
@@ -56,75 +71,146 @@ def compare(
     x_label: str,
     y_label: str,
     log: bool = False,
+    log_x: bool = False,
     note: str = "",
+    source: str = "",
+    names: Mapping[str, str] | None = None,
 ) -> Figure:
     """Draw one curve, or up to four named ones; `x_label` and `y_label` contain the units.
 
-    log    both axes are logarithmic
-    note   printed on the picture: how it was measured
+    log      both axes are logarithmic; `log_x`: only the axis of x
+    note     printed on the picture: how it was measured
+    source   who published the `published` values, printed under the axis
+    names    the words of the legend for a source of values: {"measurement": "the paper's table"}
 
     Raises: CourseError without x or curves, with more than four curves, where a source does not
-            have one number (or list of repetitions) per x, or for numbers <= 0 on a log axis
+            have one number (or list of repetitions) per x, for numbers <= 0 on a logarithmic axis,
+            for published values without `source`, or for a name of something else
     """
     curves = {"": voices} if isinstance(voices, Voices) else dict(voices)
-    if not 0 < len(curves) <= len(SERIES):
-        raise CourseError(f"compare: need 1 to {len(SERIES)} curves; got {len(curves)}.")
-    if len(x) == 0:
-        raise CourseError("compare: need at least one value of x; got none.")
+    _check(x, curves, source, names or {})
+    lines = textwrap.wrap(_source_words(curves, source), 118)
+    bottom = _MARGINS.bottom + (_SOURCE_LINE_IN * len(lines) + 0.08 if lines else 0)
+    margins = replace(_MARGINS, bottom=bottom)
     figure, (axes,) = page(
-        title, [3.1], note=note, legend=_legend(curves), margins=Margins(left=0.85)
+        title, [3.1], note=note, legend=_legend(curves, names or {}), margins=margins
+    )
+    figure.text(
+        0.14 / WIDTH_IN, 0.01, "\n".join(lines), fontsize=SMALL_PT, color=QUIET, va="bottom"
     )
     plain(axes, x_label=x_label, y_label=y_label, grid="both")
-    if log:
-        powers_of_ten(axes)
+    powers_of_ten(axes, ("x", "y") if log else ("x",) if log_x else ())
     for index, (name, curve) in enumerate(curves.items()):
         _curve(axes, np.asarray(x, dtype=float), name, curve, index)
-    if log:
-        _widen(axes)
-    else:
-        low, top = min(0.0, axes.get_ylim()[0]), axes.dataLim.y1
-        axes.set_ylim(low, max(axes.get_ylim()[1], top + 0.03 * (top - low)))  # no mark is cut
-        if all(float(value).is_integer() for value in x):  # there is no 1.5th rank
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _widen(axes)
+    _ticks(axes, x, curves)
     return figure
 
 
+def _check(x: Series, curves: Mapping[str, Voices], source: str, names: Mapping[str, str]) -> None:
+    if not 0 < len(curves) <= len(SERIES):
+        raise CourseError(f"compare: need 1 to {len(SERIES)} curves; got {len(curves)}.")
+    own = [
+        voice for one in curves.values() for voice in VOICES[:3] if getattr(one, voice) is not None
+    ]
+    if len(x) == 0 and own:
+        raise CourseError(f"compare: need at least one value of x for {own[0]}; got none.")
+    published = any(curve.published is not None for curve in curves.values())
+    if published and not source.strip():
+        raise CourseError(
+            "compare: need the source of the published values; got none. "
+            'Try source="NCCL tests, 8 x A100: author, year, table".'
+        )
+    unknown = [name for name in names if name not in VOICES]
+    if unknown:
+        raise CourseError(f"compare: need names of {', '.join(VOICES)}; got {unknown[0]!r}.")
+
+
+def _source_words(curves: Mapping[str, Voices], source: str) -> str:
+    published = any(curve.published is not None for curve in curves.values())
+    return f"{'Published values' if published else 'Source'}: {source}" if source else ""
+
+
 def _curve(axes: Axes, x: np.ndarray, name: str, curve: Voices, index: int) -> None:
-    colour, shape, log = SERIES[index], _SHAPES[index], axes.get_xscale() == "log"
+    colour, shape = SERIES[index], _SHAPES[index]
     if curve.formula is not None:
-        at, y = _line(x, name, curve.formula, log)
-        _check_log(log, name, at, y)
+        at, y = _line(x, name, curve.formula, axes.get_xscale() == "log")
+        _check_log(axes, name, at, y)
         axes.plot(at, y, color=colour, linestyle=_DASHES[index], linewidth=1.6)
+        given = np.isin(at, x)
+        _no_value(axes, at[given], y[given], colour)
     if curve.simulation is not None:
         y, _ = _numbers(x, name, "simulation", curve.simulation)
-        _check_log(log, name, x, y)
+        _check_log(axes, name, x, y)
         axes.plot(x, y, shape, color=colour, markersize=9, markerfacecolor="none", linestyle="")
+        _no_value(axes, x, y, colour)
     if curve.measurement is not None:
         y, spread = _numbers(x, name, "measurement", curve.measurement)
-        _check_log(log, name, x, y)
+        _check_log(axes, name, x, y)
         if spread.any():
             axes.errorbar(x, y, spread, fmt="none", ecolor=colour, elinewidth=1.1, capsize=3)
         axes.plot(x, y, shape, color=colour, markersize=4.5, linestyle="")
+        _no_value(axes, x, y, colour)
+    if curve.published is not None:
+        at, y = _published(name, curve.published)
+        _check_log(axes, name, at, y)
+        axes.plot(at, y, color=colour, linestyle="", zorder=1.9, **_STAR)
+        _no_value(axes, at, y, colour)
+
+
+def _no_value(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str) -> None:
+    """Draw a cross at the bottom where there is no value."""
+    gone = x[np.isnan(y)]
+    if gone.size:
+        at = axes.get_xaxis_transform()
+        axes.plot(gone, [0.03] * gone.size, color=colour, linestyle="", transform=at, **_CROSS)
+
+
+def _ticks(axes: Axes, x: Series, curves: Mapping[str, Voices]) -> None:
+    """Put the ticks of x at its values on a logarithmic axis; at integers where all x are."""
+    published = [one.published[0] for one in curves.values() if one.published is not None]
+    points = sorted({float(value) for values in (x, *published) for value in values})
+    if axes.get_xscale() == "linear":
+        if all(value.is_integer() for value in points):  # there is no 1.5th rank
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        return
+    for ticks in (points, sorted({float(value) for value in x})):
+        if 0 < len(ticks) <= MOST_TICKS and _have_room(axes, ticks):
+            axes.set_xticks(ticks, [short(value) for value in ticks])
+            axes.xaxis.set_minor_locator(NullLocator())
+            return
+
+
+def _have_room(axes: Axes, ticks: list[float]) -> bool:
+    """Return whether the labels of ticks on a logarithmic axis do not touch each other."""
+    low, high = np.log(axes.get_xlim())
+    inches = (np.log(ticks) - low) / (high - low) * axes.get_position().width * WIDTH_IN
+    needed = [0.1 + 0.04 * (len(short(a)) + len(short(b))) for a, b in pairwise(ticks)]
+    return bool(np.all(np.diff(inches) > needed))
 
 
 def _widen(axes: Axes) -> None:
-    """Widen a logarithmic axis on which all numbers are equal by a factor of two on both sides."""
+    """Leave room around the marks: from 0 on a linear axis, a factor of two if all are equal."""
     (x_low, x_high), (y_low, y_high) = axes.dataLim.intervalx, axes.dataLim.intervaly
-    if x_high <= x_low * (1 + 1e-9):
+    if axes.get_xscale() == "log" and x_high <= x_low * (1 + 1e-9):
         axes.set_autoscalex_on(False)  # else matplotlib warns before the limits are set
         axes.set_xlim(x_low / 2, x_low * 2)
-    if y_high <= y_low * (1 + 1e-9):
+    if axes.get_yscale() == "linear":
+        low, top = min(0.0, axes.get_ylim()[0]), max(y_high, axes.get_ylim()[0])
+        axes.set_ylim(low, max(axes.get_ylim()[1], top + 0.03 * (top - low)))  # no mark is cut
+    elif np.isfinite(y_low) and y_high <= y_low * (1 + 1e-9):
         axes.set_autoscaley_on(False)
         axes.set_ylim(y_low / 2, y_low * 2)
 
 
-def _check_log(log: bool, name: str, x: np.ndarray, y: np.ndarray) -> None:
-    lowest = min(x.min(), y.min())
-    if log and lowest <= 0:
-        raise CourseError(
-            f"{_where(name)}: need numbers above 0 on logarithmic axes; got {lowest:g}. "
-            "Try log=False, or leave that point out."
-        )
+def _check_log(axes: Axes, name: str, x: np.ndarray, y: np.ndarray) -> None:
+    scales = (axes.get_xscale(), x), (axes.get_yscale(), y)
+    for lowest in (values.min() for scale, values in scales if scale == "log"):
+        if lowest <= 0:
+            raise CourseError(
+                f"{_where(name)}: need numbers above 0 on logarithmic axes; got {lowest:g}. "
+                "Try log=False, or leave that point out."
+            )
 
 
 def _where(name: str) -> str:
@@ -142,6 +228,17 @@ def _line(
     return at, np.array([formula(float(value)) for value in at])
 
 
+def _published(name: str, given: tuple[Series, Series]) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and y of the published values."""
+    if len(given) != 2 or len(given[0]) != len(given[1]) or len(given[0]) == 0:
+        sizes = " and ".join(str(np.size(one)) for one in given)
+        raise CourseError(
+            f"{_where(name)}: need published=(xs, ys) with one y for each x; got {sizes} numbers."
+        )
+    at, y = (np.asarray(one, dtype=float) for one in given)
+    return at, y
+
+
 def _numbers(
     x: np.ndarray, name: str, voice: str, given: Repeated
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -157,27 +254,52 @@ def _numbers(
     return middle, np.stack([middle - low, high - middle])
 
 
-def _legend(curves: Mapping[str, Voices]) -> list[Artist]:
+def _legend(curves: Mapping[str, Voices], names: Mapping[str, str]) -> list[Artist]:
     """Return the legend: the marks of the sources; the color, dash and shape of the curves."""
-    has = {
-        voice: any(getattr(curve, voice) is not None for curve in curves.values())
-        for voice in ("formula", "simulation", "measurement")
-    }
-    several = list(enumerate(curves)) if len(curves) > 1 else []
-    repeated = any(_repeats(curve.measurement) for curve in curves.values())
+    has = {voice for curve in curves.values() for voice in VOICES if _has(curve, voice)}
+    several = len(curves) > 1
     grey = QUIET if several else SERIES[0]
     keys: list[Artist] = [
-        _key(name, SERIES[index], marker=_SHAPES[index], linestyle=_DASHES[index])
-        for index, name in several
+        _key(name, SERIES[index], **_look(curve, index))
+        for index, (name, curve) in enumerate(curves.items())
+        if several
     ]
-    if has["formula"]:
-        keys.append(_key("formula", grey, linestyle="-"))
-    if has["simulation"]:
-        keys.append(_key("simulation", grey, marker="o", markerfacecolor="none", markersize=9))
-    if has["measurement"]:
-        words = "measurement (median, range)" if repeated else "measurement"
-        keys.append(_key(words, grey, marker="o"))
+    looks: dict[str, dict[str, Any]] = {
+        "formula": {"linestyle": "-"},
+        "simulation": {"marker": "o", "markerfacecolor": "none", "markersize": 9},
+        "measurement": {"marker": "o"},
+        "published": _STAR,
+    }
+    repeated = any(_repeats(curve.measurement) for curve in curves.values())
+    for voice in (voice for voice in VOICES if voice in has):
+        more = " (median, range)" if voice == "measurement" and repeated else ""
+        keys.append(_key(names.get(voice, voice) + more, grey, **looks[voice]))
+    if any(_misses_one(curve) for curve in curves.values()):
+        keys.append(_key("no value", grey, **_CROSS))
     return keys
+
+
+def _look(curve: Voices, index: int) -> dict[str, Any]:
+    """Return the marks that a curve has: a line for a formula, else its dots or stars."""
+    look: dict[str, Any] = {}
+    if _has(curve, "measurement"):
+        look["marker"] = _SHAPES[index]
+    elif _has(curve, "simulation"):
+        look |= {"marker": _SHAPES[index], "markerfacecolor": "none", "markersize": 9}
+    elif _has(curve, "published"):
+        look |= _STAR
+    return look | ({"linestyle": _DASHES[index]} if _has(curve, "formula") else {})
+
+
+def _has(curve: Voices, voice: str) -> bool:
+    return getattr(curve, voice) is not None
+
+
+def _misses_one(curve: Voices) -> bool:
+    formula = None if callable(curve.formula) else curve.formula
+    published = None if curve.published is None else curve.published[1]
+    given = (formula, curve.simulation, curve.measurement, published)
+    return any(np.isnan(value).any() for one in given if one is not None for value in one)
 
 
 def _key(label: str, colour: str, **look: Any) -> Line2D:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -70,6 +71,6 @@ def wire_run(records: Sequence[RunRecord]) -> tuple[Figure, str]:
     title = f"{format_bytes(sizes[-1])} on {p} ranks: our ring took {ratio:.2g} times its formula"
     ring = Voices(formula=lambda n: ring_all_reduce_s(n, p, wire), measurement=ours)
     curves = {"our ring": ring, "built in": Voices(measurement=theirs)}
-    axes = {"x_label": "tensor (bytes)", "y_label": "time (s)"}
+    axes: dict[str, Any] = {"x_label": "tensor (bytes)", "y_label": "time (s)"}
     note = f"the line knows only the messages there and back: {wire}"
     return compare(sizes, curves, title, log=True, note=note, **axes), f"{title}; {wire}"

@@ -87,14 +87,15 @@ def plain(axes: Axes, *, x_label: str = "", y_label: str = "", grid: str = "x") 
     axes.set_axisbelow(True)
 
 
-def powers_of_ten(axes: Axes) -> None:
-    """Make both axes logarithmic."""
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
+def powers_of_ten(axes: Axes, names: Sequence[str] = ("x", "y")) -> None:
+    """Make both axes logarithmic, or one."""
+    scales = {"x": (axes.set_xscale, axes.xaxis), "y": (axes.set_yscale, axes.yaxis)}
+    for name in names:
+        set_scale, axis = scales[name]
+        set_scale("log")
         axis.set_major_formatter(FuncFormatter(partial(_at_power, axis)))
         axis.set_minor_formatter(FuncFormatter(partial(_between_powers, axis)))
-    axes.tick_params(labelsize=TEXT_PT, pad=6.5, which="minor")
+        axis.set_tick_params(labelsize=TEXT_PT, pad=6.5, which="minor")
 
 
 def _at_power(axis: Axis, value: float, _position: int) -> str:
@@ -122,6 +123,19 @@ def _between_powers(axis: Axis, value: float, _position: int) -> str:
         return f"{value:g}" if high - low < 0.5 or digit in (2, 5) else ""
     shown = high - low < 0.5 or (math.floor(high) - math.ceil(low) < 1 and digit in (2, 5))
     return f"{digit}\u00b7{_power(power)}" if shown else ""
+
+
+def short(value: float) -> str:
+    """Format a number for a tick: `4096 -> '4,096'`, `65536 -> '2\u00b9\u2076'`."""
+    if 1e-3 <= abs(value) < 1e4:
+        return f"{value:,.6g}"
+    mantissa, exponent = math.frexp(value)
+    if mantissa == 0.5 and exponent > 0:
+        return f"2{str(exponent - 1).translate(_RAISED)}"
+    digits, _, power = f"{value:.2e}".partition("e")
+    digits = digits.rstrip("0").rstrip(".")
+    ten = f"10{str(int(power)).translate(_RAISED)}"
+    return ten if digits == "1" else f"{digits}\u00b7{ten}"
 
 
 def swatches(inks: Sequence[Ink], names: Sequence[str] = ()) -> list[Artist]:

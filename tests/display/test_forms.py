@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from course_lib.core import CourseError, Event
-from course_lib.display import YES_NO, explore, predict, reveal, show, timeline
+from course_lib.display import YES_NO, claim, explore, predict, reveal, show, timeline
 from course_lib.display.predict import Form, Prediction
 from course_lib.display.show import has_widgets, picture, png_bytes
 
@@ -281,3 +281,22 @@ def test_the_invitation_knows_what_the_prediction_is_called(capsys):
     assert "how many steps? Commit with guess_steps.commit(12)." in capsys.readouterr().out
     with pytest.raises(CourseError, match=r"Try guess_steps\.commit\(12\)"):
         guess_steps.commit("many")
+
+
+def test_a_claim_that_holds_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    claim("two are more than one", 2 > 1)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_claim_that_does_not_hold_is_a_remark_to_a_learner_and_stops_a_build(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COURSE_CLAIMS", raising=False)
+    claim("processes are faster", False)
+    said = capsys.readouterr().out
+    assert "On this machine, this time: not so: \u201cprocesses are faster\u201d" in said
+    assert "run it again" in said
+    monkeypatch.setenv("COURSE_CLAIMS", "strict")
+    claim("processes are faster", True)
+    with pytest.raises(CourseError, match=r"claim: expected .processes are faster."):
+        claim("processes are faster", float("nan") > 1)

@@ -287,6 +287,93 @@ def test_compare_refuses_curves_without_a_voice() -> None:
         compare([], Voices(formula=[]), "x", x_label="B", y_label="s")
 
 
+NAN = float("nan")
+AXES = {"x_label": "GPUs", "y_label": "s"}
+
+
+def marks(figure: Figure, marker: str) -> list:
+    return [line for line in figure.axes[0].lines if line.get_marker() == marker]
+
+
+def ticks_of(figure: Figure) -> list[str]:
+    low, high = figure.axes[0].get_xlim()
+    ticks = zip(figure.axes[0].get_xticks(), figure.axes[0].get_xticklabels(), strict=True)
+    return [label.get_text() for at, label in ticks if low <= at <= high]
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_published_values_have_a_mark_and_name_their_source(log: bool) -> None:
+    voices = Voices(formula=[1, 2], published=([4, 8, 16], [3, 5, 9]))
+    figure = compare([1, 2], voices, "Twice", **AXES, log=log, source="Somebody 2022, table 5")
+    png_bytes(figure)
+    (stars,) = marks(figure, "*")
+    assert list(stars.get_xdata()) == [4, 8, 16]
+    assert "published" in words(figure)
+    assert "Published values: Somebody 2022, table 5" in words(figure)
+
+
+def test_published_values_need_no_others() -> None:
+    voices = Voices(published=([8, 512], [40, 20]))
+    png_bytes(compare([], voices, "Half", **AXES, log_x=True, source="Somebody 2022"))
+
+
+@pytest.mark.parametrize(
+    ("published", "more", "says"),
+    [
+        (([1, 2], [3, 4]), {}, "need the source of the published values; got none"),
+        (([1, 2], [3]), {"source": "x"}, "one y for each x; got 2 and 1 numbers"),
+        (([], []), {"source": "x"}, "one y for each x; got 0 and 0 numbers"),
+        (([1, 2], [3, 0]), {"source": "x", "log": True}, "need numbers above 0"),
+        (([0, 2], [3, 1]), {"source": "x", "log_x": True}, "need numbers above 0"),
+        (([1], [1]), {"source": "x", "names": {"paper": "y"}}, "need names of formula, .*'paper'"),
+    ],
+)
+def test_published_values_that_cannot_be_drawn_are_told(
+    published: tuple, more: dict, says: str
+) -> None:
+    with pytest.raises(CourseError, match=says):
+        compare([1], Voices(formula=[1], published=published), "x", **AXES, **more)
+
+
+def test_only_one_axis_is_logarithmic_with_log_x() -> None:
+    axes = compare([1, 8], Voices(measurement=[0, 5]), "x", **AXES, log_x=True).axes[0]
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "linear")
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_no_value_is_a_mark_of_its_own(log: bool) -> None:
+    figure = compare([1, 2, 4], Voices(measurement=[1, NAN, 3]), "One fails", **AXES, log=log)
+    png_bytes(figure)
+    (cross,) = marks(figure, "x")
+    assert list(cross.get_xdata()) == [2]
+    assert "no value" in words(figure)
+    png_bytes(compare([1, 2], Voices(simulation=[NAN, NAN]), "All fail", **AXES, log=log))
+    whole = compare([1, 2], Voices(measurement=[1, 2]), "None fails", **AXES, log=log)
+    assert "no value" not in words(whole)
+
+
+def test_the_legend_says_what_a_line_is() -> None:
+    voices = Voices(formula=[1, 2], measurement=[[1, 2], [2, 3]])
+    names = {"formula": "one process", "measurement": "four ranks"}
+    said = words(compare([1, 2], voices, "Same", **AXES, names=names))
+    assert "one process" in said
+    assert "four ranks (median, range)" in said
+    assert "formula" not in said
+
+
+def test_logarithmic_ticks_are_the_measured_points() -> None:
+    def ticks(x: list[float], published: list[float] | None = None) -> list[str]:
+        more = None if published is None else (published, published)
+        voices = Voices(measurement=x, published=more)
+        return ticks_of(compare(x, voices, "x", **AXES, log=True, source="somebody"))
+
+    assert ticks([1, 2, 4, 8]) == ["1", "2", "4", "8"]
+    assert ticks([1, 4], [16, 64]) == ["1", "4", "16", "64"]
+    assert ticks([1024, 65536, 3e5]) == ["1,024", "2\u00b9\u2076", "3\u00b710\u2075"]
+    assert ticks([1, 64], [65]) == ["1", "64"]  # 64 and 65 would touch: those of x alone
+    assert "17" not in ticks([*range(1, 18)])  # too many: powers of ten
+
+
 @dataclass
 class Wait:
     rank: int

@@ -1,0 +1,220 @@
+"""Pictures of lesson 04: all-reduces over a link by size, with sliders, and published bandwidths.
+
+They stand here because `course_lib.collectives` may not draw. Published values are those of
+`course_lib.cost.published`, each with its source.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from matplotlib.figure import Figure
+
+from course_lib.collectives import messages
+from course_lib.core.links import Link, TwoLevelLink
+from course_lib.core.units import format_bytes, format_rate, format_seconds
+from course_lib.cost import bandwidth, network
+from course_lib.cost.hardware import find_device
+from course_lib.cost.network import AnyLink
+from course_lib.cost.published import rows
+from course_lib.display.compare import Repeated, Voices, compare
+from course_lib.display.explore import Explore, explore
+
+RING, DOUBLING, HALVING = "ring", "doubling", "halving-doubling"
+HIERARCHICAL = "hierarchical"
+Cost = Callable[[float, int, AnyLink], float]
+ListsMessages = Callable[[int, float], list[messages.Message]]
+COSTS: dict[str, Cost] = {
+    RING: network.ring_all_reduce_s,
+    DOUBLING: network.recursive_doubling_all_reduce_s,
+    HALVING: network.halving_doubling_all_reduce_s,
+}
+MESSAGES: dict[str, ListsMessages] = {
+    RING: messages.ring_all_reduce_messages,
+    DOUBLING: messages.recursive_doubling_messages,
+    HALVING: messages.halving_doubling_messages,
+}
+_by_size = partial(compare, x_label="tensor (bytes)", y_label="time (s)", log=True)
+A100, H200 = "8x A100 NVLink3, nccl-tests", "8x H200 NVLink4, NCCL 2.27.7 NVLS (SHARP)"
+H100_NODES = "HF H100 cluster, 8 GPUs per node (Ultra-Scale Playbook)"
+
+
+def costs_table(p: int) -> str:
+    """Return what each all-reduce of n bytes costs on p ranks, in lines of text.
+
+    The last column is for ranks that stand in a circle, each wired to its two neighbors only.
+    """
+    lines = [f"{p} ranks{'':12}messages in a row  bytes of a rank  over the busiest wire"]
+    for name, build in MESSAGES.items():
+        moves = build(p, 1.0)
+        sent = sum(m.num_bytes for m in moves if m.sender == 0)
+        steps = max((m.step for m in moves), default=0)
+        busiest = messages.busiest_wire_bytes(moves, p)
+        lines.append(f"{name:<19}{steps:>17}{sent:>15.3g} n{busiest:>21.3g} n")
+    return "\n".join(lines)
+
+
+def all_reduces(
+    measured: Mapping[str, Repeated],
+    sizes: Sequence[int],
+    p: int,
+    link: AnyLink,
+    title: str,
+) -> Figure:
+    """Draw all-reduces over an emulated link by size: formula, simulation, and `measured` times.
+
+    measured   seconds by algorithm, one of this module's names, and size: a list for each
+    """
+    curves = {}
+    for name, times_s in measured.items():
+        cost_s, build = _two_levels(link) if name == HIERARCHICAL else (COSTS[name], MESSAGES[name])
+        played = [messages.end_of(messages.simulate(build(p, n), link)) for n in sizes]
+        formula = _at(cost_s, p, link)
+        curves[name] = Voices(formula=formula, simulation=played, measurement=times_s)
+    return _by_size(sizes, curves, title, note=f"emulated: {link}")
+
+
+def _two_levels(link: AnyLink) -> tuple[Cost, ListsMessages]:
+    """Return formula and messages of the hierarchical all-reduce with the nodes of this link."""
+    m = link.ranks_per_node if isinstance(link, TwoLevelLink) else 1
+
+    def cost_s(n: float, p: int, over: AnyLink) -> float:
+        return network.hierarchical_all_reduce_s(n, p, over, ranks_per_node=m)
+
+    def build(p: int, n: float) -> list[messages.Message]:
+        return messages.hierarchical_all_reduce_messages(p, n, ranks_per_node=m)
+
+    return cost_s, build
+
+
+def fastest(num_bytes: float, p: int, link: Link) -> str:
+    """Return the name of the all-reduce that takes least time; the earlier one if two are equal."""
+    times_s = {name: cost_s(num_bytes, p, link) for name, cost_s in COSTS.items()}
+    return min(times_s, key=lambda name: round(times_s[name], 15))
+
+
+def winners(p: int, link: Link) -> list[tuple[float, str]]:
+    """Return (bytes, name): which all-reduce is fastest from which size on, from 1 kB to 10 GB."""
+    found = list[tuple[float, str]]()
+    for step in range(701):
+        size = 10 ** (3 + step / 100)
+        name = fastest(size, p, link)
+        if not found or found[-1][1] != name:
+            found.append((size, name))
+    return found
+
+
+def explore_all_reduces() -> Explore:
+    """Return the three all-reduces by size with sliders; it starts from NVLink inside a node."""
+    nvlink = find_device("h100").links["NVLink"] / 1e9
+    bandwidths = sorted({1.25, 25.0, 50.0, 300.0, nvlink})
+
+    def link(latency_us: float, gb_per_s: float) -> Link:
+        return Link(name="each wire", latency_s=latency_us * 1e-6, bytes_per_s=gb_per_s * 1e9)
+
+    def finding(p: int, latency_us: float, gb_per_s: float) -> str:
+        (_, first), *later = winners(p, link(latency_us, gb_per_s))
+        if not later:
+            return f"{p} ranks: {first} is fastest at every size"
+        changes = ", ".join(f"{name} from {format_bytes(size)} on" for size, name in later)
+        return f"{p} ranks: {first} is fastest for small tensors, {changes}"
+
+    def draw(p: int, latency_us: float, gb_per_s: float) -> Figure:
+        over = link(latency_us, gb_per_s)
+        curves = {name: Voices(formula=_at(cost_s, p, over)) for name, cost_s in COSTS.items()}
+        title = finding(p, latency_us, gb_per_s)
+        sizes = [10.0**k for k in range(3, 11)]
+        return _by_size(sizes, curves, title, note=f"{over}")
+
+    return explore(
+        draw,
+        finding,
+        p=([2, 3, 4, 6, 8, 16, 64, 512], 8),
+        latency_us=([1, 3, 10, 50], 3),
+        gb_per_s=(bandwidths, nvlink),
+    )
+
+
+def _at(cost_s: Cost, p: int, link: AnyLink) -> Callable[[float], float]:
+    return lambda n: cost_s(n, p, link)
+
+
+# --- published measurements of NCCL
+
+
+def published_by_size() -> tuple[Figure, str]:
+    """Draw the bus bandwidth of NCCL's all-reduce on 8 GPUs by size, and the ring fitted to it.
+
+    One alpha and one beta are fitted for each of the two machines, to all of its sizes;
+    every second one is drawn.
+    """
+    curves, worst, source, p = dict[str, Voices](), 1.0, "", 8
+    for name, hardware in (("8 A100", A100), ("8 H200, NVLS", H200)):
+        found = [row for row in rows("bandwidth") if row["hardware"] == hardware]
+        sizes = [float(row["size_bytes"]) for row in found]
+        bus = [float(row["value"]) for row in found]  # GB/s
+        steps = [_step_s(n, b * 1e9, p) for n, b in zip(sizes, bus, strict=True)]
+        link = bandwidth.fit_link([n / p for n in sizes], steps)
+        line = [_bus(n, p, link) / 1e9 for n in sizes]
+        worst = max(worst, *(max(a / b, b / a) for a, b in zip(line, bus, strict=True)))
+        label = f"{name}: {format_seconds(link.latency_s)}, {format_rate(link.bytes_per_s)}"
+        curves[label] = Voices(formula=line[1::2], published=(sizes[1::2], bus[1::2]))
+        source = f"S. Bekman, Machine Learning Engineering: {found[0]['source']}"
+    title = f"A ring with one alpha and one beta is within {worst:.2g} times of NCCL at every size"
+    names = {"formula": "ring, alpha and beta fitted to all sizes", "published": "NCCL"}
+    figure = _by_size(
+        sizes[1::2], curves, title, y_label="bus bandwidth (GB/s)", source=source, names=names
+    )
+    return figure, f"{title}; at {format_bytes(sizes[-1])}, {bus[-1]:.0f} GB/s on 8 H200"
+
+
+def _step_s(num_bytes: float, bus_bytes_per_s: float, p: int) -> float:
+    """Return the seconds of one of the 2 (p-1) steps of a ring with this bus bandwidth."""
+    time_s = num_bytes * bandwidth.bus_factor("all_reduce", p) / bus_bytes_per_s
+    return time_s / (2 * (p - 1))
+
+
+def _bus(num_bytes: float, p: int, link: Link) -> float:
+    time_s = network.ring_all_reduce_s(num_bytes, p, link)
+    return bandwidth.bus_bandwidth("all_reduce", num_bytes, time_s, p)
+
+
+def published_by_nodes() -> tuple[Figure, str]:
+    """Draw the bandwidth of an all-reduce of 256 MiB by nodes of 8 H100, and one ring over all.
+
+    In a ring, n / bandwidth = p alpha + n / beta: a line in p, fitted to all points.
+    """
+    found = [
+        row
+        for row in rows("bandwidth")
+        if row["hardware"] == H100_NODES and row["what"].startswith("all_reduce")
+    ]
+    nodes = [int(row["nodes"]) for row in found]
+    ranks = [int(row["ranks"]) for row in found]
+    gb_per_s = [float(row["value"]) for row in found]
+    num_bytes = float(found[0]["size_bytes"])
+    times_s = [num_bytes / (one * 1e9) for one in gb_per_s]
+    line = bandwidth.fit_link(ranks, times_s)
+    link = Link(latency_s=1 / line.bytes_per_s, bytes_per_s=num_bytes / line.latency_s)
+    formula = [_bus(num_bytes, p, link) / 1e9 for p in ranks]
+    ratio = gb_per_s[0] / gb_per_s[-1]
+    worst = max(max(a / b, b / a) for a, b in zip(formula, gb_per_s, strict=True))
+    title = f"{ratio:.0f} times less on {nodes[-1]} nodes; a ring, with one alpha and one beta, "
+    title += f"falls alike within {worst:.2g} times"
+    names = {
+        "formula": f"one ring, fitted: {format_seconds(link.latency_s)} a step, "
+        f"{format_rate(link.bytes_per_s)}"
+    }
+    labels = "nodes of 8 H100", "all-reduce of 256 MiB (GB/s)"
+    voices = Voices(formula=formula, published=(nodes, gb_per_s))
+    source = f"N. Tazi et al., The Ultra-Scale Playbook, 2025: {found[0]['source']}"
+    figure = compare(
+        nodes,
+        voices,
+        title,
+        x_label=labels[0],
+        y_label=labels[1],
+        log=True,
+        source=source,
+        names=names,
+    )
+    return figure, f"{title}: from {gb_per_s[0]:.0f} to {gb_per_s[-1]:.0f} GB/s"
