@@ -1,8 +1,10 @@
 """Build the notebooks of the lessons: `python -m course_lib.notebooks.build [04 ...]`.
 
 One source gives two notebooks: the student's, without solutions and outputs, and the solved one,
-executed from top to bottom. Only what is stale is built again; nothing is written before it is
-whole, and what a learner has written into a student notebook is carried over.
+executed from top to bottom, and a second time under other conditions: an output that differs then
+has to be that of a cell tagged `measured`, so that `pytest --nbval notebooks/solved` passes on any
+machine. Only what is stale is built again; nothing is written before it is whole, and what a
+learner has written into a student notebook is carried over.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from nbformat import NotebookNode
 from rich.console import Console
 
 from course_lib.checks.lesson_source import SourceCell, for_students, read_source, solved
-from course_lib.checks.right_answer import FOLDER, SETTINGS
+from course_lib.checks.right_answer import FOLDER, SETTINGS, at_work_in
 from course_lib.core import CourseError
 from course_lib.notebooks.execute import CellStopped, execute
 from course_lib.notebooks.learner_work import built_from, carry_over, is_own, is_touched
@@ -35,11 +37,13 @@ from course_lib.notebooks.lessons import (
     tags_of,
     write_notebook,
 )
-from course_lib.notebooks.progress_bar import CellEnded, cell_bar
-from course_lib.notebooks.source_rules import problems
+from course_lib.notebooks.progress_bar import cell_bar
+from course_lib.notebooks.second_run import differences
+from course_lib.notebooks.source_rules import MEASURED, problems
 
 MAX_BYTES = 500_000
-CELL_TIMEOUT_S = 120
+CELL_TIMEOUT_S, SECOND_TIMEOUT_S = 120, 300
+IGNORED = "nbval-ignore-output"
 
 
 def read_lesson(lesson: Lesson) -> list[SourceCell]:
@@ -62,13 +66,13 @@ def student_notebook(lesson: Lesson, cells: list[SourceCell]) -> NotebookNode:
 
 
 def solved_notebook(lesson: Lesson, cells: list[SourceCell]) -> NotebookNode:
-    """Return the lesson with its solutions, not yet executed; nbval compares its check cells."""
+    """Return the lesson with its solutions, not yet executed; nbval ignores measured outputs."""
     return _notebook(lesson, cells, [_solved_cell(cell) for cell in cells])
 
 
 def _student_cell(cell: SourceCell) -> NotebookNode:
     goes_on = ["raises-exception"] if cell.is_exercise_check else []
-    made = _cell(cell, cell.text, goes_on)
+    made = _cell(cell, cell.text, [*(tag for tag in cell.tags if tag != MEASURED), *goes_on])
     if cell.exercise:
         made.metadata["deletable"] = False
     return made
@@ -76,15 +80,16 @@ def _student_cell(cell: SourceCell) -> NotebookNode:
 
 def _solved_cell(cell: SourceCell) -> NotebookNode:
     compared = ["nbval-check-output"] if "check" in cell.tags else []
-    return _cell(cell, solved(cell) if cell.is_exercise else cell.text, compared)
+    tags = [IGNORED if tag == MEASURED else tag for tag in cell.tags]
+    return _cell(cell, solved(cell) if cell.is_exercise else cell.text, [*tags, *compared])
 
 
-def _cell(cell: SourceCell, text: str, more_tags: list[str]) -> NotebookNode:
+def _cell(cell: SourceCell, text: str, tags: list[str]) -> NotebookNode:
     kind = "exercise" if cell.is_exercise else "check"
     name = f"{kind}-{cell.exercise}" if cell.exercise else f"lesson-{short_hash(text)}"
     metadata: dict[str, object] = {"exercise": cell.exercise} if cell.exercise else {}
-    if cell.tags or more_tags:
-        metadata["tags"] = [*cell.tags, *more_tags]
+    if tags:
+        metadata["tags"] = tags
     new = nbformat.v4.new_code_cell if cell.kind == "code" else nbformat.v4.new_markdown_cell
     return new(text, id=name, metadata=metadata)
 
@@ -154,11 +159,11 @@ def _write_over_broken(lesson: Lesson, new: NotebookNode, why: str) -> list[str]
 
 
 def write_solved(
-    lesson: Lesson, cells: list[SourceCell], new: NotebookNode, ended: CellEnded
+    lesson: Lesson, cells: list[SourceCell], new: NotebookNode, *, twice: bool
 ) -> None:
-    """Execute the solved notebook and write it."""
+    """Execute the solved notebook, a second time where that is wanted, and write it."""
     try:
-        with _told_where(lesson, new):
+        with _told_where(lesson, new), cell_bar(lesson.name) as ended:
             execute(new, CELL_TIMEOUT_S, ended)
     except CellStopped as error:
         line = cells[error.index].line
@@ -169,7 +174,20 @@ def write_solved(
         if "check" in tags_of(cell) and not cell.outputs:
             raise CourseError(f"{lesson.name}: a check cell prints nothing: {key_of(cell)}")
     _demand_small(lesson, new)
+    if twice:
+        _demand_the_same_again(lesson, cells, new)
     write_notebook(new, lesson.solved)
+
+
+def _demand_the_same_again(lesson: Lesson, cells: list[SourceCell], new: NotebookNode) -> None:
+    with at_work_in(lesson.folder), cell_bar(f"{lesson.name}, second run") as ended:
+        found = differences(new, SECOND_TIMEOUT_S, ended)
+    if found:
+        where = {at: f"{lesson.source.name}, line {cells[at].line}" for at in found}
+        lines = [f"{where[at]}: in the second run the cell {what}" for at, what in found.items()]
+        advice = f"Tag a cell {MEASURED} where its output depends on the machine, or show less."
+        how = "Nothing was written; with --once it is, without a second run."
+        raise CourseError("\n".join([*lines, f"{advice} {how}"]))
 
 
 @contextmanager
@@ -196,8 +214,17 @@ def _demand_small(lesson: Lesson, notebook: NotebookNode) -> None:
         )
 
 
-def build(lesson: Lesson, console: Console, *, force: bool = False, check: bool = False) -> bool:
+def build(
+    lesson: Lesson,
+    console: Console,
+    *,
+    force: bool = False,
+    check: bool = False,
+    twice: bool = False,
+) -> bool:
     """Bring the two notebooks of a lesson up to date; with `check` only say what is stale.
+
+    twice   run the solved notebook a second time, and refuse an output that differs
 
     Returns whether anything was stale.
     """
@@ -213,14 +240,22 @@ def build(lesson: Lesson, console: Console, *, force: bool = False, check: bool 
         return any(stale.values())
     start_s = time.monotonic()
     if stale[lesson.solved]:
-        with cell_bar(lesson.name) as ended:
-            write_solved(lesson, cells, solution, ended)
+        write_solved(lesson, cells, solution, twice=twice)
     told = write_student(lesson, student) if stale[lesson.student] else []
     seconds = f"built in {time.monotonic() - start_s:.0f} s"
-    console.print(f"{lesson.name}: {seconds if any(stale.values()) else 'up to date'}")
+    how = seconds if any(stale.values()) else "up to date"
+    share = f"; {_measured(cells)}" if lesson.word else ""  # an assignment has no word
+    console.print(f"{lesson.name}: {how}{share}")
     for sentence in told:
         console.print(f"    {sentence}", soft_wrap=True)
     return any(stale.values())
+
+
+def _measured(cells: list[SourceCell]) -> str:
+    """Return how many of a lesson's code cells are not compared, in words."""
+    code = [cell for cell in cells if cell.kind == "code"]
+    count = sum(MEASURED in cell.tags for cell in code)
+    return f"{count} of {len(code)} code cells are measured"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -231,6 +266,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("lessons", nargs="*", help="04 or 04_collectives; all when none is given")
     parser.add_argument("--force", action="store_true", help="build even what is up to date")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if any is stale")
+    parser.add_argument(
+        "--once", action="store_true", help="while writing: skip the run under other conditions"
+    )
     given = parser.parse_args(arguments)
     folder, console, failed = find_folder(), Console(highlight=False), False
     try:
@@ -240,7 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     for lesson in lessons:
         try:
-            stale = build(lesson, console, force=given.force, check=given.check)
+            stale = build(
+                lesson, console, force=given.force, check=given.check, twice=not given.once
+            )
             failed |= given.check and stale
         except CourseError as error:
             console.print(str(error), soft_wrap=True, markup=False)

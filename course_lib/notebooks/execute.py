@@ -15,8 +15,9 @@ from course_lib.core import CourseError
 from course_lib.notebooks.lessons import tags_of
 from course_lib.notebooks.progress_bar import CellEnded
 
-# A saved notebook shows pictures and text; a widget without its kernel shows nothing.
-STILL_PICTURES = {**os.environ, "COURSE_NO_WIDGETS": "1"}
+# A saved notebook shows pictures and text; a widget without its kernel shows nothing. A claim that
+# the measurement in it does not bear out stops the build.
+BUILDING = {**os.environ, "COURSE_NO_WIDGETS": "1", "COURSE_CLAIMS": "strict"}
 
 
 class CellStopped(CourseError):
@@ -42,7 +43,7 @@ def execute(notebook: NotebookNode, timeout_s: int, ended: CellEnded) -> None:
             store_widget_state=False,
             resources={"metadata": {"path": folder}},
         )
-        with client.setup_kernel(stderr=subprocess.DEVNULL, env=STILL_PICTURES):
+        with client.setup_kernel(stderr=subprocess.DEVNULL, env=BUILDING):
             for index, cell in enumerate(notebook.cells):
                 if cell.cell_type == "code":
                     _run_cell(client, cell, index)

@@ -17,6 +17,8 @@ import psutil
 import pytest
 from nbval.plugin import IPyNbCell
 
+from course_lib.notebooks import nbval_pictures
+from course_lib.notebooks.nbval_difference import difference
 from course_lib.notebooks.progress_bar import CellEnded
 
 POLL_S = 0.5
@@ -31,7 +33,8 @@ class Outcome:
     """The outcome of a cell: `passed`, `raised`, `differs` (its output), `timeout`, `died`,
     `printing` (without end) or `memory` (too much of it).
 
-    `name` and `message` are of the exception it raised; `printed` is what it wrote to stdout.
+    `name` and `message` are of the exception it raised; `printed` is what it wrote to stdout. Where
+    the output differs, `message` says in what.
     """
 
     how: str
@@ -41,11 +44,17 @@ class Outcome:
 
 
 def run_nbval(
-    path: Path, timeout_s: float, ended: CellEnded, outcomes: dict[str, Outcome] | None = None
+    path: Path,
+    timeout_s: float,
+    ended: CellEnded,
+    outcomes: dict[str, Outcome] | None = None,
+    *,
+    compare_all: bool = False,
 ) -> dict[str, Outcome]:
     """Run the cells of a notebook under nbval; return their outcomes by cell id.
 
-    Only cells tagged nbval-check-output are compared with their saved output. `ended(done, all)`
+    Only cells tagged nbval-check-output are compared with their saved output; with `compare_all`
+    every cell but those tagged nbval-ignore-output, as `pytest --nbval` does. `ended(done, all)`
     is told after every cell, when its outcome is in the dict `outcomes` already. Each cell may take
     `timeout_s`; a cell that ends the kernel ends the run, and the cells behind it are left out.
     """
@@ -54,12 +63,13 @@ def run_nbval(
     arguments = (
         *("-c", str(path.parent / "pytest.ini"), "--rootdir", str(path.parent)),
         *("--disable-plugin-autoload", "-p", "nbval.plugin", "-p", "no:cacheprovider"),
-        *("--nbval-lax", "--nbval-current-env", f"--nbval-cell-timeout={timeout_s}"),
+        "--nbval" if compare_all else "--nbval-lax",
+        *("--nbval-current-env", f"--nbval-cell-timeout={timeout_s}"),
         *("-p", "no:unraisableexception", "-W", "ignore", "-q", "--color=no", str(path)),
     )
     told = io.StringIO()
     with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told), _no_warnings():
-        code = pytest.main(list(arguments), plugins=[watcher])
+        code = pytest.main(list(arguments), plugins=[watcher, nbval_pictures])
     if code == pytest.ExitCode.INTERRUPTED and not watcher.died:
         raise KeyboardInterrupt
     if code not in (0, 1, 2):
@@ -187,6 +197,6 @@ def _outcome(item: IPyNbCell, call: pytest.CallInfo[None]) -> Outcome:
         return Outcome(str(call.excinfo.value), printed=printed[:SHOWN])
     if item.parent.timed_out:
         return Outcome("timeout", name, message, printed)
-    if error:
+    if error and str(call.excinfo.value) != "Cell outputs differ":
         return Outcome("raised", name, message, printed)
-    return Outcome("differs", message=str(call.excinfo.value), printed=printed)
+    return Outcome("differs", message=difference(item), printed=printed)

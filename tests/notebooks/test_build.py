@@ -2,16 +2,54 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 
 import nbformat
+import psutil
 import pytest
 
 from course_lib.core import CourseError
 from course_lib.notebooks.build import main
+
+UP_TO_DATE = "00_toy: up to date; 0 of 14 code cells are measured\n"
+# The outputs of these depend on the machine: on time, process, folder, settings, cores, hashes.
+DEPENDS = """
+import os, tempfile, time
+
+print(time.time())
+
+print("so far the same\\nprocess", os.getpid())
+
+os.getcwd()
+
+print(course_lib.__file__)
+
+print(os.environ.get("COURSE_CLAIMS"), os.environ.get("COURSE_NO_WIDGETS"))
+
+print(len(os.sched_getaffinity(0)), "cores")
+
+display({"text/plain": "a", "text/html": f"<p>{tempfile.gettempdir()}</p>"}, raw=True)
+
+print({"a", "b", "c", "d", "e", "f", "g", "h"})
+
+if "COURSE_CLAIMS" not in os.environ: print("one line more")
+
+if "COURSE_CLAIMS" in os.environ: print("one line less")
+
+raise ValueError(os.getpid())
+
+if "COURSE_CLAIMS" not in os.environ: raise OSError("only here")
+""".strip().split("\n\n")
+
+
+def cell_texts(texts):
+    """The text of a source's cells; one that raises says so."""
+    tags = {text: ' tags=["raises-exception"]' * text.startswith("raise") for text in texts}
+    return "\n".join(f"# %%{tags[text]}\n{text}\n" for text in texts)
 
 
 def sources(notebook):
@@ -34,7 +72,7 @@ def test_the_two_notebooks_of_one_source(toy):
 
 def test_a_second_build_writes_nothing(toy):
     before = [path.stat().st_mtime_ns for path in (toy.lesson.student, toy.lesson.solved)]
-    assert toy.build() == "00_toy: up to date\n"
+    assert toy.build() == UP_TO_DATE
     assert before == [path.stat().st_mtime_ns for path in (toy.lesson.student, toy.lesson.solved)]
 
 
@@ -86,7 +124,7 @@ def test_a_learners_work_makes_nothing_stale(toy):
     notebook.cells[0].source = "# my own title"
     toy.write(notebook)
     before = toy.lesson.student.read_bytes()
-    assert toy.build() == "00_toy: up to date\n"
+    assert toy.build() == UP_TO_DATE
     assert before == toy.lesson.student.read_bytes()
 
 
@@ -111,7 +149,7 @@ def test_an_update_keeps_the_work_and_a_backup(toy):
     assert str(backup.name) in told
     assert "1 changed lesson cells" in told
     assert "1 cells of your own" in told
-    assert toy.build() == "00_toy: up to date\n"
+    assert toy.build() == UP_TO_DATE
 
 
 def test_work_whose_exercise_is_gone_stays_at_the_end_for_good(toy):
@@ -196,4 +234,62 @@ def test_stopping_a_build_ends_the_kernel_and_leaves_the_notebooks(toy, kernels)
     assert build.returncode == 130
     assert "stopped; the notebooks are as they were" in told
     assert kernels.ends(kernel)
+    assert before == (toy.lesson.student.read_bytes(), toy.lesson.solved.read_bytes())
+
+
+def test_an_output_that_depends_on_the_machine_is_refused_with_its_line(toy):
+    toy.edit_source('print("walk", 1)', f'print("walk", 1)\n\n{cell_texts(DEPENDS)}')
+    before = toy.lesson.student.read_bytes(), toy.lesson.solved.read_bytes()
+    with pytest.raises(CourseError) as refused:
+        toy.build(twice=True)
+    assert before == (toy.lesson.student.read_bytes(), toy.lesson.solved.read_bytes())
+    told = str(refused.value)
+    lines = toy.lesson.source.read_text().splitlines()
+    _, *planted = DEPENDS
+    wanted = [lines.index(text.splitlines()[0]) for text in planted]
+    assert [int(n) for n in re.findall(r"00_toy.py, line (\d+): in the second", told)] == wanted
+    assert re.search(r"stdout\n    stored: process \d+\n    again:  process \d+\n", told)
+    assert "    stored: course_lib/__init__.py\n    again:  /" in told
+    assert "    stored: strict 1\n    again:  None None\n" in told
+    assert re.search(r"text/html\n    stored: <p>/.*</p>\n    again:  <p>/.*again-", told)
+    assert "    stored: (nothing)\n    again:  one line more\n" in told
+    assert "    stored: one line less\n    again:  (nothing)\n" in told
+    assert re.search(r"error\n    stored: ValueError: \d+\n    again:  ValueError: \d+\n", told)
+    assert "raised OSError: only here" in told
+    assert "\nTag a cell measured where its output depends on the machine, or show" in told
+
+
+def test_a_measured_cell_is_run_twice_and_not_compared(toy):
+    measured = cell_texts(DEPENDS[:-1]).replace("# %%\n", '# %% tags=["measured"]\n')
+    measured = measured.replace('["raises', '["measured", "raises')
+    toy.edit_source('print("walk", 1)', f'print("walk", 1)\n\n{measured}')
+    assert toy.build(twice=True).endswith("; 12 of 26 code cells are measured\n")
+    solved = nbformat.read(toy.lesson.solved, 4)
+    ignored = [c for c in solved.cells if "nbval-ignore-output" in c.metadata.get("tags", [])]
+    assert [cell.source for cell in ignored] == DEPENDS[:-1]
+    assert all("measured" not in cell.metadata.tags for cell in ignored)
+    student = {cell.source: cell for cell in toy.read().cells}
+    tags = [student[text].metadata.get("tags", []) for text in DEPENDS[:-1]]
+    assert tags == [[]] * 11 + [["raises-exception"]]
+
+
+def test_stopping_the_second_run_ends_all_and_leaves_the_notebooks(toy, kernels):
+    toy.edit_source(
+        'print("walk", 1)',
+        'import os\nif "COURSE_CLAIMS" not in os.environ:\n'
+        f'    open("{toy.folder}/here", "w").close()\n    while True: pass',
+    )
+    before = toy.lesson.student.read_bytes(), toy.lesson.solved.read_bytes()
+    command = [sys.executable, "-m", "course_lib.notebooks.build"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as build:
+        give_up = time.monotonic() + 60
+        while not (toy.folder / "here").exists() and time.monotonic() < give_up:
+            time.sleep(0.1)
+        started = psutil.Process(build.pid).children(recursive=True)
+        assert len(started) == 2  # the kernel, and a process that keeps its core busy
+        os.kill(build.pid, signal.SIGINT)
+        told, _ = build.communicate(timeout=20)
+    assert build.returncode == 130
+    assert "stopped; the notebooks are as they were" in told
+    assert all(kernels.ends(one) for one in started)
     assert before == (toy.lesson.student.read_bytes(), toy.lesson.solved.read_bytes())

@@ -44,7 +44,8 @@ def exercises_alone(lesson):
 def outcomes(tmp_path_factory):
     """How cells end under nbval, by cell id: of the solved notebook, then of `exercises_alone`.
 
-    One kernel runs both, as it takes long to start; between them it forgets all names.
+    nbval compares as `pytest --nbval notebooks/solved` does. One kernel runs both, as it takes long
+    to start; between them it forgets all names.
     """
 
     @cache
@@ -53,7 +54,7 @@ def outcomes(tmp_path_factory):
         notebook.cells += [nbformat.v4.new_code_cell(AFRESH, id="afresh"), *exercises_alone(lesson)]
         path = tmp_path_factory.mktemp(lesson.name) / "notebook.ipynb"
         write_notebook(notebook, path)
-        return run_nbval(path, CELL_TIMEOUT_S, lambda done, total: None)
+        return run_nbval(path, CELL_TIMEOUT_S, lambda done, total: None, compare_all=True)
 
     return run
 
@@ -85,7 +86,8 @@ def test_the_committed_student_notebook_is_as_built(lesson):
 def test_the_solved_notebook_passes_nbval(lesson, outcomes):
     ids = [c.id for c in nbformat.read(lesson.solved, 4).cells if c.cell_type == "code"]
     ended = {name: how for name, how in outcomes(lesson).items() if name in ids}
-    assert {name: how for name, how in ended.items() if how.how != "passed"} == {}
+    failed = {name: how for name, how in ended.items() if how.how != "passed"}
+    assert failed == {}, "\n".join(f"{name}: {how.message}" for name, how in failed.items())
     assert list(ended) == ids
 
 
@@ -111,15 +113,34 @@ def lines_of_python(text):
     return ast.parse(re.sub(r"^%.*$", "", text, flags=re.M)).body
 
 
+def without_guesses(cell):
+    """The text of a cell, without the predictions that only the solved notebook makes."""
+    is_asked = "predict" in tags_of(cell)
+    lines = cell.source.splitlines()
+    return "\n".join(
+        line for line in lines if not (is_asked and re.match(r"\w+\.commit\(", line))
+    ).strip("\n")
+
+
+def test_the_solved_notebook_commits_to_every_prediction(lesson):
+    """So `reveal` shows a guess, the truth and their ratio to whoever only reads."""
+    for cell in read_lesson(lesson):
+        if cell.kind == "code":
+            asked = re.findall(r"^(\w+) *= *predict\(", cell.text, re.MULTILINE)
+            for name in asked:
+                assert f"\n{name}.commit(" in cell.text, f"line {cell.line}: ### GUESS {name}..."
+
+
 def test_the_student_notebook_stops_at_the_exercise_checks_and_nowhere_else(lesson, outcomes):
     """The cells of the walkthrough are those of the solved notebook; here the others are run."""
     notebook = student_notebook(lesson, read_lesson(lesson))
-    solved = {cell.id: cell.source for cell in nbformat.read(lesson.solved, 4).cells}
-    _, *code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    walkthrough = [cell for cell in code if "exercise" not in cell.metadata]
+    solved = nbformat.read(lesson.solved, 4).cells
+    solved = [cell for cell in solved if "instructor-only" not in tags_of(cell)]
+    pairs = list(zip(notebook.cells, solved, strict=True))
+    walkthrough = [pair for pair in pairs if "exercise" not in pair[0].metadata]
     assert walkthrough
-    for cell in walkthrough:
-        assert cell.source == solved[cell.id]
+    for cell, shown in walkthrough:
+        assert cell.source == without_guesses(shown)
     ids = [cell.id for cell in exercises_alone(lesson)]
     assert outcomes(lesson)["afresh"].how == "passed"
     ended = {name: how for name, how in outcomes(lesson).items() if name in ids}

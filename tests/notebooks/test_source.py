@@ -3,6 +3,7 @@
 import pytest
 
 from course_lib.checks.lesson_source import for_students, read_source, solved
+from course_lib.checks.right_answer import code_cells
 from course_lib.core import CourseError
 from course_lib.notebooks.source_rules import problems
 
@@ -49,6 +50,47 @@ def test_a_learner_gets_the_stub_and_nothing_for_instructors(tmp_path):
     ]
 
 
+GUESSED = """\
+# %% tags=["predict"]
+guess_sum = predict("1 + 2")
+### GUESS guess_sum.commit(4)
+
+"""
+
+
+def test_a_guess_is_a_statement_of_the_solved_notebook_alone(tmp_path):
+    cells = cells_of(tmp_path, OPENING + GUESSED + EXERCISE + CHECK)
+    assert problems(cells, "toy") == []
+    assert cells[1].text == 'guess_sum = predict("1 + 2")\nguess_sum.commit(4)'
+    student = for_students(cells)[1]
+    assert student.text == 'guess_sum = predict("1 + 2")'
+    assert student.guesses == ()
+
+
+def test_the_right_answers_are_found_in_a_source_with_guesses(tmp_path):
+    cells_of(tmp_path, OPENING + GUESSED + EXERCISE + CHECK)
+    _, exercise, _ = code_cells(tmp_path / "00_toy.py")
+    assert "return x + y" in solved(exercise)
+
+
+@pytest.mark.parametrize(
+    ("guess", "says"),
+    [
+        ("### GUESS guess.commit(4)", r"line 6: need `guess = predict\(...\)` above"),
+        ("### GUESS guess_sum.commit(4", "line 6: need `### GUESS name.commit"),
+        ("### GUESS guess_sum.commit((4)", "line 6: need `### GUESS name.commit"),
+        ("### GUESS: guess_sum.commit(4)", "line 6: need `### GUESS name.commit"),
+        ("# GUESS 4", "line 6: need `### GUESS name.commit"),
+    ],
+)
+def test_a_guess_that_is_none_is_told_with_its_line(tmp_path, guess, says):
+    text = OPENING + GUESSED.replace("### GUESS guess_sum.commit(4)", guess)
+    with pytest.raises(CourseError, match=says):
+        cells_of(tmp_path, text)
+    with pytest.raises(CourseError, match="a guess stands outside of a code cell"):
+        cells_of(tmp_path, text.replace('tags=["predict"]', ""))
+
+
 def test_magics_and_tags_are_read(tmp_path):
     text = OPENING + '# %% tags=["picture"]\n# %%ranks\nx = 1\n'
     cell = cells_of(tmp_path, text)[1]
@@ -79,6 +121,9 @@ def test_magics_and_tags_are_read(tmp_path):
         ("check(", "print(", 12, "need the single line"),
         (": add", " FROM nowhere.at_all:nothing: add", 7, "no module nowhere.at_all"),
         (", add)", ", ad)", 12, "does not define it"),
+        ('["check"]', '["check", "measured"]', 12, "neither exercise nor check"),
+        ('["exercise"]', '["exercise", "measured"]', 4, "neither exercise nor check"),
+        ("[markdown]", '[markdown] tags=["measured"]', 1, "neither exercise nor check"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_line(tmp_path, old, new, line, says):
@@ -93,7 +138,7 @@ def test_what_is_wrong_is_told_with_its_line(tmp_path, old, new, line, says):
         ("# %%\n" + "x = 1\n" * 16, "at most 15 lines in this cell; got 16"),
         ("# %%\nx = 1\n" * 58, "at most 60 cells in a lesson; got 61"),
         (("# %%\n" + "x = 1\n" * 13) * 20, "at most 250 code lines in a lesson; got 264"),
-        ("# %% [markdown]\n# " + "word " * 2000, "at most 2000 words in a lesson; got 2002"),
+        ("# %% [markdown]\n# " + "word " * 2400, "at most 2400 words in a lesson; got 2402"),
         (
             EXERCISE.replace("toy-1", "toy-2").replace('"""\n', '"""\n' + "    x = 1\n" * 23),
             "at most 25 lines in this cell; got 26",
