@@ -10,6 +10,7 @@ from course_lib.display import Voices, compare, memory
 from course_lib.memory import activations, count_params, model_states, step_ledger
 from course_lib.memory.calculator import read_setup
 from course_lib.memory.layer_bytes import TORCH_CPU
+from course_lib.memory.pictures import mfu_by_convention
 from course_lib.memory.saved_tensors import measure_saved
 from course_lib.models import GPT, token_loss
 
@@ -18,7 +19,7 @@ SEQS = [32, 64, 128, 192, 256]
 
 
 def states():
-    """What the states of 8B parameters take under each recipe."""
+    """Draw the states of 8B parameters under each recipe."""
     bars = {}
     for name in RECIPES:
         bars[name] = Ledger()
@@ -27,7 +28,7 @@ def states():
 
 
 def measured_bytes(seq, flash):
-    """What autograd keeps of a real model."""
+    """Return the MiB that autograd keeps of a real model."""
     model, tokens = GPT(SMALL, flash=flash), torch.zeros(2, seq, dtype=torch.long)
     given = [*model.parameters(), tokens]
     kept = measure_saved(lambda: token_loss(model(tokens), tokens), given=given)
@@ -35,13 +36,13 @@ def measured_bytes(seq, flash):
 
 
 def formula_bytes(seq, flash):
-    """What the formula says of it."""
+    """Return the MiB that the formula gives for it."""
     held = activations(SMALL, 2, seq, flash=flash, number_bytes=4, kernels=TORCH_CPU)
     return sum(held.values()) / 2**20
 
 
 def sequence():
-    """Kept bytes against the sequence, formula and measurement."""
+    """Draw kept bytes against the sequence, formula and measurement."""
     curves = {
         name: Voices(
             formula=[formula_bytes(seq, flash) for seq in SEQS],
@@ -54,7 +55,7 @@ def sequence():
 
 
 def four_steps():
-    """The first four steps of llama-1b, played."""
+    """Draw the first four steps of llama-1b, by the formula."""
     ledger = step_ledger(MODELS["llama-1b"], 2, 4096, recipe="bf16")
     return memory(
         ledger, "The first four steps of llama-1b, 2 x 4,096 tokens", limit_bytes=80 * GIB
@@ -62,7 +63,7 @@ def four_steps():
 
 
 def ways_to_fit():
-    """One model, several ways."""
+    """Draw one model, split and recomputed in several ways."""
     lines = {
         "as it is": "--model llama-8b",
         "full recompute": "--model llama-8b --recompute full",
@@ -75,20 +76,26 @@ def ways_to_fit():
 
 
 def rule_of_thumb():
-    """6ND beside the exact count."""
+    """Draw 6ND beside the counts of every product, with all scores and with half of them."""
     seqs = [2**k for k in range(10, 18)]
-    curves = {
-        "every product": Voices(
-            formula=[train_step_flop(LLAMA, 1, seq) / seq / 1e9 for seq in seqs]
-        ),
+    counts = {
+        name: [train_step_flop(LLAMA, 1, seq, causal=causal) / seq / 1e9 for seq in seqs]
+        for name, causal in (("all scores", False), ("half of the scores", True))
+    }
+    curves = {name: Voices(formula=count) for name, count in counts.items()} | {
         "6ND": Voices(formula=[six_n_d(count_params(LLAMA), seq) / seq / 1e9 for seq in seqs]),
     }
-    title = "llama-8b: FLOP a token"
-    labels = {"x_label": "tokens in a sequence", "y_label": "GFLOP a token"}
+    title = "llama-8b: FLOP per token"
+    labels = {"x_label": "tokens in a sequence", "y_label": "GFLOP per token"}
     return compare(seqs, curves, title, log=True, **labels)
 
 
+def convention():
+    """Draw the MFU of published runs by three counts."""
+    return mfu_by_convention()[0]
+
+
 def pictures():
-    """All pictures by the names the deck calls them."""
-    drawn = (states, sequence, four_steps, ways_to_fit, rule_of_thumb)
+    """Return all pictures by the names that the deck uses."""
+    drawn = (states, sequence, four_steps, ways_to_fit, rule_of_thumb, convention)
     return {draw.__name__: draw() for draw in drawn}

@@ -7,13 +7,14 @@ tools.
 """
 
 from course_lib.cost.params import count_params, param_parts, params_on_rank
-from course_lib.memory.formulas import activations, model_states, step_ledger
+from course_lib.memory.formulas import activations, layer_coefficients, model_states, step_ledger
 from course_lib.memory.layer_bytes import TORCH_CPU
 
 __all__ = [
     "TORCH_CPU",
     "activations",
     "count_params",
+    "layer_coefficients",
     "model_states",
     "param_parts",
     "params_on_rank",

@@ -48,8 +48,8 @@ def ours(spec: ModelSpec, batch: int, seq: int, recipe: str = "fp32") -> Estimat
         total_bytes=ledger.peak_bytes(),
         states_bytes=ledger.peak_bytes() - activations,
         activations_bytes=activations,
-        counts="what is held when backward begins",
-        why="gradients are not there yet; temporaries are left out",
+        counts="what is held at the peak of the second step",
+        why="states, activations, and the gradients of that time; temporaries are left out",
     )
 
 

@@ -63,7 +63,8 @@ def draw_setup(setup: Setup) -> Figure:
     ledger = setup.fullest
     peak, limit = ledger.peak_bytes(), setup.device.memory_bytes
     words = f"{peak / limit:.0%} of" if peak <= limit else f"{peak / limit:.3g} times"
-    title = f"{setup.spec.name} takes {words} the {setup.device.name}: {format_bytes(peak)} a rank"
+    title = f"{setup.spec.name} takes {words} the memory of {setup.device.name}: "
+    title += f"{format_bytes(peak)} per rank"
     at = ledger.totals().index(peak)
     bar = Ledger()
     bar.add(0.0, **{kind: ledger.bytes_by_kind[kind][at] for kind in KINDS})

@@ -70,7 +70,7 @@ def activations(
     kernels           PAPER: as the papers count; TORCH_CPU: as autograd on a CPU, to the byte
 
     Raises:  CourseError for another `recompute`; ShapeError for sizes that do not divide
-    Source:  Korthikanti et al. 2022, equations 1 to 6: sbh(34 + 5as/h) bytes per layer
+    Source:  Korthikanti et al. 2022, equations 1 to 6: sbh(34 + 5as/h) bytes per layer of a GPT
     """
     one = Pass(
         spec=spec,
@@ -91,6 +91,22 @@ def activations(
     ends = one.embedding() * in_flight if stage == 0 else []
     ends += one.head() if stage == parallelism.pp - 1 else []
     return {part: saved[part] + size for part, size in by_part(ends).items()}
+
+
+def layer_coefficients(
+    spec: ModelSpec, *, number_bytes: int = 2, flash: bool = True, dropout: bool = False
+) -> tuple[float, float]:
+    """Return c and d of sbh(c + d * as/h), the bytes that one layer saves for backward.
+
+    In bf16, written out, with dropout, a GPT with an MLP of 4h and keys for every head has 34 and
+    5. SwiGLU and grouped-query attention have their own count: with flash attention, without
+    dropout, c = 12 + 4 * kv_hidden/h + 8 * ffn_hidden/h, which is 41 for llama-8b.
+
+    Source:  Korthikanti et al. 2022, section 4.1, equation 2, for the GPT
+    """
+    one = Pass(spec=spec, batch=1, seq=1, number_bytes=number_bytes, flash=flash, dropout=dropout)
+    scores = total(one.scores())
+    return (total(one.layer()) - scores) / spec.hidden, scores / spec.num_heads
 
 
 def step_ledger(

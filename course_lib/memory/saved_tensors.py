@@ -9,7 +9,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from course_lib.core.records import Ledger
+from course_lib.core.specs import ModelSpec
+from course_lib.models.gpt import GPT
 from course_lib.models.storages import storage_bytes, storage_key
 
 
@@ -74,6 +77,31 @@ def fake_tensors(dtype: torch.dtype = torch.float32) -> Iterator[FakeTensorMode]
             yield mode
     finally:
         torch.set_default_dtype(before)
+
+
+def measure_layer(
+    spec: ModelSpec,
+    batch: int,
+    seq: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    flash: bool = True,
+    dropout: bool = False,
+) -> int:
+    """Return the bytes that autograd saves for one layer of a GPT, on fake tensors.
+
+    It is what a model of two layers saves more than one of one layer.
+    """
+    saved = []
+    for num_layers in (1, 2):
+        with fake_tensors(dtype):
+            one = replace(spec, num_layers=num_layers, max_seq=seq)
+            model = GPT(one, flash=flash, dropout=0.1 if dropout else 0.0)
+            tokens = torch.zeros(batch, seq, dtype=torch.long)
+            given = [*tensors_of(model), tokens]
+            kept = measure_saved(partial(model, tokens), given=given)
+        saved.append(sum(storage.num_bytes for storage in kept))
+    return saved[1] - saved[0]
 
 
 class LiveLedger:

@@ -1,21 +1,34 @@
 # %% [markdown]
 # # 01 Memory: where the bytes go
 #
-# "Out of memory" is the first message of every large training run. Here you learn to know it
-# beforehand: you **predict** each byte from a few sizes, **measure** what PyTorch truly keeps, and
-# **compare**. The two will agree to the last byte.
+# "Out of memory" is the first error of many large training runs. **Can you know beforehand, to the
+# byte, what a training step needs?** You **predict** every byte from a few sizes, **measure** what
+# PyTorch really keeps, and **compare**.
+#
+# *After this lesson you can*
+#
+# - count the parameters of a transformer, and the bytes of its weights, gradients and optimizer;
+# - derive the bytes that a layer saves for backward, for a GPT and for a Llama;
+# - say when in a step memory is at its peak, and what to change when a model does not fit;
+# - count the FLOP of a step, and say what a published MFU means.
+#
+# **Prerequisites:** Python and a little PyTorch; no other lesson. **Time:** about 75 minutes of
+# reading and running, 70 of exercises. The break is after section 4. Exercises 1 to 4 are *core*, 5
+# and 6 go *further*.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $N$ | `num_params` | parameters |
 # | $L$ | `num_layers` | layers |
-# | $h$ | `hidden` | numbers a token has between layers |
+# | $h$ | `hidden` | size of the residual stream: numbers per token between layers |
+# | $f$ | `ffn_hidden` | size of the MLP's inner layer, often $4h$ |
 # | $a$ | `num_heads` | attention heads |
 # | $V$ | `vocab` | tokens in the vocabulary |
 # | $b$, $s$ | `batch`, `seq` | sequences in a micro-batch, tokens in a sequence |
+# | $D$ | `tokens` | tokens in a step |
 #
-# Memory is told in GiB ($2^{30}$ bytes), speed in powers of ten. The 80 "GB" of a card are 80 GiB.
-# fp32 numbers have 4 bytes; bf16 and fp16 have 2 (lesson 03 says what they lose).
+# Memory is reported in GiB ($2^{30}$ bytes), rates in powers of ten. The 80 "GB" of a GPU are
+# 80 GiB. An fp32 number takes 4 bytes, a bf16 or fp16 number 2 (lesson 03 says what they lose).
 
 # %%
 from dataclasses import replace
@@ -38,11 +51,12 @@ torch.set_num_threads(1)  # the models here are small
 # %% [markdown]
 # ## 1 Counting parameters
 #
-# GPT-2, the smallest one: $h = 768$, 12 layers, an MLP of $4h$, 50,257 tokens, 1,024 positions. How
-# many million parameters?
+# The smallest GPT-2 has $h = 768$, 12 layers, an MLP of $4h$, 50,257 tokens and 1,024 positions.
+# How many million parameters does it have?
 
 # %% tags=["predict"]
 guess = predict("parameters of the smallest GPT-2", unit="million")
+### GUESS guess.commit(110)
 
 # %%
 gpt2 = MODELS["gpt2"]
@@ -58,11 +72,12 @@ for name, model in built.items():
     print(f"{name}: formula {count_params(MODELS[name]):,}, counted {counted:,}")
 
 # %% [markdown]
-# Attention has four matrices of $h \times h$, the MLP two of $h \times 4h$: together $12h^2$ a
-# layer, two thirds of it in the MLP. The *head*, the last matrix, from $h$ to $V$, is the
-# embedding's own here (*tied*), so it adds nothing. Models that were built and counted agree.
+# Attention has four matrices of $h \times h$, and the MLP has two of $h \times 4h$: together
+# $12h^2$ per layer, two thirds of it in the MLP. The *head*, the last matrix, maps $h$ to $V$. In
+# GPT-2 it is the embedding's own matrix (*tied*), so it adds no parameters. The formula agrees with
+# the models that were built.
 #
-# ### Exercise 1: count a GPT
+# ### Exercise 1 (core): count a GPT
 #
 # Each matrix of attention and MLP has a bias ($f$ numbers if it goes from $h$ to $f$). Norms have a
 # weight and a bias: two norms a layer, one at the end. There is a vector for each of `spec.vocab`
@@ -89,17 +104,20 @@ check("memory-1", count_gpt)
 # <details><summary>Hint: my number is a little too small</summary>Print your parts beside those of
 # <code>param_parts(gpt2)</code>. Vectors are easy to forget: biases, norms.</details>
 #
-# **$N \approx 12Lh^2 + Vh$, and a tied embedding counts once.**
+# **A GPT with an MLP of $4h$ has $N \approx 12Lh^2 + Vh$ parameters; a tied embedding counts
+# once.**
 #
 # ## 2 What each parameter costs
 #
-# Training keeps more than weights. In the usual recipe a parameter has a bf16 weight and a bf16
-# gradient (2 + 2 bytes), an fp32 *master copy*, which takes the optimizer's small steps (4), and
-# Adam's two moments in fp32 (4 + 4). These are the *model states*. Llama-8B has 8.03 billion
-# parameters. How many GiB before the first token is read?
+# Training keeps more than weights. A usual recipe (ZeRO: Rajbhandari et al. 2020, section 3.1) has,
+# for each parameter, a 16-bit weight and a 16-bit gradient (2 + 2 bytes), an fp32 *master copy*, in
+# which the optimizer's small steps are not rounded away (4), and Adam's two moments in fp32 (4 +
+# 4). Together these are the *model states*. Llama-8B has 8.03 billion parameters. How many GiB do
+# they take before the first token is read?
 
 # %% tags=["predict"]
 guess = predict("model states of llama-8b in bf16", unit="GiB")
+### GUESS guess.commit(64)
 
 # %%
 llama = MODELS["llama-8b"]
@@ -111,9 +129,10 @@ for billions in (1, 7, 70, 405):
     print(f"{billions:>4}B {sizes[0]:>6,.0f}e9 bytes, with an accumulator {sizes[1]:>6,.0f}e9")
 
 # %% [markdown]
-# 16 bytes a parameter, three quarters of them the optimizer's. Some recipes keep an fp32 copy of
-# the gradients beside the bf16 ones (*accumulator*), to add up micro-batches without rounding: 20
-# bytes. Others have fp32 gradients only, or fp32 everywhere, or bf16 everywhere (*pure*).
+# That is 16 bytes per parameter, three quarters of them for the optimizer. Some recipes keep an
+# fp32 copy of the gradients beside the bf16 ones (an *accumulator*), so that adding up
+# micro-batches does not round: 20 bytes. Others have fp32 gradients only, or fp32 everywhere, or
+# bf16 everywhere (*pure*).
 
 
 # %% tags=["picture"]
@@ -124,14 +143,14 @@ def bar(num_params, recipe):
 
 
 bars = {name: bar(count_params(llama), name) for name in RECIPES}
-title = "No recipe but pure bf16 puts the states of 8B parameters on one 80 GiB card"
+title = "Of these recipes, only pure bf16 puts the states of 8B parameters on one 80 GiB GPU"
 show(
     memory(bars, title, limit_bytes=DEVICES["h100"].memory_bytes),
     alt=f"{title}: the usual one takes {format_bytes(bars['bf16'].peak_bytes())}",
 )
 
 # %% [markdown]
-# ### Exercise 2: states under any recipe
+# ### Exercise 2 (core): states under any recipe
 #
 # A recipe has `weight_bytes`, `grad_bytes`, `accumulator_bytes`, `master_bytes` and `moment_bytes`,
 # each for one number of that kind (0 if there is none), and `num_moments`. Return the bytes of all
@@ -152,16 +171,18 @@ def states_bytes(num_params, recipe):
 check("memory-2", states_bytes)
 
 # %% [markdown]
-# **16 bytes a parameter, 20 with an accumulator. Lesson 09 shares them out over ranks.**
+# **Mixed precision with Adam takes 16 bytes per parameter, 20 with an accumulator. Lesson 09 shards
+# these states over ranks.**
 #
 # ## 3 What backward needs
 #
-# To compute gradients, backward needs numbers that forward had in its hands: autograd keeps them.
-# `y = gelu(x @ w)`, with `x` of shape `[8, 64]` and `w` of `[64, 256]`, all fp32. `x` and `w` are
-# there anyway. How many bytes does autograd keep besides?
+# To compute gradients, backward needs intermediate results of the forward pass, and autograd keeps
+# them: the *activations*. Take `y = gelu(x @ w)`, with `x` of shape `[8, 64]` and `w` of
+# `[64, 256]`, all fp32. `x` and `w` exist anyway. How many bytes does autograd keep besides?
 
 # %% tags=["predict"]
 guess = predict("kept for backward besides x and w", unit="bytes")
+### GUESS guess.commit(16384)
 
 # %%
 from course_lib.memory.saved_tensors import measure_saved
@@ -173,11 +194,11 @@ reveal(guess, sum(one.num_bytes for one in kept))
 print("kept:", *kept)
 
 # %% [markdown]
-# One tensor: the input of GELU. The product keeps its *inputs*, which were there; GELU's output is
-# kept only if somebody further on needs it. Every operation has such a rule: a product keeps what
-# goes in, softmax what comes out, dropout its mask.
+# Autograd keeps one tensor: the input of GELU. The product keeps its *inputs*, which existed
+# already; the output of GELU is kept only if a later operation needs it. Each operation has such a
+# rule, which follows from its derivative.
 #
-# ### Exercise 3: build the scales
+# ### Exercise 3 (core): build the scales
 #
 # `saved_tensors_hooks(pack, unpack)` calls `pack` with every tensor that autograd keeps. Weigh each
 # **storage** once: two views lie in the same memory, and a small view keeps all of it alive. Leave
@@ -216,37 +237,48 @@ check("memory-3", weigh)
 #
 # ## 4 The bytes of a layer
 #
-# Now a whole layer, attention written out, with dropout, in bf16. Operation by operation:
-
-# %%
-from course_lib.memory.layer_bytes import Pass
-
-small = MODELS["small"]
-one = Pass(spec=small, batch=2, seq=128, flash=False, dropout=True)
-sbh = 128 * 2 * small.hidden
-for row in one.layer():
-    print(f"{row.name:<26}{row.num_bytes:>10,} B{row.num_bytes / sbh:>8.3g} sbh")
-
-# %% [markdown]
-# Softmax, its mask and what dropout makes of it are *scores*: one number for each pair of tokens,
-# in each head, $as^2b$ in all, kept as 2 + 1 + 2 bytes. The others add up to $34\,sbh$, whatever
-# the model. In a formula, for one layer:
+# A GPT layer does this, from top to bottom:
 #
-# $$ sbh\left(34 + 5\,\frac{a s}{h}\right) \text{ bytes} $$
+# 1. norm; three products of its output: q, k, v;
+# 2. *scores* q · kᵀ, one number for each pair of tokens in each head; softmax; dropout; times v;
+# 3. product (`out`); dropout; added to the residual stream;
+# 4. norm; product $h \to f$; GELU; product $f \to h$; dropout; added to the residual stream.
 #
-# Twice the sequence is more than twice the bytes: with $5as/h = 34$ before, three times.
+# A product saves both of its inputs (a weight exists anyway), a norm and GELU save their input,
+# softmax saves its output, and dropout saves a mask of one byte per number. Adding saves nothing. A
+# tensor that two operations save takes memory once.
 #
-# ### Exercise 4: the bytes of a layer
+# ### Exercise 4 (core): derive the 34
 #
-# Write it down as whole bytes, from `batch`, `seq`, `hidden` and `num_heads`. About 2 lines.
+# Return the bytes that one such layer saves, as a dict of ints: `norms` (their inputs), `attention`
+# (without scores), `scores` (what step 2 saves with one number per pair of tokens), `mlp` (step 4
+# from its first product to its last) and `masks` (those of steps 3 and 4). Other numbers have
+# `number_bytes` bytes. With *grouped-query attention* (GQA), several heads share their keys and
+# values: k and v have `spec.kv_hidden` numbers per token, all else is as before. A norm's few
+# statistics are left out. About 8 lines, 20 minutes.
+#
+# <details><summary>Hint: attention is too large</summary>
+# q, k and v are three products, but of how many different tensors? Softmax's output is part of the
+# scores.</details>
+# <details><summary>Hint: scores are too small</summary>
+# Three tensors: softmax's output, a mask, and an input of the product with v.</details>
 
 
 # %% tags=["exercise"] exercise="memory-4"
-def layer_bytes(batch, seq, hidden, num_heads):
-    """Bytes one layer keeps in bf16: attention written out, dropout, an MLP of 4 * hidden."""
-    ### BEGIN SOLUTION: 34 sbh, and 5 for each score
-    sbh, scores = seq * batch * hidden, num_heads * seq * seq * batch
-    return 34 * sbh + 5 * scores
+def layer_bytes(spec, batch, seq, number_bytes):
+    """Bytes that one layer saves for backward, by part: attention written out, with dropout."""
+    ### BEGIN SOLUTION: the bytes of a tensor of hidden, of keys, of ffn_hidden
+    tokens = batch * seq
+    hidden = tokens * spec.hidden * number_bytes
+    keys = tokens * spec.kv_hidden * number_bytes
+    wide = tokens * spec.ffn_hidden * number_bytes
+    return {
+        "norms": 2 * hidden,
+        "attention": 3 * hidden + 2 * keys,  # input of q, k, v; q; input of out; k and v
+        "scores": batch * spec.num_heads * seq * seq * (2 * number_bytes + 1),
+        "mlp": hidden + 2 * wide,
+        "masks": 2 * tokens * spec.hidden,
+    }
     ### END SOLUTION
 
 
@@ -254,9 +286,41 @@ def layer_bytes(batch, seq, hidden, num_heads):
 check("memory-4", layer_bytes)
 
 # %% [markdown]
-# Fused attention (*flash*) never writes the scores down: it computes them again in backward, tile
-# by tile. Formula, simulation on *fake tensors* (shapes without numbers) and measurement, for a
-# model of four layers in fp32, without dropout:
+# For bf16, an MLP of $4h$ and keys for every head, the parts are $4 + 10 + 18 + 2 = 34$ times
+# $sbh$, and $2 + 1 + 2 = 5$ bytes for each of the $as^2b$ scores (Korthikanti et al. 2022, section
+# 4.1):
+#
+# $$ sbh\left(34 + 5\,\frac{a s}{h}\right) \text{ bytes per layer} $$
+#
+# **The 34 belongs to that layer.** A layer of Llama has no dropout, a *SwiGLU* MLP (three matrices,
+# $\text{silu}(xW_g) \cdot xW_u$, which saves four tensors of $f$ numbers a token) and GQA. With
+# flash attention, below, it saves $sbh(12 + 4\,\frac{\text{kv hidden}}{h} + 8\,\frac{f}{h})$ bytes:
+# $41\,sbh$ for Llama-8B. Count, and let autograd count:
+
+# %% tags=["check"]
+from course_lib.memory import layer_coefficients
+from course_lib.memory.saved_tensors import measure_layer
+
+small = MODELS["small"]
+like_llama = replace(small, gated=True, num_kv_heads=2, ffn_hidden=7 * small.hidden // 2)
+layers = {
+    "GPT, written out, dropout": (small, {"flash": False, "dropout": True}),
+    "GPT, flash": (small, {"flash": True}),
+    "SwiGLU and GQA, flash": (like_llama, {"flash": True}),
+}
+for name, (spec, how) in layers.items():
+    c, d = layer_coefficients(spec, **how)
+    formula = 2 * 128 * (c * spec.hidden + d * spec.num_heads * 128)
+    kept = measure_layer(spec, batch=2, seq=128, **how)
+    print(f"{name:<26}{c:>3g} sbh + {d:g} as²b = {formula:>9,.0f} B; autograd {kept:>9,} B")
+
+# %% [markdown]
+# The small differences are statistics: a norm keeps two numbers per token, flash attention one for
+# each query. `TORCH_CPU`, below, counts them too.
+#
+# *Flash attention* (Dao et al. 2022) never writes the scores to memory: it computes them again in
+# backward, tile by tile. Here are formula, simulation on *fake tensors* (shapes without numbers)
+# and measurement, for a model of four layers in fp32, without dropout:
 
 
 # %%
@@ -303,18 +367,19 @@ figure = compare(seqs, curves, title, x_label="tokens in a sequence", y_label="k
 show(figure, alt=f"{title}: {curves['flash'].measurement[-1]:.3g} MiB at 256 tokens")
 
 # %% [markdown]
-# `TORCH_CPU` adds what papers leave out: a norm keeps two numbers a token, flash attention one for
-# each query. Those small terms are why it comes out even.
+# **A layer saves $sbh(c + d\,as/h)$ bytes: $c$ and $d$ depend on its operations and their
+# precision, and flash attention makes $d$ zero.**
 #
-# **$sbh(34 + 5as/h)$ a layer; flash attention drops the second term.**
+# *A good place for a break.*
 #
 # ## 5 Four steps, live
 #
-# A model trains for four steps while we watch every byte. First commit: in which step is the peak
-# reached for the first time, 1, 2, 3 or 4?
+# A model trains for four steps, one micro-batch each, while we follow every byte. First commit: in
+# which step is the peak reached for the first time, 1, 2, 3 or 4?
 
 # %% tags=["predict"]
 guess = predict("the peak is first reached in step")
+### GUESS guess.commit(1)
 
 # %%
 from course_lib.memory.saved_tensors import LiveLedger
@@ -330,35 +395,67 @@ with LiveLedger(model, optimizer, given=[tokens, targets]) as live:
         optimizer.step()
         optimizer.zero_grad()
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 totals = live.ledger.totals()
-moments_a_step = (len(totals) - 1) // 4
-reveal(guess, 1 + totals.index(max(totals)) // moments_a_step)
+entries_a_step = (len(totals) - 1) // 4
+reveal(guess, 1 + totals.index(max(totals)) // entries_a_step)
 title = "Adam's moments appear at the end of step 1 and stay: step 2 is the first full one"
 peak = format_bytes(live.ledger.peak_bytes())
 show(memory(live.ledger, title), alt=f"{title}; the peak is {peak}")
-
-# %% [markdown]
-# Blue climbs in forward and falls in backward, while gradients rise. The peak is where backward
-# begins: all activations, no gradients yet. The formula plays the same four steps.
 
 # %% tags=["check"]
 played = step_ledger(untied, 2, 128, recipe="fp32", kernels=TORCH_CPU)
 for kind, held in played.bytes_by_kind.items():
     same = held == live.ledger.bytes_by_kind[kind]
-    print(f"{kind:<12} most {max(held):>11,} B, equal at all {len(held)} moments: {same}")
+    print(f"{kind:<12} most {max(held):>11,} B, equal at all {len(held)} times: {same}")
+
+# %% [markdown]
+# Activations (blue) grow in forward and shrink in backward, while gradients grow; the formula gives
+# the same four steps. Here the peak is where backward begins: all activations, no gradients yet.
+# **That is no law.** When backward is done with a layer, the layer's activations are freed and its
+# gradients have come. Where gradients are larger, memory grows on *in* backward, and with gradient
+# accumulation (lesson 02) the second micro-batch runs beside the gradients of the first.
+#
+# ### Exercise 5 (further): where the peak is
+#
+# `acts[i]` and `grads[i]` are the bytes of layer `i`'s activations and gradients. A step runs
+# forward and backward for each micro-batch, one after the other; all are alike. Gradients stay
+# until the optimizer's step, and later micro-batches add to them in place. Return the most bytes
+# that are held with `states`, which are there all the time, looking after each forward and after
+# each layer of backward. Leave the lists as they are. About 8 lines, 15 minutes.
+
+
+# %% tags=["exercise"] exercise="memory-5"
+def step_peak(states, acts, grads, num_micro_batches):
+    """The most bytes that are held during a step: states, activations and gradients."""
+    ### BEGIN SOLUTION: follow the step, layer by layer, and note the most
+    held = most = 0  # bytes of gradients; the most of gradients and activations together
+    for micro_batch in range(num_micro_batches):
+        kept = sum(acts)
+        most = max(most, kept + held)
+        for act, new in zip(reversed(acts), reversed(grads), strict=True):
+            kept -= act
+            held += new if micro_batch == 0 else 0
+            most = max(most, kept + held)
+    return states + most
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="memory-5"
+check("memory-5", step_peak)
 
 # %% [markdown]
 # ### Break it: a loss that is never let go
 #
-# Somebody wants a loss curve and collects `loss` instead of `loss.item()`. A loss holds its whole
-# graph; here nobody calls backward, as in a validation loop without `no_grad`. What happens to the
-# activations from step to step: do they stay the same?
+# Someone wants a loss curve and collects `loss` instead of `loss.item()`. A loss keeps its whole
+# graph alive; here nobody calls backward, as in a validation loop without `no_grad`. Do the
+# activations stay the same from step to step?
 
 # %% tags=["predict"]
 guess = predict("activations stay the same from step to step", choices=YES_NO)
+### GUESS guess.commit("yes")
 
-# %% tags=["failure"]
+# %% tags=["failure", "measured"]
 losses = []
 with LiveLedger(model, optimizer, given=[tokens, targets]) as leaking:
     for _ in range(4):
@@ -371,31 +468,14 @@ show(memory(leaking.ledger, title), alt=f"{title}: {peak} at the end")
 losses.clear()
 
 # %% [markdown]
-# **The peak is where backward begins, from the second step on. What climbs and never falls is a
-# graph that somebody holds.**
+# **Without recompute, the peak of a step with one micro-batch is where backward begins, or later
+# where gradients outweigh activations; with accumulation it is where the second backward begins.
+# Memory that grows by a graph every step is a graph that something keeps alive.**
 #
 # ## 6 What fits, and models that do not
 #
-# ### Exercise 5: the largest batch
-#
-# A card of `card_gib` GiB, model states of `states` bytes, and `each` bytes of activations for one
-# sequence: how many sequences fit? 0 when not even one does. All are whole numbers. About 1 line.
-
-
-# %% tags=["exercise"] exercise="memory-5"
-def largest_batch(states, each, card_gib):
-    """Sequences that fit beside the states on a card of card_gib GiB."""
-    ### BEGIN SOLUTION: what is left, divided, rounded down
-    return max(0, (card_gib * 2**30 - states) // each)
-    ### END SOLUTION
-
-
-# %% tags=["check"] exercise="memory-5"
-check("memory-5", largest_batch)
-
-# %% [markdown]
-# Llama-70B does not fit here, nor on any card. But autograd keeps fake tensors like real ones: so
-# the real model can be weighed on this machine.
+# Llama-70B fits neither here nor on any one GPU of today. But autograd keeps fake tensors like real
+# ones, so the real model can be weighed on this machine.
 
 # %% tags=["check"]
 from course_lib.memory.saved_tensors import tensors_of
@@ -412,14 +492,14 @@ print(f"{count_params(big):,} parameters; one sequence keeps {format_bytes(weigh
 print(f"formula minus measurement: {formula - weighed} bytes")
 
 # %% [markdown]
-# Llama-8B on 80 GiB cards, each bar at its fullest moment. *Recompute* forgets activations and
-# computes them again (lesson 03); then the end of backward is fullest, when all gradients are
-# there. *ZeRO* shares states out over ranks: 1 the optimizer's, 2 gradients too, 3 all (lesson 09).
-# *Tensors split*: each rank has a part of every matrix (lesson 07).
+# Next, Llama-8B on 80 GiB GPUs, each bar at the peak. *Recompute* drops activations and computes
+# them again (lesson 03); then the peak is at the end of backward, when all gradients are there.
+# *ZeRO* shards states over ranks: stage 1 the optimizer's, stage 2 gradients too, stage 3 all
+# (lesson 09). *Tensors split* means that each rank has a part of every matrix (lesson 07).
 #
-# Below that, play. `dp` ranks share the batch, `tp` the matrices, `pp` the layers, `cp` the
+# Below it is a calculator. `dp` ranks share the batch, `tp` the matrices, `pp` the layers, `cp` the
 # sequence. The line under the choices is what `course memory` reads in a terminal; a pasted line
-# moves the choices. *Find two more ways to make llama-8b fit. Then: the fewest H200s for
+# sets the choices. *Find two more ways to make llama-8b fit. Then: the fewest H200s for
 # llama-405b?*
 
 # %% tags=["picture"]
@@ -433,7 +513,7 @@ lines = {
     "8 ranks, tensors split": "--model llama-8b --tp 8 --sequence-parallel",
 }
 ledgers = {name: read_setup(line).fullest for name, line in lines.items()}
-title = "Recomputing is not enough for 8B on 80 GiB: the states have to be shared"
+title = "Recomputing is not enough for 8B on 80 GiB: the states have to be sharded"
 peak = format_bytes(ledgers["8 ranks, ZeRO-3"].peak_bytes())
 show(memory(ledgers, title, limit_bytes=80 * GIB), alt=f"{title}; ZeRO-3 on 8 ranks takes {peak}")
 
@@ -443,70 +523,110 @@ from course_lib.memory.explorer import calculator
 calculator("--model llama-8b --gpu h100 --seq 4096")
 
 # %% [markdown]
-# **States shrink with ranks, activations with recompute, batch and sequence.**
+# **Sharding shrinks states; recompute, a smaller batch and a shorter sequence shrink activations.**
 #
-# ## 7 How busy is the card?
+# ## 7 How busy is the GPU?
 #
-# A parameter takes part in one multiply-add a token in forward (2 FLOP, floating-point operations)
-# and two in backward (4): $6ND$ for $D$ tokens. Exact counts go through every product:
+# A FLOP is one floating-point operation. A matrix product of `[m, k]` and `[k, n]` has $mkn$
+# multiply-adds, $2mkn$ FLOP: 2 for each weight and each of the $m$ tokens. Backward has two
+# products of the same size: with $y = xW$, the gradient of $x$ is $dy\,W^\top$, and that of $W$ is
+# $x^\top dy$. So a weight costs $2 + 4$ FLOP per token, and a step of $D$ tokens $6ND$ (Kaplan et
+# al. 2020, section 2.1).
+#
+# With all parameters as $N$, the rule counts the embedding, which multiplies nothing (Kaplan et al.
+# leave it out), and it leaves out the scores, which multiply no weight. How many scores are there?
+# With a causal mask, half of them are hidden. **Two conventions are in use**: count *all* scores,
+# as Megatron (Narayanan et al. 2021, appendix) and PaLM (Chowdhery et al. 2022, appendix B) do, or
+# *half* of them, which is what a causal kernel computes, as FlashAttention-2 does (Dao 2023,
+# section 4.1). The course counts all, unless it says `causal`.
 
 # %%
 from course_lib.cost.flops import forward_flop, mfu, six_n_d, train_step_flop
 
+print("            off by 6ND        share of the scores\nseq         all     half      all   half")
 for seq in (2048, 8192, 32768, 131072):
-    exact, rule = train_step_flop(llama, 1, seq), six_n_d(count_params(llama), seq)
-    scores = 3 * forward_flop(llama, 1, seq)["attention scores"] / exact
-    print(f"seq {seq:>7,}: 6ND is off by {rule / exact - 1:+.1%}; scores are {scores:.0%} of it")
+    errors, shares = [], []
+    for causal in (False, True):
+        step = train_step_flop(llama, 1, seq, causal=causal)
+        scores = 3 * forward_flop(llama, 1, seq, causal=causal)["attention scores"]
+        errors.append(f"{six_n_d(count_params(llama), seq) / step - 1:+.1%}")
+        shares.append(f"{scores / step:.0%}")
+    print(f"{seq:>7,}  {errors[0]:>7}  {errors[1]:>7}  {shares[0]:>7}  {shares[1]:>5}")
 
 # %% [markdown]
-# The rule counts the embedding, which multiplies nothing, and forgets the scores. At 2,048 tokens
-# the two errors nearly cancel.
+# ### Exercise 6 (further): the FLOP of a step
 #
-# An H100's data sheet says 1,979 TFLOP/s in bf16, and in small print "with sparsity": half of the
-# weights are zero, in a fixed pattern, and skipped. What is the most that training can reach?
-
-# %% tags=["predict"]
-guess = predict("the most that training can reach", unit="TFLOP/s")
-
-# %%
-h100 = DEVICES["h100"]
-reveal(guess, h100.peak("bf16") / 1e12)
-print(h100.source.replace(": ", ":\n"))
-flop = train_step_flop(MODELS["megatron-175b"], batch=64, seq=2048)
-share = mfu(flop, 13.75, DEVICES["a100-80"].peak("bf16"), world_size=64)
-print(f"175B on 64 A100s, 13.75 s for 64 sequences of 2,048 tokens: MFU {share:.1%}")
-
-# %% [markdown]
-# Training is *dense*: no weight is skipped, so it gets half. *Model FLOP utilisation* (MFU) is the
-# share of the **dense** peak that the model's own FLOP use; what is recomputed does not count. The
-# last line is a published run (Korthikanti et al. 2022, table 5), whose authors report 51.4 %.
+# Count every product of forward and backward, under either convention: q, k, v and `out` (k and v
+# with `spec.kv_hidden` columns); the scores and their product with v, all or, if `causal`, exactly
+# half of them; the MLP (three matrices if `spec.gated`, else two); the logits. Return an int. About
+# 5 lines, 15 minutes.
 #
-# ### Exercise 6: MFU from the data sheet
-#
-# `sheet_flop_per_s` is the first-page number, with sparsity, of one rank's card; `tokens_per_s` is
-# of all ranks together. Use $6ND$; return a share from 0 to 1. About 1 line.
+# <details><summary>Hint: the scores</summary>
+# In one head, q · kᵀ multiplies [seq, head_dim] and [head_dim, seq]. What do all heads together
+# cost for each token?</details>
 
 
 # %% tags=["exercise"] exercise="memory-6"
-def mfu_of(num_params, tokens_per_s, sheet_flop_per_s, world_size):
-    """The share of the dense peak that training uses."""
-    ### BEGIN SOLUTION: FLOP/s of the model over the dense peak of all ranks
-    return 6 * num_params * tokens_per_s / (world_size * sheet_flop_per_s / 2)
+def step_flop(spec, batch, seq, causal):
+    """FLOP of forward and backward; causal: half of the attention scores."""
+    ### BEGIN SOLUTION: multiply-adds of a token; then all tokens, 2 FLOP, 3 products
+    h, tokens = spec.hidden, batch * seq
+    attention = 2 * h * h + 2 * h * spec.kv_hidden
+    mlp = (3 if spec.gated else 2) * h * spec.ffn_hidden
+    scores = 2 * seq * h // (2 if causal else 1)
+    return 6 * tokens * (spec.num_layers * (attention + mlp + scores) + h * spec.vocab)
     ### END SOLUTION
 
 
 # %% tags=["check"] exercise="memory-6"
-check("memory-6", mfu_of)
+check("memory-6", step_flop)
 
 # %% [markdown]
-# **6ND over the dense peak; the first number on a data sheet is twice too high.**
+# An H100's data sheet says 1,979 TFLOP/s in bf16, and in small print "with sparsity": two of every
+# four weights are zero and are skipped. What is the most that training can reach?
+
+# %% tags=["predict"]
+guess = predict("the most that training can reach", unit="TFLOP/s")
+### GUESS guess.commit(1979)
+
+# %%
+h100 = DEVICES["h100"]
+reveal(guess, h100.peak("bf16") / 1e12)
+print(h100.source.replace(": ", ":\n", 1), end="\n\n")
+for device in DEVICES.values():
+    peak, size = device.peak("bf16") / 1e12, format_bytes(device.memory_bytes)
+    links = ", ".join(f"{name} {speed / 1e9:g}" for name, speed in device.links.items())
+    print(f"{device.name:<10}{size:>8}{peak:>8,.1f} TFLOP/s dense{links and '; GB/s: ' + links}")
+step = train_step_flop(MODELS["megatron-175b"], batch=64, seq=2048)
+share = mfu(step, 13.75, DEVICES["a100-80"].peak("bf16"), world_size=64)
+print(f"\n175B on 64 A100s, 13.75 s for 64 sequences of 2,048 tokens: MFU {share:.1%}")
+
+# %% [markdown]
+# Ordinary training is *dense*: no weight is skipped, so it can reach half. *Model FLOP utilization*
+# (MFU, Chowdhery et al. 2022) is the share of the **dense** peak that the model's own FLOP use;
+# recomputation does not count (with it, the share is called HFU). The last line above is a
+# published run, whose authors report 51.4 % (Korthikanti et al. 2022, table 5). Does it matter
+# which scores one counts? And what do others reach?
+
+# %% tags=["picture"]
+from course_lib.memory.pictures import mfu_by_convention, mfu_of_real_runs
+
+show(*mfu_by_convention())
+show(*mfu_of_real_runs())
+
+# %% [markdown]
+# In the first picture the stars are what LLM Foundry reports: it counts all scores. The tokens per
+# second are the same on all three lines; only what counts as work differs.
+#
+# **MFU is the model's FLOP divided by what the dense peak allows in that time. Compare MFUs only
+# where the FLOP are counted alike.**
 #
 # ## 8 What other tools say
 #
-# Accelerate and DeepSpeed have estimators, PyTorch a tracker that follows every tensor. The same
-# small model, two sequences of 256 tokens. A tool that is not installed says so.
+# Accelerate and DeepSpeed have estimators, PyTorch a tracker that follows every tensor. Here is the
+# same small model, with two sequences of 256 tokens. A tool that is not installed says so.
 
-# %%
+# %% tags=["measured"]
 from course_lib.memory.estimators import all_estimates, estimates_text, tracker_gap
 
 found, missing = all_estimates(MODELS["small"], 2, 256)
@@ -519,14 +639,20 @@ for name, size in (gap | {"unexplained": more - sum(gap.values())}).items():
     print(f"    {name:<26}{size:>10,} B")
 
 # %% [markdown]
-# Who counts what: Accelerate prints the **largest** of weights, gradients, optimizer and step, not
-# their sum (16 bytes a parameter in fp32, 8 in bf16); DeepSpeed adds fp32 gradients (20 bytes);
-# neither counts activations. PyTorch's tracker agrees with the formula on states and activations to
-# the byte, and counts temporaries too: the gradients of the logits, which large vocabularies make
-# large.
+# The tools count different things. Accelerate prints the **largest** of weights, gradients,
+# optimizer and step, not their sum (16 bytes per parameter in fp32, 8 in bf16). DeepSpeed adds fp32
+# gradients (20 bytes). Neither counts activations. PyTorch's tracker agrees with the formula on
+# states and activations to the byte, and counts temporaries too: the gradients of the logits, which
+# are large where the vocabulary is.
 #
-# ## What you can do now
+# ## Read on
 #
-# - $N \approx 12Lh^2 + Vh$; 16 bytes a parameter; $sbh(34 + 5as/h)$ a layer.
-# - The peak is where backward begins, from the second step on.
-# - `course memory --model ... --gpu ...` answers the rest in a terminal, also for a `config.json`.
+# - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*: the
+#   34, sections 4 and 5.
+# - Rajbhandari et al. 2020, *ZeRO*, section 3: where 16 bytes per parameter come from.
+# - Kaplan et al. 2020, *Scaling Laws for Neural Language Models*, section 2.1: 6ND.
+# - Chowdhery et al. 2022, *PaLM*, appendix B: MFU, and why recomputation does not count.
+# - Dao et al. 2022, *FlashAttention*: attention without scores in memory.
+# - Tazi et al. 2025, *The Ultra-Scale Playbook*: memory of Llama models, profiled over steps.
+#
+# `course memory --model ... --gpu ...` answers in a terminal, also for a `config.json`.

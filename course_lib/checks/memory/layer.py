@@ -1,0 +1,137 @@
+"""Exercise 4 of 01_memory: derive the 34, the bytes that one layer saves for backward."""
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from course_lib.checks.cases import Case, Cases, whole
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.core import ModelSpec
+
+PARTS = ("norms", "attention", "scores", "mlp", "masks")
+
+# no two of its numbers are equal, and ffn_hidden is not 4 * hidden
+ODD = ModelSpec(hidden=12, num_layers=2, num_heads=3, ffn_hidden=50, vocab=17, max_seq=64)
+
+KEYS = Cause(f"Return a dict with these keys: {', '.join(PARTS)}.")
+
+
+def _cases() -> list[Case]:
+    shared = replace(ODD, num_heads=6, num_kv_heads=2)
+    gpt2 = ModelSpec(
+        hidden=768, num_layers=12, num_heads=12, ffn_hidden=3072, vocab=50257, max_seq=1024
+    )
+    return _described(
+        (replace(ODD, num_heads=1), 1, 1, 2),
+        (replace(ODD, num_heads=1), 1, 5, 2),
+        (ODD, 1, 7, 2),
+        (ODD, 2, 7, 2),
+        (ODD, 2, 7, 4),
+        (ODD, 3, 8, 1),
+        (shared, 2, 10, 2),
+        (shared, 5, 11, 4),
+        (gpt2, 8, 1024, 2),
+    )
+
+
+def _described(*several: tuple[ModelSpec, int, int, int]) -> list[Case]:
+    return [
+        (
+            f"batch {batch}, seq {seq}, hidden {spec.hidden}, ffn_hidden {spec.ffn_hidden}, "
+            f"{spec.num_heads} heads, {spec.kv_heads} of keys, {number_bytes} bytes a number",
+            (spec, batch, seq, number_bytes),
+        )
+        for spec, batch, seq, number_bytes in several
+    ]
+
+
+def _drawn(random: Random) -> list[Case]:
+    def one() -> tuple[ModelSpec, int, int, int]:
+        heads, head_dim = random.randint(2, 9), random.randint(3, 20)
+        spec = replace(
+            ODD, hidden=heads * head_dim, num_heads=heads, ffn_hidden=random.randint(30, 300)
+        )
+        return spec, random.randint(2, 6), random.randint(5, 60), random.choice((2, 4, 8))
+
+    return _described(*(one() for _ in range(3)))
+
+
+def _parts(result: Any, *_arguments: Any) -> dict[str, Any]:
+    if not isinstance(result, dict) or set(result) != set(PARTS):
+        got = ", ".join(map(str, result)) if isinstance(result, dict) else type(result).__name__
+        raise failed(f"got {got}", KEYS)
+    return {part: whole(result[part]) for part in PARTS}
+
+
+MASK = Cause("A dropout mask takes one byte a number, whatever the numbers are in.")
+EACH_STORAGE = Cause("q, k and v are three products of one input: autograd keeps its storage once.")
+AFTER_DROPOUT = Cause(
+    "The weights after dropout are an input of the product with the values: there are softmax's "
+    "output, the mask, and those."
+)
+TWO_MASKS = Cause("There are two masks: after attention, and after the MLP.")
+SCORES = "batch * spec.num_heads * seq * seq * (2 * number_bytes + 1)"
+
+LAYER = Exercise(
+    key="memory-4",
+    title="derive the 34",
+    library=("course_lib.memory.layer_bytes:Pass",),
+    check=Cases(
+        cases=_cases,
+        drawn=_drawn,
+        show=_parts,
+        rtol=0.0,
+        unit=" bytes",
+        look="Go through the operations of that part, and write down the shape of what each saves.",
+        success="In bf16, with an MLP of 4h: 4 + 10 + 18 + 2 = 34 sbh, and 5 as²b of scores.",
+    ),
+    wrong=(
+        Edit("tokens = batch * seq", "tokens = seq",
+             Cause("Every sequence of the batch has its own numbers.")),
+        Edit(SCORES, SCORES.replace("seq * seq", "seq"),
+             Cause("A score belongs to a pair of tokens: seq * seq of them.")),
+        Edit(SCORES, SCORES.replace("batch * ", ""),
+             Cause("Each sequence has scores of its own: batch is missing in them.")),
+        Edit(SCORES, SCORES.replace("spec.num_heads * ", ""),
+             Cause("Each head has scores of its own.")),
+        Edit(SCORES, SCORES.replace("spec.num_heads", "spec.kv_heads"),
+             Cause("Each head of queries has scores of its own, also where heads share a key.")),
+        Edit("2 * number_bytes + 1)", "2 * number_bytes)",
+             Cause("Dropout on the attention weights saves its mask: one byte for each score.")),
+        Edit("2 * number_bytes + 1)", "number_bytes + 1)", AFTER_DROPOUT),
+        Edit("2 * number_bytes + 1)", "number_bytes)", AFTER_DROPOUT),
+        Edit("2 * number_bytes + 1)", "3 * number_bytes + 1)",
+             Cause("Softmax saves its output; its input, the scores before it, is let go.")),
+        Edit("2 * number_bytes + 1)", "3 * number_bytes)", MASK),
+        Edit("2 * tokens * spec.hidden,", "2 * tokens * spec.hidden * number_bytes,", MASK),
+        Edit('"masks": 2 *', '"masks":', TWO_MASKS),
+        Edit('"masks": 2 *', '"masks": 3 *', TWO_MASKS),
+        Edit("3 * hidden + 2 * keys", "5 * hidden + 2 * keys", EACH_STORAGE),
+        Edit("3 * hidden + 2 * keys", "2 * hidden + 2 * keys",
+             Cause("Three tensors of hidden are saved: the input of q, k, v; q; out's input.")),
+        Edit("3 * hidden + 2 * keys", "3 * hidden + keys",
+             Cause("Keys and values are both inputs of a product: each is saved.")),
+        Edit("3 * hidden + 2 * keys", "5 * hidden",
+             Cause("Keys and values have kv_hidden numbers a token: less where heads share them.")),
+        Edit("hidden + 2 * wide", "2 * wide",
+             Cause("The MLP's first product saves its input, too: the output of the norm.")),
+        Edit("hidden + 2 * wide", "hidden + wide",
+             Cause("GELU saves its input, and the product after it saves GELU's output.")),
+        Edit("hidden + 2 * wide", "hidden + 8 * hidden",
+             Cause("ffn_hidden is a size of its own: 4 * hidden is only usual.")),
+        Edit('"norms": 2 * hidden', '"norms": hidden', Cause("A layer has two norms.")),
+        Edit('"norms": 2 * hidden', '"norms": 4 * hidden',
+             Cause("A norm saves its input; its output is counted where it is an input.")),
+        Edit("* spec.hidden * number_bytes", "* spec.hidden * 2",
+             Cause("Numbers need not be bf16: each takes number_bytes."),
+             also=(("* spec.kv_hidden * number_bytes", "* spec.kv_hidden * 2"),
+                   ("* spec.ffn_hidden * number_bytes", "* spec.ffn_hidden * 2"),
+                   ("2 * number_bytes + 1)", "2 * 2 + 1)"))),
+        Edit("* spec.hidden * number_bytes", "* spec.hidden",
+             Cause("Those are numbers, not bytes: each takes number_bytes."),
+             also=(("* spec.kv_hidden * number_bytes", "* spec.kv_hidden"),
+                   ("* spec.ffn_hidden * number_bytes", "* spec.ffn_hidden"),
+                   ("2 * number_bytes + 1)", "2 + 1)"))),
+    ),
+)  # fmt: skip

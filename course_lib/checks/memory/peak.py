@@ -1,0 +1,110 @@
+"""Exercise 5 of 01_memory: the peak of a step, from the bytes of its layers."""
+
+from random import Random
+
+from course_lib.checks.cases import Case, Cases, whole
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+
+
+def _cases() -> list[Case]:
+    # activations in powers of 10, gradients in odd ones: a sum tells which layers are in it
+    return _described(
+        (1000, [70], [3], 1),
+        (1000, [3], [70], 1),
+        (1000, [100, 20, 3], [7, 5, 1], 1),
+        (1000, [1, 20, 300], [5, 400, 2], 1),  # inside backward: layer 2 frees 300, keeps 2
+        (1000, [20, 1, 30], [900, 5, 2], 1),  # at the end of backward
+        (1000, [20, 50, 4], [3, 11, 90], 1),  # inside backward, after the last layer
+        (0, [100, 20, 3], [7, 5, 1], 2),
+        (1000, [1, 20, 300], [5, 400, 2], 2),
+        (1000, [100, 20, 3], [7, 5, 1], 5),
+        (20, [3, 3, 3], [50, 60, 70], 3),
+        (16 * 10**9, [400_000_001] * 32, [436_000_003] * 32, 8),
+    )
+
+
+def _described(*several: tuple[int, list[int], list[int], int]) -> list[Case]:
+    return [
+        (
+            f"states {states:,}, {_short('activations', acts)}, {_short('gradients', grads)}, "
+            f"{count} micro-batch{'es' if count > 1 else ''}",
+            (states, acts, grads, count),
+        )
+        for states, acts, grads, count in several
+    ]
+
+
+def _short(what: str, sizes: list[int]) -> str:
+    many = len(sizes) > 4
+    return f"{what} {len(sizes)} times {sizes[0]:,}" if many else f"{what} {sizes}"
+
+
+def _drawn(random: Random) -> list[Case]:
+    def one(count: int) -> tuple[int, list[int], list[int], int]:
+        layers = random.randint(3, 7)
+        acts, grads = ([random.randint(1, 999) for _ in range(layers)] for _ in range(2))
+        return random.randint(1, 9999), acts, grads, count
+
+    return _described(*(one(count) for count in (1, 1, 3)))
+
+
+BEGIN = Cause(
+    "That is the start of backward. Where a layer's gradients are larger than its activations, "
+    "memory goes on growing in backward: look after each layer."
+)
+ONE_MICRO_BATCH = Cause(
+    "With one micro-batch, all activations and all gradients are never there together: a layer's "
+    "gradients come when its activations are freed."
+)
+STAY = Cause(
+    "Gradients stay until the optimizer's step: from the second micro-batch on, forward and "
+    "backward run beside all gradients of the first."
+)
+
+PEAK = Exercise(
+    key="memory-5",
+    title="where the peak is",
+    check=Cases(
+        cases=_cases,
+        drawn=_drawn,
+        show=whole,
+        rtol=0.0,
+        unit=" bytes",
+        unchanged=Cause("The lists belong to the caller: reversed(acts) leaves them as they are."),
+        look="Write down what is held after each layer, forward and backward, for this case.",
+        success="In backward with one micro-batch; with more, when the second backward begins.",
+    ),
+    wrong=(
+        Edit("            most = max(most, kept + held)\n", "", BEGIN),
+        Edit("            most = max(most, kept + held)\n", "        most = max(most, held)\n",
+             Cause("Memory can be highest in the middle of backward: look after each layer.")),
+        Edit("        most = max(most, kept + held)\n        for",
+             "        for",
+             Cause("The start of backward counts: all activations are there, no gradient yet.")),
+        Edit("new if micro_batch == 0 else 0", "new",
+             Cause("The second micro-batch adds to the same gradients: they take no new memory.")),
+        Edit("reversed(acts), reversed(grads)", "acts, grads",
+             Cause("Backward goes from the last layer to the first.")),
+        Edit("range(num_micro_batches)", "range(1)", STAY),
+        Edit("kept = sum(acts)", "kept = sum(acts) * num_micro_batches",
+             Cause("Each backward frees the activations before the next forward: one micro-batch's "
+                   "are there at a time.")),
+        Edit("return states + most", "return most", Cause("The states are there all the time.")),
+        Edit("return states + most", "return states + sum(acts) + sum(grads)", ONE_MICRO_BATCH),
+        Edit("return states + most", "return states + max(sum(acts), sum(grads))",
+             Cause("Neither end of backward need be the peak, and with more micro-batches both are "
+                   "added: look after each layer.")),
+        Edit("            kept -= act\n", "", ONE_MICRO_BATCH),
+        Edit("            held += new if micro_batch == 0 else 0\n", "",
+             Cause("The gradients are missing: they come in backward, and stay until the step.")),
+        Edit("        kept = sum(acts)", "        kept, held = sum(acts), 0", STAY),
+        Edit("kept = sum(acts)", "kept = max(acts)",
+             Cause("At the end of forward the activations of all layers are there.")),
+        Edit("return states + most", "return (states + most) / 1",
+             Cause("An int is needed, and that is a float, which keeps 16 digits: count with int, "
+                   "and with // in place of /.")),
+        Edit("reversed(acts)", "(acts.reverse() or acts)",
+             Cause("The lists belong to the caller: reversed(acts) leaves them as they are.")),
+    ),
+)  # fmt: skip
