@@ -4,8 +4,8 @@ import torch
 from matplotlib.figure import Figure
 
 from course_lib.accumulation import accumulate_gradients, accumulated_step, as_sum, by_items
-from course_lib.accumulation.pictures import graph
-from course_lib.accumulation.worked_graph import moments
+from course_lib.accumulation.pictures import graph, without_division
+from course_lib.accumulation.worked_graph import graph_states
 from course_lib.core import Ledger, ModelSpec
 from course_lib.display import Voices, compare, memory
 from course_lib.memory import activations
@@ -20,12 +20,12 @@ PARTS = [1, 2, 4, 8, 16]
 
 def pictures() -> dict[str, Figure]:
     torch.set_num_threads(1)  # quiet measurements
-    added = moments(items_per_step=2)[4]
+    added = graph_states(items_per_step=2)[4]
     return {
         "graph": graph(added, "Item 2 adds its gradients to those of item 1"),
         "adam": adam(),
         "peak": peak(),
-        "saw": memory(held(4), "Four micro-batches: four hills in place of one mountain"),
+        "saw": memory(held(4), "Four micro-batches: four small peaks instead of one big one"),
     }
 
 
@@ -49,14 +49,12 @@ def peak() -> Figure:
 
 
 def adam(steps: int = 40) -> Figure:
-    curves = {}
-    for name, make, lr in (("SGD", torch.optim.SGD, 1.0), ("AdamW", torch.optim.AdamW, 1e-2)):
-        curves[name] = losses(make, lr, by_items, steps)
-        curves[f"{name}, not divided"] = losses(make, lr, as_sum, steps)
-    voices = {name: Voices(measurement=curve) for name, curve in curves.items()}
-    labels = {"x_label": "step", "y_label": "loss", "note": "8: not a number"}
-    title = "Without the division SGD breaks, and AdamW's loss stays the same"
-    return compare(range(steps), voices, title, **labels)
+    curves = [
+        losses(make, lr, share, steps)
+        for make, lr in ((torch.optim.SGD, 1.0), (torch.optim.AdamW, 1e-2))
+        for share in (by_items, as_sum)
+    ]
+    return without_division(*curves, "Without the division SGD diverges; AdamW's loss hides it")
 
 
 def losses(make, lr, share, steps: int) -> list[float]:
@@ -66,6 +64,5 @@ def losses(make, lr, share, steps: int) -> list[float]:
     for n in range(steps):
         batch = next_tokens(token_batch(n, batch=16, seq=16, vocab=32))
         loss = accumulated_step(model, token_loss, optimizer, batch, 8, share=share).item()
-        loss /= 8 if share is as_sum else 1
-        curve.append(min(loss, 8.0) if loss == loss else 8.0)
+        curve.append(loss / (8 if share is as_sum else 1))
     return curve

@@ -1,7 +1,7 @@
 """Gradient accumulation: one large batch from small ones (notebook 02_accumulation).
 
 `accumulation.py` is the method; `worked_graph.py` is the lesson's example with two items and three
-parameters, and `pictures.py` draws it.
+parameters; `pictures.py` draws it, the missing division, and times beside published ones.
 """
 
 from course_lib.accumulation.accumulation import (

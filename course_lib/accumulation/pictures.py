@@ -1,19 +1,25 @@
-"""Picture of a computational graph with the values of forward and the gradients of backward.
+"""Pictures of accumulation: the worked graph, the missing division, the time of micro-batches.
 
-A node is a box: its name (white on dark for parameters), its value on the color of forward, its
-gradient on the color of backward. Nodes that have just changed have a heavy outline.
+`graph` draws a computational graph with the values of forward and the gradients of backward. A node
+is a box: its name (white on dark for parameters), its value on the color of forward, its gradient
+on the color of backward. Nodes that have just changed have a heavy outline.
 Notebook 02_accumulation.
 """
 
+import math
+from collections.abc import Mapping, Sequence
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from course_lib.accumulation.worked_graph import GRAPH, Moment
+from course_lib.accumulation.worked_graph import GRAPH, GraphState
 from course_lib.accumulation.worked_graph import PARAMS as PARAM_NAMES
 from course_lib.core.errors import CourseError
-from course_lib.display.colours import BACKWARD, BLACK, FORWARD, PARAMS, QUIET, WHITE, Ink
-from course_lib.display.page import SMALL_PT, Margins, page, swatches
+from course_lib.display.colours import BACKWARD, BLACK, FORWARD, PARAMS, QUIET, SERIES, WHITE, Ink
+from course_lib.display.compare import Voices, compare
+from course_lib.display.page import SMALL_PT, Margins, page, plain, swatches
 
 # (column, row) of each node in the drawing; both may be fractions
 POSITIONS = {
@@ -29,17 +35,22 @@ POSITIONS = {
     "error": (3, 1.5),
     "loss": (4, 1.5),
 }
+# Tokens per second and GPU by micro-batches per step, on H100 nodes: a Llama-like model of 1B
+# parameters, a global batch of 256 sequences of 4,096 tokens, no ZeRO, no pipeline. Source: Tazi et
+# al. 2025, The Ultra-Scale Playbook, benchmark results (github vinjn/nanotron-ultrascale-playbook).
+WHOLE = {16: 40150, 32: 39273}  # 8 GPUs, dp = 8: 2 or 1 sequences at a time
+SPLIT_OVER_4 = {4: 34809, 8: 33862, 16: 32617, 32: 24916, 64: 14260}  # 16 GPUs, dp = 4, tp = 4
 _WIDTH, _HEIGHT, _STRIP = 1.14, 0.63, 0.21  # inches
 _COLUMN, _ROW = 1.56, 0.78
 _LABEL = Ink(name="name", fill=WHITE, line=QUIET)
 
 
-def graph(moment: Moment, title: str) -> Figure:
+def graph(state: GraphState, title: str) -> Figure:
     """Draw the worked graph in one of its states.
 
     Raises: CourseError for a node that the graph does not have
     """
-    unknown = [name for name in {**moment.values, **moment.grads} if name not in POSITIONS]
+    unknown = [name for name in {**state.values, **state.grads} if name not in POSITIONS]
     if unknown:
         raise CourseError(f"graph: need nodes out of {', '.join(POSITIONS)}; got {unknown}.")
     inks = [PARAMS, FORWARD, BACKWARD]
@@ -54,28 +65,96 @@ def graph(moment: Moment, title: str) -> Figure:
         for source in sources:
             _arrow(axes, source, name)
     for name in POSITIONS:
-        _node(axes, name, moment)
+        _node(axes, name, state)
     return figure
 
 
-def graph_words(moment: Moment) -> str:
+def graph_words(state: GraphState) -> str:
     """Describe the state in words: its event, and the numbers of the parameters."""
     parts = []
     for name in PARAM_NAMES:
-        grad = f" with gradient {_number(moment.grads[name])}" if name in moment.grads else ""
-        parts.append(f"{name} {_number(moment.values[name])}{grad}")
-    loss = f"; loss {_number(moment.values['loss'])}" if "loss" in moment.values else ""
-    return f"{moment.words}: {', '.join(parts)}{loss}"
+        grad = f" with gradient {_number(state.grads[name])}" if name in state.grads else ""
+        parts.append(f"{name} {_number(state.values[name])}{grad}")
+    loss = f"; loss {_number(state.values['loss'])}" if "loss" in state.values else ""
+    return f"{state.words}: {', '.join(parts)}{loss}"
 
 
-def _node(axes: Axes, name: str, moment: Moment) -> None:
+def without_division(
+    sgd: Sequence[float],
+    sgd_summed: Sequence[float],
+    adamw: Sequence[float],
+    adamw_summed: Sequence[float],
+    title: str,
+) -> Figure:
+    """Draw what a missing division does to the losses of SGD, and to those of AdamW.
+
+    Above: the losses of SGD with and without the division, a cross where a loss is not a number.
+    Below: AdamW's loss without the division minus its loss with it, as the two curves coincide.
+    """
+    with_it, without_it = SERIES[0], SERIES[1]
+    legend = [
+        Line2D([], [], color=with_it, marker="o", ms=3, label="SGD"),
+        Line2D([], [], color=without_it, marker="s", ms=3, label="SGD, not divided"),
+        Line2D([], [], color=without_it, marker="x", ms=6, ls="", label="not a number"),
+        Line2D([], [], color=SERIES[2], marker="^", ms=3, label="AdamW, not divided minus divided"),
+    ]
+    figure, (above, below) = page(title, [2.2, 1.5], legend=legend, margins=Margins(left=0.95))
+    plain(above, y_label="loss of SGD", grid="both")
+    above.set_yscale("log")
+    for curve, colour, mark in ((sgd, with_it, "o"), (sgd_summed, without_it, "s")):
+        above.plot(range(len(curve)), curve, marker=mark, ms=3, lw=1.2, color=colour)
+        gone = [step for step, loss in enumerate(curve) if not math.isfinite(loss)]
+        top = [0.95] * len(gone)
+        above.plot(gone, top, "x", ms=6, color=colour, transform=above.get_xaxis_transform())
+    plain(below, x_label="step", y_label="difference / 10\u207b\u2076", grid="both")
+    gaps = [(other - one) * 1e6 for one, other in zip(adamw, adamw_summed, strict=True)]
+    below.plot(range(len(gaps)), gaps, marker="^", ms=3, lw=1.2, color=SERIES[2])
+    above.tick_params(labelbottom=False)
+    for axes in (above, below):
+        axes.set_xlim(-1, len(sgd))
+    return figure
+
+
+def part_times(parts: Sequence[int], times: Sequence[Sequence[float]], title: str) -> Figure:
+    """Draw times of a step by the number of micro-batches, here and as published for H100 GPUs.
+
+    times   as multiples of the time of the smallest number of micro-batches, with repetitions
+    """
+    curves = {
+        "this machine, 1 core": Voices(formula=lambda _: 1.0, measurement=times),
+        "H100s, the whole model on each": Voices(published=published_times(WHOLE)),
+        "H100s, matrices split over 4": Voices(published=published_times(SPLIT_OVER_4)),
+    }
+    return compare(
+        parts,
+        curves,
+        title,
+        x_label="micro-batches m",
+        y_label="time / time at the smallest m",
+        log_x=True,
+        names={"formula": "FLOPs alone"},
+        source="Ultra-Scale Playbook (Tazi et al. 2025), 1B model, 256 sequences of 4,096 tokens "
+        "per step",
+    )
+
+
+def published_times(tokens_per_s: Mapping[int, int]) -> tuple[list[int], list[float]]:
+    """Return numbers of micro-batches, and their times as multiples of the first one.
+
+    tokens_per_s   per GPU, by the number of micro-batches; the tokens of a step are always the same
+    """
+    first = next(iter(tokens_per_s.values()))
+    return list(tokens_per_s), [first / speed for speed in tokens_per_s.values()]
+
+
+def _node(axes: Axes, name: str, state: GraphState) -> None:
     x, y = _corner(name)
     _strip(axes, (x, y), name, PARAMS if name in PARAM_NAMES else _LABEL)
-    if name in moment.values:
-        _strip(axes, (x, y + _STRIP), f"value {_number(moment.values[name])}", FORWARD)
-    if name in moment.grads:
-        _strip(axes, (x, y + 2 * _STRIP), f"grad {_number(moment.grads[name])}", BACKWARD)
-    heavy = name in moment.fresh
+    if name in state.values:
+        _strip(axes, (x, y + _STRIP), f"value {_number(state.values[name])}", FORWARD)
+    if name in state.grads:
+        _strip(axes, (x, y + 2 * _STRIP), f"grad {_number(state.grads[name])}", BACKWARD)
+    heavy = name in state.fresh
     edge, wide = (BLACK, 2.2) if heavy else (QUIET, 0.8)
     box = Rectangle((x, y), _WIDTH, _HEIGHT, facecolor="none", edgecolor=edge, linewidth=wide)
     axes.add_patch(box)

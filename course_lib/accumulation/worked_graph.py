@@ -40,7 +40,7 @@ ITEMS = (Item(x1=6, x2=2, target=15), Item(x1=5, x2=2, target=12))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class GraphState:
     """State of the graph after one event of training.
 
     words    the event
@@ -55,13 +55,13 @@ class Moment:
     fresh: tuple[str, ...] = ()
 
 
-def moments(
+def graph_states(
     items: Sequence[Item] = ITEMS,
     *,
     items_per_step: int = 1,
     start: tuple[float, float, float] = (0.773, 0.321, 0.067),
     lr: float = 1e-3,
-) -> list[Moment]:
+) -> list[GraphState]:
     """Train on the items one after another; return the state of the graph after each event.
 
     items_per_step   number of items whose gradients accumulate before each optimizer step
@@ -69,22 +69,23 @@ def moments(
     params = {name: torch.tensor(value, dtype=torch.float64, requires_grad=True)
               for name, value in zip(PARAMS, start, strict=True)}  # fmt: skip
     optimizer = torch.optim.SGD(params.values(), lr=lr)
-    seen = [Moment(words="start", values=_numbers(params), fresh=PARAMS)]
+    seen = [GraphState(words="start", values=_numbers(params), fresh=PARAMS)]
     for number, item in enumerate(items, start=1):
         old = _grads(params)
         nodes = _forward(params, item)
         values = _numbers(nodes)
         fresh = tuple(name for name in GRAPH if name not in PARAMS)
-        seen.append(Moment(words=f"item {number}: forward", values=values, grads=old, fresh=fresh))
+        words = f"item {number}: forward"
+        seen.append(GraphState(words=words, values=values, grads=old, fresh=fresh))
         nodes["loss"].backward()
         grads, added = _grads(nodes), " adds its gradients" if old else ""
         words = f"item {number}: backward{added}"
-        seen.append(Moment(words=words, values=values, grads=grads, fresh=tuple(grads)))
+        seen.append(GraphState(words=words, values=values, grads=grads, fresh=tuple(grads)))
         if number % items_per_step == 0:
             optimizer.step()
             optimizer.zero_grad()
             words = f"the optimizer steps after item {number}"
-            seen.append(Moment(words=words, values=_numbers(params), fresh=PARAMS))
+            seen.append(GraphState(words=words, values=_numbers(params), fresh=PARAMS))
     return seen
 
 

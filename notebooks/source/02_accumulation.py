@@ -1,16 +1,30 @@
 # %% [markdown]
 # # 02 Accumulation: one big batch from small ones
 #
-# The batch you want does not fit. Cut it into micro-batches, run them one after the other, let the
-# gradients add up, and step once. Five lines of code, and at least six ways to get them wrong that
-# no error message will ever mention. You **predict** each number, **run** it, and **compare**.
+# **Question.** The batch you want does not fit into memory. Can you train on it all the same, and
+# does the optimizer get exactly the gradient that it would have got from the whole batch?
+#
+# The method is *gradient accumulation*: split the batch into micro-batches, run forward and
+# backward on one after the other, let their gradients add up, and step once. It takes five lines
+# of code, and there are at least six ways to get them wrong without an error message. You
+# **predict** each number, **run** the code, and **compare**.
+#
+# *After this lesson you can*
+#
+# - compute how many micro-batches a global batch needs on any number of ranks;
+# - write an accumulated step that equals a step on the full batch, also with padding;
+# - say where to clip, and which layers and losses accumulation changes;
+# - predict what accumulation does to memory and to the time of a step.
+#
+# **Prerequisites:** lesson 01. **Time:** about 45 minutes of reading and running, and 45 minutes
+# for five exercises.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
-# | $B$ | `batch` | items (sequences) in one optimizer step |
-# | $m$ | `num_micro_batches` | parts the batch is cut into |
+# | $B$ | `batch` | items (sequences) in one optimizer step on one rank |
+# | $m$ | `num_micro_batches` | micro-batches per step: the parts into which the batch is split |
 # | $n_i$ | `len(part)` | items in part $i$; $\sum_i n_i = B$ |
-# | $p$ | `dp` | ranks that share the batch |
+# | $p$ | `dp` | data-parallel ranks: they share a global batch |
 # | $\ell_i$ | `loss` | mean loss of part $i$ |
 # | $g$ | `param.grad` | gradient of the mean loss over all $B$ items |
 
@@ -21,10 +35,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib.accumulation import split_micro_batches
+from course_lib.accumulation import pictures, split_micro_batches
 from course_lib.checks import check
 from course_lib.core.specs import ModelSpec
-from course_lib.display import YES_NO, Voices, compare, explore, memory, predict, reveal, show
+from course_lib.display import YES_NO, Voices, claim, compare, explore
+from course_lib.display import memory, predict, reveal, show
 from course_lib.models import GPT, IGNORED, next_tokens, padded_batch, token_batch, token_loss
 
 torch.set_num_threads(1)  # quiet measurements
@@ -32,26 +47,28 @@ torch.set_num_threads(1)  # quiet measurements
 # %% [markdown]
 # ## 1 The arithmetic of a batch
 #
-# Language models are trained on batches of 4 to 60 million tokens. Take 4 Mi tokens
-# ($4\cdot2^{20}$) in sequences of 4 Ki ($4\cdot2^{10}$); 2 sequences fit on a rank, and 128 ranks
-# share the work. How many micro-batches does each rank run before the optimizer steps?
+# Batches of 4 to 60 million tokens are typical for large language models (Ultra-Scale Playbook,
+# 2025). Take 4 Mi tokens ($4\cdot2^{20}$) in sequences of 4 Ki ($4\cdot2^{10}$); 2 sequences fit on
+# a rank, and 128 ranks share the work. How many micro-batches does each rank run before the
+# optimizer steps?
 
 # %% tags=["predict"]
 guess = predict("micro-batches on each of 128 ranks")
+### GUESS guess.commit(8)
 
 # %%
 sequences = 4 * 2**20 // (4 * 2**10)
 at_once = 2 * 128
 reveal(guess, sequences // at_once)
-print(f"{sequences} sequences a step, {at_once} at once")
+print(f"{sequences} sequences per step, {at_once} at once")
 
 # %% [markdown]
 # The law behind it: `global_batch = micro_batch * num_micro_batches * dp`.
 #
 # ### Exercise 1: the quiz
 #
-# The same for any numbers, an int; and what about 512 ranks? What does not come out even has to be
-# a `ValueError`: rounding would change the batch without a word. About 3 lines.
+# Write the same for any numbers; return an int. (What about 512 ranks?) If the sizes do not divide
+# evenly, raise a `ValueError`: rounding would silently change the batch. About 3 lines, 5 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-1"
@@ -68,11 +85,13 @@ def num_micro_batches_of(num_tokens, seq, micro_batch, dp):
 check("accumulation-1", num_micro_batches_of)
 
 # %% [markdown]
-# **`global_batch = micro_batch * num_micro_batches * dp`: more ranks, fewer micro-batches.**
+# **`global_batch = micro_batch * num_micro_batches * dp`: for a fixed global batch, more ranks mean
+# fewer micro-batches on each.**
 #
 # ## 2 What backward does with the old gradient
 #
-# One neuron, three weights, two items: $y = x_1 w_1 + x_2 w_2 + b$, loss $= (y - \text{target})^2$.
+# One neuron, three parameters, two items: $y = x_1 w_1 + x_2 w_2 + b$,
+# loss $= (y - \text{target})^2$.
 
 # %%
 w1, w2, b = (torch.tensor(value, requires_grad=True) for value in (0.773, 0.321, 0.067))
@@ -87,36 +106,37 @@ item_loss(6, 2, target=15).backward()
 print(f"after item 1: gradient of w1 {w1.grad:.3f}")
 
 # %% [markdown]
-# Item 2 is $x = (5, 2)$ with target 12; on its own its gradient for $w_1$ is about $-74$. You call
-# `backward` on it and do nothing else. What is in `w1.grad`?
+# Item 2 is $x = (5, 2)$ with target 12; on its own, its gradient for $w_1$ is about $-74$. You call
+# `backward` on its loss and do nothing else. What is in `w1.grad`?
 
 # %% tags=["predict"]
 guess = predict("w1.grad after the second backward")
+### GUESS guess.commit(-74)
 
 # %%
 item_loss(5, 2, target=12).backward()
 reveal(guess, w1.grad.item())
 
 # %% [markdown]
-# `backward` **adds** to what is there. That is why loops begin with `zero_grad`, and it is all that
-# accumulation needs. Move through both ways of training on these two items, and watch $w_1$.
+# `backward` **adds** to the gradient that is already there. That is why training loops call
+# `zero_grad`, and it is all that accumulation needs. Step through both ways of training on these
+# two items, and watch $w_1$.
 
 # %% tags=["picture"]
-from course_lib.accumulation.pictures import graph, graph_words
-from course_lib.accumulation.worked_graph import moments
+from course_lib.accumulation.worked_graph import graph_states
 
-ways = {"add up, then step": moments(items_per_step=2), "step at once": moments()}
-
-
-def at(way, moment):
-    return ways[way][min(moment, len(ways[way]) - 1)]
+ways = {"add up, then step": graph_states(items_per_step=2), "step after each": graph_states()}
 
 
-def draw(way, moment):
-    return graph(at(way, moment), f"{way}: {at(way, moment).words}")
+def at(way, event):
+    return ways[way][min(event, len(ways[way]) - 1)]
 
 
-explore(draw, lambda **where: graph_words(at(**where)), way=list(ways), moment=(0, 6, 4))
+def draw(way, event):
+    return pictures.graph(at(way, event), f"{way}: {at(way, event).words}")
+
+
+explore(draw, lambda **where: pictures.graph_words(at(**where)), way=list(ways), event=(0, 6, 4))
 
 # %% tags=["check"]
 for way, seen in ways.items():
@@ -124,17 +144,19 @@ for way, seen in ways.items():
     print(f"{way:18} ends with ", *(f"{seen[-1].values[name]:.4f}" for name in ("w1", "w2", "b")))
 
 # %% [markdown]
-# Stepping at once, item 2 meets *other weights*: two small steps are not one big one.
+# If the optimizer steps after each item, item 2 is evaluated at *other weights*, and its gradient
+# differs: two small steps are not one big step.
 #
-# **Autograd sums. Whoever wants a mean has to divide.**
+# **Autograd sums gradients. If you want their mean, divide.**
 #
 # ## 3 The sum is not the mean
 #
-# Now a batch of 8 in 4 micro-batches, with a loss that is a mean, as usual. We call `backward` on
-# each micro-batch's loss as it is. How many times too large is the gradient?
+# Now a batch of 8 items in 4 micro-batches, with a loss that is a mean over its items, as usual. We
+# call `backward` on each micro-batch's loss as it is. How many times too large is the gradient?
 
 # %% tags=["predict"]
 guess = predict("accumulated gradient, as a multiple of the full batch's")
+### GUESS guess.commit(8)
 
 
 # %%
@@ -152,17 +174,20 @@ ratios = summed.weight.grad / full.weight.grad
 reveal(guess, ratios.mean().item())
 
 # %% tags=["check"]
-print(f"every number is {ratios.min():.6f} to {ratios.max():.6f} times that of the full batch")
+low, high = ratios.min(), ratios.max()
+print(f"its elements are {low:.6f} to {high:.6f} times those of the full batch's gradient")
 
 # %% [markdown]
-# The gradient of $\frac1m\sum_i \ell_i$ is what we want, so each loss is divided by $m$.
+# The loss of the full batch is $\frac1m\sum_i \ell_i$ when all parts have the same size, so each
+# loss has to be divided by $m$ before its `backward`.
 #
-# **Break it.** Leave the division out and train, once with SGD and once with AdamW. In the code,
+# **Break it.** Leave out the division and train, once with SGD and once with AdamW. In the code,
 # `share` is the factor on each part's loss: `by_items` is its share of the items, here 1/8, and
-# `as_sum` is 1. Will both losses show that something is wrong?
+# `as_sum` is 1. The division is missing in both; do both losses show it?
 
 # %% tags=["predict"]
 guess = predict("does AdamW's loss show that the division is missing?", choices=YES_NO)
+### GUESS guess.commit("yes")
 
 
 # %% tags=["failure"]
@@ -182,34 +207,29 @@ def losses(optimizer_of, lr, share, steps=40):
     return curve
 
 
-# %% tags=["picture"]
-def finite(curve):
-    return [min(loss, 8.0) if loss == loss else 8.0 for loss in curve]
-
-
-curves = {
-    "SGD": losses(torch.optim.SGD, 1.0, by_items),
-    "SGD, not divided": finite(losses(torch.optim.SGD, 1.0, as_sum)),
-    "AdamW": losses(torch.optim.AdamW, 1e-2, by_items),
-    "AdamW, not divided": losses(torch.optim.AdamW, 1e-2, as_sum),
-}
-gap = max(abs(a - b) for a, b in zip(curves["AdamW"], curves["AdamW, not divided"], strict=True))
-title = f"SGD breaks without the division; AdamW's loss never differs by more than {gap:.2g}"
-voices = {name: Voices(measurement=curve) for name, curve in curves.items()}
-figure = compare(range(40), voices, title, x_label="step", y_label="loss", note="8: not a number")
-show(figure, alt=f"{title}: the two AdamW curves lie on one another")
+# %% tags=["picture", "measured"]
+sgd, adamw = (torch.optim.SGD, 1.0), (torch.optim.AdamW, 1e-2)
+curves = [losses(*how, share) for how in (sgd, adamw) for share in (by_items, as_sum)]
+gap = max(abs(a - b) for a, b in zip(curves[2], curves[3], strict=True))
+claim("AdamW's loss hides the missing division", gap < 1e-3)
+claim("SGD's loss shows it", not all(loss < 8 for loss in curves[1]))
+title = f"Without the division, SGD diverges; AdamW's loss changes by at most {gap:.0e}"
+show(pictures.without_division(*curves, title), alt=title)
 reveal(guess, "no")
 
 # %% [markdown]
-# Adam divides by the size of the gradient, so a constant factor disappears, and with it the
-# symptom. Until you clip gradients, log their norm, or change $m$. A falling loss proves nothing.
+# Adam divides the mean gradient by its root mean square, so a constant factor cancels (up to
+# $\epsilon$; Kingma & Ba 2015, section 2.1), and with it the symptom. It comes back as soon as you
+# clip gradients, compare their norms, or change $m$ in the middle of a run. **A falling loss does
+# not prove that the gradient is right.**
 #
 # ### Exercise 2: the whole step
 #
-# Gradients as from the full batch (a nan, too), one step, and never more than one micro-batch in
-# memory: the model sees each of them once, in the mode in which you get it. Return the mean loss of
-# the whole batch, detached, with the losses' digits. $m$ divides the batch here;
-# `split_micro_batches` cuts it, as above. About 7 lines, 10 minutes.
+# Write one step: gradients as from the full batch, one optimizer step, and never more than one
+# micro-batch in memory. Call the model once on each micro-batch, in the mode (training or eval) in
+# which you get it. If a part's loss is nan, the gradient has to be nan, too. Return the mean loss
+# of the whole batch, detached, in the precision of the losses. $m$ divides the batch here;
+# `split_micro_batches` splits it, as above. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: memory grows with the number of micro-batches</summary>
 # Every loss that you keep keeps its graph. Call backward in the loop, and keep
@@ -238,25 +258,26 @@ check("accumulation-2", my_accumulated_step)
 # %% [markdown]
 # **Zero once, divide each loss, backward in the loop, step once.**
 #
-# ## 4 Parts that are not alike
+# ## 4 Parts of different sizes
 #
-# Seven items in parts of 3, 2 and 2. If every part's mean gets weight 1/3, how much does an item
-# of the first part count, compared with one of the last?
+# Seven items in parts of 3, 2 and 2. If every part's mean gets the weight 1/3, how much does an
+# item of the first part count, relative to one of the last part?
 
 # %% tags=["predict"]
 guess = predict("weight of an item in the first part, relative to the last part (like 3/4)")
+### GUESS guess.commit("1/2")
 
 # %%
 reveal(guess, (1 / 3 / 3) / (1 / 3 / 2))
 
 # %% [markdown]
-# A *mean of means*. The right weight of part $i$ is its share of the items:
-# $\frac{1}{B}\sum_i n_i \ell_i$.
+# This is a *mean of means*. For the mean over all items, part $i$ needs its share of the items as
+# its weight: $\sum_i \frac{n_i}{B}\, \ell_i$.
 #
 # ### Exercise 3: uneven parts
 #
-# Add the gradient of the mean over *all* items to `param.grad`, one part in memory at a time.
-# `loss_fn` is a mean over the items of its part. About 3 lines.
+# Add the gradient of the mean over *all* items to `param.grad`, with one part in memory at a time.
+# `loss_fn` is a mean over the items of its part. About 3 lines, 5 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-3"
@@ -273,9 +294,9 @@ def add_gradients(model, loss_fn, parts):
 check("accumulation-3", add_gradients)
 
 # %% [markdown]
-# With language it happens to everyone: sequences end early, padding has no loss (its target is
-# -100), and `cross_entropy` takes the mean over the tokens that are left. *Equal* numbers of
-# sequences are then *unequal* numbers of tokens. How far off is the mean of means here?
+# With text this is the usual case: sequences end early, padding has no loss (its target is -100),
+# and `cross_entropy` takes the mean over the tokens that are left. *Equal* numbers of sequences are
+# then *unequal* numbers of tokens. How far off is the mean of means here?
 
 # %%
 batch = padded_batch(0, batch=8, seq=16, vocab=32)
@@ -284,6 +305,7 @@ print("tokens that count, by sequence:", tokens)
 
 # %% tags=["predict"]
 guess = predict("wrong gradient: its distance from the right one", unit="% of its length")
+### GUESS guess.commit(5)
 
 # %%
 from course_lib.accumulation import accumulate_gradients, by_tokens
@@ -299,18 +321,20 @@ def token_gradient(share, m=8):
 (_, right), (_, wrong) = token_gradient(by_tokens), token_gradient(by_items)
 _, one = token_gradient(by_tokens, 1)
 reveal(guess, 100 * ((wrong - right).norm() / right.norm()).item())
-print(f"weighed by tokens: off by {(right - one).abs().max() / one.abs().max():.0e} of the largest")
+exact = (right - one).abs().max() < 1e-12 * one.abs().max()
+print("weighted by tokens: equal to the full batch, up to float64 rounding:", exact.item())
 
 # %% [markdown]
-# The most used library for fine-tuning had this mistake until October 2024 (Hugging Face's post
-# "Fixing Gradient Accumulation" tells the story). Losses fell all the same.
+# Hugging Face Transformers' `Trainer` averaged means in this way until October 2024 (Hugging Face,
+# "Fixing Gradient Accumulation"; Unsloth, "Bugs in LLM Training", which says that the mistake was
+# known in 2021). Training losses fell all the same.
 #
 # ### Exercise 4: tokens that count
 #
-# As exercise 3, but the mean runs over the tokens whose target is not `IGNORED`. Return the loss,
-# too, as in exercise 2. A part may hold no such token at all; `token_loss` is then 0/0: skip that
-# part, the model too. A nan that the model itself makes has to show in the loss and the gradient.
-# About 7 lines.
+# As exercise 3, but the mean runs over the tokens whose target is not `IGNORED`. Also return the
+# loss, as in exercise 2. A part may have no such token at all; its `token_loss` is 0/0, so skip the
+# part without calling the model. A nan that the model itself makes has to show in the loss and the
+# gradient. About 7 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-4"
@@ -332,13 +356,16 @@ def add_token_gradients(model, parts):
 check("accumulation-4", add_token_gradients)
 
 # %% [markdown]
-# **The weight of a part is its share of what the loss is a mean over.**
+# **The weight of a part is its share of whatever the loss averages over: items, or tokens.**
+#
+# The same rule holds across data-parallel ranks, where the tokens of *all* ranks have to be counted
+# (lesson 05).
 #
 # ## 5 What it saves, and what it costs
 #
-# Why all this? A GPT with a batch of 16 sequences, in 1, 2, 4, 8 or 16 parts. Lesson 01 knows what
-# activations need; `activation_ledger` weighs what autograd truly holds, at every moment. At the
-# peak, what part of the full batch's bytes do 8 micro-batches need?
+# Take a GPT and a batch of 16 sequences, in 1, 2, 4, 8 or 16 micro-batches. The formula of lesson
+# 01 predicts the bytes of the activations; `activation_ledger` records what autograd truly holds
+# over time. What fraction of the full batch's peak do 8 micro-batches need?
 
 # %%
 from course_lib.memory import TORCH_CPU, activations
@@ -357,7 +384,8 @@ def held(m):
 
 
 # %% tags=["predict"]
-guess = predict("peak of 8 micro-batches, as a part of the full batch's (like 1/2)")
+guess = predict("peak of 8 micro-batches, as a fraction of the full batch's (like 1/2)")
+### GUESS guess.commit("1/8")
 
 
 # %% tags=["picture"]
@@ -376,45 +404,60 @@ show(compare(parts, voices, title, **labels), alt=f"{title}: the formula of less
 # %% tags=["check"]
 print("formula and measurement agree to the byte:", [formula(m) for m in parts] == measured)
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 saw = held(4)
-title = f"Four micro-batches: four hills of {saw.peak_bytes() / 2**20:.0f} MiB in place of one"
+peak = f"{saw.peak_bytes() / 2**20:.0f} MiB"
+title = f"Four micro-batches: four peaks of {peak} instead of one of {measured[0]:.0f} MiB"
 show(memory(saw, title), alt=title)
 
 # %% [markdown]
-# And the other way round: keep the micro-batch, and let the *batch* grow. The peak does not move:
-# memory is constant in the number of micro-batches, and over time it is a saw. The FLOPs are the
-# same for every $m$. Is the time?
+# Now the other way round: keep the micro-batch, and let the *batch* grow. The peak stays where it
+# is, and the curve over time gets more teeth. (The gradients and the model states of lesson 01 come
+# on top; accumulation does not change them.)
+#
+# The FLOPs are the same for every $m$. Is the time?
 
 # %% tags=["predict"]
 guess = predict("time of 16 micro-batches, as a multiple of the full batch's")
+### GUESS guess.commit(1.1)
 
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 def seconds(m):
-    start_s = time.process_time()  # the CPU's seconds, whoever else is there
+    start_s = time.process_time()  # CPU seconds of this process alone
     run(m)
     return time.process_time() - start_s
 
 
-times = [[seconds(m) for _ in range(6)][1:] for m in parts]
-middle = [sorted(each)[2] for each in times]
-reveal(guess, middle[-1] / middle[0])
-title = f"The same FLOPs take {middle[-1] / middle[0]:.2f} times as long in 16 parts"
-voices = Voices(formula=lambda m: middle[0], measurement=times)
-labels = {"x_label": "micro-batches m", "y_label": "CPU time (s)", "note": "formula: FLOPs alone"}
-show(compare(parts, voices, title, **labels), alt=f"{title} as in one")
+rounds = [[seconds(m) for m in parts] for _ in range(6)][1:]
+one_s = sorted(times[0] for times in rounds)[2]
+times = [[each[n] / one_s for each in rounds] for n in range(len(parts))]
+ratio = sorted(times[-1])[2]
+reveal(guess, ratio)
+claim("16 micro-batches take longer than the whole batch at once", ratio > 1.05)
+title = f"The same FLOPs take {ratio:.2f} times as long in 16 parts here"
+picture = pictures.part_times(parts, times, title)
+show(picture, alt=f"{title}; on H100s up to 2.4 times, where each GPU's part of the work is small")
 
 # %% [markdown]
-# Small matrices keep the cores less busy, and each micro-batch pays for starting every operation.
-# On a GPU the effect is larger. So: the *largest* micro-batch that fits, then accumulate.
+# Two costs grow with $m$: every micro-batch starts every operation again, and smaller matrices use
+# the hardware less well. How much that is depends on the work in one micro-batch. The published
+# points are H100 runs of a 1B model, 256 sequences of 4,096 tokens per step (Ultra-Scale Playbook,
+# 2025). With the whole model on each GPU, going from two sequences at a time to one costs 2 %:
+# 4,096 tokens keep the GPU busy. With each matrix split over four GPUs (lesson 07) the same GPU has
+# a quarter of the work per operation, and messages besides: one sequence at a time takes 2.4 times
+# as long as 16.
 #
-# **Memory belongs to the micro-batch, the gradient to the batch.**
+# So: take the largest micro-batch that fits, or the smallest one that keeps the device busy, and
+# accumulate the rest.
+#
+# **Memory follows the micro-batch, the gradient follows the batch.**
 #
 # ## 6 What looks across the batch
 #
-# Is the gradient the same for every model? Batch norm uses the mean and variance of *what it sees*,
-# and it sees a micro-batch. Two layers of dropout draw their masks in another order.
+# Is the accumulated gradient the same for every model? Batch norm uses the mean and variance of
+# *what it sees*, and it sees one micro-batch. Two layers of dropout draw their masks in another
+# order.
 
 
 # %% tags=["check"]
@@ -437,17 +480,21 @@ for name, layer in layers.items():
     print(f"{name:10} differs from the full batch:", distance(layer) > 1e-9)
 
 # %% [markdown]
-# Dropout's gradient has the same mean over many steps, so nobody minds. Batch norm's *law* changes
-# with $m$; transformers use layer norm, where every token is on its own.
+# Dropout draws other masks from the same distribution, so the *expected* gradient is unchanged.
+# Batch norm computes another function for every $m$. Layer norm and RMSNorm, which transformers
+# use, look at one token at a time and change nothing. Some losses look across the batch, too, and
+# need care: contrastive losses, whose negatives are the other items of the batch, and the
+# load-balancing loss of a mixture of experts (Qiu et al. 2025).
 #
-# ## 7 Clip what was accumulated
+# ## 7 Clip the accumulated gradient
 #
-# Clipping shortens a gradient that is longer than `max_norm`. Two micro-batches, their losses
-# divided already, have the gradients $(3, 0)$ and $(-3, 4)$; `max_norm` is 2. Clip each one, then
-# add: how long is the result? And if you add first?
+# Clipping scales a gradient whose norm exceeds `max_norm` down to that norm. Two micro-batches,
+# whose losses are divided already, have the gradients $(3, 0)$ and $(-3, 4)$; `max_norm` is 2. Clip
+# each one, then add: what is the norm of the result? And if you add first?
 
 # %% tags=["predict"]
-guess = predict("length, if each part is clipped by itself")
+guess = predict("norm, if each part is clipped by itself")
+### GUESS guess.commit(2)
 
 
 # %%
@@ -458,15 +505,15 @@ def clip(g, max_norm=2.0):
 first, second = torch.tensor([3.0, 0.0]), torch.tensor([-3.0, 4.0])
 each, once = clip(first) + clip(second), clip(first + second)
 reveal(guess, each.norm().item())
-print("each by itself:", each.tolist(), " once:", once.tolist())
+print("each by itself:", [round(number, 3) for number in each.tolist()], " once:", once.tolist())
 
 # %% [markdown]
-# Another length *and another direction*.
+# Another norm *and another direction*.
 #
 # ### Exercise 5: clip once
 #
 # As exercise 2, with `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` in the one
-# right place, and without the loss. About 6 lines.
+# right place, and without returning the loss. About 6 lines, 5 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-5"
@@ -485,11 +532,14 @@ def clipped_step(model, loss_fn, optimizer, batch, num_micro_batches, max_norm):
 check("accumulation-5", clipped_step)
 
 # %% [markdown]
+# **Clip once per step: after the last backward, before the optimizer.**
+#
 # ## 8 The real thing
 #
-# PyTorch has no call for this: the loop is yours. Accelerate wraps it: `accumulate(model)` divides
-# the loss and makes `step` and `zero_grad` wait for the last micro-batch. It is not part of the
-# course's environment; where it is installed, the next cell compares.
+# PyTorch has no call for this: the loop is yours. Hugging Face Accelerate wraps it:
+# `accelerator.backward` divides the loss by `gradient_accumulation_steps`, and inside
+# `accelerator.accumulate(model)` the optimizer's `step` and `zero_grad` do nothing until the last
+# micro-batch. The course's environment has it on Linux; where it is missing, the next cell says so.
 
 
 # %%
@@ -510,14 +560,25 @@ except ImportError:
     print("Accelerate is not installed here; with it this cell compares the weights.")
 
 # %% [markdown]
-# Note what a library cannot know: that your parts hold different numbers of tokens. The share of a
-# part is yours to say.
+# Accelerate divides by the *number* of micro-batches, whatever is in them. Where your parts have
+# different numbers of tokens, you have to weight them yourself, or use a trainer that counts tokens
+# (in Transformers' `Trainer`: `num_items_in_batch`).
 #
 # ## What to keep
 #
 # - `backward` adds; the mean needs a division, by each part's *share* of items or tokens.
 # - Zero once, backward in the loop, clip once, step once.
-# - The peak is that of one micro-batch, whatever the batch.
+# - The peak of the activations is that of one micro-batch, whatever the batch.
 # - Adam hides a constant factor: compare gradients with the full batch, not losses.
+#
+# ## Read on
+#
+# - Huang et al. 2019, *GPipe*: splits a batch into micro-batches for a pipeline (lesson 08).
+# - Kingma & Ba 2015, *Adam*: why rescaled gradients give the same steps (section 2.1).
+# - Hugging Face 2024, *Fixing Gradient Accumulation*; Unsloth 2024, *Bugs in LLM Training*: the
+#   mistake of section 4 in a widely used library.
+# - McCandlish et al. 2018, *An Empirical Model of Large-Batch Training*: how large a batch pays.
+# - Qiu et al. 2025, *Demons in the Detail*: a loss that needs the global batch.
+# - Tazi et al. 2025, *The Ultra-Scale Playbook*: accumulation in large runs, with measurements.
 #
 # Next: `03_recompute` makes even one micro-batch smaller.

@@ -3,7 +3,7 @@
 import pytest
 
 from course_lib.accumulation.pictures import graph, graph_words
-from course_lib.accumulation.worked_graph import GRAPH, PARAMS, Moment, moments
+from course_lib.accumulation.worked_graph import GRAPH, PARAMS, GraphState, graph_states
 from course_lib.core import CourseError
 
 
@@ -12,7 +12,7 @@ def of_params(numbers):
 
 
 def test_stepping_at_once_gives_the_numbers_of_the_lecture():
-    start, forward, backward, step, forward2, backward2, step2 = moments()
+    start, forward, backward, step, forward2, backward2, step2 = graph_states()
     assert of_params(start.values) == [0.773, 0.321, 0.067]
     chain = [forward.values[name] for name in ("x1 * w1", "x2 * w2", "y_pred", "loss")]
     assert chain == pytest.approx([4.638, 0.642, 5.347, 93.180], abs=5e-4)
@@ -26,7 +26,7 @@ def test_stepping_at_once_gives_the_numbers_of_the_lecture():
 
 
 def test_accumulating_gives_the_numbers_of_the_lecture():
-    _, _, backward, forward2, backward2, step = moments(items_per_step=2)
+    _, _, backward, forward2, backward2, step = graph_states(items_per_step=2)
     assert forward2.values["y_pred"] == pytest.approx(4.574, abs=5e-4)
     assert forward2.values["loss"] == pytest.approx(55.1455, abs=5e-5)
     assert of_params(forward2.grads) == of_params(backward.grads)
@@ -38,18 +38,18 @@ def test_accumulating_gives_the_numbers_of_the_lecture():
 
 @pytest.mark.parametrize("items_per_step", [1, 2])
 def test_the_picture_holds_every_number_and_the_words_tell_them(items_per_step):
-    for moment in moments(items_per_step=items_per_step):
-        figure = graph(moment, "Every number is autograd's")
+    for state in graph_states(items_per_step=items_per_step):
+        figure = graph(state, "Every number is autograd's")
         texts = {text.get_text() for text in figure.axes[0].texts}
         assert set(GRAPH) <= texts
-        assert sum(text.startswith("grad ") for text in texts) <= len(moment.grads)
+        assert sum(text.startswith("grad ") for text in texts) <= len(state.grads)
         shown = {text for text in texts if text.startswith("value ")}
-        assert len(shown) <= len(moment.values)
-        assert f"value {moment.values['w1']:.4f}".rstrip("0") in shown
-        assert graph_words(moment).startswith(moment.words)
-        assert ("with gradient" in graph_words(moment)) == bool(moment.grads)
+        assert len(shown) <= len(state.values)
+        assert f"value {state.values['w1']:.4f}".rstrip("0") in shown
+        assert graph_words(state).startswith(state.words)
+        assert ("with gradient" in graph_words(state)) == bool(state.grads)
 
 
 def test_a_node_that_is_not_there_is_told():
     with pytest.raises(CourseError, match=r"need nodes out of .*; got \['w9'\]"):
-        graph(Moment(words="no", values={"w9": 1.0}), "title")
+        graph(GraphState(words="no", values={"w9": 1.0}), "title")

@@ -18,8 +18,8 @@ EVEN = (
     (2**22, 2**12, 2, 512),
 )
 UNEVEN = ((96, 8, 8, 1), (96, 8, 4, 2), (100, 8, 2, 3), (48, 6, 4, 4), (100, 4, 2, 1))
-NOT_EVEN = "what does not come out even"
-ROUNDED = Cause("Rounding would change the batch without a word: raise a ValueError.")
+NOT_EVEN = "sizes that do not divide evenly"
+ROUNDED = Cause("Rounding would silently change the batch: raise a ValueError.")
 NOT_ALL_EVEN = Cause("A remainder is wrong even if there is a whole micro-batch before it.")
 RETURNED = Cause("The error came back as a result: raise it.")
 
@@ -57,15 +57,15 @@ COUNT_PARTS = Exercise(
         cases=_cases,
         looks={NOT_EVEN: ROUNDED},
         look=Cause(
-            "Go through it by hand: how many sequences, how many on a rank, how many at a time?"
+            "Compute it by hand: how many sequences, how many on a rank, how many at a time?"
         ),
-        success="512 ranks run 1 micro-batch each; what does not come out even is an error.",
+        success="512 ranks run 1 micro-batch each; sizes that do not divide evenly are an error.",
     ),
     wrong=(
         Edit(
             COUNT,
             "return num_tokens // (micro_batch * dp)",
-            Cause("Those are tokens; a micro-batch holds sequences."),
+            Cause("That counts tokens; a micro-batch consists of sequences."),
         ),
         Edit(
             COUNT,
@@ -75,30 +75,34 @@ COUNT_PARTS = Exercise(
         Edit(
             COUNT,
             "return num_tokens // (seq * dp)",
-            Cause("That is in sequences; need it in micro-batches."),
+            Cause("That counts sequences; return the number of micro-batches."),
         ),
         Edit(
             COUNT,
             "return num_tokens // (seq * micro_batch) * dp",
-            Cause("More ranks run fewer: divide by dp."),
+            Cause("More ranks run fewer micro-batches each: divide by dp."),
         ),
         Edit(COUNT, "return num_tokens / (seq * micro_batch * dp)", A_FLOAT),
         Edit(IF, "if False:", ROUNDED),
         Edit(
             IF,
             "if False:",
-            Cause("Rounded up, the batch grows without a word: raise a ValueError."),
+            Cause("Rounding up silently makes the batch larger: raise a ValueError."),
             also=((COUNT, "return -(-num_tokens // (seq * micro_batch * dp))"),),
         ),
         Edit(
             IF,
             "if num_tokens % (seq * micro_batch):",
-            Cause("The ranks, too, have to get equal numbers of micro-batches: divide by dp."),
+            Cause(
+                "All ranks need the same number of micro-batches: the sizes must divide by dp, too."
+            ),
         ),
         Edit(
             IF,
             "if num_tokens // seq % (micro_batch * dp):",
-            Cause("The tokens, too, have to come out even: 100 are no whole sequences of 8."),
+            Cause(
+                "The tokens must divide evenly, too: 100 are not a whole number of sequences of 8."
+            ),
         ),
         Edit(
             IF,

@@ -30,24 +30,24 @@ ALIVE = Cause(
     "retain_graph, and keep nothing that has a graph."
 )
 LEFTOVERS = Cause(
-    "Backward freed the graphs, but something of every micro-batch, its logits or gradients, stays "
-    "in memory to the end: keep numbers only, such as loss.detach()."
+    "Backward freed the graphs, but some tensor of every micro-batch, its logits or gradients, "
+    "stays in memory to the end: keep only numbers, such as loss.detach()."
 )
 GRAPH = "graph of the loss"
 WITH_GRAPH = Cause("The loss that you return has a graph, and keeps it alive: add loss.detach().")
 RANDOM = "random numbers that come next"
 SEEDED = Cause(
     "A seed was set: dropout would draw the same masks for every micro-batch, or in every step. "
-    "Leave the random numbers alone."
+    "Do not touch the random state."
 )
 MODE, TRAINED = "mode of the model, in each call and afterwards", "parameters that need a gradient"
 SWITCHED = Cause(
-    "train() and eval() switch dropout and batch norm on and off, in every part of a model, and "
-    "its owner may keep a part in eval mode. Call neither."
+    "train() and eval() switch dropout and batch norm in every part of a model, and the caller may "
+    "have put a part into eval mode. Call neither."
 )
 FROZEN = Cause("A frozen parameter stays frozen: leave requires_grad as it is.")
 TIED = Cause(
-    "Two layers of a model may share a weight, and it was counted once for each of them: "
+    "Two layers of a model may share a weight, which was counted once for each of them here: "
     "model.parameters() returns every parameter once."
 )
 NO_GRAD_STAYS = Cause(
@@ -57,12 +57,12 @@ NO_GRAD_STAYS = Cause(
 OTHER_LOSS = Cause("That is the gradient of another loss: use loss_fn, whatever it is.")
 LOSS, LOSS_BITS = "loss", "bits of a number of the loss"
 FEWER_BITS = Cause(
-    "The losses have more digits than their sum: a tensor in float32 keeps 7. Begin with 0.0, as "
-    "you were given it, or with a tensor of the losses' dtype."
+    "The sum has fewer digits than the losses: a float32 tensor keeps 7. Start from 0.0, as given, "
+    "or from a tensor of the losses' dtype."
 )
 NAN_LEFT_OUT = Cause(
-    "A nan in one part is a nan in the mean of all: who leaves it out, or replaces it, hides that "
-    "the training has broken. Change no numbers."
+    "If one part is nan, so is the mean of all. Leaving it out or replacing it hides that training "
+    "has diverged: keep it."
 )
 
 

@@ -50,17 +50,17 @@ LR = 0.5
 STEPS, USED, CALLS = "optimizer.step() calls", "gradient used", "items in each call"
 MOVED, NAN = "movement of the parameters", "a nan in the first of 3 micro-batches"
 
-STEP_INSIDE = Cause("optimizer.step() stands inside the loop: step once, when all are in.")
+STEP_INSIDE = Cause("optimizer.step() is inside the loop: step once, after the last backward.")
 NO_STEP = Cause("Did you forget optimizer.step()?")
 ONE_STEP = Cause("One step for the whole batch: after the loop, and outside of every `if`.")
-OLD_GRADIENT = Cause("The old gradient is still in it: zero_grad comes first.")
+OLD_GRADIENT = Cause("The old gradient is still in there: call zero_grad first.")
 BY_HAND = Cause("Before the first step there is no gradient yet: use optimizer.zero_grad().")
-SUMMED = Cause("Gradients are summed, not averaged: divide each loss.")
-TWICE = Cause("Divided twice: each loss by num_micro_batches, once.")
+SUMMED = Cause("The gradients were summed, not averaged: divide each loss.")
+TWICE = Cause("Divided twice: divide each loss by num_micro_batches once.")
 ONLY_LAST = Cause(
     "Only the last micro-batch is left: zero_grad is in the loop, or backward is not."
 )
-CLEARED = Cause("No gradient is left: zero_grad stands between backward and step.")
+CLEARED = Cause("No gradient is left: zero_grad is called between backward and step.")
 BY_ITEMS = Cause("Divided by the items: each loss is a mean already. Divide by num_micro_batches.")
 WHOLE_BATCH = Cause(
     "The model saw more than one micro-batch at once, or an item twice: call it on each "
@@ -71,17 +71,19 @@ LAST_LOSS = Cause("That is the loss of the last micro-batch: add all of them up.
 LAST_PART = Cause("That is the last micro-batch's part of the loss: add all of them up.")
 ONE_NUMBER = Cause("Return one number, the mean loss of the whole batch.")
 NOT_CLIPPED = Cause("Nothing was clipped before the step.")
-CLIPS_RUNNING = Cause("Clipped after each micro-batch: clip once, when all are in.")
+CLIPS_RUNNING = Cause("Clipped after each micro-batch: clip once, after the last backward.")
 CLIPS_EACH = Cause("Each micro-batch was clipped by itself: clip their sum.")
-CLIPS_PARAMETERS = Cause("Each parameter was clipped by itself: the norm is that of all.")
-CLIPS_NUMBERS = Cause("Numbers were cut off: scale the gradient.")
-OTHER_NORM = Cause("That is another norm: clip by the length, which is norm_type=2.")
+CLIPS_PARAMETERS = Cause(
+    "Each parameter was clipped by itself: the norm is that of all parameters together."
+)
+CLIPS_NUMBERS = Cause("Single values were cut off: scale the whole gradient instead.")
+OTHER_NORM = Cause("That is another norm: clip by the Euclidean norm, which is norm_type=2.")
 ZERO_NORM = Cause(
     "A gradient may be all zeros, and its norm 0: clip_grad_norm_ adds 1e-6 before it divides."
 )
 CLIPS_SUM = Cause(
-    "Clipped to max_norm / num_micro_batches: the gradient that is clipped has to be the mean "
-    "already, and max_norm as it is."
+    "Clipped to max_norm / num_micro_batches: clip the mean gradient, not the sum, and to max_norm "
+    "itself."
 )
 CLIPS_GROUPS = Cause(
     "Each group of the optimizer was clipped by itself: the norm is that of all parameters."
@@ -91,7 +93,9 @@ TIED_NORM = Cause(
     "each of them."
 )
 SOME_PARAMETERS = Cause("Some parameters were left out: clip all of them in one call.")
-STRETCHED = Cause("A gradient shorter than max_norm stays as it is: clipping only shortens.")
+STRETCHED = Cause(
+    "A gradient whose norm is below max_norm stays as it is: clipping never enlarges it."
+)
 LOOK = Cause("Compare with one backward of the full batch, and one step.")
 
 

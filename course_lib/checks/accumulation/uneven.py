@@ -49,13 +49,13 @@ NOT_TIMES_ITEMS = Cause("A part's loss is a mean: times its own items, too.")
 NOT_DIVIDED = Cause("Summed over the items: divide by the number of all items.")
 LIKE_THE_FIRST = Cause("Not all parts are as long as the first one.")
 ONLY_LAST = Cause("Only the last part is left: zero_grad is in the loop, or backward is not.")
-CLEARED = Cause(
-    "What was in param.grad before is gone: add to it. Clearing is for whoever begins a step."
+CLEARED = Cause("What was in param.grad before is gone: add to it. Clearing is the caller's job.")
+STEPPED = Cause(
+    "The parameters have changed: only add to param.grad, and leave the step to the caller."
 )
-STEPPED = Cause("The parameters have moved: only add to param.grad, and leave the step to others.")
 TOO_MANY = Cause("The model saw more than one part at once: call it on each part by itself.")
 TOKEN_MEANS = Cause("A mean of means: count the tokens.")
-BY_SEQUENCES = Cause("Weigh targets that count, not sequences.")
+BY_SEQUENCES = Cause("Weight by the targets that count, not by sequences.")
 TOKENS_SUMMED = Cause("Summed: each part needs its share of the tokens.")
 PADDING = Cause("Padding is in the total: leave out -100.")
 TOKEN_0 = Cause("Token 0 is a token like any other: compare with IGNORED.")
@@ -69,16 +69,16 @@ LOSS_OF_LAST = Cause("That is the last part's loss: add up the losses of all par
 ONE_NUMBER = Cause("Return one number, the mean over all tokens that count.")
 MEAN_LOSS = Cause("The gradient is right, the loss a mean of means: give it the same shares.")
 NAN_HIDDEN = Cause(
-    "A nan that the model makes is hidden: find the parts without tokens by their targets, and let "
-    "every other nan show."
+    "A nan that the model makes is hidden: find the parts without tokens by their targets, and "
+    "keep every other nan."
 )
 TO_THE_FIRST_IGNORED = Cause(
-    "Padding need not stand at the end: count the targets that are not IGNORED, wherever they are."
+    "Padding need not be at the end: count the targets that are not IGNORED, wherever they are."
 )
 NOT_NUMEL = Cause("A target may hold several numbers: count the items, len(targets).")
 ASKS_ALL = Cause(
     "Not every parameter needs a gradient, and autograd.grad refuses those that do not: "
-    "loss.backward() passes them by."
+    "loss.backward() skips them."
 )
 LOOK = Cause("Compare with one backward of the full batch.")
 
