@@ -12,6 +12,7 @@ from course_lib.display import Voices, compare, memory
 from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.recompute import recompute, recompute_full, recompute_none, recompute_selective
+from course_lib.recompute.pictures import published_memory
 
 SPEC = ModelSpec(hidden=128, num_layers=6, num_heads=8, ffn_hidden=512, vocab=128, max_seq=128)
 LAYERS = 64
@@ -21,7 +22,7 @@ def pictures() -> dict[str, Figure]:
     torch.set_num_threads(1)  # quiet measurements
     choose = {"none": recompute_none, "selective": recompute_selective, "full": recompute_full}
     held = {name: held_by(change, flash=False, dropout=0.1) for name, change in choose.items()}
-    ratio = held["none"].peak_bytes() / held["full"].peak_bytes()
+    part = held["full"].peak_bytes() / held["none"].peak_bytes()
     precisions = {
         "fp32": held_by(recompute_none),
         "autocast": held_by(recompute_none, autocast=True),
@@ -29,8 +30,11 @@ def pictures() -> dict[str, Figure]:
     }
     return {
         "valley": valley(),
-        "strategies": memory(held, f"Full recompute holds {ratio:.1f} times less than none"),
-        "spikes": memory(held["full"], f"Steps up, then {SPEC.num_layers} spikes in backward"),
+        "strategies": memory(held, f"Full recompute needs {part:.0%} of the bytes"),
+        "published": published_memory(
+            "In large models full recompute keeps 8 to 10 % of the bytes, selective 49 to 62 %"
+        ),
+        "spikes": memory(held["full"], f"Small steps, then {SPEC.num_layers} spikes in backward"),
         "precision": memory(precisions, "bf16 halves the activations, autocast does not"),
     }
 
@@ -64,9 +68,9 @@ def valley() -> Figure:
         for k in ks
     ]
     voices = Voices(formula=[LAYERS / k + k for k in ks], measurement=tensors)
-    title = f"Segments of 8 need {min(tensors):.0f} tensors in place of 64"
+    title = f"Segments of 8 need {min(tensors):.0f} tensors instead of 64"
     labels = {"x_label": "layers in a segment, k", "y_label": "peak (tensors)"}
-    return compare(ks, voices, title, log=True, **labels)
+    return compare(ks, voices, title, log_x=True, **labels)
 
 
 def in_segments(chain: list[nn.Module], k: int, y: torch.Tensor) -> None:

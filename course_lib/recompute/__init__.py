@@ -1,7 +1,8 @@
 """Activation recomputation and mixed precision (notebook 03_recompute).
 
 `activations.py` recomputes parts of a model during backward; `mixed_precision.py` trains 16-bit
-weights with fp32 master weights and loss scaling.
+weights with fp32 master weights and loss scaling; `pictures.py` draws bytes and times, beside
+published ones.
 """
 
 from course_lib.recompute.activations import (

@@ -31,7 +31,7 @@ def recompute(fn: Callable[..., Any], *args: Any) -> Any:
     Cost:    one more forward of fn, during backward
     Raises:  CourseError for a tensor hidden in a list, or another kind of output; in backward,
              under torch.autograd.grad, which cannot reach the parameters of fn
-    Source:  Chen et al. 2016 (Training Deep Nets with Sublinear Memory Cost), section 3
+    Source:  Chen et al. 2016 (Training Deep Nets with Sublinear Memory Cost), section 4
     """
     for index, arg in enumerate(args):
         if isinstance(arg, list | tuple) and any(isinstance(part, Tensor) for part in arg):

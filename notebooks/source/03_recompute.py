@@ -1,17 +1,30 @@
 # %% [markdown]
 # # 03 Recompute: trade compute for memory, and precision
 #
-# Even one micro-batch may be too large. Two ways out: *forget* activations and compute them again
-# in backward, or write every number with 16 bits in place of 32. Both are easy to get almost right.
-# You **predict** bytes and seconds, **run**, and **compare**.
+# **Question.** Even one micro-batch may not fit into memory. What can a training step forget and
+# compute again, what does that cost, and what gets lost when a number has 16 bits instead of 32?
+#
+# This lesson has two answers: *recompute* activations in backward instead of keeping them, and
+# store numbers in 16 bits. Both are easy to get almost right. You **predict** bytes and seconds,
+# **run** the code, and **compare**.
+#
+# *After this lesson you can*
+#
+# - write the backward of a recomputed function, with dropout and all parameters;
+# - choose what to recompute, and predict the bytes that it saves and the time that it costs;
+# - say what bf16 and fp16 lose, and write a step with master weights and loss scaling;
+# - say what `torch.utils.checkpoint`, `torch.autocast` and `GradScaler` do for you.
+#
+# **Prerequisites:** lessons 01 (what a layer keeps) and 02 (clipping). **Time:** about 50 minutes
+# of reading and running, and 40 minutes for five exercises.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
-# | $L$ | `num_layers` | blocks of the model |
-# | $k$ | `k` | blocks in a segment that is recomputed together |
-# | $i$ | `input_bytes` | bytes of what enters a block |
-# | $A$ | `block_bytes` | bytes a block keeps for its backward |
-# | $S$ | `scale` | factor on the loss |
+# | $L$ | `num_layers` | blocks (layers) of the model |
+# | $k$ | `k` | blocks in a segment that is recomputed as a whole |
+# | $i$ | `input_bytes` | bytes of a block's input |
+# | $A$ | `block_bytes` | bytes that a block keeps for its backward |
+# | $S$ | `scale` | loss scale: the factor by which the loss is multiplied |
 
 # %%
 import time
@@ -21,19 +34,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from course_lib.checks import check
-from course_lib.core import Ledger
-from course_lib.core.specs import ModelSpec
-from course_lib.display import YES_NO, Voices, compare, memory, predict, reveal, show
+from course_lib.core import MODELS, ModelSpec
+from course_lib.display import YES_NO, Voices, claim, compare, memory, predict, reveal, show
 from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
+from course_lib.recompute import pictures
 
 torch.set_num_threads(1)  # quiet measurements
 
 # %% [markdown]
-# ## 1 Forget, and do it again
+# ## 1 Forget, and compute again
 #
-# A chain of 64 thin layers; each keeps one tensor for backward. Suppose we keep only what *enters*
-# each piece of the chain, and run the piece again when backward gets there. This is all of it:
+# Autograd keeps the intermediate results of forward, because backward needs them. Suppose that we
+# keep only the *input* of a function, and run the function a second time when backward gets there.
+# This is the whole idea:
 
 
 # %%
@@ -49,15 +63,16 @@ class Forgets(torch.autograd.Function):
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             y = ctx.fn(x)  # again, and this time recorded
-        torch.autograd.backward(y, grad)  # parameters get theirs on the way
+        torch.autograd.backward(y, grad)  # the parameters get their gradients, too
         return None, x.grad
 
 
 # %% [markdown]
-# Does `Forgets.apply(layer, x)` give the gradients of `layer(x)` for *every* layer?
+# Does `Forgets.apply(layer, x)` give the same gradients as `layer(x)` for *every* layer?
 
 # %% tags=["predict"]
 guess = predict("the same gradients for a linear layer and for dropout?", choices=YES_NO)
+### GUESS guess.commit("yes")
 
 
 # %% tags=["failure"]
@@ -76,16 +91,17 @@ print("dropout, output and gradient:", *gradient_of_x(drop, Forgets.apply), sep=
 reveal(guess, "no")
 
 # %% [markdown]
-# Dropout drew *another mask* the second time: numbers that were dropped get a gradient. Nothing
-# fails, training just gets worse. The random state belongs to the inputs of a function.
+# Dropout drew *another mask* the second time, so values that were dropped in forward get a
+# gradient. No error is raised; the gradient is simply wrong. The state of the random number
+# generator is one of the inputs of such a function, and has to be saved with them.
 #
 # ### Exercise 1: backward, done right
 #
-# Write `backward` again, as a function. `random_state` is what `torch.get_rng_state()` gave before
-# the first run; `torch.set_rng_state` restores it. The random numbers *after* backward have to go
-# on as if nothing had happened: the end of `with torch.random.fork_rng():` puts the state back as
-# it was. Autograd is off when `redo` is called. Run `fn` once, in the training or eval mode that it
-# is in, and leave nothing in memory but gradients. About 6 lines, 10 minutes.
+# Write `backward` again, as a function. `random_state` is what `torch.get_rng_state()` returned
+# before the first run; `torch.set_rng_state` restores it. The random numbers *after* backward have
+# to continue as if nothing had happened: at its end, `with torch.random.fork_rng():` puts the state
+# back as it was. Autograd is off when `redo` is called. Run `fn` once, in the training or eval mode
+# that it is in, and leave nothing in memory but gradients. About 6 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-1"
@@ -106,8 +122,8 @@ check("recompute-1", redo)
 
 # %% [markdown]
 # From here on we use the course's `recompute(fn, *args)`: the same idea for any arguments, several
-# outputs, and autocast (section 5). PyTorch's own is `torch.utils.checkpoint` ("activation
-# checkpointing"). Do all agree to the last bit?
+# outputs, and autocast (section 5). PyTorch's own version is `torch.utils.checkpoint`; there, and
+# in many papers, the method is called *activation checkpointing*. Do all agree to the last bit?
 
 # %% tags=["check"]
 from torch.utils.checkpoint import checkpoint
@@ -128,17 +144,19 @@ print("recompute:", torch.equal(ours, plain))
 print("torch.utils.checkpoint:", torch.equal(theirs, plain))
 
 # %% [markdown]
-# **Keep the inputs and the random state; everything else can be had again.**
+# **Keep the inputs and the random state; everything else can be computed again.**
 #
-# ## 2 The root of L
+# ## 2 How long should a segment be?
 #
-# With one segment of all 64 layers, forward keeps 1 tensor, and backward needs 64 at once: nothing
-# won. With 64 segments of one layer forward keeps 64: nothing won either. In between, the peak is
-# $\lceil L/k\rceil + k$ tensors: the inputs of all segments, and the one that is redone. How low
-# can it get?
+# Take a chain of 64 thin layers, each of which keeps one tensor for backward. Recomputed as one
+# segment, forward keeps 1 tensor, but backward needs all 64 at once: nothing is saved. Recomputed
+# one by one, forward keeps 64 inputs: nothing is saved either. In between, the peak is
+# $\lceil L/k\rceil + k$ tensors: the inputs of all segments, and everything in the one segment that
+# is being recomputed. How low can it get?
 
 # %% tags=["predict"]
 guess = predict("lowest peak of 64 thin layers", unit="tensors")
+### GUESS guess.commit(8)
 
 
 # %%
@@ -147,8 +165,6 @@ def peak_of(L, k, i=1, A=1):
 
 
 reveal(guess, min(peak_of(64, k) for k in range(1, 65)))
-
-# %%
 chain = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(64)]
 x = torch.ones(256, 64)
 there = [param for layer in chain for param in layer.parameters()]
@@ -173,15 +189,18 @@ measured = [activation_ledger(lambda k=k: in_segments(k), given=there).peak_byte
 tensors = [num_bytes / x.nbytes for num_bytes in measured]
 voices = Voices(formula=[peak_of(64, k) for k in ks], measurement=tensors)
 best = ks[tensors.index(min(tensors))]
-title = f"Segments of {best} need {min(tensors):.0f} tensors in place of 64"
-labels = {"x_label": "layers in a segment, k", "y_label": "peak (tensors)", "log": True}
-show(compare(ks, voices, title, **labels), alt=f"{title}: the valley lies at the root of 64")
+title = f"Segments of {best} layers need {min(tensors):.0f} tensors instead of 64"
+labels = {"x_label": "layers in a segment, k", "y_label": "peak (tensors)", "log_x": True}
+show(compare(ks, voices, title, **labels), alt=f"{title}: the minimum is at the square root of 64")
 
 # %% [markdown]
+# The best $k$ is $\sqrt L$ here (Chen et al. 2016): one more forward, and $2\sqrt L$ tensors
+# instead of $L$.
+#
 # ### Exercise 2: the best segment
 #
 # A real block keeps more than its input: $A > i$. Which $k$ has the lowest peak
-# $\lceil L/k\rceil\, i + k A$? Try them all. About 4 lines.
+# $\lceil L/k\rceil\, i + k A$? Try them all. About 4 lines, 5 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-2"
@@ -198,14 +217,39 @@ def best_segment(num_layers, input_bytes, block_bytes):
 check("recompute-2", best_segment)
 
 # %% [markdown]
-# A transformer's block keeps $34/2 = 17$ times its input (lesson 01). Up to 34 layers the best
-# segment is *one* block. That is what "full recompute" does, and why hardly anybody uses the root.
+# How thick is a transformer block? With fused attention, a GPT block with dropout keeps 34 bytes
+# where its bf16 input has 2 (lesson 01), so $A = 17\,i$. The rows of lesson 01 know other models:
+
+# %%
+from course_lib.memory.layer_bytes import TORCH_CPU, Pass, total
+
+for name in ("gpt2", "megatron-175b", "llama-70b", "llama-405b"):
+    model = MODELS[name]
+    block = Pass(spec=model, batch=1, seq=1024, dropout=not model.gated)
+    A, L = total(block.layer()) / total(block.layer_input()), model.num_layers
+    peaks = {k: peak_of(L, k, A=A) for k in range(1, L + 1)}
+    best = min(peaks, key=peaks.get)
+    print(f"{name:13} L = {L:<3} A = {A:<5.4g} i: {peaks[1]:5.1f} i with k = 1", end="; ")
+    print(f"the lowest is {peaks[best]:5.1f} i, with k = {best}")
+print("A = 17 i, L = 80, k = 1, 2, 3:", *(f"{peak_of(80, k, A=17)} i" for k in (1, 2, 3)))
+thin = max(L for L in range(2, 81) if peak_of(L, 1, A=17) <= peak_of(L, 2, A=17))
+print(f"A = 17 i: k = 1 is best up to L = {thin}")
+
+# %% [markdown]
+# Without the rounding up, the best $k$ is $\sqrt{L\,i/A}$. Thick blocks make it small: $k = 1$ is
+# best for $A = 17\,i$ as long as $L \le 35$. For deeper models, segments of 2 or 3 blocks hold a
+# fifth to a third less, and they cost no more FLOPs: every block still runs twice. Megatron-LM
+# offers this $k$ (`--recompute-method uniform --recompute-num-layers k`). The usual *full
+# recompute* is $k = 1$, as in Korthikanti et al. 2022 (section 5) and in the rest of this lesson.
+# With a pipeline (lesson 08), $L$ is still the right number: the first stage keeps the inputs of
+# several micro-batches at once, together about as many as the whole model has blocks (same
+# section).
 #
 # ### Exercise 3: every k-th input
 #
 # Now for any number of blocks, where the last segment may be shorter: run `blocks` on x and keep
-# the input of every k-th block only. `recompute(fn, *args)` takes any arguments, lists of blocks
-# too. Can you do it without looking above? About 3 lines.
+# only the input of every k-th block. `recompute(fn, *args)` takes any arguments, also lists of
+# blocks. Can you do it without looking above? About 3 lines, 5 minutes.
 #
 # <details><summary>Hint: backward runs the wrong blocks</summary>
 # A lambda looks up its names when it runs, and yours runs in backward, after the loop has ended.
@@ -226,21 +270,23 @@ def run_segments(blocks, k, x):
 check("recompute-3", run_segments)
 
 # %% [markdown]
-# **Thin layers: segments of $\sqrt L$. Thick blocks: each by itself.**
+# **The best segment has about $\sqrt{L\,i/A}$ blocks: 8 of 64 thin layers, but 1 to 3 transformer
+# blocks.**
 #
 # ## 3 A GPT: peak and time
 #
-# Attention written out, with dropout: the scores are large to keep and cheap to redo. *Selective*
-# recompute forgets only them; *full* forgets all but the input of each block. Full recompute runs
-# forward twice, and backward costs two forwards. How much longer does a step take?
+# When attention is written out operation by operation, its scores (and their softmax and dropout)
+# are large to keep and cheap to recompute. *Selective* recompute forgets only them; *full*
+# recompute forgets all but the input of each block. Full recompute runs forward twice, and backward
+# costs as much as two forwards. How much longer does a step take?
 
 # %% tags=["predict"]
 guess = predict("time of a step with full recompute, as a multiple of one without (like 3/2)")
+### GUESS guess.commit("3/2")
 
 # %%
 from course_lib import recompute as strategies
 from course_lib.cost.flops import train_step_flop
-from course_lib.memory.layer_bytes import TORCH_CPU, Pass, total
 
 spec = ModelSpec(hidden=128, num_layers=6, num_heads=8, ffn_hidden=512, vocab=128, max_seq=128)
 torch.manual_seed(0)
@@ -258,9 +304,10 @@ def step():
 
 
 # %% [markdown]
-# First the formula, from the rows of lesson 01: what all layers keep, and what comes back while the
-# last one is redone. The peak is that moment, or the end of forward. (The lines for *selective* are
-# bookkeeping: which rows are there twice, which have gone. Skip them at first.)
+# First the formula, from the rows of lesson 01: what all layers keep, and what is there again while
+# the last layer is recomputed. The peak is at that point, or at the end of forward. (The lines for
+# *selective* are bookkeeping: which rows are there twice, and which are free again. Skip them when
+# you read this for the first time.)
 
 
 # %%
@@ -272,7 +319,7 @@ one = Pass(
 def peak_bytes(how):
     rows, kept = one.layer(), total(one.kept_layer(how))
     again = total(rows) - kept
-    if how == "selective":  # attention alone comes back, with q, k, v twice; what follows has gone
+    if how == "selective":  # only attention is redone, with q, k, v twice; later rows are free
         again += total(rows[3:5]) - total(rows[8:])
     return kept * spec.num_layers + total(one.embedding()) + max(total(one.head()), again)
 
@@ -283,41 +330,39 @@ def measure(how):
 
 
 # %% tags=["picture"]
-def bar(num_bytes):
-    ledger = Ledger()
-    ledger.add(0.0, activations=num_bytes)
-    return ledger
-
-
 held = {how: measure(how) for how in choose}
-bars = {}
-for how, ledger in held.items():
-    bars[f"{how}: formula"] = bar(peak_bytes(how))
-    bars[f"{how}: measured"] = bar(ledger.peak_bytes())
-saved = held["none"].peak_bytes() / held["full"].peak_bytes()
-title = f"Full recompute holds {saved:.1f} times less than none, as the formula says"
-show(memory(bars, title), alt=title)
-
-# %% tags=["check"]
-for how in choose:
-    print(f"{how:9} formula minus measurement: {peak_bytes(how) - held[how].peak_bytes()} bytes")
+predicted = {how: peak_bytes(how) for how in choose}
+part = held["full"].peak_bytes() / held["none"].peak_bytes()
+title = f"Full recompute needs {part:.0%} of the bytes, as the formula says"
+show(pictures.strategies(predicted, held, title), alt=title)
+off = {how: predicted[how] - held[how].peak_bytes() for how in choose}
+print("formula minus measurement, in bytes:", off)
 
 # %% [markdown]
-# Over time one sees what happens: full recompute climbs by a block input at a time, and in backward
-# every block is a short spike.
+# And in large models? At a fixed sequence length, the wider the model, the smaller is the share of
+# the scores (lesson 01: $5as/h$ beside 34, with $a$ heads, $s$ tokens, hidden size $h$), and the
+# less selective recompute saves. Our formula beside published values, which are arithmetic, too:
 
 # %% tags=["picture"]
-title = f"Full recompute: steps up, then {spec.num_layers} spikes in backward"
+title = "In large models full recompute keeps 8 to 10 % of the bytes, selective 49 to 62 %"
+show(pictures.published_memory(title), alt=f"{title}; formula and published values agree")
+
+# %% [markdown]
+# Back to our GPT. Over time, full recompute climbs by one block input at a time, and in backward
+# every block is a short spike.
+
+# %% tags=["picture", "measured"]
+title = f"Full recompute: small steps up in forward, {spec.num_layers} spikes in backward"
 show(memory(held["full"], title), alt=f"{title}; peak {held['full'].peak_bytes() / 2**20:.1f} MiB")
 
 # %% [markdown]
-# And the price. On paper it is counted in FLOPs; here it is measured, on the same axes.
+# And the price. The formula counts FLOPs; the measurement shows what they take in time.
 
 
-# %%
+# %% tags=["measured"]
 def seconds(how):
     choose[how](gpt)
-    start_s = time.process_time()  # the CPU's seconds, whoever else is there
+    start_s = time.process_time()  # CPU seconds of this process alone
     step()
     return time.process_time() - start_s
 
@@ -327,21 +372,27 @@ fastest = {how: min(times[how] for times in rounds) for how in choose}
 ratio = {how: fastest[how] / fastest["none"] for how in choose}
 reveal(guess, ratio["full"])
 
-# %% tags=["picture"]
-flop = [train_step_flop(spec, 4, 128, recompute=how) for how in choose]
-more_flop = [each / flop[0] for each in flop]
-title = f"Full recompute: {more_flop[-1]:.2f} times the FLOPs, {ratio['full']:.2f} times the time"
-voices = Voices(formula=lambda flop: flop, measurement=list(ratio.values()))
-labels = {"x_label": "FLOPs, as a multiple of none", "y_label": "time, as a multiple of none"}
-note = "from left to right: none, selective, full; the fastest of 10 steps"
-show(compare(more_flop, voices, title, note=note, **labels), alt=f"{title}; selective lies between")
+# %% tags=["picture", "measured"]
+flop = {how: train_step_flop(spec, 4, 128, recompute=how) for how in choose}
+more_flop = {how: count / flop["none"] for how, count in flop.items()}
+claim("selective recompute is cheaper than full", ratio["selective"] < ratio["full"])
+claim("selective takes more time than its FLOPs say", ratio["selective"] > more_flop["selective"])
+longer = f"{ratio['full']:.2f} times the time"
+title = f"Full recompute: {more_flop['full']:.2f} times the FLOPs, {longer}"
+show(pictures.price(more_flop, ratio, title), alt=f"{title}; selective lies between")
 
 # %% [markdown]
-# Where dots lie above the line, time goes into what FLOPs do not count: softmax and dropout are
-# next to nothing on paper, but they move the largest tensors of all. (Fused attention does the same
-# trick inside its kernel.)
+# Marks above the line are time that FLOPs do not count. Selective recompute, here and in the
+# published layer (+7 %), takes more time than its FLOPs say: softmax and dropout have hardly any
+# FLOPs, but they read and write the largest tensors of all. That layer's +39 % for full recompute,
+# instead of +33 %, has another reason: its backward hides all-reduces behind weight gradients and
+# takes less than two forwards, so one more forward weighs more (section 6.2 of the paper).
 #
-# Every choice leaves the numbers alone, dropout included:
+# FlashAttention (Dao et al. 2022) does the same inside its kernel: it never stores the scores, and
+# computes them again in backward. With it, selective recompute is about other operations that are
+# cheap to repeat, such as norms and activation functions (Megatron-LM: `--recompute-modules`).
+#
+# No choice changes the numbers, dropout included:
 
 
 # %% tags=["check"]
@@ -356,24 +407,23 @@ def gradient(how):
 print("same bits as none:", [torch.equal(gradient("none"), gradient(how)) for how in choose])
 
 # %% [markdown]
-# **Full recompute: one more forward, at most 4/3 of the FLOPs, and one tensor a block.**
+# **Full recompute: one tensor kept per block, one more forward, at most 4/3 of the FLOPs.**
 #
 # ## 4 Sixteen bits
 #
-# The other way to save: smaller numbers. 16 bits have to be shared between digits and range: bf16
-# keeps the range of fp32 and gives up digits, fp16 keeps more digits and gives up range.
+# The other way to save is smaller numbers. Precision and range have to share 16 bits: bf16 keeps
+# the range of fp32 and gives up precision, fp16 keeps more precision and gives up range. The next
+# cell prints the largest and the smallest positive number of each, and the first one after 1.
+#
+# A bf16 weight of 1 takes 100 steps of -0.001. What is it in the end?
 
-# %%
+# %% tags=["predict"]
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     info = torch.finfo(dtype)
     smallest = info.smallest_normal * info.eps
     print(f"{dtype!s:15} largest {info.max:.3g}, smallest {smallest:.3g}, after 1: {1 + info.eps}")
-
-# %% [markdown]
-# A bf16 weight of 1 takes 100 steps of -0.001. Where does it end?
-
-# %% tags=["predict"]
 guess = predict("the bf16 weight after 100 steps of -0.001")
+### GUESS guess.commit(0.9)
 
 
 # %% tags=["failure"]
@@ -388,11 +438,13 @@ print("in fp32:", round(hundred_steps(torch.float32), 4))
 reveal(guess, hundred_steps(torch.bfloat16))
 
 # %% [markdown]
-# Every step is less than half the way to the next bf16 number below 1, so it is rounded away. The
-# cure: **master weights**. The model computes with 16-bit copies; an fp32 master takes the steps.
+# Every step is less than half the distance to the next bf16 number below 1, so it is rounded away.
+# The usual cure is **master weights** (Micikevicius et al. 2018, section 3.1): the model computes
+# with 16-bit copies, and the optimizer steps an fp32 master.
 #
-# fp16 has a second trouble. Its smallest number is about $6\cdot10^{-8}$, and many gradients are
-# smaller. Multiply the *loss* by a scale $S$, and every gradient is $S$ times larger:
+# fp16 has a second problem. Its smallest positive number is about $6\cdot10^{-8}$, and gradients
+# can be smaller. If the *loss* is multiplied by a scale $S$, every gradient is $S$ times larger
+# (section 3.2 there). bf16 has the range of fp32 and usually needs no scale (Kalamkar et al. 2019).
 
 
 # %% tags=["check"]
@@ -407,15 +459,16 @@ for scale in (1.0, 2.0**16, 2.0**44):
     print(f"with a scale of {scale:.3g} it comes out as {fp16_gradient(scale):.3g}")
 
 # %% [markdown]
-# Too little vanishes, too much overflows. Whatever comes back has to be divided by $S$ before
-# anybody looks at it, and clipping looks at it.
+# With too small a scale the gradient underflows to 0; with too large a scale it overflows to inf.
+# The gradient has to be divided by $S$, in fp32, before anything uses its size, and clipping uses
+# its size.
 #
 # ### Exercise 4: a step in mixed precision
 #
 # `param` is fp16; `param.grad` is the gradient of a loss times `scale`. `optimizer` steps `master`,
-# its fp32 copy, by `master.grad`, which is yours to set. Unscale, leave the step out if anything is
-# not finite, clip `master.grad` as in lesson 02, step, copy `master` back into `param` (in place,
-# under `torch.no_grad()`). About 9 lines.
+# the fp32 copy of `param`, by `master.grad`, which you have to set. Unscale; skip the step if any
+# number is not finite; clip `master.grad` as in lesson 02; step; copy `master` back into `param`
+# (in place, under `torch.no_grad()`). About 9 lines, 15 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-4"
@@ -439,9 +492,10 @@ check("recompute-4", half_step)
 # %% [markdown]
 # ### Exercise 5: which scale?
 #
-# As large as possible, and found while training: an overflow halves it, 3 good steps *in a row*
-# double it (in practice 2,000), and after either the count begins anew. `num_good` is how many
-# there were before this step. Return both, scale first. About 4 lines.
+# As large as possible, and found during training: an overflow halves the scale, 3 good steps *in a
+# row* double it (PyTorch's `GradScaler` waits for 2,000), and after either the count starts again
+# from 0. `num_good` is the number of good steps before this one. Return both, scale first. About 4
+# lines, 5 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-5"
@@ -460,11 +514,15 @@ def next_scale(scale, num_good, finite):
 check("recompute-5", next_scale)
 
 # %% [markdown]
+# **Small steps need fp32 masters. Small fp16 gradients need a loss scale; unscale before you
+# clip.**
+#
 # ## 5 The real thing: autocast and GradScaler
 #
-# PyTorch does it the other way round: parameters stay fp32, `torch.autocast` casts them on the way
-# into each matrix product, and `GradScaler` minds the scale. Our `MixedPrecisionOptimizer` keeps a
-# 16-bit model and fp32 masters. Train both in fp16, with an overflow in the third step:
+# Our `MixedPrecisionOptimizer` keeps a 16-bit model and fp32 masters, as Megatron-LM and DeepSpeed
+# do. PyTorch's `torch.autocast` does it the other way round: the parameters stay in fp32, and they
+# are cast to 16 bits at the input of each matrix product; `GradScaler` adapts the scale. Train both
+# in fp16, with an overflow in the third step:
 
 # %%
 from functools import partial
@@ -479,7 +537,7 @@ factors = [1.0, 1.0, 1e6, 1.0, 1.0, 1.0]
 def mlp():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-    return model.half().float()  # start from weights that fp16 has
+    return model.half().float()  # start from weights that fp16 can represent
 
 
 # %%
@@ -516,12 +574,13 @@ for ours, theirs in zip(by_hand(), with_torch(), strict=True):
     print(f"scale {ours[0]:g}, GradScaler's {theirs[0]:g}; same bits: {equal}")
 
 # %% [markdown]
-# Bit for bit. Where they differ is memory: autocast keeps the cast copies *and* whatever it did in
-# fp32. How many times the bytes of a bf16 model does an fp32 model under autocast hold for
-# backward?
+# They agree bit for bit. They differ in memory: autocast keeps its 16-bit copies *and* what stays
+# in fp32, here the inputs of the norms and the loss. How many times the bytes of a bf16 model does
+# an fp32 model under autocast hold for backward?
 
 # %% tags=["predict"]
 guess = predict("activations under autocast, as a multiple of those of a bf16 model")
+### GUESS guess.commit(1)
 
 
 # %%
@@ -551,9 +610,19 @@ show(memory(kinds, title), alt=title)
 # %% [markdown]
 # ## What to keep
 #
-# - Keep inputs and random state, redo the rest: the same bits for one more forward.
-# - Recompute what is large to keep and cheap to redo: the scores first.
-# - Thin layers: segments of $\sqrt L$. Transformer blocks: one by one.
+# - Keep inputs and random state, recompute the rest: the same bits for one more forward.
+# - Recompute what is large to keep and cheap to compute: the attention scores first.
+# - The best segment has about $\sqrt{L\,i/A}$ blocks: $\sqrt L$ if they are thin, 1 to 3 if they
+#   are those of a transformer.
 # - Small steps need fp32 masters; small fp16 gradients need a loss scale; unscale before you clip.
 #
-# Next: `04_collectives`. One device has given all it can.
+# ## Read on
+#
+# - Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*: the square root.
+# - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*: what a
+#   layer keeps, selective recompute, and what both cost on real GPUs.
+# - Dao et al. 2022, *FlashAttention*: recompute inside a kernel, which makes it faster, not slower.
+# - Micikevicius et al. 2018, *Mixed Precision Training*: master weights and loss scaling.
+# - Kalamkar et al. 2019, *A Study of BFLOAT16 for Deep Learning Training*: no scale needed.
+#
+# Next: `04_collectives`. From here on, several ranks share the work.

@@ -16,20 +16,20 @@ STEPPED, MASTER, PARAMETER = "returned", "master", "parameter"
 STEPS, MEMORY = "optimizer.step() calls", "memory of the parameter"
 STEPS_NOT_FINITE, TRAINS = f"{STEPS} where not all is finite", "param.requires_grad"
 
-CLIPPED_SCALED = Cause("Clipped before the scale was out.")
-SCALED = Cause("The scale is still in it.")
+CLIPPED_SCALED = Cause("Clipped before the scale was divided out.")
+SCALED = Cause("The scale is still in the gradient: divide by it.")
 IN_HALF = Cause("Nothing moved: too small for 16 bits. Divide and step in fp32.")
 ROUNDED = Cause("The master was rounded to 16 bits: keep fp32.")
-STEPS_ANYWAY = Cause("Not every number is finite: the step must be left out.")
-ONLY_NAN = Cause("An inf is no nan, and no better: look for both, with isfinite().")
-ONLY_INF = Cause("A nan is no inf, and no better: look for both, with isfinite().")
+STEPS_ANYWAY = Cause("Not every number is finite: the step must be skipped.")
+ONLY_NAN = Cause("An inf is not a nan, but just as bad: look for both, with isfinite().")
+ONLY_INF = Cause("A nan is not an inf, but just as bad: look for both, with isfinite().")
 SUM_OVERFLOWS = Cause(
     "Finite numbers may have a sum that is not: look at each of them, isfinite().all()."
 )
 STALE = Cause("Copy the master into the parameter, in place: param.copy_ under no_grad.")
 OTHER_MEMORY = Cause(
-    "The parameter got other memory, and whoever looks into the old one (a view, a bucket) sees no "
-    "step. Write into it: param.copy_(master) under no_grad."
+    "The parameter got new memory, and what refers to the old one (a view, a bucket) does not see "
+    "the step. Write into it: param.copy_(master) under no_grad."
 )
 NO_STEP = Cause("The master did not move: give it a .grad, then call optimizer.step().")
 NOT_CALLED = Cause(
@@ -37,15 +37,15 @@ NOT_CALLED = Cause(
     "master; it may have momentum."
 )
 FROM_PARAM = Cause(
-    "The master begins each step as the rounded parameter, so that small steps are lost: param "
-    "follows the master, never the other way round."
+    "The master starts each step from the rounded parameter, so small steps are lost: copy the "
+    "master into param, never the other way round."
 )
-FROZEN = Cause("The parameter does not learn any more: leave its requires_grad as it is.")
+FROZEN = Cause("The parameter is frozen now: leave its requires_grad as it is.")
 NOT_CLIPPED = Cause("Nothing was clipped.")
-CUT_OFF = Cause("Numbers were cut off: scale the gradient.")
+CUT_OFF = Cause("Single values were cut off: scale the whole gradient instead.")
 NOT_SET = Cause("The last step's gradient is still in master.grad: set it, do not add to it.")
-SAYS_NOT = Cause("Return True if it stepped, False if the step was left out.")
-LOOK = Cause("Go through it in fp32: unscale, look, clip, step, copy.")
+SAYS_NOT = Cause("Return True if it stepped, False if the step was skipped.")
+LOOK = Cause("Do all of it in fp32: unscale, check that all is finite, clip, step, copy.")
 
 
 def _step(
@@ -143,7 +143,7 @@ HALF_STEP = Exercise(
         },
         look=LOOK,
         rtol=1e-5,
-        success="Unscaled in fp32, then clipped, stepped in fp32, rounded once.",
+        success="Unscaled in fp32, clipped, stepped in fp32, and rounded once.",
     ),
     wrong=(
         Edit(

@@ -29,31 +29,31 @@ TRAINING, LEFT = "training mode of the modules in fn", "bytes left in memory"
 OF_X, OF_PARAMETERS = "gradient of x", "what it adds to the parameters' gradients"
 
 NOT_RECORDED = Cause(
-    "There is nothing to go back through. Inside backward autograd is off: what is to be recorded "
+    "There is no graph to go back through. Inside backward autograd is off: what it should record "
     "has to run under torch.enable_grad(), on an x that requires_grad_()."
 )
 DETACH = Cause(
     "backward went on to what came before x. Detach the saved x and let it require a gradient: "
-    "only a leaf has a .grad, and what came before it is not yours to walk."
+    "only a leaf has a .grad, and autograd itself goes on to what came before."
 )
-MASKS = Cause("Other masks: restore the random state.")
+MASKS = Cause("The masks differ from those of the first run: restore the random state.")
 ONLY_X = Cause(
-    "Its parameters get no gradient: torch.autograd.grad reaches x only; torch.autograd.backward "
-    "reaches everything."
+    "The parameters of fn get no gradient: torch.autograd.grad reaches x only; "
+    "torch.autograd.backward reaches everything."
 )
-MOVED_ON = Cause("backward moved the random numbers on. Use fork_rng.")
+MOVED_ON = Cause("backward advanced the random state. Use fork_rng.")
 FROM_GRAD = Cause("Go back from grad, the gradient of what fn returned, not from ones.")
 ONCE = Cause("Run fn once, and where it is recorded: each run costs a whole forward.")
 WITH_GRAPH = Cause("A gradient that has a graph keeps all of it alive: no create_graph here.")
 LEFT_ON = Cause("Autograd stays on: use `with torch.enable_grad():`, whose end turns it off again.")
-ZEROED = Cause("What was in the parameters' gradients before is gone: backward adds to it.")
+ZEROED = Cause("What was in the parameters' gradients before is gone: backward has to add to it.")
 CALLERS_MODE = Cause(
-    "Whether fn trains (and drops numbers) or not is the caller's: run it as it is, without "
-    "train() or eval()."
+    "Whether fn is in training mode is the caller's choice: run it as it is, without train() or "
+    "eval()."
 )
 LEFT_ALIVE = Cause(
-    "Something of the second run stays in memory: recompute is there to save it. Keep nothing but "
-    "the gradients, and no graph (retain_graph)."
+    "Some tensor of the second run stays in memory, which recompute is meant to save. Keep nothing "
+    "but the gradients, and no graph (retain_graph)."
 )
 LOOK = Cause(
     "Go back from grad, through what fn made of x; return the gradient of x. Is it right without "
@@ -152,7 +152,7 @@ REDO = Exercise(
             LEFT: LEFT_ALIVE,
         },
         look=LOOK,
-        success="The same gradients, the same masks, and the random numbers go on as they were.",
+        success="The same gradients, the same masks, and the random state is as it was before.",
     ),
     wrong=(
         Edit(RESTORE, "pass", MASKS),

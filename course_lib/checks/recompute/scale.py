@@ -18,14 +18,14 @@ DOUBLES = Cause("Three consecutive good steps double it; num_good are those befo
 TOO_EARLY = Cause("Too early: only after 3 consecutive good steps.")
 SWAPPED = Cause("Return the scale first, then the count.")
 BELOW_1 = Cause("Halve with /: a scale may go below 1.")
-NO_LIMITS = Cause("There is no floor and no cap here: halve and double any scale.")
+NO_LIMITS = Cause("There is no lower and no upper limit here: halve and double any scale.")
 IS_FALSE = Cause(
     "`finite` need not be Python's own False: isfinite().all() gives a tensor. Use `if not finite`."
 )
-RUN_BROKEN = Cause("An overflow ends the run of good steps: the count begins anew, from 0.")
-BEGINS_ANEW = Cause("After it has doubled, the count begins anew, from 0.")
+RUN_BROKEN = Cause("An overflow ends the run of good steps: the count starts again from 0.")
+BEGINS_ANEW = Cause("After the scale has doubled, the count starts again from 0.")
 COUNTS = Cause("A good step adds 1 to the count.")
-LOOK = Cause("Go through it by hand: what does this step do to the scale, and to the count?")
+LOOK = Cause("Work it out by hand: what does this step do to the scale, and to the count?")
 
 
 def _next(answer: Callable[..., Any], scale: float, num_good: int, finite: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ NEXT_SCALE = Exercise(
     check=Effects(
         cases=_cases,
         look=LOOK,
-        success="Down at once, up after a long calm.",
+        success="Halved after an overflow, doubled after a run of good steps.",
     ),
     wrong=(
         Edit(AFTER_OVERFLOW, "scale / 2, num_good", RUN_BROKEN),

@@ -36,8 +36,8 @@ SIZES = (
 )  # fmt: skip
 
 ROOT = Cause(
-    "That is the root of the layers. It holds if a block keeps as much as its input; here it keeps "
-    "more, or less."
+    "That is the square root of the layers. It is best if a block keeps as much as its input; here "
+    "it keeps more, or less."
 )
 RATIO = Cause("block_bytes / input_bytes was rounded: it need not be a whole number.")
 UP_TO_100 = Cause("More than 100 layers may fit into a segment: try every k up to num_layers.")
@@ -65,7 +65,7 @@ BEST_SEGMENT = Exercise(
         cases=_cases,
         show=whole,
         look="Try every k from 1 to num_layers, and keep the first one with the lowest peak.",
-        success="The root of the layers for thin blocks, 1 for those of a transformer.",
+        success="8 for 64 thin layers, 1 for 24 transformer blocks of 17 inputs each.",
     ),
     wrong=(
         Edit(BEST, "max(1, int(num_layers ** 0.5))", ROOT),
@@ -74,7 +74,9 @@ BEST_SEGMENT = Exercise(
         Edit(
             BEST,
             "num_layers",
-            Cause("One segment recomputes everything at once: as large as no recompute."),
+            Cause(
+                "One segment needs everything at once: its peak is no lower than without recompute."
+            ),
         ),
         Edit(BEST, "(num_layers * input_bytes / block_bytes) ** 0.5", A_FLOAT),
         Edit(
@@ -98,7 +100,7 @@ BEST_SEGMENT = Exercise(
         Edit(
             BEST,
             "peaks.index(min(peaks))",
-            Cause("An index begins at 0, a segment at 1 block."),
+            Cause("An index starts at 0, the size of a segment at 1."),
         ),
         Edit(
             BYTES,
@@ -113,7 +115,7 @@ BEST_SEGMENT = Exercise(
         Edit(
             BEST,
             "len(ks) - peaks[::-1].index(min(peaks))",
-            Cause("As low: where several k are best, return the smallest."),
+            Cause("Its peak is as low, but where several k are best, return the smallest."),
         ),
         Edit(
             "num_layers + 1",
@@ -123,7 +125,7 @@ BEST_SEGMENT = Exercise(
         Edit(
             BYTES,
             "-(-num_layers // k) * block_bytes + k * input_bytes",
-            Cause("Swapped: forward keeps inputs, backward redoes k blocks."),
+            Cause("Swapped: forward keeps the inputs, backward needs k whole blocks."),
         ),
     ),
 )
@@ -145,18 +147,18 @@ LATE_NAMES = Cause(
     "argument."
 )
 SEGMENT_BY_SEGMENT = Cause(
-    "It goes back segment by segment, the last one first, k blocks each, every block once."
+    "Backward goes segment by segment, the last one first, k blocks each, every block once."
 )
 CHAIN = Cause("Each segment's output is the next one's input.")
-DETACHED = Cause("x got no gradient: do not detach it; what came before x has to learn, too.")
+DETACHED = Cause("x got no gradient: do not detach it; the layers before x have to learn, too.")
 NO_X_GRADIENT = Cause(
     "x needs no gradient here, but the parameters do: use_reentrant=True cuts them off. Use the "
     "course's recompute, or use_reentrant=False."
 )
 OTHER_MASKS = Cause("Other masks in backward: leave preserve_rng_state on, as recompute does.")
-KEPT = Cause("A list keeps what the blocks return: then nothing is saved by recomputing it.")
+KEPT = Cause("A list keeps what the blocks return, so recomputing saves no memory.")
 CALLERS_BLOCKS = Cause("`blocks` belongs to the caller: slice it, and leave the list as it is.")
-CUT = Cause("The output has no graph: the gradients have to find their way back through it.")
+CUT = Cause("The output has no graph, so no gradient can flow back through it.")
 NOT_RECOMPUTED = Cause("Nothing is recomputed: call recompute(run_all, ...) for each segment.")
 
 
@@ -252,7 +254,7 @@ SEGMENTS = Exercise(
             ALIVE: KEPT,
         },
         look=Cause("Compare with run_all(blocks, x)."),
-        success="One tensor a segment, and every block runs twice, with the same masks.",
+        success="One tensor kept per segment, and every block runs twice, with the same masks.",
     ),
     wrong=(
         Edit(
