@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from course_lib.collectives import messages
-from course_lib.core import Link
+from course_lib.core import Link, TwoLevelLink
 from course_lib.cost import bandwidth, network
 from course_lib.display import (
     Voices,
@@ -14,10 +14,13 @@ from course_lib.display import (
     stepper,
     timelines,
     waiting,
+    wires,
 )
 
 UPLINK = Link(latency_s=0.0, bytes_per_s=1e6)
 WIRE = Link(name="slow wire", latency_s=10e-3, bytes_per_s=20e6)
+INSIDE = Link(name="a fast one", latency_s=1e-3, bytes_per_s=200e6)
+NODES = TwoLevelLink(inside=INSIDE, outside=WIRE, ranks_per_node=2)
 TIME_OF_TENSOR = {"x_label": "tensor (bytes)", "y_label": "time (s)", "log": True}
 
 
@@ -44,7 +47,7 @@ class Wait:
 
 
 def postman():
-    """One sender against a tree, played."""
+    """One sender beside a tree, simulated."""
     runs = {
         "one sender": messages.simulate(messages.star_broadcast_messages(8, 5e6), UPLINK),
         "everyone helps": messages.simulate(messages.tree_broadcast_messages(8, 5e6), UPLINK),
@@ -66,7 +69,7 @@ def ring():
 
 
 def bytes_sent():
-    """What each rank sends in an all-reduce, on paper and played."""
+    """What each rank sends in an all-reduce: formula and simulation."""
     ranks = [1, 2, 3, 4, 6, 8, 12, 16]
     played = [
         sum(m.num_bytes for m in messages.ring_all_reduce_messages(p, 1.0) if m.sender == 0)
@@ -77,25 +80,50 @@ def bytes_sent():
     return compare(ranks, voices, title, x_label="ranks p", y_label="bytes sent by a rank, in n")
 
 
+def halving():
+    """Four rounds of halving-doubling."""
+    moves = [one for m in messages.halving_doubling_messages(4) for one in m.one_by_one()]
+    frames = frames_from_messages(moves, own_everything(4))
+    return Svg(stepper(frames, "Halving-doubling on four ranks").svg)
+
+
 def crossover():
-    """Ring and doubling over a slow wire."""
+    """Ring, doubling and halving-doubling over a slow wire."""
     sizes = [2**k for k in range(14, 25, 2)]
-    algorithms = {
-        "ring": (network.ring_all_reduce_s, messages.ring_all_reduce_messages),
-        "doubling": (
-            network.recursive_doubling_all_reduce_s,
-            messages.recursive_doubling_messages,
-        ),
-    }
     curves = {
         name: Voices(
             formula=lambda n, cost_s=cost_s: cost_s(n, 4, WIRE),
-            simulation=[messages.end_of(messages.simulate(build(4, n), WIRE)) for n in sizes],
+            simulation=[
+                messages.end_of(messages.simulate(wires.MESSAGES[name](4, n), WIRE)) for n in sizes
+            ],
         )
-        for name, (cost_s, build) in algorithms.items()
+        for name, cost_s in wires.COSTS.items()
     }
-    title = f"4 ranks, {WIRE}: from {network.crossover_bytes(4, WIRE) / 1e6:.2g} MB on the ring"
-    return compare(sizes, curves, title, **TIME_OF_TENSOR)
+    halving_s = network.halving_doubling_all_reduce_s
+    size_mb = network.crossover_bytes(4, WIRE, halving_s) / 1e6
+    title = f"4 ranks: doubling up to {size_mb:.2g} MB, then halving-doubling"
+    return compare(sizes, curves, title, note=f"{WIRE}", **TIME_OF_TENSOR)
+
+
+def two_levels():
+    """A flat ring and a hierarchical all-reduce on two nodes of two ranks."""
+    sizes = [2**k for k in range(14, 25, 2)]
+    curves = {
+        "ring": Voices(formula=lambda n: network.ring_all_reduce_s(n, 4, NODES)),
+        "hierarchical": Voices(
+            formula=lambda n: network.hierarchical_all_reduce_s(n, 4, NODES, ranks_per_node=2)
+        ),
+    }
+    flat, levels = (curve.formula for curve in curves.values())
+    ratios = sorted(flat(n) / levels(n) for n in sizes)
+    title = f"Two levels are {ratios[0]:.1f} to {ratios[-1]:.1f} times as fast as a flat ring"
+    return compare(sizes, curves, title, note=f"{NODES}", **TIME_OF_TENSOR)
+
+
+def nccl():
+    """Published bus bandwidth by size, beside a ring fitted to it."""
+    figure, _ = wires.published_by_size()
+    return figure
 
 
 def busbw():
@@ -116,6 +144,9 @@ def busbw():
 
 
 def pictures():
-    """All pictures by the names the deck calls them."""
-    drawn = (postman, circle, ring, bytes_sent, crossover, busbw)
+    """Return all pictures by the names that the deck uses."""
+    drawn = (
+        *(postman, circle, ring, bytes_sent, halving, crossover, two_levels),
+        *(busbw, nccl),
+    )
     return {draw.__name__: draw() for draw in drawn}

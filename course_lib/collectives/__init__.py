@@ -1,8 +1,9 @@
 """The collectives, written by hand from send and recv (notebook 04_collectives).
 
-`collectives.py` names them all; `ring.py` and `tree.py` hold the algorithms; `group.py` has the
-rank within its group, and messages between two ranks. `messages.py` lists who sends what to whom in
-each algorithm and simulates it; `coalesced.py` broadcasts many tensors in a few messages.
+`collectives.py` names them all; `ring.py`, `tree.py`, `halving.py` and `hierarchical.py` hold the
+algorithms; `group.py` has the rank within its group, and messages between two ranks. `messages.py`
+lists who sends what to whom in each algorithm and simulates it; `coalesced.py` broadcasts many
+tensors in a few messages.
 """
 
 from course_lib.collectives.collectives import (
@@ -15,6 +16,8 @@ from course_lib.collectives.collectives import (
     reduce_scatter,
     scatter,
 )
+from course_lib.collectives.halving import halving_doubling_all_reduce
+from course_lib.collectives.hierarchical import hierarchical_all_reduce
 from course_lib.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from course_lib.collectives.tree import (
     barrier,
@@ -31,6 +34,8 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather",
+    "halving_doubling_all_reduce",
+    "hierarchical_all_reduce",
     "recursive_doubling_all_reduce",
     "reduce",
     "reduce_scatter",

@@ -89,7 +89,8 @@ def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None) -> Tensor:
     """Sum over the group, in place, on every rank: by doubling if small, else on the ring.
 
     Latency dominates for a small tensor, bandwidth for a large one;
-    `course_lib.cost.network.crossover_bytes` computes where the ring becomes faster.
+    `course_lib.cost.network.crossover_bytes` computes where the ring becomes faster. The ring takes
+    any number of ranks, and each of its messages goes to a neighbor.
 
     Cost:    see recursive_doubling_all_reduce (up to SMALL_BYTES) and ring_all_reduce
     Adjoint: all_reduce (of op="sum")

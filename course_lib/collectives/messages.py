@@ -6,7 +6,7 @@ stepper draws this list, and `simulate` gives every message its time on the link
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -19,13 +19,15 @@ from course_lib.cost.network import num_doublings
 class Message:
     """One message: in `step` (from 1), `sender` sends its `shard`; the receiver adds or stores it.
 
-    It lands in the receiver's shard of the same index, or in `to_shard`.
+    It lands in the receiver's shard of the same index, or in `to_shard`. With `num_shards` it
+    carries that many consecutive shards, the first of which is `shard`.
     """
 
     step: int
     sender: int
     receiver: int
     shard: int = 0
+    num_shards: int = 1
     num_bytes: float = 0.0
     adds: bool = False
     to_shard: int | None = None
@@ -34,6 +36,13 @@ class Message:
     def target_shard(self) -> int:
         """Index of the receiver's shard where it lands."""
         return self.shard if self.to_shard is None else self.to_shard
+
+    def one_by_one(self) -> list["Message"]:
+        """Return a message for each shard that it carries: pictures draw an arrow for each."""
+        return [
+            replace(self, shard=shard, num_shards=1, num_bytes=self.num_bytes / self.num_shards)
+            for shard in range(self.shard, self.shard + self.num_shards)
+        ]
 
 
 # --- rings
@@ -120,6 +129,109 @@ def recursive_doubling_messages(p: int, num_bytes: float = 0.0) -> list[Message]
     return fold + swaps + unfold
 
 
+def halving_doubling_messages(p: int, num_bytes: float = 0.0) -> list[Message]:
+    """List log2(p) rounds that halve the part to be summed, and as many that send the sums back.
+
+    In round k, rank r keeps the half of its part that bit k of r selects; the rank 2**k away keeps
+    the other one. The second half of the rounds is the first one backwards. Ranks past the largest
+    power of two send theirs first, and receive the sum last.
+    """
+    core = 1 << (p.bit_length() - 1)
+    num_rounds = num_doublings(core)
+    fold = [
+        Message(
+            step=1,
+            sender=rank,
+            receiver=rank - core,
+            num_shards=core,
+            num_bytes=num_bytes,
+            adds=True,
+        )
+        for rank in range(core, p)
+    ]
+    first = 2 if fold else 1
+    halve = [
+        Message(
+            step=first + k,
+            sender=rank,
+            receiver=rank ^ 2**k,
+            shard=first_shard(rank ^ 2**k, k + 1, core),
+            num_shards=core >> (k + 1),
+            num_bytes=num_bytes / 2 ** (k + 1),
+            adds=True,
+        )
+        for k in range(num_rounds)
+        for rank in range(core)
+    ]
+    last = first + 2 * num_rounds
+    return fold + halve + _sent_back(halve, first + last - 1) + _sent_back(fold, last + 1)
+
+
+def first_shard(rank: int, num_rounds: int, p: int) -> int:
+    """Return where a rank's part begins after so many halvings of p shards: bit 0 decides first."""
+    return sum((p >> (k + 1)) * (rank >> k & 1) for k in range(num_rounds))
+
+
+def _sent_back(messages: Iterable[Message], both_steps: int) -> list[Message]:
+    """Return the answers: the receiver sends back what it has summed up, the last one first.
+
+    The steps of a message and its answer add up to `both_steps`.
+    """
+    return [
+        replace(
+            message,
+            step=both_steps - message.step,
+            sender=message.receiver,
+            receiver=message.sender,
+            adds=False,
+        )
+        for message in messages
+    ]
+
+
+# --- two levels
+
+
+def hierarchical_all_reduce_messages(
+    p: int, num_bytes: float = 0.0, *, ranks_per_node: int
+) -> list[Message]:
+    """List a reduce-scatter inside each node, an all-reduce across nodes, an all-gather inside.
+
+    Each of the three is a ring; the ring across nodes has one rank of each node, and sums one of
+    `ranks_per_node` parts. Need p to be a multiple of `ranks_per_node`.
+    """
+    num_nodes = p // ranks_per_node
+    inside = [range(first, first + ranks_per_node) for first in range(0, p, ranks_per_node)]
+    across = [range(local, p, ranks_per_node) for local in range(ranks_per_node)]
+    scatter = ring_reduce_scatter_messages(ranks_per_node, num_bytes)
+    reduce = ring_all_reduce_messages(num_nodes, num_bytes / ranks_per_node)
+    gather = ring_all_gather_messages(ranks_per_node, num_bytes)
+    done = ranks_per_node - 1, ranks_per_node - 1 + 2 * (num_nodes - 1)
+    return [
+        *(_among(ranks, m, 0, 0, num_nodes) for ranks in inside for m in scatter),
+        *(
+            _among(ranks, m, done[0], num_nodes * local, 1)
+            for local, ranks in enumerate(across)
+            for m in reduce
+        ),
+        *(_among(ranks, m, done[1], 0, num_nodes) for ranks in inside for m in gather),
+    ]
+
+
+def _among(
+    ranks: Sequence[int], message: Message, steps: int, first: int, num_shards: int
+) -> Message:
+    """Return a message of a ring of `ranks`, after so many steps; its shards are this long."""
+    return replace(
+        message,
+        step=steps + message.step,
+        sender=ranks[message.sender],
+        receiver=ranks[message.receiver],
+        shard=first + num_shards * message.shard,
+        num_shards=num_shards,
+    )
+
+
 # --- one by one
 
 
@@ -172,6 +284,21 @@ def _both_ends(m: Message, start_s: float, end_s: float) -> list[Event]:
         )
         for rank, kind, word, peer in ends
     ]
+
+
+def busiest_wire_bytes(messages: Iterable[Message], p: int) -> float:
+    """Return the bytes over the busiest wire, summed over the steps, if ranks stand in a circle.
+
+    Each rank has a wire to its right neighbor and one to its left; a message takes the shorter way,
+    and messages of one step that need the same wire share it.
+    """
+    loads: dict[int, dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
+    for m in messages:
+        to_the_right = (m.receiver - m.sender) % p
+        way = 1 if to_the_right <= p - to_the_right else -1
+        for hop in range(min(to_the_right, p - to_the_right)):
+            loads[m.step][(m.sender + way * hop) % p, way] += m.num_bytes
+    return sum((max(by_wire.values()) for by_wire in loads.values()), 0.0)
 
 
 def end_of(events: Iterable[Event]) -> float:

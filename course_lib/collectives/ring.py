@@ -47,7 +47,7 @@ def ring_reduce_scatter(tensor: Tensor, op: str = "sum", group: Group = None) ->
     if member.size == 1:
         return shards[0].clone()
     totals = [torch.empty_like(shard) for shard in shards]
-    _run(reduce_scatter_steps(member.rank, member.size), shards, totals, op, member)
+    run_steps(reduce_scatter_steps(member.rank, member.size), shards, totals, op, member)
     return totals[member.rank]
 
 
@@ -69,7 +69,7 @@ def ring_all_gather(shard: Tensor, out: Tensor | None = None, group: Group = Non
     shards = whole.tensor_split(member.size)  # p views of [n/p, ...]
     shards[member.rank].copy_(shard.detach())
     steps = all_gather_steps(member.rank, member.size)
-    _run(steps, shards, shards, "sum", member, piece_bytes=max(1, whole.nbytes))  # no pieces
+    run_steps(steps, shards, shards, "sum", member, piece_bytes=max(1, whole.nbytes))  # no pieces
     return out if whole.data_ptr() == out.data_ptr() else out.copy_(whole)
 
 
@@ -90,7 +90,7 @@ def ring_all_reduce(
     with flat_view(tensor) as flat:  # [numel]
         shards = flat.tensor_split(p)  # p views of [numel/p]
         steps = reduce_scatter_steps(rank, p) + all_gather_steps(rank, p)
-        _run(steps, shards, shards, op, member, piece_bytes)
+        run_steps(steps, shards, shards, op, member, piece_bytes)
     return tensor
 
 
@@ -122,7 +122,7 @@ def all_gather_steps(rank: int, p: int) -> list[RingStep]:
     ]
 
 
-def _run(
+def run_steps(
     steps: list[RingStep],
     shards: Sequence[Tensor],
     totals: Sequence[Tensor],

@@ -1,20 +1,31 @@
 # %% [markdown]
-# # 04 Collectives: how ranks talk
+# # 04 Collectives: how ranks communicate
 #
-# Every way of training on many devices comes down to a few conversations: *tell everyone*, *add
-# everything up*, *deal it out*. Here you build them from the only two words a wire knows, `send`
-# and `recv`. Each time you **predict** what it costs, **run** it on real ranks, and **compare**.
+# **Question.** How do many ranks copy, sum and exchange tensors, and how long does it take?
+#
+# Distributed training is built from a few collective operations. Here you write them with `send`
+# and `recv` only. Each time you **predict** the cost, **run** it on real ranks, and **compare**.
+#
+# *After this lesson you can*
+#
+# - write the usual collectives from messages, without a deadlock;
+# - derive their cost, and say which all-reduce is fastest at which size;
+# - say why libraries build rings, trees and hierarchies;
+# - measure $\alpha$ and $\beta$ of a machine, and read a bus bandwidth.
+#
+# **Prerequisites:** lesson 00. **Time:** about 80 minutes of reading, 75 minutes for the
+# exercises; there is a break after section 4.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
-# | $p$ | `p` | how many ranks talk |
+# | $p$ | `p` | number of ranks that communicate |
 # | $n$ | `n` | bytes of the whole tensor |
-# | $\alpha$ | `link.latency_s` | seconds until a message begins to arrive |
-# | $\beta$ | `link.bytes_per_s` | bytes a second, once it flows |
-# | $r$ | `rank` | which rank am I, $0 \dots p-1$ |
+# | $\alpha$ | `link.latency_s` | latency: seconds until a message arrives |
+# | $\beta$ | `link.bytes_per_s` | bandwidth, bytes/s; in papers $\beta$ is often its inverse |
+# | $r$ | `rank` | number of this rank, $0 \dots p-1$ |
 #
-# One message of $n$ bytes takes $\alpha + n/\beta$ seconds. That is all the theory there is.
-# (A message is a contiguous tensor, and so are all the tensors that you get here.)
+# **The alpha-beta model:** a message of $n$ bytes takes $\alpha+n/\beta$ seconds; a rank sends
+# one and receives one at a time; adding is free. (All tensors that you get here are contiguous.)
 
 # %%
 # %load_ext course_lib.ranks
@@ -26,22 +37,24 @@ import torch.distributed as dist
 
 from course_lib.checks import check
 from course_lib.collectives import messages
-from course_lib.core import Link
+from course_lib.core import Link, TwoLevelLink
 from course_lib.cost import bandwidth, network
-from course_lib.display import YES_NO, Voices, compare, explore, predict, reveal, show, stepper
+from course_lib.display import YES_NO, Voices, claim, compare, predict, reveal, show, stepper, wires
 from course_lib.ranks import RankError, Ranks
 
 # %% [markdown]
 # ## 1 One sender, seven friends
 #
-# You want to give 5 MB of pictures to seven friends. Your uplink carries 1 MB/s, and latency does
-# not matter. After how many seconds does the last friend have them? Sending to all *at once* does
-# not help: the same bytes leave through the same wire. But a friend who has the pictures owns an
-# uplink too: when are you done if everyone who has them helps?
+# You send 5 MB of pictures to seven friends. Your uplink carries 1 MB/s, and latency does not
+# matter. After how many seconds does the last friend have them? Sending to all *at once* does not
+# help: the same bytes leave through the same wire. But a friend who has the pictures has an
+# uplink, too: how long does it take if everyone who has them helps?
 
 # %% tags=["predict"]
 guess_alone = predict("until all seven have the pictures, from you alone", unit="s")
+### GUESS guess_alone.commit(35)
 guess_helped = predict("until all seven have them, if everyone helps", unit="s")
+### GUESS guess_helped.commit(20)
 
 
 # %%
@@ -50,7 +63,7 @@ def star_broadcast_s(n, p, link):
 
 
 def tree_broadcast_s(n, p, link):
-    num_rounds = (p - 1).bit_length()  # 1, 2, 4, 8 ... know: log2(p), rounded up
+    num_rounds = (p - 1).bit_length()  # 1, 2, 4, 8 ... have it: log2(p), rounded up
     return num_rounds * (link.latency_s + n / link.bytes_per_s)
 
 
@@ -58,25 +71,22 @@ uplink = Link(latency_s=0.0, bytes_per_s=1e6)
 reveal(guess_alone, star_broadcast_s(5e6, 8, uplink))
 reveal(guess_helped, tree_broadcast_s(5e6, 8, uplink))
 
-# %% tags=["picture"]
-from course_lib.display import timelines
-
-# that was the formula; a second voice, the simulation, moves every message and looks at the clock
+# %%
+# that was the formula; the second voice, a simulation, gives every message its time on the link
 runs = {
     "one sender": messages.simulate(messages.star_broadcast_messages(8, 5e6), uplink),
     "everyone helps": messages.simulate(messages.tree_broadcast_messages(8, 5e6), uplink),
 }
 alone_s, helped_s = (messages.end_of(events) for events in runs.values())
-title = f"Helping ends after {helped_s:g} s, one sender alone after {alone_s:g} s"
-show(timelines(runs, title), alt=f"{title}: three rounds in place of seven messages")
+print(f"simulated: {helped_s:g} s if everyone helps, {alone_s:g} s with one sender")
 
 
 # %%
 def tree_broadcast(x, root=0):
-    """The third voice: real ranks. This is the whole algorithm."""
+    """Copy the root's x to all ranks, in place. The third voice: real ranks."""
     rank, p = dist.get_rank(), dist.get_world_size()
     mine = (rank - root) % p  # my number, counted from the root
-    have = 1  # how many have it so far
+    have = 1  # how many ranks have it so far
     while have < p:
         if mine < have and mine + have < p:
             dist.send(x, (rank + have) % p)
@@ -86,22 +96,16 @@ def tree_broadcast(x, root=0):
     return x
 
 
-# %% tags=["check"]
-def same_as_torch(rank):
-    ours, theirs = torch.full((5,), 10.0**rank), torch.full((5,), 10.0**rank)
-    dist.broadcast(theirs, src=2)
-    return torch.equal(tree_broadcast(ours, root=2), theirs)
-
-
-print("equal to torch.distributed:", ranks.run(same_as_torch))
+print("from rank 2:", ranks.run(lambda rank: tree_broadcast(torch.tensor(rank), root=2).item()))
 
 # %% [markdown]
-# ### Exercise 1: the tree, backwards
+# ### Exercise 1 (core): the tree, backwards
 #
-# Run the film backwards and you have a **reduce**: ranks hand in their sums, and the root ends up
-# with the total. Budget: every rank sends at most once, nobody receives more than
-# $\lceil\log_2 p\rceil$ times, and all is done in as many rounds. x has any shape (also `[]`) and
-# dtype, and stays as it is; the sum is a new tensor, in every call. About 7 lines, 10 minutes.
+# The same messages in reverse order and direction are a **reduce**: every rank sends what it has
+# summed up, and the root ends with the total. Budget: every rank sends at most once, receives at
+# most $\lceil\log_2 p\rceil$ times, and all is done in as many rounds. x has any shape (also
+# `[]`) and dtype, and stays as it is; the sum is a new tensor, in every call. About 7 lines, 10
+# minutes.
 #
 # <details><summary>Hint: a rank is missing in my sum</summary>
 # The last round of the broadcast is the first one here: start with the largest <code>have</code>,
@@ -115,7 +119,7 @@ def tree_reduce(x, root=0):
     rank, p = dist.get_rank(), dist.get_world_size()
     mine = (rank - root) % p  # my number, counted from the root
     total, incoming = x.clone(), torch.empty_like(x)
-    ### BEGIN SOLUTION: hand sums in, the farthest ranks first
+    ### BEGIN SOLUTION: send the sums, the farthest ranks first
     for k in reversed(range((p - 1).bit_length())):
         have = 2**k
         if have <= mine < 2 * have:
@@ -131,20 +135,19 @@ def tree_reduce(x, root=0):
 check("collectives-1", tree_reduce)
 
 # %% [markdown]
-# **A tree needs $\lceil\log_2 p\rceil$ rounds, and each round moves the whole tensor.**
+# **A binomial tree takes $\lceil\log_2 p\rceil$ rounds, and each round sends the whole tensor.**
 #
-# ## 2 Everyone talks at once
+# ## 2 Everyone sends at once
 #
-# From now on all ranks stand in a circle and everyone passes something to the right. The obvious
-# program: first send to the right, then receive from the left. Does it finish?
+# From now on the ranks form a circle, and every rank passes something to its right neighbour. The
+# obvious program: first send to the right, then receive from the left. Does it finish?
 
 # %% tags=["predict"]
 guess_finishes = predict("does it finish?", choices=YES_NO)
+### GUESS guess_finishes.commit("yes")
+
 
 # %% tags=["failure", "raises-exception"]
-from course_lib.display import waiting
-
-
 def send_then_receive(rank):
     x, incoming = torch.full((3,), 10.0**rank), torch.empty(3)
     dist.send(x, (rank + 1) % 4)
@@ -153,22 +156,20 @@ def send_then_receive(rank):
 
 try:
     ranks.run(send_then_receive)
-except RankError as hang:
+except RankError:
     reveal(guess_finishes, "no")
-    show(waiting(hang.waits, 4), alt=f"{len(hang.waits)} ranks in a circle, each waits in send")
     raise
 
 # %% [markdown]
-# `send` returns when the receiver has taken the message. All four wait for a receiver, and all four
-# receivers come later in the program. No rank is wrong by itself; the *circle* is wrong.
-# (Networks that buffer small messages hide this until the tensors grow.)
+# This is a **deadlock**. Here `send` returns when the receiver has taken the message. All four
+# ranks wait for their receiver, which would call `recv` only after its own `send`. (Libraries
+# that buffer small messages hide this until the tensors grow.)
 #
-# ### Exercise 2: break the circle
+# ### Exercise 2 (core): break the circle
 #
-# Pass x to the right, on two or more ranks, odd or even; x stays as it is. Budget: one message a
-# rank, all of them in one round, so no rank waits for one of its messages before it has started
-# the other. `dist.isend` and `dist.irecv` start a message and return at once; `.wait()` waits for
-# its end. About 4 lines.
+# Pass x to the right, on two or more ranks, odd or even; x stays as it is. Budget: one message
+# per rank, all of them in one round. `dist.isend` and `dist.irecv` start a message and return at
+# once; `.wait()` blocks until it is complete. About 4 lines, 5 minutes.
 #
 # <details><summary>Hint: it hangs all the same</summary>
 # Start <em>both</em> messages before the first <code>.wait()</code>, and keep both handles: a
@@ -194,18 +195,18 @@ def pass_right(x):
 check("collectives-2", pass_right)
 
 # %% [markdown]
-# **Start what can be started, then wait: no circle can form.** The `exchange` below does just that,
-# and everything from here on is made of it.
+# **If every rank starts its send and its receive of a step before it waits for either, the step
+# cannot deadlock.** The `exchange` below does this.
 #
 # ## 3 Reduce-scatter on a ring
 #
-# Each of 4 ranks holds a gradient of $n$ bytes, cut into 4 shards. We want rank $r$ to end up with
-# shard $r$ of the *sum*. A tree to one rank would leave most wires idle. Instead every rank sends
-# one shard to its right, all at the same time; the receiver adds its own and passes it on. What
-# part of $n$ has each rank sent in the end?
+# Each of 4 ranks holds a gradient of $n$ bytes, cut into 4 shards. In the end, rank $r$ should
+# hold shard $r$ of the *sum*. All ranks send one shard to the right at the same time; the
+# receiver adds its own and passes the sum on. What part of $n$ does each rank send in total?
 
 # %% tags=["predict"]
 guess_part = predict("bytes each of 4 ranks sends, as a part of n (like 1/2)")
+### GUESS guess_part.commit("1/4")
 
 
 # %%
@@ -225,26 +226,23 @@ def ring_reduce_scatter(x):
     return shards[rank].clone()
 
 
-# %% tags=["check"]
-def shard_of_sum(rank):
-    return ring_reduce_scatter(torch.full((4,), 10.0**rank)).tolist()
-
-
-print("sum of 1, 10, 100 and 1000, in shards:", ranks.run(shard_of_sum))
-
 # %% tags=["picture"]
 from course_lib.display import frames_from_messages, own_everything
 
+parts = ranks.run(lambda rank: ring_reduce_scatter(torch.full((4,), 10.0**rank)).tolist())
+print("sum of 1, 10, 100 and 1000, in shards:", parts)
 sent = sum(e.num_bytes for e in ranks.events if (e.rank, e.kind) == (0, "send"))
 reveal(guess_part, sent / 16)  # x was 4 numbers of 4 bytes
 frames = frames_from_messages(messages.ring_reduce_scatter_messages(4), own_everything(4))
-stepper(frames, "Every wire carries one shard in every step, and the sums grow on the way")
+stepper(frames, "Every rank sends one shard in every step, and the sums grow on the way")
 
 # %% [markdown]
-# Every shard visits all ranks, so it is sent $p-1$ times: $\frac{p-1}{p}\,n$ bytes a rank.
+# Each shard has to pass all ranks, which takes $p-1$ steps. A rank sends $n/p$ bytes in each of
+# them: $\frac{p-1}{p}\,n$ bytes per rank.
 #
-# **Break it.** Be off by one: add what arrives to the *next* shard. Each rank brings $10^r$, so the
-# digits of a wrong sum say who was counted how often. Set `fault=0` to mend it.
+# **Break it.** An index is off by one: what arrives is added to the *next* shard. Each rank
+# brings $10^r$, so the digits of a wrong sum say which rank was counted how often. Set `fault=0`
+# to mend it.
 
 
 # %% tags=["failure"]
@@ -261,13 +259,14 @@ for rank, shards in enumerate(ranks.run(off_by_one)):
     print(f"rank {rank} holds {shards}; its own shard should be 1111")
 
 # %% [markdown]
-# No error, no hang, only wrong numbers: a training run would go on with them for a week.
+# No error, no hang, only wrong numbers.
 #
-# ### Exercise 3: all-gather
+# ### Exercise 3 (core): all-gather
 #
-# Now every rank owns one shard and all want all of them, in the order of the ranks. Same ring, same
-# bytes, but what arrives is stored, not added, and passed on in the next step. Budget: $p-1$
-# messages a rank, one shard each, to the right neighbour only, in $p-1$ rounds. About 4 lines.
+# Now every rank has one shard, and all ranks need all of them, in the order of the ranks: the
+# same ring, but what arrives is stored, not added, and sent on in the next step. Budget: $p-1$
+# messages per rank, one shard each, to the right neighbour only, in $p-1$ rounds. About 4 lines,
+# 15 minutes.
 #
 # <details><summary>Hint: zeros are left over</summary>
 # In step 1 you send your own shard. What you send in step 2 is what came in step 1.
@@ -293,16 +292,18 @@ def gather_on_ring(shard):
 check("collectives-3", gather_on_ring)
 
 # %% [markdown]
-# **Around a ring, each rank sends $\frac{p-1}{p}\,n$ bytes in $p-1$ steps, to add or to copy.**
+# **On a ring, a reduce-scatter or an all-gather sends $\frac{p-1}{p}\,n$ bytes per rank, in $p-1$
+# steps.**
 #
 # ## 4 All-reduce
 #
-# Data-parallel training adds up the gradients of all ranks and gives everyone the sum. You have
-# both halves already; put one after the other. How do the bytes that *each rank* sends change when
-# $p$ grows from 4 to 4,000?
+# Data-parallel training gives every rank the sum of all gradients. You have both halves of this
+# all-reduce already. By what factor do the bytes that *each rank* sends grow when $p$ grows from
+# 4 to 4,000?
 
 # %% tags=["predict"]
 guess_growth = predict("p from 4 to 4,000: the bytes of each rank grow by a factor of")
+### GUESS guess_growth.commit(1000)
 
 # %%
 from course_lib.collectives import ring_all_gather, ring_reduce_scatter
@@ -317,33 +318,26 @@ def bytes_per_rank(p):
 
 
 reveal(guess_growth, bytes_per_rank(4000) / bytes_per_rank(4))
-frames = frames_from_messages(messages.ring_all_reduce_messages(4), own_everything(4))
-stepper(frames, "All-reduce: three steps add, three steps copy")
 
 
-# %% tags=["picture"]
+# %%
 def sent_by_rank_0(p, n=4 * 1200):
     with Ranks(p) as few:
         few.run(lambda rank: ring_all_reduce(torch.zeros(n // 4)))
         return sum(e.num_bytes for e in few.events if (e.rank, e.kind) == (0, "send")) / n
 
 
-p_values = [1, 2, 3, 4, 5, 6]
-on_paper = [messages.ring_all_reduce_messages(p, 1.0) for p in p_values]
-simulated = [sum(m.num_bytes for m in moves if m.sender == 0) for moves in on_paper]
-measured = [sent_by_rank_0(p) for p in p_values]
-voices = Voices(formula=bytes_per_rank, simulation=simulated, measurement=measured)
-title = "However many ranks there are, each sends less than 2 n bytes"
-figure = compare(p_values, voices, title, x_label="ranks p", y_label="bytes sent by a rank, in n")
-show(figure, alt=f"{title}: {measured[-1]:.2f} n on {p_values[-1]} ranks; the voices agree")
+for p in range(1, 7):
+    print(f"{p} ranks: formula {bytes_per_rank(p):.3f} n, counted {sent_by_rank_0(p):.3f} n")
 
 # %% [markdown]
-# ### Exercise 4: the mean
+# ### Exercise 4 (core): the mean
 #
 # What data parallelism needs is the *mean*, in place, for floats of any length (10 numbers on 4
 # ranks are shards of 3, 3, 2 and 2). Call the two halves; `out=x` tells the all-gather where the
-# shards belong. Budget: $2(p-1)$ messages, $2\frac{p-1}{p}n$ bytes; where shards differ, that is
-# the mean over the ranks, and each sends the shards' own bytes, no padding. About 2 lines.
+# shards belong. Budget: $2(p-1)$ messages and $2\frac{p-1}{p}n$ bytes per rank; where shards
+# differ, that is the mean over the ranks, and each sends the shards' own bytes, no padding. About
+# 2 lines, 5 minutes.
 #
 # <details><summary>Hint: where does the division belong?</summary>
 # Where the sum is complete and still small: between the two halves, on one shard.
@@ -364,43 +358,25 @@ def mean_all_reduce(x):
 check("collectives-4", mean_all_reduce)
 
 # %% [markdown]
-# **All-reduce = reduce-scatter + all-gather: $2\frac{p-1}{p}\,n$ bytes a rank, $2(p-1)$ steps.**
+# **All-reduce = reduce-scatter + all-gather. On a ring: $2\frac{p-1}{p}\,n$ bytes per rank,
+# $2(p-1)$ steps.** Patarasuk and Yuan (2009) prove that ranks cannot do it with fewer bytes.
 #
-# ## 5 When does the ring lose?
+# *A good place for a break.*
 #
-# Few bytes, but many steps, and every step pays $\alpha$.
+# ## 5 Fewer messages
 #
-# ### Exercise 5: the price of the ring
+# A ring sends one shard of $n/p$ bytes in each of $2(p-1)$ steps. So it takes
+# $2(p-1)(\alpha+\frac{n}{p\beta})$ seconds: for a small tensor, almost all of it is latency. Its
+# rival is **recursive doubling**: exchange sums with the rank 1 away, then 2 away, then 4. After
+# $\log_2{p}$ rounds every rank has the whole sum; but each round sends the whole tensor:
+# $\log_2{p}\,(\alpha+n/\beta)$. (`rank ^ 4` flips one bit: the partner 4 away.)
 #
-# Write it down, in the style of `tree_broadcast_s`. One line.
-#
-# <details><summary>Hint: how large is a message?</summary>
-# One shard, $n/p$ bytes. And there are two halves of $p-1$ steps each.
-# </details>
-
-
-# %% tags=["exercise"] exercise="collectives-5"
-def ring_all_reduce_s(n, p, link):
-    """Seconds of a ring all-reduce of n bytes on p ranks."""
-    ### BEGIN SOLUTION: how many steps, how many bytes in each?
-    return 2 * (p - 1) * (link.latency_s + n / p / link.bytes_per_s)
-    ### END SOLUTION
-
-
-# %% tags=["check"] exercise="collectives-5"
-check("collectives-5", ring_all_reduce_s)
-
-# %% [markdown]
-# The rival is **recursive doubling**: swap sums with the rank 1 away, then 2 away, then 4. After
-# $\log_2 p$ rounds everyone has everything; but each round carries the whole tensor. (In the code
-# `rank ^ 4` flips one bit of the rank's number: the partner 4 away, seen from both sides.)
-#
-# Four real ranks get a slow wire: a message really takes $\alpha + n/\beta$, while the CPU is free.
-# Small tensors are faster by doubling, large ones around the ring. From which size on?
+# Four real ranks get an emulated slow wire. From which size on is the ring faster than doubling?
 
 # %% tags=["predict"]
 wire = Link(name="slow wire", latency_s=10e-3, bytes_per_s=20e6)
-guess_crossover = predict(f"over a {wire}, 4 ranks: the ring wins from", unit="MB")
+guess_crossover = predict(f"over a {wire}, 4 ranks: the ring is faster from", unit="MB")
+### GUESS guess_crossover.commit(1)
 
 
 # %%
@@ -413,152 +389,232 @@ def doubling_all_reduce(x):
     return x
 
 
-def seconds(rank, all_reduce, n, times=3):
-    x, moments = torch.ones(n // 4), []
-    for _ in range(times + 2):  # the first call warms up
-        all_reduce(x)
-        moments.append(time.perf_counter())
-    return [end_s - start_s for start_s, end_s in pairwise(moments)][1:]
-
-
-# %%
-from course_lib.collectives import ring_all_reduce
-
-slow_ranks, sizes = Ranks(4, link=wire), [2**k for k in range(14, 23, 2)]
-
-
-def three_voices(cost_s, build, all_reduce):
-    played = [messages.end_of(messages.simulate(build(4, n), wire)) for n in sizes]
-    timed = [slow_ranks.run(seconds, all_reduce, n)[0] for n in sizes]
-    return Voices(formula=lambda n: cost_s(n, 4, wire), simulation=played, measurement=timed)
-
-
-ring = network.ring_all_reduce_s, messages.ring_all_reduce_messages
-doubling = network.recursive_doubling_all_reduce_s, messages.recursive_doubling_messages
-curves = {"ring": three_voices(*ring, ring_all_reduce)}
-curves["doubling"] = three_voices(*doubling, doubling_all_reduce)
-
-# %% tags=["picture"]
-wins_from = network.crossover_bytes(4, wire) / 1e6
-reveal(guess_crossover, wins_from)
-title = f"The ring wins from {wins_from:.2g} MB on"
-axes = {"x_label": "tensor (bytes)", "y_label": "time (s)", "log": True}
-figure = compare(sizes, curves, title, note=f"emulated {wire}", **axes)
-show(figure, alt=f"{title}; formula, simulation and four real ranks agree")
-
-
-# %% tags=["picture"]
-def finding(p, latency_us, gb_per_s):
-    link = Link(latency_s=latency_us * 1e-6, bytes_per_s=gb_per_s * 1e9)
-    return f"{p} ranks: the ring wins from {network.crossover_bytes(p, link) / 1e6:.3g} MB on"
-
-
-def on_a_wire(p, latency_us, gb_per_s):
-    link = Link(latency_s=latency_us * 1e-6, bytes_per_s=gb_per_s * 1e9)
-    ring = Voices(formula=lambda n: network.ring_all_reduce_s(n, p, link))
-    doubling = Voices(formula=lambda n: network.recursive_doubling_all_reduce_s(n, p, link))
-    title = finding(p, latency_us, gb_per_s)
-    return compare([1e3, 1e10], {"ring": ring, "doubling": doubling}, title, **axes)
-
-
-wires = {"latency_us": ([1, 5, 20, 100], 5), "gb_per_s": ([1, 25, 100, 300], 25)}
-explore(on_a_wire, finding, p=(3, 64, 8), **wires)
+reveal(guess_crossover, network.crossover_bytes(4, wire) / 1e6)
 
 # %% [markdown]
-# **Small tensors: count the messages. Large tensors: count the bytes.** The course's `all_reduce`
-# picks by size.
+# **Halving-doubling** has the ring's bytes in few rounds (Thakur, Rabenseifner and Gropp 2005).
+# Two partners split the part that both still have to sum: each *keeps one half, sends the other*
+# and adds what it gets. So the messages shrink: $n/2$, $n/4$ ... After $\log_2{p}$ rounds each
+# rank has the sum of one shard. The same exchanges backwards, now of sums, double what a rank has
+# until x is complete.
+
+# %% tags=["picture"]
+moves = [one for m in messages.halving_doubling_messages(4) for one in m.one_by_one()]
+frames = frames_from_messages(moves, own_everything(4))
+stepper(frames, "Halving-doubling: two rounds halve and add, two rounds send the sums back")
+
+# %% [markdown]
+# Its bytes: $2(\frac{1}{2}+\frac{1}{4}+\dots+\frac{1}{p})n=2\frac{p-1}{p}n$, in $2\log_2{p}$
+# messages.
+#
+# ### Exercise 5 (further): all-reduce by halves
+#
+# Sum x over all ranks, in place, for $p=1,2,4,8\dots$ and x of one dimension, any length (halves
+# may differ, and may be empty) and any dtype. Budget: $2\log_2{p}$ messages per rank in as many
+# rounds, and $2\frac{p-1}{p}n$ bytes; where halves differ, that is the mean over the ranks. About
+# 10 lines, 25 minutes.
+#
+# <details><summary>Hint: which half do I keep?</summary>
+# Partners differ in one bit: where <code>rank & 2**k</code> is set, keep the high half.
+# </details>
+# <details><summary>Hint: right on 2 ranks, wrong on 4</summary>
+# The doubling starts with the <em>last</em> partner: list partner and both halves of each round,
+# and go through the list backwards.
+# </details>
+
+
+# %% tags=["exercise"] exercise="collectives-5"
+def all_reduce_by_halves(x):
+    """Replace x by its sum over all ranks, in place, and return it; p is 1, 2, 4, 8 ..."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    part, halvings = x, []  # the part of x that this rank still has to sum
+    ### BEGIN SOLUTION: halve your part and add, log2(p) times; then send the sums back
+    for k in range((p - 1).bit_length()):
+        partner = rank ^ 2**k
+        low, high = part.tensor_split(2)  # views of x
+        part, given = (high, low) if rank & 2**k else (low, high)
+        incoming = torch.empty_like(part)
+        exchange(given, partner, incoming, partner)
+        part += incoming
+        halvings.append((partner, part, given))
+    for partner, mine, theirs in reversed(halvings):
+        exchange(mine, partner, theirs, partner)
+    ### END SOLUTION
+    return x
+
+
+# %% tags=["check"] exercise="collectives-5"
+check("collectives-5", all_reduce_by_halves)
+
+
+# %% tags=["picture", "measured"]
+from course_lib.collectives import halving_doubling_all_reduce, lab, ring_all_reduce
+
+sizes = [2**k for k in range(14, 23, 2)]
+rivals = {"ring": ring_all_reduce, "doubling": doubling_all_reduce}
+rivals["halving-doubling"] = halving_doubling_all_reduce
+times_s = lab.race(Ranks(4, link=wire), rivals, sizes)
+ring, doubling, halving = ([min(times) for times in by_size] for by_size in times_s.values())
+claim("doubling is fastest at 16 KiB", doubling[0] < min(ring[0], halving[0]))
+claim("halving-doubling beats the ring at 256 KiB", halving[2] < ring[2])
+claim("halving-doubling beats doubling at 4 MiB", halving[4] < doubling[4])
+from_mb = network.crossover_bytes(4, wire, network.halving_doubling_all_reduce_s) / 1e6
+title = f"Doubling is fastest for small tensors, halving-doubling from {from_mb:.2g} MB on"
+show(wires.all_reduces(times_s, sizes, 4, wire, title), alt=f"{title}; the three voices agree")
+
+# %% tags=["picture"]
+print(wires.costs_table(8))
+wires.explore_all_reduces()  # it starts from NVLink inside a node of H100
+
+# %% [markdown]
+# **In this model, where $p\ge4$ is a power of two, recursive doubling is fastest for small
+# tensors and halving-doubling for larger ones; it beats the ring at every size.** (At $p=2$
+# halving-doubling and ring are equal.) Why do libraries build rings all the same?
+#
+# - **Shared links.** The model gives each pair of ranks a wire of its own. If the ranks are wired
+#   in a circle, messages to ranks 4 away share four wires (the table's last column). Patarasuk
+#   and Yuan (2009) design their ring so that no two messages share a link, on almost any cluster.
+# - **Topology.** A ring can follow the machine: it enters and leaves each node once.
+# - **Pipelining.** The neighbours stay the same, so shards can flow in small pieces: one is added
+#   while the next one arrives.
+# - **Any $p$,** not only powers of two.
+#
+# NCCL runs several **rings** at once, over different links (Hu et al. 2025). Across nodes it can
+# use **double binary trees**: two trees sum half of the tensor each, and leaves of one are inner
+# nodes of the other, so that all links work and the depth is logarithmic (Sanders, Speck and
+# Träff 2009; Jeaugey 2019). With **NVLS** (NVLink SHARP, since H100) the NVLink switch itself
+# adds. NCCL chooses by size and topology, the course's `all_reduce` (doubling or ring) by size.
+#
+# ### Two levels of links
+#
+# A ring is as slow as its slowest link. With two nodes of two ranks, only one rank of each node
+# sends to the other node, in every step. A **hierarchical** all-reduce reduce-scatters inside
+# each node, all-reduces *across* nodes, where each rank sends its own part through its own port,
+# and all-gathers inside. How much faster is this?
+
+# %% tags=["predict"]
+inside = Link(name="a fast one", latency_s=1e-3, bytes_per_s=200e6)
+two_nodes = TwoLevelLink(inside=inside, outside=wire, ranks_per_node=2)
+guess_levels = predict(f"{two_nodes}; 4 MiB on 4 ranks: time of the ring / hierarchical")
+### GUESS guess_levels.commit(3)
+
+# %% tags=["picture", "measured"]
+from course_lib.collectives import hierarchical_all_reduce
+
+rivals = {"ring": ring_all_reduce}
+rivals["hierarchical"] = lambda x: hierarchical_all_reduce(x, ranks_per_node=2)
+times_s = lab.race(Ranks(4, link=two_nodes), rivals, sizes)
+flat_s, levels_s = (min(times[-1]) for times in times_s.values())  # 4 MiB
+reveal(guess_levels, flat_s / levels_s)
+claim("two levels are at least 1.8 times as fast at 4 MiB", flat_s > 1.8 * levels_s)
+title = f"At 4 MiB, two levels are {flat_s / levels_s:.1f} times as fast as a flat ring"
+show(wires.all_reduces(times_s, sizes, 4, two_nodes, title), alt=f"{title}, on 2 nodes of 2 ranks")
+
+# %% [markdown]
+# The ring's dots lie below its line: our ring sends a shard on before its last message has
+# arrived, so that latencies overlap. Formula and simulation take one step after the other.
+#
+# **Small tensors: count messages. Large tensors: count bytes, on the slowest and on shared
+# links.**
 #
 # ## 6 This machine
 #
-# No emulation now. Two processes on your machine swap tensors, both at once, as in every step of a
-# ring. What is $\alpha$ here? The two numbers you find know nothing of collectives; then they have
-# to predict our ring, in a race against gloo, PyTorch's own library for CPUs.
+# No emulation now. Two processes on your machine exchange tensors, as in every step of a ring.
+# What is $\alpha$ here? Then $\alpha$ and $\beta$ have to predict our ring, in a race against
+# gloo, PyTorch's library for CPUs.
 
 # %% tags=["predict"]
 guess_alpha = predict("alpha of this machine", unit="us")
+### GUESS guess_alpha.commit(50)
 
 
-# %%
+# %% tags=["measured"]
 def swaps(rank, num_bytes):
     mine, theirs = torch.ones(2, num_bytes, dtype=torch.uint8)
-    moments = []
+    ends_s = []
     for _ in range(15):
         exchange(mine, 1 - rank, theirs, 1 - rank)
-        moments.append(time.perf_counter())
-    return [end_s - start_s for start_s, end_s in pairwise(moments)][4:]  # the first warm up
+        ends_s.append(time.perf_counter())
+    return [end_s - start_s for start_s, end_s in pairwise(ends_s)][4:]  # the first warm up
 
 
 pair, sizes = Ranks(2), [2**k for k in range(10, 25, 2)]
-times_s = [pair.run(swaps, n)[0] for n in sizes]
-every = [(n, one) for n, some in zip(sizes, times_s, strict=True) for one in some]
-here = bandwidth.fit_link(*zip(*every, strict=True), name="this machine")
+fastest_s = [min(pair.run(swaps, n)[0]) for n in sizes]  # others waited for a core
+here = bandwidth.fit_link(sizes, fastest_s, name="this machine")
 reveal(guess_alpha, here.latency_s * 1e6)
+print(f"fitted to the fastest exchange of each size: {here}")
 
-# %% tags=["picture"]
-title = f"A swap of two messages takes what a wire of {here.latency_s * 1e6:.0f} us and "
-title += f"{here.bytes_per_s / 1e9:.1f} GB/s would"
-figure = compare(sizes, Voices(formula=here.time_s, measurement=times_s), title, **axes)
-show(figure, alt=f"{title}: the line is fitted to {len(every)} swaps")
-
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 sizes = [2**k for k in range(16, 26, 3)]
-ours, gloos = (
-    [pair.run(seconds, all_reduce, n, times=7)[0] for n in sizes]
-    for all_reduce in (ring_all_reduce, dist.all_reduce)
-)
-predicted = Voices(formula=lambda n: network.ring_all_reduce_s(n, 2, here), measurement=ours)
-ratio = sorted(gloos[-1])[3] / sorted(ours[-1])[3]
-title = f"At {sizes[-1] / 1e6:.0f} MB our ring has {ratio:.2f} of gloo's bandwidth on 2 ranks"
-curves = {"our ring": predicted, "gloo": Voices(measurement=gloos)}
-show(compare(sizes, curves, title, **axes), alt=f"{title}; the line knows only the swaps")
+times_s = lab.race(pair, {"our ring": ring_all_reduce, "gloo": dist.all_reduce}, sizes, 9)
+predicted_s = [network.ring_all_reduce_s(n, 2, here) for n in sizes]
+ours = Voices(formula=predicted_s, measurement=times_s["our ring"])
+ratios = [min(t) / s for t, s in zip(times_s["our ring"], predicted_s, strict=True)]
+title = f"Our ring's fastest calls take {min(ratios):.1f} to {max(ratios):.1f} times the prediction"
+curves = {"our ring": ours, "gloo": Voices(measurement=times_s["gloo"])}
+axes = {"x_label": "tensor (bytes)", "y_label": "time (s)", "log": True}
+show(compare(sizes, curves, title, **axes), alt=f"{title} from single exchanges")
 
 # %% [markdown]
-# The formula takes adding as free, and gives each message a wire that is busy with nothing else.
-# Where dots lie above the line, you see what it left out.
+# Dots above the line show what the formula leaves out: adding, Python's own work, and ranks that
+# wait for a core.
 #
 # ## 7 How fast is the wire?
 #
-# Benchmarks of GPUs print a *bus bandwidth*, since $n/t$ alone falls with $p$ even on a perfect
-# wire. Published for 8 A100 GPUs: 17.18 GB all-reduced in 128 ms. How fast is each GPU's wire?
+# Benchmarks print a *bus bandwidth*: the bytes that a rank of a ring sends, divided by the time.
+# ($n/t$ falls with $p$, even on a perfect wire.) Published for 8 A100: an all-reduce of 17.18 GB
+# in 128 ms (S. Bekman, *Machine Learning Engineering*). How fast is each GPU's wire?
 
 # %% tags=["predict"]
 guess_speed = predict("speed of each GPU's wire", unit="GB/s")
+### GUESS guess_speed.commit(134)
 
-# %%
-n, time_s, p = 17_179_869_184, 0.127997, 8  # nccl-tests; stas00/ml-engineering, network/README.md
+# %% tags=["picture"]
+n, time_s, p = 17_179_869_184, 0.127997, 8  # nccl-tests; stas00/ml-engineering@744d01e
 factor = bandwidth.bus_factor("all_reduce", p)  # 2 (p - 1) / p: what a rank sends, in n
 reveal(guess_speed, factor * n / time_s / 1e9)
 print(f"n / t is {n / time_s / 1e9:.0f} GB/s; the factor is {factor}")
+for figure, finding in (wires.published_by_size(), wires.published_by_nodes()):
+    show(figure, alt=finding)
 
 # %% [markdown]
-# **Bus bandwidth = what each rank really sends, by time; compare that with the datasheet.**
+# One $\alpha$ and one $\beta$ roughly describe NCCL, too, although it has several protocols, for
+# small and large messages (Hu et al. 2025). On 8 H200 the bus bandwidth exceeds the data sheet's
+# 450 GB/s per direction: with NVLS a GPU sends each byte once, but the factor counts a ring's
+# bytes. The second picture's source names neither the algorithm nor the way of counting; a ring,
+# which pays $2(p-1)$ latencies, falls alike.
+#
+# **Bus bandwidth = the bytes that each rank of a ring sends, divided by time: compare it with a
+# link's bandwidth in one direction.**
 #
 # ## 8 The whole family
 #
 # | call | before | after | sent by a rank | backward |
 # |---|---|---|---|---|
-# | `broadcast` | root: x | all: x | $n$ a round | `reduce` |
-# | `reduce` | all: x | root: sum | $n$ a round | `broadcast` |
+# | `broadcast` | root: x | all: x | $n$ per round | `reduce` |
+# | `reduce` | all: x | root: sum | $n$, once | `broadcast` |
 # | `scatter` | root: x | $r$: shard $r$ | root $\frac{p-1}{p}n$ | `gather` |
 # | `gather` | $r$: shard $r$ | root: x | $\frac{1}{p}n$ | `scatter` |
 # | `all_gather` | $r$: shard $r$ | all: x | $\frac{p-1}{p}n$ | `reduce_scatter` |
 # | `reduce_scatter` | all: x | $r$: shard $r$ of sum | $\frac{p-1}{p}n$ | `all_gather` |
 # | `all_reduce` | all: x | all: sum | $2\frac{p-1}{p}n$ | `all_reduce` |
 # | `all_to_all` | $r$: one for each | $r$: one from each | $\frac{p-1}{p}n$ | `all_to_all` |
-# | `barrier` | | all know all came | about 0 | |
+# | `barrier` | | all know that all came | about 0 | |
 #
-# `course_lib.collectives` has them all, for any length and group, with sum, mean or max. The last
-# column is what a gradient needs on its way back; later lessons live on it.
+# All are in `course_lib.collectives`. The last column carries gradients back, if the loss is the
+# **sum of the losses of all ranks**: what a rank put into everybody's sum gets the sum of
+# everybody's gradients, an all-reduce. If instead all ranks compute *the same* loss and it counts
+# once, the backward of `all_reduce` is the identity: lesson 07 shows both with four numbers.
 #
-# ### Exercise 6: all-to-all
+# ### Exercise 6 (further): all-to-all
 #
-# Everyone has a letter for everyone: shard $s$ of rank $r$ goes to rank $s$, which files it under
-# $r$. Mixture-of-experts models route their tokens this way, so x is `[n]`
-# or `[n, d]`. Budget: $p-1$ messages a rank, one shard each, in $p-1$ rounds. About 4 lines.
+# Shard $s$ of rank $r$ goes to rank $s$, which stores it in place $r$. Mixture-of-experts models
+# route tokens this way, so x is `[n]` or `[n, d]`. Budget: $p-1$ messages per rank, one shard
+# each, in $p-1$ rounds. About 4 lines, 15 minutes.
 #
 # <details><summary>Hint: who sends to whom, and when?</summary>
-# In step 1 everyone sends to the neighbour one to the right and receives from the one to the left;
-# in step 2 to the one after that. Nobody is asked twice, and <code>exchange</code> cannot block.
+# In step 1 send to the rank 1 to the right and receive from the one 1 to the left; in step 2 use
+# those 2 away. No rank gets two messages in a step.
 # </details>
 
 
@@ -582,23 +638,15 @@ def all_to_all(x):
 check("collectives-6", all_to_all)
 
 # %% [markdown]
-# ## 9 Laboratory of mismatches
+# ## 9 The wrong order
 #
-# A collective is a promise: *all ranks make the same calls in the same order*. Break it. First the
-# shapes. (The course's ranks compare their calls before anything is sent; plain gloo would have
-# ended the process from within.) Then equal shapes, but rank 0 sums the loss first, and the others
-# the gradient. Will there be an error?
-
-
-# %% tags=["failure", "raises-exception"]
-def different_shapes(rank):
-    dist.all_reduce(torch.ones(3 if rank == 2 else 4))
-
-
-ranks.run(different_shapes)
+# All ranks have to make the same calls in the same order. Where kinds or shapes differ, the
+# course's ranks say so (lesson 00). Now these are equal, but rank 0 sums the loss first, and the
+# others the gradient. Will there be an error?
 
 # %% tags=["predict"]
 guess_order = predict("same shapes in another order: will there be an error?", choices=YES_NO)
+### GUESS guess_order.commit("yes")
 
 
 # %% tags=["failure"]
@@ -618,39 +666,50 @@ for rank, line in enumerate(ranks.run(other_order)):
 reveal(guess_order, "no")
 
 # %% [markdown]
-# Same kind, same shape, no error: rank 0's loss was added to the others' gradients. The course's
-# ranks compare their lines and say so; in a real run only a test against one process finds it.
+# Same kind, same shape, no error: rank 0's loss was added to the others' gradients. A comparison
+# with one process finds this.
 #
 # ## What to keep
 #
-# - A message costs $\alpha + n/\beta$: a tree pays for $\log_2 p$ large ones in a row, a ring for
-#   $2(p-1)$ small ones.
-# - All-reduce is reduce-scatter and all-gather; each rank sends less than $2n$ bytes, for any $p$.
-# - Start both sides of an exchange before you wait for either.
-# - Same calls, same shapes, same order on every rank: a wrong order is silent.
+# - A message costs $\alpha+n/\beta$. Trees and doubling take about $\log_2{p}$ rounds of the
+#   whole tensor; a ring $2(p-1)$ steps of one shard; halving-doubling the ring's bytes in
+#   $2\log_2{p}$ rounds.
+# - All-reduce = reduce-scatter + all-gather: less than $2n$ bytes per rank, for any $p$.
+# - Start both sides of an exchange before you wait; make the same calls in the same order.
 #
-# Training with many copies of a model spends these $2n$ bytes on gradients, in every step.
+# Data-parallel training sends these bytes of gradients in every step: lesson 05.
 #
 # ## The same on a cluster
 #
-# `cluster/exercises/04_collectives.py` plays section 6 on as many nodes as you like: messages from
-# the first rank to the last and back give $\alpha$ and $\beta$, and then all-reduces race. Which
-# of the two changes when the ranks lie on two nodes? Predict, then type this into a terminal, in
-# the course's folder:
+# `cluster/exercises/04_collectives.py` runs section 6 on any number of nodes: messages from the
+# first rank to the last and back give $\alpha$ and $\beta$; then all-reduces are timed. Which of
+# the two changes on two nodes? Predict, then type into a terminal, in the course's folder:
 #
 # ```sh
 # course submit 04 --nodes 2       # to your site's Slurm, else on this machine
-# course logs -f 04_collectives-1  # reads along until it has ended
-# course collect                   # brings its run records home: run the next cell
+# course logs -f 04_collectives-1  # follows the output until the job has ended
+# course collect                   # copies its run records here: run the next cell
 # ```
 #
-# <details><summary>Which of the two changes, and why do dots lie above the line?</summary>
-# Between nodes both get worse: a longer $\alpha$, a smaller $\beta$; $\alpha$ decides small
-# messages. On nodes that are only played, neither changes. Ranks that share busy cores wait for a
-# core before they can send or add, and the line knows only the wire: so dots lie above it.
+# <details><summary>Which of the two changes?</summary>
+# Between nodes both are usually worse: a larger $\alpha$, a smaller $\beta$. Where nodes are only
+# simulated on one machine, neither changes.
 # </details>
+#
+# ## Read on
+#
+# - Thakur, Rabenseifner, Gropp, *Optimization of Collective Communication Operations in MPICH*,
+#   2005: trees, doubling, halving-doubling, and when each is best.
+# - Patarasuk, Yuan, *Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations*, 2009:
+#   the lower bound on bytes, and a ring without contention.
+# - Sanders, Speck, Träff, *Two-Tree Algorithms for Full Bandwidth Broadcast, Reduction and Scan*,
+#   2009: two trees.
+# - Jeaugey, *Massively Scale Your Deep Learning Training with NCCL 2.4*, 2019: the same,
+#   measured.
+# - Hu et al., *Demystifying NCCL*, 2025 (arXiv 2507.04786): protocols, channels, rings and trees.
+# - NVIDIA, nccl-tests, `doc/PERFORMANCE.md`: the factors of the bus bandwidth.
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 from course_lib.display import last_run, show, wire_run
 
 records = last_run("04_collectives")  # of the newest job that was brought home

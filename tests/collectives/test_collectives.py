@@ -122,7 +122,16 @@ def all_to_alls(rank, n, dtype):
     return c.all_to_all(value(rank, n, dtype)), torch.cat(shards)
 
 
-ALL_REDUCES = (c.all_reduce, c.ring_all_reduce, c.recursive_doubling_all_reduce)
+def two_levels(tensor, op="sum", group=None):
+    """The all-reduce in two levels: nodes of two ranks, or one node if their number is odd."""
+    p = dist.get_world_size(group)
+    return c.hierarchical_all_reduce(tensor, op, group, ranks_per_node=p if p % 2 else 2)
+
+
+ALL_REDUCES = (
+    *(c.all_reduce, c.ring_all_reduce, c.recursive_doubling_all_reduce),
+    *(c.halving_doubling_all_reduce, two_levels),
+)
 LAWS = (
     all_reduces, all_reduces_max, broadcasts, reduces, reduce_scatters, all_gathers,
     equal_all_gathers, scatters, gathers, all_to_alls,
@@ -179,7 +188,8 @@ def test_groups_of_some_ranks(pools):
     for rank, results in enumerate(pools(4).run(in_groups)):
         total, other = (1010.0, 1000.0) if rank % 2 else (101.0, 100.0)
         last = total if rank in (2, 3) else 0.0
-        assert results == [[x] * 5 for x in (total, total, total, total, other, last)]
+        totals = [total] * (len(ALL_REDUCES) + 1)
+        assert results == [[x] * 5 for x in (*totals, other, last)]
 
 
 @pytest.mark.parametrize("p", SIZES)
@@ -217,12 +227,12 @@ def test_a_ring_sums_in_the_order_of_the_ring(pools, p):
             assert torch.equal(reduced.tensor_split(p)[s], total)
 
 
-def test_all_ranks_hold_the_same_bits_after_doubling(pools):
+@pytest.mark.parametrize("all_reduce", ALL_REDUCES, ids=lambda call: call.__name__)
+def test_all_ranks_hold_the_same_bits(pools, all_reduce):
     def summed(rank):
-        x = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
-        return c.recursive_doubling_all_reduce(x)
+        return all_reduce(torch.randn(1001, generator=torch.Generator().manual_seed(rank)))
 
-    for p in SIZES:
+    for p in (*SIZES, 8):
         first, *others = pools(p).run(summed)
         assert all(torch.equal(first, other) for other in others)
 
@@ -245,6 +255,7 @@ PAPER = {
     c.star_broadcast: messages.star_broadcast_messages,
     c.reduce: message_lists.tree_reduce_messages,
     c.recursive_doubling_all_reduce: messages.recursive_doubling_messages,
+    c.halving_doubling_all_reduce: messages.halving_doubling_messages,
     c.all_to_all: message_lists.all_to_all_messages,
 }
 
@@ -265,6 +276,42 @@ def test_real_ranks_send_the_messages_on_paper(pools, collective, p):
     paper = PAPER[collective](p, 4 * n)
     assert real == Counter((m.sender, m.receiver, int(m.num_bytes)) for m in paper)
     assert {event.kind for event in ranks.events} <= {"send", "recv", "wait"}
+
+
+@pytest.mark.parametrize(("p", "ranks_per_node"), [(4, 2), (4, 4), (4, 1), (6, 3), (8, 4)])
+def test_two_levels_send_the_messages_on_paper(pools, p, ranks_per_node):
+    def two_levels_of_zeros(rank):
+        c.hierarchical_all_reduce(torch.zeros(24), ranks_per_node=ranks_per_node)
+
+    ranks = pools(p)
+    ranks.run(two_levels_of_zeros)
+    real = Counter((e.rank, e.peer, e.num_bytes) for e in ranks.events if e.kind == "send")
+    paper = messages.hierarchical_all_reduce_messages(p, 96, ranks_per_node=ranks_per_node)
+    assert real == Counter((m.sender, m.receiver, int(m.num_bytes)) for m in paper)
+    across = sum(
+        e.num_bytes for e in ranks.events if e.kind == "send" and crosses(e, ranks_per_node)
+    )
+    num_nodes = p // ranks_per_node
+    assert across == 2 * (num_nodes - 1) * 96  # of all ranks: each node sends its sums once around
+
+
+def crosses(event, ranks_per_node):
+    """Whether a message leaves its node."""
+    return event.rank // ranks_per_node != event.peer // ranks_per_node
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 64, 1001])
+def test_halving_doubling_sends_the_bytes_of_the_ring_in_2_log2_p_messages(pools, p, n):
+    ranks = pools(p)
+    ranks.run(call, c.halving_doubling_all_reduce, n)
+    sent = [
+        [e.num_bytes for e in ranks.events if (e.kind, e.rank) == ("send", r)] for r in range(p)
+    ]
+    assert {len(sizes) for sizes in sent} == {2 * network.num_doublings(p)}
+    assert sum(map(sum, sent)) == 2 * (p - 1) * 4 * n
+    if n % p == 0:
+        assert {sum(sizes) for sizes in sent} == {2 * (p - 1) * 4 * n // p}
 
 
 def test_pieces_change_the_messages_and_not_the_bytes(pools):
@@ -380,6 +427,11 @@ BAD = {
     "a list": (lambda rank: c.all_reduce(X, group=[0, 1]), "MeshError", "group that holds"),
     "no dims": (lambda rank: c.reduce_scatter(torch.tensor(1.0)), "ShapeError", "one dim"),
     "wrong out": (lambda rank: c.all_gather(X, torch.ones(10)), "ShapeError", "tensor_split(2)"),
+    "nodes of 3": (
+        lambda rank: c.hierarchical_all_reduce(X, ranks_per_node=3),
+        "MeshError",
+        "Try ring_all_reduce",
+    ),
     "wrong dtype": (lambda rank: c.all_gather(X, torch.ones(8).int()), "ShapeError", "int32"),
 }
 
@@ -414,7 +466,11 @@ def test_a_scatter_without_a_tensor_on_the_root_is_told(pools):
 
 
 @pytest.mark.parametrize(
-    "collective", [c.ring_all_reduce, c.recursive_doubling_all_reduce, c.broadcast, c.all_to_all]
+    "collective",
+    [
+        *(c.ring_all_reduce, c.recursive_doubling_all_reduce, c.halving_doubling_all_reduce),
+        *(c.broadcast, c.all_to_all),
+    ],
 )
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_mixed_lengths_are_one_clear_error(pools, p, collective):

@@ -35,7 +35,7 @@ from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Numbers, OnlyKinds, Traffic, Untouched
 from course_lib.checks.on_ranks import At, Observed, OnRanks
 
-OWN = Cause("That is your own tensor: return what came in.")
+OWN = Cause("That is your own tensor: return what you received.")
 FROM_RIGHT = Cause("That is the right neighbour's: receive from rank - 1.")
 ONE_MESSAGE = Cause("Only the left neighbour's x is needed.")
 ONE_ROUND = Cause(

@@ -43,7 +43,7 @@ from course_lib.checks.on_ranks import At, Observed, OnRanks
 
 OFF_BY_ONE = Cause("A shard is in the wrong place: is an index off by one?")
 TOO_EARLY = Cause(
-    "A shard of zeros: it was sent on before it had come. wait() for a receive before you send "
+    "A shard of zeros: it was sent on before it had arrived. wait() for a receive before you send "
     "what it brings (or a step is missing)."
 )
 INTO_WHOLE = (
@@ -53,16 +53,16 @@ NOT_WRITTEN = Cause(f"Only your own is there: what came was not written into who
 ASSIGNED = Cause(INTO_WHOLE)
 OWN_FIRST = Cause("Yours comes first on every rank: shard i belongs to place i, wherever it is.")
 LAST_STEP = Cause("The right neighbour's shard never came: the last step is missing.")
-ONE_SHARD = Cause("Send one shard a step, not the whole tensor.")
+ONE_SHARD = Cause("Send one shard per step, not the whole tensor.")
 TOO_MANY = Cause("After p - 1 steps every shard has been everywhere.")
 NEIGHBORS = Cause(
-    "On a ring you talk to your neighbours only: pass on to the right what came from the left."
+    "On a ring, a rank sends to its right neighbour only: send on what came from the left."
 )
 TO_THE_LEFT = Cause("Send to the right neighbour, and receive from the left one.")
 ONE_ROUND = Cause("In each step, start the send and the receive before you wait: use exchange.")
 VIEW = Cause("A view keeps the whole tensor it was cut from: return a clone.")
 DTYPE = Cause("Make whole with dtype=shard.dtype: without it, torch.zeros makes float32.")
-FLAT = Cause("Return one row of p * len(shard) numbers, also for shards of other lengths.")
+FLAT = Cause("Return one dimension of p * len(shard) numbers, also for shards of other lengths.")
 FROM_MESSAGES = Cause("Build it from exchange.")
 
 

@@ -45,23 +45,23 @@ from course_lib.checks.expectations import (
 )
 from course_lib.checks.on_ranks import At, Observed, OnRanks
 
-FILE_IT = Cause("Rank s needs your shard s, and you file its letter under s.")
-OWN_LOST = Cause("The letter to yourself is lost: copy your own shard.")
+FILE_IT = Cause("Rank s gets your shard s, and what comes from rank s belongs to place s.")
+OWN_LOST = Cause("Your shard for yourself is missing: copy it to its place.")
 LAST_DISTANCE = Cause("The last distance is missing: count from 1 to p - 1, both included.")
-FILED_LATE = Cause("Filed by time of arrival: the letter of rank s belongs to place s.")
+FILED_LATE = Cause("Stored in the order of arrival: what comes from rank s belongs to place s.")
 STEP_SENT = Cause("A step is a distance, not a rank: send shard `to`.")
 STEP_TWICE = Cause(
-    "A step is a distance, not a rank: send shard `to`, and file what comes under `source`."
+    "A step is a distance, not a rank: send shard `to`, and store what comes in place `source`."
 )
-UNDER_TO = Cause("Filed under the rank you send to: it belongs to place `source`.")
-SAME = Cause("Everyone got the same letter of you: send shard `to`, not shard `rank`.")
+UNDER_TO = Cause("Stored in the place of the rank you send to: it belongs to place `source`.")
+SAME = Cause("Every rank got the same shard from you: send shard `to`, not shard `rank`.")
 ONE_LETTER = Cause("Send each rank its own shard only.")
-TOO_MANY = Cause("One letter to each other rank is enough.")
+TOO_MANY = Cause("One message to each other rank is enough.")
 ONE_BY_ONE = Cause(
-    "In each round every rank sends one letter and receives one: start both before you wait for "
+    "In each round every rank sends one shard and receives one: start both before you wait for "
     "either, and give all ranks the same distance."
 )
-DTYPE = Cause("Return letters of the dtype of x, as torch.zeros_like(x) is.")
+DTYPE = Cause("Return the dtype of x, as torch.zeros_like(x) has it.")
 SHAPE = Cause("Return a tensor of the shape of x, which may be [n, d]: n tokens of d numbers.")
 NO_SUCH_RANK = Cause(
     "There is no such rank: `^` pairs ranks only if p is a power of two. Use (rank + step) % p and "
@@ -173,7 +173,7 @@ LETTERS = Exercise(
             Traffic(ONE_LETTER, max_bytes=lambda at: (at.world_size - 1) * _num_bytes(at)),
             rounds(lambda p: p - 1, ONE_BY_ONE),
         ),
-        success="1 to 4 and 6 ranks, one letter to each other rank, in p - 1 rounds.",
+        success="1 to 4 and 6 ranks, one shard to each other rank, in p - 1 rounds.",
     ),
     wrong=(
         Edit(OWN_COPIED, "pass", OWN_LOST),

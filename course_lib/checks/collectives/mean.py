@@ -1,7 +1,6 @@
 """Exercise 4 of 04_collectives: the mean."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,15 +12,20 @@ from course_lib.checks.collectives.parts import (
     MESSAGES,
     NOT_A_TENSOR,
     NOT_AFRESH,
+    OTHER_MEMORY,
+    RETURN_X,
+    RETURNS_X,
+    SAME_MEMORY,
     STILL_THERE,
     TROUBLE,
     WORLDS,
     Given,
     both_calls,
+    bytes_of_all,
     given,
     me,
     swap,
-    watch_call,
+    watch_in_place,
 )
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
@@ -32,7 +36,7 @@ from course_lib.checks.expectations import (
     Numbers,
     Traffic,
 )
-from course_lib.checks.on_ranks import At, Observed, OnRanks
+from course_lib.checks.on_ranks import At, OnRanks
 from course_lib.collectives import ring_all_gather
 
 ROUNDING = 1e-12  # dividing before or after the sum may round the last digits differently
@@ -49,11 +53,6 @@ UNEVEN = Cause("p does not divide this length, so shards differ: pass out=x to t
 OWN = Cause("That is this rank's own: pass out=x, so that what is gathered gets into x.")
 OTHER_SHARD = Cause("The all-gather writes into x: hand it this rank's shard of x, in its dtype.")
 IN_PLACE = Cause("x itself has to become the mean.")
-OTHER_MEMORY = Cause(
-    "Who holds a view of x still sees the old numbers, as in DDP, where gradients are views of a "
-    "bucket: write into x."
-)
-RETURN_X = Cause("Return x itself, not a copy.")
 HALVES = Cause("Here, call ring_reduce_scatter and ring_all_gather: they send shards.")
 STEPS = Cause("Each half takes p - 1 steps: call each once.")
 SHARDS = Cause(
@@ -74,30 +73,8 @@ def _all_shards(at: At) -> int:
     return 2 * (at.world_size - 1) * given(at).of(0).nbytes
 
 
-def _num_sent(at: At) -> int:
-    """Return the bytes that all ranks together send."""
-    events = (event for each in at.everyone for event in each.seen.events)
-    return sum(event.num_bytes for event in events if event.kind == "send")
-
-
 def _other_calls(at: At) -> list[str]:
     return [call.kind for call in at.seen.calls if call.kind not in MESSAGES]
-
-
-@dataclass
-class Averaged(Observed):
-    """One use of the answer: what x holds after it, and whether x has kept its memory."""
-
-    x: Any = None
-    same_memory: bool = True
-
-
-def _average(rank: int, answer: Callable[..., Any], given: Given) -> dict[str, Averaged]:
-    x = given.of(rank)
-    memory = x.data_ptr()
-    seen = watch_call(given.call, answer, x, x=x)
-    same_memory = x.data_ptr() == memory
-    return {str(given): Averaged(**vars(seen), x=x.clone(), same_memory=same_memory)}
 
 
 def _runs(p: int) -> list[dict[str, Given]]:
@@ -164,7 +141,7 @@ MEAN = Exercise(
         "course_lib.collectives.collectives:all_reduce",
     ),
     check=OnRanks(
-        observe_on_rank=_average,
+        observe_on_rank=watch_in_place,
         worlds=WORLDS,
         runs=both_calls(_runs),
         trouble=(
@@ -194,13 +171,13 @@ MEAN = Exercise(
                 otherwise=((_roughly, DIGITS_LOST), (_tail_is_wrong, TAIL)),
                 look=Cause("Read the digits: which ranks are in it, and how often?"),
             ),
-            Demand(lambda at: at.seen.same_memory, "x has got other memory", OTHER_MEMORY),
+            SAME_MEMORY,
             Demand(
                 lambda at: not difference(at.seen.x, _mean(at), ROUNDING)[0],
                 "what it returns is the mean, but x does not hold it",
                 IN_PLACE,
             ),
-            Demand(lambda at: at.seen.aliased, "it returns another tensor than x", RETURN_X),
+            RETURNS_X,
             STILL_THERE,
             Demand(
                 lambda at: not _other_calls(at),
@@ -210,9 +187,9 @@ MEAN = Exercise(
             Traffic(STEPS, max_messages=lambda at: 2 * (at.world_size - 1)),
             Traffic(SHARDS, max_bytes=_num_bytes),
             Demand(
-                lambda at: _num_sent(at) <= _all_shards(at),
+                lambda at: bytes_of_all(at) <= _all_shards(at),
                 lambda at: (
-                    f"all ranks together send {_num_sent(at)} bytes; the shards have "
+                    f"all ranks together send {bytes_of_all(at)} bytes; the shards have "
                     f"{_all_shards(at)}"
                 ),
                 PADDED,

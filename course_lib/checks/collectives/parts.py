@@ -54,6 +54,11 @@ ALIASED = Cause(
     "Return a new tensor, also on 1 rank: whoever writes into the result must not change the input."
 )
 ONE_TENSOR = Cause("Return one tensor, in one piece: no list, no tuple, no number.")
+OTHER_MEMORY = Cause(
+    "Who holds a view of x still sees the old numbers, as in DDP, where gradients are views of a "
+    "bucket: write into x."
+)
+RETURN_X = Cause("Return x itself, not a copy.")
 SECOND = ", second call"
 KEEPS = Cause(
     "The first call was right: keep nothing for the next one, no numbers and no buffer. Every call "
@@ -129,6 +134,23 @@ def both_calls(
         ]
 
     return doubled
+
+
+@dataclass
+class InPlace(Observed):
+    """One use of an answer that writes into x: what x holds after it, and whether in its memory."""
+
+    x: Any = None
+    same_memory: bool = True
+
+
+def watch_in_place(rank: int, answer: Callable[..., Any], given: Given) -> dict[str, InPlace]:
+    """Watch an answer that is to replace x by its result, in x's own memory."""
+    x = given.of(rank)
+    memory = x.data_ptr()
+    seen = watch_call(given.call, answer, x, x=x)
+    same_memory = x.data_ptr() == memory
+    return {str(given): InPlace(**vars(seen), x=x.clone(), same_memory=same_memory)}
 
 
 FIRST = "what the first call returned"
@@ -229,6 +251,16 @@ ALL_WAITED = Demand(
     ),
     DROPPED,
 )
+
+
+SAME_MEMORY = Demand(lambda at: at.seen.same_memory, "x has got other memory", OTHER_MEMORY)
+RETURNS_X = Demand(lambda at: at.seen.aliased, "it returns another tensor than x", RETURN_X)
+
+
+def bytes_of_all(at: At) -> int:
+    """Return the bytes that all ranks together send."""
+    events = (event for each in at.everyone for event in each.seen.events)
+    return sum(event.num_bytes for event in events if event.kind == "send")
 
 
 def waited_for(num_messages: Callable[[int], int]) -> Demand:
