@@ -6,11 +6,12 @@ from pathlib import Path
 from course_lib.collectives import messages
 from course_lib.core import Event
 from course_lib.data_parallel import RankSampler
+from course_lib.data_parallel import pictures as of_the_notebook
 from course_lib.data_parallel.cost import arrival_order, mean_staleness, staleness_of
 from course_lib.display import RANK, Voices, compare, timelines
 
 SLOWDOWNS = [1, 2, 4, 8]
-AXIS = "rank 3 is so many times as slow"
+AXIS = "rank 3 is so many times as slow"  # in the simulation and in the formulas alike
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,15 @@ def _text(x, row, words):
 
 
 def uneven():
-    """Three ranks with 8 items, one with b: what an item of the short batch counts."""
+    """Three ranks with 8 items, one with b: the weight of an item of the short batch."""
     items = [1, 2, 4, 8]
     curves = {
         "mean of means": Voices(formula=lambda b: 8 / b),
         "weighed": Voices(formula=lambda b: 1.0),
     }
-    title = "In a batch of 1 beside batches of 8, an item counts 8 times"
-    return compare(items, curves, title, x_label="items in the last batch", y_label="times")
+    title = "Mean of means: a lone item beside batches of 8 counts 8 times"
+    y_label = "weight, relative to the others' items"
+    return compare(items, curves, title, x_label="items in the last batch", y_label=y_label)
 
 
 def rounds():
@@ -79,7 +81,7 @@ def rounds():
         free += [_event(rank, "compute", n * step_s, (n + 1) * step_s, f"{n}") for n in steps]
     return timelines(
         {"BSP": bsp, "asynchronous": free},
-        f"Two rounds hold 6 gradients; without waiting there are {len(free)}",
+        f"Two rounds compute 6 gradients; without waiting there are {len(free)}",
     )
 
 
@@ -96,7 +98,7 @@ def staleness():
         )
         for name, worker in (("rank 3", 3), ("rank 1", 1))
     }
-    title = f"8 times as slow: {mean_staleness([1, 1, 8], 3):.0f} updates old"
+    title = f"8 times as slow: gradients are {mean_staleness([1, 1, 8], 3):.0f} updates old"
     return compare(SLOWDOWNS, curves, title, x_label=AXIS, y_label="mean staleness (updates)")
 
 
@@ -113,26 +115,33 @@ def pace():
         "BSP": Voices(formula=lambda k: 0.02 * k),
         "asynchronous": Voices(formula=lambda k: 3 * 0.02 / (2 + 1 / k)),
     }
-    title = "20 ms a step: a straggler 8 times as slow makes rounds of 160 ms"
+    title = "Steps of 20 ms: a straggler 8 times as slow makes rounds of 160 ms"
     return compare(SLOWDOWNS, curves, title, x_label=AXIS, y_label="time of three gradients (s)")
 
 
-def wires():
+def links():
     """Bytes sent by the busiest rank in a step."""
     ranks = [2, 4, 6, 8]
-    played = [
+    simulated = [
         sum(m.num_bytes for m in messages.ring_all_reduce_messages(p, 1.0) if m.sender == 0)
         for p in ranks
     ]
     curves = {
-        "ring": Voices(formula=lambda p: 2 * (p - 1) / p, simulation=played),
+        "ring": Voices(formula=lambda p: 2 * (p - 1) / p, simulation=simulated),
         "server": Voices(formula=lambda p: p - 1),
     }
-    title = f"On 8 ranks the server sends 7 n a step, a rank of the ring {played[-1]:.2f} n"
+    title = f"On 8 ranks the server sends 7 n a step, a rank of the ring {simulated[-1]:.2f} n"
     return compare(ranks, curves, title, x_label="ranks p", y_label="bytes sent a step, in n")
+
+
+def gpus():
+    """Published: tokens/s per GPU and all-reduce bandwidth on up to 256 GPUs."""
+    kept, bandwidth = (series[-1] for series in of_the_notebook.published_scaling()[1:])
+    title = f"256 GPUs: {kept:.0f} % of the speed, {bandwidth:.0f} % of the bandwidth"
+    return of_the_notebook.scaling_on_gpus(title)
 
 
 def pictures():
     """All pictures by the names the deck calls them."""
-    drawn = (dealt, uneven, rounds, staleness, pace, wires)
+    drawn = (dealt, uneven, rounds, staleness, pace, links, gpus)
     return {draw.__name__: draw() for draw in drawn}

@@ -2,11 +2,12 @@
 
 `naive_ddp.py` is the method, in five steps; `sampler.py` gives each rank its items;
 `thread_parallel.py` is the older way, one process with a thread per replica;
-`parameter_server.py` and `local_sgd.py` wait less and accept stale or different weights;
-`cost.py` predicts the staleness. `gradients.py` is what NaiveDDP, DDP, ZeRO and FSDP share.
+`parameter_server.py` and `local_sgd.py` (local SGD, DiLoCo) wait less and accept stale or different
+weights; `cost.py` predicts the staleness, `lab.py` measures threads beside processes, `pictures.py`
+draws. `gradients.py` is what NaiveDDP, DDP, ZeRO and FSDP share.
 """
 
-from course_lib.data_parallel.local_sgd import LocalSGD
+from course_lib.data_parallel.local_sgd import DiLoCo, LocalSGD, outer_step
 from course_lib.data_parallel.naive_ddp import NaiveDDP, broadcast_state, fingerprint, weighted_loss
 from course_lib.data_parallel.parameter_server import ParameterServer, Update, loss_at, smoothed
 from course_lib.data_parallel.sampler import RankSampler
@@ -14,6 +15,7 @@ from course_lib.data_parallel.thread_parallel import DataParallel, replica_of
 
 __all__ = [
     "DataParallel",
+    "DiLoCo",
     "LocalSGD",
     "NaiveDDP",
     "ParameterServer",
@@ -22,6 +24,7 @@ __all__ = [
     "broadcast_state",
     "fingerprint",
     "loss_at",
+    "outer_step",
     "replica_of",
     "smoothed",
     "weighted_loss",

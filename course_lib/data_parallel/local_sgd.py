@@ -1,16 +1,17 @@
-"""Local SGD: every rank trains alone, and every few steps the ranks average their parameters.
+"""Local SGD and DiLoCo: every rank trains alone, and every few steps the ranks combine their work.
 
-Data parallelism communicates in each step, independent training never; local SGD is in between. It
-sends a fraction of the bytes, and the replicas drift apart between two averages. With `every=1` and
-plain SGD it is data parallelism, since the mean of the stepped weights equals a step with the mean
-gradient. Notebook 05_data_parallel.
+Data parallelism communicates in each step, independent training never; these are in between. They
+send a fraction of the bytes, and the replicas drift apart in the meantime. `LocalSGD` replaces the
+parameters by their mean; `DiLoCo` treats the way they have gone as a gradient and lets an outer
+optimizer with momentum take the step. Notebook 05_data_parallel.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
@@ -22,7 +23,8 @@ class LocalSGD(nn.Module):
 
     All ranks start from the state of the group's first rank. Trainable parameters and buffers of a
     floating dtype are averaged; frozen parameters stay equal, and integer buffers stay local. The
-    optimizer state (momentum, Adam's moments) stays local too.
+    optimizer state (momentum, Adam's moments) stays local too. With `every=1` and plain SGD this is
+    data parallelism: the mean of the stepped weights equals a step with the mean gradient.
 
     Cost:    one all_reduce per parameter every `every` steps: 1 / every of NaiveDDP's bytes
     Raises:  CourseError for every < 1
@@ -32,7 +34,7 @@ class LocalSGD(nn.Module):
     def __init__(self, module: nn.Module, every: int, group: Group = None) -> None:
         super().__init__()
         if every < 1:
-            raise CourseError(f"LocalSGD: need every >= 1; got {every}. Try 8.")
+            raise CourseError(f"{type(self).__name__}: need every >= 1; got {every}. Try 8.")
         self.module, self.every, self.group = module, every, group
         self.num_steps = 0
         broadcast_state(module, group)
@@ -52,10 +54,75 @@ class LocalSGD(nn.Module):
     @torch.no_grad()
     def average(self) -> None:
         """Replace trainable parameters and floating buffers by their means over the group."""
-        trained = [param for param in self.module.parameters() if param.requires_grad]
-        buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
-        p = dist.get_world_size(self.group)
-        for tensor in [*trained, *buffers]:
-            total = tensor.detach().clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(total, group=self.group)
-            tensor.copy_(total / p)
+        for tensor in [*self._trained(), *self._floating_buffers()]:
+            tensor.copy_(mean_over(tensor, self.group))
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [param for param in self.module.parameters() if param.requires_grad]
+
+    def _floating_buffers(self) -> list[Tensor]:
+        return [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+
+
+class DiLoCo(LocalSGD):
+    """Local SGD whose ranks take an outer step every `every` inner steps, instead of averaging.
+
+    The outer gradient is the parameters at the start of the round minus their mean over the ranks
+    now. The outer optimizer is SGD with Nesterov momentum; its state is equal on all ranks. Inner
+    optimizer state stays local. With outer_lr=1 and momentum=0 this is LocalSGD.
+
+    Cost:    memory for two more copies of the trainable parameters (start and momentum); the same
+             all_reduces as LocalSGD
+    Raises:  CourseError for every < 1
+    Source:  Douillard et al. 2023 (DiLoCo), algorithm 1
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        every: int,
+        group: Group = None,
+        *,
+        outer_lr: float = 0.7,
+        momentum: float = 0.9,
+    ) -> None:
+        super().__init__(module, every, group)
+        self.starts = [param.detach().clone() for param in self._trained()]
+        self.outer = torch.optim.SGD(
+            self.starts, lr=outer_lr, momentum=momentum, nesterov=momentum > 0
+        )
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Take the outer step; all ranks begin the next round from the same parameters."""
+        outer_step(self.starts, self._trained(), self.outer, self.group)
+        for buffer in self._floating_buffers():
+            buffer.copy_(mean_over(buffer, self.group))
+
+
+@torch.no_grad()
+def outer_step(
+    starts: Sequence[Tensor],
+    params: Sequence[Tensor],
+    outer: torch.optim.Optimizer,
+    group: Group = None,
+) -> None:
+    """Step `starts` with the outer gradient, and copy the result into `params`, both in place.
+
+    `outer` is an optimizer of `starts`, the parameters at the beginning of the round.
+
+    Cost:    one all_reduce per parameter
+    Source:  Douillard et al. 2023 (DiLoCo), algorithm 1
+    """
+    for start, param in zip(starts, params, strict=True):
+        start.grad = mean_over(start - param, group)
+    outer.step()
+    for start, param in zip(starts, params, strict=True):
+        param.copy_(start)
+
+
+def mean_over(tensor: Tensor, group: Group = None) -> Tensor:
+    """Return the mean of a tensor over the group; the tensor itself stays as it is."""
+    total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Local SGD: data parallelism with `every=1`, and 1 / every of its traffic."""
+"""Local SGD and DiLoCo: data parallelism with `every=1`, and 1 / every of its traffic."""
 
 import sys
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from course_lib.core import CourseError
-from course_lib.data_parallel import LocalSGD, NaiveDDP
+from course_lib.data_parallel import DiLoCo, LocalSGD, NaiveDDP, outer_step
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -110,3 +110,103 @@ def test_counters_stay_a_ranks_own(pools):
 def test_never_to_average_is_told():
     with pytest.raises(CourseError, match="need every >= 1; got 0"):
         LocalSGD(nn.Linear(1, 1), 0)
+
+
+# --- DiLoCo
+
+PLAIN = {"outer_lr": 1.0, "momentum": 0.0}  # the outer step is then the mean
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_diloco_with_one_inner_step_and_a_plain_outer_one_is_data_parallelism(pools, p):
+    ours = pools(p).run(trained, DiLoCo, every=1, **PLAIN)
+    theirs = pools(p).run(trained, NaiveDDP)
+    for (mine, _), (wanted, _) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, wanted, **TOLERANCE)
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_diloco_with_a_plain_outer_step_is_local_sgd(pools, every):
+    ours = pools(3).run(trained, DiLoCo, every=every, **PLAIN)
+    theirs = pools(3).run(trained, LocalSGD, every=every)
+    torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+def one_process(rank, p, every, outer_lr, momentum, num_steps=6):
+    """DiLoCo of p workers by hand, in one process: the parameters after each step, by worker."""
+    workers, random = [], []
+    for worker in range(p):
+        torch.manual_seed(20 + worker)
+        module = net()
+        module[2].bias.requires_grad_(False)
+        random.append(torch.get_rng_state())
+        workers.append(module)
+        module.load_state_dict(workers[0].state_dict())
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in workers]
+    start = [param.detach().clone() for param in workers[0].parameters()]
+    velocity, after = [torch.zeros_like(x) for x in start], [[] for _ in range(p)]
+    for step in range(num_steps):
+        for worker, module in enumerate(workers):
+            torch.set_rng_state(random[worker])
+            x = torch.randn(6, 5).double() * 2**worker
+            random[worker] = torch.get_rng_state()
+            optimizers[worker].zero_grad()
+            F.mse_loss(module(x), x[:, :3].tanh()).backward()
+            optimizers[worker].step()
+        if (step + 1) % every == 0:
+            with torch.no_grad():
+                for i, replicas in enumerate(zip(*(m.parameters() for m in workers), strict=True)):
+                    gradient = start[i] - sum(replicas) / p
+                    velocity[i] = momentum * velocity[i] + gradient
+                    start[i] -= outer_lr * (gradient + momentum * velocity[i])
+                    for param in replicas:
+                        param.copy_(start[i])
+        for worker, module in enumerate(workers):
+            after[worker].append([param.detach().clone() for param in module.parameters()])
+    return after
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("every", [1, 2])
+def test_diloco_is_the_one_process_version(pools, p, every):
+    options = {"every": every, "outer_lr": 0.7, "momentum": 0.9}
+    got = pools(p).run(trained, DiLoCo, **options)
+    wanted = one_process(0, p, **options)
+    for (mine, _), by_hand in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, by_hand, **TOLERANCE)
+
+
+def test_diloco_replicas_and_outer_states_meet_after_every_round(pools):
+    (first, first_buffers), (second, second_buffers) = pools(2).run(trained, DiLoCo, every=3)
+    same = [all(map(torch.equal, *pair)) for pair in zip(first, second, strict=True)]
+    assert same == [False, False, True, False, False, True]
+    assert all(map(torch.equal, first_buffers, second_buffers))
+    assert all(torch.equal(step[-1], first[0][-1]) for step in (*first, *second))  # frozen
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_diloco_sends_the_bytes_of_local_sgd(pools, every):
+    sizes = []
+    for wrap in (LocalSGD, DiLoCo):
+        pools(2).run(trained, wrap, every=every)
+        events = [e for e in pools(2).events if (e.rank, e.kind) == (0, "all_reduce")]
+        sizes.append([e.num_bytes for e in events])
+    assert sizes[0] == sizes[1]
+
+
+def with_adam(rank):
+    """Any optimizer may take the outer step."""
+    start, param = torch.zeros(2), nn.Parameter(torch.tensor([-1.0, 3.0]) * 10**rank)
+    outer_step([start], [param], torch.optim.Adam([start], lr=0.5))
+    return start.tolist(), param.tolist(), param.requires_grad
+
+
+def test_the_outer_optimizer_may_be_another_one(pools):
+    for start, param, trains in pools(2).run(with_adam):
+        assert start == param == pytest.approx([-0.5, 0.5])  # toward the mean of the parameters
+        assert trains
+
+
+def test_diloco_without_a_round_is_told():
+    with pytest.raises(CourseError, match="DiLoCo: need every >= 1; got 0"):
+        DiLoCo(nn.Linear(1, 1), 0)

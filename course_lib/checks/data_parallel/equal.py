@@ -26,9 +26,9 @@ STATE_DICT_SIZES = sorted(tensor.nbytes for tensor in module_of(0).state_dict().
 SINGLE = [name for name, tensor in RIGHT.items() if not tensor.dim()]
 FROZEN = [name for name in NAMES if name.startswith("frozen.")]
 
-NOTHING_CAME = Cause("Nothing came: every rank starts from weights of its own.")
+NOTHING_CAME = Cause("Nothing was received: every rank starts from weights of its own.")
 NO_BUFFERS = Cause("The buffers are forgotten: batch norm's statistics are state.")
-NO_PARAMS = Cause("Only buffers came: the parameters are forgotten.")
+NO_PARAMS = Cause("Only the buffers were sent: the parameters are forgotten.")
 NO_FROZEN = Cause(
     "Frozen parameters differ too, and no gradient ever mends them: send them like the others."
 )
@@ -96,7 +96,7 @@ DISTURBED = Cause(
     "Only the numbers of parameters and buffers come from rank 0: leave the rest as it is (train "
     "and eval mode, gradients, the global random state)."
 )
-ONCE = Cause("One broadcast a tensor, in its own dtype; what is tied is one tensor.")
+ONCE = Cause("One broadcast per tensor, in its own dtype; what is tied is one tensor.")
 
 
 @dataclass

@@ -27,8 +27,8 @@ NAMES = list(TRAINED)
 SUMMED = Cause("That is the sum: divide it by the number of ranks.")
 OF_PARAMS = Cause("You took the mean of the parameters: this is for the gradients.")
 PARAMS_CHANGED = Cause("Only gradients change here: leave parameters and buffers as they are.")
-OWN = Cause("It is this rank's own: nothing came, or it was not written to param.grad.")
-OWN_DIVIDED = Cause("It is this rank's own, divided: nothing came from the others.")
+OWN = Cause("It is this rank's own: nothing was received, or it was not written to param.grad.")
+OWN_DIVIDED = Cause("It is this rank's own, divided: nothing was received from the others.")
 ADDED = Cause("The mean was added to this rank's own gradient: put it in its place.")
 TWICE = Cause("Divided twice: divide by the number of ranks once.")
 LARGEST = Cause("That is the largest one: all_reduce adds up by default.")
@@ -38,7 +38,7 @@ COPY_SENT = Cause(
     "write the mean back into param.grad."
 )
 TOUCHED = Cause(
-    "Its numbers have not all gone through the same: who touched it while the sum was under way?"
+    "Its numbers were not all treated alike: was it changed while the all-reduce was under way?"
 )
 NOT_WAITED = Cause(
     "With async_op=True an all-reduce has only begun: call wait() on what it returns, then divide."
@@ -54,10 +54,10 @@ VIEW = Cause(
     "A view keeps the whole tensor it was cut from: copy each mean into the gradient that is there."
 )
 EVERY_RANK = Cause(
-    "Every rank has to make every call, whatever its gradients are: one of nothing but zeros "
-    "counts, too."
+    "Every rank has to make every call, whatever its gradients are: a gradient of "
+    "zeros counts, too."
 )
-ONCE = Cause("One all-reduce a gradient, in its own dtype: tied parameters have one gradient.")
+ONCE = Cause("One all-reduce per gradient, in its own dtype: tied parameters have one gradient.")
 LOOK = Cause("Is every parameter in your loop, and only once?")
 
 

@@ -35,7 +35,7 @@ OF_TENSORS = Cause("list(tensor) holds tensors, and numbers are needed: tensor.t
 NO_ITEM = Cause("Items are numbered from 0 to n - 1.")
 SAME_ITEMS = Cause("p ranks then do the work of one: give each its own part.")
 WAITS = Cause(
-    "The ones with more steps wait for ever in their last all-reduce: fill up with items from the "
+    "Ranks with more steps than others hang in their last all-reduce: fill up with items from the "
     "start of the order, again and again if they are few."
 )
 DROPPED = Cause("The tail is dropped: fill up. And deal out to p ranks, whatever p is.")
@@ -47,8 +47,8 @@ OTHER_ORDERS = Cause(
     "not from one that a rank has of its own, as torch.initial_seed()."
 )
 BY_LUCK = Cause(
-    "Draw from the epoch's seed, not by luck, and not from what an earlier call has left: a run "
-    "that goes on from a checkpoint has made no earlier calls."
+    "Draw from a generator that is seeded by the epoch, and not from what an earlier call has "
+    "left: a run that resumes from a checkpoint has made no earlier calls."
 )
 OTHER_PROCESS = Cause(
     "Seed from the epoch alone: os.getpid(), time.time() and hash() of a text differ from process "
@@ -77,8 +77,8 @@ GLOBAL_STATE = Cause(
 NOT_SHUFFLED = Cause("Shuffle all items, in every epoch, also in epoch 0.")
 SAME_EPOCH = Cause("The epoch has to change the seed, every time: that is what set_epoch is for.")
 OWN_PART = Cause(
-    "What meets in a rank's part stays together for ever. Shuffle all items, then deal them out, "
-    "and not the other way round."
+    "What meets in a rank's part stays together in every epoch. Shuffle all items, then deal them "
+    "out, and not the other way round."
 )
 
 TENSORS = "a list of tensors"

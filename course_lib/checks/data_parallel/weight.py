@@ -46,17 +46,15 @@ ROUNDING, HALF_ROUNDING = 1e-6, 1e-2  # the weight may be a number in float32
 
 EQUAL = Cause("Every rank counts the same: an item of a short batch weighs more.")
 NOT_TIMES_P = Cause("The mean over ranks divides by p once more: multiply by p.")
-TIMES_ITEMS = Cause("Times its items: now divide by the items of all ranks.")
+TIMES_ITEMS = Cause("Multiplied by its items: now divide by the items of all ranks.")
 ONE_BATCH = Cause(
     "Divided by the items of one batch, rank 0's or the longest: take the sum over all ranks."
 )
 OWN_ITEMS = Cause("Divided by this rank's own items: all_reduce brings the sum of all.")
-UPSIDE_DOWN = Cause("Upside down: b_r is above, the mean batch below.")
-TIMES_FOUR = Cause("Times 4: take the number of ranks, whatever it is.")
+UPSIDE_DOWN = Cause("The fraction is upside down: b_r belongs in the numerator.")
+TIMES_FOUR = Cause("Multiplied by 4: use the number of ranks, whatever it is.")
 ROUNDED = Cause("Rounded down: divide with /, not with //.")
-NOT_TIMES_ITEMS = Cause(
-    "Divided by all items; times this rank's own ones is forgotten, and times p."
-)
+NOT_TIMES_ITEMS = Cause("Divided by all items, but not multiplied by this rank's items and by p.")
 COUNT_ROUNDED = Cause(
     "Right for few items only: count them in whole numbers, not in the dtype of the loss (bfloat16 "
     "has all whole numbers up to 256, float16 up to 2048)."
