@@ -1,8 +1,8 @@
 """Distributed data parallel with buckets and overlap (notebook 06_ddp).
 
 `ddp.py` is the method; `buckets.py` decides which gradients share a message; `comm_hooks.py`
-compresses them; `cost.py` predicts a step's timeline and `lab.py` measures it on real ranks. The
-timelines of `display` draw both.
+compresses them; `cost.py` predicts a step's timeline and the best number of buckets, `lab.py`
+measures on real ranks, and `pictures.py` draws both.
 """
 
 from course_lib.ddp.buckets import Bucket, make_buckets

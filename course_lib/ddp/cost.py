@@ -3,11 +3,12 @@
 A bucket is ready when the last of its gradients is complete. All-reduces use the link one after
 another, each for its alpha-beta time, and the optimizer steps when backward and the last all-reduce
 are done. Small buckets start early, but each pays the latency; one large bucket pays it once and
-overlaps with nothing. The times of the computation are measured (`course_lib.ddp.lab`) or divided
-in proportion to FLOP; summing tensors is free, and so is sharing a processor with the link.
-Notebook 06_ddp.
+overlaps with nothing; `best_num_buckets` is in between. The times of the computation are measured
+(`course_lib.ddp.lab`) or divided in proportion to FLOP; summing tensors is free, and so is sharing
+a processor with the link. Notebook 06_ddp.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -112,6 +113,38 @@ def best_bucket_bytes(
     """Return the bucket size with the shortest step; of equal ones the largest."""
     tried = sorted(sizes or bucket_range(cost), reverse=True)
     return min(tried, key=lambda size: step_s(cost, size, group, link))
+
+
+def equal_buckets_s(cost: StepCost, num_buckets: float, group: RankGroup, link: AnyLink) -> float:
+    """Return the seconds of a step with k equal buckets: F + B/k + (k-1) max(B/k, c) + c.
+
+    F and B are the seconds of forward and backward, c those of one bucket's all-reduce; the
+    optimizer's seconds are added. For whole k, and gradients that are complete at an even pace,
+    this is `step_s`.
+    """
+    bucket_s = cost.backward_s / num_buckets
+    sent_s = collective_s("all_reduce", sum(cost.grad_bytes) / num_buckets, group, link)
+    compute_s = cost.forward_s + bucket_s + cost.optimizer_s
+    return compute_s + (num_buckets - 1) * max(bucket_s, sent_s) + sent_s
+
+
+def best_num_buckets(cost: StepCost, group: RankGroup, link: AnyLink) -> float:
+    """Return the number k of equal buckets with the shortest step: max((B-w)/a, sqrt(B/a)).
+
+    B is the time of backward; an all-reduce of one of k buckets takes c = a + w/k, where a is its
+    latency (2 (p-1) alpha on a ring) and w the time of all bytes together. The step is F plus the
+    larger of two sums: B + c, where the link keeps up (it falls with k, and holds until
+    k = (B-w)/a), and B/k + k c = B/k + k a + w, where buckets queue up (least at sqrt(B/a)). So
+    the best k is the larger of the two; both sums are convex in k, and the best whole number is
+    one of the two next to it. At least 1, and infinite without latency.
+    """
+    latency_s = collective_s("all_reduce", 0, group, link)
+    bytes_s = collective_s("all_reduce", sum(cost.grad_bytes), group, link) - latency_s
+    if latency_s == 0:
+        return math.inf if bytes_s > 0 else 1.0
+    keeps_up = (cost.backward_s - bytes_s) / latency_s
+    queues_up = math.sqrt(cost.backward_s / latency_s)
+    return max(1.0, keeps_up, queues_up)
 
 
 def on_the_wire(events: Iterable[Event]) -> list[Event]:

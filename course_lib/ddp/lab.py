@@ -64,6 +64,21 @@ def measure_sweep(
     return measure_steps(ranks, build, loss_of, runs, turns)
 
 
+def measure_sweeps(
+    pools: Mapping[str, Ranks],
+    build: Build,
+    loss_of: LossOf,
+    bucket_sizes: Iterable[int],
+    turns: int = 5,
+) -> dict[str, dict[Any, Measured]]:
+    """Time steps for each bucket size on several links: {name of the pool: {bucket_bytes: ...}}."""
+    sizes = [*bucket_sizes]
+    return {
+        name: measure_sweep(ranks, build, loss_of, sizes, turns=turns)
+        for name, ranks in pools.items()
+    }
+
+
 def _alone(rank: int, build: Build, loss_of: LossOf, turns: int) -> list[dict[str, Any]]:
     """On a rank: return the seconds of each part of a step per turn, without communication."""
     module = build()

@@ -1,10 +1,21 @@
 # %% [markdown]
 # # 06 DDP: buckets and overlap
 #
-# Data parallelism ends every step with a conversation: all ranks add up their gradients. While they
-# talk, nobody computes. But the last layer's gradient is complete when backward has hardly begun:
-# why not send it *now*? Here you build what PyTorch's `DistributedDataParallel` does. As always:
+# Data parallelism (lesson 05) ends every step with an all-reduce of the gradients, and while it
+# runs, the ranks do not compute. But the last layer's gradient is complete when backward has hardly
+# begun. **How much of the communication can be hidden behind backward, and how large should a
+# message be?** Here you build what PyTorch's `DistributedDataParallel` does. As always:
 # **predict**, **run**, **compare**.
+#
+# **After this lesson you can**
+# - overlap the all-reduce of gradients with backward, in buckets, with hooks;
+# - predict the time of a step, and derive the best number of buckets;
+# - use `no_sync`, find unused parameters, and say why a rank hangs;
+# - compress gradients (bf16, top-k, PowerSGD) and say what that costs.
+#
+# **Needs** lessons 04 (collectives) and 05 (data parallelism). **Time:** about 60 minutes to read
+# and run, 80 for the exercises: 1 to 3 are core, 4 and 5 go further. A good break is after
+# section 5.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -12,13 +23,13 @@
 # | $n$ | `n` | bytes of all gradients |
 # | $k$ | `k` | buckets: messages in one step |
 # | $F$, $B$ | `forward_s`, `backward_s` | seconds of forward and backward |
-# | $\alpha$, $\beta$ | `link` | latency, bytes a second (lesson 04) |
+# | $c$ | | seconds of one bucket's all-reduce |
+# | $\alpha$, $\beta$ | `link` | latency (s), bandwidth (bytes/s; in papers often its inverse) |
 
 # %%
 # %load_ext course_lib.ranks
 import time
 from contextlib import nullcontext
-from copy import deepcopy
 from statistics import median
 
 import torch
@@ -28,15 +39,16 @@ from torch import nn
 from course_lib.checks import check
 from course_lib.core import MODELS, Link
 from course_lib.cost import bandwidth, network, packing
-from course_lib.ddp.cost import best_bucket_bytes, ddp_step, exposed_s, on_the_wire, step_s
-from course_lib.display import Voices, compare, explore, predict, reveal, show, timelines, waiting
+from course_lib.ddp import DDP, lab, pictures
+from course_lib.ddp.cost import best_bucket_bytes, best_num_buckets, exposed_s, step_s
+from course_lib.display import claim, explore, predict, reveal, show, waiting
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import RankError, Ranks, record, span
 
 # %% [markdown]
 # ## 1 When is a gradient ready?
 #
-# Backward goes from the last layer to the first. PyTorch tells when a parameter's gradient is
+# Backward goes from the last layer to the first. PyTorch reports when a parameter's gradient is
 # complete: `param.register_post_accumulate_grad_hook(f)` calls `f(param)` (with the *parameter*).
 #
 # In our GPT the output layer *is* the embedding: one matrix, used by the first and the last layer.
@@ -44,9 +56,10 @@ from course_lib.ranks import RankError, Ranks, record, span
 
 # %% tags=["predict"]
 guess_ready = predict("the gradient of the tied embedding is ready", choices=("first", "last"))
+### GUESS guess_ready.commit("first")
 
 
-# %%
+# %% tags=["picture"]
 def ready_order(model, loss):
     names, order = {param: name for name, param in model.named_parameters()}, []
     for param in names:
@@ -55,31 +68,26 @@ def ready_order(model, loss):
     return list(names.values()), order
 
 
+torch.manual_seed(0)
 gpt, batch = GPT(MODELS["tiny"]), next_tokens(token_batch(0, batch=4, seq=16, vocab=256))
 registered, ready = ready_order(gpt, token_loss(gpt(batch[0]), batch[1]))
-for when, names in {"registered": registered, "ready": ready}.items():
-    print(f"{when:10}", ", ".join(names[:3]), "...", ", ".join(names[-2:]))
 reveal(guess_ready, "last" if ready[-1] == "embedding.weight" else "first")
-
-# %% tags=["picture"]
-last, places = len(ready) - 1, [ready.index(name) for name in registered]
-moved = sum(place != last - i for i, place in enumerate(places))
-voices = Voices(formula=lambda i: last - i, measurement=places)
+moved = pictures.num_out_of_line(registered, ready)
 title = f"Last registered, first ready: {moved} of {len(ready)} parameters are out of line"
-axes = {"x_label": "place in the order of registration", "y_label": "place in the ready order"}
-show(compare(range(len(ready)), voices, title, **axes), alt=f"{title}; the rest falls on a line")
+show(pictures.ready_order(registered, ready, title), alt=f"{title}; the rest lies on a line")
 
 # %% [markdown]
-# A matrix that is used twice has *one* gradient, and it is complete when both uses are in. Around
-# it, *reverse registration* is a good guess, not a law: the order depends on what forward did.
+# A matrix that is used twice has *one* gradient, and it is complete when both uses have
+# contributed. For the others, *reverse registration* is a good guess, not a law: the order depends
+# on what forward did.
 #
-# **A gradient is ready long before backward ends; the last registered one comes first.**
+# **Most gradients are ready long before backward ends, roughly the last registered one first.**
 #
 # ## 2 Buckets
 #
-# A message a parameter pays the latency each time; one message for all cannot leave before the end.
-# So gradients travel in **buckets**; PyTorch fills up to 25 MiB. How many are that for GPT-2, in
-# float32? Nothing is cut: what is larger than a bucket travels alone.
+# One message per parameter pays the latency each time; one message for all cannot be sent before
+# backward ends. So gradients are sent in **buckets**, by default of up to 25 MiB. How many are that
+# for GPT-2, in float32? No gradient is split: what is larger than a bucket is sent alone.
 
 # %% tags=["predict"]
 with torch.device("meta"):  # shapes without memory
@@ -87,21 +95,31 @@ with torch.device("meta"):  # shapes without memory
 sizes = [param.numel() * 4 for param in gpt2.parameters()]
 print(f"{sum(sizes) / 2**20:.0f} MiB, of which the embedding {sizes[0] / 2**20:.0f} MiB")
 guess_messages = predict("messages for GPT-2, in buckets of 25 MiB")
+### GUESS guess_messages.commit(20)
 
 # %%
-buckets = packing.fill_buckets(sizes[::-1], 25 * 2**20)
+buckets, MIB = packing.fill_buckets(sizes[::-1], 25 * 2**20), 2**20
 reveal(guess_messages, len(buckets))
+params = list(gpt2.parameters())[::-1]
+theirs, _ = dist._compute_bucket_assignment_by_size(params, [MIB, 25 * MIB])  # PyTorch's defaults
+for name, found in (("ours", buckets), ("PyTorch's", theirs)):
+    found_mib = [sum(sizes[::-1][i] for i in bucket) / MIB for bucket in found]
+    print(f"{name:9} {len(found)} buckets (MiB):", *(f"{mib:.0f}" for mib in found_mib))
 
 # %% [markdown]
-# The last one is the embedding, alone, and nothing is left to hide it behind.
+# PyTorch (2.13, `torch/nn/parallel/distributed.py`) differs in two ways: the limit of its *first*
+# bucket is 1 MiB, so that communication starts early, and only then `bucket_cap_mb`, 25 by default
+# (a value of your own holds for all); and it closes a bucket once it is *over* the limit, ours
+# before. In both, the last bucket has the embedding, and nothing is left to hide it behind.
 #
-# ### Exercise 1: which bucket?
+# ### Exercise 1: which bucket? (core, 15 minutes)
 #
-# In the order in which they will be full: from the last parameter to the first, as many as fit into
-# `bucket_bytes`. Frozen parameters never get a gradient; tied ones get one. About 8 lines.
+# Return the buckets in the order in which they fill up: from the last parameter to the first, as
+# many as fit into `bucket_bytes`. Frozen parameters never get a gradient; tied ones get one. About
+# 8 lines.
 #
-# <details><summary>Hint: a tied weight comes twice</summary>
-# <code>module.parameters()</code> gives every parameter once, however many names it has.
+# <details><summary>Hint: a tied weight is there twice</summary>
+# <code>module.parameters()</code> lists every parameter once, however many names it has.
 # </details>
 # <details><summary>Hint: over the limit, or an empty bucket</summary>
 # Before you add a parameter, ask: would it go over? Then open a new bucket; but an empty bucket
@@ -129,16 +147,18 @@ def assign_buckets(module, bucket_bytes):
 check("ddp-1", assign_buckets)
 
 # %% [markdown]
-# **A bucket is a compromise between many latencies and one late message.**
+# **The size of a bucket is a compromise between many latencies and one late message.**
 #
 # ## 3 Send now, wait later
 #
-# `dist.all_reduce(x, async_op=True)` starts, and returns a handle at once; `wait()` ends it. Called
-# in a hook, that is all of overlap. Rank $r$ brings $10^r$: `wait()` gives the mean of four. Is it
-# right on rank 0, too, if nobody waits and the last rank is late?
+# `dist.all_reduce(x, async_op=True)` starts the sum and returns a handle at once; its `wait()`
+# returns when `x` holds the sum. Called in a hook, that is all of overlap. Rank $r$ contributes
+# $10^r$, and after `wait()` rank 0 divides by four. Does it also have the right mean if nobody
+# waits and the last rank is late?
 
 # %% tags=["predict"]
 guess_wait = predict("is the mean right on rank 0 without wait()?", choices=("yes", "no"))
+### GUESS guess_wait.commit("yes")
 
 
 # %% tags=["failure"]
@@ -157,16 +177,16 @@ print(f"rank 0 with wait(): {right[0]}, without: {wrong[0]}")
 reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 
 # %% [markdown]
-# Rank 0 divided its own number by four; nothing failed, and a loss would even fall.
+# Rank 0 divided its own number by four. Nothing failed, and in training the loss would even fall.
 #
-# ### Exercise 2: hook and finish
+# ### Exercise 2: hook and finish (core, 25 minutes)
 #
 # Now with buckets. In `on_grad`, send a bucket when *all* its gradients are there, but never bucket
 # $i$ before bucket $i-1$: another rank may have another ready order. In `finish`, wait, and
 # leave the mean in every `param.grad`. `ready` is for parameters whose gradient is there,
-# `in_flight` for what was sent. Budget: one all_reduce a bucket, in the dtype of its gradients.
-# Other models may be in the process; gradients may lie transposed, and be zeros on a rank. inf and
-# nan stay what they are. About 15 lines, 20 minutes.
+# `in_flight` for what was sent. Budget: one all_reduce per bucket, in the dtype of its gradients.
+# Other models may be in the process; gradients may be transposed in memory, and be zeros on a rank.
+# inf and nan stay what they are. About 15 lines.
 #
 # <details><summary>Hint: the ranks make different calls</summary>
 # Do not send the bucket of this <code>param</code>, but bucket <code>self.next</code>, and go on
@@ -181,8 +201,8 @@ reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 # </details>
 # <details><summary>Hint: from one flat tensor back to gradients</summary>
 # <code>flat.split([param.numel() for param in bucket])</code>, then <code>view_as(param)</code>.
-# Write into <code>param.grad</code> itself: if it lies transposed, its <code>flatten()</code> is a
-# copy.
+# Write into <code>param.grad</code> itself: if it is transposed in memory, its
+# <code>flatten()</code> is a copy.
 # </details>
 
 
@@ -229,9 +249,6 @@ check("ddp-2", Overlapped)
 
 
 # %%
-from course_lib.ddp import DDP, lab
-
-
 def train(rank, p):
     torch.manual_seed(rank)  # other weights on each rank: DDP has to make them equal
     model = DDP(GPT(MODELS["tiny"]).double(), bucket_bytes=2**16)
@@ -255,53 +272,56 @@ print("as one process, within 1e-12:", bool((together[0] - alone).abs().max() < 
 #
 # ## 4 Overlap on a clock
 #
-# Your cores compute *and* carry messages; beside a GPU these are two machines. So here the layers
-# are *emulated*, like the wire: real gradients, but their compute time is slept.
+# On a GPU, NCCL's kernels run beside those of backward, on a CUDA stream of their own (they occupy
+# a few of its processors, which we leave out). Your cores would have to compute *and* carry the
+# messages. So the layers are *emulated*, like the link: real gradients, but instead of computing a
+# layer sleeps.
 
-# %%
+# %% tags=["measured"]
 from course_lib.models import emulated_loss, emulated_model
 
-wire = Link(name="slow Ethernet", latency_s=2e-3, bytes_per_s=60e6)
-slow, num_layers, layer_bytes = Ranks(2, link=wire), 12, 2**18
+fast, slow = (Link(name="Ethernet", latency_s=2e-3, bytes_per_s=x) for x in (80e6, 20e6))
+links = {"80 MB/s": fast, "20 MB/s": slow}
+pairs = {name: Ranks(2, link=link) for name, link in links.items()}
+num_layers, layer_bytes = 24, 2**17
 
 
 def build():
-    return emulated_model(num_layers, layer_bytes, forward_s=3e-3, backward_s=6e-3)
+    return emulated_model(num_layers, layer_bytes, forward_s=1.5e-3, backward_s=3e-3)
 
 
-cost = lab.measure_cost(slow, build, emulated_loss)  # both ranks compute, nobody talks
+cost = lab.measure_cost(pairs["80 MB/s"], build, emulated_loss)  # computing only, nothing is sent
 n, k = num_layers * layer_bytes, 6
-wire_s = k * network.ring_all_reduce_s(n / k, 2, wire)
+wire_s = k * network.ring_all_reduce_s(n / k, 2, fast)
 print(f"compute {cost.compute_s * 1e3:.0f} ms, then {k} messages {wire_s * 1e3:.0f} ms")
 
 # %% [markdown]
-# How long is a step if each bucket leaves as soon as it is full?
+# How long is a step if each bucket is sent as soon as it is full?
 
 # %% tags=["predict"]
 guess_step = predict("a step with overlap, in 6 buckets, on paper", unit="ms")
+### GUESS guess_step.commit(130)
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 runs = {late: {"bucket_bytes": n / k, "overlap": not late} for late in (True, False)}
-late, early = lab.measure_steps(slow, build, emulated_loss, runs, turns=5).values()
-reveal(guess_step, step_s(cost, n / k, 2, wire) * 1e3)
-rows = {
-    "measured, all sent after backward": on_the_wire(late.events),
-    "predicted, with overlap": ddp_step(cost, n / k, 2, wire),
-    "measured, with overlap": on_the_wire(early.events),
-}
-title = f"Overlap: {early.step_s * 1e3:.0f} ms in place of {late.step_s * 1e3:.0f} ms"
-show(timelines(rows, title, link=wire), alt=f"{title}; the first bucket leaves early in backward")
+late, early = lab.measure_steps(pairs["80 MB/s"], build, emulated_loss, runs).values()
+reveal(guess_step, step_s(cost, n / k, 2, fast) * 1e3)
+title = f"Overlap: a step takes {early.step_s * 1e3:.0f} ms instead of {late.step_s * 1e3:.0f} ms"
+claim("overlap makes the step faster", early.least_s < 0.9 * late.least_s)
+figure = pictures.overlap_on_the_clock(cost, n / k, fast, late, early, title)
+show(figure, alt=f"{title}; the first bucket is sent early in backward")
 
 # %% [markdown]
-# What shows in the end is the last bucket: its gradients come when nothing is left to compute.
+# Exposed is only the last bucket: its gradients are complete when nothing is left to compute.
 #
-# ### Exercise 3: the price of a step
+# ### Exercise 3: the time of a step (core, 15 minutes)
 #
-# Two clocks: when is a bucket *ready*, and when is the wire *free*? Given are the seconds of
-# forward, of backward bucket by bucket, and of each all-reduce. About 4 lines.
+# Two clocks: when is a bucket *ready*, and when is the link *free*? Given are the seconds of
+# forward, of backward bucket by bucket, and of each all-reduce; the link may be fast or slow. About
+# 4 lines.
 #
 # <details><summary>Hint: which clock counts?</summary>
-# A bucket starts when both are there: it is ready, and the one before it has arrived.
+# A bucket starts when both are true: it is ready, and the one before it has been reduced.
 # </details>
 
 
@@ -321,73 +341,83 @@ def overlapped_step_s(forward_s, backward_s, all_reduce_s):
 check("ddp-3", overlapped_step_s)
 
 # %% [markdown]
-# **Only what is on the wire after backward costs time: the last bucket, and the queue before it.**
+# **Only communication that runs after the end of backward costs time: the last bucket, and those
+# that wait before it.**
 #
-# ## 5 How large a bucket?
+# ## 5 How many buckets?
 #
-# With $k$ equal buckets and $c = 2(p-1)(\alpha + \frac{n}{kp\beta})$ for each, the two clocks give
-# $F + \frac{B}{k} + (k-1)\max(\frac{B}{k}, c) + c$. At one end a single bucket hides nothing; at
-# the other, a bucket a layer pays the latencies of twelve all-reduces. Where is the best one?
+# With $k$ equal buckets, each all-reduce takes $c = 2(p-1)(\alpha + \frac{n}{kp\beta})$, on two
+# ranks $2\alpha + \frac{n}{k\beta}$, and the two clocks give
+# $F + \frac{B}{k} + (k-1)\max(\frac{B}{k}, c) + c$. A single bucket hides nothing; one per layer
+# pays 24 latencies. Which number is best at 80 MB/s, and which at 20 MB/s, where the bytes alone
+# take longer than backward?
 
 # %% tags=["predict"]
-guess_best = predict("best bucket size", unit="KiB")
+guess_fast = predict("best number of buckets at 80 MB/s")
+### GUESS guess_fast.commit(6)
+guess_slow = predict("best number of buckets at 20 MB/s")
+### GUESS guess_slow.commit(12)
+
+# %% tags=["picture", "measured"]
+numbers = [1, 2, 3, 4, 6, 8, 12, 24]
+sizes = [n // k for k in numbers]
+swept = lab.measure_sweeps(pairs, build, emulated_loss, sizes, turns=3)
+best = {name: n // best_bucket_bytes(cost, 2, link, sizes) for name, link in links.items()}
+for guess, name in ((guess_fast, "80 MB/s"), (guess_slow, "20 MB/s")):
+    reveal(guess, best[name])
+    print(f"{name}: by formula {best_num_buckets(cost, 2, links[name]):.1f}")
+    best_s, *ends_s = (swept[name][n // k].least_s for k in (best[name], 1, 24))
+    claim(f"{name}: one bucket and 24 are both slower", best_s < min(ends_s))
+title = "Predicted best: {80 MB/s} buckets at 80 MB/s, {20 MB/s} at 20 MB/s".format(**best)
+show(pictures.sweep(cost, links, swept, title), alt=f"{title}; both ends are slower")
 
 
-# %%
-def formula_s(bucket_bytes):
-    k, c = n / bucket_bytes, network.ring_all_reduce_s(bucket_bytes, 2, wire)
-    return cost.forward_s + cost.backward_s / k + (k - 1) * max(cost.backward_s / k, c) + c
+# %% tags=["picture", "measured"]
+def finding(num_buckets, link):
+    shown_s = exposed_s(cost, n / num_buckets, 2, links[link])
+    return f"k = {num_buckets} at {link}: {shown_s * 1e3:.0f} ms of communication are exposed"
 
 
-sizes = [n // k for k in (12, 6, 4, 3, 2, 1)]
-swept = lab.measure_sweep(slow, build, emulated_loss, sizes, turns=5)
-
-# %% tags=["picture"]
-best = best_bucket_bytes(cost, 2, wire, sizes)
-reveal(guess_best, best / 2**10)
-voices = Voices(
-    formula=lambda kib: formula_s(kib * 2**10) * 1e3,
-    simulation=[step_s(cost, size, 2, wire) * 1e3 for size in sizes],
-    measurement=[[second * 1e3 for second in swept[size].seconds] for size in sizes],
-)
-title = f"The best of {n // 2**20} MiB: {n // best} buckets of {best // 2**10} KiB"
-axes = {"x_label": "bucket (KiB)", "y_label": "step (ms)", "note": f"emulated {wire} and layers"}
-figure = compare([size / 2**10 for size in sizes], voices, title, **axes)
-off = max(abs(swept[size].step_s / step_s(cost, size, 2, wire) - 1) for size in sizes)
-show(figure, alt=f"{title}; both ends are slower; measured within {100 * off:.0f} % of the model")
-print("wire keeps up, k =", round((cost.backward_s - n / wire.bytes_per_s) / 2 / wire.latency_s, 1))
+def one_size(num_buckets, link):
+    size, title = n // num_buckets, finding(num_buckets, link)
+    return pictures.one_bucket_size(cost, size, links[link], swept[link][size].events, title)
 
 
-# %% tags=["picture"]
-def finding(num_buckets):
-    shown_s = exposed_s(cost, n / num_buckets, 2, wire)
-    return f"k = {num_buckets}: {shown_s * 1e3:.0f} ms of talking do not hide"
-
-
-def one_size(num_buckets):
-    both = {"predicted": ddp_step(cost, n / num_buckets, 2, wire)}
-    both["measured"] = on_the_wire(swept[n // num_buckets].events)
-    return timelines(both, finding(num_buckets), link=wire)
-
-
-explore(one_size, finding, num_buckets=([1, 2, 3, 4, 6, 12], 6))
+explore(one_size, finding, num_buckets=(numbers, 8), link=(list(links), "80 MB/s"))
 
 # %% [markdown]
-# As long as the wire keeps up ($c \le \frac{B}{k}$), smaller is better: only the last bucket shows.
-# Below that, latencies queue up. The best bucket is the one at which *the wire just keeps up*:
-# $k = \frac{B - n/\beta}{2\alpha}$ on two ranks (of the sizes tried, one next to it).
+# The best number follows from two cases (on two ranks):
 #
-# **The longer the latency, the larger the bucket; 25 MiB is a guess for fast networks.**
+# - **The network keeps up**, $c \le \frac{B}{k}$. Each bucket is reduced before the next is full,
+#   and only the last one is exposed: the step takes $F + B + c$, with
+#   $c = 2\alpha + \frac{n}{k\beta}$. More buckets are better, up to the limit
+#   $2\alpha + \frac{n}{k\beta} = \frac{B}{k}$, which is $k_1 = \frac{B - n/\beta}{2\alpha}$.
+# - **Buckets queue up**, $c \ge \frac{B}{k}$. After the first bucket is full the link is never
+#   free: $F + \frac{B}{k} + kc = F + \frac{B}{k} + 2\alpha k + \frac{n}{\beta}$. More buckets start
+#   earlier, and pay more latencies. The derivative $-\frac{B}{k^2} + 2\alpha$ is zero at
+#   $k_2 = \sqrt{B / 2\alpha}$, whatever the bandwidth.
 #
-# ## 6 Accumulate without talking
+# If $k_2 \le k_1$, the second time only rises from $k_1$ on, and $k_1$ is best. If $k_2 > k_1$ (as
+# where $n/\beta$ exceeds $B$), the time falls until $k_2$. So the best number is the larger one,
+# $k^* = \max(k_1, k_2)$, rounded up or down. (On $p$ ranks write $2(p-1)\alpha$ for $2\alpha$, and
+# $\frac{2(p-1)}{p} \frac{n}{\beta}$ for $\frac{n}{\beta}$.)
+#
+# **Use more, smaller buckets as long as the network keeps up; if it is too slow for that, about
+# $\sqrt{B / 2\alpha}$ of them. The higher the latency, the larger the bucket.** PyTorch's 25 MiB is
+# only a default: Li et al. (2020) sweep the size for two models and two backends.
+#
+# *A good place for a break.*
+#
+# ## 6 Accumulate without communication
 #
 # With four micro-batches (lesson 02) backward runs four times. Gradients add up on each rank; one
-# conversation at the end is enough. Inside `with model.no_sync():` backward only adds. The forward
-# belongs in it, too: outside, ours sends the buffers, PyTorch the gradients. How many times as many
-# bytes does a rank send if you forget it?
+# all-reduce per bucket at the end is enough. Inside `with model.no_sync():` backward only adds. The
+# forward belongs in it, too: outside of it, ours sends the buffers, PyTorch the gradients. How many
+# times as many bytes does a rank send if you forget it?
 
 # %% tags=["predict"]
 guess_bytes = predict("bytes without no_sync, as a multiple of those with it")
+### GUESS guess_bytes.commit(4)
 
 
 # %%
@@ -408,16 +438,16 @@ reveal(guess_bytes, sum(often) / sum(once))
 print(f"{len(often)} messages of {sum(often)} bytes; with no_sync {len(once)} of {sum(once)}")
 
 # %% [markdown]
-# ### Exercise 4: one conversation
+# ### Exercise 4: send once (further, 15 minutes)
 #
 # Leave in `param.grad`, which is None before, the gradient of the mean over all micro-batches *and*
-# ranks; inf and nan stay what they are. Each bucket leaves once, during the last backward. Each
+# ranks; inf and nan stay what they are. Each bucket is sent once, during the last backward. Each
 # micro-batch counts the same, however many items it has. Keep one graph at a time (a name may hold
 # the last output). Leave the batch, the random state and the model as they are: its parts' modes,
 # what is frozen, its hooks. About 6 lines.
 #
 # <details><summary>Hint: right numbers, but no overlap</summary>
-# Inside <code>no_sync()</code> nothing leaves. The last micro-batch belongs outside of it.
+# Inside <code>no_sync()</code> nothing is sent. The last micro-batch belongs outside of it.
 # </details>
 
 
@@ -439,12 +469,12 @@ def accumulate(model, loss_fn, micro_batches):
 check("ddp-4", accumulate)
 
 # %% [markdown]
-# **Talk once a step, in the last backward.**
+# **Communicate once per step, during the last backward.**
 #
-# ## 7 A gradient that never comes
+# ## 7 A gradient that is never computed
 #
-# A mixture of experts, an auxiliary head: sometimes the loss does not use a layer, and its hook
-# never fires. What does its bucket do?
+# A mixture of experts, an auxiliary head: sometimes the loss does not depend on a layer, and its
+# hook is never called. What happens to its bucket?
 
 
 # %% tags=["failure", "raises-exception"]
@@ -464,8 +494,8 @@ pair = Ranks(2)
 pair.run(use_heads, which=[0, 0], find_unused=False)
 
 # %% [markdown]
-# It would wait for ever, so `finish` says it (as PyTorch does). With `find_unused=True`, what is
-# missing counts as zero, and one small message tells who used what.
+# The bucket would never be full, so `finish` raises (PyTorch raises in the next forward). With
+# `find_unused=True`, a missing gradient counts as zero, and one small message says who used what.
 
 # %%
 for which in ([0, 1], [0, 0]):
@@ -473,16 +503,16 @@ for which in ([0, 1], [0, 0]):
     print(f"the ranks use heads {which}: on rank 0, head 0 and 1 have a gradient: {has}")
 
 # %% [markdown]
-# What one rank used has a gradient on *all*: they take the same optimizer step. What nobody used
+# What one rank used has a gradient on *all*: they take the same optimizer step. What no rank used
 # keeps `grad = None`.
 #
 # **Every rank sends every bucket in every step, used or not.**
 #
 # ## 8 Fewer bytes
 #
-# A **comm hook** sends something smaller in place of the bucket: `hook(flat, group)` starts
-# (`group`: the ranks that take part), and returns an object whose `wait()` leaves the mean in
-# `flat`. This is what `DDP` does by default:
+# A **communication hook** sends something smaller instead of the bucket: `hook(flat, group)` starts
+# (`group`: the process group), and returns an object whose `wait()` leaves the mean in `flat`. This
+# is what `DDP` does by default:
 #
 # ```python
 # class Mean:
@@ -495,9 +525,9 @@ for which in ([0, 1], [0, 0]):
 #         self.flat.div_(self.p)
 # ```
 #
-# ### Exercise 5: half the bytes
+# ### Exercise 5: half the bytes (further, 10 minutes)
 #
-# Send bfloat16. Start in `__init__`; in `wait`, bring the mean back into `flat`, which stays
+# Send bfloat16. Start in `__init__`; in `wait`, write the mean into `flat`, which stays
 # float32, and is the same on all ranks. Several buckets are in flight at once. About 4 lines.
 #
 # <details><summary>Hint: flat has not changed</summary>
@@ -508,7 +538,7 @@ for which in ([0, 1], [0, 0]):
 
 # %% tags=["exercise"] exercise="ddp-5"
 class HalfTheBytes:
-    """A comm hook: the mean over the group, sent in bfloat16."""
+    """A communication hook: the mean over the group, sent in bfloat16."""
 
     def __init__(self, flat, group):
         self.flat, self.p = flat, dist.get_world_size(group)
@@ -528,32 +558,67 @@ class HalfTheBytes:
 check("ddp-5", HalfTheBytes)
 
 # %% [markdown]
-# Others go further. **Top-k** sends only the largest numbers; **PowerSGD** sends two thin matrices
-# whose product is close to the gradient: for $a \times b$ numbers at rank 2, $2(a + b)$. What they
-# leave out is not lost: it is added to the next step's gradient (*error feedback*). Of 100 bytes,
-# how many does PowerSGD send here, with rank 2?
+# Others go further, and send an approximation. **Top-k** (Stich et al. 2018) sends the $k$ largest
+# numbers of a bucket with their indices. Every rank has other indices, so there is nothing to add
+# up on the way: an all-gather brings all $p \cdot k$ of them to everybody.
+#
+# **PowerSGD** (Vogels et al. 2019) sends a matrix of low rank $r$. A gradient $M$ of $a \times b$
+# numbers is approximated by $P Q^T$, with $P$ of $a \times r$ and $Q$ of $b \times r$, that is
+# $r(a + b)$ numbers for $ab$. They are found by one step of *power iteration*: $P = M Q$,
+# orthonormalize its columns, $Q = M^T P$. Three things make it work:
+# - $MQ$ and $M^T P$ are *linear* in $M$: the sum of the ranks' products is the product of the
+#   summed gradient. So two all-reduces do it.
+# - One step of iteration is far from the best matrix of rank $r$ (which the SVD finds, at a much
+#   higher price). But the next training step starts from this $Q$ (*warm start*), so the iteration
+#   goes on from step to step.
+# - What is left out, $M - P Q^T$, is not lost: it is added to the next step's gradient (**error
+#   feedback**, Seide et al. 2014; top-k has it, too).
+#
+# Here is the iteration on the gradient of one weight, and the error of the best matrix of rank 2.
+
+
+# %%
+def power_step(matrix, q):  # [a, b], [b, r]
+    p = torch.linalg.qr(matrix @ q).Q  # [a, r]: matrix @ q is summed over the ranks before
+    return p, matrix.T @ p  # [b, r]: summed over the ranks, too
+
+
+matrix = gpt.blocks[0].attention.out.weight.grad
+q, errors = torch.randn(matrix.shape[1], 2, generator=torch.Generator().manual_seed(0)), []
+for _ in range(4):
+    p, q = power_step(matrix, q)
+    errors.append(100 * ((matrix - p @ q.T).norm() / matrix.norm()).item())
+best_error = 100 * (torch.linalg.svdvals(matrix)[2:].norm() / matrix.norm()).item()
+print("missing after 1, 2, 3, 4 steps:", *(f"{error:.0f} %" for error in errors))
+print(f"missing in the best matrix of rank 2: {best_error:.0f} %")
+
+# %% [markdown]
+# Even the best matrix of rank 2 misses more than half of this gradient (by its norm); error
+# feedback has to deliver the rest. Vectors (biases, norms) are sent uncompressed. Of 100 bytes of
+# our GPT's gradients, how many does PowerSGD send with rank 2?
 
 # %% tags=["predict"]
 guess_power = predict("bytes of PowerSGD, of 100 in float32")
+### GUESS guess_power.commit(2)
 
 # %%
 from course_lib.ddp import PowerSGD, TopK, bf16_hook
 
 hooks = {"float32": None, "bf16": bf16_hook, "top 1 %": TopK(0.01), "PowerSGD": PowerSGD(2)}
-moments = [1, 2, 4, 8, 16, 32, 64]
+num_steps = [1, 2, 4, 8, 16, 32, 64]
 
 
 def delivered(rank, hook):
-    """The mean of all gradients that have come out so far; the same batch in every step."""
+    """The mean of all gradients that have been delivered so far; the same batch in every step."""
     torch.manual_seed(0)
     model, total, means = DDP(GPT(MODELS["tiny"]), comm_hook=hook), 0, []
     inputs, targets = next_tokens(token_batch(rank, batch=1, seq=16, vocab=256))
-    for step in range(1, moments[-1] + 1):
+    for step in range(1, num_steps[-1] + 1):
         model.zero_grad()
         token_loss(model(inputs), targets).backward()
         model.finish()
         total = total + torch.cat([param.grad.flatten() for param in model.parameters()])
-        means += [total / step] if step in moments else []
+        means += [total / step] if step in num_steps else []
     return means
 
 
@@ -566,34 +631,34 @@ for name, hook in hooks.items():
             sent[name] += bandwidth.bus_factor(call.kind, 2) * call.num_bytes
 share = {name: 100 * num_bytes / sent["float32"] for name, num_bytes in sent.items()}
 reveal(guess_power, share["PowerSGD"])
-
-# %% tags=["picture"]
-right, curves = means["float32"][0], {}
-for name in list(hooks)[1:]:
-    errors = [100 * ((mean - right).norm() / right.norm()).item() for mean in means[name]]
-    curves[name] = Voices(measurement=errors)
-title = f"PowerSGD: {errors[0]:.0f} % are missing in the first step, {errors[-1]:.0f} % after 64"
-note = "bytes sent: " + ", ".join(f"{name} {part:.1f} %" for name, part in share.items())
-axes = {"x_label": "steps", "y_label": "missing (% of the gradient)", "log": True, "note": note}
-show(compare(moments, curves, title, **axes), alt=f"{title}; {note}")
+errors = pictures.errors_of(means, right=means.pop("float32")[0])
+power = errors["PowerSGD"]
+title = f"PowerSGD: {power[0]:.0f} % are missing in the first step, {power[-1]:.0f} % after 64"
+show(pictures.delivered(num_steps, errors, share, title), alt=f"{title}; bf16 only rounds")
 
 # %% [markdown]
-# bf16 rounds, and that is all. The other two deliver late: like stale gradients, that changes
-# the training, and they compute more. All of it pays only where the wire is what you wait for.
+# The mean of all gradients delivered so far comes closer, because error feedback delivers what was
+# left out. bf16 only rounds, each number and each sum. The other two deliver late: like stale
+# gradients, that changes the training. They also take memory for the residuals and time to
+# compress, and pay off only where communication is exposed.
 #
-# **A hook trades exactness for bytes; error feedback pays it back later.**
+# **Compression trades exact gradients for bytes; with error feedback, what was left out is
+# delivered later.**
 #
 # ## 9 The real thing
 #
 # PyTorch's DDP does all this in C++, and its `backward()` finishes by itself. Same model, same
-# batches, same bucket size. How many messages does PyTorch send for each
-# of ours?
+# batches, buckets of 2 MiB. How many messages does PyTorch send for each of ours?
 
 # %% tags=["predict"]
-guess_torch = predict("PyTorch's messages, by ours (like 1/2)")
+guess_torch = predict("PyTorch's messages divided by ours (like 1/2)")
+### GUESS guess_torch.commit(1)
 
 
 # %%
+from copy import deepcopy
+
+
 def side_by_side(rank, times=9):
     torch.manual_seed(0)
     gpt, torch_ddp, seen = GPT(MODELS["small"]), nn.parallel.DistributedDataParallel, ([], [])
@@ -610,7 +675,7 @@ def side_by_side(rank, times=9):
     return [[param.grad for param in model.parameters()] for model in models], seen
 
 
-# %%
+# %% tags=["measured"]
 (ours, theirs), seen = pair.run(side_by_side)[0]
 print("gradients bit-equal:", all(map(torch.equal, ours, theirs)))
 for name, steps in zip(("ours", "PyTorch's"), seen, strict=True):
@@ -621,16 +686,18 @@ for name, steps in zip(("ours", "PyTorch's"), seen, strict=True):
 reveal(guess_torch, len(calls[-1]) / sum(e.kind == "all_reduce" for e in seen[0][-1]))
 
 # %% [markdown]
-# The same bits. PyTorch closes a bucket once it is *over* the limit, ours before. Its first step
-# has one bucket, learns the true ready order from it, and builds the others anew.
+# The same bits, in fewer messages: PyTorch closes a bucket only once it is over the limit. Its
+# first step has a single bucket; from it PyTorch learns the true ready order, and builds the
+# buckets anew (unless `find_unused_parameters=True`).
 #
 # ## 10 One batch more
 #
-# **Break it.** Four ranks train, but the data did not come out even: rank 2 has four batches, the
-# others three. Who waits for ever?
+# **Break it.** Four ranks train, but the data was not divided evenly: rank 2 has four batches, the
+# others three. Which rank hangs?
 
 # %% tags=["predict"]
-guess_hang = predict("who waits for ever?", choices=("rank 2", "the others", "nobody"))
+guess_hang = predict("which rank hangs?", choices=("rank 2", "the others", "nobody"))
+### GUESS guess_hang.commit("the others")
 
 
 # %% tags=["failure", "raises-exception"]
@@ -650,18 +717,27 @@ except RankError as hang:
 
 # %% [markdown]
 # Nothing is wrong on the line that hangs. On a cluster this is the job that stands still at the end
-# of an epoch, with all GPUs reserved. So all ranks take the *same number of steps*: the sampler of
-# lesson 05 drops or repeats items, or a rank without data joins in with a loss of weight 0.
+# of an epoch, with all its GPUs reserved, until a time-out. So all ranks take the *same number of
+# steps*: the sampler of lesson 05 drops or repeats items, or a rank without data joins in with a
+# loss of weight 0 (PyTorch's `Join` context does that).
 #
-# **A step is a promise: every rank, every bucket, in one order.**
+# **Every rank takes part in every step, with every bucket, in one order.**
 #
 # ## What to keep
 #
-# - A gradient is ready long before backward ends: send it in the hook, wait in `finish`.
-# - Buckets: large enough for the latency, small enough that the last one does not show. The best
-#   one lets the wire just keep up.
-# - With accumulation, talk once a step.
+# - Most gradients are ready long before backward ends: send them in the hook, wait in `finish`.
+# - Buckets: as many as the network can keep up with, or $\sqrt{B / 2\alpha}$ if it cannot.
+# - With accumulation, communicate once per step.
 # - Compression is a hook: count its bytes, and look at what it does to the gradient.
-# - Whoever takes a step more than the others waits for ever.
+# - A rank that takes one step more than the others hangs.
 #
-# Data parallelism keeps the whole model on every rank. Lesson 07 begins to cut it up.
+# Data parallelism keeps the whole model on every rank. Lesson 07 begins to split it.
+#
+# ## Read on
+#
+# - Li et al. 2020, *PyTorch Distributed* (VLDB): why hooks and buckets, and a sweep of their size.
+# - Sergeev and Del Balso 2018, *Horovod*: ring all-reduce, and fusion of small messages.
+# - Vogels et al. 2019, *PowerSGD* (NeurIPS): section 8, and other compressors beside it.
+# - Stich et al. 2018, *Sparsified SGD with Memory* (NeurIPS): why error feedback converges.
+# - Seide et al. 2014, *1-Bit Stochastic Gradient Descent* (Interspeech): an early error feedback.
+# - PyTorch, *DDP Communication Hooks*: the interface that exercise 5 follows.

@@ -16,8 +16,10 @@ from course_lib.ddp import make_buckets
 from course_lib.ddp.cost import (
     StepCost,
     best_bucket_bytes,
+    best_num_buckets,
     bucket_range,
     ddp_step,
+    equal_buckets_s,
     exposed_s,
     on_the_wire,
     ready_by_share,
@@ -112,6 +114,66 @@ def test_the_best_bucket_is_the_best_of_the_range(cost, group, link):
     seconds = [step_s(cost, size, group, link) for size in bucket_range(cost)]
     assert step_s(cost, best, group, link) == min(seconds)
     assert best_bucket_bytes(cost, 1, link) == sum(cost.grad_bytes), "equal: the fewest messages"
+
+
+def equal_buckets(k, backward_s, num_bytes=MIB):
+    """A step whose k equal gradients are complete at an even pace: a bucket each."""
+    return StepCost(
+        forward_s=0.01,
+        ready_s=ready_by_share([1] * k, backward_s),
+        grad_bytes=(num_bytes,) * k,
+        optimizer_s=0.002,
+    )
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 40), st.floats(0.001, 1.0), groups, links)
+def test_k_equal_buckets_by_formula_are_the_simulated_step(k, backward_s, group, link):
+    cost = equal_buckets(k, backward_s)
+    assert equal_buckets_s(cost, k, group, link) == pytest.approx(step_s(cost, MIB, group, link))
+
+
+MOST = 32  # buckets that the brute-force search tries
+SLOWNESS = st.floats(0.01, 3.0)  # time of all bytes on the link, over the time of backward
+LATENCIES = st.floats(1e-3, 1.0)  # latency of an all-reduce, over the time of backward
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 8), st.floats(0.01, 1.0), SLOWNESS, LATENCIES)
+def test_the_best_number_of_buckets_is_beside_the_formula_in_both_regimes(
+    group, backward_s, slowness, latency
+):
+    """Simulate 1, 2, 3 ... equal buckets of the same bytes, and take the fastest."""
+    rounds, total = 2 * (group - 1), 1e9
+    link = Link(
+        latency_s=latency * backward_s / rounds,
+        bytes_per_s=rounds / group * total / (slowness * backward_s),
+    )
+    seconds = {}
+    for k in range(1, MOST + 1):
+        cost = equal_buckets(k, backward_s, total / k)
+        seconds[k] = step_s(cost, total / k, group, link)
+    expected = max(1.0, (1 - slowness) / latency, math.sqrt(1 / latency))
+    best = best_num_buckets(equal_buckets(1, backward_s, total), group, link)
+    assert best == pytest.approx(expected, rel=1e-6)
+    beside = [k for k in (math.floor(best * (1 + 1e-9)), math.ceil(best * (1 - 1e-9))) if k <= MOST]
+    least_s = min(seconds[k] for k in beside or [MOST])
+    assert least_s == pytest.approx(min(seconds.values()), rel=1e-9)
+
+
+def test_the_best_number_of_buckets_by_hand():
+    """Two ranks, alpha 1 s: an all-reduce has a latency of 2 s."""
+    cost = equal_buckets(1, 18.0, 10)
+    keeps_up = Link(latency_s=1.0, bytes_per_s=5.0)  # all bytes take 2 s: (18 - 2) / 2
+    assert best_num_buckets(cost, 2, keeps_up) == 8
+    queues_up = Link(latency_s=1.0, bytes_per_s=0.1)  # 100 s: sqrt(18 / 2)
+    assert best_num_buckets(cost, 2, queues_up) == 3
+    between = Link(latency_s=1.0, bytes_per_s=10 / 14)  # 14 s: (18 - 14) / 2 is below 3
+    assert best_num_buckets(cost, 2, between) == 3
+    assert best_num_buckets(cost, 2, FREE) == 1, "no latency, and no time for bytes either"
+    assert best_num_buckets(cost, 2, Link(latency_s=0.0, bytes_per_s=1.0)) == math.inf
+    assert best_num_buckets(cost, 1, keeps_up) == 1
+    assert best_num_buckets(cost, 2, Link(latency_s=100.0, bytes_per_s=1.0)) == 1
 
 
 @settings(max_examples=50)

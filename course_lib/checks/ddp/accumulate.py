@@ -48,7 +48,7 @@ WEIGHTED = Cause(
     "A micro-batch with more items weighs more: the mean over micro-batches counts each one once."
 )
 UNFROZEN = Cause("The caller froze it: leave requires_grad as it is.")
-FROZEN = Cause("Nobody asks a frozen parameter for a gradient: its grad stays None.")
+FROZEN = Cause("A frozen parameter gets no gradient: its grad stays None.")
 BATCH = Cause(
     "The batch is the caller's: index the list rather than pop from it, and ask no x for its "
     "gradient."

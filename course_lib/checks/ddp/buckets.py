@@ -143,7 +143,7 @@ BUCKETS = Exercise(
             "list",
             Cause(
                 "Packed from the first parameter on, and the list turned around: the bucket that "
-                "is not full has to be the last one to leave. Reverse the parameters, then pack."
+                "is not full has to be the last one to be sent. Reverse the parameters, then pack."
             ),
             also=(("return buckets", "return buckets[::-1]"),),
         ),
@@ -156,7 +156,7 @@ BUCKETS = Exercise(
             TRAINED,
             "list(module.parameters())",
             Cause(
-                "A frozen parameter never gets a gradient, and its bucket would wait for ever: "
+                "A frozen parameter never gets a gradient, and its bucket would never be full: "
                 "leave out what does not require one."
             ),
         ),
@@ -165,7 +165,7 @@ BUCKETS = Exercise(
             "[p for _, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]",
             Cause(
                 "A tied weight has two names, and one gradient: it would be reduced twice. "
-                "module.parameters() gives it once."
+                "module.parameters() lists it once."
             ),
         ),
         Edit(
@@ -197,7 +197,7 @@ BUCKETS = Exercise(
         Edit(
             TRAINED,
             "[p for p in module.parameters() if p.requires_grad and p.nbytes <= bucket_bytes]",
-            Cause("A parameter larger than the limit travels alone, but it has to travel."),
+            Cause("A parameter larger than the limit is sent alone, but it has to be sent."),
         ),
         Edit(
             "return buckets",
@@ -232,7 +232,7 @@ BUCKETS = Exercise(
         Edit(
             "filled += num_bytes",
             "filled += num_bytes if num_bytes <= bucket_bytes else 0",
-            Cause("A parameter larger than the limit travels alone: nothing may join it."),
+            Cause("A parameter larger than the limit is sent alone: nothing may join it."),
         ),
         Edit(
             "return buckets",
@@ -278,6 +278,6 @@ BUCKETS = Exercise(
             "torch.tensor(float(filled + num_bytes)) > bucket_bytes",
             TOO_NARROW,
         ),
-        Edit(OPENS, "if True:", Cause("A bucket a parameter: what fits shares a bucket.")),
+        Edit(OPENS, "if True:", Cause("One bucket per parameter: what fits shares a bucket.")),
     ),
 )

@@ -82,12 +82,12 @@ OWN = Cause(
 STAYS = Cause("flat stays float32: copy_ converts.")
 RANGE = Cause("float16 ends at 65504: the sum does not fit. bfloat16 has the range of float32.")
 WHOLE_WORLD = Cause("That is the mean over all ranks: pass group=group to all_reduce.")
-WORLD_SIZE = Cause("Divide by the size of the group, which is not that of the world.")
+WORLD_SIZE = Cause("Divide by the size of the group, not by that of the world.")
 SUMMED = Cause("{p} times too large: hooks leave the mean, not the sum.")
 MEAN_TWICE = Cause("{p} times too small: the mean was taken twice.")
 FLOAT32 = Cause("That is float32: convert first, then send.")
 NOT_WAITED = Cause("It had not ended when wait() returned. Wait, then copy.")
-ALL_REDUCE = Cause("One all_reduce a bucket does it.")
+ALL_REDUCE = Cause("One all_reduce per bucket does it.")
 AT_THE_END = Cause("No overlap: start in __init__.")
 OTHER_MEMORY = Cause(
     "What looked into flat still sees the old memory (in DDP every param.grad is a view of it). "

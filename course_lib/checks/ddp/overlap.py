@@ -33,15 +33,15 @@ from course_lib.checks.on_ranks import At, OnRanks
 OTHER_ORDER = (4, 0, 2, 1, 3)  # gradients become ready in another order on odd ranks
 
 ORDER = Cause(
-    "Gradients become ready in another order on another rank. Bucket i may leave only after bucket "
-    "i - 1 has: keep the number of the next bucket, and send while that one is full."
+    "Gradients become ready in another order on another rank. Bucket i may be sent only after "
+    "bucket i - 1: keep the number of the next bucket, and send while that one is full."
 )
 SOME_RANKS = Cause(
     "A bucket was sent on some ranks only: the others never made that call. Every rank has to send "
     "every bucket, whatever its gradients are."
 )
 NEVER_LEFT = Cause(
-    "A bucket never left. Is one full when all of its gradients are there, also the last one, "
+    "A bucket was never sent. Is one full when all of its gradients are there, also the last one, "
     "which holds fewer bytes than the limit?"
 )
 NEXT_STAYS = Cause(
@@ -80,8 +80,8 @@ FLATTEN = Cause(
 )
 PAST_THE_END = Cause("After the last bucket there is no next one: stop there.")
 EARLY = Cause(
-    "A bucket was sent before all of its gradients had come, in this step: note in on_grad which "
-    "parameters have come, and clear that in finish. (`param.grad is not None` proves nothing: "
+    "A bucket was sent before all of its gradients were complete in this step: note in on_grad "
+    "which parameters are, and clear that in finish. (`param.grad is not None` proves nothing: "
     "zero_grad(set_to_none=False) leaves zeros.)"
 )
 NOT_WAITED = Cause(
@@ -102,12 +102,13 @@ OTHER_GRADIENT = Cause(
     "Numbers of another gradient: split the bucket in the order in which it was filled."
 )
 NOT_ALL_WAITED = Cause(
-    "Some came in time by luck. Call wait() on every handle: one says nothing about the others."
+    "Some were complete in time by luck. Call wait() on every handle: one says nothing about "
+    "the others."
 )
 NO_OVERLAP = Cause("No overlap: send a bucket in on_grad, as soon as its last gradient is there.")
 LATE = Cause(
-    "It leaves later than it could: send a bucket in the very call of on_grad that fills it, each "
-    "of them, also the last one."
+    "It is sent later than it could be: send a bucket in the very call of on_grad that fills it, "
+    "each of them, also the last one."
 )
 WAITS_IN_HOOK = Cause("No overlap: start the all_reduce with async_op=True, and wait in finish.")
 KEEPS = Cause("Clear in finish what was in flight.")

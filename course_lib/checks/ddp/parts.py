@@ -138,10 +138,12 @@ def count_hooks(model: nn.Module) -> int:
 
 
 OTHER_KIND = Cause("This exercise is for all_reduce: one for each bucket.")
-ONE_EACH = Cause("One all_reduce a bucket, not one a parameter: put its gradients into one tensor.")
+ONE_EACH = Cause(
+    "One all_reduce per bucket, not one per parameter: put its gradients into one tensor."
+)
 NOT_IN_ORDER = Cause("Send the buckets in their order, the first one first.")
 TOO_MUCH = Cause("Send what is in the bucket and nothing else, in the dtype of the gradients.")
-TWICE = Cause("Each bucket travels once a step: what is sent already?")
+TWICE = Cause("Each bucket is sent once per step: which ones are sent already?")
 
 
 def one_a_bucket(bucket_bytes: Callable[[At], Sequence[int]]) -> Calls:
@@ -155,5 +157,5 @@ def one_a_bucket(bucket_bytes: Callable[[At], Sequence[int]]) -> Calls:
             (lambda got, need: len(got) == len(need) and sum(got) > sum(need), TOO_MUCH),
             (lambda got, need: set(got) == set(need) and len(got) > len(need), TWICE),
         ),
-        look=Cause("One all_reduce a bucket, of all its gradients and nothing else."),
+        look=Cause("One all_reduce per bucket, of all its gradients and nothing else."),
     )

@@ -68,7 +68,7 @@ def _own_wire_each(forward_s: float, backward_s: Times, all_reduce_s: Times) -> 
     return forward_s + max(map(sum, zip(ready, all_reduce_s, strict=True)))
 
 
-WAITS = Cause("Backward never waits for the wire; only the wire waits: max() is for its clock.")
+WAITS = Cause("Backward never waits for the link; only the link waits: max() is for its clock.")
 WIRE = "max(ready_s, done_s) + wire_s"
 
 PRICE = Exercise(
@@ -78,36 +78,38 @@ PRICE = Exercise(
         cases=_cases,
         drawn=_drawn,
         unit=" s",
-        look="Go through it with two clocks: when is a bucket ready, when is the wire free?",
-        success="Right for fast wires, slow wires, and what is between them.",
+        look="Go through it with two clocks: when is a bucket ready, when is the link free?",
+        success="Right for fast links, for slow ones, and in between.",
     ),
     wrong=(
         Edit(
             "return done_s",
             "return forward_s + sum(backward_s) + sum(all_reduce_s)",
             Cause(
-                "That is the time without any overlap: while a bucket travels, backward goes on."
+                "That is the time without any overlap: while a bucket is reduced, backward goes on."
             ),
         ),
         Own(
             _perfect,
             Cause(
-                "The wire cannot start before the first bucket is ready, and not everything hides."
+                "The link is idle before the first bucket is ready, so not everything is hidden."
             ),
         ),
         Edit(
             "return done_s",
             "return ready_s",
-            Cause("The last bucket is ready when backward ends: its all-reduce hides nowhere."),
+            Cause("The last bucket is ready when backward ends: nothing can hide its all-reduce."),
         ),
         Edit(
             "return done_s",
             "return ready_s + wire_s",
-            Cause("Only the last all-reduce shows if the wire keeps up; if not, buckets queue."),
+            Cause(
+                "Only the last all-reduce is exposed if the link keeps up; if not, they queue up."
+            ),
         ),
         Own(
             _first_one_hides_nothing,
-            Cause("Right for a slow wire only: on a fast one, a bucket is waited for."),
+            Cause("Right for a slow link only: a fast one waits until the next bucket is ready."),
         ),
         Own(_bucket_by_bucket, WAITS),
         Own(_two_buckets_behind, WAITS),
@@ -118,14 +120,16 @@ PRICE = Exercise(
         ),
         Own(
             _own_wire_each,
-            Cause("There is one wire: a bucket also waits until the one before it has arrived."),
+            Cause(
+                "There is one link: a bucket also waits until the one before it has been reduced."
+            ),
         ),
         Edit(
             "ready_s += compute_s",
             "ready_s, before_s = ready_s + compute_s, ready_s",
             Cause(
-                "A bucket travels before its own backward is done: take the later of the two "
-                "clocks, and add the time on the wire to that."
+                "A bucket is sent before its own backward is done: take the later of the two "
+                "clocks, and add the time of the all-reduce to that."
             ),
             also=(
                 (WIRE, "max(before_s, done_s) + wire_s"),
