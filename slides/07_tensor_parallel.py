@@ -1,27 +1,16 @@
 """The pictures of the deck 07_tensor_parallel, drawn by the functions that the notebook calls."""
 
-from dataclasses import replace
-
 import torch
 
-from course_lib.core import INFINIBAND, MODELS, NVLINK, Parallelism, TwoLevelLink
-from course_lib.cost.flops import train_step_flop
-from course_lib.cost.traffic import sent_bytes, traffic_s
-from course_lib.display import Voices, compare
+from course_lib.core import INFINIBAND, MODELS, NVLINK, Parallelism
+from course_lib.core.records import Event
+from course_lib.cost.traffic import traffic_s
+from course_lib.display import Voices, compare, timelines
 from course_lib.memory import activations, params_on_rank
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from course_lib.tensor_parallel.cost import tensor_traffic
-from course_lib.tensor_parallel.pictures import split_mlp
-
-SPEED = 343e12  # FLOP/s of a GPU, fitted to the published run on 2 GPUs
-# Ultra-Scale Playbook, tp_scaling and pp_comm_bandwidth: tokens/s a GPU, sequences, bytes/s
-PUBLISHED = {
-    2: (13923.18, 3, 435.967e9),
-    4: (12420.76, 8, 435.967e9),
-    8: (10903.32, 12, 435.967e9),
-    16: (6245.6, 16, 361.749e9),
-    32: (2146.44, 20, 160.14e9),
-}
+from course_lib.tensor_parallel.cost import h100_scaling, tensor_traffic
+from course_lib.tensor_parallel.explorer import by_degree
+from course_lib.tensor_parallel.pictures import h100_picture, split_mlp
 
 
 def mlp():
@@ -61,13 +50,12 @@ def losses(split, steps=100):
 
 
 def curves():
-    """The loss of one process, and of one that adds up two parts."""
+    """The difference of the losses of one process and of one that adds up two parts."""
     alone, split = losses(split=False), losses(split=True)
-    apart = max(abs(a - b) for a, b in zip(alone, split, strict=True))
-    title = f"100 steps in float64: never more than {apart:.0e} apart"
-    voices = Voices(formula=alone[::4], measurement=split[::4])
-    labels = {"x_label": "step", "y_label": "loss", "note": "line: whole; dots: in two parts"}
-    return compare(range(0, 100, 4), voices, title, **labels)
+    apart = [abs(a - b) for a, b in zip(alone, split, strict=True)]
+    title = f"100 steps in float64: the losses differ by at most {max(apart):.0e}"
+    labels = {"x_label": "step", "y_label": "difference of the losses"}
+    return compare(range(len(apart)), Voices(measurement=apart), title, **labels)
 
 
 def memory():
@@ -91,7 +79,7 @@ def memory():
 
 
 def wires():
-    """Seconds of talking in a step of Llama-8B on 8 ranks."""
+    """Seconds of communication in a step of Llama-8B on 8 ranks."""
     spec, seqs = MODELS["llama-8b"], [512, 1024, 2048, 4096, 8192]
     voices = {
         link.name: Voices(
@@ -100,46 +88,44 @@ def wires():
         for link in (NVLINK, INFINIBAND)
     }
     fast, slow = (one.formula[-1] for one in voices.values())
-    title = f"Llama-8B, 8192 tokens on 8 ranks: {fast:.0f} ms of talking, or {slow:.0f}"
-    return compare(seqs, voices, title, x_label="tokens", y_label="talking in a step (ms)")
+    title = f"Llama-8B, 8192 tokens on 8 ranks: {fast:.0f} ms of communication, or {slow:.0f}"
+    return compare(seqs, voices, title, x_label="tokens", y_label="communication in a step (ms)")
+
+
+def overlap():
+    """The backward of one column-parallel matrix, without and with overlap."""
+
+    def events(starts):
+        kinds = {"backward_input": 1.0, "backward_weight": 1.0, "all_reduce": 0.8}
+        return [
+            Event(rank=rank, kind=kind, start_s=starts[kind], end_s=starts[kind] + kinds[kind])
+            for rank in range(2)
+            for kind in kinds
+        ]
+
+    runs = {
+        "plain": events({"backward_input": 0.0, "backward_weight": 1.0, "all_reduce": 2.0}),
+        "overlapped": events({"backward_input": 0.0, "backward_weight": 1.0, "all_reduce": 1.0}),
+    }
+    return timelines(runs, "The sum runs beside the weight gradient", unit="F")
 
 
 def published():
-    """Tokens a second of a GPU, published and on paper."""
-    spec, paper = MODELS["llama-3b"], []
-    for p, (_, batch, bytes_per_s) in PUBLISHED.items():
-        talk_s = sent_bytes(tensor_traffic(spec, batch, 4096), p) / bytes_per_s
-        step_s = train_step_flop(spec, batch, 4096) / p / SPEED + talk_s
-        paper.append(batch * 4096 / p / step_s)
-    measured = [tokens for tokens, *_ in PUBLISHED.values()]
-    title = f"8 to 16 ranks: {measured[3] / measured[2]:.2f} of the speed, "
-    title += f"{paper[3] / paper[2]:.2f} on paper"
-    labels = {"x_label": "ranks p, 8 to a node", "y_label": "tokens/s of a GPU"}
-    return compare(list(PUBLISHED), Voices(formula=paper, measurement=measured), title, **labels)
+    """Tokens/s per GPU, published and by formula."""
+    scaling = h100_scaling()
+    kept, formula = scaling.kept(8, 16)
+    title = (
+        f"From 8 to 16 ranks a GPU keeps {kept:.0%} of its speed; the formula says {formula:.0%}"
+    )
+    return h100_picture(scaling, title)
 
 
 def batch():
-    """The share of a step that computes, for one sequence and for one a rank."""
-    spec, degrees, seq = MODELS["llama-8b"], [1, 2, 4, 8, 16, 32], 512
-    outside = replace(INFINIBAND, bytes_per_s=8 * INFINIBAND.bytes_per_s)
-    link = TwoLevelLink(inside=NVLINK, outside=outside, ranks_per_node=8)
-
-    def share(p, sequences):
-        compute_s = train_step_flop(spec, sequences, seq) / p / SPEED
-        talk_s = traffic_s(tensor_traffic(spec, sequences, seq), p, link)
-        return 100 * compute_s / (compute_s + talk_s)
-
-    voices = {
-        "1 sequence": Voices(formula=[share(p, 1) for p in degrees]),
-        "p sequences": Voices(formula=[share(p, p) for p in degrees]),
-    }
-    title = f"8 ranks compute for {share(8, 1):.0f} % of the time, with 8 sequences "
-    title += f"{share(8, 8):.0f} %"
-    labels = {"x_label": "ranks p, 8 to a node", "y_label": "computing (% of the time)"}
-    return compare(degrees, voices, title, note=f"Llama-8B, {seq} tokens", **labels)
+    """The part of a step that computes, for one sequence and for one per rank."""
+    return by_degree("llama-8b", 2048, 8)
 
 
 def pictures():
     """All pictures by the names the deck calls them."""
-    draws = (mlp, curves, memory, wires, published, batch)
+    draws = (mlp, curves, memory, wires, overlap, published, batch)
     return {draw.__name__: draw() for draw in draws}

@@ -1,9 +1,10 @@
 """Tensor parallelism: matrices split over the ranks of a group (notebook 07_tensor_parallel).
 
 `tensor_parallel.py` splits a whole GPT; `layers.py` holds the split layers, `regions.py` the
-conjugate functions f, g, f-bar, g-bar at the boundaries of a parallel region, `cross_entropy.py`
-the loss over a split vocabulary; `state.py` gathers and shards state dicts; `cost.py` lists what a
-step communicates, `pictures.py` draws matrices.
+conjugate functions f, g, f-bar, g-bar at the boundaries of a parallel region, `overlap.py` the
+columns whose boundary is overlapped with their weight gradients, `cross_entropy.py` the loss over a
+split vocabulary; `state.py` gathers and shards state dicts; `cost.py` lists what a step
+communicates, `lab.py` measures what overlap saves, `pictures.py` and `explorer.py` draw.
 """
 
 from course_lib.tensor_parallel.cross_entropy import (
@@ -18,6 +19,7 @@ from course_lib.tensor_parallel.layers import (
     VocabParallelHead,
 )
 from course_lib.tensor_parallel.regions import (
+    all_reduce_both,
     copy_to_region,
     gather_columns,
     gather_sequence,
@@ -41,6 +43,7 @@ __all__ = [
     "ShardedLayer",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "all_reduce_both",
     "copy_to_region",
     "finish_gradients",
     "full_state_dict",

@@ -1,15 +1,20 @@
 """Communication of tensor parallelism: every collective of a step, in program order.
 
 A parallel region costs one all_reduce of [batch, seq, hidden] in forward and one in backward, or an
-all_gather and a reduce_scatter instead of each; with the ring the bytes sent are the same. In this
-simple version the communication is fully exposed, because the next matrix multiplication needs its
-result. Notebook 07_tensor_parallel.
+all_gather and a reduce_scatter instead of each; with the ring the bytes sent are the same. In the
+plain version the communication is fully exposed, because the next matrix multiplication needs its
+result; `overlap_saves_s` counts what `overlap=True` hides of it. Notebook 07_tensor_parallel.
 """
 
+from dataclasses import dataclass
+
 from course_lib.core.errors import ShapeError
+from course_lib.core.presets import MODELS
 from course_lib.core.specs import ModelSpec
+from course_lib.cost.flops import train_step_flop
 from course_lib.cost.params import norm_params, param_parts
-from course_lib.cost.traffic import CollectiveCall
+from course_lib.cost.published import rows
+from course_lib.cost.traffic import CollectiveCall, sent_bytes
 
 
 def tensor_traffic(
@@ -19,12 +24,17 @@ def tensor_traffic(
     number_bytes: int = 2,
     *,
     sequence_parallel: bool = False,
+    gathers_again: bool = False,
 ) -> list[CollectiveCall]:
     """Return the collectives of one step in the order in which each rank calls them.
 
     `num_bytes` is the size of the whole tensor, as in `Event.num_bytes`, whatever the number of
     ranks. All parameters are trained, and the logits stay split. The phase is forward, backward or
     finish (`finish_gradients`).
+
+    gathers_again   with sequence parallelism: as Megatron, which saves only this rank's tokens of
+                    each region's input and gathers the others once more in backward: 5/4 of the
+                    bytes of activations; `gathered_bytes` counts the memory that this saves
 
     Raises:  ShapeError for an empty batch or sequence
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022, section 4
@@ -45,10 +55,22 @@ def tensor_traffic(
     forward = [_call("forward", part, kind, residual_bytes) for part, kind in boundaries if kind]
     loss = [_call("forward", "loss", "all_reduce", n * _loss_bytes(batch * seq, number_bytes))
             for n in (1, 2)]  # fmt: skip
-    reverse = [(part, adjoints.get(kind, "")) for part, kind in reversed(boundaries)]
+    reverse = []
+    for part, kind in reversed(boundaries):
+        again = gathers_again and kind == "all_gather"
+        reverse += [(part, "all_gather")] * again + [(part, adjoints.get(kind, ""))]
     backward = [_call("backward", part, kind, residual_bytes) for part, kind in reverse if kind]
     finish = [_call("finish", "norms", "all_reduce", replicated_params(spec) * number_bytes)]
     return [*forward, *loss, *backward, *finish[: int(sequence_parallel)]]
+
+
+def overlap_saves_s(backward_weight_s: float, all_reduce_s: float) -> float:
+    """Return the seconds that an all_reduce behind a weight gradient saves: the shorter of the two.
+
+    Without overlap the two take their sum, with it the longer one. This is for the all_reduce of
+    the input gradients of one region; the sums of the forward pass stay exposed.
+    """
+    return min(backward_weight_s, all_reduce_s)
 
 
 def replicated_params(spec: ModelSpec) -> int:
@@ -77,6 +99,75 @@ def gathered_bytes(spec: ModelSpec, batch: int, seq: int, tp: int, number_bytes:
     """
     input_bytes = batch * seq * spec.hidden * number_bytes
     return (2 * spec.num_layers + 1) * (input_bytes - input_bytes // tp)
+
+
+# --- beside real GPUs
+
+H100_RUN = "Ultra-Scale Playbook (Tazi et al. 2025), 3B model, H100, 8 GPUs per node"
+
+
+@dataclass(frozen=True, kw_only=True)
+class H100Scaling:
+    """Tokens/s per GPU of a 3B model on `ranks` H100: published, and by formula.
+
+    flop_per_s         speed of a GPU's computation, fitted so that the formula is right at p = 2
+    sequence_parallel  published tokens/s per GPU with sequence parallelism
+    """
+
+    ranks: list[int]
+    published: list[float]
+    formula: list[float]
+    sequence_parallel: list[float]
+    flop_per_s: float
+
+    def kept(self, p: int, more: int) -> tuple[float, float]:
+        """Return which part of its tokens/s a GPU keeps on `more` ranks: published, by formula."""
+        before, after = self.ranks.index(p), self.ranks.index(more)
+        published, formula = self.published, self.formula
+        return published[after] / published[before], formula[after] / formula[before]
+
+
+def h100_scaling(seq: int = 4096) -> H100Scaling:
+    """Compute the formula beside the published runs, each with the largest batch that fits.
+
+    A step takes compute / p and the bytes of all its collectives divided by the bandwidth that was
+    measured for an all_reduce over so many nodes; nothing overlaps. The model's sizes are those of
+    Llama-3B.
+
+    Source:  Ultra-Scale Playbook, figures tp_scaling, tp_sp_scaling and pp_comm_bandwidth
+    """
+    tokens, batches = (_series("tp_scaling", name) for name in ("Tokens/sec/GPU", "Max Batch Size"))
+    bandwidth = _series("pp_comm_bandwidth", "AllReduce GB/s (mean)")
+    spec = MODELS["llama-3b"]
+
+    def communicate_s(p: int) -> float:
+        sent = sent_bytes(tensor_traffic(spec, round(batches[p]), seq), p)
+        return sent / (1e9 * bandwidth[max(1, p // 8)])
+
+    def flop(p: int) -> float:
+        return train_step_flop(spec, round(batches[p]), seq) / p
+
+    def tokens_of(p: int) -> float:
+        return batches[p] * seq / p
+
+    first = min(tokens)
+    flop_per_s = flop(first) / (tokens_of(first) / tokens[first] - communicate_s(first))
+    return H100Scaling(
+        ranks=list(tokens),
+        published=list(tokens.values()),
+        formula=[tokens_of(p) / (flop(p) / flop_per_s + communicate_s(p)) for p in tokens],
+        sequence_parallel=list(_series("tp_sp_scaling", "Tokens/sec/GPU").values()),
+        flop_per_s=flop_per_s,
+    )
+
+
+def _series(figure: str, name: str) -> dict[int, float]:
+    """Return x and value of one series of a published figure."""
+    return {
+        int(row["x"]): float(row["value"])
+        for row in rows("ultrascale_figures")
+        if row["figure"].split()[0] == figure and row["series"] == name
+    }
 
 
 def _call(phase: str, part: str, kind: str, num_bytes: int) -> CollectiveCall:

@@ -9,6 +9,7 @@ zero. Notebook 07_tensor_parallel.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import ShapeError
+from course_lib.tensor_parallel.overlap import overlapped_columns
 from course_lib.tensor_parallel.regions import (
     copy_to_region,
     gather_columns,
@@ -71,6 +73,7 @@ class ColumnParallelLinear(ShardedLayer):
 
     gather_output  gather the outputs of all ranks: [..., out], for one more all_gather
     enters         False: the input is already inside the region, as q, k and v share one boundary
+    overlap        sum the input's gradient while the weight's is computed (not under autocast)
     whole          layer whose weights are taken; None: initialized as nn.Linear does
     """
 
@@ -84,19 +87,43 @@ class ColumnParallelLinear(ShardedLayer):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         enters: bool = True,
+        overlap: bool = False,
         whole: nn.Linear | None = None,
     ) -> None:
         super().__init__(group, sequence_parallel)
         whole = whole or nn.Linear(in_features, out_features, bias)
         self.out_features, self.gather_output, self.enters = out_features, gather_output, enters
+        self.overlap = overlap
+        self.output: Tensor | None = None  # computed beside others' by `columns_together`
         self.take_shard("weight", whole.weight, dim=0)
         self.take_shard("bias", whole.bias, dim=0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, [..., out/tp]; all of them with gather_output."""
-        x = self.enter(x) if self.enters else x  # [batch, seq, in]
-        out = F.linear(x, self.weight, self.bias)  # [batch, seq, out/tp]
+        out = self._columns(x, self.bias)  # [batch, seq, out/tp]
         return gather_columns(out, self.out_features, self.group) if self.gather_output else out
+
+    def _columns(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Enter the region and multiply; or hand over what was computed together with others."""
+        if self.output is not None:
+            out, self.output = self.output, None
+            return out
+        if self.overlap and self.enters:
+            matrices, way = [(self.weight, bias)], self.sequence_parallel
+            return overlapped_columns(x, matrices, self.group, sequence_parallel=way)[0]
+        return F.linear(self.enter(x) if self.enters else x, self.weight, bias)
+
+
+def columns_together(columns: Sequence[ColumnParallelLinear], x: Tensor) -> None:
+    """Compute the outputs of layers with one input at once, with one overlapped boundary.
+
+    Each layer hands its output over when it is called next.
+    """
+    matrices, first = [(layer.weight, layer.bias) for layer in columns], columns[0]
+    way = first.sequence_parallel
+    outputs = overlapped_columns(x, matrices, first.group, sequence_parallel=way)
+    for layer, output in zip(columns, outputs, strict=True):
+        layer.output = output
 
 
 class RowParallelLinear(ShardedLayer):
@@ -187,7 +214,7 @@ class VocabParallelHead(ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of this rank's tokens, [..., vocab/tp]; all with gather_output."""
-        logits = F.linear(self.enter(x), self.weight, self.padding)  # [batch, seq, vocab/tp]
+        logits = self._columns(x, self.padding)  # [batch, seq, vocab/tp]
         if self.gather_output:
             return gather_columns(logits, self.out_features, self.group)
         return logits

@@ -15,7 +15,9 @@ from matplotlib.patches import Rectangle
 
 from course_lib.core.errors import CourseError
 from course_lib.display.colours import QUIET, WHITE, rank_colour
+from course_lib.display.compare import Voices, compare
 from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page
+from course_lib.tensor_parallel.cost import H100_RUN, H100Scaling
 
 WAYS = {
     "": "whole on every rank",
@@ -131,3 +133,22 @@ def split_mlp(ranks: int, title: str) -> Figure:
         Matrix(name="Y", words="[tokens, h]", height=3, width=2, split="sum"),
     ]
     return matrices(row, title, ranks=ranks)
+
+
+def h100_picture(scaling: H100Scaling, title: str) -> Figure:
+    """Draw published tokens/s per GPU over the ranks, beside the formula; all H100."""
+    curves = {
+        "tensor parallel": Voices(
+            formula=scaling.formula, published=(scaling.ranks, scaling.published)
+        ),
+        "with sequence parallelism": Voices(published=(scaling.ranks, scaling.sequence_parallel)),
+    }
+    return compare(
+        scaling.ranks,
+        curves,
+        title,
+        x_label="ranks p, 8 per node",
+        y_label="tokens/s per GPU",
+        log_x=True,
+        source=H100_RUN,
+    )

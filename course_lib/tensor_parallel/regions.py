@@ -12,6 +12,9 @@ Shards are all of equal size; the last ones are padded with zeros. Notebook 07_t
     scatter_sequence   reduce_scatter   all_gather       g-bar (Korthikanti)
     gather_columns     all_gather       own columns
     split_columns      own columns      all_gather
+    all_reduce_both    all_reduce       all_reduce       (where each rank has a loss of its own)
+
+All but the last assume that every rank computes the same loss, which counts once.
 """
 
 from collections.abc import Callable
@@ -62,6 +65,19 @@ def reduce_from_region(x: Tensor, group: Group = None) -> Tensor:
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3
     """
     return _Boundary.apply(x, partial(_sum, group=group), _same)
+
+
+def all_reduce_both(x: Tensor, group: Group = None) -> Tensor:
+    """Sum x over the ranks; backward sums the gradients, as for losses that are summed over ranks.
+
+    With the same loss on every rank, which counts once, this is p times too much: there backward is
+    the identity, `reduce_from_region`.
+
+    Cost:    one all_reduce of x forward, one of its gradient backward
+    Adjoint: all_reduce_both
+    Source:  PyTorch, torch.distributed.nn.functional.all_reduce
+    """
+    return _Boundary.apply(x, partial(_sum, group=group), partial(_sum, group=group))
 
 
 def gather_sequence(x: Tensor, group: Group = None) -> Tensor:

@@ -26,6 +26,7 @@ from course_lib.tensor_parallel.layers import (
     ShardedLayer,
     VocabParallelEmbedding,
     VocabParallelHead,
+    columns_together,
 )
 from course_lib.tensor_parallel.regions import all_gather
 
@@ -62,7 +63,12 @@ class ShardedDropout(Dropout):
 
 
 def parallelize(
-    model: GPT, mesh: DeviceMesh, sequence_parallel: bool = False, *, gather_output: bool = False
+    model: GPT,
+    mesh: DeviceMesh,
+    sequence_parallel: bool = False,
+    *,
+    gather_output: bool = False,
+    overlap: bool = False,
 ) -> GPT:
     """Split a GPT in place over the ranks of a mesh with one axis; all start with equal weights.
 
@@ -72,6 +78,8 @@ def parallelize(
 
     sequence_parallel  norms, dropout and the residual stream hold seq/tp tokens per rank
     gather_output      logits [batch, seq, vocab] on every rank, for `token_loss`
+    overlap            backward sums the gradient of each region's input while it computes the
+                       gradients of the weights: equal to the last bit (not under autocast)
 
     Shapes:  tokens [batch, seq] -> [batch, seq, vocab/tp], rounded up
     Cost:    here one small all_gather, as a check; `tensor_traffic` lists those of a step
@@ -82,13 +90,13 @@ def parallelize(
     group = _group_for(model, mesh)
     _check_same_start(model, group)
     options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
-    _split_ends(model, gather_output, options)
+    _split_ends(model, options, gather_output=gather_output, overlap=overlap)
     for module in list(model.modules()):
         if isinstance(module, Attention):
-            _split_pair(module, ("q", "k", "v"), options)
+            _split_pair(module, ("q", "k", "v"), options, overlap)
             module.dropout = ShardedDropout(module.dropout.p, group)
         elif isinstance(module, MLP):
-            _split_pair(module, ("gate", "up"), options)
+            _split_pair(module, ("gate", "up"), options, overlap)
     if sequence_parallel:
         for part in (model, *model.blocks):
             part.add_module("dropout", ShardedDropout(part.dropout.p, group))
@@ -97,13 +105,15 @@ def parallelize(
     return model.train(model.training)
 
 
-def _split_ends(model: GPT, gather_output: bool, options: Mapping[str, Any]) -> None:
+def _split_ends(
+    model: GPT, options: Mapping[str, Any], *, gather_output: bool, overlap: bool
+) -> None:
     """Split embedding and head along the vocabulary; tied weights stay tied."""
     tied = model.head.weight is model.embedding.weight
     sizes = model.spec.vocab, model.spec.hidden
     embedding = VocabParallelEmbedding(*sizes, whole=model.embedding, **options)
-    more = {"whole": model.head, "gather_output": gather_output}
-    head = VocabParallelHead(*reversed(sizes), False, **more, **options)
+    how: dict[str, Any] = {"gather_output": gather_output, "overlap": overlap, **options}
+    head = VocabParallelHead(*reversed(sizes), False, whole=model.head, **how)
     if tied:
         head.weight = embedding.weight
     model.add_module("embedding", embedding)
@@ -111,17 +121,20 @@ def _split_ends(model: GPT, gather_output: bool, options: Mapping[str, Any]) -> 
 
 
 def _split_pair(
-    module: Attention | MLP, names: tuple[str, ...], options: Mapping[str, Any]
+    module: Attention | MLP, names: tuple[str, ...], options: Mapping[str, Any], overlap: bool
 ) -> None:
     """Split the named matrices by columns and `out` by rows; they share one entry boundary."""
+    columns = []
     for name in names:
         linear = getattr(module, name)
         if linear is not None:  # an MLP without a gate
             column = ColumnParallelLinear(*_sizes(linear), enters=False, whole=linear, **options)
             module.add_module(name, column)
+            columns.append(column)
     out = RowParallelLinear(*_sizes(module.out), whole=module.out, **options)
     module.add_module("out", out)
-    module.register_forward_pre_hook(partial(_enter, out))
+    enter = partial(_compute_columns, columns) if overlap else partial(_enter, out)
+    module.register_forward_pre_hook(enter)
 
 
 def _sizes(linear: nn.Linear) -> tuple[int, int, bool]:
@@ -131,6 +144,13 @@ def _sizes(linear: nn.Linear) -> tuple[int, int, bool]:
 def _enter(layer: ShardedLayer, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     """Apply the boundary that all matrices with this input share."""
     return (layer.enter(args[0]),)
+
+
+def _compute_columns(
+    columns: list[ColumnParallelLinear], module: nn.Module, args: tuple[Tensor]
+) -> None:
+    """Compute all matrices with this input, and the overlapped boundary in front of them."""
+    columns_together(columns, args[0])
 
 
 def _own_rows(group: Group, positions: nn.Module, args: Any, rows: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ from matplotlib.patches import Rectangle
 
 from course_lib.core import CourseError
 from course_lib.display.colours import RANK, WHITE
-from course_lib.tensor_parallel.pictures import Matrix, matrices, split_mlp
+from course_lib.tensor_parallel.cost import h100_scaling
+from course_lib.tensor_parallel.explorer import computing_percent, degree_explorer
+from course_lib.tensor_parallel.pictures import Matrix, h100_picture, matrices, split_mlp
 
 
 def boxes(figure):
@@ -62,3 +64,28 @@ def test_bad_input_is_one_sentence():
         Matrix(name="A", height=0, width=1)
     with pytest.raises(CourseError, match="need a matrix and a rank; got 0 and 4"):
         matrices(["×"], "t", ranks=4)
+
+
+def test_the_formula_fits_published_runs_inside_a_node_and_says_too_much_beyond_it():
+    found = h100_scaling()
+    assert found.ranks == [2, 4, 8, 16, 32]
+    assert found.formula[0] == pytest.approx(found.published[0])  # fitted there
+    for p in (4, 8):
+        at = found.ranks.index(p)
+        assert found.formula[at] == pytest.approx(found.published[at], rel=0.04)
+    published, formula = found.kept(8, 16)
+    assert published == pytest.approx(0.573, abs=0.001)
+    assert published < formula < 0.8
+    assert len(found.sequence_parallel) == 5
+    figure = h100_picture(found, "t")
+    assert any("Ultra-Scale Playbook" in text.get_text() for text in figure.texts)
+
+
+def test_more_ranks_compute_less_of_the_time_and_more_sequences_more_of_it():
+    at = {"model": "llama-8b", "seq": 2048, "adapters": 8}
+    one = [computing_percent(**at, p=p, batch=1) for p in (1, 2, 4, 8, 16, 32)]
+    assert one[0] == 100
+    assert one == sorted(one, reverse=True)
+    assert computing_percent(**at, p=8, batch=8) > one[3]
+    assert computing_percent(**{**at, "adapters": 1}, p=16, batch=1) < one[4]
+    assert degree_explorer() is not None

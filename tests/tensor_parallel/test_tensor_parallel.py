@@ -36,6 +36,7 @@ from course_lib.tensor_parallel import (
     ShardedDropout,
     VocabParallelEmbedding,
     VocabParallelHead,
+    all_reduce_both,
     finish_gradients,
     full_state_dict,
     gather_tensors,
@@ -293,9 +294,9 @@ def test_a_broken_layer_fails_the_law(pools, planted):
 
 
 def test_gelu_before_the_sum_fails_the_law(pools):
-    def split(module, names, options):
+    def split(module, names, *options):
         if "q" in names:
-            split_pair(module, names, options)
+            split_pair(module, names, *options)
 
     def step(rank):
         with patch.object(tensor_parallel, "_split_pair", split):
@@ -319,6 +320,22 @@ def test_a_broken_step_fails_the_law(pools, sequence_parallel, broken):
     by_rank = pools(2).run(lambda rank: together(rank, "two layers", sequence_parallel, **broken))
     with pytest.raises(AssertionError):
         assert_law(by_rank, alone("two layers"))
+
+
+def test_two_conventions_of_the_backward_of_a_sum(pools):
+    """Losses that are summed over ranks need an all_reduce; the same loss on all, the identity."""
+
+    def grads(rank):
+        found = []
+        for sums in (all_reduce_both, reduce_from_region):
+            for factor in (10.0**rank, 1.0):
+                x = torch.ones(1, dtype=torch.float64, requires_grad=True)
+                (factor * sums(x)).sum().backward()
+                found.append(x.grad.item())
+        return found
+
+    by_rank = pools(4).run(grads)
+    assert by_rank == [[1111.0, 4.0, 10.0**rank, 1.0] for rank in range(4)]
 
 
 # --- layers on their own
@@ -608,6 +625,28 @@ def test_a_layer_sends_the_same_bytes_either_way():
         assert traffic_s(whole, p, NVLINK) == pytest.approx(traffic_s(split, p, NVLINK))
     assert traffic_s(whole, 8, NVLINK) < traffic_s(whole, 8, INFINIBAND)
     assert traffic_s(whole, 1, INFINIBAND) == 0
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_gathering_again_costs_a_quarter_more(spec):
+    """Megatron's choice: one more all_gather per region in backward, and less memory."""
+    once, again = (
+        [
+            call
+            for call in tensor_traffic(spec, 2, 12, sequence_parallel=True, gathers_again=more)
+            if call.part not in ("loss", "norms")
+        ]
+        for more in (False, True)
+    )
+    assert sum(call.num_bytes for call in again) * 4 == sum(call.num_bytes for call in once) * 5
+    for p in (2, 4):
+        assert sent_bytes(again, p) == pytest.approx(5 / 4 * sent_bytes(once, p))
+    regions = 2 * spec.num_layers + 1
+    region_bytes = 2 * 12 * spec.hidden * 2
+    assert gathered_bytes(spec, 2, 12, 4) == regions * region_bytes * 3 / 4
+    assert [call.kind for call in again if call.phase == "forward"] == [
+        call.kind for call in once if call.phase == "forward"
+    ]
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

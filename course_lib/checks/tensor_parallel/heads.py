@@ -99,8 +99,8 @@ KEPT = Cause(
 NARROW = Cause("int16 ends at 32,767: a wide layer has more rows, count them with int of Python.")
 SPLIT = Cause("The softmax needs whole dot products, so a head stays on one rank, all its rows.")
 EVEN = Cause(
-    "That is an even part of the tall matrix. Rank 0 gets no values that way: q, k and v lie under "
-    "one another, cut each of the three."
+    "That is one p-th of the tall matrix. Rank 0 gets no values that way: q, k and v lie below "
+    "each other, so split each of the three."
 )
 ROWS = Cause("A head has head_dim rows: multiply, wherever you count rows and not heads.")
 MATRICES = "(num_heads, num_kv_heads, num_kv_heads)"

@@ -67,7 +67,7 @@ OWN_MAXIMUM = Cause(
 )
 NEAREST = Cause(
     "A rank that does not have the target added the logit of another token: only the rank that has "
-    "it may bring one, the others bring 0."
+    "it contributes its logit, the others contribute 0."
 )
 OWN_LOGIT = Cause("The target's logit is missing on the ranks that do not have it: sum it, too.")
 NO_TOKEN = Cause("-100 is no token: leave those targets out.")
@@ -75,19 +75,19 @@ FROM_RANK = Cause(
     "This rank's part begins at the token `first`, wherever that is: use the `first` of this call."
 )
 WHOSE = Cause(
-    "Is each target's logit in it once, from the rank that has it? Is the sum of exponentials "
+    "Is each target's logit counted once, from the rank that has it? Is the sum of exponentials "
     "that of all ranks? And does every rank subtract the same maximum?"
 )
 CALLERS = Cause("It belongs to the caller, who still needs it: work on a copy.")
 NO_GRADIENT = Cause(
-    "What is summed has to stay in the graph: reduce_from_region hands the gradient back."
+    "What is summed has to stay in the graph: sum with reduce_from_region, which has a backward."
 )
 SUMMED_BACK = Cause("{p} times too large: a sum in backward that nobody asked for.")
 DIVIDED = Cause("{p} times too small: every rank's logits have the whole gradient of the loss.")
 ABOVE = Cause("The gradient that comes from above is missing: multiply by it.")
 IN_GRAPH = Cause(
-    "The maximum is in the graph, and each rank follows it into its own logits: detach it. It "
-    "cancels out, so it needs no gradient."
+    "The maximum is in the graph, and its gradient flows into each rank's own logits: detach it. "
+    "It cancels out, so it needs no gradient."
 )
 SOFTMAX = Cause(
     "It is softmax - 1 at the target: does the gradient flow through the sum, and the logit?"
@@ -97,21 +97,21 @@ UNMASKED = Cause(
     "missing in backward?"
 )
 KEPT = Cause(
-    "Each alone is right, so a call left something behind that the next one wrote over or used "
-    "again: softmax, gradient, count. What a call keeps for backward belongs to it alone (ctx)."
+    "Each call alone is right, so one left something behind that the next one overwrote or used "
+    "again: softmax, gradient, count. Keep what backward needs per call (in ctx)."
 )
 STAY = Cause("Logits stay where they are: only sums and maxima over the vocabulary travel.")
 ENOUGH = Cause(
-    "What has to travel: the largest, the sum of exponentials, the target's logit. From them every "
-    "rank has the whole loss, and targets are the same on all: no more sums."
+    "Only three values per token are needed: the maximum, the sum of exponentials, the target's "
+    "logit. From them every rank computes the whole loss; no more sums are needed."
 )
 ALIKE = Cause(
-    "What is summed has the same shape on every rank: one number a token. The parts of the "
-    "vocabulary have not."
+    "What is summed must have the same shape on every rank: one value per token. The parts of the "
+    "vocabulary may differ in size."
 )
 SOME_RANKS = Cause(
-    "A call was made on some ranks only. A rank that has none of the targets, too, has to make "
-    "each of them, and bring zeros."
+    "Only some ranks made a call. A rank that has none of the targets has to make each call, too, "
+    "and contribute zeros."
 )
 
 SIZES = Cause("Was a size taken for granted? Ask logits.shape and len(targets) for it.")

@@ -33,14 +33,14 @@ from course_lib.checks.tensor_parallel.whole_mlp import (
 )
 
 PARAMETERS = Cause("Wrap your part in nn.Parameter, and keep it under that name.")
-WHOLE = Cause("That is the whole of it: keep your part.")
+WHOLE = Cause("That is the whole matrix: keep this rank's part.")
 UNEVEN = Cause(
     "A width need not divide by p: tensor_split gives the first ranks one more. A rank's outputs "
     "of up are its inputs of down."
 )
 UP_ROWS = Cause(
-    "Give each rank whole outputs of up: GELU of a part of a sum is no part of GELU. weight is "
-    "[out, in], so those are rows of up.weight, and one number each of up.bias."
+    "Give each rank whole outputs of up: GELU of a partial sum is not a part of GELU. weight is "
+    "[out, in], so these are rows of up.weight, and one value each of up.bias."
 )
 DOWN_COLUMNS = Cause(
     "The inputs of down are the outputs of up that this rank has: columns of down.weight, which "
@@ -48,49 +48,49 @@ DOWN_COLUMNS = Cause(
 )
 TRANSPOSED = Cause("Transposed: keep a weight as [out, in], as nn.Linear and F.linear have it.")
 BIAS_PARTS = Cause(
-    "Each rank keeps a part of it, or all but one keep zeros: that adds up now, but all get the "
-    "whole gradient, so a step of SGD changes the sum {p} times too much. Keep the whole bias on "
-    "every rank, add it after the sum."
+    "Each rank keeps a part of it, or all but one keep zeros: the sum is right now, but all ranks "
+    "get the whole gradient, so a step of SGD changes the sum {p} times too much. Keep the whole "
+    "bias on every rank, and add it after the sum."
 )
-MINE = Cause("A rank keeps its numbers of the hidden layer, those in `mine`, in order.")
+MINE = Cause("A rank keeps its part of the hidden layer, the indices in `mine`, in order.")
 SWAPPED = Cause(
-    "f and g are swapped: copy_to_region (f) lets x in, reduce_from_region (g) sums at the end."
+    "f and g are swapped: copy_to_region (f) belongs in front, reduce_from_region (g) at the end."
 )
-NO_GELU = Cause("That is without GELU, which stands between up and down.")
+NO_GELU = Cause("GELU is missing between up and down.")
 NO_UP_BIAS = Cause("The bias of up is missing, in front of GELU.")
 BIAS_EACH = Cause(
-    "The bias of down is in it {p} times: each rank adds it to its part, and then the parts are "
-    "summed. Add it once, after the sum."
+    "The bias of down was added {p} times: each rank adds it to its partial sum, and then those "
+    "are summed. Add it once, after the sum."
 )
 NO_BIAS = Cause("The bias of down is missing.")
-MEAN = Cause("That is a mean: the parts are terms of one sum.")
-NOT_SUMMED = Cause("Nothing was summed: every rank has a part of each output.")
+MEAN = Cause("That is the mean. The parts are terms of one sum, so do not divide.")
+NOT_SUMMED = Cause("Nothing was summed: every rank has only a partial sum of each output.")
 ORDER = Cause("First up and its bias, then GELU, then down; then the sum, then the bias of down.")
 SHAPES = Cause(
-    "What is summed has the same shape on every rank. The ranks' parts of the hidden layer have "
-    "not: f stands in front of up, and g behind down."
+    "What is summed must have the same shape on every rank, and the ranks' parts of the hidden "
+    "layer have not: put f in front of up, and g behind down."
 )
 CALLERS = Cause(
     "It belongs to the caller, who still needs it: work on a copy. (Only the bias of down, which "
     "is whole on every rank, may be shared.)"
 )
-BETWEEN = Cause("Nothing has to be sent between up and down: their parts fit.")
-NO_GRADIENT = Cause("Did forward leave the graph, by detach or no_grad?")
+BETWEEN = Cause("No communication is needed between up and down: their parts match.")
+NO_GRADIENT = Cause("Did detach or no_grad in forward cut the graph?")
 NO_F = Cause(
-    "That is this rank's part of it: x goes into the MLP on every rank. Let it in through "
-    "copy_to_region, whose backward adds up the parts."
+    "That is this rank's own term: x is used on every rank. Pass it through copy_to_region, whose "
+    "backward sums the gradients."
 )
-SUMS_TWICE = Cause("{p} times too large: who sums twice?")
-WHICH = Cause("Which ranks' parts are in it?")
-X_ONLY = Cause("x's gradient, and no more: that of a bias behind the sum is whole on every rank.")
-TOO_LARGE = Cause("{p} times too large: g hands its gradient on as it is.")
+SUMS_TWICE = Cause("{p} times too large: is something summed twice?")
+WHICH = Cause("Which ranks' terms does it contain?")
+X_ONLY = Cause("Only x's gradient is summed: that of a bias after the sum is whole on every rank.")
+TOO_LARGE = Cause("{p} times too large: g passes its gradient on unchanged.")
 TOO_SMALL = Cause("{p} times too small: divide nothing; add the whole bias, after the sum.")
 NOT_TRAINED = Cause("It has no gradient: every rank has to train it, or ranks drift apart.")
 STALE = Cause(
     "The weights have changed, the output has not: compute with the parameters as they are now, "
     "keep no copy of them."
 )
-VIEW = Cause("A view keeps the whole matrix it was cut from: clone it; and keep nothing else.")
+VIEW = Cause("A view keeps the whole matrix alive that it was cut from: clone it.")
 ALIVE = Cause("Somewhere your module still holds the whole layer: do not keep up and down.")
 
 

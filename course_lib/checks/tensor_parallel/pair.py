@@ -34,59 +34,56 @@ from course_lib.checks.tensor_parallel.whole_pair import (
     x_grad_of,
 )
 
-F_COPIES = Cause("f sums in forward: it hands x on as it is, and sums in backward.")
+F_COPIES = Cause("Your f sums in forward: it should return x unchanged, and sum in backward.")
 NO_SUM = Cause("Does forward of g return the sum?")
 OWN_SUM = Cause(
-    "That is this rank's own part: g has to sum in forward. Do you return the tensor that was "
-    "summed?"
+    "That is this rank's own partial sum: g has to sum in forward. Do you return the tensor that "
+    "was summed?"
 )
 NO_SUM_BACK = Cause(
-    "That is this rank's own part of the gradient: x was used on every rank, so backward of f "
-    "has to add up what all of them found. Nothing fails without it; the weights before x train "
-    "on a part of their gradient. Do you return the tensor that was summed?"
+    "That is this rank's own term of the gradient: x was used on every rank, so backward of f "
+    "has to sum the gradients of all ranks. Nothing fails without it; the weights before x train "
+    "on one term of their gradient. Do you return the tensor that was summed?"
 )
-DIGITS = Cause("Each rank brings its own digit: whose is missing, and whose is in it twice?")
-MEAN = Cause("That is the mean: the parts are terms of one sum.")
-BY_FOUR = Cause("Divided by 4: the parts are terms of one sum, on any number of ranks.")
+DIGITS = Cause("Each rank contributes its own digit: which one is missing, or counted twice?")
+MEAN = Cause("That is the mean. The parts are terms of one sum, so do not divide.")
+BY_FOUR = Cause("Divided by 4. The parts are terms of one sum, on any number of ranks.")
 TWICE = Cause("{p} times too large: summed twice.")
 WHOLE_ALREADY = Cause(
-    "{p} times too large: every rank has the whole gradient of the sum already, so g hands it on "
-    "as it is."
+    "{p} times too large: every rank already has the whole gradient of the sum, so g passes it on "
+    "unchanged."
 )
-HANDS_ON = Cause("Behind g, each rank's part gets the gradient of the sum, as it is.")
-DIVIDED_BACK = Cause("A term of a sum has the gradient of the sum: nothing to divide by.")
+HANDS_ON = Cause("In backward of g, each rank's part gets the gradient of the sum, unchanged.")
+DIVIDED_BACK = Cause("A term of a sum has the gradient of the sum: there is nothing to divide by.")
 MEAN_BACK = Cause("That is the mean: x was used {p} times, and the gradients add up.")
-NO_GRADIENT = Cause(
-    "Did something leave the graph, by detach or no_grad? What backward returns is the gradient."
-)
+NO_GRADIENT = Cause("Did detach or no_grad cut the graph? The gradient is what backward returns.")
 KEEPS = Cause(
-    "Somebody else may still need it. all_reduce, too, works in place: give it a clone, a new one "
+    "Other code may still need this tensor, and all_reduce works in place: give it a new clone "
     "each time."
 )
 SHARED = Cause(
-    "The gradient of the way around the part was summed, too. Either the tensor was changed in "
-    "place (sum a clone), or you sum at x itself: sum only what comes out of the part."
+    "The gradient that reaches x around the part was summed, too. Either the tensor was changed in "
+    "place (sum a clone), or you sum at x itself: sum only the gradient that comes from the part."
 )
 TWO_USES = Cause(
-    "Both gradients came in one tensor, and the second one wrote over the first: backward of f "
+    "Both gradients were in one tensor, and the second one overwrote the first: backward of f "
     "needs a new tensor each time."
 )
 ANY_SHAPE = Cause(
     "x has any shape, and what part returns may have another one: take that of the tensor you sum."
 )
 INF_STAYS = Cause(
-    "inf and nan have to stay: they say that something overflowed, and whoever looks for them, "
-    "like a loss scaler, would train on."
+    "inf and nan have to stay: they show that something overflowed, and code that looks for them, "
+    "like a loss scaler, would otherwise continue."
 )
 RUNS_ONCE = Cause(
-    "Call part once, and keep what it returns: each run moves its random numbers (dropout) and "
-    "buffers on, and takes the time of one more forward."
+    "Call part once, and keep what it returns: each further call draws other random numbers "
+    "(dropout), updates buffers, and takes the time of one more forward."
 )
-G_SUMS = Cause("g sums what part returned, with one all_reduce; f sends nothing in forward.")
-F_SUMS = Cause("f sums the gradients of all ranks, with one all_reduce; g hands its own on.")
+G_SUMS = Cause("In forward g sums the output of part with one all_reduce, and f sends nothing.")
+F_SUMS = Cause("In backward f sums the gradients with one all_reduce, and g sends nothing.")
 SOME_RANKS = Cause(
-    "A sum was made on some ranks only: every rank has to call all_reduce, whatever it brings, "
-    "and be it zeros."
+    "Only some ranks called all_reduce. Every rank has to call it, even if it contributes zeros."
 )
 
 

@@ -18,21 +18,21 @@ Wanted = Callable[[At], Any]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # bfloat16 keeps 8 bits
 
 OUTSIDE = Cause(
-    "Autograd does not know dist.all_reduce: backward passes it by, and PyTorch warns of wrong "
-    "gradients. Sum inside of g (reduce_from_region), whose backward is known."
+    "Autograd does not know dist.all_reduce: backward ignores it, and PyTorch warns of wrong "
+    "gradients. Sum inside g (reduce_from_region), which defines its backward."
 )
 OTHER_SIZE = Cause("Sum what has to be summed and nothing else, in its own dtype.")
 NOT_WAITED = Cause(
-    "An all_reduce was started with async_op=True, and its result was read before it was there: "
+    "An all_reduce was started with async_op=True, and its result was read before it was complete: "
     "call wait() on the handle first."
 )
 NEARLY = Cause(
-    "Nearly right: digits were lost. Sum in the dtype of what you were given, and add nothing "
-    "(an epsilon?)."
+    "Nearly right, but digits were lost. Sum in the dtype of the input, and add nothing (an "
+    "epsilon?)."
 )
 NOT_TRAINING = Cause(
     "Right in training, wrong where no gradient is needed (under no_grad, or frozen): evaluation "
-    "needs the same sums. Leave the gradient to autograd, and do not ask for the mode."
+    "needs the same sums. Leave the gradient to autograd, and do not check the mode."
 )
 APART = Cause(
     "Ranks that differ in the last bit drift apart. Return what all_reduce wrote: y + (total - y) "

@@ -1,0 +1,65 @@
+"""Interactive picture: which part of a step computes, over the tensor-parallel degree.
+
+Everything is a formula, so a slider responds at once. Notebook 07_tensor_parallel.
+"""
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from course_lib.core.links import Link, TwoLevelLink
+from course_lib.core.presets import MODELS
+from course_lib.cost.flops import train_step_flop
+from course_lib.cost.hardware import H100
+from course_lib.cost.traffic import traffic_s
+from course_lib.display.compare import Voices, compare
+from course_lib.display.explore import Explore, explore
+from course_lib.tensor_parallel.cost import tensor_traffic
+
+DEGREES = (1, 2, 4, 8, 16, 32)
+FLOP_PER_S = 0.35 * H100.peak()  # about what the published runs reach at p = 2
+NVLINK_H100 = Link(name="NVLink 4", latency_s=3e-6, bytes_per_s=H100.links["NVLink"])
+ADAPTER_BYTES_PER_S = H100.links["InfiniBand NDR"]  # one adapter
+
+
+def degree_explorer() -> Explore:
+    """Return a picture with sliders for model, tokens per sequence, and adapters per node."""
+    models = ["gpt2", "llama-1b", "llama-8b", "llama-70b"]
+    alt = "{model}, {seq} tokens, {adapters} adapters per node: p = 8 and p = 16 side by side"
+    return explore(
+        by_degree,
+        alt,
+        model=(models, "llama-8b"),
+        seq=([128, 512, 2048, 8192], 2048),
+        adapters=([8, 4, 2, 1], 8),
+    )
+
+
+def computing_percent(model: str, seq: int, adapters: int, p: int, batch: int) -> float:
+    """Return which part of a step on p H100 computes, if no communication is overlapped."""
+    outside = Link(
+        name="InfiniBand NDR", latency_s=5e-6, bytes_per_s=adapters * ADAPTER_BYTES_PER_S
+    )
+    link = TwoLevelLink(inside=NVLINK_H100, outside=outside, ranks_per_node=8)
+    compute_s = train_step_flop(MODELS[model], batch, seq) / p / FLOP_PER_S
+    communicate_s = traffic_s(tensor_traffic(MODELS[model], batch, seq), p, link)
+    return 100 * compute_s / (compute_s + communicate_s)
+
+
+def by_degree(model: str, seq: int, adapters: int, degrees: Sequence[int] = DEGREES) -> Figure:
+    """Draw the part of a step that computes, for one sequence and for one per rank."""
+    one = [computing_percent(model, seq, adapters, p, 1) for p in degrees]
+    more = [computing_percent(model, seq, adapters, p, p) for p in degrees]
+    inside, outside = (degrees.index(p) for p in (8, 16))
+    title = f"{model}, one sequence: a GPU computes {one[inside]:.0f} % of the step on 8 ranks"
+    title += f", {one[outside]:.0f} % on 16"
+    curves = {"1 sequence": Voices(formula=one), "p sequences": Voices(formula=more)}
+    return compare(
+        degrees,
+        curves,
+        title,
+        x_label="ranks p, 8 per node",
+        y_label="computing (% of the step)",
+        log_x=True,
+        note="H100, NVLink 4, InfiniBand NDR; no overlap",
+    )

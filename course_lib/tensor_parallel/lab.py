@@ -1,0 +1,135 @@
+"""Measurement of split layers on real ranks: what the overlap of an all_reduce saves.
+
+`measure_overlap` times the same stack of split MLPs in turns, plain and with `overlap=True`.
+Notebook 07_tensor_parallel.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from course_lib.core.records import Event
+from course_lib.cost.network import collective_s
+from course_lib.ranks import Ranks
+from course_lib.ranks.timing import Measured, measured_of, record_interleaved
+from course_lib.tensor_parallel.cost import overlap_saves_s
+from course_lib.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+HALVES = ("backward_input", "backward_weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPStack:
+    """Sizes of the split MLPs that are measured, and of their input."""
+
+    num_layers: int = 2
+    tokens: int = 512
+    hidden: int = 512
+    ffn_hidden: int = 2048
+
+    def build(self, overlap: bool) -> nn.Sequential:
+        """Return the same layers on every rank, split over all ranks."""
+        torch.manual_seed(0)
+        layers = list[nn.Module]()
+        for _ in range(self.num_layers):
+            layers.append(ColumnParallelLinear(self.hidden, self.ffn_hidden, overlap=overlap))
+            layers += [nn.GELU(), RowParallelLinear(self.ffn_hidden, self.hidden)]
+        return nn.Sequential(*layers)
+
+    def loss(self, model: nn.Module, rank: int) -> Tensor:
+        """Return the loss of one batch, the same on every rank."""
+        x = torch.linspace(-1, 1, self.tokens * self.hidden).view(1, self.tokens, self.hidden)
+        out: Tensor = model(x.requires_grad_())
+        return out.square().mean()
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the tensor that each all_reduce sums, in fp32."""
+        return 4 * self.tokens * self.hidden
+
+
+@dataclass(frozen=True)
+class OverlapRuns:
+    """Measured steps by name, "plain" and "overlapped", and the predicted seconds saved.
+
+    backward_s   seconds of the fastest backward pass, which was disturbed least
+    """
+
+    measured: dict[str, Measured]
+    backward_s: dict[str, float]
+    predicted_s: float
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds of the plain backward pass minus those of the overlapped one."""
+        return self.backward_s["plain"] - self.backward_s["overlapped"]
+
+    def timelines(self) -> dict[str, list[Event]]:
+        """Return all ranks' backward pass by name, on a clock that starts with it."""
+        return {name: _backward_only(one.events) for name, one in self.measured.items()}
+
+
+def measure_overlap(ranks: Ranks, stack: MLPStack | None = None, turns: int = 5) -> OverlapRuns:
+    """Time a step with and without overlap; predict the difference from W and the link.
+
+    W, the seconds of a weight gradient, is measured in the overlapped runs; the seconds of an
+    all_reduce are those of the emulated link.
+    """
+    stack = stack or MLPStack()
+    by_rank = ranks.run(_steps, stack, turns)
+    names = ("plain", "overlapped")
+    by_name = {name: [found[name] for found in by_rank] for name in names}
+    measured = {name: measured_of(turns_of) for name, turns_of in by_name.items()}
+    backward_s = {name: _fastest_backward_s(turns_of) for name, turns_of in by_name.items()}
+    spans = [e for e in measured["overlapped"].events if e.kind == "backward_weight"]
+    weight_s = median(event.duration_s for event in spans)
+    link, p = ranks.link, ranks.world_size
+    reduce_s = collective_s("all_reduce", stack.input_bytes, p, link) if link else 0.0
+    predicted_s = stack.num_layers * overlap_saves_s(weight_s, reduce_s)
+    return OverlapRuns(measured, backward_s, predicted_s)
+
+
+def _steps(rank: int, stack: MLPStack, turns: int) -> dict[str, list[list[Event]]]:
+    models = {name: stack.build(name == "overlapped") for name in ("plain", "overlapped")}
+    return record_interleaved(rank, models, partial(_loss_of, stack), turns)
+
+
+def _loss_of(stack: MLPStack, model: nn.Module, rank: int) -> Tensor:
+    return stack.loss(model, rank)
+
+
+def _fastest_backward_s(by_rank: Sequence[Sequence[list[Event]]]) -> float:
+    """Return the seconds of the fastest turn, from the last rank's start to the last end."""
+    seconds = []
+    for ranks in zip(*by_rank, strict=True):
+        passes = [event for events in ranks for event in events if event.kind == "backward"]
+        seconds.append(max(e.end_s for e in passes) - max(e.start_s for e in passes))
+    return min(seconds)
+
+
+def _backward_only(events: Sequence[Event]) -> list[Event]:
+    """Keep the backward pass: its calls and halves, and what it computes in between."""
+    start_s = min(event.start_s for event in events if event.kind == "backward")
+    kept = [event.since(start_s) for event in events if event.start_s >= start_s]
+    found = [event for event in kept if event.kind in ("all_reduce", *HALVES)]
+    for whole in (event for event in kept if event.kind == "backward"):
+        busy = [e for e in kept if e.rank == whole.rank and e.kind in ("wait", *HALVES)]
+        if not any(e.kind in HALVES for e in busy):  # plain: every call blocks
+            busy = [e for e in found if e.rank == whole.rank]
+        found += _between(whole, sorted(busy, key=lambda event: event.start_s))
+    return found
+
+
+def _between(whole: Event, busy: Sequence[Event]) -> Iterator[Event]:
+    """Yield the pieces of a span in which none of the sorted events is under way."""
+    at_s = whole.start_s
+    for event in busy:
+        if event.start_s > at_s:
+            yield replace(whole, start_s=at_s, end_s=event.start_s)
+        at_s = max(at_s, event.end_s)
+    if whole.end_s > at_s:
+        yield replace(whole, start_s=at_s)
