@@ -9,10 +9,10 @@ from course_lib.display import Voices, compare, timeline, timelines, waiting
 from course_lib.pipeline import PipelineTimes, balance, cost, schedules, simulate
 from course_lib.pipeline import token_pipeline as tokens
 from course_lib.pipeline.cost import BatchCost, step_parts
-from course_lib.pipeline.pictures import pipelines
+from course_lib.pipeline.pictures import h100_picture, pipelines, throughput_picture
 
 BATCH = BatchCost(forward_s=32e-3, backward_s=64e-3)
-WIRE = Link(name="slow wire", latency_s=6e-3, bytes_per_s=math.inf)
+WIRE = Link(name="slow link", latency_s=6e-3, bytes_per_s=math.inf)
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Wait:
 
 
 def naive():
-    """One rank works at a time."""
+    """One rank computes at a time."""
     played = simulate(schedules.naive(4, 1))
-    title = f"One batch, four stages: {played.bubble_fraction:.0%} of the time is lost"
+    title = f"One batch, four stages: ranks are idle for {played.bubble_fraction:.0%} of the time"
     return timeline(played.events(), title, unit="F")
 
 
@@ -57,27 +57,41 @@ def one_f_one_b():
     return pipelines({"1F1B": played.events()}, title, unit="F")
 
 
-def interleaved():
-    """Two model chunks a rank."""
-    played = simulate(schedules.interleaved(4, 8, 2))
-    title = f"Two pieces a rank: {played.bubble_fraction:.0%} of the time idle, 1F1B 27 %"
-    return pipelines({"interleaved": played.events()}, title, unit="F")
+def three():
+    """1F1B, interleaved and ZB-H1, on one scale of time."""
+    plans = {
+        "1F1B": schedules.one_f_one_b(4, 8),
+        "interleaved": schedules.interleaved(4, 8, 2),
+        "ZB-H1": schedules.zero_bubble_h1(4, 8),
+    }
+    played = {name: simulate(plan) for name, plan in plans.items()}
+    idle = ", ".join(f"{one.bubble_fraction:.0%}" for one in played.values())
+    runs = {name: one.events() for name, one in played.items()}
+    return timelines(runs, f"Idle: {idle} of the time", unit="F")
 
 
-def zero_bubble():
-    """Backward in two halves."""
-    played = simulate(schedules.zero_bubble_h1(4, 8))
-    title = "The weights' halves fill the end: of a bubble of 9 F, 3 are left"
-    return pipelines({"ZB-H1": played.events()}, title, unit="F")
+def throughput():
+    """What deferred weight gradients gain on real GPUs."""
+    real = cost.zero_bubble_throughput()
+    gain = real.published["ZB-1p"][0] / real.published["1F1B"][0] - 1
+    return throughput_picture(real, f"24 micro-batches: {gain:.0%} more samples/s than 1F1B")
+
+
+def h100():
+    """Tokens/s per GPU on 8 H100, by number of stages."""
+    found = cost.h100_stages()
+    kept = found.published[-1] / found.published[0]
+    title = f"8 stages keep {kept:.0%}: the output layer costs {found.head_layers:.1f} blocks"
+    return h100_picture(found, title)
 
 
 def hang():
-    """Two neighbours send to each other."""
+    """Two neighbors send to each other."""
     return waiting([Wait(0, (1,)), Wait(1, (2,)), Wait(2, (3,)), Wait(3, (2,))], 4)
 
 
 def slow_wire():
-    """1F1B and GPipe over a wire with latency."""
+    """1F1B and GPipe over a link with latency."""
     numbers = [4, 8, 16, 32]
     curves = {
         name: Voices(simulation=[1e3 * step_parts(4, m, BATCH, WIRE, make).step_s for m in numbers])
@@ -85,7 +99,9 @@ def slow_wire():
     }
     labels = {"x_label": "micro-batches", "y_label": "step (ms)"}
     note = "4 stages, 96 ms of compute each, 6 ms latency"
-    return compare(numbers, curves, "On a slow wire, m = 4p is slower", note=note, **labels)
+    return compare(
+        numbers, curves, "On a slow link, 1F1B with m = 4p is slower", note=note, **labels
+    )
 
 
 def uneven():
@@ -106,13 +122,13 @@ def uneven():
 
 def sequence():
     """Pieces of one sequence."""
-    cost = tokens.TokenCost(piece_s=50e-6, token_s=1e-6, pair_s=4e-9)
-    cut = tokens.balanced_cut(2048, 8, cost)
-    played = simulate(tokens.token_schedule(4, 8), tokens.token_times(cut, cost))
+    token_cost = tokens.TokenCost(piece_s=50e-6, token_s=1e-6, pair_s=4e-9)
+    cut = tokens.balanced_cut(2048, 8, token_cost)
+    played = simulate(tokens.token_schedule(4, 8), tokens.token_times(cut, token_cost))
     return timeline(played.events(), f"Pieces of {cut[0]} to {cut[-1]} tokens, equally long")
 
 
 def pictures():
     """All pictures by the names the deck calls them."""
-    draws = (naive, bubble, gpipe, one_f_one_b, interleaved, zero_bubble, hang, slow_wire)
-    return {draw.__name__: draw() for draw in (*draws, uneven, sequence)}
+    draws = (naive, bubble, gpipe, one_f_one_b, hang, three, throughput, slow_wire, uneven, h100)
+    return {draw.__name__: draw() for draw in (*draws, sequence)}

@@ -5,13 +5,18 @@ is bubble / step time; v is the number of model chunks per rank. The formulas as
 take equally long; `simulation.py` covers the other cases. Notebook 08_pipeline.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from course_lib.core.links import Link, TwoLevelLink
+from course_lib.core.presets import MODELS
+from course_lib.core.specs import ModelSpec
+from course_lib.cost.flops import forward_flop
+from course_lib.cost.published import rows
 from course_lib.pipeline.actions import Schedule
-from course_lib.pipeline.schedules import one_f_one_b
+from course_lib.pipeline.balance import balance_stages, stage_times
+from course_lib.pipeline.schedules import one_f_one_b, zero_bubble_h1
 from course_lib.pipeline.simulation import INSTANT, PipelineTimes, SimulatedStep, simulate
 
 
@@ -146,7 +151,8 @@ def step_parts(
 
 
 class Published(NamedTuple):
-    """Published measurement on 8 stages: milliseconds of F, I, W and a message; bubble rates."""
+    """Published numbers of 8 stages: measured milliseconds of F, I, W and a message, and the
+    bubble rates that the paper calculates from them."""
 
     model: str
     num_micro_batches: int
@@ -177,3 +183,126 @@ PUBLISHED = (
     Published("6.2B", 32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.1045),
     Published("6.2B", 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0554),
 )
+
+
+def parts_table(
+    num_stages: int, numbers: Sequence[int], batch: BatchCost, link: Link | TwoLevelLink
+) -> str:
+    """Return the parts of a 1F1B step as text, in milliseconds, a line per micro-batch count."""
+    lines = [" m   compute    bubble   exposed messages   (ms, 1F1B, simulated)"]
+    for number in numbers:
+        parts = step_parts(num_stages, number, batch, link)
+        shown = (parts.compute_s, parts.bubble_s, parts.wire_s)
+        lines.append(f"{number:2}" + "".join(f"{1e3 * seconds:10.1f}" for seconds in shown))
+    return "\n".join(lines)
+
+
+def bubble_rate_table() -> str:
+    """Return the bubble rates of `PUBLISHED` as text, each beside the simulated one."""
+    lines = ["model   m   1F1B: paper, simulated   ZB-H1: paper, simulated   (bubble rates)"]
+    for row in PUBLISHED:
+        rates = [
+            simulate(make(8, row.num_micro_batches), row.times).bubble_rate
+            for make in (one_f_one_b, zero_bubble_h1)
+        ]
+        pairs = zip((row.one_f_one_b, row.zero_bubble_h1), rates, strict=True)
+        words = " ".join(f"{paper:13.4f} {ours:10.4f}" for paper, ours in pairs)
+        lines.append(f"{row.model:5} {row.num_micro_batches:3} {words}")
+    return "\n".join(lines)
+
+
+# --- beside real GPUs
+
+ZERO_BUBBLE_RUN = (
+    "Qi et al. 2024 (Zero bubble pipeline parallelism), 1.5B model, 8 A100, tables 4 to 6"
+)
+H100_RUN = "Ultra-Scale Playbook (Tazi et al. 2025), 1B model, 8 H100, benchmark of all layouts"
+# tokens/s per GPU by number of stages: micro-batches of one sequence of 4096 tokens, 256 sequences
+# a batch, dp = 8 / p, no ZeRO
+H100_TOKENS_PER_S = {1: 39273, 2: 37995, 4: 36910, 8: 27437}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Samples/s per GPU on 8 stages, by schedule, for each number of micro-batches."""
+
+    num_micro_batches: list[int]
+    simulated: dict[str, list[float]]
+    published: dict[str, list[float]]
+
+
+def zero_bubble_throughput(model: str = "1.5B") -> Throughput:
+    """Simulate 1F1B and ZB-H1 with the published F, I, W; return them beside published steps.
+
+    ZB-1p is found by the paper's automatic search within the memory of 1F1B, as is ZB-H1.
+
+    Source: Qi et al. 2024 (Zero bubble pipeline parallelism), tables 4 to 6
+    """
+    steps = [
+        row
+        for row in rows("zero_bubble")
+        if row["model"] == model and row["T_F_ms"] and row["samples_per_gpu_per_s"]
+    ]
+    found: dict[str, list[float]] = {"1F1B": [], "1F1B-I": [], "ZB-1p": []}
+    for row in steps:
+        if row["schedule"] in found:
+            found[row["schedule"]].append(float(row["samples_per_gpu_per_s"]))
+    size = int(steps[0]["micro_batch"])
+    cases = [case for case in PUBLISHED if case.model == model]
+
+    def samples_per_s(make: Callable[[int, int], Schedule], case: Published) -> float:
+        step_s = simulate(make(8, case.num_micro_batches), case.times).step_s
+        return size * case.num_micro_batches / step_s / 8
+
+    return Throughput(
+        num_micro_batches=[case.num_micro_batches for case in cases],
+        simulated={
+            "1F1B": [samples_per_s(one_f_one_b, case) for case in cases],
+            "ZB-H1": [samples_per_s(zero_bubble_h1, case) for case in cases],
+        },
+        published=found,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class H100Stages:
+    """Tokens/s per GPU of a 1B model on 8 H100, for each number of stages.
+
+    bubble_only   what the bubble leaves of the speed with one stage
+    formula       what the bubble and the slowest stage leave of it
+    """
+
+    stages: list[int]
+    published: list[float]
+    bubble_only: list[float]
+    formula: list[float]
+    head_layers: float
+
+
+def h100_stages() -> H100Stages:
+    """Compare the published tokens/s with 1 / (1 + bubble) and the best balance of the layers.
+
+    Nothing is fitted but the speed with one stage. Layers count by their forward FLOP.
+    """
+    spec, seq = replace(MODELS["llama-1b"], num_kv_heads=32, vocab=131072), 4096
+    layers = _layer_flop(spec, seq)
+    num_stages = list(H100_TOKENS_PER_S)
+    bubble_only = [
+        H100_TOKENS_PER_S[1] * (1 - bubble_fraction(p, 256 * p // 8)) for p in num_stages
+    ]
+    slowest = [max(stage_times(layers, balance_stages(layers, p))) for p in num_stages]
+    balance = [sum(layers) / p / stage for p, stage in zip(num_stages, slowest, strict=True)]
+    return H100Stages(
+        stages=num_stages,
+        published=[float(tokens) for tokens in H100_TOKENS_PER_S.values()],
+        bubble_only=bubble_only,
+        formula=[tokens * part for tokens, part in zip(bubble_only, balance, strict=True)],
+        head_layers=layers[-1] / layers[1],
+    )
+
+
+def _layer_flop(spec: ModelSpec, seq: int) -> list[float]:
+    """Return the forward FLOP of embedding, each block, and output layer."""
+    flop = forward_flop(spec, 1, seq)
+    head = flop.pop("logits")
+    return [0.0, *[sum(flop.values()) / spec.num_layers] * spec.num_layers, head]

@@ -2,7 +2,8 @@
 
 Both are drawn from the same events, whether the schedule was simulated or executed on real ranks:
 a micro-batch is in flight from the start of its forward to the end of its backward (of its
-backward_weight, if that is split). Notebook 08_pipeline.
+backward_weight, if that is split). Below: published throughput beside simulation and formula.
+Notebook 08_pipeline.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +16,11 @@ from matplotlib.figure import Figure
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.records import Event
 from course_lib.display.colours import KIND, QUIET
+from course_lib.display.compare import Voices, compare
 from course_lib.display.lanes import visible
 from course_lib.display.page import SMALL_PT, TEXT_PT, Margins, page, plain, time_unit
 from course_lib.display.timeline import draw_events, event_legend, link_note
+from course_lib.pipeline.cost import H100_RUN, ZERO_BUBBLE_RUN, H100Stages, Throughput
 
 PIPELINE_KINDS = ("forward", "backward", "backward_input", "backward_weight")
 
@@ -148,3 +151,47 @@ def _draw_in_flight(
             fontsize=SMALL_PT,
             annotation_clip=False,
         )
+
+
+def throughput_picture(one: Throughput, title: str) -> Figure:
+    """Draw what other schedules gain over 1F1B: published, and simulated for ZB-H1."""
+    x, plain = one.num_micro_batches, one.published["1F1B"]
+
+    def gain(values: Sequence[float], base: Sequence[float]) -> list[float]:
+        return [100 * (value / less - 1) for value, less in zip(values, base, strict=True)]
+
+    curves = {
+        "interleaved": Voices(published=(x, gain(one.published["1F1B-I"], plain))),
+        "ZB-H1 (published: ZB-1p)": Voices(
+            simulation=gain(one.simulated["ZB-H1"], one.simulated["1F1B"]),
+            published=(x, gain(one.published["ZB-1p"], plain)),
+        ),
+    }
+    return compare(
+        x,
+        curves,
+        title,
+        x_label="micro-batches",
+        y_label="samples/s above those of 1F1B (%)",
+        log_x=True,
+        source=ZERO_BUBBLE_RUN,
+    )
+
+
+def h100_picture(one: H100Stages, title: str) -> Figure:
+    """Draw published tokens/s per GPU over the number of stages, beside two formulas."""
+    curves = {
+        "bubble alone": Voices(formula=one.bubble_only),
+        "bubble and slowest stage": Voices(
+            formula=one.formula, published=(one.stages, one.published)
+        ),
+    }
+    return compare(
+        one.stages,
+        curves,
+        title,
+        x_label="stages p (dp = 8 / p)",
+        y_label="tokens/s per GPU",
+        log_x=True,
+        source=H100_RUN,
+    )

@@ -1,16 +1,27 @@
 # %% [markdown]
-# # 08 Pipeline: split the layers
+# # 08 Pipeline parallelism: split the layers
 #
-# A model that is too large for one device can be cut between its layers: each rank holds a *stage*,
-# some layers in a row, and hands its output to the next rank. Little has to travel, and only
-# between neighbours. But what does a rank do while the others compute? As always: **predict**,
-# **run**, **compare**.
+# **Question.** A model that is too large for one device can be cut between its layers. What do the
+# ranks do while one of them computes, and how little waiting is possible?
+#
+# Each rank holds a *stage*, some consecutive layers, and sends its output to the next rank. Little
+# is communicated, and only between neighbors. As always: **predict**, **run**, **compare**.
+#
+# *After this lesson you can*
+#
+# - write the 1F1B schedule, simulate it, and run it on real ranks;
+# - predict the bubble, and the micro-batches in flight, of GPipe, 1F1B, interleaved and ZB-H1;
+# - recognize a deadlock of sends, and a loss that was not divided;
+# - choose the number of micro-batches, and balance the stages.
+#
+# **Prerequisites:** lessons 01, 02 and 04. **Time:** about 80 minutes of reading and running, 80
+# for five exercises (core: 1, 2, 3; further: 4, 5). Section 6 ends with a break.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $p$ | `p` | ranks; rank $r$ holds stage $r$ |
 # | $m$ | `m` | micro-batches of one batch |
-# | $v$ | `num_model_chunks` | pieces of the model on each rank |
+# | $v$ | `num_model_chunks` | model chunks on each rank (interleaved) |
 # | $F$, $B$ | `forward_s`, `backward_s` | seconds of a stage, for one micro-batch |
 # | $I$, $W$ | `backward_input`, `backward_weight` | the two halves of a backward |
 
@@ -24,99 +35,105 @@ import torch.distributed as dist
 from course_lib.checks import check
 from course_lib.core.presets import MODELS
 from course_lib.core.records import COMPUTE_KINDS
-from course_lib.display import Voices, compare, predict, reveal, show, timeline
+from course_lib.display import Voices, claim, compare, predict, reveal, show, timeline, timelines
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from course_lib.pipeline import Action, balance, cost, lab, schedules, simulate
+from course_lib.pipeline import Action, balance, cost, lab, pictures, schedules, simulate
 from course_lib.pipeline.actions import as_text, source_of, target_of
 from course_lib.pipeline.cost import BatchCost, step_parts
-from course_lib.pipeline.pictures import pipelines
 from course_lib.ranks import RankError, Ranks
 
 # %% [markdown]
-# ## 1 One works, the others wait
+# ## 1 One rank computes, the others wait
 #
-# Four ranks, four stages. A batch goes forward through all of them, then backward. Which part of
+# Four ranks, four stages. A batch goes forward through all of them, then backward. For what part of
 # the time does a rank compute?
 
 # %% tags=["predict"]
 guess_busy = predict("a rank computes", unit="% of the time")
+### GUESS guess_busy.commit(50)
 
 # %% tags=["picture"]
 played = simulate(schedules.naive(4, 1))
 reveal(guess_busy, 100 * (1 - played.bubble_fraction))
-title = f"One at a time: {played.bubble_fraction:.0%} of four ranks' time is lost"
-show(timeline(played.events(), title, unit="F"), alt=f"{title}; a backward lasts 2 F")
+title = f"One batch at a time: four ranks are idle for {played.bubble_fraction:.0%} of their time"
+show(timeline(played.events(), title, unit="F"), alt=f"{title}; a backward takes 2 F")
 
 # %% [markdown]
 # The next batch cannot fill the gaps: it needs the weights after this step.
 #
-# **Cut into stages, a batch uses one rank at a time.**
+# **Split into stages, an undivided batch keeps one rank busy at a time.**
 #
 # ## 2 Micro-batches
 #
-# So cut the batch: while rank 1 computes micro-batch 0, rank 0 goes on with micro-batch 1.
-# **GPipe** sends all $m$ forward, then all backward. Idle time, the *bubble*, is left at the start
-# and at the end: $p - 1$ times $F + B$ on each rank, beside $m (F + B)$ of compute: a bubble of
-# $\frac{p-1}{m}$.
+# So split the batch: while rank 1 computes micro-batch 0, rank 0 continues with micro-batch 1.
+# **GPipe** (Huang et al. 2019) runs all $m$ forwards, then all $m$ backwards. Each rank is idle
+# while the pipeline fills and while it empties: $p - 1$ times $F + B$, beside $m (F + B)$ of
+# computation. This idle time, the *bubble*, is $\frac{p-1}{m}$ of the computation.
 #
-# Four ranks, as in lesson 06 with emulated layers: gradients are real, compute is slept. How large
-# is the bubble with 8 micro-batches?
+# Four ranks with emulated layers, as in lesson 06: gradients are real, computation is replaced by
+# sleep. How large is the bubble with 8 micro-batches?
 
 # %% tags=["predict"]
 guess_bubble = predict("bubble for p = 4, m = 8", unit="% of the compute")
-batch = BatchCost(forward_s=64e-3, backward_s=128e-3)  # a stage's seconds for the whole batch
+### GUESS guess_bubble.commit(50)
+batch = BatchCost(forward_s=160e-3, backward_s=320e-3)  # a stage's seconds for the whole batch
 ranks, numbers = Ranks(4), [1, 2, 4, 8]
 
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 runs = {m: lab.emulated(schedules.gpipe(4, m), batch.times(m)) for m in numbers}
-made, whole_s = lab.measure(ranks, runs, turns=3), batch.forward_s + batch.backward_s
+made, whole_s = lab.measure(ranks, runs, turns=2), batch.forward_s + batch.backward_s
 reveal(guess_bubble, 100 * cost.bubble_overhead(4, 8))
+measured = {m: [100 * (s / whole_s - 1) for s in made[m].seconds] for m in numbers}
+halves = all(min(measured[2 * m]) < 0.75 * min(measured[m]) for m in (1, 2, 4))
+claim("twice as many micro-batches, about half the bubble", halves)
 voices = Voices(
     formula=lambda m: 100 * cost.bubble_overhead(4, m),
     simulation=[100 * simulate(schedules.gpipe(4, m)).bubble_overhead for m in numbers],
-    measurement=[[100 * (s / whole_s - 1) for s in made[m].seconds] for m in numbers],
+    measurement=list(measured.values()),
 )
-title = "The bubble of four stages: twice as many micro-batches, half of it"
+title = "Four stages: twice as many micro-batches, about half the bubble"
 axes = {"x_label": "micro-batches", "y_label": "bubble (% of compute)", "note": "emulated layers"}
-show(compare(numbers, voices, title, **axes), alt=f"{title}; the dots lie near it")
+show(compare(numbers, voices, title, **axes), alt=f"{title}; measured: on the line or above")
 
 # %% [markdown]
-# The measured dots lie a little above the line: every action starts a bit late, the more so on a
-# busy machine, and the more actions there are.
+# The measured dots lie above the line, since every action has some overhead, and more micro-batches
+# mean more actions.
 #
-# A common rule: $m \ge 4p$. But each micro-batch has its price: small matrices compute less
-# efficiently, and memory and messages come below.
+# Huang et al. (2019, section 2.3) found the bubble negligible for $m \ge 4p$. But smaller
+# micro-batches compute less efficiently, and memory and messages come below.
 #
-# **GPipe's bubble is $(p-1)/m$ of the compute.**
+# **GPipe's bubble is $(p-1)/m$ of the computation, if all stages take equally long.**
 #
-# ## 3 Go back as soon as you can
+# ## 3 1F1B: backward as soon as possible
 #
 # GPipe's price is memory: the activations of all $m$ micro-batches wait for their backward. But the
-# last rank could begin backward after its *first* forward. **1F1B** does that: a **warm-up** of
-# forwards, so many that every rank behind has work; then one forward and one backward in turn; then
-# the backwards that are left.
+# last rank could begin backward after its *first* forward. **1F1B** (one forward, one backward;
+# Narayanan et al. 2021) does that. In the **warm-up**, each rank runs as many forwards as there are
+# ranks behind it. Then it alternates one forward and one backward, and finally runs the remaining
+# backwards (**cool-down**).
 #
-# That is an order, a **schedule**: for each rank the list of its actions. It says nothing about
-# time: an action starts when its rank is free and its input has come. Here is GPipe's. How many
-# micro-batches does rank 0 hold at most with 1F1B, for $p = 4$ and $m = 32$?
+# That is an order, a **schedule**: for each rank the list of its actions. It does not mention time:
+# an action starts when its rank is free and its input has arrived. Here is GPipe's. With 1F1B, $p =
+# 4$ and $m = 32$, how many micro-batches does rank 0 hold at most?
 
 # %% tags=["predict"]
 print(as_text(schedules.gpipe(4, 4)))
 print(schedules.gpipe(4, 4)[1][0])
 guess_held = predict("micro-batches in flight on rank 0 with 1F1B")
+### GUESS guess_held.commit(8)
 
 # %% [markdown]
-# ### Exercise 1: the order of 1F1B
+# ### Exercise 1 (core): the order of 1F1B
 #
-# Lists of `Action(kind, stage, micro_batch)`, with the kinds `"forward"` and `"backward"`. It has
-# to work for $m < p$, too. About 5 lines.
+# Return lists of `Action(kind, stage, micro_batch)`, with the kinds `"forward"` and `"backward"`.
+# It also has to work for $m < p$. About 5 lines, 10 minutes.
 #
 # <details><summary>Hint: how long is the warm-up?</summary>
-# The last rank needs none; each rank before it one forward more than the next.
+# The last rank needs none; each rank before it runs one forward more than the next.
 # </details>
 # <details><summary>Hint: the last backwards are missing</summary>
-# Whatever was forwarded in the warm-up has to go backward in the end.
+# Every forward of the warm-up needs its backward in the cool-down.
 # </details>
 
 
@@ -125,7 +142,7 @@ def one_f_one_b(p, m):
     """For each rank the list of its actions, in the order of 1F1B."""
     schedule = []
     for rank in range(p):
-        ### BEGIN SOLUTION: how many forwards first? then in turn, then what is left
+        ### BEGIN SOLUTION: warm-up, one forward and one backward in turn, cool-down
         warmup = min(p - 1 - rank, m)
         kinds = ["forward"] * warmup + ["forward", "backward"] * (m - warmup)
         next_of = {"forward": count(), "backward": count()}
@@ -138,33 +155,33 @@ def one_f_one_b(p, m):
 # %% tags=["check"] exercise="pipeline-1"
 check("pipeline-1", one_f_one_b)
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 reveal(guess_held, simulate(schedules.one_f_one_b(4, 32)).peak_in_flight()[0])
 plans = {"GPipe": schedules.gpipe(4, 6), "1F1B": schedules.one_f_one_b(4, 6)}
 runs = {name: lab.emulated(plan, batch.times(6)) for name, plan in plans.items()}
 shown = {}
-for name, real in lab.measure(ranks, runs, turns=3).items():
-    paper_ms, real_ms = 1e3 * simulate(plans[name], batch.times(6)).step_s, 1e3 * real.step_s
-    print(f"{name:5}: on paper {paper_ms:.0f} ms, measured {real_ms:.0f} ms")
+for name, real in lab.measure(ranks, runs, turns=2).items():
+    predicted_ms = 1e3 * simulate(plans[name], batch.times(6)).step_s
+    print(f"{name:5}: predicted {predicted_ms:.0f} ms, measured {1e3 * real.step_s:.0f} ms")
     shown[f"{name}, measured"] = [event for event in real.events if event.kind in COMPUTE_KINDS]
 title = "1F1B: the same bubble, fewer activations"
-figure = pipelines(shown, title, link="emulated layers")
+figure = pictures.pipelines(shown, title, link="emulated layers")
 show(figure, alt=f"{title}: rank 0 holds 4 micro-batches, with GPipe all 6")
 
 # %% [markdown]
-# Rank $r$ holds $\min(p - r, m)$, however large the batch. The bubble is GPipe's: each rank still
-# waits until the first micro-batch has come, and for the last one's way back.
+# Rank $r$ holds $\min(p - r, m)$ micro-batches, however large the batch. The bubble is GPipe's:
+# each rank still waits for the first micro-batch to arrive and for the last one to return.
 #
-# ### Exercise 2: when does each action end?
+# ### Exercise 2 (core): when does each action end?
 #
-# You have played schedules; now write the player. Two clocks: when is the rank free, and when is
-# the input there? `source_of(action, p)` is the stage that the input comes from, or None; the same
-# action of that stage puts it out, and it travels for `message_s`. About 9 lines.
+# Now write the simulator. An action waits for two things: its rank and its input.
+# `source_of(action, p)` is the stage that the input comes from, or None; the same action of that
+# stage produces it, and the message takes `message_s`. About 9 lines, 20 minutes.
 #
-# <details><summary>Hint: the action that makes the input</summary>
+# <details><summary>Hint: the action that produces the input</summary>
 # <code>action._replace(stage=source)</code>: a forward needs the forward of the stage before.
 # </details>
-# <details><summary>Hint: whose turn is it?</summary>
+# <details><summary>Hint: which rank comes next?</summary>
 # Go over the ranks again and again, and on each run what can run, until nothing is left.
 # </details>
 
@@ -175,7 +192,7 @@ def finish_times(schedule, seconds, message_s):
     p, ends, free_s = len(schedule), {}, [0.0] * len(schedule)
     left = [list(actions) for actions in schedule]
     while any(left):
-        ### BEGIN SOLUTION: on each rank, run what has its input
+        ### BEGIN SOLUTION: run every action whose input has arrived
         for rank, actions in enumerate(left):
             while actions:
                 source = source_of(actions[0], p)
@@ -198,34 +215,34 @@ from course_lib.pipeline.explorer import schedule_explorer
 schedule_explorer()
 
 # %% [markdown]
-# The course's `simulate` does this for every kind of schedule. Play with it (times are in parts of
-# a forward): which schedule does a slow message hurt most, and which one gains most from more
-# micro-batches? (Interleaved and ZB-H1 come in section 7.)
+# The course's `simulate` does this for every kind of schedule (times are relative to a forward).
+# Which schedule suffers most from a slow message, and which gains most from more micro-batches?
+# (Interleaved and ZB-H1 come in section 7.)
 #
-# **A schedule is a list of actions; time follows from it.**
+# **A schedule is a list of actions per rank; their times follow from it.**
 #
 # ## 4 An engine that runs any schedule
 #
-# ### Exercise 3: run a schedule
+# ### Exercise 3 (core): run a schedule
 #
-# One rank's part of a step; backwards may come in any order, `i` says which. `isend` returns at
-# once, with a handle to wait for; until then, its tensor has to stay as it is. The batch's `x`
-# holds the input on the first rank only (there it may be integer tokens), the target is there on
-# the last one; elsewhere they only have the shape and the dtype of a message. The last micro-batch
-# may be smaller. Add to every `param.grad`, as `backward()` does, the gradient of the *mean* of the
-# $m$ losses, nan where it is nan. Leave lists, batch, stage (modes, hooks, what is frozen) and the
-# random state as they are. Budget: one message per micro-batch and direction; with 1F1B, what is
-# kept alive does not grow with $m$. About 17 lines, 25 minutes.
+# Run one rank's part of a step. Backwards may come in any order; `i` is the micro-batch. `isend`
+# returns at once, with a handle to wait for; until then its tensor must not change. `x` of the
+# batch holds the input on the first rank only (there it may be integer tokens), the target is on
+# the last one; elsewhere they only have the shape and dtype of a message. The last micro-batch may
+# be smaller. Add to every `param.grad`, as `backward()` does, the gradient of the *mean* of the $m$
+# losses; nan stays nan. Leave lists, batch, stage (modes, hooks, what is frozen) and the random
+# state as they are. Budget: one message per micro-batch and direction; with 1F1B, memory does not
+# grow with $m$. About 17 lines, 25 minutes.
 #
 # <details><summary>Hint: x.grad is None</summary>
-# To autograd, what came over the wire is a number like any other: ask for its gradient with
-# <code>x.requires_grad_()</code>, before the stage computes.
+# To autograd, a received tensor is a leaf without gradient. Call <code>x.requires_grad_()</code>
+# before the stage computes.
 # </details>
 # <details><summary>Hint: gradients are too large</summary>
 # <code>loss_fn</code> is a mean over one micro-batch. Divide it once, where the loss is.
 # </details>
-# <details><summary>Hint: too much is kept alive</summary>
-# <code>kept.pop(i)</code> takes out; a message is <code>y.detach()</code>, without the graph. A
+# <details><summary>Hint: memory grows</summary>
+# <code>kept.pop(i)</code> removes an entry; send <code>y.detach()</code>, without the graph. A
 # handle holds its message, even after <code>wait()</code>: put it into <code>sent</code> only.
 # </details>
 
@@ -249,7 +266,7 @@ def run_actions(actions, stage, micro_batches, loss_fn):
             kept[i] = x, y
             ### END SOLUTION
         else:
-            ### BEGIN SOLUTION: take out, receive or begin at the loss, backward, send
+            ### BEGIN SOLUTION: take out, receive (or start at the loss), backward, send
             x, y = kept.pop(i)
             if rank == p - 1:
                 (loss_fn(y, target) / m).backward()
@@ -270,8 +287,9 @@ def run_actions(actions, stage, micro_batches, loss_fn):
 check("pipeline-3", run_actions)
 
 # %% [markdown]
-# The course's engine, `Pipeline`, does this with receives posted ahead, any shapes, and everything
-# below. `split_model` leaves each rank its own layers. The same numbers as one process?
+# The course's engine, `Pipeline`, does this with receives posted ahead, messages of any shape, and
+# everything below. `split_model` leaves each rank its own layers. Does it compute the numbers of
+# one process?
 
 # %%
 from course_lib.pipeline import Pipeline, split_model
@@ -298,24 +316,25 @@ for name, make in {"GPipe": schedules.gpipe, "1F1B": schedules.one_f_one_b}.item
     print(f"{name:5} as one process: {all(near)}; held at most {[peak for _, peak in found]}")
 
 # %% [markdown]
-# Activations go when their backward is done; only then is 1F1B's promise kept. A single name that
-# still holds them is enough to break it, and no number shows that.
+# 1F1B saves memory only if activations are freed when their backward is done. One forgotten
+# reference is enough to keep them, and no result shows it.
 #
-# **Receive, compute, send without waiting; keep little, and divide the loss once.**
+# **Receive, compute, send without waiting; free early, and divide the loss once.**
 #
 # ## 5 Break it: sends that wait
 #
-# With `dist.send` in place of `isend`, a rank waits until its message is received. Here all ranks
-# do nothing but talk. Which schedule hangs?
+# With `dist.send` in place of `isend`, a rank waits until its message has been received. Here all
+# ranks only communicate. Which schedule hangs?
 
 # %% tags=["predict"]
 from course_lib.display import waiting
 
 guess_hang = predict("which one hangs?", choices=("GPipe", "1F1B", "both", "none"))
+### GUESS guess_hang.commit("both")
 
 
 # %% tags=["failure", "raises-exception"]
-def only_talk(rank, schedule):
+def only_messages(rank, schedule):
     x, p = torch.zeros(1), len(schedule)
     for action in schedule[rank]:
         if (source := source_of(action, p)) is not None:
@@ -324,28 +343,31 @@ def only_talk(rank, schedule):
             dist.send(x, target)
 
 
-ranks.run(only_talk, schedules.gpipe(4, 8))
+ranks.run(only_messages, schedules.gpipe(4, 8))
 try:
-    ranks.run(only_talk, schedules.one_f_one_b(4, 8))
+    ranks.run(only_messages, schedules.one_f_one_b(4, 8))
 except RankError as hang:
     reveal(guess_hang, "1F1B")
-    show(waiting(hang.waits, 4), alt="two neighbours wait in a send for each other")
+    show(waiting(hang.waits, 4), alt="two neighbors wait in a send for each other")
     raise
 
 # %% [markdown]
-# Two neighbours meet in the steady phase: one sends an activation, the other one a gradient, and
-# nobody receives. `check_schedule(schedule, blocking_sends=True)` tells so before anything runs.
+# In the steady phase one neighbor sends an activation, the other one a gradient, and neither
+# receives. `check_schedule(schedule, blocking_sends=True)` reports this before anything runs.
 #
-# **Between neighbours that send both ways, a send must not wait.**
+# **Between neighbors that send in both directions, a send must not block.**
 #
 # ## 6 Break it: the loss that was not divided
 #
-# A well-known code forgot to divide by $m$: every gradient was $m$ times too large. Its loss fell
-# nicely. Four ranks train alone, two with SGD, two with Adam; ranks 1 and 3 forget to divide by 8.
-# Does Adam's loss curve show it?
+# Hugging Face's teaching code picotron (commit 12e81c3, `pipeline_parallel.py`) divides the loss
+# that it *logs* by $m$, but not the one that it backpropagates: every gradient is $m$ times too
+# large. PyTorch's torchtitan had a pipeline whose gradients were scaled differently, too (issue
+# 2972, 2026). Here four ranks train alone, two with SGD, two with Adam; ranks 1 and 3 forget to
+# divide by 8. Does Adam's loss curve show it?
 
 # %% tags=["predict"]
 guess_adam = predict("does Adam's loss curve show it?", choices=("yes", "no"))
+### GUESS guess_adam.commit("yes")
 
 
 # %%
@@ -364,97 +386,105 @@ def curve(rank):
     return losses
 
 
-# %% tags=["picture"]
+# %% tags=["measured"]
 names = ["SGD", "SGD, 8 times too large", "Adam", "Adam, 8 times too large"]
 curves = dict(zip(names, ranks.run(curve), strict=True))
 apart = max(abs(a - b) for a, b in zip(curves[names[2]], curves[names[3]], strict=True))
 reveal(guess_adam, "yes" if apart > 0.05 else "no")
-title = f"Adam hides a gradient that is 8 times too large: the losses are {apart:.0e} apart"
-voices = {name: Voices(measurement=losses[::3]) for name, losses in curves.items()}
-figure = compare(range(0, 30, 3), voices, title, x_label="step", y_label="loss")
-show(figure, alt=f"{title}; with SGD the loss falls more slowly")
+claim("Adam's loss curves lie on each other", apart < 0.05)
+print(f"Adam's losses differ by at most {apart:.0e}; losses in steps 0, 9, 19, 29:")
+for name, losses in curves.items():
+    print(f"  {name:24}", *(f"{losses[n]:.2f}" for n in (0, 9, 19, 29)))
 
 # %% [markdown]
-# SGD's curve shows it, though it may pass for a bad learning rate. Adam divides by the gradient's
-# own size: a constant factor is gone, up to $\epsilon$. It comes back where the size matters: in
+# SGD's curve shows it, though it could pass for a bad learning rate. Adam divides by the gradient's
+# own size, so a constant factor cancels, up to $\epsilon$. It returns where the size matters: in
 # clipping, in weight decay that is added to the gradient, and when you change $m$. So compare
-# *gradients* with one process, never loss curves.
+# *gradients* with those of one process.
 #
-# **A loss that falls proves nothing.**
+# **A falling loss does not prove that the gradients are right.**
+#
+# *This is a good place for a break.*
 #
 # ## 7 Smaller bubbles
 #
-# **Interleaved.** Each rank holds $v$ smaller pieces, from all over the model. A micro-batch comes
-# by $v$ times, the pipeline fills with pieces that are $v$ times shorter: $\frac{p-1}{vm}$. How
-# many times as many messages?
+# **Interleaved 1F1B** (Narayanan et al. 2021, section 2.2). Each rank holds $v$ smaller *model
+# chunks*: with $v = 2$ and 4 ranks, rank 0 has the first and the fifth eighth of the layers. Each
+# micro-batch visits every rank $v$ times. The pipeline fills with chunks, each $v$ times shorter
+# than a stage, so the bubble shrinks to $\frac{p-1}{vm}$. The price: a micro-batch crosses $pv - 1$
+# borders instead of $p - 1$, and the longer warm-up (for large $m$) makes rank 0 hold $p +
+# \frac{p-1}{v}$ stages' worth of micro-batches instead of $p$.
+#
+# **ZB-H1** (Qi et al. 2024). A backward computes two things: the input's gradient, $I$, which the
+# previous rank waits for, and the weights' gradient, $W$, which nobody needs before the end of the
+# step. ZB-H1 runs $I$ at once, so gradients reach the first rank earlier, and defers $W$ to where a
+# rank would be idle: of the bubble $(p-1)(F+I+W)$ only $(p-1)(F+I-W)$ remains (for $W \le F$, $W
+# \le I$ and $m \ge p$). The price: a deferred $W$ keeps its activations, so every rank holds as
+# much as rank 0 does in 1F1B.
 
 # %% tags=["predict"]
 from course_lib.pipeline import PipelineTimes
 
-guess_messages = predict("messages with v = 2, by those of 1F1B, for p = 4")
+guess_messages = predict("ratio of messages, v = 2 to 1F1B, for p = 4")
+### GUESS guess_messages.commit(2)
+guess_zero = predict("ratio of bubbles, 1F1B to ZB-H1, if F = I = W")
+### GUESS guess_zero.commit(2)
+plans = {"1F1B": schedules.one_f_one_b(4, 4), "interleaved": schedules.interleaved(4, 4, 2)}
+plans["ZB-H1"] = schedules.zero_bubble_h1(4, 4)
+times = PipelineTimes(forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02)
 
-# %% tags=["picture"]
-plans = {"1F1B": schedules.one_f_one_b(4, 8), "interleaved": schedules.interleaved(4, 8, 2)}
-plans["ZB-H1"] = schedules.zero_bubble_h1(4, 8)
-times = PipelineTimes(forward_s=0.01, backward_input_s=0.01, backward_weight_s=0.01)
+# %% tags=["picture", "measured"]
 runs = {name: lab.emulated(plan, times) for name, plan in plans.items()}
-made = lab.measure(ranks, runs, turns=3)
+made, shown = lab.measure(ranks, runs, turns=2), {}
+for name, real in made.items():
+    idle = simulate(plans[name], times).bubble_fraction
+    print(f"{name:11} idle: {idle:.0%} predicted, {real.bubble_fraction:.0%} measured")
+    shown[name] = [event for event in real.events if event.kind in COMPUTE_KINDS]
 sent = {name: sum(e.kind == "send" for e in made[name].events) for name in plans}
 reveal(guess_messages, sent["interleaved"] / sent["1F1B"])
-paper = {name: simulate(plan, times) for name, plan in plans.items()}
-for name, real in made.items():
-    idle = f"idle {paper[name].bubble_fraction:.0%} on paper, {real.bubble_fraction:.0%} measured"
-    print(f"{name:11} {idle}, {sent[name]} messages, in flight {real.peak_in_flight}")
+bubbles = cost.one_f_one_b_bubble_s(4, 1, 1, 1), cost.zero_bubble_h1_bubble_s(4, 4, 1, 1, 1)
+reveal(guess_zero, bubbles[0] / bubbles[1])
+idle = [made[name].bubble_fraction for name in plans]
+claim("1F1B idles most, ZB-H1 least", idle == sorted(idle, reverse=True))
+title = "Chunks shorten the bubble, weight gradients fill it"
+show(timelines(shown, title, link="emulated layers"), alt=f"{title}: 1F1B idles most")
 
 # %% [markdown]
-# A micro-batch now crosses $pv - 1$ borders in place of $p - 1$, and every rank holds more (the
-# counts above are of halves of a stage).
-#
-# **Zero bubble.** A backward does two things. The input's gradient, $I$: the rank before waits for
-# it. The weights' gradient, $W$: nobody waits for it before the end of the step. ZB-H1 runs $I$ at
-# once and puts $W$ where the bubble was: $(p-1)(F+I-W)$ is left. By which factor is the bubble
-# smaller if all three take equally long?
+# The interleaved timeline has boxes of half the length; with $m$ a multiple of $p$, as in
+# Megatron-LM, micro-batches run in rounds of $p$. In ZB-H1 the yellow boxes at the end are deferred
+# weight gradients. Now real GPUs (Qi et al. 2024, tables 4 to 6). 1F1B-I is interleaved; ZB-1p is a
+# schedule searched within the memory of 1F1B, which ZB-H1 keeps to as well.
 
-# %% tags=["predict"]
-from course_lib.pipeline.cost import PUBLISHED
-
-guess_zero = predict("bubble of 1F1B by that of ZB-H1")
-
-# %% tags=["picture"]
-before_f = cost.one_f_one_b_bubble_s(4, 1, 1, 1)
-after_f = cost.zero_bubble_h1_bubble_s(4, 8, 1, 1, 1)
-reveal(guess_zero, before_f / after_f)
-title = f"ZB-H1: of a bubble of {before_f:g} F, {after_f:g} are left"
-events = [event for event in made["ZB-H1"].events if event.kind in COMPUTE_KINDS]
-figure = timeline(events, title, link="emulated layers")
-show(figure, alt=f"{title}; weight halves fill the end of the step")
-print("model   m   1F1B: paper, simulated   ZB-H1: paper, simulated")
-for row in PUBLISHED:
-    pair_of = schedules.one_f_one_b, schedules.zero_bubble_h1
-    rates = [simulate(make(8, row.num_micro_batches), row.times).bubble_rate for make in pair_of]
-    pairs = zip((row.one_f_one_b, row.zero_bubble_h1), rates, strict=True)
-    print(f"{row.model:5} {row.num_micro_batches:3}", *(f"{a:13.4f} {b:10.4f}" for a, b in pairs))
+# %%
+real = cost.zero_bubble_throughput()
+print(f"samples/s per GPU with {real.num_micro_batches} micro-batches, 8 stages, A100:")
+for voice in ("published", "simulated"):
+    for name, samples in getattr(real, voice).items():
+        print(f"  {name:6} {voice} {[round(number, 1) for number in samples]}")
+print(cost.bubble_rate_table())
 
 # %% [markdown]
-# On every rank, $W$ waits with its activations: all hold as much as rank 0 did before. The table
-# has the bubble rates of a paper (8 stages) and ours, played with the paper's $F$, $I$, $W$ and
-# message times.
+# The simulator reproduces the bubble rates that the paper *calculates* from its measured $F$, $I$,
+# $W$. The measured samples/s are a few percent lower. The fewer micro-batches, the more there is to
+# gain.
+# Later schedules (ZB-2p in the same paper, ZB-V, DualPipe) shrink the bubble further, for more
+# memory or messages.
 #
-# **More pieces, or halves of backward: both pay with messages or memory for a smaller bubble.**
+# **A smaller bubble costs messages (interleaved) or memory (both).**
 #
-# ## 8 A slow wire turns the rule round
+# ## 8 A slow link reverses the rule
 #
-# Four GPUs joined by PCIe trained models of 100M and 300M parameters faster with $m = p$, the
-# largest bubble, than with $m = 4p$. Here: the batch of section 2, over a wire with latency. Which
-# one is faster?
+# More micro-batches also mean more messages. Here is the batch of section 2 over a link with a
+# latency of 30 ms. Which is faster with 1F1B?
 
 # %% tags=["predict"]
 from course_lib.core import Link
 
-wire = Link(name="slow wire", latency_s=12e-3, bytes_per_s=1e9)
-guess_m = predict("faster with 1F1B over the slow wire", choices=("m = 4", "m = 16"))
+wire = Link(name="slow link", latency_s=30e-3, bytes_per_s=1e9)
+guess_m = predict("faster with 1F1B over the slow link", choices=("m = 4", "m = 16"))
+### GUESS guess_m.commit("m = 16")
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 numbers, both = [4, 8, 16], {"1F1B": schedules.one_f_one_b, "GPipe": schedules.gpipe}
 pairs = {(name, m): make(4, m) for name, make in both.items() for m in numbers}
 runs = {key: lab.emulated(plan, batch.times(key[1], wire)) for key, plan in pairs.items()}
@@ -463,31 +493,31 @@ for name, make in both.items():
     played = [step_parts(4, m, batch, wire, make).step_s * 1e3 for m in numbers]
     steps = [[s * 1e3 for s in made[name, m].seconds] for m in numbers]
     curves[name] = Voices(simulation=played, measurement=steps)
-
-# %% tags=["picture"]
 few, many = (made["1F1B", m].step_s for m in (4, 16))
+claim("1F1B is faster with m = 4 than with m = 16", few < many)
+claim("GPipe is faster with m = 16", made["GPipe", 16].step_s < made["GPipe", 4].step_s)
+
+# %% tags=["picture", "measured"]
 reveal(guess_m, "m = 4" if few < many else "m = 16")
-title = f"1F1B on a slow wire: {few * 1e3:.0f} ms with m = 4, {many * 1e3:.0f} ms with m = 16"
+title = f"1F1B on a slow link: {few * 1e3:.0f} ms with m = 4, {many * 1e3:.0f} ms with m = 16"
 axes = {"x_label": "micro-batches", "y_label": "step (ms)", "note": f"emulated {wire} and layers"}
-show(compare(numbers, curves, title, **axes), alt=f"{title}; on paper, GPipe gains from more")
-print(" m   compute   bubble     wire   (ms, 1F1B on paper)")
-for m in numbers:
-    parts = step_parts(4, m, batch, wire)
-    shown = (1e3 * second for second in (parts.compute_s, parts.bubble_s, parts.wire_s))
-    print(f"{m:2}", *(f"{number:9.1f}" for number in shown))
+show(compare(numbers, curves, title, **axes), alt=f"{title}; GPipe gains from more")
+print(cost.parts_table(4, numbers, batch, wire))
 
 # %% [markdown]
-# 1F1B is a conversation: rank 0's next forward waits for a gradient that waits for a forward. In
-# every $p$ micro-batches, $2(p-1)$ messages have nothing to hide behind. GPipe has only the
-# $2(p-1)$ with which the pipeline fills and empties; its price is memory. The wire's part grows
-# with $m$, the bubble shrinks: where they meet is the best $m$.
+# In 1F1B, rank 0's next forward waits for a gradient, and that gradient waits for an earlier
+# forward. So $p$ more micro-batches expose $2(p-1)$ more messages. GPipe exposes only the $2(p-1)$
+# messages with which the pipeline fills and empties; it pays with memory. (Measured steps lie above
+# the simulated ones: every action has some overhead, which also counts against a large $m$.) With
+# 1F1B the exposed messages grow with $m$ while the bubble shrinks: the best $m$ lies in between.
+# (One or two more forwards in the warm-up hide messages, for as much more memory.)
 #
-# **How many micro-batches: as many as the latency allows.**
+# **More micro-batches pay only while the messages they add are cheaper than the bubble they save.**
 #
 # ## 9 Stages are not equally long
 #
-# The slowest stage sets the pace of all. GPT-2 small has 12 blocks; its output layer computes as
-# much as how many of them?
+# The slowest stage sets the pace of all. GPT-2 small has 12 blocks. How many blocks does its output
+# layer cost?
 
 # %% tags=["predict"]
 from course_lib.cost.flops import forward_flop
@@ -495,12 +525,13 @@ from course_lib.cost.flops import forward_flop
 flop = forward_flop(MODELS["gpt2"], 1, 1024)
 head = flop.pop("logits")
 guess_head = predict("the output layer of GPT-2, in blocks")
+### GUESS guess_head.commit(1)
 
 # %% [markdown]
-# ### Exercise 4: cut the layers
+# ### Exercise 4 (further): balance the stages
 #
-# How many layers in a row does each of $p$ stages get, none empty, so that the slowest is as fast
-# as it can be? Trying all cuts is allowed. About 4 lines.
+# How many consecutive layers should each of $p$ stages get, none empty, so that the slowest stage
+# is as fast as possible? You may try all cuts. About 4 lines, 15 minutes.
 #
 # <details><summary>Hint: all cuts</summary>
 # <code>combinations(range(1, n), p - 1)</code> are the places to cut; <code>pairwise</code> of
@@ -522,29 +553,47 @@ def cut_layers(layer_times, p):
 # %% tags=["check"] exercise="pipeline-4"
 check("pipeline-4", cut_layers)
 
-# %% tags=["picture"]
+# %%
 layers = [0.0, *[1.0] * 12, 12 * head / sum(flop.values())]  # embedding, blocks, output layer
 reveal(guess_head, layers[-1])
-steps, cuts = {}, {"equally many": [4, 3, 3, 4], "balanced": balance.balance_stages(layers, 4)}
+cuts = {"equally many": [4, 3, 3, 4], "balanced": balance.balance_stages(layers, 4)}
 for name, cut in cuts.items():
     each = balance.stage_times(layers, cut)
     times = PipelineTimes(forward_s=each, backward_input_s=each, backward_weight_s=each)
-    steps[name] = simulate(schedules.one_f_one_b(4, 3), times)
-    print(f"{name:12} {cut}: a step takes {steps[name].step_s:.0f} blocks")
-title = f"Equally many layers: {steps['equally many'].bubble_fraction:.0%} of the time is lost"
-figure = timeline(steps["equally many"].events(), title, unit="blocks")
-show(figure, alt=f"{title}; everybody waits for the output layer")
+    step = simulate(schedules.one_f_one_b(4, 3), times)
+    print(f"{name:12} {cut}: {step.step_s:.0f} blocks a step, {step.bubble_fraction:.0%} idle")
 
 # %% [markdown]
-# And the output layer *is* the embedding: one matrix, used on the first and on the last stage. Both
-# hold a copy. In backward each gets the gradient of its own use.
+# On real GPUs: a 1B model of 16 layers and a vocabulary of 131,072, on 8 H100 (Ultra-Scale
+# Playbook), with so many micro-batches that the bubble of 8 stages is 3 %. What part of its
+# tokens/s does a GPU keep with 8 stages?
+
+# %% tags=["predict"]
+guess_kept = predict("tokens/s per GPU kept with 8 stages", unit="%")
+### GUESS guess_kept.commit(95)
+
+# %% tags=["picture"]
+h100 = cost.h100_stages()
+kept = h100.published[-1] / h100.published[0]
+reveal(guess_kept, 100 * kept)
+title = (
+    f"8 stages keep {kept:.0%}: the output layer costs {h100.head_layers:.1f} blocks, a stage has 2"
+)
+show(pictures.h100_picture(h100, title), alt=f"{title}; the formula with the slowest stage fits")
+
+# %% [markdown]
+# Few layers cannot be balanced well over many stages. Llama 3 405B has one layer less on the first
+# and on the last stage, to balance them (Llama team 2024, section 3.3.2).
 #
-# ### Exercise 5: a tied weight
+# Often the output layer *is* the embedding: one matrix, used on the first and on the last stage.
+# Both hold a copy, and in backward each gets the gradient of its own use.
+#
+# ### Exercise 5 (further): a tied weight
 #
 # After backward, leave in both copies the gradient of *both* uses. `ends` is the group of first and
 # last stage, wherever they are in the world; with one stage, `ends` has one member. A frozen weight
-# has no gradient; that of another one may be transposed. Budget: one message each way, nothing from
-# the middle. About 2 lines.
+# has no gradient; another one's may be transposed. Budget: one message each way, nothing from the
+# middle. About 2 lines, 10 minutes.
 #
 # <details><summary>Hint: rank 1 fails</summary>
 # In the middle <code>weight</code> is None: these ranks have nothing to do.
@@ -554,7 +603,7 @@ show(figure, alt=f"{title}; everybody waits for the output layer")
 # %% tags=["exercise"] exercise="pipeline-5"
 def sum_tied(weight, ends):
     """weight: this rank's copy, or None; its .grad is summed over the group `ends`."""
-    ### BEGIN SOLUTION: who has a gradient adds it
+    ### BEGIN SOLUTION: ranks with a gradient add it up
     if weight is not None and weight.grad is not None:
         dist.all_reduce(weight.grad, group=ends)
     ### END SOLUTION
@@ -564,43 +613,49 @@ def sum_tied(weight, ends):
 check("pipeline-5", sum_tied)
 
 # %% [markdown]
-# With equal gradients and equal optimizer state the copies stay equal by themselves. (Our model in
-# section 4 was tied: that is part of why its numbers came out.)
+# With equal gradients and equal optimizer state the copies stay equal.
 #
 # **Balance by time, not by layers; a weight that is used twice has one gradient.**
 #
 # ## 10 Micro-batches inside a sequence
 #
-# A batch of one sequence cannot be cut? With causal attention the first tokens do not need the
-# later ones: **TeraPipe** cuts the *sequence* into pieces. Is the first piece longer or shorter
-# than the last one?
+# A batch of one long sequence can be split, too. With causal attention a token does not need later
+# ones, so **TeraPipe** (Li et al. 2021) splits the *sequence*: while rank 1 computes the first
+# piece, rank 0 computes the second one, which attends to the keys and values that rank 0 has kept
+# of the first. Backward runs from the last piece to the first, since earlier keys and values
+# receive gradients from all later pieces. Should the first piece be longer or shorter than the
+# last?
 
 # %% tags=["predict"]
+from course_lib.pipeline.token_pipeline import TokenCost, balanced_cut, even_cut, token_forward_s
+
 guess_piece = predict("the first piece of the best cut", choices=("longer", "equal", "shorter"))
+### GUESS guess_piece.commit("equal")
 
-# %% tags=["picture"]
-from course_lib.pipeline import token_pipeline as tokens
-
-cost = tokens.TokenCost(piece_s=50e-6, token_s=1e-6, pair_s=4e-9)
-numbers, curves = [1, 2, 4, 8, 16, 32], {}
-balanced = tokens.balanced_cut(2048, 8, cost)
-reveal(guess_piece, "longer" if balanced[0] > balanced[-1] else "shorter")
-cuts = {"equal pieces": tokens.even_cut, "balanced": lambda *of: tokens.balanced_cut(*of, cost)}
-for name, cut in cuts.items():
-    taken_s = [tokens.token_forward_s(cut(2048, n), 4, cost) for n in numbers]
-    curves[name] = Voices(formula=[1e3 * second for second in taken_s])
-title = f"Eight pieces of one sequence: {balanced[0]} tokens first, {balanced[-1]} last"
-axes = {"x_label": "pieces", "y_label": "forward (ms)"}
-show(compare(numbers, curves, title, **axes), alt=f"{title}; later tokens attend to more")
+# %%
+token_cost = TokenCost(piece_s=50e-6, token_s=1e-6, pair_s=4e-9)
+pieces = balanced_cut(2048, 8, token_cost)
+reveal(guess_piece, "longer" if pieces[0] > pieces[-1] else "shorter")
+print("8 balanced pieces of 2048 tokens:", pieces)
+for number in (1, 2, 4, 8, 16, 32):
+    cuts = even_cut(2048, number), balanced_cut(2048, number, token_cost)
+    equal_ms, balanced_ms = (1e3 * token_forward_s(cut, 4, token_cost) for cut in cuts)
+    print(
+        f"{number:2} pieces: {equal_ms:.1f} ms if equally many tokens, {balanced_ms:.1f} balanced"
+    )
 
 # %% [markdown]
-# A later token attends to more, so equally long pieces hold ever fewer of them. Each piece also
-# pays a fixed price to start: there the curves end.
+# With $k$ pieces of times $t_i$, the forward takes $\sum t_i + (p-1) \max t_i$ (their equation 5),
+# so the longest piece counts $p$ times. A later token attends to more, so pieces of equal *time*
+# hold fewer and fewer tokens; the paper finds the cut by dynamic programming. Each piece also has a
+# fixed cost to start, and small pieces use a GPU badly: this limits their number.
+#
+# **Causal attention lets the pieces of one sequence follow each other through the stages.**
 #
 # ## 11 The real thing
 #
 # `torch.distributed.pipelining` has the same schedules. Two ranks, the same stages, 1F1B with 8
-# micro-batches. (PyTorch does not sum tied weights: here they are untied.) Equal gradients?
+# micro-batches. (PyTorch does not sum tied weights, so here they are untied.) Equal gradients?
 
 # %% tags=["predict"]
 from copy import deepcopy
@@ -608,6 +663,7 @@ from copy import deepcopy
 from course_lib.ranks.timing import time_interleaved
 
 guess_equal = predict("gradients equal to the last bit?", choices=("yes", "no"))
+### GUESS guess_equal.commit("no")
 
 
 # %%
@@ -628,7 +684,7 @@ def side_by_side(rank, spec):
     return all(torch.equal(one.grad, other.grad) for one, other in pairs), seconds
 
 
-# %%
+# %% tags=["measured"]
 from dataclasses import replace
 
 by_rank = Ranks(2).run(side_by_side, replace(MODELS["small"], tied=False))
@@ -639,15 +695,19 @@ for name, seconds in by_rank[0][1].items():
 # %% [markdown]
 # ## What to keep
 #
-# - A schedule is a list of actions for each rank; one engine runs any, one simulator plays any.
+# - A schedule is a list of actions per rank; one engine runs any, one simulator times any.
 # - Bubble $\frac{p-1}{m}$; in flight $m$ with GPipe, $p - r$ with 1F1B. Interleaved divides the
-#   bubble by $v$, and multiplies messages; ZB-H1 fills it with weight gradients.
-# - Sends must not wait; activations must go; the loss is divided once.
-# - On a slow wire, more micro-batches can be slower.
-# - Balance stages by time; sum the gradients of a tied weight.
+#   bubble by $v$; ZB-H1 fills it with weight gradients.
+# - Sends must not block; activations must be freed; the loss is divided once.
+# - The best $m$ depends on the latency; the stages are balanced by time.
 #
-# References: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2024
-# (zero bubble); Li et al. 2021 (TeraPipe).
+# Data parallelism still keeps a copy of everything on each rank: lesson 09 changes that.
 #
-# You can now split a model over ranks by matrices (07) and by layers. Data parallelism still keeps
-# a copy of everything on each rank: lesson 09 stops that.
+# **Read on**
+#
+# - Huang et al. 2019, *GPipe*: micro-batches, and recomputation with them.
+# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*, section 2.2: 1F1B and
+#   interleaved.
+# - Qi et al. 2024, *Zero Bubble Pipeline Parallelism*: $I$ and $W$, ZB-H1 and ZB-2p.
+# - Li et al. 2021, *TeraPipe*: pipelining the tokens of one sequence.
+# - Lamy-Poirier 2023, *Breadth-First Pipeline Parallelism*: another order of the same actions.

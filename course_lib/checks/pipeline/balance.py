@@ -94,9 +94,7 @@ SUMS = "sum(layer_times[i:j]) for i, j in cut"
 RETURNS = "[j - i for i, j in best]"
 COUNTS = "n = len(layer_times)"
 CALLERS = Cause("The list of times is the caller's: sort or cut a copy, if at all.")
-UNWEIGHED = Cause(
-    "The first and the last layer are not weighed: embedding and head take time, too."
-)
+UNWEIGHED = Cause("The first and the last layer are left out: embedding and head take time, too.")
 
 BALANCE = Exercise(
     key="pipeline-4",
@@ -114,36 +112,36 @@ BALANCE = Exercise(
     wrong=(
         Own(
             _equal_counts,
-            Cause("That is equally many layers a stage: what counts is their time."),
+            Cause("That is the same number of layers per stage: what counts is their time."),
         ),
         Own(
             _greedy,
             Cause(
-                "Filled up to an equal share from the left, the last stage gets what is left "
-                "over. Compare all cuts by their slowest stage."
+                "Each stage is filled up to an equal share from the left, and the last gets the "
+                "rest. Compare all cuts by their slowest stage."
             ),
         ),
         Own(
             _slowest_first,
-            Cause("The layers were dealt out one by one: a stage is a run of consecutive layers."),
+            Cause("The layers were dealt out one by one: a stage has consecutive layers."),
         ),
         Own(
             _nearest_shares,
             Cause(
-                "Cut where the time so far is nearest to an equal share, a stage can still be too "
-                "slow. Compare all cuts."
+                "Each cut is where the time so far is nearest to an equal share, but a stage can "
+                "still be too slow. Compare all cuts."
             ),
         ),
         Edit(
             BEST,
             f"best = max(cuts, key=lambda cut: min({SUMS}))",
-            Cause("That makes the fastest stage as slow as can be: look at the slowest one."),
+            Cause("That makes the fastest stage as slow as possible: minimize the slowest one."),
         ),
         Edit("min(cuts", "max(cuts", Cause("That is the worst cut: take the least maximum.")),
         Edit(
             f"max({SUMS})",
             f"max(times := [{SUMS}]) - min(times)",
-            Cause("That makes all stages as alike as can be; but only the slowest one counts."),
+            Cause("That makes all stages as equal as possible, but only the slowest one counts."),
         ),
         Edit(
             BEST,
@@ -187,7 +185,7 @@ BALANCE = Exercise(
         Edit(
             "range(1, n)",
             "range(n)",
-            Cause("A stage without layers: place 0 cuts nothing off. None may be empty."),
+            Cause("A stage has no layers: a cut at place 0 is none. No stage may be empty."),
         ),
         Edit(
             COUNTS,

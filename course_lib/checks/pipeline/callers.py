@@ -11,22 +11,24 @@ from course_lib.checks.on_ranks import At
 from course_lib.checks.pipeline.stages import MicroBatches, SampleStage, StepSetup, batch_of
 
 Change = tuple[str, str]
-ACTIONS = Cause("It is the caller's: go over it, and take nothing out.")
-PAIRS = Cause("The list of micro-batches is the caller's: read it, and put nothing in its places.")
+ACTIONS = Cause("It belongs to the caller: read it, and remove nothing from it.")
+PAIRS = Cause(
+    "The list of micro-batches belongs to the caller: read it, and replace nothing in it."
+)
 BATCH = Cause(
-    "The batch is the caller's: receive into a tensor of its own, torch.empty_like(x), and ask "
-    "only what was received for its gradient."
+    "The batch belongs to the caller: receive into a new tensor, torch.empty_like(x), and call "
+    "requires_grad_() only on what was received."
 )
 WEIGHTS = Cause("Only the optimizer changes weights: leave the gradients in param.grad.")
 FROZEN = Cause(
-    "What is frozen is up to the caller: leave requires_grad, and grad None where it is."
+    "The caller decides what is frozen: do not change requires_grad, and leave grad None there."
 )
 MODE = Cause(
-    "train() and eval() are the caller's: a stage, or a part of it, may be in eval mode on purpose."
+    "The caller sets train() and eval(): a stage, or a part of it, may be in eval mode on purpose."
 )
 HOOKED = Cause("A hook acts in all later steps, too: register none on the stage.")
 RANDOM = Cause(
-    "Other code draws from the global random state: leave it, or use a generator of your own."
+    "Other code draws from the global random state: do not use it, or use your own generator."
 )
 
 

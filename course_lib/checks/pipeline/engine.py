@@ -18,12 +18,12 @@ from course_lib.pipeline.actions import LETTERS, Action, in_flight
 SPARE = 2  # graphs: the names of the last forward and of the last backward may still hold theirs
 
 TOKENS = Cause(
-    "Tokens are integers: they have no gradient, and nobody needs one on the first rank. Only what "
-    "was received gets x.requires_grad_()."
+    "Tokens are integers: they have no gradient, and none is needed on the first rank. Call "
+    "x.requires_grad_() only on what was received."
 )
 NO_GRAD = Cause(
-    "x.grad is None: what was received is a plain tensor. Call x.requires_grad_() on it before the "
-    "stage computes."
+    "x.grad is None: a received tensor needs no gradient by default. Call x.requires_grad_() on it "
+    "before the stage computes."
 )
 SAME_SHAPE = Cause(
     "A message and the tensor for it need the same dtype and shape, those of its own micro-batch: "
@@ -31,23 +31,23 @@ SAME_SHAPE = Cause(
 )
 HANDLES = Cause(
     "Keep every handle that isend or irecv returns, and call wait() on each before you return: "
-    "without, nobody knows whether the message has left, or is there."
+    "until then the message may not have been sent, or received."
 )
 NOBODY = Cause(
-    "The last stage sends its output to nobody, and the first one its gradient to nobody: look at "
+    "The last stage sends its output to no rank, and the first one its gradient to no rank: check "
     "rank > 0 and rank < p - 1."
 )
 BLOCKING = Cause(
-    "Two neighbors are in a send, and a send waits until somebody receives. isend returns at "
-    "once: wait() for it at the end of the step."
+    "Two neighbors are in a send, and a send waits until the other rank receives. isend returns "
+    "at once: wait() for it at the end of the step."
 )
 WHO_SENDS = Cause(
-    "Who sends what they wait for? A forward's output goes to rank + 1, x.grad to rank - 1; "
+    "No rank sends what these wait for. A forward's output goes to rank + 1, x.grad to rank - 1; "
     "receive a message in the action that needs it, not before."
 )
 NOT_ARRIVED = Cause(
-    "The message need not have arrived: irecv returns at once, so wait() for its handle, each one, "
-    "before the stage computes (or use recv)."
+    "The message may not have arrived: irecv returns at once, so wait() for its handle before the "
+    "stage computes (or use recv)."
 )
 ORDER = Cause("Go through the list of actions in its order.")
 LOST = Cause(
@@ -55,14 +55,12 @@ LOST = Cause(
     "the backward of its own micro-batch: receive each into a new torch.empty_like(x)."
 )
 ONCE = Cause("Call it once for each, and keep x and y for the backward.")
-GRAPHS = Cause(
-    "Take x and y out when they go backward (pop), keep no list of them, and send y.detach()."
-)
+GRAPHS = Cause("Remove x and y at their backward (pop), keep no list of them, and send y.detach().")
 GROWS = Cause(
-    "Something is kept for every micro-batch. Keep no list of what was sent or received; a handle "
-    "holds its message, even after wait(): drop the oldest ones on the way."
+    "Something is kept for every micro-batch. Keep no list of what was sent or received. A handle "
+    "holds its message, even after wait(): drop old handles during the step."
 )
-ONE_MESSAGE = Cause("One message a micro-batch and direction.")
+ONE_MESSAGE = Cause("Send one message per micro-batch and direction.")
 SENDS_ONLY = Cause("Use sends and receives between neighbors.")
 
 

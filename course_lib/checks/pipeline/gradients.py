@@ -25,17 +25,17 @@ from course_lib.checks.pipeline.stages import (
 )
 
 NOT_NUMBERED = Cause(
-    "Is every gradient used with the activations of its own micro-batch? Keep x and y under the "
-    "number i, and take them out by it."
+    "Is every gradient used with the activations of its own micro-batch? Store x and y under i, "
+    "and look them up by it."
 )
 ELSEWHERE = Cause(
     "NaN: x holds numbers on the first stage only, target on the last one only. The other stages "
     "get what they need by recv."
 )
 HIDDEN = Cause(
-    "nan has to reach every stage: it tells that a step went wrong. Hand on what came as it is."
+    "nan has to reach every stage: it shows that a step went wrong. Pass gradients on unchanged."
 )
-MISSING = Cause("There a gradient is missing: who calls backward, on every rank?")
+MISSING = Cause("A gradient is missing there: is backward called on every rank?")
 NOT_DIVIDED = Cause("m times too large: divide each loss by the number of micro-batches.")
 NOT_HANDED_ON = Cause(
     "Only the last stage's own gradients are divided by m, and the others are m times too large: "
@@ -50,19 +50,20 @@ BY_ITEMS = Cause(
     "micro-batch counts as much as the others."
 )
 DIVIDED_TWICE = Cause("Divided by the number of micro-batches twice.")
-ON_EACH = Cause("Divided on every stage anew: only the last stage divides, the others hand on.")
+ON_EACH = Cause(
+    "Divided on every stage: only the last stage divides, the others pass gradients on."
+)
 SENDS_X = Cause("What goes back is the activation x: send its gradient, x.grad.")
 SENDS_Y = Cause("What goes back is the output y: send the gradient of the input, x.grad.")
-PASSES_ON = Cause("A stage hands on the gradient it got: it was for y; send the one for x, x.grad.")
+PASSES_ON = Cause("A stage passes on the gradient of y that it received: send that of x, x.grad.")
 FIRST_TARGET = Cause("All micro-batches have the first one's target: use number i.")
-LAST_ONLY = Cause("Only the last micro-batch is in it: gradients have to add up.")
+LAST_ONLY = Cause("That is the last micro-batch's gradient alone: gradients have to add up.")
 REPLACED = Cause(
-    "The gradients from before are gone: add to param.grad, as backward() does. Whoever calls you "
-    "clears them."
+    "The gradients from before are gone: add to param.grad, as backward() does. The caller clears "
+    "them."
 )
 WHO_DIVIDES = Cause(
-    "All numbers are off by one factor. Who divides the loss, and by what? Once, where the loss "
-    "is, by m."
+    "All values are off by the same factor. Divide the loss once, on the last stage, by m."
 )
 
 

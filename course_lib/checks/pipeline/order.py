@@ -16,8 +16,8 @@ ACTIONS = Cause("Return a list of Action(kind, stage, micro_batch) for each rank
 KIND = Cause('The kinds are "forward" and "backward".')
 STAGE = Cause("Rank r runs stage r: Action(kind, rank, micro_batch).")
 OLDEST_FIRST = Cause(
-    "Backwards go in the order of the forwards, the oldest micro-batch first: its gradient comes "
-    "first, and its activations wait the longest."
+    "Backwards follow the order of the forwards, oldest micro-batch first: its gradient arrives "
+    "first, and its activations have waited longest."
 )
 
 
@@ -134,7 +134,7 @@ ORDER = Exercise(
             "def one_f_one_b(p, m):",
             "def one_f_one_b(p, m, kept={}):",
             Cause(
-                "The second call with the same p and m goes on counting: keep no counters from one "
+                "A second call with the same p and m continues counting: keep no counters from one "
                 "call to the next."
             ),
             also=((COUNTERS, f"next_of = kept.setdefault((p, m, rank), {COUNTERS[10:]})"),),
@@ -143,8 +143,8 @@ ORDER = Exercise(
             STEADY,
             '["backward", "forward"] * (m - warmup)',
             Cause(
-                "In the steady phase the forward comes first: on the last rank, nothing is there "
-                "to go backward with."
+                "In the steady phase the forward comes first: the last rank has no micro-batch yet "
+                "for a backward."
             ),
         ),
         Edit(
@@ -158,8 +158,8 @@ ORDER = Exercise(
             NUMBER,
             f'{NUMBER} - warmup * (kind == "forward" and at >= warmup)',
             Cause(
-                "The warm-up has forwarded the first micro-batches already: the steady phase goes "
-                "on with the next one."
+                "The warm-up has already run the first micro-batches: the steady phase continues "
+                "with the next one."
             ),
             also=((EACH, "for at, kind in enumerate(kinds)]"),),
         ),
@@ -167,7 +167,7 @@ ORDER = Exercise(
             NUMBER,
             f"{NUMBER} - (m - warmup) * (at >= 2 * m - warmup)",
             Cause(
-                "The cool-down begins with micro-batch 0 again: it goes on where the steady phase "
+                "The cool-down begins with micro-batch 0 again: continue where the steady phase "
                 "ended."
             ),
             also=((EACH, "for at, kind in enumerate(kinds)]"),),
@@ -175,7 +175,7 @@ ORDER = Exercise(
         Edit(
             WARMUP,
             "p - 1 - rank",
-            Cause("There are m forwards on each rank and no more: then only backwards are left."),
+            Cause("Each rank runs exactly m forwards; after them only backwards are left."),
             also=((STEADY, '["forward", "backward"] * m'), (COOLDOWN, "pass")),
         ),
         Edit(

@@ -13,7 +13,7 @@ from course_lib.ranks.process_group import TracedGroup
 from course_lib.ranks.work_handle import TrackedWork
 
 UNDER_WAY = Cause(
-    "A send reads its tensor until its handle has been waited for: wait first, or send a copy."
+    "A send may read its tensor until wait() on its handle returns: wait first, or send a copy."
 )
 
 NOT_CHANGED_UNDER_WAY = Demand(

@@ -25,8 +25,8 @@ NOT_THE_WORLD = Cause(
     "group `ends` who is in it, or leave it to a collective."
 )
 SKIPPED = Cause(
-    "One end makes the call, the other one does not: a gradient of zeros is one, too. Ask whether "
-    "there is a gradient, not for its numbers."
+    "One end makes the call, the other does not: a gradient of zeros counts, too. Check whether "
+    "there is a gradient, not its values."
 )
 NOTHING_TO_ADD = Cause(
     "In the middle weight is None, and a frozen weight has no gradient (grad is None): both have "
@@ -36,33 +36,33 @@ WEIGHTS = Cause(
     "Add up the gradients: then the optimizer takes the same step on both copies, and they stay "
     "equal by themselves."
 )
-MIDDLE = Cause("It holds no copy. Only the group `ends` communicates.")
+MIDDLE = Cause("This rank holds no copy. Only the group `ends` communicates.")
 FROZEN = Cause(
-    "With a gradient, an optimizer steps, and weight decay or momentum moves what is frozen: leave "
-    "weight.grad None, and send nothing."
+    "Given a gradient, an optimizer steps, and weight decay or momentum changes a frozen weight: "
+    "leave weight.grad None, and send nothing."
 )
 IN_PLACE = Cause("weight.grad is gone: all_reduce works in place, and returns None.")
 ONE_COPY = Cause("With one stage there is one copy, and its gradient is whole.")
 MEAN = Cause("That is the mean: the two uses of one weight add up.")
 OTHER_HALF = Cause(
-    "That is this rank's own half: where is the other one's? It has to be in weight.grad itself "
-    "when you return."
+    "That is this rank's own half; the other rank's is missing. The sum has to be in weight.grad "
+    "itself when you return."
 )
 FIRST_ALONE = Cause("That is the first stage's half alone: the two have to be added.")
 LAST_ALONE = Cause("That is the last stage's half alone: the two have to be added.")
-TWICE = Cause("Added twice: once is enough.")
+TWICE = Cause("Added twice: add it once.")
 COPY_SENT = Cause(
     "contiguous(), reshape() and flatten() copy a transposed gradient, and the sum went into the "
     "copy: write it back into weight.grad."
 )
 HIDDEN = Cause(
-    "One half is nan, as of a model that has diverged, and the sum is a number: nobody would "
-    "notice. Leave nan as it is."
+    "One half is nan, as in a model that has diverged, but the sum is a number: that hides the "
+    "failure. Leave nan as it is."
 )
 BOTH_ENDS = Cause(
-    "Both ends need the sum: the collective that leaves it on all members of a group?"
+    "Both ends need the sum: use the collective that leaves it on all members of a group."
 )
-ONE_MESSAGE = Cause("The whole gradient travels in one message each way.")
+ONE_MESSAGE = Cause("Send the whole gradient in one message each way.")
 
 
 # --- on the ranks

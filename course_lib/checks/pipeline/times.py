@@ -14,10 +14,10 @@ Seconds = Mapping[str, float]
 DICTIONARY = Cause("Return a dictionary: the actions of the schedule, and when each ends.")
 SCHEDULE = Cause("The schedule is the caller's: work on a copy of its lists.")
 ENDLESS = Cause(
-    "Your loop never ends. Whatever has its input must run and leave its list; the input is the "
-    "same action of the stage source_of, in ends once it has run."
+    "Your loop never ends. An action whose input is there must run and leave its list; the input "
+    "is the same action of the stage source_of, and is in `ends` once it has run."
 )
-ONE_CLOCK = Cause("Only one rank works at a time in it: each rank has a clock of its own.")
+ONE_CLOCK = Cause("Only one rank works at a time here: each rank needs a clock of its own.")
 
 
 def _cases() -> list[Case]:
@@ -103,22 +103,24 @@ TIMES = Exercise(
         Edit(
             ARRIVES,
             "ends[sent]",
-            Cause("The wire takes no time in it: the input comes message_s after its end."),
+            Cause(
+                "Messages take no time here: an input arrives message_s after its action has ended."
+            ),
         ),
         Edit(
             LATER,
             "input_s",
             Cause(
-                "Two actions of one rank overlap: it does one at a time, so its own clock counts, "
-                "too."
+                "Two actions of one rank overlap: a rank runs one at a time, so its own clock "
+                "counts, too."
             ),
         ),
         Edit(
             LATER,
             "free_s[rank]",
             Cause(
-                "Nobody waits for an input: take the later of the two clocks, the rank's and the "
-                "input's."
+                "No action waits for its input: take the later of two times, when the rank is free "
+                "and when the input arrives."
             ),
         ),
         Edit(
@@ -136,7 +138,7 @@ TIMES = Exercise(
             "action = actions.pop(0)\n"
             "ends[action] = free_s[rank]\n"
             "free_s[rank] += message_s * (target_of(action, p) is not None)",
-            Cause("The sender is idle while its message travels: sends do not block, it goes on."),
+            Cause("The sender is idle during its message: sends do not block, so it continues."),
         ),
         Edit(
             LATER,
@@ -158,7 +160,7 @@ TIMES = Exercise(
         Edit(
             ARRIVES,
             'ends[sent] + message_s * (actions[0].kind == "forward")',
-            Cause("Only activations take time on the wire in it: so do gradients."),
+            Cause("Only activations take time to send here: gradients do, too."),
         ),
         Edit(
             "if source is None else",
@@ -169,15 +171,15 @@ TIMES = Exercise(
             RETURNS,
             "return {a: s + message_s * (target_of(a, p) is not None) for a, s in ends.items()}",
             Cause(
-                "In it an action ends when its message has arrived: add message_s where the input "
-                "is taken."
+                "Here an action ends when its message has arrived: add message_s to the input's "
+                "time instead."
             ),
         ),
         Edit(
             STARTS,
             f"end_s = {LATER} + {TAKES}\nfree_s[rank] += {TAKES}",
             Cause(
-                "The rank's clock counts work only: after a wait, too, it is free when the action "
+                "The rank's clock counts only computation: after a wait it is free when the action "
                 "ends."
             ),
             also=((ENDS, "ends[actions.pop(0)] = end_s"),),
@@ -186,29 +188,27 @@ TIMES = Exercise(
             "while actions:",
             "if actions:",
             Cause(
-                "Actions run before their input is made: leave them until it is in ends, and go "
-                "on with the next rank."
+                "Actions run before their input is computed: leave them until it is in `ends`, and "
+                "continue with the next rank."
             ),
             also=(("sent not in ends", "False"), (ARRIVES, "ends.get(sent, 0.0) + message_s")),
         ),
         Edit(
             SOURCE,
             f'{SOURCE} if actions[0].kind == "forward" else None',
-            Cause(
-                "Only forwards wait in it: a backward waits for the gradient from the stage behind."
-            ),
+            Cause("Only forwards wait here: a backward waits for the gradient of the next stage."),
         ),
         Own(
             _not_in_order,
             Cause(
-                "A rank runs what is ready, in another order than its list: only the first action "
-                "of a list may run next."
+                "A rank runs what is ready, in another order than that of its list: only the first "
+                "action of a list may run next."
             ),
         ),
         Edit(
             TAKES,
             'seconds["forward"]',
-            Cause("All actions take equally long in it: seconds[action.kind]."),
+            Cause("All actions take equally long here: use seconds[action.kind]."),
         ),
         Edit(STARTS, f"free_s[:] = [max(free_s[rank], input_s) + {TAKES}] * p", ONE_CLOCK),
         Edit(
