@@ -14,8 +14,8 @@ from course_lib.ranks import Ranks
 from course_lib.zero import FlatLayout, ZeRO2, ZeRO3
 from course_lib.zero.cost import ParamTraffic, zero_traffic
 from course_lib.zero.explorer import draw_stages
-from course_lib.zero.lab import TABLE_1_GB, owned_over_time
-from course_lib.zero.pictures import flat_param_shards
+from course_lib.zero.lab import TABLE_1_GB, TABLE_1_SOURCE, owned_over_time
+from course_lib.zero.pictures import flat_param_shards, stage_1_on_gpus
 
 RANKS = [1, 4, 16, 64, 256, 1024]
 
@@ -29,10 +29,15 @@ def table():
             for p in RANKS
         ]
         paper = [sum(one.values()) / 1e9 for one in states]
-        curves[f"stage {zero}"] = Voices(formula=paper, measurement=printed)
-    note = "7.5 billion parameters; lines: the formula; dots: Rajbhandari et al. 2020, Table 1"
-    labels = {"x_label": "ranks p", "y_label": "GB on a rank", "log": True, "note": note}
+        curves[f"stage {zero}"] = Voices(formula=paper, published=(RANKS, printed))
+    labels = {"x_label": "ranks p", "y_label": "GB on a rank", "log": True}
+    labels |= {"names": {"published": "their own arithmetic"}, "source": TABLE_1_SOURCE}
     return compare(RANKS, curves, "64 ranks: 31.4, 16.6 or 1.88 GB of 120", **labels)
+
+
+def gpus():
+    """Published peaks without ZeRO and with stage 1."""
+    return stage_1_on_gpus()[0]
 
 
 def row():
@@ -72,7 +77,7 @@ def stage3():
     """Parameters come and go."""
     ledger, most = owned(ZeRO3, "params")
     least = min(ledger.bytes_by_kind["params"]) / 2**10
-    return draw_memory(ledger, f"Stage 3: {least:.0f} KiB of parameters, at moments {most:.0f}")
+    return draw_memory(ledger, f"Stage 3: {least:.0f} KiB of parameters, at the peak {most:.0f}")
 
 
 def traffic():
@@ -92,10 +97,10 @@ def traffic():
 
 def choose():
     """The bars of the explorer."""
-    return draw_stages("llama-8b", "bf16", 8, "InfiniBand", 1)
+    return draw_stages("llama-8b", "bf16", 8, "NVLink", 1)
 
 
 def pictures():
     """All pictures by the names the deck calls them."""
-    draws = (table, row, stage2, stage3, traffic, choose)
+    draws = (table, gpus, row, stage2, stage3, traffic, choose)
     return {draw.__name__: draw() for draw in draws}

@@ -1,6 +1,7 @@
 """Run ZeRO's stages in this course and in DeepSpeed on the same model and batch.
 
-`take_steps` times any framework's engine; the FSDP lesson uses it too. Notebook 09_zero.
+`kept_bytes` says what each of them keeps between two steps, and why. `take_steps` times any
+framework's engine; the FSDP lesson uses it too. Notebook 09_zero.
 """
 
 import time
@@ -22,6 +23,9 @@ from course_lib.zero.zero import ZeRO1, ZeRO2, ZeRO3
 
 if TYPE_CHECKING:
     from course_lib.frameworks import Engine
+
+
+BUCKET_NUMEL = 2**14  # DeepSpeed's reduce_bucket_size here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +71,28 @@ def run_stage(
     engine = (
         _ours(model, zero)
         if is_ours
-        else deepspeed_engine(model, adam, stage=zero, reduce_bucket_size=2**14)
+        else deepspeed_engine(model, adam, stage=zero, reduce_bucket_size=BUCKET_NUMEL)
     )
     steps = take_steps(engine, [batch] * 3)
     return steps.losses[-1], steps.median_ms, (alive_bytes() - before) / 2**10
+
+
+def kept_bytes(zero: int, numel: int, p: int, is_ours: bool) -> dict[str, float]:
+    """Return the bytes between two steps of an fp32 model with Adam, by what they are for.
+
+    DeepSpeed copies its shard as an fp32 master whatever the model's dtype; stage 3 also keeps the
+    buffers of gradients and of a bucket, and leaves parameters gathered below its default limits
+    (stage3_max_live_parameters, stage3_param_persistence_threshold).
+
+    Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py, stage3.py, config.py
+    """
+    shard = 4 * numel / p
+    kept = {"parameters": shard if zero == 3 else 4 * numel, "moments": 2 * shard}
+    if not is_ours:
+        kept["master copy"] = shard
+    if not is_ours and zero == 3:
+        kept |= {"gradients": shard, "bucket": 4 * BUCKET_NUMEL, "left gathered": 4 * numel}
+    return kept
 
 
 def _ours(model: GPT, zero: int) -> "Engine":

@@ -29,7 +29,7 @@ def zero_explorer() -> Explore:
         model=(_MODELS, "llama-8b"),
         recipe=([*RECIPES], "bf16"),
         p=([2**n for n in range(11)], 8),
-        link=([*_LINKS], "InfiniBand"),
+        link=([*_LINKS], "NVLink"),
         micro_batches=([1, 2, 4, 8, 16], 1),
     )
 

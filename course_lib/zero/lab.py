@@ -13,19 +13,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.core.records import COMMUNICATION_KINDS, Event, Ledger
+from course_lib.cost import published
 from course_lib.models.storages import storage_bytes
 from course_lib.ranks import record
 from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.sharded_optimizer import ShardedOptimizer
 from course_lib.zero.zero import ZeRO1, ZeRO2
 
-# Rajbhandari et al. 2020 (ZeRO), Table 1: GB a device for 7.5 billion parameters, by stage, on 1,
-# 4, 16, 64, 256 and 1024 ranks
+TABLE_1_SOURCE = "Rajbhandari et al. 2020 (ZeRO), Table 1"
+# GB per device for 7.5 billion parameters, by stage, on 1, 4, 16, 64, 256 and 1024 ranks
 TABLE_1_GB = {
-    1: (120, 52.5, 35.6, 31.4, 30.4, 30.1),
-    2: (120, 41.3, 21.6, 16.6, 15.4, 15.1),
-    3: (120, 30, 7.5, 1.88, 0.47, 0.12),
+    zero: tuple(
+        float(row["value_GB_per_device_or_max_params"])
+        for row in published.rows("zero_table1")
+        if (row["model"], row["zero_stage"]) == ("7.5B", str(zero))
+    )
+    for zero in (1, 2, 3)
 }
+# peak GiB of a rank by ZeRO stage and number of H100 GPUs, all of them data parallel; 16 layers of
+# width 2048, 131,072 words, tied: 1,342,177,280 parameters; 256 sequences of 4096 tokens per step
+H100_NUM_PARAMS = 1_342_177_280
+H100_PEAK_GIB = {
+    0: {8: 36.7, 16: 36.7, 32: 36.7, 64: 36.7, 128: 36.7, 256: 36.6},
+    1: {8: 24.2, 16: 24.0, 32: 23.8, 64: 23.8, 128: 23.7, 256: 21.7},
+}
+H100_SOURCE = (
+    "Tazi et al. 2025, The Ultra-Scale Playbook, benchmark runs: data parallelism, 1.3 billion "
+    "parameters, micro-batches of one sequence of 4096 tokens"
+)
 
 CHANGES = (  # the methods of a flat parameter after which a rank may own other bytes
     *("gather", "free", "accumulate", "launch_reduce_scatter", "wait_reduce_scatter"),

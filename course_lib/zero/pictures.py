@@ -1,7 +1,7 @@
-"""Draw a flat parameter: its tensors side by side, and below them the equal shards of the ranks.
+"""Draw a flat parameter with the equal shards of its ranks, and published peaks of ZeRO stage 1.
 
-The upper bar shows where each tensor lies, the lower one who owns it, in the pale colors of the
-ranks; padding is hatched. Notebook 09_zero.
+Of a flat parameter, the upper bar shows where each tensor lies, the lower one who owns it, in the
+pale colors of the ranks; padding is hatched. Notebook 09_zero.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from course_lib.core.errors import CourseError
+from course_lib.core.units import GIB
 from course_lib.display.colours import KIND, QUIET, WHITE, rank_colour
+from course_lib.display.compare import Voices, compare
 from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page, plain
 from course_lib.zero.flat_layout import FlatLayout
+from course_lib.zero.lab import H100_NUM_PARAMS, H100_PEAK_GIB, H100_SOURCE
 
 _HIGH, _LETTER_IN = 0.8, 0.078
 
@@ -46,6 +49,29 @@ def flat_param_shards(layout: FlatLayout, names: Sequence[str], title: str) -> F
         corner = layout.numel, y - _HIGH / 2
         axes.add_patch(Rectangle(corner, filled, _HIGH, **look))  # type: ignore[arg-type]
     return figure
+
+
+def stage_1_on_gpus() -> tuple[Figure, str]:
+    """Draw published peaks without ZeRO and with stage 1, and what stage 1 should leave."""
+    plain_gib, sharded_gib = H100_PEAK_GIB[0], H100_PEAK_GIB[1]
+    counts = [*plain_gib]
+    paper = [plain_gib[p] - saved_by_stage_1(H100_NUM_PARAMS, p) / GIB for p in counts]
+    curves = {
+        "data parallelism": Voices(published=(counts, [*plain_gib.values()])),
+        "with stage 1": Voices(formula=paper, published=(counts, [*sharded_gib.values()])),
+    }
+    title = (
+        f"Stage 1 on 8 H100 saves {plain_gib[8] - sharded_gib[8]:.1f} GiB of {plain_gib[8]:g}; "
+        f"formula: {plain_gib[8] - paper[0]:.1f}"
+    )
+    axes = {"x_label": "GPUs p", "y_label": "peak memory of a GPU (GiB)", "source": H100_SOURCE}
+    figure = compare(counts, curves, title, log_x=True, **axes)  # type: ignore[arg-type]
+    return figure, f"{title}; on 256, {sharded_gib[256]:g} GiB are left, formula {paper[-1]:.1f}"
+
+
+def saved_by_stage_1(num_params: int, p: int) -> float:
+    """Return the bytes that stage 1 saves on each of p ranks: 12 N (1 - 1/p), Adam in fp32."""
+    return 12 * num_params * (1 - 1 / p)
 
 
 def _box(

@@ -1,15 +1,23 @@
 # %% [markdown]
 # # 09 ZeRO: stop keeping copies
 #
-# In data parallelism every rank holds the same parameters, the same gradients, the same optimizer
-# state: $p$ copies of everything. ZeRO keeps each number *once*, and sends it when somebody needs
-# it. That costs less than it sounds. As always: **predict**, **run**, **compare**.
+# In data parallelism every rank holds the same parameters, the same gradients and the same
+# optimizer state: $p$ copies of everything. ZeRO (Rajbhandari et al. 2020) keeps each number
+# *once*, and sends it when it is needed. **How much memory does that save, and what does it cost?**
+#
+# *After this lesson you can* say what each stage keeps and sends; build a sharded optimizer step,
+# sharded gradients and a layer that owns only a shard; prove that they compute what one process
+# does; choose a stage.
+#
+# *Before:* lessons 01 (what is kept), 04 (collectives) and 06 (DDP, buckets). *Time:* 70 minutes of
+# reading, 80 of exercises, with a break after section 5. Exercises 1 to 3 are the core, 4 and 5 go
+# further.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
-# | $p$ | `p` | ranks that share the work, each with its part of the batch |
+# | $p$ | `p` | ranks of data parallelism, each with its part of the batch |
 # | $N$ | `N` | parameters of the model |
-# | stage | `zero` | what is cut: 1 optimizer state, 2 gradients too, 3 parameters too |
+# | stage | `zero` | what is sharded: 1 optimizer state, 2 gradients too, 3 parameters too |
 # | shard | `shard` | the part that a rank owns: $1/p$ of a flat parameter |
 # | $m$ | `m` | micro-batches: backward passes before a step (lesson 02) |
 
@@ -33,13 +41,14 @@ from course_lib.zero import FlatLayout, ZeRO1, ZeRO2, ZeRO3, lab
 # %% [markdown]
 # ## 1 What is there $p$ times?
 #
-# In mixed precision with Adam a parameter costs 2 bytes, its gradient 2, and the optimizer's state
-# 12: an fp32 copy and two moments (lesson 01). $16N$ bytes on *every* rank. Stage 1 cuts the 12
-# into $p$ shards, stage 2 the gradients too, stage 3 everything. A model of 7.5 billion parameters
-# needs 120 GB a rank. How many GB does stage 2 leave on 64 ranks?
+# In mixed precision with Adam a parameter costs 2 bytes, its gradient 2, and the optimizer state
+# 12: an fp32 copy and two moments (lesson 01). That is $16N$ bytes on *every* rank. Stage 1 divides
+# the 12 by $p$, stage 2 also the gradient's 2, stage 3 all 16. A model of 7.5 billion parameters
+# needs 120 GB per rank. How many GB does stage 2 leave on 64 ranks?
 
 # %% tags=["predict"]
 guess_stage_2 = predict("7.5 billion parameters, stage 2, 64 ranks: a rank holds", unit="GB")
+### GUESS guess_stage_2.commit(22)
 
 
 # %%
@@ -54,17 +63,28 @@ reveal(guess_stage_2, on_paper_gb(64, zero=2))
 sizes, curves = [1, 4, 16, 64, 256, 1024], {}
 for zero, printed in lab.TABLE_1_GB.items():
     paper = [on_paper_gb(p, zero) for p in sizes]
-    curves[f"stage {zero}"] = Voices(formula=paper, measurement=printed)
-title = "One stage cuts 16 bytes to 4, the next to 2, the last as far as there are ranks"
+    curves[f"stage {zero}"] = Voices(formula=paper, published=(sizes, printed))
+title = "Stage 1 falls towards 4 bytes per parameter, stage 2 towards 2, stage 3 towards 0"
 axes = {"x_label": "ranks p", "y_label": "GB on a rank", "log": True}
-axes["note"] = "lines: the formula; dots: as printed in Rajbhandari et al. 2020, Table 1"
+axes |= {"names": {"published": "their own arithmetic"}, "source": lab.TABLE_1_SOURCE}
 show(compare(sizes, curves, title, **axes), alt=f"{title}; stage 3: 0.12 GB of 120")
 
 # %% [markdown]
-# Stage 1 takes the largest part, and what it leaves, $4N$, no number of ranks makes smaller.
-#
-# That was paper. Now real ranks: a small GPT in bf16, and the bytes of all storages that a rank
-# owns when backward has ended. You will build these engines yourself, below.
+# Stage 1 saves most, and leaves at least $4N$: parameters and gradients, on any number of ranks.
+# (The stars are the paper's own arithmetic, not a measurement.) Measured on GPUs: the Ultra-Scale
+# Playbook's runs of a 1.3-billion-parameter model, without ZeRO and with stage 1. The peak also has
+# activations and buffers, so the line is their stage 0, less what stage 1 saves on paper,
+# $12N(1 - 1/p)$.
+
+# %% tags=["picture"]
+from course_lib.zero.pictures import flat_param_shards, stage_1_on_gpus
+
+figure, alt = stage_1_on_gpus()
+show(figure, alt=alt)
+
+# %% [markdown]
+# Now real ranks: a small GPT in bf16, and the bytes of all storages that a rank owns after
+# backward. You will build such engines yourself, below.
 
 # %%
 BATCH = next_tokens(token_batch(0, batch=12, seq=16, vocab=256))
@@ -94,17 +114,18 @@ axes = {"x_label": "ranks p", "y_label": "owned by a rank (KiB)"}
 show(compare([*worlds], curves, title, **axes), alt=f"{title}; measured: on the lines")
 
 # %% [markdown]
-# **Most of what a rank holds only the optimizer needs; one owner for each number is enough.**
+# **Most of what a rank holds is needed only by the optimizer, and one owner of each number is
+# enough for that.**
 #
 # ## 2 One flat parameter, equal shards
 #
-# Collectives want equal shards, and tensors come in all sizes. So they are laid side by side in one
-# **flat parameter**, padded with zeros, and *that* is cut. Where a shard begins has nothing to do
-# with where a tensor begins. This matters for optimizers: SGD and Adam step each number by itself,
-# so they can work on pieces. One that looks at whole matrices could not.
+# Collectives work best on equal shards, and tensors have all sizes. So ZeRO puts them side by side
+# in one **flat parameter**, pads it with zeros, and cuts *that*. Shards need not begin where
+# tensors begin. Optimizers like SGD and Adam, which update each number by itself, can work on
+# pieces of tensors; one that looks at whole matrices (Shampoo, Muon) cannot.
 
 # %% tags=["picture"]
-from course_lib.zero.pictures import flat_param_shards
+
 
 names, shapes = ("weight", "bias", "scale", "shift"), ((3, 4), (4,), (1,), (6,))
 
@@ -112,23 +133,23 @@ names, shapes = ("weight", "bias", "scale", "shift"), ((3, 4), (4,), (1,), (6,))
 def row_for(p):
     layout = FlatLayout(shapes, p)
     left = layout.padded_numel - layout.numel
-    title = f"{layout.numel} numbers on {p} ranks: {layout.shard_numel} each, {left} filled up"
+    title = f"{layout.numel} numbers on {p} ranks: {layout.shard_numel} each, {left} of padding"
     return flat_param_shards(layout, names, title)
 
 
 explore(row_for, "23 numbers in 4 tensors, cut into equal shards for {p} ranks", p=(1, 6, 4))
 
 # %% [markdown]
-# ### Exercise 1: the pieces of a shard
+# ### Exercise 1 (core): the pieces of a shard
 #
 # Which numbers of which tensors does a rank own? `sizes` says how many numbers each tensor has.
-# About 6 lines.
+# About 6 lines, 10 minutes.
 #
 # <details><summary>Hint: how long is a shard?</summary>
 # <code>-(-total // p)</code> rounds up.
 # </details>
 # <details><summary>Hint: where do two intervals overlap?</summary>
-# From the larger one of the two beginnings to the smaller one of the two ends, if that is later.
+# From the larger of the two beginnings to the smaller of the two ends, if that is later.
 # </details>
 
 
@@ -151,30 +172,30 @@ def pieces_of(sizes, p, rank):
 check("zero-1", pieces_of)
 
 # %% [markdown]
-# From here on `FlatLayout` does it: `flatten(tensors)` gives the flat tensor, `shard_slice(rank)` a
-# rank's part of it, `views(flat)` the tensors again, `shard_numel` and `padded_numel` their
+# From here on `FlatLayout` does it: `flatten(tensors)` returns the flat tensor, `shard_slice(rank)`
+# the part of a rank, `views(flat)` the tensors again, `shard_numel` and `padded_numel` their
 # lengths.
 #
-# **Cut the flat parameter, not the tensors: each number has one owner.**
+# **Shard the flat parameter, not the tensors: each number then has exactly one owner.**
 #
-# ## 3 Stage 1: own a shard of the state
+# ## 3 Stage 1: shard the optimizer state
 #
-# After the all-reduce of DDP every rank knows all gradients. But only *its* shard it steps, so only
-# for that it has an fp32 copy and moments. Then everybody needs all parameters again.
+# After DDP's all-reduce every rank has all gradients. But it updates only *its* shard, and so needs
+# an fp32 copy and moments only for that. Then every rank needs all parameters again.
 #
-# ### Exercise 2: step your own shard
+# ### Exercise 2 (core): step your own shard
 #
-# Gradients are means already: only read them, in each step. `make_optimizer([tensor])` gives an
-# optimizer for a tensor; `dist.all_gather_single(flat, shard)` puts all ranks' shards together.
-# Several of these objects may be alive at once. Budget: one all-gather a step; a rank keeps its
+# The gradients are means already; only read them, in each step. `make_optimizer([tensor])` returns
+# an optimizer for a tensor; `dist.all_gather_single(flat, shard)` puts all ranks' shards together.
+# Several of these objects may be alive at once. Budget: one all-gather per step; a rank keeps its
 # shard, its gradient and its state, all in the parameters' dtype. About 8 lines, 15 minutes.
 #
 # <details><summary>Hint: nothing changes</summary>
 # <code>param = view</code> gives a name to another tensor. <code>param.copy_(view)</code> writes.
 # </details>
 # <details><summary>Hint: too many bytes are alive</summary>
-# A slice is a view, and keeps the whole buffer alive: <code>flat[self.mine].clone()</code>. For the
-# gradient, too.
+# A slice is a view, and keeps the whole buffer alive: <code>flat[self.mine].clone()</code>. The
+# same holds for the gradient.
 # </details>
 # <details><summary>Hint: the ranks are one step apart</summary>
 # Step first, then gather; what is gathered goes into the parameters at once.
@@ -211,28 +232,29 @@ class ShardedStep:
 check("zero-2", ShardedStep)
 
 # %% [markdown]
-# Behind DDP that sends an all-reduce *and* an all-gather. But an all-reduce is a reduce-scatter and
-# an all-gather (lesson 04), and nobody steps with other ranks' gradients: so leave out its second
-# half. A reduce-scatter, the step, an all-gather of *new parameters*: that is the course's `ZeRO1`.
+# Behind DDP that sends an all-reduce *and* an all-gather. But an all-reduce is a reduce-scatter
+# followed by an all-gather (lesson 04), and a rank needs no gradients but its own shard's: leave
+# out the second half. A reduce-scatter, the step, an all-gather of *new parameters*: that is the
+# course's `ZeRO1`.
 #
-# **Stage 1 shares the largest part, and sends what DDP sends.**
+# **Stage 1 shards the largest part of the state, and sends as many bytes as DDP.**
 #
-# ## 4 Stage 2: gradients leave at once
+# ## 4 Stage 2: shard the gradients
 #
-# Why keep all gradients until the step? In backward, when a bucket is full (lesson 06), a
-# reduce-scatter sends it; each rank keeps its shard of the mean, and the whole gradients go.
+# Why keep all gradients until the step? During backward, when a bucket is full (lesson 06), a
+# reduce-scatter sends it; each rank keeps its shard of the mean, and the whole gradients are freed.
 #
-# ### Exercise 3: shards of gradients
+# ### Exercise 3 (core): shards of gradients
 #
 # `on_grad` is called when `param.grad` is complete. If that fills a bucket, send it at once, and
 # wait. Inside a bucket, the order may differ from rank to rank; parameters of other buckets may
 # come in between. Backward may run several times before a step: shards add up, until the step sets
-# the items of `shards` to `None` again. Budget: one reduce-scatter a bucket, in the gradients'
+# the items of `shards` to `None` again. Budget: one reduce-scatter per bucket, in the gradients'
 # dtype; afterwards only the shards are alive. About 10 lines, 20 minutes.
 #
 # <details><summary>Hint: gradients are still there</summary>
 # <code>param.grad = None</code> for each parameter of the bucket; zeros need as much memory. And
-# who else holds them: a list, a view?
+# what else refers to them: a list, a view?
 # </details>
 # <details><summary>Hint: which bucket is full?</summary>
 # <code>self.ready.issuperset(bucket)</code>. When it is sent, take its parameters, and no others,
@@ -277,12 +299,13 @@ check("zero-3", ShardedGrads)
 
 # %% [markdown]
 # After backward $1/p$ of the gradients is left. But *during* it? The course's engine fills one
-# bucket while another one is under way. Four ranks, our small GPT in fp32, buckets of 64
-# KiB; its largest tensor, the embedding, is larger, and travels alone. At the fullest moment, what
-# part of the most under stage 1 is there?
+# bucket while another one is under way. Four ranks, our small GPT in fp32, buckets of 64 KiB; its
+# largest tensor, the embedding, is larger than that and is sent alone. At the peak, what fraction
+# of stage 1's gradients does stage 2 hold?
 
 # %% tags=["predict"]
 guess_fullest = predict("most gradients under stage 2, as a part of stage 1's (like 3/4)")
+### GUESS guess_fullest.commit(0.3)
 
 
 # %%
@@ -301,24 +324,25 @@ one, two, three = (ranks.run(over_time, 4, stage)[0] for stage in stages)
 most = [max(ledger.bytes_by_kind["grads"]) for ledger in (one, two)]
 reveal(guess_fullest, most[1] / most[0])
 
-# %% tags=["picture"]
-title = f"Stage 1 piles up {most[0] / 2**10:.0f} KiB of gradients"
-show(memory(one, title), alt=f"{title}; they go in the step")
+# %% tags=["picture", "measured"]
+title = f"Stage 1 accumulates {most[0] / 2**10:.0f} KiB of gradients until the step"
+show(memory(one, title), alt=f"{title}, which frees them")
 title = f"Stage 2 never has more than {most[1] / 2**10:.0f} KiB of them"
 show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets come and go")
 
 # %% [markdown]
-# Stage 1 has all gradients, and in the step the first shards too. Stage 2 has the shards so far, a
-# bucket that fills, and one under way.
+# Stage 1 holds all gradients, and in the step also the first shards. Stage 2 holds the shards so
+# far, one bucket that fills, and one under way.
 #
-# **A whole gradient lives for one bucket. Small buckets: less memory, more latencies.**
+# **Under stage 2 a whole gradient lives until its bucket has been sent. Smaller buckets need less
+# memory and pay more latencies.**
 #
 # ## 5 Stage 3: gather, use, free
 #
 # Now the parameters themselves. A module needs them in forward, and again in backward; between the
-# two there is only the shard.
+# two a rank keeps only its shard.
 #
-# ### Exercise 4: a linear layer that owns a shard
+# ### Exercise 4 (further): a linear layer that owns a shard
 #
 # `whole(shard, layout)` gathers `weight` and `bias`. Write forward and backward; both only read
 # what they get. Budget: one gather forward; one gather and one reduce-scatter backward. In between,
@@ -380,17 +404,18 @@ check("zero-4", sharded_linear)
 
 # %% tags=["predict"]
 guess_gathers = predict("gathers of the tied embedding, in one step of stage 3")
+### GUESS guess_gathers.commit(2)
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 held = three.bytes_by_kind["params"]
 sizes = [e.num_bytes for e in ranks.events if (e.kind, e.rank) == ("all_gather", 0)]
-title = f"Stage 3: {min(held) / 2**10:.0f} KiB of parameters, at moments {max(held) / 2**10:.0f}"
+title = f"Stage 3: {min(held) / 2**10:.0f} KiB of parameters, at the peak {max(held) / 2**10:.0f}"
 show(memory(three, title, scale_bytes=one.peak_bytes()), alt=f"{title}; each tooth is a module")
 reveal(guess_gathers, sizes.count(max(sizes)) / 2)  # in two steps
 
 # %% [markdown]
-# Two modules use that tensor, each in forward and in backward: they gather it 4 times. The largest
-# module sets the peak: cut the model into modules of equal size.
+# Two modules use that tensor, each in forward and in backward, so it is gathered 4 times. The
+# largest module sets the peak: split a model into modules of similar size.
 #
 # Do all three stages compute what one process does? Four ranks, three steps, float64.
 
@@ -420,24 +445,30 @@ for stage in stages:
     print(f"{stage.__name__} on 4 ranks: as one process, within 1e-12: {near}")
 
 # %% [markdown]
-# **Stage 3 owns everything once; a module's parameters are visitors.**
+# **Stage 3 keeps every number once; the whole parameters of a module exist only while it
+# computes.**
 #
-# ## 6 What travels, and when
+# *This is a good place for a break.*
+#
+# ## 6 What is sent, and when
 #
 # | | forward | backward | step |
 # |---|---|---|---|
-# | DDP | | all-reduce (once a step, lesson 06) | |
+# | DDP | | all-reduce gradients (once per step, lesson 06) | |
 # | stage&nbsp;1 | | | reduce-scatter gradients, all-gather parameters |
 # | stage&nbsp;2 | | reduce-scatter gradients | all-gather parameters |
 # | stage&nbsp;3 | all-gather parameters | the same again, and reduce-scatter gradients | |
 #
-# A reduce-scatter costs as much as an all-gather; an all-reduce costs both. So what does each stage
-# send, compared with DDP? And stage 3 with 4 micro-batches in a step?
+# A reduce-scatter sends as many bytes as an all-gather; a ring all-reduce sends both. So what does
+# each stage send, divided by what DDP sends? And stage 3 with 4 micro-batches in a step?
 
 # %% tags=["predict"]
 guess_one = predict("bytes of stage 1, as a multiple of DDP's")
+### GUESS guess_one.commit(1)
 guess_three = predict("bytes of stage 3, as a multiple of DDP's")
+### GUESS guess_three.commit(2)
 guess_four = predict("the same, with 4 micro-batches")
+### GUESS guess_four.commit(4)
 
 # %%
 from course_lib.cost.traffic import sent_bytes
@@ -470,20 +501,23 @@ axes = {"x_label": "micro-batches in a step", "y_label": "sent, as a multiple of
 show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the formula")
 
 # %% [markdown]
-# Stages 2 and 3 pay for *every* micro-batch: whole gradients have no place to wait, nor have whole
-# parameters. Who accumulates much and has the memory takes stage 1.
+# Stages 2 and 3 pay for *every* micro-batch: they have no memory in which whole gradients, or whole
+# parameters, could wait. If you accumulate many micro-batches and have the memory, prefer stage 1.
+# All of this is in one precision: lesson 10 gathers bf16 and reduces fp32, where the ratio depends
+# on what you compare with.
 #
-# **Stages 1 and 2 send what DDP sends, stage 3 half more; micro-batches multiply 2 and 3.**
+# **In one precision and with one micro-batch, stages 1 and 2 send as much as DDP, and stage 3 1.5
+# times as much. Every further micro-batch adds to stages 2 and 3.**
 #
 # ## 7 Clip by the whole norm
 #
-# Gradients are often clipped: scaled down until their norm is at most `max_norm`. But a rank has a
-# shard of them.
+# Gradients are often clipped: scaled down until their norm is at most `max_norm`. But a rank has
+# only a shard of them.
 #
-# ### Exercise 5: one norm for all
+# ### Exercise 5 (further): one norm for all
 #
 # Scale the shards in place, and return what the norm was. If that is below `max_norm`, or 0, the
-# gradient stays as it is. Budget: one all-reduce of one number. About 6 lines.
+# gradient stays as it is. Budget: one all-reduce of one number. About 6 lines, 10 minutes.
 #
 # <details><summary>Hint: it hangs</summary>
 # Whether to clip is known only after the all-reduce: every rank makes the call.
@@ -508,20 +542,21 @@ def clip_shards(grads, max_norm):
 check("zero-5", clip_shards)
 
 # %% [markdown]
-# With the local norm each rank scales its shard by a factor of its own. Nothing fails: the gradient
-# only points elsewhere. Engines have `engine.clip_grad_norm_(max_norm)`.
+# With its local norm each rank would scale its shard by a factor of its own. Nothing fails, but the
+# gradient points in another direction. Engines have `engine.clip_grad_norm_(max_norm)`.
 #
-# **Whatever is a sum over all parameters needs one number from every rank.**
+# **Whatever is a sum over all parameters needs a contribution from every rank.**
 #
 # ## 8 Offload
 #
-# What only the optimizer needs can wait in the host's memory, which is larger and cheaper. Each
-# step the gradient's shard travels there, the CPU steps, and new parameters travel back: in bf16,
-# $\frac{2N}{p}$ bytes each way. How long is that for 7.5 billion parameters on 4 ranks, over PCIe
-# at 12 GB/s?
+# What only the optimizer needs can stay in the host's memory, which is larger and cheaper
+# (ZeRO-Offload, Ren et al. 2021). In each step the gradient's shard is copied there, the CPU steps,
+# and new parameters come back: in bf16, $\frac{2N}{p}$ bytes each way. How long does that take for
+# 7.5 billion parameters on 4 ranks, over PCIe?
 
 # %% tags=["predict"]
 guess_transfer = predict("transfers of one step, over PCIe", unit="s")
+### GUESS guess_transfer.commit(1)
 
 
 # %%
@@ -536,23 +571,25 @@ def offloaded(rank, p):
 counted, on_paper = ranks.run(offloaded, 4)[0]
 print(f"the tiny GPT, stage 2: {counted} bytes of transfers counted, {on_paper} on paper")
 there, back = offload_bytes(2, [ParamTraffic(num_bytes=2 * 7_500_000_000)], p=4)
-print(f"7.5 billion parameters on 4 ranks: {12 * 7.5 / 4} GB of the card are free")
+print(f"7.5 billion parameters on 4 ranks: {12 * 7.5 / 4} GB per GPU are free")
+print(f"the link: {PCIE}")
 reveal(guess_transfer, PCIE.time_s(there) + PCIE.time_s(back))
 
 # %% [markdown]
-# (Our ranks compute on the CPU, so the host is emulated by a second buffer: bytes are counted, the
-# seconds are PCIe's on paper.) Add the CPU's own step. Under stage 3 the parameters may wait there
-# too; then every gather begins with a transfer.
+# (Our ranks compute on the CPU, so a second buffer plays the host: the bytes are counted, the
+# seconds follow from the link.) The CPU's own step comes on top. Under stage 3 the parameters may
+# stay on the host, too; then every gather begins with a transfer.
 #
-# **Offload buys memory with PCIe: it pays where a step is long.**
+# **Offload buys GPU memory with PCIe transfers, which are small beside a step that is long.**
 #
 # ## 9 One rank saves
 #
-# **Break it.** "Only rank 0 writes the file": the oldest habit of all. Here nobody has the whole
-# state, and `full_state_dict()` gathers it. Who waits for ever?
+# **Break it.** "Only rank 0 writes the file" is an old habit. Here no rank has the whole state, and
+# `full_state_dict()` has to gather it. Which rank hangs?
 
 # %% tags=["predict"]
 guess_hang = predict("who waits for ever?", choices=("rank 0", "the others", "nobody"))
+### GUESS guess_hang.commit("the others")
 
 
 # %% tags=["failure", "raises-exception"]
@@ -570,37 +607,34 @@ except RankError as hang:
     raise
 
 # %% [markdown]
-# All ranks gather; *then* rank 0 writes. And the whole state has to fit into rank 0's memory, which
-# is what we wanted to avoid: at scale each rank saves its own shard (`engine.state_dict()`), which
-# is lesson 11. But shards of 2 ranks are no shards of 3. Save the whole at $p = 2$ under stage 2,
-# go on at $p = 3$ under stage 3: does the curve show it?
+# All ranks gather; *then* rank 0 writes. But the whole state must fit into rank 0's memory, which
+# ZeRO was to avoid: at scale each rank saves its own shard (`engine.state_dict()`, lesson 11).
+# Shards of 2 ranks are not shards of 3, however. Save the full state at $p = 2$ under stage 2,
+# continue at $p = 3$ under stage 3: do the losses show it?
 
 # %% tags=["predict"]
 guess_gap = predict("is the resumed loss the same, to 1e-9?", choices=("yes", "no"))
+### GUESS guess_gap.commit("yes")
 
-
-# %% tags=["picture"]
+# %% tags=["measured"]
 never_stopped, _ = worlds[1].run(train, 1, ZeRO1, 12)[0]
 first, state = pair.run(train, 2, ZeRO2, 6)[0]
 second, _ = worlds[3].run(train, 3, ZeRO3, 6, state)[0]
 apart = max(abs(a - b) for a, b in zip(never_stopped, first + second, strict=True))
 reveal(guess_gap, "yes" if apart < 1e-9 else "no")
-title = f"6 steps on 2 ranks, 6 on 3: never more than {apart:.0e} from one process"
-axes = {"x_label": "step", "y_label": "loss", "note": "line: never stopped; dots: by 2, then by 3"}
-voices = Voices(formula=never_stopped, measurement=first + second)
-show(compare(range(1, 13), voices, title, **axes), alt=f"{title}; the dots lie on the line")
+print(f"loss from {first[0]:.4f} to {second[-1]:.4f}, never more than {apart:.0e} from one process")
 
 # %% [markdown]
-# **Gathering is a collective: everybody, or nobody.**
+# **Gathering is a collective: all ranks call it, or none.**
 #
 # ## 10 The real thing
 #
-# PyTorch has stage 1: `ZeroRedundancyOptimizer`, behind DDP. It cuts between *whole tensors*. What
-# does the fullest of 4 ranks keep of Adam's state, compared with a quarter?
+# PyTorch has stage 1 as `ZeroRedundancyOptimizer`, behind DDP. It assigns *whole tensors* to ranks.
+# How much of Adam's state does the fullest of 4 ranks keep, compared with a quarter?
 
 # %% tags=["predict"]
 guess_fullest_rank = predict("state on PyTorch's fullest rank, in quarters of all (like 4/3)")
-
+### GUESS guess_fullest_rank.commit(1.3)
 
 # %%
 from course_lib.ddp import DDP
@@ -636,11 +670,11 @@ axes = {"x_label": "rank", "y_label": "Adam's moments (KiB)"}
 show(compare(range(4), curves, title, **axes), alt=f"{title}; a quarter would be the line")
 
 # %% [markdown]
-# Pieces are even; whole tensors are kinder to optimizers that look at matrices. DeepSpeed wrote the
-# stages first. Where it is installed it takes steps, too, after ours. (Alive: all tensors that
-# Python knows of after the step; the times are those of a CPU.)
+# Pieces are even; whole tensors suit optimizers that look at matrices. (PyTorch's stage 3,
+# `fully_shard`, is in lesson 10.) DeepSpeed is where ZeRO was first implemented. Where it is
+# installed it takes steps here, too. Alive: all tensors that Python knows of after the step.
 
-# %%
+# %% tags=["measured"]
 from course_lib.frameworks import missing
 from course_lib.zero import beside_frameworks as beside
 
@@ -648,16 +682,31 @@ print("DeepSpeed:", missing("deepspeed") or "installed.")
 for zero in (1, 2, 3):
     for name in ["ours", "DeepSpeed"][: 1 if missing("deepspeed") else 2]:
         steps = pair.run(beside.run_stage, tiny, BATCH, zero, name == "ours")[0]
-        words = "third loss {:.4f}, {:.0f} ms a step, {:.0f} KiB alive".format(*steps)
-        print(f"stage {zero}, {name:9}: {words}")
+        words = "third loss {:.4f}, {:.0f} ms per step, {:.0f} KiB alive".format(*steps)
+        paper = sum(beside.kept_bytes(zero, num, 2, name == "ours").values()) / 2**10
+        print(f"stage {zero}, {name:9}: {words}, {paper:.0f} on paper")
 
 # %% [markdown]
-# **The same numbers everywhere; frameworks differ in what they keep beside them.**
+# Why does DeepSpeed keep more? Its code says (version 0.19):
+#
+# | between steps, fp32 | ours | DeepSpeed adds |
+# |---|---|---|
+# | stages 1 and 2 | $4N$ parameters, $8N/p$ moments | $4N/p$: an fp32 copy of its shard |
+# | stage 3 | $4N/p$ parameters, $8N/p$ moments | that; $4N/p$ gradients; a bucket; $4N$ gathered |
+#
+# The copy is the *master* that 16-bit training needs (section 1); the optimizer makes it whatever
+# the dtype. The buffers for gradients and for a bucket are allocated once and kept, so that no step
+# allocates: on a GPU that costs time and fragments memory. And stage 3 leaves parameters gathered
+# up to a limit (`stage3_max_live_parameters`, $10^9$ numbers), and small ones in any case
+# (`stage3_param_persistence_threshold`, $10^5$): gathering a bias costs a latency and saves next to
+# nothing. Our model is below both limits, so it is never freed.
+#
+# **The frameworks compute the same numbers; they differ in what they keep for speed.**
 #
 # ## 11 What would you choose?
 #
-# Bars: what a rank holds, against a card (dashed). Beside each name: how long its ranks talk in a
-# step.
+# Bars: what a rank holds, against an H100's memory (dashed). Beside each name: how long its ranks
+# communicate in a step.
 
 # %% tags=["picture"]
 from course_lib.zero.explorer import zero_explorer
@@ -667,19 +716,26 @@ zero_explorer()
 # %% [markdown]
 # (Activations come on top. No stage makes them smaller: each rank computes the whole model.)
 #
-# **Take the lowest stage that fits.**
+# **Take the lowest stage that fits, activations included.**
 #
 # ## What to keep
 #
-# - 16 bytes a parameter, $p$ times. Stage 1 cuts 12 of them, stage 2 two more, stage 3 the rest.
+# - 16 bytes per parameter, $p$ times. Stage 1 shards 12 of them, stage 2 two more, stage 3 the
+#   rest.
 # - Flat parameters, equal shards: a number has one owner, and pieces of tensors are enough for
-# Adam.
-# - Stages 1 and 2 send what DDP sends, stage 3 1.5 times as much; every micro-batch counts from
-#   stage 2 on.
-# - Freed means: nobody holds it, nor a view of it. Look at the storages.
+#   Adam.
+# - In one precision, stages 1 and 2 send what DDP sends, stage 3 1.5 times as much; from stage 2 on
+#   every micro-batch counts.
+# - Memory is freed when nothing refers to it, not even a view. Look at the storages.
 # - What concerns all parameters (a norm, a file) concerns all ranks.
 #
 # You can now say what a stage saves, what it costs, and prove that it computes the same. Lesson 10
-# makes stage 3 fast: gather the next block while this one computes.
+# makes stage 3 fast: it gathers the next block while this one computes.
 #
-# Read on: Rajbhandari et al. 2020 (ZeRO), sections 3, 5 and 7; Ren et al. 2021 (ZeRO-Offload).
+# **Read on**
+#
+# - Rajbhandari et al. 2020, *ZeRO*: section 5 the stages, section 7 what they send.
+# - Ren et al. 2021, *ZeRO-Offload*: which part of a step belongs on the CPU.
+# - Xu et al. 2020, *Automatic cross-replica sharding of weight update*: stage 1 in a compiler.
+# - Zhao et al. 2023, *PyTorch FSDP*: stage 3 as PyTorch built it (lesson 10).
+# - Tazi et al. 2025, *The Ultra-Scale Playbook*, on ZeRO: measured on H100 GPUs.
