@@ -12,6 +12,7 @@ from course_lib.fsdp.cost import (
     fsdp_step_s,
     peak_param_bytes,
 )
+from course_lib.fsdp.pictures import ring_sums
 
 WIRE = Link(name="slow Ethernet", latency_s=2e-3, bytes_per_s=10e6)
 SIZES = UnitSizes(numels=(0, *[2**16] * 5), p=2)
@@ -42,19 +43,19 @@ def prefetch():
 
 
 def wires():
-    """Time over the speed of the wire."""
+    """Time over the bandwidth of the link."""
     speeds = [4, 6, 8, 12, 16, 24, 32]
 
     def step_ms(mb_per_s, ahead):
-        wire = Link(latency_s=WIRE.latency_s, bytes_per_s=mb_per_s * 1e6)
-        return 1e3 * fsdp_step_s(TIMES, SIZES, 2, wire, prefetch=ahead)
+        link = Link(latency_s=WIRE.latency_s, bytes_per_s=mb_per_s * 1e6)
+        return 1e3 * fsdp_step_s(TIMES, SIZES, 2, link, prefetch=ahead)
 
     curves = {
         name: Voices(simulation=[step_ms(speed, ahead) for speed in speeds])
         for name, ahead in WAYS.items()
     }
-    title = f"Five layers compute {TIMES.compute_s * 1e3:.0f} ms; a fast wire adds little"
-    labels = {"x_label": "wire (MB/s)", "y_label": "step (ms)"}
+    title = f"Five layers compute {TIMES.compute_s * 1e3:.0f} ms; a fast link adds little"
+    labels = {"x_label": "bandwidth of the link (MB/s)", "y_label": "step (ms)"}
     return compare(speeds, curves, title, **labels)
 
 
@@ -76,6 +77,11 @@ def units():
     return compare(counts, curves, title, note=note, **labels)
 
 
+def sums():
+    """The error of a bf16 sum over its ranks."""
+    return ring_sums()[0]
+
+
 def pictures():
     """All pictures by the names the deck calls them."""
-    return {draw.__name__: draw() for draw in (teeth, prefetch, wires, units)}
+    return {draw.__name__: draw() for draw in (teeth, prefetch, wires, units, sums)}

@@ -1,8 +1,9 @@
 """Compare our FSDP with PyTorch's, Accelerate's and DeepSpeed's on two small tasks.
 
-The tasks are those of a study that trained a GPT-2 on characters and a BERT on dialogues, on one
-GPU and on two. `run_framework` runs a task under one of the frameworks; `train_alike` trains one
-under our FSDP, to compare its losses with those of one process. Notebook 10_fsdp.
+The tasks are those of Jin, Zhang and Huang 2023, a course project at Case Western Reserve
+University: with an FSDP of their own they trained a GPT-2 on characters and a BERT on dialogues,
+on one GPU and on two. `run_framework` runs a task under one of the frameworks; `train_alike` trains
+one under our FSDP, to compare its losses with those of one process. Notebook 10_fsdp.
 """
 
 import time
@@ -32,7 +33,7 @@ from course_lib.zero.beside_frameworks import take_steps
 if TYPE_CHECKING:
     from course_lib.frameworks import Engine
 
-# the study: parameters in millions, seconds of an epoch on one GPU and on two
+# Jin, Zhang and Huang 2023: parameters in millions, seconds of an epoch on one GPU and on two
 STUDY = {"GPT-2": (27.32, 55.7, 31.2), "BERT": (46.7, 318.0, 246.0)}
 TOGETHER, SEQ = 16, 32  # sequences in a batch, tokens in a sequence
 ADAMW = partial(torch.optim.AdamW, lr=3e-3)

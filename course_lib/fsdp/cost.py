@@ -140,6 +140,24 @@ def fsdp_traffic(
     return calls
 
 
+def times_plain_dp(
+    gather_bytes: float,
+    reduce_bytes: float,
+    ddp_bytes: float,
+    *,
+    reshard_after_forward: bool = True,
+) -> float:
+    """Return what FSDP sends in a step, divided by what plain data parallelism sends.
+
+    Arguments are bytes per number: gathered, reduced, and all-reduced by plain data parallelism. On
+    a ring a rank sends (p-1)/p of these bytes in a gather or a reduce_scatter, twice that in an
+    all_reduce. In one precision the ratio is 3/2; bf16 gathers with fp32 reduction send as much as
+    DDP in fp32, and twice as much as DDP in bf16. A root that stays gathered makes it less.
+    """
+    gathers = 2 if reshard_after_forward else 1
+    return (gathers * gather_bytes + reduce_bytes) / (2 * ddp_bytes)
+
+
 def fsdp_ledger(
     sizes: UnitSizes, *, reshard_after_forward: bool = True, prefetch: bool = True
 ) -> Ledger:

@@ -11,7 +11,7 @@ from course_lib.display.explore import Explore, explore
 from course_lib.display.timeline import timelines
 from course_lib.fsdp.cost import UnitSizes, UnitTimes, fsdp_step, peak_param_bytes
 
-# a rank computes 6 FLOP a parameter and token, for 2048 tokens and 8.03 billion parameters, at
+# a rank computes 6 FLOP per parameter and token, for 2048 tokens and 8.03 billion parameters, at
 # 400 TFLOP/s: a third of it in forward
 NUM_PARAMS, P, FORWARD_S = 8_030_000_000, 8, 0.082
 _LINKS = {link.name: link for link in (NVLINK, INFINIBAND, ETHERNET)}
@@ -23,7 +23,7 @@ def fsdp_explorer() -> Explore:
         draw_step,
         step_alt,
         units=([1, 2, 4, 8, 16, 32], 8),
-        link=([*_LINKS], "InfiniBand"),
+        link=([*_LINKS], "NVLink"),
         prefetch=True,
         free_after_forward=True,
     )
@@ -41,7 +41,7 @@ def step_alt(units: int, link: str, prefetch: bool, free_after_forward: bool) ->
     events, peak_bytes = _step(units, link, prefetch, free_after_forward)
     step_s = max(event.end_s for event in events)
     how = f"{units} unit{'s' * (units > 1)}, 8 billion parameters"
-    return f"{how}: {format_seconds(step_s)} a step, at most {peak_bytes / 1e9:.1f} GB of them"
+    return f"{how}: {format_seconds(step_s)} per step, at most {peak_bytes / 1e9:.1f} GB of them"
 
 
 def _step(

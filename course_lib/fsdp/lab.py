@@ -115,6 +115,19 @@ def measure_fsdp(
     return {name: measured_of([found[name] for found in by_rank]) for name in runs}
 
 
+def ring_sum_error_percent(p: int, numel: int = 4096, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Return how far a sum of p ranks is off if each hop of a ring rounds it to a dtype.
+
+    The ranks' numbers are random and normal, rounded to the dtype first; the error is the length of
+    the difference to the sum in float64, relative to that sum.
+    """
+    numbers = torch.randn(p, numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact, total = numbers.double().sum(0), numbers[0]
+    for one in numbers[1:]:
+        total = total + one
+    return 100 * ((total.double() - exact).norm() / exact.norm()).item()
+
+
 def _record_steps(
     rank: int,
     build: Callable[[], nn.Module],

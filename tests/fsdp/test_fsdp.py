@@ -22,8 +22,14 @@ from course_lib.cost.bandwidth import bus_factor
 from course_lib.cost.traffic import sent_bytes
 from course_lib.data_parallel import weighted_loss
 from course_lib.fsdp import FSDP, merge_shards
-from course_lib.fsdp.cost import UnitSizes, fsdp_ledger, fsdp_traffic, peak_param_bytes
-from course_lib.fsdp.lab import resident_over_time, sizes_of
+from course_lib.fsdp.cost import (
+    UnitSizes,
+    fsdp_ledger,
+    fsdp_traffic,
+    peak_param_bytes,
+    times_plain_dp,
+)
+from course_lib.fsdp.lab import resident_over_time, ring_sum_error_percent, sizes_of
 from course_lib.fsdp.param_group import FSDPParamGroup
 from course_lib.fsdp.state import full_optim_state, load_full_optim
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
@@ -605,6 +611,33 @@ def test_a_step_sends_one_and_a_half_times_as_much_as_plain_data_parallelism():
     plain = bus_factor("all_reduce", 4) * 8000 * 4
     assert sent_bytes(fsdp_traffic(sizes), 4) == 1.5 * plain
     assert sent_bytes(fsdp_traffic(sizes, reshard_after_forward=False), 4) == plain
+
+
+@pytest.mark.parametrize(
+    ("gather", "reduce", "ddp", "freed", "kept"),
+    [
+        (4, 4, 4, 1.5, 1.0),
+        (2, 4, 4, 1.0, 0.75),
+        (2, 4, 2, 2.0, 1.5),
+        (2, 2, 2, 1.5, 1.0),
+        (2, 2, 4, 0.75, 0.5),
+    ],
+)
+def test_how_much_more_fsdp_sends_depends_on_the_precisions(gather, reduce, ddp, freed, kept):
+    numels = {"numels": (0, *[1000] * 8), "p": 4}
+    sizes = UnitSizes(**numels, compute_bytes=gather, reduce_bytes=reduce)
+    plain = bus_factor("all_reduce", 4) * 8000 * ddp
+    for frees, ratio in ((True, freed), (False, kept)):
+        assert times_plain_dp(gather, reduce, ddp, reshard_after_forward=frees) == ratio
+        sent = sent_bytes(fsdp_traffic(sizes, reshard_after_forward=frees), 4)
+        assert sent == pytest.approx(ratio * plain)
+
+
+def test_a_sum_in_bf16_loses_digits_with_the_square_root_of_its_ranks():
+    off = [ring_sum_error_percent(p) for p in (4, 16, 64, 256)]
+    for few, many in pairwise(off):
+        assert many / few == pytest.approx(2, rel=0.1)
+    assert ring_sum_error_percent(256, dtype=torch.float32) < 1e-4
 
 
 def frozen_traffic(rank, name):
