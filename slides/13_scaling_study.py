@@ -6,7 +6,7 @@ from course_lib.scaling_study.explorer import draw_study
 from course_lib.scaling_study.lab import EXAMPLE_LINKS
 from course_lib.scaling_study.results import sample_results
 
-CARD = "a6000"
+DEVICE = "a6000"
 
 
 def a_set(word):
@@ -18,6 +18,11 @@ def a_set(word):
 def efficiency():
     """Measured beside predicted."""
     return of_study.efficiency(*a_set("small"))[0]
+
+
+def published():
+    """Published strong scaling, and the line through two of its runs."""
+    return of_study.published_scaling()[0]
 
 
 def states():
@@ -33,12 +38,12 @@ def losses():
 
 def paper():
     """Two GPUs over PCIe."""
-    return draw_study("study-500m", 2, "PCIe", CARD, "efficiency")
+    return draw_study("study-500m", 2, "PCIe", DEVICE, "efficiency")
 
 
 def bridges():
     """Four GPUs over several bridges."""
-    return draw_study("study-500m", 4, "PCIe, several bridges", CARD, "efficiency")
+    return draw_study("study-500m", 4, "PCIe, several bridges", DEVICE, "efficiency")
 
 
 def matrix():
@@ -53,5 +58,5 @@ def soon():
 
 def pictures():
     """All pictures by the names the deck calls them."""
-    drawn = (efficiency, states, losses, paper, bridges, matrix, soon)
+    drawn = (efficiency, published, states, losses, paper, bridges, matrix, soon)
     return {draw.__name__: draw() for draw in drawn}

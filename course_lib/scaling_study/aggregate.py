@@ -39,7 +39,7 @@ STATES = ("params", "grads", "optim_state")
 class RankTotals:
     """Totals of one rank of a run after the warm-up steps.
 
-    mean_bytes, utilisation   means over the steps; None where nobody looked
+    mean_bytes, utilisation   means over the steps; None where nothing was sampled
     held                      bytes by kind, when the last backward had ended
     """
 
@@ -58,7 +58,7 @@ class Experiment:
     """The aggregated run of all ranks.
 
     mean_bytes, sum_bytes   mean and sum, over the ranks, of what each held on average
-    peak_bytes              the most that any rank held at any moment
+    peak_bytes              the largest peak of any rank
     held                    bytes by kind on the rank that holds most
     losses                  of every step, warm-up too
     machine                 what the first rank ran on

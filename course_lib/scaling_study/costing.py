@@ -21,7 +21,7 @@ from course_lib.scaling_study.report import name_of, new_table
 from course_lib.scaling_study.results import set_of
 from course_lib.scaling_study.study_run import StudyRun
 
-HEADERS = ("strategy", "ranks", "a step", "a run", "peak a rank", "")
+HEADERS = ("strategy", "ranks", "step", "run", "peak per rank", "")
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,6 @@ def _hours(hours: float) -> str:
 def _missing(one: PredictedRun) -> str:
     there = one.machine.rank_bytes(one.run.ranks)
     return (
-        f"need {format_bytes(one.peak_bytes)} a rank; there are {format_bytes(there)}, "
+        f"need {format_bytes(one.peak_bytes)} per rank; there are {format_bytes(there)}, "
         f"{format_bytes(one.missing_bytes)} too few"
     )

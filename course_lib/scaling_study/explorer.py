@@ -24,7 +24,7 @@ BRIDGES = Link(name="PCIe, several bridges", latency_s=20e-6, bytes_per_s=4e9)  
 LINKS = {link.name: link for link in (NVLINK, INFINIBAND, PCIE, BRIDGES, ETHERNET)}
 DEVICES = ["rtx2080ti", "a6000", "a100-80", "h100"]
 SHOWS = ["efficiency", "memory"]
-NOTE = "measured: a published study, on other GPUs; predicted: by formulas alone"
+NOTE = "measured: the PCIe study, on other GPUs; predicted: by formulas alone"
 _Rows = dict[str, tuple[PredictedRun, float]]  # with the efficiency in per cent
 
 
@@ -64,9 +64,9 @@ def study_alt(model: str, gpus: int, link: str, device: str, show: str) -> str:
     where = f"{model}, {gpus} x {device}, {link}"
     if show == "memory":
         name, (least, _) = min(rows.items(), key=lambda row: row[1][0].peak_bytes)
-        return f"{where}: {name} needs least, {least.peak_bytes / GIB:.1f} GiB a rank"
+        return f"{where}: {name} needs the least, {least.peak_bytes / GIB:.1f} GiB per rank"
     name, (_, percent) = max(rows.items(), key=lambda row: row[1][1])
-    return f"{where}: {name} keeps most, {percent:.0f} %"
+    return f"{where}: {name} is the most efficient, {percent:.0f} %"
 
 
 @cache

@@ -6,12 +6,15 @@ from matplotlib.figure import Figure
 
 from course_lib.core.records import Ledger
 from course_lib.core.units import GIB, MIB, format_bytes
+from course_lib.display.compare import Voices, compare
 from course_lib.display.gpu_links import links
 from course_lib.display.losses import descents, losses
 from course_lib.display.memory import memory
 from course_lib.display.paired_bars import Pair, paired_bars
 from course_lib.scaling_study.aggregate import GOOD, STATES, Comparison
+from course_lib.scaling_study.amdahl import StrongScaling
 from course_lib.scaling_study.curves import SMOOTHED, smooth, spread, steps_to
+from course_lib.scaling_study.lab import H100_BATCH, H100_SOURCE, H100_TOKENS_PER_S
 from course_lib.scaling_study.prediction import states_of
 from course_lib.scaling_study.report import name_of
 from course_lib.scaling_study.results import Result, Results, in_order
@@ -51,7 +54,7 @@ def efficiency_bars(pairs: Sequence[Pair], title: str, note: str = "") -> Figure
     return paired_bars(
         pairs,
         title,
-        x_label="efficiency (% of one rank's throughput, a rank)",
+        x_label="efficiency (% of one rank's throughput, per rank)",
         words="{:.0f}".format,
         limit=100,
         limit_words="ideal",
@@ -89,7 +92,7 @@ def peak_memory(results: Sequence[Result], name: str) -> _Picture | None:
         for result in in_order(known)
     ]
     held = format_bytes(least.experiment.peak_bytes or 0)
-    title = f"{_line(least)}: the fewest bytes of {name}, {held} a rank"
+    title = f"{_line(least)}: the lowest peak of {name}, {held} per rank"
     return paired_bars(
         pairs, title, x_label=f"peak memory of the fullest rank ({word})"
     ), f"{title}."
@@ -106,7 +109,7 @@ def states(results: Sequence[Result], name: str) -> _Picture | None:
     for result in found:
         bars[_line(result)] = measured[_line(result)]
         bars["formula" + "\u200b" * len(bars)] = _ledger(states_of(result.experiment.run))
-    title = f"{least} keeps {format_bytes(fewest.peak_bytes())} of states a rank of {name}"
+    title = f"{least} keeps {format_bytes(fewest.peak_bytes())} of states per rank of {name}"
     return memory(bars, title), f"{title}."
 
 
@@ -147,12 +150,41 @@ def convergence(results: Results) -> _Picture | None:
     needs = {name: steps_to(whole[-1], group[0]) or len(whole) for name, group in curves.items()}
     fastest = min(needs, key=lambda name: needs[name])
     title = (
-        f"{needs[fastest]} steps of {', '.join(fastest)} come as far as {len(whole)} of "
+        f"{needs[fastest]} steps of {', '.join(fastest)} reach the loss of {len(whole)} of "
         f"{', '.join(first)}"
     )
     words = f"{', '.join(first)} after {len(whole)} steps: {whole[-1]:.2f}"
     note = f"Means of {SMOOTHED} steps. Dots: the same batch and warm-up, with the model split."
     return descents(curves, title, target=whole[-1], target_words=words, note=note), f"{title}."
+
+
+def published_scaling() -> _Picture:
+    """Draw published throughput per GPU of a fixed batch, and the split fitted to two of the runs.
+
+    The unit of the fit is a node of 8 GPUs: what 16 GPUs are to one rank, 32 are to two.
+    """
+    step_s = {gpus: H100_BATCH / (gpus * rate) for gpus, rate in H100_TOKENS_PER_S.items()}
+    split = StrongScaling.of(step_s[16], 2, step_s[32])
+
+    def fitted(gpus: float) -> float:
+        return H100_BATCH / gpus / (split.fixed_s + split.shared_s * 16 / gpus) / 1e3
+
+    off = 100 * (H100_TOKENS_PER_S[128] / 1e3 / fitted(128) - 1)
+    off_256 = 100 * (H100_TOKENS_PER_S[256] / 1e3 / fitted(256) - 1)
+    title = f"Fitted on 16 and 32 GPUs: {off:+.0f} % off on 128, {off_256:+.0f} % on 256"
+    gpus = [*H100_TOKENS_PER_S]
+    rates = [rate / 1e3 for rate in H100_TOKENS_PER_S.values()]
+    voices = Voices(formula=[fitted(number) for number in gpus], published=(gpus, rates))
+    figure = compare(
+        gpus,
+        {"fixed + shared / N": voices},
+        title,
+        x_label="H100 GPUs",
+        y_label="throughput (thousand tokens/s per GPU)",
+        log_x=True,
+        source=H100_SOURCE,
+    )
+    return figure, f"{title}; {rates[0]:.0f} thousand tokens/s per GPU on 8, {rates[-1]:.0f} on 256"
 
 
 BY_SET: tuple[Draw, ...] = (throughput, efficiency, overhead, peak_memory, states, loss_curves)

@@ -1,9 +1,9 @@
 """Predict a run of the study before it starts: seconds, hours and bytes from formulas.
 
-A step is computing, shared out over the ranks; what of the messages nothing hides; the bubble of a
-pipeline; and the optimizer, which reads and writes its state once. Gradients of DP overlap with
-backward, bucket by bucket. The messages of TP, of ZeRO and of FSDP are counted as if nothing hid
-them, which is true for TP and too much for the others. Lesson 13_scaling_study.
+A step is computing, divided by the ranks; exposed communication; the bubble of a pipeline; and the
+optimizer, which reads and writes its state once. Gradients of DP overlap with backward, bucket by
+bucket. The messages of TP, of ZeRO and of FSDP are counted as fully exposed: right for simple TP
+(Megatron overlaps one of four all-reduces), too much for the others. Lesson 13_scaling_study.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from course_lib.core.recipes import FP32, PURE_BF16, Recipe
 from course_lib.core.records import MEMORY_KINDS, Ledger
-from course_lib.cost.flops import train_step_flop
+from course_lib.cost.flops import six_n_d, train_step_flop
 from course_lib.cost.params import count_params, layer_params, params_on_rank
 from course_lib.cost.traffic import traffic_s
 from course_lib.ddp.cost import StepCost, exposed_s, ready_by_share
@@ -36,9 +36,9 @@ MIB = 2**20
 class PredictedRun:
     """The prediction for one run.
 
-    wire_s       what of the messages no computing hides
+    wire_s       exposed communication: what computing does not overlap
     bubble_s     what a rank idles because its pipeline fills and empties
-    held         bytes by kind on the fullest rank, at its fullest moment
+    held         bytes by kind on the fullest rank, at its peak
     """
 
     run: StudyRun
@@ -106,6 +106,17 @@ def fit_machine(machine: Machine, baseline: Experiment) -> Machine:
     told = predict(baseline.run, machine)
     compute_s = max(baseline.step_s - told.optimizer_s, baseline.step_s / 10)
     return replace(machine, reached=machine.reached * told.compute_s / compute_s)
+
+
+def six_nd_share(run: StudyRun) -> float:
+    """Return 6ND as a share of the FLOP of a step, which counts every matrix product.
+
+    6ND has no attention scores, but counts an embedding's lookup as if it were a product.
+
+    Source: Kaplan et al. 2020, section 2.1
+    """
+    counted = train_step_flop(run.spec, run.global_batch, run.seq)
+    return six_n_d(count_params(run.spec), run.global_batch * run.seq) / counted
 
 
 def hours(predictions: Iterable[PredictedRun]) -> tuple[float, float]:

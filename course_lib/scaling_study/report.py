@@ -21,7 +21,7 @@ HEADERS = (
     "efficiency",
     "overhead",
     "TFLOP/s",
-    "peak a rank",
+    "peak per rank",
     "predicted",
     "peak factor",
     "busy",
@@ -104,7 +104,7 @@ def notes(results: Results) -> list[str]:
     said += [
         "The first quarter of the steps is warm-up and left out. Factor, efficiency and overhead "
         "compare with the run of one rank on the same batch. The prediction takes its speed of "
-        "computing from that run, and only the splitting from formulas. TFLOP/s are a rank's."
+        "computing from that run, and only the splitting from formulas. TFLOP/s are per rank."
     ]
     if any(result.prediction.machine.cores is not None for result in results.judged()):
         said.append(

@@ -1,27 +1,37 @@
 # %% [markdown]
 # # 13 Scaling study: what did splitting buy?
 #
-# You have split models in many ways. *What did it buy, and which of these numbers may I believe?*
-# You will run a small study here, look at a recorded one, and plan a large one.
+# You have split models in many ways. **How much faster did it make them, and which of these numbers
+# can you trust?** You will run a small study, read a recorded one, and plan a large one.
+#
+# *After this lesson you can* turn the records of many ranks into one honest line; say how many
+# ranks are worth it; explain where measurement and prediction differ; price a study before it runs.
+#
+# *Before:* lessons 04, 06 and 09; 07 and 08 help. *Time:* 75 minutes of reading, 75 of exercises,
+# with a break after section 4. Exercises 1 to 3 are core.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $N$ | `run.ranks` | ranks of a run |
 # | $T_1$, $T_N$ | `step_s` | seconds of a step, on one rank and on $N$ |
-# | throughput | `tokens_per_s` | tokens a second, all ranks together |
+# | throughput | `tokens_per_s` | tokens per second, all ranks together |
 # | overhead | `overhead_percent` | $(T_N / T_1 - 1) \cdot 100$ |
-# | factor | `throughput_factor` | throughput, as a multiple of one rank's |
-# | efficiency | `efficiency_percent` | $\text{factor} / N \cdot 100$ |
+# | factor | `throughput_factor` | throughput on $N$ ranks divided by that on one |
+# | efficiency | `efficiency_percent` | $\text{factor} / N \cdot 100 = T_1 / (N\,T_N) \cdot 100$ |
+#
+# *The PCIe study* is a report of 2025 on DP, TP, PP and ZeRO on one to four GPUs over PCIe, from
+# the material that this course grew out of; the cluster study below has its models.
 
 # %%
 # %load_ext course_lib.ranks
+import math
 import tempfile
 from pathlib import Path
 
 from course_lib.checks import check
 from course_lib.cluster.profile import read_profile
 from course_lib.core.records import read_runs
-from course_lib.display import Voices, compare, predict, reveal, show
+from course_lib.display import Voices, claim, compare, predict, reveal, show
 from course_lib.ranks import Ranks
 from course_lib.scaling_study import lab, pictures
 from course_lib.scaling_study.aggregate import against, aggregate
@@ -34,9 +44,9 @@ from course_lib.scaling_study.run_local import run_all
 # ## 1 What a run leaves
 #
 # A study is a list of runs: model × strategy × ranks. Within a model, every run has the *same*
-# global batch, so two ranks share what one had alone. This is the smallest part of the laptop
-# study: one process, and the same batch on two ranks, which talk once a step. How many times as
-# many tokens a second will two ranks have?
+# global batch, which the ranks divide. This is the smallest part of the laptop study: one process,
+# and the same batch on two ranks, which communicate once per step. What is the throughput of two
+# ranks, divided by that of one?
 
 # %% tags=["predict"]
 folder = Path(tempfile.mkdtemp()) / "study-laptop"
@@ -44,8 +54,9 @@ costing = cost_study(find_study("laptop").only(models=["tiny"]), read_profile("l
 for run in costing.study.runs:
     print(f"{run.label}, {run.ranks} rank(s): {run.steps} steps of {run.tokens_a_step} tokens")
 guess_two = predict("throughput of two ranks, as a multiple of one rank's")
+### GUESS guess_two.commit(1.7)
 
-# %%
+# %% tags=["measured"]
 on_paper = [one.tokens_per_s for one in costing.predictions]
 run_all(costing)  # what `course study run laptop --model tiny` calls
 records = read_runs(folder)
@@ -55,11 +66,10 @@ print(f"the cost model said {on_paper[1] / on_paper[0]:.2f}, before it had seen 
 print(f"a line of a record: {records[-1].steps[0]}")
 
 # %% [markdown]
-# Each rank left one file: the run, its machine, and a line for each step. All of a study's numbers
-# come from these.
+# Each rank left one file: the run, its machine, and a line for each step.
 
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 def step_ms(record):
     return [1e3 * (step["end_s"] - step["start_s"]) for step in record.steps]
 
@@ -73,26 +83,28 @@ typical_ms = sorted(alone_ms)[len(alone_ms) // 2]
 title = f"One rank: the first step takes {alone_ms[0] / typical_ms:.1f} times as long as most"
 axes = {"x_label": "step", "y_label": "time of a step (ms)"}
 show(compare(range(1, len(alone_ms) + 1), curves, title, **axes), alt=f"{title}; later ones vary")
+claim("the first step is a slow one", alone_ms[0] > typical_ms)
+with_warmup = one.run.tokens_a_step * len(alone_ms) / sum(alone_ms) * 1e3
+print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {with_warmup:,.0f}")
 
 # %% [markdown]
-# The first steps are slow: memory is asked for, threads start, caches are cold. So the study leaves
-# out the first quarter as **warm-up**. The others are not equal either, and on a busy machine one
-# of them may be the slowest of all: never believe one step.
+# The first steps are slow: memory is allocated, threads start, caches are cold. The study leaves
+# out the first quarter of the steps as **warm-up**. The others vary, too, and on a busy machine any
+# of them may be the slowest: one step proves nothing.
 #
-# ### Exercise 1: from ranks to a run
+# ### Exercise 1 (core): from ranks to a run
 #
-# You get the records of all ranks, in order, and make one line of them; they stay as they are:
+# You get the records of all ranks, in order, and summarize them; the records stay as they are:
 #
-# - `time_s`: what the steps of a rank took, added up; of the rank where that is most.
-# - `num_tokens`: those of each copy of the model, once. The ranks of a copy are neighbours, tp
-#   innermost, then pp. Only what reached the last *stage* counts, and some of the tp ranks there
-#   may count nothing: take the largest number.
-# - `mean_bytes`, `sum_bytes`, `peak_bytes`: the mean over ranks of each one's mean, the sum of
-#   these means, and the most that any rank ever held.
+# - `time_s`: the sum of a rank's step times, for the rank where it is largest.
+# - `num_tokens`: the tokens of each copy of the model, counted once. The ranks of a copy are
+#   neighbours, tp innermost, then pp. Only what reached the last *stage* counts, and some of the tp
+#   ranks there may count nothing: take the largest number.
+# - `mean_bytes`, `sum_bytes`, `peak_bytes`: the mean over ranks of each rank's mean, the sum of
+#   these means, and the largest peak of any rank.
 #
 # A step has `start_s`, `end_s`, `num_tokens`, `memory_bytes`; the peak is in
-# `record.run["memory"]["peak"]`. Ranks may differ in steps. 9 lines,
-# 15 minutes.
+# `record.run["memory"]["peak"]`. Ranks may differ in their numbers of steps. 9 lines, 15 minutes.
 #
 # <details><summary>Hint: DP is right, TP is twice too much</summary>
 # One copy has <code>tp * pp</code> ranks. For each copy: its last <code>tp</code> numbers, of them
@@ -126,75 +138,92 @@ def experiment_of(records, tp, pp, warmup):
 # %% tags=["check"] exercise="scaling_study-1"
 check("scaling_study-1", experiment_of)
 
-# %%
-everything_s = sum(step_ms(records[-1])) / 1e3
-with_warmup = sum(step["num_tokens"] for step in records[-1].steps) / everything_s
-print(f"one rank, warm-up left out: {one.tokens_per_s:,.0f} tokens/s")
-print(f"one rank, warm-up kept:     {with_warmup:,.0f} tokens/s")
-
 # %% [markdown]
-# **Ranks are no repetitions: time is the slowest one's, tokens are each copy's once, memory is the
-# fullest one's.**
+# **Ranks are not repetitions: take the slowest's time, each copy's tokens once, the fullest's
+# memory.**
 #
-# ## 2 Beside one rank
+# ## 2 Compared with one rank
 #
-# A split is judged beside one rank, with the *same batch*. Suppose that two ranks need exactly as
-# long for a step as one. What is their efficiency?
-
-# %% tags=["predict"]
-guess_same = predict("efficiency of two ranks that take as long as one", unit="%")
-
-# %% [markdown]
-# ### Exercise 2: three numbers
+# A way to split is judged against one rank with the *same batch*. If two ranks take as long as one
+# for a step, their efficiency is 50 %.
 #
-# `experiment` and each of `alone` have `.step_s`, `.tokens_per_s`, `.time_s`, `.num_steps`,
-# `.run.ranks` and `.run.work`, which is what runs must have in common to be compared: model, batch,
-# how it is cut. All of `alone` had one rank. About 6 lines.
+# ### Exercise 2 (core): how far does it scale?
 #
-# <details><summary>Hint: need ..., got something that looks sensible</summary>
-# Beside which run? <code>next(one for one in alone if one.run.work == ...)</code>
+# Amdahl's argument (1967): some seconds of a step, *fixed*, do not shrink with the ranks (messages,
+# work that each repeats). The rest, *shared*, is divided: $T_N = \text{fixed} + \text{shared} / N$.
+# So two runs determine both.
+#
+# `experiment` ran on `experiment.run.ranks` ranks, 2 or more. `alone` are runs of one rank; compare
+# with the one that has the same `run.work` (model, batch, micro-batches). All have `step_s`. Return
+# three numbers: the efficiency of `experiment` in per cent; the fixed seconds; and the largest
+# number of ranks whose efficiency, by this formula, is at least `percent` (`math.inf` where the
+# fixed part is 0 or less). About 8 lines, 15 minutes.
+#
+# <details><summary>Hint: two equations</summary>
+# <code>T_1 = fixed + shared</code>, <code>T_N = fixed + shared / N</code>. Subtract them.
+# </details>
+# <details><summary>Hint: the most ranks</summary>
+# <code>T_1 / (M T_M)</code> is at least the limit; <code>M T_M</code> is linear in M.
 # </details>
 
 
 # %% tags=["exercise"] exercise="scaling_study-2"
-def beside_one(experiment, alone):
-    """A dictionary with overhead_percent, throughput_factor, efficiency_percent."""
-    ### BEGIN SOLUTION: the run of one rank with the same work; then three lines
+def limit_of(experiment, alone, percent):
+    """Efficiency in per cent, fixed seconds, the most ranks with an efficiency of percent."""
+    ### BEGIN SOLUTION: the run of one rank with the same work; then two equations
     one = next(found for found in alone if found.run.work == experiment.run.work)
-    factor = experiment.tokens_per_s / one.tokens_per_s
-    return {
-        "overhead_percent": (experiment.step_s / one.step_s - 1) * 100,
-        "throughput_factor": factor,
-        "efficiency_percent": factor / experiment.run.ranks * 100,
-    }
+    ranks, step_s = experiment.run.ranks, experiment.step_s
+    efficiency = one.step_s / (ranks * step_s) * 100
+    shared_s = (one.step_s - step_s) / (1 - 1 / ranks)
+    fixed_s = one.step_s - shared_s
+    if fixed_s <= 0:
+        return efficiency, fixed_s, math.inf
+    return efficiency, fixed_s, math.floor((one.step_s * 100 / percent - shared_s) / fixed_s)
     ### END SOLUTION
 
 
 # %% tags=["check"] exercise="scaling_study-2"
-check("scaling_study-2", beside_one)
+check("scaling_study-2", limit_of)
 
-# %%
-reveal(guess_same, 100 / 2)
+# %% tags=["measured"]
+from course_lib.scaling_study.amdahl import StrongScaling
+
 found = against(two, one)
 words = f"overhead {found.overhead_percent:+.0f} %, factor {found.throughput_factor:.2f}"
 print(f"your two ranks: {words}, efficiency {found.efficiency_percent:.0f} %")
+split = StrongScaling.of(one.step_s, 2, two.step_s)
+print(f"fixed: {1e3 * split.fixed_s:.1f} ms; 80 % on up to {split.most_ranks(80)} rank(s)")
 
 # %% [markdown]
-# A published study calls about 80 % good, less than 70 % poor. With the batch fixed, this is
-# **strong scaling**: each rank computes less, and messages stay as large. If it grows with the
-# ranks (weak scaling), every method looks better, and the training is another one (section 6).
+# The PCIe study calls about 80 % good, and less than 70 % poor. With a fixed global batch this is
+# **strong scaling**: each rank computes less, and the all-reduce stays as large. If the batch grows
+# with the ranks (weak scaling), efficiency looks better, and the training is another one
+# (section 6).
 #
-# **No efficiency without its baseline: same model, same batch, cut alike.**
+# Does the formula hold on real machines? The Ultra-Scale Playbook (Tazi et al. 2025) trained 1.3
+# billion parameters with data parallelism on up to 256 H100 GPUs. The line is fitted to its runs on
+# 16 and 32 GPUs, and to nothing else.
+
+# %% tags=["picture"]
+figure, alt = pictures.published_scaling()
+show(figure, alt=alt)
+
+# %% [markdown]
+# Two runs predict those on 64 and 128 GPUs. On 256 each GPU has a single sequence left: most likely
+# its backward pass is too short to overlap the all-reduce, so what looked fixed has grown. A fit
+# holds as long as the bottleneck stays the same. (The runs also differ in their micro-batches.)
+#
+# **An efficiency needs its baseline: the same model, the same batch, accumulated alike.**
 #
 # ## 3 What is a step, and when is it over?
 #
-# With 4 micro-batches a step, the first version of a published study ran 800 steps where 200 were
-# meant. Count in one place. And a clock has its own trap: a GPU takes orders, and works on them
-# later. `lab.EmulatedDevice` does so too, with a clock that is not real. A backward takes it 30 ms.
-# After 100 of them, what does the clock say?
+# With 4 micro-batches per step, the PCIe study first ran 800 steps where 200 were meant. A clock
+# has its own trap: a GPU queues work and completes it later. So does `lab.EmulatedDevice`, on an
+# emulated clock. Its backward pass takes 30 ms. After 100 of them, what does the clock say?
 
 # %% tags=["predict"]
 guess_clock = predict("the clock after 100 times backward", unit="s")
+### GUESS guess_clock.commit(3)
 
 # %%
 device = lab.EmulatedDevice(backward_s=0.03)
@@ -205,17 +234,17 @@ device.synchronize()
 print(f"after synchronize(): {device.now_s():.2f} s")
 
 # %% [markdown]
-# ### Exercise 3: a loop that may be timed
+# ### Exercise 3 (core): a loop that may be timed
 #
 # A step is `accumulated` micro-batches, each `device.backward(next(micro_batches))`, where a
 # micro-batch here is just its number of tokens; then `device.step()`. Run `steps` of them, of which
 # the first `warmup` (0 or more) do not count, and draw no more micro-batches than that. Return
 # seconds and tokens of the other steps, not rounded. The device may be busy at first. About 10
-# lines.
+# lines, 15 minutes.
 #
 # <details><summary>Hint: a few thousandths of the right time</summary>
-# That is how long giving orders takes. <code>device.synchronize()</code> waits, twice: before the
-# clock starts, and before it is read.
+# That is how long launching takes. <code>device.synchronize()</code> waits; you need it twice:
+# before the clock starts, and before it is read.
 # </details>
 
 
@@ -242,13 +271,13 @@ def timed_loop(device, micro_batches, steps, warmup, accumulated):
 check("scaling_study-3", timed_loop)
 
 # %% [markdown]
-# **Count optimizer steps, in one place; wait for the device before you look at the clock.**
+# **Count optimizer steps, in one place; synchronize with the device before you read the clock.**
 #
 # ## 4 A recorded study
 #
-# Here is a recorded laptop study (a new one takes some minutes). It had so few cores
-# that four ranks shared them. If messages cost nothing at all, how efficient can four ranks be at
-# most? And which split is the best one on two ranks?
+# Here is a recorded laptop study. Its machine had so few cores that four ranks shared them. If
+# messages cost nothing, how efficient can four ranks be at most? And which split is the most
+# efficient on two ranks?
 
 # %% tags=["predict"]
 results = sample_results()
@@ -257,7 +286,9 @@ sets = results.sets()
 for name, found in sets.items():
     print(f"{name}: {len(found)} runs")
 guess_four = predict("the best efficiency of four ranks on these cores", unit="%")
+### GUESS guess_four.commit(80)
 guess_best = predict("the most efficient on two ranks", choices=("ddp", "tp", "pp"))
+### GUESS guess_best.commit("tp")
 
 # %% tags=["picture"]
 small, small_name = next((found, name) for name, found in sets.items() if "small" in name)
@@ -270,21 +301,22 @@ figure, alt = pictures.efficiency(small, small_name)
 show(figure, alt=alt)
 
 # %% [markdown]
-# Solid bars are measured, hollow ones the cost model's. It was told two things of that machine: the
-# speed of one rank, and its link (lesson 04). *1 MiB* is the size of a bucket (06), *m* the number
-# of micro-batches (08). What the two tell together:
+# Solid bars are measured, hollow ones the cost model's, which knows two facts of that machine: one
+# rank's speed, and the link (lesson 04). *1 MiB* is a bucket's size (06), *m* the number of
+# micro-batches (08).
 #
-# - *Where they agree*, you have understood the machine: `ddp` sends one message a step.
-# - *Where the hollow bar is longer*, something is not in the formula. Here the wire is a program
-#   (gloo), which takes cores away from computing. On paper, buckets of 1 MiB hide behind backward;
-#   here they take its cores. TP, which waits for each of its messages, keeps least.
-# - *Four ranks* share the cores of two. A bar can be right and mean nothing.
+# - *Where they agree*, the model has what matters: `ddp` sends one message per step.
+# - *Where the hollow bar is longer*, it lacks something. Here communication is a program (gloo)
+#   that takes cores away from computing: on paper, buckets of 1 MiB overlap with backward; here
+#   they use its cores. TP, whose messages are all exposed, is the least efficient.
+# - *Four ranks* share two cores: these bars say nothing about the methods.
 #
 # ZeRO cuts its batch into micro-batches, so it has a baseline of its own. Which stage takes the
 # longest step?
 
 # %% tags=["predict"]
 guess_stage = predict("the slowest", choices=("zero1", "zero2", "zero3"))
+### GUESS guess_stage.commit("zero3")
 
 # %% tags=["picture"]
 zero, zero_name = next((found, name) for name, found in sets.items() if "parts" in name)
@@ -295,37 +327,32 @@ figure, alt = pictures.overhead(zero, zero_name)
 show(figure, alt=alt)
 
 # %% [markdown]
-# Each stage talks more often: stage 1 once a step, stage 2 with every micro-batch, stage 3 for
-# every module and micro-batch. On a wire whose *latency* is long, messages count, not bytes. And
-# what did it buy? A rank's parameters, gradients and optimizer state, beside the formula. Then the
-# peaks of the other splits.
+# Each stage communicates more often: stage 1 once per step, stage 2 once per micro-batch, stage 3
+# for every module and micro-batch. Where *latency* is long, the number of messages matters more
+# than their bytes. And what did it buy? Parameters, gradients and optimizer state of a rank, beside
+# the formula:
 
 # %% tags=["picture"]
 figure, alt = pictures.states(zero, zero_name)
 show(figure, alt=alt)
-plain = [result for result in small if result.experiment.run.ranks <= 2]
-figure, alt = pictures.peak_memory(plain, small_name)
-show(figure, alt=alt)
+
 
 # %% [markdown]
-# Stage 1 is right to the byte. From stage 2 on, a rank was asked at the end of its last backward,
-# when whole gradients still wait to be sent: *when* is part of the question. And a peak on a CPU is
-# all that a process has grown by, its libraries too, so read it as: which one is smaller? TP
-# even holds more than one rank, likely buffers of its messages, gloo's too: not on paper.
+# Stage 1 agrees to the byte. From stage 2 on, memory was read at the end of the last backward pass,
+# where whole gradients still wait to be sent: *when* you measure is part of the result.
 #
-# Before any speed is believed: did these runs compute *the same*? Their losses, on one another:
+# Before you believe any speed: did these runs compute *the same*?
 
-# %% tags=["picture"]
-figure, alt = pictures.loss_curves(small, small_name)
-show(figure, alt=alt)
+# %%
+print(pictures.loss_curves(small, small_name)[1])
 
 # %% [markdown]
-# **Break it.** A bug that many have had: all copies read the *first* part of the batch. It is as
-# fast as the right one. Two ranks train so, here, now. Will you see it in its loss curve?
+# **Break it.** A common bug: all copies read the *first* part of the batch, as fast as the right
+# one. Two ranks train like that, now. Will you see it in the loss curve?
 
 # %% tags=["predict"]
 guess_seen = predict("the first and the last loss: more than 5 % off?", choices=("yes", "no"))
-
+### GUESS guess_seen.commit("yes")
 
 # %% tags=["failure"]
 from course_lib.train.trainer import Trainer
@@ -345,8 +372,7 @@ with Ranks(2) as pair:
 ends = [abs(wrong[at] / one.losses[at] - 1) for at in (0, -1)]
 reveal(guess_seen, "yes" if max(ends) > 0.05 else "no")
 
-# %% tags=["picture"]
-import math
+# %% tags=["picture", "measured"]
 
 
 def digits(losses):  # how many of them agree with one process; float32 has about 7
@@ -361,41 +387,52 @@ axes = {"x_label": "step", "y_label": "digits of the loss that agree"}
 show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far apart from step 1")
 
 # %% [markdown]
-# A curve that comes down looks right. Digits do not lie (8: the same to the last one): the same
-# batch, the same start, the same numbers, or the run is left out.
+# A curve that falls looks right; digits are the test (8: all of them). A run that fails it is left
+# out.
 #
 # **First the losses, then the bytes, then the speed; and each beside a prediction.**
 #
+# *This is a good place for a break.*
+#
 # ## 5 The cluster, on paper
 #
-# The cluster study has five models, from 10 million parameters to a billion. Before anybody waits
-# in a queue: what will it show? A published study found, on two GPUs, what the first lines below
-# say. On four, over several PCIe bridges, all of it collapsed; ZeRO kept most. Small models gained
-# nothing, pipelines were poor, ZeRO-2 was slower than stages 1 and 3, and peak memory fell most
-# with stage 1. Move the sliders: what can formulas tell, and what can they not?
+# What will the cluster study show, before anybody waits in a queue? Computing is predicted from
+# FLOP. In forward each parameter costs one multiplication and one addition per token; backward has
+# two products of that size, for the gradient of the input and for the parameter's own: $6ND$ for
+# $N$ parameters and $D$ tokens (Kaplan et al. 2020, section 2.1). Attention's scores have no
+# parameters and grow with the sequence: $6ND$ leaves them out, our cost model counts them.
+#
+# The first lines below are what the PCIe study measured on two GPUs. On four, over several PCIe
+# bridges, all efficiencies collapsed, ZeRO's least (about 60 %); small models gained nothing,
+# pipelines were poor, ZeRO-2 was slower than stages 1 and 3. Move the sliders: what can formulas
+# tell, and what not?
 
 # %% tags=["picture"]
 from course_lib.scaling_study.explorer import study_explorer
+from course_lib.scaling_study.prediction import six_nd_share
 
 for strategy, percent in lab.PUBLISHED.items():
     print(f"published: {strategy}, about {percent:.0f} % efficiency")
+for run in {run.spec: run for run in find_study("cluster").runs}.values():
+    print(f"{run.spec.name}: 6ND is {six_nd_share(run):.0%} of the FLOP of all matrix products")
 study_explorer()
 
 # %% [markdown]
-# TP and ZeRO-1 come near, DP is too good. On four GPUs over bridges, all but the pipeline collapse
-# on paper, too. But paper lets pipelines shine, and tiny models gain: to start a kernel costs
-# nothing there. And it lets no message of ZeRO hide, so stage 3 looks worse than it is.
+# On two GPUs the predictions for TP and ZeRO-1 come near, DP's is too good. On four over bridges,
+# all but the pipeline collapse on paper, too. But the formulas favour pipelines and tiny models,
+# because kernels start for free in them; and they overlap none of ZeRO's messages.
 #
-# What the slider calls link is a *matrix* on a real machine (`nvidia-smi topo -m`). Yours, if it
-# has GPUs; else an example that is made up. PIX is one PCIe bridge, PXB several, SYS the way across
-# CPU sockets. Two ranks share a weight (TP): on which pair of the example?
+# A link is a *matrix* on a real machine (`nvidia-smi topo -m`). Yours, if it has GPUs; else a
+# made-up example. PIX is one PCIe bridge, PXB several, SYS the way between CPU sockets. On which
+# pair of the example would you run TP = 2?
 
 # %% tags=["predict"]
 for number, row in enumerate(lab.EXAMPLE_LINKS):
     print(f"GPU{number}  " + "".join(f"{kind:5}" for kind in row))
 guess_pair = predict("GPUs for TP = 2", choices=("0 and 1", "1 and 2", "2 and 3"))
+### GUESS guess_pair.commit("0 and 1")
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 from course_lib.display.gpu_links import links
 from course_lib.ranks.machine import describe_machine
 
@@ -407,18 +444,20 @@ title = f"{whose}: {len(matrix)} GPUs, and some are nearer than others"
 show(links(matrix, title), alt=f"{title}; rows: {' | '.join(' '.join(row) for row in matrix)}")
 
 # %% [markdown]
-# **Formulas tell the order of things; the matrix tells which GPUs to ask for.**
+# **Formulas rank the methods; the matrix tells which GPUs to ask for.**
 #
-# ## 6 Fast is not soon
+# ## 6 Faster steps, or fewer?
 #
-# The same batch, however it is split, learns the same. Give each copy a batch of its *own*, and
-# the global batch grows: more tokens a second, a steadier gradient, *another training*, which may
-# do with a shorter warm-up (this one is the learning rate's). A published study, with 32 copies,
-# reached its baseline's loss in about a fifth of the steps. In small, recorded: one process warms
-# up for 100 of 150 steps; four copies with batches of their own for 4. How many times fewer steps?
+# The same batch, however it is split, gives the same training. Give each copy a batch of its *own*,
+# and the global batch grows: a less noisy gradient, *another training*, which may do with a shorter
+# learning-rate warm-up (not the warm-up that a measurement leaves out). A project in this course's
+# material, FSDP and TP on up to 32 GPUs, reached its baseline's loss in about a fifth of the steps
+# with 32 copies and 4 warm-up steps in place of 100. In small, recorded: one process warms up for
+# 100 of 150 steps; four copies with batches of their own for 4. How many times fewer steps?
 
 # %% tags=["predict"]
 guess_fewer = predict("steps to the same loss, how many times fewer")
+### GUESS guess_fewer.commit(4)
 
 # %% tags=["picture"]
 from course_lib.scaling_study.curves import smooth, steps_to
@@ -438,19 +477,21 @@ figure, alt = pictures.convergence(recorded)
 show(figure, alt=alt)
 
 # %% [markdown]
-# The larger batch and the shorter warm-up each help a little, both together most. But that run has
-# read more than twice as many tokens: it is sooner only because four ranks read them at once. So
-# "how soon is it trained?" has two factors: seconds of a step, and steps that are needed.
+# Batch and warm-up each help a little, both together most. But that run has read more than twice as
+# many tokens: it is sooner only because four ranks read them at once. The time to a given loss is a
+# product: seconds per step, times the steps that are needed. Beyond a critical batch size, a larger
+# batch hardly saves steps (McCandlish et al. 2018).
 #
-# **Efficiency is about a step. Ask also how many steps it takes.**
+# **Efficiency is about one step. Ask also how many steps the training takes.**
 #
 # ## 7 The bill before the job
 #
-# Every GPU of a job is paid for until the last rank is done, and while it starts. All runs of the
-# cluster study, 200 steps each, on paper, on A100s: how many GPU-hours?
+# Every GPU of a job is paid for from its start until the last rank is done. All runs of the cluster
+# study, 200 steps each, on A100s, on paper: how many GPU-hours?
 
 # %% tags=["predict"]
 guess_hours = predict("the whole cluster study", unit="GPU-hours")
+### GUESS guess_hours.commit(20)
 
 # %%
 from course_lib.scaling_study.prediction import hours
@@ -463,15 +504,15 @@ print(f"{len(plan.predictions)} runs, {wall_hours:.1f} hours one after the other
 print(f"a learner may have {site.limits.gpu_hours:g} GPU-hours, {site.limits.max_jobs} jobs")
 
 # %% [markdown]
-# The limits in the site's profile count what is *asked for* until a job has ended, then what it
+# The limits in the site's profile count what a job *asks for* until it has ended, then what it
 # used.
 #
-# ### Exercise 4: the bill
+# ### Exercise 4 (further): the bill
 #
 # A run has `nodes`, `gpus_per_node`, `start_s` (once), `steps` and `step_s`. Return the GPU-hours
-# of all runs, and how many of them may be handed in: in their order, until one goes over `allowed`;
-# there it ends, even if a smaller one comes later. Exactly `allowed` still fits. `runs` stays as it
-# is. About 8 lines.
+# of all runs, and how many of them may be submitted: in their order, until one would exceed
+# `allowed`; there it ends, even if a smaller one comes later. Exactly `allowed` still fits. `runs`
+# stays as it is. About 8 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="scaling_study-4"
@@ -493,17 +534,17 @@ def bill(runs, allowed):
 check("scaling_study-4", bill)
 
 # %% [markdown]
-# **Know the bill before the queue does.**
+# **Know the price of a job before you submit it.**
 #
 # ## 8 A script that waits for hours and fails in a second
 #
-# What Slurm does not understand as a directive is a comment. This script is for 2 nodes with 2 GPUs
-# each, two hours. How many mistakes do you see?
+# This script is meant for 2 nodes with 2 GPUs each, two hours. How many mistakes do you see?
 
 # %% tags=["predict"]
 for number, line in enumerate(lab.BROKEN_SCRIPT.splitlines(), start=1):
     print(f"{number:2}  {line}")
 guess_mistakes = predict("mistakes in it")
+### GUESS guess_mistakes.commit(4)
 
 # %%
 from course_lib.cluster.lint.check import findings_text, lint_job
@@ -513,42 +554,58 @@ reveal(guess_mistakes, len(found))
 print(findings_text("study.sbatch", found[:1]))
 
 # %% [markdown]
-# ### Exercise 5: mend it
+# ### Exercise 5 (further): what does it really ask for?
 #
-# Return the script without its mistakes; it has to do the same work on the same nodes and GPUs, and
-# stay away from node7. The check names one mistake after the other, as `course lint-job FILE` does
-# with any script of yours.
+# Return three whole numbers as `sbatch` reads them (its manual, "DESCRIPTION" and "--time"): nodes
+# (1 if the script does not say), GPUs of a node (0), seconds (0).
 #
-# <details><summary>Hint: where do the ranks of two nodes meet?</summary>
-# On the first node. <code>scontrol show hostnames "$SLURM_JOB_NODELIST"</code> prints all names;
-# <code>read -r head &lt; &lt;(...)</code> takes the first; then <code>$head:29500</code>.
+# - A directive begins in the first column with `#SBATCH` and a space, and holds options, here all
+#   written `--name=value` (`--nodes`, `--gpus-per-node`, `--time`); ` #` begins a comment. Of an
+#   option given twice, the later counts.
+# - Reading ends at the first command: a line neither empty nor a comment.
+# - Times: `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`,
+#   `days-hours:minutes`, `days-hours:minutes:seconds`.
+#
+# About 12 lines, 20 minutes.
+#
+# <details><summary>Hint: six forms of a time</summary>
+# <code>days, _, clock = time.rpartition("-")</code>. With days, or with three numbers, the clock
+# begins with hours; otherwise with minutes. Fill up with zeros.
 # </details>
 
 
 # %% tags=["exercise"] exercise="scaling_study-5"
-def mended(script):
-    """The script, with each mistake replaced."""
-    ### BEGIN SOLUTION: for each mistake, script = script.replace(wrong, right)
-    first = 'read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
-    script = script.replace("# SBATCH", "#SBATCH")
-    script = script.replace("--time=2:00 ", "--time=2:00:00 ")
-    script = script.replace("study-$SLURM_JOB_ID", "study-%j")
-    script = script.replace("#SBATCH --exclude=node7\n", "")
-    script = script.replace("#SBATCH --time", "#SBATCH --exclude=node7\n#SBATCH --time")
-    script = script.replace("\ntorchrun", f"\n{first}\nsrun torchrun")
-    return script.replace("localhost:29500", '"$head:29500"')
+def asked_for(script):
+    """Nodes, GPUs of a node, seconds."""
+    ### BEGIN SOLUTION: which lines are read, which words of them, and what is a time?
+    said = {"--nodes": "1", "--gpus-per-node": "0", "--time": "0"}
+    for line in script.splitlines():
+        if line.strip() and not line.strip().startswith("#"):
+            break
+        if line.startswith("#SBATCH "):
+            words = line.split(" #")[0].split()[1:]
+            said.update(word.split("=", 1) for word in words if "=" in word)
+    days, _, clock = said["--time"].rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    numbers = [*parts, 0, 0] if days or len(parts) == 3 else [0, *parts, 0]
+    clock_s = sum(number * unit for number, unit in zip(numbers, (3600, 60, 1), strict=False))
+    seconds = int(days or 0) * 86400 + clock_s
+    return int(said["--nodes"]), int(said["--gpus-per-node"]), seconds
     ### END SOLUTION
 
 
 # %% tags=["check"] exercise="scaling_study-5"
-check("scaling_study-5", mended)
+check("scaling_study-5", asked_for)
 
 # %% [markdown]
-# **Nothing tells you of a directive that was not read. Let a program look before you hand in.**
+# The script above asks for no GPU, and 2 minutes. `course lint-job FILE` finds such mistakes in
+# yours.
+#
+# **Slurm says nothing about a directive that it did not read. Let a program check your script.**
 #
 # ## 9 Your own study
 #
-# On your machine, some minutes; on a cluster, from its login node:
+# On your machine, or from a cluster's login node:
 #
 # ```sh
 # course study run laptop                       # what is done already is left out
@@ -556,14 +613,14 @@ check("scaling_study-5", mended)
 #
 # course cluster init                           # once: a few questions about your site
 # course study plan cluster --profile site      # what it runs, and what it costs
-# course study run cluster --profile site       # hands in job arrays; again: what failed
+# course study run cluster --profile site       # submits job arrays; again: what failed
 # course status                                 # how far they are
 # course report runs/study-cluster
 # ```
 #
 # This cell shows what is there already:
 
-# %%
+# %% tags=["measured"]
 from rich.console import Console
 
 from course_lib.scaling_study.report import notes, tables
@@ -580,12 +637,17 @@ for note in notes(mine):
 # %% [markdown]
 # ## What to keep
 #
-# - A record a rank. Time: the slowest. Tokens: each copy once. Memory: the fullest.
-# - Warm-up is left out, steps are optimizer steps, and the device has finished when the clock is
-#   read.
-# - Efficiency needs a baseline with the same batch.
-# - Equal losses first: a wrong run can be fast.
-# - A prediction beside each bar: where they part, something can be learned.
-# - Know the bill, and let a program read your script first.
+# - Time: the slowest rank's. Tokens: each copy once. Memory: the fullest rank's.
+# - Leave out the warm-up, count optimizer steps, synchronize before you read the clock.
+# - Efficiency needs a baseline with the same batch. Two runs tell what is fixed, and how far a
+#   batch scales while the bottleneck stays the same.
+# - Equal losses first: a wrong run can be fast. Then a prediction beside each bar.
+# - Know the price, and let a program check your script.
 #
-# You can now plan, price, run and judge a study.
+# **Read on**
+#
+# - Amdahl 1967, *Validity of the single processor approach*: the fixed part.
+# - Kaplan et al. 2020, *Scaling laws*, section 2.1: $6ND$.
+# - McCandlish et al. 2018, *Large-batch training*: when a larger batch pays.
+# - Tazi et al. 2025, *The Ultra-Scale Playbook*: thousands of runs on up to 512 H100 GPUs.
+# - Hoefler and Belli 2015, *Scientific benchmarking*: twelve rules for reporting.

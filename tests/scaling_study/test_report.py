@@ -89,7 +89,7 @@ def test_a_line_says_what_was_measured_and_what_it_means():
     assert single["tokens/s"] == "1,024"
     assert (single["factor"], single["efficiency"], single["overhead"]) == ("1.00", "100 %", "+0 %")
     assert (zero1["factor"], zero1["efficiency"], zero1["overhead"]) == ("1.50", "75 %", "-33 %")
-    assert zero1["peak a rank"] == "50 MiB"
+    assert zero1["peak per rank"] == "50 MiB"
     flop = train_step_flop(ALONE.spec, 16, 64)
     assert float(single["TFLOP/s"]) == pytest.approx(flop / 1e12, rel=0.01)
     assert float(zero1["TFLOP/s"]) == pytest.approx(flop / (6 / 9) / 2 / 1e12, rel=0.01)
@@ -141,8 +141,8 @@ DRAWN = (
     "pp, m = 8, 2 ranks: the fastest of small (16 x 64 tokens), 2,048 tokens/s.",
     "Ways to split small (16 x 64 tokens) that keep 80 % efficiency: 2 of 4.",
     "Ways to split small (16 x 64 tokens) that take longer than one rank: 1 of 4.",
-    "pp, m = 8, 2 ranks: the fewest bytes of small (16 x 64 tokens), 40 MiB a rank.",
-    "pp, m = 8, 2 ranks keeps 15 MiB of states a rank of small (16 x 64 tokens).",
+    "pp, m = 8, 2 ranks: the lowest peak of small (16 x 64 tokens), 40 MiB per rank.",
+    "pp, m = 8, 2 ranks keeps 15 MiB of states per rank of small (16 x 64 tokens).",
     "The losses of 5 runs of small (16 x 64 tokens) are at most 0.0001 apart.",
 )
 
@@ -220,7 +220,9 @@ def test_who_is_down_first_is_told_and_drawn():
     figure, alt = drawing.convergence(Results(experiments=tuple(runs)))
     fast = smooth(runs[-1].losses)
     (first, *_) = [n for n, loss in enumerate(fast, 1) if loss <= smooth(runs[0].losses)[-1]]
-    assert alt == (f"{first} steps of batch 8, warm-up 4 come as far as 40 of batch 4, warm-up 20.")
+    assert alt == (
+        f"{first} steps of batch 8, warm-up 4 reach the loss of 40 of batch 4, warm-up 20."
+    )
     lines = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 40]
     assert list(lines[0].get_ydata()) == smooth(runs[0].losses)
     assert len(lines) == 3
@@ -274,7 +276,9 @@ def test_the_recorded_convergence_is_faster_with_a_large_batch_and_a_short_warm_
     assert {one.run for one in sample.experiments} == set(find_study("convergence").runs)
     losses_of = {(one.run.label, one.run.warmup): one.losses for one in sample.experiments}
     assert losses_of["tp", 100] == pytest.approx(losses_of["single", 100], rel=1e-4)
-    assert "of batch 32, warm-up 4 come as far as 150 of batch 8" in drawing.convergence(sample)[1]
+    assert (
+        "of batch 32, warm-up 4 reach the loss of 150 of batch 8" in drawing.convergence(sample)[1]
+    )
 
 
 def test_the_command_prints_tables_and_writes_the_page(tmp_path):

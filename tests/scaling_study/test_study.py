@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_named_in_bytes():
         {},
     )
     (line,) = [line for line in costing.sentences() if "single" in line and "m4" not in line]
-    assert line.startswith("  single/study-1b/r1-batch4-seq1024: need 12.7 GiB a rank; there are")
+    assert line.startswith("  single/study-1b/r1-batch4-seq1024: need 12.7 GiB per rank; there are")
     assert {run.run for run in costing.too_large}.isdisjoint(run.run for run in costing.left)
 
 

@@ -1,0 +1,200 @@
+"""Exercise 2 of 13_scaling_study: two runs say what is fixed, and so how far a batch scales."""
+
+import math
+from dataclasses import replace
+from numbers import Real
+from random import Random
+from typing import Any
+
+from course_lib.checks.cases import A_FLOAT, Case, whole
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.checks.scaling_study.parts import Part, Parts
+from course_lib.core.presets import find_model
+from course_lib.scaling_study.aggregate import Experiment
+from course_lib.scaling_study.study_run import StudyRun
+
+EFFICIENCY, FIXED, MOST = "efficiency", "fixed seconds", "most ranks"
+THREE = Cause("Return three numbers: efficiency in per cent, fixed seconds, the most ranks.")
+OTHER = Cause(
+    "That run of one rank did other work: take the one whose run.work is the same, wherever it "
+    "stands in the list."
+)
+A_SHARE = Cause("That is a share, from 0 to 1: in per cent it is 100 times as much.")
+COPIES = Cause("Divided by the copies of the model: the ranks of TP and PP count, too.")
+WHOLE_RUNS = Cause(
+    "Those are whole runs, which have different numbers of steps: compare the time of a step."
+)
+AT_ZERO = Cause(
+    "Where nothing is fixed, or less than nothing (caches), no number of ranks is too many: "
+    "math.inf."
+)
+
+
+def _experiment(run: StudyRun, num_steps: int, step_s: float) -> Experiment:
+    return Experiment(
+        run=run,
+        num_steps=num_steps,
+        time_s=num_steps * step_s,
+        num_tokens=num_steps * run.tokens_a_step,
+        held={},
+        machine={},
+    )
+
+
+_TINY = StudyRun(spec=find_model("tiny"), global_batch=16, seq=64, steps=12)
+_SMALL = replace(_TINY, spec=find_model("small"))
+_OTHER_WORK = (
+    _experiment(replace(_TINY, global_batch=32), 9, 3.5),
+    _experiment(replace(_TINY, seq=32), 9, 1.75),
+    _experiment(replace(_TINY, dtype="bfloat16"), 9, 1.875),
+    _experiment(replace(_TINY, warmup=3), 9, 2.25),
+)
+ALONE = (
+    *_OTHER_WORK,
+    _experiment(_TINY, 9, 2.0),
+    _experiment(replace(_TINY, num_micro_batches=4), 12, 2.5),
+    _experiment(_SMALL, 6, 8.0),
+    *_OTHER_WORK,
+)
+DP_2 = replace(_TINY, strategy="ddp", ranks=2)
+ZERO_4 = replace(_TINY, strategy="zero1", ranks=4, num_micro_batches=4)
+PP_2 = replace(_SMALL, ranks=2, pp=2, num_micro_batches=4)
+
+
+def _cases() -> list[Case]:
+    """Return runs that gain much, little and nothing; a limit met exactly; nothing that is fixed.
+
+    Seconds are sums of powers of two, so that a limit met exactly is met to the last bit.
+    """
+    cases = (
+        ("DP on 2 ranks", _experiment(DP_2, 6, 1.25), 50),
+        ("DP on 2 ranks", _experiment(DP_2, 6, 1.25), 80),  # 2 ranks, exactly
+        ("TP on 4 ranks, slower than one", _experiment(replace(_TINY, ranks=4, tp=4), 9, 3.0), 50),
+        ("ZeRO on 4 ranks, 4 micro-batches", _experiment(ZERO_4, 3, 1.0), 60),
+        ("DP 2 x TP 2", _experiment(replace(DP_2, ranks=4, tp=2), 5, 0.75), 70),
+        ("PP on 2 ranks", _experiment(PP_2, 4, 5.0), 75),
+        ("as fast as can be on 2 ranks", _experiment(DP_2, 6, 1.0), 90),
+        ("faster than twice on 2 ranks", _experiment(DP_2, 6, 0.875), 90),
+    )
+    return [
+        (f"{name}, {percent} % asked for", (run, ALONE, percent)) for name, run, percent in cases
+    ]
+
+
+def _drawn(random: Random) -> list[Case]:
+    def one(ranks: int, percent: int) -> Case:
+        step_s = random.randint(1100, 1900) / 1000 * 2 / ranks
+        run = _experiment(replace(DP_2, ranks=ranks), random.randint(4, 8), step_s)
+        return f"DP on {ranks} ranks, {percent} % asked for", (run, ALONE, percent)
+
+    return [one(ranks, random.randint(41, 83)) for ranks in (2, 4, 8)]
+
+
+def _three(result: Any, *_case: Any) -> dict[str, Any]:
+    if not isinstance(result, tuple | list) or len(result) != 3:
+        raise failed(f"got {result!r}", THREE)
+    if any(isinstance(one, bool) or not isinstance(one, Real) for one in result):
+        raise failed(f"got {result!r}", THREE)
+    efficiency, fixed_s, most = result
+    return {EFFICIENCY: efficiency, FIXED: fixed_s, MOST: most if _endless(most) else whole(most)}
+
+
+def _endless(most: Any) -> bool:
+    return isinstance(most, float) and math.isinf(most)
+
+
+FOUND = "found.run.work == experiment.run.work"
+EFFICIENT = "one.step_s / (ranks * step_s) * 100"
+SHARED = "(one.step_s - step_s) / (1 - 1 / ranks)"
+NONE_FIXED = "if fixed_s <= 0:"
+LIMIT = "math.floor((one.step_s * 100 / percent - shared_s) / fixed_s)"
+
+
+def _same_but(*fields: str) -> str:
+    """Return a condition on runs that leaves out what else has to be alike."""
+    tests = (f"found.run.{one} == experiment.run.{one}" for one in fields)
+    return " and ".join(tests)
+
+
+LIMIT_OF = Exercise(
+    key="scaling_study-2",
+    title="how far a fixed batch scales",
+    check=Parts(
+        cases=_cases,
+        drawn=_drawn,
+        show=_three,
+        parts={
+            EFFICIENCY: Part(
+                unit=" %",
+                look="By hand: seconds of a step on one rank, over ranks times seconds on them.",
+            ),
+            FIXED: Part(
+                unit=" s",
+                look="Write T_1 and T_N as sums of a fixed and a shared part; subtract the two.",
+            ),
+            MOST: Part(
+                unit=" ranks",
+                look="Set T_1 / (M T_M) to the limit, with T_M = fixed + shared / M, and solve "
+                "for M.",
+            ),
+        },
+        success="Two runs: what is fixed, and how many ranks are worth their money.",
+    ),
+    wrong=(
+        Edit(FOUND, "True", OTHER),
+        Edit("found for found in alone", "found for found in alone[::-1]", OTHER,
+             also=((FOUND, "True"),)),
+        Edit(FOUND, _same_but("spec"), OTHER),
+        Edit(FOUND, _same_but("global_batch", "seq", "dtype", "num_micro_batches"), OTHER),
+        Edit(FOUND, _same_but("spec", "seq", "dtype", "num_micro_batches"), OTHER),
+        Edit(FOUND, _same_but("spec", "global_batch", "dtype", "num_micro_batches"), OTHER),
+        Edit(FOUND, _same_but("spec", "global_batch", "seq", "num_micro_batches"), OTHER),
+        Edit(EFFICIENT, "one.step_s / (ranks * step_s)", A_SHARE),
+        Edit(EFFICIENT, "one.step_s / step_s * 100", Cause(
+            "Not divided by the ranks: N ranks that are N times as fast are 100 % efficient.")),
+        Edit(EFFICIENT, "ranks * step_s / one.step_s * 100", Cause(
+            "Upside down: the more efficient, the shorter the step on N ranks.")),
+        Edit(EFFICIENT, "100 - (step_s / one.step_s - 1) * 100", Cause(
+            "That is 100 minus the overhead: efficiency is T_1 over N times T_N.")),
+        Edit("ranks, step_s = experiment.run.ranks, experiment.step_s",
+             "ranks, step_s = experiment.run.parallelism.dp, experiment.step_s", COPIES),
+        Edit("ranks, step_s = experiment.run.ranks, experiment.step_s",
+             "ranks, step_s = experiment.run.ranks, experiment.time_s", WHOLE_RUNS,
+             also=((EFFICIENT, "one.time_s / (ranks * step_s) * 100"),
+                   (SHARED, "(one.time_s - step_s) / (1 - 1 / ranks)"),
+                   ("fixed_s = one.step_s - shared_s", "fixed_s = one.time_s - shared_s"),
+                   (LIMIT, "math.floor((one.time_s * 100 / percent - shared_s) / fixed_s)"))),
+        Edit(SHARED, "one.step_s - step_s", Cause(
+            "T_1 - T_N is not all that is shared: on N ranks, 1/N of it is still there.")),
+        Edit("fixed_s = one.step_s - shared_s", "fixed_s = step_s - one.step_s / ranks", Cause(
+            "T_N - T_1 / N divides the fixed part, too: a share 1/N of it is missing.")),
+        Edit("fixed_s = one.step_s - shared_s", "fixed_s = step_s - shared_s", Cause(
+            "On N ranks only 1/N of the shared part is in T_N: subtract that, or all of it from "
+            "T_1.")),
+        Edit("return efficiency, fixed_s, math.floor", "return efficiency, shared_s, math.floor",
+             Cause("That is what the ranks share, on one of them: the fixed part is the rest."),
+             also=(("return efficiency, fixed_s, math.inf",
+                    "return efficiency, shared_s, math.inf"),)),
+        Edit(NONE_FIXED, "if fixed_s < 0:", AT_ZERO),
+        Edit(NONE_FIXED, "if fixed_s == 0:", AT_ZERO),
+        Edit(LIMIT, LIMIT.replace("floor", "ceil"), Cause(
+            "Rounded up: on one rank more than fits, the efficiency is below the limit.")),
+        Edit(LIMIT, LIMIT.replace("math.floor", "round"), Cause(
+            "Rounded to the nearest: half of the time that is one rank too many.")),
+        Edit(LIMIT, f"{LIMIT.replace('floor', 'ceil')} - 1", Cause(
+            "Exactly the limit is still at least the limit: it counts.")),
+        Edit(LIMIT, LIMIT.replace("math.floor(", "(").replace("fixed_s)", "fixed_s // 1)"),
+             A_FLOAT),
+        Edit(LIMIT, LIMIT.replace("* 100 / percent", "/ percent"), Cause(
+            "The limit is given in per cent: 50 of them are one half.")),
+        Edit(LIMIT, LIMIT.replace("100 / percent", "percent / 100"), Cause(
+            "Upside down: M T_M may be longer than T_1, by 100 / percent.")),
+        Edit(LIMIT, LIMIT.replace(" - shared_s", ""), Cause(
+            "M T_M is M times the fixed part and, once, the shared part: subtract that first.")),
+        Edit(LIMIT, "math.floor(one.step_s / fixed_s)", Cause(
+            "That is the largest factor that any number of ranks can reach, Amdahl's limit: how "
+            "many ranks still keep the efficiency?")),
+        Edit("return efficiency, fixed_s, math.floor", "return fixed_s, math.floor", THREE),
+    ),
+)  # fmt: skip
