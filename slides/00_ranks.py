@@ -25,14 +25,14 @@ class Shown:
 
 
 def speak(rank):
-    """Rank 3 is ready first."""
+    """Sleep 0.3 s on rank 0 and not at all on rank 3, then compute."""
     time.sleep(0.1 * (3 - rank))
     with span("compute", f"rank {rank}"):
         time.sleep(0.05)
 
 
 def late_barrier(rank):
-    """Work of different length, then a barrier."""
+    """Compute for different times, then meet in a barrier."""
     with span("compute", "work"):
         time.sleep(0.05 + 0.05 * rank)
     dist.barrier()
@@ -41,13 +41,13 @@ def late_barrier(rank):
 
 
 def late_sum(rank):
-    """Rank 3 comes last."""
+    """Call all_reduce late: rank 3 comes last."""
     time.sleep(0.1 * rank)
     dist.all_reduce(torch.tensor([10.0**rank]))
 
 
 def send_first(rank):
-    """The circle of waiting."""
+    """Send first, then receive: a circle in which every rank waits."""
     left, right = (rank - 1) % 4, (rank + 1) % 4
     x, received = torch.tensor([10.0**rank]), torch.empty(1)
     dist.send(x, right)
@@ -55,14 +55,14 @@ def send_first(rank):
 
 
 def only_rank_0(rank):
-    """A collective that the other ranks never call."""
+    """Call a collective on rank 0 alone."""
     loss = torch.tensor(10.0**rank)
     if rank == 0:
         dist.all_reduce(loss)
 
 
 def send_one(rank, num_bytes):
-    """One message from rank 0 to rank 1."""
+    """Send one message from rank 0 to rank 1."""
     message = torch.zeros(num_bytes, dtype=torch.uint8)
     if rank == 0:
         dist.send(message, 1)
@@ -71,7 +71,7 @@ def send_one(rank, num_bytes):
 
 
 def waits_of(ranks, fn):
-    """Who waits for whom when this function hangs."""
+    """Return which rank waits for which when this function hangs."""
     try:
         ranks.run(fn)
     except RankError as hang:
@@ -81,7 +81,7 @@ def waits_of(ranks, fn):
 
 
 def message():
-    """What messages take on a slow wire, by the formula and measured."""
+    """Draw the times of messages on a slow link, by the formula and measured."""
     sizes_mb = [0, 1, 2, 3, 4]
     with Ranks(2, link=WIRE) as pair:
         times_s = []
@@ -95,15 +95,15 @@ def message():
 
 
 def pictures():
-    """All pictures by the names the deck calls them."""
+    """Return all pictures by the names that the deck uses."""
     with Ranks(4) as ranks:
         runs = {}
         for fn in (speak, late_barrier, late_sum):
             ranks.run(fn)
             runs[fn] = ranks.events
         return {
-            "speak": timeline(runs[speak], f"Rank {runs[speak][0].rank} speaks first"),
-            "barrier": timeline(runs[late_barrier], "Whoever comes early waits"),
+            "speak": timeline(runs[speak], f"Rank {runs[speak][0].rank} prints first"),
+            "barrier": timeline(runs[late_barrier], "A rank that comes early waits"),
             "late": timeline(runs[late_sum], "All leave when the last one has come"),
             "circle": waiting(waits_of(ranks, send_first), 4),
             "alone": waiting(waits_of(ranks, only_rank_0), 4),

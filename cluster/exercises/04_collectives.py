@@ -1,12 +1,12 @@
-r"""Lesson 04 outside of the notebook: how fast do collectives run here, and what would a wire say?
+r"""Lesson 04 outside of the notebook: how fast are collectives here, and what does the model say?
 
 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 cluster/exercises/04_collectives.py
 
-First a message goes from the first rank to the last and back, in several sizes: that gives alpha
-and beta. From these the cost model predicts the built-in collectives and the ring of lesson 04,
-which take turns. Predict first: is the bus bandwidth of an all-reduce that of the wire? Run it on 2
-and 4 cards of a node, then over two nodes: which of alpha and beta changes? Each rank leaves its
-run record in runs/04_collectives, or where `--record-to` says.
+First, messages from the first rank to the last and back, in several sizes, give alpha (latency) and
+beta (bandwidth). From these the cost model predicts the built-in collectives and the ring of lesson
+04, which are timed in turns. Predict first: is the bus bandwidth of an all-reduce that of the link?
+Run it on 2 and 4 GPUs of a node, then on two nodes: which of alpha and beta changes? Each rank
+writes its run record to runs/04_collectives, or to the folder that `--record-to` names.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Found = dict[str, dict[int, float]]  # name -> bytes -> seconds
 
 
 def there_and_back(x: Tensor) -> None:
-    """A message from the first rank to the last one, and one back; the others do nothing."""
+    """Send a message from the first rank to the last one, and one back; the others do nothing."""
     last = dist.get_world_size() - 1
     if dist.get_rank() == 0:
         dist.send(x, last)
@@ -41,13 +41,13 @@ def there_and_back(x: Tensor) -> None:
 
 
 def all_gather(x: Tensor) -> None:
-    """The shards of all ranks to all ranks."""
+    """Give every rank the shards of all ranks."""
     p, rank = dist.get_world_size(), dist.get_rank()
     dist.all_gather_single(x, x.chunk(p)[rank].clone())
 
 
 def reduce_scatter(x: Tensor) -> None:
-    """The sum over all ranks, a shard to each."""
+    """Sum over all ranks; each rank keeps one shard."""
     dist.reduce_scatter_single(torch.empty_like(x.chunk(dist.get_world_size())[0]), x)
 
 
@@ -61,7 +61,7 @@ CALLS: dict[str, tuple[str, Callable[[Tensor], object]]] = {
 
 
 def seconds(name: str, call: Callable[[Tensor], object], num_bytes: int) -> float:
-    """Seconds of one call, by the slowest rank; all ranks begin together."""
+    """Return the seconds of one call on the slowest rank; all ranks begin together."""
     x = torch.ones(num_bytes // 4, device=rank_device())
     dist.barrier()
     start_s = time.perf_counter()
@@ -75,7 +75,7 @@ def seconds(name: str, call: Callable[[Tensor], object], num_bytes: int) -> floa
 
 
 def sweep(rank: int, args: argparse.Namespace) -> Found:
-    """The median seconds of each call for each size."""
+    """Return the median seconds of each call and size."""
     p = dist.get_world_size()
     calls = {"there and back": there_and_back} if p > 1 else {}
     calls |= {name: call for name, (_, call) in CALLS.items()}
@@ -92,7 +92,7 @@ def sweep(rank: int, args: argparse.Namespace) -> Found:
 
 
 def print_table(found: Found, p: int) -> None:
-    """One line a call and size: measured, predicted, and as bus bandwidth."""
+    """Print a line for each call and size: seconds measured and predicted, and bus bandwidth."""
     trips = found.pop("there and back", {})
     link = fitted(trips)
     if link:
@@ -104,7 +104,7 @@ def print_table(found: Found, p: int) -> None:
 
 
 def fitted(trips: dict[int, float]) -> Link | None:
-    """The wire that the messages there and back show, if they do."""
+    """Return the link that fits the messages there and back, if there is one."""
     if not trips:
         return None
     try:
@@ -115,7 +115,7 @@ def fitted(trips: dict[int, float]) -> Link | None:
 
 
 def line(name: str, n: int, time_s: float, p: int, link: Link | None) -> str:
-    """What a call took, and what the wire would say."""
+    """Return a line: what a call took, and what the model predicts."""
     kind, _ = CALLS[name]
     told = f"{name:>21} {format_bytes(n):>9}: {format_seconds(time_s):>8}"
     if link is None:
@@ -126,7 +126,7 @@ def line(name: str, n: int, time_s: float, p: int, link: Link | None) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line asks for."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     sizes = {"metavar": "KIB", "help": "two sizes or more", "default": [4, 64, 1024, 4096]}
     parser.add_argument("--sizes", type=float, nargs="+", **sizes)

@@ -4,9 +4,10 @@ torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 4 \
     cluster/exercises/05_data_parallel.py
 
 Ours and PyTorch's own take turns. Every rank has a batch of its own, so the work grows with the
-ranks (weak scaling): run it on 1, 2 and 4 ranks, predict the time of a step each time, and see what
-the all-reduces take. `--every 8` averages the parameters every 8 steps in place of the gradients in
-each. Each rank leaves its run record in runs/05_data_parallel, or where `--record-to` says.
+number of ranks (weak scaling): run it on 1, 2 and 4 ranks, predict the time of a step each time,
+and see how long the all-reduces take. `--every 8` averages the parameters every 8 steps (local SGD)
+instead of the gradients in each. Each rank writes its run record to runs/05_data_parallel, or where
+`--record-to` says.
 """
 
 import argparse
@@ -31,11 +32,11 @@ OURS, THEIRS = "ours", "PyTorch's"
 
 
 def nothing() -> None:
-    """What a step may leave out."""
+    """Do nothing: the part of a step that a method leaves out."""
 
 
 class Way:
-    """One of the ways to train: a replica of the GPT, and what it does after backward and step."""
+    """One method: a replica of the GPT, and what the method does after backward and after step."""
 
     def __init__(self, rank: int, args: argparse.Namespace, kind: str) -> None:
         torch.manual_seed(rank)  # the first rank's weights win
@@ -45,7 +46,7 @@ class Way:
         self.batches, self.losses = batches(rank, args), list[Tensor]()
 
     def step(self) -> None:
-        """One step on this rank's own next batch; gradients are clear."""
+        """Take one step on this rank's own next batch; gradients are cleared before."""
         inputs, targets = next(self.batches)
         with span("forward", "F"):
             loss = token_loss(self.model(inputs), targets)
@@ -63,7 +64,7 @@ class Way:
 def wrapped(
     module: nn.Module, every: int, kind: str
 ) -> tuple[nn.Module, Callable[[], object], Callable[[], object]]:
-    """The model to be called, and what follows backward and the optimizer's step."""
+    """Return the model to be called, and what follows backward and the optimizer's step."""
     if kind == OURS and every:
         local = LocalSGD(module, every)
         return local, nothing, local.step_done
@@ -78,7 +79,7 @@ def wrapped(
 
 
 def batches(rank: int, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets of a rank, the same for every way."""
+    """Yield the inputs and targets of a rank, the same for every method."""
     spec = find_model(args.model)
     sizes = {"batch": args.batch, "seq": min(args.seq, spec.max_seq), "vocab": spec.vocab}
     for n in count():
@@ -87,9 +88,9 @@ def batches(rank: int, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tenso
 
 
 def train(rank: int, args: argparse.Namespace) -> dict[str, float]:
-    """The time of a step of both ways, in seconds; rank 0 tells what came of them.
+    """Return the seconds of a step of both methods; rank 0 prints the results.
 
-    The least disturbed step's; under local SGD the mean, as only some of its steps talk.
+    Those of the fastest step; for local SGD the mean, since only some of its steps communicate.
     """
     ways = {kind: Way(rank, args, kind) for kind in (OURS, THEIRS)}
     steps = {kind: (way.module, way.step) for kind, way in ways.items()}
@@ -104,7 +105,7 @@ def train(rank: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def tell(kind: str, way: Way, step_s: float, num_tokens: int) -> None:
-    """Print the time of a step, tokens a second, the last loss, and the fingerprints' agreement."""
+    """Print the time of a step, tokens/s, the last loss, and whether the replicas are equal."""
     p, loss = dist.get_world_size(), way.losses[-1]
     dist.all_reduce(loss)
     prints: list[str | None] = [None] * p
@@ -121,10 +122,12 @@ def tell(kind: str, way: Way, step_s: float, num_tokens: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="small", help="a preset: tiny, small, study-10m ...")
-    parser.add_argument("--every", type=int, default=0, help="local SGD: steps between two means")
+    parser.add_argument(
+        "--every", type=int, default=0, help="local SGD: steps between two averages"
+    )
     parser.add_argument("--batch", type=int, default=1, help="sequences on each rank")
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--turns", type=int, default=10, help="steps of each way, after a first")
+    parser.add_argument("--turns", type=int, default=10, help="timed steps of each method")
     parser.add_argument("--record-to", default="runs/05_data_parallel", metavar="FOLDER")
     arguments = parser.parse_args()
     try:

@@ -2,9 +2,10 @@
 
 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 cluster/exercises/06_ddp.py
 
-A GPT takes a few steps for each bucket size, once without overlap, and under PyTorch's own DDP;
-they take turns, so that whatever else the network does falls on all. Predict first: which size, and
-by how much? Each rank leaves its run record in runs/06_ddp, or where `--record-to` says.
+A GPT takes a few steps for each bucket size, without overlap, and with PyTorch's own DDP. The
+steps are interleaved, so that other traffic affects all of them alike. Predict first: which size is
+best, and how much faster is it? Each rank writes its run record to runs/06_ddp, or where
+`--record-to` says.
 """
 
 import argparse
@@ -29,7 +30,7 @@ THEIRS = "PyTorch"
 
 
 def options_of(sizes_mib: list[float]) -> dict[str, dict[str, Any]]:
-    """What is compared, by name: each bucket size, one bucket for all, and no overlap."""
+    """Return the options of each run by name: each size, one bucket for all, and no overlap."""
     runs: dict[str, dict[str, Any]] = {
         f"{size:g} MiB": {"bucket_bytes": size * MIB} for size in sizes_mib
     }
@@ -42,7 +43,7 @@ def options_of(sizes_mib: list[float]) -> dict[str, dict[str, Any]]:
 def step(
     model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], name: str
 ) -> tuple[float, int]:
-    """Seconds of forward and backward, and the messages in it; all ranks begin together."""
+    """Return the seconds and the messages of forward and backward; all ranks begin together."""
     model.zero_grad()
     dist.barrier()
     start_s = time.perf_counter()
@@ -57,7 +58,7 @@ def step(
 
 
 def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
-    """The least disturbed step of each bucket size, in seconds."""
+    """Return the seconds of the fastest step for each bucket size; rank 0 prints them."""
     device, spec = rank_device(), find_model(args.model)
     torch.manual_seed(rank)  # the first rank's weights win
     whole = GPT(spec).to(device)
@@ -78,16 +79,16 @@ def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
     if rank == 0:
         num_mib = sum(param.nbytes for param in models[THEIRS].parameters()) / MIB
         p = dist.get_world_size()
-        print(f"{p} ranks, gradients of {num_mib:.1f} MiB; least disturbed", flush=True)
+        print(f"{p} ranks, gradients of {num_mib:.1f} MiB; the fastest step of each", flush=True)
         for name, step_s in found.items():
-            told = f"{messages[name]:3} messages, {step_s * 1e3:8.1f} ms a step"
-            print(f"{name:>12}: {told}", flush=True)
+            words = f"{messages[name]:3} messages, {step_s * 1e3:8.1f} ms per step"
+            print(f"{name:>12}: {words}", flush=True)
         print(f"largest difference of their gradients: {apart:.1e}", flush=True)
     return found
 
 
 def grads_apart(ours: nn.Module, theirs: nn.Module) -> float:
-    """The largest difference of the last gradients."""
+    """Return the largest difference between the last gradients of two models."""
     return largest_difference(*([param.grad for param in x.parameters()] for x in (ours, theirs)))
 
 
@@ -95,11 +96,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="small", help="a preset: tiny, small, study-10m ...")
     parser.add_argument(
-        "--sizes", type=float, nargs="*", default=[0.25, 1, 4], metavar="MIB", help="of a bucket"
+        "--sizes", type=float, nargs="*", default=[0.25, 1, 4], metavar="MIB", help="bucket sizes"
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences on each rank")
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--turns", type=int, default=5, help="steps of each kind, after a first")
+    parser.add_argument("--turns", type=int, default=5, help="timed steps of each kind")
     parser.add_argument("--record-to", default="runs/06_ddp", metavar="FOLDER")
     arguments = parser.parse_args()
     try:

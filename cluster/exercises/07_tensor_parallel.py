@@ -1,12 +1,12 @@
-r"""Lesson 07 outside of the notebook: how long do the ranks of a split model talk in a step?
+r"""Lesson 07 outside of the notebook: which part of a split model's step is communication?
 
 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
     cluster/exercises/07_tensor_parallel.py
 
 A GPT is split over all ranks, without and with sequence parallelism, for batches of several sizes,
-by us and by PyTorch's own; they take turns. Predict first: what part of a step is talking, and what
-does a larger batch do to it? Run it on 2 and 4 cards of a node, then over two nodes. Each rank
-leaves its run record in runs/07_tensor_parallel, or where `--record-to` says.
+by the course and by PyTorch; they take turns. Predict first: which part of a step is communication,
+and what does a larger batch change? Run it on 2 and 4 GPUs of a node, then on two nodes. Each rank
+writes its run record to runs/07_tensor_parallel, or where `--record-to` says.
 """
 
 import argparse
@@ -39,21 +39,21 @@ Backward = Callable[[GPT, Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class Found:
-    """One step, on one rank."""
+    """Measurements of one step on one rank."""
 
     step_s: float
-    talk_s: float
+    exposed_s: float
     num_bytes: float
 
 
 def seeded(spec: ModelSpec) -> GPT:
-    """The same model on all ranks."""
+    """Return the same model on all ranks."""
     torch.manual_seed(0)
     return GPT(spec).to(rank_device())
 
 
 def torch_plan(spec: ModelSpec, sequence_parallel: bool) -> dict[str, parallel.ParallelStyle]:
-    """What PyTorch is told of each layer; q, k and v have one way in, as have up and gate."""
+    """Return PyTorch's plan by layer; q, k and v share one boundary, and so do up and gate."""
     stream = Shard(1) if sequence_parallel else Replicate()
     rows = parallel.RowwiseParallel
     styles: dict[str, parallel.ParallelStyle] = {
@@ -79,13 +79,13 @@ def torch_plan(spec: ModelSpec, sequence_parallel: bool) -> dict[str, parallel.P
 
 
 def our_backward(model: GPT, inputs: Tensor, targets: Tensor) -> None:
-    """Forward and backward; then all gradients are whole, or shards."""
+    """Run forward and backward; then every gradient is whole, or this rank's shard."""
     parallel_token_loss(model(inputs), targets).backward()
     finish_gradients(model)
 
 
 def their_backward(model: GPT, inputs: Tensor, targets: Tensor) -> None:
-    """The same by PyTorch: gradients of norms wait for whoever asks, which is done here."""
+    """Do the same with PyTorch, and reduce the norms' gradients, which it leaves partial."""
     with parallel.loss_parallel():
         token_loss(model(inputs), targets).backward()
     for param in model.parameters():
@@ -94,14 +94,14 @@ def their_backward(model: GPT, inputs: Tensor, targets: Tensor) -> None:
 
 
 def models(spec: ModelSpec, mesh: DeviceMesh, sequence_parallel: bool) -> tuple[GPT, GPT]:
-    """The same model twice, split by us and by PyTorch."""
+    """Return the same model twice, split by the course and by PyTorch."""
     theirs = seeded(spec)
     parallel.parallelize_module(theirs, mesh, torch_plan(spec, sequence_parallel))
     return parallelize(seeded(spec), mesh, sequence_parallel), theirs
 
 
 def step(model: GPT, backward: Backward, batch: tuple[Tensor, Tensor], name: str) -> Found:
-    """One step, and its talking; all ranks begin together."""
+    """Run one step and measure its communication; all ranks begin together."""
     model.zero_grad()
     dist.barrier()
     start_s = time.perf_counter()
@@ -115,7 +115,7 @@ def step(model: GPT, backward: Backward, batch: tuple[Tensor, Tensor], name: str
 
 
 def apart(ours: GPT, theirs: GPT) -> float:
-    """The largest difference of the whole gradients."""
+    """Return the largest difference between the whole gradients."""
     grads = {name: param.grad for name, param in theirs.named_parameters()}
     whole = gather_tensors(ours, {name: param.grad for name, param in ours.named_parameters()})
     return largest_difference(
@@ -125,7 +125,7 @@ def apart(ours: GPT, theirs: GPT) -> float:
 
 
 def sweep(rank: int, args: argparse.Namespace) -> dict[str, Found]:
-    """The least disturbed step for each batch, without and with sequence parallelism."""
+    """Return the fastest step for each batch, without and with sequence parallelism."""
     spec = replace(find_model(args.model), tied=False)  # PyTorch's plan splits no tied matrix
     p, seq = dist.get_world_size(), min(args.seq, spec.max_seq)
     mesh = init_device_mesh(rank_device().type, (p,), mesh_dim_names=("tp",))
@@ -150,13 +150,13 @@ def sweep(rank: int, args: argparse.Namespace) -> dict[str, Found]:
 
 
 def print_table(found: dict[str, Found], p: int) -> None:
-    """One line a kind of step. (A GPU only queues its collectives: there, the step is what counts.)
+    """Print a line per kind of step. (A GPU only queues its collectives; there, look at the step.)
 
-    Waiting for a rank that comes late is part of talking.
+    Waiting for a rank that is late counts as communication.
     """
-    print(f"a model on {p} rank{'s' * (p > 1)}; forward and backward, least disturbed", flush=True)
+    print(f"a model on {p} rank{'s' * (p > 1)}; forward and backward, fastest turn", flush=True)
     for name, one in found.items():
-        share = f" {100 * one.talk_s / one.step_s:3.0f} % of it talking," if p > 1 else ""
+        share = f" {100 * one.exposed_s / one.step_s:3.0f} % communication," if p > 1 else ""
         share *= rank_device().type == "cpu"
         sent = f"{one.num_bytes / MIB:8.2f} MiB sent by a rank"
         print(f"{name:>39}: {one.step_s * 1e3:8.1f} ms a step,{share} {sent}", flush=True)
@@ -167,7 +167,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="small", help="a preset: tiny, small, study-10m ...")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="sequences")
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--turns", type=int, default=5, help="steps of each kind, after a first")
+    parser.add_argument("--turns", type=int, default=5, help="steps of each kind, after a warm-up")
     parser.add_argument("--record-to", default="runs/07_tensor_parallel", metavar="FOLDER")
     arguments = parser.parse_args()
     try:

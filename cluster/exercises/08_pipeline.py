@@ -2,10 +2,11 @@
 
 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 cluster/exercises/08_pipeline.py
 
-A GPT is cut into one stage a rank, and takes a few steps for each schedule and number of
-micro-batches of the same batch, by our engine and by PyTorch's where it has the schedule; they take
-turns. Predict first: is m = 4p faster than m = p here, and does it hold more? Run it inside a node,
-then over two. Each rank leaves its run record in runs/08_pipeline, or where `--record-to` says.
+A GPT is split into one stage per rank and takes a few steps with each schedule and number of
+micro-batches of the same batch, with the course's engine and with PyTorch's where it has the
+schedule; they take turns. Predict first: is m = 4p faster than m = p here, and does it hold more?
+Run it inside a node, then on two nodes. Each rank writes its run record to runs/08_pipeline, or
+where `--record-to` says.
 """
 
 import argparse
@@ -48,7 +49,7 @@ THEIRS = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 
 @dataclass(frozen=True)
 class Stages:
-    """This rank's stage twice, with the same numbers: ours, and one for PyTorch; and the batch."""
+    """This rank's stage twice, with equal weights: one for PyTorch; and the batch."""
 
     ours: Pipeline
     theirs: nn.Module
@@ -56,7 +57,7 @@ class Stages:
 
     @classmethod
     def of(cls, rank: int, args: argparse.Namespace) -> "Stages":
-        """From a seed; untied, as PyTorch does not sum the gradients of a tied weight."""
+        """Build both from a seed; untied, as PyTorch does not sum the gradients of tied weights."""
         torch.manual_seed(0)
         spec, device = replace(find_model(args.model), tied=False), rank_device()
         stage = split_model(GPT(spec), dist.get_world_size(), rank).to(device)
@@ -66,7 +67,7 @@ class Stages:
         return cls(Pipeline(stage, token_loss), deepcopy(stage.chunks[0]), (inputs, targets))
 
     def our_step(self, name: str, m: int) -> Callable[[], int]:
-        """A step of our schedule, which returns how many micro-batches were held at most."""
+        """Return a step of the course's engine; it returns the most micro-batches held."""
         plan = SCHEDULES[name](dist.get_world_size(), m)
         inputs, targets = (part.chunk(m) for part in self.batch)
 
@@ -78,7 +79,7 @@ class Stages:
         return step
 
     def their_step(self, name: str, m: int) -> Callable[[], None]:
-        """A step of PyTorch's schedule of that name."""
+        """Return a step of PyTorch's schedule of that name."""
         rank, p, (inputs, targets) = dist.get_rank(), dist.get_world_size(), self.batch
         stage = pipelining.PipelineStage(self.theirs, rank, p, rank_device())
         schedule = THEIRS[name](stage, m, loss_fn=token_loss)
@@ -92,13 +93,13 @@ class Stages:
 
 
 def finish_queue() -> None:
-    """A GPU only queues its work: wait for it."""
+    """Wait for the GPU, which only queues its work."""
     if rank_device().type == "cuda":
         torch.cuda.synchronize()
 
 
 def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
-    """The least disturbed step of each schedule and number of micro-batches, in seconds."""
+    """Return the fastest step of each schedule and number of micro-batches, in seconds."""
     p, stages = dist.get_world_size(), Stages.of(rank, args)
     numbers = args.micro_batches or [m for m in (1, p, 4 * p) if args.batch % m == 0]
     steps: dict[str, tuple[nn.Module, Callable[[], Any]]] = {}
@@ -125,7 +126,7 @@ def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def grads_apart(stages: Stages) -> float:
-    """The largest difference of the gradients, on any stage."""
+    """Return the largest difference between the gradients, on any stage."""
     both = (stages.ours.stage, stages.theirs)
     return largest_difference(*([param.grad for param in one.parameters()] for one in both))
 
@@ -133,7 +134,7 @@ def grads_apart(stages: Stages) -> float:
 def print_table(
     found: dict[str, float], everybody: list[dict[str, int]], args: argparse.Namespace
 ) -> None:
-    """One line a kind of step; PyTorch does not tell what it held."""
+    """Print a line per kind of step; PyTorch does not report what it held."""
     p = len(everybody)
     print(f"{args.model} in {p} stage{'s' * (p > 1)}, a batch of {args.batch}", flush=True)
     for name, step_s in found.items():
@@ -147,10 +148,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="small", help="a preset: tiny, small, study-10m ...")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=["gpipe", "1f1b"])
-    parser.add_argument("--micro-batches", type=int, nargs="*", help="else 1, p, 4p")
-    parser.add_argument("--batch", type=int, default=16, help="sequences, cut into micro-batches")
+    parser.add_argument("--micro-batches", type=int, nargs="*", help="default: 1, p, 4p")
+    parser.add_argument("--batch", type=int, default=16, help="sequences, split into micro-batches")
     parser.add_argument("--seq", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--turns", type=int, default=5, help="steps of each kind, after a first")
+    parser.add_argument("--turns", type=int, default=5, help="steps of each kind, after a warm-up")
     parser.add_argument("--record-to", default="runs/08_pipeline", metavar="FOLDER")
     arguments = parser.parse_args()
     try:

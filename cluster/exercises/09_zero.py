@@ -1,13 +1,13 @@
-r"""Lesson 09 outside of the notebook: what does each stage of ZeRO hold, and what does it cost?
+r"""Lesson 09 outside of the notebook: what each stage of ZeRO keeps, sends and takes.
 
 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 cluster/exercises/09_zero.py
 
-A GPT is trained under stages 1, 2 and 3, each step with several micro-batches: by us, by PyTorch,
-and by DeepSpeed where it is installed; they take turns. PyTorch's stage 1 is its
-ZeroRedundancyOptimizer behind DDP; nearest to 2 and 3 is fully_shard, keeping what forward has
-gathered, or not. Predict first: which stage talks most, and what do more micro-batches do to it?
-Run it on 2 and 4 cards of a node, then over two nodes. Each rank leaves its run record in
-runs/09_zero, or where `--record-to` says.
+A GPT is trained under stages 1, 2 and 3, each step with one or more micro-batches: by the course's
+engines, by PyTorch, and by DeepSpeed where it is installed; they take turns. PyTorch's stage 1 is
+its ZeroRedundancyOptimizer behind DDP; closest to stages 2 and 3 is fully_shard, which keeps what
+forward has gathered (2), or frees it (3). Predict first: which stage communicates most, and what do
+more micro-batches change? Run it on 2 and 4 GPUs of a node, then on two nodes. Each rank writes its
+run record to runs/09_zero, or where `--record-to` says.
 """
 
 import argparse
@@ -43,21 +43,21 @@ Parts = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Found:
-    """One step on one rank."""
+    """One step on one rank: seconds, seconds of communication, bytes sent."""
 
     step_s: float
-    talk_s: float
+    communication_s: float
     num_bytes: float
 
 
 def ours(model: GPT, stage: int, offload: bool) -> Engine:
-    """Our engine of a stage."""
+    """Return our engine of a stage."""
     zero = STAGES[stage](model, torch.optim.AdamW, lr=1e-4, offload=offload)
     return handle(OURS, zero, zero, lambda: zero.full_state_dict()["model"])
 
 
 def pytorchs(model: GPT, stage: int) -> Engine:
-    """What PyTorch has of a stage."""
+    """Return what PyTorch has of a stage."""
     if stage > 1:
         return fully_sharded(model, ADAMW, unit=Block, reshard_after_forward=stage == 3)
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
@@ -71,7 +71,7 @@ def pytorchs(model: GPT, stage: int) -> Engine:
 def handle(
     name: str, model: Any, optimizer: Any, weights: Callable[[], dict[str, Tensor]]
 ) -> Engine:
-    """A model and its optimizer as frameworks are handled: an update forgets the gradients."""
+    """Return an engine for a model and its optimizer, whose update clears the gradients."""
 
     def update() -> None:
         optimizer.step()
@@ -81,7 +81,7 @@ def handle(
 
 
 def makers(stage: int, count: int, offload: bool) -> dict[str, Callable[[GPT], Engine]]:
-    """Who does a stage here, by name."""
+    """Return the engines of a stage that are available here, by name."""
     found: dict[str, Callable[[GPT], Engine]] = {OURS: partial(ours, stage=stage, offload=offload)}
     if not offload:
         found[THEIRS] = partial(pytorchs, stage=stage)
@@ -92,7 +92,7 @@ def makers(stage: int, count: int, offload: bool) -> dict[str, Callable[[GPT], E
 
 
 def passes(engine: Engine, parts: Parts, counts_itself: bool) -> None:
-    """Forward and backward of all micro-batches, and an update. DeepSpeed counts them itself."""
+    """Run forward and backward of all micro-batches, and an update; DeepSpeed counts itself."""
     for number, (inputs, targets) in enumerate(parts, start=1):
         is_last, model = number == len(parts), engine.model
         behind_ddp = isinstance(model, DistributedDataParallel)
@@ -104,7 +104,7 @@ def passes(engine: Engine, parts: Parts, counts_itself: bool) -> None:
 
 
 def step(engine: Engine, parts: Parts, name: str) -> Found:
-    """One step of some micro-batches; all ranks begin together."""
+    """Take one step of some micro-batches; all ranks begin together."""
     dist.barrier()
     start_s = time.perf_counter()
     with record() as log, span("compute", name):
@@ -117,7 +117,7 @@ def step(engine: Engine, parts: Parts, name: str) -> Found:
 
 
 def parts_of(rank: int, count: int, args: argparse.Namespace) -> Parts:
-    """The micro-batches of a rank, from a seed."""
+    """Return the micro-batches of a rank, from a seed."""
     spec = find_model(args.model)
     seq = min(args.seq, spec.max_seq)
     tokens = token_batch(rank, batch=args.batch * count, seq=seq, vocab=spec.vocab)
@@ -126,10 +126,13 @@ def parts_of(rank: int, count: int, args: argparse.Namespace) -> Parts:
 
 
 def sweep(rank: int, args: argparse.Namespace) -> dict[str, Found]:
-    """The least disturbed step of each stage, for each number of micro-batches, by each of them."""
+    """Return the fastest step of each stage, number of micro-batches and engine."""
     p, found, apart = dist.get_world_size(), dict[str, Found](), list[float]()
     if rank == 0:
-        print(f"{args.model} on {p} rank{'s' * (p > 1)}, fp32, AdamW; least disturbed", flush=True)
+        print(
+            f"{args.model} on {p} rank{'s' * (p > 1)}, fp32, AdamW; fastest of its turns",
+            flush=True,
+        )
     for stage, count in product(args.stages, args.micro_batches):
         kind = f"stage {stage}, {count} micro-batch{'es' * (count > 1)}"
         parts, engines, kept = parts_of(rank, count, args), dict[str, Engine](), dict[str, int]()
@@ -154,21 +157,21 @@ def sweep(rank: int, args: argparse.Namespace) -> dict[str, Found]:
 
 
 def differences(weights: list[dict[str, Tensor]]) -> list[float]:
-    """How far from the first each of the others is."""
+    """Return the largest difference of each engine's weights from the first one's."""
     ours, *others = ({name: x.to(rank_device()) for name, x in one.items()} for one in weights)
     return [largest_difference((ours[name] for name in one), one.values()) for one in others]
 
 
 def tell(name: str, one: Found, kept_bytes: int) -> None:
-    """One line a kind of step. (A GPU only queues its collectives: there, the step is what counts.)
+    """Print one line per kind of step. (A GPU only queues its collectives: there, the step counts.)
 
-    Waiting for a rank that comes late is part of talking.
+    Waiting for a late rank is part of the communication.
     """
     if dist.get_rank() == 0:
-        share = f" {100 * one.talk_s / one.step_s:3.0f} % of it talking,"
+        share = f" {100 * one.communication_s / one.step_s:3.0f} % communicating,"
         share *= dist.get_world_size() > 1 and rank_device().type == "cpu"
         told = f"{format_bytes(one.num_bytes)} sent, {format_bytes(kept_bytes)} kept between steps"
-        print(f"{name:>37}: {one.step_s * 1e3:8.1f} ms a step,{share} {told}", flush=True)
+        print(f"{name:>37}: {one.step_s * 1e3:8.1f} ms per step,{share} {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Lesson 10 outside of the notebook: what do freeing, prefetch and bf16 do to a step, here?
+"""Lesson 10 outside of the notebook: measure what freeing, prefetch and bf16 do to a step.
 
 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 cluster/exercises/10_fsdp.py
 
-A model takes a few steps under FSDP in several ways, and under PyTorch's; they take turns, so that
-whatever else the network does falls on all. `--model gpt2-char` and `--model bert-dialogues` have
-the sizes of a study on one card and on two. Predict first: which way is fastest, which holds least?
-Run it on 1, 2 and 4 cards of a node, then over two nodes. Each rank leaves its run record in
-runs/10_fsdp, or where `--record-to` says.
+A model takes a few steps under our FSDP in several ways, and under PyTorch's `fully_shard`; they
+take turns, so that other load on the network affects all of them alike. `--model gpt2-char` and
+`--model bert-dialogues` have the sizes of Jin, Zhang and Huang 2023 (lesson 10, section 9). Predict
+first: which way is fastest, which keeps least? Run it on 1, 2 and 4 GPUs of a node, then on two
+nodes. Each rank writes its run record to runs/10_fsdp, or where `--record-to` says.
 """
 
 import argparse
@@ -45,7 +45,7 @@ THEIRS = "PyTorch, freed"
 
 
 def spec_of(name: str) -> ModelSpec:
-    """A GPT's or a BERT's.
+    """Return the specification of a GPT or a BERT by its name.
 
     Raises: CourseError for a name that is neither
     """
@@ -53,7 +53,7 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def batch_of(rank: int, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a rank, from a seed."""
+    """Return inputs and targets of a rank, from a seed."""
     spec, device = spec_of(args.model), rank_device()
     seq = min(args.seq, spec.max_seq)
     if args.model in ENCODERS:
@@ -66,7 +66,7 @@ def batch_of(rank: int, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
 
 
 def prepared(args: argparse.Namespace) -> dict[str, tuple[nn.Module, Callable[[Tensor], Any]]]:
-    """By name: a model to call, and what is done with its loss."""
+    """Return, by name, a model to call, and a function that is called with its loss."""
     kind: type[nn.Module] = BERT if args.model in ENCODERS else GPT
     unit = EncoderBlock if kind is BERT else Block
     made: dict[str, tuple[nn.Module, Callable[[Tensor], Any]]] = {}
@@ -80,14 +80,14 @@ def prepared(args: argparse.Namespace) -> dict[str, tuple[nn.Module, Callable[[T
 
 
 def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """Backward and the optimizer's step."""
+    """Run backward and the optimizer's step."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
-    """The least disturbed step of each way, in seconds."""
+    """Return the fastest step of each way, in seconds."""
     ways, (inputs, targets) = prepared(args), batch_of(rank, args)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     notes: dict[str, str] = {}
@@ -120,32 +120,32 @@ def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def weights_apart(ours: Any, theirs: nn.Module) -> float:
-    """The largest difference of the whole parameters."""
+    """Return the largest difference of the whole parameters."""
     state, whole = ours.full_state_dict(), whole_weights(theirs)
     return largest_difference((state[name].to(rank_device()) for name in whole), whole.values())
 
 
 def calls_in(events: list[Any]) -> list[Any]:
-    """The communication in it."""
+    """Return the communication among the events."""
     return [event for event in events if event.kind in COMMUNICATION_KINDS]
 
 
 def print_table(
     found: dict[str, float], notes: dict[str, str], args: argparse.Namespace, inputs: Tensor
 ) -> None:
-    """One line a way."""
+    """Print one line per way."""
     p = dist.get_world_size()
-    print(f"{args.model} on {p} rank{'s' * (p > 1)}, AdamW; least disturbed", flush=True)
+    print(f"{args.model} on {p} rank{'s' * (p > 1)}, AdamW; fastest of its turns", flush=True)
     for name, seconds in found.items():
         rate = p * inputs.numel() / seconds
         print(
-            f"{name:>15}: {seconds * 1e3:8.1f} ms a step, {rate:8.0f} tokens/s, {notes[name]}",
+            f"{name:>15}: {seconds * 1e3:8.1f} ms per step, {rate:8.0f} tokens/s, {notes[name]}",
             flush=True,
         )
 
 
 def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """What the command line says, or why it cannot be, and the end."""
+    """Return the options of the command line; end with a message where they make no sense."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -84,7 +84,7 @@ def mask_tokens(
 
     In each sequence 15 % of the tokens are to be predicted, at least one. Of these, 80 % are
     replaced by `mask`, 10 % by a random word, and 10 % stay as they are. The ids below
-    `num_special` are no words: they are never chosen, nor used as a replacement.
+    `num_special` are not words: they are never chosen, nor used as a replacement.
 
     Shapes:  [batch, seq] -> inputs and targets, both [batch, seq]
     Raises:  ShapeError for a vocabulary without words, or tokens that are no [batch, seq]

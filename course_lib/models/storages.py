@@ -1,6 +1,6 @@
 """Bytes that tensors occupy: each storage once, however many tensors are views of it.
 
-Weights, gradients, optimizer state and activations are all weighed with these two functions.
+Weights, gradients, optimizer state and activations are all counted with these two functions.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from torch import Tensor
 def storage_bytes(tensors: Iterable[Any], counted: set[int] | None = None) -> int:
     """Return the bytes of the tensors' storages, each storage once.
 
-    Of a sharded tensor (a DTensor) the local shard counts; None and what is no tensor count 0.
+    Of a sharded tensor (a DTensor) the local shard counts; None and anything else counts 0.
 
     counted   keys of storages that an earlier call has counted: left out here; new ones are added
     """

@@ -35,18 +35,18 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1")
 class TrainConfig:
     """The settings of a training run; `global_batch = micro_batch * num_micro_batches * dp`.
 
-    masked        the model is a BERT, which guesses hidden tokens; else a GPT
-    epochs        how often all tokens of the data are read; None: as often as `steps` says
-    tp, pp        ranks that share every layer, and stages of layers; dp = ranks / (tp * pp)
-    schedule      of the stages; None: 1f1b if there are any
-    model_chunks  of each rank, if interleaved; None: 2
-    micro_batch   sequences in one forward pass; None: all of the rank's share at once, or with pp
-                  2 * pp parts of it; what cannot be shared evenly gives the first a sequence more
-    warmup        steps in which the learning rate grows in a straight line, from lr / warmup to lr
-    momentum      of sgd: how much of the last update comes again; None: nothing of it
-    clip_norm     the most that the norm of the gradient may be; None: anything
+    masked        the model is a BERT, which predicts masked tokens; False: a GPT
+    epochs        passes over all tokens of the data; None: `steps` decides
+    tp, pp        ranks that split every layer, and pipeline stages; dp = ranks / (tp * pp)
+    schedule      of the pipeline; None: 1f1b if there are stages
+    model_chunks  per rank, for the interleaved schedule; None: 2
+    micro_batch   sequences in one forward pass; None: the rank's whole share, or with pp 2 * pp
+                  parts of it, of which the first get one sequence more if that is not even
+    warmup        steps in which the learning rate grows linearly, from lr / warmup to lr
+    momentum      the momentum factor of sgd; None: no momentum
+    clip_norm     upper limit for the norm of the gradient; None: no limit
     reshard       of fsdp and torch-fsdp: free a block between its forward and its backward
-    compute_dtype of fsdp: what is gathered and computed in; None: dtype
+    compute_dtype of fsdp: the dtype of gathers and computation; None: dtype
     data          "synthetic", "shakespeare", "dialogues" or the path of a text file
     every         steps between two lines of output; 0: none
     out           folder for run records and the checkpoint; None: nothing is written
@@ -194,7 +194,7 @@ class TrainConfig:
         if path and path.is_file() and not self.resume:
             raise CourseError(
                 f"--out: need a folder without a checkpoint; there is {path}. "
-                "Try --resume to go on from it, or another --out."
+                "Try --resume to continue from it, or another --out."
             )
         if path and self.resume and not path.is_file():
             raise CourseError(

@@ -1,7 +1,7 @@
 """Batches of a training run: inputs and targets for a GPT or a BERT, from the chosen data.
 
-Batch n is a function of (seed, n) and nothing else, hidden tokens too, so every rank makes the same
-whole batch and takes its part of it.
+Batch n, with its masked tokens, is a function of (seed, n) and nothing else, so every rank makes
+the same whole batch and takes its part of it.
 """
 
 from dataclasses import dataclass
@@ -69,9 +69,9 @@ class NextTokens:
 
 @dataclass(frozen=True)
 class HiddenTokens:
-    """Masked-token prediction, for a BERT: some tokens are hidden, and are the targets.
+    """Masked-token prediction, for a BERT: some tokens are masked, and are the targets.
 
-    Dialogues have a token that hides others; other data get one more for that, the last one.
+    Dialogues have a mask token; other data get one more token for that, the last one.
     """
 
     source: Text | Synthetic | Dialogues
@@ -132,7 +132,7 @@ def open_data(config: TrainConfig) -> Examples:
 
 
 def steps_of_an_epoch(examples: Examples, config: TrainConfig) -> int | None:
-    """Return the optimizer steps that read as many tokens as the data hold; None without an end."""
+    """Return the optimizer steps of one pass over all tokens of the data; None if it has no end."""
     if examples.num_tokens is None:
         return None
     return max(1, round(examples.num_tokens / (config.global_batch * config.seq)))

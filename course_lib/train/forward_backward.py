@@ -1,8 +1,8 @@
 """Forward and backward passes of a step: one micro-batch after another, or through a pipeline.
 
 Either way a micro-batch's loss is weighted by its share, and the result is three sums over all
-micro-batches: the loss and, for a BERT, the hidden tokens that were predicted right, and all
-hidden.
+micro-batches: the loss and, for a BERT, how many masked tokens were predicted correctly, and how
+many there were.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def make_pass(
 
     Call it with the micro-batches and their shares.
 
-    Shapes:  -> [3]: the loss, 0 where it is not known; hidden tokens that were guessed; all hidden
+    Shapes:  -> [3]: the loss (0 where it is not known), correctly predicted, and all masked tokens
     """
     loss_fn: _LossFn = token_loss
     if config.tp > 1:

@@ -17,11 +17,13 @@ StrategyOption = Annotated[
         + ", ".join(SHARDS)
         + ". Frameworks: "
         + ", ".join(FRAMEWORKS)
-        + ". With -offload the optimizer is on the CPU. Without --strategy: single for one copy of "
-        "the model, ddp for more."
+        + ". With -offload the optimizer is on the CPU. Default: single for one copy of the model, "
+        "ddp for more."
     ),
 ]
-RanksOption = Annotated[int | None, typer.Option(help="Ranks to start here; tp * pp without it.")]
+RanksOption = Annotated[
+    int | None, typer.Option(help="Ranks to start on this machine. Default: tp * pp.")
+]
 ModelOption = Annotated[
     str,
     typer.Option(
@@ -33,7 +35,7 @@ Layers = Annotated[int | None, typer.Option(help="Layers, instead of the preset'
 Hidden = Annotated[int | None, typer.Option(help="Width, instead of the preset's.")]
 Heads = Annotated[int | None, typer.Option(help="Attention heads, instead of the preset's.")]
 Vocab = Annotated[
-    int | None, typer.Option(help="How many synthetic tokens there are, instead of the preset's.")
+    int | None, typer.Option(help="Number of different synthetic tokens, instead of the preset's.")
 ]
 Data = Annotated[
     str,
@@ -45,64 +47,63 @@ Data = Annotated[
 StepsOption = Annotated[
     int | None,
     typer.Option(
-        help="Optimizer steps in all, also when it goes on from a checkpoint; 100 without it."
+        help="Optimizer steps in total, including those before the checkpoint of --resume. "
+        "Default: 100."
     ),
 ]
 Epochs = Annotated[
-    int | None, typer.Option(help="Instead of --steps: how often to read as much as a text holds.")
+    int | None, typer.Option(help="Instead of --steps: passes over all tokens of a text.")
 ]
 GlobalBatch = Annotated[int, typer.Option(help="Sequences in a step, all ranks together.")]
 MicroBatch = Annotated[
     int | None,
     typer.Option(
-        help="Sequences in one forward pass; the rest of a rank's share is accumulated, or with "
-        "--pp follows through the stages (without it: 2 * pp micro-batches)."
+        help="Sequences in one forward pass; the rest of a rank's share follows in more "
+        "micro-batches. Default: the whole share at once, or with --pp 2 * pp micro-batches."
     ),
 ]
-Tp = Annotated[int, typer.Option(help="Ranks that share every layer (tensor parallel).")]
+Tp = Annotated[int, typer.Option(help="Ranks that split every layer (tensor parallelism).")]
 SequenceParallel = Annotated[
-    bool, typer.Option("--sequence-parallel", help="With --tp, norms and dropout are shared too.")
+    bool, typer.Option("--sequence-parallel", help="With --tp: also split norms and dropout.")
 ]
-Pp = Annotated[int, typer.Option(help="Stages of layers, a rank each (pipeline parallel).")]
+Pp = Annotated[int, typer.Option(help="Pipeline stages, one rank each (pipeline parallelism).")]
 ScheduleOption = Annotated[
-    str | None, typer.Option(help=f"With --pp: {', '.join(SCHEDULES)}. Without it: 1f1b.")
+    str | None, typer.Option(help=f"With --pp: {', '.join(SCHEDULES)}. Default: 1f1b.")
 ]
 ModelChunks = Annotated[
-    int | None, typer.Option(help="Model chunks a rank of --schedule interleaved; 2 without it.")
+    int | None, typer.Option(help="Model chunks per rank of --schedule interleaved. Default: 2.")
 ]
 Seq = Annotated[
     int | None,
-    typer.Option(help="Tokens in a sequence; without it 64, or as many as the model takes."),
+    typer.Option(help="Tokens in a sequence. Default: 64, or the model's maximum if that is less."),
 ]
 Optimizer = Annotated[str, typer.Option(help="sgd or adamw.")]
 Lr = Annotated[
-    float | None, typer.Option(help="Learning rate; without it 0.001 for adamw and 0.1 for sgd.")
+    float | None, typer.Option(help="Learning rate. Default: 0.001 for adamw, 0.1 for sgd.")
 ]
 Warmup = Annotated[
-    int, typer.Option(help="Steps in which the learning rate grows to --lr; 0: none.")
+    int, typer.Option(help="Steps in which the learning rate grows linearly to --lr; 0: none.")
 ]
-Momentum = Annotated[
-    float | None, typer.Option(help="With sgd: how much of the last update comes again, below 1.")
-]
+Momentum = Annotated[float | None, typer.Option(help="Momentum factor of sgd, below 1.")]
 ClipNorm = Annotated[
-    float | None, typer.Option(help="The most that the norm of the whole gradient may be.")
+    float | None, typer.Option(help="Upper limit for the norm of the whole gradient.")
 ]
-DropoutOption = Annotated[float, typer.Option(help="Probability that a number is dropped.")]
+DropoutOption = Annotated[float, typer.Option(help="Dropout probability.")]
 Dtype = Annotated[str, typer.Option(help="float32, float64 or bfloat16.")]
-Seed = Annotated[int, typer.Option(help="Decides the first weights and the data.")]
+Seed = Annotated[int, typer.Option(help="Determines the initial weights and the data.")]
 ComputeDtype = Annotated[
-    str | None, typer.Option(help="With fsdp: bfloat16 is gathered and computed in.")
+    str | None, typer.Option(help="With fsdp: the dtype of gathers and computation, bfloat16.")
 ]
 Reshard = Annotated[
     bool,
     typer.Option(help="With fsdp and torch-fsdp: free a block between forward and backward."),
 ]
 BucketMib = Annotated[
-    float, typer.Option(help="Size of a bucket of ddp, torch-ddp and zero1 to zero3.")
+    float, typer.Option(help="Bucket size in MiB, for ddp, torch-ddp and zero1 to zero3.")
 ]
 Every = Annotated[int, typer.Option(help="Steps between two lines of output; 0: silent.")]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder for run records and the checkpoint, such as runs/NAME.")
 ]
 SaveEvery = Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")]

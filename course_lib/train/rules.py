@@ -98,7 +98,7 @@ def _check_framework(config: Any) -> None:
         )
     if "deepspeed" in name and config.dtype != "float32":
         raise CourseError(
-            f"--dtype: need float32 with {name}, as its gradients travel in it; got {config.dtype}."
+            f"--dtype: need float32 with {name}, as it reduces gradients in it; got {config.dtype}."
         )
     given = {"--clip-norm": config.clip_norm, "--warmup": config.warmup}
     if option := next((option for option, value in given.items() if value), ""):
@@ -121,7 +121,7 @@ def _check_data(config: Any) -> None:
         )
     if config.data == "dialogues" and not config.masked:
         raise CourseError(
-            "--data dialogues: need a BERT, which guesses hidden words; got the GPT "
+            "--data dialogues: need a BERT, which predicts masked words; got the GPT "
             f"{config.model.name}. Try --model bert-tiny."
         )
     if config.epochs and config.data == "synthetic":

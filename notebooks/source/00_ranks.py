@@ -1,28 +1,39 @@
 # %% [markdown]
 # # 00 Meet four ranks
 #
-# A large model is trained by many processes that work as one. This notebook starts four of them on
-# your machine. You give them work, let them talk, get them stuck on purpose, and learn to read what
-# went wrong. Some Python and a little PyTorch is all you need.
+# A large model is trained by many processes that work as one. **How do several processes run one
+# program, how do they communicate, and what does it look like when they wait for each other
+# forever?** This notebook starts four processes on your machine. You give them work, let them
+# communicate, make them hang on purpose, and learn to read the report.
+#
+# *After this lesson you can*
+#
+# - run a function on several ranks, and say what `rank` and `local_rank` are for;
+# - predict what a message costs from its latency and its bandwidth;
+# - use a barrier and an all-reduce, and keep them out of `if rank == 0`;
+# - find the cause of a hang: who waits, on which line, for whom.
+#
+# **Prerequisites:** Python and a little PyTorch; no other lesson. **Time:** about 50 minutes of
+# reading and running, 40 of exercises.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $r$ | `rank` | the number of one process in a run, from 0 |
-# | $p$ | `world_size` | how many ranks there are |
+# | $p$ | `world_size` | the number of ranks |
 # | | `node` | one machine |
 # | | `local_rank` | the number of a process on its node, from 0 |
 # | $n$ | `num_bytes` | the size of a message |
-# | $\alpha$ | `latency_s` | seconds that any message takes, however small |
-# | $\beta$ | `bytes_per_s` | how fast the bytes flow |
+# | $\alpha$ | `latency_s` | latency: the seconds that any message takes, however small |
+# | $\beta$ | `bytes_per_s` | bandwidth in bytes per second; in many papers its inverse |
 #
-# **How it works.** Run the cells from top to bottom with Shift+Enter. Three kinds of cells want
-# something from you:
+# **How it works.** Run the cells from top to bottom with Shift+Enter. Three kinds of cells ask
+# something of you:
 #
-# - *Predict*: write down your guess and press Commit **before** you run the next cell. A wrong
-#   guess teaches more than none.
+# - *Predict*: write down your guess and press Commit **before** you run the next cell. You will
+#   remember a result better once you have predicted it, even if the guess was wrong.
 # - *Exercise*: replace the line `raise NotImplementedError(...)`, run the cell, then its check.
-# - *Check*: says `right`, or what went wrong. It says `not done yet` until you have written your
-#   answer; nothing else in the notebook waits for it.
+# - *Check*: prints `right`, or what went wrong. It prints `not done yet` until you have written
+#   your answer; the rest of the notebook does not depend on it.
 
 # %%
 # %load_ext course_lib.ranks
@@ -46,29 +57,32 @@ from course_lib.ranks.machine import describe_machine, doctor_report
 # %% [markdown]
 # ## 1 One program, many processes
 #
-# The first line above has started four processes; the variable `ranks` holds them. A cell that
-# begins with `%%ranks` runs on **every** rank. The one below says `print` once. How many lines will
-# you see?
+# The first line above has started four processes; the variable `ranks` stands for them. A cell that
+# begins with `%%ranks` runs on **every** rank. The next one contains one `print`. How many lines
+# will you see?
 
 # %% tags=["predict"]
 guess_lines = predict("how many lines does the next cell print?")
+### GUESS guess_lines.commit(1)
 
 # %%
 # %%ranks
 print(f"hello from rank {rank} of {world_size}")
 
 # %% [markdown]
-# The number in brackets says whose line it is. All ranks run the *same program*, each on *its own
-# data*: SPMD, "single program, multiple data". The only difference between them is `rank`, which
-# every `%%ranks` cell knows, like `world_size`, `torch` and `dist` (torch.distributed).
+# The number in brackets is the rank that printed the line. All ranks run the *same program*, each
+# on *its own data*: SPMD, "single program, multiple data". The only difference between them is
+# `rank`, which every `%%ranks` cell knows, like `world_size`, `torch` and `dist`
+# (torch.distributed).
 #
-# The next `%%ranks` cell sets an `x` on every rank. Will the notebook itself know an `x` then?
+# The next `%%ranks` cell sets an `x` on every rank. Will the notebook itself then have an `x`?
 
 # %% tags=["predict"]
 reveal(guess_lines, ranks.world_size)
 guess_x = predict("is there then an x in the notebook's own process?", choices=YES_NO)
+### GUESS guess_x.commit("yes")
 
-# %%
+# %% tags=["measured"]
 # %%ranks
 import os
 
@@ -76,11 +90,11 @@ x = 10**rank
 print(f"process {os.getpid()} holds x = {x}")
 
 # %% [markdown]
-# Four processes, each with a memory of its own, and a fifth one, the notebook's. What a rank knows
-# stays there for the next `%%ranks` cell.
+# There are four processes, each with a memory of its own, and a fifth one, the notebook's. What a
+# rank has defined stays there for the next `%%ranks` cell.
 #
-# To get something *back*, run a function: `ranks.run(fn)` calls `fn(rank)` on every rank and gives
-# you a list of the results, rank 0 first.
+# To get something *back*, run a function: `ranks.run(fn)` calls `fn(rank)` on every rank and
+# returns the list of the results, rank 0 first.
 
 
 # %%
@@ -92,19 +106,20 @@ reveal(guess_x, "x" in globals())
 print(ranks.run(fingerprint))
 
 # %% [markdown]
-# You will meet these numbers again. If something adds them up, the digits of the sum say who is in
-# it: 1111 means everybody once, 1211 means rank 2 twice.
+# These numbers will come again. When something adds them up, the digits of the sum show which ranks
+# are in it: 1111 means each rank once, 1211 means rank 2 twice.
 #
 # **One program, four processes, four memories: only `rank` differs.**
 #
 # ## 2 Who am I?
 #
-# Real runs spread over several machines, called nodes. Take two nodes with four GPUs each, and one
-# rank a GPU. Nodes and ranks count from 0, and the first node is filled before the second. Which
-# rank has local rank 2 on node 1?
+# Real runs use several machines, called nodes. Take two nodes with four GPUs each, and one rank per
+# GPU. Nodes and ranks count from 0, and the first node is filled before the second. Which rank has
+# local rank 2 on node 1?
 
 # %% tags=["predict"]
 guess_rank = predict("the rank with local rank 2 on node 1, four ranks a node")
+### GUESS guess_rank.commit(6)
 
 # %%
 rank_at = torch.arange(8).reshape(2, 4)  # [node, local_rank]
@@ -112,14 +127,15 @@ print(rank_at)
 reveal(guess_rank, rank_at[1, 2].item())
 
 # %% [markdown]
-# A program learns who it is from its environment. A *launcher* starts the processes and sets it for
-# each of them. The usual launcher is PyTorch's `torchrun`; `%%ranks` sets the same names:
+# A process learns its rank from environment variables. A *launcher* starts the processes and sets
+# the variables for each of them. The usual launcher is PyTorch's `torchrun`; `%%ranks` sets the
+# same names:
 #
-# | variable | says |
+# | variable | meaning |
 # |---|---|
-# | `RANK`, `WORLD_SIZE` | which rank am I, out of how many |
-# | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | the same on this node; the local rank picks the GPU |
-# | `GROUP_RANK` | which node am I (torchrun only) |
+# | `RANK`, `WORLD_SIZE` | which rank this is, out of how many |
+# | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | the same on this node; the local rank chooses the GPU |
+# | `GROUP_RANK` | which node this is (torchrun only) |
 # | `MASTER_ADDR`, `MASTER_PORT` | where all ranks meet at the start (torchrun only) |
 
 # %%
@@ -128,11 +144,11 @@ for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
     print(name, "=", os.environ[name], end="   ")
 
 # %% [markdown]
-# Your machine is one node, so `rank` and `local_rank` are equal here, and a program that mixes them
-# up works. On a second node it asks for a GPU that is not there.
+# Your machine is one node, so `rank` and `local_rank` are equal here, and a program that confuses
+# them works. On a second node it asks for a GPU that does not exist.
 #
-# A rank is not a name for life: after a restart a process may get another number. By custom
-# rank 0 writes checkpoints and talks to loggers.
+# A rank is not a permanent name: after a restart a process may get another number. By convention,
+# rank 0 writes the logs and, in simple programs, the checkpoints.
 #
 # ### Exercise 1: from node and local rank to rank
 #
@@ -155,18 +171,20 @@ def global_rank(node, local_rank, ranks_per_node):
 check("ranks-1", global_rank)
 
 # %% [markdown]
-# **`rank` says who you are in the run, `local_rank` which GPU of your node is yours.**
+# **`rank` is a process's number in the run, `local_rank` its number on its node: it chooses the
+# GPU.**
 #
 # ## 3 Whose turn is it?
 #
-# In the next cell every rank sleeps before it speaks: rank 0 longest, rank 3 not at all. Nobody
-# waits for anybody else. Which rank speaks first?
+# In the next cell every rank sleeps before it prints: rank 0 longest, rank 3 not at all. No rank
+# waits for another. Which rank prints first?
 
 # %% tags=["predict"]
-guess_first = predict("which rank speaks first?")
+guess_first = predict("which rank prints first?")
+### GUESS guess_first.commit(3)
 
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 def speak(rank):
     time.sleep(0.1 * (3 - rank))
     with span("compute", f"rank {rank}"):  # gives this stretch of time a name
@@ -177,16 +195,16 @@ def speak(rank):
 ranks.run(speak)
 order = [event.rank for event in ranks.events]
 reveal(guess_first, order[0])
-title = f"Rank {order[0]} speaks first, rank {order[-1]} last"
+title = f"Rank {order[0]} prints first, rank {order[-1]} last"
 show(timeline(ranks.events, title), alt=f"{title}; the printed lines are sorted by rank")
 
 # %% [markdown]
-# The notebook *shows* rank 0 first: it collects what the ranks print and sorts it, to be readable.
-# (If a rank prints very much, the notebook folds it; `ranks.output(2)` has all of rank 2.) The
-# picture shows what *happened*. It is drawn from `ranks.events`: everything the ranks did in the
-# last run, on one clock.
+# The notebook *shows* rank 0 first: it collects what the ranks print and sorts it, so that it can
+# be read. (If a rank prints very much, the notebook folds it; `ranks.output(2)` returns all of rank
+# 2.) The picture shows what really *happened*. It is drawn from `ranks.events`: everything the
+# ranks did in the last run, on one clock.
 #
-# Ranks have no order, unless somebody *waits*. The simplest way to wait is a barrier:
+# Ranks have no order unless they *wait* for each other. The simplest way to wait is a barrier:
 # `dist.barrier()` returns when **all** ranks have called it.
 #
 # ### Exercise 2: one after another
@@ -197,10 +215,11 @@ show(timeline(ranks.events, title), alt=f"{title}; the printed lines are sorted 
 #
 # <details><summary>Hint: all speak at once</summary>
 # If the barrier stands inside your <code>if</code>, each rank calls it once, and these calls meet.
-# Think in turns: in turn t rank t speaks, and <em>everybody</em> comes to the barrier that ends it.
+# Think in turns: in turn t rank t speaks, and <em>every rank</em> calls the barrier that ends the
+# turn.
 # </details>
 # <details><summary>Hint: ranks wait for a rank that has returned</summary>
-# Everybody has to call the barrier equally often, also a rank that has spoken.
+# Every rank has to call the barrier equally often, also one that has spoken already.
 # </details>
 
 
@@ -219,25 +238,26 @@ def take_turns(rank, world_size, say):
 check("ranks-2", take_turns)
 
 # %% [markdown]
-# **Ranks run at their own speed; only waiting for each other makes an order.**
+# **Each rank runs at its own speed; only waiting for each other makes an order.**
 #
 # ## 4 A message takes time
 #
-# What do your ranks run on? (`course doctor` says the same in a terminal.)
+# What do your ranks run on? (`course doctor` prints the same in a terminal.)
 
-# %%
+# %% tags=["measured"]
 print(doctor_report(describe_machine()))
 
 # %% [markdown]
-# Ranks on one machine talk through its memory, much faster than machines talk over a wire. So the
-# course can *emulate* wires: real ranks, real messages, but each takes as long as it would on the
-# `Link` you give. The one below is slow, so that you can see it: 20 ms for any message, and 50 MB/s
-# once it flows. How long does a message of 4 MB take?
+# The messages of ranks on one machine cross no wire, so their times say little about a cluster. The
+# course can therefore *emulate* links: real ranks and real messages, but each message takes as long
+# as it would on the `Link` you give. The one below is slow, so that you can see it: 20 ms for any
+# message, and then 50 MB/s. How long does a message of 4 MB take?
 
 # %% tags=["predict"]
 guess_message = predict("one message of 4 MB, 20 ms latency, 50 MB/s", unit="ms")
+### GUESS guess_message.commit(80)
 
-# %%
+# %% tags=["measured"]
 wire = Link(name="slow wire", latency_s=0.02, bytes_per_s=50e6)
 pair = Ranks(2, link=wire)
 
@@ -254,13 +274,16 @@ pair.run(send_one, 4_000_000)
 reveal(guess_message, 1000 * pair.events[0].duration_s)
 
 # %% [markdown]
-# *Both* sides have to call: rank 0 says what to send and to whom, rank 1 names the tensor that the
-# bytes go into. You pay a part for every message, and a part for every byte:
+# *Both* sides have to make a call: rank 0 says what it sends and to which rank, rank 1 gives the
+# tensor that the bytes go into. A message of $n$ bytes costs a fixed time and a time per byte:
 #
 # $$ t = \alpha + \frac{n}{\beta} $$
 
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
+from course_lib.display import claim
+
+
 def formula_s(mb):
     return wire.latency_s + mb * 1e6 / wire.bytes_per_s
 
@@ -273,27 +296,34 @@ def measured_s(mb):
 sizes_mb = [0, 1, 2, 3, 4]
 times_s = [[measured_s(mb) for _ in range(3)] for mb in sizes_mb]
 voices = Voices(formula=formula_s, measurement=times_s)
-title = f"4 MB take {sorted(times_s[-1])[1]:.3f} s; the formula says {formula_s(4):.3f} s"
+median_s = sorted(times_s[-1])[1]
+title = f"4 MB take {median_s:.3f} s; the formula says {formula_s(4):.3f} s"
+claim("the formula gives the time within 10 %", 0.9 < median_s / formula_s(4) < 1.1)
 labels = {"x_label": "message (MB)", "y_label": "time (s)", "note": f"emulated {wire}"}
 show(compare(sizes_mb, voices, title, **labels), alt=title)
 
 # %% [markdown]
-# **A message costs its latency and its bytes.** Lesson 04 builds everything else on this line.
+# **In this model, a message costs its latency, and its bytes divided by the bandwidth.** The model
+# leaves out what happens when several messages share a link; lesson 04 builds all collectives on
+# it.
 #
 # ## 5 Everybody at once: a collective
 #
-# A *collective* is one call that **all** ranks make together. The most important one in training is
-# `dist.all_reduce(x)`: it adds up the `x` of all ranks and leaves the sum in `x`, on every rank.
+# A *collective* is one call that **all** ranks of a *process group* make together. The most
+# important one in training is `dist.all_reduce(x)`: it adds up the `x` of all ranks and leaves the
+# sum in `x`, on every rank.
 #
-# Rank $r$ brings $10^r$, and comes $0.1\,r$ seconds late. What does rank 2 hold afterwards? And how
-# long is rank 0 in its call?
+# Rank $r$ brings $10^r$ and comes $0.1\,r$ seconds late. What does rank 2 hold afterwards? And how
+# long does rank 0 stay in its call?
 
 # %% tags=["predict"]
 guess_sum = predict("x on rank 2 after the all_reduce")
 guess_time = predict("rank 0 is in all_reduce for", unit="ms")
+### GUESS guess_sum.commit(1111)
+### GUESS guess_time.commit(100)
 
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 def late_sum(rank):
     time.sleep(0.1 * rank)
     x = torch.tensor([10.0**rank])
@@ -305,14 +335,16 @@ sums = ranks.run(late_sum)
 calls = {event.rank: event for event in ranks.events if event.kind == "all_reduce"}
 reveal(guess_sum, sums[2])
 reveal(guess_time, 1000 * calls[0].duration_s)
+claim("rank 0 stays until the last rank has come", calls[0].duration_s > 0.25)
 title = f"Rank 0 is in all_reduce for {calls[0].duration_s:.2f} s: until the last rank has come"
 show(timeline(ranks.events, title), alt=f"{title}; all {len(calls)} ranks leave together")
 
 # %% [markdown]
-# Nobody can have the sum before the last rank has brought its part: the slowest rank sets the pace.
+# No rank can have the sum before the last one has brought its part: the slowest rank, the
+# *straggler*, determines the time of all.
 #
-# **Break it.** `all_reduce` works *in place*: the old `x` is gone. What happens if a program calls
-# it twice, because two people thought of it?
+# **Break it.** `all_reduce` works *in place*: the old `x` is overwritten. What happens if a program
+# calls it twice, for example in two places that both take care of it?
 
 # %% tags=["failure"]
 # %%ranks
@@ -322,14 +354,14 @@ dist.all_reduce(x)
 print(x)
 
 # %% [markdown]
-# No error, just a sum that is `world_size` times too big. Each digit says how often its rank is in
-# it.
+# There is no error, only a sum that is `world_size` times too large. Each digit says how often its
+# rank is in it.
 #
 # ### Exercise 3: the mean of all ranks
 #
 # Give every rank the mean of all `x`, in a new tensor at each call, and leave `x` as it is. Budget:
 # one call, of the size of `x`, and a result that keeps no more memory than `x`. It has to work on
-# any number of ranks: `dist.get_world_size()` says how many. About 3 lines.
+# any number of ranks: `dist.get_world_size()` returns how many. About 3 lines, 5 minutes.
 #
 # <details><summary>Hint: x has changed</summary>
 # <code>x.clone()</code> is a tensor of its own.
@@ -350,7 +382,8 @@ def mean_over_ranks(x):
 check("ranks-3", mean_over_ranks)
 
 # %% [markdown]
-# **A collective is one call by all ranks; it ends when the last one has come.**
+# **A collective is one call by all ranks of a group; an all-reduce or a barrier cannot end before
+# the last one has come.**
 #
 # ## 6 The first hang
 #
@@ -359,6 +392,7 @@ check("ranks-3", mean_over_ranks)
 
 # %% tags=["predict"]
 guess_ring = predict("does every rank get its neighbour's number?", choices=YES_NO)
+### GUESS guess_ring.commit("yes")
 
 
 # %%
@@ -385,19 +419,20 @@ alt = f"{len(hang.waits)} ranks in a circle, each waits for the next"
 show(waiting(hang.waits, 4), alt=alt)
 
 # %% [markdown]
-# A **deadlock**: nothing will ever happen again. In a real run you would see only silence, perhaps
-# for half an hour; here the notebook notices. Three questions find the cause:
+# This is a **deadlock**: nothing can ever happen again. In a real run there is only silence until
+# PyTorch's time-out ends the processes, by default after 10 minutes with NCCL and 30 with gloo;
+# here the notebook notices within seconds. Three questions find the cause:
 #
-# 1. *Who waits, in which call?* Everybody, in `send`.
-# 2. *On which line?* That of the `send`; nobody has come to the `recv` below it.
+# 1. *Who waits, in which call?* Every rank, in `send`.
+# 2. *On which line?* That of the `send`; no rank has reached the `recv` below it.
 # 3. *For whom?* Follow the arrows.
 #
-# A `send` ends when its receiver takes the message, and every receiver is busy sending. No rank is
-# wrong by itself; the circle is. (Sometimes small messages are buffered, and such a program works
-# until the messages grow.)
+# This `send` ends when its receiver takes the message, and every receiver is itself sending. No
+# rank is wrong alone; the circle is. (Some libraries, such as MPI, buffer small messages, so that
+# such a program works until the messages grow.)
 #
-# After a failure the ranks start again by themselves, so the next cell works. If your own code
-# takes for ever, press Stop (■): it shows on which line each rank is.
+# After a failure the ranks are restarted, so the next cell works. If your own code runs forever,
+# press Stop (■): the report says on which line each rank is.
 #
 # ### Exercise 4: break the circle
 #
@@ -406,7 +441,7 @@ show(waiting(hang.waits, 4), alt=alt)
 # your own number. The ranks may stand in any order in the circle, another one at each call, so only
 # `left` and `right` say who the neighbours are. It is tried on 2, 3 and 4 ranks. Budget: one
 # message a rank, and none under way when you return: whoever uses `isend` or `irecv` calls `wait()`
-# on the handle. About 6 lines.
+# on the handle. About 6 lines, 15 minutes.
 #
 # <details><summary>Hint: it is stuck in send, or in recv</summary>
 # If all ranks do the same thing first, nobody does the other thing. Let <code>rank</code> decide:
@@ -452,8 +487,12 @@ def different_sizes(rank):
 mismatch = failure_of(different_sizes)
 
 # %% [markdown]
-# A rank can **raise** an error, or its process can **die**. Read both reports: which rank is the
-# cause, and which ranks only wait for it?
+# The course compares the calls before they start. Plain PyTorch does not, unless
+# `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set: there a mismatch can hang, crash, or return wrong
+# numbers.
+#
+# A rank can also **raise** an error, or its process can **die**. Read both reports: which rank is
+# the cause, and which ranks only wait for it?
 
 
 # %% tags=["failure"]
@@ -473,13 +512,14 @@ raised, died = failure_of(one_raises), failure_of(one_dies)
 
 # %% [markdown]
 # Here the cause stands first. Real logs are not sorted like that: the first rank that complains is
-# seldom the one to blame.
+# often one that only waited.
 #
-# Last, the classic. Rank 0 is to report the sum of all losses, so somebody put all that has to do
-# with the report under `if rank == 0`. How many of the four ranks will be stuck?
+# Last, a classic. Rank 0 is to report the sum of all losses, so somebody put everything that has to
+# do with the report under `if rank == 0`. How many of the four ranks will be stuck?
 
 # %% tags=["predict"]
 guess_stuck = predict("how many ranks are stuck?")
+### GUESS guess_stuck.commit(4)
 
 
 # %% tags=["failure"]
@@ -495,13 +535,13 @@ reveal(guess_stuck, len(hang.waits))
 show(waiting(hang.waits, 4), alt=f"{len(hang.waits)} of 4 ranks waits, for ranks that returned")
 
 # %% [markdown]
-# No circle this time: rank 0 waits for ranks that have long gone home.
+# There is no circle this time: rank 0 waits for ranks that have already returned.
 #
 # ### Exercise 5: a report that does not hang
 #
 # Each rank has its own `loss`. Call `log(total)` **once, on rank 0**, with the sum of the losses of
 # all ranks: the number itself (a tensor of one number will do), not rounded and no text, also when
-# it is 0, inf or nan. About 3 lines.
+# it is 0, inf or nan. About 3 lines, 5 minutes.
 #
 # <details><summary>Hint: it hangs, or the ranks make different calls</summary>
 # Which lines have to run on every rank, and which on rank 0 only?
@@ -522,16 +562,16 @@ def report_loss(rank, loss, log):
 check("ranks-5", report_loss)
 
 # %% [markdown]
-# **What all ranks must call never stands inside `if rank == 0`.**
+# **A collective that all ranks must call does not belong inside `if rank == 0`.**
 #
 # ## 8 Outside of the notebook
 #
 # Real jobs are scripts that `torchrun` starts, on one node or on a hundred. At the end of such a
 # script stands `if __name__ == "__main__": launch(fn)`, with the same `fn(rank)` as here. In this
-# one, four ranks take turns to say who they are, and then add up $10^r$. (It takes some seconds:
-# every process starts from nothing.)
+# one, four ranks say in turn who they are, and then add up $10^r$. (It takes some seconds, since
+# every process starts Python and imports PyTorch.)
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 script = Path(course_lib.__file__).parents[1] / "cluster/exercises/00_hello_ranks.py"
 torchrun = [sys.executable, "-m", "torch.distributed.run"]  # `torchrun` for short
 here = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"]
@@ -541,7 +581,7 @@ print(done.stdout or done.stderr)
 
 records = read_runs("runs/00_hello_ranks")
 events = [event for record in records for event in record.events]
-title = f"{len(records)} ranks of another program, drawn from what they left behind"
+title = f"{len(records)} ranks of another program, drawn from the records they left"
 show(timeline(events, title), alt=f"{title}: they speak one after another")
 
 # %% [markdown]
@@ -552,7 +592,16 @@ show(timeline(events, title), alt=f"{title}: they speak one after another")
 #
 # ## Where you are
 #
-# You can start ranks, make them talk, and read what they say when they fail. In a terminal,
-# `course check 00` judges this notebook as you saved it, and `course progress` shows all lessons.
-# Next: `01_memory`, where the bytes go, or `04_collectives`, which builds `all_reduce` out of
-# `send` and `recv`.
+# In a terminal, `course check 00` judges this notebook as you saved it, and `course progress` shows
+# all lessons. Next: `01_memory`, where the bytes go, or `04_collectives`, which builds `all_reduce`
+# out of `send` and `recv`.
+#
+# ## Read on
+#
+# - Li et al. 2020, *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*,
+#   sections 2 and 3: what process groups and collectives are for.
+# - PyTorch's documentation, *Distributed communication package*: all collectives, time-outs, and
+#   the variables for debugging.
+# - PyTorch's documentation, *torchrun*: how processes start, restart, and learn their ranks.
+# - Thakur, Rabenseifner and Gropp 2005, *Optimization of Collective Communication Operations in
+#   MPICH*, section 3: the cost model $\alpha + n\beta$ (there $\beta$ is seconds per byte).

@@ -13,7 +13,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from course_lib.checks.scaling_study.script import check_script, mended
 from course_lib.cluster.lint.check import RULES, lint_job
 from course_lib.cluster.lint.script import Script
 from course_lib.cluster.lint.shell import read_commands
@@ -138,11 +137,6 @@ def test_only_a_time_of_minutes_is_suspicious(asked, fix):
     assert [one.fix.partition(" for hours")[0] for one in found] == [f"Write --time={fix}"] * bool(
         fix
     )
-
-
-@pytest.mark.parametrize("time", ["120", "120:00", "02:00:00", "0-2", "0-02:00"])
-def test_the_exercise_takes_two_hours_however_they_are_written(time):
-    assert check_script(lambda script: mended(script).replace("2:00:00", time))
 
 
 def test_a_file_that_may_set_the_host_is_believed():

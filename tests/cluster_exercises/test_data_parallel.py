@@ -114,6 +114,29 @@ def by_using_up_a_copy(order):
     return torch.tensor(found)
 
 
+def means_in_one_message(starts, params, outer):
+    flat = torch.cat([param.detach().flatten() for param in params])
+    dist.all_reduce(flat)
+    means = flat.split([param.numel() for param in params])
+    for start, mean in zip(starts, means, strict=True):
+        start.grad = start - mean.view_as(start) / dist.get_world_size()
+    outer.step()
+    for start, param in zip(starts, params, strict=True):
+        param.data.copy_(start)
+
+
+def in_flight_together(starts, params, outer):
+    p, works = dist.get_world_size(), []
+    for start, param in zip(starts, params, strict=True):
+        start.grad = start.sub(param.detach()).div_(p)
+        works.append(dist.all_reduce(start.grad, async_op=True))
+    for work in works:
+        work.wait()
+    outer.step()
+    outer.zero_grad()
+    torch._foreach_copy_([param.data for param in params], starts)
+
+
 @pytest.mark.parametrize(
     ("key", "answer"),
     [
@@ -129,6 +152,8 @@ def by_using_up_a_copy(order):
         ("data_parallel-4", divides_tensors),
         ("data_parallel-5", by_looking_back),
         ("data_parallel-5", by_using_up_a_copy),
+        ("data_parallel-6", means_in_one_message),
+        ("data_parallel-6", in_flight_together),
     ],
 )
 def test_another_right_answer_passes(key, answer):

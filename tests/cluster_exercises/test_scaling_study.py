@@ -1,19 +1,34 @@
 """Lesson 13: other right answers pass as well, the explorer draws, own results come first."""
 
 import itertools
+import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from course_lib.checks import CheckFailed, find_exercise
 from course_lib.cluster.lint.check import lint_job
+from course_lib.cluster.lint.script import Script
+from course_lib.cluster.slurm_time import read_time_s
 from course_lib.core import CourseError
+from course_lib.cost.flops import train_step_flop
+from course_lib.cost.params import count_params
 from course_lib.scaling_study import results as own
 from course_lib.scaling_study.aggregate import count_tokens, rank_totals
+from course_lib.scaling_study.amdahl import StrongScaling
 from course_lib.scaling_study.explorer import DEVICES, LINKS, SHOWS, STRATEGIES, draw_study, rows_of
-from course_lib.scaling_study.lab import BROKEN_SCRIPT, EmulatedDevice
-from course_lib.scaling_study.plan import SIZES
+from course_lib.scaling_study.lab import (
+    BROKEN_SCRIPT,
+    H100_BATCH,
+    H100_TOKENS_PER_S,
+    EmulatedDevice,
+)
+from course_lib.scaling_study.pictures import published_scaling
+from course_lib.scaling_study.plan import SIZES, find_study
+from course_lib.scaling_study.prediction import six_nd_share
 from course_lib.scaling_study.results import Results, sample_results
 
 
@@ -45,15 +60,17 @@ def around_the_loop(records, tp, pp, warmup):
     }
 
 
-def from_step_times(experiment, alone):
-    """Everything from the seconds of a step: the batch is the same."""
-    by_work = {one.run.work: one.step_s for one in alone}
-    factor = by_work[experiment.run.work] / experiment.step_s
-    return {
-        "efficiency_percent": 100 * factor / experiment.run.ranks,
-        "throughput_factor": factor,
-        "overhead_percent": 100 / factor - 100,
-    }
+def one_more_rank_at_a_time(experiment, alone, percent):
+    """From throughput, and by trying 1, 2, 3, ... ranks until one is below the limit."""
+    alone = {one.run.work: one for one in alone}[experiment.run.work]
+    many, ranks = 1 / experiment.tokens_per_s, experiment.run.ranks
+    batch = experiment.run.tokens_a_step
+    fixed_s = batch * (many - 1 / alone.tokens_per_s / ranks) * ranks / (ranks - 1)
+    shared_s, most = alone.step_s - fixed_s, 0
+    while most < 1000 and alone.step_s * 100 >= percent * ((most + 1) * fixed_s + shared_s):
+        most += 1
+    efficiency = experiment.tokens_per_s / alone.tokens_per_s / ranks * 100
+    return [efficiency, fixed_s, float("inf") if most == 1000 else most]
 
 
 def step_by_step(device, micro_batches, steps, warmup, accumulated):
@@ -84,32 +101,30 @@ def one_sum(runs, allowed):
     return total, fit
 
 
-def written_anew(script):
-    """Another script for the same job."""
-    return """#!/bin/bash
-#SBATCH --job-name=mine
-#SBATCH -N 2
-#SBATCH --ntasks-per-node=1
-#SBATCH --gres=gpu:2
-#SBATCH --cpus-per-task=4
-#SBATCH --time=2:00:00
-#SBATCH --exclude=node7
-#SBATCH --output=%x-%j.out
-set -euo pipefail
-export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-srun torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d \\
-  --rdzv-endpoint="$first:29500" --rdzv-id="$SLURM_JOB_ID" cluster/exercises/06_ddp.py --turns 3
-"""
+def with_regular_expressions(script):
+    """Directives as one text, the last match of each option, a time from its right end."""
+    head = re.split(r"^(?!\s*#|\s*$)", script, maxsplit=1, flags=re.MULTILINE)[0]
+    lines = re.findall(r"^#SBATCH (.*?)(?: #.*)?$", head, re.MULTILINE)
+
+    def last(option, default):
+        return [default, *re.findall(rf"--{option}=(\S+)", " ".join(lines))][-1]
+
+    days, dash, clock = last("time", "0").rpartition("-")
+    parts = clock.split(":")
+    if not dash and len(parts) < 3:
+        parts.insert(0, "0")
+    hours, minutes, seconds = map(int, [*parts, "0", "0"][:3])
+    total_s = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    return [int(last("nodes", 1)), int(last("gpus-per-node", 0)), total_s]
 
 
 ANSWERS = (
     (1, by_the_library),
     (1, around_the_loop),
-    (2, from_step_times),
+    (2, one_more_rank_at_a_time),
     (3, step_by_step),
     (4, one_sum),
-    (5, written_anew),
+    (5, with_regular_expressions),
 )
 
 
@@ -143,6 +158,49 @@ def test_a_clock_that_starts_on_a_busy_device_is_told_that_alone():
     with pytest.raises(CheckFailed, match="still works on the warm-up") as told:
         find_exercise("scaling_study-3").verdict(waits_at_the_end_only)
     assert "start the clock when" not in str(told.value)
+
+
+def test_the_exercise_reads_a_script_as_the_library_does():
+    exercise = find_exercise("scaling_study-5")
+    for name, (script,) in exercise.check.cases():
+        read, (nodes, gpus, seconds) = Script(script, Path()), exercise.right(script)
+        said = {one.option: one.value for one in read.directives}
+        assert read_time_s(said.get("time", "0")) == seconds, name
+        assert (int(said.get("nodes", 1)), int(said.get("gpus-per-node", 0))) == (nodes, gpus), name
+
+
+def test_two_runs_split_a_step_and_predict_the_next():
+    split = StrongScaling.of(2.0, 2, 1.25)
+    assert (split.fixed_s, split.shared_s) == (0.5, 1.5)
+    assert split.step_s(2) == 1.25
+    assert split.efficiency_percent(2) == 80
+    assert [split.most_ranks(percent) for percent in (100, 80, 79.9, 50)] == [1, 2, 2, 5]
+    for ranks in range(1, 40):
+        least = split.efficiency_percent(ranks) - 1e-9
+        assert split.most_ranks(least) == ranks
+    assert StrongScaling.of(2.0, 2, 1.0).most_ranks(99) == math.inf
+    with pytest.raises(CourseError, match="2 ranks or more"):
+        StrongScaling.of(2.0, 1, 1.0)
+
+
+def test_published_runs_follow_the_split_until_the_bottleneck_changes():
+    step_s = {gpus: H100_BATCH / gpus / rate for gpus, rate in H100_TOKENS_PER_S.items()}
+    split = StrongScaling.of(step_s[16], 2, step_s[32])
+    for gpus, off in {64: 0.02, 128: 0.02}.items():
+        assert step_s[gpus] == pytest.approx(split.step_s(gpus // 16), rel=off)
+    assert step_s[256] > 1.15 * split.step_s(16)
+    assert published_scaling()[1].startswith("Fitted on 16 and 32 GPUs: +2 % off on 128, -19 %")
+
+
+def test_six_n_d_leaves_out_the_scores():
+    runs = {run.spec: run for run in find_study("cluster").runs}.values()
+    for run in runs:
+        spec, tokens = run.spec, run.global_batch * run.seq
+        scores = 12 * spec.num_layers * spec.hidden * run.seq * tokens
+        counted = train_step_flop(spec, run.global_batch, run.seq)
+        products = (counted - scores) / 6 / tokens
+        assert products == pytest.approx(count_params(spec), rel=0.07)
+        assert six_nd_share(run) == pytest.approx(6 * count_params(spec) * tokens / counted)
 
 
 def test_the_broken_script_has_six_mistakes_of_six_kinds():

@@ -162,11 +162,11 @@ def test_the_script_measures_under_torchrun(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     head, *rows, apart = done.stdout.splitlines()
-    assert head == "a model on 2 ranks; forward and backward, least disturbed"
+    assert head == "a model on 2 ranks; forward and backward, fastest turn"
     found = {name.strip(): told for name, _, told in (row.partition(": ") for row in rows)}
     kinds = ("batch 1", "batch 1, sequence parallel")
     assert list(found) == [f"{kind}, {who}" for kind in kinds for who in ("ours", "PyTorch's")]
-    shares = [float(re.search(r"([\d.]+) % of it talking", told)[1]) for told in found.values()]
+    shares = [float(re.search(r"([\d.]+) % communication", told)[1]) for told in found.values()]
     assert 0 < min(shares) <= max(shares) <= 100
     sent = [told.rpartition(", ")[2].strip() for told in found.values()]
     assert sent[0] == sent[1]  # PyTorch sends what we send

@@ -3,6 +3,7 @@
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -14,15 +15,24 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.checks import CheckFailed, find_exercise
+from course_lib.core import MODELS
 from course_lib.core.errors import CourseError
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.records import read_runs
+from course_lib.core.units import GIB
 from course_lib.frameworks import missing
 from course_lib.memory import model_states
+from course_lib.models import GPT, next_tokens, token_batch
 from course_lib.zero import FlatLayout, ZeRO1, ZeRO2, ZeRO3
+from course_lib.zero import beside_frameworks as beside
 from course_lib.zero.explorer import draw_stages, stages_alt
-from course_lib.zero.lab import owned_after_backward, owned_over_time
-from course_lib.zero.pictures import flat_param_shards
+from course_lib.zero.lab import (
+    H100_NUM_PARAMS,
+    H100_PEAK_GIB,
+    owned_after_backward,
+    owned_over_time,
+)
+from course_lib.zero.pictures import flat_param_shards, saved_by_stage_1, stage_1_on_gpus
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -190,6 +200,31 @@ def test_ownership_over_time_ends_where_the_formula_is(pools):
         assert grads[0] > grads[1]
 
 
+@pytest.mark.skipif(bool(missing("deepspeed")), reason="DeepSpeed is not installed")
+def test_ours_and_deepspeed_keep_what_the_formula_says(pools):
+    spec = replace(MODELS["tiny"], vocab=320)
+    num = sum(param.numel() for param in GPT(spec).parameters())
+    batch = next_tokens(token_batch(0, batch=4, seq=8, vocab=256))
+    for zero, is_ours in product((1, 2, 3), (True, False)):
+        _, _, kib = pools(2).run(beside.run_stage, spec, batch, zero, is_ours)[0]
+        paper = sum(beside.kept_bytes(zero, num, 2, is_ours).values()) / 2**10
+        assert kib == pytest.approx(paper, rel=0.01), (zero, is_ours)
+
+
+def test_stage_1_saves_on_gpus_what_the_formula_says():
+    for p, measured in H100_PEAK_GIB[1].items():
+        left = H100_PEAK_GIB[0][p] - saved_by_stage_1(H100_NUM_PARAMS, p) / GIB
+        assert measured == pytest.approx(left, rel=0.1)
+    states = [
+        sum(model_states(1000, "bf16", parallelism=Parallelism(dp=8, zero=zero)).values())
+        for zero in (0, 1)
+    ]
+    assert saved_by_stage_1(1000, 8) == states[0] - states[1]
+    assert stage_1_on_gpus()[1].startswith(
+        "Stage 1 on 8 H100 saves 12.5 GiB of 36.7; formula: 13.1"
+    )
+
+
 def test_a_flat_row_needs_its_names():
     layout = FlatLayout(((2, 2), (3,)), 2)
     title = flat_param_shards(layout, ("a", "b"), "7 numbers").texts[0].get_text()
@@ -220,11 +255,11 @@ def test_the_script_measures_under_torchrun(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     head, *rows = done.stdout.splitlines()
-    assert head == "tiny on 2 ranks, fp32, AdamW; least disturbed"
+    assert head == "tiny on 2 ranks, fp32, AdamW; fastest of its turns"
     told = dict(row.strip().split(": ", 1) for row in rows)
     for zero, who in product((1, 2, 3), ("ours", "PyTorch's")):
         words = told[f"stage {zero}, 2 micro-batches, {who}"]
-        assert 0 < float(words.partition(" % of it talking")[0].split()[-1]) <= 100
+        assert 0 < float(words.partition(" % communicating")[0].split()[-1]) <= 100
     assert float(told["largest difference of their parameters"]) < 1e-6  # of steps of 1e-4
     assert ("not installed" in told.get("DeepSpeed's", "")) == bool(missing("deepspeed"))
     records = read_runs(tmp_path)
