@@ -41,8 +41,9 @@ memory.formulas < memory:by_part
 memory.layer_bytes < cost.layer_bytes
 memory.saved_tensors < held saved held:held_over_time=activation_ledger
 accumulation.pictures < display.graph display:graph display:graph_words
-accumulation.worked_graph < worked_graph worked_graph:moments=graph_states worked_graph:Moment=GraphState
-    accumulation.worked_graph:moments=graph_states accumulation.worked_graph:Moment=GraphState
+accumulation.worked_graph < worked_graph worked_graph:moments=graph_states
+    worked_graph:Moment=GraphState accumulation.worked_graph:moments=graph_states
+    accumulation.worked_graph:Moment=GraphState
 recompute.mixed_precision < mixed_precision
 data_parallel.cost < cost.staleness
 data_parallel.local_sgd < local_sgd
