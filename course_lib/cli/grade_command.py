@@ -70,7 +70,12 @@ def grade(
         graders(task, sandbox, jobs or num_jobs(), timeout_s) as made,
         _bar(f"{task.name}, submissions", len(submissions)) as one_more,
     ):
-        grade_class(made, submissions, book, lambda _: one_more())
+        try:
+            grade_class(made, submissions, book, lambda _: one_more())
+        except KeyboardInterrupt:
+            kept = f"stopped; {len(book.rows)} of {len(submissions)} submissions are judged"
+            print(f"{kept}. Type the same command to go on.", file=sys.stderr)
+            raise
     overview = write_reports(task, book)
     _show(task, book.rows)
     print(f"\n{book.folder / 'gradebook.csv'}, feedback for each student, and {overview}")

@@ -164,8 +164,10 @@ def write_reports(task: GradingTask, book: Gradebook) -> Path:
     Raises: CourseError where a file cannot be written
     """
     judged = [graded for graded in book.rows if graded.code]
-    submissions = {f"{one.student} ({Path(one.path).name})": one.code for one in judged}
+    names = {f"{one.student} ({Path(one.path).name})": one for one in judged}
+    submissions = {name: one.code for name, one in names.items()}
+    students = {name: one.student for name, one in names.items()}
     sources = {"the course's solution": task.solutions(), "the library": task.library_code()}
-    pairs = similar(submissions, sources, task.stubs)
+    pairs = similar(submissions, sources, task.stubs, students=students)
     write_similarity(book.folder, pairs)
     return write_feedback(book.folder, book.rows, task.points)

@@ -96,21 +96,25 @@ def similar(
     sources: Mapping[str, Codes],
     stubs: Codes,
     at_least: float = 0.6,
+    students: Mapping[str, str] | None = None,
 ) -> list[SimilarPair]:
-    """Return the pairs of answers that are alike, the most alike first.
+    """Return the pairs of answers that are alike, the most alike first; no student with oneself.
 
-    submissions  the code of each student, by key
+    submissions  the code of each submission, by key
     sources      further texts that students may have pasted, by name: they are compared with the
                  students' code, not with each other
     stubs        what the exercise hands out, by key
     at_least     smallest share of fingerprints that is reported, above 0 to 1
+    students     whose each submission is; without it, each is a student's
     """
     keys = sorted({key for codes in submissions.values() for key in codes})
     pairs = [
         pair
         for key in keys
         for pair in _alike(
-            key, _of(submissions, key), _of(sources, key), stubs.get(key, ""), at_least
+            key,
+            *(_of(submissions, key), _of(sources, key), stubs.get(key, "")),
+            *(at_least, students or {}),
         )
     ]
     return sorted(
@@ -123,19 +127,30 @@ def _of(codes: Mapping[str, Codes], key: str) -> dict[str, str]:
 
 
 def _alike(
-    key: str, codes: Codes, sources: Codes, stub: str, at_least: float
+    key: str,
+    codes: Codes,
+    sources: Codes,
+    stub: str,
+    at_least: float,
+    students: Mapping[str, str],
 ) -> Iterator[SimilarPair]:
-    """Yield the pairs of one exercise."""
+    """Yield the pairs of one exercise; a student counts once, whatever was handed in how often."""
     given = _Given(stub)
     answers = [given.answer(who, code) for who, code in codes.items()]
     others = [given.answer(who, code) for who, code in sources.items()]
-    holders = Counter(one for answer in answers for one in answer.prints)
-    most = max(len(answers) / 2, SEVERAL)
+    whose = {who: students.get(who, who) for who in codes}
+    num_students = len(set(whose.values()))
+    held = {(whose[answer.who], one) for answer in answers for one in answer.prints}
+    holders = Counter(one for _, one in held)
+    most = max(num_students / 2, SEVERAL)
     for answer in (*answers, *others):
         answer.rare = frozenset(one for one in answer.prints if holders[one] <= most)
-    texts = Counter(answer.exact for answer in answers)
-    known = max(len(answers) // 20, SEVERAL)  # a short text that more wrote is the obvious one
+    wrote = {(whose[answer.who], answer.exact) for answer in answers}
+    texts = Counter(exact for _, exact in wrote)
+    known = max(num_students // 20, SEVERAL)  # a short text that more wrote is the obvious one
     for a, b in combinations(answers, 2):
+        if whose[a.who] == whose[b.who]:
+            continue
         share, mark = _likeness(a, b)
         if share >= at_least and (not mark or texts[a.exact] <= known):
             yield _pair(key, a, b, share, mark, holders, is_source=False)

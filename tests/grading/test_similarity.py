@@ -213,6 +213,15 @@ def test_what_the_exercise_hands_out_is_no_likeness():
     assert similar(codes, {}, {"ring-1": ANSWER}) == []
 
 
+def test_a_student_who_hands_in_twice_counts_once():
+    codes = {name: {"ring-1": ANSWER} for name in ("ann (1)", "ann (2)", "ann (3)", "bob")}
+    students = {name: name.split()[0] for name in codes}
+    pairs = similar(codes, {}, {"ring-1": STUB}, students=students)
+    assert {(pair.left, pair.right, pair.others) for pair in pairs} == {
+        (f"ann ({number})", "bob", 0) for number in (1, 2, 3)
+    }
+
+
 def test_what_much_of_the_class_wrote_is_no_likeness():
     codes = {f"s{i}": RENAMED.replace("msg", f"msg{i}") for i in range(10)}
     assert found(**codes) == []
