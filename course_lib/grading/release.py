@@ -77,8 +77,9 @@ further cases, too: an answer that fits only the cases of the check is not right
 
     make pack STUDENT=ann
 
-(your own name or id in place of ann; or the button Hand in, or `course pack {name}.ipynb`) writes `{name}-STUDENT.zip`, and says what is
-missing. You can hand in what is not finished. Keep the folder: the zip is a copy.
+(your own name or id in place of ann; or the button Hand in, or `course pack {name}.ipynb`) writes
+`{name}-STUDENT.zip`, and says what is missing. You can hand in what is not
+finished. Keep the folder: the zip is a copy.
 """
 
 MAKE = """\
