@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nbformat import NotebookNode
@@ -86,7 +86,7 @@ def _one_busy_core() -> Iterator[None]:
     """Give the processes started meanwhile one core, and a process that computes without end."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if cores:
-        os.sched_setaffinity(0, {max(cores)})
+        _keep_to({max(cores)})
     command = [sys.executable, "-S", "-c", BUSY, str(os.getpid())]
     busy = subprocess.Popen(command, start_new_session=True)
     try:
@@ -95,4 +95,11 @@ def _one_busy_core() -> Iterator[None]:
         busy.kill()
         busy.wait()
         if cores:
-            os.sched_setaffinity(0, cores)
+            _keep_to(cores)
+
+
+def _keep_to(cores: set[int]) -> None:
+    """Let all threads of this process run on these cores only: any of them may start a kernel."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), cores)

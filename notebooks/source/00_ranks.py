@@ -106,8 +106,8 @@ reveal(guess_x, "x" in globals())
 print(ranks.run(fingerprint))
 
 # %% [markdown]
-# These numbers will come again. When something adds them up, the digits of the sum show which ranks
-# are in it: 1111 means each rank once, 1211 means rank 2 twice.
+# These numbers are used again below. When something adds them up, the digits of the sum show which
+# ranks are in it: 1111 means each rank once, 1211 means rank 2 twice.
 #
 # **One program, four processes, four memories: only `rank` differs.**
 #
@@ -354,8 +354,8 @@ dist.all_reduce(x)
 print(x)
 
 # %% [markdown]
-# There is no error, only a sum that is `world_size` times too large. Each digit says how often its
-# rank is in it.
+# There is no error, only a sum that is `world_size` times too large. Each digit of the sum says how
+# often the value of its rank was added.
 #
 # ### Exercise 3: the mean of all ranks
 #
@@ -387,8 +387,8 @@ check("ranks-3", mean_over_ranks)
 #
 # ## 6 The first hang
 #
-# The ranks stand in a circle. Each sends its number to the right, then receives from the left. No
-# line looks wrong. Does every rank get its neighbour's number?
+# The ranks form a ring. Each rank sends its number to its right neighbour, then receives from its
+# left neighbour. No line of the code looks wrong. Does every rank get its neighbour's number?
 
 # %% tags=["predict"]
 guess_ring = predict("does every rank get its neighbour's number?", choices=YES_NO)
@@ -428,8 +428,8 @@ show(waiting(hang.waits, 4), alt=alt)
 # 3. *For whom?* Follow the arrows.
 #
 # This `send` ends when its receiver takes the message, and every receiver is itself sending. No
-# rank is wrong alone; the circle is. (Some libraries, such as MPI, buffer small messages, so that
-# such a program works until the messages grow.)
+# single rank makes a mistake; the circular waiting is the mistake. (Some libraries, such as MPI,
+# buffer small messages, so that such a program works until the messages grow.)
 #
 # After a failure the ranks are restarted, so the next cell works. If your own code runs forever,
 # press Stop (■): the report says on which line each rank is.

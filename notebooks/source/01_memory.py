@@ -113,7 +113,7 @@ check("memory-1", count_gpt)
 # for each parameter, a 16-bit weight and a 16-bit gradient (2 + 2 bytes), an fp32 *master copy*, in
 # which the optimizer's small steps are not rounded away (4), and Adam's two moments in fp32 (4 +
 # 4). Together these are the *model states*. Llama-8B has 8.03 billion parameters. How many GiB do
-# they take before the first token is read?
+# they take, without any activations?
 
 # %% tags=["predict"]
 guess = predict("model states of llama-8b in bf16", unit="GiB")
@@ -474,8 +474,9 @@ losses.clear()
 #
 # ## 6 What fits, and models that do not
 #
-# Llama-70B fits neither here nor on any one GPU of today. But autograd keeps fake tensors like real
-# ones, so the real model can be weighed on this machine.
+# The model states of Llama-70B (16 bytes per parameter) fit neither here nor on any one GPU of this
+# course's table. But autograd keeps fake tensors like real ones, so the real model can be weighed
+# on this machine.
 
 # %% tags=["check"]
 from course_lib.memory.saved_tensors import tensors_of
@@ -533,10 +534,11 @@ calculator("--model llama-8b --gpu h100 --seq 4096")
 # $x^\top dy$. So a weight costs $2 + 4$ FLOP per token, and a step of $D$ tokens $6ND$ (Kaplan et
 # al. 2020, section 2.1).
 #
-# With all parameters as $N$, the rule counts the embedding, which multiplies nothing (Kaplan et al.
-# leave it out), and it leaves out the scores, which multiply no weight. How many scores are there?
-# With a causal mask, half of them are hidden. **Two conventions are in use**: count *all* scores,
-# as Megatron (Narayanan et al. 2021, appendix) and PaLM (Chowdhery et al. 2022, appendix B) do, or
+# With all parameters as $N$, the rule counts the embedding, which multiplies nothing unless it is
+# tied to the output layer (Kaplan et al. leave it out), and it leaves out the scores, which
+# multiply no weight. How many scores are there? With a causal mask, half of them are hidden. **Two
+# conventions are in use**: count *all* scores, as Megatron (Narayanan et al. 2021, appendix) and
+# PaLM (Chowdhery et al. 2022, appendix B) do, or
 # *half* of them, which is what a causal kernel computes, as FlashAttention-2 does (Dao 2023,
 # section 4.1). The course counts all, unless it says `causal`.
 
@@ -602,10 +604,10 @@ share = mfu(step, 13.75, DEVICES["a100-80"].peak("bf16"), world_size=64)
 print(f"\n175B on 64 A100s, 13.75 s for 64 sequences of 2,048 tokens: MFU {share:.1%}")
 
 # %% [markdown]
-# Ordinary training is *dense*: no weight is skipped, so it can reach half. *Model FLOP utilization*
-# (MFU, Chowdhery et al. 2022) is the share of the **dense** peak that the model's own FLOP use;
-# recomputation does not count (with it, the share is called HFU). The last line above is a
-# published run, whose authors report 51.4 % (Korthikanti et al. 2022, table 5). Does it matter
+# Ordinary training is *dense*: no weight is skipped, so it can reach half at most. *Model FLOP
+# utilization* (MFU, Chowdhery et al. 2022) is the share of the **dense** peak that the model's own
+# FLOP use; recomputation does not count (with it, the share is called HFU). The last line above is
+# a published run, whose authors report 51.4 % (Korthikanti et al. 2022, table 5). Does it matter
 # which scores one counts? And what do others reach?
 
 # %% tags=["picture"]

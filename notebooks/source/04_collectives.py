@@ -14,7 +14,7 @@
 # - measure $\alpha$ and $\beta$ of a machine, and read a bus bandwidth.
 #
 # **Prerequisites:** lesson 00. **Time:** about 80 minutes of reading, 75 minutes for the
-# exercises; there is a break after section 4.
+# exercises.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -359,7 +359,8 @@ check("collectives-4", mean_all_reduce)
 
 # %% [markdown]
 # **All-reduce = reduce-scatter + all-gather. On a ring: $2\frac{p-1}{p}\,n$ bytes per rank,
-# $2(p-1)$ steps.** Patarasuk and Yuan (2009) prove that ranks cannot do it with fewer bytes.
+# $2(p-1)$ steps.** Patarasuk and Yuan (2009) prove that ranks cannot do it
+# with fewer bytes, as long as no switch adds for them.
 #
 # *A good place for a break.*
 #

@@ -141,9 +141,9 @@ reveal(guess_weight, round(weights[0], 6))
 # ### Exercise 1: an equal start (core, 10 minutes)
 #
 # A module has more than weights: buffers (batch norm's statistics; `state_dict()` may leave some
-# out), and frozen parameters, which stay frozen. Give every rank rank 0's, **in place**: the same
-# tensors in the same memory. Budget: one `broadcast` per tensor, and no other call.
-# `module.parameters()` lists tied ones once. About 3 lines.
+# out), and frozen parameters, which stay frozen. Give every rank the values of rank 0, **in
+# place**: the same tensors in the same memory. Budget: one `broadcast` per tensor, and no other
+# call. `module.parameters()` lists tied ones once. About 3 lines.
 #
 # <details><summary>Hint: the check says that autograd records it</summary>
 # Broadcast <code>tensor.data</code> (or <code>tensor.detach()</code>): the same memory, outside of
@@ -513,8 +513,8 @@ claim("with this straggler, asynchronous training learns more per second", last[
 show(pictures.losses_by_time(bsp, free, times_s, title), alt=f"{title}; here waiting costs more")
 
 # %% [markdown]
-# That is one straggler, 8 times as slow, and a small model. On equal machines BSP loses little time
-# and no freshness, and its runs can be repeated; that is why it is the rule for large models.
+# That is one straggler, 8 times as slow, and a small model. On equal machines BSP loses little
+# time, has no stale gradients, and can be repeated; that is why it is the rule for large models.
 #
 # The server also has a price of its own: all gradients enter through *its* link, and all weights
 # leave through it. What does the busiest rank send in a step?
@@ -560,9 +560,9 @@ show(pictures.scaling_on_gpus(title), alt=f"{title}, published for nodes of 8 H1
 
 # %% [markdown]
 # The computation of a GPU does not change, but its gradients now go through the network between the
-# nodes, and the bandwidth of an all-reduce falls much faster than the throughput. In between stands
-# overlap, the subject of lesson 06: communication is hidden until it takes longer than backward.
-# Memory per GPU is the same at every point: each has the whole model (lessons 09 and 10).
+# nodes, and the bandwidth of an all-reduce falls much faster than the throughput. Overlap (lesson
+# 06) hides communication until it takes longer than backward. Memory per GPU is the same at every
+# point: each has the whole model (lessons 09 and 10).
 #
 # **With overlap, data parallelism scales well as long as backward takes longer than the all-reduce
 # of the gradients.**
@@ -574,13 +574,13 @@ show(pictures.scaling_on_gpus(title), alt=f"{title}, published for nodes of 8 H1
 # SGD this is data parallelism: the mean of the stepped weights is one step with the mean gradient.
 # It sends $\frac1H$ of the bytes, and in between the replicas drift apart.
 #
-# *DiLoCo* (Douillard et al. 2023, algorithm 1) makes more of the same bytes. In a round of $H$
+# *DiLoCo* (Douillard et al. 2023, algorithm 1) adds an optimizer, and no bytes. In a round of $H$
 # inner steps, rank $r$ goes from the common start $\theta$ to $\theta_r$. Treat the mean of these
-# ways, $\Delta = \theta - \frac1p \sum_r \theta_r$, as a gradient, the **outer gradient**, and give
-# it to a second, **outer optimizer**: SGD with Nesterov momentum, $v \leftarrow \mu v + \Delta$,
-# then $\theta \leftarrow \theta - \eta (\Delta + \mu v)$. With $\mu = 0$ and $\eta = 1$ the new
-# $\theta$ is the mean of the $\theta_r$: local SGD. The momentum adds up the directions of earlier
-# rounds. The paper's inner optimizer is AdamW, and $H = 500$.
+# changes, with the opposite sign, $\Delta = \theta - \frac1p \sum_r \theta_r$, as a gradient, the
+# **outer gradient**, and give it to a second, **outer optimizer**: SGD with Nesterov momentum,
+# $v \leftarrow \mu v + \Delta$, then $\theta \leftarrow \theta - \eta (\Delta + \mu v)$. With
+# $\mu = 0$ and $\eta = 1$ the new $\theta$ is the mean of the $\theta_r$: local SGD. The momentum
+# adds up the directions of earlier rounds. The paper's inner optimizer is AdamW, and $H = 500$.
 
 # %% tags=["predict"]
 guess_loss = predict("the lowest loss after 64 steps, H = 16", choices=("local SGD", "DiLoCo"))

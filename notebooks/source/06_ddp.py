@@ -14,8 +14,7 @@
 # - compress gradients (bf16, top-k, PowerSGD) and say what that costs.
 #
 # **Needs** lessons 04 (collectives) and 05 (data parallelism). **Time:** about 60 minutes to read
-# and run, 80 for the exercises: 1 to 3 are core, 4 and 5 go further. A good break is after
-# section 5.
+# and run, 80 for the exercises: 1 to 3 are core, 4 and 5 go further.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -108,9 +107,9 @@ for name, found in (("ours", buckets), ("PyTorch's", theirs)):
 
 # %% [markdown]
 # PyTorch (2.13, `torch/nn/parallel/distributed.py`) differs in two ways: the limit of its *first*
-# bucket is 1 MiB, so that communication starts early, and only then `bucket_cap_mb`, 25 by default
-# (a value of your own holds for all); and it closes a bucket once it is *over* the limit, ours
-# before. In both, the last bucket has the embedding, and nothing is left to hide it behind.
+# bucket is 1 MiB, so that communication starts early, and only then `bucket_cap_mb`, 25 by default;
+# and it closes a bucket once it is *over* the limit, ours before. In both, the last bucket has the
+# embedding, and nothing is left to hide it behind.
 #
 # ### Exercise 1: which bucket? (core, 15 minutes)
 #
@@ -152,9 +151,10 @@ check("ddp-1", assign_buckets)
 # ## 3 Send now, wait later
 #
 # `dist.all_reduce(x, async_op=True)` starts the sum and returns a handle at once; its `wait()`
-# returns when `x` holds the sum. Called in a hook, that is all of overlap. Rank $r$ contributes
-# $10^r$, and after `wait()` rank 0 divides by four. Does it also have the right mean if nobody
-# waits and the last rank is late?
+# returns when `x` holds the sum (with NCCL it lets the current CUDA stream wait for it, and the CPU
+# goes on). Called in a hook, that is all of overlap. Rank $r$ contributes $10^r$, and after
+# `wait()` rank 0 divides by four. Does it also have the right mean if nobody waits and the last
+# rank is late?
 
 # %% tags=["predict"]
 guess_wait = predict("is the mean right on rank 0 without wait()?", choices=("yes", "no"))
@@ -177,7 +177,7 @@ print(f"rank 0 with wait(): {right[0]}, without: {wrong[0]}")
 reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 
 # %% [markdown]
-# Rank 0 divided its own number by four. Nothing failed, and in training the loss would even fall.
+# Rank 0 divided its own number by four. Nothing failed, and in training the loss could still fall.
 #
 # ### Exercise 2: hook and finish (core, 25 minutes)
 #
@@ -469,7 +469,7 @@ def accumulate(model, loss_fn, micro_batches):
 check("ddp-4", accumulate)
 
 # %% [markdown]
-# **Communicate once per step, during the last backward.**
+# **With accumulation, communicate once per step, during the last backward.**
 #
 # ## 7 A gradient that is never computed
 #
@@ -558,9 +558,9 @@ class HalfTheBytes:
 check("ddp-5", HalfTheBytes)
 
 # %% [markdown]
-# Others go further, and send an approximation. **Top-k** (Stich et al. 2018) sends the $k$ largest
-# numbers of a bucket with their indices. Every rank has other indices, so there is nothing to add
-# up on the way: an all-gather brings all $p \cdot k$ of them to everybody.
+# Others go further, and send an approximation. **Top-k** (Stich et al. 2018) sends the numbers of a
+# bucket that are largest in absolute value, with their indices. Every rank has other indices, so
+# there is nothing to add up on the way: an all-gather brings those of all ranks to everybody.
 #
 # **PowerSGD** (Vogels et al. 2019) sends a matrix of low rank $r$. A gradient $M$ of $a \times b$
 # numbers is approximated by $P Q^T$, with $P$ of $a \times r$ and $Q$ of $b \times r$, that is
@@ -719,7 +719,7 @@ except RankError as hang:
 # Nothing is wrong on the line that hangs. On a cluster this is the job that stands still at the end
 # of an epoch, with all its GPUs reserved, until a time-out. So all ranks take the *same number of
 # steps*: the sampler of lesson 05 drops or repeats items, or a rank without data joins in with a
-# loss of weight 0 (PyTorch's `Join` context does that).
+# loss of weight 0.
 #
 # **Every rank takes part in every step, with every bucket, in one order.**
 #

@@ -15,7 +15,7 @@
 # - say which part of the communication can be overlapped.
 #
 # **Prerequisites:** lessons 01 and 04. **Time:** about 75 minutes of reading and running, 65 for
-# five exercises (core: 1, 2, 5; further: 3, 4). Section 4 ends with a break.
+# five exercises (core: 1, 2, 5; further: 3, 4).
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -291,7 +291,7 @@ check("tensor_parallel-3", rows_of_rank)
 # $$ -\log \text{softmax}(z)_t = \log \sum_v e^{z_v - m} - (z_t - m), \quad m = \max_v z_v $$
 #
 # But only three values per token have to be combined over the ranks: $m$, the sum, and $z_t$. For
-# Llama that replaces 128,256 logits per token.
+# Llama 3 that replaces 128,256 logits per token.
 #
 # ### Exercise 4 (further): the loss without gathering the logits
 #
@@ -337,7 +337,7 @@ check("tensor_parallel-4", split_cross_entropy)
 # **The logits, often the largest tensor of a step, are not communicated: three values per token
 # are.**
 #
-# *This is a good place for a break.*
+# *A place for a break.*
 #
 # ## 5 A whole GPT
 #
@@ -518,8 +518,8 @@ show(compare(p_values, curves, title, x_label="ranks p", y_label="KiB on a rank"
 # more in backward**: then all 34 are divided by $p$, for $5/4$ of the bytes. It overlaps that
 # all-gather with computing the input gradient (Korthikanti et al. 2022, section 4.2.2).
 #
-# Norms have seen only their rank's tokens, so the gradients of their weights are partial sums.
-# `finish_gradients(model)` adds them up, in one small message per step.
+# Norms, and biases that are added to a divided stream, have seen only their rank's tokens, so their
+# gradients are partial sums. `finish_gradients(model)` adds them up, in one small message per step.
 #
 # At full size (move `tp` and `sequence parallel`):
 
@@ -529,14 +529,16 @@ from course_lib.memory.explorer import calculator
 calculator("--model llama-8b --gpu h100 --batch 4 --seq 8192 --tp 8")
 
 # %% [markdown]
-# **Sequence parallelism divides the other activations, too. It sends the same bytes if gathered
-# inputs are kept, and a quarter more if they are gathered again.**
+# **Sequence parallelism divides the other activations, too: all of them if inputs are gathered
+# again in backward (a quarter more bytes), all but the gathered inputs if those are kept (the same
+# bytes).**
 #
 # ## 7 Dropout: equal here, different there
 #
-# On the residual stream, which all ranks hold, dropout must draw *the same* mask on all; on their
-# own heads, *different* ones. So neither one seed for all ranks nor one seed per rank is right.
-# With a seed per rank, after 5 steps: are the weights of the norms still the same on all ranks?
+# On the residual stream, which all ranks hold (without sequence parallelism), dropout must draw
+# *the same* mask on all; on their own heads, *different* ones. So neither one seed for all ranks
+# nor one seed per rank is right. With a seed per rank, after 5 steps: are the weights of the norms
+# still the same on all ranks?
 
 # %% tags=["predict"]
 guess_alike = predict("a seed for each rank: are the norms still the same?", choices=("yes", "no"))
@@ -658,12 +660,12 @@ show(timelines(runs.timelines(), title, link=wire), alt=f"{title}; the weights' 
 #
 # More can be hidden, also in forward, if the multiplication itself is cut into pieces, of which one
 # is sent while the next one is computed: NVIDIA's Transformer Engine does it with *user buffers*
-# (`tp_comm_overlap` in Megatron-LM, with sequence parallelism), PyTorch with *async TP*. Wang et
-# al. (2024) report up to 29 % faster forwards and about 8 % faster steps for Llama3-7B.
+# (`tp_comm_overlap` in Megatron-LM, with sequence parallelism), PyTorch with *async TP* (Wang et
+# al. 2024).
 #
-# Now real GPUs: a 3B model on 2 to 32 H100 (Ultra-Scale Playbook). The formula takes Llama-3B's
-# sizes, published bandwidths, and one fitted constant, a GPU's speed at $p = 2$. From 8 to 16
-# ranks, what fraction of its tokens/s does each GPU keep?
+# Now real GPUs: a 3B model on 2 to 32 H100 (Tazi et al. 2025). The formula takes Llama-3B's sizes,
+# published bandwidths, and one fitted constant, a GPU's speed at $p = 2$. From 8 to 16 ranks, what
+# fraction of its tokens/s does each GPU keep?
 
 # %% tags=["predict"]
 guess_drop = predict("tokens/s per GPU on 16 ranks divided by those on 8 (like 3/4)")

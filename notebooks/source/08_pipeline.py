@@ -109,9 +109,9 @@ show(compare(numbers, voices, title, **axes), alt=f"{title}; measured: on the li
 #
 # GPipe's price is memory: the activations of all $m$ micro-batches wait for their backward. But the
 # last rank could begin backward after its *first* forward. **1F1B** (one forward, one backward;
-# Narayanan et al. 2021) does that. In the **warm-up**, each rank runs as many forwards as there are
-# ranks behind it. Then it alternates one forward and one backward, and finally runs the remaining
-# backwards (**cool-down**).
+# Narayanan et al. 2021, section 2.2, who call it PipeDream-Flush) does that. In the **warm-up**,
+# each rank runs as many forwards as there are ranks behind it. Then it alternates one forward and
+# one backward, and finally runs the remaining backwards (**cool-down**).
 #
 # That is an order, a **schedule**: for each rank the list of its actions. It does not mention time:
 # an action starts when its rank is free and its input has arrived. Here is GPipe's. With 1F1B, $p =
@@ -465,10 +465,9 @@ print(cost.bubble_rate_table())
 
 # %% [markdown]
 # The simulator reproduces the bubble rates that the paper *calculates* from its measured $F$, $I$,
-# $W$. The measured samples/s are a few percent lower. The fewer micro-batches, the more there is to
-# gain.
-# Later schedules (ZB-2p in the same paper, ZB-V, DualPipe) shrink the bubble further, for more
-# memory or messages.
+# $W$. The measured samples/s are a few percent lower than simulated. The fewer micro-batches, the
+# more there is to gain. Later schedules (ZB-2p in the same paper, ZB-V, and DualPipe of DeepSeek-AI
+# 2024) shrink the bubble further, for more memory or messages.
 #
 # **A smaller bubble costs messages (interleaved) or memory (both).**
 #
@@ -583,7 +582,7 @@ show(pictures.h100_picture(h100, title), alt=f"{title}; the formula with the slo
 
 # %% [markdown]
 # Few layers cannot be balanced well over many stages. Llama 3 405B has one layer less on the first
-# and on the last stage, to balance them (Llama team 2024, section 3.3.2).
+# and on the last stage, to balance them (Grattafiori et al. 2024, section 3.3.2).
 #
 # Often the output layer *is* the embedding: one matrix, used on the first and on the last stage.
 # Both hold a copy, and in backward each gets the gradient of its own use.
@@ -654,7 +653,8 @@ for number in (1, 2, 4, 8, 16, 32):
 #
 # ## 11 The real thing
 #
-# `torch.distributed.pipelining` has the same schedules. Two ranks, the same stages, 1F1B with 8
+# `torch.distributed.pipelining` has GPipe, 1F1B and interleaved 1F1B, too. Two ranks, the same
+# stages, 1F1B with 8
 # micro-batches. (PyTorch does not sum tied weights, so here they are untied.) Equal gradients?
 
 # %% tags=["predict"]
@@ -696,8 +696,8 @@ for name, seconds in by_rank[0][1].items():
 # ## What to keep
 #
 # - A schedule is a list of actions per rank; one engine runs any, one simulator times any.
-# - Bubble $\frac{p-1}{m}$; in flight $m$ with GPipe, $p - r$ with 1F1B. Interleaved divides the
-#   bubble by $v$; ZB-H1 fills it with weight gradients.
+# - Bubble $\frac{p-1}{m}$; in flight $m$ with GPipe, $\min(p-r, m)$ with 1F1B. Interleaved
+#   divides the bubble by $v$; ZB-H1 fills it with weight gradients.
 # - Sends must not block; activations must be freed; the loss is divided once.
 # - The best $m$ depends on the latency; the stages are balanced by time.
 #

@@ -278,7 +278,8 @@ for p, ranks in {2: pair, 4: four}.items():
     print(f"{p} ranks, after 3 steps: as one process, within 1e-12: {near}")
 
 # %% [markdown]
-# **A unit is gathered twice and reduced once per step; in between a rank has only its shard.**
+# **Freed after forward, a block is gathered twice and reduced once per step; in
+# between a rank has only its shard.**
 #
 # ## 3 To free or not to free
 #
@@ -413,7 +414,7 @@ fsdp_explorer()
 
 # %% [markdown]
 # **Launch the next gather before this unit computes: where a gather takes no longer than the
-# computation beside it, it costs no time.**
+# computation beside it, only the first gather of each pass and the last reduction are exposed.**
 #
 # *This is a good place for a break.*
 #
@@ -706,7 +707,8 @@ show(compare(range(60), curves, title, **axes), alt=f"{title}; the dots lie on t
 # ## What to keep
 #
 # - A unit is gathered, used, freed, twice. Peak: shards, root, the largest unit and the next one.
-# - In one precision, freed after forward: 1.5 times the bytes of plain data parallelism; kept: as
+# - In one precision, freed after forward: up to 1.5 times the bytes of plain data
+#   parallelism; kept: as
 #   many. bf16 gathers with fp32 reduction: as many as fp32 DDP, twice as many as bf16 DDP.
 # - Prefetch hides gathers as long as the link is as fast as the layers; one unit ahead is enough.
 # - Compute in bf16, reduce in fp32 when many ranks are in the sum, keep fp32.

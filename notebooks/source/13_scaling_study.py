@@ -139,7 +139,7 @@ def experiment_of(records, tp, pp, warmup):
 check("scaling_study-1", experiment_of)
 
 # %% [markdown]
-# **Ranks are not repetitions: take the slowest's time, each copy's tokens once, the fullest's
+# **Ranks are not repetitions: take the slowest rank's time, each copy's tokens once, the largest
 # memory.**
 #
 # ## 2 Compared with one rank
@@ -329,8 +329,8 @@ show(figure, alt=alt)
 # %% [markdown]
 # Each stage communicates more often: stage 1 once per step, stage 2 once per micro-batch, stage 3
 # for every module and micro-batch. Where *latency* is long, the number of messages matters more
-# than their bytes. And what did it buy? Parameters, gradients and optimizer state of a rank, beside
-# the formula:
+# than their bytes. How much memory does each stage save? Parameters, gradients and optimizer state
+# of a rank, beside the formula:
 
 # %% tags=["picture"]
 figure, alt = pictures.states(zero, zero_name)
@@ -399,13 +399,14 @@ show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far
 # What will the cluster study show, before anybody waits in a queue? Computing is predicted from
 # FLOP. In forward each parameter costs one multiplication and one addition per token; backward has
 # two products of that size, for the gradient of the input and for the parameter's own: $6ND$ for
-# $N$ parameters and $D$ tokens (Kaplan et al. 2020, section 2.1). Attention's scores have no
-# parameters and grow with the sequence: $6ND$ leaves them out, our cost model counts them.
+# $N$ parameters (here $N$ counts parameters, not ranks) and $D$ tokens (Kaplan et al. 2020, section
+# 2.1). Attention's scores have no parameters and grow with the sequence: $6ND$ leaves them out, our
+# cost model counts them.
 #
 # The first lines below are what the PCIe study measured on two GPUs. On four, over several PCIe
-# bridges, all efficiencies collapsed, ZeRO's least (about 60 %); small models gained nothing,
-# pipelines were poor, ZeRO-2 was slower than stages 1 and 3. Move the sliders: what can formulas
-# tell, and what not?
+# bridges, all efficiencies fell strongly, ZeRO's least (to about 60 %); small models gained
+# nothing, pipelines were poor, ZeRO-2 was slower than stages 1 and 3. Move the sliders: what can
+# formulas tell, and what not?
 
 # %% tags=["picture"]
 from course_lib.scaling_study.explorer import study_explorer
@@ -444,7 +445,7 @@ title = f"{whose}: {len(matrix)} GPUs, and some are nearer than others"
 show(links(matrix, title), alt=f"{title}; rows: {' | '.join(' '.join(row) for row in matrix)}")
 
 # %% [markdown]
-# **Formulas rank the methods; the matrix tells which GPUs to ask for.**
+# **Formulas give a first ranking of the methods; the matrix tells which GPUs to ask for.**
 #
 # ## 6 Faster steps, or fewer?
 #
@@ -478,9 +479,9 @@ show(figure, alt=alt)
 
 # %% [markdown]
 # Batch and warm-up each help a little, both together most. But that run has read more than twice as
-# many tokens: it is sooner only because four ranks read them at once. The time to a given loss is a
-# product: seconds per step, times the steps that are needed. Beyond a critical batch size, a larger
-# batch hardly saves steps (McCandlish et al. 2018).
+# many tokens: it needs less time only because four ranks process them in parallel. The time to a
+# given loss is a product: seconds per step, times the steps that are needed. Beyond a critical
+# batch size, a larger batch hardly saves steps (McCandlish et al. 2018).
 #
 # **Efficiency is about one step. Ask also how many steps the training takes.**
 #
@@ -510,9 +511,9 @@ print(f"a learner may have {site.limits.gpu_hours:g} GPU-hours, {site.limits.max
 # ### Exercise 4 (further): the bill
 #
 # A run has `nodes`, `gpus_per_node`, `start_s` (once), `steps` and `step_s`. Return the GPU-hours
-# of all runs, and how many of them may be submitted: in their order, until one would exceed
-# `allowed`; there it ends, even if a smaller one comes later. Exactly `allowed` still fits. `runs`
-# stays as it is. About 8 lines, 10 minutes.
+# of all runs, and how many of them may be submitted: in their order, until a run would exceed
+# `allowed`; stop there, even if a later run is smaller. Exactly `allowed` still fits. `runs` stays
+# as it is. About 8 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="scaling_study-4"

@@ -232,6 +232,11 @@ ACCUMULATE = Exercise(
                 ),
                 ONCE,
             ),
+            Demand(
+                lambda at: not at.seen.unfinished,
+                lambda at: f"{at.seen.unfinished} buckets are sent, and nobody waits for them",
+                LOST,
+            ),
             Numbers(
                 "grads",
                 _times(_mean),

@@ -27,7 +27,8 @@ class Step:
 
     `forwards` and `backwards` tell of each whether DDP would have synchronized; `most_alive` is
     how many micro-batches' graphs or outputs there were at once. `changed` says what in the
-    batch is no longer as it was, `hooks` counts those that stayed on the model.
+    batch is no longer as it was, `hooks` counts those that stayed on the model, and `unfinished`
+    the buckets that are still in flight.
     """
 
     count: int
@@ -40,6 +41,7 @@ class Step:
     changed: list[str]
     random_changed: bool
     hooks: int
+    unfinished: int
     backward_end_s: float = 0.0
     most_alive: int = 0
     bypassed: int = 0
@@ -100,6 +102,7 @@ def _step(
         _changed(batch, given, fresh),
         not random_state.equal(torch.get_rng_state()),
         count_hooks(model) - hooks,
+        len(model._works),
         **seen,
     )
 
