@@ -128,6 +128,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
 
 
+@pytest.fixture(autouse=True)
+def stays_in_its_folder() -> Iterator[None]:
+    """Fail a test that leaves the next one in another folder."""
+    before = os.getcwd()
+    yield
+    after = None  # where the folder has gone
+    with suppress(FileNotFoundError):
+        after = os.getcwd()
+    os.chdir(before)
+    assert after == before
+
+
 class Toy:
     """The toy lesson in a folder of its own, and what tests do to it."""
 

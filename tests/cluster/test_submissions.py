@@ -1,7 +1,6 @@
 """Submissions, their records and their logs, without any scheduler."""
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -131,11 +130,10 @@ def test_a_collect_that_is_cut_short_is_put_right(submission, monkeypatch):
             raise KeyboardInterrupt
         return true_rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", breaks)
-    with pytest.raises(KeyboardInterrupt):
-        collect(one)
-    monkeypatch.undo()
-    os.chdir(one.folder.parents[2])
+    with monkeypatch.context() as cut_short:
+        cut_short.setattr(Path, "rename", breaks)
+        with pytest.raises(KeyboardInterrupt):
+            collect(one)
     collect(one)
     assert counted() == [("0.1", 0), ("0.1", 1)]
 

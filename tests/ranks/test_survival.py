@@ -320,6 +320,6 @@ def test_what_a_rank_started_ends_with_a_killed_kernel(tmp_path, ends):
         Ranks(2).run(start_strays, os.environ["STRAYS"])
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    _, status = run_script(script, STRAYS=str(tmp_path))
-    assert status == -signal.SIGKILL
+    said, status = run_script(script, STRAYS=str(tmp_path))
+    assert status == -signal.SIGKILL, said
     ends(strays(tmp_path))
