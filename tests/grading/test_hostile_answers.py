@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.grading.hostile_class import graded_class, statuses
+from tests.grading.hostile_class import NOTHING, graded_class, statuses
 
 SPLIT = "return [x // y + (i < x % y) for i in range(y)]"
 RIGHT_SPLIT = f"def add(x, y):\n    {SPLIT}\n"
@@ -118,7 +118,7 @@ def split_class(small_class):
 def test_no_patch_and_no_reading_gains_a_point(split_class, tmp_path, part):
     mine = dict(list(GAINS.items())[part::3])
     for student, text in mine.items():
-        split_class.hand_in(f"{student}.ipynb", toy_1=text)
+        split_class.hand_in(f"{student}.ipynb", **{**NOTHING, "toy_1": text})
     found = graded_class(split_class, tmp_path / "grades")
     assert {student: found[student].status("toy-1") for student in mine} == dict.fromkeys(
         mine, "wrong"
@@ -177,7 +177,7 @@ PAST = {  # what tries to get past the check on ranks, or writes results of its 
 def test_no_forged_result_gains_a_point(small_class, tmp_path, part):
     mine = dict(list(PAST.items())[part::2])
     for student, (number, text) in mine.items():
-        small_class.hand_in(f"{student}.ipynb", **{f"toy_{number + 1}": text})
+        small_class.hand_in(f"{student}.ipynb", **{**NOTHING, f"toy_{number + 1}": text})
     found = graded_class(small_class, tmp_path / "grades")
     for student, (number, _) in mine.items():
         assert found[student].problem == "", student

@@ -11,9 +11,8 @@ import zipfile
 import nbformat
 import pytest
 
-from tests.grading.hostile_class import LEFT_OVER, graded_class, statuses
+from tests.grading.hostile_class import LEFT_OVER, NOTHING, graded_class, statuses
 
-NOTHING = {"toy_2": "", "toy_3": ""}  # not done: one run less
 ENDS = {  # what the answer to toy-1 does; why it is wrong
     "exits": ("import os\nos._exit(0)\n", "ended the Python process"),
     "system-exit": ("raise SystemExit\n", "SystemExit"),
@@ -75,7 +74,7 @@ RIGHT = "def add(x, y):\n    return x + y\n"
 def test_what_does_not_end_by_itself_is_ended(small_class, tmp_path, part):
     mine = dict(list(ENDS.items())[part::3])
     for student, (text, _) in mine.items():
-        small_class.hand_in(f"{student}.ipynb", toy_1=text, **NOTHING)
+        small_class.hand_in(f"{student}.ipynb", **{**NOTHING, "toy_1": text})
     found = graded_class(small_class, tmp_path / "grades", timeout_s=15)
     for student, (_, says) in mine.items():
         assert statuses(found[student]) == ["wrong", "not done", "not done"], found[student]
@@ -84,7 +83,7 @@ def test_what_does_not_end_by_itself_is_ended(small_class, tmp_path, part):
 
 def test_what_is_left_behind_is_ended_and_harms_nobody(small_class, tmp_path):
     for student, text in LEAVES.items():
-        small_class.hand_in(f"{student}.ipynb", toy_1=text + RIGHT, **NOTHING)
+        small_class.hand_in(f"{student}.ipynb", **{**NOTHING, "toy_1": text + RIGHT})
     found = graded_class(small_class, tmp_path / "grades")
     for student in LEAVES:
         assert statuses(found[student]) == ["right", "not done", "not done"], found[student]
@@ -172,10 +171,12 @@ def test_every_file_has_a_row_and_none_stops_the_class(small_class, tmp_path):
     (place / "no.zip").write_bytes(b"PK")
     (place / "folder.ipynb").mkdir()
     os.mkfifo(place / "pipe.ipynb")
-    small_class.hand_in("long.ipynb", toy_1=f"{RIGHT}#{'x' * 200_000}\n", **NOTHING)
-    small_class.hand_in("nested.ipynb", toy_1=f"add = {'-' * 90_000}1\n", **NOTHING)
+    small_class.hand_in("long.ipynb", **{**NOTHING, "toy_1": f"{RIGHT}#{'x' * 200_000}\n"})
+    small_class.hand_in("nested.ipynb", **{**NOTHING, "toy_1": f"add = {'-' * 90_000}1\n"})
     strange = '=HYPERLINK("http:x")\x1b[2J\nann'
-    small_class.hand_in(f"{strange}/toy.ipynb", toy_1=f"raise ValueError({strange!r})", **NOTHING)
+    small_class.hand_in(
+        f"{strange}/toy.ipynb", **{**NOTHING, "toy_1": f"raise ValueError({strange!r})"}
+    )
     found = graded_class(small_class, tmp_path / "grades")
     judged = {"ann", "zoe", "long", "nested", strange}
     assert {name for name, graded in found.items() if not graded.problem} == judged
