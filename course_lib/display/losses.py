@@ -14,7 +14,7 @@ DASHES = ("-", "--", "-.")
 
 
 def losses(curves: Mapping[str, Sequence[float]], title: str, *, note: str = "") -> Figure:
-    """Draw the losses of each run over its steps.
+    """Draw the losses of the first run over its steps, and below how far the others are from it.
 
     Raises: CourseError without a curve
     """
@@ -25,11 +25,15 @@ def losses(curves: Mapping[str, Sequence[float]], title: str, *, note: str = "")
     if others:
         word = others[0][0] if len(others) == 1 else f"{len(others)} other runs"
         legend.append(Line2D([], [], color=QUIET, marker="o", linestyle="", ms=3, label=word))
-    figure, (axes,) = page(title, [2.6], note=note, legend=legend)
-    plain(axes, x_label="step", y_label="loss", grid="both")
-    for _, curve in others:
-        axes.plot(range(1, len(curve) + 1), curve, "o", color=QUIET, markersize=3, zorder=2)
-    axes.plot(range(1, len(whole) + 1), whole, color=SERIES[1], linewidth=1.6, zorder=3)
+    figure, (axes, *below) = page(title, [1.8, 1.2] if others else [2.6], note=note, legend=legend)
+    plain(axes, x_label="" if others else "step", y_label="loss", grid="both")
+    axes.plot(range(1, len(whole) + 1), whole, color=SERIES[1], linewidth=1.6)
+    for apart in below:
+        plain(apart, x_label="step", y_label=f"difference\nfrom {first}", grid="both")
+        apart.axhline(0, color=SERIES[1], linewidth=1.6)
+        for _, curve in others:
+            differences = [loss - alone for loss, alone in zip(curve, whole, strict=False)]
+            apart.plot(range(1, len(differences) + 1), differences, "o", color=QUIET, markersize=3)
     return figure
 
 
