@@ -41,7 +41,7 @@ def late_barrier(rank):
 
 
 def late_sum(rank):
-    """Call all_reduce late: rank 3 comes last."""
+    """Call all_reduce late, rank 3 last."""
     time.sleep(0.1 * rank)
     dist.all_reduce(torch.tensor([10.0**rank]))
 
@@ -103,8 +103,8 @@ def pictures():
             runs[fn] = ranks.events
         return {
             "speak": timeline(runs[speak], f"Rank {runs[speak][0].rank} prints first"),
-            "barrier": timeline(runs[late_barrier], "A rank that comes early waits"),
-            "late": timeline(runs[late_sum], "All leave when the last one has come"),
+            "barrier": timeline(runs[late_barrier], "A rank that reaches the barrier early waits"),
+            "late": timeline(runs[late_sum], "No call returns before the last rank has made it"),
             "circle": waiting(waits_of(ranks, send_first), 4),
             "alone": waiting(waits_of(ranks, only_rank_0), 4),
             "message": message(),

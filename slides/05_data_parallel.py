@@ -11,7 +11,7 @@ from course_lib.data_parallel.cost import arrival_order, mean_staleness, stalene
 from course_lib.display import RANK, Voices, compare, timelines
 
 SLOWDOWNS = [1, 2, 4, 8]
-AXIS = "rank 3 is so many times as slow"  # in the simulation and in the formulas alike
+AXIS = "step time of rank 3, as a multiple of the others'"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def uneven():
     items = [1, 2, 4, 8]
     curves = {
         "mean of means": Voices(formula=lambda b: 8 / b),
-        "weighed": Voices(formula=lambda b: 1.0),
+        "weighted by items": Voices(formula=lambda b: 1.0),
     }
     title = "Mean of means: a lone item beside batches of 8 counts 8 times"
     y_label = "weight, relative to the others' items"
@@ -98,7 +98,8 @@ def staleness():
         )
         for name, worker in (("rank 3", 3), ("rank 1", 1))
     }
-    title = f"8 times as slow: gradients are {mean_staleness([1, 1, 8], 3):.0f} updates old"
+    old = mean_staleness([1, 1, 8], 3)
+    title = f"A straggler 8 times as slow: its gradients are {old:.0f} updates old"
     return compare(SLOWDOWNS, curves, title, x_label=AXIS, y_label="mean staleness (updates)")
 
 
@@ -116,7 +117,7 @@ def pace():
         "asynchronous": Voices(formula=lambda k: 3 * 0.02 / (2 + 1 / k)),
     }
     title = "Steps of 20 ms: a straggler 8 times as slow makes rounds of 160 ms"
-    return compare(SLOWDOWNS, curves, title, x_label=AXIS, y_label="time of three gradients (s)")
+    return compare(SLOWDOWNS, curves, title, x_label=AXIS, y_label="time for 3 gradients (s)")
 
 
 def links():
@@ -130,14 +131,16 @@ def links():
         "ring": Voices(formula=lambda p: 2 * (p - 1) / p, simulation=simulated),
         "server": Voices(formula=lambda p: p - 1),
     }
-    title = f"On 8 ranks the server sends 7 n a step, a rank of the ring {simulated[-1]:.2f} n"
-    return compare(ranks, curves, title, x_label="ranks p", y_label="bytes sent a step, in n")
+    title = f"On 8 ranks a server sends 7 n per step, a rank of a ring {simulated[-1]:.2f} n"
+    return compare(ranks, curves, title, x_label="ranks p", y_label="bytes sent per step, in n")
 
 
 def gpus():
     """Published: tokens/s per GPU and all-reduce bandwidth on up to 256 GPUs."""
     kept, bandwidth = (series[-1] for series in of_the_notebook.published_scaling()[1:])
-    title = f"256 GPUs: {kept:.0f} % of the speed, {bandwidth:.0f} % of the bandwidth"
+    title = (
+        f"From 8 to 256 GPUs: speed per GPU {kept:.0f} %, all-reduce bandwidth {bandwidth:.0f} %"
+    )
     return of_the_notebook.scaling_on_gpus(title)
 
 

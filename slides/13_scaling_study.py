@@ -26,8 +26,8 @@ def published():
 
 
 def states():
-    """What a rank of at most two keeps under ZeRO."""
-    found, name = a_set("parts")
+    """Draw the states of each rank, on one rank and on two, for each stage of ZeRO."""
+    found, name = a_set("micro-batches")
     return of_study.states([one for one in found if one.experiment.run.ranks <= 2], name)[0]
 
 
@@ -47,8 +47,8 @@ def bridges():
 
 
 def matrix():
-    """Who is near whom."""
-    return links(EXAMPLE_LINKS, "An example: two pairs are near, and two sockets are far apart")
+    """Links between the GPUs of a made-up machine."""
+    return links(EXAMPLE_LINKS, "An example: two pairs with close links, on two sockets")
 
 
 def soon():

@@ -14,6 +14,7 @@ from course_lib.data_parallel import cost
 from course_lib.data_parallel.parameter_server import Update, loss_at, smoothed
 from course_lib.display.compare import Voices, compare
 
+SLEEP = "sleep of rank 3 in a step, as a multiple of the others'"
 PLAYBOOK = "The Ultra-Scale Playbook (Hugging Face 2025), nodes of 8 H100, assets {files}"
 
 
@@ -36,9 +37,9 @@ def at_once(
         p_values,
         curves,
         title,
-        note=f"{num_cores} cores; of several turns the least disturbed one",
+        note=f"{num_cores} cores; the fastest of {len(next(iter(times.values()))[0])} turns",
         x_label="pieces of work at once, p",
-        y_label="time (1 = one piece alone)",
+        y_label="time, as a multiple of one piece alone",
     )
 
 
@@ -60,8 +61,8 @@ def pace(
         slowdowns,
         curves,
         title,
-        x_label="rank 3 sleeps so many times as long",
-        y_label="time of 3 gradients (s)",
+        x_label=SLEEP,
+        y_label="time for 3 gradients (s)",
     )
 
 
@@ -87,8 +88,8 @@ def staleness(
         slowdowns,
         voices,
         title,
-        x_label="rank 3 sleeps so many times as long",
-        y_label="staleness (updates)",
+        x_label=SLEEP,
+        y_label="staleness of rank 3's gradients (updates)",
     )
 
 
@@ -121,7 +122,7 @@ def busiest_link(
         "ring": Voices(formula=lambda p: 2 * (p - 1) / p, measurement=ring),
         "server": Voices(formula=lambda p: p - 1, measurement=server),
     }
-    return compare(p_values, curves, title, x_label="ranks p", y_label="bytes sent a step, in n")
+    return compare(p_values, curves, title, x_label="ranks p", y_label="bytes sent per step, in n")
 
 
 def published_scaling() -> tuple[list[int], list[float], list[float]]:
@@ -148,7 +149,7 @@ def scaling_on_gpus(title: str) -> Figure:
         "bandwidth of all_reduce": Voices(published=(gpus, bandwidth)),
     }
     source = PLAYBOOK.format(files="dp_scaling, pp_comm_bandwidth")
-    note = "a model of about 1B parameters, micro-batch 1, sequences of 4,096 tokens"
+    note = "a model of about 1B parameters, sequences of 4,096 tokens"
     return compare(
         gpus,
         curves,
@@ -157,7 +158,7 @@ def scaling_on_gpus(title: str) -> Figure:
         source=source,
         names={"formula": "if communication were free"},
         x_label="GPUs",
-        y_label="% of one node",
+        y_label="% of the value on one node",
         log_x=True,
     )
 

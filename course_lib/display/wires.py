@@ -158,7 +158,8 @@ def published_by_size() -> tuple[Figure, str]:
         worst = max(worst, *(max(a / b, b / a) for a, b in zip(line, bus, strict=True)))
         label = f"{name}: {format_seconds(link.latency_s)}, {format_rate(link.bytes_per_s)}"
         curves[label] = Voices(formula=line[1::2], published=(sizes[1::2], bus[1::2]))
-        source = f"S. Bekman, Machine Learning Engineering: {found[0]['source']}"
+        source = f"S. Bekman, Machine Learning Engineering: {found[0]['source']}; "
+        source += "A100 with nccl-tests, H200 with all_reduce_bench.py and NCCL 2.27.7 (NVLS)"
     title = f"A ring with one alpha and one beta is within {worst:.2g} times of NCCL at every size"
     names = {"formula": "ring, alpha and beta fitted to all sizes", "published": "NCCL"}
     figure = _by_size(
@@ -198,8 +199,8 @@ def published_by_nodes() -> tuple[Figure, str]:
     formula = [_bus(num_bytes, p, link) / 1e9 for p in ranks]
     ratio = gb_per_s[0] / gb_per_s[-1]
     worst = max(max(a / b, b / a) for a, b in zip(formula, gb_per_s, strict=True))
-    title = f"{ratio:.0f} times less on {nodes[-1]} nodes; a ring, with one alpha and one beta, "
-    title += f"falls alike within {worst:.2g} times"
+    title = f"{ratio:.0f} times less bandwidth on {nodes[-1]} nodes; one fitted ring is within "
+    title += f"a factor of {worst:.2g}"
     names = {
         "formula": f"one ring, fitted: {format_seconds(link.latency_s)} a step, "
         f"{format_rate(link.bytes_per_s)}"

@@ -102,7 +102,7 @@ def layer_coefficients(
     5. SwiGLU and grouped-query attention have their own count: with flash attention, without
     dropout, c = 12 + 4 * kv_hidden/h + 8 * ffn_hidden/h, which is 41 for llama-8b.
 
-    Source:  Korthikanti et al. 2022, section 4.1, equation 2, for the GPT
+    Source:  Korthikanti et al. 2022, section 4.1, equation 1, for the GPT
     """
     one = Pass(spec=spec, batch=1, seq=1, number_bytes=number_bytes, flash=flash, dropout=dropout)
     scores = total(one.scores())

@@ -84,7 +84,7 @@ def real_runs() -> dict[str, list[tuple[int, float]]]:
         and row["section"].startswith("H100 80GB BF16")
     ]
     return {
-        "Megatron, 22B to 530B, A100": sorted(
+        "Megatron, 22B to 1T, A100": sorted(
             (int(row["gpus"]), float(row["mfu_pct"]))
             for row in rows("korthikanti22")
             if row["mfu_pct"] and row["table"] in ("Table 5", "text sec 6.3")

@@ -1,7 +1,7 @@
 """Predict a run on more ranks from two runs: what is fixed, and what the ranks share.
 
-T_N = fixed_s + shared_s / N, with the same global batch on all N (strong scaling). Messages whose
-time hardly depends on N are fixed, and so is what every rank repeats. Lesson 13_scaling_study.
+T_p = fixed_s + shared_s / p, with the same global batch on all p (strong scaling). Messages whose
+time hardly depends on p are fixed, and so is what every rank repeats. Lesson 13_scaling_study.
 """
 
 import math
@@ -39,7 +39,7 @@ class StrongScaling:
         return self.fixed_s + self.shared_s / ranks
 
     def efficiency_percent(self, ranks: int) -> float:
-        """Return T_1 / (N T_N) in per cent."""
+        """Return T_1 / (p T_p) in per cent."""
         return self.step_s(1) / (ranks * self.step_s(ranks)) * 100
 
     def most_ranks(self, percent: float) -> float:

@@ -35,7 +35,7 @@ def throughput(results: Sequence[Result], name: str) -> _Picture | None:
         for result in in_order(results)
     ]
     best = max(results, key=lambda result: result.experiment.tokens_per_s)
-    title = f"{_line(best)}: the fastest of {name}, {best.experiment.tokens_per_s:,.0f} tokens/s"
+    title = f"{name}: {_line(best)} is the fastest, {best.experiment.tokens_per_s:,.0f} tokens/s"
     return paired_bars(pairs, title, x_label="throughput (thousand tokens/s)"), f"{title}."
 
 
@@ -45,7 +45,7 @@ def efficiency(results: Sequence[Result], name: str) -> _Picture | None:
     if not pairs:
         return None
     good = sum((pair.measured or 0) >= GOOD for pair in pairs)
-    title = f"Ways to split {name} that keep {GOOD} % efficiency: {good} of {len(pairs)}"
+    title = f"{name}: {good} of {len(pairs)} runs reach an efficiency of {GOOD} %"
     return efficiency_bars(pairs, title), f"{title}."
 
 
@@ -70,7 +70,7 @@ def overhead(results: Sequence[Result], name: str) -> _Picture | None:
     if not pairs:
         return None
     slower = sum((pair.measured or 0) > 0 for pair in pairs)
-    title = f"Ways to split {name} that take longer than one rank: {slower} of {len(pairs)}"
+    title = f"{name}: in {slower} of {len(pairs)} runs a step takes longer than on one rank"
     x_label = "relative overhead of a step (%)"
     return paired_bars(pairs, title, x_label=x_label, words="{:+.0f}".format), f"{title}."
 
@@ -92,7 +92,7 @@ def peak_memory(results: Sequence[Result], name: str) -> _Picture | None:
         for result in in_order(known)
     ]
     held = format_bytes(least.experiment.peak_bytes or 0)
-    title = f"{_line(least)}: the lowest peak of {name}, {held} per rank"
+    title = f"{name}: {_line(least)} has the lowest peak, {held} per rank"
     return paired_bars(
         pairs, title, x_label=f"peak memory of the fullest rank ({word})"
     ), f"{title}."
@@ -109,7 +109,7 @@ def states(results: Sequence[Result], name: str) -> _Picture | None:
     for result in found:
         bars[_line(result)] = measured[_line(result)]
         bars["formula" + "\u200b" * len(bars)] = _ledger(states_of(result.experiment.run))
-    title = f"{least} keeps {format_bytes(fewest.peak_bytes())} of states per rank of {name}"
+    title = f"{name}: {least} keeps least, {format_bytes(fewest.peak_bytes())} of states per rank"
     return memory(bars, title), f"{title}."
 
 
@@ -150,7 +150,7 @@ def convergence(results: Results) -> _Picture | None:
     needs = {name: steps_to(whole[-1], group[0]) or len(whole) for name, group in curves.items()}
     fastest = min(needs, key=lambda name: needs[name])
     title = (
-        f"{needs[fastest]} steps of {', '.join(fastest)} reach the loss of {len(whole)} of "
+        f"{needs[fastest]} steps with {', '.join(fastest)} reach the loss of {len(whole)} with "
         f"{', '.join(first)}"
     )
     words = f"{', '.join(first)} after {len(whole)} steps: {whole[-1]:.2f}"
@@ -177,7 +177,7 @@ def published_scaling() -> _Picture:
     voices = Voices(formula=[fitted(number) for number in gpus], published=(gpus, rates))
     figure = compare(
         gpus,
-        {"fixed + shared / N": voices},
+        {"fixed + shared / p": voices},
         title,
         x_label="H100 GPUs",
         y_label="throughput (thousand tokens/s per GPU)",

@@ -87,7 +87,7 @@ class Results:
 def set_of(run: StudyRun) -> str:
     """Return the model and the batch: what runs have to share to be compared."""
     accumulated = run.num_micro_batches > 1 and run.pp == 1
-    words = f" in {run.num_micro_batches} parts" if accumulated else ""
+    words = f" in {run.num_micro_batches} micro-batches" if accumulated else ""
     words += f", {run.warmup} steps of warm-up" if run.warmup else ""
     return f"{run.spec.name} ({run.global_batch} x {run.seq} tokens{words})"
 

@@ -174,7 +174,7 @@ check("ranks-1", global_rank)
 # **`rank` is a process's number in the run, `local_rank` its number on its node: it chooses the
 # GPU.**
 #
-# ## 3 Whose turn is it?
+# ## 3 In which order do ranks run?
 #
 # In the next cell every rank sleeps before it prints: rank 0 longest, rank 3 not at all. No rank
 # waits for another. Which rank prints first?
@@ -196,7 +196,7 @@ ranks.run(speak)
 order = [event.rank for event in ranks.events]
 reveal(guess_first, order[0])
 title = f"Rank {order[0]} prints first, rank {order[-1]} last"
-show(timeline(ranks.events, title), alt=f"{title}; the printed lines are sorted by rank")
+show(timeline(ranks.events, title), alt=f"{title}; the notebook lists them by rank")
 
 # %% [markdown]
 # The notebook *shows* rank 0 first: it collects what the ranks print and sorts it, so that it can
@@ -209,9 +209,9 @@ show(timeline(ranks.events, title), alt=f"{title}; the printed lines are sorted 
 #
 # ### Exercise 2: one after another
 #
-# Call `say()` on rank 0, then on rank 1, and so on. A rank may begin only when the one before has
-# ended. It has to work again when it is called again. At most `world_size` barriers; about 4 lines,
-# 10 minutes.
+# Call `say()` on rank 0, then on rank 1, and so on. A rank may begin only when the one before it
+# has finished. It must also work when it is called a second time. At most `world_size` barriers;
+# about 4 lines, 10 minutes.
 #
 # <details><summary>Hint: all speak at once</summary>
 # If the barrier stands inside your <code>if</code>, each rank calls it once, and these calls meet.
@@ -313,8 +313,8 @@ show(compare(sizes_mb, voices, title, **labels), alt=title)
 # important one in training is `dist.all_reduce(x)`: it adds up the `x` of all ranks and leaves the
 # sum in `x`, on every rank.
 #
-# Rank $r$ brings $10^r$ and comes $0.1\,r$ seconds late. What does rank 2 hold afterwards? And how
-# long does rank 0 stay in its call?
+# Rank $r$ has $10^r$ and makes the call $0.1\,r$ seconds late. What does rank 2 hold afterwards?
+# And how long does rank 0 stay in its call?
 
 # %% tags=["predict"]
 guess_sum = predict("x on rank 2 after the all_reduce")
@@ -335,13 +335,13 @@ sums = ranks.run(late_sum)
 calls = {event.rank: event for event in ranks.events if event.kind == "all_reduce"}
 reveal(guess_sum, sums[2])
 reveal(guess_time, 1000 * calls[0].duration_s)
-claim("rank 0 stays until the last rank has come", calls[0].duration_s > 0.25)
-title = f"Rank 0 is in all_reduce for {calls[0].duration_s:.2f} s: until the last rank has come"
-show(timeline(ranks.events, title), alt=f"{title}; all {len(calls)} ranks leave together")
+claim("rank 0 waits until the last rank makes the call", calls[0].duration_s > 0.25)
+title = f"Rank 0 waits {calls[0].duration_s:.2f} s in all_reduce, until the last rank calls it"
+show(timeline(ranks.events, title), alt=f"{title}; all {len(calls)} calls return together")
 
 # %% [markdown]
-# No rank can have the sum before the last one has brought its part: the slowest rank, the
-# *straggler*, determines the time of all.
+# No rank can have the sum before the last one makes the call: the slowest rank, the *straggler*,
+# determines the time of all.
 #
 # **Break it.** `all_reduce` works *in place*: the old `x` is overwritten. What happens if a program
 # calls it twice, for example in two places that both take care of it?
@@ -382,8 +382,8 @@ def mean_over_ranks(x):
 check("ranks-3", mean_over_ranks)
 
 # %% [markdown]
-# **A collective is one call by all ranks of a group; an all-reduce or a barrier cannot end before
-# the last one has come.**
+# **A collective is one call by all ranks of a group; an all-reduce or a barrier cannot return
+# before the last rank has called it.**
 #
 # ## 6 The first hang
 #
@@ -415,7 +415,7 @@ def send_then_receive(rank):
 
 hang = failure_of(send_then_receive)
 reveal(guess_ring, hang is None)
-alt = f"{len(hang.waits)} ranks in a circle, each waits for the next"
+alt = f"{len(hang.waits)} ranks in a circle: each waits in send for the next one"
 show(waiting(hang.waits, 4), alt=alt)
 
 # %% [markdown]
@@ -436,16 +436,16 @@ show(waiting(hang.waits, 4), alt=alt)
 #
 # ### Exercise 4: break the circle
 #
-# Same task, no deadlock: send `x` to the rank `right`, receive from the rank `left` (from no other,
-# and not from anyone), and return what came, as it came, in a new tensor at each call. `rank` is
-# your own number. The ranks may stand in any order in the circle, another one at each call, so only
-# `left` and `right` say who the neighbours are. It is tried on 2, 3 and 4 ranks. Budget: one
-# message a rank, and none under way when you return: whoever uses `isend` or `irecv` calls `wait()`
-# on the handle. About 6 lines, 15 minutes.
+# Do the same without a deadlock. Send `x` to the rank `right`, receive a tensor from the rank
+# `left` (name it as the source), and return that tensor unchanged, as a new tensor in each call.
+# `rank` is your own number. The order of the ranks in the circle is arbitrary and may differ
+# between calls, so use `left` and `right` and do not compute them. The check runs 2, 3 and 4 ranks.
+# Budget: one message per rank, complete when you return (with `isend` or `irecv`, call `wait()` on
+# the handle). About 6 lines, 15 minutes.
 #
-# <details><summary>Hint: it is stuck in send, or in recv</summary>
-# If all ranks do the same thing first, nobody does the other thing. Let <code>rank</code> decide:
-# for example, what do the even ranks do first, and what the odd ones?
+# <details><summary>Hint: it hangs in send, or in recv</summary>
+# If all ranks send first, none receives. Let <code>rank</code> decide: for example, what do the
+# even ranks do first, and what the odd ones?
 # </details>
 # <details><summary>Hint: it works on 2 ranks and not on 3</summary>
 # With 3 ranks your right and left neighbours are two different ranks.
@@ -514,11 +514,11 @@ raised, died = failure_of(one_raises), failure_of(one_dies)
 # Here the cause stands first. Real logs are not sorted like that: the first rank that complains is
 # often one that only waited.
 #
-# Last, a classic. Rank 0 is to report the sum of all losses, so somebody put everything that has to
-# do with the report under `if rank == 0`. How many of the four ranks will be stuck?
+# Last, a common mistake. Rank 0 should report the sum of all losses, so the program does everything
+# for the report under `if rank == 0`. How many of the four ranks will hang?
 
 # %% tags=["predict"]
-guess_stuck = predict("how many ranks are stuck?")
+guess_stuck = predict("how many ranks hang?")
 ### GUESS guess_stuck.commit(4)
 
 
@@ -532,7 +532,8 @@ def report(rank):
 
 hang = failure_of(report)
 reveal(guess_stuck, len(hang.waits))
-show(waiting(hang.waits, 4), alt=f"{len(hang.waits)} of 4 ranks waits, for ranks that returned")
+alt = f"{len(hang.waits)} of 4 ranks waits: rank 0, for ranks that have returned"
+show(waiting(hang.waits, 4), alt=alt)
 
 # %% [markdown]
 # There is no circle this time: rank 0 waits for ranks that have already returned.
@@ -568,8 +569,8 @@ check("ranks-5", report_loss)
 #
 # Real jobs are scripts that `torchrun` starts, on one node or on a hundred. At the end of such a
 # script stands `if __name__ == "__main__": launch(fn)`, with the same `fn(rank)` as here. In this
-# one, four ranks say in turn who they are, and then add up $10^r$. (It takes some seconds, since
-# every process starts Python and imports PyTorch.)
+# one, four ranks print their names one after another, then sum $10^r$. (It takes some seconds,
+# since every process starts Python and imports PyTorch.)
 
 # %% tags=["picture", "measured"]
 script = Path(course_lib.__file__).parents[1] / "cluster/exercises/00_hello_ranks.py"
@@ -581,8 +582,8 @@ print(done.stdout or done.stderr)
 
 records = read_runs("runs/00_hello_ranks")
 events = [event for record in records for event in record.events]
-title = f"{len(records)} ranks of another program, drawn from the records they left"
-show(timeline(events, title), alt=f"{title}: they speak one after another")
+title = f"{len(records)} ranks started by torchrun, drawn from their run records"
+show(timeline(events, title), alt=f"{title}: they print one after another")
 
 # %% [markdown]
 # Each rank has left a *run record*, a small file of what it did. The course reads them in the same

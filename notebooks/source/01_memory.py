@@ -51,8 +51,8 @@ torch.set_num_threads(1)  # the models here are small
 # %% [markdown]
 # ## 1 Counting parameters
 #
-# The smallest GPT-2 has $h = 768$, 12 layers, an MLP of $4h$, 50,257 tokens and 1,024 positions.
-# How many million parameters does it have?
+# The smallest GPT-2 (Radford et al. 2019) has $h = 768$, 12 layers, an MLP of $4h$, 50,257 tokens
+# and 1,024 positions. How many million parameters does it have?
 
 # %% tags=["predict"]
 guess = predict("parameters of the smallest GPT-2", unit="million")
@@ -72,10 +72,9 @@ for name, model in built.items():
     print(f"{name}: formula {count_params(MODELS[name]):,}, counted {counted:,}")
 
 # %% [markdown]
-# Attention has four matrices of $h \times h$, and the MLP has two of $h \times 4h$: together
-# $12h^2$ per layer, two thirds of it in the MLP. The *head*, the last matrix, maps $h$ to $V$. In
-# GPT-2 it is the embedding's own matrix (*tied*), so it adds no parameters. The formula agrees with
-# the models that were built.
+# Attention has four matrices of $h \times h$, the MLP two of $h \times 4h$: together $12h^2$ per
+# layer. The *head*, the last matrix, maps $h$ to $V$. In GPT-2 it is the embedding's own matrix
+# (*tied*), so it adds no parameters.
 #
 # ### Exercise 1 (core): count a GPT
 #
@@ -104,16 +103,16 @@ check("memory-1", count_gpt)
 # <details><summary>Hint: my number is a little too small</summary>Print your parts beside those of
 # <code>param_parts(gpt2)</code>. Vectors are easy to forget: biases, norms.</details>
 #
-# **A GPT with an MLP of $4h$ has $N \approx 12Lh^2 + Vh$ parameters; a tied embedding counts
-# once.**
+# **A GPT with an MLP of $4h$, keys for every head and a tied head has about $12Lh^2 + Vh$
+# parameters; an untied head adds $Vh$.**
 #
 # ## 2 What each parameter costs
 #
-# Training keeps more than weights. A usual recipe (ZeRO: Rajbhandari et al. 2020, section 3.1) has,
-# for each parameter, a 16-bit weight and a 16-bit gradient (2 + 2 bytes), an fp32 *master copy*, in
-# which the optimizer's small steps are not rounded away (4), and Adam's two moments in fp32 (4 +
-# 4). Together these are the *model states*. Llama-8B has 8.03 billion parameters. How many GiB do
-# they take, without any activations?
+# Training keeps more than weights. The usual recipe (ZeRO: Rajbhandari et al. 2020, section 3.1)
+# has, for each parameter, a 16-bit weight and a 16-bit gradient (2 + 2 bytes), an fp32 *master
+# copy*, in which the optimizer's small steps are not rounded away (4), and Adam's two moments in
+# fp32 (4 + 4). Together these are the *model states*. Llama-8B has 8.03 billion parameters. How
+# many GiB do they take, without any activations?
 
 # %% tags=["predict"]
 guess = predict("model states of llama-8b in bf16", unit="GiB")
@@ -129,10 +128,9 @@ for billions in (1, 7, 70, 405):
     print(f"{billions:>4}B {sizes[0]:>6,.0f}e9 bytes, with an accumulator {sizes[1]:>6,.0f}e9")
 
 # %% [markdown]
-# That is 16 bytes per parameter, three quarters of them for the optimizer. Some recipes keep an
-# fp32 copy of the gradients beside the bf16 ones (an *accumulator*), so that adding up
-# micro-batches does not round: 20 bytes. Others have fp32 gradients only, or fp32 everywhere, or
-# bf16 everywhere (*pure*).
+# That is 16 bytes per parameter, 12 of them for the optimizer. Some recipes keep an fp32 copy of
+# the gradients beside the bf16 ones (an *accumulator*), so that adding up micro-batches does not
+# round: 20 bytes. Others have fp32 gradients only, or fp32 everywhere, or bf16 everywhere (*pure*).
 
 
 # %% tags=["picture"]
@@ -171,8 +169,8 @@ def states_bytes(num_params, recipe):
 check("memory-2", states_bytes)
 
 # %% [markdown]
-# **Mixed precision with Adam takes 16 bytes per parameter, 20 with an accumulator. Lesson 09 shards
-# these states over ranks.**
+# **With the usual recipe (bf16, an fp32 master copy, Adam), model states take 16 bytes per
+# parameter; with an accumulator 20. Lesson 09 shards them over ranks.**
 #
 # ## 3 What backward needs
 #
@@ -200,11 +198,11 @@ print("kept:", *kept)
 #
 # ### Exercise 3 (core): build the scales
 #
-# `saved_tensors_hooks(pack, unpack)` calls `pack` with every tensor that autograd keeps. Weigh each
-# **storage** once: two views lie in the same memory, and a small view keeps all of it alive. Leave
-# `params` out, which may be an iterator: read it once. `tensor.untyped_storage()` has `data_ptr()`,
-# its address, and `nbytes()`. What `pack` returns is what autograd keeps: return the tensor. About
-# 4 lines.
+# `saved_tensors_hooks(pack, unpack)` calls `pack` with every tensor that an operation saves. Weigh
+# each **storage** once: two views lie in the same memory, and a small view keeps all of it alive.
+# Leave `params` out, which may be an iterator: read it once. `tensor.untyped_storage()` has
+# `data_ptr()`, its address, and `nbytes()`. What `pack` returns is what autograd keeps: return the
+# tensor. About 4 lines.
 #
 # <details><summary>Hint: I count a tensor twice, or a parameter that should be left out</summary>
 # A view has an address of its own. Which address do all views of one tensor share?</details>
@@ -233,11 +231,11 @@ def weigh(fn, params):
 check("memory-3", weigh)
 
 # %% [markdown]
-# **Autograd keeps what backward needs, each storage once.**
+# **Autograd keeps what operations save for backward; a storage that several share counts once.**
 #
 # ## 4 The bytes of a layer
 #
-# A GPT layer does this, from top to bottom:
+# A GPT layer does this:
 #
 # 1. norm; three products of its output: q, k, v;
 # 2. *scores* q · kᵀ, one number for each pair of tokens in each head; softmax; dropout; times v;
@@ -253,9 +251,9 @@ check("memory-3", weigh)
 # Return the bytes that one such layer saves, as a dict of ints: `norms` (their inputs), `attention`
 # (without scores), `scores` (what step 2 saves with one number per pair of tokens), `mlp` (step 4
 # from its first product to its last) and `masks` (those of steps 3 and 4). Other numbers have
-# `number_bytes` bytes. With *grouped-query attention* (GQA), several heads share their keys and
-# values: k and v have `spec.kv_hidden` numbers per token, all else is as before. A norm's few
-# statistics are left out. About 8 lines, 20 minutes.
+# `number_bytes` bytes. With *grouped-query attention* (GQA, Ainslie et al. 2023), several heads
+# share their keys and values: k and v have `spec.kv_hidden` numbers per token, all else is as
+# before. A norm's few statistics are left out. About 8 lines, 20 minutes.
 #
 # <details><summary>Hint: attention is too large</summary>
 # q, k and v are three products, but of how many different tensors? Softmax's output is part of the
@@ -292,10 +290,11 @@ check("memory-4", layer_bytes)
 #
 # $$ sbh\left(34 + 5\,\frac{a s}{h}\right) \text{ bytes per layer} $$
 #
-# **The 34 belongs to that layer.** A layer of Llama has no dropout, a *SwiGLU* MLP (three matrices,
-# $\text{silu}(xW_g) \cdot xW_u$, which saves four tensors of $f$ numbers a token) and GQA. With
-# flash attention, below, it saves $sbh(12 + 4\,\frac{\text{kv hidden}}{h} + 8\,\frac{f}{h})$ bytes:
-# $41\,sbh$ for Llama-8B. Count, and let autograd count:
+# **The 34 belongs to that layer.** A layer of Llama has no dropout, a *SwiGLU* MLP (Shazeer 2020:
+# three matrices, $\text{silu}(xW_g) \cdot xW_u$, which saves four tensors of $f$ numbers a token)
+# and GQA. With flash attention, below, it saves
+# $sbh(12 + 4\,\frac{\text{kv hidden}}{h} + 8\,\frac{f}{h})$ bytes: $41\,sbh$ for Llama-8B. Count,
+# and let autograd count:
 
 # %% tags=["check"]
 from course_lib.memory import layer_coefficients
@@ -320,7 +319,7 @@ for name, (spec, how) in layers.items():
 #
 # *Flash attention* (Dao et al. 2022) never writes the scores to memory: it computes them again in
 # backward, tile by tile. Here are formula, simulation on *fake tensors* (shapes without numbers)
-# and measurement, for a model of four layers in fp32, without dropout:
+# and measurement, in fp32, without dropout:
 
 
 # %%
@@ -367,8 +366,8 @@ figure = compare(seqs, curves, title, x_label="tokens in a sequence", y_label="k
 show(figure, alt=f"{title}: {curves['flash'].measurement[-1]:.3g} MiB at 256 tokens")
 
 # %% [markdown]
-# **A layer saves $sbh(c + d\,as/h)$ bytes: $c$ and $d$ depend on its operations and their
-# precision, and flash attention makes $d$ zero.**
+# **Without recompute, a dense layer with full attention saves $sbh(c + d\,as/h)$ bytes: $c$ and $d$
+# depend on its operations and their precision; with flash attention $d$ is zero.**
 #
 # *A good place for a break.*
 #
@@ -470,13 +469,12 @@ losses.clear()
 # %% [markdown]
 # **Without recompute, the peak of a step with one micro-batch is where backward begins, or later
 # where gradients outweigh activations; with accumulation it is where the second backward begins.
-# Memory that grows by a graph every step is a graph that something keeps alive.**
+# If memory grows in every step, look first for graphs that something keeps alive.**
 #
 # ## 6 What fits, and models that do not
 #
-# The model states of Llama-70B (16 bytes per parameter) fit neither here nor on any one GPU of this
-# course's table. But autograd keeps fake tensors like real ones, so the real model can be weighed
-# on this machine.
+# The model states of Llama-70B fit on no GPU of this course's table. But autograd keeps fake
+# tensors like real ones, so the model can be weighed here.
 
 # %% tags=["check"]
 from course_lib.memory.saved_tensors import tensors_of
@@ -493,15 +491,15 @@ print(f"{count_params(big):,} parameters; one sequence keeps {format_bytes(weigh
 print(f"formula minus measurement: {formula - weighed} bytes")
 
 # %% [markdown]
-# Next, Llama-8B on 80 GiB GPUs, each bar at the peak. *Recompute* drops activations and computes
+# Next, Llama-8B on 80 GiB GPUs, at the peak. *Recompute* drops activations and computes
 # them again (lesson 03); then the peak is at the end of backward, when all gradients are there.
 # *ZeRO* shards states over ranks: stage 1 the optimizer's, stage 2 gradients too, stage 3 all
-# (lesson 09). *Tensors split* means that each rank has a part of every matrix (lesson 07).
+# (lesson 09). *Tensors split* means that each rank has a part of every matrix, and so of the
+# activations (lesson 07).
 #
 # Below it is a calculator. `dp` ranks share the batch, `tp` the matrices, `pp` the layers, `cp` the
-# sequence. The line under the choices is what `course memory` reads in a terminal; a pasted line
-# sets the choices. *Find two more ways to make llama-8b fit. Then: the fewest H200s for
-# llama-405b?*
+# sequence. The line under them is what `course memory` reads in a terminal; a pasted line sets
+# them. *Find two more ways to make llama-8b fit, and the fewest H200s for llama-405b.*
 
 # %% tags=["picture"]
 from course_lib.memory.calculator import read_setup
@@ -514,7 +512,7 @@ lines = {
     "8 ranks, tensors split": "--model llama-8b --tp 8 --sequence-parallel",
 }
 ledgers = {name: read_setup(line).fullest for name, line in lines.items()}
-title = "Recomputing is not enough for 8B on 80 GiB: the states have to be sharded"
+title = "With the usual recipe, recomputing is not enough for 8B on 80 GiB: shard the states"
 peak = format_bytes(ledgers["8 ranks, ZeRO-3"].peak_bytes())
 show(memory(ledgers, title, limit_bytes=80 * GIB), alt=f"{title}; ZeRO-3 on 8 ranks takes {peak}")
 
@@ -524,7 +522,8 @@ from course_lib.memory.explorer import calculator
 calculator("--model llama-8b --gpu h100 --seq 4096")
 
 # %% [markdown]
-# **Sharding shrinks states; recompute, a smaller batch and a shorter sequence shrink activations.**
+# **ZeRO divides states; recompute, a smaller micro-batch and a shorter sequence shrink activations;
+# tensor parallelism divides both.**
 #
 # ## 7 How busy is the GPU?
 #
@@ -535,12 +534,12 @@ calculator("--model llama-8b --gpu h100 --seq 4096")
 # al. 2020, section 2.1).
 #
 # With all parameters as $N$, the rule counts the embedding, which multiplies nothing unless it is
-# tied to the output layer (Kaplan et al. leave it out), and it leaves out the scores, which
-# multiply no weight. How many scores are there? With a causal mask, half of them are hidden. **Two
-# conventions are in use**: count *all* scores, as Megatron (Narayanan et al. 2021, appendix) and
-# PaLM (Chowdhery et al. 2022, appendix B) do, or
-# *half* of them, which is what a causal kernel computes, as FlashAttention-2 does (Dao 2023,
-# section 4.1). The course counts all, unless it says `causal`.
+# tied to the output layer (Kaplan et al. leave it out of $N$, Hoffmann et al. 2022 count it), and
+# it leaves out the scores, which multiply no weight. How many scores are there? With a causal mask,
+# half of them are hidden. **Two conventions are in use**: count *all* scores, as Megatron
+# (Narayanan et al. 2021, appendix) and PaLM (Chowdhery et al. 2022, appendix B) do, or *half* of
+# them, which is what a causal kernel computes, as FlashAttention-2 does (Dao 2023, section 4.1).
+# The course counts all, unless it says `causal`.
 
 # %%
 from course_lib.cost.flops import forward_flop, mfu, six_n_d, train_step_flop
@@ -604,11 +603,11 @@ share = mfu(step, 13.75, DEVICES["a100-80"].peak("bf16"), world_size=64)
 print(f"\n175B on 64 A100s, 13.75 s for 64 sequences of 2,048 tokens: MFU {share:.1%}")
 
 # %% [markdown]
-# Ordinary training is *dense*: no weight is skipped, so it can reach half at most. *Model FLOP
-# utilization* (MFU, Chowdhery et al. 2022) is the share of the **dense** peak that the model's own
-# FLOP use; recomputation does not count (with it, the share is called HFU). The last line above is
-# a published run, whose authors report 51.4 % (Korthikanti et al. 2022, table 5). Does it matter
-# which scores one counts? And what do others reach?
+# Ordinary training is *dense*: it skips no weight, and reaches half at most. *Model FLOP
+# utilization* (MFU, Chowdhery et al. 2022, section 4.1) is the share of the **dense** peak that the
+# model's own FLOP use; recomputation does not count (with it, the share is called HFU). The last
+# line above is a published run: its authors report 51.4 % (Korthikanti et al. 2022, table 5). Does
+# it matter which scores one counts, and what do others reach?
 
 # %% tags=["picture"]
 from course_lib.memory.pictures import mfu_by_convention, mfu_of_real_runs
@@ -617,8 +616,8 @@ show(*mfu_by_convention())
 show(*mfu_of_real_runs())
 
 # %% [markdown]
-# In the first picture the stars are what LLM Foundry reports: it counts all scores. The tokens per
-# second are the same on all three lines; only what counts as work differs.
+# In the first picture the stars are what LLM Foundry reports: it counts all scores. All three lines
+# have the same tokens per second, and differ in what counts as work.
 #
 # **MFU is the model's FLOP divided by what the dense peak allows in that time. Compare MFUs only
 # where the FLOP are counted alike.**
@@ -626,7 +625,7 @@ show(*mfu_of_real_runs())
 # ## 8 What other tools say
 #
 # Accelerate and DeepSpeed have estimators, PyTorch a tracker that follows every tensor. Here is the
-# same small model, with two sequences of 256 tokens. A tool that is not installed says so.
+# same small model, with two sequences of 256 tokens.
 
 # %% tags=["measured"]
 from course_lib.memory.estimators import all_estimates, estimates_text, tracker_gap
@@ -641,11 +640,14 @@ for name, size in (gap | {"unexplained": more - sum(gap.values())}).items():
     print(f"    {name:<26}{size:>10,} B")
 
 # %% [markdown]
-# The tools count different things. Accelerate prints the **largest** of weights, gradients,
-# optimizer and step, not their sum (16 bytes per parameter in fp32, 8 in bf16). DeepSpeed adds fp32
-# gradients (20 bytes). Neither counts activations. PyTorch's tracker agrees with the formula on
-# states and activations to the byte, and counts temporaries too: the gradients of the logits, which
-# are large where the vocabulary is.
+# Accelerate prints the **largest** of weights, gradients, optimizer and step, not their sum (16
+# bytes per parameter in fp32, 8 in bf16). DeepSpeed adds fp32 gradients (20 bytes). Neither counts
+# activations. PyTorch's tracker agrees with the formula on states and activations to the byte, and
+# counts temporaries too: the gradients of the logits, which are large where the vocabulary is.
+#
+# On a GPU, the formula leaves out more: the CUDA context, libraries' workspaces, NCCL's buffers,
+# and what PyTorch's caching allocator holds unused or cannot use (*fragmentation*). Leave a margin;
+# `torch.cuda.memory_summary()` shows the allocator's part.
 #
 # ## Read on
 #
@@ -653,8 +655,6 @@ for name, size in (gap | {"unexplained": more - sum(gap.values())}).items():
 #   34, sections 4 and 5.
 # - Rajbhandari et al. 2020, *ZeRO*, section 3: where 16 bytes per parameter come from.
 # - Kaplan et al. 2020, *Scaling Laws for Neural Language Models*, section 2.1: 6ND.
-# - Chowdhery et al. 2022, *PaLM*, appendix B: MFU, and why recomputation does not count.
+# - Chowdhery et al. 2022, *PaLM*, section 4.1: MFU, and why recomputation does not count.
 # - Dao et al. 2022, *FlashAttention*: attention without scores in memory.
 # - Tazi et al. 2025, *The Ultra-Scale Playbook*: memory of Llama models, profiled over steps.
-#
-# `course memory --model ... --gpu ...` answers in a terminal, also for a `config.json`.

@@ -520,9 +520,8 @@ show(wires.all_reduces(times_s, sizes, 4, two_nodes, title), alt=f"{title}, on 2
 #
 # ## 6 This machine
 #
-# No emulation now. Two processes on your machine exchange tensors, as in every step of a ring.
-# What is $\alpha$ here? Then $\alpha$ and $\beta$ have to predict our ring, in a race against
-# gloo, PyTorch's library for CPUs.
+# Without emulation, two processes on your machine exchange tensors, as in a ring. What is $\alpha$?
+# Then $\alpha$ and $\beta$ predict our ring, in a race against gloo, PyTorch's library for CPUs.
 
 # %% tags=["predict"]
 guess_alpha = predict("alpha of this machine", unit="us")
@@ -564,7 +563,7 @@ show(compare(sizes, curves, title, **axes), alt=f"{title} from single exchanges"
 #
 # Benchmarks print a *bus bandwidth*: the bytes that a rank of a ring sends, divided by the time.
 # ($n/t$ falls with $p$, even on a perfect wire.) Published for 8 A100: an all-reduce of 17.18 GB
-# in 128 ms (S. Bekman, *Machine Learning Engineering*). How fast is each GPU's wire?
+# in 128 ms (S. Bekman, *Machine Learning Engineering*, network). How fast is each GPU's wire?
 
 # %% tags=["predict"]
 guess_speed = predict("speed of each GPU's wire", unit="GB/s")
@@ -580,10 +579,10 @@ for figure, finding in (wires.published_by_size(), wires.published_by_nodes()):
 
 # %% [markdown]
 # One $\alpha$ and one $\beta$ roughly describe NCCL, too, although it has several protocols, for
-# small and large messages (Hu et al. 2025). On 8 H200 the bus bandwidth exceeds the data sheet's
-# 450 GB/s per direction: with NVLS a GPU sends each byte once, but the factor counts a ring's
-# bytes. The second picture's source names neither the algorithm nor the way of counting; a ring,
-# which pays $2(p-1)$ latencies, falls alike.
+# small and large messages (Hu et al. 2025). Bekman's 8 H200 exceed the 450 GB/s per direction of
+# NVIDIA's data sheet: with NVLS a GPU sends each byte once, but the factor counts a ring's bytes.
+# The second picture's source (Tazi et al. 2025, *The Ultra-Scale Playbook*) names neither the
+# algorithm nor the way of counting; a ring, which pays $2(p-1)$ latencies, falls alike.
 #
 # **Bus bandwidth = the bytes that each rank of a ring sends, divided by time: compare it with a
 # link's bandwidth in one direction.**
@@ -704,11 +703,10 @@ reveal(guess_order, "no")
 # - Patarasuk, Yuan, *Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations*, 2009:
 #   the lower bound on bytes, and a ring without contention.
 # - Sanders, Speck, Träff, *Two-Tree Algorithms for Full Bandwidth Broadcast, Reduction and Scan*,
-#   2009: two trees.
-# - Jeaugey, *Massively Scale Your Deep Learning Training with NCCL 2.4*, 2019: the same,
-#   measured.
+#   2009: two trees; Jeaugey, *Massively Scale ... with NCCL 2.4*, 2019, measures them.
 # - Hu et al., *Demystifying NCCL*, 2025 (arXiv 2507.04786): protocols, channels, rings and trees.
 # - NVIDIA, nccl-tests, `doc/PERFORMANCE.md`: the factors of the bus bandwidth.
+# - Bekman, *Machine Learning Engineering*, network: measured bandwidths.
 
 # %% tags=["picture", "measured"]
 from course_lib.display import last_run, show, wire_run

@@ -6,14 +6,16 @@
 # many copies stay one model, who waits for whom, and what is gained by waiting less?** You
 # **predict** each number, **run** it on real ranks, and **compare**.
 #
-# **After this lesson you can**
+# *After this lesson you can*
+#
 # - write data parallelism in five steps, and test that the replicas are equal;
-# - deal out the data and weigh uneven batches so that $p$ ranks have the numbers of one process;
+# - deal out the data and weight uneven batches so that $p$ ranks have the numbers of one process;
 # - say what a straggler costs in synchronous and in asynchronous training;
 # - trade communication for drift with local SGD and DiLoCo, and write DiLoCo's outer step.
 #
-# **Needs** lessons 02 (accumulation) and 04 (collectives). **Time:** about 60 minutes to read and
-# run, 75 for the exercises: 1 to 4 are core, 5 and 6 go further. A good break is after section 4.
+# **Prerequisites:** lessons 02 (accumulation) and 04 (collectives). **Time:** about 60 minutes to
+# read and run, 75 for the exercises: 1 to 4 are core, 5 and 6 go further. The break is after
+# section 4.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -87,14 +89,14 @@ times = lab.at_once(works, pools)
 two = {name: min(ratios[1]) for name, ratios in times.items()}  # p = 2, least disturbed
 reveal(guess_threads, two["Python, threads"])
 reveal(guess_processes, two["Python, processes"])
-title = "Python, two pieces: {Python, threads:.1f} times one in threads, {Python, processes:.1f} "
-title = title.format(**two) + "in processes"
+title = "Two pieces of Python take {Python, threads:.1f} times as long as one in threads, "
+title = (title + "{Python, processes:.1f} in processes").format(**two)
 claim("threads run Python one after the other", two["Python, threads"] > 1.5)
 claim("threads run matrix products at once", two["matrices, threads"] < 1.7 or lab.num_cores() < 2)
 claim("processes run Python at once", two["Python, processes"] < 1.5 or lab.num_cores() < 2)
 show(
     pictures.at_once(times, list(pools), lab.num_cores(), title),
-    alt=f"{title}; threads share Python",
+    alt=f"{title}; threads share one interpreter",
 )
 
 # %% [markdown]
@@ -105,7 +107,7 @@ show(
 # that feeds it. Two costs come on top: in every step the weights are copied to all replicas and
 # their outputs gathered on the master; and on a CPU one thread runs the whole backward pass.
 # PyTorch's documentation of `DataParallel` therefore recommends `DistributedDataParallel` even
-# within one node. (Pieces without a core of their own wait either way.)
+# within one node. (Without enough cores, pieces wait either way.)
 #
 # **One process per device, each with an interpreter of its own. From here on, that is a rank.**
 #
@@ -330,8 +332,8 @@ guess_counts = predict("weight of the single item, as a multiple of the others'"
 ### GUESS guess_counts.commit(2)
 
 # %% [markdown]
-# The gradients' mean weighs each rank by $\frac1p$; right is $\frac{b_r}{\sum_k b_k}$. So scale the
-# loss before `backward`.
+# The gradients' mean weights each rank by $\frac1p$; right is $\frac{b_r}{\sum_k b_k}$. So scale
+# the loss before `backward`.
 #
 # ### Exercise 4: the weight (core, 15 minutes)
 #
@@ -379,7 +381,7 @@ print(f"of 1 ... 9 and 1000: weighted mean {right:g}, mean of the ranks' means {
 reveal(guess_counts, (1 / 1) / (1 / 3))
 
 # %% [markdown]
-# **Weigh ranks by their items: the mean of means is the mean only where all counts are equal.**
+# **Weight ranks by their numbers of items: the mean of means is the mean only if these are equal.**
 #
 # ## 6 The slowest rank sets the pace
 #
@@ -422,7 +424,7 @@ runs = {}
 for name, method, count in (("BSP", "synchronous", 2), ("asynchronous", "asynchronous", 12)):
     ranks.run(serve, method, count, slowdown=8)
     runs[name] = [e for e in ranks.events if e.kind in ("compute", "optimizer", "wait")]
-title = f"Waiting for rank 3: two rounds take {max(e.end_s for e in runs['BSP']) * 1e3:.0f} ms"
+title = f"BSP waits for rank 3: two rounds take {max(e.end_s for e in runs['BSP']) * 1e3:.0f} ms"
 show(timelines(runs, title), alt=f"{title}; asynchronous workers never wait for one another")
 
 # %% [markdown]
@@ -468,14 +470,15 @@ def steps_s(k):
 
 reveal(guess_round, median(bsp_s[-1]) * 1e3)
 ratios = median(bsp_s[-1]) / median(bsp_s[0]), free_s[-1] / free_s[0]
-title = "A straggler: BSP {:.1f} times as slow, asynchronous training {:.1f}".format(*ratios)
+title = "A straggler: a round takes {:.1f} times as long, 3 asynchronous updates {:.1f}"
+title = title.format(*ratios)
 claim("a straggler slows rounds more than asynchronous updates", ratios[0] > 2 * ratios[1])
-show(pictures.pace(slowdowns, steps_s, bsp_s, free_s, title), alt=f"{title}; rounds wait")
+show(pictures.pace(slowdowns, steps_s, bsp_s, free_s, title), alt=f"{title}; rounds wait for it")
 
 # %% tags=["picture", "measured"]
 reveal(guess_stale, mean(u.staleness for u in frees[0]))
 old = pictures.mean_staleness(frees[-1], worker=3)
-title = f"{slowdowns[-1]} times the sleep: the straggler's gradients are {old:.0f} updates old"
+title = f"A straggler that sleeps {slowdowns[-1]} times as long: gradients {old:.0f} updates old"
 show(pictures.staleness(slowdowns, steps_s, frees, title), alt=f"{title}; simulation agrees")
 
 # %% [markdown]
@@ -500,7 +503,7 @@ bsp = ranks.run(serve, "synchronous", 40, **learn)[0]
 free = ranks.run(serve, "asynchronous", 240, **learn)[0]
 last = smoothed(bsp)[-1], smoothed(free)[39]
 reveal(guess_updates, sides[last[0] > last[1]])
-title = "After 40 updates: BSP {:.2f}, asynchronous {:.2f}".format(*last)
+title = "Loss after 40 updates: BSP {:.2f}, asynchronous {:.2f}".format(*last)
 claim("per update, BSP learns more", last[0] < last[1])
 show(pictures.losses_by_update(bsp, free, title), alt=f"{title}; BSP takes the mean of three")
 
@@ -508,13 +511,14 @@ show(pictures.losses_by_update(bsp, free, title), alt=f"{title}; BSP takes the m
 times_s = [0.1 * k for k in range(1, 21)]
 last = loss_at(bsp, times_s)[-1], loss_at(free, times_s)[-1]
 reveal(guess_seconds, sides[last[0] > last[1]])
-title = "After 2 s: BSP {:.2f}, asynchronous {:.2f}".format(*last)
+title = "Loss after 2 s: BSP {:.2f}, asynchronous {:.2f}".format(*last)
 claim("with this straggler, asynchronous training learns more per second", last[1] < last[0])
 show(pictures.losses_by_time(bsp, free, times_s, title), alt=f"{title}; here waiting costs more")
 
 # %% [markdown]
 # That is one straggler, 8 times as slow, and a small model. On equal machines BSP loses little
-# time, has no stale gradients, and can be repeated; that is why it is the rule for large models.
+# time, has no stale gradients, and its updates do not depend on which rank is faster. Llama 3, on
+# up to 16,384 GPUs, was trained synchronously (Llama team 2024, section 3.3.4).
 #
 # The server also has a price of its own: all gradients enter through *its* link, and all weights
 # leave through it. What does the busiest rank send in a step?
@@ -531,20 +535,19 @@ def sent_by_rank_0(p, *call):
 p_values = [2, 3, 4]
 ring = [sent_by_rank_0(p, lambda rank: ring_all_reduce(torch.ones(32, 32))) for p in p_values]
 server = [sent_by_rank_0(p, serve, "synchronous", 1) for p in p_values]
-title = f"On 4 ranks the server sends {server[-1]:.1f} n a step, a rank of a ring {ring[-1]:.1f} n"
+title = f"On 4 ranks a server sends {server[-1]:.1f} n per step, a rank of a ring {ring[-1]:.1f} n"
 show(pictures.busiest_link(p_values, ring, server, title), alt=f"{title}: one grows with p")
 
 # %% [markdown]
-# (Real parameter servers share this load over several server ranks; Li et al. 2014.)
+# (Real parameter servers share this load over several ranks; Li et al. 2014.)
 #
-# **BSP waits for the slowest rank. Asynchronous training does not; it uses older weights instead,
-# and two runs of it differ.**
+# **BSP waits for the slowest rank. Asynchronous training does not, but it uses older weights.**
 #
 # ## 7 On real GPUs
 #
 # What remains when every GPU has the same speed? The Ultra-Scale Playbook (Hugging Face 2025)
-# trained a model of about 1B parameters by data parallelism on 8 to 256 H100, each GPU with the
-# same work per micro-batch. On 256, what part of its speed on 8 does a GPU keep?
+# trained a model of about 1B parameters by data parallelism on 8 to 256 H100. On 256, what part of
+# its speed on 8 does a GPU keep?
 
 # %% tags=["predict"]
 guess_kept = predict("tokens/s per GPU on 256 GPUs, of those on 8", unit="%")
@@ -553,16 +556,14 @@ guess_kept = predict("tokens/s per GPU on 256 GPUs, of those on 8", unit="%")
 # %% tags=["picture"]
 kept, bandwidth = (series[-1] for series in pictures.published_scaling()[1:])
 reveal(guess_kept, kept)
-title = (
-    f"256 GPUs: each keeps {kept:.0f} % of its speed, all-reduce {bandwidth:.0f} % of its bandwidth"
-)
+title = f"From 8 to 256 GPUs: speed per GPU {kept:.0f} %, all-reduce bandwidth {bandwidth:.0f} %"
 show(pictures.scaling_on_gpus(title), alt=f"{title}, published for nodes of 8 H100")
 
 # %% [markdown]
-# The computation of a GPU does not change, but its gradients now go through the network between the
-# nodes, and the bandwidth of an all-reduce falls much faster than the throughput. Overlap (lesson
-# 06) hides communication until it takes longer than backward. Memory per GPU is the same at every
-# point: each has the whole model (lessons 09 and 10).
+# A sequence takes as much computing as before, but the gradients now go through the network between
+# the nodes, and the bandwidth of an all-reduce falls much faster than the throughput. Overlap
+# (lesson 06) hides communication until it takes longer than backward. Memory per GPU is the same at
+# every point: each has the whole model (lessons 09 and 10).
 #
 # **With overlap, data parallelism scales well as long as backward takes longer than the all-reduce
 # of the gradients.**
@@ -649,7 +650,7 @@ show(pictures.local_sgd(periods, losses, title), alt=f"{title}, after 64 steps o
 # - One process per device: threads share one interpreter, and copy the model in every step.
 # - Broadcast once (buffers, too); then the mean gradient, in every step. Averaging gradients keeps
 #   equal what is equal; it does not make anything equal.
-# - One shuffled order for all, another one each epoch; uneven batches weigh by their items.
+# - One shuffled order for all, another one each epoch; weight uneven batches by their items.
 # - BSP is as fast as its slowest rank, with the numbers of one process. Asynchronous training has a
 #   mean staleness of $w - 1$.
 # - Local SGD and DiLoCo send $\frac1H$ of the bytes; their replicas drift apart in between.

@@ -7,14 +7,15 @@
 # message be?** Here you build what PyTorch's `DistributedDataParallel` does. As always:
 # **predict**, **run**, **compare**.
 #
-# **After this lesson you can**
+# *After this lesson you can*
+#
 # - overlap the all-reduce of gradients with backward, in buckets, with hooks;
 # - predict the time of a step, and derive the best number of buckets;
 # - use `no_sync`, find unused parameters, and say why a rank hangs;
 # - compress gradients (bf16, top-k, PowerSGD) and say what that costs.
 #
-# **Needs** lessons 04 (collectives) and 05 (data parallelism). **Time:** about 60 minutes to read
-# and run, 80 for the exercises: 1 to 3 are core, 4 and 5 go further.
+# **Prerequisites:** lessons 04 (collectives) and 05 (data parallelism). **Time:** about 60 minutes
+# to read and run, 80 for the exercises: 1 to 3 are core, 4 and 5 go further.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -85,7 +86,7 @@ show(pictures.ready_order(registered, ready, title), alt=f"{title}; the rest lie
 # ## 2 Buckets
 #
 # One message per parameter pays the latency each time; one message for all cannot be sent before
-# backward ends. So gradients are sent in **buckets**, by default of up to 25 MiB. How many are that
+# backward ends. So gradients are sent in **buckets**, by default of about 25 MiB. How many are that
 # for GPT-2, in float32? No gradient is split: what is larger than a bucket is sent alone.
 
 # %% tags=["predict"]
@@ -106,10 +107,10 @@ for name, found in (("ours", buckets), ("PyTorch's", theirs)):
     print(f"{name:9} {len(found)} buckets (MiB):", *(f"{mib:.0f}" for mib in found_mib))
 
 # %% [markdown]
-# PyTorch (2.13, `torch/nn/parallel/distributed.py`) differs in two ways: the limit of its *first*
-# bucket is 1 MiB, so that communication starts early, and only then `bucket_cap_mb`, 25 by default;
-# and it closes a bucket once it is *over* the limit, ours before. In both, the last bucket has the
-# embedding, and nothing is left to hide it behind.
+# PyTorch (2.13, `torch/nn/parallel/distributed.py`) differs in two ways: unless you set
+# `bucket_cap_mb`, its *first* bucket has a limit of 1 MiB, so that communication starts early, and
+# the others of 25; and it closes a bucket once it *reaches* the limit, ours before. In both, the
+# last bucket has the embedding, and nothing is left to hide it behind.
 #
 # ### Exercise 1: which bucket? (core, 15 minutes)
 #
@@ -403,8 +404,8 @@ explore(one_size, finding, num_buckets=(numbers, 8), link=(list(links), "80 MB/s
 # $\frac{2(p-1)}{p} \frac{n}{\beta}$ for $\frac{n}{\beta}$.)
 #
 # **Use more, smaller buckets as long as the network keeps up; if it is too slow for that, about
-# $\sqrt{B / 2\alpha}$ of them. The higher the latency, the larger the bucket.** PyTorch's 25 MiB is
-# only a default: Li et al. (2020) sweep the size for two models and two backends.
+# $\sqrt{B / 2(p-1)\alpha}$ of them. The higher the latency, the larger the bucket.** PyTorch's 25
+# MiB is only a default: Li et al. (2020) sweep the size for two models and two backends.
 #
 # *A good place for a break.*
 #
@@ -686,7 +687,7 @@ for name, steps in zip(("ours", "PyTorch's"), seen, strict=True):
 reveal(guess_torch, len(calls[-1]) / sum(e.kind == "all_reduce" for e in seen[0][-1]))
 
 # %% [markdown]
-# The same bits, in fewer messages: PyTorch closes a bucket only once it is over the limit. Its
+# The same bits, in fewer messages: PyTorch closes a bucket only once it reaches the limit. Its
 # first step has a single bucket; from it PyTorch learns the true ready order, and builds the
 # buckets anew (unless `find_unused_parameters=True`).
 #
@@ -726,7 +727,7 @@ except RankError as hang:
 # ## What to keep
 #
 # - Most gradients are ready long before backward ends: send them in the hook, wait in `finish`.
-# - Buckets: as many as the network can keep up with, or $\sqrt{B / 2\alpha}$ if it cannot.
+# - Buckets: as many as the network can keep up with, or $\sqrt{B / 2(p-1)\alpha}$ if it cannot.
 # - With accumulation, communicate once per step.
 # - Compression is a hook: count its bytes, and look at what it does to the gradient.
 # - A rank that takes one step more than the others hangs.
@@ -737,7 +738,7 @@ except RankError as hang:
 #
 # - Li et al. 2020, *PyTorch Distributed* (VLDB): why hooks and buckets, and a sweep of their size.
 # - Sergeev and Del Balso 2018, *Horovod*: ring all-reduce, and fusion of small messages.
-# - Vogels et al. 2019, *PowerSGD* (NeurIPS): section 8, and other compressors beside it.
+# - Vogels et al. 2019, *PowerSGD* (NeurIPS): the low-rank compression used above, and others.
 # - Stich et al. 2018, *Sparsified SGD with Memory* (NeurIPS): why error feedback converges.
 # - Seide et al. 2014, *1-Bit Stochastic Gradient Descent* (Interspeech): an early error feedback.
 # - PyTorch, *DDP Communication Hooks*: the interface that exercise 5 follows.

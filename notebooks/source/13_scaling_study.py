@@ -1,23 +1,29 @@
 # %% [markdown]
-# # 13 Scaling study: what did splitting buy?
+# # 13 Scaling study: what did splitting gain?
 #
 # You have split models in many ways. **How much faster did it make them, and which of these numbers
-# can you trust?** You will run a small study, read a recorded one, and plan a large one.
+# can you trust?** You run a small study, read a recorded one, and plan a large one.
 #
-# *After this lesson you can* turn the records of many ranks into one honest line; say how many
-# ranks are worth it; explain where measurement and prediction differ; price a study before it runs.
+# *After this lesson you can*
 #
-# *Before:* lessons 04, 06 and 09; 07 and 08 help. *Time:* 75 minutes of reading, 75 of exercises,
-# with a break after section 4. Exercises 1 to 3 are core.
+# - summarize the records of many ranks in one line of a table;
+# - compute from two runs how far a batch scales;
+# - explain where measurement and prediction differ;
+# - compute the cost of a study before it runs.
+#
+# **Prerequisites:** lessons 04, 06 and 09; 07 and 08 help. **Time:** about 75 minutes of reading
+# and running, 75 of exercises. The break is after section 4. Exercises 1 to 3 are *core*, 4 and 5
+# go *further*.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
-# | $N$ | `run.ranks` | ranks of a run |
-# | $T_1$, $T_N$ | `step_s` | seconds of a step, on one rank and on $N$ |
+# | $p$ | `run.ranks` | ranks of a run |
+# | $T_1$, $T_p$ | `step_s` | seconds of a step, on one rank and on $p$ |
 # | throughput | `tokens_per_s` | tokens per second, all ranks together |
-# | overhead | `overhead_percent` | $(T_N / T_1 - 1) \cdot 100$ |
-# | factor | `throughput_factor` | throughput on $N$ ranks divided by that on one |
-# | efficiency | `efficiency_percent` | $\text{factor} / N \cdot 100 = T_1 / (N\,T_N) \cdot 100$ |
+# | overhead | `overhead_percent` | $(T_p / T_1 - 1) \cdot 100$ |
+# | factor | `throughput_factor` | throughput on $p$ ranks divided by that on one |
+# | efficiency | `efficiency_percent` | $\text{factor} / p \cdot 100 = T_1 / (p\,T_p) \cdot 100$ |
+# | $N$, $D$ | | parameters of a model, tokens in a step |
 #
 # *The PCIe study* is a report of 2025 on DP, TP, PP and ZeRO on one to four GPUs over PCIe, from
 # the material that this course grew out of; the cluster study below has its models.
@@ -43,10 +49,10 @@ from course_lib.scaling_study.run_local import run_all
 # %% [markdown]
 # ## 1 What a run leaves
 #
-# A study is a list of runs: model × strategy × ranks. Within a model, every run has the *same*
-# global batch, which the ranks divide. This is the smallest part of the laptop study: one process,
-# and the same batch on two ranks, which communicate once per step. What is the throughput of two
-# ranks, divided by that of one?
+# A study is a list of runs: model × strategy × ranks. Within a model, all runs have the *same*
+# global batch, which the ranks divide. Here is the smallest part of the laptop study: one process,
+# and two ranks, which communicate once per step. What is the throughput of two ranks, divided by
+# that of one?
 
 # %% tags=["predict"]
 folder = Path(tempfile.mkdtemp()) / "study-laptop"
@@ -89,8 +95,7 @@ print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {wit
 
 # %% [markdown]
 # The first steps are slow: memory is allocated, threads start, caches are cold. The study leaves
-# out the first quarter of the steps as **warm-up**. The others vary, too, and on a busy machine any
-# of them may be the slowest: one step proves nothing.
+# out the first quarter as **warm-up**. The others vary, too: a single step says little.
 #
 # ### Exercise 1 (core): from ranks to a run
 #
@@ -150,7 +155,7 @@ check("scaling_study-1", experiment_of)
 # ### Exercise 2 (core): how far does it scale?
 #
 # Amdahl's argument (1967): some seconds of a step, *fixed*, do not shrink with the ranks (messages,
-# work that each repeats). The rest, *shared*, is divided: $T_N = \text{fixed} + \text{shared} / N$.
+# work that each repeats). The rest, *shared*, is divided: $T_p = \text{fixed} + \text{shared} / p$.
 # So two runs determine both.
 #
 # `experiment` ran on `experiment.run.ranks` ranks, 2 or more. `alone` are runs of one rank; compare
@@ -160,10 +165,10 @@ check("scaling_study-1", experiment_of)
 # fixed part is 0 or less). About 8 lines, 15 minutes.
 #
 # <details><summary>Hint: two equations</summary>
-# <code>T_1 = fixed + shared</code>, <code>T_N = fixed + shared / N</code>. Subtract them.
+# <code>T_1 = fixed + shared</code>, <code>T_p = fixed + shared / p</code>. Subtract them.
 # </details>
 # <details><summary>Hint: the most ranks</summary>
-# <code>T_1 / (M T_M)</code> is at least the limit; <code>M T_M</code> is linear in M.
+# <code>T_1 / (p T_p)</code> is at least the limit; <code>p T_p</code> is linear in p.
 # </details>
 
 
@@ -218,8 +223,8 @@ show(figure, alt=alt)
 # ## 3 What is a step, and when is it over?
 #
 # With 4 micro-batches per step, the PCIe study first ran 800 steps where 200 were meant. A clock
-# has its own trap: a GPU queues work and completes it later. So does `lab.EmulatedDevice`, on an
-# emulated clock. Its backward pass takes 30 ms. After 100 of them, what does the clock say?
+# has its own trap: a GPU queues work and completes it later. So does `lab.EmulatedDevice`, whose
+# backward pass takes 30 ms. After 100 of them, what does the clock say?
 
 # %% tags=["predict"]
 guess_clock = predict("the clock after 100 times backward", unit="s")
@@ -301,17 +306,19 @@ figure, alt = pictures.efficiency(small, small_name)
 show(figure, alt=alt)
 
 # %% [markdown]
-# Solid bars are measured, hollow ones the cost model's, which knows two facts of that machine: one
-# rank's speed, and the link (lesson 04). *1 MiB* is a bucket's size (06), *m* the number of
-# micro-batches (08).
+# Solid, upper bars are measured (`pp`, $m = 8$, 2 ranks: 55 %); hollow, lower ones are the cost
+# model's (81 %), which takes two numbers from that machine: one rank's speed, and the link (lesson
+# 04). *1 MiB* is a bucket's size (06), *m* the number of micro-batches (08).
 #
-# - *Where they agree*, the model has what matters: `ddp` sends one message per step.
-# - *Where the hollow bar is longer*, it lacks something. Here communication is a program (gloo)
-#   that takes cores away from computing: on paper, buckets of 1 MiB overlap with backward; here
-#   they use its cores. TP, whose messages are all exposed, is the least efficient.
+# - *Where they nearly agree*, the model has what matters: `ddp` sends one message per step.
+# - *Where the hollow bar is longer*, the model lacks something. Here communication is a program
+#   (gloo) that takes cores away from computing: in the model, buckets of 1 MiB overlap with
+#   backward; here they use its cores. TP, whose messages are all exposed, is the least efficient.
+# - `torch-ddp` sends the same message as `ddp`, but was slower; the reason is not known, with one
+#   run of each.
 # - *Four ranks* share two cores: these bars say nothing about the methods.
 #
-# ZeRO cuts its batch into micro-batches, so it has a baseline of its own. Which stage takes the
+# ZeRO ran with 4 micro-batches, so it has a baseline of its own. Which stage takes the
 # longest step?
 
 # %% tags=["predict"]
@@ -319,7 +326,7 @@ guess_stage = predict("the slowest", choices=("zero1", "zero2", "zero3"))
 ### GUESS guess_stage.commit("zero3")
 
 # %% tags=["picture"]
-zero, zero_name = next((found, name) for name, found in sets.items() if "parts" in name)
+zero, zero_name = next((found, name) for name, found in sets.items() if "micro-batches" in name)
 zero = [result for result in zero if result.experiment.run.ranks <= 2]  # a core for each
 slowest = max(zero, key=lambda result: result.experiment.step_s)
 reveal(guess_stage, slowest.experiment.run.label)
@@ -338,8 +345,9 @@ show(figure, alt=alt)
 
 
 # %% [markdown]
-# Stage 1 agrees to the byte. From stage 2 on, memory was read at the end of the last backward pass,
-# where whole gradients still wait to be sent: *when* you measure is part of the result.
+# At stage 1 each of the three kinds has exactly the formula's bytes. From stage 2 on, memory was
+# read at the end of the last backward pass, where whole gradients still wait to be sent: *when* you
+# measure is part of the result.
 #
 # Before you believe any speed: did these runs compute *the same*?
 
@@ -347,8 +355,8 @@ show(figure, alt=alt)
 print(pictures.loss_curves(small, small_name)[1])
 
 # %% [markdown]
-# **Break it.** A common bug: all copies read the *first* part of the batch, as fast as the right
-# one. Two ranks train like that, now. Will you see it in the loss curve?
+# **Break it.** A common bug: all copies read the *first* part of the batch, which is as fast. Two
+# ranks now train like that. Will you see it in the loss curve?
 
 # %% tags=["predict"]
 guess_seen = predict("the first and the last loss: more than 5 % off?", choices=("yes", "no"))
@@ -387,21 +395,19 @@ axes = {"x_label": "step", "y_label": "digits of the loss that agree"}
 show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far apart from step 1")
 
 # %% [markdown]
-# A curve that falls looks right; digits are the test (8: all of them). A run that fails it is left
-# out.
+# A falling curve looks right; the digits are the test (8: all agree). The study leaves out a run
+# that fails it.
 #
-# **First the losses, then the bytes, then the speed; and each beside a prediction.**
+# **Compare the losses first, then the bytes, then the speed, each beside a prediction.**
 #
-# *This is a good place for a break.*
+# *A good place for a break.*
 #
-# ## 5 The cluster, on paper
+# ## 5 Predicting the cluster study
 #
-# What will the cluster study show, before anybody waits in a queue? Computing is predicted from
-# FLOP. In forward each parameter costs one multiplication and one addition per token; backward has
-# two products of that size, for the gradient of the input and for the parameter's own: $6ND$ for
-# $N$ parameters (here $N$ counts parameters, not ranks) and $D$ tokens (Kaplan et al. 2020, section
-# 2.1). Attention's scores have no parameters and grow with the sequence: $6ND$ leaves them out, our
-# cost model counts them.
+# What will the cluster study show? Computing is predicted from FLOP: $6ND$, 2 per parameter and
+# token in forward and 4 in backward, as lesson 01 derives (Kaplan et al. 2020, section 2.1). They
+# leave the embedding out of $N$; Hoffmann et al. 2022 count it, as the lines below do. $6ND$ has no
+# attention scores; our cost model counts them.
 #
 # The first lines below are what the PCIe study measured on two GPUs. On four, over several PCIe
 # bridges, all efficiencies fell strongly, ZeRO's least (to about 60 %); small models gained
@@ -419,9 +425,9 @@ for run in {run.spec: run for run in find_study("cluster").runs}.values():
 study_explorer()
 
 # %% [markdown]
-# On two GPUs the predictions for TP and ZeRO-1 come near, DP's is too good. On four over bridges,
-# all but the pipeline collapse on paper, too. But the formulas favour pipelines and tiny models,
-# because kernels start for free in them; and they overlap none of ZeRO's messages.
+# On two GPUs the predictions for TP and ZeRO-1 are close, DP's is too high. On four over bridges,
+# all predictions but the pipeline's fall strongly, too. But the formulas favour pipelines and tiny
+# models, since launching a kernel takes no time in them; and they overlap none of ZeRO's messages.
 #
 # A link is a *matrix* on a real machine (`nvidia-smi topo -m`). Yours, if it has GPUs; else a
 # made-up example. PIX is one PCIe bridge, PXB several, SYS the way between CPU sockets. On which
@@ -441,11 +447,11 @@ reveal(guess_pair, "0 and 1")
 mine = describe_machine()["gpu_links"]
 whose = "This machine" if len(mine) > 1 else "An example"
 matrix = mine if len(mine) > 1 else lab.EXAMPLE_LINKS
-title = f"{whose}: {len(matrix)} GPUs, and some are nearer than others"
+title = f"{whose}: {len(matrix)} GPUs, some linked more closely than others"
 show(links(matrix, title), alt=f"{title}; rows: {' | '.join(' '.join(row) for row in matrix)}")
 
 # %% [markdown]
-# **Formulas give a first ranking of the methods; the matrix tells which GPUs to ask for.**
+# **Formulas give a first ranking of the methods; the matrix of links tells which GPUs to ask for.**
 #
 # ## 6 Faster steps, or fewer?
 #
@@ -453,8 +459,8 @@ show(links(matrix, title), alt=f"{title}; rows: {' | '.join(' '.join(row) for ro
 # and the global batch grows: a less noisy gradient, *another training*, which may do with a shorter
 # learning-rate warm-up (not the warm-up that a measurement leaves out). A project in this course's
 # material, FSDP and TP on up to 32 GPUs, reached its baseline's loss in about a fifth of the steps
-# with 32 copies and 4 warm-up steps in place of 100. In small, recorded: one process warms up for
-# 100 of 150 steps; four copies with batches of their own for 4. How many times fewer steps?
+# with 32 copies and 4 warm-up steps in place of 100. A small recorded experiment: one process warms
+# up for 100 of 150 steps; four copies with batches of their own for 4. How many times fewer steps?
 
 # %% tags=["predict"]
 guess_fewer = predict("steps to the same loss, how many times fewer")
@@ -466,7 +472,7 @@ from course_lib.scaling_study.curves import smooth, steps_to
 recorded = sample_results("convergence")
 unsplit = [found for found in recorded.experiments if found.run.tp == 1]
 soon = {(one.run.global_batch, one.run.warmup): smooth(one.losses) for one in unsplit}
-base = soon[8, 100]  # means of some steps: one batch is luck
+base = soon[8, 100]  # means of some steps: single batches vary
 needs = {key: steps_to(base[-1], losses) for key, losses in soon.items()}
 reveal(guess_fewer, len(base) / needs[32, 4])
 for batch, warmup in ((32, 100), (8, 4), (32, 4)):
@@ -485,10 +491,10 @@ show(figure, alt=alt)
 #
 # **Efficiency is about one step. Ask also how many steps the training takes.**
 #
-# ## 7 The bill before the job
+# ## 7 What a study costs
 #
 # Every GPU of a job is paid for from its start until the last rank is done. All runs of the cluster
-# study, 200 steps each, on A100s, on paper: how many GPU-hours?
+# study, 200 steps each, predicted for A100s: how many GPU-hours?
 
 # %% tags=["predict"]
 guess_hours = predict("the whole cluster study", unit="GPU-hours")
@@ -535,7 +541,7 @@ def bill(runs, allowed):
 check("scaling_study-4", bill)
 
 # %% [markdown]
-# **Know the price of a job before you submit it.**
+# **Compute the GPU-hours of a job before you submit it.**
 #
 # ## 8 A script that waits for hours and fails in a second
 #
@@ -643,12 +649,13 @@ for note in notes(mine):
 # - Efficiency needs a baseline with the same batch. Two runs tell what is fixed, and how far a
 #   batch scales while the bottleneck stays the same.
 # - Equal losses first: a wrong run can be fast. Then a prediction beside each bar.
-# - Know the price, and let a program check your script.
+# - Compute the GPU-hours first, and let a program check your script.
 #
-# **Read on**
+# ## Read on
 #
 # - Amdahl 1967, *Validity of the single processor approach*: the fixed part.
-# - Kaplan et al. 2020, *Scaling laws*, section 2.1: $6ND$.
-# - McCandlish et al. 2018, *Large-batch training*: when a larger batch pays.
+# - Kaplan et al. 2020, *Scaling laws*, section 2.1: $6ND$; Hoffmann et al. 2022, *Training
+#   Compute-Optimal Large Language Models*: the same, with embeddings.
+# - McCandlish et al. 2018, *Large-batch training*: when a larger batch saves steps.
 # - Tazi et al. 2025, *The Ultra-Scale Playbook*: thousands of runs on up to 512 H100 GPUs.
 # - Hoefler and Belli 2015, *Scientific benchmarking*: twelve rules for reporting.

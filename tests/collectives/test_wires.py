@@ -58,7 +58,7 @@ def test_one_alpha_and_one_beta_are_near_every_published_size():
 
 def test_over_many_nodes_the_published_bandwidth_falls_like_a_ring():
     figure, finding = wires.published_by_nodes()
-    assert finding.startswith("13 times less on 64 nodes")
+    assert finding.startswith("13 times less bandwidth on 64 nodes")
     assert "from 436 to 33 GB/s" in finding
     assert "Ultra-Scale Playbook" in " ".join(text.get_text() for text in figure.texts)
 

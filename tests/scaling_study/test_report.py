@@ -121,7 +121,7 @@ def test_the_tables_have_a_title_for_each_model_and_batch():
     assert len(re.findall("^ddp", text, re.MULTILINE)) == 2 * 2
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
     other = made(replace(ALONE, num_micro_batches=4), 9.0, MIB)
-    assert "tokens in 4 parts)" in printed(Results(experiments=(*EXPERIMENTS, other)))
+    assert "tokens in 4 micro-batches)" in printed(Results(experiments=(*EXPERIMENTS, other)))
 
 
 def test_without_a_run_of_one_rank_there_are_no_factors():
@@ -138,11 +138,11 @@ def test_a_machine_that_was_busy_is_told():
 
 
 DRAWN = (
-    "pp, m = 8, 2 ranks: the fastest of small (16 x 64 tokens), 2,048 tokens/s.",
-    "Ways to split small (16 x 64 tokens) that keep 80 % efficiency: 2 of 4.",
-    "Ways to split small (16 x 64 tokens) that take longer than one rank: 1 of 4.",
-    "pp, m = 8, 2 ranks: the lowest peak of small (16 x 64 tokens), 40 MiB per rank.",
-    "pp, m = 8, 2 ranks keeps 15 MiB of states per rank of small (16 x 64 tokens).",
+    "small (16 x 64 tokens): pp, m = 8, 2 ranks is the fastest, 2,048 tokens/s.",
+    "small (16 x 64 tokens): 2 of 4 runs reach an efficiency of 80 %.",
+    "small (16 x 64 tokens): in 1 of 4 runs a step takes longer than on one rank.",
+    "small (16 x 64 tokens): pp, m = 8, 2 ranks has the lowest peak, 40 MiB per rank.",
+    "small (16 x 64 tokens): pp, m = 8, 2 ranks keeps least, 15 MiB of states per rank.",
     "The losses of 5 runs of small (16 x 64 tokens) are at most 0.0001 apart.",
 )
 
@@ -221,7 +221,7 @@ def test_who_is_down_first_is_told_and_drawn():
     fast = smooth(runs[-1].losses)
     (first, *_) = [n for n, loss in enumerate(fast, 1) if loss <= smooth(runs[0].losses)[-1]]
     assert alt == (
-        f"{first} steps of batch 8, warm-up 4 reach the loss of 40 of batch 4, warm-up 20."
+        f"{first} steps with batch 8, warm-up 4 reach the loss of 40 with batch 4, warm-up 20."
     )
     lines = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 40]
     assert list(lines[0].get_ydata()) == smooth(runs[0].losses)
@@ -277,7 +277,8 @@ def test_the_recorded_convergence_is_faster_with_a_large_batch_and_a_short_warm_
     losses_of = {(one.run.label, one.run.warmup): one.losses for one in sample.experiments}
     assert losses_of["tp", 100] == pytest.approx(losses_of["single", 100], rel=1e-4)
     assert (
-        "of batch 32, warm-up 4 reach the loss of 150 of batch 8" in drawing.convergence(sample)[1]
+        "with batch 32, warm-up 4 reach the loss of 150 with batch 8"
+        in drawing.convergence(sample)[1]
     )
 
 

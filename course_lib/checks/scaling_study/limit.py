@@ -131,15 +131,15 @@ LIMIT_OF = Exercise(
             ),
             FIXED: Part(
                 unit=" s",
-                look="Write T_1 and T_N as sums of a fixed and a shared part; subtract the two.",
+                look="Write T_1 and T_p as sums of a fixed and a shared part; subtract the two.",
             ),
             MOST: Part(
                 unit=" ranks",
-                look="Set T_1 / (M T_M) to the limit, with T_M = fixed + shared / M, and solve "
-                "for M.",
+                look="Set T_1 / (p T_p) to the limit, with T_p = fixed + shared / p, and solve "
+                "for p.",
             ),
         },
-        success="Two runs: what is fixed, and how many ranks are worth their money.",
+        success="Two runs: what is fixed, and how many ranks are efficient.",
     ),
     wrong=(
         Edit(FOUND, "True", OTHER),
@@ -152,11 +152,11 @@ LIMIT_OF = Exercise(
         Edit(FOUND, _same_but("spec", "global_batch", "seq", "num_micro_batches"), OTHER),
         Edit(EFFICIENT, "one.step_s / (ranks * step_s)", A_SHARE),
         Edit(EFFICIENT, "one.step_s / step_s * 100", Cause(
-            "Not divided by the ranks: N ranks that are N times as fast are 100 % efficient.")),
+            "Not divided by the ranks: p ranks that are p times as fast are 100 % efficient.")),
         Edit(EFFICIENT, "ranks * step_s / one.step_s * 100", Cause(
-            "Upside down: the more efficient, the shorter the step on N ranks.")),
+            "Upside down: the more efficient, the shorter the step on p ranks.")),
         Edit(EFFICIENT, "100 - (step_s / one.step_s - 1) * 100", Cause(
-            "That is 100 minus the overhead: efficiency is T_1 over N times T_N.")),
+            "That is 100 minus the overhead: efficiency is T_1 over p times T_p.")),
         Edit("ranks, step_s = experiment.run.ranks, experiment.step_s",
              "ranks, step_s = experiment.run.parallelism.dp, experiment.step_s", COPIES),
         Edit("ranks, step_s = experiment.run.ranks, experiment.step_s",
@@ -166,11 +166,11 @@ LIMIT_OF = Exercise(
                    ("fixed_s = one.step_s - shared_s", "fixed_s = one.time_s - shared_s"),
                    (LIMIT, "math.floor((one.time_s * 100 / percent - shared_s) / fixed_s)"))),
         Edit(SHARED, "one.step_s - step_s", Cause(
-            "T_1 - T_N is not all that is shared: on N ranks, 1/N of it is still there.")),
+            "T_1 - T_p is not all that is shared: on p ranks, 1/p of it is still there.")),
         Edit("fixed_s = one.step_s - shared_s", "fixed_s = step_s - one.step_s / ranks", Cause(
-            "T_N - T_1 / N divides the fixed part, too: a share 1/N of it is missing.")),
+            "T_p - T_1 / p divides the fixed part, too: a share 1/p of it is missing.")),
         Edit("fixed_s = one.step_s - shared_s", "fixed_s = step_s - shared_s", Cause(
-            "On N ranks only 1/N of the shared part is in T_N: subtract that, or all of it from "
+            "On p ranks only 1/p of the shared part is in T_p: subtract that, or all of it from "
             "T_1.")),
         Edit("return efficiency, fixed_s, math.floor", "return efficiency, shared_s, math.floor",
              Cause("That is what the ranks share, on one of them: the fixed part is the rest."),
@@ -189,9 +189,9 @@ LIMIT_OF = Exercise(
         Edit(LIMIT, LIMIT.replace("* 100 / percent", "/ percent"), Cause(
             "The limit is given in per cent: 50 of them are one half.")),
         Edit(LIMIT, LIMIT.replace("100 / percent", "percent / 100"), Cause(
-            "Upside down: M T_M may be longer than T_1, by 100 / percent.")),
+            "Upside down: p T_p may be longer than T_1, by 100 / percent.")),
         Edit(LIMIT, LIMIT.replace(" - shared_s", ""), Cause(
-            "M T_M is M times the fixed part and, once, the shared part: subtract that first.")),
+            "p T_p is p times the fixed part and, once, the shared part: subtract that first.")),
         Edit(LIMIT, "math.floor(one.step_s / fixed_s)", Cause(
             "That is the largest factor that any number of ranks can reach, Amdahl's limit: how "
             "many ranks still keep the efficiency?")),
