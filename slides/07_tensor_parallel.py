@@ -2,15 +2,20 @@
 
 import torch
 
-from course_lib.core import INFINIBAND, MODELS, NVLINK, Parallelism
+from course_lib.core import MODELS, Parallelism
 from course_lib.core.records import Event
-from course_lib.cost.traffic import traffic_s
+from course_lib.cost.hardware import H100
 from course_lib.display import Voices, compare, timelines
 from course_lib.memory import activations, params_on_rank
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from course_lib.tensor_parallel.cost import h100_scaling, tensor_traffic
+from course_lib.tensor_parallel.cost import break_even_hidden, h100_scaling
 from course_lib.tensor_parallel.explorer import by_degree
-from course_lib.tensor_parallel.pictures import h100_picture, split_mlp
+from course_lib.tensor_parallel.pictures import (
+    h100_picture,
+    sequence_region,
+    split_mlp,
+    width_picture,
+)
 
 
 def mlp():
@@ -78,18 +83,15 @@ def memory():
     return compare(degrees, voices, title, note="Llama-8B, 8192 tokens, bf16", **labels)
 
 
-def wires():
-    """Seconds of communication in a step of Llama-8B on 8 ranks."""
-    spec, seqs = MODELS["llama-8b"], [512, 1024, 2048, 4096, 8192]
-    voices = {
-        link.name: Voices(
-            formula=[1e3 * traffic_s(tensor_traffic(spec, 1, seq), 8, link) for seq in seqs]
-        )
-        for link in (NVLINK, INFINIBAND)
-    }
-    fast, slow = (one.formula[-1] for one in voices.values())
-    title = f"Llama-8B, 8192 tokens on 8 ranks: {fast:.0f} ms of communication, or {slow:.0f}"
-    return compare(seqs, voices, title, x_label="tokens", y_label="communication in a step (ms)")
+def widths():
+    """The width from which a layer computes longer than it communicates, by link."""
+    needed = break_even_hidden(8, H100.peak(), H100.links["NVLink"])
+    return width_picture(f"8 H100 at their peak: over NVLink h = {needed:,.0f} is wide enough")
+
+
+def region():
+    """A parallel region between tokens that are split."""
+    return sequence_region(4, "All tokens inside a region, a rank's own outside")
 
 
 def overlap():
@@ -127,5 +129,5 @@ def batch():
 
 def pictures():
     """All pictures by the names the deck calls them."""
-    draws = (mlp, curves, memory, wires, overlap, published, batch)
+    draws = (mlp, curves, memory, widths, overlap, published, batch, region)
     return {draw.__name__: draw() for draw in draws}

@@ -32,9 +32,10 @@ def tensor_traffic(
     ranks. All parameters are trained, and the logits stay split. The phase is forward, backward or
     finish (`finish_gradients`).
 
-    gathers_again   with sequence parallelism: as Megatron, which saves only this rank's tokens of
-                    each region's input and gathers the others once more in backward: 5/4 of the
-                    bytes of activations; `gathered_bytes` counts the memory that this saves
+    gathers_again   with sequence parallelism: as Megatron and `parallelize(..., overlap=True)`,
+                    which save only this rank's tokens of each region's input and gather the others
+                    once more in backward: 5/4 of the bytes of activations; `gathered_bytes` counts
+                    the memory that this saves
 
     Raises:  ShapeError for an empty batch or sequence
     Source:  Shoeybi et al. 2019 (Megatron-LM), section 3; Korthikanti et al. 2022, section 4
@@ -73,6 +74,21 @@ def overlap_saves_s(backward_weight_s: float, all_reduce_s: float) -> float:
     return min(backward_weight_s, all_reduce_s)
 
 
+def break_even_hidden(p: int, flop_per_s: float, bytes_per_s: float, seq: int = 0) -> float:
+    """Return the hidden size below which a layer communicates longer than it computes.
+
+    A layer with an MLP of 4 * hidden computes 72 hidden² + 12 seq hidden FLOP per token, forward
+    and backward, divided by p. Its four all_reduces in bf16 send 16 hidden (p-1)/p bytes per token.
+    So with a hidden size h, it computes 9/2 (h + seq/6) / (p-1) FLOP per byte sent, however many
+    tokens there are, and the two times are equal where that is flop_per_s / bytes_per_s.
+
+    seq   0: without the attention scores, which only add computation
+
+    Source:  derived here; the FLOP are those of Narayanan et al. 2021, appendix
+    """
+    return 2 / 9 * (p - 1) * flop_per_s / bytes_per_s - seq / 6
+
+
 def replicated_params(spec: ModelSpec) -> int:
     """Return the number of parameters that each rank holds whole.
 
@@ -93,7 +109,7 @@ def gathered_bytes(spec: ModelSpec, batch: int, seq: int, tp: int, number_bytes:
 
     This is for sequence parallelism. `memory/layer_bytes.py` counts as the paper does: a rank saves
     its own tokens of each matrix's input, and backward gathers them again, with one more all_gather
-    per region. The layers here save the gathered input instead.
+    per region. Without overlap the layers here save the gathered input instead.
 
     Source:  Korthikanti et al. 2022, section 4
     """
@@ -159,6 +175,21 @@ def h100_scaling(seq: int = 4096) -> H100Scaling:
         sequence_parallel=list(_series("tp_sp_scaling", "Tokens/sec/GPU").values()),
         flop_per_s=flop_per_s,
     )
+
+
+def megatron_widths() -> tuple[list[int], list[int]]:
+    """Return tensor-parallel degree and hidden size of NVIDIA's published H100 runs, if split.
+
+    They reach 41 to 49 % of the peak.
+
+    Source:  NVIDIA Megatron-LM, README of June 2024: weak scaling, 4096 tokens per sequence
+    """
+    found = [
+        (int(row["tp"]), int(row["hidden"]))
+        for row in rows("megatron_sc21")
+        if row["table"] == "Megatron-Core H100 2024 weak scaling" and int(row["tp"]) > 1
+    ]
+    return [tp for tp, _ in found], [hidden for _, hidden in found]
 
 
 def _series(figure: str, name: str) -> dict[int, float]:

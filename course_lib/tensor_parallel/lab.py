@@ -1,7 +1,7 @@
-"""Measurement of split layers on real ranks: what the overlap of an all_reduce saves.
+"""Measurement of split layers on real ranks: the bytes they save, and what overlap saves.
 
-`measure_overlap` times the same stack of split MLPs in turns, plain and with `overlap=True`.
-Notebook 07_tensor_parallel.
+`split_layer_bytes` counts what autograd saves for one layer of a split GPT. `measure_overlap` times
+the same stack of split MLPs in turns, plain and with `overlap=True`. Notebook 07_tensor_parallel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,16 +10,39 @@ from functools import partial
 from statistics import median
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from course_lib.core.records import Event
+from course_lib.core.specs import ModelSpec
 from course_lib.cost.network import collective_s
+from course_lib.memory.saved_tensors import measure_saved, tensors_of
+from course_lib.models.gpt import GPT
 from course_lib.ranks import Ranks
 from course_lib.ranks.timing import Measured, measured_of, record_interleaved
 from course_lib.tensor_parallel.cost import overlap_saves_s
 from course_lib.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from course_lib.tensor_parallel.tensor_parallel import parallelize
 
 HALVES = ("backward_input", "backward_weight")
+
+
+def split_layer_bytes(rank: int, spec: ModelSpec, batch: int, seq: int, **how: bool) -> int:
+    """Return the bytes that one layer of a split GPT saves on this rank: bf16, dropout, no flash.
+
+    It is what a model of two layers saves more than one of one layer, as for `measure_layer`.
+    `how` goes to `parallelize`: sequence_parallel, overlap.
+    """
+    mesh, saved = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    for num_layers in (1, 2):
+        torch.manual_seed(0)
+        model = GPT(replace(spec, num_layers=num_layers), flash=False, dropout=0.1).bfloat16()
+        parallelize(model, mesh, **how)
+        kept = measure_saved(partial(model, tokens), given=[*tensors_of(model), tokens])
+        saved.append(sum(storage.num_bytes for storage in kept))
+    return saved[1] - saved[0]
 
 
 @dataclass(frozen=True, kw_only=True)

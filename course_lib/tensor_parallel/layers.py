@@ -73,7 +73,8 @@ class ColumnParallelLinear(ShardedLayer):
 
     gather_output  gather the outputs of all ranks: [..., out], for one more all_gather
     enters         False: the input is already inside the region, as q, k and v share one boundary
-    overlap        sum the input's gradient while the weight's is computed (not under autocast)
+    overlap        sum the input's gradient while the weight's is computed; sequence parallel: save
+                   this rank's tokens only and gather again in backward (not under autocast)
     whole          layer whose weights are taken; None: initialized as nn.Linear does
     """
 

@@ -2,9 +2,10 @@
 
 Backward of `y = x @ w.T` has two halves: the input's gradient, which the ranks have to sum before
 the layers in front can go on, and the weight's gradient, which nobody waits for. So the all_reduce
-can be started between the two and runs while the second half is computed. The sums are those of
-the plain version, in the same order, so the results are equal to the last bit.
-Notebook 07_tensor_parallel.
+can be started between the two and runs while the second half is computed. With sequence parallelism
+only this rank's tokens are saved, and the others are gathered again while the first half is
+computed. The sums are those of the plain version, in the same order, so the results are equal to
+the last bit. Notebook 07_tensor_parallel.
 """
 
 from collections.abc import Sequence
@@ -32,15 +33,17 @@ def overlapped_columns(
 ) -> tuple[Tensor, ...]:
     """Return F.linear(x, weight, bias) for each matrix; they share the boundary in front of them.
 
-    Backward computes the gradient of x, starts its sum over the ranks, computes the gradients of
-    the weights and biases, and waits. On a GPU this needs CUDA_DEVICE_MAX_CONNECTIONS=1, so that
-    the sum is scheduled first.
+    Backward starts to gather the tokens (sequence parallel), computes the gradient of x, starts its
+    sum over the ranks, computes the gradients of the weights and biases, and waits. On a GPU this
+    needs CUDA_DEVICE_MAX_CONNECTIONS=1, so that the calls are scheduled first.
 
     Shapes:  [batch, seq, in] -> [batch, seq, out/tp] each; sequence parallel: from
              [batch, seq/tp, in]
-    Cost:    that of copy_to_region, or of gather_sequence: one all_reduce backward, or one
-             all_gather forward and one reduce_scatter backward
-    Source:  NVIDIA Megatron-LM, megatron/core/tensor_parallel/layers.py,
+    Cost:    one all_reduce backward; sequence parallel: one all_gather forward, one all_gather and
+             one reduce_scatter backward
+    Saves:   x, this rank's tokens of it if sequence parallel, and the weights
+    Source:  Korthikanti et al. 2022, section 4.2.2; NVIDIA Megatron-LM,
+             megatron/core/tensor_parallel/layers.py,
              LinearWithGradAccumulationAndAsyncCommunication
     """
     weights, biases = zip(*matrices, strict=True)
@@ -57,7 +60,7 @@ class _OverlappedColumns(torch.autograd.Function):
         whole = all_gather(x, SEQUENCE, group) if sequence_parallel else x  # [batch, seq, in]
         half = len(params) // 2
         weights, biases = params[:half], params[half:]
-        ctx.save_for_backward(whole, *weights)
+        ctx.save_for_backward(x, *weights)
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
 
@@ -66,11 +69,16 @@ class _OverlappedColumns(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [batch * seq, out/tp]
-        x_grad, work = None, None
+        gather, x_grad, work = None, None, None
+        if ctx.sequence_parallel and any(ctx.needs_input_grad[3 : 3 + len(weights)]):
+            x, gather = _start_gather(x, ctx.group)
         if ctx.needs_input_grad[0]:
             with span("backward_input"):
-                total = _input_grad(rows, weights).view(x.shape)
+                total = _input_grad(rows, weights).view(*grads[0].shape[:-1], -1)
             x_grad, work = _start_sum(total, ctx.group, ctx.sequence_parallel)
+        if gather is not None:
+            gather.wait()
+            x = torch.cat(x.chunk(dist.get_world_size(ctx.group)), SEQUENCE)  # [batch, seq, in]
         with span("backward_weight"):
             needed, inputs = iter(ctx.needs_input_grad[3:]), x.reshape(-1, x.shape[-1])
             weight_grads = [row.t() @ inputs if next(needed) else None for row in rows]
@@ -86,6 +94,14 @@ def _input_grad(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     for other in reversed(others):
         last += other
     return last
+
+
+def _start_gather(shard: Tensor, group: Group) -> tuple[Tensor, dist.Work | None]:
+    """Start to gather all tokens; return where they will be, rank after rank: [p * batch, ...]."""
+    p = dist.get_world_size(group)
+    shards = shard.new_empty(p * len(shard), *shard.shape[1:])
+    own = shard.contiguous()
+    return shards, dist.all_gather_single(shards, own, group=group, async_op=True)
 
 
 def _start_sum(

@@ -7,6 +7,7 @@ Notebook 07_tensor_parallel.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,10 +15,18 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from course_lib.core.errors import CourseError
+from course_lib.core.presets import MODELS
+from course_lib.cost.hardware import H100
 from course_lib.display.colours import QUIET, WHITE, rank_colour
 from course_lib.display.compare import Voices, compare
 from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page
-from course_lib.tensor_parallel.cost import H100_RUN, H100Scaling
+from course_lib.tensor_parallel.cost import (
+    H100_RUN,
+    H100Scaling,
+    break_even_hidden,
+    h100_scaling,
+    megatron_widths,
+)
 
 WAYS = {
     "": "whole on every rank",
@@ -133,6 +142,45 @@ def split_mlp(ranks: int, title: str) -> Figure:
         Matrix(name="Y", words="[tokens, h]", height=3, width=2, split="sum"),
     ]
     return matrices(row, title, ranks=ranks)
+
+
+def sequence_region(ranks: int, title: str) -> Figure:
+    """Draw a parallel region between tokens that are split: all_gather in front, then the sum."""
+    narrow = partial(Matrix, words="[tokens, h]", height=4, width=2)
+    row: list[Matrix | str] = [
+        *(narrow(name="X", split="rows"), "all-gather →", narrow(name="X"), "× A →"),
+        *(Matrix(name="", words="[tokens, f]", height=4, width=6, split="columns"), "× B →"),
+        *(narrow(name="Y", split="sum"), "   reduce-scatter →", narrow(name="Y", split="rows")),
+    ]
+    return matrices(row, title, ranks=ranks)
+
+
+def width_picture(title: str, degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> Figure:
+    """Draw the hidden size at which a layer on H100 communicates as long as it computes.
+
+    Above a link's line it computes longer. Stars are published runs: those of Megatron-Core at the
+    line of the link that they use, and those of the 3B model of `h100_scaling`.
+    """
+    curves = {
+        f"{name}, {rate / 1e9:.0f} GB/s": Voices(
+            formula=[break_even_hidden(p, H100.peak(), rate) for p in degrees],
+            published=megatron_widths() if name == "NVLink" else None,
+        )
+        for name, rate in H100.links.items()
+    }
+    ranks = h100_scaling().ranks
+    width = MODELS["llama-3b"].hidden
+    curves["3B model, 2 to 32 ranks"] = Voices(published=(ranks, [width] * len(ranks)))
+    return compare(
+        degrees,
+        curves,
+        title,
+        x_label="ranks p",
+        y_label="hidden size h",
+        log=True,
+        note="H100 at its peak; above a line: computes longer",
+        source=f"Megatron-LM, README of June 2024: 41 to 49 % of the peak; {H100_RUN}",
+    )
 
 
 def h100_picture(scaling: H100Scaling, title: str) -> Figure:

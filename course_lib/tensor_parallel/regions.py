@@ -83,8 +83,8 @@ def all_reduce_both(x: Tensor, group: Group = None) -> Tensor:
 def gather_sequence(x: Tensor, group: Group = None) -> Tensor:
     """Gather the tokens of all ranks; backward sums the gradients and keeps the own tokens' part.
 
-    The next matrix saves all tokens for its backward. Megatron saves only this rank's tokens and
-    gathers the others again: tp times less memory, one more all_gather.
+    The next matrix saves all tokens for its backward. `overlapped_columns` saves only this rank's,
+    as Megatron does, and gathers the others again: tp times less memory, one more all_gather.
 
     Shapes:  [batch, seq/tp, hidden] -> [batch, seq, hidden]
     Cost:    one all_gather forward, one reduce_scatter backward, (p-1)/p * output bytes each

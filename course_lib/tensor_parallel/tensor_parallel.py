@@ -79,7 +79,8 @@ def parallelize(
     sequence_parallel  norms, dropout and the residual stream hold seq/tp tokens per rank
     gather_output      logits [batch, seq, vocab] on every rank, for `token_loss`
     overlap            backward sums the gradient of each region's input while it computes the
-                       gradients of the weights: equal to the last bit (not under autocast)
+                       gradients of the weights: equal to the last bit (not under autocast); with
+                       sequence_parallel as Megatron: inputs are gathered again, not kept
 
     Shapes:  tokens [batch, seq] -> [batch, seq, vocab/tp], rounded up
     Cost:    here one small all_gather, as a check; `tensor_traffic` lists those of a step

@@ -4,29 +4,29 @@
 # **Question.** How do several ranks compute one layer together, what must they send each other, and
 # why does this stay inside a node?
 #
-# In tensor parallelism every rank holds a part of every matrix, all ranks see the *same* batch, and
-# in each layer they sum their partial results.
+# Every rank holds a part of every matrix, all see the *same* batch, and sum their partial results.
 #
 # *After this lesson you can*
 #
 # - split an MLP, attention, embedding and loss over ranks, with the numbers of one process;
-# - say which collective stands at each boundary, forward and backward;
-# - predict the bytes and the time it costs, with and without sequence parallelism;
-# - say which part of the communication can be overlapped.
+# - say which collective stands at each boundary, and predict its bytes and time;
+# - say when communication takes longer than computing, and what can be overlapped;
+# - write the pair of sequence parallelism, and derive the memory that it saves.
 #
-# **Prerequisites:** lessons 01 and 04. **Time:** about 75 minutes of reading and running, 65 for
-# five exercises (core: 1, 2, 5; further: 3, 4).
+# **Prerequisites:** lessons 01 and 04. **Time:** about 75 minutes of reading and running, 80 for
+# six exercises (core: 1, 2, 5, 6; further: 3, 4).
 #
 # | symbol | in code | meaning |
 # |---|---|---|
-# | $p$ | `p` | ranks that share one model: the tensor-parallel (TP) degree |
+# | $p$ | `p` | ranks that share one model: the tensor-parallel (TP) degree (papers: $t$) |
+# | $b$, $s$ | `batch`, `seq` | sequences; tokens in each |
 # | $h$, $f$ | `hidden`, `ffn_hidden` | values per token: between layers; inside an MLP |
-# | $n$ | `n` | bytes of one activation, `[batch, seq, hidden]` |
 # | $\alpha$, $\beta$ | `link` | latency (s), bandwidth (bytes/s; papers often: its inverse) |
 
 # %%
 # %load_ext course_lib.ranks
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from course_lib.checks import check
-from course_lib.core import COMMUNICATION_KINDS, INFINIBAND, MODELS, NVLINK, Link, Parallelism
+from course_lib.core import COMMUNICATION_KINDS, MODELS, Link
 from course_lib.display import Voices, claim, compare, predict, reveal, show, timelines
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import Ranks, record
-from course_lib.tensor_parallel import all_reduce_both, copy_to_region, pictures, reduce_from_region
+from course_lib.tensor_parallel import copy_to_region, pictures, reduce_from_region
 
 # %% [markdown]
 # ## 1 Two ways to split a matrix
@@ -74,18 +74,9 @@ title = "Columns, then rows: what a rank needs for B it has computed itself"
 show(pictures.split_mlp(4, title), alt=f"{title}; 1 sum over 4 ranks at the end")
 
 # %% [markdown]
-# The columns of $A$ on a rank match the rows of $B$ on that rank. And the other way round? **Break
-# it**: split $A$ by rows, and apply GELU to the partial sums.
-
-# %% tags=["failure"]
-parts = [x[:, mine] @ A[mine] for mine in torch.arange(8).tensor_split(4)]
-wrong, right = sum(map(F.gelu, parts)), F.gelu(sum(parts))
-for name, y in {"sum, then GELU": right, "GELU, then sum": wrong}.items():
-    print(f"{name}: as one process: {torch.allclose(y, F.gelu(x @ A), atol=1e-4)}")
-
-# %% [markdown]
-# GELU is not linear. Rows first would need one more collective *between* the two matrices, of $f$
-# values per token. So: columns first.
+# The columns of $A$ on a rank match the rows of $B$ on that rank. Rows first would need one more
+# collective *between* the two, of $f$ values per token: GELU is not linear, so the GELU of partial
+# sums is not the GELU of their sum.
 #
 # **Columns, then rows: one sum in forward, of the size of an activation. Weights are not sent.**
 #
@@ -111,10 +102,10 @@ print("x.grad by rank:", found := ranks.run(lonely))
 reveal(guess_grad, found[2])
 
 # %% [markdown]
-# Nothing failed, but the layers *before* would train on one term of their gradient. A tensor that
-# is used on all ranks needs the sum of the gradients of all ranks. Shoeybi et al. (2019, section 3)
-# call the two boundaries **f** (identity in forward, all-reduce in backward) and **g** (all-reduce
-# in forward, identity in backward).
+# Nothing failed, but the layers *before* would train on one term of their gradient: a tensor that
+# is used on all ranks needs the sum of their gradients. Shoeybi et al. (2019, section 3) call the
+# two boundaries **f** (identity in forward, all-reduce in backward) and **g** (the
+# reverse).
 #
 # ### Exercise 1 (core): f and g
 #
@@ -125,8 +116,9 @@ reveal(guess_grad, found[2])
 # 10 minutes.
 #
 # <details><summary>Hint: p times too large</summary>
-# $y = y_0 + y_1 + \dots$, so the derivative of $y$ with respect to $y_1$ is 1. After g, all ranks
-# compute the same from the same $y$: every rank already has the whole gradient of $y$.
+# $y = y_0 + y_1 + \dots$, so the derivative of $y$ with respect to $y_1$ is 1. The convention here:
+# after g all ranks compute the *same* loss from the same $y$, and it counts once. So every rank
+# already has the whole gradient of $y$.
 # </details>
 
 
@@ -173,30 +165,8 @@ check("tensor_parallel-1", together)
 # From here on we use the course's own pair: `copy_to_region` is f, `reduce_from_region` is g.
 #
 # Lesson 04 lists `all_reduce` as the backward of `all_reduce`; here it is the identity. Both are
-# right, under two conventions. Either each rank has a loss *of its own*, and the total is their
-# **sum over ranks**. Or all ranks compute *the same* loss, which **counts once**. Both on four
-# ranks:
-
-
-# %%
-def with_both(rank):
-    grads = []
-    for sums in (all_reduce_both, reduce_from_region):
-        for factor in (10.0**rank, 1.0):  # own losses; the same loss: this number times y
-            x = torch.ones(1, requires_grad=True)
-            (factor * sums(x)).sum().backward()
-            grads.append(x.grad.item())
-    return grads
-
-
-names = [f"{loss}, {way}" for way in ("all_reduce", "identity") for loss in ("own", "same")]
-for name, grads in zip(names, zip(*ranks.run(with_both), strict=True), strict=True):
-    print(f"{name:17} x.grad on ranks 0 to 3: {grads}")
-
-# %% [markdown]
-# With own losses the derivative of their sum is 1111 on every rank: `all_reduce` is right. With the
-# same loss on all ranks it is 1: the identity is right, and an all-reduce would count one loss 4
-# times. Tensor parallelism is the second case.
+# right, under two conventions. There each rank has a loss *of its own*, and the total is their
+# **sum** (`all_reduce_both`). Here all ranks compute *the same* loss, which **counts once**.
 #
 # ### Exercise 2 (core): a split MLP
 #
@@ -208,8 +178,7 @@ for name, grads in zip(names, zip(*ranks.run(with_both), strict=True), strict=Tr
 #
 # <details><summary>Hint: the output is off by a constant</summary>
 # What is added before the sum is added $p$ times. Where does the bias of <code>down</code> belong?
-# (Not $1/p$ of it before the sum: every rank gets the whole gradient, so a step would be $p$ times
-# too large.)
+# ($1/p$ of it before the sum would make each step $p$ times too large.)
 # </details>
 # <details><summary>Hint: it keeps too many bytes</summary>
 # A slice is a view and keeps the whole matrix alive. Indexing with a tensor copies:
@@ -247,10 +216,10 @@ check("tensor_parallel-2", SplitMLP)
 #
 # ## 3 Attention: whole heads
 #
-# Heads are independent of each other, and only `out` mixes them: split queries, keys and values by
-# columns, `out` by rows. But a *head* stays whole, because its softmax needs complete dot products.
-# Many codes keep one tall matrix, $Q$ above $K$ above $V$; with grouped-query attention $K$ and $V$
-# have fewer heads.
+# Heads are independent, and only `out` mixes them: split queries, keys and values by columns, `out`
+# by rows. But a *head* stays whole, because its softmax needs complete dot products. Many codes
+# keep one tall matrix, $Q$ above $K$ above $V$; $K$ and $V$ may have fewer heads (grouped-query
+# attention).
 #
 # ### Exercise 3 (further): which rows?
 #
@@ -259,7 +228,7 @@ check("tensor_parallel-2", SplitMLP)
 # minutes.
 #
 # <details><summary>Hint: rank 0 has no values</summary>
-# These are three matrices, one below the other. Split each of them into $p$ parts.
+# Split each of the three matrices into $p$ parts.
 # </details>
 
 
@@ -284,14 +253,14 @@ check("tensor_parallel-3", rows_of_rank)
 #
 # ## 4 The vocabulary
 #
-# The embedding is split by tokens: a rank looks up the tokens it has, uses zeros for the others,
-# and g sums. The output layer is split by columns, so each rank has *some* logits. The loss seems
-# to need all of them:
+# The embedding is split by tokens: a rank looks up those it has, uses zeros for the others, and g
+# sums. The output layer is split by columns: each rank has *some* logits. The loss seems to need
+# the others, too:
 #
 # $$ -\log \text{softmax}(z)_t = \log \sum_v e^{z_v - m} - (z_t - m), \quad m = \max_v z_v $$
 #
-# But only three values per token have to be combined over the ranks: $m$, the sum, and $z_t$. For
-# Llama 3 that replaces 128,256 logits per token.
+# But only three values per token have to be combined: $m$, the sum, and $z_t$ (Shoeybi et al. 2019,
+# section 3). Llama 3 has 128,256 logits per token.
 #
 # ### Exercise 4 (further): the loss without gathering the logits
 #
@@ -301,16 +270,16 @@ check("tensor_parallel-3", rows_of_rank)
 # token in all. About 10 lines, 20 minutes.
 #
 # <details><summary>Hint: the maximum</summary>
-# <code>dist.all_reduce(top, dist.ReduceOp.MAX)</code>, on a detached tensor; one for each token,
-# or exp overflows. It cancels out, so it needs no gradient.
+# <code>dist.all_reduce(top, dist.ReduceOp.MAX)</code>, detached: it cancels out, so it needs no
+# gradient. One for each token, or exp overflows.
 # </details>
 # <details><summary>Hint: the target is on another rank</summary>
 # With <code>local = targets - first</code>, it is here if <code>(local >= 0) & (local <
 # logits.shape[1])</code>. Elsewhere look up any logit, and multiply it by 0.
 # </details>
 # <details><summary>Hint: no gradient, or p times too large</summary>
-# Sum with <code>reduce_from_region</code>: it is g. What is the same on all ranks already, such as
-# the final loss, needs no sum.
+# Sum with <code>reduce_from_region</code>: it is g. The final loss needs no sum: it is the same on
+# all ranks.
 # </details>
 
 
@@ -334,8 +303,22 @@ def split_cross_entropy(logits, targets, first):
 check("tensor_parallel-4", split_cross_entropy)
 
 # %% [markdown]
-# **The logits, often the largest tensor of a step, are not communicated: three values per token
-# are.**
+# PyTorch calls this *loss parallel*: the logits stay a split `DTensor`, and `with loss_parallel():`
+# replaces the cross-entropy. What does it save in Llama-8B, with 8192 tokens on 8 ranks?
+
+# %%
+from course_lib.cost.traffic import sent_bytes
+from course_lib.tensor_parallel import cost, lab
+
+tokens, vocab, p = 8192, llama.vocab, 8
+gathered_mib = tokens * vocab * 2 * (p - 1) / p / 2**20  # bf16 logits of the other ranks
+values_kib = 2 * (p - 1) / p * 3 * tokens * 4 / 2**10  # all-reduces of 3 fp32 values per token
+print(f"sent by a rank: {gathered_mib:.0f} MiB of logits, or {values_kib:.0f} KiB of values")
+for name, size in {"whole": vocab, "split": vocab // p}.items():
+    print(f"kept by a rank, {name}: {tokens * size * 4 / 2**30:.2f} GiB of softmax in fp32")
+
+# %% [markdown]
+# **The logits, often the largest tensor of a step, stay split: three values per token are sent.**
 #
 # *A place for a break.*
 #
@@ -349,10 +332,10 @@ check("tensor_parallel-4", split_cross_entropy)
 from course_lib.tensor_parallel import gather_tensors, parallel_token_loss, parallelize
 
 
-def split_gpt(spec, sequence_parallel=False, **more):
+def split_gpt(spec, **more):
     torch.manual_seed(0)  # all ranks begin with the same weights, of which each keeps its part
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    return parallelize(GPT(spec, **more), mesh, sequence_parallel)
+    return parallelize(GPT(spec, **more), mesh)
 
 
 # %%
@@ -360,7 +343,7 @@ def train(rank, steps, split, own_seed=False, dropout=0.0):
     torch.manual_seed(0)
     model = split_gpt(tiny, dropout=dropout) if split else GPT(tiny)
     loss_of = parallel_token_loss if split else token_loss
-    torch.manual_seed(rank if own_seed else 0)  # for dropout, in section 7
+    torch.manual_seed(rank if own_seed else 0)  # for dropout, in section 6
     sgd, losses = torch.optim.SGD(model.double().parameters(), lr=0.3, momentum=0.9), []
     for n in range(steps):
         inputs, targets = next_tokens(token_batch(n, batch=8, seq=16, vocab=256))
@@ -382,11 +365,11 @@ figure = compare(range(100), Voices(measurement=apart), title, x_label="step", y
 show(figure, alt=title)
 
 # %% [markdown]
-# The same numbers, up to the order of floating-point sums.
+# The same numbers in float64, but for the order of sums.
 #
 # What does a rank hold? Matrices are split; norms, positions and the biases behind a sum are whole.
-# And what does it send? Our tiny GPT has 2 layers, with two sums each in forward and in backward.
-# Add one for the embedding, one for f of the output layer, and two for the loss.
+# And what does it send? The tiny GPT has 2 layers; add one sum for the embedding, one for f of the
+# output layer, and two for the loss.
 
 # %% tags=["predict"]
 guess_part = predict("parameters on each of 4 ranks, as a part of all (like 1/3)")
@@ -395,9 +378,6 @@ guess_calls = predict("collectives in one step of the tiny GPT")
 ### GUESS guess_calls.commit(10)
 
 # %%
-from course_lib.cost.traffic import sent_bytes, traffic_s
-from course_lib.tensor_parallel.cost import gathered_bytes, tensor_traffic
-
 BATCH = next_tokens(token_batch(0, batch=2, seq=64, vocab=256))
 
 
@@ -412,19 +392,14 @@ def one_step(rank, spec):
 
 # %%
 held = [on.run(one_step, tiny)[0] for on in (one, pair, ranks)]
-paper = [(call.kind, call.num_bytes) for call in tensor_traffic(tiny, 2, 64, number_bytes=4)]
+paper = [(call.kind, call.num_bytes) for call in cost.tensor_traffic(tiny, 2, 64, 4)]
 print("every call as predicted, on 1, 2, 4 ranks:", [calls == paper for _, calls, _ in held])
 reveal(guess_part, held[2][0] / held[0][0])
 reveal(guess_calls, len(paper))
 
 # %% [markdown]
-# PyTorch does this with `DTensor` and a plan. Same model (untied), same batch. Its loss takes three
-# calls, and with this plan q, k and v have an f *each* (`PrepareModuleInput` would leave one). What
-# is the ratio of PyTorch's all-reduces to ours?
-
-# %% tags=["predict"]
-guess_torch = predict("ratio of PyTorch's all-reduces to ours (like 3/2)")
-### GUESS guess_torch.commit(5 / 4)
+# PyTorch does this with `DTensor` and a plan. Same model (untied). Its loss takes three
+# calls, and with this plan q, k and v have an f *each* (`PrepareModuleInput` would leave one).
 
 # %%
 from torch.distributed.tensor import DTensor, Replicate, parallel
@@ -450,95 +425,19 @@ def with_dtensor(rank, spec):
 untied = replace(tiny, tied=False)
 (_, ours, grads), (theirs, others) = (pair.run(run, untied)[0] for run in (one_step, with_dtensor))
 print("same gradients:", all(torch.allclose(grads[n], others[n], atol=1e-6) for n in grads))
-print(f"bytes: ours {sum(num_bytes for _, num_bytes in ours)}, PyTorch's {sum(theirs)}")
-reveal(guess_torch, len(theirs) / len(ours))
+ours = [num_bytes for _, num_bytes in ours]
+for whose, sizes in {"ours": ours, "PyTorch's": theirs}.items():
+    print(f"{whose}: {len(sizes)} all-reduces, {sum(sizes)} bytes")
 
 # %% [markdown]
 # **A split model computes the same numbers, with $1/p$ of its matrices per rank and four
 # all-reduces per layer: two in forward, two in backward.**
 #
-# ## 6 Sequence parallelism
+# ## 6 Dropout: equal here, different there
 #
-# Between g and the next f, all ranks do the same work and keep the same activations: norms,
-# dropout, the residual stream. In the layer of Korthikanti et al. (2022, section 4.2) those are 10
-# of the 34 $sbh$ bytes (lesson 01): the inputs of two norms (4), two dropout masks (2), and the
-# inputs of the first matrices of attention and MLP (4). Only the other 24 are divided by $p$.
-#
-# These operations treat each token on its own, so the ranks can share them by *tokens*. In front of
-# a region each rank has $1/p$ of the tokens and needs all: an **all-gather** replaces f. Behind it
-# each rank has a partial sum for all tokens and needs the complete one for its own: a
-# **reduce-scatter** replaces g. In backward each becomes the other. What is the ratio of bytes sent
-# to those with all-reduces?
-
-# %% tags=["predict"]
-guess_bytes = predict("ratio of bytes sent: sequence parallel to plain")
-### GUESS guess_bytes.commit(0.5)
-
-# %%
-from course_lib.memory import TORCH_CPU, activations, params_on_rank
-from course_lib.memory.saved_tensors import measure_saved, tensors_of
-
-
-def kept_kib(rank, sequence_parallel):
-    model = split_gpt(tiny, sequence_parallel)
-    given = [*tensors_of(model), *BATCH]
-    kept = measure_saved(lambda: parallel_token_loss(model(BATCH[0]), BATCH[1]), given=given)
-    return sum(one.num_bytes for one in kept) / 2**10
-
-
-def on_paper_kib(p, sequence_parallel):
-    parallelism = Parallelism(tp=p, sequence_parallel=sequence_parallel)
-    parts = activations(tiny, 2, 64, number_bytes=4, parallelism=parallelism, kernels=TORCH_CPU)
-    return (sum(parts.values()) + sequence_parallel * gathered_bytes(tiny, 2, 64, p, 4)) / 2**10
-
-
-# %% tags=["picture"]
-hows = {"plain": {}, "ours": {"sequence_parallel": True}}
-hows["gathers again"] = {"sequence_parallel": True, "gathers_again": True}
-sent = {name: sent_bytes(tensor_traffic(llama, 1, 4096, **how), 8) for name, how in hows.items()}
-reveal(guess_bytes, sent["ours"] / sent["plain"])
-print(f"gathered once more: {sent['gathers again'] / sent['plain']:.2f} times")
-p_values = [1, 2, 4]
-on_paper = [params_on_rank(tiny, Parallelism(tp=p)) * 4 / 2**10 for p in p_values]
-curves = {"parameters": Voices(formula=on_paper, measurement=[num / 2**10 for num, *_ in held])}
-for name, sp in {"activations": False, "activations, sequence parallel": True}.items():
-    measured = [on.run(kept_kib, sp)[0] for on in (one, pair, ranks)]
-    curves[name] = Voices(formula=[on_paper_kib(p, sp) for p in p_values], measurement=measured)
-title = (
-    f"Sequence parallel: {measured[0]:.0f} KiB of activations become {measured[2]:.0f} on 4 ranks"
-)
-show(compare(p_values, curves, title, x_label="ranks p", y_label="KiB on a rank"), alt=title)
-
-# %% [markdown]
-# An all-reduce *is* a reduce-scatter followed by an all-gather (lesson 04). Here the two stand
-# apart, and the work between them is done once instead of $p$ times.
-#
-# The weight gradient of a region's first matrix needs its *whole* input. Our layers keep what was
-# gathered: $4\,sbh$ per layer, undivided. Megatron-LM keeps only its own tokens and **gathers once
-# more in backward**: then all 34 are divided by $p$, for $5/4$ of the bytes. It overlaps that
-# all-gather with computing the input gradient (Korthikanti et al. 2022, section 4.2.2).
-#
-# Norms, and biases that are added to a divided stream, have seen only their rank's tokens, so their
-# gradients are partial sums. `finish_gradients(model)` adds them up, in one small message per step.
-#
-# At full size (move `tp` and `sequence parallel`):
-
-# %% tags=["picture"]
-from course_lib.memory.explorer import calculator
-
-calculator("--model llama-8b --gpu h100 --batch 4 --seq 8192 --tp 8")
-
-# %% [markdown]
-# **Sequence parallelism divides the other activations, too: all of them if inputs are gathered
-# again in backward (a quarter more bytes), all but the gathered inputs if those are kept (the same
-# bytes).**
-#
-# ## 7 Dropout: equal here, different there
-#
-# On the residual stream, which all ranks hold (without sequence parallelism), dropout must draw
-# *the same* mask on all; on their own heads, *different* ones. So neither one seed for all ranks
-# nor one seed per rank is right. With a seed per rank, after 5 steps: are the weights of the norms
-# still the same on all ranks?
+# On the residual stream, which all ranks hold, dropout must draw *the same* mask on all; on their
+# own heads, *different* ones. With a seed for each rank, after 5 steps: are the weights of the
+# norms still the same on all ranks?
 
 # %% tags=["predict"]
 guess_alike = predict("a seed for each rank: are the norms still the same?", choices=("yes", "no"))
@@ -565,12 +464,12 @@ reveal(guess_alike, "yes" if torch.equal(a, b) else "no")
 
 # %% [markdown]
 # The loss looks the same, but there is no *one* model any more. Our `ShardedDropout` draws the mask
-# of all heads and keeps its part: exactly the masks of one process. Megatron-LM keeps a second
-# random state for split tensors, seeded with the rank.
+# of all heads and keeps its part: the masks of one process. Megatron-LM has a second random state
+# for split tensors, seeded with the rank.
 #
 # **What is whole on all ranks needs one random state; what is split needs another.**
 #
-# ## 8 What it costs
+# ## 7 What it costs
 #
 # ### Exercise 5 (core): the price of a layer
 #
@@ -597,51 +496,14 @@ def split_layer_s(compute_s, batch, seq, hidden, p, link):
 check("tensor_parallel-5", split_layer_s)
 
 # %% [markdown]
-# We emulate NVLink (inside a node) and InfiniBand (between nodes), both a thousand times slower, so
-# that two processes can show the difference. In a step of the tiny GPT with 32 sequences of 64
-# tokens, what is the ratio of the communication time over InfiniBand to that over NVLink?
-
-# %% tags=["predict"]
-guess_slower = predict("ratio of seconds: InfiniBand to NVLink")
-### GUESS guess_slower.commit(10)
-
-
-def communication_ms(rank, batch):
-    model, times_ms = split_gpt(tiny), []
-    inputs, targets = next_tokens(token_batch(0, batch=batch, seq=64, vocab=256))
-    for _ in range(3):
-        with record() as log:
-            parallel_token_loss(model(inputs), targets).backward()
-        times_ms.append(1e3 * sum(e.duration_s for e in log.events if e.kind == "all_reduce"))
-    return times_ms[1:]  # the first one warms up
-
-
-# %% tags=["picture", "measured"]
-batches, curves, note = [1, 8, 16, 32], {}, "2 ranks, emulated; waiting for the other rank counts"
-for real in (NVLINK, INFINIBAND):
-    wire = Link(latency_s=real.latency_s * 1e3, bytes_per_s=real.bytes_per_s / 1e3)
-    paper = [1e3 * traffic_s(tensor_traffic(tiny, b, 64, 4), 2, wire) for b in batches]
-    with Ranks(2, link=wire) as wired:
-        measured = [wired.run(communication_ms, b)[0] for b in batches]
-    curves[f"{real.name} / 1000"] = Voices(formula=paper, measurement=measured)
-fast, slow = (curve.formula[-1] for curve in curves.values())
-reveal(guess_slower, slow / fast)
-title = f"32 sequences: {fast:.0f} ms of communication inside a node, {slow:.0f} ms between nodes"
-axes = {"x_label": "sequences", "y_label": "communication in a step (ms)", "note": note}
-show(compare(batches, curves, title, **axes), alt=f"{title}; measured: as predicted or above")
-
-# %% [markdown]
 # ### What can be overlapped
 #
-# In this plain version nothing is computed during a sum, because the next matrix multiplication
-# needs its result. In backward there is something else to do: nobody waits for the gradient of the
-# **weights**. So compute the input gradient, start its all-reduce, compute the weight gradient,
-# then wait: `ColumnParallelLinear(..., overlap=True)`. If the weight gradient takes 30 ms and the
-# all-reduce 20 ms, how much does that save?
+# The plain version computes nothing during a sum: the next matrix needs it. But in backward nobody
+# waits for the gradient of the **weights**. So compute the input gradient, start its all-reduce,
+# compute the weight gradient, then wait: `ColumnParallelLinear(..., overlap=True)`. If the weight
+# gradient takes 30 ms and the all-reduce 20 ms, how much does that save?
 
 # %% tags=["predict"]
-from course_lib.tensor_parallel import cost, lab
-
 guess_saved = predict("saved per region", unit="ms")
 ### GUESS guess_saved.commit(10)
 
@@ -652,20 +514,48 @@ with Ranks(2, link=wire) as wired:
     runs = lab.measure_overlap(wired)
 claim("a step with overlap is faster", runs.saved_s > 0)
 title = f"Overlap saves {1e3 * runs.saved_s:.0f} ms; predicted {1e3 * runs.predicted_s:.0f} ms"
-show(timelines(runs.timelines(), title, link=wire), alt=f"{title}; the weights' half hides a sum")
+figure = timelines(runs.timelines(), title, link=wire)
+show(figure, alt=f"{title}; the sum runs beside the weights' half")
 
 # %% [markdown]
-# The results are equal to the last bit. Megatron-LM does this by default
-# (`tensor_parallel/layers.py`; `CUDA_DEVICE_MAX_CONNECTIONS=1` makes the GPU start the sum first).
+# No bit changes. Megatron-LM does this by default (`CUDA_DEVICE_MAX_CONNECTIONS=1` makes the GPU
+# start the sum first).
 #
-# More can be hidden, also in forward, if the multiplication itself is cut into pieces, of which one
-# is sent while the next one is computed: NVIDIA's Transformer Engine does it with *user buffers*
-# (`tp_comm_overlap` in Megatron-LM, with sequence parallelism), PyTorch with *async TP* (Wang et
-# al. 2024).
+# More can be hidden, also in forward, if one piece of a product is sent while the next is computed:
+# *user buffers* in NVIDIA's Transformer Engine, PyTorch's *async TP*.
 #
-# Now real GPUs: a 3B model on 2 to 32 H100 (Tazi et al. 2025). The formula takes Llama-3B's sizes,
-# published bandwidths, and one fitted constant, a GPU's speed at $p = 2$. From 8 to 16 ranks, what
-# fraction of its tokens/s does each GPU keep?
+# ### When communication takes longer
+#
+# Forward and backward, a layer with $f = 4h$ computes $72\,h^2$ FLOP per token in its matrices,
+# each rank $1/p$ of that; in four all-reduces it sends $16\,h\,(p-1)/p$ bytes in bf16. So, for any
+# number of tokens,
+#
+# $$ \frac{72\,h^2 / p}{16\,h\,(p-1)/p} = \frac{9h}{2\,(p-1)} \text{ FLOP per byte.} $$
+#
+# That is the intensity in a *roofline*: without overlap, communication takes longer where it is
+# below the GPU's $F$ FLOP/s divided by $\beta$: for $h < \frac{2}{9}(p-1)F/\beta$.
+# (Attention scores add computation: $h + s/6$ replaces $h$.) Which $h$ is that for 8 H100 at their
+# peak, over NVLink?
+
+# %% tags=["predict"]
+guess_width = predict("hidden size on 8 ranks: below it, communication takes longer")
+### GUESS guess_width.commit(4096)
+
+# %% tags=["picture"]
+from course_lib.cost.hardware import H100
+
+widths = {n: cost.break_even_hidden(8, H100.peak(), rate) for n, rate in H100.links.items()}
+reveal(guess_width, round(widths["NVLink"]))
+title = f"On 8 H100, NVLink suffices from h = {widths['NVLink']:,.0f} on; PCIe 5 from "
+title += f"{widths['PCIe 5']:,.0f}"
+show(pictures.width_picture(title), alt=f"{title}; NVIDIA's models lie above NVLink's line")
+
+# %% [markdown]
+# At half of the peak, half of $h$ is enough. NVIDIA's models lie above NVLink's line and below the
+# others. (InfiniBand: one adapter; a group that fills its nodes has 8 in each.)
+#
+# The 3B model crosses the line (Tazi et al. 2025). The formula takes published bandwidths, and fits
+# a GPU's speed at $p = 2$. From 8 to 16 ranks, what fraction of its tokens/s does a GPU keep?
 
 # %% tags=["predict"]
 guess_drop = predict("tokens/s per GPU on 16 ranks divided by those on 8 (like 3/4)")
@@ -679,13 +569,11 @@ title = f"From 8 to 16 ranks a GPU keeps {drop:.0%} of its speed; the formula sa
 show(pictures.h100_picture(h100, title), alt=f"{title}; the formula fits up to 8 ranks")
 
 # %% [markdown]
-# Inside a node the formula fits. Across nodes it explains most of the drop, but reality is worse:
-# it leaves out, for one, that a GPU computes less efficiently on such thin matrices. Narayanan et
-# al. (2021, section 3.2) advise: tensor parallelism up to the GPUs of a node, then pipeline
-# parallelism. What counts is the NVLink domain: 8 GPUs in an H100 node, 72 in a GB200 NVL72 rack.
+# Inside a node the formula fits. Across nodes reality is worse: for one, a GPU computes less
+# efficiently on such thin matrices. Narayanan et al. (2021, section 3.2) advise pipeline
+# parallelism across nodes.
 #
-# A ring all-reduce takes at least $2(p-1)\,\alpha$, however little it carries. But splitting has
-# freed memory for more sequences:
+# Splitting has freed memory for more sequences, which amortize the latency, not the bytes:
 
 # %% tags=["picture"]
 from course_lib.tensor_parallel.explorer import degree_explorer
@@ -693,23 +581,153 @@ from course_lib.tensor_parallel.explorer import degree_explorer
 degree_explorer()
 
 # %% [markdown]
-# Computation per token grows with $h^2$, communication with $h$: wider models scale to more ranks.
-# More sequences amortize the latency, not the bytes.
+# **Keep tensor parallelism among GPUs that NVLink connects; use another axis across nodes.**
 #
-# **Keep tensor parallelism inside the NVLink domain, increase the batch with the degree, and use
-# another axis (pipeline or data) across nodes.**
+# ## 8 Sequence parallelism
+#
+# Between g and the next f, all ranks compute and keep the same: norms, dropout, the residual
+# stream. These treat each token on its own, so the ranks can share them by *tokens* (Korthikanti et
+# al. 2022, section 4.2.2). A region needs all tokens: an **all-gather** replaces f. Behind it each
+# rank needs the complete sum for its own: a **reduce-scatter** replaces g. In backward each becomes
+# the other. What is the ratio of bytes sent to those with all-reduces?
+
+# %% tags=["predict"]
+guess_bytes = predict("ratio of bytes sent: sequence parallel to plain")
+### GUESS guess_bytes.commit(0.5)
+
+# %% tags=["picture"]
+hows = {"plain": {}, "ours": {"sequence_parallel": True}}
+hows["gathers again"] = {"sequence_parallel": True, "gathers_again": True}
+sent = {n: sent_bytes(cost.tensor_traffic(llama, 1, 4096, **how), 8) for n, how in hows.items()}
+reveal(guess_bytes, sent["ours"] / sent["plain"])
+print(f"gathering once more in backward: {sent['gathers again'] / sent['plain']:.2f} times")
+title = "Sequence parallelism: the two halves of an all-reduce stand apart"
+show(pictures.sequence_region(4, title), alt=f"{title}; 1/4 of the tokens outside the region")
+
+# %% [markdown]
+# An all-reduce *is* these two in a row (lesson 04). But what stands between them is computed once
+# instead of $p$ times.
+#
+# ### Exercise 6 (core): the pair
+#
+# Each rank holds $\lceil s/p \rceil$ tokens, in the order of the ranks. At the end may be padding:
+# the part never sees it, and it leaves as zeros, also in backward. Budget: one all-gather and one
+# reduce-scatter in each pass, in the dtype of what is sent. Call `part` once. About 10 lines, 15
+# minutes.
+#
+# <details><summary>Hint: the wrong tokens</summary>
+# Collectives put one rank's tensor after the other's, along dim 0; tokens are dim 1. (NCCL needs
+# contiguous parts.)
+# </details>
+# <details><summary>Hint: the gradient</summary>
+# A gathered token is used on <i>every</i> rank, so a slice of its gradient lacks the other ranks'
+# terms. A scattered one has its gradient on <i>one</i> rank only.
+# </details>
+
+
+# %% tags=["exercise"] exercise="tensor_parallel-6"
+def gather_tokens(x, seq):
+    """All tokens from the own ones: [batch, ceil(seq/p), hidden] -> [batch, seq, hidden]."""
+    ### BEGIN SOLUTION: the tokens of all ranks, in order, without the padding
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return torch.cat(parts, dim=1)[:, :seq]
+    ### END SOLUTION
+
+
+def scatter_sum(x):
+    """The own tokens of the sum: [batch, seq, hidden] -> [batch, ceil(seq/p), hidden]."""
+    ### BEGIN SOLUTION: pad, cut into p parts, and reduce_scatter
+    p = dist.get_world_size()
+    parts = F.pad(x, (0, 0, 0, -x.shape[1] % p)).chunk(p, dim=1)
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, [part.contiguous() for part in parts])
+    return own
+    ### END SOLUTION
+
+
+class Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, function, adjoint):
+        ctx.adjoint = adjoint
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.adjoint(grad), None, None
+
+
+def in_region(x, part, seq):
+    """The own tokens of the sum of all ranks' part(all tokens)."""
+    gather = partial(gather_tokens, seq=seq)
+    ### BEGIN SOLUTION: Boundary.apply in front of part and behind it
+    out = part(Boundary.apply(x, gather, scatter_sum))
+    return Boundary.apply(out, scatter_sum, gather)
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="tensor_parallel-6"
+check("tensor_parallel-6", in_region)
+
+# %% [markdown]
+# ### The memory
+#
+# What does a layer keep for backward, in bf16? In units of $sbh$ bytes: the input of attention 2,
+# $q$, $k$, $v$ 6, the input of `out` 2; the inputs of the MLP 2, of GELU 8, of the second matrix 8;
+# two norms 4, two dropout masks 2. Together **34**, and $5as/h$ for the scores of $a$ heads:
+# softmax 2, its mask 1, its output after dropout 2. (Flash attention: less,
+# lesson 01.)
+#
+# Tensor parallelism divides what is inside the regions. Norms, masks and the regions' inputs stay
+# whole: 10. Sequence parallelism divides them, too:
+#
+# $$ sbh\left(10 + \frac{24}{p} + \frac{5as}{hp}\right) \;\to\;
+# \frac{sbh}{p}\left(34 + \frac{5as}{h}\right) $$
+#
+# But a weight gradient needs the *whole* input of its region. Our plain layers keep what was
+# gathered: $4\,sbh$. Megatron-LM keeps its own tokens and **gathers again in backward**, beside
+# computing the input gradient, for $5/4$ of the bytes sent; so does `overlap=True`. Which fraction
+# of the bytes of plain tensor parallelism does that leave on 4 ranks?
+
+# %% tags=["predict"]
+guess_kept = predict("bytes on 4 ranks: sequence parallel, gathering again, to plain (like 2/3)")
+### GUESS guess_kept.commit(1 / 2)
+
+# %% tags=["picture"]
+sp, (b, s, h, a) = {"sequence_parallel": True}, (2, 64, tiny.hidden, tiny.num_heads)
+hows = {"tensor parallel": (10, 24, {}), "sequence parallel": (4, 30, sp)}
+hows["gathering again"] = (0, 34, sp | {"overlap": True})
+p_values, on_p, curves = (1, 2, 4), (one, pair, ranks), {}
+for name, (whole, split, how) in hows.items():
+    paper = [s * b * h * (whole + (split + 5 * a * s / h) / p) / 2**10 for p in p_values]
+    kept = [on.run(lab.split_layer_bytes, tiny, b, s, **how)[0] / 2**10 for on in on_p]
+    curves[name] = Voices(formula=paper, measurement=kept)
+plain, _, least = (curve.measurement[-1] for curve in curves.values())
+reveal(guess_kept, least / plain)
+title = f"On 4 ranks a layer keeps {plain:.0f} KiB, or {least:.0f} with tokens gathered again"
+show(compare(p_values, curves, title, x_label="ranks p", y_label="KiB on a rank"), alt=title)
+
+# %% [markdown]
+# (The dots include two numbers per token that each norm keeps.)
+#
+# Norms, and biases that are added to a split stream, have seen only their rank's tokens: their
+# gradients are partial sums, which `finish_gradients(model)` adds up once per step.
+#
+# **Sequence parallelism divides the other activations, too: all of them if inputs are gathered
+# again in backward (5/4 of the bytes sent), else all but those inputs (the same bytes).**
 #
 # ## What to keep
 #
-# - f in front, g behind: four all-reduces per layer. The plain version exposes all of them; those
-#   of backward can run beside the weight gradients.
+# - f in front, g behind: four all-reduces per layer; those of backward can run beside weight
+#   gradients.
 # - A rank that draws, adds or forgets something of its own gives no error, only another model.
 #
-# Lesson 08 splits between nodes, by layers.
+# Lesson 08 splits by layers, between nodes.
 #
 # **Read on**
 #
-# - Shoeybi et al. 2019, *Megatron-LM*, section 3: f, g and the split vocabulary.
+# - Shoeybi et al. 2019, *Megatron-LM*, section 3: f, g and the split loss.
 # - Korthikanti et al. 2022, *Reducing Activation Recomputation*, section 4: sequence parallelism.
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*, section 3.
 # - Wang et al. 2024, *Introducing Async Tensor Parallelism in PyTorch* (PyTorch forums).

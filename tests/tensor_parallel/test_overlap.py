@@ -1,4 +1,4 @@
-"""Overlap: the all_reduce of an input gradient runs beside the weight gradient; the same bits."""
+"""Overlap: what ranks send in backward runs beside a gradient; the same bits."""
 
 import sys
 from dataclasses import replace
@@ -88,15 +88,20 @@ def test_overlap_changes_no_bit(pools, sequence_parallel, world_size):
         ]
 
     for by_case in pools(world_size).run(compared):
-        for (plain, calls), (overlapped, other_calls) in by_case:
+        for (spec, dtype), ((plain, _), (overlapped, calls)) in zip(cases, by_case, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(plain, overlapped, strict=True))
-            assert calls == other_calls
+            sizes = (3, 12, dtype.itemsize)
+            how = {"sequence_parallel": sequence_parallel, "gathers_again": True}
+            paper = [(call.kind, call.num_bytes) for call in tensor_traffic(spec, *sizes, **how)]
+            assert calls == paper
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_overlap_of_frozen_and_recomputed_layers(pools, change):
+def test_overlap_of_frozen_and_recomputed_layers(pools, change, sequence_parallel):
     def compared(rank):
-        build = [split(TINY, False, overlap, torch.float64, CHANGES[change]) for overlap in (0, 1)]
+        how = torch.float64, CHANGES[change]
+        build = [split(TINY, sequence_parallel, overlap, *how) for overlap in (False, True)]
         return [three_steps(model)[0] for model in build]
 
     for plain, overlapped in pools(2).run(compared):
@@ -119,19 +124,12 @@ def test_a_layer_of_its_own_overlaps(pools):
     assert all(pools(3).run(compared))
 
 
-def test_every_collective_is_still_on_paper(pools):
-    def calls(rank):
-        return three_steps(split(TINY, False, True, torch.float32))[1]
-
-    paper = [(call.kind, call.num_bytes) for call in tensor_traffic(TINY, 3, 12, 4)]
-    assert pools(2).run(calls) == [paper] * 2
-
-
-def backward_of(rank, overlap):
+def backward_of(rank, overlap, sequence_parallel=False):
     torch.manual_seed(0)
-    up = ColumnParallelLinear(256, 512, overlap=overlap)
-    model = nn.Sequential(up, nn.GELU(), RowParallelLinear(512, 256))
-    x = torch.randn(1, 512, 256, requires_grad=True)
+    up = ColumnParallelLinear(256, 512, overlap=overlap, sequence_parallel=sequence_parallel)
+    down = RowParallelLinear(512, 256, sequence_parallel=sequence_parallel)
+    model = nn.Sequential(up, nn.GELU(), down)
+    x = torch.randn(1, 512 // (1 + sequence_parallel), 256, requires_grad=True)
     loss = model(x).square().mean()
     with record() as log:
         loss.backward()
@@ -147,6 +145,16 @@ def test_the_sum_runs_beside_the_weight_gradient():
             (own,) = (event for event in events if event.kind == "backward_input")
             assert own.end_s <= total.start_s <= weight.start_s < weight.end_s <= total.end_s
             assert total.duration_s >= 2 * SLOW.time_s(512 * 256 * 4 / 2)
+
+
+def test_tokens_are_gathered_again_beside_the_input_gradient():
+    with Ranks(2, link=SLOW) as ranks:
+        for events in ranks.run(backward_of, True, True):
+            found = {event.kind: event for event in sorted(events, key=lambda e: e.start_s)}
+            gather, scatter = found["all_gather"], found["reduce_scatter"]  # the last of each kind
+            own, weight = found["backward_input"], found["backward_weight"]
+            assert gather.start_s <= own.start_s < own.end_s <= gather.end_s <= weight.start_s
+            assert own.end_s <= scatter.start_s <= weight.start_s < weight.end_s <= scatter.end_s
 
 
 def test_without_overlap_nothing_is_computed_meanwhile():

@@ -8,7 +8,14 @@ from course_lib.core import CourseError
 from course_lib.display.colours import RANK, WHITE
 from course_lib.tensor_parallel.cost import h100_scaling
 from course_lib.tensor_parallel.explorer import computing_percent, degree_explorer
-from course_lib.tensor_parallel.pictures import Matrix, h100_picture, matrices, split_mlp
+from course_lib.tensor_parallel.pictures import (
+    Matrix,
+    h100_picture,
+    matrices,
+    sequence_region,
+    split_mlp,
+    width_picture,
+)
 
 
 def boxes(figure):
@@ -55,6 +62,20 @@ def test_the_cuts_of_an_mlp_fit_each_other():
     assert [colour for colour, _, _ in pieces] == [WHITE, *3 * RANK[:3], *RANK[2::-1]]
     columns_of_a, rows_of_b = pieces[1], pieces[7]
     assert columns_of_a[1] == pytest.approx(rows_of_b[2])
+
+
+def test_between_regions_each_rank_has_its_own_tokens():
+    colours = [colour for colour, _, _ in boxes(sequence_region(3, "t"))]
+    tokens = list(RANK[:3])
+    assert colours == [*tokens, WHITE, *tokens, *RANK[2::-1], *tokens]
+
+
+def test_a_roofline_for_each_link_and_stars_for_published_runs():
+    (axes,) = width_picture("t").axes
+    *roofs, models, small = sorted(axes.lines, key=lambda line: line.get_linestyle() == "None")
+    assert [line.get_ydata()[2] for line in roofs] == pytest.approx([3420, 24050, 30784], abs=1)
+    assert list(models.get_ydata()) == [6144, 8192, 12288, 18432]
+    assert set(small.get_ydata()) == {3072}
 
 
 def test_bad_input_is_one_sentence():

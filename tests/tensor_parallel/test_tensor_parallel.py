@@ -20,6 +20,8 @@ from torch.nn import functional as F
 from course_lib.core import CourseError, MeshError, ModelSpec, ShapeError
 from course_lib.core.links import INFINIBAND, NVLINK
 from course_lib.core.parallelism import Parallelism
+from course_lib.cost.flops import forward_flop
+from course_lib.cost.hardware import H100
 from course_lib.cost.params import count_params, params_on_rank
 from course_lib.cost.traffic import sent_bytes, traffic_s
 from course_lib.ddp import DDP
@@ -51,10 +53,13 @@ from course_lib.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from course_lib.tensor_parallel.cost import (
+    break_even_hidden,
     gathered_bytes,
+    megatron_widths,
     replicated_params,
     tensor_traffic,
 )
+from course_lib.tensor_parallel.lab import split_layer_bytes
 from course_lib.tensor_parallel.regions import all_gather
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -489,9 +494,10 @@ def test_a_split_model_evaluates_if_the_whole_one_did(pools):
 # --- what a rank holds, and whole states
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("sequence_parallel", "overlap"), [(0, 0), (1, 0), (1, 1)])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_what_a_rank_keeps_for_backward_is_on_paper(pools, world_size, sequence_parallel):
+def test_what_a_rank_keeps_for_backward_is_on_paper(pools, world_size, sequence_parallel, overlap):
+    """With overlap tokens are gathered again, as the paper counts; else the whole input is kept."""
     cases = [(SPECS["gpt"], 0.0, True), (SPECS["gpt"], 0.2, False), (SPECS["llama"], 0.0, True)]
     tokens, targets = padded_batch(0, batch=3, seq=12, vocab=48)
 
@@ -500,20 +506,38 @@ def test_what_a_rank_keeps_for_backward_is_on_paper(pools, world_size, sequence_
 
     def saved_by(spec, dropout, flash):
         model = seeded(spec, flash=flash, dropout=dropout)
-        parallelize(model, the_mesh(), sequence_parallel)
+        parallelize(model, the_mesh(), bool(sequence_parallel), overlap=bool(overlap))
         given = [*tensors_of(model), tokens, targets]
         kept = measure_saved(lambda: parallel_token_loss(model(tokens), targets), given=given)
         return sum(one.num_bytes for one in kept)
 
     how = {"number_bytes": 4, "kernels": TORCH_CPU}
-    how["parallelism"] = Parallelism(tp=world_size, sequence_parallel=sequence_parallel)
+    how["parallelism"] = Parallelism(tp=world_size, sequence_parallel=bool(sequence_parallel))
     wanted = []
     for spec, dropout, flash in cases:
         paper = activations(spec, 3, 12, dropout=dropout > 0, flash=flash, **how)
         indices = 2 * (8 + 1) * 36 + 4  # of int64, with a bool each (own token?); and a count
-        gathered = gathered_bytes(spec, 3, 12, world_size, 4) * sequence_parallel
+        kept_whole = sequence_parallel and not overlap
+        gathered = gathered_bytes(spec, 3, 12, world_size, 4) * kept_whole
         wanted.append(sum(paper.values()) + indices + gathered)
     assert pools(world_size).run(saved) == [wanted] * world_size
+
+
+@pytest.mark.parametrize(
+    ("whole", "split", "how"),
+    [
+        (10, 24, {}),
+        (4, 30, {"sequence_parallel": True}),
+        (0, 34, {"sequence_parallel": True, "overlap": True}),
+    ],
+)
+def test_a_layer_keeps_what_korthikanti_derives(pools, whole, split, how):
+    """sbh(10 + 24/t + 5as/ht) and sbh/t (34 + 5as/h) to the byte, and the norms' statistics."""
+    spec, batch, seq, p = replace(TINY, ffn_hidden=4 * TINY.hidden), 3, 8, 2
+    scores = 5 * spec.num_heads * seq / spec.hidden
+    statistics = 2 * 2 * 2 * seq * batch / (p if how else 1)  # two numbers per norm and token
+    wanted = seq * batch * spec.hidden * (whole + (split + scores) / p) + statistics
+    assert pools(p).run(split_layer_bytes, spec, batch, seq, **how) == [wanted] * p
 
 
 def still_there(refs, within_s=10):
@@ -647,6 +671,27 @@ def test_gathering_again_costs_a_quarter_more(spec):
     assert [call.kind for call in again if call.phase == "forward"] == [
         call.kind for call in once if call.phase == "forward"
     ]
+
+
+@pytest.mark.parametrize("p", [2, 8])
+def test_at_the_break_even_width_a_layer_communicates_as_long_as_it_computes(p):
+    spec, seq = replace(TINY, hidden=96, ffn_hidden=384), 48
+    bytes_per_s = 1e9
+    flop_per_s = 9 / 2 * (96 + 48 / 6) / (p - 1) * bytes_per_s  # the intensity times bytes/s
+    assert break_even_hidden(p, flop_per_s, bytes_per_s, seq) == pytest.approx(96)
+    forward = forward_flop(spec, 5, seq)
+    compute_s = 3 * (sum(forward.values()) - forward["logits"]) / p / flop_per_s
+    calls = [c for c in tensor_traffic(spec, 5, seq) if c.part in ("attention 0", "mlp 0")]
+    assert sent_bytes(calls, p) / bytes_per_s == pytest.approx(compute_s)
+    assert break_even_hidden(1, flop_per_s, bytes_per_s) == 0
+
+
+def test_published_models_are_wider_than_their_nvlink_needs():
+    degrees, widths = megatron_widths()
+    assert degrees == [4, 8, 8, 8]
+    for p, width in zip(degrees, widths, strict=True):
+        assert width > break_even_hidden(p, H100.peak(), H100.links["NVLink"])
+        assert width < break_even_hidden(p, H100.peak(), H100.links["PCIe 5"])
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -1,7 +1,8 @@
-"""The exercises of notebook 07_tensor_parallel: f and g, a split MLP, whole heads, a loss, a price.
+"""The exercises of notebook 07_tensor_parallel, from f and g to the pair of sequence parallelism.
 
-Each stands with its check in a file of its own: `pair` (f and g), `mlp`, `heads`, `loss`, `price`.
-What one process computes, with which the ranks are compared, is in `whole_mlp` and `whole_logits`.
+Each stands with its check in a file of its own: `pair` (f and g), `mlp`, `heads`, `loss`, `price`,
+`sequence`. What one process computes, with which the ranks are compared, is in `whole_...`, and
+what a rank observes in `seen_...`.
 """
 
 from course_lib.checks.tensor_parallel.heads import HEADS
@@ -9,5 +10,6 @@ from course_lib.checks.tensor_parallel.loss import LOSS
 from course_lib.checks.tensor_parallel.mlp import MLP
 from course_lib.checks.tensor_parallel.pair import PAIR
 from course_lib.checks.tensor_parallel.price import PRICE
+from course_lib.checks.tensor_parallel.sequence import SEQUENCE
 
-EXERCISES = (PAIR, MLP, HEADS, LOSS, PRICE)
+EXERCISES = (PAIR, MLP, HEADS, LOSS, PRICE, SEQUENCE)
