@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from course_lib.core import MODELS, Link
 from course_lib.cost.flops import forward_flop
 from course_lib.display import Voices, compare, timeline, timelines, waiting
-from course_lib.pipeline import PipelineTimes, balance, cost, schedules, simulate
+from course_lib.pipeline import (
+    PipelineTimes,
+    balance,
+    cost,
+    dual_pipe_v,
+    schedule_bound,
+    schedules,
+    simulate,
+    zero_bubble_v,
+)
 from course_lib.pipeline import token_pipeline as tokens
 from course_lib.pipeline.cost import BatchCost, step_parts
 from course_lib.pipeline.pictures import h100_picture, pipelines, throughput_picture
@@ -57,17 +66,35 @@ def one_f_one_b():
     return pipelines({"1F1B": played.events()}, title, unit="F")
 
 
-def three():
-    """1F1B, interleaved and ZB-H1, on one scale of time."""
-    plans = {
-        "1F1B": schedules.one_f_one_b(4, 8),
-        "interleaved": schedules.interleaved(4, 8, 2),
-        "ZB-H1": schedules.zero_bubble_h1(4, 8),
+def _five(p, m):
+    """The five schedules in use, by name."""
+    return {
+        "1F1B": schedules.one_f_one_b(p, m),
+        "interleaved": schedules.interleaved(p, m, 2),
+        "ZB-H1": schedules.zero_bubble_h1(p, m),
+        "ZB-V": zero_bubble_v(p, m),
+        "DualPipeV": dual_pipe_v(p, m),
     }
-    played = {name: simulate(plan) for name, plan in plans.items()}
+
+
+def five():
+    """The five schedules on one scale of time."""
+    played = {name: simulate(plan) for name, plan in _five(3, 6).items()}
     idle = ", ".join(f"{one.bubble_fraction:.0%}" for one in played.values())
     runs = {name: one.events() for name, one in played.items()}
     return timelines(runs, f"Idle: {idle} of the time", unit="F")
+
+
+def puzzle():
+    """ZB-H1 and ZB-V with other times, and what no order of one chunk a rank can beat."""
+    times = PipelineTimes(forward_s=2, backward_input_s=2, backward_weight_s=1)
+    played = {name: simulate(_five(4, 8)[name], times) for name in ("ZB-H1", "ZB-V")}
+    bound_s = schedule_bound(4, 8, 4, times)
+    title = (
+        f"ZB-H1 takes {played['ZB-H1'].step_s:g}, and no order of one chunk less than {bound_s:g}"
+    )
+    runs = {f"{name}: {one.step_s:g}": one.events() for name, one in played.items()}
+    return timelines(runs, title, unit="F/2")
 
 
 def throughput():
@@ -130,5 +157,17 @@ def sequence():
 
 def pictures():
     """All pictures by the names the deck calls them."""
-    draws = (naive, bubble, gpipe, one_f_one_b, hang, three, throughput, slow_wire, uneven, h100)
+    draws = (
+        naive,
+        bubble,
+        gpipe,
+        one_f_one_b,
+        hang,
+        five,
+        puzzle,
+        throughput,
+        slow_wire,
+        uneven,
+        h100,
+    )
     return {draw.__name__: draw() for draw in (*draws, sequence)}

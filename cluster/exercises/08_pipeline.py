@@ -2,17 +2,18 @@
 
 torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 cluster/exercises/08_pipeline.py
 
-A GPT is split into one stage per rank and takes a few steps with each schedule and number of
-micro-batches of the same batch, with the course's engine and with PyTorch's where it has the
-schedule; they take turns. Predict first: is m = 4p faster than m = p here, and does it hold more?
-Run it inside a node, then on two nodes. Each rank writes its run record to runs/08_pipeline, or
-where `--record-to` says.
+A GPT is split over the ranks, as each schedule needs it, and takes a few steps with each schedule
+and number of micro-batches of the same batch, with the course's engine and with PyTorch's where it
+has the schedule; they take turns. Predict first: is m = 4p faster than m = p here, and does it hold
+more? Run it inside a node, then on two nodes. Each rank writes its run record to
+runs/08_pipeline, or where `--record-to` says.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,18 +21,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
 
 from course_lib.core import CourseError, find_model
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.pipeline import (
     Pipeline,
     Schedule,
+    ScheduleError,
+    dual_pipe_v,
     gpipe,
+    interleaved,
     naive,
     one_f_one_b,
     split_model,
     zero_bubble_h1,
+    zero_bubble_v,
 )
+from course_lib.pipeline.actions import placement_of
 from course_lib.ranks import launch
 from course_lib.ranks.timing import largest_difference, time_interleaved
 from course_lib.ranks.world import rank_device
@@ -40,11 +47,21 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "interleaved": partial(interleaved, num_model_chunks=2),
     "zb-h1": zero_bubble_h1,
+    "zb-v": zero_bubble_v,
+    "dualpipe-v": dual_pipe_v,
 }
-
-
-THEIRS = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+SINGLE: dict[str, Callable[..., Any]] = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+}
+THEIRS = SINGLE | {
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zb-h1": schedules.ScheduleInterleavedZeroBubble,
+    "zb-v": schedules.ScheduleZBVZeroBubble,
+    "dualpipe-v": schedules.ScheduleDualPipeV,
+}
 
 
 @dataclass(frozen=True)
@@ -52,23 +69,27 @@ class Stages:
     """This rank's stage twice, with equal weights: one for PyTorch; and the batch."""
 
     ours: Pipeline
-    theirs: nn.Module
+    theirs: nn.ModuleList
+    placement: Sequence[int]
     batch: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, rank: int, args: argparse.Namespace) -> "Stages":
+    def of(cls, rank: int, args: argparse.Namespace, placement: Sequence[int]) -> "Stages":
         """Build both from a seed; untied, as PyTorch does not sum the gradients of tied weights."""
         torch.manual_seed(0)
-        spec, device = replace(find_model(args.model), tied=False), rank_device()
-        stage = split_model(GPT(spec), dist.get_world_size(), rank).to(device)
+        spec, device, p = replace(find_model(args.model), tied=False), rank_device(), max(placement)
+        stage = split_model(GPT(spec), p + 1, rank, placement=placement).to(device)
         seq = min(args.seq, spec.max_seq)
         tokens = token_batch(0, batch=args.batch, seq=seq, vocab=spec.vocab)
         inputs, targets = (part.to(device) for part in next_tokens(tokens))
-        return cls(Pipeline(stage, token_loss), deepcopy(stage.chunks[0]), (inputs, targets))
+        batch = (inputs, targets)
+        return cls(Pipeline(stage, token_loss), deepcopy(stage.chunks), placement, batch)
 
-    def our_step(self, name: str, m: int) -> Callable[[], int]:
-        """Return a step of the course's engine; it returns the most micro-batches held."""
-        plan = SCHEDULES[name](dist.get_world_size(), m)
+    def our_step(self, plan: Schedule, m: int) -> Callable[[], int]:
+        """Return a step of the course's engine; it returns the most micro-batches held.
+
+        Of a micro-batch that is held in one of two model chunks, each counts.
+        """
         inputs, targets = (part.chunk(m) for part in self.batch)
 
         def step() -> int:
@@ -80,10 +101,13 @@ class Stages:
 
     def their_step(self, name: str, m: int) -> Callable[[], None]:
         """Return a step of PyTorch's schedule of that name."""
-        rank, p, (inputs, targets) = dist.get_rank(), dist.get_world_size(), self.batch
-        stage = pipelining.PipelineStage(self.theirs, rank, p, rank_device())
-        schedule = THEIRS[name](stage, m, loss_fn=token_loss)
-        first = [inputs] if rank == 0 else []
+        inputs, targets = self.batch
+        stages = [
+            pipelining.PipelineStage(chunk, depth, len(self.placement), rank_device())
+            for chunk, depth in zip(self.theirs, self.ours.stage.depths, strict=True)
+        ]
+        schedule = THEIRS[name](stages[0] if name in SINGLE else stages, m, loss_fn=token_loss)
+        first = [inputs] if dist.get_rank() == 0 else []
 
         def step() -> None:
             schedule.step(*first, target=targets)
@@ -100,12 +124,20 @@ def finish_queue() -> None:
 
 def sweep(rank: int, args: argparse.Namespace) -> dict[str, float]:
     """Return the fastest step of each schedule and number of micro-batches, in seconds."""
-    p, stages = dist.get_world_size(), Stages.of(rank, args)
+    p, by_placement = dist.get_world_size(), dict[tuple[int, ...], Stages]()
     numbers = args.micro_batches or [m for m in (1, p, 4 * p) if args.batch % m == 0]
     steps: dict[str, tuple[nn.Module, Callable[[], Any]]] = {}
     held, apart = dict[str, int](), list[float]()
     for name, m in product(args.schedules, numbers):
-        kind, ours = f"{name}, m = {m}", stages.our_step(name, m)
+        try:
+            plan = SCHEDULES[name](p, m)
+        except ScheduleError:  # not every schedule takes any number of micro-batches
+            continue
+        placement = tuple(placement_of(plan))
+        if placement not in by_placement:
+            by_placement[placement] = Stages.of(rank, args, placement)
+        stages = by_placement[placement]
+        kind, ours = f"{name}, m = {m}", stages.our_step(plan, m)
         steps[kind] = stages.ours.stage, ours
         held[kind] = ours()
         if name == "gpipe" or (name in THEIRS and m >= p):  # its 1F1B needs one for each stage
@@ -138,7 +170,7 @@ def print_table(
     p = len(everybody)
     print(f"{args.model} in {p} stage{'s' * (p > 1)}, a batch of {args.batch}", flush=True)
     for name, step_s in found.items():
-        told = f"{name:>26}: {step_s * 1e3:8.1f} ms a step"
+        told = f"{name:>29}: {step_s * 1e3:8.1f} ms a step"
         if name in everybody[0]:
             told += "; held at most " + ", ".join(str(held[name]) for held in everybody)
         print(told, flush=True)

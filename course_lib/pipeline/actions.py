@@ -2,7 +2,8 @@
 
 An action is one step of work of a stage on one micro-batch, such as its forward; a schedule is a
 list of actions for each rank. From which rank an action receives, and to which it sends, follows
-from the position of its layers in the model. Notebook 08_pipeline.
+from the position of its layers in the model, and from the placement: the rank of each position.
+Notebook 08_pipeline.
 """
 
 from collections.abc import Sequence
@@ -21,8 +22,9 @@ class Action(NamedTuple):
     """Work of a stage on one micro-batch; with interleaving, in one of its model chunks.
 
     `kind` is forward, backward (the whole), or backward_input and backward_weight (its two parts,
-    in papers also B and W, or dgrad and wgrad). Rank r runs stage r. The layers are in the order
-    of `depth`: with p stages, chunk 0 of stages 0 to p - 1, then chunk 1 of stages 0 to p - 1, ...
+    in papers also B and W, or dgrad and wgrad). The layers are in the order of `depth`: with p
+    stages, chunk 0 of stages 0 to p - 1, then chunk 1 of stages 0 to p - 1, ... Rank r runs stage
+    r; in a V (`v_placement`) it runs stage r of chunk 0, and stage p - 1 - r of chunk 1.
     """
 
     kind: str
@@ -49,42 +51,80 @@ def num_model_chunks_of(schedule: Schedule) -> int:
     return 1 + max((action.model_chunk for actions in schedule for action in actions), default=0)
 
 
-def source_of(action: Action, num_stages: int, num_model_chunks: int = 1) -> int | None:
+# --- placement: the rank of each model chunk, in the order of the layers
+
+
+def loop_placement(num_ranks: int, num_model_chunks: int = 1) -> list[int]:
+    """Return 0, 1, ..., p - 1 once for each model chunk: the layers go round the ranks."""
+    return [*range(num_ranks)] * num_model_chunks
+
+
+def v_placement(num_ranks: int) -> list[int]:
+    """Return 0, 1, ..., p - 1, p - 1, ..., 1, 0: the layers go to the last rank and back.
+
+    Rank r holds the chunks r and 2p - 1 - r, so rank 0 has both ends of the model.
+
+    Source: Qi et al. 2024 (Zero bubble pipeline parallelism), section 6
+    """
+    return [*range(num_ranks), *reversed(range(num_ranks))]
+
+
+def placement_of(schedule: Schedule) -> list[int]:
+    """Return the rank of each model chunk, by depth: the one whose list has its actions."""
+    placement = loop_placement(len(schedule), num_model_chunks_of(schedule))
+    for rank, actions in enumerate(schedule):
+        for stage, model_chunk in {(action.stage, action.model_chunk) for action in actions}:
+            placement[model_chunk * len(schedule) + stage] = rank
+    return placement
+
+
+def depths_of(rank: int, placement: Sequence[int]) -> list[int]:
+    """Return the positions of a rank's model chunks in the order of the layers."""
+    return [depth for depth, holder in enumerate(placement) if holder == rank]
+
+
+def source_of(
+    action: Action, num_stages: int, placement: Sequence[int] | None = None
+) -> int | None:
     """Return the rank whose output the action waits for; None at the ends of the model.
 
     A forward needs the output of the layers before it, a backward the gradient from the layers
-    after it; a backward_weight needs no message.
+    after it; a backward_weight needs no message. Without `placement`, rank r runs stage r.
     """
-    depth = action.depth(num_stages)
-    if action.kind == "forward":
-        return (action.stage - 1) % num_stages if depth > 0 else None
-    if action.kind == "backward_weight" or depth == num_stages * num_model_chunks - 1:
-        return None
-    return (action.stage + 1) % num_stages
+    step = {"forward": -1, "backward_weight": None}.get(action.kind, 1)
+    return _rank_at(action, num_stages, placement, step)
 
 
-def target_of(action: Action, num_stages: int, num_model_chunks: int = 1) -> int | None:
+def target_of(
+    action: Action, num_stages: int, placement: Sequence[int] | None = None
+) -> int | None:
     """Return the rank that receives the action's output; None at the ends of the model."""
-    depth = action.depth(num_stages)
-    if action.kind == "forward":
-        last = depth == num_stages * num_model_chunks - 1
-        return None if last else (action.stage + 1) % num_stages
-    if action.kind == "backward_weight" or depth == 0:
+    step = {"forward": 1, "backward_weight": None}.get(action.kind, -1)
+    return _rank_at(action, num_stages, placement, step)
+
+
+def _rank_at(
+    action: Action, num_stages: int, placement: Sequence[int] | None, step: int | None
+) -> int | None:
+    """Return the rank so many depths from the action's layers; None outside the model."""
+    placement = range(num_stages) if placement is None else placement
+    if step is None or not 0 <= action.depth(num_stages) + step < len(placement):
         return None
-    return (action.stage - 1) % num_stages
+    return placement[action.depth(num_stages) + step]
 
 
 def sent_from_to(schedule: Schedule, sender: int, receiver: int) -> list[Action]:
     """Return the sender's actions whose output goes to the receiver, in the order of the sends.
 
     Without tags, messages between two ranks match by their order, so the receiver has to receive
-    them in this order. All schedules of `schedules.py` also need them in this order.
+    them in this order. All schedules of `schedules.py` also need them in this order; those in a V
+    do not: they need a gradient of chunk 1 before a forward of chunk 0 that was sent earlier.
     """
-    num_model_chunks = num_model_chunks_of(schedule)
+    placement = placement_of(schedule)
     return [
         action
         for action in schedule[sender]
-        if target_of(action, len(schedule), num_model_chunks) == receiver
+        if target_of(action, len(schedule), placement) == receiver
     ]
 
 

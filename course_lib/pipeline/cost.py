@@ -17,7 +17,8 @@ from course_lib.cost.published import rows
 from course_lib.pipeline.actions import Schedule
 from course_lib.pipeline.balance import balance_stages, stage_times
 from course_lib.pipeline.schedules import one_f_one_b, zero_bubble_h1
-from course_lib.pipeline.simulation import INSTANT, PipelineTimes, SimulatedStep, simulate
+from course_lib.pipeline.simulation import SimulatedStep, simulate
+from course_lib.pipeline.times import INSTANT, PipelineTimes
 
 
 def bubble_overhead(num_stages: int, num_micro_batches: int, num_model_chunks: int = 1) -> float:
@@ -234,7 +235,8 @@ class Throughput:
 def zero_bubble_throughput(model: str = "1.5B") -> Throughput:
     """Simulate 1F1B and ZB-H1 with the published F, I, W; return them beside published steps.
 
-    ZB-1p is found by the paper's automatic search within the memory of 1F1B, as is ZB-H1.
+    ZB-1p is found by the paper's automatic search; both it and ZB-H1 stay within the memory of
+    1F1B's first rank.
 
     Source: Qi et al. 2024 (Zero bubble pipeline parallelism), tables 4 to 6
     """

@@ -1,4 +1,4 @@
-"""Pipeline engine: executes any schedule, one stage per rank, on real ranks.
+"""Pipeline engine: executes any schedule on real ranks, whatever layers each rank holds.
 
 A rank goes through its list of actions. For each one it receives the input (an activation or a
 gradient), computes, and sends the output. Three classes share the work: `Pipeline` runs the loop,
@@ -20,7 +20,13 @@ from torch.autograd.graph import get_gradient_edge
 from course_lib.collectives.group import Group, describe, member_of
 from course_lib.core.errors import CourseError, ShapeError
 from course_lib.models.data import IGNORED
-from course_lib.pipeline.actions import Action, Schedule, ScheduleError, num_model_chunks_of
+from course_lib.pipeline.actions import (
+    Action,
+    Schedule,
+    ScheduleError,
+    depths_of,
+    num_model_chunks_of,
+)
 from course_lib.pipeline.p2p import CommPlan, StageComm, TensorMeta
 from course_lib.pipeline.schedule_rules import check_schedule
 from course_lib.pipeline.split_backward import SplitBackward
@@ -67,16 +73,18 @@ class Pipeline:
 
         inputs    one tensor per micro-batch, on every rank: the first stage reads the values, the
                   others only the shapes (so device="meta" will do)
-        targets   one tensor per micro-batch; only the last stage needs them
+        targets   one tensor per micro-batch; only the rank of the last layers needs them: the last
+                  one, or in a V the first
         weights   each micro-batch's share of the loss; by default its share of all targets
 
-        Returns the mean loss on the last stage, None on the others.
+        Returns the mean loss on the rank of the last layers, None on the others.
 
         Cost:    one activation and one gradient sent per micro-batch and boundary between stages
         Raises:  ScheduleError before anything is sent; CourseError
         """
         plan = self._plan(schedule, len(inputs))
-        weights = self._check_batch(inputs, targets, weights)
+        has_loss = plan.placement[-1] == self.member.rank
+        weights = _check_batch(inputs, targets, weights) if has_loss else ()
         shapes = tuple((tuple(x.shape), x.dtype) for x in inputs)
         comm = StageComm(self.member, plan, self._metas.get(shapes, {}), self.device)
         batch = (inputs, targets or (), weights)
@@ -92,18 +100,14 @@ class Pipeline:
         self._metas[shapes], self.peak_in_flight = comm.metas, executor.peak
         return executor.loss
 
-    @property
-    def is_last(self) -> bool:
-        """True on the stage that computes the loss."""
-        return self.member.rank == self.member.size - 1
-
     def _plan(self, schedule: Schedule, num_micro_batches: int) -> CommPlan:
         """Return this rank's communication plan; check a schedule the first time it is used."""
         if self._checked is None or self._checked[:2] != (schedule, num_micro_batches):
             check_schedule(schedule, num_micro_batches=num_micro_batches)
+            plan = CommPlan(schedule, self.member.rank)
             self._check_sizes(schedule)
-            copy = [list(actions) for actions in schedule]
-            self._checked = copy, num_micro_batches, CommPlan(schedule, self.member.rank)
+            self._check_placement(plan)
+            self._checked = [list(actions) for actions in schedule], num_micro_batches, plan
         return self._checked[2]
 
     def _check_sizes(self, schedule: Schedule) -> None:
@@ -120,20 +124,14 @@ class Pipeline:
                 f"{num_model_chunks_of(schedule)})."
             )
 
-    def _check_batch(
-        self, inputs: Sequence[Tensor], targets: Sequence[Tensor] | None, weights: Any
-    ) -> Sequence[float]:
-        """On the last stage: check targets and weights, and return the weights."""
-        if not self.is_last:
-            return ()
-        for name, given in (("targets", targets), ("weights", weights)):
-            if (given is None and name == "targets") or (given and len(given) != len(inputs)):
-                raise CourseError(
-                    f"rank {dist.get_rank()}, Pipeline.step: need {name} for {len(inputs)} "
-                    f"micro-batches; got {'none' if given is None else len(given)}. "
-                    f"Try {name}.chunk({len(inputs)}), as for the inputs."
-                )
-        return shares(targets or ()) if weights is None else weights
+    def _check_placement(self, plan: CommPlan) -> None:
+        wanted = depths_of(self.member.rank, plan.placement)
+        if self.stage.depths and self.stage.depths != wanted:
+            raise ScheduleError(
+                f"rank {dist.get_rank()}, Pipeline: need the model chunks {wanted}, which the "
+                f"schedule runs here; got a stage of {self.stage.depths}. "
+                f"Try split_model(..., placement={plan.placement})."
+            )
 
 
 def run_schedule(
@@ -144,8 +142,24 @@ def run_schedule(
     loss_fn: LossFn,
     group: Group = None,
 ) -> Tensor | None:
-    """Execute one step of a new `Pipeline`; return the mean loss on the last stage, else None."""
+    """Execute one step of a new `Pipeline`; return the mean loss where the last layers are."""
     return Pipeline(stage, loss_fn, group).step(schedule, inputs, targets)
+
+
+def _check_batch(
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor] | None,
+    weights: Sequence[float] | None,
+) -> Sequence[float]:
+    """On the rank of the last layers: check targets and weights, and return the weights."""
+    for name, given in (("targets", targets), ("weights", weights)):
+        if (given is None and name == "targets") or (given and len(given) != len(inputs)):
+            raise CourseError(
+                f"rank {dist.get_rank()}, Pipeline.step: need {name} for {len(inputs)} "
+                f"micro-batches; got {'none' if given is None else len(given)}. "
+                f"Try {name}.chunk({len(inputs)}), as for the inputs."
+            )
+    return shares(targets or ()) if weights is None else weights
 
 
 def _as_stage(stage: Stage | nn.Module | Sequence[nn.Module]) -> Stage:
@@ -160,7 +174,7 @@ class InFlight:
 
     x: Tensor | None  # the input, if its gradient has to be sent back
     edge: Any  # autograd edge where backward starts; the output itself may be freed once sent
-    grad: Tensor | None  # gradient to start from on the last stage; elsewhere it is received
+    grad: Tensor | None  # gradient to start from after the last layers; others receive it
     split: SplitBackward | None  # set if the schedule splits this backward into I and W
 
 
@@ -169,7 +183,7 @@ class StageExecutor:
 
     in_flight   what each micro-batch of each model chunk needs for its backward
     peak        largest number of them at one time
-    loss        mean loss of the batch so far; None except on the last stage
+    loss        mean loss of the batch so far; None except on the rank of the last layers
     """
 
     def __init__(
@@ -200,7 +214,7 @@ class StageExecutor:
         return None
 
     def _forward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        """Run the model chunk, and on the last stage the loss; keep what backward needs."""
+        """Run the model chunk, and after the last layers the loss; keep what backward needs."""
         key = (action.model_chunk, action.micro_batch)
         chunk = self.stage.chunks[action.model_chunk]
         x = self.inputs[action.micro_batch] if received is None else received.requires_grad_()

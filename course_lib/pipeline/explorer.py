@@ -14,15 +14,19 @@ from course_lib.display.explore import Explore, explore
 from course_lib.pipeline import schedules
 from course_lib.pipeline.actions import Schedule
 from course_lib.pipeline.pictures import pipelines
-from course_lib.pipeline.simulation import PipelineTimes, SimulatedStep, simulate
+from course_lib.pipeline.simulation import SimulatedStep, simulate
+from course_lib.pipeline.times import PipelineTimes
+from course_lib.pipeline.v_schedules import dual_pipe_v, zero_bubble_v
 
 PLAIN: dict[str, Callable[[int, int], Schedule]] = {
     "naive": schedules.naive,
     "GPipe": schedules.gpipe,
     "1F1B": schedules.one_f_one_b,
     "ZB-H1": schedules.zero_bubble_h1,
+    "ZB-V": zero_bubble_v,
+    "DualPipeV": dual_pipe_v,
 }
-SCHEDULES = ["naive", "GPipe", "1F1B", "interleaved", "ZB-H1"]
+SCHEDULES = ["naive", "GPipe", "1F1B", "interleaved", "ZB-H1", "ZB-V", "DualPipeV"]
 
 
 def schedule_explorer() -> Explore:

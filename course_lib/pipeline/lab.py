@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from course_lib.core.records import COMPUTE_KINDS, Event
-from course_lib.pipeline.actions import LETTERS, Action, Schedule, num_model_chunks_of
+from course_lib.pipeline.actions import LETTERS, Action, Schedule, depths_of, placement_of
 from course_lib.pipeline.engine import LossFn, Pipeline
-from course_lib.pipeline.simulation import INSTANT, PipelineTimes
 from course_lib.pipeline.stage import Stage
+from course_lib.pipeline.times import INSTANT, PipelineTimes
 from course_lib.ranks import Ranks, record
 from course_lib.ranks.timing import Measured, from_zero, median_turn
 
@@ -75,26 +75,26 @@ def measure_times(ranks: Ranks, run: PipelineRun, turns: int = 3) -> PipelineTim
     """
     alone = replace(run, schedule=_one_by_one(run.schedule))
     events = measure(ranks, {"": alone}, turns)[""].events
-    num_stages, num_model_chunks = len(run.schedule), num_model_chunks_of(run.schedule)
+    placement = placement_of(run.schedule)
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for event in events:
         if event.kind in LETTERS:
             _, _, chunk = event.label.partition(".")
-            depth = int(chunk or 0) * num_stages + event.rank
+            depth = depths_of(event.rank, placement)[int(chunk or 0)]
             seconds[event.kind, depth].append(event.duration_s)
 
     def by_depth(kind: str, parts: int = 1) -> list[float]:
-        return [median(seconds[kind, d]) / parts for d in range(num_stages * num_model_chunks)]
+        return [median(seconds[kind, depth]) / parts for depth in range(len(placement))]
 
     if ("backward", 0) in seconds:
-        backward = {"backward_input_s": by_depth("backward", 2)}
-        backward["backward_weight_s"] = backward["backward_input_s"]
+        input_s = weight_s = by_depth("backward", 2)
     else:
-        backward = {f"{kind}_s": by_depth(kind) for kind in ("backward_input", "backward_weight")}
+        input_s, weight_s = by_depth("backward_input"), by_depth("backward_weight")
     sizes = [event.num_bytes for event in events if event.kind == "send"]
     return PipelineTimes(
         forward_s=by_depth("forward"),
-        **backward,
+        backward_input_s=input_s,
+        backward_weight_s=weight_s,
         link=ranks.link or INSTANT,
         message_bytes=median(sizes) if sizes else 0.0,
     )
@@ -125,7 +125,7 @@ def emulated(schedule: Schedule, times: PipelineTimes) -> PipelineRun:
         for n in range(num_micro_batches)
     ]
     return PipelineRun(
-        build=partial(_emulated_stage, times, num_model_chunks_of(schedule)),
+        build=partial(_emulated_stage, times, placement_of(schedule)),
         schedule=schedule,
         inputs=inputs,
         targets=[torch.ones(1)] * num_micro_batches,
@@ -134,12 +134,12 @@ def emulated(schedule: Schedule, times: PipelineTimes) -> PipelineRun:
 
 
 def _emulated_stage(
-    times: PipelineTimes, num_model_chunks: int, stage: int, num_stages: int
+    times: PipelineTimes, placement: Sequence[int], stage: int, num_stages: int
 ) -> Stage:
-    seconds = times.by_depth(num_stages, num_model_chunks)
+    seconds, depths = times.by_depth(placement), depths_of(stage, placement)
     kinds = ("forward", "backward_input", "backward_weight")
-    depths = range(stage, num_stages * num_model_chunks, num_stages)
-    return Stage([TimedLayer(*(seconds[kind][depth] for kind in kinds)) for depth in depths])
+    layers = [TimedLayer(*(seconds[kind][depth] for kind in kinds)) for depth in depths]
+    return Stage(layers, depths=depths)
 
 
 def _first_number(output: Tensor, target: Tensor) -> Tensor:

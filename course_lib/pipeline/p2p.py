@@ -8,6 +8,7 @@ from the receiver proves that it has arrived. Notebook 08_pipeline.
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from course_lib.core.errors import ShapeError
 from course_lib.pipeline.actions import (
     Action,
     Schedule,
-    num_model_chunks_of,
+    placement_of,
     sent_from_to,
     source_of,
     target_of,
@@ -60,6 +61,7 @@ class _Sent(NamedTuple):
 class CommPlan:
     """Communication plan of one rank for a schedule: computed once, used in every step.
 
+    placement         rank of each model chunk, by depth
     from_rank         by neighboring rank: the messages it sends here, in order
     sent_at           by received message: position of the sending action in its rank's list
     needed_at         by sent message: position of the action that needs it in its rank's list
@@ -67,8 +69,9 @@ class CommPlan:
     """
 
     def __init__(self, schedule: Schedule, me: int) -> None:
-        self.num_stages, self.num_model_chunks = len(schedule), num_model_chunks_of(schedule)
-        neighbors = {(me + 1) % self.num_stages, (me - 1) % self.num_stages} - {me}
+        self.num_stages, self.placement = len(schedule), placement_of(schedule)
+        pairs = list(pairwise(self.placement))
+        neighbors = {rank for pair in pairs if me in pair for rank in pair} - {me}
         self.from_rank = {
             rank: [self.sends(action) for action in sent_from_to(schedule, rank, me)]
             for rank in neighbors
@@ -89,15 +92,15 @@ class CommPlan:
 
     def source(self, action: Action) -> int | None:
         """Return the rank whose message the action needs; None if it needs none."""
-        return source_of(action, self.num_stages, self.num_model_chunks)
+        return source_of(action, self.num_stages, self.placement)
 
     def target(self, action: Action) -> int | None:
         """Return the rank to which the action sends; None if it sends nothing."""
-        return target_of(action, self.num_stages, self.num_model_chunks)
+        return target_of(action, self.num_stages, self.placement)
 
     def is_last(self, action: Action) -> bool:
         """Return whether the action's layers are the last ones, where the loss is computed."""
-        return action.depth(self.num_stages) == self.num_stages * self.num_model_chunks - 1
+        return action.depth(self.num_stages) == len(self.placement) - 1
 
     def needs(self, action: Action) -> StageMessage:
         """Return the message that an action receives."""

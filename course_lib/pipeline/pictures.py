@@ -49,8 +49,16 @@ class DrawnRun:
     @property
     def bubble_fraction(self) -> float:
         """Idle time of all ranks divided by their total time."""
-        busy_s = sum(event.duration_s for event in self.computed())
+        busy_s = sum(self._busy_s(rank) for rank in self.ranks)
         return 1 - busy_s / (len(self.ranks) * self.step_s or 1.0)
+
+    def _busy_s(self, rank: int) -> float:
+        """Return the seconds in which a rank computes; two actions at once count once."""
+        busy_s = until_s = 0.0
+        for event in self.computed(rank):
+            busy_s += max(0.0, event.end_s - max(until_s, event.start_s))
+            until_s = max(until_s, event.end_s)
+        return busy_s
 
     @property
     def num_model_chunks(self) -> int:

@@ -17,6 +17,7 @@ from course_lib.pipeline.actions import (
     ScheduleError,
     in_flight,
     num_model_chunks_of,
+    placement_of,
     source_of,
     target_of,
 )
@@ -46,16 +47,30 @@ def check_schedule(
 
 
 def _check_stages(schedule: Schedule) -> None:
+    """Check that in each model chunk every rank runs one stage, a different one on each rank."""
+    rank_of: dict[tuple[int, int], int] = {}
+    stage_of: dict[tuple[int, int], int] = {}
     for rank, actions in enumerate(schedule):
         for action in actions:
-            if action.stage != rank or action.kind not in LETTERS:
+            kind, stage, micro_batch, chunk = action
+            if kind not in LETTERS or not 0 <= stage < len(schedule):
                 raise ScheduleError(
-                    f"rank {rank}: need actions of stage {rank}, of the kinds "
-                    f"{', '.join(LETTERS)}; got {action.kind!r} of stage {action.stage}."
+                    f"rank {rank}: need actions of stages 0 to {len(schedule) - 1}, of the kinds "
+                    f"{', '.join(LETTERS)}; got {kind!r} of stage {stage}."
                 )
-            if action.micro_batch < 0 or action.model_chunk < 0:
+            if micro_batch < 0 or chunk < 0:
                 raise ScheduleError(
                     f"rank {rank}: need micro-batches and model chunks from 0 on; got {action}."
+                )
+            if stage_of.setdefault((rank, chunk), stage) != stage:
+                raise ScheduleError(
+                    f"rank {rank}: need actions of one stage in model chunk {chunk}; got stages "
+                    f"{stage_of[rank, chunk]} and {stage}, with {action.label}."
+                )
+            if (other := rank_of.setdefault((stage, chunk), rank)) != rank:
+                raise ScheduleError(
+                    f"ranks {other} and {rank}: need a stage of its own for each in model chunk "
+                    f"{chunk}; got stage {stage} for both, with {action.label}."
                 )
 
 
@@ -99,6 +114,7 @@ def _check_in_flight(schedule: Schedule, max_in_flight: int | Sequence[int]) -> 
 class _Step(NamedTuple):
     """Send or receive of a rank, for the action it belongs to."""
 
+    rank: int
     sends: bool
     peer: int
     action: Action
@@ -113,16 +129,16 @@ class _Step(NamedTuple):
 
 def _program(schedule: Schedule, rank: int) -> Iterator[_Step]:
     """Yield the receives and sends of a rank, in order."""
-    num_stages, num_model_chunks = len(schedule), num_model_chunks_of(schedule)
+    num_stages, placement = len(schedule), placement_of(schedule)
     for action in schedule[rank]:
         forward, depth = action.kind == "forward", action.depth(num_stages)
-        source = source_of(action, num_stages, num_model_chunks)
+        source = source_of(action, num_stages, placement)
         if source is not None:
-            yield _Step(False, source, action, (forward, depth, action.micro_batch))
-        target = target_of(action, num_stages, num_model_chunks)
+            yield _Step(rank, False, source, action, (forward, depth, action.micro_batch))
+        target = target_of(action, num_stages, placement)
         if target is not None:
             after = depth + 1 if forward else depth - 1
-            yield _Step(True, target, action, (forward, after, action.micro_batch))
+            yield _Step(rank, True, target, action, (forward, after, action.micro_batch))
 
 
 def _stuck_at(schedule: Schedule, blocking_sends: bool) -> dict[int, _Step]:
@@ -159,7 +175,7 @@ def _has_arrived(step: _Step, at: dict[int, _Step], sent: set[tuple[bool, int, i
 
 def _is_met(step: _Step, at: dict[int, _Step], sent: set[tuple[bool, int, int]]) -> bool:
     """Return whether a step can proceed when sends block: the peer is at its other end."""
-    if step.peer == step.action.stage:  # from one of its chunks to the next: nothing is sent
+    if step.peer == step.rank:  # from one of its chunks to the next: nothing is sent
         return _has_arrived(step, at, sent)
     other = at.get(step.peer)
     return other is not None and other.message == step.message and other.sends != step.sends

@@ -16,7 +16,7 @@ def naive(num_stages: int, num_micro_batches: int) -> Schedule:
 
     One rank computes while the others wait.
     """
-    _check_counts("naive", num_stages, num_micro_batches)
+    check_counts("naive", num_stages, num_micro_batches)
     return [
         [
             Action(kind, stage, micro_batch)
@@ -32,7 +32,7 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
 
     Source: Narayanan et al. 2021, section 2.2.1
     """
-    _check_counts("gpipe", num_stages, num_micro_batches)
+    check_counts("gpipe", num_stages, num_micro_batches)
     return [
         _actions("forward", stage, num_micro_batches)
         + _actions("backward", stage, num_micro_batches)
@@ -47,7 +47,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
     Source: Narayanan et al. 2021, section 2.2.1
     """
-    _check_counts("one_f_one_b", num_stages, num_micro_batches)
+    check_counts("one_f_one_b", num_stages, num_micro_batches)
     return [
         _warmup_steady_cooldown(
             _actions("forward", stage, num_micro_batches),
@@ -68,7 +68,7 @@ def interleaved(num_stages: int, num_micro_batches: int, num_model_chunks: int) 
     Raises: ScheduleError if the micro-batches cannot be divided into equal rounds
     Source: Narayanan et al. 2021, section 2.2.2 (rounds of exactly num_stages)
     """
-    _check_counts("interleaved", num_stages, num_micro_batches)
+    check_counts("interleaved", num_stages, num_micro_batches)
     if num_model_chunks < 1:
         raise ScheduleError(
             f"interleaved: need num_model_chunks >= 1; got {num_model_chunks}. Try 2."
@@ -92,8 +92,10 @@ def zero_bubble_h1(num_stages: int, num_micro_batches: int) -> Schedule:
     """Return ZB-H1: 1F1B with each backward split into backward_input and backward_weight.
 
     Stage r defers each backward_weight by r micro-batches, so that the last ones fill the bubble at
-    the end of the step. Every rank then holds as many activations as rank 0 does in 1F1B, and with
-    equal times the bubble is a third of 1F1B's.
+    the end of the step. Every rank then holds as many activations as rank 0 does in 1F1B: the first
+    rank no more than there, the others more. With equal times the bubble is a third of 1F1B's.
+    PyTorch's ScheduleInterleavedZeroBubble with one stage per rank, which it calls ZB1P, has this
+    order. The ZB-1p of the paper is another one, searched for each case in the same memory.
 
     Source: Qi et al. 2024 (Zero bubble pipeline parallelism), section 2.1
     """
@@ -156,7 +158,7 @@ def _split_backwards(actions: Sequence[Action], num_deferred: int) -> Iterator[A
     yield from deferred
 
 
-def _check_counts(where: str, num_stages: int, num_micro_batches: int) -> None:
+def check_counts(where: str, num_stages: int, num_micro_batches: int) -> None:
     if num_stages < 1 or num_micro_batches < 1:
         raise ScheduleError(
             f"{where}: need num_stages >= 1 and num_micro_batches >= 1; got {num_stages} and "

@@ -1,80 +1,31 @@
 """Simulation of a pipeline schedule: start and end of every action, without running anything.
 
 `simulate(schedule, times)` is the entry. Each rank executes its actions in order, each as soon as
-its input has arrived; sends do not block. `PipelineTimes` holds the assumed durations,
+its input has arrived; sends do not block. `PipelineTimes` (`times.py`) holds the assumed durations,
 `SchedulePlayer` computes the clock times, and `SimulatedStep` derives step time, bubble, events and
 activation memory from them. `engine.py` executes the same schedules. Notebook 08_pipeline.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
-from course_lib.core.errors import CourseError
-from course_lib.core.links import Link, TwoLevelLink
+from course_lib.core.links import Link
 from course_lib.core.records import Event, Ledger
-from course_lib.pipeline.actions import LETTERS, Action, Schedule, num_model_chunks_of, target_of
+from course_lib.pipeline.actions import (
+    LETTERS,
+    Action,
+    Schedule,
+    depths_of,
+    placement_of,
+    target_of,
+)
 from course_lib.pipeline.schedule_rules import check_schedule
+from course_lib.pipeline.times import INSTANT, PipelineTimes
 
 _IN_FLIGHT = {"forward": 1, "backward": -1, "backward_input": 0, "backward_weight": -1}
 Arrivals = list[float | None]  # seconds at which inputs arrive; None: not known yet
-INSTANT = Link(name="instant", latency_s=0.0, bytes_per_s=float("inf"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineTimes:
-    """Seconds of the actions of one micro-batch on one stage, and the link between stages.
-
-    forward_s, backward_input_s, backward_weight_s
-                        one number for all stages; or one for each stage, which its model chunks
-                        share evenly; or one for each model chunk, in the order of the layers. A
-                        whole backward takes the sum of its two parts
-    message_bytes       size of an activation and of its gradient: one number, or one for each
-                        micro-batch
-    micro_batch_scale   factor on the seconds of each micro-batch; empty: all 1
-
-    A link that takes t seconds for any message is Link(latency_s=t, bytes_per_s=math.inf).
-
-    Raises: CourseError for a number below 0
-    """
-
-    forward_s: float | Sequence[float] = 1.0
-    backward_input_s: float | Sequence[float] = 1.0
-    backward_weight_s: float | Sequence[float] = 1.0
-    link: Link | TwoLevelLink = INSTANT
-    message_bytes: float | Sequence[float] = 0.0
-    micro_batch_scale: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_input_s", "backward_weight_s", "message_bytes"):
-            value = getattr(self, name)
-            if any(one < 0 for one in (value if isinstance(value, Sequence) else (value,))):
-                raise CourseError(f"PipelineTimes: need {name} >= 0; got {value}. Try 1.0.")
-
-    def by_depth(self, num_stages: int, num_model_chunks: int) -> dict[str, list[float]]:
-        """Return seconds by kind of action, for each model chunk in the order of the layers.
-
-        Raises: CourseError if the number of times fits neither the stages nor the model chunks
-        """
-        spread = {
-            kind: _spread(kind, value, num_stages, num_model_chunks)
-            for kind, value in (
-                ("forward", self.forward_s),
-                ("backward_input", self.backward_input_s),
-                ("backward_weight", self.backward_weight_s),
-            )
-        }
-        parts = zip(spread["backward_input"], spread["backward_weight"], strict=True)
-        return {**spread, "backward": [input_s + weight_s for input_s, weight_s in parts]}
-
-    def scale(self, micro_batch: int) -> float:
-        """Return the factor on the seconds of a micro-batch."""
-        return self.micro_batch_scale[micro_batch] if self.micro_batch_scale else 1
-
-    def bytes_of(self, micro_batch: int) -> float:
-        """Return the size of a micro-batch's messages, in bytes."""
-        sizes = self.message_bytes
-        return sizes[micro_batch] if isinstance(sizes, Sequence) else sizes
 
 
 @dataclass(frozen=True)
@@ -99,9 +50,12 @@ class SimulatedStep:
 
     @property
     def busy_s(self) -> list[float]:
-        """Seconds that each rank computes."""
+        """Seconds that each rank computes; where two actions overlap, they count once."""
         return [
-            sum(end - start for start, end in zip(starts, ends, strict=True))
+            sum(
+                end - max(start, before)
+                for start, end, before in zip(starts, ends, [0, *ends[:-1]], strict=True)
+            )
             for starts, ends in zip(self.starts_s, self.ends_s, strict=True)
         ]
 
@@ -145,11 +99,11 @@ class SimulatedStep:
                 )
 
     def _sent(self) -> Iterator[Event]:
-        num_stages, num_model_chunks = len(self.schedule), num_model_chunks_of(self.schedule)
+        num_stages, placement = len(self.schedule), placement_of(self.schedule)
         for rank, actions in enumerate(self.schedule):
             sent = zip(actions, self.left_s[rank], self.arrived_s[rank], strict=True)
             for action, left_s, arrived_s in sent:
-                peer = target_of(action, num_stages, num_model_chunks)
+                peer = target_of(action, num_stages, placement)
                 if peer is None or left_s is None or arrived_s is None or left_s == arrived_s:
                     continue
                 yield Event(
@@ -270,11 +224,11 @@ class SchedulePlayer:
 
     def __init__(self, schedule: Schedule, times: PipelineTimes) -> None:
         self.schedule, self.times = schedule, times
-        self.num_stages, self.num_model_chunks = len(schedule), num_model_chunks_of(schedule)
+        self.num_stages, self.placement = len(schedule), placement_of(schedule)
         self.num_micro_batches = 1 + max(
             (a.micro_batch for one in schedule for a in one), default=0
         )
-        self.duration_s = times.by_depth(self.num_stages, self.num_model_chunks)
+        self.duration_s = times.by_depth(self.placement)
         self.scales = [times.scale(i) for i in range(self.num_micro_batches)]
         self.inbox = self._inboxes()
         self.starts_s: list[list[float]] = [[] for _ in schedule]
@@ -287,7 +241,7 @@ class SchedulePlayer:
     def _inboxes(self) -> dict[str, Arrivals]:
         """Return empty inboxes; both kinds of backward share one, of gradients."""
         here: Arrivals = [0] * self.num_micro_batches
-        num_depths = self.num_stages * self.num_model_chunks
+        num_depths = len(self.placement)
         later: Arrivals = [None] * (self.num_micro_batches * (num_depths - 1))
         gradients = later + here
         return {
@@ -300,16 +254,17 @@ class SchedulePlayer:
     def _route(self, kind: str, depth: int) -> _Route | None:
         """Return the route of an action's output; None if no other action needs it."""
         chunk, stage = divmod(depth, self.num_stages)
-        receiver = target_of(Action(kind, stage, 0, chunk), self.num_stages, self.num_model_chunks)
+        sender = self.placement[depth]
+        receiver = target_of(Action(kind, stage, 0, chunk), self.num_stages, self.placement)
         if receiver is None:
             return None
-        link = INSTANT if receiver == stage else self.times.link.between(stage, receiver)
+        link = INSTANT if receiver == sender else self.times.link.between(sender, receiver)
         if link not in self._seconds:
             sizes = [self.times.bytes_of(i) for i in range(self.num_micro_batches)]
             occupied_s = [size / link.bytes_per_s for size in sizes]
             self._seconds[link] = occupied_s, [link.time_s(size) for size in sizes]
         first = (depth + (1 if kind == "forward" else -1)) * self.num_micro_batches
-        port = self._ports.setdefault((stage, link), _Port())
+        port = self._ports.setdefault((sender, link), _Port())
         return _Route(self.inbox[kind], first, port, *self._seconds[link])
 
     def _work(self, kind: str, depth: int) -> _Work:
@@ -321,50 +276,46 @@ class SchedulePlayer:
         """Run ranks until all have finished or every remaining one waits for another."""
         ranks = [self._run(rank) for rank in range(self.num_stages)]
         waits_for: list[tuple[Arrivals, int] | None] = [None] * self.num_stages
+        receivers = self._receivers()
         runnable = list(range(self.num_stages))
         while runnable:
             rank = runnable.pop()
             waits_for[rank] = next(ranks[rank], None)
-            for other in ((rank - 1) % self.num_stages, (rank + 1) % self.num_stages):
+            for other in receivers[rank]:
                 wanted = waits_for[other]
                 if wanted and wanted[0][wanted[1]] is not None:
                     waits_for[other] = None
                     runnable.append(other)
 
+    def _receivers(self) -> list[list[int]]:
+        """Return for each rank the others that hold the chunks before and after its own."""
+        found: list[set[int]] = [{rank} for rank in range(self.num_stages)]
+        for one, other in pairwise(self.placement):
+            found[one].add(other)
+            found[other].add(one)
+        return [sorted(others - {rank}) for rank, others in enumerate(found)]
+
     def _run(self, rank: int) -> Iterator[tuple[Arrivals, int]]:
         """Run one rank; whenever an input is missing, yield where it will be: inbox and index."""
         starts, ends = self.starts_s[rank], self.ends_s[rank]
         left, arrived = self.left_s[rank], self.arrived_s[rank]
-        depths = range(rank, self.num_stages * self.num_model_chunks, self.num_stages)
+        depths = depths_of(rank, self.placement)
         work = {kind: [self._work(kind, depth) for depth in depths] for kind in LETTERS}
         now_s: float = 0
+        overlap, forward = self.times.overlap, (-1, 0.0)  # micro-batch, seconds just before
         for kind, _, micro_batch, chunk in self.schedule[rank]:
             duration_s, inbox, first, route = work[kind][chunk]
+            duration_s *= self.scales[micro_batch]
             while (input_s := inbox[first + micro_batch]) is None:
                 yield inbox, first + micro_batch
+            if overlap and kind == "backward" and forward[0] not in (-1, micro_batch):
+                now_s -= overlap * min(duration_s, forward[1])
+            forward = (micro_batch, duration_s) if kind == "forward" else (-1, 0.0)
             if input_s > now_s:
                 now_s = input_s
             starts.append(now_s)
-            now_s += duration_s * self.scales[micro_batch]
+            now_s += duration_s
             ends.append(now_s)
             left_s, arrived_s = route.send(micro_batch, now_s) if route else (None, None)
             left.append(left_s)
             arrived.append(arrived_s)
-
-
-def _spread(
-    kind: str, value: float | Sequence[float], num_stages: int, num_model_chunks: int
-) -> list[float]:
-    """Return one number for each depth."""
-    num_depths = num_stages * num_model_chunks
-    if not isinstance(value, Sequence):
-        value = [value] * num_stages
-    if len(value) == num_stages:
-        return [one / num_model_chunks for one in value] * num_model_chunks
-    if len(value) == num_depths:
-        return list(value)
-    wanted = dict.fromkeys((num_stages, num_depths))
-    raise CourseError(
-        f"PipelineTimes: need {' or '.join(map(str, wanted))} times of {kind}; got {len(value)}. "
-        "Try one number for all stages."
-    )

@@ -1,8 +1,9 @@
 """Stages of a pipeline: `split_model` decides which layers each rank holds.
 
 Layers stay in order. With p stages and v model chunks per rank, the model is cut into p v chunks,
-and rank r holds chunks r, r + p, r + 2p and so on. A tied parameter whose layers are on several
-stages has a copy on each; their gradients are summed, so that the copies stay equal.
+and rank r holds chunks r, r + p, r + 2p and so on; or, in a V, chunks r and 2p - 1 - r. A tied
+parameter whose layers are on several stages has a copy on each; their gradients are summed, so that
+the copies stay equal.
 Notebook 08_pipeline.
 """
 
@@ -20,6 +21,7 @@ from course_lib.core.errors import CourseError
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.flops import forward_flop
 from course_lib.models import GPT
+from course_lib.pipeline.actions import depths_of, loop_placement
 from course_lib.pipeline.balance import balance_stages
 
 Model = ModelSpec | GPT | Sequence[nn.Module] | nn.Sequential
@@ -34,12 +36,20 @@ class Tied:
 
 
 class Stage(nn.Module):
-    """Model chunks of one rank, in the order of the layers, and the parameters tied to others'."""
+    """Model chunks of one rank, in the order of the layers, and the parameters tied to others'.
 
-    def __init__(self, chunks: Sequence[nn.Module], tied: Sequence[Tied] = ()) -> None:
+    depths   position of each chunk among all chunks of the model; empty: unknown
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        tied: Sequence[Tied] = (),
+        depths: Sequence[int] = (),
+    ) -> None:
         super().__init__()
         self.chunks = nn.ModuleList(chunks)
-        self.tied = list(tied)
+        self.tied, self.depths = list(tied), list(depths)
 
 
 class GPTChunk(GPT):
@@ -78,6 +88,7 @@ def split_model(
     num_layers: Sequence[int] | None = None,
     layer_times: Sequence[float] | None = None,
     num_model_chunks: int = 1,
+    placement: Sequence[int] | None = None,
 ) -> Stage:
     """Return one stage of a model that all ranks have built from the same seed.
 
@@ -85,6 +96,8 @@ def split_model(
     num_layers   number of layers in each of the p v model chunks, in the order of the layers
     layer_times  used without num_layers: time of each layer; the slowest chunk is made as fast as
                  possible. By default a GPT's layers count by their FLOP, other layers equally
+    placement    rank of each chunk, in the order of the layers, such as `v_placement(num_stages)`;
+                 by default the ranks in order, once for each of `num_model_chunks`
 
     Cost:    the whole model once; the other stages' layers are freed when the caller frees `model`
     Raises:  CourseError if the chunks do not fit the layers
@@ -94,20 +107,24 @@ def split_model(
             f"split_model: need a stage from 0 to {num_stages - 1}; got {stage}. Try the rank."
         )
     whole = GPT(model) if isinstance(model, ModelSpec) else model
+    if placement is None:
+        placement = loop_placement(num_stages, num_model_chunks)
     if num_layers is None:
         times = _layer_times(whole) if layer_times is None else layer_times
         _check_layers(len(times), _num_layers(whole), "layer_times")
-        num_layers = balance_stages(times, num_stages * num_model_chunks)
-    if len(num_layers) != num_stages * num_model_chunks or min(num_layers) < 1:
+        num_layers = balance_stages(times, len(placement))
+    if len(num_layers) != len(placement) or min(num_layers) < 1:
         raise CourseError(
-            f"split_model: need layers for {num_stages} stages x {num_model_chunks} model chunks, "
+            f"split_model: need layers for {num_stages} stages x "
+            f"{len(placement) // num_stages} model chunks, "
             f"none empty; got num_layers = {list(num_layers)}. Try num_layers=None."
         )
     _check_layers(sum(num_layers), _num_layers(whole), "num_layers")
     ends = pairwise(accumulate(num_layers, initial=0))
     pieces = [_piece(whole, first, end) for first, end in ends]
-    mine = pieces[stage::num_stages]
-    return Stage(mine, [tied for tied in _tied(pieces, num_stages) if stage in tied.stages])
+    depths = depths_of(stage, placement)
+    tied = [tied for tied in _tied(pieces, placement) if stage in tied.stages]
+    return Stage([pieces[depth] for depth in depths], tied, depths)
 
 
 def _num_layers(whole: GPT | Sequence[nn.Module] | nn.Sequential) -> int:
@@ -130,12 +147,12 @@ def _piece(whole: GPT | Sequence[nn.Module] | nn.Sequential, first: int, end: in
     return nn.Sequential(OrderedDict((str(n), whole[n]) for n in range(first, end)))
 
 
-def _tied(pieces: Sequence[nn.Module], num_stages: int) -> list[Tied]:
+def _tied(pieces: Sequence[nn.Module], placement: Sequence[int]) -> list[Tied]:
     """Return the parameters that several stages share, in the same order on every rank."""
     holders: dict[nn.Parameter, list[int]] = {}
-    for depth, piece in enumerate(pieces):
+    for piece, holder in zip(pieces, placement, strict=True):
         for param in piece.parameters():
-            holders.setdefault(param, []).append(depth % num_stages)
+            holders.setdefault(param, []).append(holder)
     return [Tied(p, tuple(sorted({*s}))) for p, s in holders.items() if len({*s}) > 1]
 
 

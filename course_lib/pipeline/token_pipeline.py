@@ -15,7 +15,7 @@ from course_lib.core.links import Link, TwoLevelLink
 from course_lib.pipeline.actions import Schedule
 from course_lib.pipeline.balance import balanced_cuts
 from course_lib.pipeline.schedules import gpipe
-from course_lib.pipeline.simulation import INSTANT, PipelineTimes
+from course_lib.pipeline.times import INSTANT, PipelineTimes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,8 @@ SHARE_ALL |= {"accelerate-deepspeed", "zero3-offload", "deepspeed-3-offload"}
 DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2}
 SOURCES = ("synthetic", "shakespeare", "dialogues")
 CHECKPOINT = "checkpoint.pt"
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1")
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+V_SCHEDULES = ("zb-v", "dualpipe-v")  # the first rank holds the first and the last layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class TrainConfig:
     epochs        passes over all tokens of the data; None: `steps` decides
     tp, pp        ranks that split every layer, and pipeline stages; dp = ranks / (tp * pp)
     schedule      of the pipeline; None: 1f1b if there are stages
-    model_chunks  per rank, for the interleaved schedule; None: 2
+    model_chunks  per rank, for the interleaved schedule; None: 2, as the schedules in a V have
     micro_batch   sequences in one forward pass; None: the rank's whole share, or with pp 2 * pp
                   parts of it, of which the first get one sequence more if that is not even
     warmup        steps in which the learning rate grows linearly, from lr / warmup to lr
@@ -120,6 +121,11 @@ class TrainConfig:
             one_of("schedule", self.schedule, SCHEDULES)
         if self.schedule == "interleaved" and self.model_chunks is None:
             object.__setattr__(self, "model_chunks", 2)
+
+    @property
+    def num_model_chunks(self) -> int:
+        """The number of model chunks on each rank."""
+        return 2 if self.schedule in V_SCHEDULES else self.model_chunks or 1
 
     @property
     def checkpoint(self) -> Path | None:
@@ -245,7 +251,7 @@ def schedule_of(config: TrainConfig, num_micro_batches: int) -> "Schedule":
 
     Raises: ScheduleError for a number of micro-batches that it cannot take
     """
-    from course_lib.pipeline import schedules
+    from course_lib.pipeline import schedules, v_schedules
     from course_lib.pipeline.actions import ScheduleError
 
     makers: tuple[Callable[..., Schedule], ...] = (
@@ -254,14 +260,17 @@ def schedule_of(config: TrainConfig, num_micro_batches: int) -> "Schedule":
         schedules.one_f_one_b,
         schedules.interleaved,
         schedules.zero_bubble_h1,
+        v_schedules.zero_bubble_v,
+        v_schedules.dual_pipe_v,
     )
     make = dict(zip(SCHEDULES, makers, strict=True))[str(config.schedule)]
     chunks = [config.model_chunks] if config.schedule == "interleaved" else []
     try:
         return make(config.pp, num_micro_batches, *chunks)
     except ScheduleError as error:
+        need = str(error).partition(": ")[2]
         where = "(num_micro_batches = global_batch / (micro_batch * dp))"
-        raise ScheduleError(f"--schedule {error} {where}") from error
+        raise ScheduleError(f"--schedule {config.schedule}: {need} {where}") from error
 
 
 def parallelism_of(config: TrainConfig, num_ranks: int) -> Parallelism:

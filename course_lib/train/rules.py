@@ -44,14 +44,14 @@ def _check_tensors(config: Any) -> None:
 
 
 def _check_stages(config: Any) -> None:
-    pp, chunks, layers = config.pp, config.model_chunks or 1, config.model.num_layers
+    pp, chunks, layers = config.pp, config.num_model_chunks, config.model.num_layers
     if config.schedule and pp == 1:
         raise MeshError(
             f"--schedule {config.schedule}: need stages to schedule; got --pp 1. Try --pp 2."
         )
-    if chunks > 1 and config.schedule != "interleaved":
+    if (config.model_chunks or 1) > 1 and config.schedule != "interleaved":
         raise MeshError(
-            f"--model-chunks: need --schedule interleaved; got {chunks} chunks and "
+            f"--model-chunks: need --schedule interleaved; got {config.model_chunks} chunks and "
             f"{config.schedule or 'no stages'}. Try --pp 2 --schedule interleaved."
         )
     if pp * chunks > layers:

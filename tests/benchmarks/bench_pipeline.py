@@ -4,7 +4,8 @@ First our engine against torch.distributed.pipelining: the same stages and sched
 one run on the same ranks, so that whatever else the machine does falls on both. A turn is one step
 of forwards and backwards, and takes as long as its slowest rank; the ratio is the median over the
 turns of our time by torch's. Once on bare processes, as under torchrun, and once on the ranks of a
-notebook, where every message is recorded.
+notebook, where every message is recorded. And once with stages that only take their time, beside
+the simulator and the most micro-batches in flight.
 
 Then what the two halves of backward cost against the whole one, how long the simulator takes, and
 the bubble by formula, by simulation and as measured with stages that only take their time. Last,
@@ -18,23 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from course_lib.core import Link, ModelSpec
 from course_lib.core.units import format_bytes, format_seconds
-from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from course_lib.pipeline import (
-    PipelineTimes,
-    cost,
-    gpipe,
-    interleaved,
-    naive,
-    one_f_one_b,
-    simulate,
-    zero_bubble_h1,
-)
-from course_lib.pipeline.cost import BatchCost, step_parts
-from course_lib.pipeline.split_backward import SplitBackward
 from tests.benchmarks.worlds import bare_processes, recorded_ranks
 
 SPEC = ModelSpec(
@@ -48,6 +37,7 @@ SPEC = ModelSpec(
     tied=False,
 )
 NUM_MICRO_BATCHES = 8
+TIMES = {"forward_s": 0.02, "backward_input_s": 0.02, "backward_weight_s": 0.02}
 Turns = dict[str, list[float]]
 
 
@@ -56,44 +46,95 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return next_tokens(token_batch(0, batch=2 * NUM_MICRO_BATCHES, seq=64, vocab=SPEC.vocab))
 
 
-def stage_here(num_model_chunks: int = 1) -> Any:
+def stage_here(placement: list[int]) -> Any:
     """This rank's stage of the model of all tables."""
     from course_lib.pipeline import split_model
 
     torch.manual_seed(0)
-    return split_model(
-        SPEC, dist.get_world_size(), dist.get_rank(), num_model_chunks=num_model_chunks
+    return split_model(SPEC, dist.get_world_size(), dist.get_rank(), placement=placement)
+
+
+def pairs(p: int, m: int) -> dict[str, tuple[Any, Any]]:
+    """Each schedule, ours and torch's class."""
+    from torch.distributed.pipelining import schedules as torchs
+
+    from course_lib import pipeline as ours
+
+    return {
+        "gpipe": (ours.gpipe(p, m), torchs.ScheduleGPipe),
+        "1f1b": (ours.one_f_one_b(p, m), torchs.Schedule1F1B),
+        "interleaved": (ours.interleaved(p, m, 2), torchs.ScheduleInterleaved1F1B),
+        "zb-h1": (ours.zero_bubble_h1(p, m), torchs.ScheduleInterleavedZeroBubble),
+        "zb-v": (ours.zero_bubble_v(p, m), torchs.ScheduleZBVZeroBubble),
+        "dualpipe-v": (ours.dual_pipe_v(p, m), torchs.ScheduleDualPipeV),
+    }
+
+
+def gpt_run(schedule: Any) -> Any:
+    """A run of the GPT of all tables."""
+    from course_lib.pipeline.actions import placement_of
+    from course_lib.pipeline.lab import PipelineRun
+
+    inputs, targets = batch()
+    return PipelineRun(
+        build=lambda rank, p: stage_here(placement_of(schedule)),
+        schedule=schedule,
+        inputs=inputs.chunk(NUM_MICRO_BATCHES),
+        targets=targets.chunk(NUM_MICRO_BATCHES),
+        loss_fn=token_loss,
     )
 
 
-def steps() -> dict[str, Any]:
+def emulated_run(schedule: Any) -> Any:
+    """A run whose stages sleep, as `TIMES` says."""
+    from course_lib.pipeline import PipelineTimes
+    from course_lib.pipeline.lab import emulated
+
+    return emulated(schedule, PipelineTimes(**TIMES))
+
+
+class Copy(nn.Module):
+    """A new tensor: torch detaches a stage's output in place, which a view does not allow."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Copy it."""
+        return x.clone()
+
+
+def steps(run_of: Any) -> dict[str, Any]:
     """A step of ours and of torch's for each schedule: {"1f1b ours": fn, ...}."""
     from torch.distributed import pipelining
 
     from course_lib.pipeline import Pipeline
+    from course_lib.pipeline.actions import placement_of
 
     p, rank, m = dist.get_world_size(), dist.get_rank(), NUM_MICRO_BATCHES
-    kinds = {
-        "gpipe": (gpipe(p, m), pipelining.ScheduleGPipe, 1),
-        "1f1b": (one_f_one_b(p, m), pipelining.Schedule1F1B, 1),
-        "interleaved": (interleaved(p, m, 2), pipelining.ScheduleInterleaved1F1B, 2),
-    }
-    inputs, targets = batch()
     found: dict[str, Any] = {}
-    for name, (schedule, torch_schedule, v) in kinds.items():
-        stage = stage_here(v)
-        pipeline = Pipeline(stage, token_loss)
-        theirs = [
-            pipelining.PipelineStage(chunk, n * p + rank, p * v, torch.device("cpu"))
-            for n, chunk in enumerate(stage_here(v).chunks)
+    for name, (schedule, torch_schedule) in pairs(p, m).items():
+        placement, run = placement_of(schedule), run_of(schedule)
+        pipeline, stage = Pipeline(run.build(rank, p), run.loss_fn), run.build(rank, p)
+        like = run.inputs[0].clone().requires_grad_() if run.inputs[0].dim() == 1 else None
+        theirs = [  # a stage that sleeps cannot be tried out with any numbers: `like` says shapes
+            pipelining.PipelineStage(
+                *(
+                    chunk if like is None else nn.Sequential(chunk, Copy()),
+                    depth,
+                    len(placement),
+                    torch.device("cpu"),
+                ),
+                input_args=like.detach() if like is not None and depth == 0 else like,
+                output_args=like,
+            )
+            for chunk, depth in zip(stage.chunks, stage.depths, strict=True)
         ]
-        their_schedule = torch_schedule(theirs if v > 1 else theirs[0], m, loss_fn=token_loss)
-        args = (inputs,) if rank == 0 else ()
-        kwargs = {"target": targets} if rank == p - 1 else {}
+        single = issubclass(torch_schedule, pipelining.schedules.PipelineScheduleSingle)
+        their_schedule = torch_schedule(theirs[0] if single else theirs, m, loss_fn=run.loss_fn)
+        args = (torch.cat(run.inputs),) if rank == 0 else ()
+        kwargs = {"target": torch.cat(run.targets)} if rank == placement[-1] else {}
 
-        def ours(pipeline: Any = pipeline, schedule: Any = schedule) -> None:
+        def ours(pipeline: Any = pipeline, run: Any = run) -> None:
             pipeline.stage.zero_grad()
-            pipeline.step(schedule, inputs.chunk(m), targets.chunk(m))
+            pipeline.step(run.schedule, run.inputs, run.targets)
 
         def torchs(stages: Any = theirs, run: Any = their_schedule, a: Any = args, k: Any = kwargs):
             for one in stages:
@@ -104,9 +145,9 @@ def steps() -> dict[str, Any]:
     return found
 
 
-def turns(rank: int, num_turns: int) -> Turns:
+def turns(rank: int, num_turns: int, run_of: Any = gpt_run) -> Turns:
     """Seconds of a step by the slowest rank, and this rank's processor time."""
-    todo = steps()
+    todo = steps(run_of)
     seconds: Turns = {key: [] for name in todo for key in (name, f"{name} cpu")}
     for turn in range(num_turns + 2):
         for name in list(todo)[:: 1 if turn % 2 else -1]:
@@ -128,7 +169,7 @@ def print_engines(title: str, measure: Any, sizes: list[int], num_turns: int) ->
     print("ranks schedule         ours     torch   ratio  cpu ratio")
     for world_size in sizes:
         seconds = measure(turns, world_size, num_turns)
-        for name in ("gpipe", "1f1b", "interleaved"):
+        for name in pairs(world_size, NUM_MICRO_BATCHES):
             ours, theirs = (median(seconds[f"{name} {who}"]) for who in ("ours", "torch"))
             ratio, cpu_ratio = (
                 median(
@@ -145,8 +186,33 @@ def print_engines(title: str, measure: Any, sizes: list[int], num_turns: int) ->
             )
 
 
+def emulated_turns(rank: int, num_turns: int) -> Turns:
+    """The same with stages that only take their time."""
+    return turns(rank, num_turns, emulated_run)
+
+
+def print_emulated(sizes: list[int], num_turns: int) -> None:
+    """One line for each number of ranks and schedule: simulated, ours, torch's, and in flight."""
+    from course_lib.pipeline import PipelineTimes, simulate
+    from course_lib.pipeline.actions import num_model_chunks_of
+
+    print("bare ranks, stages that sleep: F = I = W = 20 ms a rank")
+    print("ranks schedule     simulated     ours    torch   in flight, by rank (micro-batches)")
+    for world_size in sizes:
+        seconds = bare_processes(emulated_turns, world_size, num_turns)
+        for name, (schedule, _) in pairs(world_size, NUM_MICRO_BATCHES).items():
+            step = simulate(schedule, PipelineTimes(**TIMES))
+            held = [peak / num_model_chunks_of(schedule) for peak in step.peak_in_flight()]
+            times = (step.step_s, *(median(seconds[f"{name} {who}"]) for who in ("ours", "torch")))
+            shown = " ".join(f"{format_seconds(time_s):>8}" for time_s in times)
+            print(f"{world_size:5} {name:12}  {shown}   {', '.join(f'{n:g}' for n in held)}")
+
+
 def print_halves(num_turns: int) -> None:
     """Seconds and held bytes of one backward, and of its two halves."""
+    from course_lib.memory.saved_tensors import activation_ledger
+    from course_lib.pipeline.split_backward import SplitBackward
+
     torch.manual_seed(0)
     model, (inputs, _) = GPT(SPEC), batch()
     tokens = inputs[:4]
@@ -182,20 +248,24 @@ def print_halves(num_turns: int) -> None:
 
 def print_bubbles(num_turns: int) -> None:
     """Bubble as a part of the step: formula, simulation, real ranks."""
+    from course_lib.pipeline import PipelineTimes, cost, naive, simulate
     from course_lib.pipeline.lab import emulated, measure
     from course_lib.ranks import Ranks
 
-    p, m = 4, 8
-    times = PipelineTimes(forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02)
+    p, m = 4, NUM_MICRO_BATCHES
+    times = PipelineTimes(**TIMES)
     busy_s = m * 0.06
     zb_s = cost.zero_bubble_h1_bubble_s(p, m, 0.02, 0.02, 0.02)
-    schedules = {
-        "naive": (naive(p, m), (p - 1) / p),
-        "gpipe": (gpipe(p, m), cost.bubble_fraction(p, m)),
-        "1f1b": (one_f_one_b(p, m), cost.bubble_fraction(p, m)),
-        "interleaved": (interleaved(p, m, 2), cost.bubble_fraction(p, m, 2)),
-        "zb-h1": (zero_bubble_h1(p, m), zb_s / (busy_s + zb_s)),
+    formulas = {
+        "gpipe": cost.bubble_fraction(p, m),
+        "1f1b": cost.bubble_fraction(p, m),
+        "interleaved": cost.bubble_fraction(p, m, 2),
+        "zb-h1": zb_s / (busy_s + zb_s),
+        "zb-v": zb_s / (2 * busy_s + zb_s),
+        "dualpipe-v": zb_s / (2 * busy_s + zb_s),
     }
+    schedules = {name: (one, formulas[name]) for name, (one, _) in pairs(p, m).items()}
+    schedules["naive"] = (naive(p, m), (p - 1) / p)
     with Ranks(p) as ranks:
         runs = {name: emulated(schedule, times) for name, (schedule, _) in schedules.items()}
         measured = measure(ranks, runs, num_turns)
@@ -212,6 +282,8 @@ def print_bubbles(num_turns: int) -> None:
 
 def print_micro_batches(num_turns: int) -> None:
     """A slow wire: m = p against m = 4p."""
+    from course_lib.pipeline import one_f_one_b
+    from course_lib.pipeline.cost import BatchCost, step_parts
     from course_lib.pipeline.lab import emulated, measure
     from course_lib.ranks import Ranks
 
@@ -228,6 +300,8 @@ def print_micro_batches(num_turns: int) -> None:
 
 def main() -> None:
     """Print all tables."""
+    from course_lib.pipeline import interleaved, simulate
+
     parser = argparse.ArgumentParser(description="Our pipeline engine against torch's, bubbles.")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -235,6 +309,7 @@ def main() -> None:
     few = max(1, args.turns // 3)
     print_engines("bare", bare_processes, args.ranks, args.turns)
     print_engines("recorded", recorded_ranks, args.ranks, args.turns)
+    print_emulated(args.ranks, args.turns)
     print_halves(args.turns)
     start_s = time.perf_counter()
     simulate(interleaved(64, 512, 4))

@@ -3,6 +3,7 @@
 import gc
 import re
 import sys
+from itertools import pairwise
 
 import cloudpickle
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
@@ -22,14 +24,18 @@ from course_lib.pipeline import (
     Pipeline,
     ScheduleError,
     Stage,
+    dual_pipe_v,
     gpipe,
     interleaved,
     naive,
     one_f_one_b,
     simulate,
     split_model,
+    v_placement,
     zero_bubble_h1,
+    zero_bubble_v,
 )
+from course_lib.pipeline.actions import num_model_chunks_of, placement_of
 from course_lib.ranks import RankError, record
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -49,11 +55,13 @@ def batch(m, items=2):
 
 def schedules(p, m):
     return [
-        (naive(p, m), 1),
-        (gpipe(p, m), 1),
-        (one_f_one_b(p, m), 1),
-        (zero_bubble_h1(p, m), 1),
-        (interleaved(p, m, 2), 2),
+        naive(p, m),
+        gpipe(p, m),
+        one_f_one_b(p, m),
+        zero_bubble_h1(p, m),
+        interleaved(p, m, 2),
+        zero_bubble_v(p, m),
+        dual_pipe_v(p, 8),
     ]
 
 
@@ -61,9 +69,12 @@ def schedules(p, m):
 
 
 TORCH = {
-    "gpipe": (pipelining.ScheduleGPipe, gpipe, 1),
-    "1f1b": (pipelining.Schedule1F1B, one_f_one_b, 1),
-    "interleaved": (pipelining.ScheduleInterleaved1F1B, lambda p, m: interleaved(p, m, 2), 2),
+    "gpipe": (pipelining.ScheduleGPipe, gpipe),
+    "1f1b": (pipelining.Schedule1F1B, one_f_one_b),
+    "interleaved": (pipelining.ScheduleInterleaved1F1B, lambda p, m: interleaved(p, m, 2)),
+    "zb-h1": (torch_schedules.ScheduleInterleavedZeroBubble, zero_bubble_h1),
+    "zb-v": (torch_schedules.ScheduleZBVZeroBubble, zero_bubble_v),
+    "dualpipe-v": (torch_schedules.ScheduleDualPipeV, dual_pipe_v),
 }
 
 
@@ -75,18 +86,21 @@ def both(rank, m):
     """Gradients by ours and by torch's schedules, on the same stages."""
     p, found = dist.get_world_size(), {}
     inputs, targets = batch(m, items=3)
-    for name, (torch_schedule, make, v) in TORCH.items():
-        stage = split_model(linear_layers(), p, rank, num_model_chunks=v)
-        Pipeline(stage, F.mse_loss).step(make(p, m), inputs, targets)
+    for name, (torch_schedule, make) in TORCH.items():
+        schedule = make(p, m)
+        placement = placement_of(schedule)
+        stage = split_model(linear_layers(), p, rank, placement=placement)
+        Pipeline(stage, F.mse_loss).step(schedule, inputs, targets)
         ours = grads_of(stage)
         stage.zero_grad()
         theirs = [
-            pipelining.PipelineStage(chunk, number * p + rank, p * v, torch.device("cpu"))
-            for number, chunk in enumerate(stage.chunks)
+            pipelining.PipelineStage(chunk, depth, len(placement), torch.device("cpu"))
+            for chunk, depth in zip(stage.chunks, stage.depths, strict=True)
         ]
-        schedule = torch_schedule(theirs if v > 1 else theirs[0], m, loss_fn=F.mse_loss)
+        single = issubclass(torch_schedule, torch_schedules.PipelineScheduleSingle)
+        run = torch_schedule(theirs[0] if single else theirs, m, loss_fn=F.mse_loss)
         args = (torch.cat(inputs),) if rank == 0 else ()
-        schedule.step(*args, target=torch.cat(targets) if rank == p - 1 else None)
+        run.step(*args, target=torch.cat(targets) if rank == placement[-1] else None)
         found[name] = ours, grads_of(stage)
     return found
 
@@ -105,8 +119,8 @@ def test_gradients_are_those_of_torch_pipelining(pools, p):
 def recorded(rank, given):
     """Events of the first and of the second step of each schedule."""
     p, found = dist.get_world_size(), []
-    for schedule, v in given:
-        stage = split_model(linear_layers(8), p, rank, num_model_chunks=v)
+    for schedule in given:
+        stage = split_model(linear_layers(8), p, rank, placement=placement_of(schedule))
         pipeline, logs = Pipeline(stage, F.mse_loss), []
         m = 1 + max(action.micro_batch for action in schedule[0])
         for _ in range(2):
@@ -122,7 +136,7 @@ def test_events_are_those_of_the_simulator(pools, p):
     given = schedules(p, 4)
     by_rank = pools(p).run(recorded, given)
     for rank, found in enumerate(by_rank):
-        for (schedule, _), logs in zip(given, found, strict=True):
+        for schedule, logs in zip(given, found, strict=True):
             simulated = [e for e in simulate(schedule).events() if e.rank == rank]
             wanted = [(e.kind, e.label) for e in simulated if e.kind in COMPUTE_KINDS]
             for events in logs:
@@ -134,12 +148,13 @@ def test_events_are_those_of_the_simulator(pools, p):
 def test_each_border_is_crossed_once_each_way_by_each_micro_batch(pools, p):
     given = schedules(p, 4)
     by_rank = pools(p).run(recorded, given)
-    for number, (_, v) in enumerate(given):
+    for number, schedule in enumerate(given):
         first, second = (
             [e for found in by_rank for e in found[number][step] if e.kind == "send"]
             for step in range(2)
         )
-        crossings = 4 * (p * v - 1) if p > 1 else 0
+        borders = sum(rank != after for rank, after in pairwise(placement_of(schedule)))
+        crossings = borders * (1 + max(action.micro_batch for action in schedule[0]))
         assert len(second) == 2 * crossings
         assert {e.num_bytes for e in second} <= {2 * 6 * 4}
         headers = [e for e in first if e.num_bytes == 80]  # once, as shapes are not known before
@@ -192,8 +207,8 @@ def held(rank, given):
     """For each schedule: most micro-batches autograd held, what the engine says, what is left."""
     found = []
     inputs = [torch.ones(1000) * (1 + i) for i in range(8)]
-    for schedule, v in given:
-        stage = Stage([Product() for _ in range(v)])
+    for schedule in given:
+        stage = Stage([Product() for _ in range(num_model_chunks_of(schedule))])
         pipeline = Pipeline(stage, first_sum)
         pipeline.step(schedule, inputs, [torch.ones(1)] * 8)
         known = [*inputs, *stage.parameters()]
@@ -212,7 +227,7 @@ def held(rank, given):
 def test_activations_held_are_those_of_the_simulator_and_go(pools, p):
     given = schedules(p, 8)
     by_rank = pools(p).run(held, given)
-    for number, (schedule, _) in enumerate(given):
+    for number, schedule in enumerate(given):
         wanted = simulate(schedule).peak_in_flight()
         for rank in range(p):
             most, told, left, alive = by_rank[rank][number]
@@ -340,6 +355,21 @@ def test_numbers_that_do_not_fit_are_told(pools, schedule, inputs, targets, says
         Pipeline(stage_of(rank), F.mse_loss).step(schedule, batch(inputs)[0], batch(targets)[1])
 
     assert_told(pools, step, says, error=ScheduleError)
+
+
+def test_a_stage_that_holds_other_layers_than_the_schedule_runs_is_told(pools):
+    def loop(rank):
+        stage = split_model(linear_layers(), 2, rank, num_model_chunks=2)
+        Pipeline(stage, F.mse_loss).step(zero_bubble_v(2, 4), *batch(4))
+
+    says = "rank {rank}, Pipeline: need the model chunks [", "placement=[0, 1, 1, 0])"
+    assert_told(pools, loop, *says, error=ScheduleError)
+
+    def in_a_v(rank):
+        stage = split_model(linear_layers(), 2, rank, placement=v_placement(2))
+        Pipeline(stage, F.mse_loss).step(interleaved(2, 4, 2), *batch(4))
+
+    assert_told(pools, in_a_v, "placement=[0, 1, 0, 1])", error=ScheduleError)
 
 
 def last_rank_says(pools, fn, pattern, p=2):

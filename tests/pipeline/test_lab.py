@@ -11,12 +11,16 @@ from course_lib.core import Link
 from course_lib.core.records import COMPUTE_KINDS
 from course_lib.pipeline import (
     PipelineTimes,
+    dual_pipe_v,
     gpipe,
     interleaved,
     one_f_one_b,
     simulate,
+    v_placement,
     zero_bubble_h1,
+    zero_bubble_v,
 )
+from course_lib.pipeline.actions import loop_placement
 from course_lib.pipeline.cost import BatchCost
 from course_lib.pipeline.lab import PipelineRun, TimedLayer, emulated, measure, measure_times
 from course_lib.ranks import Ranks
@@ -31,6 +35,8 @@ SCHEDULES = {
     "gpipe": gpipe(2, 3),
     "interleaved": interleaved(2, 4, 2),
     "zb-h1": zero_bubble_h1(2, 3),
+    "zb-v": zero_bubble_v(2, 3),
+    "dualpipe-v": dual_pipe_v(2, 4),
 }
 
 
@@ -57,18 +63,26 @@ def test_emulated_steps_do_what_is_simulated_and_are_never_faster(pools):
 def test_times_are_found_for_each_chunk_and_each_part_of_backward(pools):
     whole = measure_times(pools(2), emulated(SCHEDULES["interleaved"], TIMES))
     split = measure_times(pools(2), emulated(SCHEDULES["zb-h1"], TIMES))
-    given = TIMES.by_depth(2, 2)
+    given = TIMES.by_depth(loop_placement(2, 2))
     assert whole.backward_input_s == whole.backward_weight_s
     assert len(whole.forward_s) == 4
     for got, wanted in zip(whole.forward_s, given["forward"], strict=True):
         assert got >= wanted
     for got, wanted in zip(whole.backward_input_s, given["backward"], strict=True):
         assert got >= wanted / 2
-    given = TIMES.by_depth(2, 1)
+    given = TIMES.by_depth(loop_placement(2))
     for kind in ("forward", "backward_input", "backward_weight"):
         for got, wanted in zip(getattr(split, f"{kind}_s"), given[kind], strict=True):
             assert got >= wanted
     assert split.message_bytes == 4
+
+
+def test_times_in_a_v_are_those_of_the_rank_that_holds_the_chunk(pools):
+    times = measure_times(pools(2), emulated(SCHEDULES["zb-v"], TIMES))
+    given = TIMES.by_depth(v_placement(2))
+    assert given["forward"] == [0.001, 0.002, 0.002, 0.001]
+    for got, wanted in zip(times.forward_s, given["forward"], strict=True):
+        assert got >= wanted
 
 
 def test_messages_have_the_size_and_the_time_of_the_emulated_wire():

@@ -4,7 +4,13 @@ import pytest
 
 from course_lib.core import Event
 from course_lib.display.show import png_bytes
-from course_lib.pipeline import schedules, simulate
+from course_lib.pipeline import (
+    PipelineTimes,
+    dual_pipe_v,
+    schedules,
+    simulate,
+    zero_bubble_v,
+)
 from course_lib.pipeline.cost import bubble_fraction
 from course_lib.pipeline.explorer import schedule_explorer
 from course_lib.pipeline.pictures import DrawnRun, pipelines
@@ -15,6 +21,8 @@ MADE = {
     "1f1b": schedules.one_f_one_b(4, 6),
     "zb-h1": schedules.zero_bubble_h1(4, 6),
     "interleaved": schedules.interleaved(3, 6, 3),
+    "zb-v": zero_bubble_v(3, 6),
+    "dualpipe-v": dual_pipe_v(3, 6),
     "one rank": schedules.interleaved(1, 2, 2),
 }
 
@@ -29,7 +37,8 @@ def titles(figure):
 
 @pytest.mark.parametrize("schedule", MADE.values(), ids=MADE)
 def test_the_lanes_say_what_the_simulation_says(schedule):
-    played, run = simulate(schedule), run_of(schedule)
+    played = simulate(schedule, PipelineTimes(overlap=0.5))
+    run = DrawnRun(played.events())
     chunks = run.num_model_chunks
     peaks = [chunks * run.peak_in_flight(rank) for rank in run.ranks]
     assert peaks == pytest.approx(played.peak_in_flight())
@@ -68,10 +77,11 @@ def test_odd_input_draws(runs):
 def test_the_explorer_plays_every_schedule_and_says_what_cannot_be_made():
     picture = schedule_explorer()
     assert picture.alt.startswith("1F1B: a bubble of 50% of the compute, 4 micro-batches in flight")
-    for name in ("naive", "GPipe", "ZB-H1", "interleaved"):
+    picture.sliders["m"].value = 8
+    for name in ("naive", "GPipe", "ZB-H1", "ZB-V", "DualPipeV", "interleaved"):
         picture.sliders["schedule"].value = name
         assert picture.alt.startswith(name)
-    assert "12 parts of 1/2" in picture.alt
+    assert "11 parts of 1/2" in picture.alt
     picture.sliders["p"].value = 3
     picture.sliders["m"].value = 7
     assert picture.image.picture["failed"]

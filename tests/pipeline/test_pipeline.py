@@ -17,14 +17,18 @@ from course_lib.models import GPT, next_tokens, padded_batch, token_batch, token
 from course_lib.pipeline import (
     Action,
     Pipeline,
+    dual_pipe_v,
     gpipe,
     interleaved,
     naive,
     one_f_one_b,
     run_schedule,
     split_model,
+    v_placement,
     zero_bubble_h1,
+    zero_bubble_v,
 )
+from course_lib.pipeline.actions import placement_of
 from course_lib.pipeline.engine import StageExecutor
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -33,9 +37,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-15}
 SIZES = (1, 2, 3, 4)
 PLAIN = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zero_bubble_h1}
-SPEC = ModelSpec(hidden=8, num_layers=4, num_heads=2, ffn_hidden=16, vocab=20, max_seq=6)
+SPEC = ModelSpec(hidden=8, num_layers=6, num_heads=2, ffn_hidden=16, vocab=20, max_seq=6)
 UNTIED = ModelSpec(
-    hidden=8, num_layers=4, num_heads=2, ffn_hidden=16, vocab=20, max_seq=6, tied=False
+    hidden=8, num_layers=6, num_heads=2, ffn_hidden=16, vocab=20, max_seq=6, tied=False
 )
 
 
@@ -155,13 +159,14 @@ def together(rank, cases, engine=Pipeline, group=None):
 
 def assert_law(pools, p, cases, engine=Pipeline):
     by_rank = pools(p).run(together, cases, engine)
-    for number, (name, _, items, _) in enumerate(cases):
+    for number, (name, schedule, items, _) in enumerate(cases):
         for step, (loss, wanted) in enumerate(alone(name, items)):
             if "head.weight" not in wanted and "embedding.weight" in wanted:
                 wanted = {**wanted, "head.weight": wanted["embedding.weight"]}
             got = [found[3 * number + step] for found in by_rank]
-            assert [one[0] for one in got[:-1]] == [None] * (p - 1)
-            assert got[-1][0] == pytest.approx(loss, rel=1e-12)
+            losses = [one[0] for one in got]
+            assert losses.pop(placement_of(schedule)[-1]) == pytest.approx(loss, rel=1e-12)
+            assert losses == [None] * (p - 1)
             for _, names, row, missing in got:
                 wanted_row, wanted_missing = flat(wanted, names)
                 assert missing == wanted_missing
@@ -180,20 +185,23 @@ EVERYWHERE = {"tied GPT", "partly frozen"}  # the others on two and on four rank
 def test_every_schedule_has_the_numbers_of_one_process(pools, name, p):
     sizes = {1: (3,), 2: (1, 5), 3: (2, 4), 4: (3, 8)}[p]  # fewer than stages, and more
     cases = [(name, make(p, m), 9, {}) for make, m in product(PLAIN.values(), sizes)]
-    if p < 4 or name == "mlp":  # a GPT's six layers are too few for four stages of two pieces
-        m = {1: 3, 2: 4, 3: 6, 4: 8}[p]
-        cases.append((name, interleaved(p, m, 2), 9, {"num_model_chunks": 2}))
+    m = {1: 3, 2: 4, 3: 6, 4: 8}[p]
+    cases.append((name, interleaved(p, m, 2), 9, {"num_model_chunks": 2}))
+    in_a_v = {"placement": v_placement(p)}
+    cases += [(name, zero_bubble_v(p, m), 9, in_a_v) for m in sizes]
+    cases.append((name, dual_pipe_v(p, 2 * p), 9, in_a_v))
     assert_law(pools, p, cases)
 
 
 def uneven_pieces():
     """Cuts that no balancing would choose, one for each number of stages and model chunks."""
     return [
-        (2, one_f_one_b(2, 3), {"num_layers": [5, 1]}),
-        (2, zero_bubble_h1(2, 4), {"num_layers": [1, 5]}),  # the first one: only the embedding
-        (2, interleaved(2, 4, 2), {"num_layers": [1, 3, 1, 1], "num_model_chunks": 2}),
-        (3, gpipe(3, 2), {"num_layers": [1, 4, 1]}),
-        (3, interleaved(3, 3, 2), {"layer_times": [9, 1, 1, 1, 1, 1], "num_model_chunks": 2}),
+        (2, one_f_one_b(2, 3), {"num_layers": [7, 1]}),
+        (2, zero_bubble_h1(2, 4), {"num_layers": [1, 7]}),  # the first one: only the embedding
+        (2, interleaved(2, 4, 2), {"num_layers": [1, 5, 1, 1], "num_model_chunks": 2}),
+        (2, zero_bubble_v(2, 3), {"num_layers": [1, 1, 1, 5], "placement": v_placement(2)}),
+        (3, gpipe(3, 2), {"num_layers": [1, 6, 1]}),
+        (3, interleaved(3, 3, 2), {"layer_times": [9, 1, 1, 1, 1, 1, 1, 1], "num_model_chunks": 2}),
     ]
 
 
@@ -204,15 +212,19 @@ def test_uneven_stages_have_the_numbers_of_one_process(pools, p):
 
 
 def random_schedule(p, m, v, seed):
-    """A random order in which every input has arrived; some backwards are split."""
+    """A random order in which every input has arrived; some backwards are split.
+
+    In each model chunk, the stages lie on the ranks in any order.
+    """
     dice = random.Random(seed)
+    placement = [rank for _ in range(v) for rank in dice.sample(range(p), p)]
     halved = {part for part in product(range(p * v), range(m)) if dice.random() < 0.4}
     programs = [[] for _ in range(p)]
     ready = [("F", 0, i) for i in range(m)]
     while ready:
         kind, depth, i = ready.pop(dice.randrange(len(ready)))
         name = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
-        programs[depth % p].append(Action(name[kind], depth % p, i, depth // p))
+        programs[placement[depth]].append(Action(name[kind], depth % p, i, depth // p))
         if kind == "F" and depth < p * v - 1:
             ready.append(("F", depth + 1, i))
             continue
@@ -224,12 +236,12 @@ def random_schedule(p, m, v, seed):
     return programs
 
 
-@pytest.mark.parametrize(("p", "v"), [(1, 2), (2, 1), (2, 2), (3, 2), (4, 1)])
+@pytest.mark.parametrize(("p", "v"), [(1, 2), (2, 1), (2, 2), (3, 2), (4, 1), (4, 2)])
 def test_any_valid_schedule_has_the_numbers_of_one_process(pools, p, v):
     cases = [
-        ("tied GPT", random_schedule(p, m, v, seed), 7, {"num_model_chunks": v})
+        ("tied GPT", schedule, 7, {"placement": placement_of(schedule)})
         for seed, m in enumerate((1, 2, 5, 7))
-        if p * v <= 6
+        for schedule in [random_schedule(p, m, v, seed)]
     ]
     assert_law(pools, p, cases)
 

@@ -13,7 +13,7 @@ from course_lib.pipeline.cost import (
     zero_bubble_throughput,
 )
 from course_lib.pipeline.pictures import h100_picture, throughput_picture
-from course_lib.pipeline.simulation import INSTANT
+from course_lib.pipeline.times import INSTANT
 
 
 def test_eight_h100_lose_what_bubble_and_slowest_stage_say():

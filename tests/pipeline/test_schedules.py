@@ -21,6 +21,7 @@ from course_lib.pipeline import token_pipeline as tp
 from course_lib.pipeline.balance import balance_stages, stage_times
 from course_lib.pipeline.cost import PUBLISHED, BatchCost, step_parts
 from course_lib.pipeline.schedule_rules import check_schedule
+from course_lib.pipeline.v_schedules import dual_pipe_v, zero_bubble_v
 
 DATA = Path(__file__).parents[1] / "data"
 PLAIN = {"naive": s.naive, "gpipe": s.gpipe, "1f1b": s.one_f_one_b, "zb-h1": s.zero_bubble_h1}
@@ -168,7 +169,7 @@ def test_every_schedule_keeps_the_laws():
 
 def test_messages_are_needed_in_the_order_in_which_they_are_sent():
     for name, p, _, schedule in every_schedule():
-        v = a.num_model_chunks_of(schedule)
+        placement = a.placement_of(schedule)
         for sender, receiver in itertools.product(range(p), repeat=2):
             sent = [
                 (one.kind == "forward", one.depth(p) + (1 if one.kind == "forward" else -1),
@@ -178,7 +179,7 @@ def test_messages_are_needed_in_the_order_in_which_they_are_sent():
             needed = [
                 (one.kind == "forward", one.depth(p), one.micro_batch)
                 for one in schedule[receiver]
-                if a.source_of(one, p, v) == sender
+                if a.source_of(one, p, placement) == sender
             ]
             assert sent == needed, (name, sender, receiver)
 
@@ -222,7 +223,10 @@ BROKEN = {
         "rank 1: need F1, .* got W1, F1, I1",
     ),
     "half missing": (without(s.zero_bubble_h1(2, 2), 1, "W0"), "rank 1: .* got F0, I0"),
-    "wrong rank": (ONE_F[::-1], "rank 0: need actions of stage 0, .* of stage 2"),
+    "twice the same stage": (
+        [ONE_F[0], ONE_F[1], ONE_F[1]],
+        "ranks 1 and 2: need a stage of its own .* got stage 1 for both, with F0",
+    ),
     "wrong kind": ([[s.Action("Forward", 0, 0)]], "rank 0: need .*; got 'Forward'"),
     "below 0": ([[s.Action("forward", 0, -1)]], "rank 0: need micro-batches .* from 0 on"),
     "chunk left out": (without(s.interleaved(2, 2, 2), 0, "F1.1"), r"rank 0: need F1\.1"),
@@ -431,21 +435,24 @@ def test_events_say_who_did_what_and_when():
 def test_the_actions_of_a_rank_do_not_overlap_and_inputs_come_first():
     link = Link(latency_s=0.25, bytes_per_s=8)
     times = PipelineTimes(forward_s=[3, 1, 2], link=link, message_bytes=4)
-    for schedule in (s.one_f_one_b(3, 5), s.interleaved(3, 6, 2), s.zero_bubble_h1(3, 5)):
-        step, v = simulate(schedule, times), a.num_model_chunks_of(schedule)
+    for schedule in (s.one_f_one_b(3, 5), s.interleaved(3, 6, 2), s.zero_bubble_h1(3, 5),
+                     zero_bubble_v(3, 5), dual_pipe_v(3, 6)):  # fmt: skip
+        step, placement = simulate(schedule, times), a.placement_of(schedule)
         there_s = {}  # when the output of each action is at its receiver, or done if it has none
         for rank, actions in enumerate(schedule):
             starts, ends = step.starts_s[rank], step.ends_s[rank]
             assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
             left, arrived = step.left_s[rank], step.arrived_s[rank]
             for action, end, gone, there in zip(actions, ends, left, arrived, strict=True):
-                assert gone is None or (gone >= end and there == gone + 0.75)
+                to_itself = a.target_of(action, 3, placement) == rank
+                travel_s = 0 if to_itself else 0.75
+                assert gone is None or (gone >= end and there == gone + travel_s)
                 if action.kind != "backward_weight":
                     forward = action.kind == "forward"
                     there_s[forward, action.depth(3), action.micro_batch] = there or end
         for rank, actions in enumerate(schedule):
             for action, start in zip(actions, step.starts_s[rank], strict=True):
-                if a.source_of(action, 3, v) is not None:
+                if a.source_of(action, 3, placement) is not None:
                     forward = action.kind == "forward"
                     source = action.depth(3) + (-1 if forward else 1)
                     assert start >= there_s[forward, source, action.micro_batch]

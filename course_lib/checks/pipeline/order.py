@@ -5,16 +5,13 @@ from typing import Any
 
 from course_lib.checks.cases import Case, Cases
 from course_lib.checks.edits import Edit
-from course_lib.checks.exercise import Cause, Exercise, failed
-from course_lib.pipeline.actions import Action
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.pipeline.parts import ACTIONS, KIND, STAGE, demand_own_stages, read_schedule
 
 SIZES = [(p, m) for p in (2, 3, 4, 1, 6) for m in (3, 4, 8, 1, 2, 7)]
 SIZES += [(4, 8), (9, 12), (17, 20)]  # one for the second time; more ranks than one counts on
 KINDS = ("forward", "backward")
 
-ACTIONS = Cause("Return a list of Action(kind, stage, micro_batch) for each rank.")
-KIND = Cause('The kinds are "forward" and "backward".')
-STAGE = Cause("Rank r runs stage r: Action(kind, rank, micro_batch).")
 OLDEST_FIRST = Cause(
     "Backwards follow the order of the forwards, oldest micro-batch first: its gradient arrives "
     "first, and its activations have waited longest."
@@ -27,18 +24,8 @@ def _cases() -> list[Case]:
 
 def _by_rank(schedule: Any, _p: int, _m: int) -> dict[str, str]:
     """Return the actions of each rank as text: `F0 F1 B0 B1`."""
-    try:
-        ranks = [list(actions) for actions in schedule]
-    except TypeError:
-        raise failed(f"got {str(schedule)[:80]}", ACTIONS) from None
-    if other := [each for actions in ranks for each in actions if not isinstance(each, Action)]:
-        raise failed(f"got {other[0]!r} for an action", ACTIONS)
-    for rank, actions in enumerate(ranks):
-        for action in actions:
-            if action.kind not in KINDS:
-                raise failed(f"rank {rank} has an action of the kind {action.kind!r}", KIND)
-            if action.stage != rank:
-                raise failed(f"rank {rank} has the action {tuple(action[:3])}", STAGE)
+    ranks = read_schedule(schedule, KINDS)
+    demand_own_stages(ranks)
     return {
         f"rank {rank}": " ".join(action.label for action in actions)
         for rank, actions in enumerate(ranks)

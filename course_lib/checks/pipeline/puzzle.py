@@ -1,0 +1,322 @@
+"""Exercise 7 of 08_pipeline: a puzzle, the shortest step within a limit on memory.
+
+The simulator is the judge; `scores.py` prints a learner's steps beside those of known schedules.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from course_lib.checks.cases import Case, Cases
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, CheckFailed, Exercise, failed
+from course_lib.checks.pipeline.parts import ACTIONS, STAGE, demand_own_stages, read_schedule
+from course_lib.pipeline.actions import (
+    LETTERS,
+    Action,
+    Schedule,
+    ScheduleError,
+    in_flight,
+    num_model_chunks_of,
+)
+from course_lib.pipeline.schedule_rules import check_schedule
+from course_lib.pipeline.schedules import gpipe, naive, one_f_one_b
+from course_lib.pipeline.simulation import PipelineTimes, simulate
+
+Seconds = Mapping[str, float]
+
+
+class Puzzle(NamedTuple):
+    """Find the shortest step of p ranks and m micro-batches, with `cap` of them in flight."""
+
+    p: int
+    m: int
+    ratio: tuple[float, float, float]  # seconds of F, I and W
+    cap: int
+    enough_s: float = 0.0  # the step of ZB-H1
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each kind of action, as a learner's function gets them."""
+        return dict(zip(("forward", "backward_input", "backward_weight"), self.ratio, strict=True))
+
+    @property
+    def times(self) -> PipelineTimes:
+        """The same, for the simulator."""
+        forward_s, input_s, weight_s = self.ratio
+        return PipelineTimes(
+            forward_s=forward_s, backward_input_s=input_s, backward_weight_s=weight_s
+        )
+
+    def __str__(self) -> str:
+        shown = " : ".join(f"{part:g}" for part in self.ratio)
+        return f"p = {self.p}, m = {self.m}, F : I : W = {shown}, cap {self.cap}"
+
+
+PUZZLES = (
+    Puzzle(4, 8, (1, 1, 1), 4, 27),
+    Puzzle(4, 8, (2, 2, 1), 4, 49),
+    Puzzle(4, 8, (2, 2, 1), 7, 49),
+    Puzzle(3, 7, (3, 2, 1), 3, 50),
+    Puzzle(5, 8, (1, 2, 1), 5, 40),
+    Puzzle(4, 4, (1, 1, 2), 5, 19),
+    Puzzle(6, 4, (2, 1, 1), 6, 28),
+)
+
+KIND = Cause(f"The kinds are {', '.join(LETTERS)}.")
+RANKS = Cause("Return one list of actions for each of the p ranks.")
+MISSING = Cause(
+    "An action is missing: each of the m micro-batches needs F, then I and W (or B, which is both)."
+)
+DOUBLED = Cause("An action stands there twice: each micro-batch has one F, then I and W, or B.")
+UNKNOWN = Cause("There are m micro-batches, counted from 0.")
+EARLY = Cause("On a rank, F comes before I, and I before W, for each micro-batch.")
+DEADLOCK = Cause(
+    "Deadlock: each of these ranks waits for an output that the other one would send later. An "
+    "action needs the same action of its neighbor: F of the stage before, I or B of the one after."
+)
+TOO_MANY = Cause(
+    "Too many in flight: a rank holds the activations of a micro-batch from F until W, or B."
+)
+ONE_TOO_MANY = Cause(
+    "One too many: before the next forward, fewer than cap micro-batches may be in flight."
+)
+FREED_EARLY = Cause(
+    "They were counted until backward_input; but activations are needed until backward_weight."
+)
+ENDLESS = Cause("Your loop never ends: every round has to run an action that has not run before.")
+CALLERS = Cause("The dictionary of seconds is the caller's: leave it as it is.")
+
+
+def _cases() -> list[Case]:
+    return [(str(one), _arguments(one)) for one in PUZZLES]
+
+
+def _arguments(one: Puzzle) -> tuple[int, int, Seconds, int]:
+    return one.p, one.m, one.seconds, one.cap
+
+
+def _shown(result: Any, p: int, m: int, seconds: Seconds, cap: int) -> str:
+    """Return `a step of 30 s`, or `a step of at most 27 s` if ZB-H1 takes as long or longer."""
+    puzzle = next(one for one in PUZZLES if _arguments(one) == (p, m, seconds, cap))
+    step_s, enough_s = simulate(judged(result, p, m, cap), puzzle.times).step_s, puzzle.enough_s
+    return f"a step of {f'at most {enough_s}' if step_s < enough_s + 1e-9 else f'{step_s:g}'} s"
+
+
+def judged(result: Any, p: int, m: int, cap: int) -> Schedule:
+    """Return a learner's schedule as lists of actions.
+
+    Raises: CheckFailed for no schedule, a broken rule, or too many micro-batches in flight
+    """
+    schedule = read_schedule(result, LETTERS, KIND)
+    if broken := _broken(schedule, p, m) or _over(schedule, cap):
+        raise broken
+    return schedule
+
+
+def _broken(schedule: Schedule, p: int, m: int) -> CheckFailed | None:
+    """Return the first broken rule: the action, and why it cannot be there."""
+    if len(schedule) != p:
+        return failed(f"got {len(schedule)} lists", RANKS)
+    num_model_chunks = num_model_chunks_of(schedule)
+    if num_model_chunks == 1:
+        demand_own_stages(schedule)
+    for rank, actions in enumerate(schedule):
+        done: Counter[tuple[str, int, int]] = Counter()
+        for action in actions:
+            if found := _out_of_order(action, rank, m, done):
+                return found
+            for kind in _parts(action.kind):
+                done[kind, action.micro_batch, action.model_chunk] += 1
+        for chunk in range(num_model_chunks):
+            for micro_batch in range(m):
+                for kind in _parts("forward", "backward"):
+                    if not done[kind, micro_batch, chunk]:
+                        label = Action(kind, rank, micro_batch, chunk).label
+                        return failed(f"rank {rank}: there is no {label}", MISSING)
+    try:
+        check_schedule(schedule, num_micro_batches=m)
+    except ScheduleError as error:
+        return failed(str(error), DEADLOCK if "circle" in str(error) else None)
+    return None
+
+
+def _parts(*kinds: str) -> list[str]:
+    """Return kinds with a whole backward as its two halves."""
+    halves = {"backward": ["backward_input", "backward_weight"]}
+    return [half for kind in kinds for half in halves.get(kind, [kind])]
+
+
+def _out_of_order(
+    action: Action, rank: int, m: int, done: Counter[tuple[str, int, int]]
+) -> CheckFailed | None:
+    """Return why an action cannot come next on its rank, after those that are done."""
+    micro_batch, chunk = action.micro_batch, action.model_chunk
+    where = f"rank {rank}: {action.label}"
+    if not 0 <= micro_batch < m:
+        return failed(where, UNKNOWN)
+    parts = _parts(action.kind)
+    if any(done[kind, micro_batch, chunk] for kind in parts):
+        return failed(f"{where} comes a second time", DOUBLED)
+    needs = {"backward_input": "forward", "backward_weight": "backward_input"}.get(parts[0])
+    if needs and not done[needs, micro_batch, chunk]:
+        label = action._replace(kind=needs).label
+        return failed(f"{where} comes before {label}", EARLY)
+    return None
+
+
+def _over(schedule: Schedule, cap: int) -> CheckFailed | None:
+    """Return where more than `cap` micro-batches are in flight; a model chunk counts 1/v."""
+    v = num_model_chunks_of(schedule)
+    most = max(max(in_flight(actions)) for actions in schedule)
+    if most <= cap * v:
+        return None
+    for rank, actions in enumerate(schedule):
+        for action, count in zip(actions, in_flight(actions), strict=True):
+            if count > cap * v:
+                freed = max(max(_until_input(one)) for one in schedule) <= cap * v
+                cause = FREED_EARLY if freed else ONE_TOO_MANY if most == cap * v + 1 else TOO_MANY
+                return failed(f"rank {rank}: {action.label} makes {count / v:g} in flight", cause)
+    return None
+
+
+def _until_input(actions: list[Action]) -> list[int]:
+    """Return the number of micro-batches after each action whose backward_input is to come."""
+    halves = [action for action in actions if action.kind != "backward_weight"]
+    return in_flight(
+        [one._replace(kind="backward") if one.kind == "backward_input" else one for one in halves]
+    )
+
+
+# --- wrong answers that are no edit of the right one
+
+
+def _in_a_circle(p: int, m: int, *_: Any) -> Schedule:
+    """Let the last rank begin with its last micro-batch, whose forward the first one defers."""
+    schedule = one_f_one_b(p, m)
+    schedule[-1] = schedule[-1][-2:] + schedule[-1][:-2]
+    return schedule
+
+
+def _weights_at_the_end(p: int, m: int, *_: Any) -> Schedule:
+    return [
+        [each._replace(kind=KIND_OF.get(each.kind, each.kind)) for each in actions]
+        + [Action("backward_weight", rank, i) for i in range(m)]
+        for rank, actions in enumerate(one_f_one_b(p, m))
+    ]
+
+
+KIND_OF = {"backward": "backward_input"}
+MOST = "min(m, w + cap, i + cap - rank)"
+URGENT = "0 if f - i < p - rank else 2"
+INPUT = '("backward_input", i, f, 1)'
+WEIGHT = '("backward_weight", w, i, 3)'
+RETURNS = "return schedule"
+
+PUZZLE = Exercise(
+    key="pipeline-7",
+    title="a puzzle: the shortest step within a limit on memory",
+    library=(
+        "course_lib.pipeline.schedules:interleaved",
+        "course_lib.pipeline.schedules:zero_bubble_h1",
+        "course_lib.pipeline.v_schedules:zero_bubble_v",
+        "course_lib.pipeline.v_schedules:dual_pipe_v",
+    ),
+    check=Cases(
+        cases=_cases,
+        show=_shown,
+        unchanged=CALLERS,
+        endless=ENDLESS,
+        look=(
+            "Valid, and within the limit; but ZB-H1 is faster. Simulate your schedule and look at "
+            "its timeline: which rank waits, for which action, and what ran in its place?"
+        ),
+        success="As fast as ZB-H1 or faster in 7 puzzles, with no more than cap in flight.",
+    ),
+    wrong=(
+        Own(
+            lambda p, m, *_: naive(p, m),
+            Cause(
+                "One micro-batch at a time: one rank computes, the others wait. Run F of the next "
+                "micro-batches meanwhile."
+            ),
+        ),
+        Own(
+            lambda p, m, *_: one_f_one_b(p, m),
+            Cause(
+                "That is 1F1B: its backwards are whole, so the stage before waits for W, too. "
+                "Split them, and run W where the rank would wait."
+            ),
+        ),
+        Own(lambda p, m, *_: gpipe(p, m), TOO_MANY),
+        Own(_weights_at_the_end, FREED_EARLY),
+        Own(_in_a_circle, DEADLOCK),
+        Edit("w + cap", "w + cap + 1", ONE_TOO_MANY, also=(("i + cap", "i + cap + 1"),)),
+        Edit("w + cap, i", "i + cap, i", FREED_EARLY),
+        Edit(MOST, "m", TOO_MANY),
+        Edit(
+            URGENT,
+            "2",
+            Cause(
+                "I always comes before F: a rank then has too few micro-batches under way, and the "
+                "ranks after it wait. Below p - r of them, F is more urgent."
+            ),
+        ),
+        Edit(
+            WEIGHT,
+            '("backward_weight", w, i, -1)',
+            Cause(
+                "W always comes first, but nobody waits for it: run it where the rank would wait, "
+                "or needs the memory."
+            ),
+        ),
+        Edit(
+            "min(ready)",
+            "min(ready, key=lambda one: one[1:])",
+            Cause(
+                "The most urgent action was taken, however late it can start: the rank waits for "
+                "it, while others could run."
+            ),
+        ),
+        Edit(
+            "max(free_s[rank], ends.get(sent, 0.0))",
+            "ends.get(sent, 0.0)",
+            Cause(
+                "An action starts when its input is there and its rank is free: all that the input "
+                "allows looks as if it could start at once."
+            ),
+        ),
+        Edit(
+            "min(ready)",
+            "max(ready)",
+            Cause("The action that can start last was taken: take the one that can start first."),
+        ),
+        Edit("schedule[action.stage].append(action)", "pass", ENDLESS),
+        Edit("3 * p * m", "2 * p * m", MISSING),
+        Edit(INPUT, '("backward_input", i, m, 1)', EARLY),
+        Edit(WEIGHT, '("backward_weight", w, f, 1)', EARLY),
+        Edit(
+            "(source is None or sent in ends)",
+            "sent in ends",
+            Cause(
+                "`ready` is empty, and there are actions left: some need no message (F of the "
+                "first stage, I of the last one, W), and F needs room, which W makes."
+            ),
+        ),
+        Edit(RETURNS, "return [[*one, one[-1]] for one in schedule]", DOUBLED),
+        Edit("Action(kind, rank, number)", "Action(kind, rank, number + 1)", UNKNOWN),
+        Edit(RETURNS, "return [[each[:3] for each in one] for one in schedule]", ACTIONS),
+        Edit(
+            RETURNS,
+            "return [[each._replace(kind=each.kind[0]) for each in one] for one in schedule]",
+            KIND,
+        ),
+        Edit(
+            RETURNS,
+            "return [[each._replace(stage=0) for each in one] for one in schedule]",
+            STAGE,
+        ),
+        Edit(RETURNS, "return schedule[:3]", RANKS),
+        Edit(RETURNS, 'seconds["forward"] = 0\nreturn schedule', CALLERS),
+    ),
+)
