@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from course_lib.core import Link
+from course_lib.core import Link, TwoLevelLink
 from course_lib.display import Voices, compare, timelines
 from course_lib.fsdp.cost import (
     UnitSizes,
@@ -63,18 +63,34 @@ def units():
     """The peak over the number of units."""
     numel, counts = 8_030_000_000, [1, 2, 4, 8, 16, 32]
 
-    def peak_gb(count, ahead):
+    def peak_gb(count):
         sizes = UnitSizes(numels=(0, *[numel // count] * count), p=8, compute_bytes=2)
-        return peak_param_bytes(sizes, prefetch=ahead) / 1e9
+        return peak_param_bytes(sizes) / 1e9
 
-    curves = {
-        name: Voices(formula=[peak_gb(count, ahead) for count in counts])
-        for name, ahead in WAYS.items()
-    }
+    peaks = Voices(formula=[peak_gb(count) for count in counts])
     title = "8 billion parameters on 8 ranks: small units leave little but the shards"
     labels = {"x_label": "units", "y_label": "parameters on a rank (GB)"}
     note = "shards in fp32, gathered in bf16"
-    return compare(counts, curves, title, note=note, **labels)
+    return compare(counts, peaks, title, note=note, **labels)
+
+
+def hybrid():
+    """A step on two nodes of two ranks, both ways, computing nothing."""
+    inside = Link(name="fast Ethernet", latency_s=1e-3, bytes_per_s=40e6)
+    link = TwoLevelLink(inside=inside, outside=WIRE, ranks_per_node=2)
+    times = UnitTimes(forward_s=(0.0,) * 4, backward_s=(0.0,) * 4)
+    numels = (0, *[2**16] * 4)
+    ways = {
+        "sharded over 4": UnitSizes(numels=numels, p=4),
+        "hybrid 2 x 2": UnitSizes(numels=numels, p=2, replicas=2),
+    }
+    runs = {
+        name: [e for e in fsdp_step(times, sizes, 4, link) if e.rank == 0]
+        for name, sizes in ways.items()
+    }
+    flat_s, hybrid_s = (max(event.end_s for event in events) for events in runs.values())
+    title = f"Hybrid: {hybrid_s * 1e3:.0f} ms in place of {flat_s * 1e3:.0f} ms"
+    return timelines(runs, title, link=link)
 
 
 def sums():
@@ -84,4 +100,4 @@ def sums():
 
 def pictures():
     """All pictures by the names the deck calls them."""
-    return {draw.__name__: draw() for draw in (teeth, prefetch, wires, units, sums)}
+    return {draw.__name__: draw() for draw in (teeth, prefetch, wires, units, hybrid, sums)}

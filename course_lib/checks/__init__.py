@@ -17,10 +17,9 @@ from course_lib.checks.exercise import (
     Cause,
     CheckFailed,
     Exercise,
-    Mistake,
     NotDone,
     check,
     find_exercise,
 )
 
-__all__ = ["Cause", "CheckFailed", "Exercise", "Mistake", "NotDone", "check", "find_exercise"]
+__all__ = ["Cause", "CheckFailed", "Exercise", "NotDone", "check", "find_exercise"]

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from course_lib.checks.exercise import (
     CheckFailed,
     Exercise,
-    Mistake,
     NotDone,
     Wrong,
     exercises_of,
@@ -43,25 +42,22 @@ def _prove(exercise: Exercise, show: bool, table: bool) -> bool:
         print(f"{exercise.key}: the right answer is rejected: {error}")
         return False
     print(f"{exercise.key}: right in {time.perf_counter() - start_s:.1f} s. {detail}")
-    every: tuple[Wrong | Mistake, ...] = (*exercise.wrong, *exercise.mistakes)
     if table:
         return True
-    named = sum(_is_named(exercise, wrong, show) for wrong in every)
-    count = "all" if named == len(every) else f"{named} of"
-    print(f"{exercise.key}: {count} {len(every)} planted mistakes are rejected and named.")
-    return named == len(every)
+    named, planted = sum(_is_named(exercise, one, show) for one in exercise.wrong), exercise.wrong
+    count = "all" if named == len(planted) else f"{named} of"
+    print(f"{exercise.key}: {count} {len(planted)} planted mistakes are rejected and named.")
+    return named == len(planted)
 
 
-def _is_named(exercise: Exercise, wrong: Wrong | Mistake, show: bool) -> bool:
+def _is_named(exercise: Exercise, wrong: Wrong, show: bool) -> bool:
     """Send a planted mistake through the check; say so if it is not named."""
     where = f"{exercise.key}, {wrong.name}"
     try:
         with _quiet():
-            exercise.verdict(wrong.answer if isinstance(wrong, Mistake) else wrong.answer(exercise))
+            exercise.verdict(wrong.answer(exercise))
     except CheckFailed as error:
-        is_named = (
-            wrong.says in str(error) if isinstance(wrong, Mistake) else error.cause == wrong.cause
-        )
+        is_named = error.cause == wrong.cause
         if show or not is_named:
             print(f"{where}{'' if is_named else ' is rejected, but not named'}:\n    {error}")
         return is_named

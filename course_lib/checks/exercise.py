@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -109,33 +109,23 @@ class Wrong(Protocol):
         """Return the wrong answer."""
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """A planted wrong answer, and words that the check's message must hold when it meets it."""
-
-    name: str
-    answer: Any
-    says: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
     """One exercise: its check, and the wrong answers that a test sends through the check.
 
     The right answer, `right`, is the one that the lesson's source shows. `title` is a few words
     for tables. `library` names what the library has of it, `course_lib.ddp.buckets:make_buckets`:
-    in the sandbox that grades an answer, this raises. Exercises whose check is still a plain
-    function bring their right answer along, `reference`, and list their wrong ones in `mistakes`.
+    in the sandbox that grades an answer, this raises. An exercise that is in no lesson's source
+    brings its right answer along, `reference`.
     `seen` keeps what was observed of its own answers, with which others are compared.
     """
 
     key: str
     title: str
-    check: Check | Callable[[Any], str]
+    check: Check
     wrong: tuple[Wrong, ...] = ()
     library: tuple[str, ...] = ()
     reference: Any = None
-    mistakes: tuple[Mistake, ...] = ()
     seen: dict[int, list[Any]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -168,8 +158,6 @@ class Exercise:
 
     def _observed(self, wrong: Wrong | None = None) -> list[Any]:
         """Return what the check observes of a planted mistake, or of the right answer; once."""
-        if not isinstance(self.check, Check):
-            return []
         if id(wrong) not in self.seen:
             answer = wrong.answer(self) if wrong else self.right
             self.seen[id(wrong)] = list(self.check.observe(answer))
@@ -185,9 +173,7 @@ class Exercise:
 
         Raises: CheckFailed for a wrong one, NotDone for a stub
         """
-        if isinstance(self.check, Check):
-            return self.check.judge(self.check.observe(answer), self)
-        return self.check(answer)
+        return self.check.judge(self.check.observe(answer), self)
 
 
 def check(key: str, answer: Any, *, limit_s: float = LIMIT_S) -> None:

@@ -1,21 +1,8 @@
-"""How a value differs from the right one, in words; and what checks that are plain functions use.
+"""How a value differs from the right one, and what happened on the ranks, in words."""
 
-`difference` serves all checks. `run` and `expect_equal` serve those that are still functions: they
-pass silently or raise CheckFailed. `where` opens the sentence ("rank 1 of 2"); a cause is a pair of
-a wrong answer (a value, or a predicate of what came back) and the sentence that names it.
-"""
-
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
-
-from course_lib.checks.exercise import CheckFailed, NotDone
-from course_lib.ranks import RankError, Ranks
-
-Cause = tuple[Any, str]
-
 
 SYMPTOMS = {
     "raised": "your code raised an error.",
@@ -26,60 +13,9 @@ SYMPTOMS = {
 }
 
 
-def run(
-    ranks: Ranks, fn: Callable[..., Any], *args: Any, on: Mapping[str, str] = MappingProxyType({})
-) -> list[Any]:
-    """Run `ranks.run(fn, *args)`; errors on the ranks become CheckFailed or NotDone.
-
-    `on` names the misconception behind a kind of trouble: `on={"hang": "Both sides send first."}`.
-    """
-    try:
-        return ranks.run(fn, *args)
-    except RankError as error:
-        raise told(error, ranks.world_size, on.get(error.kind, "")) from None
-
-
-def told(error: RankError, world_size: int, says: str = "") -> CheckFailed | NotDone:
-    """Translate a RankError into what it means for an answer, with the ranks' own report below."""
-    for name, message in error.failures.values():
-        if name == "NotImplementedError":
-            return NotDone(message)
-        if name == "CheckFailed":
-            return CheckFailed(message)
-    return CheckFailed(
-        f"{on_ranks(world_size)}, {SYMPTOMS[error.kind]} {says}".rstrip() + f"\n{error}"
-    )
-
-
 def on_ranks(world_size: int) -> str:
     """Format `on 1 rank`, `on 2 ranks`."""
     return f"on {world_size} rank{'s' if world_size > 1 else ''}"
-
-
-def expect_equal(
-    got: Any, expected: Any, *, where: str, causes: Iterable[Cause] = (), look: str = ""
-) -> None:
-    """Demand that `got` equals `expected` (value, shape, dtype and device for tensors).
-
-    The message shows the first difference, then the first cause that fits, else `look`: what to
-    look at when no known misconception does.
-    """
-    kind, words = difference(got, expected)
-    if kind:
-        says = next((says for wrong, says in causes if _fits(wrong, got)), look)
-        stop = "" if words.endswith("?") else "."
-        asks = "Does your function return its result? " if kind == "none" else ""
-        raise CheckFailed(f"{where}: {words}{stop} {asks}{says}".rstrip())
-
-
-def _fits(wrong: Any, got: Any) -> bool:
-    """Return whether a cause's wrong answer is the result; a predicate that cannot tell says no."""
-    if not callable(wrong):
-        return not difference(got, wrong)[0]
-    try:
-        return bool(wrong(got))
-    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
-        return False
 
 
 SHOWN = 1e-5  # numbers closer than this may print alike
@@ -134,8 +70,3 @@ def _short(value: Any) -> str:
 
 def _plain(value: Any) -> str:
     return str(list(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
-
-
-def held_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes a tensor keeps alive: its whole storage, even of a view. Use on a rank."""
-    return tensor.untyped_storage().nbytes()

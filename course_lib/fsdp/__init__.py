@@ -1,17 +1,21 @@
 """Fully sharded data parallel: gather a unit, use it, free it (notebook 10_fsdp).
 
-A unit is one flat parameter in equal shards, as in PyTorch's first FSDP (Zhao et al. 2023);
-PyTorch's `fully_shard` (FSDP2) shards each parameter by itself on dim 0, with the same messages.
-`fsdp.py` is the method; `units.py` decides what is gathered together; `prefetch.py` knows which
-unit comes next; `param_group.py` gathers, frees and reduce-scatters a unit's parameters; `state.py`
-saves and loads. `cost.py` predicts memory and a step's timeline, `lab.py` measures them, and
+Every parameter is sharded by itself on dim 0, as in PyTorch's `fully_shard` (FSDP2), and a unit's
+shards travel in one message; PyTorch's first FSDP (Zhao et al. 2023) and ZeRO-3 in lesson 09 shard
+flat parameters instead. `fsdp.py` is the method; `units.py` decides what is gathered together;
+`prefetch.py` knows which unit comes next; `param_group.py` gathers, frees and reduce-scatters a
+unit's parameters; `dim0_layout.py` says which rows are whose, `mesh.py` which ranks communicate,
+and `mixed_precision.py` in which dtypes; `state.py` saves and loads. `moves.py` lists what a rank
+does in a step, `cost.py` predicts traffic, memory and timeline from it, `lab.py` measures them, and
 `beside_frameworks.py` runs PyTorch's, Accelerate's and DeepSpeed's FSDP. `explorer.py` draws.
 """
 
 from course_lib.fsdp.fsdp import FSDP
+from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
 from course_lib.fsdp.state import merge_shards
 
 __all__ = [
     "FSDP",
+    "MixedPrecisionPolicy",
     "merge_shards",
 ]

@@ -198,7 +198,7 @@ def in_precision(
         loss.backward()
         if n == 0:
             grads = torch.cat(
-                [g.shard.grad for g in model.param_groups if g.shard.grad is not None]
+                [shard.grad.flatten() for shard in model.parameters() if shard.grad is not None]
             )
         optimizer.step()
         losses.append(loss.item())

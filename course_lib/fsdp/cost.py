@@ -1,125 +1,40 @@
 """Predict a step of FSDP: traffic, memory and timeline, from the order of its operations.
 
-`fsdp_moves` lists what a rank does in a step; the other functions read that list. Its messages give
-the traffic, what it gathers and frees gives the memory (a sawtooth), and `fsdp_step` simulates it
-on a link. Unit 0 is the root: it stays gathered from forward to backward, and computes first and
-last; the other units are used in order. All parameters are trained. Notebook 10_fsdp.
+`fsdp_moves` lists what a rank does in a step; the functions of this file read that list. Its
+messages give the traffic, what it gathers and frees gives the memory (a sawtooth), and `fsdp_step`
+simulates it on a link. Notebook 10_fsdp.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 from course_lib.core.errors import CourseError
+from course_lib.core.links import Link
 from course_lib.core.records import Event, Ledger
+from course_lib.cost.bandwidth import bus_factor
 from course_lib.cost.network import AnyLink, RankGroup, collective_s, ranks_of
 from course_lib.cost.traffic import CollectiveCall
-from course_lib.zero.cost import padded_bytes
+from course_lib.fsdp.moves import LAUNCHES, Move, UnitSizes, fsdp_moves
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitSizes:
-    """The number of parameters of each unit, the root's first, and bytes per number.
+class UnitCall(CollectiveCall):
+    """A collective of a unit, among `num_ranks` ranks; `part` is the unit's number."""
 
-    param_bytes     of a shard and its gradient
-    compute_bytes   of gathered parameters, and of the gradients that backward computes
-    reduce_bytes    of the gradients in the reduce_scatter
-    """
-
-    numels: tuple[int, ...]
-    p: int
-    param_bytes: int = 4
-    compute_bytes: int = 4
-    reduce_bytes: int = 4
-
-    def __post_init__(self) -> None:
-        if not self.numels or min(self.numels) < 0 or self.p < 1:
-            raise CourseError(
-                "UnitSizes: need the parameters of the root and of each unit, and p of 1 or more; "
-                f"got {self.numels} and p = {self.p}. Try numels=(0, 100, 100), p=2."
-            )
-
-    def shard_numel(self, unit: int) -> int:
-        """Return how many parameters of a unit a rank owns: ceil(numel / p)."""
-        return -(-self.numels[unit] // self.p)
-
-    def whole_bytes(self, unit: int) -> int:
-        """Return the bytes of a gathered unit, which are those of its all_gather."""
-        return padded_bytes(self.numels[unit], self.p, self.compute_bytes)
-
-    def grad_bytes(self, unit: int) -> int:
-        """Return the bytes of a unit's reduce_scatter."""
-        return padded_bytes(self.numels[unit], self.p, self.reduce_bytes)
-
-    def shard_bytes(self) -> int:
-        """Return the bytes of all shards that a rank owns."""
-        return sum(map(self.shard_numel, range(len(self.numels)))) * self.param_bytes
-
-
-@dataclass(frozen=True)
-class Move:
-    """One operation of a rank: `kind` says which, `unit` on which unit.
-
-    gather, reduce                    launch an all_gather or a reduce_scatter
-    wait_gather, wait_reduce          wait for it
-    first, forward, last              compute in forward (first and last: the root)
-    last_back, backward, first_back   compute in backward
-    collect, drop                     copy the gradients into one flat tensor; free the parameters'
-    free                              free the gathered parameters
-    """
-
-    kind: str
-    unit: int
-
-
-def fsdp_moves(
-    num_units: int, *, reshard_after_forward: bool = True, prefetch: bool = True, sync: bool = True
-) -> Iterator[Move]:
-    """Yield what a rank does from forward to the end of backward; num_units counts the root."""
-    gathered = set()
-
-    def use(unit: int, following: int | None) -> Iterator[Move]:
-        for one in (unit, following if prefetch else None):
-            if one is not None and one not in gathered:
-                gathered.add(one)
-                yield Move("gather", one)
-        yield Move("wait_gather", unit)
-
-    def free(unit: int) -> Iterator[Move]:
-        gathered.discard(unit)
-        yield Move("free", unit)
-
-    last = num_units - 1
-    for unit in range(num_units):
-        yield from use(unit, unit + 1 if unit < last else None)
-        yield Move("forward" if unit else "first", unit)
-        if unit and reshard_after_forward:
-            yield from free(unit)
-    yield Move("last", 0)
-    yield from use(0, last or None)
-    yield Move("last_back", 0)
-    for unit in (*range(last, 0, -1), 0):
-        if unit:
-            yield from use(unit, unit - 1 or None)
-        yield Move("backward" if unit else "first_back", unit)
-        yield from (Move("collect", unit), Move("drop", unit))
-        if sync:
-            if unit < last:  # one reduce_scatter at a time
-                yield Move("wait_reduce", unit + 1)
-            yield Move("reduce", unit)
-        yield from free(unit)
-    if sync:
-        yield Move("wait_reduce", 0)
+    num_ranks: int
 
 
 def fsdp_traffic(
     sizes: UnitSizes,
     *,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int = True,
     prefetch: bool = True,
     num_micro_batches: int = 1,
     sync: bool = True,
-) -> list[CollectiveCall]:
-    """Return the collectives of a step in the order of their launch; `part` is the unit's number.
+) -> list[UnitCall]:
+    """Return the collectives of a step in the order of their launch.
 
     With `sync` every micro-batch reduces its gradients, without it only the last one does.
     """
@@ -127,17 +42,55 @@ def fsdp_traffic(
     for number in range(num_micro_batches):
         phase = "forward"
         sends = sync or number == num_micro_batches - 1
-        options = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-        for move in fsdp_moves(len(sizes.numels), **options, sync=sends):
+        for move in _moves(sizes, reshard_after_forward, prefetch, sync=sends):
             phase = "backward" if move.kind == "last_back" else phase
-            if sizes.numels[move.unit] and move.kind in ("gather", "reduce"):
-                gathers = move.kind == "gather"
-                kind = "all_gather" if gathers else "reduce_scatter"
-                size = (sizes.whole_bytes if gathers else sizes.grad_bytes)(move.unit)
+            if sizes.numels[move.unit] and move.kind in LAUNCHES:
+                num_bytes, num_ranks = _message(sizes, move, reshard_after_forward)
                 calls.append(
-                    CollectiveCall(phase=phase, part=str(move.unit), kind=kind, num_bytes=size)
+                    UnitCall(
+                        phase=phase,
+                        part=str(move.unit),
+                        kind=LAUNCHES[move.kind],
+                        num_bytes=num_bytes,
+                        num_ranks=num_ranks,
+                    )
                 )
     return calls
+
+
+def unit_sent_bytes(calls: Iterable[UnitCall]) -> float:
+    """Return the bytes that each rank sends around the rings of these calls' groups."""
+    return sum(call.num_bytes * bus_factor(call.kind, call.num_ranks) for call in calls)
+
+
+def _moves(
+    sizes: UnitSizes, reshard_after_forward: bool | int, prefetch: bool, sync: bool = True
+) -> Iterator[Move]:
+    """Yield `fsdp_moves` of a model; resharding to all p ranks is the same as True."""
+    yield from fsdp_moves(
+        len(sizes.numels),
+        reshard_after_forward=_as_bool(sizes, reshard_after_forward),
+        prefetch=prefetch,
+        sync=sync,
+        replicates=sizes.replicas > 1,
+    )
+
+
+def _as_bool(sizes: UnitSizes, reshard_after_forward: bool | int) -> bool | int:
+    """Return True or False for a number that means the same: all p ranks, or one."""
+    if isinstance(reshard_after_forward, bool) or reshard_after_forward not in (1, sizes.p):
+        return reshard_after_forward
+    return reshard_after_forward > 1
+
+
+def _message(sizes: UnitSizes, move: Move, reshard_after_forward: bool | int) -> tuple[int, int]:
+    """Return the bytes of a collective, and the number of its ranks."""
+    if move.kind == "reduce":
+        return sizes.grad_bytes(move.unit), sizes.p
+    if move.kind == "replicate":
+        return sizes.reduced_bytes(move.unit), sizes.replicas
+    k = int(reshard_after_forward) if move.kind == "gather_part" else sizes.p
+    return sizes.whole_bytes(move.unit), k
 
 
 def times_plain_dp(
@@ -159,42 +112,62 @@ def times_plain_dp(
 
 
 def fsdp_ledger(
-    sizes: UnitSizes, *, reshard_after_forward: bool = True, prefetch: bool = True
+    sizes: UnitSizes, *, reshard_after_forward: bool | int = True, prefetch: bool = True
 ) -> Ledger:
     """Return bytes of parameters and gradients after each move; times are numbers of moves."""
-    params, grads, sent = sizes.shard_bytes(), 0, 0
-    ledger = Ledger()
+    ledger, params, grads = Ledger(), sizes.shard_bytes(), 0
     ledger.add(0.0, params=params, grads=grads)
-    options = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-    for time, move in enumerate(fsdp_moves(len(sizes.numels), **options), start=1):
-        unit, shard = move.unit, sizes.shard_numel(move.unit)
-        own = sizes.numels[unit] * sizes.compute_bytes
-        if move.kind in ("gather", "free"):
-            params += sizes.whole_bytes(unit) * (1 if move.kind == "gather" else -1)
-        elif move.kind in ("backward", "first_back", "drop"):
-            grads += -own if move.kind == "drop" else own
-        elif move.kind == "collect":
-            grads += sizes.grad_bytes(unit)
-        elif move.kind == "reduce":
-            sent = shard * sizes.reduce_bytes
-            grads += sent
-        elif move.kind == "wait_reduce":
-            grads += shard * sizes.param_bytes - sizes.grad_bytes(unit) - sent
+    for time, move in enumerate(_moves(sizes, reshard_after_forward, prefetch), start=1):
+        params += _param_change(sizes, move, reshard_after_forward)
+        grads += _grad_change(sizes, move)
         ledger.add(float(time), params=params, grads=grads)
     return ledger
 
 
-def peak_param_bytes(
-    sizes: UnitSizes, *, reshard_after_forward: bool = True, prefetch: bool = True
-) -> int:
-    """Return the peak bytes of parameters: shards, the root, and the largest unit.
+def _param_change(sizes: UnitSizes, move: Move, reshard_after_forward: bool | int) -> int:
+    """Return the bytes of parameters, and of their messages, that a move adds."""
+    whole = sizes.whole_bytes(move.unit)
+    if move.kind in ("gather", "gather_part", "copy_out"):
+        return whole
+    if move.kind in ("drop_message", "free"):
+        return -whole
+    if move.kind in ("keep_part", "drop_part"):
+        return whole // int(reshard_after_forward) * (1 if move.kind == "keep_part" else -1)
+    return 0
 
-    With prefetch it is the largest pair of consecutive units; without resharding, all units.
+
+def _grad_change(sizes: UnitSizes, move: Move) -> int:
+    """Return the bytes of gradients that a move adds."""
+    unit, replicates = move.unit, sizes.replicas > 1
+    shard = sizes.shard_numel(unit) * sizes.param_bytes - sizes.reduced_bytes(unit)
+    changes = {
+        "backward": sizes.numels[unit] * sizes.compute_bytes,
+        "drop": -sizes.numels[unit] * sizes.compute_bytes,
+        "collect": sizes.grad_bytes(unit),
+        "reduce": sizes.reduced_bytes(unit),
+        "wait_reduce": (0 if replicates else shard) - sizes.grad_bytes(unit),
+        "wait_replicate": shard,
+    }
+    return changes.get("backward" if move.kind == "first_back" else move.kind, 0)
+
+
+def peak_param_bytes(
+    sizes: UnitSizes, *, reshard_after_forward: bool | int = True, prefetch: bool = True
+) -> int:
+    """Return the peak bytes of parameters: shards, the root, and the largest unit twice.
+
+    Twice, as a message and what is copied out of it are there at the same time; with prefetch it is
+    the next unit's message later, which adds nothing. Without resharding the units before are there
+    too; a smaller group to reshard to has no short formula, and the moves are added up.
     """
     root, *units = map(sizes.whole_bytes, range(len(sizes.numels)))
-    pairs = zip(units, [*units[1:], 0] if prefetch else [0] * len(units), strict=False)
-    most = max(map(sum, pairs), default=0) if reshard_after_forward else sum(units)
-    return sizes.shard_bytes() + root + most
+    reshard_after_forward = _as_bool(sizes, reshard_after_forward)
+    if reshard_after_forward > 1:
+        ledger = fsdp_ledger(sizes, reshard_after_forward=reshard_after_forward, prefetch=prefetch)
+        return max(ledger.bytes_by_kind["params"])
+    kept = [0] * len(units) if reshard_after_forward else accumulate(units[:-1], initial=0)
+    most = max((before + 2 * unit for before, unit in zip(kept, units, strict=False)), default=0)
+    return sizes.shard_bytes() + root + max(root, most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,29 +210,33 @@ def fsdp_step(
     group: RankGroup,
     link: AnyLink,
     *,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int = True,
     prefetch: bool = True,
 ) -> list[Event]:
     """Return the events of one step, the same on every rank: compute, collectives, waits.
 
-    A collective lasts from when the link is free for it until it completes; see `on_the_wire`.
+    The group has p * replicas ranks, p in a row. A collective lasts from when the link is free for
+    it until it completes; a link within nodes and one between them carry messages side by side.
 
     Raises:  CourseError unless sizes and times are of equally many units and ranks
     """
     ranks = tuple(ranks_of(group))
-    num_units = len(sizes.numels)
-    if not len(times.forward_s) == len(times.backward_s) == num_units - 1 or len(ranks) != sizes.p:
+    num_units, wanted = len(sizes.numels), sizes.p * sizes.replicas
+    if not len(times.forward_s) == len(times.backward_s) == num_units - 1 or len(ranks) != wanted:
         raise CourseError(
-            f"fsdp_step: need times of {num_units - 1} units besides the root and {sizes.p} ranks; "
+            f"fsdp_step: need times of {num_units - 1} units besides the root and {wanted} ranks; "
             f"got {len(times.forward_s)} forward, {len(times.backward_s)} backward and "
             f"{len(ranks)} ranks. Try forward_s=(0.01,) * {num_units - 1}."
         )
-    options = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-    clock = _Clock(times, sizes, ranks, link)
-    for move in fsdp_moves(num_units, **options):
+    clock = _Clock(times, sizes, ranks, link, int(reshard_after_forward))
+    for move in _moves(sizes, reshard_after_forward, prefetch):
         clock.simulate(move)
     clock.compute("optimizer", times.optimizer_s)
-    return [replace(event, rank=rank) for rank in ranks for event in clock.events]
+    return [
+        replace(event, rank=rank, group=clock.ranks_for(kind, index))
+        for index, rank in enumerate(ranks)
+        for kind, event in clock.events
+    ]
 
 
 def fsdp_step_s(
@@ -268,28 +245,46 @@ def fsdp_step_s(
     group: RankGroup,
     link: AnyLink,
     *,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int = True,
     prefetch: bool = True,
 ) -> float:
     """Return the seconds of the step that `fsdp_step` simulates."""
-    options = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
+    options: dict[str, Any] = {
+        "reshard_after_forward": reshard_after_forward,
+        "prefetch": prefetch,
+    }
     return max(event.end_s for event in fsdp_step(times, sizes, group, link, **options))
 
 
 class _Clock:
-    """The times of a rank and of its link while moves are simulated."""
+    """The times of a rank and of its links while moves are simulated."""
 
     def __init__(
-        self, times: UnitTimes, sizes: UnitSizes, ranks: tuple[int, ...], link: AnyLink
+        self,
+        times: UnitTimes,
+        sizes: UnitSizes,
+        ranks: tuple[int, ...],
+        link: AnyLink,
+        part: int,
     ) -> None:
-        self.times, self.sizes, self.ranks, self.link = times, sizes, ranks, link
-        self.now_s = self.link_free_s = 0.0
+        self.times, self.sizes, self.ranks, self.link, self.part = times, sizes, ranks, link, part
+        self.now_s = 0.0
+        self.link_free_s: dict[Link, float] = {}
         self.completes_s: dict[tuple[str, int], float] = {}
-        self.events: list[Event] = []
+        self.events: list[tuple[str, Event]] = []  # with the kind of the move, where it sends
+
+    def ranks_for(self, kind: str, index: int) -> tuple[int, ...]:
+        """Return the group of a collective move, for a rank by its index in all ranks."""
+        if kind not in LAUNCHES:
+            return ()
+        if kind == "replicate":
+            return self.ranks[index % self.sizes.p :: self.sizes.p]
+        size = self.part if kind == "gather_part" else self.sizes.p
+        return self.ranks[index // size * size :][:size]
 
     def simulate(self, move: Move) -> None:
         """Advance the times by one move."""
-        if move.kind in ("gather", "reduce"):
+        if move.kind in LAUNCHES:
             self.launch(move)
         elif move.kind.startswith("wait_"):
             self.wait(move)
@@ -303,30 +298,37 @@ class _Clock:
         self.now_s += seconds
 
     def launch(self, move: Move) -> None:
-        """Queue a collective on the link; the rank does not wait."""
-        gathers = move.kind == "gather"
-        kind = "all_gather" if gathers else "reduce_scatter"
-        num_bytes = (self.sizes.whole_bytes if gathers else self.sizes.grad_bytes)(move.unit)
+        """Queue a collective on its link; the rank does not wait."""
+        kind, ranks = LAUNCHES[move.kind], self.ranks_for(move.kind, 0)
+        num_bytes, _ = _message(self.sizes, move, self.part)
         if not num_bytes:
             return
-        start_s = max(self.now_s, self.link_free_s)
-        self.link_free_s = start_s + collective_s(kind, num_bytes, self.ranks, self.link)
-        self.completes_s[move.kind, move.unit] = self.link_free_s
-        label = f"{move.kind} {move.unit or 'root'}"
-        self._add(kind, start_s, self.link_free_s, label, num_bytes)
+        port = _slowest_link(self.link, ranks)
+        start_s = max(self.now_s, self.link_free_s.get(port, 0.0))
+        end_s = start_s + collective_s(kind, num_bytes, ranks, self.link)
+        self.link_free_s[port] = end_s
+        short = move.kind.removesuffix("_part")
+        self.completes_s[short, move.unit] = end_s
+        self._add(kind, start_s, end_s, f"{short} {move.unit or 'root'}", num_bytes, move.kind)
 
     def wait(self, move: Move) -> None:
         """Wait until the collective completes."""
         kind = move.kind.removeprefix("wait_")
         completes_s = self.completes_s.get((kind, move.unit), 0.0)
         if completes_s > self.now_s:
-            label = "all_gather" if kind == "gather" else "reduce_scatter"
-            self._add("wait", self.now_s, completes_s, label)
+            self._add("wait", self.now_s, completes_s, LAUNCHES[kind])
             self.now_s = completes_s
 
-    def _add(self, kind: str, start_s: float, end_s: float, label: str, size: int = 0) -> None:
-        group = self.ranks if size else ()
-        self.events.append(
-            Event(rank=0, kind=kind, start_s=start_s, end_s=end_s, label=label, num_bytes=size,
-                  group=group)
-        )  # fmt: skip
+    def _add(
+        self, kind: str, start_s: float, end_s: float, label: str, size: int = 0, sends: str = ""
+    ) -> None:
+        event = Event(rank=0, kind=kind, start_s=start_s, end_s=end_s, label=label, num_bytes=size)
+        self.events.append((sends, event))
+
+
+def _slowest_link(link: AnyLink, ranks: tuple[int, ...]) -> Link:
+    """Return the link that a group's collective occupies: the slowest between its ranks."""
+    if isinstance(link, Link):
+        return link
+    hops = [link.between(ranks[0], other) for other in ranks[1:]] or [link.between(0, 0)]
+    return min(hops, key=lambda hop: hop.bytes_per_s)

@@ -9,7 +9,8 @@ from course_lib.core.records import Event
 from course_lib.core.units import format_seconds
 from course_lib.display.explore import Explore, explore
 from course_lib.display.timeline import timelines
-from course_lib.fsdp.cost import UnitSizes, UnitTimes, fsdp_step, peak_param_bytes
+from course_lib.fsdp.cost import UnitTimes, fsdp_step, peak_param_bytes
+from course_lib.fsdp.moves import UnitSizes
 
 # a rank computes 6 FLOP per parameter and token, for 2048 tokens and 8.03 billion parameters, at
 # 400 TFLOP/s: a third of it in forward

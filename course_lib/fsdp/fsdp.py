@@ -1,28 +1,33 @@
 """Fully sharded data parallelism: gather a unit, use it, free it.
 
-Every rank owns a shard of each unit. A hook gathers a unit's whole parameters before its forward,
-and frees them after; another gathers them again before its backward, and when its gradients are
-complete, one reduce_scatter is launched. Meanwhile the next unit is prefetched. An optimizer steps
-the shards: `parameters()` returns nothing else. Notebook 10_fsdp.
+Every rank owns a shard of each parameter: some of its rows. A hook gathers a unit's whole
+parameters before its forward, and frees them after; another gathers them again before its backward,
+and when its gradients are complete, one reduce_scatter is launched. Meanwhile the next unit is
+prefetched. An optimizer steps the shards: `parameters()` returns nothing else. Notebook 10_fsdp.
 """
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from course_lib.collectives.group import Group, member_of
+from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.gradients import NoSync, call_when_accumulated
+from course_lib.fsdp.mesh import sharding_groups
+from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy, policy_of
 from course_lib.fsdp.param_group import FSDPParamGroup
 from course_lib.fsdp.prefetch import UnitOrder
 from course_lib.fsdp.state import full_state, load_full, load_sharded, sharded_state
 from course_lib.fsdp.units import Choice, Unit, check_wrappable, make_units, share_buffers
 from course_lib.zero.clip import clip_shards
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class FSDP(NoSync, nn.Module):
@@ -31,22 +36,26 @@ class FSDP(NoSync, nn.Module):
     model = FSDP(module); optimizer = AdamW(model.parameters())
     loss_of(model(inputs)).backward(); model.clip_grad_norm_(1.0); optimizer.step()
 
+    compute_dtype          short for mixed_precision=MixedPrecisionPolicy(param_dtype=...)
+    reshard_after_forward  free a unit between its forward and its backward; with a number k, each
+                           rank keeps 1/k of it, and k consecutive ranks gather it for backward
+    mesh                   sizes (replicate, shard) of a grid of the group's ranks, or a DeviceMesh
+                           of these axes: parameters are sharded in a row only
+    mixed_precision        dtypes to compute, reduce and return in; the shards keep theirs
     units                  modules to gather and free as one, or a test for them; the rest is the
                            root, which stays gathered from forward to backward.
                            None: the members of every ModuleList
-    compute_dtype          to gather, compute and cast floating inputs in; the shards keep theirs
-    reduce_dtype           to sum gradients in; None: the parameters' own
-    reshard_after_forward  free a unit between its forward and its backward
     prefetch               launch the next unit's all_gather before a unit computes, in the order of
                            the last pass; the first step records it
 
     All ranks start from the weights and buffers of the group's first one; on the others the module
-    may be on the meta device. Every rank has to use the same units in a step. The gradient of a
-    parameter that a step does not use counts as zero, if others of its unit are used. Inside
+    may be on the meta device. Every rank has to use the same units in a step. A parameter that a
+    rank does not use counts as zero there; one that no rank uses has no gradient. Inside
     `no_sync()` backward keeps whole gradients on the rank, and the next backward outside reduces
     them.
 
-    Cost:    per step and unit one all_gather, another one if it was freed, and one reduce_scatter
+    Cost:    per step and unit one all_gather, another one if it was freed, and one reduce_scatter;
+             with replicas one all_reduce of its shards' gradients
     Raises:  CourseError, MeshError for another's group
     Source:  Zhao et al. 2023 (PyTorch FSDP), sections 3.2 and 3.3
     """
@@ -54,32 +63,36 @@ class FSDP(NoSync, nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        units: Choice = None,
         compute_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        reshard_after_forward: bool = True,
-        prefetch: bool = True,
+        reshard_after_forward: bool | int = True,
         group: Group = None,
+        mesh: "tuple[int, int] | DeviceMesh | None" = None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        units: Choice = None,
+        prefetch: bool = True,
     ) -> None:
         super().__init__()
-        member = member_of(group, "FSDP")
-        check_wrappable(module, FSDP, compute_dtype, reduce_dtype)
-        self.module, self.group, self.compute_dtype = module, group, compute_dtype
-        self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
-        self.units = make_units(module, units, member, compute_dtype, reduce_dtype)
-        self.param_groups = [group for unit in self.units for group in unit.param_groups]
-        share_buffers(module, member)
+        check_wrappable(module, FSDP)
+        self.policy = policy_of(compute_dtype, mixed_precision)
+        self.groups = sharding_groups(group, mesh, reshard_after_forward)
+        self.module, self.prefetch = module, prefetch
+        self.reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
+        self.units = make_units(module, units, self.groups, self.policy)
+        self.param_groups = [unit.param_group for unit in self.units if unit.param_group]
+        self._named_shards = list(module.named_parameters())
+        share_buffers(module, self.groups)
         self.forward_order, self.backward_order = UnitOrder(), UnitOrder()
+        self._to_reduce: list[FSDPParamGroup] = []  # the next one is the last
         self._reducing: FSDPParamGroup | None = None  # one reduce_scatter at a time
         self._trains, self._in_backward = False, False
         for unit in self.units:
             hook = partial(self._before_forward, unit)
             unit.module.register_forward_pre_hook(hook, with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
-        for param_group in self.param_groups:
-            for index, param in enumerate(param_group.params):
-                if param.requires_grad:
-                    call_when_accumulated(param, self._mark_ready, param_group, index)
+            if unit.param_group is not None:
+                for index in unit.param_group.trained:
+                    param = unit.param_group.params[index]
+                    call_when_accumulated(param, self._mark_ready, unit, index)
 
     @property
     def root(self) -> Unit:
@@ -94,16 +107,19 @@ class FSDP(NoSync, nn.Module):
         self.forward_order.visits = []
         output = self.module(*args, **kwargs)
         self.forward_order.end_pass()
-        return output
+        return tree_map_only(Tensor, partial(_cast, dtype=self.policy.output_dtype), output)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Reduce the remaining gradients, wait, free everything; called at the end of backward."""
+        self._reduce_next(complete=False)
         for param_group in self.param_groups:
-            if param_group.has_grads() or (self._syncs and param_group.kept_grad is not None):
+            if param_group.has_grads():
                 self._reduce(param_group)
-            param_group.free()
+            param_group.end_backward()
         self._wait_reduce()
+        for param_group in self.param_groups:
+            param_group.finish_reduce()
         self.backward_order.end_pass()
         self._in_backward = False
 
@@ -112,24 +128,25 @@ class FSDP(NoSync, nn.Module):
 
         Cost:    one all_reduce of one number
         """
-        shards = [group.shard for group in self.param_groups]
+        shards = [shard for _, shard in self._named_shards]
         grads = [shard.grad for shard in shards if shard.grad is not None]
-        return clip_shards(grads, max_norm, self.group, shards[0].device if shards else None)
+        device = shards[0].device if shards else None
+        return clip_shards(grads, max_norm, self.groups.shard.group, device)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's shards, one per parameter group."""
-        yield from ((param_group.name, param_group.shard) for param_group in self.param_groups)
+        """Yield this rank's shards by the names that the parameters have in the plain module."""
+        yield from self._named_shards
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the shards' gradients, and whole ones that no_sync has kept."""
         super().zero_grad(set_to_none)
         for param_group in self.param_groups:
-            param_group.kept_grad = None
+            param_group.kept_grads = {}
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """Return the plain module's state_dict(), on one rank or on all; all ranks have to call it.
 
-        Cost:    one all_gather per parameter group
+        Cost:    one all_gather per parameter
         """
         return full_state(self.module, self.param_groups, rank in (None, dist.get_rank()))
 
@@ -150,15 +167,15 @@ class FSDP(NoSync, nn.Module):
     def _use(self, unit: Unit, order: UnitOrder) -> None:
         """Gather a unit's parameters, and prefetch those of the next unit."""
         unit.start_gather()
+        unit.wait_gather()
         following = order.visit(unit)
         if self.prefetch and following is not None:
             following.start_gather()
-        unit.wait_gather()
 
     def _before_forward(self, unit: Unit, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._use(unit, self.backward_order if self._in_backward else self.forward_order)
-        if self.compute_dtype is not None:
-            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+        cast = partial(_cast, dtype=self.policy.param_dtype)
+        args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
         if unit.has_frozen and not unit.has_units and torch.is_grad_enabled():
             args, kwargs = unit.free_behind((args, kwargs))
         return args, kwargs
@@ -170,30 +187,42 @@ class FSDP(NoSync, nn.Module):
                     tensor.register_hook(partial(self._before_backward, unit))
         keep = self._trains and (unit is self.root or not self.reshard_after_forward)
         if not keep and not self._in_backward:  # recomputation in backward needs them at once
-            unit.free()
+            unit.free(keep_part=self._trains)
 
     def _before_backward(self, unit: Unit, _grad: Tensor) -> None:
         if not self._in_backward:
             self._in_backward = True
+            used = [one.param_group for one in self.forward_order.used]
+            self._to_reduce = [one for one in used if one is not None and one.trained]
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         unit.check_unchanged()
+        unit.needed = unit.has_frozen
         self._use(unit, self.backward_order)
 
-    def _mark_ready(self, param_group: FSDPParamGroup, index: int) -> None:
-        """Note a complete gradient; with the last one of its group, reduce and free the group."""
-        param_group.missing.discard(index)
-        if not param_group.missing:
-            self._reduce(param_group)
-            param_group.free()
+    def _mark_ready(self, unit: Unit, index: int) -> None:
+        """Note a complete gradient; with the last one of its unit, reduce and free the unit."""
+        if unit.param_group is not None:
+            unit.param_group.missing.discard(index)
+            unit.free_if_done()
+            self._reduce_next()
+
+    def _reduce_next(self, *, complete: bool = True) -> None:
+        """Reduce units, those used last in forward first, so that all ranks have the same order.
+
+        complete    stop at a unit that waits for gradients
+        """
+        while self._to_reduce and not (complete and self._to_reduce[-1].missing):
+            self._reduce(self._to_reduce.pop())
 
     def _reduce(self, param_group: FSDPParamGroup) -> None:
-        """Launch the reduce_scatter of a group's gradients, or keep them inside no_sync."""
-        param_group.collect()
-        param_group.drop_grads()
+        """Launch the reduce_scatter of a unit's gradients, or keep them inside no_sync."""
         if not self._syncs:
             param_group.keep()
+            param_group.drop_grads()
             return
-        self._wait_reduce()  # so that whole gradients of at most two groups exist
+        param_group.collect()
+        param_group.drop_grads()
+        self._wait_reduce()  # so that whole gradients of at most two units exist
         param_group.start_reduce()
         self._reducing = param_group
 
@@ -204,9 +233,11 @@ class FSDP(NoSync, nn.Module):
 
     def _reset(self) -> None:
         self._wait_reduce()
+        self._to_reduce = []
         for param_group in self.param_groups:
+            param_group.finish_reduce()
             param_group.drop_grads()
-            param_group.free()
+            param_group.end_backward()
         self._in_backward = False
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,5 +246,6 @@ class FSDP(NoSync, nn.Module):
             "after. Try FSDP(module.to(...))."
         )
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

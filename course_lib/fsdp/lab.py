@@ -16,15 +16,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.core.records import Ledger
-from course_lib.fsdp.cost import UnitSizes, UnitTimes
+from course_lib.fsdp.cost import UnitTimes
 from course_lib.fsdp.fsdp import FSDP
+from course_lib.fsdp.moves import UnitSizes
 from course_lib.fsdp.param_group import FSDPParamGroup
 from course_lib.models.emulated import EmulatedLayer
 from course_lib.models.storages import storage_bytes
 from course_lib.ranks import Ranks
 from course_lib.ranks.timing import Measured, measured_of, record_interleaved
 
-CHANGES = ("start_gather", "free", "collect", "drop_grads", "start_reduce", "wait_reduce")
+CHANGES = (
+    *("start_gather", "copy_out", "wait_gather", "keep_part", "free"),
+    *("collect", "drop_grads", "start_reduce", "wait_reduce", "finish_reduce"),
+)
 
 
 @contextmanager
@@ -33,7 +37,7 @@ def resident_over_time(
 ) -> Iterator[Ledger]:
     """Record this rank's bytes whenever they change: `with resident_over_time(model) as ledger:`.
 
-    params   bytes of the shards and of gathered parameters
+    params   bytes of the shards, of gathered parameters and of their all_gather
     grads    of the parameters, in a reduce_scatter, kept by no_sync, and of the shards
     """
     ledger, start_s = Ledger(dist.get_rank()), time.perf_counter()
@@ -60,15 +64,19 @@ def resident_over_time(
 
 
 def sizes_of(model: FSDP) -> UnitSizes:
-    """Return the sizes of a model whose units have at most one parameter group each."""
+    """Return the sizes of a model whose units have parameters of one dtype, all trained."""
+    groups = [unit.param_group for unit in model.units]
     first = model.param_groups[0]
-    numels = (sum(group.layout.numel for group in unit.param_groups[:1]) for unit in model.units)
     return UnitSizes(
-        numels=tuple(numels),
+        numels=tuple(sum(one.numel for one in group.layouts) if group else 0 for group in groups),
+        slots=tuple(
+            sum(one.slot_numel for one in group.layouts) if group else 0 for group in groups
+        ),
         p=first.member.size,
-        param_bytes=first.shard.element_size(),
-        compute_bytes=first.whole.element_size(),
+        param_bytes=first.shards[0].element_size(),
+        compute_bytes=first.params[0].element_size(),
         reduce_bytes=first.reduce_dtype.itemsize,
+        replicas=first.groups.replicas.size if first.groups.replicas else 1,
     )
 
 
@@ -145,13 +153,10 @@ def _then(do: Callable[[], None], note: Callable[[], None]) -> None:
     note()
 
 
-def _param_bytes(param_group: FSDPParamGroup) -> int:
-    return storage_bytes([param_group.shard, param_group.whole])
+def _param_bytes(group: FSDPParamGroup) -> int:
+    return storage_bytes([*group.shards, group.whole, group.gathered, group.kept_part])
 
 
-def _grad_bytes(param_group: FSDPParamGroup) -> int:
-    sent = param_group.reducing[1] if param_group.reducing else None
-    own = [param.grad for param in param_group.params]
-    return storage_bytes(
-        [*own, param_group.flat_grad, param_group.kept_grad, sent, param_group.shard.grad]
-    )
+def _grad_bytes(group: FSDPParamGroup) -> int:
+    own = [param.grad for param in (*group.params, *group.shards)]
+    return storage_bytes([*own, *group.kept_grads.values(), group.flat_grad, group.reduced])

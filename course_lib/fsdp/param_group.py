@@ -1,22 +1,24 @@
-"""FSDP's parameter group: parameters of one kind, gathered and reduce-scattered together.
+"""FSDP's parameter group: a unit's parameters, each sharded on dim 0, that communicate together.
 
-The whole parameters have memory only while they are needed: an all_gather fills it, and `free`
-releases it (reshards). Tensors that autograd has saved are views of that memory, so they are valid
-again after the next gather. Gradients are reduced by one reduce_scatter per parameter group.
-Notebook 10_fsdp.
+All shards of a rank are copied side by side into one buffer for one all_gather, and copied out to
+whole parameters behind it; one reduce_scatter does the same for gradients, the other way. Whole
+parameters have memory only while they are needed: tensors that autograd has saved are views of it,
+so they are valid again after the next gather. Notebook 10_fsdp.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.collectives.group import GroupMember
 from course_lib.core.errors import CourseError
-from course_lib.zero.flat_layout import FlatLayout
+from course_lib.fsdp.dim0_layout import Dim0Layout
+from course_lib.fsdp.mesh import ShardingGroups
+from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
 
 
 @dataclass(eq=False)
@@ -32,165 +34,318 @@ class FoundParam:
         """Its names in the model, in the order of the modules."""
         return [name for name, _, _ in self.owners]
 
+    def replace(self, param: nn.Parameter) -> None:
+        """Let all owners use another parameter in its place."""
+        self.param = param
+        for _, module, attribute in self.owners:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[attribute] = param  # the same, in a tenth of the time
+            else:  # an LSTM keeps lists of its weights
+                setattr(module, attribute, param)
+
 
 class FSDPParamGroup:
-    """Parameters of one kind (dtype, trained or frozen) side by side; this rank owns a shard.
+    """The parameters of a unit; this rank owns a shard of each.
 
-    shard      this rank's part in the parameters' own dtype, which the optimizer steps
-               [padded_numel / p]
-    whole      the parameters of all ranks in compute_dtype [padded_numel]; has no memory when freed
-    params     what the modules compute with: views of `whole` while it is gathered, else empty
-    flat_grad  all gradients side by side, during their reduce_scatter [padded_numel]
-    kept_grad  whole gradients that no_sync has accumulated [padded_numel]
-    missing    indices of the parameters whose gradient is not complete yet
+    shards      this rank's shards in the parameters' own dtypes, which the optimizer steps;
+                modules have them whenever the unit is not gathered
+    params      whole parameters in param_dtype, which modules have while it is gathered
+    whole       the memory of `params`, in bytes; emptied when they are freed
+    gathered    every rank's slots, in bytes, during an all_gather [p, row_bytes]
+    kept_part   a part of `whole`, where only some ranks gather it again for backward
+    flat_grad   every rank's slots of the gradients, during a reduce_scatter [p, numbers]
+    reduced     this rank's slots of their sum [numbers]
+    kept_grads  whole gradients that no_sync has accumulated, by index
+    missing     indices of the parameters whose gradient is not complete yet
     """
 
     def __init__(
         self,
         name: str,
         found: Sequence[FoundParam],
-        member: GroupMember,
-        compute_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
+        groups: ShardingGroups,
+        policy: MixedPrecisionPolicy,
         device: torch.device,
     ) -> None:
-        self.name, self.member = name, member
+        self.name, self.found, self.groups, self.member = name, found, groups, groups.shard
         self.names = [one.names for one in found]
-        first = found[0].param
-        self.layout = FlatLayout.of([one.param for one in found], member.size)
-        self.shard = nn.Parameter(
-            _scatter_shard([one.param for one in found], self.layout, member, device),
-            first.requires_grad,
+        self.layouts = [Dim0Layout(tuple(one.param.shape), self.member.size) for one in found]
+        self.shards = [
+            _scatter_shard(one.param, layout, groups, device)
+            for one, layout in zip(found, self.layouts, strict=True)
+        ]
+        dtypes = [
+            policy.param_dtype or shard.dtype if shard.is_floating_point() else shard.dtype
+            for shard in self.shards
+        ]
+        self._columns, self.row_bytes = _columns(self.layouts, dtypes)
+        self.whole = torch.empty(
+            self.row_bytes * self.member.size, dtype=torch.uint8, device=device
         )
-        casts = compute_dtype is not None and first.is_floating_point()
-        dtype = compute_dtype if casts else first.dtype
-        self.reduce_dtype = reduce_dtype or first.dtype
-        self.whole = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
-        self.views = self.layout.views(self.whole)
-        self.whole_bytes = self.whole.nbytes
-        self.empty = self.whole.new_empty(0)
-        self.params = [nn.Parameter(self.empty, first.requires_grad) for _ in found]
-        for one, param in zip(found, self.params, strict=True):
-            for _, module, attribute in one.owners:
-                setattr(module, attribute, param)
-        self.missing = set(range(len(found)))
+        self._whole_slots = self._slots_in_whole()
+        self.params = [
+            nn.Parameter(layout.whole_in(slots.flatten()).data, shard.requires_grad)
+            for layout, slots, shard in zip(
+                self.layouts, self._whole_slots, self.shards, strict=True
+            )
+        ]
+        self.whole.untyped_storage().resize_(0)
+        self.trained = [n for n, shard in enumerate(self.shards) if shard.requires_grad]
+        own = [self.shards[n].dtype for n in self.trained] or [torch.float32]
+        self.reduce_dtype = policy.reduce_dtype or reduce(torch.promote_types, own)
+        self.missing = set(self.trained)
         self.gathering: Any = None
-        self.reducing: tuple[Any, Tensor] | None = None
+        self.gathered: Tensor | None = None
+        self.kept_part: Tensor | None = None
+        self.reducing: Any = None
         self.flat_grad: Tensor | None = None
-        self.kept_grad: Tensor | None = None
-        self.version = -1  # of the shard when it was gathered
-        self.free()
+        self.reduced: Tensor | None = None
+        self.kept_grads: dict[int, Tensor] = {}
+        self.absent: set[int] = set()
+        self.version = -1  # of the shards when they were gathered
+        self._register(self.shards)
+
+    # --- parameters
 
     @property
     def is_whole(self) -> bool:
-        """Whether `whole` has memory: it is gathered, or its all_gather is in flight."""
-        return self.whole.untyped_storage().nbytes() > 0
+        """Whether `whole` has memory, or an all_gather is in flight."""
+        return self.gathering is not None or self.whole.untyped_storage().nbytes() > 0
 
     def start_gather(self) -> None:
-        """Launch the all_gather, unless `whole` is gathered and the shard has not changed since.
+        """Launch the all_gather, unless the unit is gathered and no shard has changed since.
 
-        Shapes:  [padded_numel / p] -> [padded_numel]
+        Shapes:  each shard -> its slot in [row_bytes] -> [p, row_bytes]
         Cost:    one all_gather: (p-1)/p * whole bytes sent per rank
         """
-        if self.is_whole and self.version == self.shard._version:
+        if self.is_whole and not self.has_changed():
             return
         self.wait_gather()
-        self.whole.untyped_storage().resize_(self.whole_bytes)
-        whole = self.whole.data  # for autograd nothing changes: the same numbers come back
-        own = whole[self.layout.shard_slice(self.member.rank)]  # [padded_numel / p]
-        own.copy_(self.shard.detach())  # rounds to compute_dtype
-        self.gathering = dist.all_gather_single(whole, own, self.member.group, async_op=True)
-        self.version = self.shard._version
+        if self.kept_part is not None and self.groups.part and not self.has_changed():
+            self.whole.untyped_storage().resize_(self.whole.nbytes)
+            self.gathering = dist.all_gather_single(
+                self.whole, self.kept_part, self.groups.part.group, async_op=True
+            )
+            return
+        self.version = self._shard_version()
+        self.gathered = self.whole.new_empty(self.member.size, self.row_bytes)
+        own = self.gathered[self.member.rank]
+        for slots, shard in zip(self._slots_in(own[None]), self.shards, strict=True):
+            slots[0, : shard.numel()].copy_(shard.detach().flatten())  # rounds to param_dtype
+        self.gathering = dist.all_gather_single(
+            self.gathered.view(-1), own, self.member.group, async_op=True
+        )
 
     def wait_gather(self) -> None:
-        """Wait for the all_gather; the parameters are then views of `whole`."""
+        """Wait for the all_gather; the modules then use the whole parameters."""
         if self.gathering is not None:
             self.gathering.wait()
-            self.gathering = None
-            for param, view in zip(self.params, self.views, strict=True):
-                param.data = view
+            self.gathering = self.kept_part = None
+            if self.gathered is not None:
+                self.copy_out()
+                self.gathered = None
+            self._register(self.params)
+
+    def copy_out(self) -> None:
+        """Copy all ranks' slots out of the message, so that each parameter lies in one piece.
+
+        Shapes:  [p, row_bytes] -> those of the parameters
+        """
+        if self.gathered is not None:
+            self.whole.untyped_storage().resize_(self.whole.nbytes)
+            for out, slots in zip(self._whole_slots, self._slots_in(self.gathered), strict=True):
+                out.copy_(slots)
+
+    def keep_part(self) -> None:
+        """Keep 1/k of `whole`, where k ranks gather it again for backward."""
+        part = self.groups.part
+        if part is not None:
+            self.kept_part = self.whole.view(part.size, -1)[part.rank].clone()
 
     def free(self) -> None:
-        """Free (reshard) `whole`; the parameters are empty until the next gather."""
+        """Free (reshard) the whole parameters; the modules use the shards again."""
         self.wait_gather()
-        for param in self.params:
-            param.data = self.empty
-        self.whole.untyped_storage().resize_(0)
+        if self.is_whole:
+            self.whole.untyped_storage().resize_(0)
+            self._register(self.shards)
+
+    def has_changed(self) -> bool:
+        """Return whether a shard has been changed in place since the last gather."""
+        return self.version != self._shard_version()
+
+    # --- gradients
+
+    def has_grads(self) -> bool:
+        """Return whether a parameter has a gradient that has not been reduced."""
+        return bool(self.kept_grads) or any(param.grad is not None for param in self.params)
+
+    def keep(self) -> None:
+        """Keep whole gradients on this rank, in reduce_dtype, until a later backward."""
+        for index in self.trained:
+            grad = self._grad(index)
+            if grad is not None:
+                self.kept_grads[index] = grad.to(self.reduce_dtype)
 
     def collect(self) -> None:
-        """Copy all gradients side by side; missing ones and the padding are zero."""
-        flat = self.whole.new_empty(self.layout.padded_numel, dtype=self.reduce_dtype)
-        flat[self.layout.numel :] = 0
-        for index, view in enumerate(self.layout.views(flat)):
-            self._copy_grad(index, view)
-        if self.kept_grad is not None:
-            flat += self.kept_grad
-        self.flat_grad, self.kept_grad = flat, None
+        """Copy all gradients to the slots of the ranks that own their shards.
+
+        A missing gradient counts as -0.0, the only number that adds nothing to any other, 0.0
+        included: a sum is -0.0 only if no rank had a gradient. Slots of others do not begin so.
+
+        Shapes:  those of the parameters -> [p, numbers]
+        """
+        sizes = [self.layouts[index].slot_numel for index in self.trained]
+        flat = self.whole.new_empty(self.member.size, sum(sizes), dtype=self.reduce_dtype)
+        self.absent = set()
+        for index, slots in zip(self.trained, flat.split(sizes, dim=1), strict=True):
+            grad = self._grad(index)
+            if grad is None:
+                slots.fill_(-0.0)
+                self.absent.add(index)
+            else:
+                self.layouts[index].copy_to_slots(grad, slots)
+                slots[:, :1] += 0.0  # -0.0 + 0.0 is 0.0
+        self.flat_grad, self.kept_grads = flat, {}
 
     def drop_grads(self) -> None:
-        """Free the parameters' own gradients, and wait for the next ones."""
-        self.missing = set(range(len(self.params)))
+        """Free the whole gradients of the parameters."""
         for param in self.params:
             param.grad = None
 
-    def keep(self) -> None:
-        """Keep the whole gradient on this rank until a later backward reduces it."""
-        self.kept_grad, self.flat_grad = self.flat_grad, None
+    def end_backward(self) -> None:
+        """Free what backward has not, and wait for all gradients in the next one."""
+        self.free()
+        self.kept_part = None
+        self.missing = set(self.trained)
 
     def start_reduce(self) -> None:
-        """Launch the reduce_scatter of the gradients: every rank receives its shard of the sum.
+        """Launch the reduce_scatter of the gradients: every rank receives the sum of its slots.
 
-        Shapes:  [padded_numel] -> [padded_numel / p]
+        Shapes:  [p, numbers] -> [numbers]
         Cost:    one reduce_scatter: (p-1)/p * bytes in reduce_dtype sent per rank
         """
-        flat, group = self.flat_grad, self.member.group
-        if flat is not None:
-            out = flat.new_empty(self.layout.shard_numel)
-            self.reducing = dist.reduce_scatter_single(out, flat, group=group, async_op=True), out
+        if self.flat_grad is not None:
+            self.reduced = self.flat_grad.new_empty(self.flat_grad.shape[1])
+            self.reducing = dist.reduce_scatter_single(
+                self.reduced, self.flat_grad.view(-1), group=self.member.group, async_op=True
+            )
 
     def wait_reduce(self) -> None:
-        """Wait for the sum, and add the mean to the gradient of the shard."""
-        if self.reducing is not None:
-            work, out = self.reducing
-            work.wait()
-            mean = out.div_(self.member.size).to(self.shard.dtype)
-            if self.shard.grad is None:
-                self.shard.grad = mean
-            else:
-                self.shard.grad += mean
-            self.reducing = self.flat_grad = None
+        """Wait for the reduce_scatter; then set the shards' gradients, or all_reduce replicas'.
 
-    def has_grads(self) -> bool:
-        """Return whether a parameter has a gradient that has not been collected."""
-        return any(param.grad is not None for param in self.params)
+        Cost:    with replicas one all_reduce of the shards' gradients, which `finish_reduce` awaits
+        """
+        if self.reducing is None or self.reduced is None:
+            return
+        self.reducing.wait()
+        self.reducing = self.flat_grad = None
+        if self.groups.replicas is None:
+            self._set_grads(self.reduced)
+        else:
+            self.reducing = dist.all_reduce(
+                self.reduced, group=self.groups.replicas.group, async_op=True
+            )
 
-    def _copy_grad(self, index: int, view: Tensor) -> None:
-        grad = self.params[index].grad
+    def finish_reduce(self) -> None:
+        """Wait for the replicas' all_reduce, if one is in flight."""
+        if self.reducing is not None and self.reduced is not None:
+            self.reducing.wait()
+            self._set_grads(self.reduced)
+
+    def _set_grads(self, total: Tensor) -> None:
+        """Add the mean over all ranks to the gradients of the shards.
+
+        Shapes:  [numbers] -> those of the shards
+        """
+        total /= self.groups.num_ranks
+        sizes = [self.layouts[index].slot_numel for index in self.trained]
+        for index, slot in zip(self.trained, total.split(sizes), strict=True):
+            if index in self.absent and (not len(slot) or is_negative_zero(slot[0])):
+                continue  # no rank had a gradient
+            shard = self.shards[index]
+            mean = self.layouts[index].shard_in(slot, self.member.rank).to(shard.dtype)
+            shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+        self.reducing = self.reduced = None
+
+    def _grad(self, index: int) -> Tensor | None:
+        """Return the whole gradient that a parameter has, with what no_sync has kept."""
+        grad, kept = self.params[index].grad, self.kept_grads.get(index)
         if grad is not None and grad.is_sparse:
             raise CourseError(
                 f"FSDP: need dense gradients; got a sparse one for {self.names[index][0]}. "
                 "Try sparse=False in its nn.Embedding."
             )
-        view.zero_() if grad is None else view.copy_(grad)
+        return kept if grad is None else grad if kept is None else kept.add_(grad)
+
+    def _register(self, params: Sequence[nn.Parameter]) -> None:
+        """Make these the modules' parameters."""
+        for one, param in zip(self.found, params, strict=True):
+            one.replace(param)
+
+    def _shard_version(self) -> int:
+        return sum(shard._version for shard in self.shards)
+
+    def _slots_in_whole(self) -> list[Tensor]:
+        """Return the memory of each whole parameter, with padding [p, slot_numel]."""
+        p = self.member.size
+        return [
+            self.whole[p * start : p * (start + layout.slot_numel * dtype.itemsize)]
+            .view(dtype)
+            .view(p, layout.slot_numel)
+            for start, layout, dtype in self._columns
+        ]
+
+    def _slots_in(self, rows: Tensor) -> list[Tensor]:
+        """Return the slots of each parameter in some ranks' rows of a message.
+
+        Shapes:  [ranks, row_bytes] -> [ranks, slot_numel] each
+        """
+        return [
+            rows[:, start : start + layout.slot_numel * dtype.itemsize].view(dtype)
+            for start, layout, dtype in self._columns
+        ]
+
+
+def is_negative_zero(number: Tensor) -> bool:
+    """Return whether a number is -0.0."""
+    return bool((number == 0) & number.signbit())
+
+
+def _columns(
+    layouts: Sequence[Dim0Layout], dtypes: Sequence[torch.dtype]
+) -> tuple[list[tuple[int, Dim0Layout, torch.dtype]], int]:
+    """Return where each parameter's slot begins in a row, in bytes, and the bytes of a row.
+
+    Each start, and the row, is a multiple of the largest number's bytes, so that each is aligned.
+    """
+    unit = max(dtype.itemsize for dtype in dtypes)
+    columns, start = [], 0
+    for layout, dtype in zip(layouts, dtypes, strict=True):
+        columns.append((start, layout, dtype))
+        start += -(-layout.slot_numel * dtype.itemsize // unit) * unit
+    return columns, start
 
 
 def _scatter_shard(
-    params: Sequence[Tensor], layout: FlatLayout, member: GroupMember, device: torch.device
-) -> Tensor:
-    """Return this rank's shard of the parameters of the group's first rank.
+    param: nn.Parameter, layout: Dim0Layout, groups: ShardingGroups, device: torch.device
+) -> nn.Parameter:
+    """Return this rank's shard of a parameter of the first rank, in a slot of its own.
 
-    Shapes:  those of the layout -> [padded_numel / p]
+    Shapes:  the parameter's -> [up to shard_rows, ...]
     """
-    shard = torch.empty(layout.shard_numel, dtype=params[0].dtype, device=device)
-    first = member.global_rank(0)
-    if member.rank != 0:
-        dist.scatter(shard, None, first, member.group)
-        return shard
-    if any(param.is_meta for param in params):
-        raise CourseError(
-            f"rank {first}, FSDP: need weights on the group's first rank; got shapes only. "
-            'Try torch.device("meta") on the other ranks alone.'
-        )
-    shards = layout.flatten(params).view(member.size, -1)
-    dist.scatter(shard, list(shards), first, member.group)
-    return shard
+    member, replicas = groups.shard, groups.replicas
+    slot = torch.empty(layout.slot_numel, dtype=param.dtype, device=device)
+    if replicas is None or replicas.rank == 0:
+        first, slots = member.global_rank(0), None
+        if member.rank == 0:
+            if param.is_meta:
+                raise CourseError(
+                    f"rank {first}, FSDP: need weights on the group's first rank; got shapes only. "
+                    'Try torch.device("meta") on the other ranks alone.'
+                )
+            slots = slot.new_empty(layout.p, layout.slot_numel)
+            layout.copy_to_slots(param.detach(), slots)
+        dist.scatter(slot, None if slots is None else list(slots), first, member.group)
+    if replicas is not None:
+        dist.broadcast(slot, replicas.global_rank(0), replicas.group)
+    return nn.Parameter(layout.shard_in(slot, member.rank), param.requires_grad)

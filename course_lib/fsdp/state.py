@@ -4,7 +4,7 @@ Saving shards needs no communication, and they fit a group of the same size only
 that of the plain module, so it fits a group of any size, and a single process. Notebook 10_fsdp.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -15,33 +15,42 @@ from torch.optim import Optimizer
 
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.gradients import some_names
+from course_lib.fsdp.dim0_layout import Dim0Layout
 from course_lib.fsdp.param_group import FSDPParamGroup
-from course_lib.zero.flat_layout import FlatLayout
-from course_lib.zero.state import COUNTERS, cut_into_shard
+from course_lib.zero.state import COUNTERS
 
 StateDict = dict[str, Any]
 
 
-def gather_whole(param_group: FSDPParamGroup, shard: Tensor) -> list[Tensor]:
-    """Return the whole tensors of a parameter group from all ranks' shards.
+def sharded_params(
+    param_groups: Sequence[FSDPParamGroup],
+) -> Iterator[tuple[list[str], Dim0Layout, nn.Parameter, FSDPParamGroup]]:
+    """Yield the names, layout and shard of every parameter, and its group."""
+    for group in param_groups:
+        for names, layout, shard in zip(group.names, group.layouts, group.shards, strict=True):
+            yield names, layout, shard, group
 
-    Shapes:  [padded_numel / p] -> those of the parameters
+
+def gather_whole(layout: Dim0Layout, shard: Tensor, param_group: FSDPParamGroup) -> Tensor:
+    """Return a whole tensor from all ranks' shards of it.
+
+    Shapes:  [up to shard_rows, ...] -> the parameter's
     Cost:    one all_gather
     """
-    flat = shard.new_empty(param_group.layout.padded_numel)
-    dist.all_gather_single(flat, shard.detach(), group=param_group.member.group)
-    return [view.clone() for view in param_group.layout.views(flat)]
+    slot = shard.new_zeros(layout.slot_numel)
+    layout.shard_in(slot, param_group.member.rank).copy_(shard.detach())
+    slots = shard.new_empty(layout.p * layout.slot_numel)
+    dist.all_gather_single(slots, slot, group=param_group.member.group)
+    return layout.whole_in(slots).clone()
 
 
 @torch.no_grad()
 def full_state(module: nn.Module, param_groups: Sequence[FSDPParamGroup], keep: bool) -> StateDict:
     """Return the plain module's state_dict; without `keep` this rank only takes part."""
     tensors: StateDict = {}
-    for param_group in param_groups:
-        for names, tensor in zip(
-            param_group.names, gather_whole(param_group, param_group.shard), strict=True
-        ):
-            tensors |= dict.fromkeys(names, tensor) if keep else {}
+    for names, layout, shard, group in sharded_params(param_groups):
+        whole = gather_whole(layout, shard, group)
+        tensors |= dict.fromkeys(names, whole) if keep else {}
     state = module.state_dict()
     return {name: tensors.get(name, value) for name, value in state.items()} if keep else {}
 
@@ -58,37 +67,29 @@ def load_full(
             f"{some_names(sorted(theirs - ours))} too many and "
             f"{some_names(sorted(ours - theirs))} too few. Try the state_dict of the same model."
         )
-    for param_group in param_groups:
-        tensors = [state[names[0]] for names in param_group.names]
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        if shapes != param_group.layout.shapes:
+    for names, layout, shard, group in sharded_params(param_groups):
+        shape = tuple(state[names[0]].shape)
+        if shape != layout.shape:
             raise CourseError(
-                f"FSDP.load_full_state_dict: need the shapes {param_group.layout.shapes} for "
-                f"{param_group.name}; got {shapes}. Try a model of the same sizes."
+                f"FSDP.load_full_state_dict: need the shape {layout.shape} for {names[0]}; got "
+                f"{shape}. Try a model of the same sizes."
             )
-        cut_into_shard(param_group.layout, param_group.member.rank, tensors, param_group.shard)
-    for name, buffer in module.named_buffers():
-        if name in state:
-            buffer.copy_(state[name])
+        shard.copy_(layout.shard_of(state[names[0]], group.member.rank))
+    _load_buffers(module, state)
 
 
 def sharded_state(module: nn.Module, param_groups: Sequence[FSDPParamGroup]) -> StateDict:
-    """Return this rank's shards, with what `merge_shards` needs to join them, and the buffers."""
-    params = {name for param_group in param_groups for names in param_group.names for name in names}
-    state = module.state_dict()
-    return {
-        "rank": param_groups[0].member.rank if param_groups else 0,
-        "group_size": param_groups[0].member.size if param_groups else 1,
-        "param_groups": {
-            param_group.name: {
-                "names": param_group.names,
-                "shapes": param_group.layout.shapes,
-                "shard": param_group.shard.detach().clone(),
-            }
-            for param_group in param_groups
-        },
-        "buffers": {name: value for name, value in state.items() if name not in params},
-    }
+    """Return this rank's shards and the buffers by name, and what `merge_shards` has to know.
+
+    shapes   of the whole parameters
+    """
+    state, shapes = module.state_dict(), dict[str, tuple[int, ...]]()
+    for names, layout, shard, _ in sharded_params(param_groups):
+        state |= dict.fromkeys(names, shard.detach().clone())
+        shapes |= dict.fromkeys(names, layout.shape)
+    member = param_groups[0].member if param_groups else None
+    rank, size = (member.rank, member.size) if member else (0, 1)
+    return {"rank": rank, "group_size": size, "shapes": shapes, "state": state}
 
 
 @torch.no_grad()
@@ -97,38 +98,34 @@ def load_sharded(
 ) -> None:
     """Load `sharded_state` of the same rank of an equally large group."""
     ours = sharded_state(module, param_groups)
-    same = all(ours[key] == state[key] for key in ("rank", "group_size"))
-    if not same or _layouts(ours) != _layouts(state):
+    if any(ours[key] != state[key] for key in ("rank", "group_size", "shapes")):
         raise CourseError(
             f"FSDP.load_state_dict: need the shards of rank {ours['rank']} of "
-            f"{ours['group_size']}, for the same units; got rank {state['rank']} of "
+            f"{ours['group_size']}, for the same model; got rank {state['rank']} of "
             f"{state['group_size']}. Try load_full_state_dict(merge_shards(states))."
         )
-    for param_group in param_groups:
-        param_group.shard.copy_(state["param_groups"][param_group.name]["shard"])
-    for name, buffer in module.named_buffers():
-        if name in state["buffers"]:
-            buffer.copy_(state["buffers"][name])
+    for names, _, shard, _ in sharded_params(param_groups):
+        shard.copy_(state["state"][names[0]])
+    _load_buffers(module, state["state"])
 
 
 def merge_shards(states: Sequence[StateDict]) -> StateDict:
     """Return the plain module's state_dict from the `state_dict()` of every rank, in any order.
 
+    Of ranks with equal shards, as in hybrid sharding, one is enough.
+
     Raises:  CourseError unless there is one of every rank of the group
     """
     by_rank = {state["rank"]: state for state in states}
     size = states[0]["group_size"] if states else 0
-    if not states or len(states) != size or set(by_rank) != set(range(size)):
+    if not states or set(by_rank) != set(range(size)):
         raise CourseError(
             f"merge_shards: need the shards of all {size or 'the'} ranks; got {sorted(by_rank)}. "
             "Try one state_dict() from every rank."
         )
-    merged: StateDict = dict(by_rank[0]["buffers"])
-    for name, param_group in by_rank[0]["param_groups"].items():
-        layout = FlatLayout(param_group["shapes"], size)
-        flat = torch.cat([by_rank[rank]["param_groups"][name]["shard"] for rank in range(size)])
-        for names, tensor in zip(param_group["names"], layout.views(flat), strict=True):
-            merged |= dict.fromkeys(names, tensor)
+    merged = dict(by_rank[0]["state"])
+    for name, shape in by_rank[0]["shapes"].items():
+        merged[name] = torch.cat([by_rank[rank]["state"][name] for rank in range(size)]).view(shape)
     return merged
 
 
@@ -138,17 +135,14 @@ def full_optim_state(
 ) -> dict[str, StateDict]:
     """Return the optimizer state of whole parameters by name, from an optimizer of the shards.
 
-    Cost:    an all_gather per parameter group and sharded tensor of its state
+    Cost:    an all_gather per parameter and sharded tensor of its state
     """
     found: dict[str, StateDict] = {}
-    for param_group in param_groups:
-        kept = optimizer.state.get(param_group.shard, {})
-        for key, value in kept.items():
-            sharded = isinstance(value, Tensor) and value.shape == param_group.shard.shape
-            count = len(param_group.names)
-            values = gather_whole(param_group, value) if sharded else [value] * count
-            for names, one in zip(param_group.names, values, strict=True):
-                found.setdefault(names[0], {})[key] = one
+    for names, layout, shard, group in sharded_params(param_groups):
+        for key, value in optimizer.state.get(shard, {}).items():
+            sharded = isinstance(value, Tensor) and value.shape == shard.shape
+            one = gather_whole(layout, value, group) if sharded else value
+            found.setdefault(names[0], {})[key] = one
     return found
 
 
@@ -159,20 +153,17 @@ def load_full_optim(
     state: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Load `full_optim_state` into an optimizer of the shards, at any size of the group."""
-    for param_group in param_groups:
-        kept = [state.get(names[0], {}) for names in param_group.names]
-        for key, value in kept[0].items():
-            if key in COUNTERS or not isinstance(value, Tensor):
-                optimizer.state[param_group.shard][key] = deepcopy(value)
-                continue
-            shard = torch.zeros_like(param_group.shard, dtype=value.dtype)
-            whole = [one[key] for one in kept]
-            cut_into_shard(param_group.layout, param_group.member.rank, whole, shard)
-            optimizer.state[param_group.shard][key] = shard
+    for names, layout, shard, group in sharded_params(param_groups):
+        for key, value in state.get(names[0], {}).items():
+            sharded = isinstance(value, Tensor) and key not in COUNTERS
+            optimizer.state[shard][key] = (
+                layout.shard_of(value, group.member.rank).to(shard.device, copy=True)
+                if sharded
+                else deepcopy(value)
+            )
 
 
-def _layouts(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: (param_group["names"], param_group["shapes"])
-        for name, param_group in state["param_groups"].items()
-    }
+def _load_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
+    for name, buffer in module.named_buffers():
+        if name in state:
+            buffer.copy_(state[name])

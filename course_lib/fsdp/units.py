@@ -1,8 +1,7 @@
 """The units of a model: the modules whose parameters FSDP gathers and frees together.
 
-A unit is a module, usually a block. Its parameters form one parameter group (or one for each dtype,
-and for trained and frozen ones). Parameters outside of all units belong to the root.
-Notebook 10_fsdp.
+A unit is a module, usually a block, and its parameters form one parameter group, whatever their
+dtypes, trained or frozen. Parameters outside of all units belong to the root. Notebook 10_fsdp.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from course_lib.collectives.group import GroupMember
 from course_lib.core.errors import CourseError
+from course_lib.fsdp.mesh import ShardingGroups
+from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
 from course_lib.fsdp.param_group import FoundParam, FSDPParamGroup
 
 Choice = Iterable[nn.Module] | Callable[[nn.Module], bool] | None
@@ -24,39 +24,50 @@ Choice = Iterable[nn.Module] | Callable[[nn.Module], bool] | None
 
 @dataclass(eq=False)
 class Unit:
-    """A module whose parameters are gathered and freed together; most have one parameter group."""
+    """A module whose parameters, if it has any, are gathered and freed together.
+
+    needed   backward still needs frozen parameters: they have no gradient whose hook could tell
+    """
 
     name: str
     module: nn.Module
-    param_groups: list[FSDPParamGroup]
+    param_group: FSDPParamGroup | None
     has_units: bool  # other units lie within it
+    needed: bool = False
 
     def start_gather(self) -> None:
-        """Launch the all_gathers of what is not gathered yet."""
-        for param_group in self.param_groups:
-            param_group.start_gather()
+        """Launch the all_gather, unless the unit is gathered."""
+        if self.param_group is not None:
+            self.param_group.start_gather()
 
     def wait_gather(self) -> None:
         """Wait until all parameters are gathered."""
-        for param_group in self.param_groups:
-            param_group.wait_gather()
+        if self.param_group is not None:
+            self.param_group.wait_gather()
 
-    def free(self, *, frozen_only: bool = False) -> None:
-        """Free (reshard) all parameter groups, or only the frozen ones."""
-        for param_group in self.param_groups:
-            if not (frozen_only and param_group.shard.requires_grad):
-                param_group.free()
+    def free(self, *, keep_part: bool = False) -> None:
+        """Free (reshard) all parameters; see `FSDPParamGroup.keep_part`."""
+        if self.param_group is not None:
+            if keep_part:
+                self.param_group.keep_part()
+            self.param_group.free()
+
+    def free_if_done(self) -> None:
+        """Free all parameters if every gradient is complete, and no frozen one is needed."""
+        if self.param_group is not None and not self.param_group.missing and not self.needed:
+            self.free()
 
     @property
     def has_frozen(self) -> bool:
-        """Whether a parameter group is frozen: it gets no gradient."""
-        return any(not param_group.shard.requires_grad for param_group in self.param_groups)
+        """Whether a parameter is frozen: it gets no gradient."""
+        group = self.param_group
+        return group is not None and len(group.trained) < len(group.shards)
 
     def free_behind(self, inputs: Any) -> Any:
-        """Free frozen parameter groups when backward has computed the gradients of the inputs.
+        """Free frozen parameters when backward has computed the gradients of the inputs.
 
-        A frozen parameter has no gradient whose hook could tell. The inputs become views of
-        themselves, so that this happens before anything that waits for their gradients.
+        The inputs become views of themselves, so that this happens before anything that waits for
+        their gradients.
         """
         views: list[Tensor] = []
 
@@ -65,9 +76,13 @@ class Unit:
                 views.append(tensor := tensor.view_as(tensor))
             return tensor
 
+        def done(_grads: Any) -> None:
+            self.needed = False
+            self.free_if_done()
+
         inputs = tree_map_only(Tensor, view_of, inputs)
         if views:
-            register_multi_grad_hook(views, lambda _: self.free(frozen_only=True))
+            register_multi_grad_hook(views, done)
         return inputs
 
     def check_unchanged(self) -> None:
@@ -75,9 +90,7 @@ class Unit:
 
         Raises:  CourseError if one has
         """
-        if any(
-            param_group.version != param_group.shard._version for param_group in self.param_groups
-        ):
+        if self.param_group is not None and self.param_group.has_changed():
             raise CourseError(
                 f"FSDP: need the weights of forward in backward; those of {self.name or 'the root'}"
                 " have changed since. Try optimizer.step() after backward()."
@@ -92,7 +105,7 @@ class Unit:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         plain = Tensor | float | int | str | None
         strange = [leaf for leaf in leaves if not isinstance(leaf, plain)]
-        if strange and not tensors and self.param_groups:
+        if strange and not tensors and self.param_group:
             raise CourseError(
                 f"FSDP: need tensors, or tuples, lists and dicts of them, from "
                 f"{self.name or 'the module'}; got {type(strange[0]).__name__}. "
@@ -101,35 +114,17 @@ class Unit:
         return tensors
 
 
-def check_wrappable(
-    module: nn.Module,
-    wrapper: type[nn.Module],
-    compute_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-) -> None:
-    """Check that a module can be wrapped.
-
-    Raises:  CourseError for one that is wrapped already, or a dtype that is not floating
-    """
+def check_wrappable(module: nn.Module, wrapper: type[nn.Module]) -> None:
+    """Check that a module can be wrapped. Raises: CourseError for one that is wrapped already."""
     if any(isinstance(part, wrapper) for part in module.modules()):
         raise CourseError(
             "FSDP: need a module whose weights are not sharded yet; got one with an FSDP in it. "
             "Try one FSDP around everything, and units=[...]."
         )
-    for dtype in (compute_dtype, reduce_dtype):
-        if dtype is not None and not dtype.is_floating_point:
-            raise CourseError(
-                f"FSDP: need floating dtypes to compute and reduce in; got {dtype}. "
-                "Try torch.bfloat16."
-            )
 
 
 def make_units(
-    module: nn.Module,
-    choice: Choice,
-    member: GroupMember,
-    compute_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
+    module: nn.Module, choice: Choice, groups: ShardingGroups, policy: MixedPrecisionPolicy
 ) -> list[Unit]:
     """Shard a module's parameters unit by unit; return the root first, then the units in order."""
     chosen = choose(module, choice)
@@ -137,18 +132,10 @@ def make_units(
     found = find_params(module, chosen)
     units = []
     for name, part in chosen.items():
-        kinds: dict[Any, list[FoundParam]] = {}
-        for one in found:
-            if one.unit == name:
-                kinds.setdefault((one.param.dtype, one.param.requires_grad), []).append(one)
-        param_groups = [
-            FSDPParamGroup(
-                f"{name}.flat{n}".lstrip("."), kind, member, compute_dtype, reduce_dtype, device
-            )
-            for n, kind in enumerate(kinds.values())
-        ]
+        own = [one for one in found if one.unit == name]
+        param_group = FSDPParamGroup(name, own, groups, policy, device) if own else None
         inner = any(other is not part and other in chosen.values() for other in part.modules())
-        units.append(Unit(name, part, param_groups, inner))
+        units.append(Unit(name, part, param_group, inner))
     return units
 
 
@@ -197,23 +184,26 @@ def find_params(module: nn.Module, chosen: dict[str, nn.Module]) -> list[FoundPa
                     f"{one.unit or 'the root'} and {one.names[-1]} in {unit or 'the root'}. "
                     "Try units that leave both to the root."
                 )
-        for name, child in part.named_children():
-            search(child, f"{path}{name}.", unit)
+        for name, child in part._modules.items():  # a shared one by each of its names
+            if child is not None:
+                search(child, f"{path}{name}.", unit)
 
     search(module, "", "")
     return list(found.values())
 
 
 @torch.no_grad()
-def share_buffers(module: nn.Module, member: GroupMember) -> None:
-    """Broadcast the buffers of the group's first rank; replace meta tensors by real ones."""
+def share_buffers(module: nn.Module, groups: ShardingGroups) -> None:
+    """Broadcast the buffers of the first rank of all; replace meta tensors by real ones."""
     device = _device(module)
     for part in module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 here = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer
                 values = here.contiguous()
-                dist.broadcast(values, member.global_rank(0), member.group)
+                for member in (groups.replicas, groups.shard):  # down the first column, then rows
+                    if member is not None:
+                        dist.broadcast(values, member.global_rank(0), member.group)
                 part._buffers[name] = here.copy_(values)
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 import course_lib
 from course_lib.checks.cases import Raised, to_json
-from course_lib.checks.exercise import Check, CheckFailed, find_exercise
+from course_lib.checks.exercise import CheckFailed, find_exercise
 from course_lib.checks.lesson_source import read_source, solutions
 from course_lib.checks.right_answer import SETTINGS, VALUES, at_work_in
 from course_lib.core import CourseError
@@ -172,8 +172,7 @@ def _prove_hidden(folder: Path) -> None:
         try:
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                 values = exercise.right_values()
-                if isinstance(check, Check):
-                    check.judge(values, exercise)
+                check.judge(values, exercise)
             raised = [(n, one) for n, one in enumerate(values, 1) if isinstance(one, Raised)]
             why = "".join(f"case {n}: {one.name}: {one.text}. " for n, one in raised[:1])
         except CheckFailed as error:

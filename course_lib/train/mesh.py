@@ -15,10 +15,12 @@ class TrainMesh:
     """The ranks of a run as one DeviceMesh with the axes dp, pp, tp.
 
     An axis of one rank, other than dp, is left out: it needs no group.
+
+    loss_stage   index along pp of the rank with the last layers, which computes the loss
     """
 
-    def __init__(self, parallelism: Parallelism, device: torch.device) -> None:
-        self.parallelism = parallelism
+    def __init__(self, parallelism: Parallelism, device: torch.device, loss_stage: int) -> None:
+        self.parallelism, self.loss_stage = parallelism, loss_stage
         sizes = {"dp": parallelism.dp, "pp": parallelism.pp, "tp": parallelism.tp}
         names = tuple(name for name, size in sizes.items() if size > 1 or name == "dp")
         shape = tuple(sizes[name] for name in names)
@@ -36,4 +38,4 @@ class TrainMesh:
     @property
     def reports(self) -> bool:
         """Whether this rank reports its copy's loss and tokens: one rank of each copy does."""
-        return self.number("pp") == self.parallelism.pp - 1 and self.number("tp") == 0
+        return self.number("pp") == self.loss_stage and self.number("tp") == 0

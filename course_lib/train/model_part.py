@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.models import BERT, GPT
+from course_lib.pipeline.actions import loop_placement, v_placement
 from course_lib.pipeline.stage import split_model
 from course_lib.tensor_parallel.state import gather_tensors, shard_tensors
 from course_lib.tensor_parallel.tensor_parallel import parallelize
-from course_lib.train.config import TrainConfig
+from course_lib.train.config import V_SCHEDULES, TrainConfig
 from course_lib.train.mesh import TrainMesh
 
 Tensors = Mapping[str, Tensor]
@@ -40,8 +41,10 @@ class ModelPart:
         self.module: nn.Module = whole
         chunks: list[nn.Module] = [whole]
         if config.pp > 1 and isinstance(whole, GPT):
-            number, num_chunks = mesh.number("pp"), config.model_chunks or 1
-            stage = split_model(whole, config.pp, number, num_model_chunks=num_chunks)
+            placement = loop_placement(config.pp, config.num_model_chunks)
+            if config.schedule in V_SCHEDULES:
+                placement = v_placement(config.pp)
+            stage = split_model(whole, config.pp, mesh.number("pp"), placement=placement)
             self.module, chunks = stage, list(stage.chunks)
         self._chunks = [
             (chunk, {path: name_of[param] for path, param in chunk.named_parameters()})

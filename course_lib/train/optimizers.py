@@ -166,7 +166,7 @@ class FSDPAdapter:
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes by kind; a unit's gathered parameters count while they are allocated."""
         groups = self.model.param_groups
-        found = state_bytes([group.shard for group in groups], self.optimizer)
+        found = state_bytes(self.model.parameters(), self.optimizer)
         return {
             **found,
             "params": found["params"] + storage_bytes(group.whole for group in groups),

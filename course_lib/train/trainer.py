@@ -33,7 +33,7 @@ from course_lib.train.checkpoint import (
     read,
     save,
 )
-from course_lib.train.config import TrainConfig, one_of
+from course_lib.train.config import V_SCHEDULES, TrainConfig, one_of
 from course_lib.train.data import Batch, open_data, steps_of_an_epoch
 from course_lib.train.forward_backward import make_pass
 from course_lib.train.mesh import TrainMesh
@@ -63,7 +63,8 @@ class Trainer:
         one_of("strategy", config.strategy, tuple(STRATEGIES))
         self.rank, self.device, world_size = rank, rank_device(), dist.get_world_size()
         config.check_ranks(world_size)
-        self.mesh = TrainMesh(config.parallelism(world_size), self.device)
+        loss_stage = 0 if config.schedule in V_SCHEDULES else config.pp - 1
+        self.mesh = TrainMesh(config.parallelism(world_size), self.device, loss_stage)
         self.dp = self.mesh.parallelism.dp
         self.data = from_rank_0(lambda: open_data(config))
         per_epoch = steps_of_an_epoch(self.data, config)

@@ -2,7 +2,7 @@
 
 The flat tensor is padded with zeros until the group can share it evenly: at most group_size - 1
 numbers. Shards do not begin where tensors begin, so a rank owns pieces of tensors. Everything here
-is arithmetic on shapes, without communication. Notebooks 09_zero and 10_fsdp.
+is arithmetic on shapes, without communication. Notebook 09_zero.
 """
 
 import math

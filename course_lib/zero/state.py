@@ -1,8 +1,7 @@
 """Cut the state of whole parameters into pieces and join it again, to save and load it.
 
-ZeRO and FSDP save two kinds of state: this rank's shard, for the same rank of an equal group, and
-the full state of one process, which fits any number of ranks. Each writes its own, as their flat
-layouts differ; what is the same stands here. Notebooks 09_zero and 10_fsdp.
+ZeRO saves two kinds of state: this rank's shard, for the same rank of an equal group, and the full
+state of one process, which fits any number of ranks. Notebook 09_zero.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course_lib.zero.flat_layout import FlatLayout, Piece
+from course_lib.zero.flat_layout import Piece
 
 COUNTERS = ("step",)  # optimizer state that is one number per parameter: never cut or joined
 
@@ -29,15 +28,6 @@ def numbered_groups(param_groups: Iterable[dict[str, Any]]) -> list[dict[str, An
         numbered.append({**group, "params": list(range(first, last))})
         first = last
     return numbered
-
-
-def cut_into_shard(layout: FlatLayout, rank: int, tensors: Sequence[Tensor], shard: Tensor) -> None:
-    """Copy a rank's pieces of whole tensors into its shard; no communication.
-
-    Shapes:  those of the layout -> [padded_numel / p]
-    """
-    for piece in layout.pieces(rank):
-        piece.within(shard).copy_(piece.of(tensors[piece.index]))
 
 
 def cut_state(key: str, value: Any, piece: Piece, like: Tensor) -> Any:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
 from course_lib.core import ModelSpec
 from course_lib.core.units import format_bytes, format_seconds
-from course_lib.fsdp import FSDP
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from tests.benchmarks.worlds import bare_processes
 
@@ -36,27 +36,44 @@ SPEC = ModelSpec(
     max_seq=128,
     tied=False,
 )
-WAYS = {
-    "float32": {},
-    "kept": {"reshard_after_forward": False},
-    "bfloat16": {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-}
 Turns = dict[str, list[float]]
 
 
-def torchs(module: nn.Module, **options: Any) -> nn.Module:
+def torchs(
+    module: nn.Module,
+    mixed_precision: Any = None,
+    reshard_after_forward: bool = True,
+    mesh: tuple[int, int] | None = None,
+) -> nn.Module:
     """PyTorch's, with the same options and units."""
-    policy = MixedPrecisionPolicy(options.get("compute_dtype"), options.get("reduce_dtype"))
-    reshard = options.get("reshard_after_forward", True)
+    policy = vars(mixed_precision) if mixed_precision else {}
+    options: dict[str, Any] = {"mp_policy": torch_fsdp.MixedPrecisionPolicy(**policy)}
+    if mesh:
+        options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
     for block in module.blocks:
-        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
-    return fully_shard(module, mp_policy=policy)
+        torch_fsdp.fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    return torch_fsdp.fully_shard(module, **options)
+
+
+def ways_of(world_size: int) -> dict[str, dict[str, Any]]:
+    """The ways that fit this many ranks: a mesh of 2 x 2 needs four."""
+    from course_lib.fsdp import (
+        MixedPrecisionPolicy,
+    )  # not above: spawned processes import this file
+
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ways: dict[str, dict[str, Any]] = {
+        "float32": {},
+        "kept": {"reshard_after_forward": False},
+        "bfloat16": {"mixed_precision": half},
+    }
+    return ways | ({"hybrid": {"mesh": (2, 2)}} if world_size == 4 else {})
 
 
 def turns(rank: int, num_turns: int) -> Turns:
     """Seconds a step, by the slowest rank, processor time, and bytes, for ours and PyTorch's."""
     found: Turns = {}
-    for way, options in WAYS.items():
+    for way, options in ways_of(dist.get_world_size()).items():
         gc.collect()  # hooks and modules hold each other: the last way's tensors go only now
         found.update(side_by_side(rank, way, options, num_turns))
     return found
@@ -64,6 +81,8 @@ def turns(rank: int, num_turns: int) -> Turns:
 
 def side_by_side(rank: int, way: str, options: dict[str, Any], num_turns: int) -> Turns:
     """`turns` of one way."""
+    from course_lib.fsdp import FSDP
+
     steps, found = {}, Turns()
     for name, wrap in (("ours", FSDP), ("torch", torchs)):
         before = live_bytes()  # the other one's
@@ -136,7 +155,7 @@ def live_bytes() -> int:
 
 def print_rows(world_size: int, found: Turns) -> None:
     """A line for each way: medians, medians of the ratios, and bytes."""
-    for way in WAYS:
+    for way in ways_of(world_size):
         ours, theirs = f"{way} ours", f"{way} torch"
         ratios = [
             median(o / t for o, t in zip(found[ours + of], found[theirs + of], strict=True))

@@ -21,13 +21,14 @@ from course_lib.core.records import COMMUNICATION_KINDS
 from course_lib.cost.bandwidth import bus_factor
 from course_lib.cost.traffic import sent_bytes
 from course_lib.data_parallel import weighted_loss
-from course_lib.fsdp import FSDP, merge_shards
+from course_lib.fsdp import FSDP, MixedPrecisionPolicy, merge_shards
 from course_lib.fsdp.cost import (
     UnitSizes,
     fsdp_ledger,
     fsdp_traffic,
     peak_param_bytes,
     times_plain_dp,
+    unit_sent_bytes,
 )
 from course_lib.fsdp.lab import resident_over_time, ring_sum_error_percent, sizes_of
 from course_lib.fsdp.param_group import FSDPParamGroup
@@ -140,6 +141,26 @@ class Redone(Residual):
         return x + recompute(lambda x: torch.tanh(self.layer(x)) * self.scale, x)
 
 
+class MixedDtypes(nn.Module):
+    """Weights in two dtypes, whole numbers, a row, and one weight by two names, in one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.twin = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.twin.weight = self.layer.weight
+        self.gain = nn.Parameter(torch.randn(3, 1, 4, dtype=torch.float32))
+        self.steps = nn.Parameter(torch.tensor([1, 2, 3]), requires_grad=False)
+
+    def _apply(self, fn, recurse=True):
+        gain = self.gain
+        super()._apply(fn, recurse)
+        self.gain = gain
+        return self
+
+    def forward(self, x):
+        return torch.tanh(self.twin(self.layer(x))) * self.gain.mean(0) + self.steps[1]
+
+
 class Skips(Blocks):
     """One block is never called, and a layer of another one neither."""
 
@@ -225,6 +246,7 @@ BUILDS = {
     "one linear": (lambda: nn.Linear(5, 3), numbers, F.mse_loss),
     "nested": (Nested, numbers, F.mse_loss),
     "adapted": (lambda: Blocks(Adapted(), Adapted()), numbers, F.mse_loss),
+    "mixed dtypes": (lambda: Blocks(MixedDtypes(), MixedDtypes()), numbers, F.mse_loss),
     "skips": (Skips, numbers, F.mse_loss),
     "twice": (lambda: Twice(Residual(), Residual()), numbers, F.mse_loss),
     "checkpointed": (
@@ -324,7 +346,13 @@ def assert_laws(ranks, cases, **changes):
         assert_law(by_rank, alone(name, **changes), where=f"{name}, {options}")
 
 
-MOST = ("gpt", "blocks", "adapted", "recomputed")  # on any number of ranks; the others on 1 and 3
+MOST = (
+    "gpt",
+    "blocks",
+    "adapted",
+    "recomputed",
+    "mixed dtypes",
+)  # on any number of ranks; the others on 1 and 3
 
 
 @pytest.mark.parametrize("world_size", SIZES)
@@ -350,6 +378,20 @@ OPTIONS = [
 )
 def test_no_option_changes_the_numbers(pools, names, world_size):
     assert_laws(pools(world_size), [(name, options) for name in names for options in OPTIONS])
+
+
+GRIDS = [
+    {"mesh": (2, 2)},
+    {"mesh": (4, 1)},
+    {"mesh": (1, 4), "reshard_after_forward": 2},
+    {"reshard_after_forward": 2, "parts": 2, "sync": False},
+]
+
+
+def test_hybrid_and_partly_resharded_match_one_process(pools):
+    names = ("blocks", "mixed dtypes", "adapted")
+    assert_laws(pools(4), [(name, grid) for name in names for grid in GRIDS])
+    assert_laws(pools(4), [("blocks", grid) for grid in GRIDS[:2]], optim=adamw, clip=0.05)
 
 
 @pytest.mark.parametrize("world_size", SIZES)
@@ -393,19 +435,24 @@ class Broken(FSDP):
     def __init__(self, module, fault, **options):
         super().__init__(module, **options)
         for group in self.param_groups:
-            if group.shard.requires_grad:
+            if group.trained:
                 FAULTS[fault](group, self)
 
 
-def wrong_dtype(group, model):
-    def start_gather():
-        kept = group.shard.detach().clone()
-        group.shard.data.copy_(kept.bfloat16())
-        FSDPParamGroup.start_gather(group)
-        group.wait_gather()
-        group.shard.data.copy_(kept)
+@torch.no_grad()
+def gathering(group, values):
+    """Gather these numbers in place of the shards'."""
+    kept = [shard.clone() for shard in group.shards]
+    for shard, value in zip(group.shards, values, strict=True):
+        shard.data.copy_(value)
+    FSDPParamGroup.start_gather(group)
+    group.wait_gather()
+    for shard, value in zip(group.shards, kept, strict=True):
+        shard.data.copy_(value)
 
-    group.start_gather = start_gather
+
+def wrong_dtype(group, model):
+    group.start_gather = lambda: gathering(group, [shard.bfloat16() for shard in group.shards])
 
 
 def never_freed(group, model):
@@ -416,25 +463,24 @@ def no_mean(group, model):
     def wait_reduce():
         reduces = group.reducing is not None
         FSDPParamGroup.wait_reduce(group)
-        if reduces:
-            group.shard.grad.mul_(group.member.size)
+        for shard in group.shards if reduces else ():
+            shard.grad.mul_(group.groups.num_ranks)
 
     group.wait_reduce = wait_reduce
 
 
-def padded_tail(group, model):
-    def collect():
-        FSDPParamGroup.collect(group)
-        group.flat_grad[group.layout.numel :] = 1
-
-    group.collect = collect
+def padded_rows(group, model):
+    """The rows behind a shard are taken for its own."""
+    for layout, shard in zip(group.layouts, group.shards, strict=True):
+        if group.member.rank and shard.numel() < layout.slot_numel:
+            shard.data = torch.ones(layout.shard_rows, *shard.shape[1:], dtype=shard.dtype)
 
 
 def not_gathered_again(group, model):
     def start_gather():
         if model._in_backward and not group.is_whole:
-            group.whole.untyped_storage().resize_(group.whole_bytes)  # some numbers, or none
-            group.whole.data.zero_()
+            group.whole.untyped_storage().resize_(group.whole.nbytes)  # some numbers, or none
+            group.whole.zero_()
             group.gathering = dist.barrier(async_op=True)
         else:
             FSDPParamGroup.start_gather(group)
@@ -443,34 +489,25 @@ def not_gathered_again(group, model):
 
 
 def stale(group, model):
-    first = group.shard.detach().clone()
-
-    def start_gather():
-        kept = group.shard.detach().clone()
-        group.shard.data.copy_(first)
-        FSDPParamGroup.start_gather(group)
-        group.wait_gather()
-        group.shard.data.copy_(kept)
-
-    group.start_gather = start_gather
+    first = [shard.detach().clone() for shard in group.shards]
+    group.start_gather = lambda: gathering(group, first)
 
 
 FAULTS = {
     fault.__name__: fault
-    for fault in (wrong_dtype, never_freed, no_mean, padded_tail, not_gathered_again, stale)
+    for fault in (wrong_dtype, never_freed, no_mean, padded_rows, not_gathered_again, stale)
 }
 
 
 def laws_of(pools, fault):
-    """Two models, one with a padded tail, which counts when gradients are clipped."""
-    clip = 0.05 if fault == "padded_tail" else None
+    """Two models, one of them with 3 rows for 2 ranks, which counts when gradients are clipped."""
     cases = [(name, {"wrap": Broken, "fault": fault}) for name in ("one linear", "blocks")]
-    assert_laws(pools(2), cases, clip=clip)
+    assert_laws(pools(2), cases, clip=0.05)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_fsdp_fails_the_law(pools, fault):
-    told = "was not freed" if fault == "never_freed" else "not close|mismatch"
+    told = "was not freed" if fault == "never_freed" else "not close|mismatch|of size"
     with pytest.raises((AssertionError, RankError), match=told):
         laws_of(pools, fault)
 
@@ -500,13 +537,20 @@ def weights_of(model):
     return {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
 
 
-def torchs(module, compute_dtype=None, reduce_dtype=None, reshard_after_forward=True):
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # seconds of imports
+def torchs(module, mixed_precision=None, reshard_after_forward=True, mesh=None):
+    from torch.distributed import fsdp  # seconds of imports
+    from torch.distributed.device_mesh import init_device_mesh
 
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    policy, options = vars(mixed_precision or FULL), {}
+    if mesh:
+        names = ("replicate", "shard")
+        options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+    inner = fsdp.MixedPrecisionPolicy(**{**policy, "output_dtype": None})
+    options["reshard_after_forward"] = reshard_after_forward
     for block in module.blocks:
-        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    return fully_shard(module, mp_policy=policy)
+        fsdp.fully_shard(block, mp_policy=inner, **options)
+    options["reshard_after_forward"] = None  # PyTorch's default: the root stays
+    return fsdp.fully_shard(module, mp_policy=fsdp.MixedPrecisionPolicy(**policy), **options)
 
 
 def calls_of(events):
@@ -515,13 +559,26 @@ def calls_of(events):
     return [(e.kind, e.num_bytes) for e in ordered if e.kind in COMMUNICATION_KINDS]
 
 
-HALF = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+def mixed(reduce_dtype, **options):
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, output_dtype=torch.float32
+    )
+    return {"mixed_precision": policy, **options}
+
+
+FULL = MixedPrecisionPolicy()
 BESIDE = [
     (SPEC, {}),
     (SPEC, {"reshard_after_forward": False}),
-    (SPEC, {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
-    (SPEC, HALF),
-    (LLAMA, HALF),
+    (SPEC, mixed(torch.float32)),
+    (SPEC, mixed(torch.bfloat16)),
+    (LLAMA, mixed(torch.bfloat16)),
+]
+BESIDE_FOUR = [
+    (SPEC, {"mesh": (2, 2)}),
+    (SPEC, mixed(torch.float32, mesh=(2, 2))),
+    (SPEC, {"mesh": (2, 2), "reshard_after_forward": False}),
+    (SPEC, {"reshard_after_forward": 2}),
 ]
 
 
@@ -543,8 +600,18 @@ def test_the_bits_and_the_messages_of_fully_shard(pools):
 
 
 def test_fully_shard_on_three_ranks_to_rounding(pools):
-    for [((found, _), (wanted, _))] in pools(3).run(side_by_side, [(SPEC, {})]):
+    for [((found, calls), (wanted, their_calls))] in pools(3).run(side_by_side, [(SPEC, {})]):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        assert calls == their_calls, "rows that 3 does not divide are padded alike"
+
+
+def test_hybrid_and_partly_resharded_as_fully_shard(pools):
+    for pairs in pools(4).run(side_by_side, BESIDE_FOUR):
+        for (_, options), ((found, calls), (wanted, their_calls)) in zip(
+            BESIDE_FOUR, pairs, strict=True
+        ):
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+            assert sorted(calls) == sorted(their_calls), options
 
 
 # --- behaviour: messages, memory, order
@@ -566,7 +633,7 @@ def watched(rank, build, parts=1, sync=True, **options):
                 with nullcontext() if sync or part == parts - 1 else model.no_sync():
                     token_loss(model(inputs), targets).backward()
                 held.append(
-                    sum(r.kept_grad.nbytes for r in model.param_groups if r.kept_grad is not None)
+                    sum(g.nbytes for group in model.param_groups for g in group.kept_grads.values())
                 )
     return ledger, calls_of(log.events), sizes_of(model), held
 
@@ -584,11 +651,16 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+WAYS_OF_FOUR = [{"mesh": (2, 2)}, {"reshard_after_forward": 2}]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
 def test_messages_and_bytes_are_those_of_the_plan(pools, world_size):
     dtypes = {"compute_dtype": torch.bfloat16} if world_size == 2 else {}
-    for by_way in pools(world_size).run(watched_all, gpt, WAYS, **dtypes):
-        for options, (ledger, calls, sizes, _) in zip(WAYS, by_way, strict=True):
+    ways = WAYS_OF_FOUR if world_size == 4 else WAYS
+    for by_way in pools(world_size).run(watched_all, gpt, ways, **dtypes):
+        for found, (ledger, calls, sizes, _) in zip(ways, by_way, strict=True):
+            options = {key: value for key, value in found.items() if key != "mesh"}
             assert calls == [(c.kind, c.num_bytes) for c in fsdp_traffic(sizes, **options)]
             planned, params = fsdp_ledger(sizes, **options), ledger.bytes_by_kind["params"]
             assert changes(params) == changes(planned.bytes_by_kind["params"])
@@ -602,7 +674,7 @@ def test_accumulation_sends_every_time_or_once_and_keeps_whole_gradients(pools, 
     for _, calls, sizes, held in pools(2).run(watched, gpt, parts=3, sync=sync):
         planned = fsdp_traffic(sizes, num_micro_batches=3, sync=sync)
         assert calls == [(c.kind, c.num_bytes) for c in planned]
-        whole = sum(map(sizes.grad_bytes, range(4)))
+        whole = sum(sizes.numels) * sizes.reduce_bytes
         assert held == ([0, 0, 0] if sync else [whole, whole, 0])
 
 
@@ -610,6 +682,10 @@ def test_a_step_sends_one_and_a_half_times_as_much_as_plain_data_parallelism():
     sizes = UnitSizes(numels=(0, *[1000] * 8), p=4)
     plain = bus_factor("all_reduce", 4) * 8000 * 4
     assert sent_bytes(fsdp_traffic(sizes), 4) == 1.5 * plain
+    assert unit_sent_bytes(fsdp_traffic(sizes)) == 1.5 * plain
+    hybrid = UnitSizes(numels=sizes.numels, p=4, replicas=2)
+    across = bus_factor("all_reduce", 2) * 8000 // 4 * 4
+    assert unit_sent_bytes(fsdp_traffic(hybrid)) == 1.5 * plain + across
     assert sent_bytes(fsdp_traffic(sizes, reshard_after_forward=False), 4) == plain
 
 
@@ -641,33 +717,28 @@ def test_a_sum_in_bf16_loses_digits_with_the_square_root_of_its_ranks():
 
 
 def frozen_traffic(rank, name):
-    """Messages of the second step, and the most bytes of parameters."""
+    """Messages of the second step, the most bytes of parameters, and those of each unit."""
     torch.manual_seed(0)
     model, (x, y) = FSDP(BUILDS[name][0]()), data(name, 8, torch.float32)
     for _ in range(2):
         with resident_over_time(model) as ledger, record() as log:
             BUILDS[name][2](model(x), y).backward()
-    shards = sum(group.shard.nbytes for group in model.param_groups)
-    groups = [
-        (group.name, group.whole_bytes, group.shard.requires_grad) for group in model.param_groups
+    params = ledger.bytes_by_kind["params"]
+    units = [
+        (group.whole.nbytes, sum(group.layouts[n].slot_numel for n in group.trained) * 4 * 2)
+        for group in model.param_groups
     ]
-    return calls_of(log.events), max(ledger.bytes_by_kind["params"]) - shards, groups
+    return calls_of(log.events), max(params) - params[0], units
 
 
 @pytest.mark.parametrize("name", ["frozen blocks", "adapted"])
 def test_frozen_weights_are_gathered_and_freed_and_send_no_gradient(pools, name):
-    for calls, peak, groups in pools(2).run(frozen_traffic, name):
+    for calls, peak, units in pools(2).run(frozen_traffic, name):
         reduced = [size for kind, size in calls if kind == "reduce_scatter"]
-        assert sorted(reduced) == sorted(size for _, size, trained in groups if trained)
-        gathered = sum(size for kind, size in calls if kind == "all_gather")
-        root = sum(size for name, size, _ in groups if not name.startswith("blocks"))
-        blocks = sum(size for name, size, _ in groups if name.startswith("blocks"))
-        assert gathered == root + 2 * blocks
-        largest = max(
-            sum(size for name, size, _ in groups if name.startswith(f"blocks.{n}"))
-            for n in range(2)
-        )
-        assert peak == root + 2 * largest
+        assert sorted(reduced) == sorted(trained for _, trained in units if trained)
+        root, *blocks = (whole for whole, _ in units)
+        assert sum(size for kind, size in calls if kind == "all_gather") == root + 2 * sum(blocks)
+        assert peak == root + max(root, 2 * max(blocks))
 
 
 class Spoken(Residual):
@@ -713,10 +784,13 @@ def test_the_whole_weights_are_gone_and_no_step_brings_them_back(pools):
             if training:
                 loss.backward()
             seen.append(sum(group.is_whole for group in model.param_groups))
-        shapes = {tuple(param.shape) for param in module.parameters()}
-        return len(alive), seen, shapes, len(list(model.parameters()))
+        shards = [
+            param is shard
+            for param, shard in zip(module.parameters(), model.parameters(), strict=True)
+        ]
+        return len(alive), seen, all(shards)
 
-    assert pools(2).run(sizes) == [(0, [4, 0, 0, 0], {(0,)}, 4)] * 2
+    assert pools(2).run(sizes) == [(0, [4, 0, 0, 0], True)] * 2
 
 
 # --- what is saved
@@ -752,8 +826,8 @@ def test_shards_go_back_where_they_came_from(pools):
         model = FSDP(gpt())
         saved, whole = model.state_dict(), model.full_state_dict()
         with torch.no_grad():
-            for group in model.param_groups:
-                group.shard.zero_()
+            for shard in model.parameters():
+                shard.zero_()
         model.load_state_dict(saved)
         return whole, model.full_state_dict()
 
@@ -807,7 +881,7 @@ def early_step(rank):
     for _ in range(2):
         loss = model(torch.ones(2, 5)).sum()
         with torch.no_grad():
-            model.param_groups[0].shard.add_(1)
+            next(model.parameters()).add_(1)
         loss.backward()
         optimizer.step()
 
@@ -825,6 +899,9 @@ REFUSED = {
     ),
     "whose weights are not sharded yet": lambda rank: FSDP(nn.Sequential(FSDP(blocks()))),
     "need floating dtypes": lambda rank: FSDP(blocks(), compute_dtype=torch.int8),
+    "need compute_dtype or mixed_precision; got both": lambda rank: FSDP(
+        blocks(), compute_dtype=torch.bfloat16, mixed_precision=FULL
+    ),
     "need dtype and device before": lambda rank: FSDP(blocks()).double(),
     "need weights on the group's first rank": lambda rank: FSDP(nn.Linear(2, 2, device="meta")),
     "got a sparse one for weight": lambda rank: (
@@ -836,7 +913,7 @@ REFUSED = {
     "need the names of the model; got strange too many and": lambda rank: FSDP(
         blocks()
     ).load_full_state_dict({"strange": 1}),
-    "need the shapes": lambda rank: FSDP(nn.Linear(2, 2)).load_full_state_dict(
+    "need the shape": lambda rank: FSDP(nn.Linear(2, 2)).load_full_state_dict(
         nn.Linear(2, 3).state_dict()
     ),
     "got rank 7 of 1": wrong_rank,
@@ -897,7 +974,7 @@ def test_a_backward_that_raised_an_error_is_reset(pools):
         for _ in range(1 + fails):
             with suppress(ZeroDivisionError):
                 F.mse_loss(model(x), y).backward()
-        return [group.shard.grad for group in model.param_groups]
+        return [shard.grad for shard in model.parameters()]
 
     broken, whole = (pools(2).run(grads, fails) for fails in (1, 0))
     torch.testing.assert_close(broken[0][:2], whole[0][:2], rtol=0, atol=0)

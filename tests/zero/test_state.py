@@ -5,7 +5,6 @@ import torch
 
 from course_lib.zero import FlatLayout
 from course_lib.zero.state import (
-    cut_into_shard,
     cut_state,
     join_state,
     numbered_groups,
@@ -25,17 +24,6 @@ def test_what_is_cut_is_joined_to_the_same(p):
     whole = join_state(found, (3, 4))
     torch.testing.assert_close(whole.pop("exp_avg"), wanted.pop("exp_avg").double())
     assert whole == wanted
-
-
-@pytest.mark.parametrize("p", [1, 2, 3, 5])
-def test_shards_of_whole_tensors_are_those_of_the_flat_tensor(p):
-    tensors = [torch.randn(2, 3), torch.randn(4)]
-    layout = FlatLayout.of(tensors, p)
-    flat = layout.flatten(tensors)
-    for rank in range(p):
-        shard = torch.zeros(layout.shard_numel)
-        cut_into_shard(layout, rank, tensors, shard)
-        assert torch.equal(shard, flat[layout.shard_slice(rank)])
 
 
 def test_groups_are_numbered_as_a_plain_optimizer_saves_them():

@@ -1,12 +1,12 @@
-"""The exercises of notebook 10_fsdp: a flat unit, its hooks, the order of a step, two precisions.
+"""The exercises of notebook 10_fsdp: a sharded parameter, a unit's hooks, prefetch, hybrid groups.
 
-Each stands with its check in a file of its own: `unit`, `hooks`, `order`, `mixed`; the planted
-mistakes are beside it, in `..._answers`.
+Each stands with its check in a file of its own: `param`, `hooks`, `prefetch`, `hybrid`. What runs
+on the ranks is in `param_use`, `hooks_passes` and `prefetch_moves`.
 """
 
 from course_lib.checks.fsdp.hooks import HOOKS
-from course_lib.checks.fsdp.mixed import MIXED
-from course_lib.checks.fsdp.order import ORDER
-from course_lib.checks.fsdp.unit import UNIT
+from course_lib.checks.fsdp.hybrid import HYBRID
+from course_lib.checks.fsdp.param import PARAM
+from course_lib.checks.fsdp.prefetch import PREFETCH
 
-EXERCISES = (UNIT, HOOKS, ORDER, MIXED)
+EXERCISES = (PARAM, HOOKS, PREFETCH, HYBRID)

@@ -1,295 +1,330 @@
-"""Exercise 2 of 10_fsdp: the hooks of a unit, from the gather before forward to a shard's gradient.
-
-The unit that the answer gets does not give its memory back when it is freed: it fills it with NaN,
-so that whoever computes with it is noticed. The planted mistakes are in `hooks_answers.py`.
-"""
+"""Exercise 2 of 10_fsdp: the hooks of a unit, from the gather before forward to the gradients."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.checks.exercise import CheckFailed, Exercise, Mistake
-from course_lib.checks.expect import run
-from course_lib.checks.fsdp import hooks_answers as planted
-from course_lib.checks.fsdp.parts import (
-    MODULES,
-    WORLD_SIZES,
-    Small,
-    batch,
-    calls_in,
-    close,
-    expect_calls,
-    expect_near,
-    grad_of,
-    row_bytes,
-    row_of,
-)
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+from course_lib.checks.expectations import Bytes, Calls, Demand, Numbers
+from course_lib.checks.fsdp.hooks_passes import EVALUATION, ROUNDS, passes, whole_passes
+from course_lib.checks.fsdp.parts import MODULES, pack, packed_numel, rows_of
+from course_lib.checks.on_ranks import At, OnRanks
 from course_lib.checks.zero.parts import (
-    alive_bytes,
-    flat,
-    only_new,
-    shard_numel,
-    shard_of,
-)
-from course_lib.ranks import Ranks, record
-from course_lib.zero.flat_layout import FlatLayout
-
-# the backward passes that are in shard.grad after each one; before the third it is cleared, and the
-# shard has changed
-ROUNDS = ((0,), (0, 1), (2,))
-STEP = 0.5
-RAISED = (
-    "Does `missing` begin anew with each backward? What if no gradient is wanted? And is "
-    "shard.grad as long as the shard?"
-)
-EVALUATION = "In evaluation, too, gather once, and free; but hook nothing: output.requires_grad."
-AGAIN = (
-    "Backward computed with a freed flat parameter (the check fills it with NaN): gather again "
-    "when the output's gradient is there, with output.register_hook; free after the last "
-    "gradient, not before."
-)
-ANEW = "begins anew with each backward: fill it again when the gradients have been sent."
-OWN = "Only this rank's own tokens are in it: the others' come with a reduce_scatter."
-TAIL = (
-    "The numbers are right, but the padding has a gradient: zeros there, or the norm for "
-    "clipping is too large. layout.flatten does it."
+    ALL_WAITED,
+    BESIDE,
+    NOT_WAITED,
+    OF_THE_CLASS,
+    unless_alone,
 )
 
+WORLDS = (3, 2, 5, 1)
 
-class _Unit:
-    """The unit that the answer is given: params, shard, layout, gather() and free()."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.params = list(module.parameters())
-        self.layout = FlatLayout.of(self.params, dist.get_world_size())
-        self.row = self.layout.flatten(self.params)
-        mine = self.layout.shard_slice(dist.get_rank())
-        self.shard = nn.Parameter(self.row[mine].clone())
-        for param, view in zip(self.params, self.layout.views(self.row), strict=True):
-            param.data = view
-        self.is_whole = True
-        self.free()
-
-    def gather(self) -> None:
-        """Fill the flat parameter."""
-        dist.all_gather_single(self.row.data, self.shard.detach())
-        self.is_whole = True
-
-    def free(self) -> None:
-        """Make the flat parameter useless."""
-        self.row.data.fill_(torch.nan)
-        self.is_whole = False
-
-
-@dataclass
-class UnitPass:
-    """Forward and backward on one rank."""
-
-    out: Tensor
-    x_grad: Any
-    shard_grad: Any
-    calls: tuple[list[tuple[str, int]], list[tuple[str, int]]]
-    is_whole: tuple[bool, bool]  # after forward, after backward
-    with_grad: int  # parameters that still have one
-    has_none: bool  # no gradient of the shard
-    alive_bytes: int
-
-
-def _passes(rank: int, answer: Callable[..., Any], p: int) -> list[tuple[list[UnitPass], Any]]:
-    found = []
-    for kind in MODULES:
-        with only_new():
-            found.append(_watched(rank, answer, kind, p))
-    return found
+GATHER = Cause("Forward computed without its parameters: gather() in before_forward.")
+NEVER_FREED = Cause(
+    "Never freed: the unit is whole between forward and backward. free() in after_forward."
+)
+AGAIN = Cause(
+    "Backward computed with freed parameters (the check fills them with NaN): gather again when "
+    "the output's gradient is there, with output.register_hook, and free after the last gradient."
+)
+FREE_LAST = Cause("The unit is still whole: free() after its last gradient.")
+EVALUATE = Cause(
+    "In evaluation, too, gather once and free; but hook nothing where no gradient is wanted: "
+    "output.requires_grad."
+)
+SUMMED = Cause("{p} times too large: summed, not averaged. Divide by the number of ranks.")
+AVERAGED_TWICE = Cause("{p} times too small: divide by the number of ranks once.")
+OWN = Cause("Only this rank's own tokens are in it: the others' come with a reduce_scatter.")
+OVERWRITTEN = Cause("Only the last backward is in it: shard.grad adds up until it is cleared.")
+MEAN_OF_PASSES = Cause("The mean is over ranks; two backward passes add up.")
+ANEW = Cause("`missing` begins anew with each backward: fill it again when everything is sent.")
+NOT_SENT = Cause("A shard has no gradient: send when `missing` is empty, and set shard.grad.")
+TAIL = Cause(
+    "Those are numbers of the padded tail, or of the next parameter: a rank with fewer rows has "
+    "padding between its gradients. unit.unpack(row) cuts it off."
+)
+PARAMETERS = Cause("Those are the parameters: send each param.grad, not its param.")
+GRAD_SHAPE = Cause("A gradient has the shape of its shard: unit.unpack(row) gives them.")
+INCOMPLETE = Cause(
+    "Send when the last gradient of the unit is there, in whichever order they come: the gradients "
+    "of all unit.params, packed."
+)
+X_GRAD = Cause("The gradient of the input is this rank's own: hooks do not change it.")
+ONE_MESSAGE = Cause("All gradients of a unit travel as one reduce_scatter: pack them.")
+ALL_REDUCE = Cause(
+    "An all_reduce sends twice the bytes: nobody needs the others' part of the mean."
+)
+GATHER_ONCE = Cause("Gather once before the module computes.")
+CALLS = Cause("Backward: one all_gather at the output's gradient, then one reduce_scatter.")
+WHOLE_GRADS = Cause(
+    "The whole gradients are still there, and the next backward would add to them: "
+    "param.grad = None for each."
+)
+LEFT = Cause("Who holds whole gradients: an attribute, a list, a view?")
 
 
-def _watched(
-    rank: int, answer: Callable[..., Any], kind: type[nn.Module], p: int
-) -> tuple[list[UnitPass], Any]:
-    module = kind()
-    unit = _Unit(module)
-    hooks = answer(module, unit)
-    found: list[UnitPass] = []
-    for number in range(len(ROUNDS)):
-        if number == 2:
-            unit.shard.data.add_(STEP)
-            unit.shard.grad = None
-        found.append(_pass(rank, module, unit, number, found, p))
-    with torch.no_grad(), record() as log:
-        module(batch(rank)[0])
-    del hooks
-    return found, (calls_in(log.events), unit.is_whole)
+def _module(at: At) -> nn.Module:
+    return MODULES[at.options["kind"]]()
 
 
-def _pass(
-    rank: int, module: nn.Module, unit: _Unit, number: int, before: list[UnitPass], p: int
-) -> UnitPass:
-    x, above = batch(rank, number)
-    with record() as forward:
-        out = module(x.requires_grad_())
-    after_forward, result = unit.is_whole, out.detach().clone()
-    with record() as backward:
-        out.backward(above[:, : out.shape[1]])
-    x_grad, grad = x.grad, unit.shard.grad
-    copy = grad.clone() if isinstance(grad, Tensor) else grad
-    left = sum(param.grad is not None for param in unit.params)
-    own = [result, unit.row, unit.shard, x, above, out, x_grad, grad, copy]
-    for one in before:
-        own += [one.out, one.x_grad, one.shard_grad]
-    known = [tensor for tensor in own if isinstance(tensor, Tensor)]
-    alive = 0 if left else alive_bytes(*known, enough=0)
-    return UnitPass(
-        result,
-        x_grad,
-        copy,
-        (calls_in(forward.events), calls_in(backward.events)),
-        (after_forward, unit.is_whole),
-        left,
-        grad is None,
-        alive,
-    )
+def _number(at: At) -> int:
+    """Return the number of the batch: evaluation uses the last one."""
+    return min(at.number, len(ROUNDS) - 1)
 
 
-def check_hooks(answer: Callable[..., Any]) -> str:
-    """Check 1 to 3 ranks, two passes that add up, a third after a step, one without gradients."""
-    for p in WORLD_SIZES:
-        with Ranks(p) as ranks:
-            found = run(ranks, _passes, answer, p, on={"raised": RAISED})
-        for kind, by_rank in zip(MODULES, zip(*found, strict=True), strict=True):
-            for number in range(len(ROUNDS)):
-                for rank, (passes, _) in enumerate(by_rank):
-                    judge(passes[number], kind, number, rank, p)
-            for rank, (_, evaluated) in enumerate(by_rank):
-                judge_evaluation(evaluated, kind, rank, p)
-    return "Gathered, used, freed, twice; then a shard of the mean, one message, nothing left."
+def _mean(at: At, number: int) -> list[Tensor]:
+    """Return this rank's shards of the mean gradients of one pass."""
+    by_rank = whole_passes(at.options["kind"], number, at.world_size).grads
+    means = [torch.stack(grads).mean(0) for grads in zip(*by_rank, strict=True)]
+    return [rows_of(mean, at.rank, at.world_size) for mean in means]
 
+
+def _own(at: At, number: int) -> list[Tensor]:
+    grads = whole_passes(at.options["kind"], number, at.world_size).grads[at.rank]
+    return [rows_of(grad, at.rank, at.world_size) for grad in grads]
+
+
+def _grads(
+    factor: Callable[[At], float] = lambda _at: 1.0,
+    of: Callable[[At, int], list[Tensor]] = _mean,
+) -> Callable[[At], list[Tensor]]:
+    """Return the gradients, all passes that are in them, times a factor."""
+
+    def added(at: At) -> list[Tensor]:
+        rounds = [of(at, number) for number in ROUNDS[_number(at)]]
+        return [factor(at) * torch.stack(parts).sum(0) for parts in zip(*rounds, strict=True)]
+
+    return added
+
+
+def _one_pass(position: int) -> Callable[[At], list[Tensor]]:
+    return lambda at: _mean(at, ROUNDS[_number(at)][position])
+
+
+def _params(at: At) -> list[Tensor]:
+    params = [param.detach() for param in _module(at).parameters()]
+    return [rows_of(param, at.rank, at.world_size) for param in params]
+
+
+def _not_cut(at: At) -> list[Tensor]:
+    """Return what comes of packed gradients where the padding stays between them."""
+    by_rank = whole_passes(at.options["kind"], ROUNDS[_number(at)][0], at.world_size).grads
+    row = pack([torch.stack(g).mean(0) for g in zip(*by_rank, strict=True)], at.world_size)[at.rank]
+    shards, begin = [], 0
+    for shard in _params(at):
+        shards.append(row[begin : begin + shard.numel()].view_as(shard))
+        begin += shard.numel()
+    return shards
+
+
+def _out(at: At) -> Tensor:
+    return whole_passes(at.options["kind"], _number(at), at.world_size).outs[at.rank]
+
+
+def _x_grad(at: At) -> Tensor:
+    return whole_passes(at.options["kind"], _number(at), at.world_size).x_grads[at.rank]
+
+
+def _bytes(at: At) -> int:
+    return 8 * packed_numel(_module(at), at.world_size)
+
+
+def _needed(*kinds: str) -> Callable[[At], list[tuple[str, int]]]:
+    return lambda at: [(kind, _bytes(at)) for kind in kinds]
+
+
+def _in_training(expectation: Callable[[At], None]) -> Callable[[At], None]:
+    return lambda at: expectation(at) if at.label != EVALUATION else None
+
+
+def _is_nan(_at: At, got: Tensor, _item: int | None) -> bool:
+    return bool(got.isnan().any())
+
+
+def _runs(_p: int) -> list[dict[str, object]]:
+    kinds: list[dict[str, object]] = [{"kind": kind} for kind in MODULES]
+    return [*kinds, {"kind": "three layers", "beside": True}]
+
+
+BESIDE_ANOTHER = ((lambda at, *_: bool(at.options.get("beside")), OF_THE_CLASS),)
+SENDS = "dist.reduce_scatter_single(mean, sent.flatten())"
+DIVIDES = "mean /= dist.get_world_size()"
+ADDS = "grad if shard.grad is None else shard.grad + grad"
+PACKS = "unit.pack([param.grad for param in unit.params])"
+REGATHERS = "output.register_hook(lambda grad: self.unit.gather())"
+LAST = "if not self.missing:"
+ZEROS = "[torch.zeros_like(p) if p.grad is None else p.grad for p in unit.params]"
 
 HOOKS = Exercise(
     key="fsdp-2",
     title="the hooks of a unit",
-    check=check_hooks,
-    reference=planted.Hooks,
-    mistakes=planted.mistakes(Mistake),
+    check=OnRanks(
+        observe_on_rank=passes,
+        worlds=WORLDS,
+        runs=_runs,
+        trouble=(
+            ("raised", BESIDE, OF_THE_CLASS),
+            ("raised", "hook on a tensor that doesn't require", EVALUATE),
+            ("raised", "assign a gradient", GRAD_SHAPE),
+            ("raised", "pass [23].*NoneType", ANEW),
+            ("raised", "NoneType", INCOMPLETE),
+        ),
+        expect=(
+            ALL_WAITED,
+            Numbers(
+                "out",
+                _out,
+                rtol=1e-11,
+                what="the output",
+                predicates=((lambda at, *_: at.label == EVALUATION, EVALUATE), *BESIDE_ANOTHER),
+                look=GATHER,
+            ),
+            Calls(
+                unless_alone(_needed("all_gather"), "forward"),
+                other_kind=GATHER_ONCE,
+                look=GATHER_ONCE,
+                value="forward",
+            ),
+            Demand(
+                lambda at: at.label != EVALUATION or not at.seen.whole_between,
+                "the unit is still whole",
+                EVALUATE,
+            ),
+            Demand(lambda at: not at.seen.whole_between, "forward has ended", NEVER_FREED),
+            _in_training(
+                Numbers(
+                    "x_grad",
+                    _x_grad,
+                    rtol=1e-11,
+                    what="the gradient of the input",
+                    predicates=(*BESIDE_ANOTHER, (_is_nan, AGAIN)),
+                    look=X_GRAD,
+                )
+            ),
+            _in_training(
+                Numbers(
+                    "grads",
+                    _grads(),
+                    rtol=1e-11,
+                    what="the gradient of a shard",
+                    predicates=(
+                        *BESIDE_ANOTHER,
+                        (lambda _at, got, _item: got is None, NOT_SENT),
+                        (_is_nan, AGAIN),
+                    ),
+                    causes=(
+                        (SUMMED, _grads(lambda at: at.world_size)),
+                        (AVERAGED_TWICE, _grads(lambda at: 1 / at.world_size)),
+                        (OWN, _grads(of=_own)),
+                        (OWN, _grads(lambda at: 1 / at.world_size, _own)),
+                        (OVERWRITTEN, _one_pass(-1)),
+                        (ANEW, _one_pass(0)),
+                        (MEAN_OF_PASSES, _grads(lambda at: 1 / len(ROUNDS[at.number]))),
+                        (PARAMETERS, _params),
+                        (TAIL, _not_cut),
+                    ),
+                    shape=GRAD_SHAPE,
+                    look=INCOMPLETE,
+                )
+            ),
+            _in_training(
+                Calls(
+                    unless_alone(_needed("all_gather", "reduce_scatter"), "backward"),
+                    other_kind=ALL_REDUCE,
+                    symptoms=((lambda got, need: len(got) > len(need), ONE_MESSAGE),),
+                    look=CALLS,
+                    value="backward",
+                )
+            ),
+            Demand(lambda at: not at.seen.whole_after, "backward has ended", FREE_LAST),
+            Demand(
+                lambda at: not at.seen.with_grad,
+                lambda at: f"{at.seen.with_grad} parameters have a gradient",
+                WHOLE_GRADS,
+            ),
+            Bytes("alive_bytes", lambda at: _bytes(at) - 1, LEFT, what="after backward it keeps"),
+        ),
+        success="Gathered, used, freed, twice; then shards of the mean, one message, nothing left.",
+    ),
+    wrong=(
+        Edit("self.unit.gather()\n\n", "pass\n\n", GATHER),
+        Edit("self.unit.free()\n        if output", "if output", NEVER_FREED),
+        Edit(
+            "self.unit.free()\n        if output.requires_grad:",
+            "if output.requires_grad:\n            self.unit.free()",
+            EVALUATE,
+        ),
+        Edit("if output.requires_grad:", "if True:", EVALUATE),
+        Edit(REGATHERS, "pass", AGAIN),
+        Edit(
+            REGATHERS,
+            "pass",
+            AGAIN,
+            also=(
+                (
+                    "self.missing.discard(param)",
+                    "if len(self.missing) == len(self.unit.params):\n    self.unit.gather()\n"
+                    "self.missing.discard(param)",
+                ),
+            ),
+        ),
+        Edit("            unit.free()", "            pass", FREE_LAST),
+        Edit(DIVIDES, "pass", SUMMED),
+        Edit(DIVIDES, "mean /= dist.get_world_size() ** 2", AVERAGED_TWICE),
+        Edit(SENDS, "mean = sent[dist.get_rank()].clone()", OWN),
+        Edit(SENDS, "mean = sent[dist.get_rank()].clone() * dist.get_world_size()", OWN),
+        Edit(SENDS, "dist.all_reduce(sent)\nmean = sent[dist.get_rank()].clone()", ALL_REDUCE),
+        Edit(SENDS, "dist.reduce_scatter_single(mean, sent.flatten(), async_op=True)", NOT_WAITED),
+        Edit(
+            PACKS,
+            "unit.pack([param.grad for param in unit.params])\n"
+            "for grad in [param.grad for param in unit.params[1:]]:\n"
+            "    each = unit.pack([torch.zeros_like(p) for p in unit.params])\n"
+            "    dist.reduce_scatter_single(each[0].clone(), each.flatten())",
+            ONE_MESSAGE,
+        ),
+        Edit(ADDS, "grad", OVERWRITTEN),
+        Edit(ADDS, "grad if shard.grad is None else (shard.grad + grad) / 2", MEAN_OF_PASSES),
+        Edit("self.missing = set(unit.params)\n            ", "", ANEW),
+        Edit("param.grad = None", "pass", WHOLE_GRADS),
+        Edit(
+            LAST,
+            "if len(self.missing) == len(self.unit.params) - 1:",
+            AGAIN,
+            also=((PACKS, f"unit.pack({ZEROS})"),),
+        ),
+        Edit(
+            LAST,
+            "if param is self.unit.params[0]:",
+            AGAIN,
+            also=((PACKS, f"unit.pack({ZEROS})"),),
+        ),
+        Edit(PACKS, "unit.pack([param.detach() for param in unit.params])", PARAMETERS),
+        Edit(
+            "unit.unpack(mean)",
+            "[part.view_as(shard) for shard, part in zip(unit.shards, mean.split([*[s.numel() for "
+            "s in unit.shards], len(mean) - sum(s.numel() for s in unit.shards)]))]",
+            TAIL,
+        ),
+        Edit("unit.unpack(mean)", "[mean for _ in unit.shards]", GRAD_SHAPE),
+        Edit(PACKS, f"{PACKS}\nself.__dict__.setdefault('all', []).append(sent)", LEFT),
+        Edit(
+            "self.unit, self.missing = unit, set(unit.params)",
+            "self.unit, Hooks.missing = unit, set(unit.params)",
+            OF_THE_CLASS,
+            also=(
+                (
+                    "self.missing = set(unit.params)\n            ",
+                    "Hooks.missing = set(unit.params)\n            ",
+                ),
+            ),
+        ),
+        Edit(
+            "self.unit, self.missing = unit, set(unit.params)",
+            "Hooks.unit, self.missing = unit, set(unit.params)",
+            OF_THE_CLASS,
+        ),
+    ),
 )
-
-
-def judge(got: UnitPass, kind: type[nn.Module], number: int, rank: int, p: int) -> None:
-    """Demand the results of one process, the calls of the budget, and no whole tensors left."""
-    numbers = "1 number" if kind is Small else "23 numbers"
-    where = f"rank {rank} of {p}, {numbers}, pass {number + 1}"
-    outs, x_grads, _ = _whole(kind, number, p)
-    whole = row_bytes(row_of(kind).numel(), p)
-    expect_near(got.out, outs[rank], f"{where}, the output", "Try gather() in before_forward.")
-    gathers = [("all_gather", whole)]
-    expect_calls(f"{where}, forward", got.calls[0], gathers, "gather() once, before the module.")
-    if got.is_whole[0]:
-        raise CheckFailed(
-            f"{where}: Never freed: the unit is whole between forward and backward. Try free() in "
-            "after_forward."
-        )
-    _expect_x(got, x_grads[rank], where)
-    kinds = [kind for kind, _ in got.calls[1]]
-    if kinds == ["all_gather"] and got.with_grad + got.has_none:
-        raise CheckFailed(f"{where}: no gradient was sent. When is `missing` empty? It {ANEW}")
-    means = [shard_of(_mean(kind, one, p), rank, p) for one in ROUNDS[number]]
-    says = _why(got.shard_grad, means, kind, number, rank, p)
-    expect_near(got.shard_grad, torch.stack(means).sum(0), f"{where}, shard.grad", says)
-    needed = [*gathers, ("reduce_scatter", whole)]
-    expect_calls(f"{where}, backward", got.calls[1], needed, _why_calls(kinds))
-    _expect_nothing_left(got, where, whole)
-
-
-def _expect_x(got: UnitPass, wanted: Tensor, where: str) -> None:
-    says = "The gradient of the input is this rank's own: hooks do not change it."
-    first = got.calls[1][0][0] if got.calls[1] else ""
-    if first != "all_gather" or (isinstance(got.x_grad, Tensor) and got.x_grad.isnan().any()):
-        says = AGAIN
-    expect_near(got.x_grad, wanted, f"{where}, the gradient of the input", says)
-
-
-def _expect_nothing_left(got: UnitPass, where: str, whole: int) -> None:
-    if got.is_whole[1]:
-        raise CheckFailed(f"{where}: the unit is still whole. Try free() after its last gradient.")
-    if got.with_grad:
-        raise CheckFailed(
-            f"{where}: {got.with_grad} whole gradients are still there, and the next backward "
-            "would add to them: param.grad = None for each."
-        )
-    if got.alive_bytes >= whole:
-        raise CheckFailed(
-            f"{where}: {got.alive_bytes} bytes are alive that nobody needs: who holds a whole "
-            "flat gradient?"
-        )
-
-
-def judge_evaluation(evaluated: Any, kind: type[nn.Module], rank: int, p: int) -> None:
-    """Demand one gather, and that everything is freed."""
-    calls, is_whole = evaluated
-    where = f"rank {rank} of {p}, under torch.no_grad()"
-    expect_calls(where, calls, [("all_gather", row_bytes(row_of(kind).numel(), p))], EVALUATION)
-    if is_whole:
-        raise CheckFailed(f"{where}: Never freed: free() in after_forward, always.")
-
-
-def _whole(kind: type[nn.Module], number: int, p: int) -> tuple[list[Tensor], ...]:
-    """Compute on one process: each rank's output, gradient of its input, and flat gradient."""
-    outs, x_grads, rows = [], [], []
-    for rank in range(p):
-        module, (x, above) = kind(), batch(rank, number)
-        with torch.no_grad():
-            for param in module.parameters():
-                param.add_(STEP if number == 2 else 0)
-        out = module(x.requires_grad_())
-        out.backward(above[:, : out.shape[1]])
-        outs.append(out.detach())
-        x_grads.append(grad_of(x))
-        rows.append(flat([grad_of(param) for param in module.parameters()]))
-    return outs, x_grads, rows
-
-
-def _mean(kind: type[nn.Module], number: int, p: int) -> Tensor:
-    return torch.stack(_whole(kind, number, p)[2]).mean(0)
-
-
-def _why(
-    grad: Any, means: list[Tensor], kind: type[nn.Module], number: int, rank: int, p: int
-) -> str:
-    row = row_of(kind)
-    n = shard_numel(row.numel(), p)
-    if not isinstance(grad, Tensor) or grad.shape != (n,):
-        return "shard.grad is this rank's part of the mean, as long as the shard."
-    if grad.isnan().any():
-        return AGAIN
-    mean = torch.stack(means).sum(0)
-    own = [shard_of(_whole(kind, one, p)[2][rank], rank, p) for one in ROUNDS[number]]
-    alone = torch.stack(own).sum(0)
-    body, tail = mean.clone(), slice(max(0, row.numel() - rank * n), n)
-    body[tail] = grad[tail]
-    causes = [
-        (mean * p, "Summed, not averaged: divide by the number of ranks."),
-        (mean / p, "Averaged twice: divide by the number of ranks once."),
-        (alone, OWN),
-        (alone / p, OWN),
-        (means[-1], "Only the last backward is in it: shard.grad adds up until it is cleared."),
-        (mean / len(means), "The mean is over ranks; two backward passes add up."),
-        (body, TAIL),
-    ]
-    fallback = (
-        "Send when the last gradient of the unit is there, in whichever order they come: each "
-        "param.grad, side by side."
-    )
-    return next((says for wrong, says in causes if close(grad, wrong)), fallback)
-
-
-def _why_calls(kinds: list[str]) -> str:
-    if kinds.count("all_reduce") + kinds.count("reduce_scatter") > 1:
-        return "All gradients of a unit travel as one reduce_scatter of its flat gradient."
-    if "all_reduce" in kinds:
-        return "An all_reduce sends twice the bytes: nobody needs the others' part of the mean."
-    if "all_gather" not in kinds:
-        return AGAIN
-    return "Gather once, when the output's gradient is there; then one reduce_scatter."

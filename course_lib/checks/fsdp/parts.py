@@ -1,26 +1,13 @@
-"""Tools for the checks of 10_fsdp: a module with a tied weight, and one smaller than its group."""
-
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+"""Modules for the checks of 10_fsdp: one with a tied weight, one smaller than its group."""
 
 import torch
 from torch import Tensor, nn
 
-from course_lib.checks.exercise import CheckFailed
-from course_lib.checks.zero.parts import flat, shard_numel
-from course_lib.core import COMMUNICATION_KINDS, Event
-from course_lib.core.errors import CourseError
-
 WIDTH, TOKENS = 3, 2
-WORLD_SIZES = (3, 2, 1)  # on 2 ranks, wrong answers look alike
-NUMBER_BYTES = 8  # in float64
-ROUNDING = 1e-12
-ALONE = "rank 0 of 1,"
 
 
 class TiedModel(nn.Module):
-    """Three layers of 23 numbers; the first two have one weight, which backward needs twice.
+    """Three layers; the first two have one weight, which backward needs twice.
 
     The last one is the first by name, so that neither end of the list gets its gradient last.
     """
@@ -48,21 +35,7 @@ class Small(nn.Module):
         return torch.tanh(self.only(x[:, :1]))
 
 
-MODULES: tuple[type[nn.Module], ...] = (TiedModel, Small)
-
-
-@contextmanager
-def not_followed(where: object) -> Iterator[None]:
-    """Wrap gather(): a message whose tensors autograd records fails when it is waited for."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "no_grad mode" not in str(error):
-            raise
-        raise CheckFailed(
-            f"{where}, gather(): autograd follows what is sent, and a message cannot do that. "
-            "Is it self.shard.detach() that is sent?"
-        ) from error
+MODULES: dict[str, type[nn.Module]] = {"three layers": TiedModel, "one number": Small}
 
 
 def numbered(module: nn.Module) -> None:
@@ -81,59 +54,27 @@ def batch(rank: int, number: int = 0) -> tuple[Tensor, Tensor]:
     return x, above
 
 
-def row_of(kind: type[nn.Module]) -> Tensor:
-    """Return all numbers of a module in one flat tensor."""
-    return flat(list(kind().parameters()))
+def num_rows(tensor: Tensor, p: int) -> int:
+    """Return the rows of a full shard."""
+    return -(-len(tensor) // p)
 
 
-def row_bytes(numel: int, p: int) -> int:
-    """Return the bytes of a module's flat parameter in float64, padded for p ranks."""
-    return shard_numel(numel, p) * p * NUMBER_BYTES
+def rows_of(tensor: Tensor, rank: int, p: int) -> Tensor:
+    """Return the rows that a rank keeps, as torch.chunk splits them."""
+    rows = num_rows(tensor, p)
+    return tensor[rank * rows : (rank + 1) * rows]
 
 
-def grad_of(tensor: Tensor) -> Tensor:
-    """Return its gradient, which must not be None."""
-    if tensor.grad is None:
-        raise CourseError("grad_of: need a tensor with a gradient; got one without.")
-    return tensor.grad
+def pack(tensors: list[Tensor], p: int) -> Tensor:
+    """Return all tensors as one [p, n]: row r has what rank r keeps of each, padded with zeros."""
+    parts = []
+    for tensor in tensors:
+        padded = tensor.new_zeros(p * num_rows(tensor, p), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts.append(padded.view(p, -1))
+    return torch.cat(parts, dim=1)
 
 
-def expect_near(got: object, wanted: Tensor, where: str, says: str) -> None:
-    """Demand that a tensor is equal up to rounding."""
-    if not isinstance(got, Tensor):
-        raise CheckFailed(f"{where}: need a tensor; got {got!r}. {says}")
-    if not close(got, wanted):
-        off = ""
-        if got.shape != wanted.shape:
-            off = f"need shape {list(wanted.shape)}; got {list(got.shape)}. "
-        elif got.dtype != wanted.dtype:
-            off = f"need {wanted.dtype}; got {got.dtype}. "
-        else:
-            most = (got - wanted).abs().max().item()
-            off = f"off by up to {most:.3g}. "
-        raise CheckFailed(f"{where}: {off}{says}")
-
-
-def calls_in(events: Sequence[Event]) -> list[tuple[str, int]]:
-    """Return kind and bytes of the communication, in order."""
-    made = sorted((e for e in events if e.kind in COMMUNICATION_KINDS), key=lambda e: e.start_s)
-    return [(call.kind, call.num_bytes) for call in made]
-
-
-def expect_calls(
-    where: str, got: Sequence[tuple[str, int]], needed: Sequence[tuple[str, int]], says: str
-) -> None:
-    """Demand these calls, in this order; a single rank may do without."""
-    if list(got) != list(needed) and (got or not where.startswith(ALONE)):
-        raise CheckFailed(f"{where}: need {_listed(needed)}; got {_listed(got)}. {says}")
-
-
-def _listed(calls: Sequence[tuple[str, int]]) -> str:
-    return ", ".join(f"{kind} of {size} bytes" for kind, size in calls) or "no call at all"
-
-
-def close(got: Any, wanted: Tensor) -> bool:
-    """Return whether they are equal up to the rounding of sums in another order."""
-    if not isinstance(got, Tensor) or got.shape != wanted.shape or got.dtype != wanted.dtype:
-        return False
-    return torch.allclose(got, wanted, rtol=ROUNDING, atol=ROUNDING)
+def packed_numel(module: nn.Module, p: int) -> int:
+    """Return the numbers of a packed module, with the padding."""
+    return pack([param.detach() for param in module.parameters()], p).numel()
