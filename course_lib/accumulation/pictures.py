@@ -35,7 +35,7 @@ POSITIONS = {
     "error": (3, 1.5),
     "loss": (4, 1.5),
 }
-# Tokens per second and GPU by micro-batches per step, on H100 nodes: a Llama-like model of 1B
+# Tokens per second and GPU by micro-batches per step, on H100 nodes: a Llama-like model of 1.3B
 # parameters, a global batch of 256 sequences of 4,096 tokens, no ZeRO, no pipeline. Source: Tazi et
 # al. 2025, The Ultra-Scale Playbook, benchmark results (github vinjn/nanotron-ultrascale-playbook).
 WHOLE = {16: 40150, 32: 39273}  # 8 GPUs, dp = 8: 2 or 1 sequences at a time
@@ -120,10 +120,11 @@ def part_times(parts: Sequence[int], times: Sequence[Sequence[float]], title: st
 
     times   as multiples of the time of the smallest number of micro-batches, with repetitions
     """
+    whole, split = (Voices(published=published_times(one)) for one in (WHOLE, SPLIT_OVER_4))
     curves = {
         "this machine, 1 core": Voices(formula=lambda _: 1.0, measurement=times),
-        "H100s, the whole model on each": Voices(published=published_times(WHOLE)),
-        "H100s, matrices split over 4": Voices(published=published_times(SPLIT_OVER_4)),
+        "8 H100s, the whole model on each (2, 1 sequences at a time)": whole,
+        "16 H100s, matrices split over 4 (16, 8, 4, 2, 1)": split,
     }
     return compare(
         parts,
@@ -133,7 +134,7 @@ def part_times(parts: Sequence[int], times: Sequence[Sequence[float]], title: st
         y_label="time / time at the smallest m",
         log_x=True,
         names={"formula": "FLOPs alone"},
-        source="Ultra-Scale Playbook (Tazi et al. 2025), 1B model, 256 sequences of 4,096 tokens "
+        source="Ultra-Scale Playbook (Tazi et al. 2025), 1.3B model, 256 sequences of 4,096 tokens "
         "per step",
     )
 

@@ -81,8 +81,8 @@ def kept_bytes(zero: int, numel: int, p: int, is_ours: bool) -> dict[str, float]
     """Return the bytes between two steps of an fp32 model with Adam, by what they are for.
 
     DeepSpeed copies its shard as an fp32 master whatever the model's dtype; stage 3 also keeps the
-    buffers of gradients and of a bucket, and leaves parameters gathered below its default limits
-    (stage3_max_live_parameters, stage3_param_persistence_threshold).
+    buffers of gradients and of a bucket, and gathers small tensors again after each step
+    (stage3_param_persistence_threshold: up to 10**5 numbers).
 
     Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py, stage3.py, config.py
     """

@@ -16,7 +16,7 @@
 # - say where to clip, and which layers and losses accumulation changes;
 # - predict what accumulation does to memory and to the time of a step.
 #
-# **Prerequisites:** lesson 01. **Time:** about 45 minutes of reading and running, and 45 minutes
+# **Prerequisites:** lesson 01. **Time:** about 45 minutes of reading and running, and 35 minutes
 # for five exercises.
 #
 # | symbol | in code | meaning |
@@ -120,7 +120,7 @@ reveal(guess, w1.grad.item())
 # %% [markdown]
 # `backward` **adds** to the gradient that is already there. That is why training loops call
 # `zero_grad`, and it is all that accumulation needs. Step through both ways of training on these
-# two items, and watch $w_1$.
+# two items, and watch $w_1$ (SGD, learning rate 0.001).
 
 # %% tags=["picture"]
 from course_lib.accumulation.worked_graph import graph_states
@@ -183,7 +183,8 @@ print(f"its elements are {low:.6f} to {high:.6f} times those of the full batch's
 #
 # **Break it.** Leave out the division and train, once with SGD and once with AdamW. In the code,
 # `share` is the factor on each part's loss: `by_items` is its share of the items, here 1/8, and
-# `as_sum` is 1. The division is missing in both; do both losses show it?
+# `as_sum` is 1. With `as_sum` the division is missing.
+# Do the losses of both optimizers show it?
 
 # %% tags=["predict"]
 guess = predict("does AdamW's loss show that the division is missing?", choices=YES_NO)
@@ -218,10 +219,11 @@ show(pictures.without_division(*curves, title), alt=title)
 reveal(guess, "no")
 
 # %% [markdown]
-# Adam divides the mean gradient by its root mean square, so a constant factor cancels (up to
-# $\epsilon$; Kingma & Ba 2015, section 2.1), and with it the symptom. It comes back as soon as you
-# clip gradients, compare their norms, or change $m$ in the middle of a run. **A falling loss does
-# not prove that the gradient is right.**
+# Adam divides a running mean of the gradients by their running root mean square, so a constant
+# factor cancels (up to $\epsilon$, and without L2 weight decay in the gradient; Kingma & Ba 2015,
+# section 2.1), and with it the symptom. It comes back as soon as you clip gradients, compare their
+# norms, or change $m$ in the middle of a run. **A falling loss does not prove that the gradient is
+# right.**
 #
 # ### Exercise 2: the whole step
 #
@@ -412,8 +414,9 @@ show(memory(saw, title), alt=title)
 
 # %% [markdown]
 # Now the other way round: keep the micro-batch, and let the *batch* grow. The peak stays where it
-# is, and the curve over time gets more teeth. (The gradients and the model states of lesson 01 come
-# on top; accumulation does not change them.)
+# is, and the curve over time gets more teeth. (The model states of lesson 01 come on top.
+# Accumulation does not change their size, but from the second micro-batch on all gradients are
+# there at the peak of the activations.)
 #
 # The FLOPs are the same for every $m$. Is the time?
 
@@ -440,13 +443,14 @@ picture = pictures.part_times(parts, times, title)
 show(picture, alt=f"{title}; on H100s up to 2.4 times, where each GPU's part of the work is small")
 
 # %% [markdown]
-# Two costs grow with $m$: every micro-batch starts every operation again, and smaller matrices use
-# the hardware less well. How much that is depends on the work in one micro-batch. The published
-# points are H100 runs of a 1B model, 256 sequences of 4,096 tokens per step (Ultra-Scale Playbook,
-# 2025). With the whole model on each GPU, going from two sequences at a time to one costs 2 %:
-# 4,096 tokens keep the GPU busy. With each matrix split over four GPUs (lesson 07) the same GPU has
-# a quarter of the work per operation, and messages besides: one sequence at a time takes 2.4 times
-# as long as 16.
+# Here 2 or 4 parts can even be faster than one, probably because smaller tensors fit into the
+# cache. But two costs grow with $m$: every micro-batch starts every operation again, and smaller
+# matrices use the hardware less well. How much that is depends on the work in one micro-batch. The
+# published points are H100 runs of a 1.3B model, 256 sequences of 4,096 tokens per step
+# (Ultra-Scale Playbook, 2025). With the whole model on each GPU, going from two sequences at a time
+# to one costs 2 %: 4,096 tokens keep the GPU busy. With each matrix split over four GPUs (lesson
+# 07) the same GPU has a quarter of the work per operation, and messages besides: one sequence at a
+# time takes 2.4 times as long as 16.
 #
 # So: take the largest micro-batch that fits, or the smallest one that keeps the device busy, and
 # accumulate the rest.
@@ -488,9 +492,9 @@ for name, layer in layers.items():
 #
 # ## 7 Clip the accumulated gradient
 #
-# Clipping scales a gradient whose norm exceeds `max_norm` down to that norm. Two micro-batches,
-# whose losses are divided already, have the gradients $(3, 0)$ and $(-3, 4)$; `max_norm` is 2. Clip
-# each one, then add: what is the norm of the result? And if you add first?
+# Clipping scales a gradient whose norm exceeds `max_norm` down to norm `max_norm`. Two
+# micro-batches, whose losses are divided already, have the gradients $(3, 0)$ and $(-3, 4)$;
+# `max_norm` is 2. Clip each one, then add: what is the norm of the result? And if you add first?
 
 # %% tags=["predict"]
 guess = predict("norm, if each part is clipped by itself")
@@ -560,7 +564,8 @@ except ImportError:
     print("Accelerate is not installed here; with it this cell compares the weights.")
 
 # %% [markdown]
-# Accelerate divides by the *number* of micro-batches, whatever is in them. Where your parts have
+# Accelerate divides by `gradient_accumulation_steps`, whatever is in the micro-batches, and even if
+# the last step of an epoch has fewer. Where your parts have
 # different numbers of tokens, you have to weight them yourself, or use a trainer that counts tokens
 # (in Transformers' `Trainer`: `num_items_in_batch`).
 #
@@ -569,7 +574,8 @@ except ImportError:
 # - `backward` adds; the mean needs a division, by each part's *share* of items or tokens.
 # - Zero once, backward in the loop, clip once, step once.
 # - The peak of the activations is that of one micro-batch, whatever the batch.
-# - Adam hides a constant factor: compare gradients with the full batch, not losses.
+# - Adam (without an L2 penalty) hides a constant factor: compare gradients with the full batch,
+#   not losses.
 #
 # ## Read on
 #

@@ -218,7 +218,8 @@ check("recompute-2", best_segment)
 
 # %% [markdown]
 # How thick is a transformer block? With fused attention, a GPT block with dropout keeps 34 bytes
-# where its bf16 input has 2 (lesson 01), so $A = 17\,i$. The rows of lesson 01 know other models:
+# where its bf16 input has 2 (lesson 01), so $A = 17\,i$. The table of lesson 01 holds for other
+# models, too:
 
 # %%
 from course_lib.memory.layer_bytes import TORCH_CPU, Pass, total
@@ -239,7 +240,8 @@ print(f"A = 17 i: k = 1 is best up to L = {thin}")
 # Without the rounding up, the best $k$ is $\sqrt{L\,i/A}$. Thick blocks make it small: $k = 1$ is
 # best for $A = 17\,i$ as long as $L \le 35$. For deeper models, segments of 2 or 3 blocks hold a
 # fifth to a third less, and they cost no more FLOPs: every block still runs twice. Megatron-LM
-# offers this $k$ (`--recompute-method uniform --recompute-num-layers k`). The usual *full
+# offers this $k$ (`--recompute-granularity full
+# --recompute-method uniform --recompute-num-layers k`). The usual *full
 # recompute* is $k = 1$, as in Korthikanti et al. 2022 (section 5) and in the rest of this lesson.
 # With a pipeline (lesson 08), $L$ is still the right number: the first stage keeps the inputs of
 # several micro-batches at once, together about as many as the whole model has blocks (same
@@ -339,9 +341,10 @@ off = {how: predicted[how] - held[how].peak_bytes() for how in choose}
 print("formula minus measurement, in bytes:", off)
 
 # %% [markdown]
-# And in large models? At a fixed sequence length, the wider the model, the smaller is the share of
-# the scores (lesson 01: $5as/h$ beside 34, with $a$ heads, $s$ tokens, hidden size $h$), and the
-# less selective recompute saves. Our formula beside published values, which are arithmetic, too:
+# And in large models? At a fixed sequence length, the wider the *heads* ($h/a$), the smaller is the
+# share of the scores (lesson 01: $5as/h$ beside 34, with $a$ heads, $s$ tokens, hidden size $h$),
+# and the less selective recompute saves. Our formula beside published values, which are arithmetic,
+# too:
 
 # %% tags=["picture"]
 title = "In large models full recompute keeps 8 to 10 % of the bytes, selective 49 to 62 %"
@@ -386,7 +389,8 @@ show(pictures.price(more_flop, ratio, title), alt=f"{title}; selective lies betw
 # published layer (+7 %), takes more time than its FLOPs say: softmax and dropout have hardly any
 # FLOPs, but they read and write the largest tensors of all. That layer's +39 % for full recompute,
 # instead of +33 %, has another reason: its backward hides all-reduces behind weight gradients and
-# takes less than two forwards, so one more forward weighs more (section 6.2 of the paper).
+# takes less than two forwards, so one more forward weighs more (section 6.2 of the paper). A mark
+# below the line: what is not run twice takes a larger share of the time than of the FLOPs.
 #
 # FlashAttention (Dao et al. 2022) does the same inside its kernel: it never stores the scores, and
 # computes them again in backward. With it, selective recompute is about other operations that are
@@ -574,9 +578,9 @@ for ours, theirs in zip(by_hand(), with_torch(), strict=True):
     print(f"scale {ours[0]:g}, GradScaler's {theirs[0]:g}; same bits: {equal}")
 
 # %% [markdown]
-# They agree bit for bit. They differ in memory: autocast keeps its 16-bit copies *and* what stays
-# in fp32, here the inputs of the norms and the loss. How many times the bytes of a bf16 model does
-# an fp32 model under autocast hold for backward?
+# They agree bit for bit. They differ in memory: autocast keeps its 16-bit copies, those of the
+# weights too, *and* what stays in fp32, here the inputs of the norms and the loss. How many times
+# the bytes of a bf16 model does an fp32 model under autocast hold for backward?
 
 # %% tags=["predict"]
 guess = predict("activations under autocast, as a multiple of those of a bf16 model")
@@ -604,7 +608,7 @@ kinds = {
 }
 more = kinds["autocast"].peak_bytes() / kinds["bf16"].peak_bytes()
 reveal(guess, more)
-title = f"bf16 halves the activations; under autocast they are {more:.2f} times those of bf16"
+title = f"bf16 halves what is kept; autocast keeps {more:.2f} times as much, copies of weights too"
 show(memory(kinds, title), alt=title)
 
 # %% [markdown]

@@ -2,16 +2,16 @@
 # # 09 ZeRO: stop keeping copies
 #
 # In data parallelism every rank holds the same parameters, the same gradients and the same
-# optimizer state: $p$ copies of everything. ZeRO (Rajbhandari et al. 2020) keeps each number
-# *once*, and sends it when it is needed. **How much memory does that save, and what does it cost?**
+# optimizer state: $p$ copies of everything. ZeRO (Rajbhandari et al. 2020) can keep each number
+# *once*, and send it when it is needed. **How much memory does that save, and what does it cost?**
 #
 # *After this lesson you can* say what each stage keeps and sends; build a sharded optimizer step,
 # sharded gradients and a layer that owns only a shard; prove that they compute what one process
 # does; choose a stage.
 #
-# *Before:* lessons 01 (what is kept), 04 (collectives) and 06 (DDP, buckets). *Time:* 70 minutes of
-# reading, 80 of exercises, with a break after section 5. Exercises 1 to 3 are the core, 4 and 5 go
-# further.
+# **Prerequisites:** lessons 01 (what is kept), 04 (collectives) and 06 (DDP, buckets). **Time:** 70
+# minutes of reading, 75 of exercises, with a break after section 5. Exercises 1 to 3 are the core,
+# 4 and 5 go further.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -70,11 +70,12 @@ axes |= {"names": {"published": "their own arithmetic"}, "source": lab.TABLE_1_S
 show(compare(sizes, curves, title, **axes), alt=f"{title}; stage 3: 0.12 GB of 120")
 
 # %% [markdown]
-# Stage 1 saves most, and leaves at least $4N$: parameters and gradients, on any number of ranks.
+# The first stage takes the largest part away (12 of 16 bytes), but leaves at least $4N$: parameters
+# and gradients, on any number of ranks.
 # (The stars are the paper's own arithmetic, not a measurement.) Measured on GPUs: the Ultra-Scale
 # Playbook's runs of a 1.3-billion-parameter model, without ZeRO and with stage 1. The peak also has
-# activations and buffers, so the line is their stage 0, less what stage 1 saves on paper,
-# $12N(1 - 1/p)$.
+# activations and buffers, so the line is their peak without ZeRO, less what stage 1 saves on paper,
+# $12N(1 - 1/p)$. On 16 to 128 GPUs 1.4 to 1.9 GiB more are left than the line says.
 
 # %% tags=["picture"]
 from course_lib.zero.pictures import flat_param_shards, stage_1_on_gpus
@@ -325,8 +326,9 @@ most = [max(ledger.bytes_by_kind["grads"]) for ledger in (one, two)]
 reveal(guess_fullest, most[1] / most[0])
 
 # %% tags=["picture", "measured"]
-title = f"Stage 1 accumulates {most[0] / 2**10:.0f} KiB of gradients until the step"
-show(memory(one, title), alt=f"{title}, which frees them")
+kib = f"{most[0] / 2**10:.0f} KiB"
+title = f"Stage 1 holds at most {kib} of gradients: all, and in the step the first shards"
+show(memory(one, title), alt=title)
 title = f"Stage 2 never has more than {most[1] / 2**10:.0f} KiB of them"
 show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets come and go")
 
@@ -503,8 +505,8 @@ show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the
 # %% [markdown]
 # Stages 2 and 3 pay for *every* micro-batch: they have no memory in which whole gradients, or whole
 # parameters, could wait. If you accumulate many micro-batches and have the memory, prefer stage 1.
-# All of this is in one precision: lesson 10 gathers bf16 and reduces fp32, where the ratio depends
-# on what you compare with.
+# All of this is in one precision: lesson 10 gathers bf16 and reduces fp32, where it is as much as
+# DDP in fp32, and twice DDP in bf16.
 #
 # **In one precision and with one micro-batch, stages 1 and 2 send as much as DDP, and stage 3 1.5
 # times as much. Every further micro-batch adds to stages 2 and 3.**
@@ -552,7 +554,7 @@ check("zero-5", clip_shards)
 # What only the optimizer needs can stay in the host's memory, which is larger and cheaper
 # (ZeRO-Offload, Ren et al. 2021). In each step the gradient's shard is copied there, the CPU steps,
 # and new parameters come back: in bf16, $\frac{2N}{p}$ bytes each way. How long does that take for
-# 7.5 billion parameters on 4 ranks, over PCIe?
+# 7.5 billion parameters on 4 ranks, over PCIe 3?
 
 # %% tags=["predict"]
 guess_transfer = predict("transfers of one step, over PCIe", unit="s")
@@ -580,7 +582,7 @@ reveal(guess_transfer, PCIE.time_s(there) + PCIE.time_s(back))
 # seconds follow from the link.) The CPU's own step comes on top. Under stage 3 the parameters may
 # stay on the host, too; then every gather begins with a transfer.
 #
-# **Offload buys GPU memory with PCIe transfers, which are small beside a step that is long.**
+# **Offload buys GPU memory with PCIe transfers, which take little time if the step is long.**
 #
 # ## 9 One rank saves
 #
@@ -608,7 +610,7 @@ except RankError as hang:
 
 # %% [markdown]
 # All ranks gather; *then* rank 0 writes. But the whole state must fit into rank 0's memory, which
-# ZeRO was to avoid: at scale each rank saves its own shard (`engine.state_dict()`, lesson 11).
+# ZeRO was to avoid: at scale each rank saves its own shard (`engine.state_dict()`).
 # Shards of 2 ranks are not shards of 3, however. Save the full state at $p = 2$ under stage 2,
 # continue at $p = 3$ under stage 3: do the losses show it?
 
@@ -633,7 +635,7 @@ print(f"loss from {first[0]:.4f} to {second[-1]:.4f}, never more than {apart:.0e
 # How much of Adam's state does the fullest of 4 ranks keep, compared with a quarter?
 
 # %% tags=["predict"]
-guess_fullest_rank = predict("state on PyTorch's fullest rank, in quarters of all (like 4/3)")
+guess_fullest_rank = predict("state on PyTorch's fullest rank, divided by a quarter of all state")
 ### GUESS guess_fullest_rank.commit(1.3)
 
 # %%
@@ -695,18 +697,19 @@ for zero in (1, 2, 3):
 # | stage 3 | $4N/p$ parameters, $8N/p$ moments | that; $4N/p$ gradients; a bucket; $4N$ gathered |
 #
 # The copy is the *master* that 16-bit training needs (section 1); the optimizer makes it whatever
-# the dtype. The buffers for gradients and for a bucket are allocated once and kept, so that no step
-# allocates: on a GPU that costs time and fragments memory. And stage 3 leaves parameters gathered
-# up to a limit (`stage3_max_live_parameters`, $10^9$ numbers), and small ones in any case
-# (`stage3_param_persistence_threshold`, $10^5$): gathering a bias costs a latency and saves next to
-# nothing. Our model is below both limits, so it is never freed.
+# the dtype. Stage 3's buffers for gradients and for a bucket are allocated once and kept, so that
+# no step allocates *them*: on a GPU that costs time and fragments memory. And stage 3 gathers
+# tensors of at most `stage3_param_persistence_threshold` ($10^5$) numbers again after each step,
+# and keeps them: to free a bias saves next to nothing, and to gather it costs a latency. Larger
+# ones stay only within a step, if they are used again soon (`stage3_max_reuse_distance`, $10^9$
+# numbers). All tensors of our model are small.
 #
 # **The frameworks compute the same numbers; they differ in what they keep for speed.**
 #
 # ## 11 What would you choose?
 #
 # Bars: what a rank holds, against an H100's memory (dashed). Beside each name: how long its ranks
-# communicate in a step.
+# communicate in a step (NVLink: that of an A100, 300 GB/s).
 
 # %% tags=["picture"]
 from course_lib.zero.explorer import zero_explorer
@@ -714,7 +717,7 @@ from course_lib.zero.explorer import zero_explorer
 zero_explorer()
 
 # %% [markdown]
-# (Activations come on top. No stage makes them smaller: each rank computes the whole model.)
+# (Activations come on top. No stage makes them smaller.)
 #
 # **Take the lowest stage that fits, activations included.**
 #

@@ -10,9 +10,9 @@
 # prefetch; say what a step holds and sends, in any combination of precisions; shard inside a node
 # and replicate across; explain what PyTorch's `fully_shard` does.
 #
-# *Before:* lessons 06 (overlap) and 09 (ZeRO, flat parameters); 03 for precisions. *Time:* 65
-# minutes of reading, 80 of exercises, with a break after section 4. Exercises 1 to 3 are the core,
-# 4 goes further.
+# **Prerequisites:** lessons 06 (overlap) and 09 (ZeRO, flat parameters); 03 for precisions.
+# **Time:** 65 minutes of reading, 80 of exercises, with a break after section 4. Exercises 1 to 3
+# are the core, 4 goes further.
 #
 # | symbol | in code | meaning |
 # |---|---|---|

@@ -39,4 +39,4 @@ def test_readme_lets_a_lesson_build_on_earlier_ones_only():
         needed = re.findall(r"\d\d", after)
         assert set(needed) <= {one for one in lessons if one < number}
         assert needed == sorted(needed)
-        assert re.fullmatch(r"[12][¼½¾]?", hours)
+        assert re.fullmatch(r"[123][¼½¾]?", hours)
