@@ -351,9 +351,9 @@ show(timelines(rows, title, link=wire), alt=f"{title}: gathers overlap with comp
 # from 0, and there is no root. `unit.allocate()` returns memory for the whole unit, `unit.shard` is
 # what to send, `unit.free()` gives the memory back. When unit $i$ computes it is whole, and the
 # next one in the direction of the pass is under way: launched, **not** waited for. What is there,
-# or on its way, is not launched again; at most two are allocated. Free after backward, and after
-# forward if `reshard_after_forward`. The check judges the order of your moves. About 13 lines, 25
-# minutes.
+# or on its way, is not launched again; at most two are allocated if forward frees. Free after
+# backward, and after forward if `reshard_after_forward`. Judged: the order of moves. About 13
+# lines, 25 minutes.
 #
 # <details><summary>Hint: a call that does not wait</summary>
 # <code>work = dist.all_gather_single(whole, shard, async_op=True)</code>; later

@@ -48,8 +48,8 @@ TAIL = Cause(
 PARAMETERS = Cause("Those are the parameters: send each param.grad, not its param.")
 GRAD_SHAPE = Cause("A gradient has the shape of its shard: unit.unpack(row) gives them.")
 INCOMPLETE = Cause(
-    "Send when the last gradient of the unit is there, in whichever order they come: the gradients "
-    "of all unit.params, packed."
+    "Send when the last gradient of the unit is there, whichever comes last: those of all "
+    "unit.params, packed in the order of unit.params."
 )
 X_GRAD = Cause("The gradient of the input is this rank's own: hooks do not change it.")
 ONE_MESSAGE = Cause("All gradients of a unit travel as one reduce_scatter: pack them.")

@@ -154,6 +154,7 @@ SHARD: tuple[Callable[[At], None], ...] = (
         lambda at: f"requires_grad of the shard is {at.seen.trained}",
         TRAINED,
     ),
+    Demand(lambda at: not at.seen.shares, "the shard is the parameter's memory", VIEW),
     Bytes(
         "shard_bytes",
         lambda at: at.seen.sharding.padded_bytes(at.world_size) // at.world_size,
@@ -225,6 +226,8 @@ PARAM = Exercise(
         Edit("mine.clone()", "mine.clone() if len(mine) else param.new_empty(0)", SHAPE),
         Edit("mine.clone()", "mine.flatten()", SHAPE),
         Edit("mine.clone()", "mine", VIEW),
+        Edit("mine.clone()", "mine if self.p == 1 else mine.clone()", VIEW),
+        Edit(GATHERS, f"self.shard.grad = None\n{GATHERS}", Untouched().cause),
         Edit(
             "mine.clone(), param.requires_grad", "mine.clone(), mine.is_floating_point()", TRAINED
         ),

@@ -64,7 +64,7 @@ PARAMS = (
     Sharding((6, 2), torch.float32),  # 2, 2, 2, 0, 0 rows on five ranks
     Sharding((7,)),
     Sharding((1, 4)),
-    Sharding((3, 2, 2), torch.int64, trained=False),
+    Sharding((3, 2, 2), torch.float16, trained=False),
     Sharding((4, 3), transposed=True),
     Sharding((2, 3), torch.bfloat16, trained=False),
 )
@@ -79,6 +79,7 @@ class Sharded:
     is_param: bool
     trained: bool
     shard_bytes: int  # that the shard keeps alive
+    shares: bool  # the memory of the parameter
     changed: tuple[str, ...]
     value: Any = None
     again: Any = None
@@ -102,13 +103,17 @@ def _watched(rank: int, answer: Callable[..., Any], sharding: Sharding) -> Shard
         sharded, beside = answer(param), answer(beside_param)
         intact = torch.equal(param, before) and param.requires_grad == sharding.trained
         shard: Any = getattr(sharded, "shard", None)
-        seen = _seen(sharding, shard, intact)
+        seen = _seen(sharding, shard, param, intact)
         del param, beside_param, before
         if not _everywhere(seen.shard, sharding):
             return seen  # with such a shard, gather() raises an error that tells less
+        shard.grad = shard.detach().clone() if sharding.trained else None
         with record() as log:
             value = sharded.gather()
         seen.calls, seen.value = calls_of(log.events), copied(value)
+        if sharding.trained and (shard.grad is None or not torch.equal(shard.grad, shard.detach())):
+            seen.changed += ("the shard's gradient",)
+        shard.grad = None
         beside.gather()
         shard.data.add_(CHANGE + rank)
         seen.again = copied(sharded.gather())
@@ -122,14 +127,17 @@ def _watched(rank: int, answer: Callable[..., Any], sharding: Sharding) -> Shard
     return seen
 
 
-def _seen(sharding: Sharding, shard: Any, intact: bool) -> Sharded:
+def _seen(sharding: Sharding, shard: Any, param: Tensor, intact: bool) -> Sharded:
     """Return what is there before anything is gathered."""
+    is_tensor = isinstance(shard, Tensor)
+    place = shard.untyped_storage().data_ptr() if is_tensor and shard.numel() else None
     return Sharded(
         sharding=sharding,
         shard=copied(shard),
         is_param=isinstance(shard, nn.Parameter),
         trained=bool(getattr(shard, "requires_grad", False)),
-        shard_bytes=shard.untyped_storage().nbytes() if isinstance(shard, Tensor) else 0,
+        shard_bytes=shard.untyped_storage().nbytes() if is_tensor else 0,
+        shares=place == param.untyped_storage().data_ptr(),
         changed=() if intact else ("the parameter",),
     )
 
