@@ -24,7 +24,7 @@
 # | | `local_rank` | the number of a process on its node, from 0 |
 # | $n$ | `num_bytes` | the size of a message |
 # | $\alpha$ | `latency_s` | latency: the seconds that any message takes, however small |
-# | $\beta$ | `bytes_per_s` | bandwidth in bytes per second; in many papers its inverse |
+# | $\beta$ | `bytes_per_s` | bandwidth in bytes per second (in many papers: seconds per byte) |
 #
 # **How it works.** Run the cells from top to bottom with Shift+Enter. Three kinds of cells ask
 # something of you:
@@ -144,8 +144,8 @@ for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
     print(name, "=", os.environ[name], end="   ")
 
 # %% [markdown]
-# Your machine is one node, so `rank` and `local_rank` are equal here, and a program that confuses
-# them works. On a second node it asks for a GPU that does not exist.
+# Your machine is one node, so `rank` and `local_rank` are equal here, and a program that uses the
+# wrong one still works. On a second node it asks for a GPU that does not exist.
 #
 # A rank is not a permanent name: after a restart a process may get another number. By convention,
 # rank 0 writes the logs and, in simple programs, the checkpoints.
@@ -309,9 +309,9 @@ show(compare(sizes_mb, voices, title, **labels), alt=title)
 #
 # ## 5 Everybody at once: a collective
 #
-# A *collective* is one call that **all** ranks of a *process group* make together. The most
-# important one in training is `dist.all_reduce(x)`: it adds up the `x` of all ranks and leaves the
-# sum in `x`, on every rank.
+# A *collective* is one call that **all** ranks of a *process group* (here: all four) make together.
+# The most important one in training is `dist.all_reduce(x)`: it adds up the `x` of all ranks and
+# leaves the sum in `x`, on every rank.
 #
 # Rank $r$ has $10^r$ and makes the call $0.1\,r$ seconds late. What does rank 2 hold afterwards?
 # And how long does rank 0 stay in its call?
@@ -344,7 +344,7 @@ show(timeline(ranks.events, title), alt=f"{title}; all {len(calls)} calls return
 # determines the time of all.
 #
 # **Break it.** `all_reduce` works *in place*: the old `x` is overwritten. What happens if a program
-# calls it twice, for example in two places that both take care of it?
+# sums the same `x` twice, for example in two different functions?
 
 # %% tags=["failure"]
 # %%ranks
@@ -420,8 +420,8 @@ show(waiting(hang.waits, 4), alt=alt)
 
 # %% [markdown]
 # This is a **deadlock**: nothing can ever happen again. In a real run there is only silence until
-# PyTorch's time-out ends the processes, by default after 10 minutes with NCCL and 30 with gloo;
-# here the notebook notices within seconds. Three questions find the cause:
+# PyTorch's time-out ends the processes, by default after 10 minutes with NCCL (GPUs) and 30 with
+# gloo (CPUs); here the notebook notices within seconds. Three questions find the cause:
 #
 # 1. *Who waits, in which call?* Every rank, in `send`.
 # 2. *On which line?* That of the `send`; no rank has reached the `recv` below it.
@@ -440,8 +440,8 @@ show(waiting(hang.waits, 4), alt=alt)
 # `left` (name it as the source), and return that tensor unchanged, as a new tensor in each call.
 # `rank` is your own number. The order of the ranks in the circle is arbitrary and may differ
 # between calls, so use `left` and `right` and do not compute them. The check runs 2, 3 and 4 ranks.
-# Budget: one message per rank, complete when you return (with `isend` or `irecv`, call `wait()` on
-# the handle). About 6 lines, 15 minutes.
+# Budget: one message per rank, finished before you return (if you use the non-blocking `isend` or
+# `irecv`, call `wait()` on what they return). About 6 lines, 15 minutes.
 #
 # <details><summary>Hint: it hangs in send, or in recv</summary>
 # If all ranks send first, none receives. Let <code>rank</code> decide: for example, what do the

@@ -332,14 +332,14 @@ guess_counts = predict("weight of the single item, as a multiple of the others'"
 ### GUESS guess_counts.commit(2)
 
 # %% [markdown]
-# The gradients' mean weights each rank by $\frac1p$; right is $\frac{b_r}{\sum_k b_k}$. So scale
-# the loss before `backward`.
+# The mean gives each rank the weight $\frac1p$; right is $\frac{b_r}{\sum_k b_k}$. So scale the
+# loss before `backward`.
 #
 # ### Exercise 4: the weight (core, 15 minutes)
 #
 # Scale a rank's mean loss so that the *mean over ranks* is the mean over all items. A rank may have
 # no items at all: its loss is `nan`, and it has to count zero (as a tensor that keeps its graph). A
-# `nan` of real items stays one. Leave `loss` itself as it is, and `backward` to the caller.
+# `nan` from real items stays `nan`. Leave `loss` itself as it is, and `backward` to the caller.
 # Budget: one `all_reduce` of one number (8 bytes), and no other call. About 4 lines.
 #
 # <details><summary>Hint: nan times 0 is nan</summary>
@@ -431,7 +431,7 @@ show(timelines(runs, title), alt=f"{title}; asynchronous workers never wait for 
 # ### Exercise 5: how stale? (further, 10 minutes)
 #
 # The server knows the worker of every update, such as `[1, 2, 1, 1, 2]`; there may be more workers.
-# A worker pulls right after its own update, and all have pulled before the first one. Leave the
+# A worker pulls right after its own update, and all have pulled before the first update. Leave the
 # list as it is. About 5 lines.
 #
 # <details><summary>Hint: everything is one too large</summary>
@@ -453,8 +453,8 @@ check("data_parallel-5", staleness_of)
 # Now three voices. Formula: a round takes $\max_r t_r$. Asynchronously, worker $k$ makes $1/t_k$
 # updates per second, so $\sum_{k \ne r} t_r / t_k$ of the others' updates fall into one step of
 # worker $r$. Simulation: the order of the updates, computed. Measurement: the real server, which
-# counts. Only $t$ itself, a step without a straggler, is measured for all three. (The straggler
-# *sleeps* $k$ times as long, but computes as fast as the others.)
+# counts. All use one measured number, $t$ without a straggler. (The straggler *sleeps* longer, but
+# computes as fast as the others.)
 
 # %% tags=["picture", "measured"]
 slowdowns = [1, 2, 4, 8]
@@ -483,8 +483,8 @@ show(pictures.staleness(slowdowns, steps_s, frees, title), alt=f"{title}; simula
 
 # %% [markdown]
 # Over *all* updates the mean staleness is $w - 1$ whatever the speeds (a little less in a short
-# run, whose first gradients are fresh): between two updates of one worker lie all updates that the
-# others make, and each update is counted once by each of the $w - 1$ others.
+# run, whose first gradients are fresh): each update falls between two updates of each of the
+# $w - 1$ others, and makes one gradient of each of them older by one.
 #
 # Does it hurt? The same GPT, data of its own for each worker, rank 3 a straggler, one learning
 # rate. A BSP update is the mean of three fresh gradients, an asynchronous one a single stale
@@ -560,8 +560,8 @@ title = f"From 8 to 256 GPUs: speed per GPU {kept:.0f} %, all-reduce bandwidth {
 show(pictures.scaling_on_gpus(title), alt=f"{title}, published for nodes of 8 H100")
 
 # %% [markdown]
-# A sequence takes as much computing as before, but the gradients now go through the network between
-# the nodes, and the bandwidth of an all-reduce falls much faster than the throughput. Overlap
+# A sequence takes as much computing as before. But the gradients now cross the network between
+# nodes, where the bandwidth of an all-reduce falls much faster than the tokens per second. Overlap
 # (lesson 06) hides communication until it takes longer than backward. Memory per GPU is the same at
 # every point: each has the whole model (lessons 09 and 10).
 #

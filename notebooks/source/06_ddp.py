@@ -153,7 +153,7 @@ check("ddp-1", assign_buckets)
 #
 # `dist.all_reduce(x, async_op=True)` starts the sum and returns a handle at once; its `wait()`
 # returns when `x` holds the sum (with NCCL it lets the current CUDA stream wait for it, and the CPU
-# goes on). Called in a hook, that is all of overlap. Rank $r$ contributes $10^r$, and after
+# goes on). Calling it in a hook is all that overlap needs. Rank $r$ contributes $10^r$, and after
 # `wait()` rank 0 divides by four. Does it also have the right mean if nobody waits and the last
 # rank is late?
 
@@ -186,8 +186,8 @@ reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 # $i$ before bucket $i-1$: another rank may have another ready order. In `finish`, wait, and
 # leave the mean in every `param.grad`. `ready` is for parameters whose gradient is there,
 # `in_flight` for what was sent. Budget: one all_reduce per bucket, in the dtype of its gradients.
-# Other models may be in the process; gradients may be transposed in memory, and be zeros on a rank.
-# inf and nan stay what they are. About 15 lines.
+# The process may hold other models; a gradient may be transposed in memory, or zeros on a
+# rank. inf and nan stay what they are. About 15 lines.
 #
 # <details><summary>Hint: the ranks make different calls</summary>
 # Do not send the bucket of this <code>param</code>, but bucket <code>self.next</code>, and go on
@@ -313,7 +313,7 @@ figure = pictures.overlap_on_the_clock(cost, n / k, fast, late, early, title)
 show(figure, alt=f"{title}; the first bucket is sent early in backward")
 
 # %% [markdown]
-# Exposed is only the last bucket: its gradients are complete when nothing is left to compute.
+# Only the last bucket is *exposed* (not hidden): when it is full, nothing is left to compute.
 #
 # ### Exercise 3: the time of a step (core, 15 minutes)
 #
@@ -398,10 +398,10 @@ explore(one_size, finding, num_buckets=(numbers, 8), link=(list(links), "80 MB/s
 #   earlier, and pay more latencies. The derivative $-\frac{B}{k^2} + 2\alpha$ is zero at
 #   $k_2 = \sqrt{B / 2\alpha}$, whatever the bandwidth.
 #
-# If $k_2 \le k_1$, the second time only rises from $k_1$ on, and $k_1$ is best. If $k_2 > k_1$ (as
-# where $n/\beta$ exceeds $B$), the time falls until $k_2$. So the best number is the larger one,
-# $k^* = \max(k_1, k_2)$, rounded up or down. (On $p$ ranks write $2(p-1)\alpha$ for $2\alpha$, and
-# $\frac{2(p-1)}{p} \frac{n}{\beta}$ for $\frac{n}{\beta}$.)
+# If $k_2 \le k_1$, the second case's time only rises from $k_1$ on, and $k_1$ is best. If
+# $k_2 > k_1$ (as where $n/\beta$ exceeds $B$), the time falls until $k_2$. So the best number is the
+# larger one, $k^* = \max(k_1, k_2)$, rounded up or down. (On $p$ ranks write $2(p-1)\alpha$ for
+# $2\alpha$, and $\frac{2(p-1)}{p} \frac{n}{\beta}$ for $\frac{n}{\beta}$.)
 #
 # **Use more, smaller buckets as long as the network keeps up; if it is too slow for that, about
 # $\sqrt{B / 2(p-1)\alpha}$ of them. The higher the latency, the larger the bucket.** PyTorch's 25
@@ -412,9 +412,9 @@ explore(one_size, finding, num_buckets=(numbers, 8), link=(list(links), "80 MB/s
 # ## 6 Accumulate without communication
 #
 # With four micro-batches (lesson 02) backward runs four times. Gradients add up on each rank; one
-# all-reduce per bucket at the end is enough. Inside `with model.no_sync():` backward only adds. The
-# forward belongs in it, too: outside of it, ours sends the buffers, PyTorch the gradients. How many
-# times as many bytes does a rank send if you forget it?
+# all-reduce per bucket at the end is enough. Inside `with model.no_sync():` backward only adds. Put
+# the forward inside, too: otherwise our DDP sends the buffers, PyTorch's the gradients. How
+# many times as many bytes does a rank send if you forget it?
 
 # %% tags=["predict"]
 guess_bytes = predict("bytes without no_sync, as a multiple of those with it")
@@ -563,10 +563,10 @@ check("ddp-5", HalfTheBytes)
 # bucket that are largest in absolute value, with their indices. Every rank has other indices, so
 # there is nothing to add up on the way: an all-gather brings those of all ranks to everybody.
 #
-# **PowerSGD** (Vogels et al. 2019) sends a matrix of low rank $r$. A gradient $M$ of $a \times b$
-# numbers is approximated by $P Q^T$, with $P$ of $a \times r$ and $Q$ of $b \times r$, that is
-# $r(a + b)$ numbers for $ab$. They are found by one step of *power iteration*: $P = M Q$,
-# orthonormalize its columns, $Q = M^T P$. Three things make it work:
+# **PowerSGD** (Vogels et al. 2019) sends a matrix of low rank $r$ (linear algebra's rank). A
+# gradient $M$ of $a \times b$ numbers is approximated by $P Q^T$, with $P$ of $a \times r$ and $Q$
+# of $b \times r$, that is $r(a + b)$ numbers for $ab$. They are found by one step of *power
+# iteration*: $P = M Q$, orthonormalize its columns, $Q = M^T P$. Three things make it work:
 # - $MQ$ and $M^T P$ are *linear* in $M$: the sum of the ranks' products is the product of the
 #   summed gradient. So two all-reduces do it.
 # - One step of iteration is far from the best matrix of rank $r$ (which the SVD finds, at a much
@@ -639,9 +639,9 @@ show(pictures.delivered(num_steps, errors, share, title), alt=f"{title}; bf16 on
 
 # %% [markdown]
 # The mean of all gradients delivered so far comes closer, because error feedback delivers what was
-# left out. bf16 only rounds, each number and each sum. The other two deliver late: like stale
-# gradients, that changes the training. They also take memory for the residuals and time to
-# compress, and pay off only where communication is exposed.
+# left out. bf16 only rounds, each number and each sum. Top-k and PowerSGD deliver late:
+# like stale gradients, that changes the training. They also take memory for the residuals and time
+# to compress, and pay off only where communication is exposed.
 #
 # **Compression trades exact gradients for bytes; with error feedback, what was left out is
 # delivered later.**
