@@ -42,16 +42,21 @@ CHECKS = """
 from course_lib.checks import CheckFailed, Exercise
 
 
-def sums(answer):
-    if answer(1, 2) == -1:
-        raise CheckFailed("rank 0: need 3; got -1. Subtracted, not added.")
-    if answer(1, 2) != 3:
-        raise CheckFailed("something else")
-    return "1 + 2 = 3."
+class Sum:
+    def observe(self, answer):
+        yield answer(1, 2)
+
+    def judge(self, seen, exercise):
+        (found,) = seen
+        if found == -1:
+            raise CheckFailed("rank 0: need 3; got -1. Subtracted, not added.")
+        if found != 3:
+            raise CheckFailed("something else")
+        return "1 + 2 = 3."
 
 
 EXERCISES = tuple(
-    Exercise(key=f"toy-{n}", title="sum", check=sums, reference=sum) for n in range(1, 5)
+    Exercise(key=f"toy-{n}", title="sum", check=Sum(), reference=sum) for n in range(1, 5)
 )
 """
 

@@ -354,11 +354,13 @@ def test_an_expectation_holds_at_its_bound_and_not_beyond(expectation, right, wr
 
 
 def test_a_check_that_never_ends_is_ended(monkeypatch):
-    def endless(_answer):
-        while True:
-            time.sleep(0.01)
+    class Endless(Cases):
+        def observe(self, _answer):
+            while True:
+                time.sleep(0.01)
 
-    one = Exercise(key="toy-1", title="endless", check=endless, reference=0)
+    check_it = Endless(cases=list, look="", success="")
+    one = Exercise(key="toy-1", title="endless", check=check_it, reference=0)
     monkeypatch.setattr(exercise, "exercises_of", lambda _lesson: (one,))
     with pytest.raises(TooLong, match=r"toy-1: ended after 0\.2 s.*Does a loop never end"):
         check("toy-1", lambda: 3, limit_s=0.2)

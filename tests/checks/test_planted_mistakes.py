@@ -108,12 +108,16 @@ def test_an_empty_stub_is_not_done(one):
 def toy_check(monkeypatch):
     """A lesson `toy` whose one check calls the answer and wants 3."""
 
-    def three(answer):
-        if answer() != 3:
-            raise CheckFailed("need 3. Count again.")
-        return "That is 3."
+    class Three:
+        def observe(self, answer):
+            yield answer()
 
-    one = Exercise(key="toy-1", title="three", check=three, reference=lambda: 3)
+        def judge(self, seen, _exercise):
+            if list(seen) != [3]:
+                raise CheckFailed("need 3. Count again.")
+            return "That is 3."
+
+    one = Exercise(key="toy-1", title="three", check=Three(), reference=lambda: 3)
     known = {"toy": (one,)}
     monkeypatch.setattr(exercise, "exercises_of", lambda lesson: known.get(lesson, ()))
 

@@ -169,8 +169,12 @@ def test_overlap_saves_the_shorter_of_the_two():
     with Ranks(2, link=wire) as ranks:
         runs = measure_overlap(ranks, MLPStack(num_layers=2), turns=5)
     assert runs.predicted_s > 0
-    assert runs.saved_s > 0.2 * runs.predicted_s  # on a busy machine it may lose some of it
     shown = runs.timelines()
+    weights, sums = (
+        [event for event in shown["overlapped"] if event.kind == kind]
+        for kind in ("backward_weight", "all_reduce")
+    )
+    assert any(a.start_s < b.end_s and b.start_s < a.end_s for a in weights for b in sums)
     assert list(shown) == ["plain", "overlapped"]
     halves = {"backward_input", "backward_weight"}
     assert {event.kind for event in shown["plain"]} == {"backward", "all_reduce"}
