@@ -95,8 +95,8 @@ def fastest(num_bytes: float, p: int, link: Link) -> str:
 def winners(p: int, link: Link) -> list[tuple[float, str]]:
     """Return (bytes, name): which all-reduce is fastest from which size on, from 1 kB to 10 GB."""
     found = list[tuple[float, str]]()
-    for step in range(701):
-        size = 10 ** (3 + step / 100)
+    for step in range(7001):
+        size = 10 ** (3 + step / 1000)
         name = fastest(size, p, link)
         if not found or found[-1][1] != name:
             found.append((size, name))

@@ -192,9 +192,9 @@ reveal(guess, sum(one.num_bytes for one in kept))
 print("kept:", *kept)
 
 # %% [markdown]
-# Autograd keeps one tensor: the input of GELU. The product keeps its *inputs*, which existed
-# already; the output of GELU is kept only if a later operation needs it. Each operation has such a
-# rule, which follows from its derivative.
+# Autograd keeps one tensor: the input of GELU. The product keeps `x`, which existed already
+# (`w`, too, if `x` needs a gradient); the output of GELU is kept only if a later operation needs
+# it. Each operation's rule follows from its derivative.
 #
 # ### Exercise 3 (core): build the scales
 #
@@ -314,8 +314,8 @@ for name, (spec, how) in layers.items():
     print(f"{name:<26}{c:>3g} sbh + {d:g} as²b = {formula:>9,.0f} B; autograd {kept:>9,} B")
 
 # %% [markdown]
-# The small differences are statistics: a norm keeps two numbers per token, flash attention one for
-# each query. `TORCH_CPU`, below, counts them too.
+# The small differences are statistics: a norm keeps two numbers per token, flash attention one per
+# query and head. `TORCH_CPU`, below, counts them too.
 #
 # *Flash attention* (Dao et al. 2022) never writes the scores to memory: it computes them again in
 # backward, tile by tile. Here are formula, simulation on *fake tensors* (shapes without numbers)

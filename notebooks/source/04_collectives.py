@@ -470,11 +470,12 @@ wires.explore_all_reduces()  # it starts from NVLink inside a node of H100
 # %% [markdown]
 # **In this model, where $p\ge4$ is a power of two, recursive doubling is fastest for small
 # tensors and halving-doubling for larger ones; it beats the ring at every size.** (At $p=2$
-# halving-doubling and ring are equal.) Why do libraries build rings all the same?
+# halving-doubling and ring are equal.) Why do libraries build rings nevertheless?
 #
 # - **Shared links.** The model gives each pair of ranks a wire of its own. If the ranks are wired
-#   in a circle, messages to ranks 4 away share four wires (the table's last column). Patarasuk
-#   and Yuan (2009) design their ring so that no two messages share a link, on almost any cluster.
+#   in a circle, messages to ranks 4 away take four wires each (last column: the busiest,
+#   summed). Patarasuk and Yuan (2009) design their ring so that no two messages share a link, on
+#   almost any cluster.
 # - **Topology.** A ring can follow the machine: it enters and leaves each node once.
 # - **Pipelining.** The neighbours stay the same, so shards can flow in small pieces: one is added
 #   while the next one arrives.

@@ -399,8 +399,8 @@ explore(one_size, finding, num_buckets=(numbers, 8), link=(list(links), "80 MB/s
 #   $k_2 = \sqrt{B / 2\alpha}$, whatever the bandwidth.
 #
 # If $k_2 \le k_1$, the second case's time only rises from $k_1$ on, and $k_1$ is best. If
-# $k_2 > k_1$ (as where $n/\beta$ exceeds $B$), the time falls until $k_2$. So the best number is the
-# larger one, $k^* = \max(k_1, k_2)$, rounded up or down. (On $p$ ranks write $2(p-1)\alpha$ for
+# $k_2 > k_1$ (as where $n/\beta$ exceeds $B$), the time falls until $k_2$. So the best number is
+# the larger one, $k^* = \max(k_1, k_2)$, rounded up or down. (On $p$ ranks write $2(p-1)\alpha$ for
 # $2\alpha$, and $\frac{2(p-1)}{p} \frac{n}{\beta}$ for $\frac{n}{\beta}$.)
 #
 # **Use more, smaller buckets as long as the network keeps up; if it is too slow for that, about

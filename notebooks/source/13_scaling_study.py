@@ -25,8 +25,8 @@
 # | efficiency | `efficiency_percent` | $\text{factor} / p \cdot 100 = T_1 / (p\,T_p) \cdot 100$ |
 # | $N$, $D$ | | parameters of a model, tokens in a step |
 #
-# *The PCIe study* is a report of 2025 on DP, TP, PP and ZeRO on one to four GPUs over PCIe, from
-# the material that this course grew out of; the cluster study below has its models.
+# *The PCIe study* is a report of 2025 on DP, TP, PP and ZeRO on one to four GPUs over PCIe,
+# unpublished; the cluster study below has its models.
 
 # %%
 # %load_ext course_lib.ranks
@@ -50,9 +50,9 @@ from course_lib.scaling_study.run_local import run_all
 # ## 1 What a run leaves
 #
 # A study is a list of runs: model × strategy × ranks. Within a model, all runs have the *same*
-# global batch, which the ranks divide. Here is the smallest part of the laptop study: one process,
-# and two ranks, which communicate once per step. What is the throughput of two ranks, divided by
-# that of one?
+# global batch, which the copies of the model divide. Here is the smallest part of the laptop study:
+# one process, and two ranks, which communicate once per step. What is the throughput of two ranks,
+# divided by that of one?
 
 # %% tags=["predict"]
 folder = Path(tempfile.mkdtemp()) / "study-laptop"
@@ -307,8 +307,8 @@ show(figure, alt=alt)
 
 # %% [markdown]
 # Solid, upper bars are measured (`pp`, $m = 8$, 2 ranks: 55 %); hollow, lower ones are the cost
-# model's (81 %), which takes two numbers from that machine: one rank's speed, and the link (lesson
-# 04). *1 MiB* is a bucket's size (06), *m* the number of micro-batches (08).
+# model's (81 %), which takes that machine's cores, one rank's speed and the link (lesson 04).
+# *1 MiB* is a bucket's size (06), *m* the number of micro-batches (08).
 #
 # - *Where they nearly agree*, the model has what matters: `ddp` sends one message per step.
 # - *Where the hollow bar is longer*, the model lacks something. Here communication is a program
@@ -404,15 +404,15 @@ show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far
 #
 # ## 5 Predicting the cluster study
 #
-# What will the cluster study show? Computing is predicted from FLOP: $6ND$, 2 per parameter and
-# token in forward and 4 in backward, as lesson 01 derives (Kaplan et al. 2020, section 2.1). They
-# leave the embedding out of $N$; Hoffmann et al. 2022 count it, as the lines below do. $6ND$ has no
-# attention scores; our cost model counts them.
+# What will the cluster study show? Computing is predicted from FLOP, about $6ND$, 2 per parameter
+# and token in forward and 4 in backward, as in lesson 01 (Kaplan et al. 2020, section 2.1).
+# They leave the embedding out of $N$; Hoffmann et al. 2022 count it, as the lines below do. $6ND$
+# has no attention scores; our cost model counts them.
 #
 # The first lines below are what the PCIe study measured on two GPUs. On four, over several PCIe
 # bridges, all efficiencies fell strongly, ZeRO's least (to about 60 %); small models gained
-# nothing, pipelines were poor, ZeRO-2 was slower than stages 1 and 3. Move the sliders: what can
-# formulas tell, and what not?
+# nothing, pipelines were poor, ZeRO-2 was slower than stages 1 and 3. Move the sliders (the title
+# is a prediction): what can formulas tell, and what not?
 
 # %% tags=["picture"]
 from course_lib.scaling_study.explorer import study_explorer
