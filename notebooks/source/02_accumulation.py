@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 02 Accumulation: one big batch from small ones
 #
-# **Question.** The batch you want does not fit into memory. Can you train on it all the same, and
-# does the optimizer get exactly the gradient that it would have got from the whole batch?
+# **Question.** The batch you want does not fit into memory. Can you still train on it, and does the
+# optimizer get exactly the gradient that it would have got from the whole batch?
 #
 # The method is *gradient accumulation*: split the batch into micro-batches, run forward and
 # backward on one after the other, let their gradients add up, and step once. It takes five lines
@@ -13,7 +13,7 @@
 #
 # - compute how many micro-batches a global batch needs on any number of ranks;
 # - write an accumulated step that equals a step on the full batch, also with padding;
-# - say where to clip, and which layers and losses accumulation changes;
+# - say where to clip, and with which layers and losses accumulation gives another result;
 # - predict what accumulation does to memory and to the time of a step.
 #
 # **Prerequisites:** lesson 01. **Time:** about 45 minutes of reading and running, and 35 minutes
@@ -63,12 +63,13 @@ reveal(guess, sequences // at_once)
 print(f"{sequences} sequences per step, {at_once} at once")
 
 # %% [markdown]
-# The law behind it: `global_batch = micro_batch * num_micro_batches * dp`.
+# In general: `global_batch = micro_batch * num_micro_batches * dp`.
 #
 # ### Exercise 1: the quiz
 #
-# Write the same for any numbers; return an int. (What about 512 ranks?) If the sizes do not divide
-# evenly, raise a `ValueError`: rounding would silently change the batch. About 3 lines, 5 minutes.
+# Write this calculation as a function of any sizes; return an int. (What about 512 ranks?) If the
+# sizes do not divide evenly, raise a `ValueError`: rounding would silently change the batch. About
+# 3 lines, 5 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-1"
@@ -85,8 +86,8 @@ def num_micro_batches_of(num_tokens, seq, micro_batch, dp):
 check("accumulation-1", num_micro_batches_of)
 
 # %% [markdown]
-# **`global_batch = micro_batch * num_micro_batches * dp`: for a fixed global batch, more ranks mean
-# fewer micro-batches on each.**
+# **`global_batch = micro_batch * num_micro_batches * dp`: for a fixed global batch and micro-batch
+# size, more ranks mean fewer micro-batches on each.**
 #
 # ## 2 What backward does with the old gradient
 #
@@ -119,8 +120,9 @@ reveal(guess, w1.grad.item())
 
 # %% [markdown]
 # `backward` **adds** to the gradient that is already there. That is why training loops call
-# `zero_grad`, and it is all that accumulation needs. Step through both ways of training on these
-# two items, and watch $w_1$ (SGD, learning rate 0.001).
+# `zero_grad`, and this addition is all that accumulation needs. Compare two ways of training on
+# these two items, one optimizer step after each or one after both: move the slider, and watch $w_1$
+# (SGD, learning rate 0.001).
 
 # %% tags=["picture"]
 from course_lib.accumulation.worked_graph import graph_states
@@ -221,9 +223,9 @@ reveal(guess, "no")
 # %% [markdown]
 # Adam divides a running mean of the gradients by their running root mean square, so a constant
 # factor cancels (up to $\epsilon$, and without L2 weight decay in the gradient; Kingma & Ba 2015,
-# section 2.1), and with it the symptom. It comes back as soon as you clip gradients, compare their
-# norms, or change $m$ in the middle of a run. **A falling loss does not prove that the gradient is
-# right.**
+# section 2.1), so the loss does not show the mistake. It matters again as soon as you clip
+# gradients, compare their norms, or change $m$ in the middle of a run. **A falling loss does not
+# prove that the gradient is right.**
 #
 # ### Exercise 2: the whole step
 #
@@ -296,9 +298,10 @@ def add_gradients(model, loss_fn, parts):
 check("accumulation-3", add_gradients)
 
 # %% [markdown]
-# With text this is the usual case: sequences end early, padding has no loss (its target is -100),
-# and `cross_entropy` takes the mean over the tokens that are left. *Equal* numbers of sequences are
-# then *unequal* numbers of tokens. How far off is the mean of means here?
+# With text this is the usual case: shorter sequences are padded, padding has no loss (its target is
+# -100), and `cross_entropy` takes the mean over the remaining tokens. *Equal* numbers of sequences
+# are then *unequal* numbers of tokens. How far is the gradient of the mean of means from the right
+# one, in percent of the right one's norm?
 
 # %%
 batch = padded_batch(0, batch=8, seq=16, vocab=32)
@@ -306,7 +309,7 @@ tokens = [int((part != IGNORED).sum()) for part in batch[1].chunk(8)]
 print("tokens that count, by sequence:", tokens)
 
 # %% tags=["predict"]
-guess = predict("wrong gradient: its distance from the right one", unit="% of its length")
+guess = predict("wrong gradient: its distance from the right one", unit="% of the right one's norm")
 ### GUESS guess.commit(5)
 
 # %%
@@ -329,7 +332,7 @@ print("weighted by tokens: equal to the full batch, up to float64 rounding:", ex
 # %% [markdown]
 # Hugging Face Transformers' `Trainer` averaged means in this way until October 2024 (Hugging Face,
 # "Fixing Gradient Accumulation"; Unsloth, "Bugs in LLM Training", which says that the mistake was
-# known in 2021). Training losses fell all the same.
+# known in 2021). The training losses still fell.
 #
 # ### Exercise 4: tokens that count
 #
@@ -413,8 +416,8 @@ title = f"Four micro-batches: four peaks of {peak} instead of one of {measured[0
 show(memory(saw, title), alt=title)
 
 # %% [markdown]
-# Now the other way round: keep the micro-batch, and let the *batch* grow. The peak stays where it
-# is, and the curve over time gets more teeth. (The model states of lesson 01 come on top.
+# Now the other way round: keep the micro-batch size, and let the *batch* grow. The peak stays where
+# it is, and the curve over time has more peaks. (The model states of lesson 01 come on top.
 # Accumulation does not change their size, but from the second micro-batch on all gradients are
 # there at the peak of the activations.)
 #
@@ -444,18 +447,18 @@ show(picture, alt=f"{title}; on H100s up to 2.4 times, where each GPU's part of 
 
 # %% [markdown]
 # Here 2 or 4 parts can even be faster than one, probably because smaller tensors fit into the
-# cache. But two costs grow with $m$: every micro-batch starts every operation again, and smaller
+# cache. But two costs grow with $m$: every micro-batch launches every operation again, and smaller
 # matrices use the hardware less well. How much that is depends on the work in one micro-batch. The
 # published points are H100 runs of a 1.3B model, 256 sequences of 4,096 tokens per step
 # (Ultra-Scale Playbook, 2025). With the whole model on each GPU, going from two sequences at a time
 # to one costs 2 %: 4,096 tokens keep the GPU busy. With each matrix split over four GPUs (lesson
-# 07) the same GPU has a quarter of the work per operation, and messages besides: one sequence at a
-# time takes 2.4 times as long as 16.
+# 07) each GPU has a quarter of the work per operation, and has to communicate as well: one sequence
+# at a time takes 2.4 times as long as 16 at a time.
 #
 # So: take the largest micro-batch that fits, or the smallest one that keeps the device busy, and
 # accumulate the rest.
 #
-# **Memory follows the micro-batch, the gradient follows the batch.**
+# **The micro-batch determines the memory of the activations, the whole batch the gradient.**
 #
 # ## 6 What looks across the batch
 #
@@ -486,14 +489,14 @@ for name, layer in layers.items():
 # %% [markdown]
 # Dropout draws other masks from the same distribution, so the *expected* gradient is unchanged.
 # Batch norm computes another function for every $m$. Layer norm and RMSNorm, which transformers
-# use, look at one token at a time and change nothing. Some losses look across the batch, too, and
-# need care: contrastive losses, whose negatives are the other items of the batch, and the
-# load-balancing loss of a mixture of experts (Qiu et al. 2025).
+# use, look at one token at a time, so accumulation changes nothing for them. Some losses look
+# across the batch, too, and need care: contrastive losses, whose negatives are the other items of
+# the batch, and the load-balancing loss of a mixture of experts (Qiu et al. 2025).
 #
 # ## 7 Clip the accumulated gradient
 #
 # Clipping scales a gradient whose norm exceeds `max_norm` down to norm `max_norm`. Two
-# micro-batches, whose losses are divided already, have the gradients $(3, 0)$ and $(-3, 4)$;
+# micro-batches, whose losses are already divided by $m$, have the gradients $(3, 0)$ and $(-3, 4)$;
 # `max_norm` is 2. Clip each one, then add: what is the norm of the result? And if you add first?
 
 # %% tags=["predict"]
@@ -512,7 +515,7 @@ reveal(guess, each.norm().item())
 print("each by itself:", [round(number, 3) for number in each.tolist()], " once:", once.tolist())
 
 # %% [markdown]
-# Another norm *and another direction*.
+# Clipping each part gives another norm *and another direction*.
 #
 # ### Exercise 5: clip once
 #
@@ -540,10 +543,11 @@ check("accumulation-5", clipped_step)
 #
 # ## 8 The real thing
 #
-# PyTorch has no call for this: the loop is yours. Hugging Face Accelerate wraps it:
+# PyTorch has no function for this: you write the loop. Hugging Face Accelerate wraps it:
 # `accelerator.backward` divides the loss by `gradient_accumulation_steps`, and inside
 # `accelerator.accumulate(model)` the optimizer's `step` and `zero_grad` do nothing until the last
-# micro-batch. The course's environment has it on Linux; where it is missing, the next cell says so.
+# micro-batch. The course's environment has Accelerate on Linux; where it is missing, the next cell
+# says so.
 
 
 # %%
@@ -565,9 +569,9 @@ except ImportError:
 
 # %% [markdown]
 # Accelerate divides by `gradient_accumulation_steps`, whatever is in the micro-batches, and even if
-# the last step of an epoch has fewer. Where your parts have
-# different numbers of tokens, you have to weight them yourself, or use a trainer that counts tokens
-# (in Transformers' `Trainer`: `num_items_in_batch`).
+# the last step of an epoch has fewer micro-batches. Where your parts have different numbers of
+# tokens, you have to weight them yourself, or use a trainer that counts tokens (in Transformers'
+# `Trainer`: `num_items_in_batch`).
 #
 # ## What to keep
 #
@@ -583,8 +587,9 @@ except ImportError:
 # - Kingma & Ba 2015, *Adam*: why rescaled gradients give the same steps (section 2.1).
 # - Hugging Face 2024, *Fixing Gradient Accumulation*; Unsloth 2024, *Bugs in LLM Training*: the
 #   mistake of section 4 in a widely used library.
-# - McCandlish et al. 2018, *An Empirical Model of Large-Batch Training*: how large a batch pays.
+# - McCandlish et al. 2018, *An Empirical Model of Large-Batch Training*: up to which size a larger
+#   batch is worthwhile.
 # - Qiu et al. 2025, *Demons in the Detail*: a loss that needs the global batch.
 # - Tazi et al. 2025, *The Ultra-Scale Playbook*: accumulation in large runs, with measurements.
 #
-# Next: `03_recompute` makes even one micro-batch smaller.
+# Next: `03_recompute` reduces the memory of even one micro-batch.

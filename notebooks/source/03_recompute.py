@@ -385,7 +385,7 @@ title = f"Full recompute: {more_flop['full']:.2f} times the FLOPs, {longer}"
 show(pictures.price(more_flop, ratio, title), alt=f"{title}; selective lies between")
 
 # %% [markdown]
-# Marks above the line are time that FLOPs do not count. Selective recompute, here and in the
+# A mark above the line means more time than the FLOPs predict. Selective recompute, here and in the
 # published layer (+7 %), takes more time than its FLOPs say: softmax and dropout have hardly any
 # FLOPs, but they read and write the largest tensors of all. That layer's +39 % for full recompute,
 # instead of +33 %, has another reason: its backward hides all-reduces behind weight gradients and
@@ -393,10 +393,11 @@ show(pictures.price(more_flop, ratio, title), alt=f"{title}; selective lies betw
 # below the line: what is not run twice takes a larger share of the time than of the FLOPs.
 #
 # FlashAttention (Dao et al. 2022) does the same inside its kernel: it never stores the scores, and
-# computes them again in backward. With it, selective recompute is about other operations that are
-# cheap to repeat, such as norms and activation functions (Megatron-LM: `--recompute-modules`).
+# computes them again in backward. With FlashAttention, selective recompute is used for other
+# operations that are cheap to repeat, such as norms and activation functions (Megatron-LM:
+# `--recompute-modules`).
 #
-# No choice changes the numbers, dropout included:
+# None of the three choices changes the numbers, not even with dropout:
 
 
 # %% tags=["check"]
@@ -448,7 +449,8 @@ reveal(guess, hundred_steps(torch.bfloat16))
 #
 # fp16 has a second problem. Its smallest positive number is about $6\cdot10^{-8}$, and gradients
 # can be smaller. If the *loss* is multiplied by a scale $S$, every gradient is $S$ times larger
-# (section 3.2 there). bf16 has the range of fp32 and usually needs no scale (Kalamkar et al. 2019).
+# (section 3.2 of the same paper). bf16 has the range of fp32 and usually needs no scale (Kalamkar
+# et al. 2019).
 
 
 # %% tags=["check"]
@@ -464,8 +466,8 @@ for scale in (1.0, 2.0**16, 2.0**44):
 
 # %% [markdown]
 # With too small a scale the gradient underflows to 0; with too large a scale it overflows to inf.
-# The gradient has to be divided by $S$, in fp32, before anything uses its size, and clipping uses
-# its size.
+# The gradient has to be divided by $S$, in fp32, before anything uses its norm, and clipping uses
+# its norm.
 #
 # ### Exercise 4: a step in mixed precision
 #
@@ -496,10 +498,10 @@ check("recompute-4", half_step)
 # %% [markdown]
 # ### Exercise 5: which scale?
 #
-# As large as possible, and found during training: an overflow halves the scale, 3 good steps *in a
-# row* double it (PyTorch's `GradScaler` waits for 2,000), and after either the count starts again
-# from 0. `num_good` is the number of good steps before this one. Return both, scale first. About 4
-# lines, 5 minutes.
+# The scale should be as large as possible without overflow, and is found during training: an
+# overflow halves the scale, 3 good steps *in a row* double it (PyTorch's `GradScaler` waits for
+# 2,000), and after either the count starts again from 0. `num_good` is the number of good steps
+# before this one. Return both, scale first. About 4 lines, 5 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-5"

@@ -13,7 +13,7 @@
 # - say what a straggler costs in synchronous and in asynchronous training;
 # - trade communication for drift with local SGD and DiLoCo, and write DiLoCo's outer step.
 #
-# **Prerequisites:** lessons 02 (accumulation) and 04 (collectives). **Time:** about 60 minutes to
+# **Prerequisites:** lessons 02 (accumulation) and 04 (collectives). **Time:** about 80 minutes to
 # read and run, 75 for the exercises: 1 to 4 are core, 5 and 6 go further. The break is after
 # section 4.
 #

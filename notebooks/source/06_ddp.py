@@ -14,7 +14,7 @@
 # - use `no_sync`, find unused parameters, and say why a rank hangs;
 # - compress gradients (bf16, top-k, PowerSGD) and say what that costs.
 #
-# **Prerequisites:** lessons 04 (collectives) and 05 (data parallelism). **Time:** about 60 minutes
+# **Prerequisites:** lessons 04 (collectives) and 05 (data parallelism). **Time:** about 85 minutes
 # to read and run, 80 for the exercises: 1 to 3 are core, 4 and 5 go further.
 #
 # | symbol | in code | meaning |

@@ -75,7 +75,7 @@ show(compare(sizes, curves, title, **axes), alt=f"{title}; stage 3: 0.12 GB of 1
 # (The stars are the paper's own arithmetic, not a measurement.) Measured on GPUs: the Ultra-Scale
 # Playbook's runs of a 1.3-billion-parameter model, without ZeRO and with stage 1. The peak also has
 # activations and buffers, so the line is their peak without ZeRO, less what stage 1 saves on paper,
-# $12N(1 - 1/p)$. On 16 to 128 GPUs 1.4 to 1.9 GiB more are left than the line says.
+# $12N(1 - 1/p)$. On 16 to 128 GPUs the measured peak is 1.4 to 1.9 GiB above the line.
 
 # %% tags=["picture"]
 from course_lib.zero.pictures import flat_param_shards, stage_1_on_gpus
@@ -503,10 +503,10 @@ axes = {"x_label": "micro-batches in a step", "y_label": "sent, as a multiple of
 show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the formula")
 
 # %% [markdown]
-# Stages 2 and 3 pay for *every* micro-batch: they have no memory in which whole gradients, or whole
-# parameters, could wait. If you accumulate many micro-batches and have the memory, prefer stage 1.
-# All of this is in one precision: lesson 10 gathers bf16 and reduces fp32, where it is as much as
-# DDP in fp32, and twice DDP in bf16.
+# Stages 2 and 3 pay for *every* micro-batch: they keep no whole gradients or parameters from one
+# micro-batch to the next. If you accumulate many micro-batches and have the memory, prefer stage 1.
+# All of this is in one precision. If stage 3 gathers bf16 and reduces fp32 (lesson 10), it sends as
+# much as DDP in fp32, twice as much as in bf16.
 #
 # **In one precision and with one micro-batch, stages 1 and 2 send as much as DDP, and stage 3 1.5
 # times as much. Every further micro-batch adds to stages 2 and 3.**
@@ -578,11 +578,11 @@ print(f"the link: {PCIE}")
 reveal(guess_transfer, PCIE.time_s(there) + PCIE.time_s(back))
 
 # %% [markdown]
-# (Our ranks compute on the CPU, so a second buffer plays the host: the bytes are counted, the
-# seconds follow from the link.) The CPU's own step comes on top. Under stage 3 the parameters may
-# stay on the host, too; then every gather begins with a transfer.
+# (Our ranks compute on the CPU, so a second buffer stands for the host's memory: bytes are counted,
+# seconds computed from the link.) The CPU's own step comes on top. Under stage 3 the
+# parameters may stay on the host, too; then every gather begins with a transfer.
 #
-# **Offload buys GPU memory with PCIe transfers, which take little time if the step is long.**
+# **Offload frees GPU memory at the cost of PCIe transfers, short beside a long step.**
 #
 # ## 9 One rank saves
 #
@@ -610,9 +610,9 @@ except RankError as hang:
 
 # %% [markdown]
 # All ranks gather; *then* rank 0 writes. But the whole state must fit into rank 0's memory, which
-# ZeRO was to avoid: at scale each rank saves its own shard (`engine.state_dict()`).
-# Shards of 2 ranks are not shards of 3, however. Save the full state at $p = 2$ under stage 2,
-# continue at $p = 3$ under stage 3: do the losses show it?
+# ZeRO is meant to avoid: at scale each rank saves its own shard (`engine.state_dict()`). Shards of
+# 2 ranks are not shards of 3, however. Save the full state at $p = 2$ under stage 2, continue at $p
+# = 3$ under stage 3: do the losses show it?
 
 # %% tags=["predict"]
 guess_gap = predict("is the resumed loss the same, to 1e-9?", choices=("yes", "no"))
@@ -674,7 +674,7 @@ show(compare(range(4), curves, title, **axes), alt=f"{title}; a quarter would be
 # %% [markdown]
 # Pieces are even; whole tensors suit optimizers that look at matrices. (PyTorch's stage 3,
 # `fully_shard`, is in lesson 10.) DeepSpeed is where ZeRO was first implemented. Where it is
-# installed it takes steps here, too. Alive: all tensors that Python knows of after the step.
+# installed, the next cell runs it. *Alive* counts all tensors that Python knows of after the step.
 
 # %% tags=["measured"]
 from course_lib.frameworks import missing
@@ -694,11 +694,11 @@ for zero in (1, 2, 3):
 # | between steps, fp32 | ours | DeepSpeed adds |
 # |---|---|---|
 # | stages 1 and 2 | $4N$ parameters, $8N/p$ moments | $4N/p$: an fp32 copy of its shard |
-# | stage 3 | $4N/p$ parameters, $8N/p$ moments | that; $4N/p$ gradients; a bucket; $4N$ gathered |
+# | stage 3 | $4N/p$ parameters, $8N/p$ moments | same; $4N/p$ gradients; a bucket; $4N$ gathered |
 #
-# The copy is the *master* that 16-bit training needs (section 1); the optimizer makes it whatever
-# the dtype. Stage 3's buffers for gradients and for a bucket are allocated once and kept, so that
-# no step allocates *them*: on a GPU that costs time and fragments memory. And stage 3 gathers
+# The copy is the *master* that 16-bit training needs (section 1); the optimizer makes it for
+# fp32 models, too. Stage 3's buffers for gradients and for a bucket are allocated once and kept, so
+# that no step allocates *them*: on a GPU that costs time and fragments memory. And stage 3 gathers
 # tensors of at most `stage3_param_persistence_threshold` ($10^5$) numbers again after each step,
 # and keeps them: to free a bias saves next to nothing, and to gather it costs a latency. Larger
 # ones stay only within a step, if they are used again soon (`stage3_max_reuse_distance`, $10^9$
@@ -717,7 +717,7 @@ from course_lib.zero.explorer import zero_explorer
 zero_explorer()
 
 # %% [markdown]
-# (Activations come on top. No stage makes them smaller.)
+# (Activations come on top. No stage shrinks them.)
 #
 # **Take the lowest stage that fits, activations included.**
 #
@@ -728,7 +728,7 @@ zero_explorer()
 # - Flat parameters, equal shards: a number has one owner, and pieces of tensors are enough for
 #   Adam.
 # - In one precision, stages 1 and 2 send what DDP sends, stage 3 1.5 times as much; from stage 2 on
-#   every micro-batch counts.
+#   every micro-batch communicates.
 # - Memory is freed when nothing refers to it, not even a view. Look at the storages.
 # - What concerns all parameters (a norm, a file) concerns all ranks.
 #
