@@ -1,0 +1,130 @@
+"""What a learner moves and presses in notebook 14_checkpoint: the interval, and a rank's end."""
+
+import html
+import os
+import signal
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ipywidgets
+from matplotlib.figure import Figure
+
+from course_lib.checkpoint import lab
+from course_lib.checkpoint.cost import DAY_S, mtbf_of
+from course_lib.checkpoint.folder import latest
+from course_lib.checkpoint.pictures import overhead_curve
+from course_lib.display.explore import Explore, explore
+from course_lib.display.show import has_widgets, widget_data
+from course_lib.ranks import RankError, Ranks
+
+POLL_S = 0.2
+YEAR_S = 365 * DAY_S
+
+
+def interval_explorer() -> Explore:
+    """Return the overhead over the interval, with sliders for cluster, failures, save, restart."""
+    return explore(
+        lambda **values: _curve(**values)[0],
+        lambda **values: _curve(**values)[1],
+        gpus=([8, 64, 512, 4096, 16384, 131072], 16384),
+        years_between_failures_of_a_gpu=([0.5, 1.0, 2.0, 5.8, 20.0], 5.8),
+        save_s=([1, 10, 30, 120, 600], 30),
+        restart_min=([1, 5, 10, 30], 10),
+    )
+
+
+def _curve(
+    gpus: int, years_between_failures_of_a_gpu: float, save_s: float, restart_min: float
+) -> tuple[Figure, str]:
+    mtbf_s = mtbf_of(years_between_failures_of_a_gpu * YEAR_S, gpus)
+    return overhead_curve(save_s, mtbf_s, 60 * restart_min, f"{gpus:,} GPUs")
+
+
+class FailureLab:
+    """Two real ranks that train and save, and buttons that kill them; then they resume.
+
+    `start`, `kill` and `wait` do what the buttons do. `log` has what happened, a line each.
+    """
+
+    def __init__(self, num_steps: int = 200, every: int = 10, step_s: float = 0.1) -> None:
+        self.num_steps, self.every, self.step_s = num_steps, every, step_s
+        self.log: list[str] = []
+        self.pids: list[int] = []
+        self._thread: threading.Thread | None = None
+        self._text = ipywidgets.HTML()
+        names = {"Train": self.start, "Kill rank 0": lambda: self.kill(0),
+                 "Kill rank 1": lambda: self.kill(1)}  # fmt: skip
+        self._buttons = []
+        for name, do in names.items():
+            button = ipywidgets.Button(description=name)
+            button.on_click(lambda _button, do=do: do())
+            self._buttons.append(button)
+
+    def start(self) -> None:
+        """Start to train in the background, unless it runs."""
+        if self._thread is None or not self._thread.is_alive():
+            self.log.clear()
+            self._thread = threading.Thread(target=self._train, daemon=True)
+            self._thread.start()
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank at once, if it lives."""
+        if self.pids:
+            self._say(f"You kill rank {rank}.")
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGKILL)
+
+    def wait(self) -> list[str]:
+        """Wait until the training is done; return the log."""
+        if self._thread:
+            self._thread.join()
+        return self.log
+
+    def _train(self) -> None:
+        with TemporaryDirectory() as folder, Ranks(2) as ranks, ThreadPoolExecutor(1) as pool:
+            done = False
+            while not done:
+                found = latest(folder)
+                step = found.step if found else 0
+                self._say(f"Two ranks train from step {step} of {self.num_steps}.")
+                self.pids = ranks.run(_pid)
+                done = self._watch(folder, pool.submit(self._run, ranks, folder))
+            self._say(f"Done: step {self.num_steps} is reached.")
+
+    def _run(self, ranks: Ranks, folder: str) -> Any:
+        return ranks.run(lab.train, folder, self.num_steps, every=self.every, step_s=self.step_s)
+
+    def _watch(self, folder: str, running: Future[Any]) -> bool:
+        """Show the newest checkpoint until the ranks return or one dies; return whether all did."""
+        while not running.done():
+            found = latest(folder)
+            self._show(f"Newest checkpoint: step {found.step if found else 0}.")
+            wait([running], POLL_S)
+        self.pids = []
+        try:
+            running.result()
+        except RankError as problem:
+            self._say(str(problem).splitlines()[0])
+            return False
+        return True
+
+    def _say(self, line: str) -> None:
+        self.log.append(line)
+        self._show("")
+
+    def _show(self, last: str) -> None:
+        self._text.value = "<br>".join(map(html.escape, [*self.log[-6:], last]))
+
+    def _repr_mimebundle_(self, **_options: Any) -> dict[str, Any]:
+        words = "Run this cell in JupyterLab: buttons start two ranks, and kill one of them."
+        data: dict[str, Any] = {"text/plain": words, "text/html": f"<p>{words}</p>"}
+        if has_widgets():
+            data |= widget_data(ipywidgets.VBox([ipywidgets.HBox(self._buttons), self._text]))
+        return data
+
+
+def _pid(_rank: int) -> int:
+    return os.getpid()

@@ -1,0 +1,87 @@
+"""Names and shards of a model: the parameters and buffers that this rank has of it.
+
+The names are those of the plain module's state_dict, whatever wraps or splits it. Notebook
+14_checkpoint.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from course_lib.core.shards import Box, ParamShard, Shard
+from course_lib.data_parallel.naive_ddp import NaiveDDP
+from course_lib.ddp.ddp import DDP
+from course_lib.tensor_parallel.state import shards_of_split
+
+
+def is_model(leaf: Any) -> bool:
+    """Return whether a leaf is a module, or something that says which shards it has."""
+    if isinstance(leaf, Optimizer | Shard):
+        return False
+    return isinstance(leaf, nn.Module) or _says(leaf, "shards") or _says(leaf, "param_shards")
+
+
+def _says(model: Any, method: str) -> bool:
+    return callable(getattr(model, method, None))
+
+
+def whole_shard(tensor: Tensor) -> Shard:
+    """Return a tensor that every rank has whole as a shard; of a DTensor, this rank's part."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        box = Box.whole(tensor.shape)
+        return Shard(box.sizes, [(box, tensor)] if box.numel else [])
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    part = tensor.to_local()
+    shape = tuple(tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        shape, tensor.device_mesh, tensor.placements
+    )
+    return Shard(shape, [(Box(tuple(offsets), tuple(sizes)), part)] if part.numel() else [])
+
+
+def param_shards(model: Any) -> list[ParamShard]:
+    """Return every parameter of a model as this rank has it."""
+    model = unwrapped(model)
+    if _says(model, "param_shards"):
+        return list(model.param_shards())
+    split, params = shards_of_split(model), dict(model.named_parameters(remove_duplicate=False))
+    return [
+        ParamShard(names, params[names[0]], split.get(names[0], whole_shard))
+        for names in names_by_id(model).values()
+        if names[0] in params
+    ]
+
+
+def model_shards(model: Any) -> dict[str, Shard]:
+    """Return this rank's shards of all that a model's state_dict has: parameters and buffers."""
+    model = unwrapped(model)
+    if _says(model, "shards"):
+        return dict(model.shards())
+    found = dict[str, Shard]()
+    for one in param_shards(model):
+        found |= dict.fromkeys(one.names, one.shard_of(one.local))
+    plain = model.module if _says(model, "param_shards") else model
+    for name, tensor in plain.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and name not in found:
+            found[name] = whole_shard(tensor)
+    return found
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the module in a wrapper that copies it to all ranks."""
+    while isinstance(model, NaiveDDP | DDP | DistributedDataParallel):
+        model = model.module
+    return model
+
+
+def names_by_id(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Return the names of each tensor of a state_dict; a tied one has several."""
+    names: dict[int, tuple[str, ...]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names[id(tensor)] = (*names.get(id(tensor), ()), name)
+    return names

@@ -1,0 +1,110 @@
+"""Draw a tensor's boxes before and after resharding, and the best interval (14_checkpoint)."""
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from course_lib.checkpoint.cost import (
+    best_interval_daly,
+    best_interval_young,
+    expected_overhead,
+    simulated_overhead,
+)
+from course_lib.core.shards import Box
+from course_lib.display.colours import RANK
+from course_lib.display.compare import Voices, compare
+from course_lib.display.page import TEXT_PT, page
+
+# Daly 2006, captions of figures 3 to 5: saves of 5 min, restarts of 10 min; MTBF, best interval
+DALY_SAVE_MIN, DALY = 5.0, ((15.0, 9.1), (360.0, 57.0), (1440.0, 117.0))
+DALY_SOURCE = "Daly 2006, figures 3 to 5 (saves of 5 minutes, restarts of 10)"
+
+
+def boxes(shape: tuple[int, int], by_run: Mapping[str, Sequence[Box]]) -> tuple[Figure, str]:
+    """Draw which rank has which box of a matrix, one panel per run, and say what is read.
+
+    The second run reads what the first one has saved.
+    """
+    (_, saved), (_, wanted) = by_run.items()
+    reads = [[n for n, one in enumerate(saved) if one.intersect(box)] for box in wanted]
+    title = f"{len(wanted)} ranks read {sum(map(len, reads))} parts of {len(saved)} files"
+    figure, panels = page(title, [1.5] * len(by_run))
+    for axes, (name, owned) in zip(panels, by_run.items(), strict=True):
+        axes.set(xlim=(0, shape[1] * 1.4), ylim=(shape[0], 0))
+        axes.set_axis_off()
+        for rank, box in enumerate(owned):
+            (top, left), (rows, columns) = box.offsets, box.sizes
+            axes.add_patch(
+                Rectangle((left, top), columns, rows, facecolor=RANK[rank], edgecolor="black")
+            )
+            axes.text(left + columns / 2, top + rows / 2, f"rank {rank}", ha="center",
+                      va="center", fontsize=TEXT_PT)  # fmt: skip
+        axes.text(shape[1] * 1.03, shape[0] / 2, name, va="center", fontsize=TEXT_PT)
+    words = "; ".join(
+        f"rank {rank} reads of {', '.join(map(str, files))}" for rank, files in enumerate(reads)
+    )
+    return figure, f"{title}: {words}"
+
+
+def overhead_curve(
+    save_s: float, mtbf_s: float, restart_s: float, name: str = ""
+) -> tuple[Figure, str]:
+    """Draw the expected overhead over the interval, by formula and simulated; say the least."""
+    best_s = best_interval_daly(save_s, mtbf_s)
+    intervals_s = [best_s * 2**power for power in range(-4, 5)]
+
+    def percent(interval_min: float) -> float:
+        return 100 * expected_overhead(60 * interval_min, save_s, mtbf_s, restart_s)
+
+    played = [
+        100 * simulated_overhead(one, save_s, mtbf_s, restart_s, num_intervals=5000)
+        for one in intervals_s
+    ]
+    title = f"{name}{', ' if name else ''}a failure every {_words(mtbf_s)}: save every "
+    title += f"{_words(best_s)}, lose {percent(best_s / 60):.3g} %"
+    figure = compare(
+        [one / 60 for one in intervals_s],
+        Voices(formula=percent, simulation=played),
+        title,
+        x_label="work between two checkpoints (min)",
+        y_label="overhead (%)",
+        log_x=True,
+        note=f"a save {_words(save_s)}, a restart {_words(restart_s)}",
+    )
+    return figure, f"{title}; at 16 times the interval, {percent(intervals_s[-1] / 60):.3g} %"
+
+
+def best_intervals() -> tuple[Figure, str]:
+    """Draw the best interval over the time between failures: Young, Daly, and published values."""
+    mtbf_min = [10.0, 15, 30, 60, 120, 360, 720, 1440]
+    curves = {
+        "Young": Voices(formula=[best_interval_young(DALY_SAVE_MIN, one) for one in mtbf_min]),
+        "Daly": Voices(
+            formula=[best_interval_daly(DALY_SAVE_MIN, one) for one in mtbf_min],
+            published=tuple(zip(*DALY, strict=True)),  # type: ignore[arg-type]
+        ),
+    }
+    far, near = (
+        best_interval_young(DALY_SAVE_MIN, one) / best_interval_daly(DALY_SAVE_MIN, one)
+        for one in (15, 1440)
+    )
+    title = f"Young's interval is {far:.2f} times Daly's if M is 15 min, {near:.2f} if it is a day"
+    figure = compare(
+        mtbf_min,
+        curves,
+        title,
+        x_label="mean time between failures (min)",
+        y_label="best interval (min)",
+        log=True,
+        source=DALY_SOURCE,
+    )
+    return figure, f"{title}; the published values lie on Daly's line"
+
+
+def _words(seconds: float) -> str:
+    """Format a long time: `3.1 h`, `13 min`, `30 s`."""
+    for size, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
