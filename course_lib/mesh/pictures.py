@@ -1,0 +1,194 @@
+"""Pictures of a mesh: which ranks form a group along each axis, and what every axis sends.
+
+In a grid a row is a node. On up to eight ranks each group has a color and a letter; on more, only
+the group of rank 0 along each axis is colored. Notebook 11_mesh.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from string import ascii_lowercase
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from course_lib.core.errors import MeshError
+from course_lib.core.links import TwoLevelLink
+from course_lib.core.records import Event
+from course_lib.cost.published import rows
+from course_lib.display.colours import QUIET, RANK, WHITE
+from course_lib.display.compare import Voices, compare
+from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page
+from course_lib.display.paired_bars import Pair, paired_bars
+from course_lib.display.timeline import timelines
+from course_lib.mesh.mesh import Mesh
+from course_lib.ranks.timing import from_zero
+
+GPUS_PER_NODE = 8  # of the published runs
+PLAYBOOK = "Ultra-Scale Playbook (Tazi et al. 2025), 8B model, H100, 8 GPUs per node, 4096 tokens"
+_SIDE_IN, _GAP_IN, _HEAD_IN, _CELL_IN, _WIDEST_IN = 0.6, 0.3, 0.55, 0.5, 2.2
+
+
+def mesh_grid(mesh: Mesh, ranks_per_node: int, title: str) -> Figure:
+    """Draw the groups along each axis of more than one rank, side by side; a row is a node.
+
+    Raises: MeshError for a mesh of one rank, or fewer than one rank per node
+    """
+    axes_in = grid_height_in(mesh, ranks_per_node)
+    margins = Margins(top=0, bottom=0.05)
+    figure, (axes,) = page(title, [axes_in], note=grid_note(mesh), margins=margins)
+    draw_grid(axes, mesh, ranks_per_node)
+    return figure
+
+
+def grid_note(mesh: Mesh) -> str:
+    """Return what numbers, letters and colors of a grid mean."""
+    if mesh.world_size <= len(RANK):
+        return "number: rank; letter and color: its group along the axis"
+    return "number: rank; colored: the group of rank 0 along the axis"
+
+
+def grid_height_in(mesh: Mesh, ranks_per_node: int) -> float:
+    """Return the inches that `draw_grid` needs."""
+    num_nodes = -(-mesh.world_size // ranks_per_node) if ranks_per_node > 0 else 0
+    return _HEAD_IN + num_nodes * _cell_in(mesh, ranks_per_node) + 0.05
+
+
+def draw_grid(axes: Axes, mesh: Mesh, ranks_per_node: int) -> None:
+    """Draw the grids of `mesh_grid` on an axes, which becomes as wide as the page."""
+    _, bottom, _, tall = axes.get_position().bounds
+    axes.set_position((0, bottom, 1, tall))
+    cell, height = _cell_in(mesh, ranks_per_node), grid_height_in(mesh, ranks_per_node)
+    axes.set_xlim(0, WIDTH_IN)
+    axes.set_ylim(height, 0)
+    axes.set_axis_off()
+    wide = min(ranks_per_node, mesh.world_size) * cell
+    for node in range(-(-mesh.world_size // ranks_per_node)):
+        y = _HEAD_IN + (node + 0.5) * cell
+        axes.text(0.14, y, f"node {node}", va="center", fontsize=SMALL_PT, color=QUIET)
+    for number, axis in enumerate(_shown(mesh)):
+        x = _SIDE_IN + number * (wide + _GAP_IN)
+        _panel(axes, mesh, axis, (x, cell, ranks_per_node))
+        axes.text(x, _HEAD_IN - 0.28, _headline(mesh, axis), fontsize=TEXT_PT, weight="bold")
+        crosses = mesh.crosses_nodes(axis, ranks_per_node)
+        where = "crosses nodes" if crosses else "inside nodes"
+        axes.text(x, _HEAD_IN - 0.1, where, fontsize=SMALL_PT, color=QUIET)
+
+
+def _shown(mesh: Mesh) -> list[str]:
+    return [axis for axis, size in mesh.sizes.items() if size > 1]
+
+
+def _cell_in(mesh: Mesh, ranks_per_node: int) -> float:
+    """Return the side of a rank's cell, so that the grids of all axes fit the page."""
+    if mesh.world_size < 2 or ranks_per_node < 1:
+        raise MeshError(
+            f"mesh_grid: need two ranks or more, and a rank per node or more; got {mesh} and "
+            f"{ranks_per_node}."
+        )
+    num_grids, columns = len(_shown(mesh)), min(ranks_per_node, mesh.world_size)
+    free_in = WIDTH_IN - _SIDE_IN - 0.14 - _GAP_IN * (num_grids - 1)
+    return min(_CELL_IN, min(_WIDEST_IN, free_in / num_grids) / columns)
+
+
+def _headline(mesh: Mesh, axis: str) -> str:
+    size = mesh.size(axis)
+    return f"{axis}: {mesh.world_size // size} × {size} ranks"
+
+
+def _panel(axes: Axes, mesh: Mesh, axis: str, at: tuple[float, float, int]) -> None:
+    x, cell, ranks_per_node = at
+    small = mesh.world_size <= len(RANK)
+    for number, group in enumerate(mesh.groups(axis)):
+        marked = small or number == 0
+        look = {"size": TEXT_PT if small else 6.5, "weight": "bold" if marked else "normal"}
+        for rank in group:
+            node, place = divmod(rank, ranks_per_node)
+            corner = x + place * cell, _HEAD_IN + node * cell
+            fill = RANK[number] if marked else WHITE
+            axes.add_patch(Rectangle(corner, cell, cell, facecolor=fill, edgecolor=QUIET, lw=0.7))
+            middle = corner[0] + cell / 2, corner[1] + cell / 2
+            words = f"{rank} {ascii_lowercase[number]}" if small else f"{rank}"
+            axes.text(*middle, words, ha="center", va="center", **look)  # type: ignore[arg-type]
+
+
+def axis_bars(
+    predicted: Mapping[str, float], title: str, counted: Mapping[str, float] | None = None
+) -> Figure:
+    """Draw the bytes that a rank sends per step along each axis, by formula and as counted."""
+    scale, unit = (1e9, "GB") if max(predicted.values()) > 1e8 else (2**10, "KiB")
+    pairs = [
+        Pair(name=axis, predicted=one / scale, measured=counted[axis] / scale if counted else None)
+        for axis, one in predicted.items()
+    ]
+    return paired_bars(pairs, title, x_label=f"{unit} that a rank sends per step")
+
+
+def order_bars(
+    predicted: Mapping[Mesh, float], measured: Mapping[Mesh, float], title: str
+) -> Figure:
+    """Draw a step's milliseconds for each order of the axes: measured, communication by formula."""
+    pairs = [
+        Pair(name=" ".join(mesh.sizes), predicted=1e3 * one, measured=1e3 * measured[mesh])
+        for mesh, one in predicted.items()
+    ]
+    note = "measured: the whole step; predicted: its communication; names: outermost axis first"
+    return paired_bars(pairs, title, x_label="ms per step", words="{:.0f}".format, note=note)
+
+
+def axis_traces(traces: Mapping[Mesh, Sequence[Event]], title: str, link: TwoLevelLink) -> Figure:
+    """Draw a rank's recorded step on each mesh, every call with the name of its axis."""
+    rows = {
+        " ".join(mesh.sizes): from_zero(named_by_axis(mesh, events))
+        for mesh, events in traces.items()
+    }
+    return timelines(rows, title, link=link)
+
+
+def named_by_axis(mesh: Mesh, events: Sequence[Event]) -> Iterator[Event]:
+    """Yield forward, backward and calls; receives, which mostly wait for computation, are not."""
+    for event in events:
+        if event.kind in ("forward", "backward"):
+            yield event
+        elif event.kind != "recv" and (axis := mesh.axis_of(event.group)):
+            yield replace(event, label=axis)
+
+
+def best_by_tensor_degree(nodes: tuple[int, ...] = (2, 4, 8)) -> tuple[Figure, str]:
+    """Draw the published best tokens/s per GPU over the tensor-parallel degree, and say the drop.
+
+    The best of all runs of 256 sequences per step with that degree, whatever the other axes are.
+
+    Source: Ultra-Scale Playbook (Tazi et al. 2025), benchmark of 8B models
+    """
+    best = {count: best_tokens(count) for count in nodes}
+    inside, outside = GPUS_PER_NODE, 2 * GPUS_PER_NODE
+    kept = [best[count][outside] / best[count][inside] for count in nodes]
+    title = (
+        f"With tensor groups of two nodes, {min(kept):.0%} to {max(kept):.0%} of the speed is left"
+    )
+    curves = {
+        f"{count} nodes": Voices(published=([*found], [*found.values()]))
+        for count, found in best.items()
+    }
+    figure = compare(
+        [],
+        curves,
+        title,
+        x_label="tensor-parallel degree, the other ranks along dp and pp",
+        y_label="tokens/s per GPU",
+        log_x=True,
+        source=PLAYBOOK,
+    )
+    return figure, f"{title}: 16 ranks per group in place of 8"
+
+
+def best_tokens(num_nodes: int) -> dict[int, float]:
+    """Return the best published tokens/s per GPU by tensor-parallel degree."""
+    best: dict[int, float] = {}
+    for row in rows("ultrascale"):
+        batch = int(row["dp"]) * int(row["mbs"]) * int(row["grad_acc"])
+        if (row["model"], int(row["nodes"]), batch) == ("8B", num_nodes, 256) and row["tok_s_gpu"]:
+            tp = int(row["tp"])
+            best[tp] = max(best.get(tp, 0.0), float(row["tok_s_gpu"]))
+    return dict(sorted(best.items()))

@@ -1,0 +1,176 @@
+"""A training step on a mesh: tensor, pipeline and data parallelism combined.
+
+The order of wrapping is from the inside out: TP splits the matrices of every layer, PP keeps this
+rank's layers of the result, and DP averages the gradients of what is left. Each method sees only
+its own axis. Notebook 11_mesh.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from course_lib.accumulation.accumulation import by_tokens, split_micro_batches
+from course_lib.core.errors import CourseError, MeshError
+from course_lib.core.parallelism import Parallelism
+from course_lib.core.specs import ModelSpec
+from course_lib.cost.params import layers_on_stage
+from course_lib.ddp.ddp import DDP
+from course_lib.mesh.clip import clip_grad_norm_across
+from course_lib.mesh.rank_mesh import RankMesh
+from course_lib.models import GPT, token_loss
+from course_lib.models.data import mixed_seed
+from course_lib.pipeline.engine import Pipeline
+from course_lib.pipeline.schedules import one_f_one_b
+from course_lib.pipeline.stage import split_model
+from course_lib.ranks.world import rank_device
+from course_lib.tensor_parallel.cross_entropy import parallel_token_loss
+from course_lib.tensor_parallel.state import gather_tensors
+from course_lib.tensor_parallel.tensor_parallel import parallelize
+from course_lib.zero.sharded_optimizer import ShardedOptimizer
+
+
+class MeshTrainer:
+    """One rank of a training run on a mesh of pp, dp and tp; all ranks make it together.
+
+    trainer = MeshTrainer(spec, RankMesh(Mesh(pp=2, dp=2, tp=2)), 4, torch.optim.AdamW, lr=1e-3)
+    loss = trainer.step(tokens, targets)      # the whole batch, the same on every rank
+
+    mesh                has the axes pp, dp and tp, each of 1 or more
+    num_micro_batches   of each replica
+    optimizer_cls       made with `settings`
+    sharded             the optimizer state is sharded over dp: ZeRO-1
+    max_norm            upper limit for the norm of the whole gradient; None: no limit
+    frozen              parameters whose name begins so are not trained
+
+    Raises: MeshError for other axes; CourseError for a model that they cannot split
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mesh: RankMesh,
+        num_micro_batches: int,
+        optimizer_cls: type[Optimizer],
+        *,
+        dtype: torch.dtype = torch.float64,
+        dropout: float = 0.0,
+        seed: int = 0,
+        sharded: bool = False,
+        max_norm: float | None = None,
+        frozen: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        if {*mesh.mesh.sizes} != {"pp", "dp", "tp"}:
+            raise MeshError(
+                f"MeshTrainer: need a mesh with the axes pp, dp and tp; got {mesh.mesh}. Give an "
+                "axis that you do not use the size 1."
+            )
+        self.mesh, self.seed, self.max_norm, self.num_steps = mesh, seed, max_norm, 0
+        self.dp, self.pp, self.tp = (mesh.mesh.size(axis) for axis in ("dp", "pp", "tp"))
+        whole = _seeded_gpt(spec, dtype, dropout, seed, frozen)
+        loss_fn = token_loss
+        if self.tp > 1:  # 1. TP splits every layer
+            parallelize(whole, mesh.device_mesh("tp", rank_device().type))
+            loss_fn = partial(parallel_token_loss, group=mesh.group("tp"))
+        self._names = _names_of(whole)
+        layers = evenly(spec, self.pp)
+        self.stage = split_model(whole, self.pp, mesh.index("pp"), num_layers=layers)  # 2. PP
+        self.replica = DDP(self.stage, group=mesh.group("dp"))  # 3. DP averages gradients
+        self.pipeline = Pipeline(self.stage, loss_fn, mesh.group("pp"))
+        self.schedule = one_f_one_b(self.pp, num_micro_batches)
+        params = list(self.stage.parameters())
+        if sharded:
+            self.optimizer: Optimizer = ShardedOptimizer(
+                params, optimizer_cls, mesh.group("dp"), **settings
+            )
+        else:
+            self.optimizer = optimizer_cls(params, **settings)
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """Train on the whole batch; return its mean loss, which is the same on all ranks.
+
+        Shapes:  tokens, targets [batch, seq], the same on every rank
+        """
+        self.optimizer.zero_grad()
+        loss = self.gradients(tokens, targets)
+        if self.max_norm is not None:
+            clip_grad_norm_across(self.stage, self.mesh, self.max_norm)
+        self.optimizer.step()
+        self.num_steps += 1
+        return loss
+
+    def gradients(self, tokens: Tensor, targets: Tensor) -> float:
+        """Add the gradients of the whole batch's mean loss to `param.grad`; return that loss."""
+        # the ranks of a tp group draw the same dropout, the others draw their own
+        draws = self.mesh.rank - self.mesh.index("tp") * self.mesh.mesh.stride("tp")
+        torch.manual_seed(mixed_seed(mixed_seed(self.seed, self.num_steps), draws))
+        mine = self._share(tokens), self._share(targets)  # data is split along dp only
+        micro_batches = split_micro_batches(mine, len(self.schedule[0]) // 2)
+        inputs, asked = zip(*micro_batches, strict=True)
+        # DDP divides the sum by dp, so a share of the whole batch is counted dp times
+        weights = [by_tokens(one, targets) * self.dp for one in asked]
+        with self.replica.no_sync():
+            loss = self.pipeline.step(self.schedule, inputs, asked, weights)
+        self.replica.finish()
+        return self._whole_loss(loss)
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Return the state dict of the whole model, on every rank.
+
+        Cost:    one all_gather per split parameter along tp, one all_gather_object along pp
+        """
+        mine = dict(self.stage.named_parameters())
+        tensors = gather_tensors(self.stage, mine) if self.tp > 1 else mine
+        named = {name: tensors[path].detach() for path in mine for name in self._names[mine[path]]}
+        stages: list[dict[str, Tensor]] = [{}] * self.pp
+        dist.all_gather_object(stages, named, group=self.mesh.group("pp"))
+        return {name: tensor for part in stages for name, tensor in part.items()}
+
+    def _share(self, whole: Tensor) -> Tensor:
+        """Return this replica's part of a batch: all ranks that differ along pp or tp have it."""
+        return whole.tensor_split(self.dp)[self.mesh.index("dp")]
+
+    def _whole_loss(self, loss: Tensor | None) -> float:
+        """Average the losses of all replicas; only the last stage knows its replica's."""
+        total = torch.zeros((), dtype=torch.float64, device=rank_device())
+        if loss is not None:
+            total += loss.detach()
+        dist.all_reduce(total, group=self.mesh.group("pp"))
+        dist.all_reduce(total, group=self.mesh.group("dp"))
+        return float(total) / self.dp
+
+
+def evenly(spec: ModelSpec, num_stages: int) -> list[int]:
+    """Return the layers of each stage for `split_model`, which counts embedding and head, too."""
+    parallelism = Parallelism(pp=num_stages)
+    counts = [layers_on_stage(spec, parallelism, stage) for stage in range(num_stages)]
+    counts[0] += 1
+    counts[-1] += 1
+    return counts
+
+
+def _seeded_gpt(
+    spec: ModelSpec, dtype: torch.dtype, dropout: float, seed: int, frozen: Sequence[str]
+) -> GPT:
+    torch.manual_seed(seed)
+    model = GPT(spec, dropout=dropout).to(rank_device(), dtype)
+    for prefix in frozen:
+        found = [p for name, p in model.named_parameters() if name.startswith(prefix)]
+        if not found:
+            raise CourseError(f"MeshTrainer: need a parameter that begins so; got {prefix!r}.")
+        for param in found:
+            param.requires_grad_(False)
+    return model
+
+
+def _names_of(whole: GPT) -> dict[nn.Parameter, tuple[str, ...]]:
+    """Return all names of each parameter in the whole model; a tied one has two."""
+    names: dict[nn.Parameter, tuple[str, ...]] = {}
+    for name, param in whole.state_dict(keep_vars=True).items():
+        names[param] = (*names.get(param, ()), name)
+    return names

@@ -1,0 +1,139 @@
+"""Pictures of a mesh: a group has one color, a row is a node, the explorer follows its sliders."""
+
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+
+from course_lib.core.errors import MeshError
+from course_lib.core.links import Link, TwoLevelLink
+from course_lib.core.records import Event
+from course_lib.display.colours import RANK, WHITE
+from course_lib.mesh import Mesh
+from course_lib.mesh.explorer import CLUSTER, draw_mesh, mesh_alt, mesh_explorer, step_of
+from course_lib.mesh.pictures import (
+    GPUS_PER_NODE,
+    axis_bars,
+    axis_traces,
+    best_by_tensor_degree,
+    best_tokens,
+    mesh_grid,
+    named_by_axis,
+    order_bars,
+)
+
+CUBE = Mesh(pp=2, dp=2, tp=2)
+
+
+def cells(figure):
+    """(color, corner, word) of each rank's cell, in the order in which they are drawn."""
+    axes = figure.axes[0]
+    boxes = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    words = [text.get_text() for text in axes.texts if text.get_text()[0].isdigit()]
+    found = zip(boxes, words, strict=True)
+    return [(to_hex(box.get_facecolor()).upper(), box.get_xy(), word) for box, word in found]
+
+
+def by_axis(figure, mesh):
+    """Rank -> (color, corner) for every axis of more than one rank."""
+    drawn = cells(figure)
+    shown = [axis for axis, size in mesh.sizes.items() if size > 1]
+    size = mesh.world_size
+    assert len(drawn) == len(shown) * size
+    panels = [drawn[start : start + size] for start in range(0, len(drawn), size)]
+    return {
+        axis: {int(word.split()[0]): (colour, corner) for colour, corner, word in panel}
+        for axis, panel in zip(shown, panels, strict=True)
+    }
+
+
+@pytest.mark.parametrize("mesh", [CUBE, Mesh(tp=2, pp=1, dp=3), Mesh(dp=2)])
+def test_ranks_of_a_group_share_a_color_and_no_others_do(mesh):
+    for axis, ranks in by_axis(mesh_grid(mesh, 4, "t"), mesh).items():
+        groups = {}
+        for rank, (colour, _) in ranks.items():
+            groups.setdefault(colour, []).append(rank)
+        assert sorted(map(sorted, groups.values())) == mesh.groups(axis)
+        assert set(groups) <= set(RANK)
+
+
+def test_a_row_is_a_node():
+    for ranks in by_axis(mesh_grid(CUBE, 4, "t"), CUBE).values():
+        heights = [ranks[rank][1][1] for rank in range(8)]
+        assert len(set(heights[:4])) == len(set(heights[4:])) == 1
+        assert heights[0] < heights[4]
+
+
+def test_a_large_mesh_shows_the_group_of_rank_0():
+    mesh = Mesh(pp=2, dp=4, tp=8)
+    figure = mesh_grid(mesh, 8, "t")
+    for axis, ranks in by_axis(figure, mesh).items():
+        marked = [rank for rank, (colour, _) in ranks.items() if colour != WHITE]
+        assert sorted(marked) == mesh.group(0, axis)
+    where = [text.get_text() for text in figure.axes[0].texts if "nodes" in text.get_text()]
+    assert where == ["crosses nodes", "crosses nodes", "inside nodes"]
+
+
+def test_all_grids_fit_the_page():
+    for mesh, ranks_per_node in ((CUBE, 8), (Mesh(pp=4, dp=4, tp=4), 8), (Mesh(dp=2), 1)):
+        figure = mesh_grid(mesh, ranks_per_node, "t")
+        boxes = [patch for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
+        assert max(box.get_x() + box.get_width() for box in boxes) <= figure.get_figwidth()
+
+
+def test_a_grid_needs_ranks():
+    with pytest.raises(MeshError, match="need two ranks or more"):
+        mesh_grid(Mesh(dp=1), 4, "t")
+    with pytest.raises(MeshError, match=r"a rank per node or more; got .* and 0"):
+        mesh_grid(CUBE, 0, "t")
+
+
+def test_bars_are_in_kib_counted_beside_predicted():
+    figure = axis_bars({"pp": 1024.0, "tp": 4096.0}, "t", {"pp": 2048.0, "tp": 3072.0})
+    assert [patch.get_width() for patch in figure.axes[0].patches] == [2, 1, 3, 4]
+
+
+def test_orders_are_in_ms_outermost_axis_first():
+    (axes,) = order_bars({CUBE: 0.25}, {CUBE: 0.5}, "t").axes
+    assert [patch.get_width() for patch in axes.patches] == [500, 250]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["pp dp tp"]
+
+
+def test_a_trace_names_the_axis_of_each_call():
+    def event(kind, start_s, group=()):
+        return Event(rank=0, kind=kind, start_s=start_s, end_s=start_s + 1, group=group)
+
+    events = [event("forward", 3.0), event("all_reduce", 5.0, (0, 1)), event("send", 7.0, (0, 4))]
+    kept = list(named_by_axis(CUBE, [*events, event("recv", 9.0, (0, 4)), event("wait", 9.0)]))
+    assert [one.label for one in kept] == ["", "tp", "pp"]
+    link = Link(latency_s=1.0, bytes_per_s=1.0)
+    two_nodes = TwoLevelLink(inside=link, outside=link, ranks_per_node=4)
+    figure = axis_traces({CUBE: events}, "t", two_nodes)
+    assert any("4 ranks a node" in text.get_text() for text in figure.texts)
+
+
+def test_published_runs_are_slower_with_tensor_groups_of_two_nodes():
+    for nodes in (2, 4, 8):
+        best = best_tokens(nodes)
+        assert max(best, key=best.__getitem__) <= GPUS_PER_NODE
+    assert best_tokens(2) == {1: 7290, 2: 7078, 4: 7290, 8: 6417, 16: 4456}
+    figure, alt = best_by_tensor_degree()
+    assert "48% to 69% of the speed" in alt
+    assert any("Ultra-Scale Playbook" in text.get_text() for text in figure.texts)
+
+
+def test_the_explorer_finds_tensor_parallelism_across_nodes_slower():
+    inside, across = (step_of("llama2-7b", 8, 2, order) for order in ("pp dp tp", "tp dp pp"))
+    assert not inside.mesh.crosses_nodes("tp", CLUSTER.ranks_per_node)
+    assert across.mesh.crosses_nodes("tp", CLUSTER.ranks_per_node)
+    assert mesh_alt("llama2-7b", 8, 2, "tp dp pp").endswith("of it along tp")
+
+
+def test_the_explorer_draws_every_corner_of_its_sliders():
+    explorer = mesh_explorer()
+    assert explorer.alt == mesh_alt(**explorer.values())
+    for values in (("llama2-7b", 1, 1, "dp pp tp"), ("megatron-22b", 16, 4, "tp pp dp")):
+        grid, bars = draw_mesh(*values).axes
+        assert len(grid.patches) == 64 * sum(
+            size > 1 for size in step_of(*values).mesh.sizes.values()
+        )
+        assert len(bars.patches) == 3

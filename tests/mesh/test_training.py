@@ -1,0 +1,191 @@
+"""The law on a mesh: the losses, gradients and weights of one process; its traffic by axis."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from course_lib.core.errors import CourseError, MeshError, ShapeError
+from course_lib.core.links import Link, TwoLevelLink
+from course_lib.core.presets import find_model
+from course_lib.mesh import Mesh, MeshTrainer, RankMesh, clip_grad_norm_across, lab
+from course_lib.mesh.cost import MeshStep, all_orders, axis_seconds, axis_sent_bytes, mesh_step_s
+from course_lib.models import GPT, token_loss
+from course_lib.ranks import Ranks
+
+SPEC = replace(find_model("tiny"), num_layers=3, hidden=32, num_heads=4, vocab=64)
+UNTIED = replace(SPEC, tied=False, positions="rope", norm="rms", bias=False)
+STEP = MeshStep(
+    spec=SPEC, mesh=Mesh(pp=2, dp=2, tp=2), batch=8, seq=8, num_micro_batches=2, number_bytes=8
+)
+MESHES = [
+    Mesh(pp=2, dp=2, tp=2),
+    Mesh(tp=2, dp=2, pp=2),
+    Mesh(dp=4, pp=1, tp=2),
+    Mesh(pp=2, dp=4, tp=1),
+    Mesh(pp=2, dp=1, tp=4),
+]
+SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+ADAMW = (torch.optim.AdamW, {"lr": 1e-3})
+NEAR = 1e-12
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("spec", [SPEC, UNTIED], ids=["tied", "untied"])
+def test_three_steps_are_those_of_one_process(pools, mesh, spec):
+    step = replace(STEP, mesh=mesh, spec=spec)
+    optimizer, settings = SGD
+    alone = lab.train_alone(step, optimizer, **settings)
+    for trained in pools(8).run(lab.train_on_mesh, step, optimizer, **settings):
+        assert trained[1].keys() == alone[1].keys()
+        assert lab.furthest_apart(trained, alone) < NEAR
+
+
+@pytest.mark.parametrize("how", [{}, {"max_norm": 0.3}, {"sharded": True}], ids=str)
+def test_adamw_clipped_or_with_a_sharded_state_is_that_of_one_process(pools, how):
+    optimizer, settings = ADAMW
+    norm = {name: value for name, value in how.items() if name == "max_norm"}
+    alone = lab.train_alone(STEP, optimizer, 4, **settings, **norm)
+    for trained in pools(8).run(lab.train_on_mesh, STEP, optimizer, 4, **settings, **how):
+        assert lab.furthest_apart(trained, alone) < NEAR
+
+
+def test_a_frozen_parameter_stays_and_the_others_learn_as_in_one_process(pools):
+    frozen = ("blocks.1.mlp", "embedding")
+    torch.manual_seed(0)
+    model = GPT(SPEC).double()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(frozen))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for number in range(2):
+        tokens, targets = lab.batch_of(STEP, number)
+        optimizer.zero_grad()
+        token_loss(model(tokens), targets).backward()
+        optimizer.step()
+    found = pools(8).run(lab.train_on_mesh, STEP, torch.optim.SGD, 2, lr=0.1, frozen=frozen)
+    for _, weights in found:
+        for name, weight in model.state_dict().items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=NEAR)
+            assert torch.equal(weights[name], before[name]) == name.startswith((*frozen, "head"))
+
+
+def clipped(rank, max_norm):
+    trainer = MeshTrainer(SPEC, RankMesh(STEP.mesh), 2, torch.optim.SGD, lr=0.1)
+    trainer.gradients(*lab.batch_of(STEP, 0))
+    norm = clip_grad_norm_across(trainer.stage, trainer.mesh, max_norm)
+    again = clip_grad_norm_across(trainer.stage, trainer.mesh, max_norm)
+    return norm.item(), again.item()
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_the_norm_is_that_of_the_whole_gradient_on_every_rank(pools, share):
+    torch.manual_seed(0)
+    model = GPT(SPEC).double()
+    tokens, targets = lab.batch_of(STEP, 0)
+    token_loss(model(tokens), targets).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
+    for before, after in pools(8).run(clipped, share * norm):
+        assert before == pytest.approx(norm, rel=1e-12)
+        assert after == pytest.approx(min(share, 1) * norm, rel=1e-5)
+
+
+def drawn(rank):
+    trainer = MeshTrainer(SPEC, RankMesh(STEP.mesh), 2, torch.optim.SGD, lr=0.1, dropout=0.2)
+    trainer.gradients(*lab.batch_of(STEP, 0))
+    return torch.rand(1).item()
+
+
+def test_ranks_of_a_tp_group_draw_alike_and_all_others_their_own(pools):
+    draws = pools(8).run(drawn)
+    for group in STEP.mesh.groups("tp"):
+        assert len({draws[rank] for rank in group}) == 1
+    assert len(set(draws)) == STEP.mesh.world_size // STEP.mesh.size("tp")
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh(tp=2, dp=1, pp=3), Mesh(pp=3, dp=2, tp=1), Mesh(pp=2, dp=3, tp=1)], ids=str
+)
+def test_on_six_ranks_too_the_numbers_and_the_bytes_are_right(pools, mesh):
+    step = replace(STEP, mesh=mesh, batch=12)
+    optimizer, settings = SGD
+    alone = lab.train_alone(step, optimizer, **settings)
+    for trained in pools(6).run(lab.train_on_mesh, step, optimizer, **settings):
+        assert lab.furthest_apart(trained, alone) < NEAR
+    for rank, events in enumerate(pools(6).run(lab.events_of_a_step, step)):
+        assert lab.bytes_by_axis(mesh, rank, events) == axis_sent_bytes(step, rank)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_what_is_sent_along_each_axis_is_what_the_formula_says(pools, mesh):
+    step = replace(STEP, mesh=mesh)
+    for rank, events in enumerate(pools(8).run(lab.events_of_a_step, step)):
+        assert lab.bytes_by_axis(mesh, rank, events) == axis_sent_bytes(step, rank)
+
+
+def test_only_tp_outermost_takes_long_on_a_two_level_link():
+    """On links far slower than this machine: 9 times the communication is a slower step."""
+    link = TwoLevelLink(
+        inside=Link(latency_s=2e-4, bytes_per_s=400e6),
+        outside=Link(latency_s=1e-2, bytes_per_s=20e6),
+        ranks_per_node=4,
+    )
+    step = replace(STEP, number_bytes=4, batch=16, num_micro_batches=4)
+    right, wrong = Mesh(pp=2, dp=2, tp=2), Mesh(tp=2, dp=2, pp=2)
+    steps = [replace(step, mesh=mesh) for mesh in (right, wrong)]
+    said = {one.mesh: mesh_step_s(one, link) for one in steps}
+    assert said[wrong] > 3 * said[right]
+    with Ranks(8, link=link) as ranks:
+        seconds = lab.time_orders(ranks, steps)
+    assert seconds[wrong] > seconds[right]
+    assert seconds[wrong] > said[wrong]  # at least what is communicated
+
+
+def test_the_order_that_puts_tp_inside_a_node_is_predicted_fastest():
+    link = TwoLevelLink(
+        inside=Link(latency_s=1e-6, bytes_per_s=300e9),
+        outside=Link(latency_s=1e-5, bytes_per_s=25e9),
+        ranks_per_node=2,
+    )
+    seconds = {mesh: mesh_step_s(replace(STEP, mesh=mesh), link) for mesh in all_orders(STEP.mesh)}
+    assert len(seconds) == 6
+    fast = {mesh for mesh in seconds if [*mesh.sizes][-1] == "tp"}
+    assert max(seconds[mesh] for mesh in fast) < min(
+        seconds[mesh] for mesh in seconds.keys() - fast
+    )
+    apart = axis_seconds(replace(STEP, mesh=Mesh(pp=2, dp=2, tp=2)), link)
+    assert apart["tp"] < axis_seconds(replace(STEP, mesh=Mesh(tp=2, pp=2, dp=2)), link)["tp"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "told"),
+    [
+        ({"mesh": Mesh(cp=2)}, MeshError, "need axes out of pp, dp, tp; got cp"),
+        ({"mesh": Mesh(tp=3)}, MeshError, "divisible by tp"),
+        ({"mesh": Mesh(pp=4)}, MeshError, "need pp of at most the 3 layers"),
+        ({"batch": 6}, ShapeError, r"divisible by dp \* num_micro_batches; got 6 and 2 \* 2"),
+        ({"num_micro_batches": 0}, ShapeError, "got 8 and 2"),
+    ],
+)
+def test_a_step_that_cannot_be_says_so(change, error, told):
+    with pytest.raises(error, match=told):
+        replace(STEP, **change)
+
+
+def without_dp(rank):
+    with pytest.raises(MeshError, match="need a mesh with the axes pp, dp and tp; got Mesh"):
+        MeshTrainer(SPEC, RankMesh(Mesh(pp=2, tp=4)), 2, torch.optim.SGD, lr=0.1)
+
+
+def test_a_mesh_without_an_axis_is_refused(pools):
+    pools(8).run(without_dp)
+
+
+def unknown_parameter(rank):
+    with pytest.raises(CourseError, match="need a parameter that begins so; got 'decoder'"):
+        MeshTrainer(SPEC, RankMesh(STEP.mesh), 2, torch.optim.SGD, lr=0.1, frozen=["decoder"])
+
+
+def test_freezing_nothing_is_refused(pools):
+    pools(8).run(unknown_parameter)
