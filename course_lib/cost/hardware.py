@@ -77,6 +77,15 @@ RTX_2080_TI = Device(
     source="NVIDIA Turing architecture white paper, appendix: 616 GB/s, 53.8 TFLOPS fp16 with "
     "fp32 accumulation (107.6 with fp16 accumulation)",
 )
+V100 = Device(
+    name="v100",
+    memory_bytes=32 * GIB,
+    bytes_per_s=900e9,
+    peak_flop_per_s={"fp32": 15.7e12, "fp16": 125e12},
+    links={"NVLink": 150e9, "PCIe 3": 16e9},
+    source="NVIDIA V100 data sheet, SXM2: 32 GB, 900 GB/s, 15.7 TFLOPS fp32, 125 TFLOPS tensor, "
+    "NVLink 300 GB/s",
+)
 _A100_PEAKS = {"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12}
 _A100_SHEET = "NVIDIA A100 data sheet: 312 TFLOPS bf16, 624 with sparsity, NVLink 600 GB/s"
 A100_40 = Device(
@@ -140,7 +149,7 @@ LAPTOP = Device(
 
 DEVICES = {
     device.name: device
-    for device in (LAPTOP, RTX_2080_TI, A6000, A100_40, A100_80, H100, H200, B200)
+    for device in (LAPTOP, RTX_2080_TI, V100, A6000, A100_40, A100_80, H100, H200, B200)
 }
 
 

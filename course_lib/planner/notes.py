@@ -1,0 +1,155 @@
+"""Sentences beside predicted plans: whose constants, how far to trust them, what short words mean.
+
+`table_notes` for a list of plans, `plan_notes` for one. Notebook 12_planner.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from course_lib.core.parallelism import ZERO_STAGES
+from course_lib.core.units import format_bytes, format_seconds
+from course_lib.planner.constants import MEASURED, SOFTWARE, Software
+from course_lib.planner.predicting import predict
+from course_lib.planner.prediction import PredictedStep
+
+ROOMY = 0.9  # of the usable memory: a plan that needs more leaves little room
+ZERO_WORDS = {
+    1: "ZeRO stage 1 shards the optimizer state",
+    2: "ZeRO stage 2 shards gradients and optimizer state",
+    3: "ZeRO stage 3 or FSDP shards parameters, gradients and optimizer state",
+}
+SCHEDULE_WORDS = {
+    "1f1b": "one forward, one backward",
+    "interleaved": "1F1B with several model chunks per rank",
+    "zb-h1": "zero-bubble schedule H1 (Qi et al. 2024), which Megatron-LM has only in forks",
+}
+
+
+def table_notes(steps: Sequence[PredictedStep], others: Iterable[PredictedStep] = ()) -> list[str]:
+    """Return the sentences under a table of plans, numbered from 1 and the fastest first.
+
+    others   more plans that fit, the fastest first
+    """
+    notes = [legend(steps), software_note(steps), trust_note(steps), room_note(steps, others)]
+    return [note for note in notes if note]
+
+
+def plan_notes(step: PredictedStep) -> list[str]:
+    """Return the sentences under the bill of one plan."""
+    return [software_note([step]), trust_note([step])]
+
+
+def legend(steps: Sequence[PredictedStep]) -> str:
+    """Return what the short words in these plans mean."""
+    plan = steps[0].plan
+    words = [
+        f"{plan.micro_batch} x {plan.num_micro_batches} sequences: per step, each of the dp "
+        f"replicas computes {plan.num_micro_batches} micro-batches of {plan.micro_batch}"
+    ]
+    plans = [step.plan for step in steps]
+    stages = sorted({plan.parallelism.zero for plan in plans} - {0})
+    words += [f"zero{stage}: {ZERO_WORDS[stage]}" for stage in stages]
+    if any(plan.parallelism.sequence_parallel for plan in plans):
+        words.append("sp: sequence parallelism beside tp")
+    if any(plan.num_model_chunks > 1 for plan in plans):
+        words.append("chunks: model chunks per rank")
+    if any(plan.recompute == "full" for plan in plans):
+        words.append("recompute full: every layer computes its forward again in backward")
+    schedules = {plan.schedule for plan in plans if plan.parallelism.pp > 1}
+    words += [f"{name}: {said}" for name, said in SCHEDULE_WORDS.items() if name in schedules]
+    return "; ".join(words) + "."
+
+
+def software_note(steps: Sequence[PredictedStep]) -> str:
+    """Return whose constants the times assume, and what plans it cannot run take elsewhere."""
+    software = steps[0].cluster.software
+    said = f"Times assume the constants of {software.title}"
+    strange = [
+        number
+        for number, step in enumerate(steps, 1)
+        if step.plan.parallelism.zero not in software.zero
+    ]
+    if not strange:
+        alone = len(steps) == 1 and not _runs(software, steps[0])
+        return said + (f", which has no schedule {steps[0].plan.schedule}." if alone else ".")
+    lacks = " or ".join(
+        "ZeRO-3 (FSDP)" if stage == 3 else f"ZeRO-{stage}"
+        for stage in ZERO_STAGES
+        if stage not in software.zero
+    )
+    which = _numbered(strange) if len(steps) > 1 else "this plan"
+    said += f", which has no {lacks}, so it cannot run {which}. "
+    said += _elsewhere(steps[strange[0] - 1], f"plan {strange[0]}" if len(steps) > 1 else which)
+    runs = [number for number, step in enumerate(steps, 1) if _runs(software, step)]
+    return said + (f" The first plan that {software.title} runs is plan {runs[0]}." if runs else "")
+
+
+def _elsewhere(step: PredictedStep, name: str) -> str:
+    """Return what a plan takes with the constants of a program that runs it."""
+    zero = step.plan.parallelism.zero
+    other = next(one for one in SOFTWARE.values() if zero in one.zero)
+    elsewhere = replace(step.cluster, software=other)
+    simulated = step.plan.schedule != "zb-h2"  # which is a formula only
+    other_s = predict(step.model, elsewhere, step.plan, simulated=simulated).step_s
+    bias = "optimistic" if other_s > step.step_s else "pessimistic"
+    of = "FSDP" if zero == 3 else f"ZeRO-{zero}"
+    return (
+        f"The time of {name} is {bias} for {of}: with the constants of {other.title} it takes "
+        f"{other_s:.2f} s instead of {step.step_s:.2f} s ({other_s / step.step_s - 1:+.1%})."
+    )
+
+
+def _runs(software: Software, step: PredictedStep) -> bool:
+    axes = step.plan.parallelism
+    return axes.zero in software.zero and (axes.pp == 1 or step.plan.schedule in software.schedules)
+
+
+def trust_note(steps: Sequence[PredictedStep]) -> str:
+    """Return how far measured runs were from their predictions, and what that means here."""
+    first = steps[0]
+    measured = MEASURED.get(first.cluster.name)
+    if not measured:
+        return (
+            f"No measured runs score the profile {first.cluster.name}: its times give an order of "
+            "plans at best (docs/planner.md)."
+        )
+    beyond = f"; {measured.beyond}" if measured.beyond else ""
+    said = (
+        f"Measured: the median error of the predicted step is {measured.error:.1%} on "
+        f"{measured.count} runs ({measured.runs}{beyond}; docs/planner.md). Constants were fitted "
+        "on some of them: expect more elsewhere."
+    )
+    if len(steps) == 1:
+        return (
+            f"{said} Here {measured.error:.1%} is {format_seconds(measured.error * first.step_s)}."
+        )
+    near = sum(step.step_s <= first.step_s * (1 + measured.error) for step in steps)
+    if near == 1:
+        return f"{said} None of the other {len(steps) - 1} plans here is within that of plan 1."
+    which = f"The first {near} of these" if near < len(steps) else "All"
+    return (
+        f"{said} {which} {len(steps)} plans are within that of plan 1: take them as equally fast."
+    )
+
+
+def room_note(steps: Sequence[PredictedStep], others: Iterable[PredictedStep] = ()) -> str:
+    """Return the next plan with more room, where the first fills its GPU; else nothing."""
+    first = steps[0]
+    usable = first.cluster.usable_bytes
+    if first.memory_bytes <= ROOMY * usable:
+        return ""
+    said = f"Plan 1 needs {first.memory_bytes / usable:.0%} of the usable memory; "
+    for number, step in enumerate([*steps, *others], 1):
+        if step.memory_bytes <= ROOMY * usable:
+            name = f"plan {number}" if number <= len(steps) else str(step.plan)
+            return (
+                f"{said}the next with more room is {name}: {format_bytes(step.memory_bytes)} "
+                f"({step.memory_bytes / usable:.0%}), {step.step_s:.2f} s per step "
+                f"({step.step_s / first.step_s - 1:+.1%})."
+            )
+    return f"{said}no plan that fits leaves more than {1 - ROOMY:.0%} of it."
+
+
+def _numbered(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"plans {', '.join(most)} and {last}" if most else f"plan {last}"

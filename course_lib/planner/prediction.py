@@ -1,0 +1,124 @@
+"""The predicted bill of a step: seconds by cause, bytes by kind, and what bounds it.
+
+Notebook 12_planner.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from course_lib.core.specs import ModelSpec
+from course_lib.core.units import format_bytes
+from course_lib.cost.flops import mfu, train_step_flop
+from course_lib.planner.cluster import Cluster
+from course_lib.planner.plan import Plan
+
+CAUSES = {  # in the order in which a bill shows them
+    "compute_s": "matrix products and the kernels between them",
+    "launch_s": "the host: kernels launched too slowly, and the fixed work of a step",
+    "tp_s": "exposed communication of tensor (and context) parallelism",
+    "bubble_s": "the pipeline's bubble, and stages that wait for the slowest",
+    "pp_s": "exposed messages between pipeline stages",
+    "dp_s": "exposed communication of gradients and of sharded parameters",
+    "optimizer_s": "the optimizer's step",
+}
+
+AT_PEAK = "the same FLOP at the GPU's peak (recomputation not counted)"
+
+HEADERS = ("plan", "schedule", "step", "tokens/s/GPU", "MFU", "memory", "why")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedStep:
+    """Step time of a plan by cause (they add up), and memory of the fullest rank by kind.
+
+    compute_s .. optimizer_s   seconds of a step; `CAUSES` says what each is
+    memory                     bytes by kind: params, grads, optim_state, activations, buffers
+    """
+
+    model: ModelSpec
+    cluster: Cluster
+    plan: Plan
+    compute_s: float
+    launch_s: float
+    tp_s: float
+    bubble_s: float
+    pp_s: float
+    dp_s: float
+    optimizer_s: float
+    memory: Mapping[str, int]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by cause; their sum is `step_s`."""
+        return {name: getattr(self, name) for name in CAUSES}
+
+    @property
+    def shown_seconds(self) -> dict[str, float]:
+        """Seconds by cause without the causes that a bill would print as zero."""
+        least_s = min(5e-4, 5e-4 * self.step_s)
+        return {name: seconds for name, seconds in self.seconds.items() if seconds >= least_s}
+
+    @property
+    def peak_s(self) -> float:
+        """Seconds of a step whose FLOP, without recomputation, run at the GPUs' peak."""
+        return self.mfu * self.step_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        busy_s = self.compute_s + self.launch_s + self.tp_s + self.bubble_s
+        return busy_s + self.pp_s + self.dp_s + self.optimizer_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Throughput of a GPU."""
+        return self.plan.tokens / (self.step_s * self.plan.world_size)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP utilization, with all attention scores and without recomputation."""
+        flop = train_step_flop(self.model, self.plan.global_batch, self.plan.seq)
+        peak = self.cluster.device.peak("fp32" if self.plan.precision == "fp32" else "bf16")
+        return mfu(flop, self.step_s, peak, world_size=self.plan.world_size)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the fullest rank holds at its peak."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank fits into its GPU."""
+        return self.memory_bytes <= self.cluster.usable_bytes
+
+    @property
+    def bound(self) -> str:
+        """One sentence: what bounds this plan, and by how much."""
+        if not self.fits:
+            kind = max(self.memory, key=lambda name: self.memory[name])
+            return (
+                f"Does not fit: needs {format_bytes(self.memory_bytes)} of "
+                f"{format_bytes(self.cluster.usable_bytes)}, most of it {kind}."
+            )
+        losses: dict[str, Any] = {k: v for k, v in self.seconds.items() if k != "compute_s"}
+        worst = max(losses, key=lambda name: losses[name])
+        share = losses[worst] / self.step_s
+        if share < 0.1:
+            computing = self.compute_s / self.step_s
+            computing = min(computing, 0.99) if computing < 1 else 1.0  # 99.6 % is not all
+            return f"Bound by compute: {computing:.0%} of the step."
+        return f"Beside computing, loses most to {CAUSES[worst]}: {share:.0%} of the step."
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """This plan's row in a table of plans, by `HEADERS`."""
+        return (
+            str(self.plan),
+            self.plan.pipeline_words,
+            f"{self.step_s:.2f} s",
+            f"{self.tokens_per_s_per_gpu:,.0f}",
+            f"{self.mfu:.0%}",
+            format_bytes(self.memory_bytes),
+            self.bound,
+        )
