@@ -71,6 +71,21 @@ def whole(number: Any, *_arguments: Any) -> Any:
         return repr(number)
 
 
+def real(number: Any, *_arguments: Any) -> Any:
+    """Return a number of any kind as a float: a tensor of one number is one, too."""
+    return float(number) if isinstance(number, Tensor) and number.numel() == 1 else number
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether arguments are equal, the order of a dict's keys included."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys_alike = list(one) == list(other)
+        return keys_alike and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool(one == other)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cases:
     """A check of a function that needs no ranks.
@@ -107,7 +122,7 @@ class Cases:
         """Call the answer for each case; yield the plain results, or what it raised."""
         for (_, arguments), (_, fresh) in zip(self.table(), self.table(), strict=True):
             result = self._result(answer, arguments)
-            changed = self.unchanged and arguments != fresh
+            changed = self.unchanged and not _alike(arguments, fresh)
             yield failed("what you were given has changed", self.unchanged) if changed else result
 
     def _result(self, answer: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -173,7 +188,7 @@ class Cases:
         for cause, values in wrong:
             if all(map(self._equal, got, values)):
                 return cause
-        return NO_RESULT if None in got else Cause(self.look)
+        return NO_RESULT if all(value is None for value in got) else Cause(self.look)
 
     def _equal(self, found: Any, wanted: Any) -> bool:
         return alike(found, wanted, self.rtol)

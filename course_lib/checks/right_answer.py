@@ -25,6 +25,7 @@ from typing import Any
 
 from course_lib.checks.lesson_source import CELL_START, SourceCell, solved
 from course_lib.core import CourseError
+from course_lib.core.course_files import course_folder
 from course_lib.core.files import read_json, read_text
 
 FOLDER = "COURSE_ASSIGNMENT"  # the environment variable
@@ -104,7 +105,7 @@ def lesson_of(key: str) -> Path:
 
     Raises: CourseError where there is none
     """
-    idea, folder = key.rpartition("-")[0], Path(__file__).parents[2] / "notebooks" / "source"
+    idea, folder = key.rpartition("-")[0], course_folder() / "notebooks" / "source"
     found = sorted(folder.glob(f"[0-9]*_{idea}.py"))
     here = assignment_here()
     if here and here.name == idea:

@@ -68,9 +68,9 @@ def course(tmp_path):
 
 @pytest.mark.parametrize("on_ranks", [False, True])
 def test_what_is_begun_can_be_found_and_fails_until_it_is_filled_in(course, on_ranks):
-    made = new_exercise(course, "ddp-6", "which_rank", on_ranks)
-    assert 'exercise="ddp-6"' in made.source.read_text()
-    prove = [sys.executable, "-m", "course_lib.checks", "ddp-6"]
+    made = new_exercise(course, "ddp-7", "which_rank", on_ranks)
+    assert 'exercise="ddp-7"' in made.source.read_text()
+    prove = [sys.executable, "-m", "course_lib.checks", "ddp-7"]
     test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(made.test)]
     for command, says in ((prove, "write its solution"), (test, "1 failed")):
         run = subprocess.run(
@@ -85,8 +85,8 @@ def test_what_is_begun_can_be_found_and_fails_until_it_is_filled_in(course, on_r
     [
         ("ddp-1", "which_rank", "an exercise ddp-1 already"),
         ("zero-6", "which_rank", "need a key like ddp-6"),
-        ("ddp-6", "which rank", "need a function's name"),
-        ("ddp-6", "buckets", "is there already"),
+        ("ddp-7", "which rank", "need a function's name"),
+        ("ddp-7", "buckets", "is there already"),
     ],
 )
 def test_what_cannot_be_begun_changes_nothing(course, key, name, says):

@@ -1,7 +1,7 @@
-"""The exercises of notebook 06_ddp: buckets, a hook, a price, accumulation, half the bytes.
+"""The exercises of notebook 06_ddp: buckets, a hook, a price, accumulation, half bytes, a trace.
 
 Each stands with its planted mistakes in a file of its own: `buckets`, `overlap`, `price`,
-`accumulate` and `half`. `parts` holds what they share, `overlap_steps` and
+`accumulate`, `half` and `trace`. `parts` holds what they share, `overlap_steps` and
 `accumulate_steps` what runs on the ranks of `overlap` and `accumulate`.
 """
 
@@ -10,5 +10,6 @@ from course_lib.checks.ddp.buckets import BUCKETS
 from course_lib.checks.ddp.half import HALF
 from course_lib.checks.ddp.overlap import OVERLAP
 from course_lib.checks.ddp.price import PRICE
+from course_lib.checks.ddp.trace import TRACE
 
-EXERCISES = (BUCKETS, OVERLAP, PRICE, ACCUMULATE, HALF)
+EXERCISES = (BUCKETS, OVERLAP, PRICE, ACCUMULATE, HALF, TRACE)

@@ -1,12 +1,13 @@
-"""The exercises of notebook 10_fsdp: a sharded parameter, a unit's hooks, prefetch, hybrid groups.
+"""The exercises of notebook 10_fsdp: a shard, a unit's hooks, prefetch, hybrid groups, a trace.
 
-Each stands with its check in a file of its own: `param`, `hooks`, `prefetch`, `hybrid`. What runs
-on the ranks is in `param_use`, `hooks_passes` and `prefetch_moves`.
+Each stands with its check in a file of its own: `param`, `hooks`, `prefetch`, `hybrid`, `trace`.
+What runs on the ranks is in `param_use`, `hooks_passes` and `prefetch_moves`.
 """
 
 from course_lib.checks.fsdp.hooks import HOOKS
 from course_lib.checks.fsdp.hybrid import HYBRID
 from course_lib.checks.fsdp.param import PARAM
 from course_lib.checks.fsdp.prefetch import PREFETCH
+from course_lib.checks.fsdp.trace import TRACE
 
-EXERCISES = (PARAM, HOOKS, PREFETCH, HYBRID)
+EXERCISES = (PARAM, HOOKS, PREFETCH, HYBRID, TRACE)

@@ -1,0 +1,172 @@
+"""Exercise 2 of 14_checkpoint: what a rank reads of the files that other ranks wrote."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from course_lib.checks.cases import Case, Cases
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, Exercise, failed
+
+Numbers = list[int]
+FileBox = tuple[str, Numbers, Numbers]
+
+NEGATIVE = Cause("Two negative sizes have a positive product: compare begin and end in each dim.")
+FOUR = Cause("Need a list of (file, begin in the saved box, begin in the wanted box, sizes).")
+
+
+def _rows(counts: Sequence[int], *columns: int) -> list[FileBox]:
+    """Return one saved box per rank: its rows, all columns."""
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    return [
+        (f"r{rank}", [start, *(0 for _ in columns)], [count, *columns])
+        for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
+    ]
+
+
+def _columns(rows: int, counts: Sequence[int]) -> list[FileBox]:
+    return [
+        (file, offsets[::-1], [rows, count])
+        for (file, offsets, _), count in zip(_rows(counts, rows), counts, strict=True)
+    ]
+
+
+GRID: list[FileBox] = [
+    (f"r{2 * i + j}", [3 * i, 2 * j], [3, 2 + j]) for i in range(2) for j in range(2)
+]
+FLAT: list[FileBox] = [  # a range of a flat parameter [4, 5], cut in the middle of rows
+    ("r0", [0, 0], [1, 5]),
+    ("r0", [1, 0], [1, 2]),
+    ("r1", [1, 2], [1, 3]),
+    ("r1", [2, 0], [1, 5]),
+    ("r1", [3, 0], [1, 5]),
+]
+
+
+def _cases() -> list[Case]:
+    return [
+        ("8 rows of 4 ranks, rows 4 to 7", (_rows([2, 2, 2, 2]), ([4], [4]))),
+        ("10 rows of 4 ranks, rows 0 to 4", (_rows([3, 3, 3, 1]), ([0], [5]))),
+        ("10 rows of 4 ranks, rows 5 to 9", (_rows([3, 3, 3, 1]), ([5], [5]))),
+        ("2 ranks to 4, rows 3 to 5 of 10", (_rows([5, 5]), ([3], [3]))),
+        ("[6, 4] in rows, columns 1 and 2", (_rows([2, 2, 2], 4), ([0, 1], [6, 2]))),
+        ("[5, 7] in columns, rows 2 to 4", (_columns(5, [3, 3, 1]), ([2, 0], [3, 7]))),
+        ("[5, 7] in columns, columns 0 to 2", (_columns(5, [3, 3, 1]), ([1, 0], [4, 3]))),
+        ("[6, 5] in a grid, its middle", (GRID, ([2, 1], [2, 3]))),
+        ("[6, 5] in a grid, a corner", (GRID, ([0, 0], [2, 1]))),
+        ("[4, 5] flat, columns 1 to 3", (FLAT, ([0, 1], [4, 3]))),
+        ("a rank without rows", (_rows([2, 2, 0], 3), ([1, 0], [3, 3]))),
+        ("a number without dims", ([("r0", [], [])], ([], []))),
+    ]
+
+
+def _drawn(random: Random) -> list[Case]:
+    found: list[Case] = []
+    for _ in range(3):
+        counts = [random.randint(0, 4) for _ in range(4)]
+        first = random.randint(0, sum(counts))
+        many = random.randint(0, sum(counts) - first)
+        text = f"rows of 4 ranks, {many} from row {first} on"
+        found.append((text, (_rows(counts, 3), ([first, 1], [many, 2]))))
+    return found
+
+
+def _shown(result: Any, *_arguments: Any) -> list[Any]:
+    """Return the reads as lists, sorted: their order is free."""
+    try:
+        return sorted(
+            [str(file), *([int(n) for n in numbers] for numbers in three)]
+            for file, *three in result
+            if len(three) == 3 or _reject(result)
+        )
+    except (TypeError, ValueError):
+        raise failed(f"got {result!r}"[:200], FOUR) from None
+
+
+def _reject(result: Any) -> bool:
+    raise failed(f"got {result!r}"[:200], FOUR)
+
+
+def _own_file(saved: Sequence[FileBox], wanted: tuple[Numbers, Numbers]) -> list[Any]:
+    return [(saved[0][0], [0 for _ in wanted[0]], [0 for _ in wanted[0]], wanted[1])]
+
+
+RESHARD = Exercise(
+    key="checkpoint-2",
+    title="what a rank reads",
+    check=Cases(
+        cases=_cases,
+        drawn=_drawn,
+        show=_shown,
+        look="Draw both boxes on squared paper: where does their overlap begin and end?",
+        success="Right for rows, columns, grids, flat ranges and a scalar.",
+        unchanged=Cause("The boxes belong to the caller: leave them as they are."),
+    ),
+    wrong=(
+        Edit(
+            "all(map(lt, start, stop))",
+            "all(a <= b for a, b in zip(start, stop, strict=True))",
+            Cause("Boxes that only touch share nothing: there is nothing to read."),
+        ),
+        Edit(
+            "if all(",
+            "if not start or any(",
+            Cause("Boxes overlap if they do so in every dim, not in some."),
+        ),
+        Edit(
+            "list(in_file)",
+            "start",
+            Cause("A file knows nothing of the whole tensor: count from where its box begins."),
+        ),
+        Edit(
+            "list(in_rank)",
+            "start",
+            Cause("A rank has its box only: count from where the wanted box begins."),
+        ),
+        Edit(
+            "list(map(sub, stop, start))",
+            "stop",
+            Cause("Those are the ends, not the sizes: subtract the beginnings."),
+        ),
+        Edit(
+            "list(map(sub, stop, start))",
+            "sizes",
+            Cause("Whole boxes are read: read the overlap only, a rank has no room for more."),
+        ),
+        Edit(
+            "(file, list(in_file), list(in_rank)",
+            "(file, list(in_rank), list(in_file)",
+            Cause("From and to are exchanged: first where in the file, then where in the rank."),
+        ),
+        Edit(
+            "map(max, offsets",
+            "map(min, offsets",
+            Cause("An overlap begins where both have begun: at the later beginning."),
+        ),
+        Edit(
+            "map(min, map(add",
+            "map(max, map(add",
+            Cause("An overlap ends where the first of both ends."),
+        ),
+        Edit(
+            "return found",
+            "return found[:1]",
+            Cause("A wanted box may lie in several files: read from all of them."),
+        ),
+        Edit(
+            "if all(map(lt, start, stop)):",
+            "if start[:1] < stop[:1] or not start:",
+            Cause("Rows alone do not tell: tensor parallelism splits columns. Compare every dim."),
+        ),
+        Edit(
+            "all(map(lt, start, stop))",
+            "prod(map(sub, stop, start)) > 0",
+            NEGATIVE,
+            also=(("found = []", "from math import prod\nfound = []"),),
+        ),
+        Own(
+            _own_file,
+            Cause("Each rank reads one file, as if the number of ranks were the same as before."),
+        ),
+    ),
+)

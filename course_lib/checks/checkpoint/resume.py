@@ -1,0 +1,204 @@
+"""Exercise 3 of 14_checkpoint: save all of a trainer's state, and continue bit for bit."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from course_lib.checkpoint.small_trainer import STEPS_PER_EPOCH, SmallTrainer, snapshot
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, Exercise, failed
+
+SAVED_AT = (STEPS_PER_EPOCH + 1, 1, 2 * STEPS_PER_EPOCH)  # within an epoch first, then its end
+MORE = 3  # steps that are compared
+
+MISSING = {
+    "weights": Cause("The new trainer goes on with its own weights: the model's state is missing."),
+    "momentum": Cause(
+        "The momentum starts at zero again: the optimizer has a state_dict of its own."
+    ),
+    "schedule": Cause("The schedule of the learning rate starts again: save the scheduler."),
+    "epoch": Cause("The order of the samples is drawn from the epoch's number: save the epoch."),
+    "position": Cause(
+        "The epoch is restarted: samples that it has used come again, others never. Save the "
+        "sampler's position."
+    ),
+    "PyTorch's random numbers": Cause(
+        "Dropout draws other masks than in the run that never stopped: save torch.get_rng_state()."
+    ),
+    "Python's random numbers": Cause(
+        "The samples are stretched otherwise: Python's random numbers have a state, too, "
+        "random.getstate()."
+    ),
+    "step": Cause("The number of steps starts at 0 again: it says when to save and when to stop."),
+}
+OVERWRITTEN = Cause(
+    "What you saved has changed while training went on: state_dict() refers to the tensors that "
+    "the next step overwrites. Copy them, as an asynchronous save must."
+)
+DISTURBED = Cause("Saving changes the training itself: read the state, and leave it as it is.")
+ELSEWHERE = Cause(
+    "A later save has replaced what this one saved: the state lies outside of what save returned."
+)
+NO_STATE = Cause("save has to return the state, which load gets.")
+ORDER = Cause("Something after it in load draws random numbers or steps: restore those last.")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What one answer did: parts that differ after loading, and the losses of the next steps."""
+
+    text: str
+    differing: tuple[str, ...]
+    differing_if_copied: tuple[str, ...]
+    losses: tuple[float, ...]
+    need: tuple[float, ...]
+    disturbed: tuple[float, ...]
+    replaced: tuple[str, ...] = ()
+    no_state: bool = False
+
+
+class ContinuesBitEqual:
+    """Stops a training, resumes it in a new trainer, and compares with one that never stopped."""
+
+    def observe(self, answer: Callable[[], Any]) -> Iterator[Resumed]:
+        """Save after some steps, train on, and load what was saved into another trainer."""
+        for after in SAVED_AT:
+            with _own_random_numbers():
+                yield _resumed(answer, after)
+
+    def judge(self, observed: Iterable[Resumed], exercise: Exercise) -> str:
+        """Demand equal bits after loading, and of the losses that follow."""
+        del exercise
+        for seen in observed:
+            if seen.no_state:
+                raise failed(f"{seen.text}: save returns None", NO_STATE)
+            if seen.disturbed != seen.need:
+                raise failed(f"{seen.text}: the losses after it are others", DISTURBED)
+            if seen.differing and not seen.differing_if_copied:
+                raise failed(f"{seen.text}: {seen.differing[0]} of a later step came back",
+                             OVERWRITTEN)  # fmt: skip
+            if seen.differing:
+                what = ", ".join(seen.differing)
+                raise failed(
+                    f"{seen.text}: after loading, other {what}", MISSING[seen.differing[0]]
+                )
+            if seen.replaced:
+                raise failed(f"{seen.text}: after another save, other {seen.replaced[0]}",
+                             ELSEWHERE)  # fmt: skip
+            if seen.losses != seen.need:
+                raise failed(f"{seen.text}: all is there, yet the losses differ", ORDER)
+        return f"Stopped after {SAVED_AT[1]}, {SAVED_AT[0]} and {SAVED_AT[2]} steps: the same bits."
+
+
+def _resumed(answer: Callable[[], Any], after: int) -> Resumed:
+    need = _losses(_trained(after), MORE)
+    trainer, resume = _trained(after), answer()
+    right = snapshot(trainer)
+    state = resume.save(trainer)
+    copied = deepcopy(state)
+    disturbed = _losses(trainer, MORE)
+    text = f"saved after {after} steps"
+    if state is None:
+        return Resumed(text, (), (), (), need, need, no_state=True)
+    differing, losses = _loaded(answer(), state, right)
+    if_copied, _ = _loaded(answer(), deepcopy(copied), right)
+    answer().save(trainer)  # of a later step
+    replaced, _ = _loaded(answer(), copied, right)
+    return Resumed(text, differing, if_copied, losses, need, disturbed, replaced)
+
+
+def _loaded(resume: Any, state: Any, right: dict[str, str]) -> tuple[tuple[str, ...], Any]:
+    new = SmallTrainer(seed=1)  # another process: other weights, other random numbers
+    resume.load(new, state)
+    found = snapshot(new)
+    return tuple(name for name in right if found[name] != right[name]), _losses(new, MORE)
+
+
+def _trained(steps: int) -> SmallTrainer:
+    trainer = SmallTrainer(seed=0)
+    _losses(trainer, steps)
+    return trainer
+
+
+def _losses(trainer: SmallTrainer, steps: int) -> tuple[float, ...]:
+    return tuple(trainer.train_step() for _ in range(steps))
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Leave the random numbers of the caller as they are."""
+    before = random.getstate()
+    with torch.random.fork_rng(devices=()):
+        yield
+    random.setstate(before)
+
+
+class _Nothing:
+    def save(self, trainer: SmallTrainer) -> None:
+        """Return nothing."""
+
+    def load(self, trainer: SmallTrainer, state: None) -> None:
+        """Do nothing."""
+
+
+def _forgets(line: str, part: str) -> Edit:
+    """Return the right answer without one line of load."""
+    return Edit(line, "pass", MISSING[part])
+
+
+RESUME = Exercise(
+    key="checkpoint-3",
+    title="which state is missing",
+    check=ContinuesBitEqual(),
+    wrong=(
+        _forgets('trainer.model.load_state_dict(state["model"])', "weights"),
+        _forgets('trainer.optimizer.load_state_dict(state["optimizer"])', "momentum"),
+        _forgets('trainer.scheduler.load_state_dict(state["scheduler"])', "schedule"),
+        _forgets('torch.set_rng_state(state["torch"])', "PyTorch's random numbers"),
+        _forgets('random.setstate(state["python"])', "Python's random numbers"),
+        Edit(
+            'trainer.epoch, trainer.position, trainer.step = state["counts"]',
+            'trainer.epoch, _, trainer.step = state["counts"]',
+            MISSING["position"],
+        ),
+        Edit(
+            'trainer.epoch, trainer.position, trainer.step = state["counts"]',
+            '_, trainer.position, trainer.step = state["counts"]',
+            MISSING["epoch"],
+        ),
+        Edit(
+            'trainer.epoch, trainer.position, trainer.step = state["counts"]',
+            'trainer.epoch, trainer.position, _ = state["counts"]',
+            MISSING["step"],
+        ),
+        Edit(
+            'torch.set_rng_state(state["torch"])',
+            "torch.manual_seed(0)",
+            MISSING["PyTorch's random numbers"],
+        ),
+        Edit("copy.deepcopy(state)", "state", OVERWRITTEN),
+        Edit("copy.deepcopy(state)", "dict(state)", OVERWRITTEN),
+        Edit(
+            "return copy.deepcopy(state)",
+            "torch.manual_seed(0)\nreturn copy.deepcopy(state)",
+            DISTURBED,
+        ),
+        Own(_Nothing, NO_STATE),
+        Edit(
+            "return copy.deepcopy(state)",
+            "type(self).kept = copy.deepcopy(state)\nreturn {}",
+            ELSEWHERE,
+            also=(
+                (
+                    'trainer.model.load_state_dict(state["model"])',
+                    'state = type(self).kept\ntrainer.model.load_state_dict(state["model"])',
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,136 @@
+"""Exercise 1 of 11_mesh: the group of a rank along an axis, from the sizes of the axes."""
+
+from random import Random
+from typing import Any
+
+from course_lib.checks.cases import Case, Cases
+from course_lib.checks.edits import Edit, Own
+from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.mesh.mesh import AXES, Mesh
+
+Sizes = dict[str, int]
+
+INNERMOST = Cause("The last axis is innermost: its neighbours have consecutive ranks.")
+OWN_SIZE = Cause("A stride is the product of the sizes further in: its own size is not in it.")
+BEFORE = Cause("The ranks before this one belong to its group, too: begin where its index is 0.")
+OTHERS = Cause("Set only this axis's index to 0: the indices further in stay as they are.")
+CONSECUTIVE = Cause("Consecutive ranks are the innermost axis's groups: go on by the stride.")
+TWO = Cause("An axis may have any size: 1, 3, 4.")
+OF_RANK_0 = Cause("That is the group of rank 0 for every rank: where does this rank's begin?")
+ITSELF = Cause("A rank is a member of its own group.")
+FLIPPED = Cause("Flipping a bit works for axes of 2 only: count through the whole axis.")
+OUTERMOST = Cause("world size / axis size is the stride of the outermost axis only.")
+SIZES = Cause("Axes of the same names can have other sizes: keep nothing of an earlier call.")
+RANKS = Cause("Need a list of ranks.")
+UNCHANGED = Cause("The sizes belong to the caller: leave them as they are.")
+
+
+def _case(sizes: Sizes, rank: int, axis: str) -> Case:
+    text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    return f"{text}: rank {rank} along {axis}", (sizes, rank, axis)
+
+
+def _cases() -> list[Case]:
+    three = {"pp": 2, "dp": 3, "tp": 4}
+    places = [(three, 17, axis) for axis in three] + [(three, 0, "dp"), (three, 23, "pp")]
+    places += [({"pp": 2, "dp": 2, "tp": 2}, 5, axis) for axis in three]
+    places += [({"tp": 3, "dp": 2, "pp": 2}, 7, axis) for axis in ("tp", "dp", "pp")]
+    places += [({"pp": 3, "dp": 2, "tp": 4}, 17, axis) for axis in three]  # the same names
+    five = {"dp": 2, "pp": 1, "cp": 3, "ep": 2, "tp": 2}
+    places += [(five, 13, axis) for axis in five]
+    places += [({"dp": 6}, 4, "dp"), ({"dp": 1, "tp": 1}, 0, "tp")]
+    return [_case(dict(sizes), rank, axis) for sizes, rank, axis in places]
+
+
+def _drawn(random: Random) -> list[Case]:
+    found = []
+    for _ in range(3):
+        names = random.sample(AXES, 3)
+        sizes = {name: random.randint(1, 4) for name in names}
+        world_size = sizes[names[0]] * sizes[names[1]] * sizes[names[2]]
+        found.append(_case(sizes, random.randrange(world_size), random.choice(names)))
+    return found
+
+
+def _sorted(result: Any, *_arguments: Any) -> list[int]:
+    """Return the ranks in order: the exercise leaves it free."""
+    try:
+        return sorted(int(rank) for rank in result)
+    except (TypeError, ValueError):
+        raise failed(f"got {result!r}"[:200], RANKS) from None
+
+
+def _flipped(sizes: Sizes, rank: int, axis: str) -> list[int]:
+    names = list(sizes)
+    stride = 1
+    for inner in names[names.index(axis) + 1 :]:
+        stride *= sizes[inner]
+    return [rank, rank ^ stride]
+
+
+def _outermost(sizes: Sizes, rank: int, axis: str) -> list[int]:
+    world_size = 1
+    for size in sizes.values():
+        world_size *= size
+    stride = world_size // sizes[axis]
+    return [rank % stride + n * stride for n in range(sizes[axis])]
+
+
+def _emptied(sizes: Sizes, rank: int, axis: str) -> list[int]:
+    stride, found = 1, []
+    while sizes:
+        name, size = sizes.popitem()
+        if name == axis:
+            first = rank - rank // stride % size * stride
+            found = [first + n * stride for n in range(size)]
+        stride *= size
+    return found
+
+
+_SEEN: dict[Any, list[int]] = {}
+
+
+def _remembered(sizes: Sizes, rank: int, axis: str) -> list[int]:
+    """Remember groups by the names of the axes, whatever their sizes are."""
+    key = (tuple(sizes), rank, axis)
+    if key not in _SEEN:
+        _SEEN[key] = Mesh(**sizes).group(rank, axis)
+    return _SEEN[key]
+
+
+def _reordered(sizes: Sizes, rank: int, axis: str) -> list[int]:
+    found = Mesh(**sizes).group(rank, axis)
+    sizes[axis] = sizes.pop(axis)
+    return found
+
+
+FIRST, STEP = "rank - rank // stride % sizes[axis] * stride", "first + n * stride"
+
+GROUPS = Exercise(
+    key="mesh-1",
+    title="coordinates and groups",
+    check=Cases(
+        cases=_cases,
+        drawn=_drawn,
+        show=_sorted,
+        look="Write the ranks of 2 x 3 into a table, row by row, and read a column.",
+        success="Right for 1 to 5 axes of any size, in any order.",
+        unchanged=UNCHANGED,
+    ),
+    wrong=(
+        Edit("reversed(sizes)", "sizes", INNERMOST),
+        Edit("if inner == axis:", "stride *= sizes[inner]\nif inner == axis:", OWN_SIZE,
+             also=(("        stride *= sizes[inner]\n    first", "    first"),)),
+        Edit(FIRST, "rank", BEFORE),
+        Edit(FIRST, "rank // stride // sizes[axis] * sizes[axis] * stride", OTHERS),
+        Edit(STEP, "first + n", CONSECUTIVE),
+        Edit("range(sizes[axis])", "range(2)", TWO),
+        Edit(FIRST, "0", OF_RANK_0),
+        Edit("range(sizes[axis])]", "range(sizes[axis]) if first + n * stride != rank]", ITSELF),
+        Own(_flipped, FLIPPED),
+        Own(_outermost, OUTERMOST),
+        Own(_emptied, UNCHANGED),
+        Own(_reordered, UNCHANGED),
+        Own(_remembered, SIZES),
+    ),
+)  # fmt: skip

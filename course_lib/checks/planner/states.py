@@ -1,0 +1,77 @@
+"""Exercise 1 of 12_planner: the model states of one rank of a plan."""
+
+from random import Random
+
+from course_lib.checks.cases import Case, Cases, real
+from course_lib.checks.edits import Edit
+from course_lib.checks.exercise import Cause, Exercise
+
+GB = Cause("A GiB is 2**30 bytes, 7 % more than a GB.")
+WORLD = Cause("ZeRO shards over the ranks with the same parameters: dp, not the whole world.")
+ONLY_STAGE = Cause("A stage includes the ones before it: stage 2 shards the optimizer state, too.")
+GRADS = Cause("Gradients are sharded from stage 2 on.")
+WEIGHTS = Cause("Weights are sharded from stage 3 on.")
+ALWAYS = Cause("Stage 0 shards nothing: every replica has all states.")
+MASTER = Cause("The optimizer keeps three fp32 numbers: a master copy and two moments.")
+BF16_GRADS = Cause("Gradients are in fp32 here: 4 bytes.")
+NO_TP = Cause("TP splits the parameters, too.")
+NO_PP = Cause("PP splits the parameters, too: a stage has its layers only.")
+DP_SPLITS = Cause("DP splits the batch: each replica has all parameters of its stage and shard.")
+WITH_TP = Cause("ZeRO-3 shards what TP leaves on a rank, too.")
+MILLIONS = Cause("Count every parameter: models do not have whole millions of them.")
+ALL_RANKS = Cause("That is the sum over all ranks: need one of them.")
+
+FIELDS = ("num_params", "dp", "tp", "pp", "zero")
+
+
+def _case(*plan: float) -> Case:
+    words = ", ".join(f"{name}={value:g}" for name, value in zip(FIELDS[1:], plan[1:], strict=True))
+    return f"{plan[0]:.3g} parameters, {words}", plan
+
+
+EXACT = [(70e9, 4, 8, 2, 3), (8_030_261_248, 8, 2, 1, 3), (1_235_814_400.0, 2, 1, 1, 1)]
+
+
+def _cases() -> list[Case]:
+    plans = [(13e9, 32, 1, 1, stage) for stage in range(4)]
+    plans += [(13e9, 4, 8, 1, 0), (13e9, 8, 1, 4, 0), (70e9, 4, 8, 2, 1), (8.03e9, 3, 2, 4, 2)]
+    return [_case(*plan) for plan in [*plans, (405e9, 64, 8, 16, 1), (1e9, 1, 1, 1, 3), *EXACT]]
+
+
+def _drawn(random: Random) -> list[Case]:
+    sizes = (1, 2, 3, 4, 6, 8)
+    return [
+        _case(random.randint(1, 99) * 1e8, *random.choices(sizes, k=3), random.randint(1, 3))
+        for _ in range(3)
+    ]
+
+
+STATES = Exercise(
+    key="planner-1",
+    title="the memory of a plan",
+    check=Cases(
+        cases=_cases,
+        drawn=_drawn,
+        rtol=1e-6,
+        show=real,
+        unit=" GiB",
+        look="Go through it by hand: which parameters are here, which of their bytes dp divides.",
+        success="Right for thirteen plans: 18 bytes per parameter, each divided by who shares it.",
+    ),
+    wrong=(
+        Edit("2**30", "1e9", GB),
+        Edit("states /= dp", "states /= dp * tp * pp", WORLD),
+        Edit("zero >= 1", "zero == 1", ONLY_STAGE),
+        Edit("zero >= 2", "zero >= 1", GRADS),
+        Edit("zero >= 3", "zero >= 2", WEIGHTS),
+        Edit("zero >= 1", "zero >= 0", ALWAYS),
+        Edit("12 * mine", "8 * mine", MASTER),
+        Edit("4 * mine", "2 * mine", BF16_GRADS),
+        Edit("num_params / (tp * pp)", "num_params / pp", NO_TP),
+        Edit("num_params / (tp * pp)", "num_params / tp", NO_PP),
+        Edit("num_params / (tp * pp)", "num_params / (tp * pp * dp)", DP_SPLITS),
+        Edit("/ 2**30", "* dp * tp * pp / 2**30", ALL_RANKS),
+        Edit("zero >= 3", "zero >= 3 and tp == 1", WITH_TP),
+        Edit("num_params / (tp * pp)", "num_params // 10**6 * 10**6 / (tp * pp)", MILLIONS),
+    ),
+)
