@@ -34,6 +34,7 @@ BACKWARD_WEIGHT = Ink(name="backward_weight", fill="#F0E442", letter="W")
 COMMUNICATION = Ink(name="communication", fill="#009E73", hatch="//", line="#2BB08A")
 OPTIMIZER = Ink(name="optimizer", fill="#CC79A7", letter="O")
 PARAMS = Ink(name="params", fill="#333333", text=WHITE)
+STORAGE = Ink(name="write to storage", fill="#6B4226", text=WHITE)
 WAIT = Ink(name="waiting", fill="#DDDDDD", hatch="..", line="#A6A6A6")
 OTHER = Ink(name="compute", fill="#666666", text=WHITE)
 
@@ -46,6 +47,7 @@ KIND: dict[str, Ink] = {
     "backward_weight": BACKWARD_WEIGHT,
     "optimizer": OPTIMIZER,
     **dict.fromkeys(COMMUNICATION_KINDS, COMMUNICATION),
+    "write": STORAGE,
     "wait": WAIT,
     "params": PARAMS,
     "grads": BACKWARD,

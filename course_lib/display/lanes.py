@@ -1,8 +1,9 @@
 """Lanes of a timeline: computation in the main lane, overlapped communication beneath it.
 
-Communication that runs while the rank computes is drawn in the thin lane under the rank, so that
-overlap is visible; exposed communication, during which the rank does nothing or only waits, fills
-the main lane. Calls at the same time, such as a send and a recv, share the height.
+Communication, or a write to storage, that runs while the rank computes is drawn in the thin lane
+under the rank, so that overlap is visible; exposed communication, during which the rank does
+nothing or only waits, fills the main lane. Calls at the same time, such as a send and a recv, share
+the height.
 """
 
 from bisect import bisect_right
@@ -10,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from course_lib.core.records import COMMUNICATION_KINDS, Event
+
+TRANSFERS = (*COMMUNICATION_KINDS, "write")  # what can go on while the rank computes
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,9 @@ def assign_slots(events: Iterable[Event]) -> list[Slot]:
     Waits come first and long events before short ones, so that shorter ones stay visible.
     """
     ordered = sorted(events, key=lambda event: (event.start_s, -event.end_s))
-    messages = [event for event in ordered if event.kind in COMMUNICATION_KINDS]
+    messages = [event for event in ordered if event.kind in TRANSFERS]
     waits = [event for event in ordered if event.kind == "wait"]
-    work = [event for event in ordered if event.kind not in (*COMMUNICATION_KINDS, "wait")]
+    work = [event for event in ordered if event.kind not in (*TRANSFERS, "wait")]
     busy = _merged(work)
     overlapped = [event for event in messages if _overlaps(event, busy)]
     exposed = [event for event in messages if not _overlaps(event, busy)]
@@ -49,8 +52,8 @@ def visible(events: Iterable[Event]) -> list[Event]:
     for event in sorted(events, key=lambda event: event.start_s):
         by_rank.setdefault(event.rank, []).append(event)
     for own in by_rank.values():
-        busy = _merged([e for e in own if e.kind not in (*COMMUNICATION_KINDS, "wait")])
-        exposed = [e for e in own if e.kind in COMMUNICATION_KINDS and not _overlaps(e, busy)]
+        busy = _merged([e for e in own if e.kind not in (*TRANSFERS, "wait")])
+        exposed = [e for e in own if e.kind in TRANSFERS and not _overlaps(e, busy)]
         covers = _merged(exposed)
         found += [e for e in own if e.kind != "wait" or not _mostly_within(e, covers)]
     return found

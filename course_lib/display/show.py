@@ -11,6 +11,7 @@ import os
 import sys
 from typing import Any
 
+import ipywidgets
 import numpy as np
 from IPython.core.getipython import get_ipython
 from IPython.display import display
@@ -19,6 +20,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from course_lib.core.errors import CourseError
+from course_lib.display.trace_button import trace_button
 
 DPI = 144
 _CSS_PIXELS_PER_INCH = 96
@@ -28,9 +30,14 @@ _COLOURS = 96
 def show(fig: Figure, alt: str = "") -> None:
     """Display a figure with its alt text: the finding and one number.
 
+    In a live notebook a timeline has a button, which saves its events as a trace.
+
     Raises: CourseError without alt text
     """
-    put(*picture(fig, alt))
+    data, metadata = picture(fig, alt)
+    if has_widgets() and (button := trace_button(fig)):  # saved, it is the picture alone
+        data |= widget_data(ipywidgets.VBox([ipywidgets.HTML(data["text/html"]), button]))
+    put(data, metadata)
     if "matplotlib.pyplot" in sys.modules:  # else the notebook would draw it a second time
         sys.modules["matplotlib.pyplot"].close(fig)
 

@@ -21,6 +21,7 @@ from course_lib.display.colours import KIND, Ink
 from course_lib.display.labels import Label, stamp
 from course_lib.display.lanes import Slot, assign_slots, visible
 from course_lib.display.page import TEXT_PT, Margins, empty, page, plain, swatches, time_unit
+from course_lib.display.trace_button import offer_trace
 
 _MAIN, _MAIN_ABOVE, _BENEATH = (-0.38, 0.38), (-0.42, 0.12), (0.17, 0.42)
 _NARROWEST, _EDGED = 0.0012, 0.005  # parts of the width: about 1 and 4 pixels
@@ -62,7 +63,8 @@ def timelines(
 
     `runs` are events by name: {"predicted": ..., "measured": ...}; the rest is as in `timeline`.
     """
-    by_run = {name: visible(events) for name, events in runs.items()}
+    listed = {name: list(events) for name, events in runs.items()}
+    by_run = {name: visible(events) for name, events in listed.items()}
     everything = [event for events in by_run.values() for event in events]
     ranks = sorted({event.rank for event in everything}) or [0]
     span_s = max((event.end_s for event in everything), default=0.0) or 1.0
@@ -81,6 +83,7 @@ def timelines(
     for axes in panels[:-1]:
         axes.tick_params(axis="x", labelbottom=False)
     panels[-1].set_xlabel(f"time ({word})", fontsize=TEXT_PT)
+    offer_trace(figure, listed, title, unit)
     return figure
 
 

@@ -1,10 +1,12 @@
 """A file is written whole or not at all."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-from course_lib.core.files import whole_file, write_whole
+from course_lib.core.errors import CourseError
+from course_lib.core.files import check_result_path, whole_file, write_result, write_whole
 
 
 def test_bytes_and_text_are_written_and_folders_made(tmp_path):
@@ -52,3 +54,23 @@ def test_only_sync_waits_for_the_disk(tmp_path, monkeypatch):
     with whole_file(tmp_path / "state", sync=True) as file:
         file.write(b"safe")
     assert len(synced) == 1
+
+
+def test_a_result_is_bytes_or_text_and_follows_links(tmp_path):
+    path, link = tmp_path / "result", tmp_path / "link"
+    link.symlink_to(path)
+    for content, expected in ((b"\x00\xff", b"\x00\xff"), ("größer", "größer".encode())):
+        check_result_path(link)
+        write_result(link, content)
+        assert path.read_bytes() == expected
+        assert link.is_symlink()
+    check_result_path(Path(os.devnull))
+    write_result(Path(os.devnull), b"\x00")
+    assert Path(os.devnull).is_char_device()
+
+
+@pytest.mark.parametrize("content", [b"x", "\ud800"])
+def test_a_result_that_cannot_be_written_is_one_sentence(tmp_path, content):
+    path = tmp_path if content == b"x" else tmp_path / "result"
+    with pytest.raises(CourseError, match=r"need a file that can be written; got: .* Try a path"):
+        write_result(path, content)

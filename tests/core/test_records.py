@@ -23,6 +23,7 @@ from course_lib.core.units import format_bytes, format_rate, format_seconds
 SECONDS = st.floats(0, 1e6, allow_nan=False)
 WORDS = st.text(max_size=20)
 PLAIN = st.dictionaries(WORDS, st.integers() | SECONDS | WORDS | st.booleans(), max_size=4)
+STEP = {"step": 1, "start_s": 0.5, "end_s": 2}
 RANKS = st.lists(st.integers(0, 64), max_size=4)
 
 
@@ -57,7 +58,7 @@ def records(draw) -> RunRecord:
         world_size=draw(st.integers(1, 8)),
         run=draw(PLAIN),
         machine=draw(PLAIN),
-        steps=draw(st.lists(PLAIN.map(lambda step: {**step, "step": 1}), max_size=3)),
+        steps=draw(st.lists(PLAIN.map(lambda step: {**step, **STEP}), max_size=3)),
         events=draw(st.lists(events(), max_size=3)),
         ledger=draw(st.none() | ledgers()),
     )
@@ -110,6 +111,14 @@ def test_any_other_unreadable_line_is_named(tmp_path):
         '{"line": "event", "rank": 0, "kind": "send", "start_s": NaN, "end_s": 1}',
         '{"line": "event", "rank": "0", "kind": "send", "start_s": 0, "end_s": 1}',
         '{"line": "event", "rank": 0, "kind": ["send"], "start_s": 0, "end_s": 1}',
+        '{"line": "step", "step": 0, "start_s": 0.5}',
+        '{"line": "step", "step": 0, "end_s": 0.5}',
+        '{"line": "step", "start_s": 0.5, "end_s": 1.5}',
+        '{"line": "step", "step": 0.5, "start_s": 0.5, "end_s": 1.5}',
+        '{"line": "step", "step": 0, "start_s": "0.5", "end_s": 1.5}',
+        '{"line": "step", "step": 0, "start_s": 0.5, "end_s": true}',
+        '{"line": "step", "step": 0, "start_s": 0.5, "end_s": NaN}',
+        '{"line": "step", "step": 0, "start_s": 1.5, "end_s": 0.5}',
         '{"line": "ledger", "times_s": [0.5], "bytes_by_kind": {"params": [1, 2]}}',
         '{"line": "run", "rank": 1e400, "world_size": 2}',
     ],
@@ -121,6 +130,15 @@ def test_a_line_of_another_kind_is_named(tmp_path, line):
     with pytest.raises(CourseError, match=r"rank\.jsonl, line 2: ") as told:
         RunRecord.read(path)
     assert len(str(told.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("missing", STEP)
+def test_a_step_that_lacks_something_is_named_also_in_the_last_line(tmp_path, missing):
+    step = {name: value for name, value in STEP.items() if name != missing}
+    path = RunRecord(0, 1, steps=[STEP, step]).write(tmp_path / "rank0.jsonl")
+    needs = rf"rank0\.jsonl, line 3: .*\(step: need {missing}; it is not there\.\)"
+    with pytest.raises(CourseError, match=needs):
+        RunRecord.read(path)
 
 
 def test_a_record_that_is_no_file_or_no_text_is_named(tmp_path):

@@ -116,6 +116,23 @@ def test_unknown_names_tell_the_nearest():
     assert find_recipe(own := Recipe(weight_bytes=1, grad_bytes=1)) is own
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gpt-13b", "Try llama2-13b."),
+        ("13B", "Try llama2-13b."),
+        ("gpt3-13b", "Try llama2-13b."),
+        ("gpt3-175b", "Try megatron-175b."),
+        ("llama-65b", "Try llama-70b."),
+        ("llama-7b", "Try llama2-7b or llama-8b."),
+    ],
+)
+def test_a_name_with_a_size_tells_presets_of_that_size(name, hint):
+    with pytest.raises(CourseError) as caught:
+        find_model(name)
+    assert str(caught.value).endswith(hint)
+
+
 def test_recipes_cost_what_the_papers_say():
     costs = {
         name: one.weight_bytes + one.grad_bytes + one.accumulator_bytes + one.optim_bytes

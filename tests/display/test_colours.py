@@ -111,7 +111,7 @@ def test_kinds_share_an_ink_only_where_they_share_a_meaning() -> None:
     for work, kept in together.items():
         assert KIND[work] is KIND[kept]
     assert len({KIND[kind] for kind in COMMUNICATION_KINDS}) == 1
-    assert len({KIND[kind] for kind in KINDS if kind not in COMMUNICATION_KINDS}) == 8
+    assert len({KIND[kind] for kind in KINDS if kind not in COMMUNICATION_KINDS}) == 9
     assert len({KIND[kind] for kind in MEMORY_KINDS}) == len(MEMORY_KINDS)
 
 
