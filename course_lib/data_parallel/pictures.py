@@ -149,14 +149,14 @@ def scaling_on_gpus(title: str) -> Figure:
         "bandwidth of all_reduce": Voices(published=(gpus, bandwidth)),
     }
     source = PLAYBOOK.format(files="dp_scaling, pp_comm_bandwidth")
-    note = "a model of about 1B parameters, sequences of 4,096 tokens"
+    note = "a model of about 1B parameters, 256 sequences of 4,096 tokens per step"
     return compare(
         gpus,
         curves,
         title,
         note=note,
         source=source,
-        names={"formula": "if communication were free"},
+        names={"formula": "the speed of one node, kept"},
         x_label="GPUs",
         y_label="% of the value on one node",
         log_x=True,

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from course_lib.frameworks.deepspeed_engine import (
     check_deepspeed,
@@ -18,7 +18,15 @@ from course_lib.frameworks.deepspeed_engine import (
     gathered_weights,
     quiet_deepspeed,
 )
-from course_lib.frameworks.engine import Engine, MakeOptimizer, in_world, must_be, needed
+from course_lib.frameworks.engine import (
+    Engine,
+    MakeOptimizer,
+    copied_weights,
+    in_world,
+    must_be,
+    needed,
+    stepping,
+)
 from course_lib.frameworks.fully_sharded import check_sharded, whole_weights
 from course_lib.ranks.world import rank_device
 
@@ -34,7 +42,9 @@ def accelerate_ddp(model: nn.Module, make_optimizer: MakeOptimizer) -> Engine:
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
     _check(where, accelerator, "MULTI_CPU" if rank_device().type == "cpu" else "MULTI_GPU")
     must_be(where, "the model's type", "DistributedDataParallel", type(wrapped).__name__)
-    return _engine("Accelerate DDP", accelerator, wrapped, optimizer, partial(_plain, model))
+    return _engine(
+        "Accelerate DDP", accelerator, wrapped, optimizer, partial(copied_weights, model)
+    )
 
 
 def accelerate_deepspeed(
@@ -42,8 +52,8 @@ def accelerate_deepspeed(
 ) -> Engine:
     """Return the model under Accelerate's DeepSpeed plugin.
 
-    The plugin takes effect only where Accelerate is *not* told to use the CPU; the process group
-    is gloo's.
+    The plugin takes effect only where Accelerate is *not* set to use the CPU; the process group
+    uses gloo.
 
     Raises: CourseError where a package is not installed, or something else runs
     """
@@ -69,8 +79,8 @@ def accelerate_fsdp(
 
     unit   modules of this type are gathered one by one; the rest is a unit of its own
 
-    Accelerate supports the plugin on accelerators only. On CPUs it is told that there is one of a
-    kind that its FSDP treats like a CPU: for comparisons, not for real training.
+    Accelerate supports the plugin on accelerators only. On CPUs the distributed
+    type is set to an accelerator's that its FSDP treats like a CPU: for comparisons only.
 
     Raises: CourseError where Accelerate is not installed, or something else runs
     """
@@ -110,15 +120,11 @@ def _check(where: str, accelerator: Any, kind: str) -> None:
     must_be(where, "the distributed type", kind, accelerator.distributed_type.name)
 
 
-def _plain(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
 def _engine(name: str, accelerator: Any, model: Any, optimizer: Any, weights: Any) -> Engine:
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
     return Engine(
-        name=name, model=model, backward=accelerator.backward, update=update, weights=weights
+        name=name,
+        model=model,
+        backward=accelerator.backward,
+        update=stepping(optimizer),
+        weights=weights,
     )

@@ -130,9 +130,9 @@ def quiet_deepspeed(where: str) -> Any:
 
 
 def choose_device() -> bool:
-    """Return whether this rank computes on the CPU; if so, DeepSpeed is told before its import.
+    """Return whether this rank computes on the CPU; if so, set that as DeepSpeed's accelerator.
 
-    Accelerate imports DeepSpeed too, where it is installed.
+    Call it before the import of Accelerate, too: it imports DeepSpeed where it is installed.
     """
     on_cpu = rank_device().type == "cpu"
     if on_cpu:

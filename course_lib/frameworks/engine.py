@@ -5,9 +5,11 @@ Notebooks 09_zero and 10_fsdp.
 
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -21,9 +23,27 @@ from torch.optim import Optimizer
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.models.storages import storage_bytes
 
+LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")  # in the environment of a rank
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-VERSIONS = {"deepspeed": "0.19.8", "accelerate": "1.15.0", "transformers": "5.23.0"}
-EXTRAS = {"deepspeed": "deepspeed", "accelerate": "accelerate", "transformers": "accelerate"}
+
+
+@dataclass(frozen=True)
+class _Package:
+    """What is installed for a module; `on_linux`: with the course there, elsewhere as an extra."""
+
+    name: str
+    version: str
+    extra: str
+    on_linux: bool = False
+
+
+PACKAGES = {  # by the module that is imported
+    "deepspeed": _Package("deepspeed", "0.19.8", "deepspeed", on_linux=True),
+    "accelerate": _Package("accelerate", "1.15.0", "accelerate", on_linux=True),
+    "transformers": _Package("transformers", "5.23.0", "accelerate", on_linux=True),
+    "lightning_fabric": _Package("lightning-fabric", "2.6.6", "lightning"),
+    "megatron.core": _Package("megatron-core", "0.16.1", "megatron"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,37 +71,86 @@ class Engine:
         return loss.item()
 
 
-def missing(package: str) -> str | None:
-    """Return how to install a missing package, in one sentence; None where it is installed."""
-    if find_spec(package):
+def stepping(optimizer: Optimizer) -> Callable[[], None]:
+    """Return the update of an engine: the optimizer step, then clearing of the gradients."""
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def copied_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of the weights of a model that is whole on every rank."""
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def missing(module: str) -> str | None:
+    """Return how to install a missing framework, in one sentence; None where it is installed."""
+    top, _, inside = module.partition(".")
+    # any folder of that name would be found as a namespace package, but has no distribution
+    if find_spec(top) and not (inside and _installed(module) is None):
         return None
-    what = "." if sys.platform == "linux" else f"'.[{EXTRAS[package]}]'"
+    package = PACKAGES[module]
     return (
-        f"need {package} {VERSIONS[package]}; it is not installed here. "
-        f"Try pip install -e {what} in the course's folder."
+        f"need {package.name} {package.version}; it is not installed here. "
+        f"Try {_install(package)} in the course's folder."
     )
 
 
-def in_world(where: str) -> None:
-    """Check that this process is a rank of a world.
+def same_minor(module: str, where: str) -> None:
+    """Check that the installed version differs from the course's in its last number only.
 
-    Raises: MeshError where it is not
+    The engine uses what Megatron-Core does not promise to keep from one version to the next.
+
+    Raises: CourseError where it does not
+    """
+    package, found = PACKAGES[module], _installed(module)
+    if found is None or found.split(".")[:2] != package.version.split(".")[:2]:
+        raise CourseError(
+            f"{where}: need {package.name} {package.version}, for which the engine is written; "
+            f"got {found}. Try {_install(package)} in the course's folder."
+        )
+
+
+def _installed(module: str) -> str | None:
+    try:
+        return version(PACKAGES[module].name)
+    except PackageNotFoundError:
+        return None
+
+
+def _install(package: _Package) -> str:
+    what = "." if package.on_linux and sys.platform == "linux" else f"'.[{package.extra}]'"
+    return f"pip install -e {what}"
+
+
+def in_world(where: str) -> None:
+    """Check that this process is a rank of a world, and knows its local rank.
+
+    Raises: MeshError where it is not, or does not
     """
     if not dist.is_initialized():
         raise MeshError(
             f"{where}: need ranks that form a world; there is none in this process. "
             "Try it inside ranks.run(fn), or a script started with launch(fn)."
         )
+    if unset := [name for name in LOCAL if name not in os.environ]:
+        raise MeshError(
+            f"{where}: need ranks that know their place on their node; {' and '.join(unset)} "
+            f"{'are' if len(unset) > 1 else 'is'} not set. Try torchrun, or launch(fn)."
+        )
 
 
-def needed(package: str, where: str) -> ModuleType:
-    """Import a package now and not before, because most lessons do without it.
+def needed(module: str, where: str) -> ModuleType:
+    """Import a framework now and not before, because most lessons do without it.
 
     Raises: CourseError where it is not installed
     """
-    if sentence := missing(package):
+    if sentence := missing(module):
         raise CourseError(f"{where}: {sentence}")
-    return importlib.import_module(package)
+    return importlib.import_module(module)
 
 
 def must_be(where: str, what: str, wanted: object, got: object) -> None:

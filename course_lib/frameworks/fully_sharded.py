@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from course_lib.core.errors import CourseError
-from course_lib.frameworks.engine import Engine, MakeOptimizer, in_world
+from course_lib.frameworks.engine import Engine, MakeOptimizer, in_world, stepping
 from course_lib.ranks.world import rank_device
 
 
@@ -32,28 +32,29 @@ def fully_sharded(
     """
     in_world("fully_sharded")
     mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))
-    units = [module for module in model.modules() if isinstance(module, unit)]
-    if not units:
-        raise CourseError(
-            f"fully_sharded: need a model with modules of type {unit.__name__}; there is none in "
-            f"{type(model).__name__}."
-        )
-    for module in (*units, model):
+    for module in (*units_of("fully_sharded", model, unit), model):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     check_sharded("fully_sharded", model)
     optimizer = make_optimizer(model.parameters())
-
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
 
     return Engine(
         name="PyTorch fully_shard",
         model=model,
         backward=Tensor.backward,
-        update=update,
+        update=stepping(optimizer),
         weights=partial(whole_weights, model),
     )
+
+
+def units_of(where: str, model: nn.Module, unit: type[nn.Module]) -> list[nn.Module]:
+    """Return the modules of a type, each a unit. Raises: CourseError where there is none"""
+    units = [module for module in model.modules() if isinstance(module, unit)]
+    if not units:
+        raise CourseError(
+            f"{where}: need a model with modules of type {unit.__name__}; there is none in "
+            f"{type(model).__name__}."
+        )
+    return units
 
 
 def check_sharded(where: str, model: nn.Module) -> None:

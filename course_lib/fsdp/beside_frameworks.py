@@ -1,4 +1,4 @@
-"""Compare our FSDP with PyTorch's, Accelerate's and DeepSpeed's on two small tasks.
+"""Compare our FSDP with those of PyTorch and three frameworks, on two small tasks.
 
 The tasks are those of Jin, Zhang and Huang 2023, a course project at Case Western Reserve
 University: with an FSDP of their own they trained a GPT-2 on characters and a BERT on dialogues,
@@ -22,6 +22,7 @@ from course_lib.core.presets import ENCODERS, MODELS
 from course_lib.cost.bandwidth import bus_factor
 from course_lib.data_parallel.naive_ddp import weighted_loss
 from course_lib.fsdp.fsdp import FSDP
+from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
 from course_lib.models import BERT, GPT, IGNORED, mask_tokens, next_tokens, token_loss
 from course_lib.models.bert import EncoderBlock
 from course_lib.models.dialogues import MASK, SPECIAL, Dialogues, generated_dialogues
@@ -37,7 +38,14 @@ if TYPE_CHECKING:
 STUDY = {"GPT-2": (27.32, 55.7, 31.2), "BERT": (46.7, 318.0, 246.0)}
 TOGETHER, SEQ = 16, 32  # sequences in a batch, tokens in a sequence
 ADAMW = partial(torch.optim.AdamW, lr=3e-3)
-FRAMEWORKS = ("ours", "PyTorch", "Accelerate", "DeepSpeed")
+_BF16 = partial(MixedPrecisionPolicy, param_dtype=torch.bfloat16, output_dtype=torch.float32)
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16, reduced in fp32": _BF16(),
+    "bf16, reduced in bf16": _BF16(reduce_dtype=torch.bfloat16),
+    "only reduced in bf16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+}
+FRAMEWORKS = ("ours", "PyTorch", "Accelerate", "Lightning", "DeepSpeed")
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,7 @@ class FrameworkRun:
     step_ms: float  # the median
     kept: float  # bytes between two steps, per parameter of the model
     sent: float  # bytes of a step, per parameter
+    calls: int  # collectives of a step
     weights: Tensor  # all of them, sorted by name
 
 
@@ -105,7 +114,7 @@ def run_framework(rank: int, name: str, task: str = "GPT-2", steps: int = 5) -> 
     sent = sum(bus_factor(call.kind, p) * call.num_bytes for call in calls) / numel
     weights = engine.weights()
     flat = torch.cat([weights[key].detach().flatten() for key in sorted(weights)])
-    return FrameworkRun(taken.losses, taken.median_ms, kept, sent, flat)
+    return FrameworkRun(taken.losses, taken.median_ms, kept, sent, len(calls), flat)
 
 
 def _engine(name: str, model: nn.Module, unit: type[nn.Module]) -> "Engine":
@@ -118,6 +127,8 @@ def _engine(name: str, model: nn.Module, unit: type[nn.Module]) -> "Engine":
         return frameworks.fully_sharded(model, ADAMW, unit=unit)
     if name == "Accelerate":
         return frameworks.accelerate_fsdp(model, ADAMW, unit=unit)
+    if name == "Lightning":
+        return frameworks.lightning_fsdp(model, ADAMW, unit=unit)
     if name == "DeepSpeed":
         paper: dict[str, Any] = {**frameworks.AS_IN_THE_PAPER, "reduce_bucket_size": 2**16}
         return frameworks.deepspeed_engine(model, ADAMW, stage=3, **paper)

@@ -154,9 +154,9 @@ def _grad_change(sizes: UnitSizes, move: Move) -> int:
 def peak_param_bytes(
     sizes: UnitSizes, *, reshard_after_forward: bool | int = True, prefetch: bool = True
 ) -> int:
-    """Return the peak bytes of parameters: shards, the root, and the largest unit twice.
+    """Return the peak bytes of parameters: shards, the root, and two blocks or a second root.
 
-    Twice, as a message and what is copied out of it are there at the same time; with prefetch it is
+    Two, as a message and what is copied out of it are there at the same time; with prefetch it is
     the next unit's message later, which adds nothing. Without resharding the units before are there
     too; a smaller group to reshard to has no short formula, and the moves are added up.
     """

@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_map_only
 
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
+from course_lib.core.shards import ParamShard
 from course_lib.data_parallel.gradients import NoSync, call_when_accumulated
 from course_lib.fsdp.mesh import sharding_groups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy, policy_of
 from course_lib.fsdp.param_group import FSDPParamGroup
 from course_lib.fsdp.prefetch import UnitOrder
-from course_lib.fsdp.state import full_state, load_full, load_sharded, sharded_state
+from course_lib.fsdp.state import full_state, load_full, load_sharded, param_shards, sharded_state
 from course_lib.fsdp.units import Choice, Unit, check_wrappable, make_units, share_buffers
 from course_lib.zero.clip import clip_shards
 
@@ -161,6 +162,10 @@ class FSDP(NoSync, nn.Module):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Load `state_dict()` of the same rank of an equally large group."""
         load_sharded(self.module, self.param_groups, state)
+
+    def param_shards(self) -> list[ParamShard]:
+        """Return every parameter with this rank's shard of it, for a checkpoint."""
+        return param_shards(self.param_groups)
 
     # --- hooks
 

@@ -1,13 +1,13 @@
 """Measure FSDP: its bytes on a rank over time, and the seconds of its steps on an emulated link.
 
 `resident_over_time` reads the storages after every gather, free, copy and reduction, to compare
-them with `cost.fsdp_ledger`. `measure_fsdp` times steps of layers that sleep, to compare them with
-`cost.fsdp_step`. Notebook 10_fsdp.
+them with `cost.fsdp_ledger`; `one_step` records a whole step so. `measure_fsdp` times steps of
+layers that sleep, to compare them with `cost.fsdp_step`. Notebook 10_fsdp.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.core.records import Ledger
+from course_lib.core.records import COMMUNICATION_KINDS, Event, Ledger
+from course_lib.core.specs import ModelSpec
 from course_lib.fsdp.cost import UnitTimes
 from course_lib.fsdp.fsdp import FSDP
 from course_lib.fsdp.moves import UnitSizes
 from course_lib.fsdp.param_group import FSDPParamGroup
+from course_lib.models import GPT, token_loss
 from course_lib.models.emulated import EmulatedLayer
 from course_lib.models.storages import storage_bytes
-from course_lib.ranks import Ranks
+from course_lib.ranks import Ranks, record
 from course_lib.ranks.timing import Measured, measured_of, record_interleaved
 
 CHANGES = (
@@ -61,6 +63,34 @@ def resident_over_time(
         note()
         yield ledger
         note()
+
+
+def one_step(
+    rank: int,
+    spec: ModelSpec,
+    batch: tuple[Tensor, Tensor],
+    num_micro_batches: int = 1,
+    sync: bool = True,
+    **options: Any,
+) -> tuple[Ledger, list[Event], UnitSizes]:
+    """On a rank: train a GPT under FSDP(**options); return the second step, recorded.
+
+    Its bytes over time, its messages, and the sizes of the units. (The first step learns the order
+    of the units.) This rank has every p-th sequence of the batch, in each micro-batch.
+
+    sync   whether every backward reduces the gradients, or only the last
+    """
+    model, p = FSDP(GPT(spec), **options), dist.get_world_size()
+    for _ in range(2):
+        model.zero_grad()
+        with resident_over_time(model) as ledger, record() as log:
+            for n in range(num_micro_batches):
+                last = n == num_micro_batches - 1
+                with nullcontext() if sync or last else model.no_sync():
+                    loss = token_loss(model(batch[0][rank::p]), batch[1][rank::p])
+                    (loss / num_micro_batches).backward()
+    calls = [event for event in log.events if event.kind in COMMUNICATION_KINDS]
+    return ledger, calls, sizes_of(model)
 
 
 def sizes_of(model: FSDP) -> UnitSizes:

@@ -6,6 +6,7 @@ that of the plain module, so it fits a group of any size, and a single process. 
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from course_lib.core.errors import CourseError
+from course_lib.core.shards import Box, ParamShard, Shard
 from course_lib.data_parallel.gradients import some_names
 from course_lib.fsdp.dim0_layout import Dim0Layout
 from course_lib.fsdp.param_group import FSDPParamGroup
@@ -29,6 +31,28 @@ def sharded_params(
     for group in param_groups:
         for names, layout, shard in zip(group.names, group.layouts, group.shards, strict=True):
             yield names, layout, shard, group
+
+
+def dim0_shard(layout: Dim0Layout, rank: int, tensor: Tensor) -> Shard:
+    """Return a rank's rows of a parameter, or of its optimizer state, as a shard of the whole.
+
+    Shapes:  [up to shard_rows, ...]
+    """
+    rows, tensor = layout.shard_shape(rank), tensor.detach()
+    if not tensor.numel():
+        return Shard(layout.shape)
+    if not layout.shape:
+        return Shard((), [(Box((), ()), tensor.view(()))])
+    offsets = (rank * layout.shard_rows, *(0 for _ in rows[1:]))
+    return Shard(layout.shape, [(Box(offsets, rows), tensor)])
+
+
+def param_shards(param_groups: Sequence[FSDPParamGroup]) -> list[ParamShard]:
+    """Return every parameter with this rank's rows of it. No communication."""
+    return [
+        ParamShard(tuple(names), shard, partial(dim0_shard, layout, group.member.rank))
+        for names, layout, shard, group in sharded_params(param_groups)
+    ]
 
 
 def gather_whole(layout: Dim0Layout, shard: Tensor, param_group: FSDPParamGroup) -> Tensor:

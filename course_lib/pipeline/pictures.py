@@ -142,7 +142,7 @@ def _draw_in_flight(
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks])
     axes.tick_params(axis="y", length=0)
-    axes.set_title("micro-batches in flight (right: the most)", loc="left", fontsize=TEXT_PT, pad=5)
+    axes.set_title("micro-batches in flight (right: maximum)", loc="left", fontsize=TEXT_PT, pad=5)
     for row, rank in enumerate(ranks):
         times_s, counts = run.in_flight(rank)
         floor = row + 0.44

@@ -180,7 +180,7 @@ def h100_scaling(seq: int = 4096) -> H100Scaling:
 def megatron_widths() -> tuple[list[int], list[int]]:
     """Return tensor-parallel degree and hidden size of NVIDIA's published H100 runs, if split.
 
-    They reach 41 to 49 % of the peak.
+    They reach 42 to 49 % of the peak.
 
     Source:  NVIDIA Megatron-LM, README of June 2024: weak scaling, 4096 tokens per sequence
     """

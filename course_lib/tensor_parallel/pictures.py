@@ -179,7 +179,7 @@ def width_picture(title: str, degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> Fig
         y_label="hidden size h",
         log=True,
         note="H100 at its peak; above a line: computes longer",
-        source=f"Megatron-LM, README of June 2024: 41 to 49 % of the peak; {H100_RUN}",
+        source=f"Megatron-LM, README of June 2024: 42 to 49 % of the peak; {H100_RUN}",
     )
 
 

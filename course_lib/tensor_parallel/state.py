@@ -4,13 +4,16 @@ Shards are gathered by parameter name, so weights, gradients and optimizer state
 the whole tensors fit a model that is split otherwise, or not at all. Notebook 07_tensor_parallel.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError, ShapeError
+from course_lib.core.shards import Box, Shard
 from course_lib.tensor_parallel.layers import ShardedLayer
 from course_lib.tensor_parallel.regions import gather_whole, own_shard
 
@@ -98,19 +101,49 @@ def shard_tensors(model: nn.Module, wholes: Mapping[str, Tensor]) -> dict[str, T
     return shards
 
 
-def _sharded_dims(model: nn.Module) -> dict[str, tuple[dist.ProcessGroup | None, int, int]]:
+def shards_of_split(model: nn.Module) -> dict[str, Callable[[Tensor], Shard]]:
+    """Return by name of each split parameter: the shard that a tensor laid out like it is.
+
+    None for a model that is not split. The padding of uneven sizes is no part of the whole tensor.
+    """
+    return {
+        name: partial(_narrow_shard, group, dim, size)
+        for name, (group, dim, size) in _dims_of(_find_sharded_layers(model)).items()
+    }
+
+
+def _narrow_shard(group: Group, dim: int, size: int, tensor: Tensor) -> Shard:
+    shape = [*tensor.shape]
+    shape[dim] = size
+    start = dist.get_rank(group) * tensor.shape[dim]
+    numbers = min(tensor.shape[dim], size - start)
+    if numbers <= 0:
+        return Shard(tuple(shape))
+    part = tensor.detach().narrow(dim, 0, numbers)
+    offsets = tuple(start if number == dim else 0 for number in range(tensor.dim()))
+    return Shard(tuple(shape), [(Box(offsets, tuple(part.shape)), part)])
+
+
+def _sharded_dims(model: nn.Module) -> dict[str, tuple[Group, int, int]]:
     """Return by name of each split parameter: its group, the dim that is split, its whole size."""
+    return _dims_of(_sharded_layers(model))
+
+
+def _dims_of(layers: Mapping[str, ShardedLayer]) -> dict[str, tuple[Group, int, int]]:
     return {
         f"{path}.{name}".lstrip("."): (layer.group, dim, size)
-        for path, layer in _sharded_layers(model).items()
+        for path, layer in layers.items()
         for name, (dim, size) in layer.shards.items()
     }
 
 
+def _find_sharded_layers(model: nn.Module) -> dict[str, ShardedLayer]:
+    named = model.named_modules()
+    return {path: module for path, module in named if isinstance(module, ShardedLayer)}
+
+
 def _sharded_layers(model: nn.Module) -> dict[str, ShardedLayer]:
-    found = {
-        path: module for path, module in model.named_modules() if isinstance(module, ShardedLayer)
-    }
+    found = _find_sharded_layers(model)
     if not found:
         raise CourseError(
             f"rank {dist.get_rank()}: need a model that is split over ranks; got a "

@@ -4,21 +4,17 @@
 framework's engine; the FSDP lesson uses it too. Notebook 09_zero.
 """
 
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.core.records import Event
 from course_lib.core.specs import ModelSpec
 from course_lib.models import GPT, token_loss
-from course_lib.ranks import record
+from course_lib.ranks.timing import StepsTaken, timed_steps
 from course_lib.zero.zero import ZeRO1, ZeRO2, ZeRO3
 
 if TYPE_CHECKING:
@@ -28,32 +24,14 @@ if TYPE_CHECKING:
 BUCKET_NUMEL = 2**14  # DeepSpeed's reduce_bucket_size here
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepsTaken:
-    """Steps of an engine on one rank: losses, seconds, and the events of the last step."""
-
-    losses: list[float]
-    seconds: list[float]
-    last_events: list[Event]
-
-    @property
-    def median_ms(self) -> float:
-        """The median step, in milliseconds."""
-        return 1e3 * median(self.seconds)
-
-
 def take_steps(engine: "Engine", batches: Iterable[tuple[Tensor, Tensor]]) -> StepsTaken:
     """On a rank: take one step per batch, each on this rank's part of it."""
     rank, p = dist.get_rank(), dist.get_world_size()
-    losses, seconds, events = list[float](), list[float](), list[Event]()
-    for inputs, targets in batches:
-        start_s = time.perf_counter()
-        with record() as log:
-            loss = token_loss(engine.model(inputs[rank::p]), targets[rank::p])
-            losses.append(engine.step(loss))
-        seconds.append(time.perf_counter() - start_s)
-        events = log.events
-    return StepsTaken(losses=losses, seconds=seconds, last_events=events)
+
+    def step(inputs: Tensor, targets: Tensor) -> float:
+        return engine.step(token_loss(engine.model(inputs[rank::p]), targets[rank::p]))
+
+    return timed_steps(step, batches)
 
 
 def run_stage(

@@ -6,6 +6,7 @@ averaged before: `ShardedOptimizer` is an optimizer to use with DDP. Notebook 09
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from course_lib.collectives.coalesced import group_alike
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
+from course_lib.core.shards import ParamShard
 from course_lib.zero.clip import clip_shards
 from course_lib.zero.flat_layout import Piece
 from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.offload import Offload
-from course_lib.zero.state import cut_state, join_state, numbered_groups, on_host
+from course_lib.zero.state import cut_state, join_state, numbered_groups, on_host, range_shard
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop)
 
@@ -223,6 +225,29 @@ class ShardedOptimizer(Optimizer):
         for flat_param in self.flat_params:
             if flat_param.has_fp32_master and state_dict.get("masters"):
                 flat_param.copy_masters_to_params()
+
+    def param_shards(self, names_of: Mapping[int, Sequence[str]]) -> list[ParamShard]:
+        """Return the pieces that this rank steps, for a checkpoint.
+
+        names_of   by the id of each parameter: its names in the model
+        """
+        found = []
+        for _, flat_param, piece, master in self._owned():
+            names = names_of[id(flat_param.params[piece.index])]
+            shard_of = partial(range_shard, flat_param.layout.shapes[piece.index], piece.start)
+            found.append(ParamShard(tuple(names), master, shard_of))
+        return found
+
+    @torch.no_grad()
+    def masters_from_params(self) -> None:
+        """Set all masters to the parameters' values, after these were loaded."""
+        for flat_param in self.flat_params:
+            flat_param.copy_params_to_masters()
+
+    @property
+    def fp32_masters(self) -> list[Tensor]:
+        """The masters that are copies of 16-bit parameters: state to save, too."""
+        return [x for one in self.flat_params if one.has_fp32_master for x in one.masters]
 
     def _numbered(self) -> Iterator[tuple[int, FlatParam, int]]:
         """Yield each parameter's number in a plain optimizer, flat parameter and index in it."""

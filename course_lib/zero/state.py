@@ -1,7 +1,8 @@
 """Cut the state of whole parameters into pieces and join it again, to save and load it.
 
 ZeRO saves two kinds of state: this rank's shard, for the same rank of an equal group, and the full
-state of one process, which fits any number of ranks. Notebook 09_zero.
+state of one process, which fits any number of ranks. A checkpoint of shards that fits any number of
+ranks, too, needs each piece as boxes of its parameter. Notebook 09_zero.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course_lib.core.shards import Shard, boxes_of_range
 from course_lib.zero.flat_layout import Piece
 
 COUNTERS = ("step",)  # optimizer state that is one number per parameter: never cut or joined
@@ -35,6 +37,17 @@ def cut_state(key: str, value: Any, piece: Piece, like: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.clone() if key in COUNTERS else piece.of(value).to(like, copy=True)
+
+
+def range_shard(shape: tuple[int, ...], start: int, piece: Tensor) -> Shard:
+    """Return a piece of a flattened parameter, or of its optimizer state, as boxes of the whole.
+
+    Shapes:  [numbers], those from `start` on
+    """
+    boxes = boxes_of_range(shape, start, start + len(piece))
+    parts = piece.detach().split([box.numel for box in boxes])
+    pieces = [(box, part.view(box.sizes)) for box, part in zip(boxes, parts, strict=True)]
+    return Shard(shape, pieces)
 
 
 def join_state(

@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 from course_lib.collectives.coalesced import broadcast_together, group_alike
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
+from course_lib.core.shards import Box, Shard
 from course_lib.data_parallel.gradients import call_when_accumulated, some_names
 from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.gather_hooks import GatherHooks
 from course_lib.zero.offload import Offload
 from course_lib.zero.reducer import Reducer, agree_on_used
 from course_lib.zero.sharded_optimizer import ShardedOptimizer, need_elementwise, need_some
-from course_lib.zero.state import on_host
+from course_lib.zero.state import on_host, range_shard
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -199,6 +200,28 @@ class ZeRO1:
         for name, tensor in self._others().items():
             tensor.copy_(saved[name])
         self.optimizer.load_full_state_dict(state["optimizer"])
+
+    def shards(self) -> dict[str, Shard]:
+        """Return what this rank holds of the model's state, by name, for a checkpoint.
+
+        In stages 1 and 2 that is all of it, in stage 3 its pieces of the flat parameters.
+        """
+        sharded = [one for one in self.all_flat_params if one.only_shard]
+        found = {
+            id(param): Shard(shape)  # without a piece on this rank
+            for one in sharded
+            for param, shape in zip(one.params, one.layout.shapes, strict=True)
+        }
+        for one in sharded:
+            for piece in one.pieces:
+                shape, part = one.layout.shapes[piece.index], piece.within(one.shard)
+                found[id(one.params[piece.index])] = range_shard(shape, piece.start, part)
+        model = self.module.state_dict(keep_vars=True)
+        for tensor in model.values():
+            box = Box.whole(tensor.shape)
+            pieces = [(box, tensor.detach())] if box.numel else []
+            found.setdefault(id(tensor), Shard(box.sizes, pieces))
+        return {name: found[id(tensor)] for name, tensor in model.items()}
 
     def _others(self) -> dict[str, Tensor]:
         """Return buffers, and frozen parameters that belong to no flat parameter."""

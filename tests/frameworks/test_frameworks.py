@@ -26,9 +26,11 @@ from course_lib.frameworks import (
     deepspeed_engine,
     engine,
     fully_sharded,
+    lightning_ddp,
+    lightning_fsdp,
     missing,
 )
-from course_lib.frameworks.engine import EXTRAS, VERSIONS, needed
+from course_lib.frameworks.engine import PACKAGES, needed
 from course_lib.models import BERT, GPT, mask_tokens, next_tokens, token_batch, token_loss
 from course_lib.models.bert import EncoderBlock
 from course_lib.models.gpt import Block
@@ -173,6 +175,8 @@ MAKES = {
     "accelerate": accelerate_ddp,
     "accelerate, deepspeed": partial(accelerate_deepspeed, stage=1),
     "accelerate, fsdp": partial(accelerate_fsdp, unit=Block),
+    "lightning_fabric": lightning_ddp,
+    "lightning_fabric, fsdp": partial(lightning_fsdp, unit=Block),
 }
 
 
@@ -193,8 +197,9 @@ def without(rank, package, make):
 @pytest.mark.parametrize("name", MAKES)
 def test_a_framework_that_is_not_installed_is_one_sentence(pools, name):
     package = name.partition(",")[0]
+    told = f"need {PACKAGES[package].name} {PACKAGES[package].version}; it is not installed here"
     for said in pools(2).run(without, package, MAKES[name]):
-        assert f"need {package} {VERSIONS[package]}; it is not installed here" in said
+        assert told in said
         assert said.endswith("in the course's folder.")
         assert len(said.splitlines()) == 1
 
@@ -205,26 +210,24 @@ def test_a_process_that_is_no_rank_is_told(make):
         make(seeded(GPT), SGD)
 
 
-@pytest.mark.parametrize("package", VERSIONS)
-@pytest.mark.parametrize(
-    ("system", "what"), [("linux", "."), ("darwin", "'.[{}]'"), ("win32", "'.[{}]'")]
-)
-def test_what_to_install_is_the_course_on_linux_and_an_extra_elsewhere(
-    monkeypatch, system, what, package
-):
+@pytest.mark.parametrize("module", PACKAGES)
+@pytest.mark.parametrize("system", ["linux", "darwin", "win32"])
+def test_what_to_install_is_the_course_on_linux_or_an_extra(monkeypatch, system, module):
     monkeypatch.setattr(engine.sys, "platform", system)
     monkeypatch.setattr(engine, "find_spec", lambda name: None)
-    said = missing(package)
-    assert f"Try pip install -e {what.format(EXTRAS[package])} in the course's folder." in said
+    package = PACKAGES[module]
+    what = "." if package.on_linux and system == "linux" else f"'.[{package.extra}]'"
+    assert f"Try pip install -e {what} in the course's folder." in missing(module)
 
 
-@pytest.mark.parametrize("package", VERSIONS)
+@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_the_course_and_its_extras_list_the_versions_that_are_asked_for(package):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extra = project["optional-dependencies"][EXTRAS[package]]
-    for lines, system in ((project["dependencies"], "linux"), (extra, "darwin")):
-        (found,) = [one for one in map(Requirement, lines) if one.name == package]
-        assert str(found.specifier) == f"=={VERSIONS[package]}"
+    extras = project["optional-dependencies"]
+    always = project["dependencies"] if package.on_linux else extras["dev"]
+    for lines, system in ((always, "linux"), (extras[package.extra], "darwin")):
+        (found,) = [one for one in map(Requirement, lines) if one.name == package.name]
+        assert str(found.specifier) == f"=={package.version}"
         assert found.marker is None or found.marker.evaluate({"sys_platform": system})
 
 
@@ -310,6 +313,36 @@ def test_accelerate_equals_one_process(pools, name, make):
     for package in ("accelerate", "deepspeed", "transformers"):
         pytest.importorskip(package)
     agrees(pools, partial(make, make_optimizer=SGD), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "kind", "unit"),
+    [
+        ("Lightning FSDP2", lightning_fsdp, GPT, Block),
+        ("Lightning FSDP2", lightning_fsdp, BERT, EncoderBlock),
+        ("Lightning DDP", lightning_ddp, GPT, None),
+        ("Lightning DDP", lightning_ddp, BERT, None),
+    ],
+)
+def test_lightning_equals_one_process(pools, name, make, kind, unit):
+    pytest.importorskip("lightning_fabric")
+    how = {"unit": unit} if unit else {}
+    batch_of = gpt_batch if kind is GPT else bert_batch
+    agrees(pools, partial(make, make_optimizer=SGD, **how), name, kind, batch_of)
+
+
+def test_lightning_keeps_to_itself_what_it_logs():
+    pytest.importorskip("lightning_fabric")
+    with Ranks(2) as ranks:
+        ranks.run(under, 2, partial(lightning_ddp, make_optimizer=SGD), GPT, gpt_batch)
+        assert [ranks.output(rank) for rank in range(2)] == ["", ""]
+
+
+def test_lightning_says_which_unit_it_needs(pools):
+    pytest.importorskip("lightning_fabric")
+    make = partial(lightning_fsdp, make_optimizer=SGD, unit=EncoderBlock)
+    with pytest.raises(RankError, match="lightning_fsdp: need a model with modules of type Encod"):
+        pools(2).run(under, 2, make, GPT, gpt_batch)
 
 
 def stage_2_that_is_told_1(model):

@@ -61,7 +61,7 @@ def test_a_picture_has_two_lanes_a_run_and_says_bubble_and_peak():
     runs = {"GPipe": schedules.gpipe(4, 8), "1F1B": schedules.one_f_one_b(4, 8)}
     figure = pipelines({name: simulate(one).events() for name, one in runs.items()}, "Same bubble")
     idle = f"{bubble_fraction(4, 8):.0%} of the time idle"
-    held = "micro-batches in flight (right: the most)"
+    held = "micro-batches in flight (right: maximum)"
     assert titles(figure) == [f"GPipe: {idle}", held, f"1F1B: {idle}", held]
     said = [[text.get_text() for text in axes.texts] for axes in figure.axes[1::2]]
     assert said == [["8"] * 4, ["4", "3", "2", "1"]]

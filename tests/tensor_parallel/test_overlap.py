@@ -144,7 +144,8 @@ def test_the_sum_runs_beside_the_weight_gradient():
             (weight,) = (event for event in events if event.kind == "backward_weight")
             (own,) = (event for event in events if event.kind == "backward_input")
             assert own.end_s <= total.start_s <= weight.start_s < weight.end_s <= total.end_s
-            assert total.duration_s >= 2 * SLOW.time_s(512 * 256 * 4 / 2)
+            least_s = 2 * SLOW.time_s(512 * 256 * 4 / 2)
+            assert total.duration_s >= least_s * (1 - 1e-9)  # a difference of two clocks
 
 
 def test_tokens_are_gathered_again_beside_the_input_gradient():
