@@ -14,16 +14,20 @@ from typing import Any
 
 import typer
 
-from course_lib.core.errors import CourseError
+from course_lib.core.errors import CourseError, MeshError
 from course_lib.core.presets import ENCODERS, find_model
 from course_lib.core.specs import ModelSpec, read_config
 from course_lib.train import options as o
-from course_lib.train.config import TrainConfig, one_of, positive
+from course_lib.train.config import TrainConfig, one_of, positive, was_restarted
 from course_lib.train.launcher import (
     BAD_INPUT,
     CTRL_C,
     FAILED,
     LATE_S,
+    PREEMPTED,
+    REQUEUE,
+    SAVE_S,
+    STOP_S,
     BadInputError,
     run_ranks,
     work,
@@ -40,7 +44,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line.
 
-    Exit code 2: what was asked for cannot be trained; 1: the training failed; 130: Ctrl-C.
+    Exit code 2: what was asked for cannot be trained; 1: the training failed; 130: Ctrl-C;
+    75: a signal asked the run to stop, and it can go on from its checkpoint.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     app(args=arguments, obj=arguments, prog_name=COMMAND)
@@ -61,9 +66,10 @@ def train(
     epochs: o.Epochs = None,
     global_batch: o.GlobalBatch = 16,
     micro_batch: o.MicroBatch = None,
-    tp: o.Tp = 1,
+    mesh: o.MeshOption = None,
+    tp: o.Tp = None,
+    pp: o.Pp = None,
     sequence_parallel: o.SequenceParallel = False,
-    pp: o.Pp = 1,
     schedule: o.ScheduleOption = None,
     model_chunks: o.ModelChunks = None,
     seq: o.Seq = None,
@@ -80,20 +86,19 @@ def train(
     bucket_mib: o.BucketMib = 25.0,
     every: o.Every = 10,
     out: o.OutOption = None,
+    profile: o.ProfiledSteps = None,
     save_every: o.SaveEvery = 0,
+    keep: o.Keep = 2,
+    async_save: o.AsyncSave = False,
+    checkpoint_format: o.CheckpointFormat = "course",
     resume: o.Resume = False,
 ) -> None:
     """Train a GPT or a BERT, on one rank or on many, ranks = dp * pp * tp: the losses are the same.
 
     \b
-    python -m course_lib.train
-    python -m course_lib.train --ranks 2 --strategy ddp --out runs/ddp
-    python -m course_lib.train --ranks 4 --tp 2 --sequence-parallel
-    python -m course_lib.train --ranks 4 --pp 2 --schedule zb-h1 --micro-batch 1
+    python -m course_lib.train --mesh dp=2,pp=2,tp=2 --schedule zb-h1 --micro-batch 1
     python -m course_lib.train --ranks 2 --strategy fsdp --data shakespeare --model gpt2-char
-    python -m course_lib.train --ranks 2 --strategy zero3 --data dialogues --model bert-tiny
-    python -m course_lib.train --ranks 2 --steps 5000 --out runs/long --save-every 100
-    python -m course_lib.train --ranks 2 --steps 5000 --out runs/long --save-every 100 --resume
+    python -m course_lib.train --ranks 2 --strategy ddp --out runs/ddp --save-every 100
     torchrun --nproc-per-node 4 -m course_lib.train --strategy torch-ddp
     """
     raise typer.Exit(run(context.params, context.obj))
@@ -106,10 +111,12 @@ def run(options: dict[str, Any], arguments: Sequence[str]) -> int:
     except CourseError as error:
         return _refuse(str(error))
     try:
-        if num_ranks == 1 or world_size_from_torchrun():
-            work(config)
-            return 0
-        code = run_ranks(num_ranks, arguments)
+        if world_size_from_torchrun():
+            return work(config)
+        stop_s = SAVE_S if config.save_every else STOP_S
+        code = work(config) if num_ranks == 1 else run_ranks(num_ranks, config, stop_s)
+        if code in PREEMPTED and config.save_every:
+            code = REQUEUE
     except KeyboardInterrupt:
         code = CTRL_C
         _say("Stopped.")
@@ -135,8 +142,14 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     positive("ranks", wanted)
     if started and wanted not in (None, started):
         raise CourseError(f"--ranks: need the {started} ranks that torchrun started; got {wanted}.")
+    dp, options["pp"], options["tp"] = _axes(options)
     one_copy = options["tp"] * options["pp"]
-    num_ranks = started or wanted or max(one_copy, 1)
+    num_ranks = started or wanted or (dp or 1) * one_copy
+    if dp and num_ranks != dp * one_copy:
+        raise MeshError(
+            f"--mesh: need dp * pp * tp ranks; got {dp} * {options['pp']} * {options['tp']} and "
+            f"{num_ranks} ranks. Try it without dp: the ranks decide."
+        )
     if options["vocab"] and options["data"] != "synthetic":
         raise CourseError(
             f"--vocab: need synthetic data, a text has its own characters; got --data "
@@ -157,9 +170,27 @@ def configure(options: dict[str, Any]) -> tuple[TrainConfig, int]:
     config = TrainConfig(**options)
     config.check_ranks(num_ranks)
     config.check_memory(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
-    if os.environ.get("RANK", "0") == "0":
-        config.check_files()  # other ranks may be on a machine that does not have them
+    if not started:  # the ranks of torchrun first agree on whether they were restarted
+        config.check_files(was_restarted())
     return config, num_ranks
+
+
+def _axes(options: dict[str, Any]) -> tuple[int | None, int, int]:
+    """Return dp, pp and tp of --mesh; dp is None where the number of ranks decides."""
+    text, old = options.pop("mesh"), {axis: options.pop(axis) for axis in ("tp", "pp")}
+    if given := {axis: size for axis, size in old.items() if size is not None}:
+        together = ",".join(f"{axis}={size}" for axis, size in given.items())
+        raise CourseError(
+            f"--{next(iter(given))}: need all axes in one option. Try --mesh {together}."
+        )
+    if text is None:
+        return None, 1, 1
+    from course_lib.mesh.mesh import read_mesh
+
+    mesh = read_mesh(text)
+    if others := mesh.sizes.keys() - {"dp", "pp", "tp"}:
+        raise MeshError(f"--mesh: need axes out of dp, pp, tp; got {', '.join(sorted(others))}.")
+    return mesh.sizes.get("dp"), mesh.size("pp"), mesh.size("tp")
 
 
 def _model(options: dict[str, Any]) -> ModelSpec:
@@ -188,14 +219,15 @@ def _refuse(sentence: str) -> int:
 
 
 def _say_how_to_go_on(config: TrainConfig, arguments: Sequence[str]) -> None:
-    path = config.checkpoint
-    if path is None or not path.is_file():
+    if config.checkpoints is None or not config.checkpoints.is_dir():
         return
-    from course_lib.train.checkpoint import read
+    from course_lib.train.checkpoint import latest_of
 
-    step = read(path)["progress"]["step"]
+    found = latest_of(config)
+    if found is None:
+        return
     again = shlex.join(argument for argument in arguments if argument != "--resume")
-    _say(f"Step {step} is saved. To go on from there: {COMMAND} {again} --resume")
+    _say(f"Step {found.step} is saved. To go on from there: {COMMAND} {again} --resume")
 
 
 def _say(sentence: str) -> None:

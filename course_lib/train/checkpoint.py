@@ -1,86 +1,111 @@
-"""Save and read the checkpoint of a training run, and check that it belongs to the run.
+"""The checkpoints of a training run: in its folder, and only for runs with its settings.
 
-Rank 0 writes and reads it, whole or not at all, and it holds the state of one process, so a run can
-resume with other ranks and parallelism. It needs no random state: a step's random numbers are a
-function of (seed, step, rank).
+`course_lib.checkpoint` saves and loads them. They need no random state, no position in the data and
+no state of the learning-rate schedule: batch, random numbers and learning rate of a step are
+functions of (seed, step, rank).
 """
 
-import pickle
-from collections.abc import Callable
+import fcntl
+import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO
 
-import torch
-import torch.distributed as dist
-
+from course_lib.checkpoint import (
+    Checkpoint,
+    PendingSave,
+    all_checkpoints,
+    latest,
+    load,
+    save,
+    save_async,
+)
+from course_lib.checkpoint.agree import from_first
+from course_lib.checkpoint.dcp import DcpCheckpoint, all_dcp, load_dcp, save_dcp
+from course_lib.checkpoint.pending import group_of_its_own
 from course_lib.core.errors import CourseError
-from course_lib.core.files import whole_file
 from course_lib.core.records import RunRecord
+from course_lib.train.config import TrainConfig
 from course_lib.train.progress import Progress
 
-T = TypeVar("T")
+LOCK = ".lock"
+LOCK_S = 120  # until a run that was started again gives up: its old node may still hold the lock
 
 
-def from_rank_0(make: Callable[[], T]) -> T:
-    """Return on every rank what `make()` returns on rank 0; a CourseError is raised on all."""
-    box: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = make()
-        except CourseError as error:
-            box[1] = str(error)
-    dist.broadcast_object_list(box)
-    if box[1] is not None:
-        raise CourseError(box[1])
-    return box[0]
+def latest_of(config: TrainConfig) -> Checkpoint | DcpCheckpoint | None:
+    """Return the latest whole checkpoint of a run, in its format, if there is one."""
+    folder = str(config.checkpoints)
+    if config.checkpoint_format == "course":
+        return latest(folder)
+    return next((one for one in all_dcp(folder) if isinstance(one, DcpCheckpoint)), None)
 
 
-def save(path: Path, identity: dict[str, Any], progress: Progress, whole: dict[str, Any]) -> None:
-    """Write a checkpoint; the old one stays until the new one is complete and on disk.
+class RunCheckpoints:
+    """The checkpoints of one run; every rank saves and loads its part of them.
 
-    whole   the state dicts of `model` and `optimizer`, not of a rank's part of them
+    identity   the settings that a resumed run must keep
     """
-    state = {"identity": identity, "progress": asdict(progress), **whole}
-    with whole_file(path, sync=True, one_writer=True) as file:
-        torch.save(state, file)
 
+    def __init__(self, config: TrainConfig, identity: dict[str, Any]) -> None:
+        self.config, self.identity = config, identity
+        self.folder = str(config.checkpoints)
+        self._is_dcp = config.checkpoint_format == "dcp"
+        if config.async_save:
+            group_of_its_own(None)  # now: later, a rank may have died, and this would wait for it
+        self._pending: PendingSave | None = None
+        self._last: int | None = None  # step of the last one that was saved or loaded
 
-def read(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint file, on the CPU.
-
-    Raises: CourseError for a file that cannot be read
-    """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        Progress(**state["progress"])
-    except (RuntimeError, OSError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as wrong:
-        raise CourseError(
-            f"--resume: need a checkpoint that can be read; {path} is damaged "
-            f"({type(wrong).__name__}). Try to delete it and start again."
-        ) from wrong
-    return state
-
-
-def forget_records(folder: Path, step: int) -> None:
-    """Drop from a folder's run records the steps that a run beginning at `step` will repeat."""
-    for path in folder.glob("rank*.jsonl"):
-        record = RunRecord.read(path) if step else None
-        kept = [line for line in record.steps if line["step"] < step] if record else []
-        if record and kept:
-            record.steps = kept
-            record.write(path)
+    def save(self, state: dict[str, Any], progress: Progress) -> None:
+        """Save a checkpoint of this step, unless there is one of it."""
+        if progress.step == self._last:
+            return
+        self._last = progress.step
+        state = {**state, "progress": asdict(progress)}
+        options: Any = {"step": progress.step, "keep": self.config.keep, "run": self.identity}
+        if self._is_dcp:
+            save_dcp(state, self.folder, **options)
+        elif self.config.async_save:
+            self._pending = save_async(state, self.folder, **options)
         else:
-            path.unlink()
+            save(state, self.folder, **options)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written. Raises: CourseError where it cannot be"""
+        if self._pending:
+            self._pending.wait()
+
+    def load(self, state: dict[str, Any]) -> Progress:
+        """Load the latest whole checkpoint into the state, if there is one; return its progress.
+
+        Raises: CourseError for a checkpoint of another run
+        """
+        if not from_first(self._has_one, None):
+            return Progress()
+        loaded = (load_dcp if self._is_dcp else load)(state, self.folder)
+        self._last = loaded.step
+        return Progress(**loaded.values["progress"])
+
+    def _has_one(self) -> bool:
+        """Return whether there is a checkpoint. Raises: CourseError for one of another run"""
+        found = latest_of(self.config)
+        if found:
+            check_identity(found.path, found.run, self.identity)
+        elif broken := (all_dcp if self._is_dcp else all_checkpoints)(self.folder):
+            raise CourseError(
+                f"--resume: need a whole checkpoint in {self.folder}; none of {len(broken)} is. "
+                "Try course checkpoint verify, or another --out."
+            )
+        return found is not None
 
 
-def check_identity(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def check_identity(path: str, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Check that a checkpoint belongs to the wanted run.
 
     Raises: CourseError, with the first difference, for a checkpoint of another run
     """
-    for name, value in wanted.items():
-        before = saved.get(name)
+    for name in {**wanted, **saved}:
+        before, value = saved.get(name), wanted.get(name)
         if before == value:
             continue
         if isinstance(value, dict) and isinstance(before, dict):
@@ -94,3 +119,40 @@ def check_identity(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) ->
 def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, Any, Any]:
     name = next(name for name in now if before.get(name) != now[name])
     return f"model's {name}", before.get(name), now[name]
+
+
+def lock_folder(folder: Path, wait_s: float = 0.0) -> BinaryIO:
+    """Return an open file that keeps every other run out of a folder until it is closed.
+
+    The system closes it when the process ends, however it ends.
+
+    Raises: CourseError for a folder to which another run writes, for longer than wait_s
+    """
+    file, give_up_s = (folder / LOCK).open("wb"), time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < give_up_s:
+                time.sleep(1)
+                continue
+            file.close()
+            raise CourseError(
+                f"--out: need a folder to which no other run writes; one does to {folder}. "
+                "Try another --out, or wait until that run has ended."
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        return file
+
+
+def forget_records(folder: Path, step: int) -> None:
+    """Drop from a folder's run records the steps that a run beginning at `step` will repeat."""
+    for path in folder.glob("rank*.jsonl"):
+        record = RunRecord.read(path) if step else None
+        kept = [line for line in record.steps if line["step"] < step] if record else []
+        if record and kept:
+            record.steps = kept
+            record.write(path)
+        else:
+            path.unlink()

@@ -4,8 +4,9 @@ Every mistake that can be found before a run starts is reported here, in one sen
 """
 
 import difflib
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from course_lib.core.parallelism import Parallelism
 from course_lib.core.specs import ModelSpec, spec_fields
 from course_lib.core.units import format_bytes
 from course_lib.cost.params import count_params
-from course_lib.train.rules import COMPUTE_DTYPES, check_fits, check_split
+from course_lib.train.rules import COMPUTE_DTYPES, check_fits, check_split, profiled_steps
 
 if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for torch
     from course_lib.pipeline.actions import Schedule
@@ -24,11 +25,13 @@ if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for tor
 LR = {"sgd": 0.1, "adamw": 1e-3}  # what works for the small models
 COPIES = {"sgd": 2, "adamw": 4}  # parameters, gradients, optimizer state
 SHARE_ALL = {"zero3", "fsdp", "torch-fsdp", "deepspeed-3", "accelerate-fsdp"}
-SHARE_ALL |= {"accelerate-deepspeed", "zero3-offload", "deepspeed-3-offload"}
+SHARE_ALL |= {"lightning-fsdp", "accelerate-deepspeed", "zero3-offload", "deepspeed-3-offload"}
 DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2}
 SOURCES = ("synthetic", "shakespeare", "dialogues")
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINTS, OLD_CHECKPOINT = "checkpoints", "checkpoint.pt"
+CHECKPOINT_FORMATS = ("course", "dcp")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 V_SCHEDULES = ("zb-v", "dualpipe-v")  # the first rank holds the first and the last layers
 
 
@@ -50,8 +53,11 @@ class TrainConfig:
     compute_dtype of fsdp: the dtype of gathers and computation; None: dtype
     data          "synthetic", "shakespeare", "dialogues" or the path of a text file
     every         steps between two lines of output; 0: none
-    out           folder for run records and the checkpoint; None: nothing is written
+    out           folder for run records and checkpoints; None: nothing is written
+    profile       steps that PyTorch's profiler records on every rank: "3", "3-5"; None: none
     save_every    steps between two checkpoints; 0: none
+    keep          checkpoints that stay; older ones are removed
+    async_save    write a checkpoint while the training goes on
 
     Raises: CourseError for what cannot be trained
     """
@@ -83,17 +89,22 @@ class TrainConfig:
     bucket_mib: float = 25.0
     every: int = 10
     out: str | None = None
+    profile: str | None = None
     save_every: int = 0
+    keep: int = 2
+    async_save: bool = False
+    checkpoint_format: str = "course"
     resume: bool = False
 
     def __post_init__(self) -> None:
         one_of("optimizer", self.optimizer, tuple(LR))
         one_of("dtype", self.dtype, tuple(DTYPES))
+        one_of("checkpoint-format", self.checkpoint_format, CHECKPOINT_FORMATS)
         if self.compute_dtype is not None:
             one_of("compute-dtype", self.compute_dtype, COMPUTE_DTYPES)
         if self.lr is None:
             object.__setattr__(self, "lr", LR[self.optimizer])
-        for name in ("steps", "global_batch", "seq", "micro_batch", "lr", "bucket_mib"):
+        for name in ("steps", "global_batch", "seq", "micro_batch", "lr", "bucket_mib", "keep"):
             positive(name, getattr(self, name))
         for name in ("tp", "pp", "model_chunks", "epochs", "clip_norm", "momentum"):
             positive(name, getattr(self, name))
@@ -113,6 +124,7 @@ class TrainConfig:
             raise CourseError("--save-every, --resume: need a folder. Try --out runs/NAME.")
         check_split(self)
         check_fits(self)
+        profiled_steps(self)
 
     def _fill_in_schedule(self) -> None:
         if self.schedule is None and self.pp > 1:
@@ -128,9 +140,9 @@ class TrainConfig:
         return 2 if self.schedule in V_SCHEDULES else self.model_chunks or 1
 
     @property
-    def checkpoint(self) -> Path | None:
-        """The path of the checkpoint, whether it exists or not; None without `out`."""
-        return Path(self.out) / CHECKPOINT if self.out else None
+    def checkpoints(self) -> Path | None:
+        """The folder of the checkpoints, whether it exists or not; None without `out`."""
+        return Path(self.out) / CHECKPOINTS if self.out else None
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
@@ -187,8 +199,10 @@ class TrainConfig:
                 f"{format_bytes(there)}. Try --model tiny."
             )
 
-    def check_files(self) -> None:
+    def check_files(self, restarted: bool) -> None:
         """Check the text file, the output folder, and the checkpoint to resume from.
+
+        restarted   torchrun or Slurm has started the run again, so it resumes if it can
 
         Raises: CourseError for one that is missing, or in the way
         """
@@ -196,39 +210,58 @@ class TrainConfig:
             raise CourseError(
                 f"--data: need {', '.join(SOURCES)} or the path of a text file; got {self.data!r}."
             )
-        path = self.checkpoint
-        if path and path.is_file() and not self.resume:
+        if self.checkpoints is None:
+            return
+        self._check_checkpoints(self.checkpoints, restarted)
+        try:
+            self.checkpoints.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
             raise CourseError(
-                f"--out: need a folder without a checkpoint; there is {path}. "
+                f"--out: need a folder that can be made ({problem.strerror}); got {self.out}. "
+                "Try --out runs/NAME."
+            ) from problem
+
+    def _check_checkpoints(self, folder: Path, restarted: bool) -> None:
+        if (old := folder.with_name(OLD_CHECKPOINT)).exists():
+            raise CourseError(
+                f"--out: need a folder of this version of the course; {old} is of an earlier one, "
+                "which this one cannot read. Try another --out."
+            )
+        found = there = None
+        if folder.is_dir():
+            from course_lib.train.checkpoint import latest_of
+
+            other = "dcp" if self.checkpoint_format == "course" else "course"
+            found = latest_of(self)
+            there = latest_of(replace(self, checkpoint_format=other, async_save=False))
+        if found and not (self.resume or restarted):
+            raise CourseError(
+                f"--out: need a folder without a checkpoint; there is {found.path}. "
                 "Try --resume to continue from it, or another --out."
             )
-        if path and self.resume and not path.is_file():
+        if self.resume and not found:
+            hint = "it without --resume, with --save-every 50"
+            hint = f"--checkpoint-format {other}: there is one" if there else hint
             raise CourseError(
-                f"--resume: need a checkpoint; there is no {path}. Try it without --resume, "
-                "with --save-every 50."
+                f"--resume: need a whole checkpoint; there is none in {folder}. Try {hint}."
             )
-        if path:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as problem:
-                raise CourseError(
-                    f"--out: need a folder that can be made ({problem.strerror}); got {self.out}. "
-                    "Try --out runs/NAME."
-                ) from problem
 
     def identity(self, model: ModelSpec, data: str) -> dict[str, Any]:
         """Return the settings on which the results depend: a resumed run must keep them."""
         spec = {**asdict(model), "name": ""}
-        names = ("optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch")
-        same = {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
-        # checkpoints of before do not have these
-        later = ("clip_norm", "compute_dtype", "momentum", "warmup")
-        return same | {name: getattr(self, name) for name in later}
+        names = ["optimizer", "lr", "dropout", "dtype", "seed", "seq", "global_batch"]
+        names += ["clip_norm", "compute_dtype", "momentum", "warmup"]
+        return {"model": spec, "data": data, **{name: getattr(self, name) for name in names}}
 
     def plain(self, model: ModelSpec, data: str, dp: int) -> dict[str, Any]:
         """Return the settings as plain values, for the run record."""
         counts = {"dp": dp, "num_micro_batches": self.num_micro_batches(dp)}
         return {**asdict(self), "model": spec_fields(model), "data": data, **counts}
+
+
+def was_restarted() -> bool:
+    """Return whether torchrun or Slurm has started this process again."""
+    return any(int(os.environ.get(name) or 0) for name in RESTART_COUNTS)
 
 
 def one_of(name: str, word: str, words: Sequence[str]) -> None:
@@ -247,7 +280,7 @@ def positive(name: str, number: float | None, *, or_zero: bool = False) -> None:
 
 
 def schedule_of(config: TrainConfig, num_micro_batches: int) -> "Schedule":
-    """Return the pipeline schedule of a run with --pp.
+    """Return the pipeline schedule of a run with stages.
 
     Raises: ScheduleError for a number of micro-batches that it cannot take
     """
@@ -282,7 +315,7 @@ def parallelism_of(config: TrainConfig, num_ranks: int) -> Parallelism:
     if num_ranks % one_copy:
         near = max(round(num_ranks / one_copy), 1) * one_copy
         raise MeshError(
-            f"--tp, --pp: need a number of ranks divisible by tp * pp; got {num_ranks} and "
+            f"--mesh: need a number of ranks divisible by tp * pp; got {num_ranks} and "
             f"{config.tp} * {config.pp}. Try --ranks {near}."
         )
     dp, sequence_parallel = num_ranks // one_copy, config.sequence_parallel

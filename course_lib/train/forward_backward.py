@@ -36,12 +36,14 @@ def make_pass(
 
     Shapes:  -> [3]: the loss (0 where it is not known), correctly predicted, and all masked tokens
     """
+    if wrapped.gradients is not None:
+        return wrapped.gradients
     loss_fn: _LossFn = token_loss
     if config.tp > 1:
         loss_fn = partial(parallel_token_loss, group=mesh.group("tp"))
     if config.pp == 1:
         return partial(_one_by_one, wrapped, loss_fn, config.masked)
-    schedule = schedule_of(config, config.num_micro_batches(mesh.parallelism.dp))
+    schedule = schedule_of(config, config.num_micro_batches(mesh.mesh.size("dp")))
     pipeline = Pipeline(part.module, loss_fn, mesh.group("pp"))
     return partial(_through_stages, wrapped, pipeline, schedule)
 

@@ -1,12 +1,14 @@
 """Launch the ranks of `course_lib.train`, and make sure that all of them end.
 
-`run_ranks` is torchrun without its pages of output: one process per rank, none of which outlives
-the others or the process that started them. `work` runs in each of these processes, the same under
-torchrun and, with one rank, alone. An error is reported once, by the process that started the rank.
+`run_ranks` is torchrun without its pages of output, and without starting Python for every rank:
+one process per rank, forked from one that has imported torch. None of them outlives the others or
+the process that started them. `work` runs in each of these processes, the same under torchrun and,
+with one rank, alone. An error is reported once, by the process that started the rank.
 """
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -15,7 +17,6 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -24,9 +25,13 @@ from course_lib.core.errors import CourseError
 from course_lib.train.config import TrainConfig
 
 BAD_INPUT, FAILED, CTRL_C = 2, 1, 130
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: everything is saved, try again later
+PREEMPTED = {REQUEUE, 128 + signal.SIGTERM, 128 + signal.SIGUSR1}
 LATE_S = 2.0  # a rank that has only lost the others waits to be stopped, and tells nothing
 STOP_S = 5  # until a rank that does not end is killed
+SAVE_S = 30  # the same for a rank that finishes its step and saves first
 WATCH_S = 0.5
+PRELOAD = ("course_lib.train.trainer", "torch.nn.parallel.distributed", "torch._dynamo")
 
 
 class BadInputError(CourseError):
@@ -38,8 +43,12 @@ def world_size_from_torchrun() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
 
 
-def run_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Run `python -m course_lib.train` with these arguments on so many ranks; return an exit code.
+def run_ranks(num_ranks: int, config: TrainConfig, stop_s: int = STOP_S) -> int:
+    """Train on so many ranks of this machine; return an exit code.
+
+    The ranks are forked from one process that has imported torch, as those of a notebook.
+
+    stop_s   seconds that a rank has to end when it is asked to
 
     Raises: KeyboardInterrupt on Ctrl-C, after the ranks have ended
     """
@@ -48,9 +57,11 @@ def run_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from course_lib.ranks.fork_server import start_method, without_main_script
+
     with tempfile.TemporaryDirectory() as folder:
         _set_up_environment(folder)
-        config = LaunchConfig(
+        launch_config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=num_ranks,
@@ -59,12 +70,14 @@ def run_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
             rdzv_endpoint="127.0.0.1:0",
             local_addr="127.0.0.1",
             max_restarts=0,
-            shutdown_timeout=STOP_S,
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # SIGINT: KeyboardInterrupt, here only
+            shutdown_timeout=stop_s,
+            signals_to_handle="SIGTERM,SIGUSR1,SIGHUP,SIGQUIT",  # SIGINT raises, here only
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            start_method=start_method(PRELOAD).get_start_method(),
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "course_lib.train", *arguments)
+            with without_main_script():
+                elastic_launch(launch_config, _work_and_leave)(config)
         except ChildFailedError as failed:
             return _tell(failed.failures)
         except SignalException as stopped:
@@ -88,6 +101,8 @@ def _tell(failures: dict[int, Any]) -> int:
         rank: failure for rank, failure in failures.items() if isinstance(failure.message, dict)
     }
     rank, failure = min((told or failures).items(), key=lambda item: item[1].timestamp)
+    if failure.exitcode == REQUEUE:
+        return REQUEUE
     if told:
         print(failure.message["extraInfo"]["py_callstack"].rstrip(), file=sys.stderr)
         if failure.exitcode == BAD_INPUT:
@@ -97,8 +112,17 @@ def _tell(failures: dict[int, Any]) -> int:
     return FAILED
 
 
-def work(config: TrainConfig) -> None:
+def _work_and_leave(config: TrainConfig) -> None:
+    """Run a forked rank. One that ends early exits: nobody waits for what it would return."""
+    if code := work(config):
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def work(config: TrainConfig) -> int:
     """Run one rank: train, and on failure report why to the process that started this one.
+
+    Return 0 when the training is done, REQUEUE when a signal has ended it early.
 
     Raises: CourseError, or what the training raised, where this process is the only one
     """
@@ -108,18 +132,18 @@ def work(config: TrainConfig) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as for each of several ranks
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun decides what Ctrl-C means
-        _end_with(os.getppid())
+        _end_with_parent()
     from course_lib.ranks import launch
 
     try:
-        launch(_train, config)
+        return int(launch(_train, config))
     except Exception as error:
         if alone:
             raise
         _leave(error)
 
 
-def _train(rank: int, config: TrainConfig) -> None:
+def _train(rank: int, config: TrainConfig) -> int:
     from course_lib.ranks.work_handle import ConnectionLostError
     from course_lib.train.trainer import Trainer
 
@@ -130,6 +154,7 @@ def _train(rank: int, config: TrainConfig) -> None:
     except CourseError as error:
         raise BadInputError(str(error)) from error
     trainer.run()
+    return 0 if trainer.is_done else REQUEUE
 
 
 def _leave(error: Exception) -> NoReturn:
@@ -164,12 +189,19 @@ def _only_lost_the_others(error: BaseException | None) -> bool:
     return False
 
 
-def _end_with(parent: int) -> None:
-    """End this process as soon as its parent process has ended, for whatever reason."""
+def _end_with_parent() -> None:
+    """End this process as soon as the one that asked for it has ended, for whatever reason.
+
+    A forked rank is a child of the fork server, which lives as long as any rank does.
+    """
+    parent, pid = multiprocessing.parent_process(), os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(WATCH_S)
+        if parent is not None:
+            parent.join()
+        else:
+            while os.getppid() == pid:
+                time.sleep(WATCH_S)
         os._exit(FAILED)
 
     threading.Thread(target=watch, daemon=True).start()

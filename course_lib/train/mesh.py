@@ -1,18 +1,19 @@
-"""The mesh of ranks of a training run, with the axes dp, pp and tp.
+"""The mesh of ranks of a training run, with the axes pp, dp and tp. Notebook 11_mesh.
 
-The tp axis is innermost, as it communicates most: ranks 0 and 1 share layers, then come the stages
-of the same copy of the model, then the next copy.
+The tp axis is innermost, as it communicates most: ranks 0 and 1 share layers, then come the other
+copies of these layers, then the next stage.
 """
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from course_lib.core.parallelism import Parallelism
+from course_lib.mesh.mesh import Mesh
+from course_lib.mesh.rank_mesh import RankMesh
 
 
-class TrainMesh:
-    """The ranks of a run as one DeviceMesh with the axes dp, pp, tp.
+class TrainMesh(RankMesh):
+    """This rank in the mesh of a run.
 
     An axis of one rank, other than dp, is left out: it needs no group.
 
@@ -20,22 +21,16 @@ class TrainMesh:
     """
 
     def __init__(self, parallelism: Parallelism, device: torch.device, loss_stage: int) -> None:
-        self.parallelism, self.loss_stage = parallelism, loss_stage
-        sizes = {"dp": parallelism.dp, "pp": parallelism.pp, "tp": parallelism.tp}
-        names = tuple(name for name, size in sizes.items() if size > 1 or name == "dp")
-        shape = tuple(sizes[name] for name in names)
-        self.device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        self._names = names
+        sizes = {"pp": parallelism.pp, "dp": parallelism.dp, "tp": parallelism.tp}
+        super().__init__(Mesh(**{n: size for n, size in sizes.items() if size > 1 or n == "dp"}))
+        self.device, self.loss_stage = device, loss_stage
 
-    def number(self, name: str) -> int:
-        """Return this rank's index along an axis."""
-        return self.device_mesh.get_local_rank(name) if name in self._names else 0
-
-    def group(self, name: str) -> dist.ProcessGroup:
-        """Return the process group of the ranks that differ from this one along that axis only."""
-        return self.device_mesh.get_group(name)
+    @property
+    def tensor_mesh(self) -> DeviceMesh:
+        """The tp axis as the DeviceMesh that `parallelize` takes."""
+        return self.device_mesh("tp", self.device.type)
 
     @property
     def reports(self) -> bool:
         """Whether this rank reports its copy's loss and tokens: one rank of each copy does."""
-        return self.number("pp") == self.loss_stage and self.number("tp") == 0
+        return self.index("pp") == self.loss_stage and self.index("tp") == 0

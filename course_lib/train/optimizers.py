@@ -1,31 +1,27 @@
-"""Adapters that give every strategy's optimizer one interface: step, clip, save and load.
+"""Adapters that give every strategy's optimizer one interface: reset gradients, clip, step, state.
 
-Every adapter does the same five things: reset gradients, clip them, step, gather the whole state on
-rank 0, and load it. The whole state is always that of one process, so a run can resume with another
-strategy and another number of ranks.
+The state is the model and its optimizer as `course_lib.checkpoint` takes them: it finds this rank's
+shards of the whole tensors, so a run can resume with another strategy and other ranks.
 """
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from course_lib.core.errors import CourseError
-from course_lib.frameworks import Engine, alive_bytes
+from course_lib.frameworks import Engine, MegatronEngine, alive_bytes
 from course_lib.fsdp.fsdp import FSDP
-from course_lib.fsdp.state import StateDict, full_optim_state, load_full_optim
 from course_lib.models.storages import storage_bytes
 from course_lib.train.config import TrainConfig
-from course_lib.train.model_part import ModelPart, groups_of
+from course_lib.train.model_part import ModelPart
 from course_lib.zero.lab import owned_bytes
-from course_lib.zero.state import on_host
 from course_lib.zero.zero import ZeRO1
 
+State = dict[str, Any]  # what course_lib.checkpoint saves and loads
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
@@ -45,11 +41,8 @@ class OptimizerAdapter(Protocol):
     def step(self) -> None:
         """Update the parameters; afterwards every rank can compute with them."""
 
-    def gather(self) -> StateDict | None:
-        """Return the state dicts `model` and `optimizer` of one process on rank 0, else None."""
-
-    def load(self, state: StateDict) -> None:
-        """Load this rank's part of a state that `gather` returned."""
+    def state(self) -> State:
+        """Return the model and the optimizer, to save and load this rank's part of them."""
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank holds, by kind."""
@@ -84,13 +77,9 @@ class PlainAdapter:
         """Update all parameters of this rank."""
         self.optimizer.step()
 
-    def gather(self) -> StateDict | None:
-        """Return the whole state on rank 0; see `ModelPart.gather`."""
-        return self.part.gather(self.optimizer)
-
-    def load(self, state: StateDict) -> None:
-        """Load this rank's part; see `ModelPart.load`."""
-        self.part.load(state, self.optimizer)
+    def state(self) -> State:
+        """Return this rank's part of the model, and the optimizer."""
+        return {"model": self.part, "optimizer": self.optimizer}
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes on this rank by kind."""
@@ -116,14 +105,9 @@ class ZeROAdapter:
         """Update this rank's shard and gather the parameters."""
         self.engine.step()
 
-    def gather(self) -> StateDict | None:
-        """Gather the whole state, one flat parameter at a time, on every rank."""
-        state = self.engine.full_state_dict()
-        return None if dist.get_rank() else state
-
-    def load(self, state: StateDict) -> None:
-        """Load this rank's shards of a whole state."""
-        self.engine.load_full_state_dict(state)
+    def state(self) -> State:
+        """Return the engine and its optimizer, which know their shards."""
+        return {"model": self.engine, "optimizer": self.engine.optimizer}
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes on this rank by kind."""
@@ -131,13 +115,10 @@ class ZeROAdapter:
 
 
 class FSDPAdapter:
-    """Adapter for the FSDP of notebook 10_fsdp and an optimizer of its shards.
+    """Adapter for the FSDP of notebook 10_fsdp and an optimizer of its shards."""
 
-    names   of the plain model's parameters, in their order
-    """
-
-    def __init__(self, model: FSDP, names: list[str], config: TrainConfig) -> None:
-        self.model, self.names = model, names
+    def __init__(self, model: FSDP, config: TrainConfig) -> None:
+        self.model = model
         self.optimizer = optimizer_of(config, model.parameters())
 
     def zero_grad(self) -> None:
@@ -152,16 +133,9 @@ class FSDPAdapter:
         """Update the shards; the next forward gathers them."""
         self.optimizer.step()
 
-    def gather(self) -> StateDict | None:
-        """Gather the whole state on rank 0, one parameter group at a time."""
-        model = self.model.full_state_dict(rank=0)
-        saved = full_optim_state(self.model.param_groups, self.optimizer)
-        return whole_state(model, self.names, saved, self.optimizer)
-
-    def load(self, state: StateDict) -> None:
-        """Load this rank's shards of a whole state."""
-        self.model.load_full_state_dict(state["model"])
-        load_full_optim(self.model.param_groups, self.optimizer, by_name(state, self.names))
+    def state(self) -> State:
+        """Return the model, which knows its shards, and the optimizer."""
+        return {"model": self.model, "optimizer": self.optimizer}
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes by kind; a unit's gathered parameters count while they are allocated."""
@@ -178,7 +152,6 @@ class TorchFSDPAdapter:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.params = dict(model.named_parameters())
 
     def zero_grad(self) -> None:
         """Reset the shards' gradients."""
@@ -192,24 +165,9 @@ class TorchFSDPAdapter:
         """Update the shards; the next forward gathers them."""
         self.optimizer.step()
 
-    @torch.no_grad()
-    def gather(self) -> StateDict | None:
-        """Gather the whole state, one tensor at a time, on every rank."""
-        model = {key: _full(value) for key, value in self.model.state_dict().items()}
-        kept = {
-            name: {kind: _full(value) for kind, value in self.optimizer.state[param].items()}
-            for name, param in self.params.items()
-        }
-        return whole_state(model, list(self.params), kept, self.optimizer)
-
-    @torch.no_grad()
-    def load(self, state: StateDict) -> None:
-        """Load this rank's shards, cut from its own copy of the whole state."""
-        for key, value in self.model.state_dict().items():
-            value.copy_(_like(value, state["model"][key]))
-        for name, kept in by_name(state, list(self.params)).items():
-            param = self.params[name]
-            self.optimizer.state[param] = {kind: _like(param, x) for kind, x in kept.items()}
+    def state(self) -> State:
+        """Return the model and the optimizer: their DTensors know their shards."""
+        return {"model": self.model, "optimizer": self.optimizer}
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of this rank's shards by kind."""
@@ -222,7 +180,7 @@ class FrameworkAdapter:
     earlier   storages that were alive before the model and do not belong to this run
     """
 
-    def __init__(self, engine: Engine, earlier: Set[StorageWeakRef]) -> None:
+    def __init__(self, engine: Engine | MegatronEngine, earlier: Set[StorageWeakRef]) -> None:
         self.engine, self.earlier = engine, earlier
         self.optimizer: Optimizer | None = None
 
@@ -237,29 +195,13 @@ class FrameworkAdapter:
         """Run the framework's own update."""
         self.engine.update()
 
-    def gather(self) -> StateDict | None:
-        """Return None: the settings allow no checkpoint."""
-        return None
-
-    def load(self, state: StateDict) -> None:
-        """Refuse to load; the settings do not allow it. Raises: CourseError"""
-        raise CourseError(f"{self.engine.name}: need a start from the seed; got a checkpoint.")
+    def state(self) -> State:
+        """Return nothing: the settings allow no checkpoint."""
+        return {}
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of all tensors of this run; their kinds are not known."""
         return {"tensors": alive_bytes(besides=self.earlier)}
-
-
-def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _like(wanted: Tensor, value: Any) -> Any:
-    """Distribute a whole tensor like `wanted`; a step count stays as it is."""
-    if not (isinstance(wanted, DTensor) and isinstance(value, Tensor) and value.dim()):
-        return value
-    value = value.to(wanted.device)
-    return distribute_tensor(value, wanted.device_mesh, wanted.placements, src_data_rank=None)
 
 
 def state_bytes(params: Iterable[nn.Parameter], optimizer: Optimizer) -> dict[str, int]:
@@ -271,27 +213,3 @@ def state_bytes(params: Iterable[nn.Parameter], optimizer: Optimizer) -> dict[st
         "grads": storage_bytes(param.grad for param in params),
         "optim_state": storage_bytes(x for x in state if isinstance(x, Tensor) and x.dim()),
     }
-
-
-def whole_state(
-    model: Mapping[str, Any],
-    names: list[str],
-    kept: Mapping[str, Mapping[str, Any]],
-    optimizer: Optimizer,
-) -> StateDict | None:
-    """Return one process's state dicts, from whole tensors by name, on rank 0; else None."""
-    if dist.get_rank():
-        return None
-    state = {n: _copies(kept[name]) for n, name in enumerate(names) if kept.get(name)}
-    groups = groups_of(optimizer.state_dict(), len(names))
-    return {"model": _copies(model), "optimizer": {"state": state, "param_groups": groups}}
-
-
-def by_name(state: StateDict, names: list[str]) -> dict[str, StateDict]:
-    """Return the saved optimizer state of each parameter by its name."""
-    return {names[number]: kept for number, kept in state["optimizer"]["state"].items()}
-
-
-def _copies(values: Mapping[str, Any]) -> StateDict:
-    """Copy all values to the CPU: each parameter would increment a step count that they share."""
-    return {key: on_host(value) for key, value in values.items()}

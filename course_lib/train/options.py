@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from course_lib.train.config import SCHEDULES
+from course_lib.train.config import CHECKPOINT_FORMATS, SCHEDULES
 from course_lib.train.strategies import COPIES, FRAMEWORKS, SHARDS
 
 StrategyOption = Annotated[
@@ -22,7 +22,7 @@ StrategyOption = Annotated[
     ),
 ]
 RanksOption = Annotated[
-    int | None, typer.Option(help="Ranks to start on this machine. Default: tp * pp.")
+    int | None, typer.Option(help="Ranks to start on this machine. Default: dp * pp * tp.")
 ]
 ModelOption = Annotated[
     str,
@@ -59,16 +59,23 @@ MicroBatch = Annotated[
     int | None,
     typer.Option(
         help="Sequences in one forward pass; the rest of a rank's share follows in more "
-        "micro-batches. Default: the whole share at once, or with --pp 2 * pp micro-batches."
+        "micro-batches. Default: the whole share at once, or with pp 2 * pp micro-batches."
     ),
 ]
-Tp = Annotated[int, typer.Option(help="Ranks that split every layer (tensor parallelism).")]
-SequenceParallel = Annotated[
-    bool, typer.Option("--sequence-parallel", help="With --tp: also split norms and dropout.")
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Sizes of the axes, such as dp=2,pp=2,tp=2: copies of the model, pipeline stages, "
+        "ranks that split every layer. Without dp: as many copies as --ranks gives."
+    ),
 ]
-Pp = Annotated[int, typer.Option(help="Pipeline stages, one rank each (pipeline parallelism).")]
+Tp = Annotated[int | None, typer.Option(hidden=True)]
+Pp = Annotated[int | None, typer.Option(hidden=True)]
+SequenceParallel = Annotated[
+    bool, typer.Option("--sequence-parallel", help="With tp: also split norms and dropout.")
+]
 ScheduleOption = Annotated[
-    str | None, typer.Option(help=f"With --pp: {', '.join(SCHEDULES)}. Default: 1f1b.")
+    str | None, typer.Option(help=f"With pp: {', '.join(SCHEDULES)}. Default: 1f1b.")
 ]
 ModelChunks = Annotated[
     int | None, typer.Option(help="Model chunks per rank of --schedule interleaved. Default: 2.")
@@ -103,7 +110,30 @@ BucketMib = Annotated[
 ]
 Every = Annotated[int, typer.Option(help="Steps between two lines of output; 0: silent.")]
 OutOption = Annotated[
-    Path | None, typer.Option(help="Folder for run records and the checkpoint, such as runs/NAME.")
+    Path | None, typer.Option(help="Folder for run records and checkpoints, such as runs/NAME.")
+]
+ProfiledSteps = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STEPS",
+        help="Steps, such as 3 or 3-5, that PyTorch's profiler records on every rank: traces in "
+        "--out, under profile.",
+    ),
 ]
 SaveEvery = Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")]
+Keep = Annotated[int, typer.Option(help="Checkpoints that stay; older ones are removed.")]
+AsyncSave = Annotated[
+    bool, typer.Option("--async-save", help="Train on while a checkpoint is written.")
+]
+CheckpointFormat = Annotated[
+    str,
+    typer.Option(help=f"{' or '.join(CHECKPOINT_FORMATS)} (torch.distributed.checkpoint)."),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Continue from the latest whole checkpoint in --out. Ranks that torchrun or Slurm "
+        "has started again do so by themselves.",
+    ),
+]

@@ -4,11 +4,48 @@
 `config` is a TrainConfig, which applies these rules when it is created.
 """
 
+import re
+import sys
 from typing import Any
 
 from course_lib.core.errors import CourseError, MeshError, ShapeError
 
 COMPUTE_DTYPES = ("bfloat16",)
+
+
+def profiled_steps(config: Any) -> range:
+    """Return the steps that `--profile` names, counted from 0: "3", or "3-5" with both ends.
+
+    Raises: CourseError for another text, for steps beyond the run's, and without a folder
+    """
+    if config.profile is None:
+        return range(0)
+    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", config.profile)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+    num_steps = sys.maxsize if config.epochs else config.steps  # the data set's size sets it
+    if not first <= last < num_steps:
+        raise CourseError(
+            f"--profile: need steps of the run, counted from 0, such as 3 or 3-5; got "
+            f"{config.profile!r} of {config.steps} steps. Try --profile {min(2, num_steps - 1)}."
+        )
+    if config.out is None:
+        raise CourseError("--profile: need a folder for the traces. Try --out runs/NAME.")
+    return range(first, last + 1)
+
+
+def check_profiled_steps(config: Any, first: int) -> None:
+    """Check that a run which resumes at step `first` does one of the steps that `--profile` names.
+
+    Raises: CourseError where all of them are done
+    """
+    steps = profiled_steps(config)
+    if not steps or steps[-1] >= first:
+        return
+    later = f"--profile {first}" if first < config.steps else "it without --profile"
+    raise CourseError(
+        f"--profile: need a step that is not done, {first} or later, as --resume continues at step "
+        f"{first}; got {config.profile}. Try {later}."
+    )
 
 
 def check_split(config: Any) -> None:
@@ -17,8 +54,8 @@ def check_split(config: Any) -> None:
     _check_stages(config)
     if config.strategy == "torch-ddp" and config.pp > 1:
         raise MeshError(
-            "--strategy torch-ddp: need --pp 1, as it sends gradients with the first backward "
-            f"after its own forward; got --pp {config.pp}. Try --strategy ddp."
+            "--strategy torch-ddp: need pp=1, as it sends gradients with the first backward "
+            f"after its own forward; got pp={config.pp}. Try --strategy ddp."
         )
 
 
@@ -29,16 +66,16 @@ def _check_tensors(config: Any) -> None:
         if heads % tp:
             fits = max(n for n in range(1, tp) if model.num_heads % n == model.kv_heads % n == 0)
             raise MeshError(
-                f"--tp: need {what} of model {model.name} divisible by tp, as a head stays whole; "
-                f"got {heads} and {tp}. Try --tp {fits}."
+                f"--mesh: need {what} of model {model.name} divisible by tp, as a head stays "
+                f"whole; got {heads} and {tp}. Try tp={fits}."
             )
     if not config.sequence_parallel:
         return
     if tp == 1:
-        raise MeshError("--sequence-parallel: need --tp of 2 or more; got 1. Try --tp 2.")
+        raise MeshError("--sequence-parallel: need tp of 2 or more; got 1. Try --mesh tp=2.")
     if config.seq % tp:
         raise ShapeError(
-            f"--sequence-parallel: need --seq divisible by --tp; got {config.seq} and {tp}. "
+            f"--sequence-parallel: need --seq divisible by tp; got {config.seq} and {tp}. "
             f"Try --seq {max(config.seq - config.seq % tp, tp)}."
         )
 
@@ -47,27 +84,31 @@ def _check_stages(config: Any) -> None:
     pp, chunks, layers = config.pp, config.num_model_chunks, config.model.num_layers
     if config.schedule and pp == 1:
         raise MeshError(
-            f"--schedule {config.schedule}: need stages to schedule; got --pp 1. Try --pp 2."
+            f"--schedule {config.schedule}: need two or more pipeline stages; got pp=1. "
+            "Try --mesh pp=2."
         )
     if (config.model_chunks or 1) > 1 and config.schedule != "interleaved":
         raise MeshError(
             f"--model-chunks: need --schedule interleaved; got {config.model_chunks} chunks and "
-            f"{config.schedule or 'no stages'}. Try --pp 2 --schedule interleaved."
+            f"{config.schedule or 'no stages'}. Try --mesh pp=2 --schedule interleaved."
         )
     if pp * chunks > layers:
         raise MeshError(
-            f"--pp, --model-chunks: need pp * model chunks of at most the {layers} layers of model "
-            f"{config.model.name}; got {pp} * {chunks}. Try --layers {pp * chunks}."
+            f"--mesh, --model-chunks: need pp * model chunks of at most the {layers} layers of "
+            f"model {config.model.name}; got {pp} * {chunks}. Try --layers {pp * chunks}."
         )
 
 
 def check_fits(config: Any) -> None:
     """Check that the options fit each other. Raises: CourseError or MeshError"""
     name = config.strategy
-    framework = name.startswith(("deepspeed", "accelerate"))
-    if (framework or name.startswith(("zero", "fsdp", "torch-fsdp"))) and config.tp * config.pp > 1:
+    framework = name.startswith(("deepspeed", "accelerate", "lightning", "megatron"))
+    whole_layers = framework and name != "megatron"
+    if (
+        whole_layers or name.startswith(("zero", "fsdp", "torch-fsdp"))
+    ) and config.tp * config.pp > 1:
         raise MeshError(
-            f"--strategy {name}: need --tp 1 and --pp 1, as it shards whole layers; got "
+            f"--strategy {name}: need tp=1 and pp=1, as it shards whole layers; got "
             f"{config.tp} and {config.pp}. Try --strategy ddp."
         )
     if not config.reshard and name not in ("fsdp", "torch-fsdp"):
@@ -79,11 +120,16 @@ def check_fits(config: Any) -> None:
             f"--momentum: need --optimizer sgd and a number below 1; got {config.optimizer} and "
             f"{config.momentum}. Try --optimizer sgd --momentum 0.9."
         )
+    if config.async_save and config.checkpoint_format != "course":
+        raise CourseError(
+            f"--async-save: need --checkpoint-format course; got {config.checkpoint_format}. "
+            "Try it without --async-save."
+        )
     if framework:
         _check_framework(config)
     if config.clip_norm and config.tp * config.pp > 1:
         raise MeshError(
-            "--clip-norm: need --tp 1 and --pp 1, as no rank has the whole gradient; got "
+            "--clip-norm: need tp=1 and pp=1, as no rank has the whole gradient; got "
             f"{config.tp} and {config.pp}. Try it without --clip-norm."
         )
     _check_data(config)
@@ -98,7 +144,8 @@ def _check_framework(config: Any) -> None:
         )
     if "deepspeed" in name and config.dtype != "float32":
         raise CourseError(
-            f"--dtype: need float32 with {name}, as it reduces gradients in it; got {config.dtype}."
+            f"--dtype: need float32 with {name}, as it reduces gradients in float32; "
+            f"got {config.dtype}."
         )
     given = {"--clip-norm": config.clip_norm, "--warmup": config.warmup}
     if option := next((option for option, value in given.items() if value), ""):
@@ -106,27 +153,47 @@ def _check_framework(config: Any) -> None:
             f"{option}: need a strategy of the course or of PyTorch; got {name}. "
             "Try --strategy fsdp."
         )
+    if name == "megatron":
+        _check_megatron(config)
     if name == "accelerate-deepspeed" and config.micro_batch:
         raise CourseError(
-            "--micro-batch: need a strategy that steps apart from backward; got "
+            "--micro-batch: need a strategy whose step is separate from backward; got "
             "accelerate-deepspeed. Try --strategy deepspeed-3."
+        )
+
+
+def _check_megatron(config: Any) -> None:
+    wanted = {
+        "--dtype": (config.dtype, ("float32", "float64")),
+        "--dropout": (config.dropout, (0,)),
+        "--schedule": (config.schedule, (None, "1f1b", "interleaved")),
+    }
+    for option, (given, possible) in wanted.items():
+        if given not in possible:
+            raise CourseError(
+                f"{option}: need {' or '.join(map(str, filter(None, possible))) or 'none'} with "
+                f"megatron; got {given}. Try it without {option}."
+            )
+    if config.masked:
+        raise CourseError(
+            f"--model {config.model.name}: need a GPT with megatron; got a BERT. Try --model tiny."
         )
 
 
 def _check_data(config: Any) -> None:
     if config.masked and config.tp * config.pp > 1:
         raise MeshError(
-            f"--model {config.model.name}: need --tp 1 and --pp 1 for a BERT; got {config.tp} and "
+            f"--model {config.model.name}: need tp=1 and pp=1 for a BERT; got {config.tp} and "
             f"{config.pp}. Try --strategy fsdp."
         )
     if config.data == "dialogues" and not config.masked:
         raise CourseError(
-            "--data dialogues: need a BERT, which predicts masked words; got the GPT "
+            "--data dialogues: need a BERT, which predicts masked tokens; got the GPT "
             f"{config.model.name}. Try --model bert-tiny."
         )
     if config.epochs and config.data == "synthetic":
         raise CourseError(
-            "--epochs: need data with an end; got synthetic ones. Try --data shakespeare."
+            "--epochs: need a data set of finite size; got synthetic data. Try --data shakespeare."
         )
 
 

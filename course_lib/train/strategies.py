@@ -6,11 +6,12 @@ the losses and the weights of `single` on the whole batch: tests/train/test_trai
 copies of the model, tests/train/test_sharded.py for shards and frameworks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 from course_lib.core.units import MIB
 from course_lib.train.config import TrainConfig
@@ -20,8 +21,14 @@ if TYPE_CHECKING:  # imported where it is used: `--help` should not wait for tor
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from course_lib.frameworks import Engine
+    from course_lib.frameworks import Engine, MegatronEngine
+    from course_lib.models import GPT
     from course_lib.train.optimizers import OptimizerAdapter
+
+    MicroBatches = Sequence[tuple[Tensor, Tensor]]  # inputs and targets
+
+
+_MEGATRON_ENGINES: "WeakSet[MegatronEngine]" = WeakSet()  # of the runs in this process
 
 
 def plain_backward(loss: "Tensor") -> None:
@@ -38,6 +45,7 @@ class Wrapped:
     backward  of a micro-batch's loss
     finish    called after the step's last backward: then every gradient is the ranks' mean
     no_sync   a context for the forward and backward of all micro-batches but the last
+    gradients the whole gradient pass, as `make_pass` returns it, where a framework runs it
     """
 
     model: Callable[..., Any]
@@ -45,6 +53,7 @@ class Wrapped:
     backward: Callable[["Tensor"], object] = plain_backward
     finish: Callable[[], None] = lambda: None
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    gradients: "Callable[[MicroBatches, Sequence[float]], Tensor] | None" = None
 
 
 def single(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
@@ -106,10 +115,9 @@ def fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") ->
     from course_lib.fsdp.fsdp import FSDP
     from course_lib.train.optimizers import FSDPAdapter
 
-    names = [name for name, _ in model.named_parameters()]
     dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
     wrapped = FSDP(model, compute_dtype=dtype, reshard_after_forward=config.reshard, group=group)
-    return Wrapped(wrapped, FSDPAdapter(wrapped, names, config))
+    return Wrapped(wrapped, FSDPAdapter(wrapped, config))
 
 
 def torch_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
@@ -168,6 +176,56 @@ def accelerate_deepspeed(
     return _framework(partial(frameworks.accelerate_deepspeed, stage=3), model, config)
 
 
+def lightning_ddp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
+    """Lightning Fabric with its DDP strategy, which is PyTorch's DDP."""
+    from course_lib import frameworks
+
+    return _framework(frameworks.lightning_ddp, model, config)
+
+
+def lightning_fsdp(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
+    """Lightning Fabric with its ModelParallelStrategy: `fully_shard` on every block."""
+    from course_lib import frameworks
+    from course_lib.models.gpt import Block
+
+    return _framework(partial(frameworks.lightning_fsdp, unit=_kind(model, Block)), model, config)
+
+
+def megatron(model: "nn.Module", config: TrainConfig, group: "dist.ProcessGroup") -> Wrapped:
+    """Megatron-Core, which splits the model itself; its schedules take all micro-batches.
+
+    The engine of an earlier run in this process is closed: Megatron-Core serves one at a time.
+    """
+    import torch
+
+    from course_lib.frameworks import MegatronEngine, alive_storages
+    from course_lib.train.optimizers import FrameworkAdapter, optimizer_of
+
+    for engine in list(_MEGATRON_ENGINES):
+        engine.close()
+    earlier, make = alive_storages(), partial(optimizer_of, config)
+    engine = MegatronEngine(
+        cast("GPT", model),  # the settings allow no other model
+        make,
+        tp=config.tp,
+        pp=config.pp,
+        model_chunks=config.model_chunks or 1,
+        sequence_parallel=config.sequence_parallel,
+    )
+    _MEGATRON_ENGINES.add(engine)
+    for param in model.parameters():  # the engine trains its own copy of this rank's shards
+        param.data = param.new_empty(0)
+
+    def gradients(micro_batches: "MicroBatches", shares: Sequence[float]) -> "Tensor":
+        inputs, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+        loss_sum, count = engine.forward_backward(inputs, targets, len(shares))
+        found = torch.zeros(3, device=inputs.device, dtype=torch.float64)
+        found[0] = loss_sum / count * sum(shares) if count else 0
+        return found
+
+    return Wrapped(model, FrameworkAdapter(engine, earlier), gradients=gradients)
+
+
 def _kind(model: "nn.Module", kind: "type[nn.Module]") -> "type[nn.Module]":
     """Return the model's own class of such modules: some frameworks compare classes by name."""
     return next(type(module) for module in model.modules() if isinstance(module, kind))
@@ -219,5 +277,8 @@ FRAMEWORKS: dict[str, Strategy] = {
     "accelerate-ddp": accelerate_ddp,
     "accelerate-fsdp": accelerate_fsdp,
     "accelerate-deepspeed": accelerate_deepspeed,
+    "lightning-ddp": lightning_ddp,
+    "lightning-fsdp": lightning_fsdp,
+    "megatron": megatron,
 }
 STRATEGIES = {**COPIES, **SHARDS, **FRAMEWORKS}

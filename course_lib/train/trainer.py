@@ -9,15 +9,17 @@ the step of one rank with the whole batch.
 """
 
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from course_lib.accumulation.accumulation import by_tokens, split_micro_batches
+from course_lib.checkpoint.agree import from_all, from_first
 from course_lib.core.records import RunRecord
 from course_lib.models import BERT, GPT
 from course_lib.models.data import mixed_seed
@@ -26,21 +28,18 @@ from course_lib.ranks.machine import describe_machine
 from course_lib.ranks.recorder import current_recorder, span
 from course_lib.ranks.world import rank_device
 from course_lib.tensor_parallel.state import finish_gradients
-from course_lib.train.checkpoint import (
-    check_identity,
-    forget_records,
-    from_rank_0,
-    read,
-    save,
-)
-from course_lib.train.config import V_SCHEDULES, TrainConfig, one_of
+from course_lib.train.checkpoint import LOCK_S, RunCheckpoints, forget_records, lock_folder
+from course_lib.train.config import V_SCHEDULES, TrainConfig, one_of, was_restarted
 from course_lib.train.data import Batch, open_data, steps_of_an_epoch
 from course_lib.train.forward_backward import make_pass
 from course_lib.train.mesh import TrainMesh
 from course_lib.train.metrics import Metrics
 from course_lib.train.model_part import ModelPart
 from course_lib.train.optimizers import PlainAdapter
+from course_lib.train.preemption import Preemption
+from course_lib.train.profiler import StepProfiler
 from course_lib.train.progress import Progress, ProgressBar
+from course_lib.train.rules import check_profiled_steps, profiled_steps
 from course_lib.train.strategies import STRATEGIES
 
 
@@ -65,28 +64,30 @@ class Trainer:
         config.check_ranks(world_size)
         loss_stage = 0 if config.schedule in V_SCHEDULES else config.pp - 1
         self.mesh = TrainMesh(config.parallelism(world_size), self.device, loss_stage)
-        self.dp = self.mesh.parallelism.dp
-        self.data = from_rank_0(lambda: open_data(config))
+        self.dp = self.mesh.mesh.size("dp")
+        self.data = from_first(lambda: open_data(config), None)
         per_epoch = steps_of_an_epoch(self.data, config)
         if config.epochs and per_epoch:
             config = replace(config, steps=config.epochs * per_epoch)
         self.config, self.spec = config, replace(config.model, vocab=self.data.vocab)
-        self.identity = config.identity(self.spec, self.data.identity)
         run = config.plain(self.spec, self.data.identity, self.dp) | {"steps_an_epoch": per_epoch}
         self.record = RunRecord(rank, world_size, run)
         self.metrics = Metrics(self.record, self.dp, config.lr)
-        self.part = ModelPart(self._whole_model(), config, self.mesh)
+        self.part = ModelPart(self._whole_model(), self._split_here(), self.mesh)
         self.model = self.part.module
         self.wrapped = STRATEGIES[config.strategy](self.model, config, self.mesh.group("dp"))
         self.adapter = self.wrapped.adapter or PlainAdapter(self.part, config)
         self.progress = Progress()
-        from_rank_0(config.check_files)
-        if config.resume:
-            self._load()
-        if config.out:
-            from_rank_0(lambda: forget_records(Path(str(config.out)), self.progress.step))
+        self._open_folder()
         self._pass = make_pass(self.part, self.wrapped, config, self.mesh)
         self._first = self.progress.step
+
+    def _split_here(self) -> TrainConfig:
+        """Return the settings by which the model is split before the strategy wraps it."""
+        if self.config.strategy != "megatron":
+            return self.config
+        one_stage = replace(self.config, schedule=None, model_chunks=None, pp=1)
+        return replace(one_stage, sequence_parallel=False, tp=1)
 
     def _whole_model(self) -> GPT | BERT:
         torch.manual_seed(self.config.seed)
@@ -101,16 +102,26 @@ class Trainer:
         if recorder := current_recorder():
             recorder.events.clear()  # what it took to get ready
         every = self.config.every if self.rank == 0 else 0
-        with ProgressBar(self.progress, self.config.steps, every) as bar:
-            while not self._is_done():
-                self._step()
+        with (
+            self._lock,
+            self._preemption as preemption,
+            self._profiler as profiler,
+            ProgressBar(self.progress, self.config.steps, every) as bar,
+        ):
+            while not (self.is_done or preemption.is_agreed):
+                preemption.ask()
+                with profiler.step(self.progress.step):
+                    self._step()
                 bar.step()
                 if self._is_time(self.config.every):
                     bar.loss(*self.metrics.sum_losses())
-                if self._is_time(self.config.save_every) and not self._is_done():
+                preemption.agree()
+                is_over = self.is_done or preemption.is_agreed
+                if self._is_time(self.config.save_every) and not is_over:
                     self.save()
             self.save()
-        if every:
+            self.checkpoints.wait()
+        if every and self.is_done:
             print(self.metrics.summary(self.progress, bar.tokens_per_s()), flush=True)
         return self.record
 
@@ -146,15 +157,17 @@ class Trainer:
         if self.progress.step + 1 == self.config.steps:
             self.metrics.note_memory(self.adapter.state_bytes())
         self.wrapped.finish()
-        if self.config.sequence_parallel:
+        if self.config.sequence_parallel and self.config.strategy != "megatron":
             finish_gradients(self.model)
         return found * self.mesh.reports
 
     def _part(self, whole: Tensor) -> Tensor:
         """Return this copy's part of a batch."""
-        return whole.tensor_split(self.dp)[self.mesh.number("dp")]
+        return whole.tensor_split(self.dp)[self.mesh.index("dp")]
 
-    def _is_done(self) -> bool:
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done; not so after a preemption."""
         return self.progress.step >= self.config.steps
 
     def _is_time(self, every: int) -> bool:
@@ -162,25 +175,42 @@ class Trainer:
 
     # -- the folder -------------------------------------------------------------------------
 
+    def _open_folder(self) -> None:
+        """Keep other runs out of the folder, and load the latest checkpoint to resume from."""
+        config, self._lock = self.config, ExitStack()
+        self._preemption = Preemption(bool(config.save_every))
+        self.checkpoints = RunCheckpoints(config, config.identity(self.spec, self.data.identity))
+        restarted = any(from_all(was_restarted, None))  # ranks that join others may be new
+        from_first(lambda: config.check_files(restarted), None)
+        folder, has_folder = Path(config.out or ""), config.out is not None
+        if has_folder:
+            from_first(lambda: self._hold(lock_folder(folder, LOCK_S * restarted)), None)
+        if has_folder and (config.resume or restarted):
+            with self._preemption:
+                self.progress = self.checkpoints.load(self.adapter.state())
+        self._profiler = self._make_profiler(restarted)
+        if has_folder:
+            from_first(lambda: forget_records(folder, self.progress.step), None)
+
+    def _make_profiler(self, restarted: bool) -> StepProfiler:
+        """Return the profiler. Raises: CourseError where it has no step or no place to write to"""
+        config, first = self.config, self.progress.step
+        if config.resume and not restarted:  # what is started again has the same options
+            check_profiled_steps(config, first)
+        profiler = StepProfiler(profiled_steps(config), config.out, self.rank, first)
+        if config.profile:
+            from_all(profiler.check_path, None)
+        return profiler
+
+    def _hold(self, lock: BinaryIO) -> None:
+        self._lock.enter_context(lock)
+
     def save(self) -> None:
-        """Write this rank's record and, on rank 0, a checkpoint if the run keeps them."""
+        """Write this rank's record and, if the run keeps checkpoints, its part of one."""
         self.metrics.close(self.progress, self._zero_s)
         if self.config.out is None:
             return
         self.metrics.write(self.config.out, self._first)
-        if self.config.save_every and self.config.checkpoint:
+        if self.config.save_every:
             dist.barrier()  # a checkpoint is no further than the record of any rank
-            whole = self.adapter.gather()
-            if whole:
-                save(self.config.checkpoint, self.identity, self.progress, whole)
-
-    def _load(self) -> None:
-        path = self.config.checkpoint
-        state = from_rank_0(lambda: self._read_checkpoint(path))
-        self.adapter.load(state)
-        self.progress = Progress(**state["progress"])
-
-    def _read_checkpoint(self, path: Path | None) -> dict[str, Any]:
-        state = read(path or Path())
-        check_identity(path or Path(), state["identity"], self.identity)
-        return state
+            self.checkpoints.save(self.adapter.state(), self.progress)

@@ -1,4 +1,4 @@
-"""The training script with --tp and --pp: the numbers of one process, whatever the parallelism."""
+"""The training script with --mesh: the numbers of one process, whatever the parallelism."""
 
 import re
 import sys
@@ -10,13 +10,21 @@ import cloudpickle
 import pytest
 import torch
 
+from course_lib.checkpoint import latest
 from course_lib.core import CourseError, ModelSpec
 from course_lib.core.records import read_runs
 from course_lib.models import GPT
 from course_lib.train import trainer
 from course_lib.train.config import SCHEDULES, V_SCHEDULES, TrainConfig, schedule_of
 from course_lib.train.trainer import Trainer, train
-from tests.train.training_runs import losses, refused, same_state
+from tests.train.training_runs import (
+    by_name,
+    losses,
+    refused,
+    same,
+    saved_state,
+    whole_state,
+)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -35,7 +43,7 @@ def trained(rank, configs):
         trainer = Trainer(rank, config)
         record = trainer.run()
         size = sum(param.numel() for param in trainer.model.parameters())
-        found.append((record, size, trainer.adapter.gather()))
+        found.append((record, size, whole_state(trainer)))
     return found
 
 
@@ -75,7 +83,7 @@ def test_any_parallelism_gives_the_losses_and_weights_of_one_process(runs, by_ha
         records = [results[number][0] for results in by_rank]
         for record in records:
             torch.testing.assert_close(losses(record), expected, **TOLERANCE)
-        same_state(by_rank[0][number][2], state, **TOLERANCE)
+        same(by_rank[0][number][2], by_name(state, GPT(config.model)), **TOLERANCE)
         counted = [sum(step["num_tokens"] for step in record.steps) for record in records]
         assert sum(counted) == 3 * 7 * 8
         assert sum(count > 0 for count in counted) == p // (config.tp * config.pp)
@@ -87,7 +95,7 @@ def test_dropout_is_that_of_the_whole_model(alone, pools):
     split = [replace(config, tp=2), replace(config, tp=2, sequence_parallel=True)]
     for results in zip(*pools(2).run(trained, split), strict=True):
         torch.testing.assert_close(losses(results[0][0]), losses(record), **TOLERANCE)
-        same_state(results[0][2], whole, **TOLERANCE)
+        same(results[0][2], whole, **TOLERANCE)
 
 
 def broken(rank, config, breach):
@@ -136,10 +144,11 @@ def test_gradients_leave_once_to_the_ranks_with_the_same_part(pools, by_hand):
     for rank, record in enumerate(pools(4).run(train, config)):
         torch.testing.assert_close(losses(record), expected, **TOLERANCE)
         sent = Counter(e.group for e in record.events if e.kind == "all_reduce")
-        copies = (rank % 2, rank % 2 + 2)
+        stage = rank // 2
+        copies = (2 * stage, 2 * stage + 1)
         assert sent == {copies: 3, (0, 1, 2, 3): 1}  # one bucket a step; the losses at the end
         computed = [e.label for e in record.events if e.kind in ("forward", "backward")]
-        assert computed == 3 * [action.label for action in schedule_of(config, 4)[rank % 2]]
+        assert computed == 3 * [action.label for action in schedule_of(config, 4)[stage]]
 
 
 def test_the_record_tells_the_parallelism(pools, tmp_path):
@@ -168,11 +177,9 @@ def test_a_run_can_go_on_with_another_parallelism(alone, pools, by_hand, tmp_pat
     for step, (p, case) in enumerate(parallelism):
         run = replace(config, **case, steps=step + 1, resume=step > 0)
         found += losses(alone(train, run) if p == 1 else pools(p).run(train, run)[0])
-        saved = torch.load(config.checkpoint)
-        assert saved["progress"]["step"] == step + 1
+        assert latest(config.checkpoints).values["progress"]["step"] == step + 1
     torch.testing.assert_close(found, expected, **TOLERANCE)
-    same_state(saved, state, **TOLERANCE)
-    GPT(SPEC).load_state_dict(saved["model"])
+    same(saved_state(config), by_name(state, GPT(SPEC)), **TOLERANCE)
 
 
 def test_a_resumed_split_run_is_bit_equal_to_one_that_never_stopped(pools, tmp_path):
@@ -182,8 +189,8 @@ def test_a_resumed_split_run_is_bit_equal_to_one_that_never_stopped(pools, tmp_p
     (whole,) = pools(4).run(trained, [config])[0]
     runs = pools(4).run(trained, [replace(part, steps=1), replace(part, resume=True)])[0]
     assert losses(whole[0]) == losses(runs[0][0]) + losses(runs[1][0])
-    same_state(whole[2], runs[1][2])
-    same_state(torch.load(part.checkpoint), torch.load(config.checkpoint))
+    same(whole[2], runs[1][2])
+    same(saved_state(part), saved_state(config))
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -193,20 +200,20 @@ def test_a_resumed_split_run_is_bit_equal_to_one_that_never_stopped(pools, tmp_p
     ("changes", "says"),
     [
         ({"tp": 0}, "--tp: need more than 0; got 0"),
-        ({"tp": 3}, "need num_heads of model own divisible by tp, .* got 2 and 3. Try --tp 2"),
+        ({"tp": 3}, "need num_heads of model own divisible by tp, .* got 2 and 3. Try tp=2"),
         (
             {"model": replace(SPEC, num_kv_heads=1), "tp": 2},
-            "need kv_heads .* got 1 and 2. Try --tp 1",
+            "need kv_heads .* got 1 and 2. Try tp=1",
         ),
         ({"pp": 5}, r"at most the 4 layers .* got 5 \* 1. Try --layers 5"),
         ({"pp": 3, "schedule": "interleaved"}, r"got 3 \* 2. Try --layers 6"),
         ({"pp": 3, "schedule": "zb-v"}, r"got 3 \* 2. Try --layers 6"),
         ({"pp": 2, "schedule": "2f2b"}, "--schedule: need one of naive, .*; got '2f2b'"),
-        ({"schedule": "1f1b"}, "--schedule 1f1b: need stages to schedule; got --pp 1"),
+        ({"schedule": "1f1b"}, "--schedule 1f1b: need two or more pipeline stages; got pp=1"),
         ({"pp": 2, "model_chunks": 2}, "need --schedule interleaved; got 2 chunks and 1f1b"),
-        ({"sequence_parallel": True}, "--sequence-parallel: need --tp of 2 or more"),
+        ({"sequence_parallel": True}, "--sequence-parallel: need tp of 2 or more"),
         ({"tp": 2, "sequence_parallel": True, "seq": 7}, "got 7 and 2. Try --seq 6"),
-        ({"pp": 2, "strategy": "torch-ddp"}, "--strategy torch-ddp: need --pp 1, .* got --pp 2"),
+        ({"pp": 2, "strategy": "torch-ddp"}, "--strategy torch-ddp: need pp=1, .* got pp=2"),
     ],
 )
 def test_a_split_that_cannot_be_is_refused_before_anything_starts(changes, says):

@@ -22,7 +22,14 @@ from course_lib.train import data, trainer
 from course_lib.train.config import TrainConfig
 from course_lib.train.progress import Progress
 from course_lib.train.trainer import Trainer, train
-from tests.train.training_runs import losses, refused, same_state
+from tests.train.training_runs import (
+    by_name,
+    losses,
+    refused,
+    same,
+    saved_state,
+    whole_state,
+)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -49,7 +56,7 @@ def trained(rank, configs):
     for config in configs:
         trainer = Trainer(rank, config)
         record = trainer.run()
-        found.append((record, trainer.adapter.gather(), trainer.progress))
+        found.append((record, whole_state(trainer), trainer.progress))
     return found
 
 
@@ -77,7 +84,7 @@ def test_shards_give_the_losses_and_weights_of_one_process(pools, by_hand, p):
             record, _, progress = results[number]
             torch.testing.assert_close(losses(record), expected, **TOLERANCE)
             assert progress == Progress(step=3, tokens=3 * config.global_batch * 8)
-        same_state(by_rank[0][number][1], state, **TOLERANCE)
+        same(by_rank[0][number][1], by_name(state, GPT(config.model)), **TOLERANCE)
         assert all(results[number][1] is None for results in by_rank[1:])
 
 
@@ -86,7 +93,7 @@ def test_one_rank_runs_the_same_lines(alone, by_hand):
     runs = alone(trained, [replace(EXACT, strategy=name) for name in SHARDED])
     for record, whole, _ in runs:
         torch.testing.assert_close(losses(record), expected, **TOLERANCE)
-        same_state(whole, state, **TOLERANCE)
+        same(whole, by_name(state, GPT(SPEC)), **TOLERANCE)
 
 
 def test_the_norm_that_is_clipped_is_that_of_the_whole_gradient(alone, pools, by_hand):
@@ -97,7 +104,7 @@ def test_the_norm_that_is_clipped_is_that_of_the_whole_gradient(alone, pools, by
     names = ("ddp", *SHARDED)
     for found in pools(2).run(trained, [replace(config, strategy=name) for name in names])[0]:
         torch.testing.assert_close(losses(found[0]), losses(record), **TOLERANCE)
-        same_state(found[1], whole, **TOLERANCE)
+        same(found[1], whole, **TOLERANCE)
 
 
 def test_the_learning_rate_grows_as_pytorchs_own_schedule_says(alone, pools, by_hand):
@@ -109,7 +116,7 @@ def test_the_learning_rate_grows_as_pytorchs_own_schedule_says(alone, pools, by_
     configs = [replace(config, strategy=name) for name in names]
     for record, whole, _ in (*alone(trained, [config]), *pools(2).run(trained, configs)[0]):
         torch.testing.assert_close(losses(record), expected, **TOLERANCE)
-        same_state(whole, state, **TOLERANCE)
+        same(whole, by_name(state, GPT(SPEC)), **TOLERANCE)
 
 
 def test_sixteen_bits_compute_and_the_shards_keep_theirs(pools, by_hand):
@@ -118,7 +125,9 @@ def test_sixteen_bits_compute_and_the_shards_keep_theirs(pools, by_hand):
     for record, whole, _ in (results[0] for results in pools(2).run(trained, [config])):
         torch.testing.assert_close(losses(record), expected, rtol=1e-2, atol=0)
         assert losses(record) != expected
-        assert whole is None or {x.dtype for x in whole["model"].values()} == {torch.float64}
+        model = {name: x.dtype for name, x in (whole or {}).items() if name.startswith("model.")}
+        assert set(model.values()) <= {torch.float64}
+        assert bool(model) == (whole is not None)
 
 
 # -- a BERT on dialogues -------------------------------------------------------------------------
@@ -159,7 +168,7 @@ def test_hidden_words_count_alike_wherever_they_are(pools, p):
         for record, whole, _ in results:
             torch.testing.assert_close(losses(record), list(expected), **TOLERANCE)
             assert [step["accuracy"] for step in record.steps] == list(accuracies)
-            same_state(whole, state, **TOLERANCE)
+            same(whole, by_name(state, BERT(config.model)), **TOLERANCE)
 
 
 def test_some_micro_batches_have_nothing_to_guess():
@@ -212,7 +221,7 @@ def went_on(rank, configs):
         never_stopped.config = replace(config, out=None, save_every=0)
         resumed = Trainer(rank, replace(config, resume=True))
         both = (never_stopped, resumed)
-        found += [(one.run(), one.adapter.gather(), one.progress) for one in both]
+        found += [(one.run(), whole_state(one), one.progress) for one in both]
     return found
 
 
@@ -228,8 +237,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(pools, tmp_path):
     found = pools(2).run(went_on, configs)[0]
     for whole, resumed in zip(found[::2], found[1::2], strict=True):
         assert losses(whole[0])[1:] == losses(resumed[0])
-        same_state(whole[1], resumed[1])
-        assert whole[1]["optimizer"]["param_groups"] == resumed[1]["optimizer"]["param_groups"]
+        same(whole[1], resumed[1])
         assert whole[2] == resumed[2] == Progress(step=2, tokens=2 * 7 * 8)
 
 
@@ -243,9 +251,7 @@ def test_a_run_can_go_on_with_another_strategy_and_other_ranks(alone, pools, by_
         run = replace(config, strategy=name, steps=step + 1, resume=step > 0)
         found += losses(alone(train, run) if p == 1 else pools(p).run(train, run)[0])
     torch.testing.assert_close(found, expected, **TOLERANCE)
-    saved = torch.load(config.checkpoint)
-    same_state(saved, state, **TOLERANCE)
-    GPT(SPEC).load_state_dict(saved["model"])
+    same(saved_state(config), by_name(state, GPT(SPEC)), **TOLERANCE)
 
 
 OTHER_RUNS = [
@@ -311,9 +317,9 @@ def test_the_progress_line_tells_how_many_were_guessed(pools, capsys):
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-6}  # what their gradients travel in
 
 
-@pytest.mark.parametrize("package", ["deepspeed", "accelerate"])
+@pytest.mark.parametrize("package", ["deepspeed", "accelerate", "lightning", "megatron"])
 def test_frameworks_train_the_same(pools, by_hand, package):
-    pytest.importorskip(package)
+    pytest.importorskip("lightning_fabric" if package == "lightning" else package)
     names = [name for name in trainer.STRATEGIES if name.startswith(package)]
     if not find_spec("deepspeed"):
         names.remove("accelerate-deepspeed")
@@ -323,6 +329,25 @@ def test_frameworks_train_the_same(pools, by_hand, package):
     for config, (record, *_) in zip(configs, pools(2).run(trained, configs)[0], strict=True):
         torch.testing.assert_close(losses(record), by_hand(config)[0], **FLOAT32)
         assert record.run["memory"]["tensors"] > 0
+
+
+@pytest.mark.parametrize(
+    ("p", "sizes"),
+    [
+        (2, {"tp": 2}),
+        (2, {"tp": 2, "sequence_parallel": True}),
+        (2, {"pp": 2, "schedule": "interleaved", "model": replace(SPEC, vocab=20, num_layers=4)}),
+        (2, {"pp": 2, "micro_batch": 2}),
+        (4, {"tp": 2, "pp": 2}),
+        (4, {"pp": 2, "micro_batch": 1}),
+    ],
+)
+def test_megatron_splits_the_model_itself(pools, by_hand, p, sizes):
+    pytest.importorskip("megatron.core")
+    one = replace(EXACT, model=sizes.pop("model", replace(SPEC, vocab=20)), global_batch=8)
+    config = replace(one, strategy="megatron", **sizes)
+    record = pools(p).run(trained, [config])[0][0][0]
+    torch.testing.assert_close(losses(record), by_hand(one)[0], **TOLERANCE)
 
 
 def without_packages(rank, configs):
@@ -335,6 +360,7 @@ def without_packages(rank, configs):
 
 def test_a_missing_framework_is_one_sentence(pools):
     wanted = {"deepspeed-2": "deepspeed", "accelerate-ddp": "accelerate"}
+    wanted["lightning-ddp"] = "lightning-fabric"
     configs = [replace(EXACT, dtype="float32", strategy=name) for name in wanted]
     for told in pools(2).run(without_packages, configs):
         for package, sentence in zip(wanted.values(), told, strict=True):
@@ -348,14 +374,27 @@ def test_a_missing_framework_is_one_sentence(pools):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"strategy": "fsdp", "tp": 2}, "--strategy fsdp: need --tp 1 and --pp 1.* got 2 and 1"),
-        ({"strategy": "zero2", "pp": 2}, "--strategy zero2: need --tp 1 and --pp 1"),
-        ({"strategy": "deepspeed-1", "pp": 2}, "--strategy deepspeed-1: need --tp 1"),
+        ({"strategy": "fsdp", "tp": 2}, "--strategy fsdp: need tp=1 and pp=1.* got 2 and 1"),
+        ({"strategy": "zero2", "pp": 2}, "--strategy zero2: need tp=1 and pp=1"),
+        ({"strategy": "deepspeed-1", "pp": 2}, "--strategy deepspeed-1: need tp=1"),
+        (
+            {"strategy": "megatron", "dtype": "bfloat16"},
+            "--dtype: need float32 or float64 with megatron; got bfloat16",
+        ),
+        (
+            {"strategy": "megatron", "dtype": "float32", "pp": 2, "schedule": "zb-h1"},
+            "--schedule: need 1f1b or interleaved with megatron; got zb-h1",
+        ),
+        (
+            {"strategy": "megatron", "dtype": "float32", "dropout": 0.1},
+            r"--dropout: need none with megatron; got 0\.1",
+        ),
+        ({"strategy": "lightning-fsdp", "tp": 2}, "--strategy lightning-fsdp: need tp=1 and pp=1"),
         ({"strategy": "zero3", "reshard": False}, "--no-reshard: need --strategy fsdp or torch-"),
         ({"compute_dtype": "bfloat16"}, "--compute-dtype: need --strategy fsdp; got single"),
         ({"strategy": "fsdp", "compute_dtype": "half"}, "--compute-dtype: need one of bfloat16"),
         ({"clip_norm": 0.0}, "--clip-norm: need more than 0; got 0"),
-        ({"clip_norm": 1.0, "tp": 2}, "--clip-norm: need --tp 1 and --pp 1"),
+        ({"clip_norm": 1.0, "tp": 2}, "--clip-norm: need tp=1 and pp=1"),
         ({"strategy": "accelerate-fsdp", "clip_norm": 1.0}, "--clip-norm: need a strategy of the"),
         (
             {"strategy": "accelerate-ddp", "warmup": 9},
@@ -369,13 +408,13 @@ def test_a_missing_framework_is_one_sentence(pools):
         ),
         (
             {"strategy": "accelerate-deepspeed", "dtype": "float32", "micro_batch": 2},
-            "--micro-batch: need a strategy that steps apart",
+            "--micro-batch: need a strategy whose step is separate",
         ),
-        ({"masked": True, "tp": 2}, "--model own: need --tp 1 and --pp 1 for a BERT"),
+        ({"masked": True, "tp": 2}, "--model own: need tp=1 and pp=1 for a BERT"),
         ({"momentum": 0.9}, "--momentum: need --optimizer sgd and a number below 1; got adamw"),
         ({"optimizer": "sgd", "momentum": 1.0}, "a number below 1; got sgd and 1.0"),
         ({"data": "dialogues"}, "--data dialogues: need a BERT, .* got the GPT own"),
-        ({"epochs": 2}, "--epochs: need data with an end; got synthetic"),
+        ({"epochs": 2}, "--epochs: need a data set of finite size; got synthetic"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_starts(changes, says):

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from course_lib.core import CourseError, ModelSpec, find_model
+from course_lib.core import CourseError, find_model
 from course_lib.core.presets import ENCODERS
 from course_lib.core.records import read_runs
 from course_lib.models import GPT
@@ -24,31 +24,19 @@ from course_lib.train import __main__ as command_line
 from course_lib.train import progress as train_progress
 from course_lib.train.config import TrainConfig
 from course_lib.train.progress import Progress, ProgressBar
-from course_lib.train.trainer import Trainer, train
-from tests.train.training_runs import losses, refused
+from course_lib.train.trainer import train
+from tests.train.training_runs import (
+    EXACT,
+    SPEC,
+    TOLERANCE,
+    losses,
+    refused,
+    same,
+    saved_state,
+    trained,
+)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-SPEC = ModelSpec(hidden=16, num_layers=2, num_heads=2, ffn_hidden=32, vocab=40, max_seq=8)
-EXACT = TrainConfig(
-    model=SPEC, steps=3, global_batch=12, seq=8, optimizer="sgd", dtype="float64", every=0
-)
-# the sums over the batch run in another order on other ranks; float64 rounds at 1e-16
-TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
-
-
-def trained(rank, config):
-    """What a rank has after training: its record, weights and optimizer state."""
-    trainer = Trainer(rank, config)
-    record = trainer.run()
-    moments = trainer.adapter.optimizer.state_dict()["state"]
-    return record, trainer.model.state_dict(), moments, trainer.progress
-
-
-def same(state, other, **tolerance):
-    """Are two dictionaries of tensors, however deep, equal (to the last bit by default)?"""
-    torch.testing.assert_close(state, other, **({"rtol": 0, "atol": 0} | tolerance))
-
 
 # -- the law: every strategy gives the numbers of one process ------------------------------------
 
@@ -100,94 +88,6 @@ def test_text_is_learned_and_read_alike_by_all_ranks(pools, tmp_path):
         assert losses(record)[-1] < 0.9 * losses(record)[0]
         assert record.run["model"]["vocab"] == len(set(generated_text(300)))
         assert record.run["data"].startswith("play.txt ")
-
-
-# -- going on ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("strategy", "p"), [("single", 1), ("ddp", 2), ("torch-ddp", 2)])
-def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(alone, pools, tmp_path, strategy, p):
-    config = replace(
-        EXACT, strategy=strategy, optimizer="adamw", dtype="float32", dropout=0.1, lr=None, steps=6
-    )
-    config = replace(config, micro_batch=3, out=str(tmp_path / "whole"), save_every=2)
-    part = replace(config, out=str(tmp_path / "parts"))
-    runs = [config, replace(part, steps=4), replace(part, resume=True)]
-    whole, first, second = (
-        [alone(trained, run)] if p == 1 else pools(p).run(trained, run) for run in runs
-    )
-    for one, before, after in zip(whole, first, second, strict=True):
-        assert losses(one[0]) == losses(before[0]) + losses(after[0])
-        same(dict(one[1]), dict(after[1]))
-        same(one[2], after[2])
-        assert one[3] == after[3] == Progress(step=6, tokens=6 * 12 * 8)
-    names = [f"rank{r}{more}.jsonl" for r in range(p) for more in ("-from4", "")]
-    assert sorted(path.name for path in Path(part.out).glob("*.jsonl")) == names
-    steps = [step["step"] for record in read_runs(part.out)[:2] for step in record.steps]
-    assert sorted(steps) == [0, 1, 2, 3, 4, 5]
-
-
-def test_what_is_done_again_is_not_recorded_twice(pools, tmp_path):
-    config = replace(EXACT, strategy="ddp", steps=3, out=str(tmp_path), save_every=2)
-    pools(2).run(train, config)
-    before = (tmp_path / "checkpoint.pt").read_bytes()
-    pools(2).run(train, replace(config, steps=5, resume=True))
-    (tmp_path / "checkpoint.pt").write_bytes(before)  # as if it had been killed before step 4
-    pools(2).run(train, replace(config, steps=6, resume=True))
-    pools(2).run(train, replace(config, steps=7, resume=True))
-    done = [step["step"] for record in read_runs(tmp_path)[:3] for step in record.steps]
-    assert sorted(done) == list(range(7))
-
-
-def test_a_run_can_go_on_with_other_ranks_and_another_strategy(alone, pools, by_hand, tmp_path):
-    config = replace(EXACT, strategy="ddp", steps=6, out=str(tmp_path), save_every=3)
-    expected, whole = by_hand(config)
-    pools(3).run(train, replace(config, steps=3))
-    other = replace(config, strategy="torch-ddp", resume=True, micro_batch=2)
-    record, state, _, progress = pools(2).run(trained, other)[0]
-    torch.testing.assert_close(losses(record), expected[3:], **TOLERANCE)
-    same(dict(state), whole["model"], **TOLERANCE)
-    assert progress.tokens == 6 * 12 * 8
-    record = alone(train, replace(other, strategy="single"))
-    assert record.steps == []  # there is nothing left to do
-
-
-OTHER_RUNS = [
-    ({"optimizer": "adamw"}, "need the optimizer of .*, 'sgd'; got 'adamw'"),
-    ({"model": replace(SPEC, num_layers=1)}, "need the model's num_layers of .*, 2; got 1"),
-    ({"seed": 1}, "need the seed of .*, 0; got 1"),
-    ({"resume": False}, "need a folder without a checkpoint"),
-    ({"out": "nowhere"}, "need a checkpoint; there is no nowhere/checkpoint.pt"),
-]
-
-
-def test_a_checkpoint_of_another_run_is_refused(pools, checkpoint):
-    config = replace(checkpoint, resume=True, steps=4)
-    for told in pools(2).run(refused, [replace(config, **changes) for changes, _ in OTHER_RUNS]):
-        for (_, says), sentence in zip(OTHER_RUNS, told, strict=True):
-            assert re.search(says, sentence)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(pools, tmp_path_factory):
-    """A run of two steps that left its checkpoint."""
-    folder = tmp_path_factory.mktemp("run")
-    config = replace(EXACT, strategy="ddp", steps=2, out=str(folder), save_every=2)
-    pools(2).run(train, config)
-    return config
-
-
-def test_a_damaged_checkpoint_is_one_sentence(pools, checkpoint, tmp_path):
-    whole = checkpoint.checkpoint.read_bytes()
-    configs = []
-    for number, damaged in enumerate((b"", b"nonsense", whole[: len(whole) // 2])):
-        configs.append(replace(checkpoint, out=str(tmp_path / f"{number}"), resume=True))
-        configs[-1].checkpoint.parent.mkdir()
-        configs[-1].checkpoint.write_bytes(damaged)
-    for told in pools(2).run(refused, configs):
-        for sentence in told:
-            assert re.search(r"checkpoint\.pt is damaged", sentence)
-            assert len(sentence.splitlines()) == 1
 
 
 def test_a_loss_that_is_no_number_ends_the_run(pools):
@@ -278,15 +178,29 @@ def say(capsys, monkeypatch, tmp_path):
         ("--ranks 0", "--ranks: need more than 0; got 0"),
         ("--ranks 17", "need a sequence for each of dp = 17 copies of the model; got 16"),
         ("--ranks 2 --micro-batch 3", "got 16 and 3 * 2. Try --global-batch 18"),
-        ("--ranks 3 --tp 2", "divisible by tp * pp; got 3 and 2 * 1. Try --ranks 4"),
-        ("--tp 3", "need num_heads of model tiny divisible by tp, as a head stays whole; got 4"),
-        ("--tp 0", "--tp: need more than 0; got 0"),
-        ("--pp 3", "at most the 2 layers of model tiny; got 3 * 1. Try --layers 3"),
-        ("--pp -1", "--pp: need more than 0; got -1"),
-        ("--schedule gpipe", "--schedule gpipe: need stages to schedule; got --pp 1. Try --pp 2"),
-        ("--pp 2 --strategy torch-ddp", "--strategy torch-ddp: need --pp 1"),
-        ("--sequence-parallel", "--sequence-parallel: need --tp of 2 or more; got 1. Try --tp 2"),
-        ("--pp 2 --model-chunks 2", "--model-chunks: need --schedule interleaved"),
+        ("--ranks 3 --mesh tp=2", "divisible by tp * pp; got 3 and 2 * 1. Try --ranks 4"),
+        (
+            "--mesh tp=3",
+            "need num_heads of model tiny divisible by tp, as a head stays whole; got 4",
+        ),
+        ("--mesh tp=0", "Mesh: need tp as a whole number above 0; got 0"),
+        ("--tp 2", "--tp: need all axes in one option. Try --mesh tp=2"),
+        ("--pp 2 --tp 4", "--tp: need all axes in one option. Try --mesh tp=4,pp=2"),
+        ("--mesh dp=2,tp=2 --ranks 2", "--mesh: need dp * pp * tp ranks; got 2 * 1 * 2 and 2"),
+        ("--mesh tp=2,tp=2", "mesh: need axes such as dp=2,pp=2,tp=2, each once"),
+        ("--mesh cp=2", "--mesh: need axes out of dp, pp, tp; got cp"),
+        ("--mesh pp=3", "at most the 2 layers of model tiny; got 3 * 1. Try --layers 3"),
+        ("--mesh pp=-1", "mesh: need axes such as dp=2,pp=2,tp=2, each once; got 'pp=-1'"),
+        (
+            "--schedule gpipe",
+            "--schedule gpipe: need two or more pipeline stages; got pp=1. Try --mesh pp=2",
+        ),
+        ("--mesh pp=2 --strategy torch-ddp", "--strategy torch-ddp: need pp=1"),
+        (
+            "--sequence-parallel",
+            "--sequence-parallel: need tp of 2 or more; got 1. Try --mesh tp=2",
+        ),
+        ("--mesh pp=2 --model-chunks 2", "--model-chunks: need --schedule interleaved"),
         ("--micro-batch 0", "--micro-batch: need more than 0"),
         ("--global-batch -4", "--global-batch: need more than 0"),
         ("--steps 0", "--steps: need more than 0"),
@@ -307,11 +221,14 @@ def say(capsys, monkeypatch, tmp_path):
         (f"--seed {2**63}", "--seed: need a number below 2**63; got 9223372036854775808"),
         ("--momentum 0.9", "--momentum: need --optimizer sgd and a number below 1; got adamw"),
         ("--model bert-tin", "got 'bert-tin'. Try bert-tiny"),
-        ("--model bert-tiny --tp 2", "--model bert-tiny: need --tp 1 and --pp 1 for a BERT"),
+        ("--model bert-tiny --mesh tp=2", "--model bert-tiny: need tp=1 and pp=1 for a BERT"),
         ("--data shakespeare --epochs 2 --steps 5", "--epochs: need it without --steps; got 2 and"),
         ("--out /dev/null", "--out: need a folder that can be made (File exists); got /dev/null"),
         ("--resume", "need a folder. Try --out runs/NAME"),
-        ("--resume --out nowhere", "there is no nowhere/checkpoint.pt"),
+        ("--resume --out nowhere", "there is none in nowhere/checkpoints"),
+        ("--keep 0", "--keep: need more than 0; got 0"),
+        ("--checkpoint-format torch", "--checkpoint-format: need one of course, dcp; got 'torch'"),
+        ("--checkpoint-format dcp --async-save", "--async-save: need --checkpoint-format course"),
         ("--save-every 5", "need a folder"),
     ],
 )
@@ -322,9 +239,16 @@ def test_bad_input_is_one_sentence_and_exit_code_2(say, arguments, says):
     assert len(err.splitlines()) == 1
 
 
+def test_the_folder_of_an_earlier_version_is_one_sentence(say, tmp_path):
+    (tmp_path / "checkpoint.pt").write_bytes(b"a pickle")
+    code, _, err = say("--out", str(tmp_path), "--resume")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "checkpoint.pt is of an earlier one, which this one cannot read. Try another --o" in err
+
+
 def test_a_bert_has_sequences_that_it_can_read(say, monkeypatch):
     runs: list[TrainConfig] = []
-    monkeypatch.setattr(command_line, "work", runs.append)
+    monkeypatch.setattr(command_line, "work", lambda config: runs.append(config) or 0)
     say("--model", "bert-tiny")
     say("--model", "tiny")
     bert, gpt = runs
@@ -362,12 +286,12 @@ TORCHRUN = [
 ]
 PLANTED = """
 import os
-if os.environ.get("RANK") == "1":
+if "COURSE_FORK_SERVER" in os.environ:  # from which the ranks are forked
     import torch
     step, calls = torch.optim.AdamW.step, []
     def broken(self, *args, **kwargs):
         calls.append(1)
-        if len(calls) == 8:
+        if os.environ.get("RANK") == "1" and len(calls) == 8:
             raise ValueError("planted")
         return step(self, *args, **kwargs)
     torch.optim.AdamW.step = broken
@@ -402,6 +326,12 @@ def started(command, folder, **variables):
                     process.kill()
 
 
+def rank_of(family, rank):
+    """The process of a rank: they are forked in their order by the one that has children."""
+    server = next(one for one in family if one.children())
+    return sorted(server.children(), key=psutil.Process.create_time)[rank]
+
+
 def end_of(job, family):
     """What a job prints until its end, which is that of its family too.
 
@@ -421,7 +351,7 @@ def killed(tmp_path_factory):
     (folder / "tmp").mkdir()
     command = [*TRAIN, "--ranks", "2", "--steps", "100000", "--out", "run"]
     with started(command, folder, TMPDIR=str(folder / "tmp")) as (job, family):
-        next(one for one in family if one.environ().get("RANK") == "1").kill()
+        rank_of(family, 1).kill()
         told = end_of(job, family)
     return folder, job.returncode, told
 
@@ -453,12 +383,13 @@ def test_it_goes_on_under_torchrun_as_if_nothing_had_happened(killed, pools):
     for rank, (record, weights, *_) in enumerate(pools(2).run(trained, config)):
         both = [read_runs(folder / "run")[2 * rank + part] for part in (1, 0)]  # and -from
         assert [step for part in both for step in losses(part)] == losses(record)
-        same(dict(torch.load(folder / "run/checkpoint.pt")["model"]), dict(weights))
+        whole = saved_state(replace(config, out=str(folder / "run")))
+        same({name: whole[f"model.{name}"] for name in weights}, dict(weights))
 
 
 def test_a_rank_that_raises_ends_the_job_with_its_traceback_once(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(PLANTED)
-    command = [*TRAIN, "--tp", "2", "--steps", "100000", "--out", "run"]
+    command = [*TRAIN, "--mesh", "tp=2", "--steps", "100000", "--out", "run"]
     with started(command, tmp_path, PYTHONPATH=str(tmp_path)) as (job, family):
         told = end_of(job, family)
     assert job.returncode == 1
@@ -468,7 +399,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_once(tmp_path):
 
 
 def test_ctrl_c_ends_all_ranks_at_once_and_says_how_to_go_on(tmp_path):
-    command = [*TRAIN, "--pp", "2", "--steps", "100000", "--out", "run"]
+    command = [*TRAIN, "--mesh", "pp=2", "--steps", "100000", "--out", "run"]
     with started(command, tmp_path) as (job, family):
         job.send_signal(signal.SIGINT)
         assert not psutil.wait_procs(family, timeout=30)[1]
@@ -479,12 +410,33 @@ def test_ctrl_c_ends_all_ranks_at_once_and_says_how_to_go_on(tmp_path):
     assert re.search(GO_ON, told)
 
 
-def test_ctrl_c_on_one_rank_says_how_to_go_on_as_well(say, monkeypatch, checkpoint):
-    def interrupted(config):
+def test_no_rank_outlives_a_command_that_was_killed(tmp_path):
+    command = [*TRAIN, "--mesh", "pp=2", "--steps", "100000", "--out", "run"]
+    with started(command, tmp_path) as (job, family):
+        assert len(family) >= 4  # a tracker, the fork server and two ranks
+        job.kill()
+        assert not psutil.wait_procs(family, timeout=60)[1]
+
+
+def test_a_preempted_job_saves_its_last_step_and_asks_for_a_requeue(tmp_path):
+    command = [*TRAIN, "--ranks", "2", "--steps", "100000", "--out", "run", "--save-every", "50000"]
+    with started(command, tmp_path) as (job, family):
+        job.send_signal(signal.SIGUSR1)
+        told = end_of(job, family)
+    assert job.returncode == 75
+    assert "Traceback" not in told
+    assert int(re.search(GO_ON, told).group(1)) >= 3
+
+
+def test_ctrl_c_on_one_rank_says_how_to_go_on_as_well(say, monkeypatch, pools, tmp_path):
+    run = replace(EXACT, strategy="ddp", steps=2, save_every=2, out=str(tmp_path))
+    pools(2).run(train, run)
+
+    def stopped(config):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command_line, "work", interrupted)
-    code, out, err = say("--out", checkpoint.out, "--resume", "--steps", "9")
+    monkeypatch.setattr(command_line, "work", stopped)
+    code, out, err = say("--out", run.out, "--resume", "--steps", "9")
     assert (code, out) == (130, "")
     assert err.startswith("Stopped.\nStep 2 is saved.")
     assert err.count("--resume") == 1
