@@ -32,12 +32,13 @@ What both sides use:
     source_lines     the learner's line that made a call
     timing           measures several versions in turns: seconds, events, differences
     machine          the cores, memory, GPUs and tools of this machine; `course doctor`
+    machine_report   the same and more in one anonymous text, with the links tried
 """
 # ruff: noqa: E402
 
 from course_lib.ranks.fork_server import warm_up
 
-warm_up()  # first of all, so that the server imports torch while this process does
+warm_up()  # first of all, so that the server imports torch while a notebook does
 
 from course_lib.ranks.hangs import Wait
 from course_lib.ranks.launch import launch

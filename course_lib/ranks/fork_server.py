@@ -1,17 +1,21 @@
 """The fork server: one process that has imported torch; forking a rank from it takes milliseconds.
 
-Importing torch takes a second or two, so the server starts as soon as `course_lib.ranks` is
-imported, in parallel with the notebook's own imports, and ends with the process that started it.
+Importing torch takes a second or two, so in a notebook the server starts as soon as
+`course_lib.ranks` is imported, in parallel with the notebook's own imports; elsewhere it starts
+with the first ranks, which most programs never ask for. It ends with the process that started it.
 """
 
 import atexit
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, process, util
+from pathlib import Path
 from typing import Any
 
 from course_lib.core.errors import CourseError
@@ -24,21 +28,29 @@ PRELOAD = [
     "torch.nn.parallel.distributed",
     "torch._dynamo",  # DDP imports it, which takes every rank a second if the server has not
     "course_lib.ranks.rank_process",
+    "course_lib.checks.on_ranks",  # what is sent to ranks in most lessons
+    "course_lib.collectives",
+    "course_lib.models",
 ]
+# what only the process that has the ranks uses: drawing, running notebooks, judging
+NOT_ON_RANKS = {"display", "pictures", "explorer", "html_report", "notebooks", "grading", "cli"}
 SERVER = "COURSE_FORK_SERVER"
+LATER = "COURSE_RANKS_LATER"  # set for a notebook whose cells may need no ranks
 MAX_FOLDER_CHARS = 64  # the path of a socket may have about 100 characters; it is in this folder
 SHORT_FOLDER = "/tmp"
 
 
-def start_method() -> Any:
+def start_method(preload: Sequence[str] = PRELOAD) -> Any:
     """Return the multiprocessing context of the ranks: fork server, or spawn without fork.
+
+    preload   modules that the server imports once for all ranks; those loaded here are added
 
     Raises: CourseError where there is no room for the server's temporary files
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*preload, *_loaded()])
     _make_socket_folder()
     os.environ[SERVER] = "1"
     try:
@@ -48,17 +60,32 @@ def start_method() -> Any:
     return context
 
 
+@contextmanager
+def without_main_script() -> Iterator[None]:
+    """Keep the ranks that are started here from running this program's script again."""
+    main = sys.modules["__main__"]
+    hidden = {
+        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if hasattr(main, name)
+    }
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)
+
+
 def warm_up() -> None:
-    """Start the server, unless this process is the server, a rank or another child process."""
+    """Start the server in the process of a notebook, unless it is to start with the first ranks."""
     if multiprocessing.parent_process() or "RANK" in os.environ:  # a rank, a job under torchrun
         return
     if SERVER in os.environ:
         adopt_orphans()
         warnings.filterwarnings("ignore", "forkserver: waitpid")  # an orphan has ended
         return
-    with suppress(CourseError):  # `Ranks` says so
-        start_method()
-        atexit.register(_end)
+    atexit.register(_end)
+    if "ipykernel.kernelapp" in sys.modules and LATER not in os.environ:
+        with suppress(CourseError):  # `Ranks` says so
+            start_method()
 
 
 def end_orphans() -> None:
@@ -67,6 +94,22 @@ def end_orphans() -> None:
     if server is not None:
         ranks = [child.pid for child in multiprocessing.active_children() if child.pid]
         end_trees(orphans_of(server, spare=ranks))
+
+
+def _loaded() -> list[str]:
+    """Return the modules of the course that this process has loaded: its ranks will ask for them.
+
+    What the server has imported, no rank imports again.
+    """
+    course = str(Path(__file__).parents[1])
+    found = []
+    for name, module in list(sys.modules.items()):
+        is_ours = str(getattr(module, "__file__", "")).startswith(
+            course
+        )  # no assignment's, no test's
+        if name.startswith("course_lib.") and is_ours and NOT_ON_RANKS.isdisjoint(name.split(".")):
+            found.append(name)
+    return found
 
 
 def _make_socket_folder() -> None:

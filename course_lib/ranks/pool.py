@@ -7,13 +7,11 @@ the call board, so it cannot hang with them.
 
 import os
 import shutil
-import sys
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
@@ -23,7 +21,7 @@ from course_lib.core.errors import CourseError, MeshError
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.records import Event
 from course_lib.ranks.call_board import MAX_RANKS, CallBoard
-from course_lib.ranks.fork_server import end_orphans, start_method
+from course_lib.ranks.fork_server import end_orphans, start_method, without_main_script
 from course_lib.ranks.job import Member, RankJob, kill_all
 from course_lib.ranks.output import Output
 from course_lib.ranks.rank_process import WorkerConfig, live
@@ -152,7 +150,7 @@ class Ranks:
         self._folder = tempfile.mkdtemp(prefix="world-", dir=self._home)
         self._call_board = CallBoard(os.path.join(self._folder, "board"), self.world_size)
         context = start_method()
-        with _without_main_script():
+        with without_main_script():
             for rank in range(self.world_size):
                 output = self._output_file(rank)
                 open(output, "a").close()
@@ -222,20 +220,6 @@ def _start_rank(context: Any, config: WorkerConfig) -> Member:
     jobs_there.close()
     lifeline_there.close()
     return Member(config.rank, process, jobs, lifeline)
-
-
-@contextmanager
-def _without_main_script() -> Iterator[None]:
-    """Keep the ranks from running the learner's script again: functions travel by value."""
-    main = sys.modules["__main__"]
-    hidden = {
-        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if hasattr(main, name)
-    }
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        main.__dict__.update(hidden)
 
 
 def _did_not_start(output_file: str) -> str:

@@ -71,6 +71,30 @@ class FromAnyone(TrackedWork):
         self._count_from(self._source_rank())
 
 
+class StagedMessage(TrackedWork):
+    """Handle of a send or recv that goes through a copy in host memory.
+
+    Source:  PyTorch's table of backends (torch.distributed): gloo has send and recv for CPUs only
+    """
+
+    def __init__(
+        self,
+        inner: dist.ProcessGroup,
+        tensors: list[torch.Tensor],
+        peer_and_tag: tuple[int, int],
+        post: Post,
+        tracer: CallTracer,
+    ) -> None:
+        self._tensors = tensors if post.kind == "recv" else []
+        self._copies = [tensor.detach().cpu() for tensor in tensors]
+        work = getattr(inner, post.kind)(self._copies, *peer_and_tag)
+        super().__init__(work, post, tracer, watch_end=False, ends_once=True)
+
+    def _has_ended(self) -> None:
+        for tensor, copy in zip(self._tensors, self._copies, strict=False):
+            tensor.detach().copy_(copy)
+
+
 class TracedGroup(dist.ProcessGroup):
     """Process group that traces every call of `inner`; `members` are its global ranks."""
 
@@ -195,9 +219,15 @@ class TracedGroup(dist.ProcessGroup):
             kind, tuple(sorted((own, peer))), f"{_message_words(tensors)} {sender}->{receiver}",
             channel=(self.key, sender, receiver, tag), num_bytes=num_bytes_of(tensors), peer=peer,
         )  # fmt: skip
+        if self._passes_host(tensors[0]):
+            return StagedMessage(self.inner, tensors, (peer_in_group, tag), post, self.tracer)
         work = getattr(self.inner, kind)(tensors, peer_in_group, tag)
         on_gloo = not tensors[0].is_cuda
         return TrackedWork(work, post, self.tracer, watch_end=False, ends_once=on_gloo)
+
+    def _passes_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether a message has to pass host memory: gloo sends no CUDA tensors."""
+        return tensor.is_cuda and self.inner._get_backend(tensor.device).name() == "gloo"
 
     def _member(self, rank_in_group: int, kind: str) -> int:
         if not 0 <= rank_in_group < len(self.members):

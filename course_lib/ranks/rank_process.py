@@ -3,6 +3,7 @@
 import ast
 import errno
 import faulthandler
+import gc
 import linecache
 import os
 import signal
@@ -76,6 +77,7 @@ def live(config: WorkerConfig, jobs: Connection, kernel_alive: Connection) -> No
 
 
 def _set_up_process(config: WorkerConfig) -> None:
+    gc.freeze()  # else the first collection copies all memory that is shared with the fork server
     os.setsid()  # a group of its own: a terminal's signals go to the notebook only
     adopt_orphans()  # what the learner starts in here ends with the rank
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the notebook decides what Stop means

@@ -7,10 +7,12 @@ and under torchrun.
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
+from torch.autograd import _profiler_enabled
+from torch.profiler import record_function
 
 from course_lib.core.errors import CourseError
 from course_lib.core.records import Event
@@ -69,12 +71,15 @@ def current_recorder() -> Recorder | None:
 def span(kind: str, label: str = "", num_bytes: int = 0) -> Iterator[None]:
     """Record the block as one event of this kind: `with span("forward", "F0"): ...`.
 
+    Under PyTorch's profiler it is a range of that trace, too.
+
     Raises: CourseError for a kind that is not in `KINDS`
     """
     recorder = current_recorder()
     start_s = time.perf_counter()
     try:
-        yield
+        with record_function(f"{kind} {label}".strip()) if _profiler_enabled() else nullcontext():
+            yield
     finally:
         if recorder is not None:
             recorder.add(kind, start_s, time.perf_counter(), num_bytes=num_bytes, label=label)

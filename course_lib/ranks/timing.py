@@ -86,6 +86,43 @@ class Measured:
         return min(self.seconds)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepsTaken:
+    """Training steps on one rank: losses (nan where unknown), seconds, the last step's events."""
+
+    losses: list[float]
+    seconds: list[float]
+    last_events: list[Event]
+
+    @property
+    def median_ms(self) -> float:
+        """The median step, in milliseconds."""
+        return 1e3 * median(self.seconds)
+
+    def calls(self) -> dict[str, tuple[int, int]]:
+        """Return the number of calls of the last step and their bytes, by kind; none alone."""
+        found: dict[str, tuple[int, int]] = {}
+        for event in self.last_events:
+            if event.kind in COMMUNICATION_KINDS and len(event.group) > 1:
+                count, size = found.get(event.kind, (0, 0))
+                found[event.kind] = count + 1, size + event.num_bytes
+        return found
+
+
+def timed_steps(
+    step: Callable[[Tensor, Tensor], float], batches: Iterable[tuple[Tensor, Tensor]]
+) -> StepsTaken:
+    """Take a step per batch on this rank: `step(inputs, targets)` trains, and returns the loss."""
+    losses, seconds, events = list[float](), list[float](), list[Event]()
+    for inputs, targets in batches:
+        start_s = time.perf_counter()
+        with record() as log:
+            losses.append(step(inputs, targets))
+        seconds.append(time.perf_counter() - start_s)
+        events = log.events
+    return StepsTaken(losses=losses, seconds=seconds, last_events=events)
+
+
 def record_interleaved(
     rank: int,
     models: Mapping[Any, Any],

@@ -61,9 +61,14 @@ def one_gpu_each() -> bool:
 
 
 def rank_device() -> torch.device:
-    """Return the device this rank computes on: its own GPU, or the CPU."""
-    return (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if one_gpu_each()
-        else torch.device("cpu")
-    )
+    """Return the device this rank computes on: its own GPU, or the CPU.
+
+    With COURSE_SHARE_GPU=1 several ranks share a GPU, and communicate over gloo: a way to try all
+    of the course on a machine with one, not a way to be fast.
+    """
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if one_gpu_each():
+        return torch.device("cuda", local_rank)
+    if os.environ.get("COURSE_SHARE_GPU") == "1" and torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cpu")

@@ -138,6 +138,18 @@ def test_a_long_path_of_the_temporary_folder_works(tmp_path):
     assert list(home.glob("ranks-*")) == []
 
 
+def test_outside_of_notebooks_the_server_starts_with_the_first_ranks_and_has_what_is_loaded():
+    script = (
+        "import psutil, sys\n"
+        "from course_lib.ranks import Ranks\n"
+        "import course_lib.fsdp, course_lib.fsdp.pictures\n"
+        "before = psutil.Process().children()\n"
+        "names = ('course_lib.fsdp.mesh', 'course_lib.fsdp.pictures', 'matplotlib')\n"
+        "print(before, Ranks(1).run(lambda rank: [name in sys.modules for name in names]))"
+    )
+    assert run_script(script) == ("[] [[True, False, False]]\n", 0)
+
+
 @pytest.fixture
 def short_path():
     """A temporary folder whose path is short enough for a socket in it."""
