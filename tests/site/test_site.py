@@ -1,0 +1,288 @@
+"""The site: every link leads somewhere, nothing comes from elsewhere, and no solution slips out."""
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page
+
+from .conftest import ROOT, Site, run_builder
+
+LESSONS = sorted(path.stem for path in (ROOT / "notebooks").glob("[0-9]*.ipynb"))
+JUDGED = ["index.html", "notebooks/00_ranks.html", "docs/glossary.html", "api/pipeline.html"]
+SOLUTION = re.compile(r"### BEGIN SOLUTION[^\n]*\n(.*?)\n[ \t]*### END SOLUTION", re.DOTALL)
+SECRET = "**For instructors only.**"
+NO_FETCHING = {"preload": False}  # axe would fetch style sheets, which a file: page may not
+MAX_BUILD_S = 300  # about 25 s of one core; the machine may be busy
+
+
+def solutions(stem: str) -> dict[str, str]:
+    """The solution of each exercise of a lesson, without its white space."""
+    path = ROOT / "notebooks/solved" / f"{stem}.ipynb"
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    found = {}
+    for cell in cells:
+        parts = SOLUTION.findall("".join(cell["source"]))
+        for number, part in enumerate(parts):
+            found[f"{cell['metadata'].get('exercise')}.{number}"] = bare(part)
+    return found
+
+
+def bare(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+@pytest.fixture(params=["learners", "instructors"])
+def site(request: pytest.FixtureRequest) -> Site:
+    return request.getfixturevalue(request.param)
+
+
+# -- what the files say ------------------------------------------------------------------------
+
+
+def test_the_build_is_quick_and_says_what_it_made(learners: Site):
+    assert "index.html: " in learners.said
+    assert "for learners" in learners.said
+    assert learners.seconds < MAX_BUILD_S
+
+
+def test_each_page_that_was_promised_is_there(site: Site):
+    docs = [f"docs/{path.stem}.html" for path in (ROOT / "docs").glob("*.md")]
+    tables = (ROOT / "course_lib/cost/published").glob("*.csv")
+    published = [f"published/{path.stem}.html" for path in tables]
+    lessons = [f"notebooks/{stem}.html" for stem in LESSONS]
+    packages = [f"api/{stem.partition('_')[2]}.html" for stem in LESSONS]
+    wanted = {"index.html", "search.html", *docs, *published, *lessons, *packages}
+    assert wanted <= set(site.pages)
+
+
+def test_every_link_and_anchor_leads_somewhere(site: Site):
+    broken = []
+    for name, page in site.pages.items():
+        for link in [*page.links, *page.loads, *(one["src"] for one in page.pictures)]:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            path = os.path.normpath(Path(name).parent / unquote(parts.path)) if parts.path else name
+            anchor = unquote(parts.fragment)
+            if not (site.folder / path).is_file() or (
+                anchor and path in site.pages and anchor not in site.pages[path].ids
+            ):
+                broken.append(f"{name}: {link}")
+    assert broken == []
+
+
+def test_nothing_is_loaded_from_another_host(site: Site):
+    loads = {load for page in site.pages.values() for load in page.loads}
+    assert [load for load in loads if urlsplit(load).netloc] == []
+    for sheet in site.folder.rglob("*.css"):
+        text = sheet.read_text(encoding="utf-8")
+        urls = re.findall(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", text)
+        assert [url for pair in urls for url in pair if urlsplit(url).netloc] == []
+
+
+def test_every_picture_says_what_it_shows(site: Site):
+    silent = [
+        f"{name}: {picture['src']}"
+        for name, page in site.pages.items()
+        for picture in page.pictures
+        if not (picture.get("alt") or "").strip()
+    ]
+    assert silent == []
+
+
+def test_every_term_of_the_glossary_has_an_anchor(learners: Site):
+    terms = re.findall(r"^- \*\*", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    anchors = {one for one in learners.pages["docs/glossary.html"].ids if one.startswith("term-")}
+    assert "term-all-reduce" in anchors
+    assert len(anchors) == len(terms)
+
+
+def test_the_page_of_a_package_has_its_functions_and_their_costs(learners: Site):
+    page = learners.pages["api/collectives.html"]
+    assert "course_lib.collectives.tree.tree_broadcast" in page.ids
+    assert "ceil(log2 p) rounds of x bytes" in " ".join(page.words)
+    assert not any(name.startswith("api/checks") for name in learners.pages)
+
+
+@pytest.mark.parametrize("stem", LESSONS)
+def test_a_lesson_links_to_its_notebook_and_its_package(learners: Site, stem: str):
+    links = learners.pages[f"notebooks/{stem}.html"].links
+    assert f"../files/{stem}.ipynb" in links
+    assert f"../api/{stem.partition('_')[2]}.html" in links
+    stored = (ROOT / "notebooks" / f"{stem}.ipynb").read_bytes()
+    assert (learners.folder / "files" / f"{stem}.ipynb").read_bytes() == stored
+
+
+@pytest.mark.parametrize("stem", LESSONS)
+def test_solutions_are_for_instructors_only(learners: Site, instructors: Site, stem: str):
+    found = solutions(stem)
+    shown = bare("".join(instructors.pages[f"notebooks/{stem}.html"].words))
+    assert found
+    assert [key for key, solution in found.items() if solution in learners.text] == []
+    assert [key for key, solution in found.items() if solution not in shown] == []
+
+
+def test_answers_to_exam_questions_are_for_instructors_only(learners: Site, instructors: Site):
+    secret = [page for page in (ROOT / "docs").glob("*.md") if SECRET in page.read_text()]
+    for page in secret:
+        name = f"docs/{page.stem}.html"
+        assert "instructors' site only" in " ".join(learners.pages[name].words)
+        assert SECRET.strip("*") in " ".join(instructors.pages[name].words)
+    assert secret
+    index = (learners.folder / "searchindex.js").read_text()
+    assert len(index) > 10_000
+    assert "BEGIN SOLUTION" not in index
+
+
+def test_learners_get_no_file_with_solutions(learners: Site, instructors: Site):
+    def solved(one: Site) -> list[str]:
+        files = one.folder.rglob("*.ipynb")
+        return sorted(path.stem for path in files if "BEGIN SOLUTION" in path.read_text())
+
+    assert solved(learners) == []
+    assert solved(instructors) == LESSONS
+
+
+# -- what a browser says -----------------------------------------------------------------------
+
+
+class Opened:
+    """A page in a browser without a network, and what the browser complained about."""
+
+    def __init__(self, browser: Browser, address: str, scheme: str, width: int) -> None:
+        context = browser.new_context(
+            viewport={"width": width, "height": 1000},
+            color_scheme=scheme,
+            offline=address.startswith("file:"),
+        )
+        self.page: Page = context.new_page()
+        self.complaints: list[str] = []
+        self.page.on("console", self.hear)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("requestfailed", lambda request: self.complaints.append(request.url))
+        self.page.goto(address)
+        self.page.wait_for_function("!window.MathJax || MathJax.startup?.promise")
+        self.page.evaluate("window.MathJax && MathJax.startup.promise")
+
+    def hear(self, message) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+
+@contextmanager
+def opened(
+    browser: Browser, address: str, scheme: str = "light", width: int = 1280
+) -> Iterator[Opened]:
+    one = Opened(browser, address, scheme, width)
+    yield one
+    one.page.context.close()
+    assert one.complaints == []
+
+
+@pytest.mark.parametrize("stem", LESSONS)
+def test_math_is_typeset_without_a_network(learners: Site, browser: Browser, stem: str):
+    with opened(browser, (learners.folder / f"notebooks/{stem}.html").as_uri()) as one:
+        formulas = one.page.locator(".math").count()
+        assert one.page.locator("mjx-container").count() >= formulas > 0
+        assert one.page.locator("mjx-merror, [data-mjx-error]").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", JUDGED)
+def test_axe_finds_nothing_serious(instructors: Site, browser: Browser, name: str, scheme: str):
+    with opened(browser, (instructors.folder / name).as_uri(), scheme) as one:
+        found = Axe().run(one.page, options=NO_FETCHING).response["violations"]
+    serious = [
+        f"{rule['id']}: {node['html'][:120]} {node.get('failureSummary', '')[:200]}"
+        for rule in found
+        if rule["impact"] in ("serious", "critical")
+        for node in rule["nodes"]
+    ]
+    assert serious == []
+
+
+@pytest.mark.parametrize(
+    "name", [*JUDGED, "published/bandwidth.html", "notebooks/08_pipeline.html"]
+)
+def test_a_page_fits_a_phone(learners: Site, browser: Browser, name: str, screenshots: Path):
+    with opened(browser, (learners.folder / name).as_uri(), width=390) as one:
+        assert one.page.evaluate("document.documentElement.scrollWidth") <= 390
+        one.page.screenshot(path=screenshots / f"phone-{Path(name).stem}.png")
+
+
+def test_the_dark_theme_is_the_one_that_the_reader_has_chosen(learners: Site, browser: Browser):
+    def background(scheme: str) -> str:
+        with opened(browser, (learners.folder / "index.html").as_uri(), scheme) as one:
+            return one.page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    assert background("light") == "rgb(255, 255, 255)"
+    assert max(map(int, re.findall(r"\d+", background("dark"))[:3])) < 60
+
+
+def test_a_solution_is_folded_until_it_is_asked_for(instructors: Site, browser: Browser):
+    with opened(browser, (instructors.folder / "notebooks/00_ranks.html").as_uri()) as one:
+        fold = one.page.locator(".tag_solution details").first
+        assert not fold.locator("pre").is_visible()
+        fold.locator("summary").click()
+        assert "return node * ranks_per_node + local_rank" in fold.locator("pre").inner_text()
+
+
+def test_search_finds_a_lesson(learners: Site, browser: Browser):
+    handler = partial(QuietHandler, directory=str(learners.folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/search.html?q=deadlock"
+        with opened(browser, address) as one:
+            one.page.locator("#search-results li a").first.wait_for()
+            links = one.page.locator("#search-results li a").evaluate_all(
+                "all => all.map(a => a.href)"
+            )
+        server.shutdown()
+    assert any("notebooks/00_ranks.html" in link for link in links)
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Serves a folder without writing a log."""
+
+    def log_message(self, *arguments) -> None:
+        pass
+
+
+# -- what can go wrong -------------------------------------------------------------------------
+
+
+def test_a_lesson_that_is_not_there_is_named(tmp_path: Path):
+    done = run_builder("99", "--out", tmp_path / "site")
+    assert done.returncode == 1
+    assert "No lesson is called 99" in done.stderr
+    assert not (tmp_path / "site").exists()
+
+
+def test_a_folder_that_is_not_a_site_is_left_alone(tmp_path: Path):
+    (tmp_path / "mine.txt").write_text("mine")
+    done = run_builder("00", "--out", tmp_path)
+    assert done.returncode == 1
+    assert "nothing was deleted" in done.stderr
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_pages_of_an_earlier_build_do_not_stay(monkeypatch, learners: Site, tmp_path: Path):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from build_site import empty_folder
+
+    old = tmp_path / "site"
+    shutil.copytree(learners.folder / "notebooks", old / "notebooks")
+    (old / "objects.inv").touch()
+    empty_folder(old)
+    assert not old.exists()
