@@ -7,8 +7,10 @@ parallelism   `Parallelism`: the sizes of the parallel axes (dp, tp, pp, cp) and
 recipes       precision recipes: bytes per parameter for weights, gradients, optimizer state
 links         `Link`: latency and bandwidth; NVLink, PCIe, InfiniBand, Ethernet
 cycles        the shortest cycle of ranks that wait for each other
+chrome_trace  runs as traces for Perfetto, TensorBoard and Chrome
 units         bytes, seconds and rates in words
 files         write a file whole or not at all
+course_files  where the lessons lie, in a clone and where a wheel was installed
 errors        `CourseError`, `ShapeError`, `MeshError`
 """
 
@@ -16,11 +18,19 @@ from course_lib.core.errors import CourseError, MeshError, ShapeError
 from course_lib.core.links import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, TwoLevelLink
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import MODELS, find_model
-from course_lib.core.records import COMMUNICATION_KINDS, KINDS, Event, Ledger, RunRecord
+from course_lib.core.records import (
+    COMMUNICATION_KINDS,
+    COMPUTE_KINDS,
+    KINDS,
+    Event,
+    Ledger,
+    RunRecord,
+)
 from course_lib.core.specs import ModelSpec, read_config
 
 __all__ = [
     "COMMUNICATION_KINDS",
+    "COMPUTE_KINDS",
     "ETHERNET",
     "INFINIBAND",
     "KINDS",

@@ -1,6 +1,6 @@
-"""Read a file that may be spoilt; write one whole or not at all.
+"""Read a file that may be damaged; write one whole or not at all.
 
-Whoever reads a file that is written here finds the old content or the new one, never a half.
+A reader of a file that is written here finds the old content or the new one, never a part of it.
 """
 
 import errno
@@ -32,13 +32,13 @@ def read_text(
 ) -> str:
     """Return the text of a file, with its line ends as they are.
 
-    `need` says what the file has to be, as in "a notebook"; `hint` what to try where it is not.
+    `need` says what the file has to be, such as "a notebook"; `hint` what to try if it is not.
 
     Raises: CourseError for what is no file (a folder, a pipe), is too large, or is not UTF-8
     """
     try:
         found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):  # a pipe would keep us waiting
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe would block
             raise _unreadable(path, need, "a folder, a pipe or a device", "Try another path.")
         if found.st_size > most_bytes:
             raise CourseError(
@@ -65,7 +65,7 @@ def read_json(path: str | os.PathLike[str], need: str, *, hint: str = OLDER) -> 
 def parse_json(text: str, path: str | os.PathLike[str], need: str, *, hint: str = OLDER) -> Any:
     """Return the value of a JSON text that stands in the file `path`.
 
-    Raises: CourseError for what is no JSON, nests too deep, or has half a character
+    Raises: CourseError for a text that is not JSON, nests too deep, or has half a surrogate pair
     """
     try:
         value = json.loads(text)
@@ -84,7 +84,7 @@ def parse_json(text: str, path: str | os.PathLike[str], need: str, *, hint: str 
 
 
 def not_one(path: str | os.PathLike[str], need: str, why: str, hint: str = OLDER) -> CourseError:
-    """Return the error for a file that can be read and is something else than needed."""
+    """Return the error for a file that can be read but is not what is needed."""
     first = f"{why}\n".splitlines()[0][:80]
     return CourseError(f"{os.fspath(path)}: need {need}; this is none ({first}). {hint}")
 
@@ -106,16 +106,19 @@ def _is_deeper(value: Any, most: int) -> bool:
     return bool(level)
 
 
-def write_result(path: Path, content: str) -> None:
-    """Write a file for which somebody gave the path, whole or not at all; also through a link.
+def write_result(path: Path, content: bytes | str) -> None:
+    """Write bytes, or text as UTF-8, to a path that the user gave, whole or not at all.
+
+    Links are followed; a pipe or a device, such as /dev/stdout, is written to and stays what it is.
 
     Raises: CourseError where it cannot be written
     """
     try:
+        data = content.encode() if isinstance(content, str) else content
         if path.exists() and not path.is_file():  # /dev/stdout
-            path.write_text(content, encoding="utf-8")
+            path.write_bytes(data)
         else:
-            write_whole(os.path.realpath(path), content)
+            write_whole(os.path.realpath(path), data)
     except (OSError, ValueError) as problem:
         raise _unwritable(path, problem) from None
 
@@ -168,7 +171,7 @@ def whole_file(
 
     sync        wait until the content is on disk, so that a power failure leaves no half either
     one_writer  no other process writes this file: the new file always has the same name, so the
-                next writer overwrites the remains that a killed process has left
+                next writer overwrites what a killed process has left
 
     Raises: OSError where the file cannot be written
     """

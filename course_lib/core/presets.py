@@ -5,10 +5,16 @@ the source of each family's sizes.
 """
 
 import difflib
+import math
+import re
 from dataclasses import replace
 
 from course_lib.core.errors import CourseError
 from course_lib.core.specs import ModelSpec
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])(?![a-z])")  # such as the 13b of llama2-13b
+MILLIONS = {"m": 1.0, "b": 1e3, "t": 1e6}
+ALIKE = 1.5  # sizes whose ratio is at most that are suggested for each other
 
 
 def _gpt(
@@ -68,8 +74,12 @@ _LLAMA = (
     _llama("llama-405b", 16384, 126, 128, 53248),
 )
 # Touvron et al. 2023 (Llama 2): keys and values for every head, 32000 tokens
-_LLAMA2 = replace(
-    _llama("llama2-7b", 4096, 32, 32, 11008), num_kv_heads=None, vocab=32000, max_seq=4096
+_LLAMA2 = tuple(
+    replace(spec, num_kv_heads=None, vocab=32000, max_seq=4096)
+    for spec in (
+        _llama("llama2-7b", 4096, 32, 32, 11008),
+        _llama("llama2-13b", 5120, 40, 40, 13824),
+    )
 )
 # Korthikanti et al. 2022, Table 3
 _MEGATRON = (
@@ -95,7 +105,7 @@ _TINY = (
     _gpt("small", 256, 4, 8, vocab=2048, max_seq=256),
 )
 
-_DECODERS = (*_TINY, _CHARACTERS, *_STUDY, *_GPT2, *_LLAMA, _LLAMA2, *_MEGATRON)
+_DECODERS = (*_TINY, _CHARACTERS, *_STUDY, *_GPT2, *_LLAMA, *_LLAMA2, *_MEGATRON)
 MODELS = {spec.name: spec for spec in _DECODERS}
 
 # for course_lib.models.BERT; the larger one has as many parameters as that study's: 46.7 million
@@ -117,9 +127,30 @@ def find_model(name: str) -> ModelSpec:
             f"Try BERT(ENCODERS[{name!r}])."
         )
     if name not in MODELS:
-        near = difflib.get_close_matches(name.lower(), [*MODELS, *ENCODERS], n=3, cutoff=0.3)
+        near = _similar(name.lower())
         hint = f"Try {' or '.join(near)}." if near else f"There are {', '.join(MODELS)}."
         raise CourseError(
             f"model: need a preset or the path of a config.json; got {name!r}. {hint}"
         )
     return MODELS[name]
+
+
+def _similar(name: str) -> list[str]:
+    """Return up to three presets: those of the most similar size, if the name has one."""
+    asked = _millions(name)
+    sizes = {known: _millions(known) for known in MODELS} if asked else {}
+    far = {known: abs(math.log(size / asked)) for known, size in sizes.items() if size}
+    near = [known for known, ratio in far.items() if ratio <= math.log(ALIKE)]
+    if not near:
+        return difflib.get_close_matches(name, [*MODELS, *ENCODERS], n=3, cutoff=0.3)
+    return sorted(near, key=lambda known: (far[known], -_likeness(name, known)))[:3]
+
+
+def _millions(name: str) -> float:
+    """Return the millions of parameters that a name tells; 0 if it tells none."""
+    found = SIZE.search(name)
+    return float(found[1]) * MILLIONS[found[2]] if found else 0.0
+
+
+def _likeness(name: str, known: str) -> float:
+    return difflib.SequenceMatcher(None, name, known).ratio()

@@ -1,8 +1,8 @@
 """The two records that all of the course uses, and the file that holds them.
 
-An `Event` is something that a rank did; a `Ledger` is the bytes that a rank holds over time.
-Formulas, simulations and real ranks all produce them, so the same pictures can show them. A
-`RunRecord` is what one rank of one run writes to disk, as JSON lines, the same in a notebook, under
+An `Event` is one operation of a rank; a `Ledger` is the memory, in bytes, that a rank holds over
+time. Formulas, simulations and real ranks all produce them, so the same pictures can show them. A
+`RunRecord` is the file of one rank of one run, in JSON lines, the same in a notebook, under
 torchrun and under Slurm.
 """
 
@@ -42,13 +42,13 @@ COMPUTE_KINDS = (
     "backward_weight",
     "optimizer",
 )
-KINDS = (*COMPUTE_KINDS, *COMMUNICATION_KINDS, "wait")
+KINDS = (*COMPUTE_KINDS, *COMMUNICATION_KINDS, "write", "wait")  # write: to storage
 MEMORY_KINDS = ("params", "grads", "optim_state", "activations", "buffers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that one rank did, from `start_s` to `end_s` (seconds) on the clock of the run.
+    """An operation of one rank, from `start_s` to `end_s` (seconds) on the clock of the run.
 
     `num_bytes` is the size of the whole tensor of the call (the gathered one of an all_gather, the
     unscattered one of a reduce_scatter), not the bytes that an algorithm sends over the links.
@@ -81,7 +81,7 @@ class Event:
         return self.end_s - self.start_s
 
     def since(self, zero_s: float) -> "Event":
-        """Return the event on a clock that shows 0 s at `zero_s` of this one."""
+        """Return the event with its times measured from `zero_s`."""
         return replace(self, start_s=self.start_s - zero_s, end_s=self.end_s - zero_s)
 
 
@@ -113,7 +113,7 @@ class Ledger:
             self.bytes_by_kind[kind].append(num_bytes.get(kind, 0))
 
     def totals(self) -> list[int]:
-        """Return the bytes of all kinds together, one number per time."""
+        """Return the sum of the bytes over all kinds, one number per time."""
         return [sum(held) for held in zip(*self.bytes_by_kind.values(), strict=True)]
 
     def peak_bytes(self) -> int:
@@ -126,7 +126,7 @@ class RunRecord:
     """Record of one rank in one run.
 
     `run` describes what was run (strategy, model, sizes), `machine` the hardware; `steps` holds one
-    dictionary per step (`step`, `start_s`, `end_s`, `num_tokens`, `loss`, ...).
+    dictionary per step: `step`, `start_s`, `end_s`, and what else was measured (`loss`, ...).
     """
 
     rank: int
@@ -161,7 +161,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "RunRecord":
-        """Read a record back; a last line cut short by a crash is left out with a warning.
+        """Read a record; a last line that a crash cut short is left out with a warning.
 
         Raises: CourseError, with the line's number, for any other line that cannot be read.
         """
@@ -173,7 +173,8 @@ class RunRecord:
                 line = json.loads(text)
                 record = _take(record, line)
             except (ValueError, RecursionError, CourseError) as problem:
-                if number == len(lines) and record is not None:
+                is_cut = isinstance(problem, json.JSONDecodeError) and number == len(lines)
+                if is_cut and record is not None:
                     warnings.warn(
                         f"{path.name}: the last line was cut short and is left out", stacklevel=2
                     )
@@ -196,7 +197,7 @@ def _take(record: RunRecord | None, plain: Any) -> RunRecord:
     if record is None:
         raise CourseError("the first line has to be the run's")
     if what == "step":
-        record.steps.append(line)
+        record.steps.append(_checked_step(line))
     elif what == "event":
         record.events.append(build(Event, line, "event"))
     elif what == "ledger":
@@ -207,6 +208,17 @@ def _take(record: RunRecord | None, plain: Any) -> RunRecord:
     else:
         raise CourseError(f"unknown line {repr(what)[:60]}")
     return record
+
+
+def _checked_step(line: dict[str, Any]) -> dict[str, Any]:
+    """Return the step. Raises: CourseError where its number or times are missing or wrong"""
+    for name, kind in (("step", int), ("start_s", float), ("end_s", float)):
+        if name not in line:
+            raise CourseError(f"step: need {name}; it is not there.")
+        build(kind, line[name], f"step.{name}")
+    if line["end_s"] < line["start_s"]:
+        raise CourseError(f"step: need end_s >= start_s; got {line['start_s']}, {line['end_s']}.")
+    return line
 
 
 def read_runs(folder: str | os.PathLike[str]) -> list[RunRecord]:
