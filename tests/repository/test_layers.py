@@ -14,13 +14,20 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (  # a package imports only from what stands before it
     *("core", "cost", "models", "ranks", "frameworks", "collectives", "display"),
     *("memory", "accumulation", "recompute", "data_parallel", "ddp", "tensor_parallel"),
-    *("pipeline", "zero", "fsdp"),
-    *("train", "cluster", "scaling_study", "checks", "notebooks", "grading", "cli"),
+    *("pipeline", "zero", "fsdp", "mesh", "checkpoint"),
+    *("train", "cluster", "planner", "scaling_study", "checks", "notebooks", "grading", "cli"),
 )
 NO_TORCH = (  # formulas and simulations, by path or by the name of the file
     *("moved.py", "core/", "cost/", "cost.py", "collectives/messages.py"),
     *("pipeline/actions.py", "pipeline/schedules.py", "pipeline/schedule_rules.py"),
     *("pipeline/simulation.py", "pipeline/balance.py", "pipeline/token_pipeline.py"),
+    *("mesh/mesh.py", "planner/plan.py", "planner/cluster.py", "planner/prediction.py"),
+    *("planner/predicting.py", "planner/stages.py", "planner/sharding.py"),
+    *("planner/launches.py", "planner/emit.py"),
+    *("planner/compute.py", "planner/communication.py", "planner/pipeline_step.py"),
+    *("planner/memory.py", "planner/constants.py", "planner/published_runs.py"),
+    *("planner/scores.py", "planner/searching.py", "planner/table.py"),
+    "planner/notes.py",
 )
 DRAWS = ("pictures.py", "explorer.py", "html_report.py")
 BESIDE = ("beside_frameworks.py", "lab.py")

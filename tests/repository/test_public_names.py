@@ -31,6 +31,9 @@ PUBLIC = {
     "run_schedule shares simulate",
     "zero": "ShardedOptimizer ZeRO1 ZeRO2 ZeRO3 FlatLayout Piece",
     "fsdp": "FSDP merge_shards",
+    "checkpoint": "save load save_async latest Checkpoint PendingSave Broken all_checkpoints "
+    "read_tensor rng_state set_rng_state",
+    "planner": "Plan Cluster predict search PredictedStep SearchResult find_cluster cluster_for",
     "cost.flops": "train_step_flop mfu",
     "checks": "check",
     "display": "predict reveal show compare memory timeline timelines waiting explore stepper",
@@ -42,7 +45,7 @@ PUBLIC = {
 }
 LESSONS = (
     *("accumulation", "recompute", "memory", "collectives", "data_parallel", "ddp"),
-    *("tensor_parallel", "pipeline", "zero", "fsdp"),
+    *("tensor_parallel", "pipeline", "zero", "fsdp", "planner", "checkpoint"),
 )
 
 

@@ -1,6 +1,7 @@
 """Every command of the README is run here as it stands, with arguments that keep it short."""
 
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -74,6 +75,11 @@ def make_cluster(command, course, tmp_path):
     assert "-m tools.cluster" in run(f"{command} --dry-run", ROOT)  # test_cluster_docs starts one
 
 
+def make_gpu(command, course, tmp_path):
+    out = shlex.quote(str(tmp_path))
+    assert "make gpu: no CUDA GPU" in run(f'{command} GPU_ARGS="--out {out}"', ROOT)
+
+
 def make_something(command, course, tmp_path):
     run(command, ROOT)
 
@@ -92,6 +98,7 @@ def make_slides(command, course, tmp_path):
     for deck in decks:
         assert (ROOT / "build/slides" / f"{deck}.html").stat().st_size > 10_000
         assert (ROOT / "build/slides" / f"{deck}.pdf").stat().st_size > 10_000
+        assert f"../slides/{deck}.html" in (ROOT / f"build/site/notebooks/{deck}.html").read_text()
 
 
 def course_check(command, course, tmp_path):
@@ -140,6 +147,13 @@ def train_under_torchrun(command, course, tmp_path):
     assert len(list((course / "runs/train").glob("*.jsonl"))) == 4
 
 
+def course_trace(command, course, tmp_path):
+    if not (course / "runs/train").is_dir():  # the torchrun line of the README makes it
+        run("python -m course_lib.train --ranks 2 --steps 2 --out runs/train", course)
+    assert "https://ui.perfetto.dev" in run(command, course)
+    assert '"ph":"X"' in (course / "trace.json").read_text()
+
+
 def torchrun(command, course, tmp_path):
     said = run(command, course)
     assert sorted(re.findall(r"rank \d of 4", said)) == [f"rank {r} of 4" for r in range(4)]
@@ -151,6 +165,10 @@ def study_plan(command, course, tmp_path):
     assert "runs" in run(command, course)
 
 
+def course_plan(command, course, tmp_path):
+    assert len(re.findall(r"^\d+ +dp\d+, .* sequences", run(command, course), re.MULTILINE)) == 10
+
+
 RUNS = {
     "make lab": make_lab,
     "make test": make_test,
@@ -158,7 +176,7 @@ RUNS = {
     "make help": make_something,
     "make check": make_something,
     "make notebooks": make_notebooks,
-    "make slides": make_slides,
+    "make slides site": make_slides,
     "make test TEST_ARGS=tests/core/test_records.py": make_something,
     "course check 00": course_check,
     "course progress": course_progress,
@@ -167,10 +185,13 @@ RUNS = {
     "course doctor": course_doctor,
     "course grade submissions --out grades": course_grade,
     "python -m course_lib.train --ranks 2 --data shakespeare": train_on_text,
-    "torchrun --nproc-per-node 4 -m course_lib.train --tp 2 --strategy torch-ddp "
+    "torchrun --nproc-per-node 4 -m course_lib.train --mesh tp=2 --strategy torch-ddp "
     "--out runs/train": train_under_torchrun,
+    "course trace runs/train -o trace.json": course_trace,
     "torchrun --nproc-per-node 4 cluster/exercises/00_hello_ranks.py": torchrun,
     "course study plan": study_plan,
+    "course plan --model llama-70b --cluster hf-h100 --nodes 8": course_plan,
+    "make gpu": make_gpu,
     "make cluster": make_cluster,
 }
 

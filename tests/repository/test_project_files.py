@@ -1,0 +1,223 @@
+"""The files around the course are valid, and name only what is there.
+
+Workflows and CITATION.cff are held against their published schemas (tests/data/schemas).
+"""
+
+import json
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonschema import Draft7Validator, ValidationError
+
+from tests.terminal import ROOT, commands
+
+SCHEMAS = ROOT / "tests" / "data" / "schemas"
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+ISSUES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+LINUX_ONLY = re.compile(r"/proc/|sched_getaffinity\(|^def test.*\bslurm(_box)?\b", re.MULTILINE)
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def make_targets(command: str) -> list[str]:
+    """The targets that a line of shell makes."""
+    found = []
+    for line in re.findall(r"^\s*make ([^#\n&|;]*)", command, re.MULTILINE):
+        words = re.sub(r"\"[^\"]*\"", "", line).split()
+        found += [word for word in words if re.fullmatch(r"[a-z-]+", word)]
+    return found
+
+
+def demand(name: str, value: object) -> None:
+    schema = json.loads((SCHEMAS / name).read_text())
+    Draft7Validator(schema).validate(value)
+
+
+def workflow(text: str) -> dict:
+    """A workflow; YAML reads its key `on` as true."""
+    read = yaml.safe_load(text)
+    return {("on" if key is True else key): value for key, value in read.items()}
+
+
+def steps_of(path: Path) -> list[dict]:
+    return [step for job in workflow(path.read_text())["jobs"].values() for step in job["steps"]]
+
+
+# ---- workflows -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_is_one_for_github(path):
+    demand("github-workflow.json", workflow(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("runs-on: ubuntu-latest", "run-on: ubuntu-latest"),
+        ("timeout-minutes: 120", "timeout-minutes: long"),
+        ("  contents: read", "  contents: reads"),
+        ("      - uses: actions/checkout@v4", "      - use: actions/checkout@v4"),
+    ],
+)
+def test_a_mistake_in_a_workflow_is_seen(right, wrong):
+    text = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    assert right in text
+    with pytest.raises(ValidationError):
+        demand("github-workflow.json", workflow(text.replace(right, wrong)))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_what_is_there_and_ends(path):
+    for job in workflow(path.read_text())["jobs"].values():
+        assert job.get("timeout-minutes") or "pages" in job.get("permissions", {})
+    for step in steps_of(path):
+        assert set(make_targets(step.get("run", ""))) <= targets()
+        for script in re.findall(r"^\.ci/\S+", step.get("run", ""), re.MULTILINE):
+            assert os.access(ROOT / script, os.X_OK), script
+        if "uses" in step:
+            assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"])
+
+
+def test_the_tests_run_on_both_systems_the_notebooks_weekly_and_the_site_is_published():
+    runs = {path.stem: [step.get("run") for step in steps_of(path)] for path in WORKFLOWS}
+    assert {".ci/run", ".ci/run-macos", "make check"} <= set(runs["tests"])
+    assert "make notebooks NOTEBOOKS_ARGS=--force" in runs["notebooks"]
+    assert "make site" in runs["site"]
+    weekly = workflow((ROOT / ".github/workflows/notebooks.yml").read_text())["on"]["schedule"]
+    assert re.fullmatch(r"\d+ \d+ \* \* [0-6]", weekly[0]["cron"])
+
+
+def test_what_macos_skips_is_there_and_all_that_needs_linux_is_skipped():
+    text = (ROOT / ".ci" / "run-macos").read_text()
+    skipped = re.findall(r"^(tests/\S+) +(?=\S)", text, re.MULTILINE)
+    assert all((ROOT / name).exists() for name in skipped)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        name = str(path.relative_to(ROOT))
+        if path != Path(__file__) and LINUX_ONLY.search(path.read_text()):
+            assert any(name.startswith(one) for one in skipped), name
+
+
+def test_macos_hands_the_list_to_pytest(tmp_path):
+    """`make` is a stand-in that prints what it is asked for."""
+    (tmp_path / "make").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    (tmp_path / "make").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    said = subprocess.check_output([ROOT / ".ci/run-macos"], env={"PATH": path}, text=True)
+    target, arguments = said.splitlines()
+    assert target == "test"
+    assert arguments.split()[0] == "TEST_ARGS=--ignore=tests/grading"
+    assert all(word.startswith("--ignore=tests/") for word in arguments.split()[1:])
+
+
+# ---- templates -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ISSUES, ids=lambda path: path.stem)
+def test_an_issue_form_has_what_github_asks_for(path):
+    form = yaml.safe_load(path.read_text())
+    if path.stem == "config":
+        assert set(form) <= {"blank_issues_enabled", "contact_links"}
+        return
+    assert set(form) <= {"name", "description", "title", "labels", "assignees", "body"}
+    assert form["name"]
+    assert form["description"]
+    ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+    assert len(set(ids)) == len(ids) > 0
+    for field in form["body"]:
+        assert field["type"] in {"markdown", "input", "textarea", "dropdown", "checkboxes"}
+        assert set(field) <= {"type", "id", "attributes", "validations"}
+        needed = "value" if field["type"] == "markdown" else "label"
+        assert field["attributes"][needed]
+        if field["type"] == "dropdown":
+            assert len(set(field["attributes"]["options"])) > 1
+
+
+def test_the_pull_request_template_names_targets_that_are_there():
+    text = (ROOT / ".github" / "pull_request_template.md").read_text()
+    named = re.findall(r"`make ([a-z-]+)`", text)
+    assert named
+    assert set(named) <= targets()
+    assert "- [ ]" in text
+
+
+# ---- how to cite it, what changed ------------------------------------------------------------
+
+
+def citation(text: str) -> dict:
+    """CITATION.cff, with dates as texts."""
+    return yaml.load(text, Loader=yaml.BaseLoader)
+
+
+def test_the_citation_is_valid_and_says_the_version_of_pyproject():
+    read = citation((ROOT / "CITATION.cff").read_text())
+    demand("citation-1.2.0.json", read)
+    assert (read["version"], read["license"]) == (PROJECT["version"], PROJECT["license"])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("authors:", "author:"), ("MIT", "MITT"), ("software", "course")]
+)
+def test_a_mistake_in_the_citation_is_seen(right, wrong):
+    text = (ROOT / "CITATION.cff").read_text()
+    assert right in text
+    with pytest.raises(ValidationError):
+        demand("citation-1.2.0.json", citation(text.replace(right, wrong, 1)))
+
+
+def test_the_changelog_has_its_form_and_begins_with_what_is_not_released():
+    titles = re.findall(r"^## (.*)", CHANGELOG, re.MULTILINE)
+    assert titles[0] == "[Unreleased]"
+    assert re.match(rf"\[{re.escape(PROJECT['version'])}\]", titles[1])
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\]( - \d{4}-\d\d-\d\d)?", one) for one in titles[1:])
+    assert set(re.findall(r"^### (.*)", CHANGELOG, re.MULTILINE)) <= KINDS
+
+
+def test_the_version_is_a_semantic_one_and_stands_in_no_code():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", PROJECT["version"])
+    for folder in ("course_lib", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert "__version__ =" not in path.read_text(encoding="utf-8"), path
+
+
+# ---- CONTRIBUTING.md -------------------------------------------------------------------------
+
+
+def test_contributing_names_commands_and_files_that_are_there():
+    found = commands(CONTRIBUTING)
+    assert len(found) > 8
+    assert {name for line in found for name in make_targets(line)} <= targets()
+    for line in [*found, *re.findall(r"`([^`\n]+)`", CONTRIBUTING)]:
+        for name in re.findall(r"\b(?:tests|docs|tools|notebooks|course_lib)/[\w./]+", line):
+            if "NN" not in name and "IDEA" not in name and "idea" not in name:
+                assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize(
+    "command",
+    [line for line in commands(CONTRIBUTING) if line.startswith(("course", "python"))],
+)
+def test_a_command_of_contributing_is_one(command):
+    """That their modules and options exist; the README's and the guide's are run whole."""
+    words = command.split()
+    if words[0] == "course":
+        from course_lib.cli.commands import app
+
+        assert words[1] in {
+            one.name or one.callback.__name__.replace("_", "-") for one in app.registered_commands
+        }
+    elif words[1] == "-m":
+        assert words[2] == "pytest" or (ROOT / words[2].replace(".", "/")).exists()
+    else:
+        assert (ROOT / words[1]).is_file()
