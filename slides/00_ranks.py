@@ -104,7 +104,7 @@ def pictures():
         return {
             "speak": timeline(runs[speak], f"Rank {runs[speak][0].rank} prints first"),
             "barrier": timeline(runs[late_barrier], "A rank that reaches the barrier early waits"),
-            "late": timeline(runs[late_sum], "No call returns before the last rank has made it"),
+            "late": timeline(runs[late_sum], "No all-reduce ends before the last rank calls it"),
             "circle": waiting(waits_of(ranks, send_first), 4),
             "alone": waiting(waits_of(ranks, only_rank_0), 4),
             "message": message(),

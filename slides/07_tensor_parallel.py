@@ -20,7 +20,7 @@ from course_lib.tensor_parallel.pictures import (
 
 def mlp():
     """The cuts of an MLP on four ranks."""
-    return split_mlp(4, "What a rank needs for B it has computed itself")
+    return split_mlp(4, "Each rank has computed its own input for B")
 
 
 class TwoParts(torch.nn.Module):

@@ -29,8 +29,9 @@
 # **How it works.** Run the cells from top to bottom with Shift+Enter. Three kinds of cells ask
 # something of you:
 #
-# - *Predict*: write down your guess and press Commit **before** you run the next cell. You will
-#   remember a result better once you have predicted it, even if the guess was wrong.
+# - *Predict*: write down your guess and press Commit **before** you run the next cell. People tend
+#   to remember an answer better after guessing first, even wrongly, if they then see the right one
+#   (Kornell et al. 2009).
 # - *Exercise*: replace the line `raise NotImplementedError(...)`, run the cell, then its check.
 # - *Check*: prints `right`, or what went wrong. It prints `not done yet` until you have written
 #   your answer; the rest of the notebook does not depend on it.
@@ -71,8 +72,8 @@ print(f"hello from rank {rank} of {world_size}")
 
 # %% [markdown]
 # The number in brackets is the rank that printed the line. All ranks run the *same program*, each
-# on *its own data*: SPMD, "single program, multiple data". The only difference between them is
-# `rank`, which every `%%ranks` cell knows, like `world_size`, `torch` and `dist`
+# on *its own data*: SPMD, "single program, multiple data". The only difference between them at the
+# start is `rank`, which every `%%ranks` cell knows, like `world_size`, `torch` and `dist`
 # (torch.distributed).
 #
 # The next `%%ranks` cell sets an `x` on every rank. Will the notebook itself then have an `x`?
@@ -109,7 +110,7 @@ print(ranks.run(fingerprint))
 # These numbers are used again below. When something adds them up, the digits of the sum show which
 # ranks are in it: 1111 means each rank once, 1211 means rank 2 twice.
 #
-# **One program, four processes, four memories: only `rank` differs.**
+# **One program, four processes, four memories: at the start, only `rank` differs.**
 #
 # ## 2 Who am I?
 #
@@ -127,9 +128,9 @@ print(rank_at)
 reveal(guess_rank, rank_at[1, 2].item())
 
 # %% [markdown]
-# A process learns its rank from environment variables. A *launcher* starts the processes and sets
-# the variables for each of them. The usual launcher is PyTorch's `torchrun`; `%%ranks` sets the
-# same names:
+# A process usually learns its rank from environment variables. A *launcher* starts the processes
+# and sets the variables for each of them. The usual launcher is PyTorch's `torchrun`; `%%ranks`
+# sets the same names:
 #
 # | variable | meaning |
 # |---|---|
@@ -201,8 +202,8 @@ show(timeline(ranks.events, title), alt=f"{title}; the notebook lists them by ra
 # %% [markdown]
 # The notebook *shows* rank 0 first: it collects what the ranks print and sorts it, so that it can
 # be read. (If a rank prints very much, the notebook folds it; `ranks.output(2)` returns all of rank
-# 2.) The picture shows what really *happened*. It is drawn from `ranks.events`: everything the
-# ranks did in the last run, on one clock.
+# 2.) The picture shows what really *happened*. It is drawn from `ranks.events`: the calls and
+# named spans of the last run, on one clock.
 #
 # Ranks have no order unless they *wait* for each other. The simplest way to wait is a barrier:
 # `dist.barrier()` returns when **all** ranks have called it.
@@ -248,10 +249,10 @@ check("ranks-2", take_turns)
 print(doctor_report(describe_machine()))
 
 # %% [markdown]
-# The messages of ranks on one machine cross no wire, so their times say little about a cluster. The
-# course can therefore *emulate* links: real ranks and real messages, but each message takes as long
-# as it would on the `Link` you give. The one below is slow, so that you can see it: 20 ms for any
-# message, and then 50 MB/s. How long does a message of 4 MB take?
+# Your ranks' messages cross no wire, so their times say little about a cluster. The course can
+# therefore *emulate* links: real ranks and real messages, but each message takes as long as it
+# would on the `Link` you give (if that is slower than your machine). The one below is slow, so that
+# you can see it: 20 ms for any message, and then 50 MB/s. How long does a message of 4 MB take?
 
 # %% tags=["predict"]
 guess_message = predict("one message of 4 MB, 20 ms latency, 50 MB/s", unit="ms")
@@ -310,8 +311,8 @@ show(compare(sizes_mb, voices, title, **labels), alt=title)
 # ## 5 Everybody at once: a collective
 #
 # A *collective* is one call that **all** ranks of a *process group* (here: all four) make together.
-# The most important one in training is `dist.all_reduce(x)`: it adds up the `x` of all ranks and
-# leaves the sum in `x`, on every rank.
+# The one that plain data parallelism lives on is `dist.all_reduce(x)`: it adds up the `x` of all
+# ranks and leaves the sum in `x`, on every rank.
 #
 # Rank $r$ has $10^r$ and makes the call $0.1\,r$ seconds late. What does rank 2 hold afterwards?
 # And how long does rank 0 stay in its call?
@@ -382,8 +383,9 @@ def mean_over_ranks(x):
 check("ranks-3", mean_over_ranks)
 
 # %% [markdown]
-# **A collective is one call by all ranks of a group; an all-reduce or a barrier cannot return
-# before the last rank has called it.**
+# **A collective is one call by all ranks of a group; an all-reduce or a barrier cannot end before
+# the last rank has called it.** (On GPUs the call may return earlier; the wait then shows at a
+# later line.)
 #
 # ## 6 The first hang
 #
@@ -428,8 +430,8 @@ show(waiting(hang.waits, 4), alt=alt)
 # 3. *For whom?* Follow the arrows.
 #
 # This `send` ends when its receiver takes the message, and every receiver is itself sending. No
-# single rank makes a mistake; the circular waiting is the mistake. (Some libraries, such as MPI,
-# buffer small messages, so that such a program works until the messages grow.)
+# single rank makes a mistake; the circular waiting is the mistake. (Most MPI implementations buffer
+# small messages, so that such a program works until the messages grow.)
 #
 # After a failure the ranks are restarted, so the next cell works. If your own code runs forever,
 # press Stop (■): the report says on which line each rank is.
@@ -511,8 +513,8 @@ def one_dies(rank):
 raised, died = failure_of(one_raises), failure_of(one_dies)
 
 # %% [markdown]
-# Here the cause stands first. Real logs are not sorted like that: the first rank that complains is
-# often one that only waited.
+# Here the cause stands first. Real logs are not sorted like that: the first rank that complains can
+# be one that only waited.
 #
 # Last, a common mistake. Rank 0 should report the sum of all losses, so the program does everything
 # for the report under `if rank == 0`. How many of the four ranks will hang?

@@ -24,7 +24,8 @@
 # | $f$ | `ffn_hidden` | size of the MLP's inner layer, often $4h$ |
 # | $a$ | `num_heads` | attention heads |
 # | $V$ | `vocab` | tokens in the vocabulary |
-# | $b$, $s$ | `batch`, `seq` | sequences in a micro-batch, tokens in a sequence |
+# | $b$ | `batch` | sequences in a micro-batch (what runs through the model at once) |
+# | $s$ | `seq` | tokens in a sequence |
 # | $D$ | `tokens` | tokens in a step |
 #
 # Memory is reported in GiB ($2^{30}$ bytes), rates in powers of ten. The 80 "GB" of a GPU are
@@ -73,8 +74,8 @@ for name, model in built.items():
 
 # %% [markdown]
 # Attention has four matrices of $h \times h$, the MLP two of $h \times 4h$: together $12h^2$ per
-# layer. The *head*, the last matrix, maps $h$ to $V$. In GPT-2 it is the embedding's own matrix
-# (*tied*), so it adds no parameters.
+# layer. The last matrix (*output matrix* or *head*) maps $h$ to $V$. In GPT-2 it is the
+# embedding's own matrix (*tied*), so it adds no parameters.
 #
 # ### Exercise 1 (core): count a GPT
 #
@@ -103,16 +104,16 @@ check("memory-1", count_gpt)
 # <details><summary>Hint: my number is a little too small</summary>Print your parts beside those of
 # <code>param_parts(gpt2)</code>. Vectors are easy to forget: biases, norms.</details>
 #
-# **A GPT with an MLP of $4h$, keys for every head and a tied head has about $12Lh^2 + Vh$
-# parameters; an untied head adds $Vh$.**
+# **A GPT with an MLP of $4h$, no GQA (section 4) and a tied output matrix has about $12Lh^2 + Vh$
+# parameters; an untied one adds $Vh$.**
 #
 # ## 2 What each parameter costs
 #
-# Training keeps more than weights. The usual recipe (ZeRO: Rajbhandari et al. 2020, section 3.1)
-# has, for each parameter, a 16-bit weight and a 16-bit gradient (2 + 2 bytes), an fp32 *master
-# copy*, in which the optimizer's small steps are not rounded away (4), and Adam's two moments in
-# fp32 (4 + 4). Together these are the *model states*. Llama-8B has 8.03 billion parameters. How
-# many GiB do they take, without any activations?
+# The usual recipe (ZeRO: Rajbhandari et al. 2020, section 3.1) has, for each parameter, a 16-bit
+# weight and a 16-bit gradient (2 + 2 bytes), an fp32 *master copy*, in which the optimizer's small
+# steps are not rounded away (4), and Adam's two moments in fp32 (4 + 4). Together these are the
+# *model states*. Llama-8B has 8.03 billion parameters. How many GiB do its model states take,
+# without any activations?
 
 # %% tags=["predict"]
 guess = predict("model states of llama-8b in bf16", unit="GiB")
@@ -152,7 +153,7 @@ show(
 #
 # A recipe has `weight_bytes`, `grad_bytes`, `accumulator_bytes`, `master_bytes` and `moment_bytes`,
 # each for one number of that kind (0 if there is none), and `num_moments`. Return the bytes of all
-# parameters, an int. About 3 lines.
+# model states, an int. About 3 lines.
 
 
 # %% tags=["exercise"] exercise="memory-2"
@@ -170,7 +171,7 @@ check("memory-2", states_bytes)
 
 # %% [markdown]
 # **With the usual recipe (bf16, an fp32 master copy, Adam), model states take 16 bytes per
-# parameter; with an accumulator 20. Lesson 09 shards them over ranks.**
+# parameter; with an accumulator 20. Lesson 09 divides them over GPUs (*ranks*).**
 #
 # ## 3 What backward needs
 #
@@ -196,15 +197,15 @@ print("kept:", *kept)
 # (`w`, too, if `x` needs a gradient); the output of GELU is kept only if a later operation needs
 # it. Each operation's rule follows from its derivative.
 #
-# ### Exercise 3 (core): build the scales
+# ### Exercise 3 (core): weigh what is saved
 #
 # `saved_tensors_hooks(pack, unpack)` calls `pack` with every tensor that an operation saves. Weigh
 # each **storage** once: two views lie in the same memory, and a small view keeps all of it alive.
-# Leave `params` out, which may be an iterator: read it once. `tensor.untyped_storage()` has
-# `data_ptr()`, its address, and `nbytes()`. What `pack` returns is what autograd keeps: return the
-# tensor. About 4 lines.
+# Leave out `params`: `skip`, given below, has their addresses (an iterator is read once).
+# `tensor.untyped_storage()` has `data_ptr()`, its address, and `nbytes()`. What `pack` returns is
+# what autograd keeps: return the tensor. About 4 lines.
 #
-# <details><summary>Hint: I count a tensor twice, or a parameter that should be left out</summary>
+# <details><summary>Hint: I count a tensor twice, or a parameter</summary>
 # A view has an address of its own. Which address do all views of one tensor share?</details>
 
 
@@ -246,13 +247,13 @@ check("memory-3", weigh)
 # softmax saves its output, and dropout saves a mask of one byte per number. Adding saves nothing. A
 # tensor that two operations save takes memory once.
 #
-# ### Exercise 4 (core): derive the 34
+# ### Exercise 4 (core): the bytes of a layer
 #
 # Return the bytes that one such layer saves, as a dict of ints: `norms` (their inputs), `attention`
 # (without scores), `scores` (what step 2 saves with one number per pair of tokens), `mlp` (step 4
-# from its first product to its last) and `masks` (those of steps 3 and 4). Other numbers have
-# `number_bytes` bytes. With *grouped-query attention* (GQA, Ainslie et al. 2023), several heads
-# share their keys and values: k and v have `spec.kv_hidden` numbers per token, all else is as
+# from its first product to its last) and `masks` (those of steps 3 and 4). All numbers except masks
+# have `number_bytes` bytes. With *grouped-query attention* (GQA, Ainslie et al. 2023), several
+# heads share their keys and values: k and v have `spec.kv_hidden` numbers per token, all else is as
 # before. A norm's few statistics are left out. About 8 lines, 20 minutes.
 #
 # <details><summary>Hint: attention is too large</summary>
@@ -284,7 +285,7 @@ def layer_bytes(spec, batch, seq, number_bytes):
 check("memory-4", layer_bytes)
 
 # %% [markdown]
-# For bf16, an MLP of $4h$ and keys for every head, the parts are $4 + 10 + 18 + 2 = 34$ times
+# For bf16, an MLP of $4h$ and no GQA, the parts are $4 + 10 + 18 + 2 = 34$ times
 # $sbh$, and $2 + 1 + 2 = 5$ bytes for each of the $as^2b$ scores (Korthikanti et al. 2022, section
 # 4.1):
 #
@@ -366,15 +367,15 @@ figure = compare(seqs, curves, title, x_label="tokens in a sequence", y_label="k
 show(figure, alt=f"{title}: {curves['flash'].measurement[-1]:.3g} MiB at 256 tokens")
 
 # %% [markdown]
-# **Without recompute, a dense layer with full attention saves $sbh(c + d\,as/h)$ bytes: $c$ and $d$
-# depend on its operations and their precision; with flash attention $d$ is zero.**
+# **Without recompute, a GPT or Llama layer with full attention saves $sbh(c + d\,as/h)$ bytes: $c$
+# and $d$ depend on its operations and their precision; with flash attention $d$ is zero.**
 #
 # *A good place for a break.*
 #
 # ## 5 Four steps, live
 #
-# A model trains for four steps, one micro-batch each, while we follow every byte. First commit: in
-# which step is the peak reached for the first time, 1, 2, 3 or 4?
+# A model trains for four steps, one micro-batch each, while we follow every byte. In which step is
+# the peak first reached?
 
 # %% tags=["predict"]
 guess = predict("the peak is first reached in step")
@@ -411,17 +412,18 @@ for kind, held in played.bytes_by_kind.items():
 # %% [markdown]
 # Activations (blue) grow in forward and shrink in backward, while gradients grow; the formula gives
 # the same four steps. Here the peak is where backward begins: all activations, no gradients yet.
-# **That is no law.** When backward is done with a layer, the layer's activations are freed and its
-# gradients have come. Where gradients are larger, memory grows on *in* backward, and with gradient
-# accumulation (lesson 02) the second micro-batch runs beside the gradients of the first.
+# **That is not always so.** When backward is done with a layer, the layer's activations are freed
+# and its gradients have come. Where gradients are larger, memory still grows *in* backward, and
+# with gradient accumulation (lesson 02) the second micro-batch runs beside the gradients of the
+# first.
 #
 # ### Exercise 5 (further): where the peak is
 #
 # `acts[i]` and `grads[i]` are the bytes of layer `i`'s activations and gradients. A step runs
 # forward and backward for each micro-batch, one after the other; all are alike. Gradients stay
 # until the optimizer's step, and later micro-batches add to them in place. Return the most bytes
-# that are held with `states`, which are there all the time, looking after each forward and after
-# each layer of backward. Leave the lists as they are. About 8 lines, 15 minutes.
+# held at once, including `states`, which always stay: measure at the end of each forward and of
+# each layer's backward. Leave the lists as they are. About 8 lines, 15 minutes.
 
 
 # %% tags=["exercise"] exercise="memory-5"
@@ -491,15 +493,15 @@ print(f"{count_params(big):,} parameters; one sequence keeps {format_bytes(weigh
 print(f"formula minus measurement: {formula - weighed} bytes")
 
 # %% [markdown]
-# Next, Llama-8B on 80 GiB GPUs, at the peak. *Recompute* drops activations and computes
-# them again (lesson 03); then the peak is at the end of backward, when all gradients are there.
-# *ZeRO* shards states over ranks: stage 1 the optimizer's, stage 2 gradients too, stage 3 all
-# (lesson 09). *Tensors split* means that each rank has a part of every matrix, and so of the
-# activations (lesson 07).
+# Next, Llama-8B on 80 GiB GPUs, at the peak. *Recompute* drops activations and computes them again
+# (lesson 03); then the peak is at the end of backward, when all gradients are there. *ZeRO* divides
+# (*shards*) states over ranks: stage 1 the optimizer's, stage 2 gradients too, stage 3 all
+# (lesson 09). *Tensors split*: each rank has a part of every matrix, and so of the activations
+# (lesson 07).
 #
-# Below it is a calculator. `dp` ranks share the batch, `tp` the matrices, `pp` the layers, `cp` the
-# sequence. The line under them is what `course memory` reads in a terminal; a pasted line sets
-# them. *Find two more ways to make llama-8b fit, and the fewest H200s for llama-405b.*
+# Below the picture is a calculator. `dp` ranks share the batch, `tp` the matrices, `pp` the layers,
+# `cp` the sequence. The line under the sliders is what `course memory` reads in a terminal; paste
+# one to set them. *Find two more ways to make llama-8b fit, and the fewest H200s for llama-405b.*
 
 # %% tags=["picture"]
 from course_lib.memory.calculator import read_setup
@@ -535,11 +537,11 @@ calculator("--model llama-8b --gpu h100 --seq 4096")
 #
 # With all parameters as $N$, the rule counts the embedding, which multiplies nothing unless it is
 # tied to the output layer (Kaplan et al. leave it out of $N$, Hoffmann et al. 2022 count it), and
-# it leaves out the scores, which multiply no weight. How many scores are there? With a causal mask,
-# half of them are hidden. **Two conventions are in use**: count *all* scores, as Megatron
-# (Narayanan et al. 2021, appendix) and PaLM (Chowdhery et al. 2022, appendix B) do, or *half* of
-# them, which is what a causal kernel computes, as FlashAttention-2 does (Dao 2023, section 4.1).
-# The course counts all, unless it says `causal`.
+# it leaves out the scores, which multiply no weight. With a causal mask, half of them are hidden.
+# **Two conventions are in use**: count *all* scores, as Megatron (Narayanan et al. 2021, appendix)
+# and PaLM (Chowdhery et al. 2022, appendix B) do, or *half* of them, which is what a causal kernel
+# computes, as FlashAttention-2 does (Dao 2023, section 4.1). The course counts all, unless it says
+# `causal`.
 
 # %%
 from course_lib.cost.flops import forward_flop, mfu, six_n_d, train_step_flop
@@ -616,16 +618,16 @@ show(*mfu_by_convention())
 show(*mfu_of_real_runs())
 
 # %% [markdown]
-# In the first picture the stars are what LLM Foundry reports: it counts all scores. All three lines
-# have the same tokens per second, and differ in what counts as work.
+# In the first picture the stars are LLM Foundry's reports, with all scores. All three lines (the
+# third is 6ND) have the same tokens per second, and differ in what counts as work.
 #
 # **MFU is the model's FLOP divided by what the dense peak allows in that time. Compare MFUs only
 # where the FLOP are counted alike.**
 #
 # ## 8 What other tools say
 #
-# Accelerate and DeepSpeed have estimators, PyTorch a tracker that follows every tensor. Here is the
-# same small model, with two sequences of 256 tokens.
+# Accelerate and DeepSpeed have estimators, PyTorch a tracker that follows every tensor. Here is a
+# small model with two sequences of 256 tokens.
 
 # %% tags=["measured"]
 from course_lib.memory.estimators import all_estimates, estimates_text, tracker_gap

@@ -65,9 +65,9 @@ print(f"{sequences} sequences per step, {at_once} at once")
 # %% [markdown]
 # In general: `global_batch = micro_batch * num_micro_batches * dp`.
 #
-# ### Exercise 1: the quiz
+# ### Exercise 1: how many micro-batches
 #
-# Write this calculation as a function of any sizes; return an int. (What about 512 ranks?) If the
+# Write this calculation as a function of any sizes; return an int. (Try it for 512 ranks.) If the
 # sizes do not divide evenly, raise a `ValueError`: rounding would silently change the batch. About
 # 3 lines, 5 minutes.
 
@@ -222,8 +222,8 @@ reveal(guess, "no")
 
 # %% [markdown]
 # Adam divides a running mean of the gradients by their running root mean square, so a constant
-# factor cancels (up to $\epsilon$, and without L2 weight decay in the gradient; Kingma & Ba 2015,
-# section 2.1), so the loss does not show the mistake. It matters again as soon as you clip
+# factor cancels (up to $\epsilon$, if the gradient contains no L2 weight decay; Kingma & Ba 2015,
+# section 2.1). That is why the loss does not show the mistake. It matters again as soon as you clip
 # gradients, compare their norms, or change $m$ in the middle of a run. **A falling loss does not
 # prove that the gradient is right.**
 #
@@ -300,8 +300,8 @@ check("accumulation-3", add_gradients)
 # %% [markdown]
 # With text this is the usual case: shorter sequences are padded, padding has no loss (its target is
 # -100), and `cross_entropy` takes the mean over the remaining tokens. *Equal* numbers of sequences
-# are then *unequal* numbers of tokens. How far is the gradient of the mean of means from the right
-# one, in percent of the right one's norm?
+# are then *unequal* numbers of tokens. With one sequence per micro-batch, how far is the gradient
+# of the mean of means from the right gradient, in percent of the right one's norm?
 
 # %%
 batch = padded_batch(0, batch=8, seq=16, vocab=32)
@@ -418,8 +418,8 @@ show(memory(saw, title), alt=title)
 # %% [markdown]
 # Now the other way round: keep the micro-batch size, and let the *batch* grow. The peak stays where
 # it is, and the curve over time has more peaks. (The model states of lesson 01 come on top.
-# Accumulation does not change their size, but from the second micro-batch on all gradients are
-# there at the peak of the activations.)
+# Accumulation does not change their size, but from the second micro-batch on, the gradients already
+# exist when the activations reach their peak.)
 #
 # The FLOPs are the same for every $m$. Is the time?
 
@@ -449,22 +449,23 @@ show(picture, alt=f"{title}; on H100s up to 2.4 times, where each GPU's part of 
 # Here 2 or 4 parts can even be faster than one, probably because smaller tensors fit into the
 # cache. But two costs grow with $m$: every micro-batch launches every operation again, and smaller
 # matrices use the hardware less well. How much that is depends on the work in one micro-batch. The
-# published points are H100 runs of a 1.3B model, 256 sequences of 4,096 tokens per step
-# (Ultra-Scale Playbook, 2025). With the whole model on each GPU, going from two sequences at a time
-# to one costs 2 %: 4,096 tokens keep the GPU busy. With each matrix split over four GPUs (lesson
-# 07) each GPU has a quarter of the work per operation, and has to communicate as well: one sequence
-# at a time takes 2.4 times as long as 16 at a time.
+# stars in the picture are published H100 runs of a 1.3B model, with 256 sequences of 4,096 tokens
+# per step (Ultra-Scale Playbook, 2025). With the whole model on each GPU, going from two sequences
+# at a time to one costs 2 %: 4,096 tokens keep the GPU busy. With each matrix split over four GPUs
+# (lesson 07) each GPU has a quarter of the work per operation, and has to communicate as well: one
+# sequence at a time takes 2.4 times as long as 16 at a time.
 #
-# So: take the largest micro-batch that fits, or the smallest one that keeps the device busy, and
-# accumulate the rest.
+# So: take the largest micro-batch that fits (a smaller one is enough if it keeps the device busy),
+# and accumulate the rest.
 #
-# **The micro-batch determines the memory of the activations, the whole batch the gradient.**
+# **The micro-batch determines the memory of the activations; the whole batch determines the
+# gradient.**
 #
 # ## 6 What looks across the batch
 #
 # Is the accumulated gradient the same for every model? Batch norm uses the mean and variance of
-# *what it sees*, and it sees one micro-batch. Two layers of dropout draw their masks in another
-# order.
+# *what it sees*, and it sees one micro-batch. With two dropout layers, part 1 draws both masks
+# before part 2 draws its first: another order than in the full batch.
 
 
 # %% tags=["check"]
@@ -495,9 +496,10 @@ for name, layer in layers.items():
 #
 # ## 7 Clip the accumulated gradient
 #
-# Clipping scales a gradient whose norm exceeds `max_norm` down to norm `max_norm`. Two
-# micro-batches, whose losses are already divided by $m$, have the gradients $(3, 0)$ and $(-3, 4)$;
-# `max_norm` is 2. Clip each one, then add: what is the norm of the result? And if you add first?
+# If the norm of a gradient exceeds `max_norm`, clipping scales the gradient down to the norm
+# `max_norm`. Two micro-batches, whose losses are already divided by $m$, have the gradients
+# $(3, 0)$ and $(-3, 4)$; `max_norm` is 2. Clip each one, then add: what is the norm of the result?
+# And if you add first?
 
 # %% tags=["predict"]
 guess = predict("norm, if each part is clipped by itself")
@@ -577,7 +579,7 @@ except ImportError:
 #
 # - `backward` adds; the mean needs a division, by each part's *share* of items or tokens.
 # - Zero once, backward in the loop, clip once, step once.
-# - The peak of the activations is that of one micro-batch, whatever the batch.
+# - The peak of the activations is that of one micro-batch, however large the batch is.
 # - Adam (without an L2 penalty) hides a constant factor: compare gradients with the full batch,
 #   not losses.
 #

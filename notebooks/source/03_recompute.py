@@ -101,7 +101,8 @@ reveal(guess, "no")
 # before the first run; `torch.set_rng_state` restores it. The random numbers *after* backward have
 # to continue as if nothing had happened: at its end, `with torch.random.fork_rng():` puts the state
 # back as it was. Autograd is off when `redo` is called. Run `fn` once, in the training or eval mode
-# that it is in, and leave nothing in memory but gradients. About 6 lines, 10 minutes.
+# that it is in. Parameters get their gradients, too, added to what they have; keep no graph (no
+# `retain_graph`) and no other tensor of the second run. About 6 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-1"
@@ -144,13 +145,14 @@ print("recompute:", torch.equal(ours, plain))
 print("torch.utils.checkpoint:", torch.equal(theirs, plain))
 
 # %% [markdown]
-# **Keep the inputs and the random state; everything else can be computed again.**
+# **Keep the inputs and the random state; the rest can be computed again, if forward has no other
+# side effects.** (Batch norm has one: it would update its running statistics twice.)
 #
 # ## 2 How long should a segment be?
 #
 # Take a chain of 64 thin layers, each of which keeps one tensor for backward. Recomputed as one
-# segment, forward keeps 1 tensor, but backward needs all 64 at once: nothing is saved. Recomputed
-# one by one, forward keeps 64 inputs: nothing is saved either. In between, the peak is
+# segment, forward keeps 1 tensor, but backward needs all 64 at once: nothing is gained. Recomputed
+# one by one, forward keeps 64 inputs: nothing is gained either. In between, the peak is
 # $\lceil L/k\rceil + k$ tensors: the inputs of all segments, and everything in the one segment that
 # is being recomputed. How low can it get?
 
@@ -218,7 +220,7 @@ check("recompute-2", best_segment)
 
 # %% [markdown]
 # How thick is a transformer block? With fused attention, a GPT block with dropout keeps 34 bytes
-# where its bf16 input has 2 (lesson 01), so $A = 17\,i$. The table of lesson 01 holds for other
+# where its bf16 input has 2 (lesson 01), so $A = 17\,i$. The formulas of lesson 01 hold for other
 # models, too:
 
 # %%
@@ -237,15 +239,16 @@ thin = max(L for L in range(2, 81) if peak_of(L, 1, A=17) <= peak_of(L, 2, A=17)
 print(f"A = 17 i: k = 1 is best up to L = {thin}")
 
 # %% [markdown]
-# Without the rounding up, the best $k$ is $\sqrt{L\,i/A}$. Thick blocks make it small: $k = 1$ is
-# best for $A = 17\,i$ as long as $L \le 35$. For deeper models, segments of 2 or 3 blocks hold a
-# fifth to a third less, and they cost no more FLOPs: every block still runs twice. Megatron-LM
-# offers this $k$ (`--recompute-granularity full
+# Without the rounding up, the best $k$ is $\sqrt{L\,i/A}$ (Narayanan et al. 2021, section 3.5: in
+# most cases 1 or 2). Thick blocks make it small: $k = 1$ is best for $A = 17\,i$ as long as
+# $L \le 35$. For the three deeper models above, segments of 2 or 3 blocks hold a fifth to a third
+# less, and they cost no more FLOPs: every block still runs twice. Megatron-LM offers this $k$
+# (`--recompute-granularity full
 # --recompute-method uniform --recompute-num-layers k`). The usual *full
 # recompute* is $k = 1$, as in Korthikanti et al. 2022 (section 5) and in the rest of this lesson.
-# With a pipeline (lesson 08), $L$ is still the right number: the first stage keeps the inputs of
-# several micro-batches at once, together about as many as the whole model has blocks (same
-# section).
+# With a pipeline (skip this until lesson 08), $L$ is still the right number: the first stage keeps
+# the inputs of several micro-batches at once, together about as many as the whole model has blocks
+# (Korthikanti et al. 2022, section 5).
 #
 # ### Exercise 3: every k-th input
 #
@@ -306,10 +309,10 @@ def step():
 
 
 # %% [markdown]
-# First the formula, from the rows of lesson 01: what all layers keep, and what is there again while
-# the last layer is recomputed. The peak is at that point, or at the end of forward. (The lines for
-# *selective* are bookkeeping: which rows are there twice, and which are free again. Skip them when
-# you read this for the first time.)
+# First the formula, from lesson 01's list of the tensors that a layer saves (in code, `rows`): what
+# all layers keep, and what is there again while the last layer is recomputed. The peak is at that
+# point, or at the end of forward. (The lines for *selective* are bookkeeping: which tensors are
+# there twice, and which are free again. Skip them when you read this for the first time.)
 
 
 # %%
@@ -343,8 +346,8 @@ print("formula minus measurement, in bytes:", off)
 # %% [markdown]
 # And in large models? At a fixed sequence length, the wider the *heads* ($h/a$), the smaller is the
 # share of the scores (lesson 01: $5as/h$ beside 34, with $a$ heads, $s$ tokens, hidden size $h$),
-# and the less selective recompute saves. Our formula beside published values, which are arithmetic,
-# too:
+# and the less selective recompute saves. Our formula beside published values, which are calculated,
+# too, not measured:
 
 # %% tags=["picture"]
 title = "In large models full recompute keeps 8 to 10 % of the bytes, selective 49 to 62 %"
@@ -385,12 +388,13 @@ title = f"Full recompute: {more_flop['full']:.2f} times the FLOPs, {longer}"
 show(pictures.price(more_flop, ratio, title), alt=f"{title}; selective lies between")
 
 # %% [markdown]
-# A mark above the line means more time than the FLOPs predict. Selective recompute, here and in the
-# published layer (+7 %), takes more time than its FLOPs say: softmax and dropout have hardly any
-# FLOPs, but they read and write the largest tensors of all. That layer's +39 % for full recompute,
-# instead of +33 %, has another reason: its backward hides all-reduces behind weight gradients and
-# takes less than two forwards, so one more forward weighs more (section 6.2 of the paper). A mark
-# below the line: what is not run twice takes a larger share of the time than of the FLOPs.
+# A mark above the line means more time than the FLOPs predict. Selective recompute, here and in a
+# published layer (22B model, +7 %), takes more time than its FLOPs say: softmax and dropout have
+# hardly any FLOPs, but they read and write the largest tensors of all. That layer's +39 % for full
+# recompute, instead of +33 %, has another reason: its backward communicates while it computes
+# weight gradients, so it takes less than two forwards, and one more forward weighs more
+# (Korthikanti et al. 2022, section 6.2). A mark is below the line if the operations that run only
+# once take a larger share of the time than of the FLOPs.
 #
 # FlashAttention (Dao et al. 2022) does the same inside its kernel: it never stores the scores, and
 # computes them again in backward. With FlashAttention, selective recompute is used for other
@@ -418,7 +422,7 @@ print("same bits as none:", [torch.equal(gradient("none"), gradient(how)) for ho
 #
 # The other way to save is smaller numbers. Precision and range have to share 16 bits: bf16 keeps
 # the range of fp32 and gives up precision, fp16 keeps more precision and gives up range. The next
-# cell prints the largest and the smallest positive number of each, and the first one after 1.
+# cell prints the largest and the smallest positive number of each, and the next number after 1.
 #
 # A bf16 weight of 1 takes 100 steps of -0.001. What is it in the end?
 
@@ -445,7 +449,7 @@ reveal(guess, hundred_steps(torch.bfloat16))
 # %% [markdown]
 # Every step is less than half the distance to the next bf16 number below 1, so it is rounded away.
 # The usual cure is **master weights** (Micikevicius et al. 2018, section 3.1): the model computes
-# with 16-bit copies, and the optimizer steps an fp32 master.
+# with 16-bit copies, and the optimizer updates an fp32 master.
 #
 # fp16 has a second problem. Its smallest positive number is about $6\cdot10^{-8}$, and gradients
 # can be smaller. If the *loss* is multiplied by a scale $S$, every gradient is $S$ times larger
@@ -471,10 +475,10 @@ for scale in (1.0, 2.0**16, 2.0**44):
 #
 # ### Exercise 4: a step in mixed precision
 #
-# `param` is fp16; `param.grad` is the gradient of a loss times `scale`. `optimizer` steps `master`,
-# the fp32 copy of `param`, by `master.grad`, which you have to set. Unscale; skip the step if any
-# number is not finite; clip `master.grad` as in lesson 02; step; copy `master` back into `param`
-# (in place, under `torch.no_grad()`). About 9 lines, 15 minutes.
+# `param` is fp16; `param.grad` is the gradient of a loss times `scale`. `optimizer` updates
+# `master`, the fp32 copy of `param`, from `master.grad`, which you have to set. Unscale; skip the
+# step if any number is not finite; clip `master.grad` as in lesson 02; step; copy `master` back
+# into `param` (in place, under `torch.no_grad()`). About 9 lines, 15 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-4"

@@ -13,8 +13,7 @@
 # - say why libraries build rings, trees and hierarchies;
 # - measure $\alpha$ and $\beta$ of a machine, and read a bus bandwidth.
 #
-# **Prerequisites:** lesson 00. **Time:** about 80 minutes of reading, 75 minutes for the
-# exercises.
+# **Prerequisites:** lesson 00. **Time:** about 80 minutes of reading, 75 for the exercises.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -47,8 +46,8 @@ from course_lib.ranks import RankError, Ranks
 #
 # You send 5 MB of pictures to seven friends. Your uplink carries 1 MB/s, and latency does not
 # matter. After how many seconds does the last friend have them? Sending to all *at once* does not
-# help: the same bytes leave through the same wire. But a friend who has the pictures has an
-# uplink, too: how long does it take if everyone who has them helps?
+# help: the same bytes leave through the same wire. But friends who have the pictures have uplinks,
+# too: how long does it take if they help?
 
 # %% tags=["predict"]
 guess_alone = predict("until all seven have the pictures, from you alone", unit="s")
@@ -167,8 +166,8 @@ except RankError:
 #
 # ### Exercise 2 (core): break the circle
 #
-# Pass x to the right, on two or more ranks, odd or even; x stays as it is. Budget: one message
-# per rank, all of them in one round. `dist.isend` and `dist.irecv` start a message and return at
+# Pass x to the right, for any number of ranks from two; x stays as it is. Budget: one message per
+# rank, all of them in one round. `dist.isend` and `dist.irecv` start a message and return at
 # once; `.wait()` blocks until it is complete. About 4 lines, 5 minutes.
 #
 # <details><summary>Hint: it hangs all the same</summary>
@@ -196,7 +195,7 @@ check("collectives-2", pass_right)
 
 # %% [markdown]
 # **If every rank starts its send and its receive of a step before it waits for either, the step
-# cannot deadlock.** The `exchange` below does this.
+# cannot deadlock.** `exchange` does this below; NCCL needs `batch_isend_irecv`.
 #
 # ## 3 Reduce-scatter on a ring
 #
@@ -263,10 +262,9 @@ for rank, shards in enumerate(ranks.run(off_by_one)):
 #
 # ### Exercise 3 (core): all-gather
 #
-# Now every rank has one shard, and all ranks need all of them, in the order of the ranks: the
-# same ring, but what arrives is stored, not added, and sent on in the next step. Budget: $p-1$
-# messages per rank, one shard each, to the right neighbour only, in $p-1$ rounds. About 4 lines,
-# 15 minutes.
+# Now every rank has one shard, and all ranks need all shards, in rank order: the same ring, but
+# what arrives is stored, not added, and sent on in the next step. Budget: $p-1$ messages per rank,
+# one shard each, to the right neighbour only, in $p-1$ rounds. About 4 lines, 15 minutes.
 #
 # <details><summary>Hint: zeros are left over</summary>
 # In step 1 you send your own shard. What you send in step 2 is what came in step 1.
@@ -335,9 +333,9 @@ for p in range(1, 7):
 #
 # What data parallelism needs is the *mean*, in place, for floats of any length (10 numbers on 4
 # ranks are shards of 3, 3, 2 and 2). Call the two halves; `out=x` tells the all-gather where the
-# shards belong. Budget: $2(p-1)$ messages and $2\frac{p-1}{p}n$ bytes per rank; where shards
-# differ, that is the mean over the ranks, and each sends the shards' own bytes, no padding. About
-# 2 lines, 5 minutes.
+# shards belong. Budget: $2(p-1)$ messages and $2\frac{p-1}{p}n$ bytes per rank; if shards differ
+# in size, these bytes are an average over the ranks; send only real bytes, no padding. About 2
+# lines, 5 minutes.
 #
 # <details><summary>Hint: where does the division belong?</summary>
 # Where the sum is complete and still small: between the two halves, on one shard.
@@ -412,7 +410,7 @@ stepper(frames, "Halving-doubling: two rounds halve and add, two rounds send the
 #
 # Sum x over all ranks, in place, for $p=1,2,4,8\dots$ and x of one dimension, any length (halves
 # may differ, and may be empty) and any dtype. Budget: $2\log_2{p}$ messages per rank in as many
-# rounds, and $2\frac{p-1}{p}n$ bytes; where halves differ, that is the mean over the ranks. About
+# rounds, and $2\frac{p-1}{p}n$ bytes; if halves differ, this is an average over the ranks. About
 # 10 lines, 25 minutes.
 #
 # <details><summary>Hint: which half do I keep?</summary>
@@ -469,13 +467,13 @@ wires.explore_all_reduces()  # it starts from NVLink inside a node of H100
 
 # %% [markdown]
 # **In this model, where $p\ge4$ is a power of two, recursive doubling is fastest for small
-# tensors and halving-doubling for larger ones; it beats the ring at every size.** (At $p=2$
-# halving-doubling and ring are equal.) Why do libraries build rings nevertheless?
+# tensors and halving-doubling for larger ones; halving-doubling beats the ring at every size.**
+# (At $p=2$ it equals the ring.) Why do libraries build rings?
 #
 # - **Shared links.** The model gives each pair of ranks a wire of its own. If the ranks are wired
-#   in a circle, messages to ranks 4 away take four wires each (last column: the busiest,
-#   summed). Patarasuk and Yuan (2009) design their ring so that no two messages share a link, on
-#   almost any cluster.
+#   in a circle, messages to ranks 4 away take four wires each (last column of the table above:
+#   all bytes over the busiest wire). Patarasuk and Yuan (2009) design their ring so that no two
+#   messages share a link, on almost any cluster.
 # - **Topology.** A ring can follow the machine: it enters and leaves each node once.
 # - **Pipelining.** The neighbours stay the same, so shards can flow in small pieces: one is added
 #   while the next one arrives.
@@ -490,9 +488,9 @@ wires.explore_all_reduces()  # it starts from NVLink inside a node of H100
 # ### Two levels of links
 #
 # A ring is as slow as its slowest link. With two nodes of two ranks, only one rank of each node
-# sends to the other node, in every step. A **hierarchical** all-reduce reduce-scatters inside
-# each node, all-reduces *across* nodes, where each rank sends its own part through its own port,
-# and all-gathers inside. How much faster is this?
+# sends to the other. A **hierarchical** all-reduce is a reduce-scatter inside each node, an
+# all-reduce *across* nodes, in which each rank sends its own part through its own port, and an
+# all-gather inside. How much faster is this?
 
 # %% tags=["predict"]
 inside = Link(name="a fast one", latency_s=1e-3, bytes_per_s=200e6)
@@ -513,8 +511,8 @@ title = f"At 4 MiB, two levels are {flat_s / levels_s:.1f} times as fast as a fl
 show(wires.all_reduces(times_s, sizes, 4, two_nodes, title), alt=f"{title}, on 2 nodes of 2 ranks")
 
 # %% [markdown]
-# The ring's dots lie below its line: our ring sends a shard on before its last message has
-# arrived, so that latencies overlap. Formula and simulation take one step after the other.
+# The ring's dots lie below its line: the ring of `course_lib` sends on before its previous message
+# has arrived, so that latencies overlap. Formula and simulation take one step after the other.
 #
 # **Small tensors: count messages. Large tensors: count bytes, on the slowest and on shared
 # links.**
@@ -557,17 +555,17 @@ axes = {"x_label": "tensor (bytes)", "y_label": "time (s)", "log": True}
 show(compare(sizes, curves, title, **axes), alt=f"{title} from single exchanges")
 
 # %% [markdown]
-# Dots above the line show what the formula leaves out: adding, Python's own work, and ranks that
-# wait for a core.
+# Dots above the line show what the formula leaves out: adding, Python's work, and ranks waiting
+# for a core.
 #
 # ## 7 How fast is the wire?
 #
 # Benchmarks print a *bus bandwidth*: the bytes that a rank of a ring sends, divided by the time.
 # ($n/t$ falls with $p$, even on a perfect wire.) Published for 8 A100: an all-reduce of 17.18 GB
-# in 128 ms (S. Bekman, *Machine Learning Engineering*, network). How fast is each GPU's wire?
+# in 128 ms (S. Bekman, *Machine Learning Engineering*, network). How fast does each GPU send?
 
 # %% tags=["predict"]
-guess_speed = predict("speed of each GPU's wire", unit="GB/s")
+guess_speed = predict("rate at which each GPU sends, counted as in a ring", unit="GB/s")
 ### GUESS guess_speed.commit(134)
 
 # %% tags=["picture"]
@@ -583,7 +581,8 @@ for figure, finding in (wires.published_by_size(), wires.published_by_nodes()):
 # small and large messages (Hu et al. 2025). Bekman's 8 H200 exceed the 450 GB/s per direction of
 # NVIDIA's data sheet: with NVLS a GPU sends each byte once, but the factor counts a ring's bytes.
 # The second picture's source (Tazi et al. 2025, *The Ultra-Scale Playbook*) names neither the
-# algorithm nor the way of counting; a ring, which pays $2(p-1)$ latencies, falls alike.
+# algorithm nor the way of counting; a ring's bus bandwidth falls in the same way, because of its
+# $2(p-1)$ latencies.
 #
 # **Bus bandwidth = the bytes that each rank of a ring sends, divided by time: compare it with a
 # link's bandwidth in one direction.**
@@ -602,10 +601,10 @@ for figure, finding in (wires.published_by_size(), wires.published_by_nodes()):
 # | `all_to_all` | $r$: one for each | $r$: one from each | $\frac{p-1}{p}n$ | `all_to_all` |
 # | `barrier` | | all know that all came | about 0 | |
 #
-# All are in `course_lib.collectives`. The last column carries gradients back, if the loss is the
-# **sum of the losses of all ranks**: what a rank put into everybody's sum gets the sum of
-# everybody's gradients, an all-reduce. If instead all ranks compute *the same* loss and it counts
-# once, the backward of `all_reduce` is the identity: lesson 07 shows both with four numbers.
+# All are in `course_lib.collectives`. The call in the last column computes the gradients, if the
+# loss is the **sum of the losses of all ranks**. Example all-reduce: a rank's x is in every rank's
+# sum, so its gradient is the sum of all ranks' gradients. If instead all ranks compute *the same*
+# loss and it counts once, the backward of `all_reduce` is the identity (lesson 07 shows both).
 #
 # ### Exercise 6 (further): all-to-all
 #
@@ -678,7 +677,7 @@ reveal(guess_order, "no")
 # - All-reduce = reduce-scatter + all-gather: less than $2n$ bytes per rank, for any $p$.
 # - Start both sides of an exchange before you wait; make the same calls in the same order.
 #
-# Data-parallel training sends these bytes of gradients in every step: lesson 05.
+# Lesson 05 sends these bytes in every step.
 #
 # ## The same on a cluster
 #
@@ -693,8 +692,8 @@ reveal(guess_order, "no")
 # ```
 #
 # <details><summary>Which of the two changes?</summary>
-# Between nodes both are usually worse: a larger $\alpha$, a smaller $\beta$. Where nodes are only
-# simulated on one machine, neither changes.
+# Between nodes both are usually worse: a larger $\alpha$, a smaller $\beta$. Where one machine
+# simulates the nodes, neither changes.
 # </details>
 #
 # ## Read on

@@ -230,8 +230,8 @@ for wrap in (NaiveDDP, nn.parallel.DistributedDataParallel):
     print(f"    {len(calls)} calls in 3 steps, {sum(e.num_bytes for e in calls)} bytes")
 
 # %% [markdown]
-# The same bytes in fewer messages: PyTorch puts gradients into *buckets*. The next lesson builds
-# them.
+# The same bytes in fewer messages: PyTorch puts gradients into *buckets* (lesson 06). Batch norm
+# (statistics of a rank's own part) and dropout (masks of its own) break the law.
 #
 # **Break it.** Forget the broadcast: every rank keeps its own start, and the gradients are averaged
 # in each step. Does the loss fall all the same?
@@ -264,7 +264,7 @@ reveal(guess_falls, "yes" if by_rank[0][-1][0] < by_rank[0][0][0] else "no")
 # ## 4 Every rank reads something else
 #
 # Ten items, four ranks, one item per step. Every rank has to make as many steps as the others, or
-# their last all-reduce never completes. How many items are read twice in an epoch?
+# their last all-reduce never completes. If none is left out, how many are read twice in an epoch?
 
 # %% tags=["predict"]
 guess_twice = predict("items read twice, 10 items on 4 ranks")
@@ -518,7 +518,7 @@ show(pictures.losses_by_time(bsp, free, times_s, title), alt=f"{title}; here wai
 # %% [markdown]
 # That is one straggler, 8 times as slow, and a small model. On equal machines BSP loses little
 # time, has no stale gradients, and its updates do not depend on which rank is faster. Llama 3, on
-# up to 16,384 GPUs, was trained synchronously (Llama team 2024, section 3.3.4).
+# up to 16,384 GPUs, was trained synchronously (Grattafiori et al. 2024, section 3.3.4).
 #
 # The server also has a price of its own: all gradients enter through *its* link, and all weights
 # leave through it. What does the busiest rank send in a step?
@@ -560,10 +560,10 @@ title = f"From 8 to 256 GPUs: speed per GPU {kept:.0f} %, all-reduce bandwidth {
 show(pictures.scaling_on_gpus(title), alt=f"{title}, published for nodes of 8 H100")
 
 # %% [markdown]
-# A sequence takes as much computing as before. But the gradients now cross the network between
-# nodes, where the bandwidth of an all-reduce falls much faster than the tokens per second. Overlap
-# (lesson 06) hides communication until it takes longer than backward. Memory per GPU is the same at
-# every point: each has the whole model (lessons 09 and 10).
+# All runs have 256 sequences per step: 32 per GPU on 8 GPUs, one on 256. So each GPU computes less
+# per step, for as many gradients. And these cross the network between nodes, where the
+# bandwidth of an all-reduce falls much faster than the tokens per second. Overlap (lesson 06) hides
+# communication until it takes longer than backward.
 #
 # **With overlap, data parallelism scales well as long as backward takes longer than the all-reduce
 # of the gradients.**

@@ -4,7 +4,7 @@
 # Data parallelism (lesson 05) ends every step with an all-reduce of the gradients, and while it
 # runs, the ranks do not compute. But the last layer's gradient is complete when backward has hardly
 # begun. **How much of the communication can be hidden behind backward, and how large should a
-# message be?** Here you build what PyTorch's `DistributedDataParallel` does. As always:
+# message be?** Here you build what PyTorch's `DistributedDataParallel` does:
 # **predict**, **run**, **compare**.
 #
 # *After this lesson you can*
@@ -15,7 +15,7 @@
 # - compress gradients (bf16, top-k, PowerSGD) and say what that costs.
 #
 # **Prerequisites:** lessons 04 (collectives) and 05 (data parallelism). **Time:** about 85 minutes
-# to read and run, 80 for the exercises: 1 to 3 are core, 4 and 5 go further.
+# to read and run, 95 for the exercises: 1 to 3 and 6 are core, 4 and 5 go further.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -37,13 +37,13 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.checks import check
-from course_lib.core import MODELS, Link
+from course_lib.core import COMMUNICATION_KINDS, COMPUTE_KINDS, MODELS, Link
 from course_lib.cost import bandwidth, network, packing
 from course_lib.ddp import DDP, lab, pictures
 from course_lib.ddp.cost import best_bucket_bytes, best_num_buckets, exposed_s, step_s
 from course_lib.display import claim, explore, predict, reveal, show, waiting
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from course_lib.ranks import RankError, Ranks, record, span
+from course_lib.ranks import RankError, Ranks, record
 
 # %% [markdown]
 # ## 1 When is a gradient ready?
@@ -78,16 +78,17 @@ show(pictures.ready_order(registered, ready, title), alt=f"{title}; the rest lie
 
 # %% [markdown]
 # A matrix that is used twice has *one* gradient, and it is complete when both uses have
-# contributed. For the others, *reverse registration* is a good guess, not a law: the order depends
-# on what forward did.
+# contributed. For the others, the *reverse order of registration* is a good guess: the order
+# depends on the forward pass.
 #
-# **Most gradients are ready long before backward ends, roughly the last registered one first.**
+# **Most gradients are ready long before backward ends, roughly in reverse order of registration.**
 #
 # ## 2 Buckets
 #
 # One message per parameter pays the latency each time; one message for all cannot be sent before
-# backward ends. So gradients are sent in **buckets**, by default of about 25 MiB. How many are that
-# for GPT-2, in float32? No gradient is split: what is larger than a bucket is sent alone.
+# backward ends. So gradients are sent in **buckets**, by default of about 25 MiB. How many buckets
+# does GPT-2 need, in float32? No gradient is split: in our code, a gradient larger than a bucket is
+# sent alone.
 
 # %% tags=["predict"]
 with torch.device("meta"):  # shapes without memory
@@ -107,23 +108,23 @@ for name, found in (("ours", buckets), ("PyTorch's", theirs)):
     print(f"{name:9} {len(found)} buckets (MiB):", *(f"{mib:.0f}" for mib in found_mib))
 
 # %% [markdown]
-# PyTorch (2.13, `torch/nn/parallel/distributed.py`) differs in two ways: unless you set
-# `bucket_cap_mb`, its *first* bucket has a limit of 1 MiB, so that communication starts early, and
-# the others of 25; and it closes a bucket once it *reaches* the limit, ours before. In both, the
-# last bucket has the embedding, and nothing is left to hide it behind.
+# PyTorch (2.13, `torch/nn/parallel/distributed.py`) differs in two ways. Unless you set
+# `bucket_cap_mb`, its *first* bucket has a limit of 1 MiB, so that communication starts early; the
+# others have 25. And PyTorch closes a bucket once it *reaches* the limit; ours closes before. In
+# both, the last bucket contains the embedding, and no computation is left to hide it.
 #
 # ### Exercise 1: which bucket? (core, 15 minutes)
 #
-# Return the buckets in the order in which they fill up: from the last parameter to the first, as
-# many as fit into `bucket_bytes`. Frozen parameters never get a gradient; tied ones get one. About
-# 8 lines.
+# Return the buckets in the order in which they fill up: go from the last parameter to the first,
+# and put as many into each as fit into `bucket_bytes`. Frozen parameters never get a gradient; tied
+# ones get one. About 8 lines.
 #
-# <details><summary>Hint: a tied weight is there twice</summary>
+# <details><summary>Hint: a tied weight appears twice</summary>
 # <code>module.parameters()</code> lists every parameter once, however many names it has.
 # </details>
 # <details><summary>Hint: over the limit, or an empty bucket</summary>
-# Before you add a parameter, ask: would it go over? Then open a new bucket; but an empty bucket
-# takes anything.
+# Would the bucket exceed the limit with this parameter? Then open a new bucket; but an empty bucket
+# takes any parameter.
 # </details>
 
 
@@ -152,10 +153,9 @@ check("ddp-1", assign_buckets)
 # ## 3 Send now, wait later
 #
 # `dist.all_reduce(x, async_op=True)` starts the sum and returns a handle at once; its `wait()`
-# returns when `x` holds the sum (with NCCL it lets the current CUDA stream wait for it, and the CPU
-# goes on). Calling it in a hook is all that overlap needs. Rank $r$ contributes $10^r$, and after
-# `wait()` rank 0 divides by four. Does it also have the right mean if nobody waits and the last
-# rank is late?
+# returns when `x` holds the sum (with NCCL, only the current CUDA stream waits; the CPU goes on).
+# For overlap, start the sums in a hook. Rank $r$ contributes $10^r$, and after `wait()` rank 0
+# divides by four. Is its mean also right if no rank waits and the last rank is late?
 
 # %% tags=["predict"]
 guess_wait = predict("is the mean right on rank 0 without wait()?", choices=("yes", "no"))
@@ -182,19 +182,19 @@ reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 #
 # ### Exercise 2: hook and finish (core, 25 minutes)
 #
-# Now with buckets. In `on_grad`, send a bucket when *all* its gradients are there, but never bucket
-# $i$ before bucket $i-1$: another rank may have another ready order. In `finish`, wait, and
-# leave the mean in every `param.grad`. `ready` is for parameters whose gradient is there,
+# Now with buckets. In `on_grad`, send a bucket when *all* its gradients are complete, but never
+# bucket $i$ before bucket $i-1$: the ready order may differ between ranks. In `finish`, wait, and
+# leave the mean in every `param.grad`. `ready` is for parameters with a complete gradient,
 # `in_flight` for what was sent. Budget: one all_reduce per bucket, in the dtype of its gradients.
-# The process may hold other models; a gradient may be transposed in memory, or zeros on a
-# rank. inf and nan stay what they are. About 15 lines.
+# The process may hold other models; a gradient may be transposed in memory, or zero on one rank.
+# inf and nan must stay as they are. About 15 lines.
 #
 # <details><summary>Hint: the ranks make different calls</summary>
-# Do not send the bucket of this <code>param</code>, but bucket <code>self.next</code>, and go on
-# while that one is full.
+# Do not send the bucket of this <code>param</code>, but bucket <code>self.next</code>; repeat while
+# the next one is full.
 # </details>
 # <details><summary>Hint: the truth value of a tensor is ambiguous</summary>
-# <code>param in bucket</code> compares numbers. A set asks for the same object:
+# <code>param in bucket</code> compares values. A set compares identities:
 # <code>self.ready.issuperset(bucket)</code>.
 # </details>
 # <details><summary>Hint: the second step is wrong</summary>
@@ -245,11 +245,11 @@ class Overlapped:
 check("ddp-2", Overlapped)
 
 # %% [markdown]
-# From here on the course's `DDP` does it: `backward()`, then `model.finish()`, then `step()`. It
-# also makes the ranks' weights equal at the start. Does it compute what one process would?
+# From here on the course's `DDP` does this: `backward()`, then `model.finish()`, then `step()`. It
+# also makes the ranks' weights equal at the start. Does it compute the same as one process?
 
 
-# %%
+# %% tags=["check"]
 def train(rank, p):
     torch.manual_seed(rank)  # other weights on each rank: DDP has to make them equal
     model = DDP(GPT(MODELS["tiny"]).double(), bucket_bytes=2**16)
@@ -263,20 +263,18 @@ def train(rank, p):
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-# %% tags=["check"]
 alone, together = Ranks(1).run(train, 1)[0], ranks.run(train, 4)
 print("all ranks bit-equal:", all(torch.equal(together[0], other) for other in together))
 print("as one process, within 1e-12:", bool((together[0] - alone).abs().max() < 1e-12))
 
 # %% [markdown]
-# **Start in the hook, wait after backward, in one order on all ranks.**
+# **Start all-reduces in the hook, wait after backward; use the same order on all ranks.**
 #
 # ## 4 Overlap on a clock
 #
-# On a GPU, NCCL's kernels run beside those of backward, on a CUDA stream of their own (they occupy
-# a few of its processors, which we leave out). Your cores would have to compute *and* carry the
-# messages. So the layers are *emulated*, like the link: real gradients, but instead of computing a
-# layer sleeps.
+# On a GPU, NCCL's kernels run beside those of backward, on a CUDA stream of their own. Your CPU
+# cores would have to compute *and* communicate. So the layers are *emulated*, like the link:
+# gradients are real, but a layer sleeps instead of computing.
 
 # %% tags=["measured"]
 from course_lib.models import emulated_loss, emulated_model
@@ -317,18 +315,17 @@ show(figure, alt=f"{title}; the first bucket is sent early in backward")
 #
 # ### Exercise 3: the time of a step (core, 15 minutes)
 #
-# Two clocks: when is a bucket *ready*, and when is the link *free*? Given are the seconds of
-# forward, of backward bucket by bucket, and of each all-reduce; the link may be fast or slow. About
-# 4 lines.
+# Two clocks: when is a bucket *ready*, and when is the link *free*? You get the seconds of forward,
+# of each bucket's backward, and of each all-reduce; the link may be fast or slow. About 4 lines.
 #
 # <details><summary>Hint: which clock counts?</summary>
-# A bucket starts when both are true: it is ready, and the one before it has been reduced.
+# A bucket's all-reduce starts when both hold: the bucket is ready, and the previous one is reduced.
 # </details>
 
 
 # %% tags=["exercise"] exercise="ddp-3"
 def overlapped_step_s(forward_s, backward_s, all_reduce_s):
-    """Seconds of a step; backward_s and all_reduce_s are lists, one number a bucket."""
+    """Seconds of a step; backward_s and all_reduce_s are lists, one number per bucket."""
     ready_s = done_s = forward_s
     ### BEGIN SOLUTION: move both clocks on, bucket by bucket
     for compute_s, wire_s in zip(backward_s, all_reduce_s, strict=True):
@@ -342,16 +339,16 @@ def overlapped_step_s(forward_s, backward_s, all_reduce_s):
 check("ddp-3", overlapped_step_s)
 
 # %% [markdown]
-# **Only communication that runs after the end of backward costs time: the last bucket, and those
-# that wait before it.**
+# **By these two clocks, only communication after backward costs time: the last bucket, and those
+# that queue before it.**
 #
 # ## 5 How many buckets?
 #
-# With $k$ equal buckets, each all-reduce takes $c = 2(p-1)(\alpha + \frac{n}{kp\beta})$, on two
-# ranks $2\alpha + \frac{n}{k\beta}$, and the two clocks give
-# $F + \frac{B}{k} + (k-1)\max(\frac{B}{k}, c) + c$. A single bucket hides nothing; one per layer
-# pays 24 latencies. Which number is best at 80 MB/s, and which at 20 MB/s, where the bytes alone
-# take longer than backward?
+# With $k$ equal buckets, each ring all-reduce takes $c = 2(p-1)(\alpha + \frac{n}{kp\beta})$, on
+# two ranks $2\alpha + \frac{n}{k\beta}$, and the two clocks give
+# $F + \frac{B}{k} + (k-1)\max(\frac{B}{k}, c) + c$. A single bucket hides nothing; 24, one per
+# layer, pay $48\alpha$. Which number is best at 80 MB/s, and which at 20 MB/s, where the bytes
+# alone take longer than backward?
 
 # %% tags=["predict"]
 guess_fast = predict("best number of buckets at 80 MB/s")
@@ -374,9 +371,15 @@ show(pictures.sweep(cost, links, swept, title), alt=f"{title}; both ends are slo
 
 
 # %% tags=["picture", "measured"]
+from course_lib.core.chrome_trace import trace_of_events
+from course_lib.core.trace_reading import exposed_s as in_trace_s
+
+
 def finding(num_buckets, link):
-    shown_s = exposed_s(cost, n / num_buckets, 2, links[link])
-    return f"k = {num_buckets} at {link}: {shown_s * 1e3:.0f} ms of communication are exposed"
+    paper_ms = 1e3 * exposed_s(cost, n / num_buckets, 2, links[link])
+    trace = trace_of_events({"": swept[link][n // num_buckets].events})
+    ms = 1e3 * in_trace_s(trace, 0)
+    return f"k = {num_buckets} at {link}: exposed {ms:.0f} ms, by formula {paper_ms:.0f}"
 
 
 def one_size(num_buckets, link):
@@ -393,19 +396,18 @@ explore(one_size, finding, num_buckets=(numbers, 8), link=(list(links), "80 MB/s
 #   and only the last one is exposed: the step takes $F + B + c$, with
 #   $c = 2\alpha + \frac{n}{k\beta}$. More buckets are better, up to the limit
 #   $2\alpha + \frac{n}{k\beta} = \frac{B}{k}$, which is $k_1 = \frac{B - n/\beta}{2\alpha}$.
-# - **Buckets queue up**, $c \ge \frac{B}{k}$. After the first bucket is full the link is never
-#   free: $F + \frac{B}{k} + kc = F + \frac{B}{k} + 2\alpha k + \frac{n}{\beta}$. More buckets start
+# - **Buckets queue up**, $c \ge \frac{B}{k}$. From the first full bucket on, the link is always
+#   busy: $F + \frac{B}{k} + kc = F + \frac{B}{k} + 2\alpha k + \frac{n}{\beta}$. More buckets start
 #   earlier, and pay more latencies. The derivative $-\frac{B}{k^2} + 2\alpha$ is zero at
 #   $k_2 = \sqrt{B / 2\alpha}$, whatever the bandwidth.
 #
-# If $k_2 \le k_1$, the second case's time only rises from $k_1$ on, and $k_1$ is best. If
-# $k_2 > k_1$ (as where $n/\beta$ exceeds $B$), the time falls until $k_2$. So the best number is
-# the larger one, $k^* = \max(k_1, k_2)$, rounded up or down. (On $p$ ranks write $2(p-1)\alpha$ for
-# $2\alpha$, and $\frac{2(p-1)}{p} \frac{n}{\beta}$ for $\frac{n}{\beta}$.)
+# The second case holds from $k_1$ on. If $k_2 \le k_1$, its time only rises there, and $k_1$ is
+# best. If $k_2 > k_1$ (as where $n/\beta$ exceeds $B$), the time falls until $k_2$. So the best
+# number is the larger one, $k^* = \max(k_1, k_2)$, rounded up or down. (On $p$ ranks write
+# $2(p-1)\alpha$ for $2\alpha$, and $\frac{2(p-1)}{p} \frac{n}{\beta}$ for $\frac{n}{\beta}$.)
 #
-# **Use more, smaller buckets as long as the network keeps up; if it is too slow for that, about
-# $\sqrt{B / 2(p-1)\alpha}$ of them. The higher the latency, the larger the bucket.** PyTorch's 25
-# MiB is only a default: Li et al. (2020) sweep the size for two models and two backends.
+# **Use more, smaller buckets as long as the network keeps up, and at least (on a ring) about
+# $\sqrt{B / 2(p-1)\alpha}$ of them. The higher the latency, the larger the bucket.**
 #
 # *A good place for a break.*
 #
@@ -413,12 +415,7 @@ explore(one_size, finding, num_buckets=(numbers, 8), link=(list(links), "80 MB/s
 #
 # With four micro-batches (lesson 02) backward runs four times. Gradients add up on each rank; one
 # all-reduce per bucket at the end is enough. Inside `with model.no_sync():` backward only adds. Put
-# the forward inside, too: otherwise our DDP sends the buffers, PyTorch's the gradients. How
-# many times as many bytes does a rank send if you forget it?
-
-# %% tags=["predict"]
-guess_bytes = predict("bytes without no_sync, as a multiple of those with it")
-### GUESS guess_bytes.commit(4)
+# the forward inside, too: otherwise our DDP sends the buffers, PyTorch's DDP the gradients.
 
 
 # %%
@@ -435,17 +432,16 @@ def sizes_sent(rank, forget):
 
 
 often, once = (ranks.run(sizes_sent, forget)[0] for forget in (True, False))
-reveal(guess_bytes, sum(often) / sum(once))
 print(f"{len(often)} messages of {sum(often)} bytes; with no_sync {len(once)} of {sum(once)}")
 
 # %% [markdown]
 # ### Exercise 4: send once (further, 15 minutes)
 #
 # Leave in `param.grad`, which is None before, the gradient of the mean over all micro-batches *and*
-# ranks; inf and nan stay what they are. Each bucket is sent once, during the last backward. Each
-# micro-batch counts the same, however many items it has. Keep one graph at a time (a name may hold
-# the last output). Leave the batch, the random state and the model as they are: its parts' modes,
-# what is frozen, its hooks. About 6 lines.
+# ranks; inf and nan must stay as they are. Each bucket is sent once, during the last backward. Each
+# micro-batch counts the same, however many items it has. Keep one autograd graph at a time (a name
+# may hold the last output). Do not change the batch, random state or model: its parts' modes, what
+# is frozen, its hooks. About 6 lines.
 #
 # <details><summary>Hint: right numbers, but no overlap</summary>
 # Inside <code>no_sync()</code> nothing is sent. The last micro-batch belongs outside of it.
@@ -496,7 +492,8 @@ pair.run(use_heads, which=[0, 0], find_unused=False)
 
 # %% [markdown]
 # The bucket would never be full, so `finish` raises (PyTorch raises in the next forward). With
-# `find_unused=True`, a missing gradient counts as zero, and one small message says who used what.
+# `find_unused=True`, a missing gradient counts as zero, and one small all-reduce tells which
+# parameters any rank used.
 
 # %%
 for which in ([0, 1], [0, 0]):
@@ -504,16 +501,16 @@ for which in ([0, 1], [0, 0]):
     print(f"the ranks use heads {which}: on rank 0, head 0 and 1 have a gradient: {has}")
 
 # %% [markdown]
-# What one rank used has a gradient on *all*: they take the same optimizer step. What no rank used
-# keeps `grad = None`.
+# A parameter that any rank used has a gradient on *all* ranks: they take the same optimizer step.
+# One that no rank used keeps `grad = None`.
 #
 # **Every rank sends every bucket in every step, used or not.**
 #
 # ## 8 Fewer bytes
 #
 # A **communication hook** sends something smaller instead of the bucket: `hook(flat, group)` starts
-# (`group`: the process group), and returns an object whose `wait()` leaves the mean in `flat`. This
-# is what `DDP` does by default:
+# sending (`group`: the process group), and returns an object whose `wait()` leaves the mean in
+# `flat`. This is what `DDP` does by default:
 #
 # ```python
 # class Mean:
@@ -532,8 +529,8 @@ for which in ([0, 1], [0, 0]):
 # float32, and is the same on all ranks. Several buckets are in flight at once. About 4 lines.
 #
 # <details><summary>Hint: flat has not changed</summary>
-# <code>self.flat = ...</code> gives a name to another tensor; <code>self.flat.copy_(...)</code>
-# writes into it, and converts.
+# <code>self.flat = ...</code> rebinds a name; <code>self.flat.copy_(...)</code> writes into the
+# tensor, and converts.
 # </details>
 
 
@@ -559,19 +556,18 @@ class HalfTheBytes:
 check("ddp-5", HalfTheBytes)
 
 # %% [markdown]
-# Others go further, and send an approximation. **Top-k** (Stich et al. 2018) sends the numbers of a
-# bucket that are largest in absolute value, with their indices. Every rank has other indices, so
-# there is nothing to add up on the way: an all-gather brings those of all ranks to everybody.
+# **Top-k** (Stich et al. 2018) sends the numbers of a bucket that are largest in absolute value,
+# with their indices. Indices differ from rank to rank, so an all-reduce cannot add the numbers: an
+# all-gather sends numbers and indices to all ranks.
 #
 # **PowerSGD** (Vogels et al. 2019) sends a matrix of low rank $r$ (linear algebra's rank). A
 # gradient $M$ of $a \times b$ numbers is approximated by $P Q^T$, with $P$ of $a \times r$ and $Q$
-# of $b \times r$, that is $r(a + b)$ numbers for $ab$. They are found by one step of *power
+# of $b \times r$, that is $r(a + b)$ numbers instead of $ab$. They are found by one step of *power
 # iteration*: $P = M Q$, orthonormalize its columns, $Q = M^T P$. Three things make it work:
-# - $MQ$ and $M^T P$ are *linear* in $M$: the sum of the ranks' products is the product of the
-#   summed gradient. So two all-reduces do it.
-# - One step of iteration is far from the best matrix of rank $r$ (which the SVD finds, at a much
-#   higher price). But the next training step starts from this $Q$ (*warm start*), so the iteration
-#   goes on from step to step.
+# - $MQ$ and $M^T P$ are *linear* in $M$: with the same $Q$ and $P$ on all ranks, the sum of the
+#   products is the product of the summed gradient. So two all-reduces suffice.
+# - One step of iteration is far from the best matrix of rank $r$. But the next training step starts
+#   from this $Q$ (*warm start*), so the iteration goes on from step to step.
 # - What is left out, $M - P Q^T$, is not lost: it is added to the next step's gradient (**error
 #   feedback**, Seide et al. 2014; top-k has it, too).
 #
@@ -634,63 +630,77 @@ share = {name: 100 * num_bytes / sent["float32"] for name, num_bytes in sent.ite
 reveal(guess_power, share["PowerSGD"])
 errors = pictures.errors_of(means, right=means.pop("float32")[0])
 power = errors["PowerSGD"]
-title = f"PowerSGD: {power[0]:.0f} % are missing in the first step, {power[-1]:.0f} % after 64"
+title = f"PowerSGD, one gradient: {power[0]:.0f} % missing in step 1, {power[-1]:.0f} % after 64"
 show(pictures.delivered(num_steps, errors, share, title), alt=f"{title}; bf16 only rounds")
 
 # %% [markdown]
-# The mean of all gradients delivered so far comes closer, because error feedback delivers what was
-# left out. bf16 only rounds, each number and each sum. Top-k and PowerSGD deliver late:
-# like stale gradients, that changes the training. They also take memory for the residuals and time
-# to compress, and pay off only where communication is exposed.
+# With weights and batch fixed, the mean of what Top-k and PowerSGD have delivered approaches the
+# true gradient: error feedback delivers what was left out, late, which changes the training. (bf16
+# only rounds.) They take memory for the residuals and time to compress, and pay off only where
+# communication is exposed.
 #
 # **Compression trades exact gradients for bytes; with error feedback, what was left out is
 # delivered later.**
 #
 # ## 9 The real thing
 #
-# PyTorch's DDP does all this in C++, and its `backward()` finishes by itself. Same model, same
-# batches, buckets of 2 MiB. How many messages does PyTorch send for each of ours?
-
-# %% tags=["predict"]
-guess_torch = predict("PyTorch's messages divided by ours (like 1/2)")
-### GUESS guess_torch.commit(1)
-
-
-# %%
-from copy import deepcopy
-
-
-def side_by_side(rank, times=9):
-    torch.manual_seed(0)
-    gpt, torch_ddp, seen = GPT(MODELS["small"]), nn.parallel.DistributedDataParallel, ([], [])
-    models = DDP(deepcopy(gpt), 2 * 2**20), torch_ddp(gpt, bucket_cap_mb=2)
-    inputs, targets = next_tokens(token_batch(rank, batch=1, seq=64, vocab=2048))
-    for step in range(2 * times):  # they take turns
-        model = models[step % 2]
-        model.zero_grad()
-        with record() as log, span("compute"):
-            token_loss(model(inputs), targets).backward()
-            if step % 2 == 0:
-                model.finish()
-        seen[step % 2].append(log.events)
-    return [[param.grad for param in model.parameters()] for model in models], seen
-
+# PyTorch's DDP buckets and overlaps in C++, and its `backward()` finishes by itself. Same model,
+# same batches, buckets of 2 MiB.
 
 # %% tags=["measured"]
-(ours, theirs), seen = pair.run(side_by_side)[0]
+from course_lib.ddp.beside_frameworks import backward_in_turns
+
+(ours, theirs), seen = pair.run(backward_in_turns, MODELS["small"])[0]
 print("gradients bit-equal:", all(map(torch.equal, ours, theirs)))
 for name, steps in zip(("ours", "PyTorch's"), seen, strict=True):
     calls = [[e.num_bytes for e in step if e.kind == "all_reduce"] for step in steps]
     took_ms = 1e3 * median(e.duration_s for s in steps[2:] for e in s if e.kind == "compute")
     counts = f"messages in the first step {len(calls[0])}, then {len(calls[-1])}"
     print(f"{name:9} {counts}; {sum(calls[-1])} bytes, {took_ms:.0f} ms a step")
-reveal(guess_torch, len(calls[-1]) / sum(e.kind == "all_reduce" for e in seen[0][-1]))
 
 # %% [markdown]
 # The same bits, in fewer messages: PyTorch closes a bucket only once it reaches the limit. Its
-# first step has a single bucket; from it PyTorch learns the true ready order, and builds the
-# buckets anew (unless `find_unused_parameters=True`).
+# first step has a single bucket; there PyTorch learns the true ready order, and then rebuilds the
+# buckets (unless `find_unused_parameters=True`).
 #
+# ### Exercise 6: what does the trace say? (core, 15 minutes)
+#
+# Real jobs are judged by their *trace*: JSON for https://ui.perfetto.dev, which `course trace`, the
+# button under a timeline or PyTorch's profiler writes. In ours, a box has a kind `cat`, a start
+# `ts` and a duration `dur` in µs, and `pid` for the rank. Return the seconds in which one rank
+# communicates and does not compute. Boxes overlap, and nest: a `wait` inside a `backward` is not
+# computing. About 6 lines.
+#
+# <details><summary>Hint: where to cut</summary>
+# Sort all starts and ends. Between two neighbours nothing changes.
+# </details>
+
+
+# %% tags=["exercise"] exercise="ddp-6"
+from itertools import pairwise
+
+
+def exposed_in(trace, pid):
+    """Seconds in which a rank has a transfer under way, and does not compute."""
+    parts = trace["traceEvents"]
+    boxes = [part for part in parts if part["ph"] == "X" and part["pid"] == pid]
+    edges = sorted({time for box in boxes for time in (box["ts"], box["ts"] + box["dur"])})
+    exposed = 0.0
+    ### BEGIN SOLUTION: between two edges, which kinds are under way?
+    for start, end in pairwise(edges):
+        around = [box for box in boxes if box["ts"] <= start and end <= box["ts"] + box["dur"]]
+        kinds = {box["cat"] for box in around}
+        computes = kinds & set(COMPUTE_KINDS) and "wait" not in kinds
+        if kinds & set(COMMUNICATION_KINDS) and not computes:
+            exposed += end - start
+    ### END SOLUTION
+    return exposed / 1e6
+
+
+# %% tags=["check"] exercise="ddp-6"
+check("ddp-6", exposed_in)
+
+# %% [markdown]
 # ## 10 One batch more
 #
 # **Break it.** Four ranks train, but the data was not divided evenly: rank 2 has four batches, the
@@ -717,22 +727,20 @@ except RankError as hang:
     raise
 
 # %% [markdown]
-# Nothing is wrong on the line that hangs. On a cluster this is the job that stands still at the end
-# of an epoch, with all its GPUs reserved, until a time-out. So all ranks take the *same number of
-# steps*: the sampler of lesson 05 drops or repeats items, or a rank without data joins in with a
-# loss of weight 0.
+# Nothing is wrong on the line that hangs. On a cluster, such a job hangs with all its GPUs
+# reserved, until a time-out; and if the others begin the next epoch, gradients of different steps
+# mix first. So all ranks take the *same number of steps*: the sampler of lesson 05 drops or repeats
+# items, or a rank without data takes part with a loss of weight 0.
 #
 # **Every rank takes part in every step, with every bucket, in one order.**
 #
 # ## What to keep
 #
 # - Most gradients are ready long before backward ends: send them in the hook, wait in `finish`.
-# - Buckets: as many as the network can keep up with, or $\sqrt{B / 2(p-1)\alpha}$ if it cannot.
-# - With accumulation, communicate once per step.
+# - Buckets: as many as the network keeps up with, or $\sqrt{B / 2(p-1)\alpha}$ if that is more.
 # - Compression is a hook: count its bytes, and look at what it does to the gradient.
-# - A rank that takes one step more than the others hangs.
 #
-# Data parallelism keeps the whole model on every rank. Lesson 07 begins to split it.
+# Lesson 07 begins to split the model.
 #
 # ## Read on
 #
@@ -741,4 +749,3 @@ except RankError as hang:
 # - Vogels et al. 2019, *PowerSGD* (NeurIPS): the low-rank compression used above, and others.
 # - Stich et al. 2018, *Sparsified SGD with Memory* (NeurIPS): why error feedback converges.
 # - Seide et al. 2014, *1-Bit Stochastic Gradient Descent* (Interspeech): an early error feedback.
-# - PyTorch, *DDP Communication Hooks*: the interface that exercise 5 follows.

@@ -1,26 +1,28 @@
 # %% [markdown]
 # # 07 Tensor parallelism: split the matrices
 #
-# **Question.** How do several ranks compute one layer together, what must they send each other, and
-# why does this stay inside a node?
+# **Question.** How do several ranks compute one layer, what must they send each other, and why does
+# this stay inside a node?
 #
-# Every rank holds a part of every matrix, all see the *same* batch, and sum their partial results.
+# Every rank holds a part of almost every matrix, all see the *same* batch, and sum their partial
+# results.
 #
 # *After this lesson you can*
 #
 # - split an MLP, attention, embedding and loss over ranks, with the numbers of one process;
 # - say which collective stands at each boundary, and predict its bytes and time;
 # - say when communication takes longer than computing, and what can be overlapped;
-# - write the pair of sequence parallelism, and derive the memory that it saves.
+# - write the two collectives of sequence parallelism, and derive the memory that it saves.
 #
 # **Prerequisites:** lessons 01 and 04. **Time:** about 75 minutes of reading and running, 80 for
-# six exercises (core: 1, 2, 5, 6; further: 3, 4).
+# six exercises.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $p$ | `p` | ranks that share one model: the tensor-parallel (TP) degree (papers: $t$) |
 # | $b$, $s$ | `batch`, `seq` | sequences; tokens in each |
-# | $h$, $f$ | `hidden`, `ffn_hidden` | values per token: between layers; inside an MLP |
+# | $h$ | `hidden` | values per token between layers |
+# | $f$ | `ffn_hidden` | values per token inside an MLP (not the boundary **f** of section 2) |
 # | $\alpha$, $\beta$ | `link` | latency (s), bandwidth (bytes/s; papers often: its inverse) |
 
 # %%
@@ -43,10 +45,10 @@ from course_lib.tensor_parallel import copy_to_region, pictures, reduce_from_reg
 # %% [markdown]
 # ## 1 Two ways to split a matrix
 #
-# An MLP is $Y = \text{GELU}(XA)\,B$. Split $A$ by **columns**: each rank computes some columns of
-# $XA$, and those are complete. Split $B$ by **rows**: each rank needs only some columns of its
-# input, but computes only a *partial sum* of each output. Do both. How many collectives do 4 ranks
-# need in forward? And how large is the summed tensor in Llama-8B, in bf16, for 4096 tokens?
+# An MLP is $Y = \text{GELU}(XA)\,B$. Split $A$ by **columns**: each rank computes some complete
+# columns of $XA$. Split $B$ by **rows**: each rank needs only some columns of $B$'s input, but
+# computes only a *partial sum* of each output. Do both. How many collectives do 4 ranks need in
+# forward? How large is the summed tensor in Llama-8B, in bf16, for 4096 tokens?
 
 # %% tags=["predict"]
 guess_sums = predict("collectives in the forward pass of a split MLP")
@@ -70,21 +72,20 @@ right, by_rank = F.gelu(x @ A) @ B, ranks.run(split_forward, x, A, B)
 print("as one process:", all(torch.allclose(y, right, atol=1e-4) for y in by_rank))
 reveal(guess_sums, sum(event.kind == "all_reduce" for event in ranks.events) / 4)
 reveal(guess_message, 4096 * llama.hidden * 2 / 2**20)
-title = "Columns, then rows: what a rank needs for B it has computed itself"
+title = "Columns, then rows: each rank has computed its own input for B"
 show(pictures.split_mlp(4, title), alt=f"{title}; 1 sum over 4 ranks at the end")
 
 # %% [markdown]
-# The columns of $A$ on a rank match the rows of $B$ on that rank. Rows first would need one more
-# collective *between* the two, of $f$ values per token: GELU is not linear, so the GELU of partial
-# sums is not the GELU of their sum.
+# On each rank the columns of $A$ match the rows of $B$. Rows first would need one more collective
+# *between* the two, of $f$ values per token: GELU is not linear, so it needs complete sums.
 #
 # **Columns, then rows: one sum in forward, of the size of an activation. Weights are not sent.**
 #
 # ## 2 The backward pass: f and g
 #
-# Autograd does not know `dist.all_reduce`. So what does backward do? Rank $r$ multiplies the same
-# $x$ by $10^r$, and the loss is the sum of the results over all ranks: its derivative is 1111. What
-# is `x.grad` on rank 2?
+# Autograd sees only its own rank. What does backward miss? Rank $r$ multiplies the same $x$ by
+# $10^r$, and the loss is the sum over all ranks: its derivative is 1111. What is `x.grad` on rank
+# 2?
 
 # %% tags=["predict"]
 guess_grad = predict("x.grad on rank 2")
@@ -102,23 +103,20 @@ print("x.grad by rank:", found := ranks.run(lonely))
 reveal(guess_grad, found[2])
 
 # %% [markdown]
-# Nothing failed, but the layers *before* would train on one term of their gradient: a tensor that
-# is used on all ranks needs the sum of their gradients. Shoeybi et al. (2019, section 3) call the
-# two boundaries **f** (identity in forward, all-reduce in backward) and **g** (the
-# reverse).
+# Nothing failed, but the layers *before* would train on one term of their gradient: if all ranks
+# use a tensor, its gradient is the sum over all ranks. Shoeybi et al. (2019, section 3) call the
+# boundaries **f** (identity in forward, all-reduce in backward) and **g** (the reverse).
 #
 # ### Exercise 1 (core): f and g
 #
-# An `autograd.Function` defines its own backward. Clone before you sum, and return the tensor that
-# was summed. Budget: one all-reduce in forward and one in backward, on every rank, in the dtype of
-# what is summed. x has any shape (also `[]`), and the output of `part` may have another one. Call
-# `part` once; inf and nan must stay. Forward sums also where no gradient is needed. About 7 lines,
-# 10 minutes.
+# An `autograd.Function` defines its own backward. `all_reduce` works in place: sum a clone, and
+# return it. Budget: one all-reduce in each pass, on every rank, in the dtype of what is summed. x
+# has any shape (also `[]`); the output of `part` may have another. Call `part` once; inf and nan
+# must stay. Forward sums also where no gradient is needed. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: p times too large</summary>
-# $y = y_0 + y_1 + \dots$, so the derivative of $y$ with respect to $y_1$ is 1. The convention here:
-# after g all ranks compute the *same* loss from the same $y$, and it counts once. So every rank
-# already has the whole gradient of $y$.
+# $y = y_0 + y_1 + \dots$, so $\partial y/\partial y_1 = 1$. After g all ranks compute *the same*
+# loss from the same $y$, and it counts once. So every rank already has the whole gradient of $y$.
 # </details>
 
 
@@ -162,23 +160,24 @@ def together(x, part):
 check("tensor_parallel-1", together)
 
 # %% [markdown]
-# From here on we use the course's own pair: `copy_to_region` is f, `reduce_from_region` is g.
+# Each rank computes its part inside a *region*; the course's `copy_to_region` (f) opens it,
+# `reduce_from_region` (g) closes it.
 #
-# Lesson 04 lists `all_reduce` as the backward of `all_reduce`; here it is the identity. Both are
-# right, under two conventions. There each rank has a loss *of its own*, and the total is their
-# **sum** (`all_reduce_both`). Here all ranks compute *the same* loss, which **counts once**.
+# Lesson 04 lists `all_reduce` as the backward of `all_reduce` (`all_reduce_both`); here it is the
+# identity. Both are right: there each rank has a loss *of its own*, and the total is their **sum**;
+# here the loss is *the same* on all, and **counts once**.
 #
 # ### Exercise 2 (core): a split MLP
 #
-# Keep this rank's part of two `nn.Linear` and nothing else, under the names in the docstring, and
-# do not change the layers or x (only the bias of `down` may be shared); x has any shape
-# `[..., hidden]`. `weight` is stored as `[out, in]`: *columns of A are rows of* `up.weight`. $p$
-# need not divide the width; `tensor_split` handles that. One all-reduce in forward and one in
-# backward, each of an activation. About 8 lines, 15 minutes.
+# Copy this rank's part of two `nn.Linear`, under the names in the docstring; keep nothing else
+# (only the bias of `down` may be the layer's own tensor). Do not change the layers or x, which has
+# any shape `[..., hidden]`. `weight` is stored as `[out, in]`: *columns of A are rows of*
+# `up.weight`. $p$ need not divide the width. One all-reduce in each pass, of an activation. About 8
+# lines, 15 minutes.
 #
 # <details><summary>Hint: the output is off by a constant</summary>
 # What is added before the sum is added $p$ times. Where does the bias of <code>down</code> belong?
-# ($1/p$ of it before the sum would make each step $p$ times too large.)
+# (Parameters of $1/p$ of it, added before the sum, would together change $p$ times too fast.)
 # </details>
 # <details><summary>Hint: it keeps too many bytes</summary>
 # A slice is a view and keeps the whole matrix alive. Indexing with a tensor copies:
@@ -193,7 +192,7 @@ class SplitMLP(nn.Module):
     def __init__(self, up, down):
         super().__init__()
         rank, p = dist.get_rank(), dist.get_world_size()
-        mine = torch.arange(up.out_features).tensor_split(p)[rank]  # my numbers between the two
+        mine = torch.arange(up.out_features).tensor_split(p)[rank]  # my indices in ffn_hidden
         ### BEGIN SOLUTION: four nn.Parameters; which are cut, along which dim?
         self.up_weight = nn.Parameter(up.weight.detach()[mine])
         self.up_bias = nn.Parameter(up.bias.detach()[mine])
@@ -212,7 +211,7 @@ class SplitMLP(nn.Module):
 check("tensor_parallel-2", SplitMLP)
 
 # %% [markdown]
-# **f in front, g behind: one all-reduce in forward, one in backward, and $1/p$ of the weights.**
+# **f in front, g behind: one all-reduce in each pass, and $1/p$ of the weights.**
 #
 # ## 3 Attention: whole heads
 #
@@ -223,18 +222,18 @@ check("tensor_parallel-2", SplitMLP)
 #
 # ### Exercise 3 (further): which rows?
 #
-# Return the rows of that matrix for one rank, in order, as a new list: of each of the three, rank 0
-# takes the first heads, rank 1 the next ones. $p$ divides both numbers of heads. About 5 lines, 10
+# Return one rank's row numbers of that matrix, in order, as a new list: of each of the three, rank
+# 0 takes the first heads, rank 1 the next. $p$ divides both numbers of heads. About 5 lines, 10
 # minutes.
 #
-# <details><summary>Hint: rank 0 has no values</summary>
+# <details><summary>Hint: rank 0 gets no rows of V</summary>
 # Split each of the three matrices into $p$ parts.
 # </details>
 
 
 # %% tags=["exercise"] exercise="tensor_parallel-3"
 def rows_of_rank(rank, p, num_heads, num_kv_heads, head_dim):
-    """The numbers of this rank's rows: its heads of q, then those of k, then those of v."""
+    """Return the numbers of this rank's rows: its heads of q, then those of k, then those of v."""
     rows, start = [], 0
     ### BEGIN SOLUTION: from each of the three matrices, this rank's heads
     for heads in (num_heads, num_kv_heads, num_kv_heads):
@@ -249,25 +248,25 @@ def rows_of_rank(rank, p, num_heads, num_kv_heads, head_dim):
 check("tensor_parallel-3", rows_of_rank)
 
 # %% [markdown]
-# **Attention is split by heads. With 8 key-value heads, more than 8 ranks need copies of them.**
+# **Attention is split by heads. With 8 key-value heads, more than 8 ranks need copies.**
 #
 # ## 4 The vocabulary
 #
-# The embedding is split by tokens: a rank looks up those it has, uses zeros for the others, and g
-# sums. The output layer is split by columns: each rank has *some* logits. The loss seems to need
-# the others, too:
+# The embedding is split by vocabulary entries: a rank looks up those it has, uses zeros for the
+# others, and g sums. The output layer is split by columns: each rank has *some* logits. The loss
+# seems to need the others, too:
 #
 # $$ -\log \text{softmax}(z)_t = \log \sum_v e^{z_v - m} - (z_t - m), \quad m = \max_v z_v $$
 #
-# But only three values per token have to be combined: $m$, the sum, and $z_t$ (Shoeybi et al. 2019,
-# section 3). Llama 3 has 128,256 logits per token.
+# But only three values per token have to be combined: $m$, the sum, and $z_t$ (Shoeybi et al.'s
+# idea). Llama 3 has 128,256 logits per token.
 #
-# ### Exercise 4 (further): the loss without gathering the logits
+# ### Exercise 4 (further): the loss of split logits
 #
 # This rank has the logits of the tokens `first`, `first + 1` ... Targets of -100 have no loss.
-# Return the mean over the others, the same on every rank, in the dtype of the logits or a wider
-# one; do not change the arguments. Budget, forward and backward: 3 all-reduces, of 3 values per
-# token in all. About 10 lines, 20 minutes.
+# Return the mean over the others, on every rank, in the logits' dtype or a wider one; do not change
+# the arguments. Budget: at most 3 all-reduces for both passes together, in all 3 values per token.
+# About 10 lines, 20 minutes.
 #
 # <details><summary>Hint: the maximum</summary>
 # <code>dist.all_reduce(top, dist.ReduceOp.MAX)</code>, detached: it cancels out, so it needs no
@@ -278,8 +277,7 @@ check("tensor_parallel-3", rows_of_rank)
 # logits.shape[1])</code>. Elsewhere look up any logit, and multiply it by 0.
 # </details>
 # <details><summary>Hint: no gradient, or p times too large</summary>
-# Sum with <code>reduce_from_region</code>: it is g. The final loss needs no sum: it is the same on
-# all ranks.
+# Sum with <code>reduce_from_region</code> (g). The final loss needs no sum: all ranks have it.
 # </details>
 
 
@@ -303,8 +301,9 @@ def split_cross_entropy(logits, targets, first):
 check("tensor_parallel-4", split_cross_entropy)
 
 # %% [markdown]
-# PyTorch calls this *loss parallel*: the logits stay a split `DTensor`, and `with loss_parallel():`
-# replaces the cross-entropy. What does it save in Llama-8B, with 8192 tokens on 8 ranks?
+# PyTorch calls this *loss parallel*: the logits stay a `DTensor` (a tensor that knows how it is
+# split), and `with loss_parallel():` replaces the cross-entropy. What does it save in Llama-8B,
+# with 8192 tokens on 8 ranks?
 
 # %%
 from course_lib.cost.traffic import sent_bytes
@@ -325,8 +324,8 @@ for name, size in {"whole": vocab, "split": vocab // p}.items():
 # ## 5 A whole GPT
 #
 # `parallelize(model, mesh)` does all of that to a GPT, in place; the *mesh* says which ranks share
-# it. The outputs are split logits, and `parallel_token_loss` is the loss of exercise 4. Does it
-# train like one process?
+# it. Its outputs are split logits, for `parallel_token_loss` (exercise 4). Does it train like one
+# process?
 
 # %%
 from course_lib.tensor_parallel import gather_tensors, parallel_token_loss, parallelize
@@ -365,11 +364,11 @@ figure = compare(range(100), Voices(measurement=apart), title, x_label="step", y
 show(figure, alt=title)
 
 # %% [markdown]
-# The same numbers in float64, but for the order of sums.
+# In float64 only the order of sums makes a difference.
 #
-# What does a rank hold? Matrices are split; norms, positions and the biases behind a sum are whole.
-# And what does it send? The tiny GPT has 2 layers; add one sum for the embedding, one for f of the
-# output layer, and two for the loss.
+# What does a rank hold? Matrices are split; norms, positions and biases behind a sum are whole.
+# And what does it send? Count the sums of the tiny GPT's 2 layers; add one for the embedding, one
+# for f of the output layer, and two for the loss (one carries two values).
 
 # %% tags=["predict"]
 guess_part = predict("parameters on each of 4 ranks, as a part of all (like 1/3)")
@@ -398,8 +397,9 @@ reveal(guess_part, held[2][0] / held[0][0])
 reveal(guess_calls, len(paper))
 
 # %% [markdown]
-# PyTorch does this with `DTensor` and a plan. Same model (untied). Its loss takes three
-# calls, and with this plan q, k and v have an f *each* (`PrepareModuleInput` would leave one).
+# PyTorch does this, here to the same model (untied), with `DTensor` and a dict of the splits.
+# PyTorch's loss takes three calls; in this plan q, k and v have an f *each* (`PrepareModuleInput`
+# would share one). Megatron-Core trains the tied model.
 
 # %%
 from torch.distributed.tensor import DTensor, Replicate, parallel
@@ -421,26 +421,32 @@ def with_dtensor(rank, spec):
     return [e.num_bytes for e in log.events if e.kind == "all_reduce"], grads
 
 
-# %%
+# %% tags=["measured"]
+from course_lib.frameworks import missing
+from course_lib.tensor_parallel import beside_frameworks as beside
+
 untied = replace(tiny, tied=False)
 (_, ours, grads), (theirs, others) = (pair.run(run, untied)[0] for run in (one_step, with_dtensor))
 print("same gradients:", all(torch.allclose(grads[n], others[n], atol=1e-6) for n in grads))
-ours = [num_bytes for _, num_bytes in ours]
-for whose, sizes in {"ours": ours, "PyTorch's": theirs}.items():
+for whose, sizes in {"ours": [size for _, size in ours], "PyTorch's": theirs}.items():
     print(f"{whose}: {len(sizes)} all-reduces, {sum(sizes)} bytes")
+print(missing("megatron.core") or "Trained for 4 steps:")
+for name in ["ours"] if missing("megatron.core") else ["ours", "Megatron-Core"]:
+    ran = pair.run(beside.run_tensor_parallel, tiny, [BATCH] * 4, name == "ours")[0]
+    print(f"{name}: loss {ran.losses[-1]:.5f}, {ran.median_ms:.0f} ms, {ran.calls()}")
 
 # %% [markdown]
 # **A split model computes the same numbers, with $1/p$ of its matrices per rank and four
-# all-reduces per layer: two in forward, two in backward.**
+# all-reduces per layer, two in each pass.**
 #
 # ## 6 Dropout: equal here, different there
 #
-# On the residual stream, which all ranks hold, dropout must draw *the same* mask on all; on their
-# own heads, *different* ones. With a seed for each rank, after 5 steps: are the weights of the
-# norms still the same on all ranks?
+# On the residual stream, which all ranks hold, dropout must draw *the same* mask on all; on the
+# heads, which are split, masks must differ. With a *different* seed on each rank, are the norms'
+# weights still the same after 5 steps?
 
 # %% tags=["predict"]
-guess_alike = predict("a seed for each rank: are the norms still the same?", choices=("yes", "no"))
+guess_alike = predict("different seeds: are the norms still the same?", choices=("yes", "no"))
 ### GUESS guess_alike.commit("yes")
 
 # %% tags=["failure"]
@@ -463,9 +469,9 @@ for own_seed in (False, True):
 reveal(guess_alike, "yes" if torch.equal(a, b) else "no")
 
 # %% [markdown]
-# The loss looks the same, but there is no *one* model any more. Our `ShardedDropout` draws the mask
-# of all heads and keeps its part: the masks of one process. Megatron-LM has a second random state
-# for split tensors, seeded with the rank.
+# The loss looks the same, but the ranks' norms differ: they no longer are *one* model. Our
+# `ShardedDropout` draws the mask of all heads, as one process would, and keeps its part.
+# Megatron-LM has a second random state for split tensors, seeded with the rank.
 #
 # **What is whole on all ranks needs one random state; what is split needs another.**
 #
@@ -478,7 +484,7 @@ reveal(guess_alike, "yes" if torch.equal(a, b) else "no")
 # and `bytes_per_s`. About 3 lines, 10 minutes.
 #
 # <details><summary>Hint: how many all-reduces?</summary>
-# Attention has an f and a g, and so has the MLP. Each communicates in one pass only.
+# Attention and MLP each have an f and a g; each communicates in one pass only.
 # </details>
 
 
@@ -498,7 +504,7 @@ check("tensor_parallel-5", split_layer_s)
 # %% [markdown]
 # ### What can be overlapped
 #
-# The plain version computes nothing during a sum: the next matrix needs it. But in backward nobody
+# The plain version computes nothing during a sum: the next matrix needs it. But in backward nothing
 # waits for the gradient of the **weights**. So compute the input gradient, start its all-reduce,
 # compute the weight gradient, then wait: `ColumnParallelLinear(..., overlap=True)`. If the weight
 # gradient takes 30 ms and the all-reduce 20 ms, how much does that save?
@@ -518,24 +524,24 @@ figure = timelines(runs.timelines(), title, link=wire)
 show(figure, alt=f"{title}; the sum runs beside the weights' half")
 
 # %% [markdown]
-# No bit changes. Megatron-LM does this by default (`CUDA_DEVICE_MAX_CONNECTIONS=1` makes the GPU
-# start the sum first).
+# The results are equal to the bit. Megatron-LM does this by default
+# (`CUDA_DEVICE_MAX_CONNECTIONS=1` makes the GPU start the sum first).
 #
 # More can be hidden, also in forward, if one piece of a product is sent while the next is computed:
-# *user buffers* in NVIDIA's Transformer Engine, PyTorch's *async TP*.
+# *user buffers* in Transformer Engine, PyTorch's *async TP*.
 #
 # ### When communication takes longer
 #
-# Forward and backward, a layer with $f = 4h$ computes $72\,h^2$ FLOP per token in its matrices,
-# each rank $1/p$ of that; in four all-reduces it sends $16\,h\,(p-1)/p$ bytes in bf16. So, for any
+# Forward and backward, a layer with $f=4h$ computes $72\,h^2$ FLOP per token in its matrices,
+# each rank $1/p$ of that; in four all-reduces it sends $16\,h\,(p-1)/p$ bytes in bf16. For any
 # number of tokens,
 #
 # $$ \frac{72\,h^2 / p}{16\,h\,(p-1)/p} = \frac{9h}{2\,(p-1)} \text{ FLOP per byte.} $$
 #
-# That is the intensity in a *roofline*: without overlap, communication takes longer where it is
-# below the GPU's $F$ FLOP/s divided by $\beta$: for $h < \frac{2}{9}(p-1)F/\beta$.
-# (Attention scores add computation: $h + s/6$ replaces $h$.) Which $h$ is that for 8 H100 at their
-# peak, over NVLink?
+# This ratio is the *intensity* in a *roofline*: without overlap and latency, communication takes
+# longer where the ratio is below the GPU's $F$ FLOP/s divided by $\beta$:
+# for $h < \frac{2}{9}(p-1)F/\beta$. (Attention scores add computation: $h+s/6$ replaces $h$, or
+# $h+s/12$ with a causal kernel.) Which $h$ is that for 8 H100 at peak, over NVLink?
 
 # %% tags=["predict"]
 guess_width = predict("hidden size on 8 ranks: below it, communication takes longer")
@@ -546,16 +552,17 @@ from course_lib.cost.hardware import H100
 
 widths = {n: cost.break_even_hidden(8, H100.peak(), rate) for n, rate in H100.links.items()}
 reveal(guess_width, round(widths["NVLink"]))
-title = f"On 8 H100, NVLink suffices from h = {widths['NVLink']:,.0f} on; PCIe 5 from "
-title += f"{widths['PCIe 5']:,.0f}"
+title = f"At their peak, 8 H100 compute longer than NVLink sends from h = {widths['NVLink']:,.0f} "
+title += f"on; PCIe 5: {widths['PCIe 5']:,.0f}"
 show(pictures.width_picture(title), alt=f"{title}; NVIDIA's models lie above NVLink's line")
 
 # %% [markdown]
-# At half of the peak, half of $h$ is enough. NVIDIA's models lie above NVLink's line and below the
-# others. (InfiniBand: one adapter; a group that fills its nodes has 8 in each.)
+# At half the peak, half of $h$ is enough. NVIDIA's models lie above NVLink's line and below the
+# others. (InfiniBand's line is for one adapter; whole nodes can use 8 each.)
 #
-# The 3B model crosses the line (Tazi et al. 2025). The formula takes published bandwidths, and fits
-# a GPU's speed at $p = 2$. From 8 to 16 ranks, what fraction of its tokens/s does a GPU keep?
+# The picture's 3B model (width assumed) is near NVLink's line at $p=8$; beyond, it leaves NVLink.
+# The formula takes bandwidths measured by Tazi et al. (2025); the GPU's speed is fitted at $p=2$.
+# From 8 to 16 ranks (each with its largest batch), what fraction of its tokens/s does a GPU keep?
 
 # %% tags=["predict"]
 guess_drop = predict("tokens/s per GPU on 16 ranks divided by those on 8 (like 3/4)")
@@ -569,11 +576,11 @@ title = f"From 8 to 16 ranks a GPU keeps {drop:.0%} of its speed; the formula sa
 show(pictures.h100_picture(h100, title), alt=f"{title}; the formula fits up to 8 ranks")
 
 # %% [markdown]
-# Inside a node the formula fits. Across nodes reality is worse: for one, a GPU computes less
-# efficiently on such thin matrices. Narayanan et al. (2021, section 3.2) advise pipeline
-# parallelism across nodes.
+# Inside a node the formula fits. Across nodes reality is worse; a likely cause: such thin matrices
+# compute less efficiently (not measured here). Narayanan et al. (2021, section 3.2) advise pipeline
+# parallelism across nodes (lesson 08).
 #
-# Splitting has freed memory for more sequences, which amortize the latency, not the bytes:
+# Splitting frees memory for more sequences: they share the latency, but bytes grow with them:
 
 # %% tags=["picture"]
 from course_lib.tensor_parallel.explorer import degree_explorer
@@ -581,18 +588,19 @@ from course_lib.tensor_parallel.explorer import degree_explorer
 degree_explorer()
 
 # %% [markdown]
-# **Keep tensor parallelism among GPUs that NVLink connects; use another axis across nodes.**
+# **Keep tensor parallelism among GPUs that NVLink connects; use another axis beyond them.**
 #
 # ## 8 Sequence parallelism
 #
 # Between g and the next f, all ranks compute and keep the same: norms, dropout, the residual
 # stream. These treat each token on its own, so the ranks can share them by *tokens* (Korthikanti et
-# al. 2022, section 4.2.2). A region needs all tokens: an **all-gather** replaces f. Behind it each
-# rank needs the complete sum for its own: a **reduce-scatter** replaces g. In backward each becomes
-# the other. What is the ratio of bytes sent to those with all-reduces?
+# al. 2022, section 4.2.2). A region needs all tokens: an **all-gather** replaces f. After the
+# region each rank needs the complete sum for its own tokens: a **reduce-scatter** replaces g. In
+# backward each becomes the other. How many bytes does a rank send now, as a multiple of those with
+# all-reduces?
 
 # %% tags=["predict"]
-guess_bytes = predict("ratio of bytes sent: sequence parallel to plain")
+guess_bytes = predict("bytes sent with sequence parallelism, as a multiple of plain")
 ### GUESS guess_bytes.commit(0.5)
 
 # %% tags=["picture"]
@@ -605,19 +613,19 @@ title = "Sequence parallelism: the two halves of an all-reduce stand apart"
 show(pictures.sequence_region(4, title), alt=f"{title}; 1/4 of the tokens outside the region")
 
 # %% [markdown]
-# An all-reduce *is* these two in a row (lesson 04). But what stands between them is computed once
-# instead of $p$ times.
+# An all-reduce *is* a reduce-scatter, then an all-gather (lesson 04). Now norms and dropout stand
+# between the two, computed once, not $p$ times.
 #
-# ### Exercise 6 (core): the pair
+# ### Exercise 6 (core): gather and scatter
 #
-# Each rank holds $\lceil s/p \rceil$ tokens, in the order of the ranks. At the end may be padding:
-# the part never sees it, and it leaves as zeros, also in backward. Budget: one all-gather and one
-# reduce-scatter in each pass, in the dtype of what is sent. Call `part` once. About 10 lines, 15
-# minutes.
+# Each rank holds $\lceil s/p \rceil$ tokens, in rank order. The last tokens may be padding: `part`
+# never gets them; in the output and in the gradient of x they are zeros. Budget: one all-gather and
+# one reduce-scatter in each pass, in the dtype of what is sent. Call `part` once. About 10 lines,
+# 15 minutes.
 #
 # <details><summary>Hint: the wrong tokens</summary>
-# Collectives put one rank's tensor after the other's, along dim 0; tokens are dim 1. (NCCL needs
-# contiguous parts.)
+# Collectives concatenate the ranks' tensors along dim 0; tokens are dim 1. (NCCL needs contiguous
+# parts.)
 # </details>
 # <details><summary>Hint: the gradient</summary>
 # A gathered token is used on <i>every</i> rank, so a slice of its gradient lacks the other ranks'
@@ -627,7 +635,7 @@ show(pictures.sequence_region(4, title), alt=f"{title}; 1/4 of the tokens outsid
 
 # %% tags=["exercise"] exercise="tensor_parallel-6"
 def gather_tokens(x, seq):
-    """All tokens from the own ones: [batch, ceil(seq/p), hidden] -> [batch, seq, hidden]."""
+    """All tokens, from those of each rank: [batch, ceil(seq/p), hidden] -> [batch, seq, hidden]."""
     ### BEGIN SOLUTION: the tokens of all ranks, in order, without the padding
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
@@ -637,7 +645,7 @@ def gather_tokens(x, seq):
 
 
 def scatter_sum(x):
-    """The own tokens of the sum: [batch, seq, hidden] -> [batch, ceil(seq/p), hidden]."""
+    """This rank's tokens of the sum: [batch, seq, hidden] -> [batch, ceil(seq/p), hidden]."""
     ### BEGIN SOLUTION: pad, cut into p parts, and reduce_scatter
     p = dist.get_world_size()
     parts = F.pad(x, (0, 0, 0, -x.shape[1] % p)).chunk(p, dim=1)
@@ -659,7 +667,7 @@ class Boundary(torch.autograd.Function):
 
 
 def in_region(x, part, seq):
-    """The own tokens of the sum of all ranks' part(all tokens)."""
+    """Sum part(all tokens) over the ranks; return this rank's tokens."""
     gather = partial(gather_tokens, seq=seq)
     ### BEGIN SOLUTION: Boundary.apply in front of part and behind it
     out = part(Boundary.apply(x, gather, scatter_sum))
@@ -673,11 +681,11 @@ check("tensor_parallel-6", in_region)
 # %% [markdown]
 # ### The memory
 #
-# What does a layer keep for backward, in bf16? In units of $sbh$ bytes: the input of attention 2,
-# $q$, $k$, $v$ 6, the input of `out` 2; the inputs of the MLP 2, of GELU 8, of the second matrix 8;
-# two norms 4, two dropout masks 2. Together **34**, and $5as/h$ for the scores of $a$ heads:
-# softmax 2, its mask 1, its output after dropout 2. (Flash attention: less,
-# lesson 01.)
+# What does a GPT layer ($f=4h$, no grouped queries) keep for backward, in bf16? In units of $sbh$
+# bytes: the input of attention 2, $q$, $k$, $v$ 6, the input of `out` 2; the inputs of the MLP 2,
+# of GELU 8, of the second matrix 8; two norms 4, two dropout masks 2. Together **34** (Korthikanti
+# et al., section 4.1), and $5as/h$ for the scores of $a$ heads: softmax 2, its mask 1, its output
+# after dropout 2. (Flash attention: less, lesson 01.)
 #
 # Tensor parallelism divides what is inside the regions. Norms, masks and the regions' inputs stay
 # whole: 10. Sequence parallelism divides them, too:
@@ -685,13 +693,13 @@ check("tensor_parallel-6", in_region)
 # $$ sbh\left(10 + \frac{24}{p} + \frac{5as}{hp}\right) \;\to\;
 # \frac{sbh}{p}\left(34 + \frac{5as}{h}\right) $$
 #
-# But a weight gradient needs the *whole* input of its region. Our plain layers keep what was
-# gathered: $4\,sbh$. Megatron-LM keeps its own tokens and **gathers again in backward**, beside
-# computing the input gradient, for $5/4$ of the bytes sent; so does `overlap=True`. Which fraction
-# of the bytes of plain tensor parallelism does that leave on 4 ranks?
+# But a weight gradient needs the *whole* input of its region. Without `overlap`, our layers keep
+# what was gathered: $4\,sbh$. With it, as in Megatron-LM, a rank keeps its own tokens and **gathers
+# again in backward**, while it computes the input gradient; this sends $5/4$ of the bytes. What
+# fraction of the bytes that plain tensor parallelism *keeps* does that leave on 4 ranks?
 
 # %% tags=["predict"]
-guess_kept = predict("bytes on 4 ranks: sequence parallel, gathering again, to plain (like 2/3)")
+guess_kept = predict("bytes kept when gathering again, as a fraction of plain (like 2/3)")
 ### GUESS guess_kept.commit(1 / 2)
 
 # %% tags=["picture"]
@@ -709,21 +717,19 @@ title = f"On 4 ranks a layer keeps {plain:.0f} KiB, or {least:.0f} with tokens g
 show(compare(p_values, curves, title, x_label="ranks p", y_label="KiB on a rank"), alt=title)
 
 # %% [markdown]
-# (The dots include two numbers per token that each norm keeps.)
+# (The dots include the norms' statistics.)
 #
-# Norms, and biases that are added to a split stream, have seen only their rank's tokens: their
-# gradients are partial sums, which `finish_gradients(model)` adds up once per step.
+# Norms, and biases added to a split residual stream, have seen only their rank's tokens:
+# their gradients are partial sums, which `finish_gradients(model)` adds up once per step.
 #
-# **Sequence parallelism divides the other activations, too: all of them if inputs are gathered
-# again in backward (5/4 of the bytes sent), else all but those inputs (the same bytes).**
+# **Sequence parallelism divides the other activations, too: all of them if backward gathers inputs
+# again, sending 5/4 of the bytes; else all but those inputs, sending the same bytes.**
 #
 # ## What to keep
 #
-# - f in front, g behind: four all-reduces per layer; those of backward can run beside weight
-#   gradients.
-# - A rank that draws, adds or forgets something of its own gives no error, only another model.
-#
-# Lesson 08 splits by layers, between nodes.
+# - Four all-reduces per layer; those of backward can run beside weight gradients.
+# - A rank with its own random mask, an extra bias or a missing sum gives no error, only another
+#   model.
 #
 # **Read on**
 #

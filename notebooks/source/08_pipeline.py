@@ -5,17 +5,17 @@
 # ranks do while one of them computes, and how little waiting is possible?
 #
 # Each rank holds a *stage*, some consecutive layers, and sends its output to the next rank. Little
-# is communicated, and only between neighbors.
+# is communicated.
 #
 # *After this lesson you can*
 #
 # - write the 1F1B schedule, simulate it, and run it on real ranks;
-# - predict the bubble, and the micro-batches in flight, of GPipe, 1F1B and those in use today;
-# - recognize a deadlock of sends, and a loss that was not divided;
+# - predict bubble and micro-batches in flight of GPipe, 1F1B and today's schedules;
+# - recognize a deadlock of sends, and a loss not divided by $m$;
 # - choose the number of micro-batches, and balance the stages.
 #
-# **Prerequisites:** lessons 01, 02 and 04. **Time:** about 80 minutes of reading and running, 125
-# for seven exercises (core: 1, 2, 3; further: 4 to 7). Section 6 ends with a break.
+# **Prerequisites:** lessons 01, 02 and 04. **Time:** 80 minutes of reading, 125 for seven exercises
+# (core: 1, 2, 3; further: 4 to 7). Section 6 ends with a break.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -27,7 +27,7 @@
 
 # %%
 # %load_ext course_lib.ranks
-from itertools import combinations, count, pairwise
+from itertools import combinations, count, pairwise, product
 
 import torch
 import torch.distributed as dist
@@ -46,8 +46,8 @@ from course_lib.ranks import RankError, Ranks
 # %% [markdown]
 # ## 1 One rank computes, the others wait
 #
-# Four ranks, four stages. A batch goes forward through all of them, then backward. For what part of
-# the time does a rank compute?
+# Four ranks, four stages. A batch goes forward through all, then backward. For what part of the
+# time does a rank compute?
 
 # %% tags=["predict"]
 guess_busy = predict("a rank computes", unit="% of the time")
@@ -60,19 +60,20 @@ title = f"One batch at a time: four ranks are idle for {played.bubble_fraction:.
 show(timeline(played.events(), title, unit="F"), alt=f"{title}; a backward takes 2 F")
 
 # %% [markdown]
-# The next batch cannot fill the gaps: it needs the weights after this step.
+# The next batch cannot fill the gaps: it needs the weights that this step computes (PipeDream
+# uses older ones).
 #
-# **Split into stages, an undivided batch keeps one rank busy at a time.**
+# **With an undivided batch, only one rank computes at a time.**
 #
 # ## 2 Micro-batches
 #
 # So split the batch: while rank 1 computes micro-batch 0, rank 0 continues with micro-batch 1.
-# **GPipe** (Huang et al. 2019) runs all $m$ forwards, then all $m$ backwards. Each rank is idle
-# while the pipeline fills and while it empties: $p - 1$ times $F + B$, beside $m (F + B)$ of
-# computation. This idle time, the *bubble*, is $\frac{p-1}{m}$ of the computation.
+# **GPipe** (Huang et al. 2019) runs all $m$ forwards, then all $m$ backwards. Each rank computes
+# for $m(F+B)$, and is idle for $(p-1)(F+B)$, while the pipeline fills and empties. This idle time,
+# the *bubble*, is $\frac{p-1}{m}$ of the computation.
 #
-# Four ranks with emulated layers, as in lesson 06: gradients are real, computation is replaced by
-# sleep. How large is the bubble with 8 micro-batches?
+# Four ranks with emulated layers (lesson 06): gradients are real, computing time is a sleep. How
+# large is the bubble with 8 micro-batches?
 
 # %% tags=["predict"]
 guess_bubble = predict("bubble for p = 4, m = 8", unit="% of the compute")
@@ -96,23 +97,26 @@ axes = {"x_label": "micro-batches", "y_label": "bubble (% of compute)", "note": 
 show(compare(numbers, voices, title, **axes), alt=f"{title}; measured: on the line or above")
 
 # %% [markdown]
-# The measured dots lie above the line, since every action has some overhead. Huang et al. (2019,
-# section 2.3) found the bubble negligible for $m \ge 4p$. But smaller micro-batches compute less
-# efficiently, and memory and messages come below.
+# The dots lie above the line, since every action has overhead. Huang et al. (2019, section 2.3)
+# found the bubble negligible for $m\ge4p$, as they recompute while waiting. But smaller
+# micro-batches compute less efficiently, and cost messages (section 7) and memory (section 3).
 #
-# **GPipe's bubble is $(p-1)/m$ of the computation, if all stages take equally long.**
+# **GPipe's bubble is $(p-1)/m$ of the computation, if stages take equally long, and messages no
+# time.**
 #
 # ## 3 1F1B: backward as soon as possible
 #
-# GPipe's price is memory: the activations of all $m$ micro-batches wait for their backward. But the
-# last rank could begin backward after its *first* forward. **1F1B** (one forward, one backward;
-# Narayanan et al. 2021, section 2.2) does that. In the **warm-up**,
-# each rank runs as many forwards as there are ranks behind it. Then it alternates one forward and
-# one backward, and finally runs the remaining backwards (**cool-down**).
+# Without recompute, GPipe's price is memory: the activations of all $m$ micro-batches wait for
+# their backward. But the last rank could begin backward after its *first* forward. **1F1B**
+# (PipeDream-Flush in Narayanan et al. 2021, section 2.2: one forward, one backward) does that. In
+# the **warm-up**, each rank runs as many forwards as there are ranks after it. Then it alternates
+# one forward and one backward (**steady phase**), and finally runs the remaining backwards
+# (**cool-down**).
 #
-# That is an order, a **schedule**: for each rank the list of its actions. It does not mention time:
-# an action starts when its rank is free and its input has arrived. Here is GPipe's. With 1F1B, $p =
-# 4$ and $m = 32$, how many micro-batches does rank 0 hold at most?
+# That is a **schedule**: for each rank the list of its actions, without times. An action starts
+# when its rank is free and its input has arrived. Here is GPipe's schedule. A micro-batch is *in
+# flight* on a rank from its forward to its backward. With 1F1B, $p=4$ and $m=32$, how many does
+# rank 0 hold at most?
 
 # %% tags=["predict"]
 print(as_text(schedules.gpipe(4, 4)))
@@ -123,8 +127,8 @@ guess_held = predict("micro-batches in flight on rank 0 with 1F1B")
 # %% [markdown]
 # ### Exercise 1 (core): the order of 1F1B
 #
-# Return lists of `Action(kind, stage, micro_batch)`, with the kinds `"forward"` and `"backward"`.
-# It also has to work for $m < p$. About 5 lines, 10 minutes.
+# Return lists of `Action(kind, stage, micro_batch)`, of kinds `"forward"` and `"backward"`. It also
+# has to work for $m<p$. About 5 lines, 10 minutes.
 #
 # <details><summary>Hint: how long is the warm-up?</summary>
 # The last rank needs none; each rank before it runs one forward more than the next.
@@ -166,20 +170,20 @@ figure = pictures.pipelines(shown, title, link="emulated layers")
 show(figure, alt=f"{title}: rank 0 holds 3 micro-batches, with GPipe all 4")
 
 # %% [markdown]
-# Rank $r$ holds $\min(p - r, m)$ micro-batches, however large the batch. The bubble is GPipe's:
-# each rank still waits for the first micro-batch to arrive and for the last one to return.
+# Rank $r$ holds at most $\min(p-r,m)$ micro-batches, however large the batch. The bubble is
+# GPipe's: each rank still waits for the first micro-batch to arrive and the last to return.
 #
 # ### Exercise 2 (core): when does each action end?
 #
-# Now write the simulator. An action waits for two things: its rank and its input.
-# `source_of(action, p)` is the stage that the input comes from, or None; the same action of that
-# stage produces it, and the message takes `message_s`. About 9 lines, 20 minutes.
+# Write the simulator: an action waits for its rank and its input. `source_of(action, p)` is the
+# stage that sends its input, or None if no message is needed; there the action of the same kind and
+# micro-batch produces it, and the message takes `message_s`. About 9 lines, 20 minutes.
 #
 # <details><summary>Hint: the action that produces the input</summary>
 # <code>action._replace(stage=source)</code>: a forward needs the forward of the stage before.
 # </details>
 # <details><summary>Hint: which rank comes next?</summary>
-# Go over the ranks again and again, and on each run what can run, until nothing is left.
+# Go over the ranks repeatedly, and on each run what can run.
 # </details>
 
 
@@ -212,8 +216,8 @@ from course_lib.pipeline.explorer import schedule_explorer
 schedule_explorer()
 
 # %% [markdown]
-# The course's `simulate` does this for every kind of schedule.
-# Which schedule suffers most from a slow message, and which gains most from more micro-batches?
+# `simulate` does this for every schedule. Move the sliders: which schedule suffers most from slow
+# messages, and which gains most from more micro-batches?
 #
 # **A schedule is a list of actions per rank; their times follow from it.**
 #
@@ -222,12 +226,12 @@ schedule_explorer()
 # ### Exercise 3 (core): run a schedule
 #
 # Run one rank's part of a step. Backwards may come in any order; `i` is the micro-batch. `isend`
-# returns at once, with a handle to wait for; until then its tensor must not change. `x` of the
-# batch holds the input on the first rank only (there it may be integer tokens), the target is on
-# the last one; elsewhere they only have the shape and dtype of a message. The last micro-batch may
-# be smaller. Add to every `param.grad`, as `backward()` does, the gradient of the *mean* of the $m$
-# losses; nan stays nan. Leave lists, batch, stage (modes, hooks, what is frozen) and the random
-# state as they are. Budget: one message per micro-batch and direction; with 1F1B, memory does not
+# returns at once, with a handle; until `handle.wait()` its tensor must not change. `x` is the input
+# only on the first rank (it may be integer tokens), and the target is real only on the last;
+# elsewhere both are placeholders with a message's shape and dtype. The last micro-batch may be
+# smaller. Add to every `param.grad`, as `backward()` does, the gradient of the *mean* of the $m$
+# losses; a nan in them stays nan. Do not change lists, batch, stage (modes, hooks, what is frozen)
+# or random state. Budget: one message per micro-batch and direction; with 1F1B, memory does not
 # grow with $m$. About 17 lines, 25 minutes.
 #
 # <details><summary>Hint: x.grad is None</summary>
@@ -283,9 +287,9 @@ def run_actions(actions, stage, micro_batches, loss_fn):
 check("pipeline-3", run_actions)
 
 # %% [markdown]
-# The course's engine, `Pipeline`, does this with receives posted ahead, messages of any shape, and
-# everything below. `split_model` leaves each rank its own layers. Does it compute the numbers of
-# one process?
+# The course's engine, `Pipeline`, does this with receives started early, messages of any shape, and
+# all schedules below. `split_model` leaves each rank its own layers. After 3 steps, do all
+# parameters equal those of one process?
 
 # %%
 from course_lib.pipeline import Pipeline, split_model
@@ -312,15 +316,15 @@ for name, make in {"GPipe": schedules.gpipe, "1F1B": schedules.one_f_one_b}.item
     print(f"{name:5} as one process: {all(near)}; held at most {[peak for _, peak in found]}")
 
 # %% [markdown]
-# 1F1B saves memory only if activations are freed when their backward is done. One forgotten
-# reference is enough to keep them, and no result shows it.
+# `backward()` frees what autograd saved inside a stage. But a forgotten reference keeps a stage's
+# inputs, outputs and their gradients, and no result shows it.
 #
 # **Receive, compute, send without waiting; free early, and divide the loss once.**
 #
 # ## 5 Break it: sends that wait
 #
-# With `dist.send` in place of `isend`, a rank waits until its message has been received. Here all
-# ranks only communicate. Which schedule hangs?
+# With gloo's `dist.send` in place of `isend`, a rank waits until the other one receives. Here
+# nothing is computed. Which schedule hangs?
 
 # %% tags=["predict"]
 guess_hang = predict("which one hangs?", choices=("GPipe", "1F1B", "both", "none"))
@@ -346,16 +350,17 @@ except RankError as hang:
     raise
 
 # %% [markdown]
-# In the steady phase one neighbor sends an activation, the other one a gradient, and neither
-# receives. `check_schedule(schedule, blocking_sends=True)` reports this before anything runs.
+# In the steady phase one neighbor sends an activation, the other a gradient, and neither receives.
+# `check_schedule(schedule, blocking_sends=True)` reports this before anything runs.
 #
-# **Between neighbors that send in both directions, a send must not block.**
+# **Between neighbors that send in both directions, a send must not block, or must be combined with
+# the receive, or one of them receives first.**
 #
 # ## 6 Break it: the loss that was not divided
 #
 # Hugging Face's teaching code picotron (commit 12e81c3, `pipeline_parallel.py`) divides the loss
 # that it *logs* by $m$, but not the one that it backpropagates: every gradient is $m$ times too
-# large. Does a loss show it, after 30 steps with gradients that are 8 times too large?
+# large. After 30 steps, can you see from the loss that gradients are 8 times too large?
 
 
 # %% tags=["measured"]
@@ -378,17 +383,17 @@ for name, cls, lr in (("SGD", torch.optim.SGD, 0.2), ("Adam", torch.optim.Adam, 
 
 # %% [markdown]
 # SGD's loss shows it. Adam divides by the gradient's size, so a constant factor cancels, up to
-# $\epsilon$. It returns where the size matters: in clipping, in weight decay that is added to the
-# gradient, and when you change $m$. So compare *gradients*.
+# $\epsilon$. The factor returns where the size matters: in clipping, in weight decay that is added
+# to the gradient, and when you change $m$. So compare *gradients*.
 #
 # **A falling loss does not prove that the gradients are right.**
 #
-# *This is a good place for a break.*
+# *A good place for a break.*
 #
-# ## 7 A slow link reverses the rule
+# ## 7 On a slow link, more micro-batches can be slower
 #
-# More micro-batches mean more messages. Here is the batch of section 2 over a link with a
-# latency of 30 ms. Which is faster with 1F1B?
+# More micro-batches mean more messages. Here is section 2's batch over a link with 30 ms latency.
+# Which is faster with 1F1B?
 
 # %% tags=["predict"]
 from course_lib.core import Link
@@ -417,17 +422,17 @@ show(compare(numbers, curves, title, **axes), alt=title)
 print(cost.parts_table(4, numbers, batch, wire))
 
 # %% [markdown]
-# In 1F1B, rank 0's next forward waits for a gradient, and that gradient waits for an earlier
-# forward. So $p$ more micro-batches expose $2(p-1)$ more messages. GPipe exposes only the $2(p-1)$
-# messages with which the pipeline fills and empties; it pays with memory. With 1F1B the exposed
-# messages grow with $m$ while the bubble shrinks: the best $m$ lies in between.
+# In 1F1B, rank 0's next forward waits for a gradient that waits for an earlier forward. So every
+# $p$ micro-batches cost one more round trip of $2(p-1)$ messages, while the bubble shrinks: $m$ can
+# be too small or too large. GPipe exposes only the $2(p-1)$ messages with which the pipeline fills
+# and empties; it pays with memory.
 #
-# **More micro-batches pay only while the messages they add are cheaper than the bubble they save.**
+# **More micro-batches help only while the messages they add cost less than the bubble they save.**
 #
 # ## 8 Stages are not equally long
 #
-# The slowest stage sets the pace of all. GPT-2 small has 12 blocks. How many blocks does its output
-# layer cost?
+# All stages wait for the slowest. GPT-2 small has 12 blocks. Its output layer takes as long as how
+# many blocks?
 
 # %% tags=["predict"]
 from course_lib.cost.flops import forward_flop
@@ -440,12 +445,12 @@ guess_head = predict("the output layer of GPT-2, in blocks")
 # %% [markdown]
 # ### Exercise 4 (further): balance the stages
 #
-# How many consecutive layers should each of $p$ stages get, none empty, so that the slowest stage
-# is as fast as possible? About 4 lines, 15 minutes.
+# How many consecutive layers should each of $p$ stages get, none empty, so that the slowest is as
+# fast as possible? About 4 lines, 15 minutes.
 #
 # <details><summary>Hint: all cuts</summary>
-# <code>combinations(range(1, n), p - 1)</code> are the places to cut; <code>pairwise</code> of
-# (0, *cut, n) gives where each stage begins and ends.
+# <code>combinations(range(1, n), p - 1)</code> are the places to cut; <code>pairwise</code> of (0,
+# *cut, n) gives each stage's begin and end.
 # </details>
 
 
@@ -477,21 +482,21 @@ print(f"8 H100, output layer {h100.head_layers:.1f} blocks: stages, tokens/s pub
 print(*zip(h100.stages, map(round, h100.published), map(round, h100.formula), strict=True))
 
 # %% [markdown]
-# On 8 H100 (Ultra-Scale Playbook), 8 stages lose more than their bubble: a stage is two blocks, and
-# the last one also has the output layer.
+# On 8 H100 (Ultra-Scale Playbook), 8 stages lose more than their bubble: the last stage, the output
+# layer alone, costs 3.2 blocks where the mean is 2.4.
 #
-# Llama 3 405B has one layer less on its first and last stages (Grattafiori et al. 2024, section
+# Llama 3 405B has one layer fewer on its first and last stages (Grattafiori et al. 2024, section
 # 3.3.2).
 #
-# Often the output layer *is* the embedding: the first and the last stage hold a copy of one matrix,
-# and in backward each gets the gradient of its own use.
+# Often the output layer *is* the embedding (*tied* weights): first and last stage hold copies of
+# one matrix, and in backward each gets the gradient of its own use.
 #
 # ### Exercise 5 (further): a tied weight
 #
 # After backward, leave in both copies the gradient of *both* uses. `ends` is the group of first and
-# last stage, wherever they are in the world; with one stage, `ends` has one member. A frozen weight
-# has no gradient; another one's may be transposed. Budget: one message each way, nothing from the
-# middle. About 2 lines, 10 minutes.
+# last stage, whatever their ranks; with one stage, it has one member. A frozen weight's `.grad` is
+# None; otherwise it may be a transposed view. Budget: one message each way, nothing from middle
+# stages. About 2 lines, 10 minutes.
 #
 # <details><summary>Hint: rank 1 fails</summary>
 # In the middle <code>weight</code> is None: these ranks have nothing to do.
@@ -516,8 +521,8 @@ check("pipeline-5", sum_tied)
 # ## 9 Micro-batches inside a sequence
 #
 # With causal attention a token does not need later ones, so **TeraPipe** (Li et al. 2021) splits
-# one long *sequence*: while rank 1 computes the first piece, rank 0 computes the second one, which
-# attends to the keys and values that rank 0 has kept of the first.
+# one long *sequence*: while rank 1 computes the first piece, rank 0 computes the second. The second
+# attends to the first's keys and values, which rank 0 kept.
 
 # %%
 from course_lib.pipeline.token_pipeline import TokenCost, balanced_cut, even_cut, token_forward_s
@@ -529,25 +534,25 @@ for number in (1, 2, 4, 8, 16, 32):
     print(f"{number:2} pieces:", *(f"{1e3 * token_forward_s(c, 4, token_cost):.1f}" for c in cuts))
 
 # %% [markdown]
-# With $k$ pieces of times $t_i$, the forward takes $\sum t_i + (p-1) \max t_i$ (their equation 5):
-# the longest piece counts $p$ times. A later token attends to more, so pieces of equal *time* hold
-# fewer and fewer tokens. A fixed cost per piece limits their number.
+# With $k$ pieces of times $t_i$, the forward takes $\sum t_i+(p-1)\max t_i$ (their equation 5): the
+# longest piece counts $p$ times. A later token attends to more, so pieces of equal *time* hold
+# fewer and fewer tokens.
 #
 # **Causal attention lets the pieces of one sequence follow each other through the stages.**
 #
 # ## 10 Schedules in use today
 #
 # **Interleaved 1F1B** (Narayanan et al. 2021, section 2.2). Each rank holds $v$ smaller *model
-# chunks* (of 8 on 4 ranks, rank 0 has the first and the fifth). The pipeline fills with chunks,
-# each $v$ times shorter than a stage: a bubble of $\frac{p-1}{vm}$.
+# chunks* (with 8 chunks on 4 ranks, rank 0 has the first and fifth). The pipeline fills with
+# chunks, each $v$ times shorter than a stage: a bubble of $\frac{p-1}{vm}$.
 #
 # ### Exercise 6 (further): the interleaved order
 #
-# Return lists of `Action(kind, rank, micro_batch, model_chunk)`, for $v \ge 2$. Micro-batches run
-# in rounds of $p$: each round passes chunk 0, then chunk 1, ...; backward, from the last chunk to
-# the first. The rest is as in 1F1B, but the warm-up has $(v-1)p$ forwards, and 2 more for each rank
-# behind (in all at most $vm$). If $m$ is no multiple of $p$, raise a `ValueError`. About 10 lines,
-# 15 minutes.
+# Return lists of `Action(kind, rank, micro_batch, model_chunk)`, for $v\ge2$. Micro-batches run in
+# rounds of $p$: each round runs through chunk 0, then through chunk 1, ...; backward, from the last
+# chunk to the first. The rest is as in 1F1B, but a rank's warm-up has $(v-1)p$ forwards, plus 2 for
+# each rank after it (in all at most $vm$). If $m$ is no multiple of $p$, raise a `ValueError`.
+# About 10 lines, 15 minutes.
 
 
 # %% tags=["exercise"] exercise="pipeline-6"
@@ -575,16 +580,15 @@ check("pipeline-6", interleaved)
 
 # %% [markdown]
 # **ZB-H1** (Qi et al. 2024, section 2). A backward computes the input's gradient, $I$, for which
-# the previous rank waits, and the weights' gradient, $W$, for which nobody does. ZB-H1 runs $I$ at
-# once and defers $W$ to where a rank would be idle.
+# the previous rank waits, and the weights' gradient, $W$, for which no rank waits. ZB-H1 runs $I$
+# at once; rank $r$ defers each $W$ by $r$ micro-batches, so that its last ones fill the bubble.
 #
-# **ZB-V** (section 6) adds chunks, in a V: rank $r$ holds chunks $r$ and $2p - 1 - r$, so the first
-# rank has embedding *and* loss.
+# **ZB-V** (their section 6) adds chunks, in a V: rank $r$ holds chunks $r$ and $2p-1-r$, so the
+# first rank has embedding *and* loss.
 #
-# **DualPipeV**: the same V, and each forward paired with the backward of another micro-batch. Run
-# at the same time, each hides the other's messages, such as all-to-alls of experts; here one
-# follows the other. (DeepSeek-V3's DualPipe keeps two copies of the parameters, for pipelines from
-# both ends.)
+# **DualPipeV**: the same V; in the steady phase a forward is paired with another micro-batch's
+# backward. If both run at the same time, each hides the other's messages, such as all-to-alls of a
+# mixture of experts.
 
 # %% tags=["predict"]
 from course_lib.pipeline import dual_pipe_v, zero_bubble_v
@@ -620,35 +624,36 @@ for name, real in made.items():
 print(cost.bubble_rate_table())
 
 # %% [markdown]
-# | | bubble of a rank | stages in flight, most | messages | source; user |
+# | | bubble of a rank | most in flight (one chunk counts $1/v$) | messages | source; used by |
 # |---|---|---|---|---|
 # | 1F1B | $(p-1)(F+I+W)$ | $p$ | $2(p-1)m$ | Narayanan 2021 |
-# | interleaved | $\frac1v (p-1)(F+I+W)$ | $p + \frac{p-1}{v}$ | $2(pv-1)m$ | the same; Llama 3 |
+# | interleaved | $\frac1v(p-1)(F+I+W)$ | $p+\frac{p-1}{v}$ | $2(pv-1)m$ | the same; Llama 3 |
 # | ZB-H1 | $(p-1)(F+I-W)$ | $p$ | $2(p-1)m$ | Qi 2024 |
 # | ZB-V | $\frac12(p-1)F$ | $p$ | $4(p-1)m$ | Qi 2024 |
-# | DualPipeV | $\frac12(p-1)(F+I-W)$ | $p + \frac12$ | $4(p-1)m$ | DeepSeek-V3 2024 |
+# | DualPipeV | $\frac12(p-1)(F+I-W)$ | $p+\frac12$ | $4(p-1)m$ | Sea AI Lab 2025 |
 #
-# For $m \ge 2p$ and $W \le F, I$; ZB-V for $F = I = W$; DualPipeV's by simulation.
-# ZB-H1 holds on *every* rank what 1F1B holds on the first. The last lines: our simulator
-# agrees with Qi et al. 2024 (table 5).
+# This holds for $m\ge2p$ (interleaved: a multiple of $p$), $W\le F$ and $W\le I$. ZB-V's bubble
+# needs $F=I=W$ (Qi et al. count 0, from a rank's first action to its last); DualPipeV's, found by
+# simulation, $I\le F\le I+W$. ZB-H1 holds on *every* rank what 1F1B holds on the first. Last lines
+# of output: our simulator agrees with Qi et al. 2024 (table 5) for two models.
 #
-# **A smaller bubble costs messages (interleaved, V) or memory on the later ranks (ZB-H1, V).**
+# **A smaller bubble costs messages (interleaved, V), memory, or both (ZB-H1: on later ranks).**
 #
 # ## 11 An open puzzle
 #
-# Which order is best for given $p$, $m$, memory and $F : I : W$? There is no formula.
+# Which order is best for given $p$, $m$, memory and $F:I:W$? No general formula is known.
 #
 # ### Exercise 7 (further): the shortest step
 #
 # Return a schedule with a short simulated step and at most `cap` $\ge p$ micro-batches in flight
 # (from F until W) on each rank. `seconds` has the times of `"forward"`, `"backward_input"`,
-# `"backward_weight"`. It is right if ZB-H1 is not faster, in seven puzzles. The loop is a *list
-# scheduler*: of the actions in `ready` it runs the one that can start first, of several the most
-# urgent (smallest number). Fill `ready`, or replace it all. About 10 lines, 30 minutes.
+# `"backward_weight"`. It is right if it is never slower than ZB-H1, in seven puzzles (messages take
+# no time). The loop is a *list scheduler*: of the actions in `ready` it runs the one that can start
+# first; of several, the most urgent (smallest number). Fill `ready`, or replace the whole loop.
+# About 10 lines, 30 minutes.
 #
 # <details><summary>Hint: what can run next</summary>
-# Count each rank's F, I and W: each kind runs in the order of the micro-batches. I needs its F, W
-# its I.
+# Count each rank's F, I and W: each kind runs in micro-batch order. I needs its F, W needs its I.
 # </details>
 # <details><summary>Hint: slower than ZB-H1</summary>
 # While fewer than p - r micro-batches wait for their I, F is most urgent. Nobody waits for W.
@@ -688,60 +693,51 @@ from course_lib.checks.pipeline.scores import scores
 print(scores(pack))
 
 # %% [markdown]
-# The bound adds up what no order avoids: a rank's own work, its first input, its last gradient. An
-# order that reaches it is the best. Two chunks in a V beat the bound of one.
+# The bound adds up what no order avoids: a rank's own work, the wait for its first input, the way
+# of its last gradient. Two chunks in a V beat the bound for one chunk.
 #
 # **The best schedule depends on times and memory: simulate, then search.**
 #
 # ## 12 The real thing
 #
-# `torch.distributed.pipelining` has all five, in the same order: its
+# `torch.distributed.pipelining` has all five, with the same order of actions; its
 # `ScheduleInterleavedZeroBubble` with one chunk is ZB-H1. Two ranks, equal stages, 8 micro-batches.
-# (PyTorch does not sum tied weights, so here they are untied.) Are the gradients equal?
-
-
-# %%
-def side_by_side(rank, spec, name, plan):
-    from torch.distributed import pipelining
-
-    torch.manual_seed(0)
-    ours = Pipeline(split_model(GPT(spec), 2, rank, placement=placement_of(plan)), token_loss)
-    parts, n = deepcopy(ours.stage.chunks), len(placement_of(plan))
-    held = zip(parts, ours.stage.depths, strict=True)
-    stages = [pipelining.PipelineStage(part, d, n, torch.device("cpu")) for part, d in held]
-    stages = stages[0] if name == "Schedule1F1B" else stages
-    theirs = getattr(pipelining, name)(stages, 8, loss_fn=token_loss)
-    x, y = next_tokens(token_batch(0, batch=8, seq=32, vocab=2048))
-    steps = {"ours": (ours.stage, lambda: ours.step(plan, x.chunk(8), y.chunk(8)))}
-    steps["PyTorch's"] = parts, lambda: theirs.step(*[x] * (rank == 0), target=y)
-    seconds = time_interleaved(steps)
-    pairs = zip(ours.stage.parameters(), parts.parameters(), strict=True)
-    return all(torch.equal(one.grad, other.grad) for one, other in pairs), seconds
-
+# (PyTorch does not sum tied weights: here they are untied.) Are the gradients equal?
 
 # %% tags=["measured"]
-from copy import deepcopy
 from dataclasses import replace
 
-from course_lib.ranks.timing import time_interleaved
+from course_lib.pipeline import beside_frameworks as beside
 
 names = ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 pair, spec = Ranks(2), replace(MODELS["small"], tied=False)
 for name, plan in zip(names, five(2, 8).values(), strict=True):
-    by_rank = pair.run(side_by_side, spec, f"Schedule{name}", plan)
+    by_rank = pair.run(beside.run_schedule, spec, f"Schedule{name}", plan)
     shown = ", ".join(f"{whose} {1e3 * s:.0f} ms" for whose, s in by_rank[0][1].items())
     print(f"Schedule{name:21} {shown}; equal: {all(equal for equal, _ in by_rank)}")
 
 # %% [markdown]
+# Megatron-Core has 1F1B and interleaved: below, 4 steps of the tied model, with one chunk and two.
+# (Ours sends the tied gradient as messages, Megatron-Core as an all-reduce.)
+
+# %% tags=["measured"]
+from course_lib.frameworks import missing
+
+batches = [next_tokens(token_batch(n, batch=8, seq=32, vocab=2048)) for n in range(4)]
+print(missing("megatron.core") or "The last rank knows the loss:")
+names = ["ours"] if missing("megatron.core") else ["ours", "Megatron-Core"]
+for chunks, name in product((1, 2), names):
+    ran = pair.run(beside.run_pipeline, MODELS["small"], batches, 8, name == "ours", chunks)[-1]
+    sent = ", ".join(f"{n} {kind} of {size} bytes" for kind, (n, size) in ran.calls().items())
+    print(f"{chunks} chunks, {name}: loss {ran.losses[-1]:.5f}, {ran.median_ms:.0f} ms; {sent}")
+
+# %% [markdown]
 # ## What to keep
 #
-# - A schedule is a list of actions per rank; one engine runs any, one simulator times any.
-# - Bubble $\frac{p-1}{m}$; in flight $m$ with GPipe, $\min(p-r, m)$ with 1F1B. Model chunks shorten
+# - A schedule is a list of actions per rank; one engine runs any.
+# - Bubble $\frac{p-1}{m}$; in flight $m$ with GPipe, $\min(p-r,m)$ with 1F1B. Model chunks shorten
 #   the bubble, weight gradients fill it.
-# - Sends must not block; activations must be freed; the loss is divided once.
-# - The best $m$ depends on the latency; stages are balanced by time.
-#
-# Data parallelism still keeps a copy of everything on each rank: lesson 09 changes that.
+# - In 1F1B sends must not block; activations must be freed; the loss is divided once.
 #
 # **Read on**
 #

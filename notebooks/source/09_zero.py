@@ -71,11 +71,10 @@ show(compare(sizes, curves, title, **axes), alt=f"{title}; stage 3: 0.12 GB of 1
 
 # %% [markdown]
 # The first stage takes the largest part away (12 of 16 bytes), but leaves at least $4N$: parameters
-# and gradients, on any number of ranks.
-# (The stars are the paper's own arithmetic, not a measurement.) Measured on GPUs: the Ultra-Scale
-# Playbook's runs of a 1.3-billion-parameter model, without ZeRO and with stage 1. The peak also has
-# activations and buffers, so the line is their peak without ZeRO, less what stage 1 saves on paper,
-# $12N(1 - 1/p)$. On 16 to 128 GPUs the measured peak is 1.4 to 1.9 GiB above the line.
+# and gradients, on any number of ranks. The next picture has measurements: the Ultra-Scale
+# Playbook's runs of a 1.3-billion-parameter model, without ZeRO and with stage 1. A peak also
+# includes activations and buffers, so the line is their peak without ZeRO minus what stage 1 saves
+# on paper, $12N(1 - 1/p)$. On 16 to 128 GPUs the measured peak is 1.4 to 1.9 GiB above the line.
 
 # %% tags=["picture"]
 from course_lib.zero.pictures import flat_param_shards, stage_1_on_gpus
@@ -84,8 +83,9 @@ figure, alt = stage_1_on_gpus()
 show(figure, alt=alt)
 
 # %% [markdown]
-# Now real ranks: a small GPT in bf16, and the bytes of all storages that a rank owns after
-# backward. You will build such engines yourself, below.
+# Now we measure on real ranks, with a small GPT in bf16: the bytes of all storages that a rank owns
+# after backward. An *engine* is a model with its sharded optimizer, like the course's `ZeRO1`. You
+# will build its parts below.
 
 # %%
 BATCH = next_tokens(token_batch(0, batch=12, seq=16, vocab=256))
@@ -115,15 +115,15 @@ axes = {"x_label": "ranks p", "y_label": "owned by a rank (KiB)"}
 show(compare([*worlds], curves, title, **axes), alt=f"{title}; measured: on the lines")
 
 # %% [markdown]
-# **Most of what a rank holds is needed only by the optimizer, and one owner of each number is
-# enough for that.**
+# **With Adam in mixed precision, only the optimizer needs most of a rank's state, so one owner per
+# number is enough.**
 #
 # ## 2 One flat parameter, equal shards
 #
-# Collectives work best on equal shards, and tensors have all sizes. So ZeRO puts them side by side
-# in one **flat parameter**, pads it with zeros, and cuts *that*. Shards need not begin where
-# tensors begin. Optimizers like SGD and Adam, which update each number by itself, can work on
-# pieces of tensors; one that looks at whole matrices (Shampoo, Muon) cannot.
+# Collectives work best on equal shards, but tensors have all sizes. So we put the tensors side by
+# side in one **flat parameter**, pad it with zeros, and cut *that*. Shards need not begin where
+# tensors begin. Optimizers like SGD and Adam, which update each number independently, can work on
+# pieces of tensors; those that need whole matrices (Shampoo, Muon) have to gather them.
 
 # %% tags=["picture"]
 
@@ -150,7 +150,7 @@ explore(row_for, "23 numbers in 4 tensors, cut into equal shards for {p} ranks",
 # <code>-(-total // p)</code> rounds up.
 # </details>
 # <details><summary>Hint: where do two intervals overlap?</summary>
-# From the larger of the two beginnings to the smaller of the two ends, if that is later.
+# From the larger beginning to the smaller end, if the end is larger.
 # </details>
 
 
@@ -173,23 +173,25 @@ def pieces_of(sizes, p, rank):
 check("zero-1", pieces_of)
 
 # %% [markdown]
-# From here on `FlatLayout` does it: `flatten(tensors)` returns the flat tensor, `shard_slice(rank)`
-# the part of a rank, `views(flat)` the tensors again, `shard_numel` and `padded_numel` their
-# lengths.
+# From here on `FlatLayout` does this: `flatten(tensors)` returns the flat tensor,
+# `shard_slice(rank)` the part of a rank, `views(flat)` the tensors again, `shard_numel` and
+# `padded_numel` their lengths.
 #
-# **Shard the flat parameter, not the tensors: each number then has exactly one owner.**
+# **Shard a flat parameter: shards are equal, and each number has exactly one owner.**
 #
 # ## 3 Stage 1: shard the optimizer state
 #
-# After DDP's all-reduce every rank has all gradients. But it updates only *its* shard, and so needs
-# an fp32 copy and moments only for that. Then every rank needs all parameters again.
+# After DDP's all-reduce every rank has all gradients. But a rank updates only *its* shard, so it
+# needs an fp32 copy and moments only for this shard. After the step every rank needs all new
+# parameters.
 #
 # ### Exercise 2 (core): step your own shard
 #
-# The gradients are means already; only read them, in each step. `make_optimizer([tensor])` returns
-# an optimizer for a tensor; `dist.all_gather_single(flat, shard)` puts all ranks' shards together.
-# Several of these objects may be alive at once. Budget: one all-gather per step; a rank keeps its
-# shard, its gradient and its state, all in the parameters' dtype. About 8 lines, 15 minutes.
+# The gradients are already means; in each step, read them but do not change them.
+# `make_optimizer([tensor])` returns an optimizer for a tensor;
+# `dist.all_gather_single(flat, shard)` puts all ranks' shards together. Several such objects may
+# exist at once. Budget: one all-gather per step; a rank keeps its shard, the shard's gradient and
+# optimizer state, all in the parameters' dtype. About 8 lines, 15 minutes.
 #
 # <details><summary>Hint: nothing changes</summary>
 # <code>param = view</code> gives a name to another tensor. <code>param.copy_(view)</code> writes.
@@ -233,12 +235,12 @@ class ShardedStep:
 check("zero-2", ShardedStep)
 
 # %% [markdown]
-# Behind DDP that sends an all-reduce *and* an all-gather. But an all-reduce is a reduce-scatter
-# followed by an all-gather (lesson 04), and a rank needs no gradients but its own shard's: leave
-# out the second half. A reduce-scatter, the step, an all-gather of *new parameters*: that is the
-# course's `ZeRO1`.
+# With DDP, `ShardedStep` needs an all-reduce *and* an all-gather. But an all-reduce is a
+# reduce-scatter followed by an all-gather (lesson 04), and a rank needs only its shard's gradients:
+# leave out the all-gather of gradients. A reduce-scatter, the step, an all-gather of *new
+# parameters*: this is `ZeRO1`.
 #
-# **Stage 1 shards the largest part of the state, and sends as many bytes as DDP.**
+# **Stage 1 shards the largest part of the state, and in one precision sends as many bytes as DDP.**
 #
 # ## 4 Stage 2: shard the gradients
 #
@@ -247,11 +249,11 @@ check("zero-2", ShardedStep)
 #
 # ### Exercise 3 (core): shards of gradients
 #
-# `on_grad` is called when `param.grad` is complete. If that fills a bucket, send it at once, and
-# wait. Inside a bucket, the order may differ from rank to rank; parameters of other buckets may
-# come in between. Backward may run several times before a step: shards add up, until the step sets
-# the items of `shards` to `None` again. Budget: one reduce-scatter per bucket, in the gradients'
-# dtype; afterwards only the shards are alive. About 10 lines, 20 minutes.
+# `on_grad` is called when `param.grad` is complete. If this fills a bucket, send the bucket at
+# once, and wait. Inside a bucket, the order may differ from rank to rank; parameters of other
+# buckets may come in between. Backward may run several times before a step: shards add up, until
+# the step sets the items of `shards` to `None` again. Budget: one reduce-scatter per bucket, in the
+# gradients' dtype; afterwards only the shards are alive. About 10 lines, 20 minutes.
 #
 # <details><summary>Hint: gradients are still there</summary>
 # <code>param.grad = None</code> for each parameter of the bucket; zeros need as much memory. And
@@ -299,13 +301,13 @@ class ShardedGrads:
 check("zero-3", ShardedGrads)
 
 # %% [markdown]
-# After backward $1/p$ of the gradients is left. But *during* it? The course's engine fills one
-# bucket while another one is under way. Four ranks, our small GPT in fp32, buckets of 64 KiB; its
-# largest tensor, the embedding, is larger than that and is sent alone. At the peak, what fraction
-# of stage 1's gradients does stage 2 hold?
+# After backward $1/p$ of the gradients is left. And *during* backward? The course's engine fills
+# one bucket while it sends another. Four ranks, our small GPT in fp32, buckets of 64 KiB; its
+# embedding is larger and is sent alone. At the peak, what fraction of stage 1's gradients does
+# stage 2 hold?
 
 # %% tags=["predict"]
-guess_fullest = predict("most gradients under stage 2, as a part of stage 1's (like 3/4)")
+guess_fullest = predict("most gradient bytes of stage 2, divided by stage 1's (like 3/4)")
 ### GUESS guess_fullest.commit(0.3)
 
 
@@ -327,39 +329,40 @@ reveal(guess_fullest, most[1] / most[0])
 
 # %% tags=["picture", "measured"]
 kib = f"{most[0] / 2**10:.0f} KiB"
-title = f"Stage 1 holds at most {kib} of gradients: all, and in the step the first shards"
+title = f"Stage 1 holds at most {kib}: all gradients, and in the step shards of their mean"
 show(memory(one, title), alt=title)
 title = f"Stage 2 never has more than {most[1] / 2**10:.0f} KiB of them"
 show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets come and go")
 
 # %% [markdown]
-# Stage 1 holds all gradients, and in the step also the first shards. Stage 2 holds the shards so
-# far, one bucket that fills, and one under way.
+# Stage 2 holds the shards so far, one bucket being filled, and one being sent.
 #
 # **Under stage 2 a whole gradient lives until its bucket has been sent. Smaller buckets need less
 # memory and pay more latencies.**
 #
 # ## 5 Stage 3: gather, use, free
 #
-# Now the parameters themselves. A module needs them in forward, and again in backward; between the
-# two a rank keeps only its shard.
+# Now the parameters themselves. Most modules need them in forward, and again in backward; between
+# the two a rank keeps only its shard.
 #
 # ### Exercise 4 (further): a linear layer that owns a shard
 #
-# `whole(shard, layout)` gathers `weight` and `bias`. Write forward and backward; both only read
-# what they get. Budget: one gather forward; one gather and one reduce-scatter backward. In between,
-# `x` and the shard are alive, afterwards the two gradients: nothing whole. Several layers may be
-# alive at once; `x` may be transposed, or without tokens on one rank. About 9 lines, 20 minutes.
+# `whole(shard, layout)` gathers `weight` and `bias`. Write forward and backward; do not change
+# their inputs. Budget: one gather in forward; one gather and one reduce-scatter in backward.
+# Between them, `x` and the shard are alive, afterwards their gradients: no whole parameter. Several
+# layers may exist at once; `x` may be transposed, or have no tokens on one rank. About 9 lines, 20
+# minutes.
 #
 # <details><summary>Hint: never freed</summary>
-# What <code>ctx</code> keeps, lives. Save <code>x</code> and <code>shard</code>, and gather again.
+# What <code>ctx</code> keeps stays in memory. Save <code>x</code> and <code>shard</code>, and
+# gather again.
 # </details>
 # <details><summary>Hint: the gradients of a linear layer</summary>
 # For <code>y = x @ weight.T + bias</code>: <code>grad @ weight</code> for x,
 # <code>grad.T @ x</code> for the weight, <code>grad.sum(0)</code> for the bias.
 # </details>
 # <details><summary>Hint: invalid gradient, or too small</summary>
-# The gradient of the shard is a shard: of the mean over the ranks. That of x is this rank's own.
+# The shard's gradient is a shard of the mean over ranks; the gradient of x is this rank's own.
 # </details>
 
 
@@ -401,7 +404,7 @@ def sharded_linear(x, shard, layout):
 check("zero-4", sharded_linear)
 
 # %% [markdown]
-# The course's `ZeRO3` does that for any module, with hooks. Here is its step over time. Our GPT's
+# The course's `ZeRO3` does this for any module, with hooks. Here is its memory over time. Our GPT's
 # embedding is tied: it is also the output layer. How often is it gathered in a step?
 
 # %% tags=["predict"]
@@ -416,8 +419,9 @@ show(memory(three, title, scale_bytes=one.peak_bytes()), alt=f"{title}; each too
 reveal(guess_gathers, sizes.count(max(sizes)) / 2)  # in two steps
 
 # %% [markdown]
-# Two modules use that tensor, each in forward and in backward, so it is gathered 4 times. The
-# largest module sets the peak: split a model into modules of similar size.
+# Two modules use that tensor, and our engine gathers it for each in forward and in backward: 4
+# times. (The lookup's backward would not need it.) The largest module sets the peak: split a model
+# into modules of similar size.
 #
 # Do all three stages compute what one process does? Four ranks, three steps, float64.
 
@@ -461,7 +465,7 @@ for stage in stages:
 # | stage&nbsp;2 | | reduce-scatter gradients | all-gather parameters |
 # | stage&nbsp;3 | all-gather parameters | the same again, and reduce-scatter gradients | |
 #
-# A reduce-scatter sends as many bytes as an all-gather; a ring all-reduce sends both. So what does
+# A reduce-scatter sends as many bytes as an all-gather; a ring all-reduce does both. So what does
 # each stage send, divided by what DDP sends? And stage 3 with 4 micro-batches in a step?
 
 # %% tags=["predict"]
@@ -505,8 +509,8 @@ show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the
 # %% [markdown]
 # Stages 2 and 3 pay for *every* micro-batch: they keep no whole gradients or parameters from one
 # micro-batch to the next. If you accumulate many micro-batches and have the memory, prefer stage 1.
-# All of this is in one precision. If stage 3 gathers bf16 and reduces fp32 (lesson 10), it sends as
-# much as DDP in fp32, twice as much as in bf16.
+# This assumes one precision. If stage 3 gathers bf16 and reduces fp32 (lesson 10), it sends as much
+# as DDP in fp32, twice as much as DDP in bf16.
 #
 # **In one precision and with one micro-batch, stages 1 and 2 send as much as DDP, and stage 3 1.5
 # times as much. Every further micro-batch adds to stages 2 and 3.**
@@ -518,8 +522,8 @@ show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the
 #
 # ### Exercise 5 (further): one norm for all
 #
-# Scale the shards in place, and return what the norm was. If that is below `max_norm`, or 0, the
-# gradient stays as it is. Budget: one all-reduce of one number. About 6 lines, 10 minutes.
+# Scale the shards in place, and return the old norm. If it is below `max_norm`, or 0, do not change
+# the gradient. Budget: one all-reduce of one number. About 6 lines, 10 minutes.
 #
 # <details><summary>Hint: it hangs</summary>
 # Whether to clip is known only after the all-reduce: every rank makes the call.
@@ -544,7 +548,7 @@ def clip_shards(grads, max_norm):
 check("zero-5", clip_shards)
 
 # %% [markdown]
-# With its local norm each rank would scale its shard by a factor of its own. Nothing fails, but the
+# With its local norm each rank would scale its shard by a different factor. Nothing fails, but the
 # gradient points in another direction. Engines have `engine.clip_grad_norm_(max_norm)`.
 #
 # **Whatever is a sum over all parameters needs a contribution from every rank.**
@@ -552,9 +556,9 @@ check("zero-5", clip_shards)
 # ## 8 Offload
 #
 # What only the optimizer needs can stay in the host's memory, which is larger and cheaper
-# (ZeRO-Offload, Ren et al. 2021). In each step the gradient's shard is copied there, the CPU steps,
-# and new parameters come back: in bf16, $\frac{2N}{p}$ bytes each way. How long does that take for
-# 7.5 billion parameters on 4 ranks, over PCIe 3?
+# (ZeRO-Offload, Ren et al. 2021). In each step the gradient's shard is copied there, the CPU
+# computes the step, and new parameters come back: in bf16, $\frac{2N}{p}$ bytes each way. How long
+# does that take for 7.5 billion parameters on 4 ranks, each over its own PCIe 3 link?
 
 # %% tags=["predict"]
 guess_transfer = predict("transfers of one step, over PCIe", unit="s")
@@ -579,10 +583,10 @@ reveal(guess_transfer, PCIE.time_s(there) + PCIE.time_s(back))
 
 # %% [markdown]
 # (Our ranks compute on the CPU, so a second buffer stands for the host's memory: bytes are counted,
-# seconds computed from the link.) The CPU's own step comes on top. Under stage 3 the
-# parameters may stay on the host, too; then every gather begins with a transfer.
+# seconds computed from the link.) Add the time of the CPU's step. Under stage 3 the parameters may
+# stay on the host, too; then every gather begins with a transfer.
 #
-# **Offload frees GPU memory at the cost of PCIe transfers, short beside a long step.**
+# **Offload frees GPU memory at the cost of PCIe transfers, which matter less in a long step.**
 #
 # ## 9 One rank saves
 #
@@ -609,10 +613,10 @@ except RankError as hang:
     raise
 
 # %% [markdown]
-# All ranks gather; *then* rank 0 writes. But the whole state must fit into rank 0's memory, which
-# ZeRO is meant to avoid: at scale each rank saves its own shard (`engine.state_dict()`). Shards of
-# 2 ranks are not shards of 3, however. Save the full state at $p = 2$ under stage 2, continue at $p
-# = 3$ under stage 3: do the losses show it?
+# All ranks gather; *then* rank 0 writes. But the whole state must fit into memory (rank 0's host
+# memory at least), which ZeRO is meant to avoid: at scale each rank saves its own shard
+# (`engine.state_dict()`). But shards for 2 ranks do not fit 3 ranks. Save the full state at $p = 2$
+# under stage 2, continue at $p = 3$ under stage 3: do the losses change?
 
 # %% tags=["predict"]
 guess_gap = predict("is the resumed loss the same, to 1e-9?", choices=("yes", "no"))
@@ -672,9 +676,10 @@ axes = {"x_label": "rank", "y_label": "Adam's moments (KiB)"}
 show(compare(range(4), curves, title, **axes), alt=f"{title}; a quarter would be the line")
 
 # %% [markdown]
-# Pieces are even; whole tensors suit optimizers that look at matrices. (PyTorch's stage 3,
+# Pieces divide evenly; whole tensors suit optimizers that need matrices. (PyTorch's stage 3,
 # `fully_shard`, is in lesson 10.) DeepSpeed is where ZeRO was first implemented. Where it is
-# installed, the next cell runs it. *Alive* counts all tensors that Python knows of after the step.
+# installed, the next cell runs it. *Alive* counts all tensors that Python still refers to after the
+# step.
 
 # %% tags=["measured"]
 from course_lib.frameworks import missing
@@ -696,20 +701,20 @@ for zero in (1, 2, 3):
 # | stages 1 and 2 | $4N$ parameters, $8N/p$ moments | $4N/p$: an fp32 copy of its shard |
 # | stage 3 | $4N/p$ parameters, $8N/p$ moments | same; $4N/p$ gradients; a bucket; $4N$ gathered |
 #
-# The copy is the *master* that 16-bit training needs (section 1); the optimizer makes it for
-# fp32 models, too. Stage 3's buffers for gradients and for a bucket are allocated once and kept, so
-# that no step allocates *them*: on a GPU that costs time and fragments memory. And stage 3 gathers
-# tensors of at most `stage3_param_persistence_threshold` ($10^5$) numbers again after each step,
-# and keeps them: to free a bias saves next to nothing, and to gather it costs a latency. Larger
-# ones stay only within a step, if they are used again soon (`stage3_max_reuse_distance`, $10^9$
+# The copy is the *master* that 16-bit training needs (section 1); the optimizer makes it for fp32
+# models, too. Stage 3's buffers for gradients and for a bucket are allocated once and kept, so that
+# no step allocates *them*: on a GPU, allocation costs time and fragments memory. And stage 3
+# gathers tensors of at most `stage3_param_persistence_threshold` ($10^5$) numbers again after each
+# step, and keeps them: freeing a bias saves almost nothing, and gathering it costs a latency.
+# Larger tensors stay only within a step, if used again soon (`stage3_max_reuse_distance`, $10^9$
 # numbers). All tensors of our model are small.
 #
-# **The frameworks compute the same numbers; they differ in what they keep for speed.**
+# **The frameworks compute the same numbers; they differ in what they keep.**
 #
 # ## 11 What would you choose?
 #
-# Bars: what a rank holds, against an H100's memory (dashed). Beside each name: how long its ranks
-# communicate in a step (NVLink: that of an A100, 300 GB/s).
+# The bars show what a rank holds; dashed: an H100's memory. Beside each name: how long its ranks
+# communicate per step (NVLink of an A100, 300 GB/s).
 
 # %% tags=["picture"]
 from course_lib.zero.explorer import zero_explorer
@@ -717,14 +722,15 @@ from course_lib.zero.explorer import zero_explorer
 zero_explorer()
 
 # %% [markdown]
-# (Activations come on top. No stage shrinks them.)
+# (Activations and buffers are not included. No stage shrinks activations.)
 #
-# **Take the lowest stage that fits, activations included.**
+# **Begin with the lowest stage that fits, activations included; a higher one pays if the memory it
+# frees allows larger micro-batches.**
 #
 # ## What to keep
 #
-# - 16 bytes per parameter, $p$ times. Stage 1 shards 12 of them, stage 2 two more, stage 3 the
-#   rest.
+# - With Adam in mixed precision, DDP keeps 16 bytes per parameter on every rank. Stage 1 shards 12,
+#   stage 2 two more, stage 3 the rest.
 # - Flat parameters, equal shards: a number has one owner, and pieces of tensors are enough for
 #   Adam.
 # - In one precision, stages 1 and 2 send what DDP sends, stage 3 1.5 times as much; from stage 2 on
@@ -732,8 +738,7 @@ zero_explorer()
 # - Memory is freed when nothing refers to it, not even a view. Look at the storages.
 # - What concerns all parameters (a norm, a file) concerns all ranks.
 #
-# You can now say what a stage saves, what it costs, and prove that it computes the same. Lesson 10
-# makes stage 3 fast: it gathers the next block while this one computes.
+# Lesson 10 makes stage 3 fast: it gathers the next block while this one computes.
 #
 # **Read on**
 #

@@ -6,13 +6,13 @@
 # and overlaps the next gather with this block's computation. **What does it hold, what does it
 # send, and how much of that costs time?**
 #
-# *After this lesson you can* shard a parameter on dim 0, and drive a unit with hooks; write the
+# *After this lesson you can* shard a parameter on dim 0, and handle a unit with hooks; write the
 # prefetch; say what a step holds and sends, in any combination of precisions; shard inside a node
 # and replicate across; explain what PyTorch's `fully_shard` does.
 #
 # **Prerequisites:** lessons 06 (overlap) and 09 (ZeRO, flat parameters); 03 for precisions.
-# **Time:** 65 minutes of reading, 80 of exercises, with a break after section 4. Exercises 1 to 3
-# are the core, 4 goes further.
+# **Time:** 65 minutes of reading, 95 of exercises (core: 1 to 3, 5; further: 4), with a break after
+# section 4.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -24,7 +24,6 @@
 
 # %%
 # %load_ext course_lib.ranks
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -36,17 +35,17 @@ from course_lib.checks import check
 from course_lib.core import COMMUNICATION_KINDS, MODELS, Link, TwoLevelLink
 from course_lib.cost.traffic import sent_bytes
 from course_lib.display import Voices, claim, compare, memory, predict, reveal, show, timelines
-from course_lib.fsdp import FSDP, MixedPrecisionPolicy, cost, explorer, lab, pictures
+from course_lib.fsdp import FSDP, cost, explorer, lab, pictures
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from course_lib.ranks import RankError, Ranks, record
+from course_lib.ranks import RankError, Ranks
 
 # %% [markdown]
 # ## 1 Units
 #
 # A unit is gathered before it computes, and freed after. Its parameters are sharded **on dim 0**,
-# each by itself: of $n$ rows, rank $r$ keeps $rm$ to $(r+1)m$ with $m = \lceil n/p \rceil$. All
-# shards of a unit are copied side by side into one buffer, sent as **one** message, and copied out
-# to whole parameters.
+# each by itself: of $n$ rows, rank $r$ keeps rows $rm$ to $(r+1)m-1$, with $m=\lceil n/p\rceil$.
+# All shards of a unit are copied side by side into one buffer, sent as **one** message, and copied
+# out to whole parameters.
 #
 # | who | cuts | so a shard is |
 # |---|---|---|
@@ -54,14 +53,14 @@ from course_lib.ranks import RankError, Ranks, record
 # | FSDP2, `fully_shard`, and this lesson | each parameter, on dim 0 | rows of one parameter |
 # | DeepSpeed's stage 3 | each parameter, flattened | numbers of one parameter |
 #
-# Why did FSDP2 leave flat parameters (lesson 09)? They have one dtype and one `requires_grad`, and
-# a shard of one has no name. With a shard of each parameter, `.grad` has a shape, biases can be
-# left out of weight decay, frozen and bf16 parameters fit into any unit, and a checkpoint needs no
-# flat layout. The price: copies in and out of the buffer, and up to $p - 1$ rows of padding a
-# parameter. Messages and, but for padding, bytes are the same.
+# Why did FSDP2 give up flat parameters (lesson 09)? A flat parameter has one dtype and one
+# `requires_grad`, and its shards are 1-D pieces (`use_orig_params` names them). With a shard of
+# each parameter, `.grad` keeps its dimensions; frozen parameters, even of another dtype, fit into
+# any unit; a checkpoint needs no flat layout. The price: copies in and out of the buffer, and up to
+# $p-1$ rows of padding per parameter. Messages are the same; bytes too, except for padding.
 #
-# What is the most that a rank holds of the parameters? Its shards; the root, which stays whole from
-# forward to backward; and the largest unit, which while it is copied out is there twice. GPT-2 in
+# Of the parameters, a rank holds at most its shards; the root, whole from forward to backward; and
+# a block. While a unit (even the root) is copied out of the buffer, it is there twice. GPT-2 in
 # fp32, on 4 ranks: how much is that at the peak?
 
 # %% tags=["predict"]
@@ -78,8 +77,8 @@ guess_peak = predict("parameters on a rank at the peak", unit="MB")
 reveal(guess_peak, cost.peak_param_bytes(cost.UnitSizes(numels=(root, *[block] * 12), p=4)) / 1e6)
 
 # %% [markdown]
-# Now real ranks and a small GPT of four blocks. `lab.resident_over_time` reads the storages;
-# `cost.fsdp_ledger` predicts the same step.
+# Now real ranks and a small GPT of four blocks. `lab.one_step` reads the storages after each gather
+# and free; `cost.fsdp_ledger` predicts them.
 
 # %%
 four, spec = Ranks(4), replace(MODELS["tiny"], num_layers=4)
@@ -90,23 +89,10 @@ def loss_on(model, rank, p):  # on this rank's part of the batch
     return token_loss(model(BATCH[0][rank::p]), BATCH[1][rank::p])
 
 
-def one_step(rank, p, m=1, sync=True, **options):
-    """Return bytes over a step of m micro-batches, its messages, and the sizes of its units."""
-    model = FSDP(GPT(spec), **options)
-    for _ in range(2):  # the first step learns the order of the units
-        model.zero_grad()
-        with lab.resident_over_time(model) as ledger, record() as log:
-            for n in range(m):
-                with nullcontext() if sync or n == m - 1 else model.no_sync():
-                    (loss_on(model, rank, p) / m).backward()
-    calls = [event for event in log.events if event.kind in COMMUNICATION_KINDS]
-    return ledger, calls, lab.sizes_of(model)
-
-
 # %% tags=["picture"]
 from itertools import groupby
 
-ledger, calls, sizes = four.run(one_step, 4)[0]
+ledger, calls, sizes = four.run(lab.one_step, spec, BATCH)[0]
 ledgers = (ledger, cost.fsdp_ledger(sizes))  # each change once, in KiB
 held, paper = ([b / 2**10 for b, _ in groupby(one.bytes_by_kind["params"])] for one in ledgers)
 peak = cost.peak_param_bytes(sizes) / 2**10
@@ -116,19 +102,19 @@ figure = compare(range(len(held)), Voices(formula=paper, measurement=held), titl
 show(figure, alt=f"{title}; each dot lies on the line")
 
 # %% [markdown]
-# The model is never whole: that would be one wide tooth. A thin peak is a unit being copied out;
-# GPT-2's highest is its embedding, in the root.
+# The model is never whole: otherwise the curve would keep rising. A thin peak is a unit being
+# copied out; GPT-2's highest peak is its root's.
 #
 # ### Exercise 1 (core): shard and gather a parameter
 #
 # Shard a parameter as above, which is how `torch.chunk` splits. `shard` is an `nn.Parameter` with
-# memory of its own, trained or frozen as the parameter was; behind the last row its shape is
+# memory of its own, trained or frozen as the parameter was; on a rank without rows its shape is
 # `[0, ...]`. `gather()` returns the whole parameter: a new, contiguous tensor without a graph, with
-# what the shards are now. Keep nothing else. Budget: one all-gather of equal messages.
-# (`fully_shard` refuses parameters without a dim; none comes here.) About 9 lines, 20 minutes.
+# the shards' current values. Keep no other tensor. Budget: one all-gather of equal messages. No
+# parameter is a scalar. About 9 lines, 20 minutes.
 #
 # <details><summary>Hint: ranks have unequal rows</summary>
-# Copy them into a zeroed buffer of $m$ rows; behind the gather, cut the tail off.
+# Copy them into a zeroed buffer of $m$ rows; after the gather, cut off the tail.
 # </details>
 # <details><summary>Hint: the whole parameter stays alive</summary>
 # A slice is a view: <code>.clone()</code>.
@@ -161,27 +147,28 @@ class ShardedParam:
 check("fsdp-1", ShardedParam)
 
 # %% [markdown]
-# **The peak of the parameters: all shards, the root, and the largest unit twice.**
+# **If blocks are freed after forward, the peak is a rank's shards, the root, and two blocks or a
+# second root, whichever is larger.**
 #
 # ## 2 Backward
 #
 # When backward reaches a block, its parameters have been freed. So a hook on the block's *output*
-# gathers them again once the gradient of that output is known. Then the gradients of its parameters
-# arrive, one by one (lesson 06). With the last, all are copied into a buffer $[p, n]$, whose row
-# $r$ has rank $r$'s rows of each, padded with zeros, and **one reduce-scatter** leaves each rank
-# its row of the sum.
+# gathers them again once that output's gradient is known. Then the gradients of its parameters
+# arrive, one by one (lesson 06). After the last, all are copied into a buffer $[p,k]$: line $r$ has
+# rank $r$'s $k$ numbers, its rows of each gradient, padded with zeros. **One reduce-scatter**
+# leaves each rank its line of the sum.
 #
 # ### Exercise 2 (core): the hooks of a unit
 #
 # `unit` has `params` (whole while gathered), their `shards`, `gather()` and `free()`;
-# `unit.pack(tensors)` makes the buffer, `unit.unpack(row)` takes a row apart into tensors of the
-# shards' shapes. After backward each shard's `.grad` has its mean over the ranks (added to what is
+# `unit.pack(tensors)` makes the buffer, `unit.unpack(line)` takes a line apart into tensors of the
+# shards' shapes. After backward each shard's `.grad` has the mean over the ranks (added to what was
 # there), and nothing whole is left: no buffer, no `param.grad`. Budget: a gather and a free in
 # forward; a gather, a reduce-scatter and a free in backward. About 16 lines, 25 minutes.
 #
 # <details><summary>Hint: a hook on a tensor</summary>
 # <code>output.register_hook(f)</code> calls <code>f(grad)</code>. What f returns replaces the
-# gradient, unless it is None. In evaluation there is nothing to hook:
+# gradient, unless it is None. In evaluation the output has no gradient: check
 # <code>output.requires_grad</code>.
 # </details>
 # <details><summary>Hint: the second backward sends nothing</summary>
@@ -235,11 +222,11 @@ check("fsdp-2", Hooks)
 
 # %% [markdown]
 # The course's `FSDP(module)` does this for every member of a `ModuleList`, and for the root. Its
-# parameters are the shards, by name, so any elementwise optimizer steps them. Does it compute what
-# one process does?
+# parameters are the shards, under the old names: any elementwise optimizer can update them. Does it
+# compute what one process does?
 
 
-# %%
+# %% tags=["check"]
 def train(rank, p):
     torch.manual_seed(rank)  # other weights on each rank: FSDP has to make them equal
     model = FSDP(GPT(spec).double())
@@ -251,7 +238,6 @@ def train(rank, p):
     return model.full_state_dict()
 
 
-# %% tags=["check"]
 single, pair = Ranks(1), Ranks(2)
 alone = single.run(train, 1)[0]
 for p, ranks in {2: pair, 4: four}.items():
@@ -260,15 +246,15 @@ for p, ranks in {2: pair, 4: four}.items():
     print(f"{p} ranks, after 3 steps: as one process, within 1e-12: {near}")
 
 # %% [markdown]
-# **Freed after forward, a block is gathered twice and reduced once per step; in
-# between a rank has only its shard.**
+# **Freed after forward, a block is gathered twice and reduced once per micro-batch; in between a
+# rank has only its shard.**
 #
 # ## 3 To free or not to free
 #
 # Why free a block after forward, if backward needs it again? With `reshard_after_forward=False` it
 # stays. Plain data parallelism all-reduces its gradients, and a ring all-reduce is a reduce-scatter
-# and an all-gather. Everything in fp32: how many times as much does FSDP send, if it frees, and if
-# it does not?
+# and an all-gather. In fp32, how many times as much as this does FSDP send, if it frees blocks, and
+# if it does not?
 
 # %% tags=["predict"]
 guess_free = predict("freed after forward: bytes sent, as a multiple of plain DP's (like 4/3)")
@@ -282,7 +268,7 @@ from course_lib.fsdp import beside_frameworks as beside
 sent, peaks = {}, {}
 ddp = sum(map(sizes.grad_bytes, range(5))) * 2 * 3 / 4
 for name, frees in {"freed": True, "kept": False}.items():
-    ledger, calls, sizes = four.run(one_step, 4, reshard_after_forward=frees)[0]
+    ledger, calls, sizes = four.run(lab.one_step, spec, BATCH, reshard_after_forward=frees)[0]
     paper = cost.fsdp_traffic(sizes, reshard_after_forward=frees)
     theirs = four.run(beside.torchs_calls, spec, BATCH, frees)[0]
     sent[name] = [sent_bytes(found, 4) / ddp for found in (paper, calls, theirs)]
@@ -295,21 +281,24 @@ show(memory(peaks, title), alt=f"{title}: bars at the fullest moment of a step")
 
 # %% [markdown]
 # Without a root it would be 1.5: the root is gathered once, because it is needed last in forward
-# and first in backward. Formula, our ranks and PyTorch's `fully_shard` count the same bytes.
+# and first in backward.
 #
-# Between both lies an integer: with `reshard_after_forward=2` each rank keeps half a block after
-# forward, and backward gathers it from a pair; with 8, from the ranks of a node.
+# With `reshard_after_forward=2`, each rank keeps half of the block: a pair of ranks has all of it.
 #
-# **In one precision, freeing after forward sends up to 1.5 times as much as plain data parallelism,
-# and saves the memory of the whole model between forward and backward.**
+# **In one precision, with one micro-batch, freeing after forward sends up to 1.5 times as much as
+# plain data parallelism (padding apart), and saves the memory of all blocks between the passes.**
 #
 # ## 4 Which gather is launched when
 #
 # An emulated link and five layers that sleep (lesson 06); each gather takes about as long as a
-# forward. How long is a step if every gather waits until it is needed, and how long if the next one
-# is launched before this layer computes?
+# forward. *On demand*, a gather waits until it is needed. How long is a step if the next one is
+# launched before this layer computes?
 
 # %%
+from course_lib.core.chrome_trace import trace_of_events
+from course_lib.core import trace_reading
+from course_lib.models import emulated_loss
+
 wire = Link(name="slow Ethernet", latency_s=2e-3, bytes_per_s=10e6)
 slow = Ranks(2, link=wire)
 build = partial(lab.EmulatedModel, num_layers=5, forward_s=0.015, backward_s=0.03)
@@ -326,8 +315,6 @@ guess_step = predict("a step with prefetch", unit="ms")
 ### GUESS guess_step.commit(350)
 
 # %% tags=["picture", "measured"]
-from course_lib.models.emulated import emulated_loss
-
 measured = lab.measure_fsdp(slow, build, emulated_loss, runs, turns=5)
 reveal(guess_step, step_ms["prefetch"])
 rows = {
@@ -340,20 +327,22 @@ before, after = (1e3 * measured[name].step_s for name in runs)
 title = f"Prefetch shortens the step from {before:.0f} ms to {after:.0f} ms"
 claim("prefetch shortens the step", after < before)
 show(timelines(rows, title, link=wire), alt=f"{title}: gathers overlap with computing")
+trace = trace_of_events({"": measured["prefetch"].events})
+for kind, start_s, seconds in trace_reading.exposed_transfers(trace, 0)[:3]:
+    print(f"{kind} at {1e3 * start_s:.0f} ms: {1e3 * seconds:.0f} ms exposed")
 
 # %% [markdown]
-# Three messages stay exposed: the first gather, the first one of backward, and the last reduce.
-# (There is no root. With one, the last block is gathered while the head's backward computes.)
+# By prediction, three messages stay exposed: the first gather of each pass, and the last reduce.
+# (With a root, its backward would hide the second gather.)
 #
 # ### Exercise 3 (core): the asynchronous prefetch
 #
 # `before_forward(i)` and the other three are called around the computation of unit $i$; units count
-# from 0, and there is no root. `unit.allocate()` returns memory for the whole unit, `unit.shard` is
-# what to send, `unit.free()` gives the memory back. When unit $i$ computes it is whole, and the
-# next one in the direction of the pass is under way: launched, **not** waited for. What is there,
-# or on its way, is not launched again; at most two are allocated if forward frees. Free after
-# backward, and after forward if `reshard_after_forward`. Judged: the order of moves. About 13
-# lines, 25 minutes.
+# from 0, without a root. `unit.allocate()` returns memory for the whole unit, `unit.shard` is what
+# to send, `unit.free()` gives the memory back. When unit $i$ computes it is whole, and the gather
+# of the next unit of this pass is launched, but **not** waited for. Launch no gather twice; at most
+# two units are allocated if forward frees. Free after backward, and after forward if
+# `reshard_after_forward`. Checked: the order of calls. About 13 lines, 25 minutes.
 #
 # <details><summary>Hint: a call that does not wait</summary>
 # <code>work = dist.all_gather_single(whole, shard, async_op=True)</code>; later
@@ -413,32 +402,32 @@ class Prefetch:
 check("fsdp-3", Prefetch)
 
 # %% [markdown]
-# And 8 billion parameters in bf16 on 8 GPUs, 2,048 tokens on each? Larger units pay fewer
-# latencies, and need more memory. On which link does prefetch stop helping?
+# Now 8 billion parameters, gathered in bf16, on 8 GPUs with 2,048 tokens each. Larger units mean
+# fewer latencies, but more memory. On which link does prefetch stop helping?
 
 # %% tags=["picture"]
 explorer.fsdp_explorer()
 
 # %% [markdown]
-# **Launch the next gather before this unit computes. Where a gather takes no longer than the
-# computation beside it, only the first gather of each pass (of backward's, a whole root hides it)
-# and the last reduction are exposed.**
+# **Launch the next gather before this unit computes. Where communication takes no longer than the
+# computation beside it, only the first gather of each pass (in backward, computing the whole root
+# hides it) and the last reduction are exposed.**
 #
-# *This is a good place for a break.*
+# *A good place for a break.*
 #
 # ## 5 Two precisions
 #
-# The optimizer needs fp32, or small updates are lost (lesson 03). But what is gathered and computed
-# with may be bf16: half the bytes. And gradients? They are *added up* over ranks, and in bf16, with
-# 8 significant bits, each addition rounds. So precision is a **policy**:
-# `MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype)`, for what is gathered and
-# computed, for sums, and for what the model returns. Shards, their gradients and moments keep their
-# dtype.
+# The optimizer needs fp32 (or stochastic rounding), or small updates are lost (lesson 03). But
+# parameters may be gathered and used in bf16: half the bytes. And gradients? They are *added up*
+# over ranks, and in bf16, with 8 significant bits, each addition rounds. So precision is a
+# **policy**: `MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype)`, for what is gathered
+# and computed, for sums, and for what the model returns. Shards, their gradients and moments keep
+# their dtype.
 #
-# Freed after forward, FSDP sends two gathers and a reduce-scatter, DDP twice the bytes of its
-# gradients: with $g$, $r$ and $d$ bytes per number gathered, reduced, and all-reduced by DDP, the
-# ratio is at most $(2g + r) / 2d$. (A bound: the root is gathered only once.) bf16 gathers, fp32
-# reduction: how many times what DDP sends with bf16 gradients?
+# Freeing after forward, FSDP sends two gathers and a reduce-scatter, DDP twice the bytes of its
+# gradients. With $g$ bytes per number gathered, $r$ reduced, and $d$ all-reduced by DDP, the ratio
+# is at most $(2g+r)/2d$. With bf16 gathers and fp32 reduction, how many times as much as DDP in
+# bf16 is sent?
 
 # %% tags=["predict"]
 guess_bf16 = predict("sent, divided by what DDP sends in bf16")
@@ -452,21 +441,12 @@ for gathered, reduced in ((4, 4), (2, 4), (2, 2)):
 reveal(guess_bf16, cost.times_plain_dp(2, 4, 2))
 
 # %% [markdown]
-# How far off is a gradient that was computed and reduced in bf16? One rounding is at most 0.4 % of
-# a number; but there are many. And does the loss show it?
-
-# %%
-half = torch.bfloat16
-POLICIES = {
-    "fp32": MixedPrecisionPolicy(),
-    "bf16, reduced in fp32": MixedPrecisionPolicy(param_dtype=half),
-    "bf16, reduced in bf16": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half),
-    "only reduced in bf16": MixedPrecisionPolicy(reduce_dtype=half),
-}
+# How far off is a gradient computed and reduced in bf16? (One rounding is at most 0.4 %.) And does
+# the loss show it?
 
 # %% tags=["picture", "measured"]
 compute = partial(four.run, beside.in_precision, spec, BATCH)
-found = {name: compute({"mixed_precision": policy}) for name, policy in POLICIES.items()}
+found = {name: compute({"mixed_precision": policy}) for name, policy in beside.POLICIES.items()}
 off = {}
 exact = torch.cat([grads for grads, _ in found["fp32"]])
 for name, by_rank in found.items():
@@ -478,24 +458,24 @@ figure, alt = pictures.losses_beside_fp32({name: by_rank[0][1] for name, by_rank
 show(figure, alt=alt)
 
 # %% [markdown]
-# A loss curve that looks right proves little. On 4 ranks, most of the error comes from
-# computing in bf16. Why did Llama 3 reduce in fp32, then (Grattafiori et al. 2024, section 3.3.2),
-# as TorchTitan does by default? The error of a sum grows with its ranks: added hop by hop, about
-# with their square root.
+# On 4 ranks, most of the error comes from computing in bf16. Still, Llama 3 reduced in fp32, for
+# convergence (Grattafiori et al. 2024, section 3.3.2), as TorchTitan does by default: the error of
+# a sum grows with the ranks, about like the square root of their number if they add hop by hop.
 #
 # **Compute in bf16; reduce in fp32 when many ranks are in the sum; keep parameters in fp32.**
 #
 # ## 6 Hybrid sharding
 #
 # Between nodes a link is slow, and every gather crosses it. **Hybrid sharding** (HSDP) puts the
-# ranks on a mesh of *replicate × shard*: a node of $s$ ranks shards the parameters, and each of $R
-# = p/s$ nodes has all of them. Gathers stay inside; a gradient is reduce-scattered inside, and its
-# shard of $S/s$ bytes all-reduced across, among the ranks at the same place. Memory: $1/s$ of the
-# model in place of $1/p$.
+# ranks on a mesh of *replicate × shard*: a node of $s$ ranks shards the parameters, and each of
+# $R=p/s$ nodes has all of them. Gathers stay inside a node; a gradient is reduce-scattered inside,
+# and its shard of $S/s$ bytes all-reduced across nodes, among ranks at the same place. Memory:
+# $1/s$ of the model, not $1/p$.
 #
 # Sharded over all $p$, a ring sends $3\frac{p-1}{p}S$ through the slow link, for two gathers and a
-# reduction; hybrid $2\frac{R-1}{R}\frac{S}{s}$. On 2 nodes of 2 ranks, computing nothing: how many
-# times as fast is a step?
+# reduction; hybrid $2\frac{R-1}{R}\frac{S}{s}$ per rank. (Here each rank has its own link out of
+# the node; if a node shares one, all its ranks' shards pass it.) On 2 nodes of 2 ranks, without
+# computation, how many times as fast is a hybrid step?
 
 # %% tags=["predict"]
 fast = Link(name="fast Ethernet", latency_s=1e-3, bytes_per_s=40e6)
@@ -524,19 +504,19 @@ claim("hybrid is faster", after < before)
 show(timelines(rows, title, link=two_nodes), alt=title)
 
 # %% [markdown]
-# An all-reduce across is under way while the next block is gathered inside, on other wires. Hybrid
-# pays wherever the shards of one node fit.
+# An all-reduce across nodes runs while the next block is gathered inside, on other links. Hybrid
+# sharding can help where $1/s$ of the model fits on a rank.
 #
 # ### Exercise 4 (further): the groups of hybrid sharding
 #
 # `shard_size` consecutive ranks are a node. Make `shard_group`, this rank's node, and
-# `replicate_group`, one rank of each node, all at the same place in it. `reduce(grad)` takes a
-# whole gradient of this rank, and returns its shard, $1/s$ of the numbers, of the mean over *all*
-# ranks. Budget: a reduce-scatter inside, an all-reduce of the shard across. About 10 lines, 20
-# minutes.
+# `replicate_group`, the ranks at its place in every node. `reduce(grad)` takes this rank's whole
+# gradient (1-D, a multiple of $s$ long), and returns this rank's shard ($1/s$ of the numbers) of
+# the mean over *all* ranks. Budget: a reduce-scatter inside, an all-reduce of the shard across.
+# About 10 lines, 20 minutes.
 #
 # <details><summary>Hint: it hangs</summary>
-# <code>dist.new_group(ranks)</code> is a call of all ranks, members or not, in the same order.
+# <code>dist.new_group(ranks)</code> must be called by all ranks, members or not, in the same order.
 # </details>
 
 
@@ -576,15 +556,16 @@ check("fsdp-4", Hybrid)
 # ## 7 Micro-batches
 #
 # With $m$ micro-batches (lesson 02), each backward reduce-scatters, and shards of gradients add up.
-# Or, in `no_sync()`, nothing is reduced until the last one, and whole gradients wait. Four
-# micro-batches, 4 ranks: how many times as much is sent by reducing every time?
+# Or, in `no_sync()`, nothing is reduced until the last one, and whole gradients wait. With 4
+# micro-batches on 4 ranks, how many times as much does reducing every time send as reducing only at
+# the end?
 
 # %% tags=["predict"]
 guess_sync = predict("bytes if every backward sends, as a multiple of those if the last one does")
 ### GUESS guess_sync.commit(2)
 
 # %% tags=["picture"]
-every, last = (four.run(one_step, 4, 4, sync)[0] for sync in (True, False))
+every, last = (four.run(lab.one_step, spec, BATCH, 4, sync)[0] for sync in (True, False))
 times = sent_bytes(every[1], 4) / sent_bytes(last[1], 4)
 reveal(guess_sync, times)
 held = {"sync every time": every[0], "sync at the end": last[0]}
@@ -594,17 +575,17 @@ show(memory(held, title), alt=f"{title}; {times:.2f} times the bytes sent")
 
 # %% [markdown]
 # Parameters are gathered in every micro-batch either way, so `no_sync()` saves a smaller share than
-# in DDP, and costs $4N$ bytes of gradients, which FSDP was to shard.
+# in DDP, and costs $4N$ bytes of gradients, which FSDP is meant to shard.
 #
 # **Accumulating under FSDP saves either memory or bytes sent, not both.**
 #
-# ## 8 Everybody calls
+# ## 8 All ranks call
 #
-# Clipping and a full state concern all shards, so *every rank* calls `model.clip_grad_norm_(1.0)`
+# Clipping and a full state dict need all shards, so *every rank* calls `model.clip_grad_norm_(1.0)`
 # or `model.full_state_dict()`.
 #
-# **Break it.** Some models skip blocks at random, and here each rank draws its own random numbers:
-# rank 1 skips block 1. What happens?
+# **Break it.** Some models skip blocks at random; here each rank draws its own random numbers: rank
+# 1 skips block 1. What happens?
 
 # %% tags=["predict"]
 guess_skip = predict("rank 1 skips a block", choices=("an error", "wrong numbers", "nothing"))
@@ -633,16 +614,17 @@ except RankError:
 
 # %% [markdown]
 # Blocks have equal sizes: the *gather* of block 2 on rank 1 matches that of block 1 on rank 0, and
-# both compute with rows of two blocks. It is noticed only because the numbers of collectives differ
-# in the end. Draw the *same* random numbers on all ranks, or use every unit.
+# both compute with rows of two blocks. The error comes only in backward: rank 1, one call ahead,
+# reduce-scatters where rank 0 gathers (our ranks compare calls; NCCL would not report it). Draw the
+# *same* random numbers on all ranks, or run every unit on every rank.
 #
 # **Every rank must gather the same units in the same order.**
 #
 # ## 9 The real thing
 #
-# PyTorch's `fully_shard` and, where installed, Accelerate and DeepSpeed's stage 3, beside ours: the
-# same model, batches and optimizer. Adam in fp32 keeps 12 bytes per parameter between steps. How
-# many on each of 2 ranks?
+# PyTorch's `fully_shard` and, where installed, Accelerate, Lightning and DeepSpeed's stage 3,
+# beside ours: the same model, batches, optimizer. Adam in fp32 keeps 12 bytes per parameter between
+# steps. How many on each of 2 ranks?
 
 # %% tags=["predict"]
 guess_kept = predict("bytes for each parameter, on each of 2 ranks, between steps")
@@ -657,32 +639,62 @@ for name in beside.FRAMEWORKS:
         print(next(line for line in str(missing).splitlines() if "need " in line).strip())
 for name, one in results.items():
     off = (one.weights - results["ours"].weights).abs().max().item()
-    words = f"weights within {off:.0e} of ours, {one.step_ms:.0f} ms per step"
-    print(f"{name:10} {words}, keeps {one.kept:.2f} and sends {one.sent:.2f} bytes per parameter")
+    words = f"weights within {off:.0e} of ours, {one.step_ms:.0f} ms per step, {one.calls} calls"
+    print(f"{name:10} {words}; keeps {one.kept:.2f} and sends {one.sent:.2f} bytes per parameter")
 reveal(guess_kept, results["ours"].kept)
 
 # %% [markdown]
 # `fully_shard` has our layout, and makes each shard a `DTensor`, which knows the whole shape: so
 # FSDP composes with tensor parallelism, and a checkpoint fits other numbers of ranks. Lesson 09
-# explains what DeepSpeed keeps besides. (Bytes are exact; the milliseconds are those of a busy
-# CPU.)
+# explains what else DeepSpeed keeps. (Here PyTorch frees the root, too, and sends more bytes. Times
+# are from a busy CPU.)
 #
-# **Why not MPI?** Collectives have to overlap with computation on the GPU, whatever the network:
-# NCCL does that.
+# **The engines compute the same numbers; they differ in what they keep and when they communicate.**
 #
-# **The engines compute the same numbers; they differ in what they keep and in when they
-# communicate.**
+# ### Exercise 5 (core): which transfers are exposed?
 #
+# A *trace* (lesson 06, exercise 6) shows when they communicate. `computing(trace, pid)` gives the
+# intervals in which a rank computes, without waits. For each transfer (`cat` in
+# `COMMUNICATION_KINDS`) that is exposed for at least 1 µs return `(kind, start_s, exposed_s)`, the
+# most exposed first. Transfers may overlap; each counts by itself. About 7 lines, 15 minutes.
+#
+# <details><summary>Hint: what two intervals share</summary>
+# From the later start to the earlier end, if that is not negative.
+# </details>
+
+
+# %% tags=["exercise"] exercise="fsdp-5"
+from course_lib.core.trace_reading import computing
+
+
+def exposed_transfers(trace, pid):
+    """Boxes of a trace have ph "X", pid, a kind cat, a start ts and a duration dur in µs."""
+    busy = computing(trace, pid)  # [(start, end), ...] in µs: disjoint, in order
+    boxes = [part for part in trace["traceEvents"] if part["ph"] == "X" and part["pid"] == pid]
+    found = []
+    ### BEGIN SOLUTION: of each transfer, subtract what it shares with computing
+    for box in boxes:
+        start, end = box["ts"], box["ts"] + box["dur"]
+        hidden = sum(max(0, min(end, b) - max(start, a)) for a, b in busy)
+        if box["cat"] in COMMUNICATION_KINDS and end - start - hidden >= 1:
+            found.append((box["cat"], start / 1e6, (end - start - hidden) / 1e6))
+    ### END SOLUTION
+    return sorted(found, key=lambda one: -one[2])
+
+
+# %% tags=["check"] exercise="fsdp-5"
+check("fsdp-5", exposed_transfers)
+
+# %% [markdown]
 # ## 10 Two GPUs, and your machine
 #
-# Jin, Zhang and Huang (2023, a course project at Case Western Reserve University) wrote their own
-# FSDP with MPI4Py, and trained a character-level GPT-2 (10 epochs of Shakespeare) and a BERT (5 of
-# movie dialogues; accuracy about 50 %, on one GPU as on two). How many times as fast was the BERT
-# on two GPUs?
+# Jin, Zhang and Huang (2023, a course project at Case Western Reserve University) wrote an FSDP
+# with MPI4Py, and trained a character-level GPT-2 (10 epochs of Shakespeare) and a BERT (5 of
+# movie dialogues). How many times as fast was the BERT on two GPUs?
 
 # %% tags=["predict"]
 for name, (millions, one_s, _) in beside.STUDY.items():
-    print(f"{name}, {millions} million parameters: {one_s} s on one GPU")
+    print(f"{name}, {millions} million parameters: {one_s} s per epoch on one GPU")
 guess_bert = predict("BERT: speed on two GPUs, divided by that on one")
 ### GUESS guess_bert.commit(1.6)
 
@@ -692,9 +704,8 @@ for name, (_, one_s, two_s) in beside.STUDY.items():
 reveal(guess_bert, one_s / two_s)
 
 # %% [markdown]
-# The GPT-2 gained more: what a step sends grows with the parameters, however few tokens a
-# GPU has. What can be checked in seconds are the losses: tiny versions of
-# both, by our FSDP.
+# The GPT-2 gained more, probably because it sends less: bytes depend on the parameters, not on the
+# tokens of a GPU. The losses can be checked quickly, with tiny versions of both and our FSDP.
 
 # %% tags=["picture", "measured"]
 curves = {}
@@ -709,31 +720,27 @@ axes = {"x_label": "step", "y_label": "loss", "names": names}
 show(compare(range(60), curves, title, **axes), alt=f"{title}; the dots lie on the lines")
 
 # %% [markdown]
-# (Two ranks share the cores that one had alone.) On your GPUs, one command trains that GPT-2;
+# On your GPUs, one command trains that GPT-2;
 # compare with `--ranks 1`:
 #
 # `python -m course_lib.train --ranks 2 --strategy fsdp --model gpt2-char --data shakespeare`
 #
-# For the BERT, `--model bert-dialogues --data dialogues`. One step in several ways, beside
-# PyTorch's: `cluster/exercises/10_fsdp.py --model gpt2-char`.
+# For the BERT, `--model bert-dialogues --data dialogues`. To time one step beside PyTorch's:
+# `cluster/exercises/10_fsdp.py --model gpt2-char`.
 #
-# **Predict what two GPUs bring before you rent them: computing is halved, communication is not.**
+# **Predict the speedup of two GPUs before you rent them: computing is halved, communication is
+# added.**
 #
 # ## What to keep
 #
-# - A unit is gathered, used, freed, twice. Peak: shards, root, the largest unit twice.
-# - In one precision, freed after forward: up to 1.5 times the bytes of plain data parallelism.
-# - Prefetch hides gathers as long as the link is as fast as the layers; one unit ahead is enough.
-# - Compute in bf16, reduce in fp32 when many ranks are in the sum, keep fp32.
-# - Shard inside a node, replicate across.
-# - Every rank, every unit, in one order.
-# - A shard of each parameter (FSDP2) or of a flat one (FSDP1): the same messages; names, shapes and
-#
-# Lesson 11 saves a sharded training, and brings it back.
+# - A block is gathered, used, freed, twice. Peak: shards, root, two blocks or a second root.
+# - In one precision and micro-batch, freed after forward: up to 1.5 times plain DP's bytes.
+# - Prefetch hides gathers as long as the link is as fast as the layers; with equal units, one ahead
+#   is enough.
+# - Compute in bf16; keep, and sum over many ranks, in fp32.
 #
 # **Read on**
 #
 # - Zhao et al. 2023, *PyTorch FSDP*, sections 3 and 4: flat parameters, overlap, memory.
 # - PyTorch documentation, `torch.distributed.fsdp.fully_shard`: FSDP2 beside FSDP1.
 # - Liang et al. 2024, *TorchTitan*, section 2: FSDP2 with tensor and pipeline parallelism.
-# - Rajbhandari et al. 2020, *ZeRO*, section 5.3: the idea.

@@ -25,8 +25,8 @@
 # | efficiency | `efficiency_percent` | $\text{factor} / p \cdot 100 = T_1 / (p\,T_p) \cdot 100$ |
 # | $N$, $D$ | | parameters of a model, tokens in a step |
 #
-# *The PCIe study* is a report of 2025 on DP, TP, PP and ZeRO on one to four GPUs over PCIe,
-# unpublished; the cluster study below has its models.
+# *The PCIe study* is an unpublished report of 2025 on DP, TP, PP and ZeRO on one to four GPUs over
+# PCIe; the cluster study below uses its models.
 
 # %%
 # %load_ext course_lib.ranks
@@ -49,9 +49,9 @@ from course_lib.scaling_study.run_local import run_all
 # %% [markdown]
 # ## 1 What a run leaves
 #
-# A study is a list of runs: model × strategy × ranks. Within a model, all runs have the *same*
-# global batch, which the copies of the model divide. Here is the smallest part of the laptop study:
-# one process, and two ranks, which communicate once per step. What is the throughput of two ranks,
+# A study is a list of runs: model × strategy × ranks. All runs of a model have the *same* global
+# batch, divided among the model's copies. Here is the smallest part of the laptop study: one run on
+# one rank, and one on two, which communicate once per step. What is the throughput of two ranks,
 # divided by that of one?
 
 # %% tags=["predict"]
@@ -72,7 +72,7 @@ print(f"the cost model said {on_paper[1] / on_paper[0]:.2f}, before it had seen 
 print(f"a line of a record: {records[-1].steps[0]}")
 
 # %% [markdown]
-# Each rank left one file: the run, its machine, and a line for each step.
+# Each rank wrote one file: the run, its machine, and a line for each step.
 
 
 # %% tags=["picture", "measured"]
@@ -95,16 +95,16 @@ print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {wit
 
 # %% [markdown]
 # The first steps are slow: memory is allocated, threads start, caches are cold. The study leaves
-# out the first quarter as **warm-up**. The others vary, too: a single step says little.
+# out the first quarter as **warm-up**. The other steps vary, too: a single step says little.
 #
 # ### Exercise 1 (core): from ranks to a run
 #
-# You get the records of all ranks, in order, and summarize them; the records stay as they are:
+# Summarize the records of all ranks, which are in order; do not change them:
 #
 # - `time_s`: the sum of a rank's step times, for the rank where it is largest.
-# - `num_tokens`: the tokens of each copy of the model, counted once. The ranks of a copy are
-#   neighbours, tp innermost, then pp. Only what reached the last *stage* counts, and some of the tp
-#   ranks there may count nothing: take the largest number.
+# - `num_tokens`: the tokens of each copy of the model, counted once. A copy has consecutive ranks,
+#   tp innermost, then pp. Only tokens of the last *stage* count, and some of its tp ranks may
+#   report none: take the largest number.
 # - `mean_bytes`, `sum_bytes`, `peak_bytes`: the mean over ranks of each rank's mean, the sum of
 #   these means, and the largest peak of any rank.
 #
@@ -112,8 +112,8 @@ print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {wit
 # `record.run["memory"]["peak"]`. Ranks may differ in their numbers of steps. 9 lines, 15 minutes.
 #
 # <details><summary>Hint: DP is right, TP is twice too much</summary>
-# One copy has <code>tp * pp</code> ranks. For each copy: its last <code>tp</code> numbers, of them
-# the largest; then the sum over copies.
+# One copy has <code>tp * pp</code> ranks. For each copy, take the largest of its last
+# <code>tp</code> numbers; then sum over copies.
 # </details>
 # <details><summary>Hint: the mean differs in the third digit</summary>
 # Leave the warm-up out of the bytes, too.
@@ -154,15 +154,15 @@ check("scaling_study-1", experiment_of)
 #
 # ### Exercise 2 (core): how far does it scale?
 #
-# Amdahl's argument (1967): some seconds of a step, *fixed*, do not shrink with the ranks (messages,
-# work that each repeats). The rest, *shared*, is divided: $T_p = \text{fixed} + \text{shared} / p$.
-# So two runs determine both.
+# Amdahl's argument (1967): some seconds of a step, *fixed*, do not shrink with more ranks
+# (messages, work that each rank repeats). The rest, *shared*, is divided:
+# $T_p = \text{fixed} + \text{shared} / p$. So two runs determine both.
 #
-# `experiment` ran on `experiment.run.ranks` ranks, 2 or more. `alone` are runs of one rank; compare
-# with the one that has the same `run.work` (model, batch, micro-batches). All have `step_s`. Return
-# three numbers: the efficiency of `experiment` in per cent; the fixed seconds; and the largest
-# number of ranks whose efficiency, by this formula, is at least `percent` (`math.inf` where the
-# fixed part is 0 or less). About 8 lines, 15 minutes.
+# `experiment` ran on `experiment.run.ranks` ranks, 2 or more. `alone` lists runs on one rank;
+# compare with the one that has the same `run.work` (model, batch, micro-batches). All have
+# `step_s`. Return three numbers: the efficiency of `experiment` in per cent; the fixed seconds; and
+# the largest number of ranks whose efficiency, by this formula, is at least `percent` (`math.inf`
+# where the fixed part is 0 or less). About 8 lines, 15 minutes.
 #
 # <details><summary>Hint: two equations</summary>
 # <code>T_1 = fixed + shared</code>, <code>T_p = fixed + shared / p</code>. Subtract them.
@@ -201,29 +201,28 @@ print(f"fixed: {1e3 * split.fixed_s:.1f} ms; 80 % on up to {split.most_ranks(80)
 
 # %% [markdown]
 # The PCIe study calls about 80 % good, and less than 70 % poor. With a fixed global batch this is
-# **strong scaling**: each rank computes less, and the all-reduce stays as large. If the batch grows
-# with the ranks (weak scaling), efficiency looks better, and the training is another one
-# (section 6).
+# **strong scaling**: each rank computes less, but the all-reduce keeps its size. If the batch grows
+# with the ranks (weak scaling), efficiency looks better, but the training differs (section 6).
 #
 # Does the formula hold on real machines? The Ultra-Scale Playbook (Tazi et al. 2025) trained 1.3
-# billion parameters with data parallelism on up to 256 H100 GPUs. The line is fitted to its runs on
-# 16 and 32 GPUs, and to nothing else.
+# billion parameters with data parallelism on up to 256 H100 GPUs. The line is fitted only to its
+# runs on 16 and 32 GPUs.
 
 # %% tags=["picture"]
 figure, alt = pictures.published_scaling()
 show(figure, alt=alt)
 
 # %% [markdown]
-# Two runs predict those on 64 and 128 GPUs. On 256 each GPU has a single sequence left: most likely
-# its backward pass is too short to overlap the all-reduce, so what looked fixed has grown. A fit
-# holds as long as the bottleneck stays the same. (The runs also differ in their micro-batches.)
+# These two runs predict those on 64 and 128 GPUs. On 256 each GPU has only one sequence: most
+# likely its backward pass is too short to overlap the all-reduce, so the fixed part has grown. A
+# fit holds as long as the bottleneck stays the same. (The runs also differ in their micro-batches.)
 #
-# **An efficiency needs its baseline: the same model, the same batch, accumulated alike.**
+# **An efficiency needs its baseline: the same model, the same batch, the same accumulation.**
 #
 # ## 3 What is a step, and when is it over?
 #
 # With 4 micro-batches per step, the PCIe study first ran 800 steps where 200 were meant. A clock
-# has its own trap: a GPU queues work and completes it later. So does `lab.EmulatedDevice`, whose
+# can mislead, too: a GPU queues work and completes it later. So does `lab.EmulatedDevice`, whose
 # backward pass takes 30 ms. After 100 of them, what does the clock say?
 
 # %% tags=["predict"]
@@ -242,10 +241,10 @@ print(f"after synchronize(): {device.now_s():.2f} s")
 # ### Exercise 3 (core): a loop that may be timed
 #
 # A step is `accumulated` micro-batches, each `device.backward(next(micro_batches))`, where a
-# micro-batch here is just its number of tokens; then `device.step()`. Run `steps` of them, of which
-# the first `warmup` (0 or more) do not count, and draw no more micro-batches than that. Return
-# seconds and tokens of the other steps, not rounded. The device may be busy at first. About 10
-# lines, 15 minutes.
+# micro-batch here is just its number of tokens; then `device.step()`. Run `steps` steps, of which
+# the first `warmup` (0 or more) do not count, and draw no further micro-batches. Return seconds and
+# tokens of the other steps, not rounded. The device may still be busy at first. About 10 lines, 15
+# minutes.
 #
 # <details><summary>Hint: a few thousandths of the right time</summary>
 # That is how long launching takes. <code>device.synchronize()</code> waits; you need it twice:
@@ -306,17 +305,18 @@ figure, alt = pictures.efficiency(small, small_name)
 show(figure, alt=alt)
 
 # %% [markdown]
-# Solid, upper bars are measured (`pp`, $m = 8$, 2 ranks: 55 %); hollow, lower ones are the cost
-# model's (81 %), which takes that machine's cores, one rank's speed and the link (lesson 04).
-# *1 MiB* is a bucket's size (06), *m* the number of micro-batches (08).
+# Solid, upper bars are measured (`pp`, $m = 8$, 2 ranks: 55 %); hollow, lower ones are predicted
+# (64 %), from that machine's cores, one rank's speed and the link (lesson 04). *1 MiB* is a
+# bucket's size (06), *m* the number of micro-batches (08).
 #
-# - *Where they nearly agree*, the model has what matters: `ddp` sends one message per step.
-# - *Where the hollow bar is longer*, the model lacks something. Here communication is a program
-#   (gloo) that takes cores away from computing: in the model, buckets of 1 MiB overlap with
-#   backward; here they use its cores. TP, whose messages are all exposed, is the least efficient.
-# - `torch-ddp` sends the same message as `ddp`, but was slower; the reason is not known, with one
-#   run of each.
-# - *Four ranks* share two cores: these bars say nothing about the methods.
+# - *Special here*: the communication library (gloo) runs on the cores that compute. So our cost
+#   model overlaps no bucket, lets messages take 1.7 times as long, and adds 4 ms of Python per
+#   layer and micro-batch. Both numbers are fitted to these runs; all predicted step times are
+#   within 30 %.
+# - *Where the bars differ most*, the cost model lacks something: TP's short messages wait for late
+#   ranks.
+# - `torch-ddp` sends the same message as `ddp`, but was slower; one run of each does not show why.
+# - *Four ranks* share two cores: their bars say nothing about the methods.
 #
 # ZeRO ran with 4 micro-batches, so it has a baseline of its own. Which stage takes the
 # longest step?
@@ -334,10 +334,10 @@ figure, alt = pictures.overhead(zero, zero_name)
 show(figure, alt=alt)
 
 # %% [markdown]
-# Each stage communicates more often: stage 1 once per step, stage 2 once per micro-batch, stage 3
-# for every module and micro-batch. Where *latency* is long, the number of messages matters more
-# than their bytes. How much memory does each stage save? Parameters, gradients and optimizer state
-# of a rank, beside the formula:
+# Stage 1 communicates once per step, stage 2 once per micro-batch, stage 3 for every module and
+# micro-batch. Where *latency* is high, the number of messages matters more than their bytes. How
+# much memory does each stage save? The picture compares a rank's parameters, gradients and
+# optimizer state with the formula:
 
 # %% tags=["picture"]
 figure, alt = pictures.states(zero, zero_name)
@@ -345,8 +345,8 @@ show(figure, alt=alt)
 
 
 # %% [markdown]
-# At stage 1 each of the three kinds has exactly the formula's bytes. From stage 2 on, memory was
-# read at the end of the last backward pass, where whole gradients still wait to be sent: *when* you
+# At stage 1 each of the three kinds has exactly the formula's bytes. Memory was read at the end of
+# the last backward pass; from stage 2 on, whole gradients still wait there to be sent: *when* you
 # measure is part of the result.
 #
 # Before you believe any speed: did these runs compute *the same*?
@@ -355,8 +355,8 @@ show(figure, alt=alt)
 print(pictures.loss_curves(small, small_name)[1])
 
 # %% [markdown]
-# **Break it.** A common bug: all copies read the *first* part of the batch, which is as fast. Two
-# ranks now train like that. Will you see it in the loss curve?
+# **Break it.** A common bug: all copies read the *first* part of the batch, which takes the same
+# time. Two ranks now train with this bug. Will you see it in the loss curve?
 
 # %% tags=["predict"]
 guess_seen = predict("the first and the last loss: more than 5 % off?", choices=("yes", "no"))
@@ -395,8 +395,8 @@ axes = {"x_label": "step", "y_label": "digits of the loss that agree"}
 show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far apart from step 1")
 
 # %% [markdown]
-# A falling curve looks right; the digits are the test (8: all agree). The study leaves out a run
-# that fails it.
+# A falling curve looks right; the test is how many digits agree (8: all). The study leaves out a
+# run that fails.
 #
 # **Compare the losses first, then the bytes, then the speed, each beside a prediction.**
 #
@@ -404,15 +404,15 @@ show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far
 #
 # ## 5 Predicting the cluster study
 #
-# What will the cluster study show? Computing is predicted from FLOP, about $6ND$, 2 per parameter
-# and token in forward and 4 in backward, as in lesson 01 (Kaplan et al. 2020, section 2.1).
-# They leave the embedding out of $N$; Hoffmann et al. 2022 count it, as the lines below do. $6ND$
-# has no attention scores; our cost model counts them.
+# What will the cluster study show? Computing time is predicted from FLOP, about $6ND$: 2 per
+# parameter and token in forward and 4 in backward, as in lesson 01 (Kaplan et al. 2020, section
+# 2.1). They leave the embedding out of $N$; Hoffmann et al. 2022 count it, as do the lines below.
+# $6ND$ omits attention scores; our cost model counts them.
 #
 # The first lines below are what the PCIe study measured on two GPUs. On four, over several PCIe
-# bridges, all efficiencies fell strongly, ZeRO's least (to about 60 %); small models gained
+# bridges, all efficiencies fell strongly (ZeRO kept the best, about 60 %); small models gained
 # nothing, pipelines were poor, ZeRO-2 was slower than stages 1 and 3. Move the sliders (the title
-# is a prediction): what can formulas tell, and what not?
+# is a prediction): what can formulas predict, and what not?
 
 # %% tags=["picture"]
 from course_lib.scaling_study.explorer import study_explorer
@@ -427,11 +427,11 @@ study_explorer()
 # %% [markdown]
 # On two GPUs the predictions for TP and ZeRO-1 are close, DP's is too high. On four over bridges,
 # all predictions but the pipeline's fall strongly, too. But the formulas favour pipelines and tiny
-# models, since launching a kernel takes no time in them; and they overlap none of ZeRO's messages.
+# models, since they ignore the time of launching kernels; and they overlap none of ZeRO's messages.
 #
-# A link is a *matrix* on a real machine (`nvidia-smi topo -m`). Yours, if it has GPUs; else a
-# made-up example. PIX is one PCIe bridge, PXB several, SYS the way between CPU sockets. On which
-# pair of the example would you run TP = 2?
+# On a real machine, links form a *matrix* (`nvidia-smi topo -m`). The picture shows your machine's
+# matrix if it has GPUs, otherwise an invented example. PIX is one PCIe bridge, PXB several, SYS the
+# path between CPU sockets. On which pair of the example would you run TP = 2?
 
 # %% tags=["predict"]
 for number, row in enumerate(lab.EXAMPLE_LINKS):
@@ -455,12 +455,13 @@ show(links(matrix, title), alt=f"{title}; rows: {' | '.join(' '.join(row) for ro
 #
 # ## 6 Faster steps, or fewer?
 #
-# The same batch, however it is split, gives the same training. Give each copy a batch of its *own*,
-# and the global batch grows: a less noisy gradient, *another training*, which may do with a shorter
-# learning-rate warm-up (not the warm-up that a measurement leaves out). A project in this course's
-# material, FSDP and TP on up to 32 GPUs, reached its baseline's loss in about a fifth of the steps
-# with 32 copies and 4 warm-up steps in place of 100. A small recorded experiment: one process warms
-# up for 100 of 150 steps; four copies with batches of their own for 4. How many times fewer steps?
+# The same batch, however it is split, gives the same training. If each copy gets a batch of its
+# *own*, the global batch grows: the gradient is less noisy, but the training is *different*, and
+# may need only a shorter learning-rate warm-up (not the warm-up that a measurement leaves out). A
+# project in this course's material, FSDP and TP on up to 32 GPUs, reached its baseline's loss in
+# about a fifth of the steps with 32 copies and 4 warm-up steps instead of 100. In a small recorded
+# experiment, one process warms up for 100 of 150 steps, four copies with their own batches for 4
+# steps. How many times fewer steps do they need?
 
 # %% tags=["predict"]
 guess_fewer = predict("steps to the same loss, how many times fewer")
@@ -484,17 +485,17 @@ figure, alt = pictures.convergence(recorded)
 show(figure, alt=alt)
 
 # %% [markdown]
-# Batch and warm-up each help a little, both together most. But that run has read more than twice as
-# many tokens: it needs less time only because four ranks process them in parallel. The time to a
-# given loss is a product: seconds per step, times the steps that are needed. Beyond a critical
-# batch size, a larger batch hardly saves steps (McCandlish et al. 2018).
+# Batch and warm-up each help a little, together most. But the run with both has read more than
+# twice as many tokens: it needs less time only because four ranks process them in parallel. The
+# time to a given loss is a product: seconds per step, times the steps that are needed. Beyond a
+# critical batch size, a larger batch hardly saves steps (McCandlish et al. 2018).
 #
 # **Efficiency is about one step. Ask also how many steps the training takes.**
 #
 # ## 7 What a study costs
 #
-# Every GPU of a job is paid for from its start until the last rank is done. All runs of the cluster
-# study, 200 steps each, predicted for A100s: how many GPU-hours?
+# Every GPU of a job is paid for from the job's start until the last rank is done. How many
+# GPU-hours do all runs of the cluster study need, with 200 steps each, predicted for A100s?
 
 # %% tags=["predict"]
 guess_hours = predict("the whole cluster study", unit="GPU-hours")
@@ -511,15 +512,14 @@ print(f"{len(plan.predictions)} runs, {wall_hours:.1f} hours one after the other
 print(f"a learner may have {site.limits.gpu_hours:g} GPU-hours, {site.limits.max_jobs} jobs")
 
 # %% [markdown]
-# The limits in the site's profile count what a job *asks for* until it has ended, then what it
-# used.
+# The limits in the cluster's profile count what a job *asks for* until it ends, then what it used.
 #
 # ### Exercise 4 (further): the bill
 #
 # A run has `nodes`, `gpus_per_node`, `start_s` (once), `steps` and `step_s`. Return the GPU-hours
 # of all runs, and how many of them may be submitted: in their order, until a run would exceed
-# `allowed`; stop there, even if a later run is smaller. Exactly `allowed` still fits. `runs` stays
-# as it is. About 8 lines, 10 minutes.
+# `allowed`; stop there, even if a later run is smaller. Exactly `allowed` still fits. Do not change
+# `runs`. About 8 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="scaling_study-4"
@@ -545,7 +545,7 @@ check("scaling_study-4", bill)
 #
 # ## 8 A script that waits for hours and fails in a second
 #
-# This script is meant for 2 nodes with 2 GPUs each, two hours. How many mistakes do you see?
+# This script should ask for 2 nodes with 2 GPUs each, for two hours. How many mistakes do you see?
 
 # %% tags=["predict"]
 for number, line in enumerate(lab.BROKEN_SCRIPT.splitlines(), start=1):
@@ -564,11 +564,11 @@ print(findings_text("study.sbatch", found[:1]))
 # ### Exercise 5 (further): what does it really ask for?
 #
 # Return three whole numbers as `sbatch` reads them (its manual, "DESCRIPTION" and "--time"): nodes
-# (1 if the script does not say), GPUs of a node (0), seconds (0).
+# (default 1), GPUs per node (0), seconds (0).
 #
 # - A directive begins in the first column with `#SBATCH` and a space, and holds options, here all
-#   written `--name=value` (`--nodes`, `--gpus-per-node`, `--time`); ` #` begins a comment. Of an
-#   option given twice, the later counts.
+#   written `--name=value` (`--nodes`, `--gpus-per-node`, `--time`); ` #` begins a comment. If an
+#   option is given twice, the later one counts.
 # - Reading ends at the first command: a line neither empty nor a comment.
 # - Times: `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`,
 #   `days-hours:minutes`, `days-hours:minutes:seconds`.
@@ -577,7 +577,7 @@ print(findings_text("study.sbatch", found[:1]))
 #
 # <details><summary>Hint: six forms of a time</summary>
 # <code>days, _, clock = time.rpartition("-")</code>. With days, or with three numbers, the clock
-# begins with hours; otherwise with minutes. Fill up with zeros.
+# begins with hours; otherwise with minutes. Missing numbers are zeros.
 # </details>
 
 
@@ -605,8 +605,8 @@ def asked_for(script):
 check("scaling_study-5", asked_for)
 
 # %% [markdown]
-# The script above asks for no GPU, and 2 minutes. `course lint-job FILE` finds such mistakes in
-# yours.
+# The script above asks for no GPU, and only 2 minutes. `course lint-job FILE` finds such mistakes
+# in yours.
 #
 # **Slurm says nothing about a directive that it did not read. Let a program check your script.**
 #

@@ -1,0 +1,628 @@
+# %% [markdown]
+# # 11 The mesh: combine the methods
+#
+# **Question.** Data parallelism splits the batch, tensor parallelism the matrices, pipeline
+# parallelism the layers. Large models are trained with all of them at once. Which ranks share what,
+# what do they send each other, and which of them should be neighbors?
+#
+# The answer is a grid of ranks with named axes, the *mesh*: each method communicates along one axis
+# and does not notice the others.
+#
+# *After this lesson you can*
+#
+# - compute coordinates and groups of any rank, for any sizes and any order of axes;
+# - say which collective runs along which axis, how often, and how many bytes it sends;
+# - combine three methods so that eight ranks compute what one process does, clipping included;
+# - decide which axis is innermost, and find a misplaced axis in a trace.
+#
+# **Prerequisites:** lessons 05, 07 and 08; 09 for ZeRO. **Time:** about 60 minutes of reading and
+# running, 75 for four exercises (core: 1, 2, 3; further: 4). Section 3 ends with a break.
+#
+# | symbol | in code | meaning |
+# |---|---|---|
+# | $d$, $p$, $t$ | `mesh.size("dp")`, `"pp"`, `"tp"` | sizes of the axes: the *degrees* |
+# | $b$, $s$, $h$ | `batch`, `seq`, `hidden` | sequences per step, tokens in each, hidden size |
+# | $L$, $N$ | `num_layers` | layers and parameters of the model |
+# | replica | | the ranks that hold one copy of the model |
+
+# %%
+# %load_ext course_lib.ranks
+from dataclasses import replace
+from functools import partial
+from statistics import fmean, median
+
+import torch
+import torch.distributed as dist
+
+from course_lib.checks import check
+from course_lib.core import MODELS, Link, TwoLevelLink
+from course_lib.ddp import DDP
+from course_lib.display import YES_NO, Voices, claim, compare, predict, reveal, show
+from course_lib.mesh import Mesh, RankMesh, lab, pictures
+from course_lib.models import GPT, next_tokens, token_batch
+from course_lib.pipeline import Pipeline, one_f_one_b, split_model
+from course_lib.ranks import RankError, Ranks
+from course_lib.tensor_parallel import parallel_token_loss, parallelize
+
+# %% [markdown]
+# ## 1 Ranks on a grid
+#
+# `Mesh(pp=2, dp=2, tp=2)` numbers eight ranks like the digits of a number: the last axis counts
+# fastest. Each rank has a *coordinate* on every axis,
+#
+# $$ \text{rank} = (i_{pp} \cdot d + i_{dp}) \cdot t + i_{tp} , $$
+#
+# and along each axis it has a *group*: itself and the ranks that differ from it in that coordinate
+# only. Groups of the last, *innermost* axis are consecutive ranks. Which rank has $i_{pp} = 1$,
+# $i_{dp} = 0$, $i_{tp} = 1$? And how many process groups do the three axes have together?
+
+# %% tags=["predict"]
+guess_rank = predict("the rank at pp = 1, dp = 0, tp = 1")
+### GUESS guess_rank.commit(3)
+guess_groups = predict("process groups of the three axes together")
+### GUESS guess_groups.commit(6)
+
+# %% tags=["picture"]
+cube = Mesh(pp=2, dp=2, tp=2)
+reveal(guess_rank, cube.rank({"pp": 1, "dp": 0, "tp": 1}))
+reveal(guess_groups, sum(len(cube.groups(axis)) for axis in cube.sizes))
+title = "Each rank has one group per axis; only pp crosses the two nodes"
+show(pictures.mesh_grid(cube, 4, title), alt=f"{title}: 3 axes of 4 groups each")
+
+# %% [markdown]
+# The *stride* of an axis is the product of the sizes of the axes after it: 4 for pp, 2 for dp, 1
+# for tp. Over several axes a group is a *sub-mesh*: the ranks of `cube.group(5, "pp", "tp")` hold
+# rank 5's copy of the model, its *replica*.
+#
+# ### Exercise 1 (core): coordinates and groups
+#
+# Return the group of a rank along one axis: the rank itself and all that differ from it along that
+# axis only, in any order. `sizes` is a dict such as `{"pp": 2, "dp": 3, "tp": 4}`, outermost axis
+# first; an axis can have any size. About 6 lines, without `Mesh`.
+#
+# <details><summary>Hint: the wrong distance</summary>
+# Neighbors along an axis are a stride apart: the product of the sizes of all axes <i>after</i> it.
+# </details>
+# <details><summary>Hint: it begins at the wrong rank</summary>
+# <code>rank // stride % size</code> is the coordinate. The group begins where that is 0, and the
+# other coordinates stay.
+# </details>
+
+
+# %% tags=["exercise"] exercise="mesh-1"
+def group_of(sizes, rank, axis):
+    """The ranks that differ from `rank` along `axis` only."""
+    ### BEGIN SOLUTION: what is the axis's stride, and where does this rank's group begin?
+    stride = 1
+    for inner in reversed(sizes):
+        if inner == axis:
+            break
+        stride *= sizes[inner]
+    first = rank - rank // stride % sizes[axis] * stride
+    return [first + n * stride for n in range(sizes[axis])]
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="mesh-1"
+check("mesh-1", group_of)
+
+# %% [markdown]
+# A coordinate becomes communication through a process group. `RankMesh` makes this rank's three
+# with `dist.new_group`; PyTorch's `init_device_mesh` does the same. Every rank brings $10^r$, and
+# the ranks of each dp group add up. What does rank 5 get?
+
+# %% tags=["predict"]
+guess_sum = predict("sum over dp on rank 5, if rank r brings 10**r")
+### GUESS guess_sum.commit(11110000)
+
+
+# %%
+def sum_along(rank, axis):
+    mesh, x = RankMesh(cube), torch.tensor(10**rank)
+    dist.all_reduce(x, group=mesh.group(axis))
+    theirs = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    return x.item(), dist.get_process_group_ranks(theirs[axis].get_group())
+
+
+eight = Ranks(8)
+sums = {axis: eight.run(sum_along, axis) for axis in cube.sizes}
+reveal(guess_sum, sums["dp"][5][0])
+for axis, found in sums.items():
+    alike = all(theirs == cube.group(rank, axis) for rank, (_, theirs) in enumerate(found))
+    print(f"{axis}: {sorted({total for total, _ in found})}; PyTorch's groups alike: {alike}")
+
+# %% [markdown]
+# **A rank is a number whose digits are its coordinates; a group is the ranks that differ in one
+# digit.**
+#
+# ## 2 What travels along which axis
+#
+# | axis | splits | collective | how often in a step |
+# |---|---|---|---|
+# | tp | each matrix | all-reduce of an activation | 4 per layer and micro-batch |
+# | pp | the layers | send an activation, then its gradient | per boundary and micro-batch |
+# | dp | the batch | all-reduce of gradients (ZeRO-1: its two halves) | once |
+#
+# Two more axes follow the same pattern, and are not built here: *cp* splits the sequence, and its
+# attention exchanges keys and values; *ep* splits the experts of a mixture of experts, with
+# all-to-alls of tokens.
+#
+# How much is that? A rank has $L/p$ layers and computes $b/d$ of the sequences. Along tp it
+# all-reduces, over all micro-batches, $bsh/d$ numbers four times per layer. Along dp it all-reduces
+# the gradients of *its* parameters, about $N/pt$ numbers: the other two axes make data parallelism
+# cheaper. A ring of $k$ ranks sends $2(k-1)/k$ times a tensor's bytes. Llama 2 7B in bf16 on 64
+# GPUs, 256 sequences of 4,096 tokens: how many times as much does a rank send along tp as along dp?
+
+# %% tags=["predict"]
+from course_lib.mesh.cost import MeshStep, axis_sent_bytes
+
+llama, big = MODELS["llama2-7b"], Mesh(pp=2, dp=4, tp=8)
+sizes = {"batch": 256, "seq": 4096, "num_micro_batches": 64, "number_bytes": 2}
+print(f"{llama.num_layers} layers, hidden size {llama.hidden}, {big}")
+guess_ratio = predict("bytes along tp divided by bytes along dp")
+### GUESS guess_ratio.commit(20)
+
+# %% tags=["picture"]
+sent = axis_sent_bytes(MeshStep(spec=llama, mesh=big, **sizes))
+reveal(guess_ratio, sent["tp"] / sent["dp"])
+title = f"A rank sends {sent['tp'] / 1e9:.0f} GB per step along tp, {sent['dp'] / 1e9:.1f} along dp"
+show(pictures.axis_bars(sent, title), alt=f"{title}, {sent['pp'] / 1e9:.1f} along pp")
+
+# %% [markdown]
+# And tp's messages are on the critical path: the next matrix waits for each (lesson 07). Gradients
+# can be sent while backward still computes (lesson 06), and a stage can compute one micro-batch
+# while another one travels (lesson 08).
+#
+# ### Exercise 2 (core): which collective on which axis
+#
+# Backward is done. Each rank has the gradients of its parameters for its replica's tokens, and the
+# last stage has the replica's mean loss, in float64 (`loss` is None on the others; along tp all
+# know it). Average the gradients in place, and return the mean loss of all replicas, on every
+# rank. `mesh` is a `RankMesh` with pp, dp and tp; all replicas have equally many tokens. About 6
+# lines.
+#
+# <details><summary>Hint: it hangs, or fails on a rank without a loss</summary>
+# All ranks of a group make the call. A rank without a loss can bring 0.
+# </details>
+# <details><summary>Hint: gradients are too small</summary>
+# Average over ranks with the same parameters and different tokens, and over no others.
+# </details>
+
+
+# %% tags=["exercise"] exercise="mesh-2"
+def finish_step(mesh, loss, grads):
+    """Average gradients in place; return the mean loss, on every rank."""
+    ### BEGIN SOLUTION: which axis has different tokens, and which one has ranks without a loss?
+    total = torch.zeros((), dtype=torch.float64) if loss is None else loss.clone()
+    dist.all_reduce(total, group=mesh.group("pp"))
+    for value in (total, *grads):
+        dist.all_reduce(value, group=mesh.group("dp"))
+        value /= mesh.mesh.size("dp")
+    return total
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="mesh-2"
+check("mesh-2", finish_step)
+
+# %% [markdown]
+# **Along tp: every layer, activations. Along pp: every micro-batch, one activation. Along dp: once
+# per step, gradients of what the rank holds.**
+#
+# ## 3 Eight ranks, one model
+#
+# Each method is applied to what the one before it has kept. **First** tensor parallelism cuts every
+# matrix, then pipeline parallelism keeps the layers of this rank's stage; these two may be swapped.
+# **Last** comes data parallelism, DDP, ZeRO or FSDP: its buckets, shards and optimizer state have
+# to belong to the parameters that the rank keeps. Applied first, DDP would put hooks on whole
+# parameters that the next line throws away.
+#
+# The rest is bookkeeping by coordinate:
+#
+# | | along dp | along pp | along tp |
+# |---|---|---|---|
+# | sequences | **different** | the same | the same |
+# | initial weights | the same | those of its layers | its shard of the same weights |
+# | dropout masks of whole tensors | **different** | **different** | the same |
+# | gradients | **averaged** | their own | their own; equal if the parameter is whole |
+# | loss | **averaged** | known on the last stage, which tells the others | the same |
+#
+# All ranks build the same model from one seed, and a rank's sequences depend on its *dp
+# coordinate*, not on its rank.
+
+
+# %%
+tiny = MODELS["tiny"]
+BATCH = next_tokens(token_batch(0, batch=8, seq=16, vocab=256))  # inputs and targets
+
+
+def wrap(mesh):
+    """This rank's part of the model, and the pipeline that runs it."""
+    torch.manual_seed(0)
+    model = GPT(tiny).double()
+    parallelize(model, mesh.device_mesh("tp"))  # first: a shard of every matrix
+    stage = split_model(model, 2, mesh.index("pp"))  # then: half of the layers
+    replica = DDP(stage, group=mesh.group("dp"))  # last: averages what this rank holds
+    loss_fn = partial(parallel_token_loss, group=mesh.group("tp"))
+    return replica, Pipeline(stage, loss_fn, mesh.group("pp"))
+
+
+# %%
+def backward(mesh, replica, pipeline, data_axis="dp"):
+    """Leave averaged gradients; return this copy's loss on its last stage, None on the first."""
+    half = [part.chunk(2)[mesh.index(data_axis)] for part in BATCH]
+    with replica.no_sync():  # a tied embedding's gradient is complete after the last backward
+        loss = pipeline.step(one_f_one_b(2, 2), *(part.chunk(2) for part in half))
+    replica.finish()
+    return loss
+
+
+# %% [markdown]
+# The library's `MeshTrainer` (`course_lib/mesh/training.py`) does the same for any sizes, with
+# clipping and ZeRO. Four steps in float64 on 2 × 2 × 2 ranks, and on one: are losses and weights
+# the same, except for rounding?
+
+# %% tags=["predict"]
+guess_same = predict("eight ranks as one process, within 1e-10", choices=YES_NO)
+### GUESS guess_same.commit("yes")
+
+# %% tags=["check"]
+step = MeshStep(spec=tiny, mesh=cube, batch=16, seq=32, num_micro_batches=2, number_bytes=8)
+ways = {
+    torch.optim.SGD: {"lr": 0.1, "momentum": 0.9},
+    torch.optim.AdamW: {"lr": 1e-3, "max_norm": 0.5},
+}
+for optimizer, how in ways.items():
+    alone = lab.train_alone(step, optimizer, 4, **how)
+    ours = eight.run(partial(lab.train_on_mesh, **how), step, optimizer, 4)[7]
+    same = lab.furthest_apart(ours, alone) < 1e-10
+    print(f"{optimizer.__name__} {how}: the losses and weights of one process: {same}")
+    reveal(guess_same, "yes" if same else "no")
+
+# %% [markdown]
+# Did each axis send what section 2 says? The group of a recorded call tells its axis. Here batches
+# are small, so dp weighs more than in a 7B model.
+
+# %% tags=["picture"]
+rank = 0
+events = eight.run(lab.events_of_a_step, step)[rank]
+counted, formula = lab.bytes_by_axis(cube, rank, events), axis_sent_bytes(step, rank)
+print("counted as predicted, to the byte:", counted == formula)
+title = f"Rank {rank} sends {counted['tp'] / 2**10:.0f} KiB along tp, as the formula says"
+show(pictures.axis_bars(formula, title, counted), alt=f"{title}; dp {counted['dp'] / 2**10:.0f}")
+
+# %% [markdown]
+# ### Break it
+#
+# `backward` takes a rank's sequences by its coordinate along dp. Suppose that a data loader takes
+# them by the coordinate along **tp**. What do you notice in training?
+
+# %% tags=["predict"]
+choices = ("an error", "a hang", "the loss stays high", "the loss falls")
+guess_data = predict("sequences by tp coordinate", choices=choices)
+### GUESS guess_data.commit("an error")
+
+
+# %%
+def train(rank, data_axis):
+    mesh = RankMesh(cube)
+    replica, pipeline = wrap(mesh)
+    sgd, losses = torch.optim.SGD(replica.parameters(), lr=0.1, momentum=0.9), []
+    for _ in range(10):
+        sgd.zero_grad()
+        losses.append(backward(mesh, replica, pipeline, data_axis))
+        sgd.step()
+    return losses
+
+
+# %% tags=["picture", "failure"]
+curves = {}
+for axis in ("dp", "tp"):
+    by_rank = eight.run(train, axis)
+    pairs = zip(by_rank[4], by_rank[6], strict=True)  # the last stage of both copies
+    curves[f"sequences by {axis}"] = Voices(measurement=[(a + b).item() / 2 for a, b in pairs])
+right, wrong = (curve.measurement for curve in curves.values())
+claim("the loss falls", wrong[-1] < wrong[0])
+reveal(guess_data, "the loss falls")
+title = f"With sequences by tp, the loss falls to {wrong[-1]:.1f}; the right one to {right[-1]:.1f}"
+figure = compare(range(1, 11), curves, title, x_label="step", y_label="loss")
+show(figure, alt=f"{title}, after 10 steps on one batch")
+
+# %% [markdown]
+# All shapes fit, so nothing fails. But a tensor group adds up partial results of *different*
+# sequences: one rank looks up the tokens of one half of the batch (in its half of the vocabulary),
+# the other those of the other half. Both copies see the same mixture: less to learn, so the loss is
+# lower. **A falling loss proves nothing about a mesh; the comparison with one process does, in the
+# first step.**
+#
+# *This is a good place for a break.*
+#
+# ## 4 One norm, one loss
+#
+# Clipping (lesson 02) needs the norm of the *whole* gradient, of which a rank holds a part. Its
+# square is a sum over all numbers, **each once**:
+#
+# | gradient of | over tp | over pp | over dp |
+# |---|---|---|---|
+# | a split matrix | add | add | once: all have the same average |
+# | a parameter that is whole along tp (norms, some biases) | once | add | once |
+# | a tied embedding, on the first and the last stage | add | once | once |
+#
+# Suppose every rank adds up the squares of what it holds, over the whole world. How many times too
+# large is the norm, on 2 × 2 × 2 ranks?
+
+# %% tags=["predict"]
+guess_norm = predict("norm with all squares of all ranks, divided by the right one")
+### GUESS guess_norm.commit(2)
+
+
+# %% tags=["failure"]
+from course_lib.mesh.clip import clip_grad_norm_across
+
+
+def norms(rank):
+    mesh = RankMesh(cube)
+    replica, pipeline = wrap(mesh)
+    backward(mesh, replica, pipeline)
+    squares = sum(param.grad.pow(2).sum() for param in replica.parameters())
+    dist.all_reduce(squares)  # over the world
+    return squares.sqrt().item(), float(clip_grad_norm_across(pipeline.stage, mesh, max_norm=1.0))
+
+
+naive, right = eight.run(norms)[0]
+reveal(guess_norm, naive / right)
+print(f"all squares of all ranks: {naive:.2f}; each number once: {right:.2f}")
+
+# %% [markdown]
+# Split matrices were counted twice (dp), parameters that are whole along tp four times, and so was
+# the tied embedding, whose shards are on two stages. With a norm too large by that factor, clipping
+# acts as if its limit were lower: no error, only smaller steps (with SGD).
+#
+# ### Exercise 3 (core): clip across axes
+#
+# `parts` lists this rank's gradients, averaged along dp, as tuples `(grad, split, first)`: `split`
+# says whether `grad` is a shard along tp (otherwise all ranks along tp have the same), `first`
+# whether this is the first stage that holds the parameter (False for the second copy of a tied
+# one). Scale all gradients in place, so that the norm of the whole gradient is at most `max_norm`;
+# return the norm before scaling. About 9 lines.
+#
+# <details><summary>Hint: the norm is too large</summary>
+# Which ranks hold the very same numbers? One of them brings their squares, the others 0.
+# </details>
+# <details><summary>Hint: ranks scale by different factors</summary>
+# Add squares over the ranks; take the root once, after the last sum.
+# </details>
+
+
+# %% tags=["exercise"] exercise="mesh-3"
+def clip(mesh, parts, max_norm):
+    """Clip by the norm of the whole gradient; return it, on every rank."""
+    ### BEGIN SOLUTION: which numbers does this rank count, and along which axes are sums added?
+    squares = torch.zeros((), dtype=torch.float64)
+    for grad, split, first in parts:
+        if first and (split or mesh.index("tp") == 0):
+            squares += (grad.double() ** 2).sum()
+    for axis in ("tp", "pp"):
+        dist.all_reduce(squares, group=mesh.group(axis))
+    norm = squares.sqrt()
+    for grad, *_ in parts:
+        grad *= min(1.0, max_norm / norm)
+    return norm
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="mesh-3"
+check("mesh-3", clip)
+
+# %% [markdown]
+# The loss is a mean over *all* tokens. Each replica's last stage has the mean over its own tokens;
+# with equally many, the mean of these over dp is right. Average **once**: whoever divides the loss
+# by $d$ before backward must not average the gradients again.
+#
+# **Shards: add. Copies: count once. Then one factor for all ranks.**
+#
+# ## 5 Which axis innermost?
+#
+# The order of the axes changes no number, only which messages cross nodes. Take two nodes of four
+# ranks, and a link between them that is ten times slower than those inside. With tp innermost, a
+# tensor group is two neighbors in a node; with tp outermost, rank 0's partner is rank 4, on the
+# other node. How many times as long does the communication of a step take then?
+
+# %% tags=["predict"]
+from course_lib.mesh.cost import all_orders, axis_seconds, mesh_step_s
+
+fast = Link(name="inside", latency_s=1e-3, bytes_per_s=100e6)
+slow = Link(name="between", latency_s=10e-3, bytes_per_s=10e6)
+two_nodes = TwoLevelLink(inside=fast, outside=slow, ranks_per_node=4)
+steps = [replace(step, mesh=mesh, number_bytes=4) for mesh in all_orders(cube)]
+outermost = Mesh(tp=2, dp=2, pp=2)
+guess_order = predict("communication with tp outermost, divided by that with tp innermost")
+### GUESS guess_order.commit(10)
+
+# %%
+predicted = {one.mesh: mesh_step_s(one, two_nodes) for one in steps}
+reveal(guess_order, predicted[outermost] / predicted[cube])
+for mesh in (cube, outermost):
+    seconds = axis_seconds(replace(step, mesh=mesh, number_bytes=4), two_nodes)
+    words = ", ".join(f"{axis} {1e3 * one:.0f} ms" for axis, one in seconds.items())
+    print(f"{mesh}, rank 0: {words}")
+title = "With tp outermost, every tensor group crosses the nodes"
+show(pictures.mesh_grid(outermost, 4, title), alt=f"{title}: ranks 0 and 4, 1 and 5, ...")
+
+# %% [markdown]
+# Eight real ranks on emulated links train in all six orders, in turns. (A measured step also
+# computes, and eight ranks share your processors.)
+
+# %% tags=["picture", "measured"]
+wired = Ranks(8, link=two_nodes)
+measured = lab.time_orders(wired, steps)
+title = f"tp innermost: {1e3 * measured[cube]:.0f} ms per step; outermost: "
+title += f"{1e3 * measured[outermost]:.0f} ms"
+claim("tp outermost is slower", measured[outermost] > measured[cube])
+show(pictures.order_bars(predicted, measured, title), alt=f"{title}; real ranks, emulated links")
+
+# %% [markdown]
+# Here it is enough that tp is not outermost: a node has four ranks, so the two inner axes fit. On
+# larger meshes perhaps only the innermost axis fits, and only if it is no larger than a node.
+#
+# How does a misplaced axis look from inside, in the trace of one step on rank 0?
+
+# %% tags=["picture", "measured"]
+traces, tp_ms = {}, {}
+for mesh in (cube, outermost):
+    traces[mesh] = wired.run(lab.events_of_a_step, replace(step, mesh=mesh, number_bytes=4))[0]
+    group = tuple(mesh.group(0, "tp"))
+    tp_ms[mesh] = 1e3 * median(one.duration_s for one in traces[mesh] if one.group == group)
+title = f"An all-reduce along tp takes {tp_ms[cube]:.0f} ms inside a node, "
+title += f"{tp_ms[outermost]:.0f} ms between nodes"
+claim("an all-reduce between nodes takes longer", tp_ms[outermost] > tp_ms[cube])
+show(pictures.axis_traces(traces, title, two_nodes), alt=f"{title}; rank 0, by axis")
+
+# %% [markdown]
+# Forward and backward look slow, but it is the calls inside of them that wait for the link. Both
+# runs have the same code; a trace with the group of every call shows the difference.
+#
+# ### Exercise 4 (further): find the misplaced axis
+#
+# Given a mesh and the events of one step on all ranks (`event.rank`, `.group`, `.duration_s`,
+# `.num_bytes`): return the name of the axis along which rank 0's calls *across nodes* take most
+# seconds, added up; None if it has no such call. Rank r is on node `r // ranks_per_node`. A call's
+# `group` lists its ranks, for a message sender and receiver: `mesh.axis_of(group)` is their axis,
+# or None. About 7 lines.
+#
+# <details><summary>Hint: not the axis that sends most</summary>
+# Seconds count, and only those of groups that are on several nodes.
+# </details>
+
+
+# %% tags=["exercise"] exercise="mesh-4"
+def misplaced(mesh, events, ranks_per_node):
+    """The axis that communicates longest between nodes; None if none does."""
+    ### BEGIN SOLUTION: which axes cross nodes, and how long are rank 0's calls?
+    seconds = {}
+    for event in events:
+        axis = mesh.axis_of(event.group)
+        nodes = {rank // ranks_per_node for rank in event.group}
+        if event.rank == 0 and axis and len(nodes) > 1:
+            seconds[axis] = seconds.get(axis, 0.0) + event.duration_s
+    return max(seconds, key=seconds.get, default=None)
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="mesh-4"
+check("mesh-4", misplaced)
+
+# %% [markdown]
+# ### All orders of a cluster
+#
+# 64 H100 on 8 nodes, by formula. Move an axis outward, and look at which groups leave their node.
+# What happens at tp = 16?
+
+# %% tags=["picture"]
+from course_lib.mesh.explorer import mesh_explorer
+
+mesh_explorer()
+
+# %% [markdown]
+# ### What others measured
+#
+# Tazi et al. (2025) timed an 8B model in many configurations on nodes of 8 H100. Take the best one
+# for each tensor-parallel degree, whatever its other axes are. On 8 nodes, what part of the speed
+# is left if tensor groups have 16 ranks instead of 8?
+
+# %% tags=["predict"]
+guess_left = predict("tokens/s per GPU with tp = 16, divided by those with tp = 8 (like 3/4)")
+### GUESS guess_left.commit(3 / 4)
+
+# %% tags=["picture"]
+best = pictures.best_tokens(8)
+reveal(guess_left, best[16] / best[8])
+figure, alt = pictures.best_by_tensor_degree()
+show(figure, alt=alt)
+
+# %% [markdown]
+# (The link is not all that changes: matrices get thinner as well. On each of these clusters no run
+# is faster than the best one with tp = 1.)
+#
+# And outermost? There is no single answer. By default Megatron-LM has pp outermost, then dp, cp,
+# tp; so has torchtitan. Llama 3 405B had dp outermost, then pp, cp, tp (Grattafiori et al. 2024,
+# section 3.3.2): FSDP prefetches parameters and reduces gradients during computation, so it
+# tolerates the longest distance.
+
+# %% [markdown]
+# **The axis that communicates most, and overlaps least, is innermost: tp, and it fits into a
+# node.**
+#
+# ## 6 Megatron-Core's mesh, PyTorch's, and your cluster
+#
+# Megatron-Core has the same axes, with layers, schedule and data parallelism of its own. Below it
+# trains our model on our mesh, from the same weights, in float32. (On a CPU, small functions
+# replace the CUDA calls that it makes: `course_lib.frameworks.megatron_on_cpu` lists them.) Does it
+# send more?
+
+# %% tags=["predict"]
+guess_bytes = predict("Megatron-Core's bytes along tp, divided by ours")
+### GUESS guess_bytes.commit(1)
+
+# %% tags=["measured"]
+from math import isnan
+
+from course_lib.mesh import beside_frameworks as beside
+
+sent, single = {}, replace(step, number_bytes=4)
+for name in ("ours", "Megatron-Core"):
+    try:
+        runs = eight.run(beside.run_mesh, single, 4, name == "ours")
+    except RankError as missing:
+        print(next(line for line in str(missing).splitlines() if "need " in line).strip())
+        continue
+    sent[name] = lab.bytes_by_axis(cube, 7, runs[7].last_events)
+    known = [run.losses[-1] for run in runs if not isnan(run.losses[-1])]
+    kib = ", ".join(f"{axis} {size / 2**10:.2f} KiB" for axis, size in sent[name].items())
+    print(f"{name:13} loss {fmean(known):.5f}, {runs[7].median_ms:.0f} ms per step; sent {kib}")
+if len(sent) == 2:
+    reveal(guess_bytes, sent["Megatron-Core"]["tp"] / sent["ours"]["tp"])
+
+# %% [markdown]
+# The same loss, and along every axis the same bytes, except those that send the loss and the number
+# of tokens. It differs in how it sends them: it sums the tied embedding's gradients by an
+# all-reduce of the first and last stage (ours are two messages), and needs three all-reduces of one
+# number for a token's loss (ours: one of one number, one of two). The times are those of a CPU.
+#
+# In PyTorch, with the mesh of section 1, the same composition is:
+#
+# ```python
+# mesh = init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+# stage = ...                                       # the layers of mesh["pp"]
+# parallelize_module(stage, mesh["tp"], plan)       # lesson 07
+# fully_shard(stage, mesh=mesh["dp"])               # lesson 10: last
+# ```
+#
+# `mesh["dp", "tp"]` is a sub-mesh. FSDP then shards a `DTensor` that is split along tp already. It
+# knows its axes, so `clip_grad_norm_` and a checkpoint need no list as in section 4 (except for
+# pp). The plan has to cover all parameters, norm layers by `SequenceParallel`; otherwise
+# `clip_grad_norm_` fails.
+#
+# On your cluster, one command times all orders of a mesh:
+#
+# `torchrun --nproc-per-node 8 cluster/exercises/11_mesh.py --mesh pp=2,dp=2,tp=2`
+#
+# ## What to keep
+#
+# - Coordinates are digits, innermost last; in a group one digit varies, in a sub-mesh several.
+# - tp: activations, every layer. pp: an activation per micro-batch. dp: gradients, once.
+# - TP and PP first, data parallelism last. Sequences by dp coordinate.
+# - Clipping: add shards, count copies once. Average over dp once.
+# - tp innermost and inside a node.
+#
+# Lesson 12 chooses the sizes.
+#
+# **Read on**
+#
+# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*, section 3: how the three
+#   methods interact, with formulas.
+# - Grattafiori et al. 2024, *The Llama 3 Herd of Models*, section 3.3.2: four axes in order.
+# - Liang et al. 2024, *TorchTitan*, section 2: the same composition with DeviceMesh and DTensor.
+# - Tazi et al. 2025, *The Ultra-Scale Playbook*, "5D Parallelism in a Nutshell".
+# - PyTorch tutorials, *Getting Started with DeviceMesh*.
+# - NVIDIA Megatron-LM, `megatron/core/parallel_state.py`: `RankGenerator` and its `order`.
