@@ -25,6 +25,7 @@ from course_lib.grading.watchdog import RunLimits
 from course_lib.notebooks.grading import Verdict, first_look, verdict_of
 from course_lib.notebooks.lessons import exercise_cells, short_hash, write_notebook
 from course_lib.notebooks.nbval_run import STOPPED_S, Outcome
+from course_lib.ranks.fork_server import LATER
 
 MOST_TEXT = 100_000  # characters of an answer
 MOST_OUTCOMES = 8 * 2**20
@@ -194,6 +195,8 @@ class Grader:
             elif (group.course / part).exists():
                 shutil.copy(group.course / part, work)
         wall_s = START_S + len(notebook.cells) * (self.timeout_s + STOPPED_S)
+        wants_ranks = any(f"check-{key}" in _ids(notebook) for key in self.task.on_ranks)
+        later = {} if wants_ranks else {LATER: "1"}
         words = ["-m", "course_lib.grading.inside", "/work/merged.ipynb", f"{self.timeout_s:g}"]
         return self.sandbox.run(
             [sys.executable, *words],
@@ -201,7 +204,12 @@ class Grader:
             out=out,
             read_only={group.course / "course_lib": Path("/course/course_lib")},
             limits=replace(self.limits, wall_s=wall_s),
-            env={"PYTHONPATH": "/course", OUT_FOLDER: "/out", "COURSE_ASSIGNMENT": "/work"},
+            env={
+                "PYTHONPATH": "/course",
+                OUT_FOLDER: "/out",
+                "COURSE_ASSIGNMENT": "/work",
+                **later,
+            },
         )
 
     def _seen(
@@ -234,6 +242,10 @@ class Grader:
     def close(self) -> None:
         """End the judge."""
         self.judge.close()
+
+
+def _ids(notebook: NotebookNode) -> set[str]:
+    return {cell.id for cell in notebook.cells}
 
 
 def _may_be_the_machine(verdict: Verdict) -> bool:

@@ -40,6 +40,7 @@ class GradingTask:
     checks    the text of each check cell, by key, in the order of the notebook
     stubs     what each exercise hands out, by key
     hidden    the keys that have hidden cases
+    on_ranks  the keys whose checks start ranks
     """
 
     lesson: Lesson
@@ -48,6 +49,7 @@ class GradingTask:
     checks: Mapping[str, str]
     stubs: Mapping[str, str]
     hidden: frozenset[str]
+    on_ranks: frozenset[str]
 
     @property
     def is_lesson(self) -> bool:
@@ -175,8 +177,10 @@ def _task(lesson: Lesson, assignment: Assignment) -> GradingTask:
         raise CourseError(f"{lesson.source}: need the cells of {', '.join(missing)}; found none.")
     with at_work_in(lesson.folder):
         hidden = hidden_exercises(lesson.folder)
+        on_ranks = [key for key in assignment.keys if hasattr(find_exercise(key).check, "worlds")]
     return GradingTask(
         hidden=frozenset(hidden),
+        on_ranks=frozenset(on_ranks),
         lesson=lesson,
         assignment=assignment,
         cells=cells,

@@ -15,6 +15,7 @@ from course_lib.grading.grader import Grader, RunGroup
 from course_lib.grading.sandbox import find_sandbox
 from course_lib.grading.submission import find_submissions
 from course_lib.grading.task import GradingTask, task_of_assignment
+from tests.grading.hostile_answers import RIGHT_SPLIT, SPLIT
 
 KEYS = ("toy-1", "toy-2", "toy-3")
 CHECKS = '''
@@ -220,3 +221,17 @@ def proofs() -> Iterator[Proofs]:
 def small_class(tmp_path, monkeypatch, proofs) -> Class:
     monkeypatch.setattr(class_run, "proved", proofs.proved)
     return Class(tmp_path)
+
+
+@pytest.fixture
+def split_class(small_class):
+    """A class whose first exercise is one that the library has a function for."""
+    checks, source = small_class.home / "checks/__init__.py", small_class.home / "source/toy.py"
+    text = checks.read_text().replace(
+        'key="toy-1",', 'key="toy-1", library=("course_lib.pipeline.token_pipeline:even_cut",),'
+    )
+    text = text.replace('[("1 and 2", (1, 2)), ("3 and 0", (3, 0))]', '[("4 and 2", (4, 2))]')
+    checks.write_text(text.replace('Edit("x + y", "x - y"', 'Edit("x // y", "x"'))
+    source.write_text(source.read_text().replace("return x + y + OFFSET", SPLIT))
+    small_class.honest = {"toy_1": RIGHT_SPLIT}
+    return small_class

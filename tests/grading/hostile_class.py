@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import TypeVar
 
 import psutil
 
@@ -18,6 +20,7 @@ from course_lib.grading.sandbox import find_sandbox
 from course_lib.grading.submission import find_submissions
 from course_lib.grading.watchdog import MiB, RunLimits
 
+T = TypeVar("T")
 HONEST = "zoe"  # the last in the class
 LIMITS = RunLimits(memory_bytes=2500 * MiB, disk_bytes=64 * MiB, output_bytes=MiB, processes=150)
 NOTHING = {f"toy_{number}": "" for number in (1, 2, 3)}  # not done: nothing to run
@@ -45,6 +48,17 @@ def graded_class(small_class, out: Path, timeout_s: float = 20) -> dict[str, Gra
     assert len(by_student) == len(submissions)
     assert statuses(by_student[HONEST]) == ["right"] * 3, by_student[HONEST]
     return by_student
+
+
+def one_of_each(kinds: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
+    """Return one student of each kind, the same ones in every run."""
+    random = Random(5)
+    return {name: kind[name] for kind in kinds.values() for name in [random.choice(sorted(kind))]}
+
+
+def all_of(kinds: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
+    """Return the students of all kinds."""
+    return {name: text for kind in kinds.values() for name, text in kind.items()}
 
 
 def statuses(graded: Graded) -> list[str]:

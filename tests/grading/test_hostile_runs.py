@@ -1,6 +1,7 @@
 """Answers that never end, end others, or take what they can get: the class is graded all the same.
 
-And files that are no honest notebooks: each has a row, and no points that it did not earn.
+And files that are no honest notebooks: each has a row, and no points that it did not earn. All are
+in one class; of the answers that do not end, one of each kind. `make faults` tries them all.
 """
 
 import csv
@@ -11,91 +12,38 @@ import zipfile
 import nbformat
 import pytest
 
-from tests.grading.hostile_class import LEFT_OVER, NOTHING, graded_class, statuses
+from course_lib.grading import class_run
+from tests.grading.conftest import Class
+from tests.grading.hostile_class import NOTHING, graded_class, one_of_each, statuses
+from tests.grading.hostile_runs import ENDS, LEAVES, are_ended, hand_in_all
 
-ENDS = {  # what the answer to toy-1 does; why it is wrong
-    "exits": ("import os\nos._exit(0)\n", "ended the Python process"),
-    "system-exit": ("raise SystemExit\n", "SystemExit"),
-    "interrupts": ("raise KeyboardInterrupt\n", "KeyboardInterrupt"),
-    "shuts-down": ("get_ipython().kernel.do_shutdown(False)\nget_ipython().ask_exit()\n", ""),
-    "asks": ("name = input()\n", "StdinNotImplementedError"),
-    "kills-parent": ("import os\nos.kill(os.getppid(), 9)\n", "ended the Python process"),
-    "kills-all": ("import os\nos.kill(-1, 9)\n", "ended the Python process"),
-    "forks": (
-        "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass\n",
-        "more processes",
-    ),
-    "takes-memory": (
-        "kept = []\nwhile True:\n    kept.append(bytearray(b'x' * 2**28))\n",
-        "memory",
-    ),
-    "prints": ("while True:\n    print('x' * 1000)\n", "It printed without end"),
-    "loops": (
-        "while True:\n    try:\n        while True:\n            pass\n"
-        "    except KeyboardInterrupt:\n        pass\n",
-        "",
-    ),
-    "stops-parent": ("import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\nwhile True: pass\n",
-                     "the whole run was ended"),
-    "fills-disk": (
-        "import itertools\nfor place in ('/out', '/tmp', '/dev/shm', '/home/learner'):\n"
-        "    try:\n        with open(f'{place}/full', 'wb') as file:\n"
-        "            for _ in range(200):\n                file.write(bytes(2**20))\n"
-        "    except OSError:\n        pass\nimport os\nos._exit(1)\n",
-        "",
-    ),
-}  # fmt: skip
-LEAVES = {  # what stays behind, or would harm the next: each answer is right but for that
-    "left-over": (
-        "import subprocess\n"
-        f"subprocess.Popen(['sleep', '{LEFT_OVER}'], start_new_session=True)\n"
-        "import threading, time\n"
-        "threading.Thread(target=time.sleep, args=(10**6,)).start()\n"
-    ),
-    "start-up": (
-        "import os\nfrom pathlib import Path\n"
-        "for home in (Path.home(), Path('/root')):\n"
-        "    try:\n        place = home / '.ipython/profile_default/startup'\n"
-        "        place.mkdir(parents=True, exist_ok=True)\n"
-        "        (place / '00.py').write_text('raise SystemExit')\n"
-        "    except OSError:\n        pass\n"
-    ),
-    "rewrites": (
-        "import course_lib.checks\nfrom pathlib import Path\n"
-        "for path in [*Path('/course').rglob('*.py'), *Path('/work').rglob('*')]:\n"
-        "    try:\n        path.write_text('raise SystemExit')\n"
-        "    except OSError:\n        continue\n    raise RuntimeError(path)\n"
-    ),
-}
 RIGHT = "def add(x, y):\n    return x + y\n"
+STRANGE = '=HYPERLINK("http:x")\x1b[2J\nann'
+NO_END = one_of_each(ENDS)
+MEDDLED = (
+    *("forged", "reversed", "twice", "renamed"),
+    *("deleted", "other", "older", "anonymous"),
+)
 
 
-@pytest.mark.parametrize("part", [0, 1, 2])
-def test_what_does_not_end_by_itself_is_ended(small_class, tmp_path, part):
-    mine = dict(list(ENDS.items())[part::3])
-    for student, (text, _) in mine.items():
-        small_class.hand_in(f"{student}.ipynb", **{**NOTHING, "toy_1": text})
-    found = graded_class(small_class, tmp_path / "grades", timeout_s=15)
-    for student, (_, says) in mine.items():
-        assert statuses(found[student]) == ["wrong", "not done", "not done"], found[student]
-        assert says in found[student].verdicts[0].detail, found[student]
+@pytest.fixture(scope="module")
+def mixed_class(tmp_path_factory, proofs):
+    """A class of all that is here, before it is graded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(class_run, "proved", proofs.proved)
+        yield Class(tmp_path_factory.mktemp("mixed"))
 
 
-def test_what_is_left_behind_is_ended_and_harms_nobody(small_class, tmp_path):
+@pytest.fixture(scope="module")
+def found(mixed_class):
+    """How everybody in it is graded."""
+    hand_in_all(mixed_class, NO_END)
     for student, text in LEAVES.items():
-        small_class.hand_in(f"{student}.ipynb", **{**NOTHING, "toy_1": text + RIGHT})
-    found = graded_class(small_class, tmp_path / "grades")
-    for student in LEAVES:
-        assert statuses(found[student]) == ["right", "not done", "not done"], found[student]
-
-
-def test_an_answer_that_ends_the_run_leaves_the_others_of_its_student_theirs(small_class, tmp_path):
-    small_class.hand_in("eve.ipynb", toy_2="import os\nos._exit(0)\n")
-    assert statuses(graded_class(small_class, tmp_path / "grades")["eve"]) == [
-        "right",
-        "wrong",
-        "right",
-    ]
+        mixed_class.hand_in(f"{student}.ipynb", **{**NOTHING, "toy_1": text + RIGHT})
+    mixed_class.hand_in("eve.ipynb", toy_2="import os\nos._exit(0)\n")
+    hand_in_meddled(mixed_class)
+    hand_in_strange(mixed_class)
+    return graded_class(mixed_class, mixed_class.folder / "grades")
 
 
 def changed(path, change):
@@ -105,8 +53,9 @@ def changed(path, change):
     path.write_text(json.dumps(notebook))
 
 
-def test_notebooks_that_were_meddled_with_get_what_they_earned(small_class, tmp_path):
-    wrong = {"toy_1": "def add(x, y):\n    return x - y\n"}
+def hand_in_meddled(small_class):
+    """Hand in notebooks whose first answer is wrong, and that were changed by hand."""
+    wrong = {"toy_1": "def add(x, y):\n    return x - y\n", "toy_3": ""}
 
     def forge(notebook):
         output = {"output_type": "stream", "name": "stdout", "text": "toy-1: right. Sums.\n"}
@@ -140,21 +89,12 @@ def test_notebooks_that_were_meddled_with_get_what_they_earned(small_class, tmp_
         ("anonymous", lambda notebook: notebook["metadata"].clear()),
     ):
         changed(small_class.hand_in(f"{student}.ipynb", **wrong), change)
-    found = graded_class(small_class, tmp_path / "grades")
-    assert {name: statuses(found[name]) for name in ("forged", "reversed", "twice", "renamed")} == {
-        "forged": ["wrong", "right", "right"],
-        "reversed": ["wrong", "right", "right"],
-        "twice": ["twice", "right", "right"],
-        "renamed": ["wrong", "missing", "right"],
-    }
-    assert statuses(found["deleted"]) == statuses(found["older"]) == ["missing", "right", "right"]
-    assert "this is the notebook of ddp" in found["other"].problem
-    assert "this is no notebook of it" in found["anonymous"].problem
 
 
-def test_every_file_has_a_row_and_none_stops_the_class(small_class, tmp_path):
+def hand_in_strange(small_class):
+    """Hand in files that are no notebooks, or strange ones."""
     place = small_class.submissions
-    ann = small_class.hand_in("ann.ipynb")
+    ann = small_class.hand_in("ann.ipynb", **{**NOTHING, "toy_1": RIGHT})
     (place / "no-format.ipynb").write_text('{"cells": [], "metadata": {}}')
     (place / "deep.ipynb").write_text("[" * 200_000)
     (place / "empty.ipynb").write_bytes(b"")
@@ -173,23 +113,52 @@ def test_every_file_has_a_row_and_none_stops_the_class(small_class, tmp_path):
     os.mkfifo(place / "pipe.ipynb")
     small_class.hand_in("long.ipynb", **{**NOTHING, "toy_1": f"{RIGHT}#{'x' * 200_000}\n"})
     small_class.hand_in("nested.ipynb", **{**NOTHING, "toy_1": f"add = {'-' * 90_000}1\n"})
-    strange = '=HYPERLINK("http:x")\x1b[2J\nann'
     small_class.hand_in(
-        f"{strange}/toy.ipynb", **{**NOTHING, "toy_1": f"raise ValueError({strange!r})"}
+        f"{STRANGE}/toy.ipynb", **{**NOTHING, "toy_1": f"raise ValueError({STRANGE!r})"}
     )
-    found = graded_class(small_class, tmp_path / "grades")
-    judged = {"ann", "zoe", "long", "nested", strange}
+
+
+def test_what_does_not_end_by_itself_is_ended(found):
+    are_ended(found, NO_END)
+
+
+def test_what_is_left_behind_is_ended_and_harms_nobody(found):
+    for student in LEAVES:
+        assert statuses(found[student]) == ["right", "not done", "not done"], found[student]
+
+
+def test_an_answer_that_ends_the_run_leaves_the_others_of_its_student_theirs(found):
+    assert statuses(found["eve"]) == ["right", "wrong", "right"], found["eve"]
+
+
+def test_notebooks_that_were_meddled_with_get_what_they_earned(found):
+    assert {name: statuses(found[name]) for name in ("forged", "reversed", "twice", "renamed")} == {
+        "forged": ["wrong", "right", "not done"],
+        "reversed": ["wrong", "right", "not done"],
+        "twice": ["twice", "right", "not done"],
+        "renamed": ["wrong", "missing", "not done"],
+    }
+    assert (
+        statuses(found["deleted"]) == statuses(found["older"]) == ["missing", "right", "not done"]
+    )
+    assert "this is the notebook of ddp" in found["other"].problem
+    assert "this is no notebook of it" in found["anonymous"].problem
+
+
+def test_every_file_has_a_row_and_none_stops_the_class(mixed_class, found):
+    judged = {"ann", "zoe", "eve", "long", "nested", STRANGE, *NO_END, *LEAVES, *MEDDLED}
+    judged -= {"other", "anonymous"}
     assert {name for name, graded in found.items() if not graded.problem} == judged
     assert all(found[name].problem.startswith("not judged: ") for name in found.keys() - judged)
     assert "characters" in found["long"].verdicts[0].detail
-    assert statuses(found["nested"])[0] == statuses(found[strange])[0] == "wrong"
-    assert not list(tmp_path.rglob("climbed.txt"))
-    written = (tmp_path / "grades/gradebook.csv").read_text()
+    assert statuses(found["nested"])[0] == statuses(found[STRANGE])[0] == "wrong"
+    assert not list(mixed_class.folder.rglob("climbed.txt"))
+    written = (mixed_class.folder / "grades/gradebook.csv").read_text()
     assert written.isprintable() or set(written) - set("\r\n") == set(
         filter(str.isprintable, written)
     )
-    with (tmp_path / "grades/gradebook.csv").open(newline="") as file:
+    with (mixed_class.folder / "grades/gradebook.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(found)
     assert not any(field.startswith(("=", "+", "-", "@")) for row in rows for field in row.values())
-    assert nbformat.read(ann, 4).cells[0].source == RIGHT
+    assert nbformat.read(mixed_class.submissions / "ann.ipynb", 4).cells[0].source == RIGHT
