@@ -1,6 +1,6 @@
 # Everything a person does here. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help environment lab test test-all test-cluster cluster check format notebooks slides bench clean
+.PHONY: help environment lab test test-all test-cluster faults gpu cluster check format notebooks slides site release bench clean
 
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes start sooner where modules are compiled
 VENV ?= .venv
@@ -9,7 +9,8 @@ LESSON ?= notebooks/00_ranks.ipynb
 PYTEST = "$(BIN)/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # what starts the real things and takes the other half of the time: `make test-all` runs it too
 LIVE = tests/lab tests/setup tests/cluster tests/cluster_exercises tests/frameworks tests/train \
-	tests/repository/test_readme.py tests/repository/test_instructor_guide.py tests/grading
+	tests/repository/test_readme.py tests/repository/test_instructor_guide.py tests/grading \
+	tests/site
 FAULTS ?= $(wildcard tests/cluster/faults_*.py)
 BENCHMARKS ?= $(wildcard tests/benchmarks/bench_*.py)
 
@@ -40,6 +41,13 @@ test-all: environment ## every test: also the browser, Slurm, torchrun, framewor
 test-cluster: environment ## what takes minutes on a live Slurm: nodes that go, preemption, time limits
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest $(FAULTS) $(TEST_ARGS)
 
+faults: environment ## the long proofs that tests sample: 200 kills (FAULTS_ARGS="--kills 20"), every hostile answer
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m tests.checkpoint.faults_kill $(FAULTS_ARGS)
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest tests/grading/faults_*.py $(TEST_ARGS)
+
+gpu: environment ## try every path that computes on a GPU, and record it (GPU_ARGS="--only memory")
+	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m tests.gpu $(GPU_ARGS)
+
 cluster: environment ## keep a Slurm of two nodes on this machine until Ctrl-C (CLUSTER_ARGS="--nodes 4")
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m tools.cluster $(CLUSTER_ARGS)
 
@@ -60,9 +68,15 @@ notebooks: environment ## rebuild the notebooks from notebooks/source
 slides: environment ## build the slides as HTML and PDF in build/slides (needs Node.js and chromium)
 	@"$(BIN)/python" tools/slides.py
 
+site: environment ## build the website in build/site (SITE_ARGS="--for instructors": with solutions)
+	@"$(BIN)/python" tools/build_site.py $(SITE_ARGS)
+
 bench: environment ## measure, and print the tables
 	@for script in $(BENCHMARKS); do echo "== $$script"; \
 		"$(BIN)/python" -m "$$(echo "$${script%.py}" | tr / .)" || exit 1; done
+
+release: environment ## a wheel with the lessons, and a zip for students, of the last commit
+	@"$(BIN)/python" tools/release.py
 
 clean: ## delete what the other targets built; notebooks, run records and .venv stay
 	@rm -rf build slides/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis

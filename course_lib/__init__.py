@@ -14,7 +14,10 @@ files are for: the method, and where the lesson has them, what predicts, measure
     pipeline           08  layers split over ranks: schedules, their execution and simulation
     zero               09  ZeRO 1, 2, 3 and offload
     fsdp               10  gather a unit, use it, free it
+    mesh               11  ranks on named axes: data, tensor and pipeline parallelism combined
+    planner            12  a training step predicted: its seconds by cause, its bytes by kind
     scaling_study      13  predict, run and compare strategies on a laptop or a cluster
+    checkpoint         14  sharded, whole or not at all, loaded at any world size
 
 What they stand on, and what serves them:
 

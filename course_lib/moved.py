@@ -114,7 +114,6 @@ train.optimizers < training.framework_steps training.steps training.whole_state
     training.framework_steps:FrameworkSteps=FrameworkAdapter training.steps:Steps=OptimizerAdapter
     training.steps:PlainSteps=PlainAdapter training.steps:ZeROSteps=ZeROAdapter
     training.steps:FSDPSteps=FSDPAdapter training.whole_state:held_bytes=state_bytes
-    training.whole_state:State=StateDict
 train.progress < training.bar training.bar:Teller=ProgressBar
 train.rules < training.fits training.split
 train.trainer < training.loop

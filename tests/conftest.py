@@ -285,8 +285,10 @@ def alone(monkeypatch):
     import torch
     import torch.distributed as dist
 
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
+    from course_lib.ranks.launch import ALONE  # not above: it starts a server
+
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as on any rank: threads that wait for each other cost the most
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -299,7 +301,7 @@ def alone(monkeypatch):
 @pytest.fixture(scope="module")
 def pools():
     """One pool of ranks a world size, started when first asked for."""
-    from course_lib.ranks import Ranks  # not above: it starts a server
+    from course_lib.ranks import Ranks
 
     started: dict[int, Ranks] = {}
 

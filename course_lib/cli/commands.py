@@ -15,8 +15,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from course_lib.cli.checkpoint_commands import add_checkpoint_commands
 from course_lib.cli.class_commands import add_class_commands
 from course_lib.cli.grade_command import add_grade_command
+from course_lib.cli.machine_commands import add_machine_commands
+from course_lib.cli.plan_command import add_plan_command
+from course_lib.cli.trace_command import add_trace_command
 from course_lib.cluster.commands import add_commands, plain_table
 from course_lib.core import CourseError
 from course_lib.core.files import check_result_path
@@ -201,14 +205,6 @@ def memory(
         Console().print(accounting_table(setup))
 
 
-@app.command()
-def doctor() -> None:
-    """Say what this machine has for ranks to run on, and what is missing."""
-    from course_lib.ranks.machine import describe_machine, doctor_report
-
-    print(doctor_report(describe_machine()))
-
-
 def _own_folder() -> Path:
     """Return the folder of notebooks, with an update that was cut off finished, and told."""
     from course_lib.notebooks.lessons import find_folder
@@ -250,7 +246,11 @@ def _in_words(statuses: dict[str, str]) -> Text:
     )
 
 
-for add in (add_commands, add_study_commands, add_class_commands, add_grade_command):
+for add in (
+    *(add_commands, add_study_commands, add_checkpoint_commands),
+    *(add_class_commands, add_grade_command, add_plan_command, add_trace_command),
+    add_machine_commands,
+):
     add(app)
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from course_lib.cluster.commands import plain_table
 from course_lib.core import CourseError
+from course_lib.core.course_files import is_installed
 from course_lib.core.plain_text import one_line
 from course_lib.train.progress import terminal_bar
 
@@ -56,6 +57,7 @@ def grade(
 
     What was graded by an earlier run and is unchanged is not run again.
     """
+    _demand_clone()
     from course_lib.grading.class_run import grade_class, graders, num_jobs, write_reports
     from course_lib.grading.gradebook import Gradebook
     from course_lib.grading.submission import find_submissions
@@ -80,6 +82,15 @@ def grade(
     _show(task, book.rows)
     print(f"\n{book.folder / 'gradebook.csv'}, feedback for each student, and {overview}")
     raise typer.Exit(0 if all(graded.is_judged for graded in book.rows) else 1)
+
+
+def _demand_clone() -> None:
+    """Raise CourseError for a wheel: its solutions lie where a submission may read them."""
+    if is_installed():
+        raise CourseError(
+            "course grade: expected a clone of the course; got an installed package, whose "
+            "solutions a submission could read. Try git clone, make environment, and again there."
+        )
 
 
 def _sandbox(kind: str) -> "Sandbox":

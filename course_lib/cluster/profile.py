@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.cluster.slurm_time import read_time_s
+from course_lib.core.course_files import course_folder
 from course_lib.core.errors import CourseError
 from course_lib.core.files import read_text, write_whole
 
@@ -140,7 +141,7 @@ def find_cluster_folder() -> Path:
     for parent in (here, *here.parents):
         if (parent / "cluster" / "profiles").is_dir():
             return parent / "cluster"
-    return Path(__file__).parents[2] / "cluster"
+    return course_folder() / "cluster"
 
 
 def profile_names() -> list[str]:

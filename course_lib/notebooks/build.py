@@ -3,7 +3,8 @@
 One source gives two notebooks: the student's, without solutions and outputs, and the solved one,
 executed from top to bottom, and a second time under other conditions: an output that differs then
 has to be that of a cell tagged `measured`, so that `pytest --nbval notebooks/solved` passes on any
-machine. Only what is stale is built again; nothing is written before it is whole, and what a
+machine. Only what is stale is built again; where only prose has changed, nothing is executed, and
+the outputs stay, unless you say --force. Nothing is written before it is whole, and what a
 learner has written into a student notebook is carried over.
 """
 
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbformat import NotebookNode
@@ -129,9 +131,31 @@ def solved_is_stale(new: NotebookNode, path: Path) -> bool:
     except CourseError:
         return True
     unchecked = any("check" in tags_of(cell) and not cell.outputs for cell in old.cells)
-    bare = [{**cell, "outputs": [], "execution_count": None} for cell in old.cells]
-    fresh = [{**cell, "outputs": [], "execution_count": None} for cell in new.cells]
-    return unchecked or built_from(old) != built_from(new) or bare != fresh
+    same = list(map(_bare, old.cells)) == list(map(_bare, new.cells))
+    return unchecked or built_from(old) != built_from(new) or not same
+
+
+def outputs_kept(new: NotebookNode, path: Path) -> bool:
+    """Copy the stored outputs into a solved notebook if all code is as it was; return whether.
+
+    A check that never ran has nothing to copy.
+    """
+    try:
+        old = [cell for cell in read_notebook(path).cells if cell.cell_type == "code"]
+    except CourseError:
+        return False
+    code = [cell for cell in new.cells if cell.cell_type == "code"]
+    if [_bare(cell) for cell in old] != [_bare(cell) for cell in code]:
+        return False
+    if any("check" in tags_of(cell) and not cell.outputs for cell in old):
+        return False
+    for before, cell in zip(old, code, strict=True):
+        cell.outputs, cell.execution_count = before.outputs, before.execution_count
+    return True
+
+
+def _bare(cell: NotebookNode) -> dict[str, Any]:
+    return {**cell, "outputs": [], "execution_count": None}
 
 
 def write_student(lesson: Lesson, new: NotebookNode) -> list[str]:
@@ -239,10 +263,13 @@ def build(
             console.print(f"{path} is stale. Try make notebooks.", soft_wrap=True)
         return any(stale.values())
     start_s = time.monotonic()
-    if stale[lesson.solved]:
+    kept = stale[lesson.solved] and not force and outputs_kept(solution, lesson.solved)
+    if kept:
+        write_notebook(solution, lesson.solved)
+    elif stale[lesson.solved]:
         write_solved(lesson, cells, solution, twice=twice)
     told = write_student(lesson, student) if stale[lesson.student] else []
-    seconds = f"built in {time.monotonic() - start_s:.0f} s"
+    seconds = f"built in {time.monotonic() - start_s:.0f} s" + ", all outputs kept" * kept
     how = seconds if any(stale.values()) else "up to date"
     share = f"; {_measured(cells)}" if lesson.word else ""  # an assignment has no word
     console.print(f"{lesson.name}: {how}{share}")

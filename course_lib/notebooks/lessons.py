@@ -12,6 +12,7 @@ from nbformat import NotebookNode
 from nbformat.v4.rwbase import rejoin_lines
 
 from course_lib.core import CourseError
+from course_lib.core.course_files import course_folder, is_installed
 from course_lib.core.files import not_one, parse_json, read_text, whole_file
 
 NOTEBOOK = "a notebook"
@@ -34,7 +35,7 @@ class Lesson:
 
     @property
     def source(self) -> Path:
-        return self.folder / "source" / f"{self.name}.py"
+        return _beside(self.folder, f"source/{self.name}.py")
 
     @property
     def student(self) -> Path:
@@ -42,21 +43,43 @@ class Lesson:
 
     @property
     def solved(self) -> Path:
-        return self.folder / "solved" / f"{self.name}.ipynb"
+        return _beside(self.folder, f"solved/{self.name}.ipynb")
+
+
+def _beside(folder: Path, name: str) -> Path:
+    """Return a file beside the notebooks; where they have none, the one that a wheel brought."""
+    own, brought = folder / name, course_folder() / "notebooks" / name
+    return brought if is_installed() and brought.exists() and not own.exists() else own
 
 
 def find_folder() -> Path:
-    """Return the course's folder `notebooks`: below the current folder, else beside course_lib."""
+    """Return the course's folder `notebooks`: below the current folder, else beside course_lib.
+
+    Raises: CourseError where a wheel was installed and there are no notebooks of a learner
+    """
     here = Path.cwd()
     for parent in (here, *here.parents):
-        if (parent / "notebooks" / "source").is_dir():
-            return parent / "notebooks"
-    return Path(__file__).parents[2] / "notebooks"
+        folder = parent / "notebooks"
+        if (folder / "source").is_dir() or (is_installed() and _has_lessons(folder)):
+            return folder
+    if is_installed():
+        raise CourseError(
+            "Expected the folder of your notebooks, here or above; got none. Try `course start`, "
+            "which makes one, and go there."
+        )
+    return course_folder() / "notebooks"
+
+
+def _has_lessons(folder: Path) -> bool:
+    return any(lesson.student.is_file() for lesson in all_lessons(folder))
 
 
 def all_lessons(folder: Path) -> list[Lesson]:
     """Return every lesson that has a source, in the order of their numbers."""
-    return [Lesson(path.stem, folder) for path in sorted((folder / "source").glob("[0-9]*_*.py"))]
+    sources = folder / "source"
+    if is_installed() and not sources.is_dir():
+        sources = course_folder() / "notebooks" / "source"
+    return [Lesson(path.stem, folder) for path in sorted(sources.glob("[0-9]*_*.py"))]
 
 
 def find_lesson(name: str, folder: Path) -> Lesson:

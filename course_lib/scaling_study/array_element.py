@@ -13,7 +13,8 @@ from course_lib.train.launcher import work
 def main() -> None:
     """Run one rank of the run in this array task's line."""
     listed = read_list(sys.argv[1])[int(os.environ["SLURM_ARRAY_TASK_ID"])]
-    work(listed.run.config(listed.out))
+    if code := work(listed.run.config(listed.out)):
+        sys.exit(code)
 
 
 if __name__ == "__main__":

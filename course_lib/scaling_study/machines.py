@@ -55,6 +55,10 @@ class Machine:
         """A short description, for people."""
         return self.device.name if self.cores is None else f"{self.cores:g} CPU cores"
 
+    def is_full(self, ranks: int) -> bool:
+        """Return whether that many ranks leave no CPU core for communication."""
+        return self.cores is not None and 1 < ranks >= self.cores
+
     def flop_per_s(self, dtype: str, ranks: int) -> float:
         """Return the FLOP per second of a rank when that many of them run."""
         peak = self.device.peak(DTYPES[dtype]) / (1 if self.cores is None else LAPTOP_CORES)

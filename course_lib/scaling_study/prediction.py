@@ -3,7 +3,13 @@
 A step is computing, divided by the ranks; exposed communication; the bubble of a pipeline; and the
 optimizer, which reads and writes its state once. Gradients of DP overlap with backward, bucket by
 bucket. The messages of TP, of ZeRO and of FSDP are counted as fully exposed: right for simple TP
-(Megatron overlaps one of four all-reduces), too much for the others. Lesson 13_scaling_study.
+(Megatron overlaps one of four all-reduces), too much for the others.
+
+Where ranks share CPU cores, three things differ: Python's time for each layer and micro-batch does
+not shrink with the batch; nothing is hidden, as gloo's threads need the cores that compute; and for
+the same reason messages take longer than on the link that was measured while nothing else ran. Both
+constants are fitted on the 17 runs of several ranks in `data/laptop_study.json`, which they predict
+within 30 %. Lesson 13_scaling_study.
 """
 
 from collections.abc import Iterable
@@ -30,12 +36,17 @@ RECIPES = {
     "bfloat16": PURE_BF16,
 }
 MIB = 2**20
+HOST_LAYER_S = (
+    4e-3  # Python's, for a layer's forward and backward of one micro-batch, on a CPU core
+)
+LOADED_LINK = 1.7  # times as long as on an idle machine, with no core left for communication
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedRun:
     """The prediction for one run.
 
+    host_s       Python's time for layers and micro-batches, where there is no GPU
     wire_s       exposed communication: what computing does not overlap
     bubble_s     what a rank idles because its pipeline fills and empties
     held         bytes by kind on the fullest rank, at its peak
@@ -44,6 +55,7 @@ class PredictedRun:
     run: StudyRun
     machine: Machine
     compute_s: float
+    host_s: float
     wire_s: float
     bubble_s: float
     optimizer_s: float
@@ -52,7 +64,7 @@ class PredictedRun:
     @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        return self.compute_s + self.wire_s + self.bubble_s + self.optimizer_s
+        return self.compute_s + self.host_s + self.wire_s + self.bubble_s + self.optimizer_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -81,10 +93,12 @@ def predict(run: StudyRun, machine: Machine) -> PredictedRun:
     compute_s = flop / run.ranks / machine.flop_per_s(run.dtype, run.ranks)
     bubble_s, wire_s = _pipeline_s(run, machine, compute_s)
     wire_s += _tensor_s(run, machine) + _gradients_s(run, machine, compute_s)
+    wire_s *= LOADED_LINK if machine.is_full(run.ranks) else 1
     return PredictedRun(
         run=run,
         machine=machine,
         compute_s=compute_s,
+        host_s=_host_s(run, machine),
         wire_s=wire_s + _offload_s(run, machine),
         bubble_s=bubble_s,
         optimizer_s=_optimizer_s(run, machine),
@@ -101,10 +115,12 @@ def states_of(run: StudyRun) -> dict[str, int]:
 def fit_machine(machine: Machine, baseline: Experiment) -> Machine:
     """Return the machine with the speed of the one-rank run: only the rest is predicted.
 
-    What the optimizer takes is left as it is, so that the prediction of that run is its own time.
+    What Python and the optimizer take is left as it is, so that the prediction of that run is its
+    own time.
     """
     told = predict(baseline.run, machine)
-    compute_s = max(baseline.step_s - told.optimizer_s, baseline.step_s / 10)
+    rest_s = told.optimizer_s + told.host_s
+    compute_s = max(baseline.step_s - rest_s, baseline.step_s / 10)
     return replace(machine, reached=machine.reached * told.compute_s / compute_s)
 
 
@@ -128,6 +144,14 @@ def hours(predictions: Iterable[PredictedRun]) -> tuple[float, float]:
 def _recipe(run: StudyRun) -> Recipe:
     recipe = RECIPES[run.dtype]
     return replace(recipe, num_moments=0, master_bytes=0) if run.offload else recipe
+
+
+def _host_s(run: StudyRun, machine: Machine) -> float:
+    """Return Python's time in a rank's layers; ranks beyond the cores take turns."""
+    if machine.cores is None:
+        return 0.0
+    turns = max(1.0, run.ranks / machine.cores)
+    return HOST_LAYER_S * run.num_micro_batches * run.spec.num_layers / run.pp * turns
 
 
 def _pipeline_s(run: StudyRun, machine: Machine, compute_s: float) -> tuple[float, float]:
@@ -168,6 +192,8 @@ def _gradients_s(run: StudyRun, machine: Machine, compute_s: float) -> float:
         calls = zero_traffic(parallelism.zero, rows, run.num_micro_batches)
         return traffic_s(calls, parallelism.dp, link)
     last_s = compute_s / run.num_micro_batches  # only the last backward sends
+    if machine.is_full(run.ranks):
+        last_s = 0.0  # nothing is hidden
     cost = StepCost(
         forward_s=last_s / 3,
         ready_s=ready_by_share(sizes, last_s * 2 / 3),

@@ -162,6 +162,25 @@ def test_doctor_tells_of_this_machine(course):
     assert "memory" in out
 
 
+def test_doctor_writes_one_file_to_attach_to_a_question(course, tmp_path):
+    code, out, _ = course("doctor", "--report", str(tmp_path / "doctor.txt"))
+    assert code == 0
+    assert "all of its tests passed" in out
+    said = (tmp_path / "doctor.txt").read_text()
+    assert "gloo works: 4 bytes in" in said
+    assert str(tmp_path) not in said
+    code, out, err = course("doctor", "--report", str(tmp_path))
+    assert (code, out) == (1, "")
+    assert "Is a directory" in err
+
+
+def test_start_in_a_clone_says_where_the_lessons_are(course, tmp_path):
+    code, _, err = course("start", str(tmp_path / "new"))
+    assert code == 1
+    assert "this is a clone, whose lessons are in" in err
+    assert not (tmp_path / "new").exists()
+
+
 def test_ctrl_c_ends_a_check_and_its_kernel(toy, kernels):
     toy.fill(1, "def add_1(x, y):\n    while True:\n        continue\n")
     command = [sys.executable, "-m", "course_lib.cli", "check", "00"]

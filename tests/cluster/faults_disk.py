@@ -21,7 +21,8 @@ from pathlib import Path
 from course_lib.core.records import RunRecord
 folder = Path(os.environ["RUN_FOLDER"]) / "records" / "0.0"
 for rank in (0, 1):
-    record = RunRecord(rank=rank, world_size=2, steps=[{"step": n} for n in range(1000)])
+    steps = [{"step": n, "start_s": n, "end_s": n + 1} for n in range(1000)]
+    record = RunRecord(rank=rank, world_size=2, steps=steps)
     record.write(folder / f"rank{rank}.jsonl")
     while rank == 0:
         try:

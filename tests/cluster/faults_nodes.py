@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from course_lib.checkpoint import latest
 from course_lib.core.records import read_runs
 
 DEAD_RANK = """
@@ -39,7 +40,7 @@ def test_a_preempted_training_goes_on_and_no_step_is_lost_or_counted_twice(
     options = ("--nodes", "2", "--gpus", "1", "--script", "requeue", "--profile", "test")
     train = ("--strategy", "ddp", "--steps", "1000", "--save-every", "50", "--global-batch", "2")
     course("submit", *options, "-m", "course_lib.train", "--", *train)
-    until(Path("runs/cluster/train-1/checkpoint.pt").exists, "a checkpoint")
+    until(lambda: latest("runs/cluster/train-1/checkpoints") is not None, "a checkpoint")
     slurm.wait(
         slurm.submit("-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "true")
     )

@@ -15,7 +15,9 @@ NUMBERS = {
     "llm_foundry": ("SeqLen (T)", "# GPUs", "MFU", "HFU", "Throughput (T/s/GPU)"),
     "megatron_sc21": ("tp", "pp", "dp", "gpus"),
     "torchtitan": ("gpus", "fsdp", "tp", "pp", "TPS_per_GPU"),
+    "ultrascale": ("nodes", "dp", "tp", "pp", "mbs", "grad_acc"),
     "ultrascale_figures": ("value",),
+    "vtrain_ground_truth": ("gpus", "micro_batch", "measured_iter_time_s"),
     "zero_bubble": ("stages_p", "microbatches_m"),
     "zero_table1": ("zero_stage",),
 }

@@ -1,5 +1,6 @@
 """Sliders, steppers and predictions in JupyterLab, by mouse and by keyboard."""
 
+import json
 from collections.abc import Callable
 from statistics import median
 
@@ -28,6 +29,7 @@ stepper(frames_from_messages(ring, own_everything(3)), "TITLE")
     'size = predict("bytes sent by each rank", unit="MB")',
     'faster = predict("is it faster?", choices=YES_NO)',
     "reveal(size, 6)\nreveal(faster, True)",
+    'show(timeline(turns(3), "Three turns"), alt="three turns")',
 )
 LATENCIES = """image => {
     window.pressed = 0;
@@ -166,3 +168,15 @@ def test_a_prediction_committed_while_a_cell_runs_is_taken_whole(notebook: Noteb
     size.get_by_role("button", name="Commit").click()
     assert notebook.prompts()[-1] == "*"
     expect(size.get_by_role("status")).to_have_text("Committed: 125 MB")
+
+
+def test_a_timeline_is_saved_as_a_trace_by_its_button(notebook: Notebook) -> None:
+    cell = notebook.cells().nth(6)
+    expect(cell.get_by_role("img", name="three turns")).to_be_visible()
+    cell.get_by_role("button", name="Save as a trace").click()
+    expect(cell).to_contain_text("Saved as traces/")
+    (path,) = (notebook.file.parent / "traces").glob("*.json")
+    boxes = [part for part in json.loads(path.read_text())["traceEvents"] if part["ph"] == "X"]
+    assert {box["pid"] for box in boxes} == {0, 1, 2}
+    cell.scroll_into_view_if_needed()
+    notebook.screenshot("trace_button")

@@ -63,6 +63,7 @@ def test_count_params_of_every_preset(name):
         ("llama-70b", 70_553_706_496),
         ("llama-405b", 405_853_388_800),
         ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
     ],
 )
 def test_released_models_have_the_released_counts(name, num_params):

@@ -104,6 +104,36 @@ def test_stale_notebooks_are_named_and_nothing_is_written(toy, capsys):
     assert before == toy.lesson.student.read_bytes()
 
 
+def test_where_only_prose_has_changed_the_outputs_stay(toy):
+    before = nbformat.read(toy.lesson.solved, 4)
+    toy.edit_source("# 00 Toy", "# 00 Toys")
+    assert "all outputs kept" in toy.build()
+    solved = nbformat.read(toy.lesson.solved, 4)
+    assert solved.cells[0].source.startswith("# 00 Toys")
+    assert toy.read().cells[0].source.startswith("# 00 Toys")
+    for old, new in zip(before.cells[1:], solved.cells[1:], strict=True):
+        assert new.get("outputs") == old.get("outputs")
+    assert toy.build() == UP_TO_DATE
+
+
+@pytest.mark.parametrize("what", ["code", "a check that never ran", "--force"])
+def test_outputs_do_not_stay_where(toy, what):
+    toy.edit_source("# 00 Toy", "# 00 Toys")
+    if what == "code":
+        toy.edit_source('print("walk", 4)', 'print("walk", 2 + 2)')
+    notebook = nbformat.read(toy.lesson.solved, 4)
+    if what == "a check that never ran":
+        toy.cell(notebook, "check-toy-2").outputs = []
+    notebook.cells[-1].outputs = []
+    nbformat.write(notebook, toy.lesson.solved)
+    if what == "--force":
+        assert main(["--force"]) == 0
+    else:
+        assert "all outputs kept" not in toy.build()
+    solved = nbformat.read(toy.lesson.solved, 4)
+    assert all(cell.outputs for cell in solved.cells if "check" in cell.metadata.get("tags", []))
+
+
 def test_a_solved_notebook_whose_check_never_ran_is_stale(toy):
     notebook = nbformat.read(toy.lesson.solved, 4)
     toy.cell(notebook, "check-toy-2").outputs = []

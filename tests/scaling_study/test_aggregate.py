@@ -239,11 +239,11 @@ def instant(records):
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (step_with(end_s="later"), "rank 1, a step's end_s: need a number; got 'later'."),
-        (step_with(end_s=float("nan")), "a step's end_s: need a number; got nan."),
+        (step_with(end_s="later"), "rank1.jsonl, line 5: need a line of a run record; got"),
+        (step_with(end_s=float("nan")), "step.end_s: need a number; got nan."),
         (step_with(num_tokens=10**30), "num_tokens: need a whole number; got a number beyond"),
         (step_with(num_tokens=True), "num_tokens: need a whole number; got True."),
-        (step_with(step=None), "a step's step: need a whole number; got None."),
+        (step_with(step=None), "step.step: need a whole number; got None."),
         (step_with(loss="low"), "a step's loss: need a number; got 'low'."),
         (step_with(memory_bytes=-(10**9)), "and bytes from 0; got"),
         (run_with(steps=2**62), "need 4611686018427387904 steps, each once; got 8"),

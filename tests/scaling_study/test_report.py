@@ -109,7 +109,7 @@ def test_the_prediction_stands_beside_and_starts_from_the_run_of_one_rank():
     assert by_label["single", 1].prediction.step_s == pytest.approx(1.0)
     assert cells_of(by_label["single", 1])[3] == ""
     two = by_label["ddp", 2].prediction
-    assert two.step_s == pytest.approx(0.5, rel=0.05)
+    assert two.step_s == pytest.approx(0.5, rel=0.1)  # and some communication
     four = by_label["ddp", 4].prediction  # two cores cannot do more
     assert four.compute_s == pytest.approx(two.compute_s)
 
@@ -266,8 +266,7 @@ def test_the_recorded_sample_is_the_whole_laptop_study_and_says_where_it_was_mad
         assert result.baseline is not None
         assert result.experiment.losses == pytest.approx(result.baseline.losses, rel=1e-4)
         assert result.experiment.num_tokens == 9 * 16 * 64
-        # what does not share the cores with others is predicted, and the rest by its order
-        assert 0.3 < result.prediction.step_s / result.experiment.step_s < 1.1
+        assert 1 / 1.35 < result.prediction.step_s / result.experiment.step_s < 1.35
     assert len(list(pictures(sample))) > 10
 
 

@@ -40,7 +40,13 @@ from course_lib.scaling_study.measure_link import (
     round_trips,
 )
 from course_lib.scaling_study.plan import ACCUMULATED, STUDIES, Study, find_study
-from course_lib.scaling_study.prediction import fit_machine, hours, predict
+from course_lib.scaling_study.prediction import (
+    HOST_LAYER_S,
+    LOADED_LINK,
+    fit_machine,
+    hours,
+    predict,
+)
 from course_lib.scaling_study.run_local import RunFailure, run_here
 from course_lib.scaling_study.study_run import StudyRun, read_run, run_of
 from course_lib.scaling_study.submit import make_jobs, submit_all, waiting
@@ -250,6 +256,16 @@ def test_a_measured_run_of_one_rank_is_predicted_exactly_and_speeds_the_others()
     assert predict(ALONE, fitted).step_s == pytest.approx(2.0)
     two = predict(replace(ALONE, strategy="ddp", ranks=2), fitted)
     assert two.compute_s == pytest.approx(predict(ALONE, fitted).compute_s / 2)
+
+
+def test_only_full_cores_slow_messages_and_hide_nothing():
+    run = replace(ALONE, strategy="ddp", ranks=2)
+    cores = {n: replace(SLOW, cores=n) for n in (2, 8)}
+    full, roomy = (predict(run, cores[n]) for n in (2, 8))
+    assert full.wire_s > LOADED_LINK * roomy.wire_s
+    assert full.host_s == roomy.host_s == HOST_LAYER_S * run.num_micro_batches * run.spec.num_layers
+    assert predict(replace(run, ranks=4), cores[2]).host_s == 2 * full.host_s
+    assert predict(run, GPUS).host_s == 0
 
 
 def test_a_measured_link_is_kept_and_predicts(tmp_path):
