@@ -24,6 +24,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from course_lib.notebooks.build import build
 from course_lib.notebooks.lessons import Lesson
+from tests.browser import browser, screenshots  # noqa: F401 - fixtures
 from tests.cluster.slurmbox import MISSING, SlurmBox
 
 # The same examples each time, however slow the machine: the same code has the same verdict.

@@ -1,9 +1,5 @@
-"""JupyterLab and a browser without a window, for the tests of what a learner sees.
+"""JupyterLab and a browser without a window, for the tests of what a learner sees."""
 
-COURSE_SCREENSHOTS names the folder that gets the screenshots; else they stay with pytest's files.
-"""
-
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, expect
 
 from .notebook import Notebook
 from .server import Lab, started
@@ -19,20 +15,6 @@ from .server import Lab, started
 expect.set_options(timeout=20_000)  # the machine may be busy
 ROOT = Path(__file__).resolve().parents[2]
 VIEWPORT = {"width": 1280, "height": 1400}
-_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--no-proxy-server")
-_QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync")
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    """Chromium as the system has it; without it these tests are skipped."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("chromium is not installed: apt-get install chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=[*_FLAGS, *_QUIET])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="session")
@@ -42,15 +24,6 @@ def lab(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     shutil.copytree(ROOT / "notebooks", folder / "notebooks")
     with started(folder) as lab:
         yield lab
-
-
-@pytest.fixture(scope="session")
-def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder for screenshots."""
-    named = os.environ.get("COURSE_SCREENSHOTS")
-    folder = Path(named) if named else tmp_path_factory.mktemp("screenshots")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 @pytest.fixture(scope="module")

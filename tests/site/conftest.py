@@ -1,7 +1,5 @@
-"""The site, built once for each audience, and a browser without a network."""
+"""The site, built once for each audience."""
 
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -12,11 +10,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--no-proxy-server")
-QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync")
 
 
 class PageReader(HTMLParser):
@@ -94,24 +89,3 @@ def learners(tmp_path_factory: pytest.TempPathFactory) -> Site:
 def instructors(tmp_path_factory: pytest.TempPathFactory) -> Site:
     """The site for instructors."""
     return built(tmp_path_factory.mktemp("site") / "instructors", "instructors")
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    """Chromium as the system has it; without it these tests are skipped."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("chromium is not installed: apt-get install chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=[*FLAGS, *QUIET])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="session")
-def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder for screenshots."""
-    named = os.environ.get("COURSE_SCREENSHOTS")
-    folder = Path(named) if named else tmp_path_factory.mktemp("screenshots")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
