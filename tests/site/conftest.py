@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from html.parser import HTMLParser
