@@ -15,7 +15,7 @@ DRAWN = {"slides"}  # pictures there are drawn by `make slides`, which checks th
 
 
 def tracked_files(root: Path) -> list[Path]:
-    """What git tracks, and what is new and not ignored."""
+    """List the files that git tracks, and new ones that it does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.check_output(command, cwd=root, text=True).split("\0")
     return [root / name for name in names if name and (root / name).is_file()]

@@ -69,13 +69,13 @@ def choose_python(wanted):
 
 
 def fingerprint(root, venv):
-    """What the environment is built from and where; it is stale when this changes."""
+    """Fingerprint of what the environment is built from and where; when it changes, it is stale."""
     content = hashlib.sha256((root / "pyproject.toml").read_bytes()).hexdigest()
     return f"{content}\n{root}\n{venv}\n"
 
 
 def stamp_of(venv):
-    """What the last build left: a fingerprint if it was finished, and nothing if none began."""
+    """Return the last build's fingerprint if it was finished, and nothing if none began."""
     return read_stamp(venv)[0]
 
 

@@ -56,7 +56,7 @@ def read_lines(stream, arriving):
 
 
 def doing(line):
-    """What a line of pip's output says it is at, in a few words; empty if nothing new."""
+    """Say in a few words what a line of pip's output reports; empty if nothing new."""
     found = re.match(r"\s*(Collecting|Downloading) ([^\s;<>=~!]+)(.*)", line)
     if found and found.group(1) == "Collecting":
         return "looking up " + found.group(2)

@@ -1,4 +1,4 @@
-"""What can go wrong while the environment is built, each with what to do; old syntax."""
+"""Symptoms of a failed build of the environment, each with what to do; old syntax."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What `torch.distributed.checkpoint` asks while it saves and loads: which boxes has this rank?
+"""Planners that tell `torch.distributed.checkpoint` which boxes this rank saves and loads.
 
 DCP gathers a plan from each rank, and then writes or reads what the plans say. Notebook
 14_checkpoint.

@@ -1,4 +1,4 @@
-"""How a value differs from the right one, and what happened on the ranks, in words."""
+"""Sentences on how a value differs from the right one and on what happened on the ranks."""
 
 from typing import Any
 

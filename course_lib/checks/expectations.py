@@ -1,4 +1,4 @@
-"""What to expect of an answer on ranks: its numbers, its calls and their bytes, its memory.
+"""Expectations of an answer on ranks: its numbers, its calls and their bytes, its memory.
 
 An expectation is called with an `At` (course_lib.checks.on_ranks): what one rank observed under one
 label. It raises CheckFailed where it is not met, with the cause that explains what was seen.

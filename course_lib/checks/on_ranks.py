@@ -223,7 +223,7 @@ class At:
 
     @property
     def seen(self) -> Any:
-        """What this rank observed."""
+        """The observations of this rank."""
         return self.run.by_rank[self.rank][self.label]
 
     @property

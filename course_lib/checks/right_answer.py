@@ -43,7 +43,7 @@ class AssignmentHere:
 
     @property
     def seed(self) -> str:
-        """What the student's own cases are drawn from; empty where it is nobody's."""
+        """The string from which the student's own cases are drawn; empty where it is nobody's."""
         return seed_of(self.name, self.student) if self.student else ""
 
 

@@ -29,7 +29,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class _Package:
-    """What is installed for a module; `on_linux`: with the course there, elsewhere as an extra."""
+    """The package of a module; `on_linux`: installed with the course there, elsewhere an extra."""
 
     name: str
     version: str

@@ -1,4 +1,4 @@
-"""What a student reads about their work, one page each, and what the instructor reads on the class.
+"""Pages of feedback: one for each student, and one on the class for the instructor.
 
 The words of the checks are shown as they are: they name the misconception. The overview counts
 them, so that a class can talk about what many got wrong.

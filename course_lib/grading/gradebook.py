@@ -63,7 +63,7 @@ class Gradebook:
 
     @property
     def rows(self) -> list[Graded]:
-        """What was added, sorted by student; the last of each file."""
+        """The entries, sorted by student; of each file the last."""
         in_order = sorted(self._rows.values(), key=lambda one: (one.student, one.path))
         return sorted(in_order, key=lambda one: one.student.casefold())
 

@@ -51,7 +51,7 @@ WARNINGS = {
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended, its exit status, and the last 4,000 characters that it printed.
+    """The end of a run, its exit status, and the last 4,000 characters that it printed.
 
     how is "ended" (by itself), "time", "memory", "processes", "output" or "disk" (the limit that
     it passed), or "killed" (by `stop`, or by the kernel where memory ran out). code is 128 + n

@@ -1,4 +1,4 @@
-"""Which answers of a class are alike, whatever their names, comments and formatting.
+"""Find answers of a class that are alike, whatever their names, comments and formatting.
 
 An answer becomes tokens, tokens become overlapping runs of RUN tokens, and of each WINDOW runs in a
 row the one with the smallest hash is a fingerprint, so that any common stretch of RUN + WINDOW - 1
@@ -203,7 +203,7 @@ def _lines(answer: _Answer, shared: Iterable[int]) -> frozenset[int]:
 
 
 class _Given:
-    """What an exercise hands out: names that are kept, runs of tokens that do not count."""
+    """The code that an exercise hands out: names that are kept, runs of tokens that do not count."""
 
     def __init__(self, stub: str) -> None:
         self.words = set(WORDS.findall(stub))

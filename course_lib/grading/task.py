@@ -1,4 +1,4 @@
-"""What submissions are graded for: an assignment, or a lesson as it is; and what is run for it."""
+"""The task of a submission, an assignment or a whole lesson, and the files that grading it runs."""
 
 import ast
 import hashlib

@@ -25,7 +25,7 @@ END_WITHIN_S = 60
 
 @dataclass(frozen=True, kw_only=True)
 class RunLimits:
-    """What one run may use; a run that uses more is ended.
+    """The limits of one run; a run that uses more is ended.
 
     processes counts threads, too. disk_bytes limits /out, and each of /tmp, /dev/shm and HOME;
     these are kept in memory, and count there as well.

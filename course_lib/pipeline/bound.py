@@ -71,7 +71,7 @@ def schedule_bound(
 
 @dataclass(frozen=True)
 class _RankBound:
-    """What one rank, which holds the chunks at `depths`, adds to the bound."""
+    """Return what one rank, which holds the chunks at `depths`, adds to the bound."""
 
     depths: Sequence[int]
     seconds: dict[str, list[float]]

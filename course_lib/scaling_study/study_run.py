@@ -175,7 +175,7 @@ def run_of(record: RunRecord) -> StudyRun:
 
 @dataclass(frozen=True, kw_only=True)
 class ListedRun:
-    """What one task of a job array is to do: the run, and the folder of its records."""
+    """One task of a job array: its run, and the folder of its records."""
 
     out: str
     run: StudyRun

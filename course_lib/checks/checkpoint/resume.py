@@ -50,7 +50,7 @@ ORDER = Cause("Something after it in load draws random numbers or steps: restore
 
 @dataclass(frozen=True)
 class Resumed:
-    """What one answer did: parts that differ after loading, and the losses of the next steps."""
+    """The outcome of one answer: parts that differ after loading, and the next steps' losses."""
 
     text: str
     differing: tuple[str, ...]

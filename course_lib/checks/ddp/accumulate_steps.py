@@ -1,4 +1,4 @@
-"""What the check of exercise 4 of 06_ddp runs on each rank, and what it notes there."""
+"""The steps that the check of exercise 4 of 06_ddp runs and observes on each rank."""
 
 import time
 import weakref

@@ -1,6 +1,6 @@
-"""What belongs to the caller of the engine in exercise 3 of 08_pipeline, and what a learner reads.
+"""The caller's own objects in exercise 3 of 08_pipeline, watched for changes by the engine.
 
-What was changed is noted as a pair: a word, and what was seen. Each word has its cause.
+A change is a pair: a word, and what was observed. Each word has its cause.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What one rank sees of the split loss of exercise 4 of 07_tensor_parallel."""
+"""Observation of the split loss on one rank, for exercise 4 of 07_tensor_parallel."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from course_lib.ranks import record
 
 @dataclass
 class Used:
-    """What one rank saw of one loss."""
+    """The observation by one rank of one loss."""
 
     loss: Any
     grad: Any

@@ -1,4 +1,4 @@
-"""What one rank sees of the split MLP of exercise 2 of 07_tensor_parallel."""
+"""Observation of the split MLP on one rank, for exercise 2 of 07_tensor_parallel."""
 
 import functools
 import gc
@@ -19,7 +19,7 @@ from course_lib.ranks import record
 
 @dataclass
 class Used:
-    """What one rank saw of one split MLP."""
+    """The observation by one rank of one split MLP."""
 
     params: list[Any]
     others: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What one rank sees of f and g in exercise 1 of 07_tensor_parallel."""
+"""Observation of f and g on one rank, for exercise 1 of 07_tensor_parallel."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Part = Callable[[Tensor], Tensor]
 
 @dataclass
 class Used:
-    """What one rank saw of one use.
+    """The observation by one rank of one use.
 
     `around` is the gradient of x + together(x, nothing), `twice` that of two uses of one x;
     `num_runs` is how often part ran, forward and backward.

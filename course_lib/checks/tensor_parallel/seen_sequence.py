@@ -1,4 +1,4 @@
-"""What one rank sees of the pair in exercise 6 of 07_tensor_parallel."""
+"""Observation of the pair on one rank, for exercise 6 of 07_tensor_parallel."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Region = Callable[[Tensor, Part, int], Any]
 
 @dataclass
 class SequenceUsed:
-    """What one rank saw of one use; `twice` is the gradient of two uses of one x."""
+    """The observation by one rank of one use; `twice` is the gradient of two uses of one x."""
 
     inside: Any
     out: Any

@@ -205,7 +205,7 @@ def _without_autograd(
 
 @dataclass(frozen=True)
 class Whole:
-    """What each rank gets from the whole layer, computed in one process."""
+    """Compute in one process what each rank gets from the whole layer."""
 
     outs: list[Tensor]
     x_grads: list[Tensor]
