@@ -203,7 +203,7 @@ def _lines(answer: _Answer, shared: Iterable[int]) -> frozenset[int]:
 
 
 class _Given:
-    """The code that an exercise hands out: names that are kept, runs of tokens that do not count."""
+    """Code that an exercise hands out: names that are kept, runs of tokens that do not count."""
 
     def __init__(self, stub: str) -> None:
         self.words = set(WORDS.findall(stub))
