@@ -664,8 +664,8 @@ for name, steps in zip(("ours", "PyTorch's"), seen, strict=True):
 #
 # ### Exercise 6: what does the trace say? (core, 15 minutes)
 #
-# Real jobs are judged by their *trace*: JSON for https://ui.perfetto.dev, which `course trace`, the
-# button under a timeline or PyTorch's profiler writes. In ours, a box has a kind `cat`, a start
+# Real jobs are judged by their *trace* (JSON for https://ui.perfetto.dev): `course trace`, the
+# button under a timeline and PyTorch's profiler write one. In ours, a box has a kind `cat`, a start
 # `ts` and a duration `dur` in µs, and `pid` for the rank. Return the seconds in which one rank
 # communicates and does not compute. Boxes overlap, and nest: a `wait` inside a `backward` is not
 # computing. About 6 lines.

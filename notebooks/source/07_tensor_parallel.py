@@ -177,7 +177,7 @@ check("tensor_parallel-1", together)
 #
 # <details><summary>Hint: the output is off by a constant</summary>
 # What is added before the sum is added $p$ times. Where does the bias of <code>down</code> belong?
-# (Parameters of $1/p$ of it, added before the sum, would together change $p$ times too fast.)
+# (Adding $1/p$ of it per rank is right at first, but trains $p$ times too fast.)
 # </details>
 # <details><summary>Hint: it keeps too many bytes</summary>
 # A slice is a view and keeps the whole matrix alive. Indexing with a tensor copies:

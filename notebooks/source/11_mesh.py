@@ -600,7 +600,7 @@ if len(sent) == 2:
 # `mesh["dp", "tp"]` is a sub-mesh. FSDP then shards a `DTensor` that is split along tp already. It
 # knows its axes, so `clip_grad_norm_` and a checkpoint need no list as in section 4 (except for
 # pp). The plan has to cover all parameters, norm layers by `SequenceParallel`; otherwise
-# `clip_grad_norm_` fails.
+# `clip_grad_norm_` fails (PyTorch 2.13).
 #
 # On your cluster, one command times all orders of a mesh:
 #
