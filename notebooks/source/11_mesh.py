@@ -150,8 +150,9 @@ for axis, found in sums.items():
 # How much is that? A rank has $L/p$ layers and computes $b/d$ of the sequences. Along tp it
 # all-reduces, over all micro-batches, $bsh/d$ numbers four times per layer. Along dp it all-reduces
 # the gradients of *its* parameters, about $N/pt$ numbers: the other two axes make data parallelism
-# cheaper. A ring of $k$ ranks sends $2(k-1)/k$ times a tensor's bytes. Llama 2 7B in bf16 on 64
-# GPUs, 256 sequences of 4,096 tokens: how many times as much does a rank send along tp as along dp?
+# cheaper. In a ring of $k$ ranks, each sends $2(k-1)/k$ times a tensor's bytes. Llama 2 7B in bf16
+# on 64 GPUs, 256 sequences of 4,096 tokens: how many times as much does a rank send along tp as
+# along dp?
 
 # %% tags=["predict"]
 from course_lib.mesh.cost import MeshStep, axis_sent_bytes
