@@ -20,7 +20,7 @@ from course_lib.cost.network import collective_s
 from course_lib.memory.saved_tensors import measure_saved, tensors_of
 from course_lib.models.gpt import GPT
 from course_lib.ranks import Ranks
-from course_lib.ranks.timing import Measured, measured_of, record_interleaved
+from course_lib.ranks.timing import record_interleaved
 from course_lib.tensor_parallel.cost import overlap_saves_s
 from course_lib.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from course_lib.tensor_parallel.tensor_parallel import parallelize
@@ -79,21 +79,20 @@ class MLPStack:
 class OverlapRuns:
     """Measured steps by name, "plain" and "overlapped", and the predicted seconds saved.
 
-    backward_s   seconds of the fastest backward pass, which was disturbed least
+    fastest   all ranks' events of the turn with the fastest backward pass: the least disturbed one
     """
 
-    measured: dict[str, Measured]
-    backward_s: dict[str, float]
+    fastest: dict[str, list[Event]]
     predicted_s: float
 
     @property
     def saved_s(self) -> float:
         """Seconds of the plain backward pass minus those of the overlapped one."""
-        return self.backward_s["plain"] - self.backward_s["overlapped"]
+        return _backward_s(self.fastest["plain"]) - _backward_s(self.fastest["overlapped"])
 
     def timelines(self) -> dict[str, list[Event]]:
         """Return all ranks' backward pass by name, on a clock that starts with it."""
-        return {name: _backward_only(one.events) for name, one in self.measured.items()}
+        return {name: _backward_only(events) for name, events in self.fastest.items()}
 
 
 def measure_overlap(ranks: Ranks, stack: MLPStack | None = None, turns: int = 5) -> OverlapRuns:
@@ -105,15 +104,13 @@ def measure_overlap(ranks: Ranks, stack: MLPStack | None = None, turns: int = 5)
     stack = stack or MLPStack()
     by_rank = ranks.run(_steps, stack, turns)
     names = ("plain", "overlapped")
-    by_name = {name: [found[name] for found in by_rank] for name in names}
-    measured = {name: measured_of(turns_of) for name, turns_of in by_name.items()}
-    backward_s = {name: _fastest_backward_s(turns_of) for name, turns_of in by_name.items()}
-    spans = [e for e in measured["overlapped"].events if e.kind == "backward_weight"]
+    fastest = {name: _fastest_backward([found[name] for found in by_rank]) for name in names}
+    spans = [event for event in fastest["overlapped"] if event.kind == "backward_weight"]
     weight_s = median(event.duration_s for event in spans)
     link, p = ranks.link, ranks.world_size
     reduce_s = collective_s("all_reduce", stack.input_bytes, p, link) if link else 0.0
     predicted_s = stack.num_layers * overlap_saves_s(weight_s, reduce_s)
-    return OverlapRuns(measured, backward_s, predicted_s)
+    return OverlapRuns(fastest, predicted_s)
 
 
 def _steps(rank: int, stack: MLPStack, turns: int) -> dict[str, list[list[Event]]]:
@@ -125,13 +122,18 @@ def _loss_of(stack: MLPStack, model: nn.Module, rank: int) -> Tensor:
     return stack.loss(model, rank)
 
 
-def _fastest_backward_s(by_rank: Sequence[Sequence[list[Event]]]) -> float:
-    """Return the seconds of the fastest turn, from the last rank's start to the last end."""
-    seconds = []
-    for ranks in zip(*by_rank, strict=True):
-        passes = [event for events in ranks for event in events if event.kind == "backward"]
-        seconds.append(max(e.end_s for e in passes) - max(e.start_s for e in passes))
-    return min(seconds)
+def _fastest_backward(by_rank: Sequence[Sequence[list[Event]]]) -> list[Event]:
+    """Return all ranks' events of the turn whose backward pass was fastest."""
+    turns = [
+        [event for events in ranks for event in events] for ranks in zip(*by_rank, strict=True)
+    ]
+    return min(turns, key=_backward_s)
+
+
+def _backward_s(events: Sequence[Event]) -> float:
+    """Return the seconds of a backward pass, from the last rank's start to the last end."""
+    passes = [event for event in events if event.kind == "backward"]
+    return max(event.end_s for event in passes) - max(event.start_s for event in passes)
 
 
 def _backward_only(events: Sequence[Event]) -> list[Event]:

@@ -4,8 +4,7 @@
 # Data parallelism (lesson 05) ends every step with an all-reduce of the gradients, and while it
 # runs, the ranks do not compute. But the last layer's gradient is complete when backward has hardly
 # begun. **How much of the communication can be hidden behind backward, and how large should a
-# message be?** Here you build what PyTorch's `DistributedDataParallel` does:
-# **predict**, **run**, **compare**.
+# message be?** Here you build what PyTorch's `DistributedDataParallel` does.
 #
 # *After this lesson you can*
 #
@@ -86,7 +85,7 @@ show(pictures.ready_order(registered, ready, title), alt=f"{title}; the rest lie
 # ## 2 Buckets
 #
 # One message per parameter pays the latency each time; one message for all cannot be sent before
-# backward ends. So gradients are sent in **buckets**, by default of about 25 MiB. How many buckets
+# backward ends. So gradients are sent in **buckets** (PyTorch's default: 25 MiB). How many buckets
 # does GPT-2 need, in float32? No gradient is split: in our code, a gradient larger than a bucket is
 # sent alone.
 
@@ -182,12 +181,12 @@ reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 #
 # ### Exercise 2: hook and finish (core, 25 minutes)
 #
-# Now with buckets. In `on_grad`, send a bucket when *all* its gradients are complete, but never
-# bucket $i$ before bucket $i-1$: the ready order may differ between ranks. In `finish`, wait, and
-# leave the mean in every `param.grad`. `ready` is for parameters with a complete gradient,
-# `in_flight` for what was sent. Budget: one all_reduce per bucket, in the dtype of its gradients.
-# The process may hold other models; a gradient may be transposed in memory, or zero on one rank.
-# inf and nan must stay as they are. About 15 lines.
+# In `on_grad`, send a bucket when *all* its gradients are complete, but never bucket $i$ before
+# bucket $i-1$: the ready order may differ between ranks. In `finish`, wait, and leave the mean in
+# every `param.grad`. `ready` is for parameters with a complete gradient, `in_flight` for what was
+# sent. Budget: one all_reduce per bucket, in the dtype of its gradients. The process may hold other
+# models; a gradient may be transposed in memory, or zero on one rank. inf and nan must stay as they
+# are. About 15 lines.
 #
 # <details><summary>Hint: the ranks make different calls</summary>
 # Do not send the bucket of this <code>param</code>, but bucket <code>self.next</code>; repeat while
@@ -556,9 +555,9 @@ class HalfTheBytes:
 check("ddp-5", HalfTheBytes)
 
 # %% [markdown]
-# **Top-k** (Stich et al. 2018) sends the numbers of a bucket that are largest in absolute value,
-# with their indices. Indices differ from rank to rank, so an all-reduce cannot add the numbers: an
-# all-gather sends numbers and indices to all ranks.
+# **Top-k** (Aji and Heafield 2017) sends the numbers of a bucket that are largest in absolute
+# value, with their indices. Indices differ from rank to rank, so an all-reduce cannot add the
+# numbers: an all-gather sends numbers and indices to all ranks.
 #
 # **PowerSGD** (Vogels et al. 2019) sends a matrix of low rank $r$ (linear algebra's rank). A
 # gradient $M$ of $a \times b$ numbers is approximated by $P Q^T$, with $P$ of $a \times r$ and $Q$
@@ -568,8 +567,8 @@ check("ddp-5", HalfTheBytes)
 #   products is the product of the summed gradient. So two all-reduces suffice.
 # - One step of iteration is far from the best matrix of rank $r$. But the next training step starts
 #   from this $Q$ (*warm start*), so the iteration goes on from step to step.
-# - What is left out, $M - P Q^T$, is not lost: it is added to the next step's gradient (**error
-#   feedback**, Seide et al. 2014; top-k has it, too).
+# - What is left out, the *residual* $M - P Q^T$, is not lost: it is added to the next step's
+#   gradient (**error feedback**, Seide et al. 2014; top-k has it, too).
 #
 # Here is the iteration on the gradient of one weight, and the error of the best matrix of rank 2.
 
@@ -636,7 +635,7 @@ show(pictures.delivered(num_steps, errors, share, title), alt=f"{title}; bf16 on
 # %% [markdown]
 # With weights and batch fixed, the mean of what Top-k and PowerSGD have delivered approaches the
 # true gradient: error feedback delivers what was left out, late, which changes the training. (bf16
-# only rounds.) They take memory for the residuals and time to compress, and pay off only where
+# only rounds.) Both take memory for the residuals and time to compress, and pay off only where
 # communication is exposed.
 #
 # **Compression trades exact gradients for bytes; with error feedback, what was left out is
@@ -659,14 +658,14 @@ for name, steps in zip(("ours", "PyTorch's"), seen, strict=True):
     print(f"{name:9} {counts}; {sum(calls[-1])} bytes, {took_ms:.0f} ms a step")
 
 # %% [markdown]
-# The same bits, in fewer messages: PyTorch closes a bucket only once it reaches the limit. Its
-# first step has a single bucket; there PyTorch learns the true ready order, and then rebuilds the
-# buckets (unless `find_unused_parameters=True`).
+# The same bits (on two ranks, a sum has only one order), in fewer messages: PyTorch closes a bucket
+# only once it reaches the limit. Its first step has a single bucket; there PyTorch learns the true
+# ready order, and then rebuilds the buckets (unless `find_unused_parameters=True`).
 #
 # ### Exercise 6: what does the trace say? (core, 15 minutes)
 #
-# Real jobs are judged by their *trace*: JSON for https://ui.perfetto.dev, which `course trace`, the
-# button under a timeline or PyTorch's profiler writes. In ours, a box has a kind `cat`, a start
+# Real jobs are judged by their *trace* (JSON for https://ui.perfetto.dev): `course trace`, the
+# button under a timeline and PyTorch's profiler write one. In ours, a box has a kind `cat`, a start
 # `ts` and a duration `dur` in µs, and `pid` for the rank. Return the seconds in which one rank
 # communicates and does not compute. Boxes overlap, and nest: a `wait` inside a `backward` is not
 # computing. About 6 lines.
@@ -729,8 +728,8 @@ except RankError as hang:
 # %% [markdown]
 # Nothing is wrong on the line that hangs. On a cluster, such a job hangs with all its GPUs
 # reserved, until a time-out; and if the others begin the next epoch, gradients of different steps
-# mix first. So all ranks take the *same number of steps*: the sampler of lesson 05 drops or repeats
-# items, or a rank without data takes part with a loss of weight 0.
+# are even added up. So all ranks take the *same number of steps*: the sampler of lesson 05 drops or
+# repeats items, or a rank without data takes part with a loss of weight 0.
 #
 # **Every rank takes part in every step, with every bucket, in one order.**
 #
@@ -740,7 +739,7 @@ except RankError as hang:
 # - Buckets: as many as the network keeps up with, or $\sqrt{B / 2(p-1)\alpha}$ if that is more.
 # - Compression is a hook: count its bytes, and look at what it does to the gradient.
 #
-# Lesson 07 begins to split the model.
+# Lesson 07 splits the model.
 #
 # ## Read on
 #

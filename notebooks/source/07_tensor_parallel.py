@@ -177,7 +177,7 @@ check("tensor_parallel-1", together)
 #
 # <details><summary>Hint: the output is off by a constant</summary>
 # What is added before the sum is added $p$ times. Where does the bias of <code>down</code> belong?
-# (Parameters of $1/p$ of it, added before the sum, would together change $p$ times too fast.)
+# (Adding $1/p$ of it per rank is right at first, but trains $p$ times too fast.)
 # </details>
 # <details><summary>Hint: it keeps too many bytes</summary>
 # A slice is a view and keeps the whole matrix alive. Indexing with a tensor copies:
@@ -364,7 +364,7 @@ figure = compare(range(100), Voices(measurement=apart), title, x_label="step", y
 show(figure, alt=title)
 
 # %% [markdown]
-# In float64 only the order of sums makes a difference.
+# In float64 only the order of sums differs.
 #
 # What does a rank hold? Matrices are split; norms, positions and biases behind a sum are whole.
 # And what does it send? Count the sums of the tiny GPT's 2 layers; add one for the embedding, one
@@ -399,7 +399,7 @@ reveal(guess_calls, len(paper))
 # %% [markdown]
 # PyTorch does this, here to the same model (untied), with `DTensor` and a dict of the splits.
 # PyTorch's loss takes three calls; in this plan q, k and v have an f *each* (`PrepareModuleInput`
-# would share one). Megatron-Core trains the tied model.
+# would share one). Megatron-Core (below) trains the tied model.
 
 # %%
 from torch.distributed.tensor import DTensor, Replicate, parallel
@@ -436,8 +436,8 @@ for name in ["ours"] if missing("megatron.core") else ["ours", "Megatron-Core"]:
     print(f"{name}: loss {ran.losses[-1]:.5f}, {ran.median_ms:.0f} ms, {ran.calls()}")
 
 # %% [markdown]
-# **A split model computes the same numbers, with $1/p$ of its matrices per rank and four
-# all-reduces per layer, two in each pass.**
+# **Up to rounding, a split model computes the same numbers, with $1/p$ of its matrices per rank and
+# four all-reduces per layer, two in each pass.**
 #
 # ## 6 Dropout: equal here, different there
 #
@@ -473,7 +473,7 @@ reveal(guess_alike, "yes" if torch.equal(a, b) else "no")
 # `ShardedDropout` draws the mask of all heads, as one process would, and keeps its part.
 # Megatron-LM has a second random state for split tensors, seeded with the rank.
 #
-# **What is whole on all ranks needs one random state; what is split needs another.**
+# **Masks must be equal on tensors that all ranks hold, and different on split ones.**
 #
 # ## 7 What it costs
 #
@@ -524,8 +524,8 @@ figure = timelines(runs.timelines(), title, link=wire)
 show(figure, alt=f"{title}; the sum runs beside the weights' half")
 
 # %% [markdown]
-# The results are equal to the bit. Megatron-LM does this by default
-# (`CUDA_DEVICE_MAX_CONNECTIONS=1` makes the GPU start the sum first).
+# The results are equal to the bit. Megatron-LM does this by default (before Blackwell,
+# `CUDA_DEVICE_MAX_CONNECTIONS=1` makes the GPU start the sum first).
 #
 # More can be hidden, also in forward, if one piece of a product is sent while the next is computed:
 # *user buffers* in Transformer Engine, PyTorch's *async TP*.
@@ -557,11 +557,11 @@ title += f"on; PCIe 5: {widths['PCIe 5']:,.0f}"
 show(pictures.width_picture(title), alt=f"{title}; NVIDIA's models lie above NVLink's line")
 
 # %% [markdown]
-# At half the peak, half of $h$ is enough. NVIDIA's models lie above NVLink's line and below the
+# At half the peak, half this $h$ is enough. NVIDIA's models lie above NVLink's line and below the
 # others. (InfiniBand's line is for one adapter; whole nodes can use 8 each.)
 #
-# The picture's 3B model (width assumed) is near NVLink's line at $p=8$; beyond, it leaves NVLink.
-# The formula takes bandwidths measured by Tazi et al. (2025); the GPU's speed is fitted at $p=2$.
+# The 3B model of Tazi et al. (2025; width assumed) is near NVLink's line at $p=8$; larger groups
+# span nodes. The formula uses bandwidths that they measured; the GPU's speed is fitted at $p=2$.
 # From 8 to 16 ranks (each with its largest batch), what fraction of its tokens/s does a GPU keep?
 
 # %% tags=["predict"]
@@ -576,11 +576,11 @@ title = f"From 8 to 16 ranks a GPU keeps {drop:.0%} of its speed; the formula sa
 show(pictures.h100_picture(h100, title), alt=f"{title}; the formula fits up to 8 ranks")
 
 # %% [markdown]
-# Inside a node the formula fits. Across nodes reality is worse; a likely cause: such thin matrices
-# compute less efficiently (not measured here). Narayanan et al. (2021, section 3.2) advise pipeline
-# parallelism across nodes (lesson 08).
+# Inside a node the formula fits. Across nodes reality is worse, perhaps because such thin matrices
+# compute less efficiently. Narayanan et al. (2021, section 3.2) advise pipeline parallelism across
+# nodes (lesson 08).
 #
-# Splitting frees memory for more sequences: they share the latency, but bytes grow with them:
+# Splitting frees memory for more sequences. They share the latency, but bytes grow with them:
 
 # %% tags=["picture"]
 from course_lib.tensor_parallel.explorer import degree_explorer

@@ -46,8 +46,8 @@ from course_lib.ranks import RankError, Ranks
 # %% [markdown]
 # ## 1 One rank computes, the others wait
 #
-# Four ranks, four stages. A batch goes forward through all, then backward. For what part of the
-# time does a rank compute?
+# A batch goes forward through four stages, then backward. For what part of the time does a rank
+# compute?
 
 # %% tags=["predict"]
 guess_busy = predict("a rank computes", unit="% of the time")
@@ -60,8 +60,8 @@ title = f"One batch at a time: four ranks are idle for {played.bubble_fraction:.
 show(timeline(played.events(), title, unit="F"), alt=f"{title}; a backward takes 2 F")
 
 # %% [markdown]
-# The next batch cannot fill the gaps: it needs the weights that this step computes (PipeDream
-# uses older ones).
+# The next batch cannot fill the gaps: it needs the weights that this step computes (PipeDream,
+# Narayanan et al. 2019, uses older ones).
 #
 # **With an undivided batch, only one rank computes at a time.**
 #
@@ -98,8 +98,8 @@ show(compare(numbers, voices, title, **axes), alt=f"{title}; measured: on the li
 
 # %% [markdown]
 # The dots lie above the line, since every action has overhead. Huang et al. (2019, section 2.3)
-# found the bubble negligible for $m\ge4p$, as they recompute while waiting. But smaller
-# micro-batches compute less efficiently, and cost messages (section 7) and memory (section 3).
+# found the bubble negligible for $m\ge4p$, partly because they recompute while waiting. But smaller
+# micro-batches compute less efficiently, and cost messages (section 7).
 #
 # **GPipe's bubble is $(p-1)/m$ of the computation, if stages take equally long, and messages no
 # time.**
@@ -482,8 +482,8 @@ print(f"8 H100, output layer {h100.head_layers:.1f} blocks: stages, tokens/s pub
 print(*zip(h100.stages, map(round, h100.published), map(round, h100.formula), strict=True))
 
 # %% [markdown]
-# On 8 H100 (Ultra-Scale Playbook), 8 stages lose more than their bubble: the last stage, the output
-# layer alone, costs 3.2 blocks where the mean is 2.4.
+# On 8 H100 (Tazi et al. 2025), 8 stages lose more than their bubble: by formula, the last stage,
+# the output layer alone, costs 3.2 blocks where the mean is 2.4.
 #
 # Llama 3 405B has one layer fewer on its first and last stages (Grattafiori et al. 2024, section
 # 3.3.2).
@@ -535,8 +535,8 @@ for number in (1, 2, 4, 8, 16, 32):
 
 # %% [markdown]
 # With $k$ pieces of times $t_i$, the forward takes $\sum t_i+(p-1)\max t_i$ (their equation 5): the
-# longest piece counts $p$ times. A later token attends to more, so pieces of equal *time* hold
-# fewer and fewer tokens.
+# longest piece counts $p$ times. A later token attends to more, so pieces of equal *time* hold ever
+# fewer tokens.
 #
 # **Causal attention lets the pieces of one sequence follow each other through the stages.**
 #
@@ -549,10 +549,10 @@ for number in (1, 2, 4, 8, 16, 32):
 # ### Exercise 6 (further): the interleaved order
 #
 # Return lists of `Action(kind, rank, micro_batch, model_chunk)`, for $v\ge2$. Micro-batches run in
-# rounds of $p$: each round runs through chunk 0, then through chunk 1, ...; backward, from the last
-# chunk to the first. The rest is as in 1F1B, but a rank's warm-up has $(v-1)p$ forwards, plus 2 for
-# each rank after it (in all at most $vm$). If $m$ is no multiple of $p$, raise a `ValueError`.
-# About 10 lines, 15 minutes.
+# rounds of $p$: each round runs through chunk 0, then chunk 1, ...; backward, from the last chunk
+# to the first. The rest is as in 1F1B, but a rank's warm-up has $(v-1)p$ forwards, plus 2 for each
+# rank after it (at most $vm$). If $m$ is no multiple of $p$, raise a `ValueError`. About 10 lines,
+# 15 minutes.
 
 
 # %% tags=["exercise"] exercise="pipeline-6"
@@ -637,7 +637,7 @@ print(cost.bubble_rate_table())
 # simulation, $I\le F\le I+W$. ZB-H1 holds on *every* rank what 1F1B holds on the first. Last lines
 # of output: our simulator agrees with Qi et al. 2024 (table 5) for two models.
 #
-# **A smaller bubble costs messages (interleaved, V), memory, or both (ZB-H1: on later ranks).**
+# **A smaller bubble costs memory, at least on later ranks, and with chunks also messages.**
 #
 # ## 11 An open puzzle
 #
@@ -693,8 +693,8 @@ from course_lib.checks.pipeline.scores import scores
 print(scores(pack))
 
 # %% [markdown]
-# The bound adds up what no order avoids: a rank's own work, the wait for its first input, the way
-# of its last gradient. Two chunks in a V beat the bound for one chunk.
+# The bound adds up what no order avoids: a rank's own work, the wait for its first input, its last
+# gradient's way to rank 0. Two chunks in a V beat the bound for one chunk.
 #
 # **The best schedule depends on times and memory: simulate, then search.**
 #

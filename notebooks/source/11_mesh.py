@@ -143,15 +143,16 @@ for axis, found in sums.items():
 # | pp | the layers | send an activation, then its gradient | per boundary and micro-batch |
 # | dp | the batch | all-reduce of gradients (ZeRO-1: its two halves) | once |
 #
-# Two more axes follow the same pattern, and are not built here: *cp* splits the sequence, and its
-# attention exchanges keys and values; *ep* splits the experts of a mixture of experts, with
-# all-to-alls of tokens.
+# Two more axes follow the same pattern, and are not built here: *cp* (context parallelism) splits
+# the sequence, and its attention exchanges keys and values; *ep* (expert parallelism) splits the
+# experts of a mixture of experts, with all-to-alls of tokens.
 #
 # How much is that? A rank has $L/p$ layers and computes $b/d$ of the sequences. Along tp it
 # all-reduces, over all micro-batches, $bsh/d$ numbers four times per layer. Along dp it all-reduces
 # the gradients of *its* parameters, about $N/pt$ numbers: the other two axes make data parallelism
-# cheaper. A ring of $k$ ranks sends $2(k-1)/k$ times a tensor's bytes. Llama 2 7B in bf16 on 64
-# GPUs, 256 sequences of 4,096 tokens: how many times as much does a rank send along tp as along dp?
+# cheaper. In a ring of $k$ ranks, each sends $2(k-1)/k$ times a tensor's bytes. Llama 2 7B in bf16
+# on 64 GPUs, 256 sequences of 4,096 tokens: how many times as much does a rank send along tp as
+# along dp?
 
 # %% tags=["predict"]
 from course_lib.mesh.cost import MeshStep, axis_sent_bytes
@@ -169,9 +170,9 @@ title = f"A rank sends {sent['tp'] / 1e9:.0f} GB per step along tp, {sent['dp'] 
 show(pictures.axis_bars(sent, title), alt=f"{title}, {sent['pp'] / 1e9:.1f} along pp")
 
 # %% [markdown]
-# And tp's messages are on the critical path: the next matrix waits for each (lesson 07). Gradients
-# can be sent while backward still computes (lesson 06), and a stage can compute one micro-batch
-# while another one travels (lesson 08).
+# And most of tp's messages are on the critical path: the next matrix waits for them (lesson 07).
+# Gradients can be sent while backward still computes (lesson 06), and a stage can compute one
+# micro-batch while another one travels (lesson 08).
 #
 # ### Exercise 2 (core): which collective on which axis
 #
@@ -206,8 +207,8 @@ def finish_step(mesh, loss, grads):
 check("mesh-2", finish_step)
 
 # %% [markdown]
-# **Along tp: every layer, activations. Along pp: every micro-batch, one activation. Along dp: once
-# per step, gradients of what the rank holds.**
+# **Along tp: every layer, activations. Along pp: every micro-batch, an activation and its gradient.
+# Along dp: once per step, gradients of what the rank holds.**
 #
 # ## 3 Eight ranks, one model
 #
@@ -331,9 +332,9 @@ show(figure, alt=f"{title}, after 10 steps on one batch")
 # %% [markdown]
 # All shapes fit, so nothing fails. But a tensor group adds up partial results of *different*
 # sequences: one rank looks up the tokens of one half of the batch (in its half of the vocabulary),
-# the other those of the other half. Both copies see the same mixture: less to learn, so the loss is
-# lower. **A falling loss proves nothing about a mesh; the comparison with one process does, in the
-# first step.**
+# the other those of the other half. The targets are mixed, too: this "loss" is the loss of no text,
+# and that it is lower means nothing. **A falling loss proves nothing about a mesh; the comparison
+# with one process does, in the first step.**
 #
 # *This is a good place for a break.*
 #
@@ -423,10 +424,10 @@ check("mesh-3", clip)
 #
 # ## 5 Which axis innermost?
 #
-# The order of the axes changes no number, only which messages cross nodes. Take two nodes of four
-# ranks, and a link between them that is ten times slower than those inside. With tp innermost, a
-# tensor group is two neighbors in a node; with tp outermost, rank 0's partner is rank 4, on the
-# other node. How many times as long does the communication of a step take then?
+# The order of the axes changes no result (up to rounding), only which messages cross nodes. Take
+# two nodes of four ranks, and a link between them that is ten times slower than those inside. With
+# tp innermost, a tensor group is two neighbors in a node; with tp outermost, rank 0's partner is
+# rank 4, on the other node. How many times as long does the communication of a step take then?
 
 # %% tags=["predict"]
 from course_lib.mesh.cost import all_orders, axis_seconds, mesh_step_s
@@ -526,9 +527,9 @@ mesh_explorer()
 # %% [markdown]
 # ### What others measured
 #
-# Tazi et al. (2025) timed an 8B model in many configurations on nodes of 8 H100. Take the best one
-# for each tensor-parallel degree, whatever its other axes are. On 8 nodes, what part of the speed
-# is left if tensor groups have 16 ranks instead of 8?
+# Tazi et al. (2025) timed an 8B model in many configurations on nodes of 8 H100. Of those with 256
+# sequences per step, take the best for each tensor-parallel degree, whatever its other axes are. On
+# 8 nodes, what part of the speed is left if tensor groups have 16 ranks instead of 8?
 
 # %% tags=["predict"]
 guess_left = predict("tokens/s per GPU with tp = 16, divided by those with tp = 8 (like 3/4)")
@@ -550,8 +551,7 @@ show(figure, alt=alt)
 # tolerates the longest distance.
 
 # %% [markdown]
-# **The axis that communicates most, and overlaps least, is innermost: tp, and it fits into a
-# node.**
+# **Put the axis that communicates most and overlaps least innermost, inside a node: tp.**
 #
 # ## 6 Megatron-Core's mesh, PyTorch's, and your cluster
 #
@@ -601,7 +601,7 @@ if len(sent) == 2:
 # `mesh["dp", "tp"]` is a sub-mesh. FSDP then shards a `DTensor` that is split along tp already. It
 # knows its axes, so `clip_grad_norm_` and a checkpoint need no list as in section 4 (except for
 # pp). The plan has to cover all parameters, norm layers by `SequenceParallel`; otherwise
-# `clip_grad_norm_` fails.
+# `clip_grad_norm_` fails (PyTorch 2.13).
 #
 # On your cluster, one command times all orders of a mesh:
 #
@@ -610,7 +610,8 @@ if len(sent) == 2:
 # ## What to keep
 #
 # - Coordinates are digits, innermost last; in a group one digit varies, in a sub-mesh several.
-# - tp: activations, every layer. pp: an activation per micro-batch. dp: gradients, once.
+# - tp: activations, every layer. pp: an activation and its gradient per micro-batch. dp: gradients,
+#   once.
 # - TP and PP first, data parallelism last. Sequences by dp coordinate.
 # - Clipping: add shards, count copies once. Average over dp once.
 # - tp innermost and inside a node.
