@@ -309,7 +309,7 @@ show(figure, alt=alt)
 # (64 %), from that machine's cores, one rank's speed and the link (lesson 04). *1 MiB* is a
 # bucket's size (06), *m* the number of micro-batches (08).
 #
-# - *Special here*: the communication library (gloo) runs on the cores that compute. So our cost model
+# - *Special here*: its communication library (gloo) runs on the computing cores, so our cost model
 #   overlaps no bucket, lets messages take 1.7 times as long, and adds 4 ms of Python per layer and
 #   micro-batch. Both numbers are fitted to these runs; all predicted step times are within 30 %.
 # - *Where the bars differ most*, the cost model lacks something: TP's short messages wait for late
