@@ -249,10 +249,11 @@ check("ranks-2", take_turns)
 print(doctor_report(describe_machine()))
 
 # %% [markdown]
-# Your ranks' messages cross no wire, so their times say little about a cluster. The course can
-# therefore *emulate* links: real ranks and real messages, but each message takes as long as it
-# would on the `Link` you give (if that is slower than your machine). The one below is slow, so that
-# you can see it: 20 ms for any message, and then 50 MB/s. How long does a message of 4 MB take?
+# Your ranks exchange messages inside one machine, without a network, so their times say little
+# about a cluster. The course can therefore *emulate* links: real ranks and real messages, but each
+# message takes as long as it would on the `Link` you give (if that is slower than your machine).
+# The one below is slow, so that you can see it: 20 ms for any message, and then 50 MB/s. How long
+# does a message of 4 MB take?
 
 # %% tags=["predict"]
 guess_message = predict("one message of 4 MB, 20 ms latency, 50 MB/s", unit="ms")
@@ -311,8 +312,8 @@ show(compare(sizes_mb, voices, title, **labels), alt=title)
 # ## 5 Everybody at once: a collective
 #
 # A *collective* is one call that **all** ranks of a *process group* (here: all four) make together.
-# The one that plain data parallelism lives on is `dist.all_reduce(x)`: it adds up the `x` of all
-# ranks and leaves the sum in `x`, on every rank.
+# The one that plain data parallelism needs is `dist.all_reduce(x)`: it adds up the `x` of all ranks
+# and leaves the sum in `x`, on every rank.
 #
 # Rank $r$ has $10^r$ and makes the call $0.1\,r$ seconds late. What does rank 2 hold afterwards?
 # And how long does rank 0 stay in its call?

@@ -4,7 +4,7 @@
 # **Question.** How do many ranks copy, sum and exchange tensors, and how long does it take?
 #
 # Distributed training is built from a few collective operations. Here you write them with `send`
-# and `recv` only. Each time you **predict** the cost, **run** it on real ranks, and **compare**.
+# and `recv` only. You **predict** the cost, **run** it on real ranks, and **compare**.
 #
 # *After this lesson you can*
 #
@@ -195,7 +195,8 @@ check("collectives-2", pass_right)
 
 # %% [markdown]
 # **If every rank starts its send and its receive of a step before it waits for either, the step
-# cannot deadlock.** `exchange` does this below; NCCL needs `batch_isend_irecv`.
+# cannot deadlock.** `exchange` does this below. NCCL needs `batch_isend_irecv`, which starts both
+# together.
 #
 # ## 3 Reduce-scatter on a ring
 #
@@ -239,9 +240,9 @@ stepper(frames, "Every rank sends one shard in every step, and the sums grow on 
 # Each shard has to pass all ranks, which takes $p-1$ steps. A rank sends $n/p$ bytes in each of
 # them: $\frac{p-1}{p}\,n$ bytes per rank.
 #
-# **Break it.** An index is off by one: what arrives is added to the *next* shard. Each rank
-# brings $10^r$, so the digits of a wrong sum say which rank was counted how often. Set `fault=0`
-# to mend it.
+# **Break it.** An index is off by one: what arrives is added to the *next* shard. Each rank brings
+# $10^r$, so the digits of a wrong sum say which rank was counted how often. Set `fault=0` to
+# correct it.
 
 
 # %% tags=["failure"]
@@ -295,9 +296,8 @@ check("collectives-3", gather_on_ring)
 #
 # ## 4 All-reduce
 #
-# Data-parallel training gives every rank the sum of all gradients. You have both halves of this
-# all-reduce already. By what factor do the bytes that *each rank* sends grow when $p$ grows from
-# 4 to 4,000?
+# Data-parallel training gives every rank the sum of all gradients. You have both halves already. By
+# what factor do the bytes that *each rank* sends grow when $p$ grows from 4 to 4,000?
 
 # %% tags=["predict"]
 guess_growth = predict("p from 4 to 4,000: the bytes of each rank grow by a factor of")
@@ -391,11 +391,11 @@ def doubling_all_reduce(x):
 reveal(guess_crossover, network.crossover_bytes(4, wire) / 1e6)
 
 # %% [markdown]
-# **Halving-doubling** has the ring's bytes in few rounds (Thakur, Rabenseifner and Gropp 2005).
-# Two partners split the part that both still have to sum: each *keeps one half, sends the other*
-# and adds what it gets. So the messages shrink: $n/2$, $n/4$ ... After $\log_2{p}$ rounds each
-# rank has the sum of one shard. The same exchanges backwards, now of sums, double what a rank has
-# until x is complete.
+# **Halving-doubling** has the ring's bytes in few rounds (Thakur, Rabenseifner and Gropp 2005). Two
+# partners split the part that both still have to sum: each *keeps one half, sends the other* and
+# adds what it gets. So the messages shrink: $n/2$, $n/4$ ... After $\log_2{p}$ rounds each rank has
+# the sum of one shard. The same exchanges in reverse order then double a rank's summed part until x
+# is complete.
 
 # %% tags=["picture"]
 moves = [one for m in messages.halving_doubling_messages(4) for one in m.one_by_one()]
@@ -470,8 +470,8 @@ wires.explore_all_reduces()  # it starts from NVLink inside a node of H100
 # tensors and halving-doubling for larger ones; halving-doubling beats the ring at every size.**
 # (At $p=2$ it equals the ring.) Why do libraries build rings?
 #
-# - **Shared links.** The model gives each pair of ranks a wire of its own. If the ranks are wired
-#   in a circle, messages to ranks 4 away take four wires each (last column of the table above:
+# - **Shared links.** The model gives each pair of ranks a wire of its own. If 8 ranks are wired in
+#   a circle, messages to ranks 4 away pass over four wires each (last column of the table above:
 #   all bytes over the busiest wire). Patarasuk and Yuan (2009) design their ring so that no two
 #   messages share a link, on almost any cluster.
 # - **Topology.** A ring can follow the machine: it enters and leaves each node once.
@@ -487,10 +487,10 @@ wires.explore_all_reduces()  # it starts from NVLink inside a node of H100
 #
 # ### Two levels of links
 #
-# A ring is as slow as its slowest link. With two nodes of two ranks, only one rank of each node
-# sends to the other. A **hierarchical** all-reduce is a reduce-scatter inside each node, an
-# all-reduce *across* nodes, in which each rank sends its own part through its own port, and an
-# all-gather inside. How much faster is this?
+# A ring is as slow as its slowest link. With two nodes of two ranks, one rank per node sends to the
+# other. A **hierarchical** all-reduce is a reduce-scatter inside each node, an all-reduce *across*
+# nodes, in which each rank sends its own part through its own port, and an all-gather inside. How
+# much faster is this?
 
 # %% tags=["predict"]
 inside = Link(name="a fast one", latency_s=1e-3, bytes_per_s=200e6)
@@ -579,10 +579,10 @@ for figure, finding in (wires.published_by_size(), wires.published_by_nodes()):
 # %% [markdown]
 # One $\alpha$ and one $\beta$ roughly describe NCCL, too, although it has several protocols, for
 # small and large messages (Hu et al. 2025). Bekman's 8 H200 exceed the 450 GB/s per direction of
-# NVIDIA's data sheet: with NVLS a GPU sends each byte once, but the factor counts a ring's bytes.
-# The second picture's source (Tazi et al. 2025, *The Ultra-Scale Playbook*) names neither the
-# algorithm nor the way of counting; a ring's bus bandwidth falls in the same way, because of its
-# $2(p-1)$ latencies.
+# NVIDIA's data sheet: with NVLS a GPU sends each byte about once, but the factor counts a ring's
+# bytes. The second picture's source (Tazi et al. 2025, *The Ultra-Scale Playbook*) names neither
+# the algorithm nor the way of counting; a ring's bus bandwidth falls in the same way, because of
+# its $2(p-1)$ latencies.
 #
 # **Bus bandwidth = the bytes that each rank of a ring sends, divided by time: compare it with a
 # link's bandwidth in one direction.**
@@ -641,7 +641,7 @@ check("collectives-6", all_to_all)
 # ## 9 The wrong order
 #
 # All ranks have to make the same calls in the same order. Where kinds or shapes differ, the
-# course's ranks say so (lesson 00). Now these are equal, but rank 0 sums the loss first, and the
+# course's ranks say so (lesson 00). Here both are equal, but rank 0 sums the loss first, and the
 # others the gradient. Will there be an error?
 
 # %% tags=["predict"]

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 05 Data parallelism: same model, different data
 #
-# Give every device a copy of the model and a part of the batch, and keep the copies equal. It fits
-# in five lines, and most mistakes in them go unnoticed, because the loss falls anyway. **How do
-# many copies stay one model, who waits for whom, and what is gained by waiting less?** You
+# Give every device a copy of the model and a part of the batch, and keep the copies equal. This
+# fits in five lines, and most mistakes in them go unnoticed, because the loss falls anyway. **How
+# do many copies stay one model, who waits for whom, and what is gained by waiting less?** You
 # **predict** each number, **run** it on real ranks, and **compare**.
 #
 # *After this lesson you can*
@@ -103,13 +103,13 @@ show(
 # The gradient is right: a copy by `clone` is a differentiable operation, and autograd adds up what
 # comes back. And matrix products *do* run side by side in threads, because PyTorch releases the
 # interpreter's lock while it computes. But Python itself is executed by one thread at a time in
-# standard CPython (builds without the lock exist since 3.13), and a GPU waits for the interpreter
-# that feeds it. Two costs come on top: in every step the weights are copied to all replicas and
-# their outputs gathered on the master; and on a CPU one thread runs the whole backward pass.
-# PyTorch's documentation of `DataParallel` therefore recommends `DistributedDataParallel` even
-# within one node. (Without enough cores, pieces wait either way.)
+# standard CPython (builds without the lock exist since 3.13), and a GPU idles when the interpreter
+# launches its kernels too slowly. Two costs come on top: in every step the weights are copied to
+# all replicas and their outputs gathered on the master; and on a CPU one thread runs the whole
+# backward pass. PyTorch's documentation of `DataParallel` therefore recommends
+# `DistributedDataParallel` even within one node. (Without enough cores, pieces wait either way.)
 #
-# **One process per device, each with an interpreter of its own. From here on, that is a rank.**
+# **One process per device, each with its own interpreter. From here on, that is a rank.**
 #
 # ## 2 Five steps
 #
@@ -138,7 +138,7 @@ print("weights on the four ranks:", *(f"{weight:.3f}" for weight in weights))
 reveal(guess_weight, round(weights[0], 6))
 
 # %% [markdown]
-# Nobody sends a weight after the start: equal weights and equal gradients give equal weights.
+# No rank sends a weight after the start: equal weights and equal gradients give equal weights.
 #
 # ### Exercise 1: an equal start (core, 10 minutes)
 #
@@ -486,9 +486,9 @@ show(pictures.staleness(slowdowns, steps_s, frees, title), alt=f"{title}; simula
 # run, whose first gradients are fresh): each update falls between two updates of each of the
 # $w - 1$ others, and makes one gradient of each of them older by one.
 #
-# Does it hurt? The same GPT, data of its own for each worker, rank 3 a straggler, one learning
-# rate. A BSP update is the mean of three fresh gradients, an asynchronous one a single stale
-# gradient. Who has the lower loss after 40 updates, and who after two seconds?
+# Does staleness hurt? Take the same GPT, data of its own for each worker, rank 3 a straggler, one
+# learning rate. A BSP update is the mean of three fresh gradients, an asynchronous one a single
+# stale gradient. Who has the lower loss after 40 updates, and who after two seconds?
 
 # %% tags=["predict"]
 sides = ("BSP", "asynchronous")
@@ -546,8 +546,8 @@ show(pictures.busiest_link(p_values, ring, server, title), alt=f"{title}: one gr
 # ## 7 On real GPUs
 #
 # What remains when every GPU has the same speed? The Ultra-Scale Playbook (Hugging Face 2025)
-# trained a model of about 1B parameters by data parallelism on 8 to 256 H100. On 256, what part of
-# its speed on 8 does a GPU keep?
+# trained a model of 1.3 billion parameters by data parallelism on 8 to 256 H100. On 256, what part
+# of its speed on 8 does a GPU keep?
 
 # %% tags=["predict"]
 guess_kept = predict("tokens/s per GPU on 256 GPUs, of those on 8", unit="%")
@@ -561,9 +561,9 @@ show(pictures.scaling_on_gpus(title), alt=f"{title}, published for nodes of 8 H1
 
 # %% [markdown]
 # All runs have 256 sequences per step: 32 per GPU on 8 GPUs, one on 256. So each GPU computes less
-# per step, for as many gradients. And these cross the network between nodes, where the
-# bandwidth of an all-reduce falls much faster than the tokens per second. Overlap (lesson 06) hides
-# communication until it takes longer than backward.
+# per step, but all-reduces equally large gradients. And these cross the network between nodes,
+# where the bandwidth of an all-reduce falls much faster than the tokens per second. Overlap (lesson
+# 06) hides communication until it takes longer than backward.
 #
 # **With overlap, data parallelism scales well as long as backward takes longer than the all-reduce
 # of the gradients.**
@@ -637,11 +637,11 @@ claim("at H = 16, DiLoCo reaches a lower loss", losses["DiLoCo"][-1] < losses["l
 show(pictures.local_sgd(periods, losses, title), alt=f"{title}, after 64 steps on 4 ranks")
 
 # %% [markdown]
-# Local SGD's loss grows with $H$; DiLoCo at $H = 16$ comes close to data parallelism (local SGD at
-# $H = 1$). Read this with care: the inner optimizer is plain SGD, so a part of the gain is momentum
-# itself (Kallusky et al. 2025 find gains even with a single worker), and 64 steps of a tiny model
-# prove nothing about a large one. The paper's claim, on C4: 8 workers do as well as synchronous
-# training, with 500 times less communication (abstract).
+# Here local SGD's loss grows with $H$; DiLoCo at $H = 16$ comes close to data parallelism (local
+# SGD at $H = 1$). But the inner optimizer is plain SGD, so a part of the gain is momentum itself
+# (Kallusky et al. 2025 find gains even with a single worker), and 64 steps of a tiny model prove
+# nothing about a large one. The paper's claim, on C4: 8 workers do as well as synchronous training,
+# with 500 times less communication (abstract).
 #
 # **All-reducing every $H$ steps saves bytes in proportion, and changes the training.**
 #
@@ -649,7 +649,7 @@ show(pictures.local_sgd(periods, losses, title), alt=f"{title}, after 64 steps o
 #
 # - One process per device: threads share one interpreter, and copy the model in every step.
 # - Broadcast once (buffers, too); then the mean gradient, in every step. Averaging gradients keeps
-#   equal what is equal; it does not make anything equal.
+#   equal replicas equal; it cannot equalize different ones.
 # - One shuffled order for all, another one each epoch; weight uneven batches by their items.
 # - BSP is as fast as its slowest rank, with the numbers of one process. Asynchronous training has a
 #   mean staleness of $w - 1$.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 13 Scaling study: what did splitting gain?
 #
-# You have split models in many ways. **How much faster did it make them, and which of these numbers
-# can you trust?** You run a small study, read a recorded one, and plan a large one.
+# **How much faster does splitting make a model, and which of these numbers can you trust?** You run
+# a small study, read a recorded one, and plan a large one.
 #
 # *After this lesson you can*
 #
@@ -94,8 +94,8 @@ with_warmup = one.run.tokens_a_step * len(alone_ms) / sum(alone_ms) * 1e3
 print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {with_warmup:,.0f}")
 
 # %% [markdown]
-# The first steps are slow: memory is allocated, threads start, caches are cold. The study leaves
-# out the first quarter as **warm-up**. The other steps vary, too: a single step says little.
+# The first steps are slow: they allocate memory, start threads, fill caches. The study drops the
+# first quarter as **warm-up**. The other steps vary, too: a single step says little.
 #
 # ### Exercise 1 (core): from ranks to a run
 #
@@ -154,7 +154,7 @@ check("scaling_study-1", experiment_of)
 #
 # ### Exercise 2 (core): how far does it scale?
 #
-# Amdahl's argument (1967): some seconds of a step, *fixed*, do not shrink with more ranks
+# Amdahl's argument (1967), applied to a step: some seconds, *fixed*, do not shrink with more ranks
 # (messages, work that each rank repeats). The rest, *shared*, is divided:
 # $T_p = \text{fixed} + \text{shared} / p$. So two runs determine both.
 #
@@ -309,10 +309,9 @@ show(figure, alt=alt)
 # (64 %), from that machine's cores, one rank's speed and the link (lesson 04). *1 MiB* is a
 # bucket's size (06), *m* the number of micro-batches (08).
 #
-# - *Special here*: the communication library (gloo) runs on the cores that compute. So our cost
-#   model overlaps no bucket, lets messages take 1.7 times as long, and adds 4 ms of Python per
-#   layer and micro-batch. Both numbers are fitted to these runs; all predicted step times are
-#   within 30 %.
+# - *Special here*: its communication library (gloo) runs on the computing cores, so our cost model
+#   overlaps no bucket, lets messages take 1.7 times as long, and adds 4 ms of Python per layer and
+#   micro-batch. Both numbers are fitted to these runs; all predicted step times are within 30 %.
 # - *Where the bars differ most*, the cost model lacks something: TP's short messages wait for late
 #   ranks.
 # - `torch-ddp` sends the same message as `ddp`, but was slower; one run of each does not show why.
@@ -406,8 +405,8 @@ show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far
 #
 # What will the cluster study show? Computing time is predicted from FLOP, about $6ND$: 2 per
 # parameter and token in forward and 4 in backward, as in lesson 01 (Kaplan et al. 2020, section
-# 2.1). They leave the embedding out of $N$; Hoffmann et al. 2022 count it, as do the lines below.
-# $6ND$ omits attention scores; our cost model counts them.
+# 2.1). Kaplan et al. leave the embedding out of $N$; Hoffmann et al. 2022 (appendix F) count it, as
+# do the lines below. $6ND$ omits attention scores; our cost model counts them.
 #
 # The first lines below are what the PCIe study measured on two GPUs. On four, over several PCIe
 # bridges, all efficiencies fell strongly (ZeRO kept the best, about 60 %); small models gained
@@ -431,7 +430,7 @@ study_explorer()
 #
 # On a real machine, links form a *matrix* (`nvidia-smi topo -m`). The picture shows your machine's
 # matrix if it has GPUs, otherwise an invented example. PIX is one PCIe bridge, PXB several, SYS the
-# path between CPU sockets. On which pair of the example would you run TP = 2?
+# path between CPU sockets (NUMA nodes). On which pair of the example would you run TP = 2?
 
 # %% tags=["predict"]
 for number, row in enumerate(lab.EXAMPLE_LINKS):
@@ -455,13 +454,13 @@ show(links(matrix, title), alt=f"{title}; rows: {' | '.join(' '.join(row) for ro
 #
 # ## 6 Faster steps, or fewer?
 #
-# The same batch, however it is split, gives the same training. If each copy gets a batch of its
-# *own*, the global batch grows: the gradient is less noisy, but the training is *different*, and
-# may need only a shorter learning-rate warm-up (not the warm-up that a measurement leaves out). A
-# project in this course's material, FSDP and TP on up to 32 GPUs, reached its baseline's loss in
-# about a fifth of the steps with 32 copies and 4 warm-up steps instead of 100. In a small recorded
-# experiment, one process warms up for 100 of 150 steps, four copies with their own batches for 4
-# steps. How many times fewer steps do they need?
+# The same batch, however it is split, gives the same training (up to rounding). If each copy gets a
+# batch of its *own*, the global batch grows: the gradient is less noisy, but the training is
+# *different*, and a shorter learning-rate warm-up may be enough (not the warm-up that a measurement
+# leaves out). A project in this course's material, FSDP and TP on up to 32 GPUs, reached its
+# baseline's loss in about a fifth of the steps with 32 copies and 4 warm-up steps instead of 100.
+# In a recorded experiment, one process warms up for 100 of 150 steps, four copies with their own
+# batches for 4 steps. How many times fewer do they need?
 
 # %% tags=["predict"]
 guess_fewer = predict("steps to the same loss, how many times fewer")
@@ -625,7 +624,7 @@ check("scaling_study-5", asked_for)
 # course report runs/study-cluster
 # ```
 #
-# This cell shows what is there already:
+# This cell shows what exists already:
 
 # %% tags=["measured"]
 from rich.console import Console
