@@ -134,6 +134,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """One thread, as on any rank: small products in threads wait for each other the longest."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def stays_in_its_folder() -> Iterator[None]:
     """Fail a test that leaves the next one in another folder."""
@@ -283,19 +291,15 @@ def undisturbed():
 @pytest.fixture
 def alone(monkeypatch):
     """fn(0, ...) on the one rank of a world: this process itself, so that none has to start."""
-    import torch
     import torch.distributed as dist
 
     from course_lib.ranks.launch import ALONE  # not above: it starts a server
 
     for name, value in ALONE.items():
         monkeypatch.setenv(name, value)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as on any rank: threads that wait for each other cost the most
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield lambda fn, *args: fn(0, *args)
     dist.destroy_process_group()
-    torch.set_num_threads(num_threads)
     gc.collect()  # what still holds a group keeps gloo's threads
 
 

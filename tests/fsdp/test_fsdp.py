@@ -58,15 +58,6 @@ LLAMA = ModelSpec(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small tensors: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # --- modules that are hard on an FSDP
 
 

@@ -26,15 +26,6 @@ from course_lib.models.gpt import Attention
 SPEC = ModelSpec(hidden=32, num_layers=2, num_heads=4, ffn_hidden=48, vocab=50, max_seq=16)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """So small a model is slower in two threads, and many times slower beside other tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def build(spec=SPEC, **options):
     torch.manual_seed(3)
     return BERT(spec, **options)

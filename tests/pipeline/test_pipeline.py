@@ -100,15 +100,6 @@ def copy_of(values):
     return None if values is None else values.detach().clone()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny products are faster so, and the ranks have a thread each too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @cache
 def alone(name, items, steps=3):
     """One process, the whole batch: loss, gradients and weights by name, after every step."""
