@@ -1,6 +1,6 @@
 # Everything a person does here. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help environment lab test test-all test-cluster faults gpu cluster check format notebooks slides site release bench clean
+.PHONY: help environment lab test test-all test-cluster faults gpu cluster check format notebooks pictures slides site release bench clean
 
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes start sooner where modules are compiled
 VENV ?= .venv
@@ -64,6 +64,10 @@ format: environment ## put all code in the one layout
 
 notebooks: environment ## rebuild the notebooks from notebooks/source
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m course_lib.notebooks.build $(NOTEBOOKS_ARGS)
+
+pictures: environment ## draw the README's pictures again: a measurement, and a lesson in JupyterLab
+	@for name in predict_run_compare screenshot; do \
+		"$(BIN)/python" -m docs.$$name || exit 1; done
 
 slides: environment ## build the slides as HTML and PDF in build/slides (needs Node.js and chromium)
 	@"$(BIN)/python" tools/slides.py

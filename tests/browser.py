@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--no-proxy-server")
-_QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync")
+FLAGS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--no-proxy-server"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +24,7 @@ def browser() -> Iterator[Browser]:
     if chromium is None:
         pytest.skip("chromium is not installed: apt-get install chromium")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=[*_FLAGS, *_QUIET])
+        browser = playwright.chromium.launch(executable_path=chromium, args=[*FLAGS])
         yield browser
         browser.close()
 

@@ -7,12 +7,15 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
+from PIL import Image
 
+from docs.screenshot import VIEWPORT
 from tests.terminal import ROOT, commands, run, started
 
 README = (ROOT / "README.md").read_text()
@@ -228,5 +231,38 @@ def test_every_lesson_has_its_line():
 
 def test_each_audience_has_at_most_fifteen_lines():
     sections = re.split(r"^## ", README, flags=re.MULTILINE)[1:]
-    assert len(sections) == 4
+    assert len(sections) == 6
     assert all(len(section.strip().splitlines()) <= 15 for section in sections)
+
+
+def all_before(lesson: str, after: dict[str, set[str]]) -> set[str]:
+    """All lessons that a lesson builds on, directly or not."""
+    return after[lesson].union(*(all_before(other, after) for other in after[lesson]))
+
+
+def test_the_map_draws_what_the_table_says():
+    """An arrow for each lesson of *after* that no other lesson of *after* builds on already."""
+    rows = re.findall(r"^\| \[(\d\d) .*\| ([^|]*) \| [^|]* \|$", README, re.MULTILINE)
+    after = {lesson: set(re.findall(r"\d\d", names)) for lesson, names in rows}
+    needed = {
+        (first, lesson)
+        for lesson, names in after.items()
+        for first in names
+        if not any(first in all_before(other, after) for other in names)
+    }
+    (lines,) = re.findall(r"```mermaid\ngraph LR\n(.*?)```", README, re.DOTALL)
+    drawn = set()
+    for line in lines.splitlines():
+        bare = re.sub(r"\[.*?\]", "", line)
+        groups = [re.findall(r"\d\d", part) for part in bare.split("-->")]
+        for left, right in pairwise(groups):
+            drawn |= {(a, b) for a in left for b in right}
+    assert drawn == needed
+    assert set(re.findall(r"(\d\d)\[\1 ", lines)) == set(after)  # each is named once
+
+
+def test_the_screenshot_is_small_and_as_wide_as_the_tool_takes_it():
+    picture = ROOT / "docs/lesson.png"
+    assert picture.stat().st_size < 200_000
+    with Image.open(picture) as opened:
+        assert opened.size == tuple(VIEWPORT.values())

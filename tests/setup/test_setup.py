@@ -272,6 +272,7 @@ def test_help_lists_every_target():
         "check",
         "format",
         "notebooks",
+        "pictures",
     ]
     targets += ["slides", "site", "bench", "clean"]
     said = subprocess.check_output(["make"], cwd=ROOT, text=True).splitlines()

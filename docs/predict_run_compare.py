@@ -1,6 +1,6 @@
 """Draw the README's picture: two ways to sum over four ranks, predicted and then measured.
 
-python docs/picture.py
+python -m docs.predict_run_compare
 """
 
 import time
