@@ -1,22 +1,31 @@
-"""Build every deck slides/NN_idea.md to build/slides as HTML and PDF, with its pictures.
+"""Build every deck slides/NN_idea.md to build/slides: HTML, PDF, and a handout to be printed.
 
 A deck's pictures are drawn, never stored: slides/NN_idea.py has a function `pictures()` that gives
 {name: matplotlib figure}, and the deck shows them as ![what is seen](NN_idea/name.png).
+
+Marp writes the HTML of all decks in one run while a process on each core draws; one chromium prints
+each deck as soon as both are done.
 """
 
 import argparse
+import asyncio
 import importlib.util
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
+from playwright.async_api import Browser, async_playwright
 from progress import run_showing
 
 SLIDES = Path(__file__).resolve().parent.parent / "slides"
 MARP = SLIDES / "node_modules" / ".bin" / "marp"
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
+FOOTER = """<p style="font: 8px sans-serif; margin: 0 10mm; width: 100%; text-align: right">
+<span class="title"></span>, page <span class="pageNumber"></span></p>"""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -70,31 +79,51 @@ def draw_pictures(deck: Path, folder: Path) -> None:
             raise SlidesError(f"{deck.name} shows {path}, but {source.name} does not draw it")
 
 
-def build(decks: list[Path], folder: Path) -> None:
-    """Build the decks as HTML and PDF in a folder, beside their pictures."""
-    os.environ.setdefault("MPLBACKEND", "agg")
-    browser = find_browser()
-    install_marp()
-    folder.mkdir(parents=True, exist_ok=True)
+async def build(decks: list[Path], folder: Path, browser: str, artists: Executor) -> None:
+    """Build the decks in a folder, beside their pictures."""
     for deck in decks:
-        print(f"{deck.name}: pictures", flush=True)
-        draw_pictures(deck, folder)
         shutil.copy(deck, folder)
-    for kind in ([], ["--pdf", "--allow-local-files", "--browser-path", browser]):
-        marp(folder, [*kind, "--", *(deck.name for deck in decks)])
+    pages = asyncio.create_task(write_pages(decks, folder))
+    async with async_playwright() as playwright:
+        chromium = await playwright.chromium.launch(executable_path=browser, args=FLAGS)
+        await asyncio.gather(*(make(deck, folder, pages, chromium, artists) for deck in decks))
+        await chromium.close()
     for deck in decks:
         (folder / deck.name).unlink()
-        print(f"{folder / deck.stem}.html and .pdf", flush=True)
 
 
-def marp(folder: Path, arguments: list[str]) -> None:
-    """Run the slide builder; its own words are shown only if it fails."""
-    command = [str(MARP), "--no-stdin", "--theme-set", str(SLIDES / "theme.css"), *arguments]
-    done = subprocess.run(
-        command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True
+async def write_pages(decks: list[Path], folder: Path) -> None:
+    """Run the slide builder, which writes HTML; its own words are shown only if it fails."""
+    options = ["--no-stdin", "--theme-set", str(SLIDES / "theme.css"), "--"]
+    marp = await asyncio.create_subprocess_exec(
+        *(str(MARP), *options, *(deck.name for deck in decks)),
+        cwd=folder,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
     )
-    if done.returncode:
-        raise SlidesError(f"The slide builder failed:\n{done.stderr.strip()}")
+    _, said = await marp.communicate()
+    if marp.returncode:
+        raise SlidesError(f"The slide builder failed:\n{said.decode().strip()}")
+
+
+async def make(
+    deck: Path, folder: Path, pages: asyncio.Task[None], chromium: Browser, artists: Executor
+) -> None:
+    """Draw the pictures of a deck, and print it as soon as its HTML is there, too."""
+    await asyncio.get_running_loop().run_in_executor(artists, draw_pictures, deck, folder)
+    await pages
+    page = await chromium.new_page()
+    await page.goto((folder / f"{deck.stem}.html").resolve().as_uri())
+    printed = {"prefer_css_page_size": True, "print_background": True, "tagged": True}
+    await page.pdf(path=folder / f"{deck.stem}.pdf", outline=True, **printed)
+    await page.add_style_tag(path=SLIDES / "handout.css")
+    footer = {"display_header_footer": True, "header_template": "<p></p>"}
+    await page.pdf(
+        path=folder / f"{deck.stem}.handout.pdf", footer_template=FOOTER, **footer, **printed
+    )
+    await page.close()
+    print(f"{folder / deck.stem}.html, .pdf and .handout.pdf", flush=True)
 
 
 def main() -> None:
@@ -103,8 +132,16 @@ def main() -> None:
     parser.add_argument("decks", nargs="*", type=Path, help="decks (all of slides/)")
     parser.add_argument("--out", type=Path, default=Path("build/slides"))
     options = parser.parse_args()
+    os.environ.setdefault("MPLBACKEND", "agg")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a process of its own
+    options.out.mkdir(parents=True, exist_ok=True)
     try:
-        build(options.decks or sorted(SLIDES.glob("[0-9]*.md")), options.out)
+        browser = find_browser()
+        install_marp()
+        decks = options.decks or sorted(SLIDES.glob("[0-9]*.md"))
+        fresh = multiprocessing.get_context("spawn")  # a fork would keep the browser's pipes open
+        with ProcessPoolExecutor(min(len(decks), os.cpu_count() or 1), fresh) as artists:
+            asyncio.run(build(decks, options.out, browser, artists))
     except SlidesError as error:
         sys.exit(f"\n{error}\n")
 
