@@ -71,6 +71,9 @@ def draw_pictures(deck: Path, folder: Path) -> None:
         target = folder / deck.stem
         target.mkdir(parents=True, exist_ok=True)
         for name, figure in module.pictures().items():
+            if hasattr(figure, "set_size_inches"):
+                width, height = figure.get_size_inches()  # flatter: larger letters on a slide
+                figure.set_size_inches(width, max(0.78 * height, min(height, 0.45 * width)))
             figure.savefig(target / f"{name}.png", dpi=150)
     for alt, path in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)", deck.read_text()):
         if not re.sub(r"\b(bg|fit|left|right|contain|[wh]:\S+)(\s|$)", "", alt).strip():
@@ -94,7 +97,7 @@ async def build(decks: list[Path], folder: Path, browser: str, artists: Executor
 
 async def write_pages(decks: list[Path], folder: Path) -> None:
     """Run the slide builder, which writes HTML; its own words are shown only if it fails."""
-    options = ["--no-stdin", "--theme-set", str(SLIDES / "theme.css"), "--"]
+    options = ["--no-stdin", "--config-file", str(SLIDES / "package.json"), "--"]
     marp = await asyncio.create_subprocess_exec(
         *(str(MARP), *options, *(deck.name for deck in decks)),
         cwd=folder,
@@ -114,7 +117,8 @@ async def make(
     await asyncio.get_running_loop().run_in_executor(artists, draw_pictures, deck, folder)
     await pages
     page = await chromium.new_page()
-    await page.goto((folder / f"{deck.stem}.html").resolve().as_uri())
+    await page.emulate_media(media="print")  # or slides that no one has seen are laid out too late
+    await page.goto((folder / f"{deck.stem}.html").resolve().as_uri(), wait_until="networkidle")
     printed = {"prefer_css_page_size": True, "print_background": True, "tagged": True}
     await page.pdf(path=folder / f"{deck.stem}.pdf", outline=True, **printed)
     await page.add_style_tag(path=SLIDES / "handout.css")
