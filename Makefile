@@ -65,7 +65,7 @@ format: environment ## put all code in the one layout
 notebooks: environment ## rebuild the notebooks from notebooks/source
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m course_lib.notebooks.build $(NOTEBOOKS_ARGS)
 
-slides: environment ## build the slides as HTML and PDF in build/slides (needs Node.js and chromium)
+slides: environment ## slides as HTML, PDF and handouts in build/slides (needs Node.js and chromium)
 	@"$(BIN)/python" tools/slides.py
 
 site: environment ## build the website in build/site (SITE_ARGS="--for instructors": with solutions)

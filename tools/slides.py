@@ -18,6 +18,7 @@ import sys
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from playwright.async_api import Browser, async_playwright
 from progress import run_showing
 
@@ -61,6 +62,17 @@ def install_marp() -> None:
     installed.touch()
 
 
+def flatten(figure: Figure) -> None:
+    """Make a tall picture of curves flatter, like a slide, which then shows it with larger letters.
+
+    Boxes with labels, as of a timeline, are laid out for the size that they have.
+    """
+    width, height = figure.get_size_inches()
+    curves = [[len(line.get_xdata()) > 2 for line in axes.lines] for axes in figure.axes]
+    if all(map(any, curves)):
+        figure.set_size_inches(width, max(0.78 * height, min(height, 0.45 * width)))
+
+
 def draw_pictures(deck: Path, folder: Path) -> None:
     """Draw what the deck's Python file offers, and see that the deck finds all it shows."""
     source = deck.with_suffix(".py")
@@ -71,9 +83,8 @@ def draw_pictures(deck: Path, folder: Path) -> None:
         target = folder / deck.stem
         target.mkdir(parents=True, exist_ok=True)
         for name, figure in module.pictures().items():
-            if hasattr(figure, "set_size_inches"):
-                width, height = figure.get_size_inches()  # flatter: larger letters on a slide
-                figure.set_size_inches(width, max(0.78 * height, min(height, 0.45 * width)))
+            if isinstance(figure, Figure):
+                flatten(figure)
             figure.savefig(target / f"{name}.png", dpi=150)
     for alt, path in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)", deck.read_text()):
         if not re.sub(r"\b(bg|fit|left|right|contain|[wh]:\S+)(\s|$)", "", alt).strip():
