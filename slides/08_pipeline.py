@@ -92,7 +92,7 @@ def fill():
 
 def both():
     """Chunks in a V."""
-    return _idle("ZB-H1", "ZB-V", "DualPipeV")
+    return _idle("ZB-V", "DualPipeV")
 
 
 def puzzle():

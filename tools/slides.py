@@ -3,28 +3,33 @@
 A deck's pictures are drawn, never stored: slides/NN_idea.py has a function `pictures()` that gives
 {name: matplotlib figure}, and the deck shows them as ![what is seen](NN_idea/name.png).
 
-Marp writes the HTML of all decks in one run while a process on each core draws; one chromium prints
-each deck as soon as both are done.
+A process on each core draws while Marp writes the HTML of all decks, in one run, and one chromium
+prints what is ready.
 """
 
 import argparse
-import asyncio
 import importlib.util
 import multiprocessing
 import os
 import re
 import shutil
+import subprocess
 import sys
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from playwright.async_api import Browser, async_playwright
+from playwright.sync_api import Page, sync_playwright
 from progress import run_showing
 
 SLIDES = Path(__file__).resolve().parent.parent / "slides"
 MARP = SLIDES / "node_modules" / ".bin" / "marp"
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
+FRAMES = """() => new Promise(done => {  // Marp takes a few to fit long lines of code
+  let left = 5;
+  const frame = () => left-- ? requestAnimationFrame(frame) : done();
+  frame();
+})"""
 FOOTER = """<p style="font: 8px sans-serif; margin: 0 10mm; width: 100%; text-align: right">
 <span class="title"></span>, page <span class="pageNumber"></span></p>"""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -70,7 +75,7 @@ def flatten(figure: Figure) -> None:
     width, height = figure.get_size_inches()
     curves = [[len(line.get_xdata()) > 2 for line in axes.lines] for axes in figure.axes]
     if all(map(any, curves)):
-        figure.set_size_inches(width, max(0.78 * height, min(height, 0.45 * width)))
+        figure.set_size_inches(width, max(0.82 * height, min(height, 0.45 * width)))
 
 
 def draw_pictures(deck: Path, folder: Path) -> None:
@@ -93,52 +98,54 @@ def draw_pictures(deck: Path, folder: Path) -> None:
             raise SlidesError(f"{deck.name} shows {path}, but {source.name} does not draw it")
 
 
-async def build(decks: list[Path], folder: Path, browser: str, artists: Executor) -> None:
+def build(decks: list[Path], folder: Path) -> None:
     """Build the decks in a folder, beside their pictures."""
+    browser = find_browser()
+    install_marp()
+    folder.mkdir(parents=True, exist_ok=True)
     for deck in decks:
         shutil.copy(deck, folder)
-    pages = asyncio.create_task(write_pages(decks, folder))
-    async with async_playwright() as playwright:
-        chromium = await playwright.chromium.launch(executable_path=browser, args=FLAGS)
-        await asyncio.gather(*(make(deck, folder, pages, chromium, artists) for deck in decks))
-        await chromium.close()
+    fresh = multiprocessing.get_context("spawn")  # a fork would keep the browser's pipes open
+    artists = ProcessPoolExecutor(min(len(decks), os.cpu_count() or 1), fresh)
+    drawings = [artists.submit(draw_pictures, deck, folder) for deck in decks]
+    try:
+        write_pages(decks, folder)
+        with sync_playwright() as playwright:
+            chromium = playwright.chromium.launch(executable_path=browser, args=FLAGS)
+            page = chromium.new_page()  # one for all decks: a new one takes longer than to print
+            for deck, drawing in zip(decks, drawings, strict=True):
+                drawing.result()
+                print_deck(page, folder / deck.stem)
+            chromium.close()
+    finally:
+        artists.shutdown(cancel_futures=True)
     for deck in decks:
         (folder / deck.name).unlink()
 
 
-async def write_pages(decks: list[Path], folder: Path) -> None:
+def write_pages(decks: list[Path], folder: Path) -> None:
     """Run the slide builder, which writes HTML; its own words are shown only if it fails."""
-    options = ["--no-stdin", "--config-file", str(SLIDES / "package.json"), "--"]
-    marp = await asyncio.create_subprocess_exec(
-        *(str(MARP), *options, *(deck.name for deck in decks)),
-        cwd=folder,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
+    command = [str(MARP), "--no-stdin", "--config-file", str(SLIDES / "package.json"), "--"]
+    command += [deck.name for deck in decks]
+    done = subprocess.run(
+        command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
-    _, said = await marp.communicate()
-    if marp.returncode:
-        raise SlidesError(f"The slide builder failed:\n{said.decode().strip()}")
+    if done.returncode:
+        raise SlidesError(f"The slide builder failed:\n{done.stderr.strip()}")
 
 
-async def make(
-    deck: Path, folder: Path, pages: asyncio.Task[None], chromium: Browser, artists: Executor
-) -> None:
-    """Draw the pictures of a deck, and print it as soon as its HTML is there, too."""
-    await asyncio.get_running_loop().run_in_executor(artists, draw_pictures, deck, folder)
-    await pages
-    page = await chromium.new_page()
-    await page.emulate_media(media="print")  # or slides that no one has seen are laid out too late
-    await page.goto((folder / f"{deck.stem}.html").resolve().as_uri(), wait_until="networkidle")
+def print_deck(page: Page, deck: Path) -> None:
+    """Print a deck, and then its handout, from its HTML."""
+    page.emulate_media(media="print")  # lays out all slides, not only the first
+    page.goto(deck.with_suffix(".html").resolve().as_uri())
+    page.evaluate(FRAMES)
     printed = {"prefer_css_page_size": True, "print_background": True, "tagged": True}
-    await page.pdf(path=folder / f"{deck.stem}.pdf", outline=True, **printed)
-    await page.add_style_tag(path=SLIDES / "handout.css")
+    page.pdf(path=deck.with_suffix(".pdf"), outline=True, **printed)
+    page.add_style_tag(path=SLIDES / "handout.css")
     footer = {"display_header_footer": True, "header_template": "<p></p>"}
-    await page.pdf(
-        path=folder / f"{deck.stem}.handout.pdf", footer_template=FOOTER, **footer, **printed
-    )
-    await page.close()
-    print(f"{folder / deck.stem}.html, .pdf and .handout.pdf", flush=True)
+    handout = deck.with_suffix(".handout.pdf")
+    page.pdf(path=handout, footer_template=FOOTER, **footer, **printed)
+    print(f"{deck}.html, .pdf and .handout.pdf", flush=True)
 
 
 def main() -> None:
@@ -149,14 +156,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("MPLBACKEND", "agg")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a process of its own
-    options.out.mkdir(parents=True, exist_ok=True)
     try:
-        browser = find_browser()
-        install_marp()
-        decks = options.decks or sorted(SLIDES.glob("[0-9]*.md"))
-        fresh = multiprocessing.get_context("spawn")  # a fork would keep the browser's pipes open
-        with ProcessPoolExecutor(min(len(decks), os.cpu_count() or 1), fresh) as artists:
-            asyncio.run(build(decks, options.out, browser, artists))
+        build(options.decks or sorted(SLIDES.glob("[0-9]*.md")), options.out)
     except SlidesError as error:
         sys.exit(f"\n{error}\n")
 
