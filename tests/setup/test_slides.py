@@ -57,9 +57,9 @@ def deck(tmp_path) -> Path:
 
 
 def pdf_objects(path: Path) -> bytes:
-    """The objects of a PDF, unpacked."""
-    streams = re.findall(rb"stream\r?\n(.*?)endstream", path.read_bytes(), re.DOTALL)
-    unpacked = []
+    """The objects of a PDF, as they are and unpacked."""
+    unpacked = [path.read_bytes()]
+    streams = re.findall(rb"stream\r?\n(.*?)endstream", unpacked[0], re.DOTALL)
     for stream in streams:
         with contextlib.suppress(zlib.error):
             unpacked.append(zlib.decompressobj().decompress(stream))
