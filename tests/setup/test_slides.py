@@ -94,7 +94,7 @@ def test_each_slide_has_notes_that_fit_the_lesson(path):
     notes = [re.search(r"^<!--\n(\d) min\. (.*?)-->", one, re.M | re.S) for one in shown]
     silent = [number for number, note in enumerate(notes, start=1) if not note]
     assert silent == [], "slides without notes that begin with minutes: <!--\\n2 min. Ask ..."
-    assert 25 <= sum(int(note[1]) for note in notes) <= 50  # docs/teaching.md plans with that
+    assert 25 <= sum(int(note[1]) for note in notes) <= 60  # docs/teaching.md plans with that
     lesson = (ROOT / "notebooks/source" / f"{path.stem}.py").read_text()
     headings = "\n".join(re.findall(r"^# #+ (.*)", lesson, re.MULTILINE))
     said = " ".join(" ".join(note[2] for note in notes).split())
