@@ -69,7 +69,7 @@ pictures: environment ## draw the README's pictures again: a measurement, and a 
 	@for name in predict_run_compare screenshot; do \
 		"$(BIN)/python" -m docs.$$name || exit 1; done
 
-slides: environment ## build the slides as HTML and PDF in build/slides (needs Node.js and chromium)
+slides: environment ## slides as HTML, PDF and handouts in build/slides (needs Node.js and chromium)
 	@"$(BIN)/python" tools/slides.py
 
 site: environment ## build the website in build/site (SITE_ARGS="--for instructors": with solutions)

@@ -16,6 +16,7 @@ from course_lib.display import (
     waiting,
     wires,
 )
+from course_lib.display.shards import all_frames_svg
 
 UPLINK = Link(latency_s=0.0, bytes_per_s=1e6)
 WIRE = Link(name="slow wire", latency_s=10e-3, bytes_per_s=20e6)
@@ -84,7 +85,7 @@ def halving():
     """Four rounds of halving-doubling."""
     moves = [one for m in messages.halving_doubling_messages(4) for one in m.one_by_one()]
     frames = frames_from_messages(moves, own_everything(4))
-    return Svg(stepper(frames, "Halving-doubling on four ranks").svg)
+    return Svg(all_frames_svg(frames, "Halving-doubling on four ranks", width_px=1500))
 
 
 def crossover():

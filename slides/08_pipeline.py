@@ -77,12 +77,22 @@ def _five(p, m):
     }
 
 
-def five():
-    """The five schedules on one scale of time."""
-    played = {name: simulate(plan) for name, plan in _five(3, 6).items()}
+def _idle(*names):
+    """Some of the five schedules on one scale of time."""
+    played = {name: simulate(_five(3, 6)[name]) for name in names}
     idle = ", ".join(f"{one.bubble_fraction:.0%}" for one in played.values())
     runs = {name: one.events() for name, one in played.items()}
     return timelines(runs, f"Idle: {idle} of the time", unit="F")
+
+
+def fill():
+    """Chunks, and weight gradients of their own."""
+    return _idle("1F1B", "interleaved", "ZB-H1")
+
+
+def both():
+    """Chunks in a V."""
+    return _idle("ZB-V", "DualPipeV")
 
 
 def puzzle():
@@ -163,7 +173,8 @@ def pictures():
         gpipe,
         one_f_one_b,
         hang,
-        five,
+        fill,
+        both,
         puzzle,
         throughput,
         slow_wire,

@@ -106,7 +106,8 @@ def mathjax() -> Path:
 
 def copy_slides(stem: str, built: Path, folder: Path) -> list[str]:
     """Copy the slide deck of a lesson if `make slides` has built it; return its files."""
-    decks = [f"{stem}.{kind}" for kind in ("html", "pdf") if (built / f"{stem}.{kind}").exists()]
+    files = [f"{stem}.{kind}" for kind in site_lessons.DECK]
+    decks = [file for file in files if (built / file).exists()]
     for deck in decks:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(built / deck, folder)
@@ -121,8 +122,11 @@ def slides_page(decks_of: dict[str, list[str]]) -> str:
     if not any(decks_of.values()):
         lines.append("The slides are not part of this build. `make slides site` makes them first.")
     for stem, decks in decks_of.items():
-        links = [f'<a href="slides/{deck}">{deck.rpartition(".")[2].upper()}</a>' for deck in decks]
-        lines += [f"- [{stem}](notebooks/{stem}.ipynb): {', '.join(links)}"] if links else []
+        links = [
+            f'<a href="{address.removeprefix("../")}">{name}</a>'
+            for name, address in site_lessons.slide_links(decks)
+        ]
+        lines += [f"- [{stem}](notebooks/{stem}.ipynb): {'; '.join(links)}"] if links else []
     return "\n".join([*lines, ""])
 
 

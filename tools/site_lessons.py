@@ -17,6 +17,7 @@ Cell = dict[str, Any]
 DRAWN = re.compile(r'width="(\d+)"([^>]*)src="data:image/(png|svg\+xml);base64,([^"]+)"')
 MARKER = re.compile(r"^[ \t]*### (?:BEGIN|END) SOLUTION.*\n?", re.MULTILINE)
 
+DECK = {"html": "Slides", "pdf": "Slides as PDF", "handout.pdf": "Handout, four slides a page"}
 NOTE = (
     '<p class="lesson-note">The outputs, and the predictions that they compare with, are those of '
     "one saved run.</p>"
@@ -133,8 +134,7 @@ def notebook_links(files: list[Path]) -> list[tuple[str, str]]:
 
 def slide_links(decks: list[str]) -> list[tuple[str, str]]:
     """Links to a deck, as far as it has been built."""
-    kinds = {".html": "Slides", ".pdf": "Slides as PDF"}
-    return [(kinds[Path(deck).suffix], f"../slides/{deck}") for deck in decks]
+    return [(DECK[deck.partition(".")[2]], f"../slides/{deck}") for deck in decks]
 
 
 def package_links(stem: str, packages: list[str]) -> list[tuple[str, str]]:

@@ -1,22 +1,37 @@
-"""Build every deck slides/NN_idea.md to build/slides as HTML and PDF, with its pictures.
+"""Build every deck slides/NN_idea.md to build/slides: HTML, PDF, and a handout to be printed.
 
 A deck's pictures are drawn, never stored: slides/NN_idea.py has a function `pictures()` that gives
 {name: matplotlib figure}, and the deck shows them as ![what is seen](NN_idea/name.png).
+
+A process on each core draws while Marp writes the HTML of all decks, in one run, and one chromium
+prints what is ready.
 """
 
 import argparse
 import importlib.util
+import multiprocessing
 import os
 import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from matplotlib.figure import Figure
+from playwright.sync_api import Page, sync_playwright
 from progress import run_showing
 
 SLIDES = Path(__file__).resolve().parent.parent / "slides"
 MARP = SLIDES / "node_modules" / ".bin" / "marp"
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
+FRAMES = """() => new Promise(done => {  // Marp takes a few to fit long lines of code
+  let left = 5;
+  const frame = () => left-- ? requestAnimationFrame(frame) : done();
+  frame();
+})"""
+FOOTER = """<p style="font: 8px sans-serif; margin: 0 10mm; width: 100%; text-align: right">
+<span class="title"></span>, page <span class="pageNumber"></span></p>"""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -52,6 +67,17 @@ def install_marp() -> None:
     installed.touch()
 
 
+def flatten(figure: Figure) -> None:
+    """Make a tall picture of curves flatter, like a slide, which then shows it with larger letters.
+
+    Boxes with labels, as of a timeline, are laid out for the size that they have.
+    """
+    width, height = figure.get_size_inches()
+    curves = [[len(line.get_xdata()) > 2 for line in axes.lines] for axes in figure.axes]
+    if all(map(any, curves)):
+        figure.set_size_inches(width, max(0.82 * height, min(height, 0.45 * width)))
+
+
 def draw_pictures(deck: Path, folder: Path) -> None:
     """Draw what the deck's Python file offers, and see that the deck finds all it shows."""
     source = deck.with_suffix(".py")
@@ -62,6 +88,8 @@ def draw_pictures(deck: Path, folder: Path) -> None:
         target = folder / deck.stem
         target.mkdir(parents=True, exist_ok=True)
         for name, figure in module.pictures().items():
+            if isinstance(figure, Figure):
+                flatten(figure)
             figure.savefig(target / f"{name}.png", dpi=150)
     for alt, path in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)", deck.read_text()):
         if not re.sub(r"\b(bg|fit|left|right|contain|[wh]:\S+)(\s|$)", "", alt).strip():
@@ -71,30 +99,53 @@ def draw_pictures(deck: Path, folder: Path) -> None:
 
 
 def build(decks: list[Path], folder: Path) -> None:
-    """Build the decks as HTML and PDF in a folder, beside their pictures."""
-    os.environ.setdefault("MPLBACKEND", "agg")
+    """Build the decks in a folder, beside their pictures."""
     browser = find_browser()
     install_marp()
     folder.mkdir(parents=True, exist_ok=True)
     for deck in decks:
-        print(f"{deck.name}: pictures", flush=True)
-        draw_pictures(deck, folder)
         shutil.copy(deck, folder)
-    for kind in ([], ["--pdf", "--allow-local-files", "--browser-path", browser]):
-        marp(folder, [*kind, "--", *(deck.name for deck in decks)])
+    fresh = multiprocessing.get_context("spawn")  # a fork would keep the browser's pipes open
+    artists = ProcessPoolExecutor(min(len(decks), os.cpu_count() or 1), fresh)
+    drawings = [artists.submit(draw_pictures, deck, folder) for deck in decks]
+    try:
+        write_pages(decks, folder)
+        with sync_playwright() as playwright:
+            chromium = playwright.chromium.launch(executable_path=browser, args=FLAGS)
+            page = chromium.new_page()  # one for all decks: a new one takes longer than to print
+            for deck, drawing in zip(decks, drawings, strict=True):
+                drawing.result()
+                print_deck(page, folder / deck.stem)
+            chromium.close()
+    finally:
+        artists.shutdown(cancel_futures=True)
     for deck in decks:
         (folder / deck.name).unlink()
-        print(f"{folder / deck.stem}.html and .pdf", flush=True)
 
 
-def marp(folder: Path, arguments: list[str]) -> None:
-    """Run the slide builder; its own words are shown only if it fails."""
-    command = [str(MARP), "--no-stdin", "--theme-set", str(SLIDES / "theme.css"), *arguments]
+def write_pages(decks: list[Path], folder: Path) -> None:
+    """Run the slide builder, which writes HTML; its own words are shown only if it fails."""
+    command = [str(MARP), "--no-stdin", "--config-file", str(SLIDES / "package.json"), "--"]
+    command += [deck.name for deck in decks]
     done = subprocess.run(
         command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
     if done.returncode:
         raise SlidesError(f"The slide builder failed:\n{done.stderr.strip()}")
+
+
+def print_deck(page: Page, deck: Path) -> None:
+    """Print a deck, and then its handout, from its HTML."""
+    page.emulate_media(media="print")  # lays out all slides, not only the first
+    page.goto(deck.with_suffix(".html").resolve().as_uri())
+    page.evaluate(FRAMES)
+    printed = {"prefer_css_page_size": True, "print_background": True, "tagged": True}
+    page.pdf(path=deck.with_suffix(".pdf"), outline=True, **printed)
+    page.add_style_tag(path=SLIDES / "handout.css")
+    footer = {"display_header_footer": True, "header_template": "<p></p>"}
+    handout = deck.with_suffix(".handout.pdf")
+    page.pdf(path=handout, footer_template=FOOTER, **footer, **printed)
+    print(f"{deck}.html, .pdf and .handout.pdf", flush=True)
 
 
 def main() -> None:
@@ -103,6 +154,8 @@ def main() -> None:
     parser.add_argument("decks", nargs="*", type=Path, help="decks (all of slides/)")
     parser.add_argument("--out", type=Path, default=Path("build/slides"))
     options = parser.parse_args()
+    os.environ.setdefault("MPLBACKEND", "agg")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a process of its own
     try:
         build(options.decks or sorted(SLIDES.glob("[0-9]*.md")), options.out)
     except SlidesError as error:

@@ -35,12 +35,12 @@ def frame_svg(frame: Frame, title: str) -> str:
     return f"{_open(width, height, label)}{frame_shapes(frame)}</svg>"
 
 
-def all_frames_svg(frames: Sequence[Frame], title: str) -> str:
-    """Return all frames in one static SVG, as many next to each other as fit."""
+def all_frames_svg(frames: Sequence[Frame], title: str, width_px: int = _STILL_WIDTH) -> str:
+    """Return all frames in one static SVG, as many next to each other as fit its width."""
     full_width, full_height = frame_size(frames[0])
     scale = 1.0 if full_width <= _STILL_WIDTH // 2 else 0.56
     width, height = round(full_width * scale), round(full_height * scale) + _CAPTION
-    columns = max(1, min(len(frames), _STILL_WIDTH // width))
+    columns = max(1, min(len(frames), width_px // width))
     rows = -(-len(frames) // columns)
     whole = max(columns * width, 9 * len(title) + 20)
     parts = [_open(whole, rows * height + _CAPTION, html.escape(title))]

@@ -99,9 +99,10 @@ def make_slides(command, course, tmp_path):
     decks = [deck.stem for deck in (ROOT / "slides").glob("[0-9]*.md")]
     assert decks
     for deck in decks:
-        assert (ROOT / "build/slides" / f"{deck}.html").stat().st_size > 10_000
-        assert (ROOT / "build/slides" / f"{deck}.pdf").stat().st_size > 10_000
-        assert f"../slides/{deck}.html" in (ROOT / f"build/site/notebooks/{deck}.html").read_text()
+        page = (ROOT / f"build/site/notebooks/{deck}.html").read_text()
+        for kind in ("html", "pdf", "handout.pdf"):
+            assert (ROOT / "build/slides" / f"{deck}.{kind}").stat().st_size > 10_000
+            assert f"../slides/{deck}.{kind}" in page
 
 
 def course_check(command, course, tmp_path):

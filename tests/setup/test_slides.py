@@ -1,4 +1,4 @@
-"""A deck becomes HTML that needs no network, and a PDF, with pictures that are drawn for it."""
+"""A deck becomes HTML that needs no network, a PDF and a handout, with pictures drawn for it."""
 
 import contextlib
 import re
@@ -35,10 +35,14 @@ def pictures():
 """
 
 
+ROOT = Path(__file__).resolve().parents[2]
+DECKS = sorted((ROOT / "slides").glob("[0-9]*.md"))
+
+
 @pytest.fixture
 def slides(monkeypatch):
     """tools/slides.py as a module."""
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "tools")
+    monkeypatch.syspath_prepend(ROOT / "tools")
     import slides
 
     return slides
@@ -53,9 +57,9 @@ def deck(tmp_path) -> Path:
 
 
 def pdf_objects(path: Path) -> bytes:
-    """The objects of a PDF, unpacked."""
-    streams = re.findall(rb"stream\r?\n(.*?)endstream", path.read_bytes(), re.DOTALL)
-    unpacked = []
+    """The objects of a PDF, as they are and unpacked."""
+    unpacked = [path.read_bytes()]
+    streams = re.findall(rb"stream\r?\n(.*?)endstream", unpacked[0], re.DOTALL)
     for stream in streams:
         with contextlib.suppress(zlib.error):
             unpacked.append(zlib.decompressobj().decompress(stream))
@@ -80,6 +84,22 @@ def test_a_deck_becomes_html_and_pdf(slides, deck, tmp_path):
     objects = pdf_objects(out / "99_toy.pdf")
     assert len(re.findall(rb"/Type\s*/Page\b", objects)) == 2
     assert len(re.findall(rb"/S\s*/Figure", objects)) >= 1
+    handout = pdf_objects(out / "99_toy.handout.pdf")
+    assert len(re.findall(rb"/Type\s*/Page\b", handout)) == 1  # both slides, of up to four
+
+
+@pytest.mark.parametrize("path", DECKS, ids=lambda path: path.stem)
+def test_each_slide_has_notes_that_fit_the_lesson(path):
+    _, _, *shown = re.split(r"^---\n", path.read_text(), flags=re.MULTILINE)
+    notes = [re.search(r"^<!--\n(\d) min\. (.*?)-->", one, re.M | re.S) for one in shown]
+    silent = [number for number, note in enumerate(notes, start=1) if not note]
+    assert silent == [], "slides without notes that begin with minutes: <!--\\n2 min. Ask ..."
+    assert 25 <= sum(int(note[1]) for note in notes) <= 60  # docs/teaching.md plans with that
+    lesson = (ROOT / "notebooks/source" / f"{path.stem}.py").read_text()
+    headings = "\n".join(re.findall(r"^# #+ (.*)", lesson, re.MULTILINE))
+    said = " ".join(" ".join(note[2] for note in notes).split())
+    wanted = re.findall(r'Show (?:the \w+ of )?"([^"]+)"', said)
+    assert [section for section in wanted if section not in headings] == []
 
 
 @pytest.mark.parametrize(
