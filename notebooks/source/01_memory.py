@@ -1,18 +1,17 @@
 # %% [markdown]
 # # 01 Memory: where the bytes go
 #
-# "Out of memory" is the first error of many large training runs. **Can you know beforehand, to the
-# byte, what a training step needs?** You **predict** every byte from a few sizes, **measure** what
-# PyTorch really keeps, and **compare**.
+# **Can you know beforehand, to the byte, what a training step needs?** **Predict** every
+# byte from a few sizes, **measure** what PyTorch keeps, **compare**.
 #
 # *After this lesson you can*
 #
 # - count the parameters of a transformer, and the bytes of its weights, gradients and optimizer;
 # - derive the bytes that a layer saves for backward, for a GPT and for a Llama;
 # - say when in a step memory is at its peak, and what to change when a model does not fit;
-# - count the FLOP of a step, and say what a published MFU means.
+# - count a step's FLOP, read a published MFU, and say whether arithmetic, memory or a link limits.
 #
-# **Prerequisites:** Python and a little PyTorch; no other lesson. **Time:** about 75 minutes of
+# **Prerequisites:** Python and a little PyTorch. **Time:** about 75 minutes of
 # reading and running, 70 of exercises. The break is after section 4. Exercises 1 to 4 are *core*, 5
 # and 6 go *further*.
 #
@@ -45,6 +44,7 @@ from course_lib.core.units import GIB, format_bytes
 from course_lib.cost.hardware import DEVICES
 from course_lib.display import YES_NO, Voices, compare, memory, predict, reveal, show
 from course_lib.memory import activations, count_params, model_states, param_parts, step_ledger
+from course_lib.memory.optimizer_states import state_rows
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 
 torch.set_num_threads(1)  # the models here are small
@@ -59,13 +59,11 @@ torch.set_num_threads(1)  # the models here are small
 guess = predict("parameters of the smallest GPT-2", unit="million")
 ### GUESS guess.commit(110)
 
-# %%
+# %% tags=["check"]
 gpt2 = MODELS["gpt2"]
 reveal(guess, count_params(gpt2) / 1e6)
 for part, count in param_parts(gpt2).items():
     print(f"{part:<10} {count:>12,}")
-
-# %% tags=["check"]
 with torch.device("meta"):  # shapes without numbers: no memory, no time
     built = {name: GPT(MODELS[name]) for name in ("gpt2", "gpt2-xl", "megatron-175b")}
 for name, model in built.items():
@@ -127,11 +125,16 @@ print({kind: format_bytes(size) for kind, size in states.items()})
 for billions in (1, 7, 70, 405):
     sizes = [sum(model_states(billions * 10**9, name).values()) / 1e9 for name in list(RECIPES)[:2]]
     print(f"{billions:>4}B {sizes[0]:>6,.0f}e9 bytes, with an accumulator {sizes[1]:>6,.0f}e9")
+print("", state_rows(GPT(MODELS["small"])), sep="\n")
 
 # %% [markdown]
-# That is 16 bytes per parameter, 12 of them for the optimizer. Some recipes keep an fp32 copy of
-# the gradients beside the bf16 ones (an *accumulator*), so that adding up micro-batches does not
-# round: 20 bytes. Others have fp32 gradients only, or fp32 everywhere, or bf16 everywhere (*pure*).
+# That is 16 bytes per parameter, 12 of them for the optimizer. Some recipes have fp32 gradients
+# beside the bf16 ones (an *accumulator*: adding up micro-batches does not round): 20 bytes. Others
+# have fp32 gradients only, or fp32 everywhere, or bf16 everywhere (*pure*).
+#
+# In the table, *8-bit Adam* stores moments in a byte (Dettmers et al. 2022, section 2.1),
+# *Adafactor* sums over rows and columns (Shazeer and Stern 2018, section 3), *Muon* one momentum
+# for hidden matrices (Jordan et al. 2024).
 
 
 # %% tags=["picture"]
@@ -193,9 +196,8 @@ reveal(guess, sum(one.num_bytes for one in kept))
 print("kept:", *kept)
 
 # %% [markdown]
-# Autograd keeps one tensor: the input of GELU. The product keeps `x`, which existed already
-# (`w`, too, if `x` needs a gradient); the output of GELU is kept only if a later operation needs
-# it. Each operation's rule follows from its derivative.
+# Autograd keeps one tensor: the input of GELU. The product keeps `x`, which existed already; the
+# output of GELU is kept only if a later operation needs it. Each rule follows from a derivative.
 #
 # ### Exercise 3 (core): weigh what is saved
 #
@@ -236,7 +238,7 @@ check("memory-3", weigh)
 #
 # ## 4 The bytes of a layer
 #
-# A GPT layer does this:
+# A GPT layer:
 #
 # 1. norm; three products of its output: q, k, v;
 # 2. *scores* q · kᵀ, one number for each pair of tokens in each head; softmax; dropout; times v;
@@ -244,8 +246,7 @@ check("memory-3", weigh)
 # 4. norm; product $h \to f$; GELU; product $f \to h$; dropout; added to the residual stream.
 #
 # A product saves both of its inputs (a weight exists anyway), a norm and GELU save their input,
-# softmax saves its output, and dropout saves a mask of one byte per number. Adding saves nothing. A
-# tensor that two operations save takes memory once.
+# softmax saves its output, and dropout saves a mask of one byte per number. Adding saves nothing.
 #
 # ### Exercise 4 (core): the bytes of a layer
 #
@@ -315,8 +316,8 @@ for name, (spec, how) in layers.items():
     print(f"{name:<26}{c:>3g} sbh + {d:g} as²b = {formula:>9,.0f} B; autograd {kept:>9,} B")
 
 # %% [markdown]
-# The small differences are statistics: a norm keeps two numbers per token, flash attention one per
-# query and head. `TORCH_CPU`, below, counts them too.
+# The small differences are statistics of norms and flash attention. `TORCH_CPU`, below, counts
+# them.
 #
 # *Flash attention* (Dao et al. 2022) never writes the scores to memory: it computes them again in
 # backward, tile by tile. Here are formula, simulation on *fake tensors* (shapes without numbers)
@@ -374,8 +375,7 @@ show(figure, alt=f"{title}: {curves['flash'].measurement[-1]:.3g} MiB at 256 tok
 #
 # ## 5 Four steps, live
 #
-# A model trains for four steps, one micro-batch each, while we follow every byte. In which step is
-# the peak first reached?
+# A model trains for four steps, one micro-batch each. In which step is the peak first reached?
 
 # %% tags=["predict"]
 guess = predict("the peak is first reached in step")
@@ -412,10 +412,9 @@ for kind, held in played.bytes_by_kind.items():
 # %% [markdown]
 # Activations (blue) grow in forward and shrink in backward, while gradients grow; the formula gives
 # the same four steps. Here the peak is where backward begins: all activations, no gradients yet.
-# **That is not always so.** When backward is done with a layer, the layer's activations are freed
-# and its gradients have come. Where gradients are larger, memory still grows *in* backward, and
-# with gradient accumulation (lesson 02) the second micro-batch runs beside the gradients of the
-# first.
+# **That is not always so.** Where a layer's gradients are larger than its activations, memory still
+# grows *in* backward; with gradient accumulation (lesson 02) the second micro-batch runs beside the
+# gradients of the first.
 #
 # ### Exercise 5 (further): where the peak is
 #
@@ -448,9 +447,8 @@ check("memory-5", step_peak)
 # %% [markdown]
 # ### Break it: a loss that is never let go
 #
-# Someone wants a loss curve and collects `loss` instead of `loss.item()`. A loss keeps its whole
-# graph alive; here nobody calls backward, as in a validation loop without `no_grad`. Do the
-# activations stay the same from step to step?
+# Someone collects `loss` instead of `loss.item()` in a validation loop without `no_grad`. A loss
+# keeps its whole graph alive. Do the activations stay the same from step to step?
 
 # %% tags=["predict"]
 guess = predict("activations stay the same from step to step", choices=YES_NO)
@@ -470,41 +468,23 @@ losses.clear()
 
 # %% [markdown]
 # **Without recompute, the peak of a step with one micro-batch is where backward begins, or later
-# where gradients outweigh activations; with accumulation it is where the second backward begins.
-# If memory grows in every step, look first for graphs that something keeps alive.**
+# where gradients outweigh activations. If memory grows in every step, look first for graphs that
+# something keeps alive.**
 #
 # ## 6 What fits, and models that do not
 #
-# The model states of Llama-70B fit on no GPU of this course's table. But autograd keeps fake
-# tensors like real ones, so the model can be weighed here.
-
-# %% tags=["check"]
-from course_lib.memory.saved_tensors import tensors_of
-
-big = replace(MODELS["llama-70b"], max_seq=2048)
-with fake_tensors(torch.bfloat16):
-    model = GPT(big)
-    tokens = torch.zeros(1, 2048, dtype=torch.long)
-    given = [*tensors_of(model), tokens]
-    kept = measure_saved(lambda: token_loss(model(tokens), tokens), given=given)
-weighed = sum(one.num_bytes for one in kept)
-formula = sum(activations(big, 1, 2048, kernels=TORCH_CPU).values())
-print(f"{count_params(big):,} parameters; one sequence keeps {format_bytes(weighed)}")
-print(f"formula minus measurement: {formula - weighed} bytes")
-
-# %% [markdown]
-# Next, Llama-8B on 80 GiB GPUs, at the peak. *Recompute* drops activations and computes them again
-# (lesson 03); then the peak is at the end of backward, when all gradients are there. *ZeRO* divides
-# (*shards*) states over ranks: stage 1 the optimizer's, stage 2 gradients too, stage 3 all
-# (lesson 09). *Tensors split*: each rank has a part of every matrix, and so of the activations
+# Llama-8B on 80 GiB GPUs, at the peak. *Recompute* drops activations and computes them again
+# (lesson 03). *ZeRO* divides (*shards*) states over ranks: stage 1 the optimizer's, stage 2
+# gradients too, stage 3 all (lesson 09). *Tensors split*: each rank has a part of every matrix
 # (lesson 07).
 #
-# Below the picture is a calculator. `dp` ranks share the batch, `tp` the matrices, `pp` the layers,
-# `cp` the sequence. The line under the sliders is what `course memory` reads in a terminal; paste
-# one to set them. *Find two more ways to make llama-8b fit, and the fewest H200s for llama-405b.*
+# Below the picture is a calculator: `dp` ranks share the batch, `tp` the matrices, `pp` the layers,
+# `cp` the sequence. Its last line is what `course memory` reads in a terminal. *Find two more ways
+# to make llama-8b fit, and the fewest H200s for llama-405b.*
 
 # %% tags=["picture"]
 from course_lib.memory.calculator import read_setup
+from course_lib.memory.explorer import calculator
 
 lines = {
     "as it is": "--model llama-8b",
@@ -517,10 +497,6 @@ ledgers = {name: read_setup(line).fullest for name, line in lines.items()}
 title = "With the usual recipe, recomputing is not enough for 8B on 80 GiB: shard the states"
 peak = format_bytes(ledgers["8 ranks, ZeRO-3"].peak_bytes())
 show(memory(ledgers, title, limit_bytes=80 * GIB), alt=f"{title}; ZeRO-3 on 8 ranks takes {peak}")
-
-# %% tags=["picture"]
-from course_lib.memory.explorer import calculator
-
 calculator("--model llama-8b --gpu h100 --seq 4096")
 
 # %% [markdown]
@@ -529,19 +505,18 @@ calculator("--model llama-8b --gpu h100 --seq 4096")
 #
 # ## 7 How busy is the GPU?
 #
-# A FLOP is one floating-point operation. A matrix product of `[m, k]` and `[k, n]` has $mkn$
+# A matrix product of `[m, k]` and `[k, n]` has $mkn$
 # multiply-adds, $2mkn$ FLOP: 2 for each weight and each of the $m$ tokens. Backward has two
 # products of the same size: with $y = xW$, the gradient of $x$ is $dy\,W^\top$, and that of $W$ is
 # $x^\top dy$. So a weight costs $2 + 4$ FLOP per token, and a step of $D$ tokens $6ND$ (Kaplan et
 # al. 2020, section 2.1).
 #
 # With all parameters as $N$, the rule counts the embedding, which multiplies nothing unless it is
-# tied to the output layer (Kaplan et al. leave it out of $N$, Hoffmann et al. 2022 count it), and
-# it leaves out the scores, which multiply no weight. With a causal mask, half of them are hidden.
-# **Two conventions are in use**: count *all* scores, as Megatron (Narayanan et al. 2021, appendix)
-# and PaLM (Chowdhery et al. 2022, appendix B) do, or *half* of them, which is what a causal kernel
-# computes, as FlashAttention-2 does (Dao 2023, section 4.1). The course counts all, unless it says
-# `causal`.
+# tied (Kaplan et al. leave it out, Hoffmann et al. 2022 count it), and leaves out the scores, which
+# multiply no weight. A causal mask hides half of them. **Two conventions are in use**: count *all*
+# scores (Narayanan et al. 2021, appendix; PaLM: Chowdhery et al. 2022, appendix B), or *half*, as a
+# causal kernel computes (FlashAttention-2: Dao 2023, section 4.1). The course counts all, unless it
+# says `causal`.
 
 # %%
 from course_lib.cost.flops import forward_flop, mfu, six_n_d, train_step_flop
@@ -563,10 +538,6 @@ for seq in (2048, 8192, 32768, 131072):
 # with `spec.kv_hidden` columns); the scores and their product with v, all or, if `causal`, exactly
 # half of them; the MLP (three matrices if `spec.gated`, else two); the logits. Return an int. About
 # 5 lines, 15 minutes.
-#
-# <details><summary>Hint: the scores</summary>
-# In one head, q · kᵀ multiplies [seq, head_dim] and [head_dim, seq]. What do all heads together
-# cost for each token?</details>
 
 
 # %% tags=["exercise"] exercise="memory-6"
@@ -586,15 +557,10 @@ check("memory-6", step_flop)
 
 # %% [markdown]
 # An H100's data sheet says 1,979 TFLOP/s in bf16, and in small print "with sparsity": two of every
-# four weights are zero and are skipped. What is the most that training can reach?
-
-# %% tags=["predict"]
-guess = predict("the most that training can reach", unit="TFLOP/s")
-### GUESS guess.commit(1979)
+# four weights are zero and are skipped. Ordinary training is *dense*: it reaches half at most.
 
 # %%
 h100 = DEVICES["h100"]
-reveal(guess, h100.peak("bf16") / 1e12)
 print(h100.source.replace(": ", ":\n", 1), end="\n\n")
 for device in DEVICES.values():
     peak, size = device.peak("bf16") / 1e12, format_bytes(device.memory_bytes)
@@ -605,29 +571,58 @@ share = mfu(step, 13.75, DEVICES["a100-80"].peak("bf16"), world_size=64)
 print(f"\n175B on 64 A100s, 13.75 s for 64 sequences of 2,048 tokens: MFU {share:.1%}")
 
 # %% [markdown]
-# Ordinary training is *dense*: it skips no weight, and reaches half at most. *Model FLOP
-# utilization* (MFU, Chowdhery et al. 2022, section 4.1) is the share of the **dense** peak that the
-# model's own FLOP use; recomputation does not count (with it, the share is called HFU). The last
-# line above is a published run: its authors report 51.4 % (Korthikanti et al. 2022, table 5). Does
-# it matter which scores one counts, and what do others reach?
+# *Model FLOP utilization* (MFU, Chowdhery et al. 2022, section 4.1) is the share of the **dense**
+# peak that the model's own FLOP use; recomputation does not count (with it, the share is called
+# HFU). The run in the last line reports 51.4 % (Korthikanti et al. 2022, table 5). What do
+# others reach?
 
 # %% tags=["picture"]
-from course_lib.memory.pictures import mfu_by_convention, mfu_of_real_runs
+from course_lib.memory.pictures import mfu_of_real_runs
 
-show(*mfu_by_convention())
 show(*mfu_of_real_runs())
 
 # %% [markdown]
-# In the first picture the stars are LLM Foundry's reports, with all scores. All three lines (the
-# third is 6ND) have the same tokens per second, and differ in what counts as work.
-#
 # **MFU is the model's FLOP divided by what the dense peak allows in that time. Compare MFUs only
 # where the FLOP are counted alike.**
 #
-# ## 8 What other tools say
+# ## 8 What limits the speed?
 #
-# Accelerate and DeepSpeed have estimators, PyTorch a tracker that follows every tensor. Here is a
-# small model with two sequences of 256 tokens.
+# An operation also moves bytes. Its *arithmetic intensity* $I$ is FLOP per byte read or written:
+# 1/6 for an add in bf16, about $m$ for a product of $m$ tokens with a large matrix (in fp32 half of
+# that). At most, speed is $\min(\text{peak}, I\cdot\text{bandwidth})$, the *roofline* (Williams et
+# al. 2009, section 3). Below the *ridge point*, where the two are equal, an operation is
+# memory-bound, above it compute-bound. Where is it for bf16 products on an H100?
+
+# %% tags=["predict"]
+guess = predict("tokens that make a large product compute-bound", unit="tokens")
+### GUESS guess.commit(32)
+
+# %% tags=["picture", "measured"]
+from course_lib.memory.roofs import gpu_roofs, measure_roof, measured_roof, roof_of, roof_rows
+
+reveal(guess, roof_of(h100).ridge)
+roof, rates = measure_roof()
+show(*measured_roof(roof, rates))
+show(*gpu_roofs())
+print(roof_rows())
+
+# %% [markdown]
+# Dots lie below: a roof is a bound. Norms, dropout and the optimizer's step are memory-bound on
+# all of these GPUs. Links have the same algebra. For $t$ bf16 tokens on each of $p$ ranks:
+#
+# - **data parallelism**: backward computes $4Nt$ FLOP and sends $4N\frac{p-1}{p}$ bytes;
+# - **FSDP** (lesson 10): forward computes $2Nt$, receives $2N\frac{p-1}{p}$; backward twice both;
+# - **tensor parallelism** (lesson 07): $\frac92\frac{h}{p-1}$ FLOP per byte sent, for any $t$.
+#
+# The first two have about $t$ FLOP per byte. On an H100, peak divided by bandwidth is 2,199 over
+# NVLink, 19,790 over InfiniBand: with fewer tokens per rank they wait for messages.
+#
+# **An operation is memory-bound below the ridge point; a method is communication-bound where its
+# FLOP per byte sent are fewer than peak divided by link bandwidth.**
+#
+# ## 9 What other tools say
+#
+# Accelerate and DeepSpeed have estimators, PyTorch a tracker. Two sequences of 256 tokens:
 
 # %% tags=["measured"]
 from course_lib.memory.estimators import all_estimates, estimates_text, tracker_gap
@@ -642,21 +637,36 @@ for name, size in (gap | {"unexplained": more - sum(gap.values())}).items():
     print(f"    {name:<26}{size:>10,} B")
 
 # %% [markdown]
-# Accelerate prints the **largest** of weights, gradients, optimizer and step, not their sum (16
-# bytes per parameter in fp32, 8 in bf16). DeepSpeed adds fp32 gradients (20 bytes). Neither counts
-# activations. PyTorch's tracker agrees with the formula on states and activations to the byte, and
-# counts temporaries too: the gradients of the logits, which are large where the vocabulary is.
+# Accelerate prints the **largest** of weights, gradients, optimizer and step, not their sum.
+# DeepSpeed adds fp32 gradients (20 bytes). Neither counts activations. PyTorch's tracker agrees
+# with the formula to the byte, and counts temporaries too.
 #
-# On a GPU, the formula leaves out more: the CUDA context, libraries' workspaces, NCCL's buffers,
-# and what PyTorch's caching allocator holds unused or cannot use (*fragmentation*). Leave a margin;
-# `torch.cuda.memory_summary()` shows the allocator's part.
+# On a GPU come the CUDA context, libraries' workspaces, NCCL's buffers, and what PyTorch's *caching
+# allocator* holds: it takes *segments* from the driver (*reserved*), hands out blocks of them
+# (*allocated*), and keeps what is freed. A simulation of its rules:
+
+# %% tags=["failure", "raises-exception"]
+from course_lib.memory.allocator import MIB, CachingAllocator, growing_lists
+
+gpu = CachingAllocator(limit_bytes=80 * MIB)
+blocks = [gpu.allocate(8 * MIB) for _ in range(8)]
+for block in blocks[::2]:
+    gpu.free(block)
+print(f"allocated {gpu.allocated_bytes // MIB}, reserved {gpu.reserved_bytes // MIB} MiB")
+grown = growing_lists(CachingAllocator(limit_bytes=80 * GIB), [k * 12 * MIB for k in range(1, 9)])
+print("a tensor that grows:", *(f"{a // MIB}/{r // MIB}" for a, r in grown), "MiB")
+gpu.allocate(16 * MIB)
+
+# %% [markdown]
+# Most is free, but in pieces (*fragmentation*). Where PyTorch reports much memory *reserved but
+# unallocated*, try `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`;
+# `torch.cuda.memory_snapshot()` lists every block. Leave a margin.
 #
 # ## Read on
 #
 # - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*: the
 #   34, sections 4 and 5.
-# - Rajbhandari et al. 2020, *ZeRO*, section 3: where 16 bytes per parameter come from.
-# - Kaplan et al. 2020, *Scaling Laws for Neural Language Models*, section 2.1: 6ND.
 # - Chowdhery et al. 2022, *PaLM*, section 4.1: MFU, and why recomputation does not count.
 # - Dao et al. 2022, *FlashAttention*: attention without scores in memory.
+# - Austin et al. 2025, *How to Scale Your Model*, chapters 1 and 5: rooflines of training.
 # - Tazi et al. 2025, *The Ultra-Scale Playbook*: memory of Llama models, profiled over steps.
