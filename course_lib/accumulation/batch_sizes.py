@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from course_lib.accumulation.noise_scale import (
-    NoiseEstimate,
-    accumulate_with_noise,
-)
+from course_lib.accumulation.noise_scale import NoiseEstimate, accumulate_with_noise, noise_scale
 from course_lib.models.data import mixed_seed
 
 VOCAB, HIDDEN, INIT_STD = 64, 16, 0.1
 FOLLOWS = 0.75  # probability that the next token is given by the rule
-RATES = tuple(2.0**n for n in range(-4, 6))
+RATES = tuple(2.0**n for n in range(-3, 5))
 SEEDS = (0, 1, 2, 3, 4)
 
 
@@ -143,12 +140,28 @@ def noise_on_the_way(
     return points
 
 
+def noise_windows(
+    runs: Sequence[Sequence[NoisePoint]], steps: int = 5
+) -> list[tuple[float, float, list[float]]]:
+    """Return the middle step, the exact noise scale, and each run's estimate, by window of steps.
+
+    Windows that the shortest run does not fill are left out.
+    """
+    windows = []
+    for start in range(0, min(map(len, runs)) - steps + 1, steps):
+        parts = [run[start : start + steps] for run in runs]
+        exact = noise_scale(point.exact for part in parts for point in part)
+        seen = [noise_scale(point.estimate for point in part) for part in parts]
+        windows.append((start + (steps + 1) / 2, exact, seen))
+    return windows
+
+
 def _steps_of_rates(
     target: float, batch: int, rates: Sequence[float], seeds: Sequence[int], max_steps: int
 ) -> Tensor:
     """Return the steps of every rate and seed, [rates, seeds]; inf where the loss is not reached.
 
-    All models train at once, as one batched matrix product; a slow rate is given up after twice
+    All models train at once, as one batched matrix product; a slow rate is given up after 1.5 times
     the steps of the best one.
     """
     first = [_initial(seed) for seed in seeds] * len(rates)
@@ -168,7 +181,7 @@ def _steps_of_rates(
             embedding -= rate * grads[0]
             head -= rate * grads[1]
             steps[(exact_loss(embedding, head) <= target) & steps.isinf()] = step
-        if step >= 2 * steps.view(len(rates), -1).mean(dim=1).min():
+        if step >= 1.5 * steps.view(len(rates), -1).mean(dim=1).min():
             break
     return steps.view(len(rates), -1)
 
