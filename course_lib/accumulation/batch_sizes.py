@@ -31,7 +31,7 @@ class Bigram(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits: [batch] -> [batch, vocab]."""
-        return self.embedding[tokens] @ self.head
+        return F.embedding(tokens, self.embedding) @ self.head
 
 
 @dataclass(frozen=True, kw_only=True)

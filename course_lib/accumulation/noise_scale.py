@@ -35,7 +35,7 @@ class Tradeoff:
     These satisfy (S / S_min - 1) (E / E_min - 1) = 1, with E_min = B_crit S_min. At B_crit a run
     takes twice the smallest number of steps, and twice the smallest number of examples.
 
-    Source: McCandlish et al. 2018, section 2.2, eq. 2.7, and eq. 2.11
+    Source: McCandlish et al. 2018, section 2.3, eq. 2.11
     """
 
     min_steps: float

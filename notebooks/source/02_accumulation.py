@@ -304,7 +304,7 @@ def token_gradient(share, m=8):
 _, one = token_gradient(by_tokens, 1)
 reveal(guess, 100 * ((wrong - right).norm() / right.norm()).item())
 exact = (right - one).abs().max() < 1e-12 * one.abs().max()
-claim("weighted by tokens, it equals the full batch's, up to float64 rounding", exact)
+print("weighted by tokens: equal to the full batch, up to float64 rounding:", exact.item())
 
 # %% [markdown]
 # Hugging Face Transformers' `Trainer` averaged means in this way until October 2024 (Hugging Face,
@@ -380,7 +380,7 @@ reveal(guess, measured[3] / measured[0])
 title = f"16 micro-batches hold {measured[-1]:.1f} MiB, the full batch {measured[0]:.0f} MiB"
 voices = Voices(formula=[formula(m) for m in parts], measurement=measured)
 labels = {"x_label": "micro-batches m", "y_label": "peak (MiB)", "log": True}
-claim("formula and measurement agree to the byte", voices.formula == voices.measurement)
+print("formula and measurement agree to the byte:", voices.formula == voices.measurement)
 show(compare(parts, voices, title, **labels), alt=f"{title}: the formula of lesson 01 to the byte")
 
 # %% [markdown]
@@ -533,10 +533,10 @@ check("accumulation-5", clipped_step)
 #
 # In one step they are noisy, and their ratio is biased: average each over steps, then divide.
 #
-# ### Exercise 6 (further): the noise scale
+# ### Exercise 6: the noise scale
 #
 # `steps` is a list with a tensor $[m, d]$ for each step: the *mean* gradients of $m$ micro-batches
-# of `micro_batch` items. Return the noise scale in items. About 7 lines, 15 minutes.
+# of `micro_batch` items. Return the noise scale in items. Optional; about 7 lines, 15 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-6"
@@ -562,7 +562,7 @@ check("accumulation-6", my_noise_scale)
 # distribution we also compute the exact noise scale. We train with batches of 256 in 16
 # micro-batches, from a loss of 4.2 to 2.2, with 5 seeds.
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 from course_lib.accumulation import batch_sizes as sizes
 from course_lib.accumulation.noise_scale import Tradeoff, fit_tradeoff, noise_scale
 
@@ -596,7 +596,7 @@ show(pictures.noise_growth(runs, title), alt=f"{title}; {scale:.0f} over a run a
 guess = predict("steps at B = 32, as a multiple of those at B = 512")
 ### GUESS guess.commit(16)
 
-# %% tags=["picture"]
+# %% tags=["picture", "measured"]
 sweep = sizes.steps_to_loss(2.2, [2**n for n in range(10)])
 steps = sweep.mean_steps()
 reveal(guess, steps[5] / steps[9])
@@ -604,8 +604,8 @@ print("best learning rates:", *sweep.rates)
 fit = fit_tradeoff(sweep.batches, steps)
 predicted = Tradeoff(min_steps=steps[9] / (1 + scale / 512), critical_batch=scale)
 claim("the noise scale is within a factor of 3 of B_crit", 1 / 3 < scale / fit.critical_batch < 3)
-title = f"From the noise scale, {scale:.0f}; fitted to the steps, B_crit = {fit.critical_batch:.0f}"
-show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}: beyond it, steps hardly fall")
+title = f"Steps fall until B is near {fit.critical_batch:.0f}; the noise scale says {scale:.0f}"
+show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}, and examples multiply")
 
 # %% [markdown]
 # While noise dominates, the best learning rate doubles with the batch; then curvature limits it.
