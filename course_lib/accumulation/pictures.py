@@ -167,8 +167,8 @@ def noise_growth(runs: Mapping[str, Sequence[Sequence[NoisePoint]]], title: str)
         middle = [median(each) for each in seen]
         low = [one - min(each) for one, each in zip(middle, seen, strict=True)]
         high = [max(each) - one for one, each in zip(middle, seen, strict=True)]
-        bars = {"ecolor": colour, "elinewidth": 1.1, "capsize": 3}
-        axes.errorbar(steps, middle, [low, high], fmt=mark, color=colour, ms=5, label=name, **bars)
+        axes.errorbar(steps, middle, [low, high], fmt="none", ecolor=colour, lw=1.1, capsize=3)
+        axes.plot(steps, middle, mark, color=colour, ms=5, label=name)
     powers_of_ten(axes, ("y",))
     return figure
 
@@ -179,9 +179,15 @@ def batch_tradeoff(sweep: Sweep, predicted: Tradeoff, title: str) -> Figure:
         "steps": Voices(formula=predicted.steps, measurement=sweep.steps),
         "examples": Voices(formula=predicted.examples, measurement=sweep.examples()),
     }
-    labels = {"x_label": "batch size B (examples)", "y_label": "steps, examples"}
-    names = {"formula": "predicted from the noise scale"}
-    figure = compare(sweep.batches, curves, title, log=True, names=names, **labels)
+    figure = compare(
+        sweep.batches,
+        curves,
+        title,
+        x_label="batch size B (examples)",
+        y_label="steps, examples",
+        log=True,
+        names={"formula": "predicted from the noise scale"},
+    )
     axes, at = figure.axes[0], predicted.critical_batch
     axes.axvline(at, color=QUIET, lw=1.2, ls="--")
     top = axes.get_xaxis_transform()

@@ -16,8 +16,8 @@
 # - predict what accumulation does to memory and to the time of a step;
 # - measure the gradient noise scale, and say up to which size a larger batch helps.
 #
-# **Prerequisites:** lesson 01. **Time:** about 55 minutes of reading and running, and 50 minutes
-# for six exercises. A break fits before section 8.
+# **Prerequisites:** lesson 01. **Time:** about 55 minutes of reading and running, and 35 minutes
+# for five exercises (15 for the optional sixth). A break fits before section 8.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -413,7 +413,7 @@ picture = pictures.part_times(parts, times, title)
 show(picture, alt=f"{title}; on H100s up to 2.4 times, where each GPU's part of the work is small")
 
 # %% [markdown]
-# Here 2 or 4 parts can even be faster than one, probably because smaller tensors fit into the
+# Here 2 or 4 parts can be faster than one, probably because smaller tensors fit into the
 # cache. But two costs grow with $m$: every micro-batch launches every operation again, and smaller
 # matrices use the hardware less well. The stars are published H100 runs of a 1.3B model
 # (Ultra-Scale Playbook, 2025). With the whole model on each GPU, going from two sequences of 4,096
@@ -510,7 +510,7 @@ check("accumulation-5", clipped_step)
 #
 # ## 8 When a larger batch stops helping
 #
-# With accumulation, memory no longer limits the batch. What does? The gradient $g_B$ of $B$ items
+# Memory no longer limits the batch. What does? The gradient $g_B$ of $B$ items
 # is the true gradient $G$ plus noise of covariance $\Sigma/B$. To second order (Hessian $H$), an
 # SGD step with learning rate $\epsilon$ changes the loss on average by
 #
@@ -536,7 +536,7 @@ check("accumulation-5", clipped_step)
 # ### Exercise 6: the noise scale
 #
 # `steps` is a list with a tensor $[m, d]$ for each step: the *mean* gradients of $m$ micro-batches
-# of `micro_batch` items. Return the noise scale in items. Optional; about 7 lines, 15 minutes.
+# of `micro_batch` items. Return the noise scale in items. Optional, 7 lines, 15 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-6"
@@ -605,11 +605,11 @@ fit = fit_tradeoff(sweep.batches, steps)
 predicted = Tradeoff(min_steps=steps[9] / (1 + scale / 512), critical_batch=scale)
 claim("the noise scale is within a factor of 3 of B_crit", 1 / 3 < scale / fit.critical_batch < 3)
 title = f"Steps fall until B is near {fit.critical_batch:.0f}; the noise scale says {scale:.0f}"
-show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}, and examples multiply")
+show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}; beyond it, examples multiply")
 
 # %% [markdown]
 # While noise dominates, the best learning rate doubles with the batch; then curvature limits it.
-# The noise scale predicts only the order of magnitude: $H$ is no multiple of the identity, the
+# The noise scale gives only the order of magnitude: $H$ is no multiple of the identity, the
 # noise scale changes on the way, and Adam is not SGD.
 #
 # More data-parallel ranks with the same micro-batch are a larger batch: $B_\text{crit}$ limits how
