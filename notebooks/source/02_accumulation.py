@@ -524,8 +524,8 @@ check("accumulation-5", clipped_step)
 # expensive, one takes a multiple of the identity: the **gradient noise scale**
 # $B_\text{simple}=\mathrm{tr}\,\Sigma/|G|^2$.
 #
-# Accumulation has two batch sizes: micro-batches of $b$ items, and $B$. From
-# $\mathbb{E}|g_B|^2=|G|^2+\mathrm{tr}\,\Sigma/B$, and the same for $b$, follow two unbiased
+# Accumulation has two batch sizes: $B$, and micro-batches of $b$ items (average their $|g_b|^2$).
+# From $\mathbb{E}|g_B|^2=|G|^2+\mathrm{tr}\,\Sigma/B$, likewise for $b$, follow two unbiased
 # estimates (appendix A.1):
 #
 # $$ |G|^2 \approx \frac{B\,|g_B|^2 - b\,|g_b|^2}{B - b} \qquad
@@ -560,7 +560,7 @@ check("accumulation-6", my_noise_scale)
 # Measure it on a bigram language model: an embedding and an output matrix for 64 tokens with
 # frequencies like 1/rank (Zipf's law). An item is a token and its successor; from their known
 # distribution we also compute the exact noise scale. We train with batches of 256 in 16
-# micro-batches, from a loss of 4.2 to 2.2, with 5 seeds.
+# micro-batches, from loss 4.2 to 2.2, with 5 seeds.
 
 # %% tags=["picture", "measured"]
 from course_lib.accumulation import batch_sizes as sizes
@@ -583,13 +583,13 @@ show(pictures.noise_growth(runs, title), alt=f"{title}; {scale:.0f} over a run a
 #
 # Now count the steps to the loss of 2.2 for $B$ = 1, 2, 4, ..., 512, each with the learning rate of
 # 1/8, 1/4, ..., 16 that needs the fewest (mean of 5 seeds). The theory says, for $S$ steps and
-# $E=BS$ items (section 2.3):
+# $E=BS$ examples (items; section 2.3):
 #
 # $$ S = S_\text{min}\,(1 + B_\text{crit}/B) \quad\Leftrightarrow\quad
 # (S/S_\text{min} - 1)\,(E/E_\text{min} - 1) = 1 $$
 #
 # At the **critical batch size** $B_\text{crit}=E_\text{min}/S_\text{min}$, a run takes twice the
-# least steps and twice the least items. It should be near the noise scale. From $B=1$ to 16 the
+# least steps and examples. It should be near the noise scale. From $B=1$ to 16 the
 # steps fall to about 1/16. And from 32 to 512?
 
 # %% tags=["predict"]
