@@ -4,7 +4,14 @@ import torch
 from matplotlib.figure import Figure
 
 from course_lib.accumulation import accumulate_gradients, accumulated_step, as_sum, by_items
-from course_lib.accumulation.pictures import graph, without_division
+from course_lib.accumulation.batch_sizes import NoisePoint, noise_on_the_way, steps_to_loss
+from course_lib.accumulation.noise_scale import Tradeoff, noise_scale
+from course_lib.accumulation.pictures import (
+    batch_tradeoff,
+    graph,
+    noise_growth,
+    without_division,
+)
 from course_lib.accumulation.worked_graph import graph_states
 from course_lib.core import Ledger, ModelSpec
 from course_lib.display import Voices, compare, memory
@@ -25,6 +32,11 @@ def pictures() -> dict[str, Figure]:
         "graph": graph(added, "Item 2 adds its gradients to those of item 1"),
         "adam": adam(),
         "peak": peak(),
+        "batches": batches(),
+        "noise": noise_growth(
+            {f"learning rate {rate}": noise_runs(rate) for rate in (8, 4)},
+            "The noise scale grows during training, and depends on the learning rate",
+        ),
         "saw": memory(held(4), "Four micro-batches: four small peaks instead of one big one"),
     }
 
@@ -46,6 +58,18 @@ def peak() -> Figure:
     title = f"16 micro-batches hold {formula[-1]:.1f} MiB, the full batch {formula[0]:.0f} MiB"
     labels = {"x_label": "micro-batches m", "y_label": "peak (MiB)"}
     return compare(PARTS, voices, title, log=True, **labels)
+
+
+def noise_runs(rate: float) -> list[list[NoisePoint]]:
+    return [noise_on_the_way(2.2, seed=seed, rate=rate) for seed in range(5)]
+
+
+def batches() -> Figure:
+    scale = sum(noise_scale(point.estimate for point in run) for run in noise_runs(8)) / 5
+    sweep = steps_to_loss(2.2, [2**n for n in range(10)])
+    least = sweep.mean_steps()[-1] / (1 + scale / sweep.batches[-1])
+    predicted = Tradeoff(min_steps=least, critical_batch=scale)
+    return batch_tradeoff(sweep, predicted, "Beyond the noise scale, steps hardly fall")
 
 
 def adam(steps: int = 40) -> Figure:

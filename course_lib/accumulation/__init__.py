@@ -1,7 +1,8 @@
 """Gradient accumulation: one large batch from small ones (notebook 02_accumulation).
 
 `accumulation.py` is the method; `worked_graph.py` is the lesson's example with two items and three
-parameters; `pictures.py` draws it, the missing division, and times beside published ones.
+parameters. `noise_scale.py` measures the gradient noise scale, and `batch_sizes.py` compares it
+with the steps that batches of different sizes take. `pictures.py` draws all of it.
 """
 
 from course_lib.accumulation.accumulation import (

@@ -1,4 +1,4 @@
-"""Pictures of accumulation: the worked graph, the missing division, the time of micro-batches.
+"""Pictures of accumulation: the worked graph, the missing division, times, and batch sizes.
 
 `graph` draws a computational graph with the values of forward and the gradients of backward. A node
 is a box: its name (white on dark for parameters), its value on the color of forward, its gradient
@@ -8,18 +8,29 @@ Notebook 02_accumulation.
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from course_lib.accumulation.batch_sizes import NoisePoint, Sweep, noise_windows
+from course_lib.accumulation.noise_scale import Tradeoff
 from course_lib.accumulation.worked_graph import GRAPH, GraphState
 from course_lib.accumulation.worked_graph import PARAMS as PARAM_NAMES
 from course_lib.core.errors import CourseError
 from course_lib.display.colours import BACKWARD, BLACK, FORWARD, PARAMS, QUIET, SERIES, WHITE, Ink
 from course_lib.display.compare import Voices, compare
-from course_lib.display.page import SMALL_PT, Margins, page, plain, swatches
+from course_lib.display.page import (
+    SMALL_PT,
+    Margins,
+    page,
+    plain,
+    powers_of_ten,
+    swatches,
+)
 
 # (column, row) of each node in the drawing; both may be fractions
 POSITIONS = {
@@ -139,6 +150,52 @@ def part_times(parts: Sequence[int], times: Sequence[Sequence[float]], title: st
     )
 
 
+def noise_growth(runs: Mapping[str, Sequence[Sequence[NoisePoint]]], title: str) -> Figure:
+    """Draw the noise scale over the steps of runs with several seeds: estimates and exact values.
+
+    runs   by name (at most four), one run per seed
+    """
+    marks = ("o", "s", "^", "D")
+    figure, (axes,) = page(
+        title, [2.9], legend=_noise_legend(list(runs), marks), margins=Margins(left=0.85)
+    )
+    plain(axes, x_label="step", y_label="noise scale (examples)", grid="both")
+    axes.set_yscale("log")
+    for (name, by_seed), colour, mark in zip(runs.items(), SERIES, marks, strict=False):
+        steps, exact, seen = zip(*noise_windows(by_seed), strict=True)
+        axes.plot(steps, exact, color=colour, lw=1.6)
+        middle = [median(each) for each in seen]
+        low = [one - min(each) for one, each in zip(middle, seen, strict=True)]
+        high = [max(each) - one for one, each in zip(middle, seen, strict=True)]
+        axes.errorbar(steps, middle, [low, high], fmt="none", ecolor=colour, lw=1.1, capsize=3)
+        axes.plot(steps, middle, mark, color=colour, ms=5, label=name)
+    powers_of_ten(axes, ("y",))
+    return figure
+
+
+def batch_tradeoff(sweep: Sweep, predicted: Tradeoff, title: str) -> Figure:
+    """Draw measured steps and examples to a loss by batch size, beside a predicted trade-off."""
+    curves = {
+        "steps": Voices(formula=predicted.steps, measurement=sweep.steps),
+        "examples": Voices(formula=predicted.examples, measurement=sweep.examples()),
+    }
+    figure = compare(
+        sweep.batches,
+        curves,
+        title,
+        x_label="batch size B (examples)",
+        y_label="steps, examples",
+        log=True,
+        names={"formula": "predicted from the noise scale"},
+    )
+    axes, at = figure.axes[0], predicted.critical_batch
+    axes.axvline(at, color=QUIET, lw=1.2, ls="--")
+    top = axes.get_xaxis_transform()
+    words = f" noise scale {at:.0f}"
+    axes.text(at, 0.97, words, transform=top, fontsize=SMALL_PT, color=QUIET, va="top")
+    return figure
+
+
 def published_times(tokens_per_s: Mapping[int, int]) -> tuple[list[int], list[float]]:
     """Return numbers of micro-batches, and their times as multiples of the first one.
 
@@ -146,6 +203,16 @@ def published_times(tokens_per_s: Mapping[int, int]) -> tuple[list[int], list[fl
     """
     first = next(iter(tokens_per_s.values()))
     return list(tokens_per_s), [first / speed for speed in tokens_per_s.values()]
+
+
+def _noise_legend(names: Sequence[str], marks: Sequence[str]) -> list[Artist]:
+    keys: list[Artist] = [
+        Line2D([], [], color=colour, marker=mark, ms=5, lw=1.6, label=name)
+        for name, colour, mark in zip(names, SERIES, marks, strict=False)
+    ]
+    estimate = "estimate (median, range over seeds)"
+    keys.append(Line2D([], [], color=QUIET, marker="o", ms=5, ls="", label=estimate))
+    return [*keys, Line2D([], [], color=QUIET, lw=1.6, label="exact")]
 
 
 def _node(axes: Axes, name: str, state: GraphState) -> None:

@@ -2,22 +2,22 @@
 # # 02 Accumulation: one big batch from small ones
 #
 # **Question.** The batch you want does not fit into memory. Can you still train on it, and does the
-# optimizer get exactly the gradient that it would have got from the whole batch?
+# optimizer get exactly the gradient of the whole batch?
 #
 # The method is *gradient accumulation*: split the batch into micro-batches, run forward and
 # backward on one after the other, let their gradients add up, and step once. It takes five lines
-# of code, and there are at least six ways to get them wrong without an error message. You
-# **predict** each number, **run** the code, and **compare**.
+# of code, and there are at least six ways to get them wrong without an error message.
 #
 # *After this lesson you can*
 #
 # - compute how many micro-batches a global batch needs on any number of ranks;
 # - write an accumulated step that equals a step on the full batch, also with padding;
 # - say where to clip, and with which layers and losses accumulation gives another result;
-# - predict what accumulation does to memory and to the time of a step.
+# - predict what accumulation does to memory and to the time of a step;
+# - measure the gradient noise scale, and say up to which size a larger batch helps.
 #
-# **Prerequisites:** lesson 01. **Time:** about 45 minutes of reading and running, and 35 minutes
-# for five exercises.
+# **Prerequisites:** lesson 01. **Time:** about 55 minutes of reading and running, and 35 minutes
+# for five exercises (15 for the optional sixth). A break fits before section 8.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -27,6 +27,7 @@
 # | $p$ | `dp` | data-parallel ranks: they share a global batch |
 # | $\ell_i$ | `loss` | mean loss of part $i$ |
 # | $g$ | `param.grad` | gradient of the mean loss over all $B$ items |
+# | $G$, $\Sigma$ | | mean and covariance of the gradient of one item (section 8) |
 
 # %%
 import time
@@ -39,7 +40,7 @@ from course_lib.accumulation import pictures, split_micro_batches
 from course_lib.checks import check
 from course_lib.core.specs import ModelSpec
 from course_lib.display import YES_NO, Voices, claim, compare, explore
-from course_lib.display import memory, predict, reveal, show
+from course_lib.display import predict, reveal, show
 from course_lib.models import GPT, IGNORED, next_tokens, padded_batch, token_batch, token_loss
 
 torch.set_num_threads(1)  # quiet measurements
@@ -63,8 +64,6 @@ reveal(guess, sequences // at_once)
 print(f"{sequences} sequences per step, {at_once} at once")
 
 # %% [markdown]
-# In general: `global_batch = micro_batch * num_micro_batches * dp`.
-#
 # ### Exercise 1: how many micro-batches
 #
 # Write this calculation as a function of any sizes; return an int. (Try it for 512 ranks.) If the
@@ -140,14 +139,8 @@ def draw(way, event):
 
 explore(draw, lambda **where: pictures.graph_words(at(**where)), way=list(ways), event=(0, 6, 4))
 
-# %% tags=["check"]
-for way, seen in ways.items():
-    print(f"{way:18} item 2 sees", *(f"{seen[-2].values[name]:.4f}" for name in ("w1", "w2", "b")))
-    print(f"{way:18} ends with ", *(f"{seen[-1].values[name]:.4f}" for name in ("w1", "w2", "b")))
-
 # %% [markdown]
-# If the optimizer steps after each item, item 2 is evaluated at *other weights*, and its gradient
-# differs: two small steps are not one big step.
+# After a step, item 2 sees *other weights*: two small steps are not one big step.
 #
 # **Autograd sums gradients. If you want their mean, divide.**
 #
@@ -174,19 +167,15 @@ for part_x, part_y in split_micro_batches((x, y), 4):
     F.mse_loss(summed(part_x), part_y).backward()
 ratios = summed.weight.grad / full.weight.grad
 reveal(guess, ratios.mean().item())
-
-# %% tags=["check"]
-low, high = ratios.min(), ratios.max()
-print(f"its elements are {low:.6f} to {high:.6f} times those of the full batch's gradient")
+print(f"its elements: {ratios.min():.6f} to {ratios.max():.6f} times those of the full batch")
 
 # %% [markdown]
-# The loss of the full batch is $\frac1m\sum_i \ell_i$ when all parts have the same size, so each
-# loss has to be divided by $m$ before its `backward`.
+# With equal parts, the loss of the full batch is $\frac1m\sum_i \ell_i$: divide each loss by $m$
+# before its `backward`.
 #
-# **Break it.** Leave out the division and train, once with SGD and once with AdamW. In the code,
-# `share` is the factor on each part's loss: `by_items` is its share of the items, here 1/8, and
-# `as_sum` is 1. With `as_sum` the division is missing.
-# Do the losses of both optimizers show it?
+# **Break it.** Leave out the division and train, once with SGD and once with AdamW. `share` is the
+# factor on each part's loss: its share of the items (`by_items`, here 1/8), or 1 (`as_sum`, no
+# division). Do the losses of both optimizers show it?
 
 # %% tags=["predict"]
 guess = predict("does AdamW's loss show that the division is missing?", choices=YES_NO)
@@ -223,9 +212,8 @@ reveal(guess, "no")
 # %% [markdown]
 # Adam divides a running mean of the gradients by their running root mean square, so a constant
 # factor cancels (up to $\epsilon$, if the gradient contains no L2 weight decay; Kingma & Ba 2015,
-# section 2.1). That is why the loss does not show the mistake. It matters again as soon as you clip
-# gradients, compare their norms, or change $m$ in the middle of a run. **A falling loss does not
-# prove that the gradient is right.**
+# section 2.1). It matters again as soon as you clip gradients, compare their norms, or change $m$
+# in the middle of a run. **A falling loss does not prove that the gradient is right.**
 #
 # ### Exercise 2: the whole step
 #
@@ -264,17 +252,8 @@ check("accumulation-2", my_accumulated_step)
 #
 # ## 4 Parts of different sizes
 #
-# Seven items in parts of 3, 2 and 2. If every part's mean gets the weight 1/3, how much does an
-# item of the first part count, relative to one of the last part?
-
-# %% tags=["predict"]
-guess = predict("weight of an item in the first part, relative to the last part (like 3/4)")
-### GUESS guess.commit("1/2")
-
-# %%
-reveal(guess, (1 / 3 / 3) / (1 / 3 / 2))
-
-# %% [markdown]
+# Seven items in parts of 3, 2 and 2. If every part's mean gets the weight 1/3, an item of the first
+# part has the weight 1/9, and one of the last 1/6: half as much again.
 # This is a *mean of means*. For the mean over all items, part $i$ needs its share of the items as
 # its weight: $\sum_i \frac{n_i}{B}\, \ell_i$.
 #
@@ -300,13 +279,9 @@ check("accumulation-3", add_gradients)
 # %% [markdown]
 # With text this is the usual case: shorter sequences are padded, padding has no loss (its target is
 # -100), and `cross_entropy` takes the mean over the remaining tokens. *Equal* numbers of sequences
-# are then *unequal* numbers of tokens. With one sequence per micro-batch, how far is the gradient
-# of the mean of means from the right gradient, in percent of the right one's norm?
-
-# %%
-batch = padded_batch(0, batch=8, seq=16, vocab=32)
-tokens = [int((part != IGNORED).sum()) for part in batch[1].chunk(8)]
-print("tokens that count, by sequence:", tokens)
+# are then *unequal* numbers of tokens. Take 8 sequences of 1 to 16 tokens, one per micro-batch: how
+# far is the gradient of the mean of means from the right gradient, in percent of the right one's
+# norm?
 
 # %% tags=["predict"]
 guess = predict("wrong gradient: its distance from the right one", unit="% of the right one's norm")
@@ -314,6 +289,8 @@ guess = predict("wrong gradient: its distance from the right one", unit="% of th
 
 # %%
 from course_lib.accumulation import accumulate_gradients, by_tokens
+
+batch = padded_batch(0, batch=8, seq=16, vocab=32)
 
 
 def token_gradient(share, m=8):
@@ -332,7 +309,7 @@ print("weighted by tokens: equal to the full batch, up to float64 rounding:", ex
 # %% [markdown]
 # Hugging Face Transformers' `Trainer` averaged means in this way until October 2024 (Hugging Face,
 # "Fixing Gradient Accumulation"; Unsloth, "Bugs in LLM Training", which says that the mistake was
-# known in 2021). The training losses still fell.
+# known in 2021).
 #
 # ### Exercise 4: tokens that count
 #
@@ -363,8 +340,7 @@ check("accumulation-4", add_token_gradients)
 # %% [markdown]
 # **The weight of a part is its share of whatever the loss averages over: items, or tokens.**
 #
-# The same rule holds across data-parallel ranks, where the tokens of *all* ranks have to be counted
-# (lesson 05).
+# Data parallelism has to count the tokens of *all* ranks (lesson 05).
 #
 # ## 5 What it saves, and what it costs
 #
@@ -404,22 +380,13 @@ reveal(guess, measured[3] / measured[0])
 title = f"16 micro-batches hold {measured[-1]:.1f} MiB, the full batch {measured[0]:.0f} MiB"
 voices = Voices(formula=[formula(m) for m in parts], measurement=measured)
 labels = {"x_label": "micro-batches m", "y_label": "peak (MiB)", "log": True}
+print("formula and measurement agree to the byte:", voices.formula == voices.measurement)
 show(compare(parts, voices, title, **labels), alt=f"{title}: the formula of lesson 01 to the byte")
 
-# %% tags=["check"]
-print("formula and measurement agree to the byte:", [formula(m) for m in parts] == measured)
-
-# %% tags=["picture", "measured"]
-saw = held(4)
-peak = f"{saw.peak_bytes() / 2**20:.0f} MiB"
-title = f"Four micro-batches: four peaks of {peak} instead of one of {measured[0]:.0f} MiB"
-show(memory(saw, title), alt=title)
-
 # %% [markdown]
-# Now the other way round: keep the micro-batch size, and let the *batch* grow. The peak stays where
-# it is, and the curve over time has more peaks. (The model states of lesson 01 come on top.
-# Accumulation does not change their size, but from the second micro-batch on, the gradients already
-# exist when the activations reach their peak.)
+# Now keep the micro-batch size, and let the *batch* grow: over time the memory has more peaks, none
+# of them higher. (The model states of lesson 01 come on top. From the second micro-batch on, the
+# gradients already exist when the activations reach their peak.)
 #
 # The FLOPs are the same for every $m$. Is the time?
 
@@ -446,14 +413,12 @@ picture = pictures.part_times(parts, times, title)
 show(picture, alt=f"{title}; on H100s up to 2.4 times, where each GPU's part of the work is small")
 
 # %% [markdown]
-# Here 2 or 4 parts can even be faster than one, probably because smaller tensors fit into the
+# Here 2 or 4 parts can be faster than one, probably because smaller tensors fit into the
 # cache. But two costs grow with $m$: every micro-batch launches every operation again, and smaller
-# matrices use the hardware less well. How much that is depends on the work in one micro-batch. The
-# stars in the picture are published H100 runs of a 1.3B model, with 256 sequences of 4,096 tokens
-# per step (Ultra-Scale Playbook, 2025). With the whole model on each GPU, going from two sequences
-# at a time to one costs 2 %: 4,096 tokens keep the GPU busy. With each matrix split over four GPUs
-# (lesson 07) each GPU has a quarter of the work per operation, and has to communicate as well: one
-# sequence at a time takes 2.4 times as long as 16 at a time.
+# matrices use the hardware less well. The stars are published H100 runs of a 1.3B model
+# (Ultra-Scale Playbook, 2025). With the whole model on each GPU, going from two sequences of 4,096
+# tokens at a time to one costs 2 %. With each matrix split over four GPUs (lesson 07), which also
+# have to communicate, one sequence at a time takes 2.4 times as long as 16.
 #
 # So: take the largest micro-batch that fits (a smaller one is enough if it keeps the device busy),
 # and accumulate the rest.
@@ -517,7 +482,7 @@ reveal(guess, each.norm().item())
 print("each by itself:", [round(number, 3) for number in each.tolist()], " once:", once.tolist())
 
 # %% [markdown]
-# Clipping each part gives another norm *and another direction*.
+# Clipping each part changes the norm *and the direction*.
 #
 # ### Exercise 5: clip once
 #
@@ -543,13 +508,129 @@ check("accumulation-5", clipped_step)
 # %% [markdown]
 # **Clip once per step: after the last backward, before the optimizer.**
 #
-# ## 8 The real thing
+# ## 8 When a larger batch stops helping
+#
+# Memory no longer limits the batch. What does? The gradient $g_B$ of $B$ items
+# is the true gradient $G$ plus noise of covariance $\Sigma/B$. To second order (Hessian $H$), an
+# SGD step with learning rate $\epsilon$ changes the loss on average by
+#
+# $$ -\epsilon\,|G|^2 + \tfrac12\epsilon^2
+# \left(G^\top H G + \mathrm{tr}(H\Sigma)/B\right) $$
+#
+# The best $\epsilon$ is $|G|^2$ divided by the bracket. Then the loss falls in proportion to
+# $1/(1+B_\text{noise}/B)$, with $B_\text{noise}=\mathrm{tr}(H\Sigma)/G^\top HG$
+# (McCandlish et al. 2018, section 2.2). A larger batch reduces noise, never curvature: far below
+# $B_\text{noise}$, twice the batch halves the steps; far above, it only doubles the work. As $H$ is
+# expensive, one takes a multiple of the identity: the **gradient noise scale**
+# $B_\text{simple}=\mathrm{tr}\,\Sigma/|G|^2$.
+#
+# Accumulation has two batch sizes: $B$, and micro-batches of $b$ items (average their $|g_b|^2$).
+# From $\mathbb{E}|g_B|^2=|G|^2+\mathrm{tr}\,\Sigma/B$, likewise for $b$, follow two unbiased
+# estimates (appendix A.1):
+#
+# $$ |G|^2 \approx \frac{B\,|g_B|^2 - b\,|g_b|^2}{B - b} \qquad
+# \mathrm{tr}\,\Sigma \approx \frac{|g_b|^2 - |g_B|^2}{1/b - 1/B} $$
+#
+# In one step they are noisy, and their ratio is biased: average each over steps, then divide.
+#
+# ### Exercise 6: the noise scale
+#
+# `steps` is a list with a tensor $[m, d]$ for each step: the *mean* gradients of $m$ micro-batches
+# of `micro_batch` items. Return the noise scale in items. Optional, 7 lines, 15 minutes.
+
+
+# %% tags=["exercise"] exercise="accumulation-6"
+def my_noise_scale(steps, micro_batch):
+    """Estimate tr(Sigma) / |G|^2 from the micro-batches' mean gradients of each step."""
+    ### BEGIN SOLUTION: two batch sizes, two unknowns; sums over steps before the ratio
+    grad_sq, noise = 0.0, 0.0
+    for grads in steps:
+        big = len(grads) * micro_batch
+        small_sq, big_sq = grads.pow(2).sum(1).mean(), grads.mean(0).pow(2).sum()
+        grad_sq += (big * big_sq - micro_batch * small_sq) / (big - micro_batch)
+        noise += (small_sq - big_sq) / (1 / micro_batch - 1 / big)
+    return (noise / grad_sq).item()
+    ### END SOLUTION
+
+
+# %% tags=["check"] exercise="accumulation-6"
+check("accumulation-6", my_noise_scale)
+
+# %% [markdown]
+# Measure it on a bigram language model: an embedding and an output matrix for 64 tokens with
+# frequencies like 1/rank (Zipf's law). An item is a token and its successor; from their known
+# distribution we also compute the exact noise scale. We train with batches of 256 in 16
+# micro-batches, from loss 4.2 to 2.2, with 5 seeds.
+
+# %% tags=["picture", "measured"]
+from course_lib.accumulation import batch_sizes as sizes
+from course_lib.accumulation.noise_scale import Tradeoff, fit_tradeoff, noise_scale
+
+runs = {
+    f"learning rate {rate}": [sizes.noise_on_the_way(2.2, seed=n, rate=rate) for n in range(5)]
+    for rate in (8, 4)
+}
+scales = [noise_scale(point.estimate for point in run) for run in runs["learning rate 8"]]
+scale = sum(scales) / 5
+print(f"over a whole run: {scale:.0f} items, {min(scales):.0f} to {max(scales):.0f} by seed")
+title = "The noise scale grows during training, and depends on the learning rate"
+show(pictures.noise_growth(runs, title), alt=f"{title}; {scale:.0f} over a run at rate 8")
+
+# %% [markdown]
+# As the loss falls, $G$ gets shorter relative to the noise. The noise scale also depends on the
+# learning rate (McCandlish et al. 2018, appendix C): a larger one makes the parameters oscillate
+# where curvature is high, which lengthens $G$.
+#
+# Now count the steps to the loss of 2.2 for $B$ = 1, 2, 4, ..., 512, each with the learning rate of
+# 1/8, 1/4, ..., 16 that needs the fewest (mean of 5 seeds). The theory says, for $S$ steps and
+# $E=BS$ examples (items; section 2.3):
+#
+# $$ S = S_\text{min}\,(1 + B_\text{crit}/B) \quad\Leftrightarrow\quad
+# (S/S_\text{min} - 1)\,(E/E_\text{min} - 1) = 1 $$
+#
+# At the **critical batch size** $B_\text{crit}=E_\text{min}/S_\text{min}$, a run takes twice the
+# least steps and examples. It should be near the noise scale. From $B=1$ to 16 the
+# steps fall to about 1/16. And from 32 to 512?
+
+# %% tags=["predict"]
+guess = predict("steps at B = 32, as a multiple of those at B = 512")
+### GUESS guess.commit(16)
+
+# %% tags=["picture", "measured"]
+sweep = sizes.steps_to_loss(2.2, [2**n for n in range(10)])
+steps = sweep.mean_steps()
+reveal(guess, steps[5] / steps[9])
+print("best learning rates:", *sweep.rates)
+fit = fit_tradeoff(sweep.batches, steps)
+predicted = Tradeoff(min_steps=steps[9] / (1 + scale / 512), critical_batch=scale)
+claim("the noise scale is within a factor of 3 of B_crit", 1 / 3 < scale / fit.critical_batch < 3)
+title = f"Steps fall until B is near {fit.critical_batch:.0f}; the noise scale says {scale:.0f}"
+show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}; beyond it, examples multiply")
+
+# %% [markdown]
+# While noise dominates, the best learning rate doubles with the batch; then curvature limits it.
+# The noise scale gives only the order of magnitude: $H$ is no multiple of the identity, the
+# noise scale changes on the way, and Adam is not SGD.
+#
+# More data-parallel ranks with the same micro-batch are a larger batch: $B_\text{crit}$ limits how
+# many are useful. For language models:
+#
+# - Kaplan et al. 2020, section 5.1: $B_\text{crit}\approx2\cdot10^8$ tokens$/L^{4.8}$, or 1 million
+#   at a loss $L$ of 3, whatever the model's size.
+# - Brown et al. 2020, section 2.3: the noise scale guided GPT-3's batches (3.2 million tokens).
+# - Zhang et al. 2024: it grows with the data, hardly with the model (85M to 1.2B).
+# - Merrill et al. 2025: on OLMo it rises from near 0, then stays flat; the noise scale is a
+#   doubtful proxy.
+#
+# **Up to about the critical batch size, a larger batch saves steps; beyond it, it mainly costs
+# examples.**
+#
+# ## 9 The real thing
 #
 # PyTorch has no function for this: you write the loop. Hugging Face Accelerate wraps it:
 # `accelerator.backward` divides the loss by `gradient_accumulation_steps`, and inside
 # `accelerator.accumulate(model)` the optimizer's `step` and `zero_grad` do nothing until the last
-# micro-batch. The course's environment has Accelerate on Linux; where it is missing, the next cell
-# says so.
+# micro-batch.
 
 
 # %%
@@ -570,27 +651,26 @@ except ImportError:
     print("Accelerate is not installed here; with it this cell compares the weights.")
 
 # %% [markdown]
-# Accelerate divides by `gradient_accumulation_steps`, whatever is in the micro-batches, and even if
-# the last step of an epoch has fewer micro-batches. Where your parts have different numbers of
-# tokens, you have to weight them yourself, or use a trainer that counts tokens (in Transformers'
-# `Trainer`: `num_items_in_batch`).
+# Accelerate divides by `gradient_accumulation_steps`, even if the last step of an epoch has fewer
+# micro-batches. Where parts have different numbers of tokens, weight them yourself, or use a
+# trainer that counts tokens (in Transformers' `Trainer`: `num_items_in_batch`).
 #
 # ## What to keep
 #
 # - `backward` adds; the mean needs a division, by each part's *share* of items or tokens.
 # - Zero once, backward in the loop, clip once, step once.
 # - The peak of the activations is that of one micro-batch, however large the batch is.
+# - The noise scale, from micro-batch norms, tells roughly up to which batch size more is faster.
 # - Adam (without an L2 penalty) hides a constant factor: compare gradients with the full batch,
 #   not losses.
 #
 # ## Read on
 #
-# - Huang et al. 2019, *GPipe*: splits a batch into micro-batches for a pipeline (lesson 08).
 # - Kingma & Ba 2015, *Adam*: why rescaled gradients give the same steps (section 2.1).
 # - Hugging Face 2024, *Fixing Gradient Accumulation*; Unsloth 2024, *Bugs in LLM Training*: the
 #   mistake of section 4 in a widely used library.
-# - McCandlish et al. 2018, *An Empirical Model of Large-Batch Training*: up to which size a larger
-#   batch is worthwhile.
+# - McCandlish et al. 2018, *An Empirical Model of Large-Batch Training*: section 8 in full.
+# - Merrill et al. 2025, *Critical Batch Size Revisited*: its limits.
 # - Qiu et al. 2025, *Demons in the Detail*: a loss that needs the global batch.
 # - Tazi et al. 2025, *The Ultra-Scale Playbook*: accumulation in large runs, with measurements.
 #
