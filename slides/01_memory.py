@@ -10,7 +10,7 @@ from course_lib.display import Voices, compare, memory
 from course_lib.memory import activations, count_params, model_states, step_ledger
 from course_lib.memory.calculator import read_setup
 from course_lib.memory.layer_bytes import TORCH_CPU
-from course_lib.memory.pictures import mfu_by_convention
+from course_lib.memory.pictures import gpu_roofs, mfu_by_convention
 from course_lib.memory.saved_tensors import measure_saved
 from course_lib.models import GPT, token_loss
 
@@ -95,7 +95,12 @@ def convention():
     return mfu_by_convention()[0]
 
 
+def gpus():
+    """Draw the rooflines of four GPUs."""
+    return gpu_roofs()[0]
+
+
 def pictures():
     """Return all pictures by the names that the deck uses."""
-    drawn = (states, sequence, four_steps, ways_to_fit, rule_of_thumb, convention)
+    drawn = (states, sequence, four_steps, ways_to_fit, rule_of_thumb, convention, gpus)
     return {draw.__name__: draw() for draw in drawn}

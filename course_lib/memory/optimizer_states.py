@@ -1,6 +1,6 @@
 """Bytes of optimizer state that need not be two fp32 moments per parameter. Notebook 01_memory."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -8,15 +8,13 @@ from torch import Tensor, nn
 BLOCK = 2048  # numbers that share one scale
 SMALLEST = 4096  # numbers from which bitsandbytes stores a tensor's moments in 8 bits
 
-Shape = tuple[int, ...]
 
-
-def adam_bytes(shape: Shape) -> int:
+def adam_bytes(shape: tuple[int, ...]) -> int:
     """Return the bytes of two fp32 moments: 8 per number."""
     return 8 * _numel(shape)
 
 
-def adam_8bit_bytes(shape: Shape) -> int:
+def adam_8bit_bytes(shape: tuple[int, ...]) -> int:
     """Return the bytes of two 8-bit moments, with an fp32 scale per block of 2,048 numbers.
 
     Source:  Dettmers et al. 2022 (8-bit Optimizers via Block-wise Quantization), section 2.1;
@@ -26,7 +24,7 @@ def adam_8bit_bytes(shape: Shape) -> int:
     return adam_bytes(shape) if numel < SMALLEST else 2 * (numel + 4 * -(-numel // BLOCK))
 
 
-def adafactor_bytes(shape: Shape) -> int:
+def adafactor_bytes(shape: tuple[int, ...]) -> int:
     """Return the bytes of a second moment kept as sums over rows and columns, in fp32.
 
     A vector keeps all of it. There is no first moment.
@@ -39,7 +37,7 @@ def adafactor_bytes(shape: Shape) -> int:
     return 4 * _numel(tuple(stacked)) * (rows + columns)
 
 
-def muon_bytes(shape: Shape, hidden_matrix: bool) -> int:
+def muon_bytes(shape: tuple[int, ...], hidden_matrix: bool) -> int:
     """Return the bytes of one fp32 momentum for a hidden matrix, of Adam's moments for the others.
 
     Source:  Jordan et al. 2024 (Muon: an optimizer for hidden layers); embedding, output layer and
@@ -55,11 +53,11 @@ def state_table(model: nn.Module) -> dict[str, tuple[int, int | None]]:
     """
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     hidden = {name for name in shapes if is_hidden_matrix(name, shapes[name])}
-    formula: dict[str, Callable[[str], int]] = {
-        "AdamW": lambda name: adam_bytes(shapes[name]),
-        "8-bit Adam": lambda name: adam_8bit_bytes(shapes[name]),
-        "Adafactor": lambda name: adafactor_bytes(shapes[name]),
-        "Muon + AdamW": lambda name: muon_bytes(shapes[name], name in hidden),
+    formula = {
+        "AdamW": sum(adam_bytes(shape) for shape in shapes.values()),
+        "8-bit Adam": sum(adam_8bit_bytes(shape) for shape in shapes.values()),
+        "Adafactor": sum(adafactor_bytes(shape) for shape in shapes.values()),
+        "Muon + AdamW": sum(muon_bytes(shape, name in hidden) for name, shape in shapes.items()),
     }
     params = dict(model.named_parameters())
     matrices = [params[name] for name in sorted(hidden)]
@@ -72,7 +70,7 @@ def state_table(model: nn.Module) -> dict[str, tuple[int, int | None]]:
     for param in params.values():
         param.grad = torch.ones_like(param)
     measured = {name: sum(map(_held_after_step, used)) for name, used in real.items()}
-    return {name: (sum(map(count, shapes)), measured.get(name)) for name, count in formula.items()}
+    return {name: (num_bytes, measured.get(name)) for name, num_bytes in formula.items()}
 
 
 def state_rows(model: nn.Module) -> str:
@@ -85,7 +83,7 @@ def state_rows(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def is_hidden_matrix(name: str, shape: Shape) -> bool:
+def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Say whether Muon trains a parameter: a matrix, but neither an embedding nor the output."""
     return len(shape) == 2 and not any(part in name for part in ("embed", "head", "position"))
 
@@ -97,5 +95,5 @@ def _held_after_step(optimizer: torch.optim.Optimizer) -> int:
     return sum(t.numel() * t.element_size() for s in states for k, t in s.items() if k != "step")
 
 
-def _numel(shape: Shape) -> int:
+def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()

@@ -1,7 +1,10 @@
-"""Pictures of lesson 01 that compare with published runs. Each returns a figure and its alt text.
+"""Pictures of lesson 01: rooflines, and published runs. Each returns a figure and its alt text.
 
 Notebook 01_memory.
 """
+
+from functools import partial
+from statistics import median
 
 from matplotlib.figure import Figure
 
@@ -10,7 +13,11 @@ from course_lib.cost.flops import mfu, six_n_d, train_step_flop
 from course_lib.cost.hardware import find_device
 from course_lib.cost.params import count_params
 from course_lib.cost.published import rows
+from course_lib.cost.roofline import Roof, add_intensity, matmul_intensity, roof_of
 from course_lib.display import Voices, compare
+from course_lib.memory import lab
+
+GPUS = ("a100-80", "h100", "h200", "b200")
 
 # MPT-7B in LLM Foundry's benchmarks: its counts of parameters are those of these sizes
 MPT_7B = ModelSpec(
@@ -117,3 +124,63 @@ def mfu_of_real_runs() -> tuple[Figure, str]:
     )
     most = max(gpus for found in runs.values() for gpus, _ in found)
     return figure, f"{title}, on up to {most:,} GPUs"
+
+
+def measured_roof(roof: Roof, rates: dict[int, list[float]]) -> tuple[Figure, str]:
+    """Draw measured products under the measured roof."""
+    intensity = [matmul_intensity(m, lab.WIDTH, lab.WIDTH, lab.FP32_BYTES) for m in rates]
+    gflop = [[rate / 1e9 for rate in found] for found in rates.values()]
+    curve = Voices(formula=lambda x: roof.attainable(x) / 1e9, measurement=gflop)
+    title = "A product of few tokens is memory-bound, one of many compute-bound"
+    figure = compare(
+        intensity,
+        {f"[m, {lab.WIDTH}] @ [{lab.WIDTH}, {lab.WIDTH}] in fp32": curve},
+        title,
+        x_label="arithmetic intensity (FLOP per byte): about m / 2",
+        y_label="GFLOP/s",
+        log=True,
+        note=f"one thread; the roof: {roof.flop_per_s / 1e9:.0f} GFLOP/s, "
+        f"{roof.bytes_per_s / 1e9:.1f} GB/s",
+    )
+    few, many = (median(found) for found in (gflop[0], gflop[-1]))
+    return figure, f"{title}: {few:.2g} GFLOP/s for 1 token, {many:.2g} for {max(rates)}"
+
+
+def _tera(roof: Roof, intensity: float) -> float:
+    return roof.attainable(intensity) / 1e12
+
+
+def gpu_roofs(dtype: str = "bf16") -> tuple[Figure, str]:
+    """Draw the roofs of four GPUs by their data sheets."""
+    roofs = {name: roof_of(find_device(name), dtype) for name in GPUS}
+    xs = [2.0**k for k in range(-3, 13)]
+    curves = {name: Voices(formula=partial(_tera, roof)) for name, roof in roofs.items()}
+    ridges = [roof.ridge for roof in roofs.values()]
+    title = (
+        f"These GPUs need {min(ridges):.0f} to {max(ridges):.0f} FLOP per byte to reach their peak"
+    )
+    figure = compare(
+        xs,
+        curves,
+        title,
+        x_label=f"arithmetic intensity (FLOP per byte), {dtype}",
+        y_label="TFLOP/s, at most",
+        log=True,
+        source="data sheets: course_lib/cost/hardware.py names each",
+    )
+    return figure, f"{title}; an add has {add_intensity():.2g}"
+
+
+def roof_rows(dtype: str = "bf16") -> str:
+    """Return a table: where common operations stand on each GPU."""
+    operations = {
+        "add of two tensors": add_intensity(),
+        "product, 1 token": matmul_intensity(1, lab.WIDTH, lab.WIDTH),
+        "product, 128 tokens": matmul_intensity(128, lab.WIDTH, lab.WIDTH),
+        "product, 4,096 tokens": matmul_intensity(4096, lab.WIDTH, lab.WIDTH),
+    }
+    lines = ["FLOP per byte".rjust(36) + "".join(f"{name:>10}" for name in GPUS)]
+    for name, intensity in operations.items():
+        bounds = [roof_of(find_device(gpu), dtype).bound(intensity) for gpu in GPUS]
+        lines.append(f"{name:<22}{intensity:>14,.2f}" + "".join(f"{b:>10}" for b in bounds))
+    return "\n".join(lines)

@@ -598,7 +598,9 @@ guess = predict("tokens that make a large product compute-bound", unit="tokens")
 ### GUESS guess.commit(32)
 
 # %% tags=["picture", "measured"]
-from course_lib.memory.roofs import gpu_roofs, measure_roof, measured_roof, roof_of, roof_rows
+from course_lib.cost.roofline import roof_of
+from course_lib.memory.lab import measure_roof
+from course_lib.memory.pictures import gpu_roofs, measured_roof, roof_rows
 
 reveal(guess, roof_of(h100).ridge)
 roof, rates = measure_roof()
