@@ -62,7 +62,7 @@ def state_table(model: nn.Module) -> dict[str, tuple[int, int | None]]:
     params = dict(model.named_parameters())
     matrices = [params[name] for name in sorted(hidden)]
     others = [param for name, param in params.items() if name not in hidden]
-    real = {
+    real: dict[str, list[torch.optim.Optimizer]] = {
         "AdamW": [torch.optim.AdamW(params.values())],
         "Adafactor": [torch.optim.Adafactor(params.values())],
         "Muon + AdamW": [torch.optim.Muon(matrices), torch.optim.AdamW(others)],

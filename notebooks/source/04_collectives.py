@@ -666,8 +666,8 @@ for rank, line in enumerate(ranks.run(other_order)):
 reveal(guess_order, "no")
 
 # %% [markdown]
-# Same kind, same shape, no error: rank 0's loss was added to the others' gradients. A comparison
-# with one process finds this.
+# Same kind, same shape, no error: rank 0's loss was added to the others' gradients. Comparing with
+# one process finds this.
 #
 # ## What to keep
 #
@@ -677,7 +677,7 @@ reveal(guess_order, "no")
 # - All-reduce = reduce-scatter + all-gather: less than $2n$ bytes per rank, for any $p$.
 # - Start both sides of an exchange before you wait; make the same calls in the same order.
 #
-# Lesson 05 sends these bytes in every step.
+# Lesson 05 sends these bytes; lesson 01 tells when they limit.
 #
 # ## The same on a cluster
 #

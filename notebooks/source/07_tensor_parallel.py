@@ -538,7 +538,7 @@ show(figure, alt=f"{title}; the sum runs beside the weights' half")
 #
 # $$ \frac{72\,h^2 / p}{16\,h\,(p-1)/p} = \frac{9h}{2\,(p-1)} \text{ FLOP per byte.} $$
 #
-# This ratio is the *intensity* in a *roofline*: without overlap and latency, communication takes
+# It is the *intensity* in lesson 01's *roofline*: without overlap and latency, communication takes
 # longer where the ratio is below the GPU's $F$ FLOP/s divided by $\beta$:
 # for $h < \frac{2}{9}(p-1)F/\beta$. (Attention scores add computation: $h+s/6$ replaces $h$, or
 # $h+s/12$ with a causal kernel.) Which $h$ is that for 8 H100 at peak, over NVLink?

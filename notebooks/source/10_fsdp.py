@@ -402,8 +402,8 @@ class Prefetch:
 check("fsdp-3", Prefetch)
 
 # %% [markdown]
-# Now 8 billion parameters, gathered in bf16, on 8 GPUs with 2,048 tokens each. Larger units mean
-# fewer latencies, but more memory. On which link does prefetch stop helping?
+# Now 8 billion parameters, gathered in bf16, on 8 GPUs, 2,048 tokens each. Larger units mean fewer
+# latencies, but more memory. Over which link is this too few (lesson 01)?
 
 # %% tags=["picture"]
 explorer.fsdp_explorer()
