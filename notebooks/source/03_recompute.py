@@ -6,19 +6,18 @@
 # of 32?
 #
 # This lesson has two answers: *recompute* activations in backward instead of keeping them, and
-# compute with fewer bits. Both are easy to get almost right. You **predict** bytes, seconds and
-# errors, **run** the code, and **compare**.
+# compute with fewer bits. You **predict**, **run**, and **compare**.
 #
 # *After this lesson you can*
 #
 # - write the backward of a recomputed function, with dropout and all parameters;
 # - choose what to recompute, and predict the bytes that it saves and the time that it costs;
-# - say what bf16 and fp16 lose, and write a step with master weights and loss scaling;
-# - say what `torch.utils.checkpoint`, `torch.autocast` and `GradScaler` do for you;
-# - say what FP8 and MX formats lose, and give blocks of numbers a shared scale.
+# - say what bf16, fp16, FP8 and MX formats lose;
+# - write a step with master weights and loss scaling, and give blocks of numbers a shared scale;
+# - say what `torch.utils.checkpoint`, `torch.autocast` and `GradScaler` do for you.
 #
 # **Prerequisites:** lessons 01 (what a layer keeps) and 02 (clipping). **Time:** about 55 minutes
-# of reading and running, and 55 minutes for six exercises. Section 4 is a good place for a break.
+# of reading and running, and 55 minutes for six exercises; a break fits before section 4.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -49,8 +48,7 @@ torch.set_num_threads(1)  # quiet measurements
 # ## 1 Forget, and compute again
 #
 # Autograd keeps the intermediate results of forward, because backward needs them. Suppose that we
-# keep only the *input* of a function, and run the function a second time when backward gets there.
-# This is the whole idea:
+# keep only the *input* of a function, and run the function a second time when backward gets there:
 
 
 # %%
@@ -125,8 +123,8 @@ def redo(fn, x, random_state, grad):
 check("recompute-1", redo)
 
 # %% [markdown]
-# From here on we use the course's `recompute(fn, *args)`: the same idea for any arguments, several
-# outputs, and autocast (section 5). PyTorch's own version is `torch.utils.checkpoint`; there, and
+# From here on we use the course's `recompute(fn, *args)`, for any arguments, several outputs, and
+# autocast (section 5). PyTorch's own version is `torch.utils.checkpoint`; there, and
 # in many papers, the method is called *activation checkpointing*. Do all agree to the last bit?
 
 # %% tags=["check"]
@@ -223,8 +221,7 @@ check("recompute-2", best_segment)
 
 # %% [markdown]
 # How thick is a transformer block? With fused attention, a GPT block with dropout keeps 34 bytes
-# where its bf16 input has 2 (lesson 01), so $A = 17\,i$. The formulas of lesson 01 hold for other
-# models, too:
+# where its bf16 input has 2 (lesson 01), so $A = 17\,i$. Other models:
 
 # %%
 from course_lib.memory.layer_bytes import TORCH_CPU, Pass, total
@@ -249,15 +246,12 @@ print(f"A = 17 i: k = 1 is best up to L = {thin}")
 # (`--recompute-granularity full
 # --recompute-method uniform --recompute-num-layers k`). The usual *full
 # recompute* is $k = 1$, as in Korthikanti et al. 2022 (section 5) and in the rest of this lesson.
-# With a pipeline (skip this until lesson 08), $L$ is still the right number: the first stage keeps
-# the inputs of several micro-batches at once, together about as many as the whole model has blocks
-# (Korthikanti et al. 2022, section 4.2.3).
 #
 # ### Exercise 3: every k-th input
 #
 # Now for any number of blocks, where the last segment may be shorter: run `blocks` on x and keep
 # only the input of every k-th block. `recompute(fn, *args)` takes any arguments, also lists of
-# blocks. Can you do it without looking above? About 3 lines, 5 minutes.
+# blocks. About 3 lines, 5 minutes.
 #
 # <details><summary>Hint: backward runs the wrong blocks</summary>
 # A lambda looks up its names when it runs, and yours runs in backward, after the loop has ended.
@@ -313,9 +307,8 @@ def step():
 
 
 # %% [markdown]
-# The formula adds up lesson 01's list of the tensors that a layer saves: what all layers keep, and
-# what is there again while the last layer is recomputed. The peak is at that point, or at the end
-# of forward.
+# The formula adds up lesson 01's list of the tensors that a layer saves. The peak is at the end of
+# forward, or where the last layer has been recomputed.
 
 
 # %% tags=["picture"]
@@ -337,16 +330,15 @@ print("formula minus measurement, in bytes:", off)
 
 # %% [markdown]
 # And in large models? At a fixed sequence length, the wider the *heads* ($h/a$), the smaller is the
-# share of the scores (lesson 01: $5as/h$ beside 34, with $a$ heads, $s$ tokens, hidden size $h$),
-# and the less selective recompute saves. Our formula beside published values, which are calculated,
-# too, not measured:
+# share of the scores (lesson 01: $5as/h$ beside 34, with $a$ heads, $s$ tokens, hidden size $h$).
+# Our formula beside published values, which are calculated, too:
 
 # %% tags=["picture"]
 title = "In large models full recompute keeps 8 to 10 % of the bytes, selective 49 to 62 %"
 show(pictures.published_memory(title), alt=f"{title}; formula and published values agree")
 
 # %% [markdown]
-# And the price. The formula counts FLOPs; the measurement shows what they take in time.
+# And the price, in FLOPs and in time?
 
 
 # %% tags=["measured"]
@@ -374,19 +366,16 @@ show(pictures.price(more_flop, ratio, title), alt=f"{title}; selective lies betw
 # %% [markdown]
 # A mark above the line means more time than the FLOPs predict. Selective recompute, here and in a
 # published layer (22B model, +7 %), takes more time than its FLOPs say: softmax and dropout have
-# hardly any FLOPs, but they read and write the largest tensors of all. That layer's +39 % for full
-# recompute, instead of +33 %, has another reason: its backward communicates while it computes
-# weight gradients, so it takes less than two forwards, and one more forward weighs more
-# (Korthikanti et al. 2022, section 6.2). A mark is below the line if the operations that run only
-# once take a larger share of the time than of the FLOPs.
+# hardly any FLOPs, but they read and write the largest tensors of all. Full recompute of that layer
+# takes +39 % instead of +33 %, because its backward overlaps communication with weight gradients,
+# takes less than two forwards, and one more forward weighs more (Korthikanti et al. 2022, section
+# 6.2).
 #
-# FlashAttention (Dao et al. 2022, section 3.1) does the same inside its kernel: it never writes the
-# scores to the GPU's main memory, and computes them again in backward. With FlashAttention, selective recompute is used for other
-# operations that are cheap to repeat, such as norms and activation functions (Megatron-LM:
-# `--recompute-modules`).
+# FlashAttention (Dao et al. 2022, section 3.1) recomputes inside its kernel: it never writes the
+# scores to the GPU's main memory. Beside it, selective recompute serves other operations that are
+# cheap to repeat, such as norms and activation functions (Megatron-LM: `--recompute-modules`).
 #
-# None of the three choices changes a bit of the gradients, not even with dropout: the course's
-# tests compare them, as the cell in section 1 did for one layer.
+# None of the three changes a bit of the gradients, not even with dropout.
 #
 # **Full recompute: one tensor kept per block, one more forward, at most 4/3 of the FLOPs.**
 #
@@ -569,19 +558,19 @@ show(memory(kinds, title), alt=title)
 # %% [markdown]
 # ## 6 Eight bits, and four
 #
-# Tensor cores multiply FP8 numbers twice as fast as bf16 (NVIDIA's datasheet of the H100). Their 8
-# bits come in two formats (Micikevicius et al. 2022, section 3): E4M3, with 4 bits of exponent and
-# 3 of mantissa, usually for weights and activations; E5M2, with less precision and more range, for
-# gradients. Only the operands of matrix products are FP8. Masters stay in fp32, and so should the
-# sums, of which the H800's tensor cores keep only about 14 bits (DeepSeek-AI 2024, section 3.3.2).
+# The H100's tensor cores multiply FP8 numbers twice as fast as bf16 (NVIDIA's datasheet). There are
+# two formats (Micikevicius et al. 2022, section 3): E4M3, with 4 bits of exponent and 3 of
+# mantissa, usually for weights and activations, and E5M2 with more range for gradients. Only
+# operands of matrix products are FP8. Masters stay in fp32, and so should the sums, of which the
+# H800's tensor cores keep about 14 bits (DeepSeek-AI 2024, section 3.3.2).
 #
-# Neither format has the range for all tensors of a training. So each tensor is divided by a scale
-# $X$ that brings its largest number to the format's largest. *Current scaling* reads the tensor
-# to find it; *delayed scaling* takes the largest of earlier steps, reads the tensor only once, and
-# saturates what has grown (both in NVIDIA's Transformer Engine). A loss scale is then not needed.
+# Neither format has the range for a whole training. So each tensor is divided by a scale $X$ that
+# brings its largest number to the format's largest. *Current scaling* reads the tensor to find it.
+# *Delayed scaling* takes the largest of earlier steps, reads once, and saturates what has grown.
+# Transformer Engine has both.
 #
 # But one outlier now sets the scale of a whole tensor. **Microscaling** (MX; Open Compute Project,
-# MX v1.0, 2023) gives one to each *block* of 32 consecutive numbers: a power of two, which itself
+# MX v1.0, 2023) has one for each *block* of 32 consecutive numbers: a power of two, which itself
 # rounds nothing. MXFP8 has elements in E4M3 or E5M2; MXFP4 in E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 #
 # E4M3 rounds a number by up to 6 %. How wrong is a product of two random matrices?
@@ -598,34 +587,31 @@ title = "One outlier of 100 ruins FP4 with one scale, one of a million FP8; bloc
 show(pictures.product_errors(title), alt=f"{title}: MXFP8 stays at 4 %, MXFP4 at 16 %")
 
 # %% [markdown]
-# The error stays below 6 %: most numbers are rounded by less, and in a sum of 256 products errors
-# partly cancel, as the terms do. It does not shrink with more terms.
-#
-# With E4M3, one scale is good for outliers up to about 10,000 standard deviations; beyond, the
-# other numbers get below its smallest, and become 0. In a block, an outlier costs its 31 neighbors
-# at most. Without outliers blocks gain nothing: MXFP8 is even worse than one scale, as its scale is
-# rounded *down* to a power of two, and the largest numbers of many blocks saturate. With scales
-# rounded up (Mishra et al. 2025) this loss is gone.
+# In E4M3, one scale is good for outliers up to about 10,000 standard deviations; beyond, the other
+# numbers fall below its smallest, and become 0. In a block, an outlier costs at most its 31
+# neighbors. Without outliers, blocks gain nothing: MXFP8 is even worse than one scale, as its
+# scales are rounded *down* to a power of two, and the largest numbers of many blocks saturate.
+# Scales rounded up (Mishra et al. 2025) repair that.
 #
 # ### Exercise 6: blocks with a shared scale
 #
 # Round `x` [rows, n], in fp32, in blocks of `block` numbers along each row; the last block of a row
 # may be shorter. A block's scale is the largest power of two $\le$ its largest $|x|$, divided by
-# the largest power of two of the format: $2^8$ for E4M3, whose largest number is 448, and $2^{15}$
-# for E5M2. Its elements are x / scale, rounded to the nearest number (`.to(dtype)` does that); what
-# is too large saturates. A block of zeros may have any power of two. Return the elements [rows, n]
-# as `dtype`, and the scales [rows, number of blocks] in fp32. `torch.finfo(dtype).max`, `F.pad` and
+# the format's largest power of two: $2^8$ for E4M3, whose largest number is 448, $2^{15}$ for E5M2.
+# (A block of zeros: any power of two.) The elements are x / scale, to the nearest number
+# (`.to(dtype)` does that); what is too large saturates. Return the elements [rows, n] as `dtype`,
+# and the scales [rows, number of blocks] in fp32. `torch.finfo(dtype).max`, `F.pad` and
 # `torch.frexp` may help. About 6 lines, 15 minutes.
 #
 # <details><summary>Hint: a scale is twice too large</summary>
-# `torch.log2` is rounded, too: just below a power of two it is a whole number too early.
+# `torch.log2` rounds, too: just below a power of two it is a whole number too early.
 # </details>
 
 
 # %% tags=["exercise"] exercise="recompute-6"
 def in_blocks(x, dtype, block=32):
     """Round x to dtype in blocks along its rows; return elements and scales."""
-    ### BEGIN SOLUTION: pad and cut into blocks; scales; saturate and cast; cut off the padding
+    ### BEGIN SOLUTION: pad, cut into blocks, find the scales, saturate and cast
     n, largest = x.shape[1], torch.finfo(dtype).max
     blocks = F.pad(x, (0, -n % block)).unflatten(1, (-1, block))
     exponents = torch.frexp(blocks.abs().amax(-1)).exponent
@@ -639,14 +625,13 @@ def in_blocks(x, dtype, block=32):
 check("recompute-6", in_blocks)
 
 # %% [markdown]
-# Blocks lie along the dim that a product sums over, so that the product of two scales can be taken
-# out of each part of the sum. Forward sums over a layer's inputs, backward over its outputs and
-# over the tokens: each tensor is rounded twice, along its rows and along its columns.
-# DeepSeek-V3's weights need it once: its blocks are 1 x 128 for activations and 128 x 128, the same
-# in both directions, for weights (DeepSeek-AI 2024, section 3.3.2).
+# Blocks lie along the dim that a product sums over, so that scales can be taken out of parts of the
+# sum. Forward sums over a layer's inputs, backward over its outputs and over the tokens: each
+# tensor is rounded twice, along its rows and along its columns. DeepSeek-V3 uses 1 x 128 blocks for
+# activations, and 128 x 128 for weights, the same in both directions (DeepSeek-AI 2024, section
+# 3.3.2).
 #
-# What does a training lose? The linear layers of a small GPT compute in each format, the rest in
-# fp32. The losses look the same, so the picture shows their differences.
+# Now train: the linear layers of a small GPT compute in each format, the rest in fp32.
 
 # %% tags=["picture", "measured"]
 losses = {name: train(name) for name in FORMATS}
@@ -661,11 +646,10 @@ show(pictures.format_losses(losses, title), alt=f"{title}, bf16 {abs(behind['bf1
 # %% [markdown]
 # **In this training bf16 loses least, FP8 a little, FP4 most. Blocks confine an outlier.**
 #
-# A hundred steps of a small model say nothing about a long training. Published ones: FP8 with one
-# scale a tensor, up to 175B parameters (Micikevicius et al. 2022, section 4.1); blocks with fp32
-# scales, 671B (DeepSeek-AI 2024); MXFP8, 8B on 15T tokens (Mishra et al. 2025). All report losses
-# close to those in 16 bits. FP4 took more, such as stochastic rounding, and some layers in bf16
-# (NVIDIA 2025, *Pretraining Large Language Models with NVFP4*: blocks of 16).
+# A hundred steps say nothing about a long training. Published ones with losses close to those in 16
+# bits: FP8, one scale a tensor, up to 175B parameters (Micikevicius et al. 2022, section 4.1);
+# blocks with fp32 scales, 671B (DeepSeek-AI 2024); MXFP8, 8B, 15T tokens (Mishra et al. 2025). FP4
+# took more, such as stochastic rounding and some layers in bf16 (NVIDIA 2025, NVFP4).
 #
 # ## What to keep
 #
