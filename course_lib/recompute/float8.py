@@ -15,6 +15,8 @@ from torch import Tensor
 
 from course_lib.core.errors import CourseError
 
+FP32_EXPONENT = 0x7F800000  # its bits
+
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFormat:
@@ -23,7 +25,7 @@ class NumberFormat:
     mantissa_bits     behind the leading 1
     lowest_exponent   of a normal number; below 2**lowest_exponent, steps get no smaller
     largest           finite number
-    dtype             PyTorch's own, where it can be converted to on a CPU
+    dtype             PyTorch's own, where a CPU can convert to it
 
     Source: OCP Microscaling Formats (MX) v1.0, section 5.3; for FP8 Micikevicius et al. 2022 (FP8
             Formats for Deep Learning), section 3
@@ -43,15 +45,13 @@ class NumberFormat:
     def nearest(self, x: Tensor) -> Tensor:
         """Round to the nearest number of the format, ties to even; larger ones become `largest`.
 
+        Below the largest, it has the bits of PyTorch's cast to `dtype`.
+
         Shapes: [...] -> [...] in fp32
         """
-        x = x.float().clamp(-self.largest, self.largest)  # else E5M2 would become infinite
-        return self.by_hand(x) if self.dtype is None else x.to(self.dtype).float()
-
-    def by_hand(self, x: Tensor) -> Tensor:
-        """Round without PyTorch's cast: to a multiple of the distance between neighbors."""
-        exponent = torch.frexp(x).exponent - 1  # 2**exponent <= |x|
-        step = torch.exp2(exponent.clamp(self.lowest_exponent) - self.mantissa_bits)
+        x = x.float().clamp(-self.largest, self.largest)
+        power = (x.view(torch.int32) & FP32_EXPONENT).view(torch.float32)  # of two, at most |x|
+        step = power.clamp(2.0**self.lowest_exponent) * 2.0**-self.mantissa_bits
         return torch.round(x / step) * step  # torch.round takes ties to even
 
 
