@@ -4,7 +4,7 @@ Formats of 8 and 4 bits are those of the operands of the linear layers in the bl
 optimizer, norms, attention, embedding and head stay in fp32. Notebook 03_recompute.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -125,6 +125,6 @@ def activations_in(
     return activation_ledger(forward_backward, given=[*model.parameters(), *batch])
 
 
-def _known(name: str, formats: dict[str, Callable[..., object]]) -> None:
+def _known(name: str, formats: Mapping[str, object]) -> None:
     if name not in formats:
         raise CourseError(f"format: need one of {', '.join(formats)}; got {name!r}.")

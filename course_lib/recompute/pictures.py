@@ -7,6 +7,7 @@ over 8 GPUs by tensor parallelism (figure 7, which the authors computed), and ti
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -152,7 +153,7 @@ def format_losses(losses: Mapping[str, Sequence[float]], title: str) -> Figure:
     (first, whole), *others = losses.items()
     words = dict.fromkeys(name.split(",")[0] for name, _ in others)
     colours = dict(zip(words, SERIES, strict=True))
-    styles: dict[str, dict[str, str]] = {}
+    styles: dict[str, dict[str, Any]] = {}
     for name, _ in others:
         colour = colours[name.split(",")[0]]
         solid = all(style["color"] != colour for style in styles.values())

@@ -63,6 +63,7 @@ CUT_AT_POWER = Cause(
 )
 NO_FLOOR = Cause("A block of very small numbers has a very small scale: set no lower limit.")
 NOT_SCALED = Cause("The elements are x / scale, and this is x.")
+ALL_ONES = Cause("All scales are 1: each block has its own, which brings it into dtype's range.")
 MULTIPLIED = Cause("Divide by the scale: x is element times scale.")
 RECIPROCAL = Cause("That is 1 / scale: x is element times scale.")
 EXPONENTS = Cause("Those are the exponents: return the powers of two themselves, in fp32.")
@@ -87,7 +88,7 @@ def _blocks(
     with watched(x=x) as seen:
         result = answer(x, dtype) if block == 32 else answer(x, dtype, block)
     if result is None:
-        return {SHAPES: None}
+        return {**seen, SHAPES: None}
     pair = isinstance(result, list | tuple) and len(result) == 2
     if not pair or not all(isinstance(each, Tensor) for each in result):
         raise failed(f"got {type(result).__name__}", A_PAIR)
@@ -106,10 +107,9 @@ def _shapes(x: Tensor, block: int) -> str:
 
 
 def _any_scale_will_do(x: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Return in which blocks there are only zeros, and a scale that is a power of two."""
+    """Return in which blocks there are only zeros, and a scale that leaves them zeros."""
     padded = F.pad(x, (0, -x.shape[1] % block)).unflatten(1, (-1, block))
-    power = scales.isfinite() & (torch.frexp(scales).mantissa == 0.5)
-    return (padded == 0).all(-1) & power
+    return (padded == 0).all(-1) & scales.isfinite() & (scales > 0)
 
 
 def _random(rows: int, n: int, spread: float = 3.0) -> Tensor:
@@ -269,6 +269,7 @@ IN_BLOCKS = Exercise(
         ),
         Edit(LARGEST, f"{LARGEST}.clamp(min=1e-12)", NO_FLOOR),
         Edit(QUOTIENTS, "blocks", NOT_SCALED),
+        Edit(SCALES_LINE, f"scales = torch.ones_like({LARGEST})", ALL_ONES),
         Edit(QUOTIENTS, "(blocks * scales.unsqueeze(-1))", MULTIPLIED),
         Edit(RESULT, "elements.flatten(1)[:, :n], 1 / scales", RECIPROCAL),
         Edit(RESULT, "elements.flatten(1)[:, :n], torch.log2(scales)", EXPONENTS),
