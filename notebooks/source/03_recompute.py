@@ -415,11 +415,11 @@ print("a gradient of 2**-26 in fp16, times 1, 2**16, 2**44:", scaled.half().toli
 # The usual cure is **master weights** (Micikevicius et al. 2018, section 3.1): the model computes
 # with 16-bit copies, and the optimizer updates an fp32 master.
 #
-# The last line shows a problem of fp16 alone: small gradients underflow to 0. If the *loss* is
-# multiplied by a scale $S$, every gradient is $S$ times larger; with too large a scale it overflows
-# to inf (section 3.2 of the same paper). The gradient has to be divided by $S$, in fp32, before
-# anything uses its norm, and clipping uses its norm. bf16 has the range of fp32 and usually needs
-# no scale (Kalamkar et al. 2019).
+# The last line shows a problem of fp16: small gradients underflow to 0. If the *loss* is multiplied
+# by a scale $S$, every gradient is $S$ times larger; with too large a scale it overflows to inf
+# (section 3.2 of the same paper). The gradient has to be divided by $S$, in fp32, before anything
+# uses its norm, and clipping uses its norm. bf16 has the range of fp32 and usually needs no scale
+# (Kalamkar et al. 2019).
 #
 # ### Exercise 4: a step in mixed precision
 #
@@ -559,11 +559,11 @@ show(memory(kinds, title), alt=title)
 #
 # The H100's tensor cores multiply FP8 numbers twice as fast as bf16 (NVIDIA's datasheet). There are
 # two formats (Micikevicius et al. 2022, section 3): E4M3, with 4 bits of exponent and 3 of
-# mantissa, usually for weights and activations, and E5M2, with more range, for gradients. Usually
-# only operands of matrix products are FP8. Masters stay in fp32, and so should the sums, of which
-# the H800's tensor cores keep about 14 bits (DeepSeek-AI 2024, section 3.3.2).
+# mantissa, usually for weights and activations; E5M2, with more range, for gradients. Usually only
+# operands of matrix products are FP8. Masters stay in fp32, and so should the sums, of which the
+# H800's tensor cores keep about 14 bits (DeepSeek-AI 2024, section 3.3.2).
 #
-# No FP8 format has the range that all tensors need. So each tensor is divided by a scale $X$ that
+# No FP8 format has the range that all tensors need. Each tensor is divided by a scale $X$ that
 # brings its largest number to the format's largest. *Current scaling* reads the tensor to find it.
 # *Delayed scaling* takes the largest of earlier steps, reads once, and saturates what has grown.
 # (Transformer Engine has both.)
@@ -583,15 +583,15 @@ guess = predict("relative error of a product in E4M3, one scale a matrix", unit=
 names = ("bf16", "E4M3, one scale", "MXFP8", "MXFP8, scales rounded up", "E5M2, one scale", "MXFP4")
 print(*(f"{name}: {100 * product_error(name):.2g} %" for name in names), sep="; ")
 reveal(guess, 100 * product_error("E4M3, one scale"))
-title = "One outlier of 100 ruins FP4 with one scale, one of a million FP8; blocks protect the rest"
+title = "One scale: an outlier of 100 ruins FP4, one of a million FP8. Blocks confine it"
 show(pictures.product_errors(title), alt=f"{title}: MXFP8 stays at 4 %, MXFP4 at 16 %")
 
 # %% [markdown]
 # In E4M3, one scale is good for outliers up to about 10,000 standard deviations; beyond, the other
-# numbers fall below its smallest, and become 0. In a block, an outlier costs at most its 31
-# neighbors. Without outliers, blocks gain nothing: MXFP8 is even worse than one scale, as its
-# scales are rounded *down* to a power of two, and the largest numbers of many blocks saturate.
-# Scales rounded up (Mishra et al. 2025) repair that.
+# numbers fall below its smallest, to 0. In a block, an outlier costs at most its 31 neighbors.
+# Without outliers, blocks gain FP8 nothing: MXFP8 is even worse than one scale, as its scales are
+# rounded *down* to a power of two, and the largest numbers of many blocks saturate. Scales rounded
+# up (Mishra et al. 2025) repair that.
 #
 # ### Exercise 6: blocks with a shared scale
 #
@@ -628,7 +628,7 @@ check("recompute-6", in_blocks)
 # Blocks lie along the dim that a product sums over, so that scales can be taken out of parts of the
 # sum. Forward sums over a layer's inputs, backward over its outputs and over the tokens: each
 # tensor is rounded twice, along rows and along columns. DeepSeek-V3 uses 1 x 128 blocks for
-# activations, and 128 x 128 for weights, the same in both directions (section 3.3.2).
+# activations, 128 x 128 for weights, the same in both directions (section 3.3.2).
 #
 # Now train: the linear layers of a small GPT compute in each format, the rest in fp32. FP8 has E5M2
 # for gradients, MXFP4 has MXFP8 in backward.
@@ -645,8 +645,9 @@ title = f"MXFP4 is {behind['MXFP4 in forward']:.3f} behind fp32, MXFP8 {behind['
 show(pictures.format_losses(losses, title), alt=f"{title}, bf16 {abs(behind['bf16']):.0e}")
 
 # %% [markdown]
-# **One scale a block confines an outlier to 32 numbers.** Without outliers, the losses here have
-# the order of the product's errors: bf16, FP8, MXFP8 with scales rounded down, MXFP4.
+# **A scale for each block confines an outlier's damage to its 32 numbers.** Without outliers, the
+# losses here have the order of the product's errors: bf16, FP8, MXFP8 with scales rounded down,
+# MXFP4.
 #
 # A hundred steps say nothing about a long training. Published runs with losses close to those in 16
 # bits: FP8, emulated, up to 175B parameters (Micikevicius et al. 2022, section 4.1); blocks with
