@@ -6,7 +6,7 @@ files are for: the method, and where the lesson has them, what predicts, measure
     ranks              00  real processes in a notebook, their calls traced, hangs explained
     memory             01  parameters, gradients, optimizer state, activations: predicted, weighed
     accumulation       02  one large batch from small ones
-    recompute          03  activation recomputation, and mixed precision
+    recompute          03  activation recomputation, mixed precision, FP8 and MX
     collectives        04  broadcast to all-reduce, written by hand from send and recv
     data_parallel      05  replicas, samplers, a parameter server, local SGD
     ddp                06  gradients in buckets, communicated while backward still computes

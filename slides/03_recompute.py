@@ -12,7 +12,8 @@ from course_lib.display import Voices, compare, memory
 from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.recompute import recompute, recompute_full, recompute_none, recompute_selective
-from course_lib.recompute.pictures import published_memory
+from course_lib.recompute.lab import FORMATS, train
+from course_lib.recompute.pictures import format_losses, product_errors, published_memory
 
 SPEC = ModelSpec(hidden=128, num_layers=6, num_heads=8, ffn_hidden=512, vocab=128, max_seq=128)
 LAYERS = 64
@@ -36,6 +37,13 @@ def pictures() -> dict[str, Figure]:
         ),
         "spikes": memory(held["full"], f"Small steps, then {SPEC.num_layers} spikes in backward"),
         "precision": memory(precisions, "bf16 halves the activations, autocast does not"),
+        "outliers": product_errors(
+            "One scale: an outlier of 100 ruins FP4, one of a million FP8. Blocks confine it"
+        ),
+        "formats": format_losses(
+            {name: train(name) for name in FORMATS},
+            "After 100 steps, 8 bits are 0.002 to 0.005 behind fp32, MXFP4 in forward 0.06",
+        ),
     }
 
 

@@ -1,22 +1,29 @@
-"""Pictures of recomputation: bytes by strategy, and its price in time, beside published values.
+"""Pictures of recomputation and of number formats: bytes, times, errors, losses.
 
 Published values are those of Korthikanti et al. 2022: activation memory of models that are split
 over 8 GPUs by tensor parallelism (figure 7, which the authors computed), and times of one layer on
-8 A100 GPUs (table 4, measured). Notebook 03_recompute.
+8 A100 GPUs (table 4, measured). Errors and losses of number formats are those of `lab`. Notebook
+03_recompute.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.presets import MODELS
 from course_lib.core.records import Ledger
 from course_lib.cost.flops import forward_flop, recompute_flop
 from course_lib.cost.published import rows
+from course_lib.display.colours import QUIET, SERIES
 from course_lib.display.compare import Voices, compare
 from course_lib.display.memory import memory
+from course_lib.display.page import page, plain, powers_of_ten
 from course_lib.memory.layer_bytes import Pass, total
+from course_lib.recompute.lab import product_error
 
 PAPER = "Korthikanti et al. 2022"
 SIZES = ("22B", "175B", "530B", "1T")  # of the models in the paper
@@ -26,6 +33,9 @@ _ROWS = {  # in table 4
     "selective": "Selective Recompute",
     "full": "Baseline with recompute",
 }
+
+OUTLIERS = [10.0**power for power in range(7)]
+WINDOW = 10  # steps whose differences are averaged
 
 
 def strategies(predicted: Mapping[str, int], measured: Mapping[str, Ledger], title: str) -> Figure:
@@ -115,3 +125,49 @@ def published_price() -> dict[str, tuple[float, float]]:
         how: (1 + recompute_flop(layer, how) / none, ms[row] / ms[_ROWS["none"]])
         for how, row in _ROWS.items()
     }
+
+
+def product_errors(title: str) -> Figure:
+    """Draw the error of a matrix product against the size of one outlier, by format."""
+    names = ("E4M3, one scale", "MXFP8", "E2M1, one scale", "MXFP4")
+    curves = {
+        name: Voices(measurement=[100 * product_error(name, size) for size in OUTLIERS])
+        for name in names
+    }
+    return compare(
+        OUTLIERS,
+        curves,
+        title,
+        x_label="outlier: one number of the left matrix (standard deviations of the others)",
+        y_label="error of the product (%)",
+        log=True,
+        note="random matrices, 256 x 256; error of all rows but the one with the outlier",
+    )
+
+
+def format_losses(losses: Mapping[str, Sequence[float]], title: str) -> Figure:
+    """Draw the loss of the first run, and below how far the others are from it, by format.
+
+    Formats whose names begin with the same word have one color: `FP8, current scaling`.
+    """
+    (first, whole), *others = losses.items()
+    words = dict.fromkeys(name.split(",")[0] for name, _ in others)
+    colours = dict(zip(words, SERIES, strict=True))
+    styles: dict[str, dict[str, Any]] = {}
+    for name, _ in others:
+        colour = colours[name.split(",")[0]]
+        solid = all(style["color"] != colour for style in styles.values())
+        styles[name] = {"color": colour, "linestyle": "-" if solid else "--"}
+    legend = [Line2D([], [], label=name, marker="o", ms=3, **styles[name]) for name in styles]
+    note = f"below: root mean square of the differences of {WINDOW} steps"
+    figure, (above, below) = page(title, [1.2, 2.3], legend=legend, note=note)
+    plain(above, y_label=f"loss, {first}", grid="both")
+    above.plot(range(1, len(whole) + 1), whole, color=QUIET, linewidth=1.6)
+    plain(below, x_label="step", y_label=f"difference from {first}", grid="both")
+    powers_of_ten(below, ("y",))
+    for name, curve in others:
+        apart = np.subtract(curve, whole).reshape(-1, WINDOW)
+        steps = WINDOW * np.arange(1, len(apart) + 1)
+        below.plot(steps, np.sqrt(np.mean(apart**2, axis=1)), marker="o", ms=3, **styles[name])
+    below.set_xlim(above.get_xlim())
+    return figure
