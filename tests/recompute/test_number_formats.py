@@ -1,7 +1,6 @@
 """FP8 and MX by hand: PyTorch's casts, the nearest of all codes, exact scales, exact products."""
 
 import copy
-import importlib.util
 import math
 
 import pytest
@@ -227,11 +226,9 @@ def test_blocks_lie_along_the_dim_that_a_product_sums_over():
     assert (columns == 0).nonzero().tolist() == [[other, 7] for other in range(32) if other != 5]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 @FP8
 def test_blocks_are_those_of_torchao(fmt):
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
-
+    to_mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor").to_mx
     x = numbers_of(16, 128)
     scales, elements = to_mx(x, fmt.dtype, 32)
     own, own_scales = quantize_blocks(x, fmt)
