@@ -19,6 +19,7 @@ from urllib.parse import unquote
 
 import site_api
 import site_lessons
+import site_repository
 import site_tables
 from progress import run_showing
 
@@ -32,6 +33,8 @@ MENDED = {
     '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
     '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="The site">',
     '<aside class="toc-drawer': '<aside aria-label="This page" class="toc-drawer',
+    '<th class="head"><p></p></th>': "<td></td>",  # the corner of a table is no header
+    "<th></th>": "<td></td>",
 }
 GUIDES = {
     "On a cluster": ["cluster_student", "cluster_operator", "checkpoints", "engines", "planner"],
@@ -84,12 +87,14 @@ def write_sources(source: Path, stems: list[str], audience: str, slides: Path) -
     for name in ("course.css", "course.js", "favicon.svg"):
         shutil.copy(THEME / name, source / "static")
     shutil.copy(mathjax(), source / "static" / "mathjax.js")
-    write_docs(source / "docs", audience)
+    named = site_repository.repository(ROOT)
+    write_docs(source / "docs", audience, named)
     packages = site_api.write_pages(ROOT, source / "api", stems)
     decks_of = {stem: copy_slides(stem, slides, extra / "slides") for stem in stems}
     (source / "slides.md").write_text(slides_page(decks_of), encoding="utf-8")
     for stem, decks in decks_of.items():
-        site_lessons.write_lesson(ROOT, stem, audience, source, decks, packages)
+        others = [*site_lessons.slide_links(decks), *site_repository.run_links(stem, named)]
+        site_lessons.write_lesson(ROOT, stem, audience, source, others, packages)
     for stem in set(lessons_named([])) - set(stems):
         site_lessons.write_placeholder(stem, source)
     site_tables.write_pages(ROOT / "course_lib/cost/published", source)
@@ -130,13 +135,14 @@ def slides_page(decks_of: dict[str, list[str]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def write_docs(folder: Path, audience: str) -> None:
+def write_docs(folder: Path, audience: str, named: str | None) -> None:
     """Copy docs/; learners get a page without answers in the place of one that has them."""
     shutil.copytree(ROOT / "docs", folder)
     for page in folder.glob("*.md"):
-        text = page.read_text(encoding="utf-8")
+        text = site_repository.name_repository(page.read_text(encoding="utf-8"), named)
         if SECRET in text and audience == "learners":
-            page.write_text(WITHHELD.format(text.partition("\n")[0]), encoding="utf-8")
+            text = WITHHELD.format(text.partition("\n")[0])
+        page.write_text(text, encoding="utf-8")
     name_terms(folder / "glossary.md")
 
 

@@ -29,9 +29,17 @@ class LessonError(Exception):
 
 
 def write_lesson(
-    root: Path, stem: str, audience: str, source: Path, decks: list[str], packages: list[str]
+    root: Path,
+    stem: str,
+    audience: str,
+    source: Path,
+    others: list[tuple[str, str]],
+    packages: list[str],
 ) -> None:
-    """Write the page of a lesson, its pictures and the files that it links to."""
+    """Write the page of a lesson, its pictures and the files that it links to.
+
+    `others` are links, as names and addresses, besides those to its notebook and its package.
+    """
     student = root / "notebooks" / f"{stem}.ipynb"
     solved = root / "notebooks/solved" / f"{stem}.ipynb"
     notebook, stubs = (json.loads(path.read_text(encoding="utf-8")) for path in (solved, student))
@@ -44,7 +52,7 @@ def write_lesson(
         for output in cell.get("outputs", []):
             take_pictures_out(output, pictures)
     files = [student] if audience == "learners" else [student, solved]
-    links = [*notebook_links(files), *slide_links(decks), *package_links(stem, packages)]
+    links = [*notebook_links(files), *others, *package_links(stem, packages)]
     write_links(cells[0], links)
     notebook["cells"] = cells
     page = source / "notebooks" / student.name
