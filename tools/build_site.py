@@ -175,6 +175,7 @@ def front_page(source: Path) -> str:
         for title, pages in contents.items()
     ]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = readme.replace("](notebooks/solved/", "](notebooks/")  # a page has both versions
     readme = re.sub(r"```mermaid\n.*?```\n", "", readme, flags=re.DOTALL)  # GitHub draws it
     return "\n\n".join([readme, *trees, ""])
 
