@@ -8,6 +8,8 @@ from dataclasses import replace
 
 from course_lib.core.parallelism import ZERO_STAGES
 from course_lib.core.units import format_bytes, format_seconds
+from course_lib.cost.roofline import data_parallel_tokens, fsdp_tokens, matmul_intensity, roof_of
+from course_lib.planner.compute import layer_products
 from course_lib.planner.constants import MEASURED, SOFTWARE, Software
 from course_lib.planner.predicting import predict
 from course_lib.planner.prediction import PredictedStep
@@ -36,7 +38,44 @@ def table_notes(steps: Sequence[PredictedStep], others: Iterable[PredictedStep] 
 
 def plan_notes(step: PredictedStep) -> list[str]:
     """Return the sentences under the bill of one plan."""
-    return [software_note([step]), trust_note([step])]
+    return [roofline_note(step), software_note([step]), trust_note([step])]
+
+
+def roofline_note(step: PredictedStep) -> str:
+    """Return what limits this plan by the roofline of lesson 01: its products, and its gradients.
+
+    The link is the one between the ranks that share parameters, in one direction; what the links
+    and the products reach of their bandwidth and peak is in the bill.
+    """
+    plan, cluster = step.plan, step.cluster
+    number_bytes = 4 if plan.precision == "fp32" else 2
+    roof = roof_of(cluster.device, "fp32" if plan.precision == "fp32" else "bf16")
+    products = layer_products(step.model, plan)
+    intensity, (m, depth, n) = min(
+        (matmul_intensity(m, depth, n, number_bytes), (m, depth, n)) for m, depth, n in products
+    )
+    said = (
+        f"By the roofline (lesson 01): the product of lowest intensity, [{m}, {depth}] @ "
+        f"[{depth}, {n}], has {intensity:,.0f} FLOP per byte, and the ridge is {roof.ridge:.0f}: "
+        f"bound by {roof.bound(intensity)}."
+    )
+    axes = plan.parallelism
+    size = axes.dp * axes.cp
+    if size == 1:
+        return said
+    link = cluster.link(size, axes.tp)
+    if axes.zero == 3:
+        needed = fsdp_tokens(size, roof.flop_per_s, link.bytes_per_s, number_bytes)
+        hidden = "forward hides the gathers of parameters"
+    else:
+        grad_bytes = max(cluster.software.recipe.grad_bytes, 4) // (2 if axes.zero else 1)
+        needed = data_parallel_tokens(size, roof.flop_per_s, link.bytes_per_s, grad_bytes)
+        hidden = "backward hides the reduction of gradients"
+    tokens = plan.micro_batch * plan.seq // axes.cp
+    return (
+        f"{said} At the peak, {hidden} from {needed:,.0f} tokens per rank and micro-batch on; "
+        f"here are {tokens:,}."
+    )
 
 
 def legend(steps: Sequence[PredictedStep]) -> str:

@@ -11,6 +11,7 @@ from course_lib.planner.constants import SOFTWARE
 from course_lib.planner.notes import (
     legend,
     plan_notes,
+    roofline_note,
     room_note,
     software_note,
     table_notes,
@@ -47,7 +48,7 @@ def test_what_megatron_cannot_run_is_priced_with_the_constants_of_what_runs_it()
     assert "so it cannot run plan 1. The time of plan 1 is optimistic for FSDP" in said
     assert seconds in said
     assert said.endswith("The first plan that Megatron-LM of 2021 and 2022 runs is plan 2.")
-    alone = plan_notes(steps[0])[0]
+    alone = plan_notes(steps[0])[1]
     assert "so it cannot run this plan. The time of this plan is optimistic" in alone
     assert seconds in alone
     zero_bubble = replace(PIPED, schedule="zb-h1", num_model_chunks=1)
@@ -111,3 +112,25 @@ def test_compute_is_all_of_a_step_only_if_nothing_else_is():
     assert list(step.shown_seconds) == ["compute_s", "dp_s", "optimizer_s"]
     assert step.cells[1] == "no pipeline"
     assert step.peak_s == pytest.approx(step.mfu * step.step_s)
+
+
+def test_the_roofline_of_a_plan_is_that_of_lesson_01():
+    whole, split = (roofline_note(step) for step in steps_of(SHARDED, SPLIT))
+    # selene-a100: 312e12 FLOP/s, 2.039e12 bytes/s; [8192, 5120] @ [5120, 5120] in bf16
+    intensity = 2 * 8192 * 5120 * 5120 / (2 * (8192 * 5120 * 2 + 5120 * 5120))
+    assert f"[8192, 5120] @ [5120, 5120], has {intensity:,.0f} FLOP per byte" in whole
+    assert "the ridge is 153: bound by compute" in whole
+    ring = SELENE.link(32).bytes_per_s
+    assert f"gathers of parameters from {31 / 32 * 312e12 / ring:,.0f} tokens" in whole
+    assert "here are 8,192" in whole
+    # ZeRO-1 reduce-scatters 4 bytes per gradient, half of an all-reduce, with 16 ranks, tp between
+    ring = SELENE.link(16, 2).bytes_per_s
+    assert f"of gradients from {15 / 16 * 312e12 / ring:,.0f} tokens" in split
+
+
+def test_a_product_too_thin_for_the_device_is_bound_by_memory():
+    thin = Plan(seq=64).with_axes(tp=8)
+    (step,) = steps_of(thin, cluster=find_cluster("hf-h100", 1))
+    said = roofline_note(step)
+    assert said.endswith("bound by memory.")
+    assert "[64, 640] @ [640, 5120]" in said
