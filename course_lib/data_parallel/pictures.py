@@ -149,7 +149,7 @@ def scaling_on_gpus(title: str) -> Figure:
         "bandwidth of all_reduce": Voices(published=(gpus, bandwidth)),
     }
     source = PLAYBOOK.format(files="dp_scaling, pp_comm_bandwidth")
-    note = "a model of about 1B parameters, 256 sequences of 4,096 tokens per step"
+    note = "a model of 1.3 billion parameters, 256 sequences of 4,096 tokens per step"
     return compare(
         gpus,
         curves,

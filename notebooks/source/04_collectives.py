@@ -71,7 +71,7 @@ reveal(guess_alone, star_broadcast_s(5e6, 8, uplink))
 reveal(guess_helped, tree_broadcast_s(5e6, 8, uplink))
 
 # %%
-# that was the formula; the second voice, a simulation, gives every message its time on the link
+# that was the formula; a simulation gives every message its time on the link
 runs = {
     "one sender": messages.simulate(messages.star_broadcast_messages(8, 5e6), uplink),
     "everyone helps": messages.simulate(messages.tree_broadcast_messages(8, 5e6), uplink),
@@ -82,7 +82,7 @@ print(f"simulated: {helped_s:g} s if everyone helps, {alone_s:g} s with one send
 
 # %%
 def tree_broadcast(x, root=0):
-    """Copy the root's x to all ranks, in place. The third voice: real ranks."""
+    """Copy the root's x to all ranks, in place, on real ranks."""
     rank, p = dist.get_rank(), dist.get_world_size()
     mine = (rank - root) % p  # my number, counted from the root
     have = 1  # how many ranks have it so far
@@ -459,7 +459,7 @@ claim("halving-doubling beats the ring at 256 KiB", halving[2] < ring[2])
 claim("halving-doubling beats doubling at 4 MiB", halving[4] < doubling[4])
 from_mb = network.crossover_bytes(4, wire, network.halving_doubling_all_reduce_s) / 1e6
 title = f"Doubling is fastest for small tensors, halving-doubling from {from_mb:.2g} MB on"
-show(wires.all_reduces(times_s, sizes, 4, wire, title), alt=f"{title}; the three voices agree")
+show(wires.all_reduces(times_s, sizes, 4, wire, title), alt=f"{title}; formula, simulation and measurement agree")
 
 # %% tags=["picture"]
 print(wires.costs_table(8))
