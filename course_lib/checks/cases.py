@@ -81,7 +81,9 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         keys_alike = list(one) == list(other)
         return keys_alike and all(_alike(one[key], other[key]) for key in one)
-    if isinstance(one, tuple) and isinstance(other, tuple):
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (tuple, list)) and type(one) is type(other):
         return len(one) == len(other) and all(map(_alike, one, other))
     return bool(one == other)
 

@@ -531,12 +531,13 @@ check("accumulation-5", clipped_step)
 # $$ |G|^2 \approx \frac{B\,|g_B|^2 - b\,|g_b|^2}{B - b} \qquad
 # \mathrm{tr}\,\Sigma \approx \frac{|g_b|^2 - |g_B|^2}{1/b - 1/B} $$
 #
-# In one step they are noisy, and their ratio is biased: average each over steps, then divide.
+# One step's are noisy, and their ratio is biased: average each over steps, then divide.
 #
 # ### Exercise 6: the noise scale
 #
-# `steps` is a list with a tensor $[m, d]$ for each step: the *mean* gradients of $m$ micro-batches
-# of `micro_batch` items. Return the noise scale in items. Optional, 7 lines, 15 minutes.
+# `steps` is a list with a tensor $[m, d]$ for each step: the *mean* gradients of its $m$ micro-batches
+# of `micro_batch` items. Return the noise scale in items; steps count alike, whatever $m$ is.
+# Optional, 7 lines, 15 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-6"
@@ -560,7 +561,7 @@ check("accumulation-6", my_noise_scale)
 # Measure it on a bigram language model: an embedding and an output matrix for 64 tokens with
 # frequencies like 1/rank (Zipf's law). An item is a token and its successor; from their known
 # distribution we also compute the exact noise scale. We train with batches of 256 in 16
-# micro-batches, from loss 4.2 to 2.2, with 5 seeds.
+# micro-batches, from loss 4.2 to 2.2, 5 seeds.
 
 # %% tags=["picture", "measured"]
 from course_lib.accumulation import batch_sizes as sizes
@@ -616,7 +617,7 @@ show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}; beyond it,
 # many are useful. For language models:
 #
 # - Kaplan et al. 2020, section 5.1: $B_\text{crit}\approx2\cdot10^8$ tokens$/L^{4.8}$, or 1 million
-#   at a loss $L$ of 3, whatever the model's size.
+#   at a loss $L$ of 3, for any size.
 # - Brown et al. 2020, section 2.3: the noise scale guided GPT-3's batches (3.2 million tokens).
 # - Zhang et al. 2024: it grows with the data, hardly with the model (85M to 1.2B).
 # - Merrill et al. 2025: on OLMo it rises from near 0, then stays flat; the noise scale is a
