@@ -15,6 +15,7 @@ from course_lib.checks.expectations import CALLERS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES, SCALES, DTYPE, ELEMENTS = "shapes", "scales", "dtype of the elements", "elements"
+SCALE_DTYPE = "dtype of the scales"
 
 A_PAIR = Cause("Return both tensors, the elements first: `return elements, scales`.")
 SWAPPED = Cause("Return the elements first, then the scales.")
@@ -43,6 +44,7 @@ LOG2 = Cause(
     "In fp32, log2 of a number just below a power of two is rounded up to a whole number, and the "
     "scale is twice too large. torch.frexp reads the exponent from the number itself."
 )
+A_POWER = Cause("A block of zeros may have any scale that is a power of two, and this is none.")
 ZEROS = Cause(
     "A block of zeros: log2(0) is -inf, so its scale is 0, and 0 / 0 is nan. Give it any other."
 )
@@ -66,6 +68,15 @@ NOT_SCALED = Cause("The elements are x / scale, and this is x.")
 ALL_ONES = Cause("All scales are 1: each block has its own, which brings it into dtype's range.")
 MULTIPLIED = Cause("Divide by the scale: x is element times scale.")
 RECIPROCAL = Cause("That is 1 / scale: x is element times scale.")
+SCALES_IN_FP32 = Cause(
+    "Return the scales in fp32. (A byte each, torch.float8_e8m0fnu, is what the specification "
+    "stores.)"
+)
+NO_CEILING = Cause("A block of very large numbers has a very large scale: 16 bits end at 65,504.")
+AS_STORED = Cause(
+    "Right for a contiguous x only: that is another matrix where x is a transpose. Use its shape, "
+    "not its storage."
+)
 EXPONENTS = Cause("Those are the exponents: return the powers of two themselves, in fp32.")
 TRUNCATED = Cause("The digits that do not fit were cut off: round to the nearest number, .to does.")
 TIES = Cause("In the middle between two numbers, .to takes the even one: do not round before it.")
@@ -98,7 +109,8 @@ def _blocks(
         numbers = scales.float()
         done[SCALES] = torch.where(_any_scale_will_do(make(), numbers, block), 1.0, numbers)
     kind = str(elements.dtype).removeprefix("torch.")
-    return {**done, DTYPE: kind, ELEMENTS: elements.float()}
+    of_scales = str(scales.dtype).removeprefix("torch.")
+    return {**done, SCALE_DTYPE: of_scales, DTYPE: kind, ELEMENTS: elements.float()}
 
 
 def _shapes(x: Tensor, block: int) -> str:
@@ -107,9 +119,9 @@ def _shapes(x: Tensor, block: int) -> str:
 
 
 def _any_scale_will_do(x: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Return in which blocks there are only zeros, and a scale that leaves them zeros."""
+    """Return in which blocks there are only zeros, and a power of two as their scale."""
     padded = F.pad(x, (0, -x.shape[1] % block)).unflatten(1, (-1, block))
-    return (padded == 0).all(-1) & scales.isfinite() & (scales > 0)
+    return (padded == 0).all(-1) & scales.isfinite() & (torch.frexp(scales).mantissa == 0.5)
 
 
 def _random(rows: int, n: int, spread: float = 3.0) -> Tensor:
@@ -117,6 +129,10 @@ def _random(rows: int, n: int, spread: float = 3.0) -> Tensor:
     random = torch.Generator().manual_seed(1000 * rows + n)
     sizes = torch.exp2(spread * torch.randn(rows, n, generator=random)).cumprod(1).clamp(1e-9, 1e9)
     return torch.randn(rows, n, generator=random) * sizes
+
+
+def _transposed(rows: int, n: int) -> Tensor:
+    return _random(n, rows).T
 
 
 def _listed(*numbers: float) -> Tensor:
@@ -140,6 +156,8 @@ def _cases() -> list[EffectCase]:
         ("numbers in the middle", partial(_listed, 256.0, 17.0, 19.0, -21.0, 23.0), E4M3, 5),
         ("near the middle", partial(_listed, 256.0, 17 + 2.0**-8, -(19 - 2.0**-8)), E4M3, 3),
         ("very small numbers", partial(_listed, 3e-20, 1e-20, 2e-30, 1e-20), E4M3, 2),
+        ("very large numbers", partial(_listed, 3e38, -1e38, 1e30, 2e29), E4M3, 2),
+        ("x [3, 10], a transpose", partial(_transposed, 3, 10), E4M3, 4),
         ("zeros", partial(_listed, 0.0, 0.0, 1.0, 2.0, 0.0), E4M3, 2),
         ("just below a power of two", partial(_listed, below, 1.0, 0.5 - 2.0**-25, 0.1), E4M3, 2),
     ]
@@ -194,6 +212,17 @@ def _to_steps(quotients: Tensor, dtype: torch.dtype, whole: Callable[[Tensor], T
     return (whole(quotients / steps) * steps).to(dtype).flatten(1)
 
 
+def _three_for_zeros(x: Tensor, dtype: torch.dtype, block: int = 32) -> tuple[Tensor, Tensor]:
+    quotients, scales, _ = _right(x, dtype, block)
+    zeros = (quotients == 0).all(-1)
+    return quotients.to(dtype).flatten(1)[:, : x.shape[1]], scales.where(~zeros, 3.0)
+
+
+def _as_stored(x: Tensor, dtype: torch.dtype, block: int = 32) -> tuple[Tensor, Tensor]:
+    quotients, scales, _ = _right(x.as_strided(x.shape, (x.shape[1], 1)), dtype, block)
+    return quotients.to(dtype).flatten(1)[:, : x.shape[1]], scales
+
+
 def _writes(x: Tensor, dtype: torch.dtype, block: int = 32) -> tuple[Tensor, Tensor]:
     _, scales, largest = _right(x, dtype, block)
     for index, part in enumerate(x.split(block, 1)):
@@ -225,7 +254,13 @@ IN_BLOCKS = Exercise(
     library=("course_lib.recompute.block_scaling:quantize_blocks",),
     check=Effects(
         cases=_cases,
-        looks={**LOOKS, SHAPES: SHAPE, SCALES: LOOK_SCALES, DTYPE: DEQUANTIZED},
+        looks={
+            **LOOKS,
+            SHAPES: SHAPE,
+            SCALES: LOOK_SCALES,
+            SCALE_DTYPE: SCALES_IN_FP32,
+            DTYPE: DEQUANTIZED,
+        },
         look=LOOK,
         success="A power of two for each block, nothing infinite, and ties to even.",
     ),
@@ -273,6 +308,12 @@ IN_BLOCKS = Exercise(
         Edit(QUOTIENTS, "(blocks * scales.unsqueeze(-1))", MULTIPLIED),
         Edit(RESULT, "elements.flatten(1)[:, :n], 1 / scales", RECIPROCAL),
         Edit(RESULT, "elements.flatten(1)[:, :n], torch.log2(scales)", EXPONENTS),
+        Edit(RESULT, "elements.flatten(1)[:, :n], scales.double()", SCALES_IN_FP32),
+        Edit(RESULT, "elements.flatten(1)[:, :n], scales.bfloat16()", SCALES_IN_FP32),
+        Edit(RESULT, "elements.flatten(1)[:, :n], scales.to(torch.float8_e8m0fnu)", SCALES_IN_FP32),
+        Edit(SCALES_LINE, f"{SCALES_LINE}.clamp(max=2.0**15)", NO_CEILING),
+        Own(_three_for_zeros, A_POWER),
+        Own(_as_stored, AS_STORED),
         Own(_cut_off, TRUNCATED),
         Own(_ties_away, TIES),
         Edit(QUOTIENTS, f"{QUOTIENTS}.bfloat16()", TWICE),
