@@ -5,8 +5,8 @@ for the next request: reserved memory is the sum of the segments, allocated memo
 blocks in use. A block can be joined with a free neighbour of its segment, and with no other, so
 enough memory can be free in total and no piece be large enough. Notebook 01_memory.
 
-Source:  PyTorch 2.13, c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kSmallBuffer,
-         kMinLargeAlloc, kLargeBuffer, kRoundLarge, should_split
+Source:  PyTorch 2.13, c10/core/AllocatorConfig.h: kMinBlockSize, kSmallSize, kSmallBuffer,
+         kMinLargeAlloc, large_segment_size, kRoundLarge; CUDACachingAllocator.cpp: should_split
 """
 
 from collections.abc import Iterable

@@ -661,7 +661,7 @@ gpu.allocate(16 * MIB)
 
 # %% [markdown]
 # Most is free, but in pieces (*fragmentation*). Where PyTorch reports much memory *reserved but
-# unallocated*, try `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`;
+# unallocated*, try `PYTORCH_ALLOC_CONF=expandable_segments:True`;
 # `torch.cuda.memory_snapshot()` lists every block. Leave a margin.
 #
 # ## Read on

@@ -1,11 +1,15 @@
 """The simulated allocator keeps PyTorch's rules, and its memory never overlaps or disappears."""
 
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
 
+from course_lib.memory import allocator
 from course_lib.memory.allocator import (
     MIB,
     CachingAllocator,
@@ -15,6 +19,23 @@ from course_lib.memory.allocator import (
 )
 
 PLENTY = 2**50
+HEADER = Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("SMALLEST_BYTES", "kMinBlockSize = "),
+        ("SMALL_BYTES", "kSmallSize = "),
+        ("SMALL_SEGMENT_BYTES", "kSmallBuffer = "),
+        ("LARGE_SEGMENT_BYTES", "large_segment_size_{"),
+        ("OWN_SEGMENT_BYTES", "kMinLargeAlloc = "),
+        ("ROUND_BYTES", "kRoundLarge = "),
+    ],
+)
+def test_the_sizes_are_those_of_the_installed_pytorch(ours: str, theirs: str):
+    found = re.search(re.escape(theirs) + r"(\d+)", HEADER.read_text())
+    assert getattr(allocator, ours) == int(found[1])
 
 
 @pytest.mark.parametrize(
