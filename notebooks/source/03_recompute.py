@@ -628,7 +628,7 @@ check("recompute-6", in_blocks)
 # Blocks lie along the dim that a product sums over, so that scales can be taken out of parts of the
 # sum. Forward sums over a layer's inputs, backward over its outputs and over the tokens: each
 # tensor is rounded twice, along rows and along columns. DeepSeek-V3 uses 1 x 128 blocks for
-# activations, 128 x 128 for weights, whose blocks are the same in both directions (section 3.3.2).
+# activations and, the same in both directions, 128 x 128 for weights (section 3.3.2).
 #
 # Now train: the linear layers of a small GPT compute in each format, the rest in fp32. FP8 has E5M2
 # for gradients, MXFP4 has MXFP8 in backward.
