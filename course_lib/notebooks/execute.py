@@ -18,6 +18,7 @@ from course_lib.notebooks.progress_bar import CellEnded
 # A saved notebook shows pictures and text; a widget without its kernel shows nothing. A claim that
 # the measurement in it does not bear out stops the build.
 BUILDING = {**os.environ, "COURSE_NO_WIDGETS": "1", "COURSE_CLAIMS": "strict"}
+STARTUP_S = 180  # for a kernel to answer; a busy machine is slow
 
 
 class CellStopped(CourseError):
@@ -39,6 +40,7 @@ def execute(notebook: NotebookNode, timeout_s: int, ended: CellEnded) -> None:
             notebook,
             kernel_name="python3",
             timeout=timeout_s,
+            startup_timeout=STARTUP_S,
             record_timing=False,
             store_widget_state=False,
             resources={"metadata": {"path": folder}},

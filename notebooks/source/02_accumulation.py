@@ -535,9 +535,9 @@ check("accumulation-5", clipped_step)
 #
 # ### Exercise 6: the noise scale
 #
-# `steps` is a list with a tensor $[m, d]$ for each step: the *mean* gradients of its $m$ micro-batches
-# of `micro_batch` items. Return the noise scale in items; steps count alike, whatever $m$ is.
-# Optional, 7 lines, 15 minutes.
+# `steps` is a list with a tensor $[m, d]$ for each step: the *mean* gradients of its $m$
+# micro-batches of `micro_batch` items. Return the noise scale in items; steps count alike, whatever
+# $m$ is. Optional, 7 lines, 15 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-6"

@@ -459,7 +459,7 @@ claim("halving-doubling beats the ring at 256 KiB", halving[2] < ring[2])
 claim("halving-doubling beats doubling at 4 MiB", halving[4] < doubling[4])
 from_mb = network.crossover_bytes(4, wire, network.halving_doubling_all_reduce_s) / 1e6
 title = f"Doubling is fastest for small tensors, halving-doubling from {from_mb:.2g} MB on"
-show(wires.all_reduces(times_s, sizes, 4, wire, title), alt=f"{title}; formula, simulation and measurement agree")
+show(wires.all_reduces(times_s, sizes, 4, wire, title), alt=f"{title}; all three agree")
 
 # %% tags=["picture"]
 print(wires.costs_table(8))

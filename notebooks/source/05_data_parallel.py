@@ -451,10 +451,10 @@ check("data_parallel-5", staleness_of)
 
 # %% [markdown]
 # Formula, simulation, and measurement. Formula: a round takes $\max_r t_r$. Asynchronously, worker
-# $k$ makes $1/t_k$ updates per second, so $\sum_{k \ne r} t_r / t_k$ of the others' updates fall into
-# one step of worker $r$. Simulation: the order of the updates, computed. Measurement: the real server,
-# which counts. All use one measured number, $t$ without a straggler. (The straggler *sleeps* longer,
-# but computes as fast as the others.)
+# $k$ makes $1/t_k$ updates per second, so $\sum_{k \ne r} t_r / t_k$ of the others' updates fall
+# into one step of worker $r$. Simulation: the order of the updates, computed. Measurement: the real
+# server, which counts. All use one measured number, $t$ without a straggler. (The straggler
+# *sleeps* longer, but computes as fast as the others.)
 
 # %% tags=["picture", "measured"]
 slowdowns = [1, 2, 4, 8]

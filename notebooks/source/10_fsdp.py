@@ -204,7 +204,7 @@ class Hooks:
         self.missing.discard(param)
         if not self.missing:
             unit = self.unit
-            sent = unit.pack([param.grad for param in unit.params])  # [p, n]
+            sent = unit.pack([param.grad for param in unit.params])  # [p, k]
             mean = sent.new_empty(sent.shape[1])
             dist.reduce_scatter_single(mean, sent.flatten())
             mean /= dist.get_world_size()

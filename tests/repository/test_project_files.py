@@ -94,7 +94,7 @@ def test_the_tests_run_on_both_systems_the_notebooks_weekly_and_the_site_is_publ
     runs = {path.stem: [step.get("run") for step in steps_of(path)] for path in WORKFLOWS}
     assert {".ci/run", ".ci/run-macos", "make check"} <= set(runs["tests"])
     assert "make notebooks NOTEBOOKS_ARGS=--force" in runs["notebooks"]
-    assert "make site" in runs["site"]
+    assert "make slides site" in runs["site"]
     weekly = workflow((ROOT / ".github/workflows/notebooks.yml").read_text())["on"]["schedule"]
     assert re.fullmatch(r"\d+ \d+ \* \* [0-6]", weekly[0]["cron"])
 
