@@ -66,6 +66,7 @@ def plan(title: str) -> tuple[list[list[str]], list[str]]:
     return rows, total
 
 
+EXAM = (ROOT / "docs/exam.md").read_text()
 HOURS = {row[0][1:3]: hours(row[3]) for row in table(README, "lesson")}
 AFTER = {row[0][1:3]: re.findall(r"\d\d", row[2]) for row in table(README, "lesson")}
 BY_LESSON = {row[0][:2]: row[1:] for row in table(section("Lesson by lesson"), "lesson")}
@@ -147,6 +148,54 @@ def test_what_is_graded_adds_up():
         shares = [int(row[1].strip(" %")) for row in table(section(title), "**graded**")]
         assert sum(shares) == 100
     assert sum(int(row[1]) for row in table(PAGE, "a project's points")) == 20
+
+
+def slide_minutes(lesson: str) -> dict[int, int]:
+    """The minutes of each slide of a lesson's deck, by its number."""
+    text = (ROOT / "slides" / f"{LESSONS[lesson].name}.md").read_text()
+    minutes = re.findall(r"^<!--\n(\d) min\. ", text, re.MULTILINE)
+    return {number: int(said) for number, said in enumerate(minutes, start=1)}
+
+
+def slides_of(cell: str, left_out: str) -> dict[str, list[int]]:
+    """The slides that a session shows, by lesson: "01: 1 to 4; 02" less those left out."""
+    found = {}
+    for part in cell.split("; "):
+        lesson, _, chosen_ones = part.partition(": ")
+        all_of = [*slide_minutes(lesson)]
+        if " to " in chosen_ones:
+            first, last = map(int, chosen_ones.split(" to "))
+            all_of = [*range(first, last + 1)]
+        elif chosen_ones:
+            all_of = [int(one) for one in chosen_ones.split(", ")]
+        out = [int(one) for one in re.findall(r"\d+", left_out)]
+        assert set(out) <= set(all_of)
+        found[lesson] = [one for one in all_of if one not in out]
+    return found
+
+
+def test_sessions_of_six_weeks_fit_and_ask_what_was_taught():
+    taught_in = {week[0]: numbers(week[1]) for week in plan("Six weeks")[0]}
+    paper = re.search(r"^\| final of six weeks \|[^|]*\| ([\d, ]+) \|", EXAM, re.MULTILINE)[1]
+    lesson_of = dict(re.findall(r"^### (\d+) .*\(lesson (\d\d)", EXAM, re.MULTILINE))
+    seen: set[str] = set()
+    shown: set[str] = set()
+    rows = table(section("Session by session"), "session")
+    assert [row[0] for row in rows] == [f"{week}{part}" for week in taught_in for part in "ab"]
+    for session, decks, left_out, minutes, question, shows in rows:
+        slides = slides_of(decks, left_out)
+        total = sum(
+            slide_minutes(one)[n] for one, chosen_ones in slides.items() for n in chosen_ones
+        )
+        assert total == int(minutes) <= (40 if session == "1a" else 30), session
+        if question.isdigit():
+            assert lesson_of[question] in seen
+            assert question not in paper.split(", ")
+        assert set(slides) <= set(taught_in[session[0]])
+        seen |= set(slides)
+        shown |= set(re.findall(r"\d", shows))
+    assert seen == {lesson for week in taught_in.values() for lesson in week}
+    assert shown == set(re.findall(r"^### Demonstration (\d)", PAGE, re.MULTILINE))
 
 
 def test_assignments_of_six_weeks_can_be_composed():
