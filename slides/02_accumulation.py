@@ -69,7 +69,7 @@ def batches() -> Figure:
     sweep = steps_to_loss(2.2, [2**n for n in range(10)])
     least = sweep.mean_steps()[-1] / (1 + scale / sweep.batches[-1])
     predicted = Tradeoff(min_steps=least, critical_batch=scale)
-    return batch_tradeoff(sweep, predicted, "Beyond the noise scale, steps hardly fall")
+    return batch_tradeoff(sweep, predicted, "Beyond the noise scale, larger batches save few steps")
 
 
 def adam(steps: int = 40) -> Figure:

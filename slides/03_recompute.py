@@ -38,7 +38,7 @@ def pictures() -> dict[str, Figure]:
         "spikes": memory(held["full"], f"Small steps, then {SPEC.num_layers} spikes in backward"),
         "precision": memory(precisions, "bf16 halves the activations, autocast does not"),
         "outliers": product_errors(
-            "One scale: an outlier of 100 ruins FP4, one of a million FP8. Blocks confine it"
+            "With one scale, an outlier of 100 ruins FP4, one of 10⁶ ruins FP8. Blocks confine it"
         ),
         "formats": format_losses(
             {name: train(name) for name in FORMATS},

@@ -186,7 +186,7 @@ def batch_tradeoff(sweep: Sweep, predicted: Tradeoff, title: str) -> Figure:
         x_label="batch size B (examples)",
         y_label="steps, examples",
         log=True,
-        names={"formula": "predicted from the noise scale"},
+        names={"formula": "from the noise scale and the steps at the largest B"},
     )
     axes, at = figure.axes[0], predicted.critical_batch
     axes.axvline(at, color=QUIET, lw=1.2, ls="--")

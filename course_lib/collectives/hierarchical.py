@@ -1,9 +1,9 @@
 """All-reduce in two levels: most bytes stay inside a node, and every rank sends across nodes.
 
-A flat ring is as slow as its slowest link, and leaves each node through one rank only. Here the
-ranks of a node first sum one part each (reduce-scatter), the ranks that hold the same part sum it
-across nodes (all-reduce), and the parts are collected inside the node again (all-gather). Notebook
-04_collectives.
+A flat ring has the bandwidth of its slowest link, and leaves each node through one rank only. Here
+the ranks of a node first sum one part each (reduce-scatter), the ranks that hold the same part sum
+it across nodes (all-reduce), and the parts are collected inside the node again (all-gather).
+Notebook 04_collectives.
 """
 
 from torch import Tensor

@@ -41,15 +41,15 @@ H100_NODES = "HF H100 cluster, 8 GPUs per node (Ultra-Scale Playbook)"
 def costs_table(p: int) -> str:
     """Return what each all-reduce of n bytes costs on p ranks, in lines of text.
 
-    The last column is for ranks that stand in a circle, each wired to its two neighbors only.
+    The last column adds the busiest wire of each step, if ranks stand in a circle of wires.
     """
-    lines = [f"{p} ranks{'':12}messages in a row  bytes of a rank  over the busiest wire"]
+    lines = [f"{p} ranks{'':12}messages in a row  bytes of a rank  busiest wire of each step"]
     for name, build in MESSAGES.items():
         moves = build(p, 1.0)
         sent = sum(m.num_bytes for m in moves if m.sender == 0)
         steps = max((m.step for m in moves), default=0)
         busiest = messages.busiest_wire_bytes(moves, p)
-        lines.append(f"{name:<19}{steps:>17}{sent:>15.3g} n{busiest:>21.3g} n")
+        lines.append(f"{name:<19}{steps:>17}{sent:>15.3g} n{busiest:>25.3g} n")
     return "\n".join(lines)
 
 
@@ -160,7 +160,7 @@ def published_by_size() -> tuple[Figure, str]:
         curves[label] = Voices(formula=line[1::2], published=(sizes[1::2], bus[1::2]))
         source = f"S. Bekman, Machine Learning Engineering: {found[0]['source']}; "
         source += "A100 with nccl-tests, H200 with all_reduce_bench.py and NCCL 2.27.7 (NVLS)"
-    title = f"A ring with one alpha and one beta is within {worst:.2g} times of NCCL at every size"
+    title = f"Fitted to each machine, a ring is within {worst:.2g} times of NCCL at every size"
     names = {"formula": "ring, alpha and beta fitted to all sizes", "published": "NCCL"}
     figure = _by_size(
         sizes[1::2], curves, title, y_label="bus bandwidth (GB/s)", source=source, names=names
@@ -180,7 +180,7 @@ def _bus(num_bytes: float, p: int, link: Link) -> float:
 
 
 def published_by_nodes() -> tuple[Figure, str]:
-    """Draw the bandwidth of an all-reduce of 256 MiB by nodes of 8 H100, and one ring over all.
+    """Draw the bandwidth of an all-reduce of 256 MB by nodes of 8 H100, and one ring over all.
 
     In a ring, n / bandwidth = p alpha + n / beta: a line in p, fitted to all points.
     """
@@ -205,7 +205,7 @@ def published_by_nodes() -> tuple[Figure, str]:
         "formula": f"one ring, fitted: {format_seconds(link.latency_s)} a step, "
         f"{format_rate(link.bytes_per_s)}"
     }
-    labels = "nodes of 8 H100", "all-reduce of 256 MiB (GB/s)"
+    labels = "nodes of 8 H100", "all-reduce of 256 MB (GB/s)"
     voices = Voices(formula=formula, published=(nodes, gb_per_s))
     source = f"N. Tazi et al., The Ultra-Scale Playbook, 2025: {found[0]['source']}"
     figure = compare(

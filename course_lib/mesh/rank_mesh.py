@@ -16,7 +16,7 @@ class RankMesh:
 
     rank   this process's global rank
 
-    Cost:    one new_group per axis
+    Cost:    one new_group per group of each axis, on every rank
     Raises:  MeshError unless the mesh has as many ranks as the world
     """
 

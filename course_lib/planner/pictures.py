@@ -195,7 +195,8 @@ def time_against_memory(
     star |= {"markerfacecolor": "none", "markeredgewidth": 1.6}
     legend: list[Artist] = [Line2D([], [], label="a plan that fits", **dot)]
     legend.append(Line2D([], [], label="Pareto front", **line))
-    note = "Plans slower than the whole front are left out."
+    slowest_s = small.step_s * 1.05
+    note = f"Plans slower than {format_seconds(slowest_s)} are left out."
     figure, (axes,) = page(title, [3.4], note=note, legend=legend)
     y_label = "predicted time of a step (s)"
     plain(axes, x_label="memory of the fullest rank (GiB)", y_label=y_label, grid="both")
@@ -216,7 +217,7 @@ def time_against_memory(
         )
     usable = fast.cluster.usable_bytes / GIB
     axes.set_xlim(0, usable * 1.05)
-    axes.set_ylim(0, small.step_s * 1.05)
+    axes.set_ylim(0, slowest_s)
     _limit(axes, usable, small.step_s * 1.06, f"usable {usable:.0f} GiB ")
     return figure, title
 

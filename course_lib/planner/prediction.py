@@ -99,7 +99,7 @@ class PredictedStep:
             kind = max(self.memory, key=lambda name: self.memory[name])
             return (
                 f"Does not fit: needs {format_bytes(self.memory_bytes)} of "
-                f"{format_bytes(self.cluster.usable_bytes)}, most of it {kind}."
+                f"{format_bytes(self.cluster.usable_bytes)}, the largest part {kind}."
             )
         losses: dict[str, Any] = {k: v for k, v in self.seconds.items() if k != "compute_s"}
         worst = max(losses, key=lambda name: losses[name])

@@ -76,11 +76,13 @@ def without_main_script() -> Iterator[None]:
 
 def warm_up() -> None:
     """Start the server in the process of a notebook, unless it is to start with the first ranks."""
-    if multiprocessing.parent_process() or "RANK" in os.environ:  # a rank, a job under torchrun
+    if multiprocessing.parent_process():  # a rank
         return
     if SERVER in os.environ:
         adopt_orphans()
         warnings.filterwarnings("ignore", "forkserver: waitpid")  # an orphan has ended
+        return
+    if "RANK" in os.environ:  # a job under torchrun
         return
     atexit.register(_end)
     if "ipykernel.kernelapp" in sys.modules and LATER not in os.environ:

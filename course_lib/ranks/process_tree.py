@@ -66,6 +66,7 @@ def _session(pid: int) -> int | None:
 
 
 def _descendants(pids: Collection[int]) -> set[psutil.Process]:
+    psutil.process_iter.cache_clear()  # else it misses processes that got the pid of an old one
     children = defaultdict(list)
     for process in psutil.process_iter():
         with suppress(psutil.Error):

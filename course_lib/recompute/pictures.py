@@ -106,7 +106,7 @@ def price(flop: Mapping[str, float], time: Mapping[str, float], title: str) -> F
         title,
         x_label="FLOPs, as a multiple of none",
         y_label="time, as a multiple of none",
-        names={"formula": "time as FLOPs"},
+        names={"formula": "if time grew like FLOPs"},
         note="from left to right: none, selective, full; the fastest of 10 steps",
         source=f"{PAPER}, table 4 (FLOPs: our count): one layer of a 22B model on 8 A100 GPUs",
     )

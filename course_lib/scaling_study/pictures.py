@@ -150,11 +150,11 @@ def convergence(results: Results) -> _Picture | None:
     needs = {name: steps_to(whole[-1], group[0]) or len(whole) for name, group in curves.items()}
     fastest = min(needs, key=lambda name: needs[name])
     title = (
-        f"{needs[fastest]} steps with {', '.join(fastest)} reach the loss of {len(whole)} with "
-        f"{', '.join(first)}"
+        f"{', '.join(fastest).capitalize()}: {needs[fastest]} steps to the loss that "
+        f"{', '.join(first)} reaches in {len(whole)}"
     )
     words = f"{', '.join(first)} after {len(whole)} steps: {whole[-1]:.2f}"
-    note = f"Means of {SMOOTHED} steps. Dots: the same batch and warm-up, with the model split."
+    note = f"Means of {SMOOTHED} steps. Dots: the same with the model split over ranks."
     return descents(curves, title, target=whole[-1], target_words=words, note=note), f"{title}."
 
 
@@ -171,7 +171,7 @@ def published_scaling() -> _Picture:
 
     off = 100 * (H100_TOKENS_PER_S[128] / 1e3 / fitted(128) - 1)
     off_256 = 100 * (H100_TOKENS_PER_S[256] / 1e3 / fitted(256) - 1)
-    title = f"Fitted on 16 and 32 GPUs: {off:+.0f} % off on 128, {off_256:+.0f} % on 256"
+    title = f"Against a fit to 16 and 32 GPUs: {off:+.0f} % on 128, {off_256:+.0f} % on 256"
     gpus = [*H100_TOKENS_PER_S]
     rates = [rate / 1e3 for rate in H100_TOKENS_PER_S.values()]
     voices = Voices(formula=[fitted(number) for number in gpus], published=(gpus, rates))

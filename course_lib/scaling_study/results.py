@@ -190,4 +190,4 @@ def own_or_sample(start: Path | None = None) -> tuple[Results, str]:
             except CourseError:
                 continue
             return found, f"your own: {len(found.experiments)} runs in {folder}"
-    return sample_results(), "the recorded study: no runs of your own yet"
+    return sample_results(), "the recorded study: no run of your own in runs/ yet"

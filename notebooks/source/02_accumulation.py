@@ -21,7 +21,7 @@
 #
 # | symbol | in code | meaning |
 # |---|---|---|
-# | $B$ | `batch` | items (sequences) in one optimizer step on one rank |
+# | $B$ | `batch` | items in one optimizer step (sections 2 to 7: on one rank) |
 # | $m$ | `num_micro_batches` | micro-batches per step: the parts into which the batch is split |
 # | $n_i$ | `len(part)` | items in part $i$; $\sum_i n_i = B$ |
 # | $p$ | `dp` | data-parallel ranks: they share a global batch |
@@ -119,7 +119,7 @@ reveal(guess, w1.grad.item())
 
 # %% [markdown]
 # `backward` **adds** to the gradient that is already there. That is why training loops call
-# `zero_grad`, and this addition is all that accumulation needs. Compare two ways of training on
+# `zero_grad`, and accumulation uses this addition. Compare two ways of training on
 # these two items, one optimizer step after each or one after both: move the slider, and watch $w_1$
 # (SGD, learning rate 0.001).
 
@@ -279,7 +279,7 @@ check("accumulation-3", add_gradients)
 # %% [markdown]
 # With text this is the usual case: shorter sequences are padded, padding has no loss (its target is
 # -100), and `cross_entropy` takes the mean over the remaining tokens. *Equal* numbers of sequences
-# are then *unequal* numbers of tokens. Take 8 sequences of 1 to 16 tokens, one per micro-batch: how
+# are then *unequal* numbers of tokens. Take 8 sequences of 8 to 14 tokens, one per micro-batch: how
 # far is the gradient of the mean of means from the right gradient, in percent of the right one's
 # norm?
 
@@ -413,18 +413,17 @@ picture = pictures.part_times(parts, times, title)
 show(picture, alt=f"{title}; on H100s up to 2.4 times, where each GPU's part of the work is small")
 
 # %% [markdown]
-# Here 2 or 4 parts can be faster than one, probably because smaller tensors fit into the
-# cache. But two costs grow with $m$: every micro-batch launches every operation again, and smaller
-# matrices use the hardware less well. The stars are published H100 runs of a 1.3B model
-# (Ultra-Scale Playbook, 2025). With the whole model on each GPU, going from two sequences of 4,096
-# tokens at a time to one costs 2 %. With each matrix split over four GPUs (lesson 07), which also
-# have to communicate, one sequence at a time takes 2.4 times as long as 16.
+# Here 2 or 4 parts can be faster than one, whose memory the system takes back and gives again in
+# each step. But two costs grow with $m$: every micro-batch launches every operation again, and
+# smaller matrices use the hardware less well. The stars are published H100 runs of a 1.3B model
+# (Ultra-Scale Playbook, 2025). With the whole model on each GPU, going from two sequences of
+# 4,096 tokens at a time to one costs 2 %. With each matrix split over four GPUs (lesson 07), one at
+# a time takes 2.4 times as long as 16.
 #
-# So: take the largest micro-batch that fits (a smaller one is enough if it keeps the device busy),
-# and accumulate the rest.
+# So: take a micro-batch that fits and keeps the device busy, and accumulate the rest.
 #
 # **The micro-batch determines the memory of the activations; the whole batch determines the
-# gradient.**
+# gradient**, but for section 6.
 #
 # ## 6 What looks across the batch
 #
@@ -531,7 +530,7 @@ check("accumulation-5", clipped_step)
 # $$ |G|^2 \approx \frac{B\,|g_B|^2 - b\,|g_b|^2}{B - b} \qquad
 # \mathrm{tr}\,\Sigma \approx \frac{|g_b|^2 - |g_B|^2}{1/b - 1/B} $$
 #
-# One step's are noisy, and their ratio is biased: average each over steps, then divide.
+# One step's are noisy, and their ratio is biased: average each over many steps first.
 #
 # ### Exercise 6: the noise scale
 #
@@ -571,16 +570,16 @@ runs = {
     f"learning rate {rate}": [sizes.noise_on_the_way(2.2, seed=n, rate=rate) for n in range(5)]
     for rate in (8, 4)
 }
-scales = [noise_scale(point.estimate for point in run) for run in runs["learning rate 8"]]
-scale = sum(scales) / 5
-print(f"over a whole run: {scale:.0f} items, {min(scales):.0f} to {max(scales):.0f} by seed")
+for name, run in reversed(runs.items()):
+    scales = [noise_scale(point.estimate for point in one) for one in run]
+    scale = sum(scales) / 5
+    print(f"{name}: {scale:.0f} items over a run, {min(scales):.0f} to {max(scales):.0f} by seed")
 title = "The noise scale grows during training, and depends on the learning rate"
 show(pictures.noise_growth(runs, title), alt=f"{title}; {scale:.0f} over a run at rate 8")
 
 # %% [markdown]
 # As the loss falls, $G$ gets shorter relative to the noise. The noise scale also depends on the
-# learning rate (McCandlish et al. 2018, appendix C): a larger one makes the parameters oscillate
-# where curvature is high, which lengthens $G$.
+# learning rate: here a larger one overshoots where curvature is high, which lengthens $G$.
 #
 # Now count the steps to the loss of 2.2 for $B$ = 1, 2, 4, ..., 512, each with the learning rate of
 # 1/8, 1/4, ..., 16 that needs the fewest (mean of 5 seeds). The theory says, for $S$ steps and
@@ -605,15 +604,15 @@ print("best learning rates:", *sweep.rates)
 fit = fit_tradeoff(sweep.batches, steps)
 predicted = Tradeoff(min_steps=steps[9] / (1 + scale / 512), critical_batch=scale)
 claim("the noise scale is within a factor of 3 of B_crit", 1 / 3 < scale / fit.critical_batch < 3)
-title = f"Steps fall until B is near {fit.critical_batch:.0f}; the noise scale says {scale:.0f}"
+title = f"Critical batch size: fitted {fit.critical_batch:.0f} items; noise scale {scale:.0f}"
 show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}; beyond it, examples multiply")
 
 # %% [markdown]
 # While noise dominates, the best learning rate doubles with the batch; then curvature limits it.
-# The noise scale gives only the order of magnitude: $H$ is no multiple of the identity, the
-# noise scale changes on the way, and Adam is not SGD.
+# The noise scale gives only the order of magnitude: $H$ is no multiple of the identity, and the
+# noise scale changes on the way and with the learning rate.
 #
-# More data-parallel ranks with the same micro-batch are a larger batch: $B_\text{crit}$ limits how
+# Once each rank runs one micro-batch, more ranks are a larger batch: $B_\text{crit}$ limits how
 # many are useful. For language models:
 #
 # - Kaplan et al. 2020, section 5.1: $B_\text{crit}\approx2\cdot10^8$ tokens$/L^{4.8}$, or 1 million
@@ -628,10 +627,10 @@ show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}; beyond it,
 #
 # ## 9 The real thing
 #
-# PyTorch has no function for this: you write the loop. Hugging Face Accelerate wraps it:
-# `accelerator.backward` divides the loss by `gradient_accumulation_steps`, and inside
-# `accelerator.accumulate(model)` the optimizer's `step` and `zero_grad` do nothing until the last
-# micro-batch.
+# Outside pipelines, PyTorch has no function for this. Hugging Face Accelerate wraps the loop:
+# `accelerator.backward` divides the loss by `gradient_accumulation_steps` (with DeepSpeed, the
+# engine does), and inside `accelerator.accumulate(model)` the optimizer's `step` and `zero_grad`
+# do nothing until the last micro-batch.
 
 
 # %%
@@ -658,7 +657,7 @@ except ImportError:
 #
 # ## What to keep
 #
-# - `backward` adds; the mean needs a division, by each part's *share* of items or tokens.
+# - `backward` adds; the mean needs weights: each part's *share* of items or tokens.
 # - Zero once, backward in the loop, clip once, step once.
 # - The peak of the activations is that of one micro-batch, however large the batch is.
 # - The noise scale, from micro-batch norms, tells roughly up to which batch size more is faster.

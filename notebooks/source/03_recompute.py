@@ -1,12 +1,9 @@
 # %% [markdown]
-# # 03 Recompute: trade compute for memory, and precision
+# # 03 Recompute and low precision: save memory
 #
 # **Question.** Even one micro-batch may not fit into memory. What can a training step forget and
-# compute again, what does that cost, and what gets lost when a number has 16, 8 or 4 bits instead
-# of 32?
-#
-# This lesson has two answers: *recompute* activations in backward instead of keeping them, and
-# compute with fewer bits.
+# *recompute* in backward, what does that cost, and what gets lost when a number has 16, 8 or 4
+# bits?
 #
 # *After this lesson you can*
 #
@@ -26,7 +23,7 @@
 # | $i$ | `input_bytes` | bytes of a block's input |
 # | $A$ | `block_bytes` | bytes that a block keeps for its backward |
 # | $S$ | `scale` | loss scale: the factor by which the loss is multiplied |
-# | $X$ | `scales` | scale of a tensor or block: a number is its element times $X$ |
+# | $X$ | `scales` | scale of a tensor or block: number = stored element $\cdot X$ |
 
 # %%
 import time
@@ -100,15 +97,15 @@ reveal(guess, "no")
 #
 # Write `backward` again, as a function. `random_state` is what `torch.get_rng_state()` returned
 # before the first run; `torch.set_rng_state` restores it. The random numbers *after* backward have
-# to continue as if nothing had happened: at its end, `with torch.random.fork_rng():` puts the state
-# back as it was. Autograd is off when `redo` is called. Run `fn` once, in the training or eval mode
-# that it is in. Parameters get their gradients, too, added to what they have; keep no graph (no
-# `retain_graph`) and no other tensor of the second run. About 6 lines, 10 minutes.
+# to continue as if nothing had happened: `torch.random.fork_rng()` restores the state when its
+# `with` block ends. Autograd is off when `redo` is called: switch it on for `fn`. Run `fn` once; do
+# not change its training or eval mode. Parameters get their gradients, too, added to what they
+# have; keep nothing else of the second run (no `retain_graph`). About 6 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-1"
 def redo(fn, x, random_state, grad):
-    """Run fn(x) again, go back through it from grad; return the gradient of x."""
+    """Run fn(x) again, backward from grad (the gradient of its output); return that of x."""
     ### BEGIN SOLUTION: restore the random state, run, go back
     x = x.detach().requires_grad_()
     with torch.random.fork_rng(), torch.enable_grad():
@@ -208,7 +205,7 @@ show(compare(ks, voices, title, **labels), alt=f"{title}: the minimum is at the 
 
 # %% tags=["exercise"] exercise="recompute-2"
 def best_segment(num_layers, input_bytes, block_bytes):
-    """The number of blocks a segment for which the peak is lowest (the smallest such number)."""
+    """Return the blocks per segment with the lowest peak (the smallest, if there are several)."""
     ### BEGIN SOLUTION: the peak of each k
     ks = range(1, num_layers + 1)
     peaks = [-(-num_layers // k) * input_bytes + k * block_bytes for k in ks]
@@ -221,7 +218,7 @@ check("recompute-2", best_segment)
 
 # %% [markdown]
 # How thick is a transformer block? With fused attention, a GPT block with dropout keeps 34 bytes
-# where its bf16 input has 2 (lesson 01), so $A = 17\,i$. Other models:
+# per 2 bytes of its bf16 input (lesson 01), so $A = 17\,i$. Other models:
 
 # %%
 from course_lib.memory.layer_bytes import TORCH_CPU, Pass, total
@@ -250,8 +247,8 @@ print(f"A = 17 i: k = 1 is best up to L = {thin}")
 # ### Exercise 3: every k-th input
 #
 # Now for any number of blocks, where the last segment may be shorter: run `blocks` on x and keep
-# only the input of every k-th block. `recompute(fn, *args)` takes any arguments, also lists of
-# blocks. About 3 lines, 5 minutes.
+# only the input of each segment of k blocks (`run_all` above runs a list of blocks).
+# `recompute(fn, *args)` takes any arguments, also lists. About 3 lines, 5 minutes.
 #
 # <details><summary>Hint: backward runs the wrong blocks</summary>
 # A lambda looks up its names when it runs, and yours runs in backward, after the loop has ended.
@@ -308,7 +305,7 @@ def step():
 
 # %% [markdown]
 # The formula adds up lesson 01's list of the tensors that a layer saves. The peak is at the end of
-# forward, or where the last layer has been recomputed.
+# forward or, if larger, when backward has recomputed the model's last layer.
 
 
 # %% tags=["picture"]
@@ -329,9 +326,9 @@ off = {how: predicted[how] - held[how].peak_bytes() for how in choose}
 print("formula minus measurement, in bytes:", off)
 
 # %% [markdown]
-# And in large models? At a fixed sequence length, the wider the *heads* ($h/a$), the smaller is the
-# share of the scores (lesson 01: $5as/h$ beside 34, with $a$ heads, $s$ tokens, hidden size $h$).
-# Our formula beside published values, which are calculated, too:
+# In large models, at a fixed sequence length, the wider the *heads* ($h/a$), the smaller is the
+# share of the scores (lesson 01: they add $5as/h$ to 34, with $a$ heads, $s$ tokens, hidden size
+# $h$). Beside our formula stand published values, also calculated ones:
 
 # %% tags=["picture"]
 title = "In large models full recompute keeps 8 to 10 % of the bytes, selective 49 to 62 %"
@@ -366,15 +363,15 @@ show(pictures.price(more_flop, ratio, title), alt=f"{title}; selective lies betw
 # %% [markdown]
 # Selective recompute, here and in a published layer (22B model, +7 %), takes more time than its
 # FLOPs say: softmax and dropout have hardly any FLOPs, but they read and write the largest tensors
-# of all. Full recompute of that layer takes +39 % instead of +33 %, because its backward overlaps
-# communication with weight gradients, takes less than two forwards, and one more forward weighs
+# of all. Full recompute of that layer takes +39 % instead of +33 %: its backward communicates
+# while it computes weight gradients, so takes less than two forwards, and one more forward weighs
 # more (Korthikanti et al. 2022, section 6.2).
 #
 # FlashAttention (Dao et al. 2022, section 3.1) recomputes inside its kernel: it never writes the
-# scores to the GPU's main memory. Beside it, selective recompute serves other cheap operations,
+# scores to the GPU's main memory. With it, selective recompute is used for other cheap operations,
 # such as norms and activation functions (Megatron-LM: `--recompute-modules`).
 #
-# None of the three changes a bit of the gradients, not even with dropout.
+# Selective and full recompute leave every bit of the gradients as it was, even with dropout.
 #
 # **Full recompute: one tensor kept per block, one more forward, at most 4/3 of the FLOPs.**
 #
@@ -383,7 +380,7 @@ show(pictures.price(more_flop, ratio, title), alt=f"{title}; selective lies betw
 # The other way to save is smaller numbers. Precision and range have to share their bits: bf16 keeps
 # the range of fp32 and gives up precision, fp16 keeps more precision and gives up range. The next
 # cell prints the largest and the smallest positive number of each, and the next number after 1; the
-# last two are for section 6.
+# two FP8 formats are for section 6.
 #
 # A bf16 weight of 1 takes 100 steps of -0.001. What is it in the end?
 
@@ -424,9 +421,9 @@ print("a gradient of 2**-26 in fp16, times 1, 2**16, 2**44:", scaled.half().toli
 # ### Exercise 4: a step in mixed precision
 #
 # `param` is fp16; `param.grad` is the gradient of a loss times `scale`. `optimizer` updates
-# `master`, the fp32 copy of `param`, from `master.grad`, which you have to set. Unscale; skip the
-# step if any number is not finite; clip `master.grad` as in lesson 02; step; copy `master` back
-# into `param` (in place, under `torch.no_grad()`). About 9 lines, 15 minutes.
+# `master`, the fp32 copy of `param`, from `master.grad`, which you have to set. Unscale in fp32; if
+# any gradient is not finite, change no weight; else clip `master.grad` as in lesson 02, step, and
+# copy `master` into `param` (in place, under `torch.no_grad()`). About 9 lines, 15 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-4"
@@ -452,8 +449,8 @@ check("recompute-4", half_step)
 #
 # The scale should be as large as possible without overflow, and is found during training: an
 # overflow halves the scale, 3 good steps *in a row* double it (PyTorch's `GradScaler` waits for
-# 2,000), and after either the count starts again from 0. `num_good` is the number of good steps
-# before this one. Return both, scale first. About 4 lines, 5 minutes.
+# 2,000), and after either the count starts again from 0. `num_good` is the count before this step.
+# Return the new scale and the new count. About 4 lines, 5 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-5"
@@ -532,9 +529,9 @@ for ours, theirs in zip(by_hand(), with_torch(), strict=True):
     print(f"scale {ours[0]:g}, GradScaler's {theirs[0]:g}; same bits: {equal}")
 
 # %% [markdown]
-# They agree bit for bit. They differ in memory: autocast keeps its 16-bit copies, those of the
-# weights too, *and* what stays in fp32, here the inputs of the norms and the loss. How many times
-# the bytes of a bf16 model does an fp32 model under autocast hold for backward?
+# They agree bit for bit, but not in memory: autocast keeps its 16-bit copies, those of the weights
+# too, *and* what stays in fp32: in our GPT, the inputs of the norms and of the loss. The fp32 GPT
+# under autocast holds how many times the bytes of the same GPT in bf16?
 
 # %% tags=["predict"]
 from course_lib.recompute.lab import FORMATS, activations_in, product_error, train
@@ -551,7 +548,7 @@ kinds = {
 }
 more = kinds["autocast"].peak_bytes() / kinds["bf16"].peak_bytes()
 reveal(guess, more)
-title = f"bf16 halves what is kept; autocast keeps {more:.2f} times as much, copies of weights too"
+title = f"bf16 keeps half of fp32; autocast {more:.2f} times bf16, copies of weights too"
 show(memory(kinds, title), alt=title)
 
 # %% [markdown]
@@ -560,36 +557,36 @@ show(memory(kinds, title), alt=title)
 # The H100's tensor cores multiply FP8 numbers twice as fast as bf16 (NVIDIA's datasheet). There are
 # two formats (Micikevicius et al. 2022, section 3): E4M3, with 4 bits of exponent and 3 of
 # mantissa, usually for weights and activations; E5M2, with more range, for gradients. Usually only
-# operands of matrix products are FP8. Masters stay in fp32, and so should the sums, of which the
-# H800's tensor cores keep about 14 bits (DeepSeek-AI 2024, section 3.3.2).
+# operands of matrix products are FP8. Masters stay in fp32. So should a product's sums, but the
+# H800's tensor cores keep about 14 bits of them (DeepSeek-AI 2024, section 3.3.2).
 #
 # No FP8 format has the range that all tensors need. Each tensor is divided by a scale $X$ that
-# brings its largest number to the format's largest. *Current scaling* reads the tensor to find it.
-# *Delayed scaling* takes the largest of earlier steps, reads once, and saturates what has grown.
-# (Transformer Engine has both.)
+# brings its largest number to the format's largest. *Current scaling* reads the tensor once to find
+# that number, and again to round. *Delayed scaling* takes it from earlier steps; what is now larger
+# is clamped: it *saturates*. (Transformer Engine has both.)
 #
 # But one outlier now sets the scale of a whole tensor. **Microscaling** (MX; Open Compute Project,
-# MX v1.0, 2023) has one for each *block* of 32 consecutive numbers: a power of two, which itself
-# rounds nothing. MXFP8 has elements in E4M3, usually for gradients, too, or E5M2; MXFP4 in E2M1: 0,
-# 0.5, 1, 1.5, 2, 3, 4, 6.
+# MX v1.0, 2023) has a scale for each *block* of 32 consecutive numbers: a power of two, so dividing
+# is exact. MXFP8 has elements in E4M3 (usually even for gradients) or E5M2; MXFP4 in E2M1: 0, 0.5,
+# 1, 1.5, 2, 3, 4, 6.
 #
 # E4M3 rounds a number by up to 6 %. How wrong is a product of two random matrices?
 
 # %% tags=["predict"]
-guess = predict("relative error of a product in E4M3, one scale a matrix", unit="%")
+guess = predict("relative error of a product in E4M3, one scale per matrix", unit="%")
 ### GUESS guess.commit(6)
 
 # %% tags=["picture"]
 names = ("bf16", "E4M3, one scale", "MXFP8", "MXFP8, scales rounded up", "E5M2, one scale", "MXFP4")
 print(*(f"{name}: {100 * product_error(name):.2g} %" for name in names), sep="; ")
 reveal(guess, 100 * product_error("E4M3, one scale"))
-title = "One scale: an outlier of 100 ruins FP4, one of a million FP8. Blocks confine it"
+title = "With one scale, an outlier of 100 ruins FP4, one of 10⁶ ruins FP8. Blocks confine it"
 show(pictures.product_errors(title), alt=f"{title}: MXFP8 stays at 4 %, MXFP4 at 16 %")
 
 # %% [markdown]
 # In E4M3, one scale is good for outliers up to about 10,000 standard deviations; beyond, the other
-# numbers fall below its smallest, to 0. In a block, an outlier costs at most its 31 neighbors.
-# Without outliers, blocks gain FP8 nothing: MXFP8 is even worse than one scale, as its scales are
+# numbers are below E4M3's smallest and become 0. With blocks, an outlier harms at most its 31
+# neighbors. Without outliers, FP8 gains nothing from blocks: MXFP8 is even worse, as its scales are
 # rounded *down* to a power of two, and the largest numbers of many blocks saturate. Scales rounded
 # up (Mishra et al. 2025) repair that.
 #
@@ -598,13 +595,13 @@ show(pictures.product_errors(title), alt=f"{title}: MXFP8 stays at 4 %, MXFP4 at
 # Round `x` [rows, n], in fp32, in blocks of `block` numbers along each row; the last block of a row
 # may be shorter. A block's scale is the largest power of two $\le$ its largest $|x|$, divided by
 # the format's largest power of two: $2^8$ for E4M3, whose largest number is 448, $2^{15}$ for E5M2.
-# (A block of zeros: any power of two.) The elements are x / scale, to the nearest number
-# (`.to(dtype)` does that); what is too large saturates. Return the elements [rows, n] as `dtype`,
-# and the scales [rows, number of blocks] in fp32. `torch.finfo(dtype).max`, `F.pad` and
+# (A block of zeros: any power of two.) The elements: x / scale, first clamped to the format's
+# largest numbers, then rounded to the nearest (`.to(dtype)`). Return the elements [rows, n] as
+# `dtype`, and the scales [rows, number of blocks] in fp32. `torch.finfo(dtype).max`, `F.pad` and
 # `torch.frexp` may help. About 6 lines, 15 minutes.
 #
-# <details><summary>Hint: a scale is twice too large</summary>
-# `torch.log2` rounds, too: just below a power of two it is a whole number too early.
+# <details><summary>Hint: if a scale is two times what it should be</summary>
+# `torch.log2` rounds, too: for the largest number below 8 it returns 3. `torch.frexp` is exact.
 # </details>
 
 
@@ -627,11 +624,11 @@ check("recompute-6", in_blocks)
 # %% [markdown]
 # Blocks lie along the dim that a product sums over, so that scales can be taken out of parts of the
 # sum. Forward sums over a layer's inputs, backward over its outputs and over the tokens: each
-# tensor is rounded twice, along rows and along columns. DeepSeek-V3 uses 1 x 128 blocks for
-# activations and, the same in both directions, 128 x 128 for weights (section 3.3.2).
+# tensor needs two rounded copies, with blocks along rows and along columns. DeepSeek-V3 uses
+# 1 x 128 for activations and, the same in both directions, 128 x 128 for weights (section 3.3.2).
 #
-# Now train: the linear layers of a small GPT compute in each format, the rest in fp32. FP8 has E5M2
-# for gradients, MXFP4 has MXFP8 in backward.
+# Now train: the linear layers of a small GPT compute in each format, the rest in fp32. FP8 runs use
+# E5M2 for gradients, the MXFP4 run uses MXFP8 in backward.
 
 # %% tags=["picture", "measured"]
 losses = {name: train(name) for name in FORMATS}
@@ -646,13 +643,12 @@ show(pictures.format_losses(losses, title), alt=f"{title}, bf16 {abs(behind['bf1
 
 # %% [markdown]
 # **A scale for each block confines an outlier's damage to its 32 numbers.** Without outliers, the
-# losses here have the order of the product's errors: bf16, FP8, MXFP8 with scales rounded down,
-# MXFP4.
+# losses here rank like the product's errors: bf16, FP8, MXFP8 with scales rounded down, MXFP4.
 #
-# A hundred steps say nothing about a long training. Published runs with losses close to those in 16
-# bits: FP8, emulated, up to 175B parameters (Micikevicius et al. 2022, section 4.1); blocks with
+# A hundred steps say nothing about a long training. These published runs had losses close to 16-bit
+# ones: FP8, emulated, up to 175B parameters (Micikevicius et al. 2022, section 4.1); blocks with
 # fp32 scales, up to 230B (DeepSeek-AI 2024, appendix B.1); MXFP8, 8B, 15T tokens (Mishra et al.
-# 2025). FP4 took more, such as stochastic rounding and some layers in bf16 (NVIDIA 2025, NVFP4).
+# 2025). FP4 needed extra methods, such as stochastic rounding (NVIDIA 2025, NVFP4).
 #
 # ## What to keep
 #
@@ -661,7 +657,7 @@ show(pictures.format_losses(losses, title), alt=f"{title}, bf16 {abs(behind['bf1
 # - The best segment has about $\sqrt{L\,i/A}$ blocks: $\sqrt L$ if they are thin, 1 to 3 if they
 #   are those of a transformer.
 # - Small steps need fp32 masters; small fp16 gradients need a loss scale; unscale before you clip.
-# - FP8 needs a scale for each tensor. One for each block confines outliers, and FP4 needs it.
+# - FP8 needs a scale for each tensor. A scale for each block confines outliers; FP4 needs that.
 #
 # ## Read on
 #
@@ -673,4 +669,4 @@ show(pictures.format_losses(losses, title), alt=f"{title}, bf16 {abs(behind['bf1
 # - Micikevicius et al. 2022, *FP8 Formats for Deep Learning*: E4M3 and E5M2, and why two.
 # - Rouhani et al. 2023, *Microscaling Data Formats for Deep Learning*: MX formats in training.
 #
-# Next: `04_collectives`. From here on, several ranks share the work.
+# Next: `04_collectives`: several ranks.

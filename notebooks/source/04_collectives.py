@@ -3,8 +3,8 @@
 #
 # **Question.** How do many ranks copy, sum and exchange tensors, and how long does it take?
 #
-# Distributed training is built from a few collective operations. Here you write them with `send`
-# and `recv` only. You **predict** the cost, **run** it on real ranks, and **compare**.
+# Distributed training is built from a few collective operations. Here you write them from single
+# messages. You **predict** the cost, **run** it on real ranks, and **compare**.
 #
 # *After this lesson you can*
 #
@@ -19,7 +19,7 @@
 # |---|---|---|
 # | $p$ | `p` | number of ranks that communicate |
 # | $n$ | `n` | bytes of the whole tensor |
-# | $\alpha$ | `link.latency_s` | latency: seconds until a message arrives |
+# | $\alpha$ | `link.latency_s` | latency: seconds until an empty message arrives |
 # | $\beta$ | `link.bytes_per_s` | bandwidth, bytes/s; in papers $\beta$ is often its inverse |
 # | $r$ | `rank` | number of this rank, $0 \dots p-1$ |
 #
@@ -46,13 +46,13 @@ from course_lib.ranks import RankError, Ranks
 #
 # You send 5 MB of pictures to seven friends. Your uplink carries 1 MB/s, and latency does not
 # matter. After how many seconds does the last friend have them? Sending to all *at once* does not
-# help: the same bytes leave through the same wire. But friends who have the pictures have uplinks,
-# too: how long does it take if they help?
+# help: the same bytes leave through the same wire. But friends who have all the pictures can send
+# them all on: how long does it take then?
 
 # %% tags=["predict"]
 guess_alone = predict("until all seven have the pictures, from you alone", unit="s")
 ### GUESS guess_alone.commit(35)
-guess_helped = predict("until all seven have them, if everyone helps", unit="s")
+guess_helped = predict("until all seven have them, if each sends on the whole set", unit="s")
 ### GUESS guess_helped.commit(20)
 
 
@@ -357,8 +357,8 @@ check("collectives-4", mean_all_reduce)
 
 # %% [markdown]
 # **All-reduce = reduce-scatter + all-gather. On a ring: $2\frac{p-1}{p}\,n$ bytes per rank,
-# $2(p-1)$ steps.** Patarasuk and Yuan (2009) prove that ranks cannot do it
-# with fewer bytes, as long as no switch adds for them.
+# $2(p-1)$ steps.** Patarasuk and Yuan (2009) prove that no algorithm sends fewer bytes in total,
+# as long as no switch adds.
 #
 # *A good place for a break.*
 #
@@ -459,11 +459,11 @@ claim("halving-doubling beats the ring at 256 KiB", halving[2] < ring[2])
 claim("halving-doubling beats doubling at 4 MiB", halving[4] < doubling[4])
 from_mb = network.crossover_bytes(4, wire, network.halving_doubling_all_reduce_s) / 1e6
 title = f"Doubling is fastest for small tensors, halving-doubling from {from_mb:.2g} MB on"
-show(wires.all_reduces(times_s, sizes, 4, wire, title), alt=f"{title}; all three agree")
+show(wires.all_reduces(times_s, sizes, 4, wire, title), alt=f"{title}; measured near the formula")
 
 # %% tags=["picture"]
 print(wires.costs_table(8))
-wires.explore_all_reduces()  # it starts from NVLink inside a node of H100
+wires.explore_all_reduces()  # it starts from H100's NVLink: 450 GB/s; we assume 3 us
 
 # %% [markdown]
 # **In this model, where $p\ge4$ is a power of two, recursive doubling is fastest for small
@@ -472,8 +472,8 @@ wires.explore_all_reduces()  # it starts from NVLink inside a node of H100
 #
 # - **Shared links.** The model gives each pair of ranks a wire of its own. If 8 ranks are wired in
 #   a circle, messages to ranks 4 away pass over four wires each (last column of the table above:
-#   all bytes over the busiest wire). Patarasuk and Yuan (2009) design their ring so that no two
-#   messages share a link, on almost any cluster.
+#   the busiest wire of each step, added). Patarasuk and Yuan (2009) design their ring so that no
+#   two messages share a link, on almost any cluster.
 # - **Topology.** A ring can follow the machine: it enters and leaves each node once.
 # - **Pipelining.** The neighbours stay the same, so shards can flow in small pieces: one is added
 #   while the next one arrives.
@@ -487,10 +487,10 @@ wires.explore_all_reduces()  # it starts from NVLink inside a node of H100
 #
 # ### Two levels of links
 #
-# A ring is as slow as its slowest link. With two nodes of two ranks, one rank per node sends to the
-# other. A **hierarchical** all-reduce is a reduce-scatter inside each node, an all-reduce *across*
-# nodes, in which each rank sends its own part through its own port, and an all-gather inside. How
-# much faster is this?
+# A ring has the bandwidth of its slowest link. With two nodes of two ranks, one rank per node sends
+# to the other. A **hierarchical** all-reduce is a reduce-scatter inside each node, an all-reduce
+# *across* nodes, in which each rank sends its own part through its own port, and an all-gather
+# inside. How much faster is this?
 
 # %% tags=["predict"]
 inside = Link(name="a fast one", latency_s=1e-3, bytes_per_s=200e6)
@@ -511,8 +511,8 @@ title = f"At 4 MiB, two levels are {flat_s / levels_s:.1f} times as fast as a fl
 show(wires.all_reduces(times_s, sizes, 4, two_nodes, title), alt=f"{title}, on 2 nodes of 2 ranks")
 
 # %% [markdown]
-# The ring's dots lie below its line: the ring of `course_lib` sends on before its previous message
-# has arrived, so that latencies overlap. Formula and simulation take one step after the other.
+# The ring's dots lie below its line: the ring of `course_lib` sends on over the fast link while its
+# slow message is under way. Formula and simulation take one step after the other.
 #
 # **Small tensors: count messages. Large tensors: count bytes, on the slowest and on shared
 # links.**
@@ -555,8 +555,7 @@ axes = {"x_label": "tensor (bytes)", "y_label": "time (s)", "log": True}
 show(compare(sizes, curves, title, **axes), alt=f"{title} from single exchanges")
 
 # %% [markdown]
-# Dots above the line show what the formula leaves out: adding, Python's work, and ranks waiting
-# for a core.
+# Dots above the line show what the formula leaves out, such as adding or waiting for a core.
 #
 # ## 7 How fast is the wire?
 #
@@ -578,18 +577,17 @@ for figure, finding in (wires.published_by_size(), wires.published_by_nodes()):
 
 # %% [markdown]
 # One $\alpha$ and one $\beta$ roughly describe NCCL, too, although it has several protocols, for
-# small and large messages (Hu et al. 2025). Bekman's 8 H200 exceed the 450 GB/s per direction of
-# NVIDIA's data sheet: with NVLS a GPU sends each byte about once, but the factor counts a ring's
-# bytes. The second picture's source (Tazi et al. 2025, *The Ultra-Scale Playbook*) names neither
-# the algorithm nor the way of counting; a ring's bus bandwidth falls in the same way, because of
-# its $2(p-1)$ latencies.
+# small and large messages (Hu et al. 2025). Bekman's 8 H200 exceed NVLink's 450 GB/s per direction
+# (half of the data sheet's 900): with NVLS a GPU sends each byte about once, but the factor counts
+# a ring's bytes. The second picture's source (Tazi et al. 2025, *The Ultra-Scale Playbook*) blames
+# slower links between nodes; with a ring's $2(p-1)$ latencies alone, it would fall more evenly.
 #
 # **Bus bandwidth = the bytes that each rank of a ring sends, divided by time: compare it with a
 # link's bandwidth in one direction.**
 #
 # ## 8 The whole family
 #
-# | call | before | after | sent by a rank | backward |
+# | call | before | after | sent by a rank (large $n$) | backward |
 # |---|---|---|---|---|
 # | `broadcast` | root: x | all: x | $n$ per round | `reduce` |
 # | `reduce` | all: x | root: sum | $n$, once | `broadcast` |
@@ -681,9 +679,9 @@ reveal(guess_order, "no")
 #
 # ## The same on a cluster
 #
-# `cluster/exercises/04_collectives.py` runs section 6 on any number of nodes: messages from the
-# first rank to the last and back give $\alpha$ and $\beta$; then all-reduces are timed. Which of
-# the two changes on two nodes? Predict, then type into a terminal, in the course's folder:
+# `cluster/exercises/04_collectives.py` does much the same as section 6 on any number of nodes:
+# messages to the last rank and back give $\alpha$ and $\beta$; then collectives are timed. Which
+# of the two changes on two nodes? Predict, then type into a terminal, in the course's folder:
 #
 # ```sh
 # course submit 04 --nodes 2       # to your site's Slurm, else on this machine

@@ -3,8 +3,7 @@
 #
 # Give every device a copy of the model and a part of the batch, and keep the copies equal. This
 # fits in five lines, and most mistakes in them go unnoticed, because the loss falls anyway. **How
-# do many copies stay one model, who waits for whom, and what is gained by waiting less?** You
-# **predict** each number, **run** it on real ranks, and **compare**.
+# do many copies stay one model, who waits for whom, and what is gained by waiting less?**
 #
 # *After this lesson you can*
 #
@@ -107,7 +106,7 @@ show(
 # launches its kernels too slowly. Two costs come on top: in every step the weights are copied to
 # all replicas and their outputs gathered on the master; and on a CPU one thread runs the whole
 # backward pass. PyTorch's documentation of `DataParallel` therefore recommends
-# `DistributedDataParallel` even within one node. (Without enough cores, pieces wait either way.)
+# `DistributedDataParallel` even within one node.
 #
 # **One process per device, each with its own interpreter. From here on, that is a rank.**
 #
@@ -173,7 +172,7 @@ check("data_parallel-1", make_equal)
 # a larger one. About 4 lines.
 #
 # <details><summary>Hint: None has no all_reduce</summary>
-# A frozen parameter has no gradient: skip it.
+# A frozen or unused parameter has none: skip it.
 # </details>
 
 
@@ -196,8 +195,10 @@ check("data_parallel-2", average_gradients)
 #
 # ## 3 The law: the numbers of one process
 #
-# A GPT, three steps, a batch of 8 split into $p$ parts. Every rank draws its initial weights from a
-# seed of its own. The same function runs on 4 ranks, on 1, and inside PyTorch's own DDP.
+# The law: after any step, $p$ ranks have the weights that one process has with the whole batch, up
+# to rounding. Test it: a GPT, three steps, a batch of 8 split into $p$ parts; every rank draws its
+# initial weights from a seed of its own. `NaiveDDP` does the five steps, on 4 ranks and on 1,
+# beside PyTorch's DDP. (A `fingerprint` is a short number computed from all weights.)
 
 # %%
 tiny = ModelSpec(hidden=32, num_layers=1, num_heads=2, ffn_hidden=64, vocab=32, max_seq=16)
@@ -234,7 +235,7 @@ for wrap in (NaiveDDP, nn.parallel.DistributedDataParallel):
 # (statistics of a rank's own part) and dropout (masks of its own) break the law.
 #
 # **Break it.** Forget the broadcast: every rank keeps its own start, and the gradients are averaged
-# in each step. Does the loss fall all the same?
+# in each step. Does the loss still fall?
 
 # %% tags=["predict"]
 guess_falls = predict("does the loss fall without the broadcast?", choices=YES_NO)
@@ -274,10 +275,10 @@ guess_twice = predict("items read twice, 10 items on 4 ranks")
 # ### Exercise 3: the sampler (core, 15 minutes)
 #
 # Shuffle all items in an order that depends on the epoch and **not** on the rank, then deal them
-# out, in turn or in blocks, equally many to each rank. If items are missing at the end, go on with
-# the first ones of the order, again and again if they are few. `torch.randperm(n, generator=...)`
-# shuffles; seed the generator, and leave the global random state alone. The same call gives the
-# same numbers in every process, in a new list. About 3 lines.
+# out like cards, or in blocks, equally many to each rank. If items are missing at the end, go on
+# with the first ones of the order, again and again if they are few.
+# `torch.randperm(n, generator=...)` shuffles; seed the generator, and leave the global random state
+# alone. The same call gives the same numbers in every process, in a new list. About 3 lines.
 #
 # <details><summary>Hint: some items are never read</summary>
 # If each rank shuffles in its own way, they do not deal out the same order.
@@ -324,8 +325,8 @@ print("rank 0 without set_epoch: epochs", *(list(forgotten) for epoch in range(3
 # ## 5 The last batch is uneven
 #
 # Four ranks have batches of 3, 3, 3 and 1 items. Each takes the mean loss of its own items, and
-# then the mean over ranks is taken. How many times as much as each of the others does the item on
-# the last rank count?
+# then the mean over ranks is taken. The item on the last rank then counts how many times as much as
+# any other item?
 
 # %% tags=["predict"]
 guess_counts = predict("weight of the single item, as a multiple of the others'")
@@ -337,10 +338,10 @@ guess_counts = predict("weight of the single item, as a multiple of the others'"
 #
 # ### Exercise 4: the weight (core, 15 minutes)
 #
-# Scale a rank's mean loss so that the *mean over ranks* is the mean over all items. A rank may have
-# no items at all: its loss is `nan`, and it has to count zero (as a tensor that keeps its graph). A
-# `nan` from real items stays `nan`. Leave `loss` itself as it is, and `backward` to the caller.
-# Budget: one `all_reduce` of one number (8 bytes), and no other call. About 4 lines.
+# Scale a rank's mean loss so that the *mean over ranks* is the mean over all items. A rank, or
+# even every rank, may have no items: its loss is `nan`; return 0, as a tensor that keeps its
+# graph. A `nan` from real items stays `nan`. Leave `loss` itself as it is, `backward` to the
+# caller. Budget: one `all_reduce` of one number (8 bytes), and no other call. About 4 lines.
 #
 # <details><summary>Hint: nan times 0 is nan</summary>
 # <code>loss.nan_to_num()</code> is a number, and 0 times it is a zero that backward can follow. Use
@@ -354,7 +355,7 @@ guess_counts = predict("weight of the single item, as a multiple of the others'"
 
 # %% tags=["exercise"] exercise="data_parallel-4"
 def weigh(loss, num_items):
-    """This rank's mean loss, scaled by what its items are of all."""
+    """Scale this rank's mean loss by its share of all items, for a mean over ranks."""
     total = torch.tensor(num_items)
     ### BEGIN SOLUTION: count all items; undo the later division by p
     dist.all_reduce(total)
@@ -386,14 +387,14 @@ reveal(guess_counts, (1 / 1) / (1 / 3))
 # ## 6 The slowest rank sets the pace
 #
 # Waiting for all ranks at the end of each step is called *bulk-synchronous parallel* (BSP; Valiant
-# 1990). Three workers take 20 ms for a step; one of them becomes a straggler, 8 times as slow. How
-# long is a round?
+# 1990). Three workers take 20 ms for a step; one of them becomes a *straggler*, 8 times as slow.
+# How long does a round (one step of all) take?
 #
 # The other extreme: rank 0 becomes a **parameter server** (Li et al. 2014). It holds the weights; a
 # worker pulls them, computes, and pushes its gradient, which is applied as soon as it is received.
-# No worker waits for another. But a gradient may belong to weights that others have changed in the
-# meantime; the number of those updates is its **staleness** $s$. If all are equally fast, what is
-# the mean staleness with 3 workers?
+# No worker waits for another. But between a worker's pull and its push, others may have updated the
+# weights; the number of these updates is the gradient's **staleness** $s$. If all are equally fast,
+# what is the mean staleness with 3 workers?
 
 # %% tags=["predict"]
 guess_round = predict("a round of three workers, one of them 8 times as slow", unit="ms")
@@ -435,7 +436,7 @@ show(timelines(runs, title), alt=f"{title}; asynchronous workers never wait for 
 # list as it is. About 5 lines.
 #
 # <details><summary>Hint: everything is one too large</summary>
-# Its own update is in what it pulls. Count those that came after it.
+# When a worker pulls, its own update is already in the weights. Count only those after it.
 # </details>
 
 
@@ -450,11 +451,10 @@ def staleness_of(order):
 check("data_parallel-5", staleness_of)
 
 # %% [markdown]
-# Formula, simulation, and measurement. Formula: a round takes $\max_r t_r$. Asynchronously, worker
-# $k$ makes $1/t_k$ updates per second, so $\sum_{k \ne r} t_r / t_k$ of the others' updates fall
-# into one step of worker $r$. Simulation: the order of the updates, computed. Measurement: the real
-# server, which counts. All use one measured number, $t$ without a straggler. (The straggler
-# *sleeps* longer, but computes as fast as the others.)
+# By formula, a round takes $\max_r t_r$. Asynchronously, worker $k$ makes $1/t_k$ updates per
+# second, so $\sum_{k \ne r} t_r / t_k$ of the others' updates fall into one step of worker $r$. The
+# simulation computes the order of the updates; the real server counts them. All use one measured
+# number, $t$ without a straggler. (The straggler *sleeps* longer, but computes as fast as others.)
 
 # %% tags=["picture", "measured"]
 slowdowns = [1, 2, 4, 8]
@@ -483,8 +483,8 @@ show(pictures.staleness(slowdowns, steps_s, frees, title), alt=f"{title}; simula
 
 # %% [markdown]
 # Over *all* updates the mean staleness is $w - 1$ whatever the speeds (a little less in a short
-# run, whose first gradients are fresh): each update falls between two updates of each of the
-# $w - 1$ others, and makes one gradient of each of them older by one.
+# run, whose first gradients are fresh): each update comes while each of the $w - 1$ other workers
+# computes one gradient, and makes it older by one.
 #
 # Does staleness hurt? Take the same GPT, data of its own for each worker, rank 3 a straggler, one
 # learning rate. A BSP update is the mean of three fresh gradients, an asynchronous one a single
@@ -539,18 +539,18 @@ title = f"On 4 ranks a server sends {server[-1]:.1f} n per step, a rank of a rin
 show(pictures.busiest_link(p_values, ring, server, title), alt=f"{title}: one grows with p")
 
 # %% [markdown]
-# (Real parameter servers share this load over several ranks; Li et al. 2014.)
+# (Real parameter servers share this load among ranks; Li et al. 2014.)
 #
 # **BSP waits for the slowest rank. Asynchronous training does not, but it uses older weights.**
 #
 # ## 7 On real GPUs
 #
 # What remains when every GPU has the same speed? The Ultra-Scale Playbook (Hugging Face 2025)
-# trained a model of 1.3 billion parameters by data parallelism on 8 to 256 H100. On 256, what part
-# of its speed on 8 does a GPU keep?
+# trained a model of 1.3 billion parameters by data parallelism on 8 to 256 H100. On 256 GPUs, how
+# fast is one GPU, in per cent of its speed on 8?
 
 # %% tags=["predict"]
-guess_kept = predict("tokens/s per GPU on 256 GPUs, of those on 8", unit="%")
+guess_kept = predict("tokens/s per GPU on 256 GPUs / on 8 GPUs", unit="%")
 ### GUESS guess_kept.commit(80)
 
 # %% tags=["picture"]
@@ -561,12 +561,11 @@ show(pictures.scaling_on_gpus(title), alt=f"{title}, published for nodes of 8 H1
 
 # %% [markdown]
 # All runs have 256 sequences per step: 32 per GPU on 8 GPUs, one on 256. So each GPU computes less
-# per step, but all-reduces equally large gradients. And these cross the network between nodes,
-# where the bandwidth of an all-reduce falls much faster than the tokens per second. Overlap (lesson
-# 06) hides communication until it takes longer than backward.
+# per step, but all-reduces equally large gradients. Between nodes they cross the network, and the
+# bandwidth of an all-reduce falls much faster than the tokens per second.
 #
-# **With overlap, data parallelism scales well as long as backward takes longer than the all-reduce
-# of the gradients.**
+# **With overlap (lesson 06), data parallelism scales well as long as backward takes longer than the
+# all-reduce of the gradients.**
 #
 # ## 8 Communicate every H steps
 #
@@ -591,9 +590,9 @@ guess_loss = predict("the lowest loss after 64 steps, H = 16", choices=("local S
 # ### Exercise 6: the outer step (further, 15 minutes)
 #
 # `starts` are the parameters at the beginning of the round, equal on all ranks; `params` are this
-# rank's at its end; `outer` is an optimizer of `starts`. Give `outer` the outer gradient in
-# `start.grad`, let it step, and let `params` begin the next round at the new `starts`. All in place
-# and under `torch.no_grad()`: `params` belong to a model that is trained. Leave `param.grad` alone;
+# rank's at the end of the round; `outer` is an optimizer of `starts`. Put the outer gradient in
+# `start.grad`, let `outer` step, and copy the new `starts` into `params`. All in place and under
+# `torch.no_grad()`: `params` belong to a model that is trained. Leave `param.grad` alone;
 # `nan` stays `nan`. Budget: one `all_reduce` per tensor, in its dtype, and no other call. About 7
 # lines.
 #
@@ -655,7 +654,7 @@ show(pictures.local_sgd(periods, losses, title), alt=f"{title}, after 64 steps o
 #   mean staleness of $w - 1$.
 # - Local SGD and DiLoCo send $\frac1H$ of the bytes; their replicas drift apart in between.
 #
-# So far the gradients wait until backward has ended. They need not: lesson 06.
+# So far gradients wait until backward has ended. They need not: lesson 06.
 #
 # ## Read on
 #

@@ -72,13 +72,13 @@ gpt, batch = GPT(MODELS["tiny"]), next_tokens(token_batch(0, batch=4, seq=16, vo
 registered, ready = ready_order(gpt, token_loss(gpt(batch[0]), batch[1]))
 reveal(guess_ready, "last" if ready[-1] == "embedding.weight" else "first")
 moved = pictures.num_out_of_line(registered, ready)
-title = f"Last registered, first ready: {moved} of {len(ready)} parameters are out of line"
+title = f"Last registered, first ready: true except for {moved} of {len(ready)} parameters"
 show(pictures.ready_order(registered, ready, title), alt=f"{title}; the rest lies on a line")
 
 # %% [markdown]
 # A matrix that is used twice has *one* gradient, and it is complete when both uses have
-# contributed. For the others, the *reverse order of registration* is a good guess: the order
-# depends on the forward pass.
+# contributed. For the others, the *reverse order of registration* is a good guess; the
+# true order depends on the forward pass.
 #
 # **Most gradients are ready long before backward ends, roughly in reverse order of registration.**
 #
@@ -109,14 +109,14 @@ for name, found in (("ours", buckets), ("PyTorch's", theirs)):
 # %% [markdown]
 # PyTorch (2.13, `torch/nn/parallel/distributed.py`) differs in two ways. Unless you set
 # `bucket_cap_mb`, its *first* bucket has a limit of 1 MiB, so that communication starts early; the
-# others have 25. And PyTorch closes a bucket once it *reaches* the limit; ours closes before. In
+# others have 25. And PyTorch closes a bucket once it *reaches* the limit; ours never exceeds it. In
 # both, the last bucket contains the embedding, and no computation is left to hide it.
 #
 # ### Exercise 1: which bucket? (core, 15 minutes)
 #
 # Return the buckets in the order in which they fill up: go from the last parameter to the first,
-# and put as many into each as fit into `bucket_bytes`. Frozen parameters never get a gradient; tied
-# ones get one. About 8 lines.
+# and put as many into each as fit into `bucket_bytes`. Frozen parameters never get a gradient; a
+# tied one has a single gradient. About 8 lines.
 #
 # <details><summary>Hint: a tied weight appears twice</summary>
 # <code>module.parameters()</code> lists every parameter once, however many names it has.
@@ -154,7 +154,7 @@ check("ddp-1", assign_buckets)
 # `dist.all_reduce(x, async_op=True)` starts the sum and returns a handle at once; its `wait()`
 # returns when `x` holds the sum (with NCCL, only the current CUDA stream waits; the CPU goes on).
 # For overlap, start the sums in a hook. Rank $r$ contributes $10^r$, and after `wait()` rank 0
-# divides by four. Is its mean also right if no rank waits and the last rank is late?
+# divides by four. If no rank waits and the last rank is late, is rank 0's mean still right?
 
 # %% tags=["predict"]
 guess_wait = predict("is the mean right on rank 0 without wait()?", choices=("yes", "no"))
@@ -177,16 +177,16 @@ print(f"rank 0 with wait(): {right[0]}, without: {wrong[0]}")
 reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 
 # %% [markdown]
-# Rank 0 divided its own number by four. Nothing failed, and in training the loss could still fall.
+# Rank 0 divided its own number by four, without an error; a loss could still fall.
 #
 # ### Exercise 2: hook and finish (core, 25 minutes)
 #
 # In `on_grad`, send a bucket when *all* its gradients are complete, but never bucket $i$ before
 # bucket $i-1$: the ready order may differ between ranks. In `finish`, wait, and leave the mean in
 # every `param.grad`. `ready` is for parameters with a complete gradient, `in_flight` for what was
-# sent. Budget: one all_reduce per bucket, in the dtype of its gradients. The process may hold other
-# models; a gradient may be transposed in memory, or zero on one rank. inf and nan must stay as they
-# are. About 15 lines.
+# sent. Budget: one all_reduce per bucket, in the dtype of its gradients. Your code must also work
+# when other models exist, and when a gradient is transposed in memory or zero on one rank; inf and
+# nan must stay as they are. About 15 lines.
 #
 # <details><summary>Hint: the ranks make different calls</summary>
 # Do not send the bucket of this <code>param</code>, but bucket <code>self.next</code>; repeat while
@@ -271,8 +271,8 @@ print("as one process, within 1e-12:", bool((together[0] - alone).abs().max() < 
 #
 # ## 4 Overlap on a clock
 #
-# On a GPU, NCCL's kernels run beside those of backward, on a CUDA stream of their own. Your CPU
-# cores would have to compute *and* communicate. So the layers are *emulated*, like the link:
+# On a GPU, NCCL's kernels run beside those of backward, on their own CUDA stream. Your CPU cores
+# would have to compute *and* communicate. So the layers are *emulated*, like the link:
 # gradients are real, but a layer sleeps instead of computing.
 
 # %% tags=["measured"]
@@ -314,8 +314,8 @@ show(figure, alt=f"{title}; the first bucket is sent early in backward")
 #
 # ### Exercise 3: the time of a step (core, 15 minutes)
 #
-# Two clocks: when is a bucket *ready*, and when is the link *free*? You get the seconds of forward,
-# of each bucket's backward, and of each all-reduce; the link may be fast or slow. About 4 lines.
+# Keep two times: when is a bucket *ready*, and when is the link *free*? You get the seconds of
+# forward, of each bucket's backward, and of each all-reduce. About 4 lines.
 #
 # <details><summary>Hint: which clock counts?</summary>
 # A bucket's all-reduce starts when both hold: the bucket is ready, and the previous one is reduced.
@@ -400,9 +400,9 @@ explore(one_size, finding, num_buckets=(numbers, 8), link=(list(links), "80 MB/s
 #   earlier, and pay more latencies. The derivative $-\frac{B}{k^2} + 2\alpha$ is zero at
 #   $k_2 = \sqrt{B / 2\alpha}$, whatever the bandwidth.
 #
-# The second case holds from $k_1$ on. If $k_2 \le k_1$, its time only rises there, and $k_1$ is
-# best. If $k_2 > k_1$ (as where $n/\beta$ exceeds $B$), the time falls until $k_2$. So the best
-# number is the larger one, $k^* = \max(k_1, k_2)$, rounded up or down. (On $p$ ranks write
+# The second case begins at $k_1$ buckets. If $k_2 \le k_1$, more only cost time, and $k_1$ is best.
+# If $k_2 > k_1$ (as where $n/\beta$ exceeds $B$), the time falls until $k_2$. So the best number is
+# the larger one, $k^* = \max(k_1, k_2)$, rounded up or down. (On $p$ ranks write
 # $2(p-1)\alpha$ for $2\alpha$, and $\frac{2(p-1)}{p} \frac{n}{\beta}$ for $\frac{n}{\beta}$.)
 #
 # **Use more, smaller buckets as long as the network keeps up, and at least (on a ring) about
@@ -413,8 +413,9 @@ explore(one_size, finding, num_buckets=(numbers, 8), link=(list(links), "80 MB/s
 # ## 6 Accumulate without communication
 #
 # With four micro-batches (lesson 02) backward runs four times. Gradients add up on each rank; one
-# all-reduce per bucket at the end is enough. Inside `with model.no_sync():` backward only adds. Put
-# the forward inside, too: otherwise our DDP sends the buffers, PyTorch's DDP the gradients.
+# all-reduce per bucket at the end is enough. Inside `with model.no_sync():` backward only adds. Run
+# the forward inside `no_sync()`, too: otherwise our DDP sends the buffers (such as running means),
+# PyTorch's DDP the gradients.
 
 
 # %%
@@ -436,11 +437,11 @@ print(f"{len(often)} messages of {sum(often)} bytes; with no_sync {len(once)} of
 # %% [markdown]
 # ### Exercise 4: send once (further, 15 minutes)
 #
-# Leave in `param.grad`, which is None before, the gradient of the mean over all micro-batches *and*
-# ranks; inf and nan must stay as they are. Each bucket is sent once, during the last backward. Each
-# micro-batch counts the same, however many items it has. Keep one autograd graph at a time (a name
-# may hold the last output). Do not change the batch, random state or model: its parts' modes, what
-# is frozen, its hooks. About 6 lines.
+# Every `param.grad` is None at first; at the end it is the gradient of the mean over all
+# micro-batches *and* ranks; inf and nan must stay as they are. Each bucket is sent once, during the
+# last backward. Each micro-batch counts the same, however many items it has. Keep one autograd
+# graph at a time (a variable may still hold the last output). Do not change the batch, the random
+# state, or the model: train or eval mode, what is frozen, hooks. About 6 lines.
 #
 # <details><summary>Hint: right numbers, but no overlap</summary>
 # Inside <code>no_sync()</code> nothing is sent. The last micro-batch belongs outside of it.
@@ -492,7 +493,7 @@ pair.run(use_heads, which=[0, 0], find_unused=False)
 # %% [markdown]
 # The bucket would never be full, so `finish` raises (PyTorch raises in the next forward). With
 # `find_unused=True`, a missing gradient counts as zero, and one small all-reduce tells which
-# parameters any rank used.
+# parameters at least one rank used.
 
 # %%
 for which in ([0, 1], [0, 0]):
@@ -500,7 +501,7 @@ for which in ([0, 1], [0, 0]):
     print(f"the ranks use heads {which}: on rank 0, head 0 and 1 have a gradient: {has}")
 
 # %% [markdown]
-# A parameter that any rank used has a gradient on *all* ranks: they take the same optimizer step.
+# A parameter that at least one rank used has a gradient on *all* ranks: same optimizer step.
 # One that no rank used keeps `grad = None`.
 #
 # **Every rank sends every bucket in every step, used or not.**
@@ -563,14 +564,14 @@ check("ddp-5", HalfTheBytes)
 # gradient $M$ of $a \times b$ numbers is approximated by $P Q^T$, with $P$ of $a \times r$ and $Q$
 # of $b \times r$, that is $r(a + b)$ numbers instead of $ab$. They are found by one step of *power
 # iteration*: $P = M Q$, orthonormalize its columns, $Q = M^T P$. Three things make it work:
-# - $MQ$ and $M^T P$ are *linear* in $M$: with the same $Q$ and $P$ on all ranks, the sum of the
-#   products is the product of the summed gradient. So two all-reduces suffice.
+# - $MQ$ and $M^T P$ are *linear* in $M$: with the same $Q$ on all ranks, $\sum_i M_i Q$ is
+#   $(\sum_i M_i)\,Q$; likewise with $P$. So two all-reduces suffice.
 # - One step of iteration is far from the best matrix of rank $r$. But the next training step starts
 #   from this $Q$ (*warm start*), so the iteration goes on from step to step.
 # - What is left out, the *residual* $M - P Q^T$, is not lost: it is added to the next step's
 #   gradient (**error feedback**, Seide et al. 2014; top-k has it, too).
 #
-# Here is the iteration on the gradient of one weight, and the error of the best matrix of rank 2.
+# The iteration on the gradient of one weight, and the error of the best matrix of rank 2:
 
 
 # %%
@@ -634,12 +635,11 @@ show(pictures.delivered(num_steps, errors, share, title), alt=f"{title}; bf16 on
 
 # %% [markdown]
 # With weights and batch fixed, the mean of what Top-k and PowerSGD have delivered approaches the
-# true gradient: error feedback delivers what was left out, late, which changes the training. (bf16
-# only rounds.) Both take memory for the residuals and time to compress, and pay off only where
-# communication is exposed.
+# true gradient: error feedback delivers later what was left out; the delay changes the training.
+# (bf16 only rounds.) Both methods take memory for the residuals and time to compress; they help
+# only where communication is exposed.
 #
-# **Compression trades exact gradients for bytes; with error feedback, what was left out is
-# delivered later.**
+# **Compression trades exact gradients for bytes; error feedback delivers the rest later.**
 #
 # ## 9 The real thing
 #
@@ -659,16 +659,16 @@ for name, steps in zip(("ours", "PyTorch's"), seen, strict=True):
 
 # %% [markdown]
 # The same bits (on two ranks, a sum has only one order), in fewer messages: PyTorch closes a bucket
-# only once it reaches the limit. Its first step has a single bucket; there PyTorch learns the true
-# ready order, and then rebuilds the buckets (unless `find_unused_parameters=True`).
+# only once it reaches the limit. In its first step it has a single bucket, records in which order
+# gradients are ready, and then rebuilds the buckets (unless `find_unused_parameters=True`).
 #
 # ### Exercise 6: what does the trace say? (core, 15 minutes)
 #
 # Real jobs are judged by their *trace* (JSON for https://ui.perfetto.dev): `course trace`, the
 # button under a timeline and PyTorch's profiler write one. In ours, a box has a kind `cat`, a start
 # `ts` and a duration `dur` in µs, and `pid` for the rank. Return the seconds in which one rank
-# communicates and does not compute. Boxes overlap, and nest: a `wait` inside a `backward` is not
-# computing. About 6 lines.
+# communicates (`COMMUNICATION_KINDS`) and does not compute (`COMPUTE_KINDS`). Boxes overlap, and
+# one can lie inside another: a `wait` inside a `backward` is not computing. About 6 lines.
 #
 # <details><summary>Hint: where to cut</summary>
 # Sort all starts and ends. Between two neighbours nothing changes.
@@ -726,25 +726,23 @@ except RankError as hang:
     raise
 
 # %% [markdown]
-# Nothing is wrong on the line that hangs. On a cluster, such a job hangs with all its GPUs
-# reserved, until a time-out; and if the others begin the next epoch, gradients of different steps
-# are even added up. So all ranks take the *same number of steps*: the sampler of lesson 05 drops or
-# repeats items, or a rank without data takes part with a loss of weight 0.
+# Nothing is wrong on the line that hangs. On a cluster, such a job hangs with all its GPUs until a
+# time-out; if the others begin the next epoch, gradients of different steps are even added up. So
+# all ranks take the *same number of steps*: the sampler of lesson 05 repeats items, or a rank
+# without data takes part with a loss of weight 0.
 #
 # **Every rank takes part in every step, with every bucket, in one order.**
 #
 # ## What to keep
 #
 # - Most gradients are ready long before backward ends: send them in the hook, wait in `finish`.
-# - Buckets: as many as the network keeps up with, or $\sqrt{B / 2(p-1)\alpha}$ if that is more.
+# - Buckets: as many as the network can send in time, or $\sqrt{B / 2(p-1)\alpha}$ if that is more.
 # - Compression is a hook: count its bytes, and look at what it does to the gradient.
-#
-# Lesson 07 splits the model.
 #
 # ## Read on
 #
 # - Li et al. 2020, *PyTorch Distributed* (VLDB): why hooks and buckets, and a sweep of their size.
 # - Sergeev and Del Balso 2018, *Horovod*: ring all-reduce, and fusion of small messages.
-# - Vogels et al. 2019, *PowerSGD* (NeurIPS): the low-rank compression used above, and others.
+# - Vogels et al. 2019, *PowerSGD* (NeurIPS): the low-rank compression used above.
 # - Stich et al. 2018, *Sparsified SGD with Memory* (NeurIPS): why error feedback converges.
 # - Seide et al. 2014, *1-Bit Stochastic Gradient Descent* (Interspeech): an early error feedback.

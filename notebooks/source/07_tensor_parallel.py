@@ -177,7 +177,7 @@ check("tensor_parallel-1", together)
 #
 # <details><summary>Hint: the output is off by a constant</summary>
 # What is added before the sum is added $p$ times. Where does the bias of <code>down</code> belong?
-# (Adding $1/p$ of it per rank is right at first, but trains $p$ times too fast.)
+# (Storing $1/p$ of it per rank is right at first, but trains $p$ times too fast.)
 # </details>
 # <details><summary>Hint: it keeps too many bytes</summary>
 # A slice is a view and keeps the whole matrix alive. Indexing with a tensor copies:
@@ -216,7 +216,7 @@ check("tensor_parallel-2", SplitMLP)
 # ## 3 Attention: whole heads
 #
 # Heads are independent, and only `out` mixes them: split queries, keys and values by columns, `out`
-# by rows. But a *head* stays whole, because its softmax needs complete dot products. Many codes
+# by rows. But a *head* stays whole, because its softmax needs complete dot products. Some codes
 # keep one tall matrix, $Q$ above $K$ above $V$; $K$ and $V$ may have fewer heads (grouped-query
 # attention).
 #
@@ -274,7 +274,7 @@ check("tensor_parallel-3", rows_of_rank)
 # </details>
 # <details><summary>Hint: the target is on another rank</summary>
 # With <code>local = targets - first</code>, it is here if <code>(local >= 0) & (local <
-# logits.shape[1])</code>. Elsewhere look up any logit, and multiply it by 0.
+# logits.shape[1])</code>. Elsewhere look up any logit, and replace it by 0.
 # </details>
 # <details><summary>Hint: no gradient, or p times too large</summary>
 # Sum with <code>reduce_from_region</code> (g). The final loss needs no sum: all ranks have it.
@@ -469,7 +469,7 @@ for own_seed in (False, True):
 reveal(guess_alike, "yes" if torch.equal(a, b) else "no")
 
 # %% [markdown]
-# The loss looks the same, but the ranks' norms differ: they no longer are *one* model. Our
+# Five steps of loss do not show it, but the ranks' norms differ: no longer *one* model. Our
 # `ShardedDropout` draws the mask of all heads, as one process would, and keeps its part.
 # Megatron-LM has a second random state for split tensors, seeded with the rank.
 #
@@ -519,7 +519,7 @@ wire = Link(name="slow link", latency_s=1e-3, bytes_per_s=100e6)
 with Ranks(2, link=wire) as wired:
     runs = lab.measure_overlap(wired)
 claim("a step with overlap is faster", runs.saved_s > 0)
-title = f"Overlap saves {1e3 * runs.saved_s:.0f} ms; predicted {1e3 * runs.predicted_s:.0f} ms"
+title = f"With overlap {1e3 * runs.saved_s:.0f} ms less; predicted {1e3 * runs.predicted_s:.0f} ms"
 figure = timelines(runs.timelines(), title, link=wire)
 show(figure, alt=f"{title}; the sum runs beside the weights' half")
 
@@ -538,8 +538,8 @@ show(figure, alt=f"{title}; the sum runs beside the weights' half")
 #
 # $$ \frac{72\,h^2 / p}{16\,h\,(p-1)/p} = \frac{9h}{2\,(p-1)} \text{ FLOP per byte.} $$
 #
-# It is the *intensity* in lesson 01's *roofline*: without overlap and latency, communication takes
-# longer where the ratio is below the GPU's $F$ FLOP/s divided by $\beta$:
+# It is like lesson 01's *intensity*, for bytes sent: without overlap and latency, communication
+# takes longer where the ratio is below the GPU's $F$ FLOP/s divided by $\beta$:
 # for $h < \frac{2}{9}(p-1)F/\beta$. (Attention scores add computation: $h+s/6$ replaces $h$, or
 # $h+s/12$ with a causal kernel.) Which $h$ is that for 8 H100 at peak, over NVLink?
 
@@ -557,11 +557,12 @@ title += f"on; PCIe 5: {widths['PCIe 5']:,.0f}"
 show(pictures.width_picture(title), alt=f"{title}; NVIDIA's models lie above NVLink's line")
 
 # %% [markdown]
-# At half the peak, half this $h$ is enough. NVIDIA's models lie above NVLink's line and below the
-# others. (InfiniBand's line is for one adapter; whole nodes can use 8 each.)
+# At half the peak, half this $h$ is enough. NVIDIA's models lie above NVLink's line; at their real
+# speed, only one lies below PCIe's. (InfiniBand: one adapter.)
 #
-# The 3B model of Tazi et al. (2025; width assumed) is near NVLink's line at $p=8$; larger groups
-# span nodes. The formula uses bandwidths that they measured; the GPU's speed is fitted at $p=2$.
+# At peak, the 3B model of Tazi et al. (2025; width assumed) would be near NVLink's line at $p=8$;
+# larger groups span nodes. The formula uses bandwidths that they measured, and the GPU's speed
+# fitted at $p=2$.
 # From 8 to 16 ranks (each with its largest batch), what fraction of its tokens/s does a GPU keep?
 
 # %% tags=["predict"]
@@ -573,12 +574,12 @@ h100 = cost.h100_scaling()
 drop, formula = h100.kept(8, 16)
 reveal(guess_drop, drop)
 title = f"From 8 to 16 ranks a GPU keeps {drop:.0%} of its speed; the formula says {formula:.0%}"
-show(pictures.h100_picture(h100, title), alt=f"{title}; the formula fits up to 8 ranks")
+show(pictures.h100_picture(h100, title), alt=f"{title}; up to 8 ranks it is within 3 %")
 
 # %% [markdown]
-# Inside a node the formula fits. Across nodes reality is worse, perhaps because such thin matrices
-# compute less efficiently. Narayanan et al. (2021, section 3.2) advise pipeline parallelism across
-# nodes (lesson 08).
+# Inside a node the formula is within 3 % of plain runs. Across nodes they are slower: it leaves out
+# latency, norms and thin matrices. Narayanan et al. (2021, section 3.2) advise pipeline parallelism
+# across nodes (lesson 08).
 #
 # Splitting frees memory for more sequences. They share the latency, but bytes grow with them:
 
@@ -613,8 +614,8 @@ title = "Sequence parallelism: the two halves of an all-reduce stand apart"
 show(pictures.sequence_region(4, title), alt=f"{title}; 1/4 of the tokens outside the region")
 
 # %% [markdown]
-# An all-reduce *is* a reduce-scatter, then an all-gather (lesson 04). Now norms and dropout stand
-# between the two, computed once, not $p$ times.
+# A ring all-reduce *is* a reduce-scatter, then an all-gather (lesson 04). Now norms and dropout
+# stand between the two, computed once, not $p$ times.
 #
 # ### Exercise 6 (core): gather and scatter
 #
@@ -685,7 +686,7 @@ check("tensor_parallel-6", in_region)
 # bytes: the input of attention 2, $q$, $k$, $v$ 6, the input of `out` 2; the inputs of the MLP 2,
 # of GELU 8, of the second matrix 8; two norms 4, two dropout masks 2. Together **34** (Korthikanti
 # et al., section 4.1), and $5as/h$ for the scores of $a$ heads: softmax 2, its mask 1, its output
-# after dropout 2. (Flash attention: less, lesson 01.)
+# after dropout 2.
 #
 # Tensor parallelism divides what is inside the regions. Norms, masks and the regions' inputs stay
 # whole: 10. Sequence parallelism divides them, too:
@@ -717,18 +718,16 @@ title = f"On 4 ranks a layer keeps {plain:.0f} KiB, or {least:.0f} with tokens g
 show(compare(p_values, curves, title, x_label="ranks p", y_label="KiB on a rank"), alt=title)
 
 # %% [markdown]
-# (The dots include the norms' statistics.)
-#
-# Norms, and biases added to a split residual stream, have seen only their rank's tokens:
+# Norms, positions, and biases added to a split residual stream, have seen only their rank's tokens:
 # their gradients are partial sums, which `finish_gradients(model)` adds up once per step.
 #
 # **Sequence parallelism divides the other activations, too: all of them if backward gathers inputs
-# again, sending 5/4 of the bytes; else all but those inputs, sending the same bytes.**
+# again, sending 5/4 of the bytes; else all but those inputs, sending a ring's bytes.**
 #
 # ## What to keep
 #
 # - Four all-reduces per layer; those of backward can run beside weight gradients.
-# - A rank with its own random mask, an extra bias or a missing sum gives no error, only another
+# - Masks that differ by rank, an extra bias, or a sum left out by all give no error, only another
 #   model.
 #
 # **Read on**

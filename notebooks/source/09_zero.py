@@ -44,7 +44,7 @@ from course_lib.zero import FlatLayout, ZeRO1, ZeRO2, ZeRO3, lab
 # In mixed precision with Adam a parameter costs 2 bytes, its gradient 2, and the optimizer state
 # 12: an fp32 copy and two moments (lesson 01). That is $16N$ bytes on *every* rank. Stage 1 divides
 # the 12 by $p$, stage 2 also the gradient's 2, stage 3 all 16. A model of 7.5 billion parameters
-# needs 120 GB per rank. How many GB does stage 2 leave on 64 ranks?
+# needs 120 GB per rank. With stage 2 on 64 ranks, how many GB does each hold?
 
 # %% tags=["predict"]
 guess_stage_2 = predict("7.5 billion parameters, stage 2, 64 ranks: a rank holds", unit="GB")
@@ -72,9 +72,9 @@ show(compare(sizes, curves, title, **axes), alt=f"{title}; stage 3: 0.12 GB of 1
 # %% [markdown]
 # The first stage takes the largest part away (12 of 16 bytes), but leaves at least $4N$: parameters
 # and gradients, on any number of ranks. The next picture has measurements: the Ultra-Scale
-# Playbook's runs of a 1.3-billion-parameter model, without ZeRO and with stage 1. A peak also
+# Playbook's runs of a model of 1.34 billion parameters, without ZeRO and with stage 1. A peak also
 # includes activations and buffers, so the line is their peak without ZeRO minus what stage 1 saves
-# on paper, $12N(1 - 1/p)$. On 16 to 128 GPUs the measured peak is 1.4 to 1.9 GiB above the line.
+# on paper, $12N(1 - 1/p)$. Measured peaks lie above it, by 0 (256 GPUs) to 1.9 GiB (128 GPUs).
 
 # %% tags=["picture"]
 from course_lib.zero.pictures import flat_param_shards, stage_1_on_gpus
@@ -83,9 +83,9 @@ figure, alt = stage_1_on_gpus()
 show(figure, alt=alt)
 
 # %% [markdown]
-# Now we measure on real ranks, with a small GPT in bf16: the bytes of all storages that a rank owns
-# after backward. An *engine* is a model with its sharded optimizer, like the course's `ZeRO1`. You
-# will build its parts below.
+# Now we measure on real ranks, with a small GPT in bf16: the bytes of all storages that a rank
+# holds after backward. An *engine* is a model with its sharded optimizer, like the course's
+# `ZeRO1`. You will build its parts below.
 
 # %%
 BATCH = next_tokens(token_batch(0, batch=12, seq=16, vocab=256))
@@ -111,19 +111,20 @@ for zero, stage in enumerate(stages, start=1):
     curves[f"stage {zero}"] = Voices(formula=paper, measurement=found)
 on_4 = ", ".join(f"{curve.measurement[-1]:.0f}" for curve in curves.values())
 title = f"{found[0]:.0f} KiB on a single rank; on 4, stage by stage: {on_4}"
-axes = {"x_label": "ranks p", "y_label": "owned by a rank (KiB)"}
+axes = {"x_label": "ranks p", "y_label": "held by a rank (KiB)"}
 show(compare([*worlds], curves, title, **axes), alt=f"{title}; measured: on the lines")
 
 # %% [markdown]
-# **With Adam in mixed precision, only the optimizer needs most of a rank's state, so one owner per
-# number is enough.**
+# **With Adam in mixed precision, most of a rank's state is used by the optimizer alone: one rank
+# per number can keep it.**
 #
 # ## 2 One flat parameter, equal shards
 #
 # Collectives work best on equal shards, but tensors have all sizes. So we put the tensors side by
 # side in one **flat parameter**, pad it with zeros, and cut *that*. Shards need not begin where
 # tensors begin. Optimizers like SGD and Adam, which update each number independently, can work on
-# pieces of tensors; those that need whole matrices (Shampoo, Muon) have to gather them.
+# pieces of tensors; those that need whole matrices (Shampoo, Muon) have to gather them, or whole
+# tensors have owners (section 10).
 
 # %% tags=["picture"]
 
@@ -156,7 +157,7 @@ explore(row_for, "23 numbers in 4 tensors, cut into equal shards for {p} ranks",
 
 # %% tags=["exercise"] exercise="zero-1"
 def pieces_of(sizes, p, rank):
-    """A list of (index, start, stop): this rank's numbers start .. stop - 1 of tensor index."""
+    """Pieces (index, start, stop): the rank owns tensors[index].flatten()[start:stop]."""
     pieces, begin = [], 0  # begin: where the next tensor begins in the flat parameter
     ### BEGIN SOLUTION: where does each tensor overlap with the shard?
     n = -(-sum(sizes) // p)
@@ -173,17 +174,16 @@ def pieces_of(sizes, p, rank):
 check("zero-1", pieces_of)
 
 # %% [markdown]
-# From here on `FlatLayout` does this: `flatten(tensors)` returns the flat tensor,
-# `shard_slice(rank)` the part of a rank, `views(flat)` the tensors again, `shard_numel` and
-# `padded_numel` their lengths.
+# From here on `FlatLayout.of(tensors, p)` does this: `flatten(tensors)` returns the flat tensor
+# (`padded_numel` numbers), `shard_slice(rank)` a rank's `slice` (`shard_numel` numbers),
+# `views(flat)` the tensors again.
 #
 # **Shard a flat parameter: shards are equal, and each number has exactly one owner.**
 #
 # ## 3 Stage 1: shard the optimizer state
 #
 # After DDP's all-reduce every rank has all gradients. But a rank updates only *its* shard, so it
-# needs an fp32 copy and moments only for this shard. After the step every rank needs all new
-# parameters.
+# needs optimizer state only for this shard. After the step every rank needs all new parameters.
 #
 # ### Exercise 2 (core): step your own shard
 #
@@ -191,23 +191,23 @@ check("zero-1", pieces_of)
 # `make_optimizer([tensor])` returns an optimizer for a tensor;
 # `dist.all_gather_single(flat, shard)` puts all ranks' shards together. Several such objects may
 # exist at once. Budget: one all-gather per step; a rank keeps its shard, the shard's gradient and
-# optimizer state, all in the parameters' dtype. About 8 lines, 15 minutes.
+# optimizer state, all in the parameters' dtype (no fp32 copy here). About 8 lines, 15 minutes.
 #
 # <details><summary>Hint: nothing changes</summary>
-# <code>param = view</code> gives a name to another tensor. <code>param.copy_(view)</code> writes.
+# <code>param = view</code> only renames; <code>param.copy_(view)</code> writes into the parameter.
 # </details>
 # <details><summary>Hint: too many bytes are alive</summary>
-# A slice is a view, and keeps the whole buffer alive: <code>flat[self.mine].clone()</code>. The
-# same holds for the gradient.
+# A slice is a view, and keeps the whole buffer alive. Copy it:
+# <code>flat[self.mine].clone()</code>. The same for the gradient.
 # </details>
 # <details><summary>Hint: the ranks are one step apart</summary>
-# Step first, then gather; what is gathered goes into the parameters at once.
+# Step first, then gather, then copy the result into the parameters, in the same `step()`.
 # </details>
 
 
 # %% tags=["exercise"] exercise="zero-2"
 class ShardedStep:
-    """Stage 1, behind DDP: this rank steps its shard of all trained parameters."""
+    """Stage 1, after DDP's all-reduce: this rank updates its shard of the trained parameters."""
 
     def __init__(self, module, make_optimizer):
         self.params = [param for param in module.parameters() if param.requires_grad]
@@ -240,7 +240,8 @@ check("zero-2", ShardedStep)
 # leave out the all-gather of gradients. A reduce-scatter, the step, an all-gather of *new
 # parameters*: this is `ZeRO1`.
 #
-# **Stage 1 shards the largest part of the state, and in one precision sends as many bytes as DDP.**
+# **With Adam, stage 1 shards the largest part of the state. `ZeRO1` sends as many bytes as DDP, if
+# gradients and parameters have one dtype.**
 #
 # ## 4 Stage 2: shard the gradients
 #
@@ -249,9 +250,9 @@ check("zero-2", ShardedStep)
 #
 # ### Exercise 3 (core): shards of gradients
 #
-# `on_grad` is called when `param.grad` is complete. If this fills a bucket, send the bucket at
-# once, and wait. Inside a bucket, the order may differ from rank to rank; parameters of other
-# buckets may come in between. Backward may run several times before a step: shards add up, until
+# `on_grad` is called when `param.grad` is complete. If this fills a bucket, reduce-scatter it, and
+# return when that is done. Calls for one bucket may come in another order on each rank, mixed with
+# those for others. Backward may run several times before a step: shards of the mean add up, until
 # the step sets the items of `shards` to `None` again. Budget: one reduce-scatter per bucket, in the
 # gradients' dtype; afterwards only the shards are alive. About 10 lines, 20 minutes.
 #
@@ -303,11 +304,11 @@ check("zero-3", ShardedGrads)
 # %% [markdown]
 # After backward $1/p$ of the gradients is left. And *during* backward? The course's engine fills
 # one bucket while it sends another. Four ranks, our small GPT in fp32, buckets of 64 KiB; its
-# embedding is larger and is sent alone. At the peak, what fraction of stage 1's gradients does
-# stage 2 hold?
+# embedding is larger and is sent alone. What is stage 2's peak of gradient bytes, as a fraction of
+# stage 1's?
 
 # %% tags=["predict"]
-guess_fullest = predict("most gradient bytes of stage 2, divided by stage 1's (like 3/4)")
+guess_fullest = predict("peak of gradient bytes, stage 2 / stage 1 (like 3/4)")
 ### GUESS guess_fullest.commit(0.3)
 
 
@@ -329,13 +330,13 @@ reveal(guess_fullest, most[1] / most[0])
 
 # %% tags=["picture", "measured"]
 kib = f"{most[0] / 2**10:.0f} KiB"
-title = f"Stage 1 holds at most {kib}: all gradients, and in the step shards of their mean"
+title = f"Stage 1: at most {kib} of gradients (during the step, also shards of their mean)"
 show(memory(one, title), alt=title)
-title = f"Stage 2 never has more than {most[1] / 2**10:.0f} KiB of them"
+title = f"Stage 2: at most {most[1] / 2**10:.0f} KiB of gradients"
 show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets come and go")
 
 # %% [markdown]
-# Stage 2 holds the shards so far, one bucket being filled, and one being sent.
+# Stage 2 holds the shards of buckets already sent, one bucket being filled, and one being sent.
 #
 # **Under stage 2 a whole gradient lives until its bucket has been sent. Smaller buckets need less
 # memory and pay more latencies.**
@@ -349,9 +350,9 @@ show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets co
 #
 # `whole(shard, layout)` gathers `weight` and `bias`. Write forward and backward; do not change
 # their inputs. Budget: one gather in forward; one gather and one reduce-scatter in backward.
-# Between them, `x` and the shard are alive, afterwards their gradients: no whole parameter. Several
-# layers may exist at once; `x` may be transposed, or have no tokens on one rank. About 9 lines, 20
-# minutes.
+# From forward to backward keep only `x` and the shard, after backward also their gradients: never a
+# whole parameter. Several layers may exist at once; `x` may be transposed in memory, or have no
+# tokens on one rank. About 9 lines, 20 minutes.
 #
 # <details><summary>Hint: never freed</summary>
 # What <code>ctx</code> keeps stays in memory. Save <code>x</code> and <code>shard</code>, and
@@ -420,10 +421,9 @@ reveal(guess_gathers, sizes.count(max(sizes)) / 2)  # in two steps
 
 # %% [markdown]
 # Two modules use that tensor, and our engine gathers it for each in forward and in backward: 4
-# times. (The lookup's backward would not need it.) The largest module sets the peak: split a model
-# into modules of similar size.
+# times. The largest module sets the parameters' peak: split a model into modules of similar size.
 #
-# Do all three stages compute what one process does? Four ranks, three steps, float64.
+# Do all three stages compute what one process does? Four ranks, float64.
 
 
 # %%
@@ -458,22 +458,23 @@ for stage in stages:
 #
 # ## 6 What is sent, and when
 #
-# | | forward | backward | step |
+# | in our engines | forward | backward | step |
 # |---|---|---|---|
 # | DDP | | all-reduce gradients (once per step, lesson 06) | |
 # | stage&nbsp;1 | | | reduce-scatter gradients, all-gather parameters |
 # | stage&nbsp;2 | | reduce-scatter gradients | all-gather parameters |
 # | stage&nbsp;3 | all-gather parameters | the same again, and reduce-scatter gradients | |
 #
-# A reduce-scatter sends as many bytes as an all-gather; a ring all-reduce does both. So what does
-# each stage send, divided by what DDP sends? And stage 3 with 4 micro-batches in a step?
+# A reduce-scatter sends as many bytes as an all-gather; a ring all-reduce does both. If no two
+# modules share a parameter, what does each stage send, divided by what DDP sends? And stage 3 with
+# 4 micro-batches in a step?
 
 # %% tags=["predict"]
 guess_one = predict("bytes of stage 1, as a multiple of DDP's")
 ### GUESS guess_one.commit(1)
 guess_three = predict("bytes of stage 3, as a multiple of DDP's")
 ### GUESS guess_three.commit(2)
-guess_four = predict("the same, with 4 micro-batches")
+guess_four = predict("stage 3 with 4 micro-batches, as a multiple of DDP's (once per step)")
 ### GUESS guess_four.commit(4)
 
 # %%
@@ -509,11 +510,9 @@ show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the
 # %% [markdown]
 # Stages 2 and 3 pay for *every* micro-batch: they keep no whole gradients or parameters from one
 # micro-batch to the next. If you accumulate many micro-batches and have the memory, prefer stage 1.
-# This assumes one precision. If stage 3 gathers bf16 and reduces fp32 (lesson 10), it sends as much
-# as DDP in fp32, twice as much as DDP in bf16.
 #
-# **In one precision and with one micro-batch, stages 1 and 2 send as much as DDP, and stage 3 1.5
-# times as much. Every further micro-batch adds to stages 2 and 3.**
+# **In one dtype, with one micro-batch and no shared parameters, stages 1 and 2 send as much as
+# DDP, and stage 3 1.5 times as much. Every further micro-batch adds to stages 2 and 3.**
 #
 # ## 7 Clip by the whole norm
 #
@@ -522,8 +521,8 @@ show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the
 #
 # ### Exercise 5 (further): one norm for all
 #
-# Scale the shards in place, and return the old norm. If it is below `max_norm`, or 0, do not change
-# the gradient. Budget: one all-reduce of one number. About 6 lines, 10 minutes.
+# Scale the shards in place, and return the old norm. If the norm is at most `max_norm`, or 0, do
+# not change the gradient. Budget: one all-reduce of one number. About 6 lines, 10 minutes.
 #
 # <details><summary>Hint: it hangs</summary>
 # Whether to clip is known only after the all-reduce: every rank makes the call.
@@ -558,7 +557,7 @@ check("zero-5", clip_shards)
 # What only the optimizer needs can stay in the host's memory, which is larger and cheaper
 # (ZeRO-Offload, Ren et al. 2021). In each step the gradient's shard is copied there, the CPU
 # computes the step, and new parameters come back: in bf16, $\frac{2N}{p}$ bytes each way. How long
-# does that take for 7.5 billion parameters on 4 ranks, each over its own PCIe 3 link?
+# does that take for 7.5 billion parameters on 4 ranks, each over its own PCIe 3 link (12 GB/s)?
 
 # %% tags=["predict"]
 guess_transfer = predict("transfers of one step, over PCIe", unit="s")
@@ -583,10 +582,11 @@ reveal(guess_transfer, PCIE.time_s(there) + PCIE.time_s(back))
 
 # %% [markdown]
 # (Our ranks compute on the CPU, so a second buffer stands for the host's memory: bytes are counted,
-# seconds computed from the link.) Add the time of the CPU's step. Under stage 3 the parameters may
-# stay on the host, too; then every gather begins with a transfer.
+# seconds computed from the link.) Under stage 3 the parameters may stay on the host, too; then
+# every gather begins with a transfer.
 #
-# **Offload frees GPU memory at the cost of PCIe transfers, which matter less in a long step.**
+# **Offload frees GPU memory at the cost of PCIe transfers and of a slower optimizer step; both
+# matter less if forward and backward take long.**
 #
 # ## 9 One rank saves
 #
@@ -613,13 +613,14 @@ except RankError as hang:
     raise
 
 # %% [markdown]
-# All ranks gather; *then* rank 0 writes. But the whole state must fit into memory (rank 0's host
-# memory at least), which ZeRO is meant to avoid: at scale each rank saves its own shard
-# (`engine.state_dict()`). But shards for 2 ranks do not fit 3 ranks. Save the full state at $p = 2$
-# under stage 2, continue at $p = 3$ under stage 3: do the losses change?
+# All ranks gather; *then* rank 0 writes. But then the whole state must fit into rank 0's host
+# memory, and one rank writes all of it: at scale each rank saves its own shard
+# (`engine.state_dict()`). Shards for 2 ranks fit 3 ranks only if they are cut anew (lesson 14); a
+# full state fits any number of ranks. Save it at $p = 2$ under stage 2, continue at $p = 3$ under
+# stage 3: are the losses those of one process that never stopped?
 
 # %% tags=["predict"]
-guess_gap = predict("is the resumed loss the same, to 1e-9?", choices=("yes", "no"))
+guess_gap = predict("equal losses, to 1e-9?", choices=("yes", "no"))
 ### GUESS guess_gap.commit("yes")
 
 # %% tags=["measured"]
@@ -635,7 +636,7 @@ print(f"loss from {first[0]:.4f} to {second[-1]:.4f}, never more than {apart:.0e
 #
 # ## 10 The real thing
 #
-# PyTorch has stage 1 as `ZeroRedundancyOptimizer`, behind DDP. It assigns *whole tensors* to ranks.
+# PyTorch has stage 1 as `ZeroRedundancyOptimizer`, beside DDP. It assigns *whole tensors* to ranks.
 # How much of Adam's state does the fullest of 4 ranks keep, compared with a quarter?
 
 # %% tags=["predict"]
@@ -677,9 +678,8 @@ show(compare(range(4), curves, title, **axes), alt=f"{title}; a quarter would be
 
 # %% [markdown]
 # Pieces divide evenly; whole tensors suit optimizers that need matrices. (PyTorch's stage 3,
-# `fully_shard`, is in lesson 10.) DeepSpeed is where ZeRO was first implemented. Where it is
-# installed, the next cell runs it. *Alive* counts all tensors that Python still refers to after the
-# step.
+# `fully_shard`, is in lesson 10.) DeepSpeed had ZeRO first; where it is installed, the next cell
+# runs it. *Alive*: all tensors that Python still refers to after the step.
 
 # %% tags=["measured"]
 from course_lib.frameworks import missing
@@ -699,17 +699,16 @@ for zero in (1, 2, 3):
 # | between steps, fp32 | ours | DeepSpeed adds |
 # |---|---|---|
 # | stages 1 and 2 | $4N$ parameters, $8N/p$ moments | $4N/p$: an fp32 copy of its shard |
-# | stage 3 | $4N/p$ parameters, $8N/p$ moments | same; $4N/p$ gradients; a bucket; $4N$ gathered |
+# | stage 3 | $4N/p$ parameters, $8N/p$ moments | $4N/p$ copy, $4N/p$ gradients, bucket, $4N$ kept |
 #
-# The copy is the *master* that 16-bit training needs (section 1); the optimizer makes it for fp32
-# models, too. Stage 3's buffers for gradients and for a bucket are allocated once and kept, so that
-# no step allocates *them*: on a GPU, allocation costs time and fragments memory. And stage 3
-# gathers tensors of at most `stage3_param_persistence_threshold` ($10^5$) numbers again after each
-# step, and keeps them: freeing a bias saves almost nothing, and gathering it costs a latency.
-# Larger tensors stay only within a step, if used again soon (`stage3_max_reuse_distance`, $10^9$
-# numbers). All tensors of our model are small.
+# The copy is the *master* that 16-bit training needs (section 1), here made for an fp32 model, too.
+# Stage 3's buffers for gradients and for a bucket (here $2^{14}$ numbers; default $5\cdot10^8$) are
+# allocated once and kept: on a GPU, allocation costs time and fragments memory. And stage 3 keeps
+# small tensors whole (`stage3_param_persistence_threshold`: $10^5$ numbers), gathered once after
+# each step: freeing them saves little, and gathering costs latencies. All tensors of our model are
+# small. Stages 1 and 2 use an all-reduce for gradients by default, so send more than in section 6.
 #
-# **The frameworks compute the same numbers; they differ in what they keep.**
+# **The frameworks compute the same numbers; they differ in what they keep and send.**
 #
 # ## 11 What would you choose?
 #
@@ -724,26 +723,23 @@ zero_explorer()
 # %% [markdown]
 # (Activations and buffers are not included. No stage shrinks activations.)
 #
-# **Begin with the lowest stage that fits, activations included; a higher one pays if the memory it
-# frees allows larger micro-batches.**
+# **Begin with the lowest stage that fits, activations included; a higher one can be faster, for
+# example if the memory it frees allows larger micro-batches.**
 #
 # ## What to keep
 #
 # - With Adam in mixed precision, DDP keeps 16 bytes per parameter on every rank. Stage 1 shards 12,
 #   stage 2 two more, stage 3 the rest.
-# - Flat parameters, equal shards: a number has one owner, and pieces of tensors are enough for
-#   Adam.
-# - In one precision, stages 1 and 2 send what DDP sends, stage 3 1.5 times as much; from stage 2 on
-#   every micro-batch communicates.
+# - Flat parameters, equal shards: a number has one owner; pieces of tensors are enough for Adam.
+# - In one dtype and with one micro-batch, stages 1 and 2 send what DDP sends, stage 3 1.5 times as
+#   much; in stages 2 and 3 every micro-batch communicates.
 # - Memory is freed when nothing refers to it, not even a view. Look at the storages.
-# - What concerns all parameters (a norm, a file) concerns all ranks.
 #
-# Lesson 10 makes stage 3 fast: it gathers the next block while this one computes.
+# Lesson 10 makes stage 3 fast.
 #
 # **Read on**
 #
 # - Rajbhandari et al. 2020, *ZeRO*: section 5 the stages, section 7 what they send.
 # - Ren et al. 2021, *ZeRO-Offload*: which part of a step belongs on the CPU.
 # - Xu et al. 2020, *Automatic cross-replica sharding of weight update*: stage 1 in a compiler.
-# - Zhao et al. 2023, *PyTorch FSDP*: stage 3 as PyTorch built it (lesson 10).
 # - Tazi et al. 2025, *The Ultra-Scale Playbook*, on ZeRO: measured on H100 GPUs.

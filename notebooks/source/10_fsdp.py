@@ -54,10 +54,10 @@ from course_lib.ranks import RankError, Ranks
 # | DeepSpeed's stage 3 | each parameter, flattened | numbers of one parameter |
 #
 # Why did FSDP2 give up flat parameters (lesson 09)? A flat parameter has one dtype and one
-# `requires_grad`, and its shards are 1-D pieces (`use_orig_params` names them). With a shard of
-# each parameter, `.grad` keeps its dimensions; frozen parameters, even of another dtype, fit into
-# any unit; a checkpoint needs no flat layout. The price: copies in and out of the buffer, and up to
-# $p-1$ rows of padding per parameter. Messages are the same; bytes too, except for padding.
+# `requires_grad`, and its shards are 1-D pieces. With a shard of each parameter, `.grad` keeps its
+# number of dimensions; frozen parameters, even of another dtype, fit into any unit; a checkpoint
+# needs no flat layout. The price: copies in and out of the buffer, and up to $p-1$ rows of padding
+# per parameter. FSDP1 sends the same messages, without this padding.
 #
 # Of the parameters, a rank holds at most its shards; the root, whole from forward to backward; and
 # a block. While a unit (even the root) is copied out of the buffer, it is there twice. GPT-2 in
@@ -102,8 +102,8 @@ figure = compare(range(len(held)), Voices(formula=paper, measurement=held), titl
 show(figure, alt=f"{title}; each dot lies on the line")
 
 # %% [markdown]
-# The model is never whole: otherwise the curve would keep rising. A thin peak is a unit being
-# copied out; GPT-2's highest peak is its root's.
+# The model is never whole: otherwise the curve would keep rising. A peak is a unit being copied
+# out, or the next one's buffer beside it (section 4); GPT-2's highest is its root's.
 #
 # ### Exercise 1 (core): shard and gather a parameter
 #
@@ -116,7 +116,7 @@ show(figure, alt=f"{title}; each dot lies on the line")
 # <details><summary>Hint: ranks have unequal rows</summary>
 # Copy them into a zeroed buffer of $m$ rows; after the gather, cut off the tail.
 # </details>
-# <details><summary>Hint: the whole parameter stays alive</summary>
+# <details><summary>Hint: if the whole parameter stays alive</summary>
 # A slice is a view: <code>.clone()</code>.
 # </details>
 
@@ -171,7 +171,7 @@ check("fsdp-1", ShardedParam)
 # gradient, unless it is None. In evaluation the output has no gradient: check
 # <code>output.requires_grad</code>.
 # </details>
-# <details><summary>Hint: the second backward sends nothing</summary>
+# <details><summary>Hint: if your second backward sends nothing</summary>
 # <code>missing</code> has to be full again.
 # </details>
 
@@ -246,15 +246,14 @@ for p, ranks in {2: pair, 4: four}.items():
     print(f"{p} ranks, after 3 steps: as one process, within 1e-12: {near}")
 
 # %% [markdown]
-# **Freed after forward, a block is gathered twice and reduced once per micro-batch; in between a
-# rank has only its shard.**
+# **Freed after forward, a block's parameters are gathered twice and its gradients reduced once per
+# micro-batch; otherwise a rank has only its shards.**
 #
 # ## 3 To free or not to free
 #
 # Why free a block after forward, if backward needs it again? With `reshard_after_forward=False` it
 # stays. Plain data parallelism all-reduces its gradients, and a ring all-reduce is a reduce-scatter
-# and an all-gather. In fp32, how many times as much as this does FSDP send, if it frees blocks, and
-# if it does not?
+# and an all-gather. In fp32, FSDP sends how many times these bytes if it frees blocks? If not?
 
 # %% tags=["predict"]
 guess_free = predict("freed after forward: bytes sent, as a multiple of plain DP's (like 4/3)")
@@ -283,7 +282,7 @@ show(memory(peaks, title), alt=f"{title}: bars at the fullest moment of a step")
 # Without a root it would be 1.5: the root is gathered once, because it is needed last in forward
 # and first in backward.
 #
-# With `reshard_after_forward=2`, each rank keeps half of the block: a pair of ranks has all of it.
+# With `reshard_after_forward=2`, each rank keeps half of the block; backward gathers in pairs.
 #
 # **In one precision, with one micro-batch, freeing after forward sends up to 1.5 times as much as
 # plain data parallelism (padding apart), and saves the memory of all blocks between the passes.**
@@ -291,8 +290,8 @@ show(memory(peaks, title), alt=f"{title}: bars at the fullest moment of a step")
 # ## 4 Which gather is launched when
 #
 # An emulated link and five layers that sleep (lesson 06); each gather takes about as long as a
-# forward. *On demand*, a gather waits until it is needed. How long is a step if the next one is
-# launched before this layer computes?
+# layer's forward, its backward twice that. *On demand*, a gather waits until it is needed. How long
+# is a step if the next gather is launched before this layer computes?
 
 # %%
 from course_lib.core.chrome_trace import trace_of_events
@@ -333,22 +332,23 @@ for kind, start_s, seconds in trace_reading.exposed_transfers(trace, 0)[:3]:
 
 # %% [markdown]
 # By prediction, three messages stay exposed: the first gather of each pass, and the last reduce.
-# (With a root, its backward would hide the second gather.)
+# (With a root, its backward hides the first gather of backward.)
 #
 # ### Exercise 3 (core): the asynchronous prefetch
 #
 # `before_forward(i)` and the other three are called around the computation of unit $i$; units count
 # from 0, without a root. `unit.allocate()` returns memory for the whole unit, `unit.shard` is what
 # to send, `unit.free()` gives the memory back. When unit $i$ computes it is whole, and the gather
-# of the next unit of this pass is launched, but **not** waited for. Launch no gather twice; at most
-# two units are allocated if forward frees. Free after backward, and after forward if
-# `reshard_after_forward`. Checked: the order of calls. About 13 lines, 25 minutes.
+# of the next unit of this pass is launched, but **not** waited for. Gather no unit that is
+# allocated; at most two units are allocated if forward frees. Free after backward, and after
+# forward if `reshard_after_forward`. `use` and `free` are your own helpers. Checked: the order of
+# calls. About 13 lines, 25 minutes.
 #
 # <details><summary>Hint: a call that does not wait</summary>
 # <code>work = dist.all_gather_single(whole, shard, async_op=True)</code>; later
 # <code>work.wait()</code>.
 # </details>
-# <details><summary>Hint: twice the same</summary>
+# <details><summary>Hint: if the same is gathered twice</summary>
 # <code>use(number, following)</code> serves both passes, if it skips a unit that does not exist.
 # </details>
 
@@ -402,16 +402,16 @@ class Prefetch:
 check("fsdp-3", Prefetch)
 
 # %% [markdown]
-# Now 8 billion parameters, gathered in bf16, on 8 GPUs, 2,048 tokens each. Larger units mean fewer
-# latencies, but more memory. Over which link is this too few (lesson 01)?
+# Now 8 billion parameters, gathered in bf16, kept and reduced in fp32, on 8 GPUs. Larger units mean
+# fewer latencies, but more memory. Over which link are 2,048 tokens too few to hide the gathers?
 
 # %% tags=["picture"]
 explorer.fsdp_explorer()
 
 # %% [markdown]
 # **Launch the next gather before this unit computes. Where communication takes no longer than the
-# computation beside it, only the first gather of each pass (in backward, computing the whole root
-# hides it) and the last reduction are exposed.**
+# computation beside it, only the first gather and the last reduction are exposed; without a root,
+# the first gather of backward, too.**
 #
 # *A good place for a break.*
 #
@@ -472,10 +472,10 @@ show(figure, alt=alt)
 # and its shard of $S/s$ bytes all-reduced across nodes, among ranks at the same place. Memory:
 # $1/s$ of the model, not $1/p$.
 #
-# Sharded over all $p$, a ring sends $3\frac{p-1}{p}S$ through the slow link, for two gathers and a
-# reduction; hybrid $2\frac{R-1}{R}\frac{S}{s}$ per rank. (Here each rank has its own link out of
-# the node; if a node shares one, all its ranks' shards pass it.) On 2 nodes of 2 ranks, without
-# computation, how many times as fast is a hybrid step?
+# Sharded over all $p$, each rank of a ring sends $3\frac{p-1}{p}S$ per unit, for two gathers and a
+# reduction; hybrid only $2\frac{R-1}{R}\frac{S}{s}$ across nodes. (Here each rank has its own link
+# out of the node.) On 2 nodes of 2 ranks, how many times as fast as the fully sharded step is a
+# hybrid one? (Gathers inside take time, too.)
 
 # %% tags=["predict"]
 fast = Link(name="fast Ethernet", latency_s=1e-3, bytes_per_s=40e6)
@@ -515,7 +515,7 @@ show(timelines(rows, title, link=two_nodes), alt=title)
 # the mean over *all* ranks. Budget: a reduce-scatter inside, an all-reduce of the shard across.
 # About 10 lines, 20 minutes.
 #
-# <details><summary>Hint: it hangs</summary>
+# <details><summary>Hint: if it hangs</summary>
 # <code>dist.new_group(ranks)</code> must be called by all ranks, members or not, in the same order.
 # </details>
 
@@ -557,8 +557,7 @@ check("fsdp-4", Hybrid)
 #
 # With $m$ micro-batches (lesson 02), each backward reduce-scatters, and shards of gradients add up.
 # Or, in `no_sync()`, nothing is reduced until the last one, and whole gradients wait. With 4
-# micro-batches on 4 ranks, how many times as much does reducing every time send as reducing only at
-# the end?
+# micro-batches on 4 ranks, by what factor do the bytes sent grow if every backward reduces?
 
 # %% tags=["predict"]
 guess_sync = predict("bytes if every backward sends, as a multiple of those if the last one does")
@@ -569,13 +568,13 @@ every, last = (four.run(lab.one_step, spec, BATCH, 4, sync)[0] for sync in (True
 times = sent_bytes(every[1], 4) / sent_bytes(last[1], 4)
 reveal(guess_sync, times)
 held = {"sync every time": every[0], "sync at the end": last[0]}
-at_once, waiting = (max(one.bytes_by_kind["grads"]) / 2**10 for one in held.values())
-title = f"Gradients: {at_once:.0f} KiB if they leave at once, {waiting:.0f} KiB if they wait"
+at_once, waiting = (one.peak_bytes() / 2**20 for one in held.values())
+title = f"A rank holds {at_once:.2f} MiB if gradients leave at once, {waiting:.2f} MiB if they wait"
 show(memory(held, title), alt=f"{title}; {times:.2f} times the bytes sent")
 
 # %% [markdown]
 # Parameters are gathered in every micro-batch either way, so `no_sync()` saves a smaller share than
-# in DDP, and costs $4N$ bytes of gradients, which FSDP is meant to shard.
+# in DDP, and keeps whole gradients, $4N$ bytes, instead of shards.
 #
 # **Accumulating under FSDP saves either memory or bytes sent, not both.**
 #
@@ -584,8 +583,8 @@ show(memory(held, title), alt=f"{title}; {times:.2f} times the bytes sent")
 # Clipping and a full state dict need all shards, so *every rank* calls `model.clip_grad_norm_(1.0)`
 # or `model.full_state_dict()`.
 #
-# **Break it.** Some models skip blocks at random; here each rank draws its own random numbers: rank
-# 1 skips block 1. What happens?
+# **Break it.** Some models skip blocks at random. If each rank draws its own random numbers, they
+# differ: let rank 1 skip block 1. What happens?
 
 # %% tags=["predict"]
 guess_skip = predict("rank 1 skips a block", choices=("an error", "wrong numbers", "nothing"))
@@ -614,9 +613,9 @@ except RankError:
 
 # %% [markdown]
 # Blocks have equal sizes: the *gather* of block 2 on rank 1 matches that of block 1 on rank 0, and
-# both compute with rows of two blocks. The error comes only in backward: rank 1, one call ahead,
-# reduce-scatters where rank 0 gathers (our ranks compare calls; NCCL would not report it). Draw the
-# *same* random numbers on all ranks, or run every unit on every rank.
+# both compute with rows of both. The error comes only in backward: rank 1, one call ahead,
+# reduce-scatters where rank 0 gathers (our ranks compare calls; NCCL would not report it). Draw
+# equal random numbers on all ranks, or run every unit on every rank.
 #
 # **Every rank must gather the same units in the same order.**
 #
@@ -646,17 +645,17 @@ reveal(guess_kept, results["ours"].kept)
 # %% [markdown]
 # `fully_shard` has our layout, and makes each shard a `DTensor`, which knows the whole shape: so
 # FSDP composes with tensor parallelism, and a checkpoint fits other numbers of ranks. Lesson 09
-# explains what else DeepSpeed keeps. (Here PyTorch frees the root, too, and sends more bytes. Times
-# are from a busy CPU.)
+# explains what else DeepSpeed keeps. (Here PyTorch frees the root, too, and sends more bytes.)
 #
 # **The engines compute the same numbers; they differ in what they keep and when they communicate.**
 #
 # ### Exercise 5 (core): which transfers are exposed?
 #
-# A *trace* (lesson 06, exercise 6) shows when they communicate. `computing(trace, pid)` gives the
-# intervals in which a rank computes, without waits. For each transfer (`cat` in
-# `COMMUNICATION_KINDS`) that is exposed for at least 1 µs return `(kind, start_s, exposed_s)`, the
-# most exposed first. Transfers may overlap; each counts by itself. About 7 lines, 15 minutes.
+# A *trace* (lesson 06, exercise 6; in µs) shows when ranks communicate. `computing(trace, pid)`
+# gives the intervals in which a rank computes, without waits. For each transfer (`cat` in
+# `COMMUNICATION_KINDS`) of which at least 1 µs lies outside (is *exposed*) return
+# `(cat, start_s, exposed_s)` in seconds, the most exposed first. Transfers may overlap; each counts
+# by itself. About 7 lines, 15 minutes.
 #
 # <details><summary>Hint: what two intervals share</summary>
 # From the later start to the earlier end, if that is not negative.
@@ -704,8 +703,8 @@ for name, (_, one_s, two_s) in beside.STUDY.items():
 reveal(guess_bert, one_s / two_s)
 
 # %% [markdown]
-# The GPT-2 gained more, probably because it sends less: bytes depend on the parameters, not on the
-# tokens of a GPU. The losses can be checked quickly, with tiny versions of both and our FSDP.
+# The GPT-2 gained more, probably because it sends less: bytes depend on the parameters, not on
+# how many tokens a GPU gets. Two ranks reach one's losses, as tiny versions show.
 
 # %% tags=["picture", "measured"]
 curves = {}
@@ -720,27 +719,24 @@ axes = {"x_label": "step", "y_label": "loss", "names": names}
 show(compare(range(60), curves, title, **axes), alt=f"{title}; the dots lie on the lines")
 
 # %% [markdown]
-# On your GPUs, one command trains that GPT-2;
-# compare with `--ranks 1`:
+# On your GPUs, this trains that GPT-2; compare with `--ranks 1`:
 #
 # `python -m course_lib.train --ranks 2 --strategy fsdp --model gpt2-char --data shakespeare`
 #
 # For the BERT, `--model bert-dialogues --data dialogues`. To time one step beside PyTorch's:
 # `cluster/exercises/10_fsdp.py --model gpt2-char`.
 #
-# **Predict the speedup of two GPUs before you rent them: computing is halved, communication is
-# added.**
+# **Predict the speedup before you rent GPUs: computing is divided, communication is added.**
 #
 # ## What to keep
 #
 # - A block is gathered, used, freed, twice. Peak: shards, root, two blocks or a second root.
 # - In one precision and micro-batch, freed after forward: up to 1.5 times plain DP's bytes.
-# - Prefetch hides gathers as long as the link is as fast as the layers; with equal units, one ahead
-#   is enough.
+# - Prefetch hides gathers as long as the link is as fast as the layers.
 # - Compute in bf16; keep, and sum over many ranks, in fp32.
 #
 # **Read on**
 #
 # - Zhao et al. 2023, *PyTorch FSDP*, sections 3 and 4: flat parameters, overlap, memory.
-# - PyTorch documentation, `torch.distributed.fsdp.fully_shard`: FSDP2 beside FSDP1.
+# - PyTorch, `torch.distributed.fsdp.fully_shard`: FSDP2 beside FSDP1.
 # - Liang et al. 2024, *TorchTitan*, section 2: FSDP2 with tensor and pipeline parallelism.

@@ -2,11 +2,9 @@
 # # 11 The mesh: combine the methods
 #
 # **Question.** Data parallelism splits the batch, tensor parallelism the matrices, pipeline
-# parallelism the layers. Large models are trained with all of them at once. Which ranks share what,
-# what do they send each other, and which of them should be neighbors?
-#
-# The answer is a grid of ranks with named axes, the *mesh*: each method communicates along one axis
-# and does not notice the others.
+# parallelism the layers. Large models are trained with all of them at once, on a grid of ranks with
+# named axes, the *mesh*. Which ranks share what, what do they send each other, and which of them
+# should be neighbors?
 #
 # *After this lesson you can*
 #
@@ -107,9 +105,9 @@ def group_of(sizes, rank, axis):
 check("mesh-1", group_of)
 
 # %% [markdown]
-# A coordinate becomes communication through a process group. `RankMesh` makes this rank's three
-# with `dist.new_group`; PyTorch's `init_device_mesh` does the same. Every rank brings $10^r$, and
-# the ranks of each dp group add up. What does rank 5 get?
+# A coordinate becomes communication through a process group. Every rank calls `dist.new_group` for
+# all twelve; `RankMesh` keeps its own three (PyTorch's `init_device_mesh` is alike). Every rank
+# brings $10^r$, and the ranks of each dp group add up. What does rank 5 get?
 
 # %% tags=["predict"]
 guess_sum = predict("sum over dp on rank 5, if rank r brings 10**r")
@@ -150,9 +148,9 @@ for axis, found in sums.items():
 # How much is that? A rank has $L/p$ layers and computes $b/d$ of the sequences. Along tp it
 # all-reduces, over all micro-batches, $bsh/d$ numbers four times per layer. Along dp it all-reduces
 # the gradients of *its* parameters, about $N/pt$ numbers: the other two axes make data parallelism
-# cheaper. In a ring of $k$ ranks, each sends $2(k-1)/k$ times a tensor's bytes. Llama 2 7B in bf16
-# on 64 GPUs, 256 sequences of 4,096 tokens: how many times as much does a rank send along tp as
-# along dp?
+# cheaper. In a ring of $k$ ranks, each sends $2(k-1)/k$ times a tensor's bytes. Llama 2 7B,
+# gradients too in bf16, on 64 GPUs, 256 sequences of 4,096 tokens: how many times as much does a
+# rank send along tp as along dp?
 
 # %% tags=["predict"]
 from course_lib.mesh.cost import MeshStep, axis_sent_bytes
@@ -225,7 +223,7 @@ check("mesh-2", finish_step)
 # | sequences | **different** | the same | the same |
 # | initial weights | the same | those of its layers | its shard of the same weights |
 # | dropout masks of whole tensors | **different** | **different** | the same |
-# | gradients | **averaged** | their own | their own; equal if the parameter is whole |
+# | gradients | **averaged** | their own; a tied embedding's added | their own; equal if whole |
 # | loss | **averaged** | known on the last stage, which tells the others | the same |
 #
 # All ranks build the same model from one seed, and a rank's sequences depend on its *dp
@@ -259,8 +257,8 @@ def backward(mesh, replica, pipeline, data_axis="dp"):
 
 
 # %% [markdown]
-# The library's `MeshTrainer` (`course_lib/mesh/training.py`) does the same for any sizes, with
-# clipping and ZeRO. Four steps in float64 on 2 × 2 × 2 ranks, and on one: are losses and weights
+# `MeshTrainer` (`course_lib/mesh/training.py`) does the same for all sizes that fit, with clipping
+# and ZeRO-1. Four steps in float64 on 2 × 2 × 2 ranks, and on one: are losses and weights
 # the same, except for rounding?
 
 # %% tags=["predict"]
@@ -281,8 +279,8 @@ for optimizer, how in ways.items():
     reveal(guess_same, "yes" if same else "no")
 
 # %% [markdown]
-# Did each axis send what section 2 says? The group of a recorded call tells its axis. Here batches
-# are small, so dp weighs more than in a 7B model.
+# Did each axis send section 2's bytes, and those of the embedding? The group of a recorded call
+# tells its axis. Here batches are small, so dp weighs more than in a 7B model.
 
 # %% tags=["picture"]
 rank = 0
@@ -333,8 +331,8 @@ show(figure, alt=f"{title}, after 10 steps on one batch")
 # All shapes fit, so nothing fails. But a tensor group adds up partial results of *different*
 # sequences: one rank looks up the tokens of one half of the batch (in its half of the vocabulary),
 # the other those of the other half. The targets are mixed, too: this "loss" is the loss of no text,
-# and that it is lower means nothing. **A falling loss proves nothing about a mesh; the comparison
-# with one process does, in the first step.**
+# and that it is lower means nothing. **A falling loss proves nothing about a mesh; comparing losses
+# and gradients with one process does.**
 #
 # *This is a good place for a break.*
 #
@@ -427,7 +425,7 @@ check("mesh-3", clip)
 # The order of the axes changes no result (up to rounding), only which messages cross nodes. Take
 # two nodes of four ranks, and a link between them that is ten times slower than those inside. With
 # tp innermost, a tensor group is two neighbors in a node; with tp outermost, rank 0's partner is
-# rank 4, on the other node. How many times as long does the communication of a step take then?
+# rank 4, on the other node. How many times as long does the busiest rank (not rank 0) communicate?
 
 # %% tags=["predict"]
 from course_lib.mesh.cost import all_orders, axis_seconds, mesh_step_s
@@ -452,7 +450,7 @@ show(pictures.mesh_grid(outermost, 4, title), alt=f"{title}: ranks 0 and 4, 1 an
 
 # %% [markdown]
 # Eight real ranks on emulated links train in all six orders, in turns. (A measured step also
-# computes, and eight ranks share your processors.)
+# computes, and a stage waits for the other stage's calls.)
 
 # %% tags=["picture", "measured"]
 wired = Ranks(8, link=two_nodes)
@@ -480,10 +478,10 @@ claim("an all-reduce between nodes takes longer", tp_ms[outermost] > tp_ms[cube]
 show(pictures.axis_traces(traces, title, two_nodes), alt=f"{title}; rank 0, by axis")
 
 # %% [markdown]
-# Forward and backward look slow, but it is the calls inside of them that wait for the link. Both
-# runs have the same code; a trace with the group of every call shows the difference.
+# Forward and backward look slow, but the calls inside of them wait for the link; in the gaps rank 0
+# waits for the other stage (receives are not drawn).
 #
-# ### Exercise 4 (further): find the misplaced axis
+# ### Exercise 4 (further): find the axis that waits longest between nodes
 #
 # Given a mesh and the events of one step on all ranks (`event.rank`, `.group`, `.duration_s`,
 # `.num_bytes`): return the name of the axis along which rank 0's calls *across nodes* take most
@@ -516,8 +514,8 @@ check("mesh-4", misplaced)
 # %% [markdown]
 # ### All orders of a cluster
 #
-# 64 H100 on 8 nodes, by formula. Move an axis outward, and look at which groups leave their node.
-# What happens at tp = 16?
+# 64 H100 on 8 nodes, by formula, with one link of 50 GB/s between nodes (NCCL uses all eight). Move
+# an axis outward, and look at which groups leave their node. What happens at tp = 16?
 
 # %% tags=["picture"]
 from course_lib.mesh.explorer import mesh_explorer
@@ -545,7 +543,7 @@ show(figure, alt=alt)
 # (The link is not all that changes: matrices get thinner as well. On each of these clusters no run
 # is faster than the best one with tp = 1.)
 #
-# And outermost? There is no single answer. By default Megatron-LM has pp outermost, then dp, cp,
+# And outermost? By default Megatron-LM has pp outermost, then dp, cp,
 # tp; so has torchtitan. Llama 3 405B had dp outermost, then pp, cp, tp (Grattafiori et al. 2024,
 # section 3.3.2): FSDP prefetches parameters and reduces gradients during computation, so it
 # tolerates the longest distance.
@@ -600,7 +598,7 @@ if len(sent) == 2:
 #
 # `mesh["dp", "tp"]` is a sub-mesh. FSDP then shards a `DTensor` that is split along tp already. It
 # knows its axes, so `clip_grad_norm_` and a checkpoint need no list as in section 4 (except for
-# pp). The plan has to cover all parameters, norm layers by `SequenceParallel`; otherwise
+# pp). The plan has to cover all parameters, norms for example by `SequenceParallel`; otherwise
 # `clip_grad_norm_` fails (PyTorch 2.13).
 #
 # On your cluster, one command times all orders of a mesh:
@@ -616,8 +614,6 @@ if len(sent) == 2:
 # - Clipping: add shards, count copies once. Average over dp once.
 # - tp innermost and inside a node.
 #
-# Lesson 12 chooses the sizes.
-#
 # **Read on**
 #
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*, section 3: how the three
@@ -625,5 +621,5 @@ if len(sent) == 2:
 # - Grattafiori et al. 2024, *The Llama 3 Herd of Models*, section 3.3.2: four axes in order.
 # - Liang et al. 2024, *TorchTitan*, section 2: the same composition with DeviceMesh and DTensor.
 # - Tazi et al. 2025, *The Ultra-Scale Playbook*, "5D Parallelism in a Nutshell".
-# - PyTorch tutorials, *Getting Started with DeviceMesh*.
+# - PyTorch, *Getting Started with DeviceMesh*.
 # - NVIDIA Megatron-LM, `megatron/core/parallel_state.py`: `RankGenerator` and its `order`.

@@ -7,7 +7,7 @@
 # *After this lesson you can*
 #
 # - summarize the records of many ranks in one line of a table;
-# - compute from two runs how far a batch scales;
+# - compute from two runs up to how many ranks a batch stays efficient;
 # - explain where measurement and prediction differ;
 # - compute the cost of a study before it runs.
 #
@@ -20,7 +20,7 @@
 # | $p$ | `run.ranks` | ranks of a run |
 # | $T_1$, $T_p$ | `step_s` | seconds of a step, on one rank and on $p$ |
 # | throughput | `tokens_per_s` | tokens per second, all ranks together |
-# | overhead | `overhead_percent` | $(T_p / T_1 - 1) \cdot 100$ |
+# | overhead | `overhead_percent` | $(T_p / T_1 - 1) \cdot 100$; below 0: faster |
 # | factor | `throughput_factor` | throughput on $p$ ranks divided by that on one |
 # | efficiency | `efficiency_percent` | $\text{factor} / p \cdot 100 = T_1 / (p\,T_p) \cdot 100$ |
 # | $N$, $D$ | | parameters of a model, tokens in a step |
@@ -109,9 +109,10 @@ print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {wit
 #   these means, and the largest peak of any rank.
 #
 # A step has `start_s`, `end_s`, `num_tokens`, `memory_bytes`; the peak is in
-# `record.run["memory"]["peak"]`. Ranks may differ in their numbers of steps. 9 lines, 15 minutes.
+# `record.run["memory"]["peak"]`. The first `warmup` steps of each rank do not count, except for the
+# peak. Ranks may differ in their numbers of steps. 9 lines, 15 minutes.
 #
-# <details><summary>Hint: DP is right, TP is twice too much</summary>
+# <details><summary>Hint: if the tokens of DP are right, of TP twice too many</summary>
 # One copy has <code>tp * pp</code> ranks. For each copy, take the largest of its last
 # <code>tp</code> numbers; then sum over copies.
 # </details>
@@ -174,7 +175,7 @@ check("scaling_study-1", experiment_of)
 
 # %% tags=["exercise"] exercise="scaling_study-2"
 def limit_of(experiment, alone, percent):
-    """Efficiency in per cent, fixed seconds, the most ranks with an efficiency of percent."""
+    """Efficiency in per cent, fixed seconds, the most ranks with at least percent efficiency."""
     ### BEGIN SOLUTION: the run of one rank with the same work; then two equations
     one = next(found for found in alone if found.run.work == experiment.run.work)
     ranks, step_s = experiment.run.ranks, experiment.step_s
@@ -197,16 +198,15 @@ found = against(two, one)
 words = f"overhead {found.overhead_percent:+.0f} %, factor {found.throughput_factor:.2f}"
 print(f"your two ranks: {words}, efficiency {found.efficiency_percent:.0f} %")
 split = StrongScaling.of(one.step_s, 2, two.step_s)
-print(f"fixed: {1e3 * split.fixed_s:.1f} ms; 80 % on up to {split.most_ranks(80)} rank(s)")
+print(f"fixed: {1e3 * split.fixed_s:.1f} ms; at least 80 % on up to {split.most_ranks(80)} rank(s)")
 
 # %% [markdown]
 # The PCIe study calls about 80 % good, and less than 70 % poor. With a fixed global batch this is
 # **strong scaling**: each rank computes less, but the all-reduce keeps its size. If the batch grows
 # with the ranks (weak scaling), efficiency looks better, but the training differs (section 6).
 #
-# Does the formula hold on real machines? The Ultra-Scale Playbook (Tazi et al. 2025) trained 1.3
-# billion parameters with data parallelism on up to 256 H100 GPUs. The line is fitted only to its
-# runs on 16 and 32 GPUs.
+# The Ultra-Scale Playbook (Tazi et al. 2025) trained 1.3 billion parameters with data parallelism
+# on up to 256 H100 GPUs. The line is fitted only to its runs on 16 and 32 GPUs.
 
 # %% tags=["picture"]
 figure, alt = pictures.published_scaling()
@@ -214,16 +214,16 @@ show(figure, alt=alt)
 
 # %% [markdown]
 # These two runs predict those on 64 and 128 GPUs. On 256 each GPU has only one sequence: most
-# likely its backward pass is too short to overlap the all-reduce, so the fixed part has grown. A
-# fit holds as long as the bottleneck stays the same. (The runs also differ in their micro-batches.)
+# likely its backward pass is too short to hide the all-reduce, so the fixed part has grown. A fit
+# holds as long as the bottleneck stays the same. (The runs' micro-batches also differ in size.)
 #
 # **An efficiency needs its baseline: the same model, the same batch, the same accumulation.**
 #
 # ## 3 What is a step, and when is it over?
 #
-# With 4 micro-batches per step, the PCIe study first ran 800 steps where 200 were meant. A clock
-# can mislead, too: a GPU queues work and completes it later. So does `lab.EmulatedDevice`, whose
-# backward pass takes 30 ms. After 100 of them, what does the clock say?
+# With 4 micro-batches per step, the PCIe study first ran 800 steps where 200 were meant. The clock
+# is a second trap: a GPU queues work and completes it later. So does `lab.EmulatedDevice`, whose
+# backward takes 30 ms. After 100 of them, what does the clock say?
 
 # %% tags=["predict"]
 guess_clock = predict("the clock after 100 times backward", unit="s")
@@ -242,11 +242,11 @@ print(f"after synchronize(): {device.now_s():.2f} s")
 #
 # A step is `accumulated` micro-batches, each `device.backward(next(micro_batches))`, where a
 # micro-batch here is just its number of tokens; then `device.step()`. Run `steps` steps, of which
-# the first `warmup` (0 or more) do not count, and draw no further micro-batches. Return seconds and
-# tokens of the other steps, not rounded. The device may still be busy at first. About 10 lines, 15
-# minutes.
+# the first `warmup` (0 or more) do not count; take exactly `steps * accumulated` micro-batches.
+# Return seconds (by `device.now_s()`) and tokens of the other steps, not rounded. Earlier work may
+# still run on the device: do not time it. About 10 lines, 15 minutes.
 #
-# <details><summary>Hint: a few thousandths of the right time</summary>
+# <details><summary>Hint: if your time is a few thousandths of the right one</summary>
 # That is how long launching takes. <code>device.synchronize()</code> waits; you need it twice:
 # before the clock starts, and before it is read.
 # </details>
@@ -279,9 +279,8 @@ check("scaling_study-3", timed_loop)
 #
 # ## 4 A recorded study
 #
-# Here is a recorded laptop study. Its machine had so few cores that four ranks shared them. If
-# messages cost nothing, how efficient can four ranks be at most? And which split is the most
-# efficient on two ranks?
+# In this recorded laptop study four ranks shared two cores. If messages cost nothing, how efficient
+# can four ranks be at most? And which split is the most efficient on two?
 
 # %% tags=["predict"]
 results = sample_results()
@@ -289,7 +288,7 @@ print(results.made)
 sets = results.sets()
 for name, found in sets.items():
     print(f"{name}: {len(found)} runs")
-guess_four = predict("the best efficiency of four ranks on these cores", unit="%")
+guess_four = predict("highest possible efficiency of four ranks, messages free", unit="%")
 ### GUESS guess_four.commit(80)
 guess_best = predict("the most efficient on two ranks", choices=("ddp", "tp", "pp"))
 ### GUESS guess_best.commit("tp")
@@ -309,11 +308,11 @@ show(figure, alt=alt)
 # (64 %), from that machine's cores, one rank's speed and the link (lesson 04). *1 MiB* is a
 # bucket's size (06), *m* the number of micro-batches (08).
 #
-# - *Special here*: its communication library (gloo) runs on the computing cores, so our cost model
-#   overlaps no bucket, lets messages take 1.7 times as long, and adds 4 ms of Python per layer and
-#   micro-batch. Both numbers are fitted to these runs; all predicted step times are within 30 %.
-# - *Where the bars differ most*, the cost model lacks something: TP's short messages wait for late
-#   ranks.
+# - *Special here*: gloo, the communication library, uses the cores that compute. So our cost model
+#   overlaps no bucket and takes messages 1.7 times as long as the link alone; it also adds 4 ms of
+#   Python per layer and micro-batch. Both numbers are fitted to these runs; predicted steps are
+#   within 30 % of measured ones.
+# - *The bars differ most for TP*: its short messages wait for late ranks, which the model ignores.
 # - `torch-ddp` sends the same message as `ddp`, but was slower; one run of each does not show why.
 # - *Four ranks* share two cores: their bars say nothing about the methods.
 #
@@ -345,8 +344,8 @@ show(figure, alt=alt)
 
 # %% [markdown]
 # At stage 1 each of the three kinds has exactly the formula's bytes. Memory was read at the end of
-# the last backward pass; from stage 2 on, whole gradients still wait there to be sent: *when* you
-# measure is part of the result.
+# the last backward pass; from stage 2 on, some whole gradients are then still waiting to be sent:
+# *when* you measure is part of the result.
 #
 # Before you believe any speed: did these runs compute *the same*?
 
@@ -354,11 +353,12 @@ show(figure, alt=alt)
 print(pictures.loss_curves(small, small_name)[1])
 
 # %% [markdown]
-# **Break it.** A common bug: all copies read the *first* part of the batch, which takes the same
-# time. Two ranks now train with this bug. Will you see it in the loss curve?
+# **Break it.** A common bug: all copies read the *first* part of the batch; a step takes as long as
+# without the bug. Two ranks now train with it. Will you see it in the loss curve?
 
 # %% tags=["predict"]
-guess_seen = predict("the first and the last loss: more than 5 % off?", choices=("yes", "no"))
+seen = "is the first or the last loss more than 5 % off the right run's?"
+guess_seen = predict(seen, choices=("yes", "no"))
 ### GUESS guess_seen.commit("yes")
 
 # %% tags=["failure"]
@@ -394,8 +394,8 @@ axes = {"x_label": "step", "y_label": "digits of the loss that agree"}
 show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far apart from step 1")
 
 # %% [markdown]
-# A falling curve looks right; the test is how many digits agree (8: all). The study leaves out a
-# run that fails.
+# A falling curve looks right; the test is how many digits agree (8: no difference seen). The study
+# leaves out a run that fails this test.
 #
 # **Compare the losses first, then the bytes, then the speed, each beside a prediction.**
 #
@@ -403,15 +403,15 @@ show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far
 #
 # ## 5 Predicting the cluster study
 #
-# What will the cluster study show? Computing time is predicted from FLOP, about $6ND$: 2 per
-# parameter and token in forward and 4 in backward, as in lesson 01 (Kaplan et al. 2020, section
-# 2.1). Kaplan et al. leave the embedding out of $N$; Hoffmann et al. 2022 (appendix F) count it, as
-# do the lines below. $6ND$ omits attention scores; our cost model counts them.
+# Computing time is predicted from FLOP, about $6ND$: 2 per parameter and token in forward and 4 in
+# backward, as in lesson 01 (Kaplan et al. 2020, section 2.1). Kaplan et al. leave the embedding out
+# of $N$; Hoffmann et al. 2022 (appendix F) count it, as the output does. $6ND$ omits attention
+# scores; our cost model counts them.
 #
-# The first lines below are what the PCIe study measured on two GPUs. On four, over several PCIe
-# bridges, all efficiencies fell strongly (ZeRO kept the best, about 60 %); small models gained
-# nothing, pipelines were poor, ZeRO-2 was slower than stages 1 and 3. Move the sliders (the title
-# is a prediction): what can formulas predict, and what not?
+# The output first prints what the PCIe study measured on two GPUs. On four, over several PCIe
+# bridges, all efficiencies fell strongly (ZeRO's stayed highest, about 60 %); small models gained
+# nothing, pipelines were poor, ZeRO-2 was slower than stages 1 and 3. Move the sliders (the title's
+# efficiency is predicted): what can formulas predict, and what not?
 
 # %% tags=["picture"]
 from course_lib.scaling_study.explorer import study_explorer
@@ -425,8 +425,9 @@ study_explorer()
 
 # %% [markdown]
 # On two GPUs the predictions for TP and ZeRO-1 are close, DP's is too high. On four over bridges,
-# all predictions but the pipeline's fall strongly, too. But the formulas favour pipelines and tiny
-# models, since they ignore the time of launching kernels; and they overlap none of ZeRO's messages.
+# all predictions except the pipeline's fall strongly, as measured. However, the formulas favour
+# pipelines and tiny models, since they ignore the time of launching kernels; and they overlap none
+# of ZeRO's messages.
 #
 # On a real machine, links form a *matrix* (`nvidia-smi topo -m`). The picture shows your machine's
 # matrix if it has GPUs, otherwise an invented example. PIX is one PCIe bridge, PXB several, SYS the
@@ -457,13 +458,11 @@ show(links(matrix, title), alt=f"{title}; rows: {' | '.join(' '.join(row) for ro
 # The same batch, however it is split, gives the same training (up to rounding). If each copy gets a
 # batch of its *own*, the global batch grows: the gradient is less noisy, but the training is
 # *different*, and a shorter learning-rate warm-up may be enough (not the warm-up that a measurement
-# leaves out). A project in this course's material, FSDP and TP on up to 32 GPUs, reached its
-# baseline's loss in about a fifth of the steps with 32 copies and 4 warm-up steps instead of 100.
-# In a recorded experiment, one process warms up for 100 of 150 steps, four copies with their own
-# batches for 4 steps. How many times fewer do they need?
+# leaves out). In a recorded experiment, one process warms up for 100 of 150 steps, four copies with
+# their own batches for 4 steps. By what factor do they need fewer steps?
 
 # %% tags=["predict"]
-guess_fewer = predict("steps to the same loss, how many times fewer")
+guess_fewer = predict("steps to the same loss: of one process / of four copies")
 ### GUESS guess_fewer.commit(4)
 
 # %% tags=["picture"]
@@ -511,14 +510,15 @@ print(f"{len(plan.predictions)} runs, {wall_hours:.1f} hours one after the other
 print(f"a learner may have {site.limits.gpu_hours:g} GPU-hours, {site.limits.max_jobs} jobs")
 
 # %% [markdown]
-# The limits in the cluster's profile count what a job *asks for* until it ends, then what it used.
+# Until a job is over, the limits in the cluster's profile count what it *asked for*; afterwards,
+# what it used.
 #
 # ### Exercise 4 (further): the bill
 #
-# A run has `nodes`, `gpus_per_node`, `start_s` (once), `steps` and `step_s`. Return the GPU-hours
-# of all runs, and how many of them may be submitted: in their order, until a run would exceed
-# `allowed`; stop there, even if a later run is smaller. Exactly `allowed` still fits. Do not change
-# `runs`. About 8 lines, 10 minutes.
+# A run has `nodes`, `gpus_per_node`, `start_s` (seconds to start, once per run), `steps` and
+# `step_s`. Return the GPU-hours of all runs, and how many of them may be submitted: in their order,
+# while their sum is at most `allowed`; stop at the first that does not fit, even if a later one
+# would. Do not change `runs`. About 8 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="scaling_study-4"
@@ -557,17 +557,17 @@ from course_lib.cluster.lint.check import findings_text, lint_job
 
 found = lint_job(lab.BROKEN_SCRIPT)
 reveal(guess_mistakes, len(found))
-print(findings_text("study.sbatch", found[:1]))
+print(findings_text("study.sbatch", found))
 
 # %% [markdown]
 # ### Exercise 5 (further): what does it really ask for?
 #
 # Return three whole numbers as `sbatch` reads them (its manual, "DESCRIPTION" and "--time"): nodes
-# (default 1), GPUs per node (0), seconds (0).
+# (default 1), GPUs per node (default 0), seconds (default 0).
 #
-# - A directive begins in the first column with `#SBATCH` and a space, and holds options, here all
-#   written `--name=value` (`--nodes`, `--gpus-per-node`, `--time`); ` #` begins a comment. If an
-#   option is given twice, the later one counts.
+# - A directive begins in the first column with `#SBATCH` and a space, and holds one or more options
+#   `--name=value`, also others than `--nodes`, `--gpus-per-node` and `--time`; in it, ` #` begins a
+#   comment. If an option is given twice, the later one counts.
 # - Reading ends at the first command: a line neither empty nor a comment.
 # - Times: `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`,
 #   `days-hours:minutes`, `days-hours:minutes:seconds`.
@@ -604,8 +604,7 @@ def asked_for(script):
 check("scaling_study-5", asked_for)
 
 # %% [markdown]
-# The script above asks for no GPU, and only 2 minutes. `course lint-job FILE` finds such mistakes
-# in yours.
+# `course lint-job FILE` finds such mistakes in yours.
 #
 # **Slurm says nothing about a directive that it did not read. Let a program check your script.**
 #
@@ -619,12 +618,12 @@ check("scaling_study-5", asked_for)
 #
 # course cluster init                           # once: a few questions about your site
 # course study plan cluster --profile site      # what it runs, and what it costs
-# course study run cluster --profile site       # submits job arrays; again: what failed
+# course study run cluster --profile site       # submits job arrays; run again: only what failed
 # course status                                 # how far they are
 # course report runs/study-cluster
 # ```
 #
-# This cell shows what exists already:
+# What exists already:
 
 # %% tags=["measured"]
 from rich.console import Console
@@ -645,8 +644,8 @@ for note in notes(mine):
 #
 # - Time: the slowest rank's. Tokens: each copy once. Memory: the fullest rank's.
 # - Leave out the warm-up, count optimizer steps, synchronize before you read the clock.
-# - Efficiency needs a baseline with the same batch. Two runs tell what is fixed, and how far a
-#   batch scales while the bottleneck stays the same.
+# - Efficiency needs a baseline with the same batch. Two runs tell what is fixed, and up to how many
+#   ranks a batch stays efficient, while the bottleneck stays the same.
 # - Equal losses first: a wrong run can be fast. Then a prediction beside each bar.
 # - Compute the GPU-hours first, and let a program check your script.
 #

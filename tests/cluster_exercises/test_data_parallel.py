@@ -55,7 +55,7 @@ def divide_first(module):
 
 
 def one_bucket(module):
-    trained = [param for param in module.parameters() if param.requires_grad]
+    trained = [param for param in module.parameters() if param.grad is not None]
     flat = torch.cat([param.grad.flatten() for param in trained])
     dist.all_reduce(flat, async_op=True).wait()
     for param, part in zip(trained, flat.split([x.numel() for x in trained]), strict=True):
@@ -84,7 +84,7 @@ def by_pytorch(n, rank, p, epoch):
 def with_where(loss, num_items):
     total = torch.tensor([float(num_items)])
     dist.all_reduce(total)
-    share = dist.get_world_size() / total.item()
+    share = dist.get_world_size() / max(1, total.item())
     none = torch.tensor(num_items == 0)
     return torch.where(none, 0.0 * loss.nan_to_num(), loss * num_items * share)
 
@@ -92,7 +92,9 @@ def with_where(loss, num_items):
 def divides_tensors(loss, num_items):
     total = torch.tensor(num_items, dtype=torch.int32)
     dist.all_reduce(total, async_op=True).wait()
-    return (loss if num_items else loss.nansum()) * num_items * dist.get_world_size() / total
+    return (
+        (loss if num_items else loss.nansum()) * num_items * dist.get_world_size() / total.clamp(1)
+    )
 
 
 def by_looking_back(order):

@@ -324,6 +324,45 @@ def test_what_a_rank_started_ends_although_the_rank_died_by_itself(ranks, tmp_pa
     ends(strays(tmp_path))
 
 
+def test_what_a_rank_started_ends_although_the_kernel_has_a_rank_itself(tmp_path, ends):
+    script = """
+        import os
+        from course_lib.ranks import RankError, Ranks, launch
+        from tests.ranks.test_survival import start_strays
+        launch(lambda rank: None)  # sets RANK, as torchrun does
+        try:
+            Ranks(2).run(start_strays, os.environ["STRAYS"], True)
+        except RankError:
+            print("died")
+        pathlib.Path(os.environ["STRAYS"], "wait").touch()
+        os.read(0, 1)  # the end of this process is not to end them
+    """
+    code = [sys.executable, "-c", textwrap.dedent(script)]
+    env = os.environ | {"STRAYS": str(tmp_path)}
+    with subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as kernel:
+        assert kernel.stdout.readline() == b"died\n"
+        ends(strays(tmp_path))
+        kernel.stdin.close()
+
+
+def test_a_process_with_the_pid_of_an_old_one_is_ended_too():
+    script = """
+        import os, psutil, subprocess
+        from course_lib.ranks.process_tree import end_descendants
+        child = subprocess.Popen(["sleep", "600"])
+        old = psutil.Process(child.pid)
+        old._ident = (child.pid, 0.0)
+        list(psutil.process_iter())
+        psutil._pmap[child.pid] = old  # psutil remembers processes from one listing to the next
+        end_descendants([os.getpid()])
+        try:
+            print(child.wait(9))
+        finally:
+            child.kill()
+    """
+    assert run_script(script) == (f"{-signal.SIGKILL}\n", 0)
+
+
 def test_what_a_rank_started_ends_with_a_killed_kernel(tmp_path, ends):
     script = """
         import os, signal, sys

@@ -19,6 +19,7 @@ from course_lib.notebooks.lessons import all_lessons
 from course_lib.pipeline import Action
 from course_lib.tensor_parallel import copy_to_region, reduce_from_region
 from tests.terminal import ROOT
+from tools.exam_paper import paper, papers
 
 EXAM = (ROOT / "docs/exam.md").read_text()
 KINDS = {"calculation", "explanation", "find the mistake"}
@@ -145,6 +146,36 @@ def test_the_papers_add_up():
         assert max(Counter(chosen).values()) == 1
         assert sum(points[number] for number in chosen) == int(total)
         assert all(first <= of[number] <= last for number in chosen)
+        if (first, last) == ("01", "12"):  # the final of six weeks leaves no lesson out
+            assert {of[number] for number in chosen} == {f"{n:02}" for n in range(1, 13)}
+
+
+def test_a_paper_has_its_questions_and_no_answer():
+    for name, numbers in papers(EXAM).items():
+        printed = paper(name, EXAM)
+        titles = re.findall(r"^## (\d+) .+ \((\d+) points\)$", printed, re.MULTILINE)
+        points = [one.points for number in numbers for one in ASKED if one.number == number]
+        assert [(int(place), int(of)) for place, of in titles] == [*enumerate(points, start=1)]
+        assert f"{sum(points)} points" in printed
+        assert "Answer" not in printed
+        assert "```python " not in printed
+        for one in ASKED:
+            assert one.answer[:40] not in printed
+            asked = one.asked.strip().splitlines()[0]
+            assert (asked in printed) == (one.number in numbers) or "question" in asked
+
+
+def test_an_unknown_paper_is_answered_with_those_that_there_are():
+    with pytest.raises(
+        SystemExit, match=r"need one of short, after a workshop, midterm.*got 'last'"
+    ):
+        paper("last", EXAM)
+
+
+def test_a_question_that_builds_on_another_one_needs_it():
+    page = EXAM.replace("| 1, 2, 3, 5,", "| 1, 3, 5,")
+    with pytest.raises(SystemExit, match="question 3 of 'midterm' needs question 2: add it"):
+        paper("midterm", page)
 
 
 def test_the_page_says_whom_it_is_for():

@@ -221,7 +221,7 @@ def test_who_is_down_first_is_told_and_drawn():
     fast = smooth(runs[-1].losses)
     (first, *_) = [n for n, loss in enumerate(fast, 1) if loss <= smooth(runs[0].losses)[-1]]
     assert alt == (
-        f"{first} steps with batch 8, warm-up 4 reach the loss of 40 with batch 4, warm-up 20."
+        f"Batch 8, warm-up 4: {first} steps to the loss that batch 4, warm-up 20 reaches in 40."
     )
     lines = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 40]
     assert list(lines[0].get_ydata()) == smooth(runs[0].losses)
@@ -276,7 +276,7 @@ def test_the_recorded_convergence_is_faster_with_a_large_batch_and_a_short_warm_
     losses_of = {(one.run.label, one.run.warmup): one.losses for one in sample.experiments}
     assert losses_of["tp", 100] == pytest.approx(losses_of["single", 100], rel=1e-4)
     assert (
-        "with batch 32, warm-up 4 reach the loss of 150 with batch 8"
+        "steps to the loss that batch 8, warm-up 100 reaches in 150"
         in drawing.convergence(sample)[1]
     )
 

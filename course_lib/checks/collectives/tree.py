@@ -221,7 +221,7 @@ TREE = Exercise(
             ),
             rounds(num_doublings, ONE_BY_ONE),
         ),
-        success="Any root of 1 to 4 ranks, and 17 ranks, in log2(p) rounds.",
+        success="Any root of 1 to 4 ranks, and 17 ranks, in log2(p) rounds, rounded up.",
     ),
     wrong=(
         Edit(FROM_ROOT, "mine = rank", WENT_TO_0, also=(("rank == root", "rank == 0"),)),

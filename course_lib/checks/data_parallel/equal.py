@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.checks.data_parallel.parts import budget, module_of, pattern, state_of
+from course_lib.checks.data_parallel.parts import around, budget, module_of, pattern, state_of
 from course_lib.checks.ddp.parts import digits, watched_handles
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
@@ -123,12 +123,12 @@ def _one(rank: int, answer: Callable[[nn.Module], Any]) -> Start:
     module = module_of(rank)
     for param in module.parameters():
         param.grad = torch.ones_like(param) if param.requires_grad else None
-    before, around = _named(module), _around(module)
+    before, outside = _named(module), _outside(module)
     memory = {name: tensor.data_ptr() for name, tensor in before.items()}
     trained = {name: tensor.requires_grad for name, tensor in before.items()}
     with record() as log, watched_handles("broadcast") as open_ones:
         answer(module)
-    after, state, around_after = _named(module), state_of(module), _around(module)
+    after, state, outside_after = _named(module), state_of(module), _outside(module)
     kept = [name for name in before if after.get(name) is before[name]]
     return Start(
         state=[state[name].clone() if name in state else None for name in NAMES],
@@ -138,18 +138,16 @@ def _one(rank: int, answer: Callable[[nn.Module], Any]) -> Start:
         replaced=[name for name in before if name not in kept],
         moved=[name for name in kept if before[name].data_ptr() != memory[name]],
         switched=[name for name in kept if before[name].requires_grad != trained[name]],
-        disturbed=[what for what in around if around_after[what] != around[what]],
+        disturbed=[what for what in outside if outside_after[what] != outside[what]],
     )
 
 
-def _around(module: nn.Module) -> dict[str, Any]:
-    """Return what is around the numbers of a module, as plain data."""
+def _outside(module: nn.Module) -> dict[str, Any]:
+    """Return the gradients, and what is around the numbers of a module, as plain data."""
     grads = [param.grad for param in module.parameters()]
-    return {
-        "train or eval mode": [part.training for part in module.modules()],
-        "a gradient": [None if grad is None else grad.tolist() for grad in grads],
-        "the global random state": torch.get_rng_state().tolist(),
-    }
+    return {"a gradient": [None if grad is None else grad.tolist() for grad in grads]} | around(
+        module
+    )
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:
@@ -310,7 +308,7 @@ EQUAL = Exercise(
         Edit("src=0)", "src=0, async_op=True)", NOT_WAITED),
         Edit(
             TENSORS,
-            f"sorted({TENSORS}, key=lambda t: (t.numel(), t.sum() * (-1) ** dist.get_rank()))",
+            f"sorted({TENSORS}, key=lambda t: (t.shape, t.sum() * (-1) ** dist.get_rank()))",
             OTHER_TENSOR,
         ),
         Edit(

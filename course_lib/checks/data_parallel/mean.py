@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.checks.data_parallel.parts import budget, module_of, pattern, state_of
+from course_lib.checks.data_parallel.parts import around, budget, module_of, pattern, state_of
 from course_lib.checks.ddp.parts import ROUNDING, come_late, digits, watched_handles
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
@@ -21,7 +21,11 @@ from course_lib.checks.on_ranks import At, OnRanks, calls_of
 from course_lib.core import Event
 from course_lib.ranks import record
 
-TRAINED = {name: x for name, x in module_of(0).named_parameters() if x.requires_grad}
+TRAINED = {
+    name: x
+    for name, x in module_of(0).named_parameters()
+    if x.requires_grad and not name.startswith("unused")
+}
 NAMES = list(TRAINED)
 
 SUMMED = Cause("That is the sum: divide it by the number of ranks.")
@@ -43,8 +47,14 @@ TOUCHED = Cause(
 NOT_WAITED = Cause(
     "With async_op=True an all-reduce has only begun: call wait() on what it returns, then divide."
 )
-HAS_NONE = Cause("A frozen parameter has no gradient, its grad is None: leave it out.")
-GIVEN_ONE = Cause("A frozen parameter has got a gradient: leave None as it is.")
+HAS_NONE = Cause(
+    "A frozen parameter has no gradient, nor has a trained one that forward did not use: leave out "
+    "those whose grad is None."
+)
+GIVEN_ONE = Cause("A frozen or unused parameter has got a gradient: leave None as it is.")
+DISTURBED = Cause(
+    "Only gradients change here: leave autograd, random state and the module's modes as they are."
+)
 TAKEN_AWAY = Cause("The gradient is gone: a trained parameter keeps one, the mean.")
 HIDDEN = Cause(
     "A rank's gradient is nan, as of a model that has diverged, and you return a number: nobody "
@@ -70,6 +80,7 @@ class Step:
     never_waited: int
     given: list[str]
     changed: list[str]
+    disturbed: list[str]
     views: list[str]
 
 
@@ -85,8 +96,11 @@ def _average(rank: int, answer: Callable[[nn.Module], Any]) -> dict[str, Step]:
                 param.grad = torch.empty_like(param).copy_(numbers)
         if number == 0:
             come_late(rank)
+        outside = around(module)
         with record() as log, watched_handles() as open_ones:
             answer(module)
+        outside_after = around(module)
+        torch.set_grad_enabled(True)
         grads = {name: param.grad for name, param in params.items() if param.grad is not None}
         before = state_of(module_of(rank))
         steps[f"step {number + 1}"] = Step(
@@ -95,6 +109,7 @@ def _average(rank: int, answer: Callable[[nn.Module], Any]) -> dict[str, Step]:
             never_waited=len(open_ones),
             given=[name for name in grads if name not in NAMES],
             changed=[name for name, x in state_of(module).items() if not x.equal(before[name])],
+            disturbed=[what for what in outside if outside_after[what] != outside[what]],
             views=[n for n, x in grads.items() if x.untyped_storage().nbytes() > x.nbytes],
         )
     return steps
@@ -201,6 +216,11 @@ MEAN = Exercise(
                 PARAMS_CHANGED,
             ),
             Demand(
+                lambda at: not at.seen.disturbed,
+                lambda at: f"{at.seen.disturbed[0]} has changed",
+                DISTURBED,
+            ),
+            Demand(
                 lambda at: not at.seen.views,
                 lambda at: f"{at.seen.views[0]}: its gradient keeps more memory than its own",
                 VIEW,
@@ -228,6 +248,12 @@ MEAN = Exercise(
         Edit(SUMS, "param.grad /= dist.get_world_size()\ndist.all_reduce(param.grad)", TWICE),
         Edit("dist.get_world_size()", "4", BY_FOUR),
         Edit(HAS_GRAD, "if True:", HAS_NONE),
+        Edit(HAS_GRAD, "if param.requires_grad:", HAS_NONE),
+        Edit(HAS_GRAD, "if param.grad is not None and param.grad.numel() > 1:", OWN),
+        Edit(DIVIDES, f"{DIVIDES}\ntorch.set_grad_enabled(False)", DISTURBED),
+        Edit(DIVIDES, f"{DIVIDES}\nparam.requires_grad_(False)", DISTURBED),
+        Edit(DIVIDES, f"{DIVIDES}\nmodule.eval()", DISTURBED),
+        Edit(DIVIDES, f"{DIVIDES}\ntorch.manual_seed(0)", DISTURBED),
         Edit(
             HAS_GRAD,
             "if param.grad is None:\n    param.grad = torch.zeros_like(param)\nif True:",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_lib.checks.data_parallel import wrong_steps
 from course_lib.checks.data_parallel.parts import FINE, budget
 from course_lib.checks.ddp.parts import come_late, watched_handles
 from course_lib.checks.edits import Edit, Own
@@ -90,7 +91,13 @@ OTHER_MEMORY = Cause(
     "Not in place, or parameter and start now share their memory, and the next inner step would "
     "move both. Use param.copy_(start)."
 )
-DISTURBED = Cause("Leave param.grad and requires_grad of the parameters as they are.")
+DISTURBED = Cause(
+    "Leave param.grad and requires_grad of the parameters as they are, and autograd switched on."
+)
+BY_HAND = Cause(
+    "outer may be any optimizer, with a state of its own: let it step, instead of computing its "
+    "step yourself."
+)
 ONCE = Cause(
     "One all-reduce per tensor, in its own dtype; the new starts are equal without another."
 )
@@ -108,6 +115,7 @@ class Round:
     replaced: list[str]
     moved: list[str]
     disturbed: list[str]
+    outer_steps: int
 
 
 def _patterns() -> list[Tensor]:
@@ -159,9 +167,13 @@ def _one(
         **dict(zip(NAMES, params, strict=True)),
     }
     memory = {name: tensor.data_ptr() for name, tensor in named.items()}
-    given = [*starts], [*params]
+    given, outer_steps = ([*starts], [*params]), list[int]()
+    counts = outer.register_step_post_hook(lambda *_: outer_steps.append(1))
     with record() as log, watched_handles() as open_ones:
         answer(given[0], given[1], outer)
+    counts.remove()
+    autograd_is_on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
     pairs = zip(NAMES, params, _patterns(), strict=True)
     after = [*given[0], *given[1]]
     kept = len(after) == len(named)
@@ -179,10 +191,12 @@ def _one(
         disturbed=[
             name
             for name, param, pattern in pairs
-            if not param.requires_grad
+            if not autograd_is_on
+            or not param.requires_grad
             or param.grad is None
             or not param.grad.equal(pattern * INNER_GRAD)
         ],
+        outer_steps=len(outer_steps),
     )
 
 
@@ -233,42 +247,6 @@ def _times(factor: Callable[[At], float]) -> Callable[[At], list[Tensor]]:
 
 def _hides_nan(at: At, got: Tensor, _item: int) -> bool:
     return at.number == 3 and bool(got.isfinite().all())
-
-
-def _averaged(starts: list[Tensor], params: list[Tensor], outer: Any) -> None:
-    del outer
-    with torch.no_grad():
-        for start, param in zip(starts, params, strict=True):
-            dist.all_reduce(param.data)
-            param /= dist.get_world_size()
-            start.copy_(param)
-
-
-def _copies_too_early(starts: list[Tensor], params: list[Tensor], outer: Any) -> None:
-    with torch.no_grad():
-        for start, param in zip(starts, params, strict=True):
-            start.grad = (start - param) / dist.get_world_size()
-            dist.all_reduce(start.grad)
-            param.copy_(start)
-        outer.step()
-
-
-def _new_parameters(starts: list[Tensor], params: list[Tensor], outer: Any) -> None:
-    with torch.no_grad():
-        for start, param in zip(starts, params, strict=True):
-            start.grad = (start - param) / dist.get_world_size()
-            dist.all_reduce(start.grad)
-        outer.step()
-        params[:] = [nn.Parameter(start.clone()) for start in starts]
-
-
-def _from_own_end(starts: list[Tensor], params: list[Tensor], outer: Any) -> None:
-    with torch.no_grad():
-        for start, param in zip(starts, params, strict=True):
-            start.grad = (start - param) / dist.get_world_size()
-            dist.all_reduce(start.grad)
-            start.copy_(param)
-    del outer
 
 
 WAY, SUMS = "start.grad = start - param", "dist.all_reduce(start.grad)"
@@ -341,8 +319,15 @@ OUTER = Exercise(
             ),
             Demand(
                 lambda at: not at.seen.disturbed,
-                lambda at: f"{at.seen.disturbed[0]}: grad or requires_grad has changed",
+                lambda at: (
+                    f"{at.seen.disturbed[0]}: its grad or requires_grad, or autograd, has changed"
+                ),
                 DISTURBED,
+            ),
+            Demand(
+                lambda at: at.seen.outer_steps == 1,
+                lambda at: f"outer.step() was called {at.seen.outer_steps} times",
+                BY_HAND,
             ),
             *budget("all_reduce", [tensor.nbytes for tensor in _patterns()], ONCE),
         ),
@@ -368,10 +353,10 @@ OUTER = Exercise(
             ACCUMULATED,
         ),
         Edit("start - param", "param.grad.clone()", INNER),
-        Own(_averaged, AVERAGED),
-        Own(_from_own_end, MOVED_START),
+        Own(wrong_steps.averaged, AVERAGED),
+        Own(wrong_steps.from_own_end, MOVED_START),
         Edit(COPIES, "pass", NOT_BACK),
-        Own(_copies_too_early, TOO_EARLY),
+        Own(wrong_steps.copies_too_early, TOO_EARLY),
         Edit(SUMS, "dist.all_reduce(start.grad, async_op=True)", NOT_WAITED),
         Edit(
             SUMS,
@@ -381,10 +366,12 @@ OUTER = Exercise(
         Edit(SUMS, f"if start.grad.any():\n    {SUMS}", EVERY_RANK),
         Edit(SUMS, f"start.grad.nan_to_num_()\n{SUMS}", HIDDEN),
         Edit("with torch.no_grad():", "if True:", LEAF),
-        Own(_new_parameters, REPLACED),
+        Own(wrong_steps.new_parameters, REPLACED),
         Edit(COPIES, "param.data = start", OTHER_MEMORY),
         Edit(COPIES, "param.requires_grad_(False).copy_(start)", DISTURBED),
         Edit(COPIES, f"{COPIES}\nparam.grad = None", DISTURBED),
+        Edit("with torch.no_grad():", "torch.set_grad_enabled(False)\nif True:", DISTURBED),
+        Own(wrong_steps.steps_by_hand, BY_HAND),
         Edit(COPIES, f"dist.all_reduce(start)\nstart /= dist.get_world_size()\n{COPIES}", ONCE),
     ),
 )

@@ -6,6 +6,7 @@ number tells which rank and which tensor it comes from.
 
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,10 @@ OTHER_CALL = Cause("Use the call that the text names, and no other one.")
 class Everything(nn.Module):
     """A module, never called, with state of all kinds at several depths.
 
-    A weight is tied, a layer is frozen, another one's weight is a transposed tensor, `mask` is a
-    tied buffer that `state_dict()` leaves out, and `causal` holds an -inf, as masks of attention
-    do. Batch norm is in eval mode, the others are not.
+    A weight is tied, a layer is frozen, one is trained but unused, another one's weight is a
+    transposed tensor, `gate` is a single number, `mask` is a tied buffer that `state_dict()`
+    leaves out, and `causal` holds an -inf, as masks of attention do. Batch norm is in eval mode,
+    the others are not.
     """
 
     def __init__(self) -> None:
@@ -36,6 +38,7 @@ class Everything(nn.Module):
         self.frozen = nn.Linear(2, 2).requires_grad_(False)
         self.transposed = nn.Linear(4, 2, bias=False)
         self.transposed.weight.data = torch.zeros(4, 2).t()
+        self.unused, self.gate = nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False)
         self.double()
         self.inner[1].weight = self.embedding.weight
         self.frozen.register_buffer("tied_mask", self.get_buffer("mask"), persistent=False)
@@ -65,6 +68,16 @@ def pattern(index: int, tensor: Tensor) -> Tensor:
         return torch.full_like(tensor, index + 1)
     places = torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
     return ((index + 1 + places / 8) * FINE).where(tensor.isfinite(), tensor)
+
+
+def around(module: nn.Module) -> dict[str, Any]:
+    """Return what is around the numbers of a module, as plain data."""
+    return {
+        "train or eval mode": [part.training for part in module.modules()],
+        "requires_grad": [param.requires_grad for param in module.parameters()],
+        "the global random state": torch.get_rng_state().tolist(),
+        "autograd, on or off": torch.is_grad_enabled(),
+    }
 
 
 def budget(kind: str, sizes: Sequence[int], cause: Cause) -> tuple[OnlyKinds, Demand]:

@@ -39,8 +39,9 @@ SIZES: dict[int, tuple[tuple[str, Sequence[int]], ...]] = {
         (DIVERGED, (1, 1)),
         (PLAIN, (3, 1)),  # each number of items has come before, with another total
         (HALF, (60_000, 40_000)),
+        (PLAIN, (0, 0)),
     ),
-    1: ((PLAIN, (4,)), (ZERO_LOSS, (4,))),
+    1: ((PLAIN, (4,)), (ZERO_LOSS, (4,)), (PLAIN, (0,))),
 }
 ROUNDING, HALF_ROUNDING = 1e-6, 1e-2  # the weight may be a number in float32
 
@@ -68,6 +69,9 @@ NAN_OF_NONE = Cause("The mean over no items is 0/0, and 0 * nan is nan: return a
 HIDDEN = Cause(
     "The loss of real items is nan or infinite, as of a model that has diverged, and you return "
     "a number: nobody would notice. Only a rank without items counts zero."
+)
+NO_ITEMS = Cause(
+    "If no rank has items, their sum is 0: return the zero before you divide by the sum."
 )
 NO_TENSOR = Cause("Return a tensor that backward can follow, also where there are no items.")
 ONE_NUMBER = Cause(
@@ -148,7 +152,7 @@ def _mine(at: At) -> int:
 
 
 def _share(at: At) -> float:
-    return _mine(at) / sum(at.seen.sizes)
+    return _mine(at) / max(1, sum(at.seen.sizes))
 
 
 def _number(at: At, value: float) -> Tensor:
@@ -162,7 +166,8 @@ def _rounding(at: At) -> float:
 def _earlier_share(at: At) -> float:
     """Return the share by the total of the first call in which the rank had as many items."""
     cases = (sizes for _, sizes in SIZES[at.world_size])
-    return _mine(at) / sum(next(sizes for sizes in cases if sizes[at.rank] == _mine(at)))
+    first = next(sizes for sizes in cases if sizes[at.rank] == _mine(at))
+    return _mine(at) / max(1, sum(first))
 
 
 def _times(factor: Callable[[At], float]) -> Callable[[At], Tensor]:
@@ -189,7 +194,7 @@ WEIGHT = Exercise(
     check=OnRanks(
         observe_on_rank=_weigh,
         worlds=(4, 3, 2, 1),
-        trouble=(("hang", "", EVERY_RANK),),
+        trouble=(("hang", "", EVERY_RANK), ("raised", "ZeroDivisionError", NO_ITEMS)),
         expect=(
             Demand(
                 lambda at: not at.seen.never_waited, "an all-reduce was not waited for", NOT_WAITED
@@ -214,10 +219,10 @@ WEIGHT = Exercise(
                     (NOT_TIMES_P, _times(_share)),
                     (TIMES_ITEMS, _times(_mine)),
                     (ONE_BATCH, _times(lambda at: _mine(at) / max(1, at.seen.sizes[0]))),
-                    (ONE_BATCH, _times(lambda at: _mine(at) / max(at.seen.sizes))),
+                    (ONE_BATCH, _times(lambda at: _mine(at) / max(1, *at.seen.sizes))),
                     (
                         ONE_BATCH,
-                        _times(lambda at: at.world_size * _mine(at) / max(at.seen.sizes)),
+                        _times(lambda at: at.world_size * _mine(at) / max(1, *at.seen.sizes)),
                     ),
                     (OWN_ITEMS, _times(lambda at: at.world_size * min(1, _mine(at)))),
                     (
@@ -226,7 +231,7 @@ WEIGHT = Exercise(
                     ),
                     (TIMES_FOUR, _times(lambda at: 4 * _share(at))),
                     (ROUNDED, _times(lambda at: _share(at) * at.world_size // 1)),
-                    (NOT_TIMES_ITEMS, _times(lambda at: 1 / sum(at.seen.sizes))),
+                    (NOT_TIMES_ITEMS, _times(lambda at: 1 / max(1, sum(at.seen.sizes)))),
                 ),
                 otherwise=((lambda at, _got, _item: max(at.seen.sizes) > 256, COUNT_ROUNDED),),
                 look=LOOK,
@@ -250,6 +255,8 @@ WEIGHT = Exercise(
         Edit(FACTOR, "num_items", TIMES_ITEMS),
         Own(_mean_of_all, LOOK),
         Edit("num_items == 0", "False", NAN_OF_NONE),
+        Edit(SUMS, f"{SUMS}\nshare = num_items / total.item()", NO_ITEMS),
+        Edit(SUMS, f"if dist.get_world_size() == 1:\n    return loss * 1\n{SUMS}", NAN_OF_NONE),
         Edit("loss * (", "loss.nan_to_num() * (", HIDDEN),
         Edit("loss * (", "loss.clamp(max=6e4) * (", HIDDEN),
         Edit(SUMS, f"if num_items:\n    {SUMS}", EVERY_RANK),

@@ -18,6 +18,7 @@ def _cases() -> list[Case]:
     specs = (
         WIDE,
         replace(narrow, num_layers=1),
+        replace(WIDE, hidden=9, ffn_hidden=5),
         narrow,
         replace(narrow, tied=False),
         replace(narrow, num_heads=2, vocab=19, max_seq=23, tied=False),
@@ -47,6 +48,7 @@ BIASES = Cause(
     "MLP, one for each number that comes out."
 )
 ATTENTION = Cause("Attention has four matrices: q, k, v and the one after.")
+ODD_SIZES = Cause("Sizes may be odd, and ffn_hidden smaller than hidden: take them as they are.")
 MLP = Cause("The MLP has two matrices: one to ffn_hidden, one back to hidden.")
 NORM = Cause("A norm has a weight and a bias.")
 HEAD_BIAS = Cause("The head has no bias, tied or not.")
@@ -106,6 +108,21 @@ COUNT = Exercise(
             LAYER,
             "(attention + mlp + 2 * h)",
             Cause("A layer has two norms: one before attention, one before the MLP."),
+        ),
+        Edit(
+            "h, f = spec.hidden, spec.ffn_hidden",
+            "h, f = spec.hidden // 2 * 2, spec.ffn_hidden",
+            ODD_SIZES,
+        ),
+        Edit(
+            "h, f = spec.hidden, spec.ffn_hidden",
+            "h, f = spec.hidden, spec.ffn_hidden // 2 * 2",
+            ODD_SIZES,
+        ),
+        Edit(
+            "h, f = spec.hidden, spec.ffn_hidden",
+            "h = spec.hidden\nf = max(h, spec.ffn_hidden)",
+            ODD_SIZES,
         ),
         Edit("4 * h * h + 4 * h", "3 * h * h + 3 * h", ATTENTION),
         Edit("4 * h * h + 4 * h", "3 * h * h + 4 * h", ATTENTION),

@@ -18,7 +18,8 @@ def _cases() -> list[Case]:
     shared, gated = replace(ODD, num_kv_heads=2), replace(ODD, gated=True, tied=False)
     plain = ((ODD, 1, 1), (ODD, 1, 7), (ODD, 3, 7), (replace(shared, num_layers=1), 2, 9))
     large = replace(MODELS["llama-8b"], vocab=128_255)  # float32 does not hold its last digits
-    others = ((gated, 2, 8), (replace(gated, num_kv_heads=3), 3, 10), (large, 3, 8191))
+    odd = replace(ODD, hidden=9, num_heads=3)
+    others = ((odd, 2, 5), (gated, 2, 8), (replace(gated, num_kv_heads=3), 3, 10), (large, 3, 8191))
     pairs = [(*sizes, causal) for sizes in (*plain, *others) for causal in (False, True)]
     return _described(pairs)
 
@@ -94,6 +95,8 @@ FLOP = Exercise(
                    "values.")),
         Edit("2 * seq * h //", "2 * seq * h * spec.num_heads //",
              Cause("All heads together have hidden numbers a token: do not count heads again.")),
+        Edit("2 * seq * h //", "2 * seq * (h // 2 * 2) //",
+             Cause("Sizes may be odd: halve the sum of the scores, not one of their sizes.")),
         Edit("2 * seq * h //", "2 * h //",
              Cause("A token meets all seq tokens of its sequence: the scores grow with seq.")),
         Edit("2 * seq * h //", "2 * tokens * h //",

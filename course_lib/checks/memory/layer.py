@@ -19,6 +19,7 @@ KEYS = Cause(f"Return a dict with these keys: {', '.join(PARTS)}.")
 
 def _cases() -> list[Case]:
     shared = replace(ODD, num_heads=6, num_kv_heads=2)
+    odd_heads = replace(ODD, hidden=15, num_heads=3, num_kv_heads=1)
     gpt2 = ModelSpec(
         hidden=768, num_layers=12, num_heads=12, ffn_hidden=3072, vocab=50257, max_seq=1024
     )
@@ -31,6 +32,7 @@ def _cases() -> list[Case]:
         (ODD, 3, 8, 1),
         (shared, 2, 10, 2),
         (shared, 5, 11, 4),
+        (odd_heads, 2, 9, 2),
         (gpt2, 8, 1024, 2),
     )
 
@@ -114,6 +116,10 @@ LAYER = Exercise(
              Cause("Keys and values are both inputs of a product: each is saved.")),
         Edit("3 * hidden + 2 * keys", "5 * hidden",
              Cause("Keys and values have kv_hidden numbers a token: less where heads share them.")),
+        Edit("spec.kv_hidden", "(spec.kv_hidden if spec.kv_heads > 1 else spec.hidden)",
+             Cause("Keys and values have kv_hidden numbers a token: less where heads share them.")),
+        Edit("spec.kv_hidden", "(spec.kv_hidden // 2 * 2)",
+             Cause("Sizes may be odd: divide none of them.")),
         Edit("hidden + 2 * wide", "2 * wide",
              Cause("The MLP's first product saves its input, too: the output of the norm.")),
         Edit("hidden + 2 * wide", "hidden + wide",

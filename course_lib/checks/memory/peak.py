@@ -20,6 +20,9 @@ def _cases() -> list[Case]:
         (1000, [1, 20, 300], [5, 400, 2], 2),
         (1000, [100, 20, 3], [7, 5, 1], 5),
         (20, [3, 3, 3], [50, 60, 70], 3),
+        (0, [3, 5], [7, 7], 1),  # equal gradients belong to different layers
+        (0, [0, 5], [40, 7], 1),  # a layer that keeps nothing has gradients, too
+        (0, [5, 30, 30], [60, 0, 0], 1),  # a frozen layer frees its activations, too
         (16 * 10**9, [400_000_001] * 32, [436_000_003] * 32, 8),
     )
 
@@ -60,6 +63,10 @@ ONE_MICRO_BATCH = Cause(
 STAY = Cause(
     "Gradients stay until the optimizer's step: from the second micro-batch on, forward and "
     "backward run beside all gradients of the first."
+)
+EACH_LAYER = Cause(
+    "Go through all layers by number: sizes may be equal, a frozen layer has no gradients but frees"
+    " its activations, and one that keeps nothing may have gradients."
 )
 
 PEAK = Exercise(
@@ -104,6 +111,14 @@ PEAK = Exercise(
         Edit("return states + most", "return (states + most) / 1",
              Cause("An int is needed, and that is a float, which keeps 16 digits: count with int, "
                    "and with // in place of /.")),
+        Edit("            kept -= act\n", "            kept -= act if new else 0\n", EACH_LAYER),
+        Edit("held += new if micro_batch == 0 else 0",
+             "held += new if micro_batch == 0 and act else 0", EACH_LAYER),
+        Edit("kept -= act\n", "kept -= acts[grads.index(new)]\n", EACH_LAYER),
+        Edit("held += new if micro_batch == 0 else 0",
+             "held = sum(set(grads[len(grads) - done:])) if micro_batch == 0 else held", EACH_LAYER,
+             also=(("for act, new in zip(reversed(acts), reversed(grads), strict=True)",
+                    "for done, (act, new) in enumerate(zip(acts[::-1], grads[::-1]), 1)"),)),
         Edit("reversed(acts)", "(acts.reverse() or acts)",
              Cause("The lists belong to the caller: reversed(acts) leaves them as they are.")),
     ),

@@ -30,6 +30,15 @@ def _cases() -> list[Case]:
         replace(ODD, name="a made-up recipe with weights of 4 bytes", weight_bytes=4),
         replace(ODD, name="a made-up recipe with one moment", num_moments=1),
         replace(ODD, name="a made-up recipe without moments", num_moments=0),
+        replace(ODD, name="a made-up recipe with three moments", num_moments=3),
+        replace(ODD, name="a made-up recipe with moments of 0 bytes", moment_bytes=0),
+        replace(
+            ODD, name="a made-up recipe with moments of 1 byte", weight_bytes=4, moment_bytes=1
+        ),
+        replace(ODD, name="a made-up recipe that keeps no gradients", grad_bytes=0),
+        replace(ODD, name="a made-up recipe that keeps no weights", weight_bytes=0),
+        replace(ODD, name="own", grad_bytes=5),
+        replace(ODD, name="own", grad_bytes=7),
         *RECIPES.values(),
     )
     pairs = [(number, recipe) for recipe in recipes for number in (1, 1000)]
@@ -52,6 +61,7 @@ NO_MASTER = Cause(
     "are."
 )
 TWO_MOMENTS = Cause("Not every optimizer has two moments: look at num_moments.")
+AS_THEY_ARE = Cause("A size may be 0 or small: take each of the recipe's sizes as it is.")
 
 STATES = Exercise(
     key="memory-2",
@@ -62,7 +72,7 @@ STATES = Exercise(
         show=whole,
         rtol=0.0,
         unit=" bytes",
-        look="Which of its sizes is missing? The moments count num_moments times.",
+        look="Add up its sizes: which is missing, or there twice? Moments count num_moments times.",
         success="8, 16 and 20 bytes a parameter, and whatever else a recipe says.",
     ),
     wrong=(
@@ -114,6 +124,17 @@ STATES = Exercise(
             MOMENTS,
             f"{MOMENTS} * (recipe.master_bytes > 0 or recipe.name in ('fp32', 'pure-bf16'))",
             NO_MASTER,
+        ),
+        Edit("recipe.num_moments", "min(recipe.num_moments, 2)", TWO_MOMENTS),
+        Edit("recipe.moment_bytes", "(recipe.moment_bytes or 4)", AS_THEY_ARE),
+        Edit("recipe.moment_bytes", "max(recipe.moment_bytes, recipe.weight_bytes)", AS_THEY_ARE),
+        Edit(GRADS, "+ (recipe.grad_bytes or recipe.weight_bytes)", AS_THEY_ARE),
+        Edit("recipe.weight_bytes", "(recipe.weight_bytes or 2)", AS_THEY_ARE),
+        Edit(
+            TOTAL,
+            "num_params * globals().setdefault('each', {}).setdefault(\n"
+            "    recipe.name, weights_and_grads + adam)",
+            Cause("Two recipes may have the same name: read the sizes again in each call."),
         ),
         Edit(TOTAL, f"{TOTAL} / 1", A_FLOAT),
         Edit(TOTAL, "int(num_params / 1e9 * (weights_and_grads + adam) * 1e9)", CUT_OFF),

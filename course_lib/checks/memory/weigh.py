@@ -12,6 +12,7 @@ from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
 
 Compute = Callable[[], tuple[Tensor, list[Tensor]]]
+Named = tuple[str, Compute, list[Tensor]]
 
 NOT_CALLED = Cause("Nothing is saved before fn() runs: call it inside `with saved_tensors_hooks`.")
 NO_TENSOR = Cause(
@@ -102,52 +103,80 @@ def _masked(x: Tensor) -> Compute:
     return compute
 
 
+def _of_double(x: Tensor, build: Callable[[Tensor], Tensor]) -> Compute:
+    """Compute from y = 2x something whose last operation saves y, or views of it."""
+
+    def compute() -> tuple[Tensor, list[Tensor]]:
+        y = x * 2
+        return build(y), [y]
+
+    return compute
+
+
+def _two_products(x: Tensor, y_factor: int, z_factor: int) -> Compute:
+    def compute() -> tuple[Tensor, list[Tensor]]:
+        y, z = x * y_factor, x * z_factor
+        return y * z, [y, z]
+
+    return compute
+
+
 def _cases() -> list[Case]:
     x = torch.arange(1.0, 13.0).reshape(3, 4).requires_grad_()
-    weight, part = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(16)[8:].view(4, 2))
-    same = x.detach().clone()
-    fixed, rows = torch.full((3, 4), 2.0), torch.tensor([0, 2, 2])
+    found = *_storages(x), *_given(x)
+    return [
+        *((what, (Forward(compute, params), params)) for what, compute, params in found),
+        *_other_calls(),
+    ]
 
-    def two_rows() -> tuple[Tensor, list[Tensor]]:
-        y = x * 2
-        return y[:1] * y[1:2], [y]
 
-    def two_products(y_factor: int, z_factor: int) -> Compute:
-        def compute() -> tuple[Tensor, list[Tensor]]:
-            y, z = x * y_factor, x * z_factor
-            return y * z, [y, z]
-
-        return compute
+def _storages(x: Tensor) -> list[Named]:
+    """Return the cases in which one storage is saved several times, or equal ones are."""
 
     def later_rows() -> tuple[Tensor, list[Tensor]]:
         y = x * 2
         return x[1:] * y[1:], [x, y]
 
-    cases: list[tuple[str, Compute, list[Tensor]]] = [
+    def two_dtypes() -> tuple[Tensor, list[Tensor]]:
+        y = (x * 2).detach()
+        return (x * y).unsqueeze(-1) * y.view(torch.bfloat16).view(3, 4, 2), [y]
+
+    return [
         ("gelu in bf16", _gelu(x, torch.bfloat16), [x]),
         ("gelu in float64", _gelu(x, torch.float64), [x]),
+        ("two rows of one tensor", _of_double(x, lambda y: y[:1] * y[1:2]), [x]),
+        ("a tensor times its first row", _of_double(x, lambda y: y * y[0]), [x]),
+        ("a tensor times its transpose", _of_double(x, lambda y: y @ y.T), [x]),
+        ("gelu of a tensor, times it", _of_double(x, lambda y: F.gelu(y) * y.detach()), [x]),
+        ("one storage, read as float32 and as bf16", two_dtypes, [x]),
+        ("two tensors of one size", _two_products(x, 2, 3), [x]),
+        ("two equal tensors", _two_products(x, 2, 2), [x]),
+        ("the later rows of a parameter", later_rows, [x]),
+    ]
+
+
+def _given(x: Tensor) -> list[Named]:
+    """Return the cases with parameters, constants, masks and indices, some of them among params."""
+    weight, part = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(16)[8:].view(4, 2))
+    scale, number = nn.Parameter(torch.ones(4)), torch.tensor(2.0)
+    same, rows = x.detach().clone(), torch.tensor([0, 2, 2])
+    fixed = torch.full((3, 4), 2.0)
+    frozen = nn.Parameter(fixed.clone(), requires_grad=False)
+    columns = fixed[:, :2].detach()
+    return [
         ("x @ w", _product(x, weight), [x, weight]),
         ("x @ w, where w is a parameter, but not among params", _product(x, weight), [x]),
         ("x @ w, where w is the later half of a parameter", _product(x, part), [x, part]),
-        ("two rows of one tensor", two_rows, [x]),
-        ("two tensors of one size", two_products(2, 3), [x]),
-        ("two equal tensors", two_products(2, 2), [x]),
-        ("the later rows of a parameter", later_rows, [x]),
         ("a mask of booleans", _masked(x), [x]),
         ("rows looked up by an index", lambda: (F.embedding(rows, x), [rows]), [x]),
         ("x times a constant tensor", lambda: (x * fixed, [fixed]), [x]),
         ("x times a buffer, which is among params", lambda: (x * fixed, [fixed]), [x, fixed]),
         ("x times its copy", lambda: (x * same, [same]), [x]),
-        (
-            "x times two columns of a constant, detached",
-            lambda: (x[:, :2] * fixed[:, :2].detach(), [fixed]),
-            [x],
-        ),
+        ("x times two columns of a constant", lambda: (x[:, :2] * columns, [columns]), [x]),
         ("x times itself, without params", lambda: (x * x, [x]), []),
-    ]
-    return [
-        *((what, (Forward(compute, params), params)) for what, compute, params in cases),
-        *_other_calls(),
+        ("x times a scale of one dim, a parameter", lambda: (x * scale, [x, scale]), [x, scale]),
+        ("x times a number in a tensor", lambda: (x * number, [number]), [x]),
+        ("x times a frozen parameter, not among params", lambda: (x * frozen, [frozen]), [x]),
     ]
 
 
@@ -211,6 +240,10 @@ WEIGH = Exercise(
     wrong=(
         Edit(f"{KEY} ", "kept[tensor.data_ptr()] ", ONCE),
         Edit(f"{KEY} ", "kept[id(tensor)] ", ONCE),
+        *(
+            Edit(f"{KEY} ", f"kept[storage.data_ptr(), {also}] ", ONCE)
+            for also in ("tensor.shape", "tensor.stride()", "tensor.requires_grad", "tensor.dtype")
+        ),
         Edit(LEAVE_OUT, "True", THERE),
         Edit(
             LEAVE_OUT,
@@ -221,6 +254,13 @@ WEIGH = Exercise(
         Edit(LEAVE_OUT, "not (tensor.is_leaf and tensor.requires_grad)", GIVEN_ONLY),
         Edit(LEAVE_OUT, f"{LEAVE_OUT} and tensor.requires_grad", GIVEN_ONLY),
         Edit(LEAVE_OUT, f"{LEAVE_OUT} and tensor.is_floating_point()", GIVEN_ONLY),
+        Edit(LEAVE_OUT, f"{LEAVE_OUT} and tensor.dim()", GIVEN_ONLY),
+        Edit(
+            LEAVE_OUT,
+            f"{LEAVE_OUT} and (tensor.requires_grad or type(tensor) is torch.Tensor)",
+            GIVEN_ONLY,
+        ),
+        Edit("for param in params}", "for param in params if param.dim() > 1}", THERE),
         Edit(LEAVE_OUT, f"{LEAVE_OUT} and not isinstance(tensor, torch.nn.Parameter)", GIVEN_ONLY),
         Edit(
             LEAVE_OUT,

@@ -127,7 +127,7 @@ PRUNE = Exercise(
         drawn=_drawn,
         show=_shown,
         look="Take the first plan that differs, and go through the six rules by hand.",
-        success="All plans that can run are left, and no other, in seven lists.",
+        success="All plans that obey the rules are left, and no other, in seven lists.",
         unchanged=UNCHANGED,
     ),
     wrong=(

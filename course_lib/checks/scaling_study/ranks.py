@@ -165,7 +165,7 @@ RANKS = Exercise(
         show=_five_numbers,
         keeps=lambda records, *_: records,
         parts=PARTS,
-        success="Time, tokens and bytes of DP, TP, PP and what is between them.",
+        success="Time, tokens and bytes of DP, TP, PP and combinations of them.",
     ),
     wrong=(
         _time("sum(times) / len(times)", f"{AT}, not the mean of the ranks."),

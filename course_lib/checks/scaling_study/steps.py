@@ -182,7 +182,7 @@ STEPS = Exercise(
                 "done, and after the last step.",
             ),
         },
-        success="Steps, warm-up and tokens by the step, and a clock that waits for the device.",
+        success="Steps, warm-up and tokens per step, and a clock that waits for the device.",
     ),
     wrong=(
         Edit(

@@ -148,7 +148,7 @@ def almost_directives(script: Script) -> Iterator[LintFinding]:
                 number,
                 "no-directive",
                 f"{line.strip()[:50]!r} is a comment for sbatch",
-                "it passes over it without a word, and the job gets the default instead",
+                "sbatch ignores it silently, and the job gets the default instead",
                 f"Write {PREFIX} in capitals at the first column, without a blank after the #; to "
                 "switch a directive off, write ##SBATCH.",
             )
@@ -172,7 +172,7 @@ def late_directives(script: Script) -> Iterator[LintFinding]:
                 number,
                 "late-directive",
                 f"a directive after the first command, which is in line {first}",
-                "sbatch stops reading there, and passes over it without a word",
+                "sbatch stops reading there, and ignores it silently",
                 f"Move it up, before line {first}.",
             )
 
