@@ -24,10 +24,10 @@ def saves():
     """A save through rank 0 and by every rank, by formula."""
     gather_s = MIB_8 * (P - 1) / P / WIRE.bytes_per_s
     write_s = cost.save_s_sharded(MIB_8, P, DISK)
-    through = _events(0, ("gather", "gather", gather_s), ("compute", "write", MIB_8 / DISK))
+    through = _events(0, ("gather", "gather", gather_s), ("write", "write", MIB_8 / DISK))
     for rank in range(1, P):
         through += _events(rank, ("gather", "gather", gather_s))
-    sharded = [e for rank in range(P) for e in _events(rank, ("compute", "write", write_s))]
+    sharded = [e for rank in range(P) for e in _events(rank, ("write", "write", write_s))]
     one_s = cost.save_s_through_one(MIB_8, P, WIRE.bytes_per_s, DISK)
     title = f"8 MiB: {1e3 * one_s:.0f} ms through rank 0, {1e3 * write_s:.0f} ms by every rank"
     runs = {"through rank 0": through, "every rank": sharded}
@@ -36,7 +36,7 @@ def saves():
 
 def storage():
     """Time of a save over the number of writers, with storage that saturates."""
-    ranks = [1, 2, 4, 8, 16, 32, 64, 128]
+    ranks = [1, 2, 4, 8, 16, 20, 32, 64, 128]
     num_bytes = cost.bytes_of_checkpoint(8 * 10**9)
 
     def seconds(p, storage_bytes_per_s):
@@ -66,7 +66,7 @@ def overlap():
     step = (("forward", "F", 0.01), ("backward", "B", 0.02))
     plain = _events(0, *step, *step, ("wait", "save", 0.12), *step, *step, *step, *step)
     ahead = _events(0, *step, *step, ("wait", "save", 0.03), *step, *step, *step, *step)
-    ahead.append(Event(rank=0, kind="send", label="write", start_s=0.09, end_s=0.18))
+    ahead.append(Event(rank=0, kind="write", label="write", start_s=0.09, end_s=0.18))
     title = "Copied, returned, written: of 120 ms, 30 stop the training"
     return timelines({"save": plain, "save_async": ahead}, title, link="emulated times")
 

@@ -90,8 +90,8 @@ def print_table(
     mtbf_s = args.mtbf_hours * HOUR_S
     for name in ("save", "save_async"):
         best_s = best_interval_daly(found[name], mtbf_s)
-        lost = 100 * expected_overhead(best_s, found[name], mtbf_s, args.restart_s)
-        words = f"every {format_seconds(best_s)}, {lost:.2f} % of the time is lost"
+        overhead = 100 * expected_overhead(best_s, found[name], mtbf_s, args.restart_s)
+        words = f"every {format_seconds(best_s)}, overhead {overhead:.2f} %"
         print(f"best interval with {name}: {words}", flush=True)
 
 

@@ -62,7 +62,7 @@ def overhead_curve(
         for one in intervals_s
     ]
     title = f"{name}{', ' if name else ''}a failure every {_words(mtbf_s)}: save every "
-    title += f"{_words(best_s)}, lose {percent(best_s / 60):.3g} %"
+    title += f"{_words(best_s)}, overhead {percent(best_s / 60):.3g} %"
     figure = compare(
         [one / 60 for one in intervals_s],
         Voices(formula=percent, simulation=played),

@@ -83,11 +83,13 @@ def _over_time(
     figure, (axes,) = page(title, [2.6], legend=legend, margins=Margins(left=0.75))
     unit, word = _unit(most)
     factor, time_word = time_unit(ledger.times_s[-1])
-    times = np.array(ledger.times_s) * factor
+    first, last = ledger.times_s[0], ledger.times_s[-1]
+    times = np.array([*ledger.times_s, last + 0.02 * (last - first)]) * factor  # the last one shows
     plain(axes, x_label=f"time ({time_word})", y_label=f"memory ({word})", grid="y")
     floor = np.zeros(len(times))
     for kind in kinds:
-        top = floor + np.array(ledger.bytes_by_kind[kind]) / unit
+        held = ledger.bytes_by_kind[kind]
+        top = floor + np.array([*held, held[-1]]) / unit
         axes.fill_between(times, floor, top, step="post", color=KIND[kind].fill, linewidth=0)
         floor = top
     axes.set_xlim(times[0], times[-1])

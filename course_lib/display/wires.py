@@ -205,7 +205,7 @@ def published_by_nodes() -> tuple[Figure, str]:
         "formula": f"one ring, fitted: {format_seconds(link.latency_s)} a step, "
         f"{format_rate(link.bytes_per_s)}"
     }
-    labels = "nodes of 8 H100", "all-reduce of 256 MB (GB/s)"
+    labels = "nodes of 8 H100", "bus bandwidth, all-reduce of 256 MB (GB/s)"
     voices = Voices(formula=formula, published=(nodes, gb_per_s))
     source = f"N. Tazi et al., The Ultra-Scale Playbook, 2025: {found[0]['source']}"
     figure = compare(

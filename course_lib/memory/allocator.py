@@ -136,7 +136,7 @@ class CachingAllocator:
             raise OutOfMemoryError(
                 f"Tried to allocate {format_bytes(block_bytes)}. {format_bytes(free)} are reserved "
                 f"and free, but the largest block is {format_bytes(self.largest_free_bytes)}, and "
-                f"{format_bytes(self.limit_bytes - self.reserved_bytes)} are not reserved."
+                f"{format_bytes(self.limit_bytes - self.reserved_bytes)} are unreserved."
             )
         self.segments.append(_Segment(small, [_Block(wanted)]))
         return len(self.segments) - 1

@@ -131,7 +131,7 @@ def measured_roof(roof: Roof, rates: dict[int, list[float]]) -> tuple[Figure, st
     intensity = [matmul_intensity(m, lab.WIDTH, lab.WIDTH, lab.FP32_BYTES) for m in rates]
     gflop = [[rate / 1e9 for rate in found] for found in rates.values()]
     curve = Voices(formula=lambda x: roof.attainable(x) / 1e9, measurement=gflop)
-    title = "A product of few tokens is memory-bound, one of many compute-bound"
+    title = "Under the roof: products are memory-bound with few tokens, compute-bound with many"
     figure = compare(
         intensity,
         {f"[m, {lab.WIDTH}] @ [{lab.WIDTH}, {lab.WIDTH}] in fp32": curve},

@@ -93,7 +93,7 @@ def _cell_in(mesh: Mesh, ranks_per_node: int) -> float:
 
 def _headline(mesh: Mesh, axis: str) -> str:
     size = mesh.size(axis)
-    return f"{axis}: {mesh.world_size // size} × {size} ranks"
+    return f"{axis}: {mesh.world_size // size} groups of {size}"
 
 
 def _panel(axes: Axes, mesh: Mesh, axis: str, at: tuple[float, float, int]) -> None:
@@ -165,7 +165,7 @@ def best_by_tensor_degree(nodes: tuple[int, ...] = (2, 4, 8)) -> tuple[Figure, s
     inside, outside = GPUS_PER_NODE, 2 * GPUS_PER_NODE
     kept = [best[count][outside] / best[count][inside] for count in nodes]
     title = (
-        f"With tensor groups of two nodes, {min(kept):.0%} to {max(kept):.0%} of the speed is left"
+        f"Tensor groups of two nodes keep {min(kept):.0%} to {max(kept):.0%} of the speed at tp = 8"
     )
     curves = {
         f"{count} nodes": Voices(published=([*found], [*found.values()]))

@@ -17,11 +17,13 @@ import psutil
 import pytest
 from nbval.plugin import IPyNbCell
 
+from course_lib.core.errors import CourseError
 from course_lib.notebooks import nbval_pictures
 from course_lib.notebooks.nbval_difference import difference
 from course_lib.notebooks.progress_bar import CellEnded
 
 POLL_S = 0.5
+MOST_STARTS = 3  # two kernels that start at the same time may take one port, and one of them ends
 STOPPED_S = 10  # for a cell that is stopped to end, and its ranks with it
 MOST_OUTPUT = 20_000_000  # characters of one cell
 MOST_BYTES = 4 * 2**30  # of the kernel; one that prints without end keeps most of it to itself
@@ -57,6 +59,7 @@ def run_nbval(
     every cell but those tagged nbval-ignore-output, as `pytest --nbval` does. `ended(done, all)`
     is told after every cell, when its outcome is in the dict `outcomes` already. Each cell may take
     `timeout_s`; a cell that ends the kernel ends the run, and the cells behind it are left out.
+    Raises: CourseError where no kernel starts
     """
     (path.parent / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     watcher = _Watcher(ended, {} if outcomes is None else outcomes)
@@ -67,14 +70,20 @@ def run_nbval(
         *("--nbval-current-env", f"--nbval-cell-timeout={timeout_s}"),
         *("-p", "no:unraisableexception", "-W", "ignore", "-q", "--color=no", str(path)),
     )
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told), _no_warnings():
-        code = pytest.main(list(arguments), plugins=[watcher, nbval_pictures])
-    if code == pytest.ExitCode.INTERRUPTED and not watcher.died:
-        raise KeyboardInterrupt
-    if code not in (0, 1, 2):
-        raise RuntimeError(f"nbval stopped with exit code {code}:\n{told.getvalue()}")
-    return watcher.outcomes
+    for _ in range(MOST_STARTS):
+        told = io.StringIO()
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told), _no_warnings():
+            code = pytest.main(list(arguments), plugins=[watcher, nbval_pictures])
+        if code == pytest.ExitCode.INTERRUPTED and not watcher.died:
+            raise KeyboardInterrupt
+        if code not in (0, 1, 2):
+            raise RuntimeError(f"nbval stopped with exit code {code}:\n{told.getvalue()}")
+        if watcher.outcomes:
+            return watcher.outcomes
+    raise CourseError(
+        f"{path.name}: need a Python kernel to run it in; {MOST_STARTS} of them ended at once. "
+        f"Try: course doctor. The last one said:\n{told.getvalue()[-SHOWN:]}"
+    )
 
 
 @contextlib.contextmanager

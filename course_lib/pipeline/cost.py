@@ -200,7 +200,9 @@ def parts_table(
 
 def bubble_rate_table() -> str:
     """Return the bubble rates of `PUBLISHED` as text, each beside the simulated one."""
-    lines = ["model   m   1F1B: paper, simulated   ZB-H1: paper, simulated   (bubble rates)"]
+    lines = [
+        "model   m   1F1B: paper, simulated   ZB-H1: paper, simulated   (idle part of the time)"
+    ]
     for row in PUBLISHED:
         rates = [
             simulate(make(8, row.num_micro_batches), row.times).bubble_rate

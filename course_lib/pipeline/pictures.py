@@ -128,7 +128,9 @@ def _legend(events: Sequence[Event]) -> list[Artist]:
     """Return the legend; forward and the activations it saves share a color, so one entry."""
     entries = event_legend(events)
     if entries and entries[0].get_label() == "forward":
-        entries[0].set_label("forward (beneath: activations held)")
+        chunked = any("." in event.label for event in events)
+        more = "F3.1: micro-batch 3, chunk 1" if chunked else "beneath: activations held"
+        entries[0].set_label(f"forward ({more})")
     return entries
 
 

@@ -130,9 +130,9 @@ class Plan:
         words = [f"{name}{getattr(axes, name)}" for name in ("dp", "tp", "pp", "cp")]
         words = [word for word in words if not word.endswith("p1")] or ["1 GPU"]
         words += [f"zero{axes.zero}"] * (axes.zero > 0)
-        words += ["sp"] * axes.sequence_parallel
+        words += ["sequence-parallel"] * axes.sequence_parallel
         words += [f"{self.num_model_chunks} chunks"] * (self.num_model_chunks > 1)
-        words += [f"{self.micro_batch} x {self.num_micro_batches} sequences"]
+        words += [f"{self.num_micro_batches} micro-batches of {self.micro_batch}"]
         return ", ".join([*words, *[f"recompute {self.recompute}"] * (self.recompute != "none")])
 
 

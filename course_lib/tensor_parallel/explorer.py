@@ -51,7 +51,7 @@ def by_degree(model: str, seq: int, adapters: int, degrees: Sequence[int] = DEGR
     one = [computing_percent(model, seq, adapters, p, 1) for p in degrees]
     more = [computing_percent(model, seq, adapters, p, p) for p in degrees]
     inside, outside = (degrees.index(p) for p in (8, 16))
-    title = f"{model}, one sequence: a GPU computes {one[inside]:.0f} % of the step on 8 ranks"
+    title = f"{model}, one sequence: computing is {one[inside]:.0f} % of the step on 8 ranks"
     title += f", {one[outside]:.0f} % on 16"
     curves = {"1 sequence": Voices(formula=one), "p sequences": Voices(formula=more)}
     return compare(

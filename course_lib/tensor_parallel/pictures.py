@@ -158,18 +158,18 @@ def sequence_region(ranks: int, title: str) -> Figure:
 def width_picture(title: str, degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> Figure:
     """Draw the hidden size at which a layer on H100 communicates as long as it computes.
 
-    Above a link's line it computes longer. Stars are published runs: those of Megatron-Core at the
-    line of the link that they use, and those of the 3B model of `h100_scaling`.
+    Above a link's line it computes longer. Stars are published runs: NVIDIA's models (Megatron-LM),
+    and those of the 3B model of `h100_scaling`.
     """
     curves = {
         f"{name}, {rate / 1e9:.0f} GB/s": Voices(
-            formula=[break_even_hidden(p, H100.peak(), rate) for p in degrees],
-            published=megatron_widths() if name == "NVLink" else None,
+            formula=[break_even_hidden(p, H100.peak(), rate) for p in degrees]
         )
         for name, rate in H100.links.items()
     }
     ranks = h100_scaling().ranks
     width = MODELS["llama-3b"].hidden
+    curves["NVIDIA's models"] = Voices(published=megatron_widths())
     curves["3B model, 2 to 32 ranks"] = Voices(published=(ranks, [width] * len(ranks)))
     return compare(
         degrees,
@@ -179,7 +179,8 @@ def width_picture(title: str, degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> Fig
         y_label="hidden size h",
         log=True,
         note="H100 at its peak; above a line: computes longer",
-        source=f"Megatron-LM, README of June 2024: 42 to 49 % of the peak; {H100_RUN}",
+        source="NVIDIA's models: Megatron-LM's README, June 2024, at 42 to 49 % of the peak; "
+        + H100_RUN,
     )
 
 

@@ -201,9 +201,9 @@ show(timeline(ranks.events, title), alt=f"{title}; the notebook lists them by ra
 
 # %% [markdown]
 # The notebook *shows* rank 0 first: it collects what the ranks print and sorts it, so that it can
-# be read. (If a rank prints very much, the notebook folds it; `ranks.output(2)` returns all of rank
-# 2.) The picture shows what really *happened*. It is drawn from `ranks.events`: the calls and
-# named spans of the last run, on one clock.
+# be read. (The notebook shortens very long output; `ranks.output(2)` returns all that rank
+# 2 printed.) The picture shows what really *happened*. It is drawn from `ranks.events`: the calls
+# and named spans of the last run, on one clock.
 #
 # Ranks have no order unless they *wait* for each other. The simplest way to wait is a barrier:
 # `dist.barrier()` returns when **all** ranks have called it.
@@ -306,8 +306,8 @@ show(compare(sizes_mb, voices, title, **labels), alt=title)
 
 # %% [markdown]
 # **In this model, a message costs its latency, and its bytes divided by the bandwidth.** The model
-# leaves out what happens when several messages share a link; lesson 04 builds all collectives on
-# it.
+# leaves out what happens when several messages share a link. Lesson 04 derives the cost of
+# collectives from it.
 #
 # ## 5 Everybody at once: a collective
 #
@@ -431,8 +431,8 @@ show(waiting(hang.waits, 4), alt=alt)
 # 3. *For whom?* Follow the arrows.
 #
 # This `send` ends when its receiver takes the message, and every receiver is itself sending. No
-# single rank makes a mistake; the circular waiting is the mistake. (Most MPI implementations buffer
-# small messages, so that such a program works until the messages grow.)
+# single rank makes a mistake; the circular waiting is the mistake. (MPI implementations may buffer
+# messages, says the standard, section 3.4: such a program can work until the messages grow.)
 #
 # After a failure the ranks are restarted, so the next cell works. If your own code runs forever,
 # press Stop (■): the report says on which line each rank is.

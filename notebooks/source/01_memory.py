@@ -9,7 +9,8 @@
 # - count the parameters of a transformer, and the bytes of its weights, gradients and optimizer;
 # - derive the bytes that a layer saves for backward, for a GPT and for a Llama;
 # - say when in a step memory is at its peak, and what to change when a model does not fit;
-# - count a step's FLOP, read a published MFU, and say whether arithmetic, memory or a link limits.
+# - count a step's FLOP, read a published MFU, and say whether arithmetic, memory or a link limits
+#   speed.
 #
 # **Prerequisites:** Python and a little PyTorch. **Time:** about 75 minutes of
 # reading and running, 70 of exercises. The break is after section 4. Exercises 1 to 4 are *core*, 5
@@ -107,7 +108,7 @@ check("memory-1", count_gpt)
 #
 # ## 2 What each parameter costs
 #
-# The usual recipe (ZeRO: Rajbhandari et al. 2020, section 3.1) has, for each parameter, a 16-bit
+# The usual recipe (Rajbhandari et al. 2020, section 3.1) has, for each parameter, a 16-bit
 # weight and a 16-bit gradient (2 + 2 bytes), an fp32 *master copy*, in which the optimizer's small
 # steps are not rounded away (4), and Adam's two moments in fp32 (4 + 4). Together these are the
 # *model states*. Llama-8B has 8.03 billion parameters. How many GiB do its model states take,
@@ -128,13 +129,13 @@ for billions in (1, 7, 70, 405):
 print("", state_rows(GPT(MODELS["small"])), sep="\n")
 
 # %% [markdown]
-# That is 16 bytes per parameter, 12 of them for the optimizer. Some recipes have fp32 gradients
-# beside the bf16 ones (an *accumulator*: adding up micro-batches does not round): 20 bytes. Others
+# The usual recipe has 16 bytes per parameter, 12 for the optimizer. Some have fp32 gradients
+# beside the bf16 ones (an *accumulator*: adding up micro-batches hardly rounds): 20 bytes. Others
 # have fp32 gradients only, or fp32 everywhere, or bf16 everywhere (*pure*).
 #
-# In the table, *8-bit Adam* stores moments in a byte (Dettmers et al. 2022, section 2.1),
-# *Adafactor* sums over rows and columns (Shazeer and Stern 2018, section 3), *Muon* one momentum
-# for hidden matrices (Jordan et al. 2024).
+# In the table, *8-bit Adam* stores a byte per moment (Dettmers et al. 2022, section 2.1),
+# *Adafactor* row and column sums (Shazeer and Stern 2018, section 3), *Muon* one momentum for
+# layers' matrices (Jordan et al. 2024).
 
 
 # %% tags=["picture"]
@@ -203,7 +204,7 @@ print("kept:", *kept)
 #
 # `saved_tensors_hooks(pack, unpack)` calls `pack` with every tensor that an operation saves. Weigh
 # each **storage** once: two views lie in the same memory, and a small view keeps all of it alive.
-# Leave out `params`: `skip`, given below, has their addresses (an iterator is read once).
+# Leave out `params`: `skip`, given below, has their addresses (`params` can be read once).
 # `tensor.untyped_storage()` has `data_ptr()`, its address, and `nbytes()`. What `pack` returns is
 # what autograd keeps: return the tensor. About 4 lines.
 #
@@ -241,7 +242,8 @@ check("memory-3", weigh)
 # A GPT layer:
 #
 # 1. norm; three products of its output: q, k, v;
-# 2. *scores* q · kᵀ, one number for each pair of tokens in each head; softmax; dropout; times v;
+# 2. *scores* q · kᵀ, one number for each pair of tokens in each head; softmax; dropout; times v
+#    (*written out*: one by one);
 # 3. product (`out`); dropout; added to the residual stream;
 # 4. norm; product $h \to f$; GELU; product $f \to h$; dropout; added to the residual stream.
 #
@@ -368,8 +370,8 @@ figure = compare(seqs, curves, title, x_label="tokens in a sequence", y_label="k
 show(figure, alt=f"{title}: {curves['flash'].measurement[-1]:.3g} MiB at 256 tokens")
 
 # %% [markdown]
-# **Without recompute, a GPT or Llama layer with full attention saves $sbh(c + d\,as/h)$ bytes: $c$
-# and $d$ depend on its operations and their precision; with flash attention $d$ is zero.**
+# **Without recompute, a GPT or Llama layer saves $sbh(c + d\,as/h)$ bytes: $c$ and
+# $d$ depend on its operations and their precision; with flash attention $d$ is zero.**
 #
 # *A good place for a break.*
 #
@@ -491,7 +493,7 @@ lines = {
     "full recompute": "--model llama-8b --recompute full",
     "8 ranks, ZeRO-1": "--model llama-8b --dp 8 --zero 1",
     "8 ranks, ZeRO-3": "--model llama-8b --dp 8 --zero 3",
-    "8 ranks, tensors split": "--model llama-8b --tp 8 --sequence-parallel",
+    "8 ranks, tensor and sequence parallel": "--model llama-8b --tp 8 --sequence-parallel",
 }
 ledgers = {name: read_setup(line).fullest for name, line in lines.items()}
 title = "With the usual recipe, recomputing is not enough for 8B on 80 GiB: shard the states"
@@ -501,7 +503,7 @@ calculator("--model llama-8b --gpu h100 --seq 4096")
 
 # %% [markdown]
 # **ZeRO divides states; recompute, a smaller micro-batch and a shorter sequence shrink activations;
-# tensor parallelism divides both.**
+# tensor with sequence parallelism divides both.**
 #
 # ## 7 How busy is the GPU?
 #
@@ -521,7 +523,7 @@ calculator("--model llama-8b --gpu h100 --seq 4096")
 # %%
 from course_lib.cost.flops import forward_flop, mfu, six_n_d, train_step_flop
 
-print("            off by 6ND        share of the scores\nseq         all     half      all   half")
+print("           error of 6ND       share of the scores\nseq         all     half      all   half")
 for seq in (2048, 8192, 32768, 131072):
     errors, shares = [], []
     for causal in (False, True):
@@ -565,7 +567,8 @@ print(h100.source.replace(": ", ":\n", 1), end="\n\n")
 for device in DEVICES.values():
     peak, size = device.peak("bf16") / 1e12, format_bytes(device.memory_bytes)
     links = ", ".join(f"{name} {speed / 1e9:g}" for name, speed in device.links.items())
-    print(f"{device.name:<10}{size:>8}{peak:>8,.1f} TFLOP/s dense{links and '; GB/s: ' + links}")
+    one_way = f"; GB/s one way: {links}" if links else ""
+    print(f"{device.name:<10}{size:>8}{peak:>8,.1f} TFLOP/s dense{one_way}")
 step = train_step_flop(MODELS["megatron-175b"], batch=64, seq=2048)
 share = mfu(step, 13.75, DEVICES["a100-80"].peak("bf16"), world_size=64)
 print(f"\n175B on 64 A100s, 13.75 s for 64 sequences of 2,048 tokens: MFU {share:.1%}")
@@ -582,8 +585,8 @@ from course_lib.memory.pictures import mfu_of_real_runs
 show(*mfu_of_real_runs())
 
 # %% [markdown]
-# **MFU is the model's FLOP divided by what the dense peak allows in that time. Compare MFUs only
-# where the FLOP are counted alike.**
+# **MFU is a step's model FLOP, divided by its time and the dense peak. Compare MFUs only where the
+# FLOP are counted alike.**
 #
 # ## 8 What limits the speed?
 #
@@ -613,11 +616,11 @@ print(roof_rows())
 # all of these GPUs. Links have the same algebra. For $t$ bf16 tokens on each of $p$ ranks:
 #
 # - **data parallelism**: backward computes $4Nt$ FLOP and sends $4N\frac{p-1}{p}$ bytes;
-# - **FSDP** (lesson 10): forward computes $2Nt$, receives $2N\frac{p-1}{p}$; backward twice both;
-# - **tensor parallelism** (lesson 07): $\frac92\frac{h}{p-1}$ FLOP per byte sent, for any $t$.
+# - **FSDP** (lesson 10): forward computes $2Nt$, receives $2N\frac{p-1}{p}$; backward doubles both;
+# - **tensor parallelism** (lesson 07): about $\frac92\frac{h}{p-1}$ FLOP per byte, for any $t$.
 #
-# The first two have about $t$ FLOP per byte. On an H100, peak divided by bandwidth is 2,199 over
-# NVLink, 19,790 over InfiniBand: with fewer tokens per rank they wait for messages.
+# The first two approach $t$ FLOP per byte. On an H100, peak divided by bandwidth is 2,199 over
+# NVLink, 19,790 over InfiniBand: with fewer tokens per rank, many ranks wait for messages.
 #
 # **An operation is memory-bound below the ridge point; a method is communication-bound where its
 # FLOP per byte sent are fewer than peak divided by link bandwidth.**
@@ -639,7 +642,7 @@ for name, size in (gap | {"unexplained": more - sum(gap.values())}).items():
     print(f"    {name:<26}{size:>10,} B")
 
 # %% [markdown]
-# Accelerate prints the **largest** of weights, gradients, optimizer and step, not their sum.
+# Accelerate prints the **largest** of its `model`, `gradients`, `optimizer`, `step`, no sum.
 # DeepSpeed adds fp32 gradients (20 bytes). Neither counts activations. PyTorch's tracker agrees
 # with the formula to the byte, and counts temporaries too.
 #
@@ -656,7 +659,7 @@ for block in blocks[::2]:
     gpu.free(block)
 print(f"allocated {gpu.allocated_bytes // MIB}, reserved {gpu.reserved_bytes // MIB} MiB")
 grown = growing_lists(CachingAllocator(limit_bytes=80 * GIB), [k * 12 * MIB for k in range(1, 9)])
-print("a tensor that grows:", *(f"{a // MIB}/{r // MIB}" for a, r in grown), "MiB")
+print("growing tensor, allocated/reserved:", *(f"{a // MIB}/{r // MIB}" for a, r in grown), "MiB")
 gpu.allocate(16 * MIB)
 
 # %% [markdown]

@@ -253,7 +253,7 @@ check("accumulation-2", my_accumulated_step)
 # ## 4 Parts of different sizes
 #
 # Seven items in parts of 3, 2 and 2. If every part's mean gets the weight 1/3, an item of the first
-# part has the weight 1/9, and one of the last 1/6: half as much again.
+# part has the weight 1/9, and one of the last 1/6: 1.5 times as much.
 # This is a *mean of means*. For the mean over all items, part $i$ needs its share of the items as
 # its weight: $\sum_i \frac{n_i}{B}\, \ell_i$.
 #
@@ -423,7 +423,7 @@ show(picture, alt=f"{title}; on H100s up to 2.4 times, where each GPU's part of 
 # So: take a micro-batch that fits and keeps the device busy, and accumulate the rest.
 #
 # **The micro-batch determines the memory of the activations; the whole batch determines the
-# gradient**, but for section 6.
+# gradient**, except in section 6.
 #
 # ## 6 What looks across the batch
 #
@@ -525,12 +525,12 @@ check("accumulation-5", clipped_step)
 #
 # Accumulation has two batch sizes: $B$, and micro-batches of $b$ items (average their $|g_b|^2$).
 # From $\mathbb{E}|g_B|^2=|G|^2+\mathrm{tr}\,\Sigma/B$, likewise for $b$, follow two unbiased
-# estimates (appendix A.1):
+# estimates (McCandlish et al., appendix A.1):
 #
 # $$ |G|^2 \approx \frac{B\,|g_B|^2 - b\,|g_b|^2}{B - b} \qquad
 # \mathrm{tr}\,\Sigma \approx \frac{|g_b|^2 - |g_B|^2}{1/b - 1/B} $$
 #
-# One step's are noisy, and their ratio is biased: average each over many steps first.
+# Single-step estimates are noisy, their ratio biased: average each over many steps first.
 #
 # ### Exercise 6: the noise scale
 #
@@ -558,7 +558,7 @@ check("accumulation-6", my_noise_scale)
 
 # %% [markdown]
 # Measure it on a bigram language model: an embedding and an output matrix for 64 tokens with
-# frequencies like 1/rank (Zipf's law). An item is a token and its successor; from their known
+# Zipf's frequencies: 1, 1/2, 1/3 ... An item is a token and its successor; from their known
 # distribution we also compute the exact noise scale. We train with batches of 256 in 16
 # micro-batches, from loss 4.2 to 2.2, 5 seeds.
 
@@ -618,19 +618,19 @@ show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}; beyond it,
 # - Kaplan et al. 2020, section 5.1: $B_\text{crit}\approx2\cdot10^8$ tokens$/L^{4.8}$, or 1 million
 #   at a loss $L$ of 3, for any size.
 # - Brown et al. 2020, section 2.3: the noise scale guided GPT-3's batches (3.2 million tokens).
-# - Zhang et al. 2024: it grows with the data, hardly with the model (85M to 1.2B).
-# - Merrill et al. 2025: on OLMo it rises from near 0, then stays flat; the noise scale is a
-#   doubtful proxy.
+# - Zhang et al. 2024: $B_\text{crit}$ grows with the data, hardly with the model (85M to 1.2B).
+# - Merrill et al. 2025: on OLMo $B_\text{crit}$ rises from near 0, then stays flat; the noise scale
+#   is a doubtful proxy.
 #
 # **Up to about the critical batch size, a larger batch saves steps; beyond it, it mainly costs
 # examples.**
 #
 # ## 9 The real thing
 #
-# Outside pipelines, PyTorch has no function for this. Hugging Face Accelerate wraps the loop:
-# `accelerator.backward` divides the loss by `gradient_accumulation_steps` (with DeepSpeed, the
-# engine does), and inside `accelerator.accumulate(model)` the optimizer's `step` and `zero_grad`
-# do nothing until the last micro-batch.
+# Outside pipelines, PyTorch has no function for accumulation. Hugging Face Accelerate wraps the
+# loop: `accelerator.backward` divides the loss by `gradient_accumulation_steps` (with DeepSpeed,
+# the engine does), and inside `accelerator.accumulate(model)` the optimizer's `step` and
+# `zero_grad` do nothing until the last micro-batch.
 
 
 # %%
@@ -660,7 +660,8 @@ except ImportError:
 # - `backward` adds; the mean needs weights: each part's *share* of items or tokens.
 # - Zero once, backward in the loop, clip once, step once.
 # - The peak of the activations is that of one micro-batch, however large the batch is.
-# - The noise scale, from micro-batch norms, tells roughly up to which batch size more is faster.
+# - The noise scale, from micro-batch norms, tells roughly up to which size larger batches save
+#   steps.
 # - Adam (without an L2 penalty) hides a constant factor: compare gradients with the full batch,
 #   not losses.
 #
@@ -669,8 +670,8 @@ except ImportError:
 # - Kingma & Ba 2015, *Adam*: why rescaled gradients give the same steps (section 2.1).
 # - Hugging Face 2024, *Fixing Gradient Accumulation*; Unsloth 2024, *Bugs in LLM Training*: the
 #   mistake of section 4 in a widely used library.
-# - McCandlish et al. 2018, *An Empirical Model of Large-Batch Training*: section 8 in full.
-# - Merrill et al. 2025, *Critical Batch Size Revisited*: its limits.
+# - McCandlish et al. 2018, *An Empirical Model of Large-Batch Training*: the noise scale in full.
+# - Merrill et al. 2025, *Critical Batch Size Revisited*: the noise scale's limits.
 # - Qiu et al. 2025, *Demons in the Detail*: a loss that needs the global batch.
 # - Tazi et al. 2025, *The Ultra-Scale Playbook*: accumulation in large runs, with measurements.
 #

@@ -584,8 +584,8 @@ title = "With one scale, an outlier of 100 ruins FP4, one of 10⁶ ruins FP8. Bl
 show(pictures.product_errors(title), alt=f"{title}: MXFP8 stays at 4 %, MXFP4 at 16 %")
 
 # %% [markdown]
-# In E4M3, one scale is good for outliers up to about 10,000 standard deviations; beyond, the other
-# numbers are below E4M3's smallest and become 0. With blocks, an outlier harms at most its 31
+# In E4M3, one scale is good for outliers up to about 10,000 standard deviations; beyond, more and
+# more of the other numbers become 0. With blocks, an outlier harms at most its 31
 # neighbors. Without outliers, FP8 gains nothing from blocks: MXFP8 is even worse, as its scales are
 # rounded *down* to a power of two, and the largest numbers of many blocks saturate. Scales rounded
 # up (Mishra et al. 2025) repair that.

@@ -62,7 +62,7 @@ def star_broadcast_s(n, p, link):
 
 
 def tree_broadcast_s(n, p, link):
-    num_rounds = (p - 1).bit_length()  # 1, 2, 4, 8 ... have it: log2(p), rounded up
+    num_rounds = (p - 1).bit_length()  # 1, 2, 4, 8 ... ranks: log2(p), rounded up
     return num_rounds * (link.latency_s + n / link.bytes_per_s)
 
 
@@ -358,7 +358,7 @@ check("collectives-4", mean_all_reduce)
 # %% [markdown]
 # **All-reduce = reduce-scatter + all-gather. On a ring: $2\frac{p-1}{p}\,n$ bytes per rank,
 # $2(p-1)$ steps.** Patarasuk and Yuan (2009) prove that no algorithm sends fewer bytes in total,
-# as long as no switch adds.
+# unless network switches compute the sum.
 #
 # *A good place for a break.*
 #
@@ -366,7 +366,7 @@ check("collectives-4", mean_all_reduce)
 #
 # A ring sends one shard of $n/p$ bytes in each of $2(p-1)$ steps. So it takes
 # $2(p-1)(\alpha+\frac{n}{p\beta})$ seconds: for a small tensor, almost all of it is latency. Its
-# rival is **recursive doubling**: exchange sums with the rank 1 away, then 2 away, then 4. After
+# rival is **recursive doubling**: exchange sums with your neighbor, then 2 away, then 4. After
 # $\log_2{p}$ rounds every rank has the whole sum; but each round sends the whole tensor:
 # $\log_2{p}\,(\alpha+n/\beta)$. (`rank ^ 4` flips one bit: the partner 4 away.)
 #
@@ -488,12 +488,12 @@ wires.explore_all_reduces()  # it starts from H100's NVLink: 450 GB/s; we assume
 # ### Two levels of links
 #
 # A ring has the bandwidth of its slowest link. With two nodes of two ranks, one rank per node sends
-# to the other. A **hierarchical** all-reduce is a reduce-scatter inside each node, an all-reduce
-# *across* nodes, in which each rank sends its own part through its own port, and an all-gather
+# across. A **hierarchical** all-reduce is a reduce-scatter inside each node, an all-reduce
+# *across* nodes, in which each rank sends its own part through its own link, and an all-gather
 # inside. How much faster is this?
 
 # %% tags=["predict"]
-inside = Link(name="a fast one", latency_s=1e-3, bytes_per_s=200e6)
+inside = Link(name="fast wire", latency_s=1e-3, bytes_per_s=200e6)
 two_nodes = TwoLevelLink(inside=inside, outside=wire, ranks_per_node=2)
 guess_levels = predict(f"{two_nodes}; 4 MiB on 4 ranks: time of the ring / hierarchical")
 ### GUESS guess_levels.commit(3)
@@ -538,7 +538,7 @@ def swaps(rank, num_bytes):
 
 
 pair, sizes = Ranks(2), [2**k for k in range(10, 25, 2)]
-fastest_s = [min(pair.run(swaps, n)[0]) for n in sizes]  # others waited for a core
+fastest_s = [min(pair.run(swaps, n)[0]) for n in sizes]  # slower ones waited for a core
 here = bandwidth.fit_link(sizes, fastest_s, name="this machine")
 reveal(guess_alpha, here.latency_s * 1e6)
 print(f"fitted to the fastest exchange of each size: {here}")
@@ -580,7 +580,8 @@ for figure, finding in (wires.published_by_size(), wires.published_by_nodes()):
 # small and large messages (Hu et al. 2025). Bekman's 8 H200 exceed NVLink's 450 GB/s per direction
 # (half of the data sheet's 900): with NVLS a GPU sends each byte about once, but the factor counts
 # a ring's bytes. The second picture's source (Tazi et al. 2025, *The Ultra-Scale Playbook*) blames
-# slower links between nodes; with a ring's $2(p-1)$ latencies alone, it would fall more evenly.
+# slower links between nodes; with a ring's $2(p-1)$ latencies alone, bandwidth would fall more
+# evenly.
 #
 # **Bus bandwidth = the bytes that each rank of a ring sends, divided by time: compare it with a
 # link's bandwidth in one direction.**
@@ -611,8 +612,8 @@ for figure, finding in (wires.published_by_size(), wires.published_by_nodes()):
 # each, in $p-1$ rounds. About 4 lines, 15 minutes.
 #
 # <details><summary>Hint: who sends to whom, and when?</summary>
-# In step 1 send to the rank 1 to the right and receive from the one 1 to the left; in step 2 use
-# those 2 away. No rank gets two messages in a step.
+# In step 1 send to your right neighbor and receive from your left one; in step 2 use those 2 away.
+# No rank gets two messages in a step.
 # </details>
 
 
@@ -675,7 +676,7 @@ reveal(guess_order, "no")
 # - All-reduce = reduce-scatter + all-gather: less than $2n$ bytes per rank, for any $p$.
 # - Start both sides of an exchange before you wait; make the same calls in the same order.
 #
-# Lesson 05 sends these bytes; lesson 01 tells when they limit.
+# Lesson 05 sends these bytes; lesson 01 tells when they limit speed.
 #
 # ## The same on a cluster
 #

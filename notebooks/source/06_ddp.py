@@ -109,7 +109,7 @@ for name, found in (("ours", buckets), ("PyTorch's", theirs)):
 # %% [markdown]
 # PyTorch (2.13, `torch/nn/parallel/distributed.py`) differs in two ways. Unless you set
 # `bucket_cap_mb`, its *first* bucket has a limit of 1 MiB, so that communication starts early; the
-# others have 25. And PyTorch closes a bucket once it *reaches* the limit; ours never exceeds it. In
+# others have 25. And PyTorch closes a bucket once it *reaches* the limit; ours closes before. In
 # both, the last bucket contains the embedding, and no computation is left to hide it.
 #
 # ### Exercise 1: which bucket? (core, 15 minutes)

@@ -9,7 +9,7 @@
 #
 # *After this lesson you can*
 #
-# - split an MLP, attention, embedding and loss over ranks, with the numbers of one process;
+# - split an MLP, attention, embedding and loss over ranks, and get one process's results;
 # - say which collective stands at each boundary, and predict its bytes and time;
 # - say when communication takes longer than computing, and what can be overlapped;
 # - write the two collectives of sequence parallelism, and derive the memory that it saves.
@@ -264,9 +264,9 @@ check("tensor_parallel-3", rows_of_rank)
 # ### Exercise 4 (further): the loss of split logits
 #
 # This rank has the logits of the tokens `first`, `first + 1` ... Targets of -100 have no loss.
-# Return the mean over the others, on every rank, in the logits' dtype or a wider one; do not change
-# the arguments. Budget: at most 3 all-reduces for both passes together, in all 3 values per token.
-# About 10 lines, 20 minutes.
+# Return the mean over the others, on every rank, in the logits' dtype or a wider one; leave the
+# arguments unchanged. Budget: at most 3 all-reduces for both passes together, 3 values per token in
+# total. About 10 lines, 20 minutes.
 #
 # <details><summary>Hint: the maximum</summary>
 # <code>dist.all_reduce(top, dist.ReduceOp.MAX)</code>, detached: it cancels out, so it needs no
@@ -524,7 +524,7 @@ figure = timelines(runs.timelines(), title, link=wire)
 show(figure, alt=f"{title}; the sum runs beside the weights' half")
 
 # %% [markdown]
-# The results are equal to the bit. Megatron-LM does this by default (before Blackwell,
+# The results are equal bit for bit. Megatron-LM does this by default (on GPUs before B200,
 # `CUDA_DEVICE_MAX_CONNECTIONS=1` makes the GPU start the sum first).
 #
 # More can be hidden, also in forward, if one piece of a product is sent while the next is computed:
@@ -533,7 +533,7 @@ show(figure, alt=f"{title}; the sum runs beside the weights' half")
 # ### When communication takes longer
 #
 # Forward and backward, a layer with $f=4h$ computes $72\,h^2$ FLOP per token in its matrices,
-# each rank $1/p$ of that; in four all-reduces it sends $16\,h\,(p-1)/p$ bytes in bf16. For any
+# each rank $1/p$ of that; its four all-reduces send $16\,h\,(p-1)/p$ bytes in bf16. For any
 # number of tokens,
 #
 # $$ \frac{72\,h^2 / p}{16\,h\,(p-1)/p} = \frac{9h}{2\,(p-1)} \text{ FLOP per byte.} $$
@@ -561,9 +561,9 @@ show(pictures.width_picture(title), alt=f"{title}; NVIDIA's models lie above NVL
 # speed, only one lies below PCIe's. (InfiniBand: one adapter.)
 #
 # At peak, the 3B model of Tazi et al. (2025; width assumed) would be near NVLink's line at $p=8$;
-# larger groups span nodes. The formula uses bandwidths that they measured, and the GPU's speed
-# fitted at $p=2$.
-# From 8 to 16 ranks (each with its largest batch), what fraction of its tokens/s does a GPU keep?
+# larger groups span nodes. Formula: FLOP at the speed fitted at $p=2$, plus bytes at the bandwidths
+# that they measured. From 8 to 16 ranks (both with the largest batch), what fraction of its
+# tokens/s does a GPU keep?
 
 # %% tags=["predict"]
 guess_drop = predict("tokens/s per GPU on 16 ranks divided by those on 8 (like 3/4)")
@@ -594,8 +594,8 @@ degree_explorer()
 # ## 8 Sequence parallelism
 #
 # Between g and the next f, all ranks compute and keep the same: norms, dropout, the residual
-# stream. These treat each token on its own, so the ranks can share them by *tokens* (Korthikanti et
-# al. 2022, section 4.2.2). A region needs all tokens: an **all-gather** replaces f. After the
+# stream. These treat each token on its own, so the ranks can divide them by *tokens* (Korthikanti
+# et al. 2022, section 4.2.2). A region needs all tokens: an **all-gather** replaces f. After the
 # region each rank needs the complete sum for its own tokens: a **reduce-scatter** replaces g. In
 # backward each becomes the other. How many bytes does a rank send now, as a multiple of those with
 # all-reduces?
@@ -722,7 +722,7 @@ show(compare(p_values, curves, title, x_label="ranks p", y_label="KiB on a rank"
 # their gradients are partial sums, which `finish_gradients(model)` adds up once per step.
 #
 # **Sequence parallelism divides the other activations, too: all of them if backward gathers inputs
-# again, sending 5/4 of the bytes; else all but those inputs, sending a ring's bytes.**
+# again, sending 5/4 of the bytes; else all but those inputs, sending as many as without.**
 #
 # ## What to keep
 #

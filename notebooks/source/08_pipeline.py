@@ -176,14 +176,14 @@ show(figure, alt=f"{title}: rank 0 holds 3 micro-batches, with GPipe all 4")
 # ### Exercise 2 (core): when does each action end?
 #
 # Write the simulator: an action waits for its rank and its input. `source_of(action, p)` is the
-# stage that sends its input, or None if no message is needed; there the action of the same kind and
-# micro-batch produces it, and the message takes `message_s`. About 9 lines, 20 minutes.
+# stage whose action of the same kind and micro-batch sends this input, or None if no message is
+# needed; a message takes `message_s`. About 9 lines, 20 minutes.
 #
 # <details><summary>Hint: the action that produces the input</summary>
 # <code>action._replace(stage=source)</code>: a forward needs the forward of the stage before.
 # </details>
 # <details><summary>Hint: which rank comes next?</summary>
-# Go over the ranks repeatedly, and on each run what can run.
+# Go over the ranks repeatedly; let each run what can run.
 # </details>
 
 
@@ -317,7 +317,7 @@ for name, make in {"GPipe": schedules.gpipe, "1F1B": schedules.one_f_one_b}.item
 
 # %% [markdown]
 # `backward()` frees what autograd saved inside a stage. But a forgotten reference keeps a stage's
-# inputs, outputs and their gradients, and no result shows it.
+# inputs (with gradients) and outputs, and no result shows it.
 #
 # **Receive, compute, send without waiting; free early, and divide the loss once.**
 #
@@ -431,7 +431,7 @@ print(cost.parts_table(4, numbers, batch, wire))
 #
 # ## 8 Stages are not equally long
 #
-# All stages wait for the slowest. GPT-2 small has 12 blocks. Its output layer takes as long as how
+# All stages wait for the slowest. GPT-2 small has 12 blocks. By FLOP, its output layer costs how
 # many blocks?
 
 # %% tags=["predict"]
@@ -476,13 +476,13 @@ for name, cut in cuts.items():
     each = balance.stage_times(layers, cut)
     times = PipelineTimes(forward_s=each, backward_input_s=each, backward_weight_s=each)
     step = simulate(schedules.one_f_one_b(4, 3), times)
-    print(f"{name:12} {cut}: {step.step_s:.0f} blocks a step, {step.bubble_fraction:.0%} idle")
+    print(f"{name:12} {cut}: {step.step_s:.0f} block times a step, {step.bubble_fraction:.0%} idle")
 h100 = cost.h100_stages()
 print(f"8 H100, output layer {h100.head_layers:.1f} blocks: stages, tokens/s published and formula")
 print(*zip(h100.stages, map(round, h100.published), map(round, h100.formula), strict=True))
 
 # %% [markdown]
-# On 8 H100 (Tazi et al. 2025), 8 stages lose more than their bubble: by formula, the last stage,
+# On 8 H100 (Tazi et al. 2025), 8 stages wait longer than their bubble: by formula, the last stage,
 # the output layer alone, costs 3.2 blocks where the mean is 2.4.
 #
 # Llama 3 405B has one layer fewer on its first and last stages (Grattafiori et al. 2024, section
@@ -528,7 +528,8 @@ check("pipeline-5", sum_tied)
 from course_lib.pipeline.token_pipeline import TokenCost, balanced_cut, even_cut, token_forward_s
 
 token_cost = TokenCost(piece_s=50e-6, token_s=1e-6, pair_s=4e-9)
-print("balanced:", balanced_cut(2048, 8, token_cost), "forward in ms, equal and balanced:")
+print("tokens of 8 balanced pieces:", balanced_cut(2048, 8, token_cost))
+print("forward (ms), equal and balanced pieces:")
 for number in (1, 2, 4, 8, 16, 32):
     cuts = even_cut(2048, number), balanced_cut(2048, number, token_cost)
     print(f"{number:2} pieces:", *(f"{1e3 * token_forward_s(c, 4, token_cost):.1f}" for c in cuts))
@@ -649,7 +650,7 @@ print(cost.bubble_rate_table())
 # (from F until W) on each rank. `seconds` has the times of `"forward"`, `"backward_input"`,
 # `"backward_weight"`. It is right if it is never slower than ZB-H1, in seven puzzles (messages take
 # no time). The loop is a *list scheduler*: of the actions in `ready` it runs the one that can start
-# first; of several, the most urgent (smallest number). Fill `ready`, or replace the whole loop.
+# first; of several, the most urgent (0 first). Fill `ready`, or replace the whole loop.
 # About 10 lines, 30 minutes.
 #
 # <details><summary>Hint: what can run next</summary>
@@ -693,8 +694,8 @@ from course_lib.checks.pipeline.scores import scores
 print(scores(pack))
 
 # %% [markdown]
-# The bound adds up what no order avoids: a rank's own work, the wait for its first input, its last
-# gradient's way to rank 0. Two chunks in a V beat the bound for one chunk.
+# The bound adds up a rank's work, the wait for its first input, and what weight gradients cannot
+# fill of its last gradient's way back. Two chunks in a V beat the bound for one chunk.
 #
 # **The best schedule depends on times and memory: simulate, then search.**
 #
@@ -728,7 +729,8 @@ print(missing("megatron.core") or "The last rank knows the loss:")
 names = ["ours"] if missing("megatron.core") else ["ours", "Megatron-Core"]
 for chunks, name in product((1, 2), names):
     ran = pair.run(beside.run_pipeline, MODELS["small"], batches, 8, name == "ours", chunks)[-1]
-    sent = ", ".join(f"{n} {kind} of {size} bytes" for kind, (n, size) in ran.calls().items())
+    calls = ran.calls().items()
+    sent = "; ".join(f"{n} {kind}, together {size} bytes" for kind, (n, size) in calls)
     print(f"{chunks} chunks, {name}: loss {ran.losses[-1]:.5f}, {ran.median_ms:.0f} ms; {sent}")
 
 # %% [markdown]

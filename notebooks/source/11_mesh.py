@@ -430,8 +430,8 @@ check("mesh-3", clip)
 # %% tags=["predict"]
 from course_lib.mesh.cost import all_orders, axis_seconds, mesh_step_s
 
-fast = Link(name="inside", latency_s=1e-3, bytes_per_s=100e6)
-slow = Link(name="between", latency_s=10e-3, bytes_per_s=10e6)
+fast = Link(name="fast", latency_s=1e-3, bytes_per_s=100e6)
+slow = Link(name="slow", latency_s=10e-3, bytes_per_s=10e6)
 two_nodes = TwoLevelLink(inside=fast, outside=slow, ranks_per_node=4)
 steps = [replace(step, mesh=mesh, number_bytes=4) for mesh in all_orders(cube)]
 outermost = Mesh(tp=2, dp=2, pp=2)
@@ -472,7 +472,7 @@ for mesh in (cube, outermost):
     traces[mesh] = wired.run(lab.events_of_a_step, replace(step, mesh=mesh, number_bytes=4))[0]
     group = tuple(mesh.group(0, "tp"))
     tp_ms[mesh] = 1e3 * median(one.duration_s for one in traces[mesh] if one.group == group)
-title = f"An all-reduce along tp takes {tp_ms[cube]:.0f} ms inside a node, "
+title = f"An all-reduce along tp typically takes {tp_ms[cube]:.0f} ms inside a node, "
 title += f"{tp_ms[outermost]:.0f} ms between nodes"
 claim("an all-reduce between nodes takes longer", tp_ms[outermost] > tp_ms[cube])
 show(pictures.axis_traces(traces, title, two_nodes), alt=f"{title}; rank 0, by axis")
@@ -486,8 +486,8 @@ show(pictures.axis_traces(traces, title, two_nodes), alt=f"{title}; rank 0, by a
 # Given a mesh and the events of one step on all ranks (`event.rank`, `.group`, `.duration_s`,
 # `.num_bytes`): return the name of the axis along which rank 0's calls *across nodes* take most
 # seconds, added up; None if it has no such call. Rank r is on node `r // ranks_per_node`. A call's
-# `group` lists its ranks, for a message sender and receiver: `mesh.axis_of(group)` is their axis,
-# or None. About 7 lines.
+# `group` lists its ranks, a message's its two ends; `mesh.axis_of(group)` is the group's axis, or
+# None. About 7 lines.
 #
 # <details><summary>Hint: not the axis that sends most</summary>
 # Seconds count, and only those of groups that are on several nodes.
@@ -514,8 +514,8 @@ check("mesh-4", misplaced)
 # %% [markdown]
 # ### All orders of a cluster
 #
-# 64 H100 on 8 nodes, by formula, with one link of 50 GB/s between nodes (NCCL uses all eight). Move
-# an axis outward, and look at which groups leave their node. What happens at tp = 16?
+# 64 H100 on 8 nodes, by formula, with one link of 50 GB/s between nodes (NCCL would use eight).
+# Move an axis outward, and look at which groups leave their node. What happens at tp = 16?
 
 # %% tags=["picture"]
 from course_lib.mesh.explorer import mesh_explorer
@@ -596,10 +596,10 @@ if len(sent) == 2:
 # fully_shard(stage, mesh=mesh["dp"])               # lesson 10: last
 # ```
 #
-# `mesh["dp", "tp"]` is a sub-mesh. FSDP then shards a `DTensor` that is split along tp already. It
-# knows its axes, so `clip_grad_norm_` and a checkpoint need no list as in section 4 (except for
-# pp). The plan has to cover all parameters, norms for example by `SequenceParallel`; otherwise
-# `clip_grad_norm_` fails (PyTorch 2.13).
+# `mesh["dp", "tp"]` is a sub-mesh. FSDP, last, shards a `DTensor` that is split along tp already. A
+# `DTensor` knows its axes, so `clip_grad_norm_` and a checkpoint need no list as in section 4
+# (except for pp). The plan has to cover all parameters, norms for example by `SequenceParallel`;
+# otherwise `clip_grad_norm_` fails (PyTorch 2.13).
 #
 # On your cluster, one command times all orders of a mesh:
 #

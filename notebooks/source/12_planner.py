@@ -46,8 +46,8 @@ from course_lib.planner.published_runs import published_runs
 #
 # The Ultra-Scale Playbook (Tazi et al. 2025, section "Finding the best training configuration")
 # gives an order: make a step *fit*, reach the *global batch*, then raise the *throughput*. The
-# software here keeps 18 bytes per parameter: a bf16 weight, and in fp32 a gradient, a master copy
-# and two moments. How many GiB of model states does the example have?
+# cluster's software keeps 18 bytes per parameter: a bf16 weight, and in fp32 a gradient, a master
+# copy and two moments. How many GiB of model states does the example have?
 
 # %% tags=["predict"]
 sizes = {"hidden": 5120, "num_layers": 40, "num_heads": 40, "ffn_hidden": 13824}
@@ -172,7 +172,7 @@ for batch in (1024, 256, 64):
 # |---|---|---|
 # | compute | FLOP at the efficiency of each product's shape; norms, loss; recomputation | 01, 03 |
 # | TP messages | collectives: counted as exposed, except one gather that a product hides | 07 |
-# | bubble | $(\text{pp} - 1)/m$, divided by the model chunks; the slowest stage | 08 |
+# | bubble | $(\text{pp} - 1)/m$, divided by the model chunks; waits for the slowest | 08 |
 # | PP messages | those that the schedule cannot hide | 08 |
 # | DP messages | gradients and shards: what computation does not hide | 06, 09, 10 |
 # | host, optimizer | launches of kernels; bytes of AdamW / memory bandwidth | |
@@ -208,7 +208,7 @@ for b in (1, 2, 4):
 
 # %% [markdown]
 # ZeRO-2 reduces gradients in every micro-batch, and here there are many; this cluster's software
-# does not overlap them (its profile has the constants of Megatron-LM, 2021). FSDP is assumed to
+# does not overlap them (its constants are those of Megatron-LM, 2021). FSDP is assumed to
 # overlap, and it can: computing a layer of this model takes longer than gathering the next one.
 # With overlap, in buckets of 40 to 160 MB, ZeRO-2 comes within a few per cent of FSDP: their
 # ranking follows from the assumption. Larger micro-batches make matrix products more efficient.
@@ -282,8 +282,8 @@ def prune(plans, job, memory):
 check("planner-3", prune)
 
 # %% [markdown]
-# How many plans obey all rules but memory: axes, ZeRO stage, micro-batch, schedule, chunks, with
-# and without recomputation?
+# Plans differ in axes, ZeRO stage, micro-batch, schedule, chunks, recomputation. How many obey all
+# rules but memory?
 
 # %% tags=["predict"]
 guess_plans = predict("plans that obey all rules but memory")
@@ -389,8 +389,8 @@ print(f"8B, 32 nodes: fastest of {len(measured)} measured: {fastest.plan}")
 print(f"first of {searched.num_plans} searched, measured or not: {searched.steps[0].plan}")
 
 # %% [markdown]
-# Most losses are small, three are not. Where does it go wrong? The Playbook's runs, those 1,027 of
-# more than 4,100 that our table has:
+# Most losses are small, three are not. Where does it go wrong? The table has 1,027 of the
+# Playbook's more than 4,100 runs:
 
 # %% tags=["picture"]
 figure, alt = pictures.errors_by_mfu(published_runs("ultrascale"))
@@ -402,17 +402,17 @@ for run in published_runs("llm-foundry"):
         print(f"MPT-13B on 8 A100s, seq {run.plan.seq}, {run.plan}: {how}")
 
 # %% [markdown]
-# *Efficient runs are predicted well; of those left of the dashed line, half took more than twice as
-# long as predicted*: on 64 nodes with TP of at most 8, plans that differ only in the micro-batch or
-# the ZeRO stage differ by up to a factor of 8, where the prediction says 1.1. And the MFU is known
-# only after the run. (The constants were fitted on runs with an MFU of 20 % or more; from 30 % on,
-# `docs/planner.md` promises a median error.)
+# *Efficient runs are predicted well; of the runs left of the dashed line, half took more than twice
+# as long as predicted*: on 64 nodes with TP of at most 8, plans that differ only in the micro-batch
+# or the ZeRO stage differ by up to a factor of 8, where the prediction says 1.1. And the MFU is
+# known only after the run. (The constants were fitted on runs with an MFU of 20 % or more; from
+# 30 % on, `docs/planner.md` limits the median error.)
 #
 # The last lines are near our example: 13 billion parameters, FSDP, A100s. The run without
 # recomputation took 16 % longer than predicted, the run with it 6 % less. The run without it also
 # had a tenth of the tokens per micro-batch, so recomputation need not be the cause.
 #
-# **A prediction rules out most plans. Among plans closer together than its error, take the simplest
+# **A prediction rules out most plans. Among plans closer than its error, take the simplest
 # with the most free memory, or measure each for twenty steps.**
 #
 # ## 7 Alpa: let the compiler choose
@@ -423,7 +423,7 @@ for run in published_runs("llm-foundry"):
 # GPUs. The first micro-batch passes all stages, $t_1 + \dots + t_S$ seconds; each other one ends
 # $\max t_i$ after the one before. So a step takes $\sum t_i + (m - 1) \max t_i$. For each possible
 # maximum, dynamic programming over layers and GPUs finds the smallest sum. Llama-1B has 16 layers,
-# and an output layer for 128,256 tokens. With four stages of four layers, and the output layer on
+# and an output layer of 128,256 logits. With four stages of four layers, and the output layer on
 # the last one, how much longer than with the best stages is a step?
 
 # %% tags=["predict"]
@@ -447,9 +447,9 @@ for name, layout in {"equal": equal, "Alpa": unequal}.items():
 #
 # *Intra-operator* (its section 4): inside a stage, each matrix is split by columns, rows or tokens.
 # Each split has its own messages, and where two successive matrices disagree, a tensor is resharded
-# (split anew). Choosing is an integer program; on a chain of matrices, dynamic programming solves
-# it. Which splits are cheapest for an MLP on 8 GPUs and 4,096 tokens, if every GPU has all of these
-# tokens?
+# (split in another way). Choosing is an integer program; on a chain of matrices, dynamic
+# programming solves it. Which splits are cheapest for an MLP on 8 GPUs and 4,096 tokens, if every
+# GPU has all of these tokens?
 
 # %% tags=["predict"]
 options = ("columns, columns", "columns, rows", "rows, columns", "tokens, tokens")
@@ -465,7 +465,8 @@ for tokens, layout in ((4096, "whole"), (4096, "tokens"), (65536, "tokens")):
     chain = ShardedChain(mlp, tokens, clock, enters=layout, ends=layout)
     splits = ", ".join(way.split for way in chain.best())
     sent = [kind for way in chain.best() for kind, _ in (way.forward, way.backward) if kind]
-    print(f"{tokens} tokens, {layout}: {splits}; {', '.join(sent)}")
+    enters = "split" if layout == "tokens" else "whole"
+    print(f"{tokens} tokens that enter {enters}: {splits}; {', '.join(sent)}")
     if layout == "whole":
         reveal(guess_split, splits)
 
@@ -602,7 +603,7 @@ print(f"5 A run of 13B on 8 A100s took {longer:.0%} longer than predicted. If tw
 print("  here take longer than that, or if the batch shrinks, I choose again.")
 
 # %% [markdown]
-# The same in a terminal, for models with a name:
+# The same in a terminal, for the presets that `--model list` prints:
 #
 # ```sh
 # course plan --model llama-8b --cluster selene-a100 --nodes 4 --global-batch-tokens 4M

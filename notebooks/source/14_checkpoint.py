@@ -103,7 +103,8 @@ for name, content in NEW.items():
     disk.sync(name)
 for cut in cuts(OLD, disk.operations):
     if cut.how != "power cut":
-        print(f"{cut.how} at operation {cut.done}:", *(f.decode() for f in cut.files.values()))
+        files = " | ".join(file.decode() for file in cut.files.values())
+        print(f"{cut.how} at operation {cut.done}: {files}")
 reveal(guess_cut, "mix")
 
 # %% [markdown]
@@ -117,7 +118,7 @@ reveal(guess_cut, "mix")
 #   on the disk. Without it, a power cut may leave the manifest and lose the data.
 # - `sync_names()` (`os.fsync` on every folder that changed, also the parent of a new one) waits
 #   until the changes of *names* (made, renamed, removed) are on the disk. Until then, a power cut
-#   may undo the latest changes in one folder and keep those in another (as on ext4; btrfs may also
+#   may undo the latest changes in one folder and keep those in another (btrfs may also
 #   reorder them).
 #
 # ### Exercise 1 (core): publish
@@ -377,7 +378,7 @@ explorer.FailureLab()
 #
 # Now 2 ranks load the checkpoint that FSDP saved on 4 ranks, with three strategies. Names and boxes
 # are of the whole model, so all strategies read the same files. How far are the losses from those
-# of section 5's run, which never stopped?
+# of section 5's run that never stopped?
 
 # %% tags=["check"]
 for strategy in lab.STRATEGIES:
@@ -434,7 +435,7 @@ print("without a copy:", [int(one) for one, _ in written])
 print("with a copy:   ", [int(one) for _, one in written])
 
 # %% [markdown]
-# This is one file with numbers of four different steps, and its hash is right. The check of
+# This is one file with numbers of four different steps, and its hash may match. The check of
 # exercise 3 finds the same mistake.
 #
 # **Copy, return, write: an asynchronous save still costs the agreement, the copy and its memory.**
@@ -493,7 +494,7 @@ explorer.interval_explorer()
 # %% [markdown]
 # Enter the numbers of your own cluster. Around the optimum the curve is flat: twice the best
 # interval costs 2 percentage points more here. (Grattafiori et al. report over 90 % effective
-# training time, more than here: in this model, their saves take less than 30 s or their restarts
+# training time, more than here: by this formula, their saves take less than 30 s or their restarts
 # less than 10 min.)
 #
 # ### Exercise 4 (further): the best interval
@@ -539,7 +540,7 @@ for name, one in rows.items():
     print(f"{name}: {words}, {1e3 * one.save_s:.0f} ms")
 
 # %% [markdown]
-# Each count includes one small file of ours: an empty `.lock`, and `about.json` beside DCP's files.
+# Each count has one small file of ours: of our files, an empty `.lock`; of DCP's, `about.json`.
 # Three traps. First, DCP's `async_save` communicates in a thread: give it a process group of its
 # own (`process_group=dist.new_group(backend="gloo")`), or its messages can mix with your training's
 # own gloo messages; our `save_async` makes one. Second, `.metadata` and the non-tensor values in
@@ -562,7 +563,7 @@ for name, one in rows.items():
 # of them: resharding makes that possible.
 #
 # A scheduler that needs its nodes back usually sends a signal first. On SIGTERM or SIGUSR1 all
-# ranks finish the step, save, and exit with code 75 (try again later), if that takes less than
+# ranks finish at most the next step, save, and exit with 75 (try later), if that takes less than
 # torchrun's 30 s (`--shutdown-timeout`) and Slurm's `KillWait`. `torchrun` passes SIGTERM on,
 # SIGUSR1 only with `--signals-to-handle`. In Slurm, `cluster/requeue.sbatch` (`#SBATCH --requeue`
 # and `--signal=B:USR1@120`) gets a signal 120 seconds before the time limit and calls `scontrol

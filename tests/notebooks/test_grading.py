@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
+import nbval.kernel
 import psutil
 import pytest
 
@@ -145,6 +146,38 @@ def test_a_notebook_that_another_tool_has_saved_is_judged(toy):
         cell["colab"] = {"base_uri": "somewhere"}
     toy.lesson.student.write_text(json.dumps({**notebook, "nbformat_minor": 0}))
     assert statuses(judge(toy)) == ["right", "not done", "not done", "not done"]
+
+
+@pytest.fixture
+def kernels_that_end(monkeypatch) -> Callable[[int], None]:
+    """Let as many kernels end at their start, as one does whose port another has taken."""
+
+    def end(number: int) -> None:
+        start, left = nbval.kernel.start_new_kernel, iter(range(number))
+
+        def start_or_end(*args, **kwargs):
+            if next(left, None) is None:
+                return start(*args, **kwargs)
+            raise RuntimeError("Kernel died before replying to kernel_info")
+
+        monkeypatch.setattr("nbval.kernel.start_new_kernel", start_or_end)
+
+    return end
+
+
+def test_a_kernel_that_ends_at_its_start_is_started_again(toy, kernels_that_end):
+    toy.fill(1, add(1))
+    kernels_that_end(2)
+    assert statuses(judge(toy)) == ["right", "not done", "not done", "not done"]
+
+
+def test_where_no_kernel_starts_one_sentence_says_so(toy, kernels_that_end):
+    toy.fill(1, add(1))
+    kernels_that_end(3)
+    with pytest.raises(
+        CourseError, match=r"kernel .* 3 of them ended at once\. Try: course doctor"
+    ):
+        judge(toy)
 
 
 def test_no_kernel_is_left(toy):

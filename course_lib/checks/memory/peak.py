@@ -80,7 +80,7 @@ PEAK = Exercise(
         unit=" bytes",
         unchanged=Cause("The lists belong to the caller: reversed(acts) leaves them as they are."),
         look="Write down what is held after each layer, forward and backward, for this case.",
-        success="In backward with one micro-batch; with more, when the second backward begins.",
+        success="One micro-batch: where backward begins, or later; more: where the second begins.",
     ),
     wrong=(
         Edit("            most = max(most, kept + held)\n", "", BEGIN),

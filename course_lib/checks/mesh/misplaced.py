@@ -214,12 +214,12 @@ CROSSES = "len(nodes) > 1"
 
 MISPLACED = Exercise(
     key="mesh-4",
-    title="find the misplaced axis",
+    title="find the axis that waits longest between nodes",
     check=Cases(
         cases=_cases,
         drawn=_drawn,
         look="Take rank 0's calls, sort them by group, and ask of each group which nodes it is on.",
-        success="Found in seventeen traces, also where nothing is misplaced.",
+        success="Found in seventeen traces, also where no axis leaves its node.",
         unchanged=UNCHANGED,
     ),
     wrong=(

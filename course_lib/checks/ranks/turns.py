@@ -199,7 +199,7 @@ TURNS = Exercise(
             ("mismatch", "", STUCK),
         ),
         expect=(_one_after_another,),
-        success="Ranks 1 to 4 speak one after another, in order, and wait for each other.",
+        success="1 to 4 ranks speak one after another, in order, and wait for each other.",
     ),
     wrong=(
         Edit("dist.barrier()", "pass", NOBODY_WAITS),
