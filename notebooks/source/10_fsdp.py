@@ -11,8 +11,8 @@
 # and replicate across; explain what PyTorch's `fully_shard` does.
 #
 # **Prerequisites:** lessons 06 (overlap) and 09 (ZeRO, flat parameters); 03 for precisions.
-# **Time:** 65 minutes of reading, 95 of exercises (core: 1 to 3, 5; further: 4), with a break after
-# section 4.
+# **Time:** 65 minutes of reading, 105 of exercises (core: 1 to 3, 5; further: 4), with a break
+# after section 4.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -703,8 +703,8 @@ for name, (_, one_s, two_s) in beside.STUDY.items():
 reveal(guess_bert, one_s / two_s)
 
 # %% [markdown]
-# The GPT-2 gained more, probably because it sends less: bytes depend on the parameters, not on
-# how many tokens a GPU gets. Two ranks reach one's losses, as tiny versions show.
+# The GPT-2 gained more, perhaps because it sends less per computation: bytes depend on parameters,
+# not on a GPU's tokens. Two ranks reach one's losses, as tiny versions show.
 
 # %% tags=["picture", "measured"]
 curves = {}

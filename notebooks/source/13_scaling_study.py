@@ -49,7 +49,7 @@ from course_lib.scaling_study.run_local import run_all
 # %% [markdown]
 # ## 1 What a run leaves
 #
-# A study is a list of runs: model × strategy × ranks. All runs of a model have the *same* global
+# A study is a list of runs: model × strategy × ranks. Compared runs have the *same* global
 # batch, divided among the model's copies. Here is the smallest part of the laptop study: one run on
 # one rank, and one on two, which communicate once per step. What is the throughput of two ranks,
 # divided by that of one?
@@ -246,7 +246,7 @@ print(f"after synchronize(): {device.now_s():.2f} s")
 # Return seconds (by `device.now_s()`) and tokens of the other steps, not rounded. Earlier work may
 # still run on the device: do not time it. About 10 lines, 15 minutes.
 #
-# <details><summary>Hint: if your time is a few thousandths of the right one</summary>
+# <details><summary>Hint: if your time is almost zero</summary>
 # That is how long launching takes. <code>device.synchronize()</code> waits; you need it twice:
 # before the clock starts, and before it is read.
 # </details>
@@ -312,7 +312,7 @@ show(figure, alt=alt)
 #   overlaps no bucket and takes messages 1.7 times as long as the link alone; it also adds 4 ms of
 #   Python per layer and micro-batch. Both numbers are fitted to these runs; predicted steps are
 #   within 30 % of measured ones.
-# - *The bars differ most for TP*: its short messages wait for late ranks, which the model ignores.
+# - *On two ranks TP's bars differ most*: perhaps its short messages wait for late ranks.
 # - `torch-ddp` sends the same message as `ddp`, but was slower; one run of each does not show why.
 # - *Four ranks* share two cores: their bars say nothing about the methods.
 #
@@ -394,8 +394,8 @@ axes = {"x_label": "step", "y_label": "digits of the loss that agree"}
 show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far apart from step 1")
 
 # %% [markdown]
-# A falling curve looks right; the test is how many digits agree (8: no difference seen). The study
-# leaves out a run that fails this test.
+# A falling curve looks right; the test is how many digits agree (8: no difference seen). Leave out
+# a run that fails this test.
 #
 # **Compare the losses first, then the bytes, then the speed, each beside a prediction.**
 #
@@ -425,8 +425,8 @@ study_explorer()
 
 # %% [markdown]
 # On two GPUs the predictions for TP and ZeRO-1 are close, DP's is too high. On four over bridges,
-# all predictions except the pipeline's fall strongly, as measured. However, the formulas favour
-# pipelines and tiny models, since they ignore the time of launching kernels; and they overlap none
+# all predictions except the pipeline's fall strongly, as measured. However, the formulas favor
+# pipelines, most of all of tiny models, since they ignore launching kernels; and they overlap none
 # of ZeRO's messages.
 #
 # On a real machine, links form a *matrix* (`nvidia-smi topo -m`). The picture shows your machine's
@@ -562,8 +562,8 @@ print(findings_text("study.sbatch", found))
 # %% [markdown]
 # ### Exercise 5 (further): what does it really ask for?
 #
-# Return three whole numbers as `sbatch` reads them (its manual, "DESCRIPTION" and "--time"): nodes
-# (default 1), GPUs per node (default 0), seconds (default 0).
+# Return three whole numbers as `sbatch` reads them (its manual, "DESCRIPTION" and "--time"; do not
+# round up to minutes): nodes (default 1), GPUs per node (default 0), seconds (default 0).
 #
 # - A directive begins in the first column with `#SBATCH` and a space, and holds one or more options
 #   `--name=value`, also others than `--nodes`, `--gpus-per-node` and `--time`; in it, ` #` begins a

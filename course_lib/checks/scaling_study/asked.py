@@ -108,7 +108,7 @@ ASKED_FOR = Exercise(
             GPUS: Part(look="Cross out every line that sbatch does not read: what is left?"),
             SECONDS: Part(unit=" s", look="Which of the six forms is this time written in?"),
         },
-        success="Nodes, GPUs and seconds as sbatch reads them, not as they were meant.",
+        success="Nodes, GPUs and time as sbatch reads them, not as they were meant.",
     ),
     wrong=(
         Edit("break", "continue", LATE),

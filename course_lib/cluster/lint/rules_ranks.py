@@ -26,7 +26,7 @@ def no_srun(script: Script) -> Iterator[LintFinding]:
                 "no-srun",
                 f"{command.name} without srun, in a job of {script.nodes} nodes",
                 "a batch script runs on the first node only: the launcher waits there for peers "
-                "that nobody starts, until the time is over",
+                "that nobody starts, until it gives up",
                 f"Write srun before {command.name}.",
             )
 
