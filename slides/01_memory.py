@@ -69,7 +69,7 @@ def ways_to_fit():
         "full recompute": "--model llama-8b --recompute full",
         "8 ranks, ZeRO-1": "--model llama-8b --dp 8 --zero 1",
         "8 ranks, ZeRO-3": "--model llama-8b --dp 8 --zero 3",
-        "8 ranks, tensor and sequence parallel": "--model llama-8b --tp 8 --sequence-parallel",
+        "8 ranks, tensor and\nsequence parallel": "--model llama-8b --tp 8 --sequence-parallel",
     }
     ledgers = {name: read_setup(line).fullest for name, line in lines.items()}
     return memory(ledgers, "llama-8b, one sequence of 4,096 tokens a rank", limit_bytes=80 * GIB)

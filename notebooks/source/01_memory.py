@@ -493,7 +493,7 @@ lines = {
     "full recompute": "--model llama-8b --recompute full",
     "8 ranks, ZeRO-1": "--model llama-8b --dp 8 --zero 1",
     "8 ranks, ZeRO-3": "--model llama-8b --dp 8 --zero 3",
-    "8 ranks, tensor and sequence parallel": "--model llama-8b --tp 8 --sequence-parallel",
+    "8 ranks, tensor and\nsequence parallel": "--model llama-8b --tp 8 --sequence-parallel",
 }
 ledgers = {name: read_setup(line).fullest for name, line in lines.items()}
 title = "With the usual recipe, recomputing is not enough for 8B on 80 GiB: shard the states"
