@@ -167,10 +167,10 @@ def width_picture(title: str, degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> Fig
         )
         for name, rate in H100.links.items()
     }
-    ranks = h100_scaling().ranks
-    width = MODELS["llama-3b"].hidden
-    curves["NVIDIA's models"] = Voices(published=megatron_widths())
-    curves["3B model, 2 to 32 ranks"] = Voices(published=(ranks, [width] * len(ranks)))
+    ranks, widths = megatron_widths()
+    of_3b = h100_scaling().ranks
+    widths = [*widths, *[MODELS["llama-3b"].hidden] * len(of_3b)]
+    curves["models"] = Voices(published=([*ranks, *of_3b], widths))
     return compare(
         degrees,
         curves,
@@ -179,8 +179,8 @@ def width_picture(title: str, degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> Fig
         y_label="hidden size h",
         log=True,
         note="H100 at its peak; above a line: computes longer",
-        source="NVIDIA's models: Megatron-LM's README, June 2024, at 42 to 49 % of the peak; "
-        + H100_RUN,
+        source="NVIDIA's models, h from 6,144: Megatron-LM's README, June 2024, 42 to 49 % of the "
+        f"peak; h = 3,072: {H100_RUN}",
     )
 
 

@@ -170,7 +170,9 @@ def study_plan(command, course, tmp_path):
 
 
 def course_plan(command, course, tmp_path):
-    assert len(re.findall(r"^\d+ +dp\d+, .* sequences", run(command, course), re.MULTILINE)) == 10
+    assert (
+        len(re.findall(r"^\d+ +dp\d+, .* micro-batches", run(command, course), re.MULTILINE)) == 10
+    )
 
 
 RUNS = {
