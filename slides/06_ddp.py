@@ -43,9 +43,9 @@ def ready():
         formula=lambda place: last - place,
         measurement=[order.index(place) for place in range(len(params))],
     )
-    labels = {"x_label": "place in the order of registration", "y_label": "place in ready order"}
-    names = {"formula": "reverse registration", "measurement": "order of the hooks"}
-    title = f"{len(params)} parameters of a small GPT, the last registered first"
+    labels = {"x_label": "place in parameters()", "y_label": "place in ready order"}
+    names = {"formula": "reverse parameters()", "measurement": "order of the hooks"}
+    title = f"{len(params)} parameters of a small GPT, the last of parameters() first"
     return compare(range(len(params)), voices, title, names=names, **labels)
 
 

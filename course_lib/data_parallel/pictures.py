@@ -156,7 +156,7 @@ def scaling_on_gpus(title: str) -> Figure:
         title,
         note=note,
         source=source,
-        names={"formula": "the speed of one node, kept"},
+        names={"formula": "if GPUs kept their speed"},
         x_label="GPUs",
         y_label="% of the value on one node",
         log_x=True,

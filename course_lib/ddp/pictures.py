@@ -18,7 +18,7 @@ from course_lib.ranks.timing import Measured
 
 
 def ready_order(registered: Sequence[str], ready: Sequence[str], title: str) -> Figure:
-    """Draw when each gradient is complete, over the place at which its parameter is registered."""
+    """Draw when each gradient is complete, over its place in `parameters()`."""
     last = len(registered) - 1
     voices = Voices(
         formula=lambda place: last - place, measurement=[ready.index(name) for name in registered]
@@ -27,14 +27,14 @@ def ready_order(registered: Sequence[str], ready: Sequence[str], title: str) -> 
         range(len(registered)),
         voices,
         title,
-        x_label="place in the order of registration",
+        x_label="place in parameters()",
         y_label="place in the ready order",
-        names={"formula": "reverse registration", "measurement": "order of the hooks"},
+        names={"formula": "reverse parameters()", "measurement": "order of the hooks"},
     )
 
 
 def num_out_of_line(registered: Sequence[str], ready: Sequence[str]) -> int:
-    """Return how many gradients are not complete in reverse order of registration."""
+    """Return how many gradients are not complete in the reverse order of `parameters()`."""
     return sum(one != other for one, other in zip(registered[::-1], ready, strict=True))
 
 

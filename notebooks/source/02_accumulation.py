@@ -43,7 +43,7 @@ from course_lib.display import YES_NO, Voices, claim, compare, explore
 from course_lib.display import predict, reveal, show
 from course_lib.models import GPT, IGNORED, next_tokens, padded_batch, token_batch, token_loss
 
-torch.set_num_threads(1)  # quiet measurements
+torch.set_num_threads(1)  # steadier measurements
 
 # %% [markdown]
 # ## 1 The arithmetic of a batch

@@ -39,7 +39,7 @@ from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.recompute import pictures
 
-torch.set_num_threads(1)  # quiet measurements
+torch.set_num_threads(1)  # steadier measurements
 
 # %% [markdown]
 # ## 1 Forget, and compute again
@@ -276,8 +276,8 @@ check("recompute-3", run_segments)
 #
 # When attention is written out operation by operation, its scores (and their softmax and dropout)
 # are large to keep and cheap to recompute. *Selective* recompute forgets only them; *full*
-# recompute forgets all but the input of each block. Full recompute runs forward twice, and backward
-# costs as much as two forwards. How much longer does a step take?
+# recompute forgets all but the input of each block. Full recompute runs forward twice; backward
+# itself costs as much as two forwards. How much longer does a step take?
 
 # %% tags=["predict"]
 guess = predict("time of a step with full recompute, as a multiple of one without (like 3/2)")
@@ -328,7 +328,7 @@ print("formula minus measurement, in bytes:", off)
 # %% [markdown]
 # In large models, at a fixed sequence length, the wider the *heads* ($h/a$), the smaller is the
 # share of the scores (lesson 01: they add $5as/h$ to 34, with $a$ heads, $s$ tokens, hidden size
-# $h$). Beside our formula stand published values, also calculated ones:
+# $h$). The published values beside our formula are calculated, too:
 
 # %% tags=["picture"]
 title = "In large models full recompute keeps 8 to 10 % of the bytes, selective 49 to 62 %"
@@ -361,11 +361,11 @@ title = f"Full recompute: {more_flop['full']:.2f} times the FLOPs, {longer}"
 show(pictures.price(more_flop, ratio, title), alt=f"{title}; selective lies between")
 
 # %% [markdown]
-# Selective recompute, here and in a published layer (22B model, +7 %), takes more time than its
+# Selective recompute, here and in a published layer (22B model, time +7 %), takes more than its
 # FLOPs say: softmax and dropout have hardly any FLOPs, but they read and write the largest tensors
-# of all. Full recompute of that layer takes +39 % instead of +33 %: its backward communicates
-# while it computes weight gradients, so takes less than two forwards, and one more forward weighs
-# more (Korthikanti et al. 2022, section 6.2).
+# of all. Full recompute of that layer takes +39 % instead of +33 %: only backward hides
+# communication, behind weight gradients; it takes less than two forwards, so one more weighs more
+# (Korthikanti et al. 2022, section 6.2).
 #
 # FlashAttention (Dao et al. 2022, section 3.1) recomputes inside its kernel: it never writes the
 # scores to the GPU's main memory. With it, selective recompute is used for other cheap operations,
@@ -548,7 +548,7 @@ kinds = {
 }
 more = kinds["autocast"].peak_bytes() / kinds["bf16"].peak_bytes()
 reveal(guess, more)
-title = f"bf16 keeps half of fp32; autocast {more:.2f} times bf16, copies of weights too"
+title = f"bf16 keeps half of fp32; autocast, with weight copies, {more:.2f} times"
 show(memory(kinds, title), alt=title)
 
 # %% [markdown]

@@ -8,7 +8,7 @@
 # *After this lesson you can*
 #
 # - write data parallelism in five steps, and test that the replicas are equal;
-# - deal out the data and weight uneven batches so that $p$ ranks have the numbers of one process;
+# - deal out the data and weight uneven batches so that $p$ ranks get the results of one process;
 # - say what a straggler costs in synchronous and in asynchronous training;
 # - trade communication for drift with local SGD and DiLoCo, and write DiLoCo's outer step.
 #
@@ -193,7 +193,7 @@ check("data_parallel-2", average_gradients)
 # %% [markdown]
 # **Broadcast once; then take the mean of the gradients in every step.**
 #
-# ## 3 The law: the numbers of one process
+# ## 3 The law: the results of one process
 #
 # The law: after any step, $p$ ranks have the weights that one process has with the whole batch, up
 # to rounding. Test it: a GPT, three steps, a batch of 8 split into $p$ parts; every rank draws its
@@ -382,7 +382,7 @@ print(f"of 1 ... 9 and 1000: weighted mean {right:g}, mean of the ranks' means {
 reveal(guess_counts, (1 / 1) / (1 / 3))
 
 # %% [markdown]
-# **Weight ranks by their numbers of items: the mean of means is the mean only if these are equal.**
+# **Weight ranks by their numbers of items: only with equal numbers is the mean of means right.**
 #
 # ## 6 The slowest rank sets the pace
 #
@@ -453,8 +453,9 @@ check("data_parallel-5", staleness_of)
 # %% [markdown]
 # By formula, a round takes $\max_r t_r$. Asynchronously, worker $k$ makes $1/t_k$ updates per
 # second, so $\sum_{k \ne r} t_r / t_k$ of the others' updates fall into one step of worker $r$. The
-# simulation computes the order of the updates; the real server counts them. All use one measured
-# number, $t$ without a straggler. (The straggler *sleeps* longer, but computes as fast as others.)
+# simulation computes the order of updates; the real server counts them. Formula and simulation use
+# one measured number, $t$ without stragglers. (The straggler *sleeps* longer, but computes as fast
+# as others.)
 
 # %% tags=["picture", "measured"]
 slowdowns = [1, 2, 4, 8]
@@ -650,7 +651,7 @@ show(pictures.local_sgd(periods, losses, title), alt=f"{title}, after 64 steps o
 # - Broadcast once (buffers, too); then the mean gradient, in every step. Averaging gradients keeps
 #   equal replicas equal; it cannot equalize different ones.
 # - One shuffled order for all, another one each epoch; weight uneven batches by their items.
-# - BSP is as fast as its slowest rank, with the numbers of one process. Asynchronous training has a
+# - BSP is as fast as its slowest rank, with the results of one process. Asynchronous training has a
 #   mean staleness of $w - 1$.
 # - Local SGD and DiLoCo send $\frac1H$ of the bytes; their replicas drift apart in between.
 #

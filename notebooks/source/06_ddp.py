@@ -72,15 +72,16 @@ gpt, batch = GPT(MODELS["tiny"]), next_tokens(token_batch(0, batch=4, seq=16, vo
 registered, ready = ready_order(gpt, token_loss(gpt(batch[0]), batch[1]))
 reveal(guess_ready, "last" if ready[-1] == "embedding.weight" else "first")
 moved = pictures.num_out_of_line(registered, ready)
-title = f"Last registered, first ready: true except for {moved} of {len(ready)} parameters"
+title = f"Last parameter, first ready: true except for {moved} of {len(ready)} parameters"
 show(pictures.ready_order(registered, ready, title), alt=f"{title}; the rest lies on a line")
 
 # %% [markdown]
 # A matrix that is used twice has *one* gradient, and it is complete when both uses have
-# contributed. For the others, the *reverse order of registration* is a good guess; the
+# contributed. For the others, `parameters()` in *reverse order* is a good guess; the
 # true order depends on the forward pass.
 #
-# **Most gradients are ready long before backward ends, roughly in reverse order of registration.**
+# **Most gradients are ready long before backward ends, roughly in reverse order of
+# `parameters()`.**
 #
 # ## 2 Buckets
 #
@@ -185,8 +186,8 @@ reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 # bucket $i-1$: the ready order may differ between ranks. In `finish`, wait, and leave the mean in
 # every `param.grad`. `ready` is for parameters with a complete gradient, `in_flight` for what was
 # sent. Budget: one all_reduce per bucket, in the dtype of its gradients. Your code must also work
-# when other models exist, and when a gradient is transposed in memory or zero on one rank; inf and
-# nan must stay as they are. About 15 lines.
+# with several models, and when a gradient is transposed in memory or zero on one rank; inf
+# and nan must stay as they are. About 15 lines.
 #
 # <details><summary>Hint: the ranks make different calls</summary>
 # Do not send the bucket of this <code>param</code>, but bucket <code>self.next</code>; repeat while
@@ -297,7 +298,7 @@ print(f"compute {cost.compute_s * 1e3:.0f} ms, then {k} messages {wire_s * 1e3:.
 # How long is a step if each bucket is sent as soon as it is full?
 
 # %% tags=["predict"]
-guess_step = predict("a step with overlap, in 6 buckets, on paper", unit="ms")
+guess_step = predict("a step with overlap, in 6 buckets, by formula", unit="ms")
 ### GUESS guess_step.commit(130)
 
 # %% tags=["picture", "measured"]
@@ -338,21 +339,21 @@ def overlapped_step_s(forward_s, backward_s, all_reduce_s):
 check("ddp-3", overlapped_step_s)
 
 # %% [markdown]
-# **By these two clocks, only communication after backward costs time: the last bucket, and those
+# **By these two times, only communication after backward costs time: the last bucket, and those
 # that queue before it.**
 #
 # ## 5 How many buckets?
 #
 # With $k$ equal buckets, each ring all-reduce takes $c = 2(p-1)(\alpha + \frac{n}{kp\beta})$, on
-# two ranks $2\alpha + \frac{n}{k\beta}$, and the two clocks give
+# two ranks $2\alpha + \frac{n}{k\beta}$, and these two times give
 # $F + \frac{B}{k} + (k-1)\max(\frac{B}{k}, c) + c$. A single bucket hides nothing; 24, one per
-# layer, pay $48\alpha$. Which number is best at 80 MB/s, and which at 20 MB/s, where the bytes
-# alone take longer than backward?
+# layer, pay $48\alpha$. Which divisor of 24 is best at 80 MB/s, and which at 20 MB/s, where the
+# bytes alone take longer than backward?
 
 # %% tags=["predict"]
-guess_fast = predict("best number of buckets at 80 MB/s")
+guess_fast = predict("best number of buckets at 80 MB/s, a divisor of 24")
 ### GUESS guess_fast.commit(6)
-guess_slow = predict("best number of buckets at 20 MB/s")
+guess_slow = predict("best number of buckets at 20 MB/s, a divisor of 24")
 ### GUESS guess_slow.commit(12)
 
 # %% tags=["picture", "measured"]
@@ -362,7 +363,7 @@ swept = lab.measure_sweeps(pairs, build, emulated_loss, sizes, turns=3)
 best = {name: n // best_bucket_bytes(cost, 2, link, sizes) for name, link in links.items()}
 for guess, name in ((guess_fast, "80 MB/s"), (guess_slow, "20 MB/s")):
     reveal(guess, best[name])
-    print(f"{name}: by formula {best_num_buckets(cost, 2, links[name]):.1f}")
+    print(f"{name}: of all numbers, {best_num_buckets(cost, 2, links[name]):.1f}")
     best_s, *ends_s = (swept[name][n // k].least_s for k in (best[name], 1, 24))
     claim(f"{name}: one bucket and 24 are both slower", best_s < min(ends_s))
 title = "Predicted best: {80 MB/s} buckets at 80 MB/s, {20 MB/s} at 20 MB/s".format(**best)
@@ -432,7 +433,7 @@ def sizes_sent(rank, forget):
 
 
 often, once = (ranks.run(sizes_sent, forget)[0] for forget in (True, False))
-print(f"{len(often)} messages of {sum(often)} bytes; with no_sync {len(once)} of {sum(once)}")
+print(f"{len(often)} messages, in all {sum(often)} bytes; no_sync {len(once)}, {sum(once)} bytes")
 
 # %% [markdown]
 # ### Exercise 4: send once (further, 15 minutes)
@@ -630,7 +631,9 @@ share = {name: 100 * num_bytes / sent["float32"] for name, num_bytes in sent.ite
 reveal(guess_power, share["PowerSGD"])
 errors = pictures.errors_of(means, right=means.pop("float32")[0])
 power = errors["PowerSGD"]
-title = f"PowerSGD, one gradient: {power[0]:.0f} % missing in step 1, {power[-1]:.0f} % after 64"
+title = (
+    f"PowerSGD, constant gradient: {power[0]:.0f} % missing in step 1, {power[-1]:.0f} % after 64"
+)
 show(pictures.delivered(num_steps, errors, share, title), alt=f"{title}; bf16 only rounds")
 
 # %% [markdown]
@@ -639,7 +642,7 @@ show(pictures.delivered(num_steps, errors, share, title), alt=f"{title}; bf16 on
 # (bf16 only rounds.) Both methods take memory for the residuals and time to compress; they help
 # only where communication is exposed.
 #
-# **Compression trades exact gradients for bytes; error feedback delivers the rest later.**
+# **Compression saves bytes with inexact gradients; error feedback delivers the difference later.**
 #
 # ## 9 The real thing
 #
