@@ -178,9 +178,9 @@ def h100_scaling(seq: int = 4096) -> H100Scaling:
 
 
 def megatron_widths() -> tuple[list[int], list[int]]:
-    """Return tensor-parallel degree and hidden size of NVIDIA's published H100 runs, if split.
+    """Return tensor-parallel degree and hidden size of four of NVIDIA's published H100 runs.
 
-    They reach 42 to 49 % of the peak.
+    Those of its split models whose rows ship with the course; they reach 42 to 49 % of the peak.
 
     Source:  NVIDIA Megatron-LM, README of June 2024: weak scaling, 4096 tokens per sequence
     """

@@ -511,8 +511,8 @@ title = f"At 4 MiB, two levels are {flat_s / levels_s:.1f} times as fast as a fl
 show(wires.all_reduces(times_s, sizes, 4, two_nodes, title), alt=f"{title}, on 2 nodes of 2 ranks")
 
 # %% [markdown]
-# The ring's dots lie below its line: the ring of `course_lib` sends on over the fast link while its
-# slow message is under way. Formula and simulation take one step after the other.
+# The ring's dots lie below its line: the ring of `course_lib` starts its next slow message while
+# the last one's latency passes. Formula and simulation take one step after the other.
 #
 # **Small tensors: count messages. Large tensors: count bytes, on the slowest and on shared
 # links.**

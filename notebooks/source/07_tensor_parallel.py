@@ -558,7 +558,7 @@ show(pictures.width_picture(title), alt=f"{title}; NVIDIA's models lie above NVL
 
 # %% [markdown]
 # At half the peak, half this $h$ is enough. NVIDIA's models lie above NVLink's line; at their real
-# speed, only one lies below PCIe's. (InfiniBand: one adapter.)
+# speed, only one star lies below PCIe's. (InfiniBand: one adapter.)
 #
 # At peak, the 3B model of Tazi et al. (2025; width assumed) would be near NVLink's line at $p=8$;
 # larger groups span nodes. Formula: FLOP at the speed fitted at $p=2$, plus bytes at the bandwidths
@@ -578,7 +578,7 @@ show(pictures.h100_picture(h100, title), alt=f"{title}; up to 8 ranks it is with
 
 # %% [markdown]
 # Inside a node the formula is within 3 % of plain runs. Across nodes they are slower: it leaves out
-# latency, norms and thin matrices. Narayanan et al. (2021, section 3.2) advise pipeline parallelism
+# norms and thin matrices. Narayanan et al. (2021, section 3.2) advise pipeline parallelism
 # across nodes (lesson 08).
 #
 # Splitting frees memory for more sequences. They share the latency, but bytes grow with them:
