@@ -43,7 +43,7 @@ POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16, reduced in fp32": _BF16(),
     "bf16, reduced in bf16": _BF16(reduce_dtype=torch.bfloat16),
-    "only reduced in bf16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+    "fp32, reduced in bf16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
 }
 FRAMEWORKS = ("ours", "PyTorch", "Accelerate", "Lightning", "DeepSpeed")
 

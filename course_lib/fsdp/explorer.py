@@ -42,7 +42,9 @@ def step_alt(units: int, link: str, prefetch: bool, free_after_forward: bool) ->
     events, peak_bytes = _step(units, link, prefetch, free_after_forward)
     step_s = max(event.end_s for event in events)
     how = f"{units} unit{'s' * (units > 1)}, 8 billion parameters"
-    return f"{how}: {format_seconds(step_s)} per step, at most {peak_bytes / 1e9:.1f} GB of them"
+    return (
+        f"{how}: {format_seconds(step_s)} per step, at most {peak_bytes / 1e9:.1f} GB of parameters"
+    )
 
 
 def _step(

@@ -154,7 +154,9 @@ def convergence(results: Results) -> _Picture | None:
         f"{', '.join(first)} reaches in {len(whole)}"
     )
     words = f"{', '.join(first)} after {len(whole)} steps: {whole[-1]:.2f}"
-    note = f"Means of {SMOOTHED} steps. Dots: the same with the model split over ranks."
+    note = f"Means of {SMOOTHED} steps."
+    if dotted := [", ".join(name) for name, group in curves.items() if len(group) > 1]:
+        note += f" Dots: {' and '.join(dotted)}, with the model split over ranks."
     return descents(curves, title, target=whole[-1], target_words=words, note=note), f"{title}."
 
 

@@ -24,7 +24,7 @@ HEADERS = (
     "peak per rank",
     "predicted",
     "peak factor",
-    "busy",
+    "utilization",
     "last loss",
 )
 EFFICIENCY = HEADERS.index("efficiency")
@@ -67,7 +67,7 @@ def cells_of(result: Result) -> list[str]:
 def tables(results: Results) -> Iterator[Table]:
     """Return two tables for each model and batch, as a terminal is not wide enough for one."""
     for name, found in results.sets().items():
-        for what, columns in (("speed", SPEED), ("memory, busy, loss", MEMORY)):
+        for what, columns in (("speed", SPEED), ("memory, utilization, loss", MEMORY)):
             table = new_table(f"{name}: {what}", [HEADERS[column] for column in columns])
             for result in in_order(found):
                 cells = cells_of(result)
@@ -109,7 +109,7 @@ def notes(results: Results) -> list[str]:
     if any(result.prediction.machine.cores is not None for result in results.judged()):
         said.append(
             "On a CPU the peak is what a process has grown by, libraries included; the prediction "
-            "counts tensors only. Ranks share the cores, so that a speed-up ends at their number."
+            "counts tensors only. Ranks share the cores: no speed-up exceeds the number of cores."
         )
     shares = {_share(result) for result in results.judged() if result.experiment is result.baseline}
     if (least := min(shares, default=1.0)) < BUSY:

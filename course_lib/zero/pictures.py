@@ -37,7 +37,7 @@ def flat_param_shards(layout: FlatLayout, names: Sequence[str], title: str) -> F
     axes.tick_params(axis="y", length=0)
     letter = _LETTER_IN / (WIDTH_IN - margins.left - margins.right) * layout.padded_numel
     for name, start, numel in zip(names, layout.starts, layout.numels, strict=False):
-        _box(axes, (start, 1.5), numel, [f"{name} [{numel}]", name, str(numel)], WHITE, letter)
+        _box(axes, (start, 1.5), numel, [f"{name} [{numel}]", name, f"[{numel}]"], WHITE, letter)
     for rank in range(layout.group_size):
         mine = layout.shard_slice(rank)
         colour = rank_colour(rank, layout.group_size)

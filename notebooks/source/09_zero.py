@@ -66,7 +66,7 @@ for zero, printed in lab.TABLE_1_GB.items():
     curves[f"stage {zero}"] = Voices(formula=paper, published=(sizes, printed))
 title = "Stage 1 falls towards 4 bytes per parameter, stage 2 towards 2, stage 3 towards 0"
 axes = {"x_label": "ranks p", "y_label": "GB on a rank", "log": True}
-axes |= {"names": {"published": "their own arithmetic"}, "source": lab.TABLE_1_SOURCE}
+axes |= {"names": {"published": "the paper's arithmetic"}, "source": lab.TABLE_1_SOURCE}
 show(compare(sizes, curves, title, **axes), alt=f"{title}; stage 3: 0.12 GB of 120")
 
 # %% [markdown]
@@ -115,8 +115,8 @@ axes = {"x_label": "ranks p", "y_label": "held by a rank (KiB)"}
 show(compare([*worlds], curves, title, **axes), alt=f"{title}; measured: on the lines")
 
 # %% [markdown]
-# **With Adam in mixed precision, most of a rank's state is used by the optimizer alone: one rank
-# per number can keep it.**
+# **With Adam in mixed precision, most of a rank's state is used by the optimizer alone: each
+# number needs only one owner.**
 #
 # ## 2 One flat parameter, equal shards
 #
@@ -189,7 +189,7 @@ check("zero-1", pieces_of)
 #
 # The gradients are already means; in each step, read them but do not change them.
 # `make_optimizer([tensor])` returns an optimizer for a tensor;
-# `dist.all_gather_single(flat, shard)` puts all ranks' shards together. Several such objects may
+# `dist.all_gather_single(flat, shard)` puts all ranks' shards together. Several `ShardedStep`s may
 # exist at once. Budget: one all-gather per step; a rank keeps its shard, the shard's gradient and
 # optimizer state, all in the parameters' dtype (no fp32 copy here). About 8 lines, 15 minutes.
 #
@@ -576,7 +576,7 @@ def offloaded(rank, p):
 counted, on_paper = ranks.run(offloaded, 4)[0]
 print(f"the tiny GPT, stage 2: {counted} bytes of transfers counted, {on_paper} on paper")
 there, back = offload_bytes(2, [ParamTraffic(num_bytes=2 * 7_500_000_000)], p=4)
-print(f"7.5 billion parameters on 4 ranks: {12 * 7.5 / 4} GB per GPU are free")
+print(f"7.5 billion parameters on 4 ranks: {12 * 7.5 / 4} GB per GPU are freed")
 print(f"the link: {PCIE}")
 reveal(guess_transfer, PCIE.time_s(there) + PCIE.time_s(back))
 
@@ -699,14 +699,14 @@ for zero in (1, 2, 3):
 # | between steps, fp32 | ours | DeepSpeed adds |
 # |---|---|---|
 # | stages 1 and 2 | $4N$ parameters, $8N/p$ moments | $4N/p$: an fp32 copy of its shard |
-# | stage 3 | $4N/p$ parameters, $8N/p$ moments | $4N/p$ copy, $4N/p$ gradients, bucket, $4N$ kept |
+# | stage 3 | $4N/p$ parameters, $8N/p$ moments | $4N/p$ copy, $4N/p$ grads, bucket, $4N$ whole |
 #
 # The copy is the *master* that 16-bit training needs (section 1), here made for an fp32 model, too.
 # Stage 3's buffers for gradients and for a bucket (here $2^{14}$ numbers; default $5\cdot10^8$) are
 # allocated once and kept: on a GPU, allocation costs time and fragments memory. And stage 3 keeps
 # small tensors whole (`stage3_param_persistence_threshold`: $10^5$ numbers), gathered once after
 # each step: freeing them saves little, and gathering costs latencies. All tensors of our model are
-# small. Stages 1 and 2 use an all-reduce for gradients by default, so send more than in section 6.
+# small. DeepSpeed's stages 1 and 2 all-reduce gradients by default, so send more than in section 6.
 #
 # **The frameworks compute the same numbers; they differ in what they keep and send.**
 #

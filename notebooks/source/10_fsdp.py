@@ -59,7 +59,7 @@ from course_lib.ranks import RankError, Ranks
 # needs no flat layout. The price: copies in and out of the buffer, and up to $p-1$ rows of padding
 # per parameter. FSDP1 sends the same messages, without this padding.
 #
-# Of the parameters, a rank holds at most its shards; the root, whole from forward to backward; and
+# Of the parameters, a rank holds at most: its shards; the root, whole from forward to backward; and
 # a block. While a unit (even the root) is copied out of the buffer, it is there twice. GPT-2 in
 # fp32, on 4 ranks: how much is that at the peak?
 
@@ -102,8 +102,8 @@ figure = compare(range(len(held)), Voices(formula=paper, measurement=held), titl
 show(figure, alt=f"{title}; each dot lies on the line")
 
 # %% [markdown]
-# The model is never whole: otherwise the curve would keep rising. A peak is a unit being copied
-# out, or the next one's buffer beside it (section 4); GPT-2's highest is its root's.
+# The model is never whole: otherwise the curve would keep rising. A peak is one unit twice, or a
+# unit and the next one's buffer (section 4); GPT-2's highest is its root's.
 #
 # ### Exercise 1 (core): shard and gather a parameter
 #
@@ -247,7 +247,7 @@ for p, ranks in {2: pair, 4: four}.items():
 
 # %% [markdown]
 # **Freed after forward, a block's parameters are gathered twice and its gradients reduced once per
-# micro-batch; otherwise a rank has only its shards.**
+# micro-batch; between uses, a rank has only its shards.**
 #
 # ## 3 To free or not to free
 #
@@ -282,10 +282,10 @@ show(memory(peaks, title), alt=f"{title}: bars at the fullest moment of a step")
 # Without a root it would be 1.5: the root is gathered once, because it is needed last in forward
 # and first in backward.
 #
-# With `reshard_after_forward=2`, each rank keeps half of the block; backward gathers in pairs.
+# With `reshard_after_forward=2`, each rank keeps half a block; backward gathers between two ranks.
 #
 # **In one precision, with one micro-batch, freeing after forward sends up to 1.5 times as much as
-# plain data parallelism (padding apart), and saves the memory of all blocks between the passes.**
+# plain data parallelism (without padding), and saves the memory of all blocks between the passes.**
 #
 # ## 4 Which gather is launched when
 #
@@ -453,14 +453,14 @@ for name, by_rank in found.items():
     error = torch.cat([grads for grads, _ in by_rank]) - exact
     off[name] = 100 * (error.norm() / exact.norm()).item()
     print(f"{name}: {off[name]:.2f} % off in the first step, last loss {by_rank[0][1][-1]:.4f}")
-claim("computing is most of it", off["bf16, reduced in fp32"] > off["only reduced in bf16"])
+claim("computing is most of it", off["bf16, reduced in fp32"] > off["fp32, reduced in bf16"])
 figure, alt = pictures.losses_beside_fp32({name: by_rank[0][1] for name, by_rank in found.items()})
 show(figure, alt=alt)
 
 # %% [markdown]
 # On 4 ranks, most of the error comes from computing in bf16. Still, Llama 3 reduced in fp32, for
 # convergence (Grattafiori et al. 2024, section 3.3.2), as TorchTitan does by default: the error of
-# a sum grows with the ranks, about like the square root of their number if they add hop by hop.
+# a sum grows with the ranks, about like the square root of their number if they add one by one.
 #
 # **Compute in bf16; reduce in fp32 when many ranks are in the sum; keep parameters in fp32.**
 #
@@ -612,8 +612,8 @@ except RankError:
     raise
 
 # %% [markdown]
-# Blocks have equal sizes: the *gather* of block 2 on rank 1 matches that of block 1 on rank 0, and
-# both compute with rows of both. The error comes only in backward: rank 1, one call ahead,
+# Blocks have equal sizes: block 2's *gather* on rank 1 matches block 1's on rank 0, and both ranks
+# compute with rows of both blocks. The error comes only in backward: rank 1, one call ahead,
 # reduce-scatters where rank 0 gathers (our ranks compare calls; NCCL would not report it). Draw
 # equal random numbers on all ranks, or run every unit on every rank.
 #

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 13 Scaling study: what did splitting gain?
 #
-# **How much faster does splitting make a model, and which of these numbers can you trust?** You run
+# **How much faster does splitting make a model, and which measured numbers can you trust?** You run
 # a small study, read a recorded one, and plan a large one.
 #
 # *After this lesson you can*
 #
 # - summarize the records of many ranks in one line of a table;
-# - compute from two runs up to how many ranks a batch stays efficient;
+# - compute, from two runs, up to how many ranks a batch stays efficient;
 # - explain where measurement and prediction differ;
 # - compute the cost of a study before it runs.
 #
@@ -201,7 +201,7 @@ split = StrongScaling.of(one.step_s, 2, two.step_s)
 print(f"fixed: {1e3 * split.fixed_s:.1f} ms; at least 80 % on up to {split.most_ranks(80)} rank(s)")
 
 # %% [markdown]
-# The PCIe study calls about 80 % good, and less than 70 % poor. With a fixed global batch this is
+# The PCIe study calls about 80 % good, and less than 70 % poor. Splitting a fixed global batch is
 # **strong scaling**: each rank computes less, but the all-reduce keeps its size. If the batch grows
 # with the ranks (weak scaling), efficiency looks better, but the training differs (section 6).
 #
@@ -221,9 +221,9 @@ show(figure, alt=alt)
 #
 # ## 3 What is a step, and when is it over?
 #
-# With 4 micro-batches per step, the PCIe study first ran 800 steps where 200 were meant. The clock
-# is a second trap: a GPU queues work and completes it later. So does `lab.EmulatedDevice`, whose
-# backward takes 30 ms. After 100 of them, what does the clock say?
+# Counting is a trap: with 4 micro-batches per step, the PCIe study first ran 800 steps, not the
+# 200 meant. The clock is another: a GPU queues work and completes it later. So does
+# `lab.EmulatedDevice`, whose backward takes 30 ms. After 100 of them, what does the clock say?
 
 # %% tags=["predict"]
 guess_clock = predict("the clock after 100 times backward", unit="s")
@@ -309,7 +309,7 @@ show(figure, alt=alt)
 # bucket's size (06), *m* the number of micro-batches (08).
 #
 # - *Special here*: gloo, the communication library, uses the cores that compute. So our cost model
-#   overlaps no bucket and takes messages 1.7 times as long as the link alone; it also adds 4 ms of
+#   overlaps no bucket and makes messages 1.7 times as long as the link alone; it also adds 4 ms of
 #   Python per layer and micro-batch. Both numbers are fitted to these runs; predicted steps are
 #   within 30 % of measured ones.
 # - *On two ranks TP's bars differ most*: perhaps its short messages wait for late ranks.
@@ -405,7 +405,7 @@ show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far
 #
 # Computing time is predicted from FLOP, about $6ND$: 2 per parameter and token in forward and 4 in
 # backward, as in lesson 01 (Kaplan et al. 2020, section 2.1). Kaplan et al. leave the embedding out
-# of $N$; Hoffmann et al. 2022 (appendix F) count it, as the output does. $6ND$ omits attention
+# of $N$; Hoffmann et al. 2022 (appendix F) count it, as the cell does. $6ND$ omits attention
 # scores; our cost model counts them.
 #
 # The output first prints what the PCIe study measured on two GPUs. On four, over several PCIe
@@ -510,7 +510,7 @@ print(f"{len(plan.predictions)} runs, {wall_hours:.1f} hours one after the other
 print(f"a learner may have {site.limits.gpu_hours:g} GPU-hours, {site.limits.max_jobs} jobs")
 
 # %% [markdown]
-# Until a job is over, the limits in the cluster's profile count what it *asked for*; afterwards,
+# Until a job is over, the course's limits for a cluster count what it *asked for*; afterwards,
 # what it used.
 #
 # ### Exercise 4 (further): the bill
@@ -544,7 +544,8 @@ check("scaling_study-4", bill)
 #
 # ## 8 A script that waits for hours and fails in a second
 #
-# This script should ask for 2 nodes with 2 GPUs each, for two hours. How many mistakes do you see?
+# This Slurm script should ask for 2 nodes, 2 GPUs each, for two hours. How many mistakes do you
+# see?
 
 # %% tags=["predict"]
 for number, line in enumerate(lab.BROKEN_SCRIPT.splitlines(), start=1):
@@ -616,7 +617,7 @@ check("scaling_study-5", asked_for)
 # course study run laptop                       # what is done already is left out
 # course report runs/study-laptop --html report.html
 #
-# course cluster init                           # once: a few questions about your site
+# course cluster init                           # once: a few questions about your cluster
 # course study plan cluster --profile site      # what it runs, and what it costs
 # course study run cluster --profile site       # submits job arrays; run again: only what failed
 # course status                                 # how far they are

@@ -93,7 +93,11 @@ def test_a_line_says_what_was_measured_and_what_it_means():
     flop = train_step_flop(ALONE.spec, 16, 64)
     assert float(single["TFLOP/s"]) == pytest.approx(flop / 1e12, rel=0.01)
     assert float(zero1["TFLOP/s"]) == pytest.approx(flop / (6 / 9) / 2 / 1e12, rel=0.01)
-    assert (zero1["peak factor"], zero1["busy"], zero1["last loss"]) == ("0.50", "95%", "7.0001")
+    assert (zero1["peak factor"], zero1["utilization"], zero1["last loss"]) == (
+        "0.50",
+        "95%",
+        "7.0001",
+    )
     assert (ddp4["factor"], ddp4["efficiency"], ddp4["overhead"]) == ("0.83", "21 %", "+20 %")
     assert [style_of(result) for result in in_order(RESULTS.judged())] == [
         "",

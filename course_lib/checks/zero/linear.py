@@ -278,7 +278,7 @@ LINEAR = Exercise(
                 what="the gradient of the shard keeps",
             ),
         ),
-        success="As one process, also twice, transposed and without tokens; no whole weights stay.",
+        success="As one process (used twice, transposed, without tokens); no whole weights stay.",
     ),
     wrong=(
         Edit(FORWARD, KEEPING, KEEPS, also=((AGAIN, "x, shard, weight = ctx.saved_tensors"),)),

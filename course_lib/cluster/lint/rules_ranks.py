@@ -145,7 +145,8 @@ def meets_itself(script: Script) -> Iterator[LintFinding]:
                 rule,
                 f"{name} is {value[:40]}: {what}",
                 "the ranks of the nodes never find each other, and wait until they give up",
-                'Try read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST").',
+                "Write $MASTER_ADDR here, and before it: "
+                'read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
             )
 
 
