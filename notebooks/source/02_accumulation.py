@@ -612,7 +612,7 @@ show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}; beyond it,
 # The noise scale gives only the order of magnitude: $H$ is no multiple of the identity, and the
 # noise scale changes on the way and with the learning rate.
 #
-# Once each rank runs one micro-batch, more ranks are a larger batch: $B_\text{crit}$ limits how
+# Once each rank runs one sequence, more ranks are a larger batch: $B_\text{crit}$ limits how
 # many are useful. For language models:
 #
 # - Kaplan et al. 2020, section 5.1: $B_\text{crit}\approx2\cdot10^8$ tokens$/L^{4.8}$, or 1 million

@@ -332,11 +332,12 @@ reveal(guess_fullest, most[1] / most[0])
 kib = f"{most[0] / 2**10:.0f} KiB"
 title = f"Stage 1: at most {kib} of gradients (during the step, also shards of their mean)"
 show(memory(one, title), alt=title)
-title = f"Stage 2: at most {most[1] / 2**10:.0f} KiB of gradients"
+title = f"Stage 2's engine: at most {most[1] / 2**10:.0f} KiB of gradients"
 show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets come and go")
 
 # %% [markdown]
 # Stage 2 holds the shards of buckets already sent, one bucket being filled, and one being sent.
+# (Not counted: what autograd holds, the tied matrix's first part.)
 #
 # **Under stage 2 a whole gradient lives until its bucket has been sent. Smaller buckets need less
 # memory and pay more latencies.**
