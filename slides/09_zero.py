@@ -70,7 +70,9 @@ def owned(stage, kind):
 def stage2():
     """Gradients come and go."""
     ledger, most = owned(ZeRO2, "grads")
-    return draw_memory(ledger, f"Stage 2, 4 ranks: never more than {most:.0f} KiB of gradients in the engine")
+    return draw_memory(
+        ledger, f"Stage 2, 4 ranks: never more than {most:.0f} KiB of gradients in the engine"
+    )
 
 
 def stage3():
