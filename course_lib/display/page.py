@@ -56,7 +56,7 @@ def page(
     if not title.strip():
         raise CourseError("picture: need a title that says the finding; got none. Try one sentence")
     margins = margins or Margins()
-    title_lines = textwrap.wrap(title, 84)
+    title_lines = textwrap.wrap(title, 80)
     note_lines = textwrap.wrap(note, 118)
     rows = _legend_rows(legend)
     below_title = _EDGE_IN + _TITLE_LINE_IN * len(title_lines)

@@ -1,7 +1,7 @@
 """One rank in a mesh: its coordinates, and a process group for each axis.
 
-What `init_device_mesh` does, by hand: every rank makes the groups that it belongs to, one for each
-axis. Notebook 11_mesh.
+What `init_device_mesh` does, by hand: all ranks make all groups, and each keeps its own, one for
+each axis. Notebook 11_mesh.
 """
 
 import torch.distributed as dist

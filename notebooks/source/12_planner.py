@@ -210,7 +210,7 @@ for b in (1, 2, 4):
 # ZeRO-2 reduces gradients in every micro-batch, and here there are many; this cluster's software
 # does not overlap them (its constants are those of Megatron-LM, 2021). FSDP is assumed to
 # overlap, and it can: computing a layer of this model takes longer than gathering the next one.
-# With overlap, in buckets of 40 to 160 MB, ZeRO-2 comes within a few per cent of FSDP: their
+# With overlap, in buckets of 40 to 160 MB, ZeRO-2 comes within 1 % of FSDP: their
 # ranking follows from the assumption. Larger micro-batches make matrix products more efficient.
 #
 # ### Exercise 2 (core): what stays exposed
@@ -302,7 +302,7 @@ print(f"the tenth takes {best[-1].step_s / best[0].step_s - 1:.0%} longer than t
 
 # %% [markdown]
 # The *Pareto front* has the plans that no other one beats in both time and memory: you pay for less
-# memory with time. The first ten plans are within a few per cent of each other: keep that in mind
+# memory with time. The first ten plans are within 7 % of each other: keep that in mind
 # for section 6.
 #
 # **Break it.** Two planners that somebody might write: one forgets the bubble, the other assumes
@@ -510,7 +510,7 @@ title = f"Eight micro-batches take {first:.1f} s with 1F1B, {last:.1f} s with ZB
 show(paired_bars(pairs, title, x_label="time of the pipeline (s)"), alt=title)
 
 # %% [markdown]
-# What is measured is longer: each action and its messages cost Python about 2 ms, which count
+# What is measured is longer: each action and its messages cost Python 1 to 2 ms, which count
 # tenfold, as measured times are multiplied by ten. Lesson 13 predicts steps of your machine.
 #
 # ## 9 What it costs, and your cluster
