@@ -34,7 +34,7 @@ def last_run(exercise: str) -> list[RunRecord]:
     found = [path for home in homes for path in home.rglob("*.jsonl")]
     if not found:
         told = f"course submit {exercise[:2]}; when it has ended, course collect"
-        print(f"No run of {exercise} was brought home yet. In a terminal: {told}.")
+        print(f"No run of {exercise} was collected yet. In a terminal: {told}.")
         return []
     return read_runs(max(found, key=lambda path: path.stat().st_mtime).parent)
 

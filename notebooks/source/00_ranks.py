@@ -570,10 +570,10 @@ check("ranks-5", report_loss)
 #
 # ## 8 Outside of the notebook
 #
-# Real jobs are scripts that `torchrun` starts, on one node or on a hundred. At the end of such a
-# script stands `if __name__ == "__main__": launch(fn)`, with the same `fn(rank)` as here. In this
-# one, four ranks print their names one after another, then sum $10^r$. (It takes some seconds,
-# since every process starts Python and imports PyTorch.)
+# Real jobs are scripts that `torchrun` starts, on one node or on a hundred. At the end of the
+# course's scripts stands `if __name__ == "__main__": launch(fn)`, with the same `fn(rank)` as here.
+# In this one, four ranks print their names one after another, then sum $10^r$. (It takes some
+# seconds, since every process starts Python and imports PyTorch.)
 
 # %% tags=["picture", "measured"]
 script = Path(course_lib.__file__).parents[1] / "cluster/exercises/00_hello_ranks.py"

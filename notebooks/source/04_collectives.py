@@ -46,13 +46,13 @@ from course_lib.ranks import RankError, Ranks
 #
 # You send 5 MB of pictures to seven friends. Your uplink carries 1 MB/s, and latency does not
 # matter. After how many seconds does the last friend have them? Sending to all *at once* does not
-# help: the same bytes leave through the same wire. But friends who have all the pictures can send
-# them all on: how long does it take then?
+# help: the same bytes leave through the same wire. But friends who have all the pictures can
+# forward them: how long does it take then?
 
 # %% tags=["predict"]
 guess_alone = predict("until all seven have the pictures, from you alone", unit="s")
 ### GUESS guess_alone.commit(35)
-guess_helped = predict("until all seven have them, if each sends on the whole set", unit="s")
+guess_helped = predict("until all seven have them, if each forwards the whole set", unit="s")
 ### GUESS guess_helped.commit(20)
 
 
@@ -134,7 +134,8 @@ def tree_reduce(x, root=0):
 check("collectives-1", tree_reduce)
 
 # %% [markdown]
-# **A binomial tree takes $\lceil\log_2 p\rceil$ rounds, and each round sends the whole tensor.**
+# **This *binomial tree* takes $\lceil\log_2 p\rceil$ rounds, and each round sends the whole
+# tensor.**
 #
 # ## 2 Everyone sends at once
 #
@@ -170,7 +171,7 @@ except RankError:
 # rank, all of them in one round. `dist.isend` and `dist.irecv` start a message and return at
 # once; `.wait()` blocks until it is complete. About 4 lines, 5 minutes.
 #
-# <details><summary>Hint: it hangs all the same</summary>
+# <details><summary>Hint: it still hangs</summary>
 # Start <em>both</em> messages before the first <code>.wait()</code>, and keep both handles: a
 # message whose handle is dropped is forgotten.
 # </details>
@@ -331,7 +332,7 @@ for p in range(1, 7):
 # %% [markdown]
 # ### Exercise 4 (core): the mean
 #
-# What data parallelism needs is the *mean*, in place, for floats of any length (10 numbers on 4
+# What data parallelism needs is the *mean*, in place, for any number of floats (10 on 4
 # ranks are shards of 3, 3, 2 and 2). Call the two halves; `out=x` tells the all-gather where the
 # shards belong. Budget: $2(p-1)$ messages and $2\frac{p-1}{p}n$ bytes per rank; if shards differ
 # in size, these bytes are an average over the ranks; send only real bytes, no padding. About 2
@@ -577,11 +578,11 @@ for figure, finding in (wires.published_by_size(), wires.published_by_nodes()):
 
 # %% [markdown]
 # One $\alpha$ and one $\beta$ roughly describe NCCL, too, although it has several protocols, for
-# small and large messages (Hu et al. 2025). Bekman's 8 H200 exceed NVLink's 450 GB/s per direction
-# (half of the data sheet's 900): with NVLS a GPU sends each byte about once, but the factor counts
-# a ring's bytes. The second picture's source (Tazi et al. 2025, *The Ultra-Scale Playbook*) blames
-# slower links between nodes; with a ring's $2(p-1)$ latencies alone, bandwidth would fall more
-# evenly.
+# small and large messages (Hu et al. 2025). 482 GB/s (Bekman's 8 H200) exceed NVLink's 450 per
+# direction (half of the data sheet's 900): with NVLS a GPU sends each byte about once, but the
+# factor counts a ring's bytes. The second picture's source (Tazi et al. 2025, *The Ultra-Scale
+# Playbook*) blames slower links between nodes; with a ring's $2(p-1)$ latencies alone, bandwidth
+# would fall more evenly.
 #
 # **Bus bandwidth = the bytes that each rank of a ring sends, divided by time: compare it with a
 # link's bandwidth in one direction.**
@@ -608,7 +609,7 @@ for figure, finding in (wires.published_by_size(), wires.published_by_nodes()):
 # ### Exercise 6 (further): all-to-all
 #
 # Shard $s$ of rank $r$ goes to rank $s$, which stores it in place $r$. Mixture-of-experts models
-# route tokens this way, so x is `[n]` or `[n, d]`. Budget: $p-1$ messages per rank, one shard
+# route tokens this way, so x has one or two dimensions. Budget: $p-1$ messages per rank, one shard
 # each, in $p-1$ rounds. About 4 lines, 15 minutes.
 #
 # <details><summary>Hint: who sends to whom, and when?</summary>
@@ -710,7 +711,7 @@ reveal(guess_order, "no")
 # %% tags=["picture", "measured"]
 from course_lib.display import last_run, show, wire_run
 
-records = last_run("04_collectives")  # of the newest job that was brought home
+records = last_run("04_collectives")  # of the newest job that was collected
 if records:
     figure, finding = wire_run(records)
     show(figure, alt=finding)

@@ -339,13 +339,13 @@ def overlapped_step_s(forward_s, backward_s, all_reduce_s):
 check("ddp-3", overlapped_step_s)
 
 # %% [markdown]
-# **By these two times, only communication after backward costs time: the last bucket, and those
+# **In this model, only communication after backward costs time: the last bucket, and those
 # that queue before it.**
 #
 # ## 5 How many buckets?
 #
 # With $k$ equal buckets, each ring all-reduce takes $c = 2(p-1)(\alpha + \frac{n}{kp\beta})$, on
-# two ranks $2\alpha + \frac{n}{k\beta}$, and these two times give
+# two ranks $2\alpha + \frac{n}{k\beta}$, and exercise 3 gives
 # $F + \frac{B}{k} + (k-1)\max(\frac{B}{k}, c) + c$. A single bucket hides nothing; 24, one per
 # layer, pay $48\alpha$. Which divisor of 24 is best at 80 MB/s, and which at 20 MB/s, where the
 # bytes alone take longer than backward?
@@ -363,7 +363,7 @@ swept = lab.measure_sweeps(pairs, build, emulated_loss, sizes, turns=3)
 best = {name: n // best_bucket_bytes(cost, 2, link, sizes) for name, link in links.items()}
 for guess, name in ((guess_fast, "80 MB/s"), (guess_slow, "20 MB/s")):
     reveal(guess, best[name])
-    print(f"{name}: of all numbers, {best_num_buckets(cost, 2, links[name]):.1f}")
+    print(f"{name}: unrounded optimum {best_num_buckets(cost, 2, links[name]):.1f}")
     best_s, *ends_s = (swept[name][n // k].least_s for k in (best[name], 1, 24))
     claim(f"{name}: one bucket and 24 are both slower", best_s < min(ends_s))
 title = "Predicted best: {80 MB/s} buckets at 80 MB/s, {20 MB/s} at 20 MB/s".format(**best)
@@ -577,8 +577,8 @@ check("ddp-5", HalfTheBytes)
 
 # %%
 def power_step(matrix, q):  # [a, b], [b, r]
-    p = torch.linalg.qr(matrix @ q).Q  # [a, r]: matrix @ q is summed over the ranks before
-    return p, matrix.T @ p  # [b, r]: summed over the ranks, too
+    p = torch.linalg.qr(matrix @ q).Q  # [a, r]; PowerSGD first sums matrix @ q over ranks
+    return p, matrix.T @ p  # [b, r]; PowerSGD sums it, too
 
 
 matrix = gpt.blocks[0].attention.out.weight.grad
@@ -646,7 +646,7 @@ show(pictures.delivered(num_steps, errors, share, title), alt=f"{title}; bf16 on
 #
 # ## 9 The real thing
 #
-# PyTorch's DDP buckets and overlaps in C++, and its `backward()` finishes by itself. Same model,
+# PyTorch's DDP does this in C++, and needs no `finish()`. Same model,
 # same batches, buckets of 2 MiB.
 
 # %% tags=["measured"]

@@ -478,7 +478,9 @@ for name, cut in cuts.items():
     step = simulate(schedules.one_f_one_b(4, 3), times)
     print(f"{name:12} {cut}: {step.step_s:.0f} block times a step, {step.bubble_fraction:.0%} idle")
 h100 = cost.h100_stages()
-print(f"8 H100, output layer {h100.head_layers:.1f} blocks: stages, tokens/s published and formula")
+print(
+    f"8 H100, output layer {h100.head_layers:.1f} blocks: stages, tokens/s/GPU published, formula"
+)
 print(*zip(h100.stages, map(round, h100.published), map(round, h100.formula), strict=True))
 
 # %% [markdown]
@@ -718,8 +720,8 @@ for name, plan in zip(names, five(2, 8).values(), strict=True):
     print(f"Schedule{name:21} {shown}; equal: {all(equal for equal, _ in by_rank)}")
 
 # %% [markdown]
-# Megatron-Core has 1F1B and interleaved: below, 4 steps of the tied model, with one chunk and two.
-# (Ours sends the tied gradient as messages, Megatron-Core as an all-reduce.)
+# Megatron-Core has 1F1B and interleaved: below, 4 steps of the tied model (messages: of the last
+# one). (Ours sends the tied gradient as messages, Megatron-Core as an all-reduce.)
 
 # %% tags=["measured"]
 from course_lib.frameworks import missing
@@ -739,7 +741,7 @@ for chunks, name in product((1, 2), names):
 # - A schedule is a list of actions per rank; one engine runs any.
 # - Bubble $\frac{p-1}{m}$; in flight $m$ with GPipe, $\min(p-r,m)$ with 1F1B. Model chunks shorten
 #   the bubble, weight gradients fill it.
-# - In 1F1B sends must not block; activations must be freed; the loss is divided once.
+# - In 1F1B blocking sends can hang; activations must be freed; the loss is divided once.
 #
 # **Read on**
 #

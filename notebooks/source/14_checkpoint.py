@@ -540,7 +540,7 @@ for name, one in rows.items():
     print(f"{name}: {words}, {1e3 * one.save_s:.0f} ms")
 
 # %% [markdown]
-# Each count has one small file of ours: of our files, an empty `.lock`; of DCP's, `about.json`.
+# Our code adds one small file to each: to ours an empty `.lock`, to DCP's `about.json`.
 # Three traps. First, DCP's `async_save` communicates in a thread: give it a process group of its
 # own (`process_group=dist.new_group(backend="gloo")`), or its messages can mix with your training's
 # own gloo messages; our `save_async` makes one. Second, `.metadata` and the non-tensor values in
