@@ -548,7 +548,7 @@ kinds = {
 }
 more = kinds["autocast"].peak_bytes() / kinds["bf16"].peak_bytes()
 reveal(guess, more)
-title = f"bf16 keeps half of fp32; autocast, with weight copies, {more:.2f} times"
+title = f"bf16 keeps half of fp32; autocast, with weight copies, {more:.2f} times bf16"
 show(memory(kinds, title), alt=title)
 
 # %% [markdown]
