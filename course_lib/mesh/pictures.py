@@ -164,9 +164,7 @@ def best_by_tensor_degree(nodes: tuple[int, ...] = (2, 4, 8)) -> tuple[Figure, s
     best = {count: best_tokens(count) for count in nodes}
     inside, outside = GPUS_PER_NODE, 2 * GPUS_PER_NODE
     kept = [best[count][outside] / best[count][inside] for count in nodes]
-    title = (
-        f"Tensor groups of two nodes keep {min(kept):.0%} to {max(kept):.0%} of the speed at tp = 8"
-    )
+    title = f"Tensor groups of 16 keep {min(kept):.0%} to {max(kept):.0%} of the speed at tp = 8"
     curves = {
         f"{count} nodes": Voices(published=([*found], [*found.values()]))
         for count, found in best.items()

@@ -61,5 +61,5 @@ def by_degree(model: str, seq: int, adapters: int, degrees: Sequence[int] = DEGR
         x_label="ranks p, 8 per node",
         y_label="computing (% of the step)",
         log_x=True,
-        note="H100 at 35 % of its peak; a ring, 3 µs (NVLink 4) and 5 µs (NDR) a step; no overlap",
+        note="H100 at 35 % of its peak; a ring, latency 3 µs (NVLink 4), 5 µs (NDR); no overlap",
     )

@@ -582,8 +582,8 @@ show(pictures.noise_growth(runs, title), alt=f"{title}; {scale:.0f} over a run a
 # learning rate: here a larger one overshoots where curvature is high, which lengthens $G$.
 #
 # Now count the steps to the loss of 2.2 for $B$ = 1, 2, 4, ..., 512, each with the learning rate of
-# 1/8, 1/4, ..., 16 that needs the fewest (mean of 5 seeds). The theory says, for $S$ steps and
-# $E=BS$ examples (items; section 2.3):
+# 1/8, 1/4, ..., 16 that needs the fewest (mean of 5 seeds). McCandlish's section 2.3 says, for $S$
+# steps and $E=BS$ examples (items):
 #
 # $$ S = S_\text{min}\,(1 + B_\text{crit}/B) \quad\Leftrightarrow\quad
 # (S/S_\text{min} - 1)\,(E/E_\text{min} - 1) = 1 $$
@@ -616,11 +616,11 @@ show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}; beyond it,
 # many are useful. For language models:
 #
 # - Kaplan et al. 2020, section 5.1: $B_\text{crit}\approx2\cdot10^8$ tokens$/L^{4.8}$, or 1 million
-#   at a loss $L$ of 3, for any size.
+#   at a loss $L$ of 3, for any model.
 # - Brown et al. 2020, section 2.3: the noise scale guided GPT-3's batches (3.2 million tokens).
 # - Zhang et al. 2024: $B_\text{crit}$ grows with the data, hardly with the model (85M to 1.2B).
-# - Merrill et al. 2025: on OLMo $B_\text{crit}$ rises from near 0, then stays flat; the noise scale
-#   is a doubtful proxy.
+# - Merrill et al. 2025: in OLMo's training $B_\text{crit}$ rises from near 0, then flattens; the
+#   noise scale is a doubtful proxy.
 #
 # **Up to about the critical batch size, a larger batch saves steps; beyond it, it mainly costs
 # examples.**

@@ -270,7 +270,7 @@ check("tensor_parallel-3", rows_of_rank)
 #
 # <details><summary>Hint: the maximum</summary>
 # <code>dist.all_reduce(top, dist.ReduceOp.MAX)</code>, detached: it cancels out, so it needs no
-# gradient. One for each token, or exp overflows.
+# gradient. A maximum per token, or exp overflows.
 # </details>
 # <details><summary>Hint: the target is on another rank</summary>
 # With <code>local = targets - first</code>, it is here if <code>(local >= 0) & (local <
@@ -558,7 +558,7 @@ show(pictures.width_picture(title), alt=f"{title}; NVIDIA's models lie above NVL
 
 # %% [markdown]
 # At half the peak, half this $h$ is enough. NVIDIA's models lie above NVLink's line; at their real
-# speed, only one star lies below PCIe's. (InfiniBand: one adapter.)
+# speed, one of these four lies below PCIe's. (InfiniBand: one adapter.)
 #
 # At peak, the 3B model of Tazi et al. (2025; width assumed) would be near NVLink's line at $p=8$;
 # larger groups span nodes. Formula: FLOP at the speed fitted at $p=2$, plus bytes at the bandwidths
@@ -577,7 +577,7 @@ title = f"From 8 to 16 ranks a GPU keeps {drop:.0%} of its speed; the formula sa
 show(pictures.h100_picture(h100, title), alt=f"{title}; up to 8 ranks it is within 3 %")
 
 # %% [markdown]
-# Inside a node the formula is within 3 % of plain runs. Across nodes they are slower: it leaves out
+# Inside a node the formula is within 3 % of black stars. Across nodes they are lower: it leaves out
 # norms and thin matrices. Narayanan et al. (2021, section 3.2) advise pipeline parallelism
 # across nodes (lesson 08).
 #
@@ -722,7 +722,7 @@ show(compare(p_values, curves, title, x_label="ranks p", y_label="KiB on a rank"
 # their gradients are partial sums, which `finish_gradients(model)` adds up once per step.
 #
 # **Sequence parallelism divides the other activations, too: all of them if backward gathers inputs
-# again, sending 5/4 of the bytes; else all but those inputs, sending as many as without.**
+# again, sending 5/4 of the bytes; else all but those inputs, sending no more bytes.**
 #
 # ## What to keep
 #

@@ -425,7 +425,8 @@ check("mesh-3", clip)
 # The order of the axes changes no result (up to rounding), only which messages cross nodes. Take
 # two nodes of four ranks, and a link between them that is ten times slower than those inside. With
 # tp innermost, a tensor group is two neighbors in a node; with tp outermost, rank 0's partner is
-# rank 4, on the other node. How many times as long does the busiest rank (not rank 0) communicate?
+# rank 4, on the other node. How many times as long does the busiest rank (of the last stage)
+# communicate?
 
 # %% tags=["predict"]
 from course_lib.mesh.cost import all_orders, axis_seconds, mesh_step_s
