@@ -70,7 +70,7 @@ def overhead_curve(
         x_label="work between two checkpoints (min)",
         y_label="overhead (%)",
         log_x=True,
-        note=f"a save {_words(save_s)}, a restart {_words(restart_s)}",
+        note=f"a save {_words(save_s)}, a restart {_words(restart_s)}; Daly's formula",
     )
     return figure, f"{title}; at 16 times the interval, {percent(intervals_s[-1] / 60):.3g} %"
 

@@ -24,7 +24,7 @@ HEADERS = (
     "peak per rank",
     "predicted",
     "peak factor",
-    "utilization",
+    "utilized",
     "last loss",
 )
 EFFICIENCY = HEADERS.index("efficiency")

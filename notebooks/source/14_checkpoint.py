@@ -494,8 +494,8 @@ explorer.interval_explorer()
 # %% [markdown]
 # Enter the numbers of your own cluster. Around the optimum the curve is flat: twice the best
 # interval costs 2 percentage points more here. (Grattafiori et al. report over 90 % effective
-# training time, more than here: by this formula, their saves take less than 30 s or their restarts
-# less than 10 min.)
+# training time, more than here: by Daly's formula, their saves take less than 30 s or their
+# restarts less than 10 min.)
 #
 # ### Exercise 4 (further): the best interval
 #

@@ -93,7 +93,7 @@ def test_a_line_says_what_was_measured_and_what_it_means():
     flop = train_step_flop(ALONE.spec, 16, 64)
     assert float(single["TFLOP/s"]) == pytest.approx(flop / 1e12, rel=0.01)
     assert float(zero1["TFLOP/s"]) == pytest.approx(flop / (6 / 9) / 2 / 1e12, rel=0.01)
-    assert (zero1["peak factor"], zero1["utilization"], zero1["last loss"]) == (
+    assert (zero1["peak factor"], zero1["utilized"], zero1["last loss"]) == (
         "0.50",
         "95%",
         "7.0001",
@@ -121,7 +121,7 @@ def test_the_prediction_stands_beside_and_starts_from_the_run_of_one_rank():
 def test_the_tables_have_a_title_for_each_model_and_batch():
     text = printed(RESULTS)
     assert "small (16 x 64 tokens): speed" in text
-    assert "small (16 x 64 tokens): memory, busy, loss" in text
+    assert "small (16 x 64 tokens): memory, utilization, loss" in text
     assert len(re.findall("^ddp", text, re.MULTILINE)) == 2 * 2
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
     other = made(replace(ALONE, num_micro_batches=4), 9.0, MIB)

@@ -1,8 +1,10 @@
 """The monitor of the training loop: bytes how busy a rank was; on a CPU, and on a pretended GPU."""
 
+import subprocess
+import sys
+import textwrap
 import time
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,12 +14,18 @@ MIB = 2**20
 
 
 def test_on_a_cpu_it_sees_what_the_process_grows_by():
-    monitor = ResourceMonitor()
-    before = monitor.read()["memory_bytes"]
-    kept = np.ones(64 * MIB, dtype=np.uint8)
-    grown = monitor.read()["memory_bytes"] - before
+    script = """
+        import numpy as np
+        from course_lib.train.metrics import ResourceMonitor
+        monitor = ResourceMonitor()
+        before = monitor.read()["memory_bytes"]
+        kept = np.ones(2**26, dtype=np.uint8)
+        print(monitor.read()["memory_bytes"] - before, monitor.peak_bytes())
+    """  # a process of its own: nothing that another test left is freed meanwhile
+    told = subprocess.check_output([sys.executable, "-c", textwrap.dedent(script)])
+    grown, peak = map(int, told.split())
     assert 60 * MIB < grown < 80 * MIB
-    assert monitor.peak_bytes() >= kept.nbytes - 4 * MIB
+    assert peak >= 60 * MIB
 
 
 def share_of(monitor, act):

@@ -145,8 +145,8 @@ def meets_itself(script: Script) -> Iterator[LintFinding]:
                 rule,
                 f"{name} is {value[:40]}: {what}",
                 "the ranks of the nodes never find each other, and wait until they give up",
-                "Write $MASTER_ADDR here, and before it: "
-                'read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+                'Set it by read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST"); '
+                "then write $MASTER_ADDR here.",
             )
 
 
