@@ -72,7 +72,9 @@ def ways_to_fit():
         "8 ranks, tensor and\nsequence parallel": "--model llama-8b --tp 8 --sequence-parallel",
     }
     ledgers = {name: read_setup(line).fullest for name, line in lines.items()}
-    return memory(ledgers, "llama-8b, one sequence of 4,096 tokens a rank", limit_bytes=80 * GIB)
+    return memory(
+        ledgers, "Peak of llama-8b per rank, for one sequence of 4,096 tokens", limit_bytes=80 * GIB
+    )
 
 
 def rule_of_thumb():

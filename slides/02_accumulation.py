@@ -55,7 +55,7 @@ def peak() -> Figure:
         for m in PARTS
     ]
     voices = Voices(formula=formula, measurement=[held(m).peak_bytes() / mib for m in PARTS])
-    title = f"16 micro-batches hold {formula[-1]:.1f} MiB, the full batch {formula[0]:.0f} MiB"
+    title = f"In 16 micro-batches the peak is {formula[-1]:.1f} MiB instead of {formula[0]:.0f} MiB"
     labels = {"x_label": "micro-batches m", "y_label": "peak (MiB)"}
     return compare(PARTS, voices, title, log=True, **labels)
 

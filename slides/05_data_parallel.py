@@ -99,7 +99,7 @@ def staleness():
         for name, worker in (("rank 3", 3), ("rank 1", 1))
     }
     old = mean_staleness([1, 1, 8], 3)
-    title = f"A straggler 8 times as slow: its gradients are {old:.0f} updates old"
+    title = f"If rank 3 is 8 times as slow, its gradients are {old:.0f} updates old"
     return compare(SLOWDOWNS, curves, title, x_label=AXIS, y_label="mean staleness (updates)")
 
 
@@ -116,7 +116,7 @@ def pace():
         "BSP": Voices(formula=lambda k: 0.02 * k),
         "asynchronous": Voices(formula=lambda k: 3 * 0.02 / (2 + 1 / k)),
     }
-    title = "Steps of 20 ms: a straggler 8 times as slow makes rounds of 160 ms"
+    title = "Steps take 20 ms; with a straggler 8 times as slow, rounds take 160 ms"
     return compare(SLOWDOWNS, curves, title, x_label=AXIS, y_label="time for 3 gradients (s)")
 
 
@@ -138,9 +138,7 @@ def links():
 def gpus():
     """Published: tokens/s per GPU and all-reduce bandwidth on up to 256 GPUs."""
     kept, bandwidth = (series[-1] for series in of_the_notebook.published_scaling()[1:])
-    title = (
-        f"From 8 to 256 GPUs: speed per GPU {kept:.0f} %, all-reduce bandwidth {bandwidth:.0f} %"
-    )
+    title = f"On 256 GPUs: speed per GPU {kept:.0f} % of that on 8, bandwidth {bandwidth:.0f} %"
     return of_the_notebook.scaling_on_gpus(title)
 
 

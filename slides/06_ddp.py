@@ -45,7 +45,7 @@ def ready():
     )
     labels = {"x_label": "place in parameters()", "y_label": "place in ready order"}
     names = {"formula": "reverse parameters()", "measurement": "order of the hooks"}
-    title = f"{len(params)} parameters of a small GPT, the last of parameters() first"
+    title = f"{len(params)} gradients are ready in about the reverse order of parameters()"
     return compare(range(len(params)), voices, title, names=names, **labels)
 
 
@@ -64,7 +64,7 @@ def hidden():
     """The same step, without and with overlap."""
     runs = {"sent after backward": rank_0(6, overlap=False), "sent as they fill": rank_0(6)}
     late_s, early_s = (max(event.end_s for event in events) for events in runs.values())
-    title = f"Six buckets: {early_s * 1e3:.0f} ms instead of {late_s * 1e3:.0f} ms"
+    title = f"Predicted for six buckets: {early_s * 1e3:.0f} ms instead of {late_s * 1e3:.0f} ms"
     return timelines(runs, title, link=WIRE)
 
 
@@ -72,7 +72,7 @@ def ends():
     """One bucket, the best number, and a bucket per layer."""
     best = N // cost.best_bucket_bytes(COST, 2, WIRE, [N // k for k in NUMBERS])
     runs = {f"{k} bucket{'s' * (k > 1)}": rank_0(k) for k in (1, best, NUM_LAYERS)}
-    title = f"One bucket hides nothing, {NUM_LAYERS} queue up behind their latencies"
+    title = f"One bucket hides nothing; {NUM_LAYERS} buckets queue up"
     return timelines(runs, title, link=WIRE)
 
 
@@ -89,7 +89,7 @@ def sizes():
         name: N // cost.best_bucket_bytes(COST, 2, link, [N // k for k in NUMBERS])
         for name, link in LINKS.items()
     }
-    title = "Best: {80 MB/s} buckets at 80 MB/s, {20 MB/s} at 20 MB/s".format(**best)
+    title = "Predicted best: {80 MB/s} buckets at 80 MB/s, {20 MB/s} at 20 MB/s".format(**best)
     labels = {"x_label": "buckets k", "y_label": "step (ms)"}
     figure = compare(NUMBERS, curves, title, note="2 ranks, 2 ms latency", log_x=True, **labels)
     figure.axes[0].set_ylim(bottom=100)  # the time of computing alone; a sweep shows its minimum

@@ -20,7 +20,7 @@ from course_lib.tensor_parallel.pictures import (
 
 def mlp():
     """The cuts of an MLP on four ranks."""
-    return split_mlp(4, "Each rank has computed its own input for B")
+    return split_mlp(4, "Each rank computes the input that its rows of B need")
 
 
 class TwoParts(torch.nn.Module):
@@ -86,12 +86,14 @@ def memory():
 def widths():
     """The width from which a layer computes longer than it communicates, by link."""
     needed = break_even_hidden(8, H100.peak(), H100.links["NVLink"])
-    return width_picture(f"8 H100 at their peak: over NVLink h = {needed:,.0f} is wide enough")
+    return width_picture(
+        f"At peak, 8 H100 compute longer than NVLink sends above h = {needed:,.0f}"
+    )
 
 
 def region():
     """A parallel region between tokens that are split."""
-    return sequence_region(4, "All tokens inside a region, a rank's own outside")
+    return sequence_region(4, "A rank has all tokens inside a region, and only its own outside")
 
 
 def overlap():
@@ -109,7 +111,7 @@ def overlap():
         "plain": events({"backward_input": 0.0, "backward_weight": 1.0, "all_reduce": 2.0}),
         "overlapped": events({"backward_input": 0.0, "backward_weight": 1.0, "all_reduce": 1.0}),
     }
-    return timelines(runs, "The sum runs beside the weight gradient", unit="F")
+    return timelines(runs, "The all-reduce runs beside the weight gradient", unit="F")
 
 
 def published():

@@ -50,7 +50,7 @@ def bubble():
         simulation=[100 * simulate(schedules.gpipe(4, m)).bubble_overhead for m in numbers],
     )
     labels = {"x_label": "micro-batches", "y_label": "bubble (% of compute)", "log": True}
-    return compare(numbers, voices, "Four stages: twice as many, half the bubble", **labels)
+    return compare(numbers, voices, "Twice as many micro-batches, half the bubble", **labels)
 
 
 def gpipe():
@@ -101,7 +101,7 @@ def puzzle():
     played = {name: simulate(_five(4, 8)[name], times) for name in ("ZB-H1", "ZB-V")}
     bound_s = schedule_bound(4, 8, 4, times)
     title = (
-        f"ZB-H1 takes {played['ZB-H1'].step_s:g}, and no order of one chunk less than {bound_s:g}"
+        f"ZB-H1 takes {played['ZB-H1'].step_s:g}; the bound for one chunk per rank is {bound_s:g}"
     )
     runs = {f"{name}: {one.step_s:g}": one.events() for name, one in played.items()}
     return timelines(runs, title, unit="F/2")
@@ -111,14 +111,18 @@ def throughput():
     """What deferred weight gradients gain on real GPUs."""
     real = cost.zero_bubble_throughput()
     gain = real.published["ZB-1p"][0] / real.published["1F1B"][0] - 1
-    return throughput_picture(real, f"24 micro-batches: {gain:.0%} more samples/s than 1F1B")
+    return throughput_picture(
+        real, f"24 micro-batches: ZB-1p has {gain:.0%} more samples/s than 1F1B"
+    )
 
 
 def h100():
     """Tokens/s per GPU on 8 H100, by number of stages."""
     found = cost.h100_stages()
     kept = found.published[-1] / found.published[0]
-    title = f"8 stages keep {kept:.0%}: the output layer costs {found.head_layers:.1f} blocks"
+    title = (
+        f"8 stages keep {kept:.0%} of the speed: the output layer is {found.head_layers:.1f} blocks"
+    )
     return h100_picture(found, title)
 
 
@@ -137,7 +141,11 @@ def slow_wire():
     labels = {"x_label": "micro-batches", "y_label": "step (ms)"}
     note = "4 stages, 96 ms of compute each, 6 ms latency"
     return compare(
-        numbers, curves, "On a slow link, 1F1B with m = 4p is slower", note=note, **labels
+        numbers,
+        curves,
+        "On a slow link, 1F1B is slower with m = 16 than with m = 4",
+        note=note,
+        **labels,
     )
 
 
@@ -153,7 +161,7 @@ def uneven():
         times = PipelineTimes(forward_s=each, backward_input_s=each, backward_weight_s=each)
         shown[f"layers {cut}"] = simulate(schedules.one_f_one_b(4, 4), times).events()
     ends = [max(event.end_s for event in events) for events in shown.values()]
-    title = f"GPT-2: {ends[0]:.0f} blocks' time a step, balanced {ends[1]:.0f}"
+    title = f"GPT-2, m = 4: a step takes {ends[0]:.0f} block times, balanced {ends[1]:.0f}"
     return timelines(shown, title, unit="blocks")
 
 
@@ -162,7 +170,7 @@ def sequence():
     token_cost = tokens.TokenCost(piece_s=50e-6, token_s=1e-6, pair_s=4e-9)
     cut = tokens.balanced_cut(2048, 8, token_cost)
     played = simulate(tokens.token_schedule(4, 8), tokens.token_times(cut, token_cost))
-    return timeline(played.events(), f"Pieces of {cut[0]} to {cut[-1]} tokens, equally long")
+    return timeline(played.events(), f"Pieces of {cut[0]} to {cut[-1]} tokens take equally long")
 
 
 def pictures():

@@ -26,8 +26,8 @@ def teeth():
     sizes = UnitSizes(numels=(GPT2_ROOT, *[GPT2_BLOCK] * GPT2_BLOCKS), p=4)
     held = fsdp_ledger(sizes).bytes_by_kind["params"]
     steps = [now / 1e6 for last, now in pairwise([None, *held]) if now != last]
-    title = f"GPT-2 on 4 ranks: never more than {peak_param_bytes(sizes) / 1e6:.0f} MB of 498"
-    labels = {"x_label": "gathers and frees of a step", "y_label": "parameters on a rank (MB)"}
+    title = f"GPT-2 on 4 ranks: a rank holds at most {peak_param_bytes(sizes) / 1e6:.0f} of 498 MB"
+    labels = {"x_label": "gathers, copies and frees", "y_label": "parameters on a rank (MB)"}
     return compare(range(len(steps)), Voices(formula=steps), title, **labels)
 
 
@@ -38,8 +38,8 @@ def prefetch():
         for name, ahead in WAYS.items()
     }
     late_s, early_s = (max(event.end_s for event in events) for events in runs.values())
-    title = f"One block ahead: {early_s * 1e3:.0f} ms in place of {late_s * 1e3:.0f} ms"
-    return timelines(runs, title, link=WIRE)
+    title = f"Prefetch shortens the step from {late_s * 1e3:.0f} ms to {early_s * 1e3:.0f} ms"
+    return timelines(runs, title, link=f"predicted: {WIRE}")
 
 
 def wires():
@@ -54,7 +54,7 @@ def wires():
         name: Voices(simulation=[step_ms(speed, ahead) for speed in speeds])
         for name, ahead in WAYS.items()
     }
-    title = f"Five layers compute {TIMES.compute_s * 1e3:.0f} ms; a fast link adds little"
+    title = f"Computing takes {TIMES.compute_s * 1e3:.0f} ms; a fast link adds little to it"
     labels = {"x_label": "bandwidth of the link (MB/s)", "y_label": "step (ms)"}
     return compare(speeds, curves, title, **labels)
 
@@ -68,7 +68,7 @@ def units():
         return peak_param_bytes(sizes) / 1e9
 
     peaks = Voices(formula=[peak_gb(count) for count in counts])
-    title = "8 billion parameters on 8 ranks: small units leave little but the shards"
+    title = "8 billion parameters on 8 ranks: with many units, shards dominate the peak"
     labels = {"x_label": "units", "y_label": "parameters on a rank (GB)"}
     note = "shards in fp32, gathered in bf16"
     return compare(counts, peaks, title, note=note, **labels)
@@ -89,8 +89,8 @@ def hybrid():
         for name, sizes in ways.items()
     }
     flat_s, hybrid_s = (max(event.end_s for event in events) for events in runs.values())
-    title = f"Hybrid: {hybrid_s * 1e3:.0f} ms in place of {flat_s * 1e3:.0f} ms"
-    return timelines(runs, title, link=link)
+    title = f"Hybrid sharding shortens the step from {flat_s * 1e3:.0f} to {hybrid_s * 1e3:.0f} ms"
+    return timelines(runs, title, link=f"predicted: {link}")
 
 
 def sums():

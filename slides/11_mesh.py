@@ -21,12 +21,14 @@ STEP = MeshStep(
 
 def groups():
     """The groups of eight ranks."""
-    return mesh_grid(Mesh(pp=2, dp=2, tp=2), 4, "Only pp crosses the two nodes")
+    return mesh_grid(Mesh(pp=2, dp=2, tp=2), 4, "Only pp groups cross the two nodes")
 
 
 def misplaced():
     """The same with tp outermost."""
-    return mesh_grid(Mesh(tp=2, pp=2, dp=2), 4, "With tp outermost, every tensor group crosses")
+    return mesh_grid(
+        Mesh(tp=2, pp=2, dp=2), 4, "With tp outermost, every tensor group crosses nodes"
+    )
 
 
 def traffic():
@@ -43,7 +45,8 @@ def orders():
     ranked = sorted(seconds, key=seconds.__getitem__)
     pairs = [Pair(name=" ".join(mesh.sizes), predicted=seconds[mesh]) for mesh in ranked]
     worst, best = seconds[ranked[-1]], seconds[ranked[0]]
-    title = f"7B on 8 nodes: the wrong order communicates {worst / best:.1f} times as long"
+    title = f"7B on 8 nodes: the slowest order communicates {worst / best:.1f} times as long "
+    title += "as the fastest"
     return paired_bars(
         pairs, title, x_label="communication of rank 0 per step, none overlapped (s)"
     )

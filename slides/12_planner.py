@@ -67,7 +67,7 @@ def forgot():
     """What a planner chooses that forgets the bubble."""
     steps = searched(32).steps
     blind = min(steps, key=lambda step: step.step_s - step.bubble_s)
-    title = f"Without the bubble: {blind.step_s:.1f} s are chosen in place of {steps[0].step_s:.1f}"
+    title = f"The bubble is forgotten: {blind.step_s:.1f} s per step, not {steps[0].step_s:.1f} s"
     return lesson.bills({"counts everything": steps[0], "forgets the bubble": blind}, title)[0]
 
 

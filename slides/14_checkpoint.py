@@ -44,10 +44,10 @@ def storage():
 
     curves = {
         "storage of 40 GB/s": Voices(formula=[seconds(p, 40e9) for p in ranks]),
-        "never saturated": Voices(formula=[seconds(p, float("inf")) for p in ranks]),
+        "unlimited storage": Voices(formula=[seconds(p, float("inf")) for p in ranks]),
     }
     one_s, all_s = seconds(1, 40e9), seconds(128, 40e9)
-    title = f"8 billion parameters: {one_s:.0f} s by one writer, {all_s:.1f} s by 128"
+    title = f"8 billion parameters: {one_s:.0f} s with one writer, {all_s:.1f} s with 128"
     axes = {"x_label": "ranks that write 2 GB/s each", "y_label": "save (s)"}
     return compare(ranks, curves, title, log=True, **axes)
 
@@ -67,7 +67,7 @@ def overlap():
     plain = _events(0, *step, *step, ("wait", "save", 0.12), *step, *step, *step, *step)
     ahead = _events(0, *step, *step, ("wait", "save", 0.03), *step, *step, *step, *step)
     ahead.append(Event(rank=0, kind="write", label="write", start_s=0.09, end_s=0.18))
-    title = "Copied, returned, written: of 120 ms, 30 stop the training"
+    title = "A plain save stops training for 120 ms, an asynchronous one for 30"
     return timelines({"save": plain, "save_async": ahead}, title, link="emulated times")
 
 

@@ -135,7 +135,7 @@ def part_times(parts: Sequence[int], times: Sequence[Sequence[float]], title: st
     curves = {
         "this machine, 1 core": Voices(formula=lambda _: 1.0, measurement=times),
         "8 H100s, the whole model on each (2, 1 sequences at a time)": whole,
-        "16 H100s, matrices split over 4 (16, 8, 4, 2, 1)": split,
+        "16 H100s, each matrix split over 4 (16, 8, 4, 2, 1 sequences)": split,
     }
     return compare(
         parts,

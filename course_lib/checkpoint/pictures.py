@@ -28,7 +28,8 @@ def boxes(shape: tuple[int, int], by_run: Mapping[str, Sequence[Box]]) -> tuple[
     """
     (_, saved), (_, wanted) = by_run.items()
     reads = [[n for n, one in enumerate(saved) if one.intersect(box)] for box in wanted]
-    title = f"{len(wanted)} ranks read {sum(map(len, reads))} parts of {len(saved)} files"
+    num_reads = sum(map(len, reads))
+    title = f"{len(wanted)} ranks read {num_reads} intersections with {len(saved)} saved boxes"
     figure, panels = page(title, [1.5] * len(by_run))
     for axes, (name, owned) in zip(panels, by_run.items(), strict=True):
         axes.set(xlim=(0, shape[1] * 1.4), ylim=(shape[0], 0))
@@ -42,7 +43,8 @@ def boxes(shape: tuple[int, int], by_run: Mapping[str, Sequence[Box]]) -> tuple[
                       va="center", fontsize=TEXT_PT)  # fmt: skip
         axes.text(shape[1] * 1.03, shape[0] / 2, name, va="center", fontsize=TEXT_PT)
     words = "; ".join(
-        f"rank {rank} reads of {', '.join(map(str, files))}" for rank, files in enumerate(reads)
+        f"rank {rank} reads from boxes {', '.join(map(str, files))}"
+        for rank, files in enumerate(reads)
     )
     return figure, f"{title}: {words}"
 
@@ -50,7 +52,7 @@ def boxes(shape: tuple[int, int], by_run: Mapping[str, Sequence[Box]]) -> tuple[
 def overhead_curve(
     save_s: float, mtbf_s: float, restart_s: float, name: str = ""
 ) -> tuple[Figure, str]:
-    """Draw the expected overhead over the interval, by formula and simulated; say the least."""
+    """Draw the expected overhead over the interval, by formula and by simulation."""
     best_s = best_interval_daly(save_s, mtbf_s)
     intervals_s = [best_s * 2**power for power in range(-4, 5)]
 
@@ -89,7 +91,8 @@ def best_intervals() -> tuple[Figure, str]:
         best_interval_young(DALY_SAVE_MIN, one) / best_interval_daly(DALY_SAVE_MIN, one)
         for one in (15, 1440)
     )
-    title = f"Young's interval is {far:.2f} times Daly's if M is 15 min, {near:.2f} if it is a day"
+    title = f"With saves of {DALY_SAVE_MIN:g} min, Young's interval is {far:.2f} times Daly's "
+    title += f"if M is 15 min, and {near:.2f} times if M is a day"
     figure = compare(
         mtbf_min,
         curves,

@@ -15,7 +15,7 @@ from course_lib.data_parallel.parameter_server import Update, loss_at, smoothed
 from course_lib.display.compare import Voices, compare
 
 SLEEP = "sleep of rank 3 in a step, as a multiple of the others'"
-PLAYBOOK = "The Ultra-Scale Playbook (Hugging Face 2025), nodes of 8 H100, assets {files}"
+PLAYBOOK = "N. Tazi et al., The Ultra-Scale Playbook, 2025, nodes of 8 H100, assets {files}"
 
 
 def at_once(
@@ -146,7 +146,7 @@ def scaling_on_gpus(title: str) -> Figure:
     gpus, speed, bandwidth = published_scaling()
     curves = {
         "tokens/s per GPU": Voices(formula=[100.0] * len(gpus), published=(gpus, speed)),
-        "bandwidth of all_reduce": Voices(published=(gpus, bandwidth)),
+        "bandwidth of all_reduce, 256 MB": Voices(published=(gpus, bandwidth)),
     }
     source = PLAYBOOK.format(files="dp_scaling, pp_comm_bandwidth")
     note = "a model of 1.3 billion parameters, 256 sequences of 4,096 tokens per step"

@@ -160,7 +160,7 @@ def published_by_size() -> tuple[Figure, str]:
         curves[label] = Voices(formula=line[1::2], published=(sizes[1::2], bus[1::2]))
         source = f"S. Bekman, Machine Learning Engineering: {found[0]['source']}; "
         source += "A100 with nccl-tests, H200 with all_reduce_bench.py and NCCL 2.27.7 (NVLS)"
-    title = f"Fitted to each machine, a ring is within {worst:.2g} times of NCCL at every size"
+    title = f"Fitted to each machine, a ring is within a factor of {worst:.2g} of NCCL at all sizes"
     names = {"formula": "ring, alpha and beta fitted to all sizes", "published": "NCCL"}
     figure = _by_size(
         sizes[1::2], curves, title, y_label="bus bandwidth (GB/s)", source=source, names=names
@@ -199,15 +199,16 @@ def published_by_nodes() -> tuple[Figure, str]:
     formula = [_bus(num_bytes, p, link) / 1e9 for p in ranks]
     ratio = gb_per_s[0] / gb_per_s[-1]
     worst = max(max(a / b, b / a) for a, b in zip(formula, gb_per_s, strict=True))
-    title = f"{ratio:.0f} times less bandwidth on {nodes[-1]} nodes; one fitted ring is within "
-    title += f"a factor of {worst:.2g}"
+    title = f"Bandwidth on {nodes[-1]} nodes is 1/{ratio:.0f} of that on one; "
+    title += f"one fitted ring is within a factor of {worst:.2g}"
     names = {
         "formula": f"one ring, fitted: {format_seconds(link.latency_s)} a step, "
         f"{format_rate(link.bytes_per_s)}"
     }
     labels = "nodes of 8 H100", "bus bandwidth, all-reduce of 256 MB (GB/s)"
     voices = Voices(formula=formula, published=(nodes, gb_per_s))
-    source = f"N. Tazi et al., The Ultra-Scale Playbook, 2025: {found[0]['source']}"
+    source = f"N. Tazi et al., The Ultra-Scale Playbook, 2025: {found[0]['source']}; it does not "
+    source += "say which bandwidth, but as n / t, 436 GB/s on 8 GPUs would exceed NVLink"
     figure = compare(
         nodes,
         voices,
@@ -218,4 +219,4 @@ def published_by_nodes() -> tuple[Figure, str]:
         source=source,
         names=names,
     )
-    return figure, f"{title}: from {gb_per_s[0]:.0f} to {gb_per_s[-1]:.0f} GB/s"
+    return figure, f"{title}; bandwidth falls from {gb_per_s[0]:.0f} to {gb_per_s[-1]:.0f} GB/s"

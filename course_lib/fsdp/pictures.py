@@ -1,9 +1,10 @@
-"""Draw what bf16 does to losses, and to a sum over many ranks. Notebook 10_fsdp."""
+"""Draw what bf16 does to losses and to a sum over many ranks; published runs. Notebook 10_fsdp."""
 
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
+from course_lib.cost.published import rows
 from course_lib.display.compare import Voices, compare
 from course_lib.fsdp.lab import ring_sum_error_percent
 
@@ -43,3 +44,60 @@ def ring_sums() -> tuple[Figure, str]:
         log_x=True,
     )
     return figure, f"{title}: 16 times as many ranks, 4 times the error"
+
+
+def runs_at_scale() -> dict[str, dict[int, float]]:
+    """Return the tokens/s per GPU, by number of GPUs, of published runs on H100s.
+
+    With FSDP a GPU has as many tokens per step in all runs of a series (weak scaling). The last
+    series is plain DP: its GPUs share 256 sequences of 4,096 tokens (strong scaling).
+    """
+    titan = {
+        int(row["gpus"]): float(row["TPS_per_GPU"])
+        for row in rows("torchtitan")
+        if row["table"] in ("1", "3") and row["compile"] == "1" and row["float8"] == "0"
+    }
+    of_1b, of_70b = (
+        {
+            int(row["# GPUs"]): float(row["Throughput (T/s/GPU)"])
+            for row in rows("llm_foundry")
+            if row["Model"] == model and "Large Scale" in row["section"]
+        }
+        for model in ("1b", "70b")
+    )
+    plain_dp = {
+        int(row["x"]): float(row["value"])
+        for row in rows("ultrascale_figures")
+        if row["figure"].startswith("dp_scaling (1B") and row["series"] == "tokens_per_s_per_gpu"
+    }
+    return {
+        "8B, 16,384 tokens per GPU": titan,
+        "70B, 16,384 per GPU": of_70b,
+        "1B, 24,576 per GPU": of_1b,
+        "1B, plain DP, 1,048,576 in all": plain_dp,
+    }
+
+
+def fsdp_at_scale() -> tuple[Figure, str]:
+    """Draw what a GPU keeps of its tokens/s as GPUs are added: published runs on H100s."""
+    kept = {
+        name: {p: 100 * found[p] / found[min(found)] for p in sorted(found)}
+        for name, found in runs_at_scale().items()
+    }
+    curves = {name: Voices(published=([*found], [*found.values()])) for name, found in kept.items()}
+    titan, *_, plain_dp = kept.values()
+    title = f"FSDP, 8B: on 128 H100 a GPU keeps {titan[128]:.0f} % of its tokens/s on 8"
+    figure = compare(
+        [],
+        curves,
+        title,
+        x_label="GPUs",
+        y_label="tokens/s per GPU (% of the series' first)",
+        log_x=True,
+        source="8B: TorchTitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3; 70B, "
+        "1B: MosaicML, LLM Foundry, scripts/train/benchmarking; plain DP: Tazi et al. 2025",
+    )
+    return (
+        figure,
+        f"{title}; plain DP of a 1B, with one batch for all GPUs, keeps {plain_dp[128]:.0f} %",
+    )

@@ -131,7 +131,7 @@ def measured_roof(roof: Roof, rates: dict[int, list[float]]) -> tuple[Figure, st
     intensity = [matmul_intensity(m, lab.WIDTH, lab.WIDTH, lab.FP32_BYTES) for m in rates]
     gflop = [[rate / 1e9 for rate in found] for found in rates.values()]
     curve = Voices(formula=lambda x: roof.attainable(x) / 1e9, measurement=gflop)
-    title = "Under the roof: products are memory-bound with few tokens, compute-bound with many"
+    title = "Measured products stay under the roof, and approach its peak with more tokens"
     figure = compare(
         intensity,
         {f"[m, {lab.WIDTH}] @ [{lab.WIDTH}, {lab.WIDTH}] in fp32": curve},
@@ -139,11 +139,12 @@ def measured_roof(roof: Roof, rates: dict[int, list[float]]) -> tuple[Figure, st
         x_label="arithmetic intensity (FLOP per byte): about m / 2",
         y_label="GFLOP/s",
         log=True,
-        note=f"one thread; the roof: {roof.flop_per_s / 1e9:.0f} GFLOP/s, "
-        f"{roof.bytes_per_s / 1e9:.1f} GB/s",
+        note=f"one thread; the roof: {roof.flop_per_s / 1e9:.0f} GFLOP/s of the fastest product, "
+        f"{roof.bytes_per_s / 1e9:.1f} GB/s of an add",
+        names={"formula": "roof"},
     )
     few, many = (median(found) for found in (gflop[0], gflop[-1]))
-    return figure, f"{title}: {few:.2g} GFLOP/s for 1 token, {many:.2g} for {max(rates)}"
+    return figure, f"{title}: {few:,.0f} GFLOP/s for 1 token, {many:,.0f} for {max(rates)}"
 
 
 def _tera(roof: Roof, intensity: float) -> float:

@@ -257,10 +257,11 @@ def errors_by_mfu(runs: Sequence[PublishedRun]) -> _Picture:
     good = [ratio for ratio, run in zip(ratios, runs, strict=True) if run.mfu >= EFFICIENT]
     rest = [ratio for ratio, run in zip(ratios, runs, strict=True) if run.mfu < EFFICIENT]
     title = (
-        f"Median prediction / published step: {median(good):.2f} from an MFU of {EFFICIENT:.0%} "
-        f"(fitted from 20 %), {median(rest):.2f} below"
+        f"Predicted / published step: median {median(good):.2f} at an MFU of {EFFICIENT:.0%} or "
+        f"more, {median(rest):.2f} at a lower MFU"
     )
-    figure, (axes,) = page(title, [3.2])
+    note = "The constants were fitted on runs with an MFU of 20 % or more."
+    figure, (axes,) = page(title, [3.2], note=note)
     plain(
         axes,
         x_label="published MFU (%)",

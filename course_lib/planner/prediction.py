@@ -108,7 +108,7 @@ class PredictedStep:
             computing = self.compute_s / self.step_s
             computing = min(computing, 0.99) if computing < 1 else 1.0  # 99.6 % is not all
             return f"Bound by compute: {computing:.0%} of the step."
-        return f"The largest part but computing is {CAUSES[worst]}: {share:.0%} of the step."
+        return f"Besides computing, the largest part is {CAUSES[worst]}: {share:.0%} of the step."
 
     @property
     def cells(self) -> tuple[str, ...]:

@@ -173,7 +173,9 @@ def published_scaling() -> _Picture:
 
     off = 100 * (H100_TOKENS_PER_S[128] / 1e3 / fitted(128) - 1)
     off_256 = 100 * (H100_TOKENS_PER_S[256] / 1e3 / fitted(256) - 1)
-    title = f"Against a fit to 16 and 32 GPUs: {off:+.0f} % on 128, {off_256:+.0f} % on 256"
+    title = (
+        f"Throughput against a fit to 16 and 32 GPUs: {off:+.0f} % on 128, {off_256:+.0f} % on 256"
+    )
     gpus = [*H100_TOKENS_PER_S]
     rates = [rate / 1e3 for rate in H100_TOKENS_PER_S.values()]
     voices = Voices(formula=[fitted(number) for number in gpus], published=(gpus, rates))

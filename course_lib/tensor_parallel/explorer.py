@@ -25,7 +25,7 @@ ADAPTER_BYTES_PER_S = H100.links["InfiniBand NDR"]  # one adapter
 def degree_explorer() -> Explore:
     """Return a picture with sliders for model, tokens per sequence, and adapters per node."""
     models = ["gpt2", "llama-1b", "llama-8b", "llama-70b"]
-    alt = "{model}, {seq} tokens, {adapters} adapters per node: p = 8 and p = 16 side by side"
+    alt = "{model}, {seq} tokens, {adapters} adapters per node: how much of a step computes, over p"
     return explore(
         by_degree,
         alt,

@@ -32,7 +32,7 @@ WAYS = {
     "": "whole on every rank",
     "columns": "by columns",
     "rows": "by rows",
-    "sum": "parts of a sum",
+    "sum": "partial sums",
 }
 _SIDE_IN, _WORD_IN, _CHARACTER_IN, _SHEET_IN = 0.5, 0.12, 0.08, 0.07
 
@@ -178,7 +178,7 @@ def width_picture(title: str, degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> Fig
         x_label="ranks p",
         y_label="hidden size h",
         log=True,
-        note="H100 at its peak; above a line: computes longer",
+        note="H100 at its peak, one InfiniBand adapter; above a line, computation takes longer",
         source="NVIDIA's models, h from 6,144: Megatron-LM's README, June 2024, 42 to 49 % of the "
         f"peak; h = 3,072: {H100_RUN}",
     )

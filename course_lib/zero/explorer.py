@@ -1,5 +1,7 @@
 """The explorer of notebook 09_zero: memory per rank and communication time of each stage."""
 
+from dataclasses import replace
+
 from matplotlib.figure import Figure
 
 from course_lib.core.links import ETHERNET, INFINIBAND, NVLINK
@@ -16,9 +18,13 @@ from course_lib.display.memory import memory
 from course_lib.memory.formulas import model_states
 from course_lib.zero.cost import ParamTraffic, zero_traffic
 
-_LINKS = {link.name: link for link in (NVLINK, INFINIBAND, ETHERNET)}
 _MODELS = ["gpt2-xl", "llama-3b", "llama-8b", "llama-70b"]
 _DEVICE = find_device("h100")
+_LINKS = {  # those of the same device
+    "NVLink": replace(NVLINK, bytes_per_s=_DEVICE.links["NVLink"]),
+    "InfiniBand": replace(INFINIBAND, bytes_per_s=_DEVICE.links["InfiniBand NDR"]),
+    "Ethernet": ETHERNET,
+}
 
 
 def zero_explorer() -> Explore:
@@ -51,8 +57,8 @@ def stages_alt(model: str, recipe: str, p: int, **_others: object) -> str:
     fitting = [zero for zero, one in ledgers if one.peak_bytes() <= _DEVICE.memory_bytes]
     who = f"The states of {model} on {p} rank{'s' * (p > 1)}"
     if not fitting:
-        return f"{who} fit into the {_DEVICE.name} at no stage"
-    return f"{who} fit into the {_DEVICE.name} with {_name(fitting[0])}"
+        return f"{who} fit into an {_DEVICE.name.upper()} at no stage"
+    return f"{who} fit into an {_DEVICE.name.upper()} with {_name(fitting[0])}"
 
 
 def _name(zero: int) -> str:

@@ -30,11 +30,11 @@
 # something of you:
 #
 # - *Predict*: write down your guess and press Commit **before** you run the next cell. People tend
-#   to remember an answer better after guessing first, even wrongly, if they then see the right one
+#   to remember an answer better if they first guess it, even wrongly, and then see the right one
 #   (Kornell et al. 2009).
 # - *Exercise*: replace the line `raise NotImplementedError(...)`, run the cell, then its check.
 # - *Check*: prints `right`, or what went wrong. It prints `not done yet` until you have written
-#   your answer; the rest of the notebook does not depend on it.
+#   your answer. The rest of the notebook does not depend on your answers.
 
 # %%
 # %load_ext course_lib.ranks
@@ -58,9 +58,9 @@ from course_lib.ranks.machine import describe_machine, doctor_report
 # %% [markdown]
 # ## 1 One program, many processes
 #
-# The first line above has started four processes; the variable `ranks` stands for them. A cell that
-# begins with `%%ranks` runs on **every** rank. The next one contains one `print`. How many lines
-# will you see?
+# The first line of the cell above has started four processes; the variable `ranks` stands for them.
+# A cell that begins with `%%ranks` runs on **every** rank. The next such cell contains one `print`.
+# How many lines will you see?
 
 # %% tags=["predict"]
 guess_lines = predict("how many lines does the next cell print?")
@@ -72,9 +72,8 @@ print(f"hello from rank {rank} of {world_size}")
 
 # %% [markdown]
 # The number in brackets is the rank that printed the line. All ranks run the *same program*, each
-# on *its own data*: SPMD, "single program, multiple data". The only difference between them at the
-# start is `rank`, which every `%%ranks` cell knows, like `world_size`, `torch` and `dist`
-# (torch.distributed).
+# on *its own data*: SPMD, "single program, multiple data". `rank` tells the ranks apart. Every
+# `%%ranks` cell knows `rank`, `world_size`, `torch` and `dist` (torch.distributed).
 #
 # The next `%%ranks` cell sets an `x` on every rank. Will the notebook itself then have an `x`?
 
@@ -91,11 +90,11 @@ x = 10**rank
 print(f"process {os.getpid()} holds x = {x}")
 
 # %% [markdown]
-# There are four processes, each with a memory of its own, and a fifth one, the notebook's. What a
-# rank has defined stays there for the next `%%ranks` cell.
+# There are four ranks, each a process with a memory of its own, and a fifth process, the
+# notebook's. What a `%%ranks` cell defines on a rank stays there for the next `%%ranks` cell.
 #
-# To get something *back*, run a function: `ranks.run(fn)` calls `fn(rank)` on every rank and
-# returns the list of the results, rank 0 first.
+# To get results *back*, run a function: `ranks.run(fn)` calls `fn(rank)` on every rank and returns
+# a list of the results, rank 0 first.
 
 
 # %%
@@ -107,16 +106,16 @@ reveal(guess_x, "x" in globals())
 print(ranks.run(fingerprint))
 
 # %% [markdown]
-# These numbers are used again below. When something adds them up, the digits of the sum show which
+# The numbers $10^r$ are used again below. When they are added up, the digits of the sum show which
 # ranks are in it: 1111 means each rank once, 1211 means rank 2 twice.
 #
-# **One program, four processes, four memories: at the start, only `rank` differs.**
+# **One program, four processes, four memories: `rank` tells the processes apart.**
 #
 # ## 2 Who am I?
 #
-# Real runs use several machines, called nodes. Take two nodes with four GPUs each, and one rank per
-# GPU. Nodes and ranks count from 0, and the first node is filled before the second. Which rank has
-# local rank 2 on node 1?
+# Large runs use several machines, called nodes. Take two nodes with four GPUs each, and one rank
+# per GPU. Nodes, ranks and local ranks are counted from 0, and the first node has the lower ranks.
+# Which rank has local rank 2 on node 1?
 
 # %% tags=["predict"]
 guess_rank = predict("the rank with local rank 2 on node 1, four ranks a node")
@@ -129,15 +128,15 @@ reveal(guess_rank, rank_at[1, 2].item())
 
 # %% [markdown]
 # A process usually learns its rank from environment variables. A *launcher* starts the processes
-# and sets the variables for each of them. The usual launcher is PyTorch's `torchrun`; `%%ranks`
-# sets the same names:
+# and sets the variables for each of them. PyTorch's launcher is `torchrun`. It sets all variables
+# of this table; the ranks of this notebook have those of the first two rows.
 #
 # | variable | meaning |
 # |---|---|
 # | `RANK`, `WORLD_SIZE` | which rank this is, out of how many |
 # | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | the same on this node; the local rank chooses the GPU |
-# | `GROUP_RANK` | which node this is (torchrun only) |
-# | `MASTER_ADDR`, `MASTER_PORT` | where all ranks meet at the start (torchrun only) |
+# | `GROUP_RANK` | which node this is |
+# | `MASTER_ADDR`, `MASTER_PORT` | the address and port at which all ranks meet at the start |
 
 # %%
 # %%ranks
@@ -145,8 +144,8 @@ for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
     print(name, "=", os.environ[name], end="   ")
 
 # %% [markdown]
-# Your machine is one node, so `rank` and `local_rank` are equal here, and a program that uses the
-# wrong one still works. On a second node it asks for a GPU that does not exist.
+# Your machine is one node, so `rank` and `local_rank` are equal here. A program that chooses its
+# GPU by `rank` works on one node, but on the second node it asks for a GPU that does not exist.
 #
 # A rank is not a permanent name: after a restart a process may get another number. By convention,
 # rank 0 writes the logs and, in simple programs, the checkpoints.
@@ -156,7 +155,7 @@ for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
 # Every node has `ranks_per_node` ranks. One line, 2 minutes.
 #
 # <details><summary>Hint: two ranks share a number</summary>
-# How many ranks live on the nodes before yours?
+# How many ranks are on the nodes before yours?
 # </details>
 
 
@@ -172,13 +171,13 @@ def global_rank(node, local_rank, ranks_per_node):
 check("ranks-1", global_rank)
 
 # %% [markdown]
-# **`rank` is a process's number in the run, `local_rank` its number on its node: it chooses the
-# GPU.**
+# **`rank` is the number of a process in the run. `local_rank` is its number on its node, and
+# chooses the GPU.**
 #
 # ## 3 In which order do ranks run?
 #
-# In the next cell every rank sleeps before it prints: rank 0 longest, rank 3 not at all. No rank
-# waits for another. Which rank prints first?
+# In the next cell, rank 0 sleeps longest before it prints, and rank 3 does not sleep at all. No
+# rank waits for another. Which rank prints first?
 
 # %% tags=["predict"]
 guess_first = predict("which rank prints first?")
@@ -200,27 +199,25 @@ title = f"Rank {order[0]} prints first, rank {order[-1]} last"
 show(timeline(ranks.events, title), alt=f"{title}; the notebook lists them by rank")
 
 # %% [markdown]
-# The notebook *shows* rank 0 first: it collects what the ranks print and sorts it, so that it can
-# be read. (The notebook shortens very long output; `ranks.output(2)` returns all that rank
-# 2 printed.) The picture shows what really *happened*. It is drawn from `ranks.events`: the calls
-# and named spans of the last run, on one clock.
+# The notebook *shows* rank 0 first, because it sorts the output by rank. The picture shows what
+# really *happened*. It is drawn from `ranks.events`, which has the times of all communication calls
+# and named spans of the last run.
 #
-# Ranks have no order unless they *wait* for each other. The simplest way to wait is a barrier:
-# `dist.barrier()` returns when **all** ranks have called it.
+# Ranks run in no fixed order unless they *wait* for each other. The simplest way to wait is a
+# barrier: `dist.barrier()` returns only when **all** ranks have called it.
 #
 # ### Exercise 2: one after another
 #
-# Call `say()` on rank 0, then on rank 1, and so on. A rank may begin only when the one before it
-# has finished. It must also work when it is called a second time. At most `world_size` barriers;
-# about 4 lines, 10 minutes.
+# Call `say()` on rank 0, then on rank 1, and so on. A rank may begin only when the rank before it
+# has finished. Your function must also work when it is called a second time. Use at most
+# `world_size` barriers. About 4 lines, 10 minutes.
 #
 # <details><summary>Hint: all speak at once</summary>
-# If the barrier stands inside your <code>if</code>, each rank calls it once, and these calls meet.
-# Think in turns: in turn t rank t speaks, and <em>every rank</em> calls the barrier that ends the
-# turn.
+# If the barrier is inside your <code>if</code>, each rank calls it once, after it has spoken. Think
+# in turns: in turn t, rank t speaks, and <em>every rank</em> calls the barrier that ends the turn.
 # </details>
 # <details><summary>Hint: ranks wait for a rank that has returned</summary>
-# Every rank has to call the barrier equally often, also one that has spoken already.
+# All ranks have to call the barrier equally often, even those that have already spoken.
 # </details>
 
 
@@ -250,10 +247,10 @@ print(doctor_report(describe_machine()))
 
 # %% [markdown]
 # Your ranks exchange messages inside one machine, without a network, so their times say little
-# about a cluster. The course can therefore *emulate* links: real ranks and real messages, but each
-# message takes as long as it would on the `Link` you give (if that is slower than your machine).
-# The one below is slow, so that you can see it: 20 ms for any message, and then 50 MB/s. How long
-# does a message of 4 MB take?
+# about a cluster. The course can therefore *emulate* a link: real ranks exchange real messages, and
+# each message is delayed until it has taken as long as on the given `Link` (which must be slower
+# than your machine). The link below is slow on purpose: its latency is 20 ms, its bandwidth 50
+# MB/s. How long does a message of 4 MB take?
 
 # %% tags=["predict"]
 guess_message = predict("one message of 4 MB, 20 ms latency, 50 MB/s", unit="ms")
@@ -276,8 +273,9 @@ pair.run(send_one, 4_000_000)
 reveal(guess_message, 1000 * pair.events[0].duration_s)
 
 # %% [markdown]
-# *Both* sides have to make a call: rank 0 says what it sends and to which rank, rank 1 gives the
-# tensor that the bytes go into. A message of $n$ bytes costs a fixed time and a time per byte:
+# *Both* sides have to make a call. Rank 0 says what it sends and to which rank; rank 1 says from
+# which rank it receives, and into which tensor. A message of $n$ bytes takes a fixed time and a
+# time per byte:
 #
 # $$ t = \alpha + \frac{n}{\beta} $$
 
@@ -305,18 +303,18 @@ labels = {"x_label": "message (MB)", "y_label": "time (s)", "note": f"emulated {
 show(compare(sizes_mb, voices, title, **labels), alt=title)
 
 # %% [markdown]
-# **In this model, a message costs its latency, and its bytes divided by the bandwidth.** The model
+# **In this model, a message takes the latency plus its bytes divided by the bandwidth.** The model
 # leaves out what happens when several messages share a link. Lesson 04 derives the cost of
-# collectives from it.
+# collectives from this model.
 #
 # ## 5 Everybody at once: a collective
 #
 # A *collective* is one call that **all** ranks of a *process group* (here: all four) make together.
-# The one that plain data parallelism needs is `dist.all_reduce(x)`: it adds up the `x` of all ranks
-# and leaves the sum in `x`, on every rank.
+# Plain data parallelism uses one of them in every step: `dist.all_reduce(x)` adds up the `x` of all
+# ranks and leaves the sum in `x`, on every rank.
 #
-# Rank $r$ has $10^r$ and makes the call $0.1\,r$ seconds late. What does rank 2 hold afterwards?
-# And how long does rank 0 stay in its call?
+# Rank $r$ has $x = 10^r$ and makes the call after $0.1\,r$ seconds. Which `x` does rank 2 have
+# afterwards? And how long does rank 0 stay in its call?
 
 # %% tags=["predict"]
 guess_sum = predict("x on rank 2 after the all_reduce")
@@ -342,8 +340,8 @@ title = f"Rank 0 waits {calls[0].duration_s:.2f} s in all_reduce, until the last
 show(timeline(ranks.events, title), alt=f"{title}; all {len(calls)} calls return together")
 
 # %% [markdown]
-# No rank can have the sum before the last one makes the call: the slowest rank, the *straggler*,
-# determines the time of all.
+# No rank can have the sum before the last rank makes the call. The slowest rank, the *straggler*,
+# determines how long all others wait.
 #
 # **Break it.** `all_reduce` works *in place*: the old `x` is overwritten. What happens if a program
 # sums the same `x` twice, for example in two different functions?
@@ -361,12 +359,13 @@ print(x)
 #
 # ### Exercise 3: the mean of all ranks
 #
-# Give every rank the mean of all `x`, in a new tensor at each call, and leave `x` as it is. Budget:
-# one call, of the size of `x`, and a result that keeps no more memory than `x`. It has to work on
-# any number of ranks: `dist.get_world_size()` returns how many. About 3 lines, 5 minutes.
+# On every rank, return the mean of the `x` of all ranks, as a new tensor in each call, and leave
+# `x` unchanged. Budget: one collective on a tensor of the size of `x`, and a result that takes no
+# more memory than `x`. Your function has to work on any number of ranks, which
+# `dist.get_world_size()` returns. About 3 lines, 5 minutes.
 #
 # <details><summary>Hint: x has changed</summary>
-# <code>x.clone()</code> is a tensor of its own.
+# <code>x.clone()</code> returns a new tensor with the same numbers.
 # </details>
 
 
@@ -385,16 +384,16 @@ check("ranks-3", mean_over_ranks)
 
 # %% [markdown]
 # **A collective is one call by all ranks of a group; an all-reduce or a barrier cannot end before
-# the last rank has called it.** (On GPUs the call may return earlier; the wait then shows at a
+# the last rank has called it.** (On GPUs the call may return earlier; the program then waits at a
 # later line.)
 #
 # ## 6 The first hang
 #
-# The ranks form a ring. Each rank sends its number to its right neighbour, then receives from its
-# left neighbour. No line of the code looks wrong. Does every rank get its neighbour's number?
+# The ranks form a ring. Each rank sends its number to its right neighbor, then receives from its
+# left neighbor. No line of the code looks wrong. Does every rank get its left neighbor's number?
 
 # %% tags=["predict"]
-guess_ring = predict("does every rank get its neighbour's number?", choices=YES_NO)
+guess_ring = predict("does every rank get its left neighbor's number?", choices=YES_NO)
 ### GUESS guess_ring.commit("yes")
 
 
@@ -422,36 +421,38 @@ alt = f"{len(hang.waits)} ranks in a circle: each waits in send for the next one
 show(waiting(hang.waits, 4), alt=alt)
 
 # %% [markdown]
-# This is a **deadlock**: nothing can ever happen again. In a real run there is only silence until
-# PyTorch's time-out ends the processes, by default after 10 minutes with NCCL (GPUs) and 30 with
-# gloo (CPUs); here the notebook notices within seconds. Three questions find the cause:
+# This is a **deadlock**: none of these ranks can ever go on. In a real run nothing is printed until
+# PyTorch's time-out ends the processes, by default after 10 minutes with NCCL (for GPUs) and after
+# 30 minutes with gloo (for CPUs). Here the notebook reports the deadlock within seconds. Three
+# questions find the cause:
 #
 # 1. *Who waits, in which call?* Every rank, in `send`.
-# 2. *On which line?* That of the `send`; no rank has reached the `recv` below it.
+# 2. *On which line?* On the line of the `send`; no rank has reached the `recv` below it.
 # 3. *For whom?* Follow the arrows.
 #
-# This `send` ends when its receiver takes the message, and every receiver is itself sending. No
-# single rank makes a mistake; the circular waiting is the mistake. (MPI implementations may buffer
-# messages, says the standard, section 3.4: such a program can work until the messages grow.)
+# With gloo, a `send` ends only when its receiver takes the message, and here every receiver is
+# itself in a `send`. No single rank makes a mistake; the circular waiting is the mistake. (With
+# MPI, the same program may work while its messages are small: `MPI_Send` may buffer a message and
+# return; MPI standard, section 3.4.)
 #
 # After a failure the ranks are restarted, so the next cell works. If your own code runs forever,
 # press Stop (■): the report says on which line each rank is.
 #
 # ### Exercise 4: break the circle
 #
-# Do the same without a deadlock. Send `x` to the rank `right`, receive a tensor from the rank
-# `left` (name it as the source), and return that tensor unchanged, as a new tensor in each call.
-# `rank` is your own number. The order of the ranks in the circle is arbitrary and may differ
-# between calls, so use `left` and `right` and do not compute them. The check runs 2, 3 and 4 ranks.
-# Budget: one message per rank, finished before you return (if you use the non-blocking `isend` or
-# `irecv`, call `wait()` on what they return). About 6 lines, 15 minutes.
+# Do the same without a deadlock. Send `x` to the rank `right`, receive the `x` of the rank `left`,
+# which has the same shape and dtype (give `left` as the source), and return it unchanged, as a new
+# tensor in each call. `rank` is your own number. The order of the ranks in the circle may differ
+# between calls, so do not compute `left` and `right` yourself. The check runs 2, 3 and 4 ranks.
+# Budget: each rank sends one message, and all calls have ended when you return. (If you use the
+# non-blocking `isend` or `irecv`, call `wait()` on what they return.) About 6 lines, 15 minutes.
 #
 # <details><summary>Hint: it hangs in send, or in recv</summary>
-# If all ranks send first, none receives. Let <code>rank</code> decide: for example, what do the
-# even ranks do first, and what the odd ones?
+# If all ranks send first, none receives. Let <code>rank</code> decide: what could the even ranks do
+# first, and what could the odd ranks do first?
 # </details>
 # <details><summary>Hint: it works on 2 ranks and not on 3</summary>
-# With 3 ranks your right and left neighbours are two different ranks.
+# With 3 ranks your right and left neighbors are two different ranks.
 # </details>
 
 
@@ -478,7 +479,7 @@ check("ranks-4", pass_right)
 #
 # ## 7 More ways to fail
 #
-# Calls that do not fit together are a **mismatch**. The report names both sides:
+# If ranks make calls that do not fit together, this is a **mismatch**. The report names both sides:
 
 
 # %% tags=["failure"]
@@ -490,8 +491,8 @@ def different_sizes(rank):
 mismatch = failure_of(different_sizes)
 
 # %% [markdown]
-# The course compares the calls before they start. Plain PyTorch does not, unless
-# `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set: there a mismatch can hang, crash, or return wrong
+# The course compares the calls before they start. Plain PyTorch does so only if
+# `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set. Without it, a mismatch can hang, crash, or return wrong
 # numbers.
 #
 # A rank can also **raise** an error, or its process can **die**. Read both reports: which rank is
@@ -514,8 +515,8 @@ def one_dies(rank):
 raised, died = failure_of(one_raises), failure_of(one_dies)
 
 # %% [markdown]
-# Here the cause stands first. Real logs are not sorted like that: the first rank that complains can
-# be one that only waited.
+# Here the report puts the cause first. Real logs are not sorted by cause: the first rank that
+# prints an error can be one that only waited.
 #
 # Last, a common mistake. Rank 0 should report the sum of all losses, so the program does everything
 # for the report under `if rank == 0`. How many of the four ranks will hang?
@@ -544,8 +545,8 @@ show(waiting(hang.waits, 4), alt=alt)
 # ### Exercise 5: a report that does not hang
 #
 # Each rank has its own `loss`. Call `log(total)` **once, on rank 0**, with the sum of the losses of
-# all ranks: the number itself (a tensor of one number will do), not rounded and no text, also when
-# it is 0, inf or nan. About 3 lines, 5 minutes.
+# all ranks. `total` is a number or a tensor of one number, not rounded and not a text. Log it even
+# if it is 0, inf or nan. About 3 lines, 5 minutes.
 #
 # <details><summary>Hint: it hangs, or the ranks make different calls</summary>
 # Which lines have to run on every rank, and which on rank 0 only?
@@ -570,10 +571,9 @@ check("ranks-5", report_loss)
 #
 # ## 8 Outside of the notebook
 #
-# Real jobs are scripts that `torchrun` starts, on one node or on a hundred. At the end of the
-# course's scripts stands `if __name__ == "__main__": launch(fn)`, with the same `fn(rank)` as here.
-# In this one, four ranks print their names one after another, then sum $10^r$. (It takes some
-# seconds, since every process starts Python and imports PyTorch.)
+# Real jobs are usually scripts that a launcher such as `torchrun` starts, on one node or on many.
+# The course's scripts end with `launch(fn)`, where `fn(rank)` is a function like those above. In
+# the next script, four ranks print their numbers one after another, then sum $10^r$.
 
 # %% tags=["picture", "measured"]
 script = Path(course_lib.__file__).parents[1] / "cluster/exercises/00_hello_ranks.py"
@@ -589,16 +589,16 @@ title = f"{len(records)} ranks started by torchrun, drawn from their run records
 show(timeline(events, title), alt=f"{title}: they print one after another")
 
 # %% [markdown]
-# Each rank has left a *run record*, a small file of what it did. The course reads them in the same
-# way from your laptop and from a cluster.
+# Each rank has written a *run record*, a small file of what it did. The picture is drawn from these
+# files.
 #
 # **The same function runs in a notebook, under `torchrun` and on a cluster.**
 #
 # ## Where you are
 #
-# In a terminal, `course check 00` judges this notebook as you saved it, and `course progress` shows
-# all lessons. Next: `01_memory`, where the bytes go, or `04_collectives`, which builds `all_reduce`
-# out of `send` and `recv`.
+# In a terminal, `course check 00` checks your saved copy of this notebook, and `course progress`
+# shows your state in all lessons. Next: `01_memory`, where the bytes go, or `04_collectives`, which
+# builds `all_reduce` out of `send` and `recv`.
 #
 # ## Read on
 #

@@ -1,35 +1,34 @@
 # %% [markdown]
 # # 01 Memory: where the bytes go
 #
-# **Can you know beforehand, to the byte, what a training step needs?** **Predict** every
-# byte from a few sizes, **measure** what PyTorch keeps, **compare**.
+# **Can you know beforehand how many bytes a training step needs?** **Predict** them from a few
+# sizes, **measure** what PyTorch keeps, and **compare**.
 #
 # *After this lesson you can*
 #
 # - count the parameters of a transformer, and the bytes of its weights, gradients and optimizer;
-# - derive the bytes that a layer saves for backward, for a GPT and for a Llama;
+# - derive the bytes that a layer of GPT or Llama saves for backward;
 # - say when in a step memory is at its peak, and what to change when a model does not fit;
 # - count a step's FLOP, read a published MFU, and say whether arithmetic, memory or a link limits
 #   speed.
 #
-# **Prerequisites:** Python and a little PyTorch. **Time:** about 75 minutes of
-# reading and running, 70 of exercises. The break is after section 4. Exercises 1 to 4 are *core*, 5
-# and 6 go *further*.
+# **Prerequisites:** Python and a little PyTorch. **Time:** about 75 minutes of reading and running,
+# 70 of exercises. Exercises 1 to 4 are *core*, 5 and 6 go *further*.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $N$ | `num_params` | parameters |
 # | $L$ | `num_layers` | layers |
-# | $h$ | `hidden` | size of the residual stream: numbers per token between layers |
+# | $h$ | `hidden` | numbers per token between layers (residual stream) |
 # | $f$ | `ffn_hidden` | size of the MLP's inner layer, often $4h$ |
 # | $a$ | `num_heads` | attention heads |
 # | $V$ | `vocab` | tokens in the vocabulary |
-# | $b$ | `batch` | sequences in a micro-batch (what runs through the model at once) |
+# | $b$ | `batch` | sequences in a micro-batch (one forward pass) |
 # | $s$ | `seq` | tokens in a sequence |
 # | $D$ | `tokens` | tokens in a step |
 #
-# Memory is reported in GiB ($2^{30}$ bytes), rates in powers of ten. The 80 "GB" of a GPU are
-# 80 GiB. An fp32 number takes 4 bytes, a bf16 or fp16 number 2 (lesson 03 says what they lose).
+# Memory is reported in GiB ($2^{30}$ bytes), rates in powers of ten. An "80 GB" GPU has about 80
+# GiB. An fp32 number takes 4 bytes, a bf16 or fp16 number 2.
 
 # %%
 from dataclasses import replace
@@ -53,8 +52,8 @@ torch.set_num_threads(1)  # the models here are small
 # %% [markdown]
 # ## 1 Counting parameters
 #
-# The smallest GPT-2 (Radford et al. 2019) has $h = 768$, 12 layers, an MLP of $4h$, 50,257 tokens
-# and 1,024 positions. How many million parameters does it have?
+# The smallest GPT-2 (Radford et al. 2019) has $h=768$, 12 layers, an MLP of $f=4h$, a vocabulary of
+# 50,257 tokens and 1,024 positions. How many million parameters does it have?
 
 # %% tags=["predict"]
 guess = predict("parameters of the smallest GPT-2", unit="million")
@@ -72,16 +71,17 @@ for name, model in built.items():
     print(f"{name}: formula {count_params(MODELS[name]):,}, counted {counted:,}")
 
 # %% [markdown]
-# Attention has four matrices of $h \times h$, the MLP two of $h \times 4h$: together $12h^2$ per
-# layer. The last matrix (*output matrix* or *head*) maps $h$ to $V$. In GPT-2 it is the
-# embedding's own matrix (*tied*), so it adds no parameters.
+# Attention has four matrices of $h^2$ numbers, the MLP two of $4h^2$: together $12h^2$ per layer.
+# The *output matrix* (`head`), which computes the logits, is *tied* in GPT-2: it is the embedding's
+# matrix and adds no parameters.
 #
 # ### Exercise 1 (core): count a GPT
 #
-# Each matrix of attention and MLP has a bias ($f$ numbers if it goes from $h$ to $f$). Norms have a
-# weight and a bias: two norms a layer, one at the end. There is a vector for each of `spec.vocab`
-# tokens and `spec.max_seq` positions. An untied head (`spec.tied` is False) adds its matrix,
-# without a bias. `spec.ffn_hidden` need not be $4h$. Return an int. About 5 lines.
+# Each matrix of attention and MLP has a bias ($f$ numbers if it goes from $h$ to $f$). There are
+# two norms per layer and one at the end, each with a weight and a bias. Each of the `spec.vocab`
+# tokens and `spec.max_seq` positions has a vector of $h$ numbers. An untied output matrix
+# (`spec.tied` is False) adds its numbers, without a bias. `spec.ffn_hidden` need not be $4h$.
+# Return an int. About 5 lines.
 
 
 # %% tags=["exercise"] exercise="memory-1"
@@ -101,18 +101,18 @@ check("memory-1", count_gpt)
 
 # %% [markdown]
 # <details><summary>Hint: my number is a little too small</summary>Print your parts beside those of
-# <code>param_parts(gpt2)</code>. Vectors are easy to forget: biases, norms.</details>
+# <code>param_parts(gpt2)</code>. Do you count biases and norms?</details>
 #
-# **A GPT with an MLP of $4h$, no GQA (section 4) and a tied output matrix has about $12Lh^2 + Vh$
-# parameters; an untied one adds $Vh$.**
+# **A GPT with an MLP of $4h$, no GQA (section 4) and a tied output matrix has about $12Lh^2+Vh$
+# parameters; an untied output matrix adds $Vh$.**
 #
 # ## 2 What each parameter costs
 #
-# The usual recipe (Rajbhandari et al. 2020, section 3.1) has, for each parameter, a 16-bit
-# weight and a 16-bit gradient (2 + 2 bytes), an fp32 *master copy*, in which the optimizer's small
-# steps are not rounded away (4), and Adam's two moments in fp32 (4 + 4). Together these are the
-# *model states*. Llama-8B has 8.03 billion parameters. How many GiB do its model states take,
-# without any activations?
+# The *usual recipe* (Rajbhandari et al. 2020, section 3.1) has, for each parameter, a 16-bit weight
+# and a 16-bit gradient (2 + 2 bytes), an fp32 *master copy* of the weight, in which small updates
+# are not rounded away (4), and Adam's two moments in fp32 (4 + 4). Together these are the *model
+# states*. Llama 3 8B (here: Llama-8B) has 8.03 billion parameters. How many GiB do its model states
+# take?
 
 # %% tags=["predict"]
 guess = predict("model states of llama-8b in bf16", unit="GiB")
@@ -129,13 +129,12 @@ for billions in (1, 7, 70, 405):
 print("", state_rows(GPT(MODELS["small"])), sep="\n")
 
 # %% [markdown]
-# The usual recipe has 16 bytes per parameter, 12 for the optimizer. Some have fp32 gradients
-# beside the bf16 ones (an *accumulator*: adding up micro-batches hardly rounds): 20 bytes. Others
-# have fp32 gradients only, or fp32 everywhere, or bf16 everywhere (*pure*).
+# A recipe with an *accumulator*, fp32 gradients beside the bf16 ones, takes 20 bytes per parameter.
+# Others have only fp32 gradients, fp32 everywhere, or bf16 everywhere (*pure*).
 #
-# In the table, *8-bit Adam* stores a byte per moment (Dettmers et al. 2022, section 2.1),
-# *Adafactor* row and column sums (Shazeer and Stern 2018, section 3), *Muon* one momentum for
-# layers' matrices (Jordan et al. 2024).
+# In the table, *8-bit Adam* stores one byte per moment (Dettmers et al. 2022, section 2.1),
+# *Adafactor* stores row and column sums (Shazeer and Stern 2018, section 3), and *Muon* stores one
+# momentum for the layers' matrices (Jordan et al. 2024).
 
 
 # %% tags=["picture"]
@@ -156,8 +155,8 @@ show(
 # ### Exercise 2 (core): states under any recipe
 #
 # A recipe has `weight_bytes`, `grad_bytes`, `accumulator_bytes`, `master_bytes` and `moment_bytes`,
-# each for one number of that kind (0 if there is none), and `num_moments`. Return the bytes of all
-# model states, an int. About 3 lines.
+# each the size of one number of that kind (0 if there is none), and `num_moments`. Return the bytes
+# of all model states, an int. About 3 lines.
 
 
 # %% tags=["exercise"] exercise="memory-2"
@@ -175,13 +174,13 @@ check("memory-2", states_bytes)
 
 # %% [markdown]
 # **With the usual recipe (bf16, an fp32 master copy, Adam), model states take 16 bytes per
-# parameter; with an accumulator 20. Lesson 09 divides them over GPUs (*ranks*).**
+# parameter; with an accumulator they take 20.**
 #
 # ## 3 What backward needs
 #
 # To compute gradients, backward needs intermediate results of the forward pass, and autograd keeps
-# them: the *activations*. Take `y = gelu(x @ w)`, with `x` of shape `[8, 64]` and `w` of
-# `[64, 256]`, all fp32. `x` and `w` exist anyway. How many bytes does autograd keep besides?
+# them: the *activations*. Take `y = gelu(x @ w)`, with `x` of shape `[8, 64]` and `w` of `[64,
+# 256]`, all fp32. How many bytes does autograd keep in addition to `x` and `w`?
 
 # %% tags=["predict"]
 guess = predict("kept for backward besides x and w", unit="bytes")
@@ -197,16 +196,16 @@ reveal(guess, sum(one.num_bytes for one in kept))
 print("kept:", *kept)
 
 # %% [markdown]
-# Autograd keeps one tensor: the input of GELU. The product keeps `x`, which existed already; the
-# output of GELU is kept only if a later operation needs it. Each rule follows from a derivative.
+# Autograd keeps one more tensor: the input of GELU. The product keeps `x`, which existed already.
+# The output of GELU is kept only if a later operation needs it.
 #
 # ### Exercise 3 (core): weigh what is saved
 #
-# `saved_tensors_hooks(pack, unpack)` calls `pack` with every tensor that an operation saves. Weigh
-# each **storage** once: two views lie in the same memory, and a small view keeps all of it alive.
-# Leave out `params`: `skip`, given below, has their addresses (`params` can be read once).
-# `tensor.untyped_storage()` has `data_ptr()`, its address, and `nbytes()`. What `pack` returns is
-# what autograd keeps: return the tensor. About 4 lines.
+# `saved_tensors_hooks(pack, unpack)` calls `pack` with every tensor that an operation saves.
+# Autograd keeps what `pack` returns: return the tensor. Count each **storage** once: views of a
+# tensor share it, and a small view keeps all of it alive. Leave out the storages of `params`, whose
+# addresses are in `skip`. (Do not read `params` again: it may be an iterator.)
+# `tensor.untyped_storage()` has an address, `data_ptr()`, and a size, `nbytes()`. About 4 lines.
 #
 # <details><summary>Hint: I count a tensor twice, or a parameter</summary>
 # A view has an address of its own. Which address do all views of one tensor share?</details>
@@ -235,29 +234,31 @@ def weigh(fn, params):
 check("memory-3", weigh)
 
 # %% [markdown]
-# **Autograd keeps what operations save for backward; a storage that several share counts once.**
+# **Autograd keeps what operations save for backward; a storage that several tensors share counts
+# once.**
 #
 # ## 4 The bytes of a layer
 #
-# A GPT layer:
+# A GPT layer computes:
 #
-# 1. norm; three products of its output: q, k, v;
-# 2. *scores* q · kᵀ, one number for each pair of tokens in each head; softmax; dropout; times v
-#    (*written out*: one by one);
-# 3. product (`out`); dropout; added to the residual stream;
-# 4. norm; product $h \to f$; GELU; product $f \to h$; dropout; added to the residual stream.
+# 1. norm; three matrix products of its output: q, k, v;
+# 2. attention, *written out* as separate operations: *scores* q · kᵀ, one number for each pair of
+#    tokens in each head; softmax; dropout; product with v;
+# 3. matrix product (`out`); dropout; sum with the residual stream;
+# 4. norm; product $h \to f$; GELU; product $f \to h$; dropout; sum with the residual stream.
 #
 # A product saves both of its inputs (a weight exists anyway), a norm and GELU save their input,
-# softmax saves its output, and dropout saves a mask of one byte per number. Adding saves nothing.
+# softmax saves its output, and dropout saves a mask of one byte per number. A sum saves nothing.
 #
 # ### Exercise 4 (core): the bytes of a layer
 #
 # Return the bytes that one such layer saves, as a dict of ints: `norms` (their inputs), `attention`
-# (without scores), `scores` (what step 2 saves with one number per pair of tokens), `mlp` (step 4
-# from its first product to its last) and `masks` (those of steps 3 and 4). All numbers except masks
-# have `number_bytes` bytes. With *grouped-query attention* (GQA, Ainslie et al. 2023), several
-# heads share their keys and values: k and v have `spec.kv_hidden` numbers per token, all else is as
-# before. A norm's few statistics are left out. About 8 lines, 20 minutes.
+# (what the products of steps 1 to 3 save, without scores), `scores` (what step 2 saves with one
+# number per pair of tokens), `mlp` (step 4 from its first product to its last) and `masks` (of
+# steps 3 and 4). A number takes `number_bytes` bytes, except in masks. With *grouped-query
+# attention* (GQA, Ainslie et al. 2023), several heads share their keys and values: k and v have
+# `spec.kv_hidden` numbers per token. Nothing else changes. Leave out the norms' statistics. About 8
+# lines, 20 minutes.
 #
 # <details><summary>Hint: attention is too large</summary>
 # q, k and v are three products, but of how many different tensors? Softmax's output is part of the
@@ -288,17 +289,16 @@ def layer_bytes(spec, batch, seq, number_bytes):
 check("memory-4", layer_bytes)
 
 # %% [markdown]
-# For bf16, an MLP of $4h$ and no GQA, the parts are $4 + 10 + 18 + 2 = 34$ times
-# $sbh$, and $2 + 1 + 2 = 5$ bytes for each of the $as^2b$ scores (Korthikanti et al. 2022, section
-# 4.1):
+# In bf16, with an MLP of $4h$ and no GQA, `norms`, `attention`, `mlp` and `masks` have
+# $4+10+18+2=34$ times $sbh$ bytes, and each of the $as^2b$ scores takes $2+1+2=5$ bytes
+# (Korthikanti et al. 2022, section 4.1):
 #
 # $$ sbh\left(34 + 5\,\frac{a s}{h}\right) \text{ bytes per layer} $$
 #
-# **The 34 belongs to that layer.** A layer of Llama has no dropout, a *SwiGLU* MLP (Shazeer 2020:
-# three matrices, $\text{silu}(xW_g) \cdot xW_u$, which saves four tensors of $f$ numbers a token)
-# and GQA. With flash attention, below, it saves
-# $sbh(12 + 4\,\frac{\text{kv hidden}}{h} + 8\,\frac{f}{h})$ bytes: $41\,sbh$ for Llama-8B. Count,
-# and let autograd count:
+# **The 34 is the count of that layer.** A Llama layer has GQA, no dropout, and a *SwiGLU* MLP
+# (Shazeer 2020) of three matrices, $(\text{silu}(xW_g)\cdot{}xW_u)W_d$, which saves four tensors of
+# $f$ numbers per token. With flash attention (below), the layer saves in bf16
+# $sbh(12+4\,\frac{\text{kv\,hidden}}{h}+8\,\frac{f}{h})$ bytes: $41\,sbh$ for Llama-8B.
 
 # %% tags=["check"]
 from course_lib.memory import layer_coefficients
@@ -318,12 +318,11 @@ for name, (spec, how) in layers.items():
     print(f"{name:<26}{c:>3g} sbh + {d:g} as²b = {formula:>9,.0f} B; autograd {kept:>9,} B")
 
 # %% [markdown]
-# The small differences are statistics of norms and flash attention. `TORCH_CPU`, below, counts
-# them.
+# The small differences are statistics of norms and flash attention (counted by `TORCH_CPU` below).
 #
-# *Flash attention* (Dao et al. 2022) never writes the scores to memory: it computes them again in
-# backward, tile by tile. Here are formula, simulation on *fake tensors* (shapes without numbers)
-# and measurement, in fp32, without dropout:
+# *Flash attention* (Dao et al. 2022) does not store the scores: it computes them tile by tile, and
+# again in backward. Compare formula, simulation on *fake tensors* (shapes without numbers) and
+# measurement, in fp32, without dropout:
 
 
 # %%
@@ -370,8 +369,8 @@ figure = compare(seqs, curves, title, x_label="tokens in a sequence", y_label="k
 show(figure, alt=f"{title}: {curves['flash'].measurement[-1]:.3g} MiB at 256 tokens")
 
 # %% [markdown]
-# **Without recompute, a GPT or Llama layer saves $sbh(c + d\,as/h)$ bytes: $c$ and
-# $d$ depend on its operations and their precision; with flash attention $d$ is zero.**
+# **Without recompute, a GPT or Llama layer saves $sbh(c+d\,as/h)$ bytes: $c$ and $d$ depend on its
+# operations and their precision; with flash attention $d$ is zero.**
 #
 # *A good place for a break.*
 #
@@ -412,19 +411,19 @@ for kind, held in played.bytes_by_kind.items():
     print(f"{kind:<12} most {max(held):>11,} B, equal at all {len(held)} times: {same}")
 
 # %% [markdown]
-# Activations (blue) grow in forward and shrink in backward, while gradients grow; the formula gives
-# the same four steps. Here the peak is where backward begins: all activations, no gradients yet.
-# **That is not always so.** Where a layer's gradients are larger than its activations, memory still
-# grows *in* backward; with gradient accumulation (lesson 02) the second micro-batch runs beside the
-# gradients of the first.
+# Activations (blue) grow in forward. In backward they shrink, and gradients grow. Here the peak is
+# at the start of backward: all activations are there, and no gradients yet. **The peak can be
+# later.** If a layer's gradients are larger than its activations, memory still grows *in* backward.
+# With gradient accumulation (lesson 02), the second micro-batch runs beside the gradients of the
+# first.
 #
 # ### Exercise 5 (further): where the peak is
 #
 # `acts[i]` and `grads[i]` are the bytes of layer `i`'s activations and gradients. A step runs
-# forward and backward for each micro-batch, one after the other; all are alike. Gradients stay
-# until the optimizer's step, and later micro-batches add to them in place. Return the most bytes
-# held at once, including `states`, which always stay: measure at the end of each forward and of
-# each layer's backward. Leave the lists as they are. About 8 lines, 15 minutes.
+# forward and backward for equal micro-batches, one after another. Gradients stay until the
+# optimizer's step, and later micro-batches add to them in place. Return the most bytes held at
+# once, including `states`, which always stay. Count at the end of each forward and of each layer's
+# backward. Leave the lists unchanged. About 8 lines, 15 minutes.
 
 
 # %% tags=["exercise"] exercise="memory-5"
@@ -449,8 +448,8 @@ check("memory-5", step_peak)
 # %% [markdown]
 # ### Break it: a loss that is never let go
 #
-# Someone collects `loss` instead of `loss.item()` in a validation loop without `no_grad`. A loss
-# keeps its whole graph alive. Do the activations stay the same from step to step?
+# A validation loop without `no_grad` collects `loss` instead of `loss.item()`. A loss keeps its
+# whole graph alive. Do the activations take the same memory in every step?
 
 # %% tags=["predict"]
 guess = predict("activations stay the same from step to step", choices=YES_NO)
@@ -469,20 +468,21 @@ show(memory(leaking.ledger, title), alt=f"{title}: {peak} at the end")
 losses.clear()
 
 # %% [markdown]
-# **Without recompute, the peak of a step with one micro-batch is where backward begins, or later
-# where gradients outweigh activations. If memory grows in every step, look first for graphs that
-# something keeps alive.**
+# **Without recompute and temporaries, the peak of a step with one micro-batch is at the start of
+# backward, or later if gradients outweigh activations. If memory grows in every step, look first
+# for graphs that something keeps alive.**
 #
 # ## 6 What fits, and models that do not
 #
-# Llama-8B on 80 GiB GPUs, at the peak. *Recompute* drops activations and computes them again
-# (lesson 03). *ZeRO* divides (*shards*) states over ranks: stage 1 the optimizer's, stage 2
-# gradients too, stage 3 all (lesson 09). *Tensors split*: each rank has a part of every matrix
-# (lesson 07).
+# The picture shows the peak of Llama-8B for one sequence of 4,096 tokens, without temporaries.
+# *Recompute* drops activations and computes them again (lesson 03). *ZeRO* divides (*shards*)
+# states over GPUs (*ranks*): stage 1 the optimizer's, stage 2 also gradients, stage 3 also
+# parameters (lesson 09). *Tensor parallelism* gives each rank a part of every matrix; *sequence
+# parallelism* also divides the activations between these matrices (lesson 07).
 #
-# Below the picture is a calculator: `dp` ranks share the batch, `tp` the matrices, `pp` the layers,
-# `cp` the sequence. Its last line is what `course memory` reads in a terminal. *Find two more ways
-# to make llama-8b fit, and the fewest H200s for llama-405b.*
+# In the calculator, `dp` ranks share the batch, `tp` the matrices, `pp` the layers, `cp` the
+# sequence. In a terminal, `course memory` takes the line *this setup*. *Find two more ways to make
+# llama-8b fit.*
 
 # %% tags=["picture"]
 from course_lib.memory.calculator import read_setup
@@ -503,22 +503,21 @@ calculator("--model llama-8b --gpu h100 --seq 4096")
 
 # %% [markdown]
 # **ZeRO divides states; recompute, a smaller micro-batch and a shorter sequence shrink activations;
-# tensor with sequence parallelism divides both.**
+# tensor parallelism with sequence parallelism divides both.**
 #
 # ## 7 How busy is the GPU?
 #
-# A matrix product of `[m, k]` and `[k, n]` has $mkn$
-# multiply-adds, $2mkn$ FLOP: 2 for each weight and each of the $m$ tokens. Backward has two
-# products of the same size: with $y = xW$, the gradient of $x$ is $dy\,W^\top$, and that of $W$ is
-# $x^\top dy$. So a weight costs $2 + 4$ FLOP per token, and a step of $D$ tokens $6ND$ (Kaplan et
-# al. 2020, section 2.1).
+# A matrix product of `[m, k]` and `[k, n]` has $mkn$ multiply-adds, or $2mkn$ FLOP: 2 for each
+# weight and each of the $m$ tokens. Backward has two products of the same size: with $y=xW$, the
+# gradient of $x$ is $dy\,W^\top$, and that of $W$ is $x^\top{}dy$. So a weight costs $2+4$ FLOP per
+# token, and a step of $D$ tokens costs $6ND$ (Kaplan et al. 2020, section 2.1).
 #
-# With all parameters as $N$, the rule counts the embedding, which multiplies nothing unless it is
-# tied (Kaplan et al. leave it out, Hoffmann et al. 2022 count it), and leaves out the scores, which
-# multiply no weight. A causal mask hides half of them. **Two conventions are in use**: count *all*
-# scores (Narayanan et al. 2021, appendix; PaLM: Chowdhery et al. 2022, appendix B), or *half*, as a
-# causal kernel computes (FlashAttention-2: Dao 2023, section 4.1). The course counts all, unless it
-# says `causal`.
+# If $N$ is all parameters, the rule counts the embedding, which multiplies nothing unless it is
+# tied (Kaplan et al. leave it out; Hoffmann et al. 2022, appendix F, count it). The rule leaves out
+# the scores, which multiply no weight. A causal mask hides half of the scores. **Two conventions
+# are in use**: count *all* scores (Narayanan et al. 2021, appendix; Chowdhery et al. 2022, appendix
+# B), or *half*, as a causal kernel computes (Dao 2023, section 4.1). The course counts all, unless
+# it says `causal`.
 
 # %%
 from course_lib.cost.flops import forward_flop, mfu, six_n_d, train_step_flop
@@ -536,10 +535,10 @@ for seq in (2048, 8192, 32768, 131072):
 # %% [markdown]
 # ### Exercise 6 (further): the FLOP of a step
 #
-# Count every product of forward and backward, under either convention: q, k, v and `out` (k and v
-# with `spec.kv_hidden` columns); the scores and their product with v, all or, if `causal`, exactly
-# half of them; the MLP (three matrices if `spec.gated`, else two); the logits. Return an int. About
-# 5 lines, 15 minutes.
+# Count the FLOP of every product in forward and backward: q, k, v and `out` (k and v with
+# `spec.kv_hidden` columns); the scores and the product with v (exactly half of both if `causal`);
+# the MLP (three matrices if `spec.gated`, else two); the logits. Return an int. About 5 lines, 15
+# minutes.
 
 
 # %% tags=["exercise"] exercise="memory-6"
@@ -558,8 +557,8 @@ def step_flop(spec, batch, seq, causal):
 check("memory-6", step_flop)
 
 # %% [markdown]
-# An H100's data sheet says 1,979 TFLOP/s in bf16, and in small print "with sparsity": two of every
-# four weights are zero and are skipped. Ordinary training is *dense*: it reaches half at most.
+# An H100's data sheet says 1,979 TFLOP/s in bf16 "with sparsity": two of every four weights are
+# zero and are skipped. Ordinary training is *dense*: it reaches at most half of that.
 
 # %%
 h100 = DEVICES["h100"]
@@ -575,9 +574,9 @@ print(f"\n175B on 64 A100s, 13.75 s for 64 sequences of 2,048 tokens: MFU {share
 
 # %% [markdown]
 # *Model FLOP utilization* (MFU, Chowdhery et al. 2022, section 4.1) is the share of the **dense**
-# peak that the model's own FLOP use; recomputation does not count (with it, the share is called
-# HFU). The run in the last line reports 51.4 % (Korthikanti et al. 2022, table 5). What do
-# others reach?
+# peak that the model's own FLOP use. Recomputed FLOP do not count (with them, the share is called
+# HFU). For the run in the last line, Korthikanti et al. 2022, table 5, report 51.4 %. What do
+# others report?
 
 # %% tags=["picture"]
 from course_lib.memory.pictures import mfu_of_real_runs
@@ -585,16 +584,16 @@ from course_lib.memory.pictures import mfu_of_real_runs
 show(*mfu_of_real_runs())
 
 # %% [markdown]
-# **MFU is a step's model FLOP, divided by its time and the dense peak. Compare MFUs only where the
-# FLOP are counted alike.**
+# **MFU is a step's model FLOP, divided by its time and the dense peak of its GPUs. Compare MFUs
+# only if the FLOP are counted in the same way.**
 #
 # ## 8 What limits the speed?
 #
-# An operation also moves bytes. Its *arithmetic intensity* $I$ is FLOP per byte read or written:
-# 1/6 for an add in bf16, about $m$ for a product of $m$ tokens with a large matrix (in fp32 half of
-# that). At most, speed is $\min(\text{peak}, I\cdot\text{bandwidth})$, the *roofline* (Williams et
-# al. 2009, section 3). Below the *ridge point*, where the two are equal, an operation is
-# memory-bound, above it compute-bound. Where is it for bf16 products on an H100?
+# An operation's *arithmetic intensity* $I$ is its FLOP per byte read or written: in bf16, 1/6 for
+# an add, and about $m$ for a product of $m$ tokens with a large matrix (in fp32, half of that). Its
+# speed is at most $\min(\text{peak},I\cdot\text{bandwidth})$, the *roofline* (Williams et al. 2009,
+# section 3). At the *ridge point*, the two bounds are equal; below it an operation is memory-bound,
+# above it compute-bound. How many tokens bring a bf16 product to the ridge point of an H100?
 
 # %% tags=["predict"]
 guess = predict("tokens that make a large product compute-bound", unit="tokens")
@@ -612,22 +611,27 @@ show(*gpu_roofs())
 print(roof_rows())
 
 # %% [markdown]
-# Dots lie below: a roof is a bound. Norms, dropout and the optimizer's step are memory-bound on
-# all of these GPUs. Links have the same algebra. For $t$ bf16 tokens on each of $p$ ranks:
+# The roof is an upper bound; the fastest product defines its peak. Norms, dropout and the
+# optimizer's step are memory-bound on these GPUs. Links have the same algebra. For $t$ tokens in
+# bf16 on each of $p$ ranks:
 #
 # - **data parallelism**: backward computes $4Nt$ FLOP and sends $4N\frac{p-1}{p}$ bytes;
-# - **FSDP** (lesson 10): forward computes $2Nt$, receives $2N\frac{p-1}{p}$; backward doubles both;
-# - **tensor parallelism** (lesson 07): about $\frac92\frac{h}{p-1}$ FLOP per byte, for any $t$.
+# - **FSDP** (lesson 10): forward computes $2Nt$ FLOP and receives $2N\frac{p-1}{p}$ bytes; both
+#   double in backward;
+# - **tensor parallelism** (lesson 07): over forward and backward, a GPT layer has about
+#   $\frac92\frac{h}{p-1}$ FLOP per byte sent, for any $t$.
 #
-# The first two approach $t$ FLOP per byte. On an H100, peak divided by bandwidth is 2,199 over
-# NVLink, 19,790 over InfiniBand: with fewer tokens per rank, many ranks wait for messages.
+# For large $p$, the first two have about $t$ FLOP per byte. On an H100, peak divided by link
+# bandwidth is 2,199 for NVLink and 19,790 for InfiniBand: with fewer tokens per rank, messages take
+# longer than computing.
 #
 # **An operation is memory-bound below the ridge point; a method is communication-bound where its
 # FLOP per byte sent are fewer than peak divided by link bandwidth.**
 #
 # ## 9 What other tools say
 #
-# Accelerate and DeepSpeed have estimators, PyTorch a tracker. Two sequences of 256 tokens:
+# Accelerate and DeepSpeed have estimators, PyTorch a tracker. For two sequences of 256 tokens they
+# say:
 
 # %% tags=["measured"]
 from course_lib.memory.estimators import all_estimates, estimates_text, tracker_gap
@@ -642,13 +646,13 @@ for name, size in (gap | {"unexplained": more - sum(gap.values())}).items():
     print(f"    {name:<26}{size:>10,} B")
 
 # %% [markdown]
-# Accelerate prints the **largest** of its `model`, `gradients`, `optimizer`, `step`, no sum.
-# DeepSpeed adds fp32 gradients (20 bytes). Neither counts activations. PyTorch's tracker agrees
-# with the formula to the byte, and counts temporaries too.
+# Accelerate prints the **largest** of its `model`, `gradients`, `optimizer` and `step`, not their
+# sum. DeepSpeed adds fp32 gradients (20 bytes per parameter). Neither counts activations. PyTorch's
+# tracker also counts temporaries, batch and loss; otherwise it agrees with the formula to the byte.
 #
-# On a GPU come the CUDA context, libraries' workspaces, NCCL's buffers, and what PyTorch's *caching
-# allocator* holds: it takes *segments* from the driver (*reserved*), hands out blocks of them
-# (*allocated*), and keeps what is freed. A simulation of its rules:
+# A GPU also holds the CUDA context, libraries' workspaces, NCCL's buffers, and free memory of
+# PyTorch's *caching allocator* (simulated below). It takes *segments* from the driver (*reserved*),
+# hands out blocks of them (*allocated*), and keeps what is freed.
 
 # %% tags=["failure", "raises-exception"]
 from course_lib.memory.allocator import MIB, CachingAllocator, growing_lists
@@ -663,15 +667,15 @@ print("growing tensor, allocated/reserved:", *(f"{a // MIB}/{r // MIB}" for a, r
 gpu.allocate(16 * MIB)
 
 # %% [markdown]
-# Most is free, but in pieces (*fragmentation*). Where PyTorch reports much memory *reserved but
-# unallocated*, try `PYTORCH_ALLOC_CONF=expandable_segments:True`;
-# `torch.cuda.memory_snapshot()` lists every block. Leave a margin.
+# Most of the reserved memory is free, but in small pieces (*fragmentation*); growing a tensor by
+# copies leaves such pieces. If PyTorch reports much memory *reserved but unallocated*, try
+# `PYTORCH_ALLOC_CONF=expandable_segments:True`.
 #
 # ## Read on
 #
-# - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*: the
-#   34, sections 4 and 5.
-# - Chowdhery et al. 2022, *PaLM*, section 4.1: MFU, and why recomputation does not count.
+# - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*,
+#   section 4: the 34.
+# - Chowdhery et al. 2022, *PaLM*, section 4.1: MFU.
 # - Dao et al. 2022, *FlashAttention*: attention without scores in memory.
 # - Austin et al. 2025, *How to Scale Your Model*, chapters 1 and 5: rooflines of training.
-# - Tazi et al. 2025, *The Ultra-Scale Playbook*: memory of Llama models, profiled over steps.
+# - Tazi et al. 2025, *The Ultra-Scale Playbook*: profiled memory of Llama models.

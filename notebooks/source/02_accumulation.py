@@ -5,16 +5,16 @@
 # optimizer get exactly the gradient of the whole batch?
 #
 # The method is *gradient accumulation*: split the batch into micro-batches, run forward and
-# backward on one after the other, let their gradients add up, and step once. It takes five lines
-# of code, and there are at least six ways to get them wrong without an error message.
+# backward on one after the other, let their gradients add up, and take one optimizer step. Several
+# mistakes in these few lines of code raise no error.
 #
 # *After this lesson you can*
 #
 # - compute how many micro-batches a global batch needs on any number of ranks;
-# - write an accumulated step that equals a step on the full batch, also with padding;
-# - say where to clip, and with which layers and losses accumulation gives another result;
+# - write an accumulated step that equals a step on the full batch, also with padded sequences;
+# - say where to clip, and for which layers and losses accumulation gives a different result;
 # - predict what accumulation does to memory and to the time of a step;
-# - measure the gradient noise scale, and say up to which size a larger batch helps.
+# - measure the gradient noise scale, and say roughly up to which size a larger batch helps.
 #
 # **Prerequisites:** lesson 01. **Time:** about 55 minutes of reading and running, and 35 minutes
 # for five exercises (15 for the optional sixth). A break fits before section 8.
@@ -22,10 +22,10 @@
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $B$ | `batch` | items in one optimizer step (sections 2 to 7: on one rank) |
-# | $m$ | `num_micro_batches` | micro-batches per step: the parts into which the batch is split |
+# | $m$ | `num_micro_batches` | micro-batches per step and rank: the parts of the batch |
 # | $n_i$ | `len(part)` | items in part $i$; $\sum_i n_i = B$ |
 # | $p$ | `dp` | data-parallel ranks: they share a global batch |
-# | $\ell_i$ | `loss` | mean loss of part $i$ |
+# | $\ell_i$ | `loss` | mean loss of the items in part $i$ |
 # | $g$ | `param.grad` | gradient of the mean loss over all $B$ items |
 # | $G$, $\Sigma$ | | mean and covariance of the gradient of one item (section 8) |
 
@@ -48,9 +48,9 @@ torch.set_num_threads(1)  # steadier measurements
 # %% [markdown]
 # ## 1 The arithmetic of a batch
 #
-# Batches of 4 to 60 million tokens are typical for large language models (Ultra-Scale Playbook,
-# 2025). Take 4 Mi tokens ($4\cdot2^{20}$) in sequences of 4 Ki ($4\cdot2^{10}$); 2 sequences fit on
-# a rank, and 128 ranks share the work. How many micro-batches does each rank run before the
+# Batches of 4 to 60 million tokens are typical for recent large language models (Tazi et al. 2025).
+# Take a batch of 4 Mi tokens ($4\cdot2^{20}$) in sequences of 4 Ki ($4\cdot2^{10}$). Each of 128
+# ranks can process 2 sequences at a time. How many micro-batches does a rank run before the
 # optimizer steps?
 
 # %% tags=["predict"]
@@ -66,14 +66,13 @@ print(f"{sequences} sequences per step, {at_once} at once")
 # %% [markdown]
 # ### Exercise 1: how many micro-batches
 #
-# Write this calculation as a function of any sizes; return an int. (Try it for 512 ranks.) If the
-# sizes do not divide evenly, raise a `ValueError`: rounding would silently change the batch. About
-# 3 lines, 5 minutes.
+# Write this calculation as a function for any sizes; return an int. If the sizes do not divide
+# evenly, raise a `ValueError`: rounding would silently change the batch. About 3 lines, 5 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-1"
 def num_micro_batches_of(num_tokens, seq, micro_batch, dp):
-    """How many micro-batches of micro_batch sequences each of dp ranks runs for num_tokens."""
+    """Return how many micro-batches (micro_batch sequences each) a rank runs for num_tokens."""
     ### BEGIN SOLUTION: tokens to sequences to micro-batches
     if num_tokens % (seq * micro_batch * dp):
         raise ValueError(f"{num_tokens} is no multiple of {seq} * {micro_batch} * {dp}")
@@ -85,13 +84,13 @@ def num_micro_batches_of(num_tokens, seq, micro_batch, dp):
 check("accumulation-1", num_micro_batches_of)
 
 # %% [markdown]
-# **`global_batch = micro_batch * num_micro_batches * dp`: for a fixed global batch and micro-batch
-# size, more ranks mean fewer micro-batches on each.**
+# **`global_batch = micro_batch * num_micro_batches * dp`. For a fixed global batch and micro-batch
+# size, more ranks mean fewer micro-batches on each rank.**
 #
 # ## 2 What backward does with the old gradient
 #
-# One neuron, three parameters, two items: $y = x_1 w_1 + x_2 w_2 + b$,
-# loss $= (y - \text{target})^2$.
+# Take one neuron with three parameters, $y = x_1 w_1 + x_2 w_2 + b$, and two items. The loss of an
+# item is $(y - \text{target})^2$.
 
 # %%
 w1, w2, b = (torch.tensor(value, requires_grad=True) for value in (0.773, 0.321, 0.067))
@@ -106,8 +105,8 @@ item_loss(6, 2, target=15).backward()
 print(f"after item 1: gradient of w1 {w1.grad:.3f}")
 
 # %% [markdown]
-# Item 2 is $x = (5, 2)$ with target 12; on its own, its gradient for $w_1$ is about $-74$. You call
-# `backward` on its loss and do nothing else. What is in `w1.grad`?
+# Item 2 is $x = (5, 2)$ with target 12. The gradient of its loss for $w_1$ is about $-74$. You call
+# `backward` on this loss and do nothing else. What is in `w1.grad` afterwards?
 
 # %% tags=["predict"]
 guess = predict("w1.grad after the second backward")
@@ -118,10 +117,10 @@ item_loss(5, 2, target=12).backward()
 reveal(guess, w1.grad.item())
 
 # %% [markdown]
-# `backward` **adds** to the gradient that is already there. That is why training loops call
-# `zero_grad`, and accumulation uses this addition. Compare two ways of training on
-# these two items, one optimizer step after each or one after both: move the slider, and watch $w_1$
-# (SGD, learning rate 0.001).
+# `backward` **adds** to the gradient that is already there. Accumulation uses this addition. It is
+# also the reason why training loops call `zero_grad` in every step. Compare two ways to train on
+# these two items (SGD, learning rate 0.001): one optimizer step after each item, or one after both.
+# Move the slider, and watch $w_1$.
 
 # %% tags=["picture"]
 from course_lib.accumulation.worked_graph import graph_states
@@ -134,20 +133,21 @@ def at(way, event):
 
 
 def draw(way, event):
-    return pictures.graph(at(way, event), f"{way}: {at(way, event).words}")
+    return pictures.graph(at(way, event), f"{at(way, event).words} ({way})")
 
 
 explore(draw, lambda **where: pictures.graph_words(at(**where)), way=list(ways), event=(0, 6, 4))
 
 # %% [markdown]
-# After a step, item 2 sees *other weights*: two small steps are not one big step.
+# After a step, the gradient of item 2 belongs to *other weights*, so two small steps are not the
+# same as one big step.
 #
 # **Autograd sums gradients. If you want their mean, divide.**
 #
 # ## 3 The sum is not the mean
 #
-# Now a batch of 8 items in 4 micro-batches, with a loss that is a mean over its items, as usual. We
-# call `backward` on each micro-batch's loss as it is. How many times too large is the gradient?
+# Split a batch of 8 items into 4 micro-batches, and call `backward` on the mean loss of each one.
+# How many times as large as the gradient of the full batch is the accumulated gradient?
 
 # %% tags=["predict"]
 guess = predict("accumulated gradient, as a multiple of the full batch's")
@@ -170,12 +170,12 @@ reveal(guess, ratios.mean().item())
 print(f"its elements: {ratios.min():.6f} to {ratios.max():.6f} times those of the full batch")
 
 # %% [markdown]
-# With equal parts, the loss of the full batch is $\frac1m\sum_i \ell_i$: divide each loss by $m$
-# before its `backward`.
+# If all parts have the same size, the loss of the full batch is $\frac1m\sum_i \ell_i$. So divide
+# each loss by $m$ before you call `backward`.
 #
-# **Break it.** Leave out the division and train, once with SGD and once with AdamW. `share` is the
-# factor on each part's loss: its share of the items (`by_items`, here 1/8), or 1 (`as_sum`, no
-# division). Do the losses of both optimizers show it?
+# **Break it.** Leave out the division and train, once with SGD and once with AdamW. `share` sets
+# the factor on the loss of each part: the part's share of the items (`by_items`, here 1/8), or 1
+# (`as_sum`, no division). Do the losses of both optimizers show the mistake?
 
 # %% tags=["predict"]
 guess = predict("does AdamW's loss show that the division is missing?", choices=YES_NO)
@@ -204,27 +204,27 @@ sgd, adamw = (torch.optim.SGD, 1.0), (torch.optim.AdamW, 1e-2)
 curves = [losses(*how, share) for how in (sgd, adamw) for share in (by_items, as_sum)]
 gap = max(abs(a - b) for a, b in zip(curves[2], curves[3], strict=True))
 claim("AdamW's loss hides the missing division", gap < 1e-3)
-claim("SGD's loss shows it", not all(loss < 8 for loss in curves[1]))
+claim("SGD's loss shows the missing division", not all(loss < 8 for loss in curves[1]))
 title = f"Without the division, SGD diverges; AdamW's loss changes by at most {gap:.0e}"
 show(pictures.without_division(*curves, title), alt=title)
 reveal(guess, "no")
 
 # %% [markdown]
 # Adam divides a running mean of the gradients by their running root mean square, so a constant
-# factor cancels (up to $\epsilon$, if the gradient contains no L2 weight decay; Kingma & Ba 2015,
-# section 2.1). It matters again as soon as you clip gradients, compare their norms, or change $m$
-# in the middle of a run. **A falling loss does not prove that the gradient is right.**
+# factor cancels, up to Adam's small $\epsilon$, if the gradient contains no L2 penalty (Kingma & Ba
+# 2015, section 2.1). The factor matters again if you clip gradients, compare their norms, or change
+# $m$ in the middle of a run. **A falling loss does not prove that the gradient is right.**
 #
 # ### Exercise 2: the whole step
 #
-# Write one step: gradients as from the full batch, one optimizer step, and never more than one
-# micro-batch in memory. Call the model once on each micro-batch, in the mode (training or eval) in
-# which you get it. If a part's loss is nan, the gradient has to be nan, too. Return the mean loss
-# of the whole batch, detached, in the precision of the losses. $m$ divides the batch here;
-# `split_micro_batches` splits it, as above. About 7 lines, 10 minutes.
+# Write one optimizer step on the full batch, with the activations of only one micro-batch in memory
+# at a time. Call the model once on each micro-batch, and do not change its mode (training or eval).
+# If the loss of a part is nan, the gradient has to be nan, too. Return the batch's mean loss,
+# detached, in the dtype of the losses. Use `split_micro_batches`; all parts have the same size
+# here. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: memory grows with the number of micro-batches</summary>
-# Every loss that you keep keeps its graph. Call backward in the loop, and keep
+# A loss that is not detached holds its whole graph in memory. Call backward in the loop, and add up
 # <code>loss.detach()</code>.
 # </details>
 
@@ -248,19 +248,19 @@ def my_accumulated_step(model, loss_fn, optimizer, batch, num_micro_batches):
 check("accumulation-2", my_accumulated_step)
 
 # %% [markdown]
-# **Zero once, divide each loss, backward in the loop, step once.**
+# **Zero the gradients once, divide each loss, call backward in the loop, step once.**
 #
 # ## 4 Parts of different sizes
 #
-# Seven items in parts of 3, 2 and 2. If every part's mean gets the weight 1/3, an item of the first
-# part has the weight 1/9, and one of the last 1/6: 1.5 times as much.
-# This is a *mean of means*. For the mean over all items, part $i$ needs its share of the items as
-# its weight: $\sum_i \frac{n_i}{B}\, \ell_i$.
+# Split seven items into parts of 3, 2 and 2. If the mean loss of each part has the weight 1/3, an
+# item of the first part has the weight 1/9, and an item of another part 1/6, 1.5 times as much.
+# This is a *mean of means*. For the mean over all items, the weight of part $i$ has to be its share
+# of the items: $\sum_i \frac{n_i}{B}\, \ell_i$.
 #
 # ### Exercise 3: uneven parts
 #
 # Add the gradient of the mean over *all* items to `param.grad`, with one part in memory at a time.
-# `loss_fn` is a mean over the items of its part. About 3 lines, 5 minutes.
+# `loss_fn` returns the mean over the items that it gets. About 3 lines, 5 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-3"
@@ -277,11 +277,10 @@ def add_gradients(model, loss_fn, parts):
 check("accumulation-3", add_gradients)
 
 # %% [markdown]
-# With text this is the usual case: shorter sequences are padded, padding has no loss (its target is
-# -100), and `cross_entropy` takes the mean over the remaining tokens. *Equal* numbers of sequences
-# are then *unequal* numbers of tokens. Take 8 sequences of 8 to 14 tokens, one per micro-batch: how
-# far is the gradient of the mean of means from the right gradient, in percent of the right one's
-# norm?
+# Padded text gives uneven parts. Padding has no loss (its target is -100), and `cross_entropy`
+# takes the mean over the other tokens. *Equal* numbers of sequences then have *unequal* numbers of
+# tokens. Take 8 sequences of 8 to 14 tokens, one per micro-batch. How far is the gradient of the
+# mean of means from the right gradient?
 
 # %% tags=["predict"]
 guess = predict("wrong gradient: its distance from the right one", unit="% of the right one's norm")
@@ -307,16 +306,15 @@ exact = (right - one).abs().max() < 1e-12 * one.abs().max()
 print("weighted by tokens: equal to the full batch, up to float64 rounding:", exact.item())
 
 # %% [markdown]
-# Hugging Face Transformers' `Trainer` averaged means in this way until October 2024 (Hugging Face,
-# "Fixing Gradient Accumulation"; Unsloth, "Bugs in LLM Training", which says that the mistake was
-# known in 2021).
+# The `Trainer` of Hugging Face Transformers used a mean of means until October 2024 (Hugging Face
+# 2024).
 #
 # ### Exercise 4: tokens that count
 #
-# As exercise 3, but the mean runs over the tokens whose target is not `IGNORED`. Also return the
-# loss, as in exercise 2. A part may have no such token at all; its `token_loss` is 0/0, so skip the
-# part without calling the model. A nan that the model itself makes has to show in the loss and the
-# gradient. About 7 lines, 10 minutes.
+# Solve exercise 3 for a mean over the tokens whose target is not `IGNORED`, and return this mean,
+# detached. If a part has no such token, its `token_loss` is 0/0: skip the part without calling the
+# model. If the model itself produces a nan, the loss and the gradient have to be nan. About 7
+# lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-4"
@@ -340,13 +338,13 @@ check("accumulation-4", add_token_gradients)
 # %% [markdown]
 # **The weight of a part is its share of whatever the loss averages over: items, or tokens.**
 #
-# Data parallelism has to count the tokens of *all* ranks (lesson 05).
+# With data parallelism, count the tokens of *all* ranks (lesson 05).
 #
 # ## 5 What it saves, and what it costs
 #
-# Take a GPT and a batch of 16 sequences, in 1, 2, 4, 8 or 16 micro-batches. The formula of lesson
-# 01 predicts the bytes of the activations; `activation_ledger` records what autograd truly holds
-# over time. What fraction of the full batch's peak do 8 micro-batches need?
+# Take a GPT and split a batch of 16 sequences into 1, 2, 4, 8 or 16 micro-batches. The formula of
+# lesson 01 predicts the bytes of the activations; `activation_ledger` records over time what
+# autograd holds. What fraction of the full batch's peak is the peak with 8 micro-batches?
 
 # %%
 from course_lib.memory import TORCH_CPU, activations
@@ -377,18 +375,18 @@ def formula(m):
 parts = [1, 2, 4, 8, 16]
 measured = [held(m).peak_bytes() / 2**20 for m in parts]
 reveal(guess, measured[3] / measured[0])
-title = f"16 micro-batches hold {measured[-1]:.1f} MiB, the full batch {measured[0]:.0f} MiB"
+title = f"In 16 micro-batches the peak is {measured[-1]:.1f} MiB instead of {measured[0]:.0f} MiB"
 voices = Voices(formula=[formula(m) for m in parts], measurement=measured)
 labels = {"x_label": "micro-batches m", "y_label": "peak (MiB)", "log": True}
 print("formula and measurement agree to the byte:", voices.formula == voices.measurement)
 show(compare(parts, voices, title, **labels), alt=f"{title}: the formula of lesson 01 to the byte")
 
 # %% [markdown]
-# Now keep the micro-batch size, and let the *batch* grow: over time the memory has more peaks, none
-# of them higher. (The model states of lesson 01 come on top. From the second micro-batch on, the
-# gradients already exist when the activations reach their peak.)
+# If you keep the micro-batch size and make the *batch* larger, the activations have more peaks over
+# time, but no higher ones. (From the second micro-batch on, the gradients already exist when the
+# activations reach their peak.)
 #
-# The FLOPs are the same for every $m$. Is the time?
+# The FLOPs are the same for every $m$. Is the time the same, too?
 
 # %% tags=["predict"]
 guess = predict("time of 16 micro-batches, as a multiple of the full batch's")
@@ -410,26 +408,25 @@ reveal(guess, ratio)
 claim("16 micro-batches take longer than the whole batch at once", ratio > 1.05)
 title = f"The same FLOPs take {ratio:.2f} times as long in 16 parts here"
 picture = pictures.part_times(parts, times, title)
-show(picture, alt=f"{title}; on H100s up to 2.4 times, where each GPU's part of the work is small")
+show(picture, alt=f"{title}; on H100s up to 2.4 times, where each matrix is split over 4 GPUs")
 
 # %% [markdown]
-# Here 2 or 4 parts can be faster than one, whose memory the system takes back and gives again in
-# each step. But two costs grow with $m$: every micro-batch launches every operation again, and
-# smaller matrices use the hardware less well. The stars are published H100 runs of a 1.3B model
-# (Ultra-Scale Playbook, 2025). With the whole model on each GPU, going from two sequences of
-# 4,096 tokens at a time to one costs 2 %. With each matrix split over four GPUs (lesson 07), one at
-# a time takes 2.4 times as long as 16.
+# Two costs grow with $m$: every micro-batch launches all operations again, and smaller matrices use
+# the hardware less efficiently. The stars show published H100 runs of a 1.3B model (Tazi et al.
+# 2025). With the whole model on each GPU, one sequence at a time takes 2 % longer than two. With
+# each matrix split over four GPUs, which communicate in every micro-batch (lesson 07), one
+# sequence takes 2.4 times as long as 16.
 #
-# So: take a micro-batch that fits and keeps the device busy, and accumulate the rest.
+# So choose a micro-batch that fits into memory and keeps the device busy.
 #
 # **The micro-batch determines the memory of the activations; the whole batch determines the
-# gradient**, except in section 6.
+# gradient**, except for the layers and losses of section 6.
 #
 # ## 6 What looks across the batch
 #
-# Is the accumulated gradient the same for every model? Batch norm uses the mean and variance of
-# *what it sees*, and it sees one micro-batch. With two dropout layers, part 1 draws both masks
-# before part 2 draws its first: another order than in the full batch.
+# Does every model get the full batch's gradient? Batch norm uses the mean and the variance of *what
+# it sees*, and it sees one micro-batch at a time. Two dropout layers draw their random masks in a
+# different order than on the full batch.
 
 
 # %% tags=["check"]
@@ -453,17 +450,17 @@ for name, layer in layers.items():
 
 # %% [markdown]
 # Dropout draws other masks from the same distribution, so the *expected* gradient is unchanged.
-# Batch norm computes another function for every $m$. Layer norm and RMSNorm, which transformers
-# use, look at one token at a time, so accumulation changes nothing for them. Some losses look
-# across the batch, too, and need care: contrastive losses, whose negatives are the other items of
-# the batch, and the load-balancing loss of a mixture of experts (Qiu et al. 2025).
+# Batch norm computes a different function for every $m$. Layer norm and RMSNorm normalize each
+# token by itself, so accumulation changes nothing for them. Some losses look across the batch, too:
+# contrastive losses whose negatives are the other items, and the load-balancing loss of a mixture
+# of experts (Qiu et al. 2025).
 #
 # ## 7 Clip the accumulated gradient
 #
-# If the norm of a gradient exceeds `max_norm`, clipping scales the gradient down to the norm
-# `max_norm`. Two micro-batches, whose losses are already divided by $m$, have the gradients
-# $(3, 0)$ and $(-3, 4)$; `max_norm` is 2. Clip each one, then add: what is the norm of the result?
-# And if you add first?
+# If the norm of a gradient exceeds `max_norm`, clipping scales the gradient down to that norm. Two
+# micro-batches, whose losses are already divided by $m$, have the gradients $(3, 0)$ and $(-3, 4)$;
+# `max_norm` is 2. What is the norm of their sum if you clip each gradient before you add them? And
+# if you clip the sum?
 
 # %% tags=["predict"]
 guess = predict("norm, if each part is clipped by itself")
@@ -485,8 +482,8 @@ print("each by itself:", [round(number, 3) for number in each.tolist()], " once:
 #
 # ### Exercise 5: clip once
 #
-# As exercise 2, with `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` in the one
-# right place, and without returning the loss. About 6 lines, 5 minutes.
+# Write the step of exercise 2 again, with `torch.nn.utils.clip_grad_norm_(model.parameters(),
+# max_norm)` in the right place, and without a return value. About 6 lines, 5 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-5"
@@ -505,38 +502,40 @@ def clipped_step(model, loss_fn, optimizer, batch, num_micro_batches, max_norm):
 check("accumulation-5", clipped_step)
 
 # %% [markdown]
-# **Clip once per step: after the last backward, before the optimizer.**
+# **Clip once per step: after the last backward, before the optimizer steps.**
 #
 # ## 8 When a larger batch stops helping
 #
-# Memory no longer limits the batch. What does? The gradient $g_B$ of $B$ items
-# is the true gradient $G$ plus noise of covariance $\Sigma/B$. To second order (Hessian $H$), an
-# SGD step with learning rate $\epsilon$ changes the loss on average by
+# Memory no longer limits the batch. What does? If the $B$ items are drawn independently, their mean
+# gradient $g_B$ is the true gradient $G$ plus noise of covariance $\Sigma/B$. To second order, with
+# the Hessian $H$, an SGD step with learning rate $\epsilon$ changes the loss on average by
 #
 # $$ -\epsilon\,|G|^2 + \tfrac12\epsilon^2
 # \left(G^\top H G + \mathrm{tr}(H\Sigma)/B\right) $$
 #
-# The best $\epsilon$ is $|G|^2$ divided by the bracket. Then the loss falls in proportion to
-# $1/(1+B_\text{noise}/B)$, with $B_\text{noise}=\mathrm{tr}(H\Sigma)/G^\top HG$
-# (McCandlish et al. 2018, section 2.2). A larger batch reduces noise, never curvature: far below
-# $B_\text{noise}$, twice the batch halves the steps; far above, it only doubles the work. As $H$ is
-# expensive, one takes a multiple of the identity: the **gradient noise scale**
+# The best $\epsilon$ is $|G|^2$ divided by the bracket. With it, a step lowers the loss in
+# proportion to $1/(1+B_\text{noise}/B)$, where
+# $B_\text{noise}=\mathrm{tr}(H\Sigma)/G^\top HG$ (McCandlish et al. 2018, section 2.2). Far below
+# $B_\text{noise}$, twice the batch needs about half the steps. Far above it, twice the batch saves
+# hardly any steps and doubles the work. $H$ is expensive to compute; if a multiple of the identity
+# replaces it, $B_\text{noise}$ becomes the **gradient noise scale**
 # $B_\text{simple}=\mathrm{tr}\,\Sigma/|G|^2$.
 #
-# Accumulation has two batch sizes: $B$, and micro-batches of $b$ items (average their $|g_b|^2$).
-# From $\mathbb{E}|g_B|^2=|G|^2+\mathrm{tr}\,\Sigma/B$, likewise for $b$, follow two unbiased
-# estimates (McCandlish et al., appendix A.1):
+# Accumulation provides $|g_B|^2$ of the whole batch and $|g_b|^2$ of micro-batches of $b$ items
+# (take their mean). Their expected values are $|G|^2+\mathrm{tr}\,\Sigma/B$ and
+# $|G|^2+\mathrm{tr}\,\Sigma/b$. Two unbiased estimates follow (McCandlish et al., appendix A.1):
 #
 # $$ |G|^2 \approx \frac{B\,|g_B|^2 - b\,|g_b|^2}{B - b} \qquad
 # \mathrm{tr}\,\Sigma \approx \frac{|g_b|^2 - |g_B|^2}{1/b - 1/B} $$
 #
-# Single-step estimates are noisy, their ratio biased: average each over many steps first.
+# The estimates from one step are noisy, and their ratio is biased: average each over many steps
+# before you divide.
 #
 # ### Exercise 6: the noise scale
 #
-# `steps` is a list with a tensor $[m, d]$ for each step: the *mean* gradients of its $m$
-# micro-batches of `micro_batch` items. Return the noise scale in items; steps count alike, whatever
-# $m$ is. Optional, 7 lines, 15 minutes.
+# `steps` is a list with one tensor $[m, d]$ for each step: the *mean* gradients of its $m$
+# micro-batches of `micro_batch` items, for $d$ parameters. Return the noise scale in items. Every
+# step has the same weight, whatever its $m$ is. Optional, 7 lines, 15 minutes.
 
 
 # %% tags=["exercise"] exercise="accumulation-6"
@@ -557,10 +556,10 @@ def my_noise_scale(steps, micro_batch):
 check("accumulation-6", my_noise_scale)
 
 # %% [markdown]
-# Measure it on a bigram language model: an embedding and an output matrix for 64 tokens with
-# Zipf's frequencies: 1, 1/2, 1/3 ... An item is a token and its successor; from their known
-# distribution we also compute the exact noise scale. We train with batches of 256 in 16
-# micro-batches, from loss 4.2 to 2.2, 5 seeds.
+# Measure it on a bigram language model: an embedding and an output matrix for 64 tokens. Token
+# frequencies follow Zipf's law; an item is a token and its successor. The known distribution also
+# gives the exact noise scale. We train from a loss of 4.2 to 2.2, with 256 items in 16
+# micro-batches per step, and 5 seeds.
 
 # %% tags=["picture", "measured"]
 from course_lib.accumulation import batch_sizes as sizes
@@ -573,24 +572,25 @@ runs = {
 for name, run in reversed(runs.items()):
     scales = [noise_scale(point.estimate for point in one) for one in run]
     scale = sum(scales) / 5
-    print(f"{name}: {scale:.0f} items over a run, {min(scales):.0f} to {max(scales):.0f} by seed")
+    print(f"{name}: {scale:.0f} items, mean of 5 runs ({min(scales):.0f} to {max(scales):.0f})")
 title = "The noise scale grows during training, and depends on the learning rate"
-show(pictures.noise_growth(runs, title), alt=f"{title}; {scale:.0f} over a run at rate 8")
+show(pictures.noise_growth(runs, title), alt=f"{title}; mean at rate 8: {scale:.0f}")
 
 # %% [markdown]
-# As the loss falls, $G$ gets shorter relative to the noise. The noise scale also depends on the
-# learning rate: here a larger one overshoots where curvature is high, which lengthens $G$.
+# As the loss falls, the noise grows relative to $G$. The noise scale also depends on the learning
+# rate (McCandlish et al., appendix C): here the larger rate gives the smaller noise scale.
 #
-# Now count the steps to the loss of 2.2 for $B$ = 1, 2, 4, ..., 512, each with the learning rate of
-# 1/8, 1/4, ..., 16 that needs the fewest (mean of 5 seeds). McCandlish's section 2.3 says, for $S$
-# steps and $E=BS$ examples (items):
+# Now count the steps to a loss of 2.2 for $B$ = 1, 2, 4, ..., 512 (mean of 5 seeds), each $B$ with
+# the best learning rate out of 1/8, 1/4, ..., 16. McCandlish et al. (section 2.3) predict for $S$
+# steps and $E=BS$ examples (our items):
 #
 # $$ S = S_\text{min}\,(1 + B_\text{crit}/B) \quad\Leftrightarrow\quad
 # (S/S_\text{min} - 1)\,(E/E_\text{min} - 1) = 1 $$
 #
-# At the **critical batch size** $B_\text{crit}=E_\text{min}/S_\text{min}$, a run takes twice the
-# least steps and examples. It should be near the noise scale. From $B=1$ to 16 the
-# steps fall to about 1/16. And from 32 to 512?
+# $S_\text{min}$ is the smallest number of steps, $E_\text{min}$ the smallest number of examples. At
+# the **critical batch size** $B_\text{crit}=E_\text{min}/S_\text{min}$, a run takes $2S_\text{min}$
+# steps and $2E_\text{min}$ examples. $B_\text{crit}$ should be close to the noise scale. From $B=1$
+# to 16, the number of steps falls to about 1/16. And from 32 to 512?
 
 # %% tags=["predict"]
 guess = predict("steps at B = 32, as a multiple of those at B = 512")
@@ -604,33 +604,32 @@ print("best learning rates:", *sweep.rates)
 fit = fit_tradeoff(sweep.batches, steps)
 predicted = Tradeoff(min_steps=steps[9] / (1 + scale / 512), critical_batch=scale)
 claim("the noise scale is within a factor of 3 of B_crit", 1 / 3 < scale / fit.critical_batch < 3)
-title = f"Critical batch size: fitted {fit.critical_batch:.0f} items; noise scale {scale:.0f}"
-show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}; beyond it, examples multiply")
+title = f"The fitted critical batch size is {fit.critical_batch:.0f}, the noise scale {scale:.0f}"
+show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}; beyond it, steps hardly fall")
 
 # %% [markdown]
-# While noise dominates, the best learning rate doubles with the batch; then curvature limits it.
-# The noise scale gives only the order of magnitude: $H$ is no multiple of the identity, and the
-# noise scale changes on the way and with the learning rate.
+# For small batches the best learning rate doubles with the batch; for large ones, curvature limits
+# it. The noise scale predicts only the order of magnitude of $B_\text{crit}$: $H$ is not a multiple
+# of the identity, and the noise scale changes during training.
 #
-# Once each rank runs one sequence, more ranks are a larger batch: $B_\text{crit}$ limits how
-# many are useful. For language models:
+# Each data-parallel rank needs at least one sequence per step, so $B_\text{crit}$ limits how many
+# ranks are useful. For language models:
 #
-# - Kaplan et al. 2020, section 5.1: $B_\text{crit}\approx2\cdot10^8$ tokens$/L^{4.8}$, or 1 million
-#   at a loss $L$ of 3, for any model.
-# - Brown et al. 2020, section 2.3: the noise scale guided GPT-3's batches (3.2 million tokens).
-# - Zhang et al. 2024: $B_\text{crit}$ grows with the data, hardly with the model (85M to 1.2B).
-# - Merrill et al. 2025: in OLMo's training $B_\text{crit}$ rises from near 0, then flattens; the
-#   noise scale is a doubtful proxy.
+# - Kaplan et al. 2020, section 5.1: $B_\text{crit}\approx2\cdot10^8$ tokens$/L^{4.8}$ at a loss $L$
+#   (1 million at $L=3$), whatever the size of the model.
+# - Zhang et al. 2024: $B_\text{crit}$ grows with the data, hardly with the model (85M to 1.2B
+#   parameters).
+# - Merrill et al. 2025: in OLMo's training $B_\text{crit}$ rises from near 0 and then flattens.
 #
-# **Up to about the critical batch size, a larger batch saves steps; beyond it, it mainly costs
-# examples.**
+# **Up to about the critical batch size, a larger batch saves many steps. Beyond that size, it saves
+# few steps and costs more examples.**
 #
 # ## 9 The real thing
 #
-# Outside pipelines, PyTorch has no function for accumulation. Hugging Face Accelerate wraps the
-# loop: `accelerator.backward` divides the loss by `gradient_accumulation_steps` (with DeepSpeed,
-# the engine does), and inside `accelerator.accumulate(model)` the optimizer's `step` and
-# `zero_grad` do nothing until the last micro-batch.
+# PyTorch leaves this loop to you, except in its pipeline schedules. In Hugging Face Accelerate,
+# `accelerator.backward` divides the loss by `gradient_accumulation_steps` (with DeepSpeed, the
+# engine does). Inside `accelerator.accumulate(model)`, the optimizer's `step` and `zero_grad` do
+# nothing until the last micro-batch.
 
 
 # %%
@@ -651,28 +650,26 @@ except ImportError:
     print("Accelerate is not installed here; with it this cell compares the weights.")
 
 # %% [markdown]
-# Accelerate divides by `gradient_accumulation_steps`, even if the last step of an epoch has fewer
-# micro-batches. Where parts have different numbers of tokens, weight them yourself, or use a
-# trainer that counts tokens (in Transformers' `Trainer`: `num_items_in_batch`).
+# Accelerate divides by `gradient_accumulation_steps` even if the last step of an epoch has fewer
+# micro-batches, or if their numbers of tokens differ. Transformers' `Trainer` counts tokens
+# (`num_items_in_batch`).
 #
 # ## What to keep
 #
-# - `backward` adds; the mean needs weights: each part's *share* of items or tokens.
-# - Zero once, backward in the loop, clip once, step once.
-# - The peak of the activations is that of one micro-batch, however large the batch is.
-# - The noise scale, from micro-batch norms, tells roughly up to which size larger batches save
-#   steps.
-# - Adam (without an L2 penalty) hides a constant factor: compare gradients with the full batch,
-#   not losses.
+# - `backward` adds: for a mean, weight each part by its *share* of the items or tokens.
+# - Zero the gradients once, call backward in the loop, clip once, step once.
+# - The gradient noise scale tells roughly up to which size a larger batch saves steps.
+# - Compare gradients, not losses, with the full batch: Adam (without an L2 penalty) hides a
+#   constant factor.
 #
 # ## Read on
 #
-# - Kingma & Ba 2015, *Adam*: why rescaled gradients give the same steps (section 2.1).
+# - Kingma & Ba 2015, *Adam*: why rescaled gradients give the same steps.
 # - Hugging Face 2024, *Fixing Gradient Accumulation*; Unsloth 2024, *Bugs in LLM Training*: the
 #   mistake of section 4 in a widely used library.
 # - McCandlish et al. 2018, *An Empirical Model of Large-Batch Training*: the noise scale in full.
-# - Merrill et al. 2025, *Critical Batch Size Revisited*: the noise scale's limits.
+# - Merrill et al. 2025, *Critical Batch Size Revisited*: why the noise scale may mislead.
 # - Qiu et al. 2025, *Demons in the Detail*: a loss that needs the global batch.
 # - Tazi et al. 2025, *The Ultra-Scale Playbook*: accumulation in large runs, with measurements.
 #
-# Next: `03_recompute` reduces the memory of even one micro-batch.
+# Next: lesson `03_recompute` reduces the memory that a single micro-batch needs.

@@ -1,20 +1,20 @@
 # %% [markdown]
 # # 03 Recompute and low precision: save memory
 #
-# **Question.** Even one micro-batch may not fit into memory. What can a training step forget and
-# *recompute* in backward, what does that cost, and what gets lost when a number has 16, 8 or 4
-# bits?
+# **Question.** Even one micro-batch may not fit into memory. Which intermediate results can a
+# training step drop and *recompute* in backward, and at what price? And what is lost if a number
+# has only 16, 8 or 4 bits?
 #
 # *After this lesson you can*
 #
 # - write the backward of a recomputed function, with dropout and all parameters;
 # - choose what to recompute, and predict the bytes that it saves and the time that it costs;
 # - say what bf16, fp16, FP8 and MX formats lose;
-# - write a step with master weights and loss scaling, and give blocks of numbers a shared scale;
+# - write a step with master weights and loss scaling, and round blocks of numbers with a scale;
 # - say what `torch.utils.checkpoint`, `torch.autocast` and `GradScaler` do for you.
 #
 # **Prerequisites:** lessons 01 (what a layer keeps) and 02 (clipping). **Time:** about 55 minutes
-# of reading and running, and 55 minutes for six exercises; a break fits before section 4.
+# of reading and running, and 55 minutes for six exercises. A break fits before section 4.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -23,7 +23,7 @@
 # | $i$ | `input_bytes` | bytes of a block's input |
 # | $A$ | `block_bytes` | bytes that a block keeps for its backward |
 # | $S$ | `scale` | loss scale: the factor by which the loss is multiplied |
-# | $X$ | `scales` | scale of a tensor or block: number = stored element $\cdot X$ |
+# | $X$ | `scales` | scale of a tensor or of a block: a number is its stored element times $X$ |
 
 # %%
 import time
@@ -44,8 +44,8 @@ torch.set_num_threads(1)  # steadier measurements
 # %% [markdown]
 # ## 1 Forget, and compute again
 #
-# Autograd keeps the intermediate results of forward, because backward needs them. Suppose that we
-# keep only the *input* of a function, and run the function a second time when backward gets there:
+# Autograd keeps the intermediate results of forward that backward needs. Suppose that we keep only
+# the *input* of a function, and run the function a second time in backward:
 
 
 # %%
@@ -89,18 +89,19 @@ print("dropout, output and gradient:", *gradient_of_x(drop, Forgets.apply), sep=
 reveal(guess, "no")
 
 # %% [markdown]
-# Dropout drew *another mask* the second time, so values that were dropped in forward get a
-# gradient. No error is raised; the gradient is simply wrong. The state of the random number
-# generator is one of the inputs of such a function, and has to be saved with them.
+# In the second run, dropout drew *another mask*. Some elements that were dropped in forward
+# therefore get a gradient. No error is raised; the gradient is simply wrong. The output depends on
+# the state of the random number generator, so save this state together with the inputs.
 #
 # ### Exercise 1: backward, done right
 #
-# Write `backward` again, as a function. `random_state` is what `torch.get_rng_state()` returned
-# before the first run; `torch.set_rng_state` restores it. The random numbers *after* backward have
-# to continue as if nothing had happened: `torch.random.fork_rng()` restores the state when its
-# `with` block ends. Autograd is off when `redo` is called: switch it on for `fn`. Run `fn` once; do
-# not change its training or eval mode. Parameters get their gradients, too, added to what they
-# have; keep nothing else of the second run (no `retain_graph`). About 6 lines, 10 minutes.
+# Write the backward of `Forgets` as a function. `random_state` is what `torch.get_rng_state()`
+# returned before the first run; `torch.set_rng_state` restores it. The random numbers *after*
+# backward have to be the same as without the second run: `torch.random.fork_rng()` restores the
+# state when its `with` block ends. Autograd is off when `redo` is called, so switch it on for `fn`.
+# Run `fn` once, and do not change its training or eval mode. Add the parameters' gradients to those
+# that they have. Keep nothing else of the second run (no `retain_graph`). About 6 lines, 10
+# minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-1"
@@ -120,9 +121,9 @@ def redo(fn, x, random_state, grad):
 check("recompute-1", redo)
 
 # %% [markdown]
-# From here on we use the course's `recompute(fn, *args)`, for any arguments, several outputs, and
-# autocast (section 5). PyTorch's own version is `torch.utils.checkpoint`; there, and
-# in many papers, the method is called *activation checkpointing*. Do all agree to the last bit?
+# From here on we use the course's `recompute(fn, *args)`, which takes any arguments. PyTorch's
+# version is `torch.utils.checkpoint`; PyTorch and many papers call the method *activation
+# checkpointing*. Do both give the gradients of a run without recompute, to the last bit?
 
 # %% tags=["check"]
 from torch.utils.checkpoint import checkpoint
@@ -143,16 +144,16 @@ print("recompute:", torch.equal(ours, plain))
 print("torch.utils.checkpoint:", torch.equal(theirs, plain))
 
 # %% [markdown]
-# **Keep the inputs and the random state; the rest can be computed again, if forward has no other
-# side effects.** (Batch norm has one: it would update its running statistics twice.)
+# **Keep the inputs and the random state. Everything else can be computed again if forward changes
+# no other state.** (Batch norm does: it would update its running statistics twice.)
 #
 # ## 2 How long should a segment be?
 #
-# Take a chain of 64 thin layers, each of which keeps one tensor for backward. Recomputed as one
-# segment, forward keeps 1 tensor, but backward needs all 64 at once: nothing is gained. Recomputed
-# one by one, forward keeps 64 inputs: nothing is gained either. In between, the peak is
-# $\lceil L/k\rceil + k$ tensors: the inputs of all segments, and everything in the one segment that
-# is being recomputed. How low can it get?
+# Take a chain of $L=64$ thin layers, each of which keeps one tensor for backward. If the whole
+# chain is one segment, forward keeps 1 tensor, but backward needs all 64 at once. If each layer is
+# a segment, forward keeps 64 inputs. Neither saves anything. With segments of $k$ layers, the peak
+# is $\lceil L/k\rceil + k$ tensors: the inputs of all segments, and the tensors of the one segment
+# that is being recomputed. How low can the peak get?
 
 # %% tags=["predict"]
 guess = predict("lowest peak of 64 thin layers", unit="tensors")
@@ -194,13 +195,13 @@ labels = {"x_label": "layers in a segment, k", "y_label": "peak (tensors)", "log
 show(compare(ks, voices, title, **labels), alt=f"{title}: the minimum is at the square root of 64")
 
 # %% [markdown]
-# The best $k$ is $\sqrt L$ here (Chen et al. 2016): one more forward, and $2\sqrt L$ tensors
-# instead of $L$.
+# Here the best $k$ is $\sqrt L$ (Chen et al. 2016): for one more forward, the peak is $2\sqrt L$
+# tensors instead of $L$.
 #
 # ### Exercise 2: the best segment
 #
 # A real block keeps more than its input: $A > i$. Which $k$ has the lowest peak
-# $\lceil L/k\rceil\, i + k A$? Try them all. About 4 lines, 5 minutes.
+# $\lceil L/k\rceil\, i + k A$? About 4 lines, 5 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-2"
@@ -217,8 +218,8 @@ def best_segment(num_layers, input_bytes, block_bytes):
 check("recompute-2", best_segment)
 
 # %% [markdown]
-# How thick is a transformer block? With fused attention, a GPT block with dropout keeps 34 bytes
-# per 2 bytes of its bf16 input (lesson 01), so $A = 17\,i$. Other models:
+# How much does a transformer block keep? With fused attention, a GPT block with dropout keeps 34
+# bytes for every 2 bytes of its bf16 input (lesson 01), so $A = 17\,i$. Four models:
 
 # %%
 from course_lib.memory.layer_bytes import TORCH_CPU, Pass, total
@@ -236,19 +237,19 @@ thin = max(L for L in range(2, 81) if peak_of(L, 1, A=17) <= peak_of(L, 2, A=17)
 print(f"A = 17 i: k = 1 is best up to L = {thin}")
 
 # %% [markdown]
-# Without the rounding up, the best $k$ is $\sqrt{L\,i/A}$ (Narayanan et al. 2021, section 3.5: in
-# most cases 1 or 2). Thick blocks make it small: $k = 1$ is best for $A = 17\,i$ as long as
-# $L \le 35$. For the three deeper models above, segments of 2 or 3 blocks hold a fifth to a third
-# less, and they cost no more FLOPs: every block still runs twice. Megatron-LM offers this $k$
-# (`--recompute-granularity full
-# --recompute-method uniform --recompute-num-layers k`). The usual *full
-# recompute* is $k = 1$, as in Korthikanti et al. 2022 (section 5) and in the rest of this lesson.
+# Without rounding up, the best $k$ is $\sqrt{L\,i/A}$ (Narayanan et al. 2021, section 3.5, find
+# 1 or 2 in most cases). The larger $A$, the smaller is the best $k$: for $A = 17\,i$, it is 1 up to
+# $L = 35$. For the three deeper models above, segments of 2 or 3 blocks lower the peak by a fifth
+# to a third. They cost no more FLOPs, because every block still runs forward twice. In Megatron-LM
+# the options are `--recompute-granularity full --recompute-method uniform --recompute-num-layers
+# k`. *Full recompute* usually means $k = 1$ (Korthikanti et al. 2022, section 5), also in the rest
+# of this lesson.
 #
 # ### Exercise 3: every k-th input
 #
-# Now for any number of blocks, where the last segment may be shorter: run `blocks` on x and keep
-# only the input of each segment of k blocks (`run_all` above runs a list of blocks).
-# `recompute(fn, *args)` takes any arguments, also lists. About 3 lines, 5 minutes.
+# Run `blocks` on x and keep only the input of each segment of k blocks; the last segment may be
+# shorter. `run_all` above runs a list of blocks, and `recompute` takes lists, too. About 3 lines, 5
+# minutes.
 #
 # <details><summary>Hint: backward runs the wrong blocks</summary>
 # A lambda looks up its names when it runs, and yours runs in backward, after the loop has ended.
@@ -269,15 +270,15 @@ def run_segments(blocks, k, x):
 check("recompute-3", run_segments)
 
 # %% [markdown]
-# **The best segment has about $\sqrt{L\,i/A}$ blocks: 8 of 64 thin layers, but 1 to 3 transformer
-# blocks.**
+# **The best segment has about $\sqrt{L\,i/A}$ blocks: 8 of 64 thin layers, but often only 1 to 3
+# transformer blocks.**
 #
 # ## 3 A GPT: peak and time
 #
-# When attention is written out operation by operation, its scores (and their softmax and dropout)
-# are large to keep and cheap to recompute. *Selective* recompute forgets only them; *full*
-# recompute forgets all but the input of each block. Full recompute runs forward twice; backward
-# itself costs as much as two forwards. How much longer does a step take?
+# If attention is computed operation by operation, its scores, their softmax and their dropout are
+# large to keep and cheap to recompute. *Selective* recompute drops only these; *full* recompute
+# drops everything but the input of each block, and so runs forward twice. Backward costs about as
+# much as two forwards. How long does a step with full recompute take?
 
 # %% tags=["predict"]
 guess = predict("time of a step with full recompute, as a multiple of one without (like 3/2)")
@@ -304,8 +305,8 @@ def step():
 
 
 # %% [markdown]
-# The formula adds up lesson 01's list of the tensors that a layer saves. The peak is at the end of
-# forward or, if larger, when backward has recomputed the model's last layer.
+# The formula adds up the tensors that a layer saves (lesson 01). The peak is the larger of two
+# sums: at the end of forward, and when backward has recomputed the model's last layer.
 
 
 # %% tags=["picture"]
@@ -320,22 +321,23 @@ one = Pass(
 held = {how: measure(how) for how in choose}
 predicted = {how: predicted_peak_bytes(one, how) for how in choose}
 part = held["full"].peak_bytes() / held["none"].peak_bytes()
-title = f"Full recompute needs {part:.0%} of the bytes, as the formula says"
+title = f"Full recompute needs {100 * part:.0f} % of the activation bytes, as the formula says"
 show(pictures.strategies(predicted, held, title), alt=title)
 off = {how: predicted[how] - held[how].peak_bytes() for how in choose}
 print("formula minus measurement, in bytes:", off)
 
 # %% [markdown]
-# In large models, at a fixed sequence length, the wider the *heads* ($h/a$), the smaller is the
-# share of the scores (lesson 01: they add $5as/h$ to 34, with $a$ heads, $s$ tokens, hidden size
-# $h$). The published values beside our formula are calculated, too:
+# The scores add $5as/h$ to 34, with $a$ heads, $s$ tokens and hidden size $h$ (lesson 01). At a
+# fixed $s$, wider heads ($h/a$) make their share smaller. Here are large models on 8
+# tensor-parallel GPUs (lesson 07). The published values are calculated, too (Korthikanti et al.
+# 2022):
 
 # %% tags=["picture"]
-title = "In large models full recompute keeps 8 to 10 % of the bytes, selective 49 to 62 %"
+title = "Large models keep 8 to 10 % with full recompute, 49 to 62 % with selective"
 show(pictures.published_memory(title), alt=f"{title}; formula and published values agree")
 
 # %% [markdown]
-# And the price, in FLOPs and in time?
+# What is the price in FLOPs and in time?
 
 
 # %% tags=["measured"]
@@ -361,28 +363,27 @@ title = f"Full recompute: {more_flop['full']:.2f} times the FLOPs, {longer}"
 show(pictures.price(more_flop, ratio, title), alt=f"{title}; selective lies between")
 
 # %% [markdown]
-# Selective recompute, here and in a published layer (22B model, time +7 %), takes more than its
-# FLOPs say: softmax and dropout have hardly any FLOPs, but they read and write the largest tensors
-# of all. Full recompute of that layer takes +39 % instead of +33 %: only backward hides
-# communication, behind weight gradients; it takes less than two forwards, so one more weighs more
-# (Korthikanti et al. 2022, section 6.2).
+# Here and in a published layer of a 22B model (time +7 %), selective recompute takes more time than
+# its FLOPs suggest. Softmax and dropout need few FLOPs, but read and write very large tensors. Full
+# recompute of the published layer takes 39 % longer, not 33 %. Its backward overlaps communication
+# with weight gradients and takes less time than two forwards, so one more forward adds more than a
+# third (Korthikanti et al. 2022, section 6.2).
 #
-# FlashAttention (Dao et al. 2022, section 3.1) recomputes inside its kernel: it never writes the
-# scores to the GPU's main memory. With it, selective recompute is used for other cheap operations,
-# such as norms and activation functions (Megatron-LM: `--recompute-modules`).
+# FlashAttention (Dao et al. 2022, section 3.1) recomputes the scores inside its kernel, and never
+# writes them to the GPU's main memory. With it, selective recompute is useful for other cheap
+# operations, such as norms and activation functions (Megatron-LM: `--recompute-modules`).
 #
-# Selective and full recompute leave every bit of the gradients as it was, even with dropout.
-#
-# **Full recompute: one tensor kept per block, one more forward, at most 4/3 of the FLOPs.**
+# **Full recompute keeps one tensor per block and costs one more forward: at most 4/3 of the
+# FLOPs.**
 #
 # ## 4 Sixteen bits
 #
-# The other way to save is smaller numbers. Precision and range have to share their bits: bf16 keeps
-# the range of fp32 and gives up precision, fp16 keeps more precision and gives up range. The next
-# cell prints the largest and the smallest positive number of each, and the next number after 1; the
-# two FP8 formats are for section 6.
+# The other way to save memory is smaller numbers. Precision and range share the bits of a number:
+# bf16 keeps the range of fp32 and has less precision; fp16 has more precision than bf16, but less
+# range. The next cell prints the largest and the smallest positive number of each format, and the
+# next number after 1.
 #
-# A bf16 weight of 1 takes 100 steps of -0.001. What is it in the end?
+# A bf16 weight of 1 takes 100 steps of -0.001. What is its value in the end?
 
 # %% tags=["predict"]
 eight = torch.float8_e4m3fn, torch.float8_e5m2
@@ -409,21 +410,21 @@ print("a gradient of 2**-26 in fp16, times 1, 2**16, 2**44:", scaled.half().toli
 
 # %% [markdown]
 # Every step is less than half the distance to the next bf16 number below 1, so it is rounded away.
-# The usual cure is **master weights** (Micikevicius et al. 2018, section 3.1): the model computes
-# with 16-bit copies, and the optimizer updates an fp32 master.
+# The usual solution is **master weights** (Micikevicius et al. 2018, section 3.1): the model
+# computes with 16-bit copies, and the optimizer updates fp32 masters.
 #
-# The last line shows a problem of fp16: small gradients underflow to 0. If the *loss* is multiplied
-# by a scale $S$, every gradient is $S$ times larger; with too large a scale it overflows to inf
-# (section 3.2 of the same paper). The gradient has to be divided by $S$, in fp32, before anything
-# uses its norm, and clipping uses its norm. bf16 has the range of fp32 and usually needs no scale
-# (Kalamkar et al. 2019).
+# The last printed line shows a problem of fp16: small gradients underflow to 0. If the *loss* is
+# multiplied by a scale $S$, every gradient becomes $S$ times as large (section 3.2 of the same
+# paper). If $S$ is too large, gradients overflow to inf. Divide the gradient by $S$, in fp32,
+# before you clip it, because clipping uses its norm. bf16 has the range of fp32 and usually needs
+# no loss scale (Kalamkar et al. 2019).
 #
 # ### Exercise 4: a step in mixed precision
 #
 # `param` is fp16; `param.grad` is the gradient of a loss times `scale`. `optimizer` updates
-# `master`, the fp32 copy of `param`, from `master.grad`, which you have to set. Unscale in fp32; if
-# any gradient is not finite, change no weight; else clip `master.grad` as in lesson 02, step, and
-# copy `master` into `param` (in place, under `torch.no_grad()`). About 9 lines, 15 minutes.
+# `master`, the fp32 copy of `param`, from `master.grad`, which you have to set. Unscale in fp32. If
+# any gradient is not finite, change no weight. Otherwise clip `master.grad` as in lesson 02, step,
+# and copy `master` into `param` (in place, under `torch.no_grad()`). About 9 lines, 15 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-4"
@@ -447,10 +448,10 @@ check("recompute-4", half_step)
 # %% [markdown]
 # ### Exercise 5: which scale?
 #
-# The scale should be as large as possible without overflow, and is found during training: an
-# overflow halves the scale, 3 good steps *in a row* double it (PyTorch's `GradScaler` waits for
-# 2,000), and after either the count starts again from 0. `num_good` is the count before this step.
-# Return the new scale and the new count. About 4 lines, 5 minutes.
+# The scale should be as large as possible without overflow. During training, an
+# overflow halves the scale, and 3 good steps *in a row* double it (PyTorch's `GradScaler` waits for
+# 2,000). After each of these changes, the count of good steps restarts from 0. `num_good` is the
+# count before this step. Return the new scale and the new count. About 4 lines, 5 minutes.
 
 
 # %% tags=["exercise"] exercise="recompute-5"
@@ -469,15 +470,15 @@ def next_scale(scale, num_good, finite):
 check("recompute-5", next_scale)
 
 # %% [markdown]
-# **Small steps need fp32 masters. Small fp16 gradients need a loss scale; unscale before you
-# clip.**
+# **Small steps usually need fp32 masters. Small fp16 gradients need a loss scale; unscale before
+# you clip.**
 #
 # ## 5 The real thing: autocast and GradScaler
 #
 # Our `MixedPrecisionOptimizer` keeps a 16-bit model and fp32 masters, as Megatron-LM and DeepSpeed
-# do. PyTorch's `torch.autocast` does it the other way round: the parameters stay in fp32, and they
-# are cast to 16 bits at the input of each matrix product; `GradScaler` adapts the scale. Train both
-# in fp16, with an overflow in the third step:
+# do. With PyTorch's `torch.autocast`, the parameters stay in fp32 and are cast to 16 bits at the
+# input of each matrix product; `GradScaler` adapts the scale. Train both ways in fp16, with an
+# overflow in the third step:
 
 # %%
 from functools import partial
@@ -529,9 +530,9 @@ for ours, theirs in zip(by_hand(), with_torch(), strict=True):
     print(f"scale {ours[0]:g}, GradScaler's {theirs[0]:g}; same bits: {equal}")
 
 # %% [markdown]
-# They agree bit for bit, but not in memory: autocast keeps its 16-bit copies, those of the weights
-# too, *and* what stays in fp32: in our GPT, the inputs of the norms and of the loss. The fp32 GPT
-# under autocast holds how many times the bytes of the same GPT in bf16?
+# The weights agree bit for bit, but the memory differs. Autocast keeps 16-bit copies, also of the
+# weights, *and* the tensors that stay in fp32 (in our GPT, the inputs of the norms and of the
+# loss). How many times the bytes of a bf16 GPT does the fp32 GPT under autocast keep for backward?
 
 # %% tags=["predict"]
 from course_lib.recompute.lab import FORMATS, activations_in, product_error, train
@@ -548,29 +549,28 @@ kinds = {
 }
 more = kinds["autocast"].peak_bytes() / kinds["bf16"].peak_bytes()
 reveal(guess, more)
-title = f"bf16 keeps half of fp32; autocast, with weight copies, {more:.2f} times bf16"
+title = f"bf16 keeps half the bytes of fp32; autocast keeps {more:.2f} times those of bf16"
 show(memory(kinds, title), alt=title)
 
 # %% [markdown]
 # ## 6 Eight bits, and four
 #
-# The H100's tensor cores multiply FP8 numbers twice as fast as bf16 (NVIDIA's datasheet). There are
-# two formats (Micikevicius et al. 2022, section 3): E4M3, with 4 bits of exponent and 3 of
+# The H100's tensor cores have twice the peak speed in FP8 as in bf16 (NVIDIA's datasheet). There
+# are two formats (Micikevicius et al. 2022, section 3): E4M3, with 4 bits of exponent and 3 of
 # mantissa, usually for weights and activations; E5M2, with more range, for gradients. Usually only
-# operands of matrix products are FP8. Masters stay in fp32. So should a product's sums, but the
-# H800's tensor cores keep about 14 bits of them (DeepSeek-AI 2024, section 3.3.2).
+# the operands of matrix products are FP8; masters stay in fp32.
 #
-# No FP8 format has the range that all tensors need. Each tensor is divided by a scale $X$ that
-# brings its largest number to the format's largest. *Current scaling* reads the tensor once to find
-# that number, and again to round. *Delayed scaling* takes it from earlier steps; what is now larger
-# is clamped: it *saturates*. (Transformer Engine has both.)
+# Neither FP8 format has the range that all tensors need. So each tensor is divided by a scale $X$
+# that maps its largest number to the format's largest. *Current scaling* reads the tensor once to
+# find its largest number, and again to round. *Delayed scaling* uses the largest number of earlier
+# steps; a number that is now too large *saturates*: it becomes the format's largest.
 #
-# But one outlier now sets the scale of a whole tensor. **Microscaling** (MX; Open Compute Project,
-# MX v1.0, 2023) has a scale for each *block* of 32 consecutive numbers: a power of two, so dividing
-# is exact. MXFP8 has elements in E4M3 (usually even for gradients) or E5M2; MXFP4 in E2M1: 0, 0.5,
-# 1, 1.5, 2, 3, 4, 6.
+# With such a scale, one outlier affects a whole tensor. **Microscaling** (MX; Open Compute Project,
+# MX v1.0, 2023) has a scale for each *block* of 32 consecutive numbers. The scale is a power of
+# two, so dividing by it is exact. MXFP8 has elements in E4M3 or E5M2. MXFP4 has elements in E2M1:
+# 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives.
 #
-# E4M3 rounds a number by up to 6 %. How wrong is a product of two random matrices?
+# E4M3 rounds a number by up to 6 %. What is the error of a product of two random matrices?
 
 # %% tags=["predict"]
 guess = predict("relative error of a product in E4M3, one scale per matrix", unit="%")
@@ -584,24 +584,24 @@ title = "With one scale, an outlier of 100 ruins FP4, one of 10⁶ ruins FP8. Bl
 show(pictures.product_errors(title), alt=f"{title}: MXFP8 stays at 4 %, MXFP4 at 16 %")
 
 # %% [markdown]
-# In E4M3, one scale is good for outliers up to about 10,000 standard deviations; beyond, more and
-# more of the other numbers become 0. With blocks, an outlier harms at most its 31
-# neighbors. Without outliers, FP8 gains nothing from blocks: MXFP8 is even worse, as its scales are
-# rounded *down* to a power of two, and the largest numbers of many blocks saturate. Scales rounded
-# up (Mishra et al. 2025) repair that.
+# In E4M3, one scale tolerates outliers of up to about 10,000 standard deviations here. Beyond that,
+# more and more of the other numbers become 0. With blocks, an outlier harms at most the 31 other
+# numbers of its block. Without outliers, MXFP8 is even a little worse than one scale: the scales of
+# its blocks are rounded *down* to a power of two, so the largest numbers of many blocks saturate.
+# Scales rounded up (Mishra et al. 2025) repair that.
 #
 # ### Exercise 6: blocks with a shared scale
 #
 # Round `x` [rows, n], in fp32, in blocks of `block` numbers along each row; the last block of a row
-# may be shorter. A block's scale is the largest power of two $\le$ its largest $|x|$, divided by
-# the format's largest power of two: $2^8$ for E4M3, whose largest number is 448, $2^{15}$ for E5M2.
-# (A block of zeros: any power of two.) The elements: x / scale, first clamped to the format's
-# largest numbers, then rounded to the nearest (`.to(dtype)`). Return the elements [rows, n] as
-# `dtype`, and the scales [rows, number of blocks] in fp32. `torch.finfo(dtype).max`, `F.pad` and
-# `torch.frexp` may help. About 6 lines, 15 minutes.
+# may be shorter. To find a block's scale, take the largest power of two $\le$ its largest $|x|$,
+# and divide it by the format's largest power of two: $2^8$ for E4M3, whose largest number is 448,
+# $2^{15}$ for E5M2. (A block of zeros: any power of two.) An element is x / scale, clamped to the
+# format's largest numbers and then rounded to the nearest (`.to(dtype)`). Return the elements
+# [rows, n] as `dtype`, and the scales [rows, number of blocks] in fp32. `torch.finfo(dtype).max`,
+# `F.pad` and `torch.frexp` may help. About 6 lines, 15 minutes.
 #
 # <details><summary>Hint: if a scale is two times what it should be</summary>
-# `torch.log2` rounds, too: for the largest number below 8 it returns 3. `torch.frexp` is exact.
+# `torch.log2` rounds: for the largest fp32 number below 8 it returns 3. `torch.frexp` is exact.
 # </details>
 
 
@@ -622,13 +622,12 @@ def in_blocks(x, dtype, block=32):
 check("recompute-6", in_blocks)
 
 # %% [markdown]
-# Blocks lie along the dim that a product sums over, so that scales can be taken out of parts of the
-# sum. Forward sums over a layer's inputs, backward over its outputs and over the tokens: each
-# tensor needs two rounded copies, with blocks along rows and along columns. DeepSeek-V3 uses
-# 1 x 128 for activations and, the same in both directions, 128 x 128 for weights (section 3.3.2).
+# Blocks lie along the dim over which a product sums, because each block's part of the sum can then
+# be multiplied by its scale. Forward sums over a layer's inputs, backward over its outputs and over
+# the tokens. So each tensor needs two rounded copies, with blocks along rows and along columns.
 #
-# Now train: the linear layers of a small GPT compute in each format, the rest in fp32. FP8 runs use
-# E5M2 for gradients, the MXFP4 run uses MXFP8 in backward.
+# Now train a small GPT whose linear layers compute in each format, the rest in fp32. The two FP8
+# runs use E5M2 for gradients, the MXFP8 runs E4M3. The MXFP4 run uses MXFP8 in backward.
 
 # %% tags=["picture", "measured"]
 losses = {name: train(name) for name in FORMATS}
@@ -638,35 +637,37 @@ print(f"fp32: {last['fp32']:.4f}", *(f"{n}: {behind[n]:+.4f}" for n in [*FORMATS
 claim("MXFP4 loses most", max(behind, key=behind.get) == "MXFP4 in forward")
 eight_bits = max(abs(loss) for name, loss in behind.items() if "FP8" in name)
 claim("in 8 bits the loss is within 1 % of fp32's", eight_bits < 0.01 * last["fp32"])
-title = f"MXFP4 is {behind['MXFP4 in forward']:.3f} behind fp32, MXFP8 {behind['MXFP8']:.3f}"
+title = f"MXFP4 ends {behind['MXFP4 in forward']:.3f} above fp32, MXFP8 {behind['MXFP8']:.3f} above"
 show(pictures.format_losses(losses, title), alt=f"{title}, bf16 {abs(behind['bf16']):.0e}")
 
 # %% [markdown]
-# **A scale for each block confines an outlier's damage to its 32 numbers.** Without outliers, the
-# losses here rank like the product's errors: bf16, FP8, MXFP8 with scales rounded down, MXFP4.
+# **A scale for each block confines an outlier's damage to the block.** After these 100 steps, the
+# losses rank like the product's errors without outliers: bf16, FP8, MXFP8 with scales rounded down,
+# MXFP4.
 #
-# A hundred steps say nothing about a long training. These published runs had losses close to 16-bit
-# ones: FP8, emulated, up to 175B parameters (Micikevicius et al. 2022, section 4.1); blocks with
-# fp32 scales, up to 230B (DeepSeek-AI 2024, appendix B.1); MXFP8, 8B, 15T tokens (Mishra et al.
-# 2025). FP4 needed extra methods, such as stochastic rounding (NVIDIA 2025, NVFP4).
+# A hundred steps say little about a long training. Published runs had losses close to those in 16
+# bits: emulated FP8, up to 175B parameters (Micikevicius et al. 2022, section 4.1); FP8 in blocks
+# with fp32 scales, up to 230B (DeepSeek-AI 2024, *DeepSeek-V3*, appendix B.1); MXFP8, 8B, 15T
+# tokens (Mishra et al. 2025). A 12B model in FP4 needed extra methods, such as stochastic rounding
+# (NVIDIA 2025, NVFP4).
 #
 # ## What to keep
 #
-# - Keep inputs and random state, recompute the rest: the same bits for one more forward.
-# - Recompute what is large to keep and cheap to compute: the attention scores first.
-# - The best segment has about $\sqrt{L\,i/A}$ blocks: $\sqrt L$ if they are thin, 1 to 3 if they
-#   are those of a transformer.
-# - Small steps need fp32 masters; small fp16 gradients need a loss scale; unscale before you clip.
-# - FP8 needs a scale for each tensor. A scale for each block confines outliers; FP4 needs that.
+# - Keep inputs and random state, and recompute the rest: the same gradients for one more forward.
+# - Recompute first what is large to keep and cheap to compute.
+# - The best segment has about $\sqrt{L\,i/A}$ blocks, often 1 to 3 in a transformer.
+# - Small steps usually need fp32 masters. Small fp16 gradients need a loss scale; unscale before
+#   you clip.
+# - A scale for each block confines outliers, which matters most in FP4.
 #
 # ## Read on
 #
 # - Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*: the square root.
 # - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*:
 #   selective recompute, and its price on real GPUs.
-# - Dao et al. 2022, *FlashAttention*: recompute inside a kernel, which makes it faster, not slower.
+# - Dao et al. 2022, *FlashAttention*: recompute inside a kernel.
 # - Micikevicius et al. 2018, *Mixed Precision Training*: master weights and loss scaling.
 # - Micikevicius et al. 2022, *FP8 Formats for Deep Learning*: E4M3 and E5M2, and why two.
 # - Rouhani et al. 2023, *Microscaling Data Formats for Deep Learning*: MX formats in training.
 #
-# Next: `04_collectives`: several ranks.
+# Next: lesson `04_collectives` uses several ranks.

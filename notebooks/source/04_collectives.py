@@ -1,17 +1,14 @@
 # %% [markdown]
 # # 04 Collectives: how ranks communicate
 #
-# **Question.** How do many ranks copy, sum and exchange tensors, and how long does it take?
-#
-# Distributed training is built from a few collective operations. Here you write them from single
-# messages. You **predict** the cost, **run** it on real ranks, and **compare**.
+# **Question.** How do ranks copy, sum and exchange tensors, and how long does it take?
 #
 # *After this lesson you can*
 #
 # - write the usual collectives from messages, without a deadlock;
 # - derive their cost, and say which all-reduce is fastest at which size;
-# - say why libraries build rings, trees and hierarchies;
-# - measure $\alpha$ and $\beta$ of a machine, and read a bus bandwidth.
+# - explain why libraries use rings, trees and hierarchies;
+# - measure $\alpha$ and $\beta$ of a machine, and interpret a bus bandwidth.
 #
 # **Prerequisites:** lesson 00. **Time:** about 80 minutes of reading, 75 for the exercises.
 #
@@ -20,11 +17,12 @@
 # | $p$ | `p` | number of ranks that communicate |
 # | $n$ | `n` | bytes of the whole tensor |
 # | $\alpha$ | `link.latency_s` | latency: seconds until an empty message arrives |
-# | $\beta$ | `link.bytes_per_s` | bandwidth, bytes/s; in papers $\beta$ is often its inverse |
+# | $\beta$ | `link.bytes_per_s` | bandwidth, bytes/s; in papers, $\beta$ often means its inverse |
 # | $r$ | `rank` | number of this rank, $0 \dots p-1$ |
 #
-# **The alpha-beta model:** a message of $n$ bytes takes $\alpha+n/\beta$ seconds; a rank sends
-# one and receives one at a time; adding is free. (All tensors that you get here are contiguous.)
+# **The alpha-beta model:** a message of $n$ bytes takes $\alpha+n/\beta$ seconds. At any time, a
+# rank sends at most one message and receives at most one. Adding costs no time. (All tensors in the
+# exercises are contiguous.)
 
 # %%
 # %load_ext course_lib.ranks
@@ -44,10 +42,10 @@ from course_lib.ranks import RankError, Ranks
 # %% [markdown]
 # ## 1 One sender, seven friends
 #
-# You send 5 MB of pictures to seven friends. Your uplink carries 1 MB/s, and latency does not
-# matter. After how many seconds does the last friend have them? Sending to all *at once* does not
-# help: the same bytes leave through the same wire. But friends who have all the pictures can
-# forward them: how long does it take then?
+# You send 5 MB of pictures to each of seven friends. Your uplink carries 1 MB/s, and latency is
+# negligible. After how many seconds does the last friend have all pictures? Sending to all *at
+# once* does not help, because the same bytes leave through the same wire. But friends who have all
+# pictures can forward them. How long does it take then?
 
 # %% tags=["predict"]
 guess_alone = predict("until all seven have the pictures, from you alone", unit="s")
@@ -100,15 +98,14 @@ print("from rank 2:", ranks.run(lambda rank: tree_broadcast(torch.tensor(rank), 
 # %% [markdown]
 # ### Exercise 1 (core): the tree, backwards
 #
-# The same messages in reverse order and direction are a **reduce**: every rank sends what it has
-# summed up, and the root ends with the total. Budget: every rank sends at most once, receives at
-# most $\lceil\log_2 p\rceil$ times, and all is done in as many rounds. x has any shape (also
-# `[]`) and dtype, and stays as it is; the sum is a new tensor, in every call. About 7 lines, 10
-# minutes.
+# The same messages in reverse order and direction are a **reduce**: every rank sends the sum that
+# it has so far, and the root ends with the total. Budget: every rank sends at most once and
+# receives at most $\lceil\log_2 p\rceil$ times, in as many rounds. x has any shape (also `[]`) and
+# dtype; do not change it. The sum is a new tensor in every call. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: a rank is missing in my sum</summary>
-# The last round of the broadcast is the first one here: start with the largest <code>have</code>,
-# the largest power of two below $p$, and halve it.
+# The last round of the broadcast is the first round of the reduce. Start with the largest power of
+# two below $p$ as <code>have</code>, and halve it.
 # </details>
 
 
@@ -139,8 +136,8 @@ check("collectives-1", tree_reduce)
 #
 # ## 2 Everyone sends at once
 #
-# From now on the ranks form a circle, and every rank passes something to its right neighbour. The
-# obvious program: first send to the right, then receive from the left. Does it finish?
+# The ranks form a circle, and each passes a tensor to its right neighbor. In the obvious program,
+# each rank first sends to the right, then receives from the left. Does it finish?
 
 # %% tags=["predict"]
 guess_finishes = predict("does it finish?", choices=YES_NO)
@@ -161,25 +158,24 @@ except RankError:
     raise
 
 # %% [markdown]
-# This is a **deadlock**. Here `send` returns when the receiver has taken the message. All four
-# ranks wait for their receiver, which would call `recv` only after its own `send`. (Libraries
-# that buffer small messages hide this until the tensors grow.)
+# This is a **deadlock**. Here `send` returns only when the receiver has taken the message. Each
+# rank waits for its receiver, which calls `recv` only after its own `send`.
 #
 # ### Exercise 2 (core): break the circle
 #
-# Pass x to the right, for any number of ranks from two; x stays as it is. Budget: one message per
-# rank, all of them in one round. `dist.isend` and `dist.irecv` start a message and return at
-# once; `.wait()` blocks until it is complete. About 4 lines, 5 minutes.
+# Pass x to the right neighbor, for two or more ranks; do not change x. Budget: one message per
+# rank, all in one round. `dist.isend` and `dist.irecv` start a message and return at once;
+# `.wait()` blocks until the message is complete. About 4 lines, 5 minutes.
 #
 # <details><summary>Hint: it still hangs</summary>
-# Start <em>both</em> messages before the first <code>.wait()</code>, and keep both handles: a
-# message whose handle is dropped is forgotten.
+# Start <em>both</em> messages before the first <code>.wait()</code>, and keep both handles until
+# then.
 # </details>
 
 
 # %% tags=["exercise"] exercise="collectives-2"
 def pass_right(x):
-    """Send x to the right neighbour; return the tensor of the left one, a new tensor."""
+    """Send x to the right neighbor; return the tensor of the left one, a new tensor."""
     rank, p = dist.get_rank(), dist.get_world_size()
     incoming = torch.empty_like(x)
     ### BEGIN SOLUTION: start both messages, then wait for both
@@ -196,17 +192,18 @@ check("collectives-2", pass_right)
 
 # %% [markdown]
 # **If every rank starts its send and its receive of a step before it waits for either, the step
-# cannot deadlock.** `exchange` does this below. NCCL needs `batch_isend_irecv`, which starts both
-# together.
+# cannot deadlock.** Below, `exchange` does this. With NCCL, use `batch_isend_irecv`, which starts
+# both together.
 #
 # ## 3 Reduce-scatter on a ring
 #
-# Each of 4 ranks holds a gradient of $n$ bytes, cut into 4 shards. In the end, rank $r$ should
-# hold shard $r$ of the *sum*. All ranks send one shard to the right at the same time; the
-# receiver adds its own and passes the sum on. What part of $n$ does each rank send in total?
+# Each of 4 ranks holds a gradient of $n$ bytes, cut into 4 shards. At the end, rank $r$ should hold
+# shard $r$ of the *sum*. In each step, every rank sends one shard to the right; the receiver adds
+# its own, and sends the result on in the next step. What fraction of $n$ does each rank send in
+# total?
 
 # %% tags=["predict"]
-guess_part = predict("bytes each of 4 ranks sends, as a part of n (like 1/2)")
+guess_part = predict("bytes each of 4 ranks sends, as a fraction of n (like 1/2)")
 ### GUESS guess_part.commit("1/4")
 
 
@@ -238,12 +235,12 @@ frames = frames_from_messages(messages.ring_reduce_scatter_messages(4), own_ever
 stepper(frames, "Every rank sends one shard in every step, and the sums grow on the way")
 
 # %% [markdown]
-# Each shard has to pass all ranks, which takes $p-1$ steps. A rank sends $n/p$ bytes in each of
-# them: $\frac{p-1}{p}\,n$ bytes per rank.
+# Each shard has to visit all $p$ ranks, which takes $p-1$ steps. A rank sends $n/p$ bytes in each
+# step, and $\frac{p-1}{p}\,n$ bytes in total.
 #
-# **Break it.** An index is off by one: what arrives is added to the *next* shard. Each rank brings
-# $10^r$, so the digits of a wrong sum say which rank was counted how often. Set `fault=0` to
-# correct it.
+# **Break it.** An index is off by one: what arrives is added to the *next* shard. Rank $r$
+# contributes $10^r$, so the digits of a sum show how often each rank was counted. `fault=0`
+# corrects it.
 
 
 # %% tags=["failure"]
@@ -260,16 +257,16 @@ for rank, shards in enumerate(ranks.run(off_by_one)):
     print(f"rank {rank} holds {shards}; its own shard should be 1111")
 
 # %% [markdown]
-# No error, no hang, only wrong numbers.
+# There is no error, but the numbers are wrong.
 #
 # ### Exercise 3 (core): all-gather
 #
-# Now every rank has one shard, and all ranks need all shards, in rank order: the same ring, but
-# what arrives is stored, not added, and sent on in the next step. Budget: $p-1$ messages per rank,
-# one shard each, to the right neighbour only, in $p-1$ rounds. About 4 lines, 15 minutes.
+# Now every rank has one shard, and all ranks need all shards, in rank order. Use the same ring, but
+# store what arrives, and send it on in the next step. Budget: $p-1$ messages per rank, each of one
+# shard, to the right neighbor only, in $p-1$ rounds. About 4 lines, 15 minutes.
 #
 # <details><summary>Hint: zeros are left over</summary>
-# In step 1 you send your own shard. What you send in step 2 is what came in step 1.
+# In step 1, you send your own shard; in step 2, the shard that came in step 1.
 # </details>
 
 
@@ -297,8 +294,9 @@ check("collectives-3", gather_on_ring)
 #
 # ## 4 All-reduce
 #
-# Data-parallel training gives every rank the sum of all gradients. You have both halves already. By
-# what factor do the bytes that *each rank* sends grow when $p$ grows from 4 to 4,000?
+# Data-parallel training needs an **all-reduce**: every rank gets the sum of all gradients. You have
+# written both halves. By what factor do the bytes that *each rank* sends grow when $p$ grows from 4
+# to 4,000?
 
 # %% tags=["predict"]
 guess_growth = predict("p from 4 to 4,000: the bytes of each rank grow by a factor of")
@@ -332,14 +330,13 @@ for p in range(1, 7):
 # %% [markdown]
 # ### Exercise 4 (core): the mean
 #
-# What data parallelism needs is the *mean*, in place, for any number of floats (10 on 4
-# ranks are shards of 3, 3, 2 and 2). Call the two halves; `out=x` tells the all-gather where the
-# shards belong. Budget: $2(p-1)$ messages and $2\frac{p-1}{p}n$ bytes per rank; if shards differ
-# in size, these bytes are an average over the ranks; send only real bytes, no padding. About 2
-# lines, 5 minutes.
+# Data parallelism needs the *mean*, in place, for any number of floats (10 floats on 4 ranks are
+# shards of 3, 3, 2 and 2). Call the two halves; `out=x` tells the all-gather where to put the
+# shards. Budget: $2(p-1)$ messages and $2\frac{p-1}{p}n$ bytes per rank, on average if shards
+# differ in size; no padding. About 2 lines, 5 minutes.
 #
 # <details><summary>Hint: where does the division belong?</summary>
-# Where the sum is complete and still small: between the two halves, on one shard.
+# Divide where the sum is complete and still small: between the two halves, on one shard.
 # </details>
 
 
@@ -358,20 +355,21 @@ check("collectives-4", mean_all_reduce)
 
 # %% [markdown]
 # **All-reduce = reduce-scatter + all-gather. On a ring: $2\frac{p-1}{p}\,n$ bytes per rank,
-# $2(p-1)$ steps.** Patarasuk and Yuan (2009) prove that no algorithm sends fewer bytes in total,
-# unless network switches compute the sum.
+# $2(p-1)$ steps.** Patarasuk and Yuan (2009) prove that no algorithm sends fewer bytes in total, if
+# only the ranks add.
 #
 # *A good place for a break.*
 #
 # ## 5 Fewer messages
 #
-# A ring sends one shard of $n/p$ bytes in each of $2(p-1)$ steps. So it takes
-# $2(p-1)(\alpha+\frac{n}{p\beta})$ seconds: for a small tensor, almost all of it is latency. Its
-# rival is **recursive doubling**: exchange sums with your neighbor, then 2 away, then 4. After
-# $\log_2{p}$ rounds every rank has the whole sum; but each round sends the whole tensor:
-# $\log_2{p}\,(\alpha+n/\beta)$. (`rank ^ 4` flips one bit: the partner 4 away.)
+# A ring sends $n/p$ bytes in each of $2(p-1)$ steps, so it takes $2(p-1)(\alpha+\frac{n}{p\beta})$
+# seconds. For a small tensor, almost all of this is latency. **Recursive doubling** needs fewer
+# messages: each rank exchanges sums with the rank 1 away, then 2 away, then 4 away. After
+# $\log_2{p}$ rounds, every rank has the whole sum. But each round sends the whole tensor, so the
+# time is $\log_2{p}\,(\alpha+n/\beta)$. (`rank ^ 4` flips one bit, which gives the partner 4 away.)
 #
-# Four real ranks get an emulated slow wire. From which size on is the ring faster than doubling?
+# Four real ranks communicate over an emulated slow wire. From which size on is the ring faster than
+# doubling?
 
 # %% tags=["predict"]
 wire = Link(name="slow wire", latency_s=10e-3, bytes_per_s=20e6)
@@ -392,11 +390,11 @@ def doubling_all_reduce(x):
 reveal(guess_crossover, network.crossover_bytes(4, wire) / 1e6)
 
 # %% [markdown]
-# **Halving-doubling** has the ring's bytes in few rounds (Thakur, Rabenseifner and Gropp 2005). Two
-# partners split the part that both still have to sum: each *keeps one half, sends the other* and
-# adds what it gets. So the messages shrink: $n/2$, $n/4$ ... After $\log_2{p}$ rounds each rank has
-# the sum of one shard. The same exchanges in reverse order then double a rank's summed part until x
-# is complete.
+# **Halving-doubling** sends the ring's bytes in fewer rounds (Thakur, Rabenseifner and Gropp 2005).
+# In each round, two partners still have to sum the same part of x. Each *keeps one half, sends the
+# other*, and adds what it receives. So the messages shrink: $n/2$, $n/4$ ... bytes. After
+# $\log_2{p}$ rounds, each rank has the sum of one shard. Then the same exchanges in reverse order
+# double the summed part of each rank, until x is complete.
 
 # %% tags=["picture"]
 moves = [one for m in messages.halving_doubling_messages(4) for one in m.one_by_one()]
@@ -404,22 +402,23 @@ frames = frames_from_messages(moves, own_everything(4))
 stepper(frames, "Halving-doubling: two rounds halve and add, two rounds send the sums back")
 
 # %% [markdown]
-# Its bytes: $2(\frac{1}{2}+\frac{1}{4}+\dots+\frac{1}{p})n=2\frac{p-1}{p}n$, in $2\log_2{p}$
-# messages.
+# It sends $2(\frac{1}{2}+\frac{1}{4}+\dots+\frac{1}{p})n=2\frac{p-1}{p}n$ bytes per rank, in
+# $2\log_2{p}$ messages.
 #
 # ### Exercise 5 (further): all-reduce by halves
 #
-# Sum x over all ranks, in place, for $p=1,2,4,8\dots$ and x of one dimension, any length (halves
-# may differ, and may be empty) and any dtype. Budget: $2\log_2{p}$ messages per rank in as many
-# rounds, and $2\frac{p-1}{p}n$ bytes; if halves differ, this is an average over the ranks. About
-# 10 lines, 25 minutes.
+# Sum x over all ranks, in place, for $p=1,2,4,8\dots$ ranks. x has one dimension, any length and
+# any dtype. Halves may differ in length, and may be empty. Budget: $2\log_2{p}$ messages per rank
+# in as many rounds, and $2\frac{p-1}{p}n$ bytes per rank, on average if halves differ. About 10
+# lines, 25 minutes.
 #
 # <details><summary>Hint: which half do I keep?</summary>
-# Partners differ in one bit: where <code>rank & 2**k</code> is set, keep the high half.
+# Partners differ in bit $k$ of their rank. If <code>rank & 2**k</code> is not 0, keep the high
+# half.
 # </details>
 # <details><summary>Hint: right on 2 ranks, wrong on 4</summary>
-# The doubling starts with the <em>last</em> partner: list partner and both halves of each round,
-# and go through the list backwards.
+# The doubling starts with the <em>last</em> partner. Append partner and halves of each round to a
+# list, and go through it backwards.
 # </details>
 
 
@@ -467,36 +466,36 @@ print(wires.costs_table(8))
 wires.explore_all_reduces()  # it starts from H100's NVLink: 450 GB/s; we assume 3 us
 
 # %% [markdown]
-# **In this model, where $p\ge4$ is a power of two, recursive doubling is fastest for small
-# tensors and halving-doubling for larger ones; halving-doubling beats the ring at every size.**
-# (At $p=2$ it equals the ring.) Why do libraries build rings?
+# **In this model, where $p\ge4$ is a power of two, recursive doubling is the fastest of the three
+# for small tensors and halving-doubling for larger ones; halving-doubling beats the ring at every
+# size.** (At $p=2$ it equals the ring.) Why do libraries build rings?
 #
 # - **Shared links.** The model gives each pair of ranks a wire of its own. If 8 ranks are wired in
-#   a circle, messages to ranks 4 away pass over four wires each (last column of the table above:
-#   the busiest wire of each step, added). Patarasuk and Yuan (2009) design their ring so that no
-#   two messages share a link, on almost any cluster.
+#   a circle, messages to ranks 4 away pass over four wires each. (The table's last column adds up
+#   the bytes on the busiest wire of each step.) Patarasuk and Yuan (2009) design their ring so that
+#   no two messages share a link, on almost all clusters of that time.
 # - **Topology.** A ring can follow the machine: it enters and leaves each node once.
-# - **Pipelining.** The neighbours stay the same, so shards can flow in small pieces: one is added
-#   while the next one arrives.
-# - **Any $p$,** not only powers of two.
+# - **Pipelining.** The neighbors stay the same, so shards can travel in small pieces: a rank adds
+#   one piece while the next one arrives.
+# - **Any $p$.** If $p$ is not a power of two, a ring needs no extra rounds.
 #
-# NCCL runs several **rings** at once, over different links (Hu et al. 2025). Across nodes it can
-# use **double binary trees**: two trees sum half of the tensor each, and leaves of one are inner
-# nodes of the other, so that all links work and the depth is logarithmic (Sanders, Speck and
-# Träff 2009; Jeaugey 2019). With **NVLS** (NVLink SHARP, since H100) the NVLink switch itself
-# adds. NCCL chooses by size and topology, the course's `all_reduce` (doubling or ring) by size.
+# NCCL runs several **rings** at once, over different links (Hu et al. 2025). Across nodes, it can
+# use **double binary trees**: each of two trees sums half of the tensor, and no rank is an inner
+# node of both. This shares the load, with logarithmic depth (Sanders, Speck and Träff 2009; Jeaugey
+# 2019). With **NVLS** (NVLink SHARP, from H100 on), the NVLink switch itself adds. NCCL chooses by
+# size and topology, the course's `all_reduce` (doubling or ring) by size.
 #
 # ### Two levels of links
 #
 # A ring has the bandwidth of its slowest link. With two nodes of two ranks, one rank per node sends
-# across. A **hierarchical** all-reduce is a reduce-scatter inside each node, an all-reduce
-# *across* nodes, in which each rank sends its own part through its own link, and an all-gather
-# inside. How much faster is this?
+# to the other node. A **hierarchical** all-reduce has three parts: a reduce-scatter inside each
+# node; an all-reduce *across* nodes, in which each rank sends its summed part through a link of its
+# own; an all-gather inside each node. How many times as fast as the ring is it?
 
 # %% tags=["predict"]
 inside = Link(name="fast wire", latency_s=1e-3, bytes_per_s=200e6)
 two_nodes = TwoLevelLink(inside=inside, outside=wire, ranks_per_node=2)
-guess_levels = predict(f"{two_nodes}; 4 MiB on 4 ranks: time of the ring / hierarchical")
+guess_levels = predict(f"{two_nodes}; 4 MiB: ring's time / hierarchical time")
 ### GUESS guess_levels.commit(3)
 
 # %% tags=["picture", "measured"]
@@ -512,16 +511,17 @@ title = f"At 4 MiB, two levels are {flat_s / levels_s:.1f} times as fast as a fl
 show(wires.all_reduces(times_s, sizes, 4, two_nodes, title), alt=f"{title}, on 2 nodes of 2 ranks")
 
 # %% [markdown]
-# The ring's dots lie below its line: the ring of `course_lib` starts its next slow message while
-# the last one's latency passes. Formula and simulation take one step after the other.
+# The measured ring is faster than its formula, which takes one step after the other: in
+# `course_lib`, a rank can start its next slow message during the latency of the last one.
 #
-# **Small tensors: count messages. Large tensors: count bytes, on the slowest and on shared
-# links.**
+# **For small tensors, count messages. For large tensors, count bytes: on the slowest link, and on
+# links that messages share.**
 #
 # ## 6 This machine
 #
-# Without emulation, two processes on your machine exchange tensors, as in a ring. What is $\alpha$?
-# Then $\alpha$ and $\beta$ predict our ring, in a race against gloo, PyTorch's library for CPUs.
+# Now two processes exchange tensors as in a ring, without emulation. From their times we fit
+# $\alpha$ and $\beta$ of your machine, and predict our ring. Its rival is gloo, PyTorch's backend
+# for CPUs. How large is $\alpha$?
 
 # %% tags=["predict"]
 guess_alpha = predict("alpha of this machine", unit="us")
@@ -556,13 +556,14 @@ axes = {"x_label": "tensor (bytes)", "y_label": "time (s)", "log": True}
 show(compare(sizes, curves, title, **axes), alt=f"{title} from single exchanges")
 
 # %% [markdown]
-# Dots above the line show what the formula leaves out, such as adding or waiting for a core.
+# The formula leaves out adding, and waiting for a core.
 #
 # ## 7 How fast is the wire?
 #
-# Benchmarks print a *bus bandwidth*: the bytes that a rank of a ring sends, divided by the time.
-# ($n/t$ falls with $p$, even on a perfect wire.) Published for 8 A100: an all-reduce of 17.18 GB
-# in 128 ms (S. Bekman, *Machine Learning Engineering*, network). How fast does each GPU send?
+# Benchmarks print a *bus bandwidth*: the bytes that a rank of a ring sends, divided by the time
+# $t$. ($n/t$ falls when $p$ grows, even on a perfect wire.) On 8 A100, Bekman (*Machine Learning
+# Engineering*, network) measured 128 ms for an all-reduce of 17.18 GB. How fast does each GPU send,
+# if NCCL uses a ring?
 
 # %% tags=["predict"]
 guess_speed = predict("rate at which each GPU sends, counted as in a ring", unit="GB/s")
@@ -577,21 +578,23 @@ for figure, finding in (wires.published_by_size(), wires.published_by_nodes()):
     show(figure, alt=finding)
 
 # %% [markdown]
-# One $\alpha$ and one $\beta$ roughly describe NCCL, too, although it has several protocols, for
-# small and large messages (Hu et al. 2025). 482 GB/s (Bekman's 8 H200) exceed NVLink's 450 per
-# direction (half of the data sheet's 900): with NVLS a GPU sends each byte about once, but the
-# factor counts a ring's bytes. The second picture's source (Tazi et al. 2025, *The Ultra-Scale
-# Playbook*) blames slower links between nodes; with a ring's $2(p-1)$ latencies alone, bandwidth
-# would fall more evenly.
+# One $\alpha$ and one $\beta$ describe NCCL only roughly: it has several protocols (Hu et al.
+# 2025). Bekman's 482 GB/s on 8 H200 are more than NVLink's 450 per direction (half of the data
+# sheet's 900). Without NVLS, he measured 368. With NVLS, a GPU sends each byte about once, but the
+# bus bandwidth counts a ring's bytes.
 #
-# **Bus bandwidth = the bytes that each rank of a ring sends, divided by time: compare it with a
-# link's bandwidth in one direction.**
+# Tazi et al. (2025, *The Ultra-Scale Playbook*, pipeline parallelism) explain the second picture by
+# the slower network between nodes. The bandwidth of one ring with equal links (the line) falls more
+# evenly.
+#
+# **Bus bandwidth = the bytes that each rank of a ring would send, divided by the time. Compare it
+# with a link's bandwidth in one direction.**
 #
 # ## 8 The whole family
 #
-# | call | before | after | sent by a rank (large $n$) | backward |
+# | call | before | after | sent by a rank | backward |
 # |---|---|---|---|---|
-# | `broadcast` | root: x | all: x | $n$ per round | `reduce` |
+# | `broadcast` | root: x | all: x | up to $n$ per round | `reduce` |
 # | `reduce` | all: x | root: sum | $n$, once | `broadcast` |
 # | `scatter` | root: x | $r$: shard $r$ | root $\frac{p-1}{p}n$ | `gather` |
 # | `gather` | $r$: shard $r$ | root: x | $\frac{1}{p}n$ | `scatter` |
@@ -599,22 +602,22 @@ for figure, finding in (wires.published_by_size(), wires.published_by_nodes()):
 # | `reduce_scatter` | all: x | $r$: shard $r$ of sum | $\frac{p-1}{p}n$ | `all_gather` |
 # | `all_reduce` | all: x | all: sum | $2\frac{p-1}{p}n$ | `all_reduce` |
 # | `all_to_all` | $r$: one for each | $r$: one from each | $\frac{p-1}{p}n$ | `all_to_all` |
-# | `barrier` | | all know that all came | about 0 | |
+# | `barrier` | | no rank returns before all have called it | about 0 | |
 #
-# All are in `course_lib.collectives`. The call in the last column computes the gradients, if the
-# loss is the **sum of the losses of all ranks**. Example all-reduce: a rank's x is in every rank's
-# sum, so its gradient is the sum of all ranks' gradients. If instead all ranks compute *the same*
-# loss and it counts once, the backward of `all_reduce` is the identity (lesson 07 shows both).
+# In the backward pass, the call in the last column computes the gradients, if the loss is the **sum
+# of the losses of all ranks**. Take `all_reduce`: a rank's x is a term of the sum on every rank, so
+# its gradient is the sum of all ranks' gradients. If instead all ranks compute *the same* loss and
+# it counts once, the backward of `all_reduce` is the identity. Lesson 07 shows both cases.
 #
 # ### Exercise 6 (further): all-to-all
 #
 # Shard $s$ of rank $r$ goes to rank $s$, which stores it in place $r$. Mixture-of-experts models
-# route tokens this way, so x has one or two dimensions. Budget: $p-1$ messages per rank, one shard
-# each, in $p-1$ rounds. About 4 lines, 15 minutes.
+# route tokens this way. x has one or two dimensions. Budget: $p-1$ messages per rank, each of one
+# shard, in $p-1$ rounds. About 4 lines, 15 minutes.
 #
 # <details><summary>Hint: who sends to whom, and when?</summary>
-# In step 1 send to your right neighbor and receive from your left one; in step 2 use those 2 away.
-# No rank gets two messages in a step.
+# In step 1, send to your right neighbor and receive from your left one; in step 2, use the ranks 2
+# away.
 # </details>
 
 
@@ -640,8 +643,8 @@ check("collectives-6", all_to_all)
 # %% [markdown]
 # ## 9 The wrong order
 #
-# All ranks have to make the same calls in the same order. Where kinds or shapes differ, the
-# course's ranks say so (lesson 00). Here both are equal, but rank 0 sums the loss first, and the
+# All ranks have to make the same calls in the same order. If kinds or shapes differ, the course's
+# ranks raise an error (lesson 00). Here both are equal, but rank 0 sums the loss first, and the
 # others the gradient. Will there be an error?
 
 # %% tags=["predict"]
@@ -666,24 +669,21 @@ for rank, line in enumerate(ranks.run(other_order)):
 reveal(guess_order, "no")
 
 # %% [markdown]
-# Same kind, same shape, no error: rank 0's loss was added to the others' gradients. Comparing with
-# one process finds this.
+# There is no error: rank 0's loss was added to the others' gradients. Only the course's ranks print
+# the line `swapped`; elsewhere, compare with one process.
 #
 # ## What to keep
 #
-# - A message costs $\alpha+n/\beta$. Trees and doubling take about $\log_2{p}$ rounds of the
-#   whole tensor; a ring $2(p-1)$ steps of one shard; halving-doubling the ring's bytes in
-#   $2\log_2{p}$ rounds.
-# - All-reduce = reduce-scatter + all-gather: less than $2n$ bytes per rank, for any $p$.
+# - A message takes $\alpha+n/\beta$ seconds. A ring sends few bytes, doubling few messages, and
+#   halving-doubling few bytes in few messages (for $p$ a power of two).
+# - All-reduce = reduce-scatter + all-gather: less than $2n$ bytes per rank on a ring, for any $p$.
 # - Start both sides of an exchange before you wait; make the same calls in the same order.
-#
-# Lesson 05 sends these bytes; lesson 01 tells when they limit speed.
 #
 # ## The same on a cluster
 #
-# `cluster/exercises/04_collectives.py` does much the same as section 6 on any number of nodes:
-# messages to the last rank and back give $\alpha$ and $\beta$; then collectives are timed. Which
-# of the two changes on two nodes? Predict, then type into a terminal, in the course's folder:
+# `cluster/exercises/04_collectives.py` repeats section 6 on any number of nodes: messages to the
+# last rank and back give $\alpha$ and $\beta$; then it times collectives. Which of $\alpha$ and
+# $\beta$ changes on two nodes? Predict, then type into a terminal, in the course's folder:
 #
 # ```sh
 # course submit 04 --nodes 2       # to your site's Slurm, else on this machine
@@ -692,21 +692,20 @@ reveal(guess_order, "no")
 # ```
 #
 # <details><summary>Which of the two changes?</summary>
-# Between nodes both are usually worse: a larger $\alpha$, a smaller $\beta$. Where one machine
+# Between nodes both are usually worse: a larger $\alpha$, a smaller $\beta$. If one machine
 # simulates the nodes, neither changes.
 # </details>
 #
 # ## Read on
 #
 # - Thakur, Rabenseifner, Gropp, *Optimization of Collective Communication Operations in MPICH*,
-#   2005: trees, doubling, halving-doubling, and when each is best.
+#   2005: trees, doubling and halving-doubling.
 # - Patarasuk, Yuan, *Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations*, 2009:
-#   the lower bound on bytes, and a ring without contention.
+#   the lower bound, and a ring without contention.
 # - Sanders, Speck, Träff, *Two-Tree Algorithms for Full Bandwidth Broadcast, Reduction and Scan*,
-#   2009: two trees; Jeaugey, *Massively Scale ... with NCCL 2.4*, 2019, measures them.
+#   2009; Jeaugey, *Massively Scale Your Deep Learning Training with NCCL 2.4*, 2019: double trees.
 # - Hu et al., *Demystifying NCCL*, 2025 (arXiv 2507.04786): protocols, channels, rings and trees.
 # - NVIDIA, nccl-tests, `doc/PERFORMANCE.md`: the factors of the bus bandwidth.
-# - Bekman, *Machine Learning Engineering*, network: measured bandwidths.
 
 # %% tags=["picture", "measured"]
 from course_lib.display import last_run, show, wire_run

@@ -1,27 +1,26 @@
 # %% [markdown]
 # # 05 Data parallelism: same model, different data
 #
-# Give every device a copy of the model and a part of the batch, and keep the copies equal. This
-# fits in five lines, and most mistakes in them go unnoticed, because the loss falls anyway. **How
-# do many copies stay one model, who waits for whom, and what is gained by waiting less?**
+# In data parallelism, every device has a copy of the model and a part of the batch. This fits in
+# five lines, but many mistakes in them go unnoticed, because the loss still falls. **How do the
+# copies stay equal, which ranks wait for which, and what do we gain if they wait less?**
 #
 # *After this lesson you can*
 #
 # - write data parallelism in five steps, and test that the replicas are equal;
-# - deal out the data and weight uneven batches so that $p$ ranks get the results of one process;
+# - distribute the data and weight uneven batches so that $p$ ranks get the results of one process;
 # - say what a straggler costs in synchronous and in asynchronous training;
-# - trade communication for drift with local SGD and DiLoCo, and write DiLoCo's outer step.
+# - communicate less with local SGD and DiLoCo, and write DiLoCo's outer step.
 #
 # **Prerequisites:** lessons 02 (accumulation) and 04 (collectives). **Time:** about 80 minutes to
-# read and run, 75 for the exercises: 1 to 4 are core, 5 and 6 go further. The break is after
-# section 4.
+# read and run, 75 for the exercises.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $p$ | `p` | number of ranks (replicas) |
 # | $n$ | `num_bytes` | bytes of all gradients |
 # | $b_r$ | `num_items` | items in the batch of rank $r$ |
-# | $w$ | | ranks that compute for a parameter server |
+# | $w$ | | number of ranks that compute for a parameter server |
 # | $t_r$ | `step_s` | seconds that rank $r$ takes for a step |
 # | $s$ | `staleness` | updates made between a worker's pull and its push |
 # | $H$ | `every` | local steps between two all-reduces |
@@ -49,11 +48,10 @@ pools = {p: Ranks(p) for p in (1, 2, 3)} | {4: ranks}
 # %% [markdown]
 # ## 1 One process, many threads
 #
-# The first idea (PyTorch's `DataParallel`) needs a single process: a *master* copies its weights to
-# every replica, splits the batch, and starts a thread for each part. The alternative is one
-# *process* per replica. Let two replicas each do a piece of work that only Python does, such as
-# a loop over words. How many times as long as one piece do both take, in two threads and
-# in two processes?
+# PyTorch's `DataParallel` needs a single process: a *master* copies its weights to every replica,
+# splits the batch, and starts a thread for each part. The alternative is one *process* per replica.
+# Two replicas run a loop in pure Python at the same time. How long does this take, as a multiple of
+# one replica alone, in two threads and in two processes?
 
 # %% tags=["predict"]
 guess_threads = predict("two pieces of Python work in two threads, as a multiple of one")
@@ -99,22 +97,21 @@ show(
 )
 
 # %% [markdown]
-# The gradient is right: a copy by `clone` is a differentiable operation, and autograd adds up what
-# comes back. And matrix products *do* run side by side in threads, because PyTorch releases the
-# interpreter's lock while it computes. But Python itself is executed by one thread at a time in
-# standard CPython (builds without the lock exist since 3.13), and a GPU idles when the interpreter
-# launches its kernels too slowly. Two costs come on top: in every step the weights are copied to
-# all replicas and their outputs gathered on the master; and on a CPU one thread runs the whole
-# backward pass. PyTorch's documentation of `DataParallel` therefore recommends
-# `DistributedDataParallel` even within one node.
+# The gradient is right: a copy by `clone` is a differentiable operation, and autograd sums the
+# gradients of all copies. Matrix products *do* run at the same time in threads, because PyTorch
+# releases the interpreter's lock while it computes. But standard CPython executes Python in one
+# thread at a time (builds without this lock exist since 3.13), and a GPU idles if the interpreter
+# launches kernels too slowly. In addition, every step copies the weights to all replicas and
+# gathers the outputs on the master, and on a CPU one thread runs the whole backward pass. PyTorch's
+# documentation of `DataParallel` recommends `DistributedDataParallel` even within one node.
 #
-# **One process per device, each with its own interpreter. From here on, that is a rank.**
+# **Use one process per device, each with its own interpreter. Such a process is a rank.**
 #
 # ## 2 Five steps
 #
-# One weight, four ranks, and only rank 0 has the right start, 0.1. Each rank computes a gradient
-# from its own data: 0.8, -0.2, -0.7, 0.4. All take the mean, and step with a learning rate of 1.
-# What is the weight afterwards?
+# Four ranks train a model with one weight, and only rank 0 has the initial weight, 0.1. The ranks
+# compute gradients from their own data: 0.8, -0.2, -0.7, 0.4. All take the mean gradient, and step
+# with a learning rate of 1. What is the weight afterwards?
 
 # %% tags=["predict"]
 guess_weight = predict("the weight on every rank")
@@ -137,14 +134,15 @@ print("weights on the four ranks:", *(f"{weight:.3f}" for weight in weights))
 reveal(guess_weight, round(weights[0], 6))
 
 # %% [markdown]
-# No rank sends a weight after the start: equal weights and equal gradients give equal weights.
+# No rank sends weights after the broadcast: equal weights, gradients and optimizer states give
+# equal weights.
 #
 # ### Exercise 1: an equal start (core, 10 minutes)
 #
-# A module has more than weights: buffers (batch norm's statistics; `state_dict()` may leave some
-# out), and frozen parameters, which stay frozen. Give every rank the values of rank 0, **in
-# place**: the same tensors in the same memory. Budget: one `broadcast` per tensor, and no other
-# call. `module.parameters()` lists tied ones once. About 3 lines.
+# A module has more than weights: it has buffers (batch norm's statistics; `state_dict()` may omit
+# some) and frozen parameters, which stay frozen. Give every rank the values of rank 0, **in
+# place**: keep the same tensors in the same memory. Budget: one `broadcast` per tensor, and no
+# other call. About 3 lines.
 #
 # <details><summary>Hint: the check says that autograd records it</summary>
 # Broadcast <code>tensor.data</code> (or <code>tensor.detach()</code>): the same memory, outside of
@@ -172,7 +170,7 @@ check("data_parallel-1", make_equal)
 # a larger one. About 4 lines.
 #
 # <details><summary>Hint: None has no all_reduce</summary>
-# A frozen or unused parameter has none: skip it.
+# A frozen or unused parameter has no gradient: skip it.
 # </details>
 
 
@@ -196,9 +194,9 @@ check("data_parallel-2", average_gradients)
 # ## 3 The law: the results of one process
 #
 # The law: after any step, $p$ ranks have the weights that one process has with the whole batch, up
-# to rounding. Test it: a GPT, three steps, a batch of 8 split into $p$ parts; every rank draws its
-# initial weights from a seed of its own. `NaiveDDP` does the five steps, on 4 ranks and on 1,
-# beside PyTorch's DDP. (A `fingerprint` is a short number computed from all weights.)
+# to rounding. We test it with a GPT, three steps, and batches of 8, split into $p$ parts. Every
+# rank draws its initial weights from its own seed. `NaiveDDP` makes the five steps on 4 ranks and
+# on 1; PyTorch's DDP runs on 4. (A `fingerprint` is a short number computed from all weights.)
 
 # %%
 tiny = ModelSpec(hidden=32, num_layers=1, num_heads=2, ffn_hidden=64, vocab=32, max_seq=16)
@@ -231,11 +229,12 @@ for wrap in (NaiveDDP, nn.parallel.DistributedDataParallel):
     print(f"    {len(calls)} calls in 3 steps, {sum(e.num_bytes for e in calls)} bytes")
 
 # %% [markdown]
-# The same bytes in fewer messages: PyTorch puts gradients into *buckets* (lesson 06). Batch norm
-# (statistics of a rank's own part) and dropout (masks of its own) break the law.
+# PyTorch sends the same bytes in fewer messages, because it puts gradients into *buckets* (lesson
+# 06). Batch norm and dropout break the law: each rank computes statistics of its own part, and
+# draws its own masks.
 #
-# **Break it.** Forget the broadcast: every rank keeps its own start, and the gradients are averaged
-# in each step. Does the loss still fall?
+# **Break it.** Without the broadcast, every rank keeps its own initial weights, but the gradients
+# are averaged in each step. Does the loss still fall?
 
 # %% tags=["predict"]
 guess_falls = predict("does the loss fall without the broadcast?", choices=YES_NO)
@@ -258,14 +257,15 @@ for step in (1, 20, 40):
 reveal(guess_falls, "yes" if by_rank[0][-1][0] < by_rank[0][0][0] else "no")
 
 # %% [markdown]
-# The table shows loss and fingerprint of the parameters, rank by rank: four different models, each
-# stepped with a mean that includes the gradients of the others, and each of them learns. **Equal
-# fingerprints are the test; a falling loss is not.**
+# The table shows loss and fingerprint of each rank. These are four different models, and each steps
+# with the mean of all four gradients. By step 40, all losses have fallen. **Equal fingerprints are
+# the test; a falling loss is not.**
 #
 # ## 4 Every rank reads something else
 #
-# Ten items, four ranks, one item per step. Every rank has to make as many steps as the others, or
-# their last all-reduce never completes. If none is left out, how many are read twice in an epoch?
+# Four ranks read ten items, one item per rank and step. If a rank makes fewer steps than the
+# others, their last all-reduce never completes. If no item is left out, how many are read twice in
+# an epoch?
 
 # %% tags=["predict"]
 guess_twice = predict("items read twice, 10 items on 4 ranks")
@@ -274,14 +274,14 @@ guess_twice = predict("items read twice, 10 items on 4 ranks")
 # %% [markdown]
 # ### Exercise 3: the sampler (core, 15 minutes)
 #
-# Shuffle all items in an order that depends on the epoch and **not** on the rank, then deal them
-# out like cards, or in blocks, equally many to each rank. If items are missing at the end, go on
-# with the first ones of the order, again and again if they are few.
-# `torch.randperm(n, generator=...)` shuffles; seed the generator, and leave the global random state
-# alone. The same call gives the same numbers in every process, in a new list. About 3 lines.
+# Shuffle all items in an order that depends on the epoch and **not** on the rank. Then give each
+# rank equally many items, in turn or in blocks. If items are missing at the end, repeat the order
+# from its beginning, as often as necessary. `torch.randperm(n, generator=...)` shuffles; seed the
+# generator, and do not change the global random state. The same call gives the same numbers in
+# every process, in a new list. About 3 lines.
 #
 # <details><summary>Hint: some items are never read</summary>
-# If each rank shuffles in its own way, they do not deal out the same order.
+# If each rank shuffles in its own way, the ranks do not share one order.
 # </details>
 
 
@@ -315,37 +315,37 @@ forgotten = RankSampler(10, 0, 4)
 print("rank 0 without set_epoch: epochs", *(list(forgotten) for epoch in range(3)))
 
 # %% [markdown]
-# Without `set_epoch` each epoch repeats the first one's order, and each rank sees the same part of
-# the data in every epoch. Nothing fails.
+# Without `set_epoch`, each epoch repeats the order of the first, and each rank reads the same items
+# in every epoch. There is no error.
 #
-# **One order for all ranks, another one each epoch, and equally many steps on every rank.**
+# **Use one order for all ranks, a new one in each epoch, and equally many steps on every rank.**
 #
 # *A good place for a break.*
 #
 # ## 5 The last batch is uneven
 #
-# Four ranks have batches of 3, 3, 3 and 1 items. Each takes the mean loss of its own items, and
-# then the mean over ranks is taken. The item on the last rank then counts how many times as much as
-# any other item?
+# Four ranks have batches of 3, 3, 3 and 1 items. Each rank takes the mean loss of its own items,
+# and we take the mean over ranks. How many times as much as any other item does the item on the
+# last rank count?
 
 # %% tags=["predict"]
 guess_counts = predict("weight of the single item, as a multiple of the others'")
 ### GUESS guess_counts.commit(2)
 
 # %% [markdown]
-# The mean gives each rank the weight $\frac1p$; right is $\frac{b_r}{\sum_k b_k}$. So scale the
-# loss before `backward`.
+# The mean over ranks gives each rank the weight $\frac1p$, but the right weight is
+# $\frac{b_r}{\sum_k b_k}$. So scale the loss before `backward`.
 #
 # ### Exercise 4: the weight (core, 15 minutes)
 #
-# Scale a rank's mean loss so that the *mean over ranks* is the mean over all items. A rank, or
-# even every rank, may have no items: its loss is `nan`; return 0, as a tensor that keeps its
-# graph. A `nan` from real items stays `nan`. Leave `loss` itself as it is, `backward` to the
-# caller. Budget: one `all_reduce` of one number (8 bytes), and no other call. About 4 lines.
+# Scale a rank's mean loss so that the *mean over ranks* is the mean over all items. A rank without
+# items has the loss `nan`: return 0, as a tensor that keeps its graph. (All ranks may be without
+# items.) A `nan` from real items stays `nan`. Do not change `loss` itself, and do not call
+# `backward`. Budget: one `all_reduce` of one number (8 bytes), and no other call. About 4 lines.
 #
 # <details><summary>Hint: nan times 0 is nan</summary>
-# <code>loss.nan_to_num()</code> is a number, and 0 times it is a zero that backward can follow. Use
-# it only where there are no items: a nan of real items is an error that everybody should see.
+# <code>loss.nan_to_num()</code> is finite, and 0 times it is a zero that keeps the graph. Use it
+# only if there are no items, so that a nan from real items stays visible.
 # </details>
 #
 # <details><summary>Hint: the others never return</summary>
@@ -382,19 +382,20 @@ print(f"of 1 ... 9 and 1000: weighted mean {right:g}, mean of the ranks' means {
 reveal(guess_counts, (1 / 1) / (1 / 3))
 
 # %% [markdown]
-# **Weight ranks by their numbers of items: only with equal numbers is the mean of means right.**
+# **Weight each rank by its number of items. The mean of means is right only if these numbers are
+# equal.**
 #
 # ## 6 The slowest rank sets the pace
 #
-# Waiting for all ranks at the end of each step is called *bulk-synchronous parallel* (BSP; Valiant
-# 1990). Three workers take 20 ms for a step; one of them becomes a *straggler*, 8 times as slow.
-# How long does a round (one step of all) take?
+# If all ranks wait for each other at the end of each step, training is *bulk-synchronous parallel*
+# (BSP; Valiant 1990). Three workers take 20 ms each for a step; then one of them becomes a
+# *straggler*, 8 times as slow. How long does a round (one step of each worker) take?
 #
-# The other extreme: rank 0 becomes a **parameter server** (Li et al. 2014). It holds the weights; a
-# worker pulls them, computes, and pushes its gradient, which is applied as soon as it is received.
-# No worker waits for another. But between a worker's pull and its push, others may have updated the
-# weights; the number of these updates is the gradient's **staleness** $s$. If all are equally fast,
-# what is the mean staleness with 3 workers?
+# In asynchronous training, rank 0 is a **parameter server** (Li et al. 2014). It holds the weights.
+# A worker pulls them, computes, and pushes its gradient, which the server applies at once. No
+# worker waits for another. But between a worker's pull and its push, others may have updated the
+# weights; the number of these updates is the gradient's **staleness** $s$. If 3 workers are equally
+# fast, what is the mean staleness?
 
 # %% tags=["predict"]
 guess_round = predict("a round of three workers, one of them 8 times as slow", unit="ms")
@@ -426,14 +427,14 @@ for name, method, count in (("BSP", "synchronous", 2), ("asynchronous", "asynchr
     ranks.run(serve, method, count, slowdown=8)
     runs[name] = [e for e in ranks.events if e.kind in ("compute", "optimizer", "wait")]
 title = f"BSP waits for rank 3: two rounds take {max(e.end_s for e in runs['BSP']) * 1e3:.0f} ms"
-show(timelines(runs, title), alt=f"{title}; asynchronous workers never wait for one another")
+show(timelines(runs, title), alt=f"{title}; asynchronous workers do not wait for one another")
 
 # %% [markdown]
 # ### Exercise 5: how stale? (further, 10 minutes)
 #
-# The server knows the worker of every update, such as `[1, 2, 1, 1, 2]`; there may be more workers.
-# A worker pulls right after its own update, and all have pulled before the first update. Leave the
-# list as it is. About 5 lines.
+# `order` names the worker of every update, such as `[1, 2, 1, 1, 2]`; there may be more workers.
+# All pull before the first update, and each pulls again right after its own update. Do not change
+# the list. About 5 lines.
 #
 # <details><summary>Hint: everything is one too large</summary>
 # When a worker pulls, its own update is already in the weights. Count only those after it.
@@ -451,11 +452,11 @@ def staleness_of(order):
 check("data_parallel-5", staleness_of)
 
 # %% [markdown]
-# By formula, a round takes $\max_r t_r$. Asynchronously, worker $k$ makes $1/t_k$ updates per
-# second, so $\sum_{k \ne r} t_r / t_k$ of the others' updates fall into one step of worker $r$. The
-# simulation computes the order of updates; the real server counts them. Formula and simulation use
-# one measured number, $t$ without stragglers. (The straggler *sleeps* longer, but computes as fast
-# as others.)
+# A round takes $\max_r t_r$. In asynchronous training, worker $k$ makes $1/t_k$ updates per second,
+# so $\sum_{k \ne r} t_r / t_k$ updates of the others fall into one step of worker $r$. This is its
+# mean staleness. The simulation computes the order of updates; the real server counts them. Formula
+# and simulation use one measured number, $t$ without stragglers. (The straggler *sleeps* longer,
+# but computes as fast as the others.)
 
 # %% tags=["picture", "measured"]
 slowdowns = [1, 2, 4, 8]
@@ -471,7 +472,7 @@ def steps_s(k):
 
 reveal(guess_round, median(bsp_s[-1]) * 1e3)
 ratios = median(bsp_s[-1]) / median(bsp_s[0]), free_s[-1] / free_s[0]
-title = "A straggler: a round takes {:.1f} times as long, 3 asynchronous updates {:.1f}"
+title = "With a straggler, rounds take {:.1f} times as long, 3 asynchronous updates {:.1f}"
 title = title.format(*ratios)
 claim("a straggler slows rounds more than asynchronous updates", ratios[0] > 2 * ratios[1])
 show(pictures.pace(slowdowns, steps_s, bsp_s, free_s, title), alt=f"{title}; rounds wait for it")
@@ -479,17 +480,18 @@ show(pictures.pace(slowdowns, steps_s, bsp_s, free_s, title), alt=f"{title}; rou
 # %% tags=["picture", "measured"]
 reveal(guess_stale, mean(u.staleness for u in frees[0]))
 old = pictures.mean_staleness(frees[-1], worker=3)
-title = f"A straggler that sleeps {slowdowns[-1]} times as long: gradients {old:.0f} updates old"
+title = f"If rank 3 sleeps {slowdowns[-1]} times as long, its gradients are {old:.0f} updates old"
 show(pictures.staleness(slowdowns, steps_s, frees, title), alt=f"{title}; simulation agrees")
 
 # %% [markdown]
-# Over *all* updates the mean staleness is $w - 1$ whatever the speeds (a little less in a short
-# run, whose first gradients are fresh): each update comes while each of the $w - 1$ other workers
-# computes one gradient, and makes it older by one.
+# Over *all* updates, the mean staleness is $w - 1$, whatever the speeds: at each update, the
+# $w - 1$ other workers are computing one gradient each, and the update makes each of these older by
+# one. (In a short run it is a little lower, because the first gradients are fresh.)
 #
-# Does staleness hurt? Take the same GPT, data of its own for each worker, rank 3 a straggler, one
-# learning rate. A BSP update is the mean of three fresh gradients, an asynchronous one a single
-# stale gradient. Who has the lower loss after 40 updates, and who after two seconds?
+# Does staleness hurt? We train the GPT of section 3. Each worker has its own data, rank 3 is a
+# straggler, and the learning rate is the same. A BSP update uses the mean of three fresh gradients,
+# an asynchronous update one gradient, mostly a stale one. Which run has the lower loss after 40
+# updates, and which after two seconds?
 
 # %% tags=["predict"]
 sides = ("BSP", "asynchronous")
@@ -517,12 +519,12 @@ claim("with this straggler, asynchronous training learns more per second", last[
 show(pictures.losses_by_time(bsp, free, times_s, title), alt=f"{title}; here waiting costs more")
 
 # %% [markdown]
-# That is one straggler, 8 times as slow, and a small model. On equal machines BSP loses little
-# time, has no stale gradients, and its updates do not depend on which rank is faster. Llama 3, on
-# up to 16,384 GPUs, was trained synchronously (Grattafiori et al. 2024, section 3.3.4).
+# This is a small model, with one straggler that is 8 times as slow. On equally fast machines, BSP
+# loses little time, has no stale gradients, and its updates do not depend on the ranks' speeds.
+# Llama 3 was trained synchronously, on up to 16,384 GPUs (Grattafiori et al. 2024, section 3.3).
 #
-# The server also has a price of its own: all gradients enter through *its* link, and all weights
-# leave through it. What does the busiest rank send in a step?
+# A server has another cost: all gradients enter through *its* link, and all weights leave through
+# it. How many bytes does the busiest rank send in a step?
 
 # %% tags=["picture"]
 from course_lib.collectives import ring_all_reduce
@@ -540,15 +542,15 @@ title = f"On 4 ranks a server sends {server[-1]:.1f} n per step, a rank of a rin
 show(pictures.busiest_link(p_values, ring, server, title), alt=f"{title}, always below 2 n")
 
 # %% [markdown]
-# (Real parameter servers share this load among ranks; Li et al. 2014.)
+# (Li et al. 2014 share this load among several servers.)
 #
-# **BSP waits for the slowest rank. Asynchronous training does not, but it uses older weights.**
+# **BSP waits for the slowest rank. Asynchronous training does not, but its gradients are stale.**
 #
 # ## 7 On real GPUs
 #
-# What remains when every GPU has the same speed? The Ultra-Scale Playbook (Hugging Face 2025)
-# trained a model of 1.3 billion parameters by data parallelism on 8 to 256 H100. On 256 GPUs, how
-# fast is one GPU, in per cent of its speed on 8?
+# Tazi et al. (2025, *The Ultra-Scale Playbook*) trained a model of 1.3 billion parameters by data
+# parallelism on 8 to 256 H100. On 256 GPUs, how many tokens/s does one GPU process, in percent of
+# its tokens/s on 8?
 
 # %% tags=["predict"]
 guess_kept = predict("tokens/s per GPU on 256 GPUs / on 8 GPUs", unit="%")
@@ -557,30 +559,31 @@ guess_kept = predict("tokens/s per GPU on 256 GPUs / on 8 GPUs", unit="%")
 # %% tags=["picture"]
 kept, bandwidth = (series[-1] for series in pictures.published_scaling()[1:])
 reveal(guess_kept, kept)
-title = f"From 8 to 256 GPUs: speed per GPU {kept:.0f} %, all-reduce bandwidth {bandwidth:.0f} %"
+title = f"On 256 GPUs: speed per GPU {kept:.0f} % of that on 8, bandwidth {bandwidth:.0f} %"
 show(pictures.scaling_on_gpus(title), alt=f"{title}, published for nodes of 8 H100")
 
 # %% [markdown]
-# All runs have 256 sequences per step: 32 per GPU on 8 GPUs, one on 256. So each GPU computes less
-# per step, but all-reduces equally large gradients. Between nodes they cross the network, and the
-# bandwidth of an all-reduce falls much faster than the tokens per second.
+# All runs have 256 sequences per step: 32 per GPU on 8 GPUs, one on 256. So with more GPUs, each
+# computes less per step, but all-reduces equally large gradients. Between nodes, they cross the
+# network, and the bandwidth of an all-reduce falls much faster than the tokens/s per GPU.
 #
 # **With overlap (lesson 06), data parallelism scales well as long as backward takes longer than the
 # all-reduce of the gradients.**
 #
 # ## 8 Communicate every H steps
 #
-# *Local SGD* (Stich 2019): every rank steps alone, and every $H$ steps all take the mean of their
-# *weights* (`LocalSGD.step_done()`, after `optimizer.step()` in `train`). With $H = 1$ and plain
-# SGD this is data parallelism: the mean of the stepped weights is one step with the mean gradient.
-# It sends $\frac1H$ of the bytes, and in between the replicas drift apart.
+# In *local SGD* (Stich 2019), every rank steps alone, and after every $H$ steps all ranks take the
+# mean of their *weights* (`LocalSGD.step_done()`, after `optimizer.step()` in `train`). With
+# $H = 1$ and plain SGD, this is data parallelism: the mean of the stepped weights is one step with
+# the mean gradient. Local SGD sends $\frac1H$ of the bytes, and between two means the replicas
+# drift apart.
 #
-# *DiLoCo* (Douillard et al. 2023, algorithm 1) adds an optimizer, and no bytes. In a round of $H$
-# inner steps, rank $r$ goes from the common start $\theta$ to $\theta_r$. Treat the mean of these
-# changes, with the opposite sign, $\Delta = \theta - \frac1p \sum_r \theta_r$, as a gradient, the
-# **outer gradient**, and give it to a second, **outer optimizer**: SGD with Nesterov momentum,
+# *DiLoCo* (Douillard et al. 2023, algorithm 1) adds an optimizer, but no bytes. In a round of $H$
+# inner steps, rank $r$ goes from common weights $\theta$ to $\theta_r$. The mean of these changes,
+# with the opposite sign, is the **outer gradient** $\Delta = \theta - \frac1p \sum_r \theta_r$. The
+# **outer optimizer** steps with it: SGD with learning rate $\eta$ and Nesterov momentum $\mu$:
 # $v \leftarrow \mu v + \Delta$, then $\theta \leftarrow \theta - \eta (\Delta + \mu v)$. With
-# $\mu = 0$ and $\eta = 1$ the new $\theta$ is the mean of the $\theta_r$: local SGD. The momentum
+# $\mu = 0$ and $\eta = 1$, the new $\theta$ is the mean of the $\theta_r$: local SGD. The momentum
 # adds up the directions of earlier rounds. The paper's inner optimizer is AdamW, and $H = 500$.
 
 # %% tags=["predict"]
@@ -591,14 +594,13 @@ guess_loss = predict("the lowest loss after 64 steps, H = 16", choices=("local S
 # ### Exercise 6: the outer step (further, 15 minutes)
 #
 # `starts` are the parameters at the beginning of the round, equal on all ranks; `params` are this
-# rank's at the end of the round; `outer` is an optimizer of `starts`. Put the outer gradient in
-# `start.grad`, let `outer` step, and copy the new `starts` into `params`. All in place and under
-# `torch.no_grad()`: `params` belong to a model that is trained. Leave `param.grad` alone;
-# `nan` stays `nan`. Budget: one `all_reduce` per tensor, in its dtype, and no other call. About 7
-# lines.
+# rank's parameters at its end; `outer` is an optimizer of `starts`. Put the outer gradient in
+# `start.grad`, let `outer` step, and copy the new `starts` into `params`. Do all this in place and
+# under `torch.no_grad()`: `params` belong to a model in training. Do not change `param.grad`; `nan`
+# stays `nan`. Budget: one `all_reduce` per tensor, in its dtype, and no other call. About 7 lines.
 #
 # <details><summary>Hint: the loss rises</summary>
-# An optimizer subtracts what stands in <code>grad</code>. Which difference points back?
+# An optimizer subtracts <code>grad</code>. Which difference points back to the start?
 # </details>
 
 
@@ -637,32 +639,35 @@ claim("at H = 16, DiLoCo reaches a lower loss", losses["DiLoCo"][-1] < losses["l
 show(pictures.local_sgd(periods, losses, title), alt=f"{title}, after 64 steps on 4 ranks")
 
 # %% [markdown]
-# Here local SGD's loss grows with $H$; DiLoCo at $H = 16$ comes close to data parallelism (local
-# SGD at $H = 1$). But the inner optimizer is plain SGD, so a part of the gain is momentum itself
-# (Kallusky et al. 2025 find gains even with a single worker), and 64 steps of a tiny model prove
-# nothing about a large one. The paper's claim, on C4: 8 workers do as well as synchronous training,
-# with 500 times less communication (abstract).
+# Here local SGD's loss grows with $H$, and DiLoCo at $H = 16$ comes close to data parallelism
+# (local SGD at $H = 1$). But our inner optimizer is plain SGD, so a part of the gain may be
+# momentum itself: Kallusky et al. (2025) find gains even with a single worker. And 64 steps of a
+# tiny model show nothing about a large one. Douillard et al. report for the data set C4 that 8
+# workers do as well as synchronous training and communicate 500 times less (abstract).
 #
-# **All-reducing every $H$ steps saves bytes in proportion, and changes the training.**
+# **If ranks all-reduce only every $H$ steps, they send $\frac1H$ of the bytes, but the training
+# changes.**
 #
 # ## What to keep
 #
-# - One process per device: threads share one interpreter, and copy the model in every step.
-# - Broadcast once (buffers, too); then the mean gradient, in every step. Averaging gradients keeps
-#   equal replicas equal; it cannot equalize different ones.
-# - One shuffled order for all, another one each epoch; weight uneven batches by their items.
-# - BSP is as fast as its slowest rank, with the results of one process. Asynchronous training has a
-#   mean staleness of $w - 1$.
-# - Local SGD and DiLoCo send $\frac1H$ of the bytes; their replicas drift apart in between.
+# - Use one process per device: threads share one interpreter, and `DataParallel` copies the model
+#   in every step.
+# - Broadcast parameters and buffers once; take the mean gradient in every step. This keeps equal
+#   replicas equal, but does not make different ones equal.
+# - Use one shuffled order for all ranks, a new one in each epoch; weight uneven batches by their
+#   items.
+# - BSP is as fast as its slowest rank, and gives the results of one process. Asynchronous training
+#   has a mean staleness of $w - 1$.
+# - Local SGD and DiLoCo send $\frac1H$ of the bytes, but the replicas drift apart.
 #
-# So far gradients wait until backward has ended. They need not: lesson 06.
+# Lesson 06 starts communication during backward.
 #
 # ## Read on
 #
-# - Li et al. 2020, *PyTorch Distributed* (VLDB): the design of DDP, measured on up to 256 GPUs.
-# - Li et al. 2014, *Scaling Distributed Machine Learning with the Parameter Server* (OSDI).
-# - Goyal et al. 2017, *Accurate, Large Minibatch SGD*: what to do to the learning rate when ranks
+# - Li et al. 2020, *PyTorch Distributed*: the design of DDP, measured on up to 256 GPUs.
+# - Li et al. 2014, *Scaling Distributed Machine Learning with the Parameter Server*.
+# - Goyal et al. 2017, *Accurate, Large Minibatch SGD*: how to change the learning rate when ranks
 #   are added.
-# - Stich 2019, *Local SGD Converges Fast and Communicates Little* (ICLR): when it converges.
-# - Douillard et al. 2023, *DiLoCo* (arXiv 2311.08105): the algorithm of section 8.
-# - The Ultra-Scale Playbook (Hugging Face 2025): data parallelism among all the other methods.
+# - Stich 2019, *Local SGD Converges Fast and Communicates Little*: when it converges.
+# - Douillard et al. 2023, *DiLoCo* (arXiv 2311.08105); Kallusky et al. 2025, *SNOO: Step-K Nesterov
+#   Outer Optimizer*: the outer momentum with one worker.

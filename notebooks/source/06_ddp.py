@@ -1,26 +1,26 @@
 # %% [markdown]
 # # 06 DDP: buckets and overlap
 #
-# Data parallelism (lesson 05) ends every step with an all-reduce of the gradients, and while it
-# runs, the ranks do not compute. But the last layer's gradient is complete when backward has hardly
-# begun. **How much of the communication can be hidden behind backward, and how large should a
-# message be?** Here you build what PyTorch's `DistributedDataParallel` does.
+# In lesson 05, the ranks all-reduced the gradients after backward. But the gradients of the last
+# layers are complete long before backward ends. **How much of the communication can run during
+# backward, and how large should a message be?** You build the core of PyTorch's
+# `DistributedDataParallel` (DDP).
 #
 # *After this lesson you can*
 #
 # - overlap the all-reduce of gradients with backward, in buckets, with hooks;
 # - predict the time of a step, and derive the best number of buckets;
-# - use `no_sync`, find unused parameters, and say why a rank hangs;
+# - use `no_sync`, handle unused parameters, and say why a rank hangs;
 # - compress gradients (bf16, top-k, PowerSGD) and say what that costs.
 #
-# **Prerequisites:** lessons 04 (collectives) and 05 (data parallelism). **Time:** about 85 minutes
-# to read and run, 95 for the exercises: 1 to 3 and 6 are core, 4 and 5 go further.
+# **Prerequisites:** lessons 04 and 05. **Time:** about 85 minutes to read and run, 95 for the
+# exercises (1 to 3 and 6 are core, 4 and 5 go further).
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $p$ | `p` | ranks, each with the whole model |
 # | $n$ | `n` | bytes of all gradients |
-# | $k$ | `k` | buckets: messages in one step |
+# | $k$ | `k` | number of buckets (one message each) |
 # | $F$, $B$ | `forward_s`, `backward_s` | seconds of forward and backward |
 # | $c$ | | seconds of one bucket's all-reduce |
 # | $\alpha$, $\beta$ | `link` | latency (s), bandwidth (bytes/s; in papers often its inverse) |
@@ -47,11 +47,12 @@ from course_lib.ranks import RankError, Ranks, record
 # %% [markdown]
 # ## 1 When is a gradient ready?
 #
-# Backward goes from the last layer to the first. PyTorch reports when a parameter's gradient is
-# complete: `param.register_post_accumulate_grad_hook(f)` calls `f(param)` (with the *parameter*).
+# Backward goes from the last layer to the first. After
+# `param.register_post_accumulate_grad_hook(f)`, PyTorch calls `f(param)` (with the *parameter*)
+# when this parameter's gradient is complete.
 #
-# In our GPT the output layer *is* the embedding: one matrix, used by the first and the last layer.
-# When is its gradient ready?
+# In our GPT the embedding and the output layer use the same matrix (they are *tied*). When is its
+# gradient ready?
 
 # %% tags=["predict"]
 guess_ready = predict("the gradient of the tied embedding is ready", choices=("first", "last"))
@@ -72,23 +73,23 @@ gpt, batch = GPT(MODELS["tiny"]), next_tokens(token_batch(0, batch=4, seq=16, vo
 registered, ready = ready_order(gpt, token_loss(gpt(batch[0]), batch[1]))
 reveal(guess_ready, "last" if ready[-1] == "embedding.weight" else "first")
 moved = pictures.num_out_of_line(registered, ready)
-title = f"Last parameter, first ready: true except for {moved} of {len(ready)} parameters"
-show(pictures.ready_order(registered, ready, title), alt=f"{title}; the rest lies on a line")
+title = f"The hooks run in reverse order of parameters(), except for {moved} of {len(ready)}"
+show(pictures.ready_order(registered, ready, title), alt=f"{title}; the others lie on a line")
 
 # %% [markdown]
-# A matrix that is used twice has *one* gradient, and it is complete when both uses have
-# contributed. For the others, `parameters()` in *reverse order* is a good guess; the
-# true order depends on the forward pass.
+# A matrix that is used twice has *one* gradient, which is complete when both uses have contributed.
+# For the other gradients, the *reverse order* of `parameters()` is a good guess; the true order
+# depends on the forward pass.
 #
 # **Most gradients are ready long before backward ends, roughly in reverse order of
 # `parameters()`.**
 #
 # ## 2 Buckets
 #
-# One message per parameter pays the latency each time; one message for all cannot be sent before
-# backward ends. So gradients are sent in **buckets** (PyTorch's default: 25 MiB). How many buckets
-# does GPT-2 need, in float32? No gradient is split: in our code, a gradient larger than a bucket is
-# sent alone.
+# With one message per parameter, each pays the latency; a single message for all gradients cannot
+# be sent before backward ends. So gradients are sent in **buckets** (in PyTorch, 25 MiB by
+# default). No gradient is split: in our code, a gradient larger than a bucket is sent alone. How
+# many buckets does GPT-2 need, in float32?
 
 # %% tags=["predict"]
 with torch.device("meta"):  # shapes without memory
@@ -109,22 +110,21 @@ for name, found in (("ours", buckets), ("PyTorch's", theirs)):
 
 # %% [markdown]
 # PyTorch (2.13, `torch/nn/parallel/distributed.py`) differs in two ways. Unless you set
-# `bucket_cap_mb`, its *first* bucket has a limit of 1 MiB, so that communication starts early; the
-# others have 25. And PyTorch closes a bucket once it *reaches* the limit; ours closes before. In
-# both, the last bucket contains the embedding, and no computation is left to hide it.
+# `bucket_cap_mb`, its *first* bucket has a limit of 1 MiB, so that communication starts early. And
+# it closes a bucket once the size *reaches* the limit; our code closes it before. In both, the last
+# bucket contains the embedding, and no computation is left to hide its all-reduce.
 #
 # ### Exercise 1: which bucket? (core, 15 minutes)
 #
 # Return the buckets in the order in which they fill up: go from the last parameter to the first,
-# and put as many into each as fit into `bucket_bytes`. Frozen parameters never get a gradient; a
-# tied one has a single gradient. About 8 lines.
+# and put as many into each bucket as fit into `bucket_bytes`. Frozen parameters get no gradient; a
+# tied parameter has a single gradient. About 8 lines.
 #
 # <details><summary>Hint: a tied weight appears twice</summary>
-# <code>module.parameters()</code> lists every parameter once, however many names it has.
+# <code>module.parameters()</code> lists every parameter once, even if it has several names.
 # </details>
 # <details><summary>Hint: over the limit, or an empty bucket</summary>
-# Would the bucket exceed the limit with this parameter? Then open a new bucket; but an empty bucket
-# takes any parameter.
+# If the bucket would exceed the limit, open a new one. An empty bucket takes any parameter.
 # </details>
 
 
@@ -148,14 +148,14 @@ def assign_buckets(module, bucket_bytes):
 check("ddp-1", assign_buckets)
 
 # %% [markdown]
-# **The size of a bucket is a compromise between many latencies and one late message.**
+# **Small buckets pay many latencies; large buckets are sent late.**
 #
 # ## 3 Send now, wait later
 #
-# `dist.all_reduce(x, async_op=True)` starts the sum and returns a handle at once; its `wait()`
-# returns when `x` holds the sum (with NCCL, only the current CUDA stream waits; the CPU goes on).
-# For overlap, start the sums in a hook. Rank $r$ contributes $10^r$, and after `wait()` rank 0
-# divides by four. If no rank waits and the last rank is late, is rank 0's mean still right?
+# `dist.all_reduce(x, async_op=True)` starts the sum and returns a handle at once. With gloo, the
+# handle's `wait()` blocks until `x` holds the sum; with NCCL, by default only the current CUDA
+# stream waits, and the CPU goes on. Rank $r$ contributes $10^r$, and rank 0 divides `x` by four. If
+# no rank calls `wait()`, and rank 3 is late, is the mean on rank 0 right?
 
 # %% tags=["predict"]
 guess_wait = predict("is the mean right on rank 0 without wait()?", choices=("yes", "no"))
@@ -178,27 +178,27 @@ print(f"rank 0 with wait(): {right[0]}, without: {wrong[0]}")
 reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 
 # %% [markdown]
-# Rank 0 divided its own number by four, without an error; a loss could still fall.
+# Rank 0 divided its own number by four, and no error was raised.
 #
 # ### Exercise 2: hook and finish (core, 25 minutes)
 #
 # In `on_grad`, send a bucket when *all* its gradients are complete, but never bucket $i$ before
 # bucket $i-1$: the ready order may differ between ranks. In `finish`, wait, and leave the mean in
-# every `param.grad`. `ready` is for parameters with a complete gradient, `in_flight` for what was
-# sent. Budget: one all_reduce per bucket, in the dtype of its gradients. Your code must also work
-# with several models, and when a gradient is transposed in memory or zero on one rank; inf
-# and nan must stay as they are. About 15 lines.
+# every `param.grad`. `ready` is for parameters with a complete gradient, `in_flight` for sent
+# buckets. Budget: one all-reduce per bucket, in the dtype of its gradients. Your code must also
+# work with several models, and with a gradient that is transposed in memory or zero on one rank;
+# inf and nan must stay as they are. About 15 lines.
 #
 # <details><summary>Hint: the ranks make different calls</summary>
-# Do not send the bucket of this <code>param</code>, but bucket <code>self.next</code>; repeat while
-# the next one is full.
+# Send bucket <code>self.next</code>, not the bucket of this <code>param</code>; repeat while the
+# next bucket is full.
 # </details>
 # <details><summary>Hint: the truth value of a tensor is ambiguous</summary>
 # <code>param in bucket</code> compares values. A set compares identities:
 # <code>self.ready.issuperset(bucket)</code>.
 # </details>
 # <details><summary>Hint: the second step is wrong</summary>
-# At the end of <code>finish</code> everything has to be as in <code>__init__</code>.
+# At the end of <code>finish</code>, reset every attribute to its value in <code>__init__</code>.
 # </details>
 # <details><summary>Hint: from one flat tensor back to gradients</summary>
 # <code>flat.split([param.numel() for param in bucket])</code>, then <code>view_as(param)</code>.
@@ -245,8 +245,9 @@ class Overlapped:
 check("ddp-2", Overlapped)
 
 # %% [markdown]
-# From here on the course's `DDP` does this: `backward()`, then `model.finish()`, then `step()`. It
-# also makes the ranks' weights equal at the start. Does it compute the same as one process?
+# From here on we use the course's `DDP`, which does the same: call `backward()`, `model.finish()`,
+# then `step()`. At the start it also copies rank 0's weights to all ranks. Does it compute the same
+# as one process?
 
 
 # %% tags=["check"]
@@ -268,13 +269,13 @@ print("all ranks bit-equal:", all(torch.equal(together[0], other) for other in t
 print("as one process, within 1e-12:", bool((together[0] - alone).abs().max() < 1e-12))
 
 # %% [markdown]
-# **Start all-reduces in the hook, wait after backward; use the same order on all ranks.**
+# **Start all-reduces in the hook, in the same order on all ranks, and wait after backward.**
 #
 # ## 4 Overlap on a clock
 #
-# On a GPU, NCCL's kernels run beside those of backward, on their own CUDA stream. Your CPU cores
-# would have to compute *and* communicate. So the layers are *emulated*, like the link:
-# gradients are real, but a layer sleeps instead of computing.
+# On a GPU, NCCL's kernels run beside those of backward, on their own CUDA stream. (They share its
+# SMs; our formulas ignore this.) Here, the same CPU cores would do both. So the layers are
+# *emulated*, like the link: gradients are real, but a layer sleeps instead of computing.
 
 # %% tags=["measured"]
 from course_lib.models import emulated_loss, emulated_model
@@ -311,15 +312,16 @@ figure = pictures.overlap_on_the_clock(cost, n / k, fast, late, early, title)
 show(figure, alt=f"{title}; the first bucket is sent early in backward")
 
 # %% [markdown]
-# Only the last bucket is *exposed* (not hidden): when it is full, nothing is left to compute.
+# Here only the last all-reduce is *exposed* (not hidden): when its bucket is full, nothing is left
+# to compute.
 #
 # ### Exercise 3: the time of a step (core, 15 minutes)
 #
-# Keep two times: when is a bucket *ready*, and when is the link *free*? You get the seconds of
-# forward, of each bucket's backward, and of each all-reduce. About 4 lines.
+# When is a bucket *ready*, and when is the link *free*? You get the seconds of forward, of each
+# bucket's backward, and of each all-reduce. About 4 lines.
 #
 # <details><summary>Hint: which clock counts?</summary>
-# A bucket's all-reduce starts when both hold: the bucket is ready, and the previous one is reduced.
+# A bucket's all-reduce starts when the bucket is ready *and* the previous bucket has been reduced.
 # </details>
 
 
@@ -339,16 +341,16 @@ def overlapped_step_s(forward_s, backward_s, all_reduce_s):
 check("ddp-3", overlapped_step_s)
 
 # %% [markdown]
-# **In this model, only communication after backward costs time: the last bucket, and those
-# that queue before it.**
+# **In this model, only communication after backward makes the step longer: the last all-reduce, and
+# those that queue before it.**
 #
 # ## 5 How many buckets?
 #
-# With $k$ equal buckets, each ring all-reduce takes $c = 2(p-1)(\alpha + \frac{n}{kp\beta})$, on
-# two ranks $2\alpha + \frac{n}{k\beta}$, and exercise 3 gives
-# $F + \frac{B}{k} + (k-1)\max(\frac{B}{k}, c) + c$. A single bucket hides nothing; 24, one per
-# layer, pay $48\alpha$. Which divisor of 24 is best at 80 MB/s, and which at 20 MB/s, where the
-# bytes alone take longer than backward?
+# Take $k$ buckets with equal bytes and equal backward time. Each ring all-reduce takes
+# $c = 2(p-1)(\alpha + \frac{n}{kp\beta})$, which on two ranks is $2\alpha + \frac{n}{k\beta}$. By
+# exercise 3 the step takes $F + \frac{B}{k} + (k-1)\max(\frac{B}{k}, c) + c$. A single bucket hides
+# nothing; 24 buckets, one per layer, pay $48\alpha$. Which divisor of 24 is the best $k$ at 80
+# MB/s, and which at 20 MB/s, where the bytes alone take longer than backward?
 
 # %% tags=["predict"]
 guess_fast = predict("best number of buckets at 80 MB/s, a divisor of 24")
@@ -390,33 +392,33 @@ def one_size(num_buckets, link):
 explore(one_size, finding, num_buckets=(numbers, 8), link=(list(links), "80 MB/s"))
 
 # %% [markdown]
-# The best number follows from two cases (on two ranks):
+# The best number $k^*$ follows from two cases (on two ranks):
 #
 # - **The network keeps up**, $c \le \frac{B}{k}$. Each bucket is reduced before the next is full,
-#   and only the last one is exposed: the step takes $F + B + c$, with
-#   $c = 2\alpha + \frac{n}{k\beta}$. More buckets are better, up to the limit
-#   $2\alpha + \frac{n}{k\beta} = \frac{B}{k}$, which is $k_1 = \frac{B - n/\beta}{2\alpha}$.
-# - **Buckets queue up**, $c \ge \frac{B}{k}$. From the first full bucket on, the link is always
-#   busy: $F + \frac{B}{k} + kc = F + \frac{B}{k} + 2\alpha k + \frac{n}{\beta}$. More buckets start
-#   earlier, and pay more latencies. The derivative $-\frac{B}{k^2} + 2\alpha$ is zero at
-#   $k_2 = \sqrt{B / 2\alpha}$, whatever the bandwidth.
+#   and only the last all-reduce is exposed: the step takes $F + B + c$, with
+#   $c = 2\alpha + \frac{n}{k\beta}$. It becomes shorter with more buckets, up to the limit
+#   $c = \frac{B}{k}$, which gives $k_1 = \frac{B - n/\beta}{2\alpha}$.
+# - **Buckets queue up**, $c \ge \frac{B}{k}$. From the first full bucket on, the link is busy: the
+#   step takes $F + \frac{B}{k} + kc = F + \frac{B}{k} + 2\alpha k + \frac{n}{\beta}$. More buckets
+#   start earlier, but pay more latencies. The derivative $-\frac{B}{k^2} + 2\alpha$ is zero at
+#   $k_2 = \sqrt{B / 2\alpha}$, for any bandwidth.
 #
-# The second case begins at $k_1$ buckets. If $k_2 \le k_1$, more only cost time, and $k_1$ is best.
-# If $k_2 > k_1$ (as where $n/\beta$ exceeds $B$), the time falls until $k_2$. So the best number is
-# the larger one, $k^* = \max(k_1, k_2)$, rounded up or down. (On $p$ ranks write
-# $2(p-1)\alpha$ for $2\alpha$, and $\frac{2(p-1)}{p} \frac{n}{\beta}$ for $\frac{n}{\beta}$.)
+# The second case begins at $k_1$ buckets. If $k_2 \le k_1$, the step becomes longer beyond $k_1$,
+# and $k_1$ is best. If $k_2 > k_1$ (for example, if $n/\beta$ exceeds $B$), the step becomes
+# shorter until $k_2$. So $k^* = \max(k_1, k_2)$, rounded up or down, and at least 1. (On $p$ ranks,
+# replace $2\alpha$ by $2(p-1)\alpha$, and $\frac{n}{\beta}$ by $\frac{2(p-1)}{p} \frac{n}{\beta}$.)
 #
-# **Use more, smaller buckets as long as the network keeps up, and at least (on a ring) about
-# $\sqrt{B / 2(p-1)\alpha}$ of them. The higher the latency, the larger the bucket.**
+# **In this model, use as many buckets as the network keeps up with, but at least about
+# $\sqrt{B / 2(p-1)\alpha}$ (on a ring). The higher the latency, the larger the best bucket.**
 #
-# *A good place for a break.*
+# *A place for a break.*
 #
 # ## 6 Accumulate without communication
 #
-# With four micro-batches (lesson 02) backward runs four times. Gradients add up on each rank; one
-# all-reduce per bucket at the end is enough. Inside `with model.no_sync():` backward only adds. Run
-# the forward inside `no_sync()`, too: otherwise our DDP sends the buffers (such as running means),
-# PyTorch's DDP the gradients.
+# With accumulation (lesson 02), gradients of several micro-batches add up on each rank, so one
+# all-reduce per bucket at the end is enough. Inside `with model.no_sync():` backward only
+# accumulates. Run the forward inside `no_sync()`, too: otherwise our DDP sends the buffers (such as
+# running means), and PyTorch's DDP sends the gradients.
 
 
 # %%
@@ -438,14 +440,14 @@ print(f"{len(often)} messages, in all {sum(often)} bytes; no_sync {len(once)}, {
 # %% [markdown]
 # ### Exercise 4: send once (further, 15 minutes)
 #
-# Every `param.grad` is None at first; at the end it is the gradient of the mean over all
+# Every `param.grad` is None at first. At the end it must be the gradient of the mean over all
 # micro-batches *and* ranks; inf and nan must stay as they are. Each bucket is sent once, during the
-# last backward. Each micro-batch counts the same, however many items it has. Keep one autograd
-# graph at a time (a variable may still hold the last output). Do not change the batch, the random
-# state, or the model: train or eval mode, what is frozen, hooks. About 6 lines.
+# last backward. Micro-batches have equal weights, even with different numbers of items. Keep one
+# autograd graph at a time (a variable may still hold the last output). Do not change the batch, the
+# random state, or the model (mode, frozen parameters, hooks). About 6 lines.
 #
 # <details><summary>Hint: right numbers, but no overlap</summary>
-# Inside <code>no_sync()</code> nothing is sent. The last micro-batch belongs outside of it.
+# Inside <code>no_sync()</code> nothing is sent. Run the last micro-batch outside of it.
 # </details>
 
 
@@ -467,12 +469,12 @@ def accumulate(model, loss_fn, micro_batches):
 check("ddp-4", accumulate)
 
 # %% [markdown]
-# **With accumulation, communicate once per step, during the last backward.**
+# **With accumulation, DDP needs to communicate only once per step, during the last backward.**
 #
 # ## 7 A gradient that is never computed
 #
-# A mixture of experts, an auxiliary head: sometimes the loss does not depend on a layer, and its
-# hook is never called. What happens to its bucket?
+# In a mixture of experts, a step's loss may not depend on some layer, whose hooks are then not
+# called. What happens to its bucket?
 
 
 # %% tags=["failure", "raises-exception"]
@@ -492,9 +494,9 @@ pair = Ranks(2)
 pair.run(use_heads, which=[0, 0], find_unused=False)
 
 # %% [markdown]
-# The bucket would never be full, so `finish` raises (PyTorch raises in the next forward). With
-# `find_unused=True`, a missing gradient counts as zero, and one small all-reduce tells which
-# parameters at least one rank used.
+# The bucket would never be full, so our `finish` raises an error (in PyTorch, the next forward
+# does). With `find_unused=True`, a missing gradient counts as zero, and one small all-reduce finds
+# out which parameters at least one rank used.
 
 # %%
 for which in ([0, 1], [0, 0]):
@@ -502,16 +504,16 @@ for which in ([0, 1], [0, 0]):
     print(f"the ranks use heads {which}: on rank 0, head 0 and 1 have a gradient: {has}")
 
 # %% [markdown]
-# A parameter that at least one rank used has a gradient on *all* ranks: same optimizer step.
-# One that no rank used keeps `grad = None`.
+# If at least one rank used a parameter, *all* ranks have its gradient, and take the same optimizer
+# step. If no rank used it, `grad` stays `None`.
 #
-# **Every rank sends every bucket in every step, used or not.**
+# **In DDP, every rank sends every bucket in every step, also with unused parameters.**
 #
 # ## 8 Fewer bytes
 #
-# A **communication hook** sends something smaller instead of the bucket: `hook(flat, group)` starts
-# sending (`group`: the process group), and returns an object whose `wait()` leaves the mean in
-# `flat`. This is what `DDP` does by default:
+# A **communication hook** can send something smaller instead of the bucket: `hook(flat, group)`
+# starts the communication in a process group, and returns an object whose `wait()` leaves the mean
+# in `flat`. Our `DDP` uses this one by default:
 #
 # ```python
 # class Mean:
@@ -526,12 +528,12 @@ for which in ([0, 1], [0, 0]):
 #
 # ### Exercise 5: half the bytes (further, 10 minutes)
 #
-# Send bfloat16. Start in `__init__`; in `wait`, write the mean into `flat`, which stays
-# float32, and is the same on all ranks. Several buckets are in flight at once. About 4 lines.
+# Send bfloat16. Start in `__init__`. In `wait`, write the mean into `flat`, which stays float32; it
+# must be the same on all ranks. Several buckets are in flight at once. About 4 lines.
 #
 # <details><summary>Hint: flat has not changed</summary>
 # <code>self.flat = ...</code> rebinds a name; <code>self.flat.copy_(...)</code> writes into the
-# tensor, and converts.
+# tensor, and converts the dtype.
 # </details>
 
 
@@ -559,20 +561,22 @@ check("ddp-5", HalfTheBytes)
 # %% [markdown]
 # **Top-k** (Aji and Heafield 2017) sends the numbers of a bucket that are largest in absolute
 # value, with their indices. Indices differ from rank to rank, so an all-reduce cannot add the
-# numbers: an all-gather sends numbers and indices to all ranks.
+# numbers. An all-gather sends both to all ranks; the bytes per rank grow with $p$.
 #
-# **PowerSGD** (Vogels et al. 2019) sends a matrix of low rank $r$ (linear algebra's rank). A
-# gradient $M$ of $a \times b$ numbers is approximated by $P Q^T$, with $P$ of $a \times r$ and $Q$
-# of $b \times r$, that is $r(a + b)$ numbers instead of $ab$. They are found by one step of *power
-# iteration*: $P = M Q$, orthonormalize its columns, $Q = M^T P$. Three things make it work:
-# - $MQ$ and $M^T P$ are *linear* in $M$: with the same $Q$ on all ranks, $\sum_i M_i Q$ is
-#   $(\sum_i M_i)\,Q$; likewise with $P$. So two all-reduces suffice.
-# - One step of iteration is far from the best matrix of rank $r$. But the next training step starts
-#   from this $Q$ (*warm start*), so the iteration goes on from step to step.
-# - What is left out, the *residual* $M - P Q^T$, is not lost: it is added to the next step's
-#   gradient (**error feedback**, Seide et al. 2014; top-k has it, too).
+# **PowerSGD** (Vogels et al. 2019) sends a matrix of low rank $r$ (rank as in linear algebra). It
+# approximates a gradient $M$ of size $a \times b$ by $P Q^T$, with $P$ of size $a \times r$ and $Q$
+# of size $b \times r$: $r(a + b)$ numbers instead of $ab$. One step of *power iteration* finds
+# them: compute $P = M Q$, orthonormalize its columns, compute $Q = M^T P$. Three things make this
+# work:
 #
-# The iteration on the gradient of one weight, and the error of the best matrix of rank 2:
+# - $MQ$ and $M^T P$ are *linear* in $M$. With the same $Q$ on all ranks $i$,
+#   $\sum_i M_i Q = (\sum_i M_i)\,Q$, and likewise for $P$. So two all-reduces are enough.
+# - One step of iteration can be far from the best matrix of rank $r$. But the next training step
+#   starts from this $Q$ (*warm start*), so the iteration continues.
+# - The part that was not sent, the *residual* $M - P Q^T$, is added to the next step's gradient
+#   (**error feedback**, Seide et al. 2014). Top-k has error feedback, too.
+#
+# The next cell iterates on one gradient, and computes the error of the best matrix of rank 2:
 
 
 # %%
@@ -591,12 +595,12 @@ print("missing after 1, 2, 3, 4 steps:", *(f"{error:.0f} %" for error in errors)
 print(f"missing in the best matrix of rank 2: {best_error:.0f} %")
 
 # %% [markdown]
-# Even the best matrix of rank 2 misses more than half of this gradient (by its norm); error
-# feedback has to deliver the rest. Vectors (biases, norms) are sent uncompressed. Of 100 bytes of
-# our GPT's gradients, how many does PowerSGD send with rank 2?
+# Even the best matrix of rank 2 misses more than half of this gradient (by its norm). PowerSGD
+# sends vectors (biases, norms) uncompressed. How many bytes does it send with rank 2 for 100 bytes
+# of our GPT's gradients?
 
 # %% tags=["predict"]
-guess_power = predict("bytes of PowerSGD, of 100 in float32")
+guess_power = predict("bytes sent by PowerSGD, per 100 bytes in float32")
 ### GUESS guess_power.commit(2)
 
 # %%
@@ -637,17 +641,17 @@ title = (
 show(pictures.delivered(num_steps, errors, share, title), alt=f"{title}; bf16 only rounds")
 
 # %% [markdown]
-# With weights and batch fixed, the mean of what Top-k and PowerSGD have delivered approaches the
-# true gradient: error feedback delivers later what was left out; the delay changes the training.
-# (bf16 only rounds.) Both methods take memory for the residuals and time to compress; they help
-# only where communication is exposed.
+# Here weights and batch are fixed, so the mean of what top-k and PowerSGD have delivered approaches
+# the true gradient: error feedback delivers the missing part later. In training, the weights change
+# meanwhile. (bf16 only rounds.) Top-k and PowerSGD need memory for residuals and time to compress;
+# they help only where communication is exposed.
 #
-# **Compression saves bytes with inexact gradients; error feedback delivers the difference later.**
+# **Compression saves bytes but makes gradients inexact; error feedback delivers the difference
+# later.**
 #
 # ## 9 The real thing
 #
-# PyTorch's DDP does this in C++, and needs no `finish()`. Same model,
-# same batches, buckets of 2 MiB.
+# PyTorch's DDP does the same in C++, without `finish()`. We run both with buckets of 2 MiB.
 
 # %% tags=["measured"]
 from course_lib.ddp.beside_frameworks import backward_in_turns
@@ -661,20 +665,21 @@ for name, steps in zip(("ours", "PyTorch's"), seen, strict=True):
     print(f"{name:9} {counts}; {sum(calls[-1])} bytes, {took_ms:.0f} ms a step")
 
 # %% [markdown]
-# The same bits (on two ranks, a sum has only one order), in fewer messages: PyTorch closes a bucket
-# only once it reaches the limit. In its first step it has a single bucket, records in which order
-# gradients are ready, and then rebuilds the buckets (unless `find_unused_parameters=True`).
+# The gradients are equal bit for bit, because the order of two terms does not change their sum.
+# PyTorch closes a bucket later (section 2), so it sends fewer messages. In its first step it has a
+# single bucket; then it rebuilds the buckets in the order in which gradients were ready (unless
+# `find_unused_parameters=True`).
 #
 # ### Exercise 6: what does the trace say? (core, 15 minutes)
 #
-# Real jobs are judged by their *trace* (JSON for https://ui.perfetto.dev): `course trace`, the
-# button under a timeline and PyTorch's profiler write one. In ours, a box has a kind `cat`, a start
-# `ts` and a duration `dur` in µs, and `pid` for the rank. Return the seconds in which one rank
-# communicates (`COMMUNICATION_KINDS`) and does not compute (`COMPUTE_KINDS`). Boxes overlap, and
-# one can lie inside another: a `wait` inside a `backward` is not computing. About 6 lines.
+# A *trace* of a job (JSON for https://ui.perfetto.dev) comes from PyTorch's profiler or
+# `course trace`. In ours, a box has a kind `cat`, a start `ts` and a duration `dur` (in µs), and
+# the rank as `pid`. Return the seconds in which one rank communicates (`COMMUNICATION_KINDS`) and
+# does not compute (`COMPUTE_KINDS`). Boxes overlap, and one can lie inside another: a `wait` inside
+# a `backward` is not computing. About 6 lines.
 #
 # <details><summary>Hint: where to cut</summary>
-# Sort all starts and ends. Between two neighbours nothing changes.
+# Sort all starts and ends. Between two neighbors nothing changes.
 # </details>
 
 
@@ -725,27 +730,28 @@ try:
     ranks.run(one_more)
 except RankError as hang:
     reveal(guess_hang, "rank 2" if [wait.rank for wait in hang.waits] == [2] else "the others")
-    show(waiting(hang.waits, 4), alt="rank 2 waits for the others, who have returned")
+    show(waiting(hang.waits, 4), alt="rank 2 waits for the other ranks, which have returned")
     raise
 
 # %% [markdown]
-# Nothing is wrong on the line that hangs. On a cluster, such a job hangs with all its GPUs until a
-# time-out; if the others begin the next epoch, gradients of different steps are even added up. So
-# all ranks take the *same number of steps*: the sampler of lesson 05 repeats items, or a rank
-# without data takes part with a loss of weight 0.
+# The line that hangs contains no error. On a cluster, such a job occupies its GPUs until a
+# time-out. So all ranks must take the *same number of steps*: the sampler of lesson 05 repeats
+# items, or a rank without data takes part with a loss of weight 0.
 #
-# **Every rank takes part in every step, with every bucket, in one order.**
+# **Every rank takes part in every step, with every bucket, in the same order.**
 #
 # ## What to keep
 #
-# - Most gradients are ready long before backward ends: send them in the hook, wait in `finish`.
-# - Buckets: as many as the network can send in time, or $\sqrt{B / 2(p-1)\alpha}$ if that is more.
-# - Compression is a hook: count its bytes, and look at what it does to the gradient.
+# - Send gradients in the hook, when they are ready; wait in `finish`.
+# - In our model, use as many buckets as the network keeps up with, or $\sqrt{B / 2(p-1)\alpha}$ if
+#   that is more.
+# - For compression, count the bytes, and check how it changes the gradient.
 #
 # ## Read on
 #
-# - Li et al. 2020, *PyTorch Distributed* (VLDB): why hooks and buckets, and a sweep of their size.
-# - Sergeev and Del Balso 2018, *Horovod*: ring all-reduce, and fusion of small messages.
-# - Vogels et al. 2019, *PowerSGD* (NeurIPS): the low-rank compression used above.
-# - Stich et al. 2018, *Sparsified SGD with Memory* (NeurIPS): why error feedback converges.
-# - Seide et al. 2014, *1-Bit Stochastic Gradient Descent* (Interspeech): an early error feedback.
+# - Li et al. 2020, *PyTorch Distributed*: the design of DDP, and a sweep of bucket sizes.
+# - Sergeev and Del Balso 2018, *Horovod*: ring all-reduce, fusion of small messages.
+# - Vogels et al. 2019, *PowerSGD*: low-rank compression.
+# - Aji and Heafield 2017, *Sparse Communication for Distributed Gradient Descent*: top-k.
+# - Stich et al. 2018, *Sparsified SGD with Memory*: why error feedback converges.
+# - Seide et al. 2014, *1-Bit Stochastic Gradient Descent*: early error feedback.

@@ -2,20 +2,20 @@
 # # 07 Tensor parallelism: split the matrices
 #
 # **Question.** How do several ranks compute one layer, what must they send each other, and why does
-# this stay inside a node?
+# this usually stay inside a node?
 #
-# Every rank holds a part of almost every matrix, all see the *same* batch, and sum their partial
-# results.
+# Every rank holds a part of almost every matrix. All ranks see the *same* batch, and sum their
+# partial results.
 #
 # *After this lesson you can*
 #
-# - split an MLP, attention, embedding and loss over ranks, and get one process's results;
+# - split an MLP, attention, embedding and loss over ranks;
 # - say which collective stands at each boundary, and predict its bytes and time;
-# - say when communication takes longer than computing, and what can be overlapped;
+# - say when communication takes longer than computation, and what can be overlapped;
 # - write the two collectives of sequence parallelism, and derive the memory that it saves.
 #
-# **Prerequisites:** lessons 01 and 04. **Time:** about 75 minutes of reading and running, 80 for
-# six exercises.
+# **Prerequisites:** lessons 01 and 04. **Time:** about 75 minutes to read and run, 80 for
+# exercises.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -23,7 +23,7 @@
 # | $b$, $s$ | `batch`, `seq` | sequences; tokens in each |
 # | $h$ | `hidden` | values per token between layers |
 # | $f$ | `ffn_hidden` | values per token inside an MLP (not the boundary **f** of section 2) |
-# | $\alpha$, $\beta$ | `link` | latency (s), bandwidth (bytes/s; papers often: its inverse) |
+# | $\alpha$, $\beta$ | `link` | latency (s), bandwidth (bytes/s; in papers often its inverse) |
 
 # %%
 # %load_ext course_lib.ranks
@@ -47,7 +47,7 @@ from course_lib.tensor_parallel import copy_to_region, pictures, reduce_from_reg
 #
 # An MLP is $Y = \text{GELU}(XA)\,B$. Split $A$ by **columns**: each rank computes some complete
 # columns of $XA$. Split $B$ by **rows**: each rank needs only some columns of $B$'s input, but
-# computes only a *partial sum* of each output. Do both. How many collectives do 4 ranks need in
+# computes only a *partial sum* of each output. With both, how many collectives do 4 ranks need in
 # forward? How large is the summed tensor in Llama-8B, in bf16, for 4096 tokens?
 
 # %% tags=["predict"]
@@ -72,20 +72,19 @@ right, by_rank = F.gelu(x @ A) @ B, ranks.run(split_forward, x, A, B)
 print("as one process:", all(torch.allclose(y, right, atol=1e-4) for y in by_rank))
 reveal(guess_sums, sum(event.kind == "all_reduce" for event in ranks.events) / 4)
 reveal(guess_message, 4096 * llama.hidden * 2 / 2**20)
-title = "Columns, then rows: each rank has computed its own input for B"
+title = "Columns, then rows: each rank computes the input that its rows of B need"
 show(pictures.split_mlp(4, title), alt=f"{title}; 1 sum over 4 ranks at the end")
 
 # %% [markdown]
 # On each rank the columns of $A$ match the rows of $B$. Rows first would need one more collective
-# *between* the two, of $f$ values per token: GELU is not linear, so it needs complete sums.
+# *between* the two, of $f$ values per token, because GELU is not linear and needs complete sums.
 #
-# **Columns, then rows: one sum in forward, of the size of an activation. Weights are not sent.**
+# **Columns, then rows: one all-reduce of an activation in forward. No weights are sent.**
 #
 # ## 2 The backward pass: f and g
 #
-# Autograd sees only its own rank. What does backward miss? Rank $r$ multiplies the same $x$ by
-# $10^r$, and the loss is the sum over all ranks: its derivative is 1111. What is `x.grad` on rank
-# 2?
+# Autograd sees only its own rank. Rank $r$ multiplies the same $x$ by $10^r$, and the loss is the
+# sum over all ranks, so its derivative is 1111. What is `x.grad` on rank 2?
 
 # %% tags=["predict"]
 guess_grad = predict("x.grad on rank 2")
@@ -103,20 +102,21 @@ print("x.grad by rank:", found := ranks.run(lonely))
 reveal(guess_grad, found[2])
 
 # %% [markdown]
-# Nothing failed, but the layers *before* would train on one term of their gradient: if all ranks
-# use a tensor, its gradient is the sum over all ranks. Shoeybi et al. (2019, section 3) call the
-# boundaries **f** (identity in forward, all-reduce in backward) and **g** (the reverse).
+# No error was raised, but the layers *before* would train on one term of their gradient: if all
+# ranks use a tensor, its gradient is the sum over all ranks. Shoeybi et al. (2019, section 3) call
+# the boundaries **f** (identity in forward, all-reduce in backward) and **g** (the reverse).
 #
 # ### Exercise 1 (core): f and g
 #
 # An `autograd.Function` defines its own backward. `all_reduce` works in place: sum a clone, and
 # return it. Budget: one all-reduce in each pass, on every rank, in the dtype of what is summed. x
 # has any shape (also `[]`); the output of `part` may have another. Call `part` once; inf and nan
-# must stay. Forward sums also where no gradient is needed. About 7 lines, 10 minutes.
+# must stay. Forward must also sum where no gradient is needed. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: p times too large</summary>
 # $y = y_0 + y_1 + \dots$, so $\partial y/\partial y_1 = 1$. After g all ranks compute *the same*
-# loss from the same $y$, and it counts once. So every rank already has the whole gradient of $y$.
+# loss from the same $y$, and this loss counts once. So every rank already has the whole gradient of
+# $y$.
 # </details>
 
 
@@ -164,20 +164,22 @@ check("tensor_parallel-1", together)
 # `reduce_from_region` (g) closes it.
 #
 # Lesson 04 lists `all_reduce` as the backward of `all_reduce` (`all_reduce_both`); here it is the
-# identity. Both are right: there each rank has a loss *of its own*, and the total is their **sum**;
-# here the loss is *the same* on all, and **counts once**.
+# identity. Both are right. There, each rank has a loss *of its own*, and the total is their
+# **sum**; here, the loss is *the same* on all, and **counts once**. On four ranks with the same
+# loss $y = x_0 + \dots + x_3$, the gradient of $x_0$ is 4 if the losses are summed, and 1 if $y$
+# counts once.
 #
 # ### Exercise 2 (core): a split MLP
 #
 # Copy this rank's part of two `nn.Linear`, under the names in the docstring; keep nothing else
-# (only the bias of `down` may be the layer's own tensor). Do not change the layers or x, which has
-# any shape `[..., hidden]`. `weight` is stored as `[out, in]`: *columns of A are rows of*
-# `up.weight`. $p$ need not divide the width. One all-reduce in each pass, of an activation. About 8
-# lines, 15 minutes.
+# (only the bias of `down` may be the layer's own tensor). Do not change the layers or x, of any
+# shape `[..., hidden]`. `weight` is stored as `[out, in]`: *columns of A are rows of* `up.weight`.
+# $p$ need not divide the width. One all-reduce in each pass, of an activation. About 8 lines, 15
+# minutes.
 #
 # <details><summary>Hint: the output is off by a constant</summary>
-# What is added before the sum is added $p$ times. Where does the bias of <code>down</code> belong?
-# (Storing $1/p$ of it per rank is right at first, but trains $p$ times too fast.)
+# A bias that is added before the sum is added $p$ times. Where does the bias of <code>down</code>
+# belong?
 # </details>
 # <details><summary>Hint: it keeps too many bytes</summary>
 # A slice is a view and keeps the whole matrix alive. Indexing with a tensor copies:
@@ -211,20 +213,20 @@ class SplitMLP(nn.Module):
 check("tensor_parallel-2", SplitMLP)
 
 # %% [markdown]
-# **f in front, g behind: one all-reduce in each pass, and $1/p$ of the weights.**
+# **With f in front and g behind: one all-reduce in each pass, and $1/p$ of the matrices.**
 #
 # ## 3 Attention: whole heads
 #
 # Heads are independent, and only `out` mixes them: split queries, keys and values by columns, `out`
-# by rows. But a *head* stays whole, because its softmax needs complete dot products. Some codes
-# keep one tall matrix, $Q$ above $K$ above $V$; $K$ and $V$ may have fewer heads (grouped-query
-# attention).
+# by rows. But a *head* stays whole, because its softmax needs complete dot products. Some code
+# bases keep one tall matrix, $Q$ above $K$ above $V$; $K$ and $V$ may have fewer heads
+# (grouped-query attention).
 #
 # ### Exercise 3 (further): which rows?
 #
-# Return one rank's row numbers of that matrix, in order, as a new list: of each of the three, rank
-# 0 takes the first heads, rank 1 the next. $p$ divides both numbers of heads. About 5 lines, 10
-# minutes.
+# Return one rank's row numbers of that matrix, in order, as a new list. Of each of $Q$, $K$ and
+# $V$, rank 0 takes the first heads, rank 1 the next. $p$ divides both numbers of heads. About 5
+# lines, 10 minutes.
 #
 # <details><summary>Hint: rank 0 gets no rows of V</summary>
 # Split each of the three matrices into $p$ parts.
@@ -248,18 +250,18 @@ def rows_of_rank(rank, p, num_heads, num_kv_heads, head_dim):
 check("tensor_parallel-3", rows_of_rank)
 
 # %% [markdown]
-# **Attention is split by heads. With 8 key-value heads, more than 8 ranks need copies.**
+# **Attention is split by heads. With 8 key-value heads, more than 8 ranks need copies of them.**
 #
 # ## 4 The vocabulary
 #
 # The embedding is split by vocabulary entries: a rank looks up those it has, uses zeros for the
 # others, and g sums. The output layer is split by columns: each rank has *some* logits. The loss
-# seems to need the others, too:
+# seems to need all of them:
 #
 # $$ -\log \text{softmax}(z)_t = \log \sum_v e^{z_v - m} - (z_t - m), \quad m = \max_v z_v $$
 #
-# But only three values per token have to be combined: $m$, the sum, and $z_t$ (Shoeybi et al.'s
-# idea). Llama 3 has 128,256 logits per token.
+# But only three values per token have to be combined: $m$, the sum, and $z_t$ (Shoeybi et al.,
+# section 3).
 #
 # ### Exercise 4 (further): the loss of split logits
 #
@@ -270,11 +272,11 @@ check("tensor_parallel-3", rows_of_rank)
 #
 # <details><summary>Hint: the maximum</summary>
 # <code>dist.all_reduce(top, dist.ReduceOp.MAX)</code>, detached: it cancels out, so it needs no
-# gradient. A maximum per token, or exp overflows.
+# gradient. Take one maximum per token; otherwise exp can overflow.
 # </details>
 # <details><summary>Hint: the target is on another rank</summary>
-# With <code>local = targets - first</code>, it is here if <code>(local >= 0) & (local <
-# logits.shape[1])</code>. Elsewhere look up any logit, and replace it by 0.
+# With <code>local = targets - first</code>, the target is here if <code>(local >= 0) & (local <
+# logits.shape[1])</code>. If not, look up any logit, and replace it by 0.
 # </details>
 # <details><summary>Hint: no gradient, or p times too large</summary>
 # Sum with <code>reduce_from_region</code> (g). The final loss needs no sum: all ranks have it.
@@ -301,9 +303,9 @@ def split_cross_entropy(logits, targets, first):
 check("tensor_parallel-4", split_cross_entropy)
 
 # %% [markdown]
-# PyTorch calls this *loss parallel*: the logits stay a `DTensor` (a tensor that knows how it is
-# split), and `with loss_parallel():` replaces the cross-entropy. What does it save in Llama-8B,
-# with 8192 tokens on 8 ranks?
+# PyTorch calls this *loss parallel*: the logits stay a `DTensor` (a tensor that knows its split),
+# and `with loss_parallel():` replaces the cross-entropy. What does it save in Llama-8B, with 8192
+# tokens on 8 ranks?
 
 # %%
 from course_lib.cost.traffic import sent_bytes
@@ -317,14 +319,14 @@ for name, size in {"whole": vocab, "split": vocab // p}.items():
     print(f"kept by a rank, {name}: {tokens * size * 4 / 2**30:.2f} GiB of softmax in fp32")
 
 # %% [markdown]
-# **The logits, often the largest tensor of a step, stay split: three values per token are sent.**
+# **The logits, often the largest activation, stay split: three values per token are sent.**
 #
 # *A place for a break.*
 #
 # ## 5 A whole GPT
 #
-# `parallelize(model, mesh)` does all of that to a GPT, in place; the *mesh* says which ranks share
-# it. Its outputs are split logits, for `parallel_token_loss` (exercise 4). Does it train like one
+# `parallelize(model, mesh)` splits a GPT like this, in place; the *mesh* says which ranks share it.
+# Its outputs are split logits, for `parallel_token_loss` (exercise 4). Does it train like one
 # process?
 
 # %%
@@ -364,11 +366,11 @@ figure = compare(range(100), Voices(measurement=apart), title, x_label="step", y
 show(figure, alt=title)
 
 # %% [markdown]
-# In float64 only the order of sums differs.
+# Only the order of sums differs.
 #
-# What does a rank hold? Matrices are split; norms, positions and biases behind a sum are whole.
-# And what does it send? Count the sums of the tiny GPT's 2 layers; add one for the embedding, one
-# for f of the output layer, and two for the loss (one carries two values).
+# What does a rank hold? Matrices are split; norms, positions, and biases added after a sum are
+# whole. And what does it send? Count the sums of the tiny GPT's 2 layers; add one for the
+# embedding, one for f of the output layer, and two for the loss (one carries two values).
 
 # %% tags=["predict"]
 guess_part = predict("parameters on each of 4 ranks, as a part of all (like 1/3)")
@@ -397,9 +399,8 @@ reveal(guess_part, held[2][0] / held[0][0])
 reveal(guess_calls, len(paper))
 
 # %% [markdown]
-# PyTorch does this, here to the same model (untied), with `DTensor` and a dict of the splits.
-# PyTorch's loss takes three calls; in this plan q, k and v have an f *each* (`PrepareModuleInput`
-# would share one). Megatron-Core (below) trains the tied model.
+# PyTorch does this with `DTensor` and a dict (the plan) of the splits, here for the same model,
+# untied. PyTorch's loss takes three calls; in this plan q, k and v have an f *each*.
 
 # %%
 from torch.distributed.tensor import DTensor, Replicate, parallel
@@ -441,9 +442,9 @@ for name in ["ours"] if missing("megatron.core") else ["ours", "Megatron-Core"]:
 #
 # ## 6 Dropout: equal here, different there
 #
-# On the residual stream, which all ranks hold, dropout must draw *the same* mask on all; on the
-# heads, which are split, masks must differ. With a *different* seed on each rank, are the norms'
-# weights still the same after 5 steps?
+# On the residual stream, which all ranks hold, dropout must draw *the same* mask on all ranks; on
+# the heads, which are split, masks must differ. With a *different* seed on each rank, are the
+# norms' weights still the same after 5 steps?
 
 # %% tags=["predict"]
 guess_alike = predict("different seeds: are the norms still the same?", choices=("yes", "no"))
@@ -462,14 +463,14 @@ def masks(rank, own_seed, for_heads):
 hows = {"one seed": (False, Dropout), "one each": (True, Dropout), "ours": (False, ShardedDropout)}
 for name, how in hows.items():
     (a, b), (c, d) = pair.run(masks, *how)
-    print(f"{name:8} equal on the stream: {torch.equal(a, c)}, on the heads: {torch.equal(b, d)}")
+    print(f"{name:8} equal on the residual stream: {torch.equal(a, c)}, heads: {torch.equal(b, d)}")
 for own_seed in (False, True):
     (losses, a), (_, b) = pair.run(train, 5, True, own_seed, 0.1)
     print(f"own seeds {own_seed}: loss {losses[-1]:.2f}, norms differ by {(a - b).abs().max():.0e}")
 reveal(guess_alike, "yes" if torch.equal(a, b) else "no")
 
 # %% [markdown]
-# Five steps of loss do not show it, but the ranks' norms differ: no longer *one* model. Our
+# The printed losses do not show it, but the norms differ: the ranks no longer hold *one* model. Our
 # `ShardedDropout` draws the mask of all heads, as one process would, and keeps its part.
 # Megatron-LM has a second random state for split tensors, seeded with the rank.
 #
@@ -484,7 +485,7 @@ reveal(guess_alike, "yes" if torch.equal(a, b) else "no")
 # and `bytes_per_s`. About 3 lines, 10 minutes.
 #
 # <details><summary>Hint: how many all-reduces?</summary>
-# Attention and MLP each have an f and a g; each communicates in one pass only.
+# Attention and the MLP both have an f and a g; f and g communicate in one pass only.
 # </details>
 
 
@@ -504,13 +505,14 @@ check("tensor_parallel-5", split_layer_s)
 # %% [markdown]
 # ### What can be overlapped
 #
-# The plain version computes nothing during a sum: the next matrix needs it. But in backward nothing
-# waits for the gradient of the **weights**. So compute the input gradient, start its all-reduce,
-# compute the weight gradient, then wait: `ColumnParallelLinear(..., overlap=True)`. If the weight
-# gradient takes 30 ms and the all-reduce 20 ms, how much does that save?
+# The plain version computes nothing during an all-reduce, because the next matrix needs the sum.
+# But in backward, no other layer waits for the gradient of the **weights**. So compute the input
+# gradient, start its all-reduce, compute the weight gradient, then wait (`overlap=True` in
+# `ColumnParallelLinear`). If the weight gradient takes 30 ms and the all-reduce 20 ms, how much
+# does this save?
 
 # %% tags=["predict"]
-guess_saved = predict("saved per region", unit="ms")
+guess_saved = predict("time saved per all-reduce", unit="ms")
 ### GUESS guess_saved.commit(10)
 
 # %% tags=["picture", "measured"]
@@ -518,30 +520,31 @@ reveal(guess_saved, 1e3 * cost.overlap_saves_s(30e-3, 20e-3))
 wire = Link(name="slow link", latency_s=1e-3, bytes_per_s=100e6)
 with Ranks(2, link=wire) as wired:
     runs = lab.measure_overlap(wired)
-claim("a step with overlap is faster", runs.saved_s > 0)
-title = f"With overlap {1e3 * runs.saved_s:.0f} ms less; predicted {1e3 * runs.predicted_s:.0f} ms"
+claim("backward with overlap is faster", runs.saved_s > 0)
+saved_ms, predicted_ms = 1e3 * runs.saved_s, 1e3 * runs.predicted_s
+title = f"Overlap saves {saved_ms:.0f} ms in two MLPs; predicted {predicted_ms:.0f} ms"
 figure = timelines(runs.timelines(), title, link=wire)
-show(figure, alt=f"{title}; the sum runs beside the weights' half")
+show(figure, alt=f"{title}; the all-reduce runs beside the weight gradient")
 
 # %% [markdown]
-# The results are equal bit for bit. Megatron-LM does this by default (on GPUs before B200,
+# The results are equal bit for bit. Megatron-LM overlaps by default (on GPUs before Blackwell,
 # `CUDA_DEVICE_MAX_CONNECTIONS=1` makes the GPU start the sum first).
 #
-# More can be hidden, also in forward, if one piece of a product is sent while the next is computed:
-# *user buffers* in Transformer Engine, PyTorch's *async TP*.
+# More can be hidden, also in forward, if a piece of a product is sent while the next is computed.
+# *User buffers* in Transformer Engine and PyTorch's *async TP* do so.
 #
 # ### When communication takes longer
 #
-# Forward and backward, a layer with $f=4h$ computes $72\,h^2$ FLOP per token in its matrices,
-# each rank $1/p$ of that; its four all-reduces send $16\,h\,(p-1)/p$ bytes in bf16. For any
-# number of tokens,
+# In forward and backward, a layer with $f=4h$ computes $72\,h^2$ FLOP per token in its matrices,
+# and each rank $1/p$ of them. In its four all-reduces, a rank sends $16\,h\,(p-1)/p$ bytes in bf16.
+# For any number of tokens,
 #
 # $$ \frac{72\,h^2 / p}{16\,h\,(p-1)/p} = \frac{9h}{2\,(p-1)} \text{ FLOP per byte.} $$
 #
-# It is like lesson 01's *intensity*, for bytes sent: without overlap and latency, communication
-# takes longer where the ratio is below the GPU's $F$ FLOP/s divided by $\beta$:
-# for $h < \frac{2}{9}(p-1)F/\beta$. (Attention scores add computation: $h+s/6$ replaces $h$, or
-# $h+s/12$ with a causal kernel.) Which $h$ is that for 8 H100 at peak, over NVLink?
+# Without overlap and latency, communication takes longer if this ratio is below $F/\beta$, where
+# $F$ is the GPU's FLOP/s. That is the case if $h < \frac{2}{9}(p-1)F/\beta$. (With attention
+# scores, $h+s/6$ replaces $h$, or $h+s/12$ with a causal kernel.) Which $h$ is that for 8 H100 at
+# peak, over NVLink?
 
 # %% tags=["predict"]
 guess_width = predict("hidden size on 8 ranks: below it, communication takes longer")
@@ -552,17 +555,16 @@ from course_lib.cost.hardware import H100
 
 widths = {n: cost.break_even_hidden(8, H100.peak(), rate) for n, rate in H100.links.items()}
 reveal(guess_width, round(widths["NVLink"]))
-title = f"At their peak, 8 H100 compute longer than NVLink sends from h = {widths['NVLink']:,.0f} "
-title += f"on; PCIe 5: {widths['PCIe 5']:,.0f}"
+title = f"At peak, 8 H100 compute longer than they send above h = {widths['NVLink']:,.0f} (NVLink) "
+title += f"or {widths['PCIe 5']:,.0f} (PCIe 5)"
 show(pictures.width_picture(title), alt=f"{title}; NVIDIA's models lie above NVLink's line")
 
 # %% [markdown]
-# At half the peak, half this $h$ is enough. NVIDIA's models lie above NVLink's line; at their real
-# speed, one of these four lies below PCIe's. (InfiniBand: one adapter.)
+# At half the peak, half this $h$ is enough. NVIDIA's four models lie above NVLink's line.
 #
-# At peak, the 3B model of Tazi et al. (2025; width assumed) would be near NVLink's line at $p=8$;
-# larger groups span nodes. Formula: FLOP at the speed fitted at $p=2$, plus bytes at the bandwidths
-# that they measured. From 8 to 16 ranks (both with the largest batch), what fraction of its
+# The 3B model of Tazi et al. (2025; we assume $h=3072$) lies near NVLink's line at $p=8$. The
+# formula adds the time of the FLOP (speed fitted at $p=2$) and of the bytes (at their measured
+# bandwidths). From 8 to 16 ranks (each with the largest batch that fits), what fraction of its
 # tokens/s does a GPU keep?
 
 # %% tags=["predict"]
@@ -574,14 +576,14 @@ h100 = cost.h100_scaling()
 drop, formula = h100.kept(8, 16)
 reveal(guess_drop, drop)
 title = f"From 8 to 16 ranks a GPU keeps {drop:.0%} of its speed; the formula says {formula:.0%}"
-show(pictures.h100_picture(h100, title), alt=f"{title}; up to 8 ranks it is within 3 %")
+show(pictures.h100_picture(h100, title), alt=f"{title}; up to 8 ranks the formula is within 3 %")
 
 # %% [markdown]
-# Inside a node the formula is within 3 % of black stars. Across nodes they are lower: it leaves out
-# norms and thin matrices. Narayanan et al. (2021, section 3.2) advise pipeline parallelism
-# across nodes (lesson 08).
+# Inside a node the formula is within 3 % of the black stars. Across nodes the stars are lower; the
+# formula ignores, for example, norms and how slow thin matrices are. Narayanan et al. (2021,
+# section 3.2) advise pipeline parallelism across nodes.
 #
-# Splitting frees memory for more sequences. They share the latency, but bytes grow with them:
+# Splitting frees memory for more sequences. They share the latency, but the bytes grow:
 
 # %% tags=["picture"]
 from course_lib.tensor_parallel.explorer import degree_explorer
@@ -594,14 +596,14 @@ degree_explorer()
 # ## 8 Sequence parallelism
 #
 # Between g and the next f, all ranks compute and keep the same: norms, dropout, the residual
-# stream. These treat each token on its own, so the ranks can divide them by *tokens* (Korthikanti
-# et al. 2022, section 4.2.2). A region needs all tokens: an **all-gather** replaces f. After the
-# region each rank needs the complete sum for its own tokens: a **reduce-scatter** replaces g. In
-# backward each becomes the other. How many bytes does a rank send now, as a multiple of those with
+# stream. These treat tokens separately, so the ranks can split them by *tokens* (Korthikanti et al.
+# 2022, section 4.2.2). A region needs all tokens: an **all-gather** replaces f. After the region
+# each rank needs the complete sum for its own tokens: a **reduce-scatter** replaces g. In backward
+# each becomes the other. How many bytes does a rank send now, divided by the bytes with
 # all-reduces?
 
 # %% tags=["predict"]
-guess_bytes = predict("bytes sent with sequence parallelism, as a multiple of plain")
+guess_bytes = predict("bytes sent with sequence parallelism, divided by plain")
 ### GUESS guess_bytes.commit(0.5)
 
 # %% tags=["picture"]
@@ -610,27 +612,27 @@ hows["gathers again"] = {"sequence_parallel": True, "gathers_again": True}
 sent = {n: sent_bytes(cost.tensor_traffic(llama, 1, 4096, **how), 8) for n, how in hows.items()}
 reveal(guess_bytes, sent["ours"] / sent["plain"])
 print(f"gathering once more in backward: {sent['gathers again'] / sent['plain']:.2f} times")
-title = "Sequence parallelism: the two halves of an all-reduce stand apart"
+title = "Sequence parallelism: an all-gather before the region, a reduce-scatter after it"
 show(pictures.sequence_region(4, title), alt=f"{title}; 1/4 of the tokens outside the region")
 
 # %% [markdown]
 # A ring all-reduce *is* a reduce-scatter, then an all-gather (lesson 04). Now norms and dropout
-# stand between the two, computed once, not $p$ times.
+# stand between these two halves, and are computed once, not $p$ times.
 #
 # ### Exercise 6 (core): gather and scatter
 #
-# Each rank holds $\lceil s/p \rceil$ tokens, in rank order. The last tokens may be padding: `part`
-# never gets them; in the output and in the gradient of x they are zeros. Budget: one all-gather and
-# one reduce-scatter in each pass, in the dtype of what is sent. Call `part` once. About 10 lines,
-# 15 minutes.
+# Each rank holds $\lceil s/p \rceil$ tokens, in rank order. The last tokens may be padding. `part`
+# must not get them; in the output and in the gradient of x they are zeros. Budget: one all-gather
+# and one reduce-scatter in each pass, in the dtype of what is sent. Call `part` once. About 10
+# lines, 15 minutes.
 #
 # <details><summary>Hint: the wrong tokens</summary>
-# Collectives concatenate the ranks' tensors along dim 0; tokens are dim 1. (NCCL needs contiguous
-# parts.)
+# Collectives concatenate the ranks' tensors along dim 0; tokens are dim 1. Parts must be
+# contiguous.
 # </details>
 # <details><summary>Hint: the gradient</summary>
-# A gathered token is used on <i>every</i> rank, so a slice of its gradient lacks the other ranks'
-# terms. A scattered one has its gradient on <i>one</i> rank only.
+# A gathered token is used on <i>every</i> rank, so a slice of the gradient lacks the other ranks'
+# terms. A scattered token has its gradient on <i>one</i> rank only.
 # </details>
 
 
@@ -683,24 +685,24 @@ check("tensor_parallel-6", in_region)
 # ### The memory
 #
 # What does a GPT layer ($f=4h$, no grouped queries) keep for backward, in bf16? In units of $sbh$
-# bytes: the input of attention 2, $q$, $k$, $v$ 6, the input of `out` 2; the inputs of the MLP 2,
-# of GELU 8, of the second matrix 8; two norms 4, two dropout masks 2. Together **34** (Korthikanti
-# et al., section 4.1), and $5as/h$ for the scores of $a$ heads: softmax 2, its mask 1, its output
-# after dropout 2.
+# bytes: the input of attention 2; $q$, $k$ and $v$ 6; the inputs of `out` 2, of the MLP 2, of GELU
+# 8, of the second matrix 8; the inputs of two norms 4; two dropout masks 2. Together these are
+# **34** (Korthikanti et al., section 4.1). The scores of $a$ heads add $5as/h$: softmax 2, dropout
+# mask 1, output after dropout 2.
 #
-# Tensor parallelism divides what is inside the regions. Norms, masks and the regions' inputs stay
-# whole: 10. Sequence parallelism divides them, too:
+# Tensor parallelism divides the tensors inside the regions. Inputs of norms, dropout masks, and
+# inputs of regions stay whole: 10. Sequence parallelism divides these, too:
 #
 # $$ sbh\left(10 + \frac{24}{p} + \frac{5as}{hp}\right) \;\to\;
 # \frac{sbh}{p}\left(34 + \frac{5as}{h}\right) $$
 #
 # But a weight gradient needs the *whole* input of its region. Without `overlap`, our layers keep
-# what was gathered: $4\,sbh$. With it, as in Megatron-LM, a rank keeps its own tokens and **gathers
-# again in backward**, while it computes the input gradient; this sends $5/4$ of the bytes. What
-# fraction of the bytes that plain tensor parallelism *keeps* does that leave on 4 ranks?
+# the gathered inputs: $4\,sbh$. With `overlap`, as in Megatron-LM, a rank keeps its own tokens and
+# **gathers again in backward**, while it computes the input gradient; then it sends $5/4$ of the
+# bytes. On 4 ranks, what fraction of the bytes that plain tensor parallelism *keeps* is left?
 
 # %% tags=["predict"]
-guess_kept = predict("bytes kept when gathering again, as a fraction of plain (like 2/3)")
+guess_kept = predict("bytes kept when gathering again, divided by plain (like 2/3)")
 ### GUESS guess_kept.commit(1 / 2)
 
 # %% tags=["picture"]
@@ -714,26 +716,25 @@ for name, (whole, split, how) in hows.items():
     curves[name] = Voices(formula=paper, measurement=kept)
 plain, _, least = (curve.measurement[-1] for curve in curves.values())
 reveal(guess_kept, least / plain)
-title = f"On 4 ranks a layer keeps {plain:.0f} KiB, or {least:.0f} with tokens gathered again"
+title = f"On 4 ranks a layer keeps {plain:.0f} KiB; gathering again, it keeps {least:.0f} KiB"
 show(compare(p_values, curves, title, x_label="ranks p", y_label="KiB on a rank"), alt=title)
 
 # %% [markdown]
-# Norms, positions, and biases added to a split residual stream, have seen only their rank's tokens:
-# their gradients are partial sums, which `finish_gradients(model)` adds up once per step.
+# Norms, positions, and biases that are added to a split residual stream have seen only their rank's
+# tokens. Their gradients are partial sums, which `finish_gradients(model)` adds up once per step.
 #
-# **Sequence parallelism divides the other activations, too: all of them if backward gathers inputs
-# again, sending 5/4 of the bytes; else all but those inputs, sending no more bytes.**
+# **Sequence parallelism also divides the activations outside the regions. If backward gathers
+# inputs again, a rank sends 5/4 of the bytes; otherwise it keeps these inputs whole.**
 #
 # ## What to keep
 #
-# - Four all-reduces per layer; those of backward can run beside weight gradients.
-# - Masks that differ by rank, an extra bias, or a sum left out by all give no error, only another
-#   model.
+# - A layer needs four all-reduces; those of backward can run beside weight gradients.
+# - Wrong masks, a bias added $p$ times, or a missing sum raise no error, but train another model.
 #
 # **Read on**
 #
 # - Shoeybi et al. 2019, *Megatron-LM*, section 3: f, g and the split loss.
 # - Korthikanti et al. 2022, *Reducing Activation Recomputation*, section 4: sequence parallelism.
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*, section 3.
-# - Wang et al. 2024, *Introducing Async Tensor Parallelism in PyTorch* (PyTorch forums).
+# - Wang et al. 2024, *Introducing Async Tensor Parallelism in PyTorch*.
 # - Tazi et al. 2025, *The Ultra-Scale Playbook*, "Tensor Parallelism": the H100 measurements.

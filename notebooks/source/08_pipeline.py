@@ -2,28 +2,27 @@
 # # 08 Pipeline parallelism: split the layers
 #
 # **Question.** A model that is too large for one device can be cut between its layers. What do the
-# ranks do while one of them computes, and how little waiting is possible?
+# other ranks do while one rank computes, and how short can their waiting be?
 #
-# Each rank holds a *stage*, some consecutive layers, and sends its output to the next rank. Little
-# is communicated.
+# Each rank holds a *stage*: some consecutive layers.
 #
 # *After this lesson you can*
 #
 # - write the 1F1B schedule, simulate it, and run it on real ranks;
-# - predict bubble and micro-batches in flight of GPipe, 1F1B and today's schedules;
-# - recognize a deadlock of sends, and a loss not divided by $m$;
+# - predict idle time and memory of GPipe, 1F1B and newer schedules;
+# - recognize a deadlock of sends, and a loss that was not divided by $m$;
 # - choose the number of micro-batches, and balance the stages.
 #
-# **Prerequisites:** lessons 01, 02 and 04. **Time:** 80 minutes of reading, 125 for seven exercises
-# (core: 1, 2, 3; further: 4 to 7). Section 6 ends with a break.
+# **Prerequisites:** lessons 01, 02 and 04. **Time:** 80 minutes of reading, 125 of exercises.
+# Section 6 ends with a break.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $p$ | `p` | ranks; rank $r$ holds stage $r$ |
 # | $m$ | `m` | micro-batches of one batch |
-# | $v$ | `num_model_chunks` | model chunks on each rank (interleaved) |
-# | $F$, $B$ | `forward_s`, `backward_s` | seconds of a stage, for one micro-batch |
-# | $I$, $W$ | `backward_input`, `backward_weight` | the two halves of a backward |
+# | $v$ | `num_model_chunks` | model chunks on each rank |
+# | $F$, $B$ | `forward_s`, `backward_s` | seconds of forward, backward of a micro-batch |
+# | $I$, $W$ | `backward_input`, `backward_weight` | halves of a backward (section 10); $B=I+W$ |
 
 # %%
 # %load_ext course_lib.ranks
@@ -46,8 +45,8 @@ from course_lib.ranks import RankError, Ranks
 # %% [markdown]
 # ## 1 One rank computes, the others wait
 #
-# A batch goes forward through four stages, then backward. For what part of the time does a rank
-# compute?
+# A batch goes forward through four stages, then backward. For what percentage of the time does each
+# rank compute?
 
 # %% tags=["predict"]
 guess_busy = predict("a rank computes", unit="% of the time")
@@ -60,8 +59,7 @@ title = f"One batch at a time: four ranks are idle for {played.bubble_fraction:.
 show(timeline(played.events(), title, unit="F"), alt=f"{title}; a backward takes 2 F")
 
 # %% [markdown]
-# The next batch cannot fill the gaps: it needs the weights that this step computes (PipeDream,
-# Narayanan et al. 2019, uses older ones).
+# The next batch cannot fill the gaps, because it needs the weights that this step computes.
 #
 # **With an undivided batch, only one rank computes at a time.**
 #
@@ -69,11 +67,12 @@ show(timeline(played.events(), title, unit="F"), alt=f"{title}; a backward takes
 #
 # So split the batch: while rank 1 computes micro-batch 0, rank 0 continues with micro-batch 1.
 # **GPipe** (Huang et al. 2019) runs all $m$ forwards, then all $m$ backwards. Each rank computes
-# for $m(F+B)$, and is idle for $(p-1)(F+B)$, while the pipeline fills and empties. This idle time,
-# the *bubble*, is $\frac{p-1}{m}$ of the computation.
+# for $m(F+B)$. The last rank starts $(p-1)F$ after the first rank, and the first rank ends $(p-1)B$
+# after the last rank. So a step takes $(m+p-1)(F+B)$, and each rank is idle for $(p-1)(F+B)$. This
+# idle time is the *bubble*. Divided by the computing time, it is $\frac{p-1}{m}$.
 #
-# Four ranks with emulated layers (lesson 06): gradients are real, computing time is a sleep. How
-# large is the bubble with 8 micro-batches?
+# We measure it on four ranks with emulated layers: the gradients are real, but a layer sleeps for
+# its computing time. How large is the bubble with 8 micro-batches?
 
 # %% tags=["predict"]
 guess_bubble = predict("bubble for p = 4, m = 8", unit="% of the compute")
@@ -97,26 +96,27 @@ axes = {"x_label": "micro-batches", "y_label": "bubble (% of compute)", "note": 
 show(compare(numbers, voices, title, **axes), alt=f"{title}; measured: on the line or above")
 
 # %% [markdown]
-# The dots lie above the line, since every action has overhead. Huang et al. (2019, section 2.3)
-# found the bubble negligible for $m\ge4p$, partly because they recompute while waiting. But smaller
-# micro-batches compute less efficiently, and cost messages (section 7).
+# Messages and the engine add time, so the dots may lie above the line. Huang et al. (2019, section
+# 2.3) found the bubble negligible for $m\ge4p$, partly because their ranks recompute activations
+# while they wait. But smaller micro-batches may use a GPU less efficiently, and more micro-batches
+# need more messages (section 7).
 #
-# **GPipe's bubble is $(p-1)/m$ of the computation, if stages take equally long, and messages no
-# time.**
+# **GPipe's bubble is $(p-1)/m$ of the computing time, if all stages take equally long and messages
+# take no time.**
 #
 # ## 3 1F1B: backward as soon as possible
 #
-# Without recompute, GPipe's price is memory: the activations of all $m$ micro-batches wait for
-# their backward. But the last rank could begin backward after its *first* forward. **1F1B**
-# (PipeDream-Flush in Narayanan et al. 2021, section 2.2: one forward, one backward) does that. In
-# the **warm-up**, each rank runs as many forwards as there are ranks after it. Then it alternates
-# one forward and one backward (**steady phase**), and finally runs the remaining backwards
-# (**cool-down**).
+# GPipe's price is memory: without recomputation, each rank keeps the activations of all $m$
+# micro-batches. But the last rank can begin backward after its *first* forward. **1F1B** (one
+# forward, one backward; Narayanan et al. 2021, section 2.2.1) does that. In the **warm-up**, each
+# rank runs as many forwards as there are ranks after it. Then it alternates one forward and one
+# backward (**steady phase**), and finally runs the remaining backwards (**cool-down**).
 #
-# That is a **schedule**: for each rank the list of its actions, without times. An action starts
-# when its rank is free and its input has arrived. Here is GPipe's schedule. A micro-batch is *in
-# flight* on a rank from its forward to its backward. With 1F1B, $p=4$ and $m=32$, how many does
-# rank 0 hold at most?
+# A **schedule** is a list of actions for each rank, without times. An action starts when its rank
+# is free and its input has arrived. The next cell prints GPipe's schedule.
+#
+# A micro-batch is *in flight* on a rank from the start of its forward to the end of its backward.
+# With 1F1B, $p=4$ and $m=32$, how many micro-batches are in flight on rank 0 at most?
 
 # %% tags=["predict"]
 print(as_text(schedules.gpipe(4, 4)))
@@ -127,15 +127,8 @@ guess_held = predict("micro-batches in flight on rank 0 with 1F1B")
 # %% [markdown]
 # ### Exercise 1 (core): the order of 1F1B
 #
-# Return lists of `Action(kind, stage, micro_batch)`, of kinds `"forward"` and `"backward"`. It also
-# has to work for $m<p$. About 5 lines, 10 minutes.
-#
-# <details><summary>Hint: how long is the warm-up?</summary>
-# The last rank needs none; each rank before it runs one forward more than the next.
-# </details>
-# <details><summary>Hint: the last backwards are missing</summary>
-# Every forward of the warm-up needs its backward in the cool-down.
-# </details>
+# Return one list per rank of `Action(kind, stage, micro_batch)`; `kind` is `"forward"` or
+# `"backward"`. Your function also has to work for $m<p$. About 5 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="pipeline-1"
@@ -170,26 +163,25 @@ figure = pictures.pipelines(shown, title, link="emulated layers")
 show(figure, alt=f"{title}: rank 0 holds 3 micro-batches, with GPipe all 4")
 
 # %% [markdown]
-# Rank $r$ holds at most $\min(p-r,m)$ micro-batches, however large the batch. The bubble is
-# GPipe's: each rank still waits for the first micro-batch to arrive and the last to return.
+# Rank $r$ holds at most $\min(p-r,m)$ micro-batches in flight. The bubble is the same as GPipe's,
+# because the pipeline still has to fill and to empty.
 #
 # ### Exercise 2 (core): when does each action end?
 #
-# Write the simulator: an action waits for its rank and its input. `source_of(action, p)` is the
-# stage whose action of the same kind and micro-batch sends this input, or None if no message is
-# needed; a message takes `message_s`. About 9 lines, 20 minutes.
+# Write the simulator. `source_of(action, p)` is the stage that sends an action's input, or None if
+# the action needs no message. About 9 lines, 20 minutes.
 #
 # <details><summary>Hint: the action that produces the input</summary>
-# <code>action._replace(stage=source)</code>: a forward needs the forward of the stage before.
+# It is <code>action._replace(stage=source)</code>: same kind, same micro-batch.
 # </details>
 # <details><summary>Hint: which rank comes next?</summary>
-# Go over the ranks repeatedly; let each run what can run.
+# Loop over all ranks repeatedly. Each time, a rank runs the actions whose inputs have times.
 # </details>
 
 
 # %% tags=["exercise"] exercise="pipeline-2"
 def finish_times(schedule, seconds, message_s):
-    """{action: when it ends}; seconds of each kind of action; a message takes message_s."""
+    """{action: when it ends}; `seconds` has the time of each kind, a message takes message_s."""
     p, ends, free_s = len(schedule), {}, [0.0] * len(schedule)
     left = [list(actions) for actions in schedule]
     while any(left):
@@ -216,34 +208,35 @@ from course_lib.pipeline.explorer import schedule_explorer
 schedule_explorer()
 
 # %% [markdown]
-# `simulate` does this for every schedule. Move the sliders: which schedule suffers most from slow
-# messages, and which gains most from more micro-batches?
+# The course's `simulate` does this for every schedule. Move the sliders: which schedule suffers
+# most from slow messages?
 #
-# **A schedule is a list of actions per rank; their times follow from it.**
+# **A schedule, with the durations of its actions and messages, determines the times of a step.**
 #
 # ## 4 An engine that runs any schedule
 #
 # ### Exercise 3 (core): run a schedule
 #
-# Run one rank's part of a step. Backwards may come in any order; `i` is the micro-batch. `isend`
-# returns at once, with a handle; until `handle.wait()` its tensor must not change. `x` is the input
-# only on the first rank (it may be integer tokens), and the target is real only on the last;
-# elsewhere both are placeholders with a message's shape and dtype. The last micro-batch may be
-# smaller. Add to every `param.grad`, as `backward()` does, the gradient of the *mean* of the $m$
-# losses; a nan in them stays nan. Do not change lists, batch, stage (modes, hooks, what is frozen)
-# or random state. Budget: one message per micro-batch and direction; with 1F1B, memory does not
-# grow with $m$. About 17 lines, 25 minutes.
+# Run one rank's actions. Backwards may come in any order. Only the first rank has the real `x` (it
+# may be integer tokens), and only the last rank has the real target. On all ranks but the first,
+# `x` only has the shape and dtype of the message that the rank receives. The last micro-batch may
+# be smaller. `isend` returns a handle at once; its tensor must not change before `handle.wait()`
+# returns.
+#
+# Add to `param.grad` the gradients of the *mean* of the $m$ losses; a nan stays nan. Do not change
+# lists, batch, stage (modes, hooks, frozen parameters) or random state. Budget: one message per
+# micro-batch and direction; with 1F1B, memory does not grow with $m$. About 17 lines, 25 minutes.
 #
 # <details><summary>Hint: x.grad is None</summary>
-# To autograd, a received tensor is a leaf without gradient. Call <code>x.requires_grad_()</code>
-# before the stage computes.
+# By default, a received tensor gets no gradient. Call <code>x.requires_grad_()</code> before the
+# stage computes.
 # </details>
 # <details><summary>Hint: gradients are too large</summary>
-# <code>loss_fn</code> is a mean over one micro-batch. Divide it once, where the loss is.
+# <code>loss_fn</code> is a mean over one micro-batch. Divide it by $m$ once, on the last rank.
 # </details>
 # <details><summary>Hint: memory grows</summary>
-# <code>kept.pop(i)</code> removes an entry; send <code>y.detach()</code>, without the graph. A
-# handle holds its message, even after <code>wait()</code>: put it into <code>sent</code> only.
+# <code>kept.pop(i)</code> removes an entry. Send <code>y.detach()</code>, which has no graph. A
+# handle holds its message: put it only into <code>sent</code>.
 # </details>
 
 
@@ -287,8 +280,7 @@ def run_actions(actions, stage, micro_batches, loss_fn):
 check("pipeline-3", run_actions)
 
 # %% [markdown]
-# The course's engine, `Pipeline`, does this with receives started early, messages of any shape, and
-# all schedules below. `split_model` leaves each rank its own layers. After 3 steps, do all
+# The course's engine, `Pipeline`, runs all schedules of this lesson.  After 3 steps, do all
 # parameters equal those of one process?
 
 # %%
@@ -316,15 +308,15 @@ for name, make in {"GPipe": schedules.gpipe, "1F1B": schedules.one_f_one_b}.item
     print(f"{name:5} as one process: {all(near)}; held at most {[peak for _, peak in found]}")
 
 # %% [markdown]
-# `backward()` frees what autograd saved inside a stage. But a forgotten reference keeps a stage's
-# inputs (with gradients) and outputs, and no result shows it.
+# If you forget to remove `x` and `y` from `kept`, they stay in memory, and no result shows this
+# mistake.
 #
-# **Receive, compute, send without waiting; free early, and divide the loss once.**
+# **Receive, compute, and send without waiting. Free activations early, and divide the loss once.**
 #
 # ## 5 Break it: sends that wait
 #
-# With gloo's `dist.send` in place of `isend`, a rank waits until the other one receives. Here
-# nothing is computed. Which schedule hangs?
+# Gloo's `dist.send` waits until the other rank receives. The next cell uses it instead of `isend`,
+# and computes nothing. Which schedule hangs?
 
 # %% tags=["predict"]
 guess_hang = predict("which one hangs?", choices=("GPipe", "1F1B", "both", "none"))
@@ -350,17 +342,17 @@ except RankError as hang:
     raise
 
 # %% [markdown]
-# In the steady phase one neighbor sends an activation, the other a gradient, and neither receives.
-# `check_schedule(schedule, blocking_sends=True)` reports this before anything runs.
+# In 1F1B's steady phase, one neighbor sends an activation while the other one sends a gradient, and
+# neither receives.
 #
-# **Between neighbors that send in both directions, a send must not block, or must be combined with
-# the receive, or one of them receives first.**
+# **When two neighbors send to each other, use sends that do not block, or combine each send with
+# the receive.**
 #
 # ## 6 Break it: the loss that was not divided
 #
 # Hugging Face's teaching code picotron (commit 12e81c3, `pipeline_parallel.py`) divides the loss
-# that it *logs* by $m$, but not the one that it backpropagates: every gradient is $m$ times too
-# large. After 30 steps, can you see from the loss that gradients are 8 times too large?
+# that it *logs* by $m$, but not the one that it backpropagates, so every gradient is $m$ times too
+# large. After 30 steps, does the loss show that gradients are 8 times too large?
 
 
 # %% tags=["measured"]
@@ -382,9 +374,9 @@ for name, cls, lr in (("SGD", torch.optim.SGD, 0.2), ("Adam", torch.optim.Adam, 
     print(f"{name:4}: loss {right:.3f}; with gradients 8 times too large {wrong:.3f}")
 
 # %% [markdown]
-# SGD's loss shows it. Adam divides by the gradient's size, so a constant factor cancels, up to
-# $\epsilon$. The factor returns where the size matters: in clipping, in weight decay that is added
-# to the gradient, and when you change $m$. So compare *gradients*.
+# With SGD, the loss shows the mistake. Adam divides by a running average of the gradient's size, so
+# a constant factor cancels, up to $\epsilon$. The factor matters in clipping, in weight decay that
+# is added to the gradient, and if $m$ changes during training. So compare *gradients*.
 #
 # **A falling loss does not prove that the gradients are right.**
 #
@@ -392,8 +384,8 @@ for name, cls, lr in (("SGD", torch.optim.SGD, 0.2), ("Adam", torch.optim.Adam, 
 #
 # ## 7 On a slow link, more micro-batches can be slower
 #
-# More micro-batches mean more messages. Here is section 2's batch over a link with 30 ms latency.
-# Which is faster with 1F1B?
+# The next cells run section 2's batch over a link with 30 ms latency. Is 1F1B faster with $m=4$ or
+# with $m=16$?
 
 # %% tags=["predict"]
 from course_lib.core import Link
@@ -422,17 +414,17 @@ show(compare(numbers, curves, title, **axes), alt=title)
 print(cost.parts_table(4, numbers, batch, wire))
 
 # %% [markdown]
-# In 1F1B, rank 0's next forward waits for a gradient that waits for an earlier forward. So every
-# $p$ micro-batches cost one more round trip of $2(p-1)$ messages, while the bubble shrinks: $m$ can
-# be too small or too large. GPipe exposes only the $2(p-1)$ messages with which the pipeline fills
-# and empties; it pays with memory.
+# In 1F1B, rank 0 starts the forward of micro-batch $i+p$ only after the backward of micro-batch
+# $i$. So every $p$ micro-batches cost one more round trip of $2(p-1)$ messages. In this example,
+# GPipe exposes only the $2(p-1)$ messages with which the pipeline fills and empties.
 #
-# **More micro-batches help only while the messages they add cost less than the bubble they save.**
+# **More micro-batches help only if the exposed messages that they add cost less than the bubble
+# that they save.**
 #
 # ## 8 Stages are not equally long
 #
-# All stages wait for the slowest. GPT-2 small has 12 blocks. By FLOP, its output layer costs how
-# many blocks?
+# All stages wait for the slowest one. GPT-2 small has 12 blocks. Counted in FLOP, how many blocks
+# cost as much as its output layer (1,024 tokens, all attention scores counted)?
 
 # %% tags=["predict"]
 from course_lib.cost.flops import forward_flop
@@ -445,12 +437,12 @@ guess_head = predict("the output layer of GPT-2, in blocks")
 # %% [markdown]
 # ### Exercise 4 (further): balance the stages
 #
-# How many consecutive layers should each of $p$ stages get, none empty, so that the slowest is as
-# fast as possible? About 4 lines, 15 minutes.
+# How many consecutive layers, at least one, should each of $p$ stages get, so that the slowest
+# stage is as fast as possible? About 4 lines, 15 minutes.
 #
 # <details><summary>Hint: all cuts</summary>
-# <code>combinations(range(1, n), p - 1)</code> are the places to cut; <code>pairwise</code> of (0,
-# *cut, n) gives each stage's begin and end.
+# <code>combinations(range(1, n), p - 1)</code> gives all cuts; <code>pairwise</code> of (0, *cut,
+# n) gives where each stage begins and ends.
 # </details>
 
 
@@ -478,31 +470,25 @@ for name, cut in cuts.items():
     step = simulate(schedules.one_f_one_b(4, 3), times)
     print(f"{name:12} {cut}: {step.step_s:.0f} block times a step, {step.bubble_fraction:.0%} idle")
 h100 = cost.h100_stages()
-print(
-    f"8 H100, output layer {h100.head_layers:.1f} blocks: stages, tokens/s/GPU published, formula"
-)
+print(f"a 1B model on 8 H100: its output layer costs {h100.head_layers:.1f} blocks")
+print("(stages, published tokens/s per GPU, formula):")
 print(*zip(h100.stages, map(round, h100.published), map(round, h100.formula), strict=True))
 
 # %% [markdown]
-# On 8 H100 (Tazi et al. 2025), 8 stages wait longer than their bubble: by formula, the last stage,
-# the output layer alone, costs 3.2 blocks where the mean is 2.4.
+# The printed steps are 1F1B with $m=3$; a block time is the forward of one block. The H100 runs are
+# from the Ultra-Scale Playbook (Tazi et al. 2025). The formula takes the speed of one stage from
+# the data, and predicts the others from the bubble and the slowest stage. With 8 stages, the
+# slowest is the output layer alone: it costs 3.2 blocks, the mean stage 2.4.
 #
-# Llama 3 405B has one layer fewer on its first and last stages (Grattafiori et al. 2024, section
-# 3.3.2).
-#
-# Often the output layer *is* the embedding (*tied* weights): first and last stage hold copies of
-# one matrix, and in backward each gets the gradient of its own use.
+# In many models, embedding and output layer share one matrix (*tied* weights). Then the first and
+# the last stage hold copies of it, and each copy gets only the gradient of its own use.
 #
 # ### Exercise 5 (further): a tied weight
 #
-# After backward, leave in both copies the gradient of *both* uses. `ends` is the group of first and
-# last stage, whatever their ranks; with one stage, it has one member. A frozen weight's `.grad` is
-# None; otherwise it may be a transposed view. Budget: one message each way, nothing from middle
-# stages. About 2 lines, 10 minutes.
-#
-# <details><summary>Hint: rank 1 fails</summary>
-# In the middle <code>weight</code> is None: these ranks have nothing to do.
-# </details>
+# After backward, leave the sum of both gradients in both copies' `.grad`. `ends` is the process
+# group of the first and the last stage. A frozen weight's `.grad` is None. Any other gradient may
+# be a transposed view. Budget: one message in each direction; middle stages (their weight is None)
+# send nothing. About 2 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="pipeline-5"
@@ -518,13 +504,14 @@ def sum_tied(weight, ends):
 check("pipeline-5", sum_tied)
 
 # %% [markdown]
-# **Balance by time, not by layers; a weight that is used twice has one gradient.**
+# **Balance stages by time, not by number of layers. Copies of a tied weight need the sum of their
+# gradients.**
 #
 # ## 9 Micro-batches inside a sequence
 #
-# With causal attention a token does not need later ones, so **TeraPipe** (Li et al. 2021) splits
-# one long *sequence*: while rank 1 computes the first piece, rank 0 computes the second. The second
-# attends to the first's keys and values, which rank 0 kept.
+# With causal attention a token does not need later tokens. So **TeraPipe** (Li et al. 2021) splits
+# one long *sequence*: while rank 1 computes the first piece, rank 0 computes the second piece. The
+# second piece attends to the keys and values of the first piece, which rank 0 has kept.
 
 # %%
 from course_lib.pipeline.token_pipeline import TokenCost, balanced_cut, even_cut, token_forward_s
@@ -537,25 +524,26 @@ for number in (1, 2, 4, 8, 16, 32):
     print(f"{number:2} pieces:", *(f"{1e3 * token_forward_s(c, 4, token_cost):.1f}" for c in cuts))
 
 # %% [markdown]
-# With $k$ pieces of times $t_i$, the forward takes $\sum t_i+(p-1)\max t_i$ (their equation 5): the
-# longest piece counts $p$ times. A later token attends to more, so pieces of equal *time* hold ever
-# fewer tokens.
+# If piece $i$ takes $t_i$ on each stage, the forward takes $\sum t_i+(p-1)\max t_i$ (Li et al.
+# 2021, equation 5): the longest piece counts $p$ times. A later token attends to more tokens. So if
+# all pieces take equally long, later pieces have fewer tokens.
 #
 # **Causal attention lets the pieces of one sequence follow each other through the stages.**
 #
 # ## 10 Schedules in use today
 #
-# **Interleaved 1F1B** (Narayanan et al. 2021, section 2.2). Each rank holds $v$ smaller *model
-# chunks* (with 8 chunks on 4 ranks, rank 0 has the first and fifth). The pipeline fills with
-# chunks, each $v$ times shorter than a stage: a bubble of $\frac{p-1}{vm}$.
+# **Interleaved 1F1B** (Narayanan et al. 2021, section 2.2.2). Each rank holds $v$ smaller *model
+# chunks*: rank $r$ has chunks $r$, $r+p$, and so on. The pipeline fills and empties chunk by chunk,
+# and a chunk takes $\frac1v$ of a stage's time: the bubble is $\frac{p-1}{vm}$ of the computing
+# time.
 #
 # ### Exercise 6 (further): the interleaved order
 #
-# Return lists of `Action(kind, rank, micro_batch, model_chunk)`, for $v\ge2$. Micro-batches run in
-# rounds of $p$: each round runs through chunk 0, then chunk 1, ...; backward, from the last chunk
-# to the first. The rest is as in 1F1B, but a rank's warm-up has $(v-1)p$ forwards, plus 2 for each
-# rank after it (at most $vm$). If $m$ is no multiple of $p$, raise a `ValueError`. About 10 lines,
-# 15 minutes.
+# Return one list per rank of `Action(kind, rank, micro_batch, model_chunk)`, for $v\ge2$.
+# Micro-batches run in rounds of $p$. In forward, a whole round runs in chunk 0, then in chunk 1,
+# and so on; in backward, the last chunk comes first. A rank's warm-up has $(v-1)p$ forwards, plus 2
+# for each rank after it (at most $vm$). The rest is as in 1F1B. If $m$ is no multiple of $p$, raise
+# a `ValueError`. About 10 lines, 15 minutes.
 
 
 # %% tags=["exercise"] exercise="pipeline-6"
@@ -582,16 +570,17 @@ def interleaved(p, m, v):
 check("pipeline-6", interleaved)
 
 # %% [markdown]
-# **ZB-H1** (Qi et al. 2024, section 2). A backward computes the input's gradient, $I$, for which
-# the previous rank waits, and the weights' gradient, $W$, for which no rank waits. ZB-H1 runs $I$
-# at once; rank $r$ defers each $W$ by $r$ micro-batches, so that its last ones fill the bubble.
+# **ZB-H1** (Qi et al. 2024, section 2). A backward computes the gradient of the input, $I$, for
+# which the previous rank waits, and the gradients of the weights, $W$, for which no rank waits.
+# ZB-H1 runs $I$ at once. Rank $r$ defers each $W$ by $r$ micro-batches, so that deferred $W$ fill
+# part of the bubble at the end.
 #
-# **ZB-V** (their section 6) adds chunks, in a V: rank $r$ holds chunks $r$ and $2p-1-r$, so the
-# first rank has embedding *and* loss.
+# **ZB-V** (Qi et al. 2024, section 6) also has two chunks per rank, in a V: rank $r$ holds chunks
+# $r$ and $2p-1-r$, so the loss is on rank 0.
 #
-# **DualPipeV**: the same V; in the steady phase a forward is paired with another micro-batch's
-# backward. If both run at the same time, each hides the other's messages, such as all-to-alls of a
-# mixture of experts.
+# **DualPipeV** (Sea AI Lab 2025, from DeepSeek's DualPipe) has the same V. In the steady phase it
+# pairs a forward with the backward of another micro-batch. If the two run at the same time, one can
+# compute while the other communicates.
 
 # %% tags=["predict"]
 from course_lib.pipeline import dual_pipe_v, zero_bubble_v
@@ -610,7 +599,7 @@ def five(p, m):
 plans = five(3, 6)
 played = {name: simulate(plan) for name, plan in plans.items()}  # F = I = W = 1
 reveal(guess_zero, played["1F1B"].idle_s[0] / played["ZB-V"].idle_s[0])
-title = "Chunks shorten the bubble, weight gradients fill it"
+title = "Chunks shorten the bubble, weight gradients fill part of it"
 figure = pictures.pipelines({name: one.events() for name, one in played.items()}, title, unit="F")
 show(figure, alt=f"{title}: 1F1B idles most, ZB-V and DualPipeV least")
 
@@ -627,39 +616,41 @@ for name, real in made.items():
 print(cost.bubble_rate_table())
 
 # %% [markdown]
-# | | bubble of a rank | most in flight (one chunk counts $1/v$) | messages | source; used by |
-# |---|---|---|---|---|
-# | 1F1B | $(p-1)(F+I+W)$ | $p$ | $2(p-1)m$ | Narayanan 2021 |
-# | interleaved | $\frac1v(p-1)(F+I+W)$ | $p+\frac{p-1}{v}$ | $2(pv-1)m$ | the same; Llama 3 |
-# | ZB-H1 | $(p-1)(F+I-W)$ | $p$ | $2(p-1)m$ | Qi 2024 |
-# | ZB-V | $\frac12(p-1)F$ | $p$ | $4(p-1)m$ | Qi 2024 |
-# | DualPipeV | $\frac12(p-1)(F+I-W)$ | $p+\frac12$ | $4(p-1)m$ | Sea AI Lab 2025 |
+# | | bubble of a rank | most in flight (one chunk counts $1/v$) | messages |
+# |---|---|---|---|
+# | 1F1B | $(p-1)(F+I+W)$ | $p$ | $2(p-1)m$ |
+# | interleaved | $\frac1v(p-1)(F+I+W)$ | $p+\frac{p-1}{v}$ | $2(pv-1)m$ |
+# | ZB-H1 | $(p-1)(F+I-W)$ | $p$ | $2(p-1)m$ |
+# | ZB-V | $\frac12(p-1)F$ | $p$ | $4(p-1)m$ |
+# | DualPipeV | $\frac12(p-1)(F+I-W)$ | $p+\frac12$ | $4(p-1)m$ |
 #
-# This holds for $m\ge2p$ (interleaved: a multiple of $p$), $W\le F$ and $W\le I$. ZB-V's bubble
-# needs $F=I=W$ (Qi et al. count 0, from a rank's first action to its last); DualPipeV's, found by
-# simulation, $I\le F\le I+W$. ZB-H1 holds on *every* rank what 1F1B holds on the first. Last lines
-# of output: our simulator agrees with Qi et al. 2024 (table 5) for two models.
+# The table holds for $m\ge2p$ (interleaved: a multiple of $p$), $W\le F$ and $W\le I$. ZB-V's
+# bubble also needs $F=I=W$ (Qi et al. count 0, because they measure from a rank's first action to
+# its last). DualPipeV's bubble, found by our simulation, also needs $I\le F\le I+W$. ZB-H1 has on
+# *every* rank as many micro-batches in flight as 1F1B has on the first. The last lines of the
+# output compare our simulator with Qi et al. 2024 (table 5).
 #
-# **A smaller bubble costs memory, at least on later ranks, and with chunks also messages.**
+# **In these schedules, a smaller bubble costs memory, at least on later ranks, and with chunks also
+# messages.**
 #
 # ## 11 An open puzzle
 #
-# Which order is best for given $p$, $m$, memory and $F:I:W$? No general formula is known.
+# Which order is best for given $p$, $m$, memory and $F:I:W$? We know of no general formula.
 #
 # ### Exercise 7 (further): the shortest step
 #
-# Return a schedule with a short simulated step and at most `cap` $\ge p$ micro-batches in flight
-# (from F until W) on each rank. `seconds` has the times of `"forward"`, `"backward_input"`,
-# `"backward_weight"`. It is right if it is never slower than ZB-H1, in seven puzzles (messages take
-# no time). The loop is a *list scheduler*: of the actions in `ready` it runs the one that can start
-# first; of several, the most urgent (0 first). Fill `ready`, or replace the whole loop.
-# About 10 lines, 30 minutes.
+# Return a schedule with a short simulated step and, on each rank, at most `cap` $\ge p$
+# micro-batches in flight (from F until W). `seconds` has the times of `"forward"`,
+# `"backward_input"` and `"backward_weight"`; messages take no time. Your schedule is right if, in
+# seven puzzles, it is never slower than ZB-H1. The loop is a *list scheduler*: it runs the action
+# in `ready` that can start first. If several can, it runs the most urgent one (0 is most urgent).
+# Fill `ready`. About 10 lines, 30 minutes.
 #
 # <details><summary>Hint: what can run next</summary>
 # Count each rank's F, I and W: each kind runs in micro-batch order. I needs its F, W needs its I.
 # </details>
 # <details><summary>Hint: slower than ZB-H1</summary>
-# While fewer than p - r micro-batches wait for their I, F is most urgent. Nobody waits for W.
+# F is most urgent if fewer than p - r micro-batches wait for their I. W is least urgent.
 # </details>
 
 
@@ -696,16 +687,16 @@ from course_lib.checks.pipeline.scores import scores
 print(scores(pack))
 
 # %% [markdown]
-# The bound adds up a rank's work, the wait for its first input, and what weight gradients cannot
-# fill of its last gradient's way back. Two chunks in a V beat the bound for one chunk.
+# The bound holds for orders with one chunk per rank. ZB-V, with two chunks, is faster here.
 #
 # **The best schedule depends on times and memory: simulate, then search.**
 #
 # ## 12 The real thing
 #
-# `torch.distributed.pipelining` has all five, with the same order of actions; its
-# `ScheduleInterleavedZeroBubble` with one chunk is ZB-H1. Two ranks, equal stages, 8 micro-batches.
-# (PyTorch does not sum tied weights: here they are untied.) Are the gradients equal?
+# `torch.distributed.pipelining` has all five schedules, with our order of actions; its
+# `ScheduleInterleavedZeroBubble` with one chunk per rank is ZB-H1. The next cell runs them on two
+# ranks, without tied weights (PyTorch's `PipelineStage` does not sum their gradients). Are our
+# gradients equal to PyTorch's?
 
 # %% tags=["measured"]
 from dataclasses import replace
@@ -720,8 +711,9 @@ for name, plan in zip(names, five(2, 8).values(), strict=True):
     print(f"Schedule{name:21} {shown}; equal: {all(equal for equal, _ in by_rank)}")
 
 # %% [markdown]
-# Megatron-Core has 1F1B and interleaved: below, 4 steps of the tied model (messages: of the last
-# one). (Ours sends the tied gradient as messages, Megatron-Core as an all-reduce.)
+# Megatron-Core has 1F1B and interleaved 1F1B. The next cell counts the last rank's messages in one
+# step with tied weights. Megatron-Core sums the tied gradients by all-reduce, our engine by
+# messages.
 
 # %% tags=["measured"]
 from course_lib.frameworks import missing
@@ -738,14 +730,15 @@ for chunks, name in product((1, 2), names):
 # %% [markdown]
 # ## What to keep
 #
-# - A schedule is a list of actions per rank; one engine runs any.
-# - Bubble $\frac{p-1}{m}$; in flight $m$ with GPipe, $\min(p-r,m)$ with 1F1B. Model chunks shorten
-#   the bubble, weight gradients fill it.
-# - In 1F1B blocking sends can hang; activations must be freed; the loss is divided once.
+# - GPipe and 1F1B have a bubble of $\frac{p-1}{m}$ of the computing time. Rank $r$ holds $m$
+#   micro-batches with GPipe, and at most $\min(p-r,m)$ with 1F1B.
+# - Model chunks shorten the bubble; deferred weight gradients fill part of it.
 #
 # **Read on**
 #
-# - Huang et al. 2019, *GPipe*.
-# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*, section 2.2.
-# - Qi et al. 2024, *Zero Bubble Pipeline Parallelism*: $I$ and $W$, ZB-H1, ZB-V, the search.
+# - Huang et al. 2019, *GPipe*: micro-batches and recomputation.
+# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*, section 2.2: 1F1B,
+#   interleaved.
+# - Qi et al. 2024, *Zero Bubble Pipeline Parallelism*: $I$ (their $B$), $W$, ZB-H1, ZB-V, a search.
 # - DeepSeek-AI 2024, *DeepSeek-V3*, section 3.2.1: DualPipe.
+# - Sea AI Lab 2025, *DualPipe could be better without the Dual*: DualPipeV.

@@ -3,23 +3,24 @@
 #
 # In data parallelism every rank holds the same parameters, the same gradients and the same
 # optimizer state: $p$ copies of everything. ZeRO (Rajbhandari et al. 2020) can keep each number
-# *once*, and send it when it is needed. **How much memory does that save, and what does it cost?**
+# *once*, and send it when it is needed. **How much memory does ZeRO save, and what does it cost?**
 #
-# *After this lesson you can* say what each stage keeps and sends; build a sharded optimizer step,
-# sharded gradients and a layer that owns only a shard; prove that they compute what one process
-# does; choose a stage.
+# *After this lesson you can*
 #
-# **Prerequisites:** lessons 01 (what is kept), 04 (collectives) and 06 (DDP, buckets). **Time:** 70
-# minutes of reading, 75 of exercises, with a break after section 5. Exercises 1 to 3 are the core,
-# 4 and 5 go further.
+# - say what each stage of ZeRO keeps and sends, and choose a stage;
+# - build a sharded optimizer step, sharded gradients, and a layer that owns only a shard;
+# - test that they compute the same numbers as one process.
+#
+# **Prerequisites:** lessons 01 (memory), 04 (collectives) and 06 (DDP, buckets). **Time:** 70
+# minutes of reading, 75 of exercises, with a break after section 5.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
-# | $p$ | `p` | ranks of data parallelism, each with its part of the batch |
+# | $p$ | `p` | data-parallel ranks, each with its part of the batch |
 # | $N$ | `N` | parameters of the model |
-# | stage | `zero` | what is sharded: 1 optimizer state, 2 gradients too, 3 parameters too |
+# | stage | `zero` | what is sharded: 1 optimizer state, 2 also gradients, 3 also parameters |
 # | shard | `shard` | the part that a rank owns: $1/p$ of a flat parameter |
-# | $m$ | `m` | micro-batches: backward passes before a step (lesson 02) |
+# | $m$ | `m` | micro-batches per optimizer step (lesson 02) |
 
 # %%
 # %load_ext course_lib.ranks
@@ -41,10 +42,11 @@ from course_lib.zero import FlatLayout, ZeRO1, ZeRO2, ZeRO3, lab
 # %% [markdown]
 # ## 1 What is there $p$ times?
 #
-# In mixed precision with Adam a parameter costs 2 bytes, its gradient 2, and the optimizer state
-# 12: an fp32 copy and two moments (lesson 01). That is $16N$ bytes on *every* rank. Stage 1 divides
-# the 12 by $p$, stage 2 also the gradient's 2, stage 3 all 16. A model of 7.5 billion parameters
-# needs 120 GB per rank. With stage 2 on 64 ranks, how many GB does each hold?
+# In mixed precision with Adam, each parameter needs 2 bytes, its bf16 gradient 2 bytes, and its
+# optimizer state 12 bytes: an fp32 copy and two moments (lesson 01). That is $16N$ bytes on *every*
+# rank. Stage 1 divides the 12 bytes by $p$, stage 2 also the gradient's 2 bytes, and stage 3 all 16
+# bytes. Without ZeRO, 7.5 billion parameters need 120 GB per rank. With stage 2 on 64 ranks, how
+# many GB does each rank hold?
 
 # %% tags=["predict"]
 guess_stage_2 = predict("7.5 billion parameters, stage 2, 64 ranks: a rank holds", unit="GB")
@@ -70,11 +72,12 @@ axes |= {"names": {"published": "the paper's arithmetic"}, "source": lab.TABLE_1
 show(compare(sizes, curves, title, **axes), alt=f"{title}; stage 3: 0.12 GB of 120")
 
 # %% [markdown]
-# The first stage takes the largest part away (12 of 16 bytes), but leaves at least $4N$: parameters
-# and gradients, on any number of ranks. The next picture has measurements: the Ultra-Scale
-# Playbook's runs of a model of 1.34 billion parameters, without ZeRO and with stage 1. A peak also
-# includes activations and buffers, so the line is their peak without ZeRO minus what stage 1 saves
-# on paper, $12N(1 - 1/p)$. Measured peaks lie above it, by 0 (256 GPUs) to 1.9 GiB (128 GPUs).
+# Stage 1 shards the largest part (12 of 16 bytes), but on any number of ranks it leaves more than
+# $4N$ bytes: parameters and gradients. The next picture shows published measurements: the
+# Ultra-Scale Playbook's runs of a model of 1.34 billion parameters (Tazi et al. 2025), without ZeRO
+# and with stage 1. A peak also includes activations and buffers. So the line is the measured peak
+# without ZeRO, minus the $12N(1 - 1/p)$ bytes that stage 1 saves by the formula. The measured peaks
+# of stage 1 lie above this line: by less than 0.1 GiB on 256 GPUs, and by up to 1.9 GiB on fewer.
 
 # %% tags=["picture"]
 from course_lib.zero.pictures import flat_param_shards, stage_1_on_gpus
@@ -83,8 +86,8 @@ figure, alt = stage_1_on_gpus()
 show(figure, alt=alt)
 
 # %% [markdown]
-# Now we measure on real ranks, with a small GPT in bf16: the bytes of all storages that a rank
-# holds after backward. An *engine* is a model with its sharded optimizer, like the course's
+# Now we measure on our ranks, with a small GPT in bf16: how many bytes do all storages have that a
+# rank holds after backward? An *engine* is a model with its sharded optimizer, such as the course's
 # `ZeRO1`. You will build its parts below.
 
 # %%
@@ -110,21 +113,21 @@ for zero, stage in enumerate(stages, start=1):
     found = [ranks.run(owned_kib, p, stage)[0] for p, ranks in worlds.items()]
     curves[f"stage {zero}"] = Voices(formula=paper, measurement=found)
 on_4 = ", ".join(f"{curve.measurement[-1]:.0f}" for curve in curves.values())
-title = f"{found[0]:.0f} KiB on a single rank; on 4, stage by stage: {on_4}"
+title = f"One rank holds {found[0]:.0f} KiB, each of 4 ranks {on_4} KiB (stages 1, 2, 3)"
 axes = {"x_label": "ranks p", "y_label": "held by a rank (KiB)"}
 show(compare([*worlds], curves, title, **axes), alt=f"{title}; measured: on the lines")
 
 # %% [markdown]
-# **With Adam in mixed precision, most of a rank's state is used by the optimizer alone: each
-# number needs only one owner.**
+# **With Adam in mixed precision, only the optimizer needs 12 of 16 bytes per parameter. It is
+# enough if one rank owns them.**
 #
 # ## 2 One flat parameter, equal shards
 #
-# Collectives work best on equal shards, but tensors have all sizes. So we put the tensors side by
-# side in one **flat parameter**, pad it with zeros, and cut *that*. Shards need not begin where
-# tensors begin. Optimizers like SGD and Adam, which update each number independently, can work on
-# pieces of tensors; those that need whole matrices (Shampoo, Muon) have to gather them, or whole
-# tensors have owners (section 10).
+# Collectives work best on equal shards, but tensors have different sizes. So we put the tensors
+# side by side in one **flat parameter**, pad it with zeros, and cut it into equal shards. A shard
+# can begin inside a tensor. SGD and Adam update each number independently, so they can work on
+# pieces of tensors. Optimizers that need whole matrices (Shampoo, Muon) have to gather them, or
+# each tensor needs one owner (section 10).
 
 # %% tags=["picture"]
 
@@ -144,7 +147,7 @@ explore(row_for, "23 numbers in 4 tensors, cut into equal shards for {p} ranks",
 # %% [markdown]
 # ### Exercise 1 (core): the pieces of a shard
 #
-# Which numbers of which tensors does a rank own? `sizes` says how many numbers each tensor has.
+# Which numbers of which tensors does a rank own? `sizes` has the number of elements of each tensor.
 # About 6 lines, 10 minutes.
 #
 # <details><summary>Hint: how long is a shard?</summary>
@@ -174,31 +177,33 @@ def pieces_of(sizes, p, rank):
 check("zero-1", pieces_of)
 
 # %% [markdown]
-# From here on `FlatLayout.of(tensors, p)` does this: `flatten(tensors)` returns the flat tensor
-# (`padded_numel` numbers), `shard_slice(rank)` a rank's `slice` (`shard_numel` numbers),
-# `views(flat)` the tensors again.
+# From here on, the course's `FlatLayout.of(tensors, p)` computes this layout. Its
+# `flatten(tensors)` returns the flat tensor of `padded_numel` numbers, and `shard_slice(rank)` a
+# rank's slice of it, `shard_numel` numbers. `views(flat)` returns the tensors again.
 #
-# **Shard a flat parameter: shards are equal, and each number has exactly one owner.**
+# **The shards of a flat parameter are equal, and each number has exactly one owner.**
 #
 # ## 3 Stage 1: shard the optimizer state
 #
-# After DDP's all-reduce every rank has all gradients. But a rank updates only *its* shard, so it
-# needs optimizer state only for this shard. After the step every rank needs all new parameters.
+# After DDP's all-reduce every rank has all gradients. In stage 1 a rank updates only *its* shard,
+# so it needs optimizer state only for this shard. After the step every rank needs all new
+# parameters.
 #
 # ### Exercise 2 (core): step your own shard
 #
-# The gradients are already means; in each step, read them but do not change them.
-# `make_optimizer([tensor])` returns an optimizer for a tensor;
-# `dist.all_gather_single(flat, shard)` puts all ranks' shards together. Several `ShardedStep`s may
-# exist at once. Budget: one all-gather per step; a rank keeps its shard, the shard's gradient and
-# optimizer state, all in the parameters' dtype (no fp32 copy here). About 8 lines, 15 minutes.
+# The gradients are already means over the ranks: read them, but do not change them.
+# `make_optimizer([tensor])` returns an optimizer for a tensor. `dist.all_gather_single(flat,
+# shard)` gathers all ranks' shards into `flat`. Several `ShardedStep`s may exist at once. Budget:
+# one all-gather per step. A rank keeps its shard, and the shard's gradient and optimizer state, all
+# in the parameters' dtype (no fp32 copy here). About 8 lines, 15 minutes.
 #
 # <details><summary>Hint: nothing changes</summary>
-# <code>param = view</code> only renames; <code>param.copy_(view)</code> writes into the parameter.
+# <code>param = view</code> only binds a name; <code>param.copy_(view)</code> writes into the
+# parameter.
 # </details>
 # <details><summary>Hint: too many bytes are alive</summary>
-# A slice is a view, and keeps the whole buffer alive. Copy it:
-# <code>flat[self.mine].clone()</code>. The same for the gradient.
+# A slice is a view that keeps the whole buffer alive. Copy it:
+# <code>flat[self.mine].clone()</code>. Copy the slice of the gradients, too.
 # </details>
 # <details><summary>Hint: the ranks are one step apart</summary>
 # Step first, then gather, then copy the result into the parameters, in the same `step()`.
@@ -236,37 +241,39 @@ check("zero-2", ShardedStep)
 
 # %% [markdown]
 # With DDP, `ShardedStep` needs an all-reduce *and* an all-gather. But an all-reduce is a
-# reduce-scatter followed by an all-gather (lesson 04), and a rank needs only its shard's gradients:
-# leave out the all-gather of gradients. A reduce-scatter, the step, an all-gather of *new
-# parameters*: this is `ZeRO1`.
+# reduce-scatter followed by an all-gather (lesson 04), and a rank needs only the gradients of its
+# shard. So `ZeRO1` leaves out the all-gather of gradients: it runs a reduce-scatter, the step, and
+# an all-gather of *new parameters*.
 #
-# **With Adam, stage 1 shards the largest part of the state. `ZeRO1` sends as many bytes as DDP, if
-# gradients and parameters have one dtype.**
+# **With Adam, stage 1 shards the largest part of the state. `ZeRO1` sends as many bytes as DDP if
+# gradients and parameters have the same dtype.**
 #
 # ## 4 Stage 2: shard the gradients
 #
-# Why keep all gradients until the step? During backward, when a bucket is full (lesson 06), a
-# reduce-scatter sends it; each rank keeps its shard of the mean, and the whole gradients are freed.
+# Stage 2 does not keep all gradients until the step. When a bucket is full during backward (lesson
+# 06), a reduce-scatter sends it. Each rank keeps its shard of the mean, and frees the whole
+# gradients.
 #
 # ### Exercise 3 (core): shards of gradients
 #
-# `on_grad` is called when `param.grad` is complete. If this fills a bucket, reduce-scatter it, and
-# return when that is done. Calls for one bucket may come in another order on each rank, mixed with
-# those for others. Backward may run several times before a step: shards of the mean add up, until
-# the step sets the items of `shards` to `None` again. Budget: one reduce-scatter per bucket, in the
-# gradients' dtype; afterwards only the shards are alive. About 10 lines, 20 minutes.
+# `on_grad` is called when `param.grad` is complete. If this completes a bucket, reduce-scatter the
+# bucket, and return only when this is done. The calls for different buckets may be mixed, and each
+# rank may see the parameters of a bucket in a different order. Backward may run several times
+# before a step: add up the shards of the means. (The step sets the items of `shards` back to
+# `None`.) Budget: one reduce-scatter per bucket, in the gradients' dtype; afterwards only the
+# shards are alive. About 10 lines, 20 minutes.
 #
 # <details><summary>Hint: gradients are still there</summary>
-# <code>param.grad = None</code> for each parameter of the bucket; zeros need as much memory. And
-# what else refers to them: a list, a view?
+# Set <code>param.grad = None</code> for each parameter of the bucket; zeros need as much memory.
+# Does a list or a view still refer to the gradients?
 # </details>
 # <details><summary>Hint: which bucket is full?</summary>
-# <code>self.ready.issuperset(bucket)</code>. When it is sent, take its parameters, and no others,
-# out of <code>ready</code>: the next backward begins anew.
+# It is full if <code>self.ready.issuperset(bucket)</code>. After sending it, remove only its
+# parameters from <code>ready</code>, for the next backward.
 # </details>
 # <details><summary>Hint: the call</summary>
-# <code>dist.reduce_scatter_single(shard, flat)</code> leaves the sum of this rank's part of all
-# flat gradients in <code>shard</code>, of <code>layout.shard_numel</code> numbers.
+# <code>dist.reduce_scatter_single(shard, flat)</code> sums the ranks' flat gradients and writes
+# this rank's part into <code>shard</code>, of <code>layout.shard_numel</code> numbers.
 # </details>
 
 
@@ -302,10 +309,10 @@ class ShardedGrads:
 check("zero-3", ShardedGrads)
 
 # %% [markdown]
-# After backward $1/p$ of the gradients is left. And *during* backward? The course's engine fills
-# one bucket while it sends another. Four ranks, our small GPT in fp32, buckets of 64 KiB; its
-# embedding is larger and is sent alone. What is stage 2's peak of gradient bytes, as a fraction of
-# stage 1's?
+# After backward, $1/p$ of the gradients is left. *During* backward, more is alive: the course's
+# engine fills one bucket while it sends another. The next cell runs our small GPT in fp32 on four
+# ranks, with buckets of 64 KiB; the embedding is larger and has its own bucket. At the peak, which
+# fraction of stage 1's gradient bytes does stage 2 hold?
 
 # %% tags=["predict"]
 guess_fullest = predict("peak of gradient bytes, stage 2 / stage 1 (like 3/4)")
@@ -336,35 +343,35 @@ title = f"Stage 2's engine: at most {most[1] / 2**10:.0f} KiB of gradients"
 show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets come and go")
 
 # %% [markdown]
-# Stage 2 holds the shards of buckets already sent, one bucket being filled, and one being sent.
-# (Not counted: what autograd holds, the tied matrix's first part.)
+# Stage 2 holds the shards of the buckets that it has sent, one bucket that fills, and one bucket
+# that is being sent. (The picture does not count gradients that autograd still holds.)
 #
-# **Under stage 2 a whole gradient lives until its bucket has been sent. Smaller buckets need less
-# memory and pay more latencies.**
+# **With stage 2, a whole gradient stays in memory until its bucket has been sent. Smaller buckets
+# need less memory, but more latencies.**
 #
 # ## 5 Stage 3: gather, use, free
 #
-# Now the parameters themselves. Most modules need them in forward, and again in backward; between
-# the two a rank keeps only its shard.
+# Stage 3 also shards the parameters. Most modules need them in forward and again in backward.
+# Between forward and backward, a rank keeps only its shard.
 #
 # ### Exercise 4 (further): a linear layer that owns a shard
 #
 # `whole(shard, layout)` gathers `weight` and `bias`. Write forward and backward; do not change
-# their inputs. Budget: one gather in forward; one gather and one reduce-scatter in backward.
-# From forward to backward keep only `x` and the shard, after backward also their gradients: never a
-# whole parameter. Several layers may exist at once; `x` may be transposed in memory, or have no
-# tokens on one rank. About 9 lines, 20 minutes.
+# their inputs. Budget: one gather in forward; one gather and one reduce-scatter in backward. Keep
+# only `x` and the shard from forward to backward, and only their gradients after it. Several layers
+# may exist at once. `x` may be transposed in memory, or have no tokens on one rank. About 9 lines,
+# 20 minutes.
 #
 # <details><summary>Hint: never freed</summary>
-# What <code>ctx</code> keeps stays in memory. Save <code>x</code> and <code>shard</code>, and
-# gather again.
+# What you save in <code>ctx</code> stays in memory until backward. Save <code>x</code> and
+# <code>shard</code>, and gather again.
 # </details>
 # <details><summary>Hint: the gradients of a linear layer</summary>
-# For <code>y = x @ weight.T + bias</code>: <code>grad @ weight</code> for x,
-# <code>grad.T @ x</code> for the weight, <code>grad.sum(0)</code> for the bias.
+# For <code>y = x @ weight.T + bias</code>: <code>grad @ weight</code> for x, <code>grad.T @
+# x</code> for the weight, <code>grad.sum(0)</code> for the bias.
 # </details>
 # <details><summary>Hint: invalid gradient, or too small</summary>
-# The shard's gradient is a shard of the mean over ranks; the gradient of x is this rank's own.
+# The shard's gradient is a shard of the mean over ranks. The gradient of x is not averaged.
 # </details>
 
 
@@ -406,8 +413,9 @@ def sharded_linear(x, shard, layout):
 check("zero-4", sharded_linear)
 
 # %% [markdown]
-# The course's `ZeRO3` does this for any module, with hooks. Here is its memory over time. Our GPT's
-# embedding is tied: it is also the output layer. How often is it gathered in a step?
+# The course's `ZeRO3` does this for any module, with hooks. The next picture shows its memory over
+# time. Our GPT's embedding is tied: the output layer uses the same matrix. How often is this matrix
+# gathered in one step?
 
 # %% tags=["predict"]
 guess_gathers = predict("gathers of the tied embedding, in one step of stage 3")
@@ -421,10 +429,11 @@ show(memory(three, title, scale_bytes=one.peak_bytes()), alt=f"{title}; each too
 reveal(guess_gathers, sizes.count(max(sizes)) / 2)  # in two steps
 
 # %% [markdown]
-# Two modules use that tensor, and our engine gathers it for each in forward and in backward: 4
-# times. The largest module sets the parameters' peak: split a model into modules of similar size.
+# Two modules use this matrix, and our engine gathers it for each of them in forward and in
+# backward: 4 times. The largest module sets the peak of the parameters, so split a model into
+# modules of similar size.
 #
-# Do all three stages compute what one process does? Four ranks, float64.
+# Do all three stages on four ranks compute what one process computes, in float64?
 
 
 # %%
@@ -452,8 +461,8 @@ for stage in stages:
     print(f"{stage.__name__} on 4 ranks: as one process, within 1e-12: {near}")
 
 # %% [markdown]
-# **Stage 3 keeps every number once; the whole parameters of a module exist only while it
-# computes.**
+# **Stage 3 keeps every number once. In this simple version, the whole parameters of a module exist
+# only while it computes.**
 #
 # *This is a good place for a break.*
 #
@@ -464,11 +473,11 @@ for stage in stages:
 # | DDP | | all-reduce gradients (once per step, lesson 06) | |
 # | stage&nbsp;1 | | | reduce-scatter gradients, all-gather parameters |
 # | stage&nbsp;2 | | reduce-scatter gradients | all-gather parameters |
-# | stage&nbsp;3 | all-gather parameters | the same again, and reduce-scatter gradients | |
+# | stage&nbsp;3 | all-gather parameters | all-gather parameters, reduce-scatter gradients | |
 #
-# A reduce-scatter sends as many bytes as an all-gather; a ring all-reduce does both. If no two
-# modules share a parameter, what does each stage send, divided by what DDP sends? And stage 3 with
-# 4 micro-batches in a step?
+# A ring all-reduce is a reduce-scatter and an all-gather, which send equally many bytes. If no two
+# modules share a parameter, how many bytes does each stage send, divided by DDP's bytes? How many
+# does stage 3 send with 4 micro-batches in a step?
 
 # %% tags=["predict"]
 guess_one = predict("bytes of stage 1, as a multiple of DDP's")
@@ -504,29 +513,31 @@ for zero, stage in enumerate(stages, start=1):
 reveal(guess_one, curves["stage 1"].measurement[0])
 reveal(guess_three, measured[0])
 reveal(guess_four, measured[2])
-title = f"Stage 3 sends {measured[0]:g} times what DDP does, {measured[2]:g} with 4 micro-batches"
+title = f"Stage 3 sends {measured[0]:g} times DDP's bytes, {measured[2]:g} times with m = 4"
 axes = {"x_label": "micro-batches in a step", "y_label": "sent, as a multiple of DDP's"}
 show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the formula")
 
 # %% [markdown]
-# Stages 2 and 3 pay for *every* micro-batch: they keep no whole gradients or parameters from one
-# micro-batch to the next. If you accumulate many micro-batches and have the memory, prefer stage 1.
+# Our stages 2 and 3 communicate in *every* micro-batch, because they keep no whole gradients or
+# parameters from one micro-batch to the next. If you accumulate many micro-batches and have the
+# memory, prefer stage 1.
 #
-# **In one dtype, with one micro-batch and no shared parameters, stages 1 and 2 send as much as
-# DDP, and stage 3 1.5 times as much. Every further micro-batch adds to stages 2 and 3.**
+# **In one dtype, with one micro-batch and no shared parameters, stages 1 and 2 send as many bytes
+# as DDP, and stage 3 sends 1.5 times as many. In stages 2 and 3, every further micro-batch sends
+# more.**
 #
 # ## 7 Clip by the whole norm
 #
-# Gradients are often clipped: scaled down until their norm is at most `max_norm`. But a rank has
-# only a shard of them.
+# Gradients are often clipped: they are scaled down so that their norm is at most `max_norm`. But a
+# rank has only a shard of them.
 #
 # ### Exercise 5 (further): one norm for all
 #
-# Scale the shards in place, and return the old norm. If the norm is at most `max_norm`, or 0, do
-# not change the gradient. Budget: one all-reduce of one number. About 6 lines, 10 minutes.
+# Scale the shards in place, and return the norm before clipping. If it is at most `max_norm`, or 0,
+# do not change the gradients. Budget: one all-reduce of one number. About 6 lines, 10 minutes.
 #
 # <details><summary>Hint: it hangs</summary>
-# Whether to clip is known only after the all-reduce: every rank makes the call.
+# Only the all-reduce tells whether to clip, so every rank has to call it.
 # </details>
 
 
@@ -548,17 +559,18 @@ def clip_shards(grads, max_norm):
 check("zero-5", clip_shards)
 
 # %% [markdown]
-# With its local norm each rank would scale its shard by a different factor. Nothing fails, but the
-# gradient points in another direction. Engines have `engine.clip_grad_norm_(max_norm)`.
+# With its local norm, each rank would scale its shard by a different factor. Nothing fails, but the
+# gradient points in another direction. Our engines have `engine.clip_grad_norm_(max_norm)`.
 #
-# **Whatever is a sum over all parameters needs a contribution from every rank.**
+# **If parameters are sharded, a sum over all parameters needs every rank.**
 #
 # ## 8 Offload
 #
-# What only the optimizer needs can stay in the host's memory, which is larger and cheaper
-# (ZeRO-Offload, Ren et al. 2021). In each step the gradient's shard is copied there, the CPU
-# computes the step, and new parameters come back: in bf16, $\frac{2N}{p}$ bytes each way. How long
-# does that take for 7.5 billion parameters on 4 ranks, each over its own PCIe 3 link (12 GB/s)?
+# The optimizer state can stay in the host's memory, which is usually larger and cheaper
+# (ZeRO-Offload, Ren et al. 2021). In each step the gradient's shard is copied to the host, the CPU
+# computes the step, and the new parameters are copied back: in bf16, $\frac{2N}{p}$ bytes in each
+# direction. How long do these copies take for 7.5 billion parameters on 4 ranks, each with its own
+# PCIe 3 link (12 GB/s)?
 
 # %% tags=["predict"]
 guess_transfer = predict("transfers of one step, over PCIe", unit="s")
@@ -582,20 +594,21 @@ print(f"the link: {PCIE}")
 reveal(guess_transfer, PCIE.time_s(there) + PCIE.time_s(back))
 
 # %% [markdown]
-# (Our ranks compute on the CPU, so a second buffer stands for the host's memory: bytes are counted,
-# seconds computed from the link.) Under stage 3 the parameters may stay on the host, too; then
-# every gather begins with a transfer.
+# Our ranks compute on the CPU, so a second buffer stands for the host's memory. The bytes are
+# counted; the seconds are computed from the link's bandwidth. In stage 3 the parameters may stay on
+# the host, too. Then every gather begins with a transfer.
 #
-# **Offload frees GPU memory at the cost of PCIe transfers and of a slower optimizer step; both
+# **Offload frees GPU memory at the cost of PCIe transfers and a slower optimizer step. Both costs
 # matter less if forward and backward take long.**
 #
 # ## 9 One rank saves
 #
-# **Break it.** "Only rank 0 writes the file" is an old habit. Here no rank has the whole state, and
-# `full_state_dict()` has to gather it. Which rank hangs?
+# **Break it.** In plain data parallelism, rank 0 alone can write the checkpoint. With ZeRO no rank
+# has the whole state, so `full_state_dict()` has to gather it. If only rank 0 calls it, which rank
+# hangs?
 
 # %% tags=["predict"]
-guess_hang = predict("who waits for ever?", choices=("rank 0", "the others", "nobody"))
+guess_hang = predict("who waits forever?", choices=("rank 0", "the others", "nobody"))
 ### GUESS guess_hang.commit("the others")
 
 
@@ -614,11 +627,11 @@ except RankError as hang:
     raise
 
 # %% [markdown]
-# All ranks gather; *then* rank 0 writes. But then the whole state must fit into rank 0's host
-# memory, and one rank writes all of it: at scale each rank saves its own shard
-# (`engine.state_dict()`). Shards for 2 ranks fit 3 ranks only if they are cut anew (lesson 14); a
-# full state fits any number of ranks. Save it at $p = 2$ under stage 2, continue at $p = 3$ under
-# stage 3: are the losses those of one process that never stopped?
+# All ranks have to gather; after that, rank 0 writes. But then the whole state must fit into rank
+# 0's memory, and one rank writes all of it. So at scale each rank saves its own shard
+# (`engine.state_dict()`). Shards of 2 ranks have to be cut again for 3 ranks (lesson 14), but a
+# full state fits any number of ranks. The next cell saves a full state at $p=2$ in stage 2, and
+# continues at $p=3$ in stage 3. Are the losses those of one process that never stopped?
 
 # %% tags=["predict"]
 guess_gap = predict("equal losses, to 1e-9?", choices=("yes", "no"))
@@ -633,12 +646,13 @@ reveal(guess_gap, "yes" if apart < 1e-9 else "no")
 print(f"loss from {first[0]:.4f} to {second[-1]:.4f}, never more than {apart:.0e} from one process")
 
 # %% [markdown]
-# **Gathering is a collective: all ranks call it, or none.**
+# **To gather is a collective: either all ranks of the group call it, or none.**
 #
 # ## 10 The real thing
 #
-# PyTorch has stage 1 as `ZeroRedundancyOptimizer`, beside DDP. It assigns *whole tensors* to ranks.
-# How much of Adam's state does the fullest of 4 ranks keep, compared with a quarter?
+# PyTorch's stage 1 is `ZeroRedundancyOptimizer`, used with DDP. It assigns *whole tensors* to
+# ranks. How much of Adam's state does the fullest of 4 ranks keep, divided by a quarter of all
+# state?
 
 # %% tags=["predict"]
 guess_fullest_rank = predict("state on PyTorch's fullest rank, divided by a quarter of all state")
@@ -678,9 +692,9 @@ axes = {"x_label": "rank", "y_label": "Adam's moments (KiB)"}
 show(compare(range(4), curves, title, **axes), alt=f"{title}; a quarter would be the line")
 
 # %% [markdown]
-# Pieces divide evenly; whole tensors suit optimizers that need matrices. (PyTorch's stage 3,
-# `fully_shard`, is in lesson 10.) DeepSpeed had ZeRO first; where it is installed, the next cell
-# runs it. *Alive*: all tensors that Python still refers to after the step.
+# Pieces divide evenly; whole tensors suit optimizers that need matrices. (Lesson 10 has PyTorch's
+# stage 3, `fully_shard`.) ZeRO's authors published it in DeepSpeed. If DeepSpeed is installed, the
+# next cell runs it. *Alive* are all tensors to which Python still refers after the step.
 
 # %% tags=["measured"]
 from course_lib.frameworks import missing
@@ -695,26 +709,28 @@ for zero in (1, 2, 3):
         print(f"stage {zero}, {name:9}: {words}, {paper:.0f} on paper")
 
 # %% [markdown]
-# Why does DeepSpeed keep more? Its code says (version 0.19):
+# Why does DeepSpeed keep more? Its code (version 0.19, `runtime/zero`) shows it:
 #
 # | between steps, fp32 | ours | DeepSpeed adds |
 # |---|---|---|
 # | stages 1 and 2 | $4N$ parameters, $8N/p$ moments | $4N/p$: an fp32 copy of its shard |
 # | stage 3 | $4N/p$ parameters, $8N/p$ moments | $4N/p$ copy, $4N/p$ grads, bucket, $4N$ whole |
 #
-# The copy is the *master* that 16-bit training needs (section 1), here made for an fp32 model, too.
-# Stage 3's buffers for gradients and for a bucket (here $2^{14}$ numbers; default $5\cdot10^8$) are
-# allocated once and kept: on a GPU, allocation costs time and fragments memory. And stage 3 keeps
-# small tensors whole (`stage3_param_persistence_threshold`: $10^5$ numbers), gathered once after
-# each step: freeing them saves little, and gathering costs latencies. All tensors of our model are
-# small. DeepSpeed's stages 1 and 2 all-reduce gradients by default, so send more than in section 6.
+# The copy is the *master* that 16-bit training needs (section 1); DeepSpeed makes it for an fp32
+# model, too. Stage 3 keeps its buffers for gradients and for a bucket (here $2^{14}$ numbers;
+# default $5\cdot10^8$) between steps. Buffers that stay avoid memory fragmentation. Stage 3 also
+# keeps small tensors gathered (`stage3_param_persistence_threshold`: below $10^5$ numbers), because
+# gathering them costs latencies and freeing them saves little. All tensors of our model are small.
+# By default, DeepSpeed's stages 1 and 2 all-reduce gradients (`use_multi_rank_bucket_allreduce`),
+# so they send more than in section 6.
 #
-# **The frameworks compute the same numbers; they differ in what they keep and send.**
+# **Here the frameworks compute the same losses. They differ in what they keep and send.**
 #
 # ## 11 What would you choose?
 #
-# The bars show what a rank holds; dashed: an H100's memory. Beside each name: how long its ranks
-# communicate per step (NVLink of an A100, 300 GB/s).
+# The bars show the states that a rank holds, and the dashed line the memory of an H100. Beside each
+# name you see how long its ranks communicate per step, at first over the H100's NVLink (450 GB/s in
+# each direction).
 
 # %% tags=["picture"]
 from course_lib.zero.explorer import zero_explorer
@@ -722,25 +738,23 @@ from course_lib.zero.explorer import zero_explorer
 zero_explorer()
 
 # %% [markdown]
-# (Activations and buffers are not included. No stage shrinks activations.)
+# Activations and buffers are not included. None of the three stages shards activations.
 #
-# **Begin with the lowest stage that fits, activations included; a higher one can be faster, for
-# example if the memory it frees allows larger micro-batches.**
+# **Begin with the lowest stage that fits, activations included. A higher stage can be faster, for
+# example if the memory that it frees allows larger micro-batches.**
 #
 # ## What to keep
 #
-# - With Adam in mixed precision, DDP keeps 16 bytes per parameter on every rank. Stage 1 shards 12,
-#   stage 2 two more, stage 3 the rest.
-# - Flat parameters, equal shards: a number has one owner; pieces of tensors are enough for Adam.
-# - In one dtype and with one micro-batch, stages 1 and 2 send what DDP sends, stage 3 1.5 times as
-#   much; in stages 2 and 3 every micro-batch communicates.
-# - Memory is freed when nothing refers to it, not even a view. Look at the storages.
-#
-# Lesson 10 makes stage 3 fast.
+# - With Adam in mixed precision, DDP keeps 16 bytes per parameter on every rank. Stage 1 shards 12
+#   of them, stage 2 shards 14, and stage 3 all 16.
+# - A flat parameter gives equal shards; pieces of tensors are enough for SGD and Adam.
+# - In one dtype and with one micro-batch, stages 1 and 2 send as many bytes as DDP, and stage 3
+#   sends 1.5 times as many. In stages 2 and 3 every micro-batch communicates.
+# - Memory is freed only when nothing refers to it, not even a view.
 #
 # **Read on**
 #
-# - Rajbhandari et al. 2020, *ZeRO*: section 5 the stages, section 7 what they send.
-# - Ren et al. 2021, *ZeRO-Offload*: which part of a step belongs on the CPU.
-# - Xu et al. 2020, *Automatic cross-replica sharding of weight update*: stage 1 in a compiler.
-# - Tazi et al. 2025, *The Ultra-Scale Playbook*, on ZeRO: measured on H100 GPUs.
+# - Rajbhandari et al. 2020, *ZeRO*: the stages (section 5) and what they send (section 7).
+# - Ren et al. 2021, *ZeRO-Offload*: which part of a step runs on the CPU.
+# - Xu et al. 2020, *Automatic Cross-Replica Sharding of Weight Update*: stage 1 in a compiler.
+# - Tazi et al. 2025, *The Ultra-Scale Playbook*: ZeRO measured on H100 GPUs.

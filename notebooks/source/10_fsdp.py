@@ -1,26 +1,25 @@
 # %% [markdown]
 # # 10 FSDP: gather, use, free
 #
-# ZeRO's stage 3 keeps every number once, and gathers a module when it computes. In a simple version
-# every rank waits for every gather. *Fully sharded data parallelism* (FSDP) gathers whole blocks,
-# and overlaps the next gather with this block's computation. **What does it hold, what does it
-# send, and how much of that costs time?**
+# ZeRO's stage 3 shards all parameters, and gathers those of a module when it computes. *Fully
+# sharded data parallelism* (FSDP) gathers whole blocks, and overlaps the next block's gather with
+# this block's computation. **What does a rank hold, what does it send, and how much time does that
+# cost?**
 #
-# *After this lesson you can* shard a parameter on dim 0, and handle a unit with hooks; write the
-# prefetch; say what a step holds and sends, in any combination of precisions; shard inside a node
-# and replicate across; explain what PyTorch's `fully_shard` does.
+# *After this lesson you can* shard a parameter on dim 0, gather a unit in hooks, and prefetch the
+# next; compute what a step holds and sends; shard inside nodes and replicate across nodes; explain
+# PyTorch's `fully_shard`.
 #
 # **Prerequisites:** lessons 06 (overlap) and 09 (ZeRO, flat parameters); 03 for precisions.
-# **Time:** 65 minutes of reading, 105 of exercises (core: 1 to 3, 5; further: 4), with a break
-# after section 4.
+# **Time:** 65 minutes of reading, 105 of exercises (core: 1 to 3, 5; further: 4).
 #
 # | symbol | in code | meaning |
 # |---|---|---|
-# | $p$ | `p` | ranks, each with its part of the batch |
+# | $p$ | `p` | ranks |
 # | $N$ | `N` | parameters of the model |
-# | unit | `unit` | modules that are gathered and freed together: a block |
-# | root | unit 0 | what lies in no block: embedding, head, last norm |
-# | $S$ | `sizes.whole_bytes(i)` | bytes of a whole unit |
+# | unit | `unit` | modules that are gathered and freed together, usually a block |
+# | root | unit 0 | parameters outside of blocks: embedding, head, last norm |
+# | $S$ | `sizes.whole_bytes(i)` | bytes of all parameters of a unit |
 
 # %%
 # %load_ext course_lib.ranks
@@ -42,26 +41,25 @@ from course_lib.ranks import RankError, Ranks
 # %% [markdown]
 # ## 1 Units
 #
-# A unit is gathered before it computes, and freed after. Its parameters are sharded **on dim 0**,
-# each by itself: of $n$ rows, rank $r$ keeps rows $rm$ to $(r+1)m-1$, with $m=\lceil n/p\rceil$.
-# All shards of a unit are copied side by side into one buffer, sent as **one** message, and copied
-# out to whole parameters.
+# A unit is gathered before it computes, and freed afterwards. Each of its parameters is sharded
+# **on dim 0**: of $n$ rows, rank $r$ keeps rows $rm$ to $(r+1)m-1$, with $m=\lceil n/p\rceil$. All
+# shards of a unit are copied into one buffer, gathered in **one** collective, and copied out to
+# whole parameters.
 #
-# | who | cuts | so a shard is |
+# | who | what is split | a shard contains |
 # |---|---|---|
-# | FSDP1 (Zhao et al. 2023) | the unit's flat parameter | numbers of several parameters |
-# | FSDP2, `fully_shard`, and this lesson | each parameter, on dim 0 | rows of one parameter |
+# | FSDP1 (Zhao et al. 2023) | a unit's flat parameter | numbers of several parameters |
+# | FSDP2 (`fully_shard`), our FSDP | each parameter, by default on dim 0 | rows of one parameter |
 # | DeepSpeed's stage 3 | each parameter, flattened | numbers of one parameter |
 #
-# Why did FSDP2 give up flat parameters (lesson 09)? A flat parameter has one dtype and one
-# `requires_grad`, and its shards are 1-D pieces. With a shard of each parameter, `.grad` keeps its
-# number of dimensions; frozen parameters, even of another dtype, fit into any unit; a checkpoint
-# needs no flat layout. The price: copies in and out of the buffer, and up to $p-1$ rows of padding
-# per parameter. FSDP1 sends the same messages, without this padding.
+# Why did FSDP2 give up flat parameters (lesson 09)? A flat parameter is one 1-D tensor with one
+# dtype. If each parameter has its own shard, `.grad` keeps its number of dimensions, a unit can
+# contain frozen parameters of another dtype, and a checkpoint needs no flat layout. The price is
+# two copies, and up to $p-1$ rows of padding per parameter.
 #
-# Of the parameters, a rank holds at most: its shards; the root, whole from forward to backward; and
-# a block. While a unit (even the root) is copied out of the buffer, it is there twice. GPT-2 in
-# fp32, on 4 ranks: how much is that at the peak?
+# A rank holds its shards, one whole block, and the root, which stays whole from forward to
+# backward. While a unit (also the root) is copied out of the buffer, the rank holds it twice. How
+# large is the peak for GPT-2 in fp32 on 4 ranks?
 
 # %% tags=["predict"]
 with torch.device("meta"):  # shapes without memory
@@ -70,15 +68,15 @@ block = sum(param.numel() for param in gpt2.blocks[0].parameters())
 root = sum(param.numel() for param in gpt2.parameters()) - 12 * block
 print(f"{4 * (root + 12 * block) / 1e6:.0f} MB: ", end="")
 print(f"the root {4 * root / 1e6:.0f} MB, each of 12 blocks {4 * block / 1e6:.0f} MB")
-guess_peak = predict("parameters on a rank at the peak", unit="MB")
+guess_peak = predict("bytes of parameters on a rank at the peak", unit="MB")
 ### GUESS guess_peak.commit(250)
 
 # %%
 reveal(guess_peak, cost.peak_param_bytes(cost.UnitSizes(numels=(root, *[block] * 12), p=4)) / 1e6)
 
 # %% [markdown]
-# Now real ranks and a small GPT of four blocks. `lab.one_step` reads the storages after each gather
-# and free; `cost.fsdp_ledger` predicts them.
+# Now real ranks train a small GPT of four blocks. `lab.one_step` measures the storages after each
+# change; `cost.fsdp_ledger` predicts them.
 
 # %%
 four, spec = Ranks(4), replace(MODELS["tiny"], num_layers=4)
@@ -97,27 +95,26 @@ ledgers = (ledger, cost.fsdp_ledger(sizes))  # each change once, in KiB
 held, paper = ([b / 2**10 for b, _ in groupby(one.bytes_by_kind["params"])] for one in ledgers)
 peak = cost.peak_param_bytes(sizes) / 2**10
 title = f"Gather, use, free: at most {max(held):.0f} KiB; the formula says {peak:.0f}"
-axes = {"x_label": "gathers and frees of a step", "y_label": "parameters on a rank (KiB)"}
+axes = {"x_label": "gathers, copies and frees", "y_label": "parameters on a rank (KiB)"}
 figure = compare(range(len(held)), Voices(formula=paper, measurement=held), title, **axes)
 show(figure, alt=f"{title}; each dot lies on the line")
 
 # %% [markdown]
-# The model is never whole: otherwise the curve would keep rising. A peak is one unit twice, or a
-# unit and the next one's buffer (section 4); GPT-2's highest is its root's.
+# At each peak, the rank holds a block twice, or a block and the next block's buffer (section 4).
 #
 # ### Exercise 1 (core): shard and gather a parameter
 #
-# Shard a parameter as above, which is how `torch.chunk` splits. `shard` is an `nn.Parameter` with
-# memory of its own, trained or frozen as the parameter was; on a rank without rows its shape is
-# `[0, ...]`. `gather()` returns the whole parameter: a new, contiguous tensor without a graph, with
-# the shards' current values. Keep no other tensor. Budget: one all-gather of equal messages. No
-# parameter is a scalar. About 9 lines, 20 minutes.
+# Shard a parameter as above; `torch.chunk` splits in the same way. `shard` is an `nn.Parameter`
+# with its own memory and the parameter's `requires_grad`; on a rank without rows its shape is
+# `[0, ...]`. `gather()` returns the whole parameter as a new, contiguous tensor without a graph,
+# with the shards' current values. Keep no other tensor. Budget: one all-gather of equal messages.
+# No parameter is a scalar. About 9 lines, 20 minutes.
 #
-# <details><summary>Hint: ranks have unequal rows</summary>
-# Copy them into a zeroed buffer of $m$ rows; after the gather, cut off the tail.
+# <details><summary>Hint: ranks have different numbers of rows</summary>
+# Copy this rank's rows into a zeroed buffer of $m$ rows. After the gather, drop the padding.
 # </details>
 # <details><summary>Hint: if the whole parameter stays alive</summary>
-# A slice is a view: <code>.clone()</code>.
+# A slice is a view, which keeps the whole storage: use <code>.clone()</code>.
 # </details>
 
 
@@ -147,32 +144,31 @@ class ShardedParam:
 check("fsdp-1", ShardedParam)
 
 # %% [markdown]
-# **If blocks are freed after forward, the peak is a rank's shards, the root, and two blocks or a
-# second root, whichever is larger.**
+# **If blocks are freed after forward, a rank's peak is its shards, the root, and either two blocks
+# or a second root, whichever is larger.**
 #
 # ## 2 Backward
 #
 # When backward reaches a block, its parameters have been freed. So a hook on the block's *output*
-# gathers them again once that output's gradient is known. Then the gradients of its parameters
-# arrive, one by one (lesson 06). After the last, all are copied into a buffer $[p,k]$: line $r$ has
-# rank $r$'s $k$ numbers, its rows of each gradient, padded with zeros. **One reduce-scatter**
-# leaves each rank its line of the sum.
+# gathers them as soon as the gradient of that output is known. Then the gradients of the block's
+# parameters arrive one by one. After the last one, all are copied into a buffer $[p,k]$. Line $r$
+# holds the $k$ numbers for rank $r$: its rows of each gradient, padded with zeros. **One
+# reduce-scatter** sums the buffers, and gives rank $r$ line $r$ of the sum.
 #
 # ### Exercise 2 (core): the hooks of a unit
 #
-# `unit` has `params` (whole while gathered), their `shards`, `gather()` and `free()`;
-# `unit.pack(tensors)` makes the buffer, `unit.unpack(line)` takes a line apart into tensors of the
-# shards' shapes. After backward each shard's `.grad` has the mean over the ranks (added to what was
-# there), and nothing whole is left: no buffer, no `param.grad`. Budget: a gather and a free in
-# forward; a gather, a reduce-scatter and a free in backward. About 16 lines, 25 minutes.
+# `unit` has `params` (whole while gathered), their `shards`, `gather()` and `free()`.
+# `unit.pack(tensors)` makes the buffer; `unit.unpack(line)` splits a line into tensors of the
+# shards' shapes. Backward adds the mean over the ranks to each shard's `.grad`, and leaves nothing
+# whole: no buffer, no `param.grad`. Budget: a gather and a free in forward; a gather, a
+# reduce-scatter and a free in backward. About 16 lines, 25 minutes.
 #
 # <details><summary>Hint: a hook on a tensor</summary>
-# <code>output.register_hook(f)</code> calls <code>f(grad)</code>. What f returns replaces the
-# gradient, unless it is None. In evaluation the output has no gradient: check
-# <code>output.requires_grad</code>.
+# <code>output.register_hook(f)</code> calls <code>f(grad)</code>; <code>f</code> should return
+# None. In evaluation the output has no gradient: check <code>output.requires_grad</code>.
 # </details>
 # <details><summary>Hint: if your second backward sends nothing</summary>
-# <code>missing</code> has to be full again.
+# Refill <code>missing</code> after the reduce-scatter.
 # </details>
 
 
@@ -222,8 +218,8 @@ check("fsdp-2", Hooks)
 
 # %% [markdown]
 # The course's `FSDP(module)` does this for every member of a `ModuleList`, and for the root. Its
-# parameters are the shards, under the old names: any elementwise optimizer can update them. Does it
-# compute what one process does?
+# `parameters()` are the shards, which any elementwise optimizer can update. Does it train the same
+# weights as one process?
 
 
 # %% tags=["check"]
@@ -246,14 +242,15 @@ for p, ranks in {2: pair, 4: four}.items():
     print(f"{p} ranks, after 3 steps: as one process, within 1e-12: {near}")
 
 # %% [markdown]
-# **Freed after forward, a block's parameters are gathered twice and its gradients reduced once per
-# micro-batch; between uses, a rank has only its shards.**
+# **If a block is freed after forward, a step gathers its parameters twice and reduces its gradients
+# once.**
 #
 # ## 3 To free or not to free
 #
-# Why free a block after forward, if backward needs it again? With `reshard_after_forward=False` it
-# stays. Plain data parallelism all-reduces its gradients, and a ring all-reduce is a reduce-scatter
-# and an all-gather. In fp32, FSDP sends how many times these bytes if it frees blocks? If not?
+# With `reshard_after_forward=False`, a block stays gathered until its backward. Plain data
+# parallelism (DP) all-reduces its gradients; a ring all-reduce is a reduce-scatter and an
+# all-gather. In fp32, how many times the bytes of plain DP does FSDP send if it frees blocks after
+# forward? How many times if it keeps them?
 
 # %% tags=["predict"]
 guess_free = predict("freed after forward: bytes sent, as a multiple of plain DP's (like 4/3)")
@@ -275,23 +272,22 @@ for name, frees in {"freed": True, "kept": False}.items():
     print(f"{name}:", "formula {:.3f}, ours {:.3f}, PyTorch's {:.3f} of DP".format(*sent[name]))
 reveal(guess_free, sent["freed"][1])
 reveal(guess_keep, sent["kept"][1])
-title = f"Freed, {sent['freed'][1]:.2f} times as much is sent, and less is held"
-show(memory(peaks, title), alt=f"{title}: bars at the fullest moment of a step")
+title = f"Freeing blocks sends {sent['freed'][1]:.2f} times the bytes of DP, but holds less"
+show(memory(peaks, title), alt=f"{title}: memory at the peak of a step, freed and kept")
 
 # %% [markdown]
-# Without a root it would be 1.5: the root is gathered once, because it is needed last in forward
-# and first in backward.
+# If all parameters were in blocks, the ratio would be 1.5. But the root is gathered only once,
+# because it is used last in forward and first in backward.
 #
-# With `reshard_after_forward=2`, each rank keeps half a block; backward gathers between two ranks.
-#
-# **In one precision, with one micro-batch, freeing after forward sends up to 1.5 times as much as
-# plain data parallelism (without padding), and saves the memory of all blocks between the passes.**
+# **In one precision, with one micro-batch and without padding, FSDP that frees blocks after forward
+# sends up to 1.5 times as much as plain DP. In return, no rank holds all blocks at once.**
 #
 # ## 4 Which gather is launched when
 #
-# An emulated link and five layers that sleep (lesson 06); each gather takes about as long as a
-# layer's forward, its backward twice that. *On demand*, a gather waits until it is needed. How long
-# is a step if the next gather is launched before this layer computes?
+# Five layers sleep instead of computing (lesson 06). On this emulated link, a gather takes about as
+# long as a layer's forward; backward takes twice as long. *On demand*, a gather is launched only
+# when its unit is needed. With *prefetch*, the next gather is launched before this layer computes.
+# How long is a step then?
 
 # %%
 from course_lib.core.chrome_trace import trace_of_events
@@ -331,25 +327,26 @@ for kind, start_s, seconds in trace_reading.exposed_transfers(trace, 0)[:3]:
     print(f"{kind} at {1e3 * start_s:.0f} ms: {1e3 * seconds:.0f} ms exposed")
 
 # %% [markdown]
-# By prediction, three messages stay exposed: the first gather of each pass, and the last reduce.
-# (With a root, its backward hides the first gather of backward.)
+# (In the measured rows, F and B include waiting.) Three collectives are exposed in the prediction:
+# the first gather of each pass, and the last reduce-scatter.
 #
 # ### Exercise 3 (core): the asynchronous prefetch
 #
-# `before_forward(i)` and the other three are called around the computation of unit $i$; units count
-# from 0, without a root. `unit.allocate()` returns memory for the whole unit, `unit.shard` is what
-# to send, `unit.free()` gives the memory back. When unit $i$ computes it is whole, and the gather
-# of the next unit of this pass is launched, but **not** waited for. Gather no unit that is
-# allocated; at most two units are allocated if forward frees. Free after backward, and after
-# forward if `reshard_after_forward`. `use` and `free` are your own helpers. Checked: the order of
-# calls. About 13 lines, 25 minutes.
+# The methods `before_...` and `after_...` are called before and after unit $i$ computes. Units are
+# numbered from 0, and there is no root. `unit.allocate()` returns memory for the whole unit,
+# `unit.shard` is the tensor to send, `unit.free()` frees the memory. When a unit computes, it is
+# whole, and the gather of the next unit of this pass is launched, but **not** waited for. Do not
+# gather a unit that is allocated. If forward frees, at most two units are allocated at a time. Free
+# a unit after its backward, and after its forward if `reshard_after_forward`. `use` and `free` are
+# your own helpers. The check reads the order of calls. About 13 lines, 25 minutes.
 #
 # <details><summary>Hint: a call that does not wait</summary>
-# <code>work = dist.all_gather_single(whole, shard, async_op=True)</code>; later
+# <code>work = dist.all_gather_single(whole, shard, async_op=True)</code>, and later
 # <code>work.wait()</code>.
 # </details>
-# <details><summary>Hint: if the same is gathered twice</summary>
-# <code>use(number, following)</code> serves both passes, if it skips a unit that does not exist.
+# <details><summary>Hint: if the same unit is gathered twice</summary>
+# Let <code>use(number, following)</code> skip a unit that is in <code>works</code>, and a number
+# that no unit has.
 # </details>
 
 
@@ -402,35 +399,36 @@ class Prefetch:
 check("fsdp-3", Prefetch)
 
 # %% [markdown]
-# Now 8 billion parameters, gathered in bf16, kept and reduced in fp32, on 8 GPUs. Larger units mean
-# fewer latencies, but more memory. Over which link are 2,048 tokens too few to hide the gathers?
+# The explorer predicts a step of 8 billion parameters on 8 GPUs. They gather in bf16, keep and
+# reduce in fp32, and compute 2,048 tokens each, at an assumed 400 TFLOP/s. Larger units need fewer
+# messages but more memory. Over which links can prefetch not hide the gathers?
 
 # %% tags=["picture"]
 explorer.fsdp_explorer()
 
 # %% [markdown]
-# **Launch the next gather before this unit computes. Where communication takes no longer than the
-# computation beside it, only the first gather and the last reduction are exposed; without a root,
-# the first gather of backward, too.**
+# **Launch the next gather before this unit computes. If the collectives beside each unit's
+# computation together take no longer than this computation, at most the first gather of each pass
+# and the last reduce-scatter are exposed.**
 #
 # *A good place for a break.*
 #
 # ## 5 Two precisions
 #
-# The optimizer needs fp32 (or stochastic rounding), or small updates are lost (lesson 03). But
-# parameters may be gathered and used in bf16: half the bytes. And gradients? They are *added up*
-# over ranks, and in bf16, with 8 significant bits, each addition rounds. So precision is a
-# **policy**: `MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype)`, for what is gathered
-# and computed, for sums, and for what the model returns. Shards, their gradients and moments keep
-# their dtype.
+# The optimizer updates parameters in fp32: in bf16, small updates can be lost (lesson 03). But
+# parameters can be gathered and used in bf16, which halves the bytes. Gradients are *added up* over
+# ranks, and in bf16 each addition rounds to 8 significant bits. `MixedPrecisionPolicy` therefore
+# has separate dtypes: `param_dtype` for gathers and computation, `reduce_dtype` for these sums, and
+# `output_dtype`. Shards keep their own dtype.
 #
-# Freeing after forward, FSDP sends two gathers and a reduce-scatter, DDP twice the bytes of its
-# gradients. With $g$ bytes per number gathered, $r$ reduced, and $d$ all-reduced by DDP, the ratio
-# is at most $(2g+r)/2d$. With bf16 gathers and fp32 reduction, how many times as much as DDP in
-# bf16 is sent?
+# If FSDP frees blocks after forward, it gathers each parameter twice and reduce-scatters its
+# gradient once. An all-reduce sends as much as two of these collectives. With $b_g$ bytes per
+# gathered number, $b_r$ per reduced number, and $b_d$ per number that DDP all-reduces, FSDP sends
+# at most $(2b_g+b_r)/(2b_d)$ times as much as DDP. What is this ratio for bf16 gathers, fp32
+# reduction, and DDP in bf16?
 
 # %% tags=["predict"]
-guess_bf16 = predict("sent, divided by what DDP sends in bf16")
+guess_bf16 = predict("bytes that FSDP sends, divided by those of DDP in bf16")
 ### GUESS guess_bf16.commit(1.5)
 
 # %%
@@ -441,8 +439,7 @@ for gathered, reduced in ((4, 4), (2, 4), (2, 2)):
 reveal(guess_bf16, cost.times_plain_dp(2, 4, 2))
 
 # %% [markdown]
-# How far off is a gradient computed and reduced in bf16? (One rounding is at most 0.4 %.) And does
-# the loss show it?
+# How large is the error of a gradient that is computed and reduced in bf16? Does the loss show it?
 
 # %% tags=["picture", "measured"]
 compute = partial(four.run, beside.in_precision, spec, BATCH)
@@ -458,29 +455,30 @@ figure, alt = pictures.losses_beside_fp32({name: by_rank[0][1] for name, by_rank
 show(figure, alt=alt)
 
 # %% [markdown]
-# On 4 ranks, most of the error comes from computing in bf16. Still, Llama 3 reduced in fp32, for
-# convergence (Grattafiori et al. 2024, section 3.3.2), as TorchTitan does by default: the error of
-# a sum grows with the ranks, about like the square root of their number if they add one by one.
+# In this run on 4 ranks, most of the error comes from computing in bf16. But the relative error of
+# a bf16 sum grows with the number of ranks, on a ring about like its square root. Llama 3 reduced
+# gradients in fp32 to ensure convergence (Grattafiori et al. 2024, section 3.3.2).
 #
-# **Compute in bf16; reduce in fp32 when many ranks are in the sum; keep parameters in fp32.**
+# **Compute in bf16, keep parameters in fp32, and reduce in fp32 when many ranks are in the sum.**
 #
 # ## 6 Hybrid sharding
 #
-# Between nodes a link is slow, and every gather crosses it. **Hybrid sharding** (HSDP) puts the
-# ranks on a mesh of *replicate × shard*: a node of $s$ ranks shards the parameters, and each of
-# $R=p/s$ nodes has all of them. Gathers stay inside a node; a gradient is reduce-scattered inside,
-# and its shard of $S/s$ bytes all-reduced across nodes, among ranks at the same place. Memory:
-# $1/s$ of the model, not $1/p$.
+# Links are faster inside a node than between nodes. **Hybrid sharding** (HSDP; Zhao et al. 2023,
+# section 3.2.2) uses a mesh *replicate × shard*: the $s$ ranks of a node shard the model, and each
+# of the $R=p/s$ nodes has a full copy. Gathers stay inside a node. A gradient is reduce-scattered
+# inside the node; its shards of $S/s$ bytes are all-reduced across nodes. A rank keeps $1/s$ of the
+# model, not $1/p$.
 #
-# Sharded over all $p$, each rank of a ring sends $3\frac{p-1}{p}S$ per unit, for two gathers and a
-# reduction; hybrid only $2\frac{R-1}{R}\frac{S}{s}$ across nodes. (Here each rank has its own link
-# out of the node.) On 2 nodes of 2 ranks, how many times as fast as the fully sharded step is a
-# hybrid one? (Gathers inside take time, too.)
+# If all $p$ ranks shard, they form one ring here, as slow as its slowest link: per unit, each rank
+# sends $3\frac{p-1}{p}S$ bytes in two gathers and a reduce-scatter. With hybrid sharding, it sends
+# only $2\frac{R-1}{R}\frac{S}{s}$ across nodes. (NCCL can build one ring per network adapter. Then
+# hybrid sharding gains less.) On 2 nodes of 2 ranks, what is the time of a fully sharded step,
+# divided by the time of a hybrid step?
 
 # %% tags=["predict"]
 fast = Link(name="fast Ethernet", latency_s=1e-3, bytes_per_s=40e6)
 two_nodes = TwoLevelLink(inside=fast, outside=wire, ranks_per_node=2)
-guess_hybrid = predict(f"{two_nodes}: step sharded over 4 ranks / hybrid 2 x 2")
+guess_hybrid = predict(f"{two_nodes}: sharded over 4 / hybrid 2 x 2")
 ### GUESS guess_hybrid.commit(2)
 
 # %%
@@ -499,24 +497,22 @@ rows = {f"{name}, predicted": events for name, events in plan.items()}
 rows |= {f"{name}, measured": one.events for name, one in real.items()}
 rows = {name: [event for event in events if event.rank == 0] for name, events in rows.items()}
 before, after = (1e3 * one.step_s for one in real.values())
-title = f"A step of {before:.0f} ms takes {after:.0f} ms if only shards of gradients cross"
+title = f"Hybrid sharding shortens the step from {before:.0f} ms to {after:.0f} ms"
 claim("hybrid is faster", after < before)
 show(timelines(rows, title, link=two_nodes), alt=title)
 
 # %% [markdown]
-# An all-reduce across nodes runs while the next block is gathered inside, on other links. Hybrid
-# sharding can help where $1/s$ of the model fits on a rank.
-#
 # ### Exercise 4 (further): the groups of hybrid sharding
 #
-# `shard_size` consecutive ranks are a node. Make `shard_group`, this rank's node, and
-# `replicate_group`, the ranks at its place in every node. `reduce(grad)` takes this rank's whole
-# gradient (1-D, a multiple of $s$ long), and returns this rank's shard ($1/s$ of the numbers) of
-# the mean over *all* ranks. Budget: a reduce-scatter inside, an all-reduce of the shard across.
-# About 10 lines, 20 minutes.
+# `shard_size` consecutive ranks are a node. Make `shard_group`, the ranks of this rank's node, and
+# `replicate_group`, the ranks at this rank's position in every node. `reduce(grad)` takes this
+# rank's whole gradient (1-D; `shard_size` divides its length), and returns this rank's shard of the
+# mean over *all* ranks. Budget: a reduce-scatter inside the node, an all-reduce of the shard across
+# nodes. About 10 lines, 20 minutes.
 #
 # <details><summary>Hint: if it hangs</summary>
-# <code>dist.new_group(ranks)</code> must be called by all ranks, members or not, in the same order.
+# All ranks must call <code>dist.new_group(ranks)</code> for every group, in the same order, members
+# or not.
 # </details>
 
 
@@ -551,16 +547,17 @@ class Hybrid:
 check("fsdp-4", Hybrid)
 
 # %% [markdown]
-# **Shard where links are fast, replicate across slow ones: only shards of gradients cross.**
+# **Shard over fast links and replicate over slow links: only shards of gradients cross slow
+# links.**
 #
 # ## 7 Micro-batches
 #
-# With $m$ micro-batches (lesson 02), each backward reduce-scatters, and shards of gradients add up.
-# Or, in `no_sync()`, nothing is reduced until the last one, and whole gradients wait. With 4
-# micro-batches on 4 ranks, by what factor do the bytes sent grow if every backward reduces?
+# In a step of several micro-batches, every backward can reduce its gradients. Or only the last
+# backward reduces; before it, in `no_sync()`, each rank adds up whole gradients. With 4
+# micro-batches on 4 ranks, how many times as many bytes are sent if every backward reduces?
 
 # %% tags=["predict"]
-guess_sync = predict("bytes if every backward sends, as a multiple of those if the last one does")
+guess_sync = predict("bytes if every backward reduces, divided by those if only the last does")
 ### GUESS guess_sync.commit(2)
 
 # %% tags=["picture"]
@@ -573,18 +570,18 @@ title = f"A rank holds {at_once:.2f} MiB if gradients leave at once, {waiting:.2
 show(memory(held, title), alt=f"{title}; {times:.2f} times the bytes sent")
 
 # %% [markdown]
-# Parameters are gathered in every micro-batch either way, so `no_sync()` saves a smaller share than
-# in DDP, and keeps whole gradients, $4N$ bytes, instead of shards.
+# Blocks are gathered in every micro-batch in both cases, so `no_sync()` saves a smaller share of
+# the bytes than in DDP. It keeps whole gradients ($4N$ bytes in fp32) instead of shards.
 #
-# **Accumulating under FSDP saves either memory or bytes sent, not both.**
+# **When FSDP accumulates gradients, `no_sync()` sends fewer bytes but needs more memory.**
 #
 # ## 8 All ranks call
 #
-# Clipping and a full state dict need all shards, so *every rank* calls `model.clip_grad_norm_(1.0)`
-# or `model.full_state_dict()`.
+# Clipping and a full state dict need all shards, so *every rank* must call `clip_grad_norm_` and
+# `full_state_dict`.
 #
-# **Break it.** Some models skip blocks at random. If each rank draws its own random numbers, they
-# differ: let rank 1 skip block 1. What happens?
+# **Break it.** Some models skip blocks at random (stochastic depth). If each rank draws its own
+# random numbers, ranks skip different blocks. Let only rank 1 skip block 1. What happens?
 
 # %% tags=["predict"]
 guess_skip = predict("rank 1 skips a block", choices=("an error", "wrong numbers", "nothing"))
@@ -612,21 +609,22 @@ except RankError:
     raise
 
 # %% [markdown]
-# Blocks have equal sizes: block 2's *gather* on rank 1 matches block 1's on rank 0, and both ranks
-# compute with rows of both blocks. The error comes only in backward: rank 1, one call ahead,
-# reduce-scatters where rank 0 gathers (our ranks compare calls; NCCL would not report it). Draw
-# equal random numbers on all ranks, or run every unit on every rank.
+# All blocks have the same size. So rank 1's gather of block 2 matches rank 0's gather of block 1,
+# and both ranks compute with rows of both blocks. The error comes only in backward: rank 1, which
+# is one call ahead, reduce-scatters while rank 0 gathers. Our ranks compare their calls. By
+# default, NCCL does not: the run can hang or compute wrong numbers. Draw the same random numbers on
+# all ranks, or run every unit on every rank.
 #
-# **Every rank must gather the same units in the same order.**
+# **All ranks must gather the same units in the same order.**
 #
 # ## 9 The real thing
 #
-# PyTorch's `fully_shard` and, where installed, Accelerate, Lightning and DeepSpeed's stage 3,
-# beside ours: the same model, batches, optimizer. Adam in fp32 keeps 12 bytes per parameter between
-# steps. How many on each of 2 ranks?
+# We compare our FSDP with PyTorch's `fully_shard` and, where installed, Accelerate, Lightning and
+# DeepSpeed's stage 3. Without sharding, fp32 parameters and Adam's moments take 12 bytes per
+# parameter between steps. How many bytes per parameter does each of 2 ranks keep?
 
 # %% tags=["predict"]
-guess_kept = predict("bytes for each parameter, on each of 2 ranks, between steps")
+guess_kept = predict("bytes per parameter that each of 2 ranks keeps between steps")
 ### GUESS guess_kept.commit(8)
 
 # %% tags=["measured"]
@@ -643,22 +641,24 @@ for name, one in results.items():
 reveal(guess_kept, results["ours"].kept)
 
 # %% [markdown]
-# `fully_shard` has our layout, and makes each shard a `DTensor`, which knows the whole shape: so
-# FSDP composes with tensor parallelism, and a checkpoint fits other numbers of ranks. Lesson 09
-# explains what else DeepSpeed keeps. (Here PyTorch frees the root, too, and sends more bytes.)
+# `fully_shard` has our layout. Each shard is a `DTensor`, which records the whole shape and how it
+# is sharded. This helps to combine FSDP with tensor parallelism, and to load a checkpoint on
+# another number of ranks. (In the row *PyTorch*, the root is also freed, so more bytes are sent.)
+# Lesson 09 explains what else DeepSpeed keeps.
 #
-# **The engines compute the same numbers; they differ in what they keep and when they communicate.**
+# **The engines compute the same numbers up to rounding; they differ in what they keep and when they
+# communicate.**
 #
 # ### Exercise 5 (core): which transfers are exposed?
 #
-# A *trace* (lesson 06, exercise 6; in µs) shows when ranks communicate. `computing(trace, pid)`
-# gives the intervals in which a rank computes, without waits. For each transfer (`cat` in
-# `COMMUNICATION_KINDS`) of which at least 1 µs lies outside (is *exposed*) return
-# `(cat, start_s, exposed_s)` in seconds, the most exposed first. Transfers may overlap; each counts
-# by itself. About 7 lines, 15 minutes.
+# A *trace* (lesson 06, exercise 6) has times in µs. `computing(trace, pid)` returns the intervals
+# in which a rank computes, without waits. A transfer is a box whose `cat` is in
+# `COMMUNICATION_KINDS`; its part outside these intervals is *exposed*. For each transfer with at
+# least 1 µs exposed, return `(cat, start_s, exposed_s)` in seconds, the most exposed first. Treat
+# overlapping transfers separately. About 7 lines, 15 minutes.
 #
-# <details><summary>Hint: what two intervals share</summary>
-# From the later start to the earlier end, if that is not negative.
+# <details><summary>Hint: the overlap of two intervals</summary>
+# It goes from the later start to the earlier end; if that is negative, the overlap is 0.
 # </details>
 
 
@@ -688,13 +688,13 @@ check("fsdp-5", exposed_transfers)
 # ## 10 Two GPUs, and your machine
 #
 # Jin, Zhang and Huang (2023, a course project at Case Western Reserve University) wrote an FSDP
-# with MPI4Py, and trained a character-level GPT-2 (10 epochs of Shakespeare) and a BERT (5 of
-# movie dialogues). How many times as fast was the BERT on two GPUs?
+# with MPI4Py. They trained a character-level GPT-2 on Shakespeare and a BERT on movie dialogues.
+# How many times as fast was the BERT on two GPUs?
 
 # %% tags=["predict"]
 for name, (millions, one_s, _) in beside.STUDY.items():
     print(f"{name}, {millions} million parameters: {one_s} s per epoch on one GPU")
-guess_bert = predict("BERT: speed on two GPUs, divided by that on one")
+guess_bert = predict("BERT: speed on two GPUs divided by speed on one")
 ### GUESS guess_bert.commit(1.6)
 
 # %%
@@ -703,8 +703,8 @@ for name, (_, one_s, two_s) in beside.STUDY.items():
 reveal(guess_bert, one_s / two_s)
 
 # %% [markdown]
-# The GPT-2 gained more, perhaps because it sends less per computation: bytes depend on parameters,
-# not on a GPU's tokens. Two ranks reach one's losses, as tiny versions show.
+# The GPT-2 gained more, perhaps because it computes more per byte sent. Tiny versions of both
+# models show that two ranks reach the losses of one. (Such small models may not become faster.)
 
 # %% tags=["picture", "measured"]
 curves = {}
@@ -719,21 +719,19 @@ axes = {"x_label": "step", "y_label": "loss", "names": names}
 show(compare(range(60), curves, title, **axes), alt=f"{title}; the dots lie on the lines")
 
 # %% [markdown]
-# On your GPUs, this trains that GPT-2; compare with `--ranks 1`:
+# On your GPUs, this command trains that GPT-2. Compare it with `--ranks 1`:
 #
 # `python -m course_lib.train --ranks 2 --strategy fsdp --model gpt2-char --data shakespeare`
 #
-# For the BERT, `--model bert-dialogues --data dialogues`. To time one step beside PyTorch's:
-# `cluster/exercises/10_fsdp.py --model gpt2-char`.
+# For the BERT, use `--model bert-dialogues --data dialogues`. `cluster/exercises/10_fsdp.py` times
+# a step beside PyTorch's.
 #
-# **Predict the speedup before you rent GPUs: computing is divided, communication is added.**
+# **More GPUs divide the computation, but add communication.**
 #
 # ## What to keep
 #
-# - A block is gathered, used, freed, twice. Peak: shards, root, two blocks or a second root.
-# - In one precision and micro-batch, freed after forward: up to 1.5 times plain DP's bytes.
-# - Prefetch hides gathers as long as the link is as fast as the layers.
-# - Compute in bf16; keep, and sum over many ranks, in fp32.
+# - Freeing after forward sends up to 1.5 times the bytes of plain DP, in one precision.
+# - Prefetch can hide a gather that takes no longer than the computation beside it.
 #
 # **Read on**
 #

@@ -1,27 +1,27 @@
 # %% [markdown]
 # # 11 The mesh: combine the methods
 #
-# **Question.** Data parallelism splits the batch, tensor parallelism the matrices, pipeline
-# parallelism the layers. Large models are trained with all of them at once, on a grid of ranks with
-# named axes, the *mesh*. Which ranks share what, what do they send each other, and which of them
-# should be neighbors?
+# **Question.** Data parallelism splits the batch, tensor parallelism the matrices, and pipeline
+# parallelism the layers. Large models are trained with several of these methods at once, on a grid
+# of ranks with named axes, the *mesh*. Which ranks form a group along each axis, what do they send
+# each other, and which ranks should be neighbors?
 #
 # *After this lesson you can*
 #
 # - compute coordinates and groups of any rank, for any sizes and any order of axes;
-# - say which collective runs along which axis, how often, and how many bytes it sends;
+# - say which collective runs along which axis, how often, and how many bytes a rank sends;
 # - combine three methods so that eight ranks compute what one process does, clipping included;
-# - decide which axis is innermost, and find a misplaced axis in a trace.
+# - choose the innermost axis, and find a misplaced axis in a trace.
 #
 # **Prerequisites:** lessons 05, 07 and 08; 09 for ZeRO. **Time:** about 60 minutes of reading and
-# running, 75 for four exercises (core: 1, 2, 3; further: 4). Section 3 ends with a break.
+# running, 75 for four exercises (core: 1, 2, 3; further: 4).
 #
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $d$, $p$, $t$ | `mesh.size("dp")`, `"pp"`, `"tp"` | sizes of the axes: the *degrees* |
 # | $b$, $s$, $h$ | `batch`, `seq`, `hidden` | sequences per step, tokens in each, hidden size |
 # | $L$, $N$ | `num_layers` | layers and parameters of the model |
-# | replica | | the ranks that hold one copy of the model |
+# | replica | | the ranks that together hold one copy of the model |
 
 # %%
 # %load_ext course_lib.ranks
@@ -45,14 +45,15 @@ from course_lib.tensor_parallel import parallel_token_loss, parallelize
 # %% [markdown]
 # ## 1 Ranks on a grid
 #
-# `Mesh(pp=2, dp=2, tp=2)` numbers eight ranks like the digits of a number: the last axis counts
-# fastest. Each rank has a *coordinate* on every axis,
+# `Mesh(pp=2, dp=2, tp=2)` numbers eight ranks so that the last axis counts fastest, like the last
+# digit of a number. Each rank has a *coordinate* $i$ on every axis:
 #
-# $$ \text{rank} = (i_{pp} \cdot d + i_{dp}) \cdot t + i_{tp} , $$
+# $$ \text{rank} = (i_{pp} \cdot d + i_{dp}) \cdot t + i_{tp} . $$
 #
-# and along each axis it has a *group*: itself and the ranks that differ from it in that coordinate
-# only. Groups of the last, *innermost* axis are consecutive ranks. Which rank has $i_{pp} = 1$,
-# $i_{dp} = 0$, $i_{tp} = 1$? And how many process groups do the three axes have together?
+# Each rank also has a *group* along every axis: itself and the ranks that differ from it only in
+# that coordinate. Groups of the last, *innermost* axis are consecutive ranks. Which rank has
+# $i_{pp} = 1$, $i_{dp} = 0$, $i_{tp} = 1$? And how many process groups do the three axes have
+# together?
 
 # %% tags=["predict"]
 guess_rank = predict("the rank at pp = 1, dp = 0, tp = 1")
@@ -64,26 +65,26 @@ guess_groups = predict("process groups of the three axes together")
 cube = Mesh(pp=2, dp=2, tp=2)
 reveal(guess_rank, cube.rank({"pp": 1, "dp": 0, "tp": 1}))
 reveal(guess_groups, sum(len(cube.groups(axis)) for axis in cube.sizes))
-title = "Each rank has one group per axis; only pp crosses the two nodes"
+title = "Each rank has one group per axis; only pp groups cross the two nodes"
 show(pictures.mesh_grid(cube, 4, title), alt=f"{title}: 3 axes of 4 groups each")
 
 # %% [markdown]
 # The *stride* of an axis is the product of the sizes of the axes after it: 4 for pp, 2 for dp, 1
-# for tp. Over several axes a group is a *sub-mesh*: the ranks of `cube.group(5, "pp", "tp")` hold
-# rank 5's copy of the model, its *replica*.
+# for tp. A group over several axes is a *sub-mesh*: the ranks of `cube.group(5, "pp", "tp")` form
+# rank 5's replica.
 #
 # ### Exercise 1 (core): coordinates and groups
 #
-# Return the group of a rank along one axis: the rank itself and all that differ from it along that
-# axis only, in any order. `sizes` is a dict such as `{"pp": 2, "dp": 3, "tp": 4}`, outermost axis
-# first; an axis can have any size. About 6 lines, without `Mesh`.
+# Return the group of a rank along one axis: the rank itself and all ranks that differ from it only
+# along that axis, in any order. `sizes` is a dict such as `{"pp": 2, "dp": 3, "tp": 4}`, outermost
+# axis first; an axis can have any size. About 6 lines, without `Mesh`.
 #
 # <details><summary>Hint: the wrong distance</summary>
-# Neighbors along an axis are a stride apart: the product of the sizes of all axes <i>after</i> it.
+# Neighbors along an axis differ by its stride.
 # </details>
-# <details><summary>Hint: it begins at the wrong rank</summary>
-# <code>rank // stride % size</code> is the coordinate. The group begins where that is 0, and the
-# other coordinates stay.
+# <details><summary>Hint: the group begins at the wrong rank</summary>
+# <code>rank // stride % size</code> is the coordinate. In the first rank of the group this
+# coordinate is 0, and the other coordinates are unchanged.
 # </details>
 
 
@@ -105,12 +106,13 @@ def group_of(sizes, rank, axis):
 check("mesh-1", group_of)
 
 # %% [markdown]
-# A coordinate becomes communication through a process group. Every rank calls `dist.new_group` for
-# all twelve; `RankMesh` keeps its own three (PyTorch's `init_device_mesh` is alike). Every rank
-# brings $10^r$, and the ranks of each dp group add up. What does rank 5 get?
+# Ranks of a group communicate through a process group. Every rank calls `dist.new_group` for all
+# twelve groups, and `RankMesh` keeps the three that contain its rank (like PyTorch's
+# `init_device_mesh`). Rank $r$ contributes $10^r$ to an all-reduce in its dp group. What does rank
+# 5 get?
 
 # %% tags=["predict"]
-guess_sum = predict("sum over dp on rank 5, if rank r brings 10**r")
+guess_sum = predict("sum over dp on rank 5, if rank r contributes 10**r")
 ### GUESS guess_sum.commit(11110000)
 
 
@@ -130,27 +132,27 @@ for axis, found in sums.items():
     print(f"{axis}: {sorted({total for total, _ in found})}; PyTorch's groups alike: {alike}")
 
 # %% [markdown]
-# **A rank is a number whose digits are its coordinates; a group is the ranks that differ in one
-# digit.**
+# **A rank is a number whose digits are its coordinates. The ranks of a group differ in one digit.**
 #
 # ## 2 What travels along which axis
 #
 # | axis | splits | collective | how often in a step |
 # |---|---|---|---|
-# | tp | each matrix | all-reduce of an activation | 4 per layer and micro-batch |
+# | tp | each matrix | all-reduce of an activation or its gradient | 4 per layer and micro-batch |
 # | pp | the layers | send an activation, then its gradient | per boundary and micro-batch |
-# | dp | the batch | all-reduce of gradients (ZeRO-1: its two halves) | once |
+# | dp | the batch | all-reduce of gradients (ZeRO-1: reduce-scatter, all-gather) | once |
 #
-# Two more axes follow the same pattern, and are not built here: *cp* (context parallelism) splits
-# the sequence, and its attention exchanges keys and values; *ep* (expert parallelism) splits the
-# experts of a mixture of experts, with all-to-alls of tokens.
+# Two more axes are not built here: *cp* (context parallelism) splits the sequence, and its ranks
+# exchange keys and values; *ep* (expert parallelism) splits the experts of a mixture of experts,
+# and its ranks exchange tokens.
 #
-# How much is that? A rank has $L/p$ layers and computes $b/d$ of the sequences. Along tp it
-# all-reduces, over all micro-batches, $bsh/d$ numbers four times per layer. Along dp it all-reduces
-# the gradients of *its* parameters, about $N/pt$ numbers: the other two axes make data parallelism
-# cheaper. In a ring of $k$ ranks, each sends $2(k-1)/k$ times a tensor's bytes. Llama 2 7B,
-# gradients too in bf16, on 64 GPUs, 256 sequences of 4,096 tokens: how many times as much does a
-# rank send along tp as along dp?
+# How many bytes are sent? A rank has $L/p$ layers and computes $b/d$ of the sequences. Along tp it
+# all-reduces $bsh/d$ numbers, summed over all micro-batches, four times per layer. Along dp it
+# all-reduces the gradients of *its own* parameters, about $N/(pt)$ numbers. So the other two axes
+# reduce the traffic of data parallelism. In a ring of $k$ ranks, each sends $2(k-1)/k$ times the
+# bytes of the tensor. We train Llama 2 7B on 64 GPUs with 256 sequences of 4,096 tokens per step;
+# activations and gradients are in bf16. How many times as many bytes does a rank send along tp as
+# along dp?
 
 # %% tags=["predict"]
 from course_lib.mesh.cost import MeshStep, axis_sent_bytes
@@ -168,23 +170,22 @@ title = f"A rank sends {sent['tp'] / 1e9:.0f} GB per step along tp, {sent['dp'] 
 show(pictures.axis_bars(sent, title), alt=f"{title}, {sent['pp'] / 1e9:.1f} along pp")
 
 # %% [markdown]
-# And most of tp's messages are on the critical path: the next matrix waits for them (lesson 07).
-# Gradients can be sent while backward still computes (lesson 06), and a stage can compute one
-# micro-batch while another one travels (lesson 08).
+# Most of tp's all-reduces are also on the critical path: the next matrix multiplication waits for
+# them (lesson 07). But gradients can be sent while backward still computes (lesson 06), and a stage
+# can compute one micro-batch while another one is sent (lesson 08).
 #
 # ### Exercise 2 (core): which collective on which axis
 #
-# Backward is done. Each rank has the gradients of its parameters for its replica's tokens, and the
-# last stage has the replica's mean loss, in float64 (`loss` is None on the others; along tp all
-# know it). Average the gradients in place, and return the mean loss of all replicas, on every
-# rank. `mesh` is a `RankMesh` with pp, dp and tp; all replicas have equally many tokens. About 6
-# lines.
+# Backward is done. Each rank has the gradients of its parameters for its replica's tokens. The last
+# stage has the replica's mean loss in float64, on all its tp ranks; on other stages `loss` is None.
+# Average the gradients in place, and return the mean loss of all replicas on every rank. `mesh` is
+# a `RankMesh` with pp, dp and tp. All replicas have equally many tokens. About 6 lines.
 #
 # <details><summary>Hint: it hangs, or fails on a rank without a loss</summary>
-# All ranks of a group make the call. A rank without a loss can bring 0.
+# All ranks of a group must make the call. A rank without a loss can contribute 0.
 # </details>
 # <details><summary>Hint: gradients are too small</summary>
-# Average over ranks with the same parameters and different tokens, and over no others.
+# Average only over ranks that have the same parameters but different tokens.
 # </details>
 
 
@@ -205,29 +206,30 @@ def finish_step(mesh, loss, grads):
 check("mesh-2", finish_step)
 
 # %% [markdown]
-# **Along tp: every layer, activations. Along pp: every micro-batch, an activation and its gradient.
-# Along dp: once per step, gradients of what the rank holds.**
+# **Along tp, ranks send activations in every layer. Along pp, they send an activation and its
+# gradient per micro-batch. Along dp, they send the gradients of their own parameters once per
+# step.**
 #
 # ## 3 Eight ranks, one model
 #
-# Each method is applied to what the one before it has kept. **First** tensor parallelism cuts every
-# matrix, then pipeline parallelism keeps the layers of this rank's stage; these two may be swapped.
-# **Last** comes data parallelism, DDP, ZeRO or FSDP: its buckets, shards and optimizer state have
-# to belong to the parameters that the rank keeps. Applied first, DDP would put hooks on whole
-# parameters that the next line throws away.
+# Each method is applied to the part of the model that the method before it has kept. **First**,
+# tensor parallelism splits the matrices; then pipeline parallelism keeps the layers of this rank's
+# stage. (These two can be swapped.) Data parallelism (DDP, ZeRO or FSDP) comes **last**: its
+# buckets, shards and optimizer state must belong to the parameters that the rank keeps. If DDP came
+# first, it would put hooks on whole parameters that are replaced afterwards.
 #
-# The rest is bookkeeping by coordinate:
+# The coordinates of a rank determine everything else:
 #
 # | | along dp | along pp | along tp |
 # |---|---|---|---|
 # | sequences | **different** | the same | the same |
-# | initial weights | the same | those of its layers | its shard of the same weights |
+# | initial weights | the same | its own layers | its shard of the same weights |
 # | dropout masks of whole tensors | **different** | **different** | the same |
-# | gradients | **averaged** | their own; a tied embedding's added | their own; equal if whole |
-# | loss | **averaged** | known on the last stage, which tells the others | the same |
+# | gradients | **averaged** | not combined; a tied embedding's are added | not combined |
+# | loss | **averaged** | sent from the last stage to the others | the same |
 #
-# All ranks build the same model from one seed, and a rank's sequences depend on its *dp
-# coordinate*, not on its rank.
+# (With sequence parallelism, gradients of norms are added along tp.) All ranks build the same model
+# from one seed. A rank's sequences depend on its *dp coordinate*, not on its rank.
 
 
 # %%
@@ -257,9 +259,9 @@ def backward(mesh, replica, pipeline, data_axis="dp"):
 
 
 # %% [markdown]
-# `MeshTrainer` (`course_lib/mesh/training.py`) does the same for all sizes that fit, with clipping
-# and ZeRO-1. Four steps in float64 on 2 × 2 × 2 ranks, and on one: are losses and weights
-# the same, except for rounding?
+# `MeshTrainer` (`course_lib/mesh/training.py`) does the same for other sizes, with clipping and
+# ZeRO-1. We take four steps in float64 on 2 × 2 × 2 ranks and on one. Are losses and weights the
+# same, except for rounding?
 
 # %% tags=["predict"]
 guess_same = predict("eight ranks as one process, within 1e-10", choices=YES_NO)
@@ -279,8 +281,8 @@ for optimizer, how in ways.items():
     reveal(guess_same, "yes" if same else "no")
 
 # %% [markdown]
-# Did each axis send section 2's bytes, and those of the embedding? The group of a recorded call
-# tells its axis. Here batches are small, so dp weighs more than in a 7B model.
+# Did each axis send the bytes of section 2, and those of the embedding and head? The group of a
+# recorded call tells its axis. Batches are small here, so dp's share is larger.
 
 # %% tags=["picture"]
 rank = 0
@@ -293,8 +295,8 @@ show(pictures.axis_bars(formula, title, counted), alt=f"{title}; dp {counted['dp
 # %% [markdown]
 # ### Break it
 #
-# `backward` takes a rank's sequences by its coordinate along dp. Suppose that a data loader takes
-# them by the coordinate along **tp**. What do you notice in training?
+# `backward` selects a rank's sequences by its coordinate along dp. Suppose that a data loader
+# selects them by the coordinate along **tp**. What do you notice in training?
 
 # %% tags=["predict"]
 choices = ("an error", "a hang", "the loss stays high", "the loss falls")
@@ -323,23 +325,22 @@ for axis in ("dp", "tp"):
 right, wrong = (curve.measurement for curve in curves.values())
 claim("the loss falls", wrong[-1] < wrong[0])
 reveal(guess_data, "the loss falls")
-title = f"With sequences by tp, the loss falls to {wrong[-1]:.1f}; the right one to {right[-1]:.1f}"
+title = f"With sequences by tp, the loss falls to {wrong[-1]:.1f}; by dp, to {right[-1]:.1f}"
 figure = compare(range(1, 11), curves, title, x_label="step", y_label="loss")
 show(figure, alt=f"{title}, after 10 steps on one batch")
 
 # %% [markdown]
-# All shapes fit, so nothing fails. But a tensor group adds up partial results of *different*
-# sequences: one rank looks up the tokens of one half of the batch (in its half of the vocabulary),
-# the other those of the other half. The targets are mixed, too: this "loss" is the loss of no text,
-# and that it is lower means nothing. **A falling loss proves nothing about a mesh; comparing losses
-# and gradients with one process does.**
+# All shapes fit, so nothing fails. But each tensor group adds up partial results of *different*
+# sequences, and the targets are mixed, too. So this number is not the loss of any real text, and
+# its lower value means nothing. **A falling loss does not prove that a mesh is right. Compare
+# losses and gradients with one process.**
 #
 # *This is a good place for a break.*
 #
 # ## 4 One norm, one loss
 #
-# Clipping (lesson 02) needs the norm of the *whole* gradient, of which a rank holds a part. Its
-# square is a sum over all numbers, **each once**:
+# Clipping (lesson 02) needs the norm of the *whole* gradient, and a rank holds only a part of it.
+# The squared norm is a sum over all numbers, and **each number counts once**. With DDP along dp:
 #
 # | gradient of | over tp | over pp | over dp |
 # |---|---|---|---|
@@ -347,11 +348,11 @@ show(figure, alt=f"{title}, after 10 steps on one batch")
 # | a parameter that is whole along tp (norms, some biases) | once | add | once |
 # | a tied embedding, on the first and the last stage | add | once | once |
 #
-# Suppose every rank adds up the squares of what it holds, over the whole world. How many times too
-# large is the norm, on 2 × 2 × 2 ranks?
+# Suppose that every rank squares all numbers that it holds, and the squares are added over all
+# ranks. How many times too large is the norm, on 2 × 2 × 2 ranks?
 
 # %% tags=["predict"]
-guess_norm = predict("norm with all squares of all ranks, divided by the right one")
+guess_norm = predict("norm with all squares of all ranks, divided by the correct norm")
 ### GUESS guess_norm.commit(2)
 
 
@@ -373,23 +374,24 @@ reveal(guess_norm, naive / right)
 print(f"all squares of all ranks: {naive:.2f}; each number once: {right:.2f}")
 
 # %% [markdown]
-# Split matrices were counted twice (dp), parameters that are whole along tp four times, and so was
-# the tied embedding, whose shards are on two stages. With a norm too large by that factor, clipping
-# acts as if its limit were lower: no error, only smaller steps (with SGD).
+# Split matrices were counted twice (along dp). Parameters that are whole along tp were counted four
+# times, and so was the tied embedding, which is on two stages. With a norm that is too large,
+# clipping can reduce the gradient too much. There is no error, but SGD makes steps that are too
+# small.
 #
 # ### Exercise 3 (core): clip across axes
 #
-# `parts` lists this rank's gradients, averaged along dp, as tuples `(grad, split, first)`: `split`
-# says whether `grad` is a shard along tp (otherwise all ranks along tp have the same), `first`
-# whether this is the first stage that holds the parameter (False for the second copy of a tied
-# one). Scale all gradients in place, so that the norm of the whole gradient is at most `max_norm`;
-# return the norm before scaling. About 9 lines.
+# `parts` lists this rank's gradients, averaged along dp, as tuples `(grad, split, first)`. `split`
+# says whether `grad` is a shard along tp; otherwise all ranks along tp have the same `grad`.
+# `first` says whether this is the first stage that holds the parameter; it is False for the second
+# copy of a tied parameter. Scale all gradients in place, so that the norm of the whole gradient is
+# at most `max_norm`; return the norm before scaling. About 9 lines.
 #
 # <details><summary>Hint: the norm is too large</summary>
-# Which ranks hold the very same numbers? One of them brings their squares, the others 0.
+# Which ranks hold the same numbers? Only one of them contributes their squares, the others 0.
 # </details>
 # <details><summary>Hint: ranks scale by different factors</summary>
-# Add squares over the ranks; take the root once, after the last sum.
+# Add squares over the ranks; take the square root once, after the last sum.
 # </details>
 
 
@@ -414,19 +416,20 @@ def clip(mesh, parts, max_norm):
 check("mesh-3", clip)
 
 # %% [markdown]
-# The loss is a mean over *all* tokens. Each replica's last stage has the mean over its own tokens;
-# with equally many, the mean of these over dp is right. Average **once**: whoever divides the loss
-# by $d$ before backward must not average the gradients again.
+# The loss is a mean over *all* tokens. Each replica's last stage has the mean over its own tokens.
+# If all replicas have equally many tokens, the loss is the mean of these over dp. Average the
+# gradients **once**: if the loss is divided by $d$ before backward, the gradients must be added,
+# not averaged.
 #
-# **Shards: add. Copies: count once. Then one factor for all ranks.**
+# **Add the squares of shards, and count copies once. Then all ranks scale by one factor.**
 #
 # ## 5 Which axis innermost?
 #
-# The order of the axes changes no result (up to rounding), only which messages cross nodes. Take
-# two nodes of four ranks, and a link between them that is ten times slower than those inside. With
-# tp innermost, a tensor group is two neighbors in a node; with tp outermost, rank 0's partner is
-# rank 4, on the other node. How many times as long does the busiest rank (of the last stage)
-# communicate?
+# The order of the axes does not change the result (up to rounding). It changes which messages cross
+# nodes. Take two nodes of four ranks, and a link between them that is ten times slower than those
+# inside. With tp innermost, a tensor group is two neighbors in a node. With tp outermost, rank 0's
+# partner is rank 4, on the other node. How many times as long does the busiest rank communicate
+# with tp outermost as with tp innermost?
 
 # %% tags=["predict"]
 from course_lib.mesh.cost import all_orders, axis_seconds, mesh_step_s
@@ -436,7 +439,7 @@ slow = Link(name="slow", latency_s=10e-3, bytes_per_s=10e6)
 two_nodes = TwoLevelLink(inside=fast, outside=slow, ranks_per_node=4)
 steps = [replace(step, mesh=mesh, number_bytes=4) for mesh in all_orders(cube)]
 outermost = Mesh(tp=2, dp=2, pp=2)
-guess_order = predict("communication with tp outermost, divided by that with tp innermost")
+guess_order = predict("time to communicate with tp outermost, divided by that with tp innermost")
 ### GUESS guess_order.commit(10)
 
 # %%
@@ -450,22 +453,23 @@ title = "With tp outermost, every tensor group crosses the nodes"
 show(pictures.mesh_grid(outermost, 4, title), alt=f"{title}: ranks 0 and 4, 1 and 5, ...")
 
 # %% [markdown]
-# Eight real ranks on emulated links train in all six orders, in turns. (A measured step also
-# computes, and a stage waits for the other stage's calls.)
+# Eight real ranks on emulated links take turns in training with all six orders. (A measured step
+# also includes computation and waiting for the other stage.)
 
 # %% tags=["picture", "measured"]
 wired = Ranks(8, link=two_nodes)
 measured = lab.time_orders(wired, steps)
-title = f"tp innermost: {1e3 * measured[cube]:.0f} ms per step; outermost: "
+title = f"With tp innermost, a step takes {1e3 * measured[cube]:.0f} ms; with tp outermost, "
 title += f"{1e3 * measured[outermost]:.0f} ms"
 claim("tp outermost is slower", measured[outermost] > measured[cube])
 show(pictures.order_bars(predicted, measured, title), alt=f"{title}; real ranks, emulated links")
 
 # %% [markdown]
-# Here it is enough that tp is not outermost: a node has four ranks, so the two inner axes fit. On
-# larger meshes perhaps only the innermost axis fits, and only if it is no larger than a node.
+# Here only the outermost place is bad for tp: a node has four ranks, so both inner axes fit into
+# it. On larger meshes, perhaps only the innermost axis fits, and only if its size is at most the
+# number of ranks per node.
 #
-# How does a misplaced axis look from inside, in the trace of one step on rank 0?
+# What does a misplaced axis look like in the trace of one step on rank 0?
 
 # %% tags=["picture", "measured"]
 traces, tp_ms = {}, {}
@@ -473,25 +477,25 @@ for mesh in (cube, outermost):
     traces[mesh] = wired.run(lab.events_of_a_step, replace(step, mesh=mesh, number_bytes=4))[0]
     group = tuple(mesh.group(0, "tp"))
     tp_ms[mesh] = 1e3 * median(one.duration_s for one in traces[mesh] if one.group == group)
-title = f"An all-reduce along tp typically takes {tp_ms[cube]:.0f} ms inside a node, "
+title = f"The median all-reduce along tp takes {tp_ms[cube]:.0f} ms inside a node, "
 title += f"{tp_ms[outermost]:.0f} ms between nodes"
 claim("an all-reduce between nodes takes longer", tp_ms[outermost] > tp_ms[cube])
 show(pictures.axis_traces(traces, title, two_nodes), alt=f"{title}; rank 0, by axis")
 
 # %% [markdown]
-# Forward and backward look slow, but the calls inside of them wait for the link; in the gaps rank 0
-# waits for the other stage (receives are not drawn).
+# Forward and backward look slow, because the tp calls inside them wait for the link. In the gaps,
+# rank 0 waits for the other stage (receives are not drawn).
 #
-# ### Exercise 4 (further): find the axis that waits longest between nodes
+# ### Exercise 4 (further): find the axis that communicates longest between nodes
 #
-# Given a mesh and the events of one step on all ranks (`event.rank`, `.group`, `.duration_s`,
-# `.num_bytes`): return the name of the axis along which rank 0's calls *across nodes* take most
-# seconds, added up; None if it has no such call. Rank r is on node `r // ranks_per_node`. A call's
-# `group` lists its ranks, a message's its two ends; `mesh.axis_of(group)` is the group's axis, or
-# None. About 7 lines.
+# You get a mesh and the events of one step on all ranks (`event.rank`, `.group`, `.duration_s`,
+# `.num_bytes`). For each axis, add up the seconds of rank 0's calls *across nodes*. Return the name
+# of the axis with the most seconds, or None if there is no such call. Rank r is on node
+# `r // ranks_per_node`. A call's `group` lists its ranks; a message's `group` lists sender and
+# receiver. `mesh.axis_of(group)` is the axis of a group, or None. About 7 lines.
 #
 # <details><summary>Hint: not the axis that sends most</summary>
-# Seconds count, and only those of groups that are on several nodes.
+# Add up seconds, not bytes, and only those of groups that are on several nodes.
 # </details>
 
 
@@ -515,8 +519,9 @@ check("mesh-4", misplaced)
 # %% [markdown]
 # ### All orders of a cluster
 #
-# 64 H100 on 8 nodes, by formula, with one link of 50 GB/s between nodes (NCCL would use eight).
-# Move an axis outward, and look at which groups leave their node. What happens at tp = 16?
+# The explorer computes the communication of 64 H100 on 8 nodes. A collective that crosses nodes
+# uses one link of 50 GB/s. (NCCL can use several links if a group has several GPUs in a node.) Move
+# an axis outward, and look at which groups leave their node. What happens at tp = 16?
 
 # %% tags=["picture"]
 from course_lib.mesh.explorer import mesh_explorer
@@ -526,9 +531,9 @@ mesh_explorer()
 # %% [markdown]
 # ### What others measured
 #
-# Tazi et al. (2025) timed an 8B model in many configurations on nodes of 8 H100. Of those with 256
-# sequences per step, take the best for each tensor-parallel degree, whatever its other axes are. On
-# 8 nodes, what part of the speed is left if tensor groups have 16 ranks instead of 8?
+# Tazi et al. (2025) timed an 8B model in many configurations on nodes of 8 H100. We consider those
+# with 256 sequences per step, and take the fastest for each tensor-parallel degree. On 8 nodes,
+# what part of the speed is left if tensor groups have 16 ranks instead of 8?
 
 # %% tags=["predict"]
 guess_left = predict("tokens/s per GPU with tp = 16, divided by those with tp = 8 (like 3/4)")
@@ -541,23 +546,22 @@ figure, alt = pictures.best_by_tensor_degree()
 show(figure, alt=alt)
 
 # %% [markdown]
-# (The link is not all that changes: matrices get thinner as well. On each of these clusters no run
-# is faster than the best one with tp = 1.)
+# (The slower link is not the only cause: each rank's matrices also become smaller. On each of these
+# clusters, no run in the picture is faster than the one with tp = 1.)
 #
-# And outermost? By default Megatron-LM has pp outermost, then dp, cp,
-# tp; so has torchtitan. Llama 3 405B had dp outermost, then pp, cp, tp (Grattafiori et al. 2024,
+# Which axis is outermost in practice? Megatron-LM's default order is pp, dp, cp, tp, from outermost
+# to innermost; torchtitan's is the same. Llama 3 405B used dp, pp, cp, tp (Grattafiori et al. 2024,
 # section 3.3.2): FSDP prefetches parameters and reduces gradients during computation, so it
-# tolerates the longest distance.
+# tolerates a higher latency.
 
 # %% [markdown]
-# **Put the axis that communicates most and overlaps least innermost, inside a node: tp.**
+# **Put the axis that communicates most and overlaps least innermost, inside a node: usually tp.**
 #
 # ## 6 Megatron-Core's mesh, PyTorch's, and your cluster
 #
-# Megatron-Core has the same axes, with layers, schedule and data parallelism of its own. Below it
+# Megatron-Core has the same axes, but its own layers, schedule and data parallelism. Below it
 # trains our model on our mesh, from the same weights, in float32. (On a CPU, small functions
-# replace the CUDA calls that it makes: `course_lib.frameworks.megatron_on_cpu` lists them.) Does it
-# send more?
+# replace its CUDA calls.) Does it send more bytes?
 
 # %% tags=["predict"]
 guess_bytes = predict("Megatron-Core's bytes along tp, divided by ours")
@@ -583,12 +587,10 @@ if len(sent) == 2:
     reveal(guess_bytes, sent["Megatron-Core"]["tp"] / sent["ours"]["tp"])
 
 # %% [markdown]
-# The same loss, and along every axis the same bytes, except those that send the loss and the number
-# of tokens. It differs in how it sends them: it sums the tied embedding's gradients by an
-# all-reduce of the first and last stage (ours are two messages), and needs three all-reduces of one
-# number for a token's loss (ours: one of one number, one of two). The times are those of a CPU.
+# The loss is the same. The bytes along every axis are also the same, except for the messages with
+# the loss and the number of tokens.
 #
-# In PyTorch, with the mesh of section 1, the same composition is:
+# In PyTorch, the same composition is:
 #
 # ```python
 # mesh = init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
@@ -597,10 +599,10 @@ if len(sent) == 2:
 # fully_shard(stage, mesh=mesh["dp"])               # lesson 10: last
 # ```
 #
-# `mesh["dp", "tp"]` is a sub-mesh. FSDP, last, shards a `DTensor` that is split along tp already. A
-# `DTensor` knows its axes, so `clip_grad_norm_` and a checkpoint need no list as in section 4
-# (except for pp). The plan has to cover all parameters, norms for example by `SequenceParallel`;
-# otherwise `clip_grad_norm_` fails (PyTorch 2.13).
+# FSDP comes last and shards each `DTensor`, which is already split along tp. A `DTensor` knows its
+# axes. So within a stage, `clip_grad_norm_` and checkpoints need no list as in section 4. But the
+# plan must cover all parameters (norms, for example, with `SequenceParallel`); otherwise
+# `clip_grad_norm_` fails (PyTorch 2.13).
 #
 # On your cluster, one command times all orders of a mesh:
 #
@@ -608,12 +610,8 @@ if len(sent) == 2:
 #
 # ## What to keep
 #
-# - Coordinates are digits, innermost last; in a group one digit varies, in a sub-mesh several.
-# - tp: activations, every layer. pp: an activation and its gradient per micro-batch. dp: gradients,
-#   once.
-# - TP and PP first, data parallelism last. Sequences by dp coordinate.
-# - Clipping: add shards, count copies once. Average over dp once.
-# - tp innermost and inside a node.
+# - Coordinates are the digits of a rank, innermost last.
+# - Apply TP and PP first, data parallelism last. Select sequences by dp coordinate.
 #
 # **Read on**
 #

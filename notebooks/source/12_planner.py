@@ -1,17 +1,16 @@
 # %% [markdown]
 # # 12 Planner: choose
 #
-# You can now shard, split and overlap a training in every way of this course. **Which of thousands
-# of plans do you run on the cluster that you have, and how do you defend your choice?** One example
-# goes through the lesson: a model of 13 billion parameters on 4 nodes of 8 A100s, with 4 million
+# **Which of many possible plans do you run on the cluster that you have, and how do you defend your
+# choice?** The lesson's example is Llama 2 13B on 4 nodes of 8 A100 GPUs (80 GiB), with 4 million
 # tokens per step.
 #
 # *After this lesson you can*
 #
 # - make a model fit, then reach its batch, then raise its throughput, by hand;
-# - read the bill of a step, and say what bounds it;
-# - search all plans, and say when a ranking means something;
-# - say where such predictions fail, and how Alpa chooses.
+# - read the bill of a step (its time by cause), and say what bounds it;
+# - search all plans, and say when you can trust the ranking;
+# - say where such predictions fail, and explain how Alpa chooses.
 #
 # **Prerequisites:** lessons 01 and 07 to 11; 06 and 13 help. **Time:** about 65 minutes of reading
 # and running, 75 of exercises. The break is after section 4. Exercises 1 to 3 are *core*, 4 and 5
@@ -23,7 +22,7 @@
 # | $b$ | `micro_batch` | sequences of a micro-batch |
 # | $m$ | `num_micro_batches` | micro-batches of a step, in each replica |
 # | $B$ | `global_batch` | sequences of a step: $b \cdot m \cdot \text{dp}$ |
-# | MFU | `mfu` | FLOP of the model, divided by step time and peak (lesson 01) |
+# | MFU | `mfu` | the model's FLOP/s divided by the GPUs' peak (lesson 01; full attention) |
 
 # %%
 # %load_ext course_lib.ranks
@@ -46,8 +45,9 @@ from course_lib.planner.published_runs import published_runs
 #
 # The Ultra-Scale Playbook (Tazi et al. 2025, section "Finding the best training configuration")
 # gives an order: make a step *fit*, reach the *global batch*, then raise the *throughput*. The
-# cluster's software keeps 18 bytes per parameter: a bf16 weight, and in fp32 a gradient, a master
-# copy and two moments. How many GiB of model states does the example have?
+# software that we assume for this cluster keeps 18 bytes per parameter: 2 for a bf16 weight, and 4
+# each for a gradient, a master copy and two moments in fp32. How many GiB of model states does the
+# example have?
 
 # %% tags=["predict"]
 sizes = {"hidden": 5120, "num_layers": 40, "num_heads": 40, "ffn_hidden": 13824}
@@ -63,10 +63,9 @@ print(f"a GPU has {format_bytes(cluster.device.memory_bytes)}, of which a step c
 print(format_bytes(cluster.usable_bytes))
 
 # %% [markdown]
-# So at least four GPUs must share one copy. (A tenth of the memory stays free: the nine runs of the
-# Playbook above 70 of 80 GiB took 3 to 7 times as long as predicted, probably because the allocator
-# frees and retries.) Here are seven ways to use all 32 GPUs, with micro-batches of one sequence of
-# 4,096 tokens. How many fit?
+# So at least four GPUs must share one copy of the states. (`docs/planner.md` says why a tenth of
+# the memory is left free.) Here are seven ways to use all 32 GPUs, with micro-batches of one
+# sequence of 4,096 tokens. How many fit?
 
 
 # %% tags=["predict"]
@@ -95,11 +94,13 @@ figure, alt = pictures.memory_by_kind(steps)
 show(figure, alt=alt)
 
 # %% [markdown]
-# | what divides it | parameters | gradients | optimizer state | activations |
+# Which method divides, or reduces, which memory?
+#
+# | method | parameters | gradients | optimizer state | activations |
 # |---|---|---|---|---|
-# | ZeRO-1, 2, 3 (lessons 09, 10) | 3 | 2, 3 | 1, 2, 3 | no |
+# | ZeRO-1, 2, 3 (lessons 09, 10) | ZeRO-3 | ZeRO-2, 3 | ZeRO-1, 2, 3 | no |
 # | TP with sequence parallelism (07) | yes | yes | yes | yes |
-# | PP, 1F1B, stage 1 (08) | yes | yes | yes | no: up to pp micro-batches, $1/\text{pp}$ of layers |
+# | PP with 1F1B, its first stage (08) | yes | yes | yes | no: up to pp micro-batches |
 # | recomputation (03) | no | no | no | yes |
 #
 # ### Exercise 1 (core): the memory of a plan
@@ -108,9 +109,9 @@ show(figure, alt=alt)
 # gradient, 12 for the optimizer (master copy and two moments). TP and PP split the parameters
 # evenly; ZeRO shards over dp. About 9 lines.
 #
-# <details><summary>Hint: with ZeRO it is too small</summary>
-# ZeRO-1 divides the optimizer's bytes only, ZeRO-2 also the gradient's, ZeRO-3 all. dp divides
-# nothing else.
+# <details><summary>Hint: with ZeRO, your number is too small</summary>
+# ZeRO-1 divides only the optimizer's bytes, ZeRO-2 also the gradient's, ZeRO-3 also the weight's.
+# Without ZeRO, dp divides nothing.
 # </details>
 
 
@@ -134,16 +135,15 @@ def states_gib(num_params, dp, tp, pp, zero):
 check("planner-1", states_gib)
 
 # %% [markdown]
-# **Fit first. ZeRO divides states, TP with sequence parallelism also activations; the first stage
-# of a 1F1B pipeline holds up to pp micro-batches.**
+# **Fit first. ZeRO divides model states; TP with sequence parallelism also divides activations. The
+# first stage of a 1F1B pipeline holds activations of up to pp micro-batches.**
 #
 # ## 2 Then, the batch
 #
-# Learning, not the cluster, decides the global batch (lesson 13, section 6). 4 million tokens are
-# $B = 1024$ sequences. With FSDP on 32 GPUs each rank computes 32 micro-batches of one sequence.
-# With 8 stages and 4 replicas, 256 micro-batches pass each pipeline, and its bubble,
-# $(\text{pp} - 1)/m$ of the computing time, is small. Somebody now asks for a batch of 64
-# sequences, to finish more steps per hour. How large is the bubble of those 8 stages?
+# The global batch changes how the model learns (lesson 13, section 6). 4 million tokens are
+# $B = 1024$ sequences. With 8 stages and 4 replicas, 256 micro-batches pass each pipeline, and the
+# bubble of 1F1B, $(\text{pp} - 1)/m$ of the computing time, is small. Somebody asks for a batch of
+# 64 sequences, for more steps per hour. How large is the bubble of these 8 stages?
 
 # %% tags=["predict"]
 guess_bubble = predict("8 stages, 4 replicas, 64 sequences: bubble / computing time", unit="%")
@@ -160,24 +160,23 @@ for batch in (1024, 256, 64):
     print(f"B = {batch:4}: tokens/s/GPU of {', '.join(rates)}")
 
 # %% [markdown]
-# **The batch is $b \cdot m \cdot \text{dp}$: a small one leaves a pipeline too few micro-batches,
-# and one below dp leaves replicas without a sequence.**
+# **The batch is $b \cdot m \cdot \text{dp}$. A small batch gives a pipeline too few micro-batches;
+# a batch smaller than dp leaves replicas without a sequence.**
 #
 # ## 3 Then, the throughput
 #
-# `planner.predict` adds up formulas of earlier lessons. Nothing is simulated, so predicting a plan
-# takes microseconds:
+# `planner.predict` adds up formulas of earlier lessons:
 #
 # | part of the bill | what it counts | lesson |
 # |---|---|---|
-# | compute | FLOP at the efficiency of each product's shape; norms, loss; recomputation | 01, 03 |
-# | TP messages | collectives: counted as exposed, except one gather that a product hides | 07 |
-# | bubble | $(\text{pp} - 1)/m$, divided by the model chunks; waits for the slowest | 08 |
-# | PP messages | those that the schedule cannot hide | 08 |
-# | DP messages | gradients and shards: what computation does not hide | 06, 09, 10 |
+# | compute | each product at the efficiency of its shape; norms, loss; recomputation | 01, 03 |
+# | TP messages | all as exposed, but not the gathers that backward repeats | 07 |
+# | bubble | of the schedule; waiting for the slowest stage | 08 |
+# | PP messages | the part that the schedule does not hide | 08 |
+# | DP messages | gradients, shards: the part that computing does not hide | 06, 09, 10 |
 # | host, optimizer | launches of kernels; bytes of AdamW / memory bandwidth | |
 #
-# TP 8 needed the least memory. Which share of its step are exposed TP messages?
+# TP 8 needs the least memory. What share of its step is exposed TP messages?
 
 # %% tags=["predict"]
 guess_tp = predict("TP 8 on NVLink: exposed TP messages / step", unit="%")
@@ -190,9 +189,9 @@ figure, alt = pictures.bill_waterfall(eight)
 show(figure, alt=alt)
 
 # %% [markdown]
-# Left of the dashed line is what a GPU would need at its peak: MFU $\times$ step time. Computing,
-# too, takes longer than with FSDP: an eighth of a matrix is a narrow product, which fills a GPU
-# less. Beside the other plans that fit:
+# The dashed line is the time that the model's FLOP need at the GPUs' peak: MFU $\times$ step time.
+# TP 8 also computes longer than FSDP (next picture), because products with an eighth of a matrix
+# use a GPU less well.
 
 # %% tags=["picture"]
 fitting = {name: step for name, step in steps.items() if step.fits}
@@ -207,22 +206,23 @@ for b in (1, 2, 4):
     print(f"FSDP, b = {b}: {step.step_s:.1f} s, {format_bytes(step.memory_bytes)}. {step.bound}")
 
 # %% [markdown]
-# ZeRO-2 reduces gradients in every micro-batch, and here there are many; this cluster's software
-# does not overlap them (its constants are those of Megatron-LM, 2021). FSDP is assumed to
-# overlap, and it can: computing a layer of this model takes longer than gathering the next one.
-# With overlap, in buckets of 40 to 160 MB, ZeRO-2 comes within 1 % of FSDP: their
-# ranking follows from the assumption. Larger micro-batches make matrix products more efficient.
+# ZeRO-2 reduces gradients in each of its 32 micro-batches. The planner assumes no overlap for them,
+# as in Megatron-LM (Korthikanti et al. 2022, section 6.3). For FSDP it assumes overlap, which is
+# possible: computing a layer takes longer here than gathering the next one. With overlap, in
+# buckets of 40 to 160 MB, ZeRO-2 would be within 1 % of FSDP: the assumption decides this ranking.
+# Larger micro-batches make matrix products more efficient.
 #
 # ### Exercise 2 (core): what stays exposed
 #
-# Return the seconds of a step from: the computation of one micro-batch on a stage, forward and
-# backward; TP's messages of one micro-batch, which nothing hides; the micro-batches; the stages of
-# 1F1B; the all-reduce of the gradients, in equal buckets. Backward is 2/3 of the computation;
-# during the last micro-batch's backward, a bucket is ready after each equal part. About 5 lines.
+# Return the seconds of a step with 1F1B. A stage computes `compute_s` per micro-batch, of which
+# backward is 2/3, and exposes `tp_s` of TP messages. The all-reduce of the stage's gradients takes
+# `dp_s`, in `num_buckets` equal buckets, one after another. The backward computation of the last
+# micro-batch has as many equal parts as there are buckets; after each part, a bucket is ready.
+# About 5 lines.
 #
 # <details><summary>Hint: which part of the gradients is exposed?</summary>
-# Draw two rows, computation and messages. If a bucket takes longer than the next one needs to be
-# ready, buckets queue; if not, only the last one is late.
+# If sending a bucket takes longer than computing the next one, buckets wait for each other. If not,
+# only the last bucket is exposed.
 # </details>
 
 
@@ -242,21 +242,20 @@ def step_seconds(compute_s, tp_s, num_micro_batches, num_stages, dp_s, num_bucke
 check("planner-2", step_seconds)
 
 # %% [markdown]
-# **The bill says what to change: exposed TP, a smaller tp; a bubble, more micro-batches or chunks;
-# exposed DP, more tokens per reduction or fewer replicas.**
+# **The bill says what to change. If TP is exposed, try a smaller tp; if the bubble is large, more
+# micro-batches or model chunks; if DP is exposed, more tokens per reduction or fewer replicas.**
 #
 # ## 4 All plans
 #
-# By hand you have compared a handful of plans. A program can go through all of them: it lists them,
-# leaves out those that cannot run, predicts the others and sorts them.
+# A program can list all plans, leave out those that cannot run, predict the others and sort them.
 #
 # ### Exercise 3 (core): prune
 #
 # Return the plans that obey six rules. A plan is a dict with `dp`, `tp`, `pp`, `micro_batch` and
 # `num_micro_batches`; a job is a dict with `gpus`, `gpus_per_node`, `layers`, `heads`, `batch` and
-# `gib`. The rules: all GPUs are used, no more; tp divides the heads, and is at most
-# `gpus_per_node` (more would be slow); pp is at most `layers`; the batch is the job's, in
-# sequences; `memory(plan)` is at most the GPU's GiB.
+# `gib`. The rules: the plan uses exactly `gpus` GPUs; tp divides `heads`; tp is at most
+# `gpus_per_node` (TP across nodes would be slow); pp is at most `layers`; the plan's global batch
+# is `batch` sequences; `memory(plan)` is at most `gib`.
 
 
 # %% tags=["exercise"] exercise="planner-3"
@@ -282,11 +281,11 @@ def prune(plans, job, memory):
 check("planner-3", prune)
 
 # %% [markdown]
-# Plans differ in axes, ZeRO stage, micro-batch, schedule, chunks, recomputation. How many obey all
-# rules but memory?
+# The course's `search` also varies the ZeRO stage (with a pipeline: 0 or 1), the schedule, the
+# model chunks and recomputation. How many plans obey all rules except the one for memory?
 
 # %% tags=["predict"]
-guess_plans = predict("plans that obey all rules but memory")
+guess_plans = predict("plans that obey all rules except memory")
 ### GUESS guess_plans.commit(300)
 
 # %% tags=["picture"]
@@ -301,17 +300,16 @@ for step in best[:6]:
 print(f"the tenth takes {best[-1].step_s / best[0].step_s - 1:.0%} longer than the first")
 
 # %% [markdown]
-# The *Pareto front* has the plans that no other one beats in both time and memory: you pay for less
-# memory with time. The first ten plans are within 7 % of each other: keep that in mind
-# for section 6.
+# The *Pareto front* consists of the plans that no other plan beats in both time and memory. Along
+# the front, less memory means more time. The times of the first ten plans differ by at most 7 %.
 #
-# **Break it.** Two planners that somebody might write: one forgets the bubble, the other assumes
-# that all messages overlap. For $B = 1024$ both choose the same plan as ours. Now $B = 32$, a
-# sequence per GPU. Take the plan that the first planner chooses, and count all its costs: its step
-# is how many times as long as the best plan's?
+# **Break it.** Suppose that one planner forgets the bubble, and another one assumes that all
+# messages overlap. For $B = 1024$ both choose the same plan as ours. Now let $B = 32$, one sequence
+# per GPU. If all costs are counted, how many times as long as the best plan's step is the step that
+# the first planner chooses?
 
 # %% tags=["predict"]
-guess_forgot = predict("step of that choice, as a multiple of the best")
+guess_forgot = predict("step that the first planner chooses / step of the best plan")
 ### GUESS guess_forgot.commit(1.2)
 
 # %% tags=["failure"]
@@ -327,7 +325,7 @@ reveal(guess_forgot, counted_s[1] / counted_s[0])
 for name, step in chosen.items():
     says = f"believes {beliefs[name](step):.2f} s, fully counted {step.step_s:.2f} s"
     print(f"{name}: {says}; {step.plan}, {step.plan.pipeline_words}")
-title = f"Without the bubble in mind: {counted_s[1]:.1f} s per step, not {counted_s[0]:.1f} s"
+title = f"The bubble is forgotten: {counted_s[1]:.1f} s per step, not {counted_s[0]:.1f} s"
 figure, alt = pictures.bills(chosen, title)
 show(figure, alt=alt)
 
@@ -338,9 +336,9 @@ show(figure, alt=alt)
 #
 # ## 5 Explore
 #
-# Sliders for model, cluster and plan. dp follows from the GPUs, $m$ from the batch. Try: the fewest
-# nodes on which llama-70b fits; its best pp on 8 nodes with a batch of 64; how TP slows down on
-# `a6000-pcie`.
+# dp follows from the number of GPUs, $m$ from the batch. Find with the sliders the smallest number
+# of nodes on which llama-70b fits; its best pp on 8 nodes with a batch of 64; and the effect of a
+# larger tp on `a6000-pcie`.
 
 # %% tags=["picture"]
 from course_lib.planner.explorer import plan_explorer
@@ -350,9 +348,11 @@ plan_explorer(llama13, "selene-a100", plan_of(dp=8, tp=2, pp=2, zero=1), num_nod
 # %% [markdown]
 # ## 6 Is it true?
 #
-# Four published tables, 206 runs on A100 and H100. The planner has fewer than twenty fitted
-# constants, such as the share of the peak that large products reach. None belongs to one run or one
-# plan, but those used here were fitted on these very tables. What is its median error on them?
+# Here are 206 published runs on A100 and H100 GPUs: Korthikanti et al. 2022 (Table 5, section 6.3),
+# Narayanan et al. 2021 (*Megatron SC21*, Table 1), vTrain (Bang et al. 2024), and llm-foundry's
+# benchmarks (MosaicML). The planner has about twenty fitted constants, such as the share of the
+# peak that large products reach. None belongs to one run or plan, but those used here were fitted
+# on runs of these tables. What is the planner's median error?
 
 # %% tags=["predict"]
 guess_error = predict("median error of the predicted step", unit="%")
@@ -368,11 +368,12 @@ figure, alt = pictures.predicted_against_published(tables)
 show(figure, alt=alt)
 
 # %% [markdown]
-# On models left out of the fit, the error is 3.2 to 8.1 % (`docs/planner.md` names the runs).
+# On models that were left out of the fit, the median or mean error is 3.2 to 8.1 %
+# (`docs/planner.md` lists them).
 #
-# What counts for a choice is the ranking. For 14 pairs of model and nodes the Playbook measured 13
-# to 121 plans each, with the same batch. If you run the plan that the planner puts first, how much
-# throughput do you lose to the best of the measured ones?
+# What about the ranking? The Playbook's runs with 256 sequences per step form 14 groups of one
+# model and one number of nodes, with 13 to 121 runs each. In a group, choose the run that the
+# planner ranks first. How much throughput do you lose against the fastest run?
 
 # %% tags=["predict"]
 guess_lost = predict("median of the throughput lost, over 14 groups", unit="%")
@@ -389,8 +390,8 @@ print(f"8B, 32 nodes: fastest of {len(measured)} measured: {fastest.plan}")
 print(f"first of {searched.num_plans} searched, measured or not: {searched.steps[0].plan}")
 
 # %% [markdown]
-# Most losses are small, three are not. Where does it go wrong? The table has 1,027 of the
-# Playbook's more than 4,100 runs:
+# Most losses are small, three are not. Where does the planner fail? The picture shows 1,027 of the
+# Playbook's more than 4,100 runs.
 
 # %% tags=["picture"]
 figure, alt = pictures.errors_by_mfu(published_runs("ultrascale"))
@@ -402,32 +403,30 @@ for run in published_runs("llm-foundry"):
         print(f"MPT-13B on 8 A100s, seq {run.plan.seq}, {run.plan}: {how}")
 
 # %% [markdown]
-# *Efficient runs are predicted well; of the runs left of the dashed line, half took more than twice
-# as long as predicted*: on 64 nodes with TP of at most 8, plans that differ only in the micro-batch
-# or the ZeRO stage differ by up to a factor of 8, where the prediction says 1.1. And the MFU is
-# known only after the run. (The constants were fitted on runs with an MFU of 20 % or more; from
-# 30 % on, `docs/planner.md` limits the median error.)
+# *Runs with an MFU of 30 % or more are predicted well. Of the others, half took more than twice as
+# long as predicted.* And a run's MFU is known only after the run.
 #
-# The last lines are near our example: 13 billion parameters, FSDP, A100s. The run without
-# recomputation took 16 % longer than predicted, the run with it 6 % less. The run without it also
-# had a tenth of the tokens per micro-batch, so recomputation need not be the cause.
+# The two printed runs, from llm-foundry, are near our example. The run with recomputation took 6 %
+# less time than predicted, the run without it 16 % more. The latter also had a tenth of the tokens
+# per micro-batch, so recomputation need not be the cause.
 #
-# **A prediction rules out most plans. Among plans closer than its error, take the simplest
-# with the most free memory, or measure each for twenty steps.**
+# **Predictions can rule out many plans. If plans differ by less than the predictions' error, take a
+# simple plan that leaves much memory free, or measure each plan for twenty steps.**
 #
 # ## 7 Alpa: let the compiler choose
 #
 # Our search splits every layer alike. Alpa (Zheng et al. 2022) chooses on two levels.
 #
-# *Inter-operator* (its section 5): cut the layers into stages, and give each stage a part of the
-# GPUs. The first micro-batch passes all stages, $t_1 + \dots + t_S$ seconds; each other one ends
-# $\max t_i$ after the one before. So a step takes $\sum t_i + (m - 1) \max t_i$. For each possible
-# maximum, dynamic programming over layers and GPUs finds the smallest sum. Llama-1B has 16 layers,
-# and an output layer of 128,256 logits. With four stages of four layers, and the output layer on
-# the last one, how much longer than with the best stages is a step?
+# *Inter-operator* (Alpa's section 5): divide the layers into stages, and give each stage a part of
+# the GPUs. Stage $i$ needs $t_i$ seconds per micro-batch, forward and backward. The first
+# micro-batch passes all stages in $\sum t_i$ seconds; each later one ends $\max t_i$ after the one
+# before it. So a step takes $\sum t_i + (m - 1) \max t_i$. For each possible maximum, dynamic
+# programming over layers and GPUs finds the smallest sum. Llama 3.2 1B has 16 layers and an output
+# layer of 128,256 logits. On our 32 GPUs, how many times as long as with Alpa's stages is a step
+# with four stages of four layers, and the output layer on the last stage?
 
 # %% tags=["predict"]
-guess_stages = predict("step of equal stages, as a multiple of the best ones'")
+guess_stages = predict("step with equal stages / step with Alpa's stages")
 ### GUESS guess_stages.commit(1.1)
 
 # %%
@@ -440,16 +439,20 @@ unequal = choose_stages(clock, items, 4, 8, 16)
 reveal(guess_stages, equal.step_s / unequal.step_s)
 for name, layout in {"equal": equal, "Alpa": unequal}.items():
     words = [f"{2 * (s.end - s.first)} layers on {s.mesh.num_gpus}" for s in layout.stages]
-    print(f"{name}: {layout.step_s:.2f} s: {', '.join(words)} GPUs")
+    each_s = [s.time_s for s in layout.stages]
+    print(f"{name}: {layout.step_s:.2f} s: {', '.join(words)} GPUs;", end=" ")
+    print(f"sum {sum(each_s):.3f} s, maximum {max(each_s):.3f} s")
 
 # %% [markdown]
-# (The output layer is printed as two layers here; it computes for about as long as four.)
+# (Two layers of each last stage stand for the output layer, which computes for about as long as
+# four.) Alpa's stages have a smaller maximum and, as they are fewer and have more GPUs, a smaller
+# sum.
 #
-# *Intra-operator* (its section 4): inside a stage, each matrix is split by columns, rows or tokens.
-# Each split has its own messages, and where two successive matrices disagree, a tensor is resharded
-# (split in another way). Choosing is an integer program; on a chain of matrices, dynamic
-# programming solves it. Which splits are cheapest for an MLP on 8 GPUs and 4,096 tokens, if every
-# GPU has all of these tokens?
+# *Intra-operator* (Alpa's section 4): inside a stage, each matrix product is split by columns or
+# rows of its weight, or by tokens. Each split has its own messages. If one product leaves a tensor
+# in another layout than the next product needs, the tensor is resharded. Choosing the splits is an
+# integer program; for a chain of products, dynamic programming solves it. Which splits are cheapest
+# for an MLP on 8 GPUs, if every GPU has all of its 4,096 tokens?
 
 # %% tags=["predict"]
 options = ("columns, columns", "columns, rows", "rows, columns", "tokens, tokens")
@@ -471,21 +474,22 @@ for tokens, layout in ((4096, "whole"), (4096, "tokens"), (65536, "tokens")):
         reveal(guess_split, splits)
 
 # %% [markdown]
-# Three lines, three methods: Megatron's tensor parallelism, its sequence parallelism, and, with
-# more tokens than the MLP's width, data parallelism (reducing gradients in each micro-batch).
-# The program was given the splits, their costs, and the layout at both ends.
+# The three lines are three known methods: Megatron's tensor parallelism, its sequence parallelism,
+# and data parallelism that reduces gradients in each micro-batch. In this cost model, the last is
+# cheapest if the tokens outnumber the hidden units of the MLP (here 13,824). The program was given
+# the possible splits, their costs, and the layout at both ends.
 #
-# **Alpa derives the known splits from costs, also for models with unequal layers. Its answer is
-# only as good as these costs.**
+# **Alpa chooses stages and splits by their costs, also for unequal layers. Its answer is only as
+# good as these costs.**
 #
 # ## 8 A plan in miniature
 #
-# Does a real pipeline take as long as its bill says? Four ranks run the schedules of PP 4 with 8
-# micro-batches. Ranks, schedules and messages are real; the kernels sleep for their predicted time,
-# and all is ten times shorter. How many times as fast as 1F1B is the zero-bubble schedule ZB-H1?
+# Does a real pipeline take as long as its bill says? Four ranks run three schedules of PP 4 with 8
+# micro-batches. Ranks, schedules and messages are real. Instead of kernels, the ranks sleep for the
+# predicted times, divided by ten. How many times as fast as 1F1B is the zero-bubble schedule ZB-H1?
 
 # %% tags=["predict"]
-guess_zero = predict("measured step of 1F1B / of ZB-H1")
+guess_zero = predict("measured time of 1F1B / of ZB-H1")
 ### GUESS guess_zero.commit(1.3)
 
 # %% tags=["measured"]
@@ -507,23 +511,25 @@ for name, seconds in measured.items():
     pairs.append(Pair(name=name, measured=median(seconds), predicted=paper_s))
 claim("ZB-H1 is faster than 1F1B", last < first)
 title = f"Eight micro-batches take {first:.1f} s with 1F1B, {last:.1f} s with ZB-H1"
-show(paired_bars(pairs, title, x_label="time of the pipeline (s)"), alt=title)
+x_label = "time of the pipeline (s; measured times are multiplied by ten)"
+show(paired_bars(pairs, title, x_label=x_label), alt=title)
 
 # %% [markdown]
-# What is measured is longer: each action and its messages cost Python 1 to 2 ms, which count
-# tenfold, as measured times are multiplied by ten. Lesson 13 predicts steps of your machine.
+# The measured times are longer, most likely because Python needs time for each action and message,
+# which is multiplied by ten, too.
 #
 # ## 9 What it costs, and your cluster
 #
-# A training costs GPU-hours: tokens, divided by tokens/s/GPU and 3,600. More GPUs can finish
-# earlier, but cost the same only while the throughput of each GPU stays the same. With a fixed
-# batch, more GPUs get fewer sequences each; in section 2, too, a pipeline with fewer was slower.
+# A training costs GPU-hours: its tokens, divided by tokens/s/GPU and by 3,600. More GPUs can finish
+# earlier, but at the same cost only if each GPU keeps its throughput. With a fixed batch it often
+# falls, because each GPU gets fewer sequences.
 #
 # ### Exercise 4 (further): a budget
 #
-# Each plan is a tuple: GPUs, tokens per second *per GPU*, whether it fits. Return the number of the
-# plan (from 0) that trains `num_tokens` within `days` for the fewest dollars, and these dollars;
-# None if no plan does. A GPU costs `price` dollars per hour until the last token. About 8 lines.
+# Each plan is a tuple: GPUs, tokens per second *per GPU*, and whether the plan fits. Which plan
+# that fits trains `num_tokens` within `days` for the fewest dollars? Return its index and these
+# dollars, or None if there is no such plan. A GPU costs `price` dollars per hour until the last
+# token is trained. About 8 lines.
 
 
 # %% tags=["exercise"] exercise="planner-4"
@@ -548,15 +554,14 @@ check("planner-4", cheapest)
 # %% [markdown]
 # ### Exercise 5 (further): choose for a cluster
 #
-# Return a plan for any model and cluster on which one fits; `batch` has at least two sequences per
-# GPU. Your plan uses all GPUs, has `batch` sequences of `seq` tokens, fits, and its predicted step
-# is at most a quarter longer than that of the best plan. Try axes, micro-batches, ZeRO stages and
-# recomputation with `planner.predict`, which raises `CourseError` for what cannot run. About 14
-# lines.
+# Return a plan for any model and any cluster on which some plan fits; `batch` has at least two
+# sequences per GPU. Your plan must use all GPUs, have `batch` sequences of `seq` tokens, and fit.
+# Its predicted step may be at most a quarter longer than that of the best plan. Try axes,
+# micro-batches, ZeRO stages and recomputation with `planner.predict`, which raises `CourseError`
+# for plans that cannot run. About 14 lines.
 #
 # <details><summary>Hint: how many plans are enough?</summary>
-# All combinations of a few values: 1, 2, 4 and 8, for stages also 16. What is left for dp follows
-# from the GPUs, and the number of micro-batches from the batch.
+# Try all combinations of a few values: 1, 2, 4 and 8, and for pp also 16.
 # </details>
 
 
@@ -587,8 +592,8 @@ check("planner-5", choose)
 # %% [markdown]
 # ## 10 Defend it
 #
-# Five sentences defend a plan: it fits; it has the batch; what its step loses; what else you
-# considered; what would change your mind. For the example:
+# Defend a plan with five statements: it fits; it has the batch; what its step loses; what else you
+# considered; what would change your mind.
 
 # %%
 mine, top = steps["FSDP"], best[0]
@@ -597,13 +602,16 @@ print(f"1 It fits: {held} of {usable}. With ZeRO-1: {steps['ZeRO-1'].bound}")
 print(f"2 It has the batch: {mine.plan}: {mine.plan.tokens:,} tokens.")
 print(f"3 A step takes {mine.step_s:.0f} s, MFU {mine.mfu:.0%}. {mine.bound}")
 saved, more = 1 - top.step_s / mine.step_s, format_bytes(top.memory_bytes)
-print(f"4 Of the {found.num_plans:,} plans that obey all rules but memory, the fastest that fits")
-print(f"  saves {saved:.0%} and needs {more}.")
+print(f"4 Of the {found.num_plans:,} plans that obey all rules except memory, the fastest that")
+print(f"  fits saves {saved:.0%} and needs {more}.")
 print(f"5 A run of 13B on 8 A100s took {longer:.0%} longer than predicted. If twenty steps")
 print("  here take longer than that, or if the batch shrinks, I choose again.")
 
 # %% [markdown]
-# The same in a terminal, for the presets that `--model list` prints:
+# Line 3 is optimistic: none of llm-foundry's A100 runs has an MFU above 65 %. With the constants of
+# an FSDP program, the step would be longer; the command `course plan` prints by how much.
+#
+# In a terminal, for the models that `--model list` prints:
 #
 # ```sh
 # course plan --model llama-8b --cluster selene-a100 --nodes 4 --global-batch-tokens 4M
@@ -612,24 +620,20 @@ print("  here take longer than that, or if the batch shrinks, I choose again.")
 #
 # ## What to keep
 #
-# - Fit, then batch, then throughput.
-# - ZeRO or FSDP as far as each replica has enough tokens to hide its messages; TP inside a node, as
-#   much as memory needs, or more where the batch is too small for more replicas; PP across nodes,
-#   with many micro-batches.
-# - A bill names the next change. A search finds plans that you did not think of, some that
-#   profit from its formulas' gaps.
-# - Where plans differ by less than the predictor's error: measure.
-# - A plan that fits with much memory left can be changed tomorrow.
-#
-# Lesson 13 measures; lesson 14 survives failures.
+# - First fit, then reach the batch, then raise the throughput.
+# - Use ZeRO or FSDP while each replica has enough tokens to hide the messages. Use TP inside a
+#   node: as little as memory allows, or more if the batch is too small for more replicas. Use PP
+#   across nodes, with many micro-batches.
+# - The bill names the next change. A search finds plans that you did not think of; some look good
+#   only because a formula leaves out a cost.
+# - If plans differ by less than the predictions' error, measure them.
 #
 # **Read on**
 #
 # - Tazi et al. 2025, *The Ultra-Scale Playbook*: fit, batch, throughput, and thousands of runs.
-# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters*, section
-#   3: rules for choosing, with the arithmetic.
-# - Korthikanti et al. 2022, section 6: where the time of the largest models goes.
+# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using
+#   Megatron-LM*, section 3: rules, with derivations.
+# - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*,
+#   section 6: time of models up to 1T parameters.
 # - Zheng et al. 2022, *Alpa*, sections 4 and 5: the two levels.
-# - Bang et al. 2024, *vTrain*: a simulator, checked on many plans.
-# - Qi et al. 2024, *Zero Bubble Pipeline Parallelism*, sections 2.3 and 3: steps from
-#   $T_F$, $T_B$, $T_W$.
+# - Bang et al. 2024, *vTrain*: a simulator of training, compared with measured runs.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 13 Scaling study: what did splitting gain?
 #
-# **How much faster does splitting make a model, and which measured numbers can you trust?** You run
-# a small study, read a recorded one, and plan a large one.
+# **How much faster does splitting make a training, and which measured numbers can you trust?** You
+# run a small study, read a recorded one, and plan a large one.
 #
 # *After this lesson you can*
 #
@@ -20,13 +20,13 @@
 # | $p$ | `run.ranks` | ranks of a run |
 # | $T_1$, $T_p$ | `step_s` | seconds of a step, on one rank and on $p$ |
 # | throughput | `tokens_per_s` | tokens per second, all ranks together |
-# | overhead | `overhead_percent` | $(T_p / T_1 - 1) \cdot 100$; below 0: faster |
-# | factor | `throughput_factor` | throughput on $p$ ranks divided by that on one |
+# | overhead | `overhead_percent` | $(T_p / T_1 - 1) \cdot 100$; negative if splitting is faster |
+# | factor | `throughput_factor` | throughput on $p$ ranks divided by the throughput on one |
 # | efficiency | `efficiency_percent` | $\text{factor} / p \cdot 100 = T_1 / (p\,T_p) \cdot 100$ |
 # | $N$, $D$ | | parameters of a model, tokens in a step |
 #
-# *The PCIe study* is an unpublished report of 2025 on DP, TP, PP and ZeRO on one to four GPUs over
-# PCIe; the cluster study below uses its models.
+# *The PCIe study* is an unpublished report of 2025 that measured DP, TP, PP and ZeRO on one to four
+# GPUs over PCIe. Our cluster study (section 5) uses its models.
 
 # %%
 # %load_ext course_lib.ranks
@@ -49,10 +49,10 @@ from course_lib.scaling_study.run_local import run_all
 # %% [markdown]
 # ## 1 What a run leaves
 #
-# A study is a list of runs: model × strategy × ranks. Compared runs have the *same* global
-# batch, divided among the model's copies. Here is the smallest part of the laptop study: one run on
-# one rank, and one on two, which communicate once per step. What is the throughput of two ranks,
-# divided by that of one?
+# A study is a list of runs; each has a model, a strategy and a number of ranks. Runs that are
+# compared have the *same* global batch, divided among the copies of the model. The smallest part of
+# the laptop study is one run on one rank and one run on two ranks, which communicate once per step.
+# What is the throughput of two ranks, divided by that of one?
 
 # %% tags=["predict"]
 folder = Path(tempfile.mkdtemp()) / "study-laptop"
@@ -72,7 +72,7 @@ print(f"the cost model said {on_paper[1] / on_paper[0]:.2f}, before it had seen 
 print(f"a line of a record: {records[-1].steps[0]}")
 
 # %% [markdown]
-# Each rank wrote one file: the run, its machine, and a line for each step.
+# Each rank wrote one file: a description of the run and the machine, and a line for each step.
 
 
 # %% tags=["picture", "measured"]
@@ -86,7 +86,8 @@ curves = {
 }
 alone_ms = step_ms(records[-1])
 typical_ms = sorted(alone_ms)[len(alone_ms) // 2]
-title = f"One rank: the first step takes {alone_ms[0] / typical_ms:.1f} times as long as most"
+times = alone_ms[0] / typical_ms
+title = f"One rank: the first step takes {times:.1f} times as long as the median step"
 axes = {"x_label": "step", "y_label": "time of a step (ms)"}
 show(compare(range(1, len(alone_ms) + 1), curves, title, **axes), alt=f"{title}; later ones vary")
 claim("the first step is a slow one", alone_ms[0] > typical_ms)
@@ -94,25 +95,27 @@ with_warmup = one.run.tokens_a_step * len(alone_ms) / sum(alone_ms) * 1e3
 print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {with_warmup:,.0f}")
 
 # %% [markdown]
-# The first steps are slow: they allocate memory, start threads, fill caches. The study drops the
-# first quarter as **warm-up**. The other steps vary, too: a single step says little.
+# First steps are often slow, because they allocate memory, start threads and fill caches. The study
+# leaves out the first quarter of the steps as **warm-up**. The other steps vary, too, so a single
+# step says little.
 #
 # ### Exercise 1 (core): from ranks to a run
 #
-# Summarize the records of all ranks, which are in order; do not change them:
+# Summarize the records of all ranks, sorted by rank, in a dictionary. Do not change the records.
 #
-# - `time_s`: the sum of a rank's step times, for the rank where it is largest.
-# - `num_tokens`: the tokens of each copy of the model, counted once. A copy has consecutive ranks,
-#   tp innermost, then pp. Only tokens of the last *stage* count, and some of its tp ranks may
-#   report none: take the largest number.
-# - `mean_bytes`, `sum_bytes`, `peak_bytes`: the mean over ranks of each rank's mean, the sum of
-#   these means, and the largest peak of any rank.
+# - `time_s`: add up each rank's step times, and take the largest sum.
+# - `num_tokens`: count the tokens of each copy of the model once. A copy has `tp * pp` consecutive
+#   ranks, tp innermost. Take its tokens from the last *stage*, which has `tp` ranks: the largest
+#   number of them, as some may report 0.
+# - `mean_bytes`, `sum_bytes`: compute the mean of each rank's `memory_bytes`; return the mean and
+#   the sum of these means.
+# - `peak_bytes`: the largest peak of any rank.
 #
 # A step has `start_s`, `end_s`, `num_tokens`, `memory_bytes`; the peak is in
 # `record.run["memory"]["peak"]`. The first `warmup` steps of each rank do not count, except for the
 # peak. Ranks may differ in their numbers of steps. 9 lines, 15 minutes.
 #
-# <details><summary>Hint: if the tokens of DP are right, of TP twice too many</summary>
+# <details><summary>Hint: your tokens are right for DP, but too many for TP</summary>
 # One copy has <code>tp * pp</code> ranks. For each copy, take the largest of its last
 # <code>tp</code> numbers; then sum over copies.
 # </details>
@@ -145,25 +148,25 @@ def experiment_of(records, tp, pp, warmup):
 check("scaling_study-1", experiment_of)
 
 # %% [markdown]
-# **Ranks are not repetitions: take the slowest rank's time, each copy's tokens once, the largest
-# memory.**
+# **The ranks of a run are not repetitions of a measurement. Take the slowest rank's time, each
+# copy's tokens once, and the largest peak memory.**
 #
 # ## 2 Compared with one rank
 #
-# A way to split is judged against one rank with the *same batch*. If two ranks take as long as one
-# for a step, their efficiency is 50 %.
+# Compare each way to split with one rank and the *same batch*. If a step takes as long on two ranks
+# as on one, the efficiency is 50 %.
 #
 # ### Exercise 2 (core): how far does it scale?
 #
-# Amdahl's argument (1967), applied to a step: some seconds, *fixed*, do not shrink with more ranks
-# (messages, work that each rank repeats). The rest, *shared*, is divided:
-# $T_p = \text{fixed} + \text{shared} / p$. So two runs determine both.
+# Apply Amdahl's argument (1967) to a step. Some seconds, *fixed*, do not shrink with more ranks
+# (messages, and work that each rank repeats). The other seconds, *shared*, are divided by $p$:
+# $T_p = \text{fixed} + \text{shared} / p$. So two runs determine both parts.
 #
-# `experiment` ran on `experiment.run.ranks` ranks, 2 or more. `alone` lists runs on one rank;
-# compare with the one that has the same `run.work` (model, batch, micro-batches). All have
-# `step_s`. Return three numbers: the efficiency of `experiment` in per cent; the fixed seconds; and
-# the largest number of ranks whose efficiency, by this formula, is at least `percent` (`math.inf`
-# where the fixed part is 0 or less). About 8 lines, 15 minutes.
+# `experiment` ran on `experiment.run.ranks` ranks, 2 or more. `alone` lists runs on one rank; take
+# the run with the same `run.work` (model, batch, micro-batches). All runs have `step_s`. Return
+# three numbers: the efficiency of `experiment` in per cent; the fixed seconds; and the largest
+# number of ranks whose efficiency, by this formula, is at least `percent` (`math.inf` where the
+# fixed part is 0 or less). About 8 lines, 15 minutes.
 #
 # <details><summary>Hint: two equations</summary>
 # <code>T_1 = fixed + shared</code>, <code>T_p = fixed + shared / p</code>. Subtract them.
@@ -201,29 +204,33 @@ split = StrongScaling.of(one.step_s, 2, two.step_s)
 print(f"fixed: {1e3 * split.fixed_s:.1f} ms; at least 80 % on up to {split.most_ranks(80)} rank(s)")
 
 # %% [markdown]
-# The PCIe study calls about 80 % good, and less than 70 % poor. Splitting a fixed global batch is
-# **strong scaling**: each rank computes less, but the all-reduce keeps its size. If the batch grows
-# with the ranks (weak scaling), efficiency looks better, but the training differs (section 6).
+# The PCIe study calls an efficiency of about 80 % good, and below 70 % poor. Splitting a fixed
+# global batch is **strong scaling**: with more ranks, each rank computes less, but DP's gradients
+# keep their size. If the batch grows with the number of ranks (**weak scaling**), the efficiency is
+# usually higher, but the training is different (section 6).
 #
-# The Ultra-Scale Playbook (Tazi et al. 2025) trained 1.3 billion parameters with data parallelism
-# on up to 256 H100 GPUs. The line is fitted only to its runs on 16 and 32 GPUs.
+# For the Ultra-Scale Playbook, Tazi et al. 2025 trained 1.3 billion parameters with data
+# parallelism on up to 256 H100 GPUs, with a fixed batch. The line is fitted only to the runs on 16
+# and 32 GPUs.
 
 # %% tags=["picture"]
 figure, alt = pictures.published_scaling()
 show(figure, alt=alt)
 
 # %% [markdown]
-# These two runs predict those on 64 and 128 GPUs. On 256 each GPU has only one sequence: most
-# likely its backward pass is too short to hide the all-reduce, so the fixed part has grown. A fit
-# holds as long as the bottleneck stays the same. (The runs' micro-batches also differ in size.)
+# These two runs predict the throughput on 64 and 128 GPUs within 2 %. On 256 GPUs, each GPU has
+# only one sequence. Most likely, its backward pass is too short to hide the all-reduce, so the
+# fixed part has grown. A fit holds only while the bottleneck stays the same. (The micro-batches
+# have two sequences on 8 and 128 GPUs, otherwise one.)
 #
-# **An efficiency needs its baseline: the same model, the same batch, the same accumulation.**
+# **An efficiency needs a baseline with the same model, batch and accumulation.**
 #
 # ## 3 What is a step, and when is it over?
 #
-# Counting is a trap: with 4 micro-batches per step, the PCIe study first ran 800 steps, not the
-# 200 meant. The clock is another: a GPU queues work and completes it later. So does
-# `lab.EmulatedDevice`, whose backward takes 30 ms. After 100 of them, what does the clock say?
+# It is easy to count wrongly: with 4 micro-batches per step, the PCIe study first ran 800
+# iterations in place of 200 optimizer steps. It is also easy to time wrongly: a GPU queues work and
+# completes it later. `lab.EmulatedDevice` does the same; its backward takes 30 ms. What time does
+# its clock show after 100 calls of `backward`?
 
 # %% tags=["predict"]
 guess_clock = predict("the clock after 100 times backward", unit="s")
@@ -240,15 +247,15 @@ print(f"after synchronize(): {device.now_s():.2f} s")
 # %% [markdown]
 # ### Exercise 3 (core): a loop that may be timed
 #
-# A step is `accumulated` micro-batches, each `device.backward(next(micro_batches))`, where a
-# micro-batch here is just its number of tokens; then `device.step()`. Run `steps` steps, of which
-# the first `warmup` (0 or more) do not count; take exactly `steps * accumulated` micro-batches.
-# Return seconds (by `device.now_s()`) and tokens of the other steps, not rounded. Earlier work may
-# still run on the device: do not time it. About 10 lines, 15 minutes.
+# A step is `accumulated` calls of `device.backward(next(micro_batches))`, then `device.step()`. A
+# micro-batch is just a number of tokens here. Run `steps` steps; the first `warmup` of them (0 or
+# more) do not count. Take exactly `steps * accumulated` micro-batches. Return the seconds (by
+# `device.now_s()`) and the tokens of the steps that count, not rounded. Work from before your loop
+# may still run on the device: do not time it. About 10 lines, 15 minutes.
 #
 # <details><summary>Hint: if your time is almost zero</summary>
-# That is how long launching takes. <code>device.synchronize()</code> waits; you need it twice:
-# before the clock starts, and before it is read.
+# You measured how long launching takes. <code>device.synchronize()</code> waits for the device. You
+# need it twice: before each time you read the clock.
 # </details>
 
 
@@ -275,12 +282,12 @@ def timed_loop(device, micro_batches, steps, warmup, accumulated):
 check("scaling_study-3", timed_loop)
 
 # %% [markdown]
-# **Count optimizer steps, in one place; synchronize with the device before you read the clock.**
+# **Count optimizer steps, in one place. Synchronize with the device before you read the clock.**
 #
 # ## 4 A recorded study
 #
-# In this recorded laptop study four ranks shared two cores. If messages cost nothing, how efficient
-# can four ranks be at most? And which split is the most efficient on two?
+# In this recorded laptop study, four ranks shared two cores. If messages cost nothing, what is the
+# highest efficiency that four ranks can have? And which method is the most efficient on two ranks?
 
 # %% tags=["predict"]
 results = sample_results()
@@ -304,19 +311,19 @@ figure, alt = pictures.efficiency(small, small_name)
 show(figure, alt=alt)
 
 # %% [markdown]
-# Solid, upper bars are measured (`pp`, $m = 8$, 2 ranks: 55 %); hollow, lower ones are predicted
-# (64 %), from that machine's cores, one rank's speed and the link (lesson 04). *1 MiB* is a
-# bucket's size (06), *m* the number of micro-batches (08).
+# Black bars are measured (for `pp` with $m = 8$ on 2 ranks: 55 %). White bars are predicted (64 %)
+# from the number of cores, the speed of one rank and the link (lesson 04). *1 MiB* is a bucket's
+# size (06), *m* the number of micro-batches (08).
 #
 # - *Special here*: gloo, the communication library, uses the cores that compute. So our cost model
-#   overlaps no bucket and makes messages 1.7 times as long as the link alone; it also adds 4 ms of
-#   Python per layer and micro-batch. Both numbers are fitted to these runs; predicted steps are
-#   within 30 % of measured ones.
-# - *On two ranks TP's bars differ most*: perhaps its short messages wait for late ranks.
-# - `torch-ddp` sends the same message as `ddp`, but was slower; one run of each does not show why.
-# - *Four ranks* share two cores: their bars say nothing about the methods.
+#   overlaps no bucket, and its messages take 1.7 times as long as on an idle machine. The model
+#   also adds 4 ms of Python time per layer and micro-batch. Both numbers are fitted to these runs;
+#   the predicted steps are within 30 % of the measured ones.
+# - *TP on two ranks* differs most from its prediction, perhaps because its short messages wait for
+#   late ranks.
+# - *Four ranks* share two cores, so their bars are not a comparison of the methods.
 #
-# ZeRO ran with 4 micro-batches, so it has a baseline of its own. Which stage takes the
+# The ZeRO runs have 4 micro-batches per step, and a baseline with 4, too. Which ZeRO stage has the
 # longest step?
 
 # %% tags=["predict"]
@@ -332,10 +339,10 @@ figure, alt = pictures.overhead(zero, zero_name)
 show(figure, alt=alt)
 
 # %% [markdown]
-# Stage 1 communicates once per step, stage 2 once per micro-batch, stage 3 for every module and
-# micro-batch. Where *latency* is high, the number of messages matters more than their bytes. How
-# much memory does each stage save? The picture compares a rank's parameters, gradients and
-# optimizer state with the formula:
+# Stage 1 communicates once per step, stage 2 after each micro-batch, stage 3 also for every module
+# of each micro-batch. So stages 2 and 3 send more bytes, and stage 3 sends many more messages, each
+# of which costs the link's *latency*. The picture compares the memory of a rank's parameters,
+# gradients and optimizer state with the formula.
 
 # %% tags=["picture"]
 figure, alt = pictures.states(zero, zero_name)
@@ -343,18 +350,18 @@ show(figure, alt=alt)
 
 
 # %% [markdown]
-# At stage 1 each of the three kinds has exactly the formula's bytes. Memory was read at the end of
-# the last backward pass; from stage 2 on, some whole gradients are then still waiting to be sent:
-# *when* you measure is part of the result.
+# At stage 1, each of the three kinds has exactly the formula's bytes. From stage 2 on, the
+# gradients have more: memory was read at the end of the last backward pass, when some whole
+# gradients still waited to be sent. *When* you measure is part of the result.
 #
-# Before you believe any speed: did these runs compute *the same*?
+# Before you trust a speed, ask whether the runs computed *the same*:
 
 # %%
 print(pictures.loss_curves(small, small_name)[1])
 
 # %% [markdown]
-# **Break it.** A common bug: all copies read the *first* part of the batch; a step takes as long as
-# without the bug. Two ranks now train with it. Will you see it in the loss curve?
+# **Break it.** A common bug is that all copies read the *first* part of the batch. A step takes as
+# long as without the bug. Two ranks now train with this bug. Can you see it in the loss curve?
 
 # %% tags=["predict"]
 seen = "is the first or the last loss more than 5 % off the right run's?"
@@ -389,49 +396,51 @@ def digits(losses):  # how many of them agree with one process; float32 has abou
 
 agree = {"ddp": Voices(measurement=digits(two.losses)), "wrong": Voices(measurement=digits(wrong))}
 least, most = min(digits(two.losses)), max(digits(wrong))
-title = f"DDP agrees with one process to {least:.1f} digits, the wrong run to {most:.1f} at best"
+title = f"Digits as with one process: DDP at least {least:.1f}, wrong run at most {most:.1f}"
 axes = {"x_label": "step", "y_label": "digits of the loss that agree"}
 show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far apart from step 1")
 
 # %% [markdown]
-# A falling curve looks right; the test is how many digits agree (8: no difference seen). Leave out
-# a run that fails this test.
+# A wrong run's curve can fall, too. So count how many digits agree with one process (in the
+# picture, 8 means no difference). Leave out a run that fails this test.
 #
-# **Compare the losses first, then the bytes, then the speed, each beside a prediction.**
+# **Compare the losses first, then the bytes, then the speed. Put a prediction beside each
+# measurement.**
 #
 # *A good place for a break.*
 #
 # ## 5 Predicting the cluster study
 #
-# Computing time is predicted from FLOP, about $6ND$: 2 per parameter and token in forward and 4 in
-# backward, as in lesson 01 (Kaplan et al. 2020, section 2.1). Kaplan et al. leave the embedding out
-# of $N$; Hoffmann et al. 2022 (appendix F) count it, as the cell does. $6ND$ omits attention
-# scores; our cost model counts them.
+# Computing time is predicted from the FLOP of a step, about $6ND$: 2 FLOP per parameter and token
+# in forward, and 4 in backward (Kaplan et al. 2020, section 2.1). The cell counts the embedding in
+# $N$, as Hoffmann et al. 2022 do (appendix F); Kaplan et al. do not. $6ND$ omits attention scores;
+# our cost model counts them.
 #
-# The output first prints what the PCIe study measured on two GPUs. On four, over several PCIe
-# bridges, all efficiencies fell strongly (ZeRO's stayed highest, about 60 %); small models gained
-# nothing, pipelines were poor, ZeRO-2 was slower than stages 1 and 3. Move the sliders (the title's
-# efficiency is predicted): what can formulas predict, and what not?
+# First the cell prints what the PCIe study measured on two GPUs. On four GPUs, over several PCIe
+# bridges, all its efficiencies fell strongly; ZeRO's stayed highest, at about 60 %. Small models
+# gained nothing, pipelines were poor, and ZeRO-2 was slower than ZeRO-1 and 3. Move the sliders
+# (the efficiency in the title is predicted). What can formulas predict, and what not?
 
 # %% tags=["picture"]
 from course_lib.scaling_study.explorer import study_explorer
 from course_lib.scaling_study.prediction import six_nd_share
 
 for strategy, percent in lab.PUBLISHED.items():
-    print(f"published: {strategy}, about {percent:.0f} % efficiency")
+    print(f"PCIe study: {strategy}, about {percent:.0f} % efficiency")
 for run in {run.spec: run for run in find_study("cluster").runs}.values():
     print(f"{run.spec.name}: 6ND is {six_nd_share(run):.0%} of the FLOP of all matrix products")
 study_explorer()
 
 # %% [markdown]
-# On two GPUs the predictions for TP and ZeRO-1 are close, DP's is too high. On four over bridges,
-# all predictions except the pipeline's fall strongly, as measured. However, the formulas favor
-# pipelines, most of all of tiny models, since they ignore launching kernels; and they overlap none
-# of ZeRO's messages.
+# On two GPUs, the predictions for TP and ZeRO-1 are close to the measured values; DP's is too high.
+# On four GPUs over bridges, all predictions except the pipeline's fall strongly, as measured. But
+# the formulas favor pipelines, above all those of small models, because they ignore the time to
+# launch kernels. And they count all of ZeRO's messages as exposed.
 #
 # On a real machine, links form a *matrix* (`nvidia-smi topo -m`). The picture shows your machine's
-# matrix if it has GPUs, otherwise an invented example. PIX is one PCIe bridge, PXB several, SYS the
-# path between CPU sockets (NUMA nodes). On which pair of the example would you run TP = 2?
+# matrix if it has several GPUs, otherwise an invented example. PIX means at most one PCIe bridge,
+# PXB several bridges, SYS the link between CPU sockets (NUMA nodes). On which pair of the example
+# would you run TP = 2?
 
 # %% tags=["predict"]
 for number, row in enumerate(lab.EXAMPLE_LINKS):
@@ -451,15 +460,17 @@ title = f"{whose}: {len(matrix)} GPUs, some linked more closely than others"
 show(links(matrix, title), alt=f"{title}; rows: {' | '.join(' '.join(row) for row in matrix)}")
 
 # %% [markdown]
-# **Formulas give a first ranking of the methods; the matrix of links tells which GPUs to ask for.**
+# **Formulas give a first, rough ranking of the methods. The matrix of links tells which GPUs to ask
+# for.**
 #
 # ## 6 Faster steps, or fewer?
 #
-# The same batch, however it is split, gives the same training (up to rounding). If each copy gets a
-# batch of its *own*, the global batch grows: the gradient is less noisy, but the training is
-# *different*, and a shorter learning-rate warm-up may be enough (not the warm-up that a measurement
-# leaves out). In a recorded experiment, one process warms up for 100 of 150 steps, four copies with
-# their own batches for 4 steps. By what factor do they need fewer steps?
+# However you split a given batch, the training stays the same (up to rounding). If each copy gets a
+# batch of its *own*, the global batch grows. The gradient is less noisy, but the training is
+# *different*. A shorter learning-rate warm-up may be enough then (this is not the warm-up that a
+# measurement leaves out). In a recorded experiment, the learning rate warms up for 100 of 150 steps
+# on one process, but for 4 steps on four copies with their own batches. By what factor do the four
+# copies need fewer steps to the same loss?
 
 # %% tags=["predict"]
 guess_fewer = predict("steps to the same loss: of one process / of four copies")
@@ -483,16 +494,16 @@ figure, alt = pictures.convergence(recorded)
 show(figure, alt=alt)
 
 # %% [markdown]
-# Batch and warm-up each help a little, together most. But the run with both has read more than
-# twice as many tokens: it needs less time only because four ranks process them in parallel. The
-# time to a given loss is a product: seconds per step, times the steps that are needed. Beyond a
-# critical batch size, a larger batch hardly saves steps (McCandlish et al. 2018).
+# The larger batch and the shorter warm-up each save some steps; together they save most. But the
+# run with both reads more than twice as many tokens, so it can need less time only because four
+# ranks work in parallel. The time to a given loss is the seconds per step times the number of
+# steps. Beyond a critical batch size, a larger batch hardly saves steps (McCandlish et al. 2018).
 #
 # **Efficiency is about one step. Ask also how many steps the training takes.**
 #
 # ## 7 What a study costs
 #
-# Every GPU of a job is paid for from the job's start until the last rank is done. How many
+# You pay for every GPU of a job from the job's start until the last rank has finished. How many
 # GPU-hours do all runs of the cluster study need, with 200 steps each, predicted for A100s?
 
 # %% tags=["predict"]
@@ -510,15 +521,12 @@ print(f"{len(plan.predictions)} runs, {wall_hours:.1f} hours one after the other
 print(f"a learner may have {site.limits.gpu_hours:g} GPU-hours, {site.limits.max_jobs} jobs")
 
 # %% [markdown]
-# Until a job is over, the course's limits for a cluster count what it *asked for*; afterwards,
-# what it used.
-#
 # ### Exercise 4 (further): the bill
 #
 # A run has `nodes`, `gpus_per_node`, `start_s` (seconds to start, once per run), `steps` and
-# `step_s`. Return the GPU-hours of all runs, and how many of them may be submitted: in their order,
-# while their sum is at most `allowed`; stop at the first that does not fit, even if a later one
-# would. Do not change `runs`. About 8 lines, 10 minutes.
+# `step_s`. Return the GPU-hours of all runs, and how many runs may be submitted. Submit in the
+# given order while the sum is at most `allowed`; stop at the first run that does not fit, even if a
+# later one would fit. Do not change `runs`. About 8 lines, 10 minutes.
 
 
 # %% tags=["exercise"] exercise="scaling_study-4"
@@ -563,13 +571,13 @@ print(findings_text("study.sbatch", found))
 # %% [markdown]
 # ### Exercise 5 (further): what does it really ask for?
 #
-# Return three whole numbers as `sbatch` reads them (its manual, "DESCRIPTION" and "--time"; do not
-# round up to minutes): nodes (default 1), GPUs per node (default 0), seconds (default 0).
+# Return three whole numbers as `sbatch` reads them (its manual, "DESCRIPTION" and "--time"): nodes
+# (default 1), GPUs per node (default 0), and seconds (default 0; do not round to minutes).
 #
-# - A directive begins in the first column with `#SBATCH` and a space, and holds one or more options
-#   `--name=value`, also others than `--nodes`, `--gpus-per-node` and `--time`; in it, ` #` begins a
-#   comment. If an option is given twice, the later one counts.
-# - Reading ends at the first command: a line neither empty nor a comment.
+# - A directive is a line that begins with `#SBATCH` and a space. It has one or more options
+#   `--name=value`, not only `--nodes`, `--gpus-per-node` and `--time`. In a directive, ` #` begins
+#   a comment. If an option is given twice, the later one counts.
+# - Reading ends at the first command: a line that is neither empty nor a comment.
 # - Times: `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`,
 #   `days-hours:minutes`, `days-hours:minutes:seconds`.
 #
@@ -605,7 +613,7 @@ def asked_for(script):
 check("scaling_study-5", asked_for)
 
 # %% [markdown]
-# `course lint-job FILE` finds such mistakes in yours.
+# `course lint-job FILE` finds such mistakes in your script.
 #
 # **Slurm says nothing about a directive that it did not read. Let a program check your script.**
 #
@@ -624,7 +632,7 @@ check("scaling_study-5", asked_for)
 # course report runs/study-cluster
 # ```
 #
-# What exists already:
+# The results that exist already:
 
 # %% tags=["measured"]
 from rich.console import Console
@@ -645,9 +653,9 @@ for note in notes(mine):
 #
 # - Time: the slowest rank's. Tokens: each copy once. Memory: the fullest rank's.
 # - Leave out the warm-up, count optimizer steps, synchronize before you read the clock.
-# - Efficiency needs a baseline with the same batch. Two runs tell what is fixed, and up to how many
-#   ranks a batch stays efficient, while the bottleneck stays the same.
-# - Equal losses first: a wrong run can be fast. Then a prediction beside each bar.
+# - Efficiency needs a baseline with the same batch. Two runs show how far it scales, while the
+#   bottleneck stays the same.
+# - First compare the losses: a wrong run can be fast.
 # - Compute the GPU-hours first, and let a program check your script.
 #
 # ## Read on

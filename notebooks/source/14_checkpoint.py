@@ -1,17 +1,17 @@
 # %% [markdown]
 # # 14 Checkpoint: survive
 #
-# A job on 16,000 GPUs failed every three hours (section 8). Such a job must not start again from
-# step 0, so it saves its state at intervals: a **checkpoint**. **How do many ranks save one state,
-# whole or not at all; what belongs to this state; and how often should they save it?**
+# A job on up to 16,384 GPUs was interrupted every three hours on average (section 8). To continue,
+# such a job needs its saved state: a **checkpoint**. **How do many ranks save one state, completely
+# or not at all? What belongs to it? How often should they save it?**
 #
-# *After this lesson you can* save in shards and publish atomically (wholly or not at all); load at
-# another number of ranks or with another strategy; say which state makes a resumed run continue bit
-# for bit; hide most of a save behind training; compute the best interval for your cluster.
+# *After this lesson you can* save in shards and publish a checkpoint atomically; load it at another
+# number of ranks or with another strategy; say which state a resumed run needs to continue bit for
+# bit; hide most of a save behind training; compute the best interval for your cluster.
 #
 # **Prerequisites:** lessons 06 (DDP), 09 (ZeRO) and 10 (FSDP).
-# **Time:** 60 minutes of reading, 80 of exercises, with a break after section 5. Exercises 1 to 3
-# are the core, 4 goes further.
+# **Time:** 60 minutes of reading and 80 of exercises, with a break after section 5. Exercises 1 to
+# 3 are the core; exercise 4 goes further.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -44,15 +44,14 @@ FOLDER = mkdtemp()
 # %% [markdown]
 # ## 1 Why not through one rank
 #
-# Parameters and Adam's two moments in fp32 are 12 bytes per parameter. (The bf16 copy used in
-# computing is made from the fp32 one, and gradients are needed for one step only: neither is
-# saved.) The obvious way gathers all shards on rank 0 at once, and rank 0 writes one file. But then
-# rank 0 needs room for the whole state, which sharding was meant to avoid; and one link and one
-# writer carry all of it while the other ranks wait. The alternative: **every rank writes its
-# shard**.
+# In fp32, the parameters and Adam's two moments take 12 bytes per parameter. (Gradients and the
+# bf16 copy of the parameters are not saved: each step computes them again.) The obvious way gathers
+# all shards on rank 0, which writes one file. But then rank 0 needs room for the whole state, which
+# sharding was meant to avoid, and one link and one writer carry all bytes. The alternative: **every
+# rank writes its own shard**.
 #
-# Four ranks, 8 MiB, an emulated link of 40 MB/s, and emulated disks that take 40 MB/s from each
-# writer. How many times as fast are four writers?
+# Four ranks save 8 MiB over an emulated link of 40 MB/s, to emulated disks that take 40 MB/s from
+# each writer. What is the time of a save through rank 0, divided by the time with four writers?
 
 # %% tags=["predict"]
 wire = Link(name="slow Ethernet", latency_s=1e-3, bytes_per_s=40e6)
@@ -72,23 +71,22 @@ with Ranks(4, link=wire) as wired:
     saves = lab.measure_saves(wired, MIB_8, DISK)
 through, sharded = (1e3 * lab.duration_s(events) for events in saves.values())
 title = f"A save of 8 MiB: {through:.0f} ms through rank 0, {sharded:.0f} ms by every rank"
-claim("every rank is faster", sharded < through)
+claim("a save by every rank takes less time", sharded < through)
 show(timelines(saves, title, link=f"{wire}; emulated disks, 40 MB/s each"), alt=title)
 
 # %% [markdown]
-# Rank 0 alone writes four times as long as four writers do, and the gather before takes three times
-# as long: seven times in all, as link and disk are equally fast here. This holds until the storage,
-# which all of them share, is saturated (`storage_bytes_per_s` in `cost.save_s_sharded`).
+# Rank 0 first receives three shards, then writes four. The link is as fast as a disk here, so this
+# takes seven times as long as writing one shard. More writers are faster until the storage, which
+# all of them share, is saturated (`storage_bytes_per_s` in `cost.save_s_sharded`).
 #
-# **With sharded saving, memory and time per rank stay constant as ranks and state grow together, as
-# long as the storage is fast enough.**
+# **If ranks and state grow by the same factor, a sharded save takes about the same time, until the
+# storage is saturated.**
 #
 # ## 2 Whole or not at all
 #
 # The more often a run saves, the more likely it is killed during a save. **Break it:** the next
-# cell saves in place, over the last checkpoint. The save is stopped ("cut") after every operation
-# and in the middle of each write. What is left? (Power cuts, which also undo what was not *synced*,
-# that is, forced to the disk, come in exercise 1.)
+# cell saves in place, over the last checkpoint. What is left if the save is killed after an
+# operation, or in the middle of a write?
 
 # %% tags=["predict"]
 guess_cut = predict("a kill in the middle of the second file leaves", choices=("old", "new", "mix"))
@@ -104,36 +102,37 @@ for name, content in NEW.items():
 for cut in cuts(OLD, disk.operations):
     if cut.how != "power cut":
         files = " | ".join(file.decode() for file in cut.files.values())
-        print(f"{cut.how} at operation {cut.done}: {files}")
+        place = "of" if cut.how.endswith("middle") else "before"
+        print(f"{cut.how} {place} operation {cut.done}: {files}")
 reveal(guess_cut, "mix")
 
 # %% [markdown]
-# Both files can even be complete, but from two different steps: the model would load, and nobody
-# would notice. So new files go beside the old ones, and a small **manifest**, which names them,
-# comes last. *A checkpoint exists if its manifest does.* On a disk, three things are needed:
+# Both files can even be complete, but from different steps. The model would load without an error.
+# So a save puts new files beside the old ones, and writes a small **manifest**, which names them,
+# last. *A checkpoint exists if its manifest does.* Three facts about disks matter:
 #
-# - `write` can be cut anywhere. `rename`, within one journaling file system, happens wholly or not
-#   at all: it is *atomic*.
-# - What was written is at first in a cache: `sync(name)` (`os.fsync`) waits until the *content* is
-#   on the disk. Without it, a power cut may leave the manifest and lose the data.
-# - `sync_names()` (`os.fsync` on every folder that changed, also the parent of a new one) waits
-#   until the changes of *names* (made, renamed, removed) are on the disk. Until then, a power cut
-#   may undo the latest changes in one folder and keep those in another (btrfs may also
-#   reorder them).
+# - A kill can cut a `write` anywhere. Within one journaling file system, `rename(name, to)` happens
+#   completely or not at all: it is *atomic*.
+# - `sync(name)` (`os.fsync`) waits until the *content* of a file has left the cache and is on the
+#   disk. Without it, a power cut may leave the manifest and lose the data.
+# - `sync_names()` (`os.fsync` on each changed folder, and on the parent of a new one) waits until
+#   changes of *names* (files created, renamed, removed) are on the disk. Until then, a power cut
+#   may undo the latest changes in one folder and keep those in another. (btrfs may also reorder
+#   them: Pillai et al. 2014.)
 #
 # ### Exercise 1 (core): publish
 #
 # Write the `files` (content by name) into the folder `new`: `disk.write(f"{new}/{name}", content)`.
-# Publish them with the content `manifest`, which has to become the file `{new}/manifest.json`. When
-# the new checkpoint survives any cut, remove every file of `old` (`disk.names(old)`,
-# `disk.remove(...)`), which is None the first time. `new` may hold files of a killed save, of any
-# name but `manifest.json`; in the end it holds only `files` and the manifest. After a cut at any
-# moment, each folder with a manifest has to be whole, and old or new has to be there. About 12
-# lines, 20 minutes.
+# Publish them: `manifest` is the content of `{new}/manifest.json`. When the new checkpoint survives
+# any cut (a kill or a power cut), remove every file of the folder `old` (`disk.names(old)`,
+# `disk.remove(...)`); `old` is None at the first save. `new` may contain files of a killed save,
+# with any name except `manifest.json`; in the end it contains only `files` and the manifest. After
+# a cut at any moment, each folder with a manifest has to be complete, and if there was an old
+# checkpoint, the old or the new one has to be there. About 12 lines, 20 minutes.
 #
 # <details><summary>Hint: published, and not whole</summary>
-# The rule holds while you remove files, too: which file must go first, so that its checkpoint no
-# longer counts?
+# While you remove files, `old` has to be complete or not to count as a checkpoint. Which file do
+# you remove first?
 # </details>
 
 
@@ -160,14 +159,14 @@ def publish(disk, files, manifest, new, old):
 check("checkpoint-1", publish)
 
 # %% [markdown]
-# The course's library adds a hash of each file to the manifest: disks and networks damage files,
-# too. Loading takes the newest checkpoint whose hashes match; all ranks agree on it.
+# The course's library adds a hash of each file to the manifest, because disks and networks can
+# damage files, too. All ranks together load the newest checkpoint whose hashes match.
 #
 # **Write beside, sync, then publish with one atomic operation.**
 #
 # ## 3 Boxes
 #
-# Now a real checkpoint: FSDP on 4 ranks trains 10 steps, and saves after every 5.
+# Now FSDP trains 10 steps on 4 ranks, and saves a real checkpoint after every 5 steps.
 
 # %% tags=["measured"]
 from pathlib import Path
@@ -189,13 +188,12 @@ print("and of Adam:", reads.shape, "in", len(reads.pieces), "pieces")
 
 # %% [markdown]
 # The manifest is JSON, and a piece is a **box**: where it begins in the *whole* tensor, and its
-# sizes. FSDP's rows on a rank form a box, so do tensor parallelism's columns, and a range of ZeRO's
-# flat parameter is a few boxes. No box says "rank 2 of 4". To load, the ranks check the hashes;
-# then each intersects the boxes that it wants with those saved, and reads only the rows in which
-# they overlap.
+# sizes. The rows that FSDP keeps on a rank form a box, and so do the columns of tensor parallelism.
+# A range of ZeRO's flat parameter becomes a few boxes. To load, each rank intersects the boxes that
+# it needs with the saved boxes, and reads only the rows in which they overlap.
 #
-# Four ranks saved ten rows (3, 3, 3, 1), and 2 ranks load 5 each. How many intersections do they
-# read in all?
+# Four ranks saved ten rows (3, 3, 3 and 1), and 2 ranks load 5 rows each. How many intersections do
+# they read in all?
 
 # %% tags=["predict"]
 guess_reads = predict("intersections that 2 ranks read")
@@ -218,13 +216,14 @@ show(figure, alt=alt)
 # %% [markdown]
 # ### Exercise 2 (core): reshard
 #
-# `saved` is a list of `(file, offsets, sizes)`, a box each; `wanted` is one box, `(offsets,
-# sizes)`; both give positions in the whole tensor, which may have any number of dims. Return a list
-# of `(file, begin in the saved box, begin in the wanted box, sizes)`, in any order: what to read,
-# and where to put it. Only what overlaps is read. About 8 lines, 20 minutes.
+# `saved` is a list of boxes, each with its file: `(file, offsets, sizes)`. `wanted` is one box:
+# `(offsets, sizes)`. Offsets count from the beginning of the whole tensor, which may have any
+# number of dims. Return what to read and where to put it: a list of `(file, begin in the saved box,
+# begin in the wanted box, sizes)`, in any order. Read only the overlap. About 8 lines, 20 minutes.
 #
 # <details><summary>Hint: one dim</summary>
-# Three rows from row 3 on, five rows from row 5 on: the overlap begins at 5 and ends before 6.
+# The saved box has 3 rows and begins at row 3; the wanted box has 5 rows and begins at row 5. The
+# overlap begins at row 5 and ends before row 6.
 # </details>
 
 
@@ -247,15 +246,15 @@ def pieces_to_read(saved, wanted):
 check("checkpoint-2", pieces_to_read)
 
 # %% [markdown]
-# **Save what a tensor is, not who had it: boxes of the whole tensor let any number of ranks load
-# it.**
+# **Save pieces as boxes of the whole tensor: then any number of ranks can load them.**
 #
 # ## 4 All of the state
 #
 # Weights alone are not enough to continue a run. `SmallTrainer` has momentum, a learning-rate
-# schedule, a sampler, dropout, and augmentation that draws from Python's random numbers. We save it
-# after step 5, but only its weights and optimizer, and resume. Its state has 8 parts (weights and
-# momentum are two). How many differ from those of the run that never stopped?
+# schedule, a sampler, dropout, and augmentation that draws from Python's random numbers. Its state
+# has 8 parts, of which weights and momentum are two. We save only the weights and the optimizer
+# after step 5, and load them into a new trainer. How many parts differ from those of the run that
+# never stopped?
 
 # %% tags=["predict"]
 guess_state = predict("parts of the state that differ, of 8")
@@ -279,19 +278,18 @@ print("differ:", ", ".join(other))
 reveal(guess_state, len(other))
 
 # %% [markdown]
-# No error was raised, and in a plot both would look normal. So the loss curve is no test: a resumed
-# run has to continue **bit for bit** (with exactly equal numbers) as the run that never stopped.
-# (On GPUs, first make a repeated run equal: switch on deterministic kernels. With another number of
-# ranks, sums have another order, and random numbers per rank differ: compare a few steps without
-# dropout, within rounding.)
+# No error was raised, and either loss curve would look plausible. So the test is stricter: the
+# resumed run has to continue **bit for bit**, with exactly the numbers of the run that never
+# stopped. (On GPUs, this needs deterministic kernels. With another number of ranks, sums are added
+# in another order and each rank's random numbers change: compare a few steps without dropout,
+# within rounding errors.)
 #
 # ### Exercise 3 (core): which state is missing
 #
-# `save(trainer)` returns all of the state of a `SmallTrainer`; `load(trainer, state)` puts it into
-# a new trainer, and is called on another `Resume` object (so keep nothing in `self`). The trainer's
+# `save(trainer)` returns all of the state of a `SmallTrainer`. `load(trainer, state)` puts it into
+# a new trainer; it is called on another `Resume` object, so keep nothing in `self`. The trainer's
 # attributes are `model`, `optimizer`, `scheduler`, `epoch`, `position` (in the epoch) and `step`.
-# Training goes on after `save`, before the state is loaded, and must not change the saved state.
-# About 12 lines, 20 minutes.
+# Training after `save` must not change the saved state. About 12 lines, 20 minutes.
 #
 # <details><summary>Hint: a later step came back</summary>
 # <code>state_dict()</code> refers to the live tensors: <code>copy.deepcopy</code>.
@@ -330,17 +328,18 @@ class Resume:
 check("checkpoint-3", Resume)
 
 # %% [markdown]
-# With many ranks, each has random numbers of its own: the course's library saves an `rng_state()`
-# per rank. The sampler needs no state per rank if the position counts samples of *all* ranks.
+# With many ranks, each rank draws its own random numbers, so the course's library saves one
+# `rng_state()` per rank. The sampler needs no state per rank if its position counts the samples of
+# *all* ranks.
 #
-# **What is not saved starts again from its first value, and no error is raised: compare bits, not
-# curves.**
+# **State that is not saved starts again from its initial value, often without an error: compare
+# bits, not curves.**
 #
 # ## 5 Kill a rank
 #
-# Two ranks train 20 steps, and save after every 5. Rank 1 is killed (SIGKILL: no handler runs;
-# unlike with a lost machine, its peers notice at once) while it *writes the checkpoint* of step 15.
-# At which step does the training resume?
+# Two ranks train 20 steps, and save after every 5 steps. Rank 1 is killed by SIGKILL, which no
+# handler can catch, while it *writes the checkpoint* of step 15. At which step does the training
+# resume?
 
 # %% tags=["predict"]
 guess_resume = predict("step of the newest whole checkpoint")
@@ -362,22 +361,22 @@ print(f"resumed at step {min(continued)}; equal bits to the end: {same}")
 print("whole checkpoints still there:", [one.step for one in all_checkpoints(f"{FOLDER}/killed")])
 
 # %% [markdown]
-# Only the steps since the last checkpoint are lost, here one interval. Now do it yourself: press
-# *Train*, and kill a rank when you like.
+# Only the steps since the last checkpoint are lost. Now press *Train*, and kill a rank at any
+# moment.
 
 # %%
 explorer.FailureLab()
 
 # %% [markdown]
-# **A failure costs at most one interval, one save and a restart, if the newest checkpoint is
-# undamaged.**
+# **If the newest checkpoint is undamaged, a failure costs at most one interval, one save and one
+# restart.**
 #
 # *This is a good place for a break.*
 #
 # ## 6 Another size, another strategy
 #
 # Now 2 ranks load the checkpoint that FSDP saved on 4 ranks, with three strategies. Names and boxes
-# are of the whole model, so all strategies read the same files. How far are the losses from those
+# refer to the whole model, so all strategies read the same files. How far are the losses from those
 # of section 5's run that never stopped?
 
 # %% tags=["check"]
@@ -389,17 +388,17 @@ for strategy in lab.STRATEGIES:
     print(f"{strategy} on 2 ranks, from step {min(continued)}: within 1e-4: {apart < 1e-4}")
 
 # %% [markdown]
-# The losses are equal except for the order of sums: 4 parts of a batch are added in another order
-# than 2.
+# The losses agree within 1e-4. They need not agree bit for bit, because the gradients of 4 ranks
+# are added in another order than those of 2.
 #
-# **A checkpoint belongs to the model, not to the ranks that wrote it.**
+# **A checkpoint describes the model, not the ranks that wrote it.**
 #
 # ## 7 Save while training goes on
 #
-# An **asynchronous** save copies its shard to host memory, and returns; a thread writes while the
-# next steps compute. Here a step takes 20 ms (it sleeps, like a CPU that waits for its GPU), and
-# after the third step each rank saves 32 MiB. How long does an asynchronous save stop training, as
-# a fraction of a plain one?
+# An **asynchronous** save copies the rank's shard to host memory and returns; a thread writes the
+# copy while the next steps compute. Here a step takes 20 ms. (It sleeps, like a CPU that waits for
+# its GPU.) After the third step each rank saves 32 MiB. Divide the time for which an asynchronous
+# save stops training by the same time for a plain save. What is the ratio?
 
 # %% tags=["predict"]
 guess_hidden = predict("time stopped by an async save, divided by that of a plain one")
@@ -410,17 +409,14 @@ measure = partial(pair.run, lab.measure_overlap, 64 * 2**20)
 ways = {"save": measure(asynchronous=False)[0], "save_async": measure(asynchronous=True)[0]}
 plain_ms, async_ms = (1e3 * way.blocked_s for way in ways.values())
 reveal(guess_hidden, async_ms / plain_ms)
-hidden_ms = 1e3 * ways["save_async"].hidden_s
-title = (
-    f"A save stops training for {plain_ms:.0f} ms; async for {async_ms:.0f}, {hidden_ms:.0f} hidden"
-)
-claim("async stops it for less time", async_ms < plain_ms)
+title = f"A plain save stops training for {plain_ms:.0f} ms, an asynchronous one for {async_ms:.0f}"
+claim("an asynchronous save stops training for less time", async_ms < plain_ms)
 show(timelines({name: way.events for name, way in ways.items()}, title), alt=title)
 
 # %% [markdown]
 # Gray: training waits. Brown: the thread writes to the disk. Training still waits while the ranks
-# agree who writes what, and for the copy, which needs host memory. If a save takes longer than the
-# interval, the next one has to wait.
+# agree on who writes what, and while each copies its shard. If an asynchronous save takes longer
+# than the interval, the next save has to wait for it.
 #
 # **Break it:** what if the thread reads the parameters themselves, without the copy?
 
@@ -435,45 +431,46 @@ print("without a copy:", [int(one) for one, _ in written])
 print("with a copy:   ", [int(one) for _, one in written])
 
 # %% [markdown]
-# This is one file with numbers of four different steps, and its hash may match. The check of
-# exercise 3 finds the same mistake.
+# Without a copy, one file contains numbers of four different steps, and its hash may still match.
 #
-# **Copy, return, write: an asynchronous save still costs the agreement, the copy and its memory.**
+# **An asynchronous save copies first, then returns and writes: it still costs the agreement, the
+# copy and its memory.**
 #
 # ## 8 How often
 #
-# Without failures, checkpoints add $\delta$ per interval. We run 1000 steps of 1 ms and save a
-# state of 4 MB every 50 to 500 steps. The mean time of a save at interval 100 predicts the extra
-# time for every interval.
+# Without failures, checkpoints add $\delta$ per interval. We run 1000 steps of 1 ms, and save a
+# state of 4 MB every 50 to 500 steps. The formula uses the mean time of a save at interval 100, so
+# only the other points test it.
 
 # %% tags=["picture", "measured"]
 every = [50, 100, 200, 500]
 extra = {n: pair.run(lab.extra_time, n)[0] for n in every}
 save_s = extra[100][0] / extra[100][1]
-title = f"A save at interval 100 takes {1e3 * save_s:.0f} ms: "
-title += "from it the formula predicts the other intervals"
-curve = Voices(
-    formula=[cost.extra_s(1000, n, save_s) for n in every],
-    measurement=[seconds for seconds, _ in extra.values()],
-)
+formula = [cost.extra_s(1000, n, save_s) for n in every]
+measured = [seconds for seconds, _ in extra.values()]
+most = max(abs(line / point - 1) for line, point in zip(formula, measured, strict=True))
+title = f"With {1e3 * save_s:.0f} ms per save, the formula is within {100 * most:.0f} % "
+title += "of each measurement"
+curve = Voices(formula=formula, measurement=measured)
 axes = {"x_label": "steps between checkpoints", "y_label": "extra time (s)"}
 show(compare(every, curve, title, log_x=True, **axes), alt=title)
 
 # %% [markdown]
 # With failures, a long interval loses more work: half an interval on average, at each failure. Per
-# second of work, saving costs $\delta/t$ and failures cost $t/(2M) + R/M$ (for $t$ much shorter
-# than $M$). The derivative of the sum is zero at Young's (1974) $t = \sqrt{2 \delta M}$. Daly
-# (2006) counts failures during saves and restarts, too; his estimate differs where $M$ is not much
-# larger than $\delta$.
+# second of work, saving costs $\delta/t$, and failures cost $t/(2M) + R/M$, if $\delta$, $t$ and
+# $R$ are much shorter than $M$. The derivative of the sum, $-\delta/t^2 + 1/(2M)$, is zero at
+# Young's (1974) $t = \sqrt{2 \delta M}$. Daly (2006) also counts failures during saves and
+# restarts; this matters where $M$ is not much larger than $\delta$, which is 5 minutes in the
+# picture.
 
 # %% tags=["picture"]
 figure, alt = pictures.best_intervals()
 show(figure, alt=alt)
 
 # %% [markdown]
-# Llama 3 405B was trained on up to 16,384 GPUs. In 54 days, 419 interruptions were unexpected
-# (Grattafiori et al. 2024, section 3.3.4). Suppose that a save stopped the training for 30 seconds
-# (our guess). What is the best interval?
+# Llama 3 405B was trained on up to 16,384 GPUs, with 419 unexpected interruptions in a period of 54
+# days (Grattafiori et al. 2024, section 3.3.4). Suppose that a save stopped the training for 30
+# seconds and a restart took 10 minutes (our guesses). What is the best interval?
 
 # %% tags=["predict"]
 guess_interval = predict("best interval of work between checkpoints", unit="min")
@@ -483,30 +480,31 @@ guess_interval = predict("best interval of work between checkpoints", unit="min"
 from math import sqrt
 
 mtbf_s = cost.LLAMA3_S / cost.LLAMA3_FAILURES
-print(f"a failure every {mtbf_s / 3600:.1f} h")
+print(f"an interruption every {mtbf_s / 3600:.1f} h")
 years = mtbf_s * cost.LLAMA3_GPUS / cost.DAY_S / 365
-print(f"per GPU of the job, all causes counted: every {years:.1f} years")
+print(f"an interruption per GPU every {years:.1f} years, whatever its cause")
 reveal(guess_interval, cost.best_interval_daly(30, mtbf_s) / 60)
 
 # %% tags=["picture"]
 explorer.interval_explorer()
 
 # %% [markdown]
-# Enter the numbers of your own cluster. Around the optimum the curve is flat: twice the best
-# interval costs 2 percentage points more here. (Grattafiori et al. report over 90 % effective
-# training time, more than here: by Daly's formula, their saves take less than 30 s or their
-# restarts less than 10 min.)
+# Choose numbers close to those of your own cluster. Around the optimum the curve is flat: here,
+# twice the best interval adds 2 percentage points of overhead. (Grattafiori et al. report more than
+# 90 % effective training time, that is, less than 11 % overhead. If Daly's formula holds, at least
+# one of our two guesses is too high.)
 #
 # ### Exercise 4 (further): the best interval
 #
-# You measured: `save_s`, `step_s` and `restart_s`; `failures` in `seen_s` seconds on `gpus_then`
-# GPUs. For a job on `gpus`, return the number of **steps** between checkpoints (Young's interval,
-# rounded, at least 1), and the expected overhead at that number of steps, as a fraction, by the sum
-# before Young's formula, with $t$ = steps times `step_s`. All GPUs, then and now, fail at the same
-# rate. About 4 lines, 20 minutes.
+# You measured the seconds of a save, a step and a restart: `save_s`, `step_s` and `restart_s`. You
+# counted `failures` in `seen_s` seconds on `gpus_then` GPUs. For a job on `gpus` GPUs, whose
+# failure rate per GPU is the same, return the number of **steps** between checkpoints (Young's
+# interval, rounded, at least 1), and the expected overhead at this number of steps, as a fraction:
+# $\delta/t + t/(2M) + R/M$ with $t$ = steps times `step_s`. About 4 lines, 20 minutes.
 #
 # <details><summary>Hint: the overhead</summary>
-# Per second of work: saves, and failures times what one costs.
+# Add the cost of saves per second of work, and the failures per second of work times the cost of
+# one failure.
 # </details>
 
 
@@ -525,13 +523,13 @@ def best_interval(save_s, step_s, restart_s, failures, seen_s, gpus_then, gpus):
 check("checkpoint-4", best_interval)
 
 # %% [markdown]
-# **The best interval grows with the square root of both save time and time between failures: 4
-# times the GPUs at the same save time, half the interval.**
+# **The best interval grows with $\sqrt{\delta M}$: with 4 times the GPUs and the same save time, it
+# is half as long.**
 #
 # ## 9 The real thing
 #
 # `torch.distributed.checkpoint` (DCP) saves boxes, too: a file per rank, and a `.metadata` file in
-# place of our manifest. The same state of FSDP, both ways:
+# place of our manifest. We save the same state in both formats:
 
 # %% tags=["measured"]
 rows = pair.run(lab.beside_dcp, f"{FOLDER}/formats")[0]
@@ -540,37 +538,40 @@ for name, one in rows.items():
     print(f"{name}: {words}, {1e3 * one.save_s:.0f} ms")
 
 # %% [markdown]
-# Our code adds one small file to each: to ours an empty `.lock`, to DCP's `about.json`.
-# Three traps. First, DCP's `async_save` communicates in a thread: give it a process group of its
-# own (`process_group=dist.new_group(backend="gloo")`), or its messages can mix with your training's
-# own gloo messages; our `save_async` makes one. Second, `.metadata` and the non-tensor values in
-# the data files, like all that `torch.load(weights_only=False)` reads, are **pickles, and loading
-# one can run any code**: our `load_dcp` allows only the classes of a checkpoint, and safetensors
-# and JSON hold no code at all. Third, DCP has no hashes.
+# Our code adds the fourth file: an empty `.lock` to ours, `about.json` to DCP's. DCP has three
+# traps:
 #
-# **Same idea, two formats; never unpickle what you did not write.**
+# - `async_save` communicates in a thread. Give it a process group of its own
+#   (`process_group=dist.new_group(backend="gloo")`); otherwise, its messages can mix with those of
+#   your training on gloo. Our `save_async` makes one.
+# - `.metadata` and the non-tensor values in the data files are **pickles, and loading a pickle can
+#   run any code**. Our `load_dcp` allows only the classes that a checkpoint needs. Safetensors and
+#   JSON cannot contain code.
+# - DCP saves no hashes (PyTorch 2.13).
+#
+# **Both formats save boxes; never unpickle a file that you do not trust.**
 #
 # ## 10 Without you
 #
-# Nobody watches a job at night. `torchrun --max-restarts n` restarts all ranks when one dies, up to
-# `n` times, and the training script resumes by itself:
+# `torchrun --max-restarts n` restarts all ranks when one dies, up to `n` times, and the training
+# script resumes by itself:
 #
 # `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 --max-restarts 2
 # -m course_lib.train --strategy fsdp --save-every 20 --out runs/elastic`
 #
 # (Without that variable, restarts can fail to connect: PyTorch issue 135712.) With `--nnodes 1:2
-# --rdzv-backend c10d --rdzv-endpoint HOST`, it goes on with the nodes that are left, if HOST is one
-# of them: resharding makes that possible.
+# --rdzv-backend c10d --rdzv-endpoint HOST`, the job continues with the nodes that are left, if HOST
+# is one of them. Resharding makes this possible.
 #
-# A scheduler that needs its nodes back usually sends a signal first. On SIGTERM or SIGUSR1 all
-# ranks finish at most the next step, save, and exit with 75 (try later), if that takes less than
-# torchrun's 30 s (`--shutdown-timeout`) and Slurm's `KillWait`. `torchrun` passes SIGTERM on,
-# SIGUSR1 only with `--signals-to-handle`. In Slurm, `cluster/requeue.sbatch` (`#SBATCH --requeue`
-# and `--signal=B:USR1@120`) gets a signal 120 seconds before the time limit and calls `scontrol
-# requeue`; Slurm then sends SIGTERM. To measure your cluster's numbers:
-# `cluster/exercises/14_checkpoint.py`.
+# A scheduler that needs its nodes back usually sends a signal first. On SIGTERM or SIGUSR1, all
+# ranks of the course's training finish this step or the next, save, and exit with code 75 (try
+# later). This has to take less than torchrun's 30 s (`--shutdown-timeout`) and Slurm's `KillWait`.
+# `torchrun` passes SIGTERM on to the ranks, but SIGUSR1 only with `--signals-to-handle`. In Slurm,
+# `cluster/requeue.sbatch` gets a signal 120 seconds before the time limit (`--signal=B:USR1@120`)
+# and calls `scontrol requeue`; Slurm then sends SIGTERM. To measure the numbers of your cluster,
+# run `cluster/exercises/14_checkpoint.py`.
 #
-# **What a person has to do at night will not be done: test that a killed job resumes by itself.**
+# **Test that a killed job resumes by itself.**
 
 # %%
 shutil.rmtree(FOLDER)
@@ -579,11 +580,11 @@ shutil.rmtree(FOLDER)
 # ## What to keep
 #
 # - Every rank writes its shard; rank 0 publishes a manifest.
-# - Write beside, sync, rename: whole or not at all.
-# - Boxes of whole tensors: any number of ranks, any strategy loads them.
-# - Save optimizer, schedule, sampler, random numbers of every rank; test for equal bits.
-# - Asynchronous: copy first.
-# - $t = \sqrt{2 \delta M}$.
+# - Write beside, sync, then rename: a save happens completely or not at all.
+# - Boxes of whole tensors can be loaded by any number of ranks and any strategy.
+# - Save optimizer, schedule, sampler and the random numbers of every rank; test for equal bits.
+# - An asynchronous save copies first.
+# - Young's interval is $t = \sqrt{2 \delta M}$.
 #
 # **Read on**
 #

@@ -190,7 +190,7 @@ def test_published_runs_follow_the_split_until_the_bottleneck_changes():
         assert step_s[gpus] == pytest.approx(split.step_s(gpus // 16), rel=off)
     assert step_s[256] > 1.15 * split.step_s(16)
     assert published_scaling()[1].startswith(
-        "Against a fit to 16 and 32 GPUs: +2 % on 128, -19 % on 256"
+        "Throughput against a fit to 16 and 32 GPUs: +2 % on 128, -19 % on 256"
     )
 
 

@@ -89,14 +89,14 @@ INTERVAL = Exercise(
         cases=_cases,
         drawn=_drawn,
         show=_shown,
-        look="Write down, for one failure: the saves before it, what is lost, and a new start.",
+        look="For one failure, write down the saves before it, the lost work, and the restart.",
         success="Right for 4 GPUs and for 16,384.",
     ),
     wrong=(
         Edit(
             _MTBF,
             "mtbf_s = seen_s / failures",
-            Cause("The failures were seen on another number of GPUs: each GPU more can fail, too."),
+            Cause("The failures were seen on another number of GPUs: more GPUs fail more often."),
         ),
         Edit(
             _MTBF,
@@ -116,7 +116,7 @@ INTERVAL = Exercise(
         Edit(
             "interval_s / 2 + restart_s",
             "interval_s + restart_s",
-            Cause("A failure comes at any moment: half an interval is lost on average."),
+            Cause("A failure can come at any moment: half an interval is lost on average."),
         ),
         Edit(
             "(interval_s / 2 + restart_s)",
@@ -136,7 +136,7 @@ INTERVAL = Exercise(
         Edit(
             "interval_s = steps * step_s",
             "interval_s = sqrt(2 * save_s * mtbf_s)",
-            Cause("The overhead is that of the interval you return: of whole steps."),
+            Cause("Compute the overhead of the interval that you return: a whole number of steps."),
         ),
         Edit(
             "sqrt(2 * save_s * mtbf_s) / step_s",
@@ -151,27 +151,25 @@ INTERVAL = Exercise(
         Edit(
             "(interval_s / 2 + restart_s) / mtbf_s",
             "(interval_s / 2 + restart_s) / mtbf_s * (1 + save_s / interval_s)",
-            Cause("Take the sum of the text: failures while saving are left out."),
+            Cause("Use the sum in the exercise: it leaves out failures during saves."),
         ),
         Own(
             _dalys_cost,
-            Cause("That is Daly's cost, as in the library: take the simpler sum of the text."),
+            Cause("That is Daly's formula, as in the library: use the sum in the exercise."),
         ),
         Own(
             _in_percent,
-            Cause("The overhead is a share, such as 0.07, not in percent."),
+            Cause("The overhead is a fraction, such as 0.07, not a percentage."),
         ),
         Edit(
             "save_s / interval_s + ",
             "",
-            Cause("Saving costs, too: once per interval."),
+            Cause("A save costs time, too, once per interval."),
         ),
         Edit(
             "max(1, round(sqrt(2 * save_s * mtbf_s) / step_s))",
             "max(1, int(sqrt(2 * save_s * mtbf_s) / step_s))",
-            Cause(
-                "Round to the nearest whole number of steps; int() drops what is behind the point."
-            ),
+            Cause("Round to the nearest whole number of steps; int() drops the decimals."),
         ),
     ),
 )

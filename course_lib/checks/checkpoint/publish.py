@@ -11,7 +11,7 @@ from course_lib.checks.checkpoint import publish_mistakes as mistakes
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise, failed
 
-KEPT = "other run/manifest.json"  # a neighbor in the folder that is nobody's business
+KEPT = "other run/manifest.json"  # of another run: the answer has to leave it
 
 IN_PLACE = Cause(
     "Written in place: a cut now leaves neither the old checkpoint nor the new one. Leave what is "
@@ -29,22 +29,23 @@ DATA_NOT_SYNCED = Cause(
     "manifest may be there, and the data not. sync() each file before you publish."
 )
 MANIFEST_NOT_SYNCED = Cause(
-    "The rename reached the disk before the content of the manifest: sync() it, then rename."
+    "The rename reached the disk before the content of the manifest: sync() the manifest, then "
+    "rename it."
 )
 NAMES_NOT_SYNCED = Cause(
-    "The save has returned, but a power cut may undo its rename: sync_names() after it, and before "
-    "you rely on it."
+    "The save has returned, but a power cut may undo its rename: call sync_names() after the "
+    "rename, before you remove anything of the old checkpoint."
 )
 OLD_TOO_EARLY = Cause(
-    "The old checkpoint is given up before the new one is published: publish first, then remove."
+    "The old checkpoint is changed before the new one is published: publish first, then remove."
 )
 OLD_NOT_HIDDEN = Cause(
-    "While the old one is removed it still has its manifest, but not all of its data: remove the "
-    "manifest first, which hides it."
+    "While you remove the old checkpoint, it still has its manifest, but not all of its data: "
+    "remove the manifest first. Without it, the folder does not count as a checkpoint."
 )
-OLD_STAYS = Cause("When the new one is safe, remove every file of the old one.")
+OLD_STAYS = Cause("When the new checkpoint is safe, remove every file of the old one.")
 LEFT = Cause(
-    "A file that does not belong there stays: your temporary one, or what a killed save left."
+    "A file stays that does not belong there: your temporary file, or a file of a killed save."
 )
 TRUSTED = Cause("A file that a killed save left may be cut in the middle: write it again.")
 REMOVED = Cause("You remove a file of your own: remove what a killed save left before you write.")
@@ -52,8 +53,8 @@ ANOTHER_FOLDER = Cause(
     "Every folder with a manifest.json counts as a checkpoint: publish only when all is in `new`."
 )
 NOT_ALL = Cause("Each rank has a file of its own: write all of them, not only that of rank 0.")
-NO_OLD = Cause("The first checkpoint has no older one: old is None then.")
-NOT_OURS = Cause("Remove files of the old checkpoint only.")
+NO_OLD = Cause("At the first save there is no older checkpoint: old is None.")
+NOT_OURS = Cause("Remove only files of the folders `old` and `new`.")
 OTHER_CONTENT = Cause("Write the bytes that you were given.")
 
 

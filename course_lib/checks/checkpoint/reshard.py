@@ -98,7 +98,7 @@ RESHARD = Exercise(
         cases=_cases,
         drawn=_drawn,
         show=_shown,
-        look="Draw both boxes on squared paper: where does their overlap begin and end?",
+        look="Draw both boxes on graph paper: where does their overlap begin and end?",
         success="Right for rows, columns, grids, flat ranges and a scalar.",
         unchanged=Cause("The boxes belong to the caller: leave them as they are."),
     ),
@@ -116,12 +116,12 @@ RESHARD = Exercise(
         Edit(
             "list(in_file)",
             "start",
-            Cause("A file knows nothing of the whole tensor: count from where its box begins."),
+            Cause("Positions in a file count from the beginning of the saved box."),
         ),
         Edit(
             "list(in_rank)",
             "start",
-            Cause("A rank has its box only: count from where the wanted box begins."),
+            Cause("A rank holds only its own box: count from where the wanted box begins."),
         ),
         Edit(
             "list(map(sub, stop, start))",
@@ -131,22 +131,22 @@ RESHARD = Exercise(
         Edit(
             "list(map(sub, stop, start))",
             "sizes",
-            Cause("Whole boxes are read: read the overlap only, a rank has no room for more."),
+            Cause("You read whole boxes: read only the overlap, a rank has no room for more."),
         ),
         Edit(
             "(file, list(in_file), list(in_rank)",
             "(file, list(in_rank), list(in_file)",
-            Cause("From and to are exchanged: first where in the file, then where in the rank."),
+            Cause("Exchange the positions: first the one in the saved box, then in the wanted."),
         ),
         Edit(
             "map(max, offsets",
             "map(min, offsets",
-            Cause("An overlap begins where both have begun: at the later beginning."),
+            Cause("An overlap begins at the later beginning of the two boxes."),
         ),
         Edit(
             "map(min, map(add",
             "map(max, map(add",
-            Cause("An overlap ends where the first of both ends."),
+            Cause("An overlap ends at the earlier end of the two boxes."),
         ),
         Edit(
             "return found",
@@ -156,7 +156,7 @@ RESHARD = Exercise(
         Edit(
             "if all(map(lt, start, stop)):",
             "if start[:1] < stop[:1] or not start:",
-            Cause("Rows alone do not tell: tensor parallelism splits columns. Compare every dim."),
+            Cause("Rows are not enough: tensor parallelism splits columns. Compare every dim."),
         ),
         Edit(
             "all(map(lt, start, stop))",

@@ -24,28 +24,30 @@ MISSING = {
     "schedule": Cause("The schedule of the learning rate starts again: save the scheduler."),
     "epoch": Cause("The order of the samples is drawn from the epoch's number: save the epoch."),
     "position": Cause(
-        "The epoch is restarted: samples that it has used come again, others never. Save the "
-        "sampler's position."
+        "The epoch starts again, and repeats samples that it has already used. Save the sampler's "
+        "position."
     ),
     "PyTorch's random numbers": Cause(
         "Dropout draws other masks than in the run that never stopped: save torch.get_rng_state()."
     ),
     "Python's random numbers": Cause(
-        "The samples are stretched otherwise: Python's random numbers have a state, too, "
-        "random.getstate()."
+        "The samples are stretched by other factors: Python's random numbers have a state, too. "
+        "Save random.getstate()."
     ),
     "step": Cause("The number of steps starts at 0 again: it says when to save and when to stop."),
 }
 OVERWRITTEN = Cause(
-    "What you saved has changed while training went on: state_dict() refers to the tensors that "
-    "the next step overwrites. Copy them, as an asynchronous save must."
+    "The saved state has changed while training went on: state_dict() refers to the tensors that "
+    "the next step overwrites. Copy them, as an asynchronous save has to."
 )
 DISTURBED = Cause("Saving changes the training itself: read the state, and leave it as it is.")
 ELSEWHERE = Cause(
-    "A later save has replaced what this one saved: the state lies outside of what save returned."
+    "A later save has replaced what this one saved: keep all of the state in what save returns."
 )
-NO_STATE = Cause("save has to return the state, which load gets.")
-ORDER = Cause("Something after it in load draws random numbers or steps: restore those last.")
+NO_STATE = Cause("save has to return the state, because load gets what save returned.")
+ORDER = Cause(
+    "After load restores the random numbers, it draws some or takes a step: restore them last."
+)
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,17 @@ class ContinuesBitEqual:
             if seen.no_state:
                 raise failed(f"{seen.text}: save returns None", NO_STATE)
             if seen.disturbed != seen.need:
-                raise failed(f"{seen.text}: the losses after it are others", DISTURBED)
+                raise failed(f"{seen.text}: the losses after the save differ", DISTURBED)
             if seen.differing and not seen.differing_if_copied:
                 raise failed(f"{seen.text}: {seen.differing[0]} of a later step came back",
                              OVERWRITTEN)  # fmt: skip
             if seen.differing:
                 what = ", ".join(seen.differing)
                 raise failed(
-                    f"{seen.text}: after loading, other {what}", MISSING[seen.differing[0]]
+                    f"{seen.text}: after loading, these differ: {what}", MISSING[seen.differing[0]]
                 )
             if seen.replaced:
-                raise failed(f"{seen.text}: after another save, other {seen.replaced[0]}",
+                raise failed(f"{seen.text}: after another save, this differs: {seen.replaced[0]}",
                              ELSEWHERE)  # fmt: skip
             if seen.losses != seen.need:
                 raise failed(f"{seen.text}: all is there, yet the losses differ", ORDER)

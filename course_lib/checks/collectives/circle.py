@@ -36,10 +36,10 @@ from course_lib.checks.expectations import Numbers, OnlyKinds, Traffic, Untouche
 from course_lib.checks.on_ranks import At, Observed, OnRanks
 
 OWN = Cause("That is your own tensor: return what you received.")
-FROM_RIGHT = Cause("That is the right neighbour's: receive from rank - 1.")
-ONE_MESSAGE = Cause("Only the left neighbour's x is needed.")
+FROM_RIGHT = Cause("That is the right neighbor's: receive from rank - 1.")
+ONE_MESSAGE = Cause("Only the left neighbor's x is needed.")
 ONE_ROUND = Cause(
-    "A rank waits for one of its messages before it has started the other, and its neighbours wait "
+    "A rank waits for one of its messages before it has started the other, and its neighbors wait "
     "for that rank. Start both, then wait for both."
 )
 DTYPE = Cause("Receive into a tensor of the dtype of x, as torch.empty_like(x) is.")

@@ -52,13 +52,13 @@ INTO_WHOLE = (
 NOT_WRITTEN = Cause(f"Only your own is there: what came was not written into whole. {INTO_WHOLE}")
 ASSIGNED = Cause(INTO_WHOLE)
 OWN_FIRST = Cause("Yours comes first on every rank: shard i belongs to place i, wherever it is.")
-LAST_STEP = Cause("The right neighbour's shard never came: the last step is missing.")
+LAST_STEP = Cause("The right neighbor's shard never came: the last step is missing.")
 ONE_SHARD = Cause("Send one shard per step, not the whole tensor.")
 TOO_MANY = Cause("After p - 1 steps every shard has been everywhere.")
 NEIGHBORS = Cause(
-    "On a ring, a rank sends to its right neighbour only: send on what came from the left."
+    "On a ring, a rank sends to its right neighbor only: send on what came from the left."
 )
-TO_THE_LEFT = Cause("Send to the right neighbour, and receive from the left one.")
+TO_THE_LEFT = Cause("Send to the right neighbor, and receive from the left one.")
 ONE_ROUND = Cause("In each step, start the send and the receive before you wait: use exchange.")
 VIEW = Cause("A view keeps the whole tensor it was cut from: return a clone.")
 DTYPE = Cause("Make whole with dtype=shard.dtype: without it, torch.zeros makes float32.")
@@ -151,7 +151,7 @@ GATHER = Exercise(
             OnlyKinds(MESSAGES, FROM_MESSAGES),
             waited_for(lambda p: p - 1),
             Demand(lambda at: _to(at, 1) or not _to(at, -1), "sends to the left", TO_THE_LEFT),
-            Demand(lambda at: _to(at, 1), "sends to others than its right neighbour", NEIGHBORS),
+            Demand(lambda at: _to(at, 1), "sends to others than its right neighbor", NEIGHBORS),
             Traffic(TOO_MANY, max_messages=lambda at: at.world_size - 1),
             Traffic(ONE_SHARD, max_bytes=lambda at: _num_bytes(at) * (at.world_size - 1)),
             rounds(lambda p: p - 1, ONE_ROUND),

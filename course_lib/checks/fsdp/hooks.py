@@ -43,10 +43,10 @@ ANEW = Cause("`missing` begins anew with each backward: fill it again when every
 NOT_SENT = Cause("A shard has no gradient: send when `missing` is empty, and set shard.grad.")
 TAIL = Cause(
     "Those are numbers of the padded tail, or of the next parameter: a rank with fewer rows has "
-    "padding between its gradients. unit.unpack(row) cuts it off."
+    "padding between its gradients. unit.unpack(line) cuts it off."
 )
 PARAMETERS = Cause("Those are the parameters: send each param.grad, not its param.")
-GRAD_SHAPE = Cause("A gradient has the shape of its shard: unit.unpack(row) gives them.")
+GRAD_SHAPE = Cause("A gradient has the shape of its shard: unit.unpack(line) gives them.")
 INCOMPLETE = Cause(
     "Send when the last gradient of the unit is there, whichever comes last: those of all "
     "unit.params, packed in the order of unit.params."

@@ -18,7 +18,9 @@ from course_lib.core import Event
 ROWS, ROUNDS = 3, 2  # numbers in a shard; calls of reduce
 SHARD_SIZES = {1: (1,), 4: (2, 1, 4), 6: (2, 3)}
 
-SWAPPED = Cause("Swapped: the ranks of a node shard together, the same places of all nodes copy.")
+SWAPPED = Cause(
+    "Swapped: the ranks of a node shard; the ranks at one position of all nodes replicate."
+)
 MEMBERS = Cause(
     "A shard group is `shard_size` ranks in a row; a replicate group has one rank of each node, "
     "all at the same place."

@@ -35,7 +35,7 @@ NO_PREFETCH = Cause(
 )
 DIRECTION = Cause("Backward runs from the last unit to the first: there the next one is i - 1.")
 AHEAD = Cause("One unit ahead, not more: each that waits costs memory; at most two are whole.")
-BEYOND = Cause("There are units 0 to n - 1: behind the last one comes none, and before unit 0.")
+BEYOND = Cause("There are only units 0 to n - 1: none after the last one, and none before unit 0.")
 NOT_FREED = Cause(
     "Never freed: a unit is freed after its backward, and with reshard_after_forward after its "
     "forward, each of them."

@@ -46,7 +46,7 @@ ONE_CALL = Cause(
 )
 A_VIEW = Cause("A view keeps the whole tensor it was cut from: return a clone.")
 ALIASED = Cause(
-    "Return a new tensor, also on 1 rank: whoever writes into the mean must not change x."
+    "Return a new tensor, also on 1 rank: a later write into the mean must not change x."
 )
 DTYPE = Cause("The mean has the dtype of x: make every tensor like x, for example with x.clone().")
 NOT_WAITED = Cause(

@@ -56,7 +56,7 @@ NOTHING_CAME = Cause(
 )
 WRONG_PARTNER = Cause("A rank has the wrong partner: send to `right`, receive from `left`.")
 FOLLOW = Cause("Follow the arrows: each rank's call needs its partner's call at the same time.")
-TWO_NEIGHBORS = Cause("Every rank has two neighbours, `left` and `right`, also in a world of 3.")
+TWO_NEIGHBORS = Cause("Every rank has two neighbors, `left` and `right`, also in a world of 3.")
 P2P_ONLY = Cause("Use send and recv, or isend and irecv.")
 FROM_ANYONE = Cause(
     "A receive without a source takes whatever comes first. Where the circle differs from call to "
@@ -78,9 +78,9 @@ OVERWRITTEN = Cause("Receive into a tensor of its own: torch.empty_like(x).")
 OWN = Cause("That is its own x: return the tensor that was received into.")
 FROM_RANK = Cause(
     "That is from rank - 1, which stands elsewhere in this circle: use `left` and `right`, and do "
-    "not compute the neighbours from `rank`."
+    "not compute the neighbors from `rank`."
 )
-FROM_THE_RIGHT = Cause("That is the right neighbour's: send to `right`, receive from `left`.")
+FROM_THE_RIGHT = Cause("That is the right neighbor's: send to `right`, receive from `left`.")
 THE_SENDER = Cause(
     "That is a rank: dist.recv returns who sent. Return the tensor it received into."
 )
@@ -329,7 +329,7 @@ RING = Exercise(
             ),
             STILL_THERE,
         ),
-        success="The left neighbour's message on 2, 3 and 4 ranks, one message sent by each.",
+        success="The left neighbor's message on 2, 3 and 4 ranks, one message sent by each.",
     ),
     wrong=(
         Edit(EVEN, "True", ALL_SEND),

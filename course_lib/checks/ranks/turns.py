@@ -30,10 +30,10 @@ CALLS = "", "called again"
 STUCK = Cause("A rank waits for a turn that nobody ends. Every rank has to come to every barrier.")
 SPEAK_ONCE = Cause("Speak once, in your own turn.")
 NOBODY_WAITS = Cause(
-    "Nobody waits: no rank knows how far the others are without a barrier or a message. (Sleeping "
-    "is guessing: on a busy machine the order will be another one.)"
+    "Nobody waits: without a barrier or a message, no rank knows how far the others are. (With "
+    "sleeps alone, the order can change on a busy machine.)"
 )
-TURNED_ROUND = Cause("That is the order turned round: rank 0 goes first.")
+TURNED_ROUND = Cause("That is the reverse order: rank 0 goes first.")
 ONE_BARRIER = Cause(
     "One barrier makes no turns: ranks that speak on the same side of it do not wait for each "
     "other. Each turn has to end with a barrier."
