@@ -55,7 +55,7 @@ def postman():
     }
     alone_s, helped_s = (messages.end_of(events) for events in runs.values())
     sends = {name: [e for e in events if e.kind == "send"] for name, events in runs.items()}
-    return timelines(sends, f"5 MB over 1 MB/s: {helped_s:g} s in place of {alone_s:g} s")
+    return timelines(sends, f"5 MB over 1 MB/s: {helped_s:g} s instead of {alone_s:g} s")
 
 
 def circle():
@@ -77,7 +77,7 @@ def bytes_sent():
         for p in ranks
     ]
     voices = Voices(formula=lambda p: 2 * (p - 1) / p, simulation=played)
-    title = f"{played[-1]:.2f} n on {ranks[-1]} ranks"
+    title = f"On {ranks[-1]} ranks, each rank sends {played[-1]:.2f} n"
     return compare(ranks, voices, title, x_label="ranks p", y_label="bytes sent by a rank, in n")
 
 
@@ -117,7 +117,7 @@ def two_levels():
     }
     flat, levels = (curve.formula for curve in curves.values())
     ratios = sorted(flat(n) / levels(n) for n in sizes)
-    title = f"By formula, two levels are {ratios[0]:.1f} to {ratios[-1]:.1f} times as fast"
+    title = f"Formula: two levels are {ratios[0]:.1f} to {ratios[-1]:.1f} times as fast as a ring"
     return compare(sizes, curves, title, note=f"{NODES}", **TIME_OF_TENSOR)
 
 

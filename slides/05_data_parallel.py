@@ -62,7 +62,7 @@ def uneven():
         "mean of means": Voices(formula=lambda b: 8 / b),
         "weighted by items": Voices(formula=lambda b: 1.0),
     }
-    title = "Mean of means: a lone item beside batches of 8 counts 8 times"
+    title = "Mean of means: a single item beside batches of 8 counts 8 times as much"
     y_label = "weight, relative to the others' items"
     return compare(items, curves, title, x_label="items in the last batch", y_label=y_label)
 

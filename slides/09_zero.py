@@ -31,8 +31,10 @@ def table():
         paper = [sum(one.values()) / 1e9 for one in states]
         curves[f"stage {zero}"] = Voices(formula=paper, published=(RANKS, printed))
     labels = {"x_label": "ranks p", "y_label": "GB on a rank", "log": True}
-    labels |= {"names": {"published": "their own arithmetic"}, "source": TABLE_1_SOURCE}
-    return compare(RANKS, curves, "64 ranks: 31.4, 16.6 or 1.88 GB of 120", **labels)
+    labels |= {"names": {"published": "the paper's arithmetic"}, "source": TABLE_1_SOURCE}
+    return compare(
+        RANKS, curves, "On 64 ranks, stages 1, 2, 3 keep 31.4, 16.6 and 1.88 of 120 GB", **labels
+    )
 
 
 def gpus():
@@ -71,7 +73,7 @@ def stage2():
     """Gradients come and go."""
     ledger, most = owned(ZeRO2, "grads")
     return draw_memory(
-        ledger, f"Stage 2, 4 ranks: never more than {most:.0f} KiB of gradients in the engine"
+        ledger, f"Stage 2 on 4 ranks: at most {most:.0f} KiB of gradients in the engine"
     )
 
 
@@ -92,8 +94,8 @@ def traffic():
         )
         for zero in (1, 2, 3)
     }
-    title = "4 micro-batches: once, 2.5 times, 6 times what DDP sends"
-    labels = {"x_label": "micro-batches in a step", "y_label": "sent, as a multiple of DDP's"}
+    title = "With 4 micro-batches, stages 1, 2, 3 send 1, 2.5 and 6 times DDP's bytes"
+    labels = {"x_label": "micro-batches in a step", "y_label": "bytes sent / bytes that DDP sends"}
     return compare(counts, voices, title, **labels)
 
 

@@ -623,7 +623,7 @@ print(roof_rows())
 #
 # For large $p$, the first two have about $t$ FLOP per byte. On an H100, peak divided by link
 # bandwidth is 2,199 for NVLink and 19,790 for InfiniBand: with fewer tokens per rank, messages take
-# longer than computing.
+# longer than computing at these speeds.
 #
 # **An operation is memory-bound below the ridge point; a method is communication-bound where its
 # FLOP per byte sent are fewer than peak divided by link bandwidth.**

@@ -49,7 +49,7 @@ torch.set_num_threads(1)  # steadier measurements
 # ## 1 The arithmetic of a batch
 #
 # Batches of 4 to 60 million tokens are typical for recent large language models (Tazi et al. 2025).
-# Take a batch of 4 Mi tokens ($4\cdot2^{20}$) in sequences of 4 Ki ($4\cdot2^{10}$). Each of 128
+# Take a batch of $4\cdot2^{20}$ tokens in sequences of $4\cdot2^{10}$ tokens. Each of 128
 # ranks can process 2 sequences at a time. How many micro-batches does a rank run before the
 # optimizer steps?
 
@@ -118,7 +118,7 @@ reveal(guess, w1.grad.item())
 
 # %% [markdown]
 # `backward` **adds** to the gradient that is already there. Accumulation uses this addition. It is
-# also the reason why training loops call `zero_grad` in every step. Compare two ways to train on
+# also the reason why training loops call `zero_grad`. Compare two ways to train on
 # these two items (SGD, learning rate 0.001): one optimizer step after each item, or one after both.
 # Move the slider, and watch $w_1$.
 
@@ -411,11 +411,11 @@ picture = pictures.part_times(parts, times, title)
 show(picture, alt=f"{title}; on H100s up to 2.4 times, where each matrix is split over 4 GPUs")
 
 # %% [markdown]
-# Two costs grow with $m$: every micro-batch launches all operations again, and smaller matrices use
-# the hardware less efficiently. The stars show published H100 runs of a 1.3B model (Tazi et al.
-# 2025). With the whole model on each GPU, one sequence at a time takes 2 % longer than two. With
-# each matrix split over four GPUs, which communicate in every micro-batch (lesson 07), one
-# sequence takes 2.4 times as long as 16.
+# Two costs grow with $m$: every micro-batch launches all operations again, and smaller matrices
+# often use the hardware less efficiently. (On one core, a few parts may still be faster.) The stars
+# show published H100 runs of a 1.3B model (Tazi et al. 2025). With the whole model on each GPU, one
+# sequence at a time takes 2 % longer than two. With each matrix split over four GPUs, which
+# communicate in every micro-batch (lesson 07), one sequence takes 2.4 times as long as 16.
 #
 # So choose a micro-batch that fits into memory and keeps the device busy.
 #
@@ -670,6 +670,6 @@ except ImportError:
 # - McCandlish et al. 2018, *An Empirical Model of Large-Batch Training*: the noise scale in full.
 # - Merrill et al. 2025, *Critical Batch Size Revisited*: why the noise scale may mislead.
 # - Qiu et al. 2025, *Demons in the Detail*: a loss that needs the global batch.
-# - Tazi et al. 2025, *The Ultra-Scale Playbook*: accumulation in large runs, with measurements.
+# - Tazi et al. 2025, *The Ultra-Scale Playbook*: measurements of large runs.
 #
 # Next: lesson `03_recompute` reduces the memory that a single micro-batch needs.

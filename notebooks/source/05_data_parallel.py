@@ -289,7 +289,7 @@ guess_twice = predict("items read twice, 10 items on 4 ranks")
 def indices(n, rank, p, epoch):
     """The items that this rank reads in this epoch, as a list."""
     random = torch.Generator()
-    ### BEGIN SOLUTION: one order for all ranks, dealt out like cards, round and round
+    ### BEGIN SOLUTION: one order for all ranks, given to them in turn, repeated at the end
     order = torch.randperm(n, generator=random.manual_seed(epoch)).tolist()
     each = -(-n // p)
     return [order[i % n] for i in range(rank, each * p, p)]

@@ -21,7 +21,7 @@
 # | $p$ | `p` | ranks; rank $r$ holds stage $r$ |
 # | $m$ | `m` | micro-batches of one batch |
 # | $v$ | `num_model_chunks` | model chunks on each rank |
-# | $F$, $B$ | `forward_s`, `backward_s` | seconds of forward, backward of a micro-batch |
+# | $F$, $B$ | `forward_s`, `backward_s` | seconds of a micro-batch's forward, backward |
 # | $I$, $W$ | `backward_input`, `backward_weight` | halves of a backward (section 10); $B=I+W$ |
 
 # %%

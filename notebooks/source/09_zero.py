@@ -11,8 +11,8 @@
 # - build a sharded optimizer step, sharded gradients, and a layer that owns only a shard;
 # - test that they compute the same numbers as one process.
 #
-# **Prerequisites:** lessons 01 (memory), 04 (collectives) and 06 (DDP, buckets). **Time:** 70
-# minutes of reading, 75 of exercises, with a break after section 5.
+# **Prerequisites:** lessons 01, 04 and 06. **Time:** 70 minutes of reading, 75 of exercises, with a
+# break after section 5.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -77,7 +77,7 @@ show(compare(sizes, curves, title, **axes), alt=f"{title}; stage 3: 0.12 GB of 1
 # Ultra-Scale Playbook's runs of a model of 1.34 billion parameters (Tazi et al. 2025), without ZeRO
 # and with stage 1. A peak also includes activations and buffers. So the line is the measured peak
 # without ZeRO, minus the $12N(1 - 1/p)$ bytes that stage 1 saves by the formula. The measured peaks
-# of stage 1 lie above this line: by less than 0.1 GiB on 256 GPUs, and by up to 1.9 GiB on fewer.
+# of stage 1 lie up to 1.9 GiB above this line.
 
 # %% tags=["picture"]
 from course_lib.zero.pictures import flat_param_shards, stage_1_on_gpus
@@ -86,9 +86,9 @@ figure, alt = stage_1_on_gpus()
 show(figure, alt=alt)
 
 # %% [markdown]
-# Now we measure on our ranks, with a small GPT in bf16: how many bytes do all storages have that a
+# Now we measure on our ranks, with a small GPT in bf16: how many bytes are in the storages that a
 # rank holds after backward? An *engine* is a model with its sharded optimizer, such as the course's
-# `ZeRO1`. You will build its parts below.
+# `ZeRO1`.
 
 # %%
 BATCH = next_tokens(token_batch(0, batch=12, seq=16, vocab=256))
@@ -118,16 +118,15 @@ axes = {"x_label": "ranks p", "y_label": "held by a rank (KiB)"}
 show(compare([*worlds], curves, title, **axes), alt=f"{title}; measured: on the lines")
 
 # %% [markdown]
-# **With Adam in mixed precision, only the optimizer needs 12 of 16 bytes per parameter. It is
-# enough if one rank owns them.**
+# **With Adam in mixed precision, only the optimizer needs 12 of the 16 bytes per parameter. One
+# owner per parameter is enough for these bytes.**
 #
 # ## 2 One flat parameter, equal shards
 #
 # Collectives work best on equal shards, but tensors have different sizes. So we put the tensors
 # side by side in one **flat parameter**, pad it with zeros, and cut it into equal shards. A shard
 # can begin inside a tensor. SGD and Adam update each number independently, so they can work on
-# pieces of tensors. Optimizers that need whole matrices (Shampoo, Muon) have to gather them, or
-# each tensor needs one owner (section 10).
+# pieces of tensors. Optimizers that need whole matrices (Shampoo, Muon) have to gather them.
 
 # %% tags=["picture"]
 
@@ -150,9 +149,6 @@ explore(row_for, "23 numbers in 4 tensors, cut into equal shards for {p} ranks",
 # Which numbers of which tensors does a rank own? `sizes` has the number of elements of each tensor.
 # About 6 lines, 10 minutes.
 #
-# <details><summary>Hint: how long is a shard?</summary>
-# <code>-(-total // p)</code> rounds up.
-# </details>
 # <details><summary>Hint: where do two intervals overlap?</summary>
 # From the larger beginning to the smaller end, if the end is larger.
 # </details>
@@ -197,10 +193,6 @@ check("zero-1", pieces_of)
 # one all-gather per step. A rank keeps its shard, and the shard's gradient and optimizer state, all
 # in the parameters' dtype (no fp32 copy here). About 8 lines, 15 minutes.
 #
-# <details><summary>Hint: nothing changes</summary>
-# <code>param = view</code> only binds a name; <code>param.copy_(view)</code> writes into the
-# parameter.
-# </details>
 # <details><summary>Hint: too many bytes are alive</summary>
 # A slice is a view that keeps the whole buffer alive. Copy it:
 # <code>flat[self.mine].clone()</code>. Copy the slice of the gradients, too.
@@ -259,9 +251,8 @@ check("zero-2", ShardedStep)
 # `on_grad` is called when `param.grad` is complete. If this completes a bucket, reduce-scatter the
 # bucket, and return only when this is done. The calls for different buckets may be mixed, and each
 # rank may see the parameters of a bucket in a different order. Backward may run several times
-# before a step: add up the shards of the means. (The step sets the items of `shards` back to
-# `None`.) Budget: one reduce-scatter per bucket, in the gradients' dtype; afterwards only the
-# shards are alive. About 10 lines, 20 minutes.
+# before a step: add up the shards of the means. Budget: one reduce-scatter per bucket, in the
+# gradients' dtype; afterwards only the shards are alive. About 10 lines, 20 minutes.
 #
 # <details><summary>Hint: gradients are still there</summary>
 # Set <code>param.grad = None</code> for each parameter of the bucket; zeros need as much memory.
@@ -311,7 +302,7 @@ check("zero-3", ShardedGrads)
 # %% [markdown]
 # After backward, $1/p$ of the gradients is left. *During* backward, more is alive: the course's
 # engine fills one bucket while it sends another. The next cell runs our small GPT in fp32 on four
-# ranks, with buckets of 64 KiB; the embedding is larger and has its own bucket. At the peak, which
+# ranks, with buckets of 64 KiB; the embedding is larger and has its own bucket. At the peak, what
 # fraction of stage 1's gradient bytes does stage 2 hold?
 
 # %% tags=["predict"]
@@ -343,8 +334,8 @@ title = f"Stage 2's engine: at most {most[1] / 2**10:.0f} KiB of gradients"
 show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets come and go")
 
 # %% [markdown]
-# Stage 2 holds the shards of the buckets that it has sent, one bucket that fills, and one bucket
-# that is being sent. (The picture does not count gradients that autograd still holds.)
+# Stage 2 holds the shards of the buckets that it has sent, one bucket that is being filled, and one
+# bucket that is being sent.
 #
 # **With stage 2, a whole gradient stays in memory until its bucket has been sent. Smaller buckets
 # need less memory, but more latencies.**
@@ -357,10 +348,10 @@ show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets co
 # ### Exercise 4 (further): a linear layer that owns a shard
 #
 # `whole(shard, layout)` gathers `weight` and `bias`. Write forward and backward; do not change
-# their inputs. Budget: one gather in forward; one gather and one reduce-scatter in backward. Keep
-# only `x` and the shard from forward to backward, and only their gradients after it. Several layers
-# may exist at once. `x` may be transposed in memory, or have no tokens on one rank. About 9 lines,
-# 20 minutes.
+# their inputs. Budget: one gather in forward; one gather and one reduce-scatter in backward. From
+# forward to backward keep only `x` and the shard, and after backward also their gradients. Never
+# keep a whole parameter. Several layers may exist at once. `x` may be transposed in memory, or have
+# no tokens on one rank. About 9 lines, 20 minutes.
 #
 # <details><summary>Hint: never freed</summary>
 # What you save in <code>ctx</code> stays in memory until backward. Save <code>x</code> and
@@ -514,7 +505,7 @@ reveal(guess_one, curves["stage 1"].measurement[0])
 reveal(guess_three, measured[0])
 reveal(guess_four, measured[2])
 title = f"Stage 3 sends {measured[0]:g} times DDP's bytes, {measured[2]:g} times with m = 4"
-axes = {"x_label": "micro-batches in a step", "y_label": "sent, as a multiple of DDP's"}
+axes = {"x_label": "micro-batches in a step", "y_label": "bytes sent / bytes that DDP sends"}
 show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the formula")
 
 # %% [markdown]
@@ -523,8 +514,7 @@ show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the
 # memory, prefer stage 1.
 #
 # **In one dtype, with one micro-batch and no shared parameters, stages 1 and 2 send as many bytes
-# as DDP, and stage 3 sends 1.5 times as many. In stages 2 and 3, every further micro-batch sends
-# more.**
+# as DDP, and stage 3 sends 1.5 times as many.**
 #
 # ## 7 Clip by the whole norm
 #
@@ -533,8 +523,9 @@ show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the
 #
 # ### Exercise 5 (further): one norm for all
 #
-# Scale the shards in place, and return the norm before clipping. If it is at most `max_norm`, or 0,
-# do not change the gradients. Budget: one all-reduce of one number. About 6 lines, 10 minutes.
+# Scale the shards in place, and return the norm before clipping. If this norm is at most
+# `max_norm`, or 0, do not change the gradients. Budget: one all-reduce of one number. About 6
+# lines, 10 minutes.
 #
 # <details><summary>Hint: it hangs</summary>
 # Only the all-reduce tells whether to clip, so every rank has to call it.
@@ -560,17 +551,16 @@ check("zero-5", clip_shards)
 
 # %% [markdown]
 # With its local norm, each rank would scale its shard by a different factor. Nothing fails, but the
-# gradient points in another direction. Our engines have `engine.clip_grad_norm_(max_norm)`.
+# gradient points in another direction.
 #
 # **If parameters are sharded, a sum over all parameters needs every rank.**
 #
 # ## 8 Offload
 #
-# The optimizer state can stay in the host's memory, which is usually larger and cheaper
-# (ZeRO-Offload, Ren et al. 2021). In each step the gradient's shard is copied to the host, the CPU
-# computes the step, and the new parameters are copied back: in bf16, $\frac{2N}{p}$ bytes in each
-# direction. How long do these copies take for 7.5 billion parameters on 4 ranks, each with its own
-# PCIe 3 link (12 GB/s)?
+# The optimizer state can stay in the host's memory (ZeRO-Offload, Ren et al. 2021). In each step
+# the gradient's shard is copied to the host, the CPU computes the step, and the new parameters are
+# copied back: in bf16, $\frac{2N}{p}$ bytes in each direction. How long do these copies take for
+# 7.5 billion parameters on 4 ranks, each with its own PCIe 3 link (12 GB/s)?
 
 # %% tags=["predict"]
 guess_transfer = predict("transfers of one step, over PCIe", unit="s")
@@ -595,8 +585,7 @@ reveal(guess_transfer, PCIE.time_s(there) + PCIE.time_s(back))
 
 # %% [markdown]
 # Our ranks compute on the CPU, so a second buffer stands for the host's memory. The bytes are
-# counted; the seconds are computed from the link's bandwidth. In stage 3 the parameters may stay on
-# the host, too. Then every gather begins with a transfer.
+# counted, and the seconds are computed from the link's bandwidth.
 #
 # **Offload frees GPU memory at the cost of PCIe transfers and a slower optimizer step. Both costs
 # matter less if forward and backward take long.**
@@ -650,7 +639,7 @@ print(f"loss from {first[0]:.4f} to {second[-1]:.4f}, never more than {apart:.0e
 #
 # ## 10 The real thing
 #
-# PyTorch's stage 1 is `ZeroRedundancyOptimizer`, used with DDP. It assigns *whole tensors* to
+# PyTorch's stage 1 is `ZeroRedundancyOptimizer`, for models in DDP. It assigns *whole tensors* to
 # ranks. How much of Adam's state does the fullest of 4 ranks keep, divided by a quarter of all
 # state?
 
@@ -692,9 +681,9 @@ axes = {"x_label": "rank", "y_label": "Adam's moments (KiB)"}
 show(compare(range(4), curves, title, **axes), alt=f"{title}; a quarter would be the line")
 
 # %% [markdown]
-# Pieces divide evenly; whole tensors suit optimizers that need matrices. (Lesson 10 has PyTorch's
-# stage 3, `fully_shard`.) ZeRO's authors published it in DeepSpeed. If DeepSpeed is installed, the
-# next cell runs it. *Alive* are all tensors to which Python still refers after the step.
+# Pieces divide evenly; whole tensors suit optimizers that need matrices.  If DeepSpeed is
+# installed, the next cell runs its ZeRO. *Alive* counts all tensors that still exist in Python
+# after the step.
 
 # %% tags=["measured"]
 from course_lib.frameworks import missing
@@ -709,7 +698,7 @@ for zero in (1, 2, 3):
         print(f"stage {zero}, {name:9}: {words}, {paper:.0f} on paper")
 
 # %% [markdown]
-# Why does DeepSpeed keep more? Its code (version 0.19, `runtime/zero`) shows it:
+# Why does DeepSpeed keep more? Its code (version 0.19, `runtime/zero`) shows the parts:
 #
 # | between steps, fp32 | ours | DeepSpeed adds |
 # |---|---|---|
@@ -718,11 +707,11 @@ for zero in (1, 2, 3):
 #
 # The copy is the *master* that 16-bit training needs (section 1); DeepSpeed makes it for an fp32
 # model, too. Stage 3 keeps its buffers for gradients and for a bucket (here $2^{14}$ numbers;
-# default $5\cdot10^8$) between steps. Buffers that stay avoid memory fragmentation. Stage 3 also
-# keeps small tensors gathered (`stage3_param_persistence_threshold`: below $10^5$ numbers), because
-# gathering them costs latencies and freeing them saves little. All tensors of our model are small.
-# By default, DeepSpeed's stages 1 and 2 all-reduce gradients (`use_multi_rank_bucket_allreduce`),
-# so they send more than in section 6.
+# default $5\cdot10^8$) between steps, which avoids memory fragmentation. Stage 3 also keeps small
+# tensors gathered (`stage3_param_persistence_threshold`: below $10^5$ numbers), because gathering
+# them costs latencies and freeing them saves little. All tensors of our model are small. By
+# default, DeepSpeed's stages 1 and 2 all-reduce gradients (`use_multi_rank_bucket_allreduce`), so
+# they send more than in section 6.
 #
 # **Here the frameworks compute the same losses. They differ in what they keep and send.**
 #
@@ -747,14 +736,11 @@ zero_explorer()
 #
 # - With Adam in mixed precision, DDP keeps 16 bytes per parameter on every rank. Stage 1 shards 12
 #   of them, stage 2 shards 14, and stage 3 all 16.
-# - A flat parameter gives equal shards; pieces of tensors are enough for SGD and Adam.
 # - In one dtype and with one micro-batch, stages 1 and 2 send as many bytes as DDP, and stage 3
 #   sends 1.5 times as many. In stages 2 and 3 every micro-batch communicates.
-# - Memory is freed only when nothing refers to it, not even a view.
 #
 # **Read on**
 #
 # - Rajbhandari et al. 2020, *ZeRO*: the stages (section 5) and what they send (section 7).
 # - Ren et al. 2021, *ZeRO-Offload*: which part of a step runs on the CPU.
 # - Xu et al. 2020, *Automatic Cross-Replica Sharding of Weight Update*: stage 1 in a compiler.
-# - Tazi et al. 2025, *The Ultra-Scale Playbook*: ZeRO measured on H100 GPUs.

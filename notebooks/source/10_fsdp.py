@@ -719,6 +719,17 @@ axes = {"x_label": "step", "y_label": "loss", "names": names}
 show(compare(range(60), curves, title, **axes), alt=f"{title}; the dots lie on the lines")
 
 # %% [markdown]
+# And on many GPUs? In three series of published FSDP runs, a GPU has the same number of tokens per
+# step in every run. In the fourth series, plain data parallelism divides 256 sequences of 4,096
+# tokens among its GPUs.
+
+# %% tags=["picture"]
+show(*pictures.fsdp_at_scale())
+
+# %% [markdown]
+# The fourth series loses most. One reason: fewer tokens per GPU mean less computation beside the
+# same messages.
+#
 # On your GPUs, this command trains that GPT-2. Compare it with `--ranks 1`:
 #
 # `python -m course_lib.train --ranks 2 --strategy fsdp --model gpt2-char --data shakespeare`

@@ -100,7 +100,7 @@ show(figure, alt=alt)
 # |---|---|---|---|---|
 # | ZeRO-1, 2, 3 (lessons 09, 10) | ZeRO-3 | ZeRO-2, 3 | ZeRO-1, 2, 3 | no |
 # | TP with sequence parallelism (07) | yes | yes | yes | yes |
-# | PP with 1F1B, its first stage (08) | yes | yes | yes | no: up to pp micro-batches |
+# | PP with 1F1B, first pipeline stage (08) | yes | yes | yes | no: up to pp micro-batches |
 # | recomputation (03) | no | no | no | yes |
 #
 # ### Exercise 1 (core): the memory of a plan

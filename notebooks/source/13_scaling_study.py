@@ -1,8 +1,7 @@
 # %% [markdown]
 # # 13 Scaling study: what did splitting gain?
 #
-# **How much faster does splitting make a training, and which measured numbers can you trust?** You
-# run a small study, read a recorded one, and plan a large one.
+# **How much faster does splitting make a training, and which measured numbers can you trust?**
 #
 # *After this lesson you can*
 #
@@ -49,10 +48,10 @@ from course_lib.scaling_study.run_local import run_all
 # %% [markdown]
 # ## 1 What a run leaves
 #
-# A study is a list of runs; each has a model, a strategy and a number of ranks. Runs that are
-# compared have the *same* global batch, divided among the copies of the model. The smallest part of
-# the laptop study is one run on one rank and one run on two ranks, which communicate once per step.
-# What is the throughput of two ranks, divided by that of one?
+# A study is a list of runs; each has a model, a strategy and a number of ranks. Compare runs with
+# the *same* global batch, divided among the copies of the model. The smallest part of the laptop
+# study is one run on one rank and one run on two ranks, which communicate once per step. What is
+# the throughput of two ranks, divided by that of one?
 
 # %% tags=["predict"]
 folder = Path(tempfile.mkdtemp()) / "study-laptop"
@@ -105,8 +104,8 @@ print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {wit
 #
 # - `time_s`: add up each rank's step times, and take the largest sum.
 # - `num_tokens`: count the tokens of each copy of the model once. A copy has `tp * pp` consecutive
-#   ranks, tp innermost. Take its tokens from the last *stage*, which has `tp` ranks: the largest
-#   number of them, as some may report 0.
+#   ranks, tp innermost. Take the largest number in its last *stage*, as some of its `tp` ranks may
+#   report 0.
 # - `mean_bytes`, `sum_bytes`: compute the mean of each rank's `memory_bytes`; return the mean and
 #   the sum of these means.
 # - `peak_bytes`: the largest peak of any rank.
@@ -118,9 +117,6 @@ print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {wit
 # <details><summary>Hint: your tokens are right for DP, but too many for TP</summary>
 # One copy has <code>tp * pp</code> ranks. For each copy, take the largest of its last
 # <code>tp</code> numbers; then sum over copies.
-# </details>
-# <details><summary>Hint: the mean differs in the third digit</summary>
-# Leave the warm-up out of the bytes, too.
 # </details>
 
 
@@ -153,8 +149,8 @@ check("scaling_study-1", experiment_of)
 #
 # ## 2 Compared with one rank
 #
-# Compare each way to split with one rank and the *same batch*. If a step takes as long on two ranks
-# as on one, the efficiency is 50 %.
+# Compare with one rank and the *same batch*: if a step takes as long on two ranks as on one, the
+# efficiency is 50 %.
 #
 # ### Exercise 2 (core): how far does it scale?
 #
@@ -168,9 +164,6 @@ check("scaling_study-1", experiment_of)
 # number of ranks whose efficiency, by this formula, is at least `percent` (`math.inf` where the
 # fixed part is 0 or less). About 8 lines, 15 minutes.
 #
-# <details><summary>Hint: two equations</summary>
-# <code>T_1 = fixed + shared</code>, <code>T_p = fixed + shared / p</code>. Subtract them.
-# </details>
 # <details><summary>Hint: the most ranks</summary>
 # <code>T_1 / (p T_p)</code> is at least the limit; <code>p T_p</code> is linear in p.
 # </details>
@@ -220,8 +213,7 @@ show(figure, alt=alt)
 # %% [markdown]
 # These two runs predict the throughput on 64 and 128 GPUs within 2 %. On 256 GPUs, each GPU has
 # only one sequence. Most likely, its backward pass is too short to hide the all-reduce, so the
-# fixed part has grown. A fit holds only while the bottleneck stays the same. (The micro-batches
-# have two sequences on 8 and 128 GPUs, otherwise one.)
+# fixed part has grown. A fit holds only while the bottleneck stays the same.
 #
 # **An efficiency needs a baseline with the same model, batch and accumulation.**
 #
@@ -311,14 +303,13 @@ figure, alt = pictures.efficiency(small, small_name)
 show(figure, alt=alt)
 
 # %% [markdown]
-# Black bars are measured (for `pp` with $m = 8$ on 2 ranks: 55 %). White bars are predicted (64 %)
-# from the number of cores, the speed of one rank and the link (lesson 04). *1 MiB* is a bucket's
-# size (06), *m* the number of micro-batches (08).
+# Black bars are measured. White bars are predicted from the number of cores, the speed of one rank
+# and the link (lesson 04). *1 MiB* is a bucket's size (06), *m* the number of micro-batches (08).
 #
-# - *Special here*: gloo, the communication library, uses the cores that compute. So our cost model
-#   overlaps no bucket, and its messages take 1.7 times as long as on an idle machine. The model
-#   also adds 4 ms of Python time per layer and micro-batch. Both numbers are fitted to these runs;
-#   the predicted steps are within 30 % of the measured ones.
+# - *Special here*: gloo uses the cores that compute. So our cost model overlaps no bucket, and its
+#   messages take 1.7 times as long as on an idle machine. The model also adds 4 ms of Python time
+#   per layer and micro-batch. Both numbers are fitted to these runs; the predicted steps are within
+#   30 % of the measured ones.
 # - *TP on two ranks* differs most from its prediction, perhaps because its short messages wait for
 #   late ranks.
 # - *Four ranks* share two cores, so their bars are not a comparison of the methods.
@@ -339,10 +330,10 @@ figure, alt = pictures.overhead(zero, zero_name)
 show(figure, alt=alt)
 
 # %% [markdown]
-# Stage 1 communicates once per step, stage 2 after each micro-batch, stage 3 also for every module
-# of each micro-batch. So stages 2 and 3 send more bytes, and stage 3 sends many more messages, each
-# of which costs the link's *latency*. The picture compares the memory of a rank's parameters,
-# gradients and optimizer state with the formula.
+# Stage 1 communicates once per step, stage 2 in each micro-batch, and stage 3 for every module in
+# each micro-batch. So stages 2 and 3 send more bytes and more messages, each of which costs the
+# link's *latency*. The picture compares the memory of a rank's parameters, gradients and optimizer
+# state with the formula.
 
 # %% tags=["picture"]
 figure, alt = pictures.states(zero, zero_name)
@@ -396,13 +387,13 @@ def digits(losses):  # how many of them agree with one process; float32 has abou
 
 agree = {"ddp": Voices(measurement=digits(two.losses)), "wrong": Voices(measurement=digits(wrong))}
 least, most = min(digits(two.losses)), max(digits(wrong))
-title = f"Digits as with one process: DDP at least {least:.1f}, wrong run at most {most:.1f}"
-axes = {"x_label": "step", "y_label": "digits of the loss that agree"}
+title = f"Digits of the loss that agree: DDP {least:.1f} or more, the wrong run {most:.1f} or less"
+axes = {"x_label": "step", "y_label": "digits that agree with one process"}
 show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far apart from step 1")
 
 # %% [markdown]
-# A wrong run's curve can fall, too. So count how many digits agree with one process (in the
-# picture, 8 means no difference). Leave out a run that fails this test.
+# A wrong run's curve can fall, too. So count how many digits agree with the run on one process;
+# fp32 has about 7 (in the picture, 8 means no difference). Leave out a run that fails this test.
 #
 # **Compare the losses first, then the bytes, then the speed. Put a prediction beside each
 # measurement.**
@@ -418,8 +409,8 @@ show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far
 #
 # First the cell prints what the PCIe study measured on two GPUs. On four GPUs, over several PCIe
 # bridges, all its efficiencies fell strongly; ZeRO's stayed highest, at about 60 %. Small models
-# gained nothing, pipelines were poor, and ZeRO-2 was slower than ZeRO-1 and 3. Move the sliders
-# (the efficiency in the title is predicted). What can formulas predict, and what not?
+# gained nothing, pipelines were poor, and ZeRO-2 was slower than ZeRO-1 and 3. Move the sliders.
+# What can formulas predict, and what not?
 
 # %% tags=["picture"]
 from course_lib.scaling_study.explorer import study_explorer
@@ -437,10 +428,10 @@ study_explorer()
 # the formulas favor pipelines, above all those of small models, because they ignore the time to
 # launch kernels. And they count all of ZeRO's messages as exposed.
 #
-# On a real machine, links form a *matrix* (`nvidia-smi topo -m`). The picture shows your machine's
-# matrix if it has several GPUs, otherwise an invented example. PIX means at most one PCIe bridge,
-# PXB several bridges, SYS the link between CPU sockets (NUMA nodes). On which pair of the example
-# would you run TP = 2?
+# A machine's links form a *matrix* (`nvidia-smi topo -m`). The picture shows your machine's matrix
+# if it has several GPUs, otherwise an invented example. PIX means at most one PCIe bridge, PXB
+# several bridges, SYS the link between CPU sockets (NUMA nodes). On which pair of the example would
+# you run TP = 2?
 
 # %% tags=["predict"]
 for number, row in enumerate(lab.EXAMPLE_LINKS):
@@ -467,10 +458,10 @@ show(links(matrix, title), alt=f"{title}; rows: {' | '.join(' '.join(row) for ro
 #
 # However you split a given batch, the training stays the same (up to rounding). If each copy gets a
 # batch of its *own*, the global batch grows. The gradient is less noisy, but the training is
-# *different*. A shorter learning-rate warm-up may be enough then (this is not the warm-up that a
-# measurement leaves out). In a recorded experiment, the learning rate warms up for 100 of 150 steps
-# on one process, but for 4 steps on four copies with their own batches. By what factor do the four
-# copies need fewer steps to the same loss?
+# *different*. A shorter learning-rate warm-up may be enough then (not the warm-up of section 1). In
+# a recorded experiment, the learning rate warms up for 100 of 150 steps on one process, but for 4
+# steps on four copies with their own batches. By what factor do the four copies need fewer steps to
+# the same loss?
 
 # %% tags=["predict"]
 guess_fewer = predict("steps to the same loss: of one process / of four copies")
@@ -613,22 +604,21 @@ def asked_for(script):
 check("scaling_study-5", asked_for)
 
 # %% [markdown]
-# `course lint-job FILE` finds such mistakes in your script.
-#
-# **Slurm says nothing about a directive that it did not read. Let a program check your script.**
+# **Slurm says nothing about a directive that it did not read. Let a program check your script, such
+# as `course lint-job FILE`.**
 #
 # ## 9 Your own study
 #
 # On your machine, or from a cluster's login node:
 #
 # ```sh
-# course study run laptop                       # what is done already is left out
+# course study run laptop                       # skips runs that are done
 # course report runs/study-laptop --html report.html
 #
-# course cluster init                           # once: a few questions about your cluster
-# course study plan cluster --profile site      # what it runs, and what it costs
-# course study run cluster --profile site       # submits job arrays; run again: only what failed
-# course status                                 # how far they are
+# course cluster init                           # once: describes your cluster
+# course study plan cluster --profile site      # its runs and their cost
+# course study run cluster --profile site       # submits job arrays; again: only failed runs
+# course status                                 # their progress
 # course report runs/study-cluster
 # ```
 #
@@ -651,8 +641,8 @@ for note in notes(mine):
 # %% [markdown]
 # ## What to keep
 #
-# - Time: the slowest rank's. Tokens: each copy once. Memory: the fullest rank's.
-# - Leave out the warm-up, count optimizer steps, synchronize before you read the clock.
+# - Take the slowest rank's time, each copy's tokens once, and the fullest rank's peak memory.
+# - Leave out the warm-up, count optimizer steps, and synchronize before you read the clock.
 # - Efficiency needs a baseline with the same batch. Two runs show how far it scales, while the
 #   bottleneck stays the same.
 # - First compare the losses: a wrong run can be fast.
@@ -664,5 +654,4 @@ for note in notes(mine):
 # - Kaplan et al. 2020, *Scaling laws*, section 2.1: $6ND$; Hoffmann et al. 2022, *Training
 #   Compute-Optimal Large Language Models*: the same, with embeddings.
 # - McCandlish et al. 2018, *Large-batch training*: when a larger batch saves steps.
-# - Tazi et al. 2025, *The Ultra-Scale Playbook*: thousands of runs on up to 512 H100 GPUs.
 # - Hoefler and Belli 2015, *Scientific benchmarking*: twelve rules for reporting.

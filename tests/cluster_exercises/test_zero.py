@@ -236,9 +236,9 @@ def test_a_flat_row_needs_its_names():
 @pytest.mark.parametrize(
     ("recipe", "p", "says"),
     [
-        ("bf16", 1, "on 1 rank fit into the h100 at no stage"),
-        ("bf16", 2, "on 2 ranks fit into the h100 with stage 1"),
-        ("fp32", 2, "on 2 ranks fit into the h100 with stage 2"),
+        ("bf16", 1, "on 1 rank fit into an H100 at no stage"),
+        ("bf16", 2, "on 2 ranks fit into an H100 with stage 1"),
+        ("fp32", 2, "on 2 ranks fit into an H100 with stage 2"),
     ],
 )
 def test_the_explorer_names_the_lowest_stage_that_fits(recipe, p, says):

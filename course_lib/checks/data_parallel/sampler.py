@@ -38,12 +38,12 @@ WAITS = Cause(
     "Ranks with more steps than others hang in their last all-reduce: fill up with items from the "
     "start of the order, again and again if they are few."
 )
-DROPPED = Cause("The tail is dropped: fill up. And deal out to p ranks, whatever p is.")
+DROPPED = Cause("The tail is dropped: fill up. And share the items among p ranks, whatever p is.")
 TOO_MANY = Cause(
     "Only your own part: n / p items, rounded up. (n // p + 1 is one too many where p divides n.)"
 )
 OTHER_ORDERS = Cause(
-    "All ranks have to deal out the same order: shuffle from the same seed on each of them, and "
+    "All ranks have to share one order: shuffle from the same seed on each of them, and "
     "not from one that a rank has of its own, as torch.initial_seed()."
 )
 BY_LUCK = Cause(
@@ -67,8 +67,8 @@ IN_WINDOWS = Cause(
     "at once."
 )
 OTHER_FILL = Cause(
-    "Others than the first items of the order are read twice. Fill up the common order, then deal "
-    "it out."
+    "Others than the first items of the order are read twice. Fill up the common order, then "
+    "share it among the ranks."
 )
 GLOBAL_STATE = Cause(
     "Dropout and weights drawn after it differ, and are alike where they should not be. Draw from "
@@ -77,8 +77,8 @@ GLOBAL_STATE = Cause(
 NOT_SHUFFLED = Cause("Shuffle all items, in every epoch, also in epoch 0.")
 SAME_EPOCH = Cause("The epoch has to change the seed, every time: that is what set_epoch is for.")
 OWN_PART = Cause(
-    "What meets in a rank's part stays together in every epoch. Shuffle all items, then deal them "
-    "out, and not the other way round."
+    "What meets in a rank's part stays together in every epoch. First shuffle all items, then "
+    "share them among the ranks."
 )
 
 TENSORS = "a list of tensors"
