@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from course_lib.core import Link
-from course_lib.display import Voices, compare, timeline, waiting
+from course_lib.display import timeline, waiting
+from course_lib.display.pictures import late_all_reduce, message_times, order_of_ranks
 from course_lib.ranks import RankError, Ranks, span
 
 WIRE = Link(name="slow wire", latency_s=0.02, bytes_per_s=50e6)
@@ -87,11 +88,9 @@ def message():
         times_s = []
         for mb in sizes_mb:
             pair.run(send_one, mb * 1_000_000)
-            times_s.append(pair.events[0].duration_s)
-    voices = Voices(formula=lambda mb: WIRE.time_s(mb * 1e6), measurement=times_s)
-    title = f"4 MB take {times_s[-1]:.3f} s"
-    labels = {"x_label": "message (MB)", "y_label": "time (s)"}
-    return compare(sizes_mb, voices, title, **labels, note=f"emulated {WIRE}")
+            times_s.append([pair.events[0].duration_s])
+    formula_s = [WIRE.time_s(mb * 1e6) for mb in sizes_mb]
+    return message_times(WIRE, sizes_mb, formula_s, times_s)[0]
 
 
 def pictures():
@@ -102,9 +101,9 @@ def pictures():
             ranks.run(fn)
             runs[fn] = ranks.events
         return {
-            "speak": timeline(runs[speak], f"Rank {runs[speak][0].rank} prints first"),
+            "speak": order_of_ranks(runs[speak])[0],
             "barrier": timeline(runs[late_barrier], "A rank that reaches the barrier early waits"),
-            "late": timeline(runs[late_sum], "No all-reduce ends before the last rank calls it"),
+            "late": late_all_reduce(runs[late_sum])[0],
             "circle": waiting(waits_of(ranks, send_first), 4),
             "alone": waiting(waits_of(ranks, only_rank_0), 4),
             "message": message(),

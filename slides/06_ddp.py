@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 from course_lib.core import MODELS, Link
 from course_lib.ddp import cost
-from course_lib.display import Voices, compare, timelines, waiting
+from course_lib.ddp import pictures as lesson_pictures
+from course_lib.display import timelines, waiting
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 
 WIRE = Link(name="Ethernet", latency_s=2e-3, bytes_per_s=80e6)
@@ -34,19 +35,12 @@ def ready():
     """The order in which the gradients of a small GPT become ready."""
     gpt, order = GPT(MODELS["tiny"]), []
     inputs, targets = next_tokens(token_batch(0, batch=4, seq=16, vocab=256))
-    params = list(gpt.parameters())
-    for place, param in enumerate(params):
-        param.register_post_accumulate_grad_hook(lambda _, place=place: order.append(place))
+    names = {param: name for name, param in gpt.named_parameters()}
+    for param in names:
+        param.register_post_accumulate_grad_hook(lambda param: order.append(names[param]))
     token_loss(gpt(inputs), targets).backward()
-    last = len(params) - 1
-    voices = Voices(
-        formula=lambda place: last - place,
-        measurement=[order.index(place) for place in range(len(params))],
-    )
-    labels = {"x_label": "place in parameters()", "y_label": "place in ready order"}
-    names = {"formula": "reverse parameters()", "measurement": "order of the hooks"}
-    title = f"{len(params)} gradients are ready in about the reverse order of parameters()"
-    return compare(range(len(params)), voices, title, names=names, **labels)
+    figure, _alt = lesson_pictures.ready_order([*names.values()], order)
+    return figure
 
 
 def rank_0(num_buckets, **more):
@@ -78,21 +72,7 @@ def ends():
 
 def sizes():
     """Time of a step over the number of buckets on two links: formula and simulation."""
-    curves = {
-        name: Voices(
-            formula=lambda k, link=link: 1e3 * cost.equal_buckets_s(COST, k, 2, link),
-            simulation=[1e3 * cost.step_s(COST, N // k, 2, link) for k in NUMBERS],
-        )
-        for name, link in LINKS.items()
-    }
-    best = {
-        name: N // cost.best_bucket_bytes(COST, 2, link, [N // k for k in NUMBERS])
-        for name, link in LINKS.items()
-    }
-    title = "Predicted best: {80 MB/s} buckets at 80 MB/s, {20 MB/s} at 20 MB/s".format(**best)
-    labels = {"x_label": "buckets k", "y_label": "step (ms)"}
-    figure = compare(NUMBERS, curves, title, note="2 ranks, 2 ms latency", log_x=True, **labels)
-    figure.axes[0].set_ylim(bottom=100)  # the time of computing alone; a sweep shows its minimum
+    figure, _alt = lesson_pictures.sweep(COST, LINKS, NUMBERS)
     return figure
 
 

@@ -53,9 +53,7 @@ def bill():
 
 def fitting():
     """The bills of the ways that fit."""
-    steps = {name: predicted(name) for name in WAYS if predicted(name).fits}
-    times = steps["TP 8"].step_s / steps["FSDP"].step_s
-    return lesson.bills(steps, f"TP 8 takes {times:.1f} times as long as FSDP")[0]
+    return lesson.bills_that_fit({name: predicted(name) for name in WAYS})[0]
 
 
 def front():
@@ -67,8 +65,8 @@ def forgot():
     """What a planner chooses that forgets the bubble."""
     steps = searched(32).steps
     blind = min(steps, key=lambda step: step.step_s - step.bubble_s)
-    title = f"The bubble is forgotten: {blind.step_s:.1f} s per step, not {steps[0].step_s:.1f} s"
-    return lesson.bills({"counts everything": steps[0], "forgets the bubble": blind}, title)[0]
+    chosen = {"counts everything": steps[0], "forgets the bubble": blind}
+    return lesson.bills_of_choices(chosen, forgot="bubble")[0]
 
 
 def published():

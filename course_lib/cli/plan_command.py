@@ -238,13 +238,13 @@ def _print_bill(step: "PredictedStep") -> None:
     print(f"{step.model.name} on {where}: {step.plan}; {step.plan.pipeline_words}")
     print(
         f"{step.step_s:.2f} s per step, {step.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
-        f"MFU {step.mfu:.0%}"
+        f"MFU {100 * step.mfu:.0f} %"
     )
     bill = plain_table("seconds", "share", "of what")
     for name, seconds in step.shown_seconds.items():
-        bill.add_row(f"{seconds:.3f}", f"{seconds / step.step_s:.1%}", CAUSES[name])
+        bill.add_row(f"{seconds:.3f}", f"{100 * seconds / step.step_s:.1f} %", CAUSES[name])
     bill.add_row(f"{step.step_s:.3f}", "100 %", f"a step: {step.bound}")
-    bill.add_row(f"{step.peak_s:.3f}", f"{step.mfu:.1%}", AT_PEAK)
+    bill.add_row(f"{step.peak_s:.3f}", f"{100 * step.mfu:.1f} %", AT_PEAK)
     memory = plain_table("memory", "of what, on the fullest rank")
     for kind, num_bytes in step.memory.items():
         if num_bytes:

@@ -38,7 +38,7 @@ def waiting(waits: Iterable[Waiting], world_size: int, title: str = "") -> Figur
     by_rank = {wait.rank: wait for wait in waits}
     edges = {rank: wait.waits_for for rank, wait in by_rank.items()}
     cycle = shortest_cycle(edges)
-    note = "grey: finished, or still computing" if len(by_rank) < world_size else ""
+    note = "gray: finished, or still computing" if len(by_rank) < world_size else ""
     figure, (axes,) = page(
         title or _finding(edges, cycle),
         [3.5],
@@ -72,12 +72,12 @@ def _finding(edges: Mapping[int, Sequence[int]], cycle: Sequence[int]) -> str:
     verb, not_waiting = "wait" if len(waiters) > 1 else "waits", "which does not wait for anyone"
     if len(missing) > 1:
         not_waiting = "which do not wait for anyone"
-    who = _names(waiters)
-    return f"{who[0].upper()}{who[1:]} {verb} for {_names(missing)}, {not_waiting}"
+    who = names_of(waiters)
+    return f"{who[0].upper()}{who[1:]} {verb} for {names_of(missing)}, {not_waiting}"
 
 
-def _names(ranks: Sequence[int]) -> str:
-    """`[1, 2, 3] -> 'ranks 1, 2 and 3'`."""
+def names_of(ranks: Sequence[int]) -> str:
+    """Return the ranks in words: `[1, 2, 3] -> 'ranks 1, 2 and 3'`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

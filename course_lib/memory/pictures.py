@@ -1,21 +1,30 @@
-"""Pictures of lesson 01: rooflines, and published runs. Each returns a figure and its alt text.
+"""Pictures of lesson 01, of which each returns a figure and its alt text.
+
+Model states by recipe, saved bytes by sequence, memory over steps, ways to make a model fit,
+published runs, rooflines.
 
 Notebook 01_memory.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
 
 from matplotlib.figure import Figure
 
+from course_lib.core.recipes import BF16, RECIPES
+from course_lib.core.records import Ledger
 from course_lib.core.specs import ModelSpec
+from course_lib.core.units import MIB, format_bytes
 from course_lib.cost.flops import mfu, six_n_d, train_step_flop
 from course_lib.cost.hardware import find_device
 from course_lib.cost.params import count_params
 from course_lib.cost.published import rows
 from course_lib.cost.roofline import Roof, add_intensity, matmul_intensity, roof_of
-from course_lib.display import Voices, compare
+from course_lib.display import Voices, compare, memory
 from course_lib.memory import lab
+from course_lib.memory.calculator import read_setup
+from course_lib.memory.formulas import model_states
 
 GPUS = ("a100-80", "h100", "h200", "b200")
 
@@ -29,6 +38,73 @@ MPT_7B = ModelSpec(
     vocab=50368,
     max_seq=2048,
 )
+
+WAYS_TO_FIT = {
+    "as it is": "--model llama-8b",
+    "full recompute": "--model llama-8b --recompute full",
+    "8 ranks, ZeRO-1": "--model llama-8b --dp 8 --zero 1",
+    "8 ranks, ZeRO-3": "--model llama-8b --dp 8 --zero 3",
+    "8 ranks, tensor and\nsequence parallel": "--model llama-8b --tp 8 --sequence-parallel",
+}
+
+
+def states_by_recipe(num_params: int, gpu: str = "h100") -> tuple[Figure, str]:
+    """Draw the model states of that many parameters under each recipe, beside a GPU's memory."""
+    limit_bytes = find_device(gpu).memory_bytes
+    bars = {name: Ledger() for name in RECIPES}
+    for name, bar in bars.items():
+        bar.add(0.0, **model_states(num_params, name))
+    fit = [name for name, bar in bars.items() if bar.peak_bytes() <= limit_bytes]
+    who = f"only {fit[0]} puts" if len(fit) == 1 else f"{len(fit)} of {len(bars)} put"
+    title = (
+        f"Of these recipes, {who} the states of {num_params / 1e9:.0f}B parameters "
+        f"on one {format_bytes(limit_bytes)} GPU"
+    )
+    usual = format_bytes(bars[BF16.name].peak_bytes())
+    return memory(bars, title, limit_bytes=limit_bytes), f"{title}: the usual one takes {usual}"
+
+
+def saved_by_sequence(
+    seqs: Sequence[int], saved: Mapping[str, Mapping[str, Sequence[int]]]
+) -> tuple[Figure, str]:
+    """Draw the bytes that autograd saves, "written out" and with "flash", against the sequence.
+
+    saved   bytes at each length, by way, then by "formula", "measurement" and maybe "simulation"
+    """
+    off = max(
+        abs(one - other)
+        for way in saved.values()
+        for one, other in zip(way["formula"], way["measurement"], strict=True)
+    )
+    title = f"Formula and autograd differ by {off:,} bytes; with flash, bytes are linear"
+    curves = {
+        name: Voices(**{voice: [size / MIB for size in sizes] for voice, sizes in way.items()})  # type: ignore[arg-type]
+        for name, way in saved.items()
+    }
+    figure = compare(seqs, curves, title, x_label="tokens in a sequence", y_label="saved (MiB)")
+    most = ", ".join(f"{name} {format_bytes(way['formula'][-1])}" for name, way in saved.items())
+    return figure, f"{title}; at {seqs[-1]} tokens: {most}"
+
+
+def first_steps(ledger: Ledger) -> tuple[Figure, str]:
+    """Draw the memory of a model's first steps, as it was measured."""
+    title = "Adam's moments appear at the end of step 1 and stay: step 2 is the first full one"
+    return memory(ledger, title), f"{title}; the peak is {format_bytes(ledger.peak_bytes())}"
+
+
+def graphs_kept(ledger: Ledger, num_losses: int) -> tuple[Figure, str]:
+    """Draw the memory of forward passes whose losses stay in a list."""
+    title = f"{num_losses} losses in a list keep {num_losses} graphs alive"
+    return memory(ledger, title), f"{title}: {format_bytes(ledger.peak_bytes())} at the end"
+
+
+def ways_to_fit(gpu: str = "h100") -> tuple[Figure, str]:
+    """Draw one model's peak on its fullest rank in the setups of WAYS_TO_FIT."""
+    ledgers = {name: read_setup(line).fullest for name, line in WAYS_TO_FIT.items()}
+    title = "With the usual recipe, recomputing is not enough for 8B on 80 GiB: shard the states"
+    figure = memory(ledgers, title, limit_bytes=find_device(gpu).memory_bytes)
+    peak = format_bytes(ledgers["8 ranks, ZeRO-3"].peak_bytes())
+    return figure, f"{title}; ZeRO-3 on 8 ranks takes {peak}"
 
 
 def mpt_runs() -> list[tuple[int, float, float]]:

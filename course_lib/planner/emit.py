@@ -136,7 +136,7 @@ def _note(
     yield f"{step.plan}; {_way(step.plan)}; {step.plan.seq} tokens a sequence.\n"
     yield (
         f"Predicted: {format_seconds(step.step_s)} per step, "
-        f"{step.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {step.mfu:.0%}, "
+        f"{step.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {100 * step.mfu:.0f} %, "
         f"{format_bytes(step.memory_bytes)} on the fullest rank. {step.bound}\n"
     )
     yield "| seconds | of a step |\n|---|---|"

@@ -134,7 +134,8 @@ def _elsewhere(step: PredictedStep, name: str) -> str:
     of = "FSDP" if zero == 3 else f"ZeRO-{zero}"
     return (
         f"The time of {name} is {bias} for {of}: with the constants of {other.title} it takes "
-        f"{other_s:.2f} s instead of {step.step_s:.2f} s ({other_s / step.step_s - 1:+.1%})."
+        f"{other_s:.2f} s instead of {step.step_s:.2f} s "
+        f"({100 * (other_s / step.step_s - 1):+.1f} %)."
     )
 
 
@@ -154,14 +155,13 @@ def trust_note(steps: Sequence[PredictedStep]) -> str:
         )
     beyond = f"; {measured.beyond}" if measured.beyond else ""
     said = (
-        f"Measured: the median error of the predicted step is {measured.error:.1%} on "
+        f"Measured: the median error of the predicted step is {100 * measured.error:.1f} % on "
         f"{measured.count} runs ({measured.runs}{beyond}; docs/planner.md). Constants were fitted "
         "on some of them: expect more elsewhere."
     )
     if len(steps) == 1:
-        return (
-            f"{said} Here {measured.error:.1%} is {format_seconds(measured.error * first.step_s)}."
-        )
+        error_s = format_seconds(measured.error * first.step_s)
+        return f"{said} Here {100 * measured.error:.1f} % is {error_s}."
     near = sum(step.step_s <= first.step_s * (1 + measured.error) for step in steps)
     if near == 1:
         return f"{said} None of the other {len(steps) - 1} plans here is within that of plan 1."
@@ -177,16 +177,16 @@ def room_note(steps: Sequence[PredictedStep], others: Iterable[PredictedStep] = 
     usable = first.cluster.usable_bytes
     if first.memory_bytes <= ROOMY * usable:
         return ""
-    said = f"Plan 1 needs {first.memory_bytes / usable:.0%} of the usable memory; "
+    said = f"Plan 1 needs {100 * first.memory_bytes / usable:.0f} % of the usable memory; "
     for number, step in enumerate([*steps, *others], 1):
         if step.memory_bytes <= ROOMY * usable:
             name = f"plan {number}" if number <= len(steps) else str(step.plan)
             return (
                 f"{said}the next with more room is {name}: {format_bytes(step.memory_bytes)} "
-                f"({step.memory_bytes / usable:.0%}), {step.step_s:.2f} s per step "
-                f"({step.step_s / first.step_s - 1:+.1%})."
+                f"({100 * step.memory_bytes / usable:.0f} %), {step.step_s:.2f} s per step "
+                f"({100 * (step.step_s / first.step_s - 1):+.1f} %)."
             )
-    return f"{said}no plan that fits leaves more than {1 - ROOMY:.0%} of it."
+    return f"{said}no plan that fits leaves more than {100 * (1 - ROOMY):.0f} % of it."
 
 
 def _numbered(numbers: Sequence[int]) -> str:

@@ -26,6 +26,7 @@ from course_lib.display.page import (
     swatches,
     time_unit,
 )
+from course_lib.display.paired_bars import Pair, paired_bars
 from course_lib.planner.prediction import PredictedStep
 from course_lib.planner.published_runs import PublishedRun
 from course_lib.planner.searching import SearchResult
@@ -41,6 +42,7 @@ CAUSE_WORDS = {  # a short name for a row, and a kind for its color
     "dp_s": ("DP messages", "all_reduce"),
     "optimizer_s": ("optimizer", "optimizer"),
 }
+_SCHEDULES = {"1f1b": "1F1B", "zb-h1": "ZB-H1"}
 EFFICIENT = 0.3  # published MFU from which the predictions were promised
 NEAR = 0.2  # a band around the diagonal
 SEEN = 1e-3  # of a step: smaller parts have no row
@@ -114,12 +116,12 @@ def _parts(predicted: PredictedStep) -> dict[str, float]:
 
 def _bill_title(predicted: PredictedStep) -> str:
     step = f"{format_seconds(predicted.step_s)} per step"
-    return f"{step}, MFU {predicted.mfu:.0%}. {predicted.bound}"
+    return f"{step}, MFU {100 * predicted.mfu:.0f} %. {predicted.bound}"
 
 
 def _bill_words(predicted: PredictedStep) -> str:
     shares = ", ".join(
-        f"{CAUSE_WORDS[name][0]} {seconds / predicted.step_s:.0%}"
+        f"{CAUSE_WORDS[name][0]} {100 * seconds / predicted.step_s:.0f} %"
         for name, seconds in _parts(predicted).items()
     )
     return f"{_bill_title(predicted)} {shares}"
@@ -154,6 +156,47 @@ def bills(steps: Mapping[str, PredictedStep], title: str) -> _Picture:
     _rows(axes, list(steps))
     words = "; ".join(f"{name}: {format_seconds(step.step_s)}" for name, step in steps.items())
     return figure, f"{title}. {words}"
+
+
+def bills_that_fit(steps: Mapping[str, PredictedStep]) -> _Picture:
+    """Draw the bills of those plans that fit; the title compares the slowest with the fastest."""
+    fitting = {name: step for name, step in steps.items() if step.fits}
+    fast = min(fitting, key=lambda name: fitting[name].step_s)
+    slow = max(fitting, key=lambda name: fitting[name].step_s)
+    times = fitting[slow].step_s / fitting[fast].step_s
+    return bills(
+        fitting, f"Of the plans that fit, {slow} takes {times:.1f} times as long as {fast}"
+    )
+
+
+def bills_of_choices(chosen: Mapping[str, PredictedStep], forgot: str) -> _Picture:
+    """Draw the full bills of the plans that several planners choose; the title names the worst.
+
+    forgot   what the planner of the slowest plan leaves out
+    """
+    fast_s, slow_s = (pick(step.step_s for step in chosen.values()) for pick in (min, max))
+    title = f"The {forgot} is forgotten: {slow_s:.1f} s per step, not {fast_s:.1f} s"
+    return bills(chosen, title)
+
+
+def pipelines_in_miniature(
+    measured: Mapping[str, Sequence[float]], predicted_s: Mapping[str, float], divided_by: float
+) -> _Picture:
+    """Draw the measured pipeline of each schedule beside its predicted time.
+
+    measured     seconds of each turn by schedule, at full length
+    divided_by   how many times shorter the ranks' seconds were
+    """
+    rows = {name: _SCHEDULES.get(name, name) for name in measured}
+    pairs = [
+        Pair(name=rows[name], measured=median(seconds), predicted=predicted_s[name])
+        for name, seconds in measured.items()
+    ]
+    first, *_, last = (f"{median(measured[name]):.1f} s with {row}" for name, row in rows.items())
+    title = f"The measured pipeline takes {first}, {last}"
+    x_label = f"time of the pipeline (s; measured times are multiplied by {divided_by:g})"
+    words = ", ".join(f"{predicted_s[name]:.1f} s with {row}" for name, row in rows.items())
+    return paired_bars(pairs, title, x_label=x_label), f"{title}; predicted: {words}"
 
 
 def memory_by_kind(steps: Mapping[str, PredictedStep]) -> _Picture:
@@ -229,8 +272,8 @@ def predicted_against_published(tables: Mapping[str, Sequence[PublishedRun]]) ->
     ]
     near = sum(error <= NEAR for error in errors)
     title = (
-        f"{near} of {len(errors)} predicted steps are within {NEAR:.0%} of the published ones; "
-        f"median error {median(errors):.1%}"
+        f"{near} of {len(errors)} predicted steps are within {100 * NEAR:.0f} % of the published "
+        f"ones; median error {100 * median(errors):.1f} %"
     )
     looks = dict(zip(tables, zip(SERIES, "os^D", strict=True), strict=False))
     legend: list[Artist] = [
@@ -257,8 +300,8 @@ def errors_by_mfu(runs: Sequence[PublishedRun]) -> _Picture:
     good = [ratio for ratio, run in zip(ratios, runs, strict=True) if run.mfu >= EFFICIENT]
     rest = [ratio for ratio, run in zip(ratios, runs, strict=True) if run.mfu < EFFICIENT]
     title = (
-        f"Predicted / published step: median {median(good):.2f} at an MFU of {EFFICIENT:.0%} or "
-        f"more, {median(rest):.2f} at a lower MFU"
+        f"Predicted / published step: median {median(good):.2f} at an MFU of "
+        f"{100 * EFFICIENT:.0f} % or more, {median(rest):.2f} at a lower MFU"
     )
     note = "The constants were fitted on runs with an MFU of 20 % or more."
     figure, (axes,) = page(title, [3.2], note=note)

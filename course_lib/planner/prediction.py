@@ -107,8 +107,9 @@ class PredictedStep:
         if share < 0.1:
             computing = self.compute_s / self.step_s
             computing = min(computing, 0.99) if computing < 1 else 1.0  # 99.6 % is not all
-            return f"Bound by compute: {computing:.0%} of the step."
-        return f"Besides computing, the largest part is {CAUSES[worst]}: {share:.0%} of the step."
+            return f"Bound by compute: {100 * computing:.0f} % of the step."
+        part = f"{CAUSES[worst]}: {100 * share:.0f} % of the step"
+        return f"Besides computing, the largest part is {part}."
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -118,7 +119,7 @@ class PredictedStep:
             self.plan.pipeline_words,
             f"{self.step_s:.2f} s",
             f"{self.tokens_per_s_per_gpu:,.0f}",
-            f"{self.mfu:.0%}",
+            f"{100 * self.mfu:.0f} %",
             format_bytes(self.memory_bytes),
             self.bound,
         )

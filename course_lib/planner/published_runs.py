@@ -171,7 +171,7 @@ def _ultrascale() -> Iterable[PublishedRun]:
             num_micro_batches=int(row["grad_acc"]),
         )
         yield PublishedRun(
-            group=f"{row['model']}, {row['nodes']} nodes",
+            group=f"{row['model']}, {row['nodes']} node{'s' * (row['nodes'] != '1')}",
             model=NANOTRON[row["model"]],
             cluster=find_cluster("hf-h100", int(row["nodes"])),
             plan=plan,

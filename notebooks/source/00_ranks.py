@@ -51,7 +51,7 @@ import course_lib
 from course_lib.checks import check
 from course_lib.core import Link
 from course_lib.core.records import read_runs
-from course_lib.display import YES_NO, Voices, compare, predict, reveal, show, timeline, waiting
+from course_lib.display import YES_NO, claim, pictures, predict, reveal, show
 from course_lib.ranks import RankError, Ranks, span
 from course_lib.ranks.machine import describe_machine, doctor_report
 
@@ -193,10 +193,8 @@ def speak(rank):
 
 
 ranks.run(speak)
-order = [event.rank for event in ranks.events]
-reveal(guess_first, order[0])
-title = f"Rank {order[0]} prints first, rank {order[-1]} last"
-show(timeline(ranks.events, title), alt=f"{title}; the notebook lists them by rank")
+reveal(guess_first, ranks.events[0].rank)
+show(*pictures.order_of_ranks(ranks.events))
 
 # %% [markdown]
 # The notebook *shows* rank 0 first, because it sorts the output by rank. The picture shows what
@@ -281,26 +279,17 @@ reveal(guess_message, 1000 * pair.events[0].duration_s)
 
 
 # %% tags=["picture", "measured"]
-from course_lib.display import claim
-
-
-def formula_s(mb):
-    return wire.latency_s + mb * 1e6 / wire.bytes_per_s
-
-
 def measured_s(mb):
     pair.run(send_one, mb * 1_000_000)
     return pair.events[0].duration_s
 
 
 sizes_mb = [0, 1, 2, 3, 4]
+formula_s = [wire.latency_s + mb * 1e6 / wire.bytes_per_s for mb in sizes_mb]
 times_s = [[measured_s(mb) for _ in range(3)] for mb in sizes_mb]
-voices = Voices(formula=formula_s, measurement=times_s)
-median_s = sorted(times_s[-1])[1]
-title = f"4 MB take {median_s:.3f} s; the formula says {formula_s(4):.3f} s"
-claim("the formula gives the time within 10 %", 0.9 < median_s / formula_s(4) < 1.1)
-labels = {"x_label": "message (MB)", "y_label": "time (s)", "note": f"emulated {wire}"}
-show(compare(sizes_mb, voices, title, **labels), alt=title)
+ratio = sorted(times_s[-1])[1] / formula_s[-1]  # at 4 MB, the median
+claim("the formula gives the time of 4 MB within 10 %", 0.9 < ratio < 1.1)
+show(*pictures.message_times(wire, sizes_mb, formula_s, times_s))
 
 # %% [markdown]
 # **In this model, a message takes the latency plus its bytes divided by the bandwidth.** The model
@@ -323,7 +312,7 @@ guess_time = predict("rank 0 is in all_reduce for", unit="ms")
 ### GUESS guess_time.commit(100)
 
 
-# %% tags=["picture", "measured"]
+# %%
 def late_sum(rank):
     time.sleep(0.1 * rank)
     x = torch.tensor([10.0**rank])
@@ -332,12 +321,13 @@ def late_sum(rank):
 
 
 sums = ranks.run(late_sum)
-calls = {event.rank: event for event in ranks.events if event.kind == "all_reduce"}
 reveal(guess_sum, sums[2])
-reveal(guess_time, 1000 * calls[0].duration_s)
-claim("rank 0 waits until the last rank makes the call", calls[0].duration_s > 0.25)
-title = f"Rank 0 waits {calls[0].duration_s:.2f} s in all_reduce, until the last rank calls it"
-show(timeline(ranks.events, title), alt=f"{title}; all {len(calls)} calls return together")
+
+# %% tags=["picture", "measured"]
+duration_s = {event.rank: event.duration_s for event in ranks.events}
+reveal(guess_time, 1000 * duration_s[0])
+claim("rank 0 waits until the last rank makes the call", duration_s[0] > 0.25)
+show(*pictures.late_all_reduce(ranks.events))
 
 # %% [markdown]
 # No rank can have the sum before the last rank makes the call. The slowest rank, the *straggler*,
@@ -417,8 +407,7 @@ def send_then_receive(rank):
 
 hang = failure_of(send_then_receive)
 reveal(guess_ring, hang is None)
-alt = f"{len(hang.waits)} ranks in a circle: each waits in send for the next one"
-show(waiting(hang.waits, 4), alt=alt)
+show(*pictures.who_waits(hang.waits, 4))
 
 # %% [markdown]
 # This is a **deadlock**: none of these ranks can ever go on. In a real run nothing is printed until
@@ -536,8 +525,7 @@ def report(rank):
 
 hang = failure_of(report)
 reveal(guess_stuck, len(hang.waits))
-alt = f"{len(hang.waits)} of 4 ranks waits: rank 0, for ranks that have returned"
-show(waiting(hang.waits, 4), alt=alt)
+show(*pictures.who_waits(hang.waits, 4))
 
 # %% [markdown]
 # There is no circle this time: rank 0 waits for ranks that have already returned.
@@ -582,11 +570,7 @@ here = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"]
 command = [*torchrun, *here, script, "--record-to", "runs/00_hello_ranks"]
 done = subprocess.run(command, capture_output=True, text=True)
 print(done.stdout or done.stderr)
-
-records = read_runs("runs/00_hello_ranks")
-events = [event for record in records for event in record.events]
-title = f"{len(records)} ranks started by torchrun, drawn from their run records"
-show(timeline(events, title), alt=f"{title}: they print one after another")
+show(*pictures.recorded_run(read_runs("runs/00_hello_ranks")))
 
 # %% [markdown]
 # Each rank has written a *run record*, a small file of what it did. The picture is drawn from these

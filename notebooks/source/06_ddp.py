@@ -39,8 +39,8 @@ from course_lib.checks import check
 from course_lib.core import COMMUNICATION_KINDS, COMPUTE_KINDS, MODELS, Link
 from course_lib.cost import bandwidth, network, packing
 from course_lib.ddp import DDP, lab, pictures
-from course_lib.ddp.cost import best_bucket_bytes, best_num_buckets, exposed_s, step_s
-from course_lib.display import claim, explore, predict, reveal, show, waiting
+from course_lib.ddp.cost import best_bucket_bytes, best_num_buckets, step_s
+from course_lib.display import claim, predict, reveal, show, waiting
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import RankError, Ranks, record
 
@@ -59,7 +59,7 @@ guess_ready = predict("the gradient of the tied embedding is ready", choices=("f
 ### GUESS guess_ready.commit("first")
 
 
-# %% tags=["picture"]
+# %%
 def ready_order(model, loss):
     names, order = {param: name for name, param in model.named_parameters()}, []
     for param in names:
@@ -68,13 +68,12 @@ def ready_order(model, loss):
     return list(names.values()), order
 
 
+# %% tags=["picture"]
 torch.manual_seed(0)
 gpt, batch = GPT(MODELS["tiny"]), next_tokens(token_batch(0, batch=4, seq=16, vocab=256))
 registered, ready = ready_order(gpt, token_loss(gpt(batch[0]), batch[1]))
 reveal(guess_ready, "last" if ready[-1] == "embedding.weight" else "first")
-moved = pictures.num_out_of_line(registered, ready)
-title = f"The hooks run in reverse order of parameters(), except for {moved} of {len(ready)}"
-show(pictures.ready_order(registered, ready, title), alt=f"{title}; the others lie on a line")
+show(*pictures.ready_order(registered, ready))
 
 # %% [markdown]
 # A matrix that is used twice has *one* gradient, which is complete when both uses have contributed.
@@ -306,10 +305,8 @@ guess_step = predict("a step with overlap, in 6 buckets, by formula", unit="ms")
 runs = {late: {"bucket_bytes": n / k, "overlap": not late} for late in (True, False)}
 late, early = lab.measure_steps(pairs["80 MB/s"], build, emulated_loss, runs).values()
 reveal(guess_step, step_s(cost, n / k, 2, fast) * 1e3)
-title = f"Overlap: a step takes {early.step_s * 1e3:.0f} ms instead of {late.step_s * 1e3:.0f} ms"
 claim("overlap makes the step faster", early.least_s < 0.9 * late.least_s)
-figure = pictures.overlap_on_the_clock(cost, n / k, fast, late, early, title)
-show(figure, alt=f"{title}; the first bucket is sent early in backward")
+show(*pictures.overlap_on_the_clock(cost, n / k, fast, late, early))
 
 # %% [markdown]
 # Here only the last all-reduce is *exposed* (not hidden): when its bucket is full, nothing is left
@@ -358,38 +355,25 @@ guess_fast = predict("best number of buckets at 80 MB/s, a divisor of 24")
 guess_slow = predict("best number of buckets at 20 MB/s, a divisor of 24")
 ### GUESS guess_slow.commit(12)
 
-# %% tags=["picture", "measured"]
+# %% tags=["measured"]
 numbers = [1, 2, 3, 4, 6, 8, 12, 24]
 sizes = [n // k for k in numbers]
 swept = lab.measure_sweeps(pairs, build, emulated_loss, sizes, turns=3)
-best = {name: n // best_bucket_bytes(cost, 2, link, sizes) for name, link in links.items()}
-for guess, name in ((guess_fast, "80 MB/s"), (guess_slow, "20 MB/s")):
-    reveal(guess, best[name])
-    print(f"{name}: unrounded optimum {best_num_buckets(cost, 2, links[name]):.1f}")
-    best_s, *ends_s = (swept[name][n // k].least_s for k in (best[name], 1, 24))
+
+# %% tags=["picture", "measured"]
+for guess, (name, link) in zip((guess_fast, guess_slow), links.items(), strict=True):
+    best = n // best_bucket_bytes(cost, 2, link, sizes)
+    reveal(guess, best)
+    print(f"{name}: unrounded optimum {best_num_buckets(cost, 2, link):.1f}")
+    best_s, *ends_s = (swept[name][n // k].least_s for k in (best, 1, 24))
     claim(f"{name}: one bucket and 24 are both slower", best_s < min(ends_s))
-title = "Predicted best: {80 MB/s} buckets at 80 MB/s, {20 MB/s} at 20 MB/s".format(**best)
-show(pictures.sweep(cost, links, swept, title), alt=f"{title}; both ends are slower")
+show(*pictures.sweep(cost, links, numbers, swept))
 
 
 # %% tags=["picture", "measured"]
-from course_lib.core.chrome_trace import trace_of_events
-from course_lib.core.trace_reading import exposed_s as in_trace_s
+from course_lib.ddp.explorer import bucket_explorer
 
-
-def finding(num_buckets, link):
-    paper_ms = 1e3 * exposed_s(cost, n / num_buckets, 2, links[link])
-    trace = trace_of_events({"": swept[link][n // num_buckets].events})
-    ms = 1e3 * in_trace_s(trace, 0)
-    return f"k = {num_buckets} at {link}: exposed {ms:.0f} ms, by formula {paper_ms:.0f}"
-
-
-def one_size(num_buckets, link):
-    size, title = n // num_buckets, finding(num_buckets, link)
-    return pictures.one_bucket_size(cost, size, links[link], swept[link][size].events, title)
-
-
-explore(one_size, finding, num_buckets=(numbers, 8), link=(list(links), "80 MB/s"))
+bucket_explorer(cost, links, swept)
 
 # %% [markdown]
 # The best number $k^*$ follows from two cases (on two ranks):
@@ -625,20 +609,14 @@ def delivered(rank, hook):
 
 
 # %% tags=["picture"]
-means, sent = {}, dict.fromkeys(hooks, 0.0)
+means, sent = {}, {}
 for name, hook in hooks.items():
     means[name] = pair.run(delivered, hook)[0]
-    for call in pair.events:
-        if call.kind in ("all_reduce", "all_gather"):
-            sent[name] += bandwidth.bus_factor(call.kind, 2) * call.num_bytes
+    calls = [call for call in pair.events if call.kind in ("all_reduce", "all_gather")]
+    sent[name] = sum(bandwidth.bus_factor(call.kind, 2) * call.num_bytes for call in calls)
 share = {name: 100 * num_bytes / sent["float32"] for name, num_bytes in sent.items()}
 reveal(guess_power, share["PowerSGD"])
-errors = pictures.errors_of(means, right=means.pop("float32")[0])
-power = errors["PowerSGD"]
-title = (
-    f"PowerSGD, constant gradient: {power[0]:.0f} % missing in step 1, {power[-1]:.0f} % after 64"
-)
-show(pictures.delivered(num_steps, errors, share, title), alt=f"{title}; bf16 only rounds")
+show(*pictures.delivered(num_steps, means, share))
 
 # %% [markdown]
 # Here weights and batch are fixed, so the mean of what top-k and PowerSGD have delivered approaches

@@ -297,7 +297,7 @@ best = found.best(10)  # their pipelines are simulated
 for step in best[:6]:
     way = f"{step.plan}, {step.plan.pipeline_words}"
     print(f"{step.step_s:.1f} s, {format_bytes(step.memory_bytes)}: {way}")
-print(f"the tenth takes {best[-1].step_s / best[0].step_s - 1:.0%} longer than the first")
+print(f"the tenth takes {100 * (best[-1].step_s / best[0].step_s - 1):.0f} % longer than the first")
 
 # %% [markdown]
 # The *Pareto front* consists of the plans that no other plan beats in both time and memory. Along
@@ -382,7 +382,7 @@ guess_lost = predict("median of the throughput lost, over 14 groups", unit="%")
 # %%
 lost = scores.regrets(scores.alternatives())
 reveal(guess_lost, 100 * median(lost.values()))
-print(", ".join(f"{group}: {share:.0%}" for group, share in lost.items()))
+print(", ".join(f"{group}: {100 * share:.0f} %" for group, share in lost.items()))
 measured = [run for run in scores.alternatives() if run.group == "8B, 32 nodes"]
 fastest = min(measured, key=lambda run: run.step_s)
 searched = planner.search(fastest.model, fastest.cluster, global_batch=256)
@@ -399,7 +399,7 @@ show(figure, alt=alt)
 for run in published_runs("llm-foundry"):
     if run.group == "13b" and run.cluster.name == "selene-a100" and run.plan.seq in (2048, 4096):
         longer = run.step_s / run.predicted().step_s - 1
-        how = f"{longer:+.0%} against the prediction, MFU {run.mfu:.0%}"
+        how = f"{100 * longer:+.0f} % against the prediction, MFU {100 * run.mfu:.0f} %"
         print(f"MPT-13B on 8 A100s, seq {run.plan.seq}, {run.plan}: {how}")
 
 # %% [markdown]
@@ -600,11 +600,11 @@ mine, top = steps["FSDP"], best[0]
 held, usable = format_bytes(mine.memory_bytes), format_bytes(cluster.usable_bytes)
 print(f"1 It fits: {held} of {usable}. With ZeRO-1: {steps['ZeRO-1'].bound}")
 print(f"2 It has the batch: {mine.plan}: {mine.plan.tokens:,} tokens.")
-print(f"3 A step takes {mine.step_s:.0f} s, MFU {mine.mfu:.0%}. {mine.bound}")
+print(f"3 A step takes {mine.step_s:.0f} s, MFU {100 * mine.mfu:.0f} %. {mine.bound}")
 saved, more = 1 - top.step_s / mine.step_s, format_bytes(top.memory_bytes)
 print(f"4 Of the {found.num_plans:,} plans that obey all rules except memory, the fastest that")
-print(f"  fits saves {saved:.0%} and needs {more}.")
-print(f"5 A run of 13B on 8 A100s took {longer:.0%} longer than predicted. If twenty steps")
+print(f"  fits saves {100 * saved:.0f} % and needs {more}.")
+print(f"5 A run of 13B on 8 A100s took {100 * longer:.0f} % longer than predicted. If twenty steps")
 print("  here take longer than that, or if the batch shrinks, I choose again.")
 
 # %% [markdown]

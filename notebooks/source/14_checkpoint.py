@@ -47,8 +47,8 @@ FOLDER = mkdtemp()
 # In fp32, the parameters and Adam's two moments take 12 bytes per parameter. (Gradients and the
 # bf16 copy of the parameters are not saved: each step computes them again.) The obvious way gathers
 # all shards on rank 0, which writes one file. But then rank 0 needs room for the whole state, which
-# sharding was meant to avoid, and one link and one writer carry all bytes. The alternative: **every
-# rank writes its own shard**.
+# sharding was meant to avoid, and the other ranks wait for one link and one writer. The
+# alternative: **every rank writes its own shard**.
 #
 # Four ranks save 8 MiB over an emulated link of 40 MB/s, to emulated disks that take 40 MB/s from
 # each writer. What is the time of a save through rank 0, divided by the time with four writers?
@@ -76,7 +76,7 @@ show(timelines(saves, title, link=f"{wire}; emulated disks, 40 MB/s each"), alt=
 
 # %% [markdown]
 # Rank 0 first receives three shards, then writes four. The link is as fast as a disk here, so this
-# takes seven times as long as writing one shard. More writers are faster until the storage, which
+# takes seven times as long as writing one shard. More writers save faster until the storage, which
 # all of them share, is saturated (`storage_bytes_per_s` in `cost.save_s_sharded`).
 #
 # **If ranks and state grow by the same factor, a sharded save takes about the same time, until the
@@ -189,8 +189,8 @@ print("and of Adam:", reads.shape, "in", len(reads.pieces), "pieces")
 # %% [markdown]
 # The manifest is JSON, and a piece is a **box**: where it begins in the *whole* tensor, and its
 # sizes. The rows that FSDP keeps on a rank form a box, and so do the columns of tensor parallelism.
-# A range of ZeRO's flat parameter becomes a few boxes. To load, each rank intersects the boxes that
-# it needs with the saved boxes, and reads only the rows in which they overlap.
+# A range of ZeRO's flat parameter becomes a few boxes per tensor. To load, each rank intersects the
+# boxes that it needs with the saved boxes, and reads only the rows in which they overlap.
 #
 # Four ranks saved ten rows (3, 3, 3 and 1), and 2 ranks load 5 rows each. How many intersections do
 # they read in all?
@@ -292,7 +292,7 @@ reveal(guess_state, len(other))
 # Training after `save` must not change the saved state. About 12 lines, 20 minutes.
 #
 # <details><summary>Hint: a later step came back</summary>
-# <code>state_dict()</code> refers to the live tensors: <code>copy.deepcopy</code>.
+# <code>state_dict()</code> refers to the live tensors. Copy it with <code>copy.deepcopy</code>.
 # </details>
 
 
@@ -491,8 +491,8 @@ explorer.interval_explorer()
 # %% [markdown]
 # Choose numbers close to those of your own cluster. Around the optimum the curve is flat: here,
 # twice the best interval adds 2 percentage points of overhead. (Grattafiori et al. report more than
-# 90 % effective training time, that is, less than 11 % overhead. If Daly's formula holds, at least
-# one of our two guesses is too high.)
+# 90 % effective training time, that is, less than about 11 % overhead. If Daly's formula holds, at
+# least one of our two guesses is too high.)
 #
 # ### Exercise 4 (further): the best interval
 #
@@ -523,8 +523,8 @@ def best_interval(save_s, step_s, restart_s, failures, seen_s, gpus_then, gpus):
 check("checkpoint-4", best_interval)
 
 # %% [markdown]
-# **The best interval grows with $\sqrt{\delta M}$: with 4 times the GPUs and the same save time, it
-# is half as long.**
+# **Young's best interval is proportional to $\sqrt{\delta M}$: with 4 times the GPUs and the same
+# save time, it is half as long.**
 #
 # ## 9 The real thing
 #

@@ -67,7 +67,10 @@ def test_the_best_plans_are_printed_with_why(plan):
     assert "100 %" in said
     head = said.splitlines()[1]
     assert head.startswith(f"{second['step_s']:.2f} s per step, ")
-    assert f"{second['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, MFU {second['mfu']:.0%}" in head
+    assert (
+        f"{second['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, MFU {100 * second['mfu']:.0f} %"
+        in head
+    )
     assert f"{second['mfu'] * second['step_s']:.3f} " in said
     assert "at the GPU's peak" in said
     assert "no pipeline" in said.splitlines()[0]
@@ -75,7 +78,7 @@ def test_the_best_plans_are_printed_with_why(plan):
     assert "0.000" not in said
     assert "0 B" not in said
     assert "Times assume the constants of Megatron-LM" in said
-    assert "the median error of the predicted step is 4.2%" in " ".join(said.split())
+    assert "the median error of the predicted step is 4.2 %" in " ".join(said.split())
 
 
 def test_the_table_says_what_its_words_mean_and_how_far_to_trust_it(plan):

@@ -389,7 +389,7 @@ def test_waiting_titles_say_the_finding() -> None:
     left = [Wait(rank, (0,)) for rank in (1, 2, 3)]
     said = words(waiting(left, 4))
     assert "Ranks 1, 2 and 3 wait for rank 0, which does not wait for anyone" in said
-    assert "grey: finished, or still computing" in said
+    assert "gray: finished, or still computing" in said
     assert "in recv, line 4\ndist.recv(x, src=rank - 1)" in said
     assert "My own title" in words(waiting(ring, 3, "My own title"))
 

@@ -208,7 +208,7 @@ def test_the_folder_has_a_note_arguments_and_scripts(tmp_path):
     assert "ZeRO stage 1 only with tp=1" in note
     assert note.count("So the predicted memory and time do not hold for it.") == 1
     assert "\nTimes assume the constants of nanotron" in note
-    assert "the median error of the predicted step is 2.2%" in note
+    assert "the median error of the predicted step is 2.2 %" in note
     assert "schedule interleaved; 4096 tokens" in note
     assert "| 0.000 |" not in note
     assert f"| {predicted(PIPELINE).peak_s:.3f} | the same FLOP at the GPU's peak" in note

@@ -77,7 +77,7 @@ def test_plans_within_the_error_count_as_equal():
     assert "The first 2 of these 3 plans are within that of plan 1" in trust_note([step, near, far])
     assert "All 2 plans are within" in trust_note([step, near])
     assert "None of the other 1 plans here is within" in trust_note([step, far])
-    assert "4.2% on 54 runs" in trust_note([step])
+    assert "4.2 % on 54 runs" in trust_note([step])
 
 
 def test_only_words_that_occur_are_explained():
@@ -97,10 +97,10 @@ def test_a_full_gpu_names_the_next_plan_with_room():
     assert full.memory_bytes > 0.9 * SELENE.usable_bytes
     assert roomy.memory_bytes < 0.9 * SELENE.usable_bytes
     said = room_note([full, split, roomy])
-    assert said.startswith("Plan 1 needs 96% of the usable memory; the next")
-    assert f"is plan 3: 57.1 GiB (79%), {roomy.step_s:.2f} s per step (+" in said
+    assert said.startswith("Plan 1 needs 96 % of the usable memory; the next")
+    assert f"is plan 3: 57.1 GiB (79 %), {roomy.step_s:.2f} s per step (+" in said
     assert f"is {PIPED}: " in room_note([full], [split, roomy])
-    assert "no plan that fits leaves more than 10%" in room_note([full, split])
+    assert "no plan that fits leaves more than 10 %" in room_note([full, split])
     assert room_note([roomy]) == ""
     assert len(table_notes([roomy])) == 3
 
@@ -108,7 +108,7 @@ def test_a_full_gpu_names_the_next_plan_with_room():
 def test_compute_is_all_of_a_step_only_if_nothing_else_is():
     (step,) = steps_of(SHARDED)
     assert 0.995 < step.compute_s / step.step_s < 1
-    assert step.bound == "Bound by compute: 99% of the step."
+    assert step.bound == "Bound by compute: 99 % of the step."
     assert list(step.shown_seconds) == ["compute_s", "dp_s", "optimizer_s"]
     assert step.cells[1] == "no pipeline"
     assert step.peak_s == pytest.approx(step.mfu * step.step_s)

@@ -34,7 +34,7 @@ def test_the_parts_of_a_bill_end_where_the_step_ends():
     assert parts[-1].get_x() + parts[-1].get_width() == pytest.approx(STEP.step_s, rel=0.005)
     assert whole.get_width() == pytest.approx(STEP.step_s)
     assert {"compute", "TP messages", "bubble", "step"} <= {*texts(figure)}
-    assert f"MFU {STEP.mfu:.0%}" in alt
+    assert f"MFU {100 * STEP.mfu:.0f} %" in alt
 
 
 def test_causes_of_no_time_have_no_row():
