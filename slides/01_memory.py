@@ -2,15 +2,13 @@
 
 import torch
 
-from course_lib.core import MODELS, Ledger
-from course_lib.core.recipes import RECIPES
+from course_lib.core import MODELS
 from course_lib.core.units import GIB
 from course_lib.cost.flops import six_n_d, train_step_flop
 from course_lib.display import Voices, compare, memory
-from course_lib.memory import activations, count_params, model_states, step_ledger
-from course_lib.memory.calculator import read_setup
+from course_lib.memory import activations, count_params, step_ledger
+from course_lib.memory import pictures as drawn
 from course_lib.memory.layer_bytes import TORCH_CPU
-from course_lib.memory.pictures import gpu_roofs, mfu_by_convention
 from course_lib.memory.saved_tensors import measure_saved
 from course_lib.models import GPT, token_loss
 
@@ -20,38 +18,33 @@ SEQS = [32, 64, 128, 192, 256]
 
 def states():
     """Draw the states of 8B parameters under each recipe."""
-    bars = {}
-    for name in RECIPES:
-        bars[name] = Ledger()
-        bars[name].add(0.0, **model_states(count_params(LLAMA), name))
-    return memory(bars, "Model states of llama-8b, by recipe", limit_bytes=80 * GIB)
+    return drawn.states_by_recipe(count_params(LLAMA))[0]
 
 
 def measured_bytes(seq, flash):
-    """Return the MiB that autograd keeps of a real model."""
+    """Return the bytes that autograd saves of a real model."""
     model, tokens = GPT(SMALL, flash=flash), torch.zeros(2, seq, dtype=torch.long)
     given = [*model.parameters(), tokens]
     kept = measure_saved(lambda: token_loss(model(tokens), tokens), given=given)
-    return sum(one.num_bytes for one in kept) / 2**20
+    return sum(one.num_bytes for one in kept)
 
 
 def formula_bytes(seq, flash):
-    """Return the MiB that the formula gives for it."""
-    held = activations(SMALL, 2, seq, flash=flash, number_bytes=4, kernels=TORCH_CPU)
-    return sum(held.values()) / 2**20
+    """Return the bytes that the formula gives for it."""
+    how = {"flash": flash, "number_bytes": 4, "kernels": TORCH_CPU}
+    return sum(activations(SMALL, 2, seq, **how).values())
 
 
 def sequence():
-    """Draw kept bytes against the sequence, formula and measurement."""
-    curves = {
-        name: Voices(
-            formula=[formula_bytes(seq, flash) for seq in SEQS],
-            measurement=[measured_bytes(seq, flash) for seq in SEQS],
-        )
+    """Draw saved bytes against the sequence, formula and measurement."""
+    saved = {
+        name: {
+            "formula": [formula_bytes(seq, flash) for seq in SEQS],
+            "measurement": [measured_bytes(seq, flash) for seq in SEQS],
+        }
         for name, flash in (("written out", False), ("flash", True))
     }
-    title = "Written out, memory grows with the square of the sequence; with flash, linearly"
-    return compare(SEQS, curves, title, x_label="tokens in a sequence", y_label="kept (MiB)")
+    return drawn.saved_by_sequence(SEQS, saved)[0]
 
 
 def four_steps():
@@ -64,17 +57,7 @@ def four_steps():
 
 def ways_to_fit():
     """Draw one model, split and recomputed in several ways."""
-    lines = {
-        "as it is": "--model llama-8b",
-        "full recompute": "--model llama-8b --recompute full",
-        "8 ranks, ZeRO-1": "--model llama-8b --dp 8 --zero 1",
-        "8 ranks, ZeRO-3": "--model llama-8b --dp 8 --zero 3",
-        "8 ranks, tensor and\nsequence parallel": "--model llama-8b --tp 8 --sequence-parallel",
-    }
-    ledgers = {name: read_setup(line).fullest for name, line in lines.items()}
-    return memory(
-        ledgers, "Peak of llama-8b per rank, for one sequence of 4,096 tokens", limit_bytes=80 * GIB
-    )
+    return drawn.ways_to_fit()[0]
 
 
 def rule_of_thumb():
@@ -94,12 +77,12 @@ def rule_of_thumb():
 
 def convention():
     """Draw the MFU of published runs by three counts."""
-    return mfu_by_convention()[0]
+    return drawn.mfu_by_convention()[0]
 
 
 def gpus():
     """Draw the rooflines of four GPUs."""
-    return gpu_roofs()[0]
+    return drawn.gpu_roofs()[0]
 
 
 def pictures():

@@ -39,8 +39,7 @@ def ready():
     for param in names:
         param.register_post_accumulate_grad_hook(lambda param: order.append(names[param]))
     token_loss(gpt(inputs), targets).backward()
-    figure, _alt = lesson_pictures.ready_order([*names.values()], order)
-    return figure
+    return lesson_pictures.ready_order([*names.values()], order)[0]
 
 
 def rank_0(num_buckets, **more):
@@ -72,8 +71,7 @@ def ends():
 
 def sizes():
     """Time of a step over the number of buckets on two links: formula and simulation."""
-    figure, _alt = lesson_pictures.sweep(COST, LINKS, NUMBERS)
-    return figure
+    return lesson_pictures.sweep(COST, LINKS, NUMBERS)[0]
 
 
 def hang():

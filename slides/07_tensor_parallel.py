@@ -4,14 +4,14 @@ import torch
 
 from course_lib.core import MODELS, Parallelism
 from course_lib.core.records import Event
-from course_lib.cost.hardware import H100
 from course_lib.display import Voices, compare, timelines
 from course_lib.memory import activations, params_on_rank
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
-from course_lib.tensor_parallel.cost import break_even_hidden, h100_scaling
+from course_lib.tensor_parallel.cost import h100_scaling
 from course_lib.tensor_parallel.explorer import by_degree
 from course_lib.tensor_parallel.pictures import (
     h100_picture,
+    losses_apart,
     sequence_region,
     split_mlp,
     width_picture,
@@ -20,7 +20,7 @@ from course_lib.tensor_parallel.pictures import (
 
 def mlp():
     """The cuts of an MLP on four ranks."""
-    return split_mlp(4, "Each rank computes the input that its rows of B need")
+    return split_mlp(4)[0]
 
 
 class TwoParts(torch.nn.Module):
@@ -56,11 +56,7 @@ def losses(split, steps=100):
 
 def curves():
     """The difference of the losses of one process and of one that adds up two parts."""
-    alone, split = losses(split=False), losses(split=True)
-    apart = [abs(a - b) for a, b in zip(alone, split, strict=True)]
-    title = f"100 steps in float64: the losses differ by at most {max(apart):.0e}"
-    labels = {"x_label": "step", "y_label": "difference of the losses"}
-    return compare(range(len(apart)), Voices(measurement=apart), title, **labels)
+    return losses_apart(losses(split=False), losses(split=True))[0]
 
 
 def memory():
@@ -85,15 +81,12 @@ def memory():
 
 def widths():
     """The width from which a layer computes longer than it communicates, by link."""
-    needed = break_even_hidden(8, H100.peak(), H100.links["NVLink"])
-    return width_picture(
-        f"At peak, 8 H100 compute longer than NVLink sends above h = {needed:,.0f}"
-    )
+    return width_picture()[0]
 
 
 def region():
     """A parallel region between tokens that are split."""
-    return sequence_region(4, "A rank has all tokens inside a region, and only its own outside")
+    return sequence_region(4)[0]
 
 
 def overlap():
@@ -116,12 +109,7 @@ def overlap():
 
 def published():
     """Tokens/s per GPU, published and by formula."""
-    scaling = h100_scaling()
-    kept, formula = scaling.kept(8, 16)
-    title = (
-        f"From 8 to 16 ranks a GPU keeps {kept:.0%} of its speed; the formula says {formula:.0%}"
-    )
-    return h100_picture(scaling, title)
+    return h100_picture(h100_scaling())[0]
 
 
 def batch():

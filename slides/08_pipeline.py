@@ -1,11 +1,10 @@
 """The pictures of the deck 08_pipeline, drawn by the functions that the notebook calls."""
 
-import math
 from dataclasses import dataclass
 
 from course_lib.core import MODELS, Link
 from course_lib.cost.flops import forward_flop
-from course_lib.display import Voices, compare, timeline, timelines, waiting
+from course_lib.display import timeline, timelines, waiting
 from course_lib.pipeline import (
     PipelineTimes,
     balance,
@@ -16,12 +15,13 @@ from course_lib.pipeline import (
     simulate,
     zero_bubble_v,
 )
+from course_lib.pipeline import pictures as lesson_pictures
 from course_lib.pipeline import token_pipeline as tokens
-from course_lib.pipeline.cost import BatchCost, step_parts
+from course_lib.pipeline.cost import BatchCost
 from course_lib.pipeline.pictures import h100_picture, pipelines, throughput_picture
 
-BATCH = BatchCost(forward_s=32e-3, backward_s=64e-3)
-WIRE = Link(name="slow link", latency_s=6e-3, bytes_per_s=math.inf)
+BATCH = BatchCost(forward_s=160e-3, backward_s=320e-3)
+WIRE = Link(name="slow link", latency_s=30e-3, bytes_per_s=1e9)
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,14 @@ class Wait:
 
 def naive():
     """One rank computes at a time."""
-    played = simulate(schedules.naive(4, 1))
-    title = f"One batch, four stages: ranks are idle for {played.bubble_fraction:.0%} of the time"
-    return timeline(played.events(), title, unit="F")
+    figure, _alt = lesson_pictures.one_batch(simulate(schedules.naive(4, 1)))
+    return figure
 
 
 def bubble():
     """The bubble over the number of micro-batches."""
-    numbers = [1, 2, 4, 8, 16, 32]
-    voices = Voices(
-        formula=lambda m: 100 * cost.bubble_overhead(4, m),
-        simulation=[100 * simulate(schedules.gpipe(4, m)).bubble_overhead for m in numbers],
-    )
-    labels = {"x_label": "micro-batches", "y_label": "bubble (% of compute)", "log": True}
-    return compare(numbers, voices, "Twice as many micro-batches, half the bubble", **labels)
+    figure, _alt = lesson_pictures.gpipe_bubble(4, [1, 2, 4, 8, 16, 32], log=True)
+    return figure
 
 
 def gpipe():
@@ -133,20 +127,8 @@ def hang():
 
 def slow_wire():
     """1F1B and GPipe over a link with latency."""
-    numbers = [4, 8, 16, 32]
-    curves = {
-        name: Voices(simulation=[1e3 * step_parts(4, m, BATCH, WIRE, make).step_s for m in numbers])
-        for name, make in {"1F1B": schedules.one_f_one_b, "GPipe": schedules.gpipe}.items()
-    }
-    labels = {"x_label": "micro-batches", "y_label": "step (ms)"}
-    note = "4 stages, 96 ms of compute each, 6 ms latency"
-    return compare(
-        numbers,
-        curves,
-        "On a slow link, 1F1B is slower with m = 16 than with m = 4",
-        note=note,
-        **labels,
-    )
+    figure, _alt = lesson_pictures.steps_on_link(4, [4, 8, 16], BATCH, WIRE)
+    return figure
 
 
 def uneven():

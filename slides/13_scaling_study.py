@@ -1,6 +1,5 @@
 """The pictures of the deck 13_scaling_study, drawn by the functions that the notebook calls."""
 
-from course_lib.display.gpu_links import links
 from course_lib.scaling_study import pictures as of_study
 from course_lib.scaling_study.explorer import draw_study
 from course_lib.scaling_study.lab import EXAMPLE_LINKS
@@ -48,7 +47,7 @@ def bridges():
 
 def matrix():
     """Links between the GPUs of a made-up machine."""
-    return links(EXAMPLE_LINKS, "An example: two pairs with close links, on two sockets")
+    return of_study.link_matrix(EXAMPLE_LINKS, "An example")[0]
 
 
 def soon():

@@ -67,29 +67,35 @@ def states_by_recipe(num_params: int, gpu: str = "h100") -> tuple[Figure, str]:
 def saved_by_sequence(
     seqs: Sequence[int], saved: Mapping[str, Mapping[str, Sequence[int]]]
 ) -> tuple[Figure, str]:
-    """Draw the bytes that autograd saves, "written out" and with "flash", against the sequence.
+    """Draw the bytes that autograd saves, written out and with flash attention, by sequence.
 
-    saved   bytes at each length, by way, then by "formula", "measurement" and maybe "simulation"
+    saved   bytes at each length: by way, then by "formula", "measurement" and maybe "simulation"
     """
-    off = max(
-        abs(one - other)
-        for way in saved.values()
-        for one, other in zip(way["formula"], way["measurement"], strict=True)
-    )
-    title = f"Formula and autograd differ by {off:,} bytes; with flash, bytes are linear"
-    curves = {
-        name: Voices(**{voice: [size / MIB for size in sizes] for voice, sizes in way.items()})  # type: ignore[arg-type]
+    in_mib = {
+        name: {voice: [size / MIB for size in sizes] for voice, sizes in way.items()}
         for name, way in saved.items()
     }
+    curves = {
+        name: Voices(
+            formula=way["formula"],
+            simulation=way.get("simulation"),
+            measurement=way["measurement"],
+        )
+        for name, way in in_mib.items()
+    }
+    pairs = (zip(way["formula"], way["measurement"], strict=True) for way in saved.values())
+    off = max(abs(one - other) for pair in pairs for one, other in pair)
+    agree = f"differ by up to {off:,} bytes" if off else "agree to the byte"
+    title = f"Formula and autograd {agree}; with flash attention, the bytes grow linearly"
     figure = compare(seqs, curves, title, x_label="tokens in a sequence", y_label="saved (MiB)")
-    most = ", ".join(f"{name} {format_bytes(way['formula'][-1])}" for name, way in saved.items())
+    most = ", ".join(f"{name} {sizes['formula'][-1]:.3g} MiB" for name, sizes in in_mib.items())
     return figure, f"{title}; at {seqs[-1]} tokens: {most}"
 
 
 def first_steps(ledger: Ledger) -> tuple[Figure, str]:
     """Draw the memory of a model's first steps, as it was measured."""
-    title = "Adam's moments appear at the end of step 1 and stay: step 2 is the first full one"
-    return memory(ledger, title), f"{title}; the peak is {format_bytes(ledger.peak_bytes())}"
+    title = "Adam's moments appear at the end of step 1 and stay: step 2 is the first at the peak"
+    return memory(ledger, title), f"{title}, {format_bytes(ledger.peak_bytes())}"
 
 
 def graphs_kept(ledger: Ledger, num_losses: int) -> tuple[Figure, str]:

@@ -1,8 +1,8 @@
 """Cost of a pipeline in formulas: bubble and activations in flight; p stages, m micro-batches.
 
-The bubble is the time in which a rank is idle. The overhead is bubble / compute time, the fraction
-is bubble / step time; v is the number of model chunks per rank. The formulas assume that all stages
-take equally long; `simulation.py` covers the other cases. Notebook 08_pipeline.
+The bubble is the time in which a rank is idle. The overhead is bubble / computing time, the
+fraction is bubble / step time; v is the number of model chunks per rank. The formulas assume that
+all stages take equally long; `simulation.py` covers the other cases. Notebook 08_pipeline.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ from course_lib.pipeline.simulation import SimulatedStep, simulate
 from course_lib.pipeline.times import INSTANT, PipelineTimes
 
 
-def bubble_overhead(num_stages: int, num_micro_batches: int, num_model_chunks: int = 1) -> float:
-    """Return (p - 1) / (v m): idle time / compute time, for GPipe, 1F1B and interleaved 1F1B.
+def bubble_overhead(num_stages: int, num_micro_batches: float, num_model_chunks: int = 1) -> float:
+    """Return (p - 1) / (v m): idle time / computing time, for GPipe, 1F1B and interleaved 1F1B.
 
     For v > 1 it is exact if each round of the schedule has p micro-batches.
 

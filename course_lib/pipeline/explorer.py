@@ -77,4 +77,6 @@ def _finding(step: SimulatedStep, name: str) -> str:
     overhead, peak = step.bubble_overhead, max(step.peak_in_flight())
     parts = max(action.model_chunk for action in step.schedule[0]) + 1
     in_flight = f"{peak} parts of 1/{parts}" if parts > 1 else f"{peak} micro-batches"
-    return f"{name}: a bubble of {overhead:.0%} of the compute, {in_flight} in flight at most"
+    return (
+        f"{name}: a bubble of {overhead:.0%} of the computing time, {in_flight} in flight at most"
+    )

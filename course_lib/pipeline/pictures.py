@@ -2,25 +2,36 @@
 
 Both are drawn from the same events, whether the schedule was simulated or executed on real ranks:
 a micro-batch is in flight from the start of its forward to the end of its backward (of its
-backward_weight, if that is split). Below: published throughput beside simulation and formula.
-Notebook 08_pipeline.
+backward_weight, if that is split). Below: the pictures of the lesson, of which each function
+returns a figure and its alt text, and published throughput. Notebook 08_pipeline.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from course_lib.core.links import Link, TwoLevelLink
-from course_lib.core.records import Event
+from course_lib.core.records import COMPUTE_KINDS, Event
 from course_lib.display.colours import KIND, QUIET
 from course_lib.display.compare import Voices, compare
 from course_lib.display.lanes import visible
 from course_lib.display.page import SMALL_PT, TEXT_PT, Margins, page, plain, time_unit
-from course_lib.display.timeline import draw_events, event_legend, link_note
-from course_lib.pipeline.cost import H100_RUN, ZERO_BUBBLE_RUN, H100Stages, Throughput
+from course_lib.display.timeline import draw_events, event_legend, link_note, timeline
+from course_lib.pipeline import schedules
+from course_lib.pipeline.cost import (
+    H100_RUN,
+    ZERO_BUBBLE_RUN,
+    BatchCost,
+    H100Stages,
+    Throughput,
+    bubble_overhead,
+    step_parts,
+)
+from course_lib.pipeline.simulation import SimulatedStep, simulate
 
 PIPELINE_KINDS = ("forward", "backward", "backward_input", "backward_weight")
 
@@ -161,6 +172,103 @@ def _draw_in_flight(
             fontsize=SMALL_PT,
             annotation_clip=False,
         )
+
+
+def one_batch(played: SimulatedStep) -> tuple[Figure, str]:
+    """Draw the step of a batch that is not divided: only one rank computes at a time."""
+    events, idle = played.events(), f"{played.bubble_fraction:.0%}"
+    title = f"One batch at a time: {len(played.schedule)} ranks are idle for {idle} of their time"
+    took_s = {event.kind: event.duration_s for event in events}
+    backward = f"a backward takes {took_s['backward'] / took_s['forward']:g} F"
+    return timeline(events, title, unit="F"), f"{title}; {backward}"
+
+
+def gpipe_bubble(
+    num_stages: int,
+    numbers: Sequence[int],
+    measured: Sequence[Sequence[float]] | None = None,
+    *,
+    log: bool = False,
+) -> tuple[Figure, str]:
+    """Draw GPipe's bubble, in % of the computing time, against the number of micro-batches.
+
+    measured   the repetitions for each number, with emulated layers
+    """
+    voices = Voices(
+        formula=lambda m: 100 * bubble_overhead(num_stages, m),
+        simulation=[
+            100 * simulate(schedules.gpipe(num_stages, m)).bubble_overhead for m in numbers
+        ],
+        measurement=measured,
+    )
+    half = "about half" if measured else "half"
+    title = f"{num_stages} stages: twice as many micro-batches, {half} the bubble"
+    figure = compare(
+        numbers,
+        voices,
+        title,
+        x_label="micro-batches",
+        y_label="bubble (% of the computing time)",
+        log=log,
+        note="emulated layers" if measured else "",
+    )
+    paper = f"{100 * bubble_overhead(num_stages, numbers[-1]):.1f} % by formula"
+    found = f", measured {median(measured[-1]):.1f} %" if measured else ""
+    return figure, f"{title}; with {numbers[-1]} micro-batches {paper}{found}"
+
+
+def fewer_in_flight(runs: Mapping[str, Iterable[Event]]) -> tuple[Figure, str]:
+    """Draw measured steps of GPipe and 1F1B, and the micro-batches that they have in flight."""
+    computed = {
+        name: [event for event in events if event.kind in COMPUTE_KINDS]
+        for name, events in runs.items()
+    }
+    title = "1F1B: the same bubble, fewer activations"
+    shown = {f"{name}, measured": events for name, events in computed.items()}
+    held = [f"{DrawnRun(made).peak_in_flight(0):g} with {name}" for name, made in computed.items()]
+    figure = pipelines(shown, title, link="emulated layers")
+    return figure, f"{title}: micro-batches in flight on rank 0: at most {', '.join(held)}"
+
+
+def steps_on_link(
+    num_stages: int,
+    numbers: Sequence[int],
+    batch: BatchCost,
+    link: Link,
+    measured: Mapping[tuple[str, int], Sequence[float]] | None = None,
+) -> tuple[Figure, str]:
+    """Draw the step of 1F1B and of GPipe over a link, against the number of micro-batches.
+
+    measured   seconds of the repetitions by name and number, with emulated layers
+    """
+    curves, middle_ms = {}, {}
+    for name, make in {"1F1B": schedules.one_f_one_b, "GPipe": schedules.gpipe}.items():
+        steps = [step_parts(num_stages, m, batch, link, make).step_s * 1e3 for m in numbers]
+        found = [[1e3 * s for s in measured[name, m]] for m in numbers] if measured else None
+        curves[name] = Voices(simulation=steps, measurement=found)
+        middle_ms[name] = [median(times) for times in found] if found else steps
+    first, *_, last = (f"{ms:.0f} ms with m = " for ms in middle_ms["1F1B"])
+    title = f"1F1B on a slow link: {first}{numbers[0]}, {last}{numbers[-1]}"
+    compute_ms = 1e3 * (batch.forward_s + batch.backward_s)
+    layers = "emulated layers" if measured else "layers"
+    figure = compare(
+        numbers,
+        curves,
+        title,
+        x_label="micro-batches",
+        y_label="step (ms)",
+        note=f"{link}; {layers}, {compute_ms:.0f} ms per stage",
+    )
+    first_ms, *_, last_ms = middle_ms["GPipe"]
+    return figure, f"{title}; GPipe: {first_ms:.0f} and {last_ms:.0f} ms"
+
+
+def smaller_bubbles(played: Mapping[str, SimulatedStep]) -> tuple[Figure, str]:
+    """Draw simulated steps of schedules with chunks and with deferred weight gradients."""
+    title = "Chunks shorten the bubble, weight gradients fill part of it"
+    figure = pipelines({name: one.events() for name, one in played.items()}, title, unit="F")
+    idle = ", ".join(f"{name} {one.bubble_fraction:.0%}" for name, one in played.items())
+    return figure, f"{title}; idle: {idle} of the time"
 
 
 def throughput_picture(one: Throughput, title: str) -> Figure:

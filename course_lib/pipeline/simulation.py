@@ -71,7 +71,7 @@ class SimulatedStep:
 
     @property
     def bubble_overhead(self) -> float:
-        """Idle time divided by compute time: (p - 1)/m for 1F1B with equal times."""
+        """Idle time divided by computing time: (p - 1)/m for 1F1B with equal times."""
         return sum(self.idle_s) / (sum(self.busy_s) or 1.0)
 
     @property

@@ -132,7 +132,8 @@ class Plan:
         words += [f"zero{axes.zero}"] * (axes.zero > 0)
         words += ["sequence-parallel"] * axes.sequence_parallel
         words += [f"{self.num_model_chunks} chunks"] * (self.num_model_chunks > 1)
-        words += [f"{self.num_micro_batches} micro-batches of {self.micro_batch}"]
+        several = "es" * (self.num_micro_batches > 1)
+        words += [f"{self.num_micro_batches} micro-batch{several} of {self.micro_batch}"]
         return ", ".join([*words, *[f"recompute {self.recompute}"] * (self.recompute != "none")])
 
 

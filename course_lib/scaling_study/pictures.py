@@ -1,10 +1,11 @@
 """Pictures of a study, each with a sentence that states the finding and one number."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
 
 from matplotlib.figure import Figure
 
-from course_lib.core.records import Ledger
+from course_lib.core.records import Ledger, RunRecord
 from course_lib.core.units import GIB, MIB, format_bytes
 from course_lib.display.compare import Voices, compare
 from course_lib.display.gpu_links import links
@@ -13,7 +14,7 @@ from course_lib.display.memory import memory
 from course_lib.display.paired_bars import Pair, paired_bars
 from course_lib.scaling_study.aggregate import GOOD, STATES, Comparison
 from course_lib.scaling_study.amdahl import StrongScaling
-from course_lib.scaling_study.curves import SMOOTHED, smooth, spread, steps_to
+from course_lib.scaling_study.curves import SMOOTHED, agreeing_digits, smooth, spread, steps_to
 from course_lib.scaling_study.lab import H100_BATCH, H100_SOURCE, H100_TOKENS_PER_S
 from course_lib.scaling_study.prediction import states_of
 from course_lib.scaling_study.report import name_of
@@ -109,7 +110,9 @@ def states(results: Sequence[Result], name: str) -> _Picture | None:
     for result in found:
         bars[_line(result)] = measured[_line(result)]
         bars["formula" + "\u200b" * len(bars)] = _ledger(states_of(result.experiment.run))
-    title = f"{name}: {least} keeps least, {format_bytes(fewest.peak_bytes())} of states per rank"
+    title = (
+        f"{name}: {least} keeps the least, {format_bytes(fewest.peak_bytes())} of states per rank"
+    )
     return memory(bars, title), f"{title}."
 
 
@@ -131,9 +134,63 @@ def topology(results: Results) -> _Picture | None:
     matrix = max(found, key=len, default=[])
     if len(matrix) < 2:
         return None
-    kinds = sorted({cell for row in matrix for cell in row} - {"X"})
-    title = f"{len(matrix)} GPUs reach each other over {' and '.join(kinds)}"
+    title = f"{len(matrix)} GPUs reach each other over {' and '.join(_kinds(matrix))}"
     return links(matrix, title), f"{title}."
+
+
+def link_matrix(matrix: Sequence[Sequence[str]], whose: str) -> _Picture:
+    """Draw a matrix of links; the title says whether some links are closer than others.
+
+    whose   "This machine" or "An example"
+    """
+    kinds = _kinds(matrix)
+    finding = "some linked more closely than others" if len(kinds) > 1 else f"all over {kinds[0]}"
+    title = f"{whose}: {len(matrix)} GPUs, {finding}"
+    rows = " | ".join(" ".join(row) for row in matrix)
+    return links(matrix, title), f"{title}; rows: {rows}"
+
+
+def step_times(records: Sequence[RunRecord]) -> _Picture:
+    """Draw the measured time of each step of each rank; the title is about the run of one rank."""
+    curves = {
+        f"rank {record.rank} of {record.world_size}": [
+            1e3 * (step["end_s"] - step["start_s"]) for step in record.steps
+        ]
+        for record in records
+    }
+    first, *_ = alone = curves["rank 0 of 1"]
+    times = first / median(alone)
+    title = f"One rank: the first step takes {times:.1f} times as long as the median step"
+    figure = compare(
+        range(1, len(alone) + 1),
+        {name: Voices(measurement=found) for name, found in curves.items()},
+        title,
+        x_label="step",
+        y_label="time of a step (ms)",
+    )
+    return figure, f"{title}, {first:.0f} ms; later ones vary"
+
+
+def digits_of_losses(right: Sequence[float], runs: Mapping[str, Sequence[float]]) -> _Picture:
+    """Draw to how many digits the losses of a correct and of a wrong run agree with one process.
+
+    right   losses of the run on one process
+    runs    losses of the correct run, then of the wrong one
+    """
+    digits = {name: agreeing_digits(losses, right) for name, losses in runs.items()}
+    (good, found), (bad, wrong) = digits.items()
+    title = (
+        f"Digits of the loss that agree: {good} {min(found):.1f} or more, "
+        f"{bad} {max(wrong):.1f} or less"
+    )
+    figure = compare(
+        range(1, len(right) + 1),
+        {name: Voices(measurement=each) for name, each in digits.items()},
+        title,
+        x_label="step",
+        y_label="digits that agree with one process",
+    )
+    return figure, f"{title}; far apart from step 1 on"
 
 
 def convergence(results: Results) -> _Picture | None:
@@ -220,6 +277,11 @@ def _compared(
         for result in in_order(results)
         if result.experiment.run.ranks > 1 and result.comparison
     ]
+
+
+def _kinds(matrix: Sequence[Sequence[str]]) -> list[str]:
+    """Return the kinds of links between different GPUs."""
+    return sorted({cell for row in matrix for cell in row} - {"X"})
 
 
 def _line(result: Result) -> str:

@@ -59,7 +59,7 @@ def cells_of(result: Result) -> list[str]:
         "" if peak is None else format_bytes(peak),
         format_bytes(told.peak_bytes),
         "" if factor is None else f"{factor:.2f}",
-        "" if experiment.utilisation is None else f"{experiment.utilisation:.0%}",
+        "" if experiment.utilisation is None else f"{100 * experiment.utilisation:.0f} %",
         f"{experiment.losses[-1]:.4f}" if experiment.losses else "",
     ]
 
@@ -114,8 +114,8 @@ def notes(results: Results) -> list[str]:
     shares = {_share(result) for result in results.judged() if result.experiment is result.baseline}
     if (least := min(shares, default=1.0)) < BUSY:
         said.append(
-            f"A run of one rank had {least:.0%} of a core: other programs were running, so these "
-            "times say little about this machine, and a speed-up can come from a larger share."
+            f"A run of one rank had {100 * least:.0f} % of a core: other programs were running, so "
+            "these times say little about this machine, and a speed-up can come from a larger share."
         )
     alone = sum(result.baseline is None for result in results.judged())
     if alone:

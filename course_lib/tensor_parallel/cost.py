@@ -117,6 +117,21 @@ def gathered_bytes(spec: ModelSpec, batch: int, seq: int, tp: int, number_bytes:
     return (2 * spec.num_layers + 1) * (input_bytes - input_bytes // tp)
 
 
+def kept_layer_bytes(spec: ModelSpec, batch: int, seq: int, p: int, whole: float) -> float:
+    """Return the bytes that a layer of a GPT keeps for backward on each of p ranks.
+
+    With dropout, and scores that are kept: sbh (whole + (34 - whole + 5as/h) / p) at 2 bytes a
+    number.
+
+    whole   what each rank keeps undivided, in units of batch * seq * hidden: 10 with tensor
+            parallelism; with sequence parallelism 4, or 0 if backward gathers inputs again
+
+    Source:  Korthikanti et al. 2022, equations 1 to 4
+    """
+    split = 34 - whole + 5 * spec.num_heads * seq / spec.hidden
+    return batch * seq * spec.hidden * (whole + split / p)
+
+
 # --- beside real GPUs
 
 H100_RUN = "Ultra-Scale Playbook (Tazi et al. 2025), 3B model, H100, 8 GPUs per node"

@@ -1,11 +1,12 @@
-"""Pictures of matrix products on several ranks: replicated, split by columns or rows, partial sums.
+"""Pictures of matrix products on several ranks, and of what splitting them costs and saves.
 
-A shard has the pale color and the number of the rank that holds it; white is whole on every rank.
-Sheets behind one another are partial sums: each rank has a tensor of the full shape.
-Notebook 07_tensor_parallel.
+A matrix is whole on every rank, split by columns or rows, or a partial sum. A shard has the pale
+color and the number of the rank that holds it; white is whole on every rank. Sheets behind one
+another are partial sums: each rank has a tensor of the full shape. The pictures of the lesson come
+with their alt text. Notebook 07_tensor_parallel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,18 +16,24 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from course_lib.core.errors import CourseError
+from course_lib.core.links import Link
 from course_lib.core.presets import MODELS
+from course_lib.core.specs import ModelSpec
+from course_lib.core.units import KIB
 from course_lib.cost.hardware import H100
 from course_lib.display.colours import QUIET, WHITE, rank_colour
 from course_lib.display.compare import Voices, compare
 from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page
+from course_lib.display.timeline import timelines
 from course_lib.tensor_parallel.cost import (
     H100_RUN,
     H100Scaling,
     break_even_hidden,
     h100_scaling,
+    kept_layer_bytes,
     megatron_widths,
 )
+from course_lib.tensor_parallel.lab import OverlapRuns
 
 WAYS = {
     "": "whole on every rank",
@@ -132,7 +139,7 @@ def _pieces(
     return [(None, box)]
 
 
-def split_mlp(ranks: int, title: str) -> Figure:
+def split_mlp(ranks: int) -> tuple[Figure, str]:
     """Draw GELU(XA)B with A split by columns and B by rows: one sum over the ranks, at the end."""
     row: list[Matrix | str] = [
         *(Matrix(name="X", words="[tokens, h]", height=3, width=2), "×"),
@@ -141,10 +148,11 @@ def split_mlp(ranks: int, title: str) -> Figure:
         *(Matrix(name="B", words="[f, h]", height=6, width=2, split="rows"), "="),
         Matrix(name="Y", words="[tokens, h]", height=3, width=2, split="sum"),
     ]
-    return matrices(row, title, ranks=ranks)
+    title = "Columns, then rows: each rank computes the input that its rows of B need"
+    return matrices(row, title, ranks=ranks), f"{title}; 1 sum over {ranks} ranks at the end"
 
 
-def sequence_region(ranks: int, title: str) -> Figure:
+def sequence_region(ranks: int) -> tuple[Figure, str]:
     """Draw a parallel region between tokens that are split: all_gather in front, then the sum."""
     narrow = partial(Matrix, words="[tokens, h]", height=4, width=2)
     row: list[Matrix | str] = [
@@ -152,10 +160,56 @@ def sequence_region(ranks: int, title: str) -> Figure:
         *(Matrix(name="", words="[tokens, f]", height=4, width=6, split="columns"), "× B →"),
         *(narrow(name="Y", split="sum"), "   reduce-scatter →", narrow(name="Y", split="rows")),
     ]
-    return matrices(row, title, ranks=ranks)
+    title = "Sequence parallelism: an all-gather before the region, a reduce-scatter after it"
+    alt = f"{title}; outside the region a rank has 1/{ranks} of the tokens"
+    return matrices(row, title, ranks=ranks), alt
 
 
-def width_picture(title: str, degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> Figure:
+def losses_apart(whole: Sequence[float], split: Sequence[float]) -> tuple[Figure, str]:
+    """Draw in each step how far the losses of a split model lie from those of the whole one."""
+    apart = [abs(a - b) for a, b in zip(whole, split, strict=True)]
+    title = f"{len(apart)} steps in float64: split and whole model differ in the loss by at most "
+    title += f"{max(apart):.0e}"
+    voices, steps = Voices(measurement=apart), range(len(apart))
+    return compare(steps, voices, title, x_label="step", y_label="difference of the losses"), title
+
+
+def overlapped_backward(runs: OverlapRuns, link: Link) -> tuple[Figure, str]:
+    """Draw the backward pass of a stack of split MLPs, without and with overlap."""
+    saved_ms, predicted_ms = 1e3 * runs.saved_s, 1e3 * runs.predicted_s
+    title = f"Overlap saves {saved_ms:.0f} ms in two MLPs; predicted {predicted_ms:.0f} ms"
+    figure = timelines(runs.timelines(), title, link=link)
+    return figure, f"{title}; the all-reduce runs beside the weight gradient"
+
+
+def layer_memory(
+    spec: ModelSpec,
+    batch: int,
+    seq: int,
+    whole: Mapping[str, int],
+    kept: Mapping[str, Mapping[int, int]],
+) -> tuple[Figure, str]:
+    """Draw the bytes that a layer keeps for backward on a rank, by formula and as measured.
+
+    whole   by name, what is not divided by the number of ranks, in units of batch * seq * hidden
+    kept    by name, the bytes measured on p ranks
+    """
+    p_values = [*next(iter(kept.values()))]
+    curves = {
+        name: Voices(
+            formula=[kept_layer_bytes(spec, batch, seq, p, whole[name]) / KIB for p in p_values],
+            measurement=[by_p[p] / KIB for p in p_values],
+        )
+        for name, by_p in kept.items()
+    }
+    plain, *_, last = kept
+    ends = [f"{kept[name][p_values[-1]] / KIB:.0f} KiB ({name})" for name in (plain, last)]
+    title = f"On {p_values[-1]} ranks a layer keeps {ends[0]}, or {ends[1]}"
+    figure = compare(p_values, curves, title, x_label="ranks p", y_label="KiB on a rank")
+    return figure, title
+
+
+def width_picture(degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> tuple[Figure, str]:
     """Draw the hidden size at which a layer on H100 communicates as long as it computes.
 
     Above a link's line it computes longer. Stars are published runs: NVIDIA's models (Megatron-LM),
@@ -171,7 +225,10 @@ def width_picture(title: str, degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> Fig
     of_3b = h100_scaling().ranks
     widths = [*widths, *[MODELS["llama-3b"].hidden] * len(of_3b)]
     curves["models"] = Voices(published=([*ranks, *of_3b], widths))
-    return compare(
+    needed = {name: break_even_hidden(8, H100.peak(), rate) for name, rate in H100.links.items()}
+    title = f"At peak, 8 H100 compute longer than they send above h = {needed['NVLink']:,.0f} "
+    title += f"(NVLink) or {needed['PCIe 5']:,.0f} (PCIe 5)"
+    figure = compare(
         degrees,
         curves,
         title,
@@ -182,9 +239,10 @@ def width_picture(title: str, degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> Fig
         source="NVIDIA's models, h from 6,144: Megatron-LM's README, June 2024, 42 to 49 % of the "
         f"peak; h = 3,072: {H100_RUN}",
     )
+    return figure, f"{title}; NVIDIA's models lie above NVLink's line"
 
 
-def h100_picture(scaling: H100Scaling, title: str) -> Figure:
+def h100_picture(scaling: H100Scaling) -> tuple[Figure, str]:
     """Draw published tokens/s per GPU over the ranks, beside the formula; all H100."""
     curves = {
         "tensor parallel": Voices(
@@ -192,7 +250,11 @@ def h100_picture(scaling: H100Scaling, title: str) -> Figure:
         ),
         "with sequence parallelism": Voices(published=(scaling.ranks, scaling.sequence_parallel)),
     }
-    return compare(
+    drop, formula = scaling.kept(8, 16)
+    title = (
+        f"From 8 to 16 ranks a GPU keeps {drop:.0%} of its speed; the formula says {formula:.0%}"
+    )
+    figure = compare(
         scaling.ranks,
         curves,
         title,
@@ -201,3 +263,6 @@ def h100_picture(scaling: H100Scaling, title: str) -> Figure:
         log_x=True,
         source=H100_RUN,
     )
+    pairs = zip(scaling.ranks, scaling.formula, scaling.published, strict=True)
+    off = max(abs(paper / told - 1) for p, paper, told in pairs if p <= 8)
+    return figure, f"{title}; up to 8 ranks the formula is within {100 * off:.0f} %"

@@ -38,12 +38,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from course_lib.checks import check
-from course_lib.core import MODELS, Ledger
+from course_lib.core import MODELS
 from course_lib.core.recipes import RECIPES
 from course_lib.core.units import GIB, format_bytes
 from course_lib.cost.hardware import DEVICES
-from course_lib.display import YES_NO, Voices, compare, memory, predict, reveal, show
-from course_lib.memory import activations, count_params, model_states, param_parts, step_ledger
+from course_lib.display import YES_NO, predict, reveal, show
+from course_lib.memory import count_params, model_states, param_parts, pictures, step_ledger
 from course_lib.memory.optimizer_states import state_rows
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 
@@ -136,20 +136,8 @@ print("", state_rows(GPT(MODELS["small"])), sep="\n")
 # *Adafactor* stores row and column sums (Shazeer and Stern 2018, section 3), and *Muon* stores one
 # momentum for the layers' matrices (Jordan et al. 2024).
 
-
 # %% tags=["picture"]
-def bar(num_params, recipe):
-    ledger = Ledger()
-    ledger.add(0.0, **model_states(num_params, recipe))
-    return ledger
-
-
-bars = {name: bar(count_params(llama), name) for name in RECIPES}
-title = "Of these recipes, only pure bf16 puts the states of 8B parameters on one 80 GiB GPU"
-show(
-    memory(bars, title, limit_bytes=DEVICES["h100"].memory_bytes),
-    alt=f"{title}: the usual one takes {format_bytes(bars['bf16'].peak_bytes())}",
-)
+show(*pictures.states_by_recipe(count_params(llama)))
 
 # %% [markdown]
 # ### Exercise 2 (core): states under any recipe
@@ -326,7 +314,7 @@ for name, (spec, how) in layers.items():
 
 
 # %%
-from course_lib.memory import TORCH_CPU
+from course_lib.memory import TORCH_CPU, activations
 from course_lib.memory.saved_tensors import fake_tensors
 
 
@@ -349,24 +337,12 @@ def formula_bytes(seq, flash):
 
 # %% tags=["picture"]
 seqs, ways = [32, 64, 128, 192, 256], {"written out": False, "flash": True}
-
-
-def curve(of, name):
-    return [of(seq, ways[name]) / 2**20 for seq in seqs]
-
-
-curves = {
-    name: Voices(
-        formula=curve(formula_bytes, name),
-        simulation=curve(simulated_bytes, name),
-        measurement=curve(measured_bytes, name),
-    )
-    for name in ways
+voices = {"formula": formula_bytes, "simulation": simulated_bytes, "measurement": measured_bytes}
+saved = {
+    name: {voice: [of(seq, flash) for seq in seqs] for voice, of in voices.items()}
+    for name, flash in ways.items()
 }
-off = sum(abs(formula_bytes(s, f) - measured_bytes(s, f)) for s in seqs for f in ways.values())
-title = f"Formula and autograd differ by {off} bytes; flash is linear in the sequence"
-figure = compare(seqs, curves, title, x_label="tokens in a sequence", y_label="kept (MiB)")
-show(figure, alt=f"{title}: {curves['flash'].measurement[-1]:.3g} MiB at 256 tokens")
+show(*pictures.saved_by_sequence(seqs, saved))
 
 # %% [markdown]
 # **Without recompute, a GPT or Llama layer saves $sbh(c+d\,as/h)$ bytes: $c$ and $d$ depend on its
@@ -400,9 +376,7 @@ with LiveLedger(model, optimizer, given=[tokens, targets]) as live:
 totals = live.ledger.totals()
 entries_a_step = (len(totals) - 1) // 4
 reveal(guess, 1 + totals.index(max(totals)) // entries_a_step)
-title = "Adam's moments appear at the end of step 1 and stay: step 2 is the first full one"
-peak = format_bytes(live.ledger.peak_bytes())
-show(memory(live.ledger, title), alt=f"{title}; the peak is {peak}")
+show(*pictures.first_steps(live.ledger))
 
 # %% tags=["check"]
 played = step_ledger(untied, 2, 128, recipe="fp32", kernels=TORCH_CPU)
@@ -462,9 +436,7 @@ with LiveLedger(model, optimizer, given=[tokens, targets]) as leaking:
         loss = token_loss(model(tokens), targets)
         losses.append(loss)  # should be loss.item(), under no_grad
 reveal(guess, max(leaking.ledger.totals()) <= 1.5 * leaking.ledger.totals()[5])
-title = "Four losses in a list keep four graphs alive"
-peak = format_bytes(leaking.ledger.peak_bytes())
-show(memory(leaking.ledger, title), alt=f"{title}: {peak} at the end")
+show(*pictures.graphs_kept(leaking.ledger, len(losses)))
 losses.clear()
 
 # %% [markdown]
@@ -485,20 +457,9 @@ losses.clear()
 # llama-8b fit.*
 
 # %% tags=["picture"]
-from course_lib.memory.calculator import read_setup
 from course_lib.memory.explorer import calculator
 
-lines = {
-    "as it is": "--model llama-8b",
-    "full recompute": "--model llama-8b --recompute full",
-    "8 ranks, ZeRO-1": "--model llama-8b --dp 8 --zero 1",
-    "8 ranks, ZeRO-3": "--model llama-8b --dp 8 --zero 3",
-    "8 ranks, tensor and\nsequence parallel": "--model llama-8b --tp 8 --sequence-parallel",
-}
-ledgers = {name: read_setup(line).fullest for name, line in lines.items()}
-title = "With the usual recipe, recomputing is not enough for 8B on 80 GiB: shard the states"
-peak = format_bytes(ledgers["8 ranks, ZeRO-3"].peak_bytes())
-show(memory(ledgers, title, limit_bytes=80 * GIB), alt=f"{title}; ZeRO-3 on 8 ranks takes {peak}")
+show(*pictures.ways_to_fit())
 calculator("--model llama-8b --gpu h100 --seq 4096")
 
 # %% [markdown]
@@ -579,9 +540,7 @@ print(f"\n175B on 64 A100s, 13.75 s for 64 sequences of 2,048 tokens: MFU {share
 # others report?
 
 # %% tags=["picture"]
-from course_lib.memory.pictures import mfu_of_real_runs
-
-show(*mfu_of_real_runs())
+show(*pictures.mfu_of_real_runs())
 
 # %% [markdown]
 # **MFU is a step's model FLOP, divided by its time and the dense peak of its GPUs. Compare MFUs
@@ -602,13 +561,11 @@ guess = predict("tokens that make a large product compute-bound", unit="tokens")
 # %% tags=["picture", "measured"]
 from course_lib.cost.roofline import roof_of
 from course_lib.memory.lab import measure_roof
-from course_lib.memory.pictures import gpu_roofs, measured_roof, roof_rows
 
 reveal(guess, roof_of(h100).ridge)
-roof, rates = measure_roof()
-show(*measured_roof(roof, rates))
-show(*gpu_roofs())
-print(roof_rows())
+show(*pictures.measured_roof(*measure_roof()))
+show(*pictures.gpu_roofs())
+print(pictures.roof_rows())
 
 # %% [markdown]
 # The roof is an upper bound; the fastest product defines its peak. Norms, dropout and the

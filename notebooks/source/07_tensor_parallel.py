@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from course_lib.checks import check
 from course_lib.core import COMMUNICATION_KINDS, MODELS, Link
-from course_lib.display import Voices, claim, compare, predict, reveal, show, timelines
+from course_lib.display import claim, predict, reveal, show
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import Ranks, record
 from course_lib.tensor_parallel import copy_to_region, pictures, reduce_from_region
@@ -57,7 +57,7 @@ guess_message = predict("tensor that is summed, in Llama-8B", unit="MiB")
 ### GUESS guess_message.commit(16)
 
 
-# %% tags=["picture"]
+# %%
 def split_forward(rank, x, A, B):
     p = dist.get_world_size()
     columns, rows = A.tensor_split(p, dim=1)[rank], B.tensor_split(p, dim=0)[rank]
@@ -66,14 +66,14 @@ def split_forward(rank, x, A, B):
     return y
 
 
+# %% tags=["picture"]
 ranks, llama = Ranks(4), MODELS["llama-8b"]
 x, A, B = torch.randn(6, 8), torch.randn(8, 32), torch.randn(32, 8)
 right, by_rank = F.gelu(x @ A) @ B, ranks.run(split_forward, x, A, B)
 print("as one process:", all(torch.allclose(y, right, atol=1e-4) for y in by_rank))
 reveal(guess_sums, sum(event.kind == "all_reduce" for event in ranks.events) / 4)
 reveal(guess_message, 4096 * llama.hidden * 2 / 2**20)
-title = "Columns, then rows: each rank computes the input that its rows of B need"
-show(pictures.split_mlp(4, title), alt=f"{title}; 1 sum over 4 ranks at the end")
+show(*pictures.split_mlp(4))
 
 # %% [markdown]
 # On each rank the columns of $A$ match the rows of $B$. Rows first would need one more collective
@@ -361,9 +361,7 @@ one, pair, tiny = Ranks(1), Ranks(2), MODELS["tiny"]
 alone, split = (on.run(train, 100, on is pair)[0][0] for on in (one, pair))
 apart = [abs(a - b) for a, b in zip(alone, split, strict=True)]
 claim("the curves never differ by more than 1e-8", max(apart) < 1e-8)
-title = f"100 steps: the losses of 2 ranks and of one process differ by at most {max(apart):.0e}"
-figure = compare(range(100), Voices(measurement=apart), title, x_label="step", y_label="difference")
-show(figure, alt=title)
+show(*pictures.losses_apart(alone, split))
 
 # %% [markdown]
 # Only the order of sums differs.
@@ -521,10 +519,7 @@ wire = Link(name="slow link", latency_s=1e-3, bytes_per_s=100e6)
 with Ranks(2, link=wire) as wired:
     runs = lab.measure_overlap(wired)
 claim("backward with overlap is faster", runs.saved_s > 0)
-saved_ms, predicted_ms = 1e3 * runs.saved_s, 1e3 * runs.predicted_s
-title = f"Overlap saves {saved_ms:.0f} ms in two MLPs; predicted {predicted_ms:.0f} ms"
-figure = timelines(runs.timelines(), title, link=wire)
-show(figure, alt=f"{title}; the all-reduce runs beside the weight gradient")
+show(*pictures.overlapped_backward(runs, wire))
 
 # %% [markdown]
 # The results are equal bit for bit. Megatron-LM overlaps by default (on GPUs before Blackwell,
@@ -553,11 +548,8 @@ guess_width = predict("hidden size on 8 ranks: below it, communication takes lon
 # %% tags=["picture"]
 from course_lib.cost.hardware import H100
 
-widths = {n: cost.break_even_hidden(8, H100.peak(), rate) for n, rate in H100.links.items()}
-reveal(guess_width, round(widths["NVLink"]))
-title = f"At peak, 8 H100 compute longer than they send above h = {widths['NVLink']:,.0f} (NVLink) "
-title += f"or {widths['PCIe 5']:,.0f} (PCIe 5)"
-show(pictures.width_picture(title), alt=f"{title}; NVIDIA's models lie above NVLink's line")
+reveal(guess_width, round(cost.break_even_hidden(8, H100.peak(), H100.links["NVLink"])))
+show(*pictures.width_picture())
 
 # %% [markdown]
 # At half the peak, half this $h$ is enough. NVIDIA's four models lie above NVLink's line.
@@ -573,10 +565,8 @@ guess_drop = predict("tokens/s per GPU on 16 ranks divided by those on 8 (like 3
 
 # %% tags=["picture"]
 h100 = cost.h100_scaling()
-drop, formula = h100.kept(8, 16)
-reveal(guess_drop, drop)
-title = f"From 8 to 16 ranks a GPU keeps {drop:.0%} of its speed; the formula says {formula:.0%}"
-show(pictures.h100_picture(h100, title), alt=f"{title}; up to 8 ranks the formula is within 3 %")
+reveal(guess_drop, h100.kept(8, 16)[0])  # as published, not by formula
+show(*pictures.h100_picture(h100))
 
 # %% [markdown]
 # Inside a node the formula is within 3 % of the black stars. Across nodes the stars are lower; the
@@ -612,8 +602,7 @@ hows["gathers again"] = {"sequence_parallel": True, "gathers_again": True}
 sent = {n: sent_bytes(cost.tensor_traffic(llama, 1, 4096, **how), 8) for n, how in hows.items()}
 reveal(guess_bytes, sent["ours"] / sent["plain"])
 print(f"gathering once more in backward: {sent['gathers again'] / sent['plain']:.2f} times")
-title = "Sequence parallelism: an all-gather before the region, a reduce-scatter after it"
-show(pictures.sequence_region(4, title), alt=f"{title}; 1/4 of the tokens outside the region")
+show(*pictures.sequence_region(4))
 
 # %% [markdown]
 # A ring all-reduce *is* a reduce-scatter, then an all-gather (lesson 04). Now norms and dropout
@@ -706,18 +695,13 @@ guess_kept = predict("bytes kept when gathering again, divided by plain (like 2/
 ### GUESS guess_kept.commit(1 / 2)
 
 # %% tags=["picture"]
-sp, (b, s, h, a) = {"sequence_parallel": True}, (2, 64, tiny.hidden, tiny.num_heads)
-hows = {"tensor parallel": (10, 24, {}), "sequence parallel": (4, 30, sp)}
-hows["gathering again"] = (0, 34, sp | {"overlap": True})
-p_values, on_p, curves = (1, 2, 4), (one, pair, ranks), {}
-for name, (whole, split, how) in hows.items():
-    paper = [s * b * h * (whole + (split + 5 * a * s / h) / p) / 2**10 for p in p_values]
-    kept = [on.run(lab.split_layer_bytes, tiny, b, s, **how)[0] / 2**10 for on in on_p]
-    curves[name] = Voices(formula=paper, measurement=kept)
-plain, _, least = (curve.measurement[-1] for curve in curves.values())
-reveal(guess_kept, least / plain)
-title = f"On 4 ranks a layer keeps {plain:.0f} KiB; gathering again, it keeps {least:.0f} KiB"
-show(compare(p_values, curves, title, x_label="ranks p", y_label="KiB on a rank"), alt=title)
+whole = {"tensor parallel": 10, "sequence parallel": 4, "gathering again": 0}  # not divided
+sp, kept = {"sequence_parallel": True}, {}
+for name, how in zip(whole, ({}, sp, sp | {"overlap": True}), strict=True):
+    on_p = {1: one, 2: pair, 4: ranks}.items()
+    kept[name] = {p: on.run(lab.split_layer_bytes, tiny, 2, 64, **how)[0] for p, on in on_p}
+reveal(guess_kept, kept["gathering again"][4] / kept["tensor parallel"][4])
+show(*pictures.layer_memory(tiny, 2, 64, whole, kept))
 
 # %% [markdown]
 # Norms, positions, and biases that are added to a split residual stream have seen only their rank's

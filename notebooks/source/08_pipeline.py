@@ -13,7 +13,7 @@
 # - recognize a deadlock of sends, and a loss that was not divided by $m$;
 # - choose the number of micro-batches, and balance the stages.
 #
-# **Prerequisites:** lessons 01, 02 and 04. **Time:** 80 minutes of reading, 125 of exercises.
+# **Prerequisites:** lessons 01, 02 and 04. **Time:** 75 minutes of reading, 125 of exercises.
 # Section 6 ends with a break.
 #
 # | symbol | in code | meaning |
@@ -33,12 +33,11 @@ import torch.distributed as dist
 
 from course_lib.checks import check
 from course_lib.core.presets import MODELS
-from course_lib.core.records import COMPUTE_KINDS
-from course_lib.display import Voices, claim, compare, predict, reveal, show, timeline, waiting
+from course_lib.display import claim, predict, reveal, show, waiting
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.pipeline import Action, PipelineTimes, balance, cost, lab, pictures, schedules
 from course_lib.pipeline.actions import as_text, placement_of, source_of, target_of
-from course_lib.pipeline.cost import BatchCost, step_parts
+from course_lib.pipeline.cost import BatchCost
 from course_lib.pipeline.simulation import simulate
 from course_lib.ranks import RankError, Ranks
 
@@ -55,8 +54,7 @@ guess_busy = predict("a rank computes", unit="% of the time")
 # %% tags=["picture"]
 played = simulate(schedules.naive(4, 1))
 reveal(guess_busy, 100 * (1 - played.bubble_fraction))
-title = f"One batch at a time: four ranks are idle for {played.bubble_fraction:.0%} of their time"
-show(timeline(played.events(), title, unit="F"), alt=f"{title}; a backward takes 2 F")
+show(*pictures.one_batch(played))
 
 # %% [markdown]
 # The next batch cannot fill the gaps, because it needs the weights that this step computes.
@@ -75,7 +73,7 @@ show(timeline(played.events(), title, unit="F"), alt=f"{title}; a backward takes
 # its computing time. How large is the bubble with 8 micro-batches?
 
 # %% tags=["predict"]
-guess_bubble = predict("bubble for p = 4, m = 8", unit="% of the compute")
+guess_bubble = predict("bubble for p = 4, m = 8", unit="% of the computing time")
 ### GUESS guess_bubble.commit(50)
 batch = BatchCost(forward_s=160e-3, backward_s=320e-3)  # a stage's seconds for the whole batch
 ranks, numbers = Ranks(4), [1, 2, 4, 8]
@@ -85,15 +83,8 @@ ranks, numbers = Ranks(4), [1, 2, 4, 8]
 runs = {m: lab.emulated(schedules.gpipe(4, m), batch.times(m)) for m in numbers}
 made, whole_s = lab.measure(ranks, runs, turns=2), batch.forward_s + batch.backward_s
 reveal(guess_bubble, 100 * cost.bubble_overhead(4, 8))
-measured = {m: [100 * (s / whole_s - 1) for s in made[m].seconds] for m in numbers}
-voices = Voices(
-    formula=lambda m: 100 * cost.bubble_overhead(4, m),
-    simulation=[100 * simulate(schedules.gpipe(4, m)).bubble_overhead for m in numbers],
-    measurement=list(measured.values()),
-)
-title = "Four stages: twice as many micro-batches, about half the bubble"
-axes = {"x_label": "micro-batches", "y_label": "bubble (% of compute)", "note": "emulated layers"}
-show(compare(numbers, voices, title, **axes), alt=f"{title}; measured: on the line or above")
+measured = [[100 * (s / whole_s - 1) for s in made[m].seconds] for m in numbers]
+show(*pictures.gpipe_bubble(4, numbers, measured))
 
 # %% [markdown]
 # Messages and the engine add time, so the dots may lie above the line. Huang et al. (2019, section
@@ -151,16 +142,13 @@ check("pipeline-1", one_f_one_b)
 
 # %% tags=["picture", "measured"]
 reveal(guess_held, simulate(schedules.one_f_one_b(4, 32)).peak_in_flight()[0])
-plans = {"GPipe": schedules.gpipe(3, 4), "1F1B": schedules.one_f_one_b(3, 4)}
+plans, three = {"GPipe": schedules.gpipe(3, 4), "1F1B": schedules.one_f_one_b(3, 4)}, Ranks(3)
 runs = {name: lab.emulated(plan, batch.times(4)) for name, plan in plans.items()}
-three, shown = Ranks(3), {}
-for name, real in lab.measure(three, runs, turns=2).items():
+made = lab.measure(three, runs, turns=2)
+for name, real in made.items():
     step_s = simulate(plans[name], batch.times(4)).step_s
     print(f"{name:5}: predicted {1e3 * step_s:.0f} ms, measured {1e3 * real.step_s:.0f} ms")
-    shown[f"{name}, measured"] = [event for event in real.events if event.kind in COMPUTE_KINDS]
-title = "1F1B: the same bubble, fewer activations"
-figure = pictures.pipelines(shown, title, link="emulated layers")
-show(figure, alt=f"{title}: rank 0 holds 3 micro-batches, with GPipe all 4")
+show(*pictures.fewer_in_flight({name: real.events for name, real in made.items()}))
 
 # %% [markdown]
 # Rank $r$ holds at most $\min(p-r,m)$ micro-batches in flight. The bubble is the same as GPipe's,
@@ -398,19 +386,14 @@ guess_m = predict("faster with 1F1B over the slow link", choices=("m = 4", "m = 
 numbers, both = [4, 8, 16], {"1F1B": schedules.one_f_one_b, "GPipe": schedules.gpipe}
 pairs = {(name, m): make(4, m) for name, make in both.items() for m in numbers}
 runs = {key: lab.emulated(plan, batch.times(key[1], wire)) for key, plan in pairs.items()}
-made, curves = lab.measure(Ranks(4, link=wire), runs, turns=2), {}
-for name, make in both.items():
-    played = [step_parts(4, m, batch, wire, make).step_s * 1e3 for m in numbers]
-    steps = [[s * 1e3 for s in made[name, m].seconds] for m in numbers]
-    curves[name] = Voices(simulation=played, measurement=steps)
+made = lab.measure(Ranks(4, link=wire), runs, turns=2)
 few, many = (made["1F1B", m].step_s for m in (4, 16))
 claim("1F1B is faster with m = 4 than with m = 16", few < many)
+reveal(guess_m, "m = 4" if few < many else "m = 16")
 
 # %% tags=["picture", "measured"]
-reveal(guess_m, "m = 4" if few < many else "m = 16")
-title = f"1F1B on a slow link: {few * 1e3:.0f} ms with m = 4, {many * 1e3:.0f} ms with m = 16"
-axes = {"x_label": "micro-batches", "y_label": "step (ms)", "note": f"emulated {wire} and layers"}
-show(compare(numbers, curves, title, **axes), alt=title)
+times_s = {key: real.seconds for key, real in made.items()}
+show(*pictures.steps_on_link(4, numbers, batch, wire, times_s))
 print(cost.parts_table(4, numbers, batch, wire))
 
 # %% [markdown]
@@ -599,9 +582,7 @@ def five(p, m):
 plans = five(3, 6)
 played = {name: simulate(plan) for name, plan in plans.items()}  # F = I = W = 1
 reveal(guess_zero, played["1F1B"].idle_s[0] / played["ZB-V"].idle_s[0])
-title = "Chunks shorten the bubble, weight gradients fill part of it"
-figure = pictures.pipelines({name: one.events() for name, one in played.items()}, title, unit="F")
-show(figure, alt=f"{title}: 1F1B idles most, ZB-V and DualPipeV least")
+show(*pictures.smaller_bubbles(played))
 
 # %% tags=["measured"]
 times = PipelineTimes(forward_s=0.03, backward_input_s=0.03, backward_weight_s=0.03)

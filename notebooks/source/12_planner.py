@@ -22,7 +22,7 @@
 # | $b$ | `micro_batch` | sequences of a micro-batch |
 # | $m$ | `num_micro_batches` | micro-batches of a step, in each replica |
 # | $B$ | `global_batch` | sequences of a step: $b \cdot m \cdot \text{dp}$ |
-# | MFU | `mfu` | the model's FLOP/s divided by the GPUs' peak (lesson 01; full attention) |
+# | MFU | `mfu` | the model's FLOP/s divided by the GPUs' peak (lesson 01, all attention scores) |
 
 # %%
 # %load_ext course_lib.ranks
@@ -90,8 +90,7 @@ guess_fit = predict("of these seven, how many fit")
 # %% tags=["picture"]
 steps = {name: planner.predict(llama13, cluster, plan) for name, plan in ways.items()}
 reveal(guess_fit, sum(step.fits for step in steps.values()))
-figure, alt = pictures.memory_by_kind(steps)
-show(figure, alt=alt)
+show(*pictures.memory_by_kind(steps))
 
 # %% [markdown]
 # Which method divides, or reduces, which memory?
@@ -140,10 +139,10 @@ check("planner-1", states_gib)
 #
 # ## 2 Then, the batch
 #
-# The global batch changes how the model learns (lesson 13, section 6). 4 million tokens are
-# $B = 1024$ sequences. With 8 stages and 4 replicas, 256 micro-batches pass each pipeline, and the
-# bubble of 1F1B, $(\text{pp} - 1)/m$ of the computing time, is small. Somebody asks for a batch of
-# 64 sequences, for more steps per hour. How large is the bubble of these 8 stages?
+# The global batch changes how the model learns (lesson 13, section 6). $B = 1024$ sequences have
+# about 4 million tokens. With 8 stages and 4 replicas, 256 micro-batches pass each pipeline, and
+# the bubble of 1F1B, $(\text{pp} - 1)/m$ of the computing time, is small. Somebody asks for a batch
+# of 64 sequences, for more steps per hour. How large is the bubble of these 8 stages?
 
 # %% tags=["predict"]
 guess_bubble = predict("8 stages, 4 replicas, 64 sequences: bubble / computing time", unit="%")
@@ -170,7 +169,7 @@ for batch in (1024, 256, 64):
 # | part of the bill | what it counts | lesson |
 # |---|---|---|
 # | compute | each product at the efficiency of its shape; norms, loss; recomputation | 01, 03 |
-# | TP messages | all as exposed, but not the gathers that backward repeats | 07 |
+# | TP messages | all as exposed, except the gathers that backward repeats | 07 |
 # | bubble | of the schedule; waiting for the slowest stage | 08 |
 # | PP messages | the part that the schedule does not hide | 08 |
 # | DP messages | gradients, shards: the part that computing does not hide | 06, 09, 10 |
@@ -185,22 +184,15 @@ guess_tp = predict("TP 8 on NVLink: exposed TP messages / step", unit="%")
 # %% tags=["picture"]
 eight = steps["TP 8"]
 reveal(guess_tp, 100 * eight.tp_s / eight.step_s)
-figure, alt = pictures.bill_waterfall(eight)
-show(figure, alt=alt)
+show(*pictures.bill_waterfall(eight))
 
 # %% [markdown]
 # The dashed line is the time that the model's FLOP need at the GPUs' peak: MFU $\times$ step time.
 # TP 8 also computes longer than FSDP (next picture), because products with an eighth of a matrix
-# use a GPU less well.
+# are less efficient.
 
 # %% tags=["picture"]
-fitting = {name: step for name, step in steps.items() if step.fits}
-quick = min(fitting, key=lambda name: fitting[name].step_s)
-slow = max(fitting, key=lambda name: fitting[name].step_s)
-ratio = fitting[slow].step_s / fitting[quick].step_s
-title = f"Of the plans that fit, {slow} takes {ratio:.1f} times as long as {quick}"
-figure, alt = pictures.bills(fitting, title)
-show(figure, alt=alt)
+show(*pictures.bills_that_fit(steps))
 for b in (1, 2, 4):
     step = planner.predict(llama13, cluster, plan_of(b, dp=32, zero=3))
     print(f"FSDP, b = {b}: {step.step_s:.1f} s, {format_bytes(step.memory_bytes)}. {step.bound}")
@@ -209,8 +201,8 @@ for b in (1, 2, 4):
 # ZeRO-2 reduces gradients in each of its 32 micro-batches. The planner assumes no overlap for them,
 # as in Megatron-LM (Korthikanti et al. 2022, section 6.3). For FSDP it assumes overlap, which is
 # possible: computing a layer takes longer here than gathering the next one. With overlap, in
-# buckets of 40 to 160 MB, ZeRO-2 would be within 1 % of FSDP: the assumption decides this ranking.
-# Larger micro-batches make matrix products more efficient.
+# buckets of 40 to 160 MB, ZeRO-2 would be within 1 % of FSDP, so this assumption decides the
+# ranking. Larger micro-batches make matrix products more efficient.
 #
 # ### Exercise 2 (core): what stays exposed
 #
@@ -291,13 +283,13 @@ guess_plans = predict("plans that obey all rules except memory")
 # %% tags=["picture"]
 found = planner.search(llama13, cluster, global_batch=1024)
 reveal(guess_plans, found.num_plans)
-figure, alt = pictures.time_against_memory(found, {"FSDP, b = 1": steps["FSDP"]})
-show(figure, alt=alt)
+show(*pictures.time_against_memory(found, {"FSDP, b = 1": steps["FSDP"]}))
 best = found.best(10)  # their pipelines are simulated
 for step in best[:6]:
     way = f"{step.plan}, {step.plan.pipeline_words}"
     print(f"{step.step_s:.1f} s, {format_bytes(step.memory_bytes)}: {way}")
-print(f"the tenth takes {100 * (best[-1].step_s / best[0].step_s - 1):.0f} % longer than the first")
+percent = 100 * (best[-1].step_s / best[0].step_s - 1)
+print(f"the tenth takes {percent:.0f} % longer than the first")
 
 # %% [markdown]
 # The *Pareto front* consists of the plans that no other plan beats in both time and memory. Along
@@ -305,8 +297,8 @@ print(f"the tenth takes {100 * (best[-1].step_s / best[0].step_s - 1):.0f} % lon
 #
 # **Break it.** Suppose that one planner forgets the bubble, and another one assumes that all
 # messages overlap. For $B = 1024$ both choose the same plan as ours. Now let $B = 32$, one sequence
-# per GPU. If all costs are counted, how many times as long as the best plan's step is the step that
-# the first planner chooses?
+# per GPU. Count all costs of the plan that the first planner chooses: how many times as long as the
+# best plan's step is its step?
 
 # %% tags=["predict"]
 guess_forgot = predict("step that the first planner chooses / step of the best plan")
@@ -320,14 +312,12 @@ beliefs = {
 }
 few = planner.search(llama13, cluster, global_batch=32)
 chosen = {name: min(few.steps, key=believed) for name, believed in beliefs.items()}
-counted_s = [step.step_s for step in chosen.values()]
-reveal(guess_forgot, counted_s[1] / counted_s[0])
+times = chosen["forgets the bubble"].step_s / chosen["counts everything"].step_s
+reveal(guess_forgot, times)
 for name, step in chosen.items():
     says = f"believes {beliefs[name](step):.2f} s, fully counted {step.step_s:.2f} s"
     print(f"{name}: {says}; {step.plan}, {step.plan.pipeline_words}")
-title = f"The bubble is forgotten: {counted_s[1]:.1f} s per step, not {counted_s[0]:.1f} s"
-figure, alt = pictures.bills(chosen, title)
-show(figure, alt=alt)
+show(*pictures.bills_of_choices(chosen, forgot="bubble"))
 
 # %% [markdown]
 # **A search can choose a plan because of a cost that the planner leaves out.**
@@ -364,8 +354,7 @@ names |= {"llm-foundry": "llm-foundry"}
 tables = {name: published_runs(table) for name, table in names.items()}
 errors = [abs(error) for runs in tables.values() for error in scores.step_errors(runs)]
 reveal(guess_error, 100 * median(errors))
-figure, alt = pictures.predicted_against_published(tables)
-show(figure, alt=alt)
+show(*pictures.predicted_against_published(tables))
 
 # %% [markdown]
 # On models that were left out of the fit, the median or mean error is 3.2 to 8.1 %
@@ -382,7 +371,7 @@ guess_lost = predict("median of the throughput lost, over 14 groups", unit="%")
 # %%
 lost = scores.regrets(scores.alternatives())
 reveal(guess_lost, 100 * median(lost.values()))
-print(", ".join(f"{group}: {100 * share:.0f} %" for group, share in lost.items()))
+print("; ".join(f"{group}: {100 * share:.0f} %" for group, share in lost.items()))
 measured = [run for run in scores.alternatives() if run.group == "8B, 32 nodes"]
 fastest = min(measured, key=lambda run: run.step_s)
 searched = planner.search(fastest.model, fastest.cluster, global_batch=256)
@@ -394,12 +383,11 @@ print(f"first of {searched.num_plans} searched, measured or not: {searched.steps
 # Playbook's more than 4,100 runs.
 
 # %% tags=["picture"]
-figure, alt = pictures.errors_by_mfu(published_runs("ultrascale"))
-show(figure, alt=alt)
+show(*pictures.errors_by_mfu(published_runs("ultrascale")))
 for run in published_runs("llm-foundry"):
     if run.group == "13b" and run.cluster.name == "selene-a100" and run.plan.seq in (2048, 4096):
-        longer = run.step_s / run.predicted().step_s - 1
-        how = f"{100 * longer:+.0f} % against the prediction, MFU {100 * run.mfu:.0f} %"
+        longer = 100 * (run.step_s / run.predicted().step_s - 1)  # per cent
+        how = f"{longer:+.0f} % against the prediction, MFU {100 * run.mfu:.0f} %"
         print(f"MPT-13B on 8 A100s, seq {run.plan.seq}, {run.plan}: {how}")
 
 # %% [markdown]
@@ -422,8 +410,8 @@ for run in published_runs("llm-foundry"):
 # micro-batch passes all stages in $\sum t_i$ seconds; each later one ends $\max t_i$ after the one
 # before it. So a step takes $\sum t_i + (m - 1) \max t_i$. For each possible maximum, dynamic
 # programming over layers and GPUs finds the smallest sum. Llama 3.2 1B has 16 layers and an output
-# layer of 128,256 logits. On our 32 GPUs, how many times as long as with Alpa's stages is a step
-# with four stages of four layers, and the output layer on the last stage?
+# layer of 128,256 logits. On our 32 GPUs, four equal stages have four layers each, and the last one
+# also has the output layer. How many times as long as with Alpa's stages is their step?
 
 # %% tags=["predict"]
 guess_stages = predict("step with equal stages / step with Alpa's stages")
@@ -444,15 +432,14 @@ for name, layout in {"equal": equal, "Alpa": unequal}.items():
     print(f"sum {sum(each_s):.3f} s, maximum {max(each_s):.3f} s")
 
 # %% [markdown]
-# (Two layers of each last stage stand for the output layer, which computes for about as long as
-# four.) Alpa's stages have a smaller maximum and, as they are fewer and have more GPUs, a smaller
-# sum.
+# (The output layer is printed as two layers, but computes for about as long as four.) Alpa's stages
+# have a smaller maximum, and a smaller sum because they are fewer and have more GPUs.
 #
 # *Intra-operator* (Alpa's section 4): inside a stage, each matrix product is split by columns or
 # rows of its weight, or by tokens. Each split has its own messages. If one product leaves a tensor
 # in another layout than the next product needs, the tensor is resharded. Choosing the splits is an
 # integer program; for a chain of products, dynamic programming solves it. Which splits are cheapest
-# for an MLP on 8 GPUs, if every GPU has all of its 4,096 tokens?
+# for an MLP on 8 GPUs, if every GPU has all 4,096 tokens, before and after the MLP?
 
 # %% tags=["predict"]
 options = ("columns, columns", "columns, rows", "rows, columns", "tokens, tokens")
@@ -484,16 +471,16 @@ for tokens, layout in ((4096, "whole"), (4096, "tokens"), (65536, "tokens")):
 #
 # ## 8 A plan in miniature
 #
-# Does a real pipeline take as long as its bill says? Four ranks run three schedules of PP 4 with 8
-# micro-batches. Ranks, schedules and messages are real. Instead of kernels, the ranks sleep for the
-# predicted times, divided by ten. How many times as fast as 1F1B is the zero-bubble schedule ZB-H1?
+# Does a real pipeline take as long as predicted? Four ranks run three schedules of PP 4 with 8
+# micro-batches. Ranks, schedules and messages are real. Instead of computing, the ranks sleep for
+# the predicted times, divided by ten. How many times as fast as 1F1B is the zero-bubble schedule
+# ZB-H1?
 
 # %% tags=["predict"]
 guess_zero = predict("measured time of 1F1B / of ZB-H1")
 ### GUESS guess_zero.commit(1.3)
 
 # %% tags=["measured"]
-from course_lib.display.paired_bars import Pair, paired_bars
 from course_lib.pipeline import interleaved, one_f_one_b, zero_bubble_h1
 
 short = plan_of(batch=64, dp=8, pp=4, zero=1)
@@ -504,25 +491,22 @@ first, *_, last = (median(seconds) for seconds in measured.values())
 reveal(guess_zero, first / last)
 
 # %% tags=["picture", "measured"]
-pairs = []
-for name, seconds in measured.items():
+predicted_s = {}
+for name in schedules:
     plan = replace(short, schedule=name, num_model_chunks=1 + (name == "interleaved"))
-    paper_s = lab.pipeline_s(planner.predict(llama13, cluster, plan))
-    pairs.append(Pair(name=name, measured=median(seconds), predicted=paper_s))
+    predicted_s[name] = lab.pipeline_s(planner.predict(llama13, cluster, plan))
 claim("ZB-H1 is faster than 1F1B", last < first)
-title = f"Eight micro-batches take {first:.1f} s with 1F1B, {last:.1f} s with ZB-H1"
-x_label = "time of the pipeline (s; measured times are multiplied by ten)"
-show(paired_bars(pairs, title, x_label=x_label), alt=title)
+show(*pictures.pipelines_in_miniature(measured, predicted_s, divided_by=10))
 
 # %% [markdown]
-# The measured times are longer, most likely because Python needs time for each action and message,
-# which is multiplied by ten, too.
+# The measured times are longer, most likely because Python needs time for each action and message.
+# This time is multiplied by ten, too.
 #
 # ## 9 What it costs, and your cluster
 #
 # A training costs GPU-hours: its tokens, divided by tokens/s/GPU and by 3,600. More GPUs can finish
-# earlier, but at the same cost only if each GPU keeps its throughput. With a fixed batch it often
-# falls, because each GPU gets fewer sequences.
+# earlier, but at the same cost only if each GPU keeps its throughput. With a fixed batch, the
+# throughput per GPU often falls, because each GPU gets fewer sequences.
 #
 # ### Exercise 4 (further): a budget
 #
@@ -604,14 +588,14 @@ print(f"3 A step takes {mine.step_s:.0f} s, MFU {100 * mine.mfu:.0f} %. {mine.bo
 saved, more = 1 - top.step_s / mine.step_s, format_bytes(top.memory_bytes)
 print(f"4 Of the {found.num_plans:,} plans that obey all rules except memory, the fastest that")
 print(f"  fits saves {100 * saved:.0f} % and needs {more}.")
-print(f"5 A run of 13B on 8 A100s took {100 * longer:.0f} % longer than predicted. If twenty steps")
+print(f"5 A run of 13B on 8 A100s took {longer:.0f} % longer than predicted. If twenty steps")
 print("  here take longer than that, or if the batch shrinks, I choose again.")
 
 # %% [markdown]
 # Line 3 is optimistic: none of llm-foundry's A100 runs has an MFU above 65 %. With the constants of
-# an FSDP program, the step would be longer; the command `course plan` prints by how much.
+# an FSDP program, the step would be longer; `course plan` prints by how much.
 #
-# In a terminal, for the models that `--model list` prints:
+# In a terminal (`course plan --model list` prints the models):
 #
 # ```sh
 # course plan --model llama-8b --cluster selene-a100 --nodes 4 --global-batch-tokens 4M

@@ -32,11 +32,12 @@
 import math
 import tempfile
 from pathlib import Path
+from statistics import median
 
 from course_lib.checks import check
 from course_lib.cluster.profile import read_profile
 from course_lib.core.records import read_runs
-from course_lib.display import Voices, claim, compare, predict, reveal, show
+from course_lib.display import claim, predict, reveal, show
 from course_lib.ranks import Ranks
 from course_lib.scaling_study import lab, pictures
 from course_lib.scaling_study.aggregate import against, aggregate
@@ -73,24 +74,11 @@ print(f"a line of a record: {records[-1].steps[0]}")
 # %% [markdown]
 # Each rank wrote one file: a description of the run and the machine, and a line for each step.
 
-
 # %% tags=["picture", "measured"]
-def step_ms(record):
-    return [1e3 * (step["end_s"] - step["start_s"]) for step in record.steps]
-
-
-curves = {
-    f"rank {record.rank} of {record.world_size}": Voices(measurement=step_ms(record))
-    for record in records
-}
-alone_ms = step_ms(records[-1])
-typical_ms = sorted(alone_ms)[len(alone_ms) // 2]
-times = alone_ms[0] / typical_ms
-title = f"One rank: the first step takes {times:.1f} times as long as the median step"
-axes = {"x_label": "step", "y_label": "time of a step (ms)"}
-show(compare(range(1, len(alone_ms) + 1), curves, title, **axes), alt=f"{title}; later ones vary")
-claim("the first step is a slow one", alone_ms[0] > typical_ms)
-with_warmup = one.run.tokens_a_step * len(alone_ms) / sum(alone_ms) * 1e3
+alone_s = [step["end_s"] - step["start_s"] for step in records[-1].steps]
+show(*pictures.step_times(records))
+claim("the first step is a slow one", alone_s[0] > median(alone_s))
+with_warmup = one.run.tokens_a_step * len(alone_s) / sum(alone_s)
 print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {with_warmup:,.0f}")
 
 # %% [markdown]
@@ -207,8 +195,7 @@ print(f"fixed: {1e3 * split.fixed_s:.1f} ms; at least 80 % on up to {split.most_
 # and 32 GPUs.
 
 # %% tags=["picture"]
-figure, alt = pictures.published_scaling()
-show(figure, alt=alt)
+show(*pictures.published_scaling())
 
 # %% [markdown]
 # These two runs predict the throughput on 64 and 128 GPUs within 2 %. On 256 GPUs, each GPU has
@@ -299,8 +286,7 @@ reveal(guess_four, 100 * min(1, cores / 4))
 pairs = [r for r in in_order(small) if r.experiment.run.ranks == 2 and r.comparison]
 best = max(pairs, key=lambda result: result.comparison.efficiency_percent)
 reveal(guess_best, best.experiment.run.label.removeprefix("torch-"))
-figure, alt = pictures.efficiency(small, small_name)
-show(figure, alt=alt)
+show(*pictures.efficiency(small, small_name))
 
 # %% [markdown]
 # Black bars are measured. White bars are predicted from the number of cores, the speed of one rank
@@ -326,8 +312,7 @@ zero, zero_name = next((found, name) for name, found in sets.items() if "micro-b
 zero = [result for result in zero if result.experiment.run.ranks <= 2]  # a core for each
 slowest = max(zero, key=lambda result: result.experiment.step_s)
 reveal(guess_stage, slowest.experiment.run.label)
-figure, alt = pictures.overhead(zero, zero_name)
-show(figure, alt=alt)
+show(*pictures.overhead(zero, zero_name))
 
 # %% [markdown]
 # Stage 1 communicates once per step, stage 2 in each micro-batch, and stage 3 for every module in
@@ -336,9 +321,7 @@ show(figure, alt=alt)
 # state with the formula.
 
 # %% tags=["picture"]
-figure, alt = pictures.states(zero, zero_name)
-show(figure, alt=alt)
-
+show(*pictures.states(zero, zero_name))
 
 # %% [markdown]
 # At stage 1, each of the three kinds has exactly the formula's bytes. From stage 2 on, the
@@ -378,18 +361,7 @@ ends = [abs(wrong[at] / one.losses[at] - 1) for at in (0, -1)]
 reveal(guess_seen, "yes" if max(ends) > 0.05 else "no")
 
 # %% tags=["picture", "measured"]
-
-
-def digits(losses):  # how many of them agree with one process; float32 has about 7
-    pairs = zip(losses, one.losses, strict=True)
-    return [min(8.0, -math.log10(abs(a / b - 1) + 1e-9)) for a, b in pairs]
-
-
-agree = {"ddp": Voices(measurement=digits(two.losses)), "wrong": Voices(measurement=digits(wrong))}
-least, most = min(digits(two.losses)), max(digits(wrong))
-title = f"Digits of the loss that agree: DDP {least:.1f} or more, the wrong run {most:.1f} or less"
-axes = {"x_label": "step", "y_label": "digits that agree with one process"}
-show(compare(range(1, len(wrong) + 1), agree, title, **axes), alt=f"{title}; far apart from step 1")
+show(*pictures.digits_of_losses(one.losses, {"DDP": two.losses, "the wrong run": wrong}))
 
 # %% [markdown]
 # A wrong run's curve can fall, too. So count how many digits agree with the run on one process;
@@ -419,7 +391,8 @@ from course_lib.scaling_study.prediction import six_nd_share
 for strategy, percent in lab.PUBLISHED.items():
     print(f"PCIe study: {strategy}, about {percent:.0f} % efficiency")
 for run in {run.spec: run for run in find_study("cluster").runs}.values():
-    print(f"{run.spec.name}: 6ND is {six_nd_share(run):.0%} of the FLOP of all matrix products")
+    share = f"{100 * six_nd_share(run):.0f} %"
+    print(f"{run.spec.name}: 6ND is {share} of the FLOP of all matrix products")
 study_explorer()
 
 # %% [markdown]
@@ -440,15 +413,12 @@ guess_pair = predict("GPUs for TP = 2", choices=("0 and 1", "1 and 2", "2 and 3"
 ### GUESS guess_pair.commit("0 and 1")
 
 # %% tags=["picture", "measured"]
-from course_lib.display.gpu_links import links
 from course_lib.ranks.machine import describe_machine
 
 reveal(guess_pair, "0 and 1")
 mine = describe_machine()["gpu_links"]
-whose = "This machine" if len(mine) > 1 else "An example"
-matrix = mine if len(mine) > 1 else lab.EXAMPLE_LINKS
-title = f"{whose}: {len(matrix)} GPUs, some linked more closely than others"
-show(links(matrix, title), alt=f"{title}; rows: {' | '.join(' '.join(row) for row in matrix)}")
+own = (mine, "This machine") if len(mine) > 1 else (lab.EXAMPLE_LINKS, "An example")
+show(*pictures.link_matrix(*own))
 
 # %% [markdown]
 # **Formulas give a first, rough ranking of the methods. The matrix of links tells which GPUs to ask
@@ -471,18 +441,14 @@ guess_fewer = predict("steps to the same loss: of one process / of four copies")
 from course_lib.scaling_study.curves import smooth, steps_to
 
 recorded = sample_results("convergence")
-unsplit = [found for found in recorded.experiments if found.run.tp == 1]
-soon = {(one.run.global_batch, one.run.warmup): smooth(one.losses) for one in unsplit}
-base = soon[8, 100]  # means of some steps: single batches vary
-needs = {key: steps_to(base[-1], losses) for key, losses in soon.items()}
-reveal(guess_fewer, len(base) / needs[32, 4])
+unsplit = {(r.run.global_batch, r.run.warmup): r for r in recorded.experiments if r.run.tp == 1}
+base = smooth(unsplit[8, 100].losses)  # means of some steps: single batches vary
 for batch, warmup in ((32, 100), (8, 4), (32, 4)):
-    steps = needs[batch, warmup]
-    times = steps * batch / (len(base) * 8)
-    words = f"batch {batch}, warm-up {warmup}: {steps} of {len(base)} steps"
-    print(f"{words}, {times:.1f} times the tokens")
-figure, alt = pictures.convergence(recorded)
-show(figure, alt=alt)
+    steps = steps_to(base[-1], smooth(unsplit[batch, warmup].losses))
+    times = f"{steps * batch / (len(base) * 8):.1f} times the tokens"
+    print(f"batch {batch}, warm-up {warmup}: {steps} of {len(base)} steps, {times}")
+reveal(guess_fewer, len(base) / steps)
+show(*pictures.convergence(recorded))
 
 # %% [markdown]
 # The larger batch and the shorter warm-up each save some steps; together they save most. But the

@@ -16,7 +16,6 @@
 # | symbol | in code | meaning |
 # |---|---|---|
 # | $p$ | `p` | ranks |
-# | $N$ | `num_params` | parameters of the model |
 # | $\delta$ | `save_s` | seconds for which a save stops the training |
 # | $M$ | `mtbf_s` | mean time between failures of the whole job, in seconds |
 # | $R$ | `restart_s` | seconds from a failure until training goes on |
@@ -117,8 +116,7 @@ reveal(guess_cut, "mix")
 #   disk. Without it, a power cut may leave the manifest and lose the data.
 # - `sync_names()` (`os.fsync` on each changed folder, and on the parent of a new one) waits until
 #   changes of *names* (files created, renamed, removed) are on the disk. Until then, a power cut
-#   may undo the latest changes in one folder and keep those in another. (btrfs may also reorder
-#   them: Pillai et al. 2014.)
+#   may undo the latest changes in one folder and keep those in another.
 #
 # ### Exercise 1 (core): publish
 #
@@ -337,9 +335,8 @@ check("checkpoint-3", Resume)
 #
 # ## 5 Kill a rank
 #
-# Two ranks train 20 steps, and save after every 5 steps. Rank 1 is killed by SIGKILL, which no
-# handler can catch, while it *writes the checkpoint* of step 15. At which step does the training
-# resume?
+# Two ranks train 20 steps, and save after every 5 steps. Rank 1 is killed (SIGKILL) while it
+# *writes the checkpoint* of step 15. At which step does the training resume?
 
 # %% tags=["predict"]
 guess_resume = predict("step of the newest whole checkpoint")
@@ -491,8 +488,7 @@ explorer.interval_explorer()
 # %% [markdown]
 # Choose numbers close to those of your own cluster. Around the optimum the curve is flat: here,
 # twice the best interval adds 2 percentage points of overhead. (Grattafiori et al. report more than
-# 90 % effective training time, that is, less than about 11 % overhead. If Daly's formula holds, at
-# least one of our two guesses is too high.)
+# 90 % effective training time, so our guesses are probably too high.)
 #
 # ### Exercise 4 (further): the best interval
 #
@@ -503,8 +499,7 @@ explorer.interval_explorer()
 # $\delta/t + t/(2M) + R/M$ with $t$ = steps times `step_s`. About 4 lines, 20 minutes.
 #
 # <details><summary>Hint: the overhead</summary>
-# Add the cost of saves per second of work, and the failures per second of work times the cost of
-# one failure.
+# Per second of work, add the cost of saves, and the failures times the cost of one failure.
 # </details>
 
 
@@ -538,8 +533,7 @@ for name, one in rows.items():
     print(f"{name}: {words}, {1e3 * one.save_s:.0f} ms")
 
 # %% [markdown]
-# Our code adds the fourth file: an empty `.lock` to ours, `about.json` to DCP's. DCP has three
-# traps:
+# The fourth file (`.lock` or `about.json`) comes from our code. DCP has three traps:
 #
 # - `async_save` communicates in a thread. Give it a process group of its own
 #   (`process_group=dist.new_group(backend="gloo")`); otherwise, its messages can mix with those of
@@ -568,8 +562,8 @@ for name, one in rows.items():
 # later). This has to take less than torchrun's 30 s (`--shutdown-timeout`) and Slurm's `KillWait`.
 # `torchrun` passes SIGTERM on to the ranks, but SIGUSR1 only with `--signals-to-handle`. In Slurm,
 # `cluster/requeue.sbatch` gets a signal 120 seconds before the time limit (`--signal=B:USR1@120`)
-# and calls `scontrol requeue`; Slurm then sends SIGTERM. To measure the numbers of your cluster,
-# run `cluster/exercises/14_checkpoint.py`.
+# and calls `scontrol requeue`; Slurm then sends SIGTERM. Measure your own cluster with
+# `cluster/exercises/14_checkpoint.py`.
 #
 # **Test that a killed job resumes by itself.**
 
@@ -580,7 +574,7 @@ shutil.rmtree(FOLDER)
 # ## What to keep
 #
 # - Every rank writes its shard; rank 0 publishes a manifest.
-# - Write beside, sync, then rename: a save happens completely or not at all.
+# - Write beside, sync, then rename.
 # - Boxes of whole tensors can be loaded by any number of ranks and any strategy.
 # - Save optimizer, schedule, sampler and the random numbers of every rank; test for equal bits.
 # - An asynchronous save copies first.

@@ -76,7 +76,9 @@ def test_odd_input_draws(runs):
 
 def test_the_explorer_plays_every_schedule_and_says_what_cannot_be_made():
     picture = schedule_explorer()
-    assert picture.alt.startswith("1F1B: a bubble of 50% of the compute, 4 micro-batches in flight")
+    assert picture.alt.startswith(
+        "1F1B: a bubble of 50% of the computing time, 4 micro-batches in flight"
+    )
     picture.sliders["m"].value = 8
     for name in ("naive", "GPipe", "ZB-H1", "ZB-V", "DualPipeV", "interleaved"):
         picture.sliders["schedule"].value = name

@@ -249,11 +249,11 @@ def test_what_the_explorer_shows_is_what_the_page_says():
 
     assert (
         said("GPipe", 6, 0)
-        == "GPipe: a bubble of 50% of the compute, 6 micro-batches in flight at most"
+        == "GPipe: a bubble of 50% of the computing time, 6 micro-batches in flight at most"
     )
     assert (
         said("1F1B", 6, 0)
-        == "1F1B: a bubble of 50% of the compute, 4 micro-batches in flight at most"
+        == "1F1B: a bubble of 50% of the computing time, 4 micro-batches in flight at most"
     )
     assert "17%" in said("ZB-H1", 6, 0)
     assert "19%" in said("1F1B", 16, 0)

@@ -137,7 +137,7 @@ def test_without_a_run_of_one_rank_there_are_no_factors():
 
 def test_a_machine_that_was_busy_is_told():
     busy = made(ALONE, 9.0, MIB, busy=0.17)
-    assert "had 17% of a core" in " ".join(notes(Results(experiments=(busy,))))
+    assert "had 17 % of a core" in " ".join(notes(Results(experiments=(busy,))))
     assert "of a core" not in " ".join(notes(RESULTS))
 
 
@@ -146,7 +146,7 @@ DRAWN = (
     "small (16 x 64 tokens): 2 of 4 runs reach an efficiency of 80 %.",
     "small (16 x 64 tokens): in 1 of 4 runs a step takes longer than on one rank.",
     "small (16 x 64 tokens): pp, m = 8, 2 ranks has the lowest peak, 40 MiB per rank.",
-    "small (16 x 64 tokens): pp, m = 8, 2 ranks keeps least, 15 MiB of states per rank.",
+    "small (16 x 64 tokens): pp, m = 8, 2 ranks keeps the least, 15 MiB of states per rank.",
     "The losses of 5 runs of small (16 x 64 tokens) are at most 0.0001 apart.",
 )
 

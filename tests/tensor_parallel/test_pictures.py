@@ -4,14 +4,19 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-from course_lib.core import CourseError
+from course_lib.core import MODELS, CourseError, Link
+from course_lib.core.records import Event
 from course_lib.display.colours import RANK, WHITE
-from course_lib.tensor_parallel.cost import h100_scaling
+from course_lib.tensor_parallel.cost import h100_scaling, kept_layer_bytes
 from course_lib.tensor_parallel.explorer import computing_percent, degree_explorer
+from course_lib.tensor_parallel.lab import OverlapRuns
 from course_lib.tensor_parallel.pictures import (
     Matrix,
     h100_picture,
+    layer_memory,
+    losses_apart,
     matrices,
+    overlapped_backward,
     sequence_region,
     split_mlp,
     width_picture,
@@ -23,6 +28,10 @@ def boxes(figure):
     (axes,) = figure.axes
     patches = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     return [(to_hex(p.get_facecolor()).upper(), p.get_width(), p.get_height()) for p in patches]
+
+
+def title_of(figure):
+    return " ".join(figure.texts[0].get_text().split())
 
 
 def drawn(split, ranks=4):
@@ -58,23 +67,55 @@ def test_all_matrices_of_a_row_share_one_scale_and_fit_the_page():
 
 
 def test_the_cuts_of_an_mlp_fit_each_other():
-    pieces = boxes(split_mlp(3, "t"))
+    pieces = boxes(split_mlp(3)[0])
     assert [colour for colour, _, _ in pieces] == [WHITE, *3 * RANK[:3], *RANK[2::-1]]
     columns_of_a, rows_of_b = pieces[1], pieces[7]
     assert columns_of_a[1] == pytest.approx(rows_of_b[2])
 
 
 def test_between_regions_each_rank_has_its_own_tokens():
-    colours = [colour for colour, _, _ in boxes(sequence_region(3, "t"))]
+    colours = [colour for colour, _, _ in boxes(sequence_region(3)[0])]
     tokens = list(RANK[:3])
     assert colours == [*tokens, WHITE, *tokens, *RANK[2::-1], *tokens]
 
 
 def test_a_roofline_for_each_link_and_stars_for_published_runs():
-    (axes,) = width_picture("t").axes
+    figure, alt = width_picture()
+    assert "h = 3,420 (NVLink) or 24,050 (PCIe 5)" in alt
+    (axes,) = figure.axes
     *roofs, models = sorted(axes.lines, key=lambda line: line.get_linestyle() == "None")
     assert [line.get_ydata()[2] for line in roofs] == pytest.approx([3420, 24050, 30784], abs=1)
     assert list(models.get_ydata()) == [6144, 8192, 12288, 18432, *[3072] * 5]
+
+
+def test_losses_lie_apart_by_the_largest_difference():
+    figure, alt = losses_apart([3.0, 2.0, 1.0], [3.0, 2.25, 1.125])
+    assert title_of(figure) == alt
+    assert alt.startswith("3 steps")
+    assert alt.endswith("2e-01")
+
+
+def test_overlap_is_told_as_measured_and_as_predicted():
+    def backward(end_s):
+        spans = ("backward", 0.0, end_s), ("all_reduce", 0.1, 0.2)
+        return [Event(rank=0, kind=kind, start_s=start, end_s=end) for kind, start, end in spans]
+
+    runs = OverlapRuns({"plain": backward(0.5), "overlapped": backward(0.4)}, 0.12)
+    figure, alt = overlapped_backward(runs, Link(latency_s=1e-3, bytes_per_s=1e8))
+    assert title_of(figure) == "Overlap saves 100 ms in two MLPs; predicted 120 ms"
+    assert alt.startswith(title_of(figure))
+
+
+def test_the_memory_of_a_layer_is_the_measured_one_beside_the_formula():
+    spec, whole = MODELS["tiny"], {"plain": 10, "again": 0}
+    sizes = {name: {p: 2**10 * 60 // p for p in (1, 2, 4)} for name in whole}
+    figure, alt = layer_memory(spec, 2, 64, whole, sizes)
+    assert alt == "On 4 ranks a layer keeps 15 KiB (plain), or 15 KiB (again)"
+    at = {p: kept_layer_bytes(spec, 2, 64, p, 10) for p in (1, 2)}
+    assert at[1] == kept_layer_bytes(spec, 2, 64, 1, 0) == 2 * kept_layer_bytes(spec, 2, 64, 2, 0)
+    assert at[2] - at[1] / 2 == 5 * 2 * 64 * spec.hidden
+    curves = [line.get_ydata()[0] * 2**10 for line in figure.axes[0].lines]
+    assert any(first == pytest.approx(at[1]) for first in curves)
 
 
 def test_bad_input_is_one_sentence():
@@ -97,7 +138,9 @@ def test_the_formula_fits_published_runs_inside_a_node_and_says_too_much_beyond_
     assert published == pytest.approx(0.573, abs=0.001)
     assert published < formula < 0.8
     assert len(found.sequence_parallel) == 5
-    figure = h100_picture(found, "t")
+    figure, alt = h100_picture(found)
+    assert "keeps 57% of its speed" in title_of(figure)
+    assert alt.endswith("within 3 %")
     assert any("Ultra-Scale Playbook" in text.get_text() for text in figure.texts)
 
 
