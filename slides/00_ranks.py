@@ -97,7 +97,7 @@ def pictures():
     """Return all pictures by the names that the deck uses."""
     with Ranks(4) as ranks:
         runs = {}
-        for fn in (speak, late_barrier, late_sum):
+        for fn in (late_barrier, late_sum, speak):  # last, so that all ranks are awake
             ranks.run(fn)
             runs[fn] = ranks.events
         return {

@@ -5,16 +5,17 @@ from matplotlib.figure import Figure
 
 from course_lib.accumulation import accumulate_gradients, accumulated_step, as_sum, by_items
 from course_lib.accumulation.batch_sizes import NoisePoint, noise_on_the_way, steps_to_loss
-from course_lib.accumulation.noise_scale import Tradeoff, noise_scale
+from course_lib.accumulation.noise_scale import noise_scale
 from course_lib.accumulation.pictures import (
     batch_tradeoff,
     graph,
     noise_growth,
+    peak_by_parts,
     without_division,
 )
 from course_lib.accumulation.worked_graph import graph_states
 from course_lib.core import Ledger, ModelSpec
-from course_lib.display import Voices, compare, memory
+from course_lib.display import memory
 from course_lib.memory import activations
 from course_lib.memory.layer_bytes import TORCH_CPU
 from course_lib.memory.saved_tensors import activation_ledger
@@ -33,10 +34,7 @@ def pictures() -> dict[str, Figure]:
         "adam": adam(),
         "peak": peak(),
         "batches": batches(),
-        "noise": noise_growth(
-            {f"learning rate {rate}": noise_runs(rate) for rate in (8, 4)},
-            "The noise scale grows during training, and depends on the learning rate",
-        ),
+        "noise": noise_growth({f"learning rate {rate}": noise_runs(rate) for rate in (8, 4)})[0],
         "saw": memory(held(4), "Four micro-batches: four small peaks instead of one big one"),
     }
 
@@ -49,15 +47,11 @@ def held(m: int) -> Ledger:
 
 
 def peak() -> Figure:
-    mib = 2**20
     formula = [
-        sum(activations(SPEC, 16 // m, 128, number_bytes=4, kernels=TORCH_CPU).values()) / mib
+        sum(activations(SPEC, 16 // m, 128, number_bytes=4, kernels=TORCH_CPU).values())
         for m in PARTS
     ]
-    voices = Voices(formula=formula, measurement=[held(m).peak_bytes() / mib for m in PARTS])
-    title = f"In 16 micro-batches the peak is {formula[-1]:.1f} MiB instead of {formula[0]:.0f} MiB"
-    labels = {"x_label": "micro-batches m", "y_label": "peak (MiB)"}
-    return compare(PARTS, voices, title, log=True, **labels)
+    return peak_by_parts(PARTS, formula, [held(m).peak_bytes() for m in PARTS])[0]
 
 
 def noise_runs(rate: float) -> list[list[NoisePoint]]:
@@ -66,10 +60,7 @@ def noise_runs(rate: float) -> list[list[NoisePoint]]:
 
 def batches() -> Figure:
     scale = sum(noise_scale(point.estimate for point in run) for run in noise_runs(8)) / 5
-    sweep = steps_to_loss(2.2, [2**n for n in range(10)])
-    least = sweep.mean_steps()[-1] / (1 + scale / sweep.batches[-1])
-    predicted = Tradeoff(min_steps=least, critical_batch=scale)
-    return batch_tradeoff(sweep, predicted, "Beyond the noise scale, larger batches save few steps")
+    return batch_tradeoff(steps_to_loss(2.2, [2**n for n in range(10)]), scale)[0]
 
 
 def adam(steps: int = 40) -> Figure:
@@ -78,7 +69,7 @@ def adam(steps: int = 40) -> Figure:
         for make, lr in ((torch.optim.SGD, 1.0), (torch.optim.AdamW, 1e-2))
         for share in (by_items, as_sum)
     ]
-    return without_division(*curves, "Without the division SGD diverges; AdamW's loss hides it")
+    return without_division(*curves)[0]
 
 
 def losses(make, lr, share, steps: int) -> list[float]:

@@ -8,12 +8,18 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from course_lib.core import Ledger, ModelSpec
-from course_lib.display import Voices, compare, memory
+from course_lib.display import memory
 from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.recompute import recompute, recompute_full, recompute_none, recompute_selective
 from course_lib.recompute.lab import FORMATS, train
-from course_lib.recompute.pictures import format_losses, product_errors, published_memory
+from course_lib.recompute.pictures import (
+    format_losses,
+    number_formats,
+    product_errors,
+    published_memory,
+    segment_peaks,
+)
 
 SPEC = ModelSpec(hidden=128, num_layers=6, num_heads=8, ffn_hidden=512, vocab=128, max_seq=128)
 LAYERS = 64
@@ -32,18 +38,11 @@ def pictures() -> dict[str, Figure]:
     return {
         "valley": valley(),
         "strategies": memory(held, f"Full recompute needs {100 * part:.0f} % of the bytes"),
-        "published": published_memory(
-            "Large models keep 8 to 10 % with full recompute, 49 to 62 % with selective"
-        ),
+        "published": published_memory()[0],
         "spikes": memory(held["full"], f"Small steps, then {SPEC.num_layers} spikes in backward"),
-        "precision": memory(precisions, "bf16 halves the activations, autocast does not"),
-        "outliers": product_errors(
-            "With one scale, an outlier of 100 ruins FP4, one of 10⁶ ruins FP8. Blocks confine it"
-        ),
-        "formats": format_losses(
-            {name: train(name) for name in FORMATS},
-            "After 100 steps, losses in 8 bits are 0.002 to 0.005 above fp32, in MXFP4 0.06",
-        ),
+        "precision": number_formats(precisions)[0],
+        "outliers": product_errors()[0],
+        "formats": format_losses({name: train(name) for name in FORMATS})[0],
     }
 
 
@@ -71,14 +70,11 @@ def valley() -> Figure:
     ks = [1, 2, 4, 8, 16, 32, 64]
     chain = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(LAYERS)]
     x, there = torch.ones(256, 64), [param for layer in chain for param in layer.parameters()]
-    tensors = [
-        activation_ledger(partial(in_segments, chain, k, x), given=there).peak_bytes() / x.nbytes
+    tensors = {
+        k: activation_ledger(partial(in_segments, chain, k, x), given=there).peak_bytes() / x.nbytes
         for k in ks
-    ]
-    voices = Voices(formula=[LAYERS / k + k for k in ks], measurement=tensors)
-    title = f"Segments of 8 need {min(tensors):.0f} tensors instead of 64"
-    labels = {"x_label": "layers in a segment, k", "y_label": "peak (tensors)"}
-    return compare(ks, voices, title, log_x=True, **labels)
+    }
+    return segment_peaks(LAYERS, {k: LAYERS / k + k for k in ks}, tensors)[0]
 
 
 def in_segments(chain: list[nn.Module], k: int, y: torch.Tensor) -> None:

@@ -6,23 +6,14 @@ from pathlib import Path
 from course_lib.collectives import messages
 from course_lib.core import Link, TwoLevelLink
 from course_lib.cost import bandwidth, network
-from course_lib.display import (
-    Voices,
-    compare,
-    frames_from_messages,
-    own_everything,
-    stepper,
-    timelines,
-    waiting,
-    wires,
-)
+from course_lib.display import Voices, compare, timelines, waiting, wires
 from course_lib.display.shards import all_frames_svg
 
 UPLINK = Link(latency_s=0.0, bytes_per_s=1e6)
 WIRE = Link(name="slow wire", latency_s=10e-3, bytes_per_s=20e6)
 INSIDE = Link(name="a fast one", latency_s=1e-3, bytes_per_s=200e6)
 NODES = TwoLevelLink(inside=INSIDE, outside=WIRE, ranks_per_node=2)
-TIME_OF_TENSOR = {"x_label": "tensor (bytes)", "y_label": "time (s)", "log": True}
+SIZES = [2**k for k in range(14, 25, 2)]
 
 
 @dataclass(frozen=True)
@@ -65,8 +56,7 @@ def circle():
 
 def ring():
     """Three steps of a reduce-scatter."""
-    frames = frames_from_messages(messages.ring_reduce_scatter_messages(4), own_everything(4))
-    return Svg(stepper(frames, "Reduce-scatter on four ranks").svg)
+    return Svg(wires.reduce_scatter_steps(4).svg)
 
 
 def bytes_sent():
@@ -83,42 +73,20 @@ def bytes_sent():
 
 def halving():
     """Four rounds of halving-doubling."""
-    moves = [one for m in messages.halving_doubling_messages(4) for one in m.one_by_one()]
-    frames = frames_from_messages(moves, own_everything(4))
-    return Svg(all_frames_svg(frames, "Halving-doubling on four ranks", width_px=1500))
+    steps = wires.halving_doubling_steps(4)
+    return Svg(all_frames_svg(steps.frames, steps.title, width_px=1500))
 
 
 def crossover():
     """Ring, doubling and halving-doubling over a slow wire."""
-    sizes = [2**k for k in range(14, 25, 2)]
-    curves = {
-        name: Voices(
-            formula=lambda n, cost_s=cost_s: cost_s(n, 4, WIRE),
-            simulation=[
-                messages.end_of(messages.simulate(wires.MESSAGES[name](4, n), WIRE)) for n in sizes
-            ],
-        )
-        for name, cost_s in wires.COSTS.items()
-    }
-    halving_s = network.halving_doubling_all_reduce_s
-    size_mb = network.crossover_bytes(4, WIRE, halving_s) / 1e6
-    title = f"4 ranks: doubling up to {size_mb:.2g} MB, then halving-doubling"
-    return compare(sizes, curves, title, note=f"{WIRE}", **TIME_OF_TENSOR)
+    figure, _ = wires.all_reduces(SIZES, 4, WIRE)
+    return figure
 
 
 def two_levels():
     """A flat ring and a hierarchical all-reduce on two nodes of two ranks."""
-    sizes = [2**k for k in range(14, 25, 2)]
-    curves = {
-        "ring": Voices(formula=lambda n: network.ring_all_reduce_s(n, 4, NODES)),
-        "hierarchical": Voices(
-            formula=lambda n: network.hierarchical_all_reduce_s(n, 4, NODES, ranks_per_node=2)
-        ),
-    }
-    flat, levels = (curve.formula for curve in curves.values())
-    ratios = sorted(flat(n) / levels(n) for n in sizes)
-    title = f"Formula: two levels are {ratios[0]:.1f} to {ratios[-1]:.1f} times as fast as a ring"
-    return compare(sizes, curves, title, note=f"{NODES}", **TIME_OF_TENSOR)
+    figure, _ = wires.two_levels(SIZES, 4, NODES)
+    return figure
 
 
 def nccl():

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from course_lib.collectives import messages
 from course_lib.core import Event
 from course_lib.data_parallel import RankSampler
 from course_lib.data_parallel import pictures as of_the_notebook
-from course_lib.data_parallel.cost import arrival_order, mean_staleness, staleness_of
+from course_lib.data_parallel.cost import mean_staleness, simulated_staleness
 from course_lib.display import RANK, Voices, compare, timelines
 
 SLOWDOWNS = [1, 2, 4, 8]
@@ -94,7 +93,7 @@ def staleness():
     curves = {
         name: Voices(
             formula=lambda k, worker=worker: mean_staleness([1, 1, k], worker),
-            simulation=[_simulated(worker, k) for k in SLOWDOWNS],
+            simulation=[simulated_staleness([1, 1, k], worker, 600) for k in SLOWDOWNS],
         )
         for name, worker in (("rank 3", 3), ("rank 1", 1))
     }
@@ -103,43 +102,22 @@ def staleness():
     return compare(SLOWDOWNS, curves, title, x_label=AXIS, y_label="mean staleness (updates)")
 
 
-def _simulated(worker, slowdown):
-    order = arrival_order([1, 1, slowdown], 600)
-    found = zip(order, staleness_of(order), strict=True)
-    mine = [age for who, age in found if who == worker]
-    return sum(mine) / len(mine)
-
-
 def pace():
     """Time of three gradients in rounds and without."""
-    curves = {
-        "BSP": Voices(formula=lambda k: 0.02 * k),
-        "asynchronous": Voices(formula=lambda k: 3 * 0.02 / (2 + 1 / k)),
-    }
-    title = "Steps take 20 ms; with a straggler 8 times as slow, rounds take 160 ms"
-    return compare(SLOWDOWNS, curves, title, x_label=AXIS, y_label="time for 3 gradients (s)")
+    figure, _ = of_the_notebook.pace(SLOWDOWNS, step_s=0.02)
+    return figure
 
 
 def links():
     """Bytes sent by the busiest rank in a step."""
-    ranks = [2, 4, 6, 8]
-    simulated = [
-        sum(m.num_bytes for m in messages.ring_all_reduce_messages(p, 1.0) if m.sender == 0)
-        for p in ranks
-    ]
-    curves = {
-        "ring": Voices(formula=lambda p: 2 * (p - 1) / p, simulation=simulated),
-        "server": Voices(formula=lambda p: p - 1),
-    }
-    title = f"On 8 ranks a server sends 7 n per step, a rank of a ring {simulated[-1]:.2f} n"
-    return compare(ranks, curves, title, x_label="ranks p", y_label="bytes sent per step, in n")
+    figure, _ = of_the_notebook.busiest_link([2, 4, 6, 8])
+    return figure
 
 
 def gpus():
     """Published: tokens/s per GPU and all-reduce bandwidth on up to 256 GPUs."""
-    kept, bandwidth = (series[-1] for series in of_the_notebook.published_scaling()[1:])
-    title = f"On 256 GPUs: speed per GPU {kept:.0f} % of that on 8, bandwidth {bandwidth:.0f} %"
-    return of_the_notebook.scaling_on_gpus(title)
+    figure, _ = of_the_notebook.scaling_on_gpus()
+    return figure
 
 
 def pictures():

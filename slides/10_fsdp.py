@@ -1,18 +1,15 @@
 """The pictures of the deck 10_fsdp, drawn by the functions that the notebook calls."""
 
-from itertools import pairwise
-
 from course_lib.core import Link, TwoLevelLink
-from course_lib.display import Voices, compare, timelines
+from course_lib.display import Voices, compare
 from course_lib.fsdp.cost import (
     UnitSizes,
     UnitTimes,
-    fsdp_ledger,
     fsdp_step,
     fsdp_step_s,
     peak_param_bytes,
 )
-from course_lib.fsdp.pictures import ring_sums
+from course_lib.fsdp.pictures import hybrid_steps, params_by_formula, prefetch_steps, ring_sums
 
 WIRE = Link(name="slow Ethernet", latency_s=2e-3, bytes_per_s=10e6)
 SIZES = UnitSizes(numels=(0, *[2**16] * 5), p=2)
@@ -24,22 +21,13 @@ WAYS = {"on demand": False, "prefetch": True}
 def teeth():
     """Parameters of GPT-2 over a step."""
     sizes = UnitSizes(numels=(GPT2_ROOT, *[GPT2_BLOCK] * GPT2_BLOCKS), p=4)
-    held = fsdp_ledger(sizes).bytes_by_kind["params"]
-    steps = [now / 1e6 for last, now in pairwise([None, *held]) if now != last]
-    title = f"GPT-2 on 4 ranks: a rank holds at most {peak_param_bytes(sizes) / 1e6:.0f} of 498 MB"
-    labels = {"x_label": "gathers, copies and frees", "y_label": "parameters on a rank (MB)"}
-    return compare(range(len(steps)), Voices(formula=steps), title, **labels)
+    return params_by_formula(sizes, "GPT-2")[0]
 
 
 def prefetch():
     """A step on one rank, both ways."""
-    runs = {
-        name: [e for e in fsdp_step(TIMES, SIZES, 2, WIRE, prefetch=ahead) if e.rank == 0]
-        for name, ahead in WAYS.items()
-    }
-    late_s, early_s = (max(event.end_s for event in events) for events in runs.values())
-    title = f"Prefetch shortens the step from {late_s * 1e3:.0f} ms to {early_s * 1e3:.0f} ms"
-    return timelines(runs, title, link=f"predicted: {WIRE}")
+    runs = {name: fsdp_step(TIMES, SIZES, 2, WIRE, prefetch=ahead) for name, ahead in WAYS.items()}
+    return prefetch_steps(runs, f"predicted: {WIRE}")[0]
 
 
 def wires():
@@ -84,13 +72,8 @@ def hybrid():
         "sharded over 4": UnitSizes(numels=numels, p=4),
         "hybrid 2 x 2": UnitSizes(numels=numels, p=2, replicas=2),
     }
-    runs = {
-        name: [e for e in fsdp_step(times, sizes, 4, link) if e.rank == 0]
-        for name, sizes in ways.items()
-    }
-    flat_s, hybrid_s = (max(event.end_s for event in events) for events in runs.values())
-    title = f"Hybrid sharding shortens the step from {flat_s * 1e3:.0f} to {hybrid_s * 1e3:.0f} ms"
-    return timelines(runs, title, link=f"predicted: {link}")
+    runs = {name: fsdp_step(times, sizes, 4, link) for name, sizes in ways.items()}
+    return hybrid_steps(runs, f"predicted: {link}")[0]
 
 
 def sums():

@@ -7,7 +7,7 @@ from course_lib.display.paired_bars import Pair, paired_bars
 from course_lib.mesh import Mesh
 from course_lib.mesh.cost import MeshStep, all_orders, axis_seconds, axis_sent_bytes
 from course_lib.mesh.explorer import CLUSTER
-from course_lib.mesh.pictures import axis_bars, best_by_tensor_degree, mesh_grid
+from course_lib.mesh.pictures import axis_bars, best_by_tensor_degree, groups_across_nodes
 
 STEP = MeshStep(
     spec=MODELS["llama2-7b"],
@@ -21,21 +21,17 @@ STEP = MeshStep(
 
 def groups():
     """The groups of eight ranks."""
-    return mesh_grid(Mesh(pp=2, dp=2, tp=2), 4, "Only pp groups cross the two nodes")
+    return groups_across_nodes(Mesh(pp=2, dp=2, tp=2), 4)[0]
 
 
 def misplaced():
     """The same with tp outermost."""
-    return mesh_grid(
-        Mesh(tp=2, pp=2, dp=2), 4, "With tp outermost, every tensor group crosses nodes"
-    )
+    return groups_across_nodes(Mesh(tp=2, pp=2, dp=2), 4)[0]
 
 
 def traffic():
     """Bytes by axis of a 7B model."""
-    sent = axis_sent_bytes(STEP)
-    title = f"7B on 64 GPUs: {sent['tp'] / sent['dp']:.0f} times as many bytes along tp as along dp"
-    return axis_bars(sent, title)
+    return axis_bars(axis_sent_bytes(STEP), who="7B on 64 GPUs: a rank")[0]
 
 
 def orders():

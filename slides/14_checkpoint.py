@@ -4,7 +4,7 @@ from course_lib.checkpoint import cost
 from course_lib.checkpoint import pictures as lesson
 from course_lib.core import Event, Link
 from course_lib.core.shards import Box
-from course_lib.display import Voices, compare, timelines
+from course_lib.display import Voices, compare
 
 WIRE = Link(name="slow Ethernet", latency_s=1e-3, bytes_per_s=40e6)
 MIB_8, DISK, P = 8 * 2**20, 40e6, 4
@@ -28,10 +28,8 @@ def saves():
     for rank in range(1, P):
         through += _events(rank, ("gather", "gather", gather_s))
     sharded = [e for rank in range(P) for e in _events(rank, ("write", "write", write_s))]
-    one_s = cost.save_s_through_one(MIB_8, P, WIRE.bytes_per_s, DISK)
-    title = f"8 MiB: {1e3 * one_s:.0f} ms through rank 0, {1e3 * write_s:.0f} ms by every rank"
     runs = {"through rank 0": through, "every rank": sharded}
-    return timelines(runs, title, link=f"predicted: {WIRE}, disks of 40 MB/s each")
+    return lesson.saves(runs, MIB_8, f"predicted: {WIRE}; disks of 40 MB/s each")[0]
 
 
 def storage():
@@ -54,11 +52,9 @@ def storage():
 
 def resharding():
     """Boxes of 4 ranks, and of the 2 that load them."""
-    rows = {
-        "saved by 4": [Box((at, 0), (size, 6)) for at, size in ((0, 3), (3, 3), (6, 3), (9, 1))],
-        "loaded by 2": [Box((0, 0), (5, 6)), Box((5, 0), (5, 6))],
-    }
-    return lesson.boxes((10, 6), rows)[0]
+    by_4 = [Box((at, 0), (size, 6)) for at, size in ((0, 3), (3, 3), (6, 3), (9, 1))]
+    by_2 = [Box((at, 0), (size, 6)) for at, size in ((0, 5), (5, 5))]
+    return lesson.boxes((10, 6), by_4, by_2)[0]
 
 
 def overlap():
@@ -67,8 +63,7 @@ def overlap():
     plain = _events(0, *step, *step, ("wait", "save", 0.12), *step, *step, *step, *step)
     ahead = _events(0, *step, *step, ("wait", "save", 0.03), *step, *step, *step, *step)
     ahead.append(Event(rank=0, kind="write", label="write", start_s=0.09, end_s=0.18))
-    title = "A plain save stops training for 120 ms, an asynchronous one for 30"
-    return timelines({"save": plain, "save_async": ahead}, title, link="emulated times")
+    return lesson.overlap({"save": plain, "save_async": ahead}, link="emulated times")[0]
 
 
 def intervals():

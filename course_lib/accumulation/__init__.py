@@ -2,7 +2,8 @@
 
 `accumulation.py` is the method; `worked_graph.py` is the lesson's example with two items and three
 parameters. `noise_scale.py` measures the gradient noise scale, and `batch_sizes.py` compares it
-with the steps that batches of different sizes take. `pictures.py` draws all of it.
+with the steps that batches of different sizes take. `pictures.py` draws all of it,
+and `explorer.py` steps through the worked graph.
 """
 
 from course_lib.accumulation.accumulation import (

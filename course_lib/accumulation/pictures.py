@@ -1,8 +1,9 @@
-"""Pictures of accumulation: the worked graph, the missing division, times, and batch sizes.
+"""Pictures of accumulation: the worked graph, the missing division, peaks, times, batch sizes.
 
-`graph` draws a computational graph with the values of forward and the gradients of backward. A node
-is a box: its name (white on dark for parameters), its value on the color of forward, its gradient
-on the color of backward. Nodes that have just changed have a heavy outline.
+Each returns a figure and its alt text, except `graph`: it draws a computational graph with the
+values of forward and the gradients of backward. A node is a box: its name (white on dark for
+parameters), its value on the color of forward, its gradient on the color of backward. Nodes that
+have just changed have a heavy outline.
 Notebook 02_accumulation.
 """
 
@@ -17,10 +18,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from course_lib.accumulation.batch_sizes import NoisePoint, Sweep, noise_windows
-from course_lib.accumulation.noise_scale import Tradeoff
+from course_lib.accumulation.noise_scale import Tradeoff, fit_tradeoff
 from course_lib.accumulation.worked_graph import GRAPH, GraphState
 from course_lib.accumulation.worked_graph import PARAMS as PARAM_NAMES
 from course_lib.core.errors import CourseError
+from course_lib.core.units import MIB
 from course_lib.display.colours import BACKWARD, BLACK, FORWARD, PARAMS, QUIET, SERIES, WHITE, Ink
 from course_lib.display.compare import Voices, compare
 from course_lib.display.page import (
@@ -95,8 +97,7 @@ def without_division(
     sgd_summed: Sequence[float],
     adamw: Sequence[float],
     adamw_summed: Sequence[float],
-    title: str,
-) -> Figure:
+) -> tuple[Figure, str]:
     """Draw what a missing division does to the losses of SGD, and to those of AdamW.
 
     Above: the losses of SGD with and without the division, a cross where a loss is not a number.
@@ -109,6 +110,9 @@ def without_division(
         Line2D([], [], color=without_it, marker="x", ms=6, ls="", label="not a number"),
         Line2D([], [], color=SERIES[2], marker="^", ms=3, label="AdamW, not divided minus divided"),
     ]
+    gaps = [(other - one) * 1e6 for one, other in zip(adamw, adamw_summed, strict=True)]
+    most = f"{max(map(abs, gaps)):.0f}\u00b710\u207b\u2076"
+    title = f"Without the division, SGD diverges; AdamW's loss changes by at most {most}"
     figure, (above, below) = page(title, [2.2, 1.5], legend=legend, margins=Margins(left=0.95))
     plain(above, y_label="loss of SGD", grid="both")
     above.set_yscale("log")
@@ -118,15 +122,38 @@ def without_division(
         top = [0.95] * len(gone)
         above.plot(gone, top, "x", ms=6, color=colour, transform=above.get_xaxis_transform())
     plain(below, x_label="step", y_label="difference / 10\u207b\u2076", grid="both")
-    gaps = [(other - one) * 1e6 for one, other in zip(adamw, adamw_summed, strict=True)]
     below.plot(range(len(gaps)), gaps, marker="^", ms=3, lw=1.2, color=SERIES[2])
     above.tick_params(labelbottom=False)
     for axes in (above, below):
         axes.set_xlim(-1, len(sgd))
-    return figure
+    return figure, title
 
 
-def part_times(parts: Sequence[int], times: Sequence[Sequence[float]], title: str) -> Figure:
+def peak_by_parts(
+    parts: Sequence[int], formula_bytes: Sequence[int], measured_bytes: Sequence[int]
+) -> tuple[Figure, str]:
+    """Draw the peak of the activations by the number of micro-batches, formula and measurement."""
+    formula, measured = (
+        [size / MIB for size in sizes] for sizes in (formula_bytes, measured_bytes)
+    )
+    title = (
+        f"In {parts[-1]} micro-batches the peak is {measured[-1]:.1f} MiB "
+        f"instead of {measured[0]:.0f} MiB"
+    )
+    figure = compare(
+        parts,
+        Voices(formula=formula, measurement=measured),
+        title,
+        x_label="micro-batches m",
+        y_label="peak of the activations (MiB)",
+        log=True,
+    )
+    off = max(abs(a - b) for a, b in zip(formula_bytes, measured_bytes, strict=True))
+    agree = f"differ by up to {off:,} bytes" if off else "agree to the byte"
+    return figure, f"{title}; formula and measurement {agree}"
+
+
+def part_times(parts: Sequence[int], times: Sequence[Sequence[float]]) -> tuple[Figure, str]:
     """Draw times of a step by the number of micro-batches, here and as published for H100 GPUs.
 
     times   as multiples of the time of the smallest number of micro-batches, with repetitions
@@ -137,7 +164,9 @@ def part_times(parts: Sequence[int], times: Sequence[Sequence[float]], title: st
         "8 H100s, the whole model on each (2, 1 sequences at a time)": whole,
         "16 H100s, each matrix split over 4 (16, 8, 4, 2, 1 sequences)": split,
     }
-    return compare(
+    longer = median(times[-1]) / median(times[0])
+    title = f"The same FLOPs take {longer:.2f} times as long in {parts[-1]} parts here"
+    figure = compare(
         parts,
         curves,
         title,
@@ -148,18 +177,21 @@ def part_times(parts: Sequence[int], times: Sequence[Sequence[float]], title: st
         source="Ultra-Scale Playbook (Tazi et al. 2025), 1.3B model, 256 sequences of 4,096 tokens "
         "per step",
     )
+    most = max(published_times(SPLIT_OVER_4)[1])
+    return figure, f"{title}; on H100s up to {most:.1f} times, each matrix split over 4 GPUs"
 
 
-def noise_growth(runs: Mapping[str, Sequence[Sequence[NoisePoint]]], title: str) -> Figure:
+def noise_growth(runs: Mapping[str, Sequence[Sequence[NoisePoint]]]) -> tuple[Figure, str]:
     """Draw the noise scale over the steps of runs with several seeds: estimates and exact values.
 
     runs   by name (at most four), one run per seed
     """
-    marks = ("o", "s", "^", "D")
+    marks, growth = ("o", "s", "^", "D"), list[str]()
+    title = "The noise scale grows during training, and depends on the learning rate"
     figure, (axes,) = page(
         title, [2.9], legend=_noise_legend(list(runs), marks), margins=Margins(left=0.85)
     )
-    plain(axes, x_label="step", y_label="noise scale (examples)", grid="both")
+    plain(axes, x_label="step", y_label="noise scale (items)", grid="both")
     axes.set_yscale("log")
     for (name, by_seed), colour, mark in zip(runs.items(), SERIES, marks, strict=False):
         steps, exact, seen = zip(*noise_windows(by_seed), strict=True)
@@ -169,31 +201,42 @@ def noise_growth(runs: Mapping[str, Sequence[Sequence[NoisePoint]]], title: str)
         high = [max(each) - one for one, each in zip(middle, seen, strict=True)]
         axes.errorbar(steps, middle, [low, high], fmt="none", ecolor=colour, lw=1.1, capsize=3)
         axes.plot(steps, middle, mark, color=colour, ms=5, label=name)
+        growth.append(f"from {exact[0]:.0f} to {exact[-1]:.0f} at {name}")
     powers_of_ten(axes, ("y",))
-    return figure
+    return figure, f"{title}: the exact value goes {', '.join(growth)}"
 
 
-def batch_tradeoff(sweep: Sweep, predicted: Tradeoff, title: str) -> Figure:
-    """Draw measured steps and examples to a loss by batch size, beside a predicted trade-off."""
+def batch_tradeoff(sweep: Sweep, noise_scale: float) -> tuple[Figure, str]:
+    """Draw measured steps and items to a loss by batch size, and what the noise scale predicts.
+
+    The prediction takes the noise scale as critical batch size, and agrees with the mean number of
+    steps at the largest batch.
+    """
+    steps, fitted = sweep.mean_steps(), fit_tradeoff(sweep.batches, sweep.mean_steps())
+    least = steps[-1] / (1 + noise_scale / sweep.batches[-1])
+    predicted = Tradeoff(min_steps=least, critical_batch=noise_scale)
+    title = (
+        f"The fitted critical batch size is {fitted.critical_batch:.0f} items, "
+        f"the noise scale {noise_scale:.0f}"
+    )
     curves = {
         "steps": Voices(formula=predicted.steps, measurement=sweep.steps),
-        "examples": Voices(formula=predicted.examples, measurement=sweep.examples()),
+        "items": Voices(formula=predicted.examples, measurement=sweep.examples()),
     }
     figure = compare(
         sweep.batches,
         curves,
         title,
-        x_label="batch size B (examples)",
-        y_label="steps, examples",
+        x_label="batch size B (items)",
+        y_label="steps, items",
         log=True,
         names={"formula": "from the noise scale and the steps at the largest B"},
     )
-    axes, at = figure.axes[0], predicted.critical_batch
-    axes.axvline(at, color=QUIET, lw=1.2, ls="--")
+    axes, words = figure.axes[0], f" noise scale {noise_scale:.0f}"
+    axes.axvline(noise_scale, color=QUIET, lw=1.2, ls="--")
     top = axes.get_xaxis_transform()
-    words = f" noise scale {at:.0f}"
-    axes.text(at, 0.97, words, transform=top, fontsize=SMALL_PT, color=QUIET, va="top")
-    return figure
+    axes.text(noise_scale, 0.97, words, transform=top, fontsize=SMALL_PT, color=QUIET, va="top")
+    return figure, f"{title}; beyond it, steps hardly fall"
 
 
 def published_times(tokens_per_s: Mapping[int, int]) -> tuple[list[int], list[float]]:

@@ -1,4 +1,10 @@
-"""Draw a tensor's boxes before and after resharding, and the best interval (14_checkpoint)."""
+"""Pictures of lesson 14, of which each returns a figure and its alt text.
+
+Saves through one rank and by all, boxes before and after resharding, an asynchronous save, what
+checkpoints cost without failures, and the best interval.
+
+Notebook 14_checkpoint.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,24 +15,42 @@ from course_lib.checkpoint.cost import (
     best_interval_daly,
     best_interval_young,
     expected_overhead,
+    extra_s,
     simulated_overhead,
 )
+from course_lib.core.records import Event
 from course_lib.core.shards import Box
+from course_lib.core.units import format_bytes
 from course_lib.display.colours import RANK
 from course_lib.display.compare import Voices, compare
 from course_lib.display.page import TEXT_PT, page
+from course_lib.display.timeline import timelines
 
 # Daly 2006, captions of figures 3 to 5: saves of 5 min, restarts of 10 min; MTBF, best interval
 DALY_SAVE_MIN, DALY = 5.0, ((15.0, 9.1), (360.0, 57.0), (1440.0, 117.0))
 DALY_SOURCE = "Daly 2006, figures 3 to 5 (saves of 5 minutes, restarts of 10)"
 
 
-def boxes(shape: tuple[int, int], by_run: Mapping[str, Sequence[Box]]) -> tuple[Figure, str]:
-    """Draw which rank has which box of a matrix, one panel per run, and say what is read.
+def saves(runs: Mapping[str, Sequence[Event]], num_bytes: int, link: str) -> tuple[Figure, str]:
+    """Draw a save through rank 0 above a save by every rank.
 
-    The second run reads what the first one has saved.
+    runs   the events of both, in this order, measured or predicted
     """
-    (_, saved), (_, wanted) = by_run.items()
+    one_ms, all_ms = (1e3 * max(event.end_s for event in events) for events in runs.values())
+    title = f"A save of {format_bytes(num_bytes)}: {one_ms:.0f} ms through rank 0, "
+    title += f"{all_ms:.0f} ms by every rank"
+    return timelines(runs, title, link=link), title
+
+
+def boxes(
+    shape: tuple[int, int], saved: Sequence[Box], wanted: Sequence[Box]
+) -> tuple[Figure, str]:
+    """Draw which rank has which box of a matrix, and say what is read.
+
+    saved    the boxes of the ranks that saved, in the upper panel
+    wanted   the boxes of the ranks that load, in the lower one
+    """
+    by_run = {f"saved by {len(saved)} ranks": saved, f"loaded by {len(wanted)} ranks": wanted}
     reads = [[n for n, one in enumerate(saved) if one.intersect(box)] for box in wanted]
     num_reads = sum(map(len, reads))
     title = f"{len(wanted)} ranks read {num_reads} intersections with {len(saved)} saved boxes"
@@ -47,6 +71,43 @@ def boxes(shape: tuple[int, int], by_run: Mapping[str, Sequence[Box]]) -> tuple[
         for rank, files in enumerate(reads)
     )
     return figure, f"{title}: {words}"
+
+
+def overlap(runs: Mapping[str, Sequence[Event]], link: str = "") -> tuple[Figure, str]:
+    """Draw steps beside a plain save, above steps beside an asynchronous one.
+
+    runs   the events of rank 0, in this order; an event of kind "wait" stops the training
+    """
+    plain_ms, async_ms = (
+        1e3 * sum(event.end_s - event.start_s for event in events if event.kind == "wait")
+        for events in runs.values()
+    )
+    title = f"A plain save stops training for {plain_ms:.0f} ms, "
+    title += f"an asynchronous one for {async_ms:.0f} ms"
+    return timelines(runs, title, link=link or None), title
+
+
+def extra_time(
+    num_steps: int, measured_s: Mapping[int, float], save_s: float
+) -> tuple[Figure, str]:
+    """Draw what checkpoints add to a run without failures, by formula and as it was measured.
+
+    measured_s   seconds that all saves of the run took, by the steps between two saves
+    save_s       seconds of one save, for the formula
+    """
+    formula = {every: extra_s(num_steps, every, save_s) for every in measured_s}
+    most = max(abs(formula[every] / seconds - 1) for every, seconds in measured_s.items())
+    title = f"With {1e3 * save_s:.0f} ms per save, the formula is within {100 * most:.0f} % "
+    title += "of each measurement"
+    figure = compare(
+        list(measured_s),
+        Voices(formula=list(formula.values()), measurement=list(measured_s.values())),
+        title,
+        x_label="steps between checkpoints",
+        y_label="extra time (s)",
+        log_x=True,
+    )
+    return figure, title
 
 
 def overhead_curve(

@@ -6,6 +6,7 @@ number of updates that other workers made in between. Notebook 05_data_parallel.
 
 import heapq
 from collections.abc import Sequence
+from statistics import mean
 
 
 def staleness_of(order: Sequence[int]) -> list[int]:
@@ -44,3 +45,10 @@ def mean_staleness(step_s: Sequence[float], worker: int) -> float:
     """
     mine_s = step_s[worker - 1]
     return sum(mine_s / other_s for other_s in step_s) - 1  # without its own
+
+
+def simulated_staleness(step_s: Sequence[float], worker: int, num_updates: int) -> float:
+    """Return the mean staleness of one worker in the simulated order of so many updates."""
+    order = arrival_order(step_s, num_updates)
+    ages = zip(order, staleness_of(order), strict=True)
+    return mean(age for who, age in ages if who == worker)

@@ -53,4 +53,7 @@ def exposed_alt(
     size = sum(cost.grad_bytes) // num_buckets
     paper_ms = 1e3 * exposed_s(cost, size, 2, links[link])
     ms = 1e3 * exposed_in_trace_s(trace_of_events({"": swept[link][size].events}), 0)
-    return f"k = {num_buckets} at {link}: exposed {ms:.0f} ms, by formula {paper_ms:.0f} ms"
+    return (
+        f"k = {num_buckets} at {link}: communication on rank 0 is exposed for {ms:.0f} ms, "
+        f"by formula {paper_ms:.0f} ms"
+    )

@@ -131,8 +131,8 @@ def delivered(
     curves = {name: Voices(measurement=values) for name, values in errors.items()}
     first, end = errors[hooks[-1]][0], errors[hooks[-1]][-1]
     title = (
-        f"{hooks[-1]}, constant gradient: {first:.0f} % missing in step {steps[0]}, "
-        f"{end:.0f} % after {steps[-1]}"
+        f"{hooks[-1]}, constant gradient: {first:.0f} % missing after step {steps[0]}, "
+        f"{end:.0f} % after step {steps[-1]}"
     )
     note = "bytes sent: " + ", ".join(f"{name} {share[name]:.1f} %" for name in hooks)
     y_label = "missing (% of the gradient)"

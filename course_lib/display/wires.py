@@ -1,4 +1,4 @@
-"""Pictures of lesson 04: all-reduces over a link by size, with sliders, and published bandwidths.
+"""Pictures of lesson 04: collectives step by step, all-reduces by size, published bandwidths.
 
 They stand here because `course_lib.collectives` may not draw. Published values are those of
 `course_lib.cost.published`, each with its source.
@@ -6,7 +6,9 @@ They stand here because `course_lib.collectives` may not draw. Published values 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import median
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from course_lib.collectives import messages
@@ -18,9 +20,11 @@ from course_lib.cost.network import AnyLink
 from course_lib.cost.published import rows
 from course_lib.display.compare import Repeated, Voices, compare
 from course_lib.display.explore import Explore, explore
+from course_lib.display.frames import frames_from_messages, own_everything
+from course_lib.display.stepper import Stepper, stepper
 
 RING, DOUBLING, HALVING = "ring", "doubling", "halving-doubling"
-HIERARCHICAL = "hierarchical"
+HIERARCHICAL, OUR_RING = "hierarchical", "our ring"
 Cost = Callable[[float, int, AnyLink], float]
 ListsMessages = Callable[[int, float], list[messages.Message]]
 COSTS: dict[str, Cost] = {
@@ -53,24 +57,69 @@ def costs_table(p: int) -> str:
     return "\n".join(lines)
 
 
+def reduce_scatter_steps(p: int) -> Stepper:
+    """Return a ring reduce-scatter on p ranks, step by step."""
+    frames = frames_from_messages(messages.ring_reduce_scatter_messages(p), own_everything(p))
+    return stepper(frames, "Every rank sends one shard in every step, and the sums grow on the way")
+
+
+def halving_doubling_steps(p: int) -> Stepper:
+    """Return a halving-doubling all-reduce on p = 2, 4, 8 ... ranks, step by step."""
+    moves = [one for m in messages.halving_doubling_messages(p) for one in m.one_by_one()]
+    rounds = network.num_doublings(p)
+    title = f"Halving-doubling: {rounds} rounds halve and add, {rounds} rounds send the sums back"
+    return stepper(frames_from_messages(moves, own_everything(p)), title)
+
+
 def all_reduces(
-    measured: Mapping[str, Repeated],
+    sizes: Sequence[int], p: int, link: Link, measured: Mapping[str, Repeated] | None = None
+) -> tuple[Figure, str]:
+    """Draw the three all-reduces over a link by size: formula, simulation, and `measured` times.
+
+    measured   seconds by name and size, a list for each
+    """
+    from_bytes = network.crossover_bytes(p, link, network.halving_doubling_all_reduce_s)
+    title = (
+        f"Doubling is fastest for small tensors, halving-doubling from {from_bytes / 1e6:.2g} MB on"
+    )
+    return _all_reduces(tuple(COSTS), sizes, p, link, title, measured), f"{title}, on {p} ranks"
+
+
+def two_levels(
+    sizes: Sequence[int], p: int, link: TwoLevelLink, measured: Mapping[str, Repeated] | None = None
+) -> tuple[Figure, str]:
+    """Draw a flat ring and a hierarchical all-reduce over two levels of links by size.
+
+    measured   seconds by name and size, a list for each
+    """
+    names, largest = (RING, HIERARCHICAL), format_bytes(sizes[-1])
+    if measured is None:
+        cost_s, _ = _two_levels(link)
+        ratio = COSTS[RING](sizes[-1], p, link) / cost_s(sizes[-1], p, link)
+        title = f"By the formula, two levels are {ratio:.1f} times as fast as a ring at {largest}"
+    else:
+        flat_s, levels_s = (float(np.min(measured[name][-1])) for name in names)
+        title = f"At {largest}, two levels are {flat_s / levels_s:.1f} times as fast as a flat ring"
+    m = link.ranks_per_node
+    alt = f"{title}, on {p // m} nodes of {m} ranks"
+    return _all_reduces(names, sizes, p, link, title, measured), alt
+
+
+def _all_reduces(
+    names: Sequence[str],
     sizes: Sequence[int],
     p: int,
     link: AnyLink,
     title: str,
+    measured: Mapping[str, Repeated] | None,
 ) -> Figure:
-    """Draw all-reduces over an emulated link by size: formula, simulation, and `measured` times.
-
-    measured   seconds by algorithm, one of this module's names, and size: a list for each
-    """
     curves = {}
-    for name, times_s in measured.items():
+    for name in names:
         cost_s, build = _two_levels(link) if name == HIERARCHICAL else (COSTS[name], MESSAGES[name])
         played = [messages.end_of(messages.simulate(build(p, n), link)) for n in sizes]
-        formula = _at(cost_s, p, link)
-        curves[name] = Voices(formula=formula, simulation=played, measurement=times_s)
-    return _by_size(sizes, curves, title, note=f"emulated: {link}")
+        times_s = measured[name] if measured else None
+        curves[name] = Voices(formula=_at(cost_s, p, link), simulation=played, measurement=times_s)
+    return _by_size(sizes, curves, title, note=f"emulated: {link}" if measured else f"{link}")
 
 
 def _two_levels(link: AnyLink) -> tuple[Cost, ListsMessages]:
@@ -84,6 +133,29 @@ def _two_levels(link: AnyLink) -> tuple[Cost, ListsMessages]:
         return messages.hierarchical_all_reduce_messages(p, n, ranks_per_node=m)
 
     return cost_s, build
+
+
+def ring_on_this_machine(
+    sizes: Sequence[int],
+    measured: Mapping[str, Sequence[Sequence[float]]],
+    predicted_s: Sequence[float],
+) -> tuple[Figure, str]:
+    """Draw "our ring" and its rival on this machine by size, beside the ring's predicted times.
+
+    measured   seconds by name and size, a list for each
+    """
+    rows = list(zip(measured[OUR_RING], predicted_s, strict=True))
+    fastest, middle = ([pick(row) / s for row, s in rows] for pick in (min, median))
+    title = (
+        f"Our ring's median times are {min(middle):.1f} to {max(middle):.1f} times the prediction, "
+        f"its fastest calls {min(fastest):.1f} to {max(fastest):.1f} times"
+    )
+    curves = {
+        name: Voices(formula=predicted_s if name == OUR_RING else None, measurement=times_s)
+        for name, times_s in measured.items()
+    }
+    names = {"formula": "prediction, from the fastest exchanges"}
+    return _by_size(sizes, curves, title, names=names), title
 
 
 def fastest(num_bytes: float, p: int, link: Link) -> str:
@@ -180,9 +252,10 @@ def _bus(num_bytes: float, p: int, link: Link) -> float:
 
 
 def published_by_nodes() -> tuple[Figure, str]:
-    """Draw the bandwidth of an all-reduce of 256 MB by nodes of 8 H100, and one ring over all.
+    """Draw the bandwidth of an all-reduce by nodes of 8 H100, and one ring over all.
 
-    In a ring, n / bandwidth = p alpha + n / beta: a line in p, fitted to all points.
+    The source says "256MB"; we take this as 2**28 bytes. In a ring, n / bandwidth =
+    p alpha + n / beta: a line in p, fitted to all points.
     """
     found = [
         row
@@ -205,16 +278,17 @@ def published_by_nodes() -> tuple[Figure, str]:
         "formula": f"one ring, fitted: {format_seconds(link.latency_s)} a step, "
         f"{format_rate(link.bytes_per_s)}"
     }
-    labels = "nodes of 8 H100", "bus bandwidth, all-reduce of 256 MB (GB/s)"
-    voices = Voices(formula=formula, published=(nodes, gb_per_s))
-    source = f"N. Tazi et al., The Ultra-Scale Playbook, 2025: {found[0]['source']}; it does not "
-    source += "say which bandwidth, but as n / t, 436 GB/s on 8 GPUs would exceed NVLink"
+    source = (
+        f"N. Tazi et al., The Ultra-Scale Playbook, 2025: {found[0]['source']}. We take "
+        "256MB as 2^28 bytes. The figure does not say which bandwidth; if it were n / t, "
+        f"{gb_per_s[0]:.0f} GB/s on 8 GPUs would exceed NVLink"
+    )
     figure = compare(
         nodes,
-        voices,
+        Voices(formula=formula, published=(nodes, gb_per_s)),
         title,
-        x_label=labels[0],
-        y_label=labels[1],
+        x_label="nodes of 8 H100",
+        y_label='bus bandwidth, all-reduce of "256MB" (GB/s)',
         log=True,
         source=source,
         names=names,

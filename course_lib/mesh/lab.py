@@ -5,6 +5,7 @@ The functions start with `rank` where all ranks run them. Notebook 11_mesh.
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -98,6 +99,11 @@ def bytes_by_axis(mesh: Mesh, rank: int, events: Iterable[Event]) -> dict[str, f
         if event.rank == rank and event.kind in COUNTED and (axis := mesh.axis_of(event.group)):
             sent[axis] += bus_factor(event.kind, len(event.group)) * event.num_bytes
     return sent
+
+
+def median_call_s(mesh: Mesh, axis: str, events: Iterable[Event]) -> float:
+    """Return the median seconds of one rank's collectives and messages along an axis."""
+    return median(one.duration_s for one in events if mesh.axis_of(one.group) == axis)
 
 
 def time_orders(ranks: Ranks, steps: Sequence[MeshStep], turns: int = 3) -> dict[Mesh, float]:

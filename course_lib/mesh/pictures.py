@@ -1,7 +1,8 @@
 """Pictures of a mesh: which ranks form a group along each axis, and what every axis sends.
 
-In a grid a row is a node. On up to eight ranks each group has a color and a letter; on more, only
-the group of rank 0 along each axis is colored. Notebook 11_mesh.
+Most return a figure and its alt text. In a grid a row is a node. On up to eight ranks each group
+has a color and a letter; on more, only the group of rank 0 along each axis is colored. Notebook
+11_mesh.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +16,14 @@ from matplotlib.patches import Rectangle
 from course_lib.core.errors import MeshError
 from course_lib.core.links import TwoLevelLink
 from course_lib.core.records import Event
+from course_lib.core.units import KIB
 from course_lib.cost.published import rows
 from course_lib.display.colours import QUIET, RANK, WHITE
 from course_lib.display.compare import Voices, compare
 from course_lib.display.page import SMALL_PT, TEXT_PT, WIDTH_IN, Margins, page
 from course_lib.display.paired_bars import Pair, paired_bars
 from course_lib.display.timeline import timelines
+from course_lib.mesh.lab import median_call_s
 from course_lib.mesh.mesh import Mesh
 from course_lib.ranks.timing import from_zero
 
@@ -39,6 +42,20 @@ def mesh_grid(mesh: Mesh, ranks_per_node: int, title: str) -> Figure:
     figure, (axes,) = page(title, [axes_in], note=grid_note(mesh), margins=margins)
     draw_grid(axes, mesh, ranks_per_node)
     return figure
+
+
+def groups_across_nodes(mesh: Mesh, ranks_per_node: int) -> tuple[Figure, str]:
+    """Draw the groups along each axis, and say which axes have groups on several nodes."""
+    num_nodes = -(-mesh.world_size // ranks_per_node)
+    crossing = [axis for axis in _shown(mesh) if mesh.crosses_nodes(axis, ranks_per_node)]
+    title = f"With {_shown(mesh)[0]} outermost, "
+    if crossing:
+        title += f"only {' and '.join(crossing)} groups cross the {num_nodes} nodes"
+    else:
+        title += "no group crosses nodes"
+    groups = [", ".join(map(str, mesh.group(0, axis))) for axis in _shown(mesh)]
+    held = "; ".join(f"{axis} {ranks}" for axis, ranks in zip(_shown(mesh), groups, strict=True))
+    return mesh_grid(mesh, ranks_per_node, title), f"{title}. Groups of rank 0: {held}"
 
 
 def grid_note(mesh: Mesh) -> str:
@@ -113,36 +130,64 @@ def _panel(axes: Axes, mesh: Mesh, axis: str, at: tuple[float, float, int]) -> N
 
 
 def axis_bars(
-    predicted: Mapping[str, float], title: str, counted: Mapping[str, float] | None = None
-) -> Figure:
+    predicted: Mapping[str, float],
+    counted: Mapping[str, float] | None = None,
+    *,
+    who: str = "A rank",
+) -> tuple[Figure, str]:
     """Draw the bytes that a rank sends per step along each axis, by formula and as counted."""
-    scale, unit = (1e9, "GB") if max(predicted.values()) > 1e8 else (2**10, "KiB")
+    scale, unit = (1e9, "GB") if max(predicted.values()) > 1e8 else (KIB, "KiB")
+    most, *others = sorted(predicted, key=predicted.__getitem__, reverse=True)
+    size = (counted or predicted)[most] / scale
+    title = f"{who} sends {size:,.0f} {unit} per step along {most}, "
+    rest = " and ".join(f"{predicted[axis] / scale:.3g} along {axis}" for axis in others)
+    title += rest if counted is None else f"{predicted[most] / scale:,.0f} by formula"
     pairs = [
         Pair(name=axis, predicted=one / scale, measured=counted[axis] / scale if counted else None)
         for axis, one in predicted.items()
     ]
-    return paired_bars(pairs, title, x_label=f"{unit} that a rank sends per step")
+    figure = paired_bars(pairs, title, x_label=f"{unit} that a rank sends per step")
+    return figure, title if counted is None else f"{title}; {rest}"
 
 
 def order_bars(
-    predicted: Mapping[Mesh, float], measured: Mapping[Mesh, float], title: str
-) -> Figure:
-    """Draw a step's milliseconds for each order of the axes: measured, communication by formula."""
+    predicted: Mapping[Mesh, float],
+    measured: Mapping[Mesh, float],
+    inside: Mesh,
+    outside: Mesh,
+) -> tuple[Figure, str]:
+    """Draw a step's milliseconds for each order of the axes: measured, communication by formula.
+
+    inside, outside   the orders that the title compares: the same axis innermost, and outermost
+    """
+    axis = [*inside.sizes][-1]
+    title = f"With {axis} innermost, a step takes {1e3 * measured[inside]:.0f} ms; "
+    title += f"with {axis} outermost, {1e3 * measured[outside]:.0f} ms"
     pairs = [
         Pair(name=" ".join(mesh.sizes), predicted=1e3 * one, measured=1e3 * measured[mesh])
         for mesh, one in predicted.items()
     ]
     note = "measured: the whole step; predicted: its communication; names: outermost axis first"
-    return paired_bars(pairs, title, x_label="ms per step", words="{:.0f}".format, note=note)
+    figure = paired_bars(pairs, title, x_label="ms per step", words="{:.0f}".format, note=note)
+    return figure, f"{title}; real ranks, emulated links"
 
 
-def axis_traces(traces: Mapping[Mesh, Sequence[Event]], title: str, link: TwoLevelLink) -> Figure:
-    """Draw a rank's recorded step on each mesh, every call with the name of its axis."""
+def axis_traces(
+    traces: Mapping[Mesh, Sequence[Event]], axis: str, link: TwoLevelLink
+) -> tuple[Figure, str]:
+    """Draw a rank's step on two meshes, calls with the name of their axis; the title tells one's.
+
+    traces   by mesh: first that whose groups of `axis` are inside a node, then that where they
+             are not
+    """
+    inside_ms, outside_ms = (1e3 * median_call_s(mesh, axis, traces[mesh]) for mesh in traces)
+    title = f"The median all-reduce along {axis} takes {inside_ms:.0f} ms inside a node, "
+    title += f"{outside_ms:.0f} ms between nodes"
     rows = {
         " ".join(mesh.sizes): from_zero(named_by_axis(mesh, events))
         for mesh, events in traces.items()
     }
-    return timelines(rows, title, link=link)
+    return timelines(rows, title, link=link), f"{title}; one rank, by axis"
 
 
 def named_by_axis(mesh: Mesh, events: Sequence[Event]) -> Iterator[Event]:
@@ -152,6 +197,16 @@ def named_by_axis(mesh: Mesh, events: Sequence[Event]) -> Iterator[Event]:
             yield event
         elif event.kind != "recv" and (axis := mesh.axis_of(event.group)):
             yield replace(event, label=axis)
+
+
+def losses_by_data_axis(losses: Mapping[str, Sequence[float]]) -> tuple[Figure, str]:
+    """Draw the loss if sequences are selected by the dp coordinate, and if by another one's."""
+    (right, rights), (wrong, wrongs) = losses.items()
+    title = f"With sequences by {wrong}, the loss falls to {wrongs[-1]:.1f}; "
+    title += f"by {right}, to {rights[-1]:.1f}"
+    curves = {f"sequences by {axis}": Voices(measurement=one) for axis, one in losses.items()}
+    figure = compare(range(1, len(rights) + 1), curves, title, x_label="step", y_label="loss")
+    return figure, f"{title}, after {len(rights)} steps on one batch"
 
 
 def best_by_tensor_degree(nodes: tuple[int, ...] = (2, 4, 8)) -> tuple[Figure, str]:

@@ -250,14 +250,14 @@ def steps_on_link(
     first, *_, last = (f"{ms:.0f} ms with m = " for ms in middle_ms["1F1B"])
     title = f"1F1B on a slow link: {first}{numbers[0]}, {last}{numbers[-1]}"
     compute_ms = 1e3 * (batch.forward_s + batch.backward_s)
-    layers = "emulated layers" if measured else "layers"
+    layers = "emulated layers, " if measured else ""
     figure = compare(
         numbers,
         curves,
         title,
         x_label="micro-batches",
         y_label="step (ms)",
-        note=f"{link}; {layers}, {compute_ms:.0f} ms per stage",
+        note=f"{link}; {layers}{compute_ms:.0f} ms of computing per stage",
     )
     first_ms, *_, last_ms = middle_ms["GPipe"]
     return figure, f"{title}; GPipe: {first_ms:.0f} and {last_ms:.0f} ms"

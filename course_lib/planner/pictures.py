@@ -175,7 +175,7 @@ def bills_of_choices(chosen: Mapping[str, PredictedStep], forgot: str) -> _Pictu
     forgot   what the planner of the slowest plan leaves out
     """
     fast_s, slow_s = (pick(step.step_s for step in chosen.values()) for pick in (min, max))
-    title = f"The {forgot} is forgotten: {slow_s:.1f} s per step, not {fast_s:.1f} s"
+    title = f"Forgetting the {forgot} leads to {slow_s:.1f} s per step instead of {fast_s:.1f} s"
     return bills(chosen, title)
 
 
@@ -213,7 +213,8 @@ def memory_by_kind(steps: Mapping[str, PredictedStep]) -> _Picture:
         title = f"{least.plan}: {held} on the fullest rank {verb} into {format_bytes(usable)}"
     else:
         fit = sum(step.fits for step in steps.values())
-        title = f"{fit} of {len(steps)} plans fit into {format_bytes(usable)}; the least is {held}"
+        where = f"{fit} of {len(steps)} plans fit into {format_bytes(usable)}"
+        title = f"{where}; the smallest needs {held}"
     each = ", ".join(f"{name} {format_bytes(step.memory_bytes)}" for name, step in steps.items())
     return memory(ledgers, title, limit_bytes=usable), f"{title}. {each}"
 
@@ -240,7 +241,7 @@ def time_against_memory(
     legend.append(Line2D([], [], label="Pareto front", **line))
     slowest_s = small.step_s * 1.05
     note = f"Plans slower than {format_seconds(slowest_s)} are left out."
-    figure, (axes,) = page(title, [3.4], note=note, legend=legend)
+    figure, (axes,) = page(title, [3.1], note=note, legend=legend)
     y_label = "predicted time of a step (s)"
     plain(axes, x_label="memory of the fullest rank (GiB)", y_label=y_label, grid="both")
     axes.plot(*_points(found.steps), **dot)
@@ -272,7 +273,7 @@ def predicted_against_published(tables: Mapping[str, Sequence[PublishedRun]]) ->
     ]
     near = sum(error <= NEAR for error in errors)
     title = (
-        f"{near} of {len(errors)} predicted steps are within {100 * NEAR:.0f} % of the published "
+        f"{near} of {len(errors)} predicted steps are within {100 * NEAR:.0f} % of published "
         f"ones; median error {100 * median(errors):.1f} %"
     )
     looks = dict(zip(tables, zip(SERIES, "os^D", strict=True), strict=False))
@@ -280,7 +281,8 @@ def predicted_against_published(tables: Mapping[str, Sequence[PublishedRun]]) ->
         Line2D([], [], label=name, color=color, marker=shape, linestyle="", markersize=5)
         for name, (color, shape) in looks.items()
     ]
-    figure, (axes,) = page(title, [3.8], legend=legend)
+    note = f"Dotted lines: {100 * NEAR:.0f} % shorter or longer than published."
+    figure, (axes,) = page(title, [3.4], note=note, legend=legend)
     plain(axes, x_label="published step (s)", y_label="predicted step (s)", grid="both")
     powers_of_ten(axes)
     for name, (color, shape) in looks.items():
@@ -301,10 +303,10 @@ def errors_by_mfu(runs: Sequence[PublishedRun]) -> _Picture:
     rest = [ratio for ratio, run in zip(ratios, runs, strict=True) if run.mfu < EFFICIENT]
     title = (
         f"Predicted / published step: median {median(good):.2f} at an MFU of "
-        f"{100 * EFFICIENT:.0f} % or more, {median(rest):.2f} at a lower MFU"
+        f"{100 * EFFICIENT:.0f} % or more, else {median(rest):.2f}"
     )
-    note = "The constants were fitted on runs with an MFU of 20 % or more."
-    figure, (axes,) = page(title, [3.2], note=note)
+    note = "The constants were fitted on runs with an MFU of 20 % or more and a tp of at most 8."
+    figure, (axes,) = page(title, [3.0], note=note)
     plain(
         axes,
         x_label="published MFU (%)",

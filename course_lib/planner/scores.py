@@ -21,7 +21,6 @@ class Score:
     kind     "mean" or "median" of the absolute errors
     bias     median error with its sign: above 0, too slow or too much
     limit    what the course promises; 0: shown only
-    rival    the best open tool on the same rows; 0: none known
     """
 
     table: str
@@ -30,7 +29,6 @@ class Score:
     error: float
     bias: float
     limit: float = 0.0
-    rival: float = 0.0
 
     @property
     def holds(self) -> bool:
@@ -98,20 +96,20 @@ def zero_bubble_errors() -> list[float]:
 
 
 def score_table() -> list[Score]:
-    """Return the scores of all published tables; the rivals are those of their own papers."""
+    """Return the scores of all published tables."""
     playbook = published_runs("ultrascale")
     efficient = [run for run in playbook if is_efficient(run)]
     lost = list(regrets(alternatives()).values())
     steps = {name: step_errors(published_runs(name)) for name in ("korthikanti", "sc21", "vtrain")}
     foundry, torchtitan = (step_errors(published_runs(n)) for n in ("llm-foundry", "torchtitan"))
     return [
-        _score("Korthikanti 2022, Table 5", steps["korthikanti"], 0.036, 0.037, kind="mean"),
-        _score("Megatron SC21, Table 1", steps["sc21"], 0.07, 0.074, kind="mean"),
-        _score("vTrain, multi-node A100", steps["vtrain"], 0.09, 0.097),
-        _score("Playbook H100, memory", memory_errors(playbook), 0.09, 0.25),
-        _score("Playbook H100, step, MFU >= 30 %, TP <= 8", step_errors(efficient), 0.15, 0.28),
+        _score("Korthikanti 2022, Table 5", steps["korthikanti"], 0.036, kind="mean"),
+        _score("Megatron SC21, Table 1", steps["sc21"], 0.07, kind="mean"),
+        _score("vTrain, multi-node A100", steps["vtrain"], 0.09),
+        _score("Playbook H100, memory", memory_errors(playbook), 0.09),
+        _score("Playbook H100, step, MFU >= 30 %, TP <= 8", step_errors(efficient), 0.15),
         _score("Playbook H100, step, all runs", step_errors(playbook)),
-        _score("Playbook H100, lost by the first choice", lost, 0.05, 0.07),
+        _score("Playbook H100, lost by the first choice", lost, 0.05),
         _score("torchtitan, Llama 3 8B on H100", torchtitan, 0.10),
         _score("llm-foundry, MPT on A100 and H100", foundry, 0.10),
         _score("zero-bubble, samples/s from F, B, W", zero_bubble_errors(), 0.10),
@@ -122,7 +120,6 @@ def _score(
     table: str,
     errors: Sequence[float],
     limit: float = 0.0,
-    rival: float = 0.0,
     *,
     kind: str = "median",
 ) -> Score:
@@ -134,5 +131,4 @@ def _score(
         error=summary(map(abs, errors)),
         bias=median(errors),
         limit=limit,
-        rival=rival,
     )

@@ -4,7 +4,7 @@ Formats of 8 and 4 bits are those of the operands of the linear layers in the bl
 optimizer, norms, attention, embedding and head stay in fp32. Notebook 03_recompute.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -97,6 +97,12 @@ def train(name: str, num_steps: int = 100, seed: int = 0) -> list[float]:
     quantize_linears(model.blocks, FORMATS[name])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return [float(_step(model, optimizer, n, seed)) for n in range(num_steps)]
+
+
+def losses_behind(losses: Mapping[str, Sequence[float]], last: int = 10) -> dict[str, float]:
+    """Return how far each run's mean loss of its last steps is above that of the first run."""
+    means = {name: sum(curve[-last:]) / last for name, curve in losses.items()}
+    return {name: loss - next(iter(means.values())) for name, loss in means.items()}
 
 
 def _step(model: GPT, optimizer: torch.optim.Optimizer, n: int, seed: int) -> Tensor:

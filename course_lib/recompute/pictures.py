@@ -1,5 +1,6 @@
 """Pictures of recomputation and of number formats: bytes, times, errors, losses.
 
+Each returns a figure and its alt text.
 Published values are those of Korthikanti et al. 2022: activation memory of models that are split
 over 8 GPUs by tensor parallelism (figure 7, which the authors computed), and times of one layer on
 8 A100 GPUs (table 4, measured). Errors and losses of number formats are those of `lab`. Notebook
@@ -21,9 +22,9 @@ from course_lib.cost.published import rows
 from course_lib.display.colours import QUIET, SERIES
 from course_lib.display.compare import Voices, compare
 from course_lib.display.memory import memory
-from course_lib.display.page import page, plain, powers_of_ten
+from course_lib.display.page import page, plain, powers_of_ten, short
 from course_lib.memory.layer_bytes import Pass, total
-from course_lib.recompute.lab import product_error
+from course_lib.recompute.lab import losses_behind, product_error
 
 PAPER = "Korthikanti et al. 2022"
 SIZES = ("22B", "175B", "530B", "1T")  # of the models in the paper
@@ -35,29 +36,56 @@ _ROWS = {  # in table 4
 }
 
 OUTLIERS = [10.0**power for power in range(7)]
+RUIN = 50.0  # percent: a product with a larger error is ruined
 WINDOW = 10  # steps whose differences are averaged
 
 
-def strategies(predicted: Mapping[str, int], measured: Mapping[str, Ledger], title: str) -> Figure:
+def segment_peaks(
+    num_layers: int, formula: Mapping[int, float], measured: Mapping[int, float]
+) -> tuple[Figure, str]:
+    """Draw the peak, in tensors, of a chain of layers by the number of layers in a segment."""
+    best = min(measured, key=lambda k: measured[k])
+    title = f"Segments of {best} layers need {measured[best]:.0f} tensors instead of {num_layers}"
+    figure = compare(
+        list(measured),
+        Voices(formula=[formula[k] for k in measured], measurement=list(measured.values())),
+        title,
+        x_label="layers in a segment, k",
+        y_label="peak (tensors)",
+        log_x=True,
+    )
+    return figure, f"{title}; the peak is lowest at k = {best}"
+
+
+def strategies(predicted: Mapping[str, int], measured: Mapping[str, Ledger]) -> tuple[Figure, str]:
     """Draw the peak of each strategy twice: as the formula predicts it, and as it was measured."""
     bars: dict[str, Ledger] = {}
     for how, ledger in measured.items():
         formula = Ledger()
         formula.add(0.0, activations=predicted[how])
         bars |= {f"{how}: formula": formula, f"{how}: measured": ledger}
-    return memory(bars, title)
+    part = measured["full"].peak_bytes() / measured["none"].peak_bytes()
+    off = max(abs(predicted[how] - measured[how].peak_bytes()) for how in measured)
+    agree = f"the formula is off by up to {off:,} bytes" if off else "as the formula says"
+    title = f"Full recompute needs {100 * part:.0f} % of the activation bytes, {agree}"
+    return memory(bars, title), title
 
 
-def published_memory(title: str) -> Figure:
+def published_memory() -> tuple[Figure, str]:
     """Draw the activation memory of large models by strategy: our formula, and the paper's."""
-    curves = {
-        how: Voices(
-            formula=[share_of_none(size, how) for size in SIZES],
-            published=(_BILLIONS, [published_share(size, how) for size in SIZES]),
-        )
-        for how in ("selective", "full")
+    shares = {
+        how: {size: share_of_none(size, how) for size in SIZES} for how in ("selective", "full")
     }
-    return compare(
+    told = {how: [published_share(size, how) for size in SIZES] for how in shares}
+    curves = {
+        how: Voices(formula=list(share.values()), published=(_BILLIONS, told[how]))
+        for how, share in shares.items()
+    }
+    span = {how: f"{min(s.values()):.0f} to {max(s.values()):.0f} %" for how, s in shares.items()}
+    title = (
+        f"Large models keep {span['full']} with full recompute, {span['selective']} with selective"
+    )
+    figure = compare(
         _BILLIONS,
         curves,
         title,
@@ -67,6 +95,12 @@ def published_memory(title: str) -> Figure:
         names={"published": "published (computed by the authors)"},
         note="activations of one GPU out of 8, with tensor parallelism; sequences of 2,048 tokens",
         source=f"{PAPER}, figure 7",
+    )
+    pairs = (zip(shares[how].values(), told[how], strict=True) for how in shares)
+    off = max(abs(ours - theirs) for pair in pairs for ours, theirs in pair)
+    return (
+        figure,
+        f"{title}; formula and published values differ by at most {off:.1f} percentage points",
     )
 
 
@@ -93,10 +127,11 @@ def published_share(size: str, how: str) -> float:
     return float(row["value"])
 
 
-def price(flop: Mapping[str, float], time: Mapping[str, float], title: str) -> Figure:
+def price(flop: Mapping[str, float], time: Mapping[str, float]) -> tuple[Figure, str]:
     """Draw the time of a step against its FLOPs, both as multiples of those without recompute."""
     paper = published_price()
-    return compare(
+    title = f"Full recompute: {flop['full']:.2f} times the FLOPs, {time['full']:.2f} times the time"
+    figure = compare(
         list(flop.values()),
         Voices(
             formula=lambda multiple: multiple,
@@ -110,6 +145,7 @@ def price(flop: Mapping[str, float], time: Mapping[str, float], title: str) -> F
         note="from left to right: none, selective, full; the fastest of 10 steps",
         source=f"{PAPER}, table 4 (FLOPs: our count): one layer of a 22B model on 8 A100 GPUs",
     )
+    return figure, f"{title}; selective: {flop['selective']:.2f} and {time['selective']:.2f}"
 
 
 def published_price() -> dict[str, tuple[float, float]]:
@@ -127,30 +163,55 @@ def published_price() -> dict[str, tuple[float, float]]:
     }
 
 
-def product_errors(title: str) -> Figure:
+def number_formats(kinds: Mapping[str, Ledger]) -> tuple[Figure, str]:
+    """Draw the activations of a GPT in "fp32", under "autocast" and in "bf16"."""
+    peaks = {name: ledger.peak_bytes() for name, ledger in kinds.items()}
+    of_fp32, of_bf16 = peaks["bf16"] / peaks["fp32"], peaks["autocast"] / peaks["bf16"]
+    title = (
+        f"bf16 keeps {100 * of_fp32:.0f} % of the bytes of fp32; "
+        f"autocast keeps {of_bf16:.2f} times those of bf16"
+    )
+    return memory(kinds, title), title
+
+
+def product_errors() -> tuple[Figure, str]:
     """Draw the error of a matrix product against the size of one outlier, by format."""
     names = ("E4M3, one scale", "MXFP8", "E2M1, one scale", "MXFP4")
-    curves = {
-        name: Voices(measurement=[100 * product_error(name, size) for size in OUTLIERS])
-        for name in names
-    }
-    return compare(
+    errors = {name: [100 * product_error(name, size) for size in OUTLIERS] for name in names}
+    ruins_4, ruins_8 = (_first_ruin(errors[name]) for name in (names[2], names[0]))
+    title = (
+        f"With one scale, an outlier of {ruins_4} ruins FP4, one of {ruins_8} ruins FP8; "
+        "blocks confine the damage"
+    )
+    figure = compare(
         OUTLIERS,
-        curves,
+        {name: Voices(measurement=found) for name, found in errors.items()},
         title,
         x_label="outlier: one number of the left matrix (standard deviations of the others)",
         y_label="error of the product (%)",
         log=True,
         note="random matrices, 256 x 256; error of all rows but the one with the outlier",
     )
+    most = {name: f"{name} has at most {max(errors[name]):.0f} %" for name in ("MXFP8", "MXFP4")}
+    return figure, f"{title}: {', '.join(most.values())}"
 
 
-def format_losses(losses: Mapping[str, Sequence[float]], title: str) -> Figure:
+def _first_ruin(errors: Sequence[float]) -> str:
+    """Return the smallest outlier that ruins the product."""
+    return short(next(size for size, error in zip(OUTLIERS, errors, strict=True) if error > RUIN))
+
+
+def format_losses(losses: Mapping[str, Sequence[float]]) -> tuple[Figure, str]:
     """Draw the loss of the first run, and below how far the others are from it, by format.
 
     Formats whose names begin with the same word have one color: `FP8, current scaling`.
     """
     (first, whole), *others = losses.items()
+    behind = losses_behind(losses, WINDOW)
+    title = (
+        f"The loss with MXFP4 ends {behind['MXFP4 in forward']:.3f} above that with {first}, "
+        f"with MXFP8 {behind['MXFP8']:.3f}"
+    )
     words = dict.fromkeys(name.split(",")[0] for name, _ in others)
     colours = dict(zip(words, SERIES, strict=True))
     styles: dict[str, dict[str, Any]] = {}
@@ -170,4 +231,4 @@ def format_losses(losses: Mapping[str, Sequence[float]], title: str) -> Figure:
         steps = WINDOW * np.arange(1, len(apart) + 1)
         below.plot(steps, np.sqrt(np.mean(apart**2, axis=1)), marker="o", ms=3, **styles[name])
     below.set_xlim(above.get_xlim())
-    return figure
+    return figure, f"{title}; bf16 differs by {abs(behind['bf16']):.0e}"

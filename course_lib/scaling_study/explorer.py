@@ -64,9 +64,10 @@ def study_alt(model: str, gpus: int, link: str, device: str, show: str) -> str:
     where = f"{model}, {gpus} x {device}, {link}"
     if show == "memory":
         name, (least, _) = min(rows.items(), key=lambda row: row[1][0].peak_bytes)
-        return f"{where}: {name} needs the least, {least.peak_bytes / GIB:.1f} GiB per rank"
+        held = f"{least.peak_bytes / GIB:.1f} GiB per rank"
+        return f"{where}: {name} is predicted to need the least memory, {held}"
     name, (_, percent) = max(rows.items(), key=lambda row: row[1][1])
-    return f"{where}: {name} is the most efficient, {percent:.0f} %"
+    return f"{where}: {name} is predicted to be the most efficient, {percent:.0f} %"
 
 
 @cache

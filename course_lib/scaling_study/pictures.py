@@ -238,12 +238,13 @@ def published_scaling() -> _Picture:
     voices = Voices(formula=[fitted(number) for number in gpus], published=(gpus, rates))
     figure = compare(
         gpus,
-        {"fixed + shared / p": voices},
+        voices,
         title,
         x_label="H100 GPUs",
         y_label="throughput (thousand tokens/s per GPU)",
         log_x=True,
         source=H100_SOURCE,
+        names={"formula": "fixed + shared / p, fitted to the runs on 16 and 32 GPUs"},
     )
     return figure, f"{title}; {rates[0]:.0f} thousand tokens/s per GPU on 8, {rates[-1]:.0f} on 256"
 

@@ -115,7 +115,8 @@ def notes(results: Results) -> list[str]:
     if (least := min(shares, default=1.0)) < BUSY:
         said.append(
             f"A run of one rank had {100 * least:.0f} % of a core: other programs were running, so "
-            "these times say little about this machine, and a speed-up can come from a larger share."
+            "these times say little about this machine, and a speed-up can come from a larger "
+            "share."
         )
     alone = sum(result.baseline is None for result in results.judged())
     if alone:

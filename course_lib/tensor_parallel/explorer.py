@@ -25,10 +25,9 @@ ADAPTER_BYTES_PER_S = H100.links["InfiniBand NDR"]  # one adapter
 def degree_explorer() -> Explore:
     """Return a picture with sliders for model, tokens per sequence, and adapters per node."""
     models = ["gpt2", "llama-1b", "llama-8b", "llama-70b"]
-    alt = "{model}, {seq} tokens, {adapters} adapters per node: how much of a step computes, over p"
     return explore(
         by_degree,
-        alt,
+        computing_alt,
         model=(models, "llama-8b"),
         seq=([128, 512, 2048, 8192], 2048),
         adapters=([8, 4, 2, 1], 8),
@@ -46,18 +45,22 @@ def computing_percent(model: str, seq: int, adapters: int, p: int, batch: int) -
     return 100 * compute_s / (compute_s + communicate_s)
 
 
+def computing_alt(model: str, seq: int, adapters: int) -> str:
+    """Return the finding as a sentence: which part of the step computes on 8 and on 16 ranks."""
+    inside, outside = (computing_percent(model, seq, adapters, p, 1) for p in (8, 16))
+    title = f"{model}, one sequence: computing is {inside:.0f} % of the step on 8 ranks"
+    return f"{title}, {outside:.0f} % on 16"
+
+
 def by_degree(model: str, seq: int, adapters: int, degrees: Sequence[int] = DEGREES) -> Figure:
     """Draw the part of a step that computes, for one sequence and for one per rank."""
     one = [computing_percent(model, seq, adapters, p, 1) for p in degrees]
     more = [computing_percent(model, seq, adapters, p, p) for p in degrees]
-    inside, outside = (degrees.index(p) for p in (8, 16))
-    title = f"{model}, one sequence: computing is {one[inside]:.0f} % of the step on 8 ranks"
-    title += f", {one[outside]:.0f} % on 16"
     curves = {"1 sequence": Voices(formula=one), "p sequences": Voices(formula=more)}
     return compare(
         degrees,
         curves,
-        title,
+        computing_alt(model, seq, adapters),
         x_label="ranks p, 8 per node",
         y_label="computing (% of the step)",
         log_x=True,

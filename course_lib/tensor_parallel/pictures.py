@@ -42,6 +42,7 @@ WAYS = {
     "sum": "partial sums",
 }
 _SIDE_IN, _WORD_IN, _CHARACTER_IN, _SHEET_IN = 0.5, 0.12, 0.08, 0.07
+_SMALL_CHARACTER_IN = 0.07  # of the terms of a sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,9 @@ def _matrix(
             axes.text(*center, str(rank), ha="center", va="center", fontsize=TEXT_PT)
     (x, y), look = corner, dict[str, Any](ha="center", fontsize=SMALL_PT)
     if matrix.split == "sum":
-        parts = "+".join(map(str, range(ranks))) if ranks <= 4 else f"0+...+{ranks - 1}"
+        parts = "+".join(map(str, range(ranks)))
+        if len(parts) * _SMALL_CHARACTER_IN > wide:
+            parts = f"0+…+{ranks - 1}"
         axes.text(x + wide / 2, y + tall / 2, parts, ha="center", va="center", fontsize=7.5)
     top = y + tall + (_SHEET_IN * (ranks - 1) if matrix.split == "sum" else 0)
     axes.text(x + wide / 2, top + 0.08, f"{matrix.name}  {matrix.words}".strip(), **look)
@@ -251,9 +254,8 @@ def h100_picture(scaling: H100Scaling) -> tuple[Figure, str]:
         "with sequence parallelism": Voices(published=(scaling.ranks, scaling.sequence_parallel)),
     }
     drop, formula = scaling.kept(8, 16)
-    title = (
-        f"From 8 to 16 ranks a GPU keeps {drop:.0%} of its speed; the formula says {formula:.0%}"
-    )
+    title = f"From 8 to 16 ranks a GPU keeps {100 * drop:.0f} % of its speed; "
+    title += f"the formula says {100 * formula:.0f} %"
     figure = compare(
         scaling.ranks,
         curves,

@@ -1,4 +1,4 @@
-"""The explorer of notebook 09_zero: memory per rank and communication time of each stage."""
+"""The explorers of notebook 09_zero: shards of a flat parameter; memory and traffic of a stage."""
 
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from course_lib.display.explore import Explore, explore
 from course_lib.display.memory import memory
 from course_lib.memory.formulas import model_states
 from course_lib.zero.cost import ParamTraffic, zero_traffic
+from course_lib.zero.pictures import four_tensors
 
 _MODELS = ["gpt2-xl", "llama-3b", "llama-8b", "llama-70b"]
 _DEVICE = find_device("h100")
@@ -25,6 +26,11 @@ _LINKS = {  # those of the same device
     "InfiniBand": replace(INFINIBAND, bytes_per_s=_DEVICE.links["InfiniBand NDR"]),
     "Ethernet": ETHERNET,
 }
+
+
+def shards_explorer() -> Explore:
+    """Return a flat parameter of four tensors, with a slider for the number of ranks."""
+    return explore(lambda p: four_tensors(p)[0], lambda p: four_tensors(p)[1], p=(1, 6, 4))
 
 
 def zero_explorer() -> Explore:

@@ -299,8 +299,8 @@ show(*pictures.message_times(wire, sizes_mb, formula_s, times_s))
 # ## 5 Everybody at once: a collective
 #
 # A *collective* is one call that **all** ranks of a *process group* (here: all four) make together.
-# Plain data parallelism uses one of them in every step: `dist.all_reduce(x)` adds up the `x` of all
-# ranks and leaves the sum in `x`, on every rank.
+# The collective of plain data parallelism is `dist.all_reduce(x)`: it adds up the `x` of all ranks
+# and leaves the sum in `x`, on every rank.
 #
 # Rank $r$ has $x = 10^r$ and makes the call after $0.1\,r$ seconds. Which `x` does rank 2 have
 # afterwards? And how long does rank 0 stay in its call?
@@ -410,10 +410,10 @@ reveal(guess_ring, hang is None)
 show(*pictures.who_waits(hang.waits, 4))
 
 # %% [markdown]
-# This is a **deadlock**: none of these ranks can ever go on. In a real run nothing is printed until
-# PyTorch's time-out ends the processes, by default after 10 minutes with NCCL (for GPUs) and after
-# 30 minutes with gloo (for CPUs). Here the notebook reports the deadlock within seconds. Three
-# questions find the cause:
+# This is a **deadlock**: none of these ranks can ever go on. In a real run, usually nothing is
+# printed until PyTorch's time-out stops the program, by default after 10 minutes with NCCL (for
+# GPUs) and after 30 minutes with gloo (for CPUs). Here the notebook reports the deadlock within
+# seconds. Three questions find the cause:
 #
 # 1. *Who waits, in which call?* Every rank, in `send`.
 # 2. *On which line?* On the line of the `send`; no rank has reached the `recv` below it.

@@ -134,7 +134,7 @@ print("", state_rows(GPT(MODELS["small"])), sep="\n")
 #
 # In the table, *8-bit Adam* stores one byte per moment (Dettmers et al. 2022, section 2.1),
 # *Adafactor* stores row and column sums (Shazeer and Stern 2018, section 3), and *Muon* stores one
-# momentum for the layers' matrices (Jordan et al. 2024).
+# momentum per weight of the layers' matrices (Jordan et al. 2024).
 
 # %% tags=["picture"]
 show(*pictures.states_by_recipe(count_params(llama)))
@@ -283,7 +283,7 @@ check("memory-4", layer_bytes)
 #
 # $$ sbh\left(34 + 5\,\frac{a s}{h}\right) \text{ bytes per layer} $$
 #
-# **The 34 is the count of that layer.** A Llama layer has GQA, no dropout, and a *SwiGLU* MLP
+# **The 34 is the count of that layer.** A Llama 3 layer has GQA, no dropout, and a *SwiGLU* MLP
 # (Shazeer 2020) of three matrices, $(\text{silu}(xW_g)\cdot{}xW_u)W_d$, which saves four tensors of
 # $f$ numbers per token. With flash attention (below), the layer saves in bf16
 # $sbh(12+4\,\frac{\text{kv\,hidden}}{h}+8\,\frac{f}{h})$ bytes: $41\,sbh$ for Llama-8B.
@@ -446,11 +446,11 @@ losses.clear()
 #
 # ## 6 What fits, and models that do not
 #
-# The picture shows the peak of Llama-8B for one sequence of 4,096 tokens, without temporaries.
-# *Recompute* drops activations and computes them again (lesson 03). *ZeRO* divides (*shards*)
-# states over GPUs (*ranks*): stage 1 the optimizer's, stage 2 also gradients, stage 3 also
-# parameters (lesson 09). *Tensor parallelism* gives each rank a part of every matrix; *sequence
-# parallelism* also divides the activations between these matrices (lesson 07).
+# The picture shows Llama-8B's peak on one rank, for one sequence of 4,096 tokens, without
+# temporaries. *Recompute* drops activations and computes them again (lesson 03). *ZeRO* divides
+# (*shards*) states over GPUs (*ranks*): stage 1 the optimizer's, stage 2 also gradients, stage 3
+# also parameters (lesson 09). *Tensor parallelism* gives each rank a part of every matrix;
+# *sequence parallelism* also divides the activations between these matrices (lesson 07).
 #
 # In the calculator, `dp` ranks share the batch, `tp` the matrices, `pp` the layers, `cp` the
 # sequence. In a terminal, `course memory` takes the line *this setup*. *Find two more ways to make
@@ -549,10 +549,11 @@ show(*pictures.mfu_of_real_runs())
 # ## 8 What limits the speed?
 #
 # An operation's *arithmetic intensity* $I$ is its FLOP per byte read or written: in bf16, 1/6 for
-# an add, and about $m$ for a product of $m$ tokens with a large matrix (in fp32, half of that). Its
-# speed is at most $\min(\text{peak},I\cdot\text{bandwidth})$, the *roofline* (Williams et al. 2009,
-# section 3). At the *ridge point*, the two bounds are equal; below it an operation is memory-bound,
-# above it compute-bound. How many tokens bring a bf16 product to the ridge point of an H100?
+# an add, and about $m$ for a product of $m$ tokens with a much larger matrix (in fp32, half of
+# that). Its speed is at most $\min(\text{peak},I\cdot\text{bandwidth})$, the *roofline* (Williams
+# et al. 2009, section 3). At the *ridge point*, the two bounds are equal; below it an operation is
+# memory-bound, above it compute-bound. How many tokens bring a bf16 product to the ridge point of
+# an H100?
 
 # %% tags=["predict"]
 guess = predict("tokens that make a large product compute-bound", unit="tokens")
@@ -608,8 +609,8 @@ for name, size in (gap | {"unexplained": more - sum(gap.values())}).items():
 # tracker also counts temporaries, batch and loss; otherwise it agrees with the formula to the byte.
 #
 # A GPU also holds the CUDA context, libraries' workspaces, NCCL's buffers, and free memory of
-# PyTorch's *caching allocator* (simulated below). It takes *segments* from the driver (*reserved*),
-# hands out blocks of them (*allocated*), and keeps what is freed.
+# PyTorch's *caching allocator* (simulated below). The allocator takes *segments* from the driver
+# (*reserved*), hands out blocks of them (*allocated*), and keeps what is freed.
 
 # %% tags=["failure", "raises-exception"]
 from course_lib.memory.allocator import MIB, CachingAllocator, growing_lists

@@ -31,6 +31,7 @@
 
 # %%
 import time
+from statistics import fmean, median
 
 import torch
 from torch import nn
@@ -39,8 +40,7 @@ from torch.nn import functional as F
 from course_lib.accumulation import pictures, split_micro_batches
 from course_lib.checks import check
 from course_lib.core.specs import ModelSpec
-from course_lib.display import YES_NO, Voices, claim, compare, explore
-from course_lib.display import predict, reveal, show
+from course_lib.display import YES_NO, claim, predict, reveal, show
 from course_lib.models import GPT, IGNORED, next_tokens, padded_batch, token_batch, token_loss
 
 torch.set_num_threads(1)  # steadier measurements
@@ -105,8 +105,8 @@ item_loss(6, 2, target=15).backward()
 print(f"after item 1: gradient of w1 {w1.grad:.3f}")
 
 # %% [markdown]
-# Item 2 is $x = (5, 2)$ with target 12. The gradient of its loss for $w_1$ is about $-74$. You call
-# `backward` on this loss and do nothing else. What is in `w1.grad` afterwards?
+# Item 2 is $x = (5, 2)$ with target 12. The gradient of its loss with respect to $w_1$ is about
+# $-74$. You call `backward` on this loss and do nothing else. What is in `w1.grad` afterwards?
 
 # %% tags=["predict"]
 guess = predict("w1.grad after the second backward")
@@ -120,23 +120,14 @@ reveal(guess, w1.grad.item())
 # `backward` **adds** to the gradient that is already there. Accumulation uses this addition. It is
 # also the reason why training loops call `zero_grad`. Compare two ways to train on
 # these two items (SGD, learning rate 0.001): one optimizer step after each item, or one after both.
-# Move the slider, and watch $w_1$.
+# Choose a way, move the slider, watch $w_1$.
 
 # %% tags=["picture"]
+from course_lib.accumulation.explorer import graph_explorer
 from course_lib.accumulation.worked_graph import graph_states
 
-ways = {"add up, then step": graph_states(items_per_step=2), "step after each": graph_states()}
-
-
-def at(way, event):
-    return ways[way][min(event, len(ways[way]) - 1)]
-
-
-def draw(way, event):
-    return pictures.graph(at(way, event), f"{at(way, event).words} ({way})")
-
-
-explore(draw, lambda **where: pictures.graph_words(at(**where)), way=list(ways), event=(0, 6, 4))
+one_step = graph_states(items_per_step=2)
+graph_explorer({"add up, then step": one_step, "step after each": graph_states()})
 
 # %% [markdown]
 # After a step, the gradient of item 2 belongs to *other weights*, so two small steps are not the
@@ -147,7 +138,7 @@ explore(draw, lambda **where: pictures.graph_words(at(**where)), way=list(ways),
 # ## 3 The sum is not the mean
 #
 # Split a batch of 8 items into 4 micro-batches, and call `backward` on the mean loss of each one.
-# How many times as large as the gradient of the full batch is the accumulated gradient?
+# The accumulated gradient is a multiple of the gradient of the full batch. Which multiple?
 
 # %% tags=["predict"]
 guess = predict("accumulated gradient, as a multiple of the full batch's")
@@ -205,8 +196,7 @@ curves = [losses(*how, share) for how in (sgd, adamw) for share in (by_items, as
 gap = max(abs(a - b) for a, b in zip(curves[2], curves[3], strict=True))
 claim("AdamW's loss hides the missing division", gap < 1e-3)
 claim("SGD's loss shows the missing division", not all(loss < 8 for loss in curves[1]))
-title = f"Without the division, SGD diverges; AdamW's loss changes by at most {gap:.0e}"
-show(pictures.without_division(*curves, title), alt=title)
+show(*pictures.without_division(*curves))
 reveal(guess, "no")
 
 # %% [markdown]
@@ -369,22 +359,18 @@ guess = predict("peak of 8 micro-batches, as a fraction of the full batch's (lik
 
 # %% tags=["picture"]
 def formula(m):
-    return sum(activations(spec, 16 // m, 128, number_bytes=4, kernels=TORCH_CPU).values()) / 2**20
+    return sum(activations(spec, 16 // m, 128, number_bytes=4, kernels=TORCH_CPU).values())
 
 
 parts = [1, 2, 4, 8, 16]
-measured = [held(m).peak_bytes() / 2**20 for m in parts]
+predicted, measured = [formula(m) for m in parts], [held(m).peak_bytes() for m in parts]
 reveal(guess, measured[3] / measured[0])
-title = f"In 16 micro-batches the peak is {measured[-1]:.1f} MiB instead of {measured[0]:.0f} MiB"
-voices = Voices(formula=[formula(m) for m in parts], measurement=measured)
-labels = {"x_label": "micro-batches m", "y_label": "peak (MiB)", "log": True}
-print("formula and measurement agree to the byte:", voices.formula == voices.measurement)
-show(compare(parts, voices, title, **labels), alt=f"{title}: the formula of lesson 01 to the byte")
+print("formula and measurement agree to the byte:", predicted == measured)
+show(*pictures.peak_by_parts(parts, predicted, measured))
 
 # %% [markdown]
 # If you keep the micro-batch size and make the *batch* larger, the activations have more peaks over
-# time, but no higher ones. (From the second micro-batch on, the gradients already exist when the
-# activations reach their peak.)
+# time, but no higher ones. (From the second peak on, the gradients are in memory, too.)
 #
 # The FLOPs are the same for every $m$. Is the time the same, too?
 
@@ -400,22 +386,20 @@ def seconds(m):
     return time.process_time() - start_s
 
 
-rounds = [[seconds(m) for m in parts] for _ in range(6)][1:]
-one_s = sorted(times[0] for times in rounds)[2]
-times = [[each[n] / one_s for each in rounds] for n in range(len(parts))]
-ratio = sorted(times[-1])[2]
-reveal(guess, ratio)
-claim("16 micro-batches take longer than the whole batch at once", ratio > 1.05)
-title = f"The same FLOPs take {ratio:.2f} times as long in 16 parts here"
-picture = pictures.part_times(parts, times, title)
-show(picture, alt=f"{title}; on H100s up to 2.4 times, where each matrix is split over 4 GPUs")
+rounds = [[seconds(m) for m in parts] for _ in range(6)][1:]  # the first one warms up
+one_s = median(times[0] for times in rounds)
+ratios = [[each[n] / one_s for each in rounds] for n in range(len(parts))]
+reveal(guess, median(ratios[-1]))
+claim("16 micro-batches take longer than the whole batch at once", median(ratios[-1]) > 1.05)
+show(*pictures.part_times(parts, ratios))
 
 # %% [markdown]
 # Two costs grow with $m$: every micro-batch launches all operations again, and smaller matrices
 # often use the hardware less efficiently. (On one core, a few parts may still be faster.) The stars
-# show published H100 runs of a 1.3B model (Tazi et al. 2025). With the whole model on each GPU, one
-# sequence at a time takes 2 % longer than two. With each matrix split over four GPUs, which
-# communicate in every micro-batch (lesson 07), one sequence takes 2.4 times as long as 16.
+# show published H100 runs of a 1.3B model (Tazi et al. 2025). With the whole model on each GPU, a
+# step with one sequence at a time takes 2 % longer than with two. With each matrix split over four
+# GPUs, which communicate in every micro-batch (lesson 07), such a step takes 2.4 times as long as
+# with 16.
 #
 # So choose a micro-batch that fits into memory and keeps the device busy.
 #
@@ -425,8 +409,8 @@ show(picture, alt=f"{title}; on H100s up to 2.4 times, where each matrix is spli
 # ## 6 What looks across the batch
 #
 # Does every model get the full batch's gradient? Batch norm uses the mean and the variance of *what
-# it sees*, and it sees one micro-batch at a time. Two dropout layers draw their random masks in a
-# different order than on the full batch.
+# it sees*: one micro-batch. Two dropout layers draw their random masks in a different order than on
+# the full batch.
 
 
 # %% tags=["check"]
@@ -457,10 +441,10 @@ for name, layer in layers.items():
 #
 # ## 7 Clip the accumulated gradient
 #
-# If the norm of a gradient exceeds `max_norm`, clipping scales the gradient down to that norm. Two
-# micro-batches, whose losses are already divided by $m$, have the gradients $(3, 0)$ and $(-3, 4)$;
-# `max_norm` is 2. What is the norm of their sum if you clip each gradient before you add them? And
-# if you clip the sum?
+# If the norm of a gradient exceeds `max_norm`, clipping scales the gradient so that its norm is
+# `max_norm`. Two micro-batches, whose losses are already divided by $m$, have the gradients
+# $(3, 0)$ and $(-3, 4)$; `max_norm` is 2. What is the norm of their sum if you clip each gradient
+# before you add them? And if you clip the sum?
 
 # %% tags=["predict"]
 guess = predict("norm, if each part is clipped by itself")
@@ -521,8 +505,8 @@ check("accumulation-5", clipped_step)
 # replaces it, $B_\text{noise}$ becomes the **gradient noise scale**
 # $B_\text{simple}=\mathrm{tr}\,\Sigma/|G|^2$.
 #
-# Accumulation provides $|g_B|^2$ of the whole batch and $|g_b|^2$ of micro-batches of $b$ items
-# (take their mean). Their expected values are $|G|^2+\mathrm{tr}\,\Sigma/B$ and
+# Accumulation provides $|g_B|^2$ of the whole batch, and $|g_b|^2$ as the mean over its
+# micro-batches of $b$ items. Their expected values are $|G|^2+\mathrm{tr}\,\Sigma/B$ and
 # $|G|^2+\mathrm{tr}\,\Sigma/b$. Two unbiased estimates follow (McCandlish et al., appendix A.1):
 #
 # $$ |G|^2 \approx \frac{B\,|g_B|^2 - b\,|g_b|^2}{B - b} \qquad
@@ -556,40 +540,38 @@ def my_noise_scale(steps, micro_batch):
 check("accumulation-6", my_noise_scale)
 
 # %% [markdown]
-# Measure it on a bigram language model: an embedding and an output matrix for 64 tokens. Token
-# frequencies follow Zipf's law; an item is a token and its successor. The known distribution also
-# gives the exact noise scale. We train from a loss of 4.2 to 2.2, with 256 items in 16
-# micro-batches per step, and 5 seeds.
+# Measure it on a bigram language model: an embedding and an output matrix for 64 tokens. An item
+# is a token and its successor, from a known distribution, which also gives the exact noise scale.
+# We train from a loss of 4.2 to 2.2, with 256 items in 16 micro-batches per step, and 5 seeds.
 
 # %% tags=["picture", "measured"]
 from course_lib.accumulation import batch_sizes as sizes
-from course_lib.accumulation.noise_scale import Tradeoff, fit_tradeoff, noise_scale
+from course_lib.accumulation.noise_scale import fit_tradeoff, noise_scale
 
 runs = {
     f"learning rate {rate}": [sizes.noise_on_the_way(2.2, seed=n, rate=rate) for n in range(5)]
     for rate in (8, 4)
 }
-for name, run in reversed(runs.items()):
-    scales = [noise_scale(point.estimate for point in one) for one in run]
-    scale = sum(scales) / 5
-    print(f"{name}: {scale:.0f} items, mean of 5 runs ({min(scales):.0f} to {max(scales):.0f})")
-title = "The noise scale grows during training, and depends on the learning rate"
-show(pictures.noise_growth(runs, title), alt=f"{title}; mean at rate 8: {scale:.0f}")
+for name in ("learning rate 4", "learning rate 8"):
+    scales = [noise_scale(point.estimate for point in one) for one in runs[name]]
+    span = f"{min(scales):.0f} to {max(scales):.0f}"
+    print(f"{name}: {fmean(scales):.0f} items, mean of 5 runs ({span})")
+show(*pictures.noise_growth(runs))
 
 # %% [markdown]
 # As the loss falls, the noise grows relative to $G$. The noise scale also depends on the learning
-# rate (McCandlish et al., appendix C): here the larger rate gives the smaller noise scale.
+# rate (McCandlish et al., appendix C): over a whole run, it is smaller here at the larger rate.
 #
-# Now count the steps to a loss of 2.2 for $B$ = 1, 2, 4, ..., 512 (mean of 5 seeds), each $B$ with
-# the best learning rate out of 1/8, 1/4, ..., 16. McCandlish et al. (section 2.3) predict for $S$
-# steps and $E=BS$ examples (our items):
+# Now count the steps to a loss of 2.2 for $B$ = 1, 2, 4, ..., 512 with 5 seeds, each $B$ with the
+# best learning rate out of 1/8, 1/4, ..., 16. McCandlish et al. (section 2.3) predict for $S$ steps
+# and $E=BS$ items:
 #
 # $$ S = S_\text{min}\,(1 + B_\text{crit}/B) \quad\Leftrightarrow\quad
 # (S/S_\text{min} - 1)\,(E/E_\text{min} - 1) = 1 $$
 #
-# $S_\text{min}$ is the smallest number of steps, $E_\text{min}$ the smallest number of examples. At
+# $S_\text{min}$ is the smallest number of steps, $E_\text{min}$ the smallest number of items. At
 # the **critical batch size** $B_\text{crit}=E_\text{min}/S_\text{min}$, a run takes $2S_\text{min}$
-# steps and $2E_\text{min}$ examples. $B_\text{crit}$ should be close to the noise scale. From $B=1$
+# steps and $2E_\text{min}$ items. $B_\text{crit}$ should be close to the noise scale. From $B=1$
 # to 16, the number of steps falls to about 1/16. And from 32 to 512?
 
 # %% tags=["predict"]
@@ -601,16 +583,15 @@ sweep = sizes.steps_to_loss(2.2, [2**n for n in range(10)])
 steps = sweep.mean_steps()
 reveal(guess, steps[5] / steps[9])
 print("best learning rates:", *sweep.rates)
+scale = fmean(scales)  # at learning rate 8
 fit = fit_tradeoff(sweep.batches, steps)
-predicted = Tradeoff(min_steps=steps[9] / (1 + scale / 512), critical_batch=scale)
 claim("the noise scale is within a factor of 3 of B_crit", 1 / 3 < scale / fit.critical_batch < 3)
-title = f"The fitted critical batch size is {fit.critical_batch:.0f}, the noise scale {scale:.0f}"
-show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}; beyond it, steps hardly fall")
+show(*pictures.batch_tradeoff(sweep, scale))
 
 # %% [markdown]
-# For small batches the best learning rate doubles with the batch; for large ones, curvature limits
-# it. The noise scale predicts only the order of magnitude of $B_\text{crit}$: $H$ is not a multiple
-# of the identity, and the noise scale changes during training.
+# For small batches the best learning rate doubles with the batch; for large ones, the curvature
+# $G^\top HG$ limits it. The noise scale predicts only the order of magnitude of $B_\text{crit}$:
+# its theory assumes that $H$ is a multiple of the identity, and that the noise scale is constant.
 #
 # Each data-parallel rank needs at least one sequence per step, so $B_\text{crit}$ limits how many
 # ranks are useful. For language models:
@@ -622,7 +603,7 @@ show(pictures.batch_tradeoff(sweep, predicted, title), alt=f"{title}; beyond it,
 # - Merrill et al. 2025: in OLMo's training $B_\text{crit}$ rises from near 0 and then flattens.
 #
 # **Up to about the critical batch size, a larger batch saves many steps. Beyond that size, it saves
-# few steps and costs more examples.**
+# few steps and costs more items.**
 #
 # ## 9 The real thing
 #

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from course_lib.checks import check
 from course_lib.core import MODELS, ModelSpec
-from course_lib.display import YES_NO, Voices, claim, compare, memory, predict, reveal, show
+from course_lib.display import YES_NO, claim, predict, reveal, show
 from course_lib.memory.saved_tensors import activation_ledger
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.recompute import pictures
@@ -186,13 +186,9 @@ def in_segments(k):
 
 # %% tags=["picture"]
 ks = [1, 2, 4, 8, 16, 32, 64]
-measured = [activation_ledger(lambda k=k: in_segments(k), given=there).peak_bytes() for k in ks]
-tensors = [num_bytes / x.nbytes for num_bytes in measured]
-voices = Voices(formula=[peak_of(64, k) for k in ks], measurement=tensors)
-best = ks[tensors.index(min(tensors))]
-title = f"Segments of {best} layers need {min(tensors):.0f} tensors instead of 64"
-labels = {"x_label": "layers in a segment, k", "y_label": "peak (tensors)", "log_x": True}
-show(compare(ks, voices, title, **labels), alt=f"{title}: the minimum is at the square root of 64")
+peaks = {k: activation_ledger(lambda k=k: in_segments(k), given=there).peak_bytes() for k in ks}
+tensors = {k: num_bytes / x.nbytes for k, num_bytes in peaks.items()}
+show(*pictures.segment_peaks(64, {k: peak_of(64, k) for k in ks}, tensors))
 
 # %% [markdown]
 # Here the best $k$ is $\sqrt L$ (Chen et al. 2016): for one more forward, the peak is $2\sqrt L$
@@ -238,12 +234,12 @@ print(f"A = 17 i: k = 1 is best up to L = {thin}")
 
 # %% [markdown]
 # Without rounding up, the best $k$ is $\sqrt{L\,i/A}$ (Narayanan et al. 2021, section 3.5, find
-# 1 or 2 in most cases). The larger $A$, the smaller is the best $k$: for $A = 17\,i$, it is 1 up to
-# $L = 35$. For the three deeper models above, segments of 2 or 3 blocks lower the peak by a fifth
-# to a third. They cost no more FLOPs, because every block still runs forward twice. In Megatron-LM
-# the options are `--recompute-granularity full --recompute-method uniform --recompute-num-layers
-# k`. *Full recompute* usually means $k = 1$ (Korthikanti et al. 2022, section 5), also in the rest
-# of this lesson.
+# 1 or 2 in most cases). The larger $A$ is, the smaller is the best $k$. For $A = 17\,i$, the best
+# $k$ is 1 up to $L = 35$. For the three deeper models above, segments of 2 or 3 blocks lower the
+# peak by a fifth to a third. They cost no more FLOPs, because every block still runs forward twice.
+# In Megatron-LM the options are `--recompute-granularity full --recompute-method uniform
+# --recompute-num-layers k`. *Full recompute* usually means $k = 1$ (Korthikanti et al. 2022,
+# section 5), also in the rest of this lesson.
 #
 # ### Exercise 3: every k-th input
 #
@@ -320,9 +316,7 @@ one = Pass(
 )
 held = {how: measure(how) for how in choose}
 predicted = {how: predicted_peak_bytes(one, how) for how in choose}
-part = held["full"].peak_bytes() / held["none"].peak_bytes()
-title = f"Full recompute needs {100 * part:.0f} % of the activation bytes, as the formula says"
-show(pictures.strategies(predicted, held, title), alt=title)
+show(*pictures.strategies(predicted, held))
 off = {how: predicted[how] - held[how].peak_bytes() for how in choose}
 print("formula minus measurement, in bytes:", off)
 
@@ -333,8 +327,7 @@ print("formula minus measurement, in bytes:", off)
 # 2022):
 
 # %% tags=["picture"]
-title = "Large models keep 8 to 10 % with full recompute, 49 to 62 % with selective"
-show(pictures.published_memory(title), alt=f"{title}; formula and published values agree")
+show(*pictures.published_memory())
 
 # %% [markdown]
 # What is the price in FLOPs and in time?
@@ -358,16 +351,14 @@ flop = {how: train_step_flop(spec, 4, 128, recompute=how) for how in choose}
 more_flop = {how: count / flop["none"] for how, count in flop.items()}
 claim("selective recompute is cheaper than full", ratio["selective"] < ratio["full"])
 claim("selective takes more time than its FLOPs say", ratio["selective"] > more_flop["selective"])
-longer = f"{ratio['full']:.2f} times the time"
-title = f"Full recompute: {more_flop['full']:.2f} times the FLOPs, {longer}"
-show(pictures.price(more_flop, ratio, title), alt=f"{title}; selective lies between")
+show(*pictures.price(more_flop, ratio))
 
 # %% [markdown]
 # Here and in a published layer of a 22B model (time +7 %), selective recompute takes more time than
-# its FLOPs suggest. Softmax and dropout need few FLOPs, but read and write very large tensors. Full
-# recompute of the published layer takes 39 % longer, not 33 %. Its backward overlaps communication
-# with weight gradients and takes less time than two forwards, so one more forward adds more than a
-# third (Korthikanti et al. 2022, section 6.2).
+# its FLOPs suggest. A likely reason, which we did not measure, is that softmax and dropout read
+# and write very large tensors. Full recompute of the published layer takes 39 % longer, not 33 %.
+# The layer's backward overlaps communication with weight gradients and takes less time than two
+# forwards, so one more forward adds more than a third (Korthikanti et al. 2022, section 6.2).
 #
 # FlashAttention (Dao et al. 2022, section 3.1) recomputes the scores inside its kernel, and never
 # writes them to the GPU's main memory. With it, selective recompute is useful for other cheap
@@ -532,10 +523,11 @@ for ours, theirs in zip(by_hand(), with_torch(), strict=True):
 # %% [markdown]
 # The weights agree bit for bit, but the memory differs. Autocast keeps 16-bit copies, also of the
 # weights, *and* the tensors that stay in fp32 (in our GPT, the inputs of the norms and of the
-# loss). How many times the bytes of a bf16 GPT does the fp32 GPT under autocast keep for backward?
+# loss). For backward, the fp32 GPT under autocast keeps more bytes than a bf16 GPT. How many times
+# as many?
 
 # %% tags=["predict"]
-from course_lib.recompute.lab import FORMATS, activations_in, product_error, train
+from course_lib.recompute.lab import FORMATS, activations_in, losses_behind, product_error, train
 
 guess = predict("activations under autocast, as a multiple of those of a bf16 model")
 ### GUESS guess.commit(1)
@@ -547,18 +539,16 @@ kinds = {
     "autocast": activations_in(torch.float32, spec, batch, autocast=True),
     "bf16": activations_in(torch.bfloat16, spec, batch),
 }
-more = kinds["autocast"].peak_bytes() / kinds["bf16"].peak_bytes()
-reveal(guess, more)
-title = f"bf16 keeps half the bytes of fp32; autocast keeps {more:.2f} times those of bf16"
-show(memory(kinds, title), alt=title)
+reveal(guess, kinds["autocast"].peak_bytes() / kinds["bf16"].peak_bytes())
+show(*pictures.number_formats(kinds))
 
 # %% [markdown]
 # ## 6 Eight bits, and four
 #
-# The H100's tensor cores have twice the peak speed in FP8 as in bf16 (NVIDIA's datasheet). There
-# are two formats (Micikevicius et al. 2022, section 3): E4M3, with 4 bits of exponent and 3 of
-# mantissa, usually for weights and activations; E5M2, with more range, for gradients. Usually only
-# the operands of matrix products are FP8; masters stay in fp32.
+# In FP8, the peak speed of the H100's tensor cores is twice that in bf16 (NVIDIA's datasheet).
+# There are two formats (Micikevicius et al. 2022, section 3): E4M3, with 4 bits of exponent and 3
+# of mantissa, usually for weights and activations; E5M2, with more range, for gradients. Usually
+# only the operands of matrix products are FP8; masters stay in fp32.
 #
 # Neither FP8 format has the range that all tensors need. So each tensor is divided by a scale $X$
 # that maps its largest number to the format's largest. *Current scaling* reads the tensor once to
@@ -570,7 +560,8 @@ show(memory(kinds, title), alt=title)
 # two, so dividing by it is exact. MXFP8 has elements in E4M3 or E5M2. MXFP4 has elements in E2M1:
 # 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives.
 #
-# E4M3 rounds a number by up to 6 %. What is the error of a product of two random matrices?
+# E4M3 rounds a number by up to 6 % (numbers near its smallest by more). What is the error of a
+# product of two random matrices?
 
 # %% tags=["predict"]
 guess = predict("relative error of a product in E4M3, one scale per matrix", unit="%")
@@ -580,8 +571,7 @@ guess = predict("relative error of a product in E4M3, one scale per matrix", uni
 names = ("bf16", "E4M3, one scale", "MXFP8", "MXFP8, scales rounded up", "E5M2, one scale", "MXFP4")
 print(*(f"{name}: {100 * product_error(name):.2g} %" for name in names), sep="; ")
 reveal(guess, 100 * product_error("E4M3, one scale"))
-title = "With one scale, an outlier of 100 ruins FP4, one of 10⁶ ruins FP8. Blocks confine it"
-show(pictures.product_errors(title), alt=f"{title}: MXFP8 stays at 4 %, MXFP4 at 16 %")
+show(*pictures.product_errors())
 
 # %% [markdown]
 # In E4M3, one scale tolerates outliers of up to about 10,000 standard deviations here. Beyond that,
@@ -631,14 +621,12 @@ check("recompute-6", in_blocks)
 
 # %% tags=["picture", "measured"]
 losses = {name: train(name) for name in FORMATS}
-last = {name: sum(curve[-10:]) / 10 for name, curve in losses.items()}
-behind = {name: loss - last["fp32"] for name, loss in last.items()}
-print(f"fp32: {last['fp32']:.4f}", *(f"{n}: {behind[n]:+.4f}" for n in [*FORMATS][1:]), sep="; ")
+behind = losses_behind(losses)  # the mean of the last 10 steps, minus that of fp32
+print("loss above that of fp32:", *(f"{n} {loss:+.4f}" for n, loss in behind.items()), sep="\n")
 claim("MXFP4 loses most", max(behind, key=behind.get) == "MXFP4 in forward")
 eight_bits = max(abs(loss) for name, loss in behind.items() if "FP8" in name)
-claim("in 8 bits the loss is within 1 % of fp32's", eight_bits < 0.01 * last["fp32"])
-title = f"MXFP4 ends {behind['MXFP4 in forward']:.3f} above fp32, MXFP8 {behind['MXFP8']:.3f} above"
-show(pictures.format_losses(losses, title), alt=f"{title}, bf16 {abs(behind['bf16']):.0e}")
+claim("in 8 bits the loss is within 1 % of fp32's", eight_bits < 0.01 * losses["fp32"][-1])
+show(*pictures.format_losses(losses))
 
 # %% [markdown]
 # **A scale for each block confines an outlier's damage to the block.** After these 100 steps, the

@@ -33,10 +33,10 @@ import torch
 import torch.distributed as dist
 
 from course_lib.checks import check
-from course_lib.collectives import messages
+from course_lib.collectives import lab, messages
 from course_lib.core import Link, TwoLevelLink
 from course_lib.cost import bandwidth, network
-from course_lib.display import YES_NO, Voices, claim, compare, predict, reveal, show, stepper, wires
+from course_lib.display import YES_NO, claim, predict, reveal, show, wires
 from course_lib.ranks import RankError, Ranks
 
 # %% [markdown]
@@ -158,8 +158,8 @@ except RankError:
     raise
 
 # %% [markdown]
-# This is a **deadlock**. Here `send` returns only when the receiver has taken the message. Each
-# rank waits for its receiver, which calls `recv` only after its own `send`.
+# This is a **deadlock**. On these ranks, `send` returns only when the receiver has taken the
+# message. Each rank waits for its receiver, which calls `recv` only after its own `send`.
 #
 # ### Exercise 2 (core): break the circle
 #
@@ -168,8 +168,7 @@ except RankError:
 # `.wait()` blocks until the message is complete. About 4 lines, 5 minutes.
 #
 # <details><summary>Hint: it still hangs</summary>
-# Start <em>both</em> messages before the first <code>.wait()</code>, and keep both handles until
-# then.
+# Start <em>both</em> messages before the first <code>.wait()</code>.
 # </details>
 
 
@@ -192,8 +191,7 @@ check("collectives-2", pass_right)
 
 # %% [markdown]
 # **If every rank starts its send and its receive of a step before it waits for either, the step
-# cannot deadlock.** Below, `exchange` does this. With NCCL, use `batch_isend_irecv`, which starts
-# both together.
+# cannot deadlock.** With NCCL, use `batch_isend_irecv`, which starts both together.
 #
 # ## 3 Reduce-scatter on a ring
 #
@@ -225,14 +223,11 @@ def ring_reduce_scatter(x):
 
 
 # %% tags=["picture"]
-from course_lib.display import frames_from_messages, own_everything
-
 parts = ranks.run(lambda rank: ring_reduce_scatter(torch.full((4,), 10.0**rank)).tolist())
 print("sum of 1, 10, 100 and 1000, in shards:", parts)
 sent = sum(e.num_bytes for e in ranks.events if (e.rank, e.kind) == (0, "send"))
 reveal(guess_part, sent / 16)  # x was 4 numbers of 4 bytes
-frames = frames_from_messages(messages.ring_reduce_scatter_messages(4), own_everything(4))
-stepper(frames, "Every rank sends one shard in every step, and the sums grow on the way")
+wires.reduce_scatter_steps(4)
 
 # %% [markdown]
 # Each shard has to visit all $p$ ranks, which takes $p-1$ steps. A rank sends $n/p$ bytes in each
@@ -257,7 +252,7 @@ for rank, shards in enumerate(ranks.run(off_by_one)):
     print(f"rank {rank} holds {shards}; its own shard should be 1111")
 
 # %% [markdown]
-# There is no error, but the numbers are wrong.
+# There is no error.
 #
 # ### Exercise 3 (core): all-gather
 #
@@ -364,11 +359,12 @@ check("collectives-4", mean_all_reduce)
 #
 # A ring sends $n/p$ bytes in each of $2(p-1)$ steps, so it takes $2(p-1)(\alpha+\frac{n}{p\beta})$
 # seconds. For a small tensor, almost all of this is latency. **Recursive doubling** needs fewer
-# messages: each rank exchanges sums with the rank 1 away, then 2 away, then 4 away. After
-# $\log_2{p}$ rounds, every rank has the whole sum. But each round sends the whole tensor, so the
-# time is $\log_2{p}\,(\alpha+n/\beta)$. (`rank ^ 4` flips one bit, which gives the partner 4 away.)
+# messages: each rank exchanges sums with the rank 1 away, then 2 away, then 4 away. If $p$ is a
+# power of two, every rank has the whole sum after $\log_2{p}$ rounds. But each round sends the
+# whole tensor, so the time is $\log_2{p}\,(\alpha+n/\beta)$. (`rank ^ 4` flips one bit, which gives
+# the partner 4 away.)
 #
-# Four real ranks communicate over an emulated slow wire. From which size on is the ring faster than
+# Four ranks communicate over an emulated slow wire. From which size on is the ring faster than
 # doubling?
 
 # %% tags=["predict"]
@@ -397,9 +393,7 @@ reveal(guess_crossover, network.crossover_bytes(4, wire) / 1e6)
 # double the summed part of each rank, until x is complete.
 
 # %% tags=["picture"]
-moves = [one for m in messages.halving_doubling_messages(4) for one in m.one_by_one()]
-frames = frames_from_messages(moves, own_everything(4))
-stepper(frames, "Halving-doubling: two rounds halve and add, two rounds send the sums back")
+wires.halving_doubling_steps(4)
 
 # %% [markdown]
 # It sends $2(\frac{1}{2}+\frac{1}{4}+\dots+\frac{1}{p})n=2\frac{p-1}{p}n$ bytes per rank, in
@@ -447,7 +441,7 @@ check("collectives-5", all_reduce_by_halves)
 
 
 # %% tags=["picture", "measured"]
-from course_lib.collectives import halving_doubling_all_reduce, lab, ring_all_reduce
+from course_lib.collectives import halving_doubling_all_reduce, ring_all_reduce
 
 sizes = [2**k for k in range(14, 23, 2)]
 rivals = {"ring": ring_all_reduce, "doubling": doubling_all_reduce}
@@ -457,9 +451,7 @@ ring, doubling, halving = ([min(times) for times in by_size] for by_size in time
 claim("doubling is fastest at 16 KiB", doubling[0] < min(ring[0], halving[0]))
 claim("halving-doubling beats the ring at 256 KiB", halving[2] < ring[2])
 claim("halving-doubling beats doubling at 4 MiB", halving[4] < doubling[4])
-from_mb = network.crossover_bytes(4, wire, network.halving_doubling_all_reduce_s) / 1e6
-title = f"Doubling is fastest for small tensors, halving-doubling from {from_mb:.2g} MB on"
-show(wires.all_reduces(times_s, sizes, 4, wire, title), alt=f"{title}; measured near the formula")
+show(*wires.all_reduces(sizes, 4, wire, times_s))
 
 # %% tags=["picture"]
 print(wires.costs_table(8))
@@ -482,8 +474,8 @@ wires.explore_all_reduces()  # it starts from H100's NVLink: 450 GB/s; we assume
 # NCCL runs several **rings** at once, over different links (Hu et al. 2025). Across nodes, it can
 # use **double binary trees**: each of two trees sums half of the tensor, and no rank is an inner
 # node of both. This shares the load, with logarithmic depth (Sanders, Speck and Träff 2009; Jeaugey
-# 2019). With **NVLS** (NVLink SHARP, from H100 on), the NVLink switch itself adds. NCCL chooses by
-# size and topology, the course's `all_reduce` (doubling or ring) by size.
+# 2019). With **NVLS** (NVLink SHARP, from H100 on), the NVLink switch itself adds. NCCL chooses
+# among these by size and topology. The course's `all_reduce` chooses doubling or ring by size.
 #
 # ### Two levels of links
 #
@@ -507,12 +499,11 @@ times_s = lab.race(Ranks(4, link=two_nodes), rivals, sizes)
 flat_s, levels_s = (min(times[-1]) for times in times_s.values())  # 4 MiB
 reveal(guess_levels, flat_s / levels_s)
 claim("two levels are at least 1.8 times as fast at 4 MiB", flat_s > 1.8 * levels_s)
-title = f"At 4 MiB, two levels are {flat_s / levels_s:.1f} times as fast as a flat ring"
-show(wires.all_reduces(times_s, sizes, 4, two_nodes, title), alt=f"{title}, on 2 nodes of 2 ranks")
+show(*wires.two_levels(sizes, 4, two_nodes, times_s))
 
 # %% [markdown]
-# The measured ring is faster than its formula, which takes one step after the other: in
-# `course_lib`, a rank can start its next slow message during the latency of the last one.
+# The measured ring is faster than its formula. The formula takes one step after the other, but in
+# `course_lib` a rank can start its next slow message during the latency of the last one.
 #
 # **For small tensors, count messages. For large tensors, count bytes: on the slowest link, and on
 # links that messages share.**
@@ -548,15 +539,11 @@ print(f"fitted to the fastest exchange of each size: {here}")
 sizes = [2**k for k in range(16, 26, 3)]
 times_s = lab.race(pair, {"our ring": ring_all_reduce, "gloo": dist.all_reduce}, sizes, 9)
 predicted_s = [network.ring_all_reduce_s(n, 2, here) for n in sizes]
-ours = Voices(formula=predicted_s, measurement=times_s["our ring"])
-ratios = [min(t) / s for t, s in zip(times_s["our ring"], predicted_s, strict=True)]
-title = f"Our ring's fastest calls take {min(ratios):.1f} to {max(ratios):.1f} times the prediction"
-curves = {"our ring": ours, "gloo": Voices(measurement=times_s["gloo"])}
-axes = {"x_label": "tensor (bytes)", "y_label": "time (s)", "log": True}
-show(compare(sizes, curves, title, **axes), alt=f"{title} from single exchanges")
+show(*wires.ring_on_this_machine(sizes, times_s, predicted_s))
 
 # %% [markdown]
-# The formula leaves out adding, and waiting for a core.
+# The prediction comes from the *fastest* exchanges, so it leaves out waiting for a core. It also
+# leaves out adding.
 #
 # ## 7 How fast is the wire?
 #
@@ -574,14 +561,15 @@ n, time_s, p = 17_179_869_184, 0.127997, 8  # nccl-tests; stas00/ml-engineering@
 factor = bandwidth.bus_factor("all_reduce", p)  # 2 (p - 1) / p: what a rank sends, in n
 reveal(guess_speed, factor * n / time_s / 1e9)
 print(f"n / t is {n / time_s / 1e9:.0f} GB/s; the factor is {factor}")
-for figure, finding in (wires.published_by_size(), wires.published_by_nodes()):
-    show(figure, alt=finding)
+show(*wires.published_by_size())
+show(*wires.published_by_nodes())
 
 # %% [markdown]
-# One $\alpha$ and one $\beta$ describe NCCL only roughly: it has several protocols (Hu et al.
-# 2025). Bekman's 482 GB/s on 8 H200 are more than NVLink's 450 per direction (half of the data
-# sheet's 900). Without NVLS, he measured 368. With NVLS, a GPU sends each byte about once, but the
-# bus bandwidth counts a ring's bytes.
+# NCCL has several protocols (Hu et al. 2025), so one $\alpha$ and one $\beta$ describe it only
+# roughly. Bekman's 482 GB/s on 8 H200 are more than NVLink's 450 per direction (half the data
+# sheet's 900). Without NVLS, he measured 368. With NVLS, a GPU sends $\frac{p+1}{p}n$ bytes
+# (Jeaugey 2023, NCCL's GitHub issue 1083), but the bus bandwidth counts a ring's
+# $2\frac{p-1}{p}n$.
 #
 # Tazi et al. (2025, *The Ultra-Scale Playbook*, pipeline parallelism) explain the second picture by
 # the slower network between nodes. The bandwidth of one ring with equal links (the line) falls more
@@ -644,7 +632,7 @@ check("collectives-6", all_to_all)
 # ## 9 The wrong order
 #
 # All ranks have to make the same calls in the same order. If kinds or shapes differ, the course's
-# ranks raise an error (lesson 00). Here both are equal, but rank 0 sums the loss first, and the
+# ranks raise an error. Here kinds and shapes are equal, but rank 0 sums the loss first, and the
 # others the gradient. Will there be an error?
 
 # %% tags=["predict"]
@@ -712,5 +700,4 @@ from course_lib.display import last_run, show, wire_run
 
 records = last_run("04_collectives")  # of the newest job that was collected
 if records:
-    figure, finding = wire_run(records)
-    show(figure, alt=finding)
+    show(*wire_run(records))

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 05 Data parallelism: same model, different data
 #
-# In data parallelism, every device has a copy of the model and a part of the batch. This fits in
-# five lines, but many mistakes in them go unnoticed, because the loss still falls. **How do the
+# In data parallelism, every device has a copy of the model and a part of the batch. The code fits
+# in five lines, but many mistakes in them go unnoticed, because the loss still falls. **How do the
 # copies stay equal, which ranks wait for which, and what do we gain if they wait less?**
 #
 # *After this lesson you can*
@@ -12,8 +12,8 @@
 # - say what a straggler costs in synchronous and in asynchronous training;
 # - communicate less with local SGD and DiLoCo, and write DiLoCo's outer step.
 #
-# **Prerequisites:** lessons 02 (accumulation) and 04 (collectives). **Time:** about 80 minutes to
-# read and run, 75 for the exercises.
+# **Prerequisites:** lessons 02 and 04. **Time:** about 80 minutes to read and run, 75 for the
+# exercises.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -38,7 +38,7 @@ from torch import nn
 from course_lib.checks import check
 from course_lib.core.specs import ModelSpec
 from course_lib.data_parallel import lab, pictures
-from course_lib.display import YES_NO, claim, predict, reveal, show, timelines
+from course_lib.display import YES_NO, claim, predict, reveal, show
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import Ranks
 
@@ -59,7 +59,7 @@ guess_threads = predict("two pieces of Python work in two threads, as a multiple
 guess_processes = predict("the same in two processes")
 ### GUESS guess_processes.commit(1)
 
-# %%
+# %% tags=["check"]
 from concurrent.futures import ThreadPoolExecutor
 
 from course_lib.data_parallel import NaiveDDP, fingerprint, replica_of, weighted_loss
@@ -73,7 +73,6 @@ def threads_forward(model, x, p):
     return torch.cat(outputs)  # on the master again, so its loss is that of the whole batch
 
 
-# %% tags=["check"]
 x, model = torch.randn(6, 8).double(), nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double()
 outputs = [model(x), threads_forward(model, x, 4)]
 one, four = (torch.autograd.grad(y.square().mean(), model[0].weight)[0] for y in outputs)
@@ -86,24 +85,19 @@ times = lab.at_once(works, pools)
 two = {name: min(ratios[1]) for name, ratios in times.items()}  # p = 2, least disturbed
 reveal(guess_threads, two["Python, threads"])
 reveal(guess_processes, two["Python, processes"])
-title = "Two pieces of Python take {Python, threads:.1f} times as long as one in threads, "
-title = (title + "{Python, processes:.1f} in processes").format(**two)
 claim("threads run Python one after the other", two["Python, threads"] > 1.5)
 claim("threads run matrix products at once", two["matrices, threads"] < 1.7 or lab.num_cores() < 2)
 claim("processes run Python at once", two["Python, processes"] < 1.5 or lab.num_cores() < 2)
-show(
-    pictures.at_once(times, list(pools), lab.num_cores(), title),
-    alt=f"{title}; threads share one interpreter",
-)
+show(*pictures.at_once(times, list(pools), lab.num_cores()))
 
 # %% [markdown]
 # The gradient is right: a copy by `clone` is a differentiable operation, and autograd sums the
 # gradients of all copies. Matrix products *do* run at the same time in threads, because PyTorch
 # releases the interpreter's lock while it computes. But standard CPython executes Python in one
 # thread at a time (builds without this lock exist since 3.13), and a GPU idles if the interpreter
-# launches kernels too slowly. In addition, every step copies the weights to all replicas and
-# gathers the outputs on the master, and on a CPU one thread runs the whole backward pass. PyTorch's
-# documentation of `DataParallel` recommends `DistributedDataParallel` even within one node.
+# launches kernels too slowly. Every step also copies the weights to all replicas and gathers the
+# outputs on the master. PyTorch's documentation of `DataParallel` recommends
+# `DistributedDataParallel` even within one node.
 #
 # **Use one process per device, each with its own interpreter. Such a process is a rank.**
 #
@@ -194,9 +188,9 @@ check("data_parallel-2", average_gradients)
 # ## 3 The law: the results of one process
 #
 # The law: after any step, $p$ ranks have the weights that one process has with the whole batch, up
-# to rounding. We test it with a GPT, three steps, and batches of 8, split into $p$ parts. Every
-# rank draws its initial weights from its own seed. `NaiveDDP` makes the five steps on 4 ranks and
-# on 1; PyTorch's DDP runs on 4. (A `fingerprint` is a short number computed from all weights.)
+# to rounding. We test it with a GPT, three steps, and batches of 8, split into $p$ equal parts.
+# Every rank draws its initial weights from its own seed. `NaiveDDP` makes the five steps on 4 ranks
+# and on 1; PyTorch's DDP runs on 4. (A `fingerprint` is a short number computed from all weights.)
 
 # %%
 tiny = ModelSpec(hidden=32, num_layers=1, num_heads=2, ffn_hidden=64, vocab=32, max_seq=16)
@@ -289,7 +283,7 @@ guess_twice = predict("items read twice, 10 items on 4 ranks")
 def indices(n, rank, p, epoch):
     """The items that this rank reads in this epoch, as a list."""
     random = torch.Generator()
-    ### BEGIN SOLUTION: one order for all ranks, given to them in turn, repeated at the end
+    ### BEGIN SOLUTION: one order for all ranks, given in turn, repeated at the end
     order = torch.randperm(n, generator=random.manual_seed(epoch)).tolist()
     each = -(-n // p)
     return [order[i % n] for i in range(rank, each * p, p)]
@@ -325,8 +319,8 @@ print("rank 0 without set_epoch: epochs", *(list(forgotten) for epoch in range(3
 # ## 5 The last batch is uneven
 #
 # Four ranks have batches of 3, 3, 3 and 1 items. Each rank takes the mean loss of its own items,
-# and we take the mean over ranks. How many times as much as any other item does the item on the
-# last rank count?
+# and we take the mean over ranks. What weight does the last rank's item get, as a multiple of the
+# others'?
 
 # %% tags=["predict"]
 guess_counts = predict("weight of the single item, as a multiple of the others'")
@@ -425,9 +419,8 @@ def serve(rank, method, count, slowdown=1, step_s=0.02, build=lambda: nn.Embeddi
 runs = {}
 for name, method, count in (("BSP", "synchronous", 2), ("asynchronous", "asynchronous", 12)):
     ranks.run(serve, method, count, slowdown=8)
-    runs[name] = [e for e in ranks.events if e.kind in ("compute", "optimizer", "wait")]
-title = f"BSP waits for rank 3: two rounds take {max(e.end_s for e in runs['BSP']) * 1e3:.0f} ms"
-show(timelines(runs, title), alt=f"{title}; asynchronous workers do not wait for one another")
+    runs[name] = ranks.events
+show(*pictures.rounds(runs))
 
 # %% [markdown]
 # ### Exercise 5: how stale? (further, 10 minutes)
@@ -464,24 +457,14 @@ rounds = [ranks.run(serve, "synchronous", 5, slowdown=k)[0] for k in slowdowns]
 frees = [ranks.run(serve, "asynchronous", 60, slowdown=k)[0] for k in slowdowns]
 free_s = [updates[-1].time_s / 60 * 3 for updates in frees]  # three gradients
 bsp_s = [[b.time_s - a.time_s for a, b in pairwise(updates)] for updates in rounds]
-
-
-def steps_s(k):
-    return [free_s[0], free_s[0], free_s[0] + 0.02 * (k - 1)]
-
-
 reveal(guess_round, median(bsp_s[-1]) * 1e3)
-ratios = median(bsp_s[-1]) / median(bsp_s[0]), free_s[-1] / free_s[0]
-title = "With a straggler, rounds take {:.1f} times as long, 3 asynchronous updates {:.1f}"
-title = title.format(*ratios)
-claim("a straggler slows rounds more than asynchronous updates", ratios[0] > 2 * ratios[1])
-show(pictures.pace(slowdowns, steps_s, bsp_s, free_s, title), alt=f"{title}; rounds wait for it")
+slower = median(bsp_s[-1]) / median(bsp_s[0]), free_s[-1] / free_s[0]
+claim("a straggler slows rounds more than asynchronous updates", slower[0] > 2 * slower[1])
+show(*pictures.pace(slowdowns, free_s[0], bsp_s, free_s))
 
 # %% tags=["picture", "measured"]
 reveal(guess_stale, mean(u.staleness for u in frees[0]))
-old = pictures.mean_staleness(frees[-1], worker=3)
-title = f"If rank 3 sleeps {slowdowns[-1]} times as long, its gradients are {old:.0f} updates old"
-show(pictures.staleness(slowdowns, steps_s, frees, title), alt=f"{title}; simulation agrees")
+show(*pictures.staleness(slowdowns, free_s[0], frees))
 
 # %% [markdown]
 # Over *all* updates, the mean staleness is $w - 1$, whatever the speeds: at each update, the
@@ -506,17 +489,15 @@ bsp = ranks.run(serve, "synchronous", 40, **learn)[0]
 free = ranks.run(serve, "asynchronous", 400, **learn)[0]  # more than 2 s
 last = smoothed(bsp)[-1], smoothed(free)[39]
 reveal(guess_updates, sides[last[0] > last[1]])
-title = "Loss after 40 updates: BSP {:.2f}, asynchronous {:.2f}".format(*last)
 claim("per update, BSP learns more", last[0] < last[1])
-show(pictures.losses_by_update(bsp, free, title), alt=f"{title}; BSP takes the mean of three")
+show(*pictures.losses_by_update(bsp, free))
 
 # %% tags=["picture", "measured"]
 times_s = [0.1 * k for k in range(1, 21)]
 last = loss_at(bsp, times_s)[-1], loss_at(free, times_s)[-1]
 reveal(guess_seconds, sides[last[0] > last[1]])
-title = "Loss after 2 s: BSP {:.2f}, asynchronous {:.2f}".format(*last)
 claim("with this straggler, asynchronous training learns more per second", last[1] < last[0])
-show(pictures.losses_by_time(bsp, free, times_s, title), alt=f"{title}; here waiting costs more")
+show(*pictures.losses_by_time(bsp, free, times_s))
 
 # %% [markdown]
 # This is a small model, with one straggler that is 8 times as slow. On equally fast machines, BSP
@@ -538,8 +519,7 @@ def sent_by_rank_0(p, *call):
 p_values = [2, 3, 4]
 ring = [sent_by_rank_0(p, lambda rank: ring_all_reduce(torch.ones(32, 32))) for p in p_values]
 server = [sent_by_rank_0(p, serve, "synchronous", 1) for p in p_values]
-title = f"On 4 ranks a server sends {server[-1]:.1f} n per step, a rank of a ring {ring[-1]:.1f} n"
-show(pictures.busiest_link(p_values, ring, server, title), alt=f"{title}, always below 2 n")
+show(*pictures.busiest_link(p_values, ring, server))
 
 # %% [markdown]
 # (Li et al. 2014 share this load among several servers.)
@@ -557,15 +537,15 @@ guess_kept = predict("tokens/s per GPU on 256 GPUs / on 8 GPUs", unit="%")
 ### GUESS guess_kept.commit(80)
 
 # %% tags=["picture"]
-kept, bandwidth = (series[-1] for series in pictures.published_scaling()[1:])
-reveal(guess_kept, kept)
-title = f"On 256 GPUs: speed per GPU {kept:.0f} % of that on 8, bandwidth {bandwidth:.0f} %"
-show(pictures.scaling_on_gpus(title), alt=f"{title}, published for nodes of 8 H100")
+gpus, kept, bandwidth = pictures.published_scaling()  # both in % of the value on 8 GPUs
+reveal(guess_kept, kept[-1])
+show(*pictures.scaling_on_gpus())
 
 # %% [markdown]
 # All runs have 256 sequences per step: 32 per GPU on 8 GPUs, one on 256. So with more GPUs, each
 # computes less per step, but all-reduces equally large gradients. Between nodes, they cross the
-# network, and the bandwidth of an all-reduce falls much faster than the tokens/s per GPU.
+# network, and the bandwidth of an all-reduce falls much faster than the tokens/s per GPU. (With
+# micro-batches of one, as in the other runs, 8 GPUs are 2 % slower, and 128 GPUs 7 %.)
 #
 # **With overlap (lesson 06), data parallelism scales well as long as backward takes longer than the
 # all-reduce of the gradients.**
@@ -578,13 +558,14 @@ show(pictures.scaling_on_gpus(title), alt=f"{title}, published for nodes of 8 H1
 # the mean gradient. Local SGD sends $\frac1H$ of the bytes, and between two means the replicas
 # drift apart.
 #
-# *DiLoCo* (Douillard et al. 2023, algorithm 1) adds an optimizer, but no bytes. In a round of $H$
-# inner steps, rank $r$ goes from common weights $\theta$ to $\theta_r$. The mean of these changes,
-# with the opposite sign, is the **outer gradient** $\Delta = \theta - \frac1p \sum_r \theta_r$. The
-# **outer optimizer** steps with it: SGD with learning rate $\eta$ and Nesterov momentum $\mu$:
-# $v \leftarrow \mu v + \Delta$, then $\theta \leftarrow \theta - \eta (\Delta + \mu v)$. With
-# $\mu = 0$ and $\eta = 1$, the new $\theta$ is the mean of the $\theta_r$: local SGD. The momentum
-# adds up the directions of earlier rounds. The paper's inner optimizer is AdamW, and $H = 500$.
+# *DiLoCo* (Douillard et al. 2023, algorithm 1) adds an optimizer, but sends no more bytes. In a
+# round of $H$ inner steps, rank $r$ goes from common weights $\theta$ to $\theta_r$. The mean of
+# these changes, with the opposite sign, is the **outer gradient**
+# $\Delta = \theta - \frac1p \sum_r \theta_r$. The **outer optimizer** steps with it: SGD with
+# learning rate $\eta$ and Nesterov momentum $\mu$: $v \leftarrow \mu v + \Delta$, then
+# $\theta \leftarrow \theta - \eta (\Delta + \mu v)$. With $\mu = 0$ and $\eta = 1$, the new
+# $\theta$ is the mean of the $\theta_r$: local SGD. The momentum adds up the directions of earlier
+# rounds. The paper's inner optimizer is AdamW, and $H = 500$.
 
 # %% tags=["predict"]
 guess_loss = predict("the lowest loss after 64 steps, H = 16", choices=("local SGD", "DiLoCo"))
@@ -622,25 +603,29 @@ def outer_step(starts, params, outer):
 # %% tags=["check"] exercise="data_parallel-6"
 check("data_parallel-6", outer_step)
 
-# %% tags=["picture", "measured"]
+# %%
 from course_lib.data_parallel import DiLoCo, LocalSGD
 
-periods, losses = [1, 4, 16], {"local SGD": [], "DiLoCo": []}
-num_bytes = sum(param.nbytes for param in GPT(tiny).double().parameters())
-for (name, found), method in zip(losses.items(), (LocalSGD, DiLoCo), strict=True):
-    for every in periods:
-        got = ranks.run(train, lambda module, m=method, every=every: m(module, every), 64)
-        found.append(mean(row[0] for rows, _ in got for row in rows[-16:]))
-        sent = sum(e.num_bytes for e in ranks.events if (e.rank, e.kind) == (0, "all_reduce"))
-        print(f"{name:9} H = {every:2}: loss {found[-1]:.3f}, {sent / 64 / num_bytes:.3f} n a step")
+
+def last_loss(method, every):
+    got = ranks.run(train, lambda module: method(module, every), 64)
+    loss = mean(row[0] for rows, _ in got for row in rows[-16:])
+    sent = sum(e.num_bytes for e in ranks.events if (e.rank, e.kind) == (0, "all_reduce"))
+    print(f"{method.__name__:8} H = {every:2}: loss {loss:.3f}, {sent / 64:,.0f} bytes per step")
+    return loss
+
+
+# %% tags=["picture", "measured"]
+periods = [1, 4, 16]
+losses = {"local SGD": [last_loss(LocalSGD, every) for every in periods]}
+losses["DiLoCo"] = [last_loss(DiLoCo, every) for every in periods]
 reveal(guess_loss, min(losses, key=lambda name: losses[name][-1]))
-title = "Loss at H = 16: local SGD {:.1f}, DiLoCo {:.1f}".format(*(x[-1] for x in losses.values()))
 claim("at H = 16, DiLoCo reaches a lower loss", losses["DiLoCo"][-1] < losses["local SGD"][-1])
-show(pictures.local_sgd(periods, losses, title), alt=f"{title}, after 64 steps on 4 ranks")
+show(*pictures.local_sgd(periods, losses))
 
 # %% [markdown]
 # Here local SGD's loss grows with $H$, and DiLoCo at $H = 16$ comes close to data parallelism
-# (local SGD at $H = 1$). But our inner optimizer is plain SGD, so a part of the gain may be
+# (local SGD at $H = 1$). But our inner optimizer is plain SGD, so part of the gain may be
 # momentum itself: Kallusky et al. (2025) find gains even with a single worker. And 64 steps of a
 # tiny model show nothing about a large one. Douillard et al. report for the data set C4 that 8
 # workers do as well as synchronous training and communicate 500 times less (abstract).

@@ -110,8 +110,9 @@ for name, found in (("ours", buckets), ("PyTorch's", theirs)):
 # %% [markdown]
 # PyTorch (2.13, `torch/nn/parallel/distributed.py`) differs in two ways. Unless you set
 # `bucket_cap_mb`, its *first* bucket has a limit of 1 MiB, so that communication starts early. And
-# it closes a bucket once the size *reaches* the limit; our code closes it before. In both, the last
-# bucket contains the embedding, and no computation is left to hide its all-reduce.
+# it closes a bucket once the size *reaches* the limit; our code closes it before the limit is
+# exceeded. In both, the last bucket contains the embedding, and no computation is left to hide its
+# all-reduce.
 #
 # ### Exercise 1: which bucket? (core, 15 minutes)
 #
@@ -272,9 +273,9 @@ print("as one process, within 1e-12:", bool((together[0] - alone).abs().max() < 
 #
 # ## 4 Overlap on a clock
 #
-# On a GPU, NCCL's kernels run beside those of backward, on their own CUDA stream. (They share its
-# SMs; our formulas ignore this.) Here, the same CPU cores would do both. So the layers are
-# *emulated*, like the link: gradients are real, but a layer sleeps instead of computing.
+# On a GPU, NCCL's kernels run beside those of backward, on their own CUDA stream. (Both use
+# the GPU's SMs; our formulas ignore this.) Here, the same CPU cores would do both. So the layers
+# are *emulated*, like the link: gradients are real, but a layer sleeps instead of computing.
 
 # %% tags=["measured"]
 from course_lib.models import emulated_loss, emulated_model
@@ -309,8 +310,8 @@ claim("overlap makes the step faster", early.least_s < 0.9 * late.least_s)
 show(*pictures.overlap_on_the_clock(cost, n / k, fast, late, early))
 
 # %% [markdown]
-# Here only the last all-reduce is *exposed* (not hidden): when its bucket is full, nothing is left
-# to compute.
+# In the prediction, only the last all-reduce is *exposed* (not hidden): when its bucket is full,
+# nothing is left to compute.
 #
 # ### Exercise 3: the time of a step (core, 15 minutes)
 #
@@ -385,7 +386,7 @@ bucket_explorer(cost, links, swept)
 # - **Buckets queue up**, $c \ge \frac{B}{k}$. From the first full bucket on, the link is busy: the
 #   step takes $F + \frac{B}{k} + kc = F + \frac{B}{k} + 2\alpha k + \frac{n}{\beta}$. More buckets
 #   start earlier, but pay more latencies. The derivative $-\frac{B}{k^2} + 2\alpha$ is zero at
-#   $k_2 = \sqrt{B / 2\alpha}$, for any bandwidth.
+#   $k_2 = \sqrt{B / (2\alpha)}$, for any bandwidth.
 #
 # The second case begins at $k_1$ buckets. If $k_2 \le k_1$, the step becomes longer beyond $k_1$,
 # and $k_1$ is best. If $k_2 > k_1$ (for example, if $n/\beta$ exceeds $B$), the step becomes
@@ -393,7 +394,7 @@ bucket_explorer(cost, links, swept)
 # replace $2\alpha$ by $2(p-1)\alpha$, and $\frac{n}{\beta}$ by $\frac{2(p-1)}{p} \frac{n}{\beta}$.)
 #
 # **In this model, use as many buckets as the network keeps up with, but at least about
-# $\sqrt{B / 2(p-1)\alpha}$ (on a ring). The higher the latency, the larger the best bucket.**
+# $\sqrt{B / (2(p-1)\alpha)}$ (on a ring). The higher the latency, the larger the best bucket.**
 #
 # *A place for a break.*
 #
@@ -457,8 +458,8 @@ check("ddp-4", accumulate)
 #
 # ## 7 A gradient that is never computed
 #
-# In a mixture of experts, a step's loss may not depend on some layer, whose hooks are then not
-# called. What happens to its bucket?
+# In a mixture of experts, a step's loss can be independent of a layer, whose hooks are then not
+# called. What happens to this layer's bucket?
 
 
 # %% tags=["failure", "raises-exception"]
@@ -621,7 +622,7 @@ show(*pictures.delivered(num_steps, means, share))
 # %% [markdown]
 # Here weights and batch are fixed, so the mean of what top-k and PowerSGD have delivered approaches
 # the true gradient: error feedback delivers the missing part later. In training, the weights change
-# meanwhile. (bf16 only rounds.) Top-k and PowerSGD need memory for residuals and time to compress;
+# meanwhile. Top-k and PowerSGD need memory for residuals and time to compress;
 # they help only where communication is exposed.
 #
 # **Compression saves bytes but makes gradients inexact; error feedback delivers the difference
@@ -643,9 +644,9 @@ for name, steps in zip(("ours", "PyTorch's"), seen, strict=True):
     print(f"{name:9} {counts}; {sum(calls[-1])} bytes, {took_ms:.0f} ms a step")
 
 # %% [markdown]
-# The gradients are equal bit for bit, because the order of two terms does not change their sum.
-# PyTorch closes a bucket later (section 2), so it sends fewer messages. In its first step it has a
-# single bucket; then it rebuilds the buckets in the order in which gradients were ready (unless
+# The gradients are equal bit for bit, because the order of two terms does not change their sum, and
+# dividing by 2 is exact. PyTorch closes a bucket later (section 2), so it sends fewer messages. In
+# its first step it has a single bucket; then it rebuilds its buckets in the ready order (unless
 # `find_unused_parameters=True`).
 #
 # ### Exercise 6: what does the trace say? (core, 15 minutes)
@@ -721,9 +722,9 @@ except RankError as hang:
 # ## What to keep
 #
 # - Send gradients in the hook, when they are ready; wait in `finish`.
-# - In our model, use as many buckets as the network keeps up with, or $\sqrt{B / 2(p-1)\alpha}$ if
-#   that is more.
-# - For compression, count the bytes, and check how it changes the gradient.
+# - In our model, use as many buckets as the network keeps up with, or $\sqrt{B / (2(p-1)\alpha)}$
+#   if that is more.
+# - If you compress, count the bytes, and check the gradient.
 #
 # ## Read on
 #

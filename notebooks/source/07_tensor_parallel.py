@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 07 Tensor parallelism: split the matrices
 #
-# **Question.** How do several ranks compute one layer, what must they send each other, and why does
-# this usually stay inside a node?
+# **Question.** How do several ranks compute one layer, what must they send each other, and why are
+# these ranks usually in one node?
 #
 # Every rank holds a part of almost every matrix. All ranks see the *same* batch, and sum their
 # partial results.
@@ -19,7 +19,7 @@
 #
 # | symbol | in code | meaning |
 # |---|---|---|
-# | $p$ | `p` | ranks that share one model: the tensor-parallel (TP) degree (papers: $t$) |
+# | $p$ | `p` | ranks that share one model: the tensor-parallel (TP) degree |
 # | $b$, $s$ | `batch`, `seq` | sequences; tokens in each |
 # | $h$ | `hidden` | values per token between layers |
 # | $f$ | `ffn_hidden` | values per token inside an MLP (not the boundary **f** of section 2) |
@@ -76,8 +76,9 @@ reveal(guess_message, 4096 * llama.hidden * 2 / 2**20)
 show(*pictures.split_mlp(4))
 
 # %% [markdown]
-# On each rank the columns of $A$ match the rows of $B$. Rows first would need one more collective
-# *between* the two, of $f$ values per token, because GELU is not linear and needs complete sums.
+# On each rank the columns of $A$ match the rows of $B$. Splitting $A$ by rows would need one more
+# collective *between* the two, of $f$ values per token, because GELU is not linear and needs
+# complete sums.
 #
 # **Columns, then rows: one all-reduce of an activation in forward. No weights are sent.**
 #
@@ -260,8 +261,8 @@ check("tensor_parallel-3", rows_of_rank)
 #
 # $$ -\log \text{softmax}(z)_t = \log \sum_v e^{z_v - m} - (z_t - m), \quad m = \max_v z_v $$
 #
-# But only three values per token have to be combined: $m$, the sum, and $z_t$ (Shoeybi et al.,
-# section 3).
+# But only three values per token have to be combined: $m$, the sum, and $z_t$ (after Shoeybi et
+# al., section 3).
 #
 # ### Exercise 4 (further): the loss of split logits
 #
@@ -326,8 +327,8 @@ for name, size in {"whole": vocab, "split": vocab // p}.items():
 # ## 5 A whole GPT
 #
 # `parallelize(model, mesh)` splits a GPT like this, in place; the *mesh* says which ranks share it.
-# Its outputs are split logits, for `parallel_token_loss` (exercise 4). Does it train like one
-# process?
+# The model then returns split logits, for `parallel_token_loss` (exercise 4). Does it train like
+# one process?
 
 # %%
 from course_lib.tensor_parallel import gather_tensors, parallel_token_loss, parallelize
@@ -389,7 +390,6 @@ def one_step(rank, spec):
     return sum(param.nbytes for param in model.parameters()), calls, gather_tensors(model, grads)
 
 
-# %%
 held = [on.run(one_step, tiny)[0] for on in (one, pair, ranks)]
 paper = [(call.kind, call.num_bytes) for call in cost.tensor_traffic(tiny, 2, 64, 4)]
 print("every call as predicted, on 1, 2, 4 ranks:", [calls == paper for _, calls, _ in held])
@@ -470,7 +470,7 @@ reveal(guess_alike, "yes" if torch.equal(a, b) else "no")
 # %% [markdown]
 # The printed losses do not show it, but the norms differ: the ranks no longer hold *one* model. Our
 # `ShardedDropout` draws the mask of all heads, as one process would, and keeps its part.
-# Megatron-LM has a second random state for split tensors, seeded with the rank.
+# Megatron-LM has a second random state for split tensors, whose seed depends on the rank.
 #
 # **Masks must be equal on tensors that all ranks hold, and different on split ones.**
 #
@@ -522,8 +522,7 @@ claim("backward with overlap is faster", runs.saved_s > 0)
 show(*pictures.overlapped_backward(runs, wire))
 
 # %% [markdown]
-# The results are equal bit for bit. Megatron-LM overlaps by default (on GPUs before Blackwell,
-# `CUDA_DEVICE_MAX_CONNECTIONS=1` makes the GPU start the sum first).
+# The results are equal bit for bit. Megatron-LM overlaps by default.
 #
 # More can be hidden, also in forward, if a piece of a product is sent while the next is computed.
 # *User buffers* in Transformer Engine and PyTorch's *async TP* do so.
@@ -531,14 +530,14 @@ show(*pictures.overlapped_backward(runs, wire))
 # ### When communication takes longer
 #
 # In forward and backward, a layer with $f=4h$ computes $72\,h^2$ FLOP per token in its matrices,
-# and each rank $1/p$ of them. In its four all-reduces, a rank sends $16\,h\,(p-1)/p$ bytes in bf16.
-# For any number of tokens,
+# and each rank $1/p$ of them. In its four all-reduces, a rank sends $16\,h\,(p-1)/p$ bytes per
+# token in bf16. For any number of tokens,
 #
 # $$ \frac{72\,h^2 / p}{16\,h\,(p-1)/p} = \frac{9h}{2\,(p-1)} \text{ FLOP per byte.} $$
 #
 # Without overlap and latency, communication takes longer if this ratio is below $F/\beta$, where
-# $F$ is the GPU's FLOP/s. That is the case if $h < \frac{2}{9}(p-1)F/\beta$. (With attention
-# scores, $h+s/6$ replaces $h$, or $h+s/12$ with a causal kernel.) Which $h$ is that for 8 H100 at
+# $F$ is the GPU's FLOP/s. That is the case if $h < \frac{2}{9}(p-1)F/\beta$. (Attention
+# scores, which only add computation, are left out.) Which $h$ is that for 8 H100 at
 # peak, over NVLink?
 
 # %% tags=["predict"]
@@ -555,9 +554,9 @@ show(*pictures.width_picture())
 # At half the peak, half this $h$ is enough. NVIDIA's four models lie above NVLink's line.
 #
 # The 3B model of Tazi et al. (2025; we assume $h=3072$) lies near NVLink's line at $p=8$. The
-# formula adds the time of the FLOP (speed fitted at $p=2$) and of the bytes (at their measured
-# bandwidths). From 8 to 16 ranks (each with the largest batch that fits), what fraction of its
-# tokens/s does a GPU keep?
+# formula in the next picture adds the time of the FLOP (speed fitted at $p=2$) and of the bytes (at
+# the measured bandwidths). From 8 to 16 ranks (each with the largest batch that fits), what
+# fraction of its tokens/s does a GPU keep?
 
 # %% tags=["predict"]
 guess_drop = predict("tokens/s per GPU on 16 ranks divided by those on 8 (like 3/4)")
@@ -569,9 +568,9 @@ reveal(guess_drop, h100.kept(8, 16)[0])  # as published, not by formula
 show(*pictures.h100_picture(h100))
 
 # %% [markdown]
-# Inside a node the formula is within 3 % of the black stars. Across nodes the stars are lower; the
-# formula ignores, for example, norms and how slow thin matrices are. Narayanan et al. (2021,
-# section 3.2) advise pipeline parallelism across nodes.
+# Inside a node the formula is within 3 % of the black stars. Across nodes the black stars are
+# lower; the formula ignores, for example, norms and how slow thin matrices are. Narayanan et al.
+# (2021, section 3.2) advise pipeline parallelism across nodes.
 #
 # Splitting frees memory for more sequences. They share the latency, but the bytes grow:
 
@@ -585,12 +584,12 @@ degree_explorer()
 #
 # ## 8 Sequence parallelism
 #
-# Between g and the next f, all ranks compute and keep the same: norms, dropout, the residual
-# stream. These treat tokens separately, so the ranks can split them by *tokens* (Korthikanti et al.
-# 2022, section 4.2.2). A region needs all tokens: an **all-gather** replaces f. After the region
-# each rank needs the complete sum for its own tokens: a **reduce-scatter** replaces g. In backward
-# each becomes the other. How many bytes does a rank send now, divided by the bytes with
-# all-reduces?
+# Between g and the next f, all ranks compute and keep the same values: norms, dropout, the residual
+# stream. These operations treat tokens separately, so the ranks can split them by *tokens*
+# (Korthikanti et al. 2022, section 4.2.2). A region needs all tokens: an **all-gather** replaces f.
+# After the region each rank needs the complete sum for its own tokens: a **reduce-scatter**
+# replaces g. In backward each becomes the other. How many bytes does a rank send now, divided by
+# the bytes with all-reduces?
 
 # %% tags=["predict"]
 guess_bytes = predict("bytes sent with sequence parallelism, divided by plain")
@@ -679,8 +678,8 @@ check("tensor_parallel-6", in_region)
 # **34** (Korthikanti et al., section 4.1). The scores of $a$ heads add $5as/h$: softmax 2, dropout
 # mask 1, output after dropout 2.
 #
-# Tensor parallelism divides the tensors inside the regions. Inputs of norms, dropout masks, and
-# inputs of regions stay whole: 10. Sequence parallelism divides these, too:
+# Tensor parallelism divides the tensors inside the regions. Inputs of norms, the two dropout
+# masks, and inputs of regions stay whole: 10. Sequence parallelism divides these, too:
 #
 # $$ sbh\left(10 + \frac{24}{p} + \frac{5as}{hp}\right) \;\to\;
 # \frac{sbh}{p}\left(34 + \frac{5as}{h}\right) $$
@@ -695,7 +694,7 @@ guess_kept = predict("bytes kept when gathering again, divided by plain (like 2/
 ### GUESS guess_kept.commit(1 / 2)
 
 # %% tags=["picture"]
-whole = {"tensor parallel": 10, "sequence parallel": 4, "gathering again": 0}  # not divided
+whole = {"tensor parallel": 10, "sequence parallel": 4, "gathering again": 0}  # in sbh bytes
 sp, kept = {"sequence_parallel": True}, {}
 for name, how in zip(whole, ({}, sp, sp | {"overlap": True}), strict=True):
     on_p = {1: one, 2: pair, 4: ranks}.items()

@@ -268,7 +268,7 @@ def run_actions(actions, stage, micro_batches, loss_fn):
 check("pipeline-3", run_actions)
 
 # %% [markdown]
-# The course's engine, `Pipeline`, runs all schedules of this lesson.  After 3 steps, do all
+# The course's engine, `Pipeline`, runs all schedules of this lesson. After 3 steps, do all
 # parameters equal those of one process?
 
 # %%
@@ -299,7 +299,7 @@ for name, make in {"GPipe": schedules.gpipe, "1F1B": schedules.one_f_one_b}.item
 # If you forget to remove `x` and `y` from `kept`, they stay in memory, and no result shows this
 # mistake.
 #
-# **Receive, compute, and send without waiting. Free activations early, and divide the loss once.**
+# **Send without waiting, free activations early, and divide the loss once.**
 #
 # ## 5 Break it: sends that wait
 #
@@ -459,9 +459,9 @@ print(*zip(h100.stages, map(round, h100.published), map(round, h100.formula), st
 
 # %% [markdown]
 # The printed steps are 1F1B with $m=3$; a block time is the forward of one block. The H100 runs are
-# from the Ultra-Scale Playbook (Tazi et al. 2025). The formula takes the speed of one stage from
-# the data, and predicts the others from the bubble and the slowest stage. With 8 stages, the
-# slowest is the output layer alone: it costs 3.2 blocks, the mean stage 2.4.
+# from the Ultra-Scale Playbook (Tazi et al. 2025). The formula takes the speed with one stage from
+# the data, and predicts the other speeds from the bubble and the slowest stage. With 8 stages, the
+# slowest one is the output layer alone: it costs 3.2 blocks, and the mean stage 2.4 blocks.
 #
 # In many models, embedding and output layer share one matrix (*tied* weights). Then the first and
 # the last stage hold copies of it, and each copy gets only the gradient of its own use.
@@ -558,8 +558,8 @@ check("pipeline-6", interleaved)
 # ZB-H1 runs $I$ at once. Rank $r$ defers each $W$ by $r$ micro-batches, so that deferred $W$ fill
 # part of the bubble at the end.
 #
-# **ZB-V** (Qi et al. 2024, section 6) also has two chunks per rank, in a V: rank $r$ holds chunks
-# $r$ and $2p-1-r$, so the loss is on rank 0.
+# **ZB-V** (Qi et al. 2024, section 6) splits the backward, too. Each rank has two chunks, in a V:
+# rank $r$ holds chunks $r$ and $2p-1-r$, so the loss is on rank 0.
 #
 # **DualPipeV** (Sea AI Lab 2025, from DeepSeek's DualPipe) has the same V. In the steady phase it
 # pairs a forward with the backward of another micro-batch. If the two run at the same time, one can

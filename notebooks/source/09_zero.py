@@ -11,7 +11,7 @@
 # - build a sharded optimizer step, sharded gradients, and a layer that owns only a shard;
 # - test that they compute the same numbers as one process.
 #
-# **Prerequisites:** lessons 01, 04 and 06. **Time:** 70 minutes of reading, 75 of exercises, with a
+# **Prerequisites:** lessons 01, 04 and 06. **Time:** 65 minutes of reading, 75 of exercises, with a
 # break after section 5.
 #
 # | symbol | in code | meaning |
@@ -33,11 +33,11 @@ from torch.nn import functional as F
 from course_lib.checks import check
 from course_lib.core import MODELS, PCIE
 from course_lib.core.parallelism import Parallelism
-from course_lib.display import Voices, compare, explore, memory, predict, reveal, show, waiting
+from course_lib.display import predict, reveal, show, waiting
 from course_lib.memory import model_states
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import RankError, Ranks
-from course_lib.zero import FlatLayout, ZeRO1, ZeRO2, ZeRO3, lab
+from course_lib.zero import FlatLayout, ZeRO1, ZeRO2, ZeRO3, lab, pictures
 
 # %% [markdown]
 # ## 1 What is there $p$ times?
@@ -52,24 +52,12 @@ from course_lib.zero import FlatLayout, ZeRO1, ZeRO2, ZeRO3, lab
 guess_stage_2 = predict("7.5 billion parameters, stage 2, 64 ranks: a rank holds", unit="GB")
 ### GUESS guess_stage_2.commit(22)
 
-
 # %%
-def on_paper_gb(p, zero, num_params=7_500_000_000):
-    states = model_states(num_params, "bf16", parallelism=Parallelism(dp=int(p), zero=zero))
-    return sum(states.values()) / 1e9
-
-
-reveal(guess_stage_2, on_paper_gb(64, zero=2))
+states = model_states(7_500_000_000, "bf16", parallelism=Parallelism(dp=64, zero=2))
+reveal(guess_stage_2, sum(states.values()) / 1e9)
 
 # %% tags=["picture"]
-sizes, curves = [1, 4, 16, 64, 256, 1024], {}
-for zero, printed in lab.TABLE_1_GB.items():
-    paper = [on_paper_gb(p, zero) for p in sizes]
-    curves[f"stage {zero}"] = Voices(formula=paper, published=(sizes, printed))
-title = "Stage 1 falls towards 4 bytes per parameter, stage 2 towards 2, stage 3 towards 0"
-axes = {"x_label": "ranks p", "y_label": "GB on a rank", "log": True}
-axes |= {"names": {"published": "the paper's arithmetic"}, "source": lab.TABLE_1_SOURCE}
-show(compare(sizes, curves, title, **axes), alt=f"{title}; stage 3: 0.12 GB of 120")
+show(*pictures.states_on_paper())
 
 # %% [markdown]
 # Stage 1 shards the largest part (12 of 16 bytes), but on any number of ranks it leaves more than
@@ -80,10 +68,7 @@ show(compare(sizes, curves, title, **axes), alt=f"{title}; stage 3: 0.12 GB of 1
 # of stage 1 lie up to 1.9 GiB above this line.
 
 # %% tags=["picture"]
-from course_lib.zero.pictures import flat_param_shards, stage_1_on_gpus
-
-figure, alt = stage_1_on_gpus()
-show(figure, alt=alt)
+show(*pictures.stage_1_on_gpus())
 
 # %% [markdown]
 # Now we measure on our ranks, with a small GPT in bf16: how many bytes are in the storages that a
@@ -107,15 +92,10 @@ def owned_kib(rank, p, stage):
 
 
 # %% tags=["picture"]
-num, curves = sum(param.numel() for param in GPT(tiny).parameters()), {}
+num, held_kib = sum(param.numel() for param in GPT(tiny).parameters()), {}
 for zero, stage in enumerate(stages, start=1):
-    paper = [on_paper_gb(p, zero, num) * 1e9 / 2**10 for p in worlds]
-    found = [ranks.run(owned_kib, p, stage)[0] for p, ranks in worlds.items()]
-    curves[f"stage {zero}"] = Voices(formula=paper, measurement=found)
-on_4 = ", ".join(f"{curve.measurement[-1]:.0f}" for curve in curves.values())
-title = f"One rank holds {found[0]:.0f} KiB, each of 4 ranks {on_4} KiB (stages 1, 2, 3)"
-axes = {"x_label": "ranks p", "y_label": "held by a rank (KiB)"}
-show(compare([*worlds], curves, title, **axes), alt=f"{title}; measured: on the lines")
+    held_kib[zero] = [ranks.run(owned_kib, p, stage)[0] for p, ranks in worlds.items()]
+show(*pictures.states_on_ranks(num, [*worlds], held_kib))
 
 # %% [markdown]
 # **With Adam in mixed precision, only the optimizer needs 12 of the 16 bytes per parameter. One
@@ -129,19 +109,9 @@ show(compare([*worlds], curves, title, **axes), alt=f"{title}; measured: on the 
 # pieces of tensors. Optimizers that need whole matrices (Shampoo, Muon) have to gather them.
 
 # %% tags=["picture"]
+from course_lib.zero.explorer import shards_explorer, zero_explorer
 
-
-names, shapes = ("weight", "bias", "scale", "shift"), ((3, 4), (4,), (1,), (6,))
-
-
-def row_for(p):
-    layout = FlatLayout(shapes, p)
-    left = layout.padded_numel - layout.numel
-    title = f"{layout.numel} numbers on {p} ranks: {layout.shard_numel} each, {left} of padding"
-    return flat_param_shards(layout, names, title)
-
-
-explore(row_for, "23 numbers in 4 tensors, cut into equal shards for {p} ranks", p=(1, 6, 4))
+shards_explorer()
 
 # %% [markdown]
 # ### Exercise 1 (core): the pieces of a shard
@@ -232,7 +202,7 @@ class ShardedStep:
 check("zero-2", ShardedStep)
 
 # %% [markdown]
-# With DDP, `ShardedStep` needs an all-reduce *and* an all-gather. But an all-reduce is a
+# With DDP, `ShardedStep` needs an all-reduce *and* an all-gather. But a ring all-reduce is a
 # reduce-scatter followed by an all-gather (lesson 04), and a rank needs only the gradients of its
 # shard. So `ZeRO1` leaves out the all-gather of gradients: it runs a reduce-scatter, the step, and
 # an all-gather of *new parameters*.
@@ -327,11 +297,8 @@ most = [max(ledger.bytes_by_kind["grads"]) for ledger in (one, two)]
 reveal(guess_fullest, most[1] / most[0])
 
 # %% tags=["picture", "measured"]
-kib = f"{most[0] / 2**10:.0f} KiB"
-title = f"Stage 1: at most {kib} of gradients (during the step, also shards of their mean)"
-show(memory(one, title), alt=title)
-title = f"Stage 2's engine: at most {most[1] / 2**10:.0f} KiB of gradients"
-show(memory(two, title, scale_bytes=one.peak_bytes()), alt=f"{title}; buckets come and go")
+show(*pictures.grads_over_time(one, 1))
+show(*pictures.grads_over_time(two, 2, one.peak_bytes()))
 
 # %% [markdown]
 # Stage 2 holds the shards of the buckets that it has sent, one bucket that is being filled, and one
@@ -413,10 +380,8 @@ guess_gathers = predict("gathers of the tied embedding, in one step of stage 3")
 ### GUESS guess_gathers.commit(2)
 
 # %% tags=["picture", "measured"]
-held = three.bytes_by_kind["params"]
+show(*pictures.params_over_time(three, one.peak_bytes()))
 sizes = [e.num_bytes for e in ranks.events if (e.kind, e.rank) == ("all_gather", 0)]
-title = f"Stage 3: {min(held) / 2**10:.0f} KiB of parameters, at the peak {max(held) / 2**10:.0f}"
-show(memory(three, title, scale_bytes=one.peak_bytes()), alt=f"{title}; each tooth is a module")
 reveal(guess_gathers, sizes.count(max(sizes)) / 2)  # in two steps
 
 # %% [markdown]
@@ -495,18 +460,13 @@ def by_ddp(calls, flats):  # bytes sent, as a multiple of DDP's
 
 
 # %% tags=["picture"]
-counts, curves, pair = [1, 2, 4], {}, worlds[2]
+counts, pair, sent = [1, 2, 4], worlds[2], {}
 for zero, stage in enumerate(stages, start=1):
-    steps = {m: pair.run(step_of, 2, stage, m)[0] for m in counts}
-    paper = [by_ddp(zero_traffic(zero, flats, m), flats) for m, (_, flats) in steps.items()]
-    measured = [by_ddp(*step) for step in steps.values()]
-    curves[f"stage {zero}"] = Voices(formula=paper, measurement=measured)
-reveal(guess_one, curves["stage 1"].measurement[0])
-reveal(guess_three, measured[0])
-reveal(guess_four, measured[2])
-title = f"Stage 3 sends {measured[0]:g} times DDP's bytes, {measured[2]:g} times with m = 4"
-axes = {"x_label": "micro-batches in a step", "y_label": "bytes sent / bytes that DDP sends"}
-show(compare(counts, curves, title, **axes), alt=f"{title}; counted: exactly the formula")
+    sent[zero] = [by_ddp(*pair.run(step_of, 2, stage, m)[0]) for m in counts]
+reveal(guess_one, sent[1][0])
+reveal(guess_three, sent[3][0])
+reveal(guess_four, sent[3][2])
+show(*pictures.sent_by_stage(counts, sent))
 
 # %% [markdown]
 # Our stages 2 and 3 communicate in *every* micro-batch, because they keep no whole gradients or
@@ -635,7 +595,7 @@ reveal(guess_gap, "yes" if apart < 1e-9 else "no")
 print(f"loss from {first[0]:.4f} to {second[-1]:.4f}, never more than {apart:.0e} from one process")
 
 # %% [markdown]
-# **To gather is a collective: either all ranks of the group call it, or none.**
+# **A gather is a collective: either all ranks of the group call it, or none.**
 #
 # ## 10 The real thing
 #
@@ -674,14 +634,10 @@ found = ranks.run(side_by_side, 4)
 equal = all((a - b).abs().max() < 1e-12 for a, b in zip(ours, theirs, strict=True))
 print("the same weights, within 1e-12:", equal)
 reveal(guess_fullest_rank, max(torch_kib) / (sum(torch_kib) / 4))
-title = f"PyTorch's fullest rank keeps {max(torch_kib):.0f} KiB, ours {max(kib):.0f}"
-curves = {"ours: pieces": Voices(formula=[2 * 8 * num / 4 / 2**10] * 4, measurement=kib)}
-curves["PyTorch: whole tensors"] = Voices(measurement=torch_kib)
-axes = {"x_label": "rank", "y_label": "Adam's moments (KiB)"}
-show(compare(range(4), curves, title, **axes), alt=f"{title}; a quarter would be the line")
+show(*pictures.moments_by_rank(num, kib, torch_kib))
 
 # %% [markdown]
-# Pieces divide evenly; whole tensors suit optimizers that need matrices.  If DeepSpeed is
+# Pieces give equal shares; whole tensors suit optimizers that need matrices. If DeepSpeed is
 # installed, the next cell runs its ZeRO. *Alive* counts all tensors that still exist in Python
 # after the step.
 
@@ -718,12 +674,10 @@ for zero in (1, 2, 3):
 # ## 11 What would you choose?
 #
 # The bars show the states that a rank holds, and the dashed line the memory of an H100. Beside each
-# name you see how long its ranks communicate per step, at first over the H100's NVLink (450 GB/s in
-# each direction).
+# name you see how long its ranks communicate per step. The slider *link* starts at the H100's
+# NVLink (450 GB/s in each direction).
 
 # %% tags=["picture"]
-from course_lib.zero.explorer import zero_explorer
-
 zero_explorer()
 
 # %% [markdown]

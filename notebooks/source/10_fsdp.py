@@ -33,8 +33,9 @@ from torch import nn
 from course_lib.checks import check
 from course_lib.core import COMMUNICATION_KINDS, MODELS, Link, TwoLevelLink
 from course_lib.cost.traffic import sent_bytes
-from course_lib.display import Voices, claim, compare, memory, predict, reveal, show, timelines
+from course_lib.display import claim, predict, reveal, show
 from course_lib.fsdp import FSDP, cost, explorer, lab, pictures
+from course_lib.fsdp import beside_frameworks as beside
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import RankError, Ranks
 
@@ -88,20 +89,10 @@ def loss_on(model, rank, p):  # on this rank's part of the batch
 
 
 # %% tags=["picture"]
-from itertools import groupby
-
 ledger, calls, sizes = four.run(lab.one_step, spec, BATCH)[0]
-ledgers = (ledger, cost.fsdp_ledger(sizes))  # each change once, in KiB
-held, paper = ([b / 2**10 for b, _ in groupby(one.bytes_by_kind["params"])] for one in ledgers)
-peak = cost.peak_param_bytes(sizes) / 2**10
-title = f"Gather, use, free: at most {max(held):.0f} KiB; the formula says {peak:.0f}"
-axes = {"x_label": "gathers, copies and frees", "y_label": "parameters on a rank (KiB)"}
-figure = compare(range(len(held)), Voices(formula=paper, measurement=held), title, **axes)
-show(figure, alt=f"{title}; each dot lies on the line")
+show(*pictures.params_over_step(cost.fsdp_ledger(sizes), ledger))
 
 # %% [markdown]
-# At each peak, the rank holds a block twice, or a block and the next block's buffer (section 4).
-#
 # ### Exercise 1 (core): shard and gather a parameter
 #
 # Shard a parameter as above; `torch.chunk` splits in the same way. `shard` is an `nn.Parameter`
@@ -144,8 +135,8 @@ class ShardedParam:
 check("fsdp-1", ShardedParam)
 
 # %% [markdown]
-# **If blocks are freed after forward, a rank's peak is its shards, the root, and either two blocks
-# or a second root, whichever is larger.**
+# **If blocks are freed after forward, a rank's parameter memory peaks at its shards, the root, and
+# either two blocks or a second root, whichever is larger.**
 #
 # ## 2 Backward
 #
@@ -242,8 +233,8 @@ for p, ranks in {2: pair, 4: four}.items():
     print(f"{p} ranks, after 3 steps: as one process, within 1e-12: {near}")
 
 # %% [markdown]
-# **If a block is freed after forward, a step gathers its parameters twice and reduces its gradients
-# once.**
+# **If a block is freed after forward, a step of one micro-batch gathers its parameters twice and
+# reduces its gradients once.**
 #
 # ## 3 To free or not to free
 #
@@ -259,21 +250,16 @@ guess_keep = predict("kept until backward: bytes sent, as a multiple of plain DP
 ### GUESS guess_keep.commit(1)
 
 # %% tags=["picture"]
-from course_lib.fsdp import beside_frameworks as beside
-
-sent, peaks = {}, {}
-ddp = sum(map(sizes.grad_bytes, range(5))) * 2 * 3 / 4
+sent, held, ddp = {}, {}, 2 * 3 / 4 * sum(map(sizes.grad_bytes, range(5)))
 for name, frees in {"freed": True, "kept": False}.items():
-    ledger, calls, sizes = four.run(lab.one_step, spec, BATCH, reshard_after_forward=frees)[0]
-    paper = cost.fsdp_traffic(sizes, reshard_after_forward=frees)
+    held[name], calls, _ = four.run(lab.one_step, spec, BATCH, reshard_after_forward=frees)[0]
     theirs = four.run(beside.torchs_calls, spec, BATCH, frees)[0]
+    paper = cost.fsdp_traffic(sizes, reshard_after_forward=frees)
     sent[name] = [sent_bytes(found, 4) / ddp for found in (paper, calls, theirs)]
-    peaks[name] = ledger
     print(f"{name}:", "formula {:.3f}, ours {:.3f}, PyTorch's {:.3f} of DP".format(*sent[name]))
 reveal(guess_free, sent["freed"][1])
 reveal(guess_keep, sent["kept"][1])
-title = f"Freeing blocks sends {sent['freed'][1]:.2f} times the bytes of DP, but holds less"
-show(memory(peaks, title), alt=f"{title}: memory at the peak of a step, freed and kept")
+show(*pictures.freed_beside_kept(held, sent["freed"][1]))
 
 # %% [markdown]
 # If all parameters were in blocks, the ratio would be 1.5. But the root is gathered only once,
@@ -312,23 +298,14 @@ guess_step = predict("a step with prefetch", unit="ms")
 # %% tags=["picture", "measured"]
 measured = lab.measure_fsdp(slow, build, emulated_loss, runs, turns=5)
 reveal(guess_step, step_ms["prefetch"])
-rows = {
-    "measured, on demand": measured["on demand"].events,
-    "predicted, with prefetch": plan["prefetch"],
-    "measured, with prefetch": measured["prefetch"].events,
-}
-rows = {name: [event for event in events if event.rank == 0] for name, events in rows.items()}
-before, after = (1e3 * measured[name].step_s for name in runs)
-title = f"Prefetch shortens the step from {before:.0f} ms to {after:.0f} ms"
-claim("prefetch shortens the step", after < before)
-show(timelines(rows, title, link=wire), alt=f"{title}: gathers overlap with computing")
+claim("prefetch shortens the step", measured["prefetch"].step_s < measured["on demand"].step_s)
+show(*pictures.prefetch_steps(plan, wire, measured))
 trace = trace_of_events({"": measured["prefetch"].events})
 for kind, start_s, seconds in trace_reading.exposed_transfers(trace, 0)[:3]:
     print(f"{kind} at {1e3 * start_s:.0f} ms: {1e3 * seconds:.0f} ms exposed")
 
 # %% [markdown]
-# (In the measured rows, F and B include waiting.) Three collectives are exposed in the prediction:
-# the first gather of each pass, and the last reduce-scatter.
+# (In the measured rows, F and B include waiting.)
 #
 # ### Exercise 3 (core): the asynchronous prefetch
 #
@@ -338,7 +315,7 @@ for kind, start_s, seconds in trace_reading.exposed_transfers(trace, 0)[:3]:
 # whole, and the gather of the next unit of this pass is launched, but **not** waited for. Do not
 # gather a unit that is allocated. If forward frees, at most two units are allocated at a time. Free
 # a unit after its backward, and after its forward if `reshard_after_forward`. `use` and `free` are
-# your own helpers. The check reads the order of calls. About 13 lines, 25 minutes.
+# your own helpers. About 13 lines, 25 minutes.
 #
 # <details><summary>Hint: a call that does not wait</summary>
 # <code>work = dist.all_gather_single(whole, shard, async_op=True)</code>, and later
@@ -444,15 +421,14 @@ reveal(guess_bf16, cost.times_plain_dp(2, 4, 2))
 # %% tags=["picture", "measured"]
 compute = partial(four.run, beside.in_precision, spec, BATCH)
 found = {name: compute({"mixed_precision": policy}) for name, policy in beside.POLICIES.items()}
-off = {}
-exact = torch.cat([grads for grads, _ in found["fp32"]])
-for name, by_rank in found.items():
-    error = torch.cat([grads for grads, _ in by_rank]) - exact
-    off[name] = 100 * (error.norm() / exact.norm()).item()
-    print(f"{name}: {off[name]:.2f} % off in the first step, last loss {by_rank[0][1][-1]:.4f}")
-claim("computing is most of it", off["bf16, reduced in fp32"] > off["fp32, reduced in bf16"])
-figure, alt = pictures.losses_beside_fp32({name: by_rank[0][1] for name, by_rank in found.items()})
-show(figure, alt=alt)
+grads = {name: torch.cat([shards for shards, _ in by_rank]) for name, by_rank in found.items()}
+losses = {name: by_rank[0][1] for name, by_rank in found.items()}
+exact, off = grads["fp32"], {}
+for name, found_grads in grads.items():
+    off[name] = 100 * ((found_grads - exact).norm() / exact.norm()).item()
+    print(f"{name}: {off[name]:.2f} % off in the first step, last loss {losses[name][-1]:.4f}")
+claim("computing in bf16 adds most", off["bf16, reduced in fp32"] > off["fp32, reduced in bf16"])
+show(*pictures.losses_beside_fp32(losses))
 
 # %% [markdown]
 # In this run on 4 ranks, most of the error comes from computing in bf16. But the relative error of
@@ -493,13 +469,8 @@ reveal(guess_hybrid, flat_ms / hybrid_ms)
 # %% tags=["picture", "measured"]
 runs = {"sharded over 4": {}, "hybrid 2 x 2": {"mesh": (2, 2)}}
 real = lab.measure_fsdp(Ranks(4, link=two_nodes), build, emulated_loss, runs, turns=3)
-rows = {f"{name}, predicted": events for name, events in plan.items()}
-rows |= {f"{name}, measured": one.events for name, one in real.items()}
-rows = {name: [event for event in events if event.rank == 0] for name, events in rows.items()}
-before, after = (1e3 * one.step_s for one in real.values())
-title = f"Hybrid sharding shortens the step from {before:.0f} ms to {after:.0f} ms"
-claim("hybrid is faster", after < before)
-show(timelines(rows, title, link=two_nodes), alt=title)
+claim("hybrid is faster", real["hybrid 2 x 2"].step_s < real["sharded over 4"].step_s)
+show(*pictures.hybrid_steps(plan, two_nodes, real))
 
 # %% [markdown]
 # ### Exercise 4 (further): the groups of hybrid sharding
@@ -564,10 +535,7 @@ guess_sync = predict("bytes if every backward reduces, divided by those if only 
 every, last = (four.run(lab.one_step, spec, BATCH, 4, sync)[0] for sync in (True, False))
 times = sent_bytes(every[1], 4) / sent_bytes(last[1], 4)
 reveal(guess_sync, times)
-held = {"sync every time": every[0], "sync at the end": last[0]}
-at_once, waiting = (one.peak_bytes() / 2**20 for one in held.values())
-title = f"A rank holds {at_once:.2f} MiB if gradients leave at once, {waiting:.2f} MiB if they wait"
-show(memory(held, title), alt=f"{title}; {times:.2f} times the bytes sent")
+show(*pictures.every_backward_or_the_last(every[0], last[0], times))
 
 # %% [markdown]
 # Blocks are gathered in every micro-batch in both cases, so `no_sync()` saves a smaller share of
@@ -642,9 +610,8 @@ reveal(guess_kept, results["ours"].kept)
 
 # %% [markdown]
 # `fully_shard` has our layout. Each shard is a `DTensor`, which records the whole shape and how it
-# is sharded. This helps to combine FSDP with tensor parallelism, and to load a checkpoint on
-# another number of ranks. (In the row *PyTorch*, the root is also freed, so more bytes are sent.)
-# Lesson 09 explains what else DeepSpeed keeps.
+# is sharded. This helps to combine FSDP with tensor parallelism (lesson 11). (In the row *PyTorch*,
+# the root is also freed, so more bytes are sent.) Lesson 09 explains what else DeepSpeed keeps.
 #
 # **The engines compute the same numbers up to rounding; they differ in what they keep and when they
 # communicate.**
@@ -703,41 +670,37 @@ for name, (_, one_s, two_s) in beside.STUDY.items():
 reveal(guess_bert, one_s / two_s)
 
 # %% [markdown]
-# The GPT-2 gained more, perhaps because it computes more per byte sent. Tiny versions of both
-# models show that two ranks reach the losses of one. (Such small models may not become faster.)
+# Tiny versions of both models show that two ranks reach the losses of one. (Such small models may
+# not become faster.)
 
 # %% tags=["picture", "measured"]
-curves = {}
+losses = {}
 for name in beside.TASKS:
-    (line, one_s), (dots, two_s) = (r.run(beside.train_alike, name)[0] for r in (single, pair))
-    curves[name] = Voices(formula=line, measurement=dots)
-    apart = max(abs(a - b) for a, b in zip(line, dots, strict=True))
+    (one, one_s), (two, two_s) = (r.run(beside.train_alike, name)[0] for r in (single, pair))
+    losses[name], apart = (one, two), max(abs(a - b) for a, b in zip(one, two, strict=True))
     print(f"{name}: {one_s / two_s:.2f} times as fast on two ranks, losses {apart:.0e} apart")
-title = f"Two ranks reach the losses of one: from {line[0]:.1f} to {line[-1]:.1f} for BERT"
-names = {"formula": "one rank", "measurement": "two ranks"}
-axes = {"x_label": "step", "y_label": "loss", "names": names}
-show(compare(range(60), curves, title, **axes), alt=f"{title}; the dots lie on the lines")
+show(*pictures.losses_on_two_ranks(losses))
 
 # %% [markdown]
-# And on many GPUs? In three series of published FSDP runs, a GPU has the same number of tokens per
-# step in every run. In the fourth series, plain data parallelism divides 256 sequences of 4,096
-# tokens among its GPUs.
+# In three series of published FSDP runs, the number of tokens per GPU and step is fixed. In the
+# fourth series, plain DP divides 256 sequences of 4,096 tokens among its GPUs.
 
 # %% tags=["picture"]
 show(*pictures.fsdp_at_scale())
 
 # %% [markdown]
-# The fourth series loses most. One reason: fewer tokens per GPU mean less computation beside the
-# same messages.
+# The fourth series loses most. One reason: fewer tokens per GPU mean less computation beside
+# messages of the same size.
 #
-# On your GPUs, this command trains that GPT-2. Compare it with `--ranks 1`:
+# On your GPUs, this command trains the study's GPT-2. Compare it with `--ranks 1`:
 #
 # `python -m course_lib.train --ranks 2 --strategy fsdp --model gpt2-char --data shakespeare`
 #
 # For the BERT, use `--model bert-dialogues --data dialogues`. `cluster/exercises/10_fsdp.py` times
 # a step beside PyTorch's.
 #
-# **More GPUs divide the computation, but add communication.**
+# **If the batch is fixed, more GPUs divide the computation, but not the bytes that each GPU
+# sends.**
 #
 # ## What to keep
 #

@@ -27,7 +27,7 @@
 # %load_ext course_lib.ranks
 from dataclasses import replace
 from functools import partial
-from statistics import fmean, median
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from course_lib.checks import check
 from course_lib.core import MODELS, Link, TwoLevelLink
 from course_lib.ddp import DDP
-from course_lib.display import YES_NO, Voices, claim, compare, predict, reveal, show
+from course_lib.display import YES_NO, claim, predict, reveal, show
 from course_lib.mesh import Mesh, RankMesh, lab, pictures
 from course_lib.models import GPT, next_tokens, token_batch
 from course_lib.pipeline import Pipeline, one_f_one_b, split_model
@@ -65,8 +65,7 @@ guess_groups = predict("process groups of the three axes together")
 cube = Mesh(pp=2, dp=2, tp=2)
 reveal(guess_rank, cube.rank({"pp": 1, "dp": 0, "tp": 1}))
 reveal(guess_groups, sum(len(cube.groups(axis)) for axis in cube.sizes))
-title = "Each rank has one group per axis; only pp groups cross the two nodes"
-show(pictures.mesh_grid(cube, 4, title), alt=f"{title}: 3 axes of 4 groups each")
+show(*pictures.groups_across_nodes(cube, 4))
 
 # %% [markdown]
 # The *stride* of an axis is the product of the sizes of the axes after it: 4 for pp, 2 for dp, 1
@@ -166,13 +165,12 @@ guess_ratio = predict("bytes along tp divided by bytes along dp")
 # %% tags=["picture"]
 sent = axis_sent_bytes(MeshStep(spec=llama, mesh=big, **sizes))
 reveal(guess_ratio, sent["tp"] / sent["dp"])
-title = f"A rank sends {sent['tp'] / 1e9:.0f} GB per step along tp, {sent['dp'] / 1e9:.1f} along dp"
-show(pictures.axis_bars(sent, title), alt=f"{title}, {sent['pp'] / 1e9:.1f} along pp")
+show(*pictures.axis_bars(sent))
 
 # %% [markdown]
-# Most of tp's all-reduces are also on the critical path: the next matrix multiplication waits for
-# them (lesson 07). But gradients can be sent while backward still computes (lesson 06), and a stage
-# can compute one micro-batch while another one is sent (lesson 08).
+# If nothing overlaps them (lesson 07), tp's all-reduces are also on the critical path: the next
+# matrix multiplication waits for them. But gradients can be sent while backward still computes
+# (lesson 06), and a stage can compute one micro-batch while another one is sent (lesson 08).
 #
 # ### Exercise 2 (core): which collective on which axis
 #
@@ -289,8 +287,7 @@ rank = 0
 events = eight.run(lab.events_of_a_step, step)[rank]
 counted, formula = lab.bytes_by_axis(cube, rank, events), axis_sent_bytes(step, rank)
 print("counted as predicted, to the byte:", counted == formula)
-title = f"Rank {rank} sends {counted['tp'] / 2**10:.0f} KiB along tp, as the formula says"
-show(pictures.axis_bars(formula, title, counted), alt=f"{title}; dp {counted['dp'] / 2**10:.0f}")
+show(*pictures.axis_bars(formula, counted, who=f"Rank {rank}"))
 
 # %% [markdown]
 # ### Break it
@@ -317,17 +314,14 @@ def train(rank, data_axis):
 
 
 # %% tags=["picture", "failure"]
-curves = {}
+losses = {}
 for axis in ("dp", "tp"):
     by_rank = eight.run(train, axis)
-    pairs = zip(by_rank[4], by_rank[6], strict=True)  # the last stage of both copies
-    curves[f"sequences by {axis}"] = Voices(measurement=[(a + b).item() / 2 for a, b in pairs])
-right, wrong = (curve.measurement for curve in curves.values())
-claim("the loss falls", wrong[-1] < wrong[0])
+    pairs = zip(by_rank[4], by_rank[6], strict=True)  # the last stage of both replicas
+    losses[axis] = [(a + b).item() / 2 for a, b in pairs]
+claim("the loss falls with sequences by tp", losses["tp"][-1] < losses["tp"][0])
 reveal(guess_data, "the loss falls")
-title = f"With sequences by tp, the loss falls to {wrong[-1]:.1f}; by dp, to {right[-1]:.1f}"
-figure = compare(range(1, 11), curves, title, x_label="step", y_label="loss")
-show(figure, alt=f"{title}, after 10 steps on one batch")
+show(*pictures.losses_by_data_axis(losses))
 
 # %% [markdown]
 # All shapes fit, so nothing fails. But each tensor group adds up partial results of *different*
@@ -449,20 +443,17 @@ for mesh in (cube, outermost):
     seconds = axis_seconds(replace(step, mesh=mesh, number_bytes=4), two_nodes)
     words = ", ".join(f"{axis} {1e3 * one:.0f} ms" for axis, one in seconds.items())
     print(f"{mesh}, rank 0: {words}")
-title = "With tp outermost, every tensor group crosses the nodes"
-show(pictures.mesh_grid(outermost, 4, title), alt=f"{title}: ranks 0 and 4, 1 and 5, ...")
+show(*pictures.groups_across_nodes(outermost, 4))
 
 # %% [markdown]
-# Eight real ranks on emulated links take turns in training with all six orders. (A measured step
+# Eight real ranks on emulated links train with each of the six orders in turn. (A measured step
 # also includes computation and waiting for the other stage.)
 
 # %% tags=["picture", "measured"]
 wired = Ranks(8, link=two_nodes)
 measured = lab.time_orders(wired, steps)
-title = f"With tp innermost, a step takes {1e3 * measured[cube]:.0f} ms; with tp outermost, "
-title += f"{1e3 * measured[outermost]:.0f} ms"
 claim("tp outermost is slower", measured[outermost] > measured[cube])
-show(pictures.order_bars(predicted, measured, title), alt=f"{title}; real ranks, emulated links")
+show(*pictures.order_bars(predicted, measured, cube, outermost))
 
 # %% [markdown]
 # Here only the outermost place is bad for tp: a node has four ranks, so both inner axes fit into
@@ -472,15 +463,12 @@ show(pictures.order_bars(predicted, measured, title), alt=f"{title}; real ranks,
 # What does a misplaced axis look like in the trace of one step on rank 0?
 
 # %% tags=["picture", "measured"]
-traces, tp_ms = {}, {}
+traces, tp_s = {}, {}
 for mesh in (cube, outermost):
     traces[mesh] = wired.run(lab.events_of_a_step, replace(step, mesh=mesh, number_bytes=4))[0]
-    group = tuple(mesh.group(0, "tp"))
-    tp_ms[mesh] = 1e3 * median(one.duration_s for one in traces[mesh] if one.group == group)
-title = f"The median all-reduce along tp takes {tp_ms[cube]:.0f} ms inside a node, "
-title += f"{tp_ms[outermost]:.0f} ms between nodes"
-claim("an all-reduce between nodes takes longer", tp_ms[outermost] > tp_ms[cube])
-show(pictures.axis_traces(traces, title, two_nodes), alt=f"{title}; rank 0, by axis")
+    tp_s[mesh] = lab.median_call_s(mesh, "tp", traces[mesh])
+claim("an all-reduce between nodes takes longer", tp_s[outermost] > tp_s[cube])
+show(*pictures.axis_traces(traces, "tp", two_nodes))
 
 # %% [markdown]
 # Forward and backward look slow, because the tp calls inside them wait for the link. In the gaps,
@@ -521,7 +509,7 @@ check("mesh-4", misplaced)
 #
 # The explorer computes the communication of 64 H100 on 8 nodes. A collective that crosses nodes
 # uses one link of 50 GB/s. (NCCL can use several links if a group has several GPUs in a node.) Move
-# an axis outward, and look at which groups leave their node. What happens at tp = 16?
+# an axis outward, and look at which groups cross nodes. What happens at tp = 16?
 
 # %% tags=["picture"]
 from course_lib.mesh.explorer import mesh_explorer
@@ -542,8 +530,7 @@ guess_left = predict("tokens/s per GPU with tp = 16, divided by those with tp = 
 # %% tags=["picture"]
 best = pictures.best_tokens(8)
 reveal(guess_left, best[16] / best[8])
-figure, alt = pictures.best_by_tensor_degree()
-show(figure, alt=alt)
+show(*pictures.best_by_tensor_degree())
 
 # %% [markdown]
 # (The slower link is not the only cause: each rank's matrices also become smaller. On each of these

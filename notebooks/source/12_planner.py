@@ -288,8 +288,7 @@ best = found.best(10)  # their pipelines are simulated
 for step in best[:6]:
     way = f"{step.plan}, {step.plan.pipeline_words}"
     print(f"{step.step_s:.1f} s, {format_bytes(step.memory_bytes)}: {way}")
-percent = 100 * (best[-1].step_s / best[0].step_s - 1)
-print(f"the tenth takes {percent:.0f} % longer than the first")
+print(f"the tenth takes {100 * (best[-1].step_s / best[0].step_s - 1):.0f} % longer than the first")
 
 # %% [markdown]
 # The *Pareto front* consists of the plans that no other plan beats in both time and memory. Along

@@ -32,7 +32,6 @@
 import math
 import tempfile
 from pathlib import Path
-from statistics import median
 
 from course_lib.checks import check
 from course_lib.cluster.profile import read_profile
@@ -75,6 +74,8 @@ print(f"a line of a record: {records[-1].steps[0]}")
 # Each rank wrote one file: a description of the run and the machine, and a line for each step.
 
 # %% tags=["picture", "measured"]
+from statistics import median
+
 alone_s = [step["end_s"] - step["start_s"] for step in records[-1].steps]
 show(*pictures.step_times(records))
 claim("the first step is a slow one", alone_s[0] > median(alone_s))
@@ -83,7 +84,7 @@ print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {wit
 
 # %% [markdown]
 # First steps are often slow, because they allocate memory, start threads and fill caches. The study
-# leaves out the first quarter of the steps as **warm-up**. The other steps vary, too, so a single
+# leaves out the first quarter of the steps as **warm-up**. The other steps vary, so a single
 # step says little.
 #
 # ### Exercise 1 (core): from ranks to a run
@@ -92,8 +93,8 @@ print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {wit
 #
 # - `time_s`: add up each rank's step times, and take the largest sum.
 # - `num_tokens`: count the tokens of each copy of the model once. A copy has `tp * pp` consecutive
-#   ranks, tp innermost. Take the largest number in its last *stage*, as some of its `tp` ranks may
-#   report 0.
+#   ranks, tp innermost. Take the largest number in its last *stage*, because some of its `tp` ranks
+#   may report 0.
 # - `mean_bytes`, `sum_bytes`: compute the mean of each rank's `memory_bytes`; return the mean and
 #   the sum of these means.
 # - `peak_bytes`: the largest peak of any rank.
@@ -190,7 +191,7 @@ print(f"fixed: {1e3 * split.fixed_s:.1f} ms; at least 80 % on up to {split.most_
 # keep their size. If the batch grows with the number of ranks (**weak scaling**), the efficiency is
 # usually higher, but the training is different (section 6).
 #
-# For the Ultra-Scale Playbook, Tazi et al. 2025 trained 1.3 billion parameters with data
+# For the Ultra-Scale Playbook, Tazi et al. 2025 trained a model of 1.3 billion parameters with data
 # parallelism on up to 256 H100 GPUs, with a fixed batch. The line is fitted only to the runs on 16
 # and 32 GPUs.
 
@@ -206,8 +207,8 @@ show(*pictures.published_scaling())
 #
 # ## 3 What is a step, and when is it over?
 #
-# It is easy to count wrongly: with 4 micro-batches per step, the PCIe study first ran 800
-# iterations in place of 200 optimizer steps. It is also easy to time wrongly: a GPU queues work and
+# It is easy to count wrongly: 200 steps with 4 micro-batches each have 800 backward passes, and the
+# PCIe study first confused these numbers. It is also easy to time wrongly: a GPU queues work and
 # completes it later. `lab.EmulatedDevice` does the same; its backward takes 30 ms. What time does
 # its clock show after 100 calls of `backward`?
 
@@ -289,8 +290,8 @@ reveal(guess_best, best.experiment.run.label.removeprefix("torch-"))
 show(*pictures.efficiency(small, small_name))
 
 # %% [markdown]
-# Black bars are measured. White bars are predicted from the number of cores, the speed of one rank
-# and the link (lesson 04). *1 MiB* is a bucket's size (06), *m* the number of micro-batches (08).
+# The predictions use the number of cores, the speed of one rank and the link (lesson 04). *1 MiB*
+# is a bucket's size (06), *m* the number of micro-batches (08).
 #
 # - *Special here*: gloo uses the cores that compute. So our cost model overlaps no bucket, and its
 #   messages take 1.7 times as long as on an idle machine. The model also adds 4 ms of Python time
@@ -364,8 +365,9 @@ reveal(guess_seen, "yes" if max(ends) > 0.05 else "no")
 show(*pictures.digits_of_losses(one.losses, {"DDP": two.losses, "the wrong run": wrong}))
 
 # %% [markdown]
-# A wrong run's curve can fall, too. So count how many digits agree with the run on one process;
-# fp32 has about 7 (in the picture, 8 means no difference). Leave out a run that fails this test.
+# A wrong run's curve can fall, too. So count how many digits agree with the run on one process
+# ($-\log_{10}$ of the relative difference). fp32 has about 7; in the picture, 8 means no
+# difference.
 #
 # **Compare the losses first, then the bytes, then the speed. Put a prediction beside each
 # measurement.**
@@ -397,9 +399,9 @@ study_explorer()
 
 # %% [markdown]
 # On two GPUs, the predictions for TP and ZeRO-1 are close to the measured values; DP's is too high.
-# On four GPUs over bridges, all predictions except the pipeline's fall strongly, as measured. But
-# the formulas favor pipelines, above all those of small models, because they ignore the time to
-# launch kernels. And they count all of ZeRO's messages as exposed.
+# On four GPUs over bridges, all measured values fell strongly, but the pipeline's prediction does
+# not. The formulas favor pipelines, above all those of small models, because they ignore the time
+# to launch kernels. And they count all of ZeRO's messages as exposed.
 #
 # A machine's links form a *matrix* (`nvidia-smi topo -m`). The picture shows your machine's matrix
 # if it has several GPUs, otherwise an invented example. PIX means at most one PCIe bridge, PXB
@@ -428,7 +430,7 @@ show(*pictures.link_matrix(*own))
 #
 # However you split a given batch, the training stays the same (up to rounding). If each copy gets a
 # batch of its *own*, the global batch grows. The gradient is less noisy, but the training is
-# *different*. A shorter learning-rate warm-up may be enough then (not the warm-up of section 1). In
+# *different*. A shorter learning-rate warm-up (not the warm-up of section 1) may then be enough. In
 # a recorded experiment, the learning rate warms up for 100 of 150 steps on one process, but for 4
 # steps on four copies with their own batches. By what factor do the four copies need fewer steps to
 # the same loss?
@@ -437,7 +439,7 @@ show(*pictures.link_matrix(*own))
 guess_fewer = predict("steps to the same loss: of one process / of four copies")
 ### GUESS guess_fewer.commit(4)
 
-# %% tags=["picture"]
+# %%
 from course_lib.scaling_study.curves import smooth, steps_to
 
 recorded = sample_results("convergence")
@@ -448,6 +450,8 @@ for batch, warmup in ((32, 100), (8, 4), (32, 4)):
     times = f"{steps * batch / (len(base) * 8):.1f} times the tokens"
     print(f"batch {batch}, warm-up {warmup}: {steps} of {len(base)} steps, {times}")
 reveal(guess_fewer, len(base) / steps)
+
+# %% tags=["picture"]
 show(*pictures.convergence(recorded))
 
 # %% [markdown]
@@ -588,7 +592,7 @@ check("scaling_study-5", asked_for)
 # course report runs/study-cluster
 # ```
 #
-# The results that exist already:
+# The cell prints your results, or the recorded ones:
 
 # %% tags=["measured"]
 from rich.console import Console
@@ -609,7 +613,7 @@ for note in notes(mine):
 #
 # - Take the slowest rank's time, each copy's tokens once, and the fullest rank's peak memory.
 # - Leave out the warm-up, count optimizer steps, and synchronize before you read the clock.
-# - Efficiency needs a baseline with the same batch. Two runs show how far it scales, while the
+# - Efficiency needs a baseline with the same batch. Two runs show how far this batch scales, if the
 #   bottleneck stays the same.
 # - First compare the losses: a wrong run can be fast.
 # - Compute the GPU-hours first, and let a program check your script.

@@ -35,7 +35,7 @@ from course_lib.checkpoint.small_trainer import SmallTrainer, snapshot
 from course_lib.checks import check
 from course_lib.core import Link
 from course_lib.core.units import format_bytes
-from course_lib.display import Voices, claim, compare, predict, reveal, show, timelines
+from course_lib.display import claim, predict, reveal, show
 from course_lib.ranks import RankError, Ranks
 
 FOLDER = mkdtemp()
@@ -68,10 +68,9 @@ reveal(guess_saves, one_s / four_s)
 # %% tags=["picture", "measured"]
 with Ranks(4, link=wire) as wired:
     saves = lab.measure_saves(wired, MIB_8, DISK)
-through, sharded = (1e3 * lab.duration_s(events) for events in saves.values())
-title = f"A save of 8 MiB: {through:.0f} ms through rank 0, {sharded:.0f} ms by every rank"
-claim("a save by every rank takes less time", sharded < through)
-show(timelines(saves, title, link=f"{wire}; emulated disks, 40 MB/s each"), alt=title)
+through_s, sharded_s = (lab.duration_s(events) for events in saves.values())
+claim("a save by every rank takes less time", sharded_s < through_s)
+show(*pictures.saves(saves, MIB_8, f"{wire}; emulated disks, 40 MB/s each"))
 
 # %% [markdown]
 # Rank 0 first receives three shards, then writes four. The link is as fast as a disk here, so this
@@ -164,7 +163,7 @@ check("checkpoint-1", publish)
 #
 # ## 3 Boxes
 #
-# Now FSDP trains 10 steps on 4 ranks, and saves a real checkpoint after every 5 steps.
+# FSDP trains 10 steps on 4 ranks, and saves a checkpoint after every 5 steps.
 
 # %% tags=["measured"]
 from pathlib import Path
@@ -202,14 +201,10 @@ from operator import add, lt, sub
 
 from course_lib.core.shards import Box
 
-rows = {
-    "saved by 4": [Box((start, 0), (size, 6)) for start, size in ((0, 3), (3, 3), (6, 3), (9, 1))],
-    "loaded by 2": [Box((0, 0), (5, 6)), Box((5, 0), (5, 6))],
-}
-figure, alt = pictures.boxes((10, 6), rows)
-wanted, written = rows["loaded by 2"], rows["saved by 4"]
-reveal(guess_reads, sum(1 for a in wanted for b in written if a.intersect(b)))
-show(figure, alt=alt)
+by_4 = [Box((start, 0), (size, 6)) for start, size in ((0, 3), (3, 3), (6, 3), (9, 1))]
+by_2 = [Box((start, 0), (size, 6)) for start, size in ((0, 5), (5, 5))]
+reveal(guess_reads, sum(1 for wanted in by_2 for saved in by_4 if wanted.intersect(saved)))
+show(*pictures.boxes((10, 6), by_4, by_2))
 
 # %% [markdown]
 # ### Exercise 2 (core): reshard
@@ -285,9 +280,9 @@ reveal(guess_state, len(other))
 # ### Exercise 3 (core): which state is missing
 #
 # `save(trainer)` returns all of the state of a `SmallTrainer`. `load(trainer, state)` puts it into
-# a new trainer; it is called on another `Resume` object, so keep nothing in `self`. The trainer's
-# attributes are `model`, `optimizer`, `scheduler`, `epoch`, `position` (in the epoch) and `step`.
-# Training after `save` must not change the saved state. About 12 lines, 20 minutes.
+# a new trainer. `load` is called on another `Resume` object, so keep nothing in `self`. The
+# trainer's attributes are `model`, `optimizer`, `scheduler`, `epoch`, `position` (in the epoch) and
+# `step`. Training after `save` must not change the saved state. About 12 lines, 20 minutes.
 #
 # <details><summary>Hint: a later step came back</summary>
 # <code>state_dict()</code> refers to the live tensors. Copy it with <code>copy.deepcopy</code>.
@@ -358,8 +353,11 @@ print(f"resumed at step {min(continued)}; equal bits to the end: {same}")
 print("whole checkpoints still there:", [one.step for one in all_checkpoints(f"{FOLDER}/killed")])
 
 # %% [markdown]
-# Only the steps since the last checkpoint are lost. Now press *Train*, and kill a rank at any
-# moment.
+# Only the steps since the last checkpoint are lost. A launcher (`Ranks`, `torchrun`) notices a
+# killed process at once. If a machine is lost, the ranks on other machines may wait until PyTorch's
+# time-out (lesson 00).
+#
+# Press *Train*, and kill a rank.
 
 # %%
 explorer.FailureLab()
@@ -404,11 +402,10 @@ guess_hidden = predict("time stopped by an async save, divided by that of a plai
 # %% tags=["picture", "measured"]
 measure = partial(pair.run, lab.measure_overlap, 64 * 2**20)
 ways = {"save": measure(asynchronous=False)[0], "save_async": measure(asynchronous=True)[0]}
-plain_ms, async_ms = (1e3 * way.blocked_s for way in ways.values())
-reveal(guess_hidden, async_ms / plain_ms)
-title = f"A plain save stops training for {plain_ms:.0f} ms, an asynchronous one for {async_ms:.0f}"
-claim("an asynchronous save stops training for less time", async_ms < plain_ms)
-show(timelines({name: way.events for name, way in ways.items()}, title), alt=title)
+plain_s, async_s = (way.blocked_s for way in ways.values())
+reveal(guess_hidden, async_s / plain_s)
+claim("an asynchronous save stops training for less time", async_s < plain_s)
+show(*pictures.overlap({name: way.events for name, way in ways.items()}))
 
 # %% [markdown]
 # Gray: training waits. Brown: the thread writes to the disk. Training still waits while the ranks
@@ -440,17 +437,10 @@ print("with a copy:   ", [int(one) for _, one in written])
 # only the other points test it.
 
 # %% tags=["picture", "measured"]
-every = [50, 100, 200, 500]
-extra = {n: pair.run(lab.extra_time, n)[0] for n in every}
-save_s = extra[100][0] / extra[100][1]
-formula = [cost.extra_s(1000, n, save_s) for n in every]
-measured = [seconds for seconds, _ in extra.values()]
-most = max(abs(line / point - 1) for line, point in zip(formula, measured, strict=True))
-title = f"With {1e3 * save_s:.0f} ms per save, the formula is within {100 * most:.0f} % "
-title += "of each measurement"
-curve = Voices(formula=formula, measurement=measured)
-axes = {"x_label": "steps between checkpoints", "y_label": "extra time (s)"}
-show(compare(every, curve, title, log_x=True, **axes), alt=title)
+extra = {every: pair.run(lab.extra_time, every)[0] for every in (50, 100, 200, 500)}
+extra_s = {every: seconds for every, (seconds, _) in extra.items()}
+save_s = extra[100][0] / extra[100][1]  # all seconds, divided by the number of saves
+show(*pictures.extra_time(1000, extra_s, save_s))
 
 # %% [markdown]
 # With failures, a long interval loses more work: half an interval on average, at each failure. Per
@@ -461,8 +451,7 @@ show(compare(every, curve, title, log_x=True, **axes), alt=title)
 # picture.
 
 # %% tags=["picture"]
-figure, alt = pictures.best_intervals()
-show(figure, alt=alt)
+show(*pictures.best_intervals())
 
 # %% [markdown]
 # Llama 3 405B was trained on up to 16,384 GPUs, with 419 unexpected interruptions in a period of 54
@@ -486,7 +475,7 @@ reveal(guess_interval, cost.best_interval_daly(30, mtbf_s) / 60)
 explorer.interval_explorer()
 
 # %% [markdown]
-# Choose numbers close to those of your own cluster. Around the optimum the curve is flat: here,
+# Choose numbers close to those of your cluster. Around the optimum the curve is flat: here,
 # twice the best interval adds 2 percentage points of overhead. (Grattafiori et al. report more than
 # 90 % effective training time, so our guesses are probably too high.)
 #
@@ -555,7 +544,7 @@ for name, one in rows.items():
 #
 # (Without that variable, restarts can fail to connect: PyTorch issue 135712.) With `--nnodes 1:2
 # --rdzv-backend c10d --rdzv-endpoint HOST`, the job continues with the nodes that are left, if HOST
-# is one of them. Resharding makes this possible.
+# is one of them.
 #
 # A scheduler that needs its nodes back usually sends a signal first. On SIGTERM or SIGUSR1, all
 # ranks of the course's training finish this step or the next, save, and exit with code 75 (try

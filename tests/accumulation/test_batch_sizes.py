@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from course_lib.accumulation import batch_sizes as sizes
-from course_lib.accumulation.noise_scale import NoiseEstimate, Tradeoff, noise_scale
+from course_lib.accumulation.noise_scale import NoiseEstimate, noise_scale
 from course_lib.accumulation.pictures import batch_tradeoff, noise_growth
 from course_lib.models.data import mixed_seed
 
@@ -91,8 +91,12 @@ def test_windows_average_before_the_ratio():
 
 def test_pictures_show_estimates_and_the_noise_scale():
     runs = {"slow": [[point(2.0, 20.0)] * 10, [point(1.0, 30.0)] * 12]}
-    (axes,) = noise_growth(runs, "It grows").axes
-    assert list(axes.lines[0].get_ydata()) == pytest.approx([50 / 3] * 2)
+    figure, alt = noise_growth(runs)
+    assert list(figure.axes[0].lines[0].get_ydata()) == pytest.approx([50 / 3] * 2)
+    assert alt.endswith("from 17 to 17 at slow")
     sweep = sizes.Sweep(batches=(1, 64), rates=(0.5, 8.0), steps=((800.0, 700.0), (30.0, 25.0)))
-    figure = batch_tradeoff(sweep, Tradeoff(min_steps=20.0, critical_batch=40.0), "It falls")
+    figure, alt = batch_tradeoff(sweep, 40.0)
     assert "noise scale 40" in " ".join(text.get_text() for text in figure.axes[0].texts)
+    assert "critical batch size is 46 items, the noise scale 40" in alt
+    (steps, _, *_) = figure.axes[0].lines
+    assert steps.get_ydata()[-1] == pytest.approx(27.5)  # the prediction meets the largest batch

@@ -2,6 +2,7 @@
 
 import pytest
 
+from course_lib.accumulation.explorer import graph_explorer
 from course_lib.accumulation.pictures import graph, graph_words
 from course_lib.accumulation.worked_graph import GRAPH, PARAMS, GraphState, graph_states
 from course_lib.core import CourseError
@@ -48,6 +49,18 @@ def test_the_picture_holds_every_number_and_the_words_tell_them(items_per_step):
         assert f"value {state.values['w1']:.4f}".rstrip("0") in shown
         assert graph_words(state).startswith(state.words)
         assert ("with gradient" in graph_words(state)) == bool(state.grads)
+
+
+def test_the_explorer_stays_in_the_last_state_of_the_shorter_way():
+    ways = {"add up": graph_states(items_per_step=2), "step after each": graph_states()}
+    explorer = graph_explorer(ways)
+    assert explorer.alt.startswith(
+        "item 2: backward adds its gradients: w1 0.773 with gradient -190"
+    )
+    assert explorer.alt.endswith("(add up)")
+    assert explorer.sliders["event"].max == 6
+    explorer.sliders["event"].value = 6
+    assert explorer.alt.startswith("the optimizer steps after item 2: w1 0.9631")
 
 
 def test_a_node_that_is_not_there_is_told():

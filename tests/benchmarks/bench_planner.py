@@ -9,14 +9,11 @@ from course_lib.planner.scores import alternatives, regrets, score_table
 
 
 def show_scores() -> None:
-    print(
-        f"{'published table':44} {'rows':>5} {'error':>14} {'bias':>7} {'promised':>9} {'rival':>6}"
-    )
+    print(f"{'published table':44} {'rows':>5} {'error':>14} {'bias':>7} {'promised':>9}")
     for one in score_table():
         limit = f"{one.limit:.1%}" if one.limit else ""
-        rival = f"{one.rival:.1%}" if one.rival else ""
         error = f"{one.kind} {one.error:.1%}{'' if one.holds else ' !'}"
-        print(f"{one.table:44} {one.count:5} {error:>14} {one.bias:+7.1%} {limit:>9} {rival:>6}")
+        print(f"{one.table:44} {one.count:5} {error:>14} {one.bias:+7.1%} {limit:>9}")
     lost = regrets(alternatives())
     print("\nthroughput lost by the first choice:")
     print("  " + ", ".join(f"{group} {share:.0%}" for group, share in lost.items()))

@@ -40,12 +40,47 @@ def test_the_explorer_starts_from_nvlink_inside_a_node():
     assert "ring from" in explorer.alt
 
 
-def test_all_reduces_draws_every_rival_over_its_link():
+def words(figure):
+    texts = figure.findobj(match=lambda one: hasattr(one, "get_text"))
+    return " ".join(text.get_text() for text in texts).replace("\n", " ")
+
+
+def test_steppers_show_every_step():
+    assert len(wires.reduce_scatter_steps(4).frames) == 3 + 1
+    steps = wires.halving_doubling_steps(8)
+    assert len(steps.frames) == 6 + 1
+    assert "3 rounds halve and add, 3 rounds send" in steps.title
+
+
+def test_all_reduces_say_from_where_halving_doubling_is_fastest():
+    times_s = {name: [[1e-3, 2e-3]] * 2 for name in wires.COSTS}
+    wire = Link(name="slow wire", latency_s=10e-3, bytes_per_s=20e6)
+    for measured in (times_s, None):
+        figure, finding = wires.all_reduces([1000, 10**6], 4, wire, measured)
+        assert finding.endswith("halving-doubling from 0.8 MB on, on 4 ranks")
+        assert {"ring", "doubling", "halving-doubling"} <= set(words(figure).split())
+        assert ("emulated" in words(figure)) == (measured is not None)
+
+
+def test_two_levels_compare_the_fastest_calls_of_the_largest_size():
     link = TwoLevelLink(inside=LINK, outside=LINK, ranks_per_node=2)
-    times_s = {"ring": [[1e-3, 2e-3]] * 2, "hierarchical": [[1e-3]] * 2}
-    figure = wires.all_reduces(times_s, [1000, 10**6], 4, link, "The finding")
-    words = {text.get_text() for text in figure.findobj(match=lambda one: hasattr(one, "get_text"))}
-    assert {"ring", "hierarchical", "The finding"} <= words
+    times_s = {"ring": [[1.0], [6.0, 8.0]], "hierarchical": [[1.0], [5.0, 2.0]]}
+    figure, finding = wires.two_levels([1024, 2**20], 4, link, times_s)
+    assert (
+        finding
+        == "At 1 MiB, two levels are 3.0 times as fast as a flat ring, on 2 nodes of 2 ranks"
+    )
+    assert "hierarchical" in words(figure)
+    _, finding = wires.two_levels([1024, 2**20], 4, link)
+    assert finding.startswith("By the formula, two levels are 1.")
+
+
+def test_the_ring_on_this_machine_tells_medians_and_fastest_calls():
+    times_s = {"our ring": [[1.0, 2.0, 9.0], [6.0, 9.0, 12.0]], "gloo": [[1.0], [2.0]]}
+    figure, finding = wires.ring_on_this_machine([1024, 2048], times_s, [1.0, 3.0])
+    assert "median times are 2.0 to 3.0 times" in finding
+    assert "fastest calls 1.0 to 2.0 times" in finding
+    assert "prediction, from the fastest exchanges" in words(figure)
 
 
 def test_one_alpha_and_one_beta_are_near_every_published_size():
@@ -60,7 +95,8 @@ def test_over_many_nodes_the_published_bandwidth_falls_like_a_ring():
     figure, finding = wires.published_by_nodes()
     assert finding.startswith("Bandwidth on 64 nodes is 1/13 of that on one")
     assert "from 436 to 33 GB/s" in finding
-    assert "Ultra-Scale Playbook" in " ".join(text.get_text() for text in figure.texts)
+    assert "Ultra-Scale Playbook" in words(figure)
+    assert "256MB as 2^28 bytes" in words(figure)
 
 
 def test_a_race_times_every_rival_and_size(pools):

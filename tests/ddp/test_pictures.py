@@ -73,7 +73,9 @@ def test_what_is_delivered_is_told_for_every_hook():
         "top": [right / 2, right * 0.9],
     }
     figure, alt = pictures.delivered([1, 8], means, {"none": 100.0, "half": 50.0, "top": 3.0})
-    assert title_of(figure) == "top, constant gradient: 50 % missing in step 1, 10 % after 8"
+    assert (
+        title_of(figure) == "top, constant gradient: 50 % missing after step 1, 10 % after step 8"
+    )
     assert alt.endswith("half 2.0 %")
     assert any("half 50.0 %, top 3.0 %" in text.get_text() for text in figure.texts)
 

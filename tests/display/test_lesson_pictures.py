@@ -51,7 +51,7 @@ def test_rank_0_waits_as_long_as_its_call_takes():
     ]
     title, alt = drawn(pictures.late_all_reduce(events))
     assert "Rank 0 waits 0.31 s" in title
-    assert alt.endswith("all 3 calls return together")
+    assert alt.endswith("all 3 calls return at about the same time")
 
 
 @pytest.mark.parametrize(

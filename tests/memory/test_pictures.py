@@ -22,12 +22,12 @@ def drawn(pair):
 
 @pytest.mark.parametrize(
     ("num_params", "who"),
-    [(8_030_261_248, "only pure-bf16 puts"), (10**9, "5 of 5 put"), (10**12, "0 of 5 put")],
+    [(8_030_261_248, "only pure-bf16 fits"), (10**9, "5 of 5 fit"), (10**12, "0 of 5 fit")],
 )
 def test_states_say_which_recipes_fit(num_params, who):
     title, alt = drawn(pictures.states_by_recipe(num_params))
     assert f"Of these recipes, {who} the states of {num_params / 1e9:.0f}B" in title
-    assert title.endswith("on one 80 GiB GPU")
+    assert title.endswith("parameters into 80 GiB")
     assert alt.startswith(title)
 
 
@@ -54,7 +54,7 @@ def test_steps_and_graphs_say_their_peak():
     ledger = step_ledger(MODELS["small"], 2, 128, recipe="fp32")
     peak = f"{ledger.peak_bytes() / MIB:.1f} MiB"
     assert drawn(pictures.first_steps(ledger))[1].endswith(
-        f"step 2 is the first at the peak, {peak}"
+        f"step 2 is first to reach the peak, {peak}"
     )
     title, alt = drawn(pictures.graphs_kept(ledger, 4))
     assert title == "4 losses in a list keep 4 graphs alive"
@@ -74,6 +74,9 @@ def test_published_runs_and_roofs_say_their_range():
     assert "153 to 295 FLOP per byte" in drawn(pictures.gpu_roofs())[0]
     rates = {m: [m * 1e9] * 3 for m in lab.TOKENS}
     roof = Roof(name="made up", flop_per_s=256e9, bytes_per_s=10e9)
+    assert "stay under the roof" in drawn(pictures.measured_roof(roof, rates))[0]
+    low = Roof(name="made up", flop_per_s=256e9, bytes_per_s=1e9)
+    assert "stay under the roof" not in drawn(pictures.measured_roof(low, rates))[0]
     assert drawn(pictures.measured_roof(roof, rates))[1].endswith(
         "1 GFLOP/s for 1 token, 256 for 256"
     )

@@ -16,6 +16,8 @@ from course_lib.mesh.pictures import (
     axis_traces,
     best_by_tensor_degree,
     best_tokens,
+    groups_across_nodes,
+    losses_by_data_axis,
     mesh_grid,
     named_by_axis,
     order_bars,
@@ -87,15 +89,61 @@ def test_a_grid_needs_ranks():
         mesh_grid(CUBE, 0, "t")
 
 
+def title_of(figure):
+    return " ".join(figure.texts[0].get_text().split())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks_per_node", "title", "groups"),
+    [
+        (
+            CUBE,
+            4,
+            "With pp outermost, only pp groups cross the 2 nodes",
+            "pp 0, 4; dp 0, 2; tp 0, 1",
+        ),
+        (
+            Mesh(tp=2, dp=2),
+            1,
+            "With tp outermost, only tp and dp groups cross the 4 nodes",
+            "tp 0, 2",
+        ),
+        (Mesh(dp=2), 2, "With dp outermost, no group crosses nodes", "dp 0, 1"),
+    ],
+)
+def test_the_title_of_a_grid_tells_which_groups_cross_nodes(mesh, ranks_per_node, title, groups):
+    figure, alt = groups_across_nodes(mesh, ranks_per_node)
+    assert title_of(figure) == title
+    assert alt.startswith(f"{title}. Groups of rank 0: {groups}")
+
+
 def test_bars_are_in_kib_counted_beside_predicted():
-    figure = axis_bars({"pp": 1024.0, "tp": 4096.0}, "t", {"pp": 2048.0, "tp": 3072.0})
+    figure, alt = axis_bars({"pp": 1024.0, "tp": 4096.0}, {"pp": 2048.0, "tp": 3072.0})
     assert [patch.get_width() for patch in figure.axes[0].patches] == [2, 1, 3, 4]
+    assert title_of(figure) == "A rank sends 3 KiB per step along tp, 4 by formula"
+    assert alt.startswith(title_of(figure))
+
+
+def test_the_title_of_large_bars_is_in_gb_the_largest_first():
+    figure, alt = axis_bars({"pp": 2.1e9, "dp": 1.26e9, "tp": 244e9}, who="One GPU")
+    assert alt == "One GPU sends 244 GB per step along tp, 2.1 along pp and 1.26 along dp"
+    assert title_of(figure) == alt
 
 
 def test_orders_are_in_ms_outermost_axis_first():
-    (axes,) = order_bars({CUBE: 0.25}, {CUBE: 0.5}, "t").axes
+    outside = Mesh(tp=2, dp=2, pp=2)
+    figure, alt = order_bars({CUBE: 0.25}, {CUBE: 0.5, outside: 2.0}, CUBE, outside)
+    (axes,) = figure.axes
     assert [patch.get_width() for patch in axes.patches] == [500, 250]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["pp dp tp"]
+    assert title_of(figure) == "With tp innermost, a step takes 500 ms; with tp outermost, 2000 ms"
+    assert alt.startswith(title_of(figure))
+
+
+def test_the_losses_are_told_with_the_axis_that_selects_sequences():
+    figure, alt = losses_by_data_axis({"dp": [5.5, 3.7], "tp": [5.5, 2.7]})
+    assert title_of(figure) == "With sequences by tp, the loss falls to 2.7; by dp, to 3.7"
+    assert alt.endswith("after 2 steps on one batch")
 
 
 def test_a_trace_names_the_axis_of_each_call():
@@ -107,8 +155,12 @@ def test_a_trace_names_the_axis_of_each_call():
     assert [one.label for one in kept] == ["", "tp", "pp"]
     link = Link(latency_s=1.0, bytes_per_s=1.0)
     two_nodes = TwoLevelLink(inside=link, outside=link, ranks_per_node=4)
-    figure = axis_traces({CUBE: events}, "t", two_nodes)
+    outside = Mesh(tp=2, dp=2, pp=2)
+    apart = [event("forward", 3.0), event("all_reduce", 5.0, (0, 4))]
+    figure, alt = axis_traces({CUBE: events, outside: apart}, "tp", two_nodes)
     assert any("4 ranks a node" in text.get_text() for text in figure.texts)
+    assert "along tp takes 1000 ms inside a node, 1000 ms between nodes" in title_of(figure)
+    assert alt.startswith(title_of(figure))
 
 
 def test_published_runs_are_slower_with_tensor_groups_of_two_nodes():

@@ -2,16 +2,17 @@
 
 import pytest
 
-from course_lib.core import Event
+from course_lib.core import Event, Link
 from course_lib.display.show import png_bytes
 from course_lib.pipeline import (
     PipelineTimes,
     dual_pipe_v,
+    pictures,
     schedules,
     simulate,
     zero_bubble_v,
 )
-from course_lib.pipeline.cost import bubble_fraction
+from course_lib.pipeline.cost import BatchCost, bubble_fraction
 from course_lib.pipeline.explorer import schedule_explorer
 from course_lib.pipeline.pictures import DrawnRun, pipelines
 
@@ -88,3 +89,45 @@ def test_the_explorer_plays_every_schedule_and_says_what_cannot_be_made():
     picture.sliders["m"].value = 7
     assert picture.image.picture["failed"]
     assert "equal rounds of 3 or more; got 7" in picture.image.picture["alt"]
+
+
+def title_of(figure):
+    return " ".join(figure.texts[0].get_text().split())
+
+
+def test_an_undivided_batch_tells_how_long_its_ranks_are_idle():
+    figure, alt = pictures.one_batch(simulate(schedules.naive(4, 1)))
+    assert title_of(figure) == "One batch at a time: 4 ranks are idle for 75% of their time"
+    assert alt.endswith("a backward takes 2 F")
+
+
+def test_the_bubble_of_gpipe_is_told_with_and_without_a_measurement():
+    figure, alt = pictures.gpipe_bubble(4, [2, 8], [[150, 160], [38, 40, 45]])
+    assert title_of(figure) == "4 stages: twice as many micro-batches, about half the bubble"
+    assert alt.endswith("with 8 micro-batches 37.5 % by formula, measured 40.0 %")
+    assert pictures.gpipe_bubble(4, [2, 8], log=True)[1].endswith("37.5 % by formula")
+
+
+def test_what_a_measured_step_holds_is_told():
+    plans = {"GPipe": schedules.gpipe(3, 4), "1F1B": schedules.one_f_one_b(3, 4)}
+    figure, alt = pictures.fewer_in_flight({n: simulate(one).events() for n, one in plans.items()})
+    assert titles(figure)[0].startswith("GPipe, measured: ")
+    assert alt.endswith("at most 4 with GPipe, 3 with 1F1B")
+
+
+def test_steps_on_a_link_are_told_from_the_measurement_if_there_is_one():
+    batch = BatchCost(forward_s=0.16, backward_s=0.32)
+    link = Link(name="slow link", latency_s=30e-3, bytes_per_s=1e9)
+    figure, _ = pictures.steps_on_link(4, [4, 8, 16], batch, link)
+    assert title_of(figure) == "1F1B on a slow link: 1140 ms with m = 4, 1410 ms with m = 16"
+    times_s = {(name, m): [m / 10, m / 5] for name in ("1F1B", "GPipe") for m in (4, 16)}
+    figure, alt = pictures.steps_on_link(4, [4, 16], batch, link, times_s)
+    assert title_of(figure) == "1F1B on a slow link: 600 ms with m = 4, 2400 ms with m = 16"
+    assert alt.endswith("GPipe: 600 and 2400 ms")
+
+
+def test_the_bubble_of_every_schedule_is_told():
+    plans = {"1F1B": schedules.one_f_one_b(3, 6), "ZB-H1": schedules.zero_bubble_h1(3, 6)}
+    figure, alt = pictures.smaller_bubbles({n: simulate(one) for n, one in plans.items()})
+    assert title_of(figure).startswith("Chunks shorten the bubble")
+    assert alt.endswith("idle: 1F1B 25%, ZB-H1 10% of the time")

@@ -51,6 +51,28 @@ def test_bills_share_a_scale():
     assert "copied" in alt
 
 
+def test_bills_of_the_lesson_compare_the_slowest_with_the_fastest():
+    figure, alt = pictures.bills_that_fit({"split": STEP, "copied": LARGE})
+    assert alt.startswith("Of the plans that fit, split takes 1.0 times as long as split")
+    assert "copied" not in texts(figure)
+    _, alt = pictures.bills_of_choices({"all": LARGE, "blind": STEP}, forgot="bubble")
+    slow_s, fast_s = max(STEP.step_s, LARGE.step_s), min(STEP.step_s, LARGE.step_s)
+    assert alt.startswith(
+        f"Forgetting the bubble leads to {slow_s:.1f} s per step instead of {fast_s:.1f} s"
+    )
+
+
+def test_measured_pipelines_stand_beside_their_predictions():
+    measured = {"1f1b": [5.0, 5.1, 9.0], "interleaved": [4.6], "zb-h1": [4.2]}
+    predicted_s = {"1f1b": 4.8, "interleaved": 4.1, "zb-h1": 3.9}
+    figure, alt = pictures.pipelines_in_miniature(measured, predicted_s, divided_by=10)
+    lengths = [bar.get_width() for bar in figure.axes[0].patches]
+    assert sorted(lengths) == [3.9, 4.1, 4.2, 4.6, 4.8, 5.1]
+    assert alt.startswith("The measured pipeline takes 5.1 s with 1F1B, 4.2 s with ZB-H1; predict")
+    assert {"1F1B", "interleaved", "ZB-H1"} <= {*texts(figure)}
+    assert "multiplied by 10" in figure.axes[0].get_xlabel()
+
+
 def test_memory_says_what_fits():
     _, alt = pictures.memory_by_kind({"split": STEP, "copied": LARGE})
     assert alt.startswith("1 of 2 plans fit into 72 GiB")

@@ -4,8 +4,10 @@ import html
 import io
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 from typer import Typer
 from typer.testing import CliRunner
@@ -19,7 +21,7 @@ from course_lib.display.paired_bars import Pair, paired_bars
 from course_lib.scaling_study import pictures as drawing
 from course_lib.scaling_study.aggregate import Experiment
 from course_lib.scaling_study.commands import report
-from course_lib.scaling_study.curves import smooth, spread, steps_to
+from course_lib.scaling_study.curves import agreeing_digits, smooth, spread, steps_to
 from course_lib.scaling_study.html_report import write_page
 from course_lib.scaling_study.pictures import pictures, topology
 from course_lib.scaling_study.plan import find_study
@@ -95,7 +97,7 @@ def test_a_line_says_what_was_measured_and_what_it_means():
     assert float(zero1["TFLOP/s"]) == pytest.approx(flop / (6 / 9) / 2 / 1e12, rel=0.01)
     assert (zero1["peak factor"], zero1["utilized"], zero1["last loss"]) == (
         "0.50",
-        "95%",
+        "95 %",
         "7.0001",
     )
     assert (ddp4["factor"], ddp4["efficiency"], ddp4["overhead"]) == ("0.83", "21 %", "+20 %")
@@ -186,6 +188,34 @@ def test_the_links_of_the_machine_are_drawn_where_there_are_some():
     assert alt == "3 GPUs reach each other over NV12 and PIX and SYS."
     cells = [text.get_text() for text in figure.axes[0].texts]
     assert cells == [cell for row in MATRIX for cell in row]
+
+
+def test_a_matrix_says_whether_some_links_are_closer_than_others():
+    _, alt = drawing.link_matrix(MATRIX, "This machine")
+    assert alt.startswith("This machine: 3 GPUs, some linked more closely than others; rows: X ")
+    _, alt = drawing.link_matrix([["X", "NV18"], ["NV18", "X"]], "This machine")
+    assert alt == "This machine: 2 GPUs, all over NV18; rows: X NV18 | NV18 X"
+
+
+def test_the_first_step_is_compared_with_the_median_one():
+    def record(rank, world_size, ends):
+        steps = [{"start_s": end - 1.0, "end_s": end + extra} for end, extra in ends]
+        return SimpleNamespace(rank=rank, world_size=world_size, steps=steps)
+
+    slow = [(1.0, 2.0), (5.0, 0.0), (7.0, 0.5)]
+    records = [record(0, 2, slow), record(1, 2, slow), record(0, 1, slow)]
+    figure, alt = drawing.step_times(records)
+    assert alt.startswith("One rank: the first step takes 2.0 times as long as the median step")
+    dots = [line.get_ydata() for line in figure.axes[0].lines if len(line.get_xdata()) == 3]
+    assert list(dots[-1]) == pytest.approx([3000, 1000, 1500])
+
+
+def test_a_wrong_run_agrees_to_few_digits():
+    assert agreeing_digits([2.0, 2.02], [2.0, 2.0]) == pytest.approx([8.0, 2.0], abs=1e-3)
+    runs = {"DDP": [2.0, 1.0], "the wrong run": [2.02, 1.1]}
+    figure, alt = drawing.digits_of_losses([2.0, 1.0], runs)
+    assert alt.startswith("Digits of the loss that agree: DDP 8.0 or more, the wrong run 2.0 or l")
+    assert isinstance(figure, Figure)
 
 
 def test_pictures_without_anything_to_draw_are_refused():

@@ -139,7 +139,7 @@ def test_the_formula_fits_published_runs_inside_a_node_and_says_too_much_beyond_
     assert published < formula < 0.8
     assert len(found.sequence_parallel) == 5
     figure, alt = h100_picture(found)
-    assert "keeps 57% of its speed" in title_of(figure)
+    assert "keeps 57 % of its speed" in title_of(figure)
     assert alt.endswith("within 3 %")
     assert any("Ultra-Scale Playbook" in text.get_text() for text in figure.texts)
 

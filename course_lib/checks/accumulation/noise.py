@@ -144,7 +144,7 @@ MEAN_OF_NUMBERS = Cause(
     "norms are too small here."
 )
 IN_MICRO_BATCHES = Cause(
-    "That counts in micro-batches; the noise scale is a number of examples: use micro_batch."
+    "That counts in micro-batches; the noise scale is a number of items: use micro_batch."
 )
 NOT_SCALED = Cause(
     "The difference of the squared norms is tr(Sigma) (1/b - 1/B): divide by that bracket."
