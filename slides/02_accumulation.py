@@ -34,7 +34,7 @@ def pictures() -> dict[str, Figure]:
         "adam": adam(),
         "peak": peak(),
         "batches": batches(),
-        "noise": noise_growth({f"learning rate {rate}": noise_runs(rate) for rate in (8, 4)})[0],
+        "noise": noise_growth({rate: noise_runs(rate) for rate in (8, 4)})[0],
         "saw": memory(held(4), "Four micro-batches: four small peaks instead of one big one"),
     }
 

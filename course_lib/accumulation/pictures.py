@@ -181,19 +181,19 @@ def part_times(parts: Sequence[int], times: Sequence[Sequence[float]]) -> tuple[
     return figure, f"{title}; on H100s up to {most:.1f} times, each matrix split over 4 GPUs"
 
 
-def noise_growth(runs: Mapping[str, Sequence[Sequence[NoisePoint]]]) -> tuple[Figure, str]:
+def noise_growth(runs: Mapping[float, Sequence[Sequence[NoisePoint]]]) -> tuple[Figure, str]:
     """Draw the noise scale over the steps of runs with several seeds: estimates and exact values.
 
-    runs   by name (at most four), one run per seed
+    runs   by learning rate (at most four), one run per seed
     """
     marks, growth = ("o", "s", "^", "D"), list[str]()
     title = "The noise scale grows during training, and depends on the learning rate"
-    figure, (axes,) = page(
-        title, [2.9], legend=_noise_legend(list(runs), marks), margins=Margins(left=0.85)
-    )
+    names = [f"learning rate {rate:g}" for rate in runs]
+    legend = _noise_legend(names, marks)
+    figure, (axes,) = page(title, [2.9], legend=legend, margins=Margins(left=0.85))
     plain(axes, x_label="step", y_label="noise scale (items)", grid="both")
     axes.set_yscale("log")
-    for (name, by_seed), colour, mark in zip(runs.items(), SERIES, marks, strict=False):
+    for name, by_seed, colour, mark in zip(names, runs.values(), SERIES, marks, strict=False):
         steps, exact, seen = zip(*noise_windows(by_seed), strict=True)
         axes.plot(steps, exact, color=colour, lw=1.6)
         middle = [median(each) for each in seen]

@@ -40,7 +40,7 @@ def at_once(
     threads, processes = (min(times[f"Python, {way}"][two]) for way in ("threads", "processes"))
     title = (
         f"In threads, two Python loops take {threads:.1f} times as long as one; "
-        f"in processes, {processes:.1f} times"
+        f"in processes, {processes:.1f}"
     )
     figure = compare(
         p_values,
@@ -128,7 +128,7 @@ def staleness(
         f"If rank {STRAGGLER} sleeps {slowdowns[-1]} times as long, its gradients are "
         f"{counted[-1]:.0f} updates old on average"
     )
-    y_label = f"mean staleness of rank {STRAGGLER}'s gradients (updates)"
+    y_label = f"mean staleness of rank {STRAGGLER} (updates)"
     figure = compare(slowdowns, voices, title, x_label=SLEEP, y_label=y_label)
     return figure, f"{title}; the simulation gives {simulated[-1]:.0f}"
 

@@ -10,7 +10,7 @@ paired_bars   pairs of bars: measured and predicted
 losses        loss curves
 waiting       the wait-for graph of a hang
 gpu_links     the link matrix of a machine's GPUs
-pictures      the pictures of lesson 00
+pictures      the pictures of lesson 00; wires: those of lesson 04
 last_run      the records of an exercise's newest run on a cluster; lesson 04's picture of it
 predict       `predict` and `reveal`: commit to a number before the result is shown
 claim         `claim(sentence, holds)`: a sentence about a measurement, beside its condition

@@ -352,6 +352,12 @@ def held(m):
     return activation_ledger(lambda: run(m), given=[*gpt.parameters(), *big])
 
 
+def seconds(m):
+    start_s = time.process_time()  # CPU seconds of this process alone
+    run(m)
+    return time.process_time() - start_s
+
+
 # %% tags=["predict"]
 guess = predict("peak of 8 micro-batches, as a fraction of the full batch's (like 1/2)")
 ### GUESS guess.commit("1/8")
@@ -380,12 +386,6 @@ guess = predict("time of 16 micro-batches, as a multiple of the full batch's")
 
 
 # %% tags=["picture", "measured"]
-def seconds(m):
-    start_s = time.process_time()  # CPU seconds of this process alone
-    run(m)
-    return time.process_time() - start_s
-
-
 rounds = [[seconds(m) for m in parts] for _ in range(6)][1:]  # the first one warms up
 one_s = median(times[0] for times in rounds)
 ratios = [[each[n] / one_s for each in rounds] for n in range(len(parts))]
@@ -548,14 +548,11 @@ check("accumulation-6", my_noise_scale)
 from course_lib.accumulation import batch_sizes as sizes
 from course_lib.accumulation.noise_scale import fit_tradeoff, noise_scale
 
-runs = {
-    f"learning rate {rate}": [sizes.noise_on_the_way(2.2, seed=n, rate=rate) for n in range(5)]
-    for rate in (8, 4)
-}
-for name in ("learning rate 4", "learning rate 8"):
-    scales = [noise_scale(point.estimate for point in one) for one in runs[name]]
+runs = {r: [sizes.noise_on_the_way(2.2, seed=n, rate=r) for n in range(5)] for r in (8, 4)}
+for rate in (4, 8):
+    scales = [noise_scale(point.estimate for point in one) for one in runs[rate]]
     span = f"{min(scales):.0f} to {max(scales):.0f}"
-    print(f"{name}: {fmean(scales):.0f} items, mean of 5 runs ({span})")
+    print(f"learning rate {rate}: {fmean(scales):.0f} items, mean of 5 runs ({span})")
 show(*pictures.noise_growth(runs))
 
 # %% [markdown]

@@ -317,8 +317,7 @@ one = Pass(
 held = {how: measure(how) for how in choose}
 predicted = {how: predicted_peak_bytes(one, how) for how in choose}
 show(*pictures.strategies(predicted, held))
-off = {how: predicted[how] - held[how].peak_bytes() for how in choose}
-print("formula minus measurement, in bytes:", off)
+print("formula - measurement:", [predicted[how] - held[how].peak_bytes() for how in choose], "B")
 
 # %% [markdown]
 # The scores add $5as/h$ to 34, with $a$ heads, $s$ tokens and hidden size $h$ (lesson 01). At a

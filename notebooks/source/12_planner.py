@@ -206,7 +206,7 @@ for b in (1, 2, 4):
 #
 # ### Exercise 2 (core): what stays exposed
 #
-# Return the seconds of a step with 1F1B. A stage computes `compute_s` per micro-batch, of which
+# Return the seconds of a step with 1F1B. Per micro-batch, a stage computes `compute_s`, of which
 # backward is 2/3, and exposes `tp_s` of TP messages. The all-reduce of the stage's gradients takes
 # `dp_s`, in `num_buckets` equal buckets, one after another. The backward computation of the last
 # micro-batch has as many equal parts as there are buckets; after each part, a bucket is ready.
@@ -274,10 +274,10 @@ check("planner-3", prune)
 
 # %% [markdown]
 # The course's `search` also varies the ZeRO stage (with a pipeline: 0 or 1), the schedule, the
-# model chunks and recomputation. How many plans obey all rules except the one for memory?
+# model chunks and recomputation. How many plans are left without the memory rule?
 
 # %% tags=["predict"]
-guess_plans = predict("plans that obey all rules except memory")
+guess_plans = predict("plans left without the memory rule")
 ### GUESS guess_plans.commit(300)
 
 # %% tags=["picture"]

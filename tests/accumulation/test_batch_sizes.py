@@ -90,10 +90,10 @@ def test_windows_average_before_the_ratio():
 
 
 def test_pictures_show_estimates_and_the_noise_scale():
-    runs = {"slow": [[point(2.0, 20.0)] * 10, [point(1.0, 30.0)] * 12]}
+    runs = {0.5: [[point(2.0, 20.0)] * 10, [point(1.0, 30.0)] * 12]}
     figure, alt = noise_growth(runs)
     assert list(figure.axes[0].lines[0].get_ydata()) == pytest.approx([50 / 3] * 2)
-    assert alt.endswith("from 17 to 17 at slow")
+    assert alt.endswith("from 17 to 17 at learning rate 0.5")
     sweep = sizes.Sweep(batches=(1, 64), rates=(0.5, 8.0), steps=((800.0, 700.0), (30.0, 25.0)))
     figure, alt = batch_tradeoff(sweep, 40.0)
     assert "noise scale 40" in " ".join(text.get_text() for text in figure.axes[0].texts)

@@ -39,7 +39,7 @@ def test_the_title_tells_what_threads_and_processes_take():
     figure, finding = pictures.at_once(times, [1, 2], 2)
     assert isinstance(figure, Figure)
     assert finding.startswith("In threads, two Python loops take 1.9 times as long as one; ")
-    assert "in processes, 1.1 times" in finding
+    assert "in processes, 1.1;" in finding
 
 
 def updates(order, staleness):
