@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # imported where they are used: `course --help` should not wa
     Found = Checkpoint | DcpCheckpoint | Broken
 
 checkpoint_app = typer.Typer(
-    help="Look at checkpoints, verify them, convert them, remove old ones.",
+    help="List, verify, convert and remove checkpoints.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -38,10 +38,14 @@ INSIDE = "checkpoints"  # the folder that a run has them in
 FOLDER_NAME = re.compile(r"step-[0-9]{8,18}|[.]dcp-.*[.]tmp")  # published or not
 
 FolderArgument = Annotated[
-    str, typer.Argument(metavar="DIR", help="A run's folder, its checkpoints, or a URL (s3://...).")
+    str,
+    typer.Argument(
+        metavar="DIR", help="A run's folder, its folder of checkpoints, or a URL (s3://...)."
+    ),
 ]
 StepOption = Annotated[
-    int | None, typer.Option("--step", help="This step's; else the newest whole one.")
+    int | None,
+    typer.Option("--step", help="The checkpoint's step. Default: the newest whole checkpoint."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
@@ -61,9 +65,9 @@ def add_checkpoint_commands(app: typer.Typer) -> None:
 
 @checkpoint_app.command("ls")
 def list_checkpoints(folder: FolderArgument, as_json: JsonOption = False) -> None:
-    """List the checkpoints, the newest first. Exit code 1 if there is none.
+    """List the checkpoints, the newest first. The exit code is 1 if there is none.
 
-    Reads names, sizes and manifests; `verify` reads every byte.
+    This command reads names, sizes and manifests; `verify` reads every byte.
     """
     rows = _rows(_storage(folder))
     if as_json:
@@ -81,8 +85,17 @@ def list_checkpoints(folder: FolderArgument, as_json: JsonOption = False) -> Non
 
 
 @checkpoint_app.command()
-def verify(folder: FolderArgument, step: StepOption = None) -> None:
-    """Read every byte of all checkpoints, or one step's. Exit code 1 unless all are whole."""
+def verify(
+    folder: FolderArgument,
+    step: Annotated[
+        int | None, typer.Option("--step", help="Only the checkpoint of this step. Default: all.")
+    ] = None,
+) -> None:
+    """Check that the checkpoints are whole. The exit code is 0 if all are, otherwise 1.
+
+    Every byte is read and compared with the hashes in the manifest. A checkpoint in DCP's format
+    has no hashes: only its metadata and the sizes of its files are read.
+    """
     found = [one for one in _published(_storage(folder)) if step in (None, one.step)]
     if not found:
         raise _none(folder, "" if step is None else f" of step {step}")
@@ -95,7 +108,7 @@ def verify(folder: FolderArgument, step: StepOption = None) -> None:
 
 @checkpoint_app.command()
 def show(folder: FolderArgument, step: StepOption = None, as_json: JsonOption = False) -> None:
-    """Show one checkpoint: whose it is, its plain values, and every tensor."""
+    """Show one checkpoint: the run that saved it, its plain values, and its tensors."""
     one = _chosen(folder, step)
     tensors: dict[str, dict[str, Any]] = {
         name: {"dtype": saved.dtype, "shape": [*saved.shape], "pieces": len(saved.pieces)}
@@ -132,11 +145,15 @@ def convert(
     ],
     step: StepOption = None,
     model: Annotated[
-        str, typer.Option(metavar="MODEL", help="hf: a preset or a config.json; else the run's.")
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="With --to hf: a preset or a config.json. Default: the model of the run.",
+        ),
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.")] = False,
 ) -> None:
-    """Write a checkpoint in another layout, after a look at every byte of it.
+    """Verify a checkpoint, and write it in another layout.
 
     \b
     course checkpoint convert runs/a model.safetensors --to full
@@ -161,15 +178,17 @@ def convert(
 @checkpoint_app.command()
 def prune(
     folder: FolderArgument,
-    keep: Annotated[int, typer.Option("--keep", min=1, help="Whole checkpoints that stay.")],
+    keep: Annotated[
+        int, typer.Option("--keep", min=1, help="Number of whole checkpoints to keep.")
+    ],
     broken: Annotated[
-        bool, typer.Option("--broken", help="Remove those that are not whole, too.")
+        bool, typer.Option("--broken", help="Also remove checkpoints that are not whole.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove all but the newest whole checkpoints. Asks first.
+    """Remove all but the newest whole checkpoints. Asks for confirmation.
 
-    An unfinished checkpoint may be one that a running job is writing: without --broken it stays.
+    An unfinished checkpoint may be one that a running job is writing: without --broken it is kept.
     """
     from course_lib.checkpoint.folder import STEP, remove_files
 

@@ -15,25 +15,46 @@ assignment_app = typer.Typer(
     rich_markup_mode=None,
 )
 AssignmentName = Annotated[
-    str, typer.Argument(metavar="NAME", help="Its name, hw1, or its folder.")
+    str, typer.Argument(metavar="NAME", help="The assignment's name, such as hw1, or its folder.")
 ]
 
 
+NewName = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="A name of lower-case letters and digits, such as hw1."),
+]
+Lessons = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--from",
+        metavar="LESSON",
+        help="A lesson (06_ddp), or some of its exercises (04:collectives-2,collectives-3).",
+    ),
+]
+PointsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=N",
+        help="Points of an exercise, such as collectives-2=10. Default: 1 each.",
+    ),
+]
+Due = Annotated[
+    str, typer.Option(metavar="TIME", help="Such as 2026-12-01T18:00, in your time zone.")
+]
+Seeded = Annotated[bool, typer.Option("--seeded", help="Draw other cases for each student.")]
+AssignmentsFolder = Annotated[Path, typer.Option(help="The folder of all assignments.")]
+
+
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Small letters and digits: hw1.")],
+    name: NewName,
     more: Annotated[list[str] | None, typer.Argument(metavar="[LESSON...]", hidden=True)] = None,
-    lessons: Annotated[
-        list[str] | None,
-        typer.Option("--from", metavar="LESSON", help="06_ddp, or 04:collectives-2,collectives-3."),
-    ] = None,
-    own: Annotated[bool, typer.Option("--own", help="Begin an exercise of your own.")] = False,
-    points: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=N", help="collectives-2=10; else 1 each.")
-    ] = None,
-    due: Annotated[str, typer.Option(metavar="TIME", help="2026-12-01T18:00, your time.")] = "",
-    title: Annotated[str, typer.Option(help="As the notebook's title.")] = "",
-    seeded: Annotated[bool, typer.Option("--seeded", help="Own cases for each student.")] = False,
-    folder: Annotated[Path, typer.Option(help="Where assignments are.")] = Path("assignments"),
+    lessons: Lessons = None,
+    own: Annotated[bool, typer.Option("--own", help="Add an exercise of your own.")] = False,
+    points: PointsOption = None,
+    due: Due = "",
+    title: Annotated[str, typer.Option(help="The notebook's title.")] = "",
+    seeded: Seeded = False,
+    folder: AssignmentsFolder = Path("assignments"),
 ) -> None:
     """Compose an assignment from exercises of lessons, and of your own.
 
@@ -86,13 +107,18 @@ def release(
     name: AssignmentName,
     students: Annotated[
         Path | None,
-        typer.Option(metavar="CSV", help="The class, under `student`: where it is seeded."),
+        typer.Option(
+            metavar="CSV", help="For a seeded assignment: the class, in a column `student`."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Else the assignment's folder release.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Where to write. Default: `release` in the assignment's folder."
+        ),
     ] = None,
 ) -> None:
-    """Write the zip to hand out, with what is needed to check at home; no solution is in it."""
+    """Write the zip for students, in which they can check their answers. It has no solutions."""
     from course_lib.grading.assignment import find_assignment
     from course_lib.grading.release import read_class, release
 
@@ -104,7 +130,7 @@ def release(
 
 
 def show(name: AssignmentName) -> None:
-    """Show an assignment: its exercises, points and due time, and what it has besides."""
+    """Show an assignment: its exercises, points, due time and hidden cases."""
     from course_lib.checks.right_answer import at_work_in
     from course_lib.grading.assignment import (
         find_assignment,
@@ -131,11 +157,16 @@ def show(name: AssignmentName) -> None:
 
 def pack(
     notebook: Annotated[
-        Path | None, typer.Argument(metavar="[NOTEBOOK]", help="Else the assignment's in here.")
+        Path | None,
+        typer.Argument(
+            metavar="[NOTEBOOK]", help="Default: the assignment's notebook in this folder."
+        ),
     ] = None,
-    student: Annotated[str, typer.Option(help="Whose it is.")] = "",
+    student: Annotated[
+        str, typer.Option(help="The student's name. Default: your login name.")
+    ] = "",
 ) -> None:
-    """Make the file to hand in, from the notebook as it is saved, and say what is missing."""
+    """Write the file to hand in, from the saved notebook, and say what is missing."""
     from course_lib.core.plain_text import printable
     from course_lib.grading.pack import notebook_here, pack
 

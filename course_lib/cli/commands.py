@@ -35,12 +35,17 @@ STYLES = {"right": "green", "wrong": "red", "missing": "red", "twice": "red", "n
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
-Timeout = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that a cell may run.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=1, help="Time limit of a cell, in seconds.")
+]
 JUnit = Annotated[
-    Path | None, typer.Option("--junitxml", metavar="PATH", help="Write a JUnit file as well.")
+    Path | None, typer.Option("--junitxml", metavar="PATH", help="Also write a JUnit file.")
 ]
 NotebookName = Annotated[
-    str, typer.Argument(metavar="NB", help="A lesson, 04 or 04_collectives, or a path.")
+    str,
+    typer.Argument(
+        metavar="NB", help="A lesson (04 or 04_collectives), or the path of a notebook."
+    ),
 ]
 
 
@@ -80,7 +85,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
     junitxml: JUnit = None,
 ) -> None:
-    """Check the exercises of a notebook as it is saved. Exit code 0 when all are right."""
+    """Check the exercises of a saved notebook. The exit code is 0 if all are right."""
     from course_lib.notebooks.grading import grade, lesson_of
     from course_lib.notebooks.lessons import find_lesson, read_notebook
     from course_lib.notebooks.progress import remember
@@ -109,7 +114,7 @@ def check(
 
 @app.command()
 def progress() -> None:
-    """Show every lesson and what is done of it. Runs nothing: it tells of the last checks."""
+    """Show how many exercises of each lesson are right, from the last checks. Runs no code."""
     from course_lib.notebooks.lessons import all_lessons
     from course_lib.notebooks.progress import progress as progress_of
 
@@ -131,11 +136,13 @@ def progress() -> None:
 
 @app.command()
 def reset(
-    notebook: Annotated[str, typer.Argument(metavar="NB", help="A lesson, 04 or 04_collectives.")],
-    exercise: Annotated[str, typer.Argument(metavar="EXERCISE", help="Its key: collectives-1.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    notebook: Annotated[str, typer.Argument(metavar="NB", help="A lesson: 04 or 04_collectives.")],
+    exercise: Annotated[
+        str, typer.Argument(metavar="EXERCISE", help="The exercise's key, such as collectives-1.")
+    ],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Start an exercise again: put its empty cell back. A backup of the notebook is kept."""
+    """Put the empty cell of an exercise back. A backup of the notebook is kept."""
     from course_lib.notebooks import lessons, progress
 
     lesson = lessons.find_lesson(notebook, _own_folder())
@@ -149,14 +156,19 @@ def reset(
 
 @app.command()
 def new_exercise(
-    notebook: Annotated[str, typer.Argument(metavar="NB", help="A lesson, 04 or 04_collectives.")],
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Its key: collectives-7.")],
+    notebook: Annotated[str, typer.Argument(metavar="NB", help="A lesson: 04 or 04_collectives.")],
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="The new exercise's key, such as collectives-7.")
+    ],
     name: Annotated[
-        str, typer.Option("--name", help="The function that a learner writes: mean_of_ranks.")
+        str,
+        typer.Option("--name", help="The function that a learner writes, such as mean_of_ranks."),
     ] = "",
-    on_ranks: Annotated[bool, typer.Option("--on-ranks", help="It runs on ranks.")] = False,
+    on_ranks: Annotated[
+        bool, typer.Option("--on-ranks", help="The exercise runs on ranks.")
+    ] = False,
 ) -> None:
-    """Begin an exercise: cells, check, planted mistakes and test, which fail until filled in."""
+    """Create an exercise to fill in: its cells, its check with planted mistakes, and its test."""
     from course_lib.notebooks.lessons import find_folder, find_lesson
     from course_lib.notebooks.new_exercise import new_exercise as begin
 
@@ -172,7 +184,7 @@ def new_exercise(
 
 @app.command()
 def update() -> None:
-    """Get the newest version of the course. What you wrote into notebooks stays, with a backup."""
+    """Get the newest version of the course. What you wrote in notebooks is kept and backed up."""
     from course_lib.notebooks.lessons import find_folder
     from course_lib.notebooks.update import update as update_course
 
@@ -185,7 +197,7 @@ def memory(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Show what a training run needs of a GPU's memory, and whether it fits.
+    """Show how much GPU memory a training run needs, and whether it fits.
 
     \b
     --model llama-8b       a preset, or the path of a Hugging Face config.json; --gpu h100

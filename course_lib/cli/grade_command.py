@@ -32,30 +32,35 @@ def add_grade_command(app: typer.Typer) -> None:
     app.command()(grade)
 
 
+TaskName = Annotated[
+    str,
+    typer.Option(
+        "--assignment",
+        metavar="NAME",
+        help="An assignment (hw1), its folder, or a lesson. Default: that of most submissions.",
+    ),
+]
+
+
 def grade(
-    folder: Annotated[Path, typer.Argument(help="The submissions: notebooks, zips, folders.")],
-    name: Annotated[
-        str,
-        typer.Option(
-            "--assignment", metavar="NAME", help="hw1, its folder, or a lesson. Else what most are."
-        ),
-    ] = "",
+    folder: Annotated[Path, typer.Argument(help="Folder of the submissions.")],
+    name: TaskName = "",
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="The gradebook and all reports.")
+        Path, typer.Option("--out", metavar="DIR", help="Folder for gradebook and reports.")
     ] = Path("grades"),
     jobs: Annotated[
-        int, typer.Option(min=0, help="Submissions at a time; 0: one per CPU core.")
+        int, typer.Option(min=0, help="Submissions graded at the same time; 0: one per CPU core.")
     ] = 0,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=1, help="Seconds that a cell may run.")
+        float, typer.Option("--timeout", min=1, help="Time limit of a cell, in seconds.")
     ] = 60,
     kind: Annotated[
-        str, typer.Option("--sandbox", metavar="KIND", help=f"{KINDS}; else the best there is.")
+        str, typer.Option("--sandbox", metavar="KIND", help=f"{KINDS}. Default: the best.")
     ] = "",
 ) -> None:
-    """Grade the submissions of a class. Exit code 0 when every one could be judged.
+    """Grade the submissions of a class. The exit code is 0 if all of them could be judged.
 
-    What was graded by an earlier run and is unchanged is not run again.
+    A submission that an earlier run has graded is not run again, unless it has changed.
     """
     _demand_clone()
     from course_lib.grading.class_run import grade_class, graders, num_jobs, write_reports

@@ -21,9 +21,9 @@ def add_machine_commands(app: typer.Typer) -> None:
 
 
 def start(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that it makes.")] = FOLDER,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to create.")] = FOLDER,
 ) -> None:
-    """Put the lessons of an installed course into a folder of yours. A clone has them already."""
+    """Copy the lessons of an installed course to a new folder. A clone already has them."""
     if not is_installed():
         raise CourseError(
             f"course start: expected an installed package; this is a clone, whose lessons are in "
@@ -44,10 +44,12 @@ def start(
 def doctor(
     report: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE", help="Write all of it for a question, anonymous."),
+        typer.Option(
+            "--report", metavar="FILE", help="Write an anonymous report, to attach to a question."
+        ),
     ] = None,
 ) -> None:
-    """Say what this machine has for ranks to run on, and what is missing."""
+    """Show what this machine has for running ranks, and what is missing."""
     from course_lib.core.files import check_result_path, write_whole
     from course_lib.ranks.machine import describe_machine, doctor_report
 

@@ -20,13 +20,14 @@ if TYPE_CHECKING:  # imported where they are used: `course --help` should not wa
     from course_lib.planner import PredictedStep, SearchResult
 
 EPILOG = (
-    "A row of --table is a plan: id, layers, hidden and heads are needed; kv_heads, ffn, gated, "
-    "vocab, seq, tied, gpu, nodes, gpus_per_node, dp, tp, pp, cp, chunks, micro_batch, "
-    "num_micro_batches, zero, sequence_parallel, recompute, flash, precision, cluster and schedule "
-    "have defaults where they are empty. t_f_ms, t_b_ms, t_w_ms and t_comm_ms: measured times of a "
-    "micro-batch, in place of predicted ones. With pp above 1 the seconds of a plan differ from "
-    "those in the ranked list, mostly by less than 1 %: a table is predicted by closed forms, and "
-    "the list is simulated. docs/planner.md says how near the predictions are."
+    "A row of --table is a plan. The columns id, layers, hidden and heads are required; kv_heads, "
+    "ffn, gated, vocab, seq, tied, gpu, nodes, gpus_per_node, dp, tp, pp, cp, chunks, "
+    "micro_batch, num_micro_batches, zero, sequence_parallel, recompute, flash, precision, "
+    "cluster and schedule have defaults where they are empty. t_f_ms, t_b_ms, t_w_ms and "
+    "t_comm_ms are measured times of a micro-batch, which replace predicted ones. With pp above "
+    "1, the seconds of a plan differ from those in the ranked list, mostly by less than 1 %: a "
+    "table is predicted by closed forms, and the list is simulated. docs/planner.md says how "
+    "accurate the predictions are."
 )
 UNITS = {"K": 2**10, "M": 2**20}
 WIDE = 150  # columns of the table of plans: in a narrow terminal its lines wrap, and none is cut
@@ -59,33 +60,43 @@ NodesOption = Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the c
 BatchTokens = Annotated[
     str,
     typer.Option(
-        "--global-batch-tokens", metavar="TOKENS", help="Tokens of a step; 4M is 4 * 2**20."
+        "--global-batch-tokens", metavar="TOKENS", help="Tokens per step; 4M is 4 * 2**20."
     ),
 ]
-SeqOption = Annotated[int, typer.Option("--seq", min=1, help="Tokens of a sequence.")]
-TopOption = Annotated[int, typer.Option("--top", min=1, max=100, help="Plans to print.")]
+SeqOption = Annotated[int, typer.Option("--seq", min=1, help="Tokens per sequence.")]
+TopOption = Annotated[int, typer.Option("--top", min=1, max=100, help="Number of plans to print.")]
 ExplainOption = Annotated[
-    int, typer.Option("--explain", metavar="N", min=0, max=100, help="Show the N-th plan's bill.")
+    int,
+    typer.Option(
+        "--explain",
+        metavar="N",
+        min=0,
+        max=100,
+        help="Show the bill of the N-th plan: its time by cause, and its memory.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")]
 HtmlOption = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE", help="Write a page: the table, and bills as pictures."),
+    typer.Option(
+        "--html", metavar="FILE", help="Write a page with the table, and the bills as pictures."
+    ),
 ]
 EmitOption = Annotated[
     Path | None,
     typer.Option(
         "--emit",
         metavar="FOLDER",
-        help="Write what runs the first plan, or the one of --explain: batch scripts, arguments of "
-        "course_lib.train, options of torchtitan and Megatron-LM.",
+        help="Write the files that run the first plan, or the plan of --explain: batch scripts, "
+        "arguments of course_lib.train, options of torchtitan and Megatron-LM.",
     ),
 ]
 TableOption = Annotated[
-    Path | None, typer.Option("--table", metavar="CSV", help="Predict these plans instead.")
+    Path | None,
+    typer.Option("--table", metavar="CSV", help="Predict the plans of this table instead."),
 ]
 PredictionsOption = Annotated[
-    Path, typer.Option("--out", metavar="CSV", help="With --table: the predictions.")
+    Path, typer.Option("--out", metavar="CSV", help="With --table: file for the predictions.")
 ]
 
 
@@ -111,8 +122,8 @@ def plan(
     course plan --model llama-8b --cluster selene-a100 --nodes 4 --html plans.html --emit runs/8b
     course plan --table rows.csv --out predictions.csv
 
-    A row of the table that is no valid plan gets a sentence in the column `error`. Exit code 0
-    when all rows are valid, else 1.
+    A row of the table that is not a valid plan gets a sentence in the column `error`. The exit
+    code is 0 if all rows are valid, otherwise 1.
     """
     if model == "list":
         raise typer.Exit(_list_models())

@@ -22,7 +22,7 @@ TracePath = Annotated[
         "--out",
         "-o",
         metavar="PATH",
-        help="The file to write; with .json.gz it is compressed. Default: RUN/trace.json.",
+        help="The file to write, compressed if it ends in .json.gz. Default: RUN/trace.json.",
     ),
 ]
 
@@ -33,7 +33,7 @@ def add_trace_command(app: typer.Typer) -> None:
 
 
 def trace(run: RunArgument, out: TracePath = None) -> None:
-    """Write a recorded run as a trace, which opens in Perfetto: what each rank did, and when.
+    """Write a recorded run as a trace for Perfetto: what each rank did, and when.
 
     \b
     python -m course_lib.train --ranks 2 --strategy ddp --out runs/ddp

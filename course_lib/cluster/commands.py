@@ -28,32 +28,51 @@ from course_lib.cluster.submissions import (
 from course_lib.core.errors import CourseError
 
 Id = Annotated[
-    str, typer.Argument(metavar="ID", help="As told: 06_ddp-1; 06_ddp-1_3: array task 3.")
+    str,
+    typer.Argument(
+        metavar="ID", help="A submission, such as 06_ddp-1, or its array task 3, 06_ddp-1_3."
+    ),
+]
+
+
+Program = Annotated[
+    str,
+    typer.Argument(metavar="PROGRAM", help="An exercise (06 or 06_ddp), a path, or -m MODULE."),
+]
+Gpus = Annotated[int | None, typer.Option(help="GPUs per node. Default: those of the profile.")]
+RanksPerNode = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks-per-node", help="Ranks per node. Default: one per GPU, or 2 without GPUs."
+    ),
+]
+ArrayTasks = Annotated[
+    str, typer.Option(help="Array tasks: 0-7, or 0-7%2 for two at the same time.")
+]
+SubmitProfile = Annotated[
+    str | None,
+    typer.Option("--profile", help="Where to run: one of `course cluster profiles`."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check the job and show its script; do not submit it.")
 ]
 
 
 def submit(
     context: typer.Context,
-    program: Annotated[
-        str,
-        typer.Argument(metavar="PROGRAM", help="An exercise, 06 or 06_ddp, a path, or -m MODULE."),
-    ],
-    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
-    gpus: Annotated[int | None, typer.Option(help="GPUs on each; else the profile's.")] = None,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks-per-node", help="Ranks on each; else one a GPU, or 2.")
-    ] = None,
-    time_limit: Annotated[str, typer.Option("--time", help="It is ended after this.")] = "0:30:00",
-    array: Annotated[str, typer.Option(help="Run it once per array task: 0-7, or 0-7%2.")] = "",
+    program: Program,
+    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
+    gpus: Gpus = None,
+    ranks: RanksPerNode = None,
+    time_limit: Annotated[str, typer.Option("--time", help="The job's time limit.")] = "0:30:00",
+    array: ArrayTasks = "",
     script: Annotated[
         str | None, typer.Option(help="A batch script: one_node, many_nodes, requeue, or a path.")
     ] = None,
-    profile_name: Annotated[
-        str | None, typer.Option("--profile", help="Where: course cluster profiles lists them.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and hand nothing in.")] = False,
+    profile_name: SubmitProfile = None,
+    dry_run: DryRun = False,
 ) -> None:
-    """Check a program's job and hand it in. After --, everything is the program's.
+    """Check a job and submit it. Arguments after -- are passed to its program.
 
     \b
     course submit 06 --nodes 2 --dry-run
@@ -107,7 +126,8 @@ def _submit(job: Job, profile: Profile) -> None:
 @at_home()
 def status(
     id_text: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="Each array task of this one.")
+        str | None,
+        typer.Argument(metavar="[ID]", help="Show each array task of this submission."),
     ] = None,
 ) -> None:
     """Show all submissions and their states."""
@@ -146,7 +166,9 @@ def _rows(one: Submission, *, each: bool) -> list[tuple[str, ...]]:
 @at_home()
 def logs(
     id_text: Id,
-    until_over: Annotated[bool, typer.Option("-f", "--follow", help="Until it has ended.")] = False,
+    until_over: Annotated[
+        bool, typer.Option("-f", "--follow", help="Follow the log until the job has ended.")
+    ] = False,
 ) -> None:
     """Show the log of a submission, or of one array task."""
     from course_lib.cluster.logs import follow
@@ -164,7 +186,7 @@ def logs(
 
 @at_home()
 def cancel(id_text: Id) -> None:
-    """Cancel a submission, or one array task of it, whether it waits or runs."""
+    """Cancel a submission, or one of its array tasks, whether it is waiting or running."""
     one, array_task = find_submission(id_text)
     one = refresh(one)
     if one.job_id is None or all(state.is_final for state in _of(one, array_task)):
@@ -178,10 +200,11 @@ def cancel(id_text: Id) -> None:
 @at_home()
 def collect(
     id_text: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="This one; else all that have ended.")
+        str | None,
+        typer.Argument(metavar="[ID]", help="A submission. Default: all submissions."),
     ] = None,
 ) -> None:
-    """Collect run records in runs/ID: of each array task, those of the attempt that counts."""
+    """Collect run records in runs/ID. Of each array task, the attempt that counts is collected."""
     failed = False
     for one in [find_submission(id_text)[0]] if id_text else read_submissions():
         try:

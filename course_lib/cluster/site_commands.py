@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # imported where they are used: `course --help` should stay f
 
 LONGEST = 256 * KIB  # bytes of a batch script
 cluster_app = typer.Typer(
-    rich_markup_mode=None, no_args_is_help=True, help="Profiles: where jobs run."
+    rich_markup_mode=None, no_args_is_help=True, help="Write and list profiles: where jobs run."
 )
 
 
@@ -34,10 +34,10 @@ def lint_job(
         Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A batch script.")
     ],
     profile_name: Annotated[
-        str, typer.Option("--profile", help="Look also for what this site does not have.")
+        str, typer.Option("--profile", help="Also check the script against this profile.")
     ] = "",
 ) -> None:
-    """Look for mistakes in a batch script before Slurm meets them. Exit code 1 if there are any."""
+    """Find mistakes in a batch script before you submit it. The exit code is 1 if there are any."""
     from course_lib.cluster.lint.check import findings_text
     from course_lib.cluster.lint.check import lint_job as lint
     from course_lib.cluster.profile import read_profile
@@ -54,7 +54,7 @@ def lint_job(
 
 @cluster_app.command()
 def profiles() -> None:
-    """List the profiles there are, and which one is taken if none is named."""
+    """List the profiles, and mark the one that is taken by default."""
     from course_lib.cluster.profile import default_profile, profile_names, read_profile
 
     table = plain_table(
@@ -72,9 +72,9 @@ def profiles() -> None:
 
 @cluster_app.command()
 def init(
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: take what is found.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: take the values found.")] = False,
 ) -> None:
-    """Look around and write the profile `site` for where you are. Asks before it overwrites."""
+    """Write the profile `site` for this cluster or machine. Asks before it overwrites a file."""
     from course_lib.cluster.profile import OWN, find_cluster_folder, save_profile
     from course_lib.cluster.site import find_partitions, profile_of, profile_of_machine
 

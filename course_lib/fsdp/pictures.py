@@ -20,7 +20,7 @@ from course_lib.fsdp.lab import ring_sum_error_percent
 from course_lib.fsdp.moves import UnitSizes
 from course_lib.ranks.timing import Measured
 
-Steps = Mapping[str, Sequence[Event]]
+EventsByWay = Mapping[str, Sequence[Event]]
 _RANKS = [4, 16, 64, 256, 1024]
 
 
@@ -50,7 +50,7 @@ def freed_beside_kept(held: Mapping[str, Ledger], times_dp: float) -> tuple[Figu
 
 
 def prefetch_steps(
-    predicted: Steps, link: Link | str, measured: Mapping[str, Measured] | None = None
+    predicted: EventsByWay, link: Link | str, measured: Mapping[str, Measured] | None = None
 ) -> tuple[Figure, str]:
     """Draw rank 0's step on demand and with prefetch, both predicted, or measured beside one."""
     on_demand, prefetch = predicted
@@ -68,7 +68,7 @@ def prefetch_steps(
 
 
 def hybrid_steps(
-    predicted: Steps, link: TwoLevelLink | str, measured: Mapping[str, Measured] | None = None
+    predicted: EventsByWay, link: TwoLevelLink | str, measured: Mapping[str, Measured] | None = None
 ) -> tuple[Figure, str]:
     """Draw rank 0's step sharded over all ranks and with hybrid sharding, also as measured."""
     runs: dict[str, Sequence[Event]] = dict(predicted)
@@ -217,7 +217,7 @@ def _sawtooth(voices: Voices, length: int, title: str, unit: str) -> Figure:
     )
 
 
-def _of_rank_0(runs: Steps) -> dict[str, list[Event]]:
+def _of_rank_0(runs: EventsByWay) -> dict[str, list[Event]]:
     return {name: [one for one in events if one.rank == 0] for name, events in runs.items()}
 
 

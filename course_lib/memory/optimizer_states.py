@@ -49,7 +49,7 @@ def muon_bytes(shape: tuple[int, ...], hidden_matrix: bool) -> int:
 def state_table(model: nn.Module) -> dict[str, tuple[int, int | None]]:
     """Return for each optimizer the bytes of its state by formula, and of a real one after a step.
 
-    None where this environment has no such optimizer (8-bit Adam needs a GPU's kernels).
+    None where this environment has no such optimizer (8-bit Adam needs another package).
     """
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     hidden = {name for name in shapes if is_hidden_matrix(name, shapes[name])}
@@ -78,7 +78,7 @@ def state_rows(model: nn.Module) -> str:
     num_params = sum(param.numel() for param in model.parameters())
     lines = [f"{'optimizer state':<14}{'bytes per parameter':>22}{'formula':>14}{'measured':>14}"]
     for name, (formula, measured) in state_table(model).items():
-        held = "needs a GPU" if measured is None else f"{measured:,}"
+        held = "not measured" if measured is None else f"{measured:,}"
         lines.append(f"{name:<14}{formula / num_params:>23.3g}{formula:>14,}{held:>14}")
     return "\n".join(lines)
 

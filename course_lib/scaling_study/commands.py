@@ -13,23 +13,27 @@ from course_lib.core.plain_text import printable
 if TYPE_CHECKING:  # imported where it is used: `course --help` should not wait for PyTorch
     from course_lib.scaling_study.costing import Costing
 
-study_app = typer.Typer(rich_markup_mode=None, help="The scaling study: plan it, run it.")
+study_app = typer.Typer(rich_markup_mode=None, help="Plan and run the scaling study.")
 
 Name = Annotated[str, typer.Argument(metavar="STUDY", help="laptop, cluster or convergence.")]
-Models = Annotated[list[str] | None, typer.Option("--model", help="Only this model; repeatable.")]
-Strategies = Annotated[
-    list[str] | None, typer.Option("--strategy", help="Only this strategy; repeatable.")
+Models = Annotated[
+    list[str] | None, typer.Option("--model", help="Run only this model; repeatable.")
 ]
-StudyRanks = Annotated[list[int] | None, typer.Option("--ranks", help="Only so many; repeatable.")]
+Strategies = Annotated[
+    list[str] | None, typer.Option("--strategy", help="Run only this strategy; repeatable.")
+]
+StudyRanks = Annotated[
+    list[int] | None, typer.Option("--ranks", help="Run only this number of ranks; repeatable.")
+]
 ProfileName = Annotated[
     str | None,
     typer.Option("--profile", help="Where it runs: laptop, slurm, or the path of a profile."),
 ]
 StudyOut = Annotated[
-    Path | None, typer.Option("--out", help="Its folder; runs/study-STUDY without it.")
+    Path | None, typer.Option("--out", help="The study's folder. Default: runs/study-STUDY.")
 ]
 Html = Annotated[
-    Path | None, typer.Option("--html", metavar="PATH", help="Write tables and pictures there.")
+    Path | None, typer.Option("--html", metavar="PATH", help="Write a page of tables and pictures.")
 ]
 
 
@@ -42,7 +46,7 @@ def plan(
     profile: ProfileName = None,
     out: StudyOut = None,
 ) -> None:
-    """Say what a study runs, what is done, and what the rest will cost; start nothing."""
+    """Show what a study runs, what is done, and what the rest will cost. Starts nothing."""
     costing = _costing(name, models, strategies, ranks, profile, out)
     for table in costing.tables():
         Console().print(table, "")
@@ -59,10 +63,10 @@ def run(
     profile: ProfileName = None,
     out: StudyOut = None,
     resume: Annotated[
-        bool, typer.Option(help="Leave out what has a whole record; --no-resume: run all again.")
+        bool, typer.Option(help="Skip runs with a complete record; --no-resume: run all again.")
     ] = True,
 ) -> None:
-    """Run what of a study is not done: here one after the other, or as job arrays."""
+    """Run the part of a study that is not done: one run after the other here, or as job arrays."""
     from course_lib.scaling_study.run_local import run_all
     from course_lib.scaling_study.submit import submit_all
 
@@ -85,7 +89,7 @@ def report(
     ],
     page: Html = None,
 ) -> None:
-    """Say what the runs of a study came to: tables, and with --html pictures too."""
+    """Show the results of a study as tables; with --html, also as pictures."""
     from course_lib.scaling_study.report import notes, tables
     from course_lib.scaling_study.results import read_results
 

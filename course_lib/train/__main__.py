@@ -93,7 +93,7 @@ def train(
     checkpoint_format: o.CheckpointFormat = "course",
     resume: o.Resume = False,
 ) -> None:
-    """Train a GPT or a BERT, on one rank or on many, ranks = dp * pp * tp: the losses are the same.
+    """Train a GPT or a BERT on dp * pp * tp ranks, with the losses of one rank (without dropout).
 
     \b
     python -m course_lib.train --mesh dp=2,pp=2,tp=2 --schedule zb-h1 --micro-batch 1

@@ -31,9 +31,11 @@ ModelOption = Annotated[
         "config.json. A BERT: bert-tiny or bert-dialogues."
     ),
 ]
-Layers = Annotated[int | None, typer.Option(help="Layers, instead of the preset's.")]
-Hidden = Annotated[int | None, typer.Option(help="Width, instead of the preset's.")]
-Heads = Annotated[int | None, typer.Option(help="Attention heads, instead of the preset's.")]
+Layers = Annotated[int | None, typer.Option(help="Number of layers, instead of the preset's.")]
+Hidden = Annotated[int | None, typer.Option(help="Hidden size, instead of the preset's.")]
+Heads = Annotated[
+    int | None, typer.Option(help="Number of attention heads, instead of the preset's.")
+]
 Vocab = Annotated[
     int | None, typer.Option(help="Number of different synthetic tokens, instead of the preset's.")
 ]
@@ -54,7 +56,7 @@ StepsOption = Annotated[
 Epochs = Annotated[
     int | None, typer.Option(help="Instead of --steps: passes over all tokens of a text.")
 ]
-GlobalBatch = Annotated[int, typer.Option(help="Sequences in a step, all ranks together.")]
+GlobalBatch = Annotated[int, typer.Option(help="Sequences per step, all ranks together.")]
 MicroBatch = Annotated[
     int | None,
     typer.Option(
@@ -82,7 +84,7 @@ ModelChunks = Annotated[
 ]
 Seq = Annotated[
     int | None,
-    typer.Option(help="Tokens in a sequence. Default: 64, or the model's maximum if that is less."),
+    typer.Option(help="Tokens per sequence. Default: 64, or the model's maximum if that is less."),
 ]
 Optimizer = Annotated[str, typer.Option(help="sgd or adamw.")]
 Lr = Annotated[
@@ -103,7 +105,9 @@ ComputeDtype = Annotated[
 ]
 Reshard = Annotated[
     bool,
-    typer.Option(help="With fsdp and torch-fsdp: free a block between forward and backward."),
+    typer.Option(
+        help="With fsdp and torch-fsdp: free a block's gathered parameters after its forward."
+    ),
 ]
 BucketMib = Annotated[
     float, typer.Option(help="Bucket size in MiB, for ddp, torch-ddp and zero1 to zero3.")
@@ -121,9 +125,9 @@ ProfiledSteps = Annotated[
     ),
 ]
 SaveEvery = Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.")]
-Keep = Annotated[int, typer.Option(help="Checkpoints that stay; older ones are removed.")]
+Keep = Annotated[int, typer.Option(help="Number of checkpoints to keep; older ones are removed.")]
 AsyncSave = Annotated[
-    bool, typer.Option("--async-save", help="Train on while a checkpoint is written.")
+    bool, typer.Option("--async-save", help="Continue training while a checkpoint is written.")
 ]
 CheckpointFormat = Annotated[
     str,
@@ -134,6 +138,6 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         help="Continue from the latest whole checkpoint in --out. Ranks that torchrun or Slurm "
-        "has started again do so by themselves.",
+        "has restarted do this by themselves.",
     ),
 ]

@@ -12,7 +12,7 @@
 # - count a step's FLOP, read a published MFU, and say whether arithmetic, memory or a link limits
 #   speed.
 #
-# **Prerequisites:** Python and a little PyTorch. **Time:** about 75 minutes of reading and running,
+# **Prerequisites:** a little PyTorch. **Time:** about 75 minutes of reading and running,
 # 70 of exercises. Exercises 1 to 4 are *core*, 5 and 6 go *further*.
 #
 # | symbol | in code | meaning |
@@ -285,8 +285,9 @@ check("memory-4", layer_bytes)
 #
 # **The 34 is the count of that layer.** A Llama 3 layer has GQA, no dropout, and a *SwiGLU* MLP
 # (Shazeer 2020) of three matrices, $(\text{silu}(xW_g)\cdot{}xW_u)W_d$, which saves four tensors of
-# $f$ numbers per token. With flash attention (below), the layer saves in bf16
-# $sbh(12+4\,\frac{\text{kv\,hidden}}{h}+8\,\frac{f}{h})$ bytes: $41\,sbh$ for Llama-8B.
+# $f$ numbers per token. With flash attention (below), and norms that save only a bf16 input,
+# $sbh(12+4\,\frac{\text{kv\,hidden}}{h}+8\,\frac{f}{h})$ bytes are saved: $41\,sbh$ for Llama-8B.
+# (RMSNorm can save more; we measure LayerNorm.)
 
 # %% tags=["check"]
 from course_lib.memory import layer_coefficients
@@ -297,7 +298,7 @@ like_llama = replace(small, gated=True, num_kv_heads=2, ffn_hidden=7 * small.hid
 layers = {
     "GPT, written out, dropout": (small, {"flash": False, "dropout": True}),
     "GPT, flash": (small, {"flash": True}),
-    "SwiGLU and GQA, flash": (like_llama, {"flash": True}),
+    "SwiGLU, GQA, flash": (like_llama, {"flash": True}),
 }
 for name, (spec, how) in layers.items():
     c, d = layer_coefficients(spec, **how)
@@ -441,7 +442,7 @@ losses.clear()
 
 # %% [markdown]
 # **Without recompute and temporaries, the peak of a step with one micro-batch is at the start of
-# backward, or later if gradients outweigh activations. If memory grows in every step, look first
+# backward, or later if a layer's gradients outweigh its activations. If memory grows in every step, look first
 # for graphs that something keeps alive.**
 #
 # ## 6 What fits, and models that do not
@@ -634,6 +635,5 @@ gpu.allocate(16 * MIB)
 # - Korthikanti et al. 2022, *Reducing Activation Recomputation in Large Transformer Models*,
 #   section 4: the 34.
 # - Chowdhery et al. 2022, *PaLM*, section 4.1: MFU.
-# - Dao et al. 2022, *FlashAttention*: attention without scores in memory.
+# - Dao et al. 2022, *FlashAttention*: no scores in memory.
 # - Austin et al. 2025, *How to Scale Your Model*, chapters 1 and 5: rooflines of training.
-# - Tazi et al. 2025, *The Ultra-Scale Playbook*: profiled memory of Llama models.

@@ -273,7 +273,7 @@ check("tensor_parallel-3", rows_of_rank)
 #
 # <details><summary>Hint: the maximum</summary>
 # <code>dist.all_reduce(top, dist.ReduceOp.MAX)</code>, detached: it cancels out, so it needs no
-# gradient. Take one maximum per token; otherwise exp can overflow.
+# gradient. Without a maximum, exp can overflow; with one for all tokens, exp can be 0 everywhere.
 # </details>
 # <details><summary>Hint: the target is on another rank</summary>
 # With <code>local = targets - first</code>, the target is here if <code>(local >= 0) & (local <
@@ -555,8 +555,7 @@ show(*pictures.width_picture())
 #
 # The 3B model of Tazi et al. (2025; we assume $h=3072$) lies near NVLink's line at $p=8$. The
 # formula in the next picture adds the time of the FLOP (speed fitted at $p=2$) and of the bytes (at
-# the measured bandwidths). From 8 to 16 ranks (each with the largest batch that fits), what
-# fraction of its tokens/s does a GPU keep?
+# the measured bandwidths). From 8 to 16 ranks, what fraction of its tokens/s does a GPU keep?
 
 # %% tags=["predict"]
 guess_drop = predict("tokens/s per GPU on 16 ranks divided by those on 8 (like 3/4)")

@@ -55,8 +55,8 @@ from course_lib.ranks import RankError, Ranks
 #
 # Why did FSDP2 give up flat parameters (lesson 09)? A flat parameter is one 1-D tensor with one
 # dtype. If each parameter has its own shard, `.grad` keeps its number of dimensions, a unit can
-# contain frozen parameters of another dtype, and a checkpoint needs no flat layout. The price is
-# two copies, and up to $p-1$ rows of padding per parameter.
+# contain frozen parameters of another dtype, and a checkpoint needs no flat layout. The price:
+# each gather copies twice, and a parameter has up to $p-1$ rows of padding.
 #
 # A rank holds its shards, one whole block, and the root, which stays whole from forward to
 # backward. While a unit (also the root) is copied out of the buffer, the rank holds it twice. How
@@ -448,8 +448,8 @@ show(*pictures.losses_beside_fp32(losses))
 # If all $p$ ranks shard, they form one ring here, as slow as its slowest link: per unit, each rank
 # sends $3\frac{p-1}{p}S$ bytes in two gathers and a reduce-scatter. With hybrid sharding, it sends
 # only $2\frac{R-1}{R}\frac{S}{s}$ across nodes. (NCCL can build one ring per network adapter. Then
-# hybrid sharding gains less.) On 2 nodes of 2 ranks, what is the time of a fully sharded step,
-# divided by the time of a hybrid step?
+# hybrid sharding gains less.) On 2 nodes of 2 ranks, if layers take no time, what is the time of a
+# fully sharded step divided by that of a hybrid step?
 
 # %% tags=["predict"]
 fast = Link(name="fast Ethernet", latency_s=1e-3, bytes_per_s=40e6)
