@@ -442,8 +442,8 @@ losses.clear()
 
 # %% [markdown]
 # **Without recompute and temporaries, the peak of a step with one micro-batch is at the start of
-# backward, or later if a layer's gradients outweigh its activations. If memory grows in every step, look first
-# for graphs that something keeps alive.**
+# backward, or later if a layer's gradients outweigh its activations. If memory grows in every step,
+# look first for graphs that something keeps alive.**
 #
 # ## 6 What fits, and models that do not
 #

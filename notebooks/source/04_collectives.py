@@ -289,8 +289,8 @@ check("collectives-3", gather_on_ring)
 #
 # ## 4 All-reduce
 #
-# Data-parallel training needs an **all-reduce**: every rank gets the sum of all gradients. You have
-# written both halves. By what factor do the bytes that *each rank* sends grow when $p$ grows from 4
+# Data-parallel training needs an **all-reduce**: every rank gets the sum of gradients. Section 3
+# has both halves. By what factor do the bytes that *each rank* sends grow when $p$ grows from 4
 # to 4,000?
 
 # %% tags=["predict"]
@@ -350,7 +350,7 @@ check("collectives-4", mean_all_reduce)
 
 # %% [markdown]
 # **All-reduce = reduce-scatter + all-gather. On a ring: $2\frac{p-1}{p}\,n$ bytes per rank,
-# $2(p-1)$ steps.** Patarasuk and Yuan (2009) prove that no algorithm sends fewer bytes in total, if
+# $2(p-1)$ steps.** Patarasuk and Yuan (2009) prove that all ranks together cannot send less, if
 # only the ranks add.
 #
 # *A good place for a break.*
@@ -658,7 +658,7 @@ reveal(guess_order, "no")
 
 # %% [markdown]
 # There is no error: rank 0's loss was added to the others' gradients. Only the course's ranks print
-# the line `swapped`; elsewhere, compare with one process.
+# `swapped`; elsewhere, compare with a run on one rank.
 #
 # ## What to keep
 #

@@ -351,9 +351,9 @@ check("ddp-3", overlapped_step_s)
 # MB/s, and which at 20 MB/s, where the bytes alone take longer than backward?
 
 # %% tags=["predict"]
-guess_fast = predict("best number of buckets at 80 MB/s, a divisor of 24")
+guess_fast = predict("best number of buckets at 80 MB/s by formula, a divisor of 24")
 ### GUESS guess_fast.commit(6)
-guess_slow = predict("best number of buckets at 20 MB/s, a divisor of 24")
+guess_slow = predict("best number of buckets at 20 MB/s by formula, a divisor of 24")
 ### GUESS guess_slow.commit(12)
 
 # %% tags=["measured"]

@@ -523,8 +523,8 @@ for number in (1, 2, 4, 8, 16, 32):
 # ### Exercise 6 (further): the interleaved order
 #
 # Return one list per rank of `Action(kind, rank, micro_batch, model_chunk)`, for $v\ge2$.
-# Micro-batches run in rounds of $p$. In forward, a whole round runs in chunk 0, then in chunk 1,
-# and so on; in backward, the last chunk comes first. A rank's warm-up has $(v-1)p$ forwards, plus 2
+# Micro-batches run in rounds of $p$. In forward, a rank runs a whole round in its chunk 0, then 1,
+# and so on; in backward, its last chunk is first. A rank's warm-up has $(v-1)p$ forwards, plus 2
 # for each rank after it (at most $vm$). The rest is as in 1F1B. If $m$ is no multiple of $p$, raise
 # a `ValueError`. About 10 lines, 15 minutes.
 
