@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.records import Event, Ledger
 from course_lib.core.units import KIB, MIB
-from course_lib.cost.published import rows
+from course_lib.cost.published import playbook_data_parallel, rows
 from course_lib.display.compare import Voices, compare
 from course_lib.display.memory import memory
 from course_lib.display.timeline import timelines
@@ -167,16 +167,11 @@ def runs_at_scale() -> dict[str, dict[int, float]]:
         }
         for model in ("1b", "70b")
     )
-    plain_dp = {
-        int(row["x"]): float(row["value"])
-        for row in rows("ultrascale_figures")
-        if row["figure"].startswith("dp_scaling (1B") and row["series"] == "tokens_per_s_per_gpu"
-    }
     return {
         "8B, 16,384 tokens per GPU": titan,
         "70B, 16,384 per GPU": of_70b,
         "1B, 24,576 per GPU": of_1b,
-        "1B, plain DP, 1,048,576 tokens in all": plain_dp,
+        "1B, plain DP, 1,048,576 tokens in all": playbook_data_parallel(),
     }
 
 

@@ -61,19 +61,11 @@ class PlannedRun:
 
 # efficiency in per cent that the PCIe study of the lesson measured on two GPUs, about
 PUBLISHED: Mapping[str, float] = MappingProxyType({"ddp": 80.0, "zero1": 80.0, "tp": 60.0})
-# tokens/s per GPU by number of GPUs: data parallelism (ZeRO stage 0), 1.3 billion parameters, 256
-# sequences of 4096 tokens on any number; micro-batches of 1 sequence, and of 2 on 8 and 128 GPUs
-H100_TOKENS_PER_S: Mapping[int, float] = MappingProxyType(
-    {
-        int(row["x"]): float(row["value"])
-        for row in published.rows("ultrascale_figures")
-        if row["figure"].startswith("dp_scaling") and row["series"] == "tokens_per_s_per_gpu"
-    }
-)
+H100_TOKENS_PER_S: Mapping[int, float] = MappingProxyType(published.playbook_data_parallel())
 H100_BATCH = 256 * 4096
 H100_SOURCE = (
-    "Tazi et al. 2025, The Ultra-Scale Playbook, benchmark runs dp_scaling: data parallelism, 1.3 "
-    "billion parameters, 256 sequences of 4096 tokens, in micro-batches of 1 (on 8 and 128 GPUs: 2)"
+    "Tazi et al. 2025, The Ultra-Scale Playbook, benchmark runs: data parallelism, 1.3 billion "
+    "parameters, 256 sequences of 4096 tokens, in micro-batches of 1"
 )
 # made up for the lesson, in the words of `nvidia-smi topo -m`: two pairs on two sockets
 EXAMPLE_LINKS = (

@@ -104,7 +104,8 @@ def notes(results: Results) -> list[str]:
     said += [
         "The first quarter of the steps is warm-up and left out. Factor, efficiency and overhead "
         "compare with the run of one rank on the same batch. The prediction takes its speed of "
-        "computing from that run, and only the splitting from formulas. TFLOP/s are per rank."
+        "computing from that run, and only the splitting from formulas. TFLOP/s are per rank. "
+        "Utilized is the share of the time in which a rank's core or GPU was busy."
     ]
     if any(result.prediction.machine.cores is not None for result in results.judged()):
         said.append(

@@ -21,7 +21,7 @@
 # | $p$ | `p` | ranks; rank $r$ holds stage $r$ |
 # | $m$ | `m` | micro-batches of one batch |
 # | $v$ | `num_model_chunks` | model chunks on each rank |
-# | $F$, $B$ | `forward_s`, `backward_s` | seconds of a micro-batch's forward, backward |
+# | $F$, $B$ | `forward_s`, `backward_s` | seconds per micro-batch (in `BatchCost`: per batch) |
 # | $I$, $W$ | `backward_input`, `backward_weight` | halves of a backward (section 10); $B=I+W$ |
 
 # %%
@@ -611,12 +611,12 @@ print(cost.bubble_rate_table())
 # *every* rank as many micro-batches in flight as 1F1B has on the first. The last lines of the
 # output compare our simulator with Qi et al. 2024 (table 5).
 #
-# **In these schedules, a smaller bubble costs memory, at least on later ranks, and with chunks also
-# messages.**
+# **Compared with 1F1B, a smaller bubble costs memory here, at least on later ranks, and with chunks
+# also messages.**
 #
 # ## 11 An open puzzle
 #
-# Which order is best for given $p$, $m$, memory and $F:I:W$? We know of no general formula.
+# Which order is best for given $p$, $m$, memory and $F:I:W$?
 #
 # ### Exercise 7 (further): the shortest step
 #
@@ -668,7 +668,8 @@ from course_lib.checks.pipeline.scores import scores
 print(scores(pack))
 
 # %% [markdown]
-# The bound holds for orders with one chunk per rank. ZB-V, with two chunks, is faster here.
+# The bound holds for one chunk per rank. ZB-V, with two chunks, is faster here, and
+# ZB-H1 can be.
 #
 # **The best schedule depends on times and memory: simulate, then search.**
 #

@@ -98,7 +98,7 @@ for zero, stage in enumerate(stages, start=1):
 show(*pictures.states_on_ranks(num, [*worlds], held_kib))
 
 # %% [markdown]
-# **With Adam in mixed precision, only the optimizer needs 12 of the 16 bytes per parameter. One
+# **With Adam in mixed precision, 12 of the 16 bytes per parameter serve only the optimizer. One
 # owner per parameter is enough for these bytes.**
 #
 # ## 2 One flat parameter, equal shards
@@ -219,8 +219,8 @@ check("zero-2", ShardedStep)
 # ### Exercise 3 (core): shards of gradients
 #
 # `on_grad` is called when `param.grad` is complete. If this completes a bucket, reduce-scatter the
-# bucket, and return only when this is done. The calls for different buckets may be mixed, and each
-# rank may see the parameters of a bucket in a different order. Backward may run several times
+# bucket, and return only when this is done. Parameters may come in any order, also mixed between
+# buckets, but all ranks complete the buckets in the same order. Backward may run several times
 # before a step: add up the shards of the means. Budget: one reduce-scatter per bucket, in the
 # gradients' dtype; afterwards only the shards are alive. About 10 lines, 20 minutes.
 #

@@ -67,7 +67,7 @@ run_all(costing)  # what `course study run laptop --model tiny` calls
 records = read_runs(folder)
 two, one = (aggregate([r for r in records if r.world_size == n]) for n in (2, 1))
 reveal(guess_two, two.tokens_per_s / one.tokens_per_s)
-print(f"the cost model said {on_paper[1] / on_paper[0]:.2f}, before it had seen a run")
+print(f"the cost model said {on_paper[1] / on_paper[0]:.2f}, before it had seen your runs")
 print(f"a line of a record: {records[-1].steps[0]}")
 
 # %% [markdown]
@@ -199,9 +199,9 @@ print(f"fixed: {1e3 * split.fixed_s:.1f} ms; at least 80 % on up to {split.most_
 show(*pictures.published_scaling())
 
 # %% [markdown]
-# These two runs predict the throughput on 64 and 128 GPUs within 2 %. On 256 GPUs, each GPU has
-# only one sequence. Most likely, its backward pass is too short to hide the all-reduce, so the
-# fixed part has grown. A fit holds only while the bottleneck stays the same.
+# These two runs predict the throughput on 64 GPUs within 2 %. With more GPUs it is lower than
+# predicted, so the fixed part has grown. Most likely, the all-reduce takes longer between more
+# nodes (lesson 05). A fit holds only while the bottleneck stays the same.
 #
 # **An efficiency needs a baseline with the same model, batch and accumulation.**
 #
@@ -326,8 +326,8 @@ show(*pictures.states(zero, zero_name))
 
 # %% [markdown]
 # At stage 1, each of the three kinds has exactly the formula's bytes. From stage 2 on, the
-# gradients have more: memory was read at the end of the last backward pass, when some whole
-# gradients still waited to be sent. *When* you measure is part of the result.
+# gradients have more: memory was read at the end of the last backward pass, while the last bucket,
+# the whole gradient of the embedding, was being sent. *When* you measure is part of the result.
 #
 # Before you trust a speed, ask whether the runs computed *the same*:
 
@@ -381,9 +381,9 @@ show(*pictures.digits_of_losses(one.losses, {"DDP": two.losses, "the wrong run":
 # $N$, as Hoffmann et al. 2022 do (appendix F); Kaplan et al. do not. $6ND$ omits attention scores;
 # our cost model counts them.
 #
-# First the cell prints what the PCIe study measured on two GPUs. On four GPUs, over several PCIe
-# bridges, all its efficiencies fell strongly; ZeRO's stayed highest, at about 60 %. Small models
-# gained nothing, pipelines were poor, and ZeRO-2 was slower than ZeRO-1 and 3. Move the sliders.
+# First the cell prints what the PCIe study measured on two GPUs. Small models gained nothing there,
+# pipelines were poor, and ZeRO-2 was slower than ZeRO-1 and 3. On four GPUs, over several PCIe
+# bridges, all efficiencies fell strongly; ZeRO's stayed highest, at about 60 %. Move the sliders.
 # What can formulas predict, and what not?
 
 # %% tags=["picture"]
@@ -399,8 +399,8 @@ study_explorer()
 
 # %% [markdown]
 # On two GPUs, the predictions for TP and ZeRO-1 are close to the measured values; DP's is too high.
-# On four GPUs over bridges, all measured values fell strongly, but the pipeline's prediction does
-# not. The formulas favor pipelines, above all those of small models, because they ignore the time
+# On four GPUs over bridges, all measured values fell strongly, but the pipeline's prediction falls
+# least. The formulas favor pipelines, above all those of small models, because they ignore the time
 # to launch kernels. And they count all of ZeRO's messages as exposed.
 #
 # A machine's links form a *matrix* (`nvidia-smi topo -m`). The picture shows your machine's matrix
@@ -423,8 +423,8 @@ own = (mine, "This machine") if len(mine) > 1 else (lab.EXAMPLE_LINKS, "An examp
 show(*pictures.link_matrix(*own))
 
 # %% [markdown]
-# **Formulas give a first, rough ranking of the methods. The matrix of links tells which GPUs to ask
-# for.**
+# **What formulas leave out can reverse a ranking: measure. The matrix of links tells which GPUs to
+# ask for.**
 #
 # ## 6 Faster steps, or fewer?
 #
@@ -479,7 +479,7 @@ plan = cost_study(find_study("cluster"), site, Path("runs/study-cluster"))
 wall_hours, gpu_hours = hours(plan.predictions)
 reveal(guess_hours, gpu_hours)
 print(f"{len(plan.predictions)} runs, {wall_hours:.1f} hours one after the other")
-print(f"a learner may have {site.limits.gpu_hours:g} GPU-hours, {site.limits.max_jobs} jobs")
+print(f"limits: {site.limits.gpu_hours:g} GPU-hours, {site.limits.max_jobs} jobs at a time")
 
 # %% [markdown]
 # ### Exercise 4 (further): the bill

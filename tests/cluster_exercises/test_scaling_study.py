@@ -186,11 +186,11 @@ def test_two_runs_split_a_step_and_predict_the_next():
 def test_published_runs_follow_the_split_until_the_bottleneck_changes():
     step_s = {gpus: H100_BATCH / gpus / rate for gpus, rate in H100_TOKENS_PER_S.items()}
     split = StrongScaling.of(step_s[16], 2, step_s[32])
-    for gpus, off in {64: 0.02, 128: 0.02}.items():
-        assert step_s[gpus] == pytest.approx(split.step_s(gpus // 16), rel=off)
+    assert step_s[64] == pytest.approx(split.step_s(4), rel=0.02)
+    assert step_s[128] > 1.05 * split.step_s(8)
     assert step_s[256] > 1.15 * split.step_s(16)
     assert published_scaling()[1].startswith(
-        "Throughput against a fit to 16 and 32 GPUs: +2 % on 128, -19 % on 256"
+        "Throughput against a fit to 16 and 32 GPUs: -6 % on 128, -19 % on 256"
     )
 
 

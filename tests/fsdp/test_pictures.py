@@ -88,8 +88,8 @@ def test_published_runs_keep_more_speed_with_as_many_tokens_per_gpu():
     assert runs["8B, 16,384 tokens per GPU"] == {8: 6667, 128: 6514}
     assert [*runs["70B, 16,384 per GPU"]] == [512, 256, 128]
     kept = [found[min(found) * 4] / found[min(found)] for found in [*runs.values()][1:]]
-    assert kept == pytest.approx([1007 / 1058, 39837 / 44123, 35367.61 / 40149.94])
+    assert kept == pytest.approx([1007 / 1058, 39837 / 44123, 35368 / 39273])
     figure, alt = pictures.fsdp_at_scale()
     assert "keeps 98 % of its tokens/s" in title_of(figure)
-    assert "66 % if it has fewer" in title_of(figure)
-    assert alt.endswith("plain DP on 256: 39 %")
+    assert "62 % if it has fewer" in title_of(figure)
+    assert alt.endswith("plain DP on 256: 40 %")

@@ -17,6 +17,17 @@ def tables() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.csv"))
 
 
+def playbook_data_parallel() -> dict[int, float]:
+    """Return tokens/s per GPU, by number of H100s, of a 1.3B model under plain data parallelism.
+
+    All runs share 256 sequences of 4,096 tokens in micro-batches of one sequence (ZeRO stage 0).
+    Source: Tazi et al. 2025, The Ultra-Scale Playbook, the benchmark runs of `ultrascale.csv`
+    """
+    plain = {"model": "1B", "tp": "1", "pp": "1", "zero": "0", "mbs": "1", "status": "ok"}
+    runs = [row for row in rows("ultrascale") if plain.items() <= row.items()]
+    return {int(row["dp"]): float(row["tok_s_gpu"]) for row in runs}
+
+
 def rows(name: str) -> list[dict[str, str]]:
     """Return the rows of a published table; `source` says where each was read.
 
