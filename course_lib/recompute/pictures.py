@@ -192,7 +192,7 @@ def product_errors() -> tuple[Figure, str]:
         log=True,
         note="random matrices, 256 x 256; error of all rows but the one with the outlier",
     )
-    most = {name: f"{name} has at most {max(errors[name]):.0f} %" for name in ("MXFP8", "MXFP4")}
+    most = {name: f"{name} has at most {max(errors[name]):.1f} %" for name in ("MXFP8", "MXFP4")}
     return figure, f"{title}: {', '.join(most.values())}"
 
 

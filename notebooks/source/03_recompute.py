@@ -122,7 +122,7 @@ check("recompute-1", redo)
 
 # %% [markdown]
 # From here on we use the course's `recompute(fn, *args)`, which takes any arguments. PyTorch's
-# version is `torch.utils.checkpoint`; PyTorch and many papers call the method *activation
+# version is `torch.utils.checkpoint`; many papers call the method *activation
 # checkpointing*. Do both give the gradients of a run without recompute, to the last bit?
 
 # %% tags=["check"]
@@ -152,8 +152,8 @@ print("torch.utils.checkpoint:", torch.equal(theirs, plain))
 # Take a chain of $L=64$ thin layers, each of which keeps one tensor for backward. If the whole
 # chain is one segment, forward keeps 1 tensor, but backward needs all 64 at once. If each layer is
 # a segment, forward keeps 64 inputs. Neither saves anything. With segments of $k$ layers, the peak
-# is $\lceil L/k\rceil + k$ tensors: the inputs of all segments, and the tensors of the one segment
-# that is being recomputed. How low can the peak get?
+# is at most $\lceil L/k\rceil + k$ tensors (exactly that if $k$ divides $L$): all segments' inputs,
+# and the tensors of the one segment that is being recomputed. How low can it get?
 
 # %% tags=["predict"]
 guess = predict("lowest peak of 64 thin layers", unit="tensors")
@@ -191,12 +191,12 @@ tensors = {k: num_bytes / x.nbytes for k, num_bytes in peaks.items()}
 show(*pictures.segment_peaks(64, {k: peak_of(64, k) for k in ks}, tensors))
 
 # %% [markdown]
-# Here the best $k$ is $\sqrt L$ (Chen et al. 2016): for one more forward, the peak is $2\sqrt L$
-# tensors instead of $L$.
+# Here the best $k$ is $\sqrt L$ (Chen et al. 2016): one more forward lowers the peak from $L$ to
+# $2\sqrt L$ tensors.
 #
 # ### Exercise 2: the best segment
 #
-# A real block keeps more than its input: $A > i$. Which $k$ has the lowest peak
+# A real block keeps more than its input: $A > i$. Which $k$ minimizes
 # $\lceil L/k\rceil\, i + k A$? About 4 lines, 5 minutes.
 
 
@@ -215,7 +215,8 @@ check("recompute-2", best_segment)
 
 # %% [markdown]
 # How much does a transformer block keep? With fused attention, a GPT block with dropout keeps 34
-# bytes for every 2 bytes of its bf16 input (lesson 01), so $A = 17\,i$. Four models:
+# bytes for every 2 bytes of its bf16 input (lesson 01), so $A = 17\,i$. (This $A$ contains the
+# input, so the formula counts one $i$ twice.) Four models:
 
 # %%
 from course_lib.memory.layer_bytes import TORCH_CPU, Pass, total
@@ -230,16 +231,15 @@ for name in ("gpt2", "megatron-175b", "llama-70b", "llama-405b"):
     print(f"the lowest is {peaks[best]:5.1f} i, with k = {best}")
 print("A = 17 i, L = 80, k = 1, 2, 3:", *(f"{peak_of(80, k, A=17)} i" for k in (1, 2, 3)))
 thin = max(L for L in range(2, 81) if peak_of(L, 1, A=17) <= peak_of(L, 2, A=17))
-print(f"A = 17 i: k = 1 is best up to L = {thin}")
+print(f"A = 17 i: by the formula, k = 1 is best up to L = {thin}")
 
 # %% [markdown]
 # Without rounding up, the best $k$ is $\sqrt{L\,i/A}$ (Narayanan et al. 2021, section 3.5, find
-# 1 or 2 in most cases). The larger $A$ is, the smaller is the best $k$. For $A = 17\,i$, the best
-# $k$ is 1 up to $L = 35$. For the three deeper models above, segments of 2 or 3 blocks lower the
+# 1 or 2 in most cases). The larger $A$ is, the smaller is the best $k$: for $A = 17\,i$, it is 1 up
+# to about $L = 35$. For the three deeper models above, segments of 2 or 3 blocks lower the
 # peak by a fifth to a third. They cost no more FLOPs, because every block still runs forward twice.
-# In Megatron-LM the options are `--recompute-granularity full --recompute-method uniform
-# --recompute-num-layers k`. *Full recompute* usually means $k = 1$ (Korthikanti et al. 2022,
-# section 5), also in the rest of this lesson.
+# *Full recompute* usually means $k = 1$ (Korthikanti et al. 2022, section 5), also in the rest of
+# this lesson.
 #
 # ### Exercise 3: every k-th input
 #
@@ -322,7 +322,7 @@ print("formula - measurement:", [predicted[how] - held[how].peak_bytes() for how
 # %% [markdown]
 # The scores add $5as/h$ to 34, with $a$ heads, $s$ tokens and hidden size $h$ (lesson 01). At a
 # fixed $s$, wider heads ($h/a$) make their share smaller. Here are large models on 8
-# tensor-parallel GPUs (lesson 07). The published values are calculated, too (Korthikanti et al.
+# tensor-parallel GPUs. The published values are calculated, too (Korthikanti et al.
 # 2022):
 
 # %% tags=["picture"]
@@ -575,7 +575,7 @@ show(*pictures.product_errors())
 # %% [markdown]
 # In E4M3, one scale tolerates outliers of up to about 10,000 standard deviations here. Beyond that,
 # more and more of the other numbers become 0. With blocks, an outlier harms at most the 31 other
-# numbers of its block. Without outliers, MXFP8 is even a little worse than one scale: the scales of
+# numbers of its block. Without outliers, MXFP8 is a little worse than one scale: the scales of
 # its blocks are rounded *down* to a power of two, so the largest numbers of many blocks saturate.
 # Scales rounded up (Mishra et al. 2025) repair that.
 #
@@ -629,8 +629,8 @@ show(*pictures.format_losses(losses))
 
 # %% [markdown]
 # **A scale for each block confines an outlier's damage to the block.** After these 100 steps, the
-# losses rank like the product's errors without outliers: bf16, FP8, MXFP8 with scales rounded down,
-# MXFP4.
+# losses rank like the errors of the forward product without outliers: bf16, FP8, MXFP8 with scales
+# rounded down, MXFP4.
 #
 # A hundred steps say little about a long training. Published runs had losses close to those in 16
 # bits: emulated FP8, up to 175B parameters (Micikevicius et al. 2022, section 4.1); FP8 in blocks

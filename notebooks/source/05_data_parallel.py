@@ -164,7 +164,7 @@ check("data_parallel-1", make_equal)
 # a larger one. About 4 lines.
 #
 # <details><summary>Hint: None has no all_reduce</summary>
-# A frozen or unused parameter has no gradient: skip it.
+# A frozen parameter, or one that no rank uses, has no gradient: skip it.
 # </details>
 
 
@@ -469,7 +469,7 @@ show(*pictures.staleness(slowdowns, free_s[0], frees))
 # %% [markdown]
 # Over *all* updates, the mean staleness is $w - 1$, whatever the speeds: at each update, the
 # $w - 1$ other workers are computing one gradient each, and the update makes each of these older by
-# one. (In a short run it is a little lower, because the first gradients are fresh.)
+# one. (A run that ends has a lower mean, because unfinished gradients are not counted.)
 #
 # Does staleness hurt? We train the GPT of section 3. Each worker has its own data, rank 3 is a
 # straggler, and the learning rate is the same. A BSP update uses the mean of three fresh gradients,
@@ -637,15 +637,13 @@ show(*pictures.local_sgd(periods, losses))
 #
 # - Use one process per device: threads share one interpreter, and `DataParallel` copies the model
 #   in every step.
-# - Broadcast parameters and buffers once; take the mean gradient in every step. This keeps equal
-#   replicas equal, but does not make different ones equal.
+# - Broadcast parameters and buffers at the start; take the mean gradient in every step. This keeps
+#   equal weights equal, but does not make different ones equal.
 # - Use one shuffled order for all ranks, a new one in each epoch; weight uneven batches by their
 #   items.
 # - BSP is as fast as its slowest rank, and gives the results of one process. Asynchronous training
 #   has a mean staleness of $w - 1$.
 # - Local SGD and DiLoCo send $\frac1H$ of the bytes, but the replicas drift apart.
-#
-# Lesson 06 starts communication during backward.
 #
 # ## Read on
 #

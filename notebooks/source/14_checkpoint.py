@@ -530,7 +530,7 @@ for name, one in rows.items():
 # - `.metadata` and the non-tensor values in the data files are **pickles, and loading a pickle can
 #   run any code**. Our `load_dcp` allows only the classes that a checkpoint needs. Safetensors and
 #   JSON cannot contain code.
-# - DCP saves no hashes (PyTorch 2.13).
+# - DCP checks no hashes (PyTorch 2.13).
 #
 # **Both formats save boxes; never unpickle a file that you do not trust.**
 #
@@ -572,7 +572,8 @@ shutil.rmtree(FOLDER)
 # **Read on**
 #
 # - Young 1974, *A first order approximation to the optimum checkpoint interval*: two pages.
-# - Daly 2006, *A higher order estimate of the optimum checkpoint interval*: restarts, short MTBF.
+# - Daly 2006, *A higher order estimate of the optimum checkpoint interval for restart dumps*:
+#   short MTBF.
 # - Grattafiori et al. 2024, *The Llama 3 Herd of Models*, section 3.3.4: what fails, and how often.
 # - PyTorch documentation, `torch.distributed.checkpoint`: planners, async, resharding.
 # - Pillai et al. 2014, *All file systems are not created equal*: what a crash leaves of your files.

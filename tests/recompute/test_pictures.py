@@ -59,7 +59,7 @@ def test_the_outliers_that_ruin_a_product_are_told():
     figure, alt = pictures.product_errors()
     title = "an outlier of 100 ruins FP4, one of 10\u2076 ruins FP8; blocks confine the damage"
     assert title in heading(figure)
-    assert alt.endswith("MXFP8 has at most 4 %, MXFP4 has at most 16 %")
+    assert alt.endswith("MXFP8 has at most 4.1 %, MXFP4 has at most 16.1 %")
 
 
 def test_losses_are_compared_over_the_last_steps():
