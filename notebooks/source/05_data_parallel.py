@@ -271,8 +271,8 @@ guess_twice = predict("items read twice, 10 items on 4 ranks")
 # Shuffle all items in an order that depends on the epoch and **not** on the rank. Then give each
 # rank equally many items, in turn or in blocks. If items are missing at the end, repeat the order
 # from its beginning, as often as necessary. `torch.randperm(n, generator=...)` shuffles; seed the
-# generator, and do not change the global random state. The same call gives the same numbers in
-# every process, in a new list. About 3 lines.
+# generator, and do not change the global random state. For equal arguments, return
+# equal numbers in every process, in a new list. About 3 lines.
 #
 # <details><summary>Hint: some items are never read</summary>
 # If each rank shuffles in its own way, the ranks do not share one order.
@@ -472,8 +472,8 @@ show(*pictures.staleness(slowdowns, free_s[0], frees))
 # one. (A run that ends has a lower mean, because unfinished gradients are not counted.)
 #
 # Does staleness hurt? We train the GPT of section 3. Each worker has its own data, rank 3 is a
-# straggler, and the learning rate is the same. A BSP update uses the mean of three fresh gradients,
-# an asynchronous update one gradient, mostly a stale one. Which run has the lower loss after 40
+# straggler, and both runs have learning rate 0.3. A BSP update uses the mean of three fresh
+# gradients, an asynchronous update one gradient, mostly a stale one. Which run has the lower loss after 40
 # updates, and which after two seconds?
 
 # %% tags=["predict"]
@@ -637,8 +637,8 @@ show(*pictures.local_sgd(periods, losses))
 #
 # - Use one process per device: threads share one interpreter, and `DataParallel` copies the model
 #   in every step.
-# - Broadcast parameters and buffers at the start; take the mean gradient in every step. This keeps
-#   equal weights equal, but does not make different ones equal.
+# - Broadcast parameters and buffers at the start; take the mean gradient in every step. The mean
+#   keeps equal weights equal, but does not make different ones equal.
 # - Use one shuffled order for all ranks, a new one in each epoch; weight uneven batches by their
 #   items.
 # - BSP is as fast as its slowest rank, and gives the results of one process. Asynchronous training

@@ -14,8 +14,7 @@
 # - say when communication takes longer than computation, and what can be overlapped;
 # - write the two collectives of sequence parallelism, and derive the memory that it saves.
 #
-# **Prerequisites:** lessons 01 and 04. **Time:** about 75 minutes to read and run, 80 for
-# exercises.
+# **Prerequisites:** lessons 01, 04. **Time:** about 75 minutes to read and run, 80 for exercises.
 #
 # | symbol | in code | meaning |
 # |---|---|---|
@@ -164,7 +163,7 @@ check("tensor_parallel-1", together)
 # Each rank computes its part inside a *region*; the course's `copy_to_region` (f) opens it,
 # `reduce_from_region` (g) closes it.
 #
-# Lesson 04 lists `all_reduce` as the backward of `all_reduce` (`all_reduce_both`); here it is the
+# Lesson 04 lists `all_reduce` as the backward of `all_reduce`; here it is the
 # identity. Both are right. There, each rank has a loss *of its own*, and the total is their
 # **sum**; here, the loss is *the same* on all, and **counts once**. On four ranks with the same
 # loss $y = x_0 + \dots + x_3$, the gradient of $x_0$ is 4 if the losses are summed, and 1 if $y$
@@ -266,14 +265,15 @@ check("tensor_parallel-3", rows_of_rank)
 #
 # ### Exercise 4 (further): the loss of split logits
 #
-# This rank has the logits of the tokens `first`, `first + 1` ... Targets of -100 have no loss.
-# Return the mean over the others, on every rank, in the logits' dtype or a wider one; leave the
-# arguments unchanged. Budget: at most 3 all-reduces for both passes together, 3 values per token in
-# total. About 10 lines, 20 minutes.
+# This rank has the logits of vocabulary entries `first`, `first + 1` ... Targets of -100 have no
+# loss. Return the mean over the others, on every rank, in the logits' dtype or a wider one; leave
+# the arguments unchanged. Budget: at most 3 all-reduces for both passes together, 3 values per
+# token in total. About 10 lines, 20 minutes.
 #
 # <details><summary>Hint: the maximum</summary>
 # <code>dist.all_reduce(top, dist.ReduceOp.MAX)</code>, detached: it cancels out, so it needs no
-# gradient. Without a maximum, exp can overflow; with one for all tokens, exp can be 0 everywhere.
+# gradient. Without a maximum, exp can overflow; with one for all tokens, a token's exps can all be
+# 0.
 # </details>
 # <details><summary>Hint: the target is on another rank</summary>
 # With <code>local = targets - first</code>, the target is here if <code>(local >= 0) & (local <
@@ -442,7 +442,7 @@ for name in ["ours"] if missing("megatron.core") else ["ours", "Megatron-Core"]:
 #
 # On the residual stream, which all ranks hold, dropout must draw *the same* mask on all ranks; on
 # the heads, which are split, masks must differ. With a *different* seed on each rank, are the
-# norms' weights still the same after 5 steps?
+# norms' weights still equal on both ranks after 5 steps?
 
 # %% tags=["predict"]
 guess_alike = predict("different seeds: are the norms still the same?", choices=("yes", "no"))
@@ -555,7 +555,7 @@ show(*pictures.width_picture())
 #
 # The 3B model of Tazi et al. (2025; we assume $h=3072$) lies near NVLink's line at $p=8$. The
 # formula in the next picture adds the time of the FLOP (speed fitted at $p=2$) and of the bytes (at
-# the measured bandwidths). From 8 to 16 ranks, what fraction of its tokens/s does a GPU keep?
+# the bandwidths they measured). From 8 to 16 ranks, what fraction of its tokens/s does a GPU keep?
 
 # %% tags=["predict"]
 guess_drop = predict("tokens/s per GPU on 16 ranks divided by those on 8 (like 3/4)")
@@ -579,7 +579,7 @@ from course_lib.tensor_parallel.explorer import degree_explorer
 degree_explorer()
 
 # %% [markdown]
-# **Keep tensor parallelism among GPUs that NVLink connects; use another axis beyond them.**
+# **Keep tensor parallelism among GPUs that NVLink connects; use other methods beyond them.**
 #
 # ## 8 Sequence parallelism
 #
@@ -686,7 +686,8 @@ check("tensor_parallel-6", in_region)
 # But a weight gradient needs the *whole* input of its region. Without `overlap`, our layers keep
 # the gathered inputs: $4\,sbh$. With `overlap`, as in Megatron-LM, a rank keeps its own tokens and
 # **gathers again in backward**, while it computes the input gradient; then it sends $5/4$ of the
-# bytes. On 4 ranks, what fraction of the bytes that plain tensor parallelism *keeps* is left?
+# bytes. On 4 ranks, with $5as/h=20$, what fraction of plain tensor parallelism's *kept* bytes is
+# left?
 
 # %% tags=["predict"]
 guess_kept = predict("bytes kept when gathering again, divided by plain (like 2/3)")
@@ -719,4 +720,4 @@ show(*pictures.layer_memory(tiny, 2, 64, whole, kept))
 # - Korthikanti et al. 2022, *Reducing Activation Recomputation*, section 4: sequence parallelism.
 # - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training*, section 3.
 # - Wang et al. 2024, *Introducing Async Tensor Parallelism in PyTorch*.
-# - Tazi et al. 2025, *The Ultra-Scale Playbook*, "Tensor Parallelism": the H100 measurements.
+# - Tazi et al. 2025, *The Ultra-Scale Playbook*, "Tensor Parallelism".
