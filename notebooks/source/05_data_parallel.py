@@ -473,8 +473,8 @@ show(*pictures.staleness(slowdowns, free_s[0], frees))
 #
 # Does staleness hurt? We train the GPT of section 3. Each worker has its own data, rank 3 is a
 # straggler, and both runs have learning rate 0.3. A BSP update uses the mean of three fresh
-# gradients, an asynchronous update one gradient, mostly a stale one. Which run has the lower loss after 40
-# updates, and which after two seconds?
+# gradients, an asynchronous update one gradient, mostly a stale one. Which run has the lower loss
+# after 40 updates, and which after two seconds?
 
 # %% tags=["predict"]
 sides = ("BSP", "asynchronous")
