@@ -4,7 +4,8 @@ torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 cluster/exercise
 
 A model takes a few steps under our FSDP in several ways, and under PyTorch's `fully_shard`; they
 take turns, so that other load on the network affects all of them alike. `--model gpt2-char` and
-`--model bert-dialogues` have the sizes of Jin, Zhang and Huang 2023 (lesson 10, section 10).
+`--model bert-dialogues` have as many parameters as the models of Jin, Zhang and Huang 2023
+(lesson 10, section 10).
 Predict first: which way is fastest, which keeps least? Run it on 1, 2 and 4 GPUs of a node, then on
 two nodes. Each rank writes its run record to runs/10_fsdp, or where `--record-to` says.
 """

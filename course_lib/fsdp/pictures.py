@@ -192,7 +192,7 @@ def fsdp_at_scale() -> tuple[Figure, str]:
         log=True,
         source="8B: TorchTitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3; 70B "
         "(FULL_SHARD) and 1B (SHARD_GRAD_OP): MosaicML, LLM Foundry, scripts/train/benchmarking; "
-        "plain DP: Tazi et al. 2025, The Ultra-Scale Playbook, dp_scaling",
+        "plain DP: Tazi et al. 2025, The Ultra-Scale Playbook, micro-batches of one sequence",
     )
     return figure, f"{title}; plain DP on 256: {100 * plain_dp[256] / plain_dp[8]:.0f} %"
 

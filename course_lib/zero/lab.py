@@ -43,7 +43,8 @@ H100_SOURCE = (
 )
 
 CHANGES = (  # the methods of a flat parameter after which a rank may own other bytes
-    *("gather", "free", "accumulate", "launch_reduce_scatter", "wait_reduce_scatter"),
+    *("gather", "free", "_open_buffer", "accumulate"),
+    *("launch_reduce_scatter", "wait_reduce_scatter"),
     *("copy_grads_to_masters", "copy_masters_to_params", "clear_grads"),
 )
 

@@ -186,8 +186,8 @@ reveal(guess_wait, "yes" if wrong[0] == right[0] else "no")
 # bucket $i-1$: the ready order may differ between ranks. In `finish`, wait, and leave the mean in
 # every `param.grad`. `ready` is for parameters with a complete gradient, `in_flight` for sent
 # buckets. Budget: one all-reduce per bucket, in the dtype of its gradients. Your code must also
-# work with several models, and with a gradient that is transposed in memory or zero on one rank;
-# inf and nan must stay as they are. About 15 lines.
+# work with two models at once, and with a gradient that on one rank is zero, or transposed in
+# memory; inf and nan must stay as they are. About 15 lines.
 #
 # <details><summary>Hint: the ranks make different calls</summary>
 # Send bucket <code>self.next</code>, not the bucket of this <code>param</code>; repeat while the
@@ -339,7 +339,7 @@ def overlapped_step_s(forward_s, backward_s, all_reduce_s):
 check("ddp-3", overlapped_step_s)
 
 # %% [markdown]
-# **In this model, only communication after backward makes the step longer: the last all-reduce, and
+# **By formula, only communication after backward makes the step longer: the last all-reduce, and
 # those that queue before it.**
 #
 # ## 5 How many buckets?
@@ -428,7 +428,7 @@ print(f"{len(often)} messages, in all {sum(often)} bytes; no_sync {len(once)}, {
 # Every `param.grad` is None at first. At the end it must be the gradient of the mean over all
 # micro-batches *and* ranks; inf and nan must stay as they are. Each bucket is sent once, during the
 # last backward. Micro-batches have equal weights, even with different numbers of items. Keep one
-# autograd graph at a time (a variable may still hold the last output). Do not change the batch, the
+# autograd graph at a time (you need not delete the previous output). Do not change the batch, the
 # random state, or the model (mode, frozen parameters, hooks). About 6 lines.
 #
 # <details><summary>Hint: right numbers, but no overlap</summary>
@@ -722,7 +722,7 @@ except RankError as hang:
 # ## What to keep
 #
 # - Send gradients in the hook, when they are ready; wait in `finish`.
-# - In our model, use as many buckets as the network keeps up with, or $\sqrt{B / (2(p-1)\alpha)}$
+# - By formula, use as many buckets as the network keeps up with, or $\sqrt{B / (2(p-1)\alpha)}$
 #   if that is more.
 # - If you compress, count the bytes, and check the gradient.
 #

@@ -301,8 +301,8 @@ show(*pictures.grads_over_time(one, 1))
 show(*pictures.grads_over_time(two, 2, one.peak_bytes()))
 
 # %% [markdown]
-# Stage 2 holds the shards of the buckets that it has sent, one bucket that is being filled, and one
-# bucket that is being sent.
+# Stage 2 holds the shards of the buckets that it has sent, one bucket that is being filled, the
+# gradient that is copied into it, and one bucket that is being sent.
 #
 # **With stage 2, a whole gradient stays in memory until its bucket has been sent. Smaller buckets
 # need less memory, but more latencies.**
@@ -674,24 +674,24 @@ for zero in (1, 2, 3):
 # ## 11 What would you choose?
 #
 # The bars show the states that a rank holds, and the dashed line the memory of an H100. Beside each
-# name you see how long its ranks communicate per step. The slider *link* starts at the H100's
-# NVLink (450 GB/s in each direction).
+# name you see how long its ranks communicate per step, at first over NVLink (450 GB/s in each
+# direction).
 
 # %% tags=["picture"]
 zero_explorer()
 
 # %% [markdown]
-# Activations and buffers are not included. None of the three stages shards activations.
+# Activations and buffers are not included: none of the stages shards them.
 #
 # **Begin with the lowest stage that fits, activations included. A higher stage can be faster, for
 # example if the memory that it frees allows larger micro-batches.**
 #
 # ## What to keep
 #
-# - With Adam in mixed precision, DDP keeps 16 bytes per parameter on every rank. Stage 1 shards 12
+# - With Adam in mixed precision, DDP keeps 16 bytes per parameter per rank. Stage 1 shards 12
 #   of them, stage 2 shards 14, and stage 3 all 16.
-# - In one dtype and with one micro-batch, stages 1 and 2 send as many bytes as DDP, and stage 3
-#   sends 1.5 times as many. In stages 2 and 3 every micro-batch communicates.
+# - In one dtype, with one micro-batch and no shared parameters, stages 1 and 2 send as many bytes
+#   as DDP, stage 3 1.5 times as many. In our stages 2 and 3 every micro-batch communicates.
 #
 # **Read on**
 #

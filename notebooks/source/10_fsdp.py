@@ -156,7 +156,8 @@ check("fsdp-1", ShardedParam)
 #
 # <details><summary>Hint: a hook on a tensor</summary>
 # <code>output.register_hook(f)</code> calls <code>f(grad)</code>; <code>f</code> should return
-# None. In evaluation the output has no gradient: check <code>output.requires_grad</code>.
+# None. Under <code>no_grad</code> the output has no gradient: check
+# <code>output.requires_grad</code>.
 # </details>
 # <details><summary>Hint: if your second backward sends nothing</summary>
 # Refill <code>missing</code> after the reduce-scatter.
@@ -448,8 +449,8 @@ show(*pictures.losses_beside_fp32(losses))
 # If all $p$ ranks shard, they form one ring here, as slow as its slowest link: per unit, each rank
 # sends $3\frac{p-1}{p}S$ bytes in two gathers and a reduce-scatter. With hybrid sharding, it sends
 # only $2\frac{R-1}{R}\frac{S}{s}$ across nodes. (NCCL can build one ring per network adapter. Then
-# hybrid sharding gains less.) On 2 nodes of 2 ranks, if layers take no time, what is the time of a
-# fully sharded step divided by that of a hybrid step?
+# hybrid sharding gains less.) On 2 nodes of 2 ranks, if layers take no time, what is, by formula,
+# a fully sharded step's time divided by a hybrid step's?
 
 # %% tags=["predict"]
 fast = Link(name="fast Ethernet", latency_s=1e-3, bytes_per_s=40e6)
@@ -692,7 +693,7 @@ show(*pictures.fsdp_at_scale())
 # The fourth series loses most. One reason: fewer tokens per GPU mean less computation beside
 # messages of the same size.
 #
-# On your GPUs, this command trains the study's GPT-2. Compare it with `--ranks 1`:
+# On your GPUs, this command trains a GPT of the study's size. Compare it with `--ranks 1`:
 #
 # `python -m course_lib.train --ranks 2 --strategy fsdp --model gpt2-char --data shakespeare`
 #
@@ -704,7 +705,7 @@ show(*pictures.fsdp_at_scale())
 #
 # ## What to keep
 #
-# - Freeing after forward sends up to 1.5 times the bytes of plain DP, in one precision.
+# - With one micro-batch and precision, freeing after forward sends up to 1.5 times DP's bytes.
 # - Prefetch can hide a gather that takes no longer than the computation beside it.
 #
 # **Read on**

@@ -588,7 +588,7 @@ if len(sent) == 2:
 #
 # FSDP comes last and shards each `DTensor`, which is already split along tp. A `DTensor` knows its
 # axes. So within a stage, `clip_grad_norm_` and checkpoints need no list as in section 4. But the
-# plan must cover all parameters (norms, for example, with `SequenceParallel`); otherwise
+# plan must cover all parameters (for norms, use for example `SequenceParallel`); otherwise
 # `clip_grad_norm_` fails (PyTorch 2.13).
 #
 # On your cluster, one command times all orders of a mesh:
