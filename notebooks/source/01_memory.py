@@ -130,7 +130,7 @@ print("", state_rows(GPT(MODELS["small"])), sep="\n")
 
 # %% [markdown]
 # A recipe with an *accumulator*, fp32 gradients beside the bf16 ones, takes 20 bytes per parameter.
-# Others have only fp32 gradients, fp32 everywhere, or bf16 everywhere (*pure*).
+# Others drop bf16 gradients, or have fp32 or bf16 (*pure*) everywhere.
 #
 # In the table, *8-bit Adam* stores one byte per moment (Dettmers et al. 2022, section 2.1),
 # *Adafactor* stores row and column sums (Shazeer and Stern 2018, section 3), and *Muon* stores one
@@ -451,7 +451,7 @@ losses.clear()
 # temporaries. *Recompute* drops activations and computes them again (lesson 03). *ZeRO* divides
 # (*shards*) states over GPUs (*ranks*): stage 1 the optimizer's, stage 2 also gradients, stage 3
 # also parameters (lesson 09). *Tensor parallelism* gives each rank a part of every matrix;
-# *sequence parallelism* also divides the activations between these matrices (lesson 07).
+# *sequence parallelism* also divides activations of norms and dropout (lesson 07).
 #
 # In the calculator, `dp` ranks share the batch, `tp` the matrices, `pp` the layers, `cp` the
 # sequence. In a terminal, `course memory` takes the line *this setup*. *Find two more ways to make

@@ -117,8 +117,8 @@ item_loss(5, 2, target=12).backward()
 reveal(guess, w1.grad.item())
 
 # %% [markdown]
-# `backward` **adds** to the gradient that is already there. Accumulation uses this addition. It is
-# also the reason why training loops call `zero_grad`. Compare two ways to train on
+# `backward` **adds** to the gradient that is already there. Accumulation uses this addition,
+# which is also why training loops call `zero_grad`. Compare two ways to train on
 # these two items (SGD, learning rate 0.001): one optimizer step after each item, or one after both.
 # Choose a way, move the slider, watch $w_1$.
 
@@ -398,8 +398,8 @@ show(*pictures.part_times(parts, ratios))
 # often use the hardware less efficiently. (On one core, a few parts may still be faster.) The stars
 # show published H100 runs of a 1.3B model (Tazi et al. 2025). With the whole model on each GPU, a
 # step with one sequence at a time takes 2 % longer than with two. With each matrix split over four
-# GPUs, which communicate in every micro-batch (lesson 07), such a step takes 2.4 times as long as
-# with 16.
+# GPUs, which communicate in every micro-batch (lesson 07), it takes 2.4 times as long as with 16
+# at once.
 #
 # So choose a micro-batch that fits into memory and keeps the device busy.
 #

@@ -472,10 +472,11 @@ wires.explore_all_reduces()  # it starts from H100's NVLink: 450 GB/s; we assume
 # - **Any $p$.** If $p$ is not a power of two, a ring needs no extra rounds.
 #
 # NCCL runs several **rings** at once, over different links (Hu et al. 2025). Across nodes, it can
-# use **double binary trees**: each of two trees sums half of the tensor, and no rank is an inner
-# node of both. This shares the load, with logarithmic depth (Sanders, Speck and Träff 2009; Jeaugey
-# 2019). With **NVLS** (NVLink SHARP, from H100 on), the NVLink switch itself adds. NCCL chooses
-# among these by size and topology. The course's `all_reduce` chooses doubling or ring by size.
+# use **double binary trees**: each of two trees over the nodes sums half of the tensor; if their
+# number is even, no node is inner in both. Depth is logarithmic (Sanders, Speck and Träff 2009;
+# Jeaugey 2019). With **NVLS** (NVLink SHARP, from H100 on), the NVLink switch itself adds. NCCL
+# chooses among these by size and topology. The course's `all_reduce` chooses doubling or ring by
+# size.
 #
 # ### Two levels of links
 #

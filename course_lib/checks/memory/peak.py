@@ -80,7 +80,7 @@ PEAK = Exercise(
         unit=" bytes",
         unchanged=Cause("The lists belong to the caller: reversed(acts) leaves them as they are."),
         look="Write down what is held after each layer, forward and backward, for this case.",
-        success="One micro-batch: where backward begins, or later; more: where the second begins.",
+        success="One: where backward begins, or later; more: where the second backward begins.",
     ),
     wrong=(
         Edit("            most = max(most, kept + held)\n", "", BEGIN),
