@@ -231,8 +231,8 @@ def published_by_size() -> tuple[Figure, str]:
         label = f"{name}: {format_seconds(link.latency_s)}, {format_rate(link.bytes_per_s)}"
         curves[label] = Voices(formula=line[1::2], published=(sizes[1::2], bus[1::2]))
         source = f"S. Bekman, Machine Learning Engineering: {found[0]['source']}; "
-        source += "A100 with nccl-tests, H200 with all_reduce_bench.py, which times PyTorch's calls, "
-        source += "and NCCL 2.27.7 (NVLS)"
+        source += "A100 with nccl-tests; H200 with all_reduce_bench.py, which times "
+        source += "PyTorch's calls, and NCCL 2.27.7 (NVLS)"
     title = f"Fitted to each machine, a ring is within a factor of {worst:.2g} of NCCL at all sizes"
     names = {"formula": "ring, alpha and beta fitted to all sizes", "published": "NCCL"}
     figure = _by_size(

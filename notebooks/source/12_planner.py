@@ -199,10 +199,10 @@ for b in (1, 2, 4):
 
 # %% [markdown]
 # ZeRO-2 reduces gradients in each of its 32 micro-batches. The planner assumes no overlap for them,
-# as in Megatron-LM (Korthikanti et al. 2022, section 6.3). For FSDP it assumes overlap, which is
-# possible: computing a layer takes longer here than gathering the next one. With overlap, in
-# buckets of 40 to 160 MB, ZeRO-2 would be within 1 % of FSDP, so this assumption decides the
-# ranking. Larger micro-batches make matrix products more efficient.
+# as for Megatron-LM's all-reduces (Korthikanti et al. 2022, section 6.3). For FSDP it assumes
+# overlap, which is possible: computing a layer takes longer here than gathering the next one. With
+# overlap, in buckets of 40 to 160 MB, ZeRO-2 would be within 1 % of FSDP, so this assumption
+# decides the ranking. Larger micro-batches make matrix products more efficient.
 #
 # ### Exercise 2 (core): what stays exposed
 #
@@ -359,9 +359,10 @@ show(*pictures.predicted_against_published(tables))
 # On models that were left out of the fit, the median or mean error is 3.2 to 8.1 %
 # (`docs/planner.md` lists them).
 #
-# What about the ranking? The Playbook's runs with 256 sequences per step form 14 groups of one
-# model and one number of nodes, with 13 to 121 runs each. In a group, choose the run that the
-# planner ranks first. How much throughput do you lose against the fastest run?
+# What about the ranking? We use 1,027 of the Playbook's more than 4,100 runs. Those with 256
+# sequences per step form 14 groups of one model and one number of nodes, with 13 to 121 runs each.
+# In a group, choose the run that the planner ranks first. How much throughput do you lose against
+# the fastest run?
 
 # %% tags=["predict"]
 guess_lost = predict("median of the throughput lost, over 14 groups", unit="%")
@@ -378,8 +379,8 @@ print(f"8B, 32 nodes: fastest of {len(measured)} measured: {fastest.plan}")
 print(f"first of {searched.num_plans} searched, measured or not: {searched.steps[0].plan}")
 
 # %% [markdown]
-# Most losses are small, three are not. Where does the planner fail? The picture shows 1,027 of the
-# Playbook's more than 4,100 runs.
+# Most losses are small, three are not. Where does the planner fail? The picture shows
+# all runs.
 
 # %% tags=["picture"]
 show(*pictures.errors_by_mfu(published_runs("ultrascale")))
@@ -462,8 +463,8 @@ for tokens, layout in ((4096, "whole"), (4096, "tokens"), (65536, "tokens")):
 # %% [markdown]
 # The three lines are three known methods: Megatron's tensor parallelism, its sequence parallelism,
 # and data parallelism that reduces gradients in each micro-batch. In this cost model, the last is
-# cheapest if the tokens outnumber the hidden units of the MLP (here 13,824). The program was given
-# the possible splits, their costs, and the layout at both ends.
+# cheapest if tokens are split at both ends and outnumber the MLP's hidden units (13,824). The
+# program was given the possible splits, their costs, and the layout at both ends.
 #
 # **Alpa chooses stages and splits by their costs, also for unequal layers. Its answer is only as
 # good as these costs.**
@@ -471,9 +472,8 @@ for tokens, layout in ((4096, "whole"), (4096, "tokens"), (65536, "tokens")):
 # ## 8 A plan in miniature
 #
 # Does a real pipeline take as long as predicted? Four ranks run three schedules of PP 4 with 8
-# micro-batches. Ranks, schedules and messages are real. Instead of computing, the ranks sleep for
-# the predicted times, divided by ten. How many times as fast as 1F1B is the zero-bubble schedule
-# ZB-H1?
+# micro-batches. Instead of computing, the ranks sleep for the predicted times, divided by ten. How
+# many times as fast as 1F1B is the zero-bubble schedule ZB-H1?
 
 # %% tags=["predict"]
 guess_zero = predict("measured time of 1F1B / of ZB-H1")
