@@ -271,8 +271,8 @@ guess_twice = predict("items read twice, 10 items on 4 ranks")
 # Shuffle all items in an order that depends on the epoch and **not** on the rank. Then give each
 # rank equally many items, in turn or in blocks. If items are missing at the end, repeat the order
 # from its beginning, as often as necessary. `torch.randperm(n, generator=...)` shuffles; seed the
-# generator, and do not change the global random state. For equal arguments, return
-# equal numbers in every process, in a new list. About 3 lines.
+# generator, and do not change the global random state. Equal arguments give
+# the same items in every process, in a new list. About 3 lines.
 #
 # <details><summary>Hint: some items are never read</summary>
 # If each rank shuffles in its own way, the ranks do not share one order.

@@ -645,9 +645,9 @@ for name, steps in zip(("ours", "PyTorch's"), seen, strict=True):
 
 # %% [markdown]
 # The gradients are equal bit for bit, because the order of two terms does not change their sum, and
-# dividing by 2 is exact. PyTorch closes a bucket later (section 2), so it sends fewer messages. In
-# its first step it has a single bucket; then it rebuilds its buckets in the ready order (unless
-# `find_unused_parameters=True`).
+# dividing by 2 is exact. PyTorch closes a bucket later (section 2), so it sends fewer messages.
+# Unless `find_unused_parameters=True`, it has a single bucket in its first step, then rebuilds its
+# buckets in the ready order.
 #
 # ### Exercise 6: what does the trace say? (core, 15 minutes)
 #
