@@ -441,9 +441,9 @@ show(*pictures.graphs_kept(leaking.ledger, len(losses)))
 losses.clear()
 
 # %% [markdown]
-# **Without recompute and temporaries, the peak of a step with one micro-batch is at the start of
-# backward, or later if a layer's gradients outweigh its activations. If memory grows in every step,
-# look first for graphs that something keeps alive.**
+# **From step 2 on, without recompute and temporaries, a step of one micro-batch peaks at the start
+# of backward, or later only if a layer's gradients outweigh its activations. If memory grows in
+# every step, look for graphs that something keeps alive.**
 #
 # ## 6 What fits, and models that do not
 #
@@ -626,8 +626,8 @@ print("growing tensor, allocated/reserved:", *(f"{a // MIB}/{r // MIB}" for a, r
 gpu.allocate(16 * MIB)
 
 # %% [markdown]
-# Most of the reserved memory is free, but in small pieces (*fragmentation*); growing a tensor by
-# copies leaves such pieces. If PyTorch reports much memory *reserved but unallocated*, try
+# Most of the reserved memory is free, but in small pieces (*fragmentation*); growing a tensor also
+# leaves unused memory. If PyTorch reports much memory *reserved but unallocated*, try
 # `PYTORCH_ALLOC_CONF=expandable_segments:True`.
 #
 # ## Read on

@@ -350,8 +350,8 @@ check("collectives-4", mean_all_reduce)
 
 # %% [markdown]
 # **All-reduce = reduce-scatter + all-gather. On a ring: $2\frac{p-1}{p}\,n$ bytes per rank,
-# $2(p-1)$ steps.** Patarasuk and Yuan (2009) prove that all ranks together cannot send less, if
-# only the ranks add.
+# $2(p-1)$ steps.** Patarasuk and Yuan (2009) prove that all ranks together cannot send less, if no
+# switch adds.
 #
 # *A good place for a break.*
 #
@@ -472,10 +472,10 @@ wires.explore_all_reduces()  # it starts from H100's NVLink: 450 GB/s; we assume
 # - **Any $p$.** If $p$ is not a power of two, a ring needs no extra rounds.
 #
 # NCCL runs several **rings** at once, over different links (Hu et al. 2025). Across nodes, it can
-# use **double binary trees**: each of two trees over the nodes sums half of the tensor; if their
-# number is even, no node is inner in both. Depth is logarithmic (Sanders, Speck and Träff 2009;
+# use **double binary trees**: each of two trees over the nodes sums half of the tensor; for an even
+# number of nodes, none is inner in both. Depth is logarithmic (Sanders, Speck and Träff 2009;
 # Jeaugey 2019). With **NVLS** (NVLink SHARP, from H100 on), the NVLink switch itself adds. NCCL
-# chooses among these by size and topology. The course's `all_reduce` chooses doubling or ring by
+# chooses among these by size and topology. `course_lib`'s `all_reduce` chooses doubling or ring by
 # size.
 #
 # ### Two levels of links
