@@ -94,7 +94,7 @@ def published_memory() -> tuple[Figure, str]:
         log_x=True,
         names={"published": "published (computed by the authors)"},
         note="activations of one GPU out of 8, with tensor parallelism; sequences of 2,048 tokens",
-        source=f"{PAPER}, figure 7",
+        source=f"{PAPER}, figure 7, as read off in Calculon's validation.py (calculon-ai)",
     )
     pairs = (zip(shares[how].values(), told[how], strict=True) for how in shares)
     off = max(abs(ours - theirs) for pair in pairs for ours, theirs in pair)

@@ -453,9 +453,9 @@ losses.clear()
 # also parameters (lesson 09). *Tensor parallelism* gives each rank a part of every matrix;
 # *sequence parallelism* also divides activations of norms and dropout (lesson 07).
 #
-# In the calculator, `dp` ranks share the batch, `tp` the matrices, `pp` the layers, `cp` the
-# sequence. In a terminal, `course memory` takes the line *this setup*. *Find two more ways to make
-# llama-8b fit.*
+# In the calculator, each `dp` rank runs `batch` sequences; `tp` divides matrices, `pp` layers, `cp`
+# the sequence. In a terminal, `course memory` takes the line *this setup*. *Find two more ways to
+# make llama-8b fit.*
 
 # %% tags=["picture"]
 from course_lib.memory.explorer import calculator

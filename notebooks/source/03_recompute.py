@@ -234,12 +234,11 @@ thin = max(L for L in range(2, 81) if peak_of(L, 1, A=17) <= peak_of(L, 2, A=17)
 print(f"A = 17 i: by the formula, k = 1 is best up to L = {thin}")
 
 # %% [markdown]
-# Without rounding up, the best $k$ is $\sqrt{L\,i/A}$ (Narayanan et al. 2021, section 3.5, find
-# 1 or 2 in most cases). The larger $A$ is, the smaller is the best $k$: for $A = 17\,i$, it is 1 up
-# to about $L = 35$. For the three deeper models above, segments of 2 or 3 blocks lower the
-# peak by a fifth to a third. They cost no more FLOPs, because every block still runs forward twice.
-# *Full recompute* usually means $k = 1$ (Korthikanti et al. 2022, section 5), also in the rest of
-# this lesson.
+# Without rounding up, the best $k$ is $\sqrt{L\,i/A}$ (Narayanan et al. 2021, section 3.5, find 1
+# or 2 in most cases). The larger $A$ is, the smaller is the best $k$: for $A = 17\,i$, it is 1 up
+# to about $L = 35$. For the three deeper models above, segments of 2 or 3 blocks lower the peak by
+# a fifth to a third. They cost no more FLOPs, because every block still runs forward twice. From
+# here on, *full recompute* means $k = 1$ (as in Korthikanti et al. 2022, section 5).
 #
 # ### Exercise 3: every k-th input
 #
@@ -521,9 +520,9 @@ for ours, theirs in zip(by_hand(), with_torch(), strict=True):
 
 # %% [markdown]
 # The weights agree bit for bit, but the memory differs. Autocast keeps 16-bit copies, also of the
-# weights, *and* the tensors that stay in fp32 (in our GPT, the inputs of the norms and of the
-# loss). For backward, the fp32 GPT under autocast keeps more bytes than a bf16 GPT. How many times
-# as many?
+# weights, *and* tensors in fp32 (in our GPT, the inputs of the norms and the loss's log-softmax).
+# For backward, the fp32 GPT under autocast keeps more bytes than a bf16 GPT. How many times as
+# many?
 
 # %% tags=["predict"]
 from course_lib.recompute.lab import FORMATS, activations_in, losses_behind, product_error, train

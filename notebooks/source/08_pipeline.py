@@ -57,7 +57,7 @@ reveal(guess_busy, 100 * (1 - played.bubble_fraction))
 show(*pictures.one_batch(played))
 
 # %% [markdown]
-# The next batch cannot fill the gaps, because it needs the weights that this step computes.
+# In synchronous training, the next batch cannot fill the gaps: it needs this step's new weights.
 #
 # **With an undivided batch, only one rank computes at a time.**
 #
@@ -258,7 +258,7 @@ def run_actions(actions, stage, micro_batches, loss_fn):
             if rank > 0:
                 sent.append(dist.isend(x.grad, rank - 1))
             ### END SOLUTION
-        if len(sent) > 2 * p:  # a handle holds its message; the oldest one has arrived long ago
+        if len(sent) > 2 * p:  # a handle holds its message; wait for the oldest one
             sent.pop(0).wait()
     for work in sent:
         work.wait()
@@ -668,8 +668,8 @@ from course_lib.checks.pipeline.scores import scores
 print(scores(pack))
 
 # %% [markdown]
-# The bound holds for one chunk per rank. ZB-V, with two chunks, is faster here, and
-# ZB-H1 can be.
+# The bound holds for one chunk per rank. ZB-V, with two chunks, is below it here. ZB-H1 may be
+# faster than your order.
 #
 # **The best schedule depends on times and memory: simulate, then search.**
 #

@@ -144,8 +144,9 @@ check("zero-1", pieces_of)
 
 # %% [markdown]
 # From here on, the course's `FlatLayout.of(tensors, p)` computes this layout. Its
-# `flatten(tensors)` returns the flat tensor of `padded_numel` numbers, and `shard_slice(rank)` a
-# rank's slice of it, `shard_numel` numbers. `views(flat)` returns the tensors again.
+# `flatten(tensors)` returns the flat tensor of `padded_numel` numbers, and
+# `flat[shard_slice(rank)]` is a rank's shard of it, `shard_numel` numbers. `views(flat)` returns
+# the tensors again.
 #
 # **The shards of a flat parameter are equal, and each number has exactly one owner.**
 #
@@ -674,14 +675,14 @@ for zero in (1, 2, 3):
 # ## 11 What would you choose?
 #
 # The bars show the states that a rank holds, and the dashed line the memory of an H100. Beside each
-# name you see how long its ranks communicate per step, at first over NVLink (450 GB/s in each
+# name you see how long its ranks communicate per step; *link* starts at NVLink (450 GB/s in each
 # direction).
 
 # %% tags=["picture"]
 zero_explorer()
 
 # %% [markdown]
-# Activations and buffers are not included: none of the stages shards them.
+# Activations and buckets are not included: no stage shards them.
 #
 # **Begin with the lowest stage that fits, activations included. A higher stage can be faster, for
 # example if the memory that it frees allows larger micro-batches.**

@@ -89,7 +89,7 @@ print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {wit
 #
 # ### Exercise 1 (core): from ranks to a run
 #
-# Summarize the records of all ranks, sorted by rank, in a dictionary. Do not change the records.
+# Summarize `records` (already sorted by rank) in a dictionary. Do not change the records.
 #
 # - `time_s`: add up each rank's step times, and take the largest sum.
 # - `num_tokens`: count the tokens of each copy of the model once. A copy has `tp * pp` consecutive
@@ -147,8 +147,8 @@ check("scaling_study-1", experiment_of)
 # (messages, and work that each rank repeats). The other seconds, *shared*, are divided by $p$:
 # $T_p = \text{fixed} + \text{shared} / p$. So two runs determine both parts.
 #
-# `experiment` ran on `experiment.run.ranks` ranks, 2 or more. `alone` lists runs on one rank; take
-# the run with the same `run.work` (model, batch, micro-batches). All runs have `step_s`. Return
+# `experiment` ran on `experiment.run.ranks` ranks, 2 or more. `alone` has experiments on one rank;
+# take the one with the same `run.work` (model, batch, micro-batches). All have `step_s`. Return
 # three numbers: the efficiency of `experiment` in per cent; the fixed seconds; and the largest
 # number of ranks whose efficiency, by this formula, is at least `percent` (`math.inf` where the
 # fixed part is 0 or less). About 8 lines, 15 minutes.
@@ -203,7 +203,8 @@ show(*pictures.published_scaling())
 # predicted, so the fixed part has grown. Most likely, the all-reduce takes longer between more
 # nodes (lesson 05). A fit holds only while the bottleneck stays the same.
 #
-# **An efficiency needs a baseline with the same model, batch and accumulation.**
+# **An efficiency needs a baseline with the same model, batch and accumulation (for a pipeline: the
+# undivided batch).**
 #
 # ## 3 What is a step, and when is it over?
 #
@@ -262,7 +263,7 @@ def timed_loop(device, micro_batches, steps, warmup, accumulated):
 check("scaling_study-3", timed_loop)
 
 # %% [markdown]
-# **Count optimizer steps, in one place. Synchronize with the device before you read the clock.**
+# **Count optimizer steps. Synchronize with the device before you read the clock.**
 #
 # ## 4 A recorded study
 #
@@ -479,7 +480,7 @@ plan = cost_study(find_study("cluster"), site, Path("runs/study-cluster"))
 wall_hours, gpu_hours = hours(plan.predictions)
 reveal(guess_hours, gpu_hours)
 print(f"{len(plan.predictions)} runs, {wall_hours:.1f} hours one after the other")
-print(f"limits: {site.limits.gpu_hours:g} GPU-hours, {site.limits.max_jobs} jobs at a time")
+print(f"limits: {site.limits.gpu_hours:g} GPU-hours requested, {site.limits.max_jobs} jobs at once")
 
 # %% [markdown]
 # ### Exercise 4 (further): the bill
@@ -587,7 +588,7 @@ check("scaling_study-5", asked_for)
 #
 # course cluster init                           # once: describes your cluster
 # course study plan cluster --profile site      # its runs and their cost
-# course study run cluster --profile site       # submits job arrays; again: only failed runs
+# course study run cluster --profile site       # submits what the limits allow; again: what is left
 # course status                                 # their progress
 # course report runs/study-cluster
 # ```

@@ -51,8 +51,8 @@ def not_filled_in(script: Script) -> Iterator[LintFinding]:
                 one.line,
                 "not-filled-in",
                 f"--{one.option}={one.value}: sbatch fills in no variables",
-                "the text is taken as it stands: a name with a dollar sign, or a folder that is "
-                "not there, without which the job fails and leaves no log",
+                "the text is taken as it stands; if its folder does not exist, the job fails and "
+                "leaves no log",
                 f"Write it out, or use Slurm's own signs, here {number}: %j is the job, %x its "
                 "name, %u the user, %A and %a array and task.",
             )

@@ -1,7 +1,8 @@
 """Tables of published measurements, each row with its source: what a laptop can only emulate.
 
 `rows("bandwidth")` are the rows of `bandwidth.csv` beside this file. Numbers are as they were
-printed: conventions (FLOP with or without recomputation, GB or GiB) stand in the columns.
+printed, or read off a figure where `source` says so: conventions (FLOP with or without
+recomputation, GB or GiB) stand in the columns.
 """
 
 import csv
