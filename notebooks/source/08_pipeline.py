@@ -668,8 +668,8 @@ from course_lib.checks.pipeline.scores import scores
 print(scores(pack))
 
 # %% [markdown]
-# The bound holds for one chunk per rank. ZB-V, with two chunks, is below it here. ZB-H1 may be
-# faster than your order.
+# The bound holds for one chunk per rank. ZB-V, with two chunks, is below it here. ZB-H1 may beat
+# your order.
 #
 # **The best schedule depends on times and memory: simulate, then search.**
 #
