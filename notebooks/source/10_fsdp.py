@@ -690,8 +690,8 @@ show(*pictures.losses_on_two_ranks(losses))
 show(*pictures.fsdp_at_scale())
 
 # %% [markdown]
-# The fourth series loses most. One reason: fewer tokens per GPU mean less computation beside
-# messages of the same size.
+# The fourth loses most. One reason: fewer tokens per GPU mean less computation per
+# message of the same size.
 #
 # On your GPUs, this command trains a GPT of the study's size. Compare it with `--ranks 1`:
 #
@@ -700,8 +700,8 @@ show(*pictures.fsdp_at_scale())
 # For the BERT, use `--model bert-dialogues --data dialogues`. `cluster/exercises/10_fsdp.py` times
 # a step beside PyTorch's.
 #
-# **If the batch is fixed, more GPUs divide the computation, but not the bytes that each GPU
-# sends.**
+# **With a fixed batch and one micro-batch, more GPUs divide the computation, not the bytes that
+# each GPU sends.**
 #
 # ## What to keep
 #
