@@ -42,7 +42,8 @@ def wires():
         name: Voices(simulation=[step_ms(speed, ahead) for speed in speeds])
         for name, ahead in WAYS.items()
     }
-    title = f"Computing takes {TIMES.compute_s * 1e3:.0f} ms; with prefetch, a fast link adds little to it"
+    computing_ms = TIMES.compute_s * 1e3
+    title = f"Computing takes {computing_ms:.0f} ms; with prefetch, a fast link adds little to it"
     labels = {"x_label": "bandwidth of the link (MB/s)", "y_label": "step (ms)"}
     return compare(speeds, curves, title, **labels)
 

@@ -399,7 +399,7 @@ show(*pictures.part_times(parts, ratios))
 # show published H100 runs of a 1.3B model (Tazi et al. 2025). With the whole model on each GPU, a
 # step with one sequence at a time takes 2 % longer than with two. With each matrix split over four
 # GPUs, which communicate in every micro-batch (lesson 07), it takes 2.4 times as long as with 16
-# at once.
+# sequences.
 #
 # So choose a micro-batch that fits into memory and keeps the device busy.
 #

@@ -690,8 +690,8 @@ show(*pictures.losses_on_two_ranks(losses))
 show(*pictures.fsdp_at_scale())
 
 # %% [markdown]
-# The fourth loses most. One reason: fewer tokens per GPU mean less computation per
-# message of the same size.
+# The fourth loses most. One reason: fewer tokens per GPU mean less computation per message of the
+# same size.
 #
 # On your GPUs, this command trains a GPT of the study's size. Compare it with `--ranks 1`:
 #
