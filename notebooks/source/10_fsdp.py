@@ -98,7 +98,7 @@ show(*pictures.params_over_step(cost.fsdp_ledger(sizes), ledger))
 # Shard a parameter as above; `torch.chunk` splits in the same way. `shard` is an `nn.Parameter`
 # with its own memory and the parameter's `requires_grad`; on a rank without rows its shape is
 # `[0, ...]`. `gather()` returns the whole parameter as a new, contiguous tensor without a graph,
-# with the shards' current values. Keep no other tensor. Budget: one all-gather of equal messages.
+# with the shards' current values. Keep only `shard`. Budget: one all-gather of equal messages.
 # No parameter is a scalar. About 9 lines, 20 minutes.
 #
 # <details><summary>Hint: ranks have different numbers of rows</summary>
