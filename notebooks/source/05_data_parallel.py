@@ -544,7 +544,7 @@ show(*pictures.scaling_on_gpus())
 # %% [markdown]
 # All runs have 256 sequences per step: 32 per GPU on 8 GPUs, one on 256. So with more GPUs, each
 # computes less per step, but all-reduces equally large gradients. Between nodes, they cross the
-# network, and the bandwidth of an all-reduce falls much faster than the tokens/s per GPU. (With
+# network, and the bandwidth of an all-reduce falls much further than the tokens/s per GPU. (With
 # micro-batches of one, as in the other runs, 8 GPUs are 2 % slower, and 128 GPUs 7 %.)
 #
 # **With overlap (lesson 06), data parallelism scales well as long as backward takes longer than the

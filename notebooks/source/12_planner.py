@@ -379,8 +379,8 @@ print(f"8B, 32 nodes: fastest of {len(measured)} measured: {fastest.plan}")
 print(f"first of {searched.num_plans} searched, measured or not: {searched.steps[0].plan}")
 
 # %% [markdown]
-# Most losses are small, three are not. Where does the planner fail? The picture shows
-# all runs.
+# Most losses are small, three are not. Where does the planner fail? Here are all
+# 1,027 runs.
 
 # %% tags=["picture"]
 show(*pictures.errors_by_mfu(published_runs("ultrascale")))
