@@ -154,7 +154,7 @@ def grads_over_time(ledger: Ledger, zero: int, scale_bytes: float = 0.0) -> tupl
     most = f"at most {max(ledger.bytes_by_kind['grads']) / KIB:.0f} KiB of gradients"
     title = f"Stage 2's engine: {most}"
     if zero == 1:
-        title = f"Stage 1: {most}, with the shards of their mean"
+        title = f"Stage 1: {most}, with the copy of one bucket"
     kept = "whole until the step" if zero == 1 else "buckets come and go"
     return memory(ledger, title, scale_bytes=scale_bytes), f"{title}; {kept}"
 
