@@ -58,12 +58,12 @@ def resharding():
 
 
 def overlap():
-    """A plain and an asynchronous save beside steps, with emulated times."""
+    """A plain and an asynchronous save beside steps, with example times."""
     step = (("forward", "F", 0.01), ("backward", "B", 0.02))
     plain = _events(0, *step, *step, ("wait", "save", 0.12), *step, *step, *step, *step)
     ahead = _events(0, *step, *step, ("wait", "save", 0.03), *step, *step, *step, *step)
     ahead.append(Event(rank=0, kind="write", label="write", start_s=0.09, end_s=0.18))
-    return lesson.overlap({"save": plain, "save_async": ahead}, link="emulated times")[0]
+    return lesson.overlap({"save": plain, "save_async": ahead}, link="example times")[0]
 
 
 def intervals():

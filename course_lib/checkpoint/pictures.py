@@ -6,6 +6,7 @@ checkpoints cost without failures, and the best interval.
 Notebook 14_checkpoint.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
@@ -28,6 +29,7 @@ from course_lib.display.timeline import timelines
 
 # Daly 2006, captions of figures 3 to 5: saves of 5 min, restarts of 10 min; MTBF, best interval
 DALY_SAVE_MIN, DALY = 5.0, ((15.0, 9.1), (360.0, 57.0), (1440.0, 117.0))
+_MOST_ATTEMPT = 6.0  # an interval with save and restart, in mean times between failures
 DALY_SOURCE = "Daly 2006, figures 3 to 5 (saves of 5 minutes, restarts of 10)"
 
 
@@ -113,15 +115,23 @@ def extra_time(
 def overhead_curve(
     save_s: float, mtbf_s: float, restart_s: float, name: str = ""
 ) -> tuple[Figure, str]:
-    """Draw the expected overhead over the interval, by formula and by simulation."""
+    """Draw the expected overhead over the interval, by formula and by simulation.
+
+    Intervals in which hardly any attempt ends without a failure are left out: to simulate one would
+    take exp(attempt / mtbf) draws. So there may be no simulated value at all, or fewer intervals.
+    """
     best_s = best_interval_daly(save_s, mtbf_s)
+    longest_s = _MOST_ATTEMPT * mtbf_s - save_s - restart_s
     intervals_s = [best_s * 2**power for power in range(-4, 5)]
+    intervals_s = [one for one in intervals_s if one <= max(longest_s, best_s)]
 
     def percent(interval_min: float) -> float:
         return 100 * expected_overhead(60 * interval_min, save_s, mtbf_s, restart_s)
 
     played = [
         100 * simulated_overhead(one, save_s, mtbf_s, restart_s, num_intervals=5000)
+        if one <= longest_s
+        else math.nan
         for one in intervals_s
     ]
     title = f"{name}{', ' if name else ''}a failure every {_words(mtbf_s)}: save every "
@@ -135,7 +145,8 @@ def overhead_curve(
         log_x=True,
         note=f"a save {_words(save_s)}, a restart {_words(restart_s)}; Daly's formula",
     )
-    return figure, f"{title}; at 16 times the interval, {percent(intervals_s[-1] / 60):.3g} %"
+    times, most = intervals_s[-1] / best_s, percent(intervals_s[-1] / 60)
+    return figure, f"{title}; at {times:g} times the interval, {most:.3g} %"
 
 
 def best_intervals() -> tuple[Figure, str]:

@@ -432,7 +432,7 @@ print(f"{len(often)} messages, in all {sum(often)} bytes; no_sync {len(once)}, {
 # random state, or the model (mode, frozen parameters, hooks). About 6 lines.
 #
 # <details><summary>Hint: right numbers, but no overlap</summary>
-# Inside <code>no_sync()</code> nothing is sent. Run the last micro-batch outside of it.
+# Inside <code>no_sync()</code> backward sends nothing. Run the last micro-batch outside of it.
 # </details>
 
 
@@ -713,9 +713,9 @@ except RankError as hang:
     raise
 
 # %% [markdown]
-# The line that hangs contains no error. On a cluster, such a job occupies its GPUs until a
-# time-out. So all ranks must take the *same number of steps*: the sampler of lesson 05 repeats
-# items, or a rank without data takes part with a loss of weight 0.
+# Rank 2 waits in `finish()`; the report shows where its call began. Neither line is wrong. So all
+# ranks must take the *same number of steps*: the sampler of lesson 05 repeats items, or a rank
+# without data takes part with a loss of weight 0.
 #
 # **Every rank takes part in every step, with every bucket, in the same order.**
 #

@@ -605,7 +605,7 @@ print(cost.bubble_rate_table())
 # | ZB-V | $\frac12(p-1)F$ | $p$ | $4(p-1)m$ |
 # | DualPipeV | $\frac12(p-1)(F+I-W)$ | $p+\frac12$ | $4(p-1)m$ |
 #
-# The table holds for $m\ge2p$ (interleaved: a multiple of $p$), $W\le F$ and $W\le I$. ZB-V's
+# The table needs $m\ge2p$ (interleaved: also a multiple of $p$), $W\le F$ and $W\le I$. ZB-V's
 # bubble also needs $F=I=W$ (Qi et al. count 0, because they measure from a rank's first action to
 # its last). DualPipeV's bubble, found by our simulation, also needs $I\le F\le I+W$. ZB-H1 has on
 # *every* rank as many micro-batches in flight as 1F1B has on the first. The last lines of the

@@ -386,7 +386,7 @@ for strategy in lab.STRATEGIES:
 # The losses agree within 1e-4. They need not agree bit for bit, because the gradients of 4 ranks
 # are added in another order than those of 2.
 #
-# **A checkpoint describes the model, not the ranks that wrote it.**
+# **The tensors of a checkpoint describe the model, not the ranks that wrote it.**
 #
 # ## 7 Save while training goes on
 #
@@ -475,9 +475,9 @@ reveal(guess_interval, cost.best_interval_daly(30, mtbf_s) / 60)
 explorer.interval_explorer()
 
 # %% [markdown]
-# Choose numbers close to those of your cluster. Around the optimum the curve is flat: here,
-# twice the best interval adds 2 percentage points of overhead. (Grattafiori et al. report more than
-# 90 % effective training time, so our guesses are probably too high.)
+# Choose numbers close to those of your cluster. Around the optimum the curve is flat: twice the
+# best interval adds 2 percentage points of overhead. (Grattafiori et al. report more than 90 %
+# effective training time, so our guesses are probably too high.)
 #
 # ### Exercise 4 (further): the best interval
 #
@@ -526,7 +526,7 @@ for name, one in rows.items():
 #
 # - `async_save` communicates in a thread. Give it a process group of its own
 #   (`process_group=dist.new_group(backend="gloo")`); otherwise, its messages can mix with those of
-#   your training on gloo. Our `save_async` makes one.
+#   your training on gloo.
 # - `.metadata` and the non-tensor values in the data files are **pickles, and loading a pickle can
 #   run any code**. Our `load_dcp` allows only the classes that a checkpoint needs. Safetensors and
 #   JSON cannot contain code.
@@ -543,8 +543,8 @@ for name, one in rows.items():
 # -m course_lib.train --strategy fsdp --save-every 20 --out runs/elastic`
 #
 # (Without that variable, restarts can fail to connect: PyTorch issue 135712.) With `--nnodes 1:2
-# --rdzv-backend c10d --rdzv-endpoint HOST`, the job continues with the nodes that are left, if HOST
-# is one of them.
+# --rdzv-backend c10d --rdzv-endpoint HOST` in place of `--standalone`, the job continues with the
+# nodes that are left, if HOST is one of them.
 #
 # A scheduler that needs its nodes back usually sends a signal first. On SIGTERM or SIGUSR1, all
 # ranks of the course's training finish this step or the next, save, and exit with code 75 (try
@@ -571,7 +571,7 @@ shutil.rmtree(FOLDER)
 #
 # **Read on**
 #
-# - Young 1974, *A first order approximation to the optimum checkpoint interval*: two pages.
+# - Young 1974, *A first order approximation to the optimum checkpoint interval*.
 # - Daly 2006, *A higher order estimate of the optimum checkpoint interval for restart dumps*:
 #   short MTBF.
 # - Grattafiori et al. 2024, *The Llama 3 Herd of Models*, section 3.3.4: what fails, and how often.

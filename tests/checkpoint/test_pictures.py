@@ -72,3 +72,17 @@ def test_an_overhead_curve_says_the_best_interval_and_its_overhead():
     title, alt = drawn(pictures.overhead_curve(30, 11_135, 600, "16,384 GPUs"))
     assert title == "16,384 GPUs, a failure every 3.09 h: save every 13.3 min, overhead 13.7 %"
     assert alt.startswith(title)
+
+
+@pytest.mark.parametrize("save_s, mtbf_s, restart_s", [(30, 120, 600), (600, 960, 1800)])
+def test_an_overhead_curve_simulates_no_interval_that_hardly_ever_ends(
+    monkeypatch, save_s, mtbf_s, restart_s
+):
+    played = []
+    monkeypatch.setattr(
+        pictures, "simulated_overhead", lambda interval_s, *_, **__: played.append(interval_s) or 1
+    )
+    figure, alt = pictures.overhead_curve(save_s, mtbf_s, restart_s)
+    assert "overhead" in alt
+    assert figure.axes
+    assert all(one + save_s + restart_s <= 6 * mtbf_s for one in played)
