@@ -551,7 +551,7 @@ reveal(guess_width, round(cost.break_even_hidden(8, H100.peak(), H100.links["NVL
 show(*pictures.width_picture())
 
 # %% [markdown]
-# At half the peak, half this $h$ is enough. NVIDIA's four models lie above NVLink's line.
+# At half the peak, half this $h$ is enough. NVIDIA's models shown lie above NVLink's line.
 #
 # The 3B model of Tazi et al. (2025; we assume $h=3072$) lies near NVLink's line at $p=8$. The
 # formula in the next picture adds the time of the FLOP (speed fitted at $p=2$) and of the bytes (at

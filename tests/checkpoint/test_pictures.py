@@ -74,7 +74,7 @@ def test_an_overhead_curve_says_the_best_interval_and_its_overhead():
     assert alt.startswith(title)
 
 
-@pytest.mark.parametrize("save_s, mtbf_s, restart_s", [(30, 120, 600), (600, 960, 1800)])
+@pytest.mark.parametrize(("save_s", "mtbf_s", "restart_s"), [(30, 120, 600), (600, 960, 1800)])
 def test_an_overhead_curve_simulates_no_interval_that_hardly_ever_ends(
     monkeypatch, save_s, mtbf_s, restart_s
 ):
