@@ -423,7 +423,7 @@ show(*pictures.who_waits(hang.waits, 4))
 # MPI, the same program may work while its messages are small: `MPI_Send` may buffer a message and
 # return; MPI standard, section 3.4.)
 #
-# After a failure the ranks are restarted, so the next cell works. If your own code runs forever,
+# After a hang the ranks are restarted, so the next cell works. If your own code runs forever,
 # press Stop (■): the report says on which line each rank is.
 #
 # ### Exercise 4: break the circle
