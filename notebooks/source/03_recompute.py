@@ -23,7 +23,7 @@
 # | $i$ | `input_bytes` | bytes of a block's input |
 # | $A$ | `block_bytes` | bytes that a block keeps for its backward |
 # | $S$ | `scale` | loss scale: the factor by which the loss is multiplied |
-# | $X$ | `scales` | scale of a tensor or of a block: a number is its stored element times $X$ |
+# | $X$ | `scales` | scale of several numbers: each is its stored element times $X$ |
 
 # %%
 import time
@@ -520,7 +520,7 @@ for ours, theirs in zip(by_hand(), with_torch(), strict=True):
 
 # %% [markdown]
 # The weights agree bit for bit, but the memory differs. Autocast keeps 16-bit copies, also of the
-# weights, *and* tensors in fp32 (in our GPT, the inputs of the norms and the loss's log-softmax).
+# weights, *and* tensors in fp32 (in our GPT, the loss's log-softmax and the inputs of the norms).
 # For backward, the fp32 GPT under autocast keeps more bytes than a bf16 GPT. How many times as
 # many?
 
