@@ -135,7 +135,7 @@ for axis, found in sums.items():
 #
 # ## 2 What travels along which axis
 #
-# | axis | splits | collective | how often in a step |
+# | axis | splits | communication | how often in a step |
 # |---|---|---|---|
 # | tp | each matrix | all-reduce of an activation or its gradient | 4 per layer and micro-batch |
 # | pp | the layers | send an activation, then its gradient | per boundary and micro-batch |
