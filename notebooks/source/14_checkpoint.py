@@ -475,8 +475,8 @@ reveal(guess_interval, cost.best_interval_daly(30, mtbf_s) / 60)
 explorer.interval_explorer()
 
 # %% [markdown]
-# Choose numbers close to those of your cluster. Around the optimum the curve is flat: twice the
-# best interval adds 2 percentage points of overhead. (Grattafiori et al. report more than 90 %
+# Around the optimum this curve is flat: twice the best interval adds 2 percentage points of
+# overhead. Choose numbers close to those of your cluster. (Grattafiori et al. report more than 90 %
 # effective training time, so our guesses are probably too high.)
 #
 # ### Exercise 4 (further): the best interval
