@@ -32,7 +32,7 @@ def clip_grad_norm_across(module: nn.Module, mesh: RankMesh, max_norm: float) ->
         if (grad := grads[name]) is not None:
             squares += torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2
     for axis in ("tp", "pp"):
-        if mesh.mesh.size(axis) > 1:
+        if mesh.size(axis) > 1:
             dist.all_reduce(squares, group=mesh.group(axis))
     norm = squares.sqrt()
     factor = (max_norm / (norm + EPS)).clamp(max=1.0)

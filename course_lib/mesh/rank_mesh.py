@@ -38,6 +38,10 @@ class RankMesh:
         groups = [(ranks, dist.new_group(ranks)) for ranks in self.mesh.groups(axis)]
         return next(group for ranks, group in groups if self.rank in ranks)
 
+    def size(self, axis: str) -> int:
+        """Return the number of ranks along an axis; 1 for one that the mesh does not have."""
+        return self.mesh.size(axis)
+
     def index(self, axis: str) -> int:
         """Return this rank's coordinate along an axis; 0 for one that the mesh does not have."""
         return self.mesh.coordinates(self.rank).get(axis, 0)

@@ -71,7 +71,7 @@ class MeshTrainer:
                 "axis that you do not use the size 1."
             )
         self.mesh, self.seed, self.max_norm, self.num_steps = mesh, seed, max_norm, 0
-        self.dp, self.pp, self.tp = (mesh.mesh.size(axis) for axis in ("dp", "pp", "tp"))
+        self.dp, self.pp, self.tp = (mesh.size(axis) for axis in ("dp", "pp", "tp"))
         whole = _seeded_gpt(spec, dtype, dropout, seed, frozen)
         loss_fn = token_loss
         if self.tp > 1:  # 1. TP splits every layer

@@ -43,7 +43,7 @@ def make_pass(
         loss_fn = partial(parallel_token_loss, group=mesh.group("tp"))
     if config.pp == 1:
         return partial(_one_by_one, wrapped, loss_fn, config.masked)
-    schedule = schedule_of(config, config.num_micro_batches(mesh.mesh.size("dp")))
+    schedule = schedule_of(config, config.num_micro_batches(mesh.size("dp")))
     pipeline = Pipeline(part.module, loss_fn, mesh.group("pp"))
     return partial(_through_stages, wrapped, pipeline, schedule)
 

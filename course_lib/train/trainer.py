@@ -64,7 +64,7 @@ class Trainer:
         config.check_ranks(world_size)
         loss_stage = 0 if config.schedule in V_SCHEDULES else config.pp - 1
         self.mesh = TrainMesh(config.parallelism(world_size), self.device, loss_stage)
-        self.dp = self.mesh.mesh.size("dp")
+        self.dp = self.mesh.size("dp")
         self.data = from_first(lambda: open_data(config), None)
         per_epoch = steps_of_an_epoch(self.data, config)
         if config.epochs and per_epoch:

@@ -214,7 +214,7 @@ reveal(guess, "no")
 # here. About 7 lines, 10 minutes.
 #
 # <details><summary>Hint: memory grows with the number of micro-batches</summary>
-# A loss that is not detached holds its whole graph in memory. Call backward in the loop, and add up
+# Until backward has run, a loss holds its activations. Call backward in the loop, and add up
 # <code>loss.detach()</code>.
 # </details>
 

@@ -195,7 +195,7 @@ def finish_step(mesh, loss, grads):
     dist.all_reduce(total, group=mesh.group("pp"))
     for value in (total, *grads):
         dist.all_reduce(value, group=mesh.group("dp"))
-        value /= mesh.mesh.size("dp")
+        value /= mesh.size("dp")
     return total
     ### END SOLUTION
 
@@ -546,7 +546,7 @@ show(*pictures.best_by_tensor_degree())
 #
 # ## 6 Megatron-Core's mesh, PyTorch's, and your cluster
 #
-# Megatron-Core has the same axes, but its own layers, schedule and data parallelism. Below it
+# Megatron-Core has the same axes, but its own layers, schedule and data parallelism. Below, it
 # trains our model on our mesh, from the same weights, in float32. (On a CPU, small functions
 # replace its CUDA calls.) Does it send more bytes?
 
@@ -587,7 +587,7 @@ if len(sent) == 2:
 # ```
 #
 # FSDP comes last and shards each `DTensor`, which is already split along tp. A `DTensor` knows its
-# axes. So within a stage, `clip_grad_norm_` and checkpoints need no list as in section 4. But the
+# axes. So within a stage, `clip_grad_norm_` and checkpoints need no list like `parts`. But the
 # plan must cover all parameters (for norms, use for example `SequenceParallel`); otherwise
 # `clip_grad_norm_` fails (PyTorch 2.13).
 #

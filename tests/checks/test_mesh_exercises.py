@@ -19,14 +19,14 @@ def by_table(sizes, rank, axis):
 def together(mesh, loss, grads):
     """One flat message, in another order, and a float."""
     flat = torch.cat([grad.flatten() for grad in reversed(grads)])
-    flat /= mesh.mesh.size("dp")
+    flat /= mesh.size("dp")
     dist.all_reduce(flat, group=mesh.group("dp"))
     for grad in reversed(grads):
         grad.copy_(flat[: grad.numel()].view_as(grad))
         flat = flat[grad.numel() :]
     total = torch.tensor(0.0 if loss is None else float(loss), dtype=torch.float64)
     dist.all_reduce(total)
-    return total.item() / mesh.mesh.size("dp") / mesh.mesh.size("tp")
+    return total.item() / mesh.size("dp") / mesh.size("tp")
 
 
 def over_the_world(mesh, parts, max_norm):
@@ -34,7 +34,7 @@ def over_the_world(mesh, parts, max_norm):
     here = [g for g, split, first in parts if first and (split or not mesh.index("tp"))]
     squares = torch.tensor(sum((float((grad * grad).sum()) for grad in here), start=0.0))
     dist.all_reduce(squares)
-    norm = (squares / mesh.mesh.size("dp")).sqrt().item()
+    norm = (squares / mesh.size("dp")).sqrt().item()
     if norm > max_norm:
         for grad, _, _ in parts:
             grad.mul_(max_norm / (norm + 1e-6))
@@ -81,7 +81,7 @@ def loss_of_the_first_stage(mesh, loss, grads):
     dist.broadcast(total, dist.get_process_group_ranks(group)[0], group=group)
     for value in (total, *grads):
         dist.all_reduce(value, group=mesh.group("dp"))
-        value /= mesh.mesh.size("dp")
+        value /= mesh.size("dp")
     return total
 
 

@@ -157,7 +157,7 @@ def _finished(mesh: RankMesh, loss: Tensor | None, grads: list[Tensor], total: T
     dist.all_reduce(total, group=mesh.group("pp"))
     for value in (total, *grads):
         dist.all_reduce(value, group=mesh.group("dp"))
-        value /= mesh.mesh.size("dp")
+        value /= mesh.size("dp")
     return total
 
 
@@ -211,7 +211,7 @@ RIGHT = _over("dp")
 AXES: Sequence[str] = ("pp", "dp", "tp")
 TELLS = 'dist.all_reduce(total, group=mesh.group("pp"))'
 AVERAGES = 'dist.all_reduce(value, group=mesh.group("dp"))'
-DIVIDES = 'value /= mesh.mesh.size("dp")'
+DIVIDES = 'value /= mesh.size("dp")'
 NO_LOSS = "torch.zeros((), dtype=torch.float64) if loss is None else loss.clone()"
 
 FINISH = Exercise(
@@ -272,17 +272,17 @@ FINISH = Exercise(
             AVERAGES,
             AVERAGES + '\ndist.all_reduce(value, group=mesh.group("tp"))',
             ALONG_TP,
-            also=((DIVIDES, 'value /= mesh.mesh.size("dp") * mesh.mesh.size("tp")'),),
+            also=((DIVIDES, 'value /= mesh.size("dp") * mesh.size("tp")'),),
         ),
         Edit(DIVIDES, "pass", SUMMED),
         Edit(DIVIDES, "value /= dist.get_world_size()", BY_WORLD),
-        Edit(DIVIDES, 'value /= mesh.mesh.size("dp") ** 2', TWICE),
-        Edit(DIVIDES, 'value = value / mesh.mesh.size("dp")', SUMMED),
+        Edit(DIVIDES, 'value /= mesh.size("dp") ** 2', TWICE),
+        Edit(DIVIDES, 'value = value / mesh.size("dp")', SUMMED),
         Edit("(total, *grads)", "(total,)", NOT_AVERAGED),
         Edit("(total, *grads)", "grads", OWN_LOSS),
-        Edit("return total", 'return total / mesh.mesh.size("dp")', LOSS_TWICE),
-        Edit("return total", 'return total * mesh.mesh.size("dp")', LOSS_SUMMED),
-        Edit("return total", 'return total / mesh.mesh.size("pp")', BY_STAGES),
+        Edit("return total", 'return total / mesh.size("dp")', LOSS_TWICE),
+        Edit("return total", 'return total * mesh.size("dp")', LOSS_SUMMED),
+        Edit("return total", 'return total / mesh.size("pp")', BY_STAGES),
         Edit(TELLS, "pass", NOT_TOLD),
         Edit(TELLS, f"if loss is not None:\n    {TELLS}", ALL_CALL),
         Edit(
