@@ -203,8 +203,8 @@ show(*pictures.published_scaling())
 # predicted, so the fixed part has grown. Most likely, the all-reduce takes longer between more
 # nodes (lesson 05). A fit holds only while the bottleneck stays the same.
 #
-# **An efficiency needs a baseline with the same model, batch and accumulation (for a pipeline: the
-# undivided batch).**
+# **An efficiency needs a baseline with the same model, batch and accumulation (for a pipeline: no
+# micro-batches).**
 #
 # ## 3 What is a step, and when is it over?
 #
@@ -480,7 +480,7 @@ plan = cost_study(find_study("cluster"), site, Path("runs/study-cluster"))
 wall_hours, gpu_hours = hours(plan.predictions)
 reveal(guess_hours, gpu_hours)
 print(f"{len(plan.predictions)} runs, {wall_hours:.1f} hours one after the other")
-print(f"limits: {site.limits.gpu_hours:g} GPU-hours requested, {site.limits.max_jobs} jobs at once")
+print(f"limits: {site.limits.gpu_hours:g} GPU-hours in all, {site.limits.max_jobs} jobs at once")
 
 # %% [markdown]
 # ### Exercise 4 (further): the bill
@@ -588,7 +588,7 @@ check("scaling_study-5", asked_for)
 #
 # course cluster init                           # once: describes your cluster
 # course study plan cluster --profile site      # its runs and their cost
-# course study run cluster --profile site       # submits what the limits allow; again: what is left
+# course study run cluster --profile site       # submits what the limits allow; repeat for the rest
 # course status                                 # their progress
 # course report runs/study-cluster
 # ```

@@ -69,7 +69,7 @@ def short_time(script: Script) -> Iterator[LintFinding]:
             one.line,
             "short-time",
             f"--time={one.value} is {write_time(seconds)}, in hours:minutes:seconds",
-            "a job that is over its time is ended, wherever it is",
+            "a job that is over its time is ended, finished or not",
             f"Write --time={number}:{(*parts, '00')[1]}:00 for hours, "
             f"--time={write_time(seconds)} if you do mean minutes.",
         )
