@@ -473,7 +473,7 @@ wires.explore_all_reduces()  # it starts from H100's NVLink: 450 GB/s; we assume
 #
 # NCCL runs several **rings** at once, over different links (Hu et al. 2025). Across nodes, it can
 # use **double binary trees**: each of two trees over the nodes sums half of the tensor; for an even
-# number of nodes, none is inner in both. Depth is logarithmic (Sanders, Speck and Träff 2009;
+# number of nodes, each is a leaf in one. Depth is logarithmic (Sanders, Speck and Träff 2009;
 # Jeaugey 2019). With **NVLS** (NVLink SHARP, from H100 on), the NVLink switch itself adds. NCCL
 # chooses among these by size and topology. `course_lib`'s `all_reduce` chooses doubling or ring by
 # size.
