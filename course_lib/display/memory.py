@@ -27,6 +27,7 @@ from course_lib.display.page import (
     time_unit,
 )
 
+_NARROWEST = 1 / 400  # of the time axis: a peak that lasts for less is drawn that wide
 _WORDS_IN = 1.2  # free space next to the longest bar for its label
 _OVER: dict[str, Any] = {"facecolor": "none", "edgecolor": BLACK, "hatch": "xx", "linewidth": 0.0}
 
@@ -86,15 +87,19 @@ def _over_time(
     first, last = ledger.times_s[0], ledger.times_s[-1]
     times = np.array([*ledger.times_s, last + 0.02 * (last - first)]) * factor  # the last one shows
     plain(axes, x_label=f"time ({time_word})", y_label=f"memory ({word})", grid="y")
+    totals = ledger.totals()
+    peak = totals.index(max(totals))
+    width = max(times[peak + 1] - times[peak], _NARROWEST * (times[-1] - times[0]))
     floor = np.zeros(len(times))
     for kind in kinds:
         held = ledger.bytes_by_kind[kind]
         top = floor + np.array([*held, held[-1]]) / unit
-        axes.fill_between(times, floor, top, step="post", color=KIND[kind].fill, linewidth=0)
+        look: dict[str, Any] = {"color": KIND[kind].fill, "linewidth": 0}
+        axes.fill_between(times, floor, top, step="post", **look)
+        axes.bar(times[peak], top[peak] - floor[peak], width, floor[peak], align="edge", **look)
         floor = top
     axes.set_xlim(times[0], times[-1])
     axes.set_ylim(0, (most or 1) / unit * 1.12)
-    peak = int(np.argmax(floor))
     axes.annotate(
         f"peak {format_bytes(ledger.peak_bytes())}",
         (times[peak], floor[peak]),

@@ -166,6 +166,17 @@ def test_memory_over_time_is_stacked_and_names_its_unit() -> None:
     assert "grads" not in said
 
 
+def test_a_peak_that_hardly_lasts_is_drawn_up_to_its_label() -> None:
+    ledger = Ledger()
+    for at_s, grads in ((0, 1), (1, 3), (1 + 1e-9, 6), (1 + 2e-9, 2), (2, 1)):
+        ledger.add(at_s, params=MIB, grads=grads * MIB)
+    (axes,) = memory(ledger, "A peak").axes
+    low, high = axes.get_xlim()
+    boxes = [patch.get_bbox() for patch in axes.patches]
+    assert max(box.y1 for box in boxes) == 7
+    assert all(box.width > 2e-3 * (high - low) for box in boxes)
+
+
 def test_memory_of_several_ledgers_says_what_is_too_much() -> None:
     ledgers = {"whole": held(params=3 * MIB), "sharded": held(params=MIB)}
     figure = memory(ledgers, "Sharding fits", limit_bytes=2 * MIB)
