@@ -333,9 +333,9 @@ guess_counts = predict("weight of the single item, as a multiple of the others'"
 # ### Exercise 4: the weight (core, 15 minutes)
 #
 # Scale a rank's mean loss so that the *mean over ranks* is the mean over all items. A rank without
-# items has the loss `nan`: return 0, as a tensor that keeps its graph. (All ranks may be without
-# items.) A `nan` from real items stays `nan`. Do not change `loss` itself, and do not call
-# `backward`. Budget: one `all_reduce` of one number (8 bytes), and no other call. About 4 lines.
+# items has the loss `nan`: return 0, as a tensor that keeps its graph. (Perhaps no rank has items.)
+# A `nan` from real items stays `nan`. Do not change `loss` itself, and do not call `backward`.
+# Budget: one `all_reduce` of one number (8 bytes), and no other call. About 4 lines.
 #
 # <details><summary>Hint: nan times 0 is nan</summary>
 # <code>loss.nan_to_num()</code> is finite, and 0 times it is a zero that keeps the graph. Use it

@@ -108,11 +108,10 @@ for name, found in (("ours", buckets), ("PyTorch's", theirs)):
     print(f"{name:9} {len(found)} buckets (MiB):", *(f"{mib:.0f}" for mib in found_mib))
 
 # %% [markdown]
-# PyTorch (2.13, `torch/nn/parallel/distributed.py`) differs in two ways. Unless you set
-# `bucket_cap_mb`, its *first* bucket has a limit of 1 MiB, so that communication starts early. And
-# it closes a bucket once the size *reaches* the limit; our code closes it before the limit is
-# exceeded. In both, the last bucket contains the embedding, and no computation is left to hide its
-# all-reduce.
+# PyTorch (2.13, `torch/nn/parallel/distributed.py`) differs in two ways. By default, its *first*
+# bucket has a limit of 1 MiB, so that communication starts early. And it closes a bucket once the
+# size *reaches* the limit; our code closes it before the limit is exceeded. In both, the last
+# bucket contains the embedding, and no computation is left to hide its all-reduce.
 #
 # ### Exercise 1: which bucket? (core, 15 minutes)
 #
