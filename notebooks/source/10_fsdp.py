@@ -705,7 +705,7 @@ show(*pictures.fsdp_at_scale())
 #
 # ## What to keep
 #
-# - With one micro-batch and precision, freeing after forward sends up to 1.5 times DP's bytes.
+# - With one micro-batch and precision, unpadded, freeing sends up to 1.5 times DP's bytes.
 # - Prefetch can hide a gather that takes no longer than the computation beside it.
 #
 # **Read on**

@@ -298,8 +298,8 @@ show(*pictures.efficiency(small, small_name))
 #   messages take 1.7 times as long as on an idle machine. The model also adds 4 ms of Python time
 #   per layer and micro-batch. Both numbers are fitted to these runs; the predicted steps are within
 #   30 % of the measured ones.
-# - *TP on two ranks* differs most from its prediction, perhaps because its short messages wait for
-#   late ranks.
+# - *TP on two ranks* differs most from its prediction, perhaps because each of its messages waits
+#   for the later rank.
 # - *Four ranks* share two cores, so their bars are not a comparison of the methods.
 #
 # The ZeRO runs have 4 micro-batches per step, and a baseline with 4, too. Which ZeRO stage has the
