@@ -180,7 +180,7 @@ def product_errors() -> tuple[Figure, str]:
     errors = {name: [100 * product_error(name, size) for size in OUTLIERS] for name in names}
     ruins_4, ruins_8 = (_first_ruin(errors[name]) for name in (names[2], names[0]))
     title = (
-        f"With one scale, an outlier of {ruins_4} ruins FP4, one of {ruins_8} ruins FP8; "
+        f"With one scale, an outlier of {ruins_4} ruins E2M1, one of {ruins_8} ruins E4M3; "
         "blocks confine the damage"
     )
     figure = compare(

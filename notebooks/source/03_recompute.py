@@ -144,8 +144,9 @@ print("recompute:", torch.equal(ours, plain))
 print("torch.utils.checkpoint:", torch.equal(theirs, plain))
 
 # %% [markdown]
-# **Keep the inputs and the random state. Everything else can be computed again if forward changes
-# no other state.** (Batch norm does: it would update its running statistics twice.)
+# **Keep the inputs and the random state. Everything else can be computed again if forward depends
+# on no other state, and changes none.** (Autocast is such a state; batch norm changes its
+# statistics.)
 #
 # ## 2 How long should a segment be?
 #

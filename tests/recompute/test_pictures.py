@@ -57,7 +57,7 @@ def test_autocast_is_compared_with_bf16():
 
 def test_the_outliers_that_ruin_a_product_are_told():
     figure, alt = pictures.product_errors()
-    title = "an outlier of 100 ruins FP4, one of 10\u2076 ruins FP8; blocks confine the damage"
+    title = "an outlier of 100 ruins E2M1, one of 10\u2076 ruins E4M3; blocks confine the damage"
     assert title in heading(figure)
     assert alt.endswith("MXFP8 has at most 4.1 %, MXFP4 has at most 16.1 %")
 
