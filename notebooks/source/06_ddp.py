@@ -392,7 +392,7 @@ bucket_explorer(cost, links, swept)
 # shorter until $k_2$. So $k^* = \max(k_1, k_2)$, rounded up or down, and at least 1. (On $p$ ranks,
 # replace $2\alpha$ by $2(p-1)\alpha$, and $\frac{n}{\beta}$ by $\frac{2(p-1)}{p} \frac{n}{\beta}$.)
 #
-# **In this model, use as many buckets as the network keeps up with, but at least about
+# **By formula, use as many buckets as the network keeps up with, but at least about
 # $\sqrt{B / (2(p-1)\alpha)}$ (on a ring). The higher the latency, the larger the best bucket.**
 #
 # *A place for a break.*
@@ -712,7 +712,7 @@ except RankError as hang:
     raise
 
 # %% [markdown]
-# Rank 2 waits in `finish()`; the report shows where its call began. Neither line is wrong. So all
+# Rank 2 waits in `finish()`; the report shows where its call began. Neither call is wrong. So all
 # ranks must take the *same number of steps*: the sampler of lesson 05 repeats items, or a rank
 # without data takes part with a loss of weight 0.
 #
