@@ -121,11 +121,11 @@ reveal(guess_cut, "mix")
 #
 # Write the `files` (content by name) into the folder `new`: `disk.write(f"{new}/{name}", content)`.
 # Publish them: `manifest` is the content of `{new}/manifest.json`. When the new checkpoint survives
-# any cut (a kill or a power cut), remove every file of the folder `old` (`disk.names(old)`,
-# `disk.remove(...)`); `old` is None at the first save. `new` may contain files of a killed save,
-# with any name except `manifest.json`; in the end it contains only `files` and the manifest. After
-# a cut at any moment, each folder with a manifest has to be complete, and if there was an old
-# checkpoint, the old or the new one has to be there. About 12 lines, 20 minutes.
+# any cut (a kill or a power cut), remove every file of `old` (`disk.names(old)`,
+# `disk.remove(f"{old}/{name}")`); `old` is None at the first save. `new` may contain files of a
+# killed save, with any name except `manifest.json`; in the end it contains only `files` and the
+# manifest. After a cut at any moment, each folder with a manifest has to be complete, and if there
+# was an old checkpoint, the old or the new one has to be there. About 12 lines, 20 minutes.
 #
 # <details><summary>Hint: published, and not whole</summary>
 # While you remove files, `old` has to be complete or not to count as a checkpoint. Which file do
@@ -522,7 +522,7 @@ for name, one in rows.items():
     print(f"{name}: {words}, {1e3 * one.save_s:.0f} ms")
 
 # %% [markdown]
-# The fourth file (`.lock` or `about.json`) comes from our code. DCP has three traps:
+# Our code adds the fourth file (ours: `.lock`; DCP's: `about.json`). DCP has three traps:
 #
 # - `async_save` communicates in a thread. Give it a process group of its own
 #   (`process_group=dist.new_group(backend="gloo")`); otherwise, its messages can mix with those of
