@@ -470,9 +470,9 @@ reveal(guess_four, sent[3][2])
 show(*pictures.sent_by_stage(counts, sent))
 
 # %% [markdown]
-# Our stages 2 and 3 communicate in *every* micro-batch, because they keep no whole gradients or
-# parameters from one micro-batch to the next. If you accumulate many micro-batches and have the
-# memory, prefer stage 1.
+# Our stages 2 and 3 communicate in *every* micro-batch: between micro-batches, stage 2 keeps no
+# whole gradients, and stage 3 also no whole parameters. If you accumulate many micro-batches and
+# have the memory, prefer stage 1.
 #
 # **In one dtype, with one micro-batch and no shared parameters, stages 1 and 2 send as many bytes
 # as DDP, and stage 3 sends 1.5 times as many.**
