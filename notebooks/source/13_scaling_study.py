@@ -203,7 +203,7 @@ show(*pictures.published_scaling())
 # predicted, so the fixed part has grown. Most likely, the all-reduce takes longer between more
 # nodes (lesson 05). A fit holds only while the bottleneck stays the same.
 #
-# **An efficiency needs a baseline with the same model, batch and accumulation (for a pipeline: no
+# **An efficiency needs a baseline with the same model, batch and accumulation (a pipeline's has no
 # micro-batches).**
 #
 # ## 3 What is a step, and when is it over?
