@@ -576,7 +576,7 @@ guess_loss = predict("the lowest loss after 64 steps, H = 16", choices=("local S
 #
 # `starts` are the parameters at the beginning of the round, equal on all ranks; `params` are this
 # rank's parameters at its end; `outer` is an optimizer of `starts`. Put the outer gradient in
-# `start.grad`, let `outer` step, and copy the new `starts` into `params`. Do all this in place and
+# `start.grad`, let `outer` step, and copy the new `starts` into `params`. Step and copy in place,
 # under `torch.no_grad()`: `params` belong to a model in training. Do not change `param.grad`; `nan`
 # stays `nan`. Budget: one `all_reduce` per tensor, in its dtype, and no other call. About 7 lines.
 #
@@ -587,7 +587,7 @@ guess_loss = predict("the lowest loss after 64 steps, H = 16", choices=("local S
 
 # %% tags=["exercise"] exercise="data_parallel-6"
 def outer_step(starts, params, outer):
-    """Step starts with the outer gradient, and let params begin the next round there."""
+    """Apply the outer gradient to starts, and let params begin the next round there."""
     ### BEGIN SOLUTION: the mean way back as a gradient, one step, and a common start
     with torch.no_grad():
         for start, param in zip(starts, params, strict=True):
