@@ -41,7 +41,8 @@ def at_once(
             for place, (p, ranks) in enumerate(pools.items()):
                 alone_s.append(_in_threads(work, 1))
                 threads_s[place].append(_in_threads(work, p))
-                ranks_s[place].append(max(ranks.run(_on_rank, work)))
+                starts_s, ends_s = zip(*ranks.run(_on_rank, work), strict=True)
+                ranks_s[place].append(max(ends_s) - min(starts_s))
         for way, seconds in (("threads", threads_s), ("processes", ranks_s)):
             found[f"{name}, {way}"] = [[s / min(alone_s) for s in times] for times in seconds]
     return found
@@ -56,10 +57,13 @@ def _in_threads(work: Work, p: int) -> float:
         return time.perf_counter() - start_s
 
 
-def _on_rank(_rank: int, work: Work) -> float:
-    """On a rank: return the seconds of the work; all ranks begin together."""
+def _on_rank(_rank: int, work: Work) -> tuple[float, float]:
+    """On a rank: return when it began and ended the work, by the clock that all processes share.
+
+    A rank that waits for a core begins late: only all ranks' times say how long all of them took.
+    """
     work()  # the first call of a process may be slower
     dist.barrier()
     start_s = time.perf_counter()
     work()
-    return time.perf_counter() - start_s
+    return start_s, time.perf_counter()

@@ -126,7 +126,7 @@ def staleness(
     )
     title = (
         f"If rank {STRAGGLER} sleeps {slowdowns[-1]} times as long, its gradients are "
-        f"{counted[-1]:.0f} updates old on average"
+        f"{counted[-1]:.1f} updates old on average"
     )
     y_label = f"mean staleness of rank {STRAGGLER} (updates)"
     figure = compare(slowdowns, voices, title, x_label=SLEEP, y_label=y_label)

@@ -25,7 +25,7 @@ class DataParallel(nn.Module):
     is the loss of the whole batch. Tensors in args and kwargs are split, everything else is shared.
     The replicas draw from one random number generator, in the order in which the threads run.
 
-    Cost:    num_replicas - 1 copies of the model per step; one interpreter runs all threads, and on
+    Cost:    num_replicas copies of the parameters a step; one interpreter runs all threads, and on
              a CPU one thread runs the whole backward pass
     Raises:  CourseError for num_replicas < 1; ShapeError for tensors of different lengths
     Source:  PyTorch, torch/nn/parallel/data_parallel.py, DataParallel

@@ -196,7 +196,7 @@ print("kept:", *kept)
 # `tensor.untyped_storage()` has an address, `data_ptr()`, and a size, `nbytes()`. About 4 lines.
 #
 # <details><summary>Hint: I count a tensor twice, or a parameter</summary>
-# A view has an address of its own. Which address do all views of one tensor share?</details>
+# A view may start at another address. Which address do all views of one tensor share?</details>
 
 
 # %% tags=["exercise"] exercise="memory-3"

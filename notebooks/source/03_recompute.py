@@ -354,10 +354,10 @@ show(*pictures.price(more_flop, ratio))
 
 # %% [markdown]
 # Here and in a published layer of a 22B model (time +7 %), selective recompute takes more time than
-# its FLOPs suggest. A likely reason, which we did not measure, is that softmax and dropout read
-# and write very large tensors. Full recompute of the published layer takes 39 % longer, not 33 %.
-# The layer's backward overlaps communication with weight gradients and takes less time than two
-# forwards, so one more forward adds more than a third (Korthikanti et al. 2022, section 6.2).
+# its FLOPs suggest. A likely reason, which we did not measure, is that softmax and dropout read and
+# write very large tensors. Full recompute of the published layer takes 39 % longer, not 33 %. Its
+# backward communicates while it computes weight gradients, and takes less time than two forwards.
+# So one more forward adds more than a third (Korthikanti et al. 2022, section 6.2).
 #
 # FlashAttention (Dao et al. 2022, section 3.1) recomputes the scores inside its kernel, and never
 # writes them to the GPU's main memory. With it, selective recompute is useful for other cheap

@@ -54,7 +54,7 @@ def test_the_mean_staleness_is_that_of_one_worker():
     assert pictures.mean_staleness(run, 3) == 3
     run = updates([1, 2, 3] * 4, [0, 1, 2] * 4)
     _, finding = pictures.staleness([1, 2], 0.02, [run, run])
-    assert "sleeps 2 times as long, its gradients are 2 updates old" in finding
+    assert "sleeps 2 times as long, its gradients are 2.0 updates old" in finding
 
 
 def test_pictures_of_runs_tell_their_numbers():
