@@ -163,7 +163,7 @@ show(*pictures.fewer_in_flight({name: real.events for name, real in made.items()
 # It is <code>action._replace(stage=source)</code>: same kind, same micro-batch.
 # </details>
 # <details><summary>Hint: which rank comes next?</summary>
-# Loop over all ranks repeatedly. Each time, a rank runs the actions whose inputs have times.
+# Loop over the ranks. Each rank goes on in its list until an input is missing.
 # </details>
 
 
@@ -668,8 +668,8 @@ from course_lib.checks.pipeline.scores import scores
 print(scores(pack))
 
 # %% [markdown]
-# The bound holds for one chunk per rank. ZB-V, with two chunks, is below it here. ZB-H1 may beat
-# your order.
+# The bound holds for one chunk per rank; ZB-V, with two, is below it here. ZB-H1 may win in the
+# last column.
 #
 # **The best schedule depends on times and memory: simulate, then search.**
 #
