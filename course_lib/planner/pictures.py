@@ -240,7 +240,7 @@ def time_against_memory(
     legend: list[Artist] = [Line2D([], [], label="a plan that fits", **dot)]
     legend.append(Line2D([], [], label="Pareto front", **line))
     slowest_s = small.step_s * 1.05
-    note = f"Plans slower than {format_seconds(slowest_s)} are left out."
+    note = f"Plans slower than {format_seconds(slowest_s)} are not drawn."
     figure, (axes,) = page(title, [3.1], note=note, legend=legend)
     y_label = "predicted time of a step (s)"
     plain(axes, x_label="memory of the fullest rank (GiB)", y_label=y_label, grid="both")

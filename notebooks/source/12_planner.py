@@ -356,8 +356,8 @@ reveal(guess_error, 100 * median(errors))
 show(*pictures.predicted_against_published(tables))
 
 # %% [markdown]
-# On models left out of the fit, the error is 3.2 to 8.1 % (five medians, one mean:
-# `docs/planner.md`).
+# In six tests on models left out of the fit, the median (once the mean) error is 3.2 to 8.1 %
+# (`docs/planner.md`).
 #
 # What about the ranking? We use 1,027 of the Playbook's more than 4,100 runs. Those with 256
 # sequences per step form 14 groups of one model and one number of nodes, with 13 to 121 runs each.
@@ -588,7 +588,7 @@ saved, more = 1 - top.step_s / mine.step_s, format_bytes(top.memory_bytes)
 print(f"4 Of the {found.num_plans:,} plans that obey all rules except memory, the fastest that")
 print(f"  fits saves {100 * saved:.0f} % and needs {more}.")
 print(f"5 A run of 13B on 8 A100s took {longer:.0f} % longer than predicted. If twenty steps")
-print("  here take longer than that, or if the batch shrinks, I choose again.")
+print("  here exceed the prediction by more, or if the batch shrinks, I choose again.")
 
 # %% [markdown]
 # Line 3 is optimistic: none of llm-foundry's A100 runs has an MFU above 65 %. With the constants of
