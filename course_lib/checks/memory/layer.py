@@ -66,7 +66,7 @@ def _parts(result: Any, *_arguments: Any) -> dict[str, Any]:
     return {part: whole(result[part]) for part in PARTS}
 
 
-MASK = Cause("A dropout mask takes one byte a number, whatever the numbers are in.")
+MASK = Cause("A dropout mask takes one byte a number, whatever number_bytes is.")
 EACH_STORAGE = Cause("q, k and v are three products of one input: autograd keeps its storage once.")
 AFTER_DROPOUT = Cause(
     "The weights after dropout are an input of the product with the values: there are softmax's "

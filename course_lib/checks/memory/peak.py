@@ -54,7 +54,7 @@ def _drawn(random: Random) -> list[Case]:
 
 BEGIN = Cause(
     "That is the start of backward. Where a layer's gradients are larger than its activations, "
-    "memory goes on growing in backward: look after each layer."
+    "memory still grows in backward: count after each layer."
 )
 ONE_MICRO_BATCH = Cause(
     "With one micro-batch, all activations and all gradients are never there together: a layer's "
@@ -80,12 +80,12 @@ PEAK = Exercise(
         unit=" bytes",
         unchanged=Cause("The lists belong to the caller: reversed(acts) leaves them as they are."),
         look="Write down what is held after each layer, forward and backward, for this case.",
-        success="One: where backward begins, or later; more: where the second backward begins.",
+        success="1 micro-batch: where backward begins, or later; more: where backward 2 begins.",
     ),
     wrong=(
         Edit("            most = max(most, kept + held)\n", "", BEGIN),
         Edit("            most = max(most, kept + held)\n", "        most = max(most, held)\n",
-             Cause("Memory can be highest in the middle of backward: look after each layer.")),
+             Cause("Memory can be highest inside backward: count after each layer.")),
         Edit("        most = max(most, kept + held)\n        for",
              "        for",
              Cause("The start of backward counts: all activations are there, no gradient yet.")),
@@ -100,8 +100,8 @@ PEAK = Exercise(
         Edit("return states + most", "return most", Cause("The states are there all the time.")),
         Edit("return states + most", "return states + sum(acts) + sum(grads)", ONE_MICRO_BATCH),
         Edit("return states + most", "return states + max(sum(acts), sum(grads))",
-             Cause("Neither end of backward need be the peak, and with more micro-batches both are "
-                   "added: look after each layer.")),
+             Cause("The peak may lie inside backward; later micro-batches run beside all gradients: "
+                   "count after each layer.")),
         Edit("            kept -= act\n", "", ONE_MICRO_BATCH),
         Edit("            held += new if micro_batch == 0 else 0\n", "",
              Cause("The gradients are missing: they come in backward, and stay until the step.")),
