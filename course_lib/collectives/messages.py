@@ -289,8 +289,9 @@ def _both_ends(m: Message, start_s: float, end_s: float) -> list[Event]:
 def busiest_wire_bytes(messages: Iterable[Message], p: int) -> float:
     """Return the bytes over the busiest wire, summed over the steps, if ranks stand in a circle.
 
-    Each rank has a wire to its right neighbor and one to its left; a message takes the shorter way,
-    and messages of one step that need the same wire share it.
+    Each rank has a wire to its right neighbor and one to its left; a message takes the shorter way
+    (if both are equally short, to the right), and messages of one step that need the same wire
+    share it.
     """
     loads: dict[int, dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
     for m in messages:

@@ -24,7 +24,8 @@ BRIDGES = Link(name="PCIe, several bridges", latency_s=20e-6, bytes_per_s=4e9)  
 LINKS = {link.name: link for link in (NVLINK, INFINIBAND, PCIE, BRIDGES, ETHERNET)}
 DEVICES = ["rtx2080ti", "a6000", "a100-80", "h100"]
 SHOWS = ["efficiency", "memory"]
-NOTE = "measured: the PCIe study, on other GPUs; predicted: by formulas alone"
+MEASURED = ("study-300m", "study-500m", "study-1b")  # smaller models gained nothing
+NOTE = "measured: the PCIe study's larger models, on other GPUs; predicted: by formulas alone"
 _Rows = dict[str, tuple[PredictedRun, float]]  # with the efficiency in per cent
 
 
@@ -50,7 +51,8 @@ def draw_study(model: str, gpus: int, link: str, device: str, show: str) -> Figu
         limit = there if there < 3 * max(pair.predicted or 0 for pair in pairs) else None
         x_label = "peak memory of the fullest rank (GiB)"
         return paired_bars(pairs, title, x_label=x_label, limit=limit, limit_words=device)
-    found = PUBLISHED if (gpus, link) == (2, PCIE.name) else {}
+    measured = (gpus, link) == (2, PCIE.name) and model in MEASURED
+    found = PUBLISHED if measured else {}
     pairs = [
         Pair(name=name, measured=found.get(name), predicted=percent)
         for name, (_, percent) in rows.items()

@@ -463,9 +463,9 @@ wires.explore_all_reduces()  # it starts from H100's NVLink: 450 GB/s; we assume
 # size.** (At $p=2$ it equals the ring.) Why do libraries build rings?
 #
 # - **Shared links.** The model gives each pair of ranks a wire of its own. If 8 ranks are wired in
-#   a circle, messages to ranks 4 away pass over four wires each. (The table's last column adds up
-#   the bytes on the busiest wire of each step.) Patarasuk and Yuan (2009) design their ring so that
-#   no two messages share a link, on almost all clusters of that time.
+#   a circle, messages to ranks 4 away pass over four wires each, all to the right. (The table's
+#   last column adds up the busiest wire of each step.) Patarasuk and Yuan (2009) design their ring
+#   so that no two messages share a link, on almost all clusters of that time.
 # - **Topology.** A ring can follow the machine: it enters and leaves each node once.
 # - **Pipelining.** The neighbors stay the same, so shards can travel in small pieces: a rank adds
 #   one piece while the next one arrives.

@@ -399,10 +399,10 @@ for run in {run.spec: run for run in find_study("cluster").runs}.values():
 study_explorer()
 
 # %% [markdown]
-# On two GPUs, the predictions for TP and ZeRO-1 are close to the measured values; DP's is too high.
-# On four GPUs over bridges, all measured values fell strongly, but the pipeline's prediction falls
-# least. The formulas favor pipelines, above all those of small models, because they ignore the time
-# to launch kernels. And they count all of ZeRO's messages as exposed.
+# On two A6000 with 500M, TP's and ZeRO-1's predictions are close to the measured values; DP's is
+# too high. On four GPUs over bridges, all measured values fell strongly, but the pipeline's
+# prediction falls least. The formulas favor pipelines, above all those of small models, because
+# they ignore the time to launch kernels. And they count all of ZeRO's messages as exposed.
 #
 # A machine's links form a *matrix* (`nvidia-smi topo -m`). The picture shows your machine's matrix
 # if it has several GPUs, otherwise an invented example. PIX means at most one PCIe bridge, PXB

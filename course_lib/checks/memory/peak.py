@@ -100,8 +100,8 @@ PEAK = Exercise(
         Edit("return states + most", "return most", Cause("The states are there all the time.")),
         Edit("return states + most", "return states + sum(acts) + sum(grads)", ONE_MICRO_BATCH),
         Edit("return states + most", "return states + max(sum(acts), sum(grads))",
-             Cause("The peak may lie inside backward; later micro-batches run beside all gradients: "
-                   "count after each layer.")),
+             Cause("The peak may lie inside backward; later micro-batches run beside all "
+                   "gradients: count after each layer.")),
         Edit("            kept -= act\n", "", ONE_MICRO_BATCH),
         Edit("            held += new if micro_batch == 0 else 0\n", "",
              Cause("The gradients are missing: they come in backward, and stay until the step.")),
