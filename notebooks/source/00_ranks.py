@@ -261,15 +261,16 @@ pair = Ranks(2, link=wire)
 
 def send_one(rank, num_bytes):
     message = torch.zeros(num_bytes, dtype=torch.uint8)
+    start_s = time.perf_counter()
     if rank == 0:
         dist.send(message, 1)  # to rank 1; returns when it has arrived
     else:
         dist.recv(message, 0)  # from rank 0, into this tensor
+    return time.perf_counter() - start_s
 
 
 def measured_s(num_bytes):
-    pair.run(send_one, num_bytes)
-    return next(event.duration_s for event in pair.events if event.kind == "send")
+    return pair.run(send_one, num_bytes)[0]
 
 
 reveal(guess_message, 1000 * measured_s(4_000_000))
