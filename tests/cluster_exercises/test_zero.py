@@ -178,7 +178,8 @@ def test_ownership_over_time_ends_where_the_formula_is(pools):
     def owned(rank):
         found = []
         for stage in (ZeRO1, ZeRO2, ZeRO3):
-            module = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 12))
+            layers = [nn.Sequential(nn.Linear(12, 24), nn.Linear(24, 12)) for _ in range(3)]
+            module = nn.Sequential(*layers)
             engine = stage(module, torch.optim.AdamW, lr=1e-3, bucket_bytes=1300)
             with owned_over_time(engine) as ledger:
                 after = owned_after_backward(engine, partial(module_sum, engine))
@@ -190,12 +191,12 @@ def test_ownership_over_time_ends_where_the_formula_is(pools):
 
     for by_stage in pools(2).run(owned):
         for zero, (after, ledger) in enumerate(by_stage, start=1):
-            assert after == model_states(612, "fp32", parallelism=Parallelism(dp=2, zero=zero))
+            assert after == model_states(3 * 612, "fp32", parallelism=Parallelism(dp=2, zero=zero))
             last = {kind: ledger.bytes_by_kind[kind][-1] for kind in after}
             assert last == after
         most = [max(ledger.bytes_by_kind["params"]) for _, ledger in by_stage]
-        assert most[0] == most[1] == 612 * 4
-        assert most[2] == 612 * 4 / 2 + 312 * 4, "the shards, and one module's parameters"
+        assert most[0] == most[1] == 3 * 612 * 4
+        assert most[2] == 3 * 612 * 4 / 2 + 312 * 4, "the shards, and one module's parameters"
         grads = [max(ledger.bytes_by_kind["grads"]) for _, ledger in by_stage]
         assert grads[0] > grads[1]
 
