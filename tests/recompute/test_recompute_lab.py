@@ -66,7 +66,7 @@ def test_pictures_show_every_format():
         name: [3.0 - 0.01 * step - 0.001 * n for step in range(20)]
         for n, name in enumerate(lab.FORMATS)
     }
-    figure = pictures.format_losses(curves, "a title")
+    figure, _ = pictures.format_losses(curves)
     above, below = figure.axes
     assert len(above.lines) == 1
     assert len(below.lines) == len(lab.FORMATS) - 1
