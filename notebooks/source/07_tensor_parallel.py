@@ -614,7 +614,7 @@ show(*pictures.sequence_region(4))
 # lines, 15 minutes.
 #
 # <details><summary>Hint: the wrong tokens</summary>
-# Collectives concatenate the ranks' tensors along dim 0; tokens are dim 1. Parts must be
+# Collectives on one tensor concatenate along dim 0; tokens are dim 1. Parts must be
 # contiguous.
 # </details>
 # <details><summary>Hint: the gradient</summary>
