@@ -60,7 +60,7 @@ def ring():
 
 
 def bytes_sent():
-    """What each rank sends in an all-reduce: formula and simulation."""
+    """Draw the bytes that each rank sends in an all-reduce, by formula and simulation."""
     ranks = [1, 2, 3, 4, 6, 8, 12, 16]
     played = [
         sum(m.num_bytes for m in messages.ring_all_reduce_messages(p, 1.0) if m.sender == 0)

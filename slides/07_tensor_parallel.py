@@ -60,7 +60,7 @@ def curves():
 
 
 def memory():
-    """What a rank of Llama-8B holds, by degree."""
+    """Draw the bytes that a rank of Llama-8B holds, by degree."""
     spec, degrees = MODELS["llama-8b"], [1, 2, 4, 8]
 
     def kept(p, sequence_parallel):

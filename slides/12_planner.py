@@ -62,7 +62,7 @@ def front():
 
 
 def forgot():
-    """What a planner chooses that forgets the bubble."""
+    """Draw the choice of a planner that forgets the bubble."""
     steps = searched(32).steps
     blind = min(steps, key=lambda step: step.step_s - step.bubble_s)
     chosen = {"counts everything": steps[0], "forgets the bubble": blind}
@@ -76,7 +76,7 @@ def published():
 
 
 def errors():
-    """Where the predictions of the Playbook's runs fail."""
+    """Draw the errors of the predictions for the Playbook's runs."""
     return lesson.errors_by_mfu(published_runs("ultrascale"))[0]
 
 

@@ -1,4 +1,4 @@
-"""What a learner moves and presses in notebook 14_checkpoint: the interval, and a rank's end."""
+"""Explorers of notebook 14_checkpoint: the interval between saves, and a rank that is killed."""
 
 import html
 import os

@@ -190,7 +190,8 @@ def digits_of_losses(right: Sequence[float], runs: Mapping[str, Sequence[float]]
         x_label="step",
         y_label="digits that agree with one process",
     )
-    return figure, f"{title}; far apart from step 1 on"
+    apart = "far apart from step 1 on" if max(wrong) < min(found) else "not far apart in all steps"
+    return figure, f"{title}; {apart}"
 
 
 def convergence(results: Results) -> _Picture | None:

@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 from course_lib.core.errors import CourseError
 from course_lib.core.parallelism import Parallelism
 from course_lib.core.records import Ledger
-from course_lib.core.units import GIB
+from course_lib.core.units import GIB, KIB
 from course_lib.cost.traffic import sent_bytes
 from course_lib.display.colours import KIND, QUIET, WHITE, rank_colour
 from course_lib.display.compare import Voices, compare
@@ -31,7 +31,7 @@ from course_lib.zero.lab import (
     TABLE_1_SOURCE,
 )
 
-STAGES, KIB = (1, 2, 3), 2**10
+STAGES = (1, 2, 3)
 TABLE_1_RANKS, TABLE_1_PARAMS = (1, 4, 16, 64, 256, 1024), 7_500_000_000
 _HIGH, _LETTER_IN = 0.8, 0.078
 

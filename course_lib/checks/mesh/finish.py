@@ -212,7 +212,6 @@ AXES: Sequence[str] = ("pp", "dp", "tp")
 TELLS = 'dist.all_reduce(total, group=mesh.group("pp"))'
 AVERAGES = 'dist.all_reduce(value, group=mesh.group("dp"))'
 DIVIDES = 'value /= mesh.size("dp")'
-NO_LOSS = "torch.zeros((), dtype=torch.float64) if loss is None else loss.clone()"
 
 FINISH = Exercise(
     key="mesh-2",
