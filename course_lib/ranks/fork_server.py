@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.core.errors import CourseError
-from course_lib.ranks.process_tree import adopt_orphans, end_trees, orphans_of
+from course_lib.ranks.process_tree import adopt_orphans, end_orphans_of
 from course_lib.ranks.scratch import make_folder
 
 PRELOAD = [
@@ -94,8 +94,7 @@ def end_orphans() -> None:
     """Kill what ranks that died by themselves had started: the server has adopted it."""
     server = _pid()
     if server is not None:
-        ranks = [child.pid for child in multiprocessing.active_children() if child.pid]
-        end_trees(orphans_of(server, spare=ranks))
+        end_orphans_of(server, lambda: {rank.pid for rank in multiprocessing.active_children()})
 
 
 def _loaded() -> list[str]:

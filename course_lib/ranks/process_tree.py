@@ -8,13 +8,16 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
+PATIENCE_S = 5.0  # the kernel does not end a process that waits for a broken disk
+TICK_S = 0.002
 
 
 def adopt_orphans() -> None:
@@ -25,12 +28,7 @@ def adopt_orphans() -> None:
 
 def end_descendants(pids: Collection[int]) -> None:
     """Kill all processes that these have started, and those that they have started in turn."""
-    ended: set[psutil.Process] = set()
-    while new := _descendants(pids) - ended:  # one may have started another before its end
-        for process in new:
-            with suppress(psutil.Error):
-                process.kill()
-        ended |= new
+    _end_all(lambda: _descendants(pids))
 
 
 def end_trees(pids: Collection[int]) -> None:
@@ -45,18 +43,45 @@ def end_trees(pids: Collection[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def orphans_of(adopter: int, spare: Collection[int]) -> list[int]:
-    """Return the children of `adopter` that it did not fork: they are in another session.
+def end_orphans_of(adopter: int, spare: Callable[[], Collection[int | None]]) -> None:
+    """Kill the children of `adopter` that it did not fork, and all that they have started.
 
-    Its own forks that have left its session are to be named in `spare`.
+    What it did not fork is in another session; `spare` names those of its own forks that are, too.
     """
-    with suppress(psutil.NoSuchProcess, ProcessLookupError):
-        session = os.getsid(adopter)
-        children = [child.pid for child in psutil.Process(adopter).children()]
-        return [
-            pid for pid in children if pid not in spare and _session(pid) not in (None, session)
-        ]
-    return []
+
+    def orphans() -> set[psutil.Process]:
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            session = os.getsid(adopter)
+            children = psutil.Process(adopter).children()
+            own, spared = (None, session), spare()
+            found = {c for c in children if _session(c.pid) not in own and c.pid not in spared}
+            return found | _descendants([process.pid for process in found])
+        return set()
+
+    _end_all(orphans)
+
+
+def _end_all(find: Callable[[], set[psutil.Process]]) -> None:
+    """Kill what `find` finds until, twice in a row, it finds nothing that still runs.
+
+    It misses a process whose parent ends while it looks: that one gets another parent.
+    """
+    ended: set[psutil.Process] = set()
+    num_empty, give_up_s = 0, time.monotonic() + PATIENCE_S
+    while num_empty < 2 and time.monotonic() < give_up_s:
+        running = {p for p in find() if not (p in ended and _is_zombie(p))}
+        for process in running:
+            with suppress(psutil.Error):
+                process.kill()
+        ended |= running
+        num_empty = 0 if running else num_empty + 1
+        time.sleep(TICK_S if running else 0)  # the end of a process takes a moment
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    return True
 
 
 def _session(pid: int) -> int | None:

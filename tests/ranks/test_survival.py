@@ -345,6 +345,31 @@ def test_what_a_rank_started_ends_although_the_kernel_has_a_rank_itself(tmp_path
         kernel.stdin.close()
 
 
+def test_an_orphan_whose_parent_ends_while_it_is_looked_for_is_ended_too():
+    script = """
+        import os, psutil, subprocess
+        from course_lib.ranks import process_tree
+        from tests.ranks.pools import is_running
+        process_tree.adopt_orphans()
+        fork = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True);"
+        parent = subprocess.Popen(
+            ["python", "-c", fork + "time.sleep(600)"], stdout=-1, start_new_session=True
+        )
+        child, look = int(parent.stdout.readline()), process_tree._descendants
+
+        def looked_too_early(pids):
+            parent.kill()  # its child is ours from now on, and no descendant of these any more
+            parent.wait()
+            return look(pids)
+
+        process_tree._descendants = looked_too_early
+        process_tree.end_orphans_of(os.getpid(), spare=set)
+        os.waitpid(child, 0)  # hangs if it runs
+        print("ended", is_running(child))
+    """
+    assert run_script(script) == ("ended False\n", 0)
+
+
 def test_a_process_with_the_pid_of_an_old_one_is_ended_too():
     script = """
         import os, psutil, subprocess
