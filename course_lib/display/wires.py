@@ -229,6 +229,7 @@ def published_by_size() -> tuple[Figure, str]:
         line = [_bus(n, p, link) / 1e9 for n in sizes]
         worst = max(worst, *(max(a / b, b / a) for a, b in zip(line, bus, strict=True)))
         label = f"{name}: {format_seconds(link.latency_s)}, {format_rate(link.bytes_per_s)}"
+        label += f"; NCCL up to {max(bus):.0f} GB/s"
         curves[label] = Voices(formula=line[1::2], published=(sizes[1::2], bus[1::2]))
         source = f"S. Bekman, Machine Learning Engineering: {found[0]['source']}; "
         source += "A100 with nccl-tests; H200 with all_reduce_bench.py, which times "
@@ -266,6 +267,7 @@ def published_by_nodes() -> tuple[Figure, str]:
     nodes = [int(row["nodes"]) for row in found]
     ranks = [int(row["ranks"]) for row in found]
     gb_per_s = [float(row["value"]) for row in found]
+    sent = gb_per_s[0] * bandwidth.bus_factor("all_reduce", ranks[0])  # if it were n / t
     num_bytes = float(found[0]["size_bytes"])
     times_s = [num_bytes / (one * 1e9) for one in gb_per_s]
     line = bandwidth.fit_link(ranks, times_s)
@@ -281,8 +283,8 @@ def published_by_nodes() -> tuple[Figure, str]:
     }
     source = (
         f"N. Tazi et al., The Ultra-Scale Playbook, 2025: {found[0]['source']}. We take "
-        "256MB as 2^28 bytes. The figure does not say which bandwidth; if it were n / t, "
-        f"{gb_per_s[0]:.0f} GB/s on 8 GPUs would exceed NVLink"
+        "256MB as 2^28 bytes. The figure does not say which bandwidth; if it were n / t, each GPU "
+        f"of a ring of {ranks[0]} would send {sent:.0f} GB/s, more than NVLink can"
     )
     figure = compare(
         nodes,

@@ -106,8 +106,9 @@ class MeshTrainer:
 
     def gradients(self, tokens: Tensor, targets: Tensor) -> float:
         """Add the gradients of the whole batch's mean loss to `param.grad`; return that loss."""
-        # the ranks of a tp group draw the same dropout, the others draw their own
-        draws = self.mesh.rank - self.mesh.index("tp") * self.mesh.mesh.stride("tp")
+        # the ranks of a tp group draw the same dropout, the others draw their own; the seed is made
+        # of coordinates, so the order of the axes does not change it
+        draws = self.mesh.index("dp") * self.pp + self.mesh.index("pp")
         torch.manual_seed(mixed_seed(mixed_seed(self.seed, self.num_steps), draws))
         mine = self._share(tokens), self._share(targets)  # data is split along dp only
         micro_batches = split_micro_batches(mine, len(self.schedule[0]) // 2)

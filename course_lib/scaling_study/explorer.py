@@ -25,7 +25,7 @@ LINKS = {link.name: link for link in (NVLINK, INFINIBAND, PCIE, BRIDGES, ETHERNE
 DEVICES = ["rtx2080ti", "a6000", "a100-80", "h100"]
 SHOWS = ["efficiency", "memory"]
 MEASURED = ("study-300m", "study-500m", "study-1b")  # smaller models gained nothing
-NOTE = "measured: the PCIe study's larger models, on other GPUs; predicted: by formulas alone"
+NOTE = "measured: PCIe study, 300M to 1B, on other GPUs; predicted: by formulas alone"
 _Rows = dict[str, tuple[PredictedRun, float]]  # with the efficiency in per cent
 
 

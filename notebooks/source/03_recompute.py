@@ -581,7 +581,7 @@ show(*pictures.product_errors())
 #
 # ### Exercise 6: blocks with a shared scale
 #
-# Round `x` [rows, n], in fp32, in blocks of `block` numbers along each row; the last block of a row
+# Round the fp32 `x` [rows, n] in blocks of `block` numbers along each row; the last block of a row
 # may be shorter. To find a block's scale, take the largest power of two $\le$ its largest $|x|$,
 # and divide it by the format's largest power of two: $2^8$ for E4M3, whose largest number is 448,
 # $2^{15}$ for E5M2. (A block of zeros: any power of two.) An element is x / scale, clamped to the

@@ -108,7 +108,7 @@ for name, found in (("ours", buckets), ("PyTorch's", theirs)):
     print(f"{name:9} {len(found)} buckets (MiB):", *(f"{mib:.0f}" for mib in found_mib))
 
 # %% [markdown]
-# PyTorch (2.13, `torch/nn/parallel/distributed.py`) differs in two ways. By default, its *first*
+# PyTorch (2.13, `distributed.py` and `reducer.cpp`) differs in two ways. By default, its *first*
 # bucket has a limit of 1 MiB, so that communication starts early. And it closes a bucket once the
 # size *reaches* the limit; our code closes it before the limit is exceeded. In both, the last
 # bucket contains the embedding, and no computation is left to hide its all-reduce.
@@ -645,8 +645,7 @@ for name, steps in zip(("ours", "PyTorch's"), seen, strict=True):
 # %% [markdown]
 # The gradients are equal bit for bit, because the order of two terms does not change their sum, and
 # dividing by 2 is exact. PyTorch closes a bucket later (section 2), so it sends fewer messages.
-# Unless `find_unused_parameters=True`, it has a single bucket in its first step, then rebuilds its
-# buckets in the ready order.
+# By default, it has a single bucket in its first step, then rebuilds its buckets in ready order.
 #
 # ### Exercise 6: what does the trace say? (core, 15 minutes)
 #
@@ -712,7 +711,7 @@ except RankError as hang:
     raise
 
 # %% [markdown]
-# Rank 2 waits in `finish()`; the report shows where its call began. Neither call is wrong. So all
+# Rank 2 waits in `finish()`; the report shows where its call began. No call is wrong. So all
 # ranks must take the *same number of steps*: the sampler of lesson 05 repeats items, or a rank
 # without data takes part with a loss of weight 0.
 #

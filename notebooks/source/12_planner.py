@@ -199,7 +199,7 @@ for b in (1, 2, 4):
 
 # %% [markdown]
 # ZeRO-2 reduces gradients in each of its 32 micro-batches. The planner assumes no overlap for them,
-# as for Megatron-LM's all-reduces (Korthikanti et al. 2022, section 6.3). For FSDP it assumes
+# as in Megatron-LM (Korthikanti et al. 2022, section 6.3). For FSDP it assumes
 # overlap, which is possible: computing a layer takes longer here than gathering the next one. With
 # overlap, in buckets of 40 to 160 MB, ZeRO-2 would be within 1 % of FSDP, so this assumption
 # decides the ranking. Larger micro-batches make matrix products more efficient.

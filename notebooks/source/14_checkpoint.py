@@ -49,8 +49,8 @@ FOLDER = mkdtemp()
 # sharding was meant to avoid, and the other ranks wait for one link and one writer. The
 # alternative: **every rank writes its own shard**.
 #
-# Four ranks save 8 MiB over an emulated link of 40 MB/s, to emulated disks that take 40 MB/s from
-# each writer. What is the time of a save through rank 0, divided by the time with four writers?
+# Four ranks save 8 MiB in all. A link of 40 MB/s joins them; each writes 40 MB/s to its disk (all
+# emulated). What is the time of a save through rank 0, divided by the time with four writers?
 
 # %% tags=["predict"]
 wire = Link(name="slow Ethernet", latency_s=1e-3, bytes_per_s=40e6)
@@ -115,7 +115,7 @@ reveal(guess_cut, "mix")
 #   disk. Without it, a power cut may leave the manifest and lose the data.
 # - `sync_names()` (`os.fsync` on each changed folder, and on the parent of a new one) waits until
 #   changes of *names* (files created, renamed, removed) are on the disk. Until then, a power cut
-#   may undo the latest changes in one folder and keep those in another.
+#   may undo changes, in each folder separately, the latest ones first.
 #
 # ### Exercise 1 (core): publish
 #
@@ -550,9 +550,9 @@ for name, one in rows.items():
 # ranks of the course's training finish this step or the next, save, and exit with code 75 (try
 # later). This has to take less than torchrun's 30 s (`--shutdown-timeout`) and Slurm's `KillWait`.
 # `torchrun` passes SIGTERM on to the ranks, but SIGUSR1 only with `--signals-to-handle`. In Slurm,
-# `cluster/requeue.sbatch` gets a signal 120 seconds before the time limit (`--signal=B:USR1@120`)
-# and calls `scontrol requeue`; Slurm then sends SIGTERM. Measure your own cluster with
-# `cluster/exercises/14_checkpoint.py`.
+# `cluster/requeue.sbatch` gets a signal at least 120 seconds before the time limit
+# (`--signal=B:USR1@120`) and calls `scontrol requeue`; Slurm then sends SIGTERM. Measure your own
+# cluster with `cluster/exercises/14_checkpoint.py`.
 #
 # **Test that a killed job resumes by itself.**
 

@@ -91,17 +91,23 @@ def test_the_norm_is_that_of_the_whole_gradient_on_every_rank(pools, share):
         assert after == pytest.approx(min(share, 1) * norm, rel=1e-5)
 
 
-def drawn(rank):
-    trainer = MeshTrainer(SPEC, RankMesh(STEP.mesh), 2, torch.optim.SGD, lr=0.1, dropout=0.2)
-    trainer.gradients(*lab.batch_of(STEP, 0))
-    return torch.rand(1).item()
+def drawn(rank, mesh):
+    trainer = MeshTrainer(SPEC, RankMesh(mesh), 2, torch.optim.SGD, lr=0.1, dropout=0.2)
+    loss = trainer.gradients(*lab.batch_of(STEP, 0))
+    return torch.rand(1).item(), loss
 
 
 def test_ranks_of_a_tp_group_draw_alike_and_all_others_their_own(pools):
-    draws = pools(8).run(drawn)
+    draws = [draw for draw, _ in pools(8).run(drawn, STEP.mesh)]
     for group in STEP.mesh.groups("tp"):
         assert len({draws[rank] for rank in group}) == 1
     assert len(set(draws)) == STEP.mesh.world_size // STEP.mesh.size("tp")
+
+
+def test_with_dropout_too_the_order_of_the_axes_does_not_change_the_loss(pools):
+    orders = [Mesh(pp=2, dp=2, tp=2), Mesh(dp=2, tp=2, pp=2), Mesh(tp=2, pp=2, dp=2)]
+    losses = [pools(8).run(drawn, mesh)[0][1] for mesh in orders]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
 
 
 @pytest.mark.parametrize(
