@@ -96,7 +96,7 @@ _STUDY = (
     _gpt("study-500m", 1280, 24, 20, vocab=8000, max_seq=1024),
     _gpt("study-1b", 1536, 36, 24, vocab=8000, max_seq=1024),
 )
-# as many parameters as the GPT-2 of characters that a study of FSDP trained: 27.32 million. The
+# as many parameters as the GPT-2 of characters of Jin, Zhang and Huang 2023: 27.32 million. The
 # sizes are this course's own; the 65 characters are those of the plays in course_lib.models.text
 _CHARACTERS = _gpt("gpt2-char", 672, 5, 12, vocab=65, max_seq=200)
 # small enough to train in a notebook
@@ -108,7 +108,7 @@ _TINY = (
 _DECODERS = (*_TINY, _CHARACTERS, *_STUDY, *_GPT2, *_LLAMA, *_LLAMA2, *_MEGATRON)
 MODELS = {spec.name: spec for spec in _DECODERS}
 
-# for course_lib.models.BERT; the larger one has as many parameters as that study's: 46.7 million
+# for course_lib.models.BERT; the larger one has as many parameters as their BERT: 46.7 million
 _ENCODERS = (
     _gpt("bert-tiny", 64, 2, 4, vocab=256, max_seq=32),
     _gpt("bert-dialogues", 512, 12, 8, vocab=17200, max_seq=128),

@@ -1,9 +1,10 @@
 """Compare our FSDP with those of PyTorch and three frameworks, on two small tasks.
 
 The tasks are those of Jin, Zhang and Huang 2023, a course project at Case Western Reserve
-University: with an FSDP of their own they trained a GPT-2 on characters and a BERT on dialogues,
-on one GPU and on two. `run_framework` runs a task under one of the frameworks; `train_alike` trains
-one under our FSDP, to compare its losses with those of one process. Notebook 10_fsdp.
+University: they trained a GPT-2 on characters and a BERT on dialogues, on one GPU and on two.
+(Their abstract announces an FSDP; their published code uses PyTorch's DDP.) `run_framework` runs a
+task under one of the frameworks; `train_alike` trains one under our FSDP, to compare its losses
+with those of one process. Notebook 10_fsdp.
 """
 
 import time

@@ -1,14 +1,16 @@
 """Submit the rest of a study as job arrays: one for each number of ranks, an array task per run.
 
-What waits or runs already is not submitted again.
+What waits or runs already is not submitted again, and no more runs than the profile's limit of
+GPU-hours has room for: they can use far less than they ask for, so there is room again later.
 """
 
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from course_lib.cluster.job import Job
+from course_lib.cluster.job import Job, fitted
 from course_lib.cluster.profile import Profile
 from course_lib.cluster.slurm_time import read_time_s, write_time
 from course_lib.cluster.submissions import FOLDER, Submission, find_home, read_submissions, refresh
@@ -24,20 +26,25 @@ SPARE_S = 300
 
 
 def submit_all(costing: Costing) -> int:
-    """Submit the remaining runs; return an exit code. A reached limit does not stop the others."""
+    """Submit the remaining runs, as many as the limits allow; return 0 if that is all of them."""
     submissions = find_home() / FOLDER
     before = [refresh(one, submissions) for one in read_submissions(submissions)]
     places = waiting(before)
     left = [one for one in costing.left if str(out_of(one, costing.folder)) not in places]
     if len(left) < len(costing.left):
         print(f"{len(costing.left) - len(left)} runs wait or run already: course status")
-    jobs = make_jobs(left, costing.folder, costing.profile)
-    taken = [_taken(job, costing.profile, submissions) for job in jobs]
-    if any(taken):
+    profile = costing.profile
+    used = sum(one.gpu_hours for one in before if one.profile == profile.name)
+    jobs = make_jobs(left, costing.folder, profile, profile.limits.gpu_hours - used)
+    taken = [job for job in jobs if _taken(job, profile, submissions)]
+    missing = len(left) - sum(len(job.array_tasks) for job in taken)
+    if taken:
         print("Ended? The same command again runs what failed. How it goes: course status.")
         print("To end one: course cancel and its name.")
+    if missing:
+        print(f"{missing} runs are left: the same command again, when some others have ended.")
     print(f"What there is: course report {costing.folder}")
-    return 0 if all(taken) else 1
+    return 1 if missing else 0
 
 
 def _taken(job: Job, profile: Profile, submissions: Path) -> bool:
@@ -51,16 +58,29 @@ def _taken(job: Job, profile: Profile, submissions: Path) -> bool:
     return True
 
 
-def make_jobs(left: Sequence[PredictedRun], folder: Path, profile: Profile) -> list[Job]:
-    """Return job arrays for these runs; together they take no more places than the profile allows.
+def make_jobs(
+    left: Sequence[PredictedRun], folder: Path, profile: Profile, gpu_hours: float
+) -> list[Job]:
+    """Return job arrays for as many of these runs as fit into `gpu_hours`, the shortest first.
+
+    Together they take no more places than the profile allows. Each array has at least one run: if
+    even that does not fit, the submission is refused and says why.
 
     Raises: CourseError for more ranks than the nodes of the profile hold
     """
     by_ranks: dict[int, list[PredictedRun]] = {}
-    for one in left:
+    for one in sorted(left, key=lambda one: one.run_s):
         by_ranks.setdefault(one.run.ranks, []).append(one)
     at_once = max(1, profile.limits.max_jobs // max(1, len(by_ranks)))
-    return [_job(by_ranks[ranks], folder, profile, at_once) for ranks in sorted(by_ranks)]
+    jobs = []
+    for _, runs in sorted(by_ranks.items()):
+        job = _job(runs, folder, profile, at_once)
+        while len(runs) > 1 and job.gpu_hours > gpu_hours:
+            runs = runs[:-1]
+            job = _job(runs, folder, profile, at_once)
+        gpu_hours -= job.gpu_hours
+        jobs.append(replace(job, arguments=(str(_list(runs, folder)),)))
+    return jobs
 
 
 def waiting(submissions: Iterable[Submission]) -> set[str]:
@@ -85,10 +105,9 @@ def _job(runs: Sequence[PredictedRun], folder: Path, profile: Profile, at_once: 
     ranks = runs[0].run.ranks
     nodes = _nodes(ranks, profile)
     longest_s = max(one.run_s for one in runs) * SLOWER + SPARE_S
-    return Job(
+    job = Job(
         script="sweep",
         program=ARRAY_TASK,
-        arguments=(str(_list(runs, folder)),),
         name=f"study-{ranks}-ranks",
         nodes=nodes,
         gpus_per_node=ranks // nodes if profile.gpus_per_node else None,
@@ -97,6 +116,7 @@ def _job(runs: Sequence[PredictedRun], folder: Path, profile: Profile, at_once: 
         array=f"0-{len(runs) - 1}%{at_once}",
         run_folder=str(folder),
     )
+    return fitted(job, profile)
 
 
 def _list(runs: Sequence[PredictedRun], folder: Path) -> Path:

@@ -197,7 +197,7 @@ def megatron_widths() -> tuple[list[int], list[int]]:
 
     Those of its split models whose rows ship with the course; they reach 42 to 49 % of the peak.
 
-    Source:  NVIDIA Megatron-LM, README of June 2024: weak scaling, 4096 tokens per sequence
+    Source:  NVIDIA Megatron-LM, README of July 2024: weak scaling, 4096 tokens per sequence
     """
     found = [
         (int(row["tp"]), int(row["hidden"]))

@@ -239,7 +239,7 @@ def width_picture(degrees: Sequence[int] = (2, 4, 8, 16, 32)) -> tuple[Figure, s
         y_label="hidden size h",
         log=True,
         note="H100 at its peak, one InfiniBand adapter; above a line, computation takes longer",
-        source="NVIDIA's models, h from 6,144: Megatron-LM's README, June 2024, 42 to 49 % of the "
+        source="NVIDIA's models, h from 6,144: Megatron-LM's README, July 2024, 42 to 49 % of the "
         f"peak; h = 3,072: {H100_RUN}",
     )
     return figure, f"{title}; NVIDIA's models lie above NVLink's line"

@@ -284,10 +284,10 @@ check("memory-4", layer_bytes)
 # $$ sbh\left(34 + 5\,\frac{a s}{h}\right) \text{ bytes per layer} $$
 #
 # **The 34 is the count of that layer.** A Llama 3 layer has GQA, no dropout, and a *SwiGLU* MLP
-# (Shazeer 2020) of three matrices, $(\text{silu}(xW_g)\cdot{}xW_u)W_d$, which saves four tensors of
-# $f$ numbers per token. With flash attention (below), and norms that save only a bf16 input,
-# $sbh(12+4\,\frac{\text{kv\,hidden}}{h}+8\,\frac{f}{h})$ bytes are saved: $41\,sbh$ for Llama-8B.
-# (RMSNorm can save more; we measure LayerNorm.)
+# (Shazeer 2020) of three matrices, $(\text{silu}(xW_g)\cdot{}xW_u)W_d$, which, written out, saves
+# four tensors of $f$ numbers per token. With flash attention (below), and norms that save only a
+# bf16 input, $sbh(12+4\,\frac{\text{kv\,hidden}}{h}+8\,\frac{f}{h})$ bytes are saved: $41\,sbh$
+# for Llama-8B. (RMSNorm can save more; we measure LayerNorm.)
 
 # %% tags=["check"]
 from course_lib.memory import layer_coefficients
@@ -454,7 +454,7 @@ losses.clear()
 # *sequence parallelism* also divides activations of norms and dropout (lesson 07).
 #
 # In the calculator, each `dp` rank runs `batch` sequences; `tp` divides matrices, `pp` layers, `cp`
-# the sequence. In a terminal, `course memory` takes the line *this setup*. *Find two more ways to
+# the sequence. In a terminal, `course memory` takes the same options. *Find two more ways to
 # make llama-8b fit.*
 
 # %% tags=["picture"]

@@ -615,7 +615,7 @@ check("recompute-6", in_blocks)
 # be multiplied by its scale. Forward sums over a layer's inputs, backward over its outputs and over
 # the tokens. So each tensor needs two rounded copies, with blocks along rows and along columns.
 #
-# Now train a small GPT whose linear layers compute in each format, the rest in fp32. The two FP8
+# Now train a small GPT. Its blocks' linear layers compute in each format, the rest in fp32. The FP8
 # runs use E5M2 for gradients, the MXFP8 runs E4M3. The MXFP4 run uses MXFP8 in backward.
 
 # %% tags=["picture", "measured"]

@@ -555,7 +555,7 @@ show(*pictures.width_picture())
 #
 # The 3B model of Tazi et al. (2025; we assume $h=3072$) lies near NVLink's line at $p=8$. The
 # formula in the next picture adds the time of the FLOP (speed fitted at $p=2$) and of the bytes (at
-# the bandwidths they measured). Of the tokens/s measured on 8 ranks, what fraction is left on 16?
+# the bandwidths they measured). Of the tokens/s per GPU on 8 ranks, what fraction is left on 16?
 
 # %% tags=["predict"]
 guess_drop = predict("tokens/s per GPU on 16 ranks divided by those on 8 (like 3/4)")

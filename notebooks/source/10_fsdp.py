@@ -402,8 +402,8 @@ explorer.fsdp_explorer()
 # If FSDP frees blocks after forward, it gathers each parameter twice and reduce-scatters its
 # gradient once. An all-reduce sends as much as two of these collectives. With $b_g$ bytes per
 # gathered number, $b_r$ per reduced number, and $b_d$ per number that DDP all-reduces, FSDP sends
-# at most $(2b_g+b_r)/(2b_d)$ times as much as DDP. What is this ratio for bf16 gathers, fp32
-# reduction, and DDP in bf16?
+# at most $(2b_g+b_r)/(2b_d)$ times as much as DDP (unpadded). What is this ratio for bf16 gathers,
+# fp32 reduction, and DDP in bf16?
 
 # %% tags=["predict"]
 guess_bf16 = predict("bytes that FSDP sends, divided by those of DDP in bf16")
@@ -655,9 +655,9 @@ check("fsdp-5", exposed_transfers)
 # %% [markdown]
 # ## 10 Two GPUs, and your machine
 #
-# Jin, Zhang and Huang (2023, a course project at Case Western Reserve University) wrote an FSDP
-# with MPI4Py. They trained a character-level GPT-2 on Shakespeare and a BERT on movie dialogues.
-# How many times as fast was the BERT on two GPUs?
+# Jin, Zhang and Huang (2023, a project at Case Western Reserve University) trained a
+# character-level GPT-2 on Shakespeare and a BERT on movie dialogues. Their abstract announces an
+# FSDP; their published code uses DDP. How many times as fast was the BERT on two GPUs?
 
 # %% tags=["predict"]
 for name, (millions, one_s, _) in beside.STUDY.items():
@@ -671,7 +671,7 @@ for name, (_, one_s, two_s) in beside.STUDY.items():
 reveal(guess_bert, one_s / two_s)
 
 # %% [markdown]
-# Tiny versions of both models show that two ranks reach the losses of one. (Such small models may
+# Tiny versions of both show that two ranks reach the losses of one. (Such small models may
 # not become faster.)
 
 # %% tags=["picture", "measured"]
@@ -684,7 +684,7 @@ show(*pictures.losses_on_two_ranks(losses))
 
 # %% [markdown]
 # In three series of published FSDP runs, the number of tokens per GPU and step is fixed. In the
-# fourth series, plain DP divides 256 sequences of 4,096 tokens among its GPUs.
+# fourth, plain DP divides 256 sequences of 4,096 tokens among its GPUs.
 
 # %% tags=["picture"]
 show(*pictures.fsdp_at_scale())

@@ -541,7 +541,7 @@ check("planner-4", cheapest)
 # sequences per GPU. Your plan must use all GPUs, have `batch` sequences of `seq` tokens, and fit.
 # Its predicted step may be at most a quarter longer than that of the best plan. Try axes,
 # micro-batches, ZeRO stages and recomputation with `planner.predict`, which raises `CourseError`
-# for plans that cannot run. About 14 lines.
+# for plans that model or GPUs forbid (memory: `fits`). About 14 lines.
 #
 # <details><summary>Hint: how many plans are enough?</summary>
 # Try all combinations of a few values: 1, 2, 4 and 8, and for pp also 16.

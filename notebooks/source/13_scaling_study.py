@@ -327,8 +327,9 @@ show(*pictures.states(zero, zero_name))
 
 # %% [markdown]
 # At stage 1, each of the three kinds has exactly the formula's bytes. From stage 2 on, the
-# gradients have more: memory was read at the end of the last backward pass, while the last bucket,
-# the whole gradient of the embedding, was being sent. *When* you measure is part of the result.
+# gradients have more: memory was read at the end of backward, when the last bucket (the
+# embedding's gradient) and the rank's part of its sum were there. *When* you measure is part of the
+# result.
 #
 # Before you trust a speed, ask whether the runs computed *the same*:
 
@@ -399,15 +400,15 @@ for run in {run.spec: run for run in find_study("cluster").runs}.values():
 study_explorer()
 
 # %% [markdown]
-# On two A6000 with 500M, TP's and ZeRO-1's predictions are close to the measured values; DP's is
-# too high. On four GPUs over bridges, all measured values fell strongly, but the pipeline's
+# On two A6000 with 500M, TP's and ZeRO-1's predictions are close to values measured on other GPUs;
+# DP's is higher. On four GPUs over bridges, all measured values fell, but the pipeline's
 # prediction falls least. The formulas favor pipelines, above all those of small models, because
 # they ignore the time to launch kernels. And they count all of ZeRO's messages as exposed.
 #
-# A machine's links form a *matrix* (`nvidia-smi topo -m`). The picture shows your machine's matrix
-# if it has several GPUs, otherwise an invented example. PIX means at most one PCIe bridge, PXB
-# several bridges, SYS the link between CPU sockets (NUMA nodes). On which pair of the example would
-# you run TP = 2?
+# A machine's links form a *matrix* (`nvidia-smi topo -m`). The picture shows yours if you have
+# several GPUs, otherwise an invented example. PIX means at most one PCIe bridge, PXB several
+# bridges, SYS the link between CPU sockets (NUMA nodes). On which pair of the example would you run
+# TP = 2?
 
 # %% tags=["predict"]
 for number, row in enumerate(lab.EXAMPLE_LINKS):
@@ -429,12 +430,12 @@ show(*pictures.link_matrix(*own))
 #
 # ## 6 Faster steps, or fewer?
 #
-# However you split a given batch, the training stays the same (up to rounding). If each copy gets a
-# batch of its *own*, the global batch grows. The gradient is less noisy, but the training is
-# *different*. A shorter learning-rate warm-up (not the warm-up of section 1) may then be enough. In
-# a recorded experiment, the learning rate warms up for 100 of 150 steps on one process, but for 4
-# steps on four copies with their own batches. By what factor do the four copies need fewer steps to
-# the same loss?
+# However you split a given batch, the training stays the same (up to rounding, without dropout). If
+# each copy gets a batch of its *own*, the global batch grows. The gradient is less noisy, but the
+# training is *different*. A shorter learning-rate warm-up (not the warm-up of section 1) may then
+# be enough. In a recorded experiment, the learning rate warms up for 100 of 150 steps on one
+# process, but for 4 steps on four copies with their own batches. By what factor do the four copies
+# need fewer steps to the same loss?
 
 # %% tags=["predict"]
 guess_fewer = predict("steps to the same loss: of one process / of four copies")

@@ -1,6 +1,7 @@
 """The plan of a study, what it costs on paper, and what of it is started."""
 
 import json
+import math
 import sys
 import time
 from dataclasses import replace
@@ -20,6 +21,7 @@ from course_lib.cost.hardware import A100_80, RTX_2080_TI
 from course_lib.cost.params import count_params
 from course_lib.scaling_study import array_element as element
 from course_lib.scaling_study import run_local as here
+from course_lib.scaling_study import submit
 from course_lib.scaling_study.aggregate import aggregate
 from course_lib.scaling_study.commands import study_app
 from course_lib.scaling_study.costing import Costing, find_done
@@ -48,7 +50,7 @@ from course_lib.scaling_study.prediction import (
     predict,
 )
 from course_lib.scaling_study.run_local import RunFailure, run_here
-from course_lib.scaling_study.study_run import StudyRun, read_run, run_of
+from course_lib.scaling_study.study_run import StudyRun, read_list, read_run, run_of
 from course_lib.scaling_study.submit import make_jobs, submit_all, waiting
 from course_lib.train.config import TrainConfig
 from course_lib.train.trainer import train
@@ -334,7 +336,7 @@ def test_only_a_whole_record_of_the_same_run_is_done(tmp_path):
 def test_job_arrays_have_a_task_per_run_and_the_nodes_they_need(tmp_path, monkeypatch):
     runs = [replace(ALONE, strategy="ddp", ranks=p) for p in (2, 4, 1)]
     runs.append(replace(ALONE, ranks=4, tp=4))
-    jobs = make_jobs([predict(run, GPUS) for run in runs], tmp_path, SITE)
+    jobs = make_jobs([predict(run, GPUS) for run in runs], tmp_path, SITE, math.inf)
     shape = [(job.nodes, job.gpus_per_node, job.ranks_per_node, job.array) for job in jobs]
     assert shape == [(1, 1, 1, "0-0%1"), (1, 2, 2, "0-0%1"), (2, 2, 2, "0-1%1")]
     started = []
@@ -342,15 +344,49 @@ def test_job_arrays_have_a_task_per_run_and_the_nodes_they_need(tmp_path, monkey
     monkeypatch.setattr(sys, "argv", ["element", *jobs[2].arguments])
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     element.main()
-    assert started == [runs[3].config(str(tmp_path / runs[3].name))]
+    (_, second) = read_list(jobs[2].arguments[0])
+    assert {one.run for one in read_list(jobs[2].arguments[0])} == {runs[1], runs[3]}
+    assert started == [second.run.config(str(tmp_path / second.run.name))]
     lists = [json.loads(path.read_text()) for path in sorted((tmp_path / "lists").iterdir())]
     assert [len(lines) for lines in lists] == [1, 1, 2]
+
+
+def test_as_many_runs_are_submitted_as_the_limit_of_gpu_hours_has_room_for(tmp_path):
+    runs = [replace(ALONE, steps=50 * (6 - n), ranks=1 + n % 2, strategy="ddp") for n in range(6)]
+    predicted = [predict(run, GPUS) for run in runs]
+    whole = make_jobs(predicted, tmp_path, SITE, math.inf)
+    assert [len(job.array_tasks) for job in whole] == [3, 3]
+    hours = sum(job.gpu_hours for job in whole)
+    for share in (0.1, 0.4, 0.7, 1.0):
+        jobs = make_jobs(predicted, tmp_path, SITE, share * hours)
+        num = [len(job.array_tasks) for job in jobs]
+        fit = [job for job in jobs if len(job.array_tasks) > 1]
+        assert sum(job.gpu_hours for job in fit) <= share * hours
+        listed = [read_list(job.arguments[0]) for job in jobs]
+        assert [len(tasks) for tasks in listed] == num
+        for tasks in listed:  # the shortest first
+            assert [task.run.steps for task in tasks] == sorted(task.run.steps for task in tasks)
+        assert (num == [3, 3]) == (share == 1)
+        assert min(num) >= 1  # one that does not fit is refused when it is submitted
+
+
+def test_what_the_limit_refuses_is_told_and_can_follow_later(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runs = tuple(replace(ALONE, strategy="ddp", ranks=2, steps=steps) for steps in (100, 200, 300))
+    (both,) = make_jobs([predict(run, GPUS) for run in runs[:2]], tmp_path, SITE, math.inf)
+    site = replace(SITE, limits=Limits(max_jobs=3, gpu_hours=both.gpu_hours))
+    taken = []
+    monkeypatch.setattr(submit, "_taken", lambda job, *_: taken.append(job) or True)
+    costing = Costing(Study(name="x", runs=runs), site, tmp_path / "x", GPUS, {})
+    assert submit_all(costing) == 1
+    assert [len(job.array_tasks) for job in taken] == [2]
+    assert "1 runs are left: the same command again" in capsys.readouterr().out
 
 
 def test_more_ranks_than_a_site_has_are_refused(tmp_path):
     eight = replace(ALONE, strategy="ddp", ranks=8)
     with pytest.raises(CourseError, match="need 8 ranks on whole nodes; profile site has 2 of 2"):
-        make_jobs([predict(eight, GPUS)], tmp_path, SITE)
+        make_jobs([predict(eight, GPUS)], tmp_path, SITE, math.inf)
 
 
 TINY = StudyRun(spec=find_model("tiny"), global_batch=4, seq=8, steps=4)
