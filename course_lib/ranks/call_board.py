@@ -1,8 +1,8 @@
 """The call board: a log of all ranks' calls in a small shared file, like a flight recorder's.
 
 Each rank posts every collective, send and recv *before* it starts, with the learner's line. So a
-rank can compare its call with the others' before anything is sent, an emulated link knows when a
-message left, and the notebook can see which rank waits for which without asking any of them.
+rank can compare its call with those that others have posted, an emulated link knows when a message
+left, and the notebook can see which rank waits for which without asking any of them.
 
 A slot is found by (channel, seq): the channel is the process group (or the pair and tag of a send),
 seq counts the calls on it, so matching calls of all ranks have the same pair of numbers. A call may

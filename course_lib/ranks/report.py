@@ -77,11 +77,11 @@ class Report:
         if not self.mismatch:
             return []
         p2p = self.mismatch[0][1].kind in ("send", "recv")
-        what = "a send and its recv do not fit" if p2p else "the ranks made different calls"
-        what = unfit_split(self.mismatch) or what
+        unsent = "a send and its recv do not fit; nothing was sent"
+        what = unfit_split(self.mismatch) or "the ranks made different calls"
         calls = [(r, f"{post.call}{post.sizes}\n    {post.line}") for r, post in self.mismatch]
         said = (f"{_ranks(who)} {_verb('call', who)} {call}" for call, who in _grouped(calls))
-        return [f"mismatch: {what}; nothing was sent", *said]
+        return [f"mismatch: {unsent if p2p else what}", *said]
 
     def _failures(self) -> list[str]:
         texts = []

@@ -79,7 +79,7 @@ class CallTracer:
     ) -> Post:
         """Announce a call on the call board and compare it with the other ranks' calls.
 
-        Raises: MismatchError, before anything is sent, if another rank's call does not match.
+        Raises: MismatchError, before this call starts, if one of another rank does not match.
         """
         number = channel_of(*(channel or (kind, members)))
         seq = self.count(number)

@@ -374,7 +374,7 @@ check("ranks-3", mean_over_ranks)
 
 # %% [markdown]
 # **A collective is one call by all ranks of a group; an all-reduce or a barrier cannot end before
-# the last rank has called it.** (On GPUs the call may return earlier; the program then waits at a
+# the last rank has called it.** (On GPUs `all_reduce` may return earlier; the program then waits at a
 # later line.)
 #
 # ## 6 The first hang
@@ -480,9 +480,9 @@ def different_sizes(rank):
 mismatch = failure_of(different_sizes)
 
 # %% [markdown]
-# The course compares the calls before they start. Plain PyTorch does so only if
-# `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set. Without it, a mismatch can hang, crash, or return wrong
-# numbers.
+# In the course, a rank compares its call with those of the ranks that called earlier. Plain PyTorch
+# compares calls only if `TORCH_DISTRIBUTED_DEBUG=DETAIL` is set. Without it, a mismatch can hang,
+# crash, or return wrong numbers.
 #
 # A rank can also **raise** an error, or its process can **die**. Read both reports: which rank is
 # the cause, and which ranks only wait for it?

@@ -50,7 +50,7 @@ def test_rank_0_waits_as_long_as_its_call_takes():
         Event(rank=rank, kind="all_reduce", start_s=0.1 * rank, end_s=0.31) for rank in range(3)
     ]
     title, alt = drawn(pictures.late_all_reduce(events))
-    assert "Rank 0 waits 0.31 s" in title
+    assert "Rank 0 is in all_reduce for 0.31 s" in title
     assert alt.endswith("all 3 calls return at about the same time")
 
 
