@@ -50,7 +50,9 @@ def message_times(
 def late_all_reduce(events: Sequence[Event]) -> tuple[Figure, str]:
     """Draw an all-reduce that ranks call at different times, and say how long rank 0 waits."""
     durations_s = {event.rank: event.duration_s for event in events if event.kind == "all_reduce"}
-    title = f"Rank 0 is in all_reduce for {durations_s[0]:.2f} s: it waits until the last rank calls"
+    title = (
+        f"Rank 0 is in all_reduce for {durations_s[0]:.2f} s: it waits until the last rank calls"
+    )
     alt = f"{title}; all {len(durations_s)} calls return at about the same time"
     return timeline(events, title), alt
 
