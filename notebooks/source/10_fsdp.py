@@ -396,8 +396,8 @@ explorer.fsdp_explorer()
 # The optimizer updates parameters in fp32: in bf16, small updates can be lost (lesson 03). But
 # parameters can be gathered and used in bf16, which halves the bytes. Gradients are *added up* over
 # ranks, and in bf16 each addition rounds to 8 significant bits. `MixedPrecisionPolicy` therefore
-# has separate dtypes: `param_dtype` for gathers and computation, `reduce_dtype` for these sums, and
-# `output_dtype`. Shards keep their own dtype.
+# has `param_dtype` for gathers and computation, `reduce_dtype` for these sums, and `output_dtype`
+# for the model's output. Shards keep their own dtype.
 #
 # If FSDP frees blocks after forward, it gathers each parameter twice and reduce-scatters its
 # gradient once. An all-reduce sends as much as two of these collectives. With $b_g$ bytes per
@@ -622,7 +622,7 @@ reveal(guess_kept, results["ours"].kept)
 # A *trace* (lesson 06, exercise 6) has times in µs. `computing(trace, pid)` returns the intervals
 # in which a rank computes, without waits. A transfer is a box whose `cat` is in
 # `COMMUNICATION_KINDS`; its part outside these intervals is *exposed*. For each transfer with at
-# least 1 µs exposed, return `(cat, start_s, exposed_s)` in seconds, the most exposed first. Treat
+# least 1 µs exposed, return `(cat, box start, exposed)` in seconds, the most exposed first. Treat
 # overlapping transfers separately. About 7 lines, 15 minutes.
 #
 # <details><summary>Hint: the overlap of two intervals</summary>
@@ -671,8 +671,8 @@ for name, (_, one_s, two_s) in beside.STUDY.items():
 reveal(guess_bert, one_s / two_s)
 
 # %% [markdown]
-# Tiny versions of both show that two ranks reach the losses of one. (Such small models may
-# not become faster.)
+# Tiny versions of both show that two ranks reach the losses of one. (They may not become
+# faster.)
 
 # %% tags=["picture", "measured"]
 losses = {}
@@ -683,8 +683,8 @@ for name in beside.TASKS:
 show(*pictures.losses_on_two_ranks(losses))
 
 # %% [markdown]
-# In three series of published FSDP runs, the number of tokens per GPU and step is fixed. In the
-# fourth, plain DP divides 256 sequences of 4,096 tokens among its GPUs.
+# In three series of published FSDP runs, the tokens per GPU and step are fixed. In the fourth, plain
+# DP divides 256 sequences of 4,096 tokens among its GPUs.
 
 # %% tags=["picture"]
 show(*pictures.fsdp_at_scale())

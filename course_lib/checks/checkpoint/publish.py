@@ -33,8 +33,8 @@ MANIFEST_NOT_SYNCED = Cause(
     "rename it."
 )
 NAMES_NOT_SYNCED = Cause(
-    "The save has returned, but a power cut may undo its rename: call sync_names() after the "
-    "rename, before you remove anything of the old checkpoint."
+    "A power cut may undo the rename: call sync_names() after it, before you remove anything of "
+    "the old checkpoint, and before you return."
 )
 OLD_TOO_EARLY = Cause(
     "The old checkpoint is changed before the new one is published: publish first, then remove."
@@ -52,7 +52,7 @@ REMOVED = Cause("You remove a file of your own: remove what a killed save left b
 ANOTHER_FOLDER = Cause(
     "Every folder with a manifest.json counts as a checkpoint: publish only when all is in `new`."
 )
-NOT_ALL = Cause("Each rank has a file of its own: write all of them, not only that of rank 0.")
+NOT_ALL = Cause("Write every file of `files` and the manifest into `new`, under their names.")
 NO_OLD = Cause("At the first save there is no older checkpoint: old is None.")
 NOT_OURS = Cause("Remove only files of the folders `old` and `new`.")
 OTHER_CONTENT = Cause("Write the bytes that you were given.")

@@ -28,11 +28,11 @@ MISSING = {
         "position."
     ),
     "PyTorch's random numbers": Cause(
-        "Dropout draws other masks than in the run that never stopped: save torch.get_rng_state()."
+        "Dropout would draw other masks: save torch.get_rng_state(), and restore it last in load."
     ),
     "Python's random numbers": Cause(
-        "The samples are stretched by other factors: Python's random numbers have a state, too. "
-        "Save random.getstate()."
+        "The samples would be stretched by other factors: save random.getstate(), and restore it "
+        "last in load."
     ),
     "step": Cause("The number of steps starts at 0 again: it says when to save and when to stop."),
 }
@@ -45,8 +45,8 @@ ELSEWHERE = Cause(
     "A later save has replaced what this one saved: keep all of the state in what save returns."
 )
 NO_STATE = Cause("save has to return the state, because load gets what save returned.")
-ORDER = Cause(
-    "After load restores the random numbers, it draws some or takes a step: restore them last."
+CONNECTED = Cause(
+    "Does the optimizer update this model (in train mode), and the scheduler this optimizer?"
 )
 
 
@@ -93,7 +93,7 @@ class ContinuesBitEqual:
                 raise failed(f"{seen.text}: after another save, this differs: {seen.replaced[0]}",
                              ELSEWHERE)  # fmt: skip
             if seen.losses != seen.need:
-                raise failed(f"{seen.text}: all is there, yet the losses differ", ORDER)
+                raise failed(f"{seen.text}: all is there, yet the losses differ", CONNECTED)
         return f"Stopped after {SAVED_AT[1]}, {SAVED_AT[0]} and {SAVED_AT[2]} steps: the same bits."
 
 

@@ -22,9 +22,7 @@ from course_lib.checks.zero.parts import (
 WORLDS = (3, 2, 5, 1)
 
 GATHER = Cause("Forward computed without its parameters: gather() in before_forward.")
-NEVER_FREED = Cause(
-    "Never freed: the unit is whole between forward and backward. free() in after_forward."
-)
+NEVER_FREED = Cause("Not freed between forward and backward: free() in after_forward.")
 AGAIN = Cause(
     "Backward computed with freed parameters (the check fills them with NaN): gather again when "
     "the output's gradient is there, with output.register_hook, and free after the last gradient."
@@ -192,7 +190,11 @@ HOOKS = Exercise(
                 "the unit is still whole",
                 EVALUATE,
             ),
-            Demand(lambda at: not at.seen.whole_between, "forward has ended", NEVER_FREED),
+            Demand(
+                lambda at: not at.seen.whole_between,
+                "the unit is still whole after forward",
+                NEVER_FREED,
+            ),
             _in_training(
                 Numbers(
                     "x_grad",

@@ -33,17 +33,17 @@ SUMMED = Cause("{p} times too large: summed, not averaged. Divide by the number 
 BY_NODE = Cause("Divided by the ranks of one group: all ranks have tokens of their own.")
 NODE_ONLY = Cause("Only this node's gradients are in it: all-reduce the shard across the nodes.")
 ACROSS_ONLY = Cause("Only the ranks at this place are in it: reduce-scatter inside the node first.")
-DIVIDED_TWICE = Cause("Divided twice: once, by the number of all ranks.")
+DIVIDED_TWICE = Cause("Divide only once, by the number of all ranks.")
 SHARD = Cause("What comes back is this rank's shard: len(grad) / shard_size numbers.")
 OTHER_SHARD = Cause(
     "That is another rank's shard: a rank keeps the part at its place in the shard group, not at "
     "its rank in the world."
 )
 WHOLE_ACROSS = Cause(
-    "Scatter first: then only a shard crosses between the nodes, shard_size times fewer bytes."
+    "Reduce-scatter the gradient inside the node, then all-reduce its shard across the nodes."
 )
 THROUGH_WORLD = Cause("Each call goes through its own group: group=... .")
-DIGITS = Cause("Which ranks are in it, and how often? Read the digits.")
+DIGITS = Cause("Multiply by the number of ranks: the digits say which ranks are in it.")
 DTYPE = Cause("Reduced in the wrong dtype: make the shard with grad.new_empty(...).")
 
 
@@ -70,7 +70,7 @@ def _observe(
         grad = _grad(rank, number, shard_size, dtype)
         with unwaited_calls() as unwaited:
             seen = watch(hybrid.reduce, grad, grad=grad)
-        found[f"shards of {shard_size} in {named(dtype)}, call {number + 1}"] = HybridStep(
+        found[f"shard_size {shard_size}, {named(dtype)}, call {number + 1}"] = HybridStep(
             **vars(seen), shard_ranks=members[0], replicate_ranks=members[1],
             unwaited=list(unwaited.values()),
         )  # fmt: skip
@@ -217,7 +217,7 @@ HYBRID = Exercise(
             ),
             Demand(_groups_fit, "a call goes through another group", THROUGH_WORLD),
         ),
-        success="Sharded in a node, replicated across nodes; only shards cross, on 1 to 6 ranks.",
+        success="Sharded in a node, replicated across; only shards cross, on 1, 4 and 6 ranks.",
     ),
     wrong=(
         Edit(

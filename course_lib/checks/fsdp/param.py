@@ -14,8 +14,11 @@ from course_lib.checks.zero.parts import ALL_WAITED, NOT_WAITED, OF_THE_CLASS, u
 
 A_PARAM = Cause("An optimizer steps it: self.shard is an nn.Parameter.")
 ROWS = Cause(
-    "Rank r keeps rows r * m to (r + 1) * m with m = ceil(n / p), as torch.chunk splits: the last "
+    "Rank r keeps rows r * m to (r + 1) * m - 1, m = ceil(n / p), as torch.chunk splits: the last "
     "ranks may have fewer, or none."
+)
+GATHERED = Cause(
+    "The shards are right: does gather() send self.shard, and return rows in rank order?"
 )
 SPLIT = Cause(
     "tensor_split makes the shards as even as they can be; torch.chunk, and fully_shard, give each "
@@ -26,8 +29,8 @@ REVERSED = Cause("The order of the ranks is reversed: rank 0 keeps the first row
 IN_TURNS = Cause("Those are every p-th row: a shard is rows that stand one after the other.")
 OTHER_DIM = Cause("That is split on the last dim: cut the rows, dim 0.")
 SHAPE = Cause(
-    "A shard has every dim of the parameter, and all sizes but the first; without rows, its shape "
-    "is [0, ...]."
+    "A shard has only this rank's rows, without padding, and all other dims; without rows, it is "
+    "[0, ...]."
 )
 VIEW = Cause(
     "The shard is a view, and keeps the whole parameter alive: its rows need memory of their own. "
@@ -38,13 +41,13 @@ OWN = Cause("Only this rank's own rows are there: the others' come with an all_g
 TAIL = Cause("The padding is still there: cut it off, the parameter has as many rows as before.")
 WHOLE_SHAPE = Cause("Give the rows the parameter's shape again.")
 DTYPE = Cause(
-    "Gathered in the wrong dtype: make buffers with self.shard.new_empty(...), and convert nothing."
+    "Keep the parameter's dtype in self.shard and in each buffer (new_empty), and convert nothing."
 )
 STRIDES = Cause(
     "What gather() returns is contiguous, also where the parameter lay transposed: copy the rows "
     "into a new buffer."
 )
-FOLLOWED = Cause("Autograd follows what is gathered: send self.shard.detach().")
+FOLLOWED = Cause("What gather() returns needs no grad: send self.shard.detach().")
 STALE = Cause(
     "That is what the shard was before the optimizer's step: gather self.shard, each time anew."
 )
@@ -57,8 +60,8 @@ NOT_PADDED = Cause(
 )
 EVERY_RANK = Cause("Not every rank makes the call: one without rows has to take part, too.")
 HOLDS = Cause(
-    "Somebody holds the whole parameter: an attribute, a list, a buffer that is kept. Keep the "
-    "shard, and sizes."
+    "More than the shard is kept: in an attribute, a list or a buffer? Keep only self.shard and "
+    "sizes."
 )
 
 
@@ -188,10 +191,10 @@ PARAM = Exercise(
                 dtype=DTYPE,
                 predicates=ANOTHER,
                 causes=((TAIL, _padded), (OWN, _only_own)),
-                look=ROWS,
+                look=GATHERED,
             ),
             Demand(lambda at: at.seen.contiguous, "the parameter is not contiguous", STRIDES),
-            Demand(lambda at: not at.seen.followed, "the parameter has a graph", FOLLOWED),
+            Demand(lambda at: not at.seen.followed, "the result requires grad", FOLLOWED),
             Lasting(),
             Numbers(
                 "again",
@@ -205,7 +208,7 @@ PARAM = Exercise(
             Calls(unless_alone(_needed), other_kind=ONE_GATHER, look=ONE_GATHER),
             Bytes("left_bytes", lambda _at: 0, HOLDS),
         ),
-        success="Rows as torch.chunk splits, on 1 to 5 ranks; one all_gather, and nothing stays.",
+        success="Rows as torch.chunk splits, on 1, 2, 3, 5 ranks; one all_gather; no copy stays.",
     ),
     wrong=(
         Edit(ROUNDED_UP, "len(param) // self.p", DROPS),

@@ -21,8 +21,8 @@ TWICE = Cause("It is there, or on its way: remember what was launched, and launc
 ALLOCATE = Cause("A unit has no memory until unit.allocate(): gather into what that returns.")
 OWN_FIRST = Cause("What is needed now leaves first: the link takes one message after another.")
 NOT_GATHERED = Cause(
-    "A unit computes that is not gathered: what was freed is launched again, in backward and in "
-    "the next step, too. Forget its handle when you free it."
+    "Launch each unit before it computes, and again after a free (backward, next step). Keep its "
+    "handle in `works` until free(), not longer."
 )
 NOT_WAITED = Cause("A unit computes before its gather has completed: wait() for its own handle.")
 WAITS_AT_ONCE = Cause(
@@ -37,11 +37,11 @@ DIRECTION = Cause("Backward runs from the last unit to the first: there the next
 AHEAD = Cause("One unit ahead, not more: each that waits costs memory; at most two are whole.")
 BEYOND = Cause("There are only units 0 to n - 1: none after the last one, and none before unit 0.")
 NOT_FREED = Cause(
-    "Never freed: a unit is freed after its backward, and with reshard_after_forward after its "
-    "forward, each of them."
+    "A unit is freed too late or never: free each after backward, and if reshard_after_forward "
+    "also after forward."
 )
 KEPT = Cause("With reshard_after_forward=False a unit stays from its forward to its backward.")
-STALE = Cause("Those are numbers from before the step: gather unit.shard, each time anew.")
+STALE = Cause("Gather unit.shard, each time anew, into what unit.allocate() returns.")
 EVERY_RANK = Cause("Not every rank makes the same calls: all of them prefetch, in one order.")
 
 
@@ -64,7 +64,7 @@ class _Walk:
             step = self._compute if computes else getattr(self, f"_{kind}")
             if cause := step(index, unit):
                 verb = kind if computes else f"{kind} of"
-                return f"{verb} unit {unit} of {self.num_units}", cause
+                return f"{verb} unit {unit} of {self.num_units}" if unit >= 0 else "a call", cause
         if self.owed is not None:
             return f"unit {self.owed} is there after the step", NOT_FREED
         return None if not self.there else (f"units {sorted(self.there)} are left", AHEAD)
@@ -189,7 +189,7 @@ PREFETCH = Exercise(
                 look=STALE,
             ),
         ),
-        success="One unit ahead in both directions, waited for when it is used; two at most.",
+        success="One unit ahead, waited for when it is used; if forward frees, two at most.",
     ),
     wrong=(
         Edit(BOTH, "for one in (number,):", NO_PREFETCH),

@@ -29,10 +29,10 @@ ANY_NAME = Cause("The kind is `cat`: the name is anything that somebody wrote.")
 FRACTIONS = Cause("Times have fractions of a microsecond: keep them.")
 CLOCK = Cause("start_s is a time on the clock of the trace, which need not begin at 0.")
 NOT_SENT = Cause("Neither a wait, a step nor a write to storage is communication between ranks.")
-FIELDS = Cause("The order is (kind, start_s, exposed_s).")
+FIELDS = Cause("The order is (cat, start_s, exposed_s).")
 ONE_PART = Cause("A long transfer can be exposed in several places: add them up.")
 UNCHANGED = Cause("The trace belongs to the caller: leave it as it is.")
-NO_LIST = Cause("Return a list of (kind, start_s, exposed_s).")
+NO_LIST = Cause("Return a list of (cat, start_s, exposed_s).")
 
 
 def _listed(found: Any, *_arguments: Any) -> list[list[Any]]:
@@ -43,7 +43,7 @@ def _listed(found: Any, *_arguments: Any) -> list[list[Any]]:
     try:
         rows = [(kind, float(start_s), float(length)) for kind, start_s, length in found]
     except (TypeError, ValueError) as error:
-        need = "a list of (kind, start_s, exposed_s)"
+        need = "a list of (cat, start_s, exposed_s)"
         raise failed(f"need {need}; got {found!r}", NO_LIST) from error
     lengths = [round(length, 9) for _, _, length in rows]
     if lengths == sorted(lengths, reverse=True):

@@ -38,7 +38,7 @@ LOSS_TWICE = Cause("The loss is averaged twice: divide it by the size of dp once
 LOSS_SUMMED = Cause("The losses are summed: a mean over replicas is divided by the size of dp.")
 NOT_TOLD = Cause("Only the last stage knows the loss: it has to tell the others, along pp.")
 BY_STAGES = Cause("Divided by the stages, too: along pp one rank knows the loss, the others add 0.")
-LAST_STAGE = Cause("A pipeline may have more than two stages: the last one knows the loss.")
+LAST_STAGE = Cause("That is another stage's 0: the last stage knows the loss.")
 OWN_LOSS = Cause("That is one replica's loss: average along dp.")
 ALL_CALL = Cause(
     "Every rank of a group makes the call, whatever its numbers are: a stage without the loss "
@@ -46,7 +46,7 @@ ALL_CALL = Cause(
 )
 CALLERS_LOSS = Cause("The loss belongs to the caller: sum a clone of it.")
 LOSS_DIGITS = Cause("The loss is in float64: keep it in float64.")
-DIGITS = Cause("Which ranks are in it, and how often? Read the digits.")
+DIGITS = Cause("Multiply by the size of dp: the digits say which ranks are in it.")
 
 
 @dataclass

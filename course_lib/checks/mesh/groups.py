@@ -12,8 +12,8 @@ Sizes = dict[str, int]
 
 INNERMOST = Cause("The last axis is innermost: its neighbours have consecutive ranks.")
 OWN_SIZE = Cause("A stride is the product of the sizes further in: its own size is not in it.")
-BEFORE = Cause("The ranks before this one belong to its group, too: begin where its index is 0.")
-OTHERS = Cause("Set only this axis's index to 0: the indices further in stay as they are.")
+BEFORE = Cause("The group has ranks before this one, too: begin where its coordinate is 0.")
+OTHERS = Cause("Set only this axis's coordinate to 0: those further in stay as they are.")
 CONSECUTIVE = Cause("Consecutive ranks are the innermost axis's groups: go on by the stride.")
 TWO = Cause("An axis may have any size: 1, 3, 4.")
 OF_RANK_0 = Cause("That is the group of rank 0 for every rank: where does this rank's begin?")
@@ -114,7 +114,7 @@ GROUPS = Exercise(
         drawn=_drawn,
         show=_sorted,
         look="Write the ranks of 2 x 3 into a table, row by row, and read a column.",
-        success="Right for 1 to 5 axes of any size, in any order.",
+        success="Right for 1, 2, 3 and 5 axes of up to 6 ranks.",
         unchanged=UNCHANGED,
     ),
     wrong=(

@@ -36,7 +36,7 @@ NOT_ALL = Cause("Every gradient is scaled, also those that another rank has coun
 NOT_SCALED = Cause("The gradients are as they were: scale them in place, in their own memory.")
 PART = Cause("A gradient need not be contiguous: multiply it as it is, in place.")
 SIGNS = Cause("Clipping keeps the signs: multiply the gradients, nothing else.")
-ALL_CALL = Cause("Every rank of a group makes the call, also one that counts or has nothing.")
+ALL_CALL = Cause("Every rank of a group makes the call, also one that adds no squares.")
 LOOK = Cause("Who holds which number? Add each square once, over all ranks of a replica.")
 
 

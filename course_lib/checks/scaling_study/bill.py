@@ -106,7 +106,7 @@ BILL = Exercise(
             GPUS,
             "",
             Cause(
-                "Those are hours on the wall: every GPU of a run is paid for as long as it lasts."
+                "Those are wall-clock hours: every GPU of a run is paid for as long as it lasts."
             ),
         ),
         Edit(

@@ -6,7 +6,7 @@ from numbers import Real
 from random import Random
 from typing import Any
 
-from course_lib.checks.cases import A_FLOAT, Case, whole
+from course_lib.checks.cases import Case, whole
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, failed
 from course_lib.checks.scaling_study.parts import Part, Parts
@@ -16,6 +16,9 @@ from course_lib.scaling_study.study_run import StudyRun
 
 EFFICIENCY, FIXED, MOST = "efficiency", "fixed seconds", "most ranks"
 THREE = Cause("Return three numbers: efficiency in per cent, fixed seconds, the most ranks.")
+MOST_IS_A_FLOAT = Cause(
+    "The most ranks are an int (or math.inf), and // of two floats is a float. Try math.floor."
+)
 OTHER = Cause(
     "That run of one rank did other work: take the one whose run.work is the same, wherever it "
     "stands in the list."
@@ -97,6 +100,8 @@ def _three(result: Any, *_case: Any) -> dict[str, Any]:
     if any(isinstance(one, bool) or not isinstance(one, Real) for one in result):
         raise failed(f"got {result!r}", THREE)
     efficiency, fixed_s, most = result
+    if isinstance(most, float) and not _endless(most):
+        raise failed(f"got {result!r}", MOST_IS_A_FLOAT)
     return {EFFICIENCY: efficiency, FIXED: fixed_s, MOST: most if _endless(most) else whole(most)}
 
 
@@ -185,7 +190,7 @@ LIMIT_OF = Exercise(
         Edit(LIMIT, f"{LIMIT.replace('floor', 'ceil')} - 1", Cause(
             "Exactly the limit is still at least the limit: it counts.")),
         Edit(LIMIT, LIMIT.replace("math.floor(", "(").replace("fixed_s)", "fixed_s // 1)"),
-             A_FLOAT),
+             MOST_IS_A_FLOAT),
         Edit(LIMIT, LIMIT.replace("* 100 / percent", "/ percent"), Cause(
             "The limit is given in per cent: 50 of them are one half.")),
         Edit(LIMIT, LIMIT.replace("100 / percent", "percent / 100"), Cause(

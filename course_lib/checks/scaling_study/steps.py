@@ -115,8 +115,8 @@ def _started_busy(got: Sequence[Any], need: Sequence[Any]) -> bool:
 
 
 EARLY = Cause(
-    "That is how long it took to give orders, next to nothing: the device works on. synchronize() "
-    "before the clock is read."
+    "That is how long launching took, next to nothing: the device works on. synchronize() before "
+    "the clock is read."
 )
 STARTED = Cause(
     "The clock starts while the device still works on the warm-up, or on what came before it: "
@@ -188,7 +188,7 @@ STEPS = Exercise(
         Edit(
             f"tokens\n{STEP}",
             f"tokens\n    {STEP}",
-            Cause("The optimizer steps after each micro-batch: once after `accumulated` of them."),
+            Cause("The optimizer steps too often: step after every `accumulated` micro-batches."),
         ),
         Edit(
             "range(steps)",
@@ -209,9 +209,7 @@ STEPS = Exercise(
         Edit(
             STEP,
             STEP[4:],
-            Cause(
-                "The optimizer steps once in the whole run: once after `accumulated` micro-batches."
-            ),
+            Cause("The optimizer steps only once: step after every `accumulated` micro-batches."),
         ),
         Edit(STEP, "", Cause("The optimizer never steps: device.step() ends each step.")),
         Edit(
@@ -222,7 +220,7 @@ STEPS = Exercise(
         Edit(
             "if step >= warmup:",
             "if True:",
-            Cause("The warm-up's tokens are counted: its seconds are not."),
+            Cause("The warm-up's tokens are counted: leave them out."),
             also=((START, "start_s = device.now_s()"), _before_the_loop("num_tokens = 0")),
         ),
         Edit(
