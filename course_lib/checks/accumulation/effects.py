@@ -21,7 +21,7 @@ from course_lib.memory.saved_tensors import activation_ledger
 EffectCase = tuple[str, Callable[[Callable[..., Any]], dict[str, Any]]]
 Done = Sequence[Any]  # what an answer did in each case, by label; or what it raised
 OLD = 1000.0  # what gradients hold before a step
-WRITTEN, HELD = "written to", "held for backward at once"
+WRITTEN, HELD = "changed", "held for backward at once"
 LEFT = "what a micro-batch leaves in memory"
 NUMBERS_BYTES = 256  # for a few losses
 NO_GRADIENT = Cause("No parameter has a gradient. Call backward on the loss of each part.")
@@ -57,8 +57,8 @@ NO_GRAD_STAYS = Cause(
 OTHER_LOSS = Cause("That is the gradient of another loss: use loss_fn, whatever it is.")
 LOSS, LOSS_BITS = "loss", "bits of a number of the loss"
 FEWER_BITS = Cause(
-    "The sum has fewer digits than the losses: a float32 tensor keeps 7. Start from 0.0, as given, "
-    "or from a tensor of the losses' dtype."
+    "What you return has fewer digits than the losses: float32 keeps 7. Start from 0.0, as given, "
+    "and keep the losses' dtype."
 )
 NAN_LEFT_OUT = Cause(
     "If one part is nan, so is the mean of all. Leaving it out or replacing it hides that training "

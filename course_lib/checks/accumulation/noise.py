@@ -129,15 +129,14 @@ NOT_SUBTRACTED = Cause(
     "The squared norm of the whole batch's gradient still contains noise, tr(Sigma) / B: subtract "
     "it, with the norms at both batch sizes."
 )
-ALL_NOISE = Cause(
-    "The micro-batch's squared norm also contains |G|^2: the difference of the two norms does not."
-)
+ALL_NOISE = Cause("Both squared norms contain |G|^2: their difference does not.")
 MEAN_OF_RATIOS = Cause(
     "You averaged ratios. Each step's ratio is biased, and may even be negative: average |G|^2 and "
     "tr(Sigma) over the steps, then divide once."
 )
 SWAPPED = Cause("The batch sizes are swapped: the larger batch has the smaller norm.")
 NOT_SQUARED = Cause("These are norms: the equations need squared norms.")
+SQUARED_MEAN = Cause("You squared the mean norm: square each norm first, then average the squares.")
 SUMMED = Cause("The gradient of the whole batch is the mean of its micro-batches', not their sum.")
 MEAN_OF_NUMBERS = Cause(
     "A squared norm is a sum over all numbers of the gradient, not their mean: the micro-batches' "
@@ -235,7 +234,7 @@ NOISE_SCALE = Exercise(
             NOT_SQUARED,
             also=((SMALL_SQ, "grads.norm(dim=1).mean()"),),
         ),
-        Edit(SMALL_SQ, "grads.norm(dim=1).mean().pow(2)", NOT_SQUARED),
+        Edit(SMALL_SQ, "grads.norm(dim=1).mean().pow(2)", SQUARED_MEAN),
         Edit(BIG_SQ, "grads.sum(0).pow(2).sum()", SUMMED),
         Edit(SMALL_SQ, "grads.pow(2).mean()", MEAN_OF_NUMBERS),
         Edit(

@@ -60,14 +60,13 @@ TWICE = Cause("Divided twice: divide each loss by num_micro_batches once.")
 ONLY_LAST = Cause(
     "Only the last micro-batch is left: zero_grad is in the loop, or backward is not."
 )
-CLEARED = Cause("No gradient is left: zero_grad is called between backward and step.")
+CLEARED = Cause("No gradient at the step: no backward, or a zero_grad between it and the step.")
 BY_ITEMS = Cause("Divided by the items: each loss is a mean already. Divide by num_micro_batches.")
-WHOLE_BATCH = Cause(
-    "The model saw more than one micro-batch at once, or an item twice: call it on each "
-    "micro-batch, once, and put the loss together from theirs."
+ONCE_EACH = Cause(
+    "Call the model once on each micro-batch, and on nothing else, also for the loss."
 )
 SUM_OF_LOSSES = Cause("That is the sum of the losses: return their mean.")
-LAST_LOSS = Cause("That is the loss of the last micro-batch: add all of them up.")
+LAST_LOSS = Cause("That is the last micro-batch's loss: return the mean of all.")
 LAST_PART = Cause("That is the last micro-batch's part of the loss: add all of them up.")
 ONE_NUMBER = Cause("Return one number, the mean loss of the whole batch.")
 NOT_CLIPPED = Cause("Nothing was clipped before the step.")
@@ -285,7 +284,7 @@ ACCUMULATE = Exercise(
     ),
     check=Effects(
         cases=_cases,
-        looks={**LOOKS, STEPS: ONE_STEP, CALLS: WHOLE_BATCH, LOSS: ONE_NUMBER},
+        looks={**LOOKS, STEPS: ONE_STEP, CALLS: ONCE_EACH, LOSS: ONE_NUMBER},
         look=LOOK,
         success="The full batch's gradient and loss, one step, one micro-batch in memory.",
     ),
@@ -308,6 +307,7 @@ ACCUMULATE = Exercise(
             also=((f"\n    {STEP}\n    return", "\n    return"),),
         ),
         Edit(STEP, "pass", NO_STEP),
+        Edit(BACK, "pass", CLEARED),
         Edit(ZERO, "pass", CLEARED, also=((STEP, f"{ZERO}\n{STEP}"),)),
         Edit(
             BACK,
@@ -331,7 +331,7 @@ ACCUMULATE = Exercise(
             SUMMED,
             also=((ADD, MEAN_LOSS), (STEP, SMALLER_LR)),
         ),
-        Edit(SPLIT, "[batch]", WHOLE_BATCH, also=((DIVIDED, MEAN),)),
+        Edit(SPLIT, "[batch]", ONCE_EACH, also=((DIVIDED, MEAN),)),
         Edit("return total", "return total * num_micro_batches", SUM_OF_LOSSES),
         Edit("return total", "return loss.detach() * num_micro_batches", LAST_LOSS),
         Edit("return total", "return loss.detach()", LAST_PART),
@@ -339,7 +339,7 @@ ACCUMULATE = Exercise(
         Edit(DIVIDED, DIVIDED.replace("loss_fn", "F.mse_loss"), OTHER_LOSS),
         Edit(ZERO, ZERO_BY_HAND, BY_HAND),
         Edit(ZERO, f"{ZERO}\nbatch[1].neg_()", CALLERS),
-        Own(_loss_of_another_forward, WHOLE_BATCH),
+        Own(_loss_of_another_forward, ONCE_EACH),
         Edit(
             "loss = loss_fn(model(x), y)",
             "outputs.append(model(x))\nloss = loss_fn(outputs[-1], y)",
@@ -362,7 +362,7 @@ CLIPPED = Exercise(
     title="clip what was accumulated",
     check=Effects(
         cases=_clip_cases,
-        looks={**LOOKS, STEPS: ONE_STEP, CALLS: WHOLE_BATCH},
+        looks={**LOOKS, STEPS: ONE_STEP, CALLS: ONCE_EACH},
         look=LOOK,
         success="The accumulated gradient is clipped, once, by its whole norm.",
     ),
@@ -376,7 +376,7 @@ CLIPPED = Exercise(
             CLIPS_PARAMETERS,
         ),
         Edit(CLIP, CLIP.replace("norm_(", "value_("), CLIPS_NUMBERS),
-        Edit(SPLIT, "[batch]", WHOLE_BATCH, also=((DIVIDED, MEAN),)),
+        Edit(SPLIT, "[batch]", ONCE_EACH, also=((DIVIDED, MEAN),)),
         Edit(DIVIDED, MEAN, SUMMED),
         Edit(ZERO, "pass", OLD_GRADIENT),
         Edit(CLIP, f"{CLIP[:-1]}, norm_type=1)", OTHER_NORM),

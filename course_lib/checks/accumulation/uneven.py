@@ -45,7 +45,7 @@ EMPTY = "a part without tokens"
 
 MEAN_OF_MEANS = Cause("A mean of means: an item of a short part counts for more.")
 SUMMED = Cause("Summed: each part needs its share of the items.")
-NOT_TIMES_ITEMS = Cause("A part's loss is a mean: times its own items, too.")
+NOT_TIMES_ITEMS = Cause("A part's loss is a mean: multiply it by len(targets).")
 NOT_DIVIDED = Cause("Summed over the items: divide by the number of all items.")
 LIKE_THE_FIRST = Cause("Not all parts are as long as the first one.")
 ONLY_LAST = Cause("Only the last part is left: zero_grad is in the loop, or backward is not.")
@@ -53,7 +53,7 @@ CLEARED = Cause("What was in param.grad before is gone: add to it. Clearing is t
 STEPPED = Cause(
     "The parameters have changed: only add to param.grad, and leave the step to the caller."
 )
-TOO_MANY = Cause("The model saw more than one part at once: call it on each part by itself.")
+ONCE_EACH = Cause("Call the model once on each part: not on several at once, nor item by item.")
 TOKEN_MEANS = Cause("A mean of means: count the tokens.")
 BY_SEQUENCES = Cause("Weight by the targets that count, not by sequences.")
 TOKENS_SUMMED = Cause("Summed: each part needs its share of the tokens.")
@@ -65,7 +65,7 @@ NOT_SKIPPED = Cause(
     "random numbers: look at the targets before you call it."
 )
 STOPPED = Cause("A part without tokens ended the loop: go on with the next part.")
-LOSS_OF_LAST = Cause("That is the last part's loss: add up the losses of all parts.")
+LOSS_OF_LAST = Cause("That is the last part's term of the mean: add up all terms.")
 ONE_NUMBER = Cause("Return one number, the mean over all tokens that count.")
 MEAN_LOSS = Cause("The gradient is right, the loss a mean of means: give it the same shares.")
 NAN_HIDDEN = Cause(
@@ -278,14 +278,14 @@ UNEVEN = Exercise(
     title="uneven parts",
     check=Effects(
         cases=_cases,
-        looks={**LOOKS, MOVED: STEPPED, CALLS: TOO_MANY},
+        looks={**LOOKS, MOVED: STEPPED, CALLS: ONCE_EACH},
         look=LOOK,
-        success="Every item counts the same, in parts of any length.",
+        success="Every item counts the same, also in uneven parts.",
     ),
     wrong=(
         Edit(WEIGHED, "/ len(parts)", MEAN_OF_MEANS),
         Edit(WEIGHED, "", SUMMED),
-        Own(_put_together, TOO_MANY),
+        Own(_put_together, ONCE_EACH),
         Edit(WEIGHED, "/ num_items", NOT_TIMES_ITEMS),
         Edit(WEIGHED, "* len(targets)", NOT_DIVIDED),
         Edit(
@@ -337,7 +337,7 @@ TOKENS = Exercise(
     title="tokens that count",
     check=Effects(
         cases=_token_cases,
-        looks={**LOOKS, CALLS: TOO_MANY, LOSS: ONE_NUMBER, SHOWN: NAN_HIDDEN, EMPTY: NOT_SKIPPED},
+        looks={**LOOKS, CALLS: ONCE_EACH, LOSS: ONE_NUMBER, SHOWN: NAN_HIDDEN, EMPTY: NOT_SKIPPED},
         look=LOOK,
         success="Every token counts the same, padding counts nothing.",
     ),
@@ -365,7 +365,7 @@ TOKENS = Exercise(
             "loss.detach()", "token_loss(model(inputs), targets).detach() / len(parts)", MEAN_LOSS
         ),
         Edit("total = 0.0", "total = 0.0\nmodel.zero_grad()", CLEARED),
-        Own(_tokens_together, TOO_MANY),
+        Own(_tokens_together, ONCE_EACH),
         Edit(
             "loss.backward()",
             "pass",

@@ -18,8 +18,8 @@ BATCH = Cause("The batch is another one: dp * micro_batch * num_micro_batches se
 SEQ = Cause("The sequences have another length: Plan(seq=...).")
 IDLE = Cause("Some GPUs stay idle: dp * tp * pp is all of them.")
 SLOW = Cause(
-    "A plan of other axes, micro-batch or ZeRO stage is more than a quarter faster: compare the "
-    "predicted step_s of all of them."
+    "A plan of other axes, micro-batch, ZeRO stage or recomputation is over a quarter faster: "
+    "compare each one's step_s."
 )
 
 JOBS = (

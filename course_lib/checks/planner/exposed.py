@@ -18,7 +18,7 @@ EACH = Cause("The gradients travel once per step, not per micro-batch.")
 LONGER = Cause("What is exposed comes on top: a step is the sum, not the longer of the two.")
 NEGATIVE = Cause("A bucket that is faster than backward saves nothing more: at least 0.")
 FEW = Cause("A pipeline fills and empties also with fewer micro-batches than stages.")
-ROUNDED = Cause("Do not round: a small model's step is shorter than a millisecond.")
+ROUNDED = Cause("Do not round: a small model's step takes a few milliseconds.")
 WHOLE_STAGES = Cause("The bubble is pp - 1 micro-batches, not pp.")
 
 

@@ -1,5 +1,6 @@
 """Exercise 3 of 12_planner: prune the plans that cannot run."""
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -72,14 +73,13 @@ def _cases() -> list[Case]:
     large = {**JOB, "gpus": 24, "gpus_per_node": 8, "batch": 48}
     odd = {"gpus": 12, "gpus_per_node": 4, "layers": 5, "heads": 8, "batch": 48, "gib": 60}
     jobs = {"16 GPUs": JOB, "much memory": roomy, "four layers": exact, "12 GPUs": odd}
-    found: list[Case] = []
+    found: list[Case] = [("no plan", ([], dict(JOB), memory))]
     for name, job in jobs.items():
         plans = _all_plans(job, 16)
         found.append((f"{name}, {len(plans)} plans", (plans, dict(job), memory)))
     for name, job in (("nodes of 8", large), ("a larger model", JOB)):
         plans = _all_plans(job, 12)
         found.append((f"{name}, {len(plans)} plans", (plans, dict(job), _memory_of_more)))
-    found.append(("no plan", ([], dict(JOB), memory)))
     return found
 
 
@@ -89,15 +89,16 @@ def _drawn(random: Random) -> list[Case]:
     return [("a drawn job", (plans, job, memory))]
 
 
-def _shown(result: Any, plans: list[PlanDict], *_: Any) -> list[list[int]]:
-    """Return the plans as numbers, in order: the exercise leaves that free."""
+def _shown(result: Any, plans: list[PlanDict], *_: Any) -> dict[str, str]:
+    """Return what became of each plan that is left: the exercise leaves their order free."""
     try:
         left = list(result)
     except TypeError:
         left = [None]
     if any(plan not in plans for plan in left):
         raise failed(f"got {result!r}"[:200], PLANS)
-    return sorted(list(plan.values()) for plan in left)
+    counts = Counter(", ".join(f"{name} {size}" for name, size in plan.items()) for plan in left)
+    return {plan: "kept" if n == 1 else f"kept {n} times" for plan, n in counts.items()}
 
 
 _SEEN: dict[tuple[int, ...], float] = {}
@@ -126,7 +127,7 @@ PRUNE = Exercise(
         cases=_cases,
         drawn=_drawn,
         show=_shown,
-        look="Take the first plan that differs, and go through the six rules by hand.",
+        look="Take this plan, and go through the six rules by hand.",
         success="All plans that obey the rules are left, and no other, in seven lists.",
         unchanged=UNCHANGED,
     ),

@@ -32,12 +32,12 @@ ONE_SCALE = Cause("That is one scale for all of x: each block has its own.")
 ROW_SCALE = Cause("That is one scale for each row: each block of a row has its own.")
 NO_ABS = Cause("The largest number may be negative: look at |x|.")
 NO_POWER = Cause(
-    "Largest |x| divided by largest number of the format: that is the scale of a whole tensor. "
-    "Here both are replaced by the largest power of two that they contain."
+    "That is largest |x| / largest number of the format. Here each of the two is first rounded "
+    "down to a power of two."
 )
 ROUNDED_UP = Cause(
-    "This scale is rounded up, so that nothing saturates. Mishra et al. 2025 propose that; in the "
-    "specification, and here, each of the two is rounded down to a power of two."
+    "Rounded up, so that nothing saturates (Mishra et al. 2025). Here the block's largest |x| and "
+    "the format's largest number are each rounded down to a power of two."
 )
 NEAREST_POWER = Cause("Not the nearest power of two, but the largest one that is not above |x|.")
 LOG2 = Cause(
@@ -46,11 +46,12 @@ LOG2 = Cause(
 )
 A_POWER = Cause("A block of zeros may have any scale that is a power of two, and this is none.")
 ZEROS = Cause(
-    "A block of zeros: log2(0) is -inf, so its scale is 0, and 0 / 0 is nan. Give it any other."
+    "A block of zeros: log2(0) is -inf, so its scale is 0, and 0 / 0 is nan. Give it a power "
+    "of two."
 )
 NO_TOP = Cause(
-    "The block's largest number comes out as 1 to 2, but the format goes up to 448 or 57,344: what "
-    "is smaller is lost for nothing. Divide the scale by the format's largest power of two."
+    "The block's largest number comes out as 2 at most, but the format goes up to 448 or 57,344: "
+    "what is smaller is lost for nothing. Divide the scale by the format's largest power of two."
 )
 FREXP = Cause(
     "A factor of two: frexp has a mantissa from 0.5 to 1, so its exponent is one larger than that "
@@ -72,7 +73,8 @@ SCALES_IN_FP32 = Cause(
     "Return the scales in fp32. (A byte each, torch.float8_e8m0fnu, is what the specification "
     "stores.)"
 )
-NO_CEILING = Cause("A block of very large numbers has a very large scale: 16 bits end at 65,504.")
+NO_CEILING = Cause("A block of very large numbers has a very large scale: set no upper limit.")
+FP16_SCALES = Cause("fp16 cannot hold every scale: keep the scales in fp32.")
 AS_STORED = Cause(
     "Right for a contiguous x only: that is another matrix where x is a transpose. Use its shape, "
     "not its storage."
@@ -309,6 +311,7 @@ IN_BLOCKS = Exercise(
         Edit(RESULT, "elements.flatten(1)[:, :n], 1 / scales", RECIPROCAL),
         Edit(RESULT, "elements.flatten(1)[:, :n], torch.log2(scales)", EXPONENTS),
         Edit(RESULT, "elements.flatten(1)[:, :n], scales.double()", SCALES_IN_FP32),
+        Edit(RESULT, "elements.flatten(1)[:, :n], scales.half()", FP16_SCALES),
         Edit(RESULT, "elements.flatten(1)[:, :n], scales.bfloat16()", SCALES_IN_FP32),
         Edit(RESULT, "elements.flatten(1)[:, :n], scales.to(torch.float8_e8m0fnu)", SCALES_IN_FP32),
         Edit(SCALES_LINE, f"{SCALES_LINE}.clamp(max=2.0**15)", NO_CEILING),

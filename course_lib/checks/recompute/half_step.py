@@ -26,7 +26,7 @@ ONLY_INF = Cause("A nan is not an inf, but just as bad: look for both, with isfi
 SUM_OVERFLOWS = Cause(
     "Finite numbers may have a sum that is not: look at each of them, isfinite().all()."
 )
-STALE = Cause("Copy the master into the parameter, in place: param.copy_ under no_grad.")
+STALE = Cause("After the step, copy master into param: param.copy_ under no_grad.")
 OTHER_MEMORY = Cause(
     "The parameter got new memory, and what refers to the old one (a view, a bucket) does not see "
     "the step. Write into it: param.copy_(master) under no_grad."
@@ -41,7 +41,7 @@ FROM_PARAM = Cause(
     "master into param, never the other way round."
 )
 FROZEN = Cause("The parameter is frozen now: leave its requires_grad as it is.")
-NOT_CLIPPED = Cause("Nothing was clipped.")
+NOT_CLIPPED = Cause("master.grad was not clipped: clip it before the step.")
 CUT_OFF = Cause("Single values were cut off: scale the whole gradient instead.")
 NOT_SET = Cause("The last step's gradient is still in master.grad: set it, do not add to it.")
 SAYS_NOT = Cause("Return True if it stepped, False if the step was skipped.")
@@ -169,6 +169,7 @@ HALF_STEP = Exercise(
         Edit(STEP, f"master.data.copy_(param)\n{STEP}", FROM_PARAM),
         Edit(COPY, f"param.requires_grad_(False)\n{COPY}", FROZEN),
         Edit(CLIP, "pass", NOT_CLIPPED),
+        Edit(CLIP, CLIP.replace("[master]", "[param]"), NOT_CLIPPED),
         Edit(CLIP, CLIP.replace("norm_(", "value_("), CUT_OFF),
         Edit(
             f"master.grad = {UNSCALED}",

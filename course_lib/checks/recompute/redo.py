@@ -29,8 +29,8 @@ TRAINING, LEFT = "training mode of the modules in fn", "bytes left in memory"
 OF_X, OF_PARAMETERS = "gradient of x", "what it adds to the parameters' gradients"
 
 NOT_RECORDED = Cause(
-    "There is no graph to go back through. Inside backward autograd is off: what it should record "
-    "has to run under torch.enable_grad(), on an x that requires_grad_()."
+    "There is no graph back to x. Inside backward autograd is off: what it should record has to "
+    "run under torch.enable_grad(), on an x that requires_grad_()."
 )
 DETACH = Cause(
     "backward went on to what came before x. Detach the saved x and let it require a gradient: "

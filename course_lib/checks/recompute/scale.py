@@ -20,7 +20,7 @@ SWAPPED = Cause("Return the scale first, then the count.")
 BELOW_1 = Cause("Halve with /: a scale may go below 1.")
 NO_LIMITS = Cause("There is no lower and no upper limit here: halve and double any scale.")
 IS_FALSE = Cause(
-    "`finite` need not be Python's own False: isfinite().all() gives a tensor. Use `if not finite`."
+    "`finite` need not be a bool of Python: isfinite().all() gives a tensor. Use `if not finite`."
 )
 RUN_BROKEN = Cause("An overflow ends the run of good steps: the count starts again from 0.")
 BEGINS_ANEW = Cause("After the scale has doubled, the count starts again from 0.")
@@ -50,7 +50,7 @@ def _cases() -> list[EffectCase]:
     return [
         *cases,
         *(
-            (f"finite is {finite}", partial(_next, scale=8.0, num_good=2, finite=finite))
+            (f"finite is {finite!r}", partial(_next, scale=8.0, num_good=2, finite=finite))
             for finite in tensors
         ),
     ]
@@ -76,11 +76,12 @@ NEXT_SCALE = Exercise(
         Edit("== 3", "== 2", TOO_EARLY),
         Edit("== 3", ">= 1", TOO_EARLY),
         Edit(AFTER_OVERFLOW, "scale // 2, 0", BELOW_1),
-        Edit(AFTER_OVERFLOW, "max(scale / 2, 1.0), 0", BELOW_1),
+        Edit(AFTER_OVERFLOW, "max(scale / 2, 1.0), 0", NO_LIMITS),
         Edit(AFTER_OVERFLOW, "max(scale / 2, 2.0**-14), 0", NO_LIMITS),
         Edit(AFTER_GROWTH, "min(scale * 2, 2.0**16), 0", NO_LIMITS),
         Edit(AFTER_GROWTH, "min(scale * 2, 2.0**32), 0", NO_LIMITS),
         Edit("if not finite", "if finite is False", IS_FALSE),
+        Edit("if not finite", "if finite is not True", IS_FALSE),
         Edit(ELSE, "return scale, num_good", COUNTS),
         Edit(
             "return scale / 2, 0",

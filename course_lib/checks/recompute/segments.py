@@ -83,8 +83,8 @@ BEST_SEGMENT = Exercise(
             BEST,
             "max(1, round((num_layers * input_bytes / block_bytes) ** 0.5 + 0.1))",
             Cause(
-                "The formula of the minimum knows neither ties nor that the last segment is "
-                "rounded up: try every k."
+                "The formula knows neither ties nor that the number of segments is rounded up: "
+                "try every k."
             ),
         ),
         Edit(
@@ -136,6 +136,7 @@ FORWARD, BACKWARD = "blocks run in forward", "blocks run in backward"
 OUTPUT, HELD, GRADIENTS = "output", "tensors held after forward", "gradients"
 GRAPH, X_LEARNS, ALIVE = "graph of the output", "gradient of x", "tensors alive after forward"
 
+EACH_ONCE = Cause("Run each block once, in order, k at a time; the last segment may be shorter.")
 SHORTER = Cause("Not every block ran: the last segment may be shorter.")
 WHOLE_SEGMENTS = Cause(
     "Need the input of each segment, and nothing else. Recompute whole segments of k blocks."
@@ -156,7 +157,11 @@ NO_X_GRADIENT = Cause(
     "course's recompute, or use_reentrant=False."
 )
 OTHER_MASKS = Cause("Other masks in backward: leave preserve_rng_state on, as recompute does.")
+MORE_ALIVE = Cause(
+    "More than one tensor a segment stays in memory: keep its input, no outputs, no copies."
+)
 KEPT = Cause("A list keeps what the blocks return, so recomputing saves no memory.")
+LEARNS = Cause("x.requires_grad belongs to the caller: leave it as it is.")
 CALLERS_BLOCKS = Cause("`blocks` belongs to the caller: slice it, and leave the list as it is.")
 CUT = Cause("The output has no graph, so no gradient can flow back through it.")
 NOT_RECOMPUTED = Cause("Nothing is recomputed: call recompute(run_all, ...) for each segment.")
@@ -245,13 +250,13 @@ SEGMENTS = Exercise(
         cases=_run_cases,
         looks={
             **LOOKS,
-            FORWARD: SHORTER,
+            FORWARD: EACH_ONCE,
             HELD: WHOLE_SEGMENTS,
             BACKWARD: SEGMENT_BY_SEGMENT,
             OUTPUT: CHAIN,
             GRAPH: CUT,
             X_LEARNS: DETACHED,
-            ALIVE: KEPT,
+            ALIVE: MORE_ALIVE,
         },
         look=Cause("Compare with run_all(blocks, x)."),
         success="One tensor kept per segment, and every block runs twice, with the same masks.",
@@ -281,6 +286,7 @@ SEGMENTS = Exercise(
             also=((STEPS, "blocks[:1]"),),
         ),
         Edit("len(blocks), k", "len(blocks) // k * k, k", SHORTER),
+        Edit(RECOMPUTE, "recompute(run_all, blocks[start:], x)", EACH_ONCE),
         Edit(RECOMPUTE, "run_all(blocks[start : start + k], x)", NOT_RECOMPUTED),
         Edit(
             f"x = {RECOMPUTE}",
@@ -290,13 +296,14 @@ SEGMENTS = Exercise(
         ),
         Edit(RECOMPUTE, RECOMPUTE.replace("x)", "x.detach())"), DETACHED),
         Edit("for start", "x = x.detach()\nfor start", DETACHED),
-        Edit("for start", "x.requires_grad_()\nfor start", CALLERS),
+        Edit("for start", "x.requires_grad_()\nfor start", LEARNS),
         Edit(
             "for start",
             "blocks, rest = list(blocks), blocks\nrest.clear()\nfor start",
             CALLERS_BLOCKS,
         ),
         Own(_keeps_outputs, KEPT),
+        Edit("for start", "x = x.clone()\nfor start", MORE_ALIVE),
         Own(partial(_checkpoints, reentrant=True), NO_X_GRADIENT),
         Own(partial(_checkpoints, reentrant=False, preserve=False), OTHER_MASKS),
         Edit("return x", "x = x.detach()\nreturn x", CUT),
