@@ -107,7 +107,7 @@ BALANCE = Exercise(
             "Need p whole numbers of 1 or more that add up to all layers. Compare the cut with "
             "all others, by the time of the slowest stage."
         ),
-        success="The slowest stage is as fast as it can be, whichever layers are slow.",
+        success="The slowest stage is as fast as it can be, in all nine cases.",
     ),
     wrong=(
         Own(

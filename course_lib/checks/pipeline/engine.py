@@ -10,7 +10,7 @@ from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Demand, OnlyKinds
 from course_lib.checks.on_ranks import At, OnRanks, Trouble
 from course_lib.checks.pipeline import callers, gradients
-from course_lib.checks.pipeline.sends import NOT_CHANGED_UNDER_WAY
+from course_lib.checks.pipeline.sends import NO_HANDLE, NOT_CHANGED_UNDER_WAY
 from course_lib.checks.pipeline.stages import LONG, SETUPS, SHORT, StepSetup
 from course_lib.checks.pipeline.steps import run_steps, runs_of
 from course_lib.pipeline.actions import LETTERS, Action, in_flight
@@ -38,8 +38,8 @@ NOBODY = Cause(
     "rank > 0 and rank < p - 1."
 )
 BLOCKING = Cause(
-    "Two neighbors are in a send, and a send waits until the other rank receives. isend returns "
-    "at once: wait() for it at the end of the step."
+    "A send waits until the other rank receives: use isend, wait() for it at the end of the step, "
+    "and receive every message."
 )
 WHO_SENDS = Cause(
     "No rank sends what these wait for. A forward's output goes to rank + 1, x.grad to rank - 1; "
@@ -207,7 +207,9 @@ ENGINE = Exercise(
         runs=runs_of,
         trouble=(
             ("raised", "floating point|used as indices", TOKENS),
-            ("raised", "NoneType|does not require grad", NO_GRAD),
+            ("raised", "'(NoneType|int)'.*'wait'", NO_HANDLE),
+            ("raised", "class 'NoneType'|NoneType.*'(clone|detach|contiguous|data)'", NO_GRAD),
+            ("raised", "does not require grad", gradients.NO_GRAPH),
             ("raised", "second time", gradients.NOT_NUMBERED),
             ("mismatch", "", SAME_SHAPE),
             ("hang", lambda trouble: bool(trouble.dropped), HANDLES),
@@ -302,7 +304,11 @@ ENGINE = Exercise(
         Own(_does_nothing, gradients.MISSING),
         _both(AHEAD.replace("isend", "send"), BACK.replace("isend", "send"), BLOCKING),
         _both(f"{AHEAD}.wait()", f"{BACK}.wait()", BLOCKING),
+        Edit("dist.recv(grad, rank + 1)", "pass", BLOCKING),
+        Edit(BACK, BACK.replace("isend", "send"), NO_HANDLE),
         Edit(ASKS, "pass", NO_GRAD),
+        Edit(KEEPS, "kept[i] = x, y.detach()", gradients.NO_GRAPH),
+        Edit(COMPUTES, f"with torch.no_grad():\n    {COMPUTES}", gradients.NO_GRAPH),
         Edit(COMPUTES, f"{ASKS}\n{COMPUTES}", TOKENS),
         Edit(COMPUTES, f"x = x.detach().requires_grad_()\n{COMPUTES}", TOKENS),
         Edit(COMPUTES, f"x = x if rank else x.double().requires_grad_()\n{COMPUTES}", TOKENS),

@@ -35,6 +35,10 @@ ELSEWHERE = Cause(
 HIDDEN = Cause(
     "nan has to reach every stage: it shows that a step went wrong. Pass gradients on unchanged."
 )
+NO_GRAPH = Cause(
+    "y has no graph: keep the y that the stage returned, not y.detach(), and compute it with "
+    "autograd on."
+)
 MISSING = Cause("A gradient is missing there: is backward called on every rank?")
 NOT_DIVIDED = Cause("m times too large: divide each loss by the number of micro-batches.")
 NOT_HANDED_ON = Cause(
@@ -44,10 +48,10 @@ NOT_HANDED_ON = Cause(
 PARAM_DIVIDED = Cause(
     "What was in param.grad before is divided by m, too: divide the loss, not param.grad."
 )
-BY_RANKS = Cause("Divided by the number of ranks: it is the number of micro-batches.")
+BY_RANKS = Cause("Divided by the number of ranks, p: divide by m.")
 BY_ITEMS = Cause(
-    "Each loss is weighted by its number of items: it is the mean of the m losses, and a smaller "
-    "micro-batch counts as much as the others."
+    "Each loss was weighted by its number of items: take the plain mean of the m losses, also "
+    "where a micro-batch is smaller."
 )
 DIVIDED_TWICE = Cause("Divided by the number of micro-batches twice.")
 ON_EACH = Cause(

@@ -16,8 +16,8 @@ SIZES = ((4, 8, 2), (2, 6, 3), (3, 3, 2), (4, 4, 2), (1, 3, 2), (4, 12, 3), (6, 
 UNEVEN = ((4, 6, 2), (2, 3, 2), (3, 2, 2))
 KINDS = ("forward", "backward")
 REFUSED = "micro-batches that are no multiple of the ranks"
-NO_LIST, RULES, BUBBLE = "what it returns", "the rules", "bubble of a rank"
-IN_FLIGHT, ORDER, AGAIN = "chunks in flight, rank by rank", "order", "a second call"
+NO_LIST, RULES, BUBBLE = "what it returns", "schedule", "bubble of a rank"
+IN_FLIGHT, AGAIN = "chunks in flight, rank by rank", "a second call"
 
 REFUSE = Cause("A round needs p micro-batches: raise a ValueError where m is no multiple of p.")
 RETURNED = Cause("The error came back as a result: raise it.")
@@ -56,11 +56,13 @@ def _observe(answer: Callable[..., Any], p: int, m: int, v: int) -> dict[str, st
     schedule = read_schedule(result, KINDS)
     demand_own_stages(schedule)
     seen = {NO_LIST: "lists of actions", RULES: _broken_rule(schedule, p, m, v)}
-    if seen[RULES] == "kept":
+    if seen[RULES] == "valid":
         played = simulate(schedule)
         seen[BUBBLE] = f"{max(played.idle_s):g} F"
         seen[IN_FLIGHT] = " ".join(map(str, played.peak_in_flight()))
-        seen[ORDER] = as_text(schedule)
+        for rank, actions in enumerate(schedule):
+            labels = enumerate((action.label for action in actions), 1)
+            seen |= {f"rank {rank}, action {number}": label for number, label in labels}
     for actions in result:
         if isinstance(actions, list):
             actions.clear()  # they are the caller's now
@@ -74,12 +76,12 @@ def _broken_rule(schedule: Schedule, p: int, m: int, v: int) -> str:
         return f"{len(schedule)} lists for {p} ranks"
     chunks = {action.model_chunk for actions in schedule for action in actions}
     if chunks != set(range(v)):
-        return f"model chunks {sorted(chunks)}"
+        return f"model chunks {sorted(chunks)}, not 0 to {v - 1}"
     try:
         check_schedule(schedule, num_micro_batches=m)
     except ScheduleError as error:
         return str(error)
-    return "kept"
+    return "valid"
 
 
 WARMUP = "min((v - 1) * p + 2 * (p - 1 - rank), m * v)"
@@ -106,8 +108,8 @@ INTERLEAVED = Exercise(
         cases=_cases,
         looks={REFUSED: REFUSE, AGAIN: KEPT},
         look=Cause(
-            "Write down rank 0 of p = 2, m = 4, v = 2: the warm-up is F0 F1 F0.1 F1.1, then F2 and "
-            "B0.1 in turn with what follows them in their orders."
+            "Rank 0 of p = 2, m = 4, v = 2 runs F0 F1 F0.1 F1.1 (F0.1: micro-batch 0, chunk 1), "
+            "then F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 and so on."
         ),
         success="Rounds, chunks and warm-up of 1 to 9 ranks; the bubble is divided by v.",
     ),
@@ -129,12 +131,12 @@ INTERLEAVED = Exercise(
         ),
         _warmup(
             "min((v - 1) * p + p - 1 - rank, m * v)",
-            "The warm-up is shorter by one forward, not two, from rank to rank: a rank runs two "
-            "chunks between a forward that it sends and the gradient that returns for it.",
+            "From rank to rank, your warm-up gets shorter by one forward: need 2 for each later "
+            "rank.",
         ),
         _warmup(
             "min(p - 1 - rank, m * v)",
-            "That is the warm-up of 1F1B: here v - 1 rounds of p forwards come before it.",
+            "That is 1F1B's warm-up: need (v - 1)p forwards, plus 2 for each later rank.",
         ),
         _warmup(
             "min((v - 1) * p + 2 * rank, m * v)",
@@ -190,7 +192,11 @@ INTERLEAVED = Exercise(
             "m -= m % p",
             Cause("The micro-batches of the last round are dropped: raise a ValueError."),
         ),
-        Edit(IF, "if m < p:", Cause("A remainder is wrong, even with a whole round before it.")),
+        Edit(
+            IF,
+            "if m < p:",
+            Cause("Raise the ValueError also where m > p, if m is no multiple of p."),
+        ),
         Edit("raise ValueError", "return ValueError", RETURNED),
         Edit(
             "def interleaved(p, m, v):",
@@ -211,7 +217,7 @@ INTERLEAVED = Exercise(
         Edit(
             "(v - 1) * p",
             "p",
-            Cause("The warm-up has v - 1 rounds of p forwards: that is right for v = 2 only."),
+            Cause("One round of p forwards is right for v = 2 only: need v - 1 rounds."),
         ),
     ),
 )

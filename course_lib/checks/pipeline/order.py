@@ -76,10 +76,7 @@ ORDER = Exercise(
         success="Warm-up, steady phase and cool-down of 1 to 17 ranks; m < p works, too.",
     ),
     wrong=(
-        _warmup(
-            "m",
-            "That is GPipe: as soon as a backward can run, it comes in turn with the forwards.",
-        ),
+        _warmup("m", "That is GPipe: in 1F1B, forward and backward alternate after the warm-up."),
         _warmup(
             "min(max(p - 2 - rank, 0), m)",
             "One forward too few in the warm-up: a rank then waits for a backward that is not "

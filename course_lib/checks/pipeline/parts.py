@@ -6,9 +6,9 @@ from typing import Any
 from course_lib.checks.exercise import Cause, failed
 from course_lib.pipeline.actions import Action, Schedule
 
-ACTIONS = Cause("Return a list of Action(kind, stage, micro_batch) for each rank.")
+ACTIONS = Cause("Return for each rank a list of `Action`s, as in the text.")
 KIND = Cause('The kinds are "forward" and "backward".')
-STAGE = Cause("Rank r runs stage r: Action(kind, rank, micro_batch).")
+STAGE = Cause("Rank r runs stage r: an Action's second entry is r.")
 
 
 def read_schedule(schedule: Any, kinds: Collection[str], kind_cause: Cause = KIND) -> Schedule:
@@ -34,4 +34,4 @@ def demand_own_stages(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule):
         for action in actions:
             if action.stage != rank:
-                raise failed(f"rank {rank} has the action {tuple(action)[:3]}", STAGE)
+                raise failed(f"rank {rank} has {action}", STAGE)

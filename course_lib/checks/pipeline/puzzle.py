@@ -299,8 +299,8 @@ PUZZLE = Exercise(
             "(source is None or sent in ends)",
             "sent in ends",
             Cause(
-                "`ready` is empty, and there are actions left: some need no message (F of the "
-                "first stage, I of the last one, W), and F needs room, which W makes."
+                "If `ready` is empty: some actions need no message (F of the first stage, I of the "
+                "last one, W), and F needs room, which W makes."
             ),
         ),
         Edit(RETURNS, "return [[*one, one[-1]] for one in schedule]", DOUBLED),

@@ -15,6 +15,10 @@ from course_lib.ranks.work_handle import TrackedWork
 UNDER_WAY = Cause(
     "A send may read its tensor until wait() on its handle returns: wait first, or send a copy."
 )
+NO_HANDLE = Cause(
+    "Only isend, irecv and a collective with async_op=True return a handle: no other call needs "
+    "wait()."
+)
 
 NOT_CHANGED_UNDER_WAY = Demand(
     lambda at: not at.seen.sends_changed,

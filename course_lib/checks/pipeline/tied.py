@@ -13,20 +13,29 @@ from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import DIGITS_LOST, Demand, Numbers, Untouched
 from course_lib.checks.on_ranks import At, OnRanks, Trouble, calls_of
-from course_lib.checks.pipeline.sends import NOT_CHANGED_UNDER_WAY, UNDER_WAY, watched_sends
+from course_lib.checks.pipeline.sends import (
+    NO_HANDLE,
+    NOT_CHANGED_UNDER_WAY,
+    UNDER_WAY,
+    watched_sends,
+)
 from course_lib.core import Event
 from course_lib.ranks import record
 
 Weight = nn.Parameter | None
 
-GROUP = Cause("Only the ranks of `ends` hold a copy: give the call group=ends.")
+GROUP = Cause("Both ranks of `ends`, and only they, make the call: give it group=ends.")
+EACH_OTHER = Cause(
+    "The two ends wait for each other: let one send first and the other receive first, or use a "
+    "collective."
+)
 NOT_THE_WORLD = Cause(
     "Here the world holds two pipelines, and `ends` is not its first and its last rank: ask the "
     "group `ends` who is in it, or leave it to a collective."
 )
 SKIPPED = Cause(
-    "One end makes the call, the other does not: a gradient of zeros counts, too. Check whether "
-    "there is a gradient, not its values."
+    "One end makes the call, the other does not: let each end that has a gradient make it, "
+    "whatever its rank and its values are."
 )
 NOTHING_TO_ADD = Cause(
     "In the middle weight is None, and a frozen weight has no gradient (grad is None): both have "
@@ -60,7 +69,7 @@ HIDDEN = Cause(
     "failure. Leave nan as it is."
 )
 BOTH_ENDS = Cause(
-    "Both ends need the sum: use the collective that leaves it on all members of a group."
+    "Both ends need the sum of the two gradients, undivided: use an all-reduce over `ends`."
 )
 ONE_MESSAGE = Cause("Send the whole gradient in one message each way.")
 
@@ -173,12 +182,15 @@ def _near(at: At, got: Tensor, _item: Any) -> bool:
     return need is not None and torch.allclose(got.double(), need.double(), rtol=5e-3)
 
 
-def _at_two_places(trouble: Trouble) -> bool:
-    return len({wait.waits_for for wait in trouble.waits}) > 1
+def _in_two_pipelines(trouble: Trouble) -> bool:
+    """Return whether ranks 1 and 2 of four are in it: they are ends only of two pipelines."""
+    stuck = {rank for wait in trouble.waits for rank in (wait.rank, *wait.waits_for)}
+    return len(trouble.waits) + len(trouble.returned) == 4 and bool(stuck & {1, 2})
 
 
-def _for_the_first(trouble: Trouble) -> bool:
-    return all(wait.waits_for == (0,) for wait in trouble.waits)
+def _for_each_other(trouble: Trouble) -> bool:
+    pairs = {(wait.rank, other) for wait in trouble.waits for other in wait.waits_for}
+    return any((other, rank) in pairs for rank, other in pairs)
 
 
 # --- wrong answers that are no edit of the right one
@@ -200,6 +212,17 @@ def _one_way(weight: Weight, ends: Any) -> None:
             half = torch.empty_like(weight.grad)
             dist.recv(half, 0)
             weight.grad += half
+
+
+def _send_first(weight: Weight, ends: Any) -> None:
+    """Exchange the halves; both ends send first."""
+    if weight is not None and weight.grad is not None and dist.get_world_size(ends) > 1:
+        members = dist.get_process_group_ranks(ends)
+        other = members[dist.get_rank() == members[0]]
+        theirs = torch.empty_like(weight.grad)
+        dist.send(weight.grad, other)
+        dist.recv(theirs, other)
+        weight.grad += theirs
 
 
 def _by_ranks_of_the_world(weight: Weight, ends: Any) -> None:
@@ -236,9 +259,11 @@ TIED = Exercise(
         observe_on_rank=_sums,
         runs=_runs,
         trouble=(
+            ("raised", "NoneType.*'wait'", NO_HANDLE),
             ("raised", "None", NOTHING_TO_ADD),
-            ("hang", _at_two_places, NOT_THE_WORLD),
-            ("hang", _for_the_first, SKIPPED),
+            ("hang", _in_two_pipelines, NOT_THE_WORLD),
+            ("hang", _for_each_other, EACH_OTHER),
+            ("hang", lambda trouble: len(trouble.waits) == 1, SKIPPED),
             ("hang", "", GROUP),
         ),
         expect=(
@@ -295,9 +320,11 @@ TIED = Exercise(
     ),
     wrong=(
         Edit(SUMS, f"{SUMS}\nweight.grad /= dist.get_world_size(ends)", MEAN),
+        Edit(SUMS, f"{SUMS}\nweight.grad /= dist.get_world_size()", BOTH_ENDS),
         Own(_everybody, MIDDLE),
         Edit(", group=ends", "", GROUP),
         Own(_one_way, OTHER_HALF),
+        Own(_send_first, EACH_OTHER),
         Own(_by_ranks_of_the_world, NOT_THE_WORLD),
         Edit(
             ASKS,
@@ -327,6 +354,9 @@ TIED = Exercise(
             FROZEN,
         ),
         Edit(ASKS, f"{ASKS[:-1]} and weight.grad.any():", SKIPPED),
+        Edit(ASKS, f"{ASKS[:-1]} and dist.get_rank() == 0:", SKIPPED),
+        Edit(ASKS, f"{ASKS[:-1]} and dist.get_rank() == dist.get_world_size() - 1:", SKIPPED),
+        Edit(SUMS, f"{SUMS}.wait()", NO_HANDLE),
         Edit(
             SUMS,
             "grad = weight.grad.float()\n"

@@ -17,7 +17,7 @@ ENDLESS = Cause(
     "Your loop never ends. An action whose input is there must run and leave its list; the input "
     "is the same action of the stage source_of, and is in `ends` once it has run."
 )
-ONE_CLOCK = Cause("Only one rank works at a time here: each rank needs a clock of its own.")
+ONE_CLOCK = Cause("In yours, only one rank works at a time: each rank needs its own clock.")
 
 
 def _cases() -> list[Case]:
@@ -97,14 +97,14 @@ TIMES = Exercise(
         unchanged=SCHEDULE,
         endless=ENDLESS,
         look="Draw it for p = 2: when is the rank free, and when is the input there?",
-        success="Every action ends when it has to: nine schedules, 1 to 6 ranks, any link.",
+        success="Every action ends when it has to: nine cases, 1 to 6 ranks.",
     ),
     wrong=(
         Edit(
             ARRIVES,
             "ends[sent]",
             Cause(
-                "Messages take no time here: an input arrives message_s after its action has ended."
+                "Your messages take no time: an input arrives message_s after its action has ended."
             ),
         ),
         Edit(
@@ -160,7 +160,7 @@ TIMES = Exercise(
         Edit(
             ARRIVES,
             'ends[sent] + message_s * (actions[0].kind == "forward")',
-            Cause("Only activations take time to send here: gradients do, too."),
+            Cause("Your gradients take no time to send: they take message_s, too."),
         ),
         Edit(
             "if source is None else",
@@ -171,8 +171,8 @@ TIMES = Exercise(
             RETURNS,
             "return {a: s + message_s * (target_of(a, p) is not None) for a, s in ends.items()}",
             Cause(
-                "Here an action ends when its message has arrived: add message_s to the input's "
-                "time instead."
+                "In yours, an action ends when its message has arrived: add message_s to the "
+                "input's time instead."
             ),
         ),
         Edit(
@@ -196,7 +196,7 @@ TIMES = Exercise(
         Edit(
             SOURCE,
             f'{SOURCE} if actions[0].kind == "forward" else None',
-            Cause("Only forwards wait here: a backward waits for the gradient of the next stage."),
+            Cause("Your backwards do not wait: each needs the gradient of the next stage."),
         ),
         Own(
             _not_in_order,
@@ -208,7 +208,7 @@ TIMES = Exercise(
         Edit(
             TAKES,
             'seconds["forward"]',
-            Cause("All actions take equally long here: use seconds[action.kind]."),
+            Cause("Your actions all take equally long: use seconds[action.kind]."),
         ),
         Edit(STARTS, f"free_s[:] = [max(free_s[rank], input_s) + {TAKES}] * p", ONE_CLOCK),
         Edit(

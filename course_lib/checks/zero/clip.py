@@ -87,13 +87,13 @@ NOT_CHANGED = Cause(
     "small. (A reshape of a transposed tensor is a copy.)"
 )
 SCALED_UP = Cause("A small gradient is scaled up: the factor is 1 at most.")
-OWN_FACTOR = Cause("Scaled by this rank's own norm: the ranks drift apart.")
+OWN_FACTOR = Cause("Scaled by this rank's own norm: take that of all shards of all ranks.")
 INVERTED = Cause("The wrong way round: the factor is max_norm / norm.")
 BY_SQUARE = Cause("Divided by the square of the norm: take the root first.")
 TO_ONE = Cause("Scaled to a norm of 1, not of max_norm.")
 VALUES = Cause("Each number is clipped by itself, which turns the gradient: scale all of them.")
 OF_BEFORE = Cause("Scaled by the norm of an earlier call: each call has its own norm.")
-ONE_FACTOR = Cause("One factor for all shards on all ranks: min(1, max_norm / norm).")
+ONE_FACTOR = Cause("One factor for all shards on all ranks: max_norm / norm, if norm > max_norm.")
 
 
 @dataclass

@@ -55,7 +55,7 @@ LOST = Cause("No shard: was this bucket sent, and its part kept in `shards`?")
 OTHER_BUCKETS = Cause(
     "Not every rank sends the same buckets: gradients become ready in different orders. A bucket "
     "that is sent takes only its own parameters out of `ready`: others may have come already. "
-    "One of zeros is sent, too."
+    "Send one of zeros, too."
 )
 FIRST = Cause(
     "An item of `shards` is None until its bucket is sent: keep the first shard as it is."
@@ -97,7 +97,7 @@ WHOLE = Cause(
     "soon as it is sent. (zero_() keeps the memory.)"
 )
 REFERENCED = Cause(
-    "Freed, but still referenced: something else keeps whole gradients, such as a list of flat "
+    "Still referenced: something else keeps whole gradients, such as a list of flat "
     "buckets, or a shard that is a view of one."
 )
 
@@ -243,7 +243,7 @@ GRADS = Exercise(
                 ),
                 look=FLATTEN,
             ),
-            Demand(_beside_is_right, "the shards of the other one are wrong", OF_THE_CLASS),
+            Demand(_beside_is_right, "the shards of the 2nd object are wrong", OF_THE_CLASS),
             Demand(
                 lambda at: all(start <= end for start, (_, end) in _pairs(at)),
                 "a bucket is full, and backward goes on before it is sent",

@@ -49,7 +49,7 @@ KEEPS = Cause(
     "Never freed: what save_for_backward, an attribute of ctx or autograd itself holds lives until "
     "backward. Keep x and the shard, and gather again in backward."
 )
-ONE_GATHER = Cause("One all_gather puts it together; what one rank computes, it need not send.")
+ONE_GATHER = Cause("A forward makes one all_gather, that of whole(): do not send the output.")
 NO_GRADIENT = Cause("backward returns a gradient for x, one for the shard, and None for layout.")
 TOKENS = Cause(
     "The gradient of x is grad @ weight, with no sum over the ranks: each has tokens of its own."

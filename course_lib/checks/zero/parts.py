@@ -39,7 +39,7 @@ OF_THE_CLASS = Cause(
     "Several objects are alive at once: what one of them needs is its own. Keep it in self or ctx, "
     "not in the class and not in a global variable."
 )
-BESIDE = "beside another one"  # where several objects are alive, what is told says so
+BESIDE = "with a 2nd object"  # where several objects are alive, what is told says so
 UNEQUAL = Cause(
     "Two tensors whose shapes do not fit are added or copied: print both shapes. A shard has "
     "layout.shard_numel numbers, a flat tensor layout.padded_numel; views have the tensors' shapes."

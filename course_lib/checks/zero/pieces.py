@@ -134,7 +134,7 @@ PIECES = Exercise(
         Edit(
             PIECE,
             "(index, first - begin, last - begin - 1)",
-            Cause("stop is one behind the last number, as in a slice."),
+            Cause("stop is one past the last number, as in a slice."),
         ),
         Edit(
             "first < last",

@@ -39,6 +39,10 @@ FROZEN = Cause(
     "A frozen parameter has no gradient, and nobody steps it: lay out only what is trained, and "
     "write back into that."
 )
+NO_GRADIENT_YET = Cause(
+    "A param.grad is None: in __init__ no backward has run yet, and a frozen parameter never gets "
+    "one."
+)
 PARAMS_DTYPE = Cause(
     "Keep the shard in the parameters' dtype: then its gradient, its state and what is sent have "
     "it, too."
@@ -48,8 +52,8 @@ RENAMED = Cause(
     "parameters with copy_."
 )
 NO_GRADIENT = Cause(
-    "Nothing has changed, and the optimizer has no state: the shard had no gradient when the "
-    "optimizer stepped. Give it one, self.shard.grad, before each step."
+    "Nothing has changed, and the optimizer has no state: in each step, set self.shard.grad, then "
+    "call self.optimizer.step()."
 )
 UNSET = Cause("self.shard.grad is None until you assign it a tensor.")
 GATHERED_FIRST = Cause("The numbers before this step: step first, then gather.")
@@ -79,8 +83,8 @@ SAME_SLICE = Cause(
     "slice of the flat parameter?"
 )
 EVERYTHING = Cause(
-    "Nothing is saved: give the optimizer this rank's shard of the trained parameters and nothing "
-    "else, so that it has state for 1/p of the numbers."
+    "Give the optimizer this rank's shard of the trained parameters and nothing else, so that it "
+    "has state for 1/p of the numbers."
 )
 SUMS_SHARDS = Cause("A sum of shards among zeros sends twice the bytes of an all_gather.")
 ONE_GATHER = Cause(
@@ -90,7 +94,7 @@ ONE_GATHER = Cause(
 A_CALL_EACH = Cause("One call a step, for the whole flat parameter: not one per parameter.")
 ONLY_READ = Cause("Others may still read param.grad: work on a copy.")
 REFERENCED = Cause(
-    "Freed, but still referenced: a slice is a view, and keeps the whole flat tensor that it was "
+    "Still referenced: a slice is a view, and keeps the whole flat tensor that it was "
     "cut from; so does an attribute. Clone what you keep: the shard and its gradient."
 )
 
@@ -189,7 +193,7 @@ STEP = Exercise(
         trouble=(
             ("raised", BESIDE, OF_THE_CLASS),
             ("raised", r"NoneType.*'(copy_|zero_|add_)'|for \+", UNSET),
-            ("raised", "NoneType.*'(shape|detach|flatten|reshape)'", FROZEN),
+            ("raised", "NoneType.*'(shape|detach|flatten|reshape)'", NO_GRADIENT_YET),
             *WRONG_BUFFER,
         ),
         expect=(
@@ -228,7 +232,7 @@ STEP = Exercise(
                 ),
                 look=SAME_SLICE,
             ),
-            Demand(_beside_is_right, "the parameters of the other one are wrong", OF_THE_CLASS),
+            Demand(_beside_is_right, "the parameters of the 2nd object are wrong", OF_THE_CLASS),
             Demand(
                 lambda at: at.seen.num_state <= _share(at),
                 lambda at: f"it has state for {at.seen.num_state} numbers; need {_share(at)}",
@@ -286,6 +290,12 @@ STEP = Exercise(
         Edit("flat = self.shard", "flat = self.flat = self.shard", REFERENCED),
         Edit(LAST, "param = view", RENAMED),
         Edit("self.shard.grad = ", "self.grad = ", NO_GRADIENT),
+        Edit(STEPS, "flat", NO_GRADIENT),
+        Edit(
+            f"self.shard = {SHARD}",
+            f"self.shard = {SHARD}\ngrads = {GRADS}\nself.shard.grad = {GRADIENT}",
+            NO_GRADIENT_YET,
+        ),
         Edit("self.shard.grad = ", "self.shard.grad += ", UNSET),
         Edit(f"self.shard.grad = {GRADIENT}", f"self.shard.grad.copy_({GRADIENT})", UNSET),
         Edit(
@@ -325,7 +335,7 @@ STEP = Exercise(
         Edit("self.layout.padded_numel", "self.layout.numel", LENGTHS),
         Edit("(dist.get_rank())", "((dist.get_rank() + 1) % dist.get_world_size())", MOVED),
         Edit(f"{FLAT}[self.mine]", f"{FLAT}[: self.layout.shard_numel]", SAME_SLICE),
-        Edit(TRAINED, ALL, FROZEN),
+        Edit(TRAINED, ALL, NO_GRADIENT_YET),
         Edit(TRAINED, ALL, FROZEN, also=((GRADS, GRADS_OR.format("ones_like")),)),
         Edit(TRAINED, ALL, EVERYTHING, also=((GRADS, GRADS_OR.format("zeros_like")),)),
         Edit(
