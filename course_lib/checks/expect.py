@@ -51,9 +51,9 @@ def _unequal(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> tuple[st
         return "digits", f"right but for the last digits of {_plain(got.dtype)} (off by {off:.1g})"
     if expected.numel() <= 8:
         return "numbers", f"need {_short(expected)}; got {_short(got)}"
-    need, is_now = (tensor.flatten()[wrong[0]].item() for tensor in (expected, got))
+    need, is_now = (_short(tensor.flatten()[wrong[0]]) for tensor in (expected, got))
     return "numbers", (
-        f"need {need:g} at index {wrong[0]}; got {is_now:g} "
+        f"need {need} at index {wrong[0]}; got {is_now} "
         f"({len(wrong)} of {expected.numel()} numbers are wrong)"
     )
 

@@ -23,6 +23,7 @@ from course_lib.checks.collectives.parts import (
     WRITES,
     Given,
     both_calls,
+    count,
     given,
     me,
     rounds,
@@ -42,7 +43,8 @@ ONE_ROUND = Cause(
     "A rank waits for one of its messages before it has started the other, and its neighbors wait "
     "for that rank. Start both, then wait for both."
 )
-DTYPE = Cause("Receive into a tensor of the dtype of x, as torch.empty_like(x) is.")
+DTYPE = Cause("Send, receive and return in the dtype of x: do not convert it.")
+NOT_WHAT_CAME = Cause("That is not the left neighbor's x: print what comes in and what you return.")
 FROM_MESSAGES = Cause("Build it from isend and irecv.")
 
 
@@ -54,6 +56,10 @@ def _pass(rank: int, answer: Callable[..., Any], given: Given) -> dict[str, Obse
 def _of(distance: int) -> Callable[[At], Tensor]:
     """Return a function that returns what the rank so far to the right was given."""
     return lambda at: given(at).of((at.rank + distance) % at.world_size)
+
+
+def _not_waited(at: At, _got: Any, _item: None) -> bool:
+    return min(count(at, "send"), count(at, "recv")) == 0
 
 
 def _to_everyone(x: Tensor) -> Tensor:
@@ -102,7 +108,8 @@ CIRCLE = Exercise(
                 causes=((OWN, _of(0)), (FROM_RIGHT, _of(1))),
                 dtype=DTYPE,
                 predicates=(NOT_AFRESH, NOT_A_TENSOR),
-                look=DROPPED,
+                otherwise=((_not_waited, DROPPED),),
+                look=NOT_WHAT_CAME,
             ),
             STILL_THERE,
             Untouched(WRITES),
@@ -111,7 +118,7 @@ CIRCLE = Exercise(
             Traffic(ONE_MESSAGE, max_messages=lambda _at: 1),
             rounds(lambda _p: 1, ONE_ROUND),
         ),
-        success="2 to 6 ranks, one message each, all at once: no circle.",
+        success="2 to 4 and 6 ranks: one message each, in one round.",
     ),
     wrong=(
         Edit(
@@ -131,6 +138,13 @@ CIRCLE = Exercise(
             also=(("irecv(incoming, (rank - 1)", "irecv(incoming, (rank + 1)"),),
         ),
         Edit("return incoming", "return x", OWN),
+        Edit("return incoming", "return incoming + x", NOT_WHAT_CAME),
+        Edit(
+            "isend(x, (rank + 1)",
+            "isend(x, (rank + 2)",
+            NOT_WHAT_CAME,
+            also=(("irecv(incoming, (rank - 1)", "irecv(incoming, (rank - 2)"),),
+        ),
         Edit(
             "incoming = torch.empty_like(x)",
             "incoming = x",

@@ -64,7 +64,7 @@ ONE_BY_ONE = Cause(
 DTYPE = Cause("Return the dtype of x, as torch.zeros_like(x) has it.")
 SHAPE = Cause("Return a tensor of the shape of x, which may be [n, d]: n tokens of d numbers.")
 NO_SUCH_RANK = Cause(
-    "There is no such rank: `^` pairs ranks only if p is a power of two. Use (rank + step) % p and "
+    "There is no such rank or shard. `^` needs p to be a power of two: use (rank + step) % p and "
     "(rank - step) % p."
 )
 FROM_MESSAGES = Cause("Build it from exchange.")
@@ -225,6 +225,7 @@ LETTERS = Exercise(
             "to = source = rank ^ step",
             NO_SUCH_RANK,
         ),
+        Edit("letters[to]", "letters[rank + step]", NO_SUCH_RANK),
         Edit("zeros_like(x)", "zeros(x.numel(), dtype=x.dtype)", SHAPE),
         Edit("return filed", "return filed.flatten()", SHAPE),
         Edit(

@@ -42,14 +42,15 @@ from course_lib.collectives import ring_all_gather
 ROUNDING = 1e-12  # dividing before or after the sum may round the last digits differently
 
 SUM = Cause("{p} times too large: that is the sum. Divide by the number of ranks.")
-TWICE = Cause("{p} times too small: divided in both halves. Once is enough.")
+TWICE = Cause("{p} times too small: divided by p twice. Once is enough.")
 TAIL = Cause("The tail is not done: p does not divide the length, so shards differ.")
 BY_FOUR = Cause("Divide by the number of ranks, whatever it is, not by 4.")
 AT_MOST = Cause("The divisor stops short of p: divide by the number of ranks, whatever it is.")
 BY_LENGTH = Cause("Divide by the number of ranks, not of numbers.")
 FLOORED = Cause("// drops the fraction: divide with /.")
-SHRINKS = Cause("Ranks count differently: divided at every hop, the first ones shrink on the way.")
-UNEVEN = Cause("p does not divide this length, so shards differ: pass out=x to the all-gather.")
+SHRINKS = Cause("Divided at every hop, the first terms shrink most: divide the complete sum, once.")
+UNEVEN = Cause("Shards differ if p does not divide the length of x: pass out=x to the all-gather.")
+LENGTHS = Cause("Two tensors differ in length: give the all-gather this rank's shard, and out=x.")
 OWN = Cause("That is this rank's own: pass out=x, so that what is gathered gets into x.")
 OTHER_SHARD = Cause("The all-gather writes into x: hand it this rank's shard of x, in its dtype.")
 IN_PLACE = Cause("x itself has to become the mean.")
@@ -147,7 +148,7 @@ MEAN = Exercise(
         trouble=(
             ("mismatch", "", UNEVEN),
             ("raised", "need a shard like shard", OTHER_SHARD),
-            ("raised", "must match the size|broadcast", UNEVEN),
+            ("raised", "must match the size|broadcast", LENGTHS),
             *TROUBLE,
         ),
         expect=(
@@ -169,7 +170,7 @@ MEAN = Exercise(
                     (OWN, lambda at: given(at).of(at.rank)),
                 ),
                 otherwise=((_roughly, DIGITS_LOST), (_tail_is_wrong, TAIL)),
-                look=Cause("Read the digits: which ranks are in it, and how often?"),
+                look=Cause("Multiply by {p}: the digits show which ranks are in it."),
             ),
             SAME_MEMORY,
             Demand(
@@ -189,13 +190,13 @@ MEAN = Exercise(
             Demand(
                 lambda at: bytes_of_all(at) <= _all_shards(at),
                 lambda at: (
-                    f"all ranks together send {bytes_of_all(at)} bytes; the shards have "
+                    f"all ranks together send {bytes_of_all(at)} bytes; the budget is "
                     f"{_all_shards(at)}"
                 ),
                 PADDED,
             ),
         ),
-        success="The mean in place on 1 to 4 and 6 ranks, any length, 2 (p - 1) shards sent.",
+        success="The mean in place on 1 to 4 and 6 ranks, up to 12 floats, 2 (p - 1) shards sent.",
     ),
     wrong=(
         Edit(DIVIDED, "shard", SUM),
@@ -213,6 +214,12 @@ MEAN = Exercise(
             also=(("out=x", "out=even"),),
         ),
         Edit(GATHERS, f"x.copy_(ring_all_gather({DIVIDED}))", UNEVEN),
+        Edit(
+            SCATTERS,
+            "shard = ring_all_gather(x)",
+            LENGTHS,
+            also=((GATHERS, f"x.copy_({DIVIDED})"),),
+        ),
         Edit(SCATTERS, f"x = x.clone()\n{SCATTERS}", IN_PLACE),
         Edit(GATHERS, f"x.data = ring_all_gather({DIVIDED}, out=x.clone())", OTHER_MEMORY),
         Edit(GATHERS, f"{GATHERS}\nx = x.clone()", RETURN_X),

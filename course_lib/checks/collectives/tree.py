@@ -45,9 +45,9 @@ FROM_0 = Cause("The tree ends in rank 0: count with `mine`, not with `rank`.")
 WENT_TO_0 = Cause("The sum went to rank 0: count `mine` from the root.")
 OVERWRITTEN = Cause("Another rank's number alone: what came replaced your sum. Receive, then add.")
 LAST_ROUND = Cause("The ranks 1 away never came: the last round is missing.")
-TOO_LATE = Cause("The farthest came too late: hand in after adding, so the farthest go first.")
+TOO_LATE = Cause("The farthest came too late, after others had sent: let the farthest send first.")
 FIRST_ROUND = Cause("The ranks 2 away never came: start with the largest `have`.")
-STARTS_LOW = Cause("Number 2 never came: `have` starts at a power of two, and p is none here.")
+STARTS_LOW = Cause("`mine` = 2 never came: start with the largest power of two below p.")
 FIXED = Cause("Some never came: the number of rounds follows from p, whatever it is.")
 ONLY_ROOT = Cause("Only the root returns the sum, whatever it is: all others return None.")
 ADDS_TO_X = Cause("Add to a copy of x.")
@@ -56,8 +56,10 @@ KEEP_DTYPE = Cause("Add up in the dtype of x: x.clone() and torch.empty_like(x) 
 NAN_STAYS = Cause("A sum with a nan is nan: whoever looks for errors in the numbers has to see it.")
 ANY_SHAPE = Cause("x has any shape, also one without dims: torch.empty_like(x) has the same.")
 NO_NUMPY = Cause("NumPy does not know every dtype of torch: stay in torch.")
-STAR = Cause("That is a star: let ranks add for each other on the way to the root.")
-ONE_BY_ONE = Cause("Let ranks that do not wait for each other send in the same round.")
+STAR = Cause("Let ranks add for each other on the way to the root, and send only once.")
+ONE_BY_ONE = Cause(
+    "In each round, let half of the ranks that still hold sums send them to the others."
+)
 FROM_MESSAGES = Cause("Build it from send and recv.")
 
 
@@ -105,6 +107,14 @@ def _held(at: At) -> Tensor:
         for sender in range(2**k, min(2 ** (k + 1), at.world_size)):
             held[sender - 2**k] += held[sender]
     return held[at.rank]
+
+
+def _not_root(at: At, _got: Any, _item: None) -> bool:
+    return at.rank != at.options["root"]
+
+
+def _no_tensor_off_root(at: At, got: Any, _item: None) -> bool:
+    return _not_root(at, got, _item) and not isinstance(got, Tensor)
 
 
 def _of_another(at: At, got: Any, _item: None) -> bool:
@@ -196,12 +206,13 @@ TREE = Exercise(
                 ),
                 predicates=(
                     NOT_AFRESH,
+                    (_no_tensor_off_root, ONLY_ROOT),
                     NOT_A_TENSOR,
                     (_none_for_zeros, ZEROS),
                     (_nan_is_lost, NAN_STAYS),
                 ),
                 otherwise=(
-                    (lambda at, _got, _item: at.rank != at.options["root"], ONLY_ROOT),
+                    (_not_root, ONLY_ROOT),
                     (_of_another, OVERWRITTEN),
                     (_rounded, DIGITS_LOST),
                 ),
@@ -221,7 +232,7 @@ TREE = Exercise(
             ),
             rounds(num_doublings, ONE_BY_ONE),
         ),
-        success="Any root of 1 to 4 ranks, and 17 ranks, in log2(p) rounds, rounded up.",
+        success="Any root of 1 to 4 ranks, and one of 17, in log2(p) rounds, rounded up.",
     ),
     wrong=(
         Edit(FROM_ROOT, "mine = rank", WENT_TO_0, also=(("rank == root", "rank == 0"),)),
@@ -229,6 +240,8 @@ TREE = Exercise(
         Edit(f"reversed(range({ROUNDS}))", f"range({ROUNDS})", TOO_LATE),
         Edit(f"reversed(range({ROUNDS}))", f"list(range({ROUNDS}))[-2::-1]", FIRST_ROUND),
         Edit(RESULT, "total", ONLY_ROOT),
+        Edit(RESULT, "total if rank == root else 0", ONLY_ROOT),
+        Edit(RESULT, "rank == root and total", ONLY_ROOT),
         Edit("x.clone()", "x", ADDS_TO_X),
         Edit("x.clone()", "x.clone() if p > 1 else x", ALIASED),
         Edit("total += incoming", "total = incoming.clone()", OVERWRITTEN),

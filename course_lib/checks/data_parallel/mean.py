@@ -144,6 +144,12 @@ def _is_own(at: At, got: Tensor, item: int) -> bool:
     return any(torch.allclose(got, own / times, rtol=ROUNDING) for times in (1, at.world_size))
 
 
+def _is_copy(at: At, _got: Tensor, item: int) -> bool:
+    """Return whether the transposed gradient, and no other one, is this rank's own."""
+    own = [name for i, name in enumerate(NAMES) if _is_own(at, at.seen.grads[i], i)]
+    return own == [NAMES[item]] == ["transposed.weight"]
+
+
 def _is_uneven(at: At, got: Tensor, item: int) -> bool:
     """Return whether its numbers are not one multiple of the right ones."""
     times = got / _times(_mean)(at)[item]
@@ -185,10 +191,7 @@ MEAN = Exercise(
                 predicates=(
                     (lambda _at, got, _item: got is None, TAKEN_AWAY),
                     (lambda at, got, _item: at.number == 2 and got.isfinite().all(), HIDDEN),
-                    (
-                        lambda at, got, i: NAMES[i] == "transposed.weight" and _is_own(at, got, i),
-                        COPY_SENT,
-                    ),
+                    (_is_copy, COPY_SENT),
                     (lambda at, got, i: at.seen.changed and _is_own(at, got, i), OF_PARAMS),
                 ),
                 causes=(
@@ -250,6 +253,7 @@ MEAN = Exercise(
         Edit(HAS_GRAD, "if True:", HAS_NONE),
         Edit(HAS_GRAD, "if param.requires_grad:", HAS_NONE),
         Edit(HAS_GRAD, "if param.grad is not None and param.grad.numel() > 1:", OWN),
+        Edit(HAS_GRAD, "if param.grad is None:\n    break\nif True:", OWN),
         Edit(DIVIDES, f"{DIVIDES}\ntorch.set_grad_enabled(False)", DISTURBED),
         Edit(DIVIDES, f"{DIVIDES}\nparam.requires_grad_(False)", DISTURBED),
         Edit(DIVIDES, f"{DIVIDES}\nmodule.eval()", DISTURBED),

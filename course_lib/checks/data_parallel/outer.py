@@ -63,7 +63,7 @@ ACCUMULATED = Cause(
 )
 INNER = Cause(
     "That is made of param.grad, the gradient of the last inner step. The outer gradient is the "
-    "way that the parameters have gone in the whole round."
+    "start minus the parameters at the round's end."
 )
 MOVED_START = Cause(
     "The start is now where this rank's inner steps ended: the outer step goes from where the "
@@ -72,6 +72,9 @@ MOVED_START = Cause(
 NOT_BACK = Cause(
     "The parameters are still where the inner steps ended: the next round begins from the new "
     "starts, on every rank."
+)
+NEW_STARTS = Cause(
+    "The next round begins from the new starts, on every rank: copy each into its parameter."
 )
 TOO_EARLY = Cause("The parameters are at the old start: copy after outer.step().")
 NOT_WAITED = Cause("With async_op=True an all-reduce has only begun: call wait(), then divide.")
@@ -310,7 +313,7 @@ OUTER = Exercise(
                     (NOT_BACK, _times(lambda at: _before(at) - _own(at, at.number))),
                     (TOO_EARLY, _times(_before)),
                 ),
-                look=NOT_BACK,
+                look=NEW_STARTS,
             ),
             Demand(
                 lambda at: not at.seen.moved,
@@ -356,6 +359,7 @@ OUTER = Exercise(
         Own(wrong_steps.averaged, AVERAGED),
         Own(wrong_steps.from_own_end, MOVED_START),
         Edit(COPIES, "pass", NOT_BACK),
+        Edit(COPIES, "param -= start.grad", NEW_STARTS),
         Own(wrong_steps.copies_too_early, TOO_EARLY),
         Edit(SUMS, "dist.all_reduce(start.grad, async_op=True)", NOT_WAITED),
         Edit(

@@ -43,8 +43,8 @@ TOO_MANY = Cause(
     "Only your own part: n / p items, rounded up. (n // p + 1 is one too many where p divides n.)"
 )
 OTHER_ORDERS = Cause(
-    "All ranks have to share one order: shuffle from the same seed on each of them, and "
-    "not from one that a rank has of its own, as torch.initial_seed()."
+    "Either the ranks do not share one order (no seed of a rank's own, as torch.initial_seed()), "
+    "or the parts that you cut from it overlap."
 )
 BY_LUCK = Cause(
     "Draw from a generator that is seeded by the epoch, and not from what an earlier call has "
@@ -67,17 +67,17 @@ IN_WINDOWS = Cause(
     "at once."
 )
 OTHER_FILL = Cause(
-    "Others than the first items of the order are read twice. Fill up the common order, then "
-    "share it among the ranks."
+    "Fill up by repeating the order from its beginning, then share it among the ranks, in turn or "
+    "in blocks."
 )
 GLOBAL_STATE = Cause(
-    "Dropout and weights drawn after it differ, and are alike where they should not be. Draw from "
-    "a generator of your own: torch.Generator().manual_seed(...)."
+    "What is drawn after your call, such as dropout masks, would depend on it. Draw from a "
+    "generator of your own: torch.Generator().manual_seed(...)."
 )
 NOT_SHUFFLED = Cause("Shuffle all items, in every epoch, also in epoch 0.")
 SAME_EPOCH = Cause("The epoch has to change the seed, every time: that is what set_epoch is for.")
 OWN_PART = Cause(
-    "What meets in a rank's part stays together in every epoch. First shuffle all items, then "
+    "Only the order within a part, or its rank, is new: shuffle all items anew in each epoch, then "
     "share them among the ranks."
 )
 
@@ -228,7 +228,7 @@ def _in_deal(deal: Deal) -> Fault | None:
         (lengths[0] > each, f"need {each} items on each rank; got {lengths[0]}", TOO_MANY),
         (
             bool(missing) or twice > each * p - n,
-            f"{len(missing)} items are never read, and others twice",
+            f"{len(missing)} items are never read, and others more than once",
             OTHER_ORDERS,
         ),
         (
@@ -292,6 +292,7 @@ SAMPLER = Exercise(
         Edit(SEED, "manual_seed(100 * rank + epoch)", OTHER_ORDERS),
         Edit(SEED, "manual_seed(torch.initial_seed() + epoch)", OTHER_ORDERS),
         Edit(f", generator=random.{SEED}", "", OTHER_ORDERS),
+        Edit(MINE, "order[rank : rank + each]", OTHER_ORDERS),
         Edit(SEED, "manual_seed(0)", SAME_EPOCH),
         Edit(SEED, "manual_seed(epoch % 10)", SAME_EPOCH),
         Edit(MINE, "order[rank::p]", WAITS),

@@ -69,7 +69,7 @@ STALENESS = Exercise(
         symptoms=((lambda got, _need: got[0] != got[-1], LEFT_OVER),),
         unchanged=CALLERS,
         look="Take one update: where did its worker pull last? Count the updates after that.",
-        success="Updates between pull and push, for any order.",
+        success="Updates between pull and push, for 8 orders.",
     ),
     wrong=(
         Edit(
