@@ -30,6 +30,12 @@ def test_long_tensors_are_told_by_their_first_difference():
     assert words == "need 7 at index 7; got 1211 (2 of 100 numbers are wrong)"
 
 
+def test_whole_numbers_are_told_in_full():
+    large = torch.full((9,), 8 * 10**17)
+    _, words = difference(large + 1, large)
+    assert words.startswith("need 800000000000000000 at index 0; got 800000000000000001 ")
+
+
 @pytest.mark.parametrize(("got", "expected"), [(3, 3), (ONE.clone(), ONE), ([1, 2], [1, 2])])
 def test_equal_is_equal(got, expected):
     assert difference(got, expected) == ("", "")

@@ -38,7 +38,7 @@ WRONG = [
 # where wrong answers leave something behind on the ranks: messages that nobody takes, state
 ALONE = (
     *("ranks-2", "ranks-4", "collectives-", "pipeline-3", "pipeline-5"),
-    *("tensor_parallel-4", "tensor_parallel-6", "fsdp-3"),
+    *("data_parallel-1", "tensor_parallel-4", "tensor_parallel-6", "fsdp-3"),
 )
 
 

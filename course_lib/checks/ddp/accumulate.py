@@ -38,14 +38,12 @@ ALIVE = Cause(
 )
 CLEARED = Cause("Only one micro-batch is in it: who cleared the others?")
 SOME_OWN = Cause(
-    "Some micro-batches are this rank's own only. Only the last backward may send, and it sends "
-    "what all of them have left in param.grad."
+    "Are some micro-batches this rank's own only? Only the last backward may send: it sends what "
+    "all of them have added to param.grad."
 )
-ONE_NOT_DIVIDED = Cause(
-    "All ranks are in it; but each loss has to be divided by the number of micro-batches."
-)
+EACH_ONCE = Cause("All ranks are in it: is each micro-batch in it once, divided by their number?")
 WEIGHTED = Cause(
-    "A micro-batch with more items weighs more: the mean over micro-batches counts each one once."
+    "Micro-batches are weighted by their numbers of items: give all of them equal weights."
 )
 UNFROZEN = Cause("The caller froze it: leave requires_grad as it is.")
 FROZEN = Cause("A frozen parameter gets no gradient: its grad stays None.")
@@ -81,7 +79,7 @@ MODE = Cause(
 STAYS_ON = Cause("Use no_sync() in a `with` block: it ends with the block.")
 SUMMED = Cause("Summed over the micro-batches, not averaged: divide each loss.")
 BY_RANKS = Cause("Divided by the number of ranks once more: finish() has done that.")
-TWICE = Cause("Divided by the number of micro-batches twice.")
+TWICE = Cause("Divide by len(micro_batches), and only once.")
 NO_OVERLAP = Cause("No overlap: call the last backward outside of no_sync().")
 
 
@@ -253,7 +251,7 @@ ACCUMULATE = Exercise(
                 ),
                 otherwise=(
                     (_one_only, CLEARED),
-                    (_all_ranks_are_in_it, ONE_NOT_DIVIDED),
+                    (_all_ranks_are_in_it, EACH_ONCE),
                     (lambda at, _got, _i: bool(at.seen.calls), SOME_OWN),
                 ),
                 look=LOST,
@@ -261,7 +259,7 @@ ACCUMULATE = Exercise(
             one_a_bucket(lambda _at: BUCKET_BYTES),
             Demand(
                 lambda at: at.seen.calls[0].start_s < at.seen.backward_end_s,
-                "the numbers are right, but nothing left before the last backward had ended",
+                "the numbers are right, but nothing was sent before the last backward ended",
                 NO_OVERLAP,
             ),
             Demand(
@@ -302,7 +300,8 @@ ACCUMULATE = Exercise(
         Own(_first_one_synced, SOME_OWN),
         Own(_one_backward, ALIVE),
         Edit("x, y = last", "model.zero_grad()\nx, y = last", CLEARED),
-        Edit(LAST + " / len(micro_batches)", LAST, ONE_NOT_DIVIDED),
+        Edit(LAST + " / len(micro_batches)", LAST, EACH_ONCE),
+        Edit("in early:", "in [*early, early[0]] if early else []:", EACH_ONCE),
         Own(_forwards_outside, FORWARD_OUTSIDE),
         Own(_by_items, WEIGHTED),
         Edit(
@@ -380,6 +379,7 @@ ACCUMULATE = Exercise(
         ),
         _scaled("* len(micro_batches)", SUMMED),
         _scaled("/ len(micro_batches)", TWICE),
+        Edit(EARLY + BY, f"{EARLY} / 4", TWICE, also=((LAST + BY, f"{LAST} / 4"),)),
         _scaled("/ dist.get_world_size()", BY_RANKS),
     ),
 )

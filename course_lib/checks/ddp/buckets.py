@@ -202,10 +202,7 @@ BUCKETS = Exercise(
         Edit(
             "return buckets",
             "return buckets or [[]]",
-            Cause(
-                "Where nothing is trained there is no bucket: append the last one only if it holds "
-                "one."
-            ),
+            Cause("No bucket if nothing is trained: append the last one only if it is not empty."),
         ),
         Edit(RESET, "buckets.append([])", Cause("A new bucket is empty: count its bytes from 0.")),
         Edit(

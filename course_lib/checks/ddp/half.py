@@ -81,12 +81,13 @@ OWN = Cause(
 )
 STAYS = Cause("flat stays float32: copy_ converts.")
 RANGE = Cause("float16 ends at 65504: the sum does not fit. bfloat16 has the range of float32.")
-WHOLE_WORLD = Cause("That is the mean over all ranks: pass group=group to all_reduce.")
+WHOLE_WORLD = Cause("Ranks of other groups are in it: pass group=group to all_reduce.")
 WORLD_SIZE = Cause("Divide by the size of the group, not by that of the world.")
 SUMMED = Cause("{p} times too large: hooks leave the mean, not the sum.")
 MEAN_TWICE = Cause("{p} times too small: the mean was taken twice.")
 FLOAT32 = Cause("That is float32: convert first, then send.")
-NOT_WAITED = Cause("It had not ended when wait() returned. Wait, then copy.")
+NOT_WAITED = Cause("Other ranks are not in it: wait, then copy the sum.")
+NOT_ENDED = Cause("It had not ended when wait() returned. Wait, then copy.")
 ALL_REDUCE = Cause("One all_reduce per bucket does it.")
 AT_THE_END = Cause("No overlap: start in __init__.")
 OTHER_MEMORY = Cause(
@@ -249,7 +250,7 @@ HALF = Exercise(
                 other_kind=ALL_REDUCE,
                 symptoms=(
                     (lambda got, need: got == [2 * need[0]], FLOAT32),
-                    (lambda got, _need: not got, NOT_WAITED),
+                    (lambda got, _need: not got, NOT_ENDED),
                 ),
                 look=ALL_REDUCE,
             ),
@@ -276,6 +277,7 @@ HALF = Exercise(
     wrong=(
         Edit("self.flat.copy_(self.small)", "self.flat = (self.small.float())", OWN),
         Edit("self.work.wait()", "pass", NOT_WAITED),
+        Edit("all_reduce(self.small,", "all_reduce(self.small.clone(),", NOT_WAITED),
         Edit(".div_(self.p)", "", SUMMED),
         Edit(".div_(self.p)", ".div_(self.p).div_(self.p)", MEAN_TWICE),
         Edit(

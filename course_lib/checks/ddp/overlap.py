@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from course_lib.checks.ddp.overlap_steps import (
+    BUCKETS,
     SIZES,
     bucket_bytes,
     four_steps,
@@ -37,20 +38,20 @@ ORDER = Cause(
     "bucket i - 1: keep the number of the next bucket, and send while that one is full."
 )
 SOME_RANKS = Cause(
-    "A bucket was sent on some ranks only: the others never made that call. Every rank has to send "
-    "every bucket, whatever its gradients are."
+    "A bucket was sent on some ranks only. Every rank sends every bucket, whatever its gradients "
+    "are, and in whatever order they are ready."
 )
 NEVER_LEFT = Cause(
     "A bucket was never sent. Is one full when all of its gradients are there, also the last one, "
     "which holds fewer bytes than the limit?"
 )
 NEXT_STAYS = Cause(
-    "`next` still stands behind the last bucket: at the end of finish everything has to be as in "
-    "__init__."
+    "Reset every attribute to its value in __init__ at the end of finish (`next`, `in_flight`, "
+    "...)."
 )
-STAYS_IN_FLIGHT = Cause(
-    "More is in flight than was sent in this step: clear in_flight at the end of finish, and keep "
-    "in self, not in the class, what belongs to one model."
+OTHER_LENGTH = Cause(
+    "in_flight and buckets differ in length: was every bucket sent, is everything reset in finish, "
+    "and is it kept in self, not in the class?"
 )
 OTHER_MODEL = Cause(
     "Those are the gradients of another model: what belongs to one model stands in self, not in "
@@ -63,22 +64,22 @@ HIDES = Cause(
 HALF_DIGITS = Cause("Fewer bytes, and fewer digits: send in the dtype of the gradients.")
 NO_DIMENSION = Cause("A parameter may be one number without a dimension: copy_ brings it back.")
 IN_MEMORY_ORDER = Cause(
-    "In the order of the memory, ranks whose gradients lie otherwise add other numbers: flatten() "
-    "has the order of the indices, whatever lies where."
+    "In memory order, ranks whose gradients have other strides add other elements: flatten() goes "
+    "by index, whatever the strides."
 )
 NO_VIEW = Cause("A transposed gradient has no flat view: flatten() copies where it has to.")
 NOT_RESET = Cause(
     "The first step was right: clear at the end of finish what was kept for one step."
 )
 DIGITS = Cause(
-    "Which ranks are in it, and how often? Read digits. (Between all_reduce and wait() nobody may "
-    "touch the bucket.)"
+    "Which ranks are in it? Rank r's is 10**r times rank 0's. (Leave the bucket alone until "
+    "wait().)"
 )
 FLATTEN = Cause(
     "Gradients have shapes: flatten each one before you put it into the bucket, and bring its part "
     "back with view_as(param)."
 )
-PAST_THE_END = Cause("After the last bucket there is no next one: stop there.")
+PAST_THE_END = Cause("Is `next` past the last bucket, or was a bucket never sent?")
 EARLY = Cause(
     "A bucket was sent before all of its gradients were complete in this step: note in on_grad "
     "which parameters are, and clear that in finish. (`param.grad is not None` proves nothing: "
@@ -97,7 +98,7 @@ MEAN_TWICE = Cause("{p} times too small: the mean was taken twice.")
 BY_FOUR = Cause("Divided by 4: divide by the number of ranks, whatever it is.")
 ADDED = Cause("The mean was added to this rank's own gradient: put it in its place.")
 REDUCES_PARAM = Cause("That is the parameter: a hook gets the parameter; reduce param.grad.")
-CHANGES_PARAM = Cause("A hook gets the parameter: what has to be reduced is param.grad.")
+CHANGES_PARAM = Cause("Leave the parameter as it is: read and write only param.grad.")
 OTHER_GRADIENT = Cause(
     "Numbers of another gradient: split the bucket in the order in which it was filled."
 )
@@ -110,7 +111,7 @@ LATE = Cause(
     "It is sent later than it could be: send a bucket in the very call of on_grad that fills it, "
     "each of them, also the last one."
 )
-WAITS_IN_HOOK = Cause("No overlap: start the all_reduce with async_op=True, and wait in finish.")
+WAITS_IN_HOOK = Cause("Call wait() in finish, on what all_reduce(..., async_op=True) returns.")
 KEEPS = Cause("Clear in finish what was in flight.")
 
 NEXT_FULL = "self.ready.issuperset(self.buckets[self.next])"
@@ -118,6 +119,10 @@ LOOP = f"while self.next < len(self.buckets) and {NEXT_FULL}:"
 SENDS = "self.in_flight.append((dist.all_reduce(flat, async_op=True), flat))"
 DIVIDES = "flat / dist.get_world_size()"
 LENIENT = ("self.in_flight, strict=True", "self.in_flight, strict=False")
+SWAPPED = (
+    "bucket, (work, flat) in zip(self.buckets, self.in_flight,",
+    "(work, flat), bucket in zip(self.in_flight, self.buckets,",
+)
 CLOSES = ("for param in self.buckets[self.next]])", "for param in self.buckets[self.next]]))")
 ALL_READY = "len(self.ready) == sum(map(len, self.buckets))"
 
@@ -139,33 +144,40 @@ OVERLAP = Exercise(
             ("hang", "", SOME_RANKS),
             ("mismatch", "", ORDER),
             ("raised", "'wait'", WAITS_IN_HOOK),
-            ("raised", "NoneType", EARLY),
-            ("raised", "argument 2 is longer", STAYS_IN_FLIGHT),
+            ("raised", "NoneType.*(flatten|view|reshape|ravel)|got NoneType", EARLY),
+            ("raised", "argument 2 is longer", OTHER_LENGTH),
             ("raised", "0-dim", NO_DIMENSION),
             ("raised", "view size", NO_VIEW),
             ("raised", "list index out of range", PAST_THE_END),
-            ("raised", "shape|dimension|size", FLATTEN),
+            ("raised", "^(?!NameError|AttributeError).*(shape|dimension|size)", FLATTEN),
         ),
         expect=(
             Demand(
                 lambda at: not at.seen.params_changed, "the parameters have changed", CHANGES_PARAM
             ),
             Demand(
-                lambda at: not at.seen.stopped or not at.number,
-                lambda at: f"nothing was sent in {at.label}: {at.seen.stopped}",
+                lambda at: not at.seen.stopped or at.number != 1,
+                lambda at: f"zip in finish failed in {at.label}: {at.seen.stopped}",
                 NEXT_STAYS,
             ),
             Demand(
-                lambda at: not at.seen.stopped,
+                lambda at: (
+                    not at.seen.stopped or at.number > 0 or len(at.seen.calls) == len(BUCKETS)
+                ),
                 lambda at: f"fewer buckets were sent than there are: {at.seen.stopped}",
                 NEVER_LEFT,
+            ),
+            Demand(
+                lambda at: not at.seen.stopped,
+                lambda at: f"zip in finish failed in {at.label}: {at.seen.stopped}",
+                OTHER_LENGTH,
             ),
             Demand(
                 lambda at: not is_of_another_model(at),
                 "two models are trained at the same time, and the first one gets the other's mean",
                 OTHER_MODEL,
             ),
-            Demand(lambda at: not left_early(at), "a bucket left too early", EARLY),
+            Demand(lambda at: not left_early(at), "a bucket was sent too early", EARLY),
             Demand(
                 lambda at: at.seen.never_waited < len(bucket_bytes(at)),
                 "no all_reduce was waited for",
@@ -209,12 +221,12 @@ OVERLAP = Exercise(
             one_a_bucket(bucket_bytes),
             Demand(
                 lambda at: at.seen.calls[0].start_s < at.seen.backward_end_s,
-                "nothing left before backward had ended",
+                "nothing was sent before backward ended",
                 NO_OVERLAP,
             ),
             Demand(
                 lambda at: not left_late(at),
-                lambda at: f"bucket {left_late(at)[0]} left after the hook that filled it",
+                lambda at: f"bucket {left_late(at)[0]} was sent after the hook that filled it",
                 LATE,
             ),
             Demand(
@@ -281,11 +293,14 @@ OVERLAP = Exercise(
         Edit("self.ready.clear()", "pass", EARLY),
         Edit("self.next = 0", "pass", NOT_RESET, also=(LENIENT,)),
         Edit("self.next = 0", "pass", NEXT_STAYS),
-        Edit("self.in_flight.clear()", "pass", STAYS_IN_FLIGHT),
+        Edit("self.in_flight.clear()", "pass", NEXT_STAYS, also=(SWAPPED,)),
+        Edit("self.in_flight.clear()", "pass", OTHER_LENGTH),
+        Edit("len(self.buckets) and", "len(self.buckets) - 1 and", NEVER_LEFT),
+        Edit("len(self.buckets) and", "len(self.buckets) - 1 and", OTHER_LENGTH, also=(SWAPPED,)),
         Edit(
             "def __init__(self, module, buckets):",
             "in_flight = []\n\ndef __init__(self, module, buckets):",
-            STAYS_IN_FLIGHT,
+            OTHER_LENGTH,
             also=(("self.ready, self.in_flight = set(), []", "self.ready = set()"),),
         ),
         Edit(

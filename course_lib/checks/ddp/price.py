@@ -139,7 +139,7 @@ PRICE = Exercise(
         Edit(
             "ready_s += compute_s",
             "ready_s = forward_s + compute_s",
-            Cause("Every bucket's backward begins right after forward: keep ready_s, and move it."),
+            Cause("Each backward starts when the one before ends: keep ready_s, and add to it."),
         ),
         Edit(
             "ready_s = done_s = forward_s",

@@ -53,7 +53,7 @@ BY_ITEMS = Cause(
     "Each loss was weighted by its number of items: take the plain mean of the m losses, also "
     "where a micro-batch is smaller."
 )
-DIVIDED_TWICE = Cause("Divided by the number of micro-batches twice.")
+DIVIDED_TWICE = Cause("m times too small: divide by m only once.")
 ON_EACH = Cause(
     "Divided on every stage: only the last stage divides, the others pass gradients on."
 )

@@ -46,8 +46,8 @@ A_NUMBER = Cause("Backward starts from it, so it has to keep its graph: no item(
 NO_MEAN = Cause("Return the mean over the tokens: one number, without any dims.")
 NARROW = Cause("Compute in the dtype of the logits, or in a wider one: nothing else is wrong yet.")
 LOCAL = Cause(
-    "That is the loss over this rank's own vocabulary: the softmax divides by the sum over all "
-    "tokens, and the target may be on another rank."
+    "That is the loss over this rank's own logits: the softmax divides by the sum over all ranks' "
+    "logits, and the target may be on another rank."
 )
 WHOSE_LOSS = Cause(
     "That is the loss of the tokens whose target is on this rank. But every rank's logits are in "
@@ -66,13 +66,13 @@ OWN_MAXIMUM = Cause(
     "to subtract the same maximum."
 )
 NEAREST = Cause(
-    "A rank that does not have the target added the logit of another token: only the rank that has "
-    "it contributes its logit, the others contribute 0."
+    "A rank that does not have the target added another entry's logit: only the rank that has it "
+    "contributes its logit, the others contribute 0."
 )
 OWN_LOGIT = Cause("The target's logit is missing on the ranks that do not have it: sum it, too.")
-NO_TOKEN = Cause("-100 is no token: leave those targets out.")
+NO_ENTRY = Cause("-100 is no vocabulary entry: leave those targets out.")
 FROM_RANK = Cause(
-    "This rank's part begins at the token `first`, wherever that is: use the `first` of this call."
+    "This rank's part begins at entry `first`, wherever that is: use the `first` of this call."
 )
 WHOSE = Cause(
     "Is each target's logit counted once, from the rank that has it? Is the sum of exponentials "
@@ -90,7 +90,7 @@ IN_GRAPH = Cause(
     "It cancels out, so it needs no gradient."
 )
 SOFTMAX = Cause(
-    "It is softmax - 1 at the target: does the gradient flow through the sum, and the logit?"
+    "The sum contributes softmax, the target's logit -1: does the gradient flow through both?"
 )
 UNMASKED = Cause(
     "This token's target is -100: it has no loss, so its whole row has gradient 0. Is the mask "
@@ -218,7 +218,7 @@ LOSS = Exercise(
                 ),
                 otherwise=(
                     (lambda _at, got, _: not got.isfinite(), OVERFLOW),
-                    (lambda at, *_: not case_of(at).counted.all(), NO_TOKEN),
+                    (lambda at, *_: not case_of(at).counted.all(), NO_ENTRY),
                 ),
                 look=WHOSE,
             ),
@@ -284,7 +284,7 @@ LOSS = Exercise(
             NEAREST,
         ),
         Edit(MEAN, "(losses * counts).mean()", ALL_TOKENS),
-        Edit(MEAN, "losses.mean()", NO_TOKEN),
+        Edit(MEAN, "losses.mean()", NO_ENTRY),
         Edit(MEAN, "(losses * counts).sum()", SUMMED),
         Edit(
             TOTAL,

@@ -35,8 +35,8 @@ from course_lib.checks.tensor_parallel.whole_mlp import (
 PARAMETERS = Cause("Wrap your part in nn.Parameter, and keep it under that name.")
 WHOLE = Cause("That is the whole matrix: keep this rank's part.")
 UNEVEN = Cause(
-    "A width need not divide by p: tensor_split gives the first ranks one more. A rank's outputs "
-    "of up are its inputs of down."
+    "A rank's outputs of up are its inputs of down: up.weight[mine], down.weight[:, mine]. p need "
+    "not divide the width."
 )
 UP_ROWS = Cause(
     "Give each rank whole outputs of up: GELU of a partial sum is not a part of GELU. weight is "
@@ -82,7 +82,7 @@ NO_F = Cause(
 )
 SUMS_TWICE = Cause("{p} times too large: is something summed twice?")
 WHICH = Cause("Which ranks' terms does it contain?")
-X_ONLY = Cause("Only x's gradient is summed: that of a bias after the sum is whole on every rank.")
+X_ONLY = Cause("Sum only x's gradient: that of a bias after the sum is whole on every rank.")
 TOO_LARGE = Cause("{p} times too large: g passes its gradient on unchanged.")
 TOO_SMALL = Cause("{p} times too small: divide nothing; add the whole bias, after the sum.")
 NOT_TRAINED = Cause("It has no gradient: every rank has to train it, or ranks drift apart.")
@@ -90,13 +90,13 @@ STALE = Cause(
     "The weights have changed, the output has not: compute with the parameters as they are now, "
     "keep no copy of them."
 )
-VIEW = Cause("A view keeps the whole matrix alive that it was cut from: clone it.")
+VIEW = Cause("Keep four parts only. A view keeps its whole matrix alive: clone it.")
 ALIVE = Cause("Somewhere your module still holds the whole layer: do not keep up and down.")
 
 
 UP = "x = F.gelu(F.linear(copy_to_region(x), self.up_weight, self.up_bias))"
 DOWN = "return reduce_from_region(F.linear(x, self.down_weight)) + self.down_bias"
-TAKE_UP = "up.weight.detach()[mine]"
+TAKE_UP, TAKE_DOWN = "up.weight.detach()[mine]", "down.weight.detach()[:, mine]"
 TAKE = "torch.arange(up.out_features).tensor_split(p)[rank]"
 KEEP = "self.up_weight = nn"
 ADD_EACH = "return reduce_from_region(F.linear(x, self.down_weight, self.down_bias))"
@@ -110,7 +110,7 @@ MLP = Exercise(
             ("mismatch", "", SHAPES),
             ("hang", "", SHAPES),
             ("raised", "dtype", DTYPE),
-            ("raised", "shapes cannot be multiplied|size of tensor", UNEVEN),
+            ("raised", "shapes cannot be multiplied|size of tensor|out of bounds", UNEVEN),
         ),
         expect=(
             Demand(
@@ -227,7 +227,7 @@ MLP = Exercise(
                     "self.of_x = torch.arange(up.in_features).tensor_split(p)[rank]\nmine = ",
                 ),
                 ("up.bias.detach()[mine]", "up.bias.detach().clone()"),
-                ("down.weight.detach()[:, mine]", "down.weight.detach().clone()"),
+                (TAKE_DOWN, "down.weight.detach().clone()"),
                 ("copy_to_region(x)", "copy_to_region(x)[..., self.of_x]"),
             ),
         ),
@@ -258,6 +258,8 @@ MLP = Exercise(
             ),
         ),
         Edit(TAKE, "torch.arange(up.out_features // p) + rank * (up.out_features // p)", UNEVEN),
+        Edit(TAKE_DOWN, "down.weight.detach()[mine]", UNEVEN),
+        Edit(TAKE_DOWN, "down.weight.detach().clone()", UNEVEN),
         Edit(TAKE_UP, "up.weight.detach()[mine[0] : mine[-1] + 1]", VIEW),
         Edit(KEEP, f"self.layers = [up, down]\n{KEEP}", ALIVE),
         Edit(KEEP, f"self.both = [nn.Linear(8, 8).double()]\n{KEEP}", VIEW),

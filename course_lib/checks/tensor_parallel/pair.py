@@ -12,6 +12,7 @@ from course_lib.checks.on_ranks import At, OnRanks
 from course_lib.checks.tensor_parallel.parts import (
     APART,
     NEARLY,
+    NOT_A_NAME,
     NOT_TRAINING,
     NOT_WAITED,
     OTHER_SIZE,
@@ -128,7 +129,7 @@ PAIR = Exercise(
         trouble=(
             ("hang", "", SOME_RANKS),
             ("mismatch", "", SOME_RANKS),
-            ("raised", "shape|size|unpack|index|dimension|0-d", ANY_SHAPE),
+            ("raised", f"{NOT_A_NAME}(shape|size|unpack|index|dimension|0-d)", ANY_SHAPE),
         ),
         expect=(
             Demand(

@@ -17,18 +17,20 @@ ROUNDING = 1e-11
 Wanted = Callable[[At], Any]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # bfloat16 keeps 8 bits
 
+NOT_A_NAME = "^(?!NameError|AttributeError).*"  # `world_size` is no word about sizes
+
 OUTSIDE = Cause(
     "Autograd does not know dist.all_reduce: backward ignores it, and PyTorch warns of wrong "
     "gradients. Sum inside g (reduce_from_region), which defines its backward."
 )
 OTHER_SIZE = Cause("Sum what has to be summed and nothing else, in its own dtype.")
 NOT_WAITED = Cause(
-    "An all_reduce was started with async_op=True, and its result was read before it was complete: "
+    "A collective was started with async_op=True, and its result was read before it was complete: "
     "call wait() on the handle first."
 )
 NEARLY = Cause(
-    "Nearly right, but digits were lost. Sum in the dtype of the input, and add nothing (an "
-    "epsilon?)."
+    "Nearly right: sum each rank's term once, in the dtype of the input, and add nothing (no "
+    "epsilon)."
 )
 NOT_TRAINING = Cause(
     "Right in training, wrong where no gradient is needed (under no_grad, or frozen): evaluation "

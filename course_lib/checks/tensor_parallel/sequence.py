@@ -12,6 +12,7 @@ from course_lib.checks.expectations import DTYPE, Calls, Demand, Numbers, Untouc
 from course_lib.checks.on_ranks import At, OnRanks
 from course_lib.checks.tensor_parallel.parts import (
     NEARLY,
+    NOT_A_NAME,
     NOT_TRAINING,
     NOT_WAITED,
     ROUNDING,
@@ -30,6 +31,9 @@ from course_lib.checks.tensor_parallel.whole_sequence import (
 )
 
 ORDER = Cause("All tokens are there, in another order: those of rank 0 come first, then rank 1's.")
+EACH_ONCE = Cause(
+    "Are each rank's tokens there once, gathered into a tensor of their own, rank 0's first?"
+)
 OTHER_DIM = Cause(
     "Tokens are dim 1 of [batch, seq, hidden], and every rank has its part of each sequence: "
     "concatenate and cut along dim 1. (What collectives write one after the other is dim 0.)"
@@ -76,7 +80,11 @@ PAIR = Cause(
     "you keep a part has the right numbers for twice the bytes, and so has gathering what you then "
     "add up."
 )
-SOME_RANKS = Cause("Only some ranks made this call: every rank has to, also with padding only.")
+SOME_RANKS = Cause("Every rank makes each call, with the same shape, also with padding only.")
+ADJOINT = Cause(
+    "Backward returns what has the shape of forward's input: a gather's backward is the "
+    "reduce-scatter, and the reverse."
+)
 DIGITS = Cause("Each rank contributes its own digit: which one is missing, or counted twice?")
 
 
@@ -208,7 +216,8 @@ SEQUENCE = Exercise(
             ("hang", "", SOME_RANKS),
             ("mismatch", "", SOME_RANKS),
             ("raised", "contiguous|view size", CONTIGUOUS),
-            ("raised", "size|shape|chunk|index|split|equal|match", PARTS),
+            ("raised", "invalid gradient", ADJOINT),
+            ("raised", f"{NOT_A_NAME}(size|shape|chunk|index|split|equal|match)", PARTS),
         ),
         expect=(
             Demand(lambda at: not at.seen.never_waited, "a call was not waited for", NOT_WAITED),
@@ -227,7 +236,7 @@ SEQUENCE = Exercise(
                     (OTHER_DIM, _inside(lambda _, parts: torch.cat(parts))),
                     (OTHER_DIM, _inside(lambda _, parts: torch.cat(parts, 2))),
                 ),
-                look=ORDER,
+                look=EACH_ONCE,
             ),
             Demand(_same_everywhere, "part gets the tokens in another order on each rank", ORDER),
             _close(
@@ -291,6 +300,7 @@ SEQUENCE = Exercise(
         Edit("parts])", "parts[1:] + parts[:1]])", OTHERS),
         Edit(CAT, "torch.cat(parts[::-1], dim=1)", ORDER),
         Edit(CAT, f"torch.cat(parts[{RANK}:] + parts[:{RANK}], dim=1)", ORDER),
+        Edit("_like(x) for _ in range(dist.get_world_size())]", f"_like(x)] * {P}", EACH_ONCE),
         Edit(CAT, "torch.cat(parts)", OTHER_DIM),
         Edit(CAT, "torch.cat(parts, dim=2)", OTHER_DIM),
         Edit(CAT, "torch.cat(parts).reshape(len(x), -1, x.shape[2])", OTHER_DIM),
@@ -340,6 +350,8 @@ SEQUENCE = Exercise(
         Edit(PADDED, PADDED.replace("x,", "x.float(),"), DTYPE),
         Edit("out = part(", "part(x)\nout = part(", RUNS_ONCE),
         Edit(ENTER, "gather(x)", NO_GRADIENT),
+        Edit(ENTER, ENTER.replace("scatter_sum", "gather"), ADJOINT),
+        Edit(LEAVE, LEAVE.replace("gather", "scatter_sum"), ADJOINT),
         Edit(LEAVE, "scatter_sum(out)", ONLY_OWN),
         Edit(
             f"return {LEAVE}",
