@@ -237,7 +237,8 @@ def local_sgd(periods: Sequence[int], losses: Mapping[str, Sequence[float]]) -> 
         periods,
         {name: Voices(measurement=values) for name, values in losses.items()},
         title,
-        note="4 ranks, inner optimizer SGD; DiLoCo's outer one: learning rate 0.7, momentum 0.9",
+        note="losses of the replicas, before their mean is taken; 4 ranks, inner optimizer SGD; "
+        "DiLoCo's outer one: learning rate 0.7, momentum 0.9",
         log_x=True,
         x_label="steps between two all-reduces, H",
         y_label="loss of the last 16 steps",

@@ -237,8 +237,8 @@ class Throughput:
 def zero_bubble_throughput(model: str = "1.5B") -> Throughput:
     """Simulate 1F1B and ZB-H1 with the published F, I, W; return them beside published steps.
 
-    ZB-1p is found by the paper's automatic search; both it and ZB-H1 stay within the memory of
-    1F1B's first rank.
+    ZB-1p is found by the paper's automatic search; both it and ZB-H1 keep at most as many
+    micro-batches in flight as 1F1B's first rank.
 
     Source: Qi et al. 2024 (Zero bubble pipeline parallelism), tables 4 to 6
     """

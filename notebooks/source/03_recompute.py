@@ -563,7 +563,7 @@ show(*pictures.number_formats(kinds))
 # product of two random matrices?
 
 # %% tags=["predict"]
-guess = predict("relative error of a product in E4M3, one scale per matrix", unit="%")
+guess = predict("norm of the error / of the product: E4M3, one scale per matrix", unit="%")
 ### GUESS guess.commit(6)
 
 # %% tags=["picture"]

@@ -402,7 +402,7 @@ from course_lib.data_parallel import ParameterServer, loss_at, smoothed
 
 
 def serve(rank, method, count, slowdown=1, step_s=0.02, build=lambda: nn.Embedding(32, 32)):
-    """Rank 0 serves, the others sleep, then compute; rank 3 is `slowdown` times as slow."""
+    """Rank 0 serves, the others sleep, then compute; rank 3 sleeps `slowdown` times as long."""
     torch.manual_seed(0)
     optimizer = torch.optim.SGD((model := build()).parameters(), lr=0.3)
     server = ParameterServer(model, optimizer, straggler=3, straggler_s=(slowdown - 1) * step_s)
@@ -500,8 +500,8 @@ claim("with this straggler, asynchronous training learns more per second", last[
 show(*pictures.losses_by_time(bsp, free, times_s))
 
 # %% [markdown]
-# This is a small model, with one straggler that is 8 times as slow. On equally fast machines, BSP
-# loses little time, has no stale gradients, and its updates do not depend on the ranks' speeds.
+# This is a small model, with one straggler that sleeps 8 times as long. On equally fast machines,
+# BSP loses little time, has no stale gradients, and its updates do not depend on the ranks' speeds.
 # Llama 3 was trained synchronously, on up to 16,384 GPUs (Grattafiori et al. 2024, section 3.3).
 #
 # A server has another cost: all gradients enter through *its* link, and all weights leave through

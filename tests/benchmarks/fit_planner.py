@@ -2,23 +2,23 @@
 
 Minimises the mean and median error of all tables together, one constant after the other (a pattern
 search on a logarithmic scale), and prints the constants to be written into
-course_lib/planner/constants.py and profiles/. `--leave-out 8B` fits without a model's runs.
+course_lib/planner/constants.py and profiles/. `--leave-out 8B` fits without the runs, in any table,
+of models whose name ends so.
 """
 
 import argparse
-import importlib
 import math
+import re
 import statistics
 from collections.abc import Callable
+from functools import cache
 
-from course_lib.planner import constants
+from course_lib.planner import constants, predicting
 from course_lib.planner.cluster import Cluster, find_cluster
 from course_lib.planner.published_runs import PublishedRun, published_runs
 
 # rows of Korthikanti that stay out of every fit: predicted only
 KEPT_BACK = ("1T", "530B")
-# `course_lib.planner.predict` is the function
-predict_module = importlib.import_module("course_lib.planner.predict")
 WEIGHTS = {
     "korthikanti": 8,
     "sc21": 5,
@@ -39,7 +39,7 @@ def rows_to_fit(leave_out: str) -> dict[str, list[PublishedRun]]:
 
 
 def is_fitted(name: str, run: PublishedRun, leave_out: str) -> bool:
-    if leave_out and run.group.split(",")[0].lower().endswith(leave_out.lower()):
+    if leave_out and shape(run) in shapes_named(leave_out):
         return False
     if name == "korthikanti":
         return run.group not in KEPT_BACK or run.plan.parallelism.dp > 1
@@ -48,8 +48,26 @@ def is_fitted(name: str, run: PublishedRun, leave_out: str) -> bool:
     return True
 
 
+def shape(run: PublishedRun) -> tuple[int, ...]:
+    return run.model.hidden, run.model.num_layers, run.model.num_heads, run.model.vocab
+
+
+@cache
+def shapes_named(ending: str) -> set[tuple[int, ...]]:
+    """The models whose name ends so, by their sizes: another table may name them otherwise."""
+    runs = [run for table in WEIGHTS for run in published_runs(table)]
+    return {shape(run) for run in runs if is_named(run, ending)}
+
+
+def is_named(run: PublishedRun, ending: str) -> bool:
+    name = run.group.split(",")[0]
+    return bool(
+        re.search(rf"(?<![\d.]){re.escape(ending)}$", name, re.IGNORECASE)
+    )  # 39.1B is no 1B
+
+
 def cost(tables: dict[str, list[PublishedRun]]) -> float:
-    predict_module.micro_batch.cache_clear()
+    predicting.micro_batch.cache_clear()
     total = 0.0
     for name, runs in tables.items():
         errors = [abs(math.log(run.predicted().step_s / run.step_s)) for run in runs]
