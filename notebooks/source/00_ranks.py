@@ -374,8 +374,8 @@ check("ranks-3", mean_over_ranks)
 
 # %% [markdown]
 # **A collective is one call by all ranks of a group; an all-reduce or a barrier cannot end before
-# the last rank has called it.** (On GPUs `all_reduce` may return earlier; the program then waits at a
-# later line.)
+# the last rank has called it.** (On GPUs `all_reduce` may return earlier; the program then waits at
+# a later line.)
 #
 # ## 6 The first hang
 #

@@ -683,8 +683,8 @@ for name in beside.TASKS:
 show(*pictures.losses_on_two_ranks(losses))
 
 # %% [markdown]
-# In three series of published FSDP runs, the tokens per GPU and step are fixed. In the fourth, plain
-# DP divides 256 sequences of 4,096 tokens among its GPUs.
+# In three series of published FSDP runs, the tokens per GPU and step are fixed. In the fourth,
+# plain DP divides 256 sequences of 4,096 tokens among its GPUs.
 
 # %% tags=["picture"]
 show(*pictures.fsdp_at_scale())

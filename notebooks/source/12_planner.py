@@ -356,7 +356,7 @@ reveal(guess_error, 100 * median(errors))
 show(*pictures.predicted_against_published(tables))
 
 # %% [markdown]
-# In six tests on runs left out of the fit, the median error is 3.2 to 8.1 % (one is a mean:
+# In six tests on runs left out of the fit, the median error is 3.6 to 8.8 % (one is a mean:
 # `docs/planner.md`).
 #
 # What about the ranking? We use 1,027 of the Playbook's more than 4,100 runs. Those with 256
