@@ -665,8 +665,8 @@ for zero in (1, 2, 3):
 # The copy is the *master* that 16-bit training needs (section 1); DeepSpeed makes it for an fp32
 # model, too. Stage 3 keeps its buffers for gradients and for a bucket (here $2^{14}$ numbers;
 # default $5\cdot10^8$) between steps, which avoids memory fragmentation. Stage 3 also keeps small
-# tensors gathered (`stage3_param_persistence_threshold`: up to $10^5$ numbers), because gathering
-# them costs latencies and freeing them saves little. All tensors of our model are small. By
+# tensors gathered (`stage3_param_persistence_threshold`: up to $10^5$ numbers), because freeing
+# them saves little and gathering costs latencies. All tensors of our model are small. By
 # default, DeepSpeed's stages 1 and 2 all-reduce gradients (`use_multi_rank_bucket_allreduce`), so
 # they send more than in section 6.
 #
