@@ -101,7 +101,7 @@ print(f"tokens/s on one rank: {one.tokens_per_s:,.0f}; with its first steps {wit
 #
 # A step has `start_s`, `end_s`, `num_tokens`, `memory_bytes`; the peak is in
 # `record.run["memory"]["peak"]`. The first `warmup` steps of each rank do not count, except for the
-# peak. Ranks may differ in their numbers of steps. 9 lines, 15 minutes.
+# peak. Ranks may differ in their numbers of steps. About 12 lines, 15 minutes.
 #
 # <details><summary>Hint: your tokens are right for DP, but too many for TP</summary>
 # One copy has <code>tp * pp</code> ranks. For each copy, take the largest of its last
@@ -458,9 +458,9 @@ show(*pictures.convergence(recorded))
 
 # %% [markdown]
 # The larger batch and the shorter warm-up each save some steps; together they save most. But the
-# run with both reads more than twice as many tokens, so it can need less time only because four
-# ranks work in parallel. The time to a given loss is the seconds per step times the number of
-# steps. Beyond a critical batch size, a larger batch hardly saves steps (McCandlish et al. 2018).
+# run with both reads more than twice as many tokens, so on this CPU it can need less time only
+# because four ranks work in parallel. The time to a given loss is seconds per step times steps.
+# Beyond a critical batch size, a larger batch hardly saves steps (McCandlish et al. 2018).
 #
 # **Efficiency is about one step. Ask also how many steps the training takes.**
 #

@@ -87,7 +87,7 @@ show(*pictures.saves(saves, MIB_8, f"{wire}; emulated disks, 40 MB/s each"))
 # operation, or in the middle of a write?
 
 # %% tags=["predict"]
-guess_cut = predict("a kill in the middle of the second file leaves", choices=("old", "new", "mix"))
+guess_cut = predict("a kill between the two files leaves", choices=("old", "new", "mix"))
 ### GUESS guess_cut.commit("old")
 
 # %%
@@ -107,9 +107,10 @@ reveal(guess_cut, "mix")
 # %% [markdown]
 # Both files can even be complete, but from different steps. The model would load without an error.
 # So a save puts new files beside the old ones, and writes a small **manifest**, which names them,
-# last. *A checkpoint exists if its manifest does.* Three facts about disks matter:
+# last. *A checkpoint exists if its manifest does.* Three facts about journaling file
+# systems matter:
 #
-# - A kill can cut a `write` anywhere. Within one journaling file system, `rename(name, to)` happens
+# - A kill can cut a `write` anywhere. Within one file system, `rename(name, to)` happens
 #   completely or not at all: it is *atomic*.
 # - `sync(name)` (`os.fsync`) waits until the *content* of a file has left the cache and is on the
 #   disk. Without it, a power cut may leave the manifest and lose the data.
