@@ -191,7 +191,7 @@ check("collectives-2", pass_right)
 
 # %% [markdown]
 # **If every rank starts its send and its receive of a step before it waits for either, the step
-# cannot deadlock.** With NCCL, use `batch_isend_irecv`, which starts both together.
+# cannot deadlock (with NCCL, start both together: `batch_isend_irecv`).**
 #
 # ## 3 Reduce-scatter on a ring
 #
