@@ -154,7 +154,7 @@ for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
 #
 # Every node has `ranks_per_node` ranks. One line, 2 minutes.
 #
-# <details><summary>Hint: two ranks share a number</summary>
+# <details><summary>Hint: your function returns a rank twice</summary>
 # How many ranks are on the nodes before yours?
 # </details>
 
