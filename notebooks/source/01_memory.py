@@ -424,7 +424,7 @@ check("memory-5", step_peak)
 # ### Break it: a loss that is never let go
 #
 # A validation loop without `no_grad` collects `loss` instead of `loss.item()`. A loss keeps its
-# whole graph alive. Is the same memory held at the end of every step?
+# graph alive. Is the same memory held at the end of every step?
 
 # %% tags=["predict"]
 guess = predict("the same memory is held after every step", choices=YES_NO)

@@ -479,8 +479,8 @@ show(*pictures.axis_traces(traces, "tp", two_nodes))
 # You get a mesh and the events of one step on all ranks (`event.rank`, `.group`, `.duration_s`,
 # `.num_bytes`). For each axis, add up the seconds of rank 0's calls *across nodes*. Return the name
 # of the axis with the most seconds, or None if there is no such call. Rank r is on node
-# `r // ranks_per_node`. A call's `group` lists its ranks; a message's `group` lists sender and
-# receiver. `mesh.axis_of(group)` is the axis of a group, or None. About 7 lines.
+# `r // ranks_per_node`. `group` lists the ranks of a collective, or sender and receiver of
+# a message. `mesh.axis_of(group)` is the axis of a group, or None. About 7 lines.
 #
 # <details><summary>Hint: not the axis that sends most</summary>
 # Add up seconds, not bytes, and only those of groups that are on several nodes.
