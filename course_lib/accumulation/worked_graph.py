@@ -2,6 +2,8 @@
 
 y_pred = x1 * w1 + x2 * w2 + b and loss = (y_pred - target)**2. All numbers come from autograd,
 after each forward, each backward and each optimizer step. Notebook 02_accumulation.
+
+Source:  U. Jamil, pytorch-transformer-distributed, notes on computing gradients from scratch
 """
 
 from collections.abc import Sequence

@@ -49,7 +49,7 @@ torch.set_num_threads(1)  # steadier measurements
 # ## 1 The arithmetic of a batch
 #
 # Batches of 4 to 60 million tokens are typical for recent large language models (Tazi et al. 2025).
-# Take a batch of $4\cdot2^{20}$ tokens in sequences of $4\cdot2^{10}$ tokens. Each of 128
+# Take their batch of $4\cdot2^{20}$ tokens in sequences of $4\cdot2^{10}$ tokens. Each of 128
 # ranks can process 2 sequences at a time. How many micro-batches does a rank run before the
 # optimizer steps?
 
@@ -89,8 +89,8 @@ check("accumulation-1", num_micro_batches_of)
 #
 # ## 2 What backward does with the old gradient
 #
-# Take one neuron with three parameters, $y = x_1 w_1 + x_2 w_2 + b$, and two items. The loss of an
-# item is $(y - \text{target})^2$.
+# Take one neuron with three parameters, $y = x_1 w_1 + x_2 w_2 + b$, and two items (an example of
+# Jamil, *pytorch-transformer-distributed*). The loss of an item is $(y - \text{target})^2$.
 
 # %%
 w1, w2, b = (torch.tensor(value, requires_grad=True) for value in (0.773, 0.321, 0.067))

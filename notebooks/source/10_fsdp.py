@@ -399,8 +399,8 @@ explorer.fsdp_explorer()
 # has `param_dtype` for gathers and computation, `reduce_dtype` for these sums, and `output_dtype`
 # for the model's output. Shards keep their own dtype.
 #
-# If FSDP frees blocks after forward, it gathers each parameter twice and reduce-scatters its
-# gradient once. An all-reduce sends as much as two of these collectives. With $b_g$ bytes per
+# If FSDP frees blocks after forward, it gathers their parameters twice and reduce-scatters their
+# gradients once. An all-reduce sends as much as two of these collectives. With $b_g$ bytes per
 # gathered number, $b_r$ per reduced number, and $b_d$ per number that DDP all-reduces, FSDP sends
 # at most $(2b_g+b_r)/(2b_d)$ times as much as DDP (unpadded). What is this ratio for bf16 gathers,
 # fp32 reduction, and DDP in bf16?
