@@ -401,8 +401,8 @@ study_explorer()
 
 # %% [markdown]
 # On two A6000 with 500M, TP's and ZeRO-1's predictions are close to values measured on other GPUs;
-# DP's is higher. On four GPUs over bridges, all measured values fell, but the pipeline's
-# prediction falls least. The formulas favor pipelines, above all those of small models, because
+# DP's is not. On four GPUs over bridges, all measured values fell; of the predictions, the
+# pipeline's falls least. The formulas favor pipelines, above all those of small models, because
 # they ignore the time to launch kernels. And they count all of ZeRO's messages as exposed.
 #
 # A machine's links form a *matrix* (`nvidia-smi topo -m`). The picture shows yours if you have
