@@ -403,7 +403,7 @@ study_explorer()
 # On two A6000 with 500M, TP's and ZeRO-1's predictions are close to values measured on other GPUs;
 # DP's is not. On four GPUs over bridges, all measured values fell; of the predictions, the
 # pipeline's falls least. The formulas favor pipelines, above all those of small models, because
-# they ignore the time to launch kernels. And they count all of ZeRO's messages as exposed.
+# they ignore the time to launch kernels. And they count all ZeRO messages as exposed.
 #
 # A machine's links form a *matrix* (`nvidia-smi topo -m`). The picture shows yours if you have
 # several GPUs, otherwise an invented example. PIX means at most one PCIe bridge, PXB several
