@@ -111,7 +111,7 @@ def without_division(
         Line2D([], [], color=SERIES[2], marker="^", ms=3, label="AdamW, not divided minus divided"),
     ]
     gaps = [(other - one) * 1e6 for one, other in zip(adamw, adamw_summed, strict=True)]
-    most = f"{max(map(abs, gaps)):.0f}\u00b710\u207b\u2076"
+    most = f"{math.ceil(round(max(map(abs, gaps)), 3))}\u00b710\u207b\u2076"
     title = f"Without the division, SGD diverges; AdamW's loss changes by at most {most}"
     figure, (above, below) = page(title, [2.2, 1.5], legend=legend, margins=Margins(left=0.95))
     plain(above, y_label="loss of SGD", grid="both")

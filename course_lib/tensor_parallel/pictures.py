@@ -6,6 +6,7 @@ another are partial sums: each rank has a tensor of the full shape. The pictures
 with their alt text. Notebook 07_tensor_parallel.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -172,9 +173,15 @@ def losses_apart(whole: Sequence[float], split: Sequence[float]) -> tuple[Figure
     """Draw in each step how far the losses of a split model lie from those of the whole one."""
     apart = [abs(a - b) for a, b in zip(whole, split, strict=True)]
     title = f"{len(apart)} steps in float64: split and whole model differ in the loss by at most "
-    title += f"{max(apart):.0e}"
+    title += f"{_rounded_up(max(apart)):.0e}"
     voices, steps = Voices(measurement=apart), range(len(apart))
     return compare(steps, voices, title, x_label="step", y_label="difference of the losses"), title
+
+
+def _rounded_up(number: float) -> float:
+    """Return the next number of one significant digit: a bound, not an estimate."""
+    unit = 10.0 ** math.floor(math.log10(number)) if number else 1.0
+    return math.ceil(round(number / unit, 6)) * unit
 
 
 def overlapped_backward(runs: OverlapRuns, link: Link) -> tuple[Figure, str]:

@@ -553,7 +553,7 @@ show(*pictures.width_picture())
 # %% [markdown]
 # At half the peak, half this $h$ is enough. NVIDIA's models shown lie above NVLink's line.
 #
-# The 3B model of Tazi et al. (2025; we assume $h=3072$) lies near NVLink's line at $p=8$. The
+# The 3B model of Tazi et al. (2025; $h=3072$ in nanotron) lies near NVLink's line at $p=8$. The
 # formula in the next picture adds the time of the FLOP (speed fitted at $p=2$) and of the bytes (at
 # the bandwidths they measured). Of the tokens/s per GPU on 8 ranks, what fraction is left on 16?
 

@@ -399,10 +399,10 @@ print(cost.parts_table(4, numbers, batch, wire))
 # %% [markdown]
 # In 1F1B, rank 0 starts the forward of micro-batch $i+p$ only after the backward of micro-batch
 # $i$. So every $p$ micro-batches cost one more round trip of $2(p-1)$ messages. In this example,
-# GPipe exposes only the $2(p-1)$ messages with which the pipeline fills and empties.
+# GPipe *exposes* (waits for) only the $2(p-1)$ messages with which the pipeline fills and empties.
 #
-# **More micro-batches help only if the exposed messages that they add cost less than the bubble
-# that they save.**
+# **More micro-batches help only if their additional exposed messages cost less than the bubble that
+# they save.**
 #
 # ## 8 Stages are not equally long
 #

@@ -92,7 +92,7 @@ def test_losses_lie_apart_by_the_largest_difference():
     figure, alt = losses_apart([3.0, 2.0, 1.0], [3.0, 2.25, 1.125])
     assert title_of(figure) == alt
     assert alt.startswith("3 steps")
-    assert alt.endswith("2e-01")
+    assert alt.endswith("3e-01")  # a bound is rounded up: 0.25
 
 
 def test_overlap_is_told_as_measured_and_as_predicted():
