@@ -372,9 +372,9 @@ def sharded_linear(x, shard, layout):
 check("zero-4", sharded_linear)
 
 # %% [markdown]
-# The course's `ZeRO3` does this for any module, with hooks. The next picture shows its memory over
-# time. Our GPT's embedding is tied: the output layer uses the same matrix. How often is this matrix
-# gathered in one step?
+# The course's `ZeRO3` does this with hooks, for modules that use only their own parameters. The next
+# picture shows its memory over time. Our GPT's embedding is tied: the output layer uses the same
+# matrix. How often is this matrix gathered in one step?
 
 # %% tags=["predict"]
 guess_gathers = predict("gathers of the tied embedding, in one step of stage 3")
@@ -664,9 +664,9 @@ for zero in (1, 2, 3):
 #
 # The copy is the *master* that 16-bit training needs (section 1); DeepSpeed makes it for an fp32
 # model, too. Stage 3 keeps its buffers for gradients and for a bucket (here $2^{14}$ numbers;
-# default $5\cdot10^8$) between steps, which avoids memory fragmentation. Stage 3 also keeps small
+# default $5\cdot10^8$) between steps, which avoids fragmentation. Stage 3 also keeps small
 # tensors gathered (`stage3_param_persistence_threshold`: up to $10^5$ numbers), because freeing
-# them saves little and gathering costs latencies. All tensors of our model are small. By
+# them saves little and gathering costs latencies. All of ours are small. By
 # default, DeepSpeed's stages 1 and 2 all-reduce gradients (`use_multi_rank_bucket_allreduce`), so
 # they send more than in section 6.
 #
