@@ -372,9 +372,9 @@ def sharded_linear(x, shard, layout):
 check("zero-4", sharded_linear)
 
 # %% [markdown]
-# The course's `ZeRO3` does this with hooks, for modules that use only their own parameters. The next
-# picture shows its memory over time. Our GPT's embedding is tied: the output layer uses the same
-# matrix. How often is this matrix gathered in one step?
+# The course's `ZeRO3` does this with hooks, for modules that use only their own parameters. The
+# next picture shows its memory over time. Our GPT's embedding is tied: the output layer uses it,
+# too. How often is it gathered in one step?
 
 # %% tags=["predict"]
 guess_gathers = predict("gathers of the tied embedding, in one step of stage 3")
