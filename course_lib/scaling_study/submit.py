@@ -78,7 +78,7 @@ def make_jobs(
         while len(runs) > 1 and job.gpu_hours > gpu_hours:
             runs = runs[:-1]
             job = _job(runs, folder, profile, at_once)
-        gpu_hours -= job.gpu_hours
+        gpu_hours -= job.gpu_hours if job.gpu_hours <= gpu_hours else 0  # else it is refused
         jobs.append(replace(job, arguments=(str(_list(runs, folder)),)))
     return jobs
 
