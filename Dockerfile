@@ -14,10 +14,10 @@ WORKDIR /home/learner/course
 ENV VENV=/home/learner/venv
 
 # the packages first: they are built again only when this list or the tools that read it change
-COPY --chown=learner:learner Makefile pyproject.toml setup.py README.md LICENSE ./
+COPY --chown=learner:learner Makefile pyproject.toml requirements.lock setup.py README.md LICENSE ./
 COPY --chown=learner:learner tools tools
 COPY --chown=learner:learner course_lib/__init__.py course_lib/__init__.py
-RUN make environment TORCH=cpu && rm -rf /home/learner/.cache/pip
+RUN make environment TORCH=cpu && rm -rf /home/learner/.cache/pip /home/learner/.cache/uv
 
 COPY --chown=learner:learner . .
 RUN make environment TORCH=cpu

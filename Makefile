@@ -1,6 +1,6 @@
 # Everything a person does here. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help environment lab test test-all test-cluster faults gpu cluster check format notebooks pictures slides site release bench clean
+.PHONY: help environment lock lab test test-all test-cluster faults gpu cluster check format notebooks pictures slides site release bench clean
 
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes start sooner where modules are compiled
 VENV ?= .venv
@@ -27,6 +27,9 @@ environment: ## build what the others need, at their first use (TORCH=cpu or gpu
 	 Install one from your system's packages or python.org, or name one:\
 	 make lab PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
 	exec "$$python" tools/environment.py --venv "$(VENV)" --python "$(PYTHON)" --torch "$(TORCH)"
+
+lock: ## take the newest versions that pyproject.toml allows, into requirements.lock
+	@$(STARTER); "$$python" tools/packages.py "$(VENV)"
 
 lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_collectives.ipynb: another)
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m jupyterlab --allow-root \

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from packages import LOCK, Installer, has_touched, read_lock
 from progress import run_showing
 from symptoms import NEEDED_GB, Problem, explain
 from torch_build import SIZES, check_answer, choose_build, torch_step
@@ -70,7 +71,8 @@ def choose_python(wanted):
 
 def fingerprint(root, venv):
     """Fingerprint of what the environment is built from and where; when it changes, it is stale."""
-    content = hashlib.sha256((root / "pyproject.toml").read_bytes()).hexdigest()
+    files = [path for path in (root / "pyproject.toml", root / LOCK) if path.is_file()]
+    content = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
     return f"{content}\n{root}\n{venv}\n"
 
 
@@ -111,6 +113,7 @@ def build(root, venv, wanted_python="", asked=""):
     wanted = fingerprint(root, venv)
     if read_stamp(venv) == (wanted, asked or read_stamp(venv)[1]) and stands(venv, wanted_python):
         return
+    read_lock(root)
     with one_builder_at_a_time():
         anew = not (same_place(venv, wanted) and stands(venv, wanted_python))
         if anew:  # what would stop it is said before anything is asked
@@ -188,40 +191,30 @@ def clear(root, venv):
 
 
 def update(root, venv, torch):
-    """Bring the packages up to date; a failure before pip changes any leaves all as it was."""
+    """Bring the packages up to date; a failure before any changes leaves all as it was."""
     before, lines = read_stamp(venv), []
     write_stamp(venv, BUILDING, torch)
     try:
         install(root, venv, "updating the packages (some seconds)", lines)
     except BaseException:
-        if not any(line.startswith("Installing collected packages") for line in lines):
+        if not has_touched(lines):
             write_stamp(venv, *before)
         raise
 
 
 def install(root, venv, title, lines, num_before=0):
     """Install the course and everything that pyproject.toml lists into the environment."""
-    steps = [*torch_step(root, read_stamp(venv)[1]), (title, ["--editable", ".[dev]"])]
-    for number, (what, arguments) in enumerate(steps, num_before + 1):
-        pip_install(root, venv, f"[{number}/{num_before + len(steps)}] {what}", lines, arguments)
+    torch, version = read_stamp(venv)[1], dotted(python_version(venv / "bin" / "python"))
+    installer = Installer(root, venv, torch, version, lines)
+    installer.locked = read_lock(root)
+    steps = [*torch_step(root, torch), (title, ["--editable", ".[dev]"], "")]
+    for number, (what, arguments, index) in enumerate(steps, num_before + 1):
+        title = f"[{number}/{num_before + len(steps)}] {what}"
+        installer.install(title, arguments, index)
+    installer.compile()
     settings = venv / "share" / "jupyter" / "lab" / "settings"
     settings.mkdir(parents=True, exist_ok=True)
     (settings / "overrides.json").write_text(CALM_LAB)  # no pop-ups, no look-ups outside
-
-
-def pip_install(root, venv, title, lines, arguments):
-    """Let the environment's pip install something; what it says is kept in install.log."""
-    python = venv / "bin" / "python"
-    command = [str(python), "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
-    command += ["--disable-pip-version-check", *arguments]
-    num_before = len(lines)
-    code, lines = run_showing(command, title, str(root), lines)
-    log = venv / "install.log"
-    with contextlib.suppress(OSError):
-        log.write_text("\n".join(lines))
-    if code:
-        said, version = lines[num_before:], dotted(python_version(python))
-        raise Problem(explain(said, version, log, read_stamp(venv)[1]))
 
 
 def link_buttons(root, venv):

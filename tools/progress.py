@@ -9,7 +9,7 @@ import threading
 import time
 
 
-def run_showing(command, title, cwd=None, lines=None):
+def run_showing(command, title, cwd=None, lines=None, env=None):
     """Run a command, showing one line that moves; return its exit code and its output lines.
 
     Output is appended to `lines` where given, so that it can be read even after Ctrl-C.
@@ -17,7 +17,12 @@ def run_showing(command, title, cwd=None, lines=None):
     lines = [] if lines is None else lines
     progress = Progress(title)
     process = subprocess.Popen(
-        command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     try:
         for line in lines_or_ticks(process.stdout):
@@ -56,14 +61,18 @@ def read_lines(stream, arriving):
 
 
 def doing(line):
-    """Say in a few words what a line of pip's output reports; empty if nothing new."""
+    """Say in a few words what a line of uv's or pip's output reports; empty if nothing new."""
     found = re.match(r"\s*(Collecting|Downloading) ([^\s;<>=~!]+)(.*)", line)
     if found and found.group(1) == "Collecting":
         return "looking up " + found.group(2)
     if found:
-        size = re.search(r"\([\d.]+ [kMG]B\)", found.group(3))
+        size = re.search(r"\([\d.]+ ?[kMG]i?B\)", found.group(3))
         name = found.group(2).rsplit("/", 1)[-1].split("-")[0]
         return f"downloading {name} {size.group() if size else ''}".strip()
+    found = re.match(r"(Resolved|Prepared) (\d+) packages", line)
+    if found:  # of uv
+        doing_now = {"Resolved": "downloading", "Prepared": "unpacking"}[found.group(1)]
+        return f"{doing_now} {found.group(2)} packages"
     if line.startswith("Installing collected packages"):
         return f"unpacking {line.count(',') + 1} packages, the longest part"
     if "Retrying (" in line:

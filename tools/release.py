@@ -26,7 +26,7 @@ The lessons, without solutions. You need Python 3.11 or newer, and 3 GB of disk.
 
     python3 -m venv .venv
     .venv/bin/pip install --index-url https://download.pytorch.org/whl/cpu torch=={torch}
-    .venv/bin/pip install {wheel}
+    .venv/bin/pip install --constraint requirements.lock {wheel}
     .venv/bin/jupyter lab notebooks/00_ranks.ipynb
 
 `course check 00`, typed in a terminal of JupyterLab, checks the exercises of a lesson, and
@@ -68,7 +68,11 @@ def student_files(source, wheel):
     torch = re.search(r'"torch==([^";]+)"', pyproject)[1]
     readme = README.format(version=version_of(source), torch=torch, wheel=wheel.name)
     files = {"README.md": readme.encode(), wheel.name: wheel.read_bytes()}
-    for path in [source / "LICENSE", *(source / "docs" / page for page in PAGES)]:
+    for path in [
+        source / "LICENSE",
+        source / "requirements.lock",
+        *(source / "docs" / page for page in PAGES),
+    ]:
         files[path.relative_to(source).as_posix()] = path.read_bytes()
     for path in sorted((source / "notebooks").glob("*.ipynb")):
         files[f"notebooks/{path.name}"] = path.read_bytes()

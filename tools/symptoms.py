@@ -6,6 +6,7 @@ import re
 # its downloads, 0.4 or 2.9 GB, twice: in its cache and in the folder for temporary files
 NEEDED_GB = {"": 3, "cpu": 3, "gpu": 12}
 
+UNTRUSTED = r"CERTIFICATE_VERIFY_FAILED|SSLError|invalid peer certificate"
 SYMPTOMS = (
     (
         r"No space left on device|Errno 28|Disk quota exceeded|Errno 122",
@@ -18,25 +19,27 @@ SYMPTOMS = (
         "python3-venv), or name another Python: make lab PYTHON=/path/to/python3.12",
     ),
     (
-        r"CERTIFICATE_VERIFY_FAILED|SSLError",
+        UNTRUSTED,
         "The package registry's certificate is not trusted here. If your network has its own, set "
         "PIP_CERT to its file, then run make again.",
     ),
     (
-        r"(Retrying|Failed|exceeded|Could not fetch|timed out).*(/whl/cpu|download\.pytorch\.org)|"
-        r"download\.pytorch\.org.*timed out",
+        r"(Retrying|Failed|exceeded|Could not fetch|timed out|sending).*(/whl/cpu|"
+        r"download\.pytorch\.org)|download\.pytorch\.org.*timed out",
         "The index of PyTorch's CPU builds, download.pytorch.org, cannot be reached. Check the "
         "network, or take the build of pip's usual registry: make lab TORCH=gpu",
     ),
     (
         r"Retrying \(Retry|Failed to establish a new connection|Max retries exceeded|"
         r"Temporary failure in name resolution|Network is unreachable|[Rr]ead timed out|"
-        r"ProxyError|Connection broken|Could not fetch URL",
+        r"ProxyError|Connection broken|Could not fetch URL|error sending request|dns error|"
+        r"Could not connect|tcp connect error|operation timed out",
         "The package registry cannot be reached. Check the network (and PIP_INDEX_URL and "
         "HTTPS_PROXY, if you set them), then run make again.",
     ),
     (
-        r"No matching distribution found for (?P<what>\S+)",
+        r"(No matching distribution found for|[Bb]ecause there is no version of|[Bb]ecause only .*"
+        r"and you require|[Bb]ecause (?=\S+ was not found in the)) ?(?P<what>[\w.+=<>~!\[\]-]+)",
         "The package registry has no {what} for Python {version} on this system. Try another "
         "Python, such as make lab PYTHON=/path/to/python3.12, and look at PIP_INDEX_URL, if set.",
     ),
@@ -52,14 +55,20 @@ class Problem(Exception):
     """Something the person at the keyboard has to know or do, as one sentence."""
 
 
+def symptom(lines):
+    """Return the pattern of the first symptom that lines of output show; None without any."""
+    patterns = (pattern for pattern, _ in SYMPTOMS)
+    return next((one for one in patterns if any(re.search(one, line) for line in lines)), None)
+
+
 def explain(lines, version, log=None, build=""):
-    """Turn the output of a failed venv or pip into one sentence."""
-    for pattern, sentence in SYMPTOMS:
-        for line in lines:
-            found = re.search(pattern, line)
-            if found:
-                what, needed = found.groupdict().get("what"), NEEDED_GB[build]
-                return sentence.format(version=version, what=what, line=line, needed=needed)
+    """Turn the output of a failed venv, uv or pip into one sentence."""
+    pattern = symptom(lines)
+    if pattern:
+        found = next(filter(None, (re.search(pattern, line) for line in lines)))
+        what, needed = found.groupdict().get("what"), NEEDED_GB[build]
+        sentence = dict(SYMPTOMS)[pattern]
+        return sentence.format(version=version, what=what, line=found.string, needed=needed)
     errors = [line for line in lines if "error" in line.lower()] or lines or ["no word why"]
     where = f" (all that was said is in {log})" if log else ""
     return f"The environment could not be built: {errors[-1].strip()}{where}"

@@ -142,7 +142,9 @@ def test_the_students_zip_has_notebooks_pages_and_the_wheel_but_no_solutions(
     release, source, wheel, tmp_path
 ):
     files = release.student_files(source, wheel)
-    assert {"README.md", "LICENSE", "docs/glossary.md", wheel.name} <= set(files)
+    assert {"README.md", "LICENSE", "requirements.lock", "docs/glossary.md", wheel.name} <= set(
+        files
+    )
     assert not [name for name in files if "solved" in name or "source" in name]
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         assert b"BEGIN SOLUTION" not in files[f"notebooks/{path.name}"]

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,26 +18,16 @@ from tests.terminal import ROOT
 
 SETTINGS = ["INDEX_URL", "EXTRA_INDEX_URL", "FIND_LINKS", "NO_INDEX", "CONSTRAINT"]
 AS_ON_LINUX = "import sys; sys.platform = 'linux'; import environment; environment.main()"
-BACKEND = """
-import zipfile
-def build_editable(folder, config_settings=None, metadata_directory=None):
-    name, info = "small-1-py3-none-any.whl", "small-1.dist-info/"
-    about = ["Metadata-Version: 2.1", "Name: small", "Version: 1", "Provides-Extra: dev"]
-    with zipfile.ZipFile(folder + "/" + name, "w") as wheel:
-        wheel.writestr(info + "METADATA", "\\n".join([*about, "Requires-Dist: torch==2.13.0", ""]))
-        wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\\nTag: py3-none-any\\n")
-        wheel.writestr(info + "RECORD", "")
-    return name
-"""
 
 
 @pytest.fixture
 def torch_build(environment, monkeypatch, tmp_path):
     """tools/torch_build.py on a plain Linux: no settings of pip, no driver, no terminal."""
+    import pip_settings
     import torch_build
 
     monkeypatch.setattr(torch_build.sys, "platform", "linux")
-    monkeypatch.setattr(torch_build, "SYSTEM", tmp_path / "etc")
+    monkeypatch.setattr(pip_settings, "SYSTEM", tmp_path / "etc")
     monkeypatch.setattr(torch_build, "DRIVER", tmp_path / "driver")
     monkeypatch.setattr(torch_build.shutil, "which", lambda name: None)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
@@ -135,7 +124,7 @@ def test_a_setting_in_the_environment_wins(torch_build, typed, monkeypatch, caps
     assert capsys.readouterr().out == ""
     assert torch_build.choose_build("cpu", "") == ""
     said = capsys.readouterr().out
-    assert said == f"TORCH=cpu changes nothing here: pip follows your own setting, PIP_{name}.\n"
+    assert said == f"TORCH=cpu changes nothing here: your own setting of pip decides, PIP_{name}.\n"
 
 
 @pytest.mark.parametrize("place", [
@@ -171,63 +160,34 @@ def test_pip_config_file_takes_the_place_of_the_users_files(torch_build, tmp_pat
     assert str(files["user"]) in torch_build.own_setting()
     monkeypatch.setenv("PIP_CONFIG_FILE", str(files["named"]))
     assert str(files["named"]) in torch_build.own_setting()
+    files["site"].write_text("[global]\nindex-url = /site")
     monkeypatch.setenv("XDG_CONFIG_DIRS", str(tmp_path / "site"))
     assert str(files["site"]) in torch_build.own_setting()
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     assert torch_build.own_setting() == ""
 
 
-# ---- what pip is told then -------------------------------------------------------------------
+# ---- what is installed then --------------------------------------------------------------------
 
 
 def test_only_the_cpu_build_needs_a_step_of_its_own(torch_build, project):
     (step,) = torch_build.torch_step(project, "cpu")
     index = "https://download.pytorch.org/whl/cpu"
-    assert step[1] == ["--no-deps", "--index-url", index, "torch==2.13.0"]
+    assert step[1:] == (["--no-deps", "torch==2.13.0"], index)
     assert torch_build.torch_step(project, "gpu") == torch_build.torch_step(project, "") == []
-
-
-def wheel(index: Path, name: str, version: str, *needs: str) -> None:
-    """Put an empty package into a folder that pip can read as an index."""
-    folder, info = index / name, f"{name}-{version}.dist-info"
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}-{version}-py3-none-any.whl"
-    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
-    lines += [f"Requires-Dist: {need}" for need in needs]
-    with zipfile.ZipFile(file, "w") as parts:
-        parts.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
-        parts.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        parts.writestr(f"{info}/RECORD", "")
-    (folder / "index.html").write_text(
-        "".join(f'<a href="{one.name}">{one.name}</a>' for one in folder.glob("*.whl"))
-    )
 
 
 @pytest.mark.parametrize(
     ("build", "torch", "others"),
     [("cpu", "2.13.0+cpu", {"pure"}), ("gpu", "2.13.0", {"pure", "nvidia"})],
 )
-def test_pip_takes_the_build_that_was_chosen(
-    torch_build, environment, tmp_path, monkeypatch, capsys, build, torch, others
-):
-    usual, cpu, venv = tmp_path / "usual", tmp_path / "cpu", tmp_path / "venv"
-    wheel(usual, "pure", "1")
-    wheel(usual, "nvidia", "1")
-    wheel(usual, "torch", "2.13.0", "pure", "nvidia")
-    wheel(cpu, "torch", "2.13.0+cpu", "pure")
-    wheel(cpu, "torch", "2.14.0+cpu", "pure")  # what is newer is not taken
-    (tmp_path / "backend.py").write_text(BACKEND)
-    (tmp_path / "pyproject.toml").write_text(
-        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-        '[project]\nname = "small"\nversion = "1"\ndependencies = [\n  "torch==2.13.0",\n]\n'
-        "[project.optional-dependencies]\ndev = []\n"
-    )
-    monkeypatch.setattr(torch_build, "CPU_INDEX", cpu.as_uri())
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_INDEX_URL", usual.as_uri())
-    environment.create(tmp_path, venv, sys.executable, build)
-    listed = [str(venv / "bin" / "python"), "-m", "pip", "list", "--format=freeze"]
-    found = dict(line.split("==") for line in subprocess.check_output(listed, text=True).split())
+def test_the_build_that_was_chosen_is_installed(registry, capsys, uv_or_pip, build, torch, others):
+    registry.wheel("pure", "1")
+    registry.wheel("nvidia", "1")
+    registry.wheel("torch", "2.13.0", "pure", "nvidia")
+    registry.wheel("torch", "2.13.0+cpu", "pure", of="cpu")
+    registry.wheel("torch", "2.14.0+cpu", "pure", of="cpu")  # what is newer is not taken
+    found = registry.build(build)
     assert found["torch"] == torch
     assert others == {"pure", "nvidia"} & set(found)
     titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
@@ -297,7 +257,7 @@ def test_an_answer_is_remembered_when_the_build_fails_later(project, environment
 
 
 def test_the_setup_is_in_syntax_that_python_3_6_reads(torch_build):
-    names = ["environment", "progress", "symptoms", "torch_build"]
+    names = ["environment", "packages", "pip_settings", "progress", "symptoms", "torch_build"]
     assert {name for name in names if name in sys.modules} == set(names)  # all that it imports
     for name in names:
         ast.parse((ROOT / "tools" / f"{name}.py").read_text(), feature_version=(3, 6))

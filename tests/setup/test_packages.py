@@ -1,0 +1,193 @@
+"""Packages come by the lock, through uv, which is told what pip's settings say, or through pip."""
+
+import os
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.setup.conftest import ROOT
+
+
+@pytest.fixture
+def packages(environment):
+    """tools/packages.py as a module."""
+    import packages
+
+    return packages
+
+
+@pytest.fixture
+def installer(packages, tmp_path, monkeypatch):
+    """An installer whose commands are noted, and say and return what the test wants."""
+    monkeypatch.setattr(packages.Installer, "find_uv", lambda self: "uv")
+    (tmp_path / "venv").mkdir()
+    installer = packages.Installer(tmp_path, tmp_path / "venv", "cpu", "3.11.7", [])
+    installer.answers, installer.ran = [], []
+
+    def run(command, title):
+        installer.ran.append((command[0], title))
+        return installer.answers.pop(0)
+
+    monkeypatch.setattr(installer, "run", run)
+    return installer
+
+
+# ---- the lock --------------------------------------------------------------------------------
+
+
+def test_the_lock_has_one_version_that_pyproject_allows_of_all_that_is_installed(packages):
+    locked = {}
+    for line in packages.read_lock(ROOT):
+        one = Requirement(line)
+        locked.setdefault(one.name.lower().replace("_", "-"), []).append(one)
+    assert "torch" not in locked  # pyproject.toml names its one version
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    for wanted in map(Requirement, lines):
+        for one in locked.get(wanted.name, []):
+            (version,) = one.specifier
+            assert version.version in wanted.specifier, f"{wanted}: make lock"
+        assert wanted.name in {*locked, "torch"}, f"{wanted} is not in the lock: make lock"
+
+
+def test_the_lock_decides_between_versions(registry, uv_or_pip, capsys):
+    registry.needs("pure>=1")
+    for version in ("1.0", "1.1", "1.2"):
+        registry.wheel("pure", version)
+    (registry.root / "requirements.lock").write_text("pure==1.1\nnever-asked-for==3\n")
+    assert registry.build()["pure"] == "1.1"
+    said = capsys.readouterr().out
+    assert ("no uv for this system: pip installs" in said) == (uv_or_pip == "pip")
+
+
+def test_what_the_registry_lacks_of_the_lock_is_said_and_another_version_taken(
+    registry, uv_or_pip, capsys
+):
+    registry.needs("top")
+    registry.wheel("top", "1.0", "pure>=1", "other")
+    for version in ("1.0", "1.2"):
+        registry.wheel("pure", version)
+        registry.wheel("other", version)
+    (registry.root / "requirements.lock").write_text("other==1.0\npure==1.1 ; python_version>'3'\n")
+    found = registry.build()
+    assert (found["pure"], found["other"]) == ("1.2", "1.0")
+    assert "the registry has no pure==1.1 as locked: taking" in capsys.readouterr().out
+
+
+def test_a_version_that_no_range_allows_is_said(registry, uv_or_pip):
+    registry.wheel("torch", "2.12.0")
+    with pytest.raises(registry.environment.Problem, match=r"registry has no torch==2\.13\.0 for"):
+        registry.build()
+
+
+@pytest.mark.parametrize("line", ["<<<<<<< HEAD", "pure>=1", "pure == 1", "pure"])
+def test_a_broken_lock_is_said_before_anything_is_written(environment, project, line):
+    (project / "requirements.lock").write_text(f"# by make lock\npure==1\n{line}\n")
+    with pytest.raises(environment.Problem) as found:
+        environment.build(project, project / ".venv")
+    assert str(found.value) == (
+        f"requirements.lock, line 3: expected name==version; got {line!r}. Try git checkout "
+        "requirements.lock, or make lock to write it anew"
+    )
+    assert not (project / ".venv").exists()
+
+
+def test_another_lock_makes_the_environment_stale(environment, project):
+    before = environment.fingerprint(project, project / ".venv")
+    (project / "requirements.lock").write_text("pure==1\n")
+    assert environment.fingerprint(project, project / ".venv") != before
+
+
+# ---- uv, or pip ------------------------------------------------------------------------------
+
+OFFLINE = "  cause: error sending request for url (https://registry/simple/pure/)"
+
+
+@pytest.mark.parametrize(
+    ("uv_says", "tools"),
+    [
+        ("error: invalid peer certificate: UnknownIssuer", ["uv", "pip"]),
+        ("error: something new", ["uv", "pip"]),
+        (OFFLINE, ["uv"]),
+        ("  cause: failed to write to file `x`: No space left on device (os error 28)", ["uv"]),
+        ("  cause: Because there is no version of pure==1 and you require", ["uv"]),
+    ],
+)
+def test_pip_tries_what_may_fail_for_uv_alone(installer, packages, uv_says, tools):
+    installer.answers = [(1, ["error: No solution found", uv_says][-1 - uv_says.count("no v") :])]
+    installer.answers.append((0, []))
+    if tools == ["uv"]:
+        with pytest.raises(packages.Problem):
+            installer.install("title", ["pure"])
+    else:
+        installer.install("title", ["pure"])
+        assert installer.ran[1][1] == f"      uv has failed ({uv_says}): pip tries it"
+    names = [os.path.basename(command).replace("python", "pip") for command, _ in installer.ran]
+    assert names == tools
+
+
+def test_an_old_uv_on_the_path_is_not_taken(packages, tmp_path, monkeypatch, fake_python):
+    for version, found in ((b"0.4.1", ()), (b"0.10.2", (0, 10))):
+        monkeypatch.setattr(
+            packages.subprocess, "check_output", lambda *a, says=version, **o: b"uv " + says
+        )
+        assert (packages.uv_version("uv") >= packages.OLDEST_UV) == bool(found)
+    monkeypatch.undo()
+    assert packages.uv_version("/no/such/uv") == ()
+
+
+def test_an_unreachable_registry_is_said_at_the_first_step(registry, monkeypatch):
+    import packages
+
+    monkeypatch.setattr(packages.shutil, "which", lambda name: "")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(registry.environment.Problem, match="registry cannot be reached"):
+        registry.build()
+
+
+# ---- pip's settings for uv -------------------------------------------------------------------
+
+
+def test_uv_is_told_what_the_settings_of_pip_say(environment, tmp_path, monkeypatch):
+    import pip_settings
+
+    file = tmp_path / "pip.conf"
+    file.write_text(
+        "[global]\nindex-url = https://a/simple\ncert = /ca.pem\ntimeout = 60\n"
+        "extra-index-url =\n  https://b/simple\n  https://c/simple\n"
+        "[install]\nfind_links = /wheels /more\nno-index = false\nno_cache_dir = yes\n"
+        "[list]\nproxy = http://no\n"
+    )
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_", "SSL_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("ALL_PROXY", raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(file))
+    monkeypatch.setenv("PIP_INDEX_URL", "https://mine/simple")
+    monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", "90")
+    monkeypatch.setenv("UV_HTTP_RETRIES", "7")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setattr(pip_settings, "SYSTEM", tmp_path / "etc")
+    told = pip_settings.uv_environment()
+    assert {name: told[name] for name in told if name.startswith(("UV_", "SSL_", "ALL_"))} == {
+        "UV_DEFAULT_INDEX": "https://mine/simple",
+        "UV_INDEX": "https://b/simple https://c/simple",
+        "UV_FIND_LINKS": "/wheels,/more",
+        "UV_NO_CACHE": "1",
+        "UV_HTTP_TIMEOUT": "90",
+        "UV_HTTP_RETRIES": "7",  # uv's own setting wins
+        "SSL_CERT_FILE": "/ca.pem",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+
+
+def test_the_settings_are_those_that_pip_itself_lists(environment):
+    import pip_settings
+
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    lines = subprocess.check_output(command, text=True).splitlines()
+    listed = {line.partition("=")[0].split(".")[-1] for line in lines}
+    assert listed <= set(pip_settings.pip_settings())

@@ -1,0 +1,160 @@
+"""Install packages into the environment: with uv, or with pip where uv cannot be had.
+
+Run as a script, `make lock`, it writes the lock anew: the newest versions that pyproject.toml allows.
+Standard library only, and in old syntax.
+"""
+
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pip_settings import uv_environment
+from progress import run_showing
+from symptoms import UNTRUSTED, Problem, explain, symptom
+
+LOCK = "requirements.lock"  # one version of every package but torch; `make lock` writes it
+LOCKED = re.compile(r"[A-Za-z0-9][\w.-]*==[\w.+!-]+( ; .+)?")
+OLDEST_UV = (0, 9)
+UNSOLVED = re.compile("No solution found|ResolutionImpossible|No matching distribution found")
+TOUCHED = ("Installing collected packages", "Prepared ", "Uninstalled ", "Installed ")
+FIRST_IMPORTS = (
+    "torch.distributed.tensor, torch._dynamo, course_lib.train.trainer",
+    "jupyterlab.labapp, ipykernel.kernelapp, ipywidgets, nbval.plugin, course_lib.display",
+)
+
+
+class Installer:
+    """What installs into one environment; `lines` keeps all that was said."""
+
+    def __init__(self, root, venv, torch, version, lines):
+        self.root, self.venv, self.torch, self.version = root, venv, torch, version
+        self.lines = lines
+        self.python = str(venv / "bin" / "python")
+        self.locked = []
+        self.uv = self.find_uv()
+
+    def install(self, title, arguments, index=""):
+        """Install by the lock; a version that the registry does not have gives way to another."""
+        while True:
+            code, said = self.with_uv(title, arguments, index)
+            absent = [one for one in self.locked if code and is_unsolved(said, one)]
+            if not absent:
+                break
+            self.locked = [one for one in self.locked if one not in absent]
+            versions = ", ".join(one.split(" ; ")[0] for one in absent)
+            title = f"      the registry has no {versions} as locked: taking one that it has"
+        if code:
+            log = self.venv / "install.log"
+            raise Problem(explain(said, self.version, log, self.torch))
+
+    def with_uv(self, title, arguments, index):
+        """Install with uv, and with pip where uv fails for a reason of its own."""
+        (self.venv / LOCK).write_text("\n".join(self.locked) + "\n")
+        arguments = ["--constraint", str(self.venv / LOCK), *arguments]
+        if self.uv:
+            chosen = ["--default-index", index] if index else []
+            command = [self.uv, "pip", "install", "--python", self.python]
+            code, said = self.run(command + chosen + arguments, title)
+            found = symptom(said)
+            if not code or any(UNSOLVED.search(line) for line in said):
+                return code, said
+            if found and found != UNTRUSTED:
+                return code, said
+            self.uv, title = "", f"      uv has failed ({said[-1].strip()}): pip tries it"
+        return self.run(
+            [*self.pip(), *(["--index-url", index] if index else []), *arguments], title
+        )
+
+    def pip(self):
+        """Return the command of pip, which asks nothing and draws nothing."""
+        quiet = ["--no-input", "--progress-bar", "off", "--disable-pip-version-check"]
+        return [self.python, "-m", "pip", "install", *quiet]
+
+    def run(self, command, title):
+        """Run a command; return its exit code and its output, which install.log keeps too."""
+        before = len(self.lines)
+        code, _ = run_showing(command, title, str(self.root), self.lines, uv_environment())
+        with contextlib.suppress(OSError):
+            (self.venv / "install.log").write_text("\n".join(self.lines))
+        return code, self.lines[before:] or ["no word why"]
+
+    def find_uv(self):
+        """Return a uv that is new enough, of the PATH or from the registry; "" if there is none."""
+        found = shutil.which("uv")
+        if found and uv_version(found) >= OLDEST_UV:
+            return found
+        own = str(self.venv / "bin" / "uv")
+        if uv_version(own) >= OLDEST_UV:
+            return own
+        code, said = self.run([*self.pip(), "uv"], "      getting uv, which installs the packages")
+        if not code and uv_version(own) >= OLDEST_UV:
+            return own
+        if symptom(said) and not any(UNSOLVED.search(line) for line in said):
+            raise Problem(explain(said, self.version, self.venv / "install.log", self.torch))
+        print("      no uv for this system: pip installs the packages, which takes longer")
+        return ""
+
+    def compile(self):
+        """Compile what is imported first: all packages would take as long as to install them."""
+        imports = " & ".join(f'"$0" -c "import {names}"' for names in FIRST_IMPORTS)
+        self.run(["sh", "-c", f"{imports} & wait", self.python], "      compiling what lessons use")
+
+
+def uv_version(uv):
+    """Return the version of a uv as a tuple; () if it does not run."""
+    try:
+        said = subprocess.check_output([uv, "--version"], stderr=subprocess.DEVNULL, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(int(part) for part in re.findall(rb"\d+", said)[:2])
+
+
+def read_lock(root):
+    """Return the lines of the lock; none where the course came without it."""
+    path = root / LOCK
+    lines = path.read_text().splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        if not LOCKED.match(line) and not line.startswith("#"):
+            raise Problem(
+                f"{LOCK}, line {number}: expected name==version; got {line[:60]!r}. Try "
+                f"git checkout {LOCK}, or make lock to write it anew"
+            )
+    return [line for line in lines if not line.startswith("#")]
+
+
+def is_unsolved(said, locked):
+    """True if packages could not be found together, and a locked one is named as a reason."""
+    name = re.escape(locked.split(" ; ")[0])
+    text = "\n".join(said)
+    return bool(UNSOLVED.search(text) and re.search(rf"(?<![\w.-]){name}(?![\w.])", text))
+
+
+def has_touched(lines):
+    """True once a line says that packages of the environment may have changed."""
+    return any(line.startswith(TOUCHED) for line in lines)
+
+
+def write_lock(root, venv):
+    """Lock the newest versions that pyproject.toml allows, for every system; not PyTorch's."""
+    if not (venv / "bin" / "python").exists():
+        raise Problem("make lock works in the course's environment. Try make environment first")
+    uv = Installer(root, venv, "", "", []).uv
+    if not uv:
+        raise Problem("make lock needs uv, which is not to be had here. Try pip install uv")
+    found = ["--extra", "dev", "--universal", "--upgrade", "--no-emit-package", "torch"]
+    quiet = ["--no-header", "--no-annotate", "--output-file", LOCK]
+    command = [uv, "pip", "compile", "pyproject.toml", *found, *quiet]
+    code, lines = run_showing(command, f"locking {LOCK}", str(root), None, uv_environment())
+    if code:
+        raise Problem(explain(lines, "any"))
+
+
+if __name__ == "__main__":
+    try:
+        top = Path(__file__).resolve().parent.parent
+        write_lock(top, top / sys.argv[1])
+    except Problem as problem:
+        sys.exit(f"\n{problem}\n")
