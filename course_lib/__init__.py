@@ -33,5 +33,3 @@ What they stand on, and what serves them:
     grading                assignments, and a class graded in a sandbox
     cli                    the `course` command
 """
-
-import course_lib.moved  # noqa: F401  (old imports say where things have moved)

@@ -233,7 +233,7 @@ def _library_text(solution: Solution) -> str:
     """Return the text of the library module that holds a solution; it is found, not imported."""
     try:
         spec = importlib.util.find_spec(solution.module)
-    except ImportError:  # in a package that is not there, or that has moved (course_lib.moved)
+    except ImportError:  # in a package that is not there
         spec = None
     if spec is None or spec.origin is None:
         raise Misplaced(f"there is no module {solution.module}", solution.begin)

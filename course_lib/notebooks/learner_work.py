@@ -1,15 +1,11 @@
 """Find what a learner has written into a student notebook, and carry it over to every rebuild."""
 
-import ast
 import copy
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import nbformat
 from nbformat import NotebookNode
 
-from course_lib.moved import HERE, new_module, new_place
 from course_lib.notebooks.lessons import exercise_cells, key_of, short_hash, tags_of
 
 KEPT = (
@@ -17,7 +13,6 @@ KEPT = (
     "The lesson has changed, and what follows no longer has a place in it. It is your work, so it "
     "stays here until you delete it."
 )
-FOR_IPYTHON = re.compile(r"\s*([%!?]|[\w., ]+=\s*[%!]|[^#]*\?\s*$)")  # a line that is not Python
 
 
 def is_touched(notebook: NotebookNode) -> bool:
@@ -118,106 +113,3 @@ def _fresh(cell: NotebookNode) -> NotebookNode:
     if cell.cell_type == "code":
         cell.outputs, cell.execution_count = [], None
     return cell
-
-
-def bring_imports(notebook: NotebookNode) -> int:
-    """Rewrite the imports of what has moved, in a learner's cells; return how many cells changed.
-
-    These are the filled-in exercises and the learner's own cells; the lesson brings its own text.
-    """
-    filled = [cell for cells in filled_in(notebook).values() for cell in cells]
-    own = [cell for cell in notebook.cells if is_own(cell) and cell.cell_type == "code"]
-    changed = 0
-    for cell in [*filled, *(cell for cell in own if cell not in filled)]:
-        brought = new_imports(cell.source)
-        changed += brought != cell.source
-        cell.source = brought
-    return changed
-
-
-def new_imports(source: str) -> str:
-    """Return a cell's text with the imports of what has moved rewritten.
-
-    The code below them still runs: what was renamed is imported under its old name. Everything
-    else stays as it is, and so does a cell that is not Python.
-    """
-    tree = _parsed(source)
-    try:
-        edits = sorted(_edits(tree), key=lambda edit: _span(edit[0]), reverse=True) if tree else []
-    except RecursionError:  # an expression as deep as only a program writes one
-        return source
-    lines = [line.encode() for line in source.split("\n")]  # ast counts columns in bytes
-    for node, news in edits:
-        first, start, last, end = _span(node)
-        before, after = lines[first][:start], lines[last][end:]
-        text = [new.encode() for new in news]
-        if before.strip():  # behind a colon or a semicolon
-            lines[first : last + 1] = [before + b"; ".join(text) + after]
-        else:
-            notes = [note for line in lines[first:last] for note in re.findall(rb"#.*", line)]
-            lines[first : last + 1] = [before + (b"\n" + before).join([*notes, *text]) + after]
-    brought = b"\n".join(lines).decode()
-    return brought if _parsed(brought) else source
-
-
-def _parsed(source: str) -> ast.Module | None:
-    """Return the syntax tree of a cell, without its lines for IPython; None if it is not Python."""
-    without_magic = re.sub(r"\A(\s*)%%.*", r"\1", source)
-    masked = [
-        re.sub(r"\S.*", "pass", line) if FOR_IPYTHON.match(line) else line
-        for line in source.split("\n")
-    ]
-    for text in (source, without_magic, "\n".join(masked)):
-        try:
-            return ast.parse(text)
-        except (
-            SyntaxError,
-            ValueError,
-            RecursionError,
-            MemoryError,
-        ):  # the last: too many brackets
-            continue
-    return None
-
-
-def _span(node: ast.stmt | ast.expr) -> tuple[int, int, int, int]:
-    """Return where a node begins and ends: line and column, line and column."""
-    last, end = node.end_lineno or node.lineno, node.end_col_offset or 0
-    return node.lineno - 1, node.col_offset, last - 1, end
-
-
-def _edits(node: ast.AST) -> Iterator[tuple[ast.stmt | ast.expr, list[str]]]:
-    """Yield every import and every dotted use of what has moved, with what to write instead."""
-    if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute) and (news := _news(node)):
-        yield node, news
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from _edits(child)
-
-
-def _news(node: ast.Import | ast.ImportFrom | ast.Attribute) -> list[str]:
-    """Return what to write instead; nothing where nothing has moved."""
-    if isinstance(node, ast.ImportFrom):
-        return [] if node.level or not node.module else _from_imports(node.module, node.names)
-    if isinstance(node, ast.Import):
-        moved = [(new_module(one.name), one) for one in node.names]
-        some = any(new for new, _ in moved)
-        return [f"import {new or one.name}{_as(one.asname)}" for new, one in moved if some]
-    dotted = ast.unparse(node)
-    place = new_place(*dotted.rsplit(".", 1)) if re.fullmatch(rf"{HERE}[\w.]+", dotted) else None
-    return [".".join(place)] if place else []
-
-
-def _from_imports(module: str, names: list[ast.alias]) -> list[str]:
-    """Return the imports, one a module, that bind what `from module import ...` bound."""
-    by_module: dict[str, list[str]] = {}
-    for one in names:
-        place, name = new_place(module, one.name) or (module, one.name)
-        bound = one.asname or one.name
-        by_module.setdefault(place, []).append(name + _as(bound if bound != name else None))
-    some = any(new_place(module, one.name) for one in names)
-    return [f"from {new} import {', '.join(found)}" for new, found in by_module.items() if some]
-
-
-def _as(name: str | None) -> str:
-    return f" as {name}" if name else ""

@@ -20,7 +20,6 @@ from nbformat import NotebookNode
 from course_lib.core import CourseError
 from course_lib.core.files import not_one, read_json, whole_file
 from course_lib.notebooks.learner_work import (
-    bring_imports,
     built_from,
     carry_over,
     is_own,
@@ -75,7 +74,6 @@ def _update(folder: Path, lock: int) -> list[str]:
         _git(folder, "merge", "--ff-only", "@{upstream}", locks=[lock])
     finally:
         told += _finish(folder)
-    told += [sentence for lesson in touched for sentence in _bring_imports(lesson)]
     if _git(folder, "rev-parse", "HEAD") == before:
         return [*told, "The course is up to date."]
     return [*told, "The course is updated. Reload open notebooks; `make lab` builds what is new."]
@@ -205,20 +203,6 @@ def _carry_over(lesson: Lesson, new: NotebookNode, mine: NotebookNode, backup: P
     told = [f"your work is carried over; a backup is {backup}", *told]
     told += [f"{own} cells of your own kept"] if own else []
     return [f"{lesson.name}: {sentence}" for sentence in told]
-
-
-def _bring_imports(lesson: Lesson) -> list[str]:
-    """Rewrite a learner's imports of what has moved within the course; return what to tell."""
-    notebook = read_notebook(lesson.student)
-    changed = bring_imports(notebook)
-    if not changed:
-        return []
-    backup = back_up(lesson.student)
-    write_notebook(notebook, lesson.student)
-    return [
-        f"{lesson.name}: parts of course_lib have moved, and the imports in {changed} of your "
-        f"cells say where now; the notebook as it was is {backup}"
-    ]
 
 
 def _clear_the_way(folder: Path, touched: Sequence[Lesson], lock: int) -> None:

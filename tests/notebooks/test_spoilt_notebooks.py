@@ -14,7 +14,6 @@ from course_lib.core import CourseError
 from course_lib.core.files import LARGEST_BYTES
 from course_lib.notebooks import progress as progress_of
 from course_lib.notebooks.grading import GradeReport, Verdict
-from course_lib.notebooks.learner_work import new_imports
 from course_lib.notebooks.lessons import read_notebook, write_notebook
 from course_lib.notebooks.verdict_files import write_junit
 
@@ -204,13 +203,6 @@ def test_a_note_of_the_build_that_is_none_is_none(course, toy, noted):
     code, _, err = course("check", "00")
     assert code == 1
     assert "does not say of which lesson it is" in err
-
-
-@pytest.mark.parametrize(
-    "source", ["x = " + "(" * 5000, "x = " + "-" * 100_000 + "1", "x" + ".y" * 3000, "a\0b"]
-)
-def test_a_cell_that_no_parser_takes_stays_as_it_is(source):
-    assert new_imports(source) == source
 
 
 KEPT = [b"", b"{", b"[" * 200_000, b"7", b"\xff", b'{"toy-1": 5}', b'{"toy-1": {"status": []}}']

@@ -18,7 +18,7 @@ LAYERS = (  # a package imports only from what stands before it
     *("train", "cluster", "planner", "scaling_study", "checks", "notebooks", "grading", "cli"),
 )
 NO_TORCH = (  # formulas and simulations, by path or by the name of the file
-    *("moved.py", "core/", "cost/", "cost.py", "collectives/messages.py"),
+    *("core/", "cost/", "cost.py", "collectives/messages.py"),
     *("pipeline/actions.py", "pipeline/schedules.py", "pipeline/schedule_rules.py"),
     *("pipeline/simulation.py", "pipeline/balance.py", "pipeline/token_pipeline.py"),
     *("mesh/mesh.py", "planner/plan.py", "planner/cluster.py", "planner/prediction.py"),
@@ -64,9 +64,7 @@ def problem_of(name: str, place: str) -> str | None:
     if parts[0] != "course_lib":
         pure = any(place.startswith(word) or file == word for word in NO_TORCH)
         return f"is pure Python, and imports {parts[0]}" if pure and is_foreign(parts[0]) else None
-    if parts[1:2] == ["moved"]:
-        return None  # a table that imports nothing
-    if len(parts) == 1 or here == file:  # course_lib/__init__.py, moved.py
+    if len(parts) == 1 or here == file:  # course_lib/__init__.py
         return None if len(parts) == 1 else f"imports {parts[1]}, and stands above every package"
     there = parts[1]
     if there not in LAYERS or LAYERS.index(there) > LAYERS.index(here):
