@@ -1,6 +1,6 @@
 """Install packages into the environment: with uv, or with pip where uv cannot be had.
 
-Run as a script, `make lock`, it writes the lock anew, with the newest versions that pyproject allows.
+Run as a script, `make lock`, it writes the lock anew: the newest versions that fit.
 Standard library only, and in old syntax.
 """
 

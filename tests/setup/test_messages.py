@@ -103,7 +103,8 @@ def test_the_gpu_build_needs_more_disk(environment, project, monkeypatch):
         ("ERROR: No matching distribution found for torch==2.13.0",
          "no torch==2.13.0 for Python 3.15.0"),
         ("  cause: Because torch was not found in the package registry and you require "
-         "torch==2.13.0, we can conclude that your requirements are unsatisfiable.", "no torch for Python 3.15.0"),
+         "torch==2.13.0, we can conclude that your requirements are unsatisfiable.",
+         "no torch for Python 3.15.0"),
         ("  cause: failed to copy file from a to b: No space left on device (os error 28)",
          "The disk filled up"),
         ("  cause: error sending request for url (https://download.pytorch.org/whl/cpu/torch/)",
