@@ -1,16 +1,15 @@
 # Everything a person does here. `make` alone lists it.
 .DEFAULT_GOAL := help
-.PHONY: help environment lock lab test test-all test-cluster faults gpu cluster check format notebooks pictures slides site release bench clean
+.PHONY: help environment lock lab test test-all test-nightly test-cluster faults gpu cluster check format notebooks pictures slides site release bench clean
 
 unexport PYTHONDONTWRITEBYTECODE # hundreds of processes start sooner where modules are compiled
 VENV ?= .venv
 BIN = $(abspath $(VENV))/bin
 LESSON ?= notebooks/00_ranks.ipynb
-PYTEST = "$(BIN)/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder
-# what starts the real things and takes the other half of the time: `make test-all` runs it too
-LIVE = tests/lab tests/setup tests/cluster tests/cluster_exercises tests/frameworks tests/train \
-	tests/repository/test_readme.py tests/repository/test_instructor_guide.py tests/grading \
-	tests/site
+# two cores are busy with three workers, as ranks wait for each other
+WORKERS ?= $(shell "$(BIN)/python" -c "import os; print(len(os.sched_getaffinity(0)) * 3 // 2)" \
+	2>/dev/null || echo 3)
+PYTEST = "$(BIN)/python" -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 FAULTS ?= $(wildcard tests/cluster/faults_*.py)
 BENCHMARKS ?= $(wildcard tests/benchmarks/bench_*.py)
 
@@ -35,11 +34,14 @@ lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_col
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m jupyterlab --allow-root \
 		--ServerApp.root_dir="$(CURDIR)" $(LAB_ARGS) "$(LESSON)"
 
-test: environment ## the laws, the checks, the notebooks (TEST_ARGS=tests/collectives: only those)
-	@PATH="$(BIN):$$PATH" $(PYTEST) $(if $(findstring tests/,$(TEST_ARGS)),,$(LIVE:%=--ignore=%)) $(TEST_ARGS)
+test: environment ## the laws, the checks, two notebooks (TEST_ARGS=tests/ddp: those; CHANGED=1: what a change reaches)
+	@PATH="$(BIN):$$PATH" $(PYTEST) $(if $(CHANGED),--changed=$(CHANGED),--tier quick) $(TEST_ARGS)
 
-test-all: environment ## every test: also the browser, Slurm, torchrun, frameworks, set-up, README
-	@PATH="$(BIN):$$PATH" $(PYTEST) $(TEST_ARGS)
+test-all: environment ## what CI runs: also all notebooks, the browser, Slurm, torchrun, frameworks, README
+	@PATH="$(BIN):$$PATH" $(PYTEST) --tier ci $(TEST_ARGS)
+
+test-nightly: environment ## everything: also every world size, every planted mistake
+	@PATH="$(BIN):$$PATH" $(PYTEST) --tier all $(TEST_ARGS)
 
 test-cluster: environment ## what takes minutes on a live Slurm: nodes that go, preemption, time limits
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m pytest $(FAULTS) $(TEST_ARGS)

@@ -4,7 +4,6 @@ import gc
 import io
 import math
 import os
-import re
 import shutil
 import signal
 import time
@@ -19,13 +18,18 @@ import psutil
 import pytest
 from nbformat import NotebookNode
 from rich.console import Console
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 from course_lib.notebooks.build import build
 from course_lib.notebooks.lessons import Lesson
 from tests.browser import browser, screenshots  # noqa: F401 - fixtures
 from tests.cluster.slurmbox import MISSING, SlurmBox
+from tests.selection import (  # noqa: F401 - hooks of pytest
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_ignore_collect,
+    pytest_xdist_make_scheduler,
+)
 
 # The same examples each time, however slow the machine: the same code has the same verdict.
 hypothesis.settings.register_profile(
@@ -90,48 +94,6 @@ from course_lib.checks import check
 # %% tags=["failure", "raises-exception"]
 raise ValueError("broken on purpose")
 """
-
-
-IN_SANDBOXES = (
-    *("test_hostile_acts.py", "test_sandbox.py", "test_hostile_runs.py", "test_hostile_answers.py"),
-    *("test_class_run.py", "test_instructor_guide.py"),
-)
-# The longest first: begun last, they would keep one worker busy and the others idle.
-LONGEST = (
-    *IN_SANDBOXES,
-    *("test_notebooks.py", "test_readme.py", "test_planted_mistakes.py"),
-    "test_lab_lessons.py",
-    *("test_train.py", "test_sharded.py", "test_tensor_parallel.py", "test_frameworks.py"),
-)
-
-
-class ByGroup(LoadScopeScheduling):
-    """Give a worker a whole group at a time: what its tests make once, they make once.
-
-    A group is a file; of the longest files a part: a lesson's notebook, which all its tests look
-    at, a lesson's planted mistakes, a command of the README. All tests that grade in a sandbox are
-    one: they look at what is left on the machine.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        file, _, test = nodeid.partition("::")
-        name = file.rpartition("/")[2]
-        lesson = re.search(r"\[([a-z_]+)-\d", test)
-        if name in ("test_notebooks.py", "test_readme.py"):
-            return f"{file} {test[test.find('[') :] if name == 'test_notebooks.py' else test}"
-        if name == "test_planted_mistakes.py" and lesson:
-            return f"{file} {lesson[1]}"
-        return "sandboxes" if name in IN_SANDBOXES else file
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByGroup:
-    return ByGroup(config, log)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files."""
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
 
 
 @pytest.fixture(scope="session", autouse=True)

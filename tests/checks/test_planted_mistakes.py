@@ -2,12 +2,15 @@
 
 import importlib
 import pkgutil
-from typing import ClassVar
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 import course_lib.checks
 from course_lib.checks import (
+    Cause,
     CheckFailed,
     Exercise,
     NotDone,
@@ -19,6 +22,8 @@ from course_lib.checks.expect import on_ranks
 from course_lib.core import CourseError
 from course_lib.ranks import Ranks
 
+SOURCES = Path(__file__).resolve().parents[2] / "notebooks" / "source"
+
 
 def all_exercises() -> list[Exercise]:
     """The exercises of all modules of checks, in order."""
@@ -28,17 +33,38 @@ def all_exercises() -> list[Exercise]:
 
 
 EXERCISES = all_exercises()
-WRONG = [
-    pytest.param(one, wrong, id=f"{one.key}-{wrong.name}")
-    for one in EXERCISES
-    for wrong in one.wrong
-]
-
-
 # where wrong answers leave something behind on the ranks: messages that nobody takes, state
 ALONE = (
     *("ranks-2", "ranks-4", "collectives-", "pipeline-3", "pipeline-5"),
     *("data_parallel-1", "tensor_parallel-4", "tensor_parallel-6", "fsdp-3"),
+)
+QUICK_ALONE = 3  # so many causes of an exercise whose every wrong answer starts ranks of its own
+
+
+def depends_on(one: Exercise) -> pytest.MarkDecorator:
+    """What an exercise depends on: its check, and its lesson, which has the right answer."""
+    word = one.key.rpartition("-")[0]
+    (source,) = SOURCES.glob(f"*_{word}.py")
+    return pytest.mark.reaches(f"course_lib.checks.{word}", f"notebooks/source/{source.name}")
+
+
+def planted() -> Iterator[Any]:
+    """Every planted mistake: one for each cause is quick, or for CI; the others are nightly."""
+    for one in EXERCISES:
+        causes: list[Cause] = []  # that have an example
+        for wrong in one.wrong:
+            marks = [depends_on(one)]
+            if wrong.cause in causes:
+                marks.append(pytest.mark.nightly)
+            else:
+                causes.append(wrong.cause)
+                if one.key.startswith(ALONE) and len(causes) > QUICK_ALONE:
+                    marks.append(pytest.mark.ci)
+            yield pytest.param(one, wrong, id=f"{one.key}-{wrong.name}", marks=marks)
+
+
+each_exercise = pytest.mark.parametrize(
+    "one", [pytest.param(one, id=one.key, marks=depends_on(one)) for one in EXERCISES]
 )
 
 
@@ -72,7 +98,8 @@ def kept_worlds(worlds, monkeypatch, one):
         monkeypatch.setattr("course_lib.checks.on_ranks.Ranks", worlds)
 
 
-@pytest.mark.parametrize("one", EXERCISES, ids=lambda one: one.key)
+@pytest.mark.usefixtures("kept_worlds")
+@each_exercise
 def test_the_right_answer_passes_with_one_line(one):
     detail = one.verdict(one.right)
     assert detail.strip()
@@ -80,7 +107,7 @@ def test_the_right_answer_passes_with_one_line(one):
 
 
 @pytest.mark.usefixtures("kept_worlds")
-@pytest.mark.parametrize(("one", "wrong"), WRONG)
+@pytest.mark.parametrize(("one", "wrong"), list(planted()))
 def test_every_planted_mistake_is_rejected_and_named(one, wrong):
     with pytest.raises(CheckFailed) as caught:
         one.verdict(wrong.answer(one))
@@ -88,14 +115,14 @@ def test_every_planted_mistake_is_rejected_and_named(one, wrong):
     assert str(caught.value.cause) in str(caught.value)
 
 
-@pytest.mark.parametrize("one", EXERCISES, ids=lambda one: one.key)
+@each_exercise
 def test_an_exercise_has_its_mistakes_and_one_key(one):
     assert len({wrong.cause.sentence for wrong in one.wrong}) >= 3
     assert [other.key for other in EXERCISES].count(one.key) == 1
     assert find_exercise(one.key) is one
 
 
-@pytest.mark.parametrize("one", EXERCISES, ids=lambda one: one.key)
+@each_exercise
 def test_an_empty_stub_is_not_done(one):
     def stub(*args, **kwargs):
         raise NotImplementedError(f"exercise {one.key}: fill it in")

@@ -34,7 +34,7 @@ from course_lib.core.presets import find_model
 from course_lib.core.specs import spec_fields
 from course_lib.memory.calculator import Setup
 from course_lib.memory.explorer import accounting_table
-from course_lib.notebooks.learner_work import bring_imports, carry_over, is_touched
+from course_lib.notebooks.learner_work import carry_over, is_touched
 from course_lib.notebooks.lessons import Lesson, read_notebook, write_notebook
 from course_lib.notebooks.progress import STATUSES, progress
 from course_lib.notebooks.update import finish_cut_off
@@ -117,7 +117,6 @@ def read_one_notebook(path: Path) -> None:
     notebook = read_notebook(path)
     is_touched(notebook)
     carried = carry_over(read_notebook(path.with_name("00_toy.ipynb")), notebook)[0]
-    bring_imports(carried)
     for one in (notebook, carried):
         write_notebook(one, path.with_name("again"))
         again = read_notebook(path.with_name("again")).cells

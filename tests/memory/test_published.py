@@ -13,6 +13,7 @@ from course_lib.core.recipes import BF16, FP32, Recipe
 from course_lib.core.units import GIB
 from course_lib.cost import published
 from course_lib.memory import activations, count_params, model_states, params_on_rank, pictures
+from tests.tables import every
 
 DATA = Path(__file__).parents[1] / "data"
 METHODS = {  # name in figure 7 -> how
@@ -32,7 +33,7 @@ def rows(name, **only):
     return [row for row in csv.DictReader(lines) if all(row[key] == only[key] for key in only)]
 
 
-@pytest.mark.parametrize("row", rows("zero_table1.csv"), ids=lambda row: "-".join(row.values()))
+@every(rows("zero_table1.csv"))
 def test_zero_table_1_to_its_printed_digits(row):
     num_params = {"7.5B": 7_500_000_000, "128B": 128 * 10**9, "1T": 10**12}[row["model"]]
     parallelism = Parallelism(dp=int(row["dp"]), zero=int(row["zero_stage"]))
@@ -72,11 +73,7 @@ def per_layer(spec, method):
     return sum(two.values()) - sum(one.values())
 
 
-@pytest.mark.parametrize(
-    "row",
-    rows("korthikanti22.csv", what="figure 7"),
-    ids=lambda row: f"{row['model']}-{row['method']}",
-)
+@every(rows("korthikanti22.csv", what="figure 7"))
 def test_korthikanti_figure_7(row):
     spec = MODELS[f"megatron-{row['model']}"]
     percent = 100 * per_layer(spec, row["method"]) / per_layer(spec, "none")
@@ -111,9 +108,7 @@ def test_korthikanti_figure_1_to_the_last_bit(model):
     assert sum(states.values()) / GIB == printed["params+optimizer GiB/GPU"]
 
 
-@pytest.mark.parametrize(
-    "row", rows("ultrascale_recompute.csv"), ids=lambda r: "-".join(r.values())
-)
+@every(rows("ultrascale_recompute.csv"))
 def test_playbook_memory_by_recomputation(row):
     hidden, layers, heads = {
         "1B": (2048, 16, 32),
@@ -162,8 +157,7 @@ SPLITS = {
 MODEL_OF = {"tp": "70b", "tp_sp": "70b", "1B model": "1b", "70B model": "70b"}
 
 
-@pytest.mark.parametrize("row", rows("ultrascale_memory.csv", kind="activations"),
-                         ids=lambda row: "-".join(row.values()))  # fmt: skip
+@every(rows("ultrascale_memory.csv", kind="activations"))
 def test_playbook_activations_by_degrees(row):
     name = MODEL_OF.get(row["panel"]) or MODEL_OF.get(row["figure"], "8b")
     llama, seq = MODELS[f"llama-{name}"], int(row["seq"])
@@ -185,9 +179,7 @@ def test_playbook_activations_by_degrees(row):
     assert layers / GIB == float(row["GiB"])
 
 
-@pytest.mark.parametrize("row", [row for row in rows("ultrascale_memory.csv", seq="1024")
-                                 if row["kind"] != "activations"],
-                         ids=lambda row: "-".join(row.values()))  # fmt: skip
+@every(row for row in rows("ultrascale_memory.csv", seq="1024") if row["kind"] != "activations")
 def test_playbook_states_by_degrees(row):
     name = MODEL_OF.get(row["panel"]) or MODEL_OF.get(row["figure"], "8b")
     spec, parallelism = MODELS[f"llama-{name}"], Parallelism(**SPLITS[row["panel"]])
@@ -208,7 +200,7 @@ def test_mpt_7b_has_the_parameters_that_llm_foundry_prints():
     assert printed == {str(count_params(pictures.MPT_7B))}
 
 
-@pytest.mark.parametrize("run", pictures.mpt_runs(), ids=lambda run: str(run[0]))
+@every(pictures.mpt_runs())
 def test_llm_foundry_counts_all_scores(run):
     seq, tokens_per_s, reported = run
     assert pictures.mfu_of_run(seq, tokens_per_s, "all scores") == pytest.approx(reported, abs=0.4)

@@ -25,7 +25,31 @@ get_ipython().extension_manager.loaded.discard("course_lib.ranks")
 %reset -f
 assert "check" not in globals() and "ranks" not in globals()"""
 
-pytestmark = pytest.mark.parametrize("lesson", all_lessons(FOLDER), ids=lambda lesson: lesson.name)
+QUICK = ("00_ranks", "06_ddp")  # those that `make test` runs under nbval; CI runs all
+
+
+def lessons(*marks):
+    """Every lesson as a parameter; those that are not quick with marks."""
+    return pytest.mark.parametrize(
+        "lesson",
+        [
+            pytest.param(
+                lesson,
+                id=lesson.name,
+                marks=[
+                    pytest.mark.reaches(
+                        f"notebooks/source/{lesson.name}.py", f"notebooks/{lesson.name}.ipynb"
+                    ),
+                    *([] if lesson.name in QUICK else marks),
+                ],
+            )
+            for lesson in all_lessons(FOLDER)
+        ],
+    )
+
+
+every_lesson = lessons()
+under_nbval = lessons(pytest.mark.ci)
 
 
 def exercises_alone(lesson):
@@ -60,20 +84,24 @@ def outcomes(tmp_path_factory):
     return run
 
 
+@every_lesson
 def test_the_source_is_sound(lesson):
     read_lesson(lesson)
 
 
+@every_lesson
 def test_the_exercises_are_those_of_the_checks(lesson):
     keys = [cell.exercise for cell in read_source(lesson.source) if cell.is_exercise]
     assert keys == [exercise.key for exercise in exercises_of(lesson.word)]
 
 
+@every_lesson
 def test_the_notebooks_are_up_to_date(lesson):
     told = io.StringIO()
     assert not build(lesson, Console(file=told, width=300), check=True), told.getvalue()
 
 
+@every_lesson
 def test_the_committed_student_notebook_is_as_built(lesson):
     name = lesson.student.relative_to(FOLDER.parent)
     git = ["git", "-C", str(FOLDER.parent)]
@@ -84,6 +112,7 @@ def test_the_committed_student_notebook_is_as_built(lesson):
     assert nbformat.read(lesson.student, 4) == built
 
 
+@under_nbval
 def test_the_solved_notebook_passes_nbval(lesson, outcomes):
     ids = [c.id for c in nbformat.read(lesson.solved, 4).cells if c.cell_type == "code"]
     ended = {name: how for name, how in outcomes(lesson).items() if name in ids}
@@ -95,6 +124,7 @@ def test_the_solved_notebook_passes_nbval(lesson, outcomes):
 SCORES = re.compile(r"^print\(scores\(\w+\)\)$", re.M)  # says so where the exercise is not done
 
 
+@every_lesson
 def test_only_its_check_uses_what_an_exercise_defines(lesson):
     """So a cell of the walkthrough does the same in the student notebook as in the solved one."""
     cells = [cell for cell in read_source(lesson.source) if cell.kind == "code"]
@@ -128,6 +158,7 @@ def without_guesses(cell):
     ).strip("\n")
 
 
+@every_lesson
 def test_the_solved_notebook_commits_to_every_prediction(lesson):
     """So `reveal` shows a guess, the truth and their ratio to whoever only reads."""
     for cell in read_lesson(lesson):
@@ -137,6 +168,7 @@ def test_the_solved_notebook_commits_to_every_prediction(lesson):
                 assert f"\n{name}.commit(" in cell.text, f"line {cell.line}: ### GUESS {name}..."
 
 
+@under_nbval
 def test_the_student_notebook_stops_at_the_exercise_checks_and_nowhere_else(lesson, outcomes):
     """The cells of the walkthrough are those of the solved notebook; here the others are run."""
     notebook = student_notebook(lesson, read_lesson(lesson))

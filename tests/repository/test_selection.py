@@ -1,0 +1,94 @@
+"""Which tests run: what each tier proves of the planted mistakes, and what a change reaches."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.checks.test_planted_mistakes import EXERCISES, planted
+from tests.import_graph import Reached, changed_files
+
+FILES = {
+    "tests/conftest.py": (
+        "from course_lib.tool import Tool\n\n\ndef make():\n    return Tool()\n\n\n"
+        "def tool():\n    return make()\n"
+    ),
+    "tests/a/test_a.py": "from course_lib.a import A\n",
+    "tests/a/test_b.py": "def test_b(tool):\n    from course_lib.a.b import B\n",
+    "tests/c/test_c.py": 'COMMAND = "python -m course_lib.c"\nTABLE = "rows.csv"\n',
+    "course_lib/__init__.py": "",
+    "course_lib/a/__init__.py": "from course_lib.a.a import A\nfrom course_lib.a.b import B\n",
+    "course_lib/a/a.py": "class A: ...\n",
+    "course_lib/a/b.py": "from course_lib.core import words\n\n\nclass B: ...\n",
+    "course_lib/core/words.py": "",
+    "course_lib/c.py": "import course_lib.a.a\n",
+    "course_lib/tool.py": "class Tool: ...\n",
+    "notebooks/source/00_a.py": "%%time\nfrom course_lib.a import B\n",
+}
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    """A small course with its tests."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changed", "tests", "lesson"),
+    [
+        ("course_lib/a/a.py", "a c", False),  # not b: a name that a package offers is one file
+        ("course_lib/a/b.py", "b", True),
+        ("course_lib/core/words.py", "b", True),
+        ("course_lib/c.py", "c", False),  # named in a command
+        ("course_lib/tool.py", "b", False),  # through a fixture
+        ("data/rows.csv", "c", False),
+        ("data/other.csv", "", False),
+        ("tests/a/test_a.py", "a", False),
+        ("tests/conftest.py", "a b c", True),
+        ("notebooks/source/00_a.py", "", True),
+    ],
+)
+def test_a_change_reaches_what_depends_on_it(tree, changed, tests, lesson):
+    reached = Reached(tree, {changed})
+    found = [path.stem[-1] for path in sorted(tree.glob("tests/*/*.py")) if reached.by_test(path)]
+    assert " ".join(found) == tests
+    assert reached.by_name("notebooks/source/00_a.py") == lesson
+    assert reached.by_name("course_lib.a.b") == (lesson and "source" not in changed)
+
+
+def test_what_has_changed_is_what_git_says(tree):
+    def git(*words):
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tree, check=True
+        )
+
+    git("init", "-q", "-b", "main")
+    git("add", "-A")
+    git("commit", "-q", "-m", "one")
+    assert changed_files(tree, "1") == set()
+    (tree / "course_lib/c.py").write_text("")
+    (tree / "new.py").write_text("")
+    assert changed_files(tree, "1") == {"course_lib/c.py", "new.py"}
+    git("commit", "-q", "-a", "-m", "two")
+    assert changed_files(tree, "HEAD~1") == {"course_lib/c.py", "new.py"}
+    with pytest.raises(ValueError, match="need 1 or a commit; got nothing"):
+        changed_files(tree, "nothing")
+
+
+def test_each_cause_is_proven_by_ci_each_mistake_nightly_and_some_of_each_exercise_at_once():
+    tiers: dict[str, list[tuple[str, object]]] = {"quick": [], "ci": [], "all": []}
+    for one in planted():
+        exercise, wrong = one.values
+        marks = {mark.name for mark in one.marks}
+        for tier in ("quick", "ci", "all")[
+            2 if "nightly" in marks else 1 if "ci" in marks else 0 :
+        ]:
+            tiers[tier].append((exercise.key, wrong))
+    assert len(tiers["all"]) == sum(len(one.wrong) for one in EXERCISES)
+    for one in EXERCISES:
+        causes = {wrong.cause for wrong in one.wrong}
+        assert {wrong.cause for key, wrong in tiers["ci"] if key == one.key} == causes
+        assert len([key for key, _ in tiers["quick"] if key == one.key]) >= min(3, len(causes))
