@@ -90,9 +90,10 @@ def test_a_workflow_runs_what_is_there_and_ends(path):
             assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"])
 
 
-def test_the_tests_run_on_both_systems_the_notebooks_weekly_and_the_site_is_published():
+def test_the_tests_run_on_both_systems_the_long_ones_nightly_the_notebooks_weekly_and_the_site():
     runs = {path.stem: [step.get("run") for step in steps_of(path)] for path in WORKFLOWS}
     assert {".ci/run", ".ci/run-macos", "make check"} <= set(runs["tests"])
+    assert {".ci/run test-nightly", "make faults"} <= set(runs["nightly"])
     assert "make notebooks NOTEBOOKS_ARGS=--force" in runs["notebooks"]
     assert "make slides site" in runs["site"]
     weekly = workflow((ROOT / ".github/workflows/notebooks.yml").read_text())["on"]["schedule"]
@@ -116,7 +117,7 @@ def test_macos_hands_the_list_to_pytest(tmp_path):
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     said = subprocess.check_output([ROOT / ".ci/run-macos"], env={"PATH": path}, text=True)
     target, arguments = said.splitlines()
-    assert target == "test"
+    assert target == "test-all"
     assert arguments.split()[0] == "TEST_ARGS=--ignore=tests/grading"
     assert all(word.startswith("--ignore=tests/") for word in arguments.split()[1:])
 

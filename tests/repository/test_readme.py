@@ -178,7 +178,9 @@ def course_plan(command, course, tmp_path):
 RUNS = {
     "make lab": make_lab,
     "make test": make_test,
+    "make test CHANGED=1": make_test,
     "make test-all": make_test,
+    "make test-nightly": make_test,
     "make help": make_something,
     "make check": make_something,
     "make notebooks": make_notebooks,

@@ -265,6 +265,7 @@ def test_help_lists_every_target():
         "lab",
         "test",
         "test-all",
+        "test-nightly",
         "test-cluster",
         "faults",
         "gpu",
