@@ -42,7 +42,7 @@ def bare(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
 
-@pytest.fixture(params=["learners", "instructors"])
+@pytest.fixture(params=["learners", pytest.param("instructors", marks=pytest.mark.nightly)])
 def site(request: pytest.FixtureRequest) -> Site:
     return request.getfixturevalue(request.param)
 
