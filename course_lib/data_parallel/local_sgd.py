@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
+from course_lib.data_parallel.composition import check_same_parameters
 from course_lib.data_parallel.naive_ddp import broadcast_state
 
 
@@ -35,6 +36,7 @@ class LocalSGD(nn.Module):
         super().__init__()
         if every < 1:
             raise CourseError(f"{type(self).__name__}: need every >= 1; got {every}. Try 8.")
+        check_same_parameters(module.named_parameters(), group, type(self).__name__)
         self.module, self.every, self.group = module, every, group
         self.num_steps = 0
         broadcast_state(module, group)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
+from course_lib.data_parallel.composition import check_wrappable
 from course_lib.data_parallel.gradients import NoSync, require_gradients
 
 
@@ -40,6 +41,7 @@ class NaiveDDP(NoSync, nn.Module):
         broadcast_buffers: bool = True,
     ) -> None:
         super().__init__()
+        check_wrappable(module, group, type(self).__name__)
         self.module, self.group, self.find_unused = module, group, find_unused
         self._broadcast_buffers = broadcast_buffers
         self._buffers_may_differ = False  # as PyTorch has it: after a forward that will be synced

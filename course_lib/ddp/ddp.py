@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from course_lib.collectives.coalesced import broadcast_together
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
+from course_lib.data_parallel.composition import check_wrappable
 from course_lib.data_parallel.gradients import (
     NoSync,
     call_when_accumulated,
@@ -72,6 +73,7 @@ class DDP(NoSync, nn.Module):
     ) -> None:
         super().__init__()
         member_of(group, "DDP")
+        check_wrappable(module, group, "DDP")
         self.module, self.group, self.overlap = module, group or dist.group.WORLD, overlap
         self.find_unused, self.broadcast_buffers = find_unused, broadcast_buffers
         self.comm_hook = comm_hook or Mean

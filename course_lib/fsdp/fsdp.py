@@ -18,13 +18,14 @@ from torch.utils._pytree import tree_map_only
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import ParamShard
+from course_lib.data_parallel.composition import check_wrappable
 from course_lib.data_parallel.gradients import NoSync, call_when_accumulated
 from course_lib.fsdp.mesh import sharding_groups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy, policy_of
 from course_lib.fsdp.param_group import FSDPParamGroup
 from course_lib.fsdp.prefetch import UnitOrder
 from course_lib.fsdp.state import full_state, load_full, load_sharded, param_shards, sharded_state
-from course_lib.fsdp.units import Choice, Unit, check_wrappable, make_units, share_buffers
+from course_lib.fsdp.units import Choice, Unit, make_units, share_buffers
 from course_lib.zero.clip import clip_shards
 
 if TYPE_CHECKING:
@@ -73,9 +74,10 @@ class FSDP(NoSync, nn.Module):
         prefetch: bool = True,
     ) -> None:
         super().__init__()
-        check_wrappable(module, FSDP)
         self.policy = policy_of(compute_dtype, mixed_precision)
         self.groups = sharding_groups(group, mesh, reshard_after_forward)
+        for member in self.groups.members:
+            check_wrappable(module, member.group, "FSDP")
         self.module, self.prefetch = module, prefetch
         self.reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
         self.units = make_units(module, units, self.groups, self.policy)

@@ -34,6 +34,11 @@ class ShardingGroups:
     part: GroupMember | None = None
 
     @property
+    def members(self) -> list[GroupMember]:
+        """This rank in the groups that keep parameters in common."""
+        return [self.shard, *([self.replicas] if self.replicas else [])]
+
+    @property
     def num_ranks(self) -> int:
         """Number of ranks whose gradients are averaged."""
         return self.shard.size * (self.replicas.size if self.replicas else 1)

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.core.errors import CourseError
+from course_lib.data_parallel.composition import mark_split
 from course_lib.fsdp.dim0_layout import Dim0Layout
 from course_lib.fsdp.mesh import ShardingGroups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
+from course_lib.zero.guards import FSDPShard, ReplacedParameter, guard
 
 
 @dataclass(eq=False)
@@ -348,4 +350,7 @@ def _scatter_shard(
         dist.scatter(slot, None if slots is None else list(slots), first, member.group)
     if replicas is not None:
         dist.broadcast(slot, replicas.global_rank(0), replicas.group)
-    return nn.Parameter(layout.shard_in(slot, member.rank), param.requires_grad)
+    shard = FSDPShard(layout.shard_in(slot, member.rank), param.requires_grad)
+    mark_split(shard, "FSDP", member.ranks, source=param)
+    guard(param, ReplacedParameter)
+    return shard

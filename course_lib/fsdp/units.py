@@ -114,15 +114,6 @@ class Unit:
         return tensors
 
 
-def check_wrappable(module: nn.Module, wrapper: type[nn.Module]) -> None:
-    """Check that a module can be wrapped. Raises: CourseError for one that is wrapped already."""
-    if any(isinstance(part, wrapper) for part in module.modules()):
-        raise CourseError(
-            "FSDP: need a module whose weights are not sharded yet; got one with an FSDP in it. "
-            "Try one FSDP around everything, and units=[...]."
-        )
-
-
 def make_units(
     module: nn.Module, choice: Choice, groups: ShardingGroups, policy: MixedPrecisionPolicy
 ) -> list[Unit]:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import ShapeError
+from course_lib.data_parallel.composition import TENSOR_PARALLEL, mark_split
 from course_lib.tensor_parallel.overlap import overlapped_columns
 from course_lib.tensor_parallel.regions import (
     copy_to_region,
@@ -52,6 +53,7 @@ class ShardedLayer(nn.Module):
         if whole is not None:
             self.shards[name] = (dim, whole.shape[dim])
             shard = nn.Parameter(own_shard(whole.detach(), dim, self.group), whole.requires_grad)
+            mark_split(shard, TENSOR_PARALLEL, self.member.ranks)
         self.register_parameter(name, shard)
 
     def enter(self, x: Tensor) -> Tensor:

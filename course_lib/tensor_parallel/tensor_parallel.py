@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError, MeshError
+from course_lib.data_parallel.composition import check_wrappable
 from course_lib.models.gpt import GPT, MLP, Attention, Dropout
 from course_lib.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -175,6 +176,7 @@ def _group_for(model: GPT, mesh: DeviceMesh) -> dist.ProcessGroup:
         raise CourseError(
             f"parallelize: need an unsplit GPT; got {got}. Try parallelize(GPT(spec), mesh)."
         )
+    check_wrappable(model, mesh.get_group(), "parallelize")
     for what in ("num_heads", "kv_heads"):
         heads = getattr(model.spec, what)
         if heads % mesh.size():

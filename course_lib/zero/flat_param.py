@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
+from course_lib.data_parallel.composition import mark_split
 from course_lib.zero.flat_layout import FlatLayout, Piece
 from course_lib.zero.offload import Offload
 
@@ -71,6 +72,8 @@ class FlatParam:
     def keep_only_shard(self, offload: Offload | None) -> None:
         """Keep only the shard from now on, on the host if it is offloaded."""
         self.only_shard, self.offload = True, offload
+        for param in self.params:
+            mark_split(param, "ZeRO3", dist.get_process_group_ranks(self.group))
         self.shard = self.master = offload.copy_of(self.shard) if offload else self.shard.clone()
         self.free()
 

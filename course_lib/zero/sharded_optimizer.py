@@ -12,19 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import Optimizer
 
 from course_lib.collectives.coalesced import group_alike
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import ParamShard
+from course_lib.data_parallel.composition import check_same_parameters
 from course_lib.zero.clip import clip_shards
 from course_lib.zero.flat_layout import Piece
 from course_lib.zero.flat_param import FlatParam
+from course_lib.zero.guards import need_elementwise
 from course_lib.zero.offload import Offload
 from course_lib.zero.state import cut_state, join_state, numbered_groups, on_host, range_shard
-
-ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop)
 
 
 class ShardedOptimizer(Optimizer):
@@ -45,6 +45,8 @@ class ShardedOptimizer(Optimizer):
     Source:  Rajbhandari et al. 2020 (ZeRO), section 5.1
     """
 
+    elementwise = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -63,6 +65,9 @@ class ShardedOptimizer(Optimizer):
         trained = [param for group in self.param_groups for param in group["params"]]
         need_some([param for param in trained if param.is_floating_point()])
         self.process_group = group
+        if flat_params is None:
+            named = ((f"parameter {n}", param) for n, param in enumerate(trained))
+            check_same_parameters(named, group, "ShardedOptimizer")
         self.flat_params = (
             list(flat_params) if flat_params is not None else _flat_params_of(trained, group)
         )
@@ -70,6 +75,7 @@ class ShardedOptimizer(Optimizer):
             Offload(self.flat_params[0].flat.device) if offload is True else offload or None
         )
         self.inner = self._shard(optimizer_cls, defaults)
+        self.defaults = self.inner.defaults  # schedulers look up what the optimizer knows
 
     def _shard(self, optimizer_cls: type[Optimizer], defaults: dict[str, Any]) -> Optimizer:
         """Return the optimizer of this rank's pieces, in the same parameter groups."""
@@ -276,20 +282,6 @@ def _flat_params_of(params: Sequence[nn.Parameter], group: Group) -> list[FlatPa
     """Return one flat parameter for each dtype and device."""
     named = [(f"parameter {number}", param) for number, param in enumerate(params)]
     return [FlatParam([named[number] for number in part], group) for part in group_alike(params)]
-
-
-def need_elementwise(optimizer_cls: type[Optimizer]) -> None:
-    """Check that an optimizer steps each number by itself.
-
-    Raises:  CourseError for one whose step needs whole tensors
-    """
-    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, ELEMENTWISE)):
-        raise CourseError(
-            "ShardedOptimizer: need an optimizer that steps each number by itself, one of "
-            f"{', '.join(cls.__name__ for cls in ELEMENTWISE)}; got "
-            f"{getattr(optimizer_cls, '__name__', repr(optimizer_cls))}. A shard holds pieces of "
-            "tensors. Try torch.optim.AdamW."
-        )
 
 
 def _need_groups(flat_params: Sequence[FlatParam], number_of: Mapping[nn.Parameter, int]) -> None:

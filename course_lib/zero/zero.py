@@ -22,12 +22,14 @@ from course_lib.collectives.coalesced import broadcast_together, group_alike
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import Box, Shard
+from course_lib.data_parallel.composition import check_wrappable
 from course_lib.data_parallel.gradients import call_when_accumulated, some_names
 from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.gather_hooks import GatherHooks
+from course_lib.zero.guards import ZeROParameter, guard, need_elementwise
 from course_lib.zero.offload import Offload
 from course_lib.zero.reducer import Reducer, agree_on_used
-from course_lib.zero.sharded_optimizer import ShardedOptimizer, need_elementwise, need_some
+from course_lib.zero.sharded_optimizer import ShardedOptimizer, need_some
 from course_lib.zero.state import on_host, range_shard
 
 BUCKET_BYTES = 25 * 2**20
@@ -68,6 +70,7 @@ class ZeRO1:
         **defaults: Any,
     ) -> None:
         member_of(group, type(self).__name__)
+        check_wrappable(module, group, type(self).__name__)
         need_elementwise(optimizer_cls)
         self.module, self.group = module, group or dist.group.WORLD
         self.find_unused, self.broadcast_buffers = find_unused, broadcast_buffers
@@ -88,6 +91,7 @@ class ZeRO1:
         for number, flat_param in enumerate(self.flat_params):
             for index, param in enumerate(flat_param.params):
                 call_when_accumulated(param, self._mark_ready, number, index)
+                guard(param, ZeROParameter)
 
     def _lay_out(self, bucket_bytes: float) -> list[FlatParam]:
         """Return one flat parameter per bucket, in the order in which backward fills them."""

@@ -1,0 +1,86 @@
+"""Refuse wrappers that do not fit together: every wrapper asks here before it communicates.
+
+All ranks of a data-parallel group need the same parameters. So whoever splits a parameter marks it
+with the ranks that hold the other parts, and a wrapper over two of these ranks is an error: it
+would average, or broadcast, parts of different numbers. Notebooks 05_data_parallel to 11_mesh.
+"""
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course_lib.collectives.group import Group
+from course_lib.core.errors import CourseError, MeshError
+from course_lib.data_parallel.gradients import NoSync
+
+Split = tuple[str, tuple[int, ...]]  # which method split a parameter, and over which global ranks
+TENSOR_PARALLEL = "tensor parallelism"
+FOREIGN = ("torch.nn.parallel.", "torch.distributed.fsdp.")  # modules of PyTorch's own wrappers
+
+
+def mark_split(
+    param: Tensor, method: str, ranks: Iterable[int], source: Tensor | None = None
+) -> None:
+    """Note that `param` is this rank's part of a parameter, cut out of `source`, split over ranks.
+
+    The mark is made of plain values, so that a parameter can be pickled as before.
+    """
+    earlier = splits_of(param if source is None else source)
+    vars(param)["_splits"] = (*earlier, (method, tuple(ranks)))
+
+
+def splits_of(param: Tensor) -> tuple[Split, ...]:
+    """Return who has split a parameter so far, the first one first."""
+    return vars(param).get("_splits", ())
+
+
+def check_wrappable(module: nn.Module, group: Group, where: str) -> None:
+    """Check that `where` may average the gradients of a module over a group.
+
+    Raises:  CourseError if another wrapper does so already; MeshError if tensor parallelism has
+             split parameters over ranks of this group
+    """
+    if not isinstance(module, nn.Module):
+        _refuse(where, "an nn.Module", f"an object of {type(module).__name__}", "its module")
+    for part in module.modules():
+        kind = type(part)
+        if isinstance(part, NoSync) or any(c.__module__.startswith(FOREIGN) for c in kind.__mro__):
+            name = kind.__name__
+            got = f"one with {name} in it, which averages gradients, too"
+            _refuse(where, "a module without another wrapper", got, f"{where} or {name} alone")
+    for name, param in module.named_parameters():
+        for method, _ in splits_of(param):
+            if method != TENSOR_PARALLEL:
+                _refuse_part(name, method, where)
+    check_same_parameters(module.named_parameters(), group, where)
+
+
+def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: Group, where: str) -> None:
+    """Check that no two ranks of a group hold different parts of a parameter.
+
+    Raises:  CourseError for a shard of data parallelism; MeshError for one of tensor parallelism
+    """
+    ranks = dist.get_process_group_ranks(group)
+    for name, param in named:
+        if hasattr(param, "placements"):  # a DTensor, whose class takes long to import
+            _refuse_part(name, "PyTorch's DTensor", where)
+        for method, others in splits_of(param):
+            if len({*ranks} & {*others}) < 2:
+                continue
+            if method != TENSOR_PARALLEL:
+                _refuse_part(name, method, where)
+            raise MeshError(
+                f"rank {dist.get_rank()}, {where}: need a group whose ranks hold the same "
+                f"parameters; got ranks {ranks}, and {method} has split {name} over ranks "
+                f"{[*others]}. Try group=, with the data-parallel ranks alone."
+            )
+
+
+def _refuse_part(name: str, method: str, where: str) -> None:
+    got = f"{name}, of which a rank holds a shard or nothing ({method})"
+    _refuse(where, "whole parameters", got, f"{where} on the plain module, or {method} alone")
+
+
+def _refuse(where: str, need: str, got: str, attempt: str) -> None:
+    raise CourseError(f"rank {dist.get_rank()}, {where}: need {need}; got {got}. Try {attempt}.")

@@ -1,0 +1,138 @@
+"""Guards: code of PyTorch that would take a part of a gradient for all of it is told so.
+
+An optimizer that looks at whole matrices, `clip_grad_norm_` and a GradScaler read the parameters'
+gradients. Under ZeRO and FSDP these are shards, or nothing: each rank would find another norm, or
+skip another step. So a guarded parameter looks at who reads. Notebooks 09_zero, 10_fsdp.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch._C import TensorBase
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.optimizer import _foreach_supported_types
+
+from course_lib.core.errors import CourseError
+from course_lib.data_parallel.composition import splits_of
+
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop)  # and their state is simple enough to shard
+MORE = (optim.Adadelta, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam, optim.Rprop)
+CLIP, SCALER = "torch.nn.utils.clip_grad_norm_", "torch.amp.GradScaler"
+READERS = {  # the code that reads `param.grad`, by its qualified name
+    "clip_grad_norm_.<locals>.<listcomp>": CLIP,  # before Python 3.12
+    "clip_grad_norm_": CLIP,
+    "GradScaler._unscale_grads_": SCALER,
+}
+GRAD: Any = vars(TensorBase)["grad"]  # the property that ours stand in front of
+
+
+class GuardedParameter(nn.Parameter):
+    """A parameter of whose gradient this rank has a part; code that needs all of it is refused."""
+
+    engine: ClassVar[str]
+    instead: ClassVar[Mapping[str, str]]  # what to try, by reader
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient. Raises: CourseError for code that needs all of it"""
+        code = sys._getframe(1).f_code
+        if code.co_qualname in READERS and "torch" in code.co_filename and self.is_part:
+            self._refuse(READERS[code.co_qualname])
+        return cast(Tensor | None, GRAD.__get__(self))
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        GRAD.__set__(self, grad)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks have other parts."""
+        return True
+
+    def _refuse(self, reader: str) -> None:
+        raise CourseError(
+            f"rank {dist.get_rank()}, {self.engine}: need the gradient of all ranks' shards; got "
+            f"{reader}, which reads this rank's. Try {self.instead[reader]}."
+        )
+
+
+class ZeROParameter(GuardedParameter):
+    """A parameter of a ZeRO engine, which moves its gradient to a flat parameter."""
+
+    engine = "ZeRO"
+    instead: ClassVar = {
+        CLIP: "engine.clip_grad_norm_(max_norm)",
+        SCALER: "bfloat16, which needs no scaler, or DDP and a ShardedOptimizer",
+    }
+
+
+class FSDPShard(GuardedParameter):
+    """This rank's shard of a parameter under FSDP, which an optimizer steps."""
+
+    engine = "FSDP"
+    instead: ClassVar = {
+        CLIP: "model.clip_grad_norm_(max_norm)",
+        SCALER: "ShardedGradScaler of torch.distributed.fsdp.sharded_grad_scaler",
+    }
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks have other shards."""
+        return any(len(ranks) > 1 for _, ranks in splits_of(self))
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """True. An optimizer asks when it is made. Raises: CourseError if it needs whole tensors"""
+        reader = sys._getframe(1).f_locals.get("self")
+        if isinstance(reader, Optimizer) and self.is_part:
+            need_elementwise(type(reader), "FSDP", (*ELEMENTWISE, *MORE))
+        return True
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter that FSDP has replaced by a shard: an optimizer made before would train nothing.
+
+    It gets no gradient any more, and whoever looks for one is told so.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """Nothing. Raises: CourseError"""
+        raise CourseError(
+            f"rank {dist.get_rank()}, FSDP: need an optimizer of the shards; got one of a "
+            "parameter that FSDP has replaced by its shard, so it would train nothing. "
+            "Try model = FSDP(module) first, then the optimizer of model.parameters()."
+        )
+
+
+def guard(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    """Make a plain parameter one of these kinds, in place."""
+    if type(param) is nn.Parameter or isinstance(param, GuardedParameter):
+        param.__class__ = kind
+
+
+def need_elementwise(
+    optimizer_cls: type[Optimizer],
+    where: str = "ShardedOptimizer",
+    known: tuple[type[Optimizer], ...] = ELEMENTWISE,
+) -> None:
+    """Check that an optimizer steps each number by itself; its class may say so: `elementwise`.
+
+    Raises:  CourseError for one whose step needs whole tensors
+    """
+    if getattr(optimizer_cls, "elementwise", False):
+        return
+    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, known)):
+        raise CourseError(
+            f"{where}: need an optimizer that steps each number by itself, one of "
+            f"{', '.join(cls.__name__ for cls in known)}; got "
+            f"{getattr(optimizer_cls, '__name__', repr(optimizer_cls))}. A shard holds pieces of "
+            "tensors. Try torch.optim.AdamW, or elementwise = True in a class of your own."
+        )
+
+
+# as PyTorch does for its DTensor: otherwise optimizers on GPUs would loop over the shards
+_foreach_supported_types.append(FSDPShard)
