@@ -5,7 +5,7 @@ with the ranks that hold the other parts, and a wrapper over two of these ranks 
 would average, or broadcast, parts of different numbers. Notebooks 05_data_parallel to 11_mesh.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ def check_wrappable(module: nn.Module, group: Group, where: str) -> None:
         if isinstance(part, NoSync) or any(c.__module__.startswith(FOREIGN) for c in kind.__mro__):
             name = kind.__name__
             got = f"one with {name} in it, which averages gradients, too"
-            _refuse(where, "a module without another wrapper", got, f"{where} or {name} alone")
+            _refuse(where, "a module without another wrapper", got, f"{where}(module) alone")
     for name, param in module.named_parameters():
         for method, _ in splits_of(param):
             if method != TENSOR_PARALLEL:
@@ -71,10 +71,29 @@ def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: Group, whe
             if method != TENSOR_PARALLEL:
                 _refuse_part(name, method, where)
             raise MeshError(
-                f"rank {dist.get_rank()}, {where}: need a group whose ranks hold the same "
+                f"{where}: need a group whose ranks hold the same "
                 f"parameters; got ranks {ranks}, and {method} has split {name} over ranks "
                 f"{[*others]}. Try group=, with the data-parallel ranks alone."
             )
+
+
+def check_compiled(
+    module: nn.Module, hooked: Collection[nn.Module], where: str, attempt: str
+) -> None:
+    """Check that no module whose hooks gather and free parameters lies in compiled code.
+
+    `torch.compile(part)` calls the hooks of `part` outside of the compiled code, those of modules
+    in it inside; `part.compile()` calls both inside.
+
+    Raises:  CourseError if there is one
+    """
+    for name, part in module.named_modules():
+        around = hasattr(part, "_orig_mod")
+        if around or part._compiled_call_impl is not None:
+            inside = [*part.modules()][around:]
+            if any(one in hooked for one in inside):
+                got = f"{name or 'the module'} compiled, with modules in it that gather and free"
+                _refuse(where, "compiled code that gathers no parameters", got, attempt)
 
 
 def _refuse_part(name: str, method: str, where: str) -> None:
@@ -83,4 +102,4 @@ def _refuse_part(name: str, method: str, where: str) -> None:
 
 
 def _refuse(where: str, need: str, got: str, attempt: str) -> None:
-    raise CourseError(f"rank {dist.get_rank()}, {where}: need {need}; got {got}. Try {attempt}.")
+    raise CourseError(f"{where}: need {need}; got {got}. Try {attempt}.")

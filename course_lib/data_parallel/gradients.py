@@ -34,6 +34,15 @@ class NoSync:
         finally:
             self._syncs = before
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> None:
+        """Refuse PyTorch's DDP around this wrapper: it asks for this name when it is made."""
+        raise CourseError(
+            "DistributedDataParallel: need a module without another "
+            f"wrapper; got one with {type(self).__name__} in it, which averages gradients, too. "
+            f"Try DistributedDataParallel or {type(self).__name__} alone."
+        )
+
 
 def call_when_accumulated(param: nn.Parameter, method: Callable[..., None], *args: Any) -> None:
     """Call `method(*args)` each time backward has accumulated into `param.grad`.

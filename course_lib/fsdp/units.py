@@ -15,6 +15,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from course_lib.core.errors import CourseError
+from course_lib.data_parallel.composition import check_compiled
 from course_lib.fsdp.mesh import ShardingGroups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
 from course_lib.fsdp.param_group import FoundParam, FSDPParamGroup
@@ -119,6 +120,8 @@ def make_units(
 ) -> list[Unit]:
     """Shard a module's parameters unit by unit; return the root first, then the units in order."""
     chosen = choose(module, choice)
+    attempt = "torch.compile(block) for each unit: model.blocks[i] = torch.compile(model.blocks[i])"
+    check_compiled(module, chosen.values(), "FSDP", attempt)
     device = _device(module)
     found = find_params(module, chosen)
     units = []

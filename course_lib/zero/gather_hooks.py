@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from course_lib.collectives.coalesced import group_alike
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
+from course_lib.data_parallel.composition import check_compiled
 from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.offload import Offload
 
@@ -139,6 +140,9 @@ def _free(flat_params: Sequence[FlatParam]) -> None:
 
 def _check(module: nn.Module) -> None:
     """Check that no module frees parameters while another one computes with them."""
+    hooked = [part for part in module.modules() if part._parameters]
+    attempt = "ZeRO2, or FSDP with torch.compile(block) as its units"
+    check_compiled(module, hooked, "ZeRO3", attempt)
     owners: dict[nn.Parameter, list[str]] = {}
     for path, part in module.named_modules():
         if isinstance(part, nn.MultiheadAttention):

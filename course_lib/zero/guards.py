@@ -2,14 +2,16 @@
 
 An optimizer that looks at whole matrices, `clip_grad_norm_` and a GradScaler read the parameters'
 gradients. Under ZeRO and FSDP these are shards, or nothing: each rank would find another norm, or
-skip another step. So a guarded parameter looks at who reads. Notebooks 09_zero, 10_fsdp.
+skip another step. PyTorch's own wrappers, applied to the same module, would average or shard what
+is sharded already. So a guarded parameter looks at who reads it. Notebooks 09_zero, 10_fsdp.
 """
 
 import sys
 from collections.abc import Mapping
+from types import CodeType
 from typing import Any, ClassVar, cast
 
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn, optim
 from torch._C import TensorBase
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
@@ -21,12 +23,17 @@ from course_lib.data_parallel.composition import splits_of
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop)  # and their state is simple enough to shard
 MORE = (optim.Adadelta, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam, optim.Rprop)
 CLIP, SCALER = "torch.nn.utils.clip_grad_norm_", "torch.amp.GradScaler"
-READERS = {  # the code that reads `param.grad`, by its qualified name
+TORCH_DDP, FULLY_SHARD = "PyTorch's DistributedDataParallel", "PyTorch's FSDP"
+READERS = {  # the code that reads a gradient, or the device as wrappers do, by its qualified name
     "clip_grad_norm_.<locals>.<listcomp>": CLIP,  # before Python 3.12
     "clip_grad_norm_": CLIP,
     "GradScaler._unscale_grads_": SCALER,
+    "DistributedDataParallel.__init__.<locals>.<setcomp>": TORCH_DDP,
+    "DistributedDataParallel.__init__": TORCH_DDP,
+    "_move_states_to_device": FULLY_SHARD,
 }
-GRAD: Any = vars(TensorBase)["grad"]  # the property that ours stand in front of
+GRAD: Any = vars(TensorBase)["grad"]  # the properties that ours stand in front of
+DEVICE: Any = vars(TensorBase)["device"]
 
 
 class GuardedParameter(nn.Parameter):
@@ -38,9 +45,7 @@ class GuardedParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The gradient. Raises: CourseError for code that needs all of it"""
-        code = sys._getframe(1).f_code
-        if code.co_qualname in READERS and "torch" in code.co_filename and self.is_part:
-            self._refuse(READERS[code.co_qualname])
+        self._check(sys._getframe(1).f_code)
         return cast(Tensor | None, GRAD.__get__(self))
 
     @grad.setter
@@ -48,15 +53,25 @@ class GuardedParameter(nn.Parameter):
         GRAD.__set__(self, grad)
 
     @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device. Raises: CourseError for another wrapper, which asks for it when it is made"""
+        self._check(sys._getframe(1).f_code)
+        return cast(torch.device, DEVICE.__get__(self))
+
+    @property
     def is_part(self) -> bool:
         """Whether other ranks have other parts."""
         return True
 
-    def _refuse(self, reader: str) -> None:
-        raise CourseError(
-            f"rank {dist.get_rank()}, {self.engine}: need the gradient of all ranks' shards; got "
-            f"{reader}, which reads this rank's. Try {self.instead[reader]}."
-        )
+    def _check(self, code: CodeType) -> None:
+        """Check that the code that reads does not take this part for the whole."""
+        reader = READERS.get(code.co_qualname)
+        if reader and "torch" in code.co_filename and self.is_part:
+            attempt = self.instead.get(reader, f"{self.engine} or {reader} alone")
+            raise CourseError(
+                f"{self.engine}: need code that knows of the shards of all ranks; got {reader}, "
+                f"which sees this rank's alone. Try {attempt}."
+            )
 
 
 class ZeROParameter(GuardedParameter):
@@ -102,7 +117,7 @@ class ReplacedParameter(nn.Parameter):
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """Nothing. Raises: CourseError"""
         raise CourseError(
-            f"rank {dist.get_rank()}, FSDP: need an optimizer of the shards; got one of a "
+            "FSDP: need an optimizer of the shards; got one of a "
             "parameter that FSDP has replaced by its shard, so it would train nothing. "
             "Try model = FSDP(module) first, then the optimizer of model.parameters()."
         )
