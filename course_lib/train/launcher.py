@@ -122,7 +122,8 @@ def _work_and_leave(config: TrainConfig) -> None:
 def work(config: TrainConfig) -> int:
     """Run one rank: train, and on failure report why to the process that started this one.
 
-    Return 0 when the training is done, REQUEUE when a signal has ended it early.
+    Return 0 when the training is done, or nobody reads its lines any more; REQUEUE when a signal
+    has ended it early.
 
     Raises: CourseError, or what the training raised, where this process is the only one
     """
@@ -154,7 +155,7 @@ def _train(rank: int, config: TrainConfig) -> int:
     except CourseError as error:
         raise BadInputError(str(error)) from error
     trainer.run()
-    return 0 if trainer.is_done else REQUEUE
+    return 0 if trainer.is_done or trainer.metrics.is_unread else REQUEUE
 
 
 def _leave(error: Exception) -> NoReturn:

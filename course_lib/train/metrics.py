@@ -27,27 +27,31 @@ class Metrics:
 
     dp   copies of the model: each reports its loss times its share times dp
     lr   the learning rate, for the sentence about a loss that is not a number
+
+    is_unread   whether nobody reads what a rank prints, as in `... | head`: all ranks then end
     """
 
     def __init__(self, record: RunRecord, dp: int, lr: float | None) -> None:
         self.record, self.dp, self.lr = record, dp, lr
         self._open: list[Tensor] = []  # this rank's part, of steps that are not summed up
         self._marks: list[int] = []
-        self.monitor = ResourceMonitor()
+        self.monitor, self.is_unread = ResourceMonitor(), False
 
     def step_done(self, found: Tensor, **step: Any) -> None:
         """Record a step; `found` is the result of the step's gradient pass."""
         self._open.append(found)
         self.record.steps.append(step | self.monitor.read())
 
-    def sum_losses(self) -> tuple[float, float | None]:
+    def sum_losses(self, *, is_unread: bool = False) -> tuple[float, float | None]:
         """Sum the last steps' losses over all ranks; return their mean and the accuracy.
 
         Raises: CourseError for a loss that is not a number
         """
-        found = torch.stack(self._open)  # [steps, 3]
+        told = self._open[0].new_tensor([float(is_unread), 0, 0])  # travels with the losses
+        found = torch.stack([told, *self._open])  # [1 + steps, 3]
         dist.all_reduce(found)
         self._open.clear()
+        self.is_unread, found = bool(found[0, 0]), found[1:]
         losses = (found[:, 0] / self.dp).tolist()
         steps = self.record.steps[-len(losses) :]
         for step, loss, (right, asked) in zip(steps, losses, found[:, 1:].tolist(), strict=True):

@@ -1,5 +1,6 @@
 """Progress of a run on rank 0: a bar on a terminal, plain lines anywhere else."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,12 +28,15 @@ class ProgressBar:
     """Shows progress while it is open: `with ProgressBar(...) as bar: bar.step()`.
 
     every   steps between two lines where there is no terminal; 0: says nothing at all
+
+    is_unread   whether the reader of the lines has gone, as in `... | head`
     """
 
     def __init__(self, progress: Progress, num_steps: int, every: int) -> None:
         self.progress, self.num_steps, self.every = progress, num_steps, every
         self._first, self._start_s = Progress(**vars(progress)), time.perf_counter()
         self._bar: rich.progress.Progress | None = None
+        self.is_unread = False
         if every and (bar := _step_bar()).console.is_terminal:
             self._bar = bar
             self._task = self._bar.add_task("", total=num_steps, completed=progress.step, note="")
@@ -59,7 +63,15 @@ class ProgressBar:
             self._bar.update(self._task, note=note)
         elif self.every:
             width = len(str(self.num_steps))
-            print(f"step {self.progress.step:{width}}/{self.num_steps}  {note}", flush=True)
+            self.say(f"step {self.progress.step:{width}}/{self.num_steps}  {note}")
+
+    def say(self, lines: str) -> None:
+        """Print lines, if somebody reads them."""
+        try:
+            print(lines, flush=True)
+        except BrokenPipeError:
+            self.is_unread = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that flushing at exit does not fail
 
     def tokens_per_s(self) -> float:
         """Return the tokens of all ranks per second of this process, everything included."""

@@ -108,21 +108,22 @@ class Trainer:
             self._profiler as profiler,
             ProgressBar(self.progress, self.config.steps, every) as bar,
         ):
-            while not (self.is_done or preemption.is_agreed):
+            is_over = self.is_done or preemption.is_agreed
+            while not is_over:
                 preemption.ask()
                 with profiler.step(self.progress.step):
                     self._step()
                 bar.step()
                 if self._is_time(self.config.every):
-                    bar.loss(*self.metrics.sum_losses())
+                    bar.loss(*self.metrics.sum_losses(is_unread=bar.is_unread))
                 preemption.agree()
-                is_over = self.is_done or preemption.is_agreed
+                is_over = self.is_done or preemption.is_agreed or self.metrics.is_unread
                 if self._is_time(self.config.save_every) and not is_over:
                     self.save()
             self.save()
             self.checkpoints.wait()
         if every and self.is_done:
-            print(self.metrics.summary(self.progress, bar.tokens_per_s()), flush=True)
+            bar.say(self.metrics.summary(self.progress, bar.tokens_per_s()))
         return self.record
 
     def _step(self) -> None:
