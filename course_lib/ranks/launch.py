@@ -30,6 +30,7 @@ from course_lib.ranks.report import Report, dropped_words, find_mismatch, orphan
 from course_lib.ranks.tracer import CallTracer, MismatchError
 from course_lib.ranks.world import join_world
 
+LAST = "the barrier is the one at the end of launch(). Try as many steps on every rank."
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -61,8 +62,12 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
                 _leave_record(tracer, world_size, attempt_folder(record_to), zero_s)
             dist.barrier()
         except MismatchError:
-            report = Report(mismatch=find_mismatch(call_board, world_size), restarted=False)
-            sys.exit(str(report))
+            calls = find_mismatch(call_board, world_size)
+            report = str(Report(mismatch=calls, restarted=False))
+            early = [
+                r for r, post in calls if post.kind == "barrier" and "launch(" in post.line.text
+            ]
+            sys.exit("\n".join([report, *(f"rank {r} had returned: {LAST}" for r in early)]))
         if sees_all:
             _warn(call_board, zero_s)
         tracer.forget_unkept()

@@ -888,7 +888,6 @@ REFUSED = {
     "need tied parameters in one unit; got blocks.0.layer.weight in blocks.0 and blocks.1": (
         lambda rank: FSDP(tied_across())
     ),
-    "whose weights are not sharded yet": lambda rank: FSDP(nn.Sequential(FSDP(blocks()))),
     "need floating dtypes": lambda rank: FSDP(blocks(), compute_dtype=torch.int8),
     "need compute_dtype or mixed_precision; got both": lambda rank: FSDP(
         blocks(), compute_dtype=torch.bfloat16, mixed_precision=FULL

@@ -218,6 +218,8 @@ def main(rank, *args):
         dist.all_reduce(torch.ones(4 + rank))
     if mode == "drop" and rank == 1:
         dist.irecv(torch.ones(1), 0)
+    if mode == "early" and rank == 1:
+        return
     x = torch.tensor([10.0 ** rank])
     dist.all_reduce(x)
     print(f"sum {x.item():.0f}", flush=True)
@@ -225,7 +227,7 @@ def main(rank, *args):
 if __name__ == "__main__":
     launch(main, record_to=sys.argv[1])
     threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    print("threads of gloo:", sum("gloo" in name for name in threads), flush=True)
+    print(f"threads of gloo: {sum('gloo' in name for name in threads)}", flush=True)
 """
 
 
@@ -270,6 +272,12 @@ def test_a_mismatch_under_torchrun_is_named(tmp_path):
     assert done.returncode != 0
     assert "all_reduce(sum) float32 [4]" in done.stderr
     assert "all_reduce(sum) float32 [5]" in done.stderr
+
+
+def test_a_rank_that_returns_early_under_torchrun_is_named(tmp_path):
+    done = run_script(tmp_path, "early", 2)
+    assert done.returncode != 0
+    assert "rank 1 had returned: the barrier is the one at the end of launch()" in done.stderr
 
 
 def test_a_receive_that_never_arrives_under_torchrun_is_told_and_holds_no_rank_back(tmp_path):

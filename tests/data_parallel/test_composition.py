@@ -1,0 +1,260 @@
+"""What does not fit together is refused in a sentence, before a wrong number can come of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim import SGD, Adafactor, Muon
+
+from course_lib.core.errors import CourseError, MeshError
+from course_lib.core.presets import find_model
+from course_lib.data_parallel import LocalSGD, NaiveDDP
+from course_lib.ddp import DDP
+from course_lib.fsdp import FSDP
+from course_lib.mesh import Mesh, RankMesh
+from course_lib.models import GPT, next_tokens, token_batch
+from course_lib.tensor_parallel import parallel_token_loss, parallelize
+from course_lib.zero import ShardedOptimizer, ZeRO1, ZeRO2, ZeRO3
+
+TINY = replace(
+    find_model("tiny"), num_layers=1, hidden=8, num_heads=2, ffn_hidden=16, vocab=16, max_seq=8
+)
+ENGINES = {"ZeRO1": ZeRO1, "ZeRO2": ZeRO2, "ZeRO3": ZeRO3}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+class Blocks(nn.Module):
+    """Two blocks, which become units, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def blocks():
+    torch.manual_seed(0)
+    return Blocks()
+
+
+def zero(name, module):
+    return ENGINES[name](module, SGD, lr=0.5)
+
+
+def sharded(module):
+    return ShardedOptimizer(module.parameters(), SGD, lr=0.5)
+
+
+def one_after_another(first, second):
+    """Both of the same module, as in two cells of a notebook."""
+    module = net()
+    kept = first(module)
+    return second(module), kept
+
+
+def compiled(module):
+    return torch.compile(module, backend="aot_eager")
+
+
+def with_compiled_blocks(in_place):
+    module = blocks()
+    for number, block in enumerate(module.blocks):
+        if in_place:
+            block.compile(backend="aot_eager")
+        else:
+            module.blocks[number] = compiled(block)
+    return module
+
+
+def split_gpt():
+    torch.manual_seed(0)
+    return parallelize(GPT(TINY), RankMesh(Mesh(tp=2)).device_mesh("tp"))
+
+
+WRAPPED, SHARDED = "need a module without another wrapper", "need whole parameters"
+TENSOR_PARALLEL = "and tensor parallelism has split embedding.weight over ranks [0, 1]"
+REFUSED = {
+    "DDP(FSDP)": (lambda: DDP(FSDP(net())), WRAPPED),
+    "NaiveDDP(FSDP)": (lambda: NaiveDDP(FSDP(net())), WRAPPED),
+    "torch DDP(FSDP)": (lambda: TorchDDP(FSDP(net())), WRAPPED),
+    "torch DDP(DDP)": (lambda: TorchDDP(DDP(net())), WRAPPED),
+    "DDP(torch DDP)": (lambda: DDP(TorchDDP(net())), WRAPPED),
+    "DDP(DDP)": (lambda: DDP(DDP(net())), WRAPPED),
+    "ZeRO2(DDP)": (lambda: zero("ZeRO2", DDP(net())), WRAPPED),
+    "ZeRO3(DDP)": (lambda: zero("ZeRO3", DDP(net())), WRAPPED),
+    "FSDP(Sequential(FSDP))": (lambda: FSDP(nn.Sequential(FSDP(net()))), WRAPPED),
+    "FSDP(fully_shard)": (lambda: FSDP(fully_shard(net())), WRAPPED),
+    "DDP(fully_shard)": (lambda: DDP(fully_shard(net())), WRAPPED),
+    "FSDP, then DDP": (lambda: one_after_another(FSDP, DDP), SHARDED),
+    "FSDP, then FSDP": (lambda: one_after_another(FSDP, FSDP), SHARDED),
+    "FSDP, then ZeRO1": (lambda: one_after_another(FSDP, lambda m: zero("ZeRO1", m)), SHARDED),
+    "ZeRO3, then ZeRO3": (
+        lambda: one_after_another(*[lambda m: zero("ZeRO3", m)] * 2),
+        SHARDED,
+    ),
+    "DDP(ZeRO3.module)": (lambda: DDP(zero("ZeRO3", net()).module), SHARDED),
+    "LocalSGD(FSDP)": (lambda: LocalSGD(FSDP(net()), every=2), SHARDED),
+    "ShardedOptimizer of FSDP": (lambda: sharded(FSDP(net())), SHARDED),
+    "ShardedOptimizer of fully_shard": (lambda: sharded(fully_shard(net())), SHARDED),
+    "parallelize(FSDP.module)": (
+        lambda: parallelize(FSDP(GPT(TINY)).module, RankMesh(Mesh(tp=2)).device_mesh("tp")),
+        SHARDED,
+    ),
+    "DDP(ZeRO2)": (lambda: DDP(zero("ZeRO2", net())), "need an nn.Module; got an object of ZeRO2"),
+    "FSDP, then torch DDP": (lambda: one_after_another(FSDP, TorchDDP), "need code that knows"),
+    "FSDP, then fully_shard": (lambda: one_after_another(FSDP, fully_shard), "need code that"),
+    "fully_shard(FSDP)": (lambda: fully_shard(FSDP(net())), "need code that knows"),
+    "torch DDP(ZeRO3.module)": (lambda: TorchDDP(zero("ZeRO3", net()).module), "need code that"),
+    **{
+        f"{name} over TP": (lambda wrap=wrap: wrap(split_gpt()), TENSOR_PARALLEL)
+        for name, wrap in {"DDP": DDP, "NaiveDDP": NaiveDDP, "FSDP": FSDP}.items()
+    },
+    **{
+        f"{name} over TP": (lambda name=name: zero(name, split_gpt()), TENSOR_PARALLEL)
+        for name in ENGINES
+    },
+    "ShardedOptimizer over TP": (lambda: sharded(split_gpt()), "split parameter 0 over"),
+    **{
+        f"ZeRO3(compiled {name})": (lambda make=make: zero("ZeRO3", make()), f"got {name} compiled")
+        for name, make in {
+            "the module": lambda: compiled(blocks()),
+            "blocks.0": lambda: with_compiled_blocks(in_place=False),
+        }.items()
+    },
+    "FSDP(compiled)": (lambda: FSDP(compiled(blocks())), "got the module compiled"),
+    "FSDP(units compiled in place)": (
+        lambda: FSDP(with_compiled_blocks(in_place=True)),
+        "got blocks.0 compiled",
+    ),
+    "optimizer before FSDP, step": (
+        lambda: one_after_another(lambda m: SGD(m.parameters()), FSDP)[1].step(),
+        "so it would train nothing",
+    ),
+    "optimizer before FSDP, zero_grad": (
+        lambda: one_after_another(lambda m: SGD(m.parameters()), FSDP)[1].zero_grad(),
+        "so it would train nothing",
+    ),
+    "Muon of FSDP": (
+        lambda: Muon(FSDP(nn.Linear(4, 4, bias=False)).parameters()),
+        "FSDP: need an optimizer that steps each number by itself",
+    ),
+    "Adafactor of FSDP": (
+        lambda: Adafactor(FSDP(net()).parameters()),
+        "FSDP: need an optimizer that steps each number by itself",
+    ),
+}
+
+
+def sentence_for(rank, name):
+    """The error of one case, as it is made."""
+    with pytest.raises(CourseError) as caught:
+        REFUSED[name][0]()
+    return str(caught.value), isinstance(caught.value, MeshError)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_composition_is_refused_in_one_sentence(pools, name):
+    wanted = REFUSED[name][1]
+    for said, is_mesh_error in pools(2).run(sentence_for, name):
+        assert wanted in said
+        assert "; got " in said
+        assert " Try " in said
+        assert is_mesh_error == (" over TP" in name)
+
+
+def losses(rank, wrap, make_optimizer=None):
+    """Losses of the whole batch in three steps, and the parameters behind them."""
+    model = wrap()
+    optimizer = make_optimizer(model) if make_optimizer else model
+    found = []
+    for n in range(3):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(n)).chunk(2)[rank]
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        if isinstance(model, DDP | NaiveDDP):
+            model.finish()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        found.append(total.item() / 2)
+    return found
+
+
+def sgd(model):
+    return SGD(model.parameters(), lr=0.5)
+
+
+RIGHT = {
+    "FSDP": (lambda: FSDP(blocks()), sgd),
+    "FSDP of compiled units": (lambda: FSDP(with_compiled_blocks(in_place=False)), sgd),
+    "DDP of compiled blocks": (lambda: DDP(with_compiled_blocks(in_place=True)), sgd),
+    "DDP and ShardedOptimizer": (lambda: DDP(blocks()), sharded),
+    "ZeRO1 of a compiled module": (lambda: zero("ZeRO1", compiled(blocks())), None),
+    "ZeRO2 of compiled blocks": (lambda: zero("ZeRO2", with_compiled_blocks(True)), None),
+    "ZeRO3": (lambda: zero("ZeRO3", blocks()), None),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_fits_together_has_the_losses_of_ddp(pools, name):
+    wanted = pools(2).run(losses, lambda: DDP(blocks()), sgd)[0]
+    assert pools(2).run(losses, *RIGHT[name])[0] == pytest.approx(wanted, rel=1e-5)
+
+
+def tp_and_dp(rank, wrap):
+    """Losses of two steps with TP over one axis and data parallelism over the other."""
+    torch.manual_seed(0)
+    mesh = RankMesh(Mesh(dp=2, tp=2))
+    split = parallelize(GPT(TINY), mesh.device_mesh("tp"))
+    model, optimizer = wrap(split, mesh.group("dp"))
+    found = []
+    for n in range(2):
+        batch = next_tokens(token_batch(n, batch=4, seq=8, vocab=16))
+        x, y = (tensor.chunk(2)[mesh.index("dp")] for tensor in batch)
+        optimizer.zero_grad()
+        loss = parallel_token_loss(model(x), y, group=mesh.group("tp"))
+        loss.backward()
+        if isinstance(model, DDP):
+            model.finish()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def fsdp_over(module, group):
+    model = FSDP(module, group=group)
+    return model, sgd(model)
+
+
+def zero_over(name):
+    def wrap(module, group):
+        engine = ENGINES[name](module, SGD, group, lr=0.5)
+        return engine, engine
+
+    return wrap
+
+
+def ddp_over(module, group):
+    model = DDP(module, group=group)
+    return model, ShardedOptimizer(module.parameters(), SGD, group, lr=0.5)
+
+
+def test_data_parallelism_over_the_other_axis_of_tp_stays_possible(pools):
+    wanted = pools(4).run(tp_and_dp, ddp_over)
+    for wrap in (fsdp_over, zero_over("ZeRO1"), zero_over("ZeRO3")):
+        for mine, theirs in zip(pools(4).run(tp_and_dp, wrap), wanted, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
