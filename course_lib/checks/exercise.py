@@ -12,9 +12,7 @@ import difflib
 import importlib
 import importlib.util
 import io
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,6 +23,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import cloudpickle
 
+from course_lib.checks.limits import COMPUTING_S, OutOfTime, at_most
 from course_lib.checks.right_answer import assignment_here, frozen_values, right_answer
 from course_lib.core import CourseError
 
@@ -81,6 +80,10 @@ class NotDone(_ShortError):
 
 class TooLong(_ShortError):
     """The check ran into its limit."""
+
+
+class Stopped(_ShortError):
+    """The check was interrupted."""
 
 
 @runtime_checkable
@@ -192,43 +195,24 @@ def check(key: str, answer: Any, *, limit_s: float = LIMIT_S) -> None:
 def explained(key: str, answer: Any, limit_s: float = LIMIT_S) -> Iterator[None]:
     """Turn whatever goes wrong in the block, which runs an answer, into a short text.
 
-    What is printed in it is shown only then; after `limit_s` seconds it is ended.
-    Raises: CheckFailed or NotDone that begin with the key, TooLong
+    What is printed in it is shown only then. It is ended after `limit_s` seconds, and sooner where
+    it computes in this process for COMPUTING_S, which takes longer than any right answer.
+    Raises: CheckFailed, NotDone, TooLong or Stopped, which begin with the key
     """
     _demand_own(key, answer)
     printed = io.StringIO()
+    computing_s = COMPUTING_S * max(1.0, limit_s / LIMIT_S)
     try:
         with (
             contextlib.redirect_stdout(printed),
             contextlib.redirect_stderr(printed),
-            _limited(key, limit_s),
+            at_most(limit_s),
+            at_most(computing_s, computing=True),
         ):
             yield
-    except Exception as error:
+    except (Exception, OutOfTime, KeyboardInterrupt) as error:
         print(printed.getvalue(), end="")
         _explain(key, error)
-
-
-@contextlib.contextmanager
-def _limited(key: str, limit_s: float) -> Iterator[None]:
-    """Raise TooLong after some seconds; in a thread, where no signal arrives, there is no limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def strike(*_: Any) -> NoReturn:
-        raise TooLong(
-            f"{key}: ended after {limit_s:g} s; a right answer needs a few. Does a loop never end, "
-            "or a wait never return? On a slow machine, give it more: check(..., limit_s=600)."
-        )
-
-    before = signal.signal(signal.SIGALRM, strike)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def find_exercise(key: str) -> Exercise:
@@ -298,19 +282,25 @@ def _demand_own(key: str, answer: Any) -> None:
         )
 
 
-def _explain(key: str, error: Exception) -> NoReturn:
-    """Return a short text that starts with the key for any error in a check."""
+def _explain(key: str, error: BaseException) -> NoReturn:
+    """Raise a short text that starts with the key for any error in a check."""
+    where = own_line(error.__traceback__)
     if isinstance(error, NotDone | NotImplementedError):
         raise NotDone(not_done(key, str(error))) from None
     if isinstance(error, CheckFailed):
         raise CheckFailed(f"{key}: {error}", error.cause) from None
-    if isinstance(error, TooLong):
-        raise error from None
+    at = f", at {where}" if where else ""
+    if isinstance(error, KeyboardInterrupt):
+        raise Stopped(f"{key}: stopped{at}") from None
+    if isinstance(error, OutOfTime):
+        raise TooLong(
+            f"{key}: {error}{at}\n    A right answer needs a few. Does a loop never end, or a wait "
+            "never return? On a slow machine, give it more: check(..., limit_s=600)."
+        ) from None
     if "Ranks live in the notebook" in str(error):
         raise CheckFailed(
             f"{key}: `ranks` lives in the notebook; on a rank, use dist.get_world_size()."
         ) from None
-    where = own_line(error.__traceback__)
     what = f"{type(error).__name__}: {error}"
     if where:
         raise CheckFailed(f"{key}: your code raised {what}\n    {where}") from error

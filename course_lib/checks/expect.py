@@ -9,6 +9,7 @@ SYMPTOMS = {
     "hang": "your ranks wait for each other.",
     "mismatch": "your ranks do not make the same calls in the same order.",
     "died": "the process of a rank ended.",
+    "endless": "your code does not return.",
     "stopped": "you stopped the check.",
 }
 

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed
 from course_lib.checks.expect import SYMPTOMS, on_ranks
+from course_lib.checks.limits import COMPUTING_S, OutOfTime, at_most
 from course_lib.core import COMMUNICATION_KINDS, Event
 from course_lib.ranks import RankError, Ranks, record
 
+ENDLESS = Cause("Does a loop never end? The line below is where it was.")
 WORLDS = (3, 2, 4, 1)  # three ranks first: on two, wrong answers look alike
 
 
@@ -159,7 +161,7 @@ class OnRanks:
 
     def _run(self, ranks: Ranks, answer: Any, options: Mapping[str, Any]) -> Run:
         try:
-            by_rank = ranks.run(self.observe_on_rank, answer, **options)
+            by_rank = ranks.run(_limited, COMPUTING_S, self.observe_on_rank, answer, options)
         except RankError as error:
             trouble = Trouble(
                 error.kind,
@@ -190,10 +192,25 @@ class OnRanks:
         for name, text in trouble.failures.values():
             if name == "NotImplementedError":
                 return NotDone(text)
-        cause = next((c for kind, fits, c in self.trouble if _fits(trouble, kind, fits)), None)
+        fitting = (c for kind, fits, c in self.trouble if _fits(trouble, kind, fits))
+        is_endless = trouble.says(OutOfTime.__name__)
+        cause = ENDLESS if is_endless else next(fitting, None)
         cause = cause and cause.of(p=world_size)
-        seen = f"{on_ranks(world_size)}, {SYMPTOMS[trouble.kind]} {cause or ''}".rstrip()
+        symptom = SYMPTOMS["endless" if is_endless else trouble.kind]
+        seen = f"{on_ranks(world_size)}, {symptom} {cause or ''}".rstrip()
         return CheckFailed(f"{seen}\n{trouble.text}", cause)
+
+
+def _limited(
+    rank: int,
+    limit_s: float,
+    observe: Callable[..., Any],
+    answer: Any,
+    options: Mapping[str, Any],
+) -> Any:
+    """Observe the answer on this rank, which may compute for `limit_s`."""
+    with at_most(limit_s, computing=True):
+        return observe(rank, answer, **options)
 
 
 def _fits(trouble: Trouble, kind: str, fits: str | Callable[[Trouble], bool]) -> bool:

@@ -1,7 +1,7 @@
 """Exercise 3 of 13_scaling_study: steps are counted in one place, and a clock is read in time."""
 
-from collections.abc import Callable, Sequence
-from itertools import count, groupby
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from math import isclose
 from numbers import Real
 from typing import Any
@@ -52,13 +52,24 @@ class Watched(EmulatedDevice):
 
 
 FIRST = 100  # tokens of the first micro-batch; each has one more than the one before
+MOST = 10_000  # micro-batches, of which no case needs more than 32
+WITHOUT_END = Cause(
+    "The micro-batches have no end: take each with next() when its turn has come, and put them in "
+    "no list or loop of their own."
+)
+
+
+def _micro_batches() -> Iterator[int]:
+    """Yield the tokens of micro-batches, as many as one wants. Raises: CheckFailed after MOST"""
+    yield from range(FIRST, FIRST + MOST)
+    raise failed(f"{MOST:,} micro-batches are drawn, and none of them is the last", WITHOUT_END)
 
 
 def _cases() -> list[Case]:
     return [
         (
             f"{steps} steps of {accumulated} micro-batches, warm-up {warmup}",
-            (Watched(*device), count(FIRST), steps, warmup, accumulated),
+            (Watched(*device), _micro_batches(), steps, warmup, accumulated),
         )
         for device, steps, warmup, accumulated in (
             ((0.03, 0.02), 6, 1, 2),
@@ -271,6 +282,18 @@ STEPS = Exercise(
             "tokens, following = following, next(micro_batches)",
             Cause("One more is drawn than the steps need, ahead of the next: its tokens are lost."),
             also=(_before_the_loop("following = next(micro_batches)"),),
+        ),
+        Edit(
+            "next(micro_batches)",
+            "drawn.pop(0)",
+            WITHOUT_END,
+            also=(_before_the_loop("drawn = list(micro_batches)"),),
+        ),
+        Edit(
+            "for _ in range(accumulated):",
+            "for tokens in micro_batches:",
+            WITHOUT_END,
+            also=(("            tokens = next(micro_batches)\n", ""),),
         ),
         Edit(
             "device.now_s() - start_s",
