@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from numbers import Real
 from random import Random
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ TOO_NARROW = Cause(
     "float32 keeps 7 digits, and int32 ends at 2**31 - 1: real models have more. Count with int "
     "and float of Python, or in int64 and float64."
 )
+BORROWED = Cause("Write it yourself: the library's is what yours is compared with.")
 Case = tuple[str, tuple[Any, ...]]
 
 
@@ -99,7 +100,8 @@ class Cases:
     within `rtol`, the relative difference. `unit` follows them in the message. `look` is told
     where no known cause fits; `symptoms` are causes with a predicate of all values, shown in the
     order of the cases: `(lambda got, need: ..., CAUSE)`. `unchanged` is told where the arguments
-    are no longer equal to new ones, `endless` where the answer runs MOST_LINES lines.
+    are no longer equal to new ones, `endless` where the answer runs MOST_LINES lines. There the
+    answer may not call a function of `library`, which would do the exercise's work.
     `drawn(random)` returns more cases for a student's own assignment, drawn from its `seed`.
     """
 
@@ -112,6 +114,7 @@ class Cases:
     symptoms: tuple[tuple[Callable[[Sequence[Any], Sequence[Any]], bool], Cause], ...] = ()
     unchanged: Cause | None = None
     endless: Cause | None = None
+    library: tuple[FunctionType, ...] = ()
     drawn: Callable[[Random], Sequence[Case]] | None = None
     seed: str = ""
 
@@ -129,7 +132,7 @@ class Cases:
 
     def _result(self, answer: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         try:
-            with lines_at_most(MOST_LINES, self.endless) if self.endless else nullcontext():
+            with watched(self.endless, self.library) if self.endless else nullcontext():
                 result = answer(*arguments)
             return None if result is None else self.show(result, *arguments)
         except (NotImplementedError, NotDone):
@@ -235,13 +238,16 @@ def from_json(data: Any) -> Any:
 
 
 @contextmanager
-def lines_at_most(most: int, cause: Cause) -> Iterator[None]:
-    """Raise CheckFailed with this cause once the code in the block has run more lines."""
+def watched(endless: Cause, library: Sequence[FunctionType] = ()) -> Iterator[None]:
+    """Raise CheckFailed once the block runs more than MOST_LINES lines, or calls the library."""
     numbers, before = count(1), sys.gettrace()
+    codes = [function.__code__ for function in library]
 
-    def trace(_frame: FrameType, event: str, _argument: Any) -> Any:
-        if event == "line" and next(numbers) > most:
-            raise failed(f"it has run {most:,} lines, and goes on", cause)
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        if event == "line" and next(numbers) > MOST_LINES:
+            raise failed(f"it has run {MOST_LINES:,} lines, and goes on", endless)
+        if event == "call" and frame.f_code in codes:
+            raise failed(f"it calls the course's own {frame.f_code.co_name}", BORROWED)
         return trace
 
     sys.settrace(trace)

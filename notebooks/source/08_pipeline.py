@@ -628,10 +628,12 @@ print(cost.bubble_rate_table())
 # Fill `ready`. About 10 lines, 30 minutes.
 #
 # <details><summary>Hint: what can run next</summary>
-# Count each rank's F, I and W: each kind runs in micro-batch order. I needs its F, W needs its I.
+# Count each rank's F, I and W: each kind runs in micro-batch order. I needs its F, W needs its I; F
+# and I also need what <code>source_of</code> sends.
 # </details>
 # <details><summary>Hint: slower than ZB-H1</summary>
-# F is most urgent if fewer than p - r micro-batches wait for their I. W is least urgent.
+# On rank r, F is most urgent if fewer than p - r micro-batches wait for their I, and may not run if
+# cap - r of them do. W is least urgent.
 # </details>
 
 

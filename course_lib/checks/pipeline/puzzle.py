@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from course_lib.checks.cases import Case, Cases
+from course_lib.checks.cases import BORROWED, Case, Cases
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, failed
 from course_lib.checks.pipeline.parts import ACTIONS, STAGE, demand_own_stages, read_schedule
@@ -20,8 +20,15 @@ from course_lib.pipeline.actions import (
     num_model_chunks_of,
 )
 from course_lib.pipeline.schedule_rules import check_schedule
-from course_lib.pipeline.schedules import gpipe, naive, one_f_one_b
+from course_lib.pipeline.schedules import (
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    zero_bubble_h1,
+)
 from course_lib.pipeline.simulation import PipelineTimes, simulate
+from course_lib.pipeline.v_schedules import dual_pipe_v, zero_bubble_v
 
 Seconds = Mapping[str, float]
 
@@ -227,6 +234,7 @@ PUZZLE = Exercise(
         show=_shown,
         unchanged=CALLERS,
         endless=ENDLESS,
+        library=(interleaved, zero_bubble_h1, zero_bubble_v, dual_pipe_v),
         look=(
             "Valid, and within the limit; but ZB-H1 is faster. Simulate your schedule and look at "
             "its timeline: which rank waits, for which action, and what ran in its place?"
@@ -249,6 +257,8 @@ PUZZLE = Exercise(
             ),
         ),
         Own(lambda p, m, *_: gpipe(p, m), TOO_MANY),
+        Own(lambda p, m, *_: zero_bubble_h1(p, m), BORROWED),
+        Own(lambda p, m, *_: zero_bubble_v(p, m), BORROWED),
         Own(_weights_at_the_end, FREED_EARLY),
         Own(_in_a_circle, DEADLOCK),
         Edit("w + cap", "w + cap + 1", ONE_TOO_MANY, also=(("i + cap", "i + cap + 1"),)),
