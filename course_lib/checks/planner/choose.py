@@ -1,9 +1,10 @@
 """Exercise 5 of 12_planner: choose a plan for any cluster."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from course_lib.checks.cases import Case, Cases
+from course_lib.checks.cases import Case, Cases, Raised
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise, failed
 from course_lib.core import MODELS, CourseError, ModelSpec
@@ -19,7 +20,11 @@ SEQ = Cause("The sequences have another length: Plan(seq=...).")
 IDLE = Cause("Some GPUs stay idle: dp * tp * pp is all of them.")
 SLOW = Cause(
     "A plan of other axes, micro-batch, ZeRO stage or recomputation is over a quarter faster: "
-    "compare each one's step_s."
+    "compare each one's step_s. With tp above 1, compare sequence_parallel, too."
+)
+NOTHING_FITS = Cause(
+    "Nothing that you try fits here. TP with sequence_parallel, PP, ZeRO-3, recomputation and "
+    "smaller micro-batches reduce memory: try all of them."
 )
 
 JOBS = (
@@ -34,6 +39,13 @@ JOBS = (
     ("llama-8b", "selene-a100", 4, 96, 4096),
     ("llama-70b", "selene-a100", 8, 256, 4096),
     ("llama-1b", "hf-h100", 2, 512, 1024),
+    # of the next ones, each has a method without which nothing fits, or all is slow
+    ("llama-8b", "a6000-pcie", 1, 32, 16384),
+    ("llama-1b", "a6000-pcie", 2, 64, 2048),
+    ("llama-8b", "hf-h100", 8, 128, 2048),
+    ("llama2-13b", "a6000-pcie", 2, 16, 4096),
+    ("llama2-13b", "a6000-pcie", 8, 64, 2048),
+    ("llama-8b", "a6000-pcie", 8, 64, 16384),
 )
 
 
@@ -52,6 +64,8 @@ def _best_s(model: ModelSpec, cluster: Cluster, batch: int, seq: int) -> float:
 
 def _judged(plan: Any, model: ModelSpec, cluster: Cluster, batch: int, seq: int) -> str:
     """Return that a plan is near the best. Raises: CheckFailed with what it lacks"""
+    if plan is None:
+        raise failed("got None", NOTHING_FITS)
     if not isinstance(plan, Plan):
         raise failed(f"got {type(plan).__name__}", NO_PLAN)
     try:
@@ -70,6 +84,11 @@ def _judged(plan: Any, model: ModelSpec, cluster: Cluster, batch: int, seq: int)
     if step.step_s > SLACK * best_s:
         raise failed(f"{plan}: {step.step_s:.2f} s a step; the best one {best_s:.2f} s", SLOW)
     return "near the best"
+
+
+def _found_none(got: Sequence[Any], _need: Sequence[Any]) -> bool:
+    """Return whether an answer took the plan of a best one that there is not."""
+    return any(isinstance(one, Raised) and "NoneType" in one.text for one in got)
 
 
 def _of_axes(cluster: Cluster, batch: int, seq: int, **axes: int) -> Plan:
@@ -127,7 +146,8 @@ CHOOSE = Exercise(
         cases=_cases,
         show=_judged,
         look="Return a Plan for every cluster.",
-        success="Near the best plan for eleven jobs.",
+        success="Near the best plan for seventeen jobs.",
+        symptoms=((_found_none, NOTHING_FITS),),
     ),
     wrong=(
         Own(_only_dp, TOO_LARGE),
@@ -140,6 +160,19 @@ CHOOSE = Exercise(
         Own(_of_the_first_batch, BATCH),
         Edit("num * dp * micro_batch != batch", "num < 1", BATCH),
         Edit("(*sizes, 16), sizes,", "(*sizes, 16), (1,),", SLOW),
+        Edit("product(sizes", "product((1,)", NOTHING_FITS),
+        Edit("product(sizes", "product((1, 8)", NOTHING_FITS),
+        Edit("(*sizes, 16)", "(1,)", SLOW),
+        Edit("(*sizes, 16)", "(1, 2, 4)", SLOW),
+        Edit("(0, 1, 3)", "(0,)", SLOW),
+        Edit("(0, 1, 3)", "(0, 1)", SLOW),
+        Edit("(0, 1, 3)", "(0, 3)", SLOW),
+        Edit("(0, 1, 3)", "(1,)", SLOW),
+        Edit("(0, 1, 3)", "(3,)", SLOW),
+        Edit("sequence_parallel=tp > 1", "sequence_parallel=False", SLOW),
+        Edit('("none", "full")', '("none",)', NOTHING_FITS),
+        Edit('("none", "full")', '("full",)', SLOW),
+        Edit("(*sizes, 16), sizes,", "(*sizes, 16), (1, 2),", SLOW),
         Edit("step.fits", "step.memory_bytes <= cluster.device.memory_bytes", TOO_LARGE),
         Edit("if step.fits and", "if", TOO_LARGE),
         Edit("step.step_s < best.step_s", "step.step_s > best.step_s", SLOW),

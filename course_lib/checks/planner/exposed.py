@@ -32,6 +32,8 @@ def _cases() -> list[Case]:
     return [
         _case(0.3, 0.0, 1, 1, 0.1, 5),
         _case(0.3, 0.0, 1, 1, 0.9, 5),
+        _case(0.3, 0.0, 1, 1, 0.25, 5),  # faster than the whole computation, not than backward
+        _case(0.3, 0.06, 8, 4, 0.15, 5),  # and faster than backward, not than forward
         _case(0.3, 0.06, 8, 1, 0.9, 10),
         _case(0.3, 0.06, 8, 4, 0.0, 1),
         _case(0.3, 0.06, 8, 4, 0.1, 4),
@@ -68,7 +70,7 @@ EXPOSED = Exercise(
         unit=" s",
         show=real,
         look="Draw the last micro-batch's backward, and below it the buckets, each as it is ready.",
-        success="Right for nine steps: bubble and TP exposed, gradients in part.",
+        success="Right for eleven steps: bubble and TP exposed, gradients in part.",
     ),
     wrong=(
         Edit(PIPELINE, "num_micro_batches", NO_BUBBLE),
@@ -84,6 +86,7 @@ EXPOSED = Exercise(
         Edit(EXPOSED_S, "max(0.0, dp_s - 2 / 3 * compute_s)", LAST_HIDDEN),
         Edit("2 / 3 * compute_s", "2 / 3 * num_micro_batches * compute_s", ALL_BACKWARD),
         Edit("2 / 3 * compute_s", "compute_s", FORWARD),
+        Edit(EXPOSED_S, f"bucket_s if dp_s <= compute_s else {EXPOSED_S}", FORWARD),
         Edit("+ exposed_s", "+ num_micro_batches * exposed_s", EACH),
         Edit("pipeline_s + exposed_s", "max(pipeline_s, dp_s)", LONGER),
         Edit(BUCKETS, "(bucket_s - ready_s)", NEGATIVE),
