@@ -24,24 +24,26 @@ ALL_RANKS = Cause("That is the sum over all ranks: need one of them.")
 FIELDS = ("num_params", "dp", "tp", "pp", "zero")
 
 
-def _case(*plan: float) -> Case:
+def _case(*plan: int) -> Case:
     words = ", ".join(f"{name}={value:g}" for name, value in zip(FIELDS[1:], plan[1:], strict=True))
     return f"{plan[0]:.3g} parameters, {words}", plan
 
 
-EXACT = [(70e9, 4, 8, 2, 3), (8_030_261_248, 8, 2, 1, 3), (1_235_814_400.0, 2, 1, 1, 1)]
+B = 10**9
+EXACT = [(70 * B, 4, 8, 2, 3), (8_030_261_248, 8, 2, 1, 3), (1_235_814_400, 2, 1, 1, 1)]
 
 
 def _cases() -> list[Case]:
-    plans = [(13e9, 32, 1, 1, stage) for stage in range(4)]
-    plans += [(13e9, 4, 8, 1, 0), (13e9, 8, 1, 4, 0), (70e9, 4, 8, 2, 1), (8.03e9, 3, 2, 4, 2)]
-    return [_case(*plan) for plan in [*plans, (405e9, 64, 8, 16, 1), (1e9, 1, 1, 1, 3), *EXACT]]
+    plans = [(13 * B, 32, 1, 1, stage) for stage in range(4)]
+    plans += [(13 * B, 4, 8, 1, 0), (13 * B, 8, 1, 4, 0), (70 * B, 4, 8, 2, 1)]
+    plans += [(803 * B // 100, 3, 2, 4, 2), (405 * B, 64, 8, 16, 1), (B, 1, 1, 1, 3)]
+    return [_case(*plan) for plan in [*plans, *EXACT]]
 
 
 def _drawn(random: Random) -> list[Case]:
     sizes = (1, 2, 3, 4, 6, 8)
     return [
-        _case(random.randint(1, 99) * 1e8, *random.choices(sizes, k=3), random.randint(1, 3))
+        _case(random.randint(1, 99) * B // 10, *random.choices(sizes, k=3), random.randint(1, 3))
         for _ in range(3)
     ]
 

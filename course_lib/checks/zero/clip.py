@@ -24,8 +24,8 @@ from course_lib.checks.zero.parts import (
 from course_lib.core import Event
 from course_lib.ranks import record
 
-NEAR = {torch.float64: 1e-12, torch.bfloat16: 0.02}
-NEAR_SCALED = {torch.float64: 1e-7, torch.bfloat16: 0.02}  # PyTorch divides by norm + 1e-6
+# of the norm and of the shards: the norm may be in float32, and PyTorch divides by norm + 1e-6
+NEAR = {torch.float64: 1e-6, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 0.02}
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Case:
     scale: tuple[float, ...] = (1, 10, 100, 1000)
     dtype: torch.dtype = torch.float64
     small: int = 0  # so many small shards beside a large one, in place of the others
+    empty: bool = False  # rank 0 has no shards
 
     def shards(self, rank: int) -> list[Tensor]:
         """Return the shards of a rank: one is transposed, one a single number, one padding."""
@@ -44,6 +45,8 @@ class Case:
         parts = [torch.tensor([3.0, -4.0, 0.0]), matrix, torch.tensor(2.0), torch.zeros(2)]
         if self.small:
             parts = [torch.full((16,), 4.0), *[torch.full((16,), 0.2371)] * self.small]
+        if self.empty and rank == 0:
+            parts = []
         return [(part.double() * self.scale[rank]).to(self.dtype) for part in parts]
 
 
@@ -54,14 +57,24 @@ CASES = (
     Case("nothing but padding on rank 0, max_norm 6", 6.0, (0, 10, 100, 1000)),
     Case("bfloat16, max_norm 6", 6.0, dtype=torch.bfloat16),
     Case("30 small shards in bfloat16, max_norm 6", 6.0, (1,) * 4, torch.bfloat16, 30),
+    Case("float16, max_norm 6", 6.0, dtype=torch.float16),
+    Case("a tiny gradient, max_norm 1e-6", 1e-6, (1e-9, 1e-8, 2e-8, 3e-8)),
     Case("all gradients 0, max_norm 6", 6.0, (0, 0, 0, 0)),
     Case("all gradients 0, max_norm 0", 0.0, (0, 0, 0, 0)),
     Case("nan on rank 0, max_norm 6", 6.0, (math.nan, 10, 100, 1000)),
 )
 
+NO_SHARDS = Case("no shards on rank 0, max_norm 6", 6.0, dtype=torch.float32, empty=True)
+
 EVERY_RANK = Cause(
-    "A rank that sees a small norm of its own, or 0, must take part, too: call all_reduce on every "
-    "rank, before you decide."
+    "A rank that sees a small norm of its own, or 0, or has no shards, must take part, too: call "
+    "all_reduce on every rank, before you decide."
+)
+EMPTY = Cause("A rank may have no shards: begin the sum of its squares with a tensor of 0.")
+OVERFLOWS = Cause("In float16, a square above 65,504 is inf: square in float32 or float64.")
+ENLARGED = Cause(
+    "The norm is below max_norm, and the shards have changed: what you add to the norm, against a "
+    "division by 0, is not small beside this one. Compare norm and max_norm first."
 )
 STALLS = Cause(
     "Added up one by one in bfloat16, small squares are lost beside a large sum: sum them in one "
@@ -107,10 +120,10 @@ class Clipped:
     unwaited: list[str]
 
 
-def _clip(rank: int, answer: Callable[..., Any]) -> dict[str, Clipped]:
+def _clip(rank: int, answer: Callable[..., Any], empty: bool) -> dict[str, Clipped]:
     """Clip one gradient after the other, in one process."""
     seen = dict[str, Clipped]()
-    for case in CASES:
+    for case in (NO_SHARDS,) if empty else CASES:
         grads = case.shards(rank)
         given = [*grads]  # a list of its own: who rebinds in it scales nothing
         with record() as log, unwaited_calls() as unwaited:
@@ -130,7 +143,9 @@ def _told(at: At) -> Tensor | None:
 def _norms(at: At) -> Tensor:
     """Return every rank's own norm."""
     shards = [at.seen.case.shards(rank) for rank in range(at.world_size)]
-    return torch.stack([torch.cat([x.double().flatten() for x in each]).norm() for each in shards])
+    zero = torch.zeros(1, dtype=torch.float64)
+    numbers = [torch.cat([zero, *(x.double().flatten() for x in each)]) for each in shards]
+    return torch.stack([each.norm() for each in numbers])
 
 
 def _first_norm(at: At) -> Tensor:
@@ -187,11 +202,10 @@ def _is_one_number(at: At) -> bool:
     return kinds == ["all_reduce"] and at.seen.calls[0].num_bytes <= 8
 
 
-SQUARED = "torch.stack([(grad**2).sum() for grad in grads]).sum()"
+SQUARE = "grad.double().square().sum()"
+ZERO = "torch.zeros((), dtype=torch.float64)"
 SENDS = "dist.all_reduce(squares)"
 ROOT = "squares.sqrt()"
-SUMS = "squares = torch.stack([(grad**2).sum() for grad in grads]).sum()"
-ONE_BY_ONE = "squares = grads[0].new_zeros(())\nfor grad in grads:\n    squares += (grad**2).sum()"
 SENDS_ROOT = f"{SENDS}\n    norm = {ROOT}"
 SCALES = "grad.mul_(max_norm / norm)"
 IF_ABOVE = f"if norm > max_norm:\n        for grad in grads:\n            {SCALES}"
@@ -203,10 +217,12 @@ CLIP = Exercise(
     library=("course_lib.zero.clip:clip_shards",),
     check=OnRanks(
         observe_on_rank=_clip,
+        runs=lambda _p: ({"empty": False}, {"empty": True}),
         trouble=(
             ("hang", "", EVERY_RANK),
             ("mismatch", "", EVERY_RANK),
             ("raised", "ZeroDivisionError", NORM_0),
+            ("raised", "non-empty|Expected parameter", EMPTY),
         ),
         expect=(
             ALL_WAITED,
@@ -222,6 +238,7 @@ CLIP = Exercise(
                 what="the norm of the whole gradient",
                 predicates=((lambda at, got, _i: lost_nan(got, _norm(at)), NOT_A_NAN),),
                 causes=(
+                    (OVERFLOWS, lambda _at: torch.tensor(math.inf).double()),
                     (NORMS_SUMMED, lambda at: _norms(at).sum()),
                     (MEAN_OF_NORMS, lambda at: _norms(at).mean()),
                     (MEAN_OF_SQUARES, lambda at: _norm(at) / at.world_size**0.5),
@@ -245,7 +262,7 @@ CLIP = Exercise(
             Numbers(
                 _scaled,
                 _right,
-                rtol=lambda at: NEAR_SCALED[at.seen.case.dtype],
+                rtol=lambda at: NEAR[at.seen.case.dtype],
                 what="the shard",
                 names=lambda at: [f"shard {k}" for k in range(len(at.seen.grads))],
                 predicates=((lambda _at, got, _i: got.isnan().any(), NORM_0),),
@@ -258,6 +275,7 @@ CLIP = Exercise(
                     (BY_SQUARE, _at_most_1(lambda at: _norm(at) ** 2)),
                     (OF_BEFORE, _times(lambda at: _limit(at) / _first_norm(at))),
                     (TO_ONE, _times(lambda at: 1 / _norm(at))),
+                    (ENLARGED, _times(lambda at: min(1, _limit(at) / (_norm(at) + 1e-6)))),
                 ),
                 otherwise=((lambda at, got, i: nearly(got, _right(at)[i]), ROUNDED),),
                 look=ONE_FACTOR,
@@ -281,7 +299,21 @@ CLIP = Exercise(
             MEAN_OF_NORMS,
         ),
         Edit(ROOT, "(squares / dist.get_world_size()).sqrt()", MEAN_OF_SQUARES),
-        Edit(SUMS, ONE_BY_ONE, STALLS),
+        Edit(
+            ZERO,
+            "torch.zeros((), dtype=grads[0].dtype)",
+            STALLS,
+            also=((SQUARE, "grad.square().sum()"),),
+        ),
+        Edit(SQUARE, "grad.square().sum()", OVERFLOWS),
+        Edit(SENDS, f"if not grads:\n    return squares\n{SENDS}", EVERY_RANK),
+        Edit(
+            ZERO,
+            "torch.stack([(grad.double() ** 2).sum() for grad in grads]).sum()",
+            EMPTY,
+            also=((f"for grad in grads:\n        squares += {SQUARE}\n    ", ""),),
+        ),
+        Edit(IF_ABOVE, f"{EACH}grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1))", ENLARGED),
         Edit(ROOT, "squares", NO_ROOT),
         Edit("dist.all_reduce(squares)", "dist.all_reduce(squares, async_op=True)", NOT_WAITED),
         Edit("if norm > max_norm:", "if norm > 0:", SCALED_UP),
@@ -311,22 +343,19 @@ CLIP = Exercise(
             ONE_NUMBER,
         ),
         Edit(
-            SQUARED,
-            "0\nfor part in [(grad**2).sum() for grad in grads]:\n"
-            "    dist.all_reduce(part)\n    squares = squares + part",
+            f"squares += {SQUARE}",
+            f"part = {SQUARE}\ndist.all_reduce(part)\nsquares += part",
             ONE_NUMBER,
             also=((f"{SENDS}\n    norm", "norm"),),
         ),
-        Edit("[(grad**2).sum()", "[grad.sum() ** 2", SQUARES),
+        Edit(".square().sum()", ".sum() ** 2", SQUARES),
         Edit(
-            "[(grad**2).sum() for grad in grads]",
-            "[torch.linalg.norm(grad.double(), 2 "
-            "if grad.dim() == 2 and grad.isfinite().all() else None)"
-            " ** 2 "
-            "for grad in grads]",
+            SQUARE,
+            "torch.linalg.norm(grad.double(), 2 "
+            "if grad.dim() == 2 and grad.isfinite().all() else None) ** 2",
             SQUARES,
         ),
-        Edit("[(grad**2).sum()", "[(grad**2).nansum()", NOT_A_NAN),
+        Edit(".square().sum()", ".square().nansum()", NOT_A_NAN),
         Edit(SENDS, f"squares = squares.bfloat16().float()\n{SENDS}", ROUNDED),
         Edit(
             "if norm > max_norm:",
@@ -348,6 +377,10 @@ CLIP = Exercise(
             NOT_CHANGED,
             also=(("if norm > max_norm:", "if norm > max_norm and own > max_norm:"),),
         ),
-        Edit("[(grad**2).sum() for grad in grads]", "[(grads[0] ** 2).sum()]", SQUARES),
+        Edit(
+            "for grad in grads:\n        squares",
+            "for grad in grads[:1]:\n        squares",
+            SQUARES,
+        ),
     ),
 )

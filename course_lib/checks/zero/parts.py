@@ -139,7 +139,8 @@ def _storages() -> dict[int, int]:
         if issubclass(type(thing), Tensor):  # isinstance would wake objects that warn
             grad = thing.grad if thing.is_leaf else None
             for tensor in (thing, *([grad] if grad is not None else [])):
-                if tensor.layout == torch.strided and tensor.is_floating_point() and tensor.dim():
+                has_memory = tensor.layout == torch.strided and not tensor.is_meta
+                if has_memory and tensor.is_floating_point() and tensor.dim():
                     storage = tensor.untyped_storage()
                     found[storage.data_ptr()] = storage.nbytes()
     return found

@@ -1,0 +1,73 @@
+"""Right answers in another style pass: exact fractions, a shorter dtype, the library's own value."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib.accumulation.noise_scale import estimate_noise, noise_scale
+from course_lib.checks import find_exercise
+
+
+def in_fractions(num_params, dp, tp, pp, zero):
+    states = {3: 2, 2: 4, 1: 12}
+    return sum(
+        Fraction(num_params * each, tp * pp * (dp if zero >= stage else 1) * 2**30)
+        for stage, each in states.items()
+    )
+
+
+def inf_without_a_gradient(steps, micro_batch):
+    """Returns inf, as the library, where the estimate of |G|^2 is not above 0."""
+    sizes = [(micro_batch, len(grads) * micro_batch) for grads in steps]
+    return noise_scale(
+        estimate_noise(
+            grads.square().sum(1).mean().item(),
+            grads.mean(0).square().sum().item(),
+            small_batch=small,
+            big_batch=big,
+        )
+        for grads, (small, big) in zip(steps, sizes, strict=True)
+    )
+
+
+def squares_in_float32(grads, max_norm):
+    norms = [grad.float().norm() for grad in grads]
+    squares = sum((norm.square() for norm in norms), torch.zeros(()))
+    dist.all_reduce(squares)
+    norm = squares.sqrt().item()
+    for grad in grads:
+        grad.mul_(max_norm / norm if norm > max_norm else 1)
+    return norm
+
+
+class ShapeOnMeta:
+    """Keeps the shape as a tensor without memory."""
+
+    def __init__(self, param):
+        self.like, p = param.detach().to("meta"), dist.get_world_size()
+        parts = [*param.detach().chunk(p), *[param.detach()[:0]] * p]
+        self.rows, mine = len(parts[0]), parts[dist.get_rank()]
+        self.shard = nn.Parameter(mine.clone(), param.requires_grad)
+
+    def gather(self):
+        padded = self.shard.new_zeros(self.rows, *self.like.shape[1:])
+        padded[: len(self.shard)] = self.shard.detach()
+        whole = padded.new_empty(dist.get_world_size() * self.rows, *self.like.shape[1:])
+        dist.all_gather_single(whole, padded)
+        return whole[: len(self.like)]
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        ("planner-1", in_fractions),
+        ("accumulation-6", inf_without_a_gradient),
+        ("zero-5", squares_in_float32),
+        ("fsdp-1", ShapeOnMeta),
+    ],
+)
+def test_another_right_answer_passes(key, answer):
+    assert find_exercise(key).verdict(answer)
