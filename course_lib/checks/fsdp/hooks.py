@@ -60,6 +60,14 @@ WHOLE_GRADS = Cause(
     "The whole gradients are still there, and the next backward would add to them: "
     "param.grad = None for each."
 )
+NESTED = Cause(
+    "A layer of this module is a unit of its own, whose gradients never come here: count those of "
+    "unit.params, not of module.parameters()."
+)
+KEEPS_BUFFER = Cause(
+    "A shard's gradient is a view of a larger buffer, and keeps all of that alive: unpack a line "
+    "that has memory of its own."
+)
 LEFT = Cause("Who holds whole gradients: an attribute, a list, a view?")
 
 
@@ -67,9 +75,19 @@ def _module(at: At) -> nn.Module:
     return MODULES[at.options["kind"]]()
 
 
+def _is_twice(at: At) -> bool:
+    """Return whether two forwards come before two backwards."""
+    return bool(at.options.get("twice"))
+
+
 def _number(at: At) -> int:
     """Return the number of the batch: evaluation uses the last one."""
-    return min(at.number, len(ROUNDS) - 1)
+    return 1 if _is_twice(at) else min(at.number, len(ROUNDS) - 1)
+
+
+def _rounds(at: At) -> tuple[int, ...]:
+    """Return the backward passes that are in the gradients."""
+    return (0, 1) if _is_twice(at) else ROUNDS[_number(at)]
 
 
 def _mean(at: At, number: int) -> list[Tensor]:
@@ -91,14 +109,14 @@ def _grads(
     """Return the gradients, all passes that are in them, times a factor."""
 
     def added(at: At) -> list[Tensor]:
-        rounds = [of(at, number) for number in ROUNDS[_number(at)]]
+        rounds = [of(at, number) for number in _rounds(at)]
         return [factor(at) * torch.stack(parts).sum(0) for parts in zip(*rounds, strict=True)]
 
     return added
 
 
 def _one_pass(position: int) -> Callable[[At], list[Tensor]]:
-    return lambda at: _mean(at, ROUNDS[_number(at)][position])
+    return lambda at: _mean(at, _rounds(at)[position])
 
 
 def _params(at: At) -> list[Tensor]:
@@ -108,7 +126,7 @@ def _params(at: At) -> list[Tensor]:
 
 def _not_cut(at: At) -> list[Tensor]:
     """Return what comes of packed gradients where the padding stays between them."""
-    by_rank = whole_passes(at.options["kind"], ROUNDS[_number(at)][0], at.world_size).grads
+    by_rank = whole_passes(at.options["kind"], _rounds(at)[0], at.world_size).grads
     row = pack([torch.stack(g).mean(0) for g in zip(*by_rank, strict=True)], at.world_size)[at.rank]
     shards, begin = [], 0
     for shard in _params(at):
@@ -130,20 +148,25 @@ def _bytes(at: At) -> int:
 
 
 def _needed(*kinds: str) -> Callable[[At], list[tuple[str, int]]]:
-    return lambda at: [(kind, _bytes(at)) for kind in kinds]
+    return lambda at: [(kind, _bytes(at)) for kind in kinds] * (1 + _is_twice(at))
 
 
 def _in_training(expectation: Callable[[At], None]) -> Callable[[At], None]:
     return lambda at: expectation(at) if at.label != EVALUATION else None
 
 
+def _of_one_unit(expectation: Callable[[At], None]) -> Callable[[At], None]:
+    return lambda at: None if at.options.get("nested") else expectation(at)
+
+
 def _is_nan(_at: At, got: Tensor, _item: int | None) -> bool:
     return bool(got.isnan().any())
 
 
-def _runs(_p: int) -> list[dict[str, object]]:
+def _runs(p: int) -> list[dict[str, object]]:
     kinds: list[dict[str, object]] = [{"kind": kind} for kind in MODULES]
-    return [*kinds, {"kind": "three layers", "beside": True}]
+    uses = ("twice", "beside", "nested") if p == WORLDS[0] else ("beside",)
+    return [*kinds, *({"kind": "three layers", use: True} for use in uses)]
 
 
 BESIDE_ANOTHER = ((lambda at, *_: bool(at.options.get("beside")), OF_THE_CLASS),)
@@ -152,6 +175,8 @@ DIVIDES = "mean /= dist.get_world_size()"
 ADDS = "grad if shard.grad is None else shard.grad + grad"
 PACKS = "unit.pack([param.grad for param in unit.params])"
 REGATHERS = "output.register_hook(lambda grad: self.unit.gather())"
+FILLS = "self.unit, self.missing = unit, set(unit.params)"
+REFILLS = "            self.missing = set(unit.params)"
 LAST = "if not self.missing:"
 ZEROS = "[torch.zeros_like(p) if p.grad is None else p.grad for p in unit.params]"
 
@@ -179,11 +204,13 @@ HOOKS = Exercise(
                 predicates=((lambda at, *_: at.label == EVALUATION, EVALUATE), *BESIDE_ANOTHER),
                 look=GATHER,
             ),
-            Calls(
-                unless_alone(_needed("all_gather"), "forward"),
-                other_kind=GATHER_ONCE,
-                look=GATHER_ONCE,
-                value="forward",
+            _of_one_unit(
+                Calls(
+                    unless_alone(_needed("all_gather"), "forward"),
+                    other_kind=GATHER_ONCE,
+                    look=GATHER_ONCE,
+                    value="forward",
+                )
             ),
             Demand(
                 lambda at: at.label != EVALUATION or not at.seen.whole_between,
@@ -213,6 +240,7 @@ HOOKS = Exercise(
                     what="the gradient of a shard",
                     predicates=(
                         *BESIDE_ANOTHER,
+                        (lambda at, got, _i: got is None and "nested" in at.options, NESTED),
                         (lambda _at, got, _item: got is None, NOT_SENT),
                         (_is_nan, AGAIN),
                     ),
@@ -223,7 +251,7 @@ HOOKS = Exercise(
                         (OWN, _grads(lambda at: 1 / at.world_size, _own)),
                         (OVERWRITTEN, _one_pass(-1)),
                         (ANEW, _one_pass(0)),
-                        (MEAN_OF_PASSES, _grads(lambda at: 1 / len(ROUNDS[at.number]))),
+                        (MEAN_OF_PASSES, _grads(lambda at: 1 / len(_rounds(at)))),
                         (PARAMETERS, _params),
                         (TAIL, _not_cut),
                     ),
@@ -231,13 +259,18 @@ HOOKS = Exercise(
                     look=INCOMPLETE,
                 )
             ),
-            _in_training(
-                Calls(
-                    unless_alone(_needed("all_gather", "reduce_scatter"), "backward"),
-                    other_kind=ALL_REDUCE,
-                    symptoms=((lambda got, need: len(got) > len(need), ONE_MESSAGE),),
-                    look=CALLS,
-                    value="backward",
+            Demand(
+                lambda at: at.seen.beside_sent, "the second object has no gradient", OF_THE_CLASS
+            ),
+            _of_one_unit(
+                _in_training(
+                    Calls(
+                        unless_alone(_needed("all_gather", "reduce_scatter"), "backward"),
+                        other_kind=ALL_REDUCE,
+                        symptoms=((lambda got, need: len(got) > len(need), ONE_MESSAGE),),
+                        look=CALLS,
+                        value="backward",
+                    )
                 )
             ),
             Demand(lambda at: not at.seen.whole_after, "backward has ended", FREE_LAST),
@@ -245,6 +278,12 @@ HOOKS = Exercise(
                 lambda at: not at.seen.with_grad,
                 lambda at: f"{at.seen.with_grad} parameters have a gradient",
                 WHOLE_GRADS,
+            ),
+            Bytes(
+                "grad_bytes",
+                lambda at: _bytes(at) // at.world_size,
+                KEEPS_BUFFER,
+                what="the gradients of the shards keep",
             ),
             Bytes("alive_bytes", lambda at: _bytes(at) - 1, LEFT, what="after backward it keeps"),
         ),
@@ -312,6 +351,32 @@ HOOKS = Exercise(
         ),
         Edit("unit.unpack(mean)", "[mean for _ in unit.shards]", GRAD_SHAPE),
         Edit(PACKS, f"{PACKS}\nself.__dict__.setdefault('all', []).append(sent)", LEFT),
+        Edit(
+            SENDS,
+            f"{SENDS}\nsent[dist.get_rank()] = mean\nmean = sent[dist.get_rank()]",
+            KEEPS_BUFFER,
+        ),
+        Edit(
+            FILLS,
+            "self.unit, self.module, self.missing = unit, module, set(module.parameters())",
+            NESTED,
+            also=((REFILLS, "            self.missing = set(self.module.parameters())"),),
+        ),
+        Edit(
+            "self.unit.gather()\n\n",
+            "self.unit.gather()\n        self.missing = set(self.unit.params)\n\n",
+            ANEW,
+            also=((f"{REFILLS}\n", ""),),
+        ),
+        Edit(
+            FILLS,
+            "self.unit = unit\nself.missing.update(unit.params)",
+            OF_THE_CLASS,
+            also=(
+                ("def __init__", "missing = set()\n\ndef __init__"),
+                (REFILLS, "            self.missing.update(unit.params)"),
+            ),
+        ),
         Edit(
             "self.unit, self.missing = unit, set(unit.params)",
             "self.unit, Hooks.missing = unit, set(unit.params)",
