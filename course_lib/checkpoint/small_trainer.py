@@ -15,7 +15,7 @@ STEPS_PER_EPOCH = NUM_SAMPLES // BATCH
 
 
 class SmallTrainer:
-    """Trains a network on 12 samples.
+    """Trains a network on 12 samples, or another number of them.
 
     model            has dropout, which draws from PyTorch's random numbers
     optimizer        SGD with momentum
@@ -25,7 +25,7 @@ class SmallTrainer:
     step             steps taken
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_samples: int = NUM_SAMPLES) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1))
@@ -33,12 +33,13 @@ class SmallTrainer:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         self.epoch = self.position = self.step = 0
         data = torch.Generator().manual_seed(0)
-        self._inputs = torch.randn(NUM_SAMPLES, 4, generator=data)
+        self._inputs = torch.randn(num_samples, 4, generator=data)
         self._targets = self._inputs.sum(1, keepdim=True).sin()
 
     def train_step(self) -> float:
         """Train on the next batch, stretched by up to 10 % at random; return the loss."""
-        order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch))
+        shuffled = torch.Generator().manual_seed(self.epoch)
+        order = torch.randperm(len(self._inputs), generator=shuffled)
         batch = order[self.position : self.position + BATCH]
         stretched = self._inputs[batch] * (1 + 0.1 * random.random())
         loss = nn.functional.mse_loss(self.model(stretched), self._targets[batch])
@@ -47,7 +48,7 @@ class SmallTrainer:
         self.optimizer.step()
         self.scheduler.step()
         self.step, self.position = self.step + 1, self.position + BATCH
-        if self.position == NUM_SAMPLES:
+        if self.position == len(self._inputs):
             self.epoch, self.position = self.epoch + 1, 0
         return loss.item()
 

@@ -283,10 +283,12 @@ reveal(guess_state, len(other))
 # `save(trainer)` returns all of the state of a `SmallTrainer`. `load(trainer, state)` puts it into
 # a new trainer. `load` is called on another `Resume` object, so keep nothing in `self`. The
 # trainer's attributes are `model`, `optimizer`, `scheduler`, `epoch`, `position` (in the epoch) and
-# `step`. Training after `save` must not change the saved state. About 12 lines, 20 minutes.
+# `step`. Training after `save`, or after `load`, must not change the saved state. About 13 lines, 20
+# minutes.
 #
 # <details><summary>Hint: a later step came back</summary>
-# <code>state_dict()</code> refers to the live tensors. Copy it with <code>copy.deepcopy</code>.
+# <code>state_dict()</code> refers to the live tensors. Copy it with <code>copy.deepcopy</code>. An
+# optimizer keeps the tensors that <code>load_state_dict</code> is given: give it a copy, too.
 # </details>
 
 
@@ -308,7 +310,8 @@ class Resume:
         ### END SOLUTION
 
     def load(self, trainer, state):
-        ### BEGIN SOLUTION: the random numbers last
+        ### BEGIN SOLUTION: a copy, and the random numbers last
+        state = copy.deepcopy(state)
         trainer.model.load_state_dict(state["model"])
         trainer.optimizer.load_state_dict(state["optimizer"])
         trainer.scheduler.load_state_dict(state["scheduler"])

@@ -42,17 +42,24 @@ def pieces_by_sets(saved, wanted):
 
 
 class Pickled:
-    """Turns everything into bytes, the sampler's place into one number."""
+    """Turns everything into bytes."""
 
     def save(self, trainer):
         state = [trainer.model, trainer.optimizer.state_dict(), trainer.scheduler.state_dict()]
         return pickle.dumps(
-            [state, trainer.epoch, trainer.step, torch.get_rng_state(), random.getstate()]
+            [
+                state,
+                trainer.epoch,
+                trainer.position,
+                trainer.step,
+                torch.get_rng_state(),
+                random.getstate(),
+            ]
         )
 
     def load(self, trainer, state):
-        parts, trainer.epoch, trainer.step, numbers, python = pickle.loads(state)
-        trainer.position = 3 * trainer.step % 12
+        parts, trainer.epoch, *counts, numbers, python = pickle.loads(state)
+        trainer.position, trainer.step = counts
         trainer.model.load_state_dict(parts[0].state_dict())
         trainer.optimizer.load_state_dict(parts[1])
         trainer.scheduler.load_state_dict(parts[2])

@@ -245,57 +245,6 @@ def test_a_right_answer_passes_on_ranks():
     assert MEAN.verdict(mean) == "The mean."
 
 
-SPINS = """
-def answer(x):
-    while True:
-        try:
-            x = x + 1
-        except Exception:
-            pass
-"""
-
-
-@pytest.fixture
-def spins(monkeypatch):
-    """An answer that computes without an end; checks soon notice that here."""
-    monkeypatch.setattr("course_lib.checks.exercise.COMPUTING_S", 0.2)
-    monkeypatch.setattr("course_lib.checks.on_ranks.COMPUTING_S", 0.2)
-    names: dict = {}
-    exec(compile(SPINS, "<cell>", "exec"), names)
-    return names["answer"]
-
-
-def test_a_loop_without_an_end_is_told_with_its_line_and_without_the_librarys_frames(
-    monkeypatch, spins
-):
-    one = twice()
-    monkeypatch.setattr(exercise, "exercises_of", lambda _lesson: (one,))
-    with pytest.raises(
-        TooLong, match=r"toy-1: ended after 0\.2 s of computing, at line \d of your cell"
-    ) as caught:
-        check("toy-1", spins)
-    assert caught.value.__cause__ is None
-    assert caught.value.__suppress_context__
-
-
-def test_on_ranks_too(spins):
-    with pytest.raises(CheckFailed, match="Does a loop never end") as caught:
-        MEAN.verdict(spins)
-    assert caught.value.cause == ENDLESS
-    assert "OutOfTime: ended after 0.2 s of computing" in str(caught.value)
-
-
-def test_stop_is_one_line_that_says_where(monkeypatch):
-    names: dict = {}
-    exec(compile("def answer(x):\n    raise KeyboardInterrupt\n", "<cell>", "exec"), names)
-    one = twice()
-    monkeypatch.setattr(exercise, "exercises_of", lambda _lesson: (one,))
-    with pytest.raises(Stopped) as caught:
-        check("toy-1", names["answer"])
-    (line,) = caught.value._render_traceback_()
-    assert line.startswith("toy-1: stopped, at line 2 of your cell")
-
-
 def overwrites(x):
     dist.all_reduce(x)
     return x / dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Right answers in another style pass: exact fractions, a shorter dtype, the library's own value."""
+"""Right answers in another style pass: fractions, a shorter dtype, the library's own value."""
 
 from fractions import Fraction
 

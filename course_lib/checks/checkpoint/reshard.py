@@ -12,6 +12,8 @@ Numbers = list[int]
 FileBox = tuple[str, Numbers, Numbers]
 
 NEGATIVE = Cause("Two negative sizes have a positive product: compare begin and end in each dim.")
+EVERY_DIM = Cause("Rows are not enough: tensor parallelism splits columns. Compare every dim.")
+UNCHANGED = Cause("The boxes belong to the caller: leave them as they are.")
 FOUR = Cause("Need a list of (file, begin in the saved box, begin in the wanted box, sizes).")
 
 
@@ -34,6 +36,8 @@ def _columns(rows: int, counts: Sequence[int]) -> list[FileBox]:
 GRID: list[FileBox] = [
     (f"r{2 * i + j}", [3 * i, 2 * j], [3, 2 + j]) for i in range(2) for j in range(2)
 ]
+EXPERTS: list[FileBox] = [("r0", [0, 0, 0], [2, 3, 5]), ("r1", [2, 0, 0], [2, 3, 5])]
+DEEP: list[FileBox] = [("r0", [0, 0, 0], [4, 3, 2]), ("r1", [0, 0, 2], [4, 3, 3])]
 FLAT: list[FileBox] = [  # a range of a flat parameter [4, 5], cut in the middle of rows
     ("r0", [0, 0], [1, 5]),
     ("r0", [1, 0], [1, 2]),
@@ -55,6 +59,9 @@ def _cases() -> list[Case]:
         ("[6, 5] in a grid, its middle", (GRID, ([2, 1], [2, 3]))),
         ("[6, 5] in a grid, a corner", (GRID, ([0, 0], [2, 1]))),
         ("[4, 5] flat, columns 1 to 3", (FLAT, ([0, 1], [4, 3]))),
+        ("[4, 3, 5] of experts, in the middle", (EXPERTS, ([1, 1, 2], [2, 2, 2]))),
+        ("[4, 3, 5] by columns, the last two", (DEEP, ([1, 1, 3], [2, 2, 2]))),
+        ("8 rows of 4 ranks, in no order", (_rows([2, 2, 2, 2])[::-1], ([3], [4]))),
         ("a rank without rows", (_rows([2, 2, 0], 3), ([1, 0], [3, 3]))),
         ("a number without dims", ([("r0", [], [])], ([], []))),
     ]
@@ -100,7 +107,7 @@ RESHARD = Exercise(
         show=_shown,
         look="Draw both boxes on graph paper: where does their overlap begin and end?",
         success="Right for rows, columns, grids, flat ranges and a scalar.",
-        unchanged=Cause("The boxes belong to the caller: leave them as they are."),
+        unchanged=UNCHANGED,
     ),
     wrong=(
         Edit(
@@ -156,8 +163,10 @@ RESHARD = Exercise(
         Edit(
             "if all(map(lt, start, stop)):",
             "if start[:1] < stop[:1] or not start:",
-            Cause("Rows are not enough: tensor parallelism splits columns. Compare every dim."),
+            EVERY_DIM,
         ),
+        Edit("all(map(lt, start, stop))", "all(map(lt, start[:2], stop[:2]))", EVERY_DIM),
+        Edit("found = []", "saved.sort()\nfound = []", UNCHANGED),
         Edit(
             "all(map(lt, start, stop))",
             "prod(map(sub, stop, start)) > 0",

@@ -9,23 +9,33 @@ from typing import Any
 
 import torch
 
-from course_lib.checkpoint.small_trainer import STEPS_PER_EPOCH, SmallTrainer, snapshot
+from course_lib.checkpoint.small_trainer import (
+    BATCH,
+    NUM_SAMPLES,
+    STEPS_PER_EPOCH,
+    SmallTrainer,
+    snapshot,
+)
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise, failed
 
-SAVED_AT = (STEPS_PER_EPOCH + 1, 1, 2 * STEPS_PER_EPOCH)  # within an epoch first, then its end
+# steps before the save, and samples: within an epoch first, then its end, then longer epochs
+SAVED_AT = (
+    (STEPS_PER_EPOCH + 1, NUM_SAMPLES),
+    (1, NUM_SAMPLES),
+    (2 * STEPS_PER_EPOCH, NUM_SAMPLES),
+    (STEPS_PER_EPOCH, NUM_SAMPLES + BATCH),
+)
 MORE = 3  # steps that are compared
 
 MISSING = {
-    "weights": Cause("The new trainer goes on with its own weights: the model's state is missing."),
-    "momentum": Cause(
-        "The momentum starts at zero again: the optimizer has a state_dict of its own."
-    ),
-    "schedule": Cause("The schedule of the learning rate starts again: save the scheduler."),
+    "weights": Cause("The new trainer has other weights: the model's state is missing."),
+    "momentum": Cause("The momentum is another one: the optimizer has a state_dict of its own."),
+    "schedule": Cause("The learning rate's schedule goes on elsewhere: save the scheduler."),
     "epoch": Cause("The order of the samples is drawn from the epoch's number: save the epoch."),
     "position": Cause(
-        "The epoch starts again, and repeats samples that it has already used. Save the sampler's "
-        "position."
+        "The epoch goes on at another sample: it repeats some, or leaves some out. Save the sampler's "
+        "position; the number of steps alone does not tell it."
     ),
     "PyTorch's random numbers": Cause(
         "Dropout would draw other masks: save torch.get_rng_state(), and restore it last in load."
@@ -34,13 +44,17 @@ MISSING = {
         "The samples would be stretched by other factors: save random.getstate(), and restore it "
         "last in load."
     ),
-    "step": Cause("The number of steps starts at 0 again: it says when to save and when to stop."),
+    "step": Cause("The number of steps is another one: it says when to save and when to stop."),
 }
 OVERWRITTEN = Cause(
     "The saved state has changed while training went on: state_dict() refers to the tensors that "
     "the next step overwrites. Copy them, as an asynchronous save has to."
 )
 DISTURBED = Cause("Saving changes the training itself: read the state, and leave it as it is.")
+LOADED_ONCE = Cause(
+    "load leaves the saved state as it is, for the next load: take nothing out of it, and load a "
+    "copy (an optimizer keeps the tensors that it is given, and training overwrites them)."
+)
 ELSEWHERE = Cause(
     "A later save has replaced what this one saved: keep all of the state in what save returns."
 )
@@ -61,6 +75,7 @@ class Resumed:
     need: tuple[float, ...]
     disturbed: tuple[float, ...]
     replaced: tuple[str, ...] = ()
+    second: str = ""  # what a second load of the same state has led to
     no_state: bool = False
 
 
@@ -69,9 +84,9 @@ class ContinuesBitEqual:
 
     def observe(self, answer: Callable[[], Any]) -> Iterator[Resumed]:
         """Save after some steps, train on, and load what was saved into another trainer."""
-        for after in SAVED_AT:
+        for after, num_samples in SAVED_AT:
             with _own_random_numbers():
-                yield _resumed(answer, after)
+                yield _resumed(answer, after, num_samples)
 
     def judge(self, observed: Iterable[Resumed], exercise: Exercise) -> str:
         """Demand equal bits after loading, and of the losses that follow."""
@@ -92,37 +107,51 @@ class ContinuesBitEqual:
             if seen.replaced:
                 raise failed(f"{seen.text}: after another save, this differs: {seen.replaced[0]}",
                              ELSEWHERE)  # fmt: skip
+            if seen.second:
+                raise failed(f"{seen.text}: loaded a second time, {seen.second}", LOADED_ONCE)
             if seen.losses != seen.need:
                 raise failed(f"{seen.text}: all is there, yet the losses differ", CONNECTED)
-        return f"Stopped after {SAVED_AT[1]}, {SAVED_AT[0]} and {SAVED_AT[2]} steps: the same bits."
+        return "Stopped within an epoch, at its end and after one step: the same bits."
 
 
-def _resumed(answer: Callable[[], Any], after: int) -> Resumed:
-    need = _losses(_trained(after), MORE)
-    trainer, resume = _trained(after), answer()
+def _resumed(answer: Callable[[], Any], after: int, num_samples: int) -> Resumed:
+    need = _losses(_trained(after, num_samples), MORE)
+    trainer, resume = _trained(after, num_samples), answer()
     right = snapshot(trainer)
     state = resume.save(trainer)
     copied = deepcopy(state)
     disturbed = _losses(trainer, MORE)
-    text = f"saved after {after} steps"
+    text = f"saved after {after} steps, {num_samples} samples"
     if state is None:
         return Resumed(text, (), (), (), need, need, no_state=True)
-    differing, losses = _loaded(answer(), state, right)
-    if_copied, _ = _loaded(answer(), deepcopy(copied), right)
+    differing, losses = _loaded(answer(), state, right, num_samples)
+    second = "" if differing else _loaded_again(answer(), state, right, num_samples)
+    if_copied, _ = _loaded(answer(), deepcopy(copied), right, num_samples)
     answer().save(trainer)  # of a later step
-    replaced, _ = _loaded(answer(), copied, right)
-    return Resumed(text, differing, if_copied, losses, need, disturbed, replaced)
+    replaced, _ = _loaded(answer(), copied, right, num_samples)
+    return Resumed(text, differing, if_copied, losses, need, disturbed, replaced, second)
 
 
-def _loaded(resume: Any, state: Any, right: dict[str, str]) -> tuple[tuple[str, ...], Any]:
-    new = SmallTrainer(seed=1)  # another process: other weights, other random numbers
+def _loaded(
+    resume: Any, state: Any, right: dict[str, str], num_samples: int
+) -> tuple[tuple[str, ...], Any]:
+    new = SmallTrainer(seed=1, num_samples=num_samples)  # other weights, other random numbers
     resume.load(new, state)
     found = snapshot(new)
     return tuple(name for name in right if found[name] != right[name]), _losses(new, MORE)
 
 
-def _trained(steps: int) -> SmallTrainer:
-    trainer = SmallTrainer(seed=0)
+def _loaded_again(resume: Any, state: Any, right: dict[str, str], num_samples: int) -> str:
+    """Return what is wrong after a second load of the same state; empty where nothing is."""
+    try:
+        differing, _ = _loaded(resume, state, right, num_samples)
+    except Exception as error:
+        return f"it raises {type(error).__name__}: {error}"
+    return f"these differ: {', '.join(differing)}" if differing else ""
+
+
+def _trained(steps: int, num_samples: int) -> SmallTrainer:
+    trainer = SmallTrainer(0, num_samples)
     _losses(trainer, steps)
     return trainer
 
@@ -152,6 +181,8 @@ def _forgets(line: str, part: str) -> Edit:
     """Return the right answer without one line of load."""
     return Edit(line, "pass", MISSING[part])
 
+
+GIVEN = "state = copy.deepcopy(state)", "given, state = state, copy.deepcopy(state)"
 
 RESUME = Exercise(
     key="checkpoint-3",
@@ -183,8 +214,17 @@ RESUME = Exercise(
             "torch.manual_seed(0)",
             MISSING["PyTorch's random numbers"],
         ),
-        Edit("copy.deepcopy(state)", "state", OVERWRITTEN),
-        Edit("copy.deepcopy(state)", "dict(state)", OVERWRITTEN),
+        Edit("return copy.deepcopy(state)", "return state", OVERWRITTEN),
+        Edit("return copy.deepcopy(state)", "return dict(state)", OVERWRITTEN),
+        Edit("state = copy.deepcopy(state)", "pass", LOADED_ONCE),
+        Edit("state = copy.deepcopy(state)", "state = dict(state)", LOADED_ONCE),
+        Edit('state["python"])', 'given.pop("python"))', LOADED_ONCE, also=(GIVEN,)),
+        Edit(
+            'trainer.epoch, trainer.position, trainer.step = state["counts"]',
+            'trainer.epoch, _, trainer.step = state["counts"]\n'
+            "trainer.position = 3 * (trainer.step % 4)",
+            MISSING["position"],
+        ),
         Edit(
             "return copy.deepcopy(state)",
             "torch.manual_seed(0)\nreturn copy.deepcopy(state)",
@@ -195,12 +235,7 @@ RESUME = Exercise(
             "return copy.deepcopy(state)",
             "type(self).kept = copy.deepcopy(state)\nreturn {}",
             ELSEWHERE,
-            also=(
-                (
-                    'trainer.model.load_state_dict(state["model"])',
-                    'state = type(self).kept\ntrainer.model.load_state_dict(state["model"])',
-                ),
-            ),
+            also=(("state = copy.deepcopy(state)", "state = copy.deepcopy(type(self).kept)"),),
         ),
     ),
 )

@@ -64,6 +64,10 @@ HIDDEN = Cause("inf and nan have to show: they tell that a step went wrong. Leav
 BYPASSED = Cause(
     "Call model(x): model.module(x) goes past DDP, which sends the buffers before a forward."
 )
+ONE_FORWARD = Cause(
+    "One forward for each micro-batch: every other one takes time, and counts in the statistics of "
+    "BatchNorm."
+)
 FORWARD_OUTSIDE = Cause(
     "The forward belongs into no_sync(), too: outside of it, ours sends the buffers, and PyTorch's "
     "the gradients."
@@ -256,6 +260,11 @@ ACCUMULATE = Exercise(
                 ),
                 look=LOST,
             ),
+            Demand(
+                lambda at: len(at.seen.forwards) == at.seen.count,
+                lambda at: f"{len(at.seen.forwards)} forwards for {at.seen.count} micro-batches",
+                ONE_FORWARD,
+            ),
             one_a_bucket(lambda _at: BUCKET_BYTES),
             Demand(
                 lambda at: at.seen.calls[0].start_s < at.seen.backward_end_s,
@@ -334,6 +343,12 @@ ACCUMULATE = Exercise(
                     "            (loss_fn(outputs[-1], y)",
                 ),
             ),
+        ),
+        Edit("x, y = last", "x, y = last\nmodel(x)", ONE_FORWARD),
+        Edit(
+            "*early, last",
+            "with torch.no_grad():\n    for x, _ in micro_batches:\n        model(x)\n*early, last",
+            ONE_FORWARD,
         ),
         Edit("*early, last", "model.eval()\n*early, last", MODE),
         Edit("model.finish()", "model.finish()\nmodel.eval()", MODE),

@@ -81,7 +81,7 @@ class _Unit:
 
 
 class _Model:
-    """A module with the answer's hooks: one unit, or two, of which one is the module's last layer."""
+    """A module with the answer's hooks: one unit, or two, of which one is its last layer."""
 
     def __init__(self, answer: Callable[..., Any], module: nn.Module, nested: bool = False) -> None:
         self.module, self.params = module, list(module.parameters())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
-from course_lib.checks.expectations import Numbers
+from course_lib.checks.expectations import Bytes, Numbers
 from course_lib.checks.fsdp.prefetch_moves import PrefetchMove, shard_value, steps_of
 from course_lib.checks.on_ranks import At, OnRanks
 from course_lib.checks.zero.parts import BESIDE, OF_THE_CLASS
@@ -42,6 +42,10 @@ NOT_FREED = Cause(
 )
 KEPT = Cause("With reshard_after_forward=False a unit stays from its forward to its backward.")
 STALE = Cause("Gather unit.shard, each time anew, into what unit.allocate() returns.")
+MORE_MEMORY = Cause(
+    "More is alive than the units: a second buffer, a copy, or the memory of a unit after its "
+    "free(). Gather unit.shard into what unit.allocate() returns, and keep only handles."
+)
 EVERY_RANK = Cause("Not every rank makes the same calls: all of them prefetch, in one order.")
 
 
@@ -188,6 +192,7 @@ PREFETCH = Exercise(
                 causes=((STALE, lambda at: _wholes(at, 0)),),
                 look=STALE,
             ),
+            Bytes("more_bytes", lambda _at: 0, MORE_MEMORY, what="beside the units it keeps"),
         ),
         success="One unit ahead, waited for when it is used; if forward frees, two at most.",
     ),
@@ -240,6 +245,18 @@ PREFETCH = Exercise(
             "self.first.setdefault(one, unit.shard.clone()), async",
             STALE,
             also=(("self.works = {}", "self.works, self.first = {}, {}"),),
+        ),
+        Edit(
+            LAUNCHES,
+            f"(self.buffer.setdefault(one, whole.clone()), {LAUNCHES})[1]",
+            MORE_MEMORY,
+            also=(("self.works = {}", "self.works, self.buffer = {}, {}"),),
+        ),
+        Edit(
+            LAUNCHES,
+            f"(self.kept.update({{one: whole}}), {LAUNCHES})[1]",
+            MORE_MEMORY,
+            also=(("self.works = {}", "self.works, self.kept = {}, {}"),),
         ),
         Edit("self.works = {}", "Prefetch.works = {}", OF_THE_CLASS),
     ),

@@ -5,7 +5,7 @@ so that the bytes of a call say whose it is.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_lib.checks.zero.parts import BESIDE, telling
+from course_lib.checks.zero.parts import BESIDE, alive_bytes, only_new, telling
 from course_lib.ranks.work_handle import TrackedWork
 
 PrefetchMove = tuple[str, int]
@@ -45,13 +45,22 @@ class _Unit:
         """Return a copy of the whole unit."""
         return self._whole.clone()
 
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """The tensors that a unit needs: all others are the answer's."""
+        return self.shard, self._whole
+
 
 @dataclass
 class PrefetchStep:
-    """Moves of a step on one rank, and the numbers that each unit computed with, in order."""
+    """Moves of a step on one rank, and the numbers that each unit computed with, in order.
+
+    `more_bytes`: the most that was alive beside the units while one computed, in the last step.
+    """
 
     moves: list[PrefetchMove]
     used: list[Tensor]
+    more_bytes: int
 
 
 def steps_of(
@@ -61,7 +70,8 @@ def steps_of(
     moves, found = list[PrefetchMove](), dict[str, PrefetchStep]()
     units = [_Unit(number, moves, 2 + number) for number in range(num_units)]
     by_bytes = {unit.shard.nbytes * dist.get_world_size(): unit.number for unit in units}
-    with telling(BESIDE if beside else f"{num_units} units"), _noted_calls(moves, by_bytes):
+    where = BESIDE if beside else f"{num_units} units"
+    with telling(where), _noted_calls(moves, by_bytes), only_new():
         engine = answer(units, reshard)
         others = [_Unit(number, [], OTHER_SIZE + number) for number in range(num_units + 1)]
         other = answer(others, reshard) if beside else None
@@ -69,8 +79,12 @@ def steps_of(
             moves.clear()
             for unit in units:
                 unit.shard.fill_(shard_value(unit.number, step, rank))
-            used = _step(engine, units, moves, other, others)
-            found[f"step {step + 1}"] = PrefetchStep(list(moves), used)
+            earlier = [tensor for one in found.values() for tensor in one.used]
+            is_last = step == STEPS - 1  # where the numbers of all steps are judged already
+            used, more_bytes = _step(
+                engine, units, moves, other, others, earlier if is_last else None
+            )
+            found[f"step {step + 1}"] = PrefetchStep(list(moves), used, more_bytes)
     return found
 
 
@@ -80,23 +94,38 @@ def shard_value(unit: int, step: int, rank: int) -> float:
 
 
 def _step(
-    engine: Any, units: list[_Unit], moves: list[PrefetchMove], other: Any, others: list[_Unit]
-) -> list[Tensor]:
-    """Take a step; return what each unit computed with, in forward and in backward."""
-    used = []
+    engine: Any,
+    units: list[_Unit],
+    moves: list[PrefetchMove],
+    other: Any,
+    others: list[_Unit],
+    earlier: Sequence[Tensor] | None = None,
+) -> tuple[list[Tensor], int]:
+    """Take a step; return what each unit computed with, and the most bytes alive then.
+
+    The units' own and the `earlier` ones do not count; without those, none do.
+    """
+    used, more_bytes = list[Tensor](), 0
+
+    def compute(kind: str, unit: _Unit) -> None:
+        nonlocal more_bytes
+        moves.append((kind, unit.number))
+        used.append(unit.used())
+        if earlier is not None:
+            of_units = [tensor for one in (*units, *others) for tensor in one.memory]
+            more_bytes = max(more_bytes, alive_bytes(*of_units, *used, *earlier, enough=0))
+
     for unit in units:
         engine.before_forward(unit.number)
-        moves.append(("forward", unit.number))
-        used.append(unit.used())
+        compute("forward", unit)
         engine.after_forward(unit.number)
         if other is not None and unit.number == 0:
             _step(other, others, [], None, [])
     for unit in reversed(units):
         engine.before_backward(unit.number)
-        moves.append(("backward", unit.number))
-        used.append(unit.used())
+        compute("backward", unit)
         engine.after_backward(unit.number)
-    return used
+    return used, more_bytes
 
 
 @contextlib.contextmanager
