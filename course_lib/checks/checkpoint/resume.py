@@ -34,8 +34,8 @@ MISSING = {
     "schedule": Cause("The learning rate's schedule goes on elsewhere: save the scheduler."),
     "epoch": Cause("The order of the samples is drawn from the epoch's number: save the epoch."),
     "position": Cause(
-        "The epoch goes on at another sample: it repeats some, or leaves some out. Save the sampler's "
-        "position; the number of steps alone does not tell it."
+        "The epoch goes on at another sample: it repeats some, or leaves some out. Save the "
+        "sampler's position; the number of steps alone does not tell it."
     ),
     "PyTorch's random numbers": Cause(
         "Dropout would draw other masks: save torch.get_rng_state(), and restore it last in load."
