@@ -25,6 +25,7 @@ from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, fa
 from course_lib.core import CourseError
 
 MOST_LINES = 1_000_000
+MOST_SHOWN = 250  # characters of a value
 NO_RESULT = Cause("Does your function return its result?")
 A_FLOAT = Cause(
     "An int is needed, and that is a float, which keeps 16 digits: count with int, and with // in "
@@ -170,10 +171,13 @@ class Cases:
         if isinstance(wanted, dict) and isinstance(found, dict):
             name, wanted, found = self._first_difference(wanted, found)
             what = f"{what}: {name}"
+        while _is_long(wanted, found) and (pair := self._first_entry(wanted, found)):
+            number, wanted, found = pair
+            what = f"{what}: entry {number}"
         if isinstance(found, str) and not isinstance(wanted, str):
             found = repr(found)
         unit = self.unit if isinstance(found, Real) else ""
-        words, seen = plain(wanted), f"{plain(found)}{unit}"
+        words, seen = _cut(plain(wanted)), f"{_cut(plain(found))}{unit}"
         if words == plain(found) and (off := apart(found, wanted)):
             seen += f", off by {off:.1g}: digits were lost"
         return f"{what}: need {words}{self.unit}; got {seen}"
@@ -183,6 +187,13 @@ class Cases:
         keys = {**wanted, **found}
         pairs = ((key, wanted.get(key, "nothing"), found.get(key, "nothing")) for key in keys)
         return next(pair for pair in pairs if not self._equal(pair[2], pair[1]))
+
+    def _first_entry(self, wanted: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...] | None:
+        """Return the number of the first entry that differs, and both; None for other lengths."""
+        if len(wanted) != len(found):
+            return None
+        pairs = enumerate(zip(wanted, found, strict=True))
+        return next((n, a, b) for n, (a, b) in pairs if not self._equal(b, a))
 
     def _cause(
         self, got: list[Any], need: list[Any], wrong: Iterable[tuple[Cause, list[Any]]]
@@ -272,6 +283,16 @@ def alike(found: Any, wanted: Any, rtol: float) -> bool:
             alike(one, other, rtol) for one, other in zip(found, wanted, strict=True)
         )
     return type(found) is type(wanted) and bool(found == wanted)
+
+
+def _is_long(wanted: Any, found: Any) -> bool:
+    """Return whether these are sequences whose text is longer than one reads."""
+    are_lists = isinstance(wanted, list | tuple) and isinstance(found, list | tuple)
+    return are_lists and max(len(plain(wanted)), len(plain(found))) > MOST_SHOWN
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."
 
 
 def apart(found: Any, wanted: Any) -> float:

@@ -622,18 +622,16 @@ print(cost.bubble_rate_table())
 #
 # Return a schedule with a short simulated step and, on each rank, at most `cap` $\ge p$
 # micro-batches in flight (from F until W). `seconds` has the times of `"forward"`,
-# `"backward_input"` and `"backward_weight"`; messages take no time. Your schedule is right if, in
-# seven puzzles, it is never slower than ZB-H1. The loop is a *list scheduler*: it runs the action
-# in `ready` that can start first. If several can, it runs the most urgent one (0 is most urgent).
-# Fill `ready`. About 10 lines, 30 minutes.
+# `"backward_input"` and `"backward_weight"`; messages take none. It is right if it is never slower
+# than ZB-H1 in seven puzzles. The loop is a *list scheduler*: of the actions in `ready`, it runs the
+# first that can start, or the most urgent (0) of those. Fill `ready`. About 10 lines, 30 minutes.
 #
 # <details><summary>Hint: what can run next</summary>
-# Count each rank's F, I and W: each kind runs in micro-batch order. I needs its F, W needs its I; F
-# and I also need what <code>source_of</code> sends.
+# Count each rank's F, I and W, which run in micro-batch order. I needs its F, W its I.
 # </details>
 # <details><summary>Hint: slower than ZB-H1</summary>
-# On rank r, F is most urgent if fewer than p - r micro-batches wait for their I, and may not run if
-# cap - r of them do. W is least urgent.
+# F is most urgent if fewer than p - r micro-batches wait for their I, and not ready if cap - r do.
+# W is least urgent.
 # </details>
 
 

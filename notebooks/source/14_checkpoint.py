@@ -275,20 +275,20 @@ reveal(guess_state, len(other))
 # No error was raised, and either loss curve would look plausible. So the test is stricter: the
 # resumed run has to continue **bit for bit**, with exactly the numbers of the run that never
 # stopped. (On GPUs, this needs deterministic kernels. With another number of ranks, sums are added
-# in another order and each rank's random numbers change: compare a few steps without dropout,
+# in another order and random numbers change: compare a few steps without dropout,
 # within rounding errors.)
 #
 # ### Exercise 3 (core): which state is missing
 #
-# `save(trainer)` returns all of the state of a `SmallTrainer`. `load(trainer, state)` puts it into
+# `save(trainer)` returns all state of a `SmallTrainer`. `load(trainer, state)` puts it into
 # a new trainer. `load` is called on another `Resume` object, so keep nothing in `self`. The
 # trainer's attributes are `model`, `optimizer`, `scheduler`, `epoch`, `position` (in the epoch) and
-# `step`. Training after `save`, or after `load`, must not change the saved state. About 13 lines, 20
+# `step`. Training after `save` or `load` must not change the saved state. About 13 lines, 20
 # minutes.
 #
 # <details><summary>Hint: a later step came back</summary>
-# <code>state_dict()</code> refers to the live tensors. Copy it with <code>copy.deepcopy</code>. An
-# optimizer keeps the tensors that <code>load_state_dict</code> is given: give it a copy, too.
+# <code>state_dict()</code> refers to live tensors, and an optimizer keeps those it loads: use
+# <code>copy.deepcopy</code> twice.
 # </details>
 
 
@@ -325,9 +325,8 @@ class Resume:
 check("checkpoint-3", Resume)
 
 # %% [markdown]
-# With many ranks, each rank draws its own random numbers, so the course's library saves one
-# `rng_state()` per rank. The sampler needs no state per rank if its position counts the samples of
-# *all* ranks.
+# With many ranks, each draws its own random numbers: the course's library saves one `rng_state()`
+# per rank. The sampler needs none if its position counts the samples of *all* ranks.
 #
 # **State that is not saved starts again from its initial value, often without an error: compare
 # bits, not curves.**

@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib.checks import Cause, CheckFailed, Exercise, NotDone, check, exercise, right_answer
+from course_lib.checks import (
+    Cause,
+    CheckFailed,
+    Exercise,
+    NotDone,
+    check,
+    exercise,
+    find_exercise,
+    right_answer,
+)
 from course_lib.checks.cases import Cases, alike, plain
 from course_lib.checks.edits import Own, edited
 from course_lib.checks.exercise import Stopped, TooLong, failed
@@ -153,6 +162,39 @@ def test_cases_tell_the_cause_that_fits_every_case(answer, says, cause):
         twice(unit=" kg").verdict(answer)
     assert says in str(caught.value)
     assert caught.value.cause == cause
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda x: [[n, 0] for n in range(98)] + [[98, x], [99, 0]], "entry 98: need [98, 0]; got"),
+        (lambda x: [[n, 0] for n in range(99)], "[2, 0],"),
+    ],
+)
+def test_a_long_value_is_told_where_it_differs_first(answer, says):
+    one = Exercise(
+        key="toy-1",
+        title="long",
+        reference=lambda x: [[n, 0] for n in range(100)],
+        check=Cases(cases=lambda: [("1 apple", (1,))], success="", look="Count."),
+    )
+    with pytest.raises(CheckFailed) as caught:
+        one.verdict(answer)
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < 700
+
+
+def test_a_part_has_no_cause_that_is_wrong_in_a_part_before_it():
+    def with_a_tolerance(runs, allowed):
+        hours = [run.nodes * run.gpus_per_node * (run.start_s + run.steps * run.step_s) / 3600
+                 for run in runs]  # fmt: skip
+        fit = 0
+        while fit < len(hours) and sum(hours[: fit + 1]) <= 1.2 * allowed:
+            fit += 1
+        return sum(hours), fit
+
+    with pytest.raises(CheckFailed, match="how many are in when one would go over"):
+        find_exercise("scaling_study-4").verdict(with_a_tolerance)
 
 
 def test_what_show_cannot_read_is_told_with_its_case():

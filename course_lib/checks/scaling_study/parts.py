@@ -10,7 +10,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from course_lib.checks.cases import Case, Cases
+from course_lib.checks.cases import Case, Cases, alike
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, failed
 
 CHANGED = Cause(
@@ -33,8 +33,8 @@ class Parts:
     """A check like `Cases`, whose results `show` turns into a dictionary with the names of `parts`.
 
     Each part is judged in all cases before the next one is, and the cause is that of the planted
-    answer that is wrong in this part alike. `keeps(*arguments)` is what an answer must not change.
-    `drawn` and `seed` are as in Cases.
+    answer that is wrong in this part alike, and right in those before it. `keeps(*arguments)` is
+    what an answer must not change. `drawn` and `seed` are as in Cases.
     """
 
     cases: Callable[[], Sequence[Case]]
@@ -63,9 +63,13 @@ class Parts:
         for (what, _), one in zip(self._cases().table(), got, strict=True):
             if isinstance(one, CheckFailed):
                 raise CheckFailed(f"{what}: {one}", one.cause)
+        wrong = list(exercise.wrong_values())
         for name in self.parts:
-            wrong = ((cause, _parts(name, values)) for cause, values in exercise.wrong_values())
-            self._only(name, got, need).compare(_parts(name, got), _parts(name, need), wrong)
+            found, right, only = _parts(name, got), _parts(name, need), self._only(name, got, need)
+            of_part = [(cause, _parts(name, values)) for cause, values in wrong]
+            only.compare(found, right, of_part)
+            pairs = zip(wrong, of_part, strict=True)
+            wrong = [one for one, (_, values) in pairs if alike(values, right, only.rtol)]
         return self.success
 
     def _cases(self) -> Cases:
