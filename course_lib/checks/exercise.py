@@ -201,7 +201,7 @@ def explained(key: str, answer: Any, limit_s: float = LIMIT_S) -> Iterator[None]
     """
     _demand_own(key, answer)
     printed = io.StringIO()
-    computing_s = COMPUTING_S * max(1.0, limit_s / LIMIT_S)
+    computing_s = max(COMPUTING_S, COMPUTING_S * limit_s / LIMIT_S) if limit_s else 0.0
     try:
         with (
             contextlib.redirect_stdout(printed),

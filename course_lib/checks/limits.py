@@ -19,7 +19,7 @@ class OutOfTime(BaseException):
 
 @contextlib.contextmanager
 def at_most(limit_s: float, *, computing: bool = False) -> Iterator[None]:
-    """Raise OutOfTime in the block after some seconds, or some seconds of computing.
+    """Raise OutOfTime in the block after some seconds, or some seconds of computing (0: no limit).
 
     In a thread, where no signal arrives, there is no limit.
     """
