@@ -115,7 +115,7 @@ class Cases:
     symptoms: tuple[tuple[Callable[[Sequence[Any], Sequence[Any]], bool], Cause], ...] = ()
     unchanged: Cause | None = None
     endless: Cause | None = None
-    library: tuple[FunctionType, ...] = ()
+    library: tuple[Callable[..., Any], ...] = ()
     drawn: Callable[[Random], Sequence[Case]] | None = None
     seed: str = ""
 
@@ -249,10 +249,10 @@ def from_json(data: Any) -> Any:
 
 
 @contextmanager
-def watched(endless: Cause, library: Sequence[FunctionType] = ()) -> Iterator[None]:
+def watched(endless: Cause, library: Sequence[Callable[..., Any]] = ()) -> Iterator[None]:
     """Raise CheckFailed once the block runs more than MOST_LINES lines, or calls the library."""
     numbers, before = count(1), sys.gettrace()
-    codes = [function.__code__ for function in library]
+    codes = [one.__code__ for one in library if isinstance(one, FunctionType)]
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:
         if event == "line" and next(numbers) > MOST_LINES:

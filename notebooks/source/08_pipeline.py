@@ -623,8 +623,9 @@ print(cost.bubble_rate_table())
 # Return a schedule with a short simulated step and, on each rank, at most `cap` $\ge p$
 # micro-batches in flight (from F until W). `seconds` has the times of `"forward"`,
 # `"backward_input"` and `"backward_weight"`; messages take none. It is right if it is never slower
-# than ZB-H1 in seven puzzles. The loop is a *list scheduler*: of the actions in `ready`, it runs the
-# first that can start, or the most urgent (0) of those. Fill `ready`. About 10 lines, 30 minutes.
+# than ZB-H1 in seven puzzles. The loop is a *list scheduler*: of the actions in `ready`, it runs
+# the first that can start, or the most urgent (0) of those. Fill `ready`. About 10 lines, 30
+# minutes.
 #
 # <details><summary>Hint: what can run next</summary>
 # Count each rank's F, I and W, which run in micro-batch order. I needs its F, W its I.
