@@ -27,6 +27,8 @@ from course_lib.cluster.submissions import (
 )
 from course_lib.core.errors import CourseError
 
+MOST_FAILED = 5  # of which `course status` says why
+
 Id = Annotated[
     str,
     typer.Argument(
@@ -130,10 +132,13 @@ def status(
         typer.Argument(metavar="[ID]", help="Show each array task of this submission."),
     ] = None,
 ) -> None:
-    """Show all submissions and their states."""
+    """Show all submissions and their states; of the latest that failed, also why."""
+    from course_lib.cluster.failures import has_failed, told
+
     chosen = [find_submission(id_text)[0]] if id_text else read_submissions()
     table = plain_table("id", "job", "profile", "ran", "restarts", "state")
     silent: dict[str, str] = {}
+    failed: list[str] = []
     for one in chosen:
         if one.scheduler not in silent:
             try:
@@ -142,10 +147,14 @@ def status(
                 silent[one.scheduler] = str(problem)
         for row in _rows(one, each=bool(id_text)):
             table.add_row(*row)
+        if has_failed(one.seen):
+            failed.append(f"{one.id}: {told(one.seen)}")
     if chosen:
         Console().print(table)
     else:
         print(f"Nothing was handed in from {Path.cwd()}. Try course submit --help.")
+    for sentence in failed[-MOST_FAILED:]:
+        print(sentence)
     for sentence in silent.values():
         print(f"As it was seen last. {sentence}")
 
@@ -169,19 +178,26 @@ def logs(
     until_over: Annotated[
         bool, typer.Option("-f", "--follow", help="Follow the log until the job has ended.")
     ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Also show the lines of torchrun and its store.")
+    ] = False,
 ) -> None:
-    """Show the log of a submission, or of one array task."""
+    """Show the log of a submission, or of one array task; of a failed one, first what failed."""
+    from course_lib.cluster.failures import told
     from course_lib.cluster.logs import follow
+
+    def say(words: str) -> None:
+        print(f"{id_text}: {words}", file=sys.stderr, flush=True)
 
     one, array_task = find_submission(id_text)
     try:
-        for text in follow(one, array_task, until_over=until_over):
+        for text in follow(one, array_task, until_over=until_over, whole=whole, say=say):
             print(text, end="", flush=True)
     except KeyboardInterrupt:
         print(f"\n{id_text} goes on; course cancel {id_text} would end it.", file=sys.stderr)
         raise typer.Exit(130) from None
     now = find_submission(one.id)[0]
-    print(f"{id_text}: {in_words(_of(now, array_task))}", file=sys.stderr)
+    say(told(_of(now, array_task)))
 
 
 @at_home()

@@ -2,9 +2,11 @@
 
 import codecs
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from course_lib.cluster.failures import has_failed, told
+from course_lib.cluster.launcher_lines import Source, WithoutLauncher
 from course_lib.cluster.submissions import FOLDER, Submission, refresh
 from course_lib.core.plain_text import printable
 
@@ -46,15 +48,19 @@ def follow(
     array_task: int | None,
     *,
     until_over: bool,
+    whole: bool = False,
+    say: Callable[[str], object] = lambda state: None,
     folder: Path = FOLDER,
 ) -> Iterator[str]:
     """Yield what is added to the logs; of several, each piece begins with the log's name.
 
-    Without `until_over`: what they say by now.
+    Without `until_over`: what they say by now. With `whole`: also what only the launcher says.
+    `say` is told each state before the last, with what a job waits for; where the job has ended
+    already and has failed, that, before anything else.
     Raises: SchedulerError where the scheduler does not answer any more
     """
-    tails: dict[str, Tail] = {}
-    said, gap_s, ask_at_s = "", PAUSE_S, 0.0
+    tails: dict[str, Source] = {}
+    said, state_said, gap_s, ask_at_s = "", "", PAUSE_S, 0.0
     while True:
         if time.monotonic() >= ask_at_s:
             one = refresh(one, folder)
@@ -62,11 +68,16 @@ def follow(
             ask_at_s = time.monotonic() + gap_s
         chosen = [state for state in one.seen if array_task in (None, state.array_task)]
         is_last = not until_over or (bool(chosen) and all(state.is_final for state in chosen))
+        is_told = not is_last or (not tails and has_failed(chosen))
+        if chosen and is_told and (now := told(chosen)) != state_said:
+            say(now)
+            state_said = now
         for state in chosen:
-            if state.log and state.state != "PENDING":
-                tails.setdefault(state.log, Tail(Path(state.log)))
-        for path, tail in tails.items():
-            if text := tail.read(last=is_last):
+            if state.log and state.state != "PENDING" and state.log not in tails:
+                tail = Tail(Path(state.log))
+                tails[state.log] = tail if whole else WithoutLauncher(tail)
+        for path, log in tails.items():
+            if text := log.read(last=is_last):
                 yield (f"==> {path}\n" if len(chosen) > 1 and path != said else "") + text
                 said = path
         if is_last:

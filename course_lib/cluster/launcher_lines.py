@@ -1,0 +1,83 @@
+"""Leave the launcher's own lines out of a log: torchrun's report, and frames of its store.
+
+When a rank fails, and also when the nodes of a job that has succeeded leave one after the other,
+torchrun and its TCPStore write dozens of lines that say nothing about the program.
+"""
+
+import re
+from typing import Protocol
+
+LABEL = r"(?:\s*\d+: )?"  # of `srun --label`
+LINE = re.compile(
+    rf"{LABEL}(?:\[[WE]\d+ [\d:.]+ TCPStore\.cpp"
+    r"|Exception raised from \w+ at \S*c10d/"
+    r"|frame #\d+: |<omitting python frames>"
+    r"|[WEI]\d{4} [\d:.]+ \d+ torch/distributed/(?:elastic/|run\.py))"
+)
+FRAMES_END = re.compile(rf"{LABEL}(?:frame #\d+: |Exception raised)")
+TRACEBACK = re.compile(rf"{LABEL}Traceback \(most recent call last\):$")
+INSIDE = re.compile(rf"{LABEL}  ")
+LAUNCHER = re.compile(r'  File ".*(?:torch/distributed/(?:run\.py|launcher/)|/torchrun")')
+ENDED = re.compile(rf"{LABEL}torch\.distributed\.elastic\.\S*(?:ChildFailedError|SignalException)")
+BAR = re.compile(rf"{LABEL}={{20,}}$")
+REPORT = re.compile(
+    rf"{LABEL}(?:[=-]{{20,}}$|.* FAILED$|Failures:$|Root Cause |\[\d+\]:$|  <NO_OTHER_FAILURES>$"
+    r"|  (?:time|host|rank|exitcode|error_file|traceback) *: )"
+)
+
+
+class Source(Protocol):
+    """A log that may still grow."""
+
+    def read(self, *, last: bool = False) -> str:
+        """Return the new text; with `last`, also a line that is not ended."""
+
+
+class WithoutLauncher:
+    """A log without the launcher's lines; where some were, one line says how many."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._left_out, self._bars = source, 0, 0
+        self._held: list[str] = []  # a traceback that may turn out to be the launcher's
+        self._after_frames = False
+
+    def read(self, *, last: bool = False) -> str:
+        """Return the new text; with `last`, also a line that is not ended."""
+        shown: list[str] = []
+        for line in self._source.read(last=last).splitlines(keepends=True):
+            shown += self._shown(line.rstrip("\n"))
+        if last:
+            shown += [*self._told(), *self._held]
+            self._held = []
+        return "".join(f"{line}\n" for line in shown)
+
+    def _shown(self, line: str) -> list[str]:
+        """Return what is to be shown by now: nothing, or this line after those held back."""
+        if LINE.match(line) or (self._after_frames and not line.strip()) or self._is_report(line):
+            self._after_frames = bool(FRAMES_END.match(line))
+            self._left_out += 1
+            return []
+        self._after_frames = False
+        if TRACEBACK.match(line) or (self._held and INSIDE.match(line)):
+            self._held.append(line)
+            return []
+        if not self._held or line.startswith("[rank"):  # a rank's own line in between
+            return [*self._told(), line]
+        held, self._held = [*self._held, line], []
+        if ENDED.match(line) and any(map(LAUNCHER.search, held)):
+            self._bars = 2 if "ChildFailedError" in line else 0
+            self._left_out += len(held)
+            return []
+        return [*self._told(), *held]
+
+    def _is_report(self, line: str) -> bool:
+        """Return whether this is a line of torchrun's report, which stands between two bars."""
+        is_one = bool(self._bars and REPORT.match(line))
+        self._bars -= bool(is_one and BAR.match(line))
+        return is_one
+
+    def _told(self) -> list[str]:
+        count, self._left_out = self._left_out, 0
+        return [f"[left out: {count} lines of torchrun and its store; --whole shows them]"] * bool(
+            count
+        )
