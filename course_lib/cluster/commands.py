@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 
 from course_lib.cluster.job import Job, find_program, name_of
-from course_lib.cluster.profile import Profile, default_profile, read_profile
+from course_lib.cluster.profile import Profile
 from course_lib.cluster.scheduler import DONE, JobState, SchedulerError, in_words
-from course_lib.cluster.site_commands import add_site_commands, plain_table
+from course_lib.cluster.site_commands import add_site_commands, pick_profile, plain_table
 from course_lib.cluster.slurm_time import write_time
 from course_lib.cluster.submissions import (
     FOLDER,
@@ -94,7 +94,7 @@ def submit(
         array=array,
         run_folder="runs",
     )
-    profile = read_profile(profile_name or default_profile())
+    profile = pick_profile(profile_name)
     (_show if dry_run else _submit)(job, profile)
 
 

@@ -150,9 +150,9 @@ def profile_names() -> list[str]:
     return sorted(names, key=lambda name: name != OWN)
 
 
-def default_profile() -> str:
-    """Return `site` where `course cluster init` wrote one, else `laptop`."""
-    return OWN if OWN in profile_names() else "laptop"
+def own_path() -> Path:
+    """Return the path of the profile `site`."""
+    return find_cluster_folder() / "profiles" / f"{OWN}.toml"
 
 
 def read_profile(name: str | os.PathLike[str]) -> Profile:

@@ -36,9 +36,11 @@ class Partition:
 
 def find_partitions(run: _Run = run_command) -> list[Partition]:
     """Return the partitions that Slurm names, those with GPUs first; none without Slurm."""
+    if not (listed := run(SINFO)):
+        return []
     limits = dict(_limits(run(PARTITIONS) or ""))
     found: dict[str, Partition] = {}
-    for line in (run(SINFO) or "").splitlines():
+    for line in listed.splitlines():
         partition = _partition(line)
         if partition and partition.gpus >= found.get(partition.name, partition).gpus:
             max_nodes, time_limit = limits.get(partition.name, (1, DAY))

@@ -1,5 +1,9 @@
-"""The commands of `course` about a site: `lint-job`, `cluster init` and `cluster profiles`."""
+"""The commands of `course` about a site: `lint-job`, `cluster init` and `cluster profiles`.
 
+`pick_profile` is what commands that start jobs ask for the place where they run.
+"""
+
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from course_lib.cluster.slurm import Slurm, tell
 from course_lib.core.errors import CourseError
 from course_lib.core.files import read_text
 from course_lib.core.plain_text import printable
@@ -17,6 +22,7 @@ if TYPE_CHECKING:  # imported where they are used: `course --help` should stay f
     from course_lib.cluster.profile import Profile
     from course_lib.cluster.site import Partition
 
+HERE = "laptop"  # the profile of this machine
 LONGEST = 256 * KIB  # bytes of a batch script
 cluster_app = typer.Typer(
     rich_markup_mode=None, no_args_is_help=True, help="Write and list profiles: where jobs run."
@@ -54,20 +60,28 @@ def lint_job(
 
 @cluster_app.command()
 def profiles() -> None:
-    """List the profiles, and mark the one that is taken by default."""
-    from course_lib.cluster.profile import default_profile, profile_names, read_profile
+    """List the profiles, and mark the default: where jobs run without --profile."""
+    from course_lib.cluster.profile import OWN, profile_names, read_profile
+    from course_lib.cluster.site import find_partitions
 
+    names = profile_names()
+    is_open = OWN not in names and bool(find_partitions())
+    default = OWN if OWN in names else "" if is_open else HERE
     table = plain_table(
         "profile", "where", "nodes", "GPUs a node", "longest job", "jobs", "GPU hours"
     )
-    for name in profile_names():
+    for name in names:
         one = read_profile(name)
         where = " ".join(filter(None, (one.scheduler, one.partition)))
         numbers = (one.max_nodes, one.gpus_per_node, one.time_limit)
         limits = (one.limits.max_jobs, f"{one.limits.gpu_hours:g}")
-        mark = " (taken)" if name == default_profile() else ""
+        mark = " (default)" if name == default else ""
         table.add_row(name + mark, where, *map(str, (*numbers, *limits)))
     Console().print(table)
+    if is_open:
+        print(
+            "No default is chosen yet, and Slurm is here: jobs run there. Try course cluster init."
+        )
 
 
 @cluster_app.command()
@@ -75,20 +89,61 @@ def init(
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: take the values found.")] = False,
 ) -> None:
     """Write the profile `site` for this cluster or machine. Asks before it overwrites a file."""
-    from course_lib.cluster.profile import OWN, find_cluster_folder, save_profile
+    from course_lib.cluster.profile import own_path, save_profile
     from course_lib.cluster.site import find_partitions, profile_of, profile_of_machine
 
-    path = find_cluster_folder() / "profiles" / f"{OWN}.toml"
+    path = own_path()
     _may_write(path, yes)
     partitions = find_partitions()
     if partitions:
-        profile = profile_of(partitions[0] if yes else _chosen(partitions))
+        profile = profile_of(partitions[0]) if yes else _chosen(partitions)
     else:
         print("There is no Slurm here that answers: the profile is for this machine.")
         profile = profile_of_machine()
     save_profile(profile if yes else _asked(profile), path)
     print(f"{path} is written. Read it, and change what is not so: it has a comment on each line.")
     print("Next: course cluster profiles, and course submit 00 --dry-run")
+
+
+def pick_profile(name: str | None) -> "Profile":
+    """Return the profile of this name; without one, the site's own, else Slurm's, else `laptop`.
+
+    Where Slurm is and no profile of the site, a person is asked once, and the answer becomes the
+    profile `site`. A script is not asked, but told what is taken and how to choose otherwise.
+    """
+    from course_lib.cluster.profile import OWN, own_path, profile_names, read_profile, save_profile
+    from course_lib.cluster.site import find_partitions, profile_of
+
+    if name or OWN in profile_names():
+        return read_profile(name or OWN)
+    if not Slurm().is_here():
+        return read_profile(HERE)
+    partitions = find_partitions()
+    if not partitions:
+        raise CourseError(
+            f"course: need a partition of this Slurm; it names none. Try --profile {HERE} for this "
+            "machine, or the path of a profile."
+        )
+    if not is_terminal():
+        tell(
+            f"No profile is chosen, and Slurm is here: taking its partition {partitions[0].name}. "
+            f"Otherwise: --profile {HERE} for this machine, or course cluster init, once for all."
+        )
+        return profile_of(partitions[0])
+    print(f"Slurm is here. Where should jobs run? {HERE} is this machine, without Slurm.")
+    profile = _chosen(partitions, replace(read_profile(HERE), name=OWN))
+    try:
+        tell(
+            f"{save_profile(profile, own_path())} remembers it. To change it: course cluster init."
+        )
+    except CourseError as problem:  # the folder is somebody else's
+        tell(str(problem))
+    return profile
+
+
+def is_terminal() -> bool:
+    """Return whether a person can be asked."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _may_write(path: Path, yes: bool) -> None:
@@ -102,16 +157,19 @@ def _may_write(path: Path, yes: bool) -> None:
         typer.confirm(f"{path} is there already. Overwrite it?", abort=True)
 
 
-def _chosen(partitions: "list[Partition]") -> "Partition":
-    """Ask for a partition and return it."""
+def _chosen(partitions: "list[Partition]", here: "Profile | None" = None) -> "Profile":
+    """Ask for a partition, or `here`, and return a profile for it."""
+    from course_lib.cluster.site import profile_of
+
     for one in partitions:
         nodes = f"{one.max_nodes} nodes, each {one.cores} cores and {one.gpus} GPUs"
         print(f"  {one.name:12} {nodes} {one.gpu_type}, at most {one.time_limit}".rstrip())
-    names = {one.name: one for one in partitions}
-    name = typer.prompt("Partition", default=partitions[0].name)
-    if name not in names:
-        raise CourseError(f"partition: need one of {', '.join(names)}; got {name!r}.")
-    return names[name]
+    choices = {HERE: here} if here else {}
+    choices |= {one.name: profile_of(one) for one in partitions}
+    name = typer.prompt(f"Partition{f', or {HERE}' if here else ''}", default=partitions[0].name)
+    if name not in choices:
+        raise CourseError(f"partition: need one of {', '.join(choices)}; got {name!r}.")
+    return choices[name]
 
 
 def _asked(profile: "Profile") -> "Profile":

@@ -50,6 +50,19 @@ class Slurm:
     ) -> None:
         self._pauses_s, self._say = tuple(pauses_s), say
 
+    def is_here(self) -> bool:
+        """Return whether this machine belongs to a cluster.
+
+        Raises: NoAnswerError where it does and the controller is silent, SchedulerError where
+            SLURM_CONF names no cluster
+        """
+        try:
+            return not self._ask("sinfo", "--noheader").returncode
+        except SchedulerError as problem:
+            if isinstance(problem, NoAnswerError) or "SLURM_CONF" in os.environ:
+                raise
+            return False  # no commands, or no configuration for them
+
     def check(self, script: Path) -> None:
         """Let sbatch check the script and whether the cluster could ever run it."""
         answer = self._ask("sbatch", "--test-only", str(script))

@@ -115,10 +115,10 @@ def _costing(
     out: Path | None,
     resume: bool = True,
 ) -> "Costing":
-    from course_lib.cluster.profile import default_profile, read_profile
+    from course_lib.cluster.site_commands import pick_profile
     from course_lib.scaling_study.costing import cost_study
     from course_lib.scaling_study.plan import find_study
 
     study = find_study(name).only(models or (), strategies or (), ranks or ())
-    place = read_profile(profile or default_profile())
+    place = pick_profile(profile)
     return cost_study(study, place, out or Path("runs") / f"study-{name}", resume=resume)

@@ -49,7 +49,7 @@ DRY = ("course submit", "--dry-run")
 TAKEN = "# nothing speaks against it"
 STUDENT = (
     Step("course cluster init --yes", "site.toml is written"),
-    Step("course cluster profiles", "site (taken)"),
+    Step("course cluster profiles", "site (default)"),
     Step("course submit 04 --nodes 2 --dry-run", TAKEN),
     Step(
         "course submit 04 --nodes 2",
@@ -79,7 +79,7 @@ STUDENT = (
 )
 OPERATOR = (
     Step("course cluster init", "site.toml is written"),
-    Step("course cluster profiles", "site (taken)"),
+    Step("course cluster profiles", "site (default)"),
     Step("course submit 00 --nodes 2 --profile site --dry-run", TAKEN),
     Step("course lint-job cluster/many_nodes.sbatch --profile site", "nothing found"),
     Step("course submit 04 --nodes 2 --profile test", TAKEN, add=DRY),

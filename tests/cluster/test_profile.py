@@ -1,22 +1,24 @@
 """Profiles: read as written, wrong ones told in a sentence; what a site shows becomes one."""
 
+import io
 from dataclasses import replace
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from course_lib.cluster import site
+from course_lib.cluster import site, site_commands
 from course_lib.cluster.profile import (
     Limits,
     Profile,
-    default_profile,
     find_cluster_folder,
+    own_path,
     profile_names,
     read_profile,
     save_profile,
 )
-from course_lib.cluster.site_commands import add_site_commands
+from course_lib.cluster.site_commands import add_site_commands, pick_profile
+from course_lib.cluster.slurm import Slurm
 from course_lib.cluster.slurm_time import read_time_s, write_time
 from course_lib.core.errors import CourseError
 
@@ -65,10 +67,10 @@ def test_the_profiles_of_the_course_are_as_save_writes_them(tmp_path):
     assert (read_profile("test").max_nodes, read_profile("test").gpus_per_node) == (2, 2)
 
 
-def test_the_profile_of_the_site_is_taken_where_there_is_one(course):
-    assert (profile_names(), default_profile()) == (["laptop"], "laptop")
-    save_profile(replace(FULL, name="site"), course / "cluster" / "profiles" / "site.toml")
-    assert (profile_names(), default_profile()) == (["site", "laptop"], "site")
+def test_the_profile_of_the_site_comes_first(course):
+    assert profile_names() == ["laptop"]
+    save_profile(replace(FULL, name="site"), own_path())
+    assert profile_names() == ["site", "laptop"]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +273,65 @@ class TestInit:
         assert not self.path.exists()
 
     def test_profiles_are_listed(self):
+        assert "laptop (default)" in self.run("profiles", run=no_slurm).output
+        undecided = self.run("profiles").output
+        assert "(default)" not in undecided
+        assert "No default is chosen yet, and Slurm is here: jobs run there." in undecided
         self.run("init", "--yes")
         listed = self.run("profiles").output
-        assert "site (taken)" in listed
+        assert "site (default)" in listed
         assert "laptop " in listed
+
+
+class TestPick:
+    """Where jobs run without --profile."""
+
+    @pytest.fixture
+    def pick(self, course, monkeypatch, capsys):
+        """Pick a profile on a machine with this Slurm, with this typed where a person can type."""
+
+        def run(name=None, *, slurm=a_site, typed=None):
+            monkeypatch.setattr(site.find_partitions, "__defaults__", (slurm,))
+            monkeypatch.setattr(Slurm, "is_here", lambda _: slurm is not no_slurm)
+            monkeypatch.setattr(site_commands, "is_terminal", lambda: typed is not None)
+            monkeypatch.setattr("sys.stdin", io.StringIO(typed or ""))
+            return pick_profile(name), "".join(capsys.readouterr())
+
+        return run
+
+    @pytest.mark.parametrize(
+        ("typed", "partition", "scheduler"),
+        [("\n", "gpu", "slurm"), ("old\n", "old", "slurm"), ("laptop\n", FULL.partition, "local")],
+    )
+    def test_a_person_is_asked_once(self, pick, course, typed, partition, scheduler):
+        save_profile(
+            replace(FULL, name="laptop", scheduler="local"), own_path().with_stem("laptop")
+        )
+        found, told = pick(typed=typed)
+        assert (found.name, found.partition, found.scheduler) == ("site", partition, scheduler)
+        assert "Partition, or laptop [gpu]: " in told
+        assert f"{own_path()} remembers it" in told
+        assert pick(typed="") == (found, "")
+
+    def test_a_script_gets_slurm_and_is_told_each_time(self, pick):
+        for _ in range(2):
+            found, told = pick()
+            assert (found.scheduler, found.partition) == ("slurm", "gpu")
+            assert "taking its partition gpu. Otherwise: --profile laptop" in told
+        assert not own_path().exists()
+
+    def test_where_a_profile_is_named_or_no_slurm_is_nothing_is_asked(self, pick):
+        assert pick("laptop", typed="old\n") == (read_profile("laptop"), "")
+        assert pick(slurm=no_slurm, typed="old\n") == (read_profile("laptop"), "")
+
+    def test_an_answer_that_cannot_be_kept_still_counts(self, pick, monkeypatch):
+        def refuses(*_):
+            raise CourseError("a copy of the course that is yours")
+
+        monkeypatch.setattr("course_lib.cluster.profile.save_profile", refuses)
+        found, told = pick(typed="old\n")
+        assert (found.partition, "that is yours" in told) == ("old", True)
+
+    def test_a_slurm_without_partitions_is_told(self, pick):
+        with pytest.raises(CourseError, match=r"it names none\. Try --profile laptop"):
+            pick(slurm=lambda _: "")

@@ -308,6 +308,21 @@ def test_a_cluster_that_is_gone_for_good_is_not_asked_again(pretended, tmp_path,
     assert [one.state for one in slurm.states("17")] == ["RUNNING"]
 
 
+def test_a_cluster_is_here_where_its_controller_answers(pretended, monkeypatch):
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    slurm = Slurm(pauses_s=())
+    pretended("sinfo", "gpu* up 1:00:00 2 idle node[1-2]\n")
+    assert slurm.is_here()
+    pretended("sinfo", err=f"sinfo: fatal: {NO_CLUSTER[1]}\n", code=1)
+    assert not slurm.is_here()
+    pretended("sinfo", err="slurm_load_partitions: Socket timed out\n", code=1)
+    with pytest.raises(NoAnswerError):
+        slurm.is_here()
+    monkeypatch.setenv("SLURM_CONF", "/no/such.conf")
+    with pytest.raises(SchedulerError, match="which is not there"):
+        slurm.is_here()
+
+
 def test_local_jobs_run_one_at_a_time_in_their_order(tmp_path, hand_in_here):
     scheduler, hand_in = hand_in_here
     first = hand_in(
