@@ -7,21 +7,20 @@ torchrun and its TCPStore write dozens of lines that say nothing about the progr
 import re
 from typing import Protocol
 
-LABEL = r"(?:\s*\d+: )?"  # of `srun --label`
+LABEL = re.compile(r"\s*\d+: ")  # of `srun --label`
 LINE = re.compile(
-    rf"{LABEL}(?:\[[WE]\d+ [\d:.]+ TCPStore\.cpp"
+    r"(?:\[[WE]\d+ [\d:.]+ TCPStore\.cpp"
     r"|Exception raised from \w+ at \S*c10d/"
     r"|frame #\d+: |<omitting python frames>"
     r"|[WEI]\d{4} [\d:.]+ \d+ torch/distributed/(?:elastic/|run\.py))"
 )
-FRAMES_END = re.compile(rf"{LABEL}(?:frame #\d+: |Exception raised)")
-TRACEBACK = re.compile(rf"{LABEL}Traceback \(most recent call last\):$")
-INSIDE = re.compile(rf"{LABEL}  ")
+FRAMES = re.compile(r"(?:frame #\d+: |Exception raised)")
+TRACEBACK = re.compile(r"Traceback \(most recent call last\):$")
 LAUNCHER = re.compile(r'  File ".*(?:torch/distributed/(?:run\.py|launcher/)|/torchrun")')
-ENDED = re.compile(rf"{LABEL}torch\.distributed\.elastic\.\S*(?:ChildFailedError|SignalException)")
-BAR = re.compile(rf"{LABEL}={{20,}}$")
+ENDED = re.compile(r"torch\.distributed\.elastic\.\S*(?:ChildFailedError|SignalException)")
+BAR = re.compile(r"={20,}$")
 REPORT = re.compile(
-    rf"{LABEL}(?:[=-]{{20,}}$|.* FAILED$|Failures:$|Root Cause |\[\d+\]:$|  <NO_OTHER_FAILURES>$"
+    r"(?:[=-]{20,}$|.* FAILED$|Failures:$|Root Cause |\[\d+\]:$|  <NO_OTHER_FAILURES>$"
     r"|  (?:time|host|rank|exitcode|error_file|traceback) *: )"
 )
 
@@ -53,31 +52,32 @@ class WithoutLauncher:
 
     def _shown(self, line: str) -> list[str]:
         """Return what is to be shown by now: nothing, or this line after those held back."""
-        if LINE.match(line) or (self._after_frames and not line.strip()) or self._is_report(line):
-            self._after_frames = bool(FRAMES_END.match(line))
+        label = LABEL.match(line)
+        text = line[label.end() :] if label else line
+        if LINE.match(text) or (self._after_frames and not text) or self._is_report(text):
+            self._after_frames = bool(FRAMES.match(text))
             self._left_out += 1
             return []
         self._after_frames = False
-        if TRACEBACK.match(line) or (self._held and INSIDE.match(line)):
+        if TRACEBACK.match(text) or (self._held and text.startswith("  ")):
             self._held.append(line)
             return []
-        if not self._held or line.startswith("[rank"):  # a rank's own line in between
+        if not self._held or text.startswith("[rank"):  # a rank's own line in between
             return [*self._told(), line]
         held, self._held = [*self._held, line], []
-        if ENDED.match(line) and any(map(LAUNCHER.search, held)):
-            self._bars = 2 if "ChildFailedError" in line else 0
+        if ENDED.match(text) and any(map(LAUNCHER.search, held)):
+            self._bars = 2 if "ChildFailedError" in text else 0
             self._left_out += len(held)
             return []
         return [*self._told(), *held]
 
-    def _is_report(self, line: str) -> bool:
+    def _is_report(self, text: str) -> bool:
         """Return whether this is a line of torchrun's report, which stands between two bars."""
-        is_one = bool(self._bars and REPORT.match(line))
-        self._bars -= bool(is_one and BAR.match(line))
+        is_one = bool(self._bars and REPORT.match(text))
+        self._bars -= bool(is_one and BAR.match(text))
         return is_one
 
     def _told(self) -> list[str]:
         count, self._left_out = self._left_out, 0
-        return [f"[left out: {count} lines of torchrun and its store; --whole shows them]"] * bool(
-            count
-        )
+        said = f"[left out: {count} lines of torchrun and its store; --whole shows them]"
+        return [said] if count else []

@@ -1,9 +1,15 @@
-"""What the faults of a cluster share: a program that waits to be hit."""
+"""What tests of clusters share: a program that waits to be hit, and a submission on disk."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from course_lib.cluster.job import Job, fitted
+from course_lib.cluster.profile import read_profile
+from course_lib.cluster.scheduler import JobState
+from course_lib.cluster.submissions import Submission
 
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=any
@@ -56,3 +62,37 @@ def victim(slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, course, until
         until(lambda: course("logs", "victim-1").count("is up") == nodes, "all ranks are up")
 
     return hand_in
+
+
+@pytest.fixture
+def submission(tmp_path, monkeypatch):
+    """A submission, as it lies on disk, with states for its array tasks."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(
+        *states: str, array: str = "", restarts: int = 0, log: str = "", **words
+    ) -> Submission:
+        folder = tmp_path / "runs" / "cluster" / "ddp-1"
+        folder.mkdir(parents=True, exist_ok=True)
+        asked = Job(name="ddp", program="ddp.py", array=array, run_folder=str(folder))
+        job = fitted(replace(asked, **words), read_profile("test"))
+        one = Submission(
+            id="ddp-1",
+            folder=folder,
+            job=job,
+            profile="test",
+            scheduler="local",
+            when="2026-01-01T00:00:00+00:00",
+            token="a",
+            job_id="17",
+            seen=tuple(
+                JobState(
+                    array_task=array_task, state=state, restarts=restarts, seconds=360, log=log
+                )
+                for array_task, state in zip(job.array_tasks, states, strict=False)
+            ),
+        )
+        one.write()
+        return one
+
+    return make

@@ -2,20 +2,17 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from course_lib.cluster.collect import collect
-from course_lib.cluster.job import Job, fitted
-from course_lib.cluster.logs import Tail
+from course_lib.cluster.job import Job
 from course_lib.cluster.profile import find_cluster_folder, read_profile
 from course_lib.cluster.scheduler import GONE, JobState, NoAnswerError, SchedulerError
 from course_lib.cluster.submissions import Submission, find_submission, read_submissions, refresh
 from course_lib.cluster.submit import limits_of, submit_job
 from course_lib.core.errors import CourseError
-from course_lib.core.plain_text import STRANGE
 from course_lib.core.records import RunRecord, read_runs
 from course_lib.ranks.launch import attempt_folder
 
@@ -28,36 +25,6 @@ PLAIN = """#!/bin/bash
 python "$@"
 """
 DONE, FAILED, RUNNING = "COMPLETED", "FAILED", "RUNNING"
-
-
-@pytest.fixture
-def submission(tmp_path, monkeypatch):
-    """A submission, as it lies on disk, with states for its array tasks."""
-    monkeypatch.chdir(tmp_path)
-
-    def make(*states: str, array: str = "", restarts: int = 0, **words) -> Submission:
-        folder = tmp_path / "runs" / "cluster" / "ddp-1"
-        folder.mkdir(parents=True, exist_ok=True)
-        asked = Job(name="ddp", program="ddp.py", array=array, run_folder=str(folder))
-        job = fitted(replace(asked, **words), read_profile("test"))
-        one = Submission(
-            id="ddp-1",
-            folder=folder,
-            job=job,
-            profile="test",
-            scheduler="local",
-            when="2026-01-01T00:00:00+00:00",
-            token="a",
-            job_id="17",
-            seen=tuple(
-                JobState(array_task=array_task, state=state, restarts=restarts, seconds=360)
-                for array_task, state in zip(job.array_tasks, states, strict=False)
-            ),
-        )
-        one.write()
-        return one
-
-    return make
 
 
 def leave(one: Submission, attempt: str, ranks: int = 2, world_size: int = 2) -> None:
@@ -303,33 +270,6 @@ def test_in_a_folder_of_the_course_submissions_are_the_courses(tmp_path, monkeyp
     for folder, there in ((tmp_path / "course", True), (notebooks, True), (elsewhere, False)):
         monkeypatch.chdir(folder)
         assert ("said-1" in course("status")) == there
-
-
-# ---- logs ------------------------------------------------------------------------------------
-
-
-def test_a_tail_gives_whole_lines_once(tmp_path):
-    log = tmp_path / "log"
-    tail = Tail(log)
-    assert tail.read() == ""
-    parts = [b"one\ntw", b"o \xe2\x82", b"\xac\nthree\r", b"four \x1b[31mred\x1b[0m \x07 \xff end"]
-    said = []
-    for part in parts:
-        with log.open("ab") as file:
-            file.write(part)
-        said.append(tail.read())
-    said.append(tail.read(last=True))
-    assert said == ["one\n", "", "two €\nthree\n", "", f"four red {STRANGE} {STRANGE} end\n"]
-    assert tail.read(last=True) == ""
-
-
-def test_a_log_that_begins_anew_is_read_anew(tmp_path):
-    log = tmp_path / "log"
-    tail = Tail(log)
-    log.write_text("first attempt, and a long line\n")
-    assert tail.read() == "first attempt, and a long line\n"
-    log.write_text("second\n")
-    assert tail.read() == "second\n"
 
 
 def test_a_submission_of_an_earlier_version_is_read(submission):
