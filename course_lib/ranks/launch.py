@@ -28,7 +28,7 @@ from course_lib.ranks.machine import describe_machine
 from course_lib.ranks.rank_process import Heartbeat
 from course_lib.ranks.report import Report, dropped_words, find_mismatch, orphan_words, told_once
 from course_lib.ranks.tracer import CallTracer, MismatchError
-from course_lib.ranks.world import join_world
+from course_lib.ranks.world import join_world, why_cpu
 
 LAST = "the barrier is the one at the end of launch(). Try as many steps on every rank."
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -50,6 +50,8 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
         tracer = CallTracer(rank, call_board)
         alone = "MASTER_ADDR" not in os.environ
         join_world(tracer, f"file://{folder}/store" if alone else "env://", rank, world_size)
+        if os.environ["LOCAL_RANK"] == "0" and (sentence := why_cpu()):
+            print(sentence, file=sys.stderr, flush=True)
         Heartbeat(tracer).start()
         zero_s = common_zero_s()
         tracer.recorder.events = []

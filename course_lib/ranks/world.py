@@ -57,7 +57,26 @@ def _gpu_backend(gloo: Any, store: Any, rank: int, size: int) -> tuple[Any, Any]
 
 def one_gpu_each() -> bool:
     """Return whether every rank of this node has its own GPU."""
-    return 0 < int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
+    num_ranks, num_seen = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    return 0 < num_ranks <= num_seen or _sees_only_its_own()
+
+
+def _sees_only_its_own() -> bool:
+    """Return whether Slurm shows each rank only its part of the node's GPUs.
+
+    So it does with --gpus-per-task, where srun itself starts the ranks: each sees a device 0.
+    """
+    is_task = "TORCHELASTIC_RUN_ID" not in os.environ and all(
+        os.environ.get(name) == os.environ.get(of_slurm, "")
+        for name, of_slurm in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"))
+    )
+    num_seen = torch.cuda.device_count()
+    return is_task and 0 < num_seen * int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus_of_job()
+
+
+def gpus_of_job() -> int:
+    """Return how many GPUs of this node Slurm gave to the job; 0 without Slurm."""
+    return int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
 
 
 def rank_device() -> torch.device:
@@ -66,9 +85,22 @@ def rank_device() -> torch.device:
     With COURSE_SHARE_GPU=1 several ranks share a GPU, and communicate over gloo: a way to try all
     of the course on a machine with one, not a way to be fast.
     """
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if one_gpu_each():
-        return torch.device("cuda", local_rank)
-    if os.environ.get("COURSE_SHARE_GPU") == "1" and torch.cuda.is_available():
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    num_seen = torch.cuda.device_count()
+    if one_gpu_each() or (os.environ.get("COURSE_SHARE_GPU") == "1" and num_seen):
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % num_seen)
     return torch.device("cpu")
+
+
+def why_cpu() -> str:
+    """Return why the ranks of a node with GPUs compute on its CPU; empty where they do not."""
+    num_seen, num_given = torch.cuda.device_count(), gpus_of_job()
+    if rank_device().type == "cuda" or not (num_seen or num_given):
+        return ""
+    if not num_seen:
+        why = f"Slurm gave this node {num_given} GPUs and PyTorch sees none"
+        return f"launch: {why}, so its ranks compute on the CPU. Try course doctor on the node."
+    num_ranks = os.environ["LOCAL_WORLD_SIZE"]
+    return (
+        f"launch: need a GPU for each rank; got {num_ranks} ranks on a node that see {num_seen}, "
+        f"so they use the CPU. Try --gpus-per-node={num_ranks}, or COURSE_SHARE_GPU=1."
+    )
