@@ -10,6 +10,7 @@ from pathlib import Path
 
 from course_lib.cluster.lint import (
     rules_asked,
+    rules_environment,
     rules_flow,
     rules_ranks,
     rules_text,
@@ -27,6 +28,7 @@ RULES = (
     *rules_asked.RULES,
     *rules_ranks.RULES,
     *rules_flow.RULES,
+    *rules_environment.RULES,
 )
 
 GPUS = ("gpus-per-node", "gres", "gpus")  # that say how many a node needs

@@ -66,9 +66,14 @@ def head_lines(text: str) -> list[tuple[int, str]]:
 
 
 def read_directives(text: str) -> list[Directive]:
-    """Return all options of the directives in order; of two alike, the later one counts."""
+    """Return all options of the directives in order; of two alike, the later one counts.
+
+    What follows `#SBATCH hetjob` is asked for by another component of the job, and left out.
+    """
     found: list[Directive] = []
     for number, line in head_lines(text):
+        if re.match(rf"{PREFIX}\s+(hetjob|packjob)\b", line):
+            break
         if line.startswith(PREFIX):
             found += options_of(number, split_words(line[len(PREFIX) :]))
     return found

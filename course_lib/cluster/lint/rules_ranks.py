@@ -10,17 +10,26 @@ from course_lib.cluster.lint.shell import Command
 OWN_ADDRESS = re.compile(
     rf"(?P<name>{MEETING.pattern})[= ]\"?\$(\(hostname|\{{?HOSTNAME|\{{?SLURMD_NODENAME)"
 )
+CONTAINERS = {"apptainer", "singularity", "docker", "podman", "shifter"}
 LOCALHOST = re.compile(r"^(localhost|127\.0\.0\.1)(:|$)")
 FIXED = re.compile(r"([A-Za-z][\w.-]*|\d+(\.\d+){3})(:\S*)?")
 NODELIST = re.compile(r"\$\{?SLURM_(JOB_)?NODELIST\}?(:|$)")
 
 
 def no_srun(script: Script) -> Iterator[LintFinding]:
-    """Find torchrun started on the first node only."""
+    """Find torchrun started on the first node only, for which srun may stand too far right."""
     if script.nodes < 2:
         return
     for command in script.running(LAUNCHERS):
-        if not script.reaches_nodes(command) and not _runs_alone(script, command):
+        if command.name in CONTAINERS and any(word.text == "srun" for word in command.called):
+            yield LintFinding(
+                command.line,
+                "inside-out",
+                f"srun inside of the container that {command.name} starts",
+                "the container has no Slurm: srun is not found there, or runs outside of it",
+                f"Write srun {command.name} exec IMAGE torchrun ..., with srun first.",
+            )
+        elif not script.reaches_nodes(command) and not _runs_alone(script, command):
             yield LintFinding(
                 command.line,
                 "no-srun",

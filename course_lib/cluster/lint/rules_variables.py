@@ -59,7 +59,10 @@ def not_filled_in(script: Script) -> Iterator[LintFinding]:
 
 
 def nothing_in_it(script: Script) -> Iterator[LintFinding]:
-    """Find variables that Slurm does not set in this job, or never sets."""
+    """Find variables that Slurm does not set in this job, or never sets.
+
+    A script without directives may be what srun runs in a job of another script.
+    """
     tested = " ".join(one.text for one in script.commands if one.name in ("[", "[[", "test"))
     for command in script.commands:
         for word in command.words:
@@ -73,7 +76,7 @@ def nothing_in_it(script: Script) -> Iterator[LintFinding]:
 def _not_set(script: Script, name: str, line: int) -> Iterator[LintFinding]:
     asked = SET_BY.get(name, ())
     near = get_close_matches(name, VARIABLES, n=1, cutoff=0.9)
-    if asked and not script.option(*asked):
+    if asked and script.directives and not script.option(*asked):
         yield LintFinding(
             line,
             "nothing-in-it",
