@@ -133,7 +133,7 @@ def status(
     ] = None,
 ) -> None:
     """Show all submissions and their states; of the latest that failed, also why."""
-    from course_lib.cluster.failures import has_failed, told
+    from course_lib.cluster.failures import told
 
     chosen = [find_submission(id_text)[0]] if id_text else read_submissions()
     table = plain_table("id", "job", "profile", "ran", "restarts", "state")
@@ -147,8 +147,8 @@ def status(
                 silent[one.scheduler] = str(problem)
         for row in _rows(one, each=bool(id_text)):
             table.add_row(*row)
-        if has_failed(one.seen):
-            failed.append(f"{one.id}: {told(one.seen)}")
+        if (words := told(one.seen)) != in_words(one.seen):
+            failed.append(f"{one.id}: {words}")
     if chosen:
         Console().print(table)
     else:

@@ -111,6 +111,7 @@ def login_node(slurm, tmp_path, monkeypatch) -> None:
 def test_the_students_page_leads_to_a_picture(login_node, slurm, course):
     for step in STUDENT:
         step.take(course)
+    assert "TCPStore.cpp" not in course("logs", "04_collectives-1")
     job_id = find_submission("04_collectives-1")[0].job_id
     assert [job["NumNodes"] for job in slurm.show(job_id)] == ["2"]
     assert [record.rank for record in read_runs("runs/04_collectives-1")] == [0, 1]

@@ -1,5 +1,9 @@
 """Which device a rank computes on, by what torchrun and Slurm say of it; no GPU is needed."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -40,3 +44,12 @@ def test_a_rank_uses_the_gpu_that_it_sees(seen, given, more, device, said, monke
     assert said in why_cpu()
     assert bool(why_cpu()) == bool(said)
     assert one_gpu_each() == (device != "cpu" and "COURSE_SHARE_GPU" not in more)  # else no NCCL
+
+
+def test_a_script_says_once_why_it_computes_on_the_cpu():
+    gpus = {"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": ""}
+    code = "from course_lib.ranks import launch; launch(print, 'ran')"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=os.environ | gpus, capture_output=True, text=True)
+    assert done.stdout == "0 ran\n"
+    assert done.stderr.count(NO_CUDA) == 1
