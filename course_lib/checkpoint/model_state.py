@@ -4,10 +4,10 @@ The names are those of the plain module's state_dict, whatever wraps or splits i
 14_checkpoint.
 """
 
+import sys
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -31,7 +31,8 @@ def _says(model: Any, method: str) -> bool:
 def whole_shard(tensor: Tensor) -> Shard:
     """Return a tensor that every rank has whole as a shard; of a DTensor, this rank's part."""
     tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
+    dtensors = sys.modules.get("torch.distributed.tensor")  # not loaded: there is no DTensor
+    if dtensors is None or not isinstance(tensor, dtensors.DTensor):
         box = Box.whole(tensor.shape)
         return Shard(box.sizes, [(box, tensor)] if box.numel else [])
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from course_lib.ranks.tracer import CallTracer, MismatchError
 from course_lib.ranks.world import join_world, why_cpu
 
 LAST = "the barrier is the one at the end of launch(). Try as many steps on every rank."
+MEETING = "COURSE_RANKS_FOLDER"  # where ranks meet that a process of this course has forked
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -46,10 +47,10 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
         os.environ.setdefault(name, value)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with _shared_call_board(world_size) as call_board, tempfile.TemporaryDirectory() as folder:
+    with _meeting_place() as (url, board):
+        call_board = CallBoard(str(board), world_size)
         tracer = CallTracer(rank, call_board)
-        alone = "MASTER_ADDR" not in os.environ
-        join_world(tracer, f"file://{folder}/store" if alone else "env://", rank, world_size)
+        join_world(tracer, url, rank, world_size)
         if os.environ["LOCAL_RANK"] == "0" and (sentence := why_cpu()):
             print(sentence, file=sys.stderr, flush=True)
         Heartbeat(tracer).start()
@@ -79,15 +80,26 @@ def launch(fn: Callable[..., Any], *args: Any, record_to: str | None = None) -> 
 
 
 @contextlib.contextmanager
-def _shared_call_board(world_size: int) -> Any:
-    """Open one file for all ranks of a job on this machine; the first rank to leave deletes it."""
+def _meeting_place() -> Iterator[tuple[str, Path]]:
+    """Give the URL at which the ranks meet, and one file for the call board of this machine.
+
+    The first rank to leave deletes that file.
+    """
+    with tempfile.TemporaryDirectory() as own:
+        url, board = "env://", Path(tempfile.gettempdir()) / _board_of_torchrun()
+        if MEETING in os.environ or "MASTER_ADDR" not in os.environ:
+            folder = os.environ.get(MEETING, own)
+            url, board = f"file://{folder}/store", Path(folder, "board")
+        try:
+            yield url, board
+        finally:
+            board.unlink(missing_ok=True)
+
+
+def _board_of_torchrun() -> str:
     names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    job = "-".join(os.environ.get(name, "") for name in names) or str(os.getpid())
-    path = Path(tempfile.gettempdir()) / f"ranks-board-{os.getuid()}-{job}"
-    try:
-        yield CallBoard(str(path), world_size)
-    finally:
-        path.unlink(missing_ok=True)
+    job = "-".join(os.environ.get(name, "") for name in names)
+    return f"ranks-board-{os.getuid()}-{job}"
 
 
 def common_zero_s() -> float:

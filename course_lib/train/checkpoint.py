@@ -7,38 +7,48 @@ functions of (seed, step, rank).
 
 import fcntl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from course_lib.checkpoint import (
+    Broken,
     Checkpoint,
     PendingSave,
     all_checkpoints,
-    latest,
     load,
     save,
     save_async,
 )
 from course_lib.checkpoint.agree import from_first
-from course_lib.checkpoint.dcp import DcpCheckpoint, all_dcp, load_dcp, save_dcp
 from course_lib.checkpoint.pending import group_of_its_own
 from course_lib.core.errors import CourseError
 from course_lib.core.records import RunRecord
 from course_lib.train.config import TrainConfig
 from course_lib.train.progress import Progress
 
+if TYPE_CHECKING:  # imported where it is used: it loads much of PyTorch
+    from course_lib.checkpoint.dcp import DcpCheckpoint
+
 LOCK = ".lock"
 LOCK_S = 120  # until a run that was started again gives up: its old node may still hold the lock
 
 
-def latest_of(config: TrainConfig) -> Checkpoint | DcpCheckpoint | None:
+def latest_of(config: TrainConfig) -> "Checkpoint | DcpCheckpoint | None":
     """Return the latest whole checkpoint of a run, in its format, if there is one."""
-    folder = str(config.checkpoints)
-    if config.checkpoint_format == "course":
-        return latest(folder)
-    return next((one for one in all_dcp(folder) if isinstance(one, DcpCheckpoint)), None)
+    *_, all_of_them = _functions_of(config.checkpoint_format)
+    found = all_of_them(str(config.checkpoints))
+    return next((one for one in found if not isinstance(one, Broken)), None)
+
+
+def _functions_of(checkpoint_format: str) -> tuple[Callable[..., Any], ...]:
+    """Return the functions that save, load and list the checkpoints of a format."""
+    if checkpoint_format == "course":
+        return save, load, all_checkpoints
+    from course_lib.checkpoint.dcp import all_dcp, load_dcp, save_dcp
+
+    return save_dcp, load_dcp, all_dcp
 
 
 class RunCheckpoints:
@@ -50,7 +60,7 @@ class RunCheckpoints:
     def __init__(self, config: TrainConfig, identity: dict[str, Any]) -> None:
         self.config, self.identity = config, identity
         self.folder = str(config.checkpoints)
-        self._is_dcp = config.checkpoint_format == "dcp"
+        self._save, self._load, self._all = _functions_of(config.checkpoint_format)
         if config.async_save:
             group_of_its_own(None)  # now: later, a rank may have died, and this would wait for it
         self._pending: PendingSave | None = None
@@ -63,12 +73,10 @@ class RunCheckpoints:
         self._last = progress.step
         state = {**state, "progress": asdict(progress)}
         options: Any = {"step": progress.step, "keep": self.config.keep, "run": self.identity}
-        if self._is_dcp:
-            save_dcp(state, self.folder, **options)
-        elif self.config.async_save:
+        if self.config.async_save:
             self._pending = save_async(state, self.folder, **options)
         else:
-            save(state, self.folder, **options)
+            self._save(state, self.folder, **options)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Raises: CourseError where it cannot be"""
@@ -82,7 +90,7 @@ class RunCheckpoints:
         """
         if not from_first(self._has_one, None):
             return Progress()
-        loaded = (load_dcp if self._is_dcp else load)(state, self.folder)
+        loaded = self._load(state, self.folder)
         self._last = loaded.step
         return Progress(**loaded.values["progress"])
 
@@ -91,7 +99,7 @@ class RunCheckpoints:
         found = latest_of(self.config)
         if found:
             check_identity(found.path, found.run, self.identity)
-        elif broken := (all_dcp if self._is_dcp else all_checkpoints)(self.folder):
+        elif broken := self._all(self.folder):
             raise CourseError(
                 f"--resume: need a whole checkpoint in {self.folder}; none of {len(broken)} is. "
                 "Try course checkpoint verify, or another --out."

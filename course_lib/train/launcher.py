@@ -1,13 +1,13 @@
 """Launch the ranks of `course_lib.train`, and make sure that all of them end.
 
-`run_ranks` is torchrun without its pages of output, and without starting Python for every rank:
-one process per rank, forked from one that has imported torch. None of them outlives the others or
-the process that started them. `work` runs in each of these processes, the same under torchrun and,
-with one rank, alone. An error is reported once, by the process that started the rank.
+`run_ranks` does what torchrun does on one machine, without starting Python for every rank: this
+process imports torch and the trainer once, and forks one process per rank. None of them outlives
+the others or the process that started them. `work` runs in each of these processes, the same under
+torchrun and, with one rank, alone. An error is reported once, by the process that started the rank.
 """
 
+import gc
 import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -16,8 +16,13 @@ import tempfile
 import threading
 import time
 import traceback
-import uuid
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -27,15 +32,20 @@ from course_lib.train.config import TrainConfig
 BAD_INPUT, FAILED, CTRL_C = 2, 1, 130
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: everything is saved, try again later
 PREEMPTED = {REQUEUE, 128 + signal.SIGTERM, 128 + signal.SIGUSR1}
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)  # passed on to the ranks
 LATE_S = 2.0  # a rank that has only lost the others waits to be stopped, and tells nothing
 STOP_S = 5  # until a rank that does not end is killed
 SAVE_S = 30  # the same for a rank that finishes its step and saves first
 WATCH_S = 0.5
-PRELOAD = ("course_lib.train.trainer", "torch.nn.parallel.distributed", "torch._dynamo")
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name for the file of a rank's error
 
 
 class BadInputError(CourseError):
     """The requested run cannot be trained."""
+
+
+class Signaled(BaseException):
+    """A signal asked this process to stop its ranks."""
 
 
 def world_size_from_torchrun() -> int | None:
@@ -46,75 +56,128 @@ def world_size_from_torchrun() -> int | None:
 def run_ranks(num_ranks: int, config: TrainConfig, stop_s: int = STOP_S) -> int:
     """Train on so many ranks of this machine; return an exit code.
 
-    The ranks are forked from one process that has imported torch, as those of a notebook.
-
     stop_s   seconds that a rank has to end when it is asked to
 
     Raises: KeyboardInterrupt on Ctrl-C, after the ranks have ended
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from course_lib.ranks.fork_server import start_method, without_main_script
-
-    with tempfile.TemporaryDirectory() as folder:
-        _set_up_environment(folder)
-        launch_config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            shutdown_timeout=stop_s,
-            signals_to_handle="SIGTERM,SIGUSR1,SIGHUP,SIGQUIT",  # SIGINT raises, here only
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            start_method=start_method(PRELOAD).get_start_method(),
-        )
-        try:
-            with without_main_script():
-                elastic_launch(launch_config, _work_and_leave)(config)
-        except ChildFailedError as failed:
-            return _tell(failed.failures)
-        except SignalException as stopped:
-            return 128 + int(stopped.sigval)
-    return 0
-
-
-def _set_up_environment(folder: str) -> None:
-    os.environ["TMPDIR"] = folder  # what ranks that are stopped leave lying goes with it
-    logging.disable(logging.ERROR)  # this process only starts ranks; it has its own words for it
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads do not fork
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what matters is raised as well
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own name may not resolve
+    import course_lib.train.trainer  # noqa: F401 - here, so that no rank has to
+
+    gc.freeze()  # else the first collection of a rank copies all memory that it shares with us
+    ranks: list[BaseProcess] = []
+    with tempfile.TemporaryDirectory() as folder, _signals_raise():
+        stop = signal.SIGTERM
+        try:
+            _start(ranks, num_ranks, config, folder)
+            failed = _wait(ranks)
+        except Signaled as signaled:
+            (stop,) = signaled.args
+            return 128 + stop
+        finally:
+            _stop(ranks, stop, stop_s)
+        return _tell(failed, folder) if failed else 0
 
 
-def _tell(failures: dict[int, Any]) -> int:
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Raise `Signaled` in this process for the signals that are passed on to the ranks."""
+
+    def hear(number: int, _frame: FrameType | None) -> None:
+        raise Signaled(signal.Signals(number))
+
+    before = {number: signal.signal(number, hear) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _start(ranks: list[BaseProcess], num_ranks: int, config: TrainConfig, folder: str) -> None:
+    """Fork the ranks, and add them to the list one by one."""
+    context = multiprocessing.get_context("fork")
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a rank has its own handlers
+    try:
+        for rank in range(num_ranks):
+            arguments = (rank, num_ranks, config, folder)
+            ranks.append(context.Process(target=_work_and_leave, args=arguments))
+            ranks[-1].start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def _wait(ranks: Sequence[BaseProcess]) -> dict[int, int]:
+    """Wait until all ranks have ended or one has failed; return the exit codes of those that have.
+
+    Raises: KeyboardInterrupt if Ctrl-C has reached a rank first
+    """
+    while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+        connection.wait(running, WATCH_S)  # what a rank has started may keep its sentinel open
+        if failed := {number: rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode}:
+            if -signal.SIGINT in failed.values():
+                raise KeyboardInterrupt
+            return failed
+    return {}
+
+
+def _stop(ranks: Sequence[BaseProcess], number: signal.Signals, stop_s: int) -> None:
+    """Send the ranks that still run a signal, and kill those that have not ended after a while."""
+    end_s = time.monotonic() + stop_s
+    try:
+        for rank in ranks:
+            if rank.exitcode is None and rank.pid:
+                os.kill(rank.pid, number)
+        for rank in ranks:
+            rank.join(max(0.0, end_s - time.monotonic()))
+    finally:  # also after another Ctrl-C
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def _tell(failed: Mapping[int, int], folder: str) -> int:
     """Print which rank failed first and why; return the exit code for it."""
-    Console(file=sys.stderr).show_cursor()  # a rank that was stopped could not
-    told = {
-        rank: failure for rank, failure in failures.items() if isinstance(failure.message, dict)
-    }
-    rank, failure = min((told or failures).items(), key=lambda item: item[1].timestamp)
-    if failure.exitcode == REQUEUE:
+    if REQUEUE in failed.values():
         return REQUEUE
+    Console(file=sys.stderr).show_cursor()  # a rank that was stopped could not
+    told = [path for rank in failed if (path := _error_file(folder, rank)).exists()]
     if told:
-        print(failure.message["extraInfo"]["py_callstack"].rstrip(), file=sys.stderr)
-        if failure.exitcode == BAD_INPUT:
-            return BAD_INPUT
-    why = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else "failed"
+        first = min(told, key=lambda path: path.stat().st_mtime_ns)
+        rank, error = int(first.stem), json.loads(first.read_text(encoding="utf-8"))
+        print(error["message"]["extraInfo"]["py_callstack"].rstrip(), file=sys.stderr)
+    else:
+        rank = next(iter(failed))
+    code = failed[rank]
+    if told and code == BAD_INPUT:
+        return BAD_INPUT
+    why = f"was killed by {signal.Signals(-code).name}" if code < 0 else "failed"
     print(f"rank {rank} {why}; the other ranks were stopped.", file=sys.stderr)
     return FAILED
 
 
-def _work_and_leave(config: TrainConfig) -> None:
-    """Run a forked rank. One that ends early exits: nobody waits for what it would return."""
-    if code := work(config):
+def _error_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"{rank}.error")
+
+
+def _work_and_leave(rank: int, num_ranks: int, config: TrainConfig, folder: str) -> None:
+    """Run a forked rank."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    tempfile.tempdir = folder  # what ranks that are stopped leave lying goes with it
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        COURSE_RANKS_FOLDER=folder,
+        TMPDIR=folder,
+    )
+    os.environ[ERROR_FILE] = str(_error_file(folder, rank))
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own name may not resolve
+    if code := work(config):  # one that ends early exits: nobody waits for what it would return
         sys.stdout.flush()
         os._exit(code)
 
@@ -165,7 +228,7 @@ def _leave(error: Exception) -> NoReturn:
         os._exit(FAILED)
     is_plain = isinstance(error, CourseError)
     text = str(error) if is_plain else "".join(traceback.format_exception(error))
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if path := os.environ.get(ERROR_FILE):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": str(error), "extraInfo": extra}}, file)
@@ -191,18 +254,13 @@ def _only_lost_the_others(error: BaseException | None) -> bool:
 
 
 def _end_with_parent() -> None:
-    """End this process as soon as the one that asked for it has ended, for whatever reason.
-
-    A forked rank is a child of the fork server, which lives as long as any rank does.
-    """
-    parent, pid = multiprocessing.parent_process(), os.getppid()
+    """End this process as soon as the one that started it has ended, for whatever reason."""
+    parent = multiprocessing.parent_process()
+    pid = parent.pid if parent else os.getppid()
 
     def watch() -> None:
-        if parent is not None:
-            parent.join()
-        else:
-            while os.getppid() == pid:
-                time.sleep(WATCH_S)
+        while os.getppid() == pid:
+            time.sleep(WATCH_S)
         os._exit(FAILED)
 
     threading.Thread(target=watch, daemon=True).start()
