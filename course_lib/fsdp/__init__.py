@@ -10,9 +10,16 @@ does in a step, `cost.py` predicts traffic, memory and timeline from it, `lab.py
 `beside_frameworks.py` runs PyTorch's, Accelerate's and DeepSpeed's FSDP. `explorer.py` draws.
 """
 
-from course_lib.fsdp.fsdp import FSDP
-from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
-from course_lib.fsdp.state import merge_shards
+from typing import TYPE_CHECKING
+
+from course_lib.core.on_demand import names_on_demand
+
+if TYPE_CHECKING:
+    from course_lib.fsdp.fsdp import FSDP
+    from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
+    from course_lib.fsdp.state import merge_shards
+else:
+    __getattr__, __dir__ = names_on_demand(__name__)
 
 __all__ = [
     "FSDP",

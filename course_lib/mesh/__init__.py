@@ -5,9 +5,16 @@ wraps a model in the right order and trains it; `clip.py` clips a gradient that 
 axes. `cost.py` predicts what each axis communicates, `lab.py` measures it, `pictures.py` draws it.
 """
 
-from course_lib.mesh.clip import clip_grad_norm_across
-from course_lib.mesh.mesh import Mesh, read_mesh
-from course_lib.mesh.rank_mesh import RankMesh
-from course_lib.mesh.training import MeshTrainer
+from typing import TYPE_CHECKING
+
+from course_lib.core.on_demand import names_on_demand
+
+if TYPE_CHECKING:
+    from course_lib.mesh.clip import clip_grad_norm_across
+    from course_lib.mesh.mesh import Mesh, read_mesh
+    from course_lib.mesh.rank_mesh import RankMesh
+    from course_lib.mesh.training import MeshTrainer
+else:
+    __getattr__, __dir__ = names_on_demand(__name__)
 
 __all__ = ["Mesh", "MeshTrainer", "RankMesh", "clip_grad_norm_across", "read_mesh"]

@@ -19,14 +19,21 @@ Follow 1F1B through the files:
 The exercise that checks a learner's 1F1B is `course_lib/checks/pipeline/order.py`.
 """
 
-from course_lib.pipeline.actions import Action, Schedule, ScheduleError, v_placement
-from course_lib.pipeline.bound import ScheduleScore, schedule_bound, score_schedule
-from course_lib.pipeline.engine import Pipeline, run_schedule, shares
-from course_lib.pipeline.schedules import gpipe, interleaved, naive, one_f_one_b, zero_bubble_h1
-from course_lib.pipeline.simulation import simulate
-from course_lib.pipeline.stage import Stage, split_model
-from course_lib.pipeline.times import PipelineTimes
-from course_lib.pipeline.v_schedules import dual_pipe_v, zero_bubble_v
+from typing import TYPE_CHECKING
+
+from course_lib.core.on_demand import names_on_demand
+
+if TYPE_CHECKING:
+    from course_lib.pipeline.actions import Action, Schedule, ScheduleError, v_placement
+    from course_lib.pipeline.bound import ScheduleScore, schedule_bound, score_schedule
+    from course_lib.pipeline.engine import Pipeline, run_schedule, shares
+    from course_lib.pipeline.schedules import gpipe, interleaved, naive, one_f_one_b, zero_bubble_h1
+    from course_lib.pipeline.simulation import simulate
+    from course_lib.pipeline.stage import Stage, split_model
+    from course_lib.pipeline.times import PipelineTimes
+    from course_lib.pipeline.v_schedules import dual_pipe_v, zero_bubble_v
+else:
+    __getattr__, __dir__ = names_on_demand(__name__)
 
 __all__ = [
     "Action",

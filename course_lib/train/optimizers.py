@@ -5,7 +5,7 @@ shards of the whole tensors, so a run can resume with another strategy and other
 """
 
 from collections.abc import Iterable, Set
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from course_lib.core.errors import CourseError
-from course_lib.frameworks import Engine, MegatronEngine, alive_bytes
+from course_lib.frameworks.engine import Engine, alive_bytes
 from course_lib.fsdp.fsdp import FSDP
 from course_lib.models.storages import storage_bytes
 from course_lib.train.config import TrainConfig
 from course_lib.train.model_part import ModelPart
 from course_lib.zero.lab import owned_bytes
 from course_lib.zero.zero import ZeRO1
+
+if TYPE_CHECKING:  # the frameworks are imported by the strategies that use them
+    from course_lib.frameworks import MegatronEngine
 
 State = dict[str, Any]  # what course_lib.checkpoint saves and loads
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
@@ -180,7 +183,7 @@ class FrameworkAdapter:
     earlier   storages that were alive before the model and do not belong to this run
     """
 
-    def __init__(self, engine: Engine | MegatronEngine, earlier: Set[StorageWeakRef]) -> None:
+    def __init__(self, engine: "Engine | MegatronEngine", earlier: Set[StorageWeakRef]) -> None:
         self.engine, self.earlier = engine, earlier
         self.optimizer: Optimizer | None = None
 

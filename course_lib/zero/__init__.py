@@ -9,9 +9,16 @@ memory, `beside_frameworks.py` times our stages and DeepSpeed's; `pictures.py` a
 draw.
 """
 
-from course_lib.zero.flat_layout import FlatLayout, Piece
-from course_lib.zero.sharded_optimizer import ShardedOptimizer
-from course_lib.zero.zero import ZeRO1, ZeRO2, ZeRO3
+from typing import TYPE_CHECKING
+
+from course_lib.core.on_demand import names_on_demand
+
+if TYPE_CHECKING:
+    from course_lib.zero.flat_layout import FlatLayout, Piece
+    from course_lib.zero.sharded_optimizer import ShardedOptimizer
+    from course_lib.zero.zero import ZeRO1, ZeRO2, ZeRO3
+else:
+    __getattr__, __dir__ = names_on_demand(__name__)
 
 __all__ = [
     "FlatLayout",
