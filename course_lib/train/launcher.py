@@ -7,6 +7,7 @@ torchrun and, with one rank, alone. An error is reported once, by the process th
 """
 
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -37,6 +38,7 @@ LATE_S = 2.0  # a rank that has only lost the others waits to be stopped, and te
 STOP_S = 5  # until a rank that does not end is killed
 SAVE_S = 30  # the same for a rank that finishes its step and saves first
 WATCH_S = 0.5
+PRELOAD = ("course_lib.train.trainer", "torch._dynamo")  # PyTorch's optimizers import _dynamo
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name for the file of a rank's error
 
 
@@ -62,8 +64,8 @@ def run_ranks(num_ranks: int, config: TrainConfig, stop_s: int = STOP_S) -> int:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads do not fork
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what matters is raised as well
-    import course_lib.train.trainer  # noqa: F401 - here, so that no rank has to
-
+    for name in PRELOAD:
+        importlib.import_module(name)
     gc.freeze()  # else the first collection of a rank copies all memory that it shares with us
     ranks: list[BaseProcess] = []
     with tempfile.TemporaryDirectory() as folder, _signals_raise():

@@ -1,7 +1,6 @@
 """Lesson 10: a forgotten return is told, engines stand beside ours, and its script runs."""
 
 import importlib.util
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from course_lib.checks import CheckFailed, find_exercise
 from course_lib.core.records import read_runs
 from course_lib.fsdp import beside_frameworks as beside
 from course_lib.ranks import RankError
+from tests.cluster_exercises.scripts_on_ranks import said_by
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -60,25 +60,11 @@ def script():
     return module
 
 
-def test_the_script_measures_under_torchrun(tmp_path):
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *(
-            "--local-addr",
-            "127.0.0.1",
-            "--nproc-per-node",
-            "2",
-            str(SCRIPT),
-            "--model",
-            "bert-tiny",
-        ),
-        *("--seq", "8", "--turns", "1", "--record-to", str(tmp_path)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_script_measures_on_ranks(tmp_path):
+    said = said_by(SCRIPT, f"--model bert-tiny --seq 8 --turns 1 --record-to {tmp_path}")
     for way in WAYS:
-        assert f"{way}: " in done.stdout
-    *_, apart = done.stdout.splitlines()
+        assert f"{way}: " in said
+    *_, apart = said.splitlines()
     told = apart.removeprefix("largest difference of their parameters, freed: ")
     assert float(told) < 1e-6  # of steps of 1e-4
     records = read_runs(tmp_path)

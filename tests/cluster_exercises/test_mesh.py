@@ -1,7 +1,6 @@
 """Lesson 11: its script times every order of the axes, and refuses what does not fit."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from course_lib.checks import CheckFailed, find_exercise
 from course_lib.core.records import read_runs
+from tests.cluster_exercises.scripts_on_ranks import said_by
 
 SCRIPT = Path(__file__).parents[2] / "cluster/exercises/11_mesh.py"
 SMALL = ("--model", "tiny", "--batch", "4", "--seq", "8", "--num-micro-batches", "2")
@@ -31,15 +31,9 @@ def script():
     return module
 
 
-def test_the_script_measures_under_torchrun(tmp_path):
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(SCRIPT), *SMALL),
-        *("--mesh", "dp=1,tp=2", "--turns", "1", "--record-to", str(tmp_path)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    head, *orders, apart = done.stdout.splitlines()
+def test_the_script_measures_on_ranks(tmp_path):
+    said = said_by(SCRIPT, f"{' '.join(SMALL)} --mesh dp=1,tp=2 --turns 1 --record-to {tmp_path}")
+    head, *orders, apart = said.splitlines()
     assert head.startswith("sent by rank 0 per step: pp 0 B, dp 0 B, tp ")
     assert head.endswith("2 ranks per node")
     assert [line.split(":")[0].strip() for line in orders] == ["tp"]

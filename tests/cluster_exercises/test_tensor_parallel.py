@@ -1,7 +1,7 @@
 """Lesson 07: other right answers pass as well, wrong turns are told, its script runs."""
 
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from course_lib.checks import CheckFailed, find_exercise
 from course_lib.core.records import read_runs
 from course_lib.tensor_parallel import copy_to_region, reduce_from_region
+from tests.cluster_exercises.scripts_on_ranks import said_by
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -153,15 +154,9 @@ def test_an_empty_module_is_told():
         find_exercise("tensor_parallel-2").verdict(Nothing)
 
 
-def test_the_script_measures_under_torchrun(tmp_path):
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(SCRIPT), "--model", "tiny"),
-        *("--batches", "1", "--seq", "16", "--turns", "2", "--record-to", str(tmp_path)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    head, *rows, apart = done.stdout.splitlines()
+def test_the_script_measures_on_ranks(tmp_path):
+    said = said_by(SCRIPT, f"--model tiny --batches 1 --seq 16 --turns 2 --record-to {tmp_path}")
+    head, *rows, apart = said.splitlines()
     assert head == "a model on 2 ranks; forward and backward, fastest turn"
     found = {name.strip(): told for name, _, told in (row.partition(": ") for row in rows)}
     kinds = ("batch 1", "batch 1, sequence parallel")
@@ -177,8 +172,9 @@ def test_the_script_measures_under_torchrun(tmp_path):
     assert {"compute", "all_reduce", "all_gather", "reduce_scatter"} <= kinds
 
 
-def test_the_script_refuses_in_one_sentence(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--record-to", str(tmp_path), "--model", "gpt9"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "model: need a preset" in done.stderr.splitlines()[-1]
+def test_the_script_refuses_in_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--model", "gpt9"])
+    with pytest.raises(SystemExit) as end:  # before any rank is there
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert end.value.code == 2
+    assert "model: need a preset" in capsys.readouterr().err.splitlines()[-1]

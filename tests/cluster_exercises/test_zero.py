@@ -1,7 +1,6 @@
 """Lesson 09: other right answers pass as well, wrong turns are told, its lab and script work."""
 
 import runpy
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -33,6 +32,7 @@ from course_lib.zero.lab import (
     owned_over_time,
 )
 from course_lib.zero.pictures import flat_param_shards, saved_by_stage_1, stage_1_on_gpus
+from tests.cluster_exercises.scripts_on_ranks import said_by
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -247,15 +247,11 @@ def test_the_explorer_names_the_lowest_stage_that_fits(recipe, p, says):
     assert draw_stages("llama-8b", recipe, p, "NVLink", 4)
 
 
-def test_the_script_measures_under_torchrun(tmp_path):
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(SCRIPT), "--model", "tiny"),
-        *("--micro-batches", "2", "--seq", "8", "--turns", "1", "--record-to", str(tmp_path)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    head, *rows = done.stdout.splitlines()
+def test_the_script_measures_on_ranks(tmp_path):
+    said = said_by(
+        SCRIPT, f"--model tiny --micro-batches 2 --seq 8 --turns 1 --record-to {tmp_path}"
+    )
+    head, *rows = said.splitlines()
     assert head == "tiny on 2 ranks, fp32, AdamW; fastest of its turns"
     told = dict(row.strip().split(": ", 1) for row in rows)
     for zero, who in product((1, 2, 3), ("ours", "PyTorch's")):

@@ -286,15 +286,14 @@ TORCHRUN = [
 ]
 PLANTED = """
 import os
-if "COURSE_FORK_SERVER" in os.environ:  # from which the ranks are forked
-    import torch
-    step, calls = torch.optim.AdamW.step, []
-    def broken(self, *args, **kwargs):
-        calls.append(1)
-        if os.environ.get("RANK") == "1" and len(calls) == 8:
-            raise ValueError("planted")
-        return step(self, *args, **kwargs)
-    torch.optim.AdamW.step = broken
+import torch
+step, calls = torch.optim.AdamW.step, []
+def broken(self, *args, **kwargs):
+    calls.append(1)
+    if os.environ.get("RANK") == "1" and len(calls) == 8:
+        raise ValueError("planted")
+    return step(self, *args, **kwargs)
+torch.optim.AdamW.step = broken
 """
 GO_ON = r"Step (\d+) is saved. To go on from there: python -m course_lib.train .* --resume"
 
@@ -327,9 +326,8 @@ def started(command, folder, **variables):
 
 
 def rank_of(family, rank):
-    """The process of a rank: they are forked in their order by the one that has children."""
-    server = next(one for one in family if one.children())
-    return sorted(server.children(), key=psutil.Process.create_time)[rank]
+    """The process of a rank: they are forked in their order."""
+    return sorted(family, key=psutil.Process.create_time)[rank]
 
 
 def end_of(job, family):
@@ -413,7 +411,7 @@ def test_ctrl_c_ends_all_ranks_at_once_and_says_how_to_go_on(tmp_path):
 def test_no_rank_outlives_a_command_that_was_killed(tmp_path):
     command = [*TRAIN, "--mesh", "pp=2", "--steps", "100000", "--out", "run"]
     with started(command, tmp_path) as (job, family):
-        assert len(family) >= 4  # a tracker, the fork server and two ranks
+        assert len(family) == 2  # the ranks: they are forked from the command's own process
         job.kill()
         assert not psutil.wait_procs(family, timeout=60)[1]
 

@@ -1,0 +1,49 @@
+"""Run a lesson's script as torchrun runs it, on ranks forked from a process that has torch.
+
+Under the real torchrun, which starts Python and imports torch for every rank, test_ranks.py runs a
+script: what they share, `launch`, is the same.
+"""
+
+import os
+import runpy
+import sys
+import tempfile
+from multiprocessing import connection
+from pathlib import Path
+
+from course_lib.ranks.fork_server import start_method, without_main_script
+
+
+def said_by(script: Path, options: str, world_size: int = 2) -> str:
+    """What the script's ranks print; it is an error if one of them does not end well."""
+    context, argv = start_method(), [str(script), *options.split()]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [(n, world_size, folder, argv) for n in range(world_size)]
+        ranks = [context.Process(target=_be_rank, args=given) for given in arguments]
+        try:
+            with without_main_script():
+                for rank in ranks:
+                    rank.start()
+            while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+                connection.wait(running)
+                if any(rank.exitcode for rank in ranks):
+                    break  # the others would wait for it
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        said = Path(folder, "said").read_text()
+    assert [rank.exitcode for rank in ranks] == [0] * world_size, said
+    return said
+
+
+def _be_rank(rank: int, world_size: int, folder: str, argv: list[str]) -> None:
+    said = os.open(os.path.join(folder, "said"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), COURSE_RANKS_FOLDER=folder)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
