@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from course_lib.cluster.commands import plain_table
@@ -20,7 +19,6 @@ from course_lib.core.plain_text import one_line, printable
 from course_lib.core.presets import find_model
 from course_lib.core.specs import ModelSpec, read_config
 from course_lib.core.units import format_bytes
-from course_lib.train.progress import terminal_bar
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for PyTorch
     from course_lib.checkpoint import Broken, Checkpoint
@@ -331,6 +329,10 @@ def _in_words(run: Mapping[str, Any]) -> str:
 @contextmanager
 def _bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on a terminal; call what it yields with (bytes done, bytes in all)."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+
+    from course_lib.train.progress import terminal_bar
+
     columns = (TextColumn("{task.description}"), DownloadColumn(binary_units=True), BarColumn())
     with terminal_bar(*columns, TimeRemainingColumn()) as bar:
         task = bar.add_task(one_line(what), total=None)

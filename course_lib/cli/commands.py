@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,6 +72,8 @@ def course(
 ) -> None:
     """Distributed training of language models: check exercises, see progress, look at a machine."""
     if show_version:
+        from importlib.metadata import version
+
         print(version("distributed-training-course"))
     elif context.invoked_subcommand is None:
         print(context.get_help())

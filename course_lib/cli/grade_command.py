@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from course_lib.cluster.commands import plain_table
 from course_lib.core import CourseError
 from course_lib.core.course_files import is_installed
 from course_lib.core.plain_text import one_line
-from course_lib.train.progress import terminal_bar
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for Jupyter
     from course_lib.grading.graded import Graded
@@ -114,6 +112,10 @@ def _sandbox(kind: str) -> "Sandbox":
 @contextmanager
 def _bar(what: str, count: int) -> Iterator[Callable[[], None]]:
     """Show a bar on stderr while the block runs; call what it yields when one more is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    from course_lib.train.progress import terminal_bar
+
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn())
     with terminal_bar(*columns, TimeRemainingColumn()) as bar:
         shown = bar.add_task(what, total=count)

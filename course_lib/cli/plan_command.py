@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
 from course_lib.cluster.commands import plain_table
 from course_lib.core import CourseError
 from course_lib.core.files import check_result_path, write_result
 from course_lib.core.plain_text import one_line
 from course_lib.core.units import GIB, format_bytes
-from course_lib.train.progress import terminal_bar
 
 if TYPE_CHECKING:  # imported where they are used: `course --help` should not wait for them
     from course_lib.planner import PredictedStep, SearchResult
@@ -290,7 +288,10 @@ def _facts(step: "PredictedStep") -> dict[str, Any]:
 
 def _predict_table(table: Path, out: Path) -> int:
     """Predict the plans of a table; return the exit code."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+
     from course_lib.planner.table import predict_table, read_table, table_text, unknown_columns
+    from course_lib.train.progress import terminal_bar
 
     rows = read_table(table)
     if out.exists() and out.samefile(table):

@@ -1,8 +1,8 @@
 """Import the names of a package when they are first used.
 
-A package that has formulas beside what needs PyTorch, or several frameworks, lists its names under
-`if TYPE_CHECKING:`, where editors and type checkers read them. To import a module of it, such as
-its `cost.py`, then loads that module alone: `course plan` waits for no PyTorch.
+A package that has formulas beside what needs PyTorch lists its names under `if TYPE_CHECKING:`,
+where editors and type checkers read them. To import a module of it, such as its `cost.py`, then
+loads that module alone: `course plan` waits for no PyTorch. No name may be that of a module.
 """
 
 import ast

@@ -11,27 +11,20 @@ engine.step(loss_of(engine.model(inputs)))
     fully_sharded       PyTorch's own FSDP (`fully_shard`)
 """
 
-from typing import TYPE_CHECKING
-
-from course_lib.core.on_demand import names_on_demand
-
-if TYPE_CHECKING:
-    from course_lib.frameworks.accelerate_engine import (
-        accelerate_ddp,
-        accelerate_deepspeed,
-        accelerate_fsdp,
-    )
-    from course_lib.frameworks.deepspeed_engine import (
-        AS_IN_THE_PAPER,
-        deepspeed_config,
-        deepspeed_engine,
-    )
-    from course_lib.frameworks.engine import Engine, alive_bytes, alive_storages, missing
-    from course_lib.frameworks.fully_sharded import fully_sharded
-    from course_lib.frameworks.lightning_engine import lightning_ddp, lightning_fsdp
-    from course_lib.frameworks.megatron_engine import MegatronEngine
-else:
-    __getattr__, __dir__ = names_on_demand(__name__)
+from course_lib.frameworks.accelerate_engine import (
+    accelerate_ddp,
+    accelerate_deepspeed,
+    accelerate_fsdp,
+)
+from course_lib.frameworks.deepspeed_engine import (
+    AS_IN_THE_PAPER,
+    deepspeed_config,
+    deepspeed_engine,
+)
+from course_lib.frameworks.engine import Engine, alive_bytes, alive_storages, missing
+from course_lib.frameworks.fully_sharded import fully_sharded
+from course_lib.frameworks.lightning_engine import lightning_ddp, lightning_fsdp
+from course_lib.frameworks.megatron_engine import MegatronEngine
 
 __all__ = [
     "AS_IN_THE_PAPER",

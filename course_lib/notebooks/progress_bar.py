@@ -3,10 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-
-from course_lib.train.progress import terminal_bar
-
 CellEnded = Callable[[int, int], None]
 
 
@@ -16,6 +12,10 @@ def cell_bar(what: str) -> Iterator[CellEnded]:
 
     It is on stderr while the block runs and gone afterwards; without a terminal there is none.
     """
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+    from course_lib.train.progress import terminal_bar
+
     columns = (TextColumn("{task.description}: cell"), MofNCompleteColumn(), BarColumn())
     with terminal_bar(*columns, TimeElapsedColumn()) as bar:
         task = bar.add_task(what, total=None)

@@ -13,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from course_lib.core.errors import CourseError
-from course_lib.frameworks.engine import Engine, alive_bytes
 from course_lib.fsdp.fsdp import FSDP
 from course_lib.models.storages import storage_bytes
 from course_lib.train.config import TrainConfig
@@ -22,7 +21,7 @@ from course_lib.zero.lab import owned_bytes
 from course_lib.zero.zero import ZeRO1
 
 if TYPE_CHECKING:  # the frameworks are imported by the strategies that use them
-    from course_lib.frameworks import MegatronEngine
+    from course_lib.frameworks import Engine, MegatronEngine
 
 State = dict[str, Any]  # what course_lib.checkpoint saves and loads
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
@@ -204,6 +203,8 @@ class FrameworkAdapter:
 
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes of all tensors of this run; their kinds are not known."""
+        from course_lib.frameworks import alive_bytes
+
         return {"tensors": alive_bytes(besides=self.earlier)}
 
 
