@@ -159,18 +159,20 @@ def ring_on_this_machine(
     return _by_size(sizes, curves, title, names=names), title
 
 
-def fastest(num_bytes: float, p: int, link: Link) -> str:
-    """Return the name of the all-reduce that takes least time; the earlier one if two are equal."""
-    times_s = {name: cost_s(num_bytes, p, link) for name, cost_s in COSTS.items()}
-    return min(times_s, key=lambda name: round(times_s[name], 15))
-
-
 def winners(p: int, link: Link) -> list[tuple[float, str]]:
-    """Return (bytes, name): which all-reduce is fastest from which size on, from 1 kB to 10 GB."""
-    found = list[tuple[float, str]]()
+    """Return (bytes, name): which all-reduce is fastest from which size on, from 1 kB to 10 GB.
+
+    A time is a line in the bytes, so two sizes of each all-reduce give all the others.
+    """
+    largest, found = 1e10, list[tuple[float, str]]()
+    lines = {}
+    for name, cost_s in COSTS.items():
+        latency_s = cost_s(0, p, link)
+        lines[name] = latency_s, (cost_s(largest, p, link) - latency_s) / largest
     for step in range(7001):
         size = 10 ** (3 + step / 1000)
-        name = fastest(size, p, link)
+        times_s = {name: round(line[0] + line[1] * size, 15) for name, line in lines.items()}
+        name = min(times_s, key=lambda one: times_s[one])
         if not found or found[-1][1] != name:
             found.append((size, name))
     return found

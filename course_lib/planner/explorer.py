@@ -5,7 +5,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from course_lib.core.errors import CourseError
-from course_lib.core.parallelism import ZERO_STAGES
+from course_lib.core.parallelism import ZERO_STAGES, Parallelism
 from course_lib.core.presets import MODELS
 from course_lib.core.specs import ModelSpec
 from course_lib.cost.flops import RECOMPUTE
@@ -84,13 +84,14 @@ class PlanExplorer(Explore):
                 f"{global_batch}, {dp} * {micro_batch}. Try a larger global batch."
             )
         plan = Plan(
+            parallelism=Parallelism(dp=dp, tp=tp, pp=pp, zero=zero, sequence_parallel=tp > 1),
             schedule="interleaved" if model_chunks > 1 else "1f1b",
             num_model_chunks=model_chunks,
             micro_batch=micro_batch,
             num_micro_batches=num_micro_batches,
             seq=self._seq,
             recompute=recompute,
-        ).with_axes(dp=dp, tp=tp, pp=pp, zero=zero, sequence_parallel=tp > 1)
+        )
         return predict(self._models[model], gpus, plan)
 
 
