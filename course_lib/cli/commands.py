@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
 from course_lib.cli.checkpoint_commands import add_checkpoint_commands
 from course_lib.cli.class_commands import add_class_commands
@@ -32,7 +33,29 @@ if TYPE_CHECKING:  # imported where they are used: `course --help` should not wa
 
 STYLES = {"right": "green", "wrong": "red", "missing": "red", "twice": "red", "not judged": "red"}
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+GROUPS = {
+    "The course": ("start", "check", "progress", "reset", "pack", "update", "doctor"),
+    "Predictions and recorded runs": ("memory", "plan", "trace", "checkpoint"),
+    "A cluster": (
+        *("cluster", "lint-job", "submit", "status", "logs", "cancel", "collect"),
+        *("study", "report"),
+    ),
+    "For instructors": ("assignment", "grade", "new-exercise"),
+}
+
+
+class _Grouped(TyperGroup):
+    """The commands under the headings of `GROUPS`, each with its whole first sentence."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the headings and the commands."""
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                rows = [(name, self.commands[name].get_short_help_str(200)) for name in names]
+                formatter.write_dl(rows)
+
+
+app = typer.Typer(cls=_Grouped, add_completion=False, rich_markup_mode=None)
 
 Timeout = Annotated[
     float, typer.Option("--timeout", min=1, help="Time limit of a cell, in seconds.")
@@ -119,19 +142,24 @@ def progress() -> None:
     from course_lib.notebooks.lessons import all_lessons
     from course_lib.notebooks.progress import progress as progress_of
 
-    table, total, unread = plain_table("lesson", "right", "exercises"), Counter[str](), 0
+    table, total, unread = plain_table("lesson", "", "right", "open"), Counter[str](), 0
+    following = ""
     for lesson in all_lessons(_own_folder()):
         try:
             statuses = progress_of(lesson)
         except CourseError as error:
-            table.add_row(lesson.name, "", Text(f"not judged: {one_line(str(error))}", "red"))
+            table.add_row(lesson.name, "", "", Text(f"not judged: {one_line(str(error))}", "red"))
             unread += 1
             continue
         total.update(statuses.values())
-        right = sum(status == "right" for status in statuses.values())
-        table.add_row(lesson.name, f"{right} of {len(statuses)}", _in_words(statuses))
+        still = [key for key, status in statuses.items() if status != "right"]
+        right = len(statuses) - len(still)
+        bar = "#" * right + "." * len(still)
+        table.add_row(lesson.name, bar, f"{right} of {len(statuses)}", _open(statuses))
+        if still and not following:
+            following = f" Next: {one_line(still[0])} in {lesson.name}."
     Console().print(table)
-    print(f"{total['right']} of {total.total()} exercises are right.")
+    print(f"{total['right']} of {total.total()} exercises are right.{following}")
     raise typer.Exit(1 if unread else 0)
 
 
@@ -252,10 +280,17 @@ def _show(report: "GradeReport", path: Path) -> None:
         print(one_line(note))
 
 
-def _in_words(statuses: dict[str, str]) -> Text:
-    """Return `1 right, 2 not done` for the exercises of one lesson."""
-    return Text(", ").join(
-        Text(f"{one_line(k)} {s}", STYLES.get(s, "")) for k, s in statuses.items()
+def _open(statuses: dict[str, str]) -> Text:
+    """Return `toy-2 wrong; toy-3, toy-4 not done`; nothing for a lesson that was not begun."""
+    keys: dict[str, list[str]] = {}
+    for key, status in statuses.items():
+        keys.setdefault(status, []).append(one_line(key))
+    if [*keys] == ["not done"]:
+        return Text("")
+    return Text("; ").join(
+        Text(f"{', '.join(of)} {status}", STYLES.get(status, ""))
+        for status, of in keys.items()
+        if status != "right"
     )
 
 

@@ -28,7 +28,7 @@ EPILOG = (
     "accurate the predictions are."
 )
 UNITS = {"K": 2**10, "M": 2**20}
-WIDE = 150  # columns of the table of plans: in a narrow terminal its lines wrap, and none is cut
+WIDE = 132  # columns of the table of plans: in a narrow terminal its lines wrap, and none is cut
 
 
 def add_plan_command(app: typer.Typer) -> None:
@@ -232,8 +232,7 @@ def _print_best(
     for number, step in enumerate(steps[:top], 1):
         rows.add_row(str(number), *step.cells)
     console = Console()
-    console.width = max(console.width, WIDE)
-    console.print(rows)
+    Console(width=max(console.width, WIDE)).print(rows)
     for note in table_notes(steps[:top], found.steps):
         console.print("", note, sep="\n", highlight=False, markup=False)
 

@@ -19,6 +19,7 @@ from nbformat import NotebookNode
 
 from course_lib.core import CourseError
 from course_lib.core.files import not_one, read_json, whole_file
+from course_lib.core.plain_text import one_line
 from course_lib.notebooks.learner_work import (
     built_from,
     carry_over,
@@ -46,6 +47,7 @@ def update(folder: Path) -> list[str]:
     were, or, where their lesson has changed, as the new lesson around that work, with a backup.
     Raises: CourseError, with the notebooks as they were, if git or the disk refuses.
     """
+    _demand_clone(folder)
     with _alone(folder) as lock:
         told = _finish(folder, [CUT_OFF])
         try:
@@ -53,6 +55,19 @@ def update(folder: Path) -> list[str]:
         except CourseError as error:
             raise CourseError("\n".join([*told, str(error)])) from None
     return told
+
+
+def _demand_clone(folder: Path) -> None:
+    """Raise CourseError where the lessons are in no clone, as after `course start`."""
+    above = (folder.resolve(), *folder.resolve().parents)
+    in_git = any((one / ".git").exists() for one in above)
+    if not in_git or not _git(folder, "ls-files", "--", "*.ipynb"):
+        raise CourseError(
+            f"course update: expected a clone of the course; got {one_line(str(folder))}, which "
+            "git does not know. Ask for the newest wheel or zip, install it with "
+            "`pip install --upgrade FILE`, and get its lessons with `course start NEW_FOLDER`. "
+            "Nothing was changed."
+        )
 
 
 def finish_cut_off(folder: Path) -> list[str]:

@@ -82,8 +82,8 @@ def legend(steps: Sequence[PredictedStep]) -> str:
     """Return what the short words in these plans mean."""
     plan = steps[0].plan
     words = [
-        f"{plan.micro_batch} x {plan.num_micro_batches} sequences: per step, each of the dp "
-        f"replicas computes {plan.num_micro_batches} micro-batches of {plan.micro_batch}"
+        f"{plan.num_micro_batches} x {plan.micro_batch}: per step, each of the dp replicas "
+        f"computes {plan.num_micro_batches} micro-batches of {plan.micro_batch}"
     ]
     plans = [step.plan for step in steps]
     stages = sorted({plan.parallelism.zero for plan in plans} - {0})
@@ -96,6 +96,7 @@ def legend(steps: Sequence[PredictedStep]) -> str:
         words.append("recompute full: every layer computes its forward again in backward")
     schedules = {plan.schedule for plan in plans if plan.parallelism.pp > 1}
     words += [f"{name}: {said}" for name, said in SCHEDULE_WORDS.items() if name in schedules]
+    words.append("besides compute: what takes most of the step after computing")
     return "; ".join(words) + "."
 
 

@@ -27,20 +27,20 @@ from course_lib.display.page import (
     time_unit,
 )
 from course_lib.display.paired_bars import Pair, paired_bars
-from course_lib.planner.prediction import PredictedStep
+from course_lib.planner.prediction import CAUSE_NAMES, PredictedStep
 from course_lib.planner.published_runs import PublishedRun
 from course_lib.planner.searching import SearchResult
 
 _Picture = tuple[Figure, str]  # and what it shows, in words
 _LINE_IN = 0.36
-CAUSE_WORDS = {  # a short name for a row, and a kind for its color
-    "compute_s": ("compute", "compute"),
-    "launch_s": ("host", "wait"),
-    "tp_s": ("TP messages", "all_reduce"),
-    "bubble_s": ("bubble", "wait"),
-    "pp_s": ("PP messages", "all_reduce"),
-    "dp_s": ("DP messages", "all_reduce"),
-    "optimizer_s": ("optimizer", "optimizer"),
+CAUSE_KINDS = {  # for the color of a row
+    "compute_s": "compute",
+    "launch_s": "wait",
+    "tp_s": "all_reduce",
+    "bubble_s": "wait",
+    "pp_s": "all_reduce",
+    "dp_s": "all_reduce",
+    "optimizer_s": "optimizer",
 }
 _SCHEDULES = {"1f1b": "1F1B", "zb-h1": "ZB-H1"}
 EFFICIENT = 0.3  # published MFU from which the predictions were promised
@@ -96,14 +96,14 @@ def _draw_bill(axes: Axes, predicted: PredictedStep) -> None:
     plain(axes, x_label=f"predicted time of a step ({unit})")
     starts = [0.0, *accumulate(parts.values())]
     for row, (name, start) in enumerate(zip(parts, starts, strict=False)):
-        _box(axes, row, start * factor, parts[name] * factor, KIND[CAUSE_WORDS[name][1]])
+        _box(axes, row, start * factor, parts[name] * factor, KIND[CAUSE_KINDS[name]])
         end = (start + parts[name]) * factor
         _words(axes, end, row, f"{parts[name] * factor:.3g} {unit}")
         axes.plot([end, end], [row, row + 1], color=QUIET, linewidth=0.8, zorder=3)
     whole = predicted.step_s * factor
     axes.barh(len(parts), whole, 0.66, color=WHITE, edgecolor=BLACK)
     _words(axes, whole, len(parts), f"{whole:.3g} {unit}")
-    _rows(axes, [*(CAUSE_WORDS[name][0] for name in parts), "step"])
+    _rows(axes, [*(CAUSE_NAMES[name] for name in parts), "step"])
     axes.set_xlim(0, whole * 1.13)
     _limit(axes, whole * predicted.mfu, -0.55, "all FLOP at the peak ")
 
@@ -121,7 +121,7 @@ def _bill_title(predicted: PredictedStep) -> str:
 
 def _bill_words(predicted: PredictedStep) -> str:
     shares = ", ".join(
-        f"{CAUSE_WORDS[name][0]} {100 * seconds / predicted.step_s:.0f} %"
+        f"{CAUSE_NAMES[name]} {100 * seconds / predicted.step_s:.0f} %"
         for name, seconds in _parts(predicted).items()
     )
     return f"{_bill_title(predicted)} {shares}"
@@ -151,7 +151,7 @@ def bills(steps: Mapping[str, PredictedStep], title: str) -> _Picture:
     for row, step in enumerate(steps.values()):
         starts = [0.0, *accumulate(step.seconds.values())]
         for (name, seconds), start in zip(step.seconds.items(), starts, strict=False):
-            _box(axes, row, start * factor, seconds * factor, KIND[CAUSE_WORDS[name][1]])
+            _box(axes, row, start * factor, seconds * factor, KIND[CAUSE_KINDS[name]])
         _words(axes, step.step_s * factor, row, f"{step.step_s * factor:.3g} {unit}")
     _rows(axes, list(steps))
     words = "; ".join(f"{name}: {format_seconds(step.step_s)}" for name, step in steps.items())
@@ -328,7 +328,7 @@ def _points(steps: Sequence[PredictedStep]) -> tuple[list[float], list[float]]:
 def _cause_legend(causes: Container[str]) -> list[Artist]:
     """Return one entry per color, named by what it stands for."""
     words = {"compute": "compute", "wait": "waiting", "all_reduce": "exposed messages"}
-    kinds = [kind for name, (_, kind) in CAUSE_WORDS.items() if name in causes]
+    kinds = [kind for name, kind in CAUSE_KINDS.items() if name in causes]
     once = list(dict.fromkeys(kinds))
     return swatches([KIND[kind] for kind in once], [words.get(kind, kind) for kind in once])
 

@@ -125,12 +125,20 @@ class Plan:
         """Return the plan with other sizes of the axes: `plan.with_axes(tp=4, dp=2)`."""
         return replace(self, parallelism=replace(self.parallelism, **sizes))  # type: ignore[arg-type]
 
-    def __str__(self) -> str:
+    @property
+    def short(self) -> str:
+        """Axes and recomputation, as a row of a table has room for: `dp2 tp4 zero1 sp`."""
+        words = [*self._sizes(), *["sp"] * self.parallelism.sequence_parallel]
+        return " ".join([*words, *[f"recompute {self.recompute}"] * (self.recompute != "none")])
+
+    def _sizes(self) -> list[str]:
         axes = self.parallelism
         words = [f"{name}{getattr(axes, name)}" for name in ("dp", "tp", "pp", "cp")]
         words = [word for word in words if not word.endswith("p1")] or ["1 GPU"]
-        words += [f"zero{axes.zero}"] * (axes.zero > 0)
-        words += ["sequence-parallel"] * axes.sequence_parallel
+        return [*words, *[f"zero{axes.zero}"] * (axes.zero > 0)]
+
+    def __str__(self) -> str:
+        words = [*self._sizes(), *["sequence-parallel"] * self.parallelism.sequence_parallel]
         words += [f"{self.num_model_chunks} chunks"] * (self.num_model_chunks > 1)
         several = "es" * (self.num_micro_batches > 1)
         words += [f"{self.num_micro_batches} micro-batch{several} of {self.micro_batch}"]

@@ -5,7 +5,6 @@ Notebook 12_planner.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from course_lib.core.specs import ModelSpec
 from course_lib.core.units import format_bytes
@@ -23,9 +22,22 @@ CAUSES = {  # in the order in which a bill shows them
     "optimizer_s": "the optimizer's step",
 }
 
+CAUSE_NAMES = {  # in a table, and in a picture's row
+    "compute_s": "compute",
+    "launch_s": "host",
+    "tp_s": "TP messages",
+    "bubble_s": "bubble",
+    "pp_s": "PP messages",
+    "dp_s": "DP messages",
+    "optimizer_s": "optimizer",
+}
+
 AT_PEAK = "the same FLOP at the GPU's peak (recomputation not counted)"
 
-HEADERS = ("plan", "schedule", "step", "tokens/s/GPU", "MFU", "memory", "why")
+HEADERS = (
+    *("plan", "schedule", "batches", "step", "tokens/s/GPU", "MFU", "memory"),
+    "besides compute",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,9 +113,7 @@ class PredictedStep:
                 f"Does not fit: needs {format_bytes(self.memory_bytes)} of "
                 f"{format_bytes(self.cluster.usable_bytes)}, the largest part {kind}."
             )
-        losses: dict[str, Any] = {k: v for k, v in self.seconds.items() if k != "compute_s"}
-        worst = max(losses, key=lambda name: losses[name])
-        share = losses[worst] / self.step_s
+        worst, share = self._largest_loss()
         if share < 0.1:
             computing = self.compute_s / self.step_s
             computing = min(computing, 0.99) if computing < 1 else 1.0  # 99.6 % is not all
@@ -111,15 +121,24 @@ class PredictedStep:
         part = f"{CAUSES[worst]}: {100 * share:.0f} % of the step"
         return f"Besides computing, the largest part is {part}."
 
+    def _largest_loss(self) -> tuple[str, float]:
+        """Return the largest cause besides computing, and its share of the step."""
+        losses = {name: seconds for name, seconds in self.seconds.items() if name != "compute_s"}
+        worst = max(losses, key=lambda name: losses[name])
+        return worst, losses[worst] / self.step_s
+
     @property
     def cells(self) -> tuple[str, ...]:
         """This plan's row in a table of plans, by `HEADERS`."""
+        worst, share = self._largest_loss()
+        chunks = self.plan.num_model_chunks
         return (
-            str(self.plan),
-            self.plan.pipeline_words,
+            self.plan.short,
+            self.plan.pipeline_words + (f", {chunks} chunks" if chunks > 1 else ""),
+            f"{self.plan.num_micro_batches} x {self.plan.micro_batch}",
             f"{self.step_s:.2f} s",
             f"{self.tokens_per_s_per_gpu:,.0f}",
             f"{100 * self.mfu:.0f} %",
             format_bytes(self.memory_bytes),
-            self.bound,
+            f"{CAUSE_NAMES[worst]} {100 * share:.0f} %",
         )

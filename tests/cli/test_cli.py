@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 
 import nbformat
 import pytest
+from typer.main import get_command
 
-from course_lib.cli.commands import main
+from course_lib.cli.commands import GROUPS, app, main
 
 RIGHT = "def add_{0}(x, y):\n    return x + y\n"
 WRONG = "def add_{0}(x, y):\n    return x - y\n"
@@ -34,7 +35,20 @@ def course(toy, monkeypatch, capsys):
 def test_alone_it_shows_its_help(course):
     code, out, _ = course()
     assert code == 0
-    assert all(name in out for name in ("check", "grade", "progress", "reset", "doctor"))
+    assert all(f"\n{title}:\n" in out for title in GROUPS)
+    assert out.count("\n  check  ") == 1
+    assert "..." not in out.partition("COMMAND")[2].partition("]...")[2]
+
+
+def test_each_command_has_one_group():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(get_command(app).commands)
+
+
+def test_progress_of_a_lesson_that_was_not_begun_is_a_bar(course, toy):
+    _, out, _ = course("progress")
+    assert [line.split() for line in out.splitlines()[1:2]] == [["00_toy", "....", "0", "of", "4"]]
+    assert out.endswith("0 of 4 exercises are right. Next: toy-1 in 00_toy.\n")
 
 
 def test_version_and_usage(course):
@@ -68,7 +82,7 @@ def test_an_error_is_one_sentence(course, name, says):
 def test_check_and_progress_tell_the_same_story(course, toy):
     toy.fill(1, RIGHT.format(1))
     toy.fill(2, WRONG.format(2))
-    assert "toy-1 not checked, toy-2 not checked, toy-3 not done" in course("progress")[1]
+    assert "toy-1, toy-2 not checked; toy-3, toy-4 not done" in course("progress")[1]
     code, out, _ = course("check", "00")
     assert code == 1
     rows = [line.strip().split(maxsplit=2) for line in out.splitlines() if "toy-" in line]
@@ -76,10 +90,10 @@ def test_check_and_progress_tell_the_same_story(course, toy):
     assert rows[1][1:] == ["wrong", "rank 0: need 3; got -1. Subtracted, not added."]
     assert "saved just now" in out
     progress = course("progress")[1]
-    assert "toy-1 right, toy-2 wrong, toy-3 not done, toy-4 not done" in progress
-    assert "1 of 4 exercises are right." in progress
+    assert "#...  1 of 4  toy-2 wrong; toy-3, toy-4 not done" in progress
+    assert "1 of 4 exercises are right. Next: toy-2 in 00_toy." in progress
     toy.fill(1, RIGHT.format(1) + "# changed since")
-    assert "toy-1 not checked, toy-2 wrong" in course("progress")[1]
+    assert "toy-1 not checked; toy-2 wrong; " in course("progress")[1]
 
 
 def test_progress_tells_of_missing_cells_and_notebooks(course, toy):
@@ -87,7 +101,7 @@ def test_progress_tells_of_missing_cells_and_notebooks(course, toy):
     notebook.cells.remove(toy.cell(notebook, "exercise-toy-2"))
     toy.write(notebook)
     (toy.folder / ".progress.json").write_text("spoiled")
-    assert "toy-1 not done, toy-2 missing" in course("progress")[1]
+    assert "toy-1, toy-3, toy-4 not done; toy-2 missing" in course("progress")[1]
     toy.lesson.student.unlink()
     code, out, _ = course("progress")
     assert code == 1

@@ -94,6 +94,19 @@ def test_the_table_says_what_its_words_mean_and_how_far_to_trust_it(plan):
     assert len(json.loads(as_json)) == 1
 
 
+def test_a_plan_takes_one_line_whose_words_are_explained(plan, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    model = ("--model", "llama2-13b", "--cluster", "selene-a100", "--nodes", "4")
+    _, said, _ = plan(*model, "--global-batch-tokens", "2M")
+    table, _, notes = said.partition("\n\n")
+    assert len(table.splitlines()) == 11  # the header and ten plans
+    assert len(said.splitlines()) < 40
+    notes = " ".join(notes.split())
+    rows = " ".join(table.split())
+    for word in ("zero1", "zero3", "sp", "chunks", "recompute full", "interleaved", "1f1b"):
+        assert (word in rows.replace(",", "")) == (f"{word}:" in notes), word
+
+
 def test_the_help_says_that_a_table_is_predicted_by_closed_forms(plan):
     assert "a table is predicted by closed forms" in " ".join(plan("--help")[1].split())
 

@@ -212,11 +212,11 @@ KEPT = [b"", b"{", b"[" * 200_000, b"7", b"\xff", b'{"toy-1": 5}', b'{"toy-1": {
 def test_spoilt_verdicts_are_none(course, toy, kept):
     (toy.folder / ".progress.json").write_bytes(kept)
     toy.fill(1, RIGHT)
-    assert "toy-1 not checked, toy-2 not done" in course("progress")[1]
+    assert "toy-1 not checked; toy-2, toy-3" in course("progress")[1]
     verdict = Verdict(key="toy-1", status="right")
     report = GradeReport(lesson="00_toy", path="x", verdicts=(verdict,))
     progress_of.remember(report, toy.lesson)
-    assert "toy-1 right, toy-2 not done" in course("progress")[1]
+    assert "toy-2, toy-3" in course("progress")[1]
 
 
 def test_verdicts_that_cannot_be_kept_are_shown(course, toy):

@@ -162,6 +162,14 @@ def assert_updated_once(folder: Path) -> None:
     assert finish_cut_off(folder) == []
 
 
+def test_lessons_that_git_does_not_know_are_no_clone(tmp_path):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    for folder in (tmp_path / "notebooks", tmp_path / "other" / "notebooks"):
+        folder.mkdir(parents=True)
+        with pytest.raises(CourseError, match="expected a clone of the course; got .*notebooks"):
+            update(folder)
+
+
 def test_the_new_lesson_arrives_around_the_learners_work(worked):
     _, learners = worked
     other = contents(learners.folder)["01_toy.ipynb"]

@@ -83,7 +83,7 @@ def test_plans_within_the_error_count_as_equal():
 def test_only_words_that_occur_are_explained():
     steps = steps_of(SHARDED, SPLIT, PIPED)
     said = legend(steps[:1])
-    assert said.startswith("2 x 8 sequences: per step, each of the dp replicas computes 8")
+    assert said.startswith("8 x 2: per step, each of the dp replicas computes 8 micro-batches of 2")
     assert "zero3" in said
     assert not any(word in said for word in ("zero1", "sp:", "chunks", "1f1b", "recompute"))
     said = legend(steps)
@@ -110,7 +110,8 @@ def test_compute_is_all_of_a_step_only_if_nothing_else_is():
     assert 0.995 < step.compute_s / step.step_s < 1
     assert step.bound == "Bound by compute: 99 % of the step."
     assert list(step.shown_seconds) == ["compute_s", "dp_s", "optimizer_s"]
-    assert step.cells[1] == "no pipeline"
+    assert step.cells[:3] == ("dp32 zero3", "no pipeline", "8 x 2")
+    assert step.cells[-1] == "DP messages 0 %"
     assert step.peak_s == pytest.approx(step.mfu * step.step_s)
 
 

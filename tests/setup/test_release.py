@@ -129,7 +129,15 @@ def test_a_right_answer_is_right_with_the_wheel_alone(course, started):
     path.write_text(json.dumps(notebook))
     done = course(started, "check", "02")
     assert re.search(rf"{right.exercise} +right", done.stdout), done.stdout + done.stderr
-    assert "1 right" in course(started / "notebooks", "progress").stdout
+    assert "1 of 6" in course(started / "notebooks", "progress").stdout
+
+
+def test_update_says_how_an_installed_course_is_updated(course, started):
+    done = course(started, "update")
+    assert done.returncode == 1
+    assert "expected a clone of the course" in done.stderr
+    assert "`course start NEW_FOLDER`" in done.stderr
+    assert "fatal" not in done.stderr
 
 
 def test_a_class_is_not_graded_with_solutions_in_reach(course, started):
