@@ -36,6 +36,10 @@ MENDED = {
     '<th class="head"><p></p></th>': "<td></td>",  # the corner of a table is no header
     "<th></th>": "<td></td>",
 }
+# what the README says of the lessons, and what their website says instead
+MAKES = ", and `make site` makes a website of them"
+SOLVED = "`notebooks/solved` has\nthe lessons with all their pictures"
+BEGIN = "these pages are\nthe lessons with all their pictures. [Begin with lesson 00](notebooks/00_ranks.ipynb)"
 GUIDES = {
     "On a cluster": ["cluster_student", "cluster_operator", "checkpoints", "engines", "planner"],
     "For instructors": ["teaching", "instructor", "grading_ta", "exam", "ai_policy", "authoring"],
@@ -83,7 +87,8 @@ def write_sources(source: Path, stems: list[str], audience: str, slides: Path) -
     """Write all that Sphinx reads: pages in `source`, files to be copied in `source/extra`."""
     extra = source / "extra"
     (source / "static").mkdir(parents=True)
-    shutil.copy(THEME / "conf.py", source)
+    for name in ("conf.py", "scorer.js"):
+        shutil.copy(THEME / name, source)
     for name in ("course.css", "course.js", "favicon.svg"):
         shutil.copy(THEME / name, source / "static")
     shutil.copy(mathjax(), source / "static" / "mathjax.js")
@@ -176,6 +181,7 @@ def front_page(source: Path) -> str:
     ]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     readme = readme.replace("](notebooks/solved/", "](notebooks/")  # a page has both versions
+    readme = readme.replace(MAKES, "").replace(SOLVED, BEGIN)
     readme = re.sub(r"```mermaid\n.*?```\n", "", readme, flags=re.DOTALL)  # GitHub draws it
     return "\n\n".join([readme, *trees, ""])
 

@@ -85,9 +85,16 @@ def page_cells(solved: Cell, stub: Cell, audience: str) -> list[Cell]:
         return [stub | {"outputs": []}, answer]
     if "exercise" in tags:
         return [stub | {"outputs": solved["outputs"]}]
+    if "check" in tags and "exercise" in solved["metadata"] and audience == "learners":
+        return [solved | {"outputs": [*map(of_a_right_answer, solved["outputs"])]}]
     if "predict" in tags and audience == "learners":
         return [stub | {"outputs": [one for one in solved["outputs"] if not is_commit(one)]}]
     return [solved]
+
+
+def of_a_right_answer(output: Cell) -> Cell:
+    """The output of a check, below a page's empty exercise: it is that of a right answer."""
+    return output | {"text": f"A right answer gets: {text_of(output['text'])}"}
 
 
 def is_commit(output: Cell) -> bool:

@@ -252,18 +252,39 @@ def test_a_solution_is_folded_until_it_is_asked_for(instructors: Site, browser: 
         assert "return node * ranks_per_node + local_rank" in fold.locator("pre").inner_text()
 
 
-def test_search_finds_a_lesson(learners: Site, browser: Browser):
+@pytest.mark.parametrize(
+    ("word", "first"),
+    [("deadlock", "notebooks/00_ranks.html"), ("bubble", "notebooks/08_pipeline.html")],
+)
+def test_search_shows_the_lesson_first(learners: Site, browser: Browser, word: str, first: str):
     handler = partial(QuietHandler, directory=str(learners.folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}/search.html?q=deadlock"
+        address = f"http://127.0.0.1:{server.server_port}/search.html?q={word}"
         with opened(browser, address) as one:
             one.page.locator("#search-results li a").first.wait_for()
             links = one.page.locator("#search-results li a").evaluate_all(
                 "all => all.map(a => a.href)"
             )
         server.shutdown()
-    assert any("notebooks/00_ranks.html" in link for link in links)
+    assert first in links[0]
+
+
+def test_below_an_empty_exercise_a_verdict_is_that_of_a_right_answer(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from site_lessons import page_cells
+
+    output = {"output_type": "stream", "name": "stdout", "text": ["ddp-3: right. Yes.\n"]}
+    cell = {"metadata": {"tags": ["check"], "exercise": "ddp-3"}, "outputs": [output]}
+    (shown,) = page_cells(cell, {}, "learners")
+    assert shown["outputs"][0]["text"] == "A right answer gets: ddp-3: right. Yes.\n"
+    assert page_cells(cell, {}, "instructors") == [cell]
+
+
+def test_the_front_page_leads_to_the_first_lesson(learners: Site):
+    front = learners.pages["index.html"]
+    assert "Begin with lesson 00" in "".join(front.words)
+    assert "makes a website" not in " ".join("".join(front.words).split())
 
 
 class QuietHandler(SimpleHTTPRequestHandler):

@@ -22,6 +22,7 @@ html_static_path = ["static"]
 html_extra_path = ["extra"]
 html_css_files = ["course.css"]
 html_js_files = ["course.js"]
+html_search_scorer = "scorer.js"
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
