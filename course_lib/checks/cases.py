@@ -21,7 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed, own_line
+from course_lib.checks.exercise import (
+    Cause,
+    CheckFailed,
+    Exercise,
+    NotDone,
+    NotJudged,
+    failed,
+    own_line,
+)
 from course_lib.core import CourseError
 
 MOST_LINES = 1_000_000
@@ -136,7 +144,7 @@ class Cases:
             with watched(self.endless, self.library) if self.endless else nullcontext():
                 result = answer(*arguments)
             return None if result is None else self.show(result, *arguments)
-        except (NotImplementedError, NotDone):
+        except (NotImplementedError, NotDone, NotJudged):
             raise
         except CheckFailed as error:
             return error

@@ -26,6 +26,7 @@ import cloudpickle
 from course_lib.checks.limits import COMPUTING_S, OutOfTime, at_most
 from course_lib.checks.right_answer import assignment_here, frozen_values, right_answer
 from course_lib.core import CourseError
+from course_lib.core.errors import MachineError
 
 LIMIT_S = 180  # for one check: on two quiet cores, the slowest takes 5 s
 
@@ -78,11 +79,15 @@ class NotDone(_ShortError):
     """The exercise still raises the NotImplementedError of its stub."""
 
 
-class TooLong(_ShortError):
+class NotJudged(_ShortError):
+    """The check ended before it had seen the answer: Stop, a time limit, or the machine."""
+
+
+class TooLong(NotJudged):
     """The check ran into its limit."""
 
 
-class Stopped(_ShortError):
+class Stopped(NotJudged):
     """The check was interrupted."""
 
 
@@ -197,7 +202,7 @@ def explained(key: str, answer: Any, limit_s: float = LIMIT_S) -> Iterator[None]
 
     What is printed in it is shown only then. It is ended after `limit_s` seconds, and sooner where
     it computes in this process for COMPUTING_S, which takes longer than any right answer.
-    Raises: CheckFailed, NotDone, TooLong or Stopped, which begin with the key
+    Raises: CheckFailed, NotDone or NotJudged, which begin with the key
     """
     _demand_own(key, answer)
     printed = io.StringIO()
@@ -297,6 +302,8 @@ def _explain(key: str, error: BaseException) -> NoReturn:
             f"{key}: {error}{at}\n    A right answer needs a few. Does a loop never end, or a wait "
             "never return? On a slow machine, give it more: check(..., limit_s=600)."
         ) from None
+    if isinstance(error, NotJudged | MachineError):
+        raise NotJudged(f"{key}: {error}") from None
     if "Ranks live in the notebook" in str(error):
         raise CheckFailed(
             f"{key}: `ranks` lives in the notebook; on a rank, use dist.get_world_size()."

@@ -10,7 +10,6 @@ SYMPTOMS = {
     "mismatch": "your ranks do not make the same calls in the same order.",
     "died": "the process of a rank ended.",
     "endless": "your code does not return.",
-    "stopped": "you stopped the check.",
 }
 
 

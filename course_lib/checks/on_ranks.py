@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed
+from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, NotJudged, failed
 from course_lib.checks.expect import SYMPTOMS, on_ranks
 from course_lib.checks.limits import COMPUTING_S, OutOfTime, at_most
 from course_lib.core import COMMUNICATION_KINDS, Event
@@ -163,6 +163,9 @@ class OnRanks:
         try:
             by_rank = ranks.run(_limited, COMPUTING_S, self.observe_on_rank, answer, options)
         except RankError as error:
+            if error.kind == "stopped":
+                where = on_ranks(ranks.world_size)
+                raise NotJudged(f"{where}, it had not ended.\n{error}") from None
             trouble = Trouble(
                 error.kind,
                 error.failures,

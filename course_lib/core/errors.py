@@ -8,6 +8,10 @@ class CourseError(Exception):
     """Base class of the errors that the course raises."""
 
 
+class MachineError(CourseError):
+    """The machine is too slow, or has no room: it says nothing about the code that ran."""
+
+
 class ShapeError(CourseError, ValueError):
     """A tensor has a shape that the operation cannot take."""
 

@@ -17,7 +17,7 @@ from course_lib.grading.bare_course import copy_bare
 from course_lib.grading.feedback import write_feedback
 from course_lib.grading.gradebook import Gradebook
 from course_lib.grading.graded import Graded
-from course_lib.grading.grader import Grader, RunGroup
+from course_lib.grading.grader import Grader, RunGroup, Turns
 from course_lib.grading.sandbox import Sandbox
 from course_lib.grading.similarity import similar
 from course_lib.grading.similarity_report import write_similarity
@@ -33,8 +33,8 @@ def graders(
     task: GradingTask, sandbox: Sandbox, count: int, timeout_s: float
 ) -> Iterator[list[Grader]]:
     """Make graders of one task; end them with the block."""
-    groups: list[RunGroup] = []
-    made = [Grader(task, sandbox, groups, timeout_s) for _ in range(count)]
+    groups, turns = list[RunGroup](), Turns(count)
+    made = [Grader(task, sandbox, groups, timeout_s, turns) for _ in range(count)]
     try:
         yield made
     finally:

@@ -3,13 +3,16 @@
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nbformat import NotebookNode
 
+from course_lib.checks.expect import SYMPTOMS
 from course_lib.checks.right_answer import SETTINGS
 from course_lib.core import CourseError
 from course_lib.core.files import parse_json, read_text
@@ -32,14 +35,17 @@ MOST_OUTCOMES = 8 * 2**20
 START_S = 45  # for Python, nbval and the kernel to start, on a busy machine
 ENDS_RUN = ("died", "printing", "memory")  # outcomes of a cell behind which none runs
 ENDED_BY = {
-    "time": "It could not be stopped after {timeout_s:g} s: the whole run was ended.",
     "memory": "It took more memory than the {gib:g} GiB that an answer may take.",
     "processes": "It started more processes than the {processes} that an answer may start.",
     "output": "It printed without end.",
     "disk": "It wrote more than the {mib:g} MiB that an answer may write.",
 }
 ENDED_ITSELF = "Your code ended the Python process."
-TOO_SLOW, NO_RANKS = "It ran for more than", "need ranks that start within"
+NOT_STOPPED = (
+    "Too slow here: it could not be stopped after {timeout_s:g} s; the whole run was ended."
+)
+AGAIN = "{detail}\nIt was tried twice, the second time alone."
+HANG, DIED = SYMPTOMS["hang"], SYMPTOMS["died"]
 TOO_LONG = f"It has more than the {MOST_TEXT:,} characters that an answer may have."
 NO_VALUES = "The check in the notebook saw no values: it was not run, or what it saw was removed."
 MACHINE = "the lesson's own cells failed on this machine ({why})"
@@ -62,18 +68,39 @@ class RunGroup:
         return self.course / "right"
 
 
+class Turns:
+    """Turns of several graders: `count` run at the same time, or one of them alone."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self._free, self._next = count, threading.Semaphore(count), threading.Lock()
+
+    @contextmanager
+    def taken(self, *, alone: bool) -> Iterator[None]:
+        """Wait for a turn, or until no other grader runs; it ends with the block."""
+        count = self.count if alone else 1
+        with self._next:  # whoever waits to be alone is next
+            for _ in range(count):
+                self._free.acquire()
+        try:
+            yield
+        finally:
+            self._free.release(count)
+
+
 @dataclass
 class Grader:
     """Grades submissions of one task, one after the other; `close` ends its judge.
 
     groups     the exercises in groups; several graders share the list (`class_run.proved` fills it)
     timeout_s  seconds that a cell may run
+    turns      of all graders: a run that may be the machine's fault is repeated alone
     """
 
     task: GradingTask
     sandbox: Sandbox
     groups: list[RunGroup]
     timeout_s: float
+    turns: Turns
     limits: RunLimits = field(default_factory=RunLimits)
     judge: Judge = field(default_factory=Judge)
 
@@ -116,18 +143,20 @@ class Grader:
         """Return the verdicts on these answers.
 
         One that seems to have ended, or to have waited too long, is run once more, alone: it may
-        have been the machine.
+        have been the machine. A time limit is never a wrong answer.
 
         Raises: CourseError where the lesson's own cells fail
         """
         found: dict[str, Verdict] = {}
         for group in self.groups:
             own = {key: text for key, text in written.items() if key in group.keys}
-            found |= self.verdicts_in(group, own, student)
+            with self.turns.taken(alone=False):
+                found |= self.verdicts_in(group, own, student)
             for key in [key for key in own if _may_be_the_machine(found[key])]:
-                again = self.verdicts_in(group, {key: own[key]}, student)[key]
-                is_machine = NO_RANKS in again.detail and again.status == "wrong"
-                found[key] = replace(again, status="not judged") if is_machine else again
+                with self.turns.taken(alone=True):
+                    again = self.verdicts_in(group, {key: own[key]}, student)[key]
+                twice = AGAIN.format(detail=again.detail)
+                found[key] = replace(again, detail=twice) if _is_open(again) else again
         return found
 
     def verdicts_in(
@@ -158,6 +187,8 @@ class Grader:
             if is_first and _why(outcomes, ended):
                 self._demand_given(group, written, folder)
                 return self._one_run(group, written, student, is_first=False)
+            if _has_run_nothing(out) or _why(outcomes, ended) == SLOW_CELLS:
+                raise CourseError(MACHINE.format(why=_why(outcomes, ended)))
             if not student:
                 shutil.copytree(out, group.right, dirs_exist_ok=True)
             seen = {key: self._seen(key, folder, out, group.right, outcomes) for key in written}
@@ -165,8 +196,7 @@ class Grader:
         culprit = next((key for key in written if key not in verdicts), None)
         is_known = verdicts and any(one.how in ENDS_RUN for one in outcomes.values())
         if culprit and not is_known:
-            detail = self._ended_by(ended)
-            verdicts[culprit] = Verdict(key=culprit, status="wrong", detail=detail)
+            verdicts[culprit] = self._ended_by(culprit, ended)
         return verdicts
 
     def _demand_given(self, group: RunGroup, written: Mapping[str, str], folder: Path) -> None:
@@ -217,27 +247,36 @@ class Grader:
     ) -> Verdict | None:
         """Return the verdict on an exercise; None where the run ended before its check did."""
         if not (out / f"{key}.pt").exists():
-            if {f"exercise-{key}", f"check-{key}"}.isdisjoint(outcomes):
-                return None
-            if f"check-{key}" not in outcomes and outcomes[f"exercise-{key}"].how == "passed":
-                return None
-            verdict = verdict_of(key, dict(outcomes), self.timeout_s)
-            if verdict.status == "right":
-                return Verdict(key=key, status="wrong", detail=NO_VALUES)
-            return verdict
+            return self._unseen(key, outcomes)
         verdict = self.judge.verdict(key, folder, out, right)
         if verdict.status != "right" or key not in self.task.hidden:
             return verdict
         if not (out / f"{HIDDEN}{key}.pt").exists():
-            return Verdict(key=key, status="wrong", detail=NO_VALUES)
+            unseen = self._unseen(key, outcomes)
+            is_late = unseen is None or _is_open(unseen)
+            return unseen if is_late else Verdict(key=key, status="wrong", detail=NO_VALUES)
         hidden = self.judge.verdict(key, folder, out, right, hidden=True)
         return hidden if hidden.status == "right" else replace(hidden, detail=_hidden(hidden))
 
-    def _ended_by(self, ended: Ended) -> str:
+    def _unseen(self, key: str, outcomes: Mapping[str, Outcome]) -> Verdict | None:
+        """Return the verdict where the check left no values; None where the run ended before."""
+        if {f"exercise-{key}", f"check-{key}"}.isdisjoint(outcomes):
+            return None
+        if f"check-{key}" not in outcomes and outcomes[f"exercise-{key}"].how == "passed":
+            return None
+        verdict = verdict_of(key, dict(outcomes), self.timeout_s)
+        if verdict.status == "right":
+            return Verdict(key=key, status="wrong", detail=NO_VALUES)
+        return verdict
+
+    def _ended_by(self, key: str, ended: Ended) -> Verdict:
+        if ended.how == "time":
+            detail = NOT_STOPPED.format(timeout_s=self.timeout_s)
+            return Verdict(key=key, status="not judged", detail=detail)
         gib, mib = self.limits.memory_bytes / 2**30, self.limits.disk_bytes / 2**20
-        return ENDED_BY.get(ended.how, ENDED_ITSELF).format(
-            timeout_s=self.timeout_s, gib=gib, mib=mib, processes=self.limits.processes
-        )
+        told = ENDED_BY.get(ended.how, ENDED_ITSELF)
+        detail = told.format(gib=gib, mib=mib, processes=self.limits.processes)
+        return Verdict(key=key, status="wrong", detail=detail)
 
     def close(self) -> None:
         """End the judge."""
@@ -250,8 +289,13 @@ def _ids(notebook: NotebookNode) -> set[str]:
 
 def _may_be_the_machine(verdict: Verdict) -> bool:
     """Return whether an honest answer may get this verdict on a machine that has too much to do."""
-    seems = (ENDED_ITSELF, TOO_SLOW, NO_RANKS, JUDGE_ENDED)
-    return verdict.status == "wrong" and any(text in verdict.detail for text in seems)
+    seems = (ENDED_ITSELF, JUDGE_ENDED, HANG, DIED)
+    is_odd = verdict.status == "wrong" and any(text in verdict.detail for text in seems)
+    return is_odd or _is_open(verdict)
+
+
+def _is_open(verdict: Verdict) -> bool:
+    return verdict.status == "not judged"
 
 
 def _hidden(verdict: Verdict) -> str:
@@ -269,6 +313,12 @@ def _outcomes(out: Path) -> dict[str, Outcome]:
         }
     except (CourseError, ValueError, TypeError, AttributeError):
         return {}
+
+
+def _has_run_nothing(out: Path) -> bool:
+    """Return whether the run wrote down that it had started, and nothing after that."""
+    path = out / OUTCOMES
+    return path.exists() and path.stat().st_size == len("{}")
 
 
 def _why(outcomes: Mapping[str, Outcome], ended: Ended) -> str:

@@ -28,7 +28,8 @@ from course_lib.notebooks.grading import Verdict, told
 
 HIDDEN = "hidden-"  # before the key, in the name of the file
 LIMIT_S = 120.0  # the slowest takes 3 s
-ENDED = "What it returned cannot be judged: the judge ended, or took too long."
+ENDED = "What it returned cannot be judged: the judge ended."
+LATE = f"Too slow here: it took more than {LIMIT_S:g} s to judge what it returned."
 MOST_BYTES = 4 * 2**30  # of memory: a small file may name values that take any amount of it
 MOST_TEXT = 10_000
 SHOWN = 300
@@ -107,20 +108,23 @@ class Judge:
     def verdict(
         self, key: str, folder: Path, out: Path, right: Path, *, hidden: bool = False
     ) -> Verdict:
-        """Ask for a verdict; one that takes LIMIT_S, or ends the process, is `wrong`."""
+        """Ask for a verdict: `wrong` where it ends the process, `not judged` after LIMIT_S."""
         places = {"folder": str(folder), "out": str(out), "right": str(right)}
         asked = {"key": key, **places, "hidden": hidden}
         stdin, stdout = self._pipes()
+        late, ended = (
+            {"status": "not judged", "detail": LATE},
+            {"status": "wrong", "detail": ENDED},
+        )
         try:
             stdin.write(json.dumps(asked) + "\n")
             stdin.flush()
             ready, _, _ = select.select([stdout], [], [], LIMIT_S)
-            answer: dict[str, Any] = json.loads(stdout.readline()) if ready else {}
+            answer: dict[str, Any] = json.loads(stdout.readline()) if ready else late
         except (OSError, ValueError):
-            answer = {}
-        if not answer:
+            answer = ended
+        if answer in (late, ended):
             self.close()
-            answer = {"status": "wrong", "detail": ENDED}
         return Verdict(key=key, **answer)
 
     def _pipes(self) -> tuple[IO[str], IO[str]]:

@@ -28,6 +28,11 @@ from course_lib.notebooks.nbval_run import Outcome
 from course_lib.notebooks.progress_bar import CellEnded
 
 SHOWN_LINES = 12
+UNJUDGED = ("NotJudged", "TooLong")  # errors of a check that has seen no whole answer
+TOO_SLOW = (
+    "Too slow here: it ran for more than {timeout_s:g} s. Does a loop never end? Otherwise try "
+    "--timeout {more_s:g}."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +40,8 @@ class Verdict:
     """The verdict on one exercise.
 
     `status` is one of right, wrong, not done, missing, twice, not judged; `detail` says why in a
-    few lines; `note` tells of a check cell that was changed.
+    few lines; `note` tells of a check cell that was changed. Who passes a time limit is not judged:
+    it may be the machine.
     """
 
     key: str
@@ -163,13 +169,16 @@ def verdict_of(key: str, outcomes: dict[str, Outcome], timeout_s: float) -> Verd
         return Verdict(key=key, status="right", detail=told(key, first.printed))
     if first.name in ("NotDone", "NotImplementedError"):
         return Verdict(key=key, status="not done", detail=told(key, first.message))
-    return Verdict(key=key, status="wrong", detail=_what_went_wrong(key, first, timeout_s))
+    is_open = first.how == "timeout" or first.name in UNJUDGED
+    status = "not judged" if is_open else "wrong"
+    return Verdict(key=key, status=status, detail=_what_went_wrong(key, first, timeout_s))
 
 
 def _what_went_wrong(key: str, outcome: Outcome, timeout_s: float) -> str:
     if outcome.how == "timeout":
         _, _, where = outcome.message.partition("\n")  # the ranks' report, where there is one
-        return told(key, f"It ran for more than {timeout_s:g} s and was stopped.\n{where}")
+        late = TOO_SLOW.format(timeout_s=timeout_s, more_s=3 * timeout_s)
+        return told(key, f"{late}\n{where}")
     if outcome.how == "died":
         return "Your code ended the Python process."
     if outcome.how == "printing":
@@ -178,7 +187,7 @@ def _what_went_wrong(key: str, outcome: Outcome, timeout_s: float) -> str:
         return "It took more than 4 GiB of memory. Does it print, or append, without end?"
     if outcome.how in ("differs", "passed"):
         return f"The check printed something else than expected:\n{outcome.printed.strip()}"
-    if outcome.name == "CheckFailed":
+    if outcome.name in ("CheckFailed", *UNJUDGED):
         return told(key, outcome.message)
     if outcome.name == "NameError":
         return f"The name is missing, or spelled in another way: {outcome.message}."

@@ -16,6 +16,7 @@ In the notebook's process:
 In each rank:
 
     rank_process     the main loop of a rank, and its heartbeat
+    held_up          tells a thread that sleeps from one that waits for a core
     launch           the same outside of notebooks, under torchrun
     world            joins the world: gloo (and NCCL) behind the tracing process group
     process_group    `TracedGroup`: PyTorch's collectives, send and recv, announced to the tracer

@@ -89,7 +89,7 @@ class RankJob:
                 member.jobs.send((kind, blob))
             self._watch()
         except KeyboardInterrupt:
-            self._give_up("stopped by you", stopped=True)
+            self._give_up("", stopped=True)  # Stop, or a time limit: it looks the same
         except BrokenPipeError:
             self._collect(TICK_S)
             self._give_up("")

@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from course_lib.core.errors import CourseError, MeshError
+from course_lib.core.errors import CourseError, MachineError, MeshError
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.core.records import Event
 from course_lib.ranks.call_board import MAX_RANKS, CallBoard
@@ -36,7 +36,7 @@ class Ranks:
     `link` emulates a link between them (`Link` or `TwoLevelLink`); without one they communicate as
     fast as this machine can. Calls from several threads take turns: each waits for the others.
 
-    Raises: MeshError for a world size that is no whole number from 1 to 64; CourseError where the
+    Raises: MeshError for a world size that is no whole number from 1 to 64; MachineError where the
             temporary folder has no room
     """
 
@@ -59,7 +59,8 @@ class Ranks:
         """Call `fn(rank, *args, **kwargs)` on every rank; return the results in rank order.
 
         Raises: RankError with a readable report if a rank raises, dies, hangs or is stopped;
-                CourseError if the function or its arguments cannot be sent
+                CourseError if the function or its arguments cannot be sent; MachineError if the
+                ranks do not start in time
         """
         try:
             blob = cloudpickle.dumps((fn, args, kwargs))
@@ -169,7 +170,7 @@ class Ranks:
                     raise EOFError
                 member.jobs.recv()
         except EOFError:
-            raise CourseError(_did_not_start(self._output_file(member.rank))) from None
+            raise MachineError(_did_not_start(self._output_file(member.rank))) from None
         except KeyboardInterrupt:
             self.restart()
             raise

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from course_lib.core.links import Link, TwoLevelLink
 from course_lib.ranks.call_board import CallBoard
+from course_lib.ranks.held_up import is_ready, waited_for_core_s
 from course_lib.ranks.process_tree import adopt_orphans, end_descendants
 from course_lib.ranks.recorder import record, span
 from course_lib.ranks.scratch import no_room
@@ -32,6 +33,7 @@ from course_lib.ranks.tracer import CallTracer
 from course_lib.ranks.world import join_world, rank_device
 
 HEARTBEAT_S = 0.2
+LITTLE = 0.1  # of a heartbeat: who moves for less than that sleeps
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ def die_with(kernel_alive: Connection) -> None:
 class Heartbeat(threading.Thread):
     """Thread that reports, 5 times per second, the rank's line and whether it idles inside PyTorch.
 
-    Only so can a wait deep in C++ (in DDP's backward, for example) be seen.
+    Only so can a wait deep in C++ (in DDP's backward, for example) be seen. A rank that a busy
+    machine keeps waiting for a core does not idle.
     """
 
     def __init__(self, tracer: CallTracer) -> None:
@@ -126,17 +129,23 @@ class Heartbeat(threading.Thread):
 
     def run(self) -> None:
         """Write the state to the call board until the process ends."""
-        idle_s, cpu_s = 0.0, time.process_time()
+        idle_s, moved_s = 0.0, _moved_s()
         while True:
             time.sleep(HEARTBEAT_S)
             frame = sys._current_frames().get(self._main or 0)
-            used_s, cpu_s = time.process_time() - cpu_s, time.process_time()
+            before_s, moved_s = moved_s, _moved_s()
+            idles = moved_s - before_s < LITTLE * HEARTBEAT_S and not is_ready()
             in_torch = frame is not None and owner(frame.f_code.co_filename) == "torch"
-            idle_s = idle_s + HEARTBEAT_S if in_torch and used_s < 0.1 * HEARTBEAT_S else 0.0
+            idle_s = idle_s + HEARTBEAT_S if in_torch and idles else 0.0
             waiting = list(self._tracer.outstanding.values())
             oldest = (waiting[0].channel, waiting[0].seq) if waiting else (0, 0)
             self._tracer.call_board.beat(self._tracer.rank, idle_s, line_of(frame), oldest)
             del frame  # the tensors in it would live until the next beat
+
+
+def _moved_s() -> float:
+    """Return the seconds for which this process has run, or could have run, so far."""
+    return time.process_time() + waited_for_core_s()
 
 
 class Worker:

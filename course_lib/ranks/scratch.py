@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from course_lib.core.errors import CourseError
+from course_lib.core.errors import MachineError
 
 PREFIX = "ranks-"
 LOCK_FILE = ".course-owner"
@@ -35,7 +35,7 @@ class ScratchFolder:
 def make_folder(parent: str | None = None) -> ScratchFolder:
     """Make a folder in `parent`, by default the temporary folder; remove those without an owner.
 
-    Raises: CourseError where no folder can be made
+    Raises: MachineError where no folder can be made
     """
     try:
         parent = parent or tempfile.gettempdir()
@@ -49,13 +49,13 @@ def make_folder(parent: str | None = None) -> ScratchFolder:
         raise no_room(parent or "the temporary folder", 0, error) from error
 
 
-def no_room(folder: str, need_bytes: int, error: OSError) -> CourseError:
+def no_room(folder: str, need_bytes: int, error: OSError) -> MachineError:
     """Return the error for a folder in which `need_bytes` could not be reserved."""
     need = f"{need_bytes:,} bytes" if need_bytes else "a folder that can be written to"
     got = error.strerror or str(error)
     with suppress(OSError):
         got += f" ({shutil.disk_usage(folder).free:,} bytes are free)"
-    return CourseError(
+    return MachineError(
         f"Ranks, {folder}: need {need} for temporary files; got: {got}. "
         "Try to set TMPDIR to a folder on a disk that has room, and start again."
     )

@@ -20,7 +20,7 @@ from course_lib.checks import (
 )
 from course_lib.checks.cases import Cases, alike, plain
 from course_lib.checks.edits import Own, edited
-from course_lib.checks.exercise import Stopped, TooLong, failed
+from course_lib.checks.exercise import NotJudged, Stopped, TooLong, failed
 from course_lib.checks.expectations import (
     DIGITS_LOST,
     DTYPE,
@@ -36,6 +36,9 @@ from course_lib.checks.expectations import (
 )
 from course_lib.checks.on_ranks import ENDLESS, At, OnRanks, Run, watch
 from course_lib.core import CourseError, Event
+from course_lib.core.errors import MachineError
+from course_lib.ranks import Ranks
+from course_lib.ranks.job import RankJob
 
 SUMMED = Cause("{p} times too large: summed.")
 OVERWRITTEN = Cause("It belongs to the caller: work on a clone.")
@@ -406,6 +409,44 @@ def test_a_check_that_never_ends_is_ended(monkeypatch):
     monkeypatch.setattr(exercise, "exercises_of", lambda _lesson: (one,))
     with pytest.raises(TooLong, match=r"(?s)toy-1: ended after 0\.2 s.*Does a loop never end"):
         check("toy-1", lambda: 3, limit_s=0.2)
+
+
+def test_an_answer_that_never_ends_is_ended_and_not_called_again(monkeypatch):
+    calls = []
+
+    def endless(x):
+        calls.append(x)
+        while True:
+            time.sleep(0.01)
+
+    check_it = Cases(cases=lambda: [("1", (1,)), ("2", (2,))], look="", success="")
+    one = Exercise(key="toy-1", title="endless", check=check_it, reference=abs)
+    monkeypatch.setattr(exercise, "exercises_of", lambda _lesson: (one,))
+    with pytest.raises(TooLong, match=r"toy-1: ended after 0\.2 s"):
+        check("toy-1", endless, limit_s=0.2)
+    assert calls == [1]
+
+
+def test_a_check_that_is_stopped_says_nothing_about_the_answer(monkeypatch):
+    def interrupted(_job):
+        raise KeyboardInterrupt  # by Stop, or by the time limit of whoever runs the notebook
+
+    monkeypatch.setattr(exercise, "exercises_of", lambda _lesson: (MEAN,))
+    monkeypatch.setattr(RankJob, "_watch", interrupted)
+    with pytest.raises(NotJudged, match=r"toy-2: on \d ranks?, it had not ended\.") as told:
+        check("toy-2", mean)
+    assert "by you" not in str(told.value)
+    assert "you stopped" not in str(told.value)
+
+
+def test_ranks_that_do_not_start_say_nothing_about_the_answer(monkeypatch):
+    def slow(_ranks):
+        raise MachineError("Ranks: need ranks that start within 60 s; one did not.")
+
+    monkeypatch.setattr(exercise, "exercises_of", lambda _lesson: (MEAN,))
+    monkeypatch.setattr(Ranks, "_wait_until_ready", slow)
+    with pytest.raises(NotJudged, match="toy-2: Ranks: need ranks that start"):
+        check("toy-2", mean)
 
 
 def test_the_limit_also_ends_ranks(monkeypatch):

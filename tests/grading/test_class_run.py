@@ -1,12 +1,19 @@
 """A class is graded: each answer by what it does, and nothing is run twice."""
 
 import csv
+import json
+import threading
+from pathlib import Path
 
+import nbformat
 import pytest
 
 from course_lib.core import CourseError
-from course_lib.grading.grader import Grader
+from course_lib.grading import judge
+from course_lib.grading.grader import Grader, RunGroup, Turns
+from course_lib.grading.sandbox import Ended
 from course_lib.grading.submission import find_submissions
+from tests.grading.conftest import RIGHT
 
 NO_RANKS = {"toy_3": ""}  # not done: ranks take the longest to start
 STUB = 'def add(x, y):\n    """The sum."""\n    raise NotImplementedError("exercise toy-1: add")'
@@ -105,6 +112,103 @@ def test_a_lesson_too_slow_for_the_machine_judges_nobody(small_class, tmp_path):
     small_class.hand_in("ann.ipynb")
     with pytest.raises(CourseError, match=r"Is it too slow\? Try --timeout"):
         small_class.grade(tmp_path / "grades", timeout_s=1)
+
+
+def test_a_time_limit_is_no_wrong_answer_and_does_not_stick(small_class, tmp_path):
+    slow = {
+        "toy_1": "",
+        "toy_2": "import time\ndef times(x, y):\n    time.sleep(6 * (x == 7))\n    return x * y\n",
+        "toy_3": RIGHT["toy-3"].replace("    x = ", "    import time\n    time.sleep(6)\n    x = "),
+    }
+    small_class.hand_in("ann.ipynb", **slow)  # the second one sleeps in a hidden case
+    small_class.prove()
+    one = small_class.grade(tmp_path / "grades", timeout_s=3)["ann"]
+    assert [one.status(key) for key in ("toy-2", "toy-3")] == ["not judged"] * 2
+    assert "you" not in " ".join([one.problem, *details(one)])
+    assert one.problem or all("Too slow here" in told for told in details(one)[1:])
+    again = small_class.grade(tmp_path / "grades", timeout_s=300)["ann"]
+    assert statuses(again) == ["not done", "right", "right"]
+
+
+class Busy:
+    """A sandbox on a machine that has too much to do, which runs nothing: only what is given."""
+
+    def __init__(self, outcomes, how):
+        self.outcomes, self.how, self.runs = outcomes, how, []
+
+    def run(self, _command, *, work, out, **_):
+        cells = [cell.id for cell in nbformat.read(work / "merged.ipynb", as_version=4).cells]
+        self.runs.append(cells[1::2])
+        given = {"given": {"how": "passed"}}
+        wrote = given if len(cells) == 1 else self.outcomes
+        (out / "outcomes.json").write_text(json.dumps(wrote))
+        return Ended("ended" if len(cells) == 1 else self.how, 1, "")
+
+
+LATE = {"how": "timeout", "name": "KeyboardInterrupt"}
+GIVEN_PASSED = {"given": {"how": "passed"}}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "how"),
+    [
+        ({}, "ended"),  # no kernel has started
+        ({}, "time"),
+        ({"given": LATE}, "ended"),
+        ({"given": LATE, "exercise-toy-1": {"how": "raised", "name": "NameError"}}, "ended"),
+        (GIVEN_PASSED, "time"),
+        (GIVEN_PASSED | {"exercise-toy-1": LATE}, "ended"),
+        (
+            GIVEN_PASSED | {"exercise-toy-1": {"how": "passed"}, "check-toy-1": LATE},
+            "ended",
+        ),
+        (
+            GIVEN_PASSED
+            | {
+                "exercise-toy-1": {"how": "passed"},
+                "check-toy-1": {"how": "raised", "name": "NotJudged", "message": "toy-1: no ranks"},
+            },
+            "ended",
+        ),
+    ],
+)
+def test_no_limit_of_the_machine_is_a_wrong_answer(small_class, tmp_path, outcomes, how):
+    small_class.hand_in("ann.ipynb", toy_2="", **NO_RANKS)
+    (submission,) = find_submissions(small_class.submissions, "toy")
+    groups, sandbox = [RunGroup(("toy-1",), tmp_path / "course")], Busy(outcomes, how)
+    grader = Grader(small_class.task(), sandbox, groups, 60, Turns(1))
+    graded = grader.grade(submission, "digest")
+    assert graded.status("toy-1") == "not judged", graded
+    assert not graded.is_judged
+    assert sandbox.runs.count(["exercise-toy-1"]) == 2  # at once, and alone
+
+
+def test_a_judge_that_is_late_has_judged_nothing(small_class, monkeypatch):
+    monkeypatch.setattr(judge, "LIMIT_S", 0)
+    late = judge.Judge()
+    verdict = late.verdict("toy-1", *[Path()] * 3)
+    assert (verdict.status, verdict.detail) == ("not judged", judge.LATE)
+    assert late.process is None
+
+
+def test_who_repeats_a_run_is_alone():
+    turns, running, seen = Turns(3), [], []
+
+    def take(number):
+        for turn in range(40):
+            alone = (number + turn) % 4 == 0
+            with turns.taken(alone=alone):
+                running.append(number)
+                seen.append((alone, len(running)))
+                running.remove(number)
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(count for _, count in seen) <= 3
+    assert {count for alone, count in seen if alone} == {1}
 
 
 def test_cells_of_the_lesson_that_fail_are_never_the_students_fault(small_class, tmp_path):
