@@ -193,6 +193,9 @@ class Grader:
                 shutil.copytree(out, group.right, dirs_exist_ok=True)
             seen = {key: self._seen(key, folder, out, group.right, outcomes) for key in written}
         verdicts = {key: one for key, one in seen.items() if one}
+        if late := [key for key, one in verdicts.items() if _is_open(one)]:
+            behind = list(written)[list(written).index(late[0]) + 1 :]  # an interrupt may spoil it
+            return {k: v for k, v in verdicts.items() if k not in behind or v.status == "right"}
         culprit = next((key for key in written if key not in verdicts), None)
         is_known = verdicts and any(one.how in ENDS_RUN for one in outcomes.values())
         if culprit and not is_known:
@@ -246,17 +249,18 @@ class Grader:
         self, key: str, folder: Path, out: Path, right: Path, outcomes: Mapping[str, Outcome]
     ) -> Verdict | None:
         """Return the verdict on an exercise; None where the run ended before its check did."""
+        unseen = self._unseen(key, outcomes)
         if not (out / f"{key}.pt").exists():
-            return self._unseen(key, outcomes)
+            return unseen
+        is_late = unseen is None or _is_open(unseen)
         verdict = self.judge.verdict(key, folder, out, right)
-        if verdict.status != "right" or key not in self.task.hidden:
-            return verdict
-        if not (out / f"{HIDDEN}{key}.pt").exists():
-            unseen = self._unseen(key, outcomes)
-            is_late = unseen is None or _is_open(unseen)
-            return unseen if is_late else Verdict(key=key, status="wrong", detail=NO_VALUES)
-        hidden = self.judge.verdict(key, folder, out, right, hidden=True)
-        return hidden if hidden.status == "right" else replace(hidden, detail=_hidden(hidden))
+        if verdict.status == "right" and key in self.task.hidden:
+            verdict = Verdict(key=key, status="wrong", detail=NO_VALUES)
+            if (out / f"{HIDDEN}{key}.pt").exists():
+                verdict = self.judge.verdict(key, folder, out, right, hidden=True)
+                if verdict.status != "right":
+                    verdict = replace(verdict, detail=_hidden(verdict))
+        return unseen if is_late and verdict.status == "wrong" else verdict
 
     def _unseen(self, key: str, outcomes: Mapping[str, Outcome]) -> Verdict | None:
         """Return the verdict where the check left no values; None where the run ended before."""

@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, process, util
+from multiprocessing import forkserver, process, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,12 @@ def start_method(preload: Sequence[str] = PRELOAD) -> Any:
     context.set_forkserver_preload([*preload, *_loaded()])
     _make_socket_folder()
     os.environ[SERVER] = "1"
+    resource_tracker.ensure_running()  # first: where it starts, it lets SIGINT through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the server inherits it
     try:
         forkserver.ensure_running()
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         del os.environ[SERVER]
     return context
 
@@ -79,6 +82,8 @@ def warm_up() -> None:
     if multiprocessing.parent_process():  # a rank
         return
     if SERVER in os.environ:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Stop is for the notebook
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         adopt_orphans()
         warnings.filterwarnings("ignore", "forkserver: waitpid")  # an orphan has ended
         return

@@ -217,7 +217,13 @@ def _start_rank(context: Any, config: WorkerConfig) -> Member:
     process = context.Process(
         target=live, args=(config, jobs_there, lifeline_there), name=f"rank {config.rank}"
     )
-    process.start()
+    try:
+        process.start()
+    except (EOFError, OSError) as error:
+        raise MachineError(
+            f"Ranks: need a new process for rank {config.rank}; got: {error}. Try again, or "
+            "`course doctor`, which shows what this machine has."
+        ) from error
     jobs_there.close()
     lifeline_there.close()
     return Member(config.rank, process, jobs, lifeline)

@@ -290,6 +290,26 @@ def test_no_rank_outlives_a_killed_kernel():
     assert not [pid for pid in pids if is_running(pid)]
 
 
+def test_an_interrupt_while_the_first_ranks_start_ends_neither_these_nor_the_next():
+    script = (
+        "import os, signal\n"
+        "signal.signal(signal.SIGINT, lambda *_: None)\n"
+        "from multiprocessing import forkserver\n"
+        "from course_lib.ranks import Ranks\n"
+        "from course_lib.ranks.fork_server import start_method\n"
+        "start_method()\n"
+        "server = forkserver._forkserver._forkserver_pid\n"
+        "os.killpg(0, signal.SIGINT)  # as Stop and time limits do, here long before it is ready\n"
+        "ranks = Ranks(2)\n"
+        "os.killpg(0, signal.SIGINT)\n"
+        "print(ranks.run(lambda rank: rank), forkserver._forkserver._forkserver_pid == server)\n"
+        "ranks.close()\n"
+    )
+    words = [sys.executable, "-c", script]
+    told = subprocess.run(words, capture_output=True, text=True, start_new_session=True)
+    assert told.stdout == "[0, 1] True\n", told.stderr
+
+
 def test_close_leaves_no_process_and_no_file():
     some = Ranks(2)
     pids = some.run(lambda rank: os.getpid())
