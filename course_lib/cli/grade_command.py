@@ -1,7 +1,7 @@
 """`course grade`: the submissions of a class, each judged in a sandbox of its own."""
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # imported where they are used: `course --help` should not wa
     from course_lib.grading.submission import HandedIn
     from course_lib.grading.task import GradingTask
 
+BY_HAND = "by_hand.csv"
 KINDS = "bubblewrap, namespaces, other uid or same uid"
 
 
@@ -55,36 +56,53 @@ def grade(
     kind: Annotated[
         str, typer.Option("--sandbox", metavar="KIND", help=f"{KINDS}. Default: the best.")
     ] = "",
+    students: Annotated[
+        Path | None,
+        typer.Option(metavar="CSV", help="The class: who handed in nothing has a row, too."),
+    ] = None,
 ) -> None:
     """Grade the submissions of a class. The exit code is 0 if all of them could be judged.
 
     A submission that an earlier run has graded is not run again, unless it has changed.
     """
     _demand_clone()
-    from course_lib.grading.class_run import grade_class, graders, num_jobs, write_reports
+    from course_lib.grading.class_run import (
+        add_absent,
+        grade_class,
+        graders,
+        num_jobs,
+        write_reports,
+    )
     from course_lib.grading.gradebook import Gradebook
+    from course_lib.grading.release import read_class
     from course_lib.grading.submission import find_submissions
 
     task = _task(name, folder)
+    listed = read_class(students) if students else []
     submissions = find_submissions(folder, task.name)
     if not submissions:
-        raise CourseError(f"{folder}: need notebooks (.ipynb) or zips of them; found none.")
+        raise CourseError(f"{folder}: need notebooks (.ipynb) or zips of them; found no file.")
     sandbox = _sandbox(kind)
     with (
         Gradebook(out, task.points) as book,
         graders(task, sandbox, jobs or num_jobs(), timeout_s) as made,
-        _bar(f"{task.name}, submissions", len(submissions)) as one_more,
+        _progress(task, len(submissions)) as one_more,
     ):
         try:
-            grade_class(made, submissions, book, lambda _: one_more())
+            grade_class(made, submissions, book, one_more)
         except KeyboardInterrupt:
             kept = f"stopped; {len(book.rows)} of {len(submissions)} submissions are judged"
             print(f"{kept}. Type the same command to go on.", file=sys.stderr)
             raise
+        strangers = add_absent(listed, task, book)
     overview = write_reports(task, book)
     _show(task, book.rows)
+    if strangers:
+        print(f"\nNot in {students}: {', '.join(map(one_line, strangers))}")
+    if unknown := sorted(book.by_hand.keys() - {graded.student for graded in book.rows}):
+        print(f"\n{BY_HAND} names students without a row: {', '.join(map(one_line, unknown))}")
     print(f"\n{book.folder / 'gradebook.csv'}, feedback for each student, and {overview}")
-    raise typer.Exit(0 if all(graded.is_judged for graded in book.rows) else 1)
+    raise typer.Exit(0 if all(map(_is_settled(task), book.rows)) else 1)
 
 
 def _demand_clone() -> None:
@@ -110,16 +128,28 @@ def _sandbox(kind: str) -> "Sandbox":
 
 
 @contextmanager
-def _bar(what: str, count: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on stderr while the block runs; call what it yields when one more is done."""
+def _progress(task: "GradingTask", count: int) -> Iterator[Callable[["Graded"], None]]:
+    """Show a bar on stderr while the block runs, or a line per submission where no terminal is.
+
+    Call what it yields with each submission that is judged.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     from course_lib.train.progress import terminal_bar
 
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn())
     with terminal_bar(*columns, TimeRemainingColumn()) as bar:
-        shown = bar.add_task(what, total=count)
-        yield lambda: bar.advance(shown)
+        shown = bar.add_task(f"{task.name}, submissions", total=count)
+        numbers = iter(range(1, count + 1))
+
+        def tell(graded: "Graded") -> None:
+            bar.advance(shown)
+            if bar.disable:
+                words = f"{one_line(graded.student)}: {_in_words(task, graded)}"
+                told = f"{next(numbers)} of {count}  {words}, {graded.seconds:.0f} s"
+                print(told, file=sys.stderr, flush=True)
+
+        yield tell
 
 
 def _task(name: str, folder: Path) -> "GradingTask":
@@ -159,13 +189,30 @@ def _most_common(submissions: "list[HandedIn]") -> str:
 
 
 def _show(task: "GradingTask", rows: "list[Graded]") -> None:
-    """Print a row a submission."""
-    table = plain_table("student", "points", "exercises")
+    """Print a line a submission; below, why some are not judged, each sentence once."""
+    table, why = plain_table("student", "points", "exercises"), defaultdict[str, list[str]](list)
     for graded in rows:
-        counts = Counter(graded.status(key) for key in task.points)
-        words = ", ".join(f"{count} {status}" for status, count in counts.items())
-        words = one_line(graded.problem) if graded.problem else words
-        total = graded.total(task.points)
+        total, student = graded.total(task.points), one_line(graded.student)
         points = "" if total is None else f"{total:g} of {sum(task.points.values()):g}"
-        table.add_row(Text(one_line(graded.student)), points, Text(words))
+        table.add_row(Text(student), points, Text(_in_words(task, graded)))
+        if graded.problem and graded.is_handed_in:
+            why[graded.problem.replace(f"{graded.path}: ", "")].append(student)
+        for verdict in graded.verdicts:
+            if graded.is_open(verdict.key):
+                why[verdict.detail].append(f"{student}, {verdict.key}")
     Console().print(table)
+    for sentence, who in why.items():
+        print(f"\n{'; '.join(who)}:\n  {one_line(sentence)}")
+
+
+def _in_words(task: "GradingTask", graded: "Graded") -> str:
+    """Return how many exercises have which verdict; for a file without any, what became of it."""
+    if graded.problem:
+        return "not judged" if graded.is_handed_in else "nothing handed in"
+    counts = Counter(graded.status(key) for key in task.points)
+    return ", ".join(f"{count} {status}" for status, count in counts.items())
+
+
+def _is_settled(task: "GradingTask") -> Callable[["Graded"], bool]:
+    """Return what says of a row that nothing in it waits for a verdict."""
+    return lambda graded: not graded.is_handed_in or graded.total(task.points) is not None

@@ -170,4 +170,22 @@ def write_reports(task: GradingTask, book: Gradebook) -> Path:
     sources = {"the course's solution": task.solutions(), "the library": task.library_code()}
     pairs = similar(submissions, sources, task.stubs, students=students)
     write_similarity(book.folder, pairs)
-    return write_feedback(book.folder, book.rows, task.points)
+    return write_feedback(book.folder, book.rows, task.points, task.title)
+
+
+def add_absent(students: Sequence[str], task: GradingTask, book: Gradebook) -> list[str]:
+    """Add a row for each student of the class without a file; return who is not in the class."""
+    here = {graded.student for graded in book.rows}
+    for student in students:
+        if student not in here:
+            book.add(
+                Graded(
+                    student=student,
+                    path="",
+                    assignment=task.name,
+                    verdicts=(),
+                    digest=f"{task.digest} {student}",
+                    problem="Nothing was handed in.",
+                )
+            )
+    return sorted(here - set(students)) if students else []

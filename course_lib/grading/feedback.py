@@ -40,10 +40,13 @@ SENTENCE_END = re.compile(r"(?<=[.?!])\s+(?=[A-Z`'\"(])")
 DIGITS = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
-def write_feedback(folder: Path, rows: Sequence[Graded], points: Mapping[str, float]) -> Path:
+def write_feedback(
+    folder: Path, rows: Sequence[Graded], points: Mapping[str, float], title: str = ""
+) -> Path:
     """Write `feedback/STUDENT.html` for each student and `index.html`; return the overview's path.
 
-    `rows` are the graded submissions, `points` the points of each exercise by key.
+    `rows` are the graded submissions, `points` the points of each exercise by key, `title` what
+    stands above each page; empty: the assignment's name.
 
     Raises: CourseError where a page cannot be written
     """
@@ -52,9 +55,11 @@ def write_feedback(folder: Path, rows: Sequence[Graded], points: Mapping[str, fl
         by_student[graded.student].append(graded)
     names = page_names(by_student)
     for student, files in by_student.items():
-        write_result(folder / FOLDER / names[student], student_page(student, files, points))
+        page = student_page(student, files, points, title)
+        write_result(folder / FOLDER / names[student], page)
     has_similarity = (folder / SIMILARITY).is_file()
-    write_result(folder / OVERVIEW, overview(rows, points, names, has_similarity=has_similarity))
+    page = overview(rows, points, names, title, has_similarity=has_similarity)
+    write_result(folder / OVERVIEW, page)
     return folder / OVERVIEW
 
 
@@ -79,21 +84,26 @@ def page_names(students: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def student_page(student: str, files: Sequence[Graded], points: Mapping[str, float]) -> str:
+def student_page(
+    student: str, files: Sequence[Graded], points: Mapping[str, float], title: str = ""
+) -> str:
     """Return the page of one student, with each of their files."""
-    title = line(files[0].assignment)
-    body = [f"<h1>{title}</h1>", f'<p class="quiet">Feedback for <bdi>{line(student)}</bdi></p>']
+    title = title or files[0].assignment
+    body = [f"<h1>{line(title)}</h1>"]
+    body.append(f'<p class="quiet">Feedback for <bdi>{line(student)}</bdi></p>')
+    body += _comment(files[0], "")
     for graded in files:
         if len(files) > 1:
             body.append(f"<h2>{line(PurePath(graded.path).name)}</h2>")
         body += _one_file(graded, points)
-    return html_page(f"{files[0].assignment}: feedback for {student}", body)
+    return html_page(f"{title}: feedback for {student}", body)
 
 
 def overview(
     rows: Sequence[Graded],
     points: Mapping[str, float],
     names: Mapping[str, str],
+    title: str = "",
     *,
     has_similarity: bool = False,
 ) -> str:
@@ -101,14 +111,15 @@ def overview(
 
     `names` are the file names of the students' pages.
     """
-    title = rows[0].assignment if rows else "No submissions"
-    files = "submission" if len(rows) == 1 else "submissions"
+    title = title or (rows[0].assignment if rows else "No submissions")
+    num_files = sum(graded.is_handed_in for graded in rows)
+    files = "submission" if num_files == 1 else "submissions"
     links = [(GRADEBOOK, "grades"), (EXERCISES, "exercises")]
     links += [(SIMILARITY, "similar answers")] if has_similarity else []
     linked = " · ".join(f'<a href="{name}">{words}</a>' for name, words in links)
     body = [
         f"<h1>{line(title)}</h1>",
-        f'<p class="quiet">{len(rows)} {files} · {linked}</p>',
+        f'<p class="quiet">{num_files} {files} · {linked}</p>',
         f'<p class="score">{_average(rows, points)}</p>',
         "<h2>Exercises</h2>",
         _exercise_table(rows, points),
@@ -136,7 +147,9 @@ def _one_file(graded: Graded, points: Mapping[str, float]) -> Iterator[str]:
     out_of = number_text(math.fsum(points.values()))
     reached = number_text(graded.points(points))
     later = f"; an exercise is {NOT_YET}" if graded.total(points) is None else ""
-    if graded.problem:
+    if not graded.is_handed_in:
+        yield f'<p class="score">{line(graded.problem)}</p>'
+    elif graded.problem and graded.total(points) is None:
         yield f'<p class="score">This file is {NOT_YET}</p>'
         yield f'<p class="said">{block(graded.problem)}</p>'
         yield "<p>Please talk to your instructor, who can grade it again.</p>"
@@ -159,7 +172,7 @@ def _one_file(graded: Graded, points: Mapping[str, float]) -> Iterator[str]:
             numbers=(2, 3),
         )
         for verdict in shown:
-            yield from _exercise(verdict)
+            yield from _exercise(verdict, graded)
     if graded.notes:
         yield "<h2>Notes</h2><ul>"
         yield from (f"<li>{line(note)}</li>" for note in graded.notes)
@@ -167,9 +180,15 @@ def _one_file(graded: Graded, points: Mapping[str, float]) -> Iterator[str]:
 
 
 def _points(graded: Graded, key: str, points: Mapping[str, float]) -> tuple[str, str]:
-    is_open = graded.status(key) == "not judged"
-    reached = "–" if is_open else number_text(graded.points_of(key, points))
-    return reached, number_text(points[key])
+    reached = "–" if graded.is_open(key) else number_text(graded.points_of(key, points))
+    by_hand = "" if graded.points_by_hand(key) is None else " (by hand)"
+    return f"{reached}{by_hand}", number_text(points[key])
+
+
+def _comment(graded: Graded, key: str) -> Iterator[str]:
+    """Yield what a person wrote on an exercise, or on all of it."""
+    if key in graded.hand and graded.hand[key].comment:
+        yield f'<p class="said">{block(graded.hand[key].comment)}</p>'
 
 
 def _look_next(shown: Sequence[Verdict]) -> Iterator[str]:
@@ -184,10 +203,11 @@ def _look_next(shown: Sequence[Verdict]) -> Iterator[str]:
         yield "<p>Everything is right. Compare your code with the solution when it is out.</p>"
 
 
-def _exercise(verdict: Verdict) -> Iterator[str]:
+def _exercise(verdict: Verdict, graded: Graded) -> Iterator[str]:
     yield f'<section class="box"><h3>{line(verdict.key)}: {_status(verdict.status)}</h3>'
     if verdict.detail:
         yield f'<p class="said">{block(verdict.detail)}</p>'
+    yield from _comment(graded, verdict.key)
     if verdict.status in NEXT:
         yield f"<p>{NEXT[verdict.status]}</p>"
     if verdict.note:
@@ -217,13 +237,13 @@ def _exercise_table(rows: Sequence[Graded], points: Mapping[str, float]) -> str:
 
     def row(key: str) -> tuple[str, ...]:
         count = Counter(graded.status(key) for graded in rows)
-        share = count["right"] / max(1, len(rows))
+        share = count["right"] / max(1, count.total() - count["not judged"])
         bar = f'<meter min="0" max="1" value="{share:.3f}">{share:.0%}</meter> {share:.0%}'
         numbers = (str(count[status]) for status in STATUSES)
         return line(key), number_text(points[key]), bar, *numbers
 
     headers = ("Exercise", "Points", "Share that is right", *map(str.capitalize, STATUSES))
-    caption = "Number of submissions by verdict; an exercise gives all of its points or none"
+    caption = "Number of submissions by verdict; a share is of those that are judged"
     return table(caption, headers, map(row, points), numbers=(1, *range(3, 9)))
 
 

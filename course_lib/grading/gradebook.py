@@ -11,6 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ from xml.etree import ElementTree
 from course_lib.core import CourseError
 from course_lib.core.files import check_result_path, write_result
 from course_lib.core.plain_text import csv_field, one_line, printable
+from course_lib.grading.by_hand import read_by_hand
 from course_lib.grading.graded import Graded
 
 GRADEBOOK, EXERCISES, JUNIT = "gradebook.csv", "exercises.csv", "junit.xml"
@@ -30,10 +32,11 @@ class Gradebook:
     """The results of one run over a class, in `folder`; also a context manager that closes it.
 
     `points` are the points of each exercise of the assignment, by key, in its order. Each
-    submission is given to `add`, also one that an earlier run has judged (`known`).
+    submission is given to `add`, also one that an earlier run has judged (`known`). Points and
+    comments by hand are read from the folder, and are in every row.
 
-    Raises: CourseError where the folder or a file in it cannot be written, and while another run
-        writes into the folder
+    Raises: CourseError where the folder or a file in it cannot be written, while another run
+        writes into the folder, and for a line by hand that cannot be meant
     """
 
     def __init__(self, folder: Path, points: Mapping[str, float]) -> None:
@@ -41,6 +44,11 @@ class Gradebook:
         for name in (GRADEBOOK, EXERCISES, JUNIT, STATE):
             check_result_path(folder / name)
         self._lock_file = _only_one_in(folder)
+        try:
+            self.by_hand = read_by_hand(folder, points)
+        except CourseError:
+            self._lock_file.close()
+            raise
         self._rows: dict[str, Graded] = {}  # by path
         self._known = {one.digest: one for one in _read_state(folder / STATE)}
         self._lock = threading.Lock()
@@ -64,7 +72,8 @@ class Gradebook:
     @property
     def rows(self) -> list[Graded]:
         """The entries, sorted by student; of each file the last."""
-        in_order = sorted(self._rows.values(), key=lambda one: (one.student, one.path))
+        rows = map(self._with_hand, self._rows.values())
+        in_order = sorted(rows, key=lambda one: (one.student, one.path))
         return sorted(in_order, key=lambda one: one.student.casefold())
 
     def known(self, digest: str) -> Graded | None:
@@ -79,8 +88,8 @@ class Gradebook:
         with self._lock:
             if self._known.get(graded.digest) != graded:
                 _append(self._state, f"{graded.to_line()}\n")
-            _append(self._table, csv_text([self._row(graded)]))
-            self._known[graded.digest] = self._rows[graded.path] = graded
+            _append(self._table, csv_text([self._row(self._with_hand(graded))]))
+            self._known[graded.digest] = self._rows[graded.path or graded.student] = graded
 
     def close(self) -> None:
         """Write the tables whole, sorted by student, one row per file, and the JUnit report.
@@ -95,6 +104,9 @@ class Gradebook:
             write_result(self.folder / EXERCISES, csv_text(self._exercise_rows(rows)))
             write_result(self.folder / JUNIT, junit_text(rows))
 
+    def _with_hand(self, graded: Graded) -> Graded:
+        return replace(graded, hand=self.by_hand.get(graded.student, {}))
+
     def _header(self) -> list[str]:
         keys = [name for key in self.points for name in (key, f"{key} status")]
         return ["student", "total", "out of", *keys, "note", "path"]
@@ -105,26 +117,34 @@ class Gradebook:
         out_of = math.fsum(self.points.values())
         cells: list[str | float] = [graded.student, "" if total is None else total, out_of]
         for key in self.points:
-            status = graded.status(key)
-            known = "" if status == "not judged" else graded.points_of(key, self.points)
-            cells += [known, status]
-        notes = (f"{one.key}: {one.note}" for one in graded.verdicts if one.note)
+            cells += [self._points(graded, key), graded.status(key)]
+        notes = [f"{one.key}: {one.note}" for one in graded.verdicts if one.note]
+        notes += [_given(graded, key) for key in graded.hand]
         return [
             *cells,
             " ".join(filter(None, [graded.problem, *notes, *graded.notes])),
             graded.path,
         ]
 
+    def _points(self, graded: Graded, key: str) -> str | float:
+        return "" if graded.is_open(key) else graded.points_of(key, self.points)
+
     def _exercise_rows(self, rows: Iterable[Graded]) -> Iterator[list[str | float]]:
         yield ["student", "exercise", "status", "points", "out of", "detail", "note", "path"]
         for graded in rows:
             found = {verdict.key: verdict for verdict in graded.verdicts}
             for key, most in self.points.items():
-                status = graded.status(key)
-                known = "" if status == "not judged" else graded.points_of(key, self.points)
+                status, known = graded.status(key), self._points(graded, key)
                 told = [found[key].detail, found[key].note] if key in found else ["", ""]
                 told[0] = graded.problem or told[0]
                 yield [graded.student, key, status, known, most, *told, graded.path]
+
+
+def _given(graded: Graded, key: str) -> str:
+    """Return what a person gave for an exercise, or for all of it, as a note."""
+    hand = graded.hand[key]
+    points = "" if hand.points is None else f"{number_text(hand.points)} points. "
+    return f"By hand, {key or 'all of it'}: {points}{hand.comment}".rstrip()
 
 
 def csv_text(rows: Iterable[Iterable[str | float]]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from course_lib.core import CourseError
 from course_lib.core.files import not_one, parse_json
+from course_lib.grading.by_hand import Hand
 from course_lib.notebooks.grading import Verdict
 
 STATUSES = ("right", "wrong", "not done", "missing", "twice", "not judged")
@@ -22,6 +23,7 @@ class Graded:
     digest   sha256 of what was graded: the submission, the assignment, the kit
     problem  why the whole file was not judged ("not judged: ..."), else empty
     code     the learner's text of each exercise, for the similarity report
+    hand     what a person gave, by exercise ("": all of it); it is kept in a file of its own
     """
 
     student: str
@@ -33,6 +35,12 @@ class Graded:
     digest: str
     problem: str = ""
     code: Mapping[str, str] = field(default_factory=dict)
+    hand: Mapping[str, Hand] = field(default_factory=dict)
+
+    @property
+    def is_handed_in(self) -> bool:
+        """Whether there is a file; it is not for a student of the class who handed in nothing."""
+        return bool(self.path)
 
     @property
     def is_judged(self) -> bool:
@@ -44,8 +52,19 @@ class Graded:
         found = [one.status for one in self.verdicts if one.key == key]
         return found[0] if len(found) == 1 and not self.problem else "not judged"
 
+    def points_by_hand(self, key: str) -> float | None:
+        """Return the points that a person gave for an exercise, or None."""
+        return self.hand[key].points if key in self.hand else None
+
+    def is_open(self, key: str) -> bool:
+        """Whether nobody has judged an exercise: no check, and no person."""
+        return self.status(key) == "not judged" and self.points_by_hand(key) is None
+
     def points_of(self, key: str, by_key: Mapping[str, float]) -> float:
-        """Return the points of one exercise: all of them where it is right, else none."""
+        """Return the points of one exercise: those by hand, else all where it is right, or none."""
+        by_hand = self.points_by_hand(key)
+        if by_hand is not None:
+            return by_hand
         return by_key[key] if self.status(key) == "right" else 0.0
 
     def points(self, by_key: Mapping[str, float]) -> float:
@@ -54,12 +73,12 @@ class Graded:
 
     def total(self, by_key: Mapping[str, float]) -> float | None:
         """Return the sum of the points, or None where an exercise has no verdict yet."""
-        is_final = self.is_judged and all(self.status(key) != "not judged" for key in by_key)
-        return self.points(by_key) if is_final else None
+        return None if any(map(self.is_open, by_key)) else self.points(by_key)
 
     def to_line(self) -> str:
         """Return it as JSON on one line of ASCII; half a surrogate pair becomes `?`."""
         value = {**asdict(self), "seconds": float(self.seconds), "code": dict(self.code)}
+        del value["hand"]
         whole = json.dumps(value, ensure_ascii=False).encode(errors="replace")
         return json.dumps(json.loads(whole))
 

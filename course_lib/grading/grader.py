@@ -113,9 +113,10 @@ class Grader:
             assignment=self.task.name,
             verdicts=(),
             digest=digest,
+            notes=tuple(f"Handed in, too, and not graded: {name}." for name in submission.besides),
         )
         try:
-            notebook = submission.notebook()
+            notebook = submission.notebook(self.task.is_own)
             self.task.demand_own(notebook, submission.path)
             graded = self.grade_notebook(notebook, graded)
         except CourseError as error:
@@ -126,6 +127,7 @@ class Grader:
 
     def grade_notebook(self, notebook: NotebookNode, graded: Graded) -> Graded:
         """Return the verdicts on the exercises of a notebook."""
+        notebook, found = self.task.with_marks(notebook)
         stubs = {key: short_hash(text) for key, text in self.task.stubs.items()}
         built = {"lesson": self.task.name, "stubs": stubs}
         verdicts = {key: first_look(key, notebook, built) for key in self.task.checks}
@@ -136,7 +138,10 @@ class Grader:
             verdicts[key] = Verdict(key=key, status="wrong", detail=TOO_LONG)
         verdicts |= self.verdicts(written, graded.student)
         notes = self.task.check_notes(notebook)
-        told = (replace(one, note=notes.get(key, "")) for key, one in verdicts.items())
+        told = (
+            replace(one, note=" ".join(filter(None, [found.get(key), notes.get(key)])))
+            for key, one in verdicts.items()
+        )
         return replace(graded, verdicts=tuple(told), code=written)
 
     def verdicts(self, written: Mapping[str, str], student: str) -> dict[str, Verdict]:

@@ -25,6 +25,7 @@ from course_lib.grading.assignment import (
     write_assignment,
 )
 from course_lib.grading.bare_course import library_text
+from course_lib.grading.matching import with_marks
 from course_lib.notebooks.learner_work import built_from
 from course_lib.notebooks.lessons import Lesson, exercise_cells, short_hash
 
@@ -60,6 +61,11 @@ class GradingTask:
     def name(self) -> str:
         """The name that its notebooks carry."""
         return self.lesson.name
+
+    @property
+    def title(self) -> str:
+        """What a person calls it."""
+        return self.assignment.title or self.name
 
     @property
     def points(self) -> Mapping[str, float]:
@@ -121,10 +127,23 @@ class GradingTask:
                         (folder / part).symlink_to(self.lesson.folder / part)
             yield folder
 
+    def is_own(self, notebook: NotebookNode) -> bool:
+        """Whether a notebook says that it is one of this task; or, without a name, has its cells.
+
+        Another editor may have deleted what the notebook says of itself.
+        """
+        name = built_from(notebook).get("lesson")
+        marked, _ = self.with_marks(notebook)
+        return name == self.name or (not name and exercise_cells(marked).keys() >= {*self.checks})
+
+    def with_marks(self, notebook: NotebookNode) -> tuple[NotebookNode, dict[str, str]]:
+        """Return a notebook in which lost marks are back, and by key a note on each exercise."""
+        return with_marks(notebook, {key: self.stubs[key] for key in self.checks}, self.checks)
+
     def demand_own(self, notebook: NotebookNode, path: Path) -> None:
         """Check that a notebook is one of this task. Raises: CourseError for another one's"""
-        name = built_from(notebook).get("lesson")
-        if name != self.name:
+        if not self.is_own(notebook):
+            name = built_from(notebook).get("lesson")
             what = f"the notebook of {name}" if isinstance(name, str) else "no notebook of it"
             raise CourseError(f"{path}: need the notebook of {self.name}; this is {what[:80]}.")
 

@@ -13,10 +13,18 @@ from nbformat.v4.rwbase import rejoin_lines
 
 from course_lib.core import CourseError
 from course_lib.core.course_files import course_folder, is_installed
-from course_lib.core.files import not_one, parse_json, read_text, whole_file
+from course_lib.core.files import (
+    HALF_A_PAIR,
+    LARGEST_BYTES,
+    OLDER,
+    not_one,
+    parse_json,
+    read_text,
+    whole_file,
+)
 
 NOTEBOOK = "a notebook"
-HINT = "Try Edit, Clear Outputs of All Cells, or an older copy of it."
+CLEAR = "Try Edit, Clear Outputs of All Cells, or an older copy of it."  # where they may be why
 CELL_TYPES = ("code", "markdown", "raw")
 CELL_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -103,12 +111,13 @@ def read_notebook(path: Path) -> NotebookNode:
 
     Raises: CourseError where the file is missing, too large, empty or no notebook.
     """
-    text = read_text(path, NOTEBOOK, hint=HINT)
+    is_large = path.is_file() and path.stat().st_size > LARGEST_BYTES
+    text = read_text(path, NOTEBOOK, hint=CLEAR if is_large else OLDER)
     if not text.strip():
         raise CourseError(f"{path}: the file is empty. Save the notebook in JupyterLab (Ctrl+S).")
-    plain = parse_json(text, path, NOTEBOOK, hint=HINT)
+    plain = parse_json(text, path, NOTEBOOK, hint=CLEAR if HALF_A_PAIR.search(text) else OLDER)
     if why := _is_no_notebook(plain):
-        raise not_one(path, NOTEBOOK, why, HINT)
+        raise not_one(path, NOTEBOOK, why)
     notebook = nbformat.from_dict(plain)
     for cell in notebook.cells:
         cell.source = "".join(cell.source)  # a text, or a list of its lines
