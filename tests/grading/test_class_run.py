@@ -3,6 +3,7 @@
 import csv
 import json
 import threading
+import zipfile
 from pathlib import Path
 
 import nbformat
@@ -13,6 +14,7 @@ from course_lib.grading import judge
 from course_lib.grading.grader import Grader, RunGroup, Turns
 from course_lib.grading.sandbox import Ended
 from course_lib.grading.submission import find_submissions
+from course_lib.notebooks.lessons import exercise_cells
 from tests.grading.conftest import RIGHT
 
 NO_RANKS = {"toy_3": ""}  # not done: ranks take the longest to start
@@ -234,6 +236,8 @@ def test_cells_of_the_lesson_that_fail_are_never_the_students_fault(small_class,
         ("toy-ann (2).zip", "ann"),
         ("ann/toy.ipynb", "ann"),
         ("ann/week 1/toy-1.ipynb", "ann"),
+        ("Ann Lee_123_assignsubmission_file_/toy.ipynb", "Ann Lee"),
+        ("Ann_Lee_123_assignsubmission_file/one/toy.zip", "Ann_Lee"),
         ("leeann_LATE_12_345_toy-1.ipynb", "leeann"),
         ("leeann_12_345_toy.zip", "leeann"),
         ("toy.ipynb", "toy"),
@@ -241,9 +245,85 @@ def test_cells_of_the_lesson_that_fail_are_never_the_students_fault(small_class,
     ],
 )
 def test_a_files_place_says_whose_it_is(tmp_path, file, student):
-    for name in (file, "__MACOSX/._toy.ipynb", ".hidden/toy.ipynb", "solved/toy.ipynb", "a.txt"):
+    for name in (file, "__MACOSX/._toy.ipynb", ".hidden/toy.ipynb", "solved/toy.ipynb"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert [(one.student, one.path) for one in find_submissions(tmp_path, "toy")] == [
         (student, tmp_path / file)
     ]
+
+
+def test_every_file_is_in_a_row(tmp_path):
+    for name in (
+        *("ann.ipynb", "hw1.py", "bob/report.docx", "bob/toy.py", "cem/toy.zip", "cem/notes.txt"),
+        *("Thumbs.db", ".DS_Store"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = {one.student: one for one in find_submissions(tmp_path, "toy")}
+    told = {student: (one.path.name, one.besides) for student, one in found.items()}
+    assert told == {
+        "ann": ("ann.ipynb", ()),
+        "bob": ("report.docx", ("toy.py",)),
+        "cem": ("toy.zip", ("notes.txt",)),
+        "hw1": ("hw1.py", ()),
+    }
+    with pytest.raises(CourseError, match=r"need a notebook.*another kind \(\.docx\)") as caught:
+        found["bob"].notebook()
+    assert "Clear Outputs" not in str(caught.value)
+
+
+def test_students_of_one_name_in_moodle_stay_two(tmp_path):
+    for number in (12, 34):
+        place = tmp_path / f"Ann Lee_{number}_assignsubmission_file_"
+        place.mkdir()
+        (place / "toy.ipynb").touch()
+    names = [one.student for one in find_submissions(tmp_path, "toy")]
+    assert names == ["Ann Lee 12", "Ann Lee 34"]
+
+
+def test_of_several_notebooks_in_a_zip_the_assignments_own_is_taken(small_class):
+    place, task = small_class.submissions, small_class.task()
+    small_class.hand_in("own.ipynb")
+    for name, texts in (("one", ["other"]), ("two", ["own"]), ("none", [])):
+        with zipfile.ZipFile(place / f"{name}.zip", "w") as archive:
+            archive.writestr("a/own.ipynb", (place / "own.ipynb").read_text())
+            for text in texts:
+                content = (place / "own.ipynb").read_text()
+                other = content.replace('"lesson": "toy"', '"lesson": "ddp"')
+                archive.writestr(f"{text}.ipynb", other if text == "other" else content)
+    found = {one.student: one for one in find_submissions(place, "toy")}
+    for name in ("one", "none"):
+        assert task.is_own(found[name].notebook(task.is_own))
+    with pytest.raises(CourseError, match="need a zip with one notebook; got 2, 2 of them of this"):
+        found["two"].notebook(task.is_own)
+
+
+def without_marks(path, *, lesson="", twice=False):
+    """Delete what the course has noted in a notebook, as another editor does."""
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        cell.metadata = {}
+    notebook.metadata = {"course": {"lesson": lesson}} if lesson else {}
+    if twice:
+        notebook.cells.append(nbformat.v4.new_code_cell(notebook.cells[0].source))
+    path.write_text(nbformat.writes(notebook))
+
+
+def test_lost_marks_are_found_by_what_a_cell_defines_where_that_is_certain(small_class):
+    task = small_class.task()
+    names = {"lost": {}, "named": {"lesson": "toy"}, "twice": {"lesson": "toy", "twice": True}}
+    for name, options in names.items():
+        without_marks(small_class.hand_in(f"{name}.ipynb"), **options)
+    found = {one.student: one for one in find_submissions(small_class.submissions, "toy")}
+    marked = {name: task.with_marks(found[name].notebook(task.is_own)) for name in found}
+    for name, (notebook, notes) in marked.items():
+        keys = ["toy-2", "toy-3"] if name == "twice" else ["toy-1", "toy-2", "toy-3"]
+        assert list(exercise_cells(notebook)) == list(notes) == keys
+        assert set(task.check_notes(notebook).values()) <= {
+            "The check cell is missing; the original was used."
+        }
+        assert "lost its mark" in notes["toy-2"]
+    without_marks(small_class.hand_in("part.ipynb", toy_1="x = 1"))
+    part = find_submissions(small_class.submissions, "toy")[2].notebook()
+    assert not task.is_own(part)  # one exercise is not found: it is not certain what this is

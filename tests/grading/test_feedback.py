@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from course_lib.grading.by_hand import Hand
 from course_lib.grading.feedback import (
     FOLDER,
     OVERVIEW,
@@ -127,6 +128,33 @@ def test_the_overview_counts_causes_whatever_their_numbers(tmp_path):
     assert "1 student: Another cause." in page.text
     assert "7.5 of 7.5 points on average; 3 not judged yet" in page.text
     assert "25%" in page.text
+
+
+def test_the_title_and_what_a_person_gave_are_on_the_page(tmp_path):
+    hand = {"ddp-2": Hand(1.5, "Nearly: <see> line 3."), "": Hand(None, "Well done.")}
+    rows = [graded("ann", right("ddp-1"), wrong("ddp-2", "no"), right("own-1"), hand=hand)]
+    overview = write_feedback(tmp_path, rows, POINTS, "Rings and buckets")
+    page = Page((tmp_path / FOLDER / "ann.html").read_text())
+    for text in (
+        *("Rings and buckets", "5 of 7.5 points", "1.5 (by hand)"),
+        *("Nearly: <see> line 3.", "Well done."),
+    ):
+        assert text in page.text
+    assert "Rings and buckets" in Page(overview.read_text()).text
+
+
+def test_what_is_not_counted_is_in_no_share(tmp_path):
+    rows = [
+        graded("ann", *map(right, POINTS)),
+        graded("bob", *(wrong(key, "no") for key in POINTS)),
+        graded("cem", problem="not judged: no notebook"),
+        graded("dan", problem="Nothing was handed in.", path=""),
+    ]
+    page = Page(write_feedback(tmp_path, rows, POINTS).read_text())
+    assert "50%" in page.text
+    assert "25%" not in page.text
+    assert "3 submissions" in page.text
+    assert "Nothing was handed in." in Page((tmp_path / FOLDER / "dan.html").read_text()).text
 
 
 def test_the_overview_links_to_each_page_and_to_the_similarity_report(tmp_path):

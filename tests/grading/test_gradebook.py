@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from course_lib.core import CourseError
+from course_lib.grading.by_hand import BY_HAND, Hand, read_by_hand
 from course_lib.grading.gradebook import (
     EXERCISES,
     GRADEBOOK,
@@ -167,6 +168,55 @@ def test_what_is_not_judged_has_no_points_yet(tmp_path):
     tree = ElementTree.parse(tmp_path / JUNIT)
     assert [suite.get("errors") for suite in tree.getroot()] == ["1", "1"]
     assert "no notebook" in (tree.find(".//testsuite[@name='bob']//error").text or "")
+
+
+def test_what_a_person_gave_is_in_every_later_run(tmp_path):
+    lines = "student,exercise,points,comment\nann,ddp-2,1.5,Nearly.\nann,,,Well done.\n"
+    with Gradebook(tmp_path, POINTS) as book:
+        book.add(graded("ann", "right", "not judged"))
+    assert (tmp_path / BY_HAND).read_text() == "student,exercise,points,comment\n"
+    (tmp_path / BY_HAND).write_text(lines)
+    for _ in range(2):
+        with Gradebook(tmp_path, POINTS) as book:
+            book.add(book.known("of ann"))
+            book.add(graded("bob"))  # handed in again
+        ann, bob = rows_of(tmp_path / GRADEBOOK)
+        assert (ann["total"], ann["ddp-2"], ann["ddp-2 status"]) == ("4", "1.5", "not judged")
+        assert "By hand, ddp-2: 1.5 points. Nearly. By hand, all of it: Well done." in ann["note"]
+        assert (bob["total"], bob["note"]) == ("2.5", "")
+        assert [row["points"] for row in rows_of(tmp_path / EXERCISES)] == [
+            "2.5",
+            "1.5",
+            "2.5",
+            "0",
+        ]
+    assert (tmp_path / BY_HAND).read_text() == lines
+
+
+def test_a_spreadsheet_may_write_what_a_person_gave(tmp_path):
+    text = "\N{BYTE ORDER MARK}student;exercise;points;comment\r\nann;ddp-1;1,5;a, b\r\n;;;\r\n"
+    (tmp_path / BY_HAND).write_text(text, encoding="utf-8", newline="")
+    assert read_by_hand(tmp_path, POINTS) == {"ann": {"ddp-1": Hand(1.5, "a, b")}}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("ann,ddp-9,1,", "line 2: need one of ddp-1, ddp-2; got 'ddp-9'"),
+        (",ddp-1,1,", "line 2: need a student; got ''"),
+        ("ann,ddp-1,many,", "line 2: need points as a number; got 'many'"),
+        ("ann,ddp-1,nan,", "line 2: need points as a number; got 'nan'"),
+        ("ann,,1,", "line 2: need the exercise that gets 1 points"),
+        ("ann,ddp-1,1,\nann,ddp-1,2,", "line 3: need one line for ann, ddp-1; got 2"),
+    ],
+)
+def test_a_line_by_hand_that_cannot_be_meant_is_one_sentence(tmp_path, line, says):
+    (tmp_path / BY_HAND).write_text(f"student,exercise,points,comment\n{line}\n")
+    with pytest.raises(CourseError, match=re.escape(says)):
+        Gradebook(tmp_path, POINTS)
+    (tmp_path / BY_HAND).write_text("name\n")
+    with pytest.raises(CourseError, match="these are missing: comment, exercise"):
+        Gradebook(tmp_path, POINTS)
 
 
 def test_one_row_per_file_the_last_one(tmp_path):

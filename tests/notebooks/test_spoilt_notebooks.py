@@ -303,3 +303,21 @@ def test_a_link_to_a_notebook_is_read(toy, tmp_path):
     assert read_notebook(tmp_path / "link.ipynb") == read_notebook(toy.lesson.student)
     with pytest.raises(CourseError, match="a zero byte in its name"):
         read_notebook(Path("a\0b"))
+
+
+@pytest.mark.parametrize(
+    ("data", "outputs_may_be_why"),
+    [
+        (b'{"cells": [', False),
+        (bytes(range(256)), False),
+        (b"[]", False),
+        (b'{"cells": [{"outputs": ["\\ud800"]}]}', True),
+        (b"x" * (LARGEST_BYTES + 1), True),
+    ],
+    ids=["cut off", "no text", "no notebook", "half a character", "large"],
+)
+def test_outputs_are_to_be_cleared_only_where_they_may_be_why(tmp_path, data, outputs_may_be_why):
+    (tmp_path / "a.ipynb").write_bytes(data)
+    with pytest.raises(CourseError) as caught:
+        read_notebook(tmp_path / "a.ipynb")
+    assert ("Clear Outputs of All Cells" in str(caught.value)) == outputs_may_be_why

@@ -1,0 +1,69 @@
+"""What `course grade` prints: a line per submission as it is judged, a table, and why not."""
+
+from types import SimpleNamespace
+
+from course_lib.cli.grade_command import _is_settled, _progress, _show
+from course_lib.grading.by_hand import Hand
+from course_lib.grading.class_run import add_absent
+from course_lib.grading.gradebook import Gradebook
+from course_lib.grading.graded import Graded
+from course_lib.notebooks.grading import Verdict
+
+POINTS = {"ddp-1": 3.0, "ddp-2": 2.0}
+TASK = SimpleNamespace(name="hw1", points=POINTS, digest="hw1 as it is")
+LATE = "Too slow here: it ran for more than 60 s."
+
+
+def graded(student: str, *statuses: str, detail: str = "", **fields) -> Graded:
+    verdicts = tuple(
+        Verdict(key=key, status=status, detail=detail)
+        for key, status in zip(POINTS, statuses, strict=False)
+    )
+    default = {"path": f"in/{student}.ipynb", "assignment": "hw1", "digest": student}
+    return Graded(
+        **{"student": student, "verdicts": verdicts, "seconds": 12.3, **default, **fields}
+    )
+
+
+def no_notebook(student: str) -> Graded:
+    why = f"not judged: in/{student}.ipynb: need a notebook; this is none (it ends too early)."
+    return graded(student, problem=why)
+
+
+def test_without_a_terminal_there_is_a_line_as_soon_as_each_is_judged(capsys):
+    with _progress(TASK, 2) as tell:
+        tell(graded("ann", "right", "wrong"))
+        assert capsys.readouterr().err == "1 of 2  ann: 1 right, 1 wrong, 12 s\n"
+        tell(no_notebook("bob\n"))
+        assert capsys.readouterr().err == "2 of 2  bob: not judged, 12 s\n"
+
+
+def test_a_line_a_student_and_each_sentence_once(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    late = graded("ann", "right", "not judged", detail=LATE)
+    by_hand = graded("dan", "right", "not judged", detail=LATE, hand={"ddp-2": Hand(1.0)})
+    absent = graded("fay", problem="Nothing was handed in.", path="")
+    _show(TASK, [late, no_notebook("bob"), no_notebook("cem"), by_hand, absent])
+    table, *why = capsys.readouterr().out.split("\n\n")
+    assert [row.split(maxsplit=1)[0] for row in table.splitlines()[1:]] == [
+        *("ann", "bob", "cem", "dan", "fay")
+    ]
+    assert "4 of 5" in table
+    assert why == [
+        f"ann, ddp-2:\n  {LATE}",
+        "bob; cem:\n  not judged: need a notebook; this is none (it ends too early).\n",
+    ]
+    assert [_is_settled(TASK)(one) for one in (late, no_notebook("bob"), by_hand, absent)] == [
+        *(False, False, True, True)
+    ]
+
+
+def test_who_handed_in_nothing_has_a_row_and_who_is_not_listed_is_named(tmp_path):
+    with Gradebook(tmp_path, POINTS) as book:
+        book.add(graded("ann", "right", "right"))
+        book.add(graded("leeann", "right", "wrong"))
+        assert add_absent(["ann", "bob", "cem"], TASK, book) == ["leeann"]
+        assert [one.student for one in book.rows] == ["ann", "bob", "cem", "leeann"]
+        assert add_absent([], TASK, book) == []
+    rows = (tmp_path / "gradebook.csv").read_text().splitlines()
+    assert rows[2] == "bob,,5,,not judged,,not judged,Nothing was handed in.,"
