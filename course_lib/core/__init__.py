@@ -7,6 +7,7 @@ parallelism   `Parallelism`: the sizes of the parallel axes (dp, tp, pp, cp) and
 recipes       precision recipes: bytes per parameter for weights, gradients, optimizer state
 links         `Link`: latency and bandwidth; NVLink, PCIe, InfiniBand, Ethernet
 cycles        the shortest cycle of ranks that wait for each other
+call_names    what a collective is for, for the tracer that compares the ranks' calls
 chrome_trace  runs as traces for Perfetto, TensorBoard and Chrome
 units         bytes, seconds and rates in words
 files         write a file whole or not at all

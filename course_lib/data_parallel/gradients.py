@@ -5,7 +5,7 @@ parameters that got none. Notebooks 05_data_parallel to 10_fsdp.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,22 @@ class NoSync:
         )
 
 
+class NotCopied:
+    """Mixin: a copy or a pickle of this object, or of a module with its hooks, is refused.
+
+    It belongs to a process group, and gradients reach it through hooks, which copies do not have.
+    """
+
+    copy_instead = "full_state_dict(), loaded into another model"
+
+    def __getstate__(self) -> Any:
+        raise CourseError(
+            f"{type(self).__name__}: need a model outside of a process group to copy or pickle; "
+            f"got one that communicates. Try {self.copy_instead}. (An average of weights: keep "
+            "copies of parameters(), and average those.)"
+        )
+
+
 def call_when_accumulated(param: nn.Parameter, method: Callable[..., None], *args: Any) -> None:
     """Call `method(*args)` each time backward has accumulated into `param.grad`.
 
@@ -70,6 +86,21 @@ def require_gradients(missing: Sequence[str], where: str, attempt: str) -> None:
         raise CourseError(
             f"rank {dist.get_rank()}, {where}: need a gradient for every parameter; got none for "
             f"{some_names(missing)}. Try {attempt}."
+        )
+
+
+def require_known(module: nn.Module, known: Container[Tensor], where: str) -> None:
+    """Check that every parameter to train was known when the module was wrapped.
+
+    Raises:  CourseError that names those added or unfrozen since: they would differ between ranks
+    """
+    named = module.named_parameters()
+    late = [name for name, param in named if param.requires_grad and param not in known]
+    if late:
+        raise CourseError(
+            f"rank {dist.get_rank()}, {where}: need the parameters to train when the module is "
+            f"wrapped; got {some_names(late)} later. Try to add layers, and requires_grad_(True), "
+            f"before {where}(...)."
         )
 
 

@@ -6,6 +6,7 @@ and when its gradients are complete, one reduce_scatter is launched. Meanwhile t
 prefetched. An optimizer steps the shards: `parameters()` returns nothing else. Notebook 10_fsdp.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,12 @@ from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import ParamShard
 from course_lib.data_parallel.composition import check_wrappable
-from course_lib.data_parallel.gradients import NoSync, call_when_accumulated
+from course_lib.data_parallel.gradients import (
+    NoSync,
+    NotCopied,
+    call_when_accumulated,
+    require_known,
+)
 from course_lib.fsdp.mesh import sharding_groups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy, policy_of
 from course_lib.fsdp.param_group import FSDPParamGroup
@@ -32,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class FSDP(NoSync, nn.Module):
+class FSDP(NotCopied, NoSync, nn.Module):
     """`module` sharded over a group; after backward, each rank's shards have their mean gradient.
 
     model = FSDP(module); optimizer = AdamW(model.parameters())
@@ -54,7 +60,8 @@ class FSDP(NoSync, nn.Module):
     may be on the meta device. Every rank has to use the same units in a step. A parameter that a
     rank does not use counts as zero there; one that no rank uses has no gradient. Inside
     `no_sync()` backward keeps whole gradients on the rank, and the next backward outside reduces
-    them.
+    them. Hooks on shards are called when their gradient is complete; `requires_grad_()` counts from
+    the next forward on. A copy or a pickle is refused: use `full_state_dict()`.
 
     Cost:    per step and unit one all_gather, another one if it was freed, and one reduce_scatter;
              with replicas one all_reduce of its shards' gradients
@@ -83,19 +90,18 @@ class FSDP(NoSync, nn.Module):
         self.units = make_units(module, units, self.groups, self.policy)
         self.param_groups = [unit.param_group for unit in self.units if unit.param_group]
         self._named_shards = list(module.named_parameters())
+        whole = [param for param_group in self.param_groups for param in param_group.params]
+        self._known = {*whole, *(shard for _, shard in self._named_shards)}
         share_buffers(module, self.groups)
         self.forward_order, self.backward_order = UnitOrder(), UnitOrder()
-        self._to_reduce: list[FSDPParamGroup] = []  # the next one is the last
+        self._to_reduce: list[Unit] = []  # the next one is the last
         self._reducing: FSDPParamGroup | None = None  # one reduce_scatter at a time
-        self._trains, self._in_backward = False, False
+        self._trains, self._in_backward, self._num_uses = False, False, 0
         for unit in self.units:
             hook = partial(self._before_forward, unit)
-            unit.module.register_forward_pre_hook(hook, with_kwargs=True)
+            unit.module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
-            if unit.param_group is not None:
-                for index in unit.param_group.trained:
-                    param = unit.param_group.params[index]
-                    call_when_accumulated(param, self._mark_ready, unit, index)
+            self._call_when_ready(unit)
 
     @property
     def root(self) -> Unit:
@@ -107,6 +113,10 @@ class FSDP(NoSync, nn.Module):
         if self._in_backward:  # the last backward raised an error
             self._reset()
         self._trains = torch.is_grad_enabled()
+        if self._trains:
+            require_known(self.module, self._known, "FSDP")
+        for param_group in self.param_groups:
+            param_group.begin_forward()
         self.forward_order.visits = []
         output = self.module(*args, **kwargs)
         self.forward_order.end_pass()
@@ -115,7 +125,7 @@ class FSDP(NoSync, nn.Module):
     @torch.no_grad()
     def finish(self) -> None:
         """Reduce the remaining gradients, wait, free everything; called at the end of backward."""
-        self._reduce_next(complete=False)
+        self._reduce_next(after=-1)
         for param_group in self.param_groups:
             if param_group.has_grads():
                 self._reduce(param_group)
@@ -124,13 +134,15 @@ class FSDP(NoSync, nn.Module):
         for param_group in self.param_groups:
             param_group.finish_reduce()
         self.backward_order.end_pass()
-        self._in_backward = False
+        self._end_backward()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradient so that its norm over all shards is at most max_norm; return it.
 
         Cost:    one all_reduce of one number
         """
+        for param_group in self.param_groups:
+            param_group.drop_cleared(all_reduced=True)
         shards = [shard for _, shard in self._named_shards]
         grads = [shard.grad for shard in shards if shard.grad is not None]
         device = shards[0].device if shards else None
@@ -144,7 +156,7 @@ class FSDP(NoSync, nn.Module):
         """Clear the shards' gradients, and whole ones that no_sync has kept."""
         super().zero_grad(set_to_none)
         for param_group in self.param_groups:
-            param_group.kept_grads = {}
+            param_group.forget_kept()
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """Return the plain module's state_dict(), on one rank or on all; all ranks have to call it.
@@ -171,6 +183,15 @@ class FSDP(NoSync, nn.Module):
 
     # --- hooks
 
+    def _call_when_ready(self, unit: Unit) -> None:
+        """Call `_mark_ready` with each gradient of a unit; a frozen parameter may train later."""
+        group = unit.param_group
+        for index, param in enumerate(group.params if group else ()):
+            trains = param.requires_grad
+            if param.is_floating_point():
+                call_when_accumulated(param.requires_grad_(), self._mark_ready, unit, index)
+                param.requires_grad_(trains)
+
     def _use(self, unit: Unit, order: UnitOrder) -> None:
         """Gather a unit's parameters, and prefetch those of the next unit."""
         unit.start_gather()
@@ -181,6 +202,9 @@ class FSDP(NoSync, nn.Module):
 
     def _before_forward(self, unit: Unit, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._use(unit, self.backward_order if self._in_backward else self.forward_order)
+        if self._trains and not self._in_backward:
+            self._num_uses += 1
+            unit.first_use = unit.first_use or self._num_uses
         cast = partial(_cast, dtype=self.policy.param_dtype)
         args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
         if unit.has_frozen and not unit.has_units and torch.is_grad_enabled():
@@ -191,17 +215,18 @@ class FSDP(NoSync, nn.Module):
         if torch.is_grad_enabled():
             for tensor in unit.tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._before_backward, unit))
+                    tensor.register_hook(partial(self._before_backward, unit, self._num_uses))
         keep = self._trains and (unit is self.root or not self.reshard_after_forward)
         if not keep and not self._in_backward:  # recomputation in backward needs them at once
             unit.free(keep_part=self._trains)
 
-    def _before_backward(self, unit: Unit, _grad: Tensor) -> None:
+    def _before_backward(self, unit: Unit, num_uses: int, _grad: Tensor) -> None:
         if not self._in_backward:
             self._in_backward = True
-            used = [one.param_group for one in self.forward_order.used]
-            self._to_reduce = [one for one in used if one is not None and one.trained]
+            used = self.forward_order.used
+            self._to_reduce = [one for one in used if one.param_group and one.param_group.trained]
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        self._reduce_next(after=num_uses)
         unit.check_unchanged()
         unit.needed = unit.has_frozen
         self._use(unit, self.backward_order)
@@ -213,13 +238,18 @@ class FSDP(NoSync, nn.Module):
             unit.free_if_done()
             self._reduce_next()
 
-    def _reduce_next(self, *, complete: bool = True) -> None:
+    def _reduce_next(self, *, after: float = math.inf) -> None:
         """Reduce units, those used last in forward first, so that all ranks have the same order.
 
-        complete    stop at a unit that waits for gradients
+        after    backward is back at this use: units first used after it receive no more gradients,
+                 as autograd goes from the last node to the first. Stop at others that wait for one
         """
-        while self._to_reduce and not (complete and self._to_reduce[-1].missing):
-            self._reduce(self._to_reduce.pop())
+        while self._to_reduce:
+            unit = self._to_reduce[-1]
+            if unit.param_group is None or (unit.param_group.missing and unit.first_use <= after):
+                return
+            unit.complete()
+            self._reduce(self._to_reduce.pop().param_group)
 
     def _reduce(self, param_group: FSDPParamGroup) -> None:
         """Launch the reduce_scatter of a unit's gradients, or keep them inside no_sync."""
@@ -239,13 +269,17 @@ class FSDP(NoSync, nn.Module):
             self._reducing = None
 
     def _reset(self) -> None:
-        self._wait_reduce()
-        self._to_reduce = []
+        self._to_reduce, self._reducing = [], None
         for param_group in self.param_groups:
-            param_group.finish_reduce()
+            param_group.discard_reduce()
             param_group.drop_grads()
             param_group.end_backward()
-        self._in_backward = False
+        self._end_backward()
+
+    def _end_backward(self) -> None:
+        for unit in self.units:
+            unit.first_use = 0
+        self._in_backward, self._num_uses = False, 0
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         raise CourseError(

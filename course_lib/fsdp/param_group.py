@@ -7,6 +7,7 @@ so they are valid again after the next gather. Notebook 10_fsdp.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_lib.core.call_names import call_for
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import mark_split
 from course_lib.fsdp.dim0_layout import Dim0Layout
@@ -58,6 +60,7 @@ class FSDPParamGroup:
     flat_grad   every rank's slots of the gradients, during a reduce_scatter [p, numbers]
     reduced     this rank's slots of their sum [numbers]
     kept_grads  whole gradients that no_sync has accumulated, by index
+    marks       the gradients that their shards had then, with the versions of both
     missing     indices of the parameters whose gradient is not complete yet
     """
 
@@ -70,6 +73,7 @@ class FSDPParamGroup:
         device: torch.device,
     ) -> None:
         self.name, self.found, self.groups, self.member = name, found, groups, groups.shard
+        self.policy = policy
         self.names = [one.names for one in found]
         self.layouts = [Dim0Layout(tuple(one.param.shape), self.member.size) for one in found]
         self.shards = [
@@ -92,10 +96,7 @@ class FSDPParamGroup:
             )
         ]
         self.whole.untyped_storage().resize_(0)
-        self.trained = [n for n, shard in enumerate(self.shards) if shard.requires_grad]
-        own = [self.shards[n].dtype for n in self.trained] or [torch.float32]
-        self.reduce_dtype = policy.reduce_dtype or reduce(torch.promote_types, own)
-        self.missing = set(self.trained)
+        self._set_trained()
         self.gathering: Any = None
         self.gathered: Tensor | None = None
         self.kept_part: Tensor | None = None
@@ -103,6 +104,7 @@ class FSDPParamGroup:
         self.flat_grad: Tensor | None = None
         self.reduced: Tensor | None = None
         self.kept_grads: dict[int, Tensor] = {}
+        self.marks: dict[int, tuple[Tensor, int, int]] = {}
         self.absent: set[int] = set()
         self.version = -1  # of the shards when they were gathered
         self._register(self.shards)
@@ -113,6 +115,28 @@ class FSDPParamGroup:
     def is_whole(self) -> bool:
         """Whether `whole` has memory, or an all_gather is in flight."""
         return self.gathering is not None or self.whole.untyped_storage().nbytes() > 0
+
+    def begin_forward(self) -> None:
+        """Free what a forward without a backward has left, and follow requires_grad_() since then.
+
+        Modules have the shards, but whole parameters where such a forward has left them.
+        """
+        self.free()
+        self.kept_part = None
+        flags = [shard.requires_grad for shard in self.shards]
+        if not flags == self._flags == [param.requires_grad for param in self.params]:
+            for shard, param, before in zip(self.shards, self.params, self._flags, strict=True):
+                if param.requires_grad != before:
+                    shard.requires_grad_(param.requires_grad)
+                param.requires_grad_(shard.requires_grad)
+            self._set_trained()
+
+    def _set_trained(self) -> None:
+        self._flags = [shard.requires_grad for shard in self.shards]
+        self.trained = [index for index, trains in enumerate(self._flags) if trains]
+        own = [self.shards[index].dtype for index in self.trained] or [torch.float32]
+        self.reduce_dtype = self.policy.reduce_dtype or reduce(torch.promote_types, own)
+        self.missing = set(self.trained)
 
     def start_gather(self) -> None:
         """Launch the all_gather, unless the unit is gathered and no shard has changed since.
@@ -125,18 +149,20 @@ class FSDPParamGroup:
         self.wait_gather()
         if self.kept_part is not None and self.groups.part and not self.has_changed():
             self.whole.untyped_storage().resize_(self.whole.nbytes)
-            self.gathering = dist.all_gather_single(
-                self.whole, self.kept_part, self.groups.part.group, async_op=True
-            )
+            with self._calls():
+                self.gathering = dist.all_gather_single(
+                    self.whole, self.kept_part, self.groups.part.group, async_op=True
+                )
             return
         self.version = self._shard_version()
         self.gathered = self.whole.new_empty(self.member.size, self.row_bytes)
         own = self.gathered[self.member.rank]
         for slots, shard in zip(self._slots_in(own[None]), self.shards, strict=True):
             slots[0, : shard.numel()].copy_(shard.detach().flatten())  # rounds to param_dtype
-        self.gathering = dist.all_gather_single(
-            self.gathered.view(-1), own, self.member.group, async_op=True
-        )
+        with self._calls():
+            self.gathering = dist.all_gather_single(
+                self.gathered.view(-1), own, self.member.group, async_op=True
+            )
 
     def wait_gather(self) -> None:
         """Wait for the all_gather; the modules then use the whole parameters."""
@@ -182,11 +208,40 @@ class FSDPParamGroup:
         return bool(self.kept_grads) or any(param.grad is not None for param in self.params)
 
     def keep(self) -> None:
-        """Keep whole gradients on this rank, in reduce_dtype, until a later backward."""
+        """Keep whole gradients on this rank, in reduce_dtype, until a later backward.
+
+        Their shards get a gradient meanwhile, zeros if need be: `drop_cleared` sees its end.
+        """
+        self.drop_cleared()
         for index in self.trained:
-            grad = self._grad(index)
+            grad, shard = self._grad(index), self.shards[index]
             if grad is not None:
                 self.kept_grads[index] = grad.to(self.reduce_dtype)
+                shard.grad = torch.zeros_like(shard) if shard.grad is None else shard.grad
+                self.marks[index] = shard.grad, shard.grad._version, shard._version
+
+    def drop_cleared(self, *, all_reduced: bool = False) -> None:
+        """Drop kept gradients whose shard's gradient was cleared: optimizer.zero_grad() does that.
+
+        Raises:  CourseError if an optimizer has stepped without them, or written zeros; and with
+                 all_reduced if any is left
+        """
+        for index, (mark, version, of_shard) in list(self.marks.items()):
+            shard, grad = self.shards[index], self.shards[index].grad
+            same = grad is None or not grad.numel() or (grad is mark and grad._version == version)
+            left = all_reduced and grad is not None
+            if left or shard._version != of_shard or not (same or grad.any()):
+                raise CourseError(
+                    "FSDP: need a backward outside of no_sync() before the gradients are used; got "
+                    f"{self.names[index][0]}, of which no_sync() keeps one on each rank. Try "
+                    "no_sync() around all backwards but the last, or model.zero_grad()."
+                )
+            if grad is None:
+                del self.marks[index], self.kept_grads[index]
+
+    def forget_kept(self) -> None:
+        """Drop the gradients that no_sync has kept."""
+        self.kept_grads, self.marks = {}, {}
 
     def collect(self) -> None:
         """Copy all gradients to the slots of the ranks that own their shards.
@@ -196,6 +251,7 @@ class FSDPParamGroup:
 
         Shapes:  those of the parameters -> [p, numbers]
         """
+        self.drop_cleared()
         sizes = [self.layouts[index].slot_numel for index in self.trained]
         flat = self.whole.new_empty(self.member.size, sum(sizes), dtype=self.reduce_dtype)
         self.absent = set()
@@ -207,7 +263,8 @@ class FSDPParamGroup:
             else:
                 self.layouts[index].copy_to_slots(grad, slots)
                 slots[:, :1] += 0.0  # -0.0 + 0.0 is 0.0
-        self.flat_grad, self.kept_grads = flat, {}
+        self.flat_grad = flat
+        self.forget_kept()
 
     def drop_grads(self) -> None:
         """Free the whole gradients of the parameters."""
@@ -228,9 +285,10 @@ class FSDPParamGroup:
         """
         if self.flat_grad is not None:
             self.reduced = self.flat_grad.new_empty(self.flat_grad.shape[1])
-            self.reducing = dist.reduce_scatter_single(
-                self.reduced, self.flat_grad.view(-1), group=self.member.group, async_op=True
-            )
+            with self._calls():
+                self.reducing = dist.reduce_scatter_single(
+                    self.reduced, self.flat_grad.view(-1), group=self.member.group, async_op=True
+                )
 
     def wait_reduce(self) -> None:
         """Wait for the reduce_scatter; then set the shards' gradients, or all_reduce replicas'.
@@ -254,6 +312,12 @@ class FSDPParamGroup:
             self.reducing.wait()
             self._set_grads(self.reduced)
 
+    def discard_reduce(self) -> None:
+        """Wait for the message in flight and drop it: its backward has raised an error."""
+        if self.reducing is not None:
+            self.reducing.wait()
+        self.reducing = self.flat_grad = self.reduced = None
+
     def _set_grads(self, total: Tensor) -> None:
         """Add the mean over all ranks to the gradients of the shards.
 
@@ -266,7 +330,7 @@ class FSDPParamGroup:
                 continue  # no rank had a gradient
             shard = self.shards[index]
             mean = self.layouts[index].shard_in(slot, self.member.rank).to(shard.dtype)
-            shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+            accumulate(shard, mean)
         self.reducing = self.reduced = None
 
     def _grad(self, index: int) -> Tensor | None:
@@ -283,6 +347,10 @@ class FSDPParamGroup:
         """Make these the modules' parameters."""
         for one, param in zip(self.found, params, strict=True):
             one.replace(param)
+
+    def _calls(self) -> AbstractContextManager[None]:
+        """Name the unit's messages, so that ranks which use other units are told."""
+        return call_for(self.name or "the root")
 
     def _shard_version(self) -> int:
         return sum(shard._version for shard in self.shards)
@@ -306,6 +374,16 @@ class FSDPParamGroup:
             rows[:, start : start + layout.slot_numel * dtype.itemsize].view(dtype)
             for start, layout, dtype in self._columns
         ]
+
+
+def accumulate(shard: nn.Parameter, grad: Tensor) -> None:
+    """Add to the gradient of a shard, and call the hooks on it, as autograd does."""
+    for hook in (shard._backward_hooks or {}).values():
+        other = hook(grad)
+        grad = grad if other is None else other
+    shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
+    for hook in (shard._post_accumulate_grad_hooks or {}).values():
+        hook(shard)
 
 
 def is_negative_zero(number: Tensor) -> bool:

@@ -27,7 +27,8 @@ Choice = Iterable[nn.Module] | Callable[[nn.Module], bool] | None
 class Unit:
     """A module whose parameters, if it has any, are gathered and freed together.
 
-    needed   backward still needs frozen parameters: they have no gradient whose hook could tell
+    needed      backward still needs frozen parameters: they have no gradient whose hook could tell
+    first_use   number of its first use among all uses since the last backward; 0 if unknown
     """
 
     name: str
@@ -35,6 +36,7 @@ class Unit:
     param_group: FSDPParamGroup | None
     has_units: bool  # other units lie within it
     needed: bool = False
+    first_use: int = 0
 
     def start_gather(self) -> None:
         """Launch the all_gather, unless the unit is gathered."""
@@ -57,6 +59,13 @@ class Unit:
         """Free all parameters if every gradient is complete, and no frozen one is needed."""
         if self.param_group is not None and not self.param_group.missing and not self.needed:
             self.free()
+
+    def complete(self) -> None:
+        """Free all parameters: those that wait for a gradient get none in this backward."""
+        if self.param_group is not None and self.param_group.missing:
+            self.param_group.missing.clear()
+            self.needed = False
+            self.free_if_done()
 
     @property
     def has_frozen(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from course_lib.core.call_names import purpose
 from course_lib.core.errors import MeshError, ShapeError
 from course_lib.ranks.call_board import Post, channel_of
 from course_lib.ranks.recorder import Recorder
@@ -29,6 +30,7 @@ class CallSignature:
     times_p: bool = False
 
 
+LONGEST_NAME = 32  # of what a call is for: the call board has room for 80 characters in all
 ALL_REDUCE = CallSignature("all_reduce", agree=0, whole=0)
 ALL_GATHER = CallSignature("all_gather", agree=1, whole=0)
 REDUCE_SCATTER = CallSignature("reduce_scatter", agree=0, whole=1)
@@ -179,7 +181,8 @@ class TracedGroup(dist.ProcessGroup):
             name += f" {describe(args[1]).partition(' ')[0]}"  # the sizes may differ
         if call.agree is not None:
             name += f" {describe(args[call.agree])}"
-        return name
+        what = purpose()
+        return f"{name} of {what[-LONGEST_NAME:]}" if what else name
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> TrackedWork:
         """Send to the group's rank `dst`.
