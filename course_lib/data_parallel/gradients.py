@@ -48,15 +48,15 @@ class NotCopied:
     """Mixin: a copy or a pickle of this object, or of a module with its hooks, is refused.
 
     It belongs to a process group, and gradients reach it through hooks, which copies do not have.
+    `copy_instead` is what the message proposes.
     """
 
-    copy_instead = "full_state_dict(), loaded into another model"
+    copy_instead = "copy.deepcopy(model.module), also to average weights"
 
     def __getstate__(self) -> Any:
         raise CourseError(
             f"{type(self).__name__}: need a model outside of a process group to copy or pickle; "
-            f"got one that communicates. Try {self.copy_instead}. (An average of weights: keep "
-            "copies of parameters(), and average those.)"
+            f"got one that communicates. Try {self.copy_instead}."
         )
 
 

@@ -16,10 +16,15 @@ from torch import Tensor, nn
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import check_wrappable
-from course_lib.data_parallel.gradients import NoSync, require_gradients
+from course_lib.data_parallel.gradients import (
+    NoSync,
+    NotCopied,
+    require_gradients,
+    require_known,
+)
 
 
-class NaiveDDP(NoSync, nn.Module):
+class NaiveDDP(NotCopied, NoSync, nn.Module):
     """A replica of `module` on every rank of the group; `finish()` averages the gradients.
 
     Call `finish()` after backward. The group's first rank broadcasts its parameters and buffers at
@@ -43,7 +48,7 @@ class NaiveDDP(NoSync, nn.Module):
         super().__init__()
         check_wrappable(module, group, type(self).__name__)
         self.module, self.group, self.find_unused = module, group, find_unused
-        self._broadcast_buffers = broadcast_buffers
+        self._broadcast_buffers, self._known = broadcast_buffers, {*module.parameters()}
         self._buffers_may_differ = False  # as PyTorch has it: after a forward that will be synced
         broadcast_state(module, group)
 
@@ -57,10 +62,12 @@ class NaiveDDP(NoSync, nn.Module):
     def finish(self) -> None:
         """Replace every `param.grad` by its mean over the group. Call it after backward.
 
-        Raises: CourseError that names parameters without a gradient (find_unused=False)
+        Raises: CourseError that names parameters without a gradient (find_unused=False), or added
+                since the construction
         """
         if not self._syncs:
             return
+        require_known(self.module, self._known, type(self).__name__)
         p = dist.get_world_size(self.group)
         for param in self._with_gradient():
             grad = _gradient_of(param)

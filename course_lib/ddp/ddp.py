@@ -19,8 +19,10 @@ from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import check_wrappable
 from course_lib.data_parallel.gradients import (
     NoSync,
+    NotCopied,
     call_when_accumulated,
     require_gradients,
+    require_known,
     used_on_any_rank,
 )
 from course_lib.ddp.buckets import make_buckets
@@ -40,7 +42,7 @@ class Mean:
         self.flat.div_(self.p)
 
 
-class DDP(NoSync, nn.Module):
+class DDP(NotCopied, NoSync, nn.Module):
     """`module` on every rank of a group, with gradients that are means over the group.
 
     model = DDP(module); loss_of(model(inputs)).backward(); model.finish(); optimizer.step()
@@ -81,7 +83,7 @@ class DDP(NoSync, nn.Module):
         if watch := getattr(comm_hook, "watch", None):
             watch(self.buckets)
         self._works: list[Any] = []  # one handle per launched bucket
-        self._buffers_may_differ = False
+        self._buffers_may_differ, self._in_backward = False, False
         broadcast_together([*module.parameters(), *module.buffers()], self.group)
         for number, bucket in enumerate(self.buckets):
             for index, param in enumerate(bucket.params):
@@ -89,6 +91,8 @@ class DDP(NoSync, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output, computed with the buffers of the group's first rank."""
+        if self._in_backward:  # the last backward raised an error
+            self._reset()
         if self.broadcast_buffers and self.training and self._buffers_may_differ:
             broadcast_together(self.module.buffers(), self.group)
         self._buffers_may_differ = self._syncs and torch.is_grad_enabled()  # as PyTorch has it
@@ -100,6 +104,8 @@ class DDP(NoSync, nn.Module):
         if not self._syncs:
             return
         try:
+            params = {param for bucket in self.buckets for param in bucket.params}
+            require_known(self.module, params, "DDP")
             used = self._copy_remaining()
             while len(self._works) < len(self.buckets):
                 self._launch()
@@ -109,14 +115,32 @@ class DDP(NoSync, nn.Module):
                 work.wait()
             self._clear_unused(used)
         finally:
-            self._works.clear()
-            for bucket in self.buckets:
-                bucket.missing = set(range(len(bucket.params)))
+            self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._works.clear()
+        self._in_backward = False
+        for bucket in self.buckets:
+            bucket.missing = set(range(len(bucket.params)))
+
+    def _reset(self) -> None:
+        """Discard what a backward has launched before it raised an error."""
+        for work, bucket in zip(self._works, self.buckets, strict=False):
+            work.wait()
+            for param in bucket.params:
+                param.grad = None
+        self._begin_round()
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
 
     def _mark_ready(self, number: int, index: int) -> None:
         """Copy a complete gradient into its bucket, and launch full buckets in their order."""
         if not self._syncs:
             return
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         bucket = self.buckets[number]
         if index not in bucket.missing:
             raise CourseError(
@@ -142,21 +166,18 @@ class DDP(NoSync, nn.Module):
         for bucket in self.buckets:
             for index, param in enumerate(bucket.params):
                 used.append(param.grad is not None)
-                if param.grad is None:
+                optional = self.find_unused or not param.requires_grad  # frozen since
+                if param.grad is None and not optional:
                     unused.append(bucket.names[index])
-                if index in bucket.missing and (self.find_unused or param.grad is not None):
+                elif index in bucket.missing:
                     bucket.copy_grad(index)
-        if not self.find_unused:
-            attempt = (
-                "finish() after backward(), or DDP(..., find_unused=True) if a step skips them"
-            )
-            require_gradients(unused, "DDP.finish", attempt)
+        attempt = "finish() after backward(), or DDP(..., find_unused=True) if a step skips them"
+        require_gradients(unused, "DDP.finish", attempt)
         return used
 
     def _clear_unused(self, used: list[bool]) -> None:
         """Clear the gradients that no rank has computed, so that the optimizer skips them."""
         params = [param for bucket in self.buckets for param in bucket.params]
-        if self.find_unused:
-            for param, is_used in zip(params, used, strict=True):
-                if not is_used:
-                    param.grad = None
+        for param, is_used in zip(params, used, strict=True):
+            if not is_used:
+                param.grad = None

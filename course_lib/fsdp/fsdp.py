@@ -69,6 +69,8 @@ class FSDP(NotCopied, NoSync, nn.Module):
     Source:  Zhao et al. 2023 (PyTorch FSDP), sections 3.2 and 3.3
     """
 
+    copy_instead = "full_state_dict(), or copies of parameters() to average weights"
+
     def __init__(
         self,
         module: nn.Module,

@@ -10,18 +10,21 @@ and `free`. Notebook 09_zero.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.collectives.group import Group
+from course_lib.core.call_names import call_for
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import mark_split
+from course_lib.data_parallel.gradients import NotCopied
 from course_lib.zero.flat_layout import FlatLayout, Piece
 from course_lib.zero.offload import Offload
 
-FULL = (torch.float32, torch.float64)
+FULL = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,29 @@ class PendingReduceScatter:
     work: dist.Work
 
 
-class FlatParam:
+class FreedParam(nn.Parameter):
+    """A parameter that has no memory: whatever computes with it is told so."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        found = result if isinstance(result, list | tuple) else [result]
+        if func not in PASSIVE and any(isinstance(one, Tensor) for one in found):
+            raise CourseError(
+                "ZeRO3: need a parameter inside the forward of its own module; got one outside, "
+                "where it is freed. Try full_state_dict(); for an L2 term the optimizer's "
+                "weight_decay, or ZeRO2."
+            )
+        return result
+
+
+PASSIVE = (Tensor.grad.__get__, Tensor.requires_grad_)  # type: ignore[attr-defined]
+
+
+class FlatParam(NotCopied):
     """Parameters of one dtype, side by side; every rank of the group owns an equal shard.
 
     flat         the parameters, padded with zeros [padded_numel]
@@ -43,7 +68,10 @@ class FlatParam:
     buffer       accumulated gradients before their reduce_scatter [padded_numel], or None
     used         indices of the parameters that have a gradient
     missing      indices of the parameters whose gradient is not in `buffer` yet
+    stepped      the optimizer has used the gradients, and nobody has cleared them since
     """
+
+    copy_instead = "full_state_dict(), loaded into another model"
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group) -> None:
         self.names, self.params = [name for name, _ in named], [param for _, param in named]
@@ -61,12 +89,14 @@ class FlatParam:
         self.pending: PendingReduceScatter | None = None
         self.grad_shard: Tensor | None = None
         self.used: set[int] = set()
-        self.missing = set(range(len(self.params)))
+        self.missing, self.stepped = set(range(len(self.params))), False
 
     # --- parameters
 
     def _set_views(self) -> None:
         for param, view in zip(self.params, self.views, strict=True):
+            if isinstance(param, FreedParam):
+                param.__class__ = nn.Parameter
             param.data = view
 
     def keep_only_shard(self, offload: Offload | None) -> None:
@@ -82,7 +112,9 @@ class FlatParam:
         if self.only_shard:
             self.flat.untyped_storage().resize_(0)
             for param in self.params:
-                param.data = param.new_empty(0)  # using it now is an error, not a wrong number
+                param.data = self.flat.new_empty(0)
+                if type(param) is nn.Parameter:
+                    param.__class__ = FreedParam  # using it now is an error, not a wrong number
 
     @property
     def is_free(self) -> bool:
@@ -100,7 +132,8 @@ class FlatParam:
             self.flat.untyped_storage().resize_(self.flat.nbytes)
             with self._transfer("params to the device", shard.nbytes):
                 shard = shard.to(self.flat.device, copy=bool(self.offload))
-        dist.all_gather_single(self.flat, shard, group=self.group)
+        with call_for(self.names[0]):
+            dist.all_gather_single(self.flat, shard, group=self.group)
         self._set_views()
 
     def check_views(self) -> None:
@@ -165,7 +198,7 @@ class FlatParam:
 
     def copy_grads_to_masters(self) -> None:
         """Set the gradients of the masters; a master without one is not stepped."""
-        grads = dict(self.grads())
+        grads, self.stepped = dict(self.grads()), True
         with self._transfer("grads to the host", sum(grad.nbytes for grad in grads.values())):
             for piece, master in zip(self.pieces, self.masters, strict=True):
                 grad = grads.get(piece)
@@ -217,7 +250,8 @@ class FlatParam:
         self.missing = set(range(len(self.params)))
         whole, self.buffer = self._open_buffer(), None
         shard = self.flat.new_empty(self.layout.shard_numel)  # [padded_numel / p]
-        work = dist.reduce_scatter_single(shard, whole, group=self.group, async_op=True)
+        with call_for(self.names[0]):
+            work = dist.reduce_scatter_single(shard, whole, group=self.group, async_op=True)
         self.pending = PendingReduceScatter(whole, shard, work)
 
     def wait_reduce_scatter(self) -> None:
@@ -230,6 +264,8 @@ class FlatParam:
         self.pending = None
 
     def clear_grads(self) -> None:
-        """Free the gradient shard and the buffer."""
-        self.grad_shard, self.buffer, self.used = None, None, set()
-        self.missing = set(range(len(self.params)))
+        """Free the gradient shard and the buffer; a reduce_scatter in flight is discarded."""
+        if self.pending is not None:
+            self.pending.work.wait()
+        self.grad_shard, self.buffer, self.pending, self.used = None, None, None, set()
+        self.missing, self.stepped = set(range(len(self.params))), False

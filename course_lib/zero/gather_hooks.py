@@ -51,7 +51,7 @@ class GatherHooks:
             if own:
                 flat_params = list(own.values())
                 before = partial(_before_forward, flat_params)
-                part.register_forward_pre_hook(before, with_kwargs=True)
+                part.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
                 part.register_forward_hook(partial(_after_forward, flat_params))
 
     def free(self) -> None:

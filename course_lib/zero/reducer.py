@@ -92,6 +92,10 @@ def agree_on_used(
             flat_param.used |= {index} if flag else set()
         return
     named = zip(params, used, strict=True)
-    missing = [flat_param.names[index] for (flat_param, index), is_used in named if not is_used]
+    missing = [
+        flat_param.names[index]
+        for (flat_param, index), is_used in named
+        if not is_used and flat_param.params[index].requires_grad
+    ]
     attempt = "backward() before step(), or find_unused=True if the loss does not use them"
     require_gradients(missing, where, attempt)

@@ -19,6 +19,7 @@ from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import ParamShard
 from course_lib.data_parallel.composition import check_same_parameters
+from course_lib.data_parallel.gradients import NotCopied
 from course_lib.zero.clip import clip_shards
 from course_lib.zero.flat_layout import Piece
 from course_lib.zero.flat_param import FlatParam
@@ -27,7 +28,7 @@ from course_lib.zero.offload import Offload
 from course_lib.zero.state import cut_state, join_state, numbered_groups, on_host, range_shard
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(NotCopied, Optimizer):
     """`optimizer_cls(params, **defaults)` with 1/p of its state on each rank of the group.
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -46,6 +47,7 @@ class ShardedOptimizer(Optimizer):
     """
 
     elementwise = True
+    copy_instead = "full_state_dict()"
 
     def __init__(
         self,

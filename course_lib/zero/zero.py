@@ -23,7 +23,12 @@ from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import Box, Shard
 from course_lib.data_parallel.composition import check_wrappable
-from course_lib.data_parallel.gradients import call_when_accumulated, some_names
+from course_lib.data_parallel.gradients import (
+    NotCopied,
+    call_when_accumulated,
+    require_known,
+    some_names,
+)
 from course_lib.zero.flat_param import FlatParam
 from course_lib.zero.gather_hooks import GatherHooks
 from course_lib.zero.guards import ZeROParameter, guard, need_elementwise
@@ -35,13 +40,14 @@ from course_lib.zero.state import on_host, range_shard
 BUCKET_BYTES = 25 * 2**20
 
 
-class ZeRO1:
+class ZeRO1(NotCopied):
     """Stage 1: a model and its optimizer, of whose state every rank of the group keeps 1/p.
 
     engine = ZeRO1(module, torch.optim.AdamW, lr=1e-3)
     engine.zero_grad(); loss_of(engine(inputs)).backward(); engine.step()
 
-    Several backward passes before a step accumulate. Parameters and buffers are broadcast from the
+    Several backward passes before a step accumulate; clear gradients with the engine's zero_grad(),
+    as a module's does not reach their shards. Parameters and buffers are broadcast from the
     group's first rank; its buffers again before each forward in training.
 
     param_groups  as for the optimizer; default: all trainable parameters
@@ -88,6 +94,8 @@ class ZeRO1:
             **defaults,
         )
         self.reducer, self._agreed = Reducer(self.flat_params), False
+        self._in_backward = False
+        self._trained = {param for one in self.flat_params for param in one.params}
         for number, flat_param in enumerate(self.flat_params):
             for index, param in enumerate(flat_param.params):
                 call_when_accumulated(param, self._mark_ready, number, index)
@@ -101,20 +109,38 @@ class ZeRO1:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output."""
+        if self._in_backward:
+            raise self._not_cleared("a backward that raised an error")
         if self.broadcast_buffers and self.module.training and torch.is_grad_enabled():
             broadcast_together(self.module.buffers(), self.group)
         return self.module(*args, **kwargs)
 
     def _mark_ready(self, number: int, index: int) -> None:
         """Note a complete gradient. In stage 1 it stays in `param.grad` until the step."""
+        if self.flat_params[number].stepped:
+            raise self._not_cleared("each step")
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self.reducer.mark_ready(number, index)
         self._agreed = False
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+
+    def _not_cleared(self, what: str) -> CourseError:
+        return CourseError(
+            f"rank {dist.get_rank()}, {type(self).__name__}: need engine.zero_grad() after {what}; "
+            "got gradients that the next ones would be added to. (zero_grad() of the module does "
+            "not reach their shards.)"
+        )
 
     def finish(self) -> None:
         """Reduce-scatter all remaining gradients, and keep this rank's shard of their mean.
 
         `step` and `clip_grad_norm_` call it.
         """
+        require_known(self.module, self._trained, type(self).__name__)
         self.reducer.flush()
         if not self._agreed:
             agree_on_used(self.flat_params, self.group, self.find_unused, type(self).__name__)
@@ -133,7 +159,7 @@ class ZeRO1:
     def zero_grad(self) -> None:
         """Clear all gradients."""
         self.reducer.reset()
-        self._agreed = False
+        self._agreed, self._in_backward = False, False
         self.optimizer.zero_grad()
 
     @property
@@ -270,9 +296,12 @@ class ZeRO3(ZeRO2):
     offload       keep the parameters' shards in the host's memory too
 
     Cost:    per micro-batch two all_gathers of all parameters, one reduce_scatter of all gradients
-    Raises:  CourseError for a module that reads the parameters of one inside it
+    Raises:  CourseError for a module that reads the parameters of one inside it, and for whatever
+             computes with a freed parameter, such as an L2 term in the loss
     Source:  Rajbhandari et al. 2020 (ZeRO), sections 5.3 and 7.2.2
     """
+
+    copy_instead = "full_state_dict(), loaded into another model"
 
     def _lay_out(self, bucket_bytes: float) -> list[FlatParam]:
         self.gather_hooks = GatherHooks(self.module, self.group, bucket_bytes, self.offload)
