@@ -190,7 +190,7 @@ class FSDP(NotCopied, NoSync, nn.Module):
         group = unit.param_group
         for index, param in enumerate(group.params if group else ()):
             trains = param.requires_grad
-            if param.is_floating_point():
+            if param.is_floating_point() or param.is_complex():
                 call_when_accumulated(param.requires_grad_(), self._mark_ready, unit, index)
                 param.requires_grad_(trains)
 

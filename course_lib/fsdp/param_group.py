@@ -388,7 +388,7 @@ def accumulate(shard: nn.Parameter, grad: Tensor) -> None:
 
 def is_negative_zero(number: Tensor) -> bool:
     """Return whether a number is -0.0."""
-    return bool((number == 0) & number.signbit())
+    return bool((number == 0) & number.real.signbit())
 
 
 def _columns(

@@ -32,7 +32,8 @@ def clip_shards(
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for shard in shards:
-        squares += torch.linalg.vector_norm(shard, dtype=torch.float64) ** 2
+        real = torch.view_as_real(shard) if shard.is_complex() else shard
+        squares += torch.linalg.vector_norm(real, dtype=torch.float64) ** 2
     dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as nn.utils.clip_grad_norm_

@@ -1,0 +1,107 @@
+"""DDP in a training loop that does more than steps: the numbers of one process, or a sentence."""
+
+import copy
+import pickle
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from course_lib.data_parallel import NaiveDDP
+from course_lib.ddp import DDP
+from tests import lifecycle
+from tests.lifecycle import Loop, Net, assert_law, assert_told
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(lifecycle)
+
+
+class Naive(Loop):
+    def wrap(self):
+        super().wrap()
+        self.model = self.ddp()
+
+    def ddp(self):
+        return NaiveDDP(self.module)
+
+    def finish(self):
+        self.model.finish()
+
+    def no_sync(self):
+        return self.model.no_sync()
+
+    def weights(self):
+        return {name: value.clone() for name, value in self.module.state_dict().items()}
+
+
+class Buckets(Naive):
+    def ddp(self):
+        return DDP(self.module, bucket_bytes=1)
+
+
+class FindsUnused(Naive):
+    def ddp(self):
+        return DDP(self.module, bucket_bytes=1, find_unused=True)
+
+
+LAW = [
+    (lifecycle.failed_backward, {}, {}),
+    (lifecycle.failed_backward, {}, {"set_to_none": False}),
+    (lifecycle.changed_through_data, {}, {}),
+    (lifecycle.freeze_and_unfreeze, {}, {}),
+    (lifecycle.cleared_in_no_sync, {}, {}),
+    (lifecycle.accumulated, {}, {}),
+    (lifecycle.steps, {"build": lifecycle.Complex}, {}),
+]
+
+
+@pytest.mark.parametrize("loop", [Naive, Buckets, FindsUnused])
+@pytest.mark.parametrize("case", LAW, ids=lambda case: case[0].__name__)
+def test_a_loop_that_does_more_ends_with_the_weights_of_one_process(pools, case, loop):
+    assert_law(pools, 2, loop, *case)
+
+
+def test_naive_ddp_trains_what_is_unfrozen_later(pools):
+    assert_law(pools, 2, Naive, lifecycle.unfreeze, {"frozen": "head"})
+
+
+def late_layer(loop):
+    def train(rank):
+        made = loop()
+        made.module.head = nn.Sequential(made.module.head, nn.Linear(2, 2).double())
+        made.step()
+
+    return train
+
+
+TOLD = {
+    "DDP: need a model outside of a process group": lambda rank: copy.deepcopy(DDP(Net())),
+    "to copy or pickle; got one that communicates": lambda rank: pickle.dumps(DDP(Net())),
+    "Try copy.deepcopy(model.module)": lambda rank: AveragedModel(NaiveDDP(Net())),
+    "DDP: need the parameters to train when the module is wrapped; got head.weight, head.bias": (
+        lambda rank: lifecycle.unfreeze(Buckets(frozen="head"))
+    ),
+    "DDP: need the parameters to train": late_layer(Buckets),
+    "NaiveDDP: need the parameters to train": late_layer(Naive),
+}
+
+
+def test_what_an_engine_cannot_follow_is_told_in_one_sentence(pools):
+    assert_told(pools, 2, TOLD)
+
+
+def test_an_average_of_the_plain_modules_weights_is_that_of_one_process(pools):
+    def averaged(made):
+        average = AveragedModel(made.module)
+        for _ in range(2):
+            made.zero_grad()
+            made.step()
+            average.update_parameters(made.module)
+        return average.state_dict()
+
+    wanted = averaged(Loop())
+    for found in pools(2).run(lambda rank: averaged(Buckets())):
+        torch.testing.assert_close(found, wanted, **lifecycle.TOLERANCE)

@@ -1,0 +1,200 @@
+"""ZeRO in a training loop that does more than steps: the numbers of one process, or a sentence."""
+
+import copy
+import pickle
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from course_lib.ddp import DDP
+from course_lib.ranks import RankError
+from course_lib.zero import ShardedOptimizer, ZeRO1, ZeRO2, ZeRO3
+from tests import lifecycle
+from tests.lifecycle import Loop, Net, assert_law, assert_told
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(lifecycle)
+
+
+class Stage1(Loop):
+    stage = ZeRO1
+
+    def wrap(self):
+        self.model = self.stage(self.module, torch.optim.SGD, bucket_bytes=80, **self.SGD)
+
+    def params(self):
+        return list(self.module.parameters())
+
+    def step(self):
+        self.loss().backward()
+        self.model.step()
+
+    def zero_grad(self):
+        self.model.zero_grad()
+
+    def weights(self):
+        state = self.model.full_state_dict()["model"]
+        return {name: value.clone() for name, value in state.items()}
+
+
+class Stage2(Stage1):
+    stage = ZeRO2
+
+
+class Stage3(Stage1):
+    stage = ZeRO3
+
+    def params(self):
+        return [flat_param.shard for flat_param in self.model.all_flat_params]
+
+
+class Optimizer(Loop):
+    def wrap(self):
+        self.model = DDP(self.module, bucket_bytes=1)
+        self.optimizer = ShardedOptimizer(self.module.parameters(), torch.optim.SGD, **self.SGD)
+
+    def finish(self):
+        self.model.finish()
+
+    def weights(self):
+        return {name: value.clone() for name, value in self.module.state_dict().items()}
+
+
+LAW = [
+    (lifecycle.failed_backward, {}),
+    (lifecycle.changed_through_data, {}),
+    (lifecycle.freeze_and_unfreeze, {}),
+    (lifecycle.steps, {"build": lifecycle.normed}),
+    (lifecycle.steps, {"build": lifecycle.Complex}),
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("loop", [Stage1, Stage2, Stage3, Optimizer])
+@pytest.mark.parametrize("case", LAW, ids=lambda case: case[0].__name__)
+def test_a_loop_that_does_more_ends_with_the_weights_of_one_process(pools, case, loop, world_size):
+    assert_law(pools, world_size, loop, *case)
+
+
+def test_the_gradient_in_flight_is_cleared_by_the_optimizer_too(pools):
+    def loop(rank):
+        made = Stage2()
+        made.loss(10.0).backward()
+        made.model.optimizer.zero_grad()
+        made.step()
+        return made.weights()
+
+    alone = Loop()
+    alone.step()
+    for found in pools(2).run(loop):
+        torch.testing.assert_close(found, alone.weights(), **lifecycle.TOLERANCE)
+
+
+def test_complex_gradients_are_clipped_by_their_norm(pools):
+    def norm(rank):
+        loop = Stage2(lifecycle.Complex)
+        loop.loss().backward()
+        return loop.model.clip_grad_norm_(1.0)
+
+    alone = Loop(lifecycle.Complex)
+    alone.loss().backward()
+    wanted = nn.utils.clip_grad_norm_(alone.module.parameters(), 1.0)
+    for found in pools(2).run(norm):
+        torch.testing.assert_close(found, wanted, **lifecycle.TOLERANCE)
+
+
+def test_ranks_that_gather_other_modules_are_told_both_names(pools):
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+        def forward(self, x, number):
+            return self.layers[number](x)
+
+    def step(rank):
+        ZeRO3(Either(), torch.optim.SGD, lr=0.1)(torch.ones(2, 3), number=rank)
+
+    with pytest.raises(RankError, match=r"(?s)of layers.0.weight\n.* of layers.1.weight\n"):
+        pools(2).run(step)
+
+
+# --- what is told
+
+
+def engine_of(stage, **options):
+    loop = type("Made", (Stage1,), {"stage": stage})(**options)
+    return loop, loop.model
+
+
+def cleared_by_the_module(stage):
+    def loop(rank):
+        made, engine = engine_of(stage)
+        for _ in range(2):
+            made.step()
+            engine.module.zero_grad()
+
+    return loop
+
+
+def failed_and_cleared_by_the_module(rank):
+    made, engine = engine_of(ZeRO2)
+    lifecycle.fail(made)
+    engine.module.zero_grad()
+    made.step()
+
+
+def unfrozen(stage):
+    return lambda rank: lifecycle.unfreeze(engine_of(stage, frozen="head")[0])
+
+
+def late_layer(rank):
+    made, engine = engine_of(ZeRO1)
+    engine.module.head = nn.Sequential(engine.module.head, nn.Linear(2, 2).double())
+    made.step()
+
+
+def outside(use):
+    """A use of a parameter outside of its module's forward."""
+    return lambda rank: use(list(engine_of(ZeRO3)[1].module.parameters()))
+
+
+TOLD = {
+    "ZeRO1: need a model outside of a process group": lambda rank: copy.deepcopy(
+        engine_of(ZeRO1)[1]
+    ),
+    "ZeRO2: need a model outside": lambda rank: pickle.dumps(engine_of(ZeRO2)[1]),
+    "ZeRO3: need a model outside": lambda rank: copy.deepcopy(engine_of(ZeRO3)[1]),
+    "ShardedOptimizer: need a model outside": lambda rank: copy.deepcopy(Optimizer().optimizer),
+    "need a parameter inside the forward of its own module": lambda rank: copy.deepcopy(
+        engine_of(ZeRO3)[1].module
+    ),
+    "one outside, where it is freed": outside(lambda params: params[0].square().sum()),
+    "Try full_state_dict(); for an L2 term": outside(lambda params: params[0].data.mul_(2)),
+    "for an L2 term the optimizer's weight_decay": outside(torch._foreach_norm),
+    "its own module; got one outside": lambda rank: engine_of(ZeRO3)[1].module.state_dict(),
+    "ZeRO1: need engine.zero_grad() after each step": cleared_by_the_module(ZeRO1),
+    "ZeRO3: need engine.zero_grad() after each step": cleared_by_the_module(ZeRO3),
+    "need engine.zero_grad() after a backward that raised": failed_and_cleared_by_the_module,
+    "ZeRO2: need the parameters to train when": unfrozen(ZeRO2),
+    "ZeRO3: need the parameters to train when": unfrozen(ZeRO3),
+    "wrapped; got head.1.weight, head.1.bias later": late_layer,
+}
+
+
+def test_what_an_engine_cannot_follow_is_told_in_one_sentence(pools):
+    assert_told(pools, 2, TOLD)
+
+
+def test_a_whole_module_is_copied_without_its_engine(pools):
+    def copied(rank):
+        loop, engine = engine_of(ZeRO2)
+        other = copy.deepcopy(engine.module)
+        loop.step()
+        return other.state_dict()
+
+    for found in pools(2).run(copied):
+        torch.testing.assert_close(found, Loop(Net).weights(), rtol=0, atol=0)
