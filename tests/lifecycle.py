@@ -7,7 +7,7 @@ All ranks see the same inputs, so the weights are those of one process.
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def normed():
 class Loop:
     """A plain module with SGD in one process; an engine's loop overrides what it does otherwise."""
 
-    SGD = {"lr": 0.1, "weight_decay": 0.1}  # with weight decay it matters who is not stepped
+    SGD: ClassVar = {"lr": 0.1, "weight_decay": 0.1}  # so it matters who is not stepped
 
     def __init__(self, build: Callable[[], nn.Module] = Net, frozen: str = "nothing") -> None:
         torch.manual_seed(0)

@@ -96,7 +96,7 @@ class FSDP(NotCopied, NoSync, nn.Module):
         self._known = {*whole, *(shard for _, shard in self._named_shards)}
         share_buffers(module, self.groups)
         self.forward_order, self.backward_order = UnitOrder(), UnitOrder()
-        self._to_reduce: list[Unit] = []  # the next one is the last
+        self._to_reduce: list[tuple[Unit, FSDPParamGroup]] = []  # the next one is the last
         self._reducing: FSDPParamGroup | None = None  # one reduce_scatter at a time
         self._trains, self._in_backward, self._num_uses = False, False, 0
         for unit in self.units:
@@ -191,7 +191,8 @@ class FSDP(NotCopied, NoSync, nn.Module):
         for index, param in enumerate(group.params if group else ()):
             trains = param.requires_grad
             if param.is_floating_point() or param.is_complex():
-                call_when_accumulated(param.requires_grad_(), self._mark_ready, unit, index)
+                param.requires_grad_(True)
+                call_when_accumulated(param, self._mark_ready, unit, index)
                 param.requires_grad_(trains)
 
     def _use(self, unit: Unit, order: UnitOrder) -> None:
@@ -225,8 +226,8 @@ class FSDP(NotCopied, NoSync, nn.Module):
     def _before_backward(self, unit: Unit, num_uses: int, _grad: Tensor) -> None:
         if not self._in_backward:
             self._in_backward = True
-            used = self.forward_order.used
-            self._to_reduce = [one for one in used if one.param_group and one.param_group.trained]
+            used = [(unit, unit.param_group) for unit in self.forward_order.used]
+            self._to_reduce = [(unit, own) for unit, own in used if own is not None and own.trained]
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self._reduce_next(after=num_uses)
         unit.check_unchanged()
@@ -247,11 +248,12 @@ class FSDP(NotCopied, NoSync, nn.Module):
                  as autograd goes from the last node to the first. Stop at others that wait for one
         """
         while self._to_reduce:
-            unit = self._to_reduce[-1]
-            if unit.param_group is None or (unit.param_group.missing and unit.first_use <= after):
+            unit, param_group = self._to_reduce[-1]
+            if param_group.missing and unit.first_use <= after:
                 return
+            self._to_reduce.pop()
             unit.complete()
-            self._reduce(self._to_reduce.pop().param_group)
+            self._reduce(param_group)
 
     def _reduce(self, param_group: FSDPParamGroup) -> None:
         """Launch the reduce_scatter of a unit's gradients, or keep them inside no_sync."""

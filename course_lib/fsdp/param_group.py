@@ -230,7 +230,8 @@ class FSDPParamGroup:
             shard, grad = self.shards[index], self.shards[index].grad
             same = grad is None or not grad.numel() or (grad is mark and grad._version == version)
             left = all_reduced and grad is not None
-            if left or shard._version != of_shard or not (same or grad.any()):
+            zeros = not same and grad is not None and not grad.any()
+            if left or zeros or shard._version != of_shard:
                 raise CourseError(
                     "FSDP: need a backward outside of no_sync() before the gradients are used; got "
                     f"{self.names[index][0]}, of which no_sync() keeps one on each rank. Try "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError, ShapeError
 from course_lib.core.shards import Box, Shard
+from course_lib.tensor_parallel.finish_watch import finishing
 from course_lib.tensor_parallel.layers import ShardedLayer
 from course_lib.tensor_parallel.regions import gather_whole, own_shard
 
@@ -26,7 +27,7 @@ def finish_gradients(model: nn.Module) -> None:
     this rank's tokens, so its gradient is a partial sum. Without it there is nothing to do.
 
     Cost:    sequence parallel: one all_reduce of these gradients
-    Raises:  CourseError for a model that is not split
+    Raises:  CourseError for a model that is not split, and for a second call
     Source:  NVIDIA Megatron-LM, megatron/core/distributed/finalize_model_grads.py,
              _allreduce_layernorm_grads
     """
@@ -38,11 +39,12 @@ def finish_gradients(model: nn.Module) -> None:
     grads = [param.grad for param in params if param.grad is not None]
     if not grads:
         return
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
-    dist.all_reduce(flat, group=layers[0].group)
-    sizes = [grad.numel() for grad in grads]
-    for grad, total in zip(grads, flat.split(sizes), strict=True):
-        grad.copy_(total.view_as(grad))
+    with finishing(params):
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=layers[0].group)
+        sizes = [grad.numel() for grad in grads]
+        for grad, total in zip(grads, flat.split(sizes), strict=True):
+            grad.copy_(total.view_as(grad))
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

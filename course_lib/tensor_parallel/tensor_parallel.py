@@ -21,6 +21,7 @@ from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.data_parallel.composition import check_wrappable
 from course_lib.models.gpt import GPT, MLP, Attention, Dropout
+from course_lib.tensor_parallel.finish_watch import watch_finish
 from course_lib.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -104,6 +105,8 @@ def parallelize(
             part.add_module("dropout", ShardedDropout(part.dropout.p, group))
         if model.positions is not None:
             model.positions.register_forward_hook(partial(_own_rows, group))
+        layers = [module for module in model.modules() if isinstance(module, ShardedLayer)]
+        watch_finish(model, {getattr(layer, name) for layer in layers for name in layer.shards})
     return model.train(model.training)
 
 

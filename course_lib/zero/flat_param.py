@@ -55,7 +55,7 @@ class FreedParam(nn.Parameter):
         return result
 
 
-PASSIVE = (Tensor.grad.__get__, Tensor.requires_grad_)  # type: ignore[attr-defined]
+PASSIVE = (Tensor.grad.__get__, Tensor.requires_grad_)  # type: ignore[union-attr]
 
 
 class FlatParam(NotCopied):
@@ -96,7 +96,7 @@ class FlatParam(NotCopied):
     def _set_views(self) -> None:
         for param, view in zip(self.params, self.views, strict=True):
             if isinstance(param, FreedParam):
-                param.__class__ = nn.Parameter
+                param.__class__ = nn.Parameter  # type: ignore[assignment]
             param.data = view
 
     def keep_only_shard(self, offload: Offload | None) -> None:

@@ -59,6 +59,7 @@ from course_lib.tensor_parallel.cost import (
     replicated_params,
     tensor_traffic,
 )
+from course_lib.tensor_parallel.finish_watch import finishing
 from course_lib.tensor_parallel.lab import split_layer_bytes
 from course_lib.tensor_parallel.regions import all_gather
 
@@ -316,9 +317,14 @@ def test_gelu_before_the_sum_fails_the_law(pools):
         assert_law(pools(2).run(step), alone("two layers")[0][0])
 
 
+def sum_nothing(model):
+    with finishing(model.parameters()):
+        pass
+
+
 @pytest.mark.parametrize(
     ("sequence_parallel", "broken"),
-    [(False, {"loss_of": local_loss}), (True, {"finish": lambda model: None})],
+    [(False, {"loss_of": local_loss}), (True, {"finish": sum_nothing})],
     ids=["loss over the own vocabulary", "norms not added up"],
 )
 def test_a_broken_step_fails_the_law(pools, sequence_parallel, broken):
@@ -745,6 +751,39 @@ def test_another_model_is_told(pools):
     assert_told(pools, linear, says + "Linear", error=CourseError)
     whole = lambda rank: finish_gradients(GPT(TINY))  # noqa: E731
     assert_told(pools, whole, "rank {rank}: need a model that is split", error=CourseError)
+
+
+@pytest.mark.parametrize(
+    ("calls", "got"),
+    [
+        ("backward finish finish", "a second call"),
+        ("backward finish backward finish", "a backward after it"),
+        ("backward step forward", "a step without it"),
+    ],
+)
+def test_gradients_that_are_finished_not_once_are_told(pools, calls, got):
+    def loop(rank):
+        model = parallelize(seeded(TINY), the_mesh(), sequence_parallel=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):  # what went well once goes well again
+            optimizer.zero_grad()
+            model(torch.ones(2, 8).long()).sum().backward()
+            finish_gradients(model)
+            optimizer.step()
+        optimizer.zero_grad()
+        forward = lambda: model(torch.ones(2, 8).long())  # noqa: E731
+        do = {
+            "forward": forward,
+            "backward": lambda: forward().sum().backward(),
+            "finish": lambda: finish_gradients(model),
+            "step": optimizer.step,
+        }
+        for call in calls.split():
+            do[call]()
+
+    says = "rank {rank}, sequence parallel: need finish_gradients(model) once per step, after the "
+    says += f"last backward; got {got}."
+    assert_told(pools, loop, says, error=CourseError)
 
 
 def test_ranks_that_do_not_begin_alike_are_told(pools):

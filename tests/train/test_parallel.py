@@ -14,6 +14,7 @@ from course_lib.checkpoint import latest
 from course_lib.core import CourseError, ModelSpec
 from course_lib.core.records import read_runs
 from course_lib.models import GPT
+from course_lib.tensor_parallel.finish_watch import finishing
 from course_lib.train import trainer
 from course_lib.train.config import SCHEDULES, V_SCHEDULES, TrainConfig, schedule_of
 from course_lib.train.trainer import Trainer, train
@@ -98,11 +99,16 @@ def test_dropout_is_that_of_the_whole_model(alone, pools):
         same(results[0][2], whole, **TOLERANCE)
 
 
+def sum_nothing(model):
+    with finishing(model.parameters()):
+        pass
+
+
 def broken(rank, config, breach):
     """Train with a piece of the method taken out; the losses."""
     originals = trainer.finish_gradients, dict(trainer.STRATEGIES)
     if breach == "norms are not summed":
-        trainer.finish_gradients = lambda model: None
+        trainer.finish_gradients = sum_nothing
     else:  # the mean over all ranks, as if each held the same part
         trainer.STRATEGIES["naive-dp"] = lambda model, config, _: originals[1]["naive-dp"](
             model, config, torch.distributed.group.WORLD
