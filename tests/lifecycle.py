@@ -45,10 +45,13 @@ class Complex(nn.Module):
         return torch.view_as_real(x * self.scale * self.turn)
 
 
-def normed():
-    with warnings.catch_warnings(action="ignore"):  # this weight_norm is old, and still used
-        blocks = nn.ModuleList([nn.utils.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 2)])
-    return nn.Sequential(*blocks)
+class Normed(Net):
+    """A block whose weight a hook computes from others before forward."""
+
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings(action="ignore"):  # this weight_norm is old, and still used
+            nn.utils.weight_norm(self.blocks[1])
 
 
 class Loop:

@@ -42,7 +42,7 @@ LAW = [
     (lifecycle.cleared_in_no_sync, {}, {}),
     (lifecycle.accumulated, {}, {}),
     (lifecycle.hooked, {}, {}),
-    (lifecycle.steps, {"build": lifecycle.normed}, {}),
+    (lifecycle.steps, {"build": lifecycle.Normed}, {}),
     (lifecycle.steps, {"build": lifecycle.Complex}, {}),
 ]
 

@@ -67,7 +67,7 @@ LAW = [
     (lifecycle.failed_backward, {}),
     (lifecycle.changed_through_data, {}),
     (lifecycle.freeze_and_unfreeze, {}),
-    (lifecycle.steps, {"build": lifecycle.normed}),
+    (lifecycle.steps, {"build": lifecycle.Normed}),
     (lifecycle.steps, {"build": lifecycle.Complex}),
 ]
 
