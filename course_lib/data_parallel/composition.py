@@ -71,9 +71,9 @@ def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: Group, whe
             if method != TENSOR_PARALLEL:
                 _refuse_part(name, method, where)
             raise MeshError(
-                f"{where}: need a group whose ranks hold the same "
-                f"parameters; got ranks {ranks}, and {method} has split {name} over ranks "
-                f"{[*others]}. Try group=, with the data-parallel ranks alone."
+                f"{where}: need a group whose ranks hold the same parameters; got ranks {ranks}, "
+                f"and {method} has split {name} over ranks {[*others]}. Try group=, with the "
+                "data-parallel ranks alone."
             )
 
 

@@ -117,9 +117,9 @@ class ReplacedParameter(nn.Parameter):
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """Nothing. Raises: CourseError"""
         raise CourseError(
-            "FSDP: need an optimizer of the shards; got one of a "
-            "parameter that FSDP has replaced by its shard, so it would train nothing. "
-            "Try model = FSDP(module) first, then the optimizer of model.parameters()."
+            "FSDP: need an optimizer of the shards; got one of a parameter that FSDP has replaced "
+            "by its shard, so it would train nothing. Try model = FSDP(module) first, then the "
+            "optimizer of model.parameters()."
         )
 
 
