@@ -25,7 +25,7 @@ REPORT = re.compile(
 )
 
 
-class Source(Protocol):
+class GrowingLog(Protocol):
     """A log that may still grow."""
 
     def read(self, *, last: bool = False) -> str:
@@ -35,7 +35,7 @@ class Source(Protocol):
 class WithoutLauncher:
     """A log without the launcher's lines; where some were, one line says how many."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: GrowingLog) -> None:
         self._source, self._left_out, self._bars = source, 0, 0
         self._held: list[str] = []  # a traceback that may turn out to be the launcher's
         self._after_frames = False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from course_lib.cluster.failures import has_failed, told
-from course_lib.cluster.launcher_lines import Source, WithoutLauncher
+from course_lib.cluster.launcher_lines import GrowingLog, WithoutLauncher
 from course_lib.cluster.submissions import FOLDER, Submission, refresh
 from course_lib.core.plain_text import printable
 
@@ -59,7 +59,7 @@ def follow(
     already and has failed, that, before anything else.
     Raises: SchedulerError where the scheduler does not answer any more
     """
-    tails: dict[str, Source] = {}
+    tails: dict[str, GrowingLog] = {}
     said, state_said, gap_s, ask_at_s = "", "", PAUSE_S, 0.0
     while True:
         if time.monotonic() >= ask_at_s:

@@ -17,7 +17,8 @@ SCRIPTS = sorted((ROOT / "cluster").glob("*.sbatch"))
 LINTED = sorted([*(ROOT / "tests" / "jobs").glob("*/*.sbatch"), *SCRIPTS])
 REFUSED = {"crlf", "no-shebang", "unknown-option", "short-equals", "no-time"}
 TOO_BIG = re.compile(
-    r"partition|Node count|[Tt]ime limit|feature|More processors|[Nn]ode config|container|--image"
+    r"partition|Node count|[Tt]ime limit|feature|More processors|[Nn]ode config"
+    r"|generic resource|container|--image"
 )
 
 
