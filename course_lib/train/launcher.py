@@ -34,6 +34,7 @@ BAD_INPUT, FAILED, CTRL_C = 2, 1, 130
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: everything is saved, try again later
 PREEMPTED = {REQUEUE, 128 + signal.SIGTERM, 128 + signal.SIGUSR1}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)  # passed on to the ranks
+HELD = (signal.SIGINT, *SIGNALS)  # while the ranks are forked
 LATE_S = 2.0  # a rank that has only lost the others waits to be stopped, and tells nothing
 STOP_S = 5  # until a rank that does not end is killed
 SAVE_S = 30  # the same for a rank that finishes its step and saves first
@@ -64,13 +65,13 @@ def run_ranks(num_ranks: int, config: TrainConfig, stop_s: int = STOP_S) -> int:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads do not fork
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what matters is raised as well
-    for name in PRELOAD:
-        importlib.import_module(name)
-    gc.freeze()  # else the first collection of a rank copies all memory that it shares with us
     ranks: list[BaseProcess] = []
-    with tempfile.TemporaryDirectory() as folder, _signals_raise():
+    with _own_temporary_folder() as folder, _signals_raise():
         stop = signal.SIGTERM
         try:
+            for name in PRELOAD:
+                importlib.import_module(name)
+            gc.freeze()  # else a rank's first collection copies all memory that it shares with us
             _start(ranks, num_ranks, config, folder)
             failed = _wait(ranks)
         except Signaled as signaled:
@@ -79,6 +80,21 @@ def run_ranks(num_ranks: int, config: TrainConfig, stop_s: int = STOP_S) -> int:
         finally:
             _stop(ranks, stop, stop_s)
         return _tell(failed, folder) if failed else 0
+
+
+@contextmanager
+def _own_temporary_folder() -> Iterator[str]:
+    """Give this process and its ranks a folder for all temporary files, and remove it with them."""
+    before = os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        try:
+            yield folder
+        finally:
+            tempfile.tempdir = None
+            del os.environ["TMPDIR"]
+            if before is not None:
+                os.environ["TMPDIR"] = before
 
 
 @contextmanager
@@ -99,14 +115,15 @@ def _signals_raise() -> Iterator[None]:
 def _start(ranks: list[BaseProcess], num_ranks: int, config: TrainConfig, folder: str) -> None:
     """Fork the ranks, and add them to the list one by one."""
     context = multiprocessing.get_context("fork")
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until a rank has its own handlers
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)  # until a rank has its own handlers
     try:
         for rank in range(num_ranks):
             arguments = (rank, num_ranks, config, folder)
-            ranks.append(context.Process(target=_work_and_leave, args=arguments))
-            ranks[-1].start()
+            process = context.Process(target=_work_and_leave, args=arguments)
+            process.start()
+            ranks.append(process)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _wait(ranks: Sequence[BaseProcess]) -> dict[int, int]:
@@ -164,17 +181,15 @@ def _error_file(folder: str, rank: int) -> Path:
 
 def _work_and_leave(rank: int, num_ranks: int, config: TrainConfig, folder: str) -> None:
     """Run a forked rank."""
-    for number in SIGNALS:
+    for number in HELD:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    tempfile.tempdir = folder  # what ranks that are stopped leave lying goes with it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(num_ranks),
         LOCAL_WORLD_SIZE=str(num_ranks),
         COURSE_RANKS_FOLDER=folder,
-        TMPDIR=folder,
     )
     os.environ[ERROR_FILE] = str(_error_file(folder, rank))
     if sys.platform == "linux":
