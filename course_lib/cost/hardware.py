@@ -139,6 +139,17 @@ B200 = Device(
     " one 400 Gb/s adapter per GPU; HGX B200: 36 PFLOPS bf16 and 18 tf32 with sparsity, 600 TFLOPS"
     " fp32",
 )
+GB200 = Device(
+    name="gb200",
+    memory_bytes=186 * GIB,
+    bytes_per_s=8e12,
+    peak_flop_per_s={"fp32": 80e12, "tf32": 1.25e15, "fp16": 2.5e15, "bf16": 2.5e15},
+    skips_zeros=True,
+    links={"NVLink": 900e9, "NVLink-C2C": 450e9, "InfiniBand NDR": 50e9},
+    source="NVIDIA GB200 NVL72 data sheet, divided by its 72 GPUs: 13.4 TB, 576 TB/s, NVLink "
+    "130 TB/s, 360 PFLOPS bf16 and 180 tf32 with sparsity, 5,760 TFLOPS fp32; one 400 Gb/s adapter "
+    "per GPU",
+)
 LAPTOP = Device(
     name="laptop",
     memory_bytes=16 * GIB,
@@ -149,7 +160,7 @@ LAPTOP = Device(
 
 DEVICES = {
     device.name: device
-    for device in (LAPTOP, RTX_2080_TI, V100, A6000, A100_40, A100_80, H100, H200, B200)
+    for device in (LAPTOP, RTX_2080_TI, V100, A6000, A100_40, A100_80, H100, H200, B200, GB200)
 }
 
 

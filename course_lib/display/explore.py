@@ -79,8 +79,18 @@ class Explore:
         still = f"<p>{html.escape(stands)}. Run this cell in JupyterLab to move the sliders.</p>"
         data = {**data, "text/html": data["text/html"] + still}
         if has_widgets():
-            data |= widget_data(ipywidgets.VBox([*self.sliders.values(), self.image]))
+            data |= widget_data(ipywidgets.VBox([*self._controls(), self.image]))
         return data, metadata
+
+    def _controls(self) -> list[Any]:
+        """Return the sliders below each other; more than four in two columns, to fit a screen."""
+        sliders = [*self.sliders.values()]
+        if len(sliders) <= 4:
+            return sliders
+        for slider in sliders:
+            slider.layout.width = "auto"
+        columns = ipywidgets.Layout(grid_template_columns="repeat(2, minmax(0, 1fr))", width="98%")
+        return [ipywidgets.GridBox(sliders, layout=columns)]
 
 
 def explore(draw: Callable[..., Figure], alt: Callable[..., str] | str, **sliders: Any) -> Explore:

@@ -1,7 +1,7 @@
 """Predictions: commit to a number before the result is shown.
 
 Learners remember a result better once they have predicted it. Nothing here stops a notebook: who
-has not committed to a prediction is asked for one, and can read on.
+has not committed to a prediction is asked for one, and can show the result anyway.
 """
 
 import html
@@ -22,6 +22,7 @@ from course_lib.core.errors import CourseError
 from course_lib.display.show import has_widgets, put, widget_data
 
 YES_NO = ("yes", "no")
+ASK = "You have not committed to a prediction yet."
 _JS = Path(__file__).with_name("predict.js").read_text(encoding="utf-8")
 
 
@@ -34,6 +35,7 @@ class Prediction:
     choices: Sequence[str] = field(default=())
     value: float | str | None = None
     name: str = "guess"
+    truth: str = ""  # as `reveal` was told, with its unit
 
     def commit(self, value: object) -> None:
         """Set the prediction; a later one replaces it.
@@ -88,19 +90,30 @@ def predict(
 
 
 def reveal(prediction: Prediction, truth: object) -> None:
-    """Show the prediction, the truth and their ratio; without a prediction, ask for one."""
+    """Show the prediction, the truth and their ratio; without a prediction, ask for one first."""
     if prediction.choices:
         truth = _word(truth)
-    cells = {"true": prediction.words(truth)}
-    if prediction.value is not None:
-        cells = {"yours": prediction.words(prediction.value), **cells}
-        cells |= _verdict(prediction, truth)
+    prediction.truth = prediction.words(truth)
+    if prediction.value is None:
+        return _ask_first(prediction)
+    cells = {"yours": prediction.words(prediction.value), "true": prediction.truth}
+    cells |= _verdict(prediction, truth)
     asked = prediction.question + ("" if prediction.question.endswith("?") else ":")
     text = f"{asked} " + ", ".join(f"{name} {cell}" for name, cell in cells.items())
-    ask = ""
-    if prediction.value is None:
-        ask = "You have not committed to a prediction yet. Please do, above, then run this again."
-    put({"text/plain": f"{text}.\n{ask}".strip(), "text/html": _table(prediction, cells, ask)})
+    put({"text/plain": f"{text}.", "text/html": _table(prediction, cells)})
+
+
+def _ask_first(prediction: Prediction) -> None:
+    """Ask for a prediction; the truth is folded, and plain text says how to print it."""
+    ask = f"{ASK} Please do, above, then run this again"
+    shown = f"print({prediction.name}.truth)"
+    put(
+        {
+            "text/plain": f"{prediction.question}: {ask}, or show it anyway: {shown}.",
+            "text/html": f"<p>{html.escape(ask)}.</p><details><summary>Show anyway</summary>"
+            f"{_table(prediction, {'true': prediction.truth})}</details>",
+        }
+    )
 
 
 class Form(anywidget.AnyWidget):
@@ -158,14 +171,13 @@ def _verdict(prediction: Prediction, truth: object) -> dict[str, str]:
     return {"ratio": f"{yours / true:.3g}"}
 
 
-def _table(prediction: Prediction, cells: dict[str, str], ask: str) -> str:
+def _table(prediction: Prediction, cells: dict[str, str]) -> str:
     head = "".join(f"<th scope='col'>{html.escape(name)}</th>" for name in cells)
     body = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells.values())
     caption = html.escape(prediction.question)
-    below = f"<p>{html.escape(ask)}</p>" if ask else ""
     return (
         f"<table><caption style='white-space:nowrap;text-align:left'>{caption}</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody><tr>{body}</tr></tbody></table>{below}"
+        f"<thead><tr>{head}</tr></thead><tbody><tr>{body}</tr></tbody></table>"
     )
 
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from course_lib.core import CourseError
-from course_lib.grading.assignment import STUDENT, Assignment, kit_version, read_assignment
+from course_lib.grading.assignment import SETTINGS, STUDENT, Assignment, kit_version, read_assignment
 from course_lib.grading.release import write_zip
 from course_lib.notebooks.lessons import Lesson, back_up
 from course_lib.notebooks.progress import progress
@@ -44,10 +44,16 @@ def pack(notebook: Path, student: str = "", now: datetime | None = None) -> tupl
     except OSError as error:
         raise CourseError(f"{notebook}: need a notebook to pack; got: {error.strerror}.") from None
     told, assignment = list[str](), None
-    try:
-        assignment = read_assignment(folder)
-    except CourseError as error:
-        told.append(str(error))
+    if (folder / SETTINGS).exists():
+        try:
+            assignment = read_assignment(folder)
+        except CourseError as error:
+            told.append(str(error))
+    else:
+        told.append(
+            f"{notebook.stem} is no assignment, so nobody may expect this file. Hand it in if you "
+            "were asked to."
+        )
     name = assignment.name if assignment else notebook.stem
     student, about = _whose(student, assignment)
     path = folder / f"{name}-{student}.zip"

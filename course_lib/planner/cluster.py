@@ -21,7 +21,10 @@ from course_lib.cost.hardware import Device, find_device
 from course_lib.planner.constants import SOFTWARE, USABLE, Software
 
 FOLDER = Path(__file__).parent / "profiles"
-DEFAULT_PROFILES = {"a100": "selene-a100", "h100": "torchtitan-h100", "h200": "torchtitan-h100"}
+DEFAULT_PROFILES = {
+    **{"a100": "selene-a100", "h100": "torchtitan-h100", "h200": "dgx-h200"},
+    **{"b200": "dgx-b200", "gb200": "gb200-nvl72"},
+}
 GPU_WORDS = {"a100-80gb": "a100-80", "a100-40gb": "a100-40"}  # of a table's column `gpu`
 
 

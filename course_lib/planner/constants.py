@@ -16,7 +16,11 @@ from course_lib.memory.layer_bytes import PAPER, Kernels
 # 0.87 on an A100 and 0.80 on an H100 (stas00/ml-engineering, accelerators); a training step stays
 # below it, because the clock falls under the power limit. Fitted: A100 on Korthikanti Table 5, SC21
 # Table 1, vTrain multi-node and llm-foundry; H100 on llm-foundry and the Ultra-Scale Playbook.
-REACHED: Mapping[str, float] = {"a100-80": 0.80, "a100-40": 0.80, "h100": 0.57, "h200": 0.57}
+# No run on a B200 or GB200 is published beside these: they take the share of an H100.
+REACHED: Mapping[str, float] = {
+    **{"a100-80": 0.80, "a100-40": 0.80},
+    **{"h100": 0.57, "h200": 0.57, "b200": 0.57, "gb200": 0.57},
+}
 REACHED_ELSEWHERE = 0.65  # between the two: not fitted
 
 # Depth (k of [m, k] x [k, n]) at which a product reaches half of that: each output tile is started
@@ -25,7 +29,10 @@ HALF_DEPTH = 240
 
 # Multiprocessors of a device: tiles of 128 x 256 numbers are computed in waves of so many. The last
 # wave is half empty on average. Data sheets.
-MULTIPROCESSORS: Mapping[str, int] = {"a100-80": 108, "a100-40": 108, "h100": 132, "h200": 132}
+MULTIPROCESSORS: Mapping[str, int] = {
+    **{"a100-80": 108, "a100-40": 108},
+    **{"h100": 132, "h200": 132, "b200": 148, "gb200": 148},
+}
 MULTIPROCESSORS_ELSEWHERE = 84
 TILE = (128, 256)
 

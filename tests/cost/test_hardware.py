@@ -17,10 +17,10 @@ def test_a_real_machine_has_its_memory_peak_links_and_source(name):
 
 def test_links_are_counted_in_one_direction():
     """Data sheets print the sum of both: 600, 900, 900 and 1,800 GB/s of NVLink."""
-    names = ("a100-80", "h100", "h200", "b200")
-    assert [DEVICES[name].links["NVLink"] for name in names] == [300e9, 450e9, 450e9, 900e9]
+    names = ("a100-80", "h100", "h200", "b200", "gb200")
+    assert [DEVICES[name].links["NVLink"] for name in names] == [300e9, 450e9, 450e9, 900e9, 900e9]
     adapters = [max(v for k, v in DEVICES[n].links.items() if "Infini" in k) for n in names]
-    assert adapters == [25e9, 50e9, 50e9, 50e9]
+    assert adapters == [25e9, 50e9, 50e9, 50e9, 50e9]
 
 
 def test_the_presets_are_the_links_of_one_machine():

@@ -104,13 +104,17 @@ def test_predict_and_reveal_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_reveal_asks_politely_where_nothing_was_committed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    reveal(predict("steps"), 6)
-    said = capsys.readouterr().out
-    assert "steps: true 6.\nYou have not committed to a prediction yet. Please do" in said
-    assert "yours" not in said
+def test_reveal_hides_the_truth_where_nothing_was_committed(notebook: list) -> None:
+    steps = predict("steps", unit="GiB")
+    reveal(steps, 6)
+    data = notebook[-1]
+    assert data["text/plain"].startswith("steps: You have not committed to a prediction yet. ")
+    assert data["text/plain"].endswith("or show it anyway: print(steps.truth).")
+    assert "6" not in data["text/plain"]
+    asked, _, folded = data["text/html"].partition("<details><summary>Show anyway</summary>")
+    assert "6" not in asked
+    assert "<td>6 GiB</td>" in folded
+    assert steps.truth == "6 GiB"
 
 
 def test_a_value_commits_at_once(capsys: pytest.CaptureFixture[str]) -> None:

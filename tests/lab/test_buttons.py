@@ -108,6 +108,13 @@ def test_check_saves_the_notebook_and_shows_the_verdicts_below_it(
     assert said(notebook).inner_text().count("of 5 exercises") == 1
     assert [terminal["name"] for terminal in lab.api("terminals")] == ["course"]
     notebook.screenshot("check")
+    notebook.page.locator(f".jp-DirListing-item[title*='{OTHER}']").dblclick()
+    notebook.page.wait_for_timeout(2000)
+    toolbar = notebook.page.locator(".jp-NotebookPanel-toolbar:visible")
+    terminal = notebook.page.locator(".jp-Terminal").bounding_box()
+    assert toolbar.count() == 1  # in place of the first notebook, not beside it
+    assert toolbar.bounding_box()["y"] < 200 < terminal["y"]
+    notebook.screenshot("check_then_open")
 
 
 def test_hand_in_packs_what_is_on_the_screen_wherever_the_terminal_has_been(

@@ -138,6 +138,9 @@ def test_predictions_are_committed_by_mouse_and_keyboard_and_then_compared(
     size, faster, told = (notebook.cells().nth(number) for number in (3, 4, 5))
     press = notebook.page.keyboard.press
     expect(told).to_contain_text("You have not committed to a prediction yet")
+    expect(told.locator("td").first).to_be_hidden()
+    told.get_by_text("Show anyway").first.click()
+    expect(told.locator("td").first).to_have_text("6 MB")
     notebook.screenshot("predict_asked")
     size.get_by_label("your prediction (MB)").fill("twelve")
     press("Enter")

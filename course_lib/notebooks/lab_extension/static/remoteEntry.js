@@ -47,13 +47,13 @@
     const activate = (app, notebooks, palette, tracker) => {
       const { contents, terminals } = app.serviceManager;
 
-      const type = async (line, panel) => {
+      const type = async (line) => {
         await terminals.refreshRunning();
         const isNew = ![...terminals.running()].some(({ name }) => name === TERMINAL);
         let terminal = tracker.find(({ content }) => content.session.name === TERMINAL);
         if (!terminal) {
           terminal = await app.commands.execute("terminal:create-new", { name: TERMINAL });
-          app.shell.add(terminal, "main", { mode: "split-bottom", ref: panel.id });
+          app.shell.add(terminal, "down"); // beside notebooks, the next one would open below, too
         }
         app.shell.activateById(terminal.id);
         const { session } = terminal.content;
@@ -78,7 +78,7 @@
         }
         const { folder, file } = inShell(path);
         if (tracker && terminals.isAvailable()) {
-          return type(`cd ${folder} && course ${verb} ${file}`, panel);
+          return type(`cd ${folder} && course ${verb} ${file}`);
         }
         const lines = Object.keys(COMMANDS).map((each) => `course ${each} ${file}`);
         return tell(
