@@ -114,7 +114,7 @@ EACH = pytest.mark.parametrize(("spoil", "says"), SPOILT.values(), ids=SPOILT)
 def test_every_command_says_one_sentence_and_changes_nothing(course, toy, spoil, says):
     path = toy.lesson.student
     spoil(path)
-    before = path.read_bytes() if path.is_file() else os.lstat(path)
+    before = path.read_bytes() if path.is_file() else os.lstat(path)[:7]  # without times
     for words in (("check", "00"), ("reset", "00", "toy-1", "--yes")):
         code, out, err = course(*words)
         assert (code, out, len(err.splitlines())) == (1, "", 1), err
@@ -125,7 +125,7 @@ def test_every_command_says_one_sentence_and_changes_nothing(course, toy, spoil,
     assert (code, err) == (1, "")
     assert f"{says}" in " ".join(out.split())
     assert "0 of 0 exercises are right." in out
-    assert before == (path.read_bytes() if path.is_file() else os.lstat(path))
+    assert before == (path.read_bytes() if path.is_file() else os.lstat(path)[:7])
 
 
 def test_update_says_one_sentence_and_touches_no_notebook(course, toy):
