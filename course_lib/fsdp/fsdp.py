@@ -144,7 +144,7 @@ class FSDP(NotCopied, NoSync, nn.Module):
         Cost:    one all_reduce of one number
         """
         for param_group in self.param_groups:
-            param_group.drop_cleared(all_reduced=True)
+            param_group.kept_grads.drop_cleared(all_reduced=True)
         shards = [shard for _, shard in self._named_shards]
         grads = [shard.grad for shard in shards if shard.grad is not None]
         device = shards[0].device if shards else None
@@ -158,7 +158,7 @@ class FSDP(NotCopied, NoSync, nn.Module):
         """Clear the shards' gradients, and whole ones that no_sync has kept."""
         super().zero_grad(set_to_none)
         for param_group in self.param_groups:
-            param_group.forget_kept()
+            param_group.kept_grads.clear()
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """Return the plain module's state_dict(), on one rank or on all; all ranks have to call it.

@@ -20,6 +20,7 @@ from course_lib.core.call_names import call_for
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import mark_split
 from course_lib.fsdp.dim0_layout import Dim0Layout
+from course_lib.fsdp.kept_grads import KeptGrads
 from course_lib.fsdp.mesh import ShardingGroups
 from course_lib.fsdp.mixed_precision import MixedPrecisionPolicy
 from course_lib.zero.guards import FSDPShard, ReplacedParameter, guard
@@ -60,7 +61,6 @@ class FSDPParamGroup:
     flat_grad   every rank's slots of the gradients, during a reduce_scatter [p, numbers]
     reduced     this rank's slots of their sum [numbers]
     kept_grads  whole gradients that no_sync has accumulated, by index
-    marks       the gradients that their shards had then, with the versions of both
     missing     indices of the parameters whose gradient is not complete yet
     """
 
@@ -103,8 +103,7 @@ class FSDPParamGroup:
         self.reducing: Any = None
         self.flat_grad: Tensor | None = None
         self.reduced: Tensor | None = None
-        self.kept_grads: dict[int, Tensor] = {}
-        self.marks: dict[int, tuple[Tensor, int, int]] = {}
+        self.kept_grads = KeptGrads([names[0] for names in self.names], self.shards)
         self.absent: set[int] = set()
         self.version = -1  # of the shards when they were gathered
         self._register(self.shards)
@@ -208,41 +207,12 @@ class FSDPParamGroup:
         return bool(self.kept_grads) or any(param.grad is not None for param in self.params)
 
     def keep(self) -> None:
-        """Keep whole gradients on this rank, in reduce_dtype, until a later backward.
-
-        Their shards get a gradient meanwhile, zeros if need be: `drop_cleared` sees its end.
-        """
-        self.drop_cleared()
+        """Keep whole gradients on this rank, in reduce_dtype, until a later backward."""
+        self.kept_grads.drop_cleared()
         for index in self.trained:
-            grad, shard = self._grad(index), self.shards[index]
+            grad = self._grad(index)
             if grad is not None:
-                self.kept_grads[index] = grad.to(self.reduce_dtype)
-                shard.grad = torch.zeros_like(shard) if shard.grad is None else shard.grad
-                self.marks[index] = shard.grad, shard.grad._version, shard._version
-
-    def drop_cleared(self, *, all_reduced: bool = False) -> None:
-        """Drop kept gradients whose shard's gradient was cleared: optimizer.zero_grad() does that.
-
-        Raises:  CourseError if an optimizer has stepped without them, or written zeros; and with
-                 all_reduced if any is left
-        """
-        for index, (mark, version, of_shard) in list(self.marks.items()):
-            shard, grad = self.shards[index], self.shards[index].grad
-            same = grad is None or not grad.numel() or (grad is mark and grad._version == version)
-            left = all_reduced and grad is not None
-            zeros = not same and grad is not None and not grad.any()
-            if left or zeros or shard._version != of_shard:
-                raise CourseError(
-                    "FSDP: need a backward outside of no_sync() before the gradients are used; got "
-                    f"{self.names[index][0]}, of which no_sync() keeps one on each rank. Try "
-                    "no_sync() around all backwards but the last, or model.zero_grad()."
-                )
-            if grad is None:
-                del self.marks[index], self.kept_grads[index]
-
-    def forget_kept(self) -> None:
-        """Drop the gradients that no_sync has kept."""
-        self.kept_grads, self.marks = {}, {}
+                self.kept_grads.keep(index, grad.to(self.reduce_dtype))
 
     def collect(self) -> None:
         """Copy all gradients to the slots of the ranks that own their shards.
@@ -252,7 +222,7 @@ class FSDPParamGroup:
 
         Shapes:  those of the parameters -> [p, numbers]
         """
-        self.drop_cleared()
+        self.kept_grads.drop_cleared()
         sizes = [self.layouts[index].slot_numel for index in self.trained]
         flat = self.whole.new_empty(self.member.size, sum(sizes), dtype=self.reduce_dtype)
         self.absent = set()
@@ -265,7 +235,7 @@ class FSDPParamGroup:
                 self.layouts[index].copy_to_slots(grad, slots)
                 slots[:, :1] += 0.0  # -0.0 + 0.0 is 0.0
         self.flat_grad = flat
-        self.forget_kept()
+        self.kept_grads.clear()
 
     def drop_grads(self) -> None:
         """Free the whole gradients of the parameters."""

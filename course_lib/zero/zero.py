@@ -290,8 +290,8 @@ class ZeRO3(ZeRO2):
 
     This happens twice per micro-batch, in forward and in backward, and on demand: the module waits
     (FSDP prefetches). Between its uses a parameter is empty; all ranks have to run the same modules
-    in the same order, and to use the same parameters of each. A module has a flat parameter of its own, or several where it is larger than
-    bucket_bytes.
+    in the same order, and to use the same parameters of each. A module has a flat parameter of its
+    own, or several where it is larger than bucket_bytes.
 
     offload       keep the parameters' shards in the host's memory too
 

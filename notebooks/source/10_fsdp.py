@@ -578,11 +578,11 @@ except RankError:
     raise
 
 # %% [markdown]
-# All blocks have the same size. So rank 1's gather of block 2 matches rank 0's gather of block 1,
-# and both ranks compute with rows of both blocks. The error comes only in backward: rank 1, which
-# is one call ahead, reduce-scatters while rank 0 gathers. Our ranks compare their calls. By
-# default, NCCL does not: the run can hang or compute wrong numbers. Draw the same random numbers on
-# all ranks, or run every unit on every rank.
+# All blocks have the same size. So rank 1's gather of block 2 fits rank 0's gather of block 1, and
+# both ranks would compute with rows of both blocks. Our ranks compare their calls, and FSDP names
+# the unit in each call, so the error comes at once. By default, NCCL compares nothing: the run can
+# hang or compute wrong numbers. Draw the same random numbers on all ranks, or run every unit on
+# every rank.
 #
 # **All ranks must gather the same units in the same order.**
 #
