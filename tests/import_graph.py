@@ -88,7 +88,7 @@ class Reached:
 
     def _offers(self, package: str) -> Iterator[tuple[str, str]]:
         """Yield the names that a package takes from its files, and where each is defined."""
-        for node in ast.parse(self.texts[package]).body:
+        for node in ast.walk(ast.parse(self.texts[package])):
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for alias in node.names:
                     yield alias.asname or alias.name, f"{node.module}.{alias.name}"

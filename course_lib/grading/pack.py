@@ -11,7 +11,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from course_lib.core import CourseError
-from course_lib.grading.assignment import SETTINGS, STUDENT, Assignment, kit_version, read_assignment
+from course_lib.grading.assignment import (
+    SETTINGS,
+    STUDENT,
+    Assignment,
+    kit_version,
+    read_assignment,
+)
 from course_lib.grading.release import write_zip
 from course_lib.notebooks.lessons import Lesson, back_up
 from course_lib.notebooks.progress import progress

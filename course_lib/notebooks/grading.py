@@ -28,7 +28,7 @@ from course_lib.notebooks.nbval_run import Outcome
 from course_lib.notebooks.progress_bar import CellEnded
 
 SHOWN_LINES = 12
-UNJUDGED = ("NotJudged", "TooLong")  # errors of a check that has seen no whole answer
+UNJUDGED = ("NotJudged", "Stopped", "TooLong")  # errors of a check that has seen no whole answer
 TOO_SLOW = (
     "Too slow here: it ran for more than {timeout_s:g} s. Does a loop never end? Otherwise try "
     "--timeout {more_s:g}."

@@ -33,7 +33,10 @@ def graphs() -> Explore:
 
 def buckets() -> Explore:
     cost = StepCost(forward_s=0.1, ready_s=ready_by_share([1] * 4, 0.2), grad_bytes=(100,) * 4)
-    links = {"fast": Link(latency_s=0.01, bytes_per_s=1e5), "slow": Link(latency_s=0.04, bytes_per_s=1e3)}
+    links = {
+        "fast": Link(latency_s=0.01, bytes_per_s=1e5),
+        "slow": Link(latency_s=0.04, bytes_per_s=1e3),
+    }
     swept = {
         name: {n: Measured((0.3,), ddp_step(cost, n, 2, link)) for n in (100, 200, 400)}
         for name, link in links.items()
@@ -85,7 +88,7 @@ def corners(explorer: Explore) -> Iterator[dict[str, Any]]:
 def seen(explorer: Explore, values: dict[str, Any]) -> str:
     """Everything that the picture says for these values, or the sentence in its place."""
     try:
-        figure, alt = explorer._draw(**values), explorer._alt(**values)
+        _, alt = explorer._draw(**values), explorer._alt(**values)
     except CourseError as problem:
         return str(problem)
     assert alt.strip()
