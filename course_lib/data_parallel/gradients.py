@@ -119,3 +119,13 @@ def some_names(names: Sequence[str]) -> str:
     if len(names) <= 5:
         return ", ".join(names) or "none"
     return f"{', '.join(names[:4])} and {len(names) - 4} more"
+
+
+def accumulate(param: nn.Parameter, grad: Tensor) -> None:
+    """Add to the gradient of a parameter, and call the hooks on it, as autograd does."""
+    for hook in (param._backward_hooks or {}).values():
+        other = hook(grad)
+        grad = grad if other is None else other
+    param.grad = grad if param.grad is None else param.grad.add_(grad)
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        hook(param)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from course_lib.core.call_names import call_for
 from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import mark_split
+from course_lib.data_parallel.gradients import accumulate
 from course_lib.fsdp.dim0_layout import Dim0Layout
 from course_lib.fsdp.kept_grads import KeptGrads
 from course_lib.fsdp.mesh import ShardingGroups
@@ -345,16 +346,6 @@ class FSDPParamGroup:
             rows[:, start : start + layout.slot_numel * dtype.itemsize].view(dtype)
             for start, layout, dtype in self._columns
         ]
-
-
-def accumulate(shard: nn.Parameter, grad: Tensor) -> None:
-    """Add to the gradient of a shard, and call the hooks on it, as autograd does."""
-    for hook in (shard._backward_hooks or {}).values():
-        other = hook(grad)
-        grad = grad if other is None else other
-    shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
-    for hook in (shard._post_accumulate_grad_hooks or {}).values():
-        hook(shard)
 
 
 def is_negative_zero(number: Tensor) -> bool:
