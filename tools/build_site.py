@@ -39,10 +39,8 @@ MENDED = {
 # what the README says of the lessons, and what their website says instead
 MAKES = ", and `make site` makes a website of them"
 SOLVED = "`notebooks/solved` has\nthe lessons with all their pictures"
-BEGIN = (
-    "these pages are\nthe lessons with all their pictures. "
-    "[Begin with lesson 00](notebooks/00_ranks.ipynb)"
-)
+BEGIN = "these pages are\nthe lessons with all their pictures. "
+BEGIN += "[Begin with lesson 00](notebooks/00_ranks.ipynb)"
 GUIDES = {
     "On a cluster": ["cluster_student", "cluster_operator", "checkpoints", "engines", "planner"],
     "For instructors": ["teaching", "instructor", "grading_ta", "exam", "ai_policy", "authoring"],

@@ -166,7 +166,7 @@ def test_lessons_that_git_does_not_know_are_no_clone(tmp_path):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     for folder in (tmp_path / "notebooks", tmp_path / "other" / "notebooks"):
         folder.mkdir(parents=True)
-        with pytest.raises(CourseError, match=r"expected a clone of the course; got .*notebooks"):
+        with pytest.raises(CourseError, match="expected a clone of the course"):
             update(folder)
 
 

@@ -1,5 +1,7 @@
 """Settings of Sphinx for the site; tools/build_site.py copies this beside the pages."""
 
+from pathlib import Path
+
 project = "Distributed training, taken apart"
 html_title = project
 extensions = ["myst_nb"]
@@ -22,7 +24,7 @@ html_static_path = ["static"]
 html_extra_path = ["extra"]
 html_css_files = ["course.css"]
 html_js_files = ["course.js"]
-html_search_scorer = "scorer.js"
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
