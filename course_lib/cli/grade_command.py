@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # imported where they are used: `course --help` should not wa
     from course_lib.grading.submission import HandedIn
     from course_lib.grading.task import GradingTask
 
-BY_HAND = "by_hand.csv"
 KINDS = "bubblewrap, namespaces, other uid or same uid"
 
 
@@ -41,38 +40,39 @@ TaskName = Annotated[
 ]
 
 
+Out = Annotated[
+    Path, typer.Option("--out", metavar="DIR", help="Folder for gradebook and reports.")
+]
+Jobs = Annotated[
+    int, typer.Option(min=0, help="Submissions graded at the same time; 0: one per CPU core.")
+]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=1, help="Time limit of a cell, in seconds.")
+]
+Kind = Annotated[
+    str, typer.Option("--sandbox", metavar="KIND", help=f"{KINDS}. Default: the best.")
+]
+Students = Annotated[
+    Path | None,
+    typer.Option(metavar="CSV", help="The class: who handed in nothing has a row, too."),
+]
+
+
 def grade(
     folder: Annotated[Path, typer.Argument(help="Folder of the submissions.")],
     name: TaskName = "",
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Folder for gradebook and reports.")
-    ] = Path("grades"),
-    jobs: Annotated[
-        int, typer.Option(min=0, help="Submissions graded at the same time; 0: one per CPU core.")
-    ] = 0,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=1, help="Time limit of a cell, in seconds.")
-    ] = 60,
-    kind: Annotated[
-        str, typer.Option("--sandbox", metavar="KIND", help=f"{KINDS}. Default: the best.")
-    ] = "",
-    students: Annotated[
-        Path | None,
-        typer.Option(metavar="CSV", help="The class: who handed in nothing has a row, too."),
-    ] = None,
+    out: Out = Path("grades"),
+    jobs: Jobs = 0,
+    timeout_s: Timeout = 60,
+    kind: Kind = "",
+    students: Students = None,
 ) -> None:
     """Grade the submissions of a class. The exit code is 0 if all of them could be judged.
 
     A submission that an earlier run has graded is not run again, unless it has changed.
     """
     _demand_clone()
-    from course_lib.grading.class_run import (
-        add_absent,
-        grade_class,
-        graders,
-        num_jobs,
-        write_reports,
-    )
+    from course_lib.grading import class_run
     from course_lib.grading.gradebook import Gradebook
     from course_lib.grading.release import read_class
     from course_lib.grading.submission import find_submissions
@@ -85,22 +85,21 @@ def grade(
     sandbox = _sandbox(kind)
     with (
         Gradebook(out, task.points) as book,
-        graders(task, sandbox, jobs or num_jobs(), timeout_s) as made,
+        class_run.graders(task, sandbox, jobs or class_run.num_jobs(), timeout_s) as made,
         _progress(task, len(submissions)) as one_more,
     ):
         try:
-            grade_class(made, submissions, book, one_more)
+            class_run.grade_class(made, submissions, book, one_more)
         except KeyboardInterrupt:
             kept = f"stopped; {len(book.rows)} of {len(submissions)} submissions are judged"
             print(f"{kept}. Type the same command to go on.", file=sys.stderr)
             raise
-        strangers = add_absent(listed, task, book)
-    overview = write_reports(task, book)
+        strangers = class_run.add_absent(listed, task, book)
+    overview = class_run.write_reports(task, book)
     _show(task, book.rows)
-    if strangers:
-        print(f"\nNot in {students}: {', '.join(map(one_line, strangers))}")
-    if unknown := sorted(book.by_hand.keys() - {graded.student for graded in book.rows}):
-        print(f"\n{BY_HAND} names students without a row: {', '.join(map(one_line, unknown))}")
+    unknown = sorted(book.by_hand.keys() - {graded.student for graded in book.rows})
+    _name_students(f"Not in {students}", strangers)
+    _name_students("In by_hand.csv, and without a row", unknown)
     print(f"\n{book.folder / 'gradebook.csv'}, feedback for each student, and {overview}")
     raise typer.Exit(0 if all(map(_is_settled(task), book.rows)) else 1)
 
@@ -203,6 +202,11 @@ def _show(task: "GradingTask", rows: "list[Graded]") -> None:
     Console().print(table)
     for sentence, who in why.items():
         print(f"\n{'; '.join(who)}:\n  {one_line(sentence)}")
+
+
+def _name_students(what: str, students: list[str]) -> None:
+    if students:
+        print(f"\n{what}: {', '.join(map(one_line, students))}")
 
 
 def _in_words(task: "GradingTask", graded: "Graded") -> str:
