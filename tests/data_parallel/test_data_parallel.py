@@ -13,30 +13,20 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from course_lib.accumulation import split_micro_batches
 from course_lib.core import COMMUNICATION_KINDS, CourseError, MeshError, ShapeError
 from course_lib.core.specs import ModelSpec
 from course_lib.data_parallel import DataParallel, NaiveDDP, RankSampler, fingerprint, weighted_loss
-from course_lib.models import GPT, IGNORED, padded_batch, token_loss
+from course_lib.models import GPT, padded_batch, token_loss
 from course_lib.ranks import RankError
+from tests.law.law import WORLDS, Alone, Replicas, assert_laws, every_module, ways
+from tests.law.modules import numbers
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SIZES = (1, 2, 3, 4)
 # float64: the sums over items run in another order on p ranks, and mean * weight rounds once more
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-14}
 SPEC = ModelSpec(hidden=16, num_layers=2, num_heads=2, ffn_hidden=32, vocab=40, max_seq=6)
 Pair = namedtuple("Pair", ["twice", "thrice"])
-
-
-# --- models and batches; every rank starts from its own seed
-
-
-def gpt():
-    """A GPT whose head is its embedding, with a frozen block."""
-    model = GPT(SPEC).double()
-    model.blocks[0].requires_grad_(False)
-    return model
 
 
 def mlp():
@@ -55,83 +45,48 @@ class Branches(nn.Module):
 
 
 def batches(items=11, count=3):
-    random = torch.Generator().manual_seed(5)
-
-    def draw(width):
-        return torch.randn(items, width, generator=random, dtype=torch.float64)
-
-    return [(draw(5), draw(3)) for _ in range(count)]
-
-
-def token_batches(count=3):
-    return [padded_batch(n, batch=9, seq=6, vocab=40) for n in range(count)]
-
-
-def count_items(targets):
-    return len(targets) if targets.is_floating_point() else int((targets != IGNORED).sum())
-
-
-CASES = {"mlp": (mlp, F.mse_loss, batches()), "tied gpt": (gpt, token_loss, token_batches())}
-
-
-def one_process(case, model, num_steps=3):
-    """Losses, gradients and parameters of one process on whole batches."""
-    _, loss_fn, data = CASES[case]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for x, y in data[:num_steps]:
-        optimizer.zero_grad()
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return outcome(model, losses)
-
-
-def outcome(model, losses):
-    params = [param.detach().clone() for param in model.parameters()]
-    grads = [param.grad for param in model.parameters()]
-    return torch.stack([torch.as_tensor(loss).double() for loss in losses]), grads, params
+    return [numbers(items, step) for step in range(count)]
 
 
 # --- the law
 
 
-def steps_of_rank(rank, case, num_micro_batches=1):
-    """Three steps on this rank's part of each batch, in uneven parts, weighted."""
-    torch.manual_seed(100 + rank)
-    build, loss_fn, data = CASES[case]
-    model, p = NaiveDDP(build()), dist.get_world_size()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    after_each, losses = [], []
-    for x, y in data:
-        optimizer.zero_grad()
-        mine, targets = x.tensor_split(p)[rank], y.tensor_split(p)[rank]
-        num_items, total = count_items(targets), 0.0
-        for part, wanted in split_micro_batches((mine, targets), num_micro_batches):
-            loss = loss_fn(model(part), wanted) * (count_items(wanted) / max(1, num_items))
-            loss = weighted_loss(loss, num_items)
-            loss.backward()
-            total = total + loss.detach() / p
-        model.finish()
-        optimizer.step()
-        dist.all_reduce(total)
-        losses.append(total)
-        after_each.append([param.detach().clone() for param in model.parameters()])
-    torch.manual_seed(100)
-    return outcome(model, losses), one_process(case, build()), after_each
+class Naive(Replicas):
+    name = "NaiveDDP"
+
+    def wrap(self, module):
+        return NaiveDDP(module, **{"find_unused": True, **self.options})
 
 
-@pytest.mark.parametrize("p", SIZES)
-@pytest.mark.parametrize(("case", "num_micro_batches"), [("mlp", 1), ("mlp", 2), ("tied gpt", 1)])
-def test_three_steps_equal_one_process(pools, p, case, num_micro_batches):
-    got = pools(p).run(steps_of_rank, case, num_micro_batches)
-    expected = got[0][1]  # rank 0's model, trained alone
-    for ours, _, _ in got:
-        torch.testing.assert_close(ours, expected, **TOLERANCE)
-    for _, _, after_each in got:
-        for mine, first in zip(after_each, got[0][2], strict=True):
-            assert all(map(torch.equal, mine, first))
+WAYS = [
+    {"find_unused": False, "clip": 0.05, "optimizer": "adamw"},
+    {"parts": 2, "no_sync": True},
+    {"parts": 3},
+    *({"items": items} for items in (2, 7)),
+]
+
+
+@pytest.mark.parametrize("p", WORLDS)
+def test_naive_ddp_has_the_numbers_of_one_process(pools, p):
+    assert_laws(pools(p).run, Naive, [*every_module(), *ways(["in place"], WAYS)])
+
+
+class Threads(Alone):
+    name = "DataParallel"
+
+    def wrap(self, module):
+        return DataParallel(module, self.law.options["num_replicas"])
+
+
+@pytest.mark.parametrize("num_replicas", WORLDS)
+def test_threads_have_the_numbers_of_one_process(alone, num_replicas):
+    laws = [
+        *every_module(),
+        *ways(["in place"], [{"optimizer": "adamw", "parts": 2}, {"items": 2}]),
+    ]
+    for law in laws:
+        law.options["num_replicas"] = num_replicas
+    assert_laws(lambda *args: [alone(*args)], Threads, laws)
 
 
 def plain_loop(rank, wrap):
@@ -144,10 +99,10 @@ def plain_loop(rank, wrap):
         if hasattr(model, "finish"):
             model.finish()
         optimizer.step()
-    return outcome(model, [torch.zeros(())])
+    return grads_of(model), [param.detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("p", [3])
 def test_naive_and_torch_ddp_are_the_same(pools, p):
     theirs = pools(p).run(plain_loop, nn.parallel.DistributedDataParallel)
     for ours, torchs in zip(pools(p).run(plain_loop, NaiveDDP), theirs, strict=True):
@@ -194,13 +149,13 @@ def test_a_negative_number_of_items_is_told():
 def one_step(rank, **options):
     model = NaiveDDP(GPT(SPEC).double(), **options)
     model.module.blocks[0].requires_grad_(False)
-    x, y = token_batches(1)[0]
+    x, y = padded_batch(0, batch=9, seq=6, vocab=40)
     token_loss(model(x), y).backward()
     model.finish()
     return [p.numel() * 8 for p in model.module.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("p", SIZES)
+@pytest.mark.parametrize("p", WORLDS)
 def test_one_all_reduce_a_trainable_parameter(pools, p):
     sizes = pools(p).run(one_step)[0]
     for rank in range(p):
@@ -235,27 +190,17 @@ def test_no_sync_sends_nothing(pools):
 # --- parameters without a gradient
 
 
-def branches(rank, find_unused, branch):
+def branches(rank):
     torch.manual_seed(rank)
-    model = NaiveDDP(Branches(), find_unused=find_unused)
+    model = NaiveDDP(Branches())
     x, y = batches(items=4, count=1)[0]
-    F.mse_loss(model(x, branch[rank]), y).backward()
+    F.mse_loss(model(x, 0), y).backward()
     model.finish()
-    alone = Branches()
-    alone.load_state_dict(model.module.state_dict())
-    sum(F.mse_loss(alone(x, b), y) / len(branch) for b in branch).backward()
-    return grads_of(model), grads_of(alone)
-
-
-@pytest.mark.parametrize("branch", [(0, 0), (0, 1), (0, 1, 1)])
-def test_a_missing_gradient_is_a_zero(pools, branch):
-    for ours, expected in pools(len(branch)).run(branches, True, branch):
-        torch.testing.assert_close(ours, expected, **TOLERANCE)
 
 
 def test_a_parameter_without_gradient_is_told(pools):
     with pytest.raises(RankError, match=r"got none for odd.weight, odd.bias, idle.weight"):
-        pools(2).run(branches, False, (0, 0))
+        pools(2).run(branches)
 
 
 # --- buffers
@@ -338,26 +283,6 @@ def test_a_rank_outside_of_the_world_is_told():
 
 
 # --- threads
-
-
-@pytest.mark.parametrize("num_replicas", SIZES)
-@pytest.mark.parametrize("case", CASES)
-def test_threads_equal_one_process(num_replicas, case):
-    build, loss_fn, data = CASES[case]
-    torch.manual_seed(0)
-    alone = build()
-    threads = build()
-    threads.load_state_dict(alone.state_dict())
-    model = DataParallel(threads, num_replicas)
-    expected = one_process(case, alone)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for x, y in data:
-        optimizer.zero_grad()
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    torch.testing.assert_close(outcome(threads, losses), expected, **TOLERANCE)
 
 
 def test_threads_keep_what_replica_0_does_to_its_buffers():

@@ -10,124 +10,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from course_lib.core import CourseError, MeshError, ModelSpec
-from course_lib.data_parallel import weighted_loss
 from course_lib.ddp import DDP, Mean, make_buckets
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import RankError, record, span
-from course_lib.recompute import recompute_full
+from tests.law.law import WORLDS, Law, Replicas, assert_laws, every_module, ways
+from tests.law.modules import HARD, Choice
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 # float64: the sum over items runs in another order, and the mean over ranks rounds once more
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-14}
-SIZES = (1, 2, 3, 4)
 SPEC = ModelSpec(hidden=16, num_layers=2, num_heads=2, ffn_hidden=32, vocab=40, max_seq=6)
-
-
-# --- modules that are hard on a DDP
-
-
-class Turned(nn.Module):
-    """A parameter that does not lie in memory row by row."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 5).t())
-        self.scale = nn.Parameter(torch.tensor(2.0))  # and one of no dims
-
-    def forward(self, x):
-        return x @ self.weight * self.scale
-
-
-class Choice(nn.Module):
-    """Each item uses one of three layers, and nobody the last: its first number chooses."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
-
-    def forward(self, x):
-        out = x.new_zeros(len(x), 3)
-        for number, layer in enumerate(self.layers[:2]):
-            mine = (x[:, 0] > 0) == bool(number)
-            if mine.any():
-                out = out.index_add(0, mine.nonzero()[:, 0], layer(x[mine]))
-        return out
-
-
-class Recomputed(nn.Module):
-    """An MLP whose first half is computed again in backward."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        self.reentrant = reentrant
-        self.first = nn.Sequential(nn.Linear(5, 6), nn.GELU())
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, x):
-        hidden = checkpoint(self.first, x.requires_grad_(), use_reentrant=self.reentrant)
-        return self.last(hidden)
-
-
-class Twice(nn.Module):
-    """Two forward passes of the same layers, before one backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, x):
-        return self.inner(x) - self.inner(-x)
 
 
 def mlp():
     return nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
 
 
-def tied_and_frozen_gpt():
-    model = GPT(SPEC)
-    model.blocks[0].requires_grad_(False)
-    return model
-
-
-def recomputed_gpt():
-    model = GPT(SPEC)
-    recompute_full(model)
-    return model
-
-
 def numbers(items):
-    torch.manual_seed(99)
-    x, y = torch.randn(items, 5).double(), torch.randn(items, 3).double()
-    x[:, 0] = torch.linspace(-1, 1, items)  # sorted: the ranks of a Choice use other layers
-    return x, y
-
-
-def tokens(items):
-    return next_tokens(token_batch(0, batch=items, seq=6, vocab=40))
-
-
-BUILDS = {
-    "mlp": (mlp, numbers, F.mse_loss),
-    "not contiguous": (Turned, numbers, F.mse_loss),
-    "recomputed": (lambda: Recomputed(reentrant=False), numbers, F.mse_loss),
-    "recomputed, reentrant": (lambda: Recomputed(reentrant=True), numbers, F.mse_loss),
-    "two forward passes": (Twice, numbers, F.mse_loss),
-    "tied and frozen GPT": (tied_and_frozen_gpt, tokens, token_loss),
-    "recomputed GPT": (recomputed_gpt, tokens, token_loss),
-    "choice": (Choice, numbers, F.mse_loss),
-}
-
-
-# --- the law: the numbers of one process
-
-
-def build(name, seed):
-    torch.manual_seed(seed)
-    return BUILDS[name][0]().double()
+    return HARD["in place"].batch(items, 0)
 
 
 def sgd(model):
@@ -140,78 +43,32 @@ def numbers_of(module):
     return grads, [p.detach().clone() for p in module.parameters()]
 
 
-def alone(name, items=24, steps=3):
-    """One process, the whole batch, seed 0: gradients and weights after every step."""
-    module, (x, y) = build(name, seed=0), BUILDS[name][1](items)
-    optimizer, found = sgd(module), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        BUILDS[name][2](module(x), y).backward()
-        optimizer.step()
-        found.append(numbers_of(module))
-    return found
+# --- the law: the numbers of one process
 
 
-def together(rank, name, items=24, parts=1, wrap=DDP, **options):
-    """The same by DDP: each rank has its part of the batch, and weights of its own at first."""
-    module, p = build(name, seed=rank), dist.get_world_size()
-    model, optimizer, found = wrap(module, **options), sgd(module), []
-    x, y = (whole.tensor_split(p)[rank].tensor_split(parts) for whole in BUILDS[name][1](items))
-    for _ in range(3):
-        optimizer.zero_grad()
-        for index in range(parts):
-            loss = BUILDS[name][2](model(x[index]), y[index]) / parts
-            if items % p:
-                loss = weighted_loss(loss, len(y[index]))
-            if index < parts - 1:
-                with model.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
-        model.finish()
-        optimizer.step()
-        found.append(numbers_of(module))
-    return found
+class Bucketed(Replicas):
+    name = "DDP"
+    cls = DDP
+
+    def wrap(self, module):
+        return self.cls(module, **{"find_unused": True, **self.options})
 
 
-def assert_law(by_rank, wanted):
-    for found in by_rank[1:]:
-        for (grads, weights), (first_grads, first_weights) in zip(found, by_rank[0], strict=True):
-            for got, first in zip(grads + weights, first_grads + first_weights, strict=True):
-                assert (got is None and first is None) or torch.equal(got, first)
-    torch.testing.assert_close(by_rank[0], wanted, **TOLERANCE)
+SENDING = [
+    {"overlap": False},
+    {"bucket_bytes": 1},
+    {"bucket_bytes": float("inf")},
+    {"find_unused": False, "clip": 0.05, "optimizer": "adamw"},
+    *({"parts": 2, "no_sync": True, "overlap": overlap} for overlap in (True, False)),
+    *({"items": items} for items in (2, 7, 13)),
+]
+LAWS = [*every_module(bucket_bytes=300), *ways(["in place"], SENDING)]
+LAWS += ways(["choice"], [one for one in SENDING if "find_unused" not in one], bucket_bytes=100)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("name", [name for name in BUILDS if name != "choice"])
-def test_ddp_matches_one_process(pools, name, world_size):
-    assert_law(pools(world_size).run(together, name, bucket_bytes=300), alone(name))
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize(
-    "options",
-    [{"overlap": False}, {"bucket_bytes": 1}, {"bucket_bytes": float("inf")}, {}, {"parts": 2}],
-    ids=str,
-)
-def test_no_way_of_sending_changes_the_numbers(pools, options, world_size):
-    assert_law(pools(world_size).run(together, "mlp", **options), alone("mlp"))
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("items", [2, 7, 13])
-def test_an_uneven_batch_weighs_every_item_alike(pools, items, world_size):
-    assert_law(pools(world_size).run(together, "mlp", items=items), alone("mlp", items=items))
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("world_size", SIZES)
-def test_a_layer_used_on_some_ranks_only(pools, world_size, parts, overlap):
-    options = {"find_unused": True, "bucket_bytes": 100, "parts": parts, "overlap": overlap}
-    by_rank = pools(world_size).run(together, "choice", **options)
-    assert_law(by_rank, alone("choice"))
-    assert by_rank[0][0][0][-1] is None, "no rank has used the last layer"
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_ddp_has_the_numbers_of_one_process(pools, world_size):
+    assert_laws(pools(world_size).run, Bucketed, LAWS)
 
 
 class NeverWaits(Mean):
@@ -243,27 +100,30 @@ class OwnStart(DDP):
             param.data.copy_(value)
 
 
-PLANTED = [
-    {"comm_hook": NeverWaits, "late": True},
-    {"comm_hook": Sums},
-    {"wrap": ForgetsTheLastBucket},
-    {"wrap": OwnStart},
-]
+class Late(Bucketed):
+    """Rank 1 comes late: who does not wait for it goes on without it."""
+
+    def run(self):
+        time.sleep(0.2 * self.rank)
+        found = super().run()
+        time.sleep(0.2)
+        return found
 
 
-def late_together(rank, *args, late=False, **options):
-    """With `late`, rank 1 comes late: who does not wait for it goes on without it."""
-    time.sleep(0.2 * rank * late)
-    found = together(rank, *args, **options)
-    time.sleep(0.2 * late)
-    return found
+PLANTED = {
+    "never waits": (Late, {"comm_hook": NeverWaits, "find_unused": False}),
+    "sums": (Bucketed, {"comm_hook": Sums}),
+    "forgets the last bucket": (type("Forgets", (Bucketed,), {"cls": ForgetsTheLastBucket}), {}),
+    "own start": (type("OwnStarts", (Bucketed,), {"cls": OwnStart}), {}),
+}
 
 
-@pytest.mark.parametrize("planted", PLANTED, ids=str)
+@pytest.mark.parametrize("planted", PLANTED)
 def test_a_broken_ddp_fails_the_law(pools, planted):
-    by_rank = pools(2).run(late_together, "mlp", bucket_bytes=100, **planted)
-    with pytest.raises(AssertionError):
-        assert_law(by_rank, alone("mlp"))
+    method, options = PLANTED[planted]
+    law = Law("in place", options={"bucket_bytes": 100, **options})
+    with pytest.raises(AssertionError, match="off by|differs between ranks"):
+        assert_laws(pools(2).run, method, [law])
 
 
 def norm_net():
@@ -289,7 +149,7 @@ def with_batch_norm(rank, wrap, **options):
     return seen, found
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", WORLDS)
 def test_everybody_computes_with_the_first_ranks_buffers(pools, world_size):
     by_rank = pools(world_size).run(with_batch_norm, DDP)
     for seen, _ in by_rank:
@@ -428,7 +288,7 @@ def all_reduces(events):
     return sorted(found, key=lambda event: event.start_s)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_buckets_leave_before_backward_ends(pools, overlap, world_size):
     options = {"bucket_bytes": 2 * 16 * 2**10, "overlap": overlap}
@@ -467,7 +327,8 @@ def test_dtypes_have_buckets_of_their_own_which_leave_when_they_are_full():
 
 
 def test_tied_and_frozen_parameters_are_not_sent_twice_nor_at_all():
-    model = tied_and_frozen_gpt()
+    model = GPT(SPEC)
+    model.blocks[0].requires_grad_(False)
     (bucket,) = make_buckets(model, float("inf"))
     trained = sum(param.nbytes for param in model.parameters() if param.requires_grad)
     assert bucket.num_bytes == trained
@@ -653,7 +514,7 @@ def test_a_parameter_without_a_gradient_is_named(pools):
         pools,
         step,
         "rank {rank}, DDP.finish: need a gradient for every parameter; got none for "
-        "layers.2.bias, layers.2.weight, layers.0.bias, layers.0.weight. Try",
+        "layers.never.bias, layers.never.weight, layers.low.bias, layers.low.weight. Try",
         "DDP(..., find_unused=True)",
     )
 

@@ -1,0 +1,20 @@
+"""What a method does not train as one process does: one table, each row with its reason."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The method says so in a sentence with these words, a regular expression, on every rank."""
+
+    words: str
+
+
+DATA_PARALLEL = ("DDP", "NaiveDDP", "LocalSGD", "DiLoCo", "DataParallel")
+
+# methods, hard modules, and the reason why they are left out, or the refusal that is looked for
+ROWS: list[tuple[tuple[str, ...], tuple[str, ...], str | Refused]] = [
+    (DATA_PARALLEL, ("dropout", "GPT, dropout"), "each replica draws masks for its own part"),
+]
+EXCEPTIONS = {(method, hard): why for methods, modules, why in ROWS
+              for method in methods for hard in modules}  # fmt: skip
