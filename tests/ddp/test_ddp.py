@@ -122,7 +122,7 @@ PLANTED = {
 def test_a_broken_ddp_fails_the_law(pools, planted):
     method, options = PLANTED[planted]
     law = Law("in place", options={"bucket_bytes": 100, **options})
-    with pytest.raises(AssertionError, match="off by|differs between ranks"):
+    with pytest.raises(AssertionError, match=r"off by|differs between ranks"):
         assert_laws(pools(2).run, method, [law])
 
 

@@ -10,11 +10,27 @@ class Refused:
     words: str
 
 
-DATA_PARALLEL = ("DDP", "NaiveDDP", "LocalSGD", "DiLoCo", "DataParallel")
+DATA_PARALLEL = (
+    "DDP",
+    "NaiveDDP",
+    "LocalSGD",
+    "DiLoCo",
+    "DataParallel",
+    "ZeRO1",
+    "ZeRO2",
+    "ZeRO3",
+    "ShardedOptimizer",
+    "FSDP",
+)
 
 # methods, hard modules, and the reason why they are left out, or the refusal that is looked for
 ROWS: list[tuple[tuple[str, ...], tuple[str, ...], str | Refused]] = [
     (DATA_PARALLEL, ("dropout", "GPT, dropout"), "each replica draws masks for its own part"),
+    (
+        ("ZeRO3",),
+        ("choice",),
+        "a module gathers its parameters when it is called, so all ranks have to call the same",
+    ),
 ]
 EXCEPTIONS = {(method, hard): why for methods, modules, why in ROWS
               for method in methods for hard in modules}  # fmt: skip

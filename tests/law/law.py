@@ -58,7 +58,6 @@ class Law:
     module: str
     optimizer: str = "sgd"
     items: int = 12
-    steps: int = 3
     parts: int = 1  # micro-batches
     clip: float | None = None
     dtype: torch.dtype = torch.float64
@@ -76,7 +75,7 @@ class Alone:
     """One process: the module itself, on the whole batch. A method overrides what it changes."""
 
     name = "one process"
-    reports = ("loss", "output", "gradient", "state")
+    reports = ("loss", "output", "gradient", "state", "optimizer")
     same_seed = False  # do all ranks have to begin alike?
 
     def __init__(self, law: Law, rank: int = 0, p: int = 1) -> None:
@@ -119,6 +118,9 @@ class Alone:
     def state(self) -> dict[str, Tensor]:
         return self.module.state_dict()
 
+    def moments(self) -> dict[str, Tensor]:
+        return named_moments(self.optimizer.state_dict())
+
     def outputs(self, x: Tensor) -> Tensor:
         """What the model computes without gradients."""
         with torch.no_grad():
@@ -139,7 +141,7 @@ class Alone:
 
     def train(self) -> Iterator[tuple[int, str, dict[str, Tensor | None]]]:
         """Yield what is seen: step, kind, and tensors by name."""
-        for step in range(self.law.steps):
+        for step in range(self.hard.steps):
             x, y = self.hard.batch(self.law.items, step)
             x, y = (t.to(self.law.dtype) if t.is_floating_point() else t for t in (x, y))
             if "output" in self.reports:
@@ -154,6 +156,8 @@ class Alone:
             self.step()
             self.schedule.step()
             yield step, "state", self.state()
+            if "optimizer" in self.reports:
+                yield step, "optimizer", self.moments()
 
     def run(self) -> Found:
         torch.manual_seed(1 if self.same_seed else 1 + self.rank)  # masks
@@ -168,7 +172,7 @@ class Alone:
 class Replicas(Alone):
     """Ranks that train on their parts of each batch, and begin with weights of their own."""
 
-    reports = ("output", "gradient", "state")
+    reports = ("output", "gradient", "state", "optimizer")
 
     def mine(self, whole: Tensor) -> Tensor:
         return whole.tensor_split(self.p)[self.rank]
@@ -186,6 +190,12 @@ class Replicas(Alone):
 
 def count(targets: Tensor) -> int:
     return len(targets) if targets.is_floating_point() else int((targets != IGNORED).sum())
+
+
+def named_moments(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of an optimizer's state dict, by the number of the parameter and their name."""
+    numbered = ((n, kind, x) for n, kinds in state["state"].items() for kind, x in kinds.items())
+    return {f"{n}.{kind}": x for n, kind, x in numbered if isinstance(x, Tensor)}
 
 
 # --- the comparison
