@@ -20,123 +20,16 @@ from torch.nn import functional as F
 
 from course_lib.fsdp import FSDP
 from course_lib.ranks import RankError, record
+from tests.law.law import WORLDS
+from tests.law.modules import HARD, Choice, build, numbers
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ITEMS = 24  # each half of the batch has equal parts for every world size
-SIZES = (1, 2, 3, 4)
-
-
-# --- modules of 6 numbers to 3, and their optimizers
-
-
-def layers():
-    return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6))  # 7: uneven
-
-
-class Nested(nn.Module):
-    """Modules in lists and dictionaries, and a parameter of one row beside them."""
-
-    def __init__(self):
-        super().__init__()
-        self.shift = nn.Parameter(torch.randn(1, 3))
-        self.blocks = nn.ModuleList([layers(), layers()])
-        self.ends = nn.ModuleDict({"head": nn.Linear(6, 3)})
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return self.ends["head"](x) + self.shift
-
-
-class Odd(nn.Module):
-    """A scalar, buffers, a module called twice, a parameter and a layer that nobody uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain, self.never = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(5, 2))
-        self.inner, self.unused = Nested(), nn.Linear(6, 5)
-        self.register_buffer("scale", torch.tensor([1.0, 10.0, 0.1]))
-        self.register_buffer("calls", torch.tensor(0))
-        self.register_buffer("scratch", torch.ones(3), persistent=False)
-
-    def forward(self, x):
-        self.calls += 1
-        return self.gain * (self.inner(x) - self.inner(-x)) * self.scale * self.scratch
-
-
-def tied():
-    """One weight under two names, and one block under two names."""
-    block, first, second = layers(), nn.Linear(6, 6), nn.Linear(6, 6)
-    second.weight = first.weight
-    return nn.Sequential(first, block, nn.Tanh(), second, block, nn.Linear(6, 3))
-
-
-def frozen():
-    module = Nested()
-    module.blocks[0].requires_grad_(False)
-    module.ends["head"].weight.requires_grad_(False)
-    return module
-
-
-class Choice(nn.Module):
-    """Items with a negative first number, which come first, use other parameters than the others.
-
-    Ranks with items of one kind leave out the other's rows, and the other's layer if `chosen`.
-    """
-
-    def __init__(self, container, chosen=True):
-        super().__init__()
-        self.rows = nn.ParameterList([torch.randn(6, 6), torch.randn(6, 6)])
-        self.container, self.chosen = container, chosen
-
-    def forward(self, x):
-        masks = (x[:, 0] < 0, x[:, 0] >= 0)
-        sides = zip(masks, self.rows, self.container.children(), strict=True)
-        sides = [(x[mask] @ rows, layer) for mask, rows, layer in sides if mask.any()]
-        if self.chosen:
-            return torch.cat([layer(part) for part, layer in sides])
-        x = torch.cat([part for part, _ in sides])
-        return sum(layer(x) for layer in self.container.children())
-
-
-class InFloat32(nn.Linear):
-    def forward(self, x):
-        return super().forward(x.float()).double()
-
-
-def linear():
-    return nn.Linear(6, 3)
-
-
-LISTED = "layers of a list unused on a rank"
-BUILDS = {
-    "nested": Nested,
-    "odd": Odd,
-    "tied": tied,
-    "frozen": frozen,
-    "rows unused on a rank": lambda: Choice(nn.ModuleList([linear(), linear()]), chosen=False),
-    "layers unused on a rank": lambda: Choice(nn.ModuleDict({"a": linear(), "b": linear()})),
-    LISTED: lambda: Choice(nn.ModuleList([linear(), linear()])),
-    "two dtypes": lambda: nn.Sequential(nn.Linear(6, 7), InFloat32(7, 5), nn.Linear(5, 3)),
-}
-USUAL = [name for name in BUILDS if name not in (LISTED, "two dtypes")]
-
-
-def build(name, seed=0):
-    torch.manual_seed(seed)
-    module = BUILDS[name]().double()
-    for part in module.modules():
-        if isinstance(part, InFloat32):
-            part.float()
-    return module
 
 
 def batch(seed=0):
-    torch.manual_seed(99 + seed)
-    x, y = torch.randn(ITEMS, 6).double(), torch.randn(ITEMS, 3).double()
-    x[:, 0] = torch.linspace(-1, 1, ITEMS)  # sorted: the ranks of a Choice choose differently
-    return x, y
+    return numbers(ITEMS, seed)
 
 
 def sgd(module):
@@ -247,7 +140,11 @@ def step(model, optimizers, x, y, when):
 
 def trains(wrap, mine, name, optimizers=sgd, seed=0, mixed=False):
     """Three steps with evaluations between them; the last two with one half of the batch each."""
-    model, (x, y), found = wrap(build(name).float() if mixed else build(name)), batch(seed), {}
+    model, (x, y), found = (
+        wrap(build(name, 0, torch.float32 if mixed else torch.float64)),
+        batch(seed),
+        {},
+    )
     chosen, x = optimizers(model.module), x.bfloat16() if mixed else x
     for n, items in enumerate([slice(ITEMS), slice(ITEMS // 2), slice(ITEMS // 2, ITEMS)]):
         with torch.no_grad():
@@ -257,7 +154,7 @@ def trains(wrap, mine, name, optimizers=sgd, seed=0, mixed=False):
 
 
 def accumulates(wrap, mine, name, finish_each):
-    model, (x, y) = wrap(build(name)), batch()
+    model, (x, y) = wrap(build(name, 0)), batch()
     for n in range(2):
         F.mse_loss(model(mine(x.chunk(2)[n])), mine(y.chunk(2)[n])).backward()
         if finish_each or n == 1:
@@ -267,7 +164,7 @@ def accumulates(wrap, mine, name, finish_each):
 
 def clips(wrap, mine):
     """The user clips by the norm over all ranks."""
-    model, (x, y) = wrap(build("frozen")), batch()
+    model, (x, y) = wrap(build("adapted", 0)), batch()
     F.mse_loss(model(mine(x)), mine(y)).backward()
     model.finish()
     grads = [param.grad for param in model.module.parameters() if param.grad is not None]
@@ -296,7 +193,7 @@ class Both:
 
 
 def trains_both(wrap, mine):
-    modules, (x, y) = [build("nested"), nn.Linear(3, 3, dtype=torch.float64)], batch()
+    modules, (x, y) = [build("odd", 0), nn.Linear(3, 3, dtype=torch.float64)], batch()
     model = Both(*map(wrap, modules))
     chosen = [*adamw(model.module[0]), *sgd(model.module[1])]
     steps = [step(model, chosen, mine(x), mine(y), f"step {n}") for n in range(3)]
@@ -305,7 +202,7 @@ def trains_both(wrap, mine):
 
 def starts_again(wrap, mine, name):
     """From the full state dict: the plain module, and a fresh one that trains on."""
-    model, plain, (x, y) = wrap(build(name)), build(name, seed=1), map(mine, batch())
+    model, plain, (x, y) = wrap(build(name, 0)), build(name, 1), map(mine, batch())
     step(model, sgd(model.module), x, y, "a step")
     plain.load_state_dict(model.full_state_dict())
     found = state(model) | {"outputs": plain(x).detach()}
@@ -315,7 +212,7 @@ def starts_again(wrap, mine, name):
 
 def goes_on(wrap, mine, name):
     """From the state dicts of each rank's own parameters and optimizer."""
-    model, fresh, (x, y) = wrap(build(name)), wrap(build(name, seed=1)), map(mine, batch())
+    model, fresh, (x, y) = wrap(build(name, 0)), wrap(build(name, 1)), map(mine, batch())
     (old,), (new,) = adamw(model.module), adamw(fresh.module)
     step(model, [old], x, y, "a step")
     fresh.module.load_state_dict(copy.deepcopy(model.module.state_dict()))
@@ -323,52 +220,55 @@ def goes_on(wrap, mine, name):
     return step(fresh, [new], x, y, "the next step") | state(fresh)
 
 
-# --- the law
+# --- the law, beyond that of `test_fsdp.py`
 
 LAW = [
-    *((trains, name) for name in USUAL),
-    *((trains, name, by) for name in ("odd", "tied") for by in (adamw, two, one_each)),
-    *((accumulates, name, each) for name in ("odd", *USUAL[-2:]) for each in (True, False)),
-    *((go, name) for go in (starts_again, goes_on) for name in ("odd", "tied", "frozen")),
+    *((trains, name, by) for name in ("odd", "tied") for by in (two, one_each)),
+    *((accumulates, name, each) for name in ("odd", "choice") for each in (True, False)),
+    *((go, name) for go in (starts_again, goes_on) for name in ("odd", "tied", "adapted")),
     (trains_both,),
     (clips,),
 ]
+IN_BFLOAT16 = {"compute_dtype": torch.bfloat16}
+MIXED = [(trains, name, sgd, 0, True) for name in ("blocks", "tied", "adapted", "choice")]
 
 
-def check(pools, world_size, scenario, *args, tolerance=1e-10, plain=Plain, **options):
-    by_rank = pools(world_size).run(on_rank, scenario, args, options)
-    assert_same(by_rank, scenario(plain, lambda x: x, *args), tolerance)
+def all_on_rank(rank, cases, options):
+    return [on_rank(rank, scenario, args, options) for scenario, *args in cases]
 
 
-def words(case):
-    return ", ".join(getattr(part, "__name__", str(part)) for part in case)
+def check(pools, world_size, cases, tolerance=1e-10, plain=Plain, **options):
+    by_rank = pools(world_size).run(all_on_rank, cases, options)
+    for (scenario, *args), found in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert_same(found, scenario(plain, lambda x: x, *args), tolerance)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("case", LAW, ids=words)
-def test_ranks_have_the_numbers_of_one_process(pools, case, world_size):
-    check(pools, world_size, *case)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_ranks_have_the_numbers_of_one_process(pools, world_size):
+    check(pools, world_size, LAW)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_two_dtypes_have_the_numbers_of_one_process(pools, world_size):
-    check(pools, world_size, trains, "two dtypes", tolerance=1e-5)
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_ranks_may_use_other_layers_of_a_unit(pools, world_size):
-    check(pools, world_size, trains, LISTED, units=[])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_bfloat16_computes_and_float32_learns(pools, world_size):
+    options = {"tolerance": 2**-4, "plain": PlainBfloat16}  # 8 bits, rounded often
+    check(pools, world_size, MIXED, **options, **IN_BFLOAT16)
 
 
 def test_ranks_that_use_other_units_are_told(pools):
     """Each layer of a list is a unit: all ranks have to gather it, as with `fully_shard`."""
+
+    class Listed(Choice):
+        def __init__(self):
+            super().__init__()
+            self.layers["high"] = nn.Linear(5, 3, bias=False)
+            self.units = nn.ModuleList(self.layers.values())
+
+    def step(rank):
+        model, x = FSDP(Listed()), batch()[0].float()
+        model(x.chunk(2)[rank]).sum().backward()
+
     with pytest.raises(RankError, match="the ranks made different calls"):
-        check(pools, 2, trains, LISTED)
-
-
-@pytest.mark.parametrize("name", USUAL)
-def test_parameters_may_stay_between_forward_and_backward(pools, name):
-    check(pools, 3, trains, name, reshard_after_forward=False)
+        pools(2).run(step)
 
 
 # --- what a rank holds and sends; groups; mixed precision
@@ -376,7 +276,7 @@ def test_parameters_may_stay_between_forward_and_backward(pools, name):
 
 def held(rank, name):
     """Of each parameter its shape, dtype and requires_grad; the bytes of all; are they the same?"""
-    model, (x, y) = FSDP(build(name)), batch()
+    model, (x, y) = FSDP(build(name, 0)), batch()
     params = dict(model.module.named_parameters())
     step(model, sgd(model.module), x, y, "a step")
     with torch.no_grad():
@@ -387,11 +287,16 @@ def held(rank, name):
     return about, sum({s.data_ptr(): s.nbytes() for s in storages}.values()), same
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("name", BUILDS)
-def test_a_rank_holds_its_rows_of_every_parameter(pools, name, world_size):
-    by_rank, most_bytes = pools(world_size).run(held, name), 0
-    wanted = dict(build(name).named_parameters())
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_rank_holds_its_rows_of_every_parameter(pools, world_size):
+    names = [name for name, hard in HARD.items() if hard.batch is numbers]
+    by_rank = pools(world_size).run(lambda rank: [held(rank, name) for name in names])
+    for name, found in zip(names, zip(*by_rank, strict=True), strict=True):
+        assert_rows(name, found, world_size)
+
+
+def assert_rows(name, by_rank, world_size):
+    wanted, most_bytes = dict(build(name, 0).named_parameters()), 0
     for n, whole in wanted.items():
         shapes = [about[n][0] for about, _, _ in by_rank]
         assert {about[n][1:] for about, _, _ in by_rank} == {(whole.dtype, whole.requires_grad)}
@@ -415,7 +320,7 @@ def messages(rank):
     return Counter((event.kind, event.num_bytes) for event in log.events if event.kind in kinds)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", WORLDS)
 def test_a_unit_sends_its_parameters_and_its_gradients_in_one_message_each(pools, world_size):
     wanted = {("all_gather", 4 * 7 * 12): 1, ("reduce_scatter", 4 * 7 * 12): 1}
     assert pools(world_size).run(messages) == [wanted] * world_size
@@ -425,13 +330,13 @@ def in_pairs(rank):
     """Ranks 0 and 2 train on one batch, 1 and 3 on another."""
     group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     wrap, mine = lambda m: FSDP(m, group=group), lambda x: x.chunk(2)[rank // 2]
-    return trains(wrap, mine, "nested", seed=rank % 2)
+    return trains(wrap, mine, "odd", seed=rank % 2)
 
 
 def test_each_group_trains_a_model_of_its_own(pools):
     by_rank = pools(4).run(in_pairs)
     for seed in range(2):
-        assert_same(by_rank[seed::2], trains(Plain, lambda x: x, "nested", seed=seed))
+        assert_same(by_rank[seed::2], trains(Plain, lambda x: x, "odd", seed=seed))
 
 
 def on_mesh(rank, name):
@@ -439,21 +344,11 @@ def on_mesh(rank, name):
     return goes_on(lambda m: FSDP(m, mesh=mesh), lambda x: x.chunk(4)[rank], name)
 
 
-@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.parametrize("name", ["odd", "tied", "adapted", "choice"])
 def test_shards_inside_a_node_are_replicated_across_nodes(pools, name):
     by_rank = pools(4).run(on_mesh, name)
     assert_same(by_rank[:2], goes_on(Plain, lambda x: x, name))
     torch.testing.assert_close(by_rank[2:], by_rank[:2], rtol=0, atol=0)
-
-
-IN_BFLOAT16 = {"plain": PlainBfloat16, "compute_dtype": torch.bfloat16}
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("name", ["nested", "tied", "frozen", "rows unused on a rank"])
-def test_bfloat16_computes_and_float32_learns(pools, name, world_size):
-    args = (trains, name, sgd, 0, True)
-    check(pools, world_size, *args, tolerance=2**-4, **IN_BFLOAT16)  # 8 bits, rounded often
 
 
 class Notes(nn.Linear):
@@ -476,6 +371,7 @@ def learns_slowly(wrap, mine):
     return {"weight in forward": Notes.seen} | look(model, "after two steps")
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", WORLDS)
 def test_forward_sees_bfloat16_and_small_updates_are_kept(pools, world_size):
-    check(pools, world_size, learns_slowly, tolerance=1e-6, **IN_BFLOAT16)
+    options = {"tolerance": 1e-6, "plain": PlainBfloat16}
+    check(pools, world_size, [(learns_slowly,)], **options, **IN_BFLOAT16)

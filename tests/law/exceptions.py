@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from tests.law.modules import HARD
+
 
 @dataclass(frozen=True)
 class Refused:
@@ -32,5 +34,7 @@ ROWS: list[tuple[tuple[str, ...], tuple[str, ...], str | Refused]] = [
         "a module gathers its parameters when it is called, so all ranks have to call the same",
     ),
 ]
+NOT_GPT = tuple(name for name in HARD if not name.startswith("GPT"))
+ROWS.append((("tensor parallel",), NOT_GPT, Refused("need an unsplit GPT; got ")))
 EXCEPTIONS = {(method, hard): why for methods, modules, why in ROWS
               for method in methods for hard in modules}  # fmt: skip

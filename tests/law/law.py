@@ -147,6 +147,7 @@ class Alone:
             if "output" in self.reports:
                 yield step, "output", {"": self.outputs(x)}
             self.zero_grad()
+            torch.manual_seed(step if self.same_seed else step + 100 * self.rank)  # masks
             yield step, "loss", {"": self.backward(x, y)}
             self.finish()
             norm = self.clip(self.law.clip) if self.law.clip else None
@@ -160,7 +161,6 @@ class Alone:
                 yield step, "optimizer", self.moments()
 
     def run(self) -> Found:
-        torch.manual_seed(1 if self.same_seed else 1 + self.rank)  # masks
         return {
             (step, kind, name): None if x is None else x.detach().clone()
             for step, kind, named in self.train()
@@ -203,7 +203,6 @@ def named_moments(state: dict[str, Any]) -> dict[str, Tensor]:
 
 @cache
 def alone(law: Law) -> Found:
-    # masks are those of rank 0, or of all ranks that begin alike: the same seed
     return Alone(law).run()
 
 

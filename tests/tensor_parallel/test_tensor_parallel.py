@@ -5,7 +5,7 @@ import sys
 import time
 import weakref
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -31,7 +31,6 @@ from course_lib.memory.saved_tensors import measure_saved, tensors_of
 from course_lib.models import GPT, IGNORED, padded_batch, token_loss
 from course_lib.models.gpt import Dropout
 from course_lib.ranks import record
-from course_lib.recompute import recompute_full
 from course_lib.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -62,79 +61,35 @@ from course_lib.tensor_parallel.cost import (
 from course_lib.tensor_parallel.finish_watch import finishing
 from course_lib.tensor_parallel.lab import split_layer_bytes
 from course_lib.tensor_parallel.regions import all_gather
+from tests.law.law import (
+    WORLDS,
+    Alone,
+    assert_broken,
+    assert_laws,
+    every_module,
+    nightly,
+    ways,
+)
+from tests.law.modules import build
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: a split sum runs in another order
 SIZES = (1, 2, 3, 4)
 TINY = ModelSpec(hidden=24, num_layers=1, num_heads=12, ffn_hidden=36, vocab=48, max_seq=12)
+UNTIED = replace(TINY, tied=False, bias=False)
 LLAMA = {"gated": True, "norm": "rms", "positions": "rope", "bias": False}
 
 
-def frozen(spec, *parts):
-    model = GPT(spec)
-    for name, param in model.named_parameters():
-        param.requires_grad_(not any(part in name for part in parts))
-    return model
-
-
-def recomputed():
-    model = GPT(TINY, flash=False, dropout=0.2)
-    recompute_full(model)
-    return model
-
-
-BUILDS = {
-    "two layers": lambda: GPT(replace(TINY, num_layers=2)),
-    "untied, no bias": lambda: GPT(replace(TINY, tied=False, bias=False)),
-    "llama, few keys": lambda: GPT(
-        replace(TINY, **LLAMA, hidden=48, num_heads=24, num_kv_heads=12), flash=False
-    ),
-    "uneven": lambda: GPT(replace(TINY, vocab=41, ffn_hidden=31, gated=True, tied=False)),
-    "frozen embedding": lambda: frozen(TINY, "embedding"),
-    "frozen norms": lambda: frozen(TINY, "norm", "out.bias"),
-    "dropout": lambda: GPT(TINY, flash=False, dropout=0.2),
-    "recomputed": recomputed,
-}
-HARDEST = ("two layers", "llama, few keys", "uneven", "dropout")
-
-
 # --- the law: the numbers of one process
-
-
-def build(name, seed=0):
-    torch.manual_seed(seed)
-    return BUILDS[name]().double()
 
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
 
 
-def batches(spec, num):
-    """Batches of other sizes, with targets that are ignored."""
-    return [padded_batch(n, batch=2 + n, seq=12, vocab=spec.vocab) for n in range(num)]
-
-
 def grads_of(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-@cache
-def alone(name):
-    """One process: the losses of 3 steps, the first gradients, the weights in the end."""
-    model = build(name)
-    optimizer, losses = sgd(model), []
-    torch.manual_seed(1)
-    for step, (tokens, targets) in enumerate(batches(model.spec, 3)):
-        optimizer.zero_grad()
-        loss = token_loss(model(tokens), targets)
-        loss.backward()
-        if step == 0:
-            grads = {name: grad.clone() for name, grad in grads_of(model).items()}
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses, grads, model.state_dict()
 
 
 def seeded(spec, **options):
@@ -146,39 +101,44 @@ def the_mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def together(rank, name, sequence_parallel, loss_of=parallel_token_loss, finish=finish_gradients):
-    """The same over all ranks, whole again."""
-    mesh = the_mesh()
-    model = parallelize(build(name), mesh, sequence_parallel)
-    optimizer, losses = sgd(model), []
-    torch.manual_seed(1)
-    for step, (tokens, targets) in enumerate(batches(model.spec, 3)):
-        optimizer.zero_grad()
-        loss = loss_of(model(tokens), targets, mesh.get_group())
+class Split(Alone):
+    """All ranks have the whole batch, and begin alike."""
+
+    name, same_seed = "tensor parallel", True
+    reports = ("loss", "gradient", "state")
+
+    def wrap(self, module):
+        return parallelize(module, the_mesh(), self.law.options["sequence_parallel"])
+
+    def backward(self, x, y):
+        loss = self.law.options.get("loss_of", parallel_token_loss)(self.model(x), y, None)
         loss.backward()
-        finish(model)
-        if step == 0:
-            grads = gather_tensors(model, grads_of(model))
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses, grads, full_state_dict(model)
+        return loss
+
+    def finish(self):
+        self.law.options.get("finish", finish_gradients)(self.model)
+
+    def gradients(self):
+        grads = {n: p.grad for n, p in self.model.named_parameters(remove_duplicate=False)}
+        whole = gather_tensors(self.model, {n: g for n, g in grads.items() if g is not None})
+        return dict.fromkeys(grads) | whole
+
+    def state(self):
+        return full_state_dict(self.model)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_has_the_numbers_of_one_process(pools, sequence_parallel, world_size):
+    laws = every_module(sequence_parallel=sequence_parallel, optimizer="plain sgd")
+    laws += ways(["GPT, uneven"], [{"sequence_parallel": sequence_parallel}])
+    assert_laws(pools(world_size).run, Split, laws)
 
 
 def assert_law(by_rank, wanted):
     for found in by_rank[1:]:
         torch.testing.assert_close(found, by_rank[0], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(by_rank[0], wanted, **TOLERANCE)
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_matches_one_process(pools, sequence_parallel, world_size):
-    names = BUILDS if world_size == 2 else HARDEST
-
-    def builds(rank):
-        return {name: together(rank, name, sequence_parallel) for name in names}
-
-    assert_law(pools(world_size).run(builds), {name: alone(name) for name in names})
 
 
 def test_the_loss_curve_lies_on_that_of_one_process(pools):
@@ -212,7 +172,7 @@ def test_replicas_of_a_split_model(pools):
 
     def step(rank):
         mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
-        model = parallelize(build("untied, no bias"), mesh["tp"], sequence_parallel=True)
+        model = parallelize(seeded(UNTIED).double(), mesh["tp"], sequence_parallel=True)
         wrapped = DDP(model, group=mesh["dp"].get_group())
         mine = slice(None, None, 2) if mesh["dp"].get_local_rank() else slice(1, None, 2)
         tokens, _ = padded_batch(0, batch=4, seq=12, vocab=48)
@@ -222,7 +182,7 @@ def test_replicas_of_a_split_model(pools):
         finish_gradients(model)
         return gather_tensors(model, grads_of(model))
 
-    model = build("untied, no bias")
+    model = seeded(UNTIED).double()
     tokens, _ = padded_batch(0, batch=4, seq=12, vocab=48)
     token_loss(model(tokens), tokens).backward()
     assert_law(pools(4).run(step), grads_of(model))
@@ -276,13 +236,13 @@ class NoMinusInf(VocabParallelHead):
 
 split_pair = tensor_parallel._split_pair
 PLANTED = {
-    "bias on every rank": (tensor_parallel, "RowParallelLinear", BiasOnEveryRank, "two layers"),
-    "no all_reduce in backward": (layers, "copy_to_region", same, "two layers"),
-    "no all_reduce in forward": (layers, "reduce_from_region", same, "two layers"),
-    "heads split": (layers, "own_shard", every_pth, "two layers"),
-    "what fills up counts": (tensor_parallel, "VocabParallelHead", NoMinusInf, "uneven"),
+    "bias everywhere": (tensor_parallel, "RowParallelLinear", BiasOnEveryRank, "GPT, recomputed"),
+    "no all_reduce in backward": (layers, "copy_to_region", same, "GPT, recomputed"),
+    "no all_reduce in forward": (layers, "reduce_from_region", same, "GPT, recomputed"),
+    "heads split": (layers, "own_shard", every_pth, "GPT, recomputed"),
+    "what fills up counts": (tensor_parallel, "VocabParallelHead", NoMinusInf, "GPT, uneven"),
     "one mask for all parts": (
-        tensor_parallel, "ShardedDropout", lambda p, group: Dropout(p), "dropout",
+        tensor_parallel, "ShardedDropout", lambda p, group: Dropout(p), "GPT, dropout",
     ),
 }  # fmt: skip
 
@@ -290,13 +250,8 @@ PLANTED = {
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_broken_layer_fails_the_law(pools, planted):
     place, attribute, broken, name = PLANTED[planted]
-
-    def step(rank):
-        with patch.object(place, attribute, broken):
-            return together(rank, name, False)
-
-    with pytest.raises(AssertionError):
-        assert_law(pools(2).run(step), alone(name))
+    (law,) = ways([name], [{"sequence_parallel": False}])
+    assert_broken(pools(2), Split, law, lambda: patch.object(place, attribute, broken))
 
 
 def test_gelu_before_the_sum_fails_the_law(pools):
@@ -307,14 +262,14 @@ def test_gelu_before_the_sum_fails_the_law(pools):
     def step(rank):
         with patch.object(tensor_parallel, "_split_pair", split):
             mesh = the_mesh()
-            model = parallelize(build("two layers"), mesh)
+            model = parallelize(seeded(TINY).double(), mesh)
         for block in model.blocks:
             block.mlp = PartialGelu(block.mlp, mesh.get_group())
-        tokens, targets = batches(model.spec, 1)[0]
         return parallel_token_loss(model(tokens), targets, mesh.get_group()).detach()
 
+    tokens, targets = padded_batch(0, batch=2, seq=12, vocab=48)
     with pytest.raises(AssertionError):
-        assert_law(pools(2).run(step), alone("two layers")[0][0])
+        assert_law(pools(2).run(step), token_loss(seeded(TINY).double()(tokens), targets).detach())
 
 
 def sum_nothing(model):
@@ -328,9 +283,9 @@ def sum_nothing(model):
     ids=["loss over the own vocabulary", "norms not added up"],
 )
 def test_a_broken_step_fails_the_law(pools, sequence_parallel, broken):
-    by_rank = pools(2).run(lambda rank: together(rank, "two layers", sequence_parallel, **broken))
-    with pytest.raises(AssertionError):
-        assert_law(by_rank, alone("two layers"))
+    options = {"sequence_parallel": sequence_parallel, **broken}
+    with pytest.raises(AssertionError, match=r"off by|differs"):
+        assert_laws(pools(2).run, Split, ways(["GPT, recomputed"], [options]))
 
 
 def test_two_conventions_of_the_backward_of_a_sum(pools):
@@ -364,7 +319,7 @@ def layer_case(rank, make, x):
     return out.detach(), x.grad, gather_tensors(layer, grads)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", WORLDS)
 def test_a_layer_that_begins_and_ends_whole_is_a_linear_layer(pools, world_size):
     x = torch.linspace(-1, 2, 42, dtype=torch.float64).view(2, 3, 7)
     kinds = (
@@ -395,7 +350,7 @@ def both_ends(rank, vocab, embedding_of, head_of):
     return x.detach(), logits.detach(), grads
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", WORLDS)
 def test_any_vocabulary_is_split(pools, world_size):
     """Also one with fewer tokens than ranks, and a head that gathers its logits."""
     head_of = partial(VocabParallelHead, gather_output=True)
@@ -415,7 +370,7 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", WORLDS)
 def test_cross_entropy_is_that_of_whole_logits(pools, world_size):
     torch.manual_seed(3)
     cases = [change(torch.randn(4, 3, 12, dtype=torch.float64)) for change in LOGITS.values()]
@@ -501,7 +456,7 @@ def test_a_split_model_evaluates_if_the_whole_one_did(pools):
 
 
 @pytest.mark.parametrize(("sequence_parallel", "overlap"), [(0, 0), (1, 0), (1, 1)])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=nightly)])
 def test_what_a_rank_keeps_for_backward_is_on_paper(pools, world_size, sequence_parallel, overlap):
     """With overlap tokens are gathered again, as the paper counts; else the whole input is kept."""
     cases = [(SPECS["gpt"], 0.0, True), (SPECS["gpt"], 0.2, False), (SPECS["llama"], 0.0, True)]
@@ -557,7 +512,7 @@ def still_there(refs, within_s=10):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=nightly)])
 def test_a_rank_holds_its_shards_and_nothing_else(pools, world_size, tied):
     spec = replace(TINY, tied=tied)
 
@@ -579,26 +534,26 @@ def test_a_rank_holds_its_shards_and_nothing_else(pools, world_size, tied):
     assert pools(world_size).run(held) == [(wanted, [])] * world_size
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", WORLDS)
 def test_the_whole_state_is_that_of_the_unsplit_model(pools, world_size):
-    names = ("two layers", "uneven", "llama, few keys")
+    names = ("GPT", "GPT, uneven", "GPT, grouped keys")
 
     def states(rank, name):
-        state = full_state_dict(parallelize(build(name), the_mesh()))
-        other = parallelize(build(name, seed=7), the_mesh(), sequence_parallel=True)
+        state = full_state_dict(parallelize(build(name, 0), the_mesh()))
+        other = parallelize(build(name, 7), the_mesh(), sequence_parallel=True)
         load_full_state_dict(other, state)
         tied = state["embedding.weight"] is state["head.weight"]
         return state, full_state_dict(other), tied
 
     for by_name in pools(world_size).run(lambda rank: [states(rank, name) for name in names]):
         for name, (state, loaded, tied) in zip(names, by_name, strict=True):
-            whole = build(name)
+            whole = build(name, 0)
             assert list(state) == list(whole.state_dict())
             for key, value in whole.state_dict().items():
                 assert torch.equal(state[key], value)
                 assert torch.equal(loaded[key], value)
             assert tied == whole.spec.tied
-            build(name, seed=7).load_state_dict(state)
+            build(name, 7).load_state_dict(state)
 
 
 # --- traffic
@@ -614,7 +569,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=nightly)])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_every_collective_is_on_paper(pools, sequence_parallel, world_size):
     cases = [(spec, dtype) for spec in SPECS.values() for dtype in (torch.float64, torch.bfloat16)]
