@@ -26,7 +26,12 @@ from tests.law.modules import HARD, build
 
 nightly = pytest.mark.nightly
 # 3 is uneven and no power of two; 2 hides mistakes, and waits for the night with 4
-WORLDS = (1, 3, pytest.param(2, marks=nightly), pytest.param(4, marks=nightly))
+WORLDS = (
+    pytest.param(1, marks=pytest.mark.ci),
+    3,
+    pytest.param(2, marks=nightly),
+    pytest.param(4, marks=nightly),
+)
 
 Found = dict[tuple[int, str, str], Tensor | None]  # by step, kind and name
 
