@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN = $(abspath $(VENV))/bin
 LESSON ?= notebooks/00_ranks.ipynb
 # two cores are busy with three workers, as ranks wait for each other
-WORKERS ?= $(shell "$(BIN)/python" -c "import os; print(len(os.sched_getaffinity(0)) * 3 // 2)" \
+WORKERS ?= $(shell "$(BIN)/python" -c "import os; print(min(12, len(os.sched_getaffinity(0)) * 3 // 2))" \
 	2>/dev/null || echo 3)
 PYTEST = "$(BIN)/python" -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 FAULTS ?= $(wildcard tests/cluster/faults_*.py)
@@ -28,7 +28,7 @@ environment: ## build what the others need, at their first use (TORCH=cpu or gpu
 	exec "$$python" tools/environment.py --venv "$(VENV)" --python "$(PYTHON)" --torch "$(TORCH)"
 
 lock: ## take the newest versions that pyproject.toml allows, into requirements.lock
-	@$(STARTER); "$$python" tools/packages.py "$(VENV)"
+	@"$(BIN)/python" tools/packages.py "$(VENV)" || { test -x "$(BIN)/python" || echo "Try make environment first"; exit 1; }
 
 lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_collectives.ipynb: another)
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m jupyterlab --allow-root \

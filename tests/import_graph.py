@@ -2,7 +2,8 @@
 
 Read from the source, nothing is imported. A name that a package offers counts as the file that
 defines it. A fixture of tests/conftest.py counts where a test names it; a module or a file counts,
-too, where a text names it: `-m course_lib.train`, "pyproject.toml".
+too, where a text names it: `-m course_lib.train`, "pyproject.toml". `READ_BY` has what tests find
+by other ways, and a change that reaches no test at all reaches every test.
 """
 
 import ast
@@ -15,6 +16,16 @@ FOLDERS = ("course_lib", "tests", "tools", "slides", "docs", "cluster", "noteboo
 CONFTEST = "tests/conftest.py"
 EVERYTHING = {CONFTEST, "tests/selection.py", "pyproject.toml", "requirements.lock"}
 ALWAYS = "tests/repository/"  # reads all files
+READ_BY = {  # folders whose files are found by their place, and the folders of tests that do
+    "tools/": ("tests/setup/", "tests/site/"),
+    "slides/": ("tests/setup/", "tests/site/"),
+    "docs/": ("tests/site/",),
+    "cluster/": ("tests/cluster/", "tests/cluster_exercises/"),
+    "tests/jobs/": ("tests/cluster/",),
+    "course_lib/planner/profiles/": ("tests/planner/",),
+    "course_lib/cost/published/": ("tests/cost/", "tests/memory/", "tests/planner/"),
+    "course_lib/notebooks/lab_extension/": ("tests/lab/",),
+}
 
 
 def changed_files(root: Path, base: str) -> set[str]:
@@ -28,7 +39,8 @@ def changed_files(root: Path, base: str) -> set[str]:
     since = next((found[0] for one in bases if (found := git("merge-base", one, "HEAD"))), None)
     if since is None:
         raise ValueError(f"CHANGED: need 1 or a commit; got {base}. Try CHANGED=HEAD~1")
-    return {*git("diff", "--name-only", since), *git("ls-files", "-o", "--exclude-standard")}
+    moved = git("diff", "--name-only", "--no-renames", since)
+    return {*moved, *git("ls-files", "-o", "--exclude-standard")}
 
 
 class Reached:
@@ -38,6 +50,7 @@ class Reached:
         self.root, self.changed = root, changed
         paths = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
         self.texts = {path.relative_to(root).as_posix(): path.read_text() for path in paths}
+        self.texts |= {name: "" for name in changed if name[-3:] == ".py" if name not in self.texts}
         self.offered = {name: dict(self._offers(name)) for name in self.texts if is_package(name)}
         self.files = self._closure()
 
@@ -55,22 +68,32 @@ class Reached:
         if self.changed & EVERYTHING:
             return {*self.texts, *self.changed}
         users: dict[str, set[str]] = {}
+        tests = {name for name in self.texts if re.match(r"tests/.*/test_\w+\.py", name)}
         fixtures = self._fixtures()
         for name, text in self.texts.items():
             for used in self._depends_on(name, text, fixtures):
                 users.setdefault(used, set()).add(name)
-        others = [re.escape(one.rpartition("/")[2]) for one in self.changed if one[-3:] != ".py"]
-        named = re.compile(rf"(?<![\w.])(?:{'|'.join(others)})(?!\w)") if others else None
-        todo = {one for one in self.texts if named and named.search(self.texts[one])}
-        todo, reached = todo | self.changed, set()
-        while todo:
-            reached |= todo
-            todo = {user for one in todo for user in users.get(one, ())} - reached
+        reached = set()
+        for one in self.changed:
+            found, todo = {one}, {one, *self._named_or_read(one, tests)}
+            while todo:
+                found |= todo
+                todo = {user for name in todo for user in users.get(name, ())} - found
+            reached |= found if found & tests or is_text(one) else tests
         return reached
+
+    def _named_or_read(self, changed: str, tests: set[str]) -> set[str]:
+        """Return the files that name a changed file, and the tests that find it by its place."""
+        named = re.compile(rf"(?<![\w.]){re.escape(changed.rpartition('/')[2])}(?!\w)")
+        found = {one for one, text in self.texts.items() if named.search(text)}
+        folders = [read for place, read in READ_BY.items() if changed.startswith(place)]
+        return found | {one for one in tests if one.startswith(tuple(sum(folders, ())))}
 
     def _depends_on(self, name: str, text: str, fixtures: dict[str, set[str]]) -> set[str]:
         found = {file for module in modules_in(text, name) for file in self._files_of(module)}
         if name.startswith("tests/"):
+            above = [f"{parent}/conftest.py" for parent in Path(name).parents if parent.name]
+            found |= set(above) & set(self.texts)
             asked = {node.arg for node in ast.walk(ast.parse(text)) if isinstance(node, ast.arg)}
             found |= {file for one in asked & set(fixtures) for file in fixtures[one]}
         return found - {name, CONFTEST}
@@ -83,7 +106,9 @@ class Reached:
             for file in (f"{folder}.py", f"{folder}/__init__.py"):
                 if file in self.texts:
                     place = self.offered.get(file, {}).get(parts[end]) if parts[end:] else None
-                    return self._files_of(place) if place else {file}
+                    # a package's own file only says where its names are: a change of it is a sign
+                    own = {file} if file in self.changed or not place else set()
+                    return own | (self._files_of(place) if place else set())
         return set()
 
     def _offers(self, package: str) -> Iterator[tuple[str, str]]:
@@ -105,7 +130,7 @@ class Reached:
             for alias in node.names
         }
 
-        found = {}
+        found = {one: set(self._files_of(place)) for one, place in imports.items()}
         for name in defined:
             seen, todo, modules = {name}, {name}, set()
             while todo:
@@ -118,6 +143,11 @@ class Reached:
                 seen |= todo
             found[name] = {file for module in modules for file in self._files_of(module)}
         return found
+
+
+def is_text(name: str) -> bool:
+    """Whether a file has no test of its own: marks name it, or tests/repository reads it."""
+    return name.endswith((".md", ".yml", ".png")) or name.startswith(("notebooks/", ".git", ".ci/"))
 
 
 def is_package(name: str) -> bool:

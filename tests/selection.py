@@ -3,8 +3,8 @@
 A test without a mark is quick: `make test` runs it. Tests in the folders of `LIVE` and those marked
 `ci` start real things, or are long; `make test-all`, what CI runs, has them too. Those marked
 `nightly` are the long proofs of what the others sample: `make test-nightly` runs everything.
-`make test CHANGED=1` runs what the files that have changed can break, of whatever kind; the mark
-`reaches(module or file)` says what a test without an import of it depends on.
+`make test CHANGED=1` runs what the files that have changed can break, of the first two kinds; the
+mark `reaches(module or file)` says what a test depends on besides its imports, nightly ones too.
 """
 
 import re
@@ -65,7 +65,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tier = "quick" if is_quick(config) else "all" if config.option.tier == "all" else "ci"
     left_out = [item for item in items if any(map(item.get_closest_marker, TIERS[tier]))]
     if config.option.changed:
-        reached = Reached(ROOT, changed_files(ROOT, config.option.changed))
+        try:
+            reached = Reached(ROOT, changed_files(ROOT, config.option.changed))
+        except ValueError as problem:
+            raise pytest.UsageError(str(problem)) from None
         left_out = [item for item in items if not is_reached(item, reached)]
     gone = set(left_out)
     config.hook.pytest_deselected(items=left_out)
@@ -77,8 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def is_reached(item: pytest.Item, reached: Reached) -> bool:
     """Whether a change can break this test; a nightly one runs only where its mark says so."""
     named = [name for mark in item.iter_markers("reaches") for name in mark.args]
-    if named:
-        return any(map(reached.by_name, named))
+    if any(map(reached.by_name, named)):
+        return True
     return reached.by_test(item.path) and not item.get_closest_marker("nightly")
 
 

@@ -11,15 +11,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pip_settings import uv_environment
+from pip_settings import uv_environment, uv_options
 from progress import run_showing
 from symptoms import UNTRUSTED, Problem, explain, symptom
 
 LOCK = "requirements.lock"  # one version of every package but torch; `make lock` writes it
 LOCKED = re.compile(r"[A-Za-z0-9][\w.-]*==[\w.+!-]+( ; .+)?")
 OLDEST_UV = (0, 9)
+MOST_TRIES = 5  # with versions of the lock left out, before it is left out as a whole
 UNSOLVED = re.compile("No solution found|ResolutionImpossible|No matching distribution found")
-TOUCHED = ("Installing collected packages", "Prepared ", "Uninstalled ", "Installed ")
+# once uv has resolved, packages may change at any time: what is in its cache it just links
+TOUCHED = ("Installing collected packages", "Resolved ", "Uninstalled ", "Installed ")
+BOTH = """
+import ast, subprocess, sys
+running = [subprocess.Popen(one) for one in ast.literal_eval(sys.argv[1])]
+try:
+    sys.exit(any([one.wait() for one in running]))
+finally:
+    [one.kill() for one in running]
+"""
 FIRST_IMPORTS = (
     "torch.distributed.tensor, torch._dynamo, course_lib.train.trainer",
     "jupyterlab.labapp, ipykernel.kernelapp, ipywidgets, nbval.plugin, course_lib.display",
@@ -38,14 +48,18 @@ class Installer:
 
     def install(self, title, arguments, index=""):
         """Install by the lock; a version that the registry does not have gives way to another."""
-        while True:
-            code, said = self.with_uv(title, arguments, index)
-            absent = [one for one in self.locked if code and is_unsolved(said, one)]
-            if not absent:
+        code, said = self.with_uv(title, arguments, index)
+        for tries_left in reversed(range(MOST_TRIES)):
+            others = [one for one in self.locked if code and is_unsolved(said, one)]
+            if not others:
                 break
-            self.locked = [one for one in self.locked if one not in absent]
-            versions = ", ".join(one.split(" ; ")[0] for one in absent)
-            title = f"      the registry has no {versions} as locked: taking one that it has"
+            if tries_left:
+                self.locked = [one for one in self.locked if one not in others]
+                which = ", ".join(one.split(" ; ")[0] for one in others)
+            else:
+                self.locked, which = [], f"much of {LOCK}"
+            title = f"      {which} cannot be had here: taking versions that can"
+            code, said = self.with_uv(title, arguments, index)
         if code:
             log = self.venv / "install.log"
             raise Problem(explain(said, self.version, log, self.torch))
@@ -56,12 +70,9 @@ class Installer:
         arguments = ["--constraint", str(self.venv / LOCK), *arguments]
         if self.uv:
             chosen = ["--default-index", index] if index else []
-            command = [self.uv, "pip", "install", "--python", self.python]
+            command = [self.uv, "pip", "install", "--python", self.python, *uv_options()]
             code, said = self.run(command + chosen + arguments, title)
-            found = symptom(said)
-            if not code or any(UNSOLVED.search(line) for line in said):
-                return code, said
-            if found and found != UNTRUSTED:
+            if not code or (symptom(said) not in (None, UNTRUSTED) and not may_differ(said)):
                 return code, said
             self.uv, title = "", f"      uv has failed ({said[-1].strip()}): pip tries it"
         return self.run(
@@ -79,7 +90,7 @@ class Installer:
         code, _ = run_showing(command, title, str(self.root), self.lines, uv_environment())
         with contextlib.suppress(OSError):
             (self.venv / "install.log").write_text("\n".join(self.lines))
-        return code, self.lines[before:] or ["no word why"]
+        return code, self.lines[before:] or ["no output"]
 
     def find_uv(self):
         """Return a uv that is new enough, of the PATH or from the registry; "" if there is none."""
@@ -90,17 +101,18 @@ class Installer:
         if uv_version(own) >= OLDEST_UV:
             return own
         code, said = self.run([*self.pip(), "uv"], "      getting uv, which installs the packages")
+        del self.lines[:]  # that pip has installed uv changes none of the packages
         if not code and uv_version(own) >= OLDEST_UV:
             return own
-        if symptom(said) and not any(UNSOLVED.search(line) for line in said):
+        if symptom(said) and not UNSOLVED.search(symptom(said)):
             raise Problem(explain(said, self.version, self.venv / "install.log", self.torch))
         print("      no uv for this system: pip installs the packages, which takes longer")
         return ""
 
     def compile(self):
         """Compile what is imported first: all packages would take as long as to install them."""
-        imports = " & ".join(f'"$0" -c "import {names}"' for names in FIRST_IMPORTS)
-        self.run(["sh", "-c", f"{imports} & wait", self.python], "      compiling what lessons use")
+        both = [[self.python, "-c", f"import {names}"] for names in FIRST_IMPORTS]
+        self.run([self.python, "-c", BOTH, repr(both)], "      compiling what lessons use")
 
 
 def uv_version(uv):
@@ -117,7 +129,7 @@ def read_lock(root):
     path = root / LOCK
     lines = path.read_text().splitlines() if path.is_file() else []
     for number, line in enumerate(lines, 1):
-        if not LOCKED.match(line) and not line.startswith("#"):
+        if not LOCKED.fullmatch(line) and not line.startswith("#"):
             raise Problem(
                 f"{LOCK}, line {number}: expected name==version; got {line[:60]!r}. Try "
                 f"git checkout {LOCK}, or make lock to write it anew"
@@ -132,6 +144,11 @@ def is_unsolved(said, locked):
     return bool(UNSOLVED.search(text) and re.search(rf"(?<![\w.-]){name}(?![\w.])", text))
 
 
+def may_differ(said):
+    """True if uv was refused for want of a name and a password that pip may have."""
+    return bool(re.search("401|403|[Uu]nauthorized|[Ff]orbidden|credentials", "\n".join(said)))
+
+
 def has_touched(lines):
     """True once a line says that packages of the environment may have changed."""
     return any(line.startswith(TOUCHED) for line in lines)
@@ -143,7 +160,7 @@ def write_lock(root, venv):
         raise Problem("make lock works in the course's environment. Try make environment first")
     uv = Installer(root, venv, "", "", []).uv
     if not uv:
-        raise Problem("make lock needs uv, which is not to be had here. Try pip install uv")
+        raise Problem("make lock needs uv, which is not available here. Try pip install uv")
     found = ["--extra", "dev", "--universal", "--upgrade", "--no-emit-package", "torch"]
     quiet = ["--no-header", "--no-annotate", "--output-file", LOCK]
     command = [uv, "pip", "compile", "pyproject.toml", *found, *quiet]

@@ -12,9 +12,7 @@ UV = (  # a setting of pip, what it is for uv, and what uv puts between several 
     ("index-url", "UV_DEFAULT_INDEX", " "),
     ("extra-index-url", "UV_INDEX", " "),
     ("find-links", "UV_FIND_LINKS", ","),
-    ("constraint", "UV_CONSTRAINT", " "),
     ("trusted-host", "UV_INSECURE_HOST", " "),
-    ("no-index", "UV_NO_INDEX", ""),
     ("no-cache-dir", "UV_NO_CACHE", ""),
     ("cert", "SSL_CERT_FILE", " "),
     ("client-cert", "SSL_CLIENT_CERT", " "),
@@ -62,10 +60,20 @@ def config_files():
     return [*files, home / ".pip" / "pip.conf", config / "pip" / "pip.conf"]
 
 
+def uv_options():
+    """Return the options of uv for those of pip's settings that no variable passes on."""
+    settings = pip_settings()
+    files = settings.get("constraint", ("",))[0].split()
+    no_index = settings.get("no-index", ("",))[0].strip().lower() not in NO
+    return ["--no-index"] * no_index + [word for file in files for word in ("--constraint", file)]
+
+
 def uv_environment():
     """Return the environment variables for uv: pip's settings, where uv has no own ones."""
     settings = pip_settings()
     variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip: the best of all indexes
+    if settings.get("cache-dir", ("",))[0].strip():  # a disk with room
+        variables["UV_CACHE_DIR"] = os.path.join(settings["cache-dir"][0].strip(), "uv")
     for name, variable, between in UV:
         value = settings.get(name, ("",))[0]
         if not between and value.strip().lower() not in NO:

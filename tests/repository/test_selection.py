@@ -13,7 +13,8 @@ FILES = {
         "from course_lib.tool import Tool\n\n\ndef make():\n    return Tool()\n\n\n"
         "def tool():\n    return make()\n"
     ),
-    "tests/a/test_a.py": "from course_lib.a import A\n",
+    "tests/a/conftest.py": "",
+    "tests/a/test_a.py": "from course_lib.a import A\nfrom course_lib import gone\n",
     "tests/a/test_b.py": "def test_b(tool):\n    from course_lib.a.b import B\n",
     "tests/c/test_c.py": 'COMMAND = "python -m course_lib.c"\nTABLE = "rows.csv"\n',
     "course_lib/__init__.py": "",
@@ -45,7 +46,12 @@ def tree(tmp_path) -> Path:
         ("course_lib/c.py", "c", False),  # named in a command
         ("course_lib/tool.py", "b", False),  # through a fixture
         ("data/rows.csv", "c", False),
-        ("data/other.csv", "", False),
+        ("data/other.csv", "a b c", False),  # who knows what reads it
+        ("README.md", "", False),
+        ("tools/build.py", "a b c", False),
+        ("course_lib/a/__init__.py", "a", True),
+        ("course_lib/gone.py", "a", False),
+        ("tests/a/conftest.py", "a b", False),
         ("tests/a/test_a.py", "a", False),
         ("tests/conftest.py", "a b c", True),
         ("notebooks/source/00_a.py", "", True),
@@ -53,10 +59,11 @@ def tree(tmp_path) -> Path:
 )
 def test_a_change_reaches_what_depends_on_it(tree, changed, tests, lesson):
     reached = Reached(tree, {changed})
-    found = [path.stem[-1] for path in sorted(tree.glob("tests/*/*.py")) if reached.by_test(path)]
+    found = [
+        path.stem[-1] for path in sorted(tree.glob("tests/*/test_*.py")) if reached.by_test(path)
+    ]
     assert " ".join(found) == tests
     assert reached.by_name("notebooks/source/00_a.py") == lesson
-    assert reached.by_name("course_lib.a.b") == (lesson and "source" not in changed)
 
 
 def test_what_has_changed_is_what_git_says(tree):

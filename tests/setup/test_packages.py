@@ -74,7 +74,7 @@ def test_what_the_registry_lacks_of_the_lock_is_said_and_another_version_taken(
     (registry.root / "requirements.lock").write_text("other==1.0\npure==1.1 ; python_version>'3'\n")
     found = registry.build()
     assert (found["pure"], found["other"]) == ("1.2", "1.0")
-    assert "the registry has no pure==1.1 as locked: taking" in capsys.readouterr().out
+    assert "pure==1.1 cannot be had here: taking versions that can" in capsys.readouterr().out
 
 
 def test_a_version_that_no_range_allows_is_said(registry, uv_or_pip):
@@ -83,7 +83,9 @@ def test_a_version_that_no_range_allows_is_said(registry, uv_or_pip):
         registry.build()
 
 
-@pytest.mark.parametrize("line", ["<<<<<<< HEAD", "pure>=1", "pure == 1", "pure"])
+@pytest.mark.parametrize(
+    "line", ["<<<<<<< HEAD", "pure>=1", "pure == 1", "pure", "pure==1 other==2", "pure==1 <<<<"]
+)
 def test_a_broken_lock_is_said_before_anything_is_written(environment, project, line):
     (project / "requirements.lock").write_text(f"# by make lock\npure==1\n{line}\n")
     with pytest.raises(environment.Problem) as found:
@@ -111,6 +113,10 @@ OFFLINE = "  cause: error sending request for url (https://registry/simple/pure/
     [
         ("error: invalid peer certificate: UnknownIssuer", ["uv", "pip"]),
         ("error: something new", ["uv", "pip"]),
+        (
+            "  cause: Because pure was not found in the package registry: 401 Unauthorized",
+            ["uv", "pip"],
+        ),
         (OFFLINE, ["uv"]),
         ("  cause: failed to write to file `x`: No space left on device (os error 28)", ["uv"]),
         ("  cause: Because there is no version of pure==1 and you require", ["uv"]),
@@ -130,16 +136,16 @@ def test_pip_tries_what_may_fail_for_uv_alone(installer, packages, uv_says, tool
 
 
 def test_an_old_uv_on_the_path_is_not_taken(packages, tmp_path, monkeypatch, fake_python):
-    for version, found in ((b"0.4.1", ()), (b"0.10.2", (0, 10))):
-        monkeypatch.setattr(
-            packages.subprocess, "check_output", lambda *a, says=version, **o: b"uv " + says
-        )
-        assert (packages.uv_version("uv") >= packages.OLDEST_UV) == bool(found)
-    monkeypatch.undo()
+    monkeypatch.setattr(packages.Installer, "run", lambda self, command, title: (1, ["no uv"]))
+    monkeypatch.setattr(packages.shutil, "which", lambda name: path)
+    for version, taken in (("0.4.1", False), ("0.10.2", True)):
+        path = fake_python(f"echo uv {version}")
+        installer = packages.Installer(tmp_path, tmp_path, "cpu", "3.11.7", [])
+        assert installer.uv == (path if taken else "")
     assert packages.uv_version("/no/such/uv") == ()
 
 
-def test_an_unreachable_registry_is_said_at_the_first_step(registry, monkeypatch):
+def test_an_unreachable_registry_is_said_at_the_first_step(registry, monkeypatch, capsys):
     import packages
 
     monkeypatch.setattr(packages.shutil, "which", lambda name: "")
@@ -147,6 +153,31 @@ def test_an_unreachable_registry_is_said_at_the_first_step(registry, monkeypatch
     monkeypatch.setenv("PIP_RETRIES", "1")
     with pytest.raises(registry.environment.Problem, match="registry cannot be reached"):
         registry.build()
+    assert "no uv for this system" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["constraint", "no-index"])
+def test_a_setting_of_pip_holds_whoever_installs(registry, uv_or_pip, tmp_path, monkeypatch, name):
+    registry.needs("pure>=1")
+    for version in ("1.0", "1.2"):
+        registry.wheel("pure", version)
+    registry.wheel("pure", "1.0", of="wheels")
+    (tmp_path / "mine.txt").write_text("pure<1.1\n")
+    if name == "constraint":
+        monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "mine.txt"))
+    else:
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels" / "pure"))
+    assert registry.build()["pure"] == "1.0"
+
+
+def test_getting_uv_touches_no_package(packages, tmp_path, monkeypatch):
+    said = ["Installing collected packages: uv"]
+    monkeypatch.setattr(packages.shutil, "which", lambda name: "")
+    monkeypatch.setattr(packages, "run_showing", lambda *a: (a[3].extend(said), (1, a[3]))[1])
+    installer = packages.Installer(tmp_path, tmp_path, "cpu", "3.11.7", [])
+    assert not packages.has_touched(installer.lines)
+    assert packages.has_touched(["Resolved 198 packages in 1 s"])
 
 
 # ---- pip's settings for uv -------------------------------------------------------------------
