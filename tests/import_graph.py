@@ -84,8 +84,10 @@ class Reached:
 
     def _named_or_read(self, changed: str, tests: set[str]) -> set[str]:
         """Return the files that name a changed file, and the tests that find it by its place."""
-        named = re.compile(rf"(?<![\w.]){re.escape(changed.rpartition('/')[2])}(?!\w)")
-        found = {one for one, text in self.texts.items() if named.search(text)}
+        file = changed.rpartition("/")[2]
+        is_one = [name.rpartition("/")[2] for name in self.texts].count(file) <= 1  # no __init__.py
+        named = re.compile(rf"(?<![\w.]){re.escape(file)}(?!\w)")
+        found = {one for one, text in self.texts.items() if is_one and named.search(text)}
         folders = [read for place, read in READ_BY.items() if changed.startswith(place)]
         return found | {one for one in tests if one.startswith(tuple(sum(folders, ())))}
 
