@@ -358,3 +358,14 @@ def test_the_commands_compose_release_and_show(tmp_path, monkeypatch, course):
     begun = course("assignment", "new", "hw5", "--own")
     assert "Fill in" in begun
     assert Path("assignments/hw5/checks/hw5_1.py").is_file()
+
+
+def test_a_lesson_that_is_no_assignment_is_packed_and_called_so(tmp_path):
+    lesson = tmp_path / "00_ranks.ipynb"
+    lesson.write_bytes((NOTEBOOKS / lesson.name).read_bytes())
+    path, told = pack(lesson, "ann", now=NOW)
+    assert path.name == "00_ranks-ann.zip"
+    assert told[0].startswith("00_ranks is no assignment, so nobody may expect this file.")
+    assert "assignment.toml" not in "".join(told)
+    ignored = (NOTEBOOKS.parent / ".gitignore").read_text().splitlines()
+    assert "notebooks/*.zip" in ignored
