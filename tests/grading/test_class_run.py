@@ -4,13 +4,11 @@ import csv
 import json
 import threading
 import zipfile
-from pathlib import Path
 
 import nbformat
 import pytest
 
 from course_lib.core import CourseError
-from course_lib.grading import judge
 from course_lib.grading.grader import Grader, RunGroup, Turns
 from course_lib.grading.sandbox import Ended
 from course_lib.grading.submission import find_submissions
@@ -183,14 +181,6 @@ def test_no_limit_of_the_machine_is_a_wrong_answer(small_class, tmp_path, outcom
     assert graded.status("toy-1") == "not judged", graded
     assert not graded.is_judged
     assert sandbox.runs.count(["exercise-toy-1"]) == 2  # at once, and alone
-
-
-def test_a_judge_that_is_late_has_judged_nothing(small_class, monkeypatch):
-    monkeypatch.setattr(judge, "LIMIT_S", 0)
-    late = judge.Judge()
-    verdict = late.verdict("toy-1", *[Path()] * 3)
-    assert (verdict.status, verdict.detail) == ("not judged", judge.LATE)
-    assert late.process is None
 
 
 def test_who_repeats_a_run_is_alone():
