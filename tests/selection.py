@@ -1,6 +1,6 @@
 """Which tests run, and in which order: the hooks of pytest that tests/conftest.py takes from here.
 
-A test without a mark is quick: `make test` runs it. Tests in the folders of `LIVE` and those marked
+A test without a mark is quick: `make test` runs it. Tests in `LIVE` and those marked
 `ci` start real things, or are long; `make test-all`, what CI runs, has them too. Those marked
 `nightly` are the long proofs of what the others sample: `make test-nightly` runs everything.
 `make test CHANGED=1` runs what the files that have changed can break, of the first two kinds; the
@@ -19,7 +19,10 @@ from tests.import_graph import Reached, changed_files
 ROOT = Path(__file__).resolve().parents[1]
 LIVE = (
     *("lab", "setup", "cluster", "cluster_exercises", "frameworks", "train", "grading", "site"),
-    *("repository/test_readme.py", "repository/test_instructor_guide.py"),
+    *("repository/test_readme.py", "repository/test_instructor_guide.py", "gpu"),
+    *("notebooks/test_grading.py", "notebooks/test_plain_nbval.py", "notebooks/test_build.py"),
+    *("ranks/test_survival.py", "checkpoint/test_kill_sample.py", "checks/test_authoring.py"),
+    *("display/test_explorers.py", "tensor_parallel/test_overlap.py"),
 )
 TIERS = {"quick": ("ci", "nightly"), "ci": ("nightly",), "all": ()}  # what each leaves out
 IN_SANDBOXES = (

@@ -19,6 +19,7 @@ from course_lib.checks import (
     find_exercise,
 )
 from course_lib.checks.expect import on_ranks
+from course_lib.checks.on_ranks import OnRanks
 from course_lib.core import CourseError
 from course_lib.ranks import Ranks
 
@@ -38,7 +39,7 @@ ALONE = (
     *("ranks-2", "ranks-4", "collectives-", "pipeline-3", "pipeline-5"),
     *("data_parallel-1", "tensor_parallel-4", "tensor_parallel-6", "fsdp-3"),
 )
-QUICK_ALONE = 3  # so many causes of an exercise whose every wrong answer starts ranks of its own
+QUICK_ALONE, QUICK_ON_RANKS = 3, 6  # so many causes of an exercise where ranks have to start or run
 
 
 def depends_on(one: Exercise) -> pytest.MarkDecorator:
@@ -58,7 +59,8 @@ def planted() -> Iterator[Any]:
                 marks.append(pytest.mark.nightly)
             else:
                 causes.append(wrong.cause)
-                if one.key.startswith(ALONE) and len(causes) > QUICK_ALONE:
+                most = QUICK_ALONE if one.key.startswith(ALONE) else QUICK_ON_RANKS
+                if isinstance(one.check, OnRanks) and len(causes) > most:
                     marks.append(pytest.mark.ci)
             yield pytest.param(one, wrong, id=f"{one.key}-{wrong.name}", marks=marks)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -129,6 +130,8 @@ def test_every_command_says_one_sentence_and_changes_nothing(course, toy, spoil,
 
 
 def test_update_says_one_sentence_and_touches_no_notebook(course, toy):
+    for words in (["init", "-q"], ["add", "-A"]):
+        subprocess.run(["git", *words], cwd=toy.folder, check=True)
     toy.lesson.student.write_text("[" * 200_000)
     code, out, err = course("update")
     assert (code, out, len(err.splitlines())) == (1, "", 1)

@@ -201,7 +201,7 @@ def test_a_fetch_that_fails_leaves_the_notebooks_alone(course):
 
 
 def test_outside_of_git_it_says_so(toy):
-    with pytest.raises(CourseError, match="course update: need `git rev-parse` to work here"):
+    with pytest.raises(CourseError, match="course update: expected a clone of the course"):
         update(toy.folder)
 
 

@@ -116,7 +116,7 @@ def test_a_full_temporary_disk_is_told_and_kills_nobody(tmp_path):
     said, status = run_script(SMALL_DISKS, *new_mounts, *shell, TMPDIR=str(tmp_path))
     assert status == 0, said
     too_small, full, *_, works = (x for x in said.splitlines() if not x.startswith("[1] "))
-    assert f"CourseError Ranks, {tmp_path}/ranks-" in too_small
+    assert f"MachineError Ranks, {tmp_path}/ranks-" in too_small
     assert "bytes for temporary files; got: No space left on device (" in too_small
     assert "bytes are free). Try to set TMPDIR" in too_small
     assert f"RankError rank 1 raised OSError: Ranks, {tmp_path}/ranks-" in full

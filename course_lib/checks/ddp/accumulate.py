@@ -187,7 +187,7 @@ ACCUMULATE = Exercise(
     check=OnRanks(
         observe_on_rank=accumulate_on_rank,
         runs=runs_of,
-        trouble=(("hang", "", LOST),),
+        trouble=(("hang", "", LOST), ("raised", "requires_grad_", UNFROZEN)),
         expect=(
             Demand(
                 lambda at: at.label != INFINITE or not any(map(_is_finite, at.seen.grads)),
