@@ -47,10 +47,6 @@ class BadInputError(CourseError):
     """The requested run cannot be trained."""
 
 
-class Signaled(BaseException):
-    """A signal asked this process to stop its ranks."""
-
-
 def world_size_from_torchrun() -> int | None:
     """Return the number of ranks that torchrun started; None if this process is no rank."""
     return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
@@ -66,19 +62,17 @@ def run_ranks(num_ranks: int, config: TrainConfig, stop_s: int = STOP_S) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads do not fork
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what matters is raised as well
     ranks: list[BaseProcess] = []
-    with _own_temporary_folder() as folder, _signals_raise():
-        stop = signal.SIGTERM
+    with _signals_heard() as heard, _own_temporary_folder() as folder:
         try:
             for name in PRELOAD:
                 importlib.import_module(name)
             gc.freeze()  # else a rank's first collection copies all memory that it shares with us
             _start(ranks, num_ranks, config, folder)
-            failed = _wait(ranks)
-        except Signaled as signaled:
-            (stop,) = signaled.args
-            return 128 + stop
+            failed = _wait(ranks, heard)
         finally:
-            _stop(ranks, stop, stop_s)
+            _stop(ranks, heard[0] if heard else signal.SIGTERM, stop_s)
+        if heard and not failed:
+            return 128 + heard[0]
         return _tell(failed, folder) if failed else 0
 
 
@@ -98,15 +92,19 @@ def _own_temporary_folder() -> Iterator[str]:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Raise `Signaled` in this process for the signals that are passed on to the ranks."""
+def _signals_heard() -> Iterator[list[signal.Signals]]:
+    """Give the signals to be passed on to the ranks in the order in which they come.
+
+    They interrupt nothing: Slurm's SIGUSR1 is followed by SIGTERM, while the ranks still save.
+    """
+    heard: list[signal.Signals] = []
 
     def hear(number: int, _frame: FrameType | None) -> None:
-        raise Signaled(signal.Signals(number))
+        heard.append(signal.Signals(number))
 
     before = {number: signal.signal(number, hear) for number in SIGNALS}
     try:
-        yield
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -126,12 +124,12 @@ def _start(ranks: list[BaseProcess], num_ranks: int, config: TrainConfig, folder
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(ranks: Sequence[BaseProcess]) -> dict[int, int]:
-    """Wait until all ranks have ended or one has failed; return the exit codes of those that have.
+def _wait(ranks: Sequence[BaseProcess], heard: Sequence[signal.Signals]) -> dict[int, int]:
+    """Wait until all ranks have ended, one has failed or a signal is heard; return failed codes.
 
     Raises: KeyboardInterrupt if Ctrl-C has reached a rank first
     """
-    while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+    while (running := [rank.sentinel for rank in ranks if rank.exitcode is None]) and not heard:
         connection.wait(running, WATCH_S)  # what a rank has started may keep its sentinel open
         if failed := {number: rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode}:
             if -signal.SIGINT in failed.values():
