@@ -71,9 +71,10 @@ def run_ranks(num_ranks: int, config: TrainConfig, stop_s: int = STOP_S) -> int:
             failed = _wait(ranks, heard)
         finally:
             _stop(ranks, heard[0] if heard else signal.SIGTERM, stop_s)
-        if heard and not failed:
-            return 128 + heard[0]
-        return _tell(failed, folder) if failed else 0
+        if failed := _not_as_asked(ranks, failed, heard, folder):
+            return _tell(failed, folder)
+        codes = {rank.exitcode for rank in ranks}
+        return 0 if codes <= {0} else REQUEUE if REQUEUE in codes else 128 + heard[0]
 
 
 @contextmanager
@@ -129,13 +130,14 @@ def _wait(ranks: Sequence[BaseProcess], heard: Sequence[signal.Signals]) -> dict
 
     Raises: KeyboardInterrupt if Ctrl-C has reached a rank first
     """
-    while (running := [rank.sentinel for rank in ranks if rank.exitcode is None]) and not heard:
-        connection.wait(running, WATCH_S)  # what a rank has started may keep its sentinel open
-        if failed := {number: rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode}:
-            if -signal.SIGINT in failed.values():
-                raise KeyboardInterrupt
+    while True:
+        running = [rank.sentinel for rank in ranks if rank.exitcode is None]  # before the others
+        failed = {number: rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode}
+        if -signal.SIGINT in failed.values():
+            raise KeyboardInterrupt
+        if failed or heard or not running:
             return failed
-    return {}
+        connection.wait(running, WATCH_S)  # what a rank has started may keep its sentinel open
 
 
 def _stop(ranks: Sequence[BaseProcess], number: signal.Signals, stop_s: int) -> None:
@@ -153,10 +155,26 @@ def _stop(ranks: Sequence[BaseProcess], number: signal.Signals, stop_s: int) -> 
             rank.join()
 
 
+def _not_as_asked(
+    ranks: Sequence[BaseProcess],
+    failed: Mapping[int, int],
+    heard: Sequence[signal.Signals],
+    folder: str,
+) -> dict[int, int]:
+    """Return the exit codes of the ranks that neither a signal nor `_stop` has ended.
+
+    failed   those that ended the run; where all of them were asked to, another may fail meanwhile
+    """
+    asked = {0, REQUEUE, *(-number for number in heard)}
+    if asked.issuperset(failed.values()):
+        asked |= {-signal.SIGTERM, -signal.SIGKILL}
+        failed = {number: rank.exitcode or 0 for number, rank in enumerate(ranks)}
+    has_told = {number for number in failed if _error_file(folder, number).exists()}
+    return {n: code for n, code in failed.items() if code not in asked or n in has_told}
+
+
 def _tell(failed: Mapping[int, int], folder: str) -> int:
     """Print which rank failed first and why; return the exit code for it."""
-    if REQUEUE in failed.values():
-        return REQUEUE
     Console(file=sys.stderr).show_cursor()  # a rank that was stopped could not
     told = [path for rank in failed if (path := _error_file(folder, rank)).exists()]
     if told:
