@@ -281,7 +281,8 @@ def assert_laws(run: Callable[..., list[Any]], method: type[Alone], laws: Sequen
         refusal = EXCEPTIONS.get((method.name, law.module))
         told = [found for found in by_rank if isinstance(found, str)]
         if told or refusal:
-            if not (refusal and told and all(re.search(refusal.words, x) for x in told)):
+            right = [x for x in told if refusal and re.search(refusal.words, x)]
+            if len(right) < len(by_rank):
                 failures.append(f"{law}: need {refusal or 'no error'}; got {told[:1]}")
             continue
         if found := [*breaches(law, by_rank, alone(law), method.reports)]:
