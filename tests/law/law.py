@@ -238,16 +238,15 @@ def breaches(law: Law, by_rank: Sequence[Found], wanted: Found, reports: Sequenc
     """Yield every difference between what the ranks report together and one process."""
     wanted = {key: x for key, x in wanted.items() if key[1] in reports}
     most = HARD[law.module].tolerance if law.dtype is torch.float64 else 1e-5
-    reported = dict.fromkeys(key for found in by_rank for key in found)
-    if missing := [key for key in wanted if key not in reported]:
-        yield f"nobody reports {missing[:3]}"
-    for key in reported:
+    for key in dict.fromkeys([*wanted, *(key for found in by_rank for key in found)]):
         if key not in wanted:
             yield f"{key}: one process has nothing of this name"
-            continue
-        parts = [found[key] for found in by_rank if key in found]
-        step, kind, name = key
-        yield from differences(f"step {step}, {kind} {name}", parts, wanted[key], most)
+        elif silent := [rank for rank, found in enumerate(by_rank) if key not in found]:
+            yield f"{key}: ranks {silent} report nothing of this name"
+        else:
+            step, kind, name = key
+            parts = [found[key] for found in by_rank]
+            yield from differences(f"step {step}, {kind} {name}", parts, wanted[key], most)
 
 
 # --- all laws of a method in one job
@@ -277,6 +276,7 @@ def assert_laws(run: Callable[..., list[Any]], method: type[Alone], laws: Sequen
     run   `Ranks.run`, or what calls a function alike
     """
     laws, failures = allowed(method.name, laws), []
+    assert laws, f"{method.name}: every law is left out"
     for law, *by_rank in zip(laws, *run(on_rank, method, laws), strict=True):
         refusal = EXCEPTIONS.get((method.name, law.module))
         told = [found for found in by_rank if isinstance(found, str)]
