@@ -18,7 +18,16 @@ from course_lib.core.specs import ModelSpec
 from course_lib.data_parallel import DataParallel, NaiveDDP, RankSampler, fingerprint, weighted_loss
 from course_lib.models import GPT, padded_batch, token_loss
 from course_lib.ranks import RankError
-from tests.law.law import WORLDS, Alone, Replicas, assert_laws, every_module, ways
+from tests.law.law import (
+    LENGTHS,
+    WORLDS,
+    Alone,
+    Replicas,
+    assert_laws,
+    every_module,
+    lasting,
+    ways,
+)
 from tests.law.modules import numbers
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -66,9 +75,11 @@ WAYS = [
 ]
 
 
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("p", WORLDS)
-def test_naive_ddp_has_the_numbers_of_one_process(pools, p):
-    assert_laws(pools(p).run, Naive, [*every_module(), *ways(["in place"], WAYS)])
+def test_naive_ddp_has_the_numbers_of_one_process(pools, p, length):
+    laws = [*every_module(), *ways(["in place"], WAYS)]
+    assert_laws(pools(p).run, Naive, lasting(length, laws))
 
 
 class Threads(Alone):
@@ -78,15 +89,16 @@ class Threads(Alone):
         return DataParallel(module, self.law.options["num_replicas"])
 
 
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("num_replicas", WORLDS)
-def test_threads_have_the_numbers_of_one_process(alone, num_replicas):
+def test_threads_have_the_numbers_of_one_process(alone, num_replicas, length):
     laws = [
         *every_module(),
         *ways(["in place"], [{"optimizer": "adamw", "parts": 2}, {"items": 2}]),
     ]
     for law in laws:
         law.options["num_replicas"] = num_replicas
-    assert_laws(lambda *args: [alone(*args)], Threads, laws)
+    assert_laws(lambda *args: [alone(*args)], Threads, lasting(length, laws))
 
 
 def plain_loop(rank, wrap):

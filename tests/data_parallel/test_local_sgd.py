@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from course_lib.core import CourseError
 from course_lib.data_parallel import DiLoCo, LocalSGD, NaiveDDP, outer_step
-from tests.law.law import WORLDS, Replicas, assert_laws, every_module
+from tests.law.law import LENGTHS, WORLDS, Replicas, assert_laws, every_module, lasting
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -70,10 +70,11 @@ class Outer(Local):
         return DiLoCo(module, every=1, **PLAIN)
 
 
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("p", WORLDS)
 @pytest.mark.parametrize("method", [Local, Outer])
-def test_averaging_after_each_step_has_the_numbers_of_one_process(pools, method, p):
-    assert_laws(pools(p).run, method, every_module(optimizer="plain sgd"))
+def test_averaging_after_each_step_has_the_numbers_of_one_process(pools, method, p, length):
+    assert_laws(pools(p).run, method, lasting(length, every_module(optimizer="plain sgd")))
 
 
 def test_replicas_drift_apart_and_meet_every_few_steps(pools):

@@ -15,7 +15,7 @@ from course_lib.core import CourseError, MeshError, ModelSpec
 from course_lib.ddp import DDP, Mean, make_buckets
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import RankError, record, span
-from tests.law.law import WORLDS, Law, Replicas, assert_laws, every_module, ways
+from tests.law.law import LENGTHS, WORLDS, Law, Replicas, assert_laws, every_module, lasting, ways
 from tests.law.modules import HARD, Choice
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -66,9 +66,10 @@ LAWS = [*every_module(bucket_bytes=300), *ways(["in place"], SENDING)]
 LAWS += ways(["choice"], [one for one in SENDING if "find_unused" not in one], bucket_bytes=100)
 
 
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_ddp_has_the_numbers_of_one_process(pools, world_size):
-    assert_laws(pools(world_size).run, Bucketed, LAWS)
+def test_ddp_has_the_numbers_of_one_process(pools, world_size, length):
+    assert_laws(pools(world_size).run, Bucketed, lasting(length, LAWS))
 
 
 class NeverWaits(Mean):

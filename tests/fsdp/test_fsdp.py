@@ -34,7 +34,7 @@ from course_lib.fsdp.state import full_optim_state, load_full_optim
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import RankError, record, span
 from tests.law import modules
-from tests.law.law import WORLDS, Replicas, assert_laws, every_module, ways
+from tests.law.law import LENGTHS, WORLDS, Replicas, assert_laws, every_module, lasting, ways
 from tests.law.modules import HARD, Blocks, Residual, build
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -137,9 +137,10 @@ SMALL = [name for name, hard in HARD.items() if hard.batch is modules.numbers]
 LAWS += ways(SMALL, [{"reshard_after_forward": False, "optimizer": "adamw"}])
 
 
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_fsdp_has_the_numbers_of_one_process(pools, world_size):
-    assert_laws(pools(world_size).run, Sharded, LAWS)
+def test_fsdp_has_the_numbers_of_one_process(pools, world_size, length):
+    assert_laws(pools(world_size).run, Sharded, lasting(length, LAWS))
 
 
 GRIDS = [

@@ -22,7 +22,7 @@ from course_lib.core import CourseError
 from course_lib.models import IGNORED
 from course_lib.ranks import Ranks
 from tests.law.exceptions import EXCEPTIONS, Refused
-from tests.law.modules import HARD, build
+from tests.law.modules import HARD, build, tokens
 
 nightly = pytest.mark.nightly
 # 3 is uneven and no power of two; 2 hides mistakes, and waits for the night with 4
@@ -32,6 +32,10 @@ WORLDS = (
     pytest.param(2, marks=nightly),
     pytest.param(4, marks=nightly),
 )
+
+# the language models take long: all but one, whose weights are tied, wait for CI
+LENGTHS = ("short", pytest.param("long", marks=pytest.mark.ci))
+LONG = {name for name, hard in HARD.items() if hard.batch is tokens} - {"GPT"}
 
 Found = dict[tuple[int, str, str], Tensor | None]  # by step, kind and name
 
@@ -293,6 +297,11 @@ def assert_laws(run: Callable[..., list[Any]], method: type[Alone], laws: Sequen
 def every_module(**options: Any) -> list[Law]:
     """One law for each hard module; the law's own fields may be among the options."""
     return ways(tuple(HARD), [options])
+
+
+def lasting(length: str, laws: Sequence[Law]) -> list[Law]:
+    """Those of the laws that are short, or long."""
+    return [law for law in laws if (law.module in LONG) == (length == "long")]
 
 
 def ways(modules: Sequence[str], options: Sequence[dict[str, Any]], **usual: Any) -> list[Law]:

@@ -62,11 +62,13 @@ from course_lib.tensor_parallel.finish_watch import finishing
 from course_lib.tensor_parallel.lab import split_layer_bytes
 from course_lib.tensor_parallel.regions import all_gather
 from tests.law.law import (
+    LENGTHS,
     WORLDS,
     Alone,
     assert_broken,
     assert_laws,
     every_module,
+    lasting,
     nightly,
     ways,
 )
@@ -127,12 +129,15 @@ class Split(Alone):
         return full_state_dict(self.model)
 
 
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_has_the_numbers_of_one_process(pools, sequence_parallel, world_size):
+def test_tensor_parallel_has_the_numbers_of_one_process(
+    pools, sequence_parallel, world_size, length
+):
     laws = every_module(sequence_parallel=sequence_parallel, optimizer="plain sgd")
     laws += ways(["GPT, uneven"], [{"sequence_parallel": sequence_parallel}])
-    assert_laws(pools(world_size).run, Split, laws)
+    assert_laws(pools(world_size).run, Split, lasting(length, laws))
 
 
 def assert_law(by_rank, wanted):

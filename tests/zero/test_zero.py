@@ -25,12 +25,14 @@ from course_lib.zero import FlatLayout, ShardedOptimizer, ZeRO1, ZeRO2, ZeRO3, g
 from course_lib.zero.cost import ParamTraffic, offload_bytes, padded_bytes, zero_traffic
 from course_lib.zero.flat_param import FlatParam
 from tests.law.law import (
+    LENGTHS,
     WORLDS,
     Replicas,
     assert_broken,
     assert_laws,
     by_dims,
     every_module,
+    lasting,
     named_moments,
     nightly,
     ways,
@@ -143,15 +145,18 @@ LAWS = [*every_module(bucket_bytes=2000), *ways(["in place"], WAYS)]
 LAWS += ways(["odd", "fewer rows than ranks"], WAYS[:1])
 
 
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("method", METHODS.values(), ids=lambda method: method.name)
-def test_zero_has_the_numbers_of_one_process(pools, method, world_size):
-    assert_laws(pools(world_size).run, method, LAWS)
+def test_zero_has_the_numbers_of_one_process(pools, method, world_size, length):
+    assert_laws(pools(world_size).run, method, lasting(length, LAWS))
 
 
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_a_sharded_optimizer_has_the_numbers_of_one_process(pools, world_size):
-    assert_laws(pools(world_size).run, BehindDDP, every_module(optimizer="adamw", clip=0.01))
+def test_a_sharded_optimizer_has_the_numbers_of_one_process(pools, world_size, length):
+    laws = lasting(length, every_module(optimizer="adamw", clip=0.01))
+    assert_laws(pools(world_size).run, BehindDDP, laws)
 
 
 def assert_law(got, want, where=""):
