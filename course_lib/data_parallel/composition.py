@@ -5,10 +5,13 @@ with the ranks that hold the other parts, and a wrapper over two of these ranks 
 would average, or broadcast, parts of different numbers. Notebooks 05_data_parallel to 11_mesh.
 """
 
-from collections.abc import Collection, Iterable
+import weakref
+from collections.abc import Collection, Iterable, MutableMapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError, MeshError
@@ -17,6 +20,8 @@ from course_lib.data_parallel.gradients import NoSync
 Split = tuple[str, tuple[int, ...]]  # which method split a parameter, and over which global ranks
 TENSOR_PARALLEL = "tensor parallelism"
 FOREIGN = ("torch.nn.parallel.", "torch.distributed.fsdp.")  # modules of PyTorch's own wrappers
+# which wrapper averages the gradient of a parameter: beside it, as copies have none
+_WRAPPERS: MutableMapping[Tensor, weakref.ref[Any]] = WeakIdKeyDictionary()
 
 
 def mark_split(
@@ -33,6 +38,17 @@ def mark_split(
 def splits_of(param: Tensor) -> tuple[Split, ...]:
     """Return who has split a parameter so far, the first one first."""
     return vars(param).get("_splits", ())
+
+
+def mark_wrapped(params: Iterable[nn.Parameter], wrapper: Any) -> None:
+    """Note that a wrapper averages the gradients of these parameters as long as it lives."""
+    _WRAPPERS.update((param, weakref.ref(wrapper)) for param in params if param.requires_grad)
+
+
+def wrapper_of(param: Tensor) -> Any:
+    """Return the wrapper that averages the gradient of a parameter, or None."""
+    reference = _WRAPPERS.get(param)
+    return reference and reference()
 
 
 def check_wrappable(module: nn.Module, group: Group, where: str) -> None:
@@ -53,6 +69,9 @@ def check_wrappable(module: nn.Module, group: Group, where: str) -> None:
         for method, _ in splits_of(param):
             if method != TENSOR_PARALLEL:
                 _refuse_part(name, method, where)
+        if wrapper := wrapper_of(param):
+            got = f"{name}, whose gradient {type(wrapper).__name__} averages already"
+            _refuse(where, "a module without another wrapper", got, "to wrap the plain module once")
     check_same_parameters(module.named_parameters(), group, where)
 
 

@@ -4,6 +4,7 @@ NaiveDDP, DDP, ZeRO and FSDP all wait for gradients, may skip their communicatio
 parameters that got none. Notebooks 05_data_parallel to 10_fsdp.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ class NoSync:
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> None:
         """Refuse PyTorch's DDP around this wrapper: it asks for this name when it is made."""
+        if sys._getframe(1).f_code.co_qualname != "DistributedDataParallel.__init__":
+            raise AttributeError(name="_ddp_params_and_buffers_to_ignore", obj=self)
         raise CourseError(
             "DistributedDataParallel: need a module without another "
             f"wrapper; got one with {type(self).__name__} in it, which averages gradients, too. "
@@ -123,9 +126,9 @@ def some_names(names: Sequence[str]) -> str:
 
 def accumulate(param: nn.Parameter, grad: Tensor) -> None:
     """Add to the gradient of a parameter, and call the hooks on it, as autograd does."""
-    for hook in (param._backward_hooks or {}).values():
+    for hook in list((param._backward_hooks or {}).values()):  # a hook may remove itself
         other = hook(grad)
         grad = grad if other is None else other
     param.grad = grad if param.grad is None else param.grad.add_(grad)
-    for hook in (param._post_accumulate_grad_hooks or {}).values():
+    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
         hook(param)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from course_lib.collectives.coalesced import broadcast_together
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
-from course_lib.data_parallel.composition import check_wrappable
+from course_lib.data_parallel.composition import check_wrappable, mark_wrapped
 from course_lib.data_parallel.gradients import (
     NoSync,
     NotCopied,
@@ -88,6 +88,7 @@ class DDP(NotCopied, NoSync, nn.Module):
         for number, bucket in enumerate(self.buckets):
             for index, param in enumerate(bucket.params):
                 call_when_accumulated(param, self._mark_ready, number, index)
+        mark_wrapped(module.parameters(), self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output, computed with the buffers of the group's first rank."""

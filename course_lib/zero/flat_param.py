@@ -22,6 +22,7 @@ from course_lib.core.errors import CourseError
 from course_lib.data_parallel.composition import mark_split
 from course_lib.data_parallel.gradients import NotCopied
 from course_lib.zero.flat_layout import FlatLayout, Piece
+from course_lib.zero.guards import ZeROParameter, guard
 from course_lib.zero.offload import Offload
 
 FULL = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -36,8 +37,13 @@ class PendingReduceScatter:
     work: dist.Work
 
 
-class FreedParam(nn.Parameter):
+class FreedParam(ZeROParameter):
     """A parameter that has no memory: whatever computes with it is told so."""
+
+    @property
+    def is_part(self) -> bool:
+        """True, also without an engine that could gather it."""
+        return True
 
     @classmethod
     def __torch_function__(
@@ -48,9 +54,9 @@ class FreedParam(nn.Parameter):
         found = result if isinstance(result, list | tuple) else [result]
         if func not in PASSIVE and any(isinstance(one, Tensor) for one in found):
             raise CourseError(
-                "ZeRO3: need a parameter inside the forward of its own module; got one outside, "
-                "where it is freed. Try full_state_dict(); for an L2 term the optimizer's "
-                "weight_decay, or ZeRO2."
+                "ZeRO3: need a parameter that is gathered; got one that is freed between uses of "
+                "its module. Try engine.full_state_dict() to save or copy; for an L2 term the "
+                "optimizer's weight_decay, or ZeRO2."
             )
         return result
 
@@ -96,7 +102,7 @@ class FlatParam(NotCopied):
     def _set_views(self) -> None:
         for param, view in zip(self.params, self.views, strict=True):
             if isinstance(param, FreedParam):
-                param.__class__ = nn.Parameter  # type: ignore[assignment]
+                param.__class__ = ZeROParameter  # type: ignore[assignment]
             param.data = view
 
     def keep_only_shard(self, offload: Offload | None) -> None:
@@ -113,8 +119,7 @@ class FlatParam(NotCopied):
             self.flat.untyped_storage().resize_(0)
             for param in self.params:
                 param.data = self.flat.new_empty(0)
-                if type(param) is nn.Parameter:
-                    param.__class__ = FreedParam  # using it now is an error, not a wrong number
+                guard(param, FreedParam)  # using it now is an error, not a wrong number
 
     @property
     def is_free(self) -> bool:

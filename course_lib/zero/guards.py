@@ -8,7 +8,7 @@ is sharded already. So a guarded parameter looks at who reads it. Notebooks 09_z
 
 import sys
 from collections.abc import Mapping
-from types import CodeType
+from types import FrameType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -18,17 +18,18 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.optimizer import _foreach_supported_types
 
 from course_lib.core.errors import CourseError
-from course_lib.data_parallel.composition import splits_of
+from course_lib.data_parallel.composition import splits_of, wrapper_of
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop)  # and their state is simple enough to shard
-MORE = (optim.Adadelta, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam, optim.Rprop)
-CLIP, SCALER = "torch.nn.utils.clip_grad_norm_", "torch.amp.GradScaler"
+WHOLE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)  # whole, or sparse, tensors
+CLIP, CLIP_VALUE = "torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_"
+CLIP_WITH, SCALER = "torch.nn.utils.clip_grads_with_norm_", "torch.amp.GradScaler"
 TORCH_DDP, FULLY_SHARD = "PyTorch's DistributedDataParallel", "PyTorch's FSDP"
 READERS = {  # the code that reads a gradient, or the device as wrappers do, by its qualified name
-    "clip_grad_norm_.<locals>.<listcomp>": CLIP,  # before Python 3.12
     "clip_grad_norm_": CLIP,
+    "_clip_grads_with_norm_": CLIP_WITH,
+    "clip_grad_value_": CLIP_VALUE,
     "GradScaler._unscale_grads_": SCALER,
-    "DistributedDataParallel.__init__.<locals>.<setcomp>": TORCH_DDP,
     "DistributedDataParallel.__init__": TORCH_DDP,
     "_move_states_to_device": FULLY_SHARD,
 }
@@ -40,22 +41,26 @@ class GuardedParameter(nn.Parameter):
     """A parameter of whose gradient this rank has a part; code that needs all of it is refused."""
 
     engine: ClassVar[str]
-    instead: ClassVar[Mapping[str, str]]  # what to try, by reader
+    instead: ClassVar[Mapping[str, str]]  # what to try, by reader; "": this reader is right
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient. Raises: CourseError for code that needs all of it"""
-        self._check(sys._getframe(1).f_code)
+        self._check(sys._getframe(1))
         return cast(Tensor | None, GRAD.__get__(self))
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
         GRAD.__set__(self, grad)
 
+    @grad.deleter
+    def grad(self) -> None:
+        GRAD.__delete__(self)
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The device. Raises: CourseError for another wrapper, which asks for it when it is made"""
-        self._check(sys._getframe(1).f_code)
+        self._check(sys._getframe(1))
         return cast(torch.device, DEVICE.__get__(self))
 
     @property
@@ -63,11 +68,13 @@ class GuardedParameter(nn.Parameter):
         """Whether other ranks have other parts."""
         return True
 
-    def _check(self, code: CodeType) -> None:
+    def _check(self, frame: FrameType) -> None:
         """Check that the code that reads does not take this part for the whole."""
-        reader = READERS.get(code.co_qualname)
-        if reader and "torch" in code.co_filename and self.is_part:
-            attempt = self.instead.get(reader, f"{self.engine} or {reader} alone")
+        name = frame.f_code.co_qualname.partition(".<locals>")[0]  # also in a comprehension
+        reader = READERS.get(name)
+        if not (reader and frame.f_globals["__name__"].startswith("torch.") and self.is_part):
+            return
+        if attempt := self.instead.get(reader, f"{self.engine} or {reader} alone"):
             raise CourseError(
                 f"{self.engine}: need code that knows of the shards of all ranks; got {reader}, "
                 f"which sees this rank's alone. Try {attempt}."
@@ -79,9 +86,14 @@ class ZeROParameter(GuardedParameter):
 
     engine = "ZeRO"
     instead: ClassVar = {
-        CLIP: "engine.clip_grad_norm_(max_norm)",
+        **dict.fromkeys((CLIP, CLIP_WITH, CLIP_VALUE), "engine.clip_grad_norm_(max_norm)"),
         SCALER: "bfloat16, which needs no scaler, or DDP and a ShardedOptimizer",
     }
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the engine is alive: copies have none."""
+        return wrapper_of(self) is not None
 
 
 class FSDPShard(GuardedParameter):
@@ -89,7 +101,8 @@ class FSDPShard(GuardedParameter):
 
     engine = "FSDP"
     instead: ClassVar = {
-        CLIP: "model.clip_grad_norm_(max_norm)",
+        **dict.fromkeys((CLIP, CLIP_WITH), "model.clip_grad_norm_(max_norm)"),
+        CLIP_VALUE: "",
         SCALER: "ShardedGradScaler of torch.distributed.fsdp.sharded_grad_scaler",
     }
 
@@ -102,8 +115,8 @@ class FSDPShard(GuardedParameter):
     def is_leaf(self) -> bool:  # type: ignore[override]
         """True. An optimizer asks when it is made. Raises: CourseError if it needs whole tensors"""
         reader = sys._getframe(1).f_locals.get("self")
-        if isinstance(reader, Optimizer) and self.is_part:
-            need_elementwise(type(reader), "FSDP", (*ELEMENTWISE, *MORE))
+        if isinstance(reader, WHOLE) and self.is_part:
+            need_elementwise(type(reader), "FSDP")
         return True
 
 
@@ -113,14 +126,14 @@ class ReplacedParameter(nn.Parameter):
     It gets no gradient any more, and whoever looks for one is told so.
     """
 
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        """Nothing. Raises: CourseError"""
+    def _refuse(self, *_: Any) -> None:
         raise CourseError(
             "FSDP: need an optimizer of the shards; got one of a parameter that FSDP has replaced "
             "by its shard, so it would train nothing. Try model = FSDP(module) first, then the "
             "optimizer of model.parameters()."
         )
+
+    grad: Any = property(_refuse, _refuse, _refuse)
 
 
 def guard(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
@@ -129,21 +142,17 @@ def guard(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
         param.__class__ = kind
 
 
-def need_elementwise(
-    optimizer_cls: type[Optimizer],
-    where: str = "ShardedOptimizer",
-    known: tuple[type[Optimizer], ...] = ELEMENTWISE,
-) -> None:
+def need_elementwise(optimizer_cls: type[Optimizer], where: str = "ShardedOptimizer") -> None:
     """Check that an optimizer steps each number by itself; its class may say so: `elementwise`.
 
     Raises:  CourseError for one whose step needs whole tensors
     """
     if getattr(optimizer_cls, "elementwise", False):
         return
-    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, known)):
+    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, ELEMENTWISE)):
         raise CourseError(
-            f"{where}: need an optimizer that steps each number by itself, one of "
-            f"{', '.join(cls.__name__ for cls in known)}; got "
+            f"{where}: need an optimizer that steps each number by itself, such as "
+            f"{', '.join(cls.__name__ for cls in ELEMENTWISE)}; got "
             f"{getattr(optimizer_cls, '__name__', repr(optimizer_cls))}. A shard holds pieces of "
             "tensors. Try torch.optim.AdamW, or elementwise = True in a class of your own."
         )

@@ -22,7 +22,7 @@ from course_lib.collectives.coalesced import broadcast_together, group_alike
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import Box, Shard
-from course_lib.data_parallel.composition import check_wrappable
+from course_lib.data_parallel.composition import check_wrappable, mark_wrapped
 from course_lib.data_parallel.gradients import (
     NotCopied,
     call_when_accumulated,
@@ -99,7 +99,9 @@ class ZeRO1(NotCopied):
         for number, flat_param in enumerate(self.flat_params):
             for index, param in enumerate(flat_param.params):
                 call_when_accumulated(param, self._mark_ready, number, index)
-                guard(param, ZeROParameter)
+                if not isinstance(param, ZeROParameter):  # freed ones are
+                    guard(param, ZeROParameter)
+        mark_wrapped(self._trained, self)
 
     def _lay_out(self, bucket_bytes: float) -> list[FlatParam]:
         """Return one flat parameter per bucket, in the order in which backward fills them."""

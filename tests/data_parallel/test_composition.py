@@ -1,5 +1,8 @@
 """What does not fit together is refused in a sentence, before a wrong number can come of it."""
 
+import copy
+import inspect
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -8,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.optim import SGD, Adafactor, Muon
+from torch.optim import SGD, Adafactor, Muon, SparseAdam
 
 from course_lib.core.errors import CourseError, MeshError
 from course_lib.core.presets import find_model
 from course_lib.data_parallel import LocalSGD, NaiveDDP
+from course_lib.data_parallel.composition import wrapper_of
 from course_lib.ddp import DDP
 from course_lib.fsdp import FSDP
 from course_lib.mesh import Mesh, RankMesh
@@ -84,6 +88,11 @@ def split_gpt():
     return parallelize(GPT(TINY), RankMesh(Mesh(tp=2)).device_mesh("tp"))
 
 
+ONCE = {
+    "DDP": DDP,
+    "FSDP": FSDP,
+    **{name: lambda module, name=name: zero(name, module) for name in ENGINES},
+}
 WRAPPED, SHARDED = "need a module without another wrapper", "need whole parameters"
 TENSOR_PARALLEL = "and tensor parallelism has split embedding.weight over ranks [0, 1]"
 REFUSED = {
@@ -105,6 +114,14 @@ REFUSED = {
         lambda: one_after_another(*[lambda m: zero("ZeRO3", m)] * 2),
         SHARDED,
     ),
+    **{
+        f"{first}, then {second}": (
+            lambda pair=(first, second): one_after_another(*[ONCE[name] for name in pair]),
+            f"whose gradient {first} averages already. Try to wrap the plain module once.",
+        )
+        for first in ("DDP", "ZeRO1", "ZeRO2")
+        for second in ("DDP", "FSDP", "ZeRO2", "ZeRO3")
+    },
     "DDP(ZeRO3.module)": (lambda: DDP(zero("ZeRO3", net()).module), SHARDED),
     "LocalSGD(FSDP)": (lambda: LocalSGD(FSDP(net()), every=2), SHARDED),
     "ShardedOptimizer of FSDP": (lambda: sharded(FSDP(net())), SHARDED),
@@ -147,6 +164,10 @@ REFUSED = {
         lambda: one_after_another(lambda m: SGD(m.parameters()), FSDP)[1].zero_grad(),
         "so it would train nothing",
     ),
+    "optimizer before FSDP, grad": (
+        lambda: setattr(one_after_another(lambda m: [*m.parameters()], FSDP)[1][0], "grad", None),
+        "so it would train nothing",
+    ),
     "Muon of FSDP": (
         lambda: Muon(FSDP(nn.Linear(4, 4, bias=False)).parameters()),
         "FSDP: need an optimizer that steps each number by itself",
@@ -155,6 +176,7 @@ REFUSED = {
         lambda: Adafactor(FSDP(net()).parameters()),
         "FSDP: need an optimizer that steps each number by itself",
     ),
+    "SparseAdam of FSDP": (lambda: SparseAdam(FSDP(net()).parameters()), "FSDP: need an optimizer"),
 }
 
 
@@ -173,6 +195,18 @@ def test_a_wrong_composition_is_refused_in_one_sentence(pools, name):
         assert "; got " in said
         assert " Try " in said
         assert is_mesh_error == (" over TP" in name)
+
+
+def test_a_module_whose_wrapper_is_gone_is_wrapped_again(pools):
+    def wrapped(rank):
+        module = net()
+        names = ("DDP", "ZeRO2", "DDP")
+        found = [wrapper_of(next(iter(ONCE[name](module).module.parameters()))) for name in names]
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(module)))
+        inspect.getmembers(DDP(copied))  # which asks for all that PyTorch's DDP asks for
+        return found
+
+    assert pools(2).run(wrapped) == [[None] * 3] * 2
 
 
 def losses(rank, wrap, make_optimizer=None):

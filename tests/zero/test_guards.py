@@ -1,5 +1,8 @@
 """Code that needs the whole gradient is refused where a rank has a part of it, or is right."""
 
+import copy
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +13,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from course_lib.core.errors import CourseError
 from course_lib.fsdp import FSDP
-from course_lib.zero import ShardedOptimizer, ZeRO1, ZeRO2, ZeRO3
+from course_lib.zero import ShardedOptimizer, ZeRO1, ZeRO2, ZeRO3, guards
 
 ENGINES = {"ZeRO1": ZeRO1, "ZeRO2": ZeRO2, "ZeRO3": ZeRO3}
 clip = nn.utils.clip_grad_norm_
@@ -34,29 +37,103 @@ def after_backward(name, scale=1.0):
     return model, module, optimizer
 
 
-def torch_clip(name):
-    model, module, _ = after_backward(name)
-    clip(list(model.parameters() if name == "FSDP" else module.parameters()), 1.0)
+def clipping(clip, *arguments):
+    def reader(name):
+        model, module, _ = after_backward(name)
+        clip(list(model.parameters() if name == "FSDP" else module.parameters()), *arguments)
+
+    return reader
 
 
 def torch_scaler(name):
-    _, _, optimizer = after_backward(name)
+    _model, _, optimizer = after_backward(name)
     scaler = GradScaler("cpu", init_scale=1.0)
     scaler.scale(torch.ones(()))  # as a loss
     scaler.step(optimizer)
 
 
-@pytest.mark.parametrize("reader", [torch_clip, torch_scaler])
-@pytest.mark.parametrize("name", ["FSDP", *ENGINES])
-def test_what_would_see_one_ranks_shards_is_refused(pools, reader, name):
+READER = {
+    "clip_grad_norm_": clipping(clip, 1.0),
+    "clip_grads_with_norm_": clipping(nn.utils.clip_grads_with_norm_, 1.0, torch.ones(())),
+    "clip_grad_value_": clipping(nn.utils.clip_grad_value_, 1.0),
+    "GradScaler": torch_scaler,
+}
+CASES = [(name, reader) for name in ("FSDP", *ENGINES) for reader in READER]
+CASES.remove(("FSDP", "clip_grad_value_"))  # right: it clips each number by itself
+
+
+@pytest.mark.parametrize(("name", "reader"), CASES)
+def test_what_would_see_one_ranks_shards_is_refused(pools, name, reader):
     def told(rank):
         with pytest.raises(CourseError, match="need code that knows of the shards") as caught:
-            reader(name)
+            READER[reader](name)
         return str(caught.value)
 
-    attempt = "clip_grad_norm_(max_norm)." if reader is torch_clip else "Try "
     for said in pools(2).run(told):
-        assert attempt in said
+        assert f"got torch.{'amp' if reader == 'GradScaler' else 'nn.utils'}.{reader}, " in said
+        assert ("Try " if reader == "GradScaler" else "clip_grad_norm_(max_norm).") in said
+
+
+PLACES = {
+    "clip": "torch.nn.utils.clip_grad",
+    "_clip": "torch.nn.utils.clip_grad",
+    "GradScaler": "torch.amp.grad_scaler",
+    "DistributedDataParallel": "torch.nn.parallel.distributed",
+    "_move": "torch.distributed.fsdp._fully_shard._fsdp_init",
+}
+
+
+@pytest.mark.parametrize("name", guards.READERS)
+def test_each_reader_is_a_name_in_this_pytorch(name):
+    place = next(PLACES[start] for start in PLACES if name.startswith(start))
+    found = importlib.import_module(place)
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert getattr(found, "__wrapped__", found).__code__.co_qualname == name
+
+
+def own_clip(name):
+    """A function of a learner with the name of PyTorch's, in a folder with torch in its path."""
+    space = {"__name__": "mine"}
+    code = "def clip_grad_norm_(params): return [param.grad for param in params]"
+    exec(compile(code, "/home/me/pytorch/mine.py", "exec"), space)
+    _model, module, _ = after_backward(name)
+    return len(space["clip_grad_norm_"](list(module.parameters())))
+
+
+def copied(name):
+    """A copy of the module belongs to no engine."""
+    other = copy.deepcopy(after_backward(name)[1])
+    other(torch.ones(1, 2)).sum().backward()
+    return clip(other.parameters(), 1.0).item()
+
+
+def left(name):
+    """The module when its engine is gone."""
+    module = after_backward(name)[1]
+    module.zero_grad()
+    return len(clip(module.parameters(), 1.0).shape)
+
+
+def deleted(name):
+    param = next(iter(after_backward(name)[0].parameters()))
+    del param.grad
+    return param.grad is None
+
+
+ALLOWED = {
+    own_clip: ("FSDP", "ZeRO1", "ZeRO2", "ZeRO3"),
+    copied: ("ZeRO1", "ZeRO2"),
+    left: ("ZeRO1", "ZeRO2"),
+    deleted: ("FSDP",),
+}
+
+
+@pytest.mark.parametrize("use", ALLOWED)
+def test_what_takes_no_part_for_the_whole_is_allowed(pools, use):
+    wanted = {own_clip: 1, copied: 8**0.5, left: 0, deleted: True}[use]
+    found = pools(2).run(lambda rank: [use(name) for name in ALLOWED[use]])
+    assert found == [pytest.approx([wanted] * len(ALLOWED[use]))] * 2
 
 
 def test_one_rank_has_the_whole_gradient_under_fsdp(pools):
@@ -96,7 +173,13 @@ class SignSGD(torch.optim.Optimizer):
                 param.sub_(param.grad.sign(), alpha=group["lr"])
 
 
-@pytest.mark.parametrize("optimizer_cls", [SignSGD, NAdam])
+class Unmarked(SignSGD):
+    """One that says nothing of itself: nobody can know, and most are elementwise."""
+
+    elementwise = False
+
+
+@pytest.mark.parametrize("optimizer_cls", [SignSGD, Unmarked, NAdam])
 def test_an_elementwise_optimizer_steps_shards_as_one_process(pools, optimizer_cls):
     def weights(rank, sharded):
         module = net()

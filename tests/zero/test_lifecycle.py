@@ -169,13 +169,17 @@ TOLD = {
     "ZeRO2: need a model outside": lambda rank: pickle.dumps(engine_of(ZeRO2)[1]),
     "ZeRO3: need a model outside": lambda rank: copy.deepcopy(engine_of(ZeRO3)[1]),
     "ShardedOptimizer: need a model outside": lambda rank: copy.deepcopy(Optimizer().optimizer),
-    "need a parameter inside the forward of its own module": lambda rank: copy.deepcopy(
+    "ZeRO3: need a parameter that is gathered": lambda rank: copy.deepcopy(
         engine_of(ZeRO3)[1].module
     ),
-    "one outside, where it is freed": outside(lambda params: params[0].square().sum()),
-    "Try full_state_dict(); for an L2 term": outside(lambda params: params[0].data.mul_(2)),
+    "got one that is freed between uses of its module": outside(
+        lambda params: params[0].square().sum()
+    ),
+    "Try engine.full_state_dict() to save or copy; for an L2 term": outside(
+        lambda params: params[0].data.mul_(2)
+    ),
     "for an L2 term the optimizer's weight_decay": outside(torch._foreach_norm),
-    "its own module; got one outside": lambda rank: engine_of(ZeRO3)[1].module.state_dict(),
+    "full_state_dict() to save or copy": lambda rank: engine_of(ZeRO3)[1].module.state_dict(),
     "ZeRO1: need engine.zero_grad() after each step": cleared_by_the_module(ZeRO1),
     "ZeRO3: need engine.zero_grad() after each step": cleared_by_the_module(ZeRO3),
     "need engine.zero_grad() after a backward that raised": failed_and_cleared_by_the_module,
