@@ -121,6 +121,22 @@ def failed_backward(loop, **options):
     loop.step()
 
 
+def failed_among_others(loop, clear=lambda loop: None):
+    """A backward that raises an error after one whose gradients it was to be added to."""
+    with loop.no_sync():
+        loop.loss(2.0).backward()
+    fail(loop)
+    clear(loop)
+    loop.step()
+
+
+def failed_in_no_sync(loop, clear=lambda loop: None):
+    with loop.no_sync():
+        fail(loop)
+    clear(loop)
+    loop.step()
+
+
 def changed_through_data(loop):
     """A forward without a backward, as of a validation loss, then an average of weights."""
     loop.loss()

@@ -96,6 +96,21 @@ def check_same_parameters(named: Iterable[tuple[str, Tensor]], group: Group, whe
             )
 
 
+def check_norm_is_whole(params: Iterable[Tensor], where: str) -> None:
+    """Check that the gradients' norm over a data-parallel group is that of the whole gradient.
+
+    Raises:  MeshError if tensor parallelism has split a parameter over several ranks
+    """
+    for param in params:
+        for method, ranks in splits_of(param):
+            if method == TENSOR_PARALLEL and len(ranks) > 1:
+                raise MeshError(
+                    f"{where}.clip_grad_norm_: need gradients of which this group holds all parts; "
+                    f"got some that {method} has split over ranks {[*ranks]}. Try DDP and "
+                    "clip_grad_norm_across(module, mesh, max_norm) of course_lib.mesh."
+                )
+
+
 def check_compiled(
     module: nn.Module, hooked: Collection[nn.Module], where: str, attempt: str
 ) -> None:

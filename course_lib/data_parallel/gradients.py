@@ -6,7 +6,7 @@ parameters that got none. Notebooks 05_data_parallel to 10_fsdp.
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,6 +78,22 @@ def call_when_accumulated(param: nn.Parameter, method: Callable[..., None], *arg
                 method(*args)
 
     param.register_post_accumulate_grad_hook(hook)
+
+
+def all_zero(params: Iterable[Tensor]) -> bool:
+    """Return whether zero_grad() has cleared the gradients of these parameters."""
+    return not any(param.grad is not None and bool(param.grad.any()) for param in params)
+
+
+def not_cleared(
+    where: str, call: str, after: str = "a backward that raised an error"
+) -> CourseError:
+    """Return the error for gradients that should have been cleared; `call` would have done it."""
+    return CourseError(
+        f"rank {dist.get_rank()}, {where}: need {call} after {after}; got gradients that the next "
+        f"ones would be added to. Try {call}, which reaches all that {where} holds, before the "
+        "next forward."
+    )
 
 
 def require_gradients(missing: Sequence[str], where: str, attempt: str) -> None:

@@ -14,9 +14,10 @@ from course_lib.core.errors import CourseError
 class Bucket:
     """Parameters whose gradients are sent as one message.
 
-    flat      the gradients side by side
-    views     each gradient as a view of `flat`, in the shape of its parameter
-    missing   indices of the parameters whose gradient is not in `flat` yet
+    flat          the gradients side by side
+    views         each gradient as a view of `flat`, in the shape of its parameter
+    missing       indices of the parameters whose gradient is not in `flat` yet
+    launched_at   version of `flat` when it was sent: zero_grad() since then makes it another
     """
 
     def __init__(self, named_params: list[tuple[str, nn.Parameter]]) -> None:
@@ -26,7 +27,7 @@ class Bucket:
         self.flat = self.params[0].detach().new_zeros(sum(sizes))  # [sum of numels]
         parts = zip(self.flat.split(sizes), self.params, strict=True)
         self.views = [part.view(param.shape) for part, param in parts]
-        self.missing = set(range(len(sizes)))
+        self.missing, self.launched_at = set(range(len(sizes))), -1
 
     @property
     def num_bytes(self) -> int:

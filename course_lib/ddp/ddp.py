@@ -20,7 +20,9 @@ from course_lib.data_parallel.composition import check_wrappable, mark_wrapped
 from course_lib.data_parallel.gradients import (
     NoSync,
     NotCopied,
+    all_zero,
     call_when_accumulated,
+    not_cleared,
     require_gradients,
     require_known,
     used_on_any_rank,
@@ -82,6 +84,7 @@ class DDP(NotCopied, NoSync, nn.Module):
         self.buckets = make_buckets(module, bucket_bytes)
         if watch := getattr(comm_hook, "watch", None):
             watch(self.buckets)
+        self._known = {param for bucket in self.buckets for param in bucket.params}
         self._works: list[Any] = []  # one handle per launched bucket
         self._buffers_may_differ, self._in_backward = False, False
         broadcast_together([*module.parameters(), *module.buffers()], self.group)
@@ -92,8 +95,7 @@ class DDP(NotCopied, NoSync, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output, computed with the buffers of the group's first rank."""
-        if self._in_backward:  # the last backward raised an error
-            self._reset()
+        self._check_backward_ended()
         if self.broadcast_buffers and self.training and self._buffers_may_differ:
             broadcast_together(self.module.buffers(), self.group)
         self._buffers_may_differ = self._syncs and torch.is_grad_enabled()  # as PyTorch has it
@@ -104,9 +106,9 @@ class DDP(NotCopied, NoSync, nn.Module):
         """Launch the remaining buckets and wait for all; `param.grad` is then the mean."""
         if not self._syncs:
             return
+        self._check_backward_ended()
+        require_known(self.module, self._known, "DDP")
         try:
-            params = {param for bucket in self.buckets for param in bucket.params}
-            require_known(self.module, params, "DDP")
             used = self._copy_remaining()
             while len(self._works) < len(self.buckets):
                 self._launch()
@@ -124,8 +126,18 @@ class DDP(NotCopied, NoSync, nn.Module):
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.params)))
 
-    def _reset(self) -> None:
-        """Discard what a backward has launched before it raised an error."""
+    def _check_backward_ended(self) -> None:
+        """Discard what a backward has launched before it raised an error.
+
+        Raises:  CourseError unless the gradients have been cleared since
+        """
+        if not self._in_backward:
+            return
+        num_launched = len(self._works)
+        left = [one for one in self.buckets[:num_launched] if one.flat._version == one.launched_at]
+        left += self.buckets[num_launched:]
+        if not all_zero(param for bucket in left for param in bucket.params):
+            raise not_cleared("DDP", "model.zero_grad()")
         for work, bucket in zip(self._works, self.buckets, strict=False):
             work.wait()
             for param in bucket.params:
@@ -137,11 +149,11 @@ class DDP(NotCopied, NoSync, nn.Module):
 
     def _mark_ready(self, number: int, index: int) -> None:
         """Copy a complete gradient into its bucket, and launch full buckets in their order."""
-        if not self._syncs:
-            return
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if not self._syncs:
+            return
         bucket = self.buckets[number]
         if index not in bucket.missing:
             raise CourseError(
@@ -160,6 +172,7 @@ class DDP(NotCopied, NoSync, nn.Module):
         """Start the all_reduce of the next bucket: in the same order on every rank."""
         bucket = self.buckets[len(self._works)]
         self._works.append(self.comm_hook(bucket.flat, self.group))
+        bucket.launched_at = bucket.flat._version
 
     def _copy_remaining(self) -> list[bool]:
         """Copy the gradients that no hook has copied; return which parameters have one."""

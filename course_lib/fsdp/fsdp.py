@@ -19,11 +19,13 @@ from torch.utils._pytree import tree_map_only
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import ParamShard
-from course_lib.data_parallel.composition import check_wrappable
+from course_lib.data_parallel.composition import check_norm_is_whole, check_wrappable
 from course_lib.data_parallel.gradients import (
     NoSync,
     NotCopied,
+    all_zero,
     call_when_accumulated,
+    not_cleared,
     require_known,
 )
 from course_lib.fsdp.mesh import sharding_groups
@@ -112,8 +114,7 @@ class FSDP(NotCopied, NoSync, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output."""
-        if self._in_backward:  # the last backward raised an error
-            self._reset()
+        self._check_backward_ended()
         self._trains = torch.is_grad_enabled()
         if self._trains:
             require_known(self.module, self._known, "FSDP")
@@ -143,9 +144,11 @@ class FSDP(NotCopied, NoSync, nn.Module):
 
         Cost:    one all_reduce of one number
         """
+        self._check_backward_ended()
         for param_group in self.param_groups:
             param_group.kept_grads.drop_cleared(all_reduced=True)
         shards = [shard for _, shard in self._named_shards]
+        check_norm_is_whole(shards, "FSDP")
         grads = [shard.grad for shard in shards if shard.grad is not None]
         device = shards[0].device if shards else None
         return clip_shards(grads, max_norm, self.groups.shard.group, device)
@@ -272,12 +275,22 @@ class FSDP(NotCopied, NoSync, nn.Module):
             self._reducing.wait_reduce()
             self._reducing = None
 
-    def _reset(self) -> None:
+    def _check_backward_ended(self) -> None:
+        """Discard what a backward has left when it raised an error.
+
+        Raises:  CourseError unless the gradients have been cleared since
+        """
+        if not self._in_backward:
+            return
         self._to_reduce, self._reducing = [], None
         for param_group in self.param_groups:
             param_group.discard_reduce()
             param_group.drop_grads()
             param_group.end_backward()
+            param_group.kept_grads.drop_cleared()
+        is_kept = any(param_group.kept_grads for param_group in self.param_groups)
+        if is_kept or not all_zero(shard for _, shard in self._named_shards):
+            raise not_cleared("FSDP", "model.zero_grad()")
         self._end_backward()
 
     def _end_backward(self) -> None:

@@ -4,15 +4,19 @@ One replicated parameter stands for all of them: a hook on it sees every backwar
 module the forward after a step. Notebook 07_tensor_parallel.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from course_lib.core.errors import CourseError
+
+# beside the parameters, which are saved without them
+_WATCHES: MutableMapping[Tensor, "FinishWatch"] = WeakIdKeyDictionary()
 
 
 class FinishWatch:
@@ -62,7 +66,7 @@ def watch_finish(model: nn.Module, split: set[nn.Parameter]) -> None:
     for module in model.modules():
         for param in module.parameters(recurse=False):
             if param.requires_grad and param not in split:
-                param.finish_watch = watch = FinishWatch()  # type: ignore[attr-defined]
+                _WATCHES[param] = watch = FinishWatch()
                 param.register_post_accumulate_grad_hook(watch.after_backward)
                 module.register_forward_pre_hook(watch.before_forward)
                 return
@@ -81,7 +85,7 @@ def finishing(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def _watched(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, FinishWatch]]:
     """Return the parameter that is watched, if it is one of these, with its watch."""
-    pairs = ((param, getattr(param, "finish_watch", None)) for param in params)
+    pairs = ((param, _WATCHES.get(param)) for param in params)
     return [(param, watch) for param, watch in pairs if watch is not None]
 
 

@@ -18,7 +18,7 @@ from course_lib.collectives.coalesced import group_alike
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import ParamShard
-from course_lib.data_parallel.composition import check_same_parameters
+from course_lib.data_parallel.composition import check_norm_is_whole, check_same_parameters
 from course_lib.data_parallel.gradients import NotCopied
 from course_lib.zero.clip import clip_shards
 from course_lib.zero.flat_layout import Piece
@@ -133,6 +133,8 @@ class ShardedOptimizer(NotCopied, Optimizer):
 
         Cost:    one all_reduce of one number
         """
+        params = (param for one in self.flat_params for param in one.params)
+        check_norm_is_whole(params, "ShardedOptimizer")
         shards = [grad for one in self.flat_params for _, grad in one.grads()]
         grads = [grad for one in self.flat_params for grad in one.all_grads()]
         device = self.flat_params[0].flat.device

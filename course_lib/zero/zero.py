@@ -26,6 +26,7 @@ from course_lib.data_parallel.composition import check_wrappable, mark_wrapped
 from course_lib.data_parallel.gradients import (
     NotCopied,
     call_when_accumulated,
+    not_cleared,
     require_known,
     some_names,
 )
@@ -38,6 +39,7 @@ from course_lib.zero.sharded_optimizer import ShardedOptimizer, need_some
 from course_lib.zero.state import on_host, range_shard
 
 BUCKET_BYTES = 25 * 2**20
+CLEAR = "engine.zero_grad()"  # that of the module does not reach the shards
 
 
 class ZeRO1(NotCopied):
@@ -111,8 +113,7 @@ class ZeRO1(NotCopied):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output."""
-        if self._in_backward:
-            raise self._not_cleared("a backward that raised an error")
+        self._check_backward_ended()
         if self.broadcast_buffers and self.module.training and torch.is_grad_enabled():
             broadcast_together(self.module.buffers(), self.group)
         return self.module(*args, **kwargs)
@@ -120,7 +121,7 @@ class ZeRO1(NotCopied):
     def _mark_ready(self, number: int, index: int) -> None:
         """Note a complete gradient. In stage 1 it stays in `param.grad` until the step."""
         if self.flat_params[number].stepped:
-            raise self._not_cleared("each step")
+            raise not_cleared(type(self).__name__, CLEAR, "each step")
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -130,18 +131,17 @@ class ZeRO1(NotCopied):
     def _end_backward(self) -> None:
         self._in_backward = False
 
-    def _not_cleared(self, what: str) -> CourseError:
-        return CourseError(
-            f"rank {dist.get_rank()}, {type(self).__name__}: need engine.zero_grad() after {what}; "
-            "got gradients that the next ones would be added to. (zero_grad() of the module does "
-            "not reach their shards.)"
-        )
+    def _check_backward_ended(self) -> None:
+        """Check that no backward has raised an error since zero_grad()."""
+        if self._in_backward:
+            raise not_cleared(type(self).__name__, CLEAR)
 
     def finish(self) -> None:
         """Reduce-scatter all remaining gradients, and keep this rank's shard of their mean.
 
         `step` and `clip_grad_norm_` call it.
         """
+        self._check_backward_ended()
         require_known(self.module, self._trained, type(self).__name__)
         self.reducer.flush()
         if not self._agreed:
@@ -273,6 +273,7 @@ class ZeRO2(ZeRO1):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output; first launch what unused parameters have held back."""
+        self._check_backward_ended()
         self.reducer.flush()
         return super().__call__(*args, **kwargs)
 

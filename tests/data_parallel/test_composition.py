@@ -88,6 +88,11 @@ def split_gpt():
     return parallelize(GPT(TINY), RankMesh(Mesh(tp=2)).device_mesh("tp"))
 
 
+def alone():
+    """The data-parallel group of one rank, beside tensor parallelism over two."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
 ONCE = {
     "DDP": DDP,
     "FSDP": FSDP,
@@ -143,6 +148,14 @@ REFUSED = {
         f"{name} over TP": (lambda name=name: zero(name, split_gpt()), TENSOR_PARALLEL)
         for name in ENGINES
     },
+    "clipped FSDP over TP": (
+        lambda: FSDP(split_gpt(), group=alone()).clip_grad_norm_(1.0),
+        "FSDP.clip_grad_norm_: need gradients of which this group holds all parts",
+    ),
+    "clipped ZeRO1 over TP": (
+        lambda: ZeRO1(split_gpt(), SGD, alone(), lr=0.5).optimizer.clip_grad_norm_(1.0),
+        "need gradients of which this group holds all parts",
+    ),
     "ShardedOptimizer over TP": (lambda: sharded(split_gpt()), "split parameter 0 over"),
     **{
         f"ZeRO3(compiled {name})": (lambda make=make: zero("ZeRO3", make()), f"got {name} compiled")

@@ -50,6 +50,8 @@ class FindsUnused(Naive):
 LAW = [
     (lifecycle.failed_backward, {}, {}),
     (lifecycle.failed_backward, {}, {"set_to_none": False}),
+    (lifecycle.failed_among_others, {}, {"clear": Loop.zero_grad}),
+    (lifecycle.failed_in_no_sync, {}, {"clear": Loop.zero_grad}),
     (lifecycle.changed_through_data, {}, {}),
     (lifecycle.freeze_and_unfreeze, {}, {}),
     (lifecycle.cleared_in_no_sync, {}, {}),
@@ -77,6 +79,11 @@ def late_layer(loop):
     return train
 
 
+def finished_after_fault(loop):
+    lifecycle.fail(loop)
+    loop.finish()
+
+
 TOLD = {
     "DDP: need a model outside of a process group": lambda rank: copy.deepcopy(DDP(Net())),
     "to copy or pickle; got one that communicates": lambda rank: pickle.dumps(DDP(Net())),
@@ -85,6 +92,13 @@ TOLD = {
         lambda rank: lifecycle.unfreeze(Buckets(frozen="head"))
     ),
     "DDP: need the parameters to train": late_layer(Buckets),
+    "DDP: need model.zero_grad() after a backward that raised an error": (
+        lambda rank: lifecycle.failed_among_others(Buckets())
+    ),
+    "got gradients that the next ones would be added to": (
+        lambda rank: lifecycle.failed_in_no_sync(Buckets())
+    ),
+    "need model.zero_grad() after": lambda rank: finished_after_fault(FindsUnused()),
     "NaiveDDP: need the parameters to train": late_layer(Naive),
 }
 

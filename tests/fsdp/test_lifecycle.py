@@ -35,6 +35,8 @@ FROZEN = {"frozen": "head"}
 LAW = [
     (lifecycle.failed_backward, {}, {}),
     (lifecycle.failed_backward, {}, {"set_to_none": False}),
+    (lifecycle.failed_among_others, {}, {"clear": lambda loop: loop.model.zero_grad()}),
+    (lifecycle.failed_in_no_sync, {}, {"clear": Loop.zero_grad}),
     (lifecycle.changed_through_data, {}, {}),
     (lifecycle.freeze_and_unfreeze, {}, {}),
     (lifecycle.freeze_what_is_gathered, {}, {}),
@@ -133,6 +135,12 @@ def late_layer(rank):
     model(torch.ones(1, 3))
 
 
+def failed_after_reduced(loop):
+    loop.loss().backward()
+    lifecycle.fail(loop)
+    loop.loss()
+
+
 TOLD = {
     "FSDP: need a model outside of a process group": lambda rank: copy.deepcopy(FSDP(Net())),
     "outside of a process group to copy": lambda rank: copy.deepcopy(FSDP(Net()).module),
@@ -144,6 +152,10 @@ TOLD = {
         lambda loop: loop.zero_grad(set_to_none=False)
     ),
     "got head.1.weight, head.1.bias later": late_layer,
+    "FSDP: need model.zero_grad() after a backward that raised an error": (
+        lambda rank: lifecycle.failed_among_others(Sharded())
+    ),
+    "FSDP: need model.zero_grad() after": lambda rank: failed_after_reduced(Sharded()),
 }
 
 

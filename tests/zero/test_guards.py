@@ -94,7 +94,7 @@ def test_each_reader_is_a_name_in_this_pytorch(name):
 
 def own_clip(name):
     """A function of a learner with the name of PyTorch's, in a folder with torch in its path."""
-    space = {"__name__": "mine"}
+    space = {}
     code = "def clip_grad_norm_(params): return [param.grad for param in params]"
     exec(compile(code, "/home/me/pytorch/mine.py", "exec"), space)
     _model, module, _ = after_backward(name)

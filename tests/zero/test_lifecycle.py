@@ -59,12 +59,16 @@ class Optimizer(Loop):
     def finish(self):
         self.model.finish()
 
+    def no_sync(self):
+        return self.model.no_sync()
+
     def weights(self):
         return {name: value.clone() for name, value in self.module.state_dict().items()}
 
 
 LAW = [
     (lifecycle.failed_backward, {}),
+    (lifecycle.failed_among_others, {}, {"clear": lambda loop: loop.zero_grad()}),
     (lifecycle.changed_through_data, {}),
     (lifecycle.freeze_and_unfreeze, {}),
     (lifecycle.steps, {"build": lifecycle.Normed}),
@@ -147,6 +151,15 @@ def failed_and_cleared_by_the_module(rank):
     made.step()
 
 
+def after_fault(stage, use):
+    def loop(rank):
+        made, _ = engine_of(stage)
+        lifecycle.fail(made)
+        use(made)
+
+    return loop
+
+
 def unfrozen(stage):
     return lambda rank: lifecycle.unfreeze(engine_of(stage, frozen="head")[0])
 
@@ -183,6 +196,14 @@ TOLD = {
     "ZeRO1: need engine.zero_grad() after each step": cleared_by_the_module(ZeRO1),
     "ZeRO3: need engine.zero_grad() after each step": cleared_by_the_module(ZeRO3),
     "need engine.zero_grad() after a backward that raised": failed_and_cleared_by_the_module,
+    **{
+        f"{stage.__name__}: need engine.zero_grad() after a backward that": after_fault(stage, use)
+        for stage, use in {
+            ZeRO1: lambda made: made.model.step(),
+            ZeRO2: lambda made: made.model.clip_grad_norm_(1.0),
+            ZeRO3: lambda made: made.loss(),
+        }.items()
+    },
     "ZeRO2: need the parameters to train when": unfrozen(ZeRO2),
     "ZeRO3: need the parameters to train when": unfrozen(ZeRO3),
     "wrapped; got head.1.weight, head.1.bias later": late_layer,
