@@ -186,7 +186,10 @@ def accumulated(loop):
 
 
 def hooked(loop):
-    """A hook that scales gradients, and an optimizer in backward."""
+    """A hook that scales gradients, one that removes itself, and an optimizer in backward."""
+
+    def once(param):
+        once_of.pop(param).remove()
 
     def step(param):
         optimizers[param].step()
@@ -194,6 +197,7 @@ def hooked(loop):
 
     params = loop.params()
     optimizers = {param: torch.optim.SGD([param], **loop.SGD) for param in params}
+    once_of = {param: param.register_post_accumulate_grad_hook(once) for param in params}
     for param in params:
         param.register_hook(lambda grad: grad * 2)
         param.register_post_accumulate_grad_hook(step)

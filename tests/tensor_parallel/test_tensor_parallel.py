@@ -1,6 +1,7 @@
 """Tensor parallelism: the numbers of one process, in the collectives that the paper says."""
 
 import gc
+import io
 import sys
 import time
 import weakref
@@ -744,6 +745,16 @@ def test_gradients_that_are_finished_not_once_are_told(pools, calls, got):
     says = "rank {rank}, sequence parallel: need finish_gradients(model) once per step, after the "
     says += f"last backward; got {got}."
     assert_told(pools, loop, says, error=CourseError)
+
+
+def test_parameters_are_saved_without_what_watches_them(pools):
+    def loaded(rank):
+        params = [*parallelize(seeded(TINY), the_mesh(), sequence_parallel=True).parameters()]
+        torch.save(params, file := io.BytesIO())
+        file.seek(0)
+        return all(map(torch.equal, torch.load(file, weights_only=True), params))
+
+    assert pools(2).run(loaded) == [True] * 2
 
 
 def test_ranks_that_do_not_begin_alike_are_told(pools):
