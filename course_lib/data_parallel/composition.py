@@ -71,7 +71,8 @@ def check_wrappable(module: nn.Module, group: Group, where: str) -> None:
                 _refuse_part(name, method, where)
         if wrapper := wrapper_of(param):
             got = f"{name}, whose gradient {type(wrapper).__name__} averages already"
-            _refuse(where, "a module without another wrapper", got, "to wrap the plain module once")
+            attempt = "to wrap the plain module once, or del of the first wrapper"
+            _refuse(where, "a module without another wrapper", got, attempt)
     check_same_parameters(module.named_parameters(), group, where)
 
 

@@ -122,7 +122,7 @@ REFUSED = {
     **{
         f"{first}, then {second}": (
             lambda pair=(first, second): one_after_another(*[ONCE[name] for name in pair]),
-            f"whose gradient {first} averages already. Try to wrap the plain module once.",
+            f"whose gradient {first} averages already. Try to wrap the plain module once,",
         )
         for first in ("DDP", "ZeRO1", "ZeRO2")
         for second in ("DDP", "FSDP", "ZeRO2", "ZeRO3")

@@ -469,8 +469,10 @@ def test_a_group_of_some_ranks_has_means_and_a_start_of_its_own(pools):
 def test_a_module_may_be_wrapped_again(pools):
     def steps(rank):
         module = nn.Linear(3, 1, bias=False)
+        model = None
         for _ in range(3):
-            model = DDP(module)  # the one before has gone, and its hooks do nothing
+            del model  # the one before has gone, and its hooks do nothing
+            model = DDP(module)
             for _ in range(2):
                 module.zero_grad()
                 model(torch.full((1, 3), 10.0**rank)).sum().backward()
@@ -556,7 +558,8 @@ def test_after_an_error_a_step_is_right_again(pools):
             model(torch.full((1, 3), 10.0**rank)).sum().backward()
             with pytest.raises(CourseError):
                 model(torch.ones(1, 3)).sum().backward()
-            model.finish()
+            with pytest.raises(CourseError, match=r"need model.zero_grad\(\) after a backward"):
+                model.finish()
             model.zero_grad()
         model(torch.full((1, 3), 10.0**rank)).sum().backward()
         model.finish()
