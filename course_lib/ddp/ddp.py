@@ -156,6 +156,7 @@ class DDP(NotCopied, NoSync, nn.Module):
             return
         bucket = self.buckets[number]
         if index not in bucket.missing:
+            bucket.launched_at = bucket.flat._version  # added to, not cleared
             raise CourseError(
                 f"rank {dist.get_rank()}, DDP: need finish() after each backward; got a second "
                 f"gradient for {bucket.names[index]} before it. Try model.finish(), or no_sync() "
