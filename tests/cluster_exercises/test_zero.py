@@ -144,7 +144,8 @@ def gathered(shard, layout):
 
 
 def by_vector_norm(grads, max_norm):
-    own = torch.linalg.vector_norm(torch.cat([grad.reshape(-1) for grad in grads]))
+    flat = [torch.zeros(1, dtype=torch.double), *(grad.double().reshape(-1) for grad in grads)]
+    own = torch.linalg.vector_norm(torch.cat(flat))
     square = own.square()
     dist.all_reduce(square)
     norm = square.sqrt().item()
