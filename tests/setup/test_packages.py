@@ -130,7 +130,7 @@ def test_pip_tries_what_may_fail_for_uv_alone(installer, packages, uv_says, tool
             installer.install("title", ["pure"])
     else:
         installer.install("title", ["pure"])
-        assert installer.ran[1][1] == f"      uv has failed ({uv_says}): pip tries it"
+        assert installer.ran[1][1] == f"      uv has failed ({uv_says.strip()}): pip tries it"
     names = [os.path.basename(command).replace("python", "pip") for command, _ in installer.ran]
     assert names == tools
 
