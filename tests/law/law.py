@@ -25,7 +25,7 @@ from tests.law.exceptions import EXCEPTIONS, Refused
 from tests.law.modules import HARD, build, tokens
 
 nightly = pytest.mark.nightly
-# 3 is uneven and no power of two; 2 hides mistakes, and waits for the night with 4
+# 3 is uneven and no power of two; 2 hides mistakes, and runs nightly, as 4 does
 WORLDS = (
     pytest.param(1, marks=pytest.mark.ci),
     3,
