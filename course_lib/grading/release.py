@@ -41,7 +41,8 @@ from course_lib.notebooks.build import build
 from course_lib.notebooks.lessons import Lesson, read_notebook
 
 COURSE = Path(course_lib.__file__).parents[1]
-TOOLS = ("environment", "progress", "symptoms", "torch_build")  # what `make lab` runs
+TOOLS = ("environment", "packages", "pip_settings", "progress", "symptoms", "torch_build")
+OWN = ("pyproject.toml", "requirements.lock", "LICENSE")  # like TOOLS: what `make lab` needs
 UNUSED = re.compile(r"^(# what starts|(PYTEST|LIVE|FAULTS|BENCHMARKS)\b).*\n(\t.*\n)*", re.M)
 TARGETS = ("help", "environment", "lab")  # of the course's Makefile
 MIDNIGHT = (1980, 1, 1, 0, 0, 0)  # the first time that a zip knows: the same zip at any time
@@ -191,7 +192,7 @@ def _shared_files(lesson: Lesson, assignment: Assignment) -> Files:
         f".{lesson.name}.original.ipynb": notebook,
         "README.md": _readme(assignment).encode(),
         "Makefile": _makefile(lesson.name).encode(),
-        **{name: (COURSE / name).read_bytes() for name in ("pyproject.toml", "LICENSE")},
+        **{name: (COURSE / name).read_bytes() for name in OWN},
         **{f"tools/{tool}.py": (COURSE / "tools" / f"{tool}.py").read_bytes() for tool in TOOLS},
     }
     for path in sorted((COURSE / "course_lib").rglob("*")):

@@ -145,7 +145,8 @@ class Notebook:
         return mine and kernel["connections"] > 0 and kernel["execution_state"] == "idle"
 
     def _hear(self, message: ConsoleMessage) -> None:
-        if message.type == "error":
+        """Keep an error; not that another window's widget is unknown here: they share a kernel."""
+        if message.type == "error" and not message.text.startswith("Comm not found for comm id"):
             self.errors.append(f"{message.text} ({message.location.get('url', '')})")
 
     def _see(self, request: Request) -> None:

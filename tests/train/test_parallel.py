@@ -14,6 +14,7 @@ from course_lib.checkpoint import latest
 from course_lib.core import CourseError, ModelSpec
 from course_lib.core.records import read_runs
 from course_lib.models import GPT
+from course_lib.ranks import RankError
 from course_lib.tensor_parallel.finish_watch import finishing
 from course_lib.train import trainer
 from course_lib.train.config import SCHEDULES, V_SCHEDULES, TrainConfig, schedule_of
@@ -104,29 +105,38 @@ def sum_nothing(model):
         pass
 
 
-def broken(rank, config, breach):
-    """Train with a piece of the method taken out; the losses."""
-    originals = trainer.finish_gradients, dict(trainer.STRATEGIES)
-    if breach == "norms are not summed":
-        trainer.finish_gradients = sum_nothing
-    else:  # the mean over all ranks, as if each held the same part
-        trainer.STRATEGIES["naive-dp"] = lambda model, config, _: originals[1]["naive-dp"](
-            model, config, torch.distributed.group.WORLD
-        )
+def without_summed_norms(rank, config):
+    """Train with a piece of tensor parallelism taken out; the losses."""
+    original, trainer.finish_gradients = trainer.finish_gradients, sum_nothing
     try:
         return losses(train(rank, config))
     finally:
-        trainer.finish_gradients = originals[0]
-        trainer.STRATEGIES.update(originals[1])
+        trainer.finish_gradients = original
 
 
-@pytest.mark.parametrize("breach", ["norms are not summed", "the mean is over all ranks"])
-def test_a_broken_method_has_other_losses(pools, by_hand, breach):
-    config = replace(EXACT, model=replace(SPEC, vocab=20))  # the same shapes on all ranks
-    expected = torch.tensor(by_hand(config)[0])
-    config = replace(config, tp=2, sequence_parallel=True, strategy="naive-dp")
-    for found in pools(2).run(broken, config, breach):
+def over_all_ranks(rank, config):
+    """Train with the mean of gradients over all ranks, as if each held the same part."""
+    naive = trainer.STRATEGIES["naive-dp"]
+    world = torch.distributed.group.WORLD
+    changed = {"naive-dp": lambda model, config, _: naive(model, config, world)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "STRATEGIES", trainer.STRATEGIES | changed)
+        train(rank, config)
+
+
+BROKEN = replace(EXACT, model=replace(SPEC, vocab=20), tp=2, sequence_parallel=True)
+
+
+def test_norms_that_are_not_summed_give_other_losses(pools, by_hand):
+    expected = torch.tensor(by_hand(replace(EXACT, model=BROKEN.model))[0])
+    config = replace(BROKEN, strategy="naive-dp")
+    for found in pools(2).run(without_summed_norms, config):
         assert (torch.tensor(found) - expected).abs().max() > 1e-4
+
+
+def test_a_mean_over_different_parts_is_refused(pools):
+    with pytest.raises(RankError, match="a group whose ranks hold the same parameters"):
+        pools(2).run(over_all_ranks, replace(BROKEN, strategy="naive-dp"))
 
 
 # -- what a rank holds, sends and leaves ---------------------------------------------------------
