@@ -188,6 +188,7 @@ def _bar(
         textcoords="offset points",
         va="center",
         fontsize=SMALL_PT,
+        bbox={"facecolor": WHITE, "edgecolor": "none", "pad": 0.5},  # over the limit's line
     )
 
 

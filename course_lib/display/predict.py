@@ -17,12 +17,15 @@ from typing import Any
 
 import anywidget
 import traitlets
+from IPython.core.getipython import get_ipython
 
 from course_lib.core.errors import CourseError
 from course_lib.display.show import has_widgets, put, widget_data
 
 YES_NO = ("yes", "no")
 ASK = "You have not committed to a prediction yet."
+NOT_RUN = "The cell above that asks for this prediction was not run."
+NAMED = re.compile(r"\bguess(?:_\w+)?\b")  # what lessons call their predictions
 _JS = Path(__file__).with_name("predict.js").read_text(encoding="utf-8")
 
 
@@ -36,6 +39,7 @@ class Prediction:
     value: float | str | None = None
     name: str = "guess"
     truth: str = ""  # as `reveal` was told, with its unit
+    cell: str = ""  # the cell that reveals it
 
     def commit(self, value: object) -> None:
         """Set the prediction; a later one replaces it.
@@ -47,7 +51,7 @@ class Prediction:
 
     def words(self, value: object) -> str:
         """Return a value with its unit."""
-        return f"{_number(value)} {self.unit}".strip() if not self.choices else str(value)
+        return value if isinstance(value, str) else f"{_number(value)} {self.unit}".strip()
 
     def _read(self, value: object) -> float | str:
         if self.choices:
@@ -91,7 +95,7 @@ def predict(
 
 def reveal(prediction: Prediction, truth: object) -> None:
     """Show the prediction, the truth and their ratio; without a prediction, ask for one first."""
-    if prediction.choices:
+    if prediction.choices or isinstance(truth, bool):
         truth = _word(truth)
     prediction.truth = prediction.words(truth)
     if prediction.value is None:
@@ -106,13 +110,38 @@ def reveal(prediction: Prediction, truth: object) -> None:
 def _ask_first(prediction: Prediction) -> None:
     """Ask for a prediction; the truth is folded, and plain text says how to print it."""
     ask = f"{ASK} Please do, above, then run this again"
+    asked = f"{prediction.question}: "
+    if not prediction.question:
+        ask, asked = f"{NOT_RUN} Run it, commit to a prediction, then run this again", ""
     shown = f"print({prediction.name}.truth)"
     put(
         {
-            "text/plain": f"{prediction.question}: {ask}, or show it anyway: {shown}.",
+            "text/plain": f"{asked}{ask}, or show it anyway: {shown}.",
             "text/html": f"<p>{html.escape(ask)}.</p><details><summary>Show anyway</summary>"
             f"{_table(prediction, {'true': prediction.truth})}</details>",
         }
+    )
+
+
+def stand_in(names: dict[str, Any], cell: str, cell_id: str | None) -> None:
+    """Give a cell that reveals predictions one without a question for each that was not asked.
+
+    So a skipped cell costs a sentence, not the measurement below it. A prediction that another cell
+    has revealed counts as not asked: the name is that of an earlier question.
+    """
+    if "reveal(" not in cell:
+        return
+    for name in NAMED.findall(cell):
+        asked = names.get(name)
+        if asked is None or isinstance(asked, Prediction) and asked.cell not in ("", cell_id):
+            asked = names[name] = Prediction("", name=name)
+        if isinstance(asked, Prediction):
+            asked.cell = cell_id or ""
+
+
+if (_shell := get_ipython()) is not None:
+    _shell.events.register(
+        "pre_run_cell", lambda info: stand_in(_shell.user_ns, info.raw_cell, info.cell_id)
     )
 
 

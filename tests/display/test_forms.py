@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from course_lib.core import CourseError, Event
 from course_lib.display import YES_NO, claim, explore, predict, reveal, show, timeline
-from course_lib.display.predict import Form, Prediction
+from course_lib.display.predict import Form, Prediction, stand_in
 from course_lib.display.show import has_widgets, picture, png_bytes
 
 
@@ -115,6 +115,33 @@ def test_reveal_hides_the_truth_where_nothing_was_committed(notebook: list) -> N
     assert "6" not in asked
     assert "<td>6 GiB</td>" in folded
     assert steps.truth == "6 GiB"
+
+
+@pytest.mark.parametrize(("truth", "shown"), [(6.25, "6.25"), ("1F1B", "1F1B"), (True, "yes")])
+def test_a_prediction_that_nobody_asked_for_is_told_below_what_was_measured(
+    truth: object, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {"reveal": reveal, "truth": truth}
+    cell = "reveal(guess_skipped, truth)"
+    stand_in(names, cell, "cell 2")
+    exec(cell, names)
+    assert capsys.readouterr().out == (
+        "The cell above that asks for this prediction was not run. Run it, commit to a prediction, "
+        "then run this again, or show it anyway: print(guess_skipped.truth).\n"
+    )
+    assert names["guess_skipped"].truth == shown
+
+
+def test_an_earlier_prediction_of_the_same_name_does_not_answer_a_later_question() -> None:
+    first = Prediction("steps", value=6, name="guess")
+    names: dict[str, Any] = {"guess": first}
+    for cell_id in ("cell 2", "cell 2"):  # run again, it is the same question
+        stand_in(names, "reveal(guess, 6)", cell_id)
+        assert names["guess"] is first
+    stand_in(names, "print(guess)", "cell 3")
+    assert names["guess"] is first
+    stand_in(names, "reveal(guess, 7)", "cell 4")
+    assert names["guess"].value is None
 
 
 def test_a_value_commits_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ def turns(p):
 message = Message(step=1, sender=0, receiver=1, shard=0)
 stepper(frames_from_messages([message], root_everything(2)), "One message tells the other rank")
 """,
+    "reveal(guess_skipped, 6)",
 )
 
 
@@ -58,6 +59,7 @@ def test_what_is_saved_can_be_seen_and_read_without_a_kernel(saved: Path) -> Non
     assert outputs[5][-1]["text/plain"] == "steps: yours 5, true 6, ratio 0.833."
     assert outputs[6][0]["text/plain"] == "4 ranks: 4 s"
     assert "step 1 of 1: rank 0 sends shard 0 to rank 1" in outputs[7][0]["text/plain"]
+    assert "asks for this prediction was not run" in outputs[8][0]["text/plain"]
     for number in (2, 6):
         assert "image/png" in outputs[number][0]
         assert f'alt="{outputs[number][0]["text/plain"]}"' in outputs[number][0]["text/html"]

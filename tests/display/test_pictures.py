@@ -189,6 +189,13 @@ def test_memory_of_several_ledgers_says_what_is_too_much() -> None:
     assert names == ["whole", "sharded"]
 
 
+def test_a_number_that_the_limit_would_cross_stays_legible() -> None:
+    (axes,) = memory({"fits": held(params=99 * MIB)}, "It fits", limit_bytes=100 * MIB).axes
+    number = next(text for text in axes.texts if text.get_text() == "99 MiB")
+    assert number.get_bbox_patch().get_facecolor() == (1, 1, 1, 1)
+    assert number.get_zorder() > max(line.get_zorder() for line in axes.lines)
+
+
 LEDGERS = {
     "none": [],
     "empty": Ledger(),

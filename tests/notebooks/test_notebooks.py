@@ -12,6 +12,7 @@ from rich.console import Console
 
 from course_lib.checks.exercise import exercises_of
 from course_lib.checks.lesson_source import read_source
+from course_lib.display.predict import stand_in
 from course_lib.notebooks.build import build, read_lesson, student_notebook
 from course_lib.notebooks.lessons import all_lessons, find_folder, tags_of, write_notebook
 from course_lib.notebooks.nbval_run import run_nbval
@@ -25,6 +26,7 @@ get_ipython().extension_manager.loaded.discard("course_lib.ranks")
 %reset -f
 assert "check" not in globals() and "ranks" not in globals()"""
 
+ASKED = re.compile(r"^(\w+) *= *predict\(", re.MULTILINE)
 QUICK = ("00_ranks", "06_ddp")  # those that `make test` runs under nbval; CI runs all
 
 
@@ -163,9 +165,21 @@ def test_the_solved_notebook_commits_to_every_prediction(lesson):
     """So `reveal` shows a guess, the truth and their ratio to whoever only reads."""
     for cell in read_lesson(lesson):
         if cell.kind == "code":
-            asked = re.findall(r"^(\w+) *= *predict\(", cell.text, re.MULTILINE)
-            for name in asked:
+            for name in ASKED.findall(cell.text):
                 assert f"\n{name}.commit(" in cell.text, f"line {cell.line}: ### GUESS {name}..."
+
+
+@every_lesson
+def test_a_skipped_prediction_stops_no_cell(lesson):
+    """Only reveal uses a prediction, under a name for which `stand_in` finds another one."""
+    asked = {name for cell in read_lesson(lesson) for name in ASKED.findall(cell.text)}
+    for cell in read_lesson(lesson):
+        if cell.kind == "code" and "predict" not in cell.tags:
+            nodes = (node for tree in lines_of_python(cell.text) for node in ast.walk(tree))
+            used = asked & {node.id for node in nodes if isinstance(node, ast.Name)}
+            found = {}
+            stand_in(found, cell.text, "this cell")
+            assert used <= found.keys(), f"line {cell.line}: a prediction is called guess_..."
 
 
 @under_nbval
