@@ -5,12 +5,13 @@ Notebook 04_collectives.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
 
 from course_lib.ranks import Ranks
+from course_lib.ranks.progress import in_turns
 
 Rivals = Mapping[str, Callable[[Tensor], object]]
 WARM_UPS = 2
@@ -23,10 +24,10 @@ def race(
 
     Calls follow one another without a barrier; the first ones of each size warm up.
     """
-    return {
-        name: [ranks.run(seconds, call, num_bytes, times)[0] for num_bytes in sizes]
-        for name, call in rivals.items()
-    }
+    found: dict[str, list[list[float]]] = {name: [] for name in rivals}
+    for name, num_bytes in in_turns(product(rivals, sizes), 1):
+        found[name].append(ranks.run(seconds, rivals[name], num_bytes, times)[0])
+    return found
 
 
 def seconds(rank: int, call: Callable[[Tensor], object], num_bytes: int, times: int) -> list[float]:

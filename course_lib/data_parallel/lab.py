@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from course_lib.ranks import Ranks
+from course_lib.ranks.progress import in_turns
 
 Work = Callable[[], Any]
 
@@ -37,12 +38,11 @@ def at_once(
         alone_s: list[float] = []
         threads_s: list[list[float]] = [[] for _ in pools]
         ranks_s: list[list[float]] = [[] for _ in pools]
-        for _ in range(turns):
-            for place, (p, ranks) in enumerate(pools.items()):
-                alone_s.append(_in_threads(work, 1))
-                threads_s[place].append(_in_threads(work, p))
-                starts_s, ends_s = zip(*ranks.run(_on_rank, work), strict=True)
-                ranks_s[place].append(max(ends_s) - min(starts_s))
+        for place, (p, ranks) in in_turns(enumerate(pools.items()), turns):
+            alone_s.append(_in_threads(work, 1))
+            threads_s[place].append(_in_threads(work, p))
+            starts_s, ends_s = zip(*ranks.run(_on_rank, work), strict=True)
+            ranks_s[place].append(max(ends_s) - min(starts_s))
         for way, seconds in (("threads", threads_s), ("processes", ranks_s)):
             found[f"{name}, {way}"] = [[s / min(alone_s) for s in times] for times in seconds]
     return found

@@ -14,6 +14,7 @@ from course_lib.core.units import MIB
 from course_lib.ddp.ddp import DDP
 from course_lib.models import GPT, next_tokens, token_batch, token_loss
 from course_lib.ranks import record, span
+from course_lib.ranks.progress import in_turns
 
 Steps = list[list[Event]]
 
@@ -31,12 +32,11 @@ def backward_in_turns(
     ours = DDP(gpt, bucket_mib * MIB)
     seen: tuple[Steps, Steps] = ([], [])
     inputs, targets = next_tokens(token_batch(rank, batch=1, seq=64, vocab=spec.vocab))
-    for _ in range(turns):
-        for model, events in zip((ours, theirs), seen, strict=True):
-            model.zero_grad()
-            with record() as log, span("compute"):
-                token_loss(model(inputs), targets).backward()
-                if model is ours:
-                    ours.finish()
-            events.append(log.events)
+    for model, events in in_turns(zip((ours, theirs), seen, strict=True), turns):
+        model.zero_grad()
+        with record() as log, span("compute"):
+            token_loss(model(inputs), targets).backward()
+            if model is ours:
+                ours.finish()
+        events.append(log.events)
     return [[param.grad for param in model.parameters()] for model in (ours, theirs)], seen

@@ -21,6 +21,7 @@ from course_lib.core.records import Event
 from course_lib.ddp.cost import StepCost
 from course_lib.ddp.ddp import DDP
 from course_lib.ranks import Ranks
+from course_lib.ranks.progress import in_turns
 from course_lib.ranks.timing import Build, LossOf, Measured, measured_of, record_interleaved
 
 
@@ -90,7 +91,7 @@ def _alone(rank: int, build: Build, loss_of: LossOf, turns: int) -> list[dict[st
         )
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     found = []
-    for _ in range(turns + 1):
+    for _ in in_turns([module], turns + 1):
         dist.barrier()
         optimizer.zero_grad()
         times_s = [time.perf_counter()]

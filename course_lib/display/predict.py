@@ -133,7 +133,7 @@ def stand_in(names: dict[str, Any], cell: str, cell_id: str | None) -> None:
         return
     for name in NAMED.findall(cell):
         asked = names.get(name)
-        if asked is None or isinstance(asked, Prediction) and asked.cell not in ("", cell_id):
+        if asked is None or (isinstance(asked, Prediction) and asked.cell not in ("", cell_id)):
             asked = names[name] = Prediction("", name=name)
         if isinstance(asked, Prediction):
             asked.cell = cell_id or ""

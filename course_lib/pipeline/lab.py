@@ -25,6 +25,7 @@ from course_lib.pipeline.engine import LossFn, Pipeline
 from course_lib.pipeline.stage import Stage
 from course_lib.pipeline.times import INSTANT, PipelineTimes
 from course_lib.ranks import Ranks, record
+from course_lib.ranks.progress import in_turns
 from course_lib.ranks.timing import Measured, from_zero, median_turn
 
 # (stage, num_stages) -> what the rank of that stage holds
@@ -202,15 +203,14 @@ def _record_steps(rank: int, runs: Mapping[Any, PipelineRun], turns: int) -> dic
     num_stages = dist.get_world_size()
     pipelines = {n: Pipeline(run.build(rank, num_stages), run.loss_fn) for n, run in runs.items()}
     found: dict[Any, list[_Turn]] = {name: [] for name in runs}
-    for _ in range(turns + 1):
-        for name, pipeline in pipelines.items():
-            run = runs[name]
-            pipeline.stage.zero_grad()
-            dist.barrier()
-            start_s = time.perf_counter()
-            with record() as log:
-                pipeline.step(run.schedule, run.inputs, run.targets)
-            found[name].append(_Turn(start_s, log.events, pipeline.peak_in_flight))
+    for name, pipeline in in_turns(pipelines.items(), turns + 1):
+        run = runs[name]
+        pipeline.stage.zero_grad()
+        dist.barrier()
+        start_s = time.perf_counter()
+        with record() as log:
+            pipeline.step(run.schedule, run.inputs, run.targets)
+        found[name].append(_Turn(start_s, log.events, pipeline.peak_in_flight))
     return {name: each[1:] for name, each in found.items()}
 
 

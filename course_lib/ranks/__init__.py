@@ -31,6 +31,7 @@ What both sides use:
     call_board       `CallBoard`: the shared-memory log of calls (a flight recorder)
     hangs            finds hangs, lost messages and swapped collectives on the call board
     source_lines     the learner's line that made a call
+    progress         `in_turns`: says in JupyterLab which of several measurements is next
     timing           measures several versions in turns: seconds, events, differences
     machine          the cores, memory, GPUs and tools of this machine; `course doctor`
     machine_report   the same and more in one anonymous text, with the links tried

@@ -24,6 +24,7 @@ from course_lib.ranks.hangs import (
 )
 from course_lib.ranks.output import MAX_OUTPUT_BYTES, Output
 from course_lib.ranks.process_tree import end_trees
+from course_lib.ranks.progress import ProgressLine
 from course_lib.ranks.rank_process import RankFailure
 from course_lib.ranks.report import (
     RankError,
@@ -74,6 +75,7 @@ class RankJob:
     def __init__(self, call_board: CallBoard, members: list[Member], outputs: list[Output]) -> None:
         self.call_board, self.members, self.outputs = call_board, members, outputs
         self.lost = False
+        self._progress = ProgressLine()
         self._results: dict[int, bytes] = {}
         self._failures: dict[int, RankFailure] = {}
         self._start_s = time.perf_counter()
@@ -93,6 +95,8 @@ class RankJob:
         except BrokenPipeError:
             self._collect(TICK_S)
             self._give_up("")
+        finally:
+            self._progress.clear()
         self._show_rest()
         if self._failures:
             self.lost = self._is_spoilt()
@@ -135,7 +139,9 @@ class RankJob:
         except (EOFError, ConnectionResetError):
             self._failures[member.rank] = _death(member.process)
             return
-        if what == "done":
+        if what == "progress":
+            self._progress.tell(value)
+        elif what == "done":
             self._results[member.rank] = value
         else:
             self._failures[member.rank] = value

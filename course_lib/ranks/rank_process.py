@@ -68,6 +68,8 @@ def live(config: WorkerConfig, jobs: Connection, kernel_alive: Connection) -> No
     store = "file://" + os.path.join(config.folder, "store")
     join_world(tracer, store, config.rank, config.world_size)
     Heartbeat(tracer).start()
+    if config.rank == 0:
+        tracer.recorder.tell = lambda text: jobs.send(("progress", text))
     worker = Worker(config, tracer)
     jobs.send(("ready", None))
     while True:

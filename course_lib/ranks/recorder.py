@@ -6,7 +6,7 @@ and under torchrun.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -25,6 +25,7 @@ class Recorder:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.tell: Callable[[str], object] = lambda text: None  # shows it below the cell
         self.events: list[Event] = []
 
     def add(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from course_lib.core.records import COMMUNICATION_KINDS, Event
 from course_lib.ranks import record, span
+from course_lib.ranks.progress import in_turns
 
 Build = Callable[[], nn.Module]
 LossOf = Callable[[nn.Module, int], Tensor]  # (model, rank) -> the loss of this rank's batch
@@ -35,7 +36,7 @@ def time_interleaved(
     of      reduces the seconds of the turns to one number; min: the least disturbed turn
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for name in list(steps) * (turns + 1):
+    for name in in_turns(steps, turns + 1):
         module, step = steps[name]
         module.zero_grad()
         dist.barrier()
@@ -140,20 +141,19 @@ def record_interleaved(
     Cost:   a barrier per step, so that all ranks begin together
     """
     found: dict[Any, list[list[Event]]] = {name: [] for name in models}
-    for _ in range(turns + ahead):
-        for name, model in models.items():
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            optimizer.zero_grad()
-            dist.barrier()
-            with record() as log:
-                with span("forward"):
-                    loss = loss_of(model, rank)
-                with span("backward"):
-                    loss.backward()
-                finish(model)
-                with span("optimizer"):
-                    optimizer.step()
-            found[name].append(log.events)
+    for name, model in in_turns(models.items(), turns + ahead):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer.zero_grad()
+        dist.barrier()
+        with record() as log:
+            with span("forward"):
+                loss = loss_of(model, rank)
+            with span("backward"):
+                loss.backward()
+            finish(model)
+            with span("optimizer"):
+                optimizer.step()
+        found[name].append(log.events)
     return {name: events[ahead:] for name, events in found.items()}
 
 

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from course_lib.core import Event
+from course_lib.ranks import progress
 from course_lib.ranks.timing import (
     communication_s,
     from_zero,
@@ -38,6 +40,52 @@ def test_steps_take_turns_and_begin_without_gradients(pools):
         assert grads == [1.0, 1.0]
         assert list(seconds) == ["ours", "theirs"]
         assert all(value > 0 for value in seconds.values())
+
+
+def slow(rank):
+    """Measure two things in two turns; every one of them takes longer than a message may wait."""
+    progress.EVERY_S = 0
+    return list(progress.in_turns("ab", 2))
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Everything that JupyterLab is told to show in one place, the last one at the end."""
+    told = []
+
+    def display(data, **how):
+        assert how == {"raw": True, "display_id": True}
+        told.append(data)
+        return SimpleNamespace(update=lambda data, raw: told.append(data))
+
+    monkeypatch.setattr("IPython.display.display", display)
+    return told
+
+
+def test_jupyterlab_shows_which_measurement_is_next_and_nothing_at_the_end(
+    pools, shown, monkeypatch
+):
+    monkeypatch.setenv(progress.JUPYTER_SERVER, "00_ranks.ipynb")
+    assert pools(2).run(slow) == [["a", "b"] * 2] * 2
+    words = [f"measuring: {n} of 2, turn {turn} of 2" for turn in (1, 2) for n in (1, 2)]
+    assert shown == [*({"text/plain": word} for word in words), {}]
+    del shown[:]
+    monkeypatch.setattr(progress, "EVERY_S", 0)
+    assert list(progress.in_turns("ab", 2)) == ["a", "b"] * 2  # in the notebook itself
+    assert shown == [*({"text/plain": word} for word in words), {}]
+
+
+def test_other_programs_see_no_progress(pools, shown, monkeypatch):
+    monkeypatch.delenv(progress.JUPYTER_SERVER, raising=False)
+    pools(2).run(slow)
+    assert shown == []
+
+
+def test_quick_measurements_are_not_told(shown, monkeypatch):
+    monkeypatch.setenv(progress.JUPYTER_SERVER, "00_ranks.ipynb")
+    monkeypatch.setattr(progress, "EVERY_S", math.inf)
+    assert list(progress.in_turns("ab", 2)) == ["a", "b"] * 2
+    assert shown == []
 
 
 def picked(rank):
