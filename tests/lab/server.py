@@ -99,6 +99,7 @@ def environment(folder: Path) -> dict[str, str]:
     }
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     own = {"PATH": path, "SHELL": "/bin/bash"}  # sh has no line editor: a terminal shows less
+    own["JUPYTER_PREFER_ENV_PATH"] = "0"  # this folder's extension, not the environment's
     return kept | {name: str(place) for name, place in places.items()} | own
 
 

@@ -1,5 +1,7 @@
 // Check and Hand in, two buttons of a notebook in JupyterLab: each saves the notebook, then types
 // a command of the course into a terminal, where the learner sees what is run and what it says.
+// And the looks of outputs: lines break between words, a right answer has a green mark, and an
+// exercise that is not done yet does not look like an error.
 //
 // JupyterLab loads this file as a container of module federation: it calls `init` with the packages
 // that it shares, then `get` for the plugin. Written by hand, it needs neither Node.js nor a build.
@@ -14,6 +16,18 @@
   };
   const EMPTY_LINE = "\x05\x15"; // Ctrl-E, Ctrl-U: what was half typed must not run with ours
   const KEYS = /[\x00-\x1f\x7f]/; // a terminal would take these for keys, such as Ctrl-C
+  const RIGHT = /^\w+-\d+: right\. /m; // what check prints
+  const STYLE = `
+    .jp-OutputArea .jp-OutputArea-output.jp-RenderedText pre {
+      word-break: normal; overflow-wrap: anywhere;
+    }
+    [data-course] > .jp-OutputArea-output.jp-RenderedText {
+      background: none; border-left: 4px solid #767676; padding-left: 8px;
+    }
+    [data-course="right"] > .jp-OutputArea-output.jp-RenderedText { border-color: #009e73; }
+    [data-course="right"] > .jp-OutputArea-output pre::before {
+      color: #009e73; content: "\\2713  " / ""; font-weight: bold;
+    }`;
   let shared;
 
   const load = async (name) => (await Object.values(shared[name])[0].get())();
@@ -24,7 +38,7 @@
   const makePlugin = async () => {
     const { ICommandPalette, Dialog, showDialog } = await load("@jupyterlab/apputils");
     const { PageConfig } = await load("@jupyterlab/coreutils");
-    const { INotebookTracker } = await load("@jupyterlab/notebook");
+    const { INotebookTracker, NotebookActions } = await load("@jupyterlab/notebook");
     const { ITerminalTracker } = await load("@jupyterlab/terminal");
     const { Widget } = await load("@lumino/widgets");
 
@@ -44,8 +58,21 @@
       return showDialog({ title, body, buttons: [Dialog.okButton()] });
     };
 
+    const verdict = ({ output_type, text, ename }) => {
+      if (output_type === "stream" && RIGHT.test([text].flat().join(""))) return "right";
+      return ename === "NotDone" ? "not done" : undefined;
+    };
+
+    const mark = ({ outputArea }) =>
+      outputArea?.model.toJSON().forEach((output, index) => {
+        const found = verdict(output);
+        if (found) outputArea.widgets[index].node.dataset.course = found;
+      });
+
     const activate = (app, notebooks, palette, tracker) => {
       const { contents, terminals } = app.serviceManager;
+      document.head.append(Object.assign(document.createElement("style"), { textContent: STYLE }));
+      NotebookActions.executed.connect((_, { cell }) => mark(cell));
 
       const type = async (line) => {
         await terminals.refreshRunning();
