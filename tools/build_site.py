@@ -19,6 +19,7 @@ from urllib.parse import unquote
 
 import site_api
 import site_lessons
+import site_map
 import site_repository
 import site_tables
 from progress import run_showing
@@ -183,7 +184,7 @@ def front_page(source: Path) -> str:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     readme = readme.replace("](notebooks/solved/", "](notebooks/")  # a page has both versions
     readme = readme.replace(MAKES, "").replace(SOLVED, BEGIN)
-    readme = re.sub(r"```mermaid\n.*?```\n", "", readme, flags=re.DOTALL)  # GitHub draws it
+    readme = site_map.with_map(readme, lessons_named([]))
     return "\n\n".join([readme, *trees, ""])
 
 

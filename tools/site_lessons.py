@@ -24,6 +24,12 @@ NOTE = (
 )
 
 
+SLIDERS = (
+    '\n\n<p class="lesson-note">The sliders are in the notebook; this page shows the picture as it '
+    "was in one run.</p>"
+)
+
+
 class LessonError(Exception):
     """A lesson that cannot be made a page, as one sentence."""
 
@@ -87,6 +93,10 @@ def page_cells(solved: Cell, stub: Cell, audience: str) -> list[Cell]:
         return [stub | {"outputs": solved["outputs"]}]
     if "check" in tags and "exercise" in solved["metadata"] and audience == "learners":
         return [solved | {"outputs": [*map(of_a_right_answer, solved["outputs"])]}]
+    if solved["cell_type"] == "markdown":
+        parts = text_of(solved["source"]).split("\n\n")
+        told = [part + SLIDERS * ("slider" in part) for part in parts]
+        return [solved | {"source": "\n\n".join(told)}]
     if "predict" in tags and audience == "learners":
         return [stub | {"outputs": [one for one in solved["outputs"] if not is_commit(one)]}]
     return [solved]

@@ -281,6 +281,37 @@ def test_below_an_empty_exercise_a_verdict_is_that_of_a_right_answer(monkeypatch
     assert page_cells(cell, {}, "instructors") == [cell]
 
 
+def test_the_map_draws_each_lesson_behind_those_that_it_builds_on(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from site_map import after_what, drawn
+
+    graph = "graph LR\n  00[00 a] --> 02[02 c]\n  00 & 01[01 b] --> 03[03 d] --> 04[04 e]\n"
+    graph += "  02 --> 04\n"
+    names, before = after_what(graph)
+    assert names == {"00": "00 a", "01": "01 b", "02": "02 c", "03": "03 d", "04": "04 e"}
+    assert before == {"00": [], "01": [], "02": ["00"], "03": ["00", "01"], "04": ["03", "02"]}
+    boxes = re.findall(
+        r'href="notebooks/(\w+).html"><rect x="(\d+)"', drawn(graph, [f"{n}_x" for n in names])
+    )
+    assert [name for name, _ in boxes] == [f"{n}_x" for n in names]
+    x = [int(x) for _, x in boxes]
+    assert x[0] == x[1] < x[2] == x[3] < x[4]
+
+
+def test_the_front_page_has_the_map(learners: Site):
+    links = learners.pages["index.html"].links
+    for stem in LESSONS:
+        assert links.count(f"notebooks/{stem}.html") >= 2  # at the side, and in the map
+
+
+@pytest.mark.parametrize("stem", LESSONS)
+def test_a_page_that_speaks_of_sliders_says_where_they_are(learners: Site, stem: str):
+    words = "".join(learners.pages[f"notebooks/{stem}.html"].words)
+    assert ("slider" in (ROOT / f"notebooks/source/{stem}.py").read_text()) == (
+        "The sliders are in the notebook" in words
+    )
+
+
 def test_the_front_page_leads_to_the_first_lesson(learners: Site):
     front = learners.pages["index.html"]
     assert "Begin with lesson 00" in "".join(front.words)
