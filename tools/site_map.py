@@ -3,10 +3,11 @@
 import html
 import re
 from itertools import pairwise
+from statistics import fmean
 
 MERMAID = re.compile(r"```mermaid\n(.*?)```\n", re.DOTALL)
 NAMED = re.compile(r"(\d\d)\[([^\]]+)\]")
-WIDE, HIGH, COLUMN, ROW = 112, 30, 142, 62  # a box, and from one to the next
+WIDE, HIGH, COLUMN, ROW = 118, 28, 142, 50  # a box, and from one to the next
 
 
 def with_map(page: str, stems: list[str]) -> str:
@@ -29,26 +30,29 @@ def after_what(graph: str) -> tuple[dict[str, str], dict[str, list[str]]]:
 def drawn(graph: str, stems: list[str]) -> str:
     """Return the drawing: each lesson to the right of those that it builds on."""
     names, before = after_what(graph)
-    columns: dict[int, list[str]] = {}
-    depth: dict[str, int] = {}
-    while len(depth) < len(names):
-        for number in names.keys() - depth.keys():
-            if all(one in depth for one in before[number]):
-                depth[number] = 1 + max((depth[one] for one in before[number]), default=-1)
-    for number in names:
-        columns.setdefault(depth[number], []).append(number)
-    most = max(map(len, columns.values()))
-    place = {
-        number: (2 + COLUMN * column, 2 + ROW * (row + (most - len(numbers)) / 2))
-        for column, numbers in columns.items()
-        for row, number in enumerate(numbers)
+    place: dict[str, tuple[int, int]] = {}  # column and row
+    free: dict[int, int] = {}  # rows that are taken, by column
+    while waiting := names.keys() - place.keys():
+        ready = [one for one in waiting if place.keys() >= {*before[one]}]
+        for row, number in sorted((mean_row(before[one], place), one) for one in ready):
+            column = 1 + max((place[one][0] for one in before[number]), default=-1)
+            place[number] = column, max(int(row), free.get(column, 0))
+            free[column] = place[number][1] + 1
+    at = {  # every other column is half a row lower: a wire past a column goes between its boxes
+        number: (2 + COLUMN * column, 2 + ROW * (row + column % 2 / 2))
+        for number, (column, row) in place.items()
     }
-    wires = [wire(*place[one], *place[number]) for number in names for one in before[number]]
-    boxes = [box(*place[n], names[n], next(s for s in stems if s[:2] == n)) for n in names]
-    size = f"0 0 {COLUMN * len(columns)} {ROW * most}"
+    wires = [wire(*at[one], *at[number]) for number in names for one in before[number]]
+    boxes = [box(*at[n], names[n], next(s for s in stems if s[:2] == n)) for n in names]
+    size = f"0 0 {COLUMN * len(free)} {ROW * (max(free.values()) + 0.5)}"
     label = "The lessons; each stands to the right of those that it builds on"
-    lines = [f'<svg class="map" viewBox="{size}" role="group" aria-label="{label}">']
-    return "\n".join([*lines, *wires, *boxes, "</svg>", ""])
+    lines = [f'<div class="map"><svg viewBox="{size}" role="group" aria-label="{label}">']
+    return "\n".join([*lines, *wires, *boxes, "</svg></div>", ""])
+
+
+def mean_row(before: list[str], place: dict[str, tuple[int, int]]) -> float:
+    """Return the mean row of the lessons before one, near which it is drawn."""
+    return fmean(place[one][1] for one in before) if before else 0.0
 
 
 def wire(x0: float, y0: float, x1: float, y1: float) -> str:
