@@ -139,10 +139,13 @@ def stand_in(names: dict[str, Any], cell: str, cell_id: str | None) -> None:
             asked.cell = cell_id or ""
 
 
+def _before(cell: Any) -> None:
+    if (shell := get_ipython()) is not None:
+        stand_in(shell.user_ns, cell.raw_cell, cell.cell_id)
+
+
 if (_shell := get_ipython()) is not None:
-    _shell.events.register(
-        "pre_run_cell", lambda info: stand_in(_shell.user_ns, info.raw_cell, info.cell_id)
-    )
+    _shell.events.register("pre_run_cell", _before)
 
 
 class Form(anywidget.AnyWidget):

@@ -275,7 +275,8 @@ def test_below_an_empty_exercise_a_verdict_is_that_of_a_right_answer(monkeypatch
     from site_lessons import page_cells
 
     output = {"output_type": "stream", "name": "stdout", "text": ["ddp-3: right. Yes.\n"]}
-    cell = {"metadata": {"tags": ["check"], "exercise": "ddp-3"}, "outputs": [output]}
+    cell = {"cell_type": "code", "metadata": {"tags": ["check"], "exercise": "ddp-3"}}
+    cell["outputs"] = [output]
     (shown,) = page_cells(cell, {}, "learners")
     assert shown["outputs"][0]["text"] == "A right answer gets: ddp-3: right. Yes.\n"
     assert page_cells(cell, {}, "instructors") == [cell]
