@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from course_lib.collectives.group import Group, member_of
 from course_lib.core.errors import ShapeError
 from course_lib.data_parallel.composition import TENSOR_PARALLEL, mark_split
+from course_lib.data_parallel.gradients import NotCopied
 from course_lib.tensor_parallel.overlap import overlapped_columns
 from course_lib.tensor_parallel.regions import (
     copy_to_region,
@@ -32,7 +33,7 @@ from course_lib.tensor_parallel.regions import (
 )
 
 
-class ShardedLayer(nn.Module):
+class ShardedLayer(NotCopied, nn.Module):
     """Base class of layers that hold this rank's shard of some of their parameters.
 
     shards   by parameter name: the dim that is split, and its whole size
@@ -40,6 +41,7 @@ class ShardedLayer(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    copy_instead = "full_state_dict(model), loaded into another model"
 
     def __init__(self, group: Group, sequence_parallel: bool) -> None:
         super().__init__()
