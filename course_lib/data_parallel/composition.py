@@ -41,8 +41,15 @@ def splits_of(param: Tensor) -> tuple[Split, ...]:
 
 
 def mark_wrapped(params: Iterable[nn.Parameter], wrapper: Any) -> None:
-    """Note that a wrapper averages the gradients of these parameters as long as it lives."""
-    _WRAPPERS.update((param, weakref.ref(wrapper)) for param in params if param.requires_grad)
+    """Note that a wrapper averages the gradients of these parameters as long as it lives.
+
+    It replaces those before it, so that a notebook's cell that wraps a module can be run again.
+    """
+    for param in params:
+        if param.requires_grad:
+            if earlier := wrapper_of(param):
+                vars(earlier)["_replaced_by"] = type(wrapper).__name__
+            _WRAPPERS[param] = weakref.ref(wrapper)
 
 
 def wrapper_of(param: Tensor) -> Any:
@@ -54,8 +61,8 @@ def wrapper_of(param: Tensor) -> Any:
 def check_wrappable(module: nn.Module, group: Group, where: str) -> None:
     """Check that `where` may average the gradients of a module over a group.
 
-    Raises:  CourseError if another wrapper does so already; MeshError if tensor parallelism has
-             split parameters over ranks of this group
+    Raises:  CourseError if a wrapper is a part of it, or has split its parameters; MeshError if
+             tensor parallelism has split them over ranks of this group
     """
     if not isinstance(module, nn.Module):
         _refuse(where, "an nn.Module", f"an object of {type(module).__name__}", "its module")
@@ -69,10 +76,6 @@ def check_wrappable(module: nn.Module, group: Group, where: str) -> None:
         for method, _ in splits_of(param):
             if method != TENSOR_PARALLEL:
                 _refuse_part(name, method, where)
-        if wrapper := wrapper_of(param):
-            got = f"{name}, whose gradient {type(wrapper).__name__} averages already"
-            attempt = "to wrap the plain module once, or del of the first wrapper"
-            _refuse(where, "a module without another wrapper", got, attempt)
     check_same_parameters(module.named_parameters(), group, where)
 
 
@@ -133,7 +136,7 @@ def check_compiled(
 
 def _refuse_part(name: str, method: str, where: str) -> None:
     got = f"{name}, of which a rank holds a shard or nothing ({method})"
-    _refuse(where, "whole parameters", got, f"{where} on the plain module, or {method} alone")
+    _refuse(where, "whole parameters", got, f"{where} on a module made anew, or {method} alone")
 
 
 def _refuse(where: str, need: str, got: str, attempt: str) -> None:

@@ -63,17 +63,35 @@ class NotCopied:
         )
 
 
+def replaced_by(wrapper: Any) -> str:
+    """Return the kind of the wrapper that has taken this one's module over; "" without one."""
+    return vars(wrapper).get("_replaced_by", "")
+
+
+def check_not_replaced(wrapper: Any) -> None:
+    """Check that no other wrapper has taken the module over.
+
+    Raises:  CourseError that names it
+    """
+    if other := replaced_by(wrapper):
+        raise CourseError(
+            f"rank {dist.get_rank()}, {type(wrapper).__name__}: need the wrapper that a module has "
+            f"got last; got an earlier one, which {other} has replaced. Try the model that {other} "
+            "returned."
+        )
+
+
 def call_when_accumulated(param: nn.Parameter, method: Callable[..., None], *args: Any) -> None:
     """Call `method(*args)` each time backward has accumulated into `param.grad`.
 
-    A hook lives as long as its parameter. It holds the object of the bound method weakly, so that
-    the parameter does not keep its wrapper alive.
+    A hook lives as long as its parameter. It holds the wrapper, whose bound method this is, weakly,
+    so that the parameter does not keep it alive; one that is replaced is not called.
     """
     weak_method = weakref.WeakMethod(method)
 
     def hook(_param: Tensor) -> None:
         method = weak_method()
-        if method is not None:
+        if method is not None and not replaced_by(method.__self__):  # type: ignore[attr-defined]
             with torch.no_grad():
                 method(*args)
 

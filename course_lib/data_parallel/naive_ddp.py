@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
-from course_lib.data_parallel.composition import check_wrappable
+from course_lib.data_parallel.composition import check_wrappable, mark_wrapped
 from course_lib.data_parallel.gradients import (
     NoSync,
     NotCopied,
+    check_not_replaced,
     require_gradients,
     require_known,
 )
@@ -51,9 +52,11 @@ class NaiveDDP(NotCopied, NoSync, nn.Module):
         self._broadcast_buffers, self._known = broadcast_buffers, {*module.parameters()}
         self._buffers_may_differ = False  # as PyTorch has it: after a forward that will be synced
         broadcast_state(module, group)
+        mark_wrapped(module.parameters(), self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output, computed with the first rank's buffers."""
+        check_not_replaced(self)
         if self._buffers_may_differ and self._broadcast_buffers and self.training:
             _broadcast(self.module.buffers(), self.group)
         self._buffers_may_differ = self._syncs and self.training and torch.is_grad_enabled()
@@ -67,6 +70,7 @@ class NaiveDDP(NotCopied, NoSync, nn.Module):
         """
         if not self._syncs:
             return
+        check_not_replaced(self)
         require_known(self.module, self._known, type(self).__name__)
         p = dist.get_world_size(self.group)
         for param in self._with_gradient():

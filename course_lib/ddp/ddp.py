@@ -22,6 +22,7 @@ from course_lib.data_parallel.gradients import (
     NotCopied,
     all_zero,
     call_when_accumulated,
+    check_not_replaced,
     not_cleared,
     require_gradients,
     require_known,
@@ -86,7 +87,8 @@ class DDP(NotCopied, NoSync, nn.Module):
             watch(self.buckets)
         self._known = {param for bucket in self.buckets for param in bucket.params}
         self._works: list[Any] = []  # one handle per launched bucket
-        self._buffers_may_differ, self._in_backward = False, False
+        self._buffers_may_differ = False
+        self._busy = False  # True in backward and in finish, and after an error in them
         broadcast_together([*module.parameters(), *module.buffers()], self.group)
         for number, bucket in enumerate(self.buckets):
             for index, param in enumerate(bucket.params):
@@ -95,7 +97,7 @@ class DDP(NotCopied, NoSync, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output, computed with the buffers of the group's first rank."""
-        self._check_backward_ended()
+        self._check_ended()
         if self.broadcast_buffers and self.training and self._buffers_may_differ:
             broadcast_together(self.module.buffers(), self.group)
         self._buffers_may_differ = self._syncs and torch.is_grad_enabled()  # as PyTorch has it
@@ -106,38 +108,38 @@ class DDP(NotCopied, NoSync, nn.Module):
         """Launch the remaining buckets and wait for all; `param.grad` is then the mean."""
         if not self._syncs:
             return
-        self._check_backward_ended()
+        self._check_ended()
         require_known(self.module, self._known, "DDP")
-        try:
-            used = self._copy_remaining()
-            while len(self._works) < len(self.buckets):
-                self._launch()
-            if self.find_unused and self.buckets:
-                used = used_on_any_rank(used, self.buckets[0].flat.device, self.group)
-            for work in self._works:
-                work.wait()
-            self._clear_unused(used)
-        finally:
-            self._begin_round()
+        self._busy = True
+        used = self._copy_remaining()
+        while len(self._works) < len(self.buckets):
+            self._launch()
+        if self.find_unused and self.buckets:
+            used = used_on_any_rank(used, self.buckets[0].flat.device, self.group)
+        for work in self._works:
+            work.wait()
+        self._clear_unused(used)
+        self._begin_round()
 
     def _begin_round(self) -> None:
         self._works.clear()
-        self._in_backward = False
+        self._busy = False
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.params)))
 
-    def _check_backward_ended(self) -> None:
-        """Discard what a backward has launched before it raised an error.
+    def _check_ended(self) -> None:
+        """Discard what a backward or a finish has launched before it raised an error.
 
         Raises:  CourseError unless the gradients have been cleared since
         """
-        if not self._in_backward:
+        check_not_replaced(self)
+        if not self._busy:
             return
         num_launched = len(self._works)
         left = [one for one in self.buckets[:num_launched] if one.flat._version == one.launched_at]
         left += self.buckets[num_launched:]
         if not all_zero(param for bucket in left for param in bucket.params):
-            raise not_cleared("DDP", "model.zero_grad()")
+            raise not_cleared("DDP", "model.zero_grad()", "an error in backward or in finish()")
         for work, bucket in zip(self._works, self.buckets, strict=False):
             work.wait()
             for param in bucket.params:
@@ -145,12 +147,12 @@ class DDP(NotCopied, NoSync, nn.Module):
         self._begin_round()
 
     def _end_backward(self) -> None:
-        self._in_backward = False
+        self._busy = False
 
     def _mark_ready(self, number: int, index: int) -> None:
         """Copy a complete gradient into its bucket, and launch full buckets in their order."""
-        if not self._in_backward:
-            self._in_backward = True
+        if not self._busy:
+            self._busy = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if not self._syncs:
             return

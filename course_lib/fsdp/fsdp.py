@@ -19,7 +19,11 @@ from torch.utils._pytree import tree_map_only
 from course_lib.collectives.group import Group
 from course_lib.core.errors import CourseError
 from course_lib.core.shards import ParamShard
-from course_lib.data_parallel.composition import check_norm_is_whole, check_wrappable
+from course_lib.data_parallel.composition import (
+    check_norm_is_whole,
+    check_wrappable,
+    mark_wrapped,
+)
 from course_lib.data_parallel.gradients import (
     NoSync,
     NotCopied,
@@ -89,7 +93,7 @@ class FSDP(NotCopied, NoSync, nn.Module):
         self.groups = sharding_groups(group, mesh, reshard_after_forward)
         for member in self.groups.members:
             check_wrappable(module, member.group, "FSDP")
-        self.module, self.prefetch = module, prefetch
+        self.module, self.prefetch, plain = module, prefetch, [*module.parameters()]
         self.reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
         self.units = make_units(module, units, self.groups, self.policy)
         self.param_groups = [unit.param_group for unit in self.units if unit.param_group]
@@ -106,6 +110,7 @@ class FSDP(NotCopied, NoSync, nn.Module):
             unit.module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(partial(self._after_forward, unit))
             self._call_when_ready(unit)
+        mark_wrapped(plain, self)  # to replace an earlier wrapper
 
     @property
     def root(self) -> Unit:

@@ -94,8 +94,8 @@ class ZeROParameter(GuardedParameter):
 
     @property
     def is_part(self) -> bool:
-        """Whether the engine is alive: copies have none."""
-        return wrapper_of(self) is not None
+        """Whether an engine steps it: copies have none, and DDP may have replaced it."""
+        return hasattr(wrapper_of(self), "flat_params")
 
 
 class FSDPShard(GuardedParameter):

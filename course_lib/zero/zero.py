@@ -26,6 +26,7 @@ from course_lib.data_parallel.composition import check_wrappable, mark_wrapped
 from course_lib.data_parallel.gradients import (
     NotCopied,
     call_when_accumulated,
+    check_not_replaced,
     not_cleared,
     require_known,
     some_names,
@@ -132,7 +133,8 @@ class ZeRO1(NotCopied):
         self._in_backward = False
 
     def _check_backward_ended(self) -> None:
-        """Check that no backward has raised an error since zero_grad()."""
+        """Check that no backward has raised an error since zero_grad(), and nobody replaced us."""
+        check_not_replaced(self)
         if self._in_backward:
             raise not_cleared(type(self).__name__, CLEAR)
 

@@ -21,7 +21,7 @@ from course_lib.ddp import DDP
 from course_lib.fsdp import FSDP
 from course_lib.mesh import Mesh, RankMesh
 from course_lib.models import GPT, next_tokens, token_batch
-from course_lib.tensor_parallel import parallel_token_loss, parallelize
+from course_lib.tensor_parallel import ColumnParallelLinear, parallel_token_loss, parallelize
 from course_lib.zero import ShardedOptimizer, ZeRO1, ZeRO2, ZeRO3
 
 TINY = replace(
@@ -95,10 +95,12 @@ def alone():
 
 ONCE = {
     "DDP": DDP,
+    "NaiveDDP": NaiveDDP,
     "FSDP": FSDP,
     **{name: lambda module, name=name: zero(name, module) for name in ENGINES},
 }
 WRAPPED, SHARDED = "need a module without another wrapper", "need whole parameters"
+COPIED = "need a model outside of a process group to copy or pickle"
 TENSOR_PARALLEL = "and tensor parallelism has split embedding.weight over ranks [0, 1]"
 REFUSED = {
     "DDP(FSDP)": (lambda: DDP(FSDP(net())), WRAPPED),
@@ -119,14 +121,6 @@ REFUSED = {
         lambda: one_after_another(*[lambda m: zero("ZeRO3", m)] * 2),
         SHARDED,
     ),
-    **{
-        f"{first}, then {second}": (
-            lambda pair=(first, second): one_after_another(*[ONCE[name] for name in pair]),
-            f"whose gradient {first} averages already. Try to wrap the plain module once,",
-        )
-        for first in ("DDP", "ZeRO1", "ZeRO2")
-        for second in ("DDP", "FSDP", "ZeRO2", "ZeRO3")
-    },
     "DDP(ZeRO3.module)": (lambda: DDP(zero("ZeRO3", net()).module), SHARDED),
     "LocalSGD(FSDP)": (lambda: LocalSGD(FSDP(net()), every=2), SHARDED),
     "ShardedOptimizer of FSDP": (lambda: sharded(FSDP(net())), SHARDED),
@@ -134,6 +128,12 @@ REFUSED = {
     "parallelize(FSDP.module)": (
         lambda: parallelize(FSDP(GPT(TINY)).module, RankMesh(Mesh(tp=2)).device_mesh("tp")),
         SHARDED,
+    ),
+    "a copy of TP": (lambda: copy.deepcopy(split_gpt()), COPIED),
+    "a pickle of TP": (lambda: pickle.dumps(split_gpt()), COPIED),
+    "a copy of a layer of TP": (
+        lambda: copy.deepcopy(ColumnParallelLinear(4, 4)),
+        "Try full_state_dict(model), loaded into another model",
     ),
     "DDP(ZeRO2)": (lambda: DDP(zero("ZeRO2", net())), "need an nn.Module; got an object of ZeRO2"),
     "FSDP, then torch DDP": (lambda: one_after_another(FSDP, TorchDDP), "need code that knows"),
@@ -243,6 +243,43 @@ def losses(rank, wrap, make_optimizer=None):
 
 def sgd(model):
     return SGD(model.parameters(), lr=0.5)
+
+
+def losses_after(rank, earlier, name):
+    """Losses of a module that an earlier wrapper still holds, and what using that one says."""
+    module = blocks()
+    first = ONCE[earlier](module)
+    first(torch.ones(2, 4)).sum().backward()
+    found = losses(rank, lambda: ONCE[name](module), None if name in ENGINES else sgd)
+    said = []
+    for use in (lambda: first(torch.ones(2, 4)), first.finish):
+        with pytest.raises(CourseError) as caught:
+            use()
+        said.append(str(caught.value))
+    return found, said
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_a_cell_that_wraps_a_module_can_be_run_again(pools, name):
+    make_optimizer = None if name in ENGINES else sgd
+    wanted = pools(2).run(losses, lambda: ONCE[name](blocks()), make_optimizer)
+    for earlier in ("DDP", "NaiveDDP", "ZeRO1", "ZeRO2"):
+        for rank, (found, said) in enumerate(pools(2).run(losses_after, earlier, name)):
+            assert found == wanted[rank]
+            for sentence in said:
+                assert f"{earlier}: need the wrapper that a module has got last" in sentence
+                assert f"which {name} has replaced. Try the model that {name} returned" in sentence
+
+
+def test_a_cell_of_ddp_and_a_sharded_optimizer_can_be_run_again(pools):
+    def after_itself(rank):
+        model = DDP(blocks())
+        first = model, sharded(model)
+        losses(rank, lambda: model, lambda _: first[1])
+        model.module.load_state_dict(blocks().state_dict())
+        return losses(rank, lambda: DDP(model.module), sharded)
+
+    assert pools(2).run(after_itself) == pools(2).run(losses, lambda: DDP(blocks()), sharded)
 
 
 RIGHT = {

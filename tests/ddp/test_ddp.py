@@ -469,10 +469,8 @@ def test_a_group_of_some_ranks_has_means_and_a_start_of_its_own(pools):
 def test_a_module_may_be_wrapped_again(pools):
     def steps(rank):
         module = nn.Linear(3, 1, bias=False)
-        model = None
         for _ in range(3):
-            del model  # the one before has gone, and its hooks do nothing
-            model = DDP(module)
+            model = DDP(module)  # the one before does nothing any more
             for _ in range(2):
                 module.zero_grad()
                 model(torch.full((1, 3), 10.0**rank)).sum().backward()
@@ -558,12 +556,40 @@ def test_after_an_error_a_step_is_right_again(pools):
             model(torch.full((1, 3), 10.0**rank)).sum().backward()
             with pytest.raises(CourseError):
                 model(torch.ones(1, 3)).sum().backward()
-            with pytest.raises(CourseError, match=r"need model.zero_grad\(\) after a backward"):
+            with pytest.raises(CourseError, match=r"need model.zero_grad\(\) after an error"):
                 model.finish()
             model.zero_grad()
         model(torch.full((1, 3), 10.0**rank)).sum().backward()
         model.finish()
         return model.module.weight.grad.tolist()
+
+    assert pools(2).run(steps) == [[[5.5] * 3]] * 2
+
+
+def test_what_a_finish_that_raised_has_launched_is_waited_for_and_discarded(pools):
+    def steps(rank):
+        events = []
+
+        class Noted(Mean):
+            def wait(self):
+                events.append("wait")
+                super().wait()
+
+        module = nn.ModuleDict({"never": nn.Linear(2, 1), "used": nn.Linear(3, 1, bias=False)})
+        model = DDP(module, bucket_bytes=1, comm_hook=Noted)  # in a bucket each, "used" first
+        model.module.forward = module["used"].forward
+        model(torch.full((1, 3), 10.0**rank)).sum().backward()
+        with pytest.raises(CourseError, match=r"got none for never\.bias"):
+            model.finish()
+        with pytest.raises(CourseError, match=r"need model.zero_grad\(\) after an error"):
+            model(torch.ones(1, 3))
+        model.zero_grad()
+        module["never"].requires_grad_(False)
+        out = model(torch.full((1, 3), 10.0**rank))
+        assert events == ["wait"]
+        out.sum().backward()
+        model.finish()
+        return module["used"].weight.grad.tolist()
 
     assert pools(2).run(steps) == [[[5.5] * 3]] * 2
 

@@ -92,7 +92,7 @@ TOLD = {
         lambda rank: lifecycle.unfreeze(Buckets(frozen="head"))
     ),
     "DDP: need the parameters to train": late_layer(Buckets),
-    "DDP: need model.zero_grad() after a backward that raised an error": (
+    "DDP: need model.zero_grad() after an error in backward or in finish()": (
         lambda rank: lifecycle.failed_among_others(Buckets())
     ),
     "got gradients that the next ones would be added to": (
