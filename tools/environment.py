@@ -13,12 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from packages import LOCK, Installer, has_touched, read_lock
+from packages import LOCK, OLDEST, Installer, has_touched, read_lock
 from progress import run_showing
 from symptoms import NEEDED_GB, Problem, explain
 from torch_build import SIZES, check_answer, choose_build, torch_step
 
-OLDEST = (3, 11)
 STAMP = "course-environment"  # a file in it: BUILDING, or the fingerprint of a finished build,
 TORCH = "torch: "  # and after it a line that remembers which build of PyTorch was chosen
 BUILDING = "not finished\n"

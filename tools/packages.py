@@ -5,34 +5,48 @@ Standard library only, and in old syntax.
 """
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from pip_settings import uv_environment, uv_options
+from pip_settings import unknown_to_uv, uv_environment, uv_options
 from progress import run_showing
 from symptoms import UNTRUSTED, Problem, explain, symptom
 
+OLDEST = (3, 11)  # Python that the course runs on, and the lock fits
 LOCK = "requirements.lock"  # one version of every package but torch; `make lock` writes it
 LOCKED = re.compile(r"[A-Za-z0-9][\w.-]*==[\w.+!-]+( ; .+)?")
-OLDEST_UV = (0, 9)
+OLDEST_UV, NEXT_UV, UV = (0, 9), (1,), "uv>=0.9,<1"  # the versions that are tested
 MOST_TRIES = 5  # with versions of the lock left out, before it is left out as a whole
 UNSOLVED = re.compile("No solution found|ResolutionImpossible|No matching distribution found")
 # once uv has resolved, packages may change at any time: what is in its cache it just links
 TOUCHED = ("Installing collected packages", "Resolved ", "Uninstalled ", "Installed ")
-BOTH = """
-import ast, subprocess, sys
-running = [subprocess.Popen(one) for one in ast.literal_eval(sys.argv[1])]
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        sys.exit("cannot import %s (%s: %s)" % (name, type(error).__name__, error))
+"""
+SIDE_BY_SIDE = """
+import subprocess, sys
+lists = [names.split() for names in sys.argv[2:]]
+running = [subprocess.Popen([sys.executable, "-c", sys.argv[1]] + names) for names in lists]
 try:
+    for one, names in zip(running, lists):
+        if one.wait() not in (0, 1):
+            print("cannot import %s (exit code %d)" % (" or ".join(names), one.wait()))
     sys.exit(any([one.wait() for one in running]))
 finally:
     [one.kill() for one in running]
 """
 FIRST_IMPORTS = (
-    "torch.distributed.tensor, torch._dynamo, course_lib.train.trainer",
-    "jupyterlab.labapp, ipykernel.kernelapp, ipywidgets, nbval.plugin, course_lib.display",
+    "torch.distributed.tensor torch._dynamo course_lib.train.trainer",
+    "jupyterlab.labapp ipykernel.kernelapp ipywidgets nbval.plugin course_lib.display",
 )
 
 
@@ -45,6 +59,8 @@ class Installer:
         self.python = str(venv / "bin" / "python")
         self.locked = []
         self.uv = self.find_uv()
+        for sentence in unknown_to_uv() if self.uv else []:
+            print(f"      {sentence}")
 
     def install(self, title, arguments, index=""):
         """Install by the lock; a version that the registry does not have gives way to another."""
@@ -95,14 +111,14 @@ class Installer:
     def find_uv(self):
         """Return a uv that is new enough, of the PATH or from the registry; "" if there is none."""
         found = shutil.which("uv")
-        if found and uv_version(found) >= OLDEST_UV:
+        if found and is_tested(found):
             return found
         own = str(self.venv / "bin" / "uv")
-        if uv_version(own) >= OLDEST_UV:
+        if is_tested(own):
             return own
-        code, said = self.run([*self.pip(), "uv"], "      getting uv, which installs the packages")
+        code, said = self.run([*self.pip(), UV], "      getting uv, which installs the packages")
         del self.lines[:]  # that pip has installed uv changes none of the packages
-        if not code and uv_version(own) >= OLDEST_UV:
+        if not code and is_tested(own):
             return own
         if symptom(said) and not UNSOLVED.search(symptom(said)):
             raise Problem(explain(said, self.version, self.venv / "install.log", self.torch))
@@ -111,8 +127,14 @@ class Installer:
 
     def compile(self):
         """Compile what is imported first: all packages would take as long as to install them."""
-        both = [[self.python, "-c", f"import {names}"] for names in FIRST_IMPORTS]
-        self.run([self.python, "-c", BOTH, repr(both)], "      compiling what lessons use")
+        command = [self.python, "-c", SIDE_BY_SIDE, IMPORT_ALL, *FIRST_IMPORTS]
+        code, said = self.run(command, "      compiling what lessons use")
+        if code:
+            why = next((line for line in said if line.startswith("cannot import")), said[-1])
+            raise Problem(
+                f"The packages are installed, but Python {why}. Run make again, which builds the "
+                f"environment anew; all that was said is in {self.venv / 'install.log'}"
+            )
 
 
 def uv_version(uv):
@@ -122,6 +144,11 @@ def uv_version(uv):
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(int(part) for part in re.findall(rb"\d+", said)[:2])
+
+
+def is_tested(uv):
+    """True for a uv whose version the course is tested with."""
+    return OLDEST_UV <= uv_version(uv) < NEXT_UV
 
 
 def read_lock(root):
@@ -161,12 +188,18 @@ def write_lock(root, venv):
     uv = Installer(root, venv, "", "", []).uv
     if not uv:
         raise Problem("make lock needs uv, which is not available here. Try pip install uv")
+    oldest, new = ".".join(map(str, OLDEST)), root / f"{LOCK}.new"
     found = ["--extra", "dev", "--universal", "--upgrade", "--no-emit-package", "torch"]
-    quiet = ["--no-header", "--no-annotate", "--output-file", LOCK]
-    command = [uv, "pip", "compile", "pyproject.toml", *found, *quiet]
-    code, lines = run_showing(command, f"locking {LOCK}", str(root), None, uv_environment())
-    if code:
-        raise Problem(explain(lines, "any"))
+    quiet = ["--no-header", "--no-annotate", "--output-file", str(new)]
+    command = [uv, "pip", "compile", "pyproject.toml", "--python-version", oldest, *found, *quiet]
+    try:
+        code, lines = run_showing(command, f"locking {LOCK}", str(root), None, uv_environment())
+        if code:
+            raise Problem(explain(lines, "any"))
+        os.replace(str(new), str(root / LOCK))
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink()
 
 
 if __name__ == "__main__":
@@ -175,3 +208,6 @@ if __name__ == "__main__":
         write_lock(top, top / sys.argv[1])
     except Problem as problem:
         sys.exit(f"\n{problem}\n")
+    except KeyboardInterrupt:
+        print(f"\nStopped. {LOCK} is as it was.")
+        sys.exit(130)

@@ -3,6 +3,7 @@
 import configparser
 import contextlib
 import os
+import re
 from pathlib import Path
 
 SYSTEM = Path("/etc")
@@ -21,6 +22,7 @@ UV = (  # a setting of pip, what it is for uv, and what uv puts between several 
     ("retries", "UV_HTTP_RETRIES", " "),
     ("proxy", "ALL_PROXY", " "),
 )
+KEYRINGS = ("subprocess", "disabled")  # of uv; pip has "import" too, and "auto" says nothing
 
 
 def pip_settings():
@@ -61,11 +63,33 @@ def config_files():
 
 
 def uv_options():
-    """Return the options of uv for those of pip's settings that no variable passes on."""
+    """Return the options of uv for those of pip's settings that no variable passes on.
+
+    require-virtualenv needs none: the course's environment is one.
+    """
     settings = pip_settings()
-    files = settings.get("constraint", ("",))[0].split()
-    no_index = settings.get("no-index", ("",))[0].strip().lower() not in NO
-    return ["--no-index"] * no_index + [word for file in files for word in ("--constraint", file)]
+    options = ["--no-index"] * is_on(settings, "no-index")
+    for name in ("constraint", "no-binary", "only-binary"):
+        between = r"\s+" if name == "constraint" else r"[\s,]+"
+        for word in filter(None, re.split(between, settings.get(name, ("",))[0])):
+            options += ["--" + name, word]
+    return options
+
+
+def unknown_to_uv():
+    """Return a sentence for each setting of pip that uv does not follow."""
+    value, where = pip_settings().get("keyring-provider", ("", ""))
+    if value.strip() in ("", "auto", *KEYRINGS):
+        return []
+    return [
+        f"uv has no keyring-provider {value.strip()} ({where}), so where a registry asks for a "
+        "password pip installs, which takes longer. Try keyring-provider subprocess"
+    ]
+
+
+def is_on(settings, name):
+    """True if a setting that is on or off is on."""
+    return settings.get(name, ("",))[0].strip().lower() not in NO
 
 
 def uv_environment():
@@ -74,9 +98,13 @@ def uv_environment():
     variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip: the best of all indexes
     if settings.get("cache-dir", ("",))[0].strip():  # a disk with room
         variables["UV_CACHE_DIR"] = os.path.join(settings["cache-dir"][0].strip(), "uv")
+    if settings.get("keyring-provider", ("",))[0].strip() in KEYRINGS:
+        variables["UV_KEYRING_PROVIDER"] = settings["keyring-provider"][0].strip()
+    if is_on(settings, "pre"):
+        variables["UV_PRERELEASE"] = "allow"
     for name, variable, between in UV:
         value = settings.get(name, ("",))[0]
-        if not between and value.strip().lower() not in NO:
+        if not between and is_on(settings, name):
             variables[variable] = "1"
         elif between and value.strip():
             variables[variable] = between.join(value.split())

@@ -131,8 +131,10 @@ class Registry:
 @pytest.fixture
 def registry(environment, tmp_path, monkeypatch) -> Registry:
     """A registry of its own, which pip's settings name; uv keeps nothing of it."""
+    import packages
     import torch_build
 
+    monkeypatch.setattr(packages, "FIRST_IMPORTS", ())  # the packages are empty
     monkeypatch.setattr(torch_build, "CPU_INDEX", (tmp_path / "cpu").as_uri())
     for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
         monkeypatch.delenv(name)
