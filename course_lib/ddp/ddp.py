@@ -163,7 +163,7 @@ class DDP(NotCopied, NoSync, nn.Module):
                 f"rank {dist.get_rank()}, DDP: need finish() after each backward; got a second "
                 f"gradient for {bucket.names[index]} before it. Try model.finish(), or no_sync() "
                 "around every backward but the last. (Checkpointing that reuses a parameter: try "
-                "use_reentrant=False. A module wrapped twice: try one DDP.)"
+                "use_reentrant=False.)"
             )
         bucket.copy_grad(index)
         while self.overlap and len(self._works) < len(self.buckets):
