@@ -30,6 +30,7 @@ from course_lib.checks.exercise import (
     failed,
     own_line,
 )
+from course_lib.checks.limits import little_memory
 from course_lib.core import CourseError
 
 MOST_LINES = 1_000_000
@@ -109,8 +110,8 @@ class Cases:
     within `rtol`, the relative difference. `unit` follows them in the message. `look` is told
     where no known cause fits; `symptoms` are causes with a predicate of all values, shown in the
     order of the cases: `(lambda got, need: ..., CAUSE)`. `unchanged` is told where the arguments
-    are no longer equal to new ones, `endless` where the answer runs MOST_LINES lines. There the
-    answer may not call a function of `library`, which would do the exercise's work.
+    are no longer equal to new ones, `endless` where the answer runs MOST_LINES lines. The answer
+    may not call a function of `library`, which would do the exercise's work.
     `drawn(random)` returns more cases for a student's own assignment, drawn from its `seed`.
     """
 
@@ -141,10 +142,13 @@ class Cases:
 
     def _result(self, answer: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         try:
-            with watched(self.endless, self.library) if self.endless else nullcontext():
-                result = answer(*arguments)
-            return None if result is None else self.show(result, *arguments)
-        except (NotImplementedError, NotDone, NotJudged):
+            is_watched = self.endless or self.library
+            watch = watched(self.endless, self.library) if is_watched else nullcontext()
+            with little_memory():
+                with watch:
+                    result = answer(*arguments)
+                return None if result is None else self.show(result, *arguments)
+        except (NotImplementedError, NotDone, NotJudged, MemoryError):
             raise
         except CheckFailed as error:
             return error
@@ -257,16 +261,16 @@ def from_json(data: Any) -> Any:
 
 
 @contextmanager
-def watched(endless: Cause, library: Sequence[Callable[..., Any]] = ()) -> Iterator[None]:
-    """Raise CheckFailed once the block runs more than MOST_LINES lines, or calls the library."""
+def watched(endless: Cause | None, library: Sequence[Callable[..., Any]] = ()) -> Iterator[None]:
+    """Raise CheckFailed once the block calls the library, or runs more than MOST_LINES lines."""
     numbers, before = count(1), sys.gettrace()
     codes = [one.__code__ for one in library if isinstance(one, FunctionType)]
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:
-        if event == "line" and next(numbers) > MOST_LINES:
+        if endless and event == "line" and next(numbers) > MOST_LINES:
             raise failed(f"it has run {MOST_LINES:,} lines, and goes on", endless)
         if event == "call" and frame.f_code in codes:
-            raise failed(f"it calls the course's own {frame.f_code.co_name}", BORROWED)
+            raise failed(f"it calls the course's own {frame.f_code.co_qualname}", BORROWED)
         return trace
 
     sys.settrace(trace)
@@ -290,7 +294,7 @@ def alike(found: Any, wanted: Any, rtol: float) -> bool:
         return len(found) == len(wanted) and all(
             alike(one, other, rtol) for one, other in zip(found, wanted, strict=True)
         )
-    return type(found) is type(wanted) and bool(found == wanted)
+    return isinstance(found, type(wanted)) and bool(found == wanted)  # a str of NumPy is one
 
 
 def _is_long(wanted: Any, found: Any) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import cloudpickle
 
-from course_lib.checks.limits import COMPUTING_S, OutOfTime, at_most
+from course_lib.checks.limits import COMPUTING_S, MOST_BYTES, Endless, OutOfTime, at_most
 from course_lib.checks.right_answer import assignment_here, frozen_values, right_answer
 from course_lib.core import CourseError
 from course_lib.core.errors import MachineError
@@ -200,13 +200,13 @@ def check(key: str, answer: Any, *, limit_s: float = LIMIT_S) -> None:
 def explained(key: str, answer: Any, limit_s: float = LIMIT_S) -> Iterator[None]:
     """Turn whatever goes wrong in the block, which runs an answer, into a short text.
 
-    What is printed in it is shown only then. It is ended after `limit_s` seconds, and sooner where
-    it computes in this process for COMPUTING_S, which takes longer than any right answer.
+    What is printed in it is shown only then. It is ended after `limit_s` seconds (0: no limit), and
+    sooner where it computes in this process for COMPUTING_S: longer than any right answer.
     Raises: CheckFailed, NotDone or NotJudged, which begin with the key
     """
     _demand_own(key, answer)
     printed = io.StringIO()
-    computing_s = max(COMPUTING_S, COMPUTING_S * limit_s / LIMIT_S) if limit_s else 0.0
+    computing_s = max(COMPUTING_S, COMPUTING_S * limit_s / LIMIT_S)
     try:
         with (
             contextlib.redirect_stdout(printed),
@@ -297,10 +297,21 @@ def _explain(key: str, error: BaseException) -> NoReturn:
     at = f", at {where}" if where else ""
     if isinstance(error, KeyboardInterrupt):
         raise Stopped(f"{key}: stopped{at}") from None
+    more = "On a slow machine, give it more: check(..., limit_s=600)."
+    if isinstance(error, Endless):
+        raise CheckFailed(
+            f"{key}: your code does not return: {error}{at}\n    A right answer needs a few. Does "
+            f"a loop never end? {more}"
+        ) from None
     if isinstance(error, OutOfTime):
         raise TooLong(
-            f"{key}: {error}{at}\n    A right answer needs a few. Does a loop never end, or a wait "
-            "never return? On a slow machine, give it more: check(..., limit_s=600)."
+            f"{key}: {error}{at}\n    A right answer needs a few. Does a wait never return? {more}"
+        ) from None
+    if isinstance(error, MemoryError):
+        traceback.clear_frames(error.__traceback__)  # which hold what has filled the memory
+        raise CheckFailed(
+            f"{key}: your code took more than {MOST_BYTES >> 30} GiB of memory{at}. Does a loop "
+            "never end, or a list take all of an endless iterator?"
         ) from None
     if isinstance(error, NotJudged | MachineError):
         raise NotJudged(f"{key}: {error}") from None

@@ -17,11 +17,16 @@ from torch import Tensor
 
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, NotJudged, failed
 from course_lib.checks.expect import SYMPTOMS, on_ranks
-from course_lib.checks.limits import COMPUTING_S, OutOfTime, at_most
+from course_lib.checks.limits import COMPUTING_S, Endless, at_most, little_memory
 from course_lib.core import COMMUNICATION_KINDS, Event
 from course_lib.ranks import RankError, Ranks, record
 
 ENDLESS = Cause("Does a loop never end? The line below is where it was.")
+TWO_DTYPES = Cause(
+    "Two dtypes meet in one call: keep that of what you were given, and make buffers with "
+    "empty_like or new_empty."
+)
+OF_DTYPES = "dtype|TensorOptions|output type"  # what PyTorch and gloo say of two dtypes
 WORLDS = (3, 2, 4, 1)  # three ranks first: on two, wrong answers look alike
 
 
@@ -195,8 +200,11 @@ class OnRanks:
         for name, text in trouble.failures.values():
             if name == "NotImplementedError":
                 return NotDone(text)
-        fitting = (c for kind, fits, c in self.trouble if _fits(trouble, kind, fits))
-        is_endless = trouble.says(OutOfTime.__name__)
+        causes = [*self.trouble, ("raised", OF_DTYPES, TWO_DTYPES)]
+        if trouble.kind == "raised" and trouble.says(OF_DTYPES):
+            causes = [one for one in causes if "dtype" in str(one[1])]
+        fitting = (c for kind, fits, c in causes if _fits(trouble, kind, fits))
+        is_endless = trouble.says(Endless.__name__)
         cause = ENDLESS if is_endless else next(fitting, None)
         cause = cause and cause.of(p=world_size)
         symptom = SYMPTOMS["endless" if is_endless else trouble.kind]
@@ -212,7 +220,7 @@ def _limited(
     options: Mapping[str, Any],
 ) -> Any:
     """Observe the answer on this rank, which may compute for `limit_s`."""
-    with at_most(limit_s, computing=True):
+    with at_most(limit_s, computing=True), little_memory():
         return observe(rank, answer, **options)
 
 

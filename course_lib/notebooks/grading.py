@@ -40,8 +40,8 @@ class Verdict:
     """The verdict on one exercise.
 
     `status` is one of right, wrong, not done, missing, twice, not judged; `detail` says why in a
-    few lines; `note` tells of a check cell that was changed. Who passes a time limit is not judged:
-    it may be the machine.
+    few lines; `note` tells of a check cell that was changed. Who passes the clock's limit is not
+    judged: it may be the machine.
     """
 
     key: str

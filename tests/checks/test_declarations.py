@@ -1,6 +1,9 @@
 """Cases, OnRanks, Edit: what they accept, what they reject, and which cause they tell."""
 
+import itertools
 import pickle
+import resource
+import sys
 import time
 from types import SimpleNamespace
 
@@ -34,7 +37,7 @@ from course_lib.checks.expectations import (
     Traffic,
     Untouched,
 )
-from course_lib.checks.on_ranks import ENDLESS, At, OnRanks, Run, watch
+from course_lib.checks.on_ranks import ENDLESS, At, OnRanks, Run, Trouble, watch
 from course_lib.core import CourseError, Event
 from course_lib.core.errors import MachineError
 from course_lib.ranks import Ranks
@@ -407,7 +410,7 @@ def test_a_check_that_never_ends_is_ended(monkeypatch):
     check_it = Endless(cases=list, look="", success="")
     one = Exercise(key="toy-1", title="endless", check=check_it, reference=0)
     monkeypatch.setattr(exercise, "exercises_of", lambda _lesson: (one,))
-    with pytest.raises(TooLong, match=r"(?s)toy-1: ended after 0\.2 s.*Does a loop never end"):
+    with pytest.raises(TooLong, match=r"(?s)toy-1: ended after 0\.2 s.*Does a wait never return"):
         check("toy-1", lambda: 3, limit_s=0.2)
 
 
@@ -486,7 +489,8 @@ def test_a_loop_without_an_end_is_told_with_its_line_and_without_the_librarys_fr
     one = twice()
     monkeypatch.setattr(exercise, "exercises_of", lambda _lesson: (one,))
     with pytest.raises(
-        TooLong, match=r"toy-1: ended after 0\.2 s of computing, at line \d of your cell"
+        CheckFailed,
+        match=r"toy-1: your code does not return: ended after 0\.2 s of computing, at line \d of",
     ) as caught:
         check("toy-1", spins)
     assert caught.value.__cause__ is None
@@ -497,7 +501,38 @@ def test_on_ranks_too(spins):
     with pytest.raises(CheckFailed, match="Does a loop never end") as caught:
         MEAN.verdict(spins)
     assert caught.value.cause == ENDLESS
-    assert "OutOfTime: ended after 0.2 s of computing" in str(caught.value)
+    assert "Endless: ended after 0.2 s of computing" in str(caught.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory has no limit")
+@pytest.mark.parametrize("endless", ["list(itertools.count())", "itertools.count()"])
+def test_a_loop_in_c_without_an_end_ends_with_its_memory(monkeypatch, endless):
+    monkeypatch.setattr("course_lib.checks.limits.MOST_BYTES", 2**27)
+    names: dict = {"itertools": itertools}
+    exec(compile(f"def answer(x):\n    return {endless}\n", "<cell>", "exec"), names)
+    check_it = Cases(cases=lambda: [("1", (1,))], look="", success="", show=lambda x, _: list(x))
+    one = Exercise(key="toy-1", title="endless", check=check_it, reference=lambda x: [x])
+    monkeypatch.setattr(exercise, "exercises_of", lambda _lesson: (one,))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(CheckFailed, match=r"toy-1: your code took more than .* GiB of memory"):
+        check("toy-1", names["answer"])
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+DTYPES = (
+    "Invalid usage of tensors with different dtypesFound torch.float32 and  torch.float64",
+    "ProcessGroupGloo::allgather: invalid tensor type at index 0 (expected TensorOptions(...",
+    "result type Float can't be cast to the desired output type Long",
+)
+
+
+@pytest.mark.parametrize("said", DTYPES)
+@pytest.mark.parametrize("key", ["fsdp-1", "fsdp-4", "tensor_parallel-1", "tensor_parallel-6"])
+def test_two_dtypes_in_a_call_are_told_as_that(key, said):
+    trouble = Trouble("raised", {0: ("RuntimeError", said)}, (), (), said)
+    one = find_exercise(key)
+    with pytest.raises(CheckFailed, match=r"dtype.*(new_empty|given)"):
+        one.check.judge([Run(2, {}, trouble=trouble)], one)
 
 
 def test_stop_is_one_line_that_says_where(monkeypatch):

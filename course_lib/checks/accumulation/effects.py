@@ -16,6 +16,7 @@ from course_lib.checks.cases import NO_RESULT, Raised
 from course_lib.checks.exercise import Cause, CheckFailed, Exercise, NotDone, failed
 from course_lib.checks.expect import difference
 from course_lib.checks.expectations import CALLERS, DTYPE, SHAPE
+from course_lib.checks.limits import little_memory
 from course_lib.memory.saved_tensors import activation_ledger
 
 EffectCase = tuple[str, Callable[[Callable[..., Any]], dict[str, Any]]]
@@ -88,8 +89,10 @@ class Effects:
         """Observe the answer in each case; yield what it did, or what it raised."""
         for _, observe in self.cases():
             try:
-                yield observe(answer)
-            except (NotImplementedError, NotDone):
+                with little_memory():
+                    done = observe(answer)
+                yield done
+            except (NotImplementedError, NotDone, MemoryError):
                 raise
             except CheckFailed as error:
                 yield error

@@ -10,6 +10,7 @@ from course_lib.checkpoint.power_cut import Cut, DiskFiles, EmulatedDisk, Operat
 from course_lib.checks.checkpoint import publish_mistakes as mistakes
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.checks.limits import little_memory
 
 KEPT = "other run/manifest.json"  # of another run: the answer has to leave it
 
@@ -115,8 +116,9 @@ class SurvivesCuts:
             need |= {f"{new}/{MANIFEST}": manifest, KEPT: b"{}"}
             disk, raised = EmulatedDisk(before), ""
             try:
-                answer(disk, dict(files), manifest, new, old)
-            except NotImplementedError:
+                with little_memory():
+                    answer(disk, dict(files), manifest, new, old)
+            except (NotImplementedError, MemoryError):
                 raise
             except Exception as error:
                 raised = f"{type(error).__name__}: {error}"

@@ -18,6 +18,7 @@ from course_lib.checkpoint.small_trainer import (
 )
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise, failed
+from course_lib.checks.limits import little_memory
 
 # steps before the save, and samples: within an epoch first, then its end, then longer epochs
 SAVED_AT = (
@@ -85,8 +86,9 @@ class ContinuesBitEqual:
     def observe(self, answer: Callable[[], Any]) -> Iterator[Resumed]:
         """Save after some steps, train on, and load what was saved into another trainer."""
         for after, num_samples in SAVED_AT:
-            with _own_random_numbers():
-                yield _resumed(answer, after, num_samples)
+            with _own_random_numbers(), little_memory():
+                seen = _resumed(answer, after, num_samples)
+            yield seen
 
     def judge(self, observed: Iterable[Resumed], exercise: Exercise) -> str:
         """Demand equal bits after loading, and of the losses that follow."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from course_lib.checks.cases import NO_RESULT, Raised
 from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise, NotDone, failed, own_line
+from course_lib.checks.limits import little_memory
 from course_lib.ranks import Ranks
 
 WORLDS = ((12, 4), (10, 4), (7, 3), (13, 5), (9, 1), (3, 4), (1, 4), (2, 5), (100, 2))
@@ -162,12 +163,13 @@ def _call(answer: Callable[..., Any], seed: int, *arguments: int) -> tuple[Any, 
     np.random.seed(seed)
     before = _random_bytes()
     try:
-        got = answer(*arguments)
-        items, left_alone = _plain(got), before == _random_bytes()
+        with little_memory():
+            got = answer(*arguments)
+            items, left_alone = _plain(got), before == _random_bytes()
         if isinstance(got, list):
             got.clear()  # it belongs to whoever asked for it
         return items, left_alone
-    except (NotImplementedError, NotDone):
+    except (NotImplementedError, NotDone, MemoryError):
         raise
     except Exception as error:
         return Raised(type(error).__name__, str(error), own_line(error.__traceback__)), True
