@@ -10,22 +10,20 @@ from course_lib.checks import find_exercise
 
 
 class PaddedShard:
-    """Keep the shard as a part of a padded buffer, and gather with a list of messages."""
+    """Gather with a list of messages, of which this rank's is padded by torch.cat."""
 
     def __init__(self, param):
         self.size, self.p = param.shape, dist.get_world_size()
         chunks = list(param.detach().chunk(self.p))
         self.rows = len(chunks[0])
         chunks += [param.detach()[:0]] * (self.p - len(chunks))
-        mine = chunks[dist.get_rank()]
-        self.buffer = param.new_zeros((self.rows, *self.size[1:])).detach()
-        self.buffer[: len(mine)] = mine
-        self.shard = nn.Parameter(self.buffer[: len(mine)], param.requires_grad)
+        self.shard = nn.Parameter(chunks[dist.get_rank()].clone(), param.requires_grad)
 
     @torch.no_grad()
     def gather(self):
-        parts = [torch.empty_like(self.buffer) for _ in range(self.p)]
-        dist.all_gather(parts, self.buffer)
+        padding = self.shard.new_zeros(self.rows - len(self.shard), *self.size[1:])
+        parts = [self.shard.new_empty(self.rows, *self.size[1:]) for _ in range(self.p)]
+        dist.all_gather(parts, torch.cat([self.shard.detach(), padding]))
         return torch.cat(parts)[: self.size[0]].clone()
 
 

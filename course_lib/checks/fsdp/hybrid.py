@@ -12,7 +12,14 @@ from course_lib.checks.edits import Edit
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Calls, Demand, Lasting, Numbers, Untouched
 from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
-from course_lib.checks.zero.parts import ALL_WAITED, NOT_WAITED, named, unwaited_calls
+from course_lib.checks.zero.parts import (
+    ALL_WAITED,
+    NOT_WAITED,
+    ROUNDED,
+    named,
+    nearly,
+    unwaited_calls,
+)
 from course_lib.core import Event
 
 ROWS, ROUNDS = 3, 2  # numbers in a shard; calls of reduce
@@ -205,6 +212,7 @@ HYBRID = Exercise(
                         ),
                     ),
                 ),
+                otherwise=((lambda at, got, _: nearly(got, _mean(at)), ROUNDED),),
                 look=DIGITS,
             ),
             Lasting(),
@@ -282,6 +290,7 @@ HYBRID = Exercise(
         Edit(MEAN, "(shard / dist.get_world_size()).repeat(2)", SHARD),
         Edit("grad.new_empty(", "torch.empty(", DTYPE),
         Edit(MEAN, "(shard / dist.get_world_size()).float()", DTYPE),
+        Edit(MEAN, "(shard / dist.get_world_size()).bfloat16().to(grad.dtype)", ROUNDED),
         Edit(
             "shard = grad.new_empty",
             "self.kept = getattr(self, 'kept', None)\n"

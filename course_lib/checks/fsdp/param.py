@@ -49,7 +49,8 @@ STRIDES = Cause(
 )
 FOLLOWED = Cause("What gather() returns needs no grad: send self.shard.detach().")
 STALE = Cause(
-    "That is what the shard was before the optimizer's step: gather self.shard, each time anew."
+    "That is what the shard was before it changed, by a step or by loading into shard.data: gather "
+    "self.shard, each time anew."
 )
 ONE_GATHER = Cause(
     "One all_gather is enough, with equal messages: each rank pads its rows to ceil(n / p)."
@@ -199,7 +200,7 @@ PARAM = Exercise(
             Numbers(
                 "again",
                 _changed,
-                what="the parameter after a step",
+                what="the parameter after a change",
                 dtype=DTYPE,
                 predicates=ANOTHER,
                 causes=((STALE, _whole),),
@@ -256,6 +257,12 @@ PARAM = Exercise(
             COPIES,
             "self.first = getattr(self, 'first', self.shard.detach().clone())\n"
             "padded[: len(self.shard)] = self.first",
+            STALE,
+        ),
+        Edit(
+            COPIES,
+            "self.rows_here = getattr(self, 'rows_here', self.shard.detach())\n"
+            "padded[: len(self.shard)] = self.rows_here",
             STALE,
         ),
         Edit(

@@ -1,4 +1,4 @@
-"""Run fsdp-1 on a rank: every parameter is sharded, gathered, changed as by a step, gathered again.
+"""Run fsdp-1 on a rank: every parameter is sharded, gathered, changed, gathered again.
 
 Beside each of them a second one of the same shape is alive, whose numbers are below zero.
 """
@@ -115,7 +115,7 @@ def _watched(rank: int, answer: Callable[..., Any], sharding: Sharding) -> Shard
             seen.changed += ("the shard's gradient",)
         shard.grad = None
         beside.gather()
-        shard.data.add_(CHANGE + rank)
+        shard.data = shard.data + (CHANGE + rank)  # as of a checkpoint: in other memory
         seen.again = copied(sharded.gather())
         if isinstance(value, Tensor):
             seen.at_the_end, seen.followed = value.detach(), value.requires_grad

@@ -1,5 +1,6 @@
 """Exercise 5 of 10_fsdp: find in a trace which transfers are exposed, and by how much."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -7,7 +8,7 @@ from course_lib.checks import traces
 from course_lib.checks.cases import Cases
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise, failed
-from course_lib.core.records import COMMUNICATION_KINDS
+from course_lib.core.records import COMMUNICATION_KINDS, COMPUTE_KINDS
 from course_lib.core.trace_reading import computing, exposed_transfers
 
 WHOLE = Cause("That is how long each takes: what runs beside computing is hidden.")
@@ -32,6 +33,8 @@ NOT_SENT = Cause("Neither a wait, a step nor a write to storage is communication
 FIELDS = Cause("The order is (cat, start_s, exposed_s).")
 ONE_PART = Cause("A long transfer can be exposed in several places: add them up.")
 UNCHANGED = Cause("The trace belongs to the caller: leave it as it is.")
+ITS_HIDDEN = Cause("That is how long it is hidden: exposed is the rest of the transfer.")
+PARTLY = Cause("A transfer that is hidden in part is exposed for the rest: keep it.")
 NO_LIST = Cause("Return a list of (cat, start_s, exposed_s).")
 
 
@@ -69,6 +72,12 @@ def _longest_part(trace: dict[str, Any], pid: int) -> list[tuple[str, float, flo
     return sorted(found, key=lambda one: -one[2])
 
 
+def _of_another_kind(got: Sequence[Any], _need: Sequence[Any]) -> bool:
+    """Return whether a box is listed that is no communication, of any other kind."""
+    others = {"wait", "step", "write", *COMPUTE_KINDS}
+    return any(row[0] in others for one in got if isinstance(one, list) for row in one)
+
+
 SHARED = "sum(max(0, min(end, b) - max(start, a)) for a, b in busy)"
 LEAVE = "end - start - hidden >= 1"
 ENTRY = '(box["cat"], start / 1e6, (end - start - hidden) / 1e6)'
@@ -90,9 +99,14 @@ TRACE = Exercise(
         look="Take one transfer, and subtract what it shares with each interval of computing.",
         success="Found in eighteen traces: each transfer, its start, what is exposed of it.",
         unchanged=UNCHANGED,
+        symptoms=((_of_another_kind, NOT_SENT),),
     ),
     wrong=(
         Edit(SHARED, "0", WHOLE),
+        Edit(ENTRY, ENTRY.replace("(end - start - hidden)", "(end - start)"), WHOLE),
+        Edit(ENTRY, ENTRY.replace("(end - start - hidden)", "hidden"), ITS_HIDDEN),
+        Edit(SHARED, "(end - start) * any(min(end, b) > max(start, a) for a, b in busy)", PARTLY),
+        Edit(KINDS, "True", NOT_SENT),
         Edit(LEAVE, "True", HIDDEN),
         *(Edit(LEAVE, f"end - start - hidden >= {limit}", LIMIT)
           for limit in (0.5, 0.9, 1.5, 2, 100, 1000)),
