@@ -32,7 +32,7 @@ def together(mesh, loss, grads):
 def over_the_world(mesh, parts, max_norm):
     """Adds over all ranks, also along dp, and takes one dp-th."""
     here = [g for g, split, first in parts if first and (split or not mesh.index("tp"))]
-    squares = torch.tensor(sum((float((grad * grad).sum()) for grad in here), start=0.0))
+    squares = torch.tensor(sum((float(grad.double().square().sum()) for grad in here), start=0.0))
     dist.all_reduce(squares)
     norm = (squares / mesh.size("dp")).sqrt().item()
     if norm > max_norm:
@@ -49,7 +49,9 @@ def by_group(mesh, events, ranks_per_node):
         if event.group[0] // ranks_per_node == event.group[-1] // ranks_per_node:
             continue
         here, there = (mesh.coordinates(rank) for rank in (event.group[0], event.group[-1]))
-        (axis,) = (name for name in mesh.sizes if here[name] != there[name])
+        axis, *more = (name for name in mesh.sizes if here[name] != there[name])
+        if more:
+            continue
         seconds[axis] = seconds.get(axis, 0) + (event.end_s - event.start_s)
     return sorted(seconds, key=lambda axis: -seconds[axis])[0] if seconds else None
 

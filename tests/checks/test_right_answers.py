@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from torch import nn
 
 from course_lib.accumulation.noise_scale import estimate_noise, noise_scale
 from course_lib.checks import find_exercise
+from course_lib.checks.right_answer import right_answer
 
 
 def in_fractions(num_params, dp, tp, pp, zero):
@@ -43,6 +45,51 @@ def squares_in_float32(grads, max_norm):
     return norm
 
 
+def in_whole_bytes(num_params, dp, tp, pp, zero):
+    mine = num_params // (tp * pp)
+    parts = zip((12, 4, 2), (1, 2, 3), strict=True)
+    return sum(each * mine // (dp if zero >= stage else 1) for each, stage in parts) / 2**30
+
+
+def in_padded_shards(num_params, dp, tp, pp, zero):
+    mine = -(-num_params // (tp * pp))
+    parts = zip((12, 4, 2), (1, 2, 3), strict=True)
+    return sum(each * -(-mine // (dp if zero >= stage else 1)) for each, stage in parts) / 2**30
+
+
+def as_a_str_of_numpy(mesh, events, ranks_per_node):
+    found = right_answer("mesh-4")(mesh, events, ranks_per_node)
+    return found and np.str_(found)
+
+
+def norm_in_the_gradients_dtype(mesh, parts, max_norm):
+    own = [grad for grad, split, first in parts if first and (split or not mesh.index("tp"))]
+    squares = sum((grad.norm().float() ** 2 for grad in own), torch.zeros(()))
+    for axis in ("pp", "tp"):
+        dist.all_reduce(squares, group=mesh.group(axis))
+    norm = squares.sqrt()
+    for grad, _, _ in parts:
+        grad.mul_(max_norm / norm if norm > max_norm else 1)
+    return norm
+
+
+class OfTheData:
+    """Gathers what is in shard.data at the time."""
+
+    def __init__(self, param):
+        self.shape, self.p = param.shape, dist.get_world_size()
+        parts = [*param.data.chunk(self.p), *[param.data[:0]] * self.p]
+        self.rows = len(parts[0])
+        self.shard = nn.Parameter(parts[dist.get_rank()].clone(), param.requires_grad)
+
+    def gather(self):
+        parts = [self.shard.data.new_zeros(self.rows, *self.shape[1:]) for _ in range(self.p)]
+        mine = torch.zeros_like(parts[0])
+        mine[: len(self.shard)] = self.shard.data
+        dist.all_gather(parts, mine)
+        return torch.cat(parts)[: self.shape[0]].clone()
+
+
 class ShapeOnMeta:
     """Keeps the shape as a tensor without memory."""
 
@@ -64,6 +111,11 @@ class ShapeOnMeta:
     ("key", "answer"),
     [
         ("planner-1", in_fractions),
+        ("planner-1", in_whole_bytes),
+        ("planner-1", in_padded_shards),
+        ("mesh-3", norm_in_the_gradients_dtype),
+        ("mesh-4", as_a_str_of_numpy),
+        ("fsdp-1", OfTheData),
         ("accumulation-6", inf_without_a_gradient),
         ("zero-5", squares_in_float32),
         ("fsdp-1", ShapeOnMeta),

@@ -1,9 +1,10 @@
 """Exercise 1 of 11_mesh: the group of a rank along an axis, from the sizes of the axes."""
 
+import math
 from random import Random
 from typing import Any
 
-from course_lib.checks.cases import Case, Cases
+from course_lib.checks.cases import BORROWED, Case, Cases
 from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise, failed
 from course_lib.mesh.mesh import AXES, Mesh
@@ -38,6 +39,7 @@ def _cases() -> list[Case]:
     places += [({"pp": 3, "dp": 2, "tp": 4}, 17, axis) for axis in three]  # the same names
     five = {"dp": 2, "pp": 1, "cp": 3, "ep": 2, "tp": 2}
     places += [(five, 13, axis) for axis in five]
+    places += [({"pp": 2, "dp": 3, "tp": 1}, 4, axis) for axis in three]
     places += [({"dp": 6}, 4, "dp"), ({"dp": 1, "tp": 1}, 0, "tp")]
     return [_case(dict(sizes), rank, axis) for sizes, rank, axis in places]
 
@@ -60,19 +62,23 @@ def _sorted(result: Any, *_arguments: Any) -> list[int]:
         raise failed(f"got {result!r}"[:200], RANKS) from None
 
 
-def _flipped(sizes: Sizes, rank: int, axis: str) -> list[int]:
+def _stride(sizes: Sizes, axis: str) -> int:
     names = list(sizes)
-    stride = 1
-    for inner in names[names.index(axis) + 1 :]:
-        stride *= sizes[inner]
-    return [rank, rank ^ stride]
+    return math.prod(sizes[inner] for inner in names[names.index(axis) + 1 :])
+
+
+def _group(sizes: Sizes, rank: int, axis: str) -> list[int]:
+    stride = _stride(sizes, axis)
+    first = rank - rank // stride % sizes[axis] * stride
+    return [first + n * stride for n in range(sizes[axis])]
+
+
+def _flipped(sizes: Sizes, rank: int, axis: str) -> list[int]:
+    return [rank, rank ^ _stride(sizes, axis)]
 
 
 def _outermost(sizes: Sizes, rank: int, axis: str) -> list[int]:
-    world_size = 1
-    for size in sizes.values():
-        world_size *= size
-    stride = world_size // sizes[axis]
+    stride = math.prod(sizes.values()) // sizes[axis]
     return [rank % stride + n * stride for n in range(sizes[axis])]
 
 
@@ -94,12 +100,12 @@ def _remembered(sizes: Sizes, rank: int, axis: str) -> list[int]:
     """Remember groups by the names of the axes, whatever their sizes are."""
     key = (tuple(sizes), rank, axis)
     if key not in _SEEN:
-        _SEEN[key] = Mesh(**sizes).group(rank, axis)
+        _SEEN[key] = _group(sizes, rank, axis)
     return _SEEN[key]
 
 
 def _reordered(sizes: Sizes, rank: int, axis: str) -> list[int]:
-    found = Mesh(**sizes).group(rank, axis)
+    found = _group(sizes, rank, axis)
     sizes[axis] = sizes.pop(axis)
     return found
 
@@ -116,6 +122,7 @@ GROUPS = Exercise(
         look="Write the ranks of 2 x 3 into a table, row by row, and read a column.",
         success="Right for 1, 2, 3 and 5 axes of up to 6 ranks.",
         unchanged=UNCHANGED,
+        library=(Mesh.__init__,),
     ),
     wrong=(
         Edit("reversed(sizes)", "sizes", INNERMOST),
@@ -132,5 +139,6 @@ GROUPS = Exercise(
         Own(_emptied, UNCHANGED),
         Own(_reordered, UNCHANGED),
         Own(_remembered, SIZES),
+        Own(lambda sizes, rank, axis: Mesh(**sizes).group(rank, axis), BORROWED),
     ),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Exercise 3 of 11_mesh: clip by the norm of a gradient that is spread over the axes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,9 @@ from course_lib.checks.edits import Edit, Own
 from course_lib.checks.exercise import Cause, Exercise
 from course_lib.checks.expectations import Numbers
 from course_lib.checks.on_ranks import At, Observed, OnRanks, watch
+from course_lib.checks.zero.clip import ENLARGED as NOT_SMALL
+from course_lib.checks.zero.clip import NEAR, OVERFLOWS
+from course_lib.checks.zero.parts import ROUNDED, named, nearly
 from course_lib.mesh.mesh import Mesh
 from course_lib.mesh.rank_mesh import RankMesh
 
@@ -19,7 +23,13 @@ MESHES = {
     4: ({"pp": 2, "dp": 1, "tp": 2}, {"dp": 2, "pp": 1, "tp": 2}, {"dp": 2, "tp": 1, "pp": 2}),
     6: ({"tp": 3, "pp": 2, "dp": 1}, {"pp": 3, "dp": 1, "tp": 2}),
 }
-LIMITS = (2.0, 1e6)  # far below the norm, and far above
+# limit, scale and dtype of the gradient: far above the limit, far below it, in float16, and tiny
+CALLS = (
+    (2.0, 1.0, torch.float64),
+    (1e6, 1.0, torch.float64),
+    (2.0, 100.0, torch.float16),
+    (1e-6, 1e-8, torch.float64),
+)
 Part = tuple[Tensor, bool, bool]  # gradient, is it a shard along tp, is this the first stage of it
 
 OWN = Cause("That is the norm of this rank's part: squares have to be added over tp and pp.")
@@ -47,16 +57,16 @@ class ClippedStep(Observed):
     grads: list[Tensor] = field(default_factory=list)
 
 
-def _parts(mesh: Mesh, rank: int) -> list[Part]:
-    """Return a rank's gradients: a shard, one that is whole along tp, and a tied one.
+def _parts(mesh: Mesh, rank: int, number: int) -> list[Part]:
+    """Return a rank's gradients in a call: a shard, one that is whole along tp, and a tied one.
 
     Where there are three stages, the one in the middle trains nothing, and the last has no shard.
     """
     place = mesh.coordinates(rank)
-    stage, shard = place["pp"], place["tp"]
-    split = torch.tensor([1.0 + stage, -3.0 - shard, 5.0], dtype=torch.float64)
-    whole = torch.tensor([[7.0 + stage, -2.0], [1.0, 3.0]], dtype=torch.float64).T  # in columns
-    tied = torch.tensor([[4.0, -6.0 - shard]], dtype=torch.float64)
+    stage, shard, (_, scale, dtype) = place["pp"], place["tp"], CALLS[number]
+    split = scale * torch.tensor([1.0 + stage, -3.0 - shard, 5.0], dtype=dtype)
+    whole = scale * torch.tensor([[7.0 + stage, -2.0], [1.0, 3.0]], dtype=dtype).T  # in columns
+    tied = scale * torch.tensor([[4.0, -6.0 - shard]], dtype=dtype)
     parts = [(split, True, True), (whole, False, True), (tied, True, stage == 0)]
     if mesh.size("pp") == 3:
         return {0: parts, 1: [], 2: [(whole, False, True)]}[stage]
@@ -66,16 +76,15 @@ def _parts(mesh: Mesh, rank: int) -> list[Part]:
 def _observe(rank: int, answer: Callable[..., Any], sizes: dict[str, int]) -> dict[str, Any]:
     mesh, found = RankMesh(Mesh(**sizes)), {}
     words = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-    for limit in LIMITS:
-        parts = _parts(mesh.mesh, rank)
+    for number, (limit, scale, dtype) in enumerate(CALLS):
+        parts = _parts(mesh.mesh, rank, number)
         kept = [part[0].detach() for part in parts]  # the same memory
         seen = watch(answer, mesh, parts, limit)
         value = seen.value
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
             value = torch.tensor(float(value), dtype=torch.float64)
-        found[f"{words}, limit {limit:g}"] = ClippedStep(
-            **{**vars(seen), "value": value}, grads=kept
-        )
+        of_call = f"{named(dtype)} gradients times {scale:g}, limit {limit:g}"
+        found[f"{words}, {of_call}"] = ClippedStep(**{**vars(seen), "value": value}, grads=kept)
     return found
 
 
@@ -84,14 +93,18 @@ def _mesh(at: At) -> Mesh:
 
 
 def _limit(at: At) -> float:
-    return LIMITS[at.number]
+    return CALLS[at.number][0]
 
 
-def _squares(mesh: Mesh, rank: int, counts: Callable[[bool, bool, bool], bool]) -> float:
+def _rtol(at: At) -> float:
+    return NEAR[CALLS[at.number][2]]
+
+
+def _squares(at: At, rank: int, counts: Callable[[bool, bool, bool], bool]) -> float:
     """Return the sum of a rank's squares; `counts(split, first, is tp index 0)` says of which."""
-    zero = mesh.coordinates(rank)["tp"] == 0
-    parts = [grad for grad, split, first in _parts(mesh, rank) if counts(split, first, zero)]
-    return sum(float((grad**2).sum()) for grad in parts)
+    zero, parts = _mesh(at).coordinates(rank)["tp"] == 0, _parts(_mesh(at), rank, at.number)
+    counted = [grad.double() for grad, split, first in parts if counts(split, first, zero)]
+    return sum(float((grad**2).sum()) for grad in counted)
 
 
 def _once(split: bool, first: bool, zero: bool) -> bool:
@@ -110,8 +123,7 @@ def _of(
     """Return what comes of the squares of the ranks along some axes."""
 
     def norm(at: At) -> Tensor:
-        mesh = _mesh(at)
-        squares = [_squares(mesh, rank, counts) for rank in mesh.group(at.rank, *axes)]
+        squares = [_squares(at, rank, counts) for rank in _mesh(at).group(at.rank, *axes)]
         return torch.tensor(total(squares), dtype=torch.float64)
 
     return norm
@@ -130,8 +142,8 @@ def _scaled(
         mesh, times = _mesh(at), factor(_limit(at), float(RIGHT(at)))
         zero = mesh.coordinates(at.rank)["tp"] == 0
         return [
-            grad * (times if which(split, first, zero) else 1.0)
-            for grad, split, first in _parts(mesh, at.rank)
+            (grad.double() * (times if which(split, first, zero) else 1.0)).to(grad.dtype)
+            for grad, split, first in _parts(mesh, at.rank, at.number)
         ]
 
     return scaled
@@ -140,7 +152,7 @@ def _scaled(
 def _left_as_it_is(at: At, got: Tensor, item: int) -> bool:
     """Return whether every rank left this gradient alone, and it is not contiguous."""
     for other in at.everyone:
-        parts = _parts(_mesh(other), other.rank)
+        parts = _parts(_mesh(other), other.rank, other.number)
         if item < len(parts) and not torch.equal(other.seen.grads[item], parts[item][0]):
             return False
     return not got.is_contiguous() and _clip(_limit(at), float(RIGHT(at))) < 1
@@ -155,7 +167,7 @@ def _clipped(mesh: RankMesh, parts: list[Part], max_norm: float) -> tuple[Tensor
     squares = torch.zeros((), dtype=torch.float64)
     for grad, split, first in parts:
         if first and (split or mesh.index("tp") == 0):
-            squares += (grad**2).sum()
+            squares += (grad.double() ** 2).sum()
     for axis in ("tp", "pp"):
         dist.all_reduce(squares, group=mesh.group(axis))
     return squares.sqrt(), (max_norm / squares.sqrt()).clamp(max=1.0)
@@ -194,7 +206,7 @@ def _tp_for_shards(mesh: RankMesh, parts: list[Part], max_norm: float) -> Tensor
     squares = torch.zeros((), dtype=torch.float64)
     for grad, split, first in parts:
         if first and (split or mesh.index("tp") == 0):
-            squares += (grad**2).sum()
+            squares += (grad.double() ** 2).sum()
     if any(split for _, split, _ in parts):
         dist.all_reduce(squares, group=mesh.group("tp"))
     dist.all_reduce(squares, group=mesh.group("pp"))
@@ -220,9 +232,10 @@ NORM = Exercise(
             Numbers(
                 "value",
                 RIGHT,
-                rtol=1e-5,
+                rtol=_rtol,
                 what="the norm",
                 causes=(
+                    (OVERFLOWS, lambda _at: torch.tensor(math.inf, dtype=torch.float64)),
                     (REPLICATED, _of("tp", "pp", counts=lambda s, first, z: first)),
                     (TIED, _of("tp", "pp", counts=lambda split, f, zero: split or zero)),
                     (REPLICATED, _of("tp", "pp", counts=_everything)),
@@ -237,16 +250,18 @@ NORM = Exercise(
                     (BEFORE, lambda at: RIGHT(at).clamp(max=_limit(at))),
                     (BEFORE, lambda at: torch.tensor(_limit(at), dtype=torch.float64)),
                 ),
+                otherwise=((lambda at, got, _: nearly(got, RIGHT(at)), ROUNDED),),
                 look=LOOK,
             ),
             Numbers(
                 lambda at: at.seen.grads,
                 _scaled(_clip),
-                rtol=1e-5,
+                rtol=_rtol,
                 what="the gradient",
                 causes=(
                     (NOT_SCALED, _scaled(lambda limit, norm: 1.0)),
                     (ENLARGED, _scaled(lambda limit, norm: limit / norm)),
+                    (NOT_SMALL, _scaled(lambda limit, norm: min(1.0, limit / (norm + 1e-6)))),
                     (SIGNS, lambda at: [grad.abs() for grad in _scaled(_clip)(at)]),
                     (NOT_ALL, _scaled(_clip, which=_once)),
                     (NOT_ALL, _scaled(_clip, which=lambda split, f, z: split)),
@@ -271,6 +286,9 @@ NORM = Exercise(
         Edit("norm = squares.sqrt()", "norm = squares", NO_ROOT),
         Edit("return norm", "return norm.clamp(max=max_norm)", BEFORE),
         Edit(FACTOR, "max_norm / norm", ENLARGED),
+        Edit(FACTOR, "min(1.0, max_norm / (norm + 1e-6))", NOT_SMALL),
+        Edit("(grad.double() ** 2)", "(grad**2)", OVERFLOWS),
+        Edit("(grad.double() ** 2)", "(grad.bfloat16() ** 2)", ROUNDED),
         Edit("grad *= ", "grad = grad * ", NOT_SCALED),
         Edit(f"grad *= {FACTOR}", f"if {COUNTS}:\n    grad *= {FACTOR}", NOT_ALL,
              also=(("for grad, *_ in parts", "for grad, split, first in parts"),)),
