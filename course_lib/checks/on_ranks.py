@@ -200,7 +200,8 @@ class OnRanks:
         for name, text in trouble.failures.values():
             if name == "NotImplementedError":
                 return NotDone(text)
-        causes = [*self.trouble, ("raised", OF_DTYPES, TWO_DTYPES)]
+        known = ("raised", OF_DTYPES, TWO_DTYPES), ("raised", "^MemoryError", ENDLESS)
+        causes = [*self.trouble, *known]
         if trouble.kind == "raised" and trouble.says(OF_DTYPES):
             causes = [one for one in causes if "dtype" in str(one[1])]
         fitting = (c for kind, fits, c in causes if _fits(trouble, kind, fits))

@@ -535,6 +535,13 @@ def test_two_dtypes_in_a_call_are_told_as_that(key, said):
         one.check.judge([Run(2, {}, trouble=trouble)], one)
 
 
+def test_a_rank_whose_memory_is_full_is_asked_for_a_loop():
+    trouble = Trouble("raised", {0: ("MemoryError", "")}, (), (), "rank 0 raised MemoryError")
+    with pytest.raises(CheckFailed) as caught:
+        MEAN.check.judge([Run(2, {}, trouble=trouble)], MEAN)
+    assert caught.value.cause == ENDLESS
+
+
 def test_stop_is_one_line_that_says_where(monkeypatch):
     names: dict = {}
     exec(compile("def answer(x):\n    raise KeyboardInterrupt\n", "<cell>", "exec"), names)
