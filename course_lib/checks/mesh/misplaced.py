@@ -73,12 +73,13 @@ def _case(
 def _cases() -> list[Case]:
     ms = 1e-3
     usual: Calls = {"tp": (40, ms, 4000), "pp": (8, ms, 4000), "dp": (1, 9 * ms, 400_000)}
+    of_all: Calls = {**usual, "world": (1, 99 * ms, 9)}
     outer, inner = Mesh(tp=2, dp=2, pp=2), Mesh(pp=2, dp=2, tp=2)
     return [
         _case("tp is outermost", outer, usual, 4),
-        _case("tp is innermost", inner, usual, 4),
+        _case("tp is innermost", inner, of_all, 4),
         _case("one rank a node", inner, {**usual, "dp": (1, 90 * ms, 400_000)}, 1),
-        _case("dp and pp cross", inner, usual, 2),
+        _case("dp and pp cross", inner, of_all, 2),
         _case("dp is slow", inner, {**usual, "dp": (2, 30 * ms, 4_000)}, 2),
         _case("many messages", inner, {**usual, "pp": (50, ms, 10)}, 2),
         _case("one long call", inner, {**usual, "pp": (20, 2 * ms, 10)}, 2, 0.5),
@@ -91,8 +92,6 @@ def _cases() -> list[Case]:
         _case("another axis", Mesh(cp=2, tp=2), {"cp": (3, ms, 9), "tp": (9, ms, 9)}, 2),
         _case("other groups cross", Mesh(dp=4, tp=2), {"tp": (9, ms, 9), "dp": (3, ms, 9)}, 3),
         _case("four stages", Mesh(pp=4, tp=2), {"tp": (40, ms, 9), "pp": (8, ms, 9)}, 2),
-        _case("a call of all", inner, {**usual, "world": (1, 99 * ms, 9)}, 4),
-        _case("dp and a call of all", inner, {**usual, "world": (1, 99 * ms, 9)}, 2),
         _case("two stages a node", Mesh(dp=2, pp=4), {"pp": (90, ms, 9), "dp": (8, ms, 9)}, 2),
     ]
 
@@ -224,7 +223,7 @@ MISPLACED = Exercise(
         cases=_cases,
         drawn=_drawn,
         look="Take rank 0's calls, sort them by group, and ask of each group which nodes it is on.",
-        success="Found in nineteen traces, also where no axis leaves its node.",
+        success="Found in seventeen traces, also where no axis leaves its node.",
         unchanged=UNCHANGED,
     ),
     wrong=(
