@@ -50,7 +50,7 @@ def depends_on(one: Exercise) -> pytest.MarkDecorator:
 
 
 def planted() -> Iterator[Any]:
-    """Every planted mistake: one for each cause is quick, or for CI; the others are nightly."""
+    """Every planted mistake: one for each cause is quick, of so many causes; others are nightly."""
     for one in EXERCISES:
         causes: list[Cause] = []  # that have an example
         for wrong in one.wrong:
@@ -61,7 +61,7 @@ def planted() -> Iterator[Any]:
                 causes.append(wrong.cause)
                 most = QUICK_ALONE if one.key.startswith(ALONE) else QUICK_ON_RANKS
                 if isinstance(one.check, OnRanks) and len(causes) > most:
-                    marks.append(pytest.mark.ci)
+                    marks.append(pytest.mark.nightly)
             yield pytest.param(one, wrong, id=f"{one.key}-{wrong.name}", marks=marks)
 
 

@@ -25,13 +25,8 @@ from tests.law.exceptions import EXCEPTIONS, Refused
 from tests.law.modules import HARD, build, tokens
 
 nightly = pytest.mark.nightly
-# 3 is uneven and no power of two; 2 hides mistakes, and runs nightly, as 4 does
-WORLDS = (
-    pytest.param(1, marks=pytest.mark.ci),
-    3,
-    pytest.param(2, marks=nightly),
-    pytest.param(4, marks=nightly),
-)
+# 3 is uneven and no power of two; the others run nightly, and hide mistakes
+WORLDS = (3, *(pytest.param(p, marks=nightly) for p in (1, 2, 4)))
 
 # the language models take long: all but one, whose weights are tied, wait for CI
 LENGTHS = ("short", pytest.param("long", marks=pytest.mark.ci))

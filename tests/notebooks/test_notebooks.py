@@ -27,31 +27,28 @@ get_ipython().extension_manager.loaded.discard("course_lib.ranks")
 assert "check" not in globals() and "ranks" not in globals()"""
 
 ASKED = re.compile(r"^(\w+) *= *predict\(", re.MULTILINE)
-QUICK = ("00_ranks", "06_ddp")  # those that `make test` runs under nbval; CI runs all
+QUICK, SAMPLE = ("00_ranks", "06_ddp"), ("02_accumulation", "12_planner", "14_checkpoint")
 
 
-def lessons(*marks):
-    """Every lesson as a parameter; those that are not quick with marks."""
-    return pytest.mark.parametrize(
-        "lesson",
-        [
-            pytest.param(
-                lesson,
-                id=lesson.name,
-                marks=[
-                    pytest.mark.reaches(
-                        f"notebooks/source/{lesson.name}.py", f"notebooks/{lesson.name}.ipynb"
-                    ),
-                    *([] if lesson.name in QUICK else marks),
-                ],
-            )
-            for lesson in all_lessons(FOLDER)
-        ],
-    )
+def lessons(tier):
+    """Every lesson as a parameter, with a function that says in which tier it is tested."""
+    params = []
+    for lesson in all_lessons(FOLDER):
+        files = f"notebooks/source/{lesson.name}.py", f"notebooks/{lesson.name}.ipynb"
+        marks = [pytest.mark.reaches(*files), *tier(lesson)]
+        params.append(pytest.param(lesson, id=lesson.name, marks=marks))
+    return pytest.mark.parametrize("lesson", params)
 
 
-every_lesson = lessons()
-under_nbval = lessons(pytest.mark.ci)
+def tier_under_nbval(lesson):
+    """Two run in `make test`, three more in CI, the others nightly."""
+    if lesson.name in QUICK:
+        return []
+    return [pytest.mark.ci if lesson.name in SAMPLE else pytest.mark.nightly]
+
+
+every_lesson = lessons(lambda lesson: [])
+under_nbval = lessons(tier_under_nbval)
 
 
 def exercises_alone(lesson):

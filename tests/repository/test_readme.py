@@ -200,13 +200,7 @@ RUNS = {
 }
 
 
-LONG = {"make slides site"}  # CI builds a deck and the learners' site: tests/setup, tests/site
-
-
-@pytest.mark.parametrize(
-    "command",
-    [pytest.param(one, marks=pytest.mark.nightly if one in LONG else ()) for one in RUNS],
-)
+@pytest.mark.parametrize("command", RUNS)
 def test_a_command_of_the_readme_works(command, course, tmp_path, request):
     if command.startswith("make"):
         request.getfixturevalue("made")

@@ -43,8 +43,9 @@ class PageReader(HTMLParser):
 
 @dataclass(frozen=True)
 class Site:
-    """A built site: its folder, what the builder said, and how long it took."""
+    """A built site: for whom, its folder, what the builder said, and how long it took."""
 
+    audience: str
     folder: Path
     said: str
     seconds: float
@@ -78,7 +79,7 @@ def built(folder: Path, audience: str) -> Site:
     begin = time.monotonic()
     done = run_builder("--for", audience, "--out", folder, "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
-    return Site(folder, done.stdout, time.monotonic() - begin)
+    return Site(audience, folder, done.stdout, time.monotonic() - begin)
 
 
 @pytest.fixture(scope="session")
