@@ -6,9 +6,9 @@ unexport PYTHONDONTWRITEBYTECODE # hundreds of processes start sooner where modu
 VENV ?= .venv
 BIN = $(abspath $(VENV))/bin
 LESSON ?= notebooks/00_ranks.ipynb
-# two cores are busy with three workers, as ranks wait for each other
-WORKERS ?= $(shell "$(BIN)/python" -c "import os; print(min(12, len(os.sched_getaffinity(0)) * 3 // 2))" \
-	2>/dev/null || echo 3)
+# ranks wait for each other, and kernels for their start: two cores are busy with five workers
+WORKERS ?= $(shell "$(BIN)/python" -c "import os; print(min(12, len(os.sched_getaffinity(0)) * 5 // 2))" \
+	2>/dev/null || echo 5)
 PYTEST = "$(BIN)/python" -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 FAULTS ?= $(wildcard tests/cluster/faults_*.py)
 BENCHMARKS ?= $(wildcard tests/benchmarks/bench_*.py)

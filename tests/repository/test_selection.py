@@ -7,6 +7,7 @@ import pytest
 
 from tests.checks.test_planted_mistakes import EXERCISES, planted
 from tests.import_graph import Reached, changed_files
+from tests.selection import NIGHTLY, ROOT
 
 FILES = {
     "tests/conftest.py": (
@@ -85,17 +86,18 @@ def test_what_has_changed_is_what_git_says(tree):
         changed_files(tree, "nothing")
 
 
-def test_each_cause_is_proven_by_ci_each_mistake_nightly_and_some_of_each_exercise_at_once():
-    tiers: dict[str, list[tuple[str, object]]] = {"quick": [], "ci": [], "all": []}
-    for one in planted():
-        exercise, wrong = one.values
-        marks = {mark.name for mark in one.marks}
-        for tier in ("quick", "ci", "all")[
-            2 if "nightly" in marks else 1 if "ci" in marks else 0 :
-        ]:
-            tiers[tier].append((exercise.key, wrong))
-    assert len(tiers["all"]) == sum(len(one.wrong) for one in EXERCISES)
+def test_some_mistakes_of_each_exercise_are_proven_at_once_and_all_nightly():
+    every = [one.values for one in planted()]
+    at_once = [one.values for one in planted() if "nightly" not in {m.name for m in one.marks}]
+    assert len(every) == sum(len(one.wrong) for one in EXERCISES)
     for one in EXERCISES:
-        causes = {wrong.cause for wrong in one.wrong}
-        assert {wrong.cause for key, wrong in tiers["ci"] if key == one.key} == causes
-        assert len([key for key, _ in tiers["quick"] if key == one.key]) >= min(3, len(causes))
+        causes = [wrong.cause for exercise, wrong in at_once if exercise is one]
+        assert len(causes) == len(set(causes))
+        assert len(causes) >= min(3, len({wrong.cause for wrong in one.wrong}))
+
+
+@pytest.mark.parametrize("entry", NIGHTLY)
+def test_what_waits_for_the_night_is_there(entry):
+    file, _, test = entry.partition("::")
+    text = (ROOT / "tests" / file).read_text()
+    assert f"def {test.partition('[')[0]}" in text
