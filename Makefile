@@ -37,10 +37,10 @@ lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_col
 test: environment ## the laws, the checks, two notebooks (TEST_ARGS=tests/ddp: those; CHANGED=1: what a change reaches)
 	@PATH="$(BIN):$$PATH" $(PYTEST) $(if $(CHANGED),--changed=$(CHANGED),--tier quick) $(TEST_ARGS)
 
-test-all: environment ## what CI runs: also all notebooks, the browser, Slurm, torchrun, frameworks, README
+test-all: environment ## what CI runs: also the browser, Slurm, torchrun, frameworks, grading, README
 	@PATH="$(BIN):$$PATH" $(PYTEST) --tier ci $(TEST_ARGS)
 
-test-nightly: environment ## everything: also every world size, every planted mistake
+test-nightly: environment ## everything: also every notebook, world size, planted mistake
 	@PATH="$(BIN):$$PATH" $(PYTEST) --tier all $(TEST_ARGS)
 
 test-cluster: environment ## what takes minutes on a live Slurm: nodes that go, preemption, time limits
