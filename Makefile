@@ -6,9 +6,9 @@ unexport PYTHONDONTWRITEBYTECODE # hundreds of processes start sooner where modu
 VENV ?= .venv
 BIN = $(abspath $(VENV))/bin
 LESSON ?= notebooks/00_ranks.ipynb
-# ranks wait for each other, and kernels for their start: two cores are busy with five workers
-WORKERS ?= $(shell "$(BIN)/python" -c "import os; print(min(12, len(os.sched_getaffinity(0)) * 5 // 2))" \
-	2>/dev/null || echo 5)
+# ranks wait for each other, and kernels for their start: two cores are busy with four workers
+WORKERS ?= $(shell "$(BIN)/python" -c "import os; print(min(12, len(os.sched_getaffinity(0)) * 2))" \
+	2>/dev/null || echo 4)
 PYTEST = "$(BIN)/python" -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 FAULTS ?= $(wildcard tests/cluster/faults_*.py)
 BENCHMARKS ?= $(wildcard tests/benchmarks/bench_*.py)
@@ -34,7 +34,7 @@ lab: environment ## open JupyterLab on the first lesson (LESSON=notebooks/04_col
 	@PATH="$(BIN):$$PATH" "$(BIN)/python" -m jupyterlab --allow-root \
 		--ServerApp.root_dir="$(CURDIR)" $(LAB_ARGS) "$(LESSON)"
 
-test: environment ## the laws, the checks, two notebooks (TEST_ARGS=tests/ddp: those; CHANGED=1: what a change reaches)
+test: environment ## the laws, the checks, a notebook (TEST_ARGS=tests/ddp: those; CHANGED=1: what a change reaches)
 	@PATH="$(BIN):$$PATH" $(PYTEST) $(if $(CHANGED),--changed=$(CHANGED),--tier quick) $(TEST_ARGS)
 
 test-all: environment ## what CI runs: also the browser, Slurm, torchrun, frameworks, grading, README

@@ -2,13 +2,15 @@
 
 A test without a mark is quick: `make test` runs it. Tests in `LIVE` and those marked
 `ci` start real things, or are long; `make test-all`, what CI runs, has them too. Those marked
-`nightly` or named in `NIGHTLY` are the long proofs of what the others sample, and those of one
-rare case each: `make test-nightly` runs everything.
+`nightly` are the long proofs of what the others sample, and one rare case more: `make test-nightly`
+runs everything. tests/tiers.toml gives both marks to tests by their names.
 `make test CHANGED=1` runs what the files that have changed can break, of the first two kinds; the
 mark `reaches(module or file)` says what a test depends on besides its imports, nightly ones too.
 """
 
 import re
+import tomllib
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -25,25 +27,7 @@ LIVE = (
     *("ranks/test_survival.py", "checkpoint/test_kill_sample.py", "checks/test_authoring.py"),
     *("display/test_explorers.py", "tensor_parallel/test_overlap.py"),
 )
-NIGHTLY = (  # a file, or the beginning of tests' names in it
-    *("ddp/test_overlap.py::test_the_measured_cost", "fsdp/test_overlap.py"),
-    *("grading/test_class_run.py::test_cells_of_the_lesson", "grading/test_hostile_runs.py"),
-    *("grading/test_class_run.py::test_a_machine", "grading/test_class_run.py::test_a_lesson"),
-    *("grading/test_class_run.py::test_a_run_that_is_cut", "grading/test_hostile_answers.py"),
-    *("notebooks/test_grading.py::test_a_cell_that_prints", "frameworks/test_megatron_lifetime.py"),
-    *("gpu/test_gpu.py::test_a_rehearsal", "train/test_elastic.py"),
-    *("lab/test_lab_lessons.py", "lab/test_screenshot.py", "setup/test_slides.py::test_a_deck"),
-    *(
-        "repository/test_readme.py::test_a_command_of_the_readme_works[make slides site",
-        "repository/test_readme.py::test_a_command_of_the_readme_works[make check",
-        "repository/test_readme.py::test_a_command_of_the_readme_works[course grade",
-    ),
-    *("site/test_site.py::test_instructors_see", "site/test_site.py::test_a_solution_is_folded"),
-    *(
-        "setup/test_packages.py::test_a_setting_of_pip",
-        "setup/test_torch_build.py::test_the_build_",
-    ),
-)
+PATTERNS = tomllib.loads((ROOT / "tests/tiers.toml").read_text())
 TIERS = {"quick": ("ci", "nightly"), "ci": ("nightly",), "all": ()}  # what each leaves out
 IN_SANDBOXES = (
     *("test_hostile_acts.py", "test_sandbox.py", "test_hostile_runs.py", "test_hostile_answers.py"),
@@ -86,8 +70,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out other tiers, or what the changed files do not reach; begin with the longest."""
     for item in items:
-        if item.nodeid.removeprefix("tests/").startswith(NIGHTLY):
-            item.add_marker("nightly")
+        name = item.nodeid.removeprefix("tests/")
+        for tier, patterns in PATTERNS.items():
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
+                item.add_marker(tier)
     tier = "quick" if is_quick(config) else "all" if config.option.tier == "all" else "ci"
     left_out = [item for item in items if any(map(item.get_closest_marker, TIERS[tier]))]
     if config.option.changed:

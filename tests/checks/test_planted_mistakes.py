@@ -39,7 +39,7 @@ ALONE = (
     *("ranks-2", "ranks-4", "collectives-", "pipeline-3", "pipeline-5"),
     *("data_parallel-1", "tensor_parallel-4", "tensor_parallel-6", "fsdp-3"),
 )
-QUICK_ALONE, QUICK_ON_RANKS = 3, 6  # so many causes of an exercise where ranks have to start or run
+MOST_ON_RANKS = 3, 6  # so many causes of an exercise on ranks: in `make test`, in CI
 
 
 def depends_on(one: Exercise) -> pytest.MarkDecorator:
@@ -50,7 +50,7 @@ def depends_on(one: Exercise) -> pytest.MarkDecorator:
 
 
 def planted() -> Iterator[Any]:
-    """Every planted mistake: one for each cause is quick, of so many causes; others are nightly."""
+    """Every planted mistake: one for each cause, of the first causes; all nightly."""
     for one in EXERCISES:
         causes: list[Cause] = []  # that have an example
         for wrong in one.wrong:
@@ -59,9 +59,10 @@ def planted() -> Iterator[Any]:
                 marks.append(pytest.mark.nightly)
             else:
                 causes.append(wrong.cause)
-                most = QUICK_ALONE if one.key.startswith(ALONE) else QUICK_ON_RANKS
-                if isinstance(one.check, OnRanks) and len(causes) > most:
-                    marks.append(pytest.mark.nightly)
+                late = [len(causes) > most for most in MOST_ON_RANKS]
+                if isinstance(one.check, OnRanks) and late[0]:
+                    is_late = late[1] or one.key.startswith(ALONE)
+                    marks.append(pytest.mark.nightly if is_late else pytest.mark.ci)
             yield pytest.param(one, wrong, id=f"{one.key}-{wrong.name}", marks=marks)
 
 

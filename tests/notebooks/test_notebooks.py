@@ -27,7 +27,7 @@ get_ipython().extension_manager.loaded.discard("course_lib.ranks")
 assert "check" not in globals() and "ranks" not in globals()"""
 
 ASKED = re.compile(r"^(\w+) *= *predict\(", re.MULTILINE)
-QUICK, SAMPLE = ("00_ranks", "06_ddp"), ("02_accumulation", "12_planner", "14_checkpoint")
+QUICK, SAMPLE = "00_ranks", "12_planner"
 
 
 def lessons(tier):
@@ -41,10 +41,10 @@ def lessons(tier):
 
 
 def tier_under_nbval(lesson):
-    """Two run in `make test`, three more in CI, the others nightly."""
-    if lesson.name in QUICK:
+    """One runs in `make test`, one more in CI, the others nightly."""
+    if lesson.name == QUICK:
         return []
-    return [pytest.mark.ci if lesson.name in SAMPLE else pytest.mark.nightly]
+    return [pytest.mark.ci if lesson.name == SAMPLE else pytest.mark.nightly]
 
 
 every_lesson = lessons(lambda lesson: [])

@@ -1,5 +1,6 @@
 """Which tests run: what each tier proves of the planted mistakes, and what a change reaches."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from tests.checks.test_planted_mistakes import EXERCISES, planted
 from tests.import_graph import Reached, changed_files
-from tests.selection import NIGHTLY, ROOT
+from tests.selection import PATTERNS, ROOT
 
 FILES = {
     "tests/conftest.py": (
@@ -86,7 +87,7 @@ def test_what_has_changed_is_what_git_says(tree):
         changed_files(tree, "nothing")
 
 
-def test_some_mistakes_of_each_exercise_are_proven_at_once_and_all_nightly():
+def test_some_mistakes_of_each_exercise_are_proven_in_ci_and_all_nightly():
     every = [one.values for one in planted()]
     at_once = [one.values for one in planted() if "nightly" not in {m.name for m in one.marks}]
     assert len(every) == sum(len(one.wrong) for one in EXERCISES)
@@ -96,8 +97,9 @@ def test_some_mistakes_of_each_exercise_are_proven_at_once_and_all_nightly():
         assert len(causes) >= min(3, len({wrong.cause for wrong in one.wrong}))
 
 
-@pytest.mark.parametrize("entry", NIGHTLY)
-def test_what_waits_for_the_night_is_there(entry):
-    file, _, test = entry.partition("::")
-    text = (ROOT / "tests" / file).read_text()
-    assert f"def {test.partition('[')[0]}" in text
+@pytest.mark.parametrize("pattern", [one for tier in PATTERNS.values() for one in tier])
+def test_what_waits_for_another_tier_is_there(pattern):
+    file, _, test = pattern.partition("::")
+    paths = (ROOT / "tests").glob(file if "/" in file else "*/test_*.py")
+    name = re.search(r"test_\w+|$", test)[0]
+    assert any(name in path.read_text() for path in paths)
