@@ -1,6 +1,7 @@
 """Checks: every planted mistake is rejected and named, every reference passes."""
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,7 @@ ALONE = (
     *("ranks-2", "ranks-4", "collectives-", "pipeline-3", "pipeline-5"),
     *("data_parallel-1", "tensor_parallel-4", "tensor_parallel-6", "fsdp-3"),
 )
-MOST_ON_RANKS = 3, 6  # so many causes of an exercise on ranks: in `make test`, in CI
+MOST, MOST_ON_RANKS = (6, math.inf), (3, 6)  # so many causes: in `make test`, in CI
 
 
 def depends_on(one: Exercise) -> pytest.MarkDecorator:
@@ -59,9 +60,9 @@ def planted() -> Iterator[Any]:
                 marks.append(pytest.mark.nightly)
             else:
                 causes.append(wrong.cause)
-                late = [len(causes) > most for most in MOST_ON_RANKS]
-                if isinstance(one.check, OnRanks) and late[0]:
-                    is_late = late[1] or one.key.startswith(ALONE)
+                quick, in_ci = MOST_ON_RANKS if isinstance(one.check, OnRanks) else MOST
+                if len(causes) > quick:
+                    is_late = len(causes) > in_ci or one.key.startswith(ALONE)
                     marks.append(pytest.mark.nightly if is_late else pytest.mark.ci)
             yield pytest.param(one, wrong, id=f"{one.key}-{wrong.name}", marks=marks)
 
