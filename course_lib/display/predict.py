@@ -77,11 +77,14 @@ def predict(
     """Ask for a prediction: a form in a notebook, else a line that says how to commit.
 
     `choices=YES_NO` (or other words) asks for a word instead of a number. A `value` commits at
-    once.
+    once; what was committed to the same question stays when its cell is run again.
 
     Raises: CourseError for a `value` that is no number, or none of the choices
     """
     prediction = Prediction(question, unit, tuple(choices), name=_name_in_caller())
+    before = sys._getframe(1).f_globals.get(prediction.name)
+    if isinstance(before, Prediction) and before.question == question:
+        prediction.value = before.value
     if value is not None:
         prediction.value = prediction._read(value)
         put({"text/plain": f"{question}: you predict {prediction.words(prediction.value)}."})
@@ -165,6 +168,8 @@ class Form(anywidget.AnyWidget):
             choices=list(prediction.choices),
         )
         self._prediction = prediction
+        if prediction.value is not None:
+            self.answer = f"Committed: {prediction.words(prediction.value)}"
         self.on_msg(self._hear)
 
     def _hear(self, _widget: object, content: dict[str, Any], _buffers: object) -> None:
@@ -172,8 +177,9 @@ class Form(anywidget.AnyWidget):
         try:
             prediction.value = prediction._read(content["commit"])
             self.answer = f"Committed: {prediction.words(prediction.value)}"
-        except CourseError as problem:
-            self.answer = str(problem)
+        except CourseError:
+            words = " or ".join(prediction.choices)
+            self.answer = f"Choose {words}." if words else "Type a number: 12, 1.5e9 or 3/4."
 
 
 def _name_in_caller() -> str:

@@ -152,8 +152,8 @@ def train_under_torchrun(command, course, tmp_path):
 
 
 def course_trace(command, course, tmp_path):
-    if not (course / "runs/train").is_dir():  # the torchrun line of the README makes it
-        run("python -m course_lib.train --ranks 2 --steps 2 --out runs/train", course)
+    if not (course / "runs/gpt").is_dir():  # the line of the README before it makes it
+        run("python -m course_lib.train --ranks 2 --steps 2 --out runs/gpt", course)
     assert "https://ui.perfetto.dev" in run(command, course)
     assert '"ph":"X"' in (course / "trace.json").read_text()
 
@@ -188,10 +188,10 @@ RUNS = {
     "course update": course_update,
     "course doctor": course_doctor,
     "course grade submissions --out grades": course_grade,
-    "python -m course_lib.train --ranks 2 --data shakespeare": train_on_text,
+    "python -m course_lib.train --ranks 2 --data shakespeare --out runs/gpt": train_on_text,
     "torchrun --nproc-per-node 4 -m course_lib.train --mesh tp=2 --strategy torch-ddp "
     "--out runs/train": train_under_torchrun,
-    "course trace runs/train -o trace.json": course_trace,
+    "course trace runs/gpt -o trace.json": course_trace,
     "torchrun --nproc-per-node 4 cluster/exercises/00_hello_ranks.py": torchrun,
     "course study plan": study_plan,
     "course plan --model llama-70b --cluster hf-h100 --nodes 8": course_plan,
