@@ -252,11 +252,14 @@ def _collected(one: Submission) -> Iterator[str]:
 
 def _why_none(one: Submission, state: JobState) -> str:
     """Return why there are no records of this array task."""
+    from course_lib.cluster.failures import WITH_CAUSE, why_failed
+
     if not state.is_final:
         return "no records yet. Collect again when it has ended."
     if state.state == DONE:
         return "left no records. Its program needs launch(..., record_to=...)."
-    return f"left no records. Try course logs {one.id}, which may say why."
+    why = why_failed(state) if state.state in WITH_CAUSE else ""
+    return f"left no records; {why or f'course logs {one.id} may say why'}."
 
 
 def _of(one: Submission, array_task: int | None) -> list[JobState]:

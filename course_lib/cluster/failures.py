@@ -16,7 +16,8 @@ from course_lib.core.units import MIB
 
 LAST_BYTES = 4 * MIB  # of a log that are looked at
 LONGEST = 300  # characters of a sentence
-WITH_CAUSE = ("FAILED", "OUT_OF_MEMORY")
+WITH_CAUSE = ("FAILED", "OUT_OF_MEMORY", "TIMEOUT")
+OUT_OF_TIME = "it ran until its time limit. Try course submit with a longer --time"
 PREFIX = re.compile(r"(?:\s*(\d+): )?(?:\[rank(\d+)\]: ?)?(.*)")
 FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
 NOT_THEIRS = re.compile(r"(site|dist)-packages/|/lib/python3|/course_lib/|^<")
@@ -81,6 +82,8 @@ def has_failed(states: Iterable[JobState]) -> bool:
 
 def why_failed(state: JobState) -> str:
     """Return what failed first, by the job's log: `rank 2, a.py line 8, in work: ValueError: b`."""
+    if state.state == "TIMEOUT":
+        return OUT_OF_TIME
     try:
         with Path(state.log).open("rb") as file:
             size = file.seek(0, 2)

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,11 @@ def test_a_sentence_says_it_of_the_first_that_failed(tmp_path):
     both = "1 COMPLETED, 1 FAILED (exit code 143)"
     assert told([fine, failed]) == f"{both}: array task 3, {SENTENCE}"
     assert told([fine]) == "COMPLETED"
+    late = replace(failed, state="TIMEOUT", exit_code=None)
+    assert (
+        told([late])
+        == "TIMEOUT: it ran until its time limit. Try course submit with a longer --time"
+    )
     (tmp_path / "log").unlink()
     assert told([failed]) == "FAILED (exit code 143)"
 

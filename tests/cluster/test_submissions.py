@@ -109,7 +109,7 @@ def test_where_nothing_came_home_it_says_why(submission, course, monkeypatch):
     submission(DONE, FAILED, array="0-1")
     assert course("collect").splitlines() == [
         "ddp-1: COMPLETED: left no records. Its program needs launch(..., record_to=...).",
-        "ddp-1: FAILED: left no records. Try course logs ddp-1, which may say why.",
+        "ddp-1: FAILED: left no records; course logs ddp-1 may say why.",
     ]
     submission(RUNNING)
     monkeypatch.setattr(
