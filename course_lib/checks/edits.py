@@ -30,12 +30,16 @@ class Edit:
         """A few words for tables: `work.wait() -> pass`."""
         return " -> ".join(" ".join(text.split())[:30] for text in (self.old, self.new))
 
-    def answer(self, exercise: Exercise) -> Any:
-        """Return the edited right answer, as a cell of a notebook would define it."""
+    def cell(self, exercise: Exercise) -> str:
+        """Return the edited cell of the right answer."""
         text = solved_cell(exercise.key)
         for old, new in ((self.old, self.new), *self.also):
             text = edited(text, old, new)
-        return run_cell(exercise.key, text)
+        return text
+
+    def answer(self, exercise: Exercise) -> Any:
+        """Return the edited right answer, as a cell of a notebook would define it."""
+        return run_cell(exercise.key, self.cell(exercise))
 
 
 @dataclass(frozen=True)

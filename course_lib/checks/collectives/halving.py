@@ -302,7 +302,7 @@ HALVING = Exercise(
         success="The sum in place on 1, 2, 4 and 8 ranks, up to 16 numbers, in 2 log2(p) rounds.",
     ),
     wrong=(
-        Edit("for partner, mine, theirs in reversed(halvings):", "for _ in ():", HALF_ONLY),
+        Edit("reversed(halvings)", "()", HALF_ONLY),
         Edit("reversed(halvings)", "halvings", FORWARDS),
         Edit(
             DOUBLES,

@@ -145,7 +145,7 @@ PRICE = Exercise(
             ),
         ),
         Edit("n / p / link.bytes_per_s", "n / p / 300e9", OTHER_LINK),
-        Edit(RING, RING.replace("link.", "NVLINK."), OTHER_LINK),
+        Edit(RING, RING.replace("link.latency_s", "3e-6"), OTHER_LINK),
         Edit(SUM, f"1e3 * ({SUM})", Cause("1000 times too large: seconds, not milliseconds.")),
         Edit("n / p", "n // p", ROUNDED),
         Edit(SUM, f"round({SUM}, 4)", ROUNDED),
