@@ -111,7 +111,7 @@ class ByGroup(LoadScopeScheduling):
         lesson = re.search(r"\[([a-z_]+)-\d", test)
         if name in ("test_notebooks.py", "test_readme.py"):
             return f"{file} {test[test.find('[') :] if name == 'test_notebooks.py' else test}"
-        if name == "test_planted_mistakes.py" and lesson:
+        if name in ("test_planted_mistakes.py", "test_corpus.py") and lesson:
             return f"{file} {lesson[1]}"
         return "sandboxes" if name in IN_SANDBOXES else file
 
