@@ -41,6 +41,7 @@ def test_a_text_is_enough_by_itself():
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)  # all answers to an exercise: four minutes on a busy machine
 @pytest.mark.usefixtures("kept_worlds")
 @each_exercise
 def test_wrong_answers_are_rejected_and_right_ones_pass(one):
